@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from snapshot.manager.signals import ignore_stop_signals
     from snapshot.maps.tensor_map import TensorMap
     from snapshot.progress import Progress
+    from snapshot.publish.pending import PendingPublish, Published
+    from snapshot.publish.publisher import Publisher
+    from snapshot.publish.subscriber import Subscriber
     from snapshot.reports import ConvertReport, CopyReport, Diff, RestoreReport, TakeReport, VerifyReport
     from snapshot.runtime.arena import release_memory
     from snapshot.saved import SavedObject
@@ -43,6 +46,10 @@ __all__ = [
     "KeepEvery",
     "KeepFor",
     "ignore_stop_signals",
+    "Publisher",
+    "PendingPublish",
+    "Published",
+    "Subscriber",
     "Stateful",
     "StateDict",
     "RNGState",
@@ -110,6 +117,9 @@ _MODULES = {
     ),
     "snapshot.maps.tensor_map": ("TensorMap",),
     "snapshot.progress": ("Progress",),
+    "snapshot.publish.pending": ("PendingPublish", "Published"),
+    "snapshot.publish.publisher": ("Publisher",),
+    "snapshot.publish.subscriber": ("Subscriber",),
     "snapshot.saved": ("SavedObject",),
     "snapshot.snapshot": ("PendingSnapshot", "Snapshot"),
     "snapshot.state.model_state": ("ModelState",),

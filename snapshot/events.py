@@ -28,6 +28,10 @@ class Event:
     was replaced. The events of an uploader are sent in its own process: `uploaded`, `replicated`, `dropped`, `damaged`
     and `healed`. With `on_error="warn"`, a manager sends `tolerated`, with the number of `failures`.
 
+    A `Publisher` sends `pruned` with the deleted `versions`, and `full_only` if deltas do not fit into its budget. A
+    `Subscriber` sends `pulled`, and `fell_back` for a version that it cannot use. It sends `damaged` for a local
+    version that changed. Both send `notify_failed` for a hook that failed.
+
     A `retry` event has a request as its verb and a file as its path, with `attempt`, `error` and `pause` (in seconds).
     A `swept` event has the number of `uploads` that were dropped.
     """

@@ -18,6 +18,7 @@ FLOORS = """
     tiers
     checkpoint pending takes weights
     snapshot
+    publish
     manager
     interop
     bench

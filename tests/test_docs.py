@@ -27,6 +27,7 @@ PAGES = [
     "docs/changed-run.md",
     "docs/manager.md",
     "docs/interop.md",
+    "docs/publish.md",
     "docs/storage.md",
     "docs/plugins.md",
     "docs/performance.md",

@@ -12,6 +12,8 @@ VERBS = {
     "rm": "remove a snapshot, and leftovers of interrupted takes",
     "prune": "remove the steps of a folder that a policy does not keep",
     "upload": "upload near steps of a run, as its trainer's uploader does",
+    "publish": "publish a checkpoint as the next version of weights for inference engines",
+    "pull": "bring a published version of weights into a local folder",
     "bench": "measure saving and restoring, compared with raw I/O and other libraries",
     "doctor": "test which operations work at a URL, how fast, and what would help",
     "completion": "print a script that completes the command's words in a shell",

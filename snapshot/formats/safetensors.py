@@ -104,7 +104,7 @@ async def describe_index(storage: Storage, name: str, limit: int) -> ForeignDocu
     async def header(location: str) -> tuple[dict[str, Any], Any, int]:
         try:
             size = (await storage.stat(location)).size
-            return (*await _read_header(storage, location, size, limit), size)
+            return (*await read_header(storage, location, size, limit), size)
         except StorageNotFoundError as error:
             raise CorruptSnapshotError(f"{where}: refers to {location}, which is missing") from error
 
@@ -122,7 +122,7 @@ async def describe_index(storage: Storage, name: str, limit: int) -> ForeignDocu
 
 async def describe_file(storage: Storage, name: str, size: int, limit: int) -> ForeignDocument:
     """Return the checkpoint of a single file."""
-    entries, metadata = await _read_header(storage, name, size, limit)
+    entries, metadata = await read_header(storage, name, size, limit)
     token = (await storage.stat(name)).token
     return _make_document(storage, entries, {name: ForeignFile(size)}, f"{name} {size} {token}".encode(), metadata)
 
@@ -137,7 +137,7 @@ def _make_document(
     )
 
 
-async def _read_header(
+async def read_header(
     storage: Storage, name: str, size: int, limit: int
 ) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """Return the tensors in a file's header, and its metadata."""

@@ -7,7 +7,7 @@ compared, and reused.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -246,17 +246,26 @@ def _fill_files(pieces: list[Piece], leaves: Sequence[PlannedLeaf]) -> Iterable[
     yield chosen
 
 
-def plan_exact_file(leaves: Sequence[PlannedLeaf], chosen: Iterable[int]) -> FilePlan:
+def plan_exact_file(
+    leaves: Sequence[PlannedLeaf], chosen: Iterable[int], metadata: Mapping[str, str] | None = None
+) -> FilePlan:
     """Return a file of whole leaves under their exact names, for readers without this library."""
-    return plan_file(leaves, [(index, 0, leaves[index].nbytes, None) for index in chosen], exact=True)
+    pieces: list[Piece] = [(index, 0, leaves[index].nbytes, None) for index in chosen]
+    return plan_file(leaves, pieces, exact=True, metadata=metadata)
 
 
-def plan_file(leaves: Sequence[PlannedLeaf], pieces: list[Piece], *, exact: bool = False) -> FilePlan:
+def plan_file(
+    leaves: Sequence[PlannedLeaf],
+    pieces: list[Piece],
+    *,
+    exact: bool = False,
+    metadata: Mapping[str, str] | None = None,
+) -> FilePlan:
     """Return a file of some pieces, the largest elements first. With `exact`, names are not quoted."""
     dtypes = {leaves[piece[0]].dtype for piece in pieces}
     if len({ITEMSIZE[name] for name in dtypes}) > 1:
         pieces = sorted(pieces, key=lambda piece: -ITEMSIZE[leaves[piece[0]].dtype])
-    items: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    items: dict[str, object] = {"__metadata__": {"format": "pt"} if metadata is None else metadata}
     extents: list[Extent] = []
     position = 0
     known, append = SAFETENSORS, extents.append
@@ -282,6 +291,19 @@ def plan_file(leaves: Sequence[PlannedLeaf], pieces: list[Piece], *, exact: bool
         extent.end += begin
     header = (begin - 8).to_bytes(8, "little") + text.ljust(begin - 8)
     return FilePlan(header, tuple(extents), begin + position)
+
+
+def group_in_order(sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Split items, in order, into groups of at most `most` bytes, and return their numbers. A larger item is alone."""
+    groups: list[list[int]] = [[]]
+    held = 0
+    for number, size in enumerate(sizes):
+        if groups[-1] and held + size > most:
+            groups.append([])
+            held = 0
+        groups[-1].append(number)
+        held += size
+    return groups
 
 
 def place_box(leaf: PlannedLeaf, box: Box | None) -> Box:

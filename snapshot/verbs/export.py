@@ -24,7 +24,7 @@ from snapshot.formats.torch_save import VALUE
 from snapshot.manifest import document
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document
-from snapshot.plan.layout import Extent, FilePlan, plan_exact_file
+from snapshot.plan.layout import Extent, FilePlan, group_in_order, plan_exact_file
 from snapshot.progress import Meter
 from snapshot.reports import ConvertReport
 from snapshot.runtime.session import Session
@@ -124,7 +124,7 @@ class Export:
         if name is not None:
             plan.files.append((name, plan_exact_file(plan.leaves, range(len(sizes)))))
             return plan
-        groups = _in_order(sizes, shard)
+        groups = group_in_order(sizes, shard)
         plan.markers = (safetensors.INDEX, safetensors.ALONE)
         plan.others = (document.METADATA, dcp.METADATA)
         plan.more = r"model-\d{5}-of-\d{5}\.safetensors"
@@ -394,19 +394,6 @@ def _member_header(plan: Plan, name: str, size: int, number: int) -> torch_archi
     sums = plan.sums
     assert sums is not None
     return torch_archive.ArchiveMember(name, size, sum=lambda: sums.get(number, 0))
-
-
-def _in_order(sizes: Sequence[int], most: int) -> list[list[int]]:
-    """Split tensors, in order, into files up to the maximum size. Return their numbers."""
-    groups: list[list[int]] = [[]]
-    held = 0
-    for number, size in enumerate(sizes):
-        if groups[-1] and held + size > most:
-            groups.append([])
-            held = 0
-        groups[-1].append(number)
-        held += size
-    return groups
 
 
 def _identity() -> str:

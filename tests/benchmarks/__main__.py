@@ -27,6 +27,7 @@ from tests.benchmarks import (
     multi_rank,
     object_store,
     planning_scale,
+    publish,
     tiers,
 )
 from tests.benchmarks.background_systems import TRAINED
@@ -82,7 +83,16 @@ def _parser() -> argparse.ArgumentParser:
     add("load", "tensors of a checkpoint into new memory, by this library, safetensors and other loaders", _load)
     add("merge", "three checkpoints become one, beside a raw read of three and a write of one", _merge)
     add("tiers", "takes, steps and restores with near folders, beside raw transfers", _tiers)
+    add("publish", "weights as deltas: each stage, a publish and a pull, beside raw copies", _publish)
     return parser
+
+
+def _publish(arguments: argparse.Namespace) -> Iterable[str]:
+    with place(arguments.url) as where:
+        yield header(describe(where), arguments.scale, arguments.rounds)
+        if not where.local:
+            raise ValueError("the store must be a folder")
+        yield from publish.compare(Path(where.text()), arguments.scale, arguments.rounds)
 
 
 def _maps(arguments: argparse.Namespace) -> Iterable[str]:

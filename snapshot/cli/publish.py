@@ -1,0 +1,122 @@
+"""`snapshot publish`: publish a checkpoint as the next version of weights for inference engines."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from snapshot.cli.arguments import (
+    Verbs,
+    add_json,
+    add_pickle,
+    add_select,
+    add_storage,
+    count,
+    options_of,
+    pair,
+    verb,
+)
+from snapshot.cli.cp import in_our_words
+from snapshot.cli.locate import explain_missing
+from snapshot.cli.screen import as_json, bar, printable
+from snapshot.cli.status import ExitStatus
+from snapshot.errors import SnapshotNotFoundError
+from snapshot.maps.tensor_map import TensorMap
+from snapshot.publish.publisher import Publisher
+from snapshot.publish.subscriber import Subscriber
+from snapshot.publish.version import version_name
+from snapshot.url import URL
+from snapshot.weights import load
+
+
+def add(verbs: Verbs) -> None:
+    """Describe the verb's arguments."""
+    parser = verb(
+        verbs,
+        "publish",
+        "Publish the tensors of a checkpoint as the next version in a folder of versions, from which `snapshot pull` "
+        "and inference engines take them. A version is a folder in Hugging Face's layout. With --delta, it holds only "
+        "the changes since the version before.",
+        [
+            ("publish run/step-300 s3://bucket/policy --select 'model/**'", "a complete version"),
+            ("publish run/step-400 s3://bucket/policy --select 'model/**' --delta /tmp/base", "the changes"),
+            ("publish llama/ policy --step 0", "a folder in Hugging Face's layout"),
+        ],
+        run,
+    )
+    parser.add_argument("source", metavar="FROM", help="the checkpoint: anything that Snapshot(path) opens")
+    parser.add_argument("url", metavar="URL", help="the folder of the versions")
+    parser.add_argument("--step", type=int, help="the training step; by default from a name such as step-300")
+    parser.add_argument(
+        "--delta", metavar="FOLDER", help="publish a delta; the version before is pulled into this local folder"
+    )
+    parser.add_argument("--full-every", type=count, default=50, metavar="N", help="limit of a chain (default: 50)")
+    parser.add_argument("--keep-full", type=count, default=2, metavar="N", help="full versions to keep (default: 2)")
+    parser.add_argument(
+        "--files", metavar="FOLDER", help="the model's config and tokenizer; by default FROM, if it has a config.json"
+    )
+    add_select(parser)
+    parser.add_argument(
+        "--rename", action="append", default=[], type=pair, metavar="OLD=NEW", help="a path and its new one; repeatable"
+    )
+    parser.add_argument(
+        "--map", metavar="MAP", help=f"a tensor map: {', '.join(TensorMap.names())}, or a .yaml or .json file"
+    )
+    parser.add_argument("--map-config", metavar="FILE", help="a config.json of Hugging Face with the sizes of the map")
+    parser.add_argument("--notify", action="append", default=[], metavar="URL", help="send a JSON message; repeatable")
+    add_pickle(parser)
+    add_json(parser)
+    add_storage(parser, "src", "dst")
+
+
+def run(arguments: argparse.Namespace) -> ExitStatus:
+    """Publish, and print the version."""
+    if arguments.map_config is not None and arguments.map is None:
+        raise ValueError("--map-config needs --map")
+    options, there = options_of(arguments, "src"), options_of(arguments, "dst")
+    publisher = Publisher(
+        arguments.url,
+        full_every=arguments.full_every,
+        keep_full=arguments.keep_full,
+        files=arguments.files or _files_beside(arguments.source),
+        notify=arguments.notify,
+        memory_budget_bytes=1 << 62,  # the process ends after this version
+        storage_options=there,
+    )
+    step = _step_of(arguments.source) if arguments.step is None else arguments.step
+    with in_our_words(), explain_missing(arguments.source, options), bar("publish") as show:
+        state = load(
+            arguments.source,
+            select=arguments.select,
+            exclude=arguments.exclude,
+            rename=dict(arguments.rename) or None,
+            map=None if arguments.map is None else TensorMap.load(arguments.map, arguments.map_config),
+            storage_options=options,
+            allow_pickle=arguments.allow_pickle,
+            progress=show,
+        )
+    if arguments.delta is not None:
+        with suppress(SnapshotNotFoundError):  # this may be the first version
+            publisher.resume_from(Subscriber(arguments.url, arguments.delta, storage_options=there).pull())
+    found = publisher.publish(step, state).wait()
+    folder = str(URL.parse(arguments.url).join(version_name(found.version)))
+    if arguments.json:
+        print(as_json({"url": folder, **found._asdict()}))
+    else:
+        kind = "complete" if found.base is None else f"delta of version {found.base}"
+        print(printable(f"{folder}: version {found.version}, step {found.step}, {kind}"))
+    return ExitStatus.OK
+
+
+def _step_of(source: str) -> int:
+    found = re.search(r"step-([0-9]{1,18})/?$", source)
+    if found is None:
+        raise ValueError(f"--step is missing: the name of {printable(source)} does not end with step-N")
+    return int(found[1])
+
+
+def _files_beside(source: str) -> Path | None:
+    folder = Path(source)
+    return folder if (folder / "config.json").is_file() else None

@@ -1,0 +1,1 @@
+"""Weights from a training loop into inference engines, through a store."""

@@ -1,0 +1,316 @@
+"""A local version from a store: downloaded files, or the files of a local version with deltas applied, all verified."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+
+from snapshot.aio import gather_limited, in_thread
+from snapshot.errors import CorruptSnapshotError
+from snapshot.formats.safetensors import INDEX, read_header
+from snapshot.manifest.document import LONGEST_HEADER
+from snapshot.manifest.entries import TensorEntry
+from snapshot.publish.delta import DeltaDecoder, checksum_text
+from snapshot.publish.version import (
+    LONGEST_INDEX,
+    Details,
+    Index,
+    check_file_name,
+    decode_index,
+    encode_index,
+    version_name,
+)
+from snapshot.runtime.session import Session
+from snapshot.storage import Storage
+from snapshot.tensors.digest import digest_bytes
+from snapshot.url import URL
+
+PIECE = 8 << 20
+"""Bytes of each request of a download."""
+HEADERS = 16
+"""Files whose headers are read at once."""
+
+
+@dataclass(slots=True)
+class _Tensor:
+    """A tensor of the new version: its place, and the deltas that lead to it."""
+
+    file: str
+    begin: int
+    end: int
+    digest: str | None
+    checksum: str | None = None
+    deltas: list[tuple[str, int, int]] = field(default_factory=list)
+    """The path in the store and the range of each delta."""
+
+
+@dataclass(slots=True)
+class _Shard:
+    """A file of the new version."""
+
+    size: int
+    data: int
+    """Offset of the first tensor, after the header."""
+
+
+class VersionBuilder:
+    """Builds one version in a folder aside."""
+
+    def __init__(self, session: Session, chain: Sequence[Index], aside: Path, base: Path | None) -> None:
+        """`chain`: the versions to apply, in order. Without a local `base`, the first one is complete."""
+        self._session, self._storage = session, session.storage
+        self._chain, self._aside, self._base = chain, aside, base
+        self._tensors: dict[str, _Tensor] = {}
+        self._shards: dict[str, _Shard] = {}
+        self._digests: dict[str, str] = {}
+        self._decoders: SimpleQueue[DeltaDecoder] = SimpleQueue()
+        self.received = 0
+        """Bytes that were read from the store."""
+
+    async def build(self) -> None:
+        """Write all files of the version, and verify them."""
+        extra = await (self._describe_remote() if self._base is None else self._describe_local())
+        for index in self._chain:
+            if index.base is not None:
+                await self._add_deltas(index)
+        changed = {tensor.file for tensor in self._tensors.values() if tensor.deltas}
+        with ExitStack() as stack:
+            outputs: dict[str, int] = {}
+            inputs: dict[str, int] = {}
+            for name, shard in self._shards.items():
+                if self._base is not None and name not in changed:
+                    _link(self._base / name, self._aside / name)
+                    continue
+                outputs[name] = _open(stack, self._aside / name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+                os.ftruncate(outputs[name], shard.size)
+                if self._base is not None:
+                    inputs[name] = _open(stack, self._base / name, os.O_RDONLY)
+                    os.pwrite(outputs[name], os.pread(inputs[name], shard.data, 0), 0)
+            if self._base is None:
+                await self._download(outputs)
+                inputs = outputs
+            await self._apply(inputs, outputs)
+        self._write_index(extra)
+
+    # What the version has
+
+    async def _describe_remote(self) -> dict[str, tuple[int, str]]:
+        """Read the headers of a complete version, and fetch its small files."""
+        full = self._chain[0]
+        folder = version_name(full.version)
+        await self._describe(self._storage, f"{folder}/", full)
+        files = full.details.files or dict.fromkeys(await self._find_extra(full), (-1, ""))
+
+        async def fetch(name: str) -> tuple[str, tuple[int, str]]:
+            data = await self._storage.get(f"{folder}/{name}", limit=LONGEST_INDEX)
+            found = len(data), digest_bytes(data)
+            if files[name] not in ((-1, ""), found):
+                raise CorruptSnapshotError(
+                    f"{self._storage.url.join(folder)}/{name}: must be {files[name]}, got {found}"
+                )
+            self.received += len(data)
+            await in_thread((self._aside / name).write_bytes, data)
+            return name, found
+
+        return dict(await gather_limited(files, fetch))
+
+    async def _find_extra(self, full: Index) -> list[str]:
+        """Return the small files of a version of another publisher, which its index does not name."""
+        folder = version_name(full.version)
+        names = [path.removeprefix(f"{folder}/") for path in await self._storage.list(f"{folder}/", recursive=False)]
+        weights = {*full.files.values(), INDEX}
+        return [
+            check_file_name(name, self._storage.url.join(folder))
+            for name in names
+            if name not in weights and not name.startswith(".") and not name.endswith(("/", ".safetensors", ".bin"))
+        ]
+
+    async def _describe_local(self) -> dict[str, tuple[int, str]]:
+        """Read the headers of the local base, and link its small files."""
+        assert self._base is not None
+        index = await self._read_base(self._base)
+        for name in index.details.files:
+            _link(self._base / name, self._aside / name)
+        self._digests = dict(index.details.digests)
+        return index.details.files
+
+    async def _read_base(self, folder: Path) -> Index:
+        local = Session(URL.parse(os.fspath(folder)), None, durable=False)
+        try:
+            index = decode_index(await local.storage.get(INDEX, limit=LONGEST_INDEX), 0, folder / INDEX)
+            await self._describe(local.storage, "", index)
+        finally:
+            await local.close()
+        return index
+
+    async def verify(self) -> None:
+        """Compare all tensors and small files of the base with their digests. Raise if one differs."""
+        assert self._base is not None
+        index = await self._read_base(self._base)
+        for name, (_, digest) in index.details.files.items():
+            if digest_bytes(await in_thread((self._base / name).read_bytes)) != digest:
+                raise CorruptSnapshotError(f"{self._base / name}: its digest must be {digest}")
+        with ExitStack() as stack:
+            inputs = {name: _open(stack, self._base / name, os.O_RDONLY) for name in self._shards}
+
+            async def check(name: str) -> None:
+                await in_thread(self._process, name, inputs[self._tensors[name].file], None, ())
+
+            await gather_limited(self._tensors, check, self._session.settings.thread_count())
+
+    async def _describe(self, storage: Storage, prefix: str, index: Index) -> None:
+        by_file: dict[str, list[str]] = defaultdict(list)
+        for name, file in index.files.items():
+            by_file[file].append(name)
+
+        async def header(file: str) -> tuple[dict[str, TensorEntry], int]:
+            size = (await storage.stat(prefix + file)).size
+            return (await read_header(storage, prefix + file, size, LONGEST_HEADER))[0], size
+
+        for file, (entries, size) in zip(by_file, await gather_limited(by_file, header, HEADERS), strict=True):
+            if entries.keys() != set(by_file[file]):
+                raise CorruptSnapshotError(f"{storage.url.join(prefix + file)}: its tensors are not those of the index")
+            begin = min((entry.byte_range[0] for entry in entries.values()), default=size)
+            self._shards[file] = _Shard(size, begin)
+            for name, entry in entries.items():
+                digest = index.details.digests.get(name)
+                self._tensors[name] = _Tensor(file, *entry.byte_range, digest)
+
+    async def _add_deltas(self, index: Index) -> None:
+        """Read the headers of a delta's files, and check that its tensors fit."""
+        folder = version_name(index.version)
+        by_file: dict[str, list[str]] = defaultdict(list)
+        for name, file in index.files.items():
+            by_file[file].append(name)
+
+        async def header(file: str) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+            path = f"{folder}/{file}"
+            size = (await self._storage.stat(path)).size
+            return await read_header(self._storage, path, size, LONGEST_HEADER)
+
+        for file, (entries, checksums) in zip(by_file, await gather_limited(by_file, header, HEADERS), strict=True):
+            where = self._storage.url.join(f"{folder}/{file}")
+            for name in by_file[file]:
+                entry, tensor = entries.get(name), self._tensors.get(name)
+                if entry is None or tensor is None:
+                    lacking = "the file" if entry is None else "the base"
+                    raise CorruptSnapshotError(f"{where}: {name[:200]!r} is missing in {lacking}")
+                begin, end = entry.byte_range
+                nbytes = tensor.end - tensor.begin
+                if entry.dtype != "uint8" or end - begin > nbytes + nbytes // 100 + 1000:
+                    raise CorruptSnapshotError(
+                        f"{where}: {name[:200]!r}: the delta of {nbytes} bytes must be U8 and not longer, got "
+                        f"{entry.dtype} of {end - begin} bytes"
+                    )
+                try:
+                    tensor.checksum = checksum_text(int(checksums[name], 16))
+                except (KeyError, ValueError) as error:
+                    raise CorruptSnapshotError(f"{where}: {name[:200]!r} has no valid checksum") from error
+                tensor.digest = index.details.digests.get(name)
+                tensor.deltas.append((f"{folder}/{file}", begin, end))
+
+    # Bytes
+
+    async def _download(self, outputs: Mapping[str, int]) -> None:
+        folder = version_name(self._chain[0].version)
+        pieces = [
+            (name, begin, min(PIECE, shard.size - begin))
+            for name, shard in self._shards.items()
+            for begin in range(0, shard.size, PIECE)
+        ]
+        buffers: list[memoryview] = []
+
+        async def fetch(piece: tuple[str, int, int]) -> None:
+            name, begin, length = piece
+            buffer = buffers.pop() if buffers else memoryview(bytearray(PIECE))
+            await self._storage.read_into(f"{folder}/{name}", begin, [buffer[:length]])
+            await in_thread(_write_all, outputs[name], begin, buffer[:length])
+            self.received += length
+            buffers.append(buffer)
+
+        await gather_limited(pieces, fetch, self._storage.limits.parallel_parts)
+
+    async def _apply(self, inputs: Mapping[str, int], outputs: Mapping[str, int]) -> None:
+        """Apply the deltas of each tensor, or copy it, and verify it."""
+        in_place = self._base is None
+        names = [name for name, tensor in self._tensors.items() if tensor.file in outputs]
+        names.sort(key=lambda name: self._tensors[name].begin - self._tensors[name].end)
+
+        async def apply(name: str) -> None:
+            tensor = self._tensors[name]
+            deltas = []
+            for path, begin, end in tensor.deltas:
+                delta = bytearray(end - begin)
+                await self._storage.read_into(path, begin, [delta])
+                self.received += len(delta)
+                deltas.append(delta)
+            writes = bool(deltas) or not in_place
+            work = partial(self._process, name, inputs[tensor.file], outputs[tensor.file] if writes else None, deltas)
+            self._digests[name] = await in_thread(work)
+
+        await gather_limited(names, apply, self._session.settings.thread_count())
+
+    def _process(self, name: str, source: int, target: int | None, deltas: Sequence[bytearray]) -> str:
+        tensor = self._tensors[name]
+
+        def read(offset: int, buffer: memoryview) -> None:
+            position = tensor.begin + offset
+            while len(buffer):
+                count = os.preadv(source, [buffer], position)
+                if not count:
+                    raise CorruptSnapshotError("its file is too short")
+                buffer, position = buffer[count:], position + count
+
+        def write(offset: int, buffer: memoryview) -> None:
+            if target is not None:
+                _write_all(target, tensor.begin + offset, buffer)
+
+        decoder = DeltaDecoder() if self._decoders.empty() else self._decoders.get()
+        try:
+            return decoder.apply(
+                tensor.end - tensor.begin, read, deltas, write, checksum=tensor.checksum, digest=tensor.digest
+            )
+        except CorruptSnapshotError as error:
+            where = self._storage.url.join(version_name(self._chain[-1].version)) if self._chain else self._base
+            raise CorruptSnapshotError(f"{where}: {name[:200]!r}: {error}") from error
+        finally:
+            self._decoders.put(decoder)
+
+    def _write_index(self, extra: dict[str, tuple[int, str]]) -> None:
+        newest = self._chain[-1]
+        details = Details(newest.details.publisher, newest.details.step, newest.details.time)
+        details.files = extra
+        details.digests = {name: self._digests[name] for name in self._tensors if name in self._digests}
+        files = {name: tensor.file for name, tensor in self._tensors.items()}
+        total = sum(tensor.end - tensor.begin for tensor in self._tensors.values())
+        data = encode_index(newest.version, None, files, details, total_size=total)
+        (self._aside / INDEX).write_bytes(data)
+
+
+def _open(stack: ExitStack, path: Path, flags: int) -> int:
+    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o644)
+    stack.callback(os.close, descriptor)
+    return descriptor
+
+
+def _write_all(descriptor: int, offset: int, buffer: memoryview) -> None:
+    while len(buffer):
+        count = os.pwrite(descriptor, buffer, offset)
+        buffer, offset = buffer[count:], offset + count
+
+
+def _link(source: Path, target: Path) -> None:
+    """Give a file a second name; copy it if the file system has no hard links."""
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        shutil.copyfile(source, target)

@@ -1,0 +1,257 @@
+"""One publication in the background: claim a number, encode, write, commit, and delete old versions.
+
+The ranks communicate through the store of their process group, never through its collectives.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from snapshot.aio import gather_limited, shielded
+from snapshot.distributed.exchange import LEADER, Exchange, Undecided
+from snapshot.errors import CommitUnknown, SnapshotError, SnapshotExistsError
+from snapshot.events import emit
+from snapshot.publish.delta import TensorSums
+from snapshot.publish.image import HostImage
+from snapshot.publish.notify import start_hooks
+from snapshot.publish.pending import Published
+from snapshot.publish.store import VersionStore
+from snapshot.publish.upload import RankShare, ShareUpload, new_attempt
+from snapshot.publish.version import Details, check_file_name, encode_index, version_name
+from snapshot.runtime.loop import in_own_thread, run
+from snapshot.runtime.session import Session
+from snapshot.tensors.digest import digest_bytes, digest_range
+from snapshot.url import URL
+
+LONGEST_FILE = 256 << 20
+"""Maximum size of each further file, such as a tokenizer's."""
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The last published version, as this rank needs it for a delta."""
+
+    version: int
+    index: str
+    """Digest of its index."""
+    image: HostImage
+    sums: Mapping[str, TensorSums]
+    deltas: int
+    """Number of deltas since the last complete version."""
+
+
+class ExtraFiles:
+    """The small files of a model, such as its config: contents by name, or a local folder that has them."""
+
+    def __init__(self, given: str | os.PathLike[str] | Mapping[str, bytes] | None) -> None:
+        self._folder: Path | None = None
+        self._contents: dict[str, bytes] = {}
+        if given is None:
+            return
+        if isinstance(given, Mapping):
+            self._contents = {check_file_name(name, "files"): bytes(data) for name, data in given.items()}
+        else:
+            self._folder = Path(given)
+            if not self._folder.is_dir():
+                raise ValueError(f"files must be a local folder, got {str(given)!r}")
+        refused = [name for name in self._contents if name.endswith(_WEIGHTS)]
+        if refused:
+            raise ValueError(f"files must not have weights, got {refused[0]!r}")
+
+    def read(self) -> dict[str, bytes]:
+        """Return the contents by name. Weights and hidden files of a folder are left out."""
+        found = dict(self._contents)
+        if self._folder is not None:
+            for path in sorted(self._folder.iterdir()):
+                if path.is_file() and not path.name.startswith(".") and not path.name.endswith(_WEIGHTS):
+                    if path.stat().st_size > LONGEST_FILE:
+                        raise SnapshotError(f"{path}: is too large for a file beside the weights")
+                    found[path.name] = path.read_bytes()
+        return found
+
+
+class Ready(msgspec.Struct, array_like=True):
+    """A rank's state before it encodes."""
+
+    base: int
+    """The version that it can encode a delta of; 0 if none."""
+
+
+class Decision(msgspec.Struct, array_like=True):
+    """The leader's decision about the version."""
+
+    version: int
+    base: int
+    """The version to encode a delta of; 0 for a complete version."""
+    attempt: str
+
+
+class Committed(msgspec.Struct, array_like=True):
+    """The leader's answer after the commit: the digest of the index."""
+
+    index: str
+
+
+class Publication:
+    """One rank's part of one publication."""
+
+    def __init__(
+        self,
+        url: URL,
+        options: Mapping[str, Any],
+        exchange: Exchange,
+        *,
+        publisher: str,
+        step: int,
+        image: HostImage,
+        base: Base | None,
+        keeps: bool,
+        files: ExtraFiles,
+        full_every: int,
+        keep_full: int,
+        notify: Sequence[str],
+        known: dict[int, int | None],
+    ) -> None:
+        self._url, self._options, self._exchange = url, options, exchange
+        self._publisher, self._step, self._image = publisher, step, image
+        usable = base is not None and base.image.fits(image.targets) and base.deltas + 1 < full_every
+        self._base = base if usable else None
+        self.keeps = keeps
+        self._files = files
+        self._keep_full, self._notify = keep_full, notify
+        self._known = known
+        self.next_base: Base | None = None
+
+    async def run(self) -> Published:
+        """Publish. An error on one rank is raised on all of them, and the files of the attempt are deleted."""
+        began = time.monotonic()
+        exchange = self._exchange
+        session = Session(self._url, self._options)
+        store = VersionStore(session.storage, self._known)
+        upload: ShareUpload | None = None
+        decision: Decision | None = None
+        extra: list[str] = []
+        try:
+            emit("start", "publish", str(self._url), step=self._step)
+            decision = await self._agree(store)
+            upload = ShareUpload(session, decision.version, decision.attempt, exchange.rank, self._image)
+            if decision.base:
+                assert self._base is not None
+                await upload.write_delta(self._base.image, self._base.sums)
+            else:
+                await upload.write_full()
+            details = Details(self._publisher, self._step, time.time())
+            if exchange.rank == LEADER and not decision.base:
+                details.files = await self._write_files(session, decision, extra)
+            await session.storage.settle()
+            committed = await self._commit(store, decision, upload.share, details)
+        except BaseException as error:
+            await shielded(self._abort(error, store, decision, [*(upload.written if upload else ()), *extra]))
+            raise
+        else:
+            deltas = self._base.deltas + 1 if decision.base and self._base is not None else 0
+            self.next_base = Base(decision.version, committed.index, self._image, upload.sums, deltas)
+            found = Published(decision.version, self._step, decision.base or None)
+            share = upload.share
+            emit(
+                "committed",
+                "publish",
+                str(self._url.join(version_name(found.version))),
+                bytes=share.nbytes,
+                stored=share.stored,
+                base=found.base,
+                seconds=time.monotonic() - began,
+            )
+            if exchange.rank == LEADER:
+                await store.retire(self._keep_full, self._publisher)
+                self._tell(found)
+            return found
+        finally:
+            await in_own_thread(exchange.close)
+            await session.close()
+
+    async def _agree(self, store: VersionStore) -> Decision:
+        """Let the leader choose the number, and decide if the version is a delta."""
+
+        def lead(ranks: list[Ready]) -> Decision:
+            attempt = new_attempt()
+            version = run(store.claim(self._publisher, attempt))
+            bases = {ready.base for ready in ranks}
+            base = bases.pop() if len(bases) == 1 else 0
+            if base and base + 1 != version:  # readers apply deltas one by one, without gaps
+                base = 0
+            return Decision(version, base, attempt)
+
+        ready = Ready(self._base.version if self._base is not None else 0)
+        return await in_own_thread(self._exchange.agree, ready, lead, Ready, Decision)
+
+    async def _write_files(self, session: Session, decision: Decision, extra: list[str]) -> dict[str, tuple[int, str]]:
+        contents = self._files.read()
+        extra += contents
+        folder = version_name(decision.version)
+
+        async def put(name: str) -> None:
+            await session.storage.put(f"{folder}/{name}", contents[name])
+
+        await gather_limited(contents, put)
+        return {name: (len(data), digest_bytes(data)) for name, data in contents.items()}
+
+    async def _commit(self, store: VersionStore, decision: Decision, share: RankShare, details: Details) -> Committed:
+        """Wait for all ranks, and let the leader store the index."""
+        exchange = self._exchange
+
+        def lead(shares: list[RankShare]) -> Committed:
+            files: dict[str, str] = {}
+            for each in shares:
+                files.update(each.files)
+                details.digests.update(each.digests)
+            base = decision.base or None
+            if base is not None and self._base is not None:
+                details.base = self._base.index
+            total = sum(each.nbytes for each in shares)
+            data = encode_index(decision.version, base, files, details, total_size=total)
+            exchange.commit()
+            run(shielded(store.commit(decision.version, data, base)))
+            return Committed(digest_range(data))
+
+        exchange.note_done()
+        try:
+            return await in_own_thread(exchange.agree, share, lead, RankShare, Committed)
+        except Undecided as error:
+            folder = self._url.join(version_name(decision.version))
+            raise CommitUnknown(f"{folder}: unknown whether it is published: {error}") from error
+
+    async def _abort(
+        self, error: BaseException, store: VersionStore, decision: Decision | None, files: Sequence[str]
+    ) -> None:
+        """Tell the other ranks, and delete the files unless the index may be stored."""
+        ruled_out = await in_own_thread(self._exchange.fail, error)
+        if decision is None or isinstance(error, CommitUnknown):
+            return
+        leads = self._exchange.rank == LEADER
+        if not ruled_out and not leads:
+            return
+        if isinstance(error, SnapshotExistsError):
+            await store.delete_attempt(decision.version, files, claim=False)
+        else:
+            await store.delete_attempt(decision.version, files, claim=leads)
+
+    def _tell(self, found: Published) -> None:
+        if self._notify:
+            folder = self._url.join(version_name(found.version))
+            message = {
+                "source_dir": str(self._url),
+                "target_version": found.version,
+                "version_dir": str(folder),
+                "step": found.step,
+                "base_version": found.base,
+            }
+            start_hooks(self._notify, "publish", message)

@@ -1,0 +1,222 @@
+"""Publisher: the weights of a training loop as numbered versions in a store, full or as deltas."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from snapshot.distributed.exchange import Exchange
+from snapshot.distributed.group import ranks_of
+from snapshot.events import emit, warn
+from snapshot.options import Settings, expect_positive
+from snapshot.publish.delta import load_zstd
+from snapshot.publish.gather import gather_pieces
+from snapshot.publish.image import HostImage
+from snapshot.publish.notify import check_hooks
+from snapshot.publish.pending import PendingPublish
+from snapshot.publish.publication import Base, ExtraFiles, Publication
+from snapshot.publish.resume import load_base
+from snapshot.publish.shares import RankState, SharePlan, find_pieces, flatten_tensors, plan_shares
+from snapshot.registry import open_storage
+from snapshot.runtime.host_memory import total_memory
+from snapshot.runtime.loop import refuse_on_loop, run, work_on
+from snapshot.tensors.digest import digest_range
+from snapshot.text import size_text
+from snapshot.url import URL
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from snapshot.maps.tensor_map import TensorMap
+
+
+class Publisher:
+    """Publishes the weights of a training loop in a store, for inference engines.
+
+    Each call of `publish` makes the next version: a folder `weight_v000012` in Hugging Face's layout. It is either
+    complete, or holds the changes since the version before. All ranks create a publisher and call `publish`.
+
+    >>> import torch
+    >>> from snapshot import Publisher
+    >>> model = torch.nn.Linear(4, 2)
+    >>> publisher = Publisher("memory://docs/policy")
+    >>> publisher.publish(100, model).wait()
+    Published(version=1, step=100, base=None)
+    >>> with torch.no_grad():
+    ...     _ = model.weight.add_(1)
+    >>> publisher.publish(200, model).wait()
+    Published(version=2, step=200, base=1)
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        names: TensorMap | None = None,
+        full_every: int = 50,
+        keep_full: int = 2,
+        files: str | os.PathLike[str] | Mapping[str, bytes] | None = None,
+        notify: Sequence[str] = (),
+        memory_budget_bytes: int | None = None,
+        pg: ProcessGroup | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Check the arguments. Nothing is read or written.
+
+        Args:
+            url: The folder of the versions, in any storage.
+            names: A map from the model's tensors to those that are published. By default they are the same.
+            full_every: At least every n-th version is complete, so that readers never follow longer chains.
+            keep_full: The number of complete versions to keep, with their deltas. Older versions are deleted.
+            files: A local folder in Hugging Face's layout, or contents by name: its small files, such as `config.json`
+                and the tokenizer's, are a part of each complete version.
+            notify: URLs to which a JSON message is sent after each version, such as `http://engine:30000/hook`.
+            memory_budget_bytes: Host memory of this rank for the published weights. Deltas need twice the bytes that
+                the rank owns. By default, it is half of the host's memory, shared by its ranks.
+            pg: The ranks that publish. By default, the default process group.
+            storage_options: Options for the storage plugin.
+            timeout: Seconds without a heartbeat after which a rank counts as dead.
+
+        Raises:
+            MissingExtraError: zstandard is not installed, and `full_every` is above 1.
+            ValueError: An argument is invalid.
+        """
+        for name, value in (("full_every", full_every), ("keep_full", keep_full)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a positive int, got {value!r}")
+        if memory_budget_bytes is not None:
+            expect_positive("memory_budget_bytes", memory_budget_bytes)
+        if full_every > 1:
+            load_zstd()
+        self._url = URL.parse(os.fspath(url))
+        self._options = dict(storage_options or {})
+        open_storage(self._url, self._options)  # an unknown scheme or option is an error of this call
+        self._names = names
+        self._full_every, self._keep_full = full_every, keep_full
+        self._files = ExtraFiles(files)
+        self._notify = check_hooks(notify)
+        self._budget = memory_budget_bytes
+        self._pg = pg
+        self._timeout = timeout
+        self._id = secrets.token_hex(6)
+        self._base: Base | None = None
+        self._spare: HostImage | None = None
+        """The image before the last one: its memory is used again."""
+        self._planned: tuple[str, list[str], SharePlan] | None = None
+        self._pending: PendingPublish | None = None
+        self._known: dict[int, int | None] = {}
+        self._warned = False
+        self._resumed: Path | None = None
+
+    def resume_from(self, folder: str | os.PathLike[str]) -> None:
+        """Let the next version be a delta of a version that a `Subscriber` has pulled into a local folder.
+
+        Otherwise, the first version of a publisher is complete. All ranks must have the folder, and it must be the
+        newest version then. If it does not fit, the next version is complete, and the log says why.
+        """
+        self._resumed = Path(os.path.realpath(folder))
+
+    def publish(self, step: int, state: Any) -> PendingPublish:
+        """Publish a model or a state dict as the next version. All ranks call it.
+
+        When it returns, the weights are in host memory and training may change them. They are compared, compressed and
+        written in the background. A call first waits for the publication before.
+
+        Args:
+            step: The training step, for readers that ask for one. A step can be published again.
+            state: A module, or a state dict: nested, with tensors on any device, DTensors or ShardedTensors. Tensors
+                that several ranks hold are published once. Values that are not tensors are left out.
+
+        Raises:
+            SnapshotError: The tensors of the ranks do not form whole tensors, or another rank failed.
+        """
+        refuse_on_loop()
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise ValueError(f"step must be an int of at least 0, got {step!r}")
+        if self._pending is not None:
+            self._pending.settle()
+        timeout = Settings.current().timeout if self._timeout is None else self._timeout
+        with Exchange(ranks_of(self._pg), "publish", timeout) as exchange:
+            own, held = find_pieces(flatten_tensors(state))
+            plan = self._plan(exchange, own)
+            if self._resumed is not None:
+                self._base = run(load_base(self._url, self._options, self._resumed, plan.owned(exchange.rank)))
+                self._resumed = None
+            image = self._take_image(plan, exchange.rank)
+            gather_pieces(exchange, plan, held, image)
+            publication = Publication(
+                self._url,
+                self._options,
+                exchange,
+                publisher=self._id,
+                step=step,
+                image=image,
+                base=self._base,
+                keeps=self._may_keep(image, exchange),
+                files=self._files,
+                full_every=self._full_every,
+                keep_full=self._keep_full,
+                notify=self._notify,
+                known=self._known,
+            )
+            pending = PendingPublish(self._url, work_on(self._run(publication)))
+            pending.begin()
+        self._pending = pending
+        return pending
+
+    async def _run(self, publication: Publication) -> Any:
+        """Publish in the background. Only a committed version becomes the base of the next."""
+        before, self._base = self._base, None
+        found = await publication.run()
+        self._spare = before.image if before is not None else None
+        if publication.keeps:
+            self._base = publication.next_base
+        return found
+
+    def _plan(self, exchange: Exchange, own: RankState) -> SharePlan:
+        """Agree on the tensors of all ranks. The plan of the last call is used again if nothing changed."""
+        mark = digest_range(msgspec.msgpack.encode(own))
+        known = self._planned[1] if self._planned is not None else []
+        if exchange.agree(mark, lambda marks: marks == known, str, bool) and self._planned is not None:
+            return self._planned[2]
+        states = exchange.agree(own, lambda all_: all_, RankState, list[RankState])
+        plan = plan_shares(states, self._names)
+        self._planned = mark, [digest_range(msgspec.msgpack.encode(each)) for each in states], plan
+        return plan
+
+    def _take_image(self, plan: SharePlan, rank: int) -> HostImage:
+        targets = plan.owned(rank)
+        spare, self._spare = self._spare, None
+        if spare is not None and spare.fits(targets):
+            return spare
+        del spare
+        return HostImage(targets)
+
+    def _may_keep(self, image: HostImage, exchange: Exchange) -> bool:
+        """Return True if this version and the next one fit into the budget together."""
+        if self._full_every == 1:
+            return False
+        limit = self._budget
+        if limit is None:
+            local = int(os.environ.get("LOCAL_WORLD_SIZE") or exchange.world)
+            limit = total_memory() // 2 // max(1, local)
+        if 2 * image.nbytes <= limit:
+            return True
+        if not self._warned:
+            self._warned = True
+            emit("full_only", "publish", str(self._url), needed=2 * image.nbytes, budget=limit)
+            warn(
+                f"{self._url}: all versions are complete ones: deltas need {size_text(2 * image.nbytes)} of host "
+                f"memory on rank {exchange.rank}, and its budget is {size_text(limit)}; raise memory_budget_bytes"
+            )
+        return False
+
+    def __repr__(self) -> str:
+        base = f", base {self._base.version}" if self._base is not None else ""
+        return f"Publisher({str(self._url)!r}{base})"

@@ -1,0 +1,211 @@
+"""Publishing on one rank: engines can read all versions, and only committed ones count."""
+
+import errno
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from snapshot import Publisher, SnapshotError, StorageError, Subscriber, events
+from snapshot.testing.storages import faulty
+from tests.publish import engine
+
+
+def model(seed=0):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(300, 400), torch.nn.Linear(400, 20)).to(torch.bfloat16)
+
+
+def train(module, share=0.01):
+    """Change some elements of each parameter."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            flat = parameter.view(-1)
+            chosen = torch.randperm(len(flat))[: max(1, int(len(flat) * share))]
+            flat[chosen] += 1
+
+
+def expect_state(found, module):
+    """What an engine has read is the module's state, bit by bit."""
+    state = module.state_dict()
+    assert found.keys() == state.keys()
+    for name, tensor in state.items():
+        dtype, shape, content = found[name]
+        assert dtype == {torch.bfloat16: "BF16", torch.float32: "F32"}[tensor.dtype]
+        assert shape == tuple(tensor.shape)
+        assert content.tobytes() == tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.fixture
+def log():
+    found = []
+    events.add_handler(found.append)
+    yield found
+    events.remove_handler(found.append)
+
+
+def test_an_engine_reads_all_versions(tmp_path):
+    net = model()
+    publisher = Publisher(tmp_path, full_every=4, keep_full=10)
+    kinds = []
+    for step in range(0, 100, 10):
+        published = publisher.publish(step, net).wait()
+        kinds.append(published.base)
+        expect_state(engine.read(tmp_path, published.version), net)
+        train(net)
+    assert kinds == [None, 1, 2, 3, None, 5, 6, 7, None, 9]
+
+
+def test_unchanged_tensors_are_not_in_a_delta(tmp_path):
+    net = model()
+    publisher = Publisher(tmp_path)
+    publisher.publish(1, net).wait()
+    with torch.no_grad():
+        net[1].bias[3] = 7
+    publisher.publish(2, net).wait()
+    index = json.loads((tmp_path / "weight_v000002" / "model.safetensors.index.json").read_text())
+    assert list(index["weight_map"]) == ["1.bias"]
+    publisher.publish(3, net).wait()
+    index = json.loads((tmp_path / "weight_v000003" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == {}
+    expect_state(engine.read(tmp_path, 3), net)
+
+
+def test_training_may_change_the_weights_after_the_call(tmp_path):
+    net = model()
+    publisher = Publisher(tmp_path)
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    pending = publisher.publish(1, net)
+    train(net, 1.0)
+    pending.wait()
+    for name, (_, _, content) in engine.read(tmp_path, 1).items():
+        assert content.tobytes() == before[name].view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def test_a_restarted_publisher_begins_with_a_complete_version(tmp_path):
+    net = model()
+    first = Publisher(tmp_path)
+    assert [first.publish(step, net).wait()[:] for step in (5, 6)] == [(1, 5, None), (2, 6, 1)]
+    second = Publisher(tmp_path)
+    assert [second.publish(step, net).wait()[:] for step in (5, 6)] == [(3, 5, None), (4, 6, 3)]
+
+
+def test_two_publishers_in_turns_publish_complete_versions(tmp_path):
+    """A delta whose number does not follow its base would not be applied by engines."""
+    net, other = model(), model(1)
+    one, two = Publisher(tmp_path), Publisher(tmp_path)
+    for turn in range(3):
+        assert one.publish(turn, net).wait().base is None
+        assert two.publish(turn, other).wait().base is None
+    assert two.publish(9, other).wait()[:] == (7, 9, 6)
+    expect_state(engine.read(tmp_path, 7), other)
+    expect_state(engine.read(tmp_path, 5), net)
+
+
+def test_two_publishers_at_once_lose_nothing(tmp_path):
+    net, other = model(), model(1)
+    one, two = Publisher(tmp_path), Publisher(tmp_path)
+    for turn in range(5):
+        pending = [one.publish(turn, net), two.publish(turn, other)]
+        versions = [each.wait().version for each in pending]
+        expect_state(engine.read(tmp_path, versions[0]), net)
+        expect_state(engine.read(tmp_path, versions[1]), other)
+
+
+def test_nested_states_and_odd_tensors(tmp_path):
+    state = {
+        "a": {"b": torch.arange(6).view(2, 3).t(), "step": 3, "name": "x"},
+        "module.c": torch.tensor(1.5),
+        "empty": torch.zeros(0, 4),
+        "flags": torch.tensor([True, False]),
+        "eight": torch.zeros(3, dtype=torch.float8_e4m3fn),
+    }
+    publisher = Publisher(tmp_path)
+    publisher.publish(1, state).wait()
+    state["a"]["b"][0, 0] = 99
+    publisher.publish(2, state).wait()
+    found = engine.read(tmp_path, 2)
+    assert found.keys() == {"a.b", "c", "empty", "flags", "eight"}
+    assert found["a.b"][:2] == ("I64", (3, 2))
+    assert np.frombuffer(found["a.b"][2].tobytes(), np.int64).tolist() == [99, 3, 1, 4, 2, 5]
+    folder = Subscriber(tmp_path, tmp_path / "local").pull()
+    from safetensors.torch import load_file
+
+    [file] = folder.glob("*.safetensors")
+    loaded = load_file(file)
+    assert torch.equal(loaded["a.b"], state["a"]["b"])
+    assert loaded["empty"].shape == (0, 4)
+
+
+def test_another_set_of_tensors_makes_a_complete_version(tmp_path):
+    publisher = Publisher(tmp_path)
+    publisher.publish(1, {"a": torch.zeros(3)}).wait()
+    assert publisher.publish(2, {"a": torch.zeros(4)}).wait().base is None
+    assert publisher.publish(3, {"a": torch.zeros(4), "b": torch.zeros(1)}).wait().base is None
+    assert publisher.publish(4, {"a": torch.zeros(4).double(), "b": torch.zeros(1)}).wait().base is None
+    assert publisher.publish(5, {"a": torch.zeros(4).double(), "b": torch.zeros(1)}).wait().base == 4
+
+
+def test_a_small_budget_makes_complete_versions_with_one_warning(tmp_path, log):
+    net = model()
+    publisher = Publisher(tmp_path, memory_budget_bytes=1000)
+    with pytest.warns(UserWarning, match="raise memory_budget_bytes"):
+        assert publisher.publish(1, net).wait().base is None
+    assert publisher.publish(2, net).wait().base is None
+    assert [event.name for event in log].count("full_only") == 1
+
+
+def test_old_versions_are_deleted_with_their_chains(tmp_path):
+    net = model()
+    publisher = Publisher(tmp_path, full_every=3, keep_full=2, files={"config.json": b"{}"})
+    left = []
+    for step in range(10):
+        publisher.publish(step, net).wait()
+        left.append(sorted(engine.versions(tmp_path)))
+        train(net)
+    assert left[5] == [1, 2, 3, 4, 5, 6]
+    assert left[6] == [4, 5, 6, 7]
+    assert left[9] == [7, 8, 9, 10]
+    assert sorted(each.name for each in tmp_path.iterdir()) == [f"weight_v{number:06d}" for number in left[9]]
+
+
+@pytest.mark.parametrize("operation", ["create", "write", "finish", "put", "commit"])
+def test_a_failed_publish_leaves_no_files_and_the_next_is_complete(tmp_path, operation):
+    net = model()
+    url = f"faulty+file://{tmp_path}"
+    error = OSError(errno.ENOSPC, "No space left on device")
+    with faulty(on=operation, path="weight_v000003/*", nth=1, error=error):
+        publisher = Publisher(url)
+        publisher.publish(1, net).wait()
+        train(net)
+        publisher.publish(2, net).wait()
+        expected = engine.read(tmp_path, 2)
+        train(net)
+        with pytest.raises(StorageError, match="No space left"):
+            publisher.publish(3, net).wait()
+        assert sorted(engine.versions(tmp_path)) == [1, 2]
+        assert not (tmp_path / "weight_v000003").exists()
+        assert {name: each[2].tobytes() for name, each in engine.read(tmp_path, 2).items()} == {
+            name: each[2].tobytes() for name, each in expected.items()
+        }
+        assert publisher.publish(3, net).wait()[:] == (3, 3, None)
+
+
+def test_wrong_arguments_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="full_every must be a positive int, got 0"):
+        Publisher(tmp_path, full_every=0)
+    with pytest.raises(ValueError, match="notify must be http"):
+        Publisher(tmp_path, notify=["file:///etc/passwd"])
+    with pytest.raises(ValueError, match="must not have weights"):
+        Publisher(tmp_path, files={"model.safetensors": b""})
+    with pytest.raises(ValueError, match="files must be a local folder"):
+        Publisher(tmp_path, files=tmp_path / "nothing")
+    publisher = Publisher(tmp_path)
+    with pytest.raises(TypeError, match="must be a module or a state dict"):
+        publisher.publish(1, [torch.zeros(1)])
+    with pytest.raises(ValueError, match="step must be an int"):
+        publisher.publish(-1, {"a": torch.zeros(1)})
+    with pytest.raises(SnapshotError, match="cast or exclude"):
+        publisher.publish(1, {"a": torch.zeros(1, dtype=torch.complex64)})
+    assert list(tmp_path.iterdir()) == []

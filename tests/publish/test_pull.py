@@ -1,0 +1,351 @@
+"""Pulling: verified, atomic, from the nearest version, and the newest usable one whatever is damaged."""
+
+import json
+import multiprocessing
+import os
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import ClassVar
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from snapshot import CorruptSnapshotError, Publisher, SnapshotNotFoundError, StorageError, Subscriber, events
+from snapshot.publish.local import MARKER
+from snapshot.publish.store import VersionStore
+from snapshot.runtime.loop import _unfinished, in_own_thread
+from snapshot.testing.storages import faulty
+from tests.publish.test_publish import model, train
+
+
+@pytest.fixture
+def log():
+    found = []
+    events.add_handler(found.append)
+    yield found
+    events.remove_handler(found.append)
+
+
+def names_of(log, *wanted):
+    return [event.name for event in log if event.name in wanted]
+
+
+def loaded(folder):
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    state = {}
+    for file in set(index["weight_map"].values()):
+        state |= load_file(folder / file)
+    assert state.keys() == index["weight_map"].keys()
+    return state
+
+
+def expect_loaded(folder, state):
+    found = loaded(folder)
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], state[name]) for name in state)
+
+
+class Run:
+    """A store with some versions, and the state of each."""
+
+    def __init__(self, folder, versions, **options):
+        self.store = folder / "store"
+        self.net = model()
+        self.publisher = Publisher(self.store, files={"config.json": b'{"x": 1}'}, **options)
+        self.states = {}
+        self.publish(versions)
+
+    def publish(self, count=1):
+        for _ in range(count):
+            train(self.net)
+            version = self.publisher.publish(10 * (len(self.states) + 1), self.net).wait().version
+            self.states[version] = {name: tensor.clone() for name, tensor in self.net.state_dict().items()}
+
+    def shard(self, version):
+        [file] = (self.store / f"weight_v{version:06d}").glob("*.safetensors")
+        return file
+
+    def index(self, version):
+        return self.store / f"weight_v{version:06d}" / "model.safetensors.index.json"
+
+
+def flip(path, place=-1):
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def test_each_version_arrives_by_its_delta(tmp_path, log):
+    run = Run(tmp_path, 1, full_every=10)
+    subscriber = Subscriber(run.store, tmp_path / "local")
+    assert subscriber.current is None
+    for version in range(1, 6):
+        folder = subscriber.pull()
+        assert folder == tmp_path / "local" / f"weight_v{version:06d}"
+        assert subscriber.current == folder
+        expect_loaded(tmp_path / "local" / "current", run.states[version])
+        assert (folder / "config.json").read_bytes() == b'{"x": 1}'
+        run.publish()
+    pulled = [event.fields for event in log if event.name == "pulled"]
+    assert [each["base"] for each in pulled] == [None, 1, 2, 3, 4]
+    assert pulled[1]["received"] < pulled[0]["received"] / 10
+
+
+def test_a_chain_is_applied_at_once(tmp_path, log):
+    run = Run(tmp_path, 2, full_every=10)
+    subscriber = Subscriber(run.store, tmp_path / "local")
+    subscriber.pull()
+    run.publish(4)
+    expect_loaded(subscriber.pull(), run.states[6])
+    expect_loaded(Subscriber(run.store, tmp_path / "other").pull(), run.states[6])
+    assert [(e.fields["base"], e.fields["versions"]) for e in log if e.name == "pulled"] == [
+        (None, 2),
+        (2, 4),
+        (None, 6),
+    ]
+
+
+def test_pull_by_step_and_by_version(tmp_path):
+    run = Run(tmp_path, 3)
+    restarted = Publisher(run.store)
+    again = restarted.publish(20, run.net).wait().version  # the trainer was rolled back
+    subscriber = Subscriber(run.store, tmp_path / "local")
+    assert subscriber.pull(10).name == "weight_v000001"
+    assert subscriber.pull(20).name == f"weight_v{again:06d}"
+    assert subscriber.pull(version=2).name == "weight_v000002"
+    assert subscriber.pull("latest").name == f"weight_v{again:06d}"
+    with pytest.raises(SnapshotNotFoundError, match="no version of step 77 is published"):
+        subscriber.pull(77)
+    with pytest.raises(SnapshotNotFoundError, match="no version 77 is published"):
+        subscriber.pull(version=77)
+    with pytest.raises(ValueError, match="not both"):
+        subscriber.pull(10, version=1)
+    with pytest.raises(ValueError, match="must be an int or 'latest'"):
+        subscriber.pull("newest")
+    assert subscriber.current.name == f"weight_v{again:06d}"
+
+
+def test_nothing_published(tmp_path):
+    with pytest.raises(SnapshotNotFoundError, match="no version is published"):
+        Subscriber(tmp_path / "store", tmp_path / "local").pull()
+
+
+def test_a_pull_never_edits_files_that_an_engine_has_mapped(tmp_path):
+    run = Run(tmp_path, 1)
+    subscriber = Subscriber(run.store, tmp_path / "local", keep=1)
+    subscriber.pull()
+    mapped = loaded(tmp_path / "local" / "current")
+    for _ in range(3):
+        run.publish()
+        subscriber.pull()
+    assert all(torch.equal(mapped[name], run.states[1][name]) for name in mapped)
+    assert sorted(each.name for each in (tmp_path / "local").glob("weight*")) == ["weight_v000004"]
+
+
+def test_unchanged_files_are_linked(tmp_path):
+    publisher = Publisher(tmp_path / "store")
+    state = {"a": torch.zeros(1000), "b": torch.zeros(1000)}
+    publisher.publish(1, state).wait()
+    subscriber = Subscriber(tmp_path / "store", tmp_path / "local")
+    first = subscriber.pull()
+    publisher.publish(2, state).wait()
+    second = subscriber.pull()
+    [one], [two] = first.glob("*.safetensors"), second.glob("*.safetensors")
+    assert one.samefile(two)
+    assert (first / "model.safetensors.index.json").stat().st_ino != (
+        second / "model.safetensors.index.json"
+    ).stat().st_ino
+
+
+@pytest.mark.parametrize("damage", ["shard", "index", "gone"])
+def test_a_damaged_newest_version_falls_back_to_the_one_before(tmp_path, log, damage):
+    run = Run(tmp_path, 4)
+    if damage == "shard":
+        flip(run.shard(4))
+    elif damage == "index":
+        run.index(4).write_bytes(run.index(4).read_bytes()[:-10])
+    else:
+        run.shard(4).unlink()
+    subscriber = Subscriber(run.store, tmp_path / "local")
+    expect_loaded(subscriber.pull(), run.states[3])
+    assert names_of(log, "fell_back", "pulled") == ["fell_back", "pulled"]
+    with pytest.raises(CorruptSnapshotError, match="no usable version 4"):
+        subscriber.pull(version=4)
+    with pytest.raises(CorruptSnapshotError, match="no usable version of step 40"):
+        subscriber.pull(40)
+    assert subscriber.current.name == "weight_v000003"
+
+
+def test_a_missing_link_falls_back_to_the_last_version_below_it(tmp_path, log):
+    run = Run(tmp_path, 6)
+    run.shard(3).unlink()
+    run.index(3).unlink()
+    expect_loaded(Subscriber(run.store, tmp_path / "local").pull(), run.states[2])
+    assert names_of(log, "fell_back") == ["fell_back"] * 3
+
+
+def test_a_damaged_chain_falls_back_to_the_last_full_version_and_then_to_older_ones(tmp_path):
+    run = Run(tmp_path, 8, full_every=3, keep_full=5)  # 1, 4 and 7 are full
+    flip(run.shard(8))
+    expect_loaded(Subscriber(run.store, tmp_path / "a").pull(), run.states[7])
+    flip(run.shard(7))
+    expect_loaded(Subscriber(run.store, tmp_path / "b").pull(), run.states[6])
+    flip(run.shard(4))
+    expect_loaded(Subscriber(run.store, tmp_path / "c").pull(), run.states[3])
+
+
+def test_all_damaged(tmp_path):
+    run = Run(tmp_path, 2)
+    flip(run.shard(1))
+    with pytest.raises(CorruptSnapshotError, match="no usable version") as caught:
+        Subscriber(run.store, tmp_path / "local").pull()
+    assert len(caught.value.faults) == 2
+    assert sorted(os.listdir(tmp_path / "local")) == [".snapshot-pull.lock"]
+
+
+def test_a_damaged_local_version_is_replaced_by_the_full_one(tmp_path):
+    run = Run(tmp_path, 2)
+    subscriber = Subscriber(run.store, tmp_path / "local")
+    [file] = subscriber.pull().glob("*.safetensors")
+    flip(file)
+    run.publish()
+    expect_loaded(subscriber.pull(), run.states[3])
+
+
+def test_after_a_reboot_local_versions_are_verified_again(tmp_path, log):
+    run = Run(tmp_path, 2)
+    subscriber = Subscriber(run.store, tmp_path / "local")
+    folder = subscriber.pull()
+
+    def reboot():
+        marker = json.loads((folder / MARKER).read_text())
+        (folder / MARKER).write_text(json.dumps({**marker, "boot": "another"}))
+
+    reboot()
+    subscriber.pull()
+    assert names_of(log, "damaged", "pulled") == ["pulled"]
+    reboot()
+    [file] = folder.glob("*.safetensors")
+    flip(file)
+    expect_loaded(subscriber.pull(), run.states[2])
+    assert names_of(log, "damaged", "pulled") == ["pulled", "damaged", "pulled"]
+
+
+def test_another_store_with_the_same_numbers_replaces_local_versions(tmp_path):
+    run, other = Run(tmp_path / "one", 2), Run(tmp_path / "two", 2)
+    train(other.net)
+    other.publish()
+    expect_loaded(Subscriber(run.store, tmp_path / "local").pull(), run.states[2])
+    expect_loaded(Subscriber(other.store, tmp_path / "local").pull(version=2), other.states[2])
+    expect_loaded(Subscriber(other.store, tmp_path / "local").pull(), other.states[3])
+
+
+def test_a_store_that_was_published_anew_replaces_local_versions(tmp_path):
+    run = Run(tmp_path, 2)
+    subscriber = Subscriber(run.store, tmp_path / "local")
+    subscriber.pull()
+    os.rename(run.store, tmp_path / "old")
+    anew = Run(tmp_path, 3)
+    expect_loaded(subscriber.pull(version=2), anew.states[2])
+    expect_loaded(subscriber.pull(), anew.states[3])
+
+
+def test_a_store_that_is_down_changes_nothing(tmp_path):
+    run = Run(tmp_path, 2)
+    local = tmp_path / "local"
+    before = Subscriber(run.store, local).pull()
+    for operation in ("list", "get", "read_into", "stat"):
+        run.publish()
+        down = faulty(on=operation, times=1000, error=OSError(111, "Connection refused"))
+        with down, pytest.raises(StorageError, match="Connection refused"):
+            Subscriber(f"faulty+file://{run.store}", tmp_path / f"fresh-{operation}").pull()
+    assert Subscriber(run.store, local).current == before
+
+
+def test_leftovers_of_killed_pulls_are_removed(tmp_path):
+    run = Run(tmp_path, 1)
+    local = tmp_path / "local"
+    (local / ".pull-0123" / "sub").mkdir(parents=True)
+    (local / ".pull-link").symlink_to("nothing")
+    Subscriber(run.store, local).pull()
+    assert sorted(each.name for each in local.iterdir()) == [".snapshot-pull.lock", "current", "weight_v000001"]
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
+    run = Run(tmp_path, 1)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="Not a directory"):
+        Subscriber(run.store, tmp_path / "file" / "local").pull()
+
+
+def _pull(store, local, ready, found):
+    ready.wait()
+    found.put(str(Subscriber(store, local).pull()))
+
+
+def test_one_process_of_a_host_pulls_and_the_others_get_the_result(tmp_path):
+    run = Run(tmp_path, 3)
+    context = multiprocessing.get_context("forkserver")
+    ready, found = context.Barrier(4), context.Queue()
+    processes = [context.Process(target=_pull, args=(run.store, tmp_path / "local", ready, found)) for _ in range(4)]
+    for each in processes:
+        each.start()
+    assert {found.get(timeout=60) for _ in processes} == {str(tmp_path / "local" / "weight_v000003")}
+    for each in processes:
+        each.join()
+    expect_loaded(tmp_path / "local" / "current", run.states[3])
+
+
+def test_a_pull_beside_retention_gets_a_newer_version(tmp_path, monkeypatch, log):
+    """Versions that disappear while they are read are not an error: a newer one replaced them."""
+    run = Run(tmp_path, 2, full_every=2, keep_full=1)
+    chain = VersionStore.chain
+
+    async def publish_first(store, *arguments):
+        if len(run.states) == 2:
+            await in_own_thread(run.publish, 2)  # which deletes the versions 1 and 2
+        return await chain(store, *arguments)
+
+    monkeypatch.setattr(VersionStore, "chain", publish_first)
+    expect_loaded(Subscriber(run.store, tmp_path / "local").pull(), run.states[4])
+    assert not run.index(2).exists()
+    assert names_of(log, "fell_back", "pulled") == ["fell_back", "pulled"]
+
+
+class Engine(BaseHTTPRequestHandler):
+    got: ClassVar = []
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.got.append((self.path, body))
+        self.send_response(500 if self.path.startswith("/broken") else 200)
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def engine_server():
+    Engine.got = []
+    with HTTPServer(("127.0.0.1", 0), Engine) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_hooks_tell_engines_and_never_fail_the_call(tmp_path, engine_server, log, caplog):
+    urls = [f"{engine_server}/pull_weights", f"{engine_server}/broken?token=secret", "http://127.0.0.1:9/gone"]
+    publisher = Publisher(tmp_path / "store", notify=urls)
+    assert publisher.publish(7, model()).wait().version == 1
+    folder = Subscriber(tmp_path / "store", tmp_path / "local", notify=urls).pull()
+    for work in list(_unfinished.get()):
+        work.settled(60)
+    bodies = {body["target_version"]: body for path, body in Engine.got if path == "/pull_weights"}
+    assert bodies[1]["source_dir"] == str(tmp_path / "store")
+    assert [b["local_checkpoint_dir"] for _, b in Engine.got if "local_checkpoint_dir" in b] == [str(folder)] * 2
+    assert names_of(log, "notify_failed") == ["notify_failed"] * 4
+    assert "secret" not in caplog.text
