@@ -114,4 +114,5 @@ def load_tensors(
     """Return the tensors of a checkpoint by name."""
     with gc_paused():
         document = run(open_document(session))
+        session.storage.share_reads()  # other ranks, or the next start of a server, load the same files
         return Loading(document, choice, plan, device).read(session, meter)
