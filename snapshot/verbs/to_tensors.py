@@ -115,4 +115,5 @@ def load_tensors(
     """Return the tensors of a checkpoint by name."""
     with gc_paused():
         document = map_document(session, run(open_document(session)), choice.map)
+        session.storage.share_reads()  # other ranks, or the next start of a server, load the same files
         return Loading(document, choice, plan, device).read(session, meter)
