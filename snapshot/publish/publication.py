@@ -121,7 +121,7 @@ class Publication:
         known: dict[int, int | None],
     ) -> None:
         self._url, self._options, self._exchange = url, options, exchange
-        self._publisher, self._step, self._image = publisher, step, image
+        self._publisher, self._step, self.image = publisher, step, image
         usable = base is not None and base.image.fits(image.targets) and base.deltas + 1 < full_every
         self._base = base if usable else None
         self.keeps = keeps
@@ -142,7 +142,7 @@ class Publication:
         try:
             emit("start", "publish", str(self._url), step=self._step)
             decision = await self._agree(store)
-            upload = ShareUpload(session, decision.version, decision.attempt, exchange.rank, self._image)
+            upload = ShareUpload(session, decision.version, decision.attempt, exchange.rank, self.image)
             if decision.base:
                 assert self._base is not None
                 await upload.write_delta(self._base.image, self._base.sums)
@@ -154,11 +154,12 @@ class Publication:
             await session.storage.settle()
             committed = await self._commit(store, decision, upload.share, details)
         except BaseException as error:
+            emit("failed", "publish", str(self._url), error=error)
             await shielded(self._abort(error, store, decision, [*(upload.written if upload else ()), *extra]))
             raise
         else:
             deltas = self._base.deltas + 1 if decision.base and self._base is not None else 0
-            self.next_base = Base(decision.version, committed.index, self._image, upload.sums, deltas)
+            self.next_base = Base(decision.version, committed.index, self.image, upload.sums, deltas)
             found = Published(decision.version, self._step, decision.base or None)
             share = upload.share
             emit(

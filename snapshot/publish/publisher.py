@@ -174,9 +174,10 @@ class Publisher:
         """Publish in the background. Only a committed version becomes the base of the next."""
         before, self._base = self._base, None
         found = await publication.run()
-        self._spare = before.image if before is not None else None
         if publication.keeps:
-            self._base = publication.next_base
+            self._base, self._spare = publication.next_base, before.image if before is not None else None
+        else:
+            self._spare = publication.image
         return found
 
     def _plan(self, exchange: Exchange, own: RankState) -> SharePlan:

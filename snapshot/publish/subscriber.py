@@ -99,6 +99,9 @@ class Subscriber:
             pull = _Pull(session, self._local, None if step == "latest" else step, version)
             try:
                 number = run(pull.run())
+            except BaseException as error:
+                emit("failed", "pull", str(self._url), error=error)
+                raise
             finally:
                 run(session.close())
             self._local.point(number)
@@ -187,7 +190,8 @@ class _Pull:
     async def _bring(self, index: Index) -> None:
         """Make sure that a version is in the folder."""
         if self._local.has(index.version, index.digest) and await self._is_sound(index.version):
-            self._local.touch(index.version)
+            if self._local.versions()[0].version != index.version:
+                self._local.touch(index.version)
             return
         here = {marker.version: marker for marker in self._local.versions()}
         while True:

@@ -114,6 +114,14 @@ def test_the_costs_of_planning_are_a_table(monkeypatch: pytest.MonkeyPatch, caps
     assert len(rows) == 2 * len({row[0] for row in rows})
 
 
+def test_deltas_of_weights_are_measured_by_stage_and_as_a_whole(tmp_path: Path, measured: Callable[..., str]) -> None:
+    shown = measured("publish", str(tmp_path), "--scale", "0.004", "--rounds", "1")
+    for stage in ("XOR", "adler32", "encode: all stages", "apply: all stages", "pull: apply", "copy of the files"):
+        assert stage in shown
+    assert shown.count(" GB/s ") == 2 * 7 + 4 + 3
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [

@@ -246,3 +246,32 @@ def test_a_map_is_applied_to_shards(request, tmp_path, world):
         for name, tensor in expected.items():
             assert found[name][1] == tuple(tensor.shape)
             assert found[name][2].tobytes() == tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes(), name
+
+
+def resume(url, folder):
+    publisher = Publisher(url, timeout=20)
+    publisher.resume_from(folder)
+    return publisher.publish(1, shared_state(1)).wait()[:]
+
+
+def test_restarted_ranks_continue_from_a_pulled_version(two, tmp_path):
+    store = str(tmp_path / "store")
+    two.run(publish, store, 1)
+    folder = str(Subscriber(store, tmp_path / "local").pull())
+    assert two.run(resume, store, folder) == [(2, 1, 1)] * 2
+    expect_version(store, 2, 1)
+    assert two.run(resume, store, folder) == [(3, 1, None)] * 2  # it is not the newest version any more
+    expect_version(store, 3, 1)
+
+
+def publish_while_one_cannot_read(url, folder):
+    """A rank without the folder makes the version complete, on all ranks."""
+    return resume(url, folder if dist.get_rank() else folder + "-missing")
+
+
+def test_a_rank_that_cannot_continue_makes_a_complete_version(two, tmp_path):
+    store = str(tmp_path / "store")
+    two.run(publish, store, 1)
+    folder = str(Subscriber(store, tmp_path / "local").pull())
+    assert two.run(publish_while_one_cannot_read, store, folder) == [(2, 1, None)] * 2
+    expect_version(store, 2, 1)
