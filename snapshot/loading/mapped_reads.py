@@ -10,7 +10,7 @@ import torch
 
 from snapshot.formats.foreign import is_packed
 from snapshot.loading.requests import ReadRequest
-from snapshot.loading.scatter import copy_into, request_grid
+from snapshot.loading.scatter import copy_into, request_grid, request_packed_grid
 from snapshot.manifest.entries import MappedTensorEntry
 from snapshot.manifest.validate import Files
 from snapshot.maps.grid import Grid
@@ -43,16 +43,19 @@ def request_mapped(
                 view = _view_box(grid, target, box)
                 if view is not None:
                     add(pieces, view, cover)
-                elif any(is_packed(stored) or files[stored.location].in_base for _, stored in pieces):
+                    continue
+                if any(files[stored.location].in_base for _, stored in pieces):
                     held = torch.empty(cover.sizes, dtype=BY_NAME[stored_tensor.dtype])
                     add(pieces, held, cover)
                     views = grid.view("target", target, box.offsets), grid.view("source", held, cover.offsets)
                     finish.append(partial(copy_into, *views))
-                else:
-                    for piece, stored in pieces:
-                        yield from request_grid(
-                            path, stored, piece, grid=grid, target=target, origin=box.offsets, live=live
-                        )
+                    continue
+                given: Any = {"grid": grid, "target": target, "origin": box.offsets, "live": live}
+                for piece, stored in pieces:
+                    if is_packed(stored):
+                        yield from request_packed_grid(path, stored, piece, finish=finish, **given)
+                    else:
+                        yield from request_grid(path, stored, piece, **given)
 
 
 def _view_box(grid: Grid, target: torch.Tensor, box: Box) -> torch.Tensor | None:

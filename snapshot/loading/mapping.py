@@ -23,6 +23,7 @@ from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
 from snapshot.tensors.dtypes import BY_NAME
 from snapshot.tensors.geometry import split_shape
+from snapshot.text import listed, with_article
 
 _COMPARED = 8 << 20
 """Bytes of a tensor that are compared at once."""
@@ -47,6 +48,7 @@ def map_view(session: Session, document: Document, view: RankView, tensor_map: T
         own = {name: tensors[path] for name, path in names.items()}
         plan = tensor_map.plan({name: Spec(each.dtype, tuple(each.shape)) for name, each in own.items()})
         _expect_equal(session, document, own, plan)
+        _expect_tensors(known, base, tensor_map)
         made |= {_join(base, name): entry for name, entry in _map_entries(own, plan).items()}
         gone |= set(names.values())
         gone |= {
@@ -141,6 +143,19 @@ def _is_dropped(path: str, base: str, tensor_map: TensorMap) -> bool:
         if level == base:
             return any(not recipe.targets and recipe.find(name) is not None for recipe in tensor_map.recipes)
     return False
+
+
+def _expect_tensors(known: Mapping[str, e.Entry], base: str, tensor_map: TensorMap) -> None:
+    """Raise if a rule names a value that is not a dense tensor."""
+    wrong = [
+        f"{path}: a map needs a dense tensor, got {with_article(entry.type)}"
+        for path, entry in known.items()
+        if not isinstance(entry, (e.Container, *e.TENSORS))
+        for level, name in _names_below(path)
+        if level == base and any(recipe.targets and recipe.find(name) is not None for recipe in tensor_map.recipes)
+    ]
+    if wrong:
+        raise RestoreError(f"the tensor map does not fit:{listed(wrong, 20)}", wrong)
 
 
 def _map_entries(own: Mapping[str, e.AnyTensor], plan: MapPlan) -> dict[str, e.AnyTensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -44,11 +45,14 @@ def add_requests(
 
     `target` has the box's shape.
     """
+    same = BY_NAME[stored.dtype] == target.dtype and is_plain(target)
+    if same and piece == box:  # the common case, in the fewest steps
+        requests.append(request_all(path, stored, target.data_ptr(), None, live))
+        return box.numel
     shared = intersect(piece, box)
     if shared is None:
         return 0
     itemsize = ITEMSIZE[stored.dtype]
-    same = BY_NAME[stored.dtype] == target.dtype and is_plain(target)
     within = shared.relative_to(box.offsets)
     if shared == piece and same and is_flat_range(box.sizes, within):
         first = find_flat_ranges(box.sizes, within, 0)[0][0]
@@ -115,6 +119,42 @@ def request_grid(
 
     inner = shared.relative_to(piece.offsets)
     yield from _request_box(path, stored, inner, place, live=live, device=accelerator_of(target))
+
+
+def request_packed_grid(
+    path: str,
+    stored: e.TensorEntry,
+    piece: Box,
+    *,
+    grid: Grid,
+    target: torch.Tensor,
+    origin: Shape,
+    live: bool,
+    finish: list[Callable[[], None]],
+) -> Iterator[ReadRequest]:
+    """Yield the request for the elements of a grid in a packed piece, whose layout is not known yet."""
+    shared = intersect(piece, grid.cover("source"))
+    if shared is None or not grid.clip("source", piece):
+        return
+
+    def opens(layout: EmbeddedLayout) -> list[ReadRequest]:
+        if layout.strides == contiguous_strides(stored.shape):
+            begin = layout.begin + layout.offset * ITEMSIZE[stored.dtype]
+            end = begin + math.prod(stored.shape) * ITEMSIZE[stored.dtype]
+            raw = e.TensorEntry(stored.location, (begin, end), stored.dtype, stored.shape)
+            return list(request_grid(path, raw, piece, grid=grid, target=target, origin=origin, live=live))
+        held = torch.empty(shared.sizes, dtype=BY_NAME[stored.dtype])
+        inner = shared.relative_to(piece.offsets)
+        requests = add_unpacked_requests(path, stored, layout, inner, target=held, live=live, finish=finish)
+        for each in grid.clip("source", shared):
+            views = each.view("target", target, origin), each.view("source", held, shared.offsets)
+            finish.append(partial(copy_into, *views))
+        return requests
+
+    request = request_all(path, stored, 0, None, live)
+    request.opens = opens
+    request.device = accelerator_of(target)
+    yield request
 
 
 def _enclosing_blocks(stored: e.TensorEntry, low: int, high: int) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document
 from snapshot.manifest.validate import find_locations
 from snapshot.progress import Meter
+from snapshot.runtime.gc_pause import gc_paused
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
 from snapshot.tensors import composite
@@ -24,7 +26,7 @@ from snapshot.tensors.geometry import whole_box
 from snapshot.verbs.select import expect_sound, places_of, seen_by_rank
 from snapshot.verbs.tensor_names import name_tensors
 from snapshot.verbs.to_snapshot import Selection
-from snapshot.verbs.wanted_parts import WantedPart, choose_parts
+from snapshot.verbs.wanted_parts import choose_parts
 
 if TYPE_CHECKING:
     from snapshot.verbs.wanted_parts import LoadPlan
@@ -60,33 +62,37 @@ class Loading:
             expect_archive_checksums(session, stored_in(chosen), self._document.files)
         read_plan = ReadPlan(self._document.files, allow_pickle=self._choice.allow_pickle)
         for path, entry in self._tensors.items():
-            self._request(read_plan, path, entry, self._parts[self._names[path]])
+            self._request(read_plan, path, entry)
         for path, entry in self._pickled.items():
             read_plan.new(path, entry)
         meter.begin(sum(each.end - each.begin for each in (*read_plan.requests, *read_plan.objects)))
         read_plan.execute(session, verify=self._choice.verify, meter=meter)
-        for path in self._tensors:
-            name = self._names[path]
-            self._values[name] = self._parts[name].finish(self._values[name])
+        for name, part in self._parts.items():
+            self._values[name] = part.finish(self._values[name])
         for path in self._pickled:
             value = read_plan.values[path]
             if isinstance(value, torch.Tensor):
                 self._values[self._names[path]] = value.detach().to(self._device)
         return self._values
 
-    def _request(self, read_plan: ReadPlan, path: str, entry: e.AnyTensor, part: WantedPart) -> None:
-        """Create the memory of a part, and request its bytes. Tensors of the same stored bytes share memory."""
-        name, boxes = self._names[path], tuple(part.boxes())
-        key = repr((places_of(entry), entry.dtype, entry.shape, boxes)) if boxes and boxes[0][0].numel else path
+    def _request(self, read_plan: ReadPlan, path: str, entry: e.AnyTensor) -> None:
+        """Create the memory of a tensor or its part, and request its bytes.
+
+        Tensors of the same stored bytes share memory.
+        """
+        name, shape = self._names[path], tuple(entry.shape)
+        part = self._parts.get(name)
+        boxes = tuple(part.boxes()) if part is not None else ()
+        whole = part is None or [box for box, _ in boxes] == [whole_box(shape)]
+        key = (_key_of(entry), None if whole else repr(boxes)) if math.prod(shape) else path
         if key in self._made:
             self._values[name] = self._made[key]
             return
         dtype = BY_NAME[self._choice.cast_dtype(entry.dtype)]
-        whole = [box for box, _ in boxes] == [whole_box(tuple(entry.shape))]
         order = (entry.extra or e.PLAIN).stride_order if whole else None
         read_plan.claim(path, entry)
-        held = composite.allocate_tensor(part.shape, dtype, order, self._device)
-        self._values[name] = self._made[key] = held
+        size = shape if part is None else part.shape
+        held = self._values[name] = self._made[key] = composite.allocate_tensor(size, dtype, order, self._device)
         if self._device.type == "meta":
             return
         if whole:
@@ -96,9 +102,18 @@ class Loading:
             read_plan.into_box(path, entry, box, held[place.slices()])
 
 
+def _key_of(entry: e.AnyTensor) -> Any:
+    """Return a key that is equal for two entries of the same stored elements."""
+    if type(entry) is e.TensorEntry and entry.extra is None:
+        return entry.location, entry.byte_range, entry.serializer, entry.dtype, tuple(entry.shape)
+    return repr((places_of(entry), entry.dtype, entry.shape))
+
+
 def load_tensors(
     session: Session, choice: Selection, plan: LoadPlan | None, device: torch.device, meter: Meter
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of a checkpoint by name."""
-    document = map_document(session, run(open_document(session)), choice.map)
-    return Loading(document, choice, plan, device).read(session, meter)
+    with gc_paused():
+        document = map_document(session, run(open_document(session)), choice.map)
+        session.storage.share_reads()  # other ranks, or the next start of a server, load the same files
+        return Loading(document, choice, plan, device).read(session, meter)

@@ -87,10 +87,13 @@ class WantedShard:
 
 
 def choose_parts(plan: LoadPlan | None, shapes: Mapping[str, Shape], device: torch.device) -> dict[str, WantedPart]:
-    """Return the wanted part of each named tensor. Raise RestoreError with everything that does not fit."""
+    """Return the wanted part of each named tensor. A tensor without a part is wanted whole.
+
+    Raise RestoreError with everything that does not fit.
+    """
     choose: Callable[[str, Shape], WantedPart]
     if plan is None:
-        return {name: WantedBox(whole_box(shape)) for name, shape in shapes.items()}
+        return {}
     if isinstance(plan, tuple):
         choose = _choose_shards(plan, shapes, device)
     elif isinstance(plan, Mapping):

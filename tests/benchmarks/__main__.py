@@ -17,7 +17,19 @@ from snapshot.cli.arguments import add_storage, handed_on, options_of
 from snapshot.cli.bench import NameList, count, device_name, header, positive
 from snapshot.errors import SnapshotError
 from snapshot.runtime.cleanup_signals import unwind_on_signals
-from tests.benchmarks import background, dcp, formats, maps, multi_rank, object_store, planning_scale, publish, tiers
+from tests.benchmarks import (
+    background,
+    dcp,
+    formats,
+    load,
+    maps,
+    merge,
+    multi_rank,
+    object_store,
+    planning_scale,
+    publish,
+    tiers,
+)
 from tests.benchmarks.background_systems import TRAINED
 
 
@@ -68,6 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     add("dcp", "torch.distributed.checkpoint with its own storage and with this library's", _dcp)
     add("formats", "how checkpoints of other libraries are read and converted", _formats)
     add("maps", "exports with tensor maps, beside raw reads and writes", _maps)
+    add("load", "tensors of a checkpoint into new memory, by this library, safetensors and other loaders", _load)
+    add("merge", "three checkpoints become one, beside a raw read of three and a write of one", _merge)
     add("tiers", "takes, steps and restores with near folders, beside raw transfers", _tiers)
     add("publish", "weights as deltas: each stage, a publish and a pull, beside raw copies", _publish)
     return parser
@@ -132,6 +146,18 @@ def _formats(arguments: argparse.Namespace) -> Iterable[str]:
     with place(arguments.url) as where:
         yield header(describe(where), arguments.scale, arguments.rounds)
         yield from formats.compare(where, arguments.scale, arguments.rounds)
+
+
+def _load(arguments: argparse.Namespace) -> Iterable[str]:
+    with place(arguments.url) as where:
+        yield header(describe(where), arguments.scale, arguments.rounds)
+        yield from load.compare(where, arguments.scale, arguments.rounds)
+
+
+def _merge(arguments: argparse.Namespace) -> Iterable[str]:
+    with place(arguments.url) as where:
+        yield header(describe(where), arguments.scale, arguments.rounds)
+        yield from merge.compare(where, arguments.scale, arguments.rounds)
 
 
 def _several(text: str) -> int:

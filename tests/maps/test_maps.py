@@ -391,3 +391,33 @@ def test_memory_stays_within_the_budget(tmp_path):
     parts = value.view(32, 2, 64, 2, 8192)
     assert torch.equal(made.read_object("a"), parts[:, 0].transpose(1, 2).reshape(4096, 8192))
     assert torch.equal(made.read_object("b"), parts[:, 1].reshape(4096, 8192))
+
+
+def test_odd_tensors_are_mapped_or_refused(tmp_path):
+    value = torch.randn(6, 4)
+    state = StateDict(
+        bits=torch.arange(24, dtype=torch.int16).view(torch.uint16).view(6, 4),
+        turned=value.T,
+        complex=torch.complex(value, value),
+        empty=torch.empty(0, 4),
+        scalar=torch.tensor(3.5),
+        parameter=torch.nn.Parameter(value),
+        eight=value.to(torch.float8_e4m3fn),
+    )
+    names = ["bits", "complex", "empty", "parameter", "eight"]
+    rules = [{"names": f"{name} -> x.{name}", "axes": "(a 2) b -> b (2 a)"} for name in names]
+    tensor_map = TensorMap(
+        [*rules, {"names": "turned -> x.turned", "axes": "b (a 2) -> b (2 a)"}, "scalar -> x.scalar"]
+    )
+    taken_there = Snapshot.take(str(tmp_path / "taken"), {"model": state})
+    torch.save({"model": dict(state)}, tmp_path / "made.pt")
+    for place in (taken_there.path, str(tmp_path / "made.pt")):
+        got = Snapshot(place).get_state_dict_for_key("model", map=tensor_map)
+        for name in names:
+            each = state[name].detach().view(-1, 2, 4).permute(2, 1, 0).reshape(4, -1)
+            assert torch.equal(got[f"x.{name}"].view(torch.uint8), each.contiguous().view(torch.uint8)), name
+        assert torch.equal(got["x.turned"], value.T.reshape(4, 3, 2).permute(0, 2, 1).reshape(4, 6))
+        assert got["x.scalar"] == 3.5
+    sparse = Snapshot.take(str(tmp_path / "sparse"), {"model": StateDict(a=value, b=value.to_sparse())})
+    with pytest.raises(RestoreError, match="model/b: a map needs a dense tensor, got a TensorParts"):
+        sparse.get_state_dict_for_key("model", map=TensorMap(["a -> x", "b -> y"]))
