@@ -5,6 +5,7 @@ marked `smoke`. If files or folders are named, all of their tests run: `python -
 all tiers.
 """
 
+import contextlib
 import os
 import signal
 from collections import Counter
@@ -13,6 +14,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from snapshot import events
+from tests.helpers.rank_pool import Pool
 from tests.helpers.servers import azurite, gcs, moto, nginx, sshd, webdav, weed  # noqa: F401 - fixtures
 from tests.helpers.warm_interpreter import Warm
 
@@ -105,6 +108,22 @@ def _texts_in_parameters(item):
 
 
 # The warm interpreter
+
+
+@pytest.fixture
+def told():
+    """Events, as they happen."""
+    found = []
+    events.add_handler(found.append)
+    yield found
+    events.remove_handler(found.append)
+
+
+@pytest.fixture
+def fresh_pool():
+    """Return a function that makes pools, `fresh_pool(world, ...)`, whose ranks the test may kill or stop."""
+    with contextlib.ExitStack() as stack:
+        yield lambda world, **options: stack.enter_context(Pool(world, **options))
 
 
 @pytest.fixture(scope="session")

@@ -11,42 +11,33 @@ import pytest
 import torch
 
 from snapshot import Snapshot, SnapshotExistsError, StateDict, StorageError
-from snapshot.events import add_handler, remove_handler
 from snapshot.testing import faulty
 
 ROOT = Path(__file__).parents[1]
 STATE = {"s": StateDict(x=torch.arange(1000.0))}
 
 
-@pytest.fixture
-def events():
-    found = []
-    add_handler(found.append)
-    yield found
-    remove_handler(found.append)
-
-
-def test_a_take_tells_what_it_does_with_bytes_and_seconds(tmp_path, events):
+def test_a_take_tells_what_it_does_with_bytes_and_seconds(tmp_path, told):
     Snapshot.async_take(tmp_path / "s", STATE).wait()
-    told = {event.name: event for event in events}
-    assert [event.name for event in events] == ["start", "staged", "committed"]
-    assert {event.verb for event in events} == {"async_take"}
-    assert {event.path for event in events} == {str(tmp_path / "s")}
-    assert all(event.fields["bytes"] >= 4000 for event in events)
-    assert told["committed"].fields["seconds"] >= 0
+    named = {event.name: event for event in told}
+    assert [event.name for event in told] == ["start", "staged", "committed"]
+    assert {event.verb for event in told} == {"async_take"}
+    assert {event.path for event in told} == {str(tmp_path / "s")}
+    assert all(event.fields["bytes"] >= 4000 for event in told)
+    assert named["committed"].fields["seconds"] >= 0
 
 
-def test_one_that_fails_says_why(tmp_path, events):
+def test_one_that_fails_says_why(tmp_path, told):
     fault = faulty(on="create", error=PermissionError(13, "Permission denied"))
     with fault, pytest.raises(StorageError, match="Permission denied") as caught:
         Snapshot.take(f"faulty+file://{tmp_path / 's'}", STATE)
-    assert [event.name for event in events] == ["start", "failed"]
-    assert events[-1].fields["error"] is caught.value
+    assert [event.name for event in told] == ["start", "failed"]
+    assert told[-1].fields["error"] is caught.value
     Snapshot.take(tmp_path / "s", STATE)
-    del events[:]
+    del told[:]
     with pytest.raises(SnapshotExistsError) as refused:
         Snapshot.take(tmp_path / "s", STATE)
-    assert [(event.name, event.fields["error"]) for event in events] == [("failed", refused.value)]
+    assert [(event.name, event.fields["error"]) for event in told] == [("failed", refused.value)]
 
 
 def test_each_verb_writes_one_line_to_the_log(tmp_path, caplog):

@@ -104,15 +104,10 @@ def request_grid(
     shared = intersect(piece, grid.cover("source"))
     if shared is None or not grid.clip("source", piece):
         return
-    dtype, itemsize = BY_NAME[stored.dtype], ITEMSIZE[stored.dtype]
     target = target.detach()
 
     def place(start: int, slot: Slot, at: int, length: int) -> None:
-        first = start // itemsize
-        arrived = slot.tensor[at : at + length].view(dtype)
-        for position, part in boxes_of_range(piece.sizes, first, first + length // itemsize):
-            there = part.moved_by(piece.offsets)
-            held = arrived[position - first : position - first + math.prod(part.sizes)].view(part.sizes)
+        for there, held in _arrived_boxes(stored, piece, start, slot.tensor[at : at + length]):
             for each in grid.clip("source", there):
                 source = each.view("source", held, there.offsets)
                 copy_into(each.view("target", target, origin), source, non_blocking=slot.pinned)
@@ -218,22 +213,28 @@ def place_of(stored: e.TensorEntry) -> tuple[str, int]:
 
 def _make_placer(stored: e.TensorEntry, piece: Box, target: torch.Tensor, box: Box) -> Place:
     """Return a function that copies arriving bytes of a stored piece to a tensor that represents `box`."""
-    dtype, itemsize = BY_NAME[stored.dtype], ITEMSIZE[stored.dtype]
     target = target.detach()
 
     def place(start: int, slot: Slot, at: int, length: int) -> None:
-        first = start // itemsize
-        arrived = slot.tensor[at : at + length].view(dtype)
-        for position, part in boxes_of_range(piece.sizes, first, first + length // itemsize):
-            there = part.moved_by(piece.offsets)
+        for there, source in _arrived_boxes(stored, piece, start, slot.tensor[at : at + length]):
             shared = intersect(there, box)
             if shared is None:
                 continue
-            source = arrived[position - first : position - first + math.prod(part.sizes)].view(part.sizes)
             within = target[shared.relative_to(box.offsets).slices()]
             copy_into(within, source[shared.relative_to(there.offsets).slices()], non_blocking=slot.pinned)
 
     return place
+
+
+def _arrived_boxes(
+    stored: e.TensorEntry, piece: Box, start: int, data: torch.Tensor
+) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Yield the boxes of a stored piece that arrived: bytes from `start` on, and each box's elements in them."""
+    first = start // ITEMSIZE[stored.dtype]
+    arrived = data.view(BY_NAME[stored.dtype])
+    for position, part in boxes_of_range(piece.sizes, first, first + arrived.numel()):
+        elements = arrived[position - first : position - first + part.numel].view(part.sizes)
+        yield part.moved_by(piece.offsets), elements
 
 
 def copy_into(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:

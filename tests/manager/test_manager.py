@@ -32,7 +32,6 @@ from snapshot import (
     StateDict,
     StorageError,
 )
-from snapshot import events as happening
 from snapshot.manager.advice import Measured, daly_interval, lost_share
 from snapshot.manager.root import Root
 from snapshot.plugins.file import FileStorage
@@ -70,15 +69,6 @@ def faulty():
     switch = Switch()
     with tapped("faulty", switch):
         yield switch
-
-
-@pytest.fixture
-def events():
-    """What was told to handlers."""
-    told = []
-    happening.add_handler(told.append)
-    yield told
-    happening.remove_handler(told.append)
 
 
 def filled(root, *steps, **options):
@@ -402,20 +392,20 @@ def test_a_pin_of_what_is_removed_meanwhile_is_an_error_and_no_pin_is_left(tmp_p
     assert manager.pinned() == []
 
 
-def test_what_the_policy_does_not_keep_goes_after_the_next_commit(tmp_path, events):
+def test_what_the_policy_does_not_keep_goes_after_the_next_commit(tmp_path, told):
     with manager_of(tmp_path, keep=KeepLatest(2) | KeepBest("loss") | KeepEvery(40)) as manager:
         for step in range(10, 101, 10):
             take = manager.take if step % 20 else manager.async_take
             take(step, state(step), metrics={"loss": abs(step - 50)})
     assert manager.steps() == [40, 50, 80, 90, 100]
-    assert sorted(step for event in events if event.name == "pruned" for step in event.fields["steps"]) == [
+    assert sorted(step for event in told if event.name == "pruned" for step in event.fields["steps"]) == [
         10,
         20,
         30,
         60,
         70,
     ]
-    order = [(event.name, event.path) for event in events if event.name in ("committed", "pruned")]
+    order = [(event.name, event.path) for event in told if event.name in ("committed", "pruned")]
     assert order[0] == ("committed", str(tmp_path / "step-10"))
     assert all(manager.snapshot(step).verify() for step in manager.steps())
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"step-{step}" for step in manager.steps())
@@ -494,7 +484,7 @@ def test_what_another_library_wrote_is_never_removed(tmp_path):
     assert Snapshot(elsewhere).verify()
 
 
-def test_a_removal_that_fails_is_logged_and_made_up_for_later(tmp_path, events, caplog, faulty):
+def test_a_removal_that_fails_is_logged_and_made_up_for_later(tmp_path, told, caplog, faulty):
     filled(tmp_path, 1, 2)
     with manager_of(f"faulty+file://{tmp_path}", keep=KeepLatest(1)) as manager:
         with faulty(on="delete", path="*snapshot_metadata", times=None, error=OSError(13, "Permission denied")):
@@ -502,7 +492,7 @@ def test_a_removal_that_fails_is_logged_and_made_up_for_later(tmp_path, events, 
             manager._cleaner.close()
         assert manager.steps() == [1, 2, 3]
         assert caplog.text.count("removal failed, and is retried later") == 2
-        assert [event.verb for event in events if event.name == "failed"] == ["prune"] * 2
+        assert [event.verb for event in told if event.name == "failed"] == ["prune"] * 2
         with faulty(on="list", times=None, error=OSError(5, "Input/output error")):
             manager.take(4, state())
             manager._cleaner.close()
@@ -606,14 +596,14 @@ for step in range(4):
 
 
 @pytest.mark.parametrize("how", ["flip", "cut", "gone", "manifest"])
-def test_restore_latest_falls_back_past_what_is_damaged_and_says_so(how, tmp_path, events, caplog):
+def test_restore_latest_falls_back_past_what_is_damaged_and_says_so(how, tmp_path, told, caplog):
     manager = filled(tmp_path, 10, 20, 30)
     damage(tmp_path, 30, how)
     app = state(-1)
     assert manager.restore_latest(app) == 20
     assert app["s"]["value"] == 20
     assert app["s"]["x"].eq(20).all()
-    [event] = [event for event in events if event.name == "fell_back"]
+    [event] = [event for event in told if event.name == "fell_back"]
     assert (event.fields["step"], list(event.fields["passed"])) == (20, [30])
     assert "step-30: damaged, so step-20 was restored instead" in caplog.text
     assert "may hold wrong data" not in caplog.text  # step 20 was restored over it

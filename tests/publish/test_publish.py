@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from snapshot import Publisher, SnapshotError, StorageError, Subscriber, events
+from snapshot import Publisher, SnapshotError, StorageError, Subscriber
 from snapshot.testing.storages import faulty
 from tests.publish import engine
 
@@ -35,14 +35,6 @@ def expect_state(found, module):
         assert dtype == {torch.bfloat16: "BF16", torch.float32: "F32"}[tensor.dtype]
         assert shape == tuple(tensor.shape)
         assert content.tobytes() == tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-
-@pytest.fixture
-def log():
-    found = []
-    events.add_handler(found.append)
-    yield found
-    events.remove_handler(found.append)
 
 
 def test_an_engine_reads_all_versions(tmp_path):
@@ -147,13 +139,13 @@ def test_another_set_of_tensors_makes_a_complete_version(tmp_path):
     assert publisher.publish(5, {"a": torch.zeros(4).double(), "b": torch.zeros(1)}).wait().base == 4
 
 
-def test_a_small_budget_makes_complete_versions_with_one_warning(tmp_path, log):
+def test_a_small_budget_makes_complete_versions_with_one_warning(tmp_path, told):
     net = model()
     publisher = Publisher(tmp_path, memory_budget_bytes=1000)
     with pytest.warns(UserWarning, match="raise memory_budget_bytes"):
         assert publisher.publish(1, net).wait().base is None
     assert publisher.publish(2, net).wait().base is None
-    assert [event.name for event in log].count("full_only") == 1
+    assert [event.name for event in told].count("full_only") == 1
 
 
 def test_old_versions_are_deleted_with_their_chains(tmp_path):

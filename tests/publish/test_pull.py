@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from snapshot import CorruptSnapshotError, Publisher, SnapshotNotFoundError, StorageError, Subscriber, events
+from snapshot import CorruptSnapshotError, Publisher, SnapshotNotFoundError, StorageError, Subscriber
 from snapshot.publish.local import MARKER
 from snapshot.publish.store import VersionStore
 from snapshot.runtime.loop import _unfinished, in_own_thread
@@ -20,16 +20,8 @@ from snapshot.testing.storages import faulty
 from tests.publish.test_publish import model, train
 
 
-@pytest.fixture
-def log():
-    found = []
-    events.add_handler(found.append)
-    yield found
-    events.remove_handler(found.append)
-
-
-def names_of(log, *wanted):
-    return [event.name for event in log if event.name in wanted]
+def names_of(told, *wanted):
+    return [event.name for event in told if event.name in wanted]
 
 
 def loaded(folder):
@@ -77,7 +69,7 @@ def flip(path, place=-1):
     path.write_bytes(data)
 
 
-def test_each_version_arrives_by_its_delta(tmp_path, log):
+def test_each_version_arrives_by_its_delta(tmp_path, told):
     run = Run(tmp_path, 1, full_every=10)
     subscriber = Subscriber(run.store, tmp_path / "local")
     assert subscriber.current is None
@@ -88,19 +80,19 @@ def test_each_version_arrives_by_its_delta(tmp_path, log):
         expect_loaded(tmp_path / "local" / "current", run.states[version])
         assert (folder / "config.json").read_bytes() == b'{"x": 1}'
         run.publish()
-    pulled = [event.fields for event in log if event.name == "pulled"]
+    pulled = [event.fields for event in told if event.name == "pulled"]
     assert [each["base"] for each in pulled] == [None, 1, 2, 3, 4]
     assert pulled[1]["received"] < pulled[0]["received"] / 10
 
 
-def test_a_chain_is_applied_at_once(tmp_path, log):
+def test_a_chain_is_applied_at_once(tmp_path, told):
     run = Run(tmp_path, 2, full_every=10)
     subscriber = Subscriber(run.store, tmp_path / "local")
     subscriber.pull()
     run.publish(4)
     expect_loaded(subscriber.pull(), run.states[6])
     expect_loaded(Subscriber(run.store, tmp_path / "other").pull(), run.states[6])
-    assert [(e.fields["base"], e.fields["versions"]) for e in log if e.name == "pulled"] == [
+    assert [(e.fields["base"], e.fields["versions"]) for e in told if e.name == "pulled"] == [
         (None, 2),
         (2, 4),
         (None, 6),
@@ -160,7 +152,7 @@ def test_unchanged_files_are_linked(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["shard", "index", "gone"])
-def test_a_damaged_newest_version_falls_back_to_the_one_before(tmp_path, log, damage):
+def test_a_damaged_newest_version_falls_back_to_the_one_before(tmp_path, told, damage):
     run = Run(tmp_path, 4)
     if damage == "shard":
         flip(run.shard(4))
@@ -170,7 +162,7 @@ def test_a_damaged_newest_version_falls_back_to_the_one_before(tmp_path, log, da
         run.shard(4).unlink()
     subscriber = Subscriber(run.store, tmp_path / "local")
     expect_loaded(subscriber.pull(), run.states[3])
-    assert names_of(log, "fell_back", "pulled") == ["fell_back", "pulled"]
+    assert names_of(told, "fell_back", "pulled") == ["fell_back", "pulled"]
     with pytest.raises(CorruptSnapshotError, match="no usable version 4"):
         subscriber.pull(version=4)
     with pytest.raises(CorruptSnapshotError, match="no usable version of step 40"):
@@ -178,12 +170,12 @@ def test_a_damaged_newest_version_falls_back_to_the_one_before(tmp_path, log, da
     assert subscriber.current.name == "weight_v000003"
 
 
-def test_a_missing_link_falls_back_to_the_last_version_below_it(tmp_path, log):
+def test_a_missing_link_falls_back_to_the_last_version_below_it(tmp_path, told):
     run = Run(tmp_path, 6)
     run.shard(3).unlink()
     run.index(3).unlink()
     expect_loaded(Subscriber(run.store, tmp_path / "local").pull(), run.states[2])
-    assert names_of(log, "fell_back") == ["fell_back"] * 3
+    assert names_of(told, "fell_back") == ["fell_back"] * 3
 
 
 def test_a_damaged_chain_falls_back_to_the_last_full_version_and_then_to_older_ones(tmp_path):
@@ -214,7 +206,7 @@ def test_a_damaged_local_version_is_replaced_by_the_full_one(tmp_path):
     expect_loaded(subscriber.pull(), run.states[3])
 
 
-def test_after_a_reboot_local_versions_are_verified_again(tmp_path, log):
+def test_after_a_reboot_local_versions_are_verified_again(tmp_path, told):
     run = Run(tmp_path, 2)
     subscriber = Subscriber(run.store, tmp_path / "local")
     folder = subscriber.pull()
@@ -225,12 +217,12 @@ def test_after_a_reboot_local_versions_are_verified_again(tmp_path, log):
 
     reboot()
     subscriber.pull()
-    assert names_of(log, "damaged", "pulled") == ["pulled"]
+    assert names_of(told, "damaged", "pulled") == ["pulled"]
     reboot()
     [file] = folder.glob("*.safetensors")
     flip(file)
     expect_loaded(subscriber.pull(), run.states[2])
-    assert names_of(log, "damaged", "pulled") == ["pulled", "damaged", "pulled"]
+    assert names_of(told, "damaged", "pulled") == ["pulled", "damaged", "pulled"]
 
 
 def test_another_store_with_the_same_numbers_replaces_local_versions(tmp_path):
@@ -320,7 +312,7 @@ def test_one_process_of_a_host_pulls_and_the_others_get_the_result(tmp_path):
     expect_loaded(tmp_path / "local" / "current", run.states[3])
 
 
-def test_a_pull_beside_retention_gets_a_newer_version(tmp_path, monkeypatch, log):
+def test_a_pull_beside_retention_gets_a_newer_version(tmp_path, monkeypatch, told):
     """Versions that disappear while they are read are not an error: a newer one replaced them."""
     run = Run(tmp_path, 2, full_every=2, keep_full=1)
     chain = VersionStore.chain
@@ -333,7 +325,7 @@ def test_a_pull_beside_retention_gets_a_newer_version(tmp_path, monkeypatch, log
     monkeypatch.setattr(VersionStore, "chain", publish_first)
     expect_loaded(Subscriber(run.store, tmp_path / "local").pull(), run.states[4])
     assert not run.index(2).exists()
-    assert names_of(log, "fell_back", "pulled") == ["fell_back", "pulled"]
+    assert names_of(told, "fell_back", "pulled") == ["fell_back", "pulled"]
 
 
 class Engine(BaseHTTPRequestHandler):
@@ -360,7 +352,7 @@ def engine_server():
         thread.join()
 
 
-def test_hooks_tell_engines_and_never_fail_the_call(tmp_path, engine_server, log, caplog):
+def test_hooks_tell_engines_and_never_fail_the_call(tmp_path, engine_server, told, caplog):
     urls = [f"{engine_server}/pull_weights", f"{engine_server}/broken?token=secret", "http://127.0.0.1:9/gone"]
     publisher = Publisher(tmp_path / "store", notify=urls)
     assert publisher.publish(7, model()).wait().version == 1
@@ -370,5 +362,5 @@ def test_hooks_tell_engines_and_never_fail_the_call(tmp_path, engine_server, log
     bodies = {body["target_version"]: body for path, body in Engine.got if path == "/pull_weights"}
     assert bodies[1]["source_dir"] == str(tmp_path / "store")
     assert [b["local_checkpoint_dir"] for _, b in Engine.got if "local_checkpoint_dir" in b] == [str(folder)] * 2
-    assert names_of(log, "notify_failed") == ["notify_failed"] * 4
+    assert names_of(told, "notify_failed") == ["notify_failed"] * 4
     assert "secret" not in caplog.text

@@ -2,8 +2,6 @@
 
 import pytest
 
-from snapshot import events as happening
-from tests.helpers.rank_pool import Pool
 from tests.tiers.jobs import stop_uploaders
 
 
@@ -18,26 +16,3 @@ def hosts(tmp_path):
 
     yield folder
     stop_uploaders(*[tmp_path / "hosts" / name for name in made])
-
-
-@pytest.fixture
-def fresh_pool():
-    """Return a function that makes pools whose ranks the test may kill."""
-    pools = []
-
-    def make(world, **options):
-        pools.append(Pool(world, **options))
-        return pools[-1]
-
-    yield make
-    for each in pools:
-        each.close()
-
-
-@pytest.fixture
-def told():
-    """Events, as they happen."""
-    found = []
-    happening.add_handler(found.append)
-    yield found
-    happening.remove_handler(found.append)
