@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -176,11 +176,12 @@ def merge(
     from snapshot.verbs.to_snapshot import Selection
 
     refuse_on_loop()
-    if isinstance(sources, (str, os.PathLike)) or len(sources) < 2:
-        raise ValueError(f"sources must be a list of at least 2 checkpoints, got {sources!r}")
+    paths = [] if isinstance(sources, (str, os.PathLike)) or not isinstance(sources, Iterable) else list(sources)
+    if len(paths) < 2 or not all(isinstance(each, (str, os.PathLike)) for each in paths):
+        raise ValueError(f"sources must be paths of at least 2 checkpoints, got {sources!r}")
     if weights is not None and ema is not None:
         raise ValueError("weights and ema exclude each other: pass one of them")
-    count = len(sources)
+    count = len(paths)
     mix = Mix.average(count)
     if weights is not None:
         mix = Mix.weighted(weights, count)
@@ -191,7 +192,7 @@ def merge(
         raise ValueError(f"source_options must be {count} mappings, one for each source, got {len(each)}")
     half = None if memory_budget_bytes is None else max(1, memory_budget_bytes // 2)
     return merge_checkpoints(
-        [(URL.parse(os.fspath(source)), options) for source, options in zip(sources, each, strict=True)],
+        [(URL.parse(os.fspath(source)), options) for source, options in zip(paths, each, strict=True)],
         Output(URL.parse(os.fspath(url)), storage_options, to, shard_bytes, overwrite, durable, half),
         mix=mix,
         choice=Selection(select, exclude, None, dtype, verify, allow_pickle),

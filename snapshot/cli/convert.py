@@ -27,7 +27,7 @@ from snapshot.cli.status import ExitStatus
 from snapshot.formats.safetensors import SHARD
 from snapshot.maps.tensor_map import TensorMap
 from snapshot.snapshot import Snapshot
-from snapshot.tensors.dtypes import BY_NAME
+from snapshot.tensors.dtypes import BY_NAME, is_castable
 from snapshot.url import URL
 from snapshot.verbs.conversion import FORMATS
 
@@ -132,6 +132,6 @@ def format_by_name(target: str) -> str:
 def float_dtype(text: str) -> torch.dtype:
     """Return a floating-point dtype by its name."""
     found = BY_NAME.get(text.removeprefix("torch."))
-    if found is None or not found.is_floating_point:
+    if found is None or not is_castable(found):
         raise argparse.ArgumentTypeError(f"must be a floating point dtype of torch, got {text!r}")
     return found

@@ -76,6 +76,8 @@ async def _describe_by_head(folder: Storage, name: str, size: int, head: bytes, 
     where = folder.url.join(name)
     if head.startswith(b"PK\3\4"):
         return await torch_save.describe_file(folder, name, size, limit)
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= size - 8:  # before pickles: any byte may be a length
+        return await safetensors.describe_file(folder, name, size, limit)
     if head.startswith(_LEGACY) or head[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
         raise UnsupportedFormatError(
             f"{where}: a bare pickle, as written by torch.save before torch 1.6 or with "
@@ -84,8 +86,6 @@ async def _describe_by_head(folder: Storage, name: str, size: int, head: bytes, 
         )
     if head[:2] in (b"\x1f\x8b", b"BZ") or head.startswith(b"\xfd7zXZ"):
         raise UnsupportedFormatError(f"{where}: compressed as a whole, so no part of it can be read; unpack it")
-    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= size - 8:
-        return await safetensors.describe_file(folder, name, size, limit)
     if head[:1] == b"{" and (found := await safetensors.describe_index(folder, name, limit)) is not None:
         return found
     if await _is_tar(folder, name, size):

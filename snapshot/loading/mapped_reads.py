@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -16,7 +17,11 @@ from snapshot.manifest.validate import Files
 from snapshot.maps.grid import Grid
 from snapshot.tensors.digest import BLOCK
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
-from snapshot.tensors.geometry import Box
+from snapshot.tensors.geometry import Box, boxes_of_range, find_flat_ranges
+
+_SAMPLE = 4 << 20
+_SAMPLES = 4
+"""Number of ranges of a tensor, of _SAMPLE bytes each, whose reads are planned to see how scattered they are."""
 
 
 def request_mapped(
@@ -35,7 +40,7 @@ def request_mapped(
     Whole boxes of a stored tensor are passed to `add`: its pieces, their destination, and the box.
     """
     target = target.detach()
-    for stored_tensor, whole in entry.parts:
+    for stored_tensor, whole in entry.parts_in(box):
         pieces = stored_tensor.pieces()
         for clipped in whole.clip("target", box):
             for grid in clipped.simplified().split(BLOCK // ITEMSIZE[stored_tensor.dtype]):
@@ -56,6 +61,28 @@ def request_mapped(
                         yield from request_packed_grid(path, stored, piece, finish=finish, **given)
                     else:
                         yield from request_grid(path, stored, piece, **given)
+
+
+def is_spread(entry: MappedTensorEntry) -> bool:
+    """Return True if reading the tensor range by range, in C order, would read far more bytes than it has."""
+    itemsize = ITEMSIZE[entry.dtype]
+    count, sample = math.prod(entry.shape), _SAMPLE // itemsize
+    block, wanted, read = BLOCK // itemsize, 0, 0
+    if count <= sample:
+        sources = {id(part.entry): math.prod(part.entry.shape) for part in entry.parts}
+        if sum(sources.values()) <= 4 * count + _SAMPLES * block:
+            return False
+    for begin in range(0, count, max(1, count // _SAMPLES)):
+        for _, box in boxes_of_range(entry.shape, begin, min(count, begin + sample)):
+            wanted += box.numel
+            for part in entry.parts_in(box):
+                for clipped in part.grid.clip("target", box):
+                    for grid in clipped.simplified().split(block):
+                        ranges = find_flat_ranges(tuple(part.entry.shape), grid.cover("source"), block // 4)
+                        read += sum(-(-(end - first) // block) * block for first, end in ranges)
+            if read > 4 * (wanted + _SAMPLES * block):
+                return True
+    return False
 
 
 def _view_box(grid: Grid, target: torch.Tensor, box: Box) -> torch.Tensor | None:

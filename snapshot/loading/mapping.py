@@ -117,6 +117,8 @@ def _find_bases(tensors: Mapping[str, e.AnyTensor], tensor_map: TensorMap) -> di
     for path in tensors:
         for base, name in _names_below(path):
             if base in bases and (base or path.partition("/")[0] in heads or "/" not in path):
+                if name in bases[base]:
+                    raise RestoreError(f"{path} and {bases[base][name]} would both be named {name!r}", [path])
                 bases[base][name] = path
                 break
     return bases
@@ -141,7 +143,7 @@ def _is_dropped(path: str, base: str, tensor_map: TensorMap) -> bool:
     """Return True if a rule drops a value that is not a tensor."""
     for level, name in _names_below(path):
         if level == base:
-            return any(not recipe.targets and recipe.find(name) is not None for recipe in tensor_map.recipes)
+            return tensor_map.drops(name)
     return False
 
 
@@ -152,7 +154,7 @@ def _expect_tensors(known: Mapping[str, e.Entry], base: str, tensor_map: TensorM
         for path, entry in known.items()
         if not isinstance(entry, (e.Container, *e.TENSORS))
         for level, name in _names_below(path)
-        if level == base and any(recipe.targets and recipe.find(name) is not None for recipe in tensor_map.recipes)
+        if level == base and tensor_map.matches(name) and not tensor_map.drops(name)
     ]
     if wrong:
         raise RestoreError(f"the tensor map does not fit:{listed(wrong, 20)}", wrong)

@@ -26,7 +26,7 @@ from snapshot.loading.left_out import LeftOut
 from snapshot.loading.mapped_reads import request_mapped
 from snapshot.loading.memory_claims import MemoryClaims
 from snapshot.loading.reader import ReadResult
-from snapshot.loading.requests import ReadRequest, request_all
+from snapshot.loading.requests import ReadRequest, SharedRanges, request_all
 from snapshot.loading.scatter import add_requests, add_unpacked_requests, copy_into, place_of
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import ForeignFile
@@ -71,6 +71,7 @@ class ReadPlan:
         self._boxes: dict[tuple[Any, ...], torch.Tensor] = {}
         self._filled: dict[tuple[str, int], tuple[Any, torch.Tensor]] = {}
         self._claims = MemoryClaims(files)
+        self._ranges = SharedRanges()
 
     # New values
 
@@ -96,11 +97,11 @@ class ReadPlan:
         subclass, requires_grad = extra.subclass, extra.requires_grad
         key: tuple[Any, ...] | None = None
         if entry.nbytes:
-            first = entry.pieces()[0][1]
             mapped = isinstance(entry, e.MappedTensorEntry)
+            first = None if mapped else entry.pieces()[0][1]
             key = (
-                *((id(entry), 0) if mapped else place_of(first)),
-                first.byte_range,
+                *(place_of(first) if first else (id(entry), 0)),
+                first.byte_range if first else None,
                 entry.dtype,
                 entry.shape,
                 subclass,
@@ -292,8 +293,9 @@ class ReadPlan:
                 return
             self._boxes[place] = target
             self.targets.append((path, target, (f"{path}[{box}]", 0)))
-        add = partial(self.add_pieces, path, live=live)
+        first, add = len(self.requests), partial(self.add_pieces, path, live=live)
         self.requests += request_mapped(path, entry, target, box, self.files, add=add, finish=self._finish, live=live)
+        self._ranges.join(self.requests, first)
 
     def into_array(self, path: str, entry: e.NDArrayEntry, array: np.ndarray[Any, Any]) -> None:
         """Fill a C-ordered array of the entry's dtype and shape."""

@@ -372,7 +372,7 @@ class Reader:
                 if request.opens is None and (not good or request.place is None):
                     continue
                 if request.live:
-                    self.result.touched.add(request.name)
+                    self.result.touched.update((request.name, *request.also))
                 if request.opens is not None:
                     unpack_whole(request, share, slot.tensor[at : at + length])
                 else:

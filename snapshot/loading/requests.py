@@ -33,8 +33,45 @@ class ReadRequest(msgspec.Struct, gc=False):
     check: BlockCheck | None = None
     device: torch.device | None = None
     """The accelerator of its destination, if it is on one."""
+    also: tuple[str, ...] = ()
+    """Names of further tensors that the range is placed in."""
     opens: Callable[[EmbeddedLayout], list[ReadRequest]] | None = None
     """For a packed tensor: returns the requests for the file itself, once its position in the range is known."""
+
+
+class SharedRanges:
+    """Requests for the same range become one request, also if they are for different tensors."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], ReadRequest] = {}
+
+    def join(self, requests: list[ReadRequest], first: int) -> None:
+        """Join the requests from a number on with earlier ones."""
+        added = requests[first:]
+        del requests[first:]
+        for request in added:
+            if request.address or request.opens is not None or request.place is None:
+                requests.append(request)
+                continue
+            key = request.location, request.begin, request.end, request.live, request.device, request.stored.digest
+            known = self._known.setdefault(key, request)
+            if known is request:
+                requests.append(request)
+            elif isinstance(known.place, _Places):
+                known.place.places.append(request.place)
+                known.also = (*known.also, request.name) if request.live else ()
+            elif known.place is not None:
+                known.place = _Places([known.place, request.place])
+                known.also = (request.name,) if request.live else ()
+
+
+class _Places:
+    def __init__(self, places: list[Place]) -> None:
+        self.places = places
+
+    def __call__(self, start: int, slot: Slot, at: int, length: int) -> None:
+        for place in self.places:
+            place(start, slot, at, length)
 
 
 def request_all(

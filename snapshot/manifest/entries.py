@@ -240,10 +240,25 @@ class MappedTensorEntry(Entry, tag="Mapped"):
     shape: tuple[int, ...]
     parts: list[MappedPart]
     replicated: bool = True
+    bounds: Any = None
+    """For each part and dimension, the begin and end of its elements: see `parts_in`."""
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+    def parts_in(self, box: Box) -> list[MappedPart]:
+        """Return the parts that may have elements in a box of the tensor. There may be thousands of parts."""
+        if len(self.parts) == 1 or not self.shape:
+            return self.parts
+        if self.bounds is None:
+            covers = [part.grid.cover("target") for part in self.parts]
+            lows = np.array([cover.offsets for cover in covers])
+            self.bounds = lows, lows + np.array([cover.sizes for cover in covers])
+        lows, highs = self.bounds
+        begins = np.array(box.offsets)
+        near = ((lows < begins + np.array(box.sizes)) & (highs > begins)).all(axis=1)
+        return [self.parts[number] for number in np.flatnonzero(near)]
 
     def pieces(self) -> list[tuple[Box, TensorEntry]]:
         """Return the stored ranges, each with the smallest box that has all of its elements."""

@@ -15,6 +15,8 @@ class NamePattern(NamedTuple):
     text: str
     placeholders: tuple[str, ...]
     regex: re.Pattern[str]
+    ends: tuple[str, str]
+    """The text before the first placeholder, and after the last one."""
 
     @staticmethod
     def compile(text: str) -> NamePattern:
@@ -34,10 +36,13 @@ class NamePattern(NamedTuple):
                 found.append(name)
             position = each.end()
         parts.append(_literal(text, position, len(text)))
-        return NamePattern(text, tuple(found), re.compile("".join(parts), re.DOTALL))
+        ends = (text.partition("{")[0], text.rpartition("}")[2])
+        return NamePattern(text, tuple(found), re.compile("".join(parts), re.DOTALL), ends)
 
     def match(self, name: str) -> dict[str, str] | None:
         """Return the values of the placeholders, or None if the name does not match."""
+        if not (name.startswith(self.ends[0]) and name.endswith(self.ends[1])):
+            return None
         found = self.regex.fullmatch(name)
         return None if found is None else found.groupdict()
 

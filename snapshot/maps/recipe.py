@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
-from snapshot.maps.axes import AxesPattern, make_grid, solve_sizes
+from snapshot.maps.axes import AxesPattern, TensorAxes, make_grid, solve_sizes
 from snapshot.maps.grid import Grid
 from snapshot.maps.names import NamePattern, split_names
-from snapshot.tensors.dtypes import BY_NAME
+from snapshot.tensors.dtypes import BY_NAME, is_castable
 from snapshot.tensors.geometry import Shape
 
 NOTHING = "-"
 """In place of a name: the part of a sum that is not kept, such as padding. In the reverse, that part is empty."""
 _NUMBER = re.compile("0|[1-9][0-9]{0,6}", re.ASCII)
+
+
+MOST_TARGETS = 1 << 20
+"""Maximum number of tensors that an axis is taken apart into. A hostile shape may declare any number."""
 
 
 class Spec(NamedTuple):
@@ -93,11 +98,14 @@ class Recipe:
         >>> Recipe.parse("a.{i} -> b.{i}", {}).free
         ('i',)
         """
+        if not isinstance(rule, (str, Mapping)):
+            raise ValueError(f"a rule must be a text or a mapping, got {rule!r}")
         fields: dict[str, Any] = {"names": rule} if isinstance(rule, str) else dict(rule)
-        if "drop" in fields:
-            names = _texts("drop", fields.pop("drop"))
-            _expect_no_more(fields, rule)
-            return Recipe([NamePattern.compile(each) for each in names], (), None, {})
+        for key in ("drop", "drop_in_reverse"):
+            if key in fields:
+                names = [NamePattern.compile(each) for each in _texts(key, fields.pop(key))]
+                _expect_no_more(fields, rule)
+                return Recipe(names, (), None, {}) if key == "drop" else Recipe((), names, None, {})
         text = fields.pop("names", None)
         if not isinstance(text, str) or text.count("->") != 1:
             raise ValueError(f"a rule must have names of the form 'old -> new', or drop, got {rule!r}")
@@ -106,18 +114,20 @@ class Recipe:
         own = fields.pop("sizes", {})
         dtype = fields.pop("dtype", None)
         _expect_no_more(fields, rule)
-        if dtype is not None and not (dtype in BY_NAME and BY_NAME[dtype].is_floating_point):
+        if axes is not None and not isinstance(axes, str):
+            raise ValueError(f"{text!r}: axes must be a text, got {axes!r}")
+        if dtype is not None and not (isinstance(dtype, str) and dtype in BY_NAME and is_castable(BY_NAME[dtype])):
             raise ValueError(f"{text!r}: dtype must be a floating-point dtype such as 'bfloat16', got {dtype!r}")
         return Recipe(
             [NamePattern.compile(each) for each in split_names(left)],
             [NamePattern.compile(each) for each in split_names(right)],
             None if axes is None else AxesPattern.parse(axes),
-            {**sizes, **own},
+            {**sizes, **check_sizes(own)},
             dtype,
         )
 
     def _check(self) -> None:
-        if not self.targets:
+        if not (self.targets and self.sources):
             return
         for side in (self.sources, self.targets):
             kinds = {frozenset(each.placeholders) for each in side if each.text != NOTHING}
@@ -139,13 +149,13 @@ class Recipe:
             raise ValueError(f"{self}: {error}") from None
 
     def __str__(self) -> str:
-        left = ", ".join(each.text for each in self.sources)
-        return f"{left} -> {', '.join(each.text for each in self.targets)}" if self.targets else f"drop: {left}"
-
-    def reversed(self) -> Recipe | None:
-        """Return the rule of the reverse, or None for dropped tensors, which nothing can bring back."""
+        left, right = (", ".join(each.text for each in side) for side in (self.sources, self.targets))
         if not self.targets:
-            return None
+            return f"drop: {left}"
+        return f"{left} -> {right}" if self.sources else f"drop_in_reverse: {right}"
+
+    def reversed(self) -> Recipe:
+        """Return the rule of the reverse. Dropped tensors do not come back."""
         return Recipe(self.targets, self.sources, None if self.axes is None else self.axes.reversed(), self.sizes)
 
     def find(self, name: str) -> tuple[tuple[str, ...], tuple[int, tuple[str, ...]]] | None:
@@ -182,30 +192,30 @@ class Recipe:
         return self.dtype if self.dtype is not None and known is not None and known.is_floating_point else dtype
 
     def _assembled(self, axes: AxesPattern, values: Mapping[str, str], found: Found, specs: Mapping[str, Spec]) -> Made:
-        counts = self._counts(values, found)
         first = specs[next(iter(found.values()))]
         extra = len(first.shape) - sum(axis != ("...",) for axis in axes.sources[0].axes)
         sources = [each.expanded(max(0, extra)) for each in axes.sources]
         targets = [each.expanded(max(0, extra)) for each in axes.targets]
         sizes = {name: int(name) for each in (*sources, *targets) for name in each.names() if name.isdecimal()}
-        sizes |= {name: size for name, size in self.sizes.items() if isinstance(size, int)} | counts
+        sizes |= self.sizes | self._count_stacked(values, found)
         for (number, _), name in sorted(found.items()):
             if specs[name].dtype != first.dtype:
                 raise ValueError(f"{name} must be {first.dtype} as the others are, got {specs[name].dtype}")
             try:
                 solve_sizes(sources[number], specs[name].shape, sizes)
             except ValueError as error:
-                raise ValueError(
-                    f"{name}: shape {list(specs[name].shape)} does not fit {axes.text!r}: {error}"
-                ) from None
+                held = list(specs[name].shape)
+                raise ValueError(f"{name}: shape {held} does not fit {axes.text!r}: {error}") from None
+        sizes |= self._empty_sizes(sources)
         made = {}
-        for number, pattern in enumerate(self.sources):
-            if pattern.text == NOTHING:
-                sizes = dict.fromkeys(sources[number].names(), 0) | sizes
         for number, pattern in enumerate(self.targets):
             if pattern.text == NOTHING:
                 continue
             target = targets[number]
+            shape = target.shape(sizes)
+            count = math.prod(sizes[each] for each in self.unstacked)
+            if not 1 <= count <= MOST_TARGETS:
+                raise ValueError(f"{pattern.text} would name {count:,} tensors")
             for indices in product(*(range(sizes[each]) for each in self.unstacked)):
                 fixed = dict(zip(self.unstacked, indices, strict=True))
                 name = pattern.fill({**values, **{each: str(index) for each, index in fixed.items()}})
@@ -214,27 +224,47 @@ class Recipe:
                     at = dict(zip(self.stacked, map(int, numbers), strict=True))
                     grid = make_grid(sources[place], target, sizes, (number, place), (fixed, at))
                     parts.append(Part(source, grid))
-                made[name] = Target(self._cast(first.dtype), target.shape(sizes), tuple(parts))
+                if sum(part.grid.numel for part in parts) != math.prod(shape):
+                    raise ValueError(f"{name}: nothing fills the part that {NOTHING} stands for")
+                made[name] = Target(self._cast(first.dtype), shape, tuple(parts))
         return Made(made, {}, [])
 
-    def _counts(self, values: Mapping[str, str], found: Found) -> dict[str, int]:
+    def _empty_sizes(self, sources: Sequence[TensorAxes]) -> dict[str, int]:
+        """Return the sizes of names that only a missing part has: it is empty."""
+        used: set[str] = set()
+        unused: set[str] = set()
+        for pattern, axes in zip(self.sources, sources, strict=True):
+            (unused if pattern.text == NOTHING else used).update(axes.names())
+        return {name: 0 for name in unused - used if not name.isdecimal()}
+
+    def _count_stacked(self, values: Mapping[str, str], found: Found) -> dict[str, int]:
         """Return how many tensors are stacked along each axis. Raise if one is missing."""
         counts: dict[str, int] = {}
         for position, name in enumerate(self.stacked):
             seen = {numbers[position] for _, numbers in found}
-            wrong = sorted(
-                each for each in seen if not (each.isdecimal() and each.isascii() and str(int(each)) == each)
-            )
+            wrong = sorted(each for each in seen if not _NUMBER.fullmatch(each))
             if wrong:
                 raise ValueError(f"{{{name}}} must be a number, got {wrong[0]!r}")
-            counts[name] = max(map(int, seen)) + 1
+            most = max(map(int, seen)) + 1
+            counts[name] = self.sizes.get(name, most)
+            if most > counts[name]:
+                raise ValueError(f"{{{name}}} must be below {counts[name]}, got {most - 1}")
         wanted = product(range(len(self.sources)), *(range(counts[name]) for name in self.stacked))
         for number, *indices in wanted:
             if self.sources[number].text != NOTHING and (number, tuple(map(str, indices))) not in found:
                 stacked = {name: str(index) for name, index in zip(self.stacked, indices, strict=True)}
-                missing = self.sources[number].fill({**values, **stacked})
-                raise ValueError(f"{missing} is missing")
+                raise ValueError(f"{self.sources[number].fill({**values, **stacked})} is missing")
         return counts
+
+
+def check_sizes(sizes: Any) -> dict[str, int]:
+    """Return sizes by name. Raise ValueError unless they are positive."""
+    if not isinstance(sizes, Mapping):
+        raise ValueError(f"sizes must be a mapping, got {sizes!r}")
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"the size of {name!r} must be a positive int, got {size!r}")
+    return dict(sizes)
 
 
 def _texts(what: str, value: Any) -> list[str]:
@@ -250,4 +280,5 @@ def _text(spec: Spec) -> str:
 
 def _expect_no_more(fields: Mapping[str, Any], rule: Any) -> None:
     if fields:
-        raise ValueError(f"a rule has names, axes, sizes and dtype, or drop; got {min(fields)!r} in {rule!r}")
+        odd = min(fields, key=str)
+        raise ValueError(f"a rule has names, axes, sizes and dtype, or drop; got {odd!r} in {rule!r}")

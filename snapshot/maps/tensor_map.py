@@ -11,10 +11,12 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 from snapshot.errors import RestoreError
-from snapshot.maps.recipe import Part, Recipe, Spec, Target
+from snapshot.maps.recipe import Part, Recipe, Spec, Target, check_sizes
 from snapshot.text import listed
 
 Others = Literal["error", "keep", "drop"]
+Found = tuple[int, tuple[str, ...], tuple[int, tuple[str, ...]]] | None
+_MOST_NAMES = 1 << 20
 _FIELDS = {"tensor_map", "description", "for", "sizes", "rules", "others"}
 _SUFFIXES = (".yaml", ".yml", ".json")
 
@@ -66,11 +68,11 @@ class TensorMap:
         """
         if others not in ("error", "keep", "drop"):
             raise ValueError(f"others must be 'error', 'keep' or 'drop', got {others!r}")
-        for name, size in (sizes or {}).items():
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"the size of {name!r} must be a positive int, got {size!r}")
+        given = check_sizes(sizes or {})
         self.others = others
-        self.recipes = [Recipe.parse(rule, sizes or {}) for rule in rules]
+        self.recipes = [Recipe.parse(rule, given) for rule in rules]
+        self._found: dict[str, Found] = {}
+        """The first rule for each name, as far as that was asked."""
 
     @staticmethod
     def load(
@@ -92,18 +94,21 @@ class TensorMap:
         """
         text = os.fspath(name)
         found = _read_file(text)
-        unknown = sorted(found.keys() - _FIELDS)
+        unknown = sorted(map(str, found.keys() - _FIELDS))
         if unknown or found.get("tensor_map") != 1 or not isinstance(found.get("rules"), list):
             raise ValueError(f"{text}: not a tensor map: it must have 'tensor_map: 1' and rules, and no {unknown}")
         fields = _read_config(config)
-        if "for" in found and fields.get("model_type") not in found["for"]:
+        kinds = found.get("for", [])
+        if not isinstance(kinds, list):
+            raise ValueError(f"{text}: for must be a list of model types, got {kinds!r}")
+        if kinds and fields.get("model_type") not in kinds:
             raise ValueError(
-                f"{text}: the config's model_type must be one of {', '.join(found['for'])}, got "
+                f"{text}: the config's model_type must be one of {', '.join(map(str, kinds))}, got "
                 f"{fields.get('model_type')!r}; pass config="
             )
-        sizes = _resolve_sizes(text, found.get("sizes") or {}, fields)
         try:
-            rules = [rule for each in found["rules"] if (rule := _rule_for(each, fields)) is not None]
+            sizes = _resolve_sizes(found.get("sizes") or {}, fields)
+            rules = [made for rule in found["rules"] if (made := _rule_for(rule, fields)) is not None]
             made = TensorMap(rules, sizes=sizes, others=found.get("others", "error"))
         except ValueError as error:
             raise ValueError(f"{text}: {error}") from None
@@ -125,25 +130,43 @@ class TensorMap:
         {'b': ['a']}
         """
         made = TensorMap([], others=self.others)
-        made.recipes = [back for back in (recipe.reversed() for recipe in self.recipes) if back is not None]
+        made.recipes = [recipe.reversed() for recipe in self.recipes]
         return made
 
     def rename(self, names: Iterable[str]) -> dict[str, list[str]]:
         """Return the names that each tensor becomes a part of, as far as they follow from names alone."""
-        found: dict[str, list[str]] = {}
+        made: dict[str, list[str]] = {}
         for name in names:
-            for recipe in self.recipes:
-                match = recipe.find(name)
-                if match is not None:
-                    values = dict(zip(recipe.free, match[0], strict=True))
-                    values |= {each: f"{{{each}}}" for each in recipe.unstacked}
-                    found[name] = [each.fill(values) for each in recipe.targets]
-                    break
-        return found
+            found = self._find(name)
+            if found is not None:
+                recipe = self.recipes[found[0]]
+                values = dict(zip(recipe.free, found[1], strict=True))
+                values |= {each: f"{{{each}}}" for each in recipe.unstacked}
+                made[name] = [each.fill(values) for each in recipe.targets]
+        return made
 
     def matches(self, name: str) -> bool:
         """Return True if a rule uses or drops a tensor of that name."""
-        return any(recipe.find(name) is not None for recipe in self.recipes)
+        return self._find(name) is not None
+
+    def drops(self, name: str) -> bool:
+        """Return True if a rule drops a tensor of that name."""
+        found = self._find(name)
+        return found is not None and not self.recipes[found[0]].targets
+
+    def _find(self, name: str) -> Found:
+        """Return the first rule for a name: its number, its case, and the tensor's place in that."""
+        if name not in self._found:
+            if len(self._found) > _MOST_NAMES:
+                self._found.clear()
+            match = None
+            for number, recipe in enumerate(self.recipes):
+                place = recipe.find(name)
+                if place is not None:
+                    match = number, *place
+                    break
+            self._found[name] = match
+        return self._found[name]
 
     def plan(self, specs: Mapping[str, Spec]) -> MapPlan:
         """Return the tensors that the map makes of tensors with these names, dtypes and shapes.
@@ -155,18 +178,15 @@ class TensorMap:
         plan = MapPlan({}, {}, [], [])
         wrong: list[str] = []
         for name, spec in specs.items():
-            for number, recipe in enumerate(self.recipes):
-                match = recipe.find(name)
-                if match is not None:
-                    cases.setdefault((number, match[0]), {})[match[1]] = name
-                    break
+            match = self._find(name)
+            if match is not None:
+                cases.setdefault(match[:2], {})[match[2]] = name
+            elif self.others == "error":
+                wrong.append(f"{name}: no rule names it")
+            elif self.others == "keep":
+                _add(plan, {name: Target.same(name, spec)}, {}, wrong)
             else:
-                if self.others == "error":
-                    wrong.append(f"{name}: no rule names it")
-                elif self.others == "keep":
-                    _add(plan, {name: Target.same(name, spec)}, {}, wrong)
-                else:
-                    plan.dropped.append(name)
+                plan.dropped.append(name)
         for (number, case), found in cases.items():
             recipe = self.recipes[number]
             if not recipe.targets:
@@ -221,20 +241,24 @@ def _read_file(text: str) -> dict[str, Any]:
 
 
 def _rule_for(rule: Any, fields: Mapping[str, Any]) -> Any:
-    """Return a rule without its condition, or None if the config does not fulfil that: `when: {field: value}`."""
-    if not isinstance(rule, dict) or "when" not in rule:
+    """Return a rule for a config, or None if the config does not fulfil its condition: `when: {field: value}`."""
+    if not isinstance(rule, dict):
         return rule
-    for name, wanted in dict(rule["when"]).items():
+    conditions = rule.get("when", {})
+    if not isinstance(conditions, dict):
+        raise ValueError(f"when must be a mapping, got {conditions!r}")
+    for name, wanted in conditions.items():
         value = fields.get(name) or False
         if value not in (wanted if isinstance(wanted, list) else [wanted]):
             return None
-    return {name: value for name, value in rule.items() if name != "when"}
+    made = {name: value for name, value in rule.items() if name != "when"}
+    return made | {"sizes": _resolve_sizes(rule["sizes"], fields)} if "sizes" in rule else made
 
 
-def _resolve_sizes(text: str, asked: Any, fields: Mapping[str, Any]) -> dict[str, int]:
-    """Return the sizes that a map asks for: numbers, or the names of fields of a config."""
+def _resolve_sizes(asked: Any, fields: Mapping[str, Any]) -> dict[str, int]:
+    """Return sizes that are numbers, or names of fields of a config. With None among the choices, one may be absent."""
     if not isinstance(asked, dict):
-        raise ValueError(f"{text}: sizes must be a mapping, got {asked!r}")
+        raise ValueError(f"sizes must be a mapping, got {asked!r}")
     sizes = {}
     for name, value in asked.items():
         choices: Sequence[Any] = value if isinstance(value, list) else [value]
@@ -244,7 +268,8 @@ def _resolve_sizes(text: str, asked: Any, fields: Mapping[str, Any]) -> dict[str
                 sizes[name] = size
                 break
         else:
-            raise ValueError(f"{text}: config must have {' or '.join(map(str, choices))}; pass config=")
+            if None not in choices:
+                raise ValueError(f"config must have {' or '.join(map(str, choices))}; pass config=")
     return sizes
 
 

@@ -15,6 +15,12 @@ BY_NAME: dict[str, torch.dtype] = {
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in BY_NAME.items()}
 ITEMSIZE: dict[str, int] = {name: dtype.itemsize for name, dtype in BY_NAME.items()}
 
+
+def is_castable(dtype: torch.dtype) -> bool:
+    """Return True for floating-point dtypes that torch can cast to."""
+    return dtype.is_floating_point and "float4" not in str(dtype)
+
+
 SAFETENSORS: dict[str, str] = {
     "bool": "BOOL",
     "uint8": "U8",

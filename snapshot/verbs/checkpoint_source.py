@@ -18,12 +18,14 @@ from snapshot.errors import CorruptSnapshotError, StorageError
 from snapshot.formats.embedded_tensors import EmbeddedLayout, is_streamed
 from snapshot.formats.foreign import is_packed
 from snapshot.loading.fetch import raise_faults
+from snapshot.loading.mapped_reads import is_spread
 from snapshot.loading.memory_claims import MOST_TIMES, ROOM
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.loading.reader import Reader
 from snapshot.loading.requests import ReadRequest, request_all
+from snapshot.loading.scatter import copy_into
 from snapshot.manifest.document import Document
-from snapshot.manifest.entries import TENSORS, AnyTensor, MappedPart, MappedTensorEntry
+from snapshot.manifest.entries import TENSORS, AnyTensor, MappedTensorEntry
 from snapshot.plan.layout import FilePart, FilePlan
 from snapshot.progress import unmetered
 from snapshot.runtime.arena import Slot
@@ -33,11 +35,9 @@ from snapshot.save.staging import StagedPart, Stager
 from snapshot.state.leaves import Leaf
 from snapshot.tensors.digest import BLOCK
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
-from snapshot.tensors.geometry import Box, boxes_of_range, find_flat_ranges
-from snapshot.tensors.strides import contiguous_strides, find_enclosing_tensor
+from snapshot.tensors.geometry import Box, boxes_of_range
+from snapshot.tensors.strides import find_enclosing_tensor
 
-_SAMPLE = 4 << 20
-"""Bytes of a mapped tensor whose reads are planned, to see how scattered they are."""
 Made = Callable[[], bytes]
 """Functions whose bytes depend on the bytes before them in the file."""
 
@@ -95,6 +95,8 @@ class CheckpointStager(Stager):
         self.bytes_read = 0
         self._used: list[tuple[int, int]] = []
         self._making = asyncio.Lock()
+        self._by_source: dict[int, bool] = {}
+        """True for mapped tensors that are copied from whole stored ones: see `_needs_sources`."""
         self._parted: set[int] = set()
         """Leaves that are read part by part."""
 
@@ -139,7 +141,7 @@ class CheckpointStager(Stager):
         itemsize = dtype.itemsize
         staged = slot.tensor[at : at + nbytes].view(dtype)
         order = self._orders.get(index) or tuple(range(len(leaf.shape)))
-        whole = await self._whole(index, entry)
+        whole = None if self._needs_sources(entry) else await self._whole(index, entry)
         begin, end = first // itemsize, (first + nbytes) // itemsize
         copies: list[Callable[[], object]] = []
         for position, box in boxes_of_range(leaf.shape, begin, end):
@@ -147,7 +149,9 @@ class CheckpointStager(Stager):
             back = [order.index(axis) for axis in range(len(order))]
             target = target.permute(back)
             there = Box(tuple(box.offsets[axis] for axis in back), tuple(box.sizes[axis] for axis in back))
-            if whole is None:
+            if isinstance(entry, MappedTensorEntry) and self._needs_sources(entry):
+                copies += await self._copies_from_sources(entry, there, target)
+            elif whole is None:
                 read_plan.into_box(leaf.path, entry, there, target)
             else:
                 copies.append(partial(target.copy_, whole[there.slices()]))
@@ -170,20 +174,64 @@ class CheckpointStager(Stager):
                 if not await self._is_scattered(index, entry):
                     self._parted.add(index)
                     return None
-                held = await in_thread(self._room, entry)
-                read_plan = ReadPlan(self._document.files)
-                read_plan.into(self.leaves[index].path, entry, held)
-                await self._read(read_plan)
-                await in_thread(read_plan.finish)
-                self._held[index] = held
+                self._held[index] = await self._read_whole(self.leaves[index].path, entry)
                 self._left[index] = math.prod(entry.shape)
             return self._held[index]
+
+    def _needs_sources(self, entry: AnyTensor) -> bool:
+        """Return True for one of several mapped tensors whose parts are scattered over the same stored tensor."""
+        if not isinstance(entry, MappedTensorEntry):
+            return False
+        if id(entry) not in self._by_source:
+            sources = {id(part.entry): math.prod(part.entry.shape) for part in entry.parts}
+            larger = sum(sources.values()) > 2 * math.prod(entry.shape)
+            self._by_source[id(entry)] = larger and is_spread(entry)
+        return self._by_source[id(entry)]
+
+    async def _copies_from_sources(
+        self, entry: MappedTensorEntry, box: Box, target: torch.Tensor
+    ) -> list[Callable[[], object]]:
+        """Return the copies that fill a box of a mapped tensor from stored tensors that are read once as a whole."""
+        copies: list[Callable[[], object]] = []
+        for part in entry.parts_in(box):
+            grids = part.grid.clip("target", box)
+            if grids:
+                source = await self._source(part.entry)
+                origin = (0,) * len(part.entry.shape)
+                for grid in grids:
+                    views = grid.view("target", target, box.offsets), grid.view("source", source, origin)
+                    copies.append(partial(copy_into, *views))
+                    self._used.append((id(part.entry), grid.numel))
+        return copies
+
+    async def _source(self, entry: AnyTensor) -> torch.Tensor:
+        """Return a stored tensor that several mapped ones are copied from. It is kept until all of them are written."""
+        key = id(entry)
+        async with self._making:
+            if key not in self._held:
+                self._left[key] = sum(
+                    part.grid.numel
+                    for origin in self._origins
+                    if isinstance(origin, MappedTensorEntry) and self._needs_sources(origin)
+                    for part in origin.parts
+                    if part.entry is entry
+                )
+                self._held[key] = await self._read_whole("a source of the map", entry)
+            return self._held[key]
+
+    async def _read_whole(self, name: str, entry: AnyTensor) -> torch.Tensor:
+        held = await in_thread(self._room, entry)
+        read_plan = ReadPlan(self._document.files)
+        read_plan.into(name, entry, held)
+        await self._read(read_plan)
+        await in_thread(read_plan.finish)
+        return held
 
     def _room(self, entry: AnyTensor) -> torch.Tensor:
         """Allocate memory for a whole tensor; for a long one, in a temporary file that the system can page out."""
         dtype, count = BY_NAME[entry.dtype], math.prod(entry.shape)
         nbytes = count * dtype.itemsize
-        if nbytes <= self._session.budget.limit // 4:
+        if nbytes + sum(each.nbytes for each in self._held.values()) <= self._session.budget.limit // 4:
             return torch.empty(entry.shape, dtype=dtype)
         try:
             with tempfile.NamedTemporaryFile(prefix="snapshot-convert-") as file:
@@ -198,7 +246,7 @@ class CheckpointStager(Stager):
     async def _is_scattered(self, index: int, entry: AnyTensor) -> bool:
         """Return True if a part of a long tensor, in write order, is scattered over its stored bytes."""
         if isinstance(entry, MappedTensorEntry):
-            return any(_is_part_scattered(part, entry.shape) for part in entry.parts)
+            return is_spread(entry)
         pieces = [stored for _, stored in entry.pieces()]
         if sum(stored.nbytes for stored in pieces) <= BLOCK:
             return False
@@ -246,21 +294,6 @@ def _note_layout(
     """Record the position of a tensor, without requesting any bytes."""
     layouts.append((shape, layout))
     return []
-
-
-def _is_part_scattered(part: MappedPart, shape: tuple[int, ...]) -> bool:
-    """Return True if the first bytes of a part, in write order, are scattered over far more stored bytes."""
-    itemsize = ITEMSIZE[part.entry.dtype]
-    block = BLOCK // itemsize
-    begin = sum(offset * stride for offset, stride in zip(part.grid.target, contiguous_strides(shape), strict=True))
-    wanted = read = 0
-    for _, box in boxes_of_range(shape, begin, min(math.prod(shape), begin + _SAMPLE // itemsize)):
-        for clipped in part.grid.clip("target", box):
-            for grid in clipped.split(block):
-                wanted += grid.numel
-                ranges = find_flat_ranges(tuple(part.entry.shape), grid.cover("source"), block // 4)
-                read += sum(-(-(end - first) // block) * block for first, end in ranges)
-    return read > 4 * (wanted + block)
 
 
 def _is_odd(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:

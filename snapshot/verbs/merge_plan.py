@@ -148,16 +148,17 @@ class _Names:
         self._where = str(side.session.url)
         self._exact: dict[str, e.AnyTensor] = {}
         self._alone = document.world_size == 1
-        self._used: set[str] = set()
+        self._used: dict[str, str] = {}
+        """Paths here -> paths in the first checkpoint."""
         for path, entry in document.manifest.items():
             self._exact.update(_tensors_of(path, entry))
-        self._aliases: dict[str, str] = {}
+        self._aliases: dict[str, set[str]] = {}
         self._shared: dict[str, e.AnyTensor] = {}
         for path, entry in make_rank_view(document.manifest, 0, document.world_size, 1).entries.items():
             self._shared.update(_tensors_of(path, entry))
-        for spell in _SPELLINGS:
-            for path in self._shared:
-                self._aliases.setdefault(spell(path), path)
+        for path in self._shared:
+            for name in _spellings(path):
+                self._aliases.setdefault(name, set()).add(path)
 
     def find(self, path: str, entry: e.AnyTensor, misfits: list[str]) -> e.AnyTensor | None:
         """Return the tensor for a path in the first checkpoint's manifest, or add to `misfits`."""
@@ -166,16 +167,28 @@ class _Names:
         if number != "0":
             found = self._exact.get(path)
         if found is None:
-            spelled = next((name for spell in _SPELLINGS if (name := self._aliases.get(spell(logical)))), None)
-            if spelled is not None:
-                found = self._shared[spelled]
-                self._used.add(spelled)
+            places = self._find_places(logical)
+            if len(places) > 1:
+                misfits.append(f"{logical}: may be {' or '.join(sorted(places))} in {self._where}")
+                return None
+            for place in places:
+                owner = self._used.setdefault(place, logical)
+                if owner != logical:
+                    misfits.append(f"{logical}: {place} in {self._where} is matched with {owner} already")
+                    return None
+                found = self._shared[place]
         if found is None:
             misfits.append(f"{logical}: is missing in {self._where}; {suggest_names(logical, self._shared)}")
         elif found.shape != entry.shape:
             misfits.append(f"{logical}: has shape {list(entry.shape)}, but {list(found.shape)} in {self._where}")
             return None
         return found
+
+    def _find_places(self, logical: str) -> set[str]:
+        """Return the paths here that may be meant: the same path, or those of a common spelling."""
+        if logical in self._shared:
+            return {logical}
+        return next((found for name in _spellings(logical) if (found := self._aliases.get(name))), set())
 
     def unused(self) -> list[str]:
         """Return a line for each tensor that the first checkpoint does not have."""
@@ -190,5 +203,6 @@ def _dotted_below(path: str) -> str:
     return _dotted(path.partition("/")[2] or path)
 
 
-_SPELLINGS = (str, _dotted, _dotted_below)
-"""The names of a tensor, in the order in which they are compared."""
+def _spellings(path: str) -> tuple[str, ...]:
+    """Return the names of a tensor, in the order in which they are compared."""
+    return path, _dotted(path), _dotted_below(path)

@@ -50,6 +50,9 @@ def merge_checkpoints(
         raise ValueError(f"others must be one of {', '.join(map(repr, OTHERS))}, got {others!r}")
     expect_positive("memory_budget_bytes", budget)
     output.check([url for url, _ in origins])
+    for url, _ in origins:
+        if url.scheme == output.url.scheme and output.url.location.startswith(f"{url.location.rstrip('/')}/"):
+            raise ValueError(f"{output.url}: the destination is inside the source {url}; merge to another path")
     began = time.perf_counter()
     quarter = None if budget is None else max(1, budget // 4)
     pools: list[Pool] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -31,16 +32,16 @@ class Mix:
     @staticmethod
     def weighted(weights: Sequence[float], count: int) -> Mix:
         """Return the weighted sum. Raise ValueError unless there is a finite weight for each tensor."""
-        made = tuple(float(each) for each in weights)
-        if len(made) != count or not all(map(math.isfinite, made)):
-            raise ValueError(f"weights must be {count} finite numbers, one for each source, got {list(weights)}")
-        return Mix(made)
+        given: list[Any] = list(weights) if isinstance(weights, (list, tuple)) else [weights]
+        if len(given) != count or not all(_is_finite(each) for each in given):
+            raise ValueError(f"weights must be {count} finite numbers, one for each source, got {weights!r}")
+        return Mix(tuple(map(float, given)))
 
     @staticmethod
     def moving_average(decay: float, count: int) -> Mix:
         """Return the exponential moving average that begins with the first tensor."""
-        if not 0 <= decay <= 1:
-            raise ValueError(f"ema must be a decay between 0 and 1, got {decay}")
+        if not (_is_finite(decay) and 0 <= decay <= 1):
+            raise ValueError(f"ema must be a decay between 0 and 1, got {decay!r}")
         return Mix((1.0,) + (1.0 - decay,) * (count - 1), keep=float(decay))
 
     def apply(self, sources: Sequence[torch.Tensor], wide: torch.dtype, target: torch.Tensor) -> None:
@@ -62,6 +63,10 @@ class Mix:
             if self.divisor != 1:
                 held.div_(self.divisor)
             target[begin:end].copy_(held)
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def find_wide_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype | None:

@@ -31,7 +31,7 @@ from snapshot.save.take import Take, plan_writes
 from snapshot.save.unchanged import Unchanged
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Blob, Leaf
-from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
+from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE, is_castable
 from snapshot.text import with_article
 from snapshot.url import URL
 from snapshot.verbs import losses
@@ -63,7 +63,7 @@ class Selection:
     def __post_init__(self) -> None:
         for name, globs in (("select", self.select), ("exclude", self.exclude)):
             expect_globs(name, globs)
-        if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
+        if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and is_castable(self.dtype)):
             raise TypeError(f"dtype must be a floating-point dtype such as torch.bfloat16, got {self.dtype!r}")
 
     def cast_dtype(self, dtype: str) -> str:

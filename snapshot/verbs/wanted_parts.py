@@ -100,7 +100,8 @@ def choose_parts(plan: LoadPlan | None, shapes: Mapping[str, Shape], device: tor
         find = _first_match("plan", plan, shapes)
         choose = lambda name, shape: _choose_box(name, shape, find(name))  # noqa: E731
     elif callable(plan):
-        choose = lambda name, shape: _choose_box(name, shape, plan(name, shape))  # noqa: E731
+        called = {name: plan(name, shape) for name, shape in shapes.items()}  # its own errors reach the caller
+        choose = lambda name, shape: _choose_box(name, shape, called[name])  # noqa: E731
     else:
         raise TypeError(
             f"plan must be a dict of slices, a function, or a mesh with placements, got a {type(plan).__name__}"
@@ -139,7 +140,7 @@ def _first_match(what: str, found: Mapping[str, Any], names: Mapping[str, Any]) 
 def _choose_box(name: str, shape: Shape, wanted: Slices | None) -> WantedBox:
     if wanted is None:
         return WantedBox(whole_box(shape))
-    given = [wanted] if isinstance(wanted, (slice, int)) else list(wanted)
+    given: list[Any] = [*wanted] if isinstance(wanted, (list, tuple)) else [wanted]
     for each in given:
         if isinstance(each, bool) or not isinstance(each, (slice, int)):
             raise TypeError(f"{name}: a part must be given by slices and ints, got {each!r}")

@@ -127,3 +127,14 @@ def test_every_verb_works_on_it_in_memory_too():
     live = StateDict(w=torch.zeros(2, 3))
     snapshot.restore({"s": live})
     assert live["w"].sum() == 15
+
+
+@pytest.mark.parametrize("length", [640, 896, 1152, 1408, 640 + (1 << 16)])
+def test_a_header_whose_length_looks_like_a_pickle_is_read(length, tmp_path):
+    """The first two bytes of such a file are those of a pickle."""
+    base = {"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}, "__metadata__": {"x": ""}}
+    base["__metadata__"]["x"] = "y" * (length - len(json.dumps(base)))
+    header = json.dumps(base).encode()
+    assert len(header) == length
+    (tmp_path / "s.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+    assert torch.equal(Snapshot(tmp_path / "s.safetensors").read_object("w"), torch.zeros(4))

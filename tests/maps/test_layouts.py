@@ -322,3 +322,22 @@ def test_a_model_that_is_not_tied_is_not_tied_by_a_map(tmp_path, folder):
     with pytest.raises(RestoreError, match=r"lm_head.weight must equal tok_embeddings.weight"):
         Snapshot(str(tmp_path / "own")).convert(str(tmp_path / "back"), "safetensors", map=forward)
     assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize("name", ["torchtitan-hf", "megatron-hf"])
+def test_tied_weights_that_a_file_has_twice_are_one(name, tmp_path):
+    config = SIZES | {"model_type": "qwen3", "tie_word_embeddings": True}
+    embed = torch.randn(120, 64)
+    state = StateDict({"model.embed_tokens.weight": embed, "lm_head.weight": embed.clone()})
+    held = Snapshot.take(str(tmp_path / "taken"), {"model": state})
+    got = held.get_state_dict_for_key("model", map=TensorMap.load(name, config, reverse=True))
+    assert all(torch.equal(each, embed) for each in got.values())
+    assert got.keys() <= {"tok_embeddings.weight", "lm_head.weight", "embedding.word_embeddings.weight"}
+
+
+def test_a_folder_without_some_experts_is_refused(tmp_path):
+    config = SIZES | {"model_type": "qwen3_moe", "num_experts": 4}
+    state = {f"model.layers.0.mlp.experts.{e}.gate_proj.weight": torch.randn(4, 4) for e in range(3)}
+    held = Snapshot.take(str(tmp_path / "taken"), {"model": StateDict(state)})
+    with pytest.raises(RestoreError, match=r"experts\.3\.gate_proj\.weight is missing"):
+        held.get_state_dict_for_key("model", map=TensorMap.load("torchtitan-hf", config, reverse=True))

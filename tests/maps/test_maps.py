@@ -353,6 +353,15 @@ def test_the_command_converts_with_a_map_from_a_file(tmp_path, capsys):
         ("tensor_map: 1\nrules: [{names: a -> b, dtype: int8}]", "dtype must be a floating-point dtype"),
         ("tensor_map: 1\nsizes: {h: 0}\nrules: [a -> b]", "must be a positive int"),
         ("tensor_map: 1\nsizes: {h: heads}\nrules: [a -> b]", "config must have heads"),
+        ("tensor_map: 1\nrules: [3]", "a rule must be a text or a mapping, got 3"),
+        ("tensor_map: 1\nrules: [{names: a -> b, when: 3}]", "when must be a mapping, got 3"),
+        ("tensor_map: 1\nfor: 3\nrules: [a -> b]", "for must be a list of model types, got 3"),
+        ("tensor_map: 1\n1: 2\nother: 3\nrules: [a -> b]", "not a tensor map"),
+        ("tensor_map: 1\nrules: [{names: a -> b, axes: 3}]", "axes must be a text, got 3"),
+        ("tensor_map: 1\nrules: [{names: a -> b, sizes: [3]}]", "sizes must be a mapping"),
+        ("tensor_map: 1\nrules: [{names: a -> b, sizes: {a: -1}}]", "must be a positive int, got -1"),
+        ("tensor_map: 1\nrules: [{names: a -> b, dtype: [x]}]", "dtype must be a floating-point dtype"),
+        ("tensor_map: 1\nrules: [{names: a -> b, dtype: float4_e2m1fn_x2}]", "dtype must be a floating-point dtype"),
     ],
 )
 def test_a_wrong_file_is_refused(content, error, tmp_path):
@@ -421,3 +430,68 @@ def test_odd_tensors_are_mapped_or_refused(tmp_path):
     sparse = Snapshot.take(str(tmp_path / "sparse"), {"model": StateDict(a=value, b=value.to_sparse())})
     with pytest.raises(RestoreError, match="model/b: a map needs a dense tensor, got a TensorParts"):
         sparse.get_state_dict_for_key("model", map=TensorMap(["a -> x", "b -> y"]))
+
+
+def test_padding_is_empty_in_the_reverse_also_if_its_size_is_known(tmp_path):
+    held = Snapshot.take(str(tmp_path / "taken"), {"model": StateDict(e2=torch.ones(3, 2))})
+    rule = {"names": "e -> e2, -", "axes": "(v + p) c -> v c, p c"}
+    for sizes in ({}, {"p": 4}):
+        got = held.get_state_dict_for_key("model", map=TensorMap([rule], sizes=sizes).reversed())
+        assert torch.equal(got["e"], torch.ones(3, 2))
+    for axes in ("(v + 4) c -> v c, 4 c", "(1 + 1) v c -> v c, v c"):
+        unfilled = TensorMap([rule | {"axes": axes}]).reversed()
+        with pytest.raises(RestoreError, match="nothing fills the part that - stands for"):
+            held.get_state_dict_for_key("model", map=unfilled)
+
+
+def test_a_stack_has_the_size_that_is_given(tmp_path):
+    held = Snapshot.take(
+        str(tmp_path / "taken"), {"model": StateDict({f"x.{i}.w": torch.full((2,), float(i)) for i in range(3)})}
+    )
+    rule = {"names": "x.{e}.w -> x", "axes": "c -> e c"}
+    assert held.get_state_dict_for_key("model", map=TensorMap([rule]))["x"].shape == (3, 2)
+    with pytest.raises(RestoreError, match=r"x\.3\.w is missing"):
+        held.get_state_dict_for_key("model", map=TensorMap([rule], sizes={"e": 8}))
+    with pytest.raises(RestoreError, match=r"\{e\} must be below 2, got 2"):
+        held.get_state_dict_for_key("model", map=TensorMap([rule | {"sizes": {"e": 2}}]))
+
+
+def test_names_that_are_alike_are_refused(tmp_path):
+    state = StateDict({"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}})
+    held = Snapshot.take(str(tmp_path / "taken"), {"model": state})
+    with pytest.raises(RestoreError, match=r"would both be named 'a\.b'"):
+        snapshot.load(held.path, map=TensorMap(["a.b -> c"]))
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (1 << 40, 0)])
+def test_an_axis_is_taken_apart_into_a_sensible_number_of_tensors(shape, tmp_path):
+    file = tmp_path / "made.safetensors"
+    header = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(RestoreError, match=r"a\.\{e\} would name [0-9,]+ tensors"):
+        snapshot.load(file, map=TensorMap([{"names": "a -> a.{e}", "axes": "e c -> c"}]))
+
+
+@pytest.mark.parametrize("axes", ["a b -> i a b", "a b -> a i b", "a b -> a b i"])
+def test_many_tensors_become_one_and_are_read_once(axes, tmp_path):
+    state = {f"x.{i}": torch.randn(64, 32) for i in range(200)}
+    held = Snapshot.take(str(tmp_path / "taken"), {"model": StateDict(state)})
+    there = TensorMap([{"names": "x.{i} -> x", "axes": axes}])
+    held.convert(str(tmp_path / "one"), map=there, memory_budget_bytes=1 << 20)
+    one = Snapshot(str(tmp_path / "one"))
+    want = torch.stack(list(state.values()), axes.split("-> ")[1].split().index("i"))
+    assert torch.equal(one.read_object("model/x"), want)
+    one.convert(str(tmp_path / "back"), map=there.reversed(), memory_budget_bytes=1 << 20)
+    assert_same(Snapshot(str(tmp_path / "back")).get_state_dict_for_key("model"), state)
+    live = {name: torch.zeros_like(each) for name, each in state.items()}
+    report = one.restore({"model": StateDict(live)}, map=there.reversed())
+    assert_same(live, state)
+    assert report.bytes_read < 2 * want.nbytes
+
+
+def test_sizes_of_a_rule_may_be_fields_of_the_config(tmp_path):
+    rule = {"names": "x -> y", "axes": "(h d) -> h d", "sizes": {"h": "num_attention_heads"}}
+    (tmp_path / "map.json").write_text(json.dumps({"tensor_map": 1, "rules": [rule]}))
+    held = Snapshot.take(str(tmp_path / "taken"), {"model": StateDict(x=torch.arange(6.0))})
+    tensor_map = TensorMap.load(tmp_path / "map.json", {"num_attention_heads": 2})
+    assert torch.equal(held.get_state_dict_for_key("model", map=tensor_map)["y"], torch.arange(6.0).view(2, 3))

@@ -142,7 +142,7 @@ def test_everything_that_does_not_fit_is_raised_at_once_before_data_is_read(sour
     assert [event.name for event in seen] == ["failed"]
     for bad, error, text in [
         ({"nothing": 1}, RestoreError, "'nothing' matches no tensor"),
-        ({"model.mask": "abc"}, RestoreError, "must be given by slices and ints, got 'a'"),
+        ({"model.mask": "abc"}, RestoreError, "must be given by slices and ints, got 'abc'"),
         ({"model.mask": True}, RestoreError, "must be given by slices and ints, got True"),
         ("text", TypeError, "plan must be a dict of slices"),
         ((1, {}), TypeError, "DeviceMesh"),

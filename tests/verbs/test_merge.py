@@ -393,3 +393,33 @@ def test_the_arithmetic_does_not_depend_on_the_split(factors, count, dtype):
         for low, high in ((0, cut), (cut, count)):
             mix.apply([each[low:high] for each in sources], torch.float32, parts[low:high])
         assert torch.equal(whole, parts)
+
+
+def test_names_that_may_mean_several_tensors_are_refused(tmp_path):
+    whole = Snapshot.take(
+        str(tmp_path / "a"), {"model": StateDict(w=torch.zeros(4)), "ema": StateDict(w=torch.full((4,), 10.0))}
+    )
+    save_file({"w": torch.full((4,), 4.0)}, tmp_path / "b.safetensors")
+    sources = [whole.path, str(tmp_path / "b.safetensors")]
+    with pytest.raises(RestoreError, match=r"/w: w in .* is matched with (ema|model)/w already"):
+        snapshot.merge(sources, tmp_path / "out")
+    with pytest.raises(RestoreError, match="w: may be ema/w or model/w in"):
+        snapshot.merge(sources[::-1], tmp_path / "out", select=["**"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_result_is_not_written_into_a_source(tmp_path):
+    for name in ("a", "b"):
+        Snapshot.take(str(tmp_path / name), {"model": StateDict(w=torch.zeros(4))})
+    sources = [str(tmp_path / name) for name in ("a", "b")]
+    with pytest.raises(ValueError, match="the destination is inside the source"):
+        snapshot.merge(sources, tmp_path / "a/x.safetensors", "safetensors")
+
+
+@pytest.mark.parametrize("given", [{"weights": ["a", "b"]}, {"weights": 0.5}, {"weights": [None, 1]}, {"ema": "x"}])
+def test_numbers_must_be_numbers(given, tmp_path):
+    with pytest.raises(ValueError, match=r"weights must be 2 finite numbers|ema must be a decay between 0 and 1"):
+        snapshot.merge([tmp_path / "a", tmp_path / "b"], tmp_path / "c", **given)
+    for sources in (None, 3, [tmp_path, 3]):
+        with pytest.raises(ValueError, match="sources must be paths of at least 2 checkpoints"):
+            snapshot.merge(sources, tmp_path / "c")
