@@ -36,6 +36,8 @@ class OpenFile:
         self._full = full
         self._mode = mode
         self._lock = threading.Lock()
+        if mode == "never":
+            self._read_ahead()
 
     def goes_around(self, offset: int) -> bool:
         """Return True if a long read at an offset should use O_DIRECT. Then `around` is open."""
@@ -61,6 +63,13 @@ class OpenFile:
     def stay_in_cache(self) -> None:
         """Read through the page cache only."""
         self._mode = "never"
+        self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        """Let the kernel read further ahead: threads that take turns look to it like reads at random."""
+        if hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError):  # a hint
+                os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
     def close(self) -> None:
         """Close the descriptors; errors do not matter after reading."""
