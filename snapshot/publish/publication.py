@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,10 @@ class ExtraFiles:
         if given is None:
             return
         if isinstance(given, Mapping):
-            self._contents = {check_file_name(name, "files"): bytes(data) for name, data in given.items()}
+            for name, data in given.items():
+                if not isinstance(name, str) or not isinstance(data, bytes | bytearray | memoryview):
+                    raise TypeError(f"files must be bytes by name, got {name!r}: {type(data).__name__}")
+                self._contents[check_file_name(name, "files")] = bytes(data)
         else:
             self._folder = Path(given)
             if not self._folder.is_dir():
@@ -112,6 +115,7 @@ class Publication:
         publisher: str,
         step: int,
         image: HostImage,
+        names: Collection[str],
         base: Base | None,
         keeps: bool,
         files: ExtraFiles,
@@ -125,6 +129,9 @@ class Publication:
         usable = base is not None and base.image.fits(image.targets) and base.deltas + 1 < full_every
         self._base = base if usable else None
         self.keeps = keeps
+        self._names = names
+        """The tensors of all ranks."""
+        self.world = exchange.world
         self._files = files
         self._keep_full, self._notify = keep_full, notify
         self._known = known
@@ -215,6 +222,8 @@ class Publication:
                 files.update(each.files)
                 details.digests.update(each.digests)
             base = decision.base or None
+            if (files.keys() != set(self._names)) if base is None else not files.keys() <= set(self._names):
+                raise SnapshotError(f"the ranks must write {len(self._names)} tensors, got {len(files)}")
             if base is not None and self._base is not None:
                 details.base = self._base.index
             total = sum(each.nbytes for each in shares)

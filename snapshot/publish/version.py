@@ -135,7 +135,9 @@ def _decode_base(metadata: Mapping[str, Any], version: int, where: object) -> in
 
 def check_file_name(name: str, where: object) -> str:
     """Return the name of a file in a version's folder. Raise `CorruptSnapshotError` for any other path."""
-    if not name or name.startswith(".") or not {"/", "\\", "\0"}.isdisjoint(name) or len(name.encode()) > 200:
+    data = name.encode(errors="replace")
+    plain = name and not name.startswith(".") and {"/", "\\", "\0"}.isdisjoint(name) and data.decode() == name
+    if not plain or len(data) > 200:
         raise CorruptSnapshotError(
             f"{where}: a file name must be a plain name inside the folder, got {str(name)[:200]!r}"
         )
