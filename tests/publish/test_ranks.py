@@ -129,7 +129,7 @@ def publish_failing(folder, failing):
     rank = dist.get_rank()
     error = OSError(28, "No space left on device")
     url = f"faulty+file://{folder}"
-    fault = faulty(on="finish", path=f"weight_v000002/*-{failing:05d}-*", error=error)
+    fault = faulty(on="finish", path=f"weight_v000002/*-{failing:05d}-*", error=error, must_happen=rank == failing)
     with fault:  # the path is that of one rank
         publisher = Publisher(url, timeout=20)
         found = [publisher.publish(0, shared_state(0)).wait()[:]]
