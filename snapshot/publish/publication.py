@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,14 @@ from snapshot.publish.notify import start_hooks
 from snapshot.publish.pending import Published
 from snapshot.publish.store import VersionStore
 from snapshot.publish.upload import RankShare, ShareUpload, new_attempt
-from snapshot.publish.version import Details, check_file_name, encode_index, version_name
+from snapshot.publish.version import LONGEST_FILE, WEIGHTS, Details, check_file_name, encode_index, version_name
 from snapshot.runtime.loop import in_own_thread, run
 from snapshot.runtime.session import Session
 from snapshot.tensors.digest import digest_bytes, digest_range
 from snapshot.url import URL
 
-LONGEST_FILE = 256 << 20
-"""Maximum size of each further file, such as a tokenizer's."""
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
+SLACK = 1 << 20
+"""Bytes by which the deltas after a complete version may exceed it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +45,10 @@ class Base:
     sums: Mapping[str, TensorSums]
     deltas: int
     """Number of deltas since the last complete version."""
+    full: int
+    """Bytes of this rank's files of that version."""
+    stored: int = 0
+    """Bytes of this rank's files of the deltas."""
 
 
 class ExtraFiles:
@@ -65,7 +68,7 @@ class ExtraFiles:
             self._folder = Path(given)
             if not self._folder.is_dir():
                 raise ValueError(f"files must be a local folder, got {str(given)!r}")
-        refused = [name for name in self._contents if name.endswith(_WEIGHTS)]
+        refused = [name for name in self._contents if name.endswith(WEIGHTS)]
         if refused:
             raise ValueError(f"files must not have weights, got {refused[0]!r}")
 
@@ -74,7 +77,7 @@ class ExtraFiles:
         found = dict(self._contents)
         if self._folder is not None:
             for path in sorted(self._folder.iterdir()):
-                if path.is_file() and not path.name.startswith(".") and not path.name.endswith(_WEIGHTS):
+                if path.is_file() and not path.name.startswith(".") and not path.name.endswith(WEIGHTS):
                     if path.stat().st_size > LONGEST_FILE:
                         raise SnapshotError(f"{path}: is too large for a file beside the weights")
                     found[path.name] = path.read_bytes()
@@ -86,6 +89,8 @@ class Ready(msgspec.Struct, array_like=True):
 
     base: int
     """The version that it can encode a delta of; 0 if none."""
+    surplus: int
+    """Bytes by which its deltas exceed its files of the last complete version."""
 
 
 class Decision(msgspec.Struct, array_like=True):
@@ -165,10 +170,13 @@ class Publication:
             await shielded(self._abort(error, store, decision, [*(upload.written if upload else ()), *extra]))
             raise
         else:
-            deltas = self._base.deltas + 1 if decision.base and self._base is not None else 0
-            self.next_base = Base(decision.version, committed.index, self.image, upload.sums, deltas)
-            found = Published(decision.version, self._step, decision.base or None)
             share = upload.share
+            next_base = Base(decision.version, committed.index, self.image, upload.sums, 0, share.stored)
+            if decision.base and self._base is not None:
+                deltas, stored = self._base.deltas + 1, self._base.stored + share.stored
+                next_base = replace(next_base, deltas=deltas, full=self._base.full, stored=stored)
+            self.next_base = next_base
+            found = Published(decision.version, self._step, decision.base or None)
             emit(
                 "committed",
                 "publish",
@@ -196,9 +204,12 @@ class Publication:
             base = bases.pop() if len(bases) == 1 else 0
             if base and base + 1 != version:  # readers apply deltas one by one, without gaps
                 base = 0
+            if sum(ready.surplus for ready in ranks) > SLACK:
+                base = 0
             return Decision(version, base, attempt)
 
-        ready = Ready(self._base.version if self._base is not None else 0)
+        base = self._base
+        ready = Ready(base.version, base.stored - base.full) if base is not None else Ready(0, 0)
         return await in_own_thread(self._exchange.agree, ready, lead, Ready, Decision)
 
     async def _write_files(self, session: Session, decision: Decision, extra: list[str]) -> dict[str, tuple[int, str]]:

@@ -122,7 +122,7 @@ def test_nested_states_and_odd_tensors(tmp_path):
     assert found.keys() == {"a.b", "module.c", "layers.0", "layers.1.0.w", "empty", "flags", "eight"}
     assert found["a.b"][:2] == ("I64", (3, 2))
     assert np.frombuffer(found["a.b"][2].tobytes(), np.int64).tolist() == [99, 3, 1, 4, 2, 5]
-    folder = Subscriber(tmp_path, tmp_path / "local").pull()
+    folder = Subscriber(tmp_path, f"{tmp_path}-local").pull()
     from safetensors.torch import load_file
 
     [file] = folder.glob("*.safetensors")
