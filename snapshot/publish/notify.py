@@ -45,25 +45,30 @@ def start_hooks(urls: Sequence[str], verb: str, message: Mapping[str, Any]) -> L
     async def post(url: str) -> bool:
         parts = urlsplit(url)
         shown = f"{parts.scheme}://{parts.netloc}{parts.path}"  # queries may be secret
+        error: Exception | None
         try:
-            await asyncio.wait_for(in_own_thread(_post, url, body), DEADLINE)
-        except Exception as error:  # noqa: BLE001 - whatever a receiver does must not stop the others
-            late = f"no response within {DEADLINE:g} s" if isinstance(error, TimeoutError) else ""
-            reason = late or str(getattr(error, "reason", "")) or str(error) or type(error).__name__
+            error = await asyncio.wait_for(in_own_thread(_post, url, body), DEADLINE)
+        except TimeoutError:
+            error = TimeoutError(f"no response within {DEADLINE:g} s")
+        if error is not None:
+            reason = str(getattr(error, "reason", "")) or str(error) or type(error).__name__
             emit("notify_failed", verb, shown, error=reason)
             log.warning("%s: a hook failed: %s", shown, reason)
-            return False
-        return True
+        return error is None
 
     work = start(gather_limited(urls, post, 64))
     finish_before_exit(work)
     return work
 
 
-def _post(url: str, body: bytes) -> None:
+def _post(url: str, body: bytes) -> Exception | None:
+    """Send a message, and return the error. The body of the response says nothing, so it is not read."""
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"}, method="POST")  # noqa: S310
     try:
         urllib.request.urlopen(request, timeout=DEADLINE).close()  # noqa: S310 - checked: only HTTP
     except urllib.error.HTTPError as error:
         error.close()
-        raise
+        return error
+    except Exception as error:  # noqa: BLE001 - whatever a receiver does must not stop the others
+        return error
+    return None

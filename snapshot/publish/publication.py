@@ -31,7 +31,7 @@ from snapshot.tensors.digest import digest_bytes, digest_range
 from snapshot.url import URL
 
 SLACK = 1 << 20
-"""Bytes by which the deltas after a complete version may exceed it."""
+"""Maximum bytes of the deltas after a complete version, beyond the bytes of that version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Ready(msgspec.Struct, array_like=True):
     base: int
     """The version that it can encode a delta of; 0 if none."""
     surplus: int
-    """Bytes by which its deltas exceed its files of the last complete version."""
+    """Bytes of its deltas since the last complete version, less those of that version."""
 
 
 class Decision(msgspec.Struct, array_like=True):

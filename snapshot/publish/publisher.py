@@ -192,7 +192,7 @@ class Publisher:
 
     def _prepare(self) -> None:
         """Wait for the publication before. Raise for a call that the other ranks have given up."""
-        if self._process != os.getpid():  # a forked child starts anew: threads and images are the parent's
+        if self._process != os.getpid():  # the threads and images of a forked child are its parent's
             self._process, self._id = os.getpid(), secrets.token_hex(6)
             self._base = self._spare = self._pending = None
             self._known = {}
