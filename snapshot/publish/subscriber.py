@@ -86,9 +86,9 @@ class Subscriber:
     def pull(self, step: int | Literal["latest"] = "latest", *, version: int | None = None) -> Path:
         """Bring a version into the local folder, let `current` point to it, and return its path.
 
-        Every tensor that is downloaded or changed is verified. If a version is damaged, or a version that it is a delta
-        of is missing, the next older one that fits the request is used, with a `fell_back` event. A failed pull changes
-        nothing.
+        Every tensor that is downloaded or changed is verified. A version can be damaged, or a version that it is a
+        delta of can be missing. Then the next older one that fits the request is used, with a `fell_back` event. A
+        failed pull changes nothing.
 
         Args:
             step: The newest usable version (`"latest"`), or the newest usable one that was published for this step.
