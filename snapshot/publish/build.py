@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -266,7 +267,8 @@ class VersionBuilder:
 
     async def _apply(self, inputs: Mapping[str, int], outputs: Mapping[str, int]) -> None:
         """Apply the deltas of each tensor, or copy it, and verify it."""
-        in_place, budget = self._base is None, self._session.budget
+        in_place = self._base is None
+        alone = asyncio.Lock()  # one long delta is in memory at a time
         names = [name for name, tensor in self._tensors.items() if tensor.file in outputs]
         names.sort(key=lambda name: self._tensors[name].begin - self._tensors[name].end)
 
@@ -280,15 +282,12 @@ class VersionBuilder:
                 self._digests[name] = await in_thread(work)
             for run in runs:
                 places = [tensor.deltas[number] for number in run]
-                nbytes = min(sum(end - begin for _, begin, end in places), budget.total)
-                await budget.acquire(nbytes)
-                try:
+                nbytes = sum(end - begin for _, begin, end in places)
+                async with alone if nbytes > RUN else nullcontext():
                     deltas = [await self._fetch(*place) for place in places]
                     work = partial(self._process, name, source, target, deltas, last=run is runs[-1])
                     self._digests[name] = await in_thread(work)
                     del deltas, work
-                finally:
-                    budget.release(nbytes)
                 source = target
 
         await gather_limited(names, apply, self._session.settings.thread_count())
