@@ -30,7 +30,8 @@ class Event:
 
     A `Publisher` sends `pruned` with the deleted `versions`, and `full_only` if deltas do not fit into its budget. A
     `Subscriber` sends `pulled`, and `fell_back` for a version that it cannot use. It sends `damaged` for a local
-    version that changed. Both send `notify_failed` for a hook that failed.
+    version that changed. It sends `left_out` for a foreign file beside the weights that it does not pull. Both send
+    `notify_failed` for a hook that failed.
 
     A `retry` event has a request as its verb and a file as its path, with `attempt`, `error` and `pause` (in seconds).
     A `swept` event has the number of `uploads` that were dropped.

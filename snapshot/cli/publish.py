@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-from contextlib import suppress
 from pathlib import Path
 
 from snapshot.cli.arguments import (
@@ -22,7 +21,8 @@ from snapshot.cli.cp import in_our_words
 from snapshot.cli.locate import explain_missing
 from snapshot.cli.screen import as_json, bar, printable
 from snapshot.cli.status import ExitStatus
-from snapshot.errors import SnapshotNotFoundError
+from snapshot.errors import CorruptSnapshotError, SnapshotNotFoundError
+from snapshot.events import log
 from snapshot.maps.tensor_map import TensorMap
 from snapshot.publish.publisher import Publisher
 from snapshot.publish.subscriber import Subscriber
@@ -98,8 +98,12 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
             progress=show,
         )
     if arguments.delta is not None:
-        with suppress(SnapshotNotFoundError):  # this may be the first version
+        try:
             publisher.resume_from(Subscriber(arguments.url, arguments.delta, storage_options=there).pull())
+        except SnapshotNotFoundError:
+            pass  # this is the first version
+        except CorruptSnapshotError as error:
+            log.warning("the version is complete: %s", error)
     found = publisher.publish(step, state).wait()
     folder = str(URL.parse(arguments.url).join(version_name(found.version)))
     if arguments.json:

@@ -51,11 +51,12 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
         notify=arguments.notify,
         storage_options=options_of(arguments),
     )
-    fallen: list[Event] = []
+    fallen = False
 
     def listen(event: Event) -> None:
+        nonlocal fallen
         if event.name == "fell_back":
-            fallen.append(event)
+            fallen = True
             log.warning("fell back from %s: %s", event.path, event.fields["error"])
 
     add_handler(listen)

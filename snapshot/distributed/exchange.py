@@ -69,6 +69,8 @@ class Exchange:
         self._verb = verb
         self._step = 0
         self._name = ""
+        self.number = 0
+        """The number of this call among those of the ranks."""
         self._open = False
         self._heard = time.monotonic()
         self._busy = False
@@ -89,7 +91,8 @@ class Exchange:
         """Take a call number. Skip calls that the other ranks gave up because this rank never arrived."""
         self._store, self._heart = self.ranks.connected()
         while True:
-            self._name = f"call/{next(self.ranks.sequence)}"
+            self.number = next(self.ranks.sequence)
+            self._name = f"call/{self.number}"
             fault = self._fault()
             if fault is None or self.rank not in fault.absent:
                 break
@@ -347,7 +350,7 @@ class Exchange:
             self.close()
 
 
-MOST_STEPS = 100
+MOST_STEPS = 100_000
 """More steps than any operation has."""
 
 

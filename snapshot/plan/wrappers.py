@@ -39,8 +39,8 @@ def match_names(saved: Iterable[str], live: Iterable[str]) -> MatchedNames:
     exact = there.keys() & here.keys()
     if len(exact) == len(there) == len(here) or not any(map(_has_wrapper, (*there, *here))):
         return MatchedNames()
-    plain_there, own = _strip_wrappers(there)
-    plain_here, _ = _strip_wrappers(here)
+    plain_there, own = strip_wrappers(there)
+    plain_here, _ = strip_wrappers(here)
     saved_by_plain, live_by_plain = _invert_mapping(plain_there), _invert_mapping(plain_here)
     common = [plain for plain in live_by_plain if plain in saved_by_plain]
     away = tuple(name for name in there if name in own and plain_there[name] not in live_by_plain)
@@ -75,7 +75,7 @@ def _invert_mapping(plain: Mapping[str, str]) -> dict[str, list[str]]:
     return found
 
 
-def _strip_wrappers(names: Iterable[str]) -> tuple[dict[str, str], set[str]]:
+def strip_wrappers(names: Iterable[str]) -> tuple[dict[str, str], set[str]]:
     """Return each name without wrappers, and the names that belong to a wrapper itself.
 
     A component belongs to a wrapper if all names with its prefix continue with it, except the wrapper's own. A

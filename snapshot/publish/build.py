@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,12 +16,16 @@ from queue import SimpleQueue
 
 from snapshot.aio import gather_limited, in_thread
 from snapshot.errors import CorruptSnapshotError
+from snapshot.events import emit
 from snapshot.formats.safetensors import INDEX, read_header
 from snapshot.manifest.document import LONGEST_HEADER
 from snapshot.manifest.entries import TensorEntry
+from snapshot.plan.layout import group_in_order
 from snapshot.publish.delta import DeltaDecoder, checksum_text
 from snapshot.publish.version import (
+    LONGEST_FILE,
     LONGEST_INDEX,
+    WEIGHTS,
     Details,
     Index,
     check_file_name,
@@ -36,6 +42,10 @@ PIECE = 8 << 20
 """Bytes of each request of a download."""
 HEADERS = 16
 """Files whose headers are read at once."""
+RUN = 64 << 20
+"""Bytes of the deltas of one tensor that are applied at once. A longer delta is applied alone."""
+LONGEST_RUN = 64
+"""The maximum number of deltas that are applied at once: each needs a decompressor."""
 
 
 @dataclass(slots=True)
@@ -95,12 +105,14 @@ class VersionBuilder:
         outputs: dict[str, int] = {}
         for name, shard in self._shards.items():
             if self._base is not None and name not in changed:
-                _link(self._base / name, self._aside / name)
+                with _reading(self._base):
+                    _link(self._base / name, self._aside / name)
                 continue
             outputs[name] = _open(stack, self._aside / name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             os.ftruncate(outputs[name], shard.size)
             if self._base is not None:
-                inputs[name] = _open(stack, self._base / name, os.O_RDONLY)
+                with _reading(self._base):
+                    inputs[name] = _open(stack, self._base / name, os.O_RDONLY)
                 _write_all(outputs[name], 0, memoryview(os.pread(inputs[name], shard.data, 0)))
         return inputs, outputs
 
@@ -131,18 +143,25 @@ class VersionBuilder:
         folder = version_name(full.version)
         names = [path.removeprefix(f"{folder}/") for path in await self._storage.list(f"{folder}/", recursive=False)]
         weights = {*full.files.values(), INDEX}
-        return [
-            check_file_name(name, self._storage.url.join(folder))
-            for name in names
-            if name not in weights and not name.startswith(".") and not name.endswith(("/", ".safetensors", ".bin"))
-        ]
+
+        async def choose(name: str) -> str | None:
+            if name in weights or name.startswith(".") or name.endswith("/"):
+                return None
+            size = (await self._storage.stat(f"{folder}/{name}")).size
+            if name.endswith(WEIGHTS) or size > LONGEST_FILE:
+                emit("left_out", "pull", str(self._storage.url.join(f"{folder}/{name}")), size=size)
+                return None
+            return check_file_name(name, self._storage.url.join(folder))
+
+        return [name for name in await gather_limited(names, choose, HEADERS) if name is not None]
 
     async def _describe_local(self) -> dict[str, tuple[int, str]]:
         """Read the headers of the local base, and link its small files."""
         assert self._base is not None
-        index = await self._read_base(self._base)
-        for name in index.details.files:
-            _link(self._base / name, self._aside / name)
+        with _reading(self._base):
+            index = await self._read_base(self._base)
+            for name in index.details.files:
+                _link(self._base / name, self._aside / name)
         self._digests = dict(index.details.digests)
         return index.details.files
 
@@ -158,12 +177,16 @@ class VersionBuilder:
     async def verify(self) -> None:
         """Compare all tensors and small files of the base with their digests. Raise if one differs."""
         assert self._base is not None
-        index = await self._read_base(self._base)
+        with _reading(self._base):
+            await self._verify(self._base)
+
+    async def _verify(self, base: Path) -> None:
+        index = await self._read_base(base)
         for name, (_, digest) in index.details.files.items():
-            if digest_bytes(await in_thread((self._base / name).read_bytes)) != digest:
-                raise CorruptSnapshotError(f"{self._base / name}: its digest must be {digest}")
+            if digest_bytes(await in_thread((base / name).read_bytes)) != digest:
+                raise CorruptSnapshotError(f"{base / name}: its digest must be {digest}")
         with ExitStack() as stack:
-            inputs = {name: _open(stack, self._base / name, os.O_RDONLY) for name in self._shards}
+            inputs = {name: _open(stack, base / name, os.O_RDONLY) for name in self._shards}
 
             async def check(name: str) -> None:
                 await in_thread(self._process, name, inputs[self._tensors[name].file], None, ())
@@ -245,30 +268,50 @@ class VersionBuilder:
     async def _apply(self, inputs: Mapping[str, int], outputs: Mapping[str, int]) -> None:
         """Apply the deltas of each tensor, or copy it, and verify it."""
         in_place = self._base is None
+        alone = asyncio.Lock()  # one long delta is in memory at a time
         names = [name for name, tensor in self._tensors.items() if tensor.file in outputs]
         names.sort(key=lambda name: self._tensors[name].begin - self._tensors[name].end)
 
         async def apply(name: str) -> None:
             tensor = self._tensors[name]
-            deltas = []
-            for path, begin, end in tensor.deltas:
-                delta = bytearray(end - begin)
-                await self._storage.read_into(path, begin, [delta])
-                self.received += len(delta)
-                deltas.append(delta)
-            writes = bool(deltas) or not in_place
-            work = partial(self._process, name, inputs[tensor.file], outputs[tensor.file] if writes else None, deltas)
-            self._digests[name] = await in_thread(work)
+            source, target = inputs[tensor.file], outputs[tensor.file]
+            sizes = [max(end - begin, RUN // LONGEST_RUN) for _, begin, end in tensor.deltas]
+            runs = group_in_order(sizes, RUN) if sizes else []
+            if not runs:
+                work = partial(self._process, name, source, None if in_place else target, ())
+                self._digests[name] = await in_thread(work)
+            for run in runs:
+                places = [tensor.deltas[number] for number in run]
+                nbytes = sum(end - begin for _, begin, end in places)
+                async with alone if nbytes > RUN else nullcontext():
+                    deltas = [await self._fetch(*place) for place in places]
+                    work = partial(self._process, name, source, target, deltas, last=run is runs[-1])
+                    self._digests[name] = await in_thread(work)
+                    del deltas, work
+                source = target
 
         await gather_limited(names, apply, self._session.settings.thread_count())
 
-    def _process(self, name: str, source: int, target: int | None, deltas: Sequence[bytearray]) -> str:
+    async def _fetch(self, path: str, begin: int, end: int) -> bytearray:
+        delta = bytearray(end - begin)
+        await self._storage.read_into(path, begin, [delta])
+        self.received += len(delta)
+        return delta
+
+    def _process(
+        self, name: str, source: int, target: int | None, deltas: Sequence[bytearray], *, last: bool = True
+    ) -> str:
+        """Apply deltas to a tensor. Without deltas, copy it, or only read it. After the last ones, compare its sums."""
         tensor = self._tensors[name]
+        checksum, digest = (tensor.checksum, tensor.digest) if last else (None, None)
 
         def read(offset: int, buffer: memoryview) -> None:
             position = tensor.begin + offset
             while len(buffer):
-                count = os.preadv(source, [buffer], position)
+                try:
+                    count = os.preadv(source, [buffer], position)
+                except OSError as error:
+                    raise CorruptSnapshotError(f"its file cannot be read: {error.strerror}") from error
                 if not count:
                     raise CorruptSnapshotError("its file is too short")
                 buffer, position = buffer[count:], position + count
@@ -279,9 +322,7 @@ class VersionBuilder:
 
         decoder = DeltaDecoder() if self._decoders.empty() else self._decoders.get()
         try:
-            return decoder.apply(
-                tensor.end - tensor.begin, read, deltas, write, checksum=tensor.checksum, digest=tensor.digest
-            )
+            return decoder.apply(tensor.end - tensor.begin, read, deltas, write, checksum=checksum, digest=digest)
         except CorruptSnapshotError as error:
             where = self._storage.url.join(version_name(self._chain[-1].version)) if self._chain else self._base
             raise CorruptSnapshotError(f"{where}: {name[:200]!r}: {error}") from error
@@ -297,6 +338,17 @@ class VersionBuilder:
         total = sum(tensor.end - tensor.begin for tensor in self._tensors.values())
         data = encode_index(newest.version, None, files, details, total_size=total)
         (self._aside / INDEX).write_bytes(data)
+
+
+@contextmanager
+def _reading(base: Path) -> Iterator[None]:
+    """Raise `CorruptSnapshotError` if the local base cannot be read: then the whole version is downloaded."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE):
+            raise
+        raise CorruptSnapshotError(f"{base}: cannot be read: {error}") from error
 
 
 def _open(stack: ExitStack, path: Path, flags: int) -> int:

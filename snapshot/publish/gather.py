@@ -10,17 +10,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from snapshot.distributed.exchange import Exchange
-from snapshot.errors import SnapshotError, system_limits
+from snapshot.errors import RestoreError, SnapshotError, system_limits
 from snapshot.publish.image import HostImage
 from snapshot.publish.shares import HeldPiece, SharePlan, Transfer
 from snapshot.tensors.dtypes import BY_NAME
 
 ROUND = 256 << 20
 """Maximum bytes that a rank sends and receives before it waits."""
+TAGS = 1 << 16
+"""Number of different tags of a call. Messages of different calls have different tags, for a call may be broken off."""
 
 
 def gather_pieces(
@@ -40,6 +43,25 @@ def gather_pieces(
             link = _Link(exchange)
             for each in _rounds(remote, exchange.world):
                 link.exchange(each, pieces, image)
+
+
+def expect_equal(exchange: Exchange, plan: SharePlan, held: Mapping[str, Sequence[HeldPiece]]) -> None:
+    """Raise on all ranks unless tensors that become one tensor have the same bytes."""
+    wrong = []
+    for first, other, sub_plan in plan.equal:
+        image = HostImage(sub_plan.owned(exchange.rank))
+        gather_pieces(exchange, sub_plan, held, image)
+        if image.targets and not np.array_equal(image.bytes(first), image.bytes(other)):
+            wrong.append(f"{other} must equal {first}, since only one of them is used")
+
+    def lead(ranks: list[list[str]]) -> bool:
+        found = [each for rank in ranks for each in rank]
+        if found:
+            raise RestoreError(f"the tensor map does not fit: {'; '.join(found)}", found)
+        return True
+
+    if plan.equal:
+        exchange.agree(wrong, lead, list[str], bool)
 
 
 def _target_view(image: HostImage, transfer: Transfer) -> torch.Tensor:
@@ -88,6 +110,7 @@ class _Link:
                 message = torch.empty(transfer.nbytes, dtype=torch.uint8, device=self._device)
                 operations.append(self._operation(dist.irecv, message, transfer.sender, number))
                 arriving.append((transfer, message))
+        self._exchange.agree(True, all, bool, bool)  # a rank without memory fails before any other rank waits for it
         if operations:
             self._finish(operations)
         for transfer, message in arriving:
@@ -95,6 +118,7 @@ class _Link:
             _target_view(image, transfer).copy_(received)
 
     def _operation(self, kind: Any, message: torch.Tensor, peer: int, tag: int) -> dist.P2POp:
+        tag = (self._exchange.number * TAGS + tag % TAGS) % (1 << 31)
         return dist.P2POp(kind, message, self._members[peer], self._group, tag)
 
     def _finish(self, operations: list[dist.P2POp]) -> None:

@@ -5,6 +5,7 @@ A version is built in a folder aside and renamed. Files of a version are never c
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import secrets
@@ -24,6 +25,9 @@ MARKER = ".snapshot-pull.json"
 LOCK = ".snapshot-pull.lock"
 ASIDE = ".pull-"
 """The name prefix of folders that are built or deleted."""
+LONGEST_SOURCE = 1 << 16
+DAMAGED = "damaged"
+"""In place of the id of a boot: the version may be damaged."""
 CURRENT = "current"
 
 
@@ -39,6 +43,8 @@ class Marker(msgspec.Struct):
     """Id of the boot of the host. After another boot, files may have lost bytes and are verified again."""
     time: float
     step: int | None = None
+    files: dict[str, int] = {}
+    """Size of each file."""
 
 
 def boot_id() -> str:
@@ -65,9 +71,26 @@ class LocalFolder:
         try:
             with self.errors():
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
+                self._expect_own(descriptor)
             yield
         finally:
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child may hold a copy of the descriptor
             os.close(descriptor)
+
+    def _expect_own(self, descriptor: int) -> None:
+        """Raise if the folder is another store's, or if its link `current` is not a link."""
+        source = self._source.encode(errors="surrogateescape")
+        known = os.pread(descriptor, LONGEST_SOURCE, 0)
+        if known and known != source:
+            raise SnapshotError(
+                f"{self.path}: has versions of {known.decode(errors='replace')}, got {self._source}; use another folder"
+            )
+        link = self.path / CURRENT
+        if os.path.lexists(link) and not link.is_symlink():
+            raise SnapshotError(f"{link}: must be a link of a subscriber; rename it, or use another folder")
+        if not known:
+            os.pwrite(descriptor, source, 0)
 
     @contextmanager
     def errors(self) -> Iterator[None]:
@@ -99,6 +122,25 @@ class LocalFolder:
         found = self.marker(version)
         return found is not None and index in ("", found.index)
 
+    def expect_replaceable(self, version: int) -> None:
+        """Raise if a folder that no subscriber has made is in the place of a version."""
+        folder = self.folder(version)
+        if os.path.lexists(folder) and not os.path.lexists(folder / MARKER):
+            raise SnapshotError(f"{folder}: must be a version that was pulled; rename it, or use another folder")
+
+    def is_whole(self, marker: Marker) -> bool:
+        """Return True if all files of a version are here, with their sizes."""
+        folder = self.folder(marker.version)
+        try:
+            return all((folder / name).stat().st_size == size for name, size in marker.files.items())
+        except OSError:
+            return False
+
+    def distrust(self, version: int) -> None:
+        """Record that a version is damaged, or must be verified before it is used again."""
+        with suppress(OSError):
+            self._mark(version, DAMAGED)
+
     def versions(self) -> list[Marker]:
         """Return the local versions of this store, the last pulled one first."""
         numbers = [version_of(each.name) for each in self.path.iterdir()]
@@ -112,19 +154,29 @@ class LocalFolder:
         return aside
 
     def finish(self, aside: Path, index: str, version: int, step: int | None) -> None:
-        """Give a complete folder its name. A folder of that name from another source is replaced."""
-        marker = Marker(version, self._source, index, boot_id(), time.time(), step)
+        """Give a complete folder its name, in exchange with a version that has the name. `current` stays valid."""
+        files = {each.name: each.stat().st_size for each in aside.iterdir()}
+        marker = Marker(version, self._source, index, boot_id(), time.time(), step, files)
         (aside / MARKER).write_bytes(msgspec.json.encode(marker))
         target = self.folder(version)
-        if os.path.lexists(target):
-            self.remove(version)
-        os.rename(aside, target)
+        if not os.path.lexists(target):
+            os.rename(aside, target)
+            return
+        self.expect_replaceable(version)
+        if not exchange_paths(aside, target):
+            os.rename(target, self.path / f"{ASIDE}{secrets.token_hex(6)}")
+            os.rename(aside, target)
+        self.clean_aside()
 
     def touch(self, version: int) -> None:
         """Record that a version was verified on this boot and pulled now."""
+        self._mark(version, boot_id(), time.time())
+
+    def _mark(self, version: int, boot: str, pulled: float | None = None) -> None:
         marker = self.marker(version)
         if marker is not None:
-            marker.boot, marker.time = boot_id(), time.time()
+            marker.boot = boot
+            marker.time = marker.time if pulled is None else pulled
             made = self.folder(version) / f"{MARKER}.new"
             made.write_bytes(msgspec.json.encode(marker))
             os.replace(made, self.folder(version) / MARKER)
@@ -149,7 +201,7 @@ class LocalFolder:
         try:
             kept = {pulled, *[each.version for each in self.versions() if each.version != pulled][: keep - 1]}
             for each in self.versions():
-                if each.version not in kept:
+                if each.version not in kept or (each.boot == DAMAGED and each.version != pulled):
                     self.remove(each.version)
             self.clean_aside()
         except OSError as error:  # the pull is complete: old files only cost space
@@ -161,3 +213,19 @@ class LocalFolder:
             if each.name.startswith(ASIDE):
                 with suppress(OSError):
                     each.unlink() if each.is_symlink() or each.is_file() else shutil.rmtree(each)
+
+
+def exchange_paths(one: Path, other: Path) -> bool:
+    """Exchange two paths atomically. Return False if the system cannot."""
+    try:
+        call = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError):
+        return False
+    result: int = call(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE)
+    return result == 0
+
+
+_HERE = -100
+"""AT_FDCWD: paths are absolute, or below the current folder."""
+_EXCHANGE = 2
+"""RENAME_EXCHANGE."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import os
 from typing import NamedTuple
 
 from snapshot.errors import CancelledError, SnapshotError
@@ -25,6 +26,7 @@ class PendingPublish:
 
     def __init__(self, url: URL, work: LoopFuture[Published]) -> None:
         self._url = url
+        self._process = os.getpid()
         self._work = work
         self._waiting = 0
         finish_before_exit(work)
@@ -47,6 +49,8 @@ class PendingPublish:
 
         Raise `TimeoutError` after `timeout` seconds. The work continues, and can be waited for again.
         """
+        if self._process != os.getpid() and not self.done():
+            raise SnapshotError(f"{self._url}: a forked child cannot wait for a publication of its parent")
         self._waiting += 1
         try:
             return self._work.result(timeout)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,14 @@ from snapshot.publish.notify import start_hooks
 from snapshot.publish.pending import Published
 from snapshot.publish.store import VersionStore
 from snapshot.publish.upload import RankShare, ShareUpload, new_attempt
-from snapshot.publish.version import Details, check_file_name, encode_index, version_name
+from snapshot.publish.version import LONGEST_FILE, WEIGHTS, Details, check_file_name, encode_index, version_name
 from snapshot.runtime.loop import in_own_thread, run
 from snapshot.runtime.session import Session
 from snapshot.tensors.digest import digest_bytes, digest_range
 from snapshot.url import URL
 
-LONGEST_FILE = 256 << 20
-"""Maximum size of each further file, such as a tokenizer's."""
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
+SLACK = 1 << 20
+"""Maximum bytes of the deltas after a complete version, beyond the bytes of that version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +45,10 @@ class Base:
     sums: Mapping[str, TensorSums]
     deltas: int
     """Number of deltas since the last complete version."""
+    full: int
+    """Bytes of this rank's files of that version."""
+    stored: int = 0
+    """Bytes of this rank's files of the deltas."""
 
 
 class ExtraFiles:
@@ -57,12 +60,15 @@ class ExtraFiles:
         if given is None:
             return
         if isinstance(given, Mapping):
-            self._contents = {check_file_name(name, "files"): bytes(data) for name, data in given.items()}
+            for name, data in given.items():
+                if not isinstance(name, str) or not isinstance(data, bytes | bytearray | memoryview):
+                    raise TypeError(f"files must be bytes by name, got {name!r}: {type(data).__name__}")
+                self._contents[check_file_name(name, "files")] = bytes(data)
         else:
             self._folder = Path(given)
             if not self._folder.is_dir():
                 raise ValueError(f"files must be a local folder, got {str(given)!r}")
-        refused = [name for name in self._contents if name.endswith(_WEIGHTS)]
+        refused = [name for name in self._contents if name.endswith(WEIGHTS)]
         if refused:
             raise ValueError(f"files must not have weights, got {refused[0]!r}")
 
@@ -71,7 +77,7 @@ class ExtraFiles:
         found = dict(self._contents)
         if self._folder is not None:
             for path in sorted(self._folder.iterdir()):
-                if path.is_file() and not path.name.startswith(".") and not path.name.endswith(_WEIGHTS):
+                if path.is_file() and not path.name.startswith(".") and not path.name.endswith(WEIGHTS):
                     if path.stat().st_size > LONGEST_FILE:
                         raise SnapshotError(f"{path}: is too large for a file beside the weights")
                     found[path.name] = path.read_bytes()
@@ -83,6 +89,8 @@ class Ready(msgspec.Struct, array_like=True):
 
     base: int
     """The version that it can encode a delta of; 0 if none."""
+    surplus: int
+    """Bytes of its deltas since the last complete version, less those of that version."""
 
 
 class Decision(msgspec.Struct, array_like=True):
@@ -112,6 +120,7 @@ class Publication:
         publisher: str,
         step: int,
         image: HostImage,
+        names: Collection[str],
         base: Base | None,
         keeps: bool,
         files: ExtraFiles,
@@ -125,6 +134,9 @@ class Publication:
         usable = base is not None and base.image.fits(image.targets) and base.deltas + 1 < full_every
         self._base = base if usable else None
         self.keeps = keeps
+        self._names = names
+        """The tensors of all ranks."""
+        self.world = exchange.world
         self._files = files
         self._keep_full, self._notify = keep_full, notify
         self._known = known
@@ -158,10 +170,13 @@ class Publication:
             await shielded(self._abort(error, store, decision, [*(upload.written if upload else ()), *extra]))
             raise
         else:
-            deltas = self._base.deltas + 1 if decision.base and self._base is not None else 0
-            self.next_base = Base(decision.version, committed.index, self.image, upload.sums, deltas)
-            found = Published(decision.version, self._step, decision.base or None)
             share = upload.share
+            next_base = Base(decision.version, committed.index, self.image, upload.sums, 0, share.stored)
+            if decision.base and self._base is not None:
+                deltas, stored = self._base.deltas + 1, self._base.stored + share.stored
+                next_base = replace(next_base, deltas=deltas, full=self._base.full, stored=stored)
+            self.next_base = next_base
+            found = Published(decision.version, self._step, decision.base or None)
             emit(
                 "committed",
                 "publish",
@@ -189,9 +204,12 @@ class Publication:
             base = bases.pop() if len(bases) == 1 else 0
             if base and base + 1 != version:  # readers apply deltas one by one, without gaps
                 base = 0
+            if sum(ready.surplus for ready in ranks) > SLACK:
+                base = 0
             return Decision(version, base, attempt)
 
-        ready = Ready(self._base.version if self._base is not None else 0)
+        base = self._base
+        ready = Ready(base.version, base.stored - base.full) if base is not None else Ready(0, 0)
         return await in_own_thread(self._exchange.agree, ready, lead, Ready, Decision)
 
     async def _write_files(self, session: Session, decision: Decision, extra: list[str]) -> dict[str, tuple[int, str]]:
@@ -215,6 +233,8 @@ class Publication:
                 files.update(each.files)
                 details.digests.update(each.digests)
             base = decision.base or None
+            if (files.keys() != set(self._names)) if base is None else not files.keys() <= set(self._names):
+                raise SnapshotError(f"the ranks must write {len(self._names)} tensors, got {len(files)}")
             if base is not None and self._base is not None:
                 details.base = self._base.index
             total = sum(each.nbytes for each in shares)

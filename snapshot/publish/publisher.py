@@ -12,10 +12,12 @@ import msgspec
 
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import ranks_of
+from snapshot.errors import SnapshotError
 from snapshot.events import emit, warn
 from snapshot.options import Settings, expect_positive
+from snapshot.publish.calls import Agreed, Call, compare_calls, expect_same_plans
 from snapshot.publish.delta import load_zstd
-from snapshot.publish.gather import gather_pieces
+from snapshot.publish.gather import expect_equal, gather_pieces
 from snapshot.publish.image import HostImage
 from snapshot.publish.notify import check_hooks
 from snapshot.publish.pending import PendingPublish
@@ -108,11 +110,16 @@ class Publisher:
         self._base: Base | None = None
         self._spare: HostImage | None = None
         """The image before the last one: its memory is used again."""
-        self._planned: tuple[str, list[str], SharePlan] | None = None
+        self._planned: tuple[list[str], SharePlan, str] | None = None
+        """The plan of the last call, with the digests of the states and of the plan."""
         self._pending: PendingPublish | None = None
         self._known: dict[int, int | None] = {}
         self._warned = False
         self._resumed: Path | None = None
+        self._process = os.getpid()
+        self._calls = 0
+        self._owed = 0
+        """Number of the next calls that the other ranks have given up before."""
 
     def resume_from(self, folder: str | os.PathLike[str]) -> None:
         """Let the next version be a delta of a version that a `Subscriber` has pulled into a local folder.
@@ -134,21 +141,23 @@ class Publisher:
                 that several ranks hold are published once. Values that are not tensors are left out.
 
         Raises:
-            SnapshotError: The tensors of the ranks do not form whole tensors, or another rank failed.
+            SnapshotError: The tensors of the ranks do not form whole tensors, the ranks publish different steps, or
+                another rank failed.
         """
         refuse_on_loop()
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-            raise ValueError(f"step must be an int of at least 0, got {step!r}")
-        if self._pending is not None:
-            self._pending.settle()
+        self._prepare()
         timeout = Settings.current().timeout if self._timeout is None else self._timeout
         with Exchange(ranks_of(self._pg), "publish", timeout) as exchange:
+            if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 63:
+                raise ValueError(f"step must be an int of at least 0 and below 2**63, got {step!r}")
             own, held = find_pieces(flatten_tensors(state))
-            plan = self._plan(exchange, own)
+            plan, plan_digest = self._plan(exchange, step, own)
             if self._resumed is not None:
                 self._base = run(load_base(self._url, self._options, self._resumed, plan.owned(exchange.rank)))
                 self._resumed = None
             image = self._take_image(plan, exchange.rank)
+            expect_same_plans(exchange, plan_digest)
+            expect_equal(exchange, plan, held)
             gather_pieces(exchange, plan, held, image)
             publication = Publication(
                 self._url,
@@ -157,6 +166,7 @@ class Publisher:
                 publisher=self._id,
                 step=step,
                 image=image,
+                names=plan.targets.keys(),
                 base=self._base,
                 keeps=self._may_keep(image, exchange),
                 files=self._files,
@@ -176,20 +186,43 @@ class Publisher:
         found = await publication.run()
         if publication.keeps:
             self._base, self._spare = publication.next_base, before.image if before is not None else None
-        else:
+        elif publication.image.nbytes <= self._limit(publication.world):
             self._spare = publication.image
         return found
 
-    def _plan(self, exchange: Exchange, own: RankState) -> SharePlan:
-        """Agree on the tensors of all ranks. The plan of the last call is used again if nothing changed."""
+    def _prepare(self) -> None:
+        """Wait for the publication before. Raise for a call that the other ranks have given up."""
+        if self._process != os.getpid():  # the threads and images of a forked child are its parent's
+            self._process, self._id = os.getpid(), secrets.token_hex(6)
+            self._base = self._spare = self._pending = None
+            self._known = {}
+        if self._pending is not None:
+            self._pending.settle()
+        if self._owed:
+            self._owed -= 1
+            raise SnapshotError(f"{self._url}: the other ranks have given up this call: this rank was too late")
+        self._calls += 1
+
+    def _plan(self, exchange: Exchange, step: int, own: RankState) -> tuple[SharePlan, str]:
+        """Agree on the call and the tensors of all ranks. Return the plan and its digest: the last ones if they fit."""
         mark = digest_range(msgspec.msgpack.encode(own))
-        known = self._planned[1] if self._planned is not None else []
-        if exchange.agree(mark, lambda marks: marks == known, str, bool) and self._planned is not None:
-            return self._planned[2]
+        known = self._planned[0] if self._planned is not None else []
+        call = Call(self._calls, step, str(self._url), self._full_every, self._keep_full, mark)
+        agreed = exchange.agree(call, lambda calls: compare_calls(calls, known), Call, Agreed)
+        if agreed.wrong:
+            if agreed.steps_differ:
+                self._owed = agreed.calls - self._calls
+            self._calls = agreed.calls
+            exchange.close()
+            raise SnapshotError(f"{self._url}: the ranks must publish the same version: {agreed.wrong}")
+        if agreed.known and self._planned is not None:
+            return self._planned[1:]
         states = exchange.agree(own, lambda all_: all_, RankState, list[RankState])
         plan = plan_shares(states, self._names)
-        self._planned = mark, [digest_range(msgspec.msgpack.encode(each)) for each in states], plan
-        return plan
+        marks = [digest_range(msgspec.msgpack.encode(each)) for each in states]
+        digest = "" if exchange.alone else digest_range(repr(plan).encode(errors="replace"))
+        self._planned = marks, plan, digest
+        return plan, digest
 
     def _take_image(self, plan: SharePlan, rank: int) -> HostImage:
         targets = plan.owned(rank)
@@ -203,10 +236,7 @@ class Publisher:
         """Return True if this version and the next one fit into the budget together."""
         if self._full_every == 1:
             return False
-        limit = self._budget
-        if limit is None:
-            local = int(os.environ.get("LOCAL_WORLD_SIZE") or exchange.world)
-            limit = total_memory() // 2 // max(1, local)
+        limit = self._limit(exchange.world)
         if 2 * image.nbytes <= limit:
             return True
         if not self._warned:
@@ -217,6 +247,12 @@ class Publisher:
                 f"memory on rank {exchange.rank}, and its budget is {size_text(limit)}; raise memory_budget_bytes"
             )
         return False
+
+    def _limit(self, world: int) -> int:
+        """Return the host memory for published weights."""
+        if self._budget is not None:
+            return self._budget
+        return total_memory() // 2 // max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or world))
 
     def __repr__(self) -> str:
         base = f", base {self._base.version}" if self._base is not None else ""

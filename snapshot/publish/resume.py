@@ -49,7 +49,7 @@ async def load_base(url: URL, options: Mapping[str, Any], folder: Path, targets:
     finally:
         await local.close()
         await session.close()
-    return Base(marker.version, index.digest, image, sums, deltas)
+    return Base(marker.version, index.digest, image, sums, deltas, image.nbytes)
 
 
 async def _read_tensors(

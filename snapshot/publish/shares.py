@@ -17,7 +17,7 @@ from snapshot.errors import SnapshotError
 from snapshot.maps.grid import Grid
 from snapshot.maps.recipe import Spec, Target
 from snapshot.maps.tensor_map import TensorMap
-from snapshot.plan.wrappers import WRAPPERS
+from snapshot.plan.wrappers import strip_wrappers
 from snapshot.state.sharded import find_shards
 from snapshot.tensors.dtypes import ITEMSIZE, NAMES, SAFETENSORS
 from snapshot.tensors.geometry import Box, Shape, boxes_overlap, whole_box
@@ -60,6 +60,8 @@ class SharePlan(NamedTuple):
     targets: Mapping[str, Target]
     owners: Mapping[str, int]
     transfers: Sequence[Transfer]
+    equal: Sequence[tuple[str, str, SharePlan]] = ()
+    """Pairs of sources that must have the same bytes, with the plan that brings both to one rank."""
 
     def owned(self, rank: int) -> dict[str, Target]:
         """Return the targets that a rank owns."""
@@ -74,7 +76,8 @@ def target_bytes(target: Target) -> int:
 def flatten_tensors(state: Any) -> dict[str, Any]:
     """Return the tensors of a module or of a nested state dict, by dotted names without wrappers' prefixes.
 
-    Values that are not tensors are left out.
+    Items of lists and tuples have their numbers as names. Values that are not tensors are left out, and a wrapper's own
+    tensors.
     """
     if isinstance(state, torch.nn.Module):
         state = state.state_dict()
@@ -83,17 +86,19 @@ def flatten_tensors(state: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def add(prefix: str, value: Any) -> None:
-        if isinstance(value, Mapping):
-            for key, below in value.items():
-                add(f"{prefix}.{key}" if prefix else str(key), below)
-        elif isinstance(value, torch.Tensor) or find_shards(prefix, value) is not None:
-            name = ".".join(part for part in prefix.split(".") if part not in WRAPPERS)
-            if name in found:
-                raise ValueError(f"publish: two tensors would be named {name!r}")
-            found[name] = value
+        if isinstance(value, torch.Tensor) or (prefix and find_shards(prefix, value) is not None):
+            if not all(prefix.split(".")):
+                raise ValueError(f"publish: each part of a tensor's name must have characters, got {prefix!r}")
+            if prefix in found:
+                raise ValueError(f"publish: two tensors would be named {prefix!r}")
+            found[prefix] = value
+        elif isinstance(value, Mapping | list | tuple):
+            for key, below in value.items() if isinstance(value, Mapping) else enumerate(value):
+                add(f"{prefix}.{key}" if value is not state else str(key), below)
 
     add("", state)
-    return found
+    names, own = strip_wrappers(found)
+    return {names[name]: value for name, value in found.items() if name not in own}
 
 
 def find_pieces(tensors: Mapping[str, Any]) -> tuple[RankState, dict[str, list[HeldPiece]]]:
@@ -104,9 +109,10 @@ def find_pieces(tensors: Mapping[str, Any]) -> tuple[RankState, dict[str, list[H
         if shards is not None:
             dtype, shape = shards.dtype, shards.shape
             pieces = [HeldPiece(piece.box, piece.tensor) for piece in shards.pieces]
+            for piece in pieces:
+                _expect_dense(name, piece.tensor)
         else:
-            if value.layout is not torch.strided or value.is_quantized:
-                raise SnapshotError(f"{name}: a published tensor must be dense, got {value.layout}")
+            _expect_dense(name, value)
             dtype, shape = value.dtype, tuple(value.shape)
             plain = value.detach().resolve_conj().resolve_neg()
             pieces = [HeldPiece(whole_box(shape), plain)] if value.numel() else []
@@ -115,6 +121,19 @@ def find_pieces(tensors: Mapping[str, Any]) -> tuple[RankState, dict[str, list[H
         described.append((name, NAMES[dtype], shape, [(each.box.offsets, each.box.sizes) for each in pieces]))
         held[name] = pieces
     return RankState(described), held
+
+
+def _expect_dense(name: str, tensor: torch.Tensor) -> None:
+    """Raise unless a tensor has plain values, and a name that can be stored."""
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise SnapshotError(f"{name!r}: a published tensor must have a name that UTF-8 can encode") from error
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        kind = "a nested tensor" if tensor.is_nested else tensor.layout
+        raise SnapshotError(f"{name}: a published tensor must be dense, got {kind}")
+    if tensor.is_meta:
+        raise SnapshotError(f"{name}: a published tensor must have values, got a tensor on the meta device")
 
 
 def plan_shares(states: Sequence[RankState], names: TensorMap | None) -> SharePlan:
@@ -136,8 +155,12 @@ def plan_shares(states: Sequence[RankState], names: TensorMap | None) -> SharePl
         wrong.append(f"{name}: the boxes of all ranks must form the whole tensor once")
     if wrong:
         raise SnapshotError(f"the states of the ranks cannot be published:{listed(wrong, 20)}")
+    equal: list[tuple[str, str]] = []
     if names is not None:
-        targets = dict(names.plan(specs).targets)
+        made = names.plan(specs)
+        targets = dict(made.targets)
+        targets |= {name: targets[owner] for name, owner in made.ties.items()}
+        equal = made.equal
     else:
         targets = {name: Target.same(name, spec) for name, spec in specs.items()}
     refused = [f"{name}: {each.dtype}" for name, each in targets.items() if each.dtype not in SAFETENSORS]
@@ -145,13 +168,25 @@ def plan_shares(states: Sequence[RankState], names: TensorMap | None) -> SharePl
         raise SnapshotError(f"safetensors does not support these dtypes; cast or exclude them:{listed(refused)}")
     if not targets or "__metadata__" in targets:
         raise SnapshotError("the state to publish must have tensors, none of them named '__metadata__'")
-    return _assign(targets, specs, holders, len(states))
+    checks = []
+    for first, other in equal:
+        pair = {name: Target.same(name, specs[name]) for name in (first, other)}
+        checks.append((first, other, _assign(pair, specs, holders, len(states), together=True)))
+    return _assign(targets, specs, holders, len(states))._replace(equal=checks)
 
 
 def _assign(
-    targets: dict[str, Target], specs: Mapping[str, Spec], holders: Mapping[str, Mapping[Box, list[int]]], world: int
+    targets: dict[str, Target],
+    specs: Mapping[str, Spec],
+    holders: Mapping[str, Mapping[Box, list[int]]],
+    world: int,
+    *,
+    together: bool = False,
 ) -> SharePlan:
-    """Give each target to the rank with the fewest bytes so far, among those that hold a part of it."""
+    """Give each target to the rank with the fewest bytes so far, among those that hold a part of it.
+
+    With `together`, one rank gets all targets.
+    """
     loads, sent = [0] * world, [0] * world
     owners: dict[str, int] = {}
     transfers: list[Transfer] = []
@@ -164,6 +199,8 @@ def _assign(
             if grid.numel
         ]
         choice = sorted({rank for *_, ranks in pieces for rank in ranks}) or range(world)
+        if together and owners:
+            choice = [*owners.values()]
         owner = owners[name] = min(choice, key=lambda rank: loads[rank])
         loads[owner] += target_bytes(target)
         for source, box, grid, ranks in pieces:

@@ -21,10 +21,24 @@ from snapshot.errors import (
     UnsupportedFormatError,
 )
 from snapshot.events import emit, log
-from snapshot.formats.safetensors import INDEX
-from snapshot.publish.version import CLAIM, LAST, LONGEST_INDEX, Index, decode_index, version_name, version_of
+from snapshot.formats.safetensors import INDEX, read_header
+from snapshot.manifest.document import LONGEST_HEADER
+from snapshot.publish.version import (
+    CLAIM,
+    LAST,
+    LONGEST_INDEX,
+    OWN_FILE,
+    SINGLE,
+    WEIGHTS,
+    Details,
+    Index,
+    decode_index,
+    version_name,
+    version_of,
+)
 from snapshot.save.cleanup import DAY
 from snapshot.storage import ABSENT, ANYTHING, Expect, Storage
+from snapshot.tensors.digest import digest_range
 
 LONGEST_CHAIN = 10_000
 """The maximum number of deltas that a reader follows."""
@@ -54,7 +68,21 @@ class VersionStore:
         return sorted(found for each in names if each.endswith("/") and (found := version_of(each)) is not None)
 
     async def read(self, version: int) -> Index:
-        """Return the index of a version. Raise `StorageNotFoundError` if the version is not committed."""
+        """Return the index of a version. Raise `StorageNotFoundError` if the version is not committed.
+
+        Another publisher's complete version with a single file needs none.
+        """
+        try:
+            return await self.read_index(version)
+        except StorageNotFoundError:
+            path = f"{version_name(version)}/{SINGLE}"
+            found = await self.storage.stat(path)
+            entries, _ = await read_header(self.storage, path, found.size, LONGEST_HEADER)
+            mark = f"{found.size} {found.mtime} {sorted(entries)}".encode(errors="replace")
+            return Index(version, None, dict.fromkeys(entries, SINGLE), Details(), digest_range(mark), {})
+
+    async def read_index(self, version: int) -> Index:
+        """Return the index of a version from its file."""
         path = f"{version_name(version)}/{INDEX}"
         data = await self.storage.get(path, limit=LONGEST_INDEX)
         return decode_index(data, version, self.storage.url.join(path))
@@ -164,23 +192,25 @@ class VersionStore:
 
     async def _learn(self, number: int) -> None:
         try:
-            self._known[number] = (await self.read(number)).base
+            self._known[number] = (await self.read_index(number)).base
         except StorageNotFoundError:
             return
         except (CorruptSnapshotError, UnsupportedFormatError):  # it is left alone
             return
 
     async def _is_leftover(self, number: int, newest: int, publisher: str) -> bool:
-        """Return True if a folder without an index belongs to a publisher that has failed."""
+        """Return True if a folder without an index belongs to a publisher of this library that has failed."""
         folder = version_name(number)
+        names = await self.storage.list(f"{folder}/")
         try:
             claim = msgspec.json.decode(await self.storage.get(f"{folder}/{CLAIM}", limit=10_000), type=Claim)
             if claim.publisher == publisher and number < newest:
                 return True
         except (StorageNotFoundError, msgspec.DecodeError):
-            pass
+            weights = [name.rpartition("/")[2] for name in names if name.endswith(WEIGHTS)]
+            if not weights or not all(OWN_FILE.fullmatch(name) for name in weights):
+                return False
         oldest = time.time() - DAY
-        names = await self.storage.list(f"{folder}/")
         for name in names:
             if (await self.storage.stat(name)).mtime > oldest:
                 return False

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from snapshot.aio import in_thread, shielded
 from snapshot.errors import (
@@ -29,6 +30,9 @@ from snapshot.url import URL
 
 RETRIES = 5
 """Maximum number of listings of the store, if versions are deleted during a pull."""
+FIRST_PAUSE = 30.0
+"""Seconds after which a damaged version is tried again."""
+LONGEST_PAUSE = 3600.0
 
 
 class Subscriber:
@@ -64,6 +68,9 @@ class Subscriber:
             keep: The number of pulled versions that stay in it. Files that an engine has mapped stay readable.
             notify: URLs to which a JSON message is sent after each new version.
             storage_options: Options for the storage plugin.
+
+        Raises:
+            ValueError: An argument is invalid, such as a folder in the store itself.
         """
         if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
             raise ValueError(f"keep must be a positive int, got {keep!r}")
@@ -71,14 +78,17 @@ class Subscriber:
         self._options = dict(storage_options or {})
         open_storage(self._url, self._options)
         self._local = LocalFolder(folder, str(self._url))
+        expect_apart(self._url, self._local.path)
+        self._failed: dict[int, Failure] = {}
         self._keep = keep
         self._notify = check_hooks(notify)
 
     def pull(self, step: int | Literal["latest"] = "latest", *, version: int | None = None) -> Path:
         """Bring a version into the local folder, let `current` point to it, and return its path.
 
-        Every tensor is verified. If a version is damaged, or a version that it is a delta of is missing, the next older
-        one that fits the request is used, with a `fell_back` event. A failed pull changes nothing.
+        Every tensor that is downloaded or changed is verified. A version can be damaged, or a version that it is a
+        delta of can be missing. Then the next older one that fits the request is used, with a `fell_back` event. A
+        failed pull changes nothing.
 
         Args:
             step: The newest usable version (`"latest"`), or the newest usable one that was published for this step.
@@ -97,7 +107,7 @@ class Subscriber:
         with self._local.locked(), self._local.errors():
             self._local.clean_aside()
             session = Session(self._url, self._options)
-            pull = _Pull(session, self._local, None if step == "latest" else step, version)
+            pull = _Pull(session, self._local, None if step == "latest" else step, version, self._failed)
             try:
                 number = run(pull.run())
             except BaseException as error:
@@ -133,11 +143,19 @@ class Subscriber:
 class _Pull:
     """One pull, with the lock held."""
 
-    def __init__(self, session: Session, local: LocalFolder, step: int | None, version: int | None) -> None:
+    def __init__(
+        self,
+        session: Session,
+        local: LocalFolder,
+        step: int | None,
+        version: int | None,
+        failed: dict[int, Failure],
+    ) -> None:
         self._session, self._local = session, local
         self._store = VersionStore(session.storage)
         self._wanted_step, self._wanted = step, version
         self._faults: list[str] = []
+        self._failed = failed
         self.step: int | None = None
         self.built = False
         """True if the version was not here before."""
@@ -175,11 +193,18 @@ class _Pull:
                 continue
             if self._wanted_step is not None and index.details.step != self._wanted_step:
                 continue
+            failed = self._failed.get(number)
+            if failed is not None and self._wanted is None and failed.holds(index):
+                self._faults.append(f"version {number}: {failed.reason}")
+                continue
+            self._local.expect_replaceable(number)
             try:
                 await self._bring(index)
             except (StorageNotFoundError, CorruptSnapshotError, UnsupportedFormatError) as error:
+                self._failed[number] = Failure.after(failed, index, str(error))
                 self._fault(number, error)
             else:
+                self._failed.pop(number, None)
                 self.step = index.details.step
                 return number
         return None
@@ -207,6 +232,7 @@ class _Pull:
                 if base is None:
                     raise
                 del here[base]  # the local files may be the damaged ones
+                await in_thread(self._local.distrust, base)
             else:
                 return
 
@@ -232,20 +258,56 @@ class _Pull:
         )
 
     async def _is_sound(self, version: int) -> bool:
-        """Return True if a local version was verified on this boot, or is verified now. Delete a damaged one."""
+        """Return True if a local version was verified on this boot, or is verified now."""
         marker = self._local.marker(version)
         if marker is None:
             return False
+        if not await in_thread(self._local.is_whole, marker):
+            return await self._distrust(version, "files are missing or have another size")
         if marker.boot == boot_id() != "":
             return True
         try:
             await VersionBuilder(self._session, (), self._local.path, self._local.folder(version)).verify()
         except (CorruptSnapshotError, StorageNotFoundError, FileNotFoundError) as error:
-            emit("damaged", "pull", str(self._local.folder(version)), error=str(error))
-            await in_thread(self._local.remove, version)
-            return False
+            return await self._distrust(version, str(error))
         self._local.touch(version)
         return True
+
+    async def _distrust(self, version: int, error: str) -> bool:
+        """Mark a damaged version. `current` may point to it, so it stays until another one replaces it."""
+        emit("damaged", "pull", str(self._local.folder(version)), error=error)
+        await in_thread(self._local.distrust, version)
+        return False
+
+
+class Failure(NamedTuple):
+    """A version that could not be used. It is tried again after a pause, which grows."""
+
+    digest: str
+    """Digest of its index."""
+    reason: str
+    until: float
+    pause: float
+
+    @staticmethod
+    def after(before: Failure | None, index: Index, reason: str) -> Failure:
+        """Return the record of a failure."""
+        again = before is not None and before.digest == index.digest
+        pause = min(before.pause * 2, LONGEST_PAUSE) if again and before is not None else FIRST_PAUSE
+        return Failure(index.digest, reason, time.monotonic() + pause, pause)
+
+    def holds(self, index: Index) -> bool:
+        """Return True if the version is unchanged and the pause is not over."""
+        return self.digest == index.digest and time.monotonic() < self.until
+
+
+def expect_apart(url: URL, folder: Path) -> None:
+    """Raise `ValueError` if a local folder is a store on this host, or one is in the other."""
+    if url.scheme.rpartition("+")[2] != "file":
+        return
+    store, local = Path(os.path.realpath(url.location)), Path(os.path.realpath(folder))
+    if store == local or store in local.parents or local in store.parents:
+        raise ValueError(f"{folder}: the local folder and the store {url} must not contain each other")
 
 
 def _matches(marker: Marker | None, digest: str) -> bool:

@@ -20,8 +20,8 @@ from snapshot.save.staging import Stager
 from snapshot.save.writer import Writer, WrittenFile
 from snapshot.state.leaves import Leaf
 
-GROUP = 1 << 30
-"""Bytes of tensors that are compared before what changed is written."""
+GROUP = 256 << 20
+"""Bytes of tensors that are compared before what changed is written. A longer tensor is compared alone."""
 DELTA_SHARD = 256 << 20
 """Compressed bytes after which a file of deltas is written."""
 

@@ -23,8 +23,16 @@ CLAIM = ".publishing"
 """Name of the file that reserves a version's number while the version is written."""
 CONTRACT = {"delta_encoding": "xor", "compression_format": "zstd", "checksum_format": "adler32"}
 """The encoding of deltas that engines agree on, as an index states it."""
+SINGLE = "model.safetensors"
+"""The only file with weights of a complete version of another publisher that has no index."""
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
+"""Name endings of files that are not beside the weights, but weights themselves."""
+LONGEST_FILE = 256 << 20
+"""Maximum size of each further file, such as a tokenizer's."""
 OWN = "snapshot"
 """The key of this library's details in an index: a text, so that other readers see texts only."""
+OWN_FILE = re.compile(r"model-[0-9a-f]{12}-[0-9]{5,}-[0-9]{5,}\.safetensors")
+"""Names of the files with weights that this library writes."""
 _FOLDER = re.compile(r"weight_v([0-9]{6,12})/?")
 
 
@@ -135,7 +143,9 @@ def _decode_base(metadata: Mapping[str, Any], version: int, where: object) -> in
 
 def check_file_name(name: str, where: object) -> str:
     """Return the name of a file in a version's folder. Raise `CorruptSnapshotError` for any other path."""
-    if not name or name.startswith(".") or not {"/", "\\", "\0"}.isdisjoint(name) or len(name.encode()) > 200:
+    data = name.encode(errors="replace")
+    plain = name and not name.startswith(".") and {"/", "\\", "\0"}.isdisjoint(name) and data.decode() == name
+    if not plain or len(data) > 200:
         raise CorruptSnapshotError(
             f"{where}: a file name must be a plain name inside the folder, got {str(name)[:200]!r}"
         )

@@ -109,6 +109,7 @@ def test_nested_states_and_odd_tensors(tmp_path):
     state = {
         "a": {"b": torch.arange(6).view(2, 3).t(), "step": 3, "name": "x"},
         "module.c": torch.tensor(1.5),
+        "layers": [torch.ones(2), ({"w": torch.ones(1)},)],
         "empty": torch.zeros(0, 4),
         "flags": torch.tensor([True, False]),
         "eight": torch.zeros(3, dtype=torch.float8_e4m3fn),
@@ -118,10 +119,10 @@ def test_nested_states_and_odd_tensors(tmp_path):
     state["a"]["b"][0, 0] = 99
     publisher.publish(2, state).wait()
     found = engine.read(tmp_path, 2)
-    assert found.keys() == {"a.b", "c", "empty", "flags", "eight"}
+    assert found.keys() == {"a.b", "module.c", "layers.0", "layers.1.0.w", "empty", "flags", "eight"}
     assert found["a.b"][:2] == ("I64", (3, 2))
     assert np.frombuffer(found["a.b"][2].tobytes(), np.int64).tolist() == [99, 3, 1, 4, 2, 5]
-    folder = Subscriber(tmp_path, tmp_path / "local").pull()
+    folder = Subscriber(tmp_path, f"{tmp_path}-local").pull()
     from safetensors.torch import load_file
 
     [file] = folder.glob("*.safetensors")
@@ -201,3 +202,57 @@ def test_wrong_arguments_are_refused(tmp_path):
     with pytest.raises(SnapshotError, match="cast or exclude"):
         publisher.publish(1, {"a": torch.zeros(1, dtype=torch.complex64)})
     assert list(tmp_path.iterdir()) == []
+
+
+class Nested(torch.nn.Module):
+    """A model with a submodule of a wrapper's name."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = torch.nn.Linear(2, 2, bias=False)
+        self.head = torch.nn.Linear(2, 2, bias=False)
+
+
+@pytest.mark.parametrize(
+    ("state", "names"),
+    [
+        (Nested(), {"module.weight", "head.weight"}),
+        (torch.optim.swa_utils.AveragedModel(Nested()), {"module.weight", "head.weight"}),
+        (
+            {f"_orig_mod.module.{name}": torch.ones(1) for name in ("module.weight", "head.weight")},
+            {"module.weight", "head.weight"},
+        ),
+        ({"module": torch.zeros(2)}, {"module"}),
+    ],
+)
+def test_only_prefixes_of_wrappers_are_left_out_of_names(tmp_path, state, names):
+    Publisher(tmp_path).publish(1, state).wait()
+    assert engine.read(tmp_path, 1).keys() == names
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"": torch.zeros(2)}, "each part of a tensor's name must have characters"),
+        ({"a": torch.zeros(2, device="meta")}, "a: a published tensor must have values"),
+        ({"a": torch.eye(3).to_sparse()}, "a: a published tensor must be dense"),
+        ({"\ud800": torch.ones(2)}, "must have a name that UTF-8 can encode"),
+    ],
+)
+def test_tensors_that_cannot_be_published_are_named(tmp_path, state, message):
+    with pytest.raises((SnapshotError, ValueError), match=message):
+        Publisher(tmp_path).publish(1, state)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("files", [{"config.json": "text"}, {1: b""}])
+def test_further_files_must_be_bytes_by_name(tmp_path, files):
+    with pytest.raises(TypeError, match="files must be bytes by name"):
+        Publisher(tmp_path, files=files)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_named(tmp_path):
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.raises(SnapshotError, match="got a nested tensor"):
+        Publisher(tmp_path).publish(1, {"a": nested})

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from snapshot import CorruptSnapshotError, Publisher, SnapshotNotFoundError, StorageError, Subscriber
+from snapshot import CorruptSnapshotError, Publisher, SnapshotError, SnapshotNotFoundError, StorageError, Subscriber
 from snapshot.publish.local import MARKER
 from snapshot.publish.store import VersionStore
 from snapshot.runtime.loop import _unfinished, in_own_thread
@@ -225,13 +225,13 @@ def test_after_a_reboot_local_versions_are_verified_again(tmp_path, told):
     assert names_of(told, "damaged", "pulled") == ["pulled", "damaged", "pulled"]
 
 
-def test_another_store_with_the_same_numbers_replaces_local_versions(tmp_path):
-    run, other = Run(tmp_path / "one", 2), Run(tmp_path / "two", 2)
-    train(other.net)
-    other.publish()
-    expect_loaded(Subscriber(run.store, tmp_path / "local").pull(), run.states[2])
-    expect_loaded(Subscriber(other.store, tmp_path / "local").pull(version=2), other.states[2])
-    expect_loaded(Subscriber(other.store, tmp_path / "local").pull(), other.states[3])
+def test_the_folder_of_another_store_is_refused(tmp_path):
+    run, other = Run(tmp_path / "one", 2), Run(tmp_path / "two", 3)
+    folder = Subscriber(run.store, tmp_path / "local").pull()
+    with pytest.raises(SnapshotError, match=f"has versions of {run.store}, got {other.store}; use another folder"):
+        Subscriber(other.store, tmp_path / "local").pull()
+    assert Subscriber(run.store, tmp_path / "local").current == folder
+    expect_loaded(folder, run.states[2])
 
 
 def test_a_store_that_was_published_anew_replaces_local_versions(tmp_path):

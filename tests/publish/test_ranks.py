@@ -1,6 +1,5 @@
 """Publishing on several ranks: each tensor is written once, by an owner that gathers its pieces."""
 
-import contextlib
 import json
 
 import pytest
@@ -129,9 +128,9 @@ def publish_failing(folder, failing):
     """One rank cannot write its files of the second version."""
     rank = dist.get_rank()
     error = OSError(28, "No space left on device")
-    url = f"faulty+file://{folder}" if rank == failing else folder
-    fault = faulty(on="finish", path=f"weight_v000002/*-{failing:05d}-*", error=error)
-    with fault if rank == failing else contextlib.nullcontext():
+    url = f"faulty+file://{folder}"
+    fault = faulty(on="finish", path=f"weight_v000002/*-{failing:05d}-*", error=error, must_happen=rank == failing)
+    with fault:  # the path is that of one rank
         publisher = Publisher(url, timeout=20)
         found = [publisher.publish(0, shared_state(0)).wait()[:]]
         try:
