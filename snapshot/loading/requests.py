@@ -53,7 +53,17 @@ class SharedRanges:
             if request.address or request.opens is not None or request.place is None:
                 requests.append(request)
                 continue
-            key = request.location, request.begin, request.end, request.live, request.device, request.stored.digest
+            stored = request.stored
+            key = (
+                request.location,
+                request.begin,
+                request.end,
+                request.live,
+                request.device,
+                stored.byte_range,
+                stored.digest,
+                stored.blocks,
+            )
             known = self._known.setdefault(key, request)
             if known is request:
                 requests.append(request)

@@ -279,8 +279,10 @@ def _evaluate(choice: Any, fields: Mapping[str, Any]) -> int | None:
         return choice  # type: ignore[no-any-return]
     above, slash, below = choice.partition(" / ")
     found = [fields.get(each) for each in ((above, below) if slash else (above,))]
-    if not all(isinstance(each, int) and each > 0 for each in found):
+    if not all(isinstance(each, int) and not isinstance(each, bool) and each > 0 for each in found):
         return None
+    if slash and found[0] % found[1]:  # type: ignore[operator]
+        raise ValueError(f"{choice}: {found[0]} must be a multiple of {found[1]}")
     return found[0] // found[1] if slash else found[0]  # type: ignore[operator]
 
 

@@ -151,12 +151,13 @@ class Publisher:
             if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 63:
                 raise ValueError(f"step must be an int of at least 0 and below 2**63, got {step!r}")
             own, held = find_pieces(flatten_tensors(state))
-            plan, plan_digest = self._plan(exchange, step, own)
+            marks, plan, plan_digest = self._plan(exchange, step, own)
             if self._resumed is not None:
-                self._base = run(load_base(self._url, self._options, self._resumed, plan.owned(exchange.rank)))
+                self._base = self._load_base(self._resumed, plan, exchange.rank)
                 self._resumed = None
             image = self._take_image(plan, exchange.rank)
             expect_same_plans(exchange, plan_digest)
+            self._planned = marks, plan, plan_digest  # on all ranks, or on none
             expect_equal(exchange, plan, held)
             gather_pieces(exchange, plan, held, image)
             publication = Publication(
@@ -203,8 +204,14 @@ class Publisher:
             raise SnapshotError(f"{self._url}: the other ranks have given up this call: this rank was too late")
         self._calls += 1
 
-    def _plan(self, exchange: Exchange, step: int, own: RankState) -> tuple[SharePlan, str]:
-        """Agree on the call and the tensors of all ranks. Return the plan and its digest: the last ones if they fit."""
+    def _load_base(self, folder: Path, plan: SharePlan, rank: int) -> Base | None:
+        files = self._files.read() if rank == 0 else {}  # the leader writes them
+        return run(
+            load_base(self._url, self._options, folder, plan.owned(rank), names=plan.targets.keys(), files=files)
+        )
+
+    def _plan(self, exchange: Exchange, step: int, own: RankState) -> tuple[list[str], SharePlan, str]:
+        """Agree on the call and the tensors of all ranks. Return the plan of the last call if it fits."""
         mark = digest_range(msgspec.msgpack.encode(own))
         known = self._planned[0] if self._planned is not None else []
         call = Call(self._calls, step, str(self._url), self._full_every, self._keep_full, mark)
@@ -216,13 +223,12 @@ class Publisher:
             exchange.close()
             raise SnapshotError(f"{self._url}: the ranks must publish the same version: {agreed.wrong}")
         if agreed.known and self._planned is not None:
-            return self._planned[1:]
+            return self._planned
         states = exchange.agree(own, lambda all_: all_, RankState, list[RankState])
         plan = plan_shares(states, self._names)
         marks = [digest_range(msgspec.msgpack.encode(each)) for each in states]
         digest = "" if exchange.alone else digest_range(repr(plan).encode(errors="replace"))
-        self._planned = marks, plan, digest
-        return plan, digest
+        return marks, plan, digest
 
     def _take_image(self, plan: SharePlan, rank: int) -> HostImage:
         targets = plan.owned(rank)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,24 @@ from snapshot.publish.publication import Base
 from snapshot.publish.store import VersionStore
 from snapshot.publish.version import LONGEST_INDEX, decode_index, version_of
 from snapshot.runtime.session import Session
+from snapshot.tensors.digest import digest_bytes
 from snapshot.url import URL
 
 
-async def load_base(url: URL, options: Mapping[str, Any], folder: Path, targets: Mapping[str, Target]) -> Base | None:
-    """Return a pulled version as a base for these targets; None if it does not fit. The reason is logged."""
+async def load_base(
+    url: URL,
+    options: Mapping[str, Any],
+    folder: Path,
+    targets: Mapping[str, Target],
+    *,
+    names: Collection[str],
+    files: Mapping[str, bytes],
+) -> Base | None:
+    """Return a pulled version as a base for these targets; None if it does not fit. The reason is logged.
+
+    `names`: the tensors of all ranks. `files`: the small files of the new version. Without any, those of
+    the base stay.
+    """
     session = Session(url, options)
     local = Session(URL.parse(os.fspath(folder)), None, durable=False)
     try:
@@ -39,8 +52,11 @@ async def load_base(url: URL, options: Mapping[str, Any], folder: Path, targets:
             raise SnapshotError(f"{folder}: the store has another version {marker.version} now")
         deltas = len(await store.chain(index, lambda *_: False)) - 1
         here = decode_index(await local.storage.get(INDEX, limit=LONGEST_INDEX), 0, folder / INDEX)
-        if not targets.keys() <= here.files.keys():
-            raise SnapshotError(f"{folder}: lacks tensors of the new version")
+        if set(names) != here.files.keys():
+            raise SnapshotError(f"{folder}: has other tensors than the new version")
+        given = {name: (len(data), digest_bytes(data)) for name, data in files.items()}
+        if given and given != {name: tuple(found) for name, found in here.details.files.items()}:
+            raise SnapshotError(f"{folder}: has other files beside the weights than the new version")
         image = HostImage(targets)
         sums = await _read_tensors(local, here.files, here.details.digests, image)
     except SnapshotError as error:

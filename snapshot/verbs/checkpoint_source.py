@@ -38,6 +38,8 @@ from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
 from snapshot.tensors.geometry import Box, boxes_of_range
 from snapshot.tensors.strides import find_enclosing_tensor
 
+Used = list[tuple[int, int]]
+"""Held tensors, and the number of their elements that were copied."""
 Made = Callable[[], bytes]
 """Functions whose bytes depend on the bytes before them in the file."""
 
@@ -93,7 +95,6 @@ class CheckpointStager(Stager):
         self._left: dict[int, int] = {}
         """For each of them, the number of elements that have not been copied yet."""
         self.bytes_read = 0
-        self._used: list[tuple[int, int]] = []
         self._making = asyncio.Lock()
         self._by_source: dict[int, bool] = {}
         """True for mapped tensors that are copied from whole stored ones: see `_needs_sources`."""
@@ -110,6 +111,7 @@ class CheckpointStager(Stager):
             slot.view[: len(header)] = header
         read_plan = ReadPlan(self._document.files)
         copies: list[Callable[[], object]] = []
+        used: Used = []
         for extent in file.extents[part.first : part.last]:
             begin, end = max(extent.begin, part.begin), min(extent.end, part.end)
             if begin == end:
@@ -121,10 +123,11 @@ class CheckpointStager(Stager):
             if isinstance(origin, bytes):
                 slot.view[at : at + end - begin] = origin[first : first + end - begin]
             else:
-                copies += await self._want(read_plan, extent.leaf, origin, first, nbytes=end - begin, slot=slot, at=at)
+                copies += await self._want(
+                    read_plan, extent.leaf, origin, first, nbytes=end - begin, slot=slot, at=at, used=used
+                )
         if read_plan.requests:
             await self._read(read_plan)
-        used, self._used = self._used, []
         await in_thread(self._finish, read_plan, copies, file, part, slot)
         for index, count in used:  # elements of held tensors that were copied
             self._left[index] -= count
@@ -133,9 +136,21 @@ class CheckpointStager(Stager):
         return StagedPart([slot.view[: part.end - part.begin]], None, slot, budget)
 
     async def _want(
-        self, read_plan: ReadPlan, index: int, entry: AnyTensor, first: int, *, nbytes: int, slot: Slot, at: int
+        self,
+        read_plan: ReadPlan,
+        index: int,
+        entry: AnyTensor,
+        first: int,
+        *,
+        nbytes: int,
+        slot: Slot,
+        at: int,
+        used: Used,
     ) -> list[Callable[[], object]]:
-        """Request a range of a tensor's bytes into the slot. Return the copies to make afterwards."""
+        """Request a range of a tensor's bytes into the slot. Return the copies to make afterwards.
+
+        The held tensors that they use are added to `used`.
+        """
         leaf = self.leaves[index]
         dtype = BY_NAME[leaf.dtype]
         itemsize = dtype.itemsize
@@ -150,13 +165,13 @@ class CheckpointStager(Stager):
             target = target.permute(back)
             there = Box(tuple(box.offsets[axis] for axis in back), tuple(box.sizes[axis] for axis in back))
             if isinstance(entry, MappedTensorEntry) and self._needs_sources(entry):
-                copies += await self._copies_from_sources(entry, there, target)
+                copies += await self._copies_from_sources(entry, there, target, used)
             elif whole is None:
                 read_plan.into_box(leaf.path, entry, there, target)
             else:
                 copies.append(partial(target.copy_, whole[there.slices()]))
         if whole is not None:
-            self._used.append((index, end - begin))
+            used.append((index, end - begin))
         return copies
 
     async def reads_parts(self, index: int) -> bool:
@@ -189,7 +204,7 @@ class CheckpointStager(Stager):
         return self._by_source[id(entry)]
 
     async def _copies_from_sources(
-        self, entry: MappedTensorEntry, box: Box, target: torch.Tensor
+        self, entry: MappedTensorEntry, box: Box, target: torch.Tensor, used: Used
     ) -> list[Callable[[], object]]:
         """Return the copies that fill a box of a mapped tensor from stored tensors that are read once as a whole."""
         copies: list[Callable[[], object]] = []
@@ -201,7 +216,7 @@ class CheckpointStager(Stager):
                 for grid in grids:
                     views = grid.view("target", target, box.offsets), grid.view("source", source, origin)
                     copies.append(partial(copy_into, *views))
-                    self._used.append((id(part.entry), grid.numel))
+                    used.append((id(part.entry), grid.numel))
         return copies
 
     async def _source(self, entry: AnyTensor) -> torch.Tensor:

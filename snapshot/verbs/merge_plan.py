@@ -147,7 +147,6 @@ class _Names:
         document = side.document
         self._where = str(side.session.url)
         self._exact: dict[str, e.AnyTensor] = {}
-        self._alone = document.world_size == 1
         self._used: dict[str, str] = {}
         """Paths here -> paths in the first checkpoint."""
         for path, entry in document.manifest.items():
@@ -172,8 +171,9 @@ class _Names:
                 misfits.append(f"{logical}: may be {' or '.join(sorted(places))} in {self._where}")
                 return None
             for place in places:
-                owner = self._used.setdefault(place, logical)
-                if owner != logical:
+                known = self._used.setdefault(place, path)
+                if known != path:
+                    owner = known if known.endswith(f"/{logical}") else known.partition("/")[2]
                     misfits.append(f"{logical}: {place} in {self._where} is matched with {owner} already")
                     return None
                 found = self._shared[place]

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tracemalloc
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import snapshot
 from snapshot import CorruptSnapshotError, RestoreError, Snapshot, StateDict, TensorMap
 from snapshot.cli import main
+from snapshot.maps.recipe import Spec
 from tests.helpers.rank_pool import Pool
 
 HEADS, GROUPS, WIDTH, COLUMNS, LAYERS = 8, 2, 16, 96, 2
@@ -495,3 +497,23 @@ def test_sizes_of_a_rule_may_be_fields_of_the_config(tmp_path):
     held = Snapshot.take(str(tmp_path / "taken"), {"model": StateDict(x=torch.arange(6.0))})
     tensor_map = TensorMap.load(tmp_path / "map.json", {"num_attention_heads": 2})
     assert torch.equal(held.get_state_dict_for_key("model", map=tensor_map)["y"], torch.arange(6.0).view(2, 3))
+
+
+def test_a_number_in_a_name_costs_no_memory(tmp_path):
+    tracemalloc.start()
+    try:
+        for sizes, name in (({}, "e.9999999.w"), ({"e": 10**9}, "e.1.w")):
+            tensor_map = TensorMap([{"names": "e.{e}.w -> x", "axes": "f c -> e f c"}], sizes=sizes)
+            with pytest.raises(RestoreError, match=r"e\.0\.w is missing"):
+                tensor_map.plan({name: Spec("float32", (2, 2))})
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_quotient_of_config_fields_must_be_whole(tmp_path):
+    (tmp_path / "map.json").write_text(
+        json.dumps({"tensor_map": 1, "sizes": {"d": "hidden / heads"}, "rules": ["a -> b"]})
+    )
+    with pytest.raises(ValueError, match="100 must be a multiple of 3"):
+        TensorMap.load(tmp_path / "map.json", {"hidden": 100, "heads": 3})

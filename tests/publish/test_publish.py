@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+import snapshot
 from snapshot import Publisher, SnapshotError, StorageError, Subscriber
 from snapshot.testing.storages import faulty
 from tests.publish import engine
@@ -256,3 +257,20 @@ def test_nested_tensors_are_named(tmp_path):
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     with pytest.raises(SnapshotError, match="got a nested tensor"):
         Publisher(tmp_path).publish(1, {"a": nested})
+
+
+@pytest.mark.parametrize(("files", "removed", "base"), [({}, [], 1), ({"new": 1}, [], None), ({}, ["old"], None)])
+def test_a_restarted_publisher_continues_only_what_is_the_same(files, removed, base, tmp_path):
+    config = {"config.json": json.dumps({}).encode()}
+    state = {"a": torch.randn(100), "old": torch.ones(50)}
+    Publisher(tmp_path / "store", files=config).publish(1, state).wait()
+    pulled = Subscriber(tmp_path / "store", tmp_path / "local").pull()
+    again = Publisher(tmp_path / "store", files={"config.json": json.dumps(files).encode()})
+    again.resume_from(pulled)
+    state = {name: each + 1 for name, each in state.items() if name not in removed}
+    assert again.publish(2, state).wait().base == base
+    folder = Subscriber(tmp_path / "store", tmp_path / "fresh").pull()
+    got = snapshot.load(folder)
+    assert got.keys() == state.keys()
+    assert all(torch.equal(got[name], state[name]) for name in state)
+    assert json.loads((folder / "config.json").read_bytes()) == files
