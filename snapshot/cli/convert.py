@@ -26,6 +26,7 @@ from snapshot.cli.screen import as_json, bar, printable, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.formats.safetensors import SHARD
 from snapshot.maps.tensor_map import TensorMap
+from snapshot.reports import ConvertReport
 from snapshot.snapshot import Snapshot
 from snapshot.tensors.dtypes import BY_NAME, is_castable
 from snapshot.url import URL
@@ -58,24 +59,10 @@ def add(verbs: Verbs) -> None:
         metavar="OLD=NEW",
         help="a path and its new one; repeatable",
     )
-    parser.add_argument(
-        "--map", metavar="MAP", help=f"a tensor map: {', '.join(TensorMap.names())}, or a .yaml or .json file"
-    )
-    parser.add_argument("--map-config", metavar="FILE", help="a config.json of Hugging Face with the sizes of the map")
+    add_map(parser)
     parser.add_argument("--map-reverse", action="store_true", help="use the reverse of the map")
     parser.add_argument("--dtype", type=float_dtype, help="cast floating point tensors to this dtype, such as bfloat16")
-    parser.add_argument(
-        "--shard",
-        type=size,
-        default=SHARD,
-        metavar="SIZE",
-        help="maximum file size if there are several files, such as 5GB",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing target")
-    parser.add_argument("--no-verify", action="store_true", help="do not compare digests and checksums")
-    add_memory(parser)
-    add_pickle(parser)
-    add_json(parser)
+    add_output(parser)
     add_storage(parser, "src", "dst")
 
 
@@ -104,12 +91,41 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
             memory_budget_bytes=arguments.memory,
             progress=show,
         )
-    name = str(URL.parse(arguments.target))
-    if arguments.json:
+    print_report(arguments.target, report, json=arguments.json)
+    return ExitStatus.OK
+
+
+def add_map(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that choose a tensor map."""
+    parser.add_argument(
+        "--map", metavar="MAP", help=f"a tensor map: {', '.join(TensorMap.names())}, or a .yaml or .json file"
+    )
+    parser.add_argument("--map-config", metavar="FILE", help="a config.json of Hugging Face with the sizes of the map")
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of every verb that writes a checkpoint in a format of choice."""
+    parser.add_argument(
+        "--shard",
+        type=size,
+        default=SHARD,
+        metavar="SIZE",
+        help="maximum file size if there are several files, such as 5GB",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing target")
+    parser.add_argument("--no-verify", action="store_true", help="do not compare digests and checksums")
+    add_memory(parser)
+    add_pickle(parser)
+    add_json(parser)
+
+
+def print_report(target: str, report: ConvertReport, *, json: bool) -> None:
+    """Print the report of a written checkpoint."""
+    name = str(URL.parse(target))
+    if json:
         print(as_json({"url": name, **asdict(report)}))
     else:
         print(*(wrapped(printable(line), "    ") for line in f"{name}: {report}".split("\n")), sep="\n")
-    return ExitStatus.OK
 
 
 _ENDINGS = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", "": "snapshot"}

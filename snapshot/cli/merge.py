@@ -5,27 +5,21 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any
 
 from snapshot.cli.arguments import (
     Verbs,
-    add_json,
-    add_memory,
-    add_pickle,
     add_select,
     add_storage,
     options_of,
-    size,
     verb,
 )
-from snapshot.cli.convert import float_dtype, format_by_name
+from snapshot.cli.convert import add_output, float_dtype, format_by_name, print_report
 from snapshot.cli.cp import in_our_words
 from snapshot.cli.locate import explain_missing
-from snapshot.cli.screen import as_json, bar, printable, wrapped
+from snapshot.cli.screen import bar
 from snapshot.cli.status import ExitStatus
 from snapshot.errors import RestoreError, SnapshotNotFoundError
-from snapshot.formats.safetensors import SHARD
 from snapshot.url import URL
 from snapshot.verbs.conversion import FORMATS
 from snapshot.verbs.merging import OTHERS
@@ -69,18 +63,7 @@ def add(verbs: Verbs) -> None:
     parser.add_argument("--to", choices=FORMATS, help="default: by the suffix of OUT; snapshot without a suffix")
     add_select(parser)
     parser.add_argument("--dtype", type=float_dtype, help="dtype of floating point tensors, if not the first source's")
-    parser.add_argument(
-        "--shard",
-        type=size,
-        default=SHARD,
-        metavar="SIZE",
-        help="maximum file size if there are several files, such as 5GB",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing target")
-    parser.add_argument("--no-verify", action="store_true", help="do not compare digests and checksums")
-    add_memory(parser)
-    add_pickle(parser)
-    add_json(parser)
+    add_output(parser)
     add_storage(parser, "src", "dst", short=False)
 
 
@@ -107,11 +90,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
             allow_pickle=arguments.allow_pickle,
             progress=show,
         )
-    name = str(URL.parse(arguments.output))
-    if arguments.json:
-        print(as_json({"url": name, **asdict(report)}))
-    else:
-        print(*(wrapped(printable(line), "    ") for line in f"{name}: {report}".split("\n")), sep="\n")
+    print_report(arguments.output, report, json=arguments.json)
     return ExitStatus.OK
 
 

@@ -17,6 +17,7 @@ from snapshot.cli.arguments import (
     pair,
     verb,
 )
+from snapshot.cli.convert import add_map
 from snapshot.cli.cp import in_our_words
 from snapshot.cli.locate import explain_missing
 from snapshot.cli.screen import as_json, bar, printable
@@ -61,10 +62,7 @@ def add(verbs: Verbs) -> None:
     parser.add_argument(
         "--rename", action="append", default=[], type=pair, metavar="OLD=NEW", help="a path and its new one; repeatable"
     )
-    parser.add_argument(
-        "--map", metavar="MAP", help=f"a tensor map: {', '.join(TensorMap.names())}, or a .yaml or .json file"
-    )
-    parser.add_argument("--map-config", metavar="FILE", help="a config.json of Hugging Face with the sizes of the map")
+    add_map(parser)
     parser.add_argument("--notify", action="append", default=[], metavar="URL", help="send a JSON message; repeatable")
     add_pickle(parser)
     add_json(parser)

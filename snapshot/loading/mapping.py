@@ -48,14 +48,8 @@ def map_view(session: Session, document: Document, view: RankView, tensor_map: T
         own = {name: tensors[path] for name, path in names.items()}
         plan = tensor_map.plan({name: Spec(each.dtype, tuple(each.shape)) for name, each in own.items()})
         _expect_equal(session, document, own, plan)
-        _expect_tensors(known, base, tensor_map)
         made |= {_join(base, name): entry for name, entry in _map_entries(own, plan).items()}
-        gone |= set(names.values())
-        gone |= {
-            path
-            for path, entry in known.items()
-            if path not in tensors and not isinstance(entry, e.Container) and _is_dropped(path, base, tensor_map)
-        }
+        gone |= {*names.values(), *_find_dropped_values(known, base, tensor_map)}
     remote = {id(entry) for entry in view.elsewhere.values()}
     there = {path for path, entry in made.items() if any(id(each) in remote for each in _sources_of(entry))}
     kept = {path: entry for path, entry in view.entries.items() if path not in gone}
@@ -139,25 +133,23 @@ def _join(base: str, name: str) -> str:
     return f"{base}/{encode_component(name)}" if base else encode_component(name)
 
 
-def _is_dropped(path: str, base: str, tensor_map: TensorMap) -> bool:
-    """Return True if a rule drops a value that is not a tensor."""
-    for level, name in _names_below(path):
-        if level == base:
-            return tensor_map.drops(name)
-    return False
-
-
-def _expect_tensors(known: Mapping[str, e.Entry], base: str, tensor_map: TensorMap) -> None:
-    """Raise if a rule names a value that is not a dense tensor."""
-    wrong = [
-        f"{path}: a map needs a dense tensor, got {with_article(entry.type)}"
+def _find_dropped_values(known: Mapping[str, e.Entry], base: str, tensor_map: TensorMap) -> list[str]:
+    """Return the values other than tensors that a rule drops. Raise if a rule uses one."""
+    named = {
+        path: tensor_map.drops(name)
         for path, entry in known.items()
         if not isinstance(entry, (e.Container, *e.TENSORS))
         for level, name in _names_below(path)
-        if level == base and tensor_map.matches(name) and not tensor_map.drops(name)
+        if level == base and tensor_map.matches(name)
+    }
+    wrong = [
+        f"{path}: a map needs a dense tensor, got {with_article(known[path].type)}"
+        for path, drops in named.items()
+        if not drops
     ]
     if wrong:
         raise RestoreError(f"the tensor map does not fit:{listed(wrong, 20)}", wrong)
+    return list(named)
 
 
 def _map_entries(own: Mapping[str, e.AnyTensor], plan: MapPlan) -> dict[str, e.AnyTensor]:
@@ -245,8 +237,4 @@ def _with_containers(kept: Mapping[str, Any], before: Mapping[str, Any], gone: s
     if broken:
         raise RestoreError(f"{broken[0]}: elements of a sequence cannot be mapped one by one", broken)
     entries = {path: entry for path, entry in kept.items() if path not in emptied}
-    return rename_entries(entries, _same)
-
-
-def _same(path: str) -> str:
-    return path
+    return rename_entries(entries, str)

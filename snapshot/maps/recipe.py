@@ -249,22 +249,13 @@ class Recipe:
             counts[name] = self.sizes.get(name, most)
             if most > counts[name]:
                 raise ValueError(f"{{{name}}} must be below {counts[name]}, got {most - 1}")
-        if math.prod(counts.values()) > len(found):  # a name may have any number, and ranges of it need memory
-            self._expect_first(values, found, counts)
-        wanted = product(range(len(self.sources)), *(range(counts[name]) for name in self.stacked))
-        for number, *indices in wanted:
-            if self.sources[number].text != NOTHING and (number, tuple(map(str, indices))) not in found:
-                stacked = {name: str(index) for name, index in zip(self.stacked, indices, strict=True)}
-                raise ValueError(f"{self.sources[number].fill({**values, **stacked})} is missing")
-        return counts
-
-    def _expect_first(self, values: Mapping[str, str], found: Found, counts: Mapping[str, int]) -> None:
-        """Raise with the first tensor that is missing, looking at no more numbers than there are tensors."""
+        # one of the first len(found) + 1 numbers is missing if there are more: a range of any length needs memory
         for numbers in product(*(range(min(count, len(found) + 1)) for count in counts.values())):
             place = tuple(map(str, numbers))
             for number, pattern in enumerate(self.sources):
                 if pattern.text != NOTHING and (number, place) not in found:
                     raise ValueError(f"{pattern.fill({**values, **dict(zip(counts, place, strict=True))})} is missing")
+        return counts
 
 
 def check_sizes(sizes: Any) -> dict[str, int]:
