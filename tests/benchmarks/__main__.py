@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,36 +79,27 @@ def _parser() -> argparse.ArgumentParser:
     add("store", "S3's clients alone and this library over them, on loopback or at an s3:// URL", _store)
     add("dcp", "torch.distributed.checkpoint with its own storage and with this library's", _dcp)
     add("formats", "how checkpoints of other libraries are read and converted", _formats)
-    add("maps", "exports with tensor maps, beside raw reads and writes", _maps)
+    add("maps", "exports with tensor maps, beside raw reads and writes", _in_folder(maps.compare))
     add("load", "tensors of a checkpoint into new memory, by this library, safetensors and other loaders", _load)
     add("merge", "three checkpoints become one, beside a raw read of three and a write of one", _merge)
-    add("tiers", "takes, steps and restores with near folders, beside raw transfers", _tiers)
-    add("publish", "weights as deltas: each stage, a publish and a pull, beside raw copies", _publish)
+    add("tiers", "takes, steps and restores with near folders, beside raw transfers", _in_folder(tiers.compare))
+    add(
+        "publish", "weights as deltas: each stage, a publish and a pull, beside raw copies", _in_folder(publish.compare)
+    )
     return parser
 
 
-def _publish(arguments: argparse.Namespace) -> Iterable[str]:
-    with place(arguments.url) as where:
-        yield header(describe(where), arguments.scale, arguments.rounds)
-        if not where.local:
-            raise ValueError("the store must be a folder")
-        yield from publish.compare(Path(where.text()), arguments.scale, arguments.rounds)
+def _in_folder(compare: Callable[[Path, float, int], Iterable[str]]) -> Callable[[argparse.Namespace], Iterable[str]]:
+    """Return a benchmark whose place must be a folder."""
 
+    def lines(arguments: argparse.Namespace) -> Iterable[str]:
+        with place(arguments.url) as where:
+            yield header(describe(where), arguments.scale, arguments.rounds)
+            if not where.local:
+                raise ValueError("the place must be a folder")
+            yield from compare(Path(where.text()), arguments.scale, arguments.rounds)
 
-def _maps(arguments: argparse.Namespace) -> Iterable[str]:
-    with place(arguments.url) as where:
-        yield header(describe(where), arguments.scale, arguments.rounds)
-        if not where.local:
-            raise ValueError("the place must be a folder")
-        yield from maps.compare(Path(where.text()), arguments.scale, arguments.rounds)
-
-
-def _tiers(arguments: argparse.Namespace) -> Iterable[str]:
-    with place(arguments.url) as where:
-        yield header(describe(where), arguments.scale, arguments.rounds)
-        if not where.local:
-            raise ValueError("the far root must be a folder")
-        yield from tiers.compare(Path(where.text()), arguments.scale, arguments.rounds)
+    return lines
 
 
 def _background(arguments: argparse.Namespace) -> Iterable[str]:
