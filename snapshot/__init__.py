@@ -11,6 +11,7 @@ if TYPE_CHECKING:
         MissingExtraError,
         RankError,
         RestoreError,
+        SignatureError,
         SnapshotBusyError,
         SnapshotError,
         SnapshotExistsError,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from snapshot.state.model_state import ModelState
     from snapshot.state.rng import RNGState
     from snapshot.state.sharded import Sharded
-    from snapshot.state.stateful import StateDict, Stateful
+    from snapshot.state.stateful import Reshardable, StateDict, Stateful
     from snapshot.weights import load, merge
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "Published",
     "Subscriber",
     "Stateful",
+    "Reshardable",
     "StateDict",
     "RNGState",
     "Sharded",
@@ -68,6 +70,7 @@ __all__ = [
     "SnapshotNotFoundError",
     "SnapshotExistsError",
     "CorruptSnapshotError",
+    "SignatureError",
     "UnsupportedFormatError",
     "UnsafeObjectError",
     "RestoreError",
@@ -91,6 +94,7 @@ _MODULES = {
         "MissingExtraError",
         "RankError",
         "RestoreError",
+        "SignatureError",
         "SnapshotBusyError",
         "SnapshotError",
         "SnapshotExistsError",
@@ -126,6 +130,7 @@ _MODULES = {
     "snapshot.state.rng": ("RNGState",),
     "snapshot.state.sharded": ("Sharded",),
     "snapshot.state.stateful": (
+        "Reshardable",
         "StateDict",
         "Stateful",
     ),

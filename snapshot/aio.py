@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -30,6 +31,17 @@ def run_inline(work: Callable[..., Coroutine[Any, Any, T]], *arguments: Any) -> 
         _here.inline = False
         coroutine.close()
     raise RuntimeError(f"{work} must not wait for an event loop, since its storage is declared blocking")
+
+
+def pop_first(queue: deque[T]) -> T | None:
+    """Remove and return the first item of a queue that several threads empty; None if it is empty.
+
+    They cannot share an iterator: without the GIL, two threads may get the same item.
+    """
+    try:
+        return queue.popleft()
+    except IndexError:
+        return None
 
 
 async def in_thread(function: Callable[..., T], *arguments: Any) -> T:

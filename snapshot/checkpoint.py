@@ -6,57 +6,41 @@ They need no ranks and no application; `Snapshot` adds both.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from snapshot.distributed.exchange import call_of
 from snapshot.distributed.group import ranks_of
-from snapshot.errors import (
-    CorruptSnapshotError,
-)
 from snapshot.events import emit
 from snapshot.formats.safetensors import SHARD
 from snapshot.loading.mapping import map_document
-from snapshot.loading.open import checkpoint_exists, open_document, read_from
+from snapshot.loading.open import checkpoint_exists
 from snapshot.loading.read_object import read_object, read_state_dict
-from snapshot.manifest.document import Document, copy_manifest
+from snapshot.manifest.document import copy_manifest
 from snapshot.manifest.entry import Entry
 from snapshot.maps.tensor_map import TensorMap
 from snapshot.metadata import SnapshotMetadata
+from snapshot.opened import OpenedCheckpoint
 from snapshot.plan.renaming import Rename
 from snapshot.progress import Meter, ProgressArgument
 from snapshot.reports import ConvertReport, CopyReport, Diff, VerifyReport
 from snapshot.runtime.loop import refuse_on_loop, run
 from snapshot.runtime.session import Session
+from snapshot.signing.keys import Key, load_signer
+from snapshot.signing.seal import Recorder
 from snapshot.tiers.deletion import delete_checkpoint
 from snapshot.url import URL
-from snapshot.verbs.verification import verify_files
+from snapshot.verbs.signing import sign_files
+from snapshot.verbs.verification import verify_checkpoint
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import ProcessGroup
+
+    from snapshot.save.take_options import Compression
 
 
-class Checkpoint:
+class Checkpoint(OpenedCheckpoint):
     """A checkpoint at a URL, written by this library or by another one. `Snapshot` is its public subclass."""
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        pg: ProcessGroup | None = None,
-        storage_options: Mapping[str, Any] | None = None,
-        *,
-        allow_pickle: bool = False,
-    ) -> None:
-        self.path = os.fspath(path)
-        self.pg = pg
-        self._url = URL.parse(self.path)
-        self._options = dict(storage_options or {})
-        self._allow_pickle = allow_pickle
-        self._document: Document | None = None
-
-    def source(self) -> tuple[URL, Mapping[str, Any]]:
-        """Return the URL and the storage options, for a take that is based on this snapshot."""
-        return self._url, self._options
 
     # Inspect
 
@@ -114,7 +98,6 @@ class Checkpoint:
         of rank 0. With `map`, return the tensors that its recipes make.
         """
         number = 0 if replicate_from_rank0 else ranks_of(self.pg).rank
-
         return self._read(
             None,
             lambda session, document: read_state_dict(
@@ -134,13 +117,9 @@ class Checkpoint:
     def exists(self) -> bool:
         """Return True if a committed snapshot is here, or a readable checkpoint of another library.
 
-        This does not verify the data files.
+        This verifies neither the data files nor a signature.
         """
-        session = self.new_session(None)
-        try:
-            return run(checkpoint_exists(session))
-        finally:
-            run(session.close())
+        return self._use(lambda session: run(checkpoint_exists(session)))
 
     def verify(
         self,
@@ -149,6 +128,7 @@ class Checkpoint:
         resume: str | os.PathLike[str] | None = None,
         memory_budget_bytes: int | None = None,
         progress: ProgressArgument = None,
+        ranks: bool = False,
     ) -> VerifyReport:
         """Read every byte and compare it with its digest. Live tensors are not used.
 
@@ -159,6 +139,7 @@ class Checkpoint:
             memory_budget_bytes: Host memory for read buffers. The default is 64 MiB for files and 256 MiB for other
                 storages.
             progress: True for a progress bar, or a function that is called with `Progress`.
+            ranks: Share the work with all ranks of `pg`, which all call. By default this process works alone.
 
         Raises:
             CorruptSnapshotError: The manifest is damaged. All other faults are in the report.
@@ -170,14 +151,36 @@ class Checkpoint:
         >>> bool(snapshot.verify())
         True
         """
-        session = self.new_session(memory_budget_bytes)
-        meter = Meter("verify", progress)
+        with call_of("verify", self.pg, ranks=ranks) as exchange:
+            session = self.new_session(memory_budget_bytes)
+            return verify_checkpoint(session, Meter("verify", progress), exchange=exchange, quick=quick, resume=resume)
+
+    def sign(
+        self, key: Key, *, memory_budget_bytes: int | None = None, progress: ProgressArgument = None
+    ) -> VerifyReport:
+        """Sign the committed snapshot. Every byte is read once, compared with its digest, and hashed with SHA-256.
+
+        A snapshot has one signature: signing it again replaces it. See docs/signatures.md.
+
+        Args:
+            key: An Ed25519 private key: the path of a PEM file, or a key object of the package `cryptography`.
+            memory_budget_bytes: Host memory for read buffers.
+            progress: True for a progress bar, or a function that is called with `Progress`.
+
+        Raises:
+            CorruptSnapshotError: A byte does not match its digest; nothing was signed.
+            MissingExtraError: cryptography is not installed.
+        """
+        signer = load_signer(key, "key", private=True)
+        recorder = Recorder()
+        session = Session(self._url, self._options, budget=memory_budget_bytes, seal=recorder)
+        meter = Meter("sign", progress)
         try:
-            report = run(verify_files(session, meter, quick=quick, resume=resume))
+            report = sign_files(session, recorder, signer, meter)
         finally:
             run(session.close())
             meter.close()
-        emit("verified", "verify", str(self._url), ok=report.ok, bytes=report.bytes_read)
+        emit("signed", "sign", str(self._url), key=report.signer, bytes=report.bytes_read)
         return report
 
     @staticmethod
@@ -191,6 +194,7 @@ class Checkpoint:
         rename: Rename | None = None,
         memory_budget_bytes: int | None = None,
         progress: ProgressArgument = None,
+        ranks: bool = False,
     ) -> Diff:
         """Return the differences between two snapshots: none, if both restore the same state.
 
@@ -208,6 +212,7 @@ class Checkpoint:
             rename: Names in `a` -> names in `b`: a dict of paths, or a function. An empty name removes a level.
             memory_budget_bytes: Host memory for read buffers.
             progress: True for a progress bar, or a function that is called with `Progress`.
+            ranks: Share the work with all ranks of `pg`, which all call. By default this process works alone.
 
         Raises:
             CorruptSnapshotError: Bytes that were read do not match their digests.
@@ -224,15 +229,17 @@ class Checkpoint:
 
         refuse_on_loop()
         sides = [each if isinstance(each, Checkpoint) else Checkpoint(each) for each in (a, b)]
-        return compare_snapshots(
-            [each.new_session for each in sides],
-            values=values,
-            select=select,
-            exclude=exclude,
-            rename=rename,
-            budget=memory_budget_bytes,
-            meter=Meter("diff", progress),
-        )
+        with call_of("diff", sides[0].pg, ranks=ranks) as exchange:
+            return compare_snapshots(
+                [each.new_session for each in sides],
+                values=values,
+                select=select,
+                exclude=exclude,
+                rename=rename,
+                budget=memory_budget_bytes,
+                meter=Meter("diff", progress),
+                exchange=exchange,
+            )
 
     # Convert
 
@@ -247,16 +254,16 @@ class Checkpoint:
         map: TensorMap | None = None,
         dtype: torch.dtype | None = None,
         shard_bytes: int = SHARD,
+        compression: Compression | None = None,
         overwrite: bool = False,
         durable: bool = True,
         verify: bool = True,
         storage_options: Mapping[str, Any] | None = None,
         memory_budget_bytes: int | None = None,
         progress: ProgressArgument = None,
+        ranks: bool = False,
     ) -> ConvertReport:
         """Convert this checkpoint to another format, within the memory budget.
-
-        One process converts, even if several ranks run.
 
         Args:
             url: The destination: a folder. For `"torch"`, and for a name ending in `.safetensors`, a file.
@@ -269,12 +276,14 @@ class Checkpoint:
                 has the state of one rank. All other arguments refer to the new names.
             dtype: Cast floating-point tensors to this dtype.
             shard_bytes: The maximum size of each file if there are several.
+            compression: `"zstd"`: compress the data files, for `to="snapshot"`. See docs/compression.md.
             overwrite: Replace an existing checkpoint.
             durable: Return only when the result survives a loss of power.
             verify: Verify every digest, and the checksums of other libraries' formats.
             storage_options: Options for the storage plugin of `url`.
             memory_budget_bytes: Host memory: half of it for reading, half for writing.
             progress: True for a progress bar, or a function that is called with `Progress`.
+            ranks: Share the work with all ranks of `pg`, which all call. By default this process works alone.
 
         Raises:
             SnapshotExistsError: The destination exists; nothing was written.
@@ -292,20 +301,23 @@ class Checkpoint:
         from snapshot.verbs.to_snapshot import Selection  # training jobs do not pay for this import
 
         refuse_on_loop()
-        choice = Selection(select, exclude, rename, dtype, verify, self._allow_pickle, map)
-        return convert_checkpoint(
-            self._url,
-            self._options,
-            URL.parse(os.fspath(url)),
-            storage_options,
-            to=to,
-            choice=choice,
-            meter=Meter("convert", progress),
-            shard_bytes=shard_bytes,
-            overwrite=overwrite,
-            durable=durable,
-            budget=memory_budget_bytes,
-        )
+        choice = Selection(select, exclude, rename, dtype, verify, self._allow_pickle, map, compression)
+        with call_of("convert", self.pg, ranks=ranks) as exchange:
+            return convert_checkpoint(
+                self._url,
+                self._options,
+                URL.parse(os.fspath(url)),
+                storage_options,
+                seal=self.seal,
+                to=to,
+                choice=choice,
+                meter=Meter("convert", progress),
+                shard_bytes=shard_bytes,
+                overwrite=overwrite,
+                durable=durable,
+                budget=memory_budget_bytes,
+                exchange=exchange,
+            )
 
     def copy(
         self,
@@ -313,31 +325,33 @@ class Checkpoint:
         select: Sequence[str] = (),
         *,
         exclude: Sequence[str] = (),
+        compression: Compression | None = None,
         overwrite: bool = False,
         durable: bool = True,
         verify: bool = True,
         storage_options: Mapping[str, Any] | None = None,
         memory_budget_bytes: int | None = None,
         progress: ProgressArgument = None,
+        ranks: bool = False,
     ) -> CopyReport:
         """Copy this checkpoint to another storage or path.
 
-        One process copies, even if several ranks run.
-
         A whole snapshot is copied byte for byte, and keeps its time, version and metadata; only its file names
-        change. A selection becomes a new snapshot with the current time. A checkpoint of another library is copied
-        file by file, without unrelated files of its folder.
+        change. A selection, and a copy that is compressed, become a new snapshot with the current time. A checkpoint
+        of another library is copied file by file, without unrelated files of its folder.
 
         Args:
             url: The destination: a folder, or a file if the source is a single file of another library.
             select: Globs over `<key>/<logical path>` to copy; all by default.
             exclude: Globs to leave out.
+            compression: `"zstd"`: compress the data files. By default they are copied as they are stored.
             overwrite: Replace an existing checkpoint. An existing snapshot stays whole until the new one is committed.
             durable: Return only when the copy survives a loss of power.
             verify: Verify every digest during the copy, and the checksums of other libraries' formats.
             storage_options: Options for the storage plugin of `url`.
             memory_budget_bytes: Host memory: half of it for reading, half for writing.
             progress: True for a progress bar, or a function that is called with `Progress`.
+            ranks: Share the work with all ranks of `pg`, which all call. By default this process works alone.
 
         Raises:
             SnapshotExistsError: The destination exists; nothing was written.
@@ -353,17 +367,21 @@ class Checkpoint:
         from snapshot.verbs.to_snapshot import Selection  # training jobs do not pay for this import
 
         refuse_on_loop()
-        return copy_checkpoint(
-            self._url,
-            self._options,
-            URL.parse(os.fspath(url)),
-            storage_options,
-            choice=Selection(select, exclude, verify=verify, allow_pickle=self._allow_pickle),
-            meter=Meter("copy", progress),
-            overwrite=overwrite,
-            durable=durable,
-            budget=memory_budget_bytes,
-        )
+        choice = Selection(select, exclude, verify=verify, allow_pickle=self._allow_pickle, compression=compression)
+        with call_of("copy", self.pg, ranks=ranks) as exchange:
+            return copy_checkpoint(
+                self._url,
+                self._options,
+                URL.parse(os.fspath(url)),
+                storage_options,
+                seal=self.seal,
+                choice=choice,
+                meter=Meter("copy", progress),
+                overwrite=overwrite,
+                durable=durable,
+                budget=memory_budget_bytes,
+                exchange=exchange,
+            )
 
     # Delete
 
@@ -372,44 +390,6 @@ class Checkpoint:
 
         The manifest is deleted first, so an interrupted deletion leaves no partial snapshot.
         """
-        session = self.new_session(None)
-        try:
-            delete_checkpoint(session)
-        finally:
-            run(session.close())
+        self._use(delete_checkpoint)
         self._document = None
         emit("deleted", "delete", str(self._url))
-
-    def new_session(self, budget: int | None) -> Session:
-        """Open a session at the URL. The caller closes it."""
-        return Session(self._url, self._options, budget=budget)
-
-    def _open(self) -> Document:
-        """Return the manifest. It is read once, since a snapshot never changes; `restore` reads it again."""
-        if self._document is None:
-            session = self.new_session(None)
-            try:
-                self._document = run(open_document(session))
-            finally:
-                run(session.close())
-        return self._document
-
-    def _read(self, budget: int | None, read: Callable[[Session, Document], Any]) -> Any:
-        """Read with the cached manifest, or with the new one if the snapshot was replaced since."""
-        known = self._open()
-        session = self.new_session(budget)
-        try:
-            run(read_from(session, known))
-            return read(session, known)
-        except CorruptSnapshotError:
-            run(session.close())
-            session = self.new_session(budget)
-            self._document = run(open_document(session))
-            if self._document.save_id == known.save_id:
-                raise
-            return read(session, self._document)
-        finally:
-            run(session.close())
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({str(self._url)!r})"

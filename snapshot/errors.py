@@ -31,6 +31,13 @@ class CorruptSnapshotError(SnapshotError, ValueError):
         self.touched = tuple(touched)
 
 
+class SignatureError(CorruptSnapshotError):
+    """Raised when a key was given, and a snapshot has no signature by this key, or its manifest is not the signed one.
+
+    Signed data that was changed is a `CorruptSnapshotError`, as other damage is.
+    """
+
+
 class UnsupportedFormatError(SnapshotError):
     """Raised when a snapshot has a newer format, or content that this version does not support."""
 
@@ -85,6 +92,16 @@ class StorageNotFoundError(StorageError, FileNotFoundError):
 
 class StorageConflictError(StorageError):
     """Raised when the condition of a conditional `put` does not hold."""
+
+
+@contextmanager
+def noting(text: str) -> Iterator[None]:
+    """Add a note to an error."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(text)
+        raise
 
 
 @contextmanager

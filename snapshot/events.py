@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any
+
+from snapshot.per_process import PerProcess
 
 log = logging.getLogger("snapshot")
 
@@ -18,7 +21,12 @@ class Event:
     """An event of an operation.
 
     Its name is `start`, `staged`, `committed`, `restored`, `loaded`, `verified`, `deleted`, `converted`, `merged`,
-    `copied`, `compared`, `failed` or `cleaned`. A manager also sends `pruned`, `fell_back` and `stopping`.
+    `copied`, `compared`, `signed`, `failed` or `cleaned`. A manager also sends `pruned`, `fell_back` and `stopping`.
+
+    A take sends `blocked` when its call returns, with the `seconds` that the call took.
+
+    A take with `compression="auto"` sends `compression`: whether it is `chosen`, and the expected bytes per second,
+    `raw` and `compressed`.
 
     A take with a `base` sends `shared` with the number of `files` and their `bytes`, and `rotten` with a damaged
     `file` of the base and its `faults`.
@@ -53,6 +61,8 @@ _handlers: list[Handler] = []
 _points = list(entry_points(group=GROUP))
 """Entry points are listed at once, which takes 20 ms, but loaded later, since they import this library."""
 _brought: list[Handler] = []
+_loading = PerProcess(threading.RLock)
+"""Held while entry points are loaded. A handler may send events itself while it is loaded."""
 
 
 def add_handler(handler: Handler) -> None:
@@ -67,7 +77,18 @@ def remove_handler(handler: Handler) -> None:
 
 def emit(name: str, verb: str, path: str, **fields: Any) -> None:
     """Call the handlers, and log the event if it ends an operation."""
-    if name in ("committed", "restored", "loaded", "deleted", "verified", "converted", "merged", "copied", "compared"):
+    if name in (
+        "committed",
+        "restored",
+        "loaded",
+        "deleted",
+        "verified",
+        "converted",
+        "merged",
+        "copied",
+        "compared",
+        "signed",
+    ):
         log.info("%s %s: %s", verb, path, ", ".join(f"{key} {value}" for key, value in fields.items()))
     for handler in (*_installed(), *_handlers):
         try:
@@ -78,12 +99,13 @@ def emit(name: str, verb: str, path: str, **fields: Any) -> None:
 
 def _installed() -> list[Handler]:
     """Return the handlers of installed packages. A handler that cannot be loaded is logged and skipped."""
-    while _points:
-        point = _points.pop()
-        try:
-            _brought.append(point.load())
-        except Exception:
-            log.exception("cannot load the event handler %s = %s", point.name, point.value)
+    with _loading.get():  # other threads wait: their events are for these handlers, too
+        while _points:
+            point = _points.pop()
+            try:
+                _brought.append(point.load())
+            except Exception:
+                log.exception("cannot load the event handler %s = %s", point.name, point.value)
     return _brought
 
 

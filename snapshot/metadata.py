@@ -61,7 +61,7 @@ class SnapshotMetadata:
             document.structure,
             metadata,
             count_entries(document.manifest),
-            sum(file.size for file in document.own_files.values()),
-            {location: file.size for location, file in document.own_files.items()},
+            sum(file.stored_size for file in document.own_files.values()),
+            {location: file.stored_size for location, file in document.own_files.items()},
             document,
         )

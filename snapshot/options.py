@@ -9,6 +9,8 @@ import dataclasses
 import os
 from dataclasses import dataclass
 
+from snapshot.system_calls import count_cores
+
 MiB = 1 << 20
 
 
@@ -40,6 +42,8 @@ class Settings:
     """The maximum size of a manifest. Larger manifests are refused."""
     trace: str = ""
     """A file that every operation appends its timeline to, in Chrome's trace format."""
+    metrics: str = ""
+    """An address, such as `127.0.0.1:9400`, on which the uploader of a host offers metrics to Prometheus."""
     pending: int = 3
     """The maximum number of concurrent asynchronous takes in a process. Further takes wait, or raise."""
     storage_options: str = ""
@@ -79,7 +83,7 @@ class Settings:
 
     def cores(self) -> int:
         """Return the number of cores that this process may use."""
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return count_cores()
 
     def lane_count(self) -> int:
         return self.lanes or min(self.cores(), 4)

@@ -40,7 +40,7 @@ class PendingTake(Generic[T]):
         self._held = held
         self.save_id = save_id
         self._awaited = False
-        self._waiting = 0
+        self._waiting: set[int] = set()
         self._pid = os.getpid()
         finish_before_exit(work)
         work.add_done_callback(self._log_failure)
@@ -69,7 +69,7 @@ class PendingTake(Generic[T]):
 
     def _wait(self, timeout: float | None) -> T:
         self._check_thread("wait()")
-        self._waiting += 1
+        self._waiting.add(threading.get_ident())
         try:
             self.work.result(timeout)
         except concurrent.futures.CancelledError as error:
@@ -82,7 +82,7 @@ class PendingTake(Generic[T]):
             raise SnapshotError(f"{self.path}: the take failed: {type(error).__name__}: {error}") from error
         finally:
             self._awaited = self._awaited or self.work.done()
-            self._waiting -= 1
+            self._waiting.discard(threading.get_ident())
         return self._snapshot
 
     def staged(self) -> bool:

@@ -66,6 +66,19 @@ class PerProcess(Generic[T]):
             self._value = self._in_child(value)
 
 
+def drop_oldest(kept: dict[Any, Any], most: int) -> None:
+    """Drop the first items of a dictionary with more than `most`, which other threads may change at the same time.
+
+    >>> numbers = {1: "a", 2: "b", 3: "c"}
+    >>> drop_oldest(numbers, 2)
+    >>> numbers
+    {2: 'b', 3: 'c'}
+    """
+    if len(kept) > most:
+        for key in list(kept)[:-most]:
+            kept.pop(key, None)
+
+
 def _after_fork() -> None:
     for each in _all:
         each.renew()

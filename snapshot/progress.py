@@ -82,8 +82,8 @@ class Meter:
             self._done += nbytes
             self._recent.append((now, self._done))
             self._forget(now)
-        if self._bar is not None:
-            self._bar.update(nbytes)
+            if self._bar is not None:
+                self._bar.update(nbytes)  # it counts, too, and not atomically
         if self._callback is not None:
             try:
                 self._callback(self.now())

@@ -72,8 +72,8 @@ def plugin_for(url: URL) -> type[Storage]:
     """
     outermost, plus, _ = url.scheme.partition("+")
     for scheme in (url.scheme, outermost + plus):
-        if scheme in _registered:
-            return _registered[scheme]
+        if (plugin := _registered.get(scheme)) is not None:
+            return plugin
     for scheme in (url.scheme, outermost + plus):
         if scheme in _BUILT_IN:
             return _built_in(scheme, url)

@@ -159,6 +159,8 @@ class VerifyReport:
     """Bytes that were verified before an interruption, and were not read again."""
     in_base: int = 0
     """Number of entries that only the base has. They were not verified; verify the base for them."""
+    signer: str = ""
+    """The public key whose signature covers the manifest, and every byte that was read. Empty without a key."""
 
     @property
     def ok(self) -> bool:
@@ -175,7 +177,7 @@ class VerifyReport:
         head = f"{entries_text(self.entries)}, {left}{looked}{before} in {self.seconds:.3f} s: "
         if self.ok:
             if self.quick:
-                return head + "all files exist and have their size; no byte was compared"
+                return head + "all files exist and have their size; no byte was compared" + self._signature_text()
             if self.unverifiable:
                 return (
                     head
@@ -186,8 +188,13 @@ class VerifyReport:
                         else "without a digest, they could only be read"
                     )
                 )
-            return head + "every byte matches its digest"
+            return head + "every byte matches its digest" + self._signature_text()
         return head + counted(len(self.faults), "fault") + listed(self.faults, 1000)
+
+    def _signature_text(self) -> str:
+        if not self.signer:
+            return ""
+        return f"; the manifest is signed by {self.signer}" if self.quick else f", and is signed by {self.signer}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,13 +233,17 @@ class CopyReport:
     checked: str
     """The check during the copy: `digests`, `checksums`, or only `sizes`."""
     seconds: float = 0.0
+    was_signed: bool = False
+    """True if the source has a signature. The copy has none, since its files have other names: sign it again."""
 
     def __str__(self) -> str:
         rate = f", {size_text(self.nbytes / self.seconds)}/s" if self.seconds > 0 else ""
         kind = "" if self.format == "snapshot" else f" of {self.format}"
         files = counted(self.files, "file")
         head = f"{entries_text(self.entries)}, {files}{kind}, {size_text(self.nbytes)} in {self.seconds:.3f} s{rate}"
-        return f"{head}; {_COMPARED[self.checked]}"
+        return f"{head}; {_COMPARED[self.checked]}" + (
+            "; the source is signed, the copy is not" if self.was_signed else ""
+        )
 
 
 _COMPARED = {

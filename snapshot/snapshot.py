@@ -13,9 +13,10 @@ from snapshot.distributed.group import ranks_of
 from snapshot.events import emit
 from snapshot.loading.left_out import attach_base
 from snapshot.loading.restore import Restore
-from snapshot.loading.restore_options import Cast, Mismatched, RestoreOptions
+from snapshot.loading.restore_options import Accept, Cast, Mismatched, RestoreOptions
 from snapshot.loading.same_snapshot import open_restore
 from snapshot.maps.tensor_map import TensorMap
+from snapshot.opened import seal_with
 from snapshot.pending import PendingTake
 from snapshot.plan.layout import SavePlan
 from snapshot.plan.renaming import Rename
@@ -24,10 +25,12 @@ from snapshot.reports import RestoreReport, TakeReport
 from snapshot.runtime.loop import refuse_on_loop, run
 from snapshot.runtime.session import Session
 from snapshot.save.optimizer_barrier import wait_for_copies
-from snapshot.save.take_options import BaseArgument, Only, Staging, WhenBusy, Worker
+from snapshot.save.take_options import BaseArgument, Compression, Only, Staging, WhenBusy, Worker
+from snapshot.signing.keys import Key
+from snapshot.signing.seal import signer_of
 from snapshot.state.prepared import Prepare
 from snapshot.state.stateful import check_app_state
-from snapshot.storage_options import locate_source
+from snapshot.storage_options import locate_source, seal_of
 from snapshot.takes import AppState, StartedTake, plan_take, run_take, shown_once, start_take, timeout_or_default
 
 if TYPE_CHECKING:
@@ -55,6 +58,8 @@ class Snapshot(Checkpoint):
         storage_options: Options for the storage plugin; see its documentation.
         allow_pickle: Unpickle objects that torch's `weights_only` refuses. A pickle can run any code, so use this
             only for trusted snapshots.
+        key: An Ed25519 public key: the path of a PEM file, or a key object of `cryptography`. Every byte that this
+            object reads must then have the key's signature. See docs/signatures.md.
 
     >>> from snapshot import Snapshot, StateDict
     >>> progress = StateDict(step=3)
@@ -92,6 +97,8 @@ class Snapshot(Checkpoint):
         plan: SavePlan | None = None,
         base: BaseArgument = None,
         only: Only | None = None,
+        compression: Compression | None = None,
+        sign: Key | None = None,
     ) -> Snapshot:
         """Save the application's state and return when it is committed.
 
@@ -124,8 +131,13 @@ class Snapshot(Checkpoint):
                 docs/incremental.md.
             only: `"trainable"`: leave out frozen parameters (`requires_grad=False`) that are bit-equal in `base`. A
                 restore compares them with the live tensors, or reads them from the base.
+            compression: `"zstd"`: compress the data files without loss, which saves time on slow links. `"auto"`: only
+                if earlier takes of this process show that it does. See docs/compression.md.
+            sign: An Ed25519 private key: sign the snapshot, before it is committed. The path of a PEM file, or a key
+                object of `cryptography`. Ranks other than 0 may pass the public key. See docs/signatures.md.
 
         Raises:
+            MissingExtraError: zstandard is not installed and `compression` is set, or cryptography and `sign`.
             SnapshotExistsError: A snapshot exists at `path`; nothing was written.
             StorageError: A storage operation failed; partial files were deleted.
             CorruptSnapshotError: Bytes that were read back differ from the written ones; nothing was committed.
@@ -145,6 +157,8 @@ class Snapshot(Checkpoint):
             "plan": plan,
             "base": base,
             "only": only,
+            "compression": compression,
+            "sign": sign,
         }
         place, report = run_take(path, app_state, pg, given, progress=progress, timeout=timeout)
         return cls._taken(place, pg, storage_options, report)
@@ -171,6 +185,8 @@ class Snapshot(Checkpoint):
         plan: SavePlan | None = None,
         base: BaseArgument = None,
         only: Only | None = None,
+        compression: Compression | None = None,
+        sign: Key | None = None,
         staging: Staging = "blocking",
         worker: Worker = "thread",
         when_busy: WhenBusy = "wait",
@@ -214,6 +230,8 @@ class Snapshot(Checkpoint):
             "plan": plan,
             "base": base,
             "only": only,
+            "compression": compression,
+            "sign": sign,
             "staging": staging,
             "worker": worker,
             "when_busy": when_busy,
@@ -351,8 +369,10 @@ class Snapshot(Checkpoint):
             set(),
         )
 
-    def restore_with(self, app_state: AppState, options: RestoreOptions, touched: set[str]) -> RestoreReport:
-        """Restore with prepared options. See `Restore` for `touched`."""
+    def restore_with(
+        self, app_state: AppState, options: RestoreOptions, touched: set[str], accept: Accept | None = None
+    ) -> RestoreReport:
+        """Restore with prepared options. See `Restore` for `touched`. `accept` may refuse the manifest, by an error."""
         refuse_on_loop()
         meter = Meter("restore", shown_once(options.progress, self.pg))
         wait_for_copies()
@@ -360,16 +380,24 @@ class Snapshot(Checkpoint):
             with Exchange(ranks_of(self.pg), "restore", timeout_or_default(options.timeout)) as exchange:
                 options.check()
                 check_app_state(app_state)
+                seal = seal_with(options.key) or self.seal
                 began = time.perf_counter()
                 session, document = open_restore(
                     exchange,
                     self._url,
                     "restore",
-                    lambda url: Session(url, self._options, budget=options.memory_budget_bytes),
+                    lambda url: Session(url, self._options, budget=options.memory_budget_bytes, seal=seal),
+                    keys=[signer_of(seal), *([] if options.base is None else [signer_of(seal_of(options.base))])],
                 )
                 try:
+                    if accept is not None:
+                        accept(document)
                     if options.base is not None:
-                        run(attach_base(session, document, *locate_source(options.base, self._options)))
+                        run(
+                            attach_base(
+                                session, document, *locate_source(options.base, self._options), seal_of(options.base)
+                            )
+                        )
                     report = Restore(
                         exchange,
                         session,

@@ -30,6 +30,11 @@ class Located(Protocol):
         """Return its URL and its storage options."""
         ...
 
+    @property
+    def seal(self) -> Any:
+        """The check that its files must pass, or None."""
+        ...
+
 
 Source = str | os.PathLike[str] | Located
 
@@ -39,6 +44,11 @@ def locate_source(source: Source, options: Mapping[str, Any] | None) -> tuple[UR
     if isinstance(source, (str, os.PathLike)):
         return URL.parse(os.fspath(source)), options
     return source.source()
+
+
+def seal_of(source: Source) -> Any:
+    """Return the check that a snapshot's files must pass; None for a path."""
+    return None if isinstance(source, (str, os.PathLike)) else getattr(source, "seal", None)
 
 
 def options_from_environment() -> dict[str, Any]:

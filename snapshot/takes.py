@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import ranks_of
+from snapshot.events import emit
 from snapshot.options import Settings
 from snapshot.plan.layout import SavePlan
 from snapshot.progress import Meter, ProgressArgument
@@ -19,6 +22,7 @@ from snapshot.save.background_take import BackgroundTake, LateCopies
 from snapshot.save.begin import begin_take, session_for_take
 from snapshot.save.concurrency import take_slots
 from snapshot.save.optimizer_barrier import PendingCopy
+from snapshot.save.packing import choose_packing
 from snapshot.save.rank_share import collect_rank_share
 from snapshot.save.rendezvous import open_dry_run
 from snapshot.save.staging import Stager
@@ -51,6 +55,18 @@ class StartedTake(NamedTuple):
     save_id: str
 
 
+@contextmanager
+def _timed(verb: str, path: Path) -> Iterator[None]:
+    """Emit an event with the seconds until a call returns."""
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        with suppress(TypeError, ValueError):  # the call raises it for a wrong path
+            place = str(URL.parse(os.fspath(path)))
+            emit("blocked", verb, place, seconds=round(time.perf_counter() - began, 3))
+
+
 def run_take(
     path: Path,
     app_state: AppState,
@@ -61,7 +77,11 @@ def run_take(
     timeout: float | None,
 ) -> tuple[Path, TakeReport]:
     """Take a snapshot, and return its path and a report when it is committed. `given`: fields of `TakeOptions`."""
-    with Exchange(ranks_of(pg), "take", timeout_or_default(timeout)) as exchange, gc_paused():
+    with (
+        _timed("take", path),
+        Exchange(ranks_of(pg), "take", timeout_or_default(timeout)) as exchange,
+        gc_paused(),
+    ):
         refuse_on_loop()
         options = TakeOptions(**given)
         check_app_state(app_state)
@@ -70,8 +90,11 @@ def run_take(
             opening.look_at_path()
             opening.transaction()  # raises for an existing snapshot before any state is collected
             share = collect_rank_share(exchange, app_state, options, opening.globs)
+            packing = choose_packing(options.compression, opening.session, share.leaves)
             unchanged = find_unchanged(opening, share, app_state, options)
-            plan = plan_writes(share, opening.session, staged=False, groups=unchanged.groups, expected=options.plan)
+            plan = plan_writes(
+                share, opening.session, staged=False, groups=unchanged.groups, expected=options.plan, packing=packing
+            )
             stager = Stager(share.leaves, copies=opening.session.storage.limits.alignment > 1)
             with stager.digesting(plan.files, opening.session.budget):
                 take = Take(
@@ -82,6 +105,8 @@ def run_take(
                     stager=stager,
                     metadata=options.metadata_json,
                     verify=verify_written(options.verify_share, "take"),
+                    packing=packing,
+                    signer=options.signer,
                 )
                 run(take.write())
     return opening.path_as_given(path), take.report
@@ -102,7 +127,10 @@ def start_take(
     If `make` raises, the take ends.
     """
     refuse_on_loop()
-    with Exchange(ranks_of(pg), "async_take", timeout_or_default(timeout)) as exchange:
+    with (
+        _timed("async_take", path),
+        Exchange(ranks_of(pg), "async_take", timeout_or_default(timeout)) as exchange,
+    ):
         options = TakeOptions(**given)
         check_app_state(app_state)
         sink = None
@@ -117,11 +145,14 @@ def start_take(
         ):
             opening.look_at_path()
             share = collect_rank_share(exchange, app_state, options, opening.globs)
+            packing = choose_packing(options.compression, opening.session, share.leaves)
             overlapped = options.staging == "overlapped" and options.prepare is None
             with LateCopies(opening, share, app_state if overlapped else None) as late:
                 unchanged = find_unchanged(opening, share, app_state, options)
                 groups = unchanged.groups_with(late.marks)
-                plan = plan_writes(share, opening.session, staged=True, groups=groups, expected=options.plan)
+                plan = plan_writes(
+                    share, opening.session, staged=True, groups=groups, expected=options.plan, packing=packing
+                )
                 with BackgroundTake(
                     opening,
                     share,
@@ -131,6 +162,8 @@ def start_take(
                     metadata=options.metadata_json,
                     verify=verify_written(options.verify_share, "async_take"),
                     sink=sink,
+                    packing=packing,
+                    signer=options.signer,
                 ) as take:
                     report = take.report
                     work = take.stage_and_start()

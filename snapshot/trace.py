@@ -93,7 +93,7 @@ def save() -> None:
         timeline.spans = []
     if not lines or not path:
         return
-    with suppress(FileExistsError), open(path, "x") as file:
+    with suppress(FileExistsError), open(path, "x", encoding="utf-8") as file:
         file.write("[\n")
-    with open(path, "a") as file:
+    with open(path, "a", encoding="utf-8") as file:
         file.write("".join(f"{line},\n" for line in lines))

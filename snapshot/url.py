@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, unquote
 
+from snapshot.system_calls import WINDOWS
+
 _SECRET_WITH_SLASH = re.compile(r"[^/:@]+:(?!\d+(?:/|$))[^@]*@")
 """Matches `name:secret@` with a `/` in the secret. It should be written `%2F`, but people paste keys unescaped."""
 _NAMES = {"abfs", "abfss", "sftp", "ssh", "ftp"}
@@ -15,6 +17,7 @@ _NAMES = {"abfs", "abfss", "sftp", "ssh", "ftp"}
 PER_HOST = "near"
 """Scheme of folders that each host of a job has for itself, possibly at different paths."""
 _ONE_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+:/(?!/)")
+_DRIVE = re.compile(r"[A-Za-z]:")
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]*(?:::[A-Za-z][A-Za-z0-9+.\-]*)*)://")
 
 
@@ -38,13 +41,13 @@ class URL:
             raise ValueError("the path must not be empty; the current folder is '.'")
         found = _SCHEME.match(text)
         if not found:
-            if _ONE_SLASH.match(text):
+            if _ONE_SLASH.match(text) and not (WINDOWS and _DRIVE.match(text)):
                 scheme, _, rest = text.partition(":/")
                 raise ValueError(
                     f"{scheme}:/...: a URL must have two slashes after its scheme: {scheme}://...; write a file "
                     f"system path of this name as ./{scheme}:/..."
                 )
-            return cls("file", str(Path(os.path.expanduser(text)).absolute()))  # an unknown ~user is kept
+            return cls("file", Path(os.path.expanduser(text)).absolute().as_posix())  # an unknown ~user is kept
         scheme, rest = found[1].lower(), text[found.end() :]
         if scheme == "file":
             if not rest.startswith("/"):
@@ -52,7 +55,8 @@ class URL:
                 if host != "localhost" or not slash:
                     raise ValueError(f"a file URL must have three slashes, as in file:///absolute/path, got {text!r}")
                 rest = "/" + path
-            return cls("file", unquote(rest))
+            path = unquote(rest)
+            return cls("file", path[1:] if WINDOWS and _DRIVE.match(path[1:]) else path)
         if scheme == PER_HOST:
             return cls(scheme, unquote(rest))
         location, _, query = rest.partition("?")
@@ -65,7 +69,8 @@ class URL:
     def reveal(self) -> str:
         """Return the full URL with its secrets, for use by clients only. Parsing it gives this URL again."""
         if self.scheme in ("file", PER_HOST):
-            return f"{self.scheme}://{quote(self.location)}"
+            slash = "/" if self.scheme == "file" and not self.location.startswith("/") else ""  # before a drive
+            return f"{self.scheme}://{slash}{quote(self.location)}"
         return f"{self.scheme}://{self.location}" + (f"?{self.query}" if self.query else "")
 
     def apart(self) -> tuple[str, str]:

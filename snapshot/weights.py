@@ -9,17 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from snapshot.distributed.exchange import call_of
 from snapshot.events import emit
 from snapshot.formats.safetensors import SHARD
 from snapshot.maps.tensor_map import TensorMap
+from snapshot.opened import seal_with
 from snapshot.plan.renaming import Rename
 from snapshot.progress import Meter, ProgressArgument
 from snapshot.reports import ConvertReport
 from snapshot.runtime.loop import refuse_on_loop, run
 from snapshot.runtime.session import Session
+from snapshot.signing.keys import Key
 from snapshot.url import URL
 
 if TYPE_CHECKING:
+    from snapshot.save.take_options import Compression
     from snapshot.verbs.wanted_parts import LoadPlan
 
 
@@ -37,6 +41,7 @@ def load(
     storage_options: Mapping[str, Any] | None = None,
     memory_budget_bytes: int | None = None,
     allow_pickle: bool = False,
+    key: Key | None = None,
     progress: ProgressArgument = None,
 ) -> dict[str, torch.Tensor]:
     """Load the tensors of a checkpoint of any format into new memory of a device.
@@ -64,6 +69,7 @@ def load(
         memory_budget_bytes: Host memory for reads that cannot go to their destination directly. The default is 64 MiB
             for files and 256 MiB for other storages.
         allow_pickle: Also load tensors that only a pickle can create.
+        key: The public key that must have signed every byte that is read, as for `Snapshot`.
         progress: True for a progress bar, or a function that is called with `Progress`.
 
     Raises:
@@ -84,7 +90,7 @@ def load(
     began = time.perf_counter()
     choice = Selection(select, exclude, rename, dtype, verify, allow_pickle, map)
     parsed, where = URL.parse(os.fspath(url)), torch.device(device)
-    session = Session(parsed, storage_options, budget=memory_budget_bytes)
+    session = Session(parsed, storage_options, budget=memory_budget_bytes, seal=seal_with(key))
     meter = Meter("load", progress)
     try:
         loaded = load_tensors(session, choice, plan, where, meter)
@@ -111,6 +117,7 @@ def merge(
     exclude: Sequence[str] = (),
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD,
+    compression: Compression | None = None,
     overwrite: bool = False,
     durable: bool = True,
     verify: bool = True,
@@ -118,7 +125,9 @@ def merge(
     storage_options: Mapping[str, Any] | None = None,
     memory_budget_bytes: int | None = None,
     allow_pickle: bool = False,
+    key: Key | None = None,
     progress: ProgressArgument = None,
+    ranks: bool = False,
 ) -> ConvertReport:
     """Merge checkpoints into one, within the memory budget: their average, a weighted sum, or a moving average.
 
@@ -145,6 +154,7 @@ def merge(
         exclude: Globs to leave out.
         dtype: Cast floating-point tensors of the result to this dtype, instead of the first source's dtype.
         shard_bytes: The maximum size of each file if there are several.
+        compression: As for `Snapshot.convert`.
         overwrite: Replace an existing checkpoint.
         durable: Return only when the result survives a loss of power.
         verify: Verify every digest, and the checksums of other libraries' formats.
@@ -152,7 +162,10 @@ def merge(
         storage_options: Options for the storage plugin of `url`.
         memory_budget_bytes: Host memory: a quarter for reading, a quarter for mixing, and half for writing.
         allow_pickle: Also run pickles in the first source for values that are not tensors.
+        key: The public key that must have signed every source, as for `Snapshot`.
         progress: True for a progress bar, or a function that is called with `Progress`.
+        ranks: Share the work with all ranks of the default process group; every rank calls. By default this process
+            works alone, even if several ranks run.
 
     Raises:
         RestoreError: The sources do not fit. `mismatches` lists every reason; nothing was written.
@@ -191,12 +204,15 @@ def merge(
     if len(each) != count:
         raise ValueError(f"source_options must be {count} mappings, one for each source, got {len(each)}")
     half = None if memory_budget_bytes is None else max(1, memory_budget_bytes // 2)
-    return merge_checkpoints(
-        [(URL.parse(os.fspath(source)), options) for source, options in zip(paths, each, strict=True)],
-        Output(URL.parse(os.fspath(url)), storage_options, to, shard_bytes, overwrite, durable, half),
-        mix=mix,
-        choice=Selection(select, exclude, None, dtype, verify, allow_pickle),
-        others=others,
-        meter=Meter("merge", progress),
-        budget=memory_budget_bytes,
-    )
+    with call_of("merge", None, ranks=ranks) as exchange:
+        return merge_checkpoints(
+            [(URL.parse(os.fspath(source)), options) for source, options in zip(paths, each, strict=True)],
+            Output(URL.parse(os.fspath(url)), storage_options, to, shard_bytes, overwrite, durable, half),
+            mix=mix,
+            choice=Selection(select, exclude, None, dtype, verify, allow_pickle, compression=compression),
+            others=others,
+            meter=Meter("merge", progress),
+            budget=memory_budget_bytes,
+            exchange=exchange,
+            seal=seal_with(key),
+        )

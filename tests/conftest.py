@@ -15,13 +15,15 @@ import pytest
 from hypothesis import settings
 
 from snapshot import events
+from tests.helpers.browser import browser  # noqa: F401 - a fixture
 from tests.helpers.rank_pool import Pool
 from tests.helpers.servers import azurite, gcs, moto, nginx, sshd, webdav, weed  # noqa: F401 - fixtures
 from tests.helpers.warm_interpreter import Warm
 
 HERE = Path(__file__).parent
 TIERS = "servers or ranks or deadly or libraries or device or bench or examples or slow"
-SERVERS = {"moto", "weed", "gcs", "azurite", "nginx", "webdav", "sshd"}
+FAST = f"smoke or not ({TIERS})"
+SERVERS = {"browser", "moto", "weed", "gcs", "azurite", "nginx", "webdav", "sshd"}
 
 # A machine that is busy with something else is slow, and no test says anything about time.
 settings.register_profile("snapshot", deadline=None)
@@ -58,7 +60,7 @@ WORKERS = 3
 def pytest_configure(config):
     """Choose the fast tier if neither tests nor marks are named on the command line."""
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.markexpr:
-        config.option.markexpr = f"smoke or not ({TIERS})"
+        config.option.markexpr = FAST
 
 
 def pytest_xdist_auto_num_workers(config):

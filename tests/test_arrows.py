@@ -6,9 +6,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FLOORS = """
-    aio durations errors options peer_requests per_process saved text url version
+    aio durations errors options peer_requests per_process saved system_calls text url version
     events progress reports storage trace
-    registry storage_options tensors
+    metrics
+    registry storage_options tensors wrapper
+    signing
     maps
     manifest runtime testing
     distributed metadata plan state
@@ -16,7 +18,7 @@ FLOORS = """
     loading save
     verbs worker
     tiers
-    checkpoint pending takes weights
+    checkpoint opened pending takes weights
     snapshot
     publish
     manager
@@ -32,7 +34,7 @@ FACE = {"snapshot", "snapshot.__main__"}
 """What gathers the names for users, and starts the command."""
 
 
-PLUGINS_USE = {"aio", "errors", "events", "peer_requests", "per_process", "storage", "tensors", "url"}
+PLUGINS_USE = {"aio", "errors", "events", "peer_requests", "per_process", "storage", "system_calls", "tensors", "url"}
 """What plugins may import of the library."""
 
 

@@ -20,7 +20,10 @@ STATE = {"s": StateDict(x=torch.arange(1000.0))}
 def test_a_take_tells_what_it_does_with_bytes_and_seconds(tmp_path, told):
     Snapshot.async_take(tmp_path / "s", STATE).wait()
     named = {event.name: event for event in told}
-    assert [event.name for event in told] == ["start", "staged", "committed"]
+    assert sorted(named) == ["blocked", "committed", "staged", "start"]
+    assert (told[0].name, len(told)) == ("start", 4)
+    assert 0 <= named["staged"].fields["seconds"] <= named["committed"].fields["seconds"]
+    assert told.pop(told.index(named["blocked"])).fields["seconds"] >= 0
     assert {event.verb for event in told} == {"async_take"}
     assert {event.path for event in told} == {str(tmp_path / "s")}
     assert all(event.fields["bytes"] >= 4000 for event in told)
@@ -31,13 +34,13 @@ def test_one_that_fails_says_why(tmp_path, told):
     fault = faulty(on="create", error=PermissionError(13, "Permission denied"))
     with fault, pytest.raises(StorageError, match="Permission denied") as caught:
         Snapshot.take(f"faulty+file://{tmp_path / 's'}", STATE)
-    assert [event.name for event in told] == ["start", "failed"]
-    assert told[-1].fields["error"] is caught.value
+    assert [event.name for event in told] == ["start", "failed", "blocked"]
+    assert told[1].fields["error"] is caught.value
     Snapshot.take(tmp_path / "s", STATE)
     del told[:]
     with pytest.raises(SnapshotExistsError) as refused:
         Snapshot.take(tmp_path / "s", STATE)
-    assert [(event.name, event.fields["error"]) for event in told] == [("failed", refused.value)]
+    assert [(event.name, event.fields.get("error")) for event in told] == [("failed", refused.value), ("blocked", None)]
 
 
 def test_each_verb_writes_one_line_to_the_log(tmp_path, caplog):
@@ -83,5 +86,5 @@ def test_handlers_of_installed_packages_are_called_and_fail_nothing(tmp_path):
     shown = subprocess.run(  # handlers are looked for when the library is imported
         [sys.executable, script], env=environment, check=True, capture_output=True, text=True, timeout=100
     ).stdout
-    assert shown.splitlines()[-3:] == ["heard start", "heard committed", "there"], shown
+    assert shown.splitlines()[-4:] == ["heard start", "heard committed", "heard blocked", "there"], shown
     assert sys.modules.get("listens") is None

@@ -10,9 +10,9 @@ from types import ModuleType
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from snapshot import Snapshot, StateDict
+from tests.helpers.torchrun import rank_environments
 from tests.helpers.warm_interpreter import Warm
 
 pytestmark = pytest.mark.examples
@@ -89,17 +89,10 @@ def torchrun(world: int, example: str, *arguments: object) -> list[str]:
 
 def ranks(warm: Warm, world: int, example: str, *arguments: object) -> list[str]:
     """The same with what torchrun does for its ranks, but in forks, which need not import torch."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "WORLD_SIZE": str(world),
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
     script = ROOT / "examples" / example
-    started = [warm.start(script, *arguments, **environment, RANK=str(rank)) for rank in range(world)]
-    return [line for each in started for line in warm.finish(each).splitlines()]
+    with rank_environments(world) as environments:
+        started = [warm.start(script, *arguments, **environment) for environment in environments]
+        return [line for each in started for line in warm.finish(each).splitlines()]
 
 
 def test_data_parallel_training_resumes_to_the_same_losses_on_every_rank(tmp_path: Path, warm: Warm) -> None:

@@ -5,24 +5,22 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import os
 import stat
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from snapshot.errors import StorageError
 from snapshot.plugins.file import direct_io
 from snapshot.storage import Buffer
+from snapshot.system_calls import CLOEXEC, MOST_BUFFERS, NONBLOCK, sync_file, try_lock_folder
 
-_MOST_BUFFERS = os.sysconf("SC_IOV_MAX") if "SC_IOV_MAX" in os.sysconf_names else 16
-_FOR_READING = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+_FOR_READING = os.O_RDONLY | CLOEXEC | NONBLOCK
 """O_NONBLOCK, since opening a FIFO without a writer would wait. Regular files ignore it."""
+_is_junction: Callable[[str], bool] = getattr(os.path, "isjunction", lambda _: False)
 LOCK_PATIENCE = 10.0
 """Seconds to wait for a folder's lock, which is held for one rename."""
-_LOCK_POLL = 0.02
 
 
 class OpenFile:
@@ -81,11 +79,14 @@ class OpenFile:
 
 def open_regular(full: str, flags: int = 0) -> int:
     """Open a file for reading; raise StorageError if it is not a regular file, which might never end."""
-    descriptor = os.open(full, _FOR_READING | flags)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    if NONBLOCK or stat.S_ISREG(os.stat(full).st_mode):
+        descriptor = os.open(full, _FOR_READING | flags)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return descriptor
         os.close(descriptor)
-        raise StorageError(f"{full}: not a regular file")
-    return descriptor
+    error = StorageError(f"{full}: not a regular file")
+    error.errno = errno.EISDIR
+    raise error
 
 
 def read_regular(full: str, limit: int | None) -> bytes:
@@ -103,7 +104,7 @@ def write_all(descriptor: int, data: bytes, *, durable: bool) -> None:
             raise OSError(errno.EIO, f"write failed: 0 of {len(view)} bytes were written")
         view = view[done:]
     if durable:
-        os.fsync(descriptor)
+        sync_file(descriptor)
 
 
 def _identity(found: os.stat_result) -> tuple[int, int]:
@@ -123,8 +124,8 @@ def transfer_vectored(
     The kernel accepts at most 1024 buffers per call.
     """
     end = offset + total
-    for first in range(0, len(buffers), _MOST_BUFFERS):
-        rest: Sequence[Buffer] = buffers[first : first + _MOST_BUFFERS]
+    for first in range(0, len(buffers), MOST_BUFFERS):
+        rest: Sequence[Buffer] = buffers[first : first + MOST_BUFFERS]
         while rest:
             done = call(descriptor, rest, offset)
             offset += done
@@ -154,28 +155,18 @@ def find_link(root: str, folder: str) -> str | None:
     full = root
     for part in folder.split("/") if folder else ():
         full = f"{full}/{part}"
-        if os.path.islink(full):
+        if os.path.islink(full) or _is_junction(full):
             return full
     return None
 
 
-def sync_folder(folder: str) -> None:
-    """Flush the names in a folder to disk, if its file system can."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # this file system cannot sync folders
-            raise
-    finally:
-        os.close(descriptor)
-
-
 def drop_cache(path: str) -> None:
     """Drop a file from the page cache, after flushing it: dirty pages would stay."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    if not hasattr(os, "posix_fadvise"):
+        return
+    descriptor = os.open(path, os.O_RDONLY | CLOEXEC)
     try:
-        os.fdatasync(descriptor)
+        sync_file(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
@@ -187,25 +178,10 @@ def lock_folder(folder: str) -> Iterator[None]:
 
     On a file system without locks, go on without one.
     """
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    deadline = time.monotonic() + LOCK_PATIENCE
-    try:
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise StorageError(
-                        f"{folder}: locked by another process for more than {LOCK_PATIENCE:g} seconds"
-                    ) from None
-                time.sleep(_LOCK_POLL)
-                continue
-            except OSError:  # this file system has no locks
-                pass
-            break
+    with try_lock_folder(folder, LOCK_PATIENCE) as locked:
+        if not locked:
+            raise StorageError(f"{folder}: locked by another process for more than {LOCK_PATIENCE:g} seconds")
         yield
-    finally:
-        os.close(descriptor)
 
 
 def file_token(found: os.stat_result) -> str:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
 from collections.abc import Sequence
 from functools import lru_cache
 
 from snapshot.storage import Buffer
+from snapshot.system_calls import fcntl, libc
 from snapshot.tensors.addresses import copy_memory
 
 PAGE = 4096
@@ -27,7 +27,6 @@ Network and parallel file systems (NFS, Lustre, GPFS, FUSE) read ahead and write
 O_DIRECT, and are then slower, or split each request.
 """
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @lru_cache(maxsize=256)
@@ -158,6 +157,5 @@ def read_bounced(descriptor: int, offset: int, buffers: Sequence[Buffer], total:
 
 def start_writeback(descriptor: int, offset: int, length: int) -> None:
     """Start to flush a range to disk, so that `fsync` has less to do."""
-    function = getattr(_libc, "sync_file_range", None)
-    if function is not None:
-        function(descriptor, ctypes.c_int64(offset), ctypes.c_int64(length), ctypes.c_uint(2))
+    if libc.sync_file_range is not None:
+        libc.sync_file_range(descriptor, ctypes.c_int64(offset), ctypes.c_int64(length), ctypes.c_uint(2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
 import stat
 import threading
@@ -45,6 +46,7 @@ from snapshot.storage import (
     in_thread,
     map_exceptions,
 )
+from snapshot.system_calls import CLOEXEC, NO_LINKS, NOFOLLOW, WINDOWS, link, read_at, remove_file, replace_file
 
 T = TypeVar("T")
 MiB = 1 << 20
@@ -58,6 +60,11 @@ _DIRECT = Limits(
     alignment=direct_io.PAGE,
     merge_gap=64 << 10,
 )
+
+_UNSAFE = re.compile(
+    r'[\\:*?"<>|\0-\37]|(^|/)(con|prn|aux|nul|con(in|out)\$|(com|lpt)[\d\xb9\xb2\xb3])(\.|/|$)|[. ](/|$)', re.IGNORECASE
+)
+"""Names that Windows refuses or reads in another way: `\\` separates folders there, and `NUL` is a device."""
 
 
 class FileStorage(Storage):
@@ -88,7 +95,10 @@ class FileStorage(Storage):
         return _DIRECT if direct_io.is_worthwhile(self._root, always=self.context.direct_io == "always") else _BUFFERED
 
     def _path(self, path: str) -> str:
-        return f"{self._root}/{check_path(path)}"
+        check_path(path)
+        if WINDOWS and _UNSAFE.search(path):
+            raise StorageError(f"{self.url.join(path)}: must be a file name that Windows allows")
+        return f"{self._root}/{path}"
 
     async def _run(self, path: str, function: Callable[..., T], *arguments: Any) -> T:
         with map_exceptions(self.url.join(path)):
@@ -108,7 +118,7 @@ class FileStorage(Storage):
     def _create(self, path: str, size: int) -> FileWriter:
         full = self._path(path)
         self._refuse_links(path)
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | CLOEXEC | NOFOLLOW
         is_direct = self.limits.alignment > 1 and size >= MiB
 
         def attempt() -> int:
@@ -120,7 +130,7 @@ class FileStorage(Storage):
             except FileExistsError:
                 if os.path.islink(full):
                     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP)) from None
-                os.unlink(full)  # never truncated, since other snapshots may share its bytes
+                remove_file(full)  # never truncated, since other snapshots may share its bytes
                 return attempt()
 
         descriptor = self._folders.open_new(full, attempt)
@@ -163,15 +173,19 @@ class FileStorage(Storage):
     def _read(self, path: str, offset: int, buffers: Sequence[Buffer], total: int, token: str | None) -> int | None:
         """Read through the page cache; return the number of bytes, or None if O_DIRECT should be used."""
         reader = self._reader(path)
-        if token is not None and token != file_token(os.fstat(reader.descriptor)):
-            raise StorageConflictError(f"{self.url.join(path)}: replaced during the read")
-        if total >= direct_io.WORTH and reader.goes_around(offset):
-            return None
-        return transfer_vectored(os.preadv, reader.descriptor, buffers, offset, total) - offset
+        try:
+            if token is not None and token != file_token(os.fstat(reader.descriptor)):
+                raise StorageConflictError(f"{self.url.join(path)}: replaced during the read")
+            if total >= direct_io.WORTH and reader.goes_around(offset):
+                return None
+            return transfer_vectored(read_at, reader.descriptor, buffers, offset, total) - offset
+        finally:
+            if WINDOWS:
+                reader.close()
 
     def _read_rest(self, path: str, offset: int, buffers: Sequence[Buffer], total: int, got: int) -> int:
         rest = skip_bytes(buffers, got)
-        return transfer_vectored(os.preadv, self._reader(path).descriptor, rest, offset + got, total - got) - offset
+        return transfer_vectored(read_at, self._reader(path).descriptor, rest, offset + got, total - got) - offset
 
     def _reader(self, path: str) -> OpenFile:
         """Return the open file, reopened if it was replaced.
@@ -179,6 +193,8 @@ class FileStorage(Storage):
         The old one stays open, since a thread may still read it.
         """
         full = self._path(path)
+        if WINDOWS:  # a file that is open cannot be replaced
+            return OpenFile(full, "never")
         current = os.stat(full)
         with self._lock:
             reader = self._readers.get(path)
@@ -202,7 +218,7 @@ class FileStorage(Storage):
         self._refuse_links(path)
         at_once = expect is ABSENT and not data
         made = full if at_once else f"{full}.{secrets.token_hex(6)}.tmp"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | CLOEXEC
         try:
             descriptor = self._folders.open_new(full, lambda: os.open(made, flags, 0o666))
         except FileExistsError:
@@ -218,7 +234,7 @@ class FileStorage(Storage):
             return self._set_time(made)
         except BaseException:
             with contextlib.suppress(OSError):
-                os.unlink(made)
+                remove_file(made)
             self._folders.remove_empty({folder})
             raise
 
@@ -236,13 +252,13 @@ class FileStorage(Storage):
         self._folders.mark_changed(folder)
         if expect is ABSENT:
             try:
-                os.link(aside, full, follow_symlinks=False)
+                link(aside, full)
             except FileExistsError:
                 if token != self._token_at(full):  # else the link succeeded, and its response was lost
                     raise StorageConflictError(f"{self.url.join(path)}: already exists") from None
                 self._unlink_quietly(aside)
             except OSError as error:
-                if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES):
+                if error.errno not in NO_LINKS:
                     raise
                 self._replace(aside, full, path, expect)  # this file system has no links
             else:
@@ -263,7 +279,7 @@ class FileStorage(Storage):
                     raise StorageConflictError(f"{self.url.join(path)}: {found}")
             token = self._token_at(aside)
             try:
-                os.rename(aside, full)
+                replace_file(aside, full)
             except FileNotFoundError:
                 if token is None or token != self._token_at(full):  # else only its response was lost
                     raise
@@ -271,7 +287,7 @@ class FileStorage(Storage):
     def _unlink_quietly(self, aside: str) -> None:
         """Remove the temporary name, if possible: the file already has its final name."""
         with contextlib.suppress(OSError):
-            os.unlink(aside)
+            remove_file(aside)
 
     def _token_at(self, full: str) -> str | None:
         try:
@@ -288,7 +304,7 @@ class FileStorage(Storage):
         self._refuse_links(claim)
         self._refuse_links(path)
         try:
-            descriptor = os.open(aside, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW)
+            descriptor = os.open(aside, os.O_WRONLY | os.O_TRUNC | CLOEXEC | NOFOLLOW)
         except FileNotFoundError:
             raise StorageConflictError(f"{self.url.join(claim)}: removed by another save, or by `delete`") from None
         try:
@@ -325,7 +341,7 @@ class FileStorage(Storage):
 
     def _rename(self, source: str, full: str) -> None:
         self._folders.make(os.path.dirname(full))
-        os.rename(source, full)
+        replace_file(source, full)
         self._folders.mark_removed(source)
         self._folders.mark_finished(full)
         for each in {os.path.dirname(source), os.path.dirname(full)}:
@@ -362,6 +378,8 @@ class FileStorage(Storage):
 
     async def list(self, prefix: str = "", *, recursive: bool = True) -> list[str]:
         """Walk the folder in the prefix. Links are listed, but not followed."""
+        if WINDOWS and _UNSAFE.search(prefix):
+            return []
         return await self._run(prefix, list_files, self._root, prefix, recursive)
 
     async def delete(self, paths: Sequence[str]) -> None:
@@ -378,7 +396,7 @@ class FileStorage(Storage):
             full = self._path(path)
             self._folders.mark_removed(full)
             try:
-                os.unlink(full)
+                remove_file(full)
             except (FileNotFoundError, NotADirectoryError):
                 pass
             except OSError as error:

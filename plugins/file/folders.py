@@ -7,8 +7,9 @@ import os
 import threading
 from collections.abc import Callable
 
-from snapshot.plugins.file.descriptors import find_link, sync_folder
+from snapshot.plugins.file.descriptors import find_link
 from snapshot.storage import check_path
+from snapshot.system_calls import sync_folder
 
 _TRIES = 3
 """Attempts to create a file in a folder that another take's clean-up removes while it is empty."""
@@ -35,6 +36,8 @@ class Folders:
             missing = []
             while folder and not os.path.isdir(folder):
                 missing.append(folder)
+                if folder == os.path.dirname(folder):  # a drive that is not there
+                    break
                 folder = os.path.dirname(folder)
             for each in reversed(missing):
                 with contextlib.suppress(FileExistsError):
@@ -70,6 +73,8 @@ class Folders:
                 except FileNotFoundError:  # the folder was never created, but a parent may have been
                     pass
                 except OSError:
+                    break
+                if folder == os.path.dirname(folder):
                     break
                 folder = os.path.dirname(folder)
 

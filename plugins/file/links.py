@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import fcntl
 import os
 import stat
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from snapshot.errors import SnapshotError, StorageConflictError, StorageNotFound
 from snapshot.plugins.file.descriptors import file_token, open_regular
 from snapshot.plugins.file.folders import Folders
 from snapshot.storage import URL, in_thread, map_exceptions
+from snapshot.system_calls import CLOEXEC, NOFOLLOW, WINDOWS, fcntl, link, sync_file, sync_path
 
 FICLONE = 0x40049409
 """The ioctl of Linux that creates a reflink: a file of its own, whose blocks are shared until one of them changes."""
@@ -35,7 +35,9 @@ async def share_file(source: URL, url: URL, full: str, token: str | None, folder
 
 def _share(source: URL, url: URL, full: str, token: str | None, folders: Folders, *, durable: bool) -> str:
     with map_exceptions(source):
-        origin = open_regular(source.location, os.O_NOFOLLOW)
+        if not NOFOLLOW and os.path.islink(source.location):
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        origin = open_regular(source.location, NOFOLLOW)
     try:
         before = os.fstat(origin)
         if token is not None and token != file_token(before):
@@ -47,10 +49,11 @@ def _share(source: URL, url: URL, full: str, token: str | None, folders: Folders
         try:
             if file_token(os.fstat(origin)) != file_token(before) or os.fstat(made).st_size != before.st_size:
                 raise StorageConflictError(f"{source}: changed while it was shared")
-            with contextlib.suppress(OSError):  # only the owner may
-                os.fchmod(made, stat.S_IMODE(before.st_mode & os.fstat(made).st_mode) & 0o555)
+            if not WINDOWS:  # which deletes no read-only files
+                with contextlib.suppress(OSError):  # only the owner may
+                    os.fchmod(made, stat.S_IMODE(before.st_mode & os.fstat(made).st_mode) & 0o555)
             if durable:  # the source may have been written without
-                os.fsync(made)
+                sync_file(made) if made != origin else sync_path(full)
         except BaseException:
             _discard(full, folders)
             raise
@@ -89,12 +92,14 @@ def _add_name(origin: int, source: str, full: str) -> int:
 
 
 def _reflink(origin: int, source: str, full: str) -> int:
+    if fcntl is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     return _fill_new(full, lambda made: fcntl.ioctl(made, FICLONE, origin))
 
 
 def _link(origin: int, source: str, full: str) -> int:
     try:
-        os.link(source, full, follow_symlinks=False)
+        link(source, full)
     except OSError as error:
         if not _is_name_of(full, origin):  # else the link succeeded, and its response was lost
             if isinstance(error, FileNotFoundError) and not os.path.lexists(source):
@@ -125,7 +130,7 @@ def _copy_range(origin: int, made: int) -> None:
 
 def _fill_new(full: str, fill: Callable[[int], object]) -> int:
     """Create a file and fill it. Nothing remains after an error."""
-    made = os.open(full, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    made = os.open(full, os.O_RDWR | os.O_CREAT | os.O_EXCL | CLOEXEC | NOFOLLOW, 0o666)
     try:
         fill(made)
     except BaseException:

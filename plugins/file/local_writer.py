@@ -12,6 +12,7 @@ from snapshot.plugins.file import direct_io
 from snapshot.plugins.file.descriptors import buffer_length, transfer_vectored
 from snapshot.plugins.file.folders import Folders
 from snapshot.storage import URL, Buffer, FileWriter, in_thread, map_exceptions
+from snapshot.system_calls import remove_file, sync_file, write_at
 
 MiB = 1 << 20
 
@@ -47,7 +48,7 @@ class LocalFileWriter(FileWriter):
         if self._around_cache:
             direct_io.stop_direct(self._descriptor)
             self._around_cache = False
-        end = transfer_vectored(os.pwritev, self._descriptor, buffers, offset, total)
+        end = transfer_vectored(write_at, self._descriptor, buffers, offset, total)
         if end < offset + total:
             raise OSError(errno.EIO, f"write failed: {end - offset} of {total} bytes at offset {offset} were written")
         if self._durable and total >= MiB:
@@ -60,7 +61,7 @@ class LocalFileWriter(FileWriter):
     def _finish(self) -> None:
         os.ftruncate(self._descriptor, self._size)
         if self._durable:
-            os.fsync(self._descriptor)
+            sync_file(self._descriptor)
         self._close()
         self._folders.mark_finished(self._full)
 
@@ -73,7 +74,7 @@ class LocalFileWriter(FileWriter):
             self._close()
         self._folders.mark_removed(self._full)
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._full)
+            remove_file(self._full)
         self._folders.remove_empty({os.path.dirname(self._full)})
 
     def _close(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 from abc import ABC, abstractmethod
@@ -268,20 +269,22 @@ class DCP(Competitor):
         super().__init__(payload)
         self.library = importlib.import_module("torch.distributed.checkpoint")
         self.staging = importlib.import_module("torch.distributed.checkpoint.staging")
+        known = inspect.signature(self.library.save).parameters
+        self.alone: dict[str, Any] = {"no_dist": True} if "no_dist" in known else {}  # torch 2.6 finds out by itself
         self.stagers: dict[bool, Any] = {}
         self.caching_writer: Any = None
 
     def save(self, where: str, durable: bool = False) -> None:
         writer = self.library.FileSystemWriter(where, sync_files=durable)
-        self.library.save(self.payload.nested(), storage_writer=writer, no_dist=True)
+        self.library.save(self.payload.nested(), storage_writer=writer, **self.alone)
 
     def load(self, where: str) -> None:
         reader = self.library.FileSystemReader(where)
-        self.library.load(self.payload.nested(), storage_reader=reader, no_dist=True)
+        self.library.load(self.payload.nested(), storage_reader=reader, **self.alone)
 
     def start(self, where: str) -> Wait:
         writer = self.library.FileSystemWriter(where, sync_files=False)
-        future: Future[object] = self.library.async_save(self.payload.nested(), storage_writer=writer, no_dist=True)
+        future: Future[object] = self.library.async_save(self.payload.nested(), storage_writer=writer, **self.alone)
         return future.result
 
     def start_staged(self, where: str, overlapped: bool) -> Wait:
@@ -298,7 +301,7 @@ class DCP(Competitor):
             self.payload.nested(),
             storage_writer=self.library.FileSystemWriter(where, sync_files=False),
             async_stager=self.stagers[overlapped],
-            no_dist=True,
+            **self.alone,
         )
         wait: Wait = (answer.upload_completion if overlapped else answer).result
         return wait
@@ -308,7 +311,7 @@ class DCP(Competitor):
         if self.caching_writer is None:
             self.caching_writer = self.library.FileSystemWriter(where, sync_files=False, cache_staged_state_dict=True)
         future: Future[object] = self.library.async_save(
-            self.payload.nested(), checkpoint_id=where, storage_writer=self.caching_writer, no_dist=True
+            self.payload.nested(), checkpoint_id=where, storage_writer=self.caching_writer, **self.alone
         )
         return future.result
 

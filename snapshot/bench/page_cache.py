@@ -7,6 +7,8 @@ import mmap
 import os
 from pathlib import Path
 
+from snapshot.system_calls import libc
+
 
 class StaysCached(Exception):
     """Files cannot be dropped from the page cache."""
@@ -44,13 +46,10 @@ def _resident(files: list[Path]) -> float:
         with open(file, "rb") as opened, mmap.mmap(opened.fileno(), size, access=mmap.ACCESS_COPY) as mapped:
             flags = (ctypes.c_ubyte * pages)()
             first = ctypes.c_char.from_buffer(mapped)  # this needs a writable mapping, so it is a private copy
-            failed = _libc.mincore(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(size), flags)
+            failed = libc.mincore(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(size), flags)
             del first
         if failed:
             raise OSError(ctypes.get_errno(), f"mincore of {file} failed")
         held += bytes(flags).count(1)
         total += pages
     return held / total if total else 0.0
-
-
-_libc = ctypes.CDLL(None, use_errno=True)

@@ -11,18 +11,17 @@ import argparse
 import io
 import logging
 import os
-import signal
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from snapshot.cli.arguments import Run
-from snapshot.cli.screen import printable
+from snapshot.cli.screen import complain, printable
 from snapshot.cli.status import ExitStatus
 from snapshot.cli.verbs import VERBS
 from snapshot.errors import SnapshotError
@@ -58,14 +57,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _flushed(given)
     except BrokenPipeError:  # the reader of the output, such as `head`, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE  # as shells return after this signal
+        return 128 + 13  # as shells return after SIGPIPE, which Windows does not have
     except (SnapshotError, OSError, ValueError) as error:
-        _complain("error", error)
+        complain("error", error)
     except KeyboardInterrupt:
         return 130  # as shells return after SIGINT
     except Exception:  # noqa: BLE001 - a bug, not a difference
         traceback.print_exc()
-        _complain("error", "this is a bug in the command; please report it with the lines above")
+        complain("error", "this is a bug in the command; please report it with the lines above")
     return ExitStatus.FAILED
 
 
@@ -115,7 +114,7 @@ def _spoken() -> Iterator[None]:
     add_handler(waiting)
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_, **__: _complain("warning", message)
+            warnings.showwarning = lambda message, *_, **__: complain("warning", message)
             yield
     finally:
         log.removeHandler(handler)
@@ -131,14 +130,9 @@ class _Waiting:
     def __call__(self, event: Event) -> None:
         if event.name == "retry" and time.monotonic() >= self._next:
             self._next = time.monotonic() + 10.0
-            _complain("retry", f"attempt {event.fields['attempt']}: {event.fields['error']}")
+            complain("retry", f"attempt {event.fields['attempt']}: {event.fields['error']}")
 
 
 class _Complaints(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        _complain(record.levelname.lower(), record.getMessage())
-
-
-def _complain(kind: str, what: object) -> None:
-    with suppress(OSError, ValueError):  # standard error may be closed
-        print(f"snapshot: {kind}: {printable(' '.join(str(what).split()))}", file=sys.stderr)
+        complain(record.levelname.lower(), record.getMessage())

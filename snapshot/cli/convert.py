@@ -10,6 +10,7 @@ import torch
 
 from snapshot.cli.arguments import (
     Verbs,
+    add_compress,
     add_json,
     add_memory,
     add_pickle,
@@ -22,6 +23,7 @@ from snapshot.cli.arguments import (
 )
 from snapshot.cli.cp import in_our_words
 from snapshot.cli.locate import explain_missing
+from snapshot.cli.ranks import add_ranks, on_ranks
 from snapshot.cli.screen import as_json, bar, printable, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.formats.safetensors import SHARD
@@ -45,7 +47,7 @@ def add(verbs: Verbs) -> None:
             ("convert run/step-100 model.safetensors --select 'model/**' --dtype bfloat16", "only the weights"),
             ("convert run/step-100 run-dcp --to dcp", "for torch.distributed.checkpoint"),
         ],
-        run,
+        on_ranks(run),
     )
     parser.add_argument("source", metavar="FROM", help="the source: anything that Snapshot(path) opens")
     parser.add_argument("target", metavar="TO", help="a folder; a file for torch, and for safetensors with that suffix")
@@ -75,7 +77,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     elif arguments.map_config is not None or arguments.map_reverse:
         raise ValueError("--map-config and --map-reverse need --map")
     source = Snapshot(arguments.source, storage_options=options, allow_pickle=arguments.allow_pickle)
-    with in_our_words(), explain_missing(arguments.source, options), bar("convert") as show:
+    with in_our_words(), explain_missing(arguments.source, options), bar("convert", ranks=arguments.ranks) as show:
         report = source.convert(
             arguments.target,
             arguments.to or format_by_name(arguments.target),
@@ -85,11 +87,13 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
             map=tensor_map,
             dtype=arguments.dtype,
             shard_bytes=arguments.shard,
+            compression=arguments.compress,
             overwrite=arguments.overwrite,
             verify=not arguments.no_verify,
             storage_options=options_of(arguments, "dst"),
             memory_budget_bytes=arguments.memory,
             progress=show,
+            ranks=arguments.ranks,
         )
     print_report(arguments.target, report, json=arguments.json)
     return ExitStatus.OK
@@ -112,9 +116,11 @@ def add_output(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="maximum file size if there are several files, such as 5GB",
     )
+    add_compress(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace an existing target")
     parser.add_argument("--no-verify", action="store_true", help="do not compare digests and checksums")
     add_memory(parser)
+    add_ranks(parser)
     add_pickle(parser)
     add_json(parser)
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 
-from snapshot.cli.arguments import Verbs, add_json, add_memory, add_select, add_storage, options_of, verb
+from snapshot.cli.arguments import Verbs, add_compress, add_json, add_memory, add_select, add_storage, options_of, verb
 from snapshot.cli.locate import explain_missing
+from snapshot.cli.ranks import add_ranks, on_ranks
 from snapshot.cli.screen import as_json, bar, printable, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.errors import SnapshotExistsError
@@ -27,16 +28,19 @@ def add(verbs: Verbs) -> None:
         [
             ("cp run/step-100 s3://bucket/run/step-100", "into a bucket"),
             ("cp run/step-100 model-only --select 'model/**'", "a part of it"),
+            ("cp run/step-100 s3://bucket/run/step-100 --compress", "fewer bytes, over a slow link"),
             ("cp s3://a/x s3://b/x --dst-o endpoint_url=http://localhost:9000", "to another server"),
         ],
-        run,
+        on_ranks(run),
     )
     parser.add_argument("source", metavar="SRC", help="a snapshot, or a checkpoint of another library")
     parser.add_argument("target", metavar="DST", help="the copy's own name, not the folder above it")
     add_select(parser)
+    add_compress(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace an existing target when the copy is complete")
     parser.add_argument("--no-verify", action="store_true", help="do not compare digests and checksums")
     add_memory(parser)
+    add_ranks(parser)
     add_json(parser)
     add_storage(parser, "src", "dst")
 
@@ -54,16 +58,18 @@ def in_our_words() -> Iterator[None]:
 def run(arguments: argparse.Namespace) -> ExitStatus:
     """Copy, and print the report."""
     options = options_of(arguments, "src")
-    with in_our_words(), explain_missing(arguments.source, options), bar("copy") as show:
+    with in_our_words(), explain_missing(arguments.source, options), bar("copy", ranks=arguments.ranks) as show:
         report = Snapshot(arguments.source, storage_options=options).copy(
             arguments.target,
             arguments.select,
             exclude=arguments.exclude,
+            compression=arguments.compress,
             overwrite=arguments.overwrite,
             verify=not arguments.no_verify,
             storage_options=options_of(arguments, "dst"),
             memory_budget_bytes=arguments.memory,
             progress=show,
+            ranks=arguments.ranks,
         )
     name = str(URL.parse(arguments.target))
     print(as_json({"url": name, **asdict(report)}) if arguments.json else wrapped(printable(f"{name}: {report}")))

@@ -10,6 +10,7 @@ from typing import Any
 from snapshot.cli.arguments import Verbs, add_json, add_memory, add_select, add_storage, options_of, verb
 from snapshot.cli.locate import open_all
 from snapshot.cli.quiet import mute_torch_warnings
+from snapshot.cli.ranks import add_ranks, on_ranks
 from snapshot.cli.screen import as_json, bar, paint, printable, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.errors import SnapshotNotFoundError
@@ -35,7 +36,7 @@ def add(verbs: Verbs) -> None:
             ("diff run/step-100 s3://bucket/run/step-100", "is the copy the same?"),
             ("diff run/step-100 model.safetensors --select 'model/**' --rename model=", "and the export?"),
         ],
-        run,
+        on_ranks(run),
     )
     parser.add_argument("a", metavar="A", help="a snapshot, or a checkpoint of another library")
     parser.add_argument("b", metavar="B", help="another one")
@@ -51,6 +52,7 @@ def add(verbs: Verbs) -> None:
         help="a name in A and its name in B; 'model=' removes that level; repeatable",
     )
     add_memory(parser)
+    add_ranks(parser)
     add_json(parser)
     add_storage(parser, "src", "dst")
 
@@ -60,7 +62,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     sides = [(url, options_of(arguments, prefix)) for url, prefix in ((arguments.a, "src"), (arguments.b, "dst"))]
     a, b = (Snapshot(url, storage_options=options) for url, options in sides)
     try:
-        with mute_torch_warnings(), bar("diff") as show:
+        with mute_torch_warnings(), bar("diff", ranks=arguments.ranks) as show:
             found = Snapshot.diff(
                 a,
                 b,
@@ -70,13 +72,14 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
                 rename=dict(arguments.rename) or None,
                 memory_budget_bytes=arguments.memory,
                 progress=show,
+                ranks=arguments.ranks,
             )
     except SnapshotNotFoundError:
         for url, options in sides:
             open_all(url, options)  # raises an error that describes what exists there
         raise
     if arguments.json:
-        print(as_json(_fields(found)))
+        print(as_json(diff_fields(found)))
     else:
         _show(found, whole=arguments.all)
     return ExitStatus.OK if found.same else ExitStatus.FOUND
@@ -92,7 +95,8 @@ def _show(found: Diff, *, whole: bool) -> None:
     print(wrapped(found.summary))
 
 
-def _fields(found: Diff) -> dict[str, Any]:
+def diff_fields(found: Diff) -> dict[str, Any]:
+    """Return the differences, for programs."""
     return {
         "a": found.a,
         "b": found.b,

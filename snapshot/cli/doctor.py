@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
 import platform
-import resource
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -22,6 +20,7 @@ from snapshot.cli.doctor_speed import measure_speeds, open_once
 from snapshot.cli.screen import Column, ScreenTable, as_json, paint, printable
 from snapshot.cli.status import ExitStatus
 from snapshot.runtime.loop import run as wait
+from snapshot.system_calls import count_cores, resource
 from snapshot.text import size_text
 from snapshot.url import URL
 from snapshot.version import VERSION
@@ -32,6 +31,7 @@ EXTRAS = {
     "azure": ("azure.storage.blob", "azure.identity"),
     "http": ("aiohttp",),
     "zstd": ("zstandard",),
+    "otel": ("opentelemetry",),
     "cli": ("shtab",),
 }
 SHARED = "/dev/shm"  # noqa: S108 - shared memory between processes
@@ -133,12 +133,12 @@ def _machine(findings: Findings) -> None:
     devices = f", {torch.cuda.device_count()} CUDA devices" if torch.cuda.is_available() else ""
     system = f"Python {platform.python_version()}, {platform.system()} {platform.release()}"
     findings.note("versions", f"snapshot {VERSION}, torch {torch.__version__}, {system}")
-    cores, memory = len(os.sched_getaffinity(0)), available_memory()
+    cores, memory = count_cores(), available_memory()
     findings.note("machine", f"{cores} cores, {size_text(memory)} of memory free{devices}")
     if memory < 1 << 30:
         findings.advice.append(f"only {size_text(memory)} of memory is free: pass memory_budget_bytes to takes")
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < 1024:
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if resource else -1
+    if 0 <= soft < 1024:
         findings.advice.append(f"a process may open {soft} files only: ulimit -n 4096")
     with suppress(OSError):
         free = shutil.disk_usage(SHARED).free

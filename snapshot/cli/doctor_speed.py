@@ -20,6 +20,7 @@ from snapshot.registry import open_storage
 from snapshot.runtime.loop import run as wait
 from snapshot.snapshot import Snapshot
 from snapshot.state.stateful import StateDict
+from snapshot.system_calls import count_cores
 from snapshot.text import counted
 from snapshot.url import URL
 
@@ -150,7 +151,7 @@ def _trials(url: URL, options: Mapping[str, Any]) -> Iterator[Trial]:
     yield Trial("the defaults")
     if url.scheme == "file":
         for direct in ("never", "always"):
-            for lanes in sorted({1, min(4, max(2, len(os.sched_getaffinity(0))))}):
+            for lanes in sorted({1, min(4, max(2, count_cores()))}):
                 given = {"SNAPSHOT_LANES": str(lanes), "SNAPSHOT_DIRECT_IO": direct}
                 name = " ".join(f"{key.removeprefix('SNAPSHOT_').lower()}={each}" for key, each in given.items())
                 yield Trial(name, environment=given)

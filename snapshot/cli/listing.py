@@ -79,7 +79,7 @@ def items(manifest: Mapping[str, Entry], world_size: int) -> Iterator[ListedItem
         if not is_leaf(entry):
             continue
         nbytes, value = _nbytes(entry), ""
-        if nbytes and (owner := seen.setdefault(_place(entry), logical)) != logical:
+        if nbytes and (owner := seen.setdefault(stored_place(entry), logical)) != logical:
             nbytes, value = 0, f"{SHARES} {owner}"
         yield ListedItem(
             logical,
@@ -100,7 +100,7 @@ def _nbytes(entry: Entry) -> int:
     return entry.nbytes if size is None else math.prod(entry.shape) * size  # type: ignore[attr-defined]
 
 
-def _place(entry: Entry) -> Any:
+def stored_place(entry: Entry) -> Any:
     """Return a key of the bytes that an entry refers to."""
     if isinstance(entry, e.TENSORS):
         return tuple((stored.location, stored.byte_range) for _, stored in entry.pieces())

@@ -17,6 +17,7 @@ from snapshot.cli.arguments import (
 from snapshot.cli.convert import add_output, float_dtype, format_by_name, print_report
 from snapshot.cli.cp import in_our_words
 from snapshot.cli.locate import explain_missing
+from snapshot.cli.ranks import on_ranks
 from snapshot.cli.screen import bar
 from snapshot.cli.status import ExitStatus
 from snapshot.errors import RestoreError, SnapshotNotFoundError
@@ -39,7 +40,7 @@ def add(verbs: Verbs) -> None:
             ("merge a.safetensors b.safetensors -o c.safetensors --weights 0.7,0.3", "a weighted sum"),
             ("merge run/step-* -o ema.safetensors --ema 0.999 --select 'model/**'", "a moving average, oldest first"),
         ],
-        run,
+        on_ranks(run),
     )
     parser.add_argument("sources", nargs="+", metavar="SOURCE", help="anything that Snapshot(path) opens; at least 2")
     parser.add_argument(
@@ -70,7 +71,7 @@ def add(verbs: Verbs) -> None:
 def run(arguments: argparse.Namespace) -> ExitStatus:
     """Merge, and print the report."""
     options = options_of(arguments, "src")
-    with in_our_words(), _in_options(arguments.sources, options), bar("merge") as show:
+    with in_our_words(), _in_options(arguments.sources, options), bar("merge", ranks=arguments.ranks) as show:
         report = merge(
             arguments.sources,
             arguments.output,
@@ -82,6 +83,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
             exclude=arguments.exclude,
             dtype=arguments.dtype,
             shard_bytes=arguments.shard,
+            compression=arguments.compress,
             overwrite=arguments.overwrite,
             verify=not arguments.no_verify,
             source_options=options,
@@ -89,6 +91,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
             memory_budget_bytes=arguments.memory,
             allow_pickle=arguments.allow_pickle,
             progress=show,
+            ranks=arguments.ranks,
         )
     print_report(arguments.output, report, json=arguments.json)
     return ExitStatus.OK

@@ -12,9 +12,10 @@ import os
 import shutil
 import sys
 import textwrap
+import threading
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,20 +209,33 @@ def _plain(value: Any) -> Any:
 
 
 @contextmanager
-def bar(verb: str) -> Iterator[Callable[[Progress], None]]:
+def bar(verb: str, *, ranks: bool = False) -> Iterator[Callable[[Progress], None]]:
     """Show a progress bar with rate and remaining time, on standard error if that is a terminal.
 
-    It appears after a second, and is erased at the end. Yield the function that updates it.
+    It appears after a second, and is erased at the end. Yield the function that updates it. Of several `ranks`, only
+    rank 0 shows one, for its own share.
     """
     from tqdm import tqdm  # not needed for help
 
-    with tqdm(desc=verb, unit="B", unit_scale=True, unit_divisor=1024, delay=1.0, leave=False, disable=None) as shown:
+    if not hasattr(tqdm, "_lock"):  # its default is for several processes, and starts one with Python 3.14
+        tqdm.set_lock(threading.RLock())
+    rank = os.environ.get("RANK", "0") if ranks else "0"
+    label = f"{verb}, rank 0 of {os.environ.get('WORLD_SIZE')}" if ranks else verb
+    hidden = None if rank == "0" else True
+    look: dict[str, Any] = {"unit": "B", "unit_scale": True, "unit_divisor": 1024, "delay": 1.0, "leave": False}
+    with tqdm(desc=label, disable=hidden, **look) as shown:
 
         def show(progress: Progress) -> None:
             shown.total = progress.total
             shown.update(progress.done - shown.n)
 
         yield show
+
+
+def complain(kind: str, what: object) -> None:
+    """Print a line about an error or a warning on standard error."""
+    with suppress(OSError, ValueError):  # standard error may be closed
+        print(f"snapshot: {kind}: {printable(' '.join(str(what).split()))}", file=sys.stderr)
 
 
 def say(text: str) -> None:

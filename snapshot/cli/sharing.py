@@ -14,7 +14,7 @@ from snapshot.checkpoint import Checkpoint
 from snapshot.cli.locate import snapshots_below, work_concurrently
 from snapshot.errors import SnapshotError
 from snapshot.loading.stored_ranges import stored_in, stored_of
-from snapshot.manifest.document import FORMAT
+from snapshot.manifest.document import OWN_FORMATS
 from snapshot.manifest.entry import Entry
 from snapshot.metadata import SnapshotMetadata
 from snapshot.text import size_text
@@ -43,7 +43,7 @@ class SharedFiles:
         self._files: dict[str, dict[str, int]] = {}
         saves = set[str]()
         for name, metadata in snapshots.items():
-            ours = metadata.format == FORMAT and metadata.save_id not in saves  # or another tool copied it
+            ours = metadata.format in OWN_FORMATS and metadata.save_id not in saves  # or another tool copied it
             saves.add(metadata.save_id)
             self._files[name] = _physical_files(metadata, "" if ours else f"{name}/")
         self._saves = {name: metadata.save_id for name, metadata in snapshots.items()}
@@ -83,7 +83,7 @@ class SharedFiles:
 def _physical_files(metadata: SnapshotMetadata, prefix: str) -> dict[str, int]:
     """Return the size of each physical file of a snapshot, by the name of the first file that had its bytes."""
     files = metadata._document.own_files
-    return {f"{prefix}{file.origin or location}": file.size for location, file in files.items()}
+    return {f"{prefix}{file.origin or location}": file.stored_size for location, file in files.items()}
 
 
 def read_below(url: URL, options: Mapping[str, Any] | None) -> dict[str, SnapshotMetadata]:
@@ -101,7 +101,7 @@ def read_below(url: URL, options: Mapping[str, Any] | None) -> dict[str, Snapsho
 
 def shared_bytes(metadata: SnapshotMetadata) -> int:
     """Return the bytes of the files that share their bytes with an earlier snapshot."""
-    return sum(file.size for file in metadata._document.own_files.values() if file.origin is not None)
+    return sum(file.stored_size for file in metadata._document.own_files.values() if file.origin is not None)
 
 
 def sharing(metadata: SnapshotMetadata) -> dict[str, tuple[str, int]]:

@@ -71,7 +71,7 @@ def statistics(parts: Callable[[], Iterator[torch.Tensor]]) -> ValueStatistics:
     for part in parts():
         count += part.numel()
         magnitude = magnitude or part.is_complex()
-        values = _wide(part)
+        values = widened(part)
         zero += int((values == 0).sum())
         nan += int(values.isnan().sum())
         good = values[values.isfinite()]
@@ -88,7 +88,7 @@ def statistics(parts: Callable[[], Iterator[torch.Tensor]]) -> ValueStatistics:
         return ValueStatistics(count, nan, infinite, zero, None, None, None, None, (), magnitude)
     bins = torch.zeros(BINS, dtype=torch.int64)
     for part in parts():
-        values = _wide(part)
+        values = widened(part)
         good = values[values.isfinite()]
         bins += _counts(good, least, most)
     return ValueStatistics(
@@ -109,13 +109,13 @@ def _counts(values: torch.Tensor, least: float, most: float) -> torch.Tensor:
 def countable(dtype: torch.dtype) -> bool:
     """Return True if torch can convert elements of a dtype to float64, so that there are statistics."""
     try:
-        _wide(torch.empty(1, dtype=dtype))
+        widened(torch.empty(1, dtype=dtype))
     except RuntimeError:
         return False
     return True
 
 
-def _wide(part: torch.Tensor) -> torch.Tensor:
+def widened(part: torch.Tensor) -> torch.Tensor:
     """Return the values in float64, flattened; absolute values of complex numbers."""
     part = part.detach().reshape(-1)
     if part.is_complex():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from snapshot.cli.screen import Column, ScreenTable, as_json, printable
@@ -16,27 +16,17 @@ from snapshot.text import size_text
 from snapshot.tiers.by_hand import find_runs
 from snapshot.tiers.control import ControlClient, Request, StepStatus, UploaderError
 from snapshot.tiers.near_steps import NearFolder, NearStep
+from snapshot.tiers.run_record import RunRecord
 from snapshot.url import URL
 
 
 def list_tiers(far: str, near: str, options: Mapping[str, Any] | None, *, json: bool) -> ExitStatus:
     """Print a line for each step that is near or far."""
     url = URL.parse(far)
-    runs = find_runs(os.path.abspath(os.path.expanduser(near)), str(url))
-    if not runs:
-        raise SnapshotNotFoundError(f"{near}: has no run that is uploaded to {url}")
+    runs = runs_in(near, url)
     root = Root(url, options)
-    committed = run(root.folders()).committed
-    heads = run(root.heads(committed))
-    rows: list[dict[str, Any]] = []
-    for folder, record in runs:
-        here = NearFolder(folder)
-        states = _states(folder)
-        steps = here.steps_of(record.run)
-        for step in sorted(steps.keys() | committed.keys()):
-            head = heads.get(step)
-            far_id = head.save_id if isinstance(head, ManifestHead) else ""
-            rows.append(_row(here, step, steps.get(step), states.get(step), far_id))
+    heads = run(root.heads(run(root.folders()).committed))
+    rows = [row for folder, record in runs for row in tier_rows(NearFolder(folder), record.run, heads)]
     if json:
         print(as_json({"url": str(url), "near": near, "steps": rows}))
     else:
@@ -48,6 +38,24 @@ def list_tiers(far: str, near: str, options: Mapping[str, Any] | None, *, json: 
         for line in table.lines():
             print(line)
     return ExitStatus.OK
+
+
+def runs_in(near: str, far: URL) -> list[tuple[str, RunRecord]]:
+    """Return the folders of the runs in a near folder that are uploaded to a far root, with their records."""
+    runs = find_runs(os.path.abspath(os.path.expanduser(near)), str(far))
+    if not runs:
+        raise SnapshotNotFoundError(f"{near}: has no run that is uploaded to {far}")
+    return runs
+
+
+def tier_rows(folder: NearFolder, name: str, heads: Mapping[int, object]) -> Iterator[dict[str, Any]]:
+    """Yield where each step of a run is, ascending. `heads` are the manifests in the far root, or their errors."""
+    states = _states(folder.path)
+    steps = folder.steps_of(name)
+    for step in sorted(steps.keys() | heads.keys()):
+        head = heads.get(step)
+        far_id = head.save_id if isinstance(head, ManifestHead) else ""
+        yield _row(folder, step, steps.get(step), states.get(step), far_id)
 
 
 def _states(folder: str) -> dict[int, StepStatus]:

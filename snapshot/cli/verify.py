@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 from snapshot.cli.arguments import Verbs, add_json, add_memory, add_storage, options_of, verb
 from snapshot.cli.locate import ENDINGS, explain_missing, snapshots_below
-from snapshot.cli.screen import as_json, bar, paint, printable, wrapped
+from snapshot.cli.ranks import add_ranks, expect_same_urls, on_ranks
+from snapshot.cli.screen import as_json, bar, complain, paint, printable, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.errors import CorruptSnapshotError, SnapshotError, SnapshotNotFoundError
 from snapshot.formats.detect import UnknownFormatError
@@ -29,20 +29,23 @@ def add(verbs: Verbs) -> None:
             ("verify run/step-100", "every byte"),
             ("verify run/step-*", "several"),
             ("verify run", "all snapshots in a folder"),
+            ("verify run/step-100 --key signing.pem.pub", "every byte, and that this key signed it"),
             ("verify --quick s3://bucket/run/step-100", "presence and sizes of its files only"),
             ("verify --resume ~/step-100.verify s3://bucket/run/step-100", "resume after an interruption"),
         ],
-        run,
+        on_ranks(run),
     )
     parser.add_argument(
         "urls", nargs="+", metavar="URL", help="a snapshot, a folder of snapshots, or a checkpoint of another library"
     )
     parser.add_argument("--quick", action="store_true", help="only check the files' presence and sizes")
+    parser.add_argument("--key", metavar="FILE", help="the public key, in PEM, that must have signed every byte")
     parser.add_argument("--strict", action="store_true", help="exit status 1 if data has no digest to verify")
     parser.add_argument(
         "--resume", metavar="FILE", help="record the progress in this file; if it exists, resume from it"
     )
     add_memory(parser)
+    add_ranks(parser)
     add_json(parser, "print one line of JSON for each snapshot")
     add_storage(parser)
 
@@ -53,8 +56,12 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
         raise ValueError(f"--resume needs one URL, got {len(arguments.urls)}")
     if arguments.resume and arguments.quick:
         raise ValueError("--resume cannot be combined with --quick, which needs no time")
+    if arguments.resume and arguments.ranks:
+        raise ValueError("--resume cannot be combined with --ranks, since a journal is of one process")
     status = ExitStatus.OK
     options = options_of(arguments)
+    if arguments.ranks:
+        expect_same_urls(arguments.urls)
     for url in arguments.urls:
         status = max(status, _verify_at(url, options, arguments))
     return status
@@ -70,6 +77,8 @@ def _verify_at(url: str, options: dict[str, Any], arguments: argparse.Namespace)
             names = snapshots_below(place, options)
         except (SnapshotError, OSError):  # the storage cannot list
             names = []
+        if arguments.ranks:
+            expect_same_urls([place.join(name).reveal() for name in names])
         if not names:
             return _say(error)
     if arguments.resume:
@@ -101,20 +110,21 @@ def _verify_one(url: str, options: dict[str, Any], arguments: argparse.Namespace
 
 
 def _say(error: Exception) -> ExitStatus:
-    print(f"snapshot: error: {printable(' '.join(str(error).split()))}", file=sys.stderr)
+    complain("error", error)
     return ExitStatus.FAILED
 
 
 def _verified(url: str, options: dict[str, Any], arguments: argparse.Namespace) -> VerifyReport:
     """Return the report on one snapshot. If its manifest is damaged, report that."""
-    snapshot = Snapshot(url, storage_options=options)
+    snapshot = Snapshot(url, storage_options=options, key=arguments.key)
     try:
-        with explain_missing(url, options), bar("verify") as show:
+        with explain_missing(url, options), bar("verify", ranks=arguments.ranks) as show:
             return snapshot.verify(
                 quick=arguments.quick,
                 resume=arguments.resume,
                 memory_budget_bytes=arguments.memory,
                 progress=show,
+                ranks=arguments.ranks,
             )
     except UnknownFormatError as error:
         if not snapshot.path.endswith(ENDINGS):
@@ -135,4 +145,5 @@ def _fields(report: VerifyReport) -> dict[str, Any]:
         "faults": report.faults,
         "unverifiable": report.unverifiable,
         "in_base": report.in_base,
+        "signer": report.signer,
     }

@@ -53,13 +53,10 @@ _memories: PerProcess[WeakKeyDictionary[Ranks, PlanMemory]] = PerProcess(WeakKey
 def plan_memory(ranks: Ranks) -> PlanMemory:
     """Return the cached plans of a group of ranks."""
     memories = _memories.get()
-    memory = memories.get(ranks)
-    if memory is None:
-        memory = memories[ranks] = PlanMemory()
-    return memory
+    return memories.get(ranks) or memories.setdefault(ranks, PlanMemory())
 
 
 def keep_plan(ranks: Ranks, structure: str, plan: KnownPlan) -> None:
-    """Cache the plan of a committed snapshot, for the next take of the same structure."""
-    if ranks.world > 1:
+    """Cache the plan of a committed snapshot, for the next take of the same structure. A copy has none."""
+    if ranks.world > 1 and structure:
         plan_memory(ranks).keep(structure, plan)

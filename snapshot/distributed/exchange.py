@@ -11,19 +11,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
+from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from snapshot import errors
-from snapshot.distributed.group import SOLO, Ranks
+from snapshot.distributed.group import SOLO, Ranks, ranks_of
 from snapshot.distributed.heartbeat import Liveness
 from snapshot.errors import RankError, SnapshotError, StorageError, system_limits
 from snapshot.options import Settings, expect_positive
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
 LEADER = 0
@@ -370,3 +374,14 @@ def lost_store_error(what: str) -> RankError:
 def solo_exchange(verb: str) -> Exchange:
     """Return an exchange of this process alone, even if it is in a group."""
     return Exchange(SOLO, verb, Settings.current().timeout)
+
+
+@contextmanager
+def call_of(verb: str, pg: ProcessGroup | None, *, ranks: bool) -> Iterator[Exchange]:
+    """Yield the exchange of one call: of all ranks of a group if `ranks`, otherwise of this process alone.
+
+    An error that leaves it is sent to the other ranks.
+    """
+    with Exchange(ranks_of(pg) if ranks else SOLO, verb, Settings.current().timeout) as exchange:
+        yield exchange
+    exchange.close()

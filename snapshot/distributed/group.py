@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import os
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -20,6 +21,11 @@ from snapshot.per_process import PerProcess
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+PAUSE = 0.02
+"""Seconds between two looks at a counter in the store."""
+SHARE = 0.0005
+"""Seconds that the store has for each look of a rank, if there are many ranks."""
 
 
 class Ranks:
@@ -56,6 +62,15 @@ class Ranks:
         """Stop the heartbeat: the group was destroyed."""
         if self._connected is not None:
             self._connected[1].stop()
+
+    def end_together(self, seconds: float) -> None:
+        """Wait until all ranks have called this, or for some seconds at most."""
+        end = time.monotonic() + seconds
+        with contextlib.suppress(RuntimeError):  # the store may have ended with the rank that serves it
+            if self._shared is not None:
+                self._shared.add("snapshot/ended", 1)
+                while self._shared.add("snapshot/ended", 0) < self.world and time.monotonic() < end:
+                    time.sleep(max(PAUSE, self.world * SHARE))
 
     def numbers(self, members: tuple[int, ...]) -> tuple[int, ...]:
         """Return the numbers of several ranks in this group, ascending. Ranks outside the group are left out."""
@@ -106,7 +121,7 @@ def ranks_of(pg: ProcessGroup | None) -> Ranks:
     for key, (_, _, old) in list(groups.items()):
         if old.pg not in dist.distributed_c10d._world.pg_map:
             old.stop()
-            del groups[key]
+            groups.pop(key, None)  # another thread may have removed it
     if store is None:
         raise SnapshotError("this process group has no store, which its ranks need to agree (an MPI backend?)")
     ranks = Ranks(dist.get_rank(pg), members, store, pg)

@@ -12,7 +12,13 @@ from typing import Any
 
 import msgspec
 
-from snapshot.errors import CorruptSnapshotError, StorageError, StorageNotFoundError, UnsafeObjectError
+from snapshot.errors import (
+    CorruptSnapshotError,
+    StorageConflictError,
+    StorageError,
+    StorageNotFoundError,
+    UnsafeObjectError,
+)
 from snapshot.formats.unpickling import INLINE
 from snapshot.manifest.document import Document, FileEntry, ForeignFile
 from snapshot.manifest.entries import (
@@ -45,6 +51,8 @@ class ForeignDocument(Document, kw_only=True):
     """Container of all top-level names, if the format has no statefuls."""
     inline: bytes = b""
     """Content of the location `INLINE`."""
+    tokens: dict[str, str] = msgspec.field(default_factory=dict)
+    """Tokens of its files, if they are known: reading fails if a file is replaced."""
 
 
 def make_document(
@@ -162,6 +170,7 @@ class ReadOnlyStorage(Storage):
         self.inner = inner
         self._inside: set[str] | None = None if links or inner.url.scheme != "file" else set()
         self._inline = inline
+        self._tokens: Mapping[str, str] = {}
         self.url, self.options, self.context = inner.url, inner.options, inner.context
         self.limits = inner.limits
         has = inner.capabilities
@@ -176,10 +185,21 @@ class ReadOnlyStorage(Storage):
             blocking=has.blocking,
         )
 
+    def expect_tokens(self, tokens: Mapping[str, str]) -> None:
+        """Raise from now on if a file has another token: it was replaced."""
+        self._tokens = tokens
+
     async def read_into(self, path: str, offset: int, buffers: Sequence[Buffer], *, token: str | None = None) -> None:
         if path != INLINE:
             self._expect_inside(path)
-            await self.inner.read_into(path, offset, buffers, token=token)
+            known = self._tokens.get(path)
+            try:
+                await self.inner.read_into(path, offset, buffers, token=token or known)
+            except StorageConflictError as error:
+                raise self._replacement(path) from error
+            # other storages compare it with the response; a file may also be changed in place during the read
+            if known is not None and self.inner.capabilities.blocking and (await self.inner.stat(path)).token != known:
+                raise self._replacement(path)
             return
         for each in buffers:
             view = memoryview(each).cast("B")
@@ -187,6 +207,9 @@ class ReadOnlyStorage(Storage):
                 raise CorruptSnapshotError(f"{self.url}: {INLINE} ends before {offset + len(view)}")
             view[:] = self._inline[offset : offset + len(view)]
             offset += len(view)
+
+    def _replacement(self, path: str) -> StorageConflictError:
+        return StorageConflictError(f"{self.inner.url.join(path)}: was replaced while it was read; start again")
 
     def _expect_inside(self, path: str) -> None:
         """Raise for a link out of the folder: its bytes have no digest, and could be any file's."""
@@ -204,7 +227,12 @@ class ReadOnlyStorage(Storage):
         self.inner.share_reads()
 
     async def stat(self, path: str) -> FileStat:
-        return FileStat(len(self._inline), 0.0, "") if path == INLINE else await self.inner.stat(path)
+        if path == INLINE:
+            return FileStat(len(self._inline), 0.0, "")
+        found = await self.inner.stat(path)
+        if self._tokens.get(path, found.token) != found.token:
+            raise self._replacement(path)
+        return found
 
     async def get(self, path: str, *, limit: int | None = None) -> bytes:
         return await self.inner.get(path, limit=limit)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from snapshot.distributed.group import ranks_of
 from snapshot.errors import MissingExtraError, SnapshotError, SnapshotNotFoundError
-from snapshot.manifest.document import FORMAT
+from snapshot.manifest.document import OWN_FORMATS
 from snapshot.save.take_options import AsyncTakeArguments
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.state.rng import RNGState
@@ -189,7 +189,7 @@ class SnapshotCheckpointIO(_TorchCheckpointIO):  # type: ignore[misc]
 
 def _is_ours(snapshot: Snapshot) -> bool:
     """Return True for a snapshot of this library, False for a file that Lightning wrote."""
-    return not os.path.isfile(snapshot.path) and snapshot.exists() and snapshot.metadata.format == FORMAT
+    return not os.path.isfile(snapshot.path) and snapshot.exists() and snapshot.metadata.format in OWN_FORMATS
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from snapshot.errors import MissingExtraError
 from snapshot.interop.dcp import SnapshotReader, SnapshotWriter
@@ -71,6 +71,8 @@ def _saving(original: Any, options: Mapping[str, Any] | None) -> Any:
             made = None
         else:
             if mode == "async_with_pinned_mem":
+                from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType  # since torch 2.7
+
                 given["async_checkpointer_type"] = AsyncCheckpointerType.PROCESS
                 given["async_stager"] = self.stager
             made = async_save(state_dict, process_group=self.pg, **given)

@@ -7,7 +7,7 @@ rank whose read fails sends its error in the message that the others wait for.
 from __future__ import annotations
 
 import contextlib
-import os
+import platform
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -123,7 +123,7 @@ def agree_on_reads(exchange: Exchange, plan: RestorePlan, url: URL, *, once: boo
     ranges = {SharedRange(request.location, request.begin, request.end) for request in requests}
     named = {_digest(repr(each).encode()): each for each in ranges}
     read_set = digest_range(b"".join(sorted(named))) if named else ""
-    ready = ReadVote(once, read_set, os.uname().nodename, list(plan.matched.unexpected), plan.unknown, atomic)
+    ready = ReadVote(once, read_set, platform.node(), list(plan.matched.unexpected), plan.unknown, atomic)
     go = exchange.agree(ready, lambda all_: _decide(all_, url), ReadVote, ReadDecision)
     if go.names or (go.once and len(go.speakers) > 1):
         wishes = ReadSet()
@@ -253,7 +253,7 @@ class BroadcastReader:
                 held, work = reading.pop(number, (None, None))
                 held = held if held is not None else self._free.pop()
                 if work is not None:
-                    error = error or _error_of(work)
+                    error = _first(error, work)
                 held[end] = error is not None
                 self._send(held[: end + 1], root)
                 if held[end]:
@@ -262,11 +262,11 @@ class BroadcastReader:
                 placing.append((held, start(in_thread(self._place, part, held))))
                 while placing and (placing[0][1].done() or len(self._free) < 1 + AHEAD - len(reading)):
                     held, done = placing.pop(0)
-                    error = error or _error_of(done)
+                    error = _first(error, done)
                     self._free.append(held)
                 self._meter.wrote(end)
             while placing:
-                error = error or _error_of(placing.pop(0)[1])
+                error = _first(error, placing.pop(0)[1])
             if error is not None:
                 raise error
             if told >= 0:
@@ -346,9 +346,9 @@ class BroadcastReader:
                     )
 
 
-def _error_of(work: Future[None]) -> Exception | None:
-    """Return the exception of a read, to be sent to the other ranks before it is raised."""
+def _first(known: Exception | None, work: Future[None]) -> Exception | None:
+    """Wait for a read or a copy. Return the first exception, to be sent to the other ranks before it is raised."""
     error = work.exception()
     if error is not None and not isinstance(error, Exception):
         raise error
-    return error
+    return known or error

@@ -17,6 +17,7 @@ from snapshot.loading.stored_ranges import stored_in
 from snapshot.manifest.document import BaseReference, Document, save_id_in
 from snapshot.manifest.entries import TensorEntry
 from snapshot.runtime.session import Session
+from snapshot.signing.seal import Seal
 from snapshot.storage import Buffer, FileStat, Storage
 from snapshot.tensors.addresses import is_plain, view_memory
 from snapshot.tensors.digest import RunningDigest, digest_bytes
@@ -86,7 +87,9 @@ async def compare_left_out(session: Session, document: Document, left_out: Seque
     return [line for line in found if line]
 
 
-async def attach_base(session: Session, document: Document, url: URL, options: Mapping[str, Any] | None) -> str:
+async def attach_base(
+    session: Session, document: Document, url: URL, options: Mapping[str, Any] | None, seal: Seal | None = None
+) -> str:
     """Read what a snapshot left out from its base, from now on. Return the save id that the base has.
 
     A copy of the base is accepted, too: its files have the same contents under names with another save id.
@@ -94,7 +97,7 @@ async def attach_base(session: Session, document: Document, url: URL, options: M
     wanted = document.base
     if wanted is None:
         return document.save_id
-    base = Session(url, options)
+    base = Session(url, options, seal=seal or session.seal)
     try:
         held = await open_document(base)
         places = _find_files(document, wanted, held, url)

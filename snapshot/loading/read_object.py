@@ -50,7 +50,7 @@ def read_object(
     if box is not None:
         return _read_box(session, document, read_plan, path, entry=entry, obj_out=obj_out, box=box, verify=verify)
     if isinstance(entry, (e.Container, EnumEntry)):
-        return _read_tree(session, document, read_plan, path, tree=tree, verify=verify, out=obj_out)
+        return read_tree(session, document, read_plan, path, tree=tree, verify=verify, out=obj_out)
     target = find_shards(path, obj_out) if isinstance(entry, e.TENSORS) and obj_out is not None else None
     if target is not None:
         _fill_shards(read_plan, path, entry, target, document)
@@ -105,7 +105,7 @@ def read_state_dict(session: Session, document: Document, key: str, rank: int, *
         tree = _entries_below(session, document, path)
     except RestoreError:
         raise RestoreError(f"{session.url}: has no key {key!r}; {suggest_names(key, known)}", [key]) from None
-    return _read_tree(
+    return read_tree(
         session, document, ReadPlan(document.files, allow_pickle=allow_pickle), path, tree=tree, verify=True
     )
 
@@ -150,7 +150,7 @@ def _all_of_rank(number: str, manifest: Mapping[str, Any], document: Document) -
     return {number: narrow_root(document, names), **below}
 
 
-def _read_tree(
+def read_tree(
     session: Session,
     document: Document,
     read_plan: ReadPlan,
@@ -160,6 +160,7 @@ def _read_tree(
     verify: bool,
     out: Any = None,
 ) -> Any:
+    """Return the object at a path from its entries, and those below it."""
     check_tree(path, tree)
     run(expect_files(session, document, find_locations(tree, document.files)))
     places = _bind_classes(path, tree, out, read_plan)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
-from snapshot.aio import in_thread, inline, run_inline, shielded
+from snapshot.aio import in_thread, inline, pop_first, run_inline, shielded
 from snapshot.errors import CorruptSnapshotError, StorageNotFoundError
 from snapshot.events import emit
 from snapshot.formats.embedded_tensors import (
@@ -124,16 +124,16 @@ class Reader:
 
     async def _all(self, requests: Sequence[ReadRequest], progress: Callable[[int], None]) -> None:
         lanes: list[asyncio.Task[None]] = []
-        followed: Iterator[Followed] = iter(())
-        parts: Iterator[ReadPart] = iter(())
+        followed: deque[Followed] = deque()  # queues, since the lanes may be threads
+        parts: deque[ReadPart] = deque()
 
         async def lane() -> None:
-            for each in followed:
+            while (each := pop_first(followed)) is not None:
                 if self._stopped:
                     return
                 await self._follow(*each)
                 progress(each[0].end - each[0].begin)
-            for part in parts:
+            while (part := pop_first(parts)) is not None:
                 if self._stopped:
                     return
                 await self._fetch(part, requests)
@@ -142,8 +142,8 @@ class Reader:
         try:
             if any(request.opens is not None for request in requests):
                 requests, more = await self._opened(requests)
-                followed = iter(more)
-            parts = iter(plan_reads(requests, self._part, self._gap))
+                followed.extend(more)
+            parts.extend(plan_reads(requests, self._part, self._gap))
             self._uploads = Uploads(requests, self._budget.total)
             if self._verify:
                 await self.prepare_checks(requests)
@@ -229,8 +229,7 @@ class Reader:
                         return
                     piece = slot.view[: min(LOOK, request.end - at)]
                     await self._storage.read_into(request.location, at, [piece])
-                    self.result.bytes_read += len(piece)
-                    self.result.requests += 1
+                    self._count(len(piece))
                     if await in_thread(step, piece) is False:
                         return
 
@@ -295,8 +294,7 @@ class Reader:
                 position = segment.end
             async with at_once:
                 await self._storage.read_into(part.location, part.begin, buffers)
-            self.result.bytes_read += part.end - part.begin
-            self.result.requests += 1
+            self._count(part.end - part.begin)
 
         parts = plan_reads(ranges, self._part, self._gap)
         if inline():
@@ -347,8 +345,7 @@ class Reader:
             shares.append(share)
             position = segment.end
         await self._storage.read_into(part.location, part.begin, buffers)
-        self.result.bytes_read += part.end - part.begin
-        self.result.requests += 1
+        self._count(part.end - part.begin)
         if self._verify or slot is not None:
             await in_thread(self._arrived, part, requests, shares, slot, places)
 
@@ -403,6 +400,11 @@ class Reader:
             if actual != request.stored.digest:
                 return self._refuse(request, f"digest must be {request.stored.digest}, got {actual}")
         return True
+
+    def _count(self, nbytes: int) -> None:
+        with self._counting:
+            self.result.bytes_read += nbytes
+            self.result.requests += 1
 
     def _refuse(self, request: ReadRequest, what: str) -> bool:
         begin, end = request.stored.byte_range

@@ -8,15 +8,17 @@ from contextlib import contextmanager
 from typing import Any
 
 from snapshot.distributed.exchange import Exchange
-from snapshot.errors import CorruptSnapshotError, SnapshotError
+from snapshot.errors import CorruptSnapshotError, SnapshotError, noting
 from snapshot.events import log
 from snapshot.loading.broadcast import BroadcastReader, Ranges, agree_on_reads, split_requests
 from snapshot.loading.checksums import expect_archive_checksums
+from snapshot.loading.choose import in_restore_order
 from snapshot.loading.fetch import fetch_requests, raise_faults
 from snapshot.loading.open import expect_files
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.loading.reader import ReadResult
 from snapshot.loading.requests import ReadRequest
+from snapshot.loading.resharding import reshard_states
 from snapshot.loading.restore_options import RestoreOptions
 from snapshot.loading.restore_plan import RestorePlan, plan_restore
 from snapshot.loading.same_snapshot import remember_plan
@@ -82,12 +84,16 @@ class Restore:
     def _run(self, app_state: Mapping[str, Any]) -> RestoreReport:
         options, session, document = self._options, self._session, self._document
         with self._phase("plan"):
+            resharded = reshard_states(
+                self._exchange, session, document, options, app_state, allow_pickle=self._allow_pickle
+            )
             plan = plan_restore(
                 self._exchange,
                 session,
                 document,
                 options,
                 app_state,
+                done=resharded.keys(),
                 allow_pickle=self._allow_pickle,
                 written=frozenset(self._touched),
             )
@@ -101,8 +107,12 @@ class Restore:
         with self._phase("place"):
             plan.reads.finish()
         with self._phase("hand back"):
-            for key in plan.grouped:
-                self._hand_back(plan, plan.kinds[key])
+            for key, stateful in in_restore_order(app_state):
+                with noting(f"raised by load_state_dict() of app_state[{key!r}]; its tensors are restored"):
+                    if key in resharded:
+                        stateful.load_state_dict(resharded[key])
+                    elif key in plan.grouped:
+                        self._hand_back(plan, plan.kinds[key])
         self._expect_all()
         remember_plan(self._exchange, document)
         lines = plan.issues.lines
@@ -111,7 +121,9 @@ class Restore:
             log.warning(
                 "%s: the snapshot lacks these entries; they are left unchanged:%s", session.url, listed(kept, 10)
             )
-        return RestoreReport(plan.matched.restored, result.bytes_read, result.requests, self._seconds, tuple(lines))
+        return RestoreReport(
+            plan.matched.restored + len(resharded), result.bytes_read, result.requests, self._seconds, tuple(lines)
+        )
 
     # Read
 
@@ -176,10 +188,6 @@ class Restore:
         else:
             state = choice.merge(kind.key, entries, values, kind.state)
         kind.drop_keys(plan.matched.dropped.get(kind.key, ()))
-        try:
-            left = kind.load_state(state, self._options.strict and not (self._options.include or self._options.exclude))
-        except Exception as error:
-            error.add_note(f"raised by load_state_dict() of app_state[{kind.key!r}]; its tensors are restored")
-            raise
-        for path in left:
+        strict = self._options.strict and not (self._options.include or self._options.exclude)
+        for path in kind.load_state(state, strict):
             plan.issues.add("skipped", path, "the application has no such name")

@@ -8,11 +8,15 @@ from typing import Literal, TypedDict
 
 import torch
 
+from snapshot.manifest.document import Document
 from snapshot.maps.tensor_map import TensorMap
 from snapshot.plan.renaming import Rename
 from snapshot.progress import ProgressArgument
+from snapshot.signing.keys import Key
 from snapshot.storage_options import Source
 
+Accept = Callable[[Document], None]
+"""A check of a manifest, which raises if it refuses it."""
 CASTS: dict[str, Callable[[torch.dtype, torch.dtype], bool]] = {
     "error": lambda saved, wanted: False,
     "same_kind": torch.can_cast,
@@ -41,6 +45,8 @@ class RestoreArguments(TypedDict, total=False):
     memory_budget_bytes: int | None
     read_once: Literal["auto"] | bool
     base: Source | None
+    key: Key | None
+    """For `SnapshotManager.restore_latest`; a `Snapshot` has its own `key`."""
     progress: ProgressArgument
     timeout: float | None
 
@@ -63,6 +69,8 @@ class RestoreOptions:
     read_once: Literal["auto"] | bool = "auto"
     base: Source | None = None
     """The snapshot that has what this one left out, or its URL."""
+    key: Key | None = None
+    """The key that must have signed the snapshot, in place of the key of the `Snapshot`."""
     progress: ProgressArgument = None
     timeout: float | None = None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from snapshot.loading.renames import below_only_key, follow_rename, match_wrappe
 from snapshot.loading.restore_options import RestoreOptions
 from snapshot.manifest.document import Document
 from snapshot.manifest.entries import ShardedTensorEntry
+from snapshot.manifest.paths import encode_component
 from snapshot.manifest.rank_view import RankView, group_by_key, make_rank_view
 from snapshot.manifest.validate import find_locations
 from snapshot.plan.renaming import Change, compile_rename
@@ -62,10 +63,12 @@ def plan_restore(
     *,
     allow_pickle: bool,
     written: frozenset[str],
+    done: Collection[str] = (),
 ) -> RestorePlan:
     """Return the plan, or raise `RestoreError` if the snapshot does not fit.
 
-    `written`: live tensors that an earlier attempt wrote. All of them must be restored now.
+    `done`: keys that need no plan. `written`: live tensors that an earlier attempt wrote. All of them must be
+    restored now.
     """
     kinds: dict[str, Kind] = {}
     if options.map is not None and document.parts:
@@ -73,7 +76,7 @@ def plan_restore(
 
     def plan() -> RestorePlan:
         planner = _Planner(exchange, session, document, options, kinds=kinds, written=written)
-        return planner.plan(app_state, allow_pickle=allow_pickle)
+        return planner.plan(app_state, done, allow_pickle=allow_pickle)
 
     try:
         made = plan()
@@ -110,9 +113,10 @@ class _Planner:
         self._change: Change = str
         self._others: dict[str, list[int]] | None = None
 
-    def plan(self, app_state: Mapping[str, Any], *, allow_pickle: bool) -> RestorePlan:
+    def plan(self, app_state: Mapping[str, Any], done: Collection[str], *, allow_pickle: bool) -> RestorePlan:
         document, session, kinds = self._document, self._session, self._kinds
         view = self._view(app_state)
+        app_state = {key: each for key, each in app_state.items() if encode_component(key) not in done}
         chosen = self._chooser.choose(view, app_state)
         grouped = chosen.grouped
         needed = set().union(*(find_locations(entries, document.files) for entries in grouped.values()))

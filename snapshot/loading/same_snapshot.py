@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from snapshot.distributed.agreed_plans import KnownPlan, plan_memory
 from snapshot.distributed.exchange import Exchange
-from snapshot.distributed.hello import Hello, agreed_url, expect_same_verb
+from snapshot.distributed.hello import Hello, agreed_url, expect_same_keys, expect_same_verb
 from snapshot.errors import SnapshotError
 from snapshot.loading.open import open_document
 from snapshot.manifest.document import Document
@@ -25,9 +25,9 @@ class FoundSnapshot(msgspec.Struct, array_like=True):
 
 
 def open_restore(
-    exchange: Exchange, url: URL, verb: str, open_session: Callable[[URL], Session]
+    exchange: Exchange, url: URL, verb: str, open_session: Callable[[URL], Session], *, keys: Sequence[str] = ()
 ) -> tuple[Session, Document]:
-    """Agree on a snapshot with the other ranks, and open it."""
+    """Agree on a snapshot with the other ranks, and open it. All ranks must have the same `keys`."""
     held: list[tuple[Session, Document]] = []
 
     def at(place: URL) -> tuple[Session, Document]:
@@ -43,11 +43,12 @@ def open_restore(
 
     def lead(hellos: list[Hello]) -> FoundSnapshot:
         expect_same_verb(hellos)
+        expect_same_keys("key", [hello.keys for hello in hellos])
         held.append(at(url))
         return FoundSnapshot(hellos[0].path, held[0][1].save_id)
 
     try:
-        answer = exchange.agree(Hello(verb, url.reveal()), lead, Hello, FoundSnapshot)
+        answer = exchange.agree(Hello(verb, url.reveal(), keys=list(keys)), lead, Hello, FoundSnapshot)
     except BaseException:
         for session, _ in held:
             run(session.close())

@@ -77,6 +77,10 @@ def requests_of(
                 requests.setdefault(place, _request_of(path, each))
                 if each.blocks is not None and each.digest is not None:
                     requests.setdefault(each.blocks, _table_want(path, each.blocks, each.digest))
+    for location, file in files.items():
+        if file.packed is not None:
+            table = e.ObjectEntry(file.packed.index[0], file.packed.index[1:], TABLE, "", file.packed.index_digest)
+            requests.setdefault(file.packed.index, request_all(f"{location} (table of blocks)", table))
     return list(requests.values())
 
 

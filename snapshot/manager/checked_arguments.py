@@ -10,6 +10,8 @@ from typing import Any
 import msgspec
 
 from snapshot.manager.policies import Policy
+from snapshot.save.packing import expect_compression
+from snapshot.system_calls import expect_linux, find_signals
 from snapshot.tiers.join import TierOptions
 from snapshot.url import URL
 
@@ -52,19 +54,20 @@ def checked_signals(signals: Any) -> list[signal.Signals]:
     for each in signals:
         if isinstance(each, bool) or not isinstance(each, int) or each not in signal.valid_signals():
             raise ValueError(f"signals must be valid signals such as signal.SIGTERM, got {each!r}")
-        if each in (signal.SIGKILL, signal.SIGSTOP):
+        if each in find_signals("SIGKILL", "SIGSTOP"):
             raise ValueError(f"signals must not include {signal.Signals(each).name}: no process can handle it")
         found.append(signal.Signals(each))
     return found
 
 
 def checked_tiers(
-    near: Any, far: URL, options: Mapping[str, Any] | None, *, upload: Any, replicas: Any, rate: Any
+    near: Any, far: URL, options: Mapping[str, Any] | None, *, upload: Any, replicas: Any, rate: Any, compression: Any
 ) -> TierOptions:
     """Return the arguments about tiers; raise TypeError or ValueError if invalid."""
     folder = os.fspath(near) if isinstance(near, (str, os.PathLike)) else None
     if not isinstance(folder, str) or not folder or "://" in folder:
         raise ValueError(f"near must be a folder of this host, such as '/dev/shm/run', got {near!r}")
+    expect_linux("near")
     if far.scheme == "memory":
         raise ValueError("root must be a storage that the uploader can reach, not the memory of this process")
     whole = isinstance(upload, int) and not isinstance(upload, bool) and upload >= 1
@@ -74,6 +77,9 @@ def checked_tiers(
         raise ValueError(f"replicas must be a number of hosts, at least 0, got {replicas!r}")
     if rate is not None and (isinstance(rate, bool) or not isinstance(rate, (int, float)) or not rate > 0):
         raise ValueError(f"rate must be a number of bytes per second above 0, got {rate!r}")
+    if compression not in (None, "zstd"):
+        raise ValueError(f"upload_compression must be None or 'zstd', got {compression!r}")
+    expect_compression(compression)
     given = dict(options or {})
     try:
         msgspec.json.encode(given)
@@ -82,7 +88,9 @@ def checked_tiers(
     path = os.path.abspath(os.path.expanduser(folder))
     if far.scheme == "file" and os.path.realpath(far.location) == os.path.realpath(path):
         raise ValueError(f"near must be another folder than root, got {near!r} for both")
-    return TierOptions(near=path, far=far, options=given, upload=upload, replicas=replicas, rate=rate)
+    return TierOptions(
+        near=path, far=far, options=given, upload=upload, replicas=replicas, rate=rate, compression=compression
+    )
 
 
 def checked_grace(grace: Any) -> float:

@@ -4,24 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 
 from snapshot.distributed.exchange import Exchange
-from snapshot.errors import CorruptSnapshotError, RankError, SnapshotNotFoundError, StorageError, StorageNotFoundError
+from snapshot.distributed.hello import expect_same_keys
+from snapshot.errors import (
+    CorruptSnapshotError,
+    RankError,
+    SignatureError,
+    SnapshotNotFoundError,
+    StorageError,
+    StorageNotFoundError,
+)
 from snapshot.events import emit, log
 from snapshot.formats.detect import UnknownFormatError
 from snapshot.loading.fetch import TOUCHED
 from snapshot.loading.restore_options import RestoreOptions
 from snapshot.manager.root import Root
+from snapshot.manager.step_metadata import noted_step
+from snapshot.manifest.document import Document
+from snapshot.metadata import SnapshotMetadata
+from snapshot.opened import seal_with
 from snapshot.reports import RestoreReport
 from snapshot.runtime.loop import run
+from snapshot.signing.seal import Seal, signer_of
 from snapshot.snapshot import Snapshot
 from snapshot.takes import AppState
 
 DAMAGE = (CorruptSnapshotError, SnapshotNotFoundError, StorageNotFoundError)
 """Errors that mean that a snapshot is damaged. (One that is removed during a read loses its files.)"""
-_KINDS = {kind.__name__ for kind in (*DAMAGE, UnknownFormatError)}
+_KINDS = {kind.__name__ for kind in (*DAMAGE, SignatureError, UnknownFormatError)}
 
 
 class Tried(msgspec.Struct, array_like=True):
@@ -30,6 +44,8 @@ class Tried(msgspec.Struct, array_like=True):
     fault: str = ""
     view: bytes = b""
     """The steps of this rank's host, if each host has its own."""
+    key: str = ""
+    """The public key that must have signed the step."""
 
 
 class ChosenStep(msgspec.Struct, array_like=True):
@@ -44,6 +60,17 @@ class ChosenStep(msgspec.Struct, array_like=True):
     """A damaged step with which the step to try shares physical bytes, which are verified in any case."""
     place: bytes = b""
     """The places of the step's files, if that is not only the root."""
+
+
+def expect_step(step: int, document: Document) -> None:
+    """Raise `CorruptSnapshotError` unless a manifest says that a manager took it as this step.
+
+    The name of a folder is not signed, so another signed snapshot may have been put there.
+    """
+    noted = noted_step(SnapshotMetadata.of(document).metadata)
+    if noted != step:
+        got = "but no manager took it" if noted is None else f"got {noted}"
+        raise CorruptSnapshotError(f"its signed step number must be {step}, {got}")
 
 
 class Fallback:
@@ -74,13 +101,20 @@ class Fallback:
         self._touched: set[str] = set()
         """Names of live tensors that a damaged step was read into."""
         self._notes: list[str] = []
+        self._seal: Seal | None = None
         self.report: RestoreReport | None = None
         """Report of the last restore that succeeded on this rank."""
 
     def restore(self, app_state: AppState, options: RestoreOptions) -> tuple[int | None, list[int]]:
         """Return the restored step or None, and the damaged steps of this library."""
-        mine = Tried(view=self._root.view())
         error: BaseException | None = None
+        try:
+            self._seal = seal_with(options.key)
+            if self._seal is not None and not self._root.signable:
+                raise ValueError("key must be None for near steps, which are not signed; restore an uploaded step")
+        except Exception as wrong:  # noqa: BLE001 - raised inside the exchange
+            error = wrong
+        mine = Tried(view=self._root.view(), key=signer_of(self._seal))
         try:
             while True:
                 with self._begin() as exchange:
@@ -103,6 +137,8 @@ class Fallback:
 
     def _lead(self, tried: list[Tried]) -> ChosenStep:
         """Choose the next step on rank 0: the first candidate without a fault that shows before data is read."""
+        if self._current is None:
+            expect_same_keys("key", [[each.key] for each in tried])
         fault = next((each.fault for each in tried if each.fault), "")
         self._root.see([each.view for each in tried])
         if self._current is not None and not fault:
@@ -115,7 +151,7 @@ class Fallback:
             self._tried.add(candidate)
             self._now_at(step)
             self._token = candidate[1]
-            fault = run(self._root.fault(step)) or ""
+            fault = run(self._root.fault(step, self._seal)) or ""
             if not fault:
                 place = self._root.place(step)
                 return ChosenStep(step, over=False, passed=self._told(), shares=self._shares_with(step), place=place)
@@ -141,13 +177,13 @@ class Fallback:
         """Record a damaged step. If it was removed or replaced meanwhile, list all steps again."""
         if run(self._root.token(step)) == self._token:
             self._passed[step] = fault, run(self._root.is_replaceable(step))
-            self._copies[step] = run(self._root.copies(step))
+            self._copies[step] = run(self._root.copies(step, self._seal))
         else:
             self._candidates = None
 
     def _shares_with(self, step: int) -> int | None:
         """Return a damaged step with files that are physically the same as those of a step."""
-        copies = run(self._root.copies(step))
+        copies = run(self._root.copies(step, self._seal))
         return next((each for each, theirs in self._copies.items() if theirs & copies), None)
 
     def _told(self) -> list[tuple[int, str, bool]]:
@@ -166,7 +202,9 @@ class Fallback:
     ) -> tuple[Tried, BaseException | None]:
         """Restore a step. Return this rank's result, and an error to raise if it does not concern the snapshot."""
         try:
-            self.report = self._snapshot_of(step, place).restore_with(app_state, options, self._touched)
+            self.report = self._snapshot_of(step, place).restore_with(
+                app_state, options, self._touched, accept=partial(expect_step, step) if self._seal is not None else None
+            )
         except BaseException as error:  # noqa: BLE001 - the caller raises it
             if not isinstance(error, DAMAGE) and not (isinstance(error, RankError) and error.kind in _KINDS):
                 return Tried(), error
@@ -192,5 +230,5 @@ class Fallback:
             emit("fell_back", "restore_latest", str(self._root.url), step=chosen.step, passed=passed)
             for step, why in passed.items() if rank == 0 else ():
                 url = self._root.step_url(step)
-                log.warning("%s: damaged, so step-%s was restored instead: %s", url, chosen.step, why)
+                log.warning("%s: passed over, and step-%s was restored instead: %s", url, chosen.step, why)
         return chosen.step, [step for step, _, ours in chosen.passed if ours]

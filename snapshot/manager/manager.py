@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 import weakref
 from collections.abc import Iterable, Mapping
@@ -34,7 +33,7 @@ from snapshot.manager.policies import KeepLatest, Policy
 from snapshot.manager.queries import StepQueries
 from snapshot.manager.root import Root
 from snapshot.manager.schedule import Every, Schedule
-from snapshot.manager.signals import Signals
+from snapshot.manager.signals import STOP_SIGNALS, Signals
 from snapshot.manager.step_agreement import StepBegin, agree_on, may_be_committed
 from snapshot.manager.step_metadata import add_note, checked_metrics, checked_step
 from snapshot.manager.tiers import Begun, ManagerTiers, TakePlace
@@ -50,7 +49,6 @@ from snapshot.url import URL
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
 
 _KEEP_NEAR = KeepLatest(2)
 
@@ -71,6 +69,7 @@ class SnapshotManager(StepQueries, StepDecisions):
             None for those that `wait("far")` or `close` ask for.
         replicas: Number of other hosts that keep a copy of each near file.
         rate: Maximum bytes per second of a host's uploads.
+        upload_compression: `"zstd"`: the uploader compresses files on their way to `root`.
         grace: Seconds that `close`, and a take after `should_stop` returned True, wait for the upload.
         on_error: `"warn"`: a failed take is logged, and training continues.
         max_failures: Failed takes in a row after which `on_error="warn"` raises.
@@ -105,13 +104,14 @@ class SnapshotManager(StepQueries, StepDecisions):
         upload: Upload = "latest",
         replicas: int = 1,
         rate: float | None = None,
+        upload_compression: str | None = None,
         grace: float = 300.0,
         on_error: OnError = "raise",
         max_failures: int = 3,
         on_exception: OnException | None = None,
         pg: ProcessGroup | None = None,
         storage_options: Mapping[str, Any] | None = None,
-        signals: Iterable[int] = (signal.SIGTERM, signal.SIGUSR1),
+        signals: Iterable[int] = STOP_SIGNALS,
         allow_pickle: bool = False,
         timeout: float | None = None,
     ) -> None:
@@ -135,12 +135,12 @@ class SnapshotManager(StepQueries, StepDecisions):
         self._cleaner = None if keep is None else Cleaner(self._root, keep, self._spared, lambda: set(self._damaged))
         self._tiers = None
         if near is not None:
-            tiers = checked_tiers(near, self._url, storage_options, upload=upload, replicas=replicas, rate=rate)
+            given = {"upload": upload, "replicas": replicas, "rate": rate, "compression": upload_compression}
+            tiers = checked_tiers(near, self._url, storage_options, **given)
             self._tiers = ManagerTiers(tiers, checked_policy(keep_near), checked_grace(grace), self._root, self._spared)
         self._channels = Channels(pg, timeout)
-        self._leads = True
+        self._leads, self._stopping = True, False
         self._report: RestoreReport | None = None
-        self._stopping = False
         self._pid = os.getpid()
         self._signals = Signals(checked_signals(signals))
         weakref.finalize(self, self._signals.close)  # the signals would have no effect any more

@@ -20,7 +20,7 @@ from snapshot.errors import (
 )
 from snapshot.events import log
 from snapshot.formats.foreign import is_absence
-from snapshot.loading.open import expect_files, open_document
+from snapshot.loading.open import expect_files, open_document, read_manifest
 from snapshot.manager.policies import Taken
 from snapshot.manager.step_metadata import noted_metrics
 from snapshot.manifest.document import METADATA
@@ -28,6 +28,7 @@ from snapshot.manifest.head import OURS, ManifestHead, NotOurs, decode_head
 from snapshot.reports import RestoreReport
 from snapshot.runtime.session import Session
 from snapshot.save import cleanup
+from snapshot.signing.seal import Seal
 from snapshot.storage import ANYTHING, FileStat, Storage
 from snapshot.tiers.near_steps import PINNED
 from snapshot.url import URL
@@ -61,6 +62,9 @@ class StepFolders:
 class Root:
     """A root on storage, with a cache of the manifests that were read."""
 
+    signable = True
+    """True if steps can be signed."""
+
     def __init__(self, url: URL, options: Mapping[str, Any] | None) -> None:
         self.url = url
         self.options = options
@@ -74,9 +78,9 @@ class Root:
         return self.url.join(f"step-{step}")
 
     @asynccontextmanager
-    async def opened(self, step: int | None = None) -> AsyncIterator[Session]:
-        """Open the storage of the root, or of one step."""
-        session = Session(self.url if step is None else self.step_url(step), self.options)
+    async def opened(self, step: int | None = None, seal: Seal | None = None) -> AsyncIterator[Session]:
+        """Open the storage of the root, or of one step. With a seal, its manifest and its files are verified."""
+        session = Session(self.url if step is None else self.step_url(step), self.options, seal=seal)
         try:
             yield session
         finally:
@@ -110,14 +114,22 @@ class Root:
 
     async def folders(self) -> StepFolders:
         """Return the step folders. Raise if the storage cannot list; failures of a single step are logged."""
+        return await self.examine(await self.numbers())
+
+    async def numbers(self) -> list[int]:
+        """Return the numbers of all step folders, ascending. Raise if the storage cannot list."""
         async with self.opened() as session:
-            storage = session.storage
-            if not storage.capabilities.list:
+            if not session.storage.capabilities.list:
                 raise SnapshotError(
                     f"{self.url}: cannot find the steps: this storage cannot list files; name a step: "
                     "manager.snapshot(step).restore(app_state)"
                 )
-            steps = steps_of(await list_folder(storage, "step-"))
+            return steps_of(await list_folder(session.storage, "step-"))
+
+    async def examine(self, steps: Sequence[int]) -> StepFolders:
+        """Return the folders of these steps, which are ascending. Failures of a single step are logged."""
+        async with self.opened() as session:
+            storage = session.storage
             found = await gather_limited(steps, lambda step: _is_there(storage, f"step-{step}/{METADATA}"))
         folders = StepFolders()
         for step, stat in zip(steps, found, strict=True):
@@ -158,8 +170,17 @@ class Root:
         head = self._heads.get(step, ("", None))[1]
         return head.save_id if isinstance(head, ManifestHead) else ""
 
-    async def copies(self, step: int) -> set[str]:
-        """Return the physical files of a step's contents, as far as an incremental take recorded them."""
+    async def copies(self, step: int, seal: Seal | None = None) -> set[str]:
+        """Return the physical files of a step's contents, as far as an incremental take recorded them.
+
+        With a seal, a manifest that does not pass it is not decoded.
+        """
+        if seal is not None:
+            with suppress(CorruptSnapshotError, SnapshotNotFoundError, StorageError):
+                async with self.opened(step, seal) as session:
+                    verified = decode_head(await read_manifest(session), session.url.join(METADATA))
+                return set(verified.copies().values())
+            return set()
         async with self.opened(step) as session:
             stat = await _stat_if_there(session.storage, METADATA)
         head = None if stat is None else await self._head(step, stat)
@@ -201,9 +222,9 @@ class Root:
             stat = await _stat_if_there(session.storage, METADATA)
         return None if stat is None else stat.token
 
-    async def fault(self, step: int) -> str | None:
+    async def fault(self, step: int, seal: Seal | None = None) -> str | None:
         """Return why a step cannot be restored, as far as that shows without reading data; None if it does not."""
-        async with self.opened(step) as session:
+        async with self.opened(step, seal) as session:
             try:
                 document = await open_document(session)
                 await expect_files(session, document, set(document.own_files))

@@ -6,6 +6,7 @@ sets a flag, and the reader of the flag logs it.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -15,6 +16,10 @@ from types import FrameType
 from typing import Any
 
 from snapshot.events import log
+from snapshot.system_calls import find_signals
+
+STOP_SIGNALS = find_signals("SIGTERM", "SIGUSR1")
+"""Signals that schedulers send before they kill a job."""
 
 SAME = 1.0
 """Signals within this many seconds of the first count as the same signal.
@@ -115,18 +120,27 @@ def ignore_stop_signals(worker: int = 0) -> None:
     """Ignore SIGTERM and SIGUSR1 in a worker process, unless its parent sent them: a DataLoader's `worker_init_fn`.
 
     Schedulers signal every process of a job. A worker that exits on that signal breaks the loop before its last take.
-    A worker that also ignored its parent would never end. `worker` is the number that a DataLoader passes.
+    A worker that also ignored its parent would never end. macOS and Windows do not tell who sent a signal, so nothing
+    is ignored there. `worker` is the number that a DataLoader passes.
+
+    A fork server, Python 3.14's default, ends on such a signal, and its workers end with it. Pass
+    `multiprocessing_context="fork"` to the DataLoader there.
 
     >>> from torch.utils.data import DataLoader
     >>> loader = DataLoader(range(8), num_workers=2, worker_init_fn=ignore_stop_signals)
     """
-    numbers = {signal.SIGTERM, signal.SIGUSR1}
+    if not hasattr(signal, "sigwaitinfo"):
+        return
+    numbers = set(STOP_SIGNALS)
     # blocked, so that a thread can receive them with the sender's pid, which a handler does not get
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
 
+    parent = multiprocessing.parent_process()  # the one that ends the worker; a fork server may be between them
+
     def wait() -> None:
         while True:
-            if signal.sigwaitinfo(numbers).si_pid == os.getppid():
+            sender = signal.sigwaitinfo(numbers).si_pid
+            if sender == os.getppid() or (parent is not None and sender == parent.pid):
                 os._exit(0)
 
     threading.Thread(target=wait, name="snapshot-signals", daemon=True).start()

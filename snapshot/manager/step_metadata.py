@@ -63,6 +63,13 @@ def add_note(step: int, metrics: Mapping[str, float], metadata: Mapping[str, Any
     return {**given, NOTE: {"step": step, "metrics": stored}}
 
 
+def noted_step(metadata: Mapping[str, Any]) -> int | None:
+    """Return the step number in a snapshot's metadata; None if no manager took it."""
+    own = metadata.get(NOTE)
+    step = own.get("step") if isinstance(own, dict) else None
+    return step if isinstance(step, int) and not isinstance(step, bool) else None
+
+
 def noted_metrics(metadata: Mapping[str, Any]) -> dict[str, float]:
     """Return the metrics in a snapshot's metadata. Skip values that are not numbers: another program wrote them."""
     own = metadata.get(NOTE)

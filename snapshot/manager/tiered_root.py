@@ -15,9 +15,11 @@ from snapshot.events import log
 from snapshot.manager.root import Root, StepFolders
 from snapshot.manifest.head import ManifestHead
 from snapshot.reports import RestoreReport
+from snapshot.signing.seal import Seal
 from snapshot.snapshot import Snapshot
 from snapshot.storage import FileStat
 from snapshot.tiers.census import CensusStep, HostView
+from snapshot.tiers.far_packed import FarStorage
 from snapshot.tiers.join import FAR_PATIENCE, limited
 from snapshot.tiers.manifests import Keepers
 from snapshot.tiers.run_record import NO_ORIGIN, Attempt, origin_of
@@ -45,6 +47,8 @@ class Ended(msgspec.Struct, array_like=True):
 
 class TieredRoot(Root):
     """The far root and the near folders of all hosts, as one root."""
+
+    signable = False
 
     def __init__(self, url: URL, options: Mapping[str, Any] | None, tiers: TierSet) -> None:
         super().__init__(url, options)
@@ -171,11 +175,11 @@ class TieredRoot(Root):
             log.info("%s: passed over: a later attempt began with an older step", self.step_url(step))
             del folders.committed[step]
 
-    async def fault(self, step: int) -> str | None:
+    async def fault(self, step: int, seal: Seal | None = None) -> str | None:
         """Return why a step cannot be restored: for a near one, the files that no host has, nor the far root."""
         found = self._census.get(step)
         if found is None:
-            return await super().fault(step)
+            return await super().fault(step, seal)
         missing = found.missing
         if not missing:
             return None
@@ -184,10 +188,11 @@ class TieredRoot(Root):
 
     async def _not_far(self, step: int, found: CensusStep, names: Sequence[str]) -> list[str]:
         async with self.opened(step) as session:
+            far = FarStorage(session.storage)
 
             async def good(name: str) -> bool:
                 try:
-                    return (await session.storage.stat(name)).size == found.sizes[name]
+                    return (await far.stat(name)).size == found.sizes[name]
                 except StorageNotFoundError:
                     return False
 
@@ -199,9 +204,9 @@ class TieredRoot(Root):
         found = self._census.get(step)
         return await super().token(step) if found is None else f"near:{found.save_id}"
 
-    async def copies(self, step: int) -> set[str]:
+    async def copies(self, step: int, seal: Seal | None = None) -> set[str]:
         """Return the physical files of a far step; near ones have replicas and the far root."""
-        return set() if step in self._census else await super().copies(step)
+        return set() if step in self._census else await super().copies(step, seal)
 
     async def is_replaceable(self, step: int) -> bool:
         """Return True if this library wrote the damaged step."""

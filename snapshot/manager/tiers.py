@@ -19,6 +19,7 @@ from snapshot.runtime.loop import run
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.tiers.control import Request
 from snapshot.tiers.join import FAR_PATIENCE, TierOptions, join, limited
+from snapshot.tiers.metrics_server import leave_metrics
 from snapshot.tiers.run_record import origin_of
 from snapshot.tiers.tier_set import TierSet
 from snapshot.url import URL
@@ -77,6 +78,8 @@ class ManagerTiers:
         if self._set is not None:
             return
         self._set = made = TierSet(self.options, join(exchange, self.options))
+        if not made.member.fault:
+            leave_metrics(made.member.folder, exchange.rank)
         near = Root(URL("near", made.member.folder), None)
         far = cleaner if exchange.rank == 0 else None
         self._cleaner = NearCleaner(near, self._keep, self._spared, made, far)

@@ -17,10 +17,14 @@ from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.manifest.entries import AnyEntry
 from snapshot.manifest.entry import Entry
 from snapshot.tensors.digest import digest_range
+from snapshot.tensors.split_zstd import CODEC, MOST_TIMES, RECORD, longest_table
 from snapshot.text import counted
 
 METADATA = ".snapshot_metadata"
 FORMAT = "snapshot/1"
+PACKED_FORMAT = "snapshot/2"
+"""The format if a file is compressed: earlier versions refuse it by its number."""
+OWN_FORMATS = (FORMAT, PACKED_FORMAT)
 IN_ONE = 100_000
 """Number of entries from which each rank's own entries are in a separate part."""
 DEEPEST = 500
@@ -33,10 +37,24 @@ _TAIL_LENGTH = len(',"digest":"xxh3:"}') + 32
 _LOCATION = re.compile(r"data/[0-9a-z]+-[0-9]+(-[0-9]+\.(safetensors|bin)|\.json)")
 
 
+class PackedFile(msgspec.Struct, gc=False, forbid_unknown_fields=True):
+    """A file that is stored compressed. All other places in a manifest count its bytes as if it were not."""
+
+    codec: str
+    size: int
+    """Bytes of the stored file."""
+    index: tuple[str, int, int]
+    """File, begin and end of the table that says where each block is."""
+    index_digest: str
+    digest: str
+    """Digest of the stored bytes, by blocks."""
+
+
 class FileEntry(msgspec.Struct, omit_defaults=True, gc=False, forbid_unknown_fields=True):
     """A data file: its length, and the length of its header."""
 
     size: int
+    """Bytes of the file; of a compressed one, those that it has decompressed."""
     header: int = 0
     header_digest: str | None = None
     content: str | None = None
@@ -47,6 +65,13 @@ class FileEntry(msgspec.Struct, omit_defaults=True, gc=False, forbid_unknown_fie
     """Number of takes since these bytes were written."""
     in_base: bool = False
     """True if the file is not in this snapshot, but in the one that it is based on."""
+    packed: PackedFile | None = None
+    """The stored form of a compressed file."""
+
+    @property
+    def stored_size(self) -> int:
+        """Bytes of the file on the storage."""
+        return self.size if self.packed is None else self.packed.size
 
 
 class ForeignFile(FileEntry):
@@ -148,15 +173,46 @@ def decode_document(data: bytes, where: object) -> Document:
     for location, file in document.files.items():
         if not 0 <= file.header <= min(file.size, LONGEST_HEADER):
             raise CorruptSnapshotError(f"{where}: {location} must not have a header of {counted(file.header, 'byte')}")
+        if file.packed is not None:
+            _check_packed(location, file, file.packed, document.files, where)
         if file.in_base != (document.base is not None and save_id_in(location) == document.base.save_id):
             raise CorruptSnapshotError(f"{where}: {location} must be in the base if, and only if, it has its save id")
         if bool(file.header) != bool(file.header_digest):
             raise CorruptSnapshotError(f"{where}: {location} must have a digest of its header, and only of a header")
     if document.base is not None and document.base.save_id == document.save_id:
         raise CorruptSnapshotError(f"{where}: a snapshot must not be its own base")
+    if document.format != format_of(document.files):
+        raise CorruptSnapshotError(f"{where}: format must be {format_of(document.files)}, got {document.format[:80]}")
     if document.world_size < 1:
         raise CorruptSnapshotError(f"{where}: world size must be at least 1, got {document.world_size}")
     return document
+
+
+def format_of(files: Mapping[str, FileEntry]) -> str:
+    """Return the format of a manifest with these files."""
+    return PACKED_FORMAT if any(file.packed is not None for file in files.values()) else FORMAT
+
+
+def _check_packed(
+    location: str, file: FileEntry, packed: PackedFile, files: Mapping[str, FileEntry], where: object
+) -> None:
+    """Raise unless a compressed file and its table may be what an entry says."""
+    if packed.codec != CODEC:
+        raise UnsupportedFormatError(
+            f"{where}: {location}: unknown codec {packed.codec[:80]!r}; pip install --upgrade snapshot-torch"
+        )
+    table, begin, end = packed.index
+    held = files.get(table)
+    if held is None or held.packed is not None or held.in_base or not held.header <= begin <= end <= held.size:
+        raise CorruptSnapshotError(f"{where}: {location}: its table {begin}-{end} is outside the data of {table[:200]}")
+    if file.in_base:
+        raise CorruptSnapshotError(f"{where}: {location}: a file of the base must not be described as compressed")
+    length = end - begin
+    fits = 0 < file.size <= MOST_TIMES * packed.size and RECORD <= length <= longest_table(file.size)
+    if not fits or length % RECORD:
+        raise CorruptSnapshotError(
+            f"{where}: {location}: {counted(file.size, 'byte')} cannot be stored in {packed.size:,}"
+        )
 
 
 def save_id_in(location: str) -> str:
@@ -179,9 +235,9 @@ def decode_part(data: bytes, part: PartEntry, where: object) -> ManifestPart:
 def _check_format(data: bytes, where: object) -> None:
     """Raise for a newer format before checking the digest: it may have a different one, or none."""
     found = re.match(rb'\s*\{\s*"format"\s*:\s*"snapshot/(\d{1,9})"', data)
-    if found and int(found[1]) != 1:
+    if found and f"snapshot/{int(found[1])}" not in OWN_FORMATS:
         raise UnsupportedFormatError(
-            f"{where}: format must be {FORMAT} for this version, got snapshot/{int(found[1])}; "
+            f"{where}: format must be {' or '.join(OWN_FORMATS)} for this version, got snapshot/{int(found[1])}; "
             "pip install --upgrade snapshot-torch"
         )
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from snapshot.errors import CorruptSnapshotError, SnapshotError
-from snapshot.manifest.document import FORMAT, BaseReference, FileEntry, PartEntry
+from snapshot.manifest.document import BaseReference, FileEntry, PartEntry
 from snapshot.tensors.digest import digest_range
 
 
@@ -33,11 +33,11 @@ class ManifestHead(msgspec.Struct):
     @property
     def nbytes(self) -> int:
         """Size of the data files in bytes, counted as in `SnapshotMetadata.nbytes`."""
-        return sum(each.size for each in self.files.values() if not each.in_base)
+        return sum(each.stored_size for each in self.files.values() if not each.in_base)
 
     def sizes(self) -> dict[str, int]:
         """Return the size of each file that the snapshot has: data, and parts of the manifest."""
-        sizes = {name: each.size for name, each in self.files.items() if not each.in_base}
+        sizes = {name: each.stored_size for name, each in self.files.items() if not each.in_base}
         return sizes | {each.location: each.size for each in self.parts}
 
     def copies(self) -> dict[str, str]:
@@ -46,8 +46,15 @@ class ManifestHead(msgspec.Struct):
 
 
 _heads = msgspec.json.Decoder(ManifestHead)
-OURS = re.compile(rb'\{"format":"%s","version":"[^"]{1,80}","save_id":"[0-9a-f]{12}",' % FORMAT.encode())
+OURS = re.compile(rb'\{"format":"snapshot/[12]","version":"[^"]{1,80}","save_id":"[0-9a-f]{12}",')
+_SAVE_ID = re.compile(rb'\{"format":"snapshot/\d{1,9}","version":"[^"]{1,80}","save_id":"([0-9a-f]{12})",')
 _DIGEST = re.compile(rb',"digest":"(xxh3:[0-9a-f]{32})"\}$')
+
+
+def find_save_id(data: bytes) -> str | None:
+    """Return the save id in the first bytes of a manifest, which is not verified; None if it is not a manifest."""
+    found = _SAVE_ID.match(data)
+    return found[1].decode() if found else None
 
 
 def decode_head(data: bytes, where: object) -> ManifestHead:

@@ -126,6 +126,13 @@ class Recipe:
             dtype,
         )
 
+    def __repr__(self) -> str:
+        names = [", ".join(each.text for each in side) for side in (self.sources, self.targets)]
+        more = [f"axes={self.axes.text!r}"] if self.axes is not None else []
+        more += [f"sizes={dict(sorted(self.sizes.items()))}"] if self.sizes else []
+        more += [f"dtype={self.dtype!r}"] if self.dtype is not None else []
+        return f"Recipe({', '.join([repr(' -> '.join(names)), *more])})"
+
     def _check(self) -> None:
         if not (self.targets and self.sources):
             return

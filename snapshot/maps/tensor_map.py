@@ -119,6 +119,9 @@ class TensorMap:
         """Return the names of the maps that come with the library."""
         return sorted(each.name.removesuffix(".yaml") for each in _shipped().iterdir() if each.name.endswith(".yaml"))
 
+    def __repr__(self) -> str:
+        return f"TensorMap({self.recipes}, others={self.others!r})"
+
     def reversed(self) -> TensorMap:
         """Return the map from the new layout to the old one.
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -33,6 +33,20 @@ WORTH_A_FILE = 16 * MiB
 """Minimum bytes of a separate file: a shorter one costs more than it gains."""
 STABLE, LATE, LEFT_OUT = 1, 2, 255
 """Groups of leaves: those that rarely change, those that are staged late (or both), and those that are not written."""
+
+
+class Room(NamedTuple):
+    """Maximum bytes of a file's tensors, and of its header."""
+
+    data: int
+    header: int
+
+    @classmethod
+    def of(cls, longest: int) -> Room:
+        """Return the room in a file of a maximum length; 0 is the usual one."""
+        if not longest:
+            return cls(LARGEST_FILE, LARGEST_HEADER)
+        return cls(longest - longest // 8 - 2 * PAGE, min(LARGEST_HEADER, longest // 8))
 
 
 class PlannedLeaf(Protocol):
@@ -143,17 +157,20 @@ def make_plan(
     staged_bytes: int,
     loads: tuple[int, ...] = (),
     groups: bytes = b"",
+    longest: int = 0,
 ) -> SavePlan:
     """Distribute leaves over files: balanced over lanes, no file too long, the largest elements first in each.
 
-    `groups` has a byte for each leaf, or is empty. Each group has files of its own.
+    `groups` has a byte for each leaf, or is empty. Each group has files of its own. `longest`: maximum length of a
+    file, if it is shorter than usual.
     """
+    room = Room.of(longest)
     sizes = [leaf.nbytes for leaf in leaves]
     if LEFT_OUT in groups:
         sizes = [0 if group == LEFT_OUT else size for size, group in zip(sizes, groups, strict=True)]
     total = sum(sizes)
     most = min(limits.parallel_files, lanes)
-    pieces = _cut_leaves(leaves, sizes, total, max(1, min(most, total // WORTH_A_FILE)))
+    pieces = _cut_leaves(leaves, sizes, total, max(1, min(most, total // WORTH_A_FILE)), room.data)
     grouped = {0: pieces}
     if any(groups):
         grouped = {group: [] for group in sorted({0, *groups} - {LEFT_OUT})}
@@ -161,7 +178,11 @@ def make_plan(
             if groups[piece[0]] != LEFT_OUT:
                 grouped[groups[piece[0]]].append(piece)
     dealt = {
-        group: [plan_file(leaves, chosen) for lane in _deal_pieces(these, most) for chosen in _fill_files(lane, leaves)]
+        group: [
+            plan_file(leaves, chosen)
+            for lane in _deal_pieces(these, most)
+            for chosen in _fill_files(lane, leaves, room)
+        ]
         for group, these in grouped.items()
     }
     files = tuple(file for made in dealt.values() for file in made)
@@ -177,10 +198,10 @@ Piece = tuple[int, int, int, Box | None]
 """Leaf, start and length in its flat bytes, box."""
 
 
-def _cut_leaves(leaves: Sequence[PlannedLeaf], sizes: list[int], total: int, lanes: int) -> list[Piece]:
+def _cut_leaves(leaves: Sequence[PlannedLeaf], sizes: list[int], total: int, lanes: int, longest: int) -> list[Piece]:
     """Split leaves that are too long for one file, or for one lane's share."""
-    share = max(CUT, -(-total // lanes)) if lanes > 1 else LARGEST_FILE
-    most = min(LARGEST_FILE, share + share // 8)
+    share = max(CUT, -(-total // lanes)) if lanes > 1 else longest
+    most = min(longest, share + share // 8)
     if max(sizes, default=0) <= most:
         return [(index, 0, size, None) for index, size in enumerate(sizes)]
     pieces: list[Piece] = []
@@ -226,10 +247,10 @@ def _deal_pieces(pieces: list[Piece], most: int) -> list[list[Piece]]:
     return [[piece for _, group in sorted(lane, key=lambda item: item[0]) for piece in group] for lane in dealt if lane]
 
 
-def _fill_files(pieces: list[Piece], leaves: Sequence[PlannedLeaf]) -> Iterable[list[Piece]]:
+def _fill_files(pieces: list[Piece], leaves: Sequence[PlannedLeaf], room: Room) -> Iterable[list[Piece]]:
     """Distribute one lane's pieces over files, so that neither data nor header is too long."""
     names = sum(len(leaves[piece[0]].path) for piece in pieces)
-    if sum(piece[2] for piece in pieces) <= LARGEST_FILE and 6 * names + 300 * len(pieces) <= LARGEST_HEADER:
+    if sum(piece[2] for piece in pieces) <= room.data and 6 * names + 300 * len(pieces) <= room.header:
         if pieces:
             yield pieces
         return
@@ -237,7 +258,7 @@ def _fill_files(pieces: list[Piece], leaves: Sequence[PlannedLeaf]) -> Iterable[
     size = header = 0
     for piece in pieces:
         name = 6 * len(leaves[piece[0]].path) + 300
-        if chosen and (size + piece[2] > LARGEST_FILE or header + name > LARGEST_HEADER):
+        if chosen and (size + piece[2] > room.data or header + name > room.header):
             yield chosen
             chosen, size, header = [], 0, 0
         chosen.append(piece)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
-from snapshot.per_process import PerProcess
+from snapshot.per_process import PerProcess, drop_oldest
 from snapshot.plan.layout import FilePart, FilePlan, PlannedLeaf, SavePlan, cut_file, make_plan
 from snapshot.storage import Limits
 
@@ -37,8 +36,7 @@ def find_parts(file: FilePlan, part_bytes: int) -> list[FilePart]:
     kept = cuts.get(key)
     if kept is None or kept[0] is not file:
         kept = cuts[key] = file, cut_file(file, part_bytes)
-        while len(cuts) > 2 * KEPT:
-            cuts.pop(next(iter(cuts)), None)
+        drop_oldest(cuts, 2 * KEPT)
     return kept[1]
 
 
@@ -46,7 +44,7 @@ class PlanCache:
     """Cache of the latest plans."""
 
     def __init__(self) -> None:
-        self._made: deque[_CachedPlan] = deque(maxlen=KEPT)
+        self._made: tuple[_CachedPlan, ...] = ()  # replaced as a whole, so that other threads can read it
 
     def plan(
         self,
@@ -58,16 +56,20 @@ class PlanCache:
         staged_bytes: int,
         loads: tuple[int, ...] = (),
         groups: bytes = b"",
+        longest: int = 0,
     ) -> SavePlan:
         """Return the result of `make_plan` for the same arguments, from the cache if possible."""
-        asked = (limits, lanes, groups)
+        asked = (limits, lanes, groups, longest)
         described = tuple(list(map(get, leaves)) for get in (_paths, _dtypes, _shapes, _origins))
-        for made in tuple(self._made):
+        for made in self._made:
             if made.asked == asked and made.leaves == described:
                 return replace(made.plan, blob_bytes=blob_bytes + made.tables, staged_bytes=staged_bytes, loads=loads)
-        plan = make_plan(leaves, blob_bytes, limits, lanes, staged_bytes=staged_bytes, loads=loads, groups=groups)
-        if any(groups):  # the structure does not depend on the choice of files
+        plan = make_plan(
+            leaves, blob_bytes, limits, lanes, staged_bytes=staged_bytes, loads=loads, groups=groups, longest=longest
+        )
+        if any(groups) or longest:  # the structure does not depend on the choice of files
             usual = self.plan(leaves, blob_bytes, limits, lanes, staged_bytes=staged_bytes, loads=loads)
             plan = replace(plan, structure=usual.structure)
-        self._made.append(_CachedPlan(asked, described, plan, plan.blob_bytes - blob_bytes))
+        made = _CachedPlan(asked, described, plan, plan.blob_bytes - blob_bytes)
+        self._made = (*self._made, made)[-KEPT:]
         return plan

@@ -35,6 +35,7 @@ from snapshot.publish.version import (
 )
 from snapshot.runtime.session import Session
 from snapshot.storage import Storage
+from snapshot.system_calls import CLOEXEC
 from snapshot.tensors.digest import digest_bytes
 from snapshot.url import URL
 
@@ -352,7 +353,7 @@ def _reading(base: Path) -> Iterator[None]:
 
 
 def _open(stack: ExitStack, path: Path, flags: int) -> int:
-    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(path, flags | CLOEXEC, 0o644)
     stack.callback(os.close, descriptor)
     return descriptor
 

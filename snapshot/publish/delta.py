@@ -14,26 +14,14 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from snapshot.errors import CorruptSnapshotError, MissingExtraError
+from snapshot.errors import CorruptSnapshotError
 from snapshot.storage import Buffer
 from snapshot.tensors.digest import BLOCK, SIZE, block_digest, digest_range, digest_table
+from snapshot.tensors.zstd import load_zstd, new_compressor
 
 Bytes = npt.NDArray[np.uint8]
 LARGEST_WINDOW = 1 << 27
 """Maximum memory that a frame of another publisher may ask for."""
-WINDOW_LOG = 17
-HASH_LOG = 6
-"""zstd's tables for a XOR that is mostly zeros: few entries, so that a match is always near the end of the last one."""
-SHORTEST_MATCH = 7
-
-
-def load_zstd() -> Any:
-    """Return the module `zstandard`, which is an optional dependency."""
-    try:
-        import zstandard
-    except ImportError as error:
-        raise MissingExtraError("deltas are compressed with zstd; pip install 'snapshot-torch[zstd]'") from error
-    return zstandard
 
 
 def checksum_text(checksum: int) -> str:
@@ -76,18 +64,7 @@ class DeltaEncoder:
     """Encodes tensors one after the other, with one compressor and one buffer. Each thread has its own."""
 
     def __init__(self) -> None:
-        zstd = load_zstd()
-        self._zstd = zstd.ZstdCompressor(
-            compression_params=zstd.ZstdCompressionParameters(
-                window_log=WINDOW_LOG,
-                hash_log=HASH_LOG,
-                chain_log=HASH_LOG,
-                min_match=SHORTEST_MATCH,
-                strategy=zstd.STRATEGY_FAST,
-                target_length=0,
-                write_content_size=True,
-            )
-        )
+        self._zstd = new_compressor()
         self._changes = np.empty(BLOCK, np.uint8)
         self._zeros = memoryview(bytes(BLOCK))
 

@@ -18,6 +18,7 @@ from snapshot.distributed.exchange import Exchange
 from snapshot.errors import RestoreError, SnapshotError, system_limits
 from snapshot.publish.image import HostImage
 from snapshot.publish.shares import HeldPiece, SharePlan, Transfer
+from snapshot.runtime.accelerators import current_device_index
 from snapshot.tensors.dtypes import BY_NAME
 
 ROUND = 256 << 20
@@ -94,7 +95,7 @@ class _Link:
         devices = ranks.pg._device_types  # type: ignore[union-attr]
         self._device = torch.device("cpu")
         if not any(device.type == "cpu" for device in devices):
-            self._device = torch.device(devices[0].type, torch.accelerator.current_device_index())
+            self._device = torch.device(devices[0].type, current_device_index())
 
     def exchange(self, transfers: Sequence[Transfer], pieces: Mapping[Any, torch.Tensor], image: HostImage) -> None:
         """Send and receive one round, and place what arrives."""

@@ -5,8 +5,6 @@ A version is built in a folder aside and renamed. Files of a version are never c
 
 from __future__ import annotations
 
-import ctypes
-import fcntl
 import os
 import secrets
 import shutil
@@ -20,6 +18,7 @@ import msgspec
 from snapshot.errors import SnapshotError, StorageError
 from snapshot.events import log
 from snapshot.publish.version import version_name, version_of
+from snapshot.system_calls import CLOEXEC, fcntl, libc
 
 MARKER = ".snapshot-pull.json"
 LOCK = ".snapshot-pull.lock"
@@ -67,7 +66,7 @@ class LocalFolder:
         """Hold the lock of this host. Processes that wait continue one by one."""
         with self.errors():
             self.path.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | CLOEXEC, 0o666)
         try:
             with self.errors():
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -217,11 +216,9 @@ class LocalFolder:
 
 def exchange_paths(one: Path, other: Path) -> bool:
     """Exchange two paths atomically. Return False if the system cannot."""
-    try:
-        call = ctypes.CDLL(None, use_errno=True).renameat2
-    except (AttributeError, OSError):
+    if libc.renameat2 is None:
         return False
-    result: int = call(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE)
+    result: int = libc.renameat2(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE)
     return result == 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
+import threading
 from typing import NamedTuple
 
 from snapshot.errors import CancelledError, SnapshotError
@@ -28,7 +29,7 @@ class PendingPublish:
         self._url = url
         self._process = os.getpid()
         self._work = work
-        self._waiting = 0
+        self._waiting: set[int] = set()
         finish_before_exit(work)
         work.add_done_callback(self._log_failure)
 
@@ -51,7 +52,7 @@ class PendingPublish:
         """
         if self._process != os.getpid() and not self.done():
             raise SnapshotError(f"{self._url}: a forked child cannot wait for a publication of its parent")
-        self._waiting += 1
+        self._waiting.add(threading.get_ident())
         try:
             return self._work.result(timeout)
         except concurrent.futures.CancelledError as error:
@@ -63,7 +64,7 @@ class PendingPublish:
                 raise TimeoutError(f"{self._url}: not published after {timeout} s") from error
             raise SnapshotError(f"{self._url}: the publication failed: {type(error).__name__}: {error}") from error
         finally:
-            self._waiting -= 1
+            self._waiting.discard(threading.get_ident())
 
     def _log_failure(self, work: concurrent.futures.Future[Published]) -> None:
         """Log an error that no thread waits for."""

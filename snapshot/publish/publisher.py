@@ -16,7 +16,6 @@ from snapshot.errors import SnapshotError
 from snapshot.events import emit, warn
 from snapshot.options import Settings, expect_positive
 from snapshot.publish.calls import Agreed, Call, compare_calls, expect_same_plans
-from snapshot.publish.delta import load_zstd
 from snapshot.publish.gather import expect_equal, gather_pieces
 from snapshot.publish.image import HostImage
 from snapshot.publish.notify import check_hooks
@@ -28,6 +27,7 @@ from snapshot.registry import open_storage
 from snapshot.runtime.host_memory import total_memory
 from snapshot.runtime.loop import refuse_on_loop, run, work_on
 from snapshot.tensors.digest import digest_range
+from snapshot.tensors.zstd import load_zstd
 from snapshot.text import size_text
 from snapshot.url import URL
 

@@ -25,6 +25,7 @@ from snapshot.publish.version import Index, version_name
 from snapshot.registry import open_storage
 from snapshot.runtime.loop import refuse_on_loop, run
 from snapshot.runtime.session import Session
+from snapshot.system_calls import expect_linux
 from snapshot.text import listed
 from snapshot.url import URL
 
@@ -72,6 +73,7 @@ class Subscriber:
         Raises:
             ValueError: An argument is invalid, such as a folder in the store itself.
         """
+        expect_linux("Subscriber")
         if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
             raise ValueError(f"keep must be a positive int, got {keep!r}")
         self._url = URL.parse(os.fspath(url))

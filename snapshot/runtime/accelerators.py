@@ -27,8 +27,15 @@ def side_stream(device: torch.device) -> Any:
             torch.accelerator.current_stream(device)
             sides.setdefault(device, torch.Stream(device=device))
         except (RuntimeError, NotImplementedError, AttributeError):
-            sides[device] = None
+            sides.setdefault(device, None)
     return sides[device]
+
+
+def current_device_index() -> int:
+    """Return the index of the accelerator that is current in this thread."""
+    accelerator = torch.accelerator
+    index_of = getattr(accelerator, "current_device_index", None) or accelerator.current_device_idx  # before torch 2.7
+    return int(index_of())
 
 
 @contextlib.contextmanager
@@ -38,14 +45,13 @@ def on_stream(stream: Any) -> Iterator[None]:
     Entering the stream itself would keep the previous stream on it, and other threads use it at the same time.
     """
     accelerator = torch.accelerator
-    index_of = getattr(accelerator, "current_device_index", None) or accelerator.current_device_idx  # before torch 2.7
-    device, before = index_of(), accelerator.current_stream(stream.device)
+    device, before = current_device_index(), accelerator.current_stream(stream.device)
     try:
         accelerator.set_stream(stream)
         yield
     finally:
         accelerator.set_stream(before)
-        if index_of() != device:
+        if current_device_index() != device:
             module = torch.get_device_module(stream.device)
             getattr(module, "_maybe_exchange_device", module.set_device)(device)
 
@@ -80,13 +86,21 @@ def await_host_copies(tensors: Iterable[torch.Tensor]) -> None:
 
     Only pinned memory takes part in copies that the host does not wait for. They may run on any stream of any device.
     """
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = _current_accelerator()
     initialized = accelerator is not None and getattr(torch.get_device_module(accelerator), "is_initialized", None)
     if accelerator is None or not initialized or not initialized():
         return
     if any(tensor.is_cpu and tensor.is_pinned() for tensor in tensors):
         for index in _used_devices(accelerator.type):
             torch.accelerator.synchronize(index)
+
+
+def _current_accelerator() -> torch.device | None:
+    """Return the kind of accelerator that this process may use."""
+    try:
+        return torch.accelerator.current_accelerator()
+    except RuntimeError:  # torch 2.6 raises this if there is not one, and later versions return None
+        return None
 
 
 def _used_devices(kind: str) -> Sequence[int]:

@@ -22,6 +22,7 @@ from snapshot.per_process import PerProcess
 from snapshot.runtime.host_memory import total_memory
 from snapshot.runtime.pinning import Pinning, can_register
 from snapshot.runtime.segment import Segment
+from snapshot.system_calls import map_memory
 from snapshot.tensors.addresses import address_of, populate_pages
 from snapshot.text import counted
 
@@ -54,10 +55,10 @@ class Slot:
         """The offset in its segment."""
         self._owner: Any = None
         if segment is not None:
-            self.view = segment.view[offset : offset + size]
+            self.view = memoryview(segment.memory)[offset : offset + size]
             self.tensor = torch.frombuffer(self.view, dtype=torch.uint8)
         else:
-            self._owner = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._owner = map_memory(size)
             self.view = memoryview(self._owner)
             self.tensor = torch.frombuffer(self._owner, dtype=torch.uint8)
             populate_pages(address_of(self.view), size)

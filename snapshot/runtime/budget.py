@@ -91,6 +91,16 @@ class MemoryBudget:
         self._used = self._peak = self._waits = 0
         self._blocked = 0.0
         self._error: BaseException | None = None
+        self._aside: list[MemoryBudget] = []
+
+    def set_aside(self, nbytes: int) -> MemoryBudget:
+        """Return a budget of its own for a part of these bytes: who holds slots here never waits for it."""
+        with self._pool.lock:
+            kept = self._pool.reserve.limit if self._pool.reserve is not None else 0
+            self._pool.resize(max(1, self._pool.limit + kept - nbytes))
+            self.limit = self._pool.limit
+        self._aside.append(MemoryBudget(nbytes, Pool(nbytes, reserve=False)))
+        return self._aside[-1]
 
     def took(self, nbytes: int) -> None:
         """Count bytes as held. The caller holds the pool's lock."""
@@ -183,6 +193,8 @@ class MemoryBudget:
         """Raise this error in all current and future requests of the operation."""
         with self._pool.lock:
             self._error = error
+            for each in self._aside:
+                each.fail(error)
             mine = [request for request in self._pool.waiting if request.budget is self]
             for request in mine:
                 self._pool.waiting.remove(request)
@@ -221,10 +233,10 @@ class MemoryBudget:
     def statistics(self) -> BudgetStatistics:
         with self._pool.lock:
             seen = BudgetStatistics(self.total, self._used, self._peak, self._waits, self._blocked)
-        if self._reserve is None:
-            return seen
-        more = self._reserve.statistics()
-        return BudgetStatistics(self.total, *(a + b for a, b in zip(seen[1:], more[1:], strict=True)))  # type: ignore[arg-type]
+        for each in [*self._aside, *([] if self._reserve is None else [self._reserve])]:
+            more = each.statistics()
+            seen = BudgetStatistics(self.total, *(a + b for a, b in zip(seen[1:], more[1:], strict=True)))  # type: ignore[arg-type]
+        return seen
 
     def __repr__(self) -> str:
         seen = self.statistics()

@@ -12,7 +12,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+from snapshot.system_calls import find_signals
+
+SIGNALS = find_signals("SIGINT", "SIGTERM", "SIGHUP")
 
 
 class _State:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 
 def available_memory() -> int:
     """Return the memory that this process may still use: of the host, or of its control group if that is less."""
@@ -22,7 +24,15 @@ def _meminfo(name: str) -> int:
     try:
         with open("/proc/meminfo") as lines:
             return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
-    except (OSError, StopIteration):
+    except (OSError, StopIteration):  # not Linux
+        total = _physical_memory()
+        return total if name == "MemTotal" else total // 2
+
+
+def _physical_memory() -> int:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):  # Windows
         return 8 << 30
 
 

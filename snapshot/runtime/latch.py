@@ -10,6 +10,18 @@ from __future__ import annotations
 import _thread
 import contextlib
 
+from snapshot.system_calls import WINDOWS
+
+_INTERVAL = 0.5
+
+
+def _acquire(lock: _thread.LockType, timeout: float | None) -> bool:
+    """Acquire a lock. On Windows, Ctrl-C does not interrupt a wait without a timeout."""
+    while timeout is None and WINDOWS:
+        if lock.acquire(timeout=_INTERVAL):
+            return True
+    return lock.acquire(timeout=-1 if timeout is None else min(timeout, _thread.TIMEOUT_MAX))
+
 
 class Latch:
     """Opens once, and releases all waiting threads."""
@@ -41,7 +53,7 @@ class Latch:
         lock = _thread.allocate_lock()
         lock.acquire()
         self._locks.append(lock)
-        if not self._open and not lock.acquire(timeout=-1 if timeout is None else min(timeout, _thread.TIMEOUT_MAX)):
+        if not self._open and not _acquire(lock, timeout):
             with contextlib.suppress(ValueError):  # it is being opened now
                 self._locks.remove(lock)
         return self._open

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from snapshot.runtime.accelerators import on_stream, side_stream
+from snapshot.system_calls import libc
 
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 _PORTABLE_MAPPED = 1 | 2
@@ -29,7 +30,6 @@ _CAPTURING = frozenset(range(900, 908))
 _PREFERRED = 1
 """A policy of mbind: take memory of the node while it has any."""
 _MBIND = {"x86_64": 237, "aarch64": 235}
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Pinning(NamedTuple):
@@ -163,11 +163,11 @@ def find_numa_node(device: torch.device) -> int:
 def bind_to_node(address: int, nbytes: int, node: int) -> bool:
     """Prefer a NUMA node for pages that are not allocated yet; return False if the system does not support it."""
     number = _MBIND.get(platform.machine())
-    if number is None or not 0 <= node < 1024:
+    if number is None or libc.syscall is None or not 0 <= node < 1024:
         return False
     mask = (ctypes.c_ulong * 16)()
     mask[node // 64] = 1 << node % 64
-    done = _libc.syscall(
+    done = libc.syscall(
         ctypes.c_long(number),
         ctypes.c_void_p(address),
         ctypes.c_ulong(nbytes),

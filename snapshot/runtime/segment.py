@@ -15,6 +15,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -27,15 +28,15 @@ from snapshot.runtime.pinning import (
     register_memory,
     unregister_memory,
 )
+from snapshot.system_calls import libc, map_memory
 from snapshot.tensors.addresses import address_of, populate_pages
 
 _NOEXEC_SEAL = 8
 _HUGEPAGE, _WIPEONFORK = 14, 18
 """Advice to the kernel; `mmap` names the second one only in newer versions of Python."""
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
-_libc = ctypes.CDLL(None, use_errno=True)
 _numbers = itertools.count(1)
-_never_unmapped: list[memoryview] = []
+_never_unmapped: list[Any] = []
 """Memory that the driver still uses, because it refused to unregister it."""
 
 
@@ -62,11 +63,11 @@ class Segment:
         if device is not None and not can_register(device):
             self._torch = None if shared else allocate_pinned(size)
         if self._torch is not None:
-            self.view = memoryview(self._torch.numpy().data)
+            self.memory: Any = self._torch.numpy()
             self.pinned = True
         else:
-            self.view = memoryview(self._map_memory())
-        self._address = address_of(self.view)
+            self.memory = self._map_memory()
+        self._address = address_of(memoryview(self.memory))
         self._used = bytearray(size // grain)
         self._warm = bytearray(size // grain)
         """Free grains whose pages are allocated."""
@@ -81,11 +82,11 @@ class Segment:
             os.ftruncate(self.descriptor, self.size)
             memory = mmap.mmap(self.descriptor, self.size)
         else:
-            memory = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory = map_memory(self.size)
         # A forked child would get a copy of each pinned page, which it does not need: it has an arena of its own. The
         # range stays mapped, since the child may free a segment that it inherited.
         for advice in [_HUGEPAGE] + ([] if self.shared else [_WIPEONFORK]):
-            with contextlib.suppress(OSError):  # a system without it is only slower
+            with contextlib.suppress(OSError, AttributeError):  # a system without it is only slower
                 memory.madvise(advice)
         return memory
 
@@ -157,7 +158,7 @@ class Segment:
 
     def _punch(self, first: int, count: int) -> None:
         begin, length = ctypes.c_int64(first * self._grain), ctypes.c_int64(count * self._grain)
-        _libc.fallocate(self.descriptor, _PUNCH_HOLE | _KEEP_SIZE, begin, length)
+        libc.fallocate(self.descriptor, _PUNCH_HOLE | _KEEP_SIZE, begin, length)
 
     def close(self) -> None:
         """Unpin the memory and close the descriptor. The memory is freed when the last mapping ends."""
@@ -167,7 +168,7 @@ class Segment:
         registered, self.pinned = self.pinned and self._torch is None and self._process == os.getpid(), False
         try:
             if registered and self.device is not None and not unregister_memory(self._address, self.device):
-                _never_unmapped.append(self.view)
+                _never_unmapped.append(self.memory)
         finally:
             if self.descriptor >= 0:
                 os.close(self.descriptor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from functools import cached_property
 from typing import Any, TypeVar
 
 from snapshot import trace
@@ -15,6 +16,7 @@ from snapshot.options import MiB, Settings, expect_positive
 from snapshot.registry import open_storage, plugin_for
 from snapshot.runtime.budget import MemoryBudget, Pool
 from snapshot.runtime.loop import shared_clients
+from snapshot.signing.seal import Seal
 from snapshot.storage import Context, Storage
 from snapshot.url import URL
 
@@ -34,8 +36,10 @@ class Session:
         default_budget: int = 0,
         pool: Callable[[int], Pool] | None = None,
         resume: bool = False,
+        seal: Seal | None = None,
     ) -> None:
         self.url = url
+        self.seal = seal
         self.options = options
         self.durable = durable
         self.settings = Settings.current()
@@ -50,6 +54,11 @@ class Session:
             durable, self.budget, shared_clients(), self.settings.direct_io, self.settings.lane_count(), resume
         )
         self.storage: Storage = open_storage(url, options, self._context)
+
+    @cached_property
+    def packed_memory(self) -> MemoryBudget:
+        """The part of the budget for the stored bytes of compressed files that are read."""
+        return self.budget.set_aside(self.budget.total // 4)
 
     def open_beside(self, url: URL) -> Storage:
         """Open another storage for the same operation: the folder of a file."""

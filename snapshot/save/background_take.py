@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from snapshot.aio import in_thread, shielded
 from snapshot.errors import SnapshotError, system_limits
 from snapshot.plan.layout import SavePlan
+from snapshot.runtime.budget import MemoryBudget
 from snapshot.runtime.loop import LoopFuture, in_own_thread, work_on
 from snapshot.runtime.pinning import permit_capture
 from snapshot.save.optimizer_barrier import PendingCopy
@@ -25,6 +27,7 @@ from snapshot.save.take import Take, Verify
 from snapshot.save.transaction import Transaction
 from snapshot.save.unchanged import Unchanged
 from snapshot.save.writer import PartSink, WrittenFile
+from snapshot.signing.keys import Signer
 from snapshot.state.overlap_eligible import OverlapEligible
 
 PART_AHEAD = 32 << 20
@@ -93,6 +96,8 @@ class BackgroundTake(Take):
         metadata: msgspec.Raw,
         verify: Verify | None,
         sink: PartSink | None,
+        packing: MemoryBudget | None,
+        signer: Signer | None,
     ) -> None:
         stager = Stager(share.leaves, copies=True, parallel=True)
         if late.pending is not None:
@@ -107,6 +112,8 @@ class BackgroundTake(Take):
             metadata=metadata,
             verify=verify,
             part_bytes=part_bytes,
+            packing=packing,
+            signer=signer,
         )
         self._late = late.pending
         self._sink = sink
@@ -186,7 +193,8 @@ class BackgroundTake(Take):
 
     def _all_staged(self) -> None:
         self._meter.staged(self.plan.blob_bytes)  # encoded bytes, not the application's memory
-        self.emit("staged", bytes=self.plan.total_bytes)
+        seconds = round(time.perf_counter() - self._began, 3)
+        self.emit("staged", bytes=self.plan.total_bytes, seconds=seconds)
 
     async def write_parts(self, transaction: Transaction, locations: Sequence[str]) -> list[WrittenFile]:
         if self._sink is None:
@@ -199,6 +207,8 @@ class BackgroundTake(Take):
             self._prefetcher.parts,
             staging=self._prefetcher,
             progress=self._meter.wrote,
+            packing=self.writer.packing,
+            signed=self.writer.signed,
         )
 
     async def before_commit(self) -> None:

@@ -10,6 +10,7 @@ from snapshot.manifest import entries as e
 from snapshot.manifest.document import BaseReference, Document, FileEntry
 from snapshot.plan.layout import FilePlan, Piece, plan_file
 from snapshot.runtime.session import Session
+from snapshot.signing.signed_storage import SignedStorage
 from snapshot.state.leaves import Leaf
 from snapshot.tensors.addresses import wrap_memory
 from snapshot.tensors.digest import BLOCK, SIZE, digest_range
@@ -96,6 +97,8 @@ class Base:
     """The files that are not in this snapshot, but in its own base."""
     reference: BaseReference | None = None
     """The snapshot that has what this one left out."""
+    signed: SignedStorage | None = None
+    """Its signed files, if it was opened with a key that signed it."""
 
     def copies(self) -> dict[tuple[str, str], tuple[str | None, str]]:
         """Return the digest and the physical file of each leaf's range, by its path and its box."""

@@ -9,6 +9,7 @@ from snapshot.distributed.exchange import Exchange
 from snapshot.progress import Meter
 from snapshot.runtime.session import Session
 from snapshot.save.concurrency import TakeSlot, take_slots
+from snapshot.save.packing import usual_budget
 from snapshot.save.rendezvous import TakeOpening, open_take
 from snapshot.save.take_options import TakeOptions
 from snapshot.url import URL
@@ -29,6 +30,7 @@ def begin_take(
         meter,
         partial(session_for_take, options, slot=slot),
         overwrite=options.overwrite,
+        keys=options.keys,
     )
 
 
@@ -39,6 +41,6 @@ def session_for_take(options: TakeOptions, url: URL, slot: TakeSlot | None = Non
         options.storage_options,
         durable=options.durable,
         budget=options.memory_budget_bytes,
-        default_budget=take_slots().usual_limit() if slot is not None else 0,
+        default_budget=take_slots().usual_limit() if slot is not None else usual_budget(options.compression),
         pool=slot.pool if slot is not None else None,
     )

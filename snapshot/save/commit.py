@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -26,9 +26,14 @@ from snapshot.runtime.session import Session
 from snapshot.save.cleanup import clean_after_commit
 from snapshot.save.manifest_builder import RankManifest, build_document
 from snapshot.save.transaction import Transaction
+from snapshot.signing.keys import Signer
+from snapshot.signing.statement import Root
+from snapshot.signing.write import put_signature
 from snapshot.storage import ANYTHING
+from snapshot.url import URL
 
 T = TypeVar("T")
+D = TypeVar("D")
 PARTS_AT_ONCE = 64
 """Rank parts that the leader reads concurrently."""
 
@@ -56,6 +61,10 @@ class RankDone(msgspec.Struct, array_like=True):
     """The rank's host, if each host has files of its own."""
     sent_part: bytes = b""
     """The part for the leader, if the leader cannot read this rank's files."""
+    signed: dict[str, Root] | None = None
+    """The roots of this rank's files, if `sign` was given there."""
+    nbytes: int = 0
+    """Bytes of the tensors that it wrote."""
 
 
 class Committed(msgspec.Struct, array_like=True):
@@ -65,61 +74,101 @@ class Committed(msgspec.Struct, array_like=True):
     """The committed manifest, for hosts that need a copy."""
     keepers: list[int] = []
     """Ranks that store the manifest on their host."""
+    nbytes: int = 0
+    """Bytes of the tensors that all ranks wrote."""
 
 
 async def commit_with_ranks(
-    session: Session, exchange: Exchange, transaction: Transaction, manifest: RankManifest, done: RankDone
-) -> None:
-    """Report that this rank has finished writing, and wait for the leader's commit."""
+    session: Session,
+    exchange: Exchange,
+    transaction: Transaction,
+    manifest: RankManifest,
+    done: RankDone,
+    *,
+    signer: Signer | None = None,
+) -> int:
+    """Report that this rank has finished writing, and wait for the leader's commit. Return the bytes of all ranks."""
     if exchange.alone:
-        await shielded(_commit(session, transaction, manifest, [done]))
-        return
-    exchange.note_done()
+        await shielded(_commit(session, transaction, manifest, [done], signer))
+        return done.nbytes
 
-    def lead(reports: list[RankDone]) -> Committed:
-        data = run(shielded(_commit(session, transaction, manifest, reports)))
+    async def commit(reports: list[RankDone]) -> Committed:
+        data = await _commit(session, transaction, manifest, reports, signer)
         first: dict[str, int] = {}
         for rank, each in enumerate(reports):
             first.setdefault(each.host, rank)
         keepers = [rank for rank in first.values() if rank != LEADER]
-        return Committed(data, keepers) if keepers else Committed()
+        return Committed(data if keepers else b"", keepers, sum(each.nbytes for each in reports))
 
-    agreed = asyncio.ensure_future(in_own_thread(exchange.agree, done, lead, RankDone, Committed))
+    committed = await commit_together(session.url, exchange, transaction, done=done, commit=commit, answer=Committed)
+    if committed is not None and exchange.rank in committed.keepers:
+        await shielded(_keep_manifest(session, transaction, committed.manifest))
+    return committed.nbytes if committed is not None else done.nbytes
+
+
+class Outcome(Protocol):
+    """The result of a commit, as the storage shows it."""
+
+    async def is_committed(self) -> bool:
+        """Return True if the result is complete. Return False also if that cannot be determined."""
+
+    async def revoke(self) -> bool:
+        """Prevent a commit by a lost leader. Return True if none is possible any more."""
+
+
+async def commit_together(
+    url: URL,
+    exchange: Exchange,
+    outcome: Outcome,
+    *,
+    done: D,
+    commit: Callable[[list[D]], Coroutine[Any, Any, T]],
+    answer: type[T],
+) -> T | None:
+    """Report that this rank has finished writing, and wait until the leader has called `commit`. Return its result.
+
+    Return None if the leader was lost after the commit.
+    """
+    exchange.note_done()
+
+    def lead(reports: list[D]) -> T:
+        return run(shielded(commit(reports)))
+
+    agreed = asyncio.ensure_future(in_own_thread(exchange.agree, done, lead, type(done), answer))
     try:
-        committed = await asyncio.shield(agreed)
-        if exchange.rank in committed.keepers:
-            await shielded(_keep_manifest(session, transaction, committed.manifest))
+        return await asyncio.shield(agreed)
     except asyncio.CancelledError as error:  # this rank was cancelled, not the exchange: abort if it is not too late
         await shielded(in_own_thread(exchange.fail, error))
         try:
-            await shielded(_await(agreed))
+            return await shielded(_await(agreed))
         except CommitUnknown:
             raise
         except (SnapshotError, Undecided):
             raise error from None
     except Undecided as error:
-        await _find_out(session, transaction, error)
+        await _find_out(url, outcome, error)
+        return None
 
 
-async def _find_out(session: Session, transaction: Transaction, lost: Undecided) -> None:
+async def _find_out(url: URL, outcome: Outcome, lost: Undecided) -> None:
     """Find out whether the commit happened, if the leader was lost after all ranks had written.
 
     If the commit needs the leader's claim, deleting the claim decides it. Otherwise only the storage shows the result.
     """
-    if await transaction.is_committed():
-        log.warning("%s: %s, but the snapshot is committed", session.url, lost)
+    if await outcome.is_committed():
+        log.warning("%s: %s, but the snapshot is committed", url, lost)
         return
-    revoked = await transaction.revoke()
-    if not revoked and await transaction.is_committed():
-        log.warning("%s: %s, but the snapshot is committed", session.url, lost)
+    revoked = await outcome.revoke()
+    if not revoked and await outcome.is_committed():
+        log.warning("%s: %s, but the snapshot is committed", url, lost)
         return
     if not revoked:
         raise CommitUnknown(
-            f"{session.url}: {lost}, after its decision to commit; the snapshot may still appear; check again later "
+            f"{url}: {lost}, after its decision to commit; the snapshot may still appear; check again later "
             "with Snapshot(path).exists()"
         ) from lost
     raise RankError(
-        f"rank {LEADER}: {session.url}: {lost}, after its decision to commit; its claim was deleted, so the take "
+        f"rank {LEADER}: {url}: {lost}, after its decision to commit; its claim was deleted, so the take "
         "cannot be committed any more",
         rank=LEADER,
     ) from lost
@@ -136,9 +185,16 @@ async def _keep_manifest(session: Session, transaction: Transaction, manifest: b
 
 
 async def _commit(
-    session: Session, transaction: Transaction, manifest: RankManifest, done: Sequence[RankDone]
+    session: Session,
+    transaction: Transaction,
+    manifest: RankManifest,
+    done: Sequence[RankDone],
+    signer: Signer | None,
 ) -> bytes:
-    """Merge all parts into one manifest, commit it, and return it."""
+    """Merge all parts into one manifest, commit it, and return it.
+
+    Its signature is stored first, so a committed snapshot always has it.
+    """
     if add_sums(each.shard_sums[0] for each in done) != add_sums(each.shard_sums[1] for each in done):
         raise CorruptSnapshotError("some shards were written twice or not at all; the take was aborted")
     save_id = transaction.save_id
@@ -150,9 +206,16 @@ async def _commit(
     async def read(rank: int) -> ManifestPart:
         return await _read_leader_part(session, save_id, rank, done[rank])
 
-    others = await gather_limited(range(1, len(done)), read, PARTS_AT_ONCE)
+    try:
+        others = await gather_limited(range(1, len(done)), read, PARTS_AT_ONCE)
+    except SnapshotError:
+        await transaction.expect_claim()
+        raise
     document = await in_thread(build_document, manifest, save_id, parts, others)
     data = await in_thread(encode, document)
+    if signer is not None:
+        roots = {location: root for each in done for location, root in (each.signed or {}).items()}
+        await put_signature(session.storage, signer, save_id, data, roots)
     stored = [rank for rank in range(1, len(done)) if not done[rank].sent_part]
     await transaction.commit(data, [leader_part_path(save_id, rank) for rank in stored])
     return data

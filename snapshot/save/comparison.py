@@ -14,7 +14,7 @@ from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageError, S
 from snapshot.events import emit, log
 from snapshot.manifest.document import FileEntry
 from snapshot.manifest.entries import TensorEntry
-from snapshot.per_process import PerProcess
+from snapshot.per_process import PerProcess, drop_oldest
 from snapshot.plan.layout import Extent, FilePlan
 from snapshot.runtime.arena import arena, arena_bytes
 from snapshot.save.base_files import Base, BaseFile, BaseRange
@@ -50,8 +50,7 @@ def add_use(held: BaseFile, *, again: bool = True) -> None:
     """Count one more use. With `again=False`, the file was written instead, and counting starts from 0."""
     uses = _uses.get()
     uses[held.place] = uses.pop(held.place, 0) + 1 if again else -held.entry.age
-    while len(uses) > KEPT:
-        uses.pop(next(iter(uses)), None)
+    drop_oldest(uses, KEPT)
 
 
 class Slice(NamedTuple):
@@ -171,8 +170,8 @@ class Comparer:
         storage, held = compared.held.base.session.storage, compared.held
         try:
             stat = await storage.stat(held.location)
-            if stat.size != held.entry.size:
-                raise CorruptSnapshotError(f"must have {held.entry.size:,} bytes, got {stat.size:,}")
+            if stat.size != held.entry.stored_size:
+                raise CorruptSnapshotError(f"must have {held.entry.stored_size:,} bytes, got {stat.size:,}")
             compared.token = stat.token
             if not (self._read_all or storage.capabilities.blocking):  # a server checks its own disks
                 return

@@ -13,15 +13,26 @@ import msgspec
 from snapshot.errors import CorruptSnapshotError, SnapshotError
 from snapshot.manifest import document as d
 from snapshot.manifest import entries as e
-from snapshot.manifest.document import FORMAT, BaseReference, Document, FileEntry, ManifestPart, PartEntry, encode
+from snapshot.manifest.document import (
+    BaseReference,
+    Document,
+    FileEntry,
+    ManifestPart,
+    PackedFile,
+    PartEntry,
+    encode,
+    format_of,
+)
 from snapshot.manifest.merge import expect_whole_tensors, merge
 from snapshot.plan.consensus import digest_layout, sum_digests
 from snapshot.plan.layout import Extent, place_box
+from snapshot.save.packing import PackedResult
 from snapshot.save.rank_share import RankShare
 from snapshot.save.unchanged import Unchanged
 from snapshot.save.writer import WrittenFile
 from snapshot.state.leaves import Blob, Leaf
 from snapshot.tensors.digest import RunningDigest, digest_bytes, digest_range
+from snapshot.tensors.split_zstd import CODEC
 from snapshot.text import listed
 from snapshot.version import VERSION
 
@@ -117,10 +128,11 @@ def build_entries(
     for path, owner in share.flat.ties.items():
         entries[path] = _entry_of_tie(entries[owner])
     own, shared = share.entries(entries)
-    files = {each.location: _file_entry(each, compare=unchanged.compares) for each in written} | unchanged.base_files
+    files = {each.location: _file_entry(each, binary, compare=unchanged.compares) for each in written}
+    files |= unchanged.base_files
     if binary.chunks:
         files[binary.location] = FileEntry(binary.size)
-    cut = share.replication.cut or (share.world == 1 and len(entries) > d.IN_ONE)
+    cut = share.replication.cut or (share.alone and share.world == 1 and len(entries) > d.IN_ONE)
     structure = share.replication.structure or structure
     return RankManifest(
         own,
@@ -136,15 +148,22 @@ def build_entries(
     )
 
 
-def _file_entry(written: WrittenFile, *, compare: bool) -> FileEntry:
+def _file_entry(written: WrittenFile, binary: _Binary, *, compare: bool) -> FileEntry:
     header = digest_range(written.file.header)
     entry = FileEntry(written.file.size, len(written.file.header), header)
+    if written.packed is not None:
+        entry.packed = describe_packed(written.packed, binary.location, binary.append(written.packed.table))
     if compare:
         entry.content = digest_range("".join([header, *written.digests]).encode())
     if written.shared is not None:
         entry.age = written.shared.entry.age + 1
         entry.origin = written.shared.origin if written.shared.base.shares == "link" else None
     return entry
+
+
+def describe_packed(packed: PackedResult, location: str, place: tuple[int, int]) -> PackedFile:
+    """Return the description of a compressed file whose table is at a place in another file."""
+    return PackedFile(CODEC, packed.size, (location, *place), digest_range(packed.table), packed.digest)
 
 
 def _entry_of_tie(entry: Any) -> Any:
@@ -232,7 +251,7 @@ def build_document(
         raise CorruptSnapshotError(f"no rank wrote these replicated entries:{listed(sorted(lost))}")
     created = datetime.now(UTC).isoformat(timespec="seconds")
     return Document(
-        FORMAT,
+        format_of(files),
         VERSION,
         save_id,
         described.world,

@@ -38,6 +38,7 @@ class PartPrefetcher:
         shared: bool = False,
     ) -> None:
         self._source = writer.source
+        self._in_turn = writer.packing is not None
         self._budget = budget
         self._files = files
         self.parts = [writer.parts(file) for file in files]
@@ -58,15 +59,13 @@ class PartPrefetcher:
         """The parts whose copies from accelerators run."""
 
     def stage(self, numbers: range) -> None:
-        """Stage every part of some files, round-robin. Return when the last one is in host memory."""
-        deepest = max((len(self.parts[number]) for number in numbers), default=0)
+        """Stage every part of some files. Return when the last one is in host memory."""
+        order = self._order(numbers)
         try:
-            for position in range(deepest):
-                if self._closed and 2 * position >= deepest:
+            for count, (number, position) in enumerate(order):
+                if self._closed and 2 * count >= len(order):
                     self.open()
-                for number in numbers:
-                    if position < len(self.parts[number]):
-                        self._stage(number, position, self.parts[number][position])
+                self._stage(number, position, self.parts[number][position])
             self._deliver(0)
         finally:
             try:
@@ -76,6 +75,15 @@ class PartPrefetcher:
             finally:
                 if numbers.stop == len(self._files):
                     self._end_pinning()
+
+    def _order(self, numbers: range) -> list[tuple[int, int]]:
+        """Return the parts of some files in the order in which they are staged: round-robin.
+
+        Files that are compressed are staged one after the other: only some of them are written at once, and they would
+        wait for the memory of the others' parts.
+        """
+        order = [(number, position) for number in numbers for position in range(len(self.parts[number]))]
+        return order if self._in_turn else sorted(order, key=lambda each: each[1])
 
     def _end_pinning(self) -> None:
         if self._stop_pinning is not None:

@@ -45,6 +45,11 @@ class RankShare:
         writes_shared = exchange.rank == 0
         self.blobs: list[Blob] = [blob for blob in flat.blobs if writes_shared or blob.path not in replication.paths]
 
+    @property
+    def alone(self) -> bool:
+        """True if no other rank writes."""
+        return self._exchange.alone
+
     def _choose_plain(self) -> None:
         """Choose the leaves of this rank alone, and its share of the replicated ones."""
         flat, paths = self.flat, self.replication.paths
@@ -74,11 +79,10 @@ class RankShare:
             self.loads[0] += sum(leaf.nbytes for leaf in group)
             self.leaves += group if self._exchange.rank == 0 else []
         groups = [common[path] for path in sorted(common)]
-        items = [_partition_item(group) for group in groups]
+        items = [item_of(group) for group in groups]
         for rank, share in enumerate(partition_items(items, self.loads)):
             for dealt in share:
-                size = items[dealt.item].nbytes if dealt.box is None else dealt.box.numel * items[dealt.item].itemsize
-                self.loads[rank] += size
+                self.loads[rank] += size_of(items, dealt)
                 if rank == self._exchange.rank:
                     group = groups[dealt.item]
                     self.leaves += group if dealt.box is None else [group[0].take_box(dealt.box)]
@@ -170,11 +174,18 @@ class RankShare:
         return self._exchange.ranks.numbers(shards.ranks or ())[0]
 
 
-def _partition_item(leaves: Sequence[Leaf]) -> PartitionItem:
+def item_of(leaves: Sequence[Leaf]) -> PartitionItem:
+    """Return the leaves of one entry as an item that ranks share. Only a single leaf may be split."""
     first = leaves[0]
     if len(leaves) == 1 and first.splits:
         return PartitionItem(first.shape, ITEMSIZE[first.dtype])
     return PartitionItem((sum(leaf.nbytes for leaf in leaves),), 1, splits=False)
+
+
+def size_of(items: Sequence[PartitionItem], dealt: Assignment) -> int:
+    """Return the bytes of an item, or of a box of it."""
+    item = items[dealt.item]
+    return item.nbytes if dealt.box is None else dealt.box.numel * item.itemsize
 
 
 def collect_rank_share(

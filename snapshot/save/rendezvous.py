@@ -12,7 +12,7 @@ from types import TracebackType
 import msgspec
 
 from snapshot.distributed.exchange import Exchange
-from snapshot.distributed.hello import Hello, agreed_url, expect_same_verb
+from snapshot.distributed.hello import Hello, agreed_url, expect_same_keys, expect_same_verb
 from snapshot.errors import SnapshotError, SnapshotExistsError, StorageError, StorageNotFoundError
 from snapshot.events import emit, warn
 from snapshot.formats import dcp
@@ -103,9 +103,19 @@ class TakeOpening:
 
 
 def open_take(
-    exchange: Exchange, url: URL, globs: Sequence[str], meter: Meter, open_session: OpenSession, *, overwrite: bool
+    exchange: Exchange,
+    url: URL,
+    globs: Sequence[str],
+    meter: Meter,
+    open_session: OpenSession,
+    *,
+    overwrite: bool,
+    keys: Sequence[str] = (),
 ) -> TakeOpening:
-    """Agree on a take. The leader of several ranks refuses to replace a snapshot, and claims the path."""
+    """Agree on a take. The leader of several ranks refuses to replace a snapshot, and claims the path.
+
+    All ranks must have the same `keys`.
+    """
     if exchange.alone:
         session = open_session(url)
         transaction = Transaction(session, exchange, secrets.token_hex(6))
@@ -114,6 +124,7 @@ def open_take(
 
     def lead(hellos: list[Hello]) -> Answer:
         expect_same_verb(hellos)
+        expect_same_keys("sign", [hello.keys for hello in hellos])
         session = open_session(url)
         transaction = Transaction(session, exchange, secrets.token_hex(6))
         opened.append((session, transaction))
@@ -122,7 +133,7 @@ def open_take(
         return Answer(hellos[0].path, transaction.save_id, common_globs(hellos))
 
     try:
-        answer = exchange.agree(Hello(meter.verb, url.reveal(), list(globs)), lead, Hello, Answer)
+        answer = exchange.agree(Hello(meter.verb, url.reveal(), list(globs), list(keys)), lead, Hello, Answer)
         url = agreed_url(url, answer.path)
         warn_of_globs(globs, answer.globs)  # a warning may be an error
         if not opened:

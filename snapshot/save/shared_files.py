@@ -11,15 +11,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from snapshot.aio import gather_limited
-from snapshot.errors import SnapshotError, StorageError
+from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageError
 from snapshot.events import emit, log
 from snapshot.plan.layout import name_data_file
 from snapshot.save.base_files import Base, BaseFile
 from snapshot.save.comparison import CHECKED, Comparer, Comparison, add_use, count_uses, read_tables
+from snapshot.save.packing import PackedResult
 from snapshot.save.rank_share import RankShare
 from snapshot.save.rendezvous import TakeOpening
 from snapshot.save.unchanged import WORTH_SHARING, Unchanged, index_paths, name_extent
 from snapshot.save.writer import WrittenFile
+from snapshot.signing.tree import FileTree
+from snapshot.tensors.digest import digest_range
 from snapshot.text import counted, size_text
 
 AT_ONCE = 8
@@ -40,6 +43,7 @@ class FileSharing:
         unchanged: Unchanged,
         *,
         two_copies: bool,
+        signed: bool = False,
     ) -> None:
         self._opening = opening
         self._session = opening.session
@@ -48,11 +52,16 @@ class FileSharing:
         self._comparer = comparer
         self._made = unchanged
         self._two_copies = two_copies
+        self._signed = signed
+        self._trees: dict[str, FileTree] = {}
+        """The hashes of the files that are shared, by their names here."""
+        self._packed: dict[str, PackedResult | None] = {}
+        """The tables of the compressed files among those that are shared."""
 
     async def run(self, left_out: set[int]) -> None:
         """Share what did not change, except the leaves `left_out`."""
         base = self._source()
-        if base is None or not base.shares:
+        if base is None or not base.shares or (self._signed and base.signed is None):
             return
         index = index_paths(self._leaves, left_out)
         candidates = list(self._candidates(base))
@@ -138,7 +147,17 @@ class FileSharing:
         for match, name in pairs:
             if match in kept:
                 add_use(match.held)
-                self._made.files.append(WrittenFile(match.plan, name, match.digests, match.tables, match.held))
+                self._made.files.append(
+                    WrittenFile(
+                        match.plan,
+                        name,
+                        match.digests,
+                        match.tables,
+                        match.held,
+                        self._packed[match.held.location],
+                        self._trees.get(name),
+                    )
+                )
             elif match in shared:
                 await self._delete(name)
         if kept:
@@ -149,10 +168,16 @@ class FileSharing:
     async def _share_one(self, match: Comparison, name: str) -> bool:
         storage, held = self._session.storage, match.held
         try:
+            self._packed[held.location] = await _read_packed(held)
             await storage.share(held.base.session.storage.url.join(held.location), name, token=match.token)
             size = (await storage.stat(name)).size
-            if size != held.entry.size:
-                raise StorageError(f"{storage.url.join(name)}: must have {held.entry.size:,} bytes, got {size:,}")
+            if size != held.entry.stored_size:
+                raise StorageError(
+                    f"{storage.url.join(name)}: must have {held.entry.stored_size:,} bytes, got {size:,}"
+                )
+            if self._signed and held.base.signed is not None:
+                # Not read: if its bytes were changed since they were signed, they do not match these hashes.
+                self._trees[name] = await held.base.signed.tree(held.location)
         except SnapshotError as error:
             self._comparer.note(held, f"cannot be shared, so its tensors are written: {error}")
             await self._delete(name)
@@ -163,3 +188,16 @@ class FileSharing:
         """Delete a name that is not used, if possible: it only costs space."""
         with suppress(SnapshotError):
             await self._session.storage.delete([name])
+
+
+async def _read_packed(held: BaseFile) -> PackedResult | None:
+    """Return the description of a compressed file, with its table, which the base may not have for long."""
+    packed = held.entry.packed
+    if packed is None:
+        return None
+    location, begin, end = packed.index
+    table = bytearray(end - begin)
+    await held.base.session.storage.read_into(location, begin, [table])
+    if digest_range(table) != packed.index_digest:
+        raise CorruptSnapshotError(f"{held.place}: its table of blocks is damaged")
+    return PackedResult(packed.size, bytes(table), packed.digest)

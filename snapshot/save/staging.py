@@ -22,6 +22,7 @@ from snapshot.runtime.budget import MemoryBudget
 from snapshot.runtime.pinning import Pinning
 from snapshot.save.device_copies import DeviceCopies, PartCopies
 from snapshot.save.extent_digests import WORTH, ExtentDigests, Known
+from snapshot.signing.tree import FileTree, RunningTree
 from snapshot.state.leaves import Leaf
 from snapshot.storage import Buffer
 from snapshot.tensors.addresses import SHORT, copy_memory, copy_memory_short, view_memory, wrap_memory
@@ -319,6 +320,8 @@ class FileDigests:
         self._known = known or {}
         self.digests: list[str] = [_EMPTY if each.begin == each.end else "" for each in file.extents]
         self.tables: dict[int, bytes] = {}
+        self.tree: RunningTree | None = None
+        """The hashes of all bytes of the file, which its writer adds if the snapshot is signed."""
         self._running: RunningDigest | None = None
         self._compared = 0
         for index, (digest, table) in self._known.items():
@@ -345,6 +348,10 @@ class FileDigests:
                 self._running = None
                 if table:
                     self.tables[index] = table
+
+    def finish_tree(self) -> FileTree | None:
+        """Return the hashes of the whole file, if there are any."""
+        return None if self.tree is None else self.tree.finish()
 
     def has(self, part: FilePart) -> bool:
         """Return True if the digests of all extents in a part are known already."""

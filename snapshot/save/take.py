@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from snapshot.aio import in_thread, shielded
 from snapshot.distributed.agreed_plans import keep_plan
-from snapshot.distributed.exchange import Undecided
-from snapshot.errors import RankError, SnapshotError, StorageError
 from snapshot.events import emit
 from snapshot.per_process import PerProcess
 from snapshot.plan.layout import LEFT_OUT, SavePlan, name_data_file
 from snapshot.plan.plan_cache import PlanCache
 from snapshot.reports import TakeReport
-from snapshot.runtime.loop import cancel_all, in_own_thread
+from snapshot.runtime.budget import MemoryBudget
+from snapshot.runtime.loop import in_own_thread
 from snapshot.runtime.session import Session
 from snapshot.save.commit import RankDone, commit_with_ranks, leader_part_path, own_part_path
+from snapshot.save.joint_work import raise_fault_of_another_rank, while_all_go_on
 from snapshot.save.manifest_builder import (
     RankManifest,
     build_entries,
@@ -30,17 +28,20 @@ from snapshot.save.manifest_builder import (
     encode_own_part,
     shard_checksums,
 )
+from snapshot.save.pace import note_speed
+from snapshot.save.packing import Packing, layout_of_leaves, longest_file
 from snapshot.save.rank_share import RankShare
 from snapshot.save.rendezvous import TakeOpening
 from snapshot.save.staging import Stager
 from snapshot.save.transaction import State, Transaction
 from snapshot.save.unchanged import Unchanged, remember_unchanged
 from snapshot.save.writer import Writer, WrittenFile, write_small
+from snapshot.signing.keys import Signer
+from snapshot.signing.statement import Root, root_of
+from snapshot.signing.tree import leaves_path, signature_path, tree_of
+from snapshot.signing.write import expect_signable, put_leaves
 from snapshot.tensors.digest import SIZE, count_blocks, digest_range
 
-T = TypeVar("T")
-LOOK = 0.5
-"""Seconds between checks for failed ranks while this rank writes."""
 Verify = Callable[[Session, RankManifest], Coroutine[Any, Any, None]]
 """Reads the written bytes back, and raises if they differ."""
 
@@ -48,9 +49,17 @@ _plans = PerProcess(PlanCache)
 
 
 def plan_writes(
-    share: RankShare, session: Session, *, staged: bool, groups: bytes = b"", expected: SavePlan | None = None
+    share: RankShare,
+    session: Session,
+    *,
+    staged: bool,
+    groups: bytes = b"",
+    expected: SavePlan | None = None,
+    packing: MemoryBudget | None = None,
 ) -> SavePlan:
     """Return the plan of the data files. `staged`: all leaves are copied first, except those in the group LATE.
+
+    With `packing`, the memory for it, files are short enough to be compressed there.
 
     Raise `ValueError` if an `expected` plan is for something else.
     """
@@ -65,7 +74,10 @@ def plan_writes(
     # If files accept parts only in order, the number of files is not limited by the number of cores.
     sequential = limits.in_order and limits.parts_per_file == 1
     lanes = (sequential and (session.settings.lanes or limits.parallel_files)) or session.settings.lane_count()
-    plan = _plans.get().plan(share.leaves, blobs, limits, lanes, staged_bytes=at_once, loads=loads, groups=groups)
+    longest = longest_file(packing, session.settings.lane_count(), payload) if packing is not None else 0
+    plan = _plans.get().plan(
+        share.leaves, blobs, limits, lanes, staged_bytes=at_once, loads=loads, groups=groups, longest=longest
+    )
     if expected is not None and expected.structure != plan.structure:
         raise ValueError("the plan must be for the same names, shapes, dtypes and storage")
     return plan
@@ -88,7 +100,12 @@ class Take:
         metadata: msgspec.Raw,
         verify: Verify | None = None,
         part_bytes: int = 0,
+        packing: MemoryBudget | None = None,
+        signer: Signer | None = None,
     ) -> None:
+        if signer is not None:
+            expect_signable(opening.session.storage, signer, leads=opening.exchange.rank == 0)
+        self._signer = signer
         self.opening = opening
         self.session = opening.session
         self.plan = plan
@@ -99,13 +116,24 @@ class Take:
         self._metadata = metadata
         self.unchanged = unchanged
         self._verify = verify
+        self.committed_bytes = 0
+        """Bytes of the tensors that all ranks wrote, after the commit."""
         self._began = time.perf_counter()
         part_bytes = self.session.settings.part_bytes or part_bytes
         self.writer = Writer(
-            self.session.storage, stager, self.session.budget, self._meter.wrote, wanted_part=part_bytes
+            self.session.storage,
+            stager,
+            self.session.budget,
+            self._meter.wrote,
+            wanted_part=part_bytes,
+            packing=self._packing(packing, share) if packing is not None else None,
+            signed=signer is not None,
         )
         self._meter.begin(plan.total_bytes)
         self.emit("start", bytes=plan.total_bytes)
+
+    def _packing(self, memory: MemoryBudget, share: RankShare) -> Packing:
+        return Packing(memory, layout_of_leaves(share.leaves), self.session.settings.lane_count())
 
     @property
     def report(self) -> TakeReport:
@@ -132,12 +160,14 @@ class Take:
             async with transaction:
                 try:
                     await transaction.claim()
-                    manifest, done = await self._while_all_go_on(self._write_files(transaction))
+                    manifest, done = await while_all_go_on(self._exchange, self._write_files(transaction))
                     if self._verify is not None:
-                        await self._while_all_go_on(self._verify(self.session, manifest))
+                        await while_all_go_on(self._exchange, self._verify(self.session, manifest))
                     await self.before_commit()
                     await self.unchanged.expect_base()
-                    await commit_with_ranks(self.session, self._exchange, transaction, manifest, done)
+                    self.committed_bytes = await commit_with_ranks(
+                        self.session, self._exchange, transaction, manifest, done, signer=self._signer
+                    )
                     keep_plan(self._exchange.ranks, self._share.replication.own, self._share.replication.known_plan())
                 except BaseException as error:  # before the other ranks get the error, and files are deleted
                     self.stop_staging(error)
@@ -145,7 +175,7 @@ class Take:
         except BaseException as error:
             if transaction.state not in (State.SENT, State.REFUSED, State.COMMITTED):  # the error already has a note
                 self.emit("failed", error=error)
-            await self._raise_fault_of_another_rank(error)
+            await raise_fault_of_another_rank(self._exchange, error)
             raise
         finally:
             await self.end_staging()
@@ -185,8 +215,21 @@ class Take:
         binary = name_data_file(save_id, rank, first + len(files), "bin")
         shared = [each.location for each in kept.files]
         own = [binary, own_part_path(save_id, rank), leader_part_path(save_id, rank)]
+        if self._signer is not None:
+            own += [leaves_path(binary), signature_path(save_id)]
         transaction.will_write([*shared, *locations, *own])
-        written = [*kept.files, *await self.write_parts(transaction, locations)]
+        began = time.perf_counter()
+        fresh = await self.write_parts(transaction, locations)
+        stored = sum(each.file.size if each.packed is None else each.packed.size for each in fresh)
+        packed = self.writer.packing is not None
+        note_speed(
+            self.session,
+            sum(file.size for file in files),
+            time.perf_counter() - began,
+            stored=stored,
+            packed=packed,
+        )
+        written = [*kept.files, *fresh]
         describe = partial(build_entries, structure=self.plan.structure, metadata=self._metadata)
         manifest = await in_thread(describe, self._share, written, kept, binary)
         await in_thread(remember_unchanged, save_id, self._share, kept, written)
@@ -198,6 +241,9 @@ class Take:
         leader_part = await in_thread(encode_for_leader, manifest) if rank else b""
         if leader_part and not storage.host:
             await write_small(storage, leader_part_path(save_id, rank), [leader_part])
+        signed = None
+        if self._signer is not None:
+            signed = await self._put_leaves(written, manifest, binary, own_part)
         if rank:
             await storage.settle()  # the leader's commit does it for the leader's files
         done = RankDone(
@@ -206,32 +252,19 @@ class Take:
             shard_checksums(manifest) if manifest.cut else (b"", b""),
             storage.host,
             leader_part if storage.host else b"",
+            signed,
+            self._share.nbytes,
         )
         return manifest, done
 
-    async def _raise_fault_of_another_rank(self, error: BaseException) -> None:
-        """Raise the error of the rank that failed first: a storage error here may come from its clean-up."""
-        if isinstance(error, StorageError):
-            first = await shielded(in_own_thread(self._first_fault))
-            if isinstance(first, RankError) and first.rank != self._exchange.rank:
-                raise first from error
-
-    def _first_fault(self) -> SnapshotError | None:
-        with contextlib.suppress(SnapshotError, Undecided):
-            return self._exchange.given_up()
-        return None
-
-    async def _while_all_go_on(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine, and stop it if another rank fails meanwhile."""
-        if self._exchange.alone:
-            return await work
-        task = asyncio.create_task(work)
-        try:
-            while not (await asyncio.wait([task], timeout=LOOK))[0]:
-                error = await in_own_thread(self._exchange.given_up)
-                if error is not None:
-                    raise error
-        except BaseException:
-            await shielded(cancel_all([task]))
-            raise
-        return task.result()
+    async def _put_leaves(
+        self, written: Sequence[WrittenFile], manifest: RankManifest, binary: str, own_part: bytes
+    ) -> dict[str, Root]:
+        """Store the hashes of this rank's files, and return their roots."""
+        trees = {each.location: each.tree for each in written if each.tree is not None}
+        if manifest.chunks:
+            trees[binary] = await in_thread(tree_of, *manifest.chunks)
+        if own_part:
+            trees[own_part_path(self.opening.save_id, self._exchange.rank)] = await in_thread(tree_of, own_part)
+        await put_leaves(self.session.storage, trees)
+        return {location: root_of(tree) for location, tree in trees.items()}

@@ -14,8 +14,12 @@ from snapshot.manifest.document import DEEPEST, measure_nesting
 from snapshot.plan.globs import matcher
 from snapshot.plan.layout import SavePlan
 from snapshot.progress import ProgressArgument
+from snapshot.save.packing import expect_compression
+from snapshot.signing.keys import Key, Signer, load_signer
+from snapshot.signing.seal import signer_of
 from snapshot.state.prepared import Prepare
-from snapshot.storage_options import Source
+from snapshot.storage_options import Source, seal_of
+from snapshot.system_calls import expect_linux
 
 Staging = Literal["blocking", "overlapped"]
 Worker = Literal["thread", "process"]
@@ -23,6 +27,7 @@ WhenBusy = Literal["wait", "raise"]
 Only = Literal["trainable"]
 
 
+Compression = Literal["zstd", "auto"]
 BaseArgument = Source | Sequence[Source] | None
 
 
@@ -40,6 +45,8 @@ class TakeArguments(TypedDict, total=False):
     plan: SavePlan | None
     base: BaseArgument
     only: Only | None
+    compression: Compression | None
+    sign: Key | None
     _custom_tensor_prepare_func: Prepare | None
 
 
@@ -68,21 +75,29 @@ class TakeOptions:
     plan: SavePlan | None = None
     base: BaseArgument = None
     only: Only | None = None
+    compression: Compression | None = None
+    sign: Key | None = None
     staging: Staging = "blocking"
     worker: Worker = "thread"
     when_busy: WhenBusy = "wait"
     metadata_json: msgspec.Raw = field(init=False)
     """The user's metadata, as written to the manifest."""
+    signer: Signer | None = field(init=False)
+    """The key that `sign` names."""
 
     def __post_init__(self) -> None:
         for name, allowed in (("staging", Staging), ("worker", Worker), ("when_busy", WhenBusy)):
             if getattr(self, name) not in get_args(allowed):
                 choices = " or ".join(map(repr, get_args(allowed)))
                 raise ValueError(f"{name} must be {choices}, got {getattr(self, name)!r}")
+        if self.worker == "process":
+            expect_linux("worker='process'")
         if self.only not in (None, "trainable"):
             raise ValueError(f"only must be 'trainable' or None, got {self.only!r}")
         if self.only and not self.bases:
             raise ValueError("only='trainable' must have a base: the snapshot that has what is left out")
+        expect_compression(self.compression)
+        object.__setattr__(self, "signer", None if self.sign is None else load_signer(self.sign))
         object.__setattr__(self, "metadata_json", encode_metadata(self.metadata))
         matcher(self.replicated or ())
         if not 0.0 <= self.verify_share <= 1.0:
@@ -100,6 +115,11 @@ class TakeOptions:
                     f"base must be a path, a URL or a Snapshot, or a list of them, got {type(each).__name__}"
                 )
         return given
+
+    @property
+    def keys(self) -> list[str]:
+        """The public keys of the take and of its bases, which must be the same on all ranks; empty texts for none."""
+        return [str(self.signer or ""), *(signer_of(seal_of(each)) for each in self.bases)]
 
     @property
     def two_copies(self) -> bool:

@@ -224,8 +224,11 @@ class Transaction:
 
     async def _expect_claim(self) -> None:
         """Raise if the claim was deleted, on storages where a commit would not notice: data may be deleted, too."""
-        if self._storage.capabilities.guarded_commit:
-            return
+        if not self._storage.capabilities.guarded_commit:
+            await self.expect_claim()
+
+    async def expect_claim(self) -> None:
+        """Raise if the claim was deleted. It is deleted before data files, so that explains missing ones."""
         try:
             await self._storage.stat(claim_path(self.save_id))
         except StorageNotFoundError as error:
@@ -264,7 +267,8 @@ class Transaction:
             listed = await cleanup.list_save_files(self._storage)
         except SnapshotError:
             return self._files
-        return [path for path in listed if cleanup.belongs_to(path, self.save_id, self._exchange.rank)]
+        own = set(self._files)  # a copy keeps the numbers of other ranks in its names
+        return [path for path in listed if path in own or cleanup.belongs_to(path, self.save_id, self._exchange.rank)]
 
     def __repr__(self) -> str:
         return f"Transaction({self.save_id}, {self._state.name})"

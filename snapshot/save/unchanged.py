@@ -10,7 +10,7 @@ from snapshot.errors import SnapshotError
 from snapshot.events import log
 from snapshot.manifest.document import BaseReference, FileEntry
 from snapshot.manifest.entries import TensorEntry
-from snapshot.per_process import PerProcess
+from snapshot.per_process import PerProcess, drop_oldest
 from snapshot.plan.layout import LATE, LEFT_OUT, STABLE, Extent, place_box
 from snapshot.runtime.session import Session
 from snapshot.save.cleanup import committed_save_id
@@ -115,8 +115,7 @@ def remember_unchanged(save_id: str, share: RankShare, unchanged: Unchanged, wri
             (equal if held is not None and held[0] == digest else changed).add(leaf.path)
     known = _equal.get()
     known[save_id] = frozenset(equal - changed)
-    while len(known) > KEPT:
-        known.pop(next(iter(known)), None)
+    drop_oldest(known, KEPT)
 
 
 def name_extent(leaf: Leaf, extent: Extent) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from snapshot.aio import in_thread, run_inline, shielded
+from snapshot.aio import gather_limited, in_thread, run_inline, shielded
 from snapshot.plan.layout import FilePart, FilePlan, choose_part_size
 from snapshot.plan.plan_cache import find_parts
 from snapshot.progress import unmetered
@@ -21,8 +21,12 @@ from snapshot.runtime.budget import MemoryBudget
 from snapshot.runtime.loop import cancel_all
 from snapshot.runtime.session import Session
 from snapshot.save.base_files import BaseFile
+from snapshot.save.packing import FilePacker, PackedResult, Packing
 from snapshot.save.staging import FileDigests, StagedPart, Stager
+from snapshot.signing.tree import FileTree, RunningTree, tree_of
 from snapshot.storage import FileWriter, Storage
+from snapshot.tensors.addresses import detach_view
+from snapshot.tensors.split_zstd import PAGE
 from snapshot.trace import span
 
 Progress = Callable[[int], None]
@@ -56,6 +60,8 @@ class PartSink(Protocol):
         *,
         staging: StagedParts,
         progress: Progress,
+        packing: Packing | None,
+        signed: bool,
     ) -> list[WrittenFile]:
         """Write all files from staged parts, as `Writer.write` does. If one fails, delete all of them."""
         ...
@@ -71,6 +77,10 @@ class WrittenFile:
     tables: dict[int, bytes]
     shared: BaseFile | None = None
     """The file of an earlier snapshot that it is shared with."""
+    packed: PackedResult | None = None
+    """The stored form of a compressed file."""
+    tree: FileTree | None = None
+    """The hashes of the stored bytes, if the snapshot is signed."""
 
 
 class Writer:
@@ -85,16 +95,24 @@ class Writer:
         *,
         wanted_part: int = 0,
         most_files: int = 1 << 30,
+        packing: Packing | None = None,
+        signed: bool = False,
     ) -> None:
-        """`most_files`: the number of files written in parallel. `staging` ahead must use the same number."""
+        """`most_files`: the number of files written in parallel. `staging` ahead must use the same number.
+
+        With `packing`, files are compressed. If `signed`, stored bytes are hashed, too.
+        """
         self._storage = storage
         self.source = source
         self._budget = budget
         self._progress = progress
         self._wanted_part = wanted_part
+        self.packing = packing
+        self.signed = signed
         self._slots = asyncio.Semaphore(storage.limits.parallel_parts)
         self._files = asyncio.Semaphore(most_files)
         self._open: list[FileWriter] = []
+        self._packers = asyncio.Semaphore(1)
         self._stopped = False
         self._total = 0
         """Bytes of all files."""
@@ -115,7 +133,13 @@ class Writer:
     ) -> list[WrittenFile]:
         """Write all files. If one fails, abort and delete all of them."""
         self._total = sum(file.size for file in files)
-        if staging is None and self.serial:
+        self._packers = asyncio.Semaphore(self.packing.at_once if self.packing is not None else 1)
+        if self.packing is not None:
+            work = [
+                partial(self._packed, number, file, where, staging, self.packing)
+                for number, (file, where) in enumerate(zip(files, locations, strict=True))
+            ]
+        elif staging is None and self.serial:
             work = [partial(in_thread, run_inline, self._serial, *each) for each in zip(files, locations, strict=True)]
         else:
             work = [
@@ -144,11 +168,16 @@ class Writer:
         # the first error is raised
         await asyncio.gather(*(writer.abort() for writer in self._open), return_exceptions=True)
 
+    def _digests(self, file: FilePlan) -> FileDigests:
+        digests = self.source.digests(file)
+        digests.tree = RunningTree() if self.signed else None
+        return digests
+
     async def _serial(self, file: FilePlan, location: str) -> WrittenFile:
         """Write a file in one thread. Each part is digested and written while it is in a CPU cache."""
         writer = await self._storage.create(location, file.size)
         self._open.append(writer)
-        digests = self.source.digests(file)
+        digests = self._digests(file)
         for part in self.parts(file):
             if self._stopped:
                 raise asyncio.CancelledError
@@ -160,7 +189,7 @@ class Writer:
                 staged.release()
             self._progress(part.end - part.begin)
         await writer.finish()
-        return WrittenFile(file, location, digests.digests, digests.tables)
+        return WrittenFile(file, location, digests.digests, digests.tables, tree=digests.finish_tree())
 
     async def _lane(self, number: int, file: FilePlan, location: str, staging: StagedParts | None) -> WrittenFile:
         writer = await shielded(self._storage.create(location, file.size))
@@ -168,7 +197,7 @@ class Writer:
         this = asyncio.current_task()
         if this is not None and this.cancelling():  # cancelled meanwhile
             raise asyncio.CancelledError
-        digests = self.source.digests(file)
+        digests = self._digests(file)
         writes: set[asyncio.Task[None]] = set()
         limits = self._storage.limits
         at_once = limits.parts_per_file
@@ -193,7 +222,51 @@ class Writer:
             await shielded(cancel_all(writes))
             raise
         await writer.finish()
-        return WrittenFile(file, location, digests.digests, digests.tables)
+        return WrittenFile(file, location, digests.digests, digests.tables, tree=digests.finish_tree())
+
+    async def _packed(
+        self, number: int, file: FilePlan, location: str, staging: StagedParts | None, packing: Packing
+    ) -> WrittenFile:
+        """Compress a file in memory, then write it: a storage must know its size first."""
+        async with packing.room(PAGE + file.size) as room:
+            packer = FilePacker(*packing.layout(file), room)
+            digests = self.source.digests(file)
+            async with self._packers:
+                for position, part in enumerate(self.parts(file)):
+                    if self._stopped:
+                        raise asyncio.CancelledError
+                    ahead = await staging.get(number, position) if staging is not None else None
+                    staged = ahead or await self._next(file, part, digests)
+                    try:
+                        if ahead is not None:
+                            await in_thread(_digest_part, digests, file, part, ahead)
+                        await in_thread(packer.feed, staged.buffers)
+                    finally:
+                        staged.release()
+                    self._progress(part.end - part.begin)
+                packed = await in_thread(packer.finish)
+            if packing.publish is not None:
+                await packing.publish(packed)
+            stored = room[: packed.size] if packed is not None else room[PAGE : PAGE + file.size]
+            tree = await in_thread(tree_of, stored) if self.signed else None
+            await self._write_stored(location, stored)
+        return WrittenFile(file, location, digests.digests, digests.tables, packed=packed, tree=tree)
+
+    async def _write_stored(self, location: str, data: memoryview) -> None:
+        """Write a file that is in memory, several parts at once."""
+        writer = await shielded(self._storage.create(location, len(data)))
+        self._open.append(writer)
+        limits = self._storage.limits
+        step = choose_part_size(limits, self._budget.limit, len(data), self._wanted_part)
+
+        async def write(begin: int) -> None:
+            async with self._slots:
+                part = detach_view(data[begin : begin + step])
+                with span("write", file=location, begin=begin, bytes=len(part)):
+                    await writer.write(begin, [part])
+
+        await gather_limited(range(0, len(data), step), write, limits.parts_per_file)
+        await writer.finish()
 
     async def _with_slot(
         self, file: FilePlan, part: FilePart, digests: FileDigests, ahead: StagedPart | None
@@ -225,13 +298,22 @@ class Writer:
             return await in_thread(self._stage, file, part, 0, digests)
         size = arena_bytes(needed)
         await self._budget.acquire(size)
+        staged: list[StagedPart] = []
+
+        def stage() -> None:
+            staged.append(self._stage(file, part, needed, digests))
+
         try:
             if self.source.fetches:
                 return await self._fetch(file, part, needed, digests)
-            return await in_thread(self._stage, file, part, needed, digests)
+            await in_thread(stage)
         except BaseException:
-            self._budget.release(size)
+            if staged:  # a cancellation waited for it
+                staged[0].release()
+            else:
+                self._budget.release(size)
             raise
+        return staged[0]
 
     async def _fetch(self, file: FilePlan, part: FilePart, needed: int, digests: FileDigests) -> StagedPart:
         slot = arena().take(needed)  # not in a thread: a cancellation would leak the slot
@@ -268,6 +350,9 @@ class Writer:
 def _digest_part(digests: FileDigests, file: FilePlan, part: FilePart, staged: StagedPart) -> None:
     with span("digest", bytes=part.end - part.begin):
         digests.update(part, staged.shares(file, part))
+    if digests.tree is not None:
+        with span("hash", bytes=part.end - part.begin):
+            digests.tree.update(staged.buffers)
 
 
 async def write_small(

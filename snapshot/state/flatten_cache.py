@@ -231,13 +231,16 @@ _templates = PerProcess(_Templates)
 def replay_state(path: str, value: Any, flat: FlatState) -> bool:
     """Flatten a value with the template of its path; return False if it does not match."""
     templates = _templates.get()
-    template = templates.kept.get(path)
+    with templates.lock:
+        template = templates.kept.get(path)
     if template is None:
         return False
     try:
         template.replay(value, flat)
     except (_Unlike, RecursionError, RuntimeError):  # what torch refuses to say of odd tensors, flattening tells better
-        templates.kept.pop(path, None)
+        with templates.lock:
+            if templates.kept.get(path) is template:
+                del templates.kept[path]
         return False
     templates.failures.pop(path, None)
     return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from snapshot.state.rng import RNGState
@@ -19,6 +19,26 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
         """Take a state back."""
+        ...
+
+
+@runtime_checkable
+class Reshardable(Stateful, Protocol):
+    """A stateful whose state depends on the number of ranks, and that can redistribute it.
+
+    If a snapshot of another number of ranks is restored, it receives what it makes of the states of all ranks.
+    """
+
+    def reshard_state_dict(self, states: Sequence[Any], rank: int, world: int) -> Any:
+        """Return the state for `load_state_dict` on a rank of `world` ranks.
+
+        Change nothing, and raise if the states cannot be redistributed: then nothing is restored.
+
+        Args:
+            states: The result of `state_dict()` on each rank of the take; None for a rank that had none.
+            rank: This rank.
+            world: The number of ranks now.
+        """
         ...
 
 

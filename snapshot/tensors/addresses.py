@@ -15,11 +15,12 @@ from functools import lru_cache
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from snapshot.system_calls import libc
 from snapshot.text import counted
 
 _Char = ctypes.c_char
-_libc = ctypes.CDLL(None)
-_held = ctypes.PyDLL(None)
+_MEMMOVE: int = ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
+_SIGNATURE = (None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 @lru_cache(maxsize=4096)
@@ -43,6 +44,21 @@ def address_of(data: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(data)) if len(data) else 0
 
 
+def detach_view(data: memoryview) -> memoryview:
+    """Return a view of the same bytes that shares nothing with other views.
+
+    Views that are sliced from one another share a counter. CPython 3.14 changes it without a lock, also without the
+    GIL. A lost change can release the memory while it is used.
+
+    >>> whole = memoryview(bytearray(b"abcdef"))
+    >>> bytes(detach_view(whole[2:4]))
+    b'cd'
+    """
+    whole = memoryview(data.obj).cast("B")
+    begin = address_of(data) - address_of(whole)
+    return whole[begin : begin + len(data)]
+
+
 def address_of_tensor(tensor: torch.Tensor) -> int:
     """Return the address of a tensor's memory, or a unique number for a tensor without memory.
 
@@ -57,15 +73,11 @@ def address_of_tensor(tensor: torch.Tensor) -> int:
         return id(tensor)
 
 
-copy_memory = _libc.memmove
+copy_memory = ctypes.CFUNCTYPE(*_SIGNATURE)(_MEMMOVE)
 """`copy_memory(to, from, nbytes)` with the GIL released: for long copies."""
-copy_memory.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-copy_memory.restype = None
 
-copy_memory_short = _held.memmove
+copy_memory_short = ctypes.PYFUNCTYPE(*_SIGNATURE)(_MEMMOVE)
 """`copy_memory` with the GIL held: releasing it costs more than a copy of some KiB."""
-copy_memory_short.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-copy_memory_short.restype = None
 
 SHORT = 32 << 10
 """Length up to which `copy_memory_short` is faster."""
@@ -74,7 +86,6 @@ SHORT = 32 << 10
 _POPULATE_WRITE = 23
 _HUGE_PAGES = 14
 _HUGE_PAGE = 2 << 20
-_noisy = ctypes.CDLL(None, use_errno=True)
 
 
 def prefer_huge_pages(tensor: torch.Tensor) -> None:
@@ -85,8 +96,8 @@ def prefer_huge_pages(tensor: torch.Tensor) -> None:
     """
     begin = -(-tensor.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
     end = (tensor.data_ptr() + tensor.nbytes) // _HUGE_PAGE * _HUGE_PAGE
-    if begin < end:  # a refusal is not an error: the pages are small then
-        _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _HUGE_PAGES)
+    if begin < end and libc.madvise is not None:  # a refusal is not an error: the pages are small then
+        libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _HUGE_PAGES)
 
 
 def populate_pages(address: int, nbytes: int) -> bool:
@@ -95,7 +106,9 @@ def populate_pages(address: int, nbytes: int) -> bool:
     This is much faster than page faults during a copy. If memory is exhausted, it raises an error, while a page fault
     would end the process by a signal.
     """
-    if _noisy.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _POPULATE_WRITE) == 0:
+    if libc.madvise is None:
+        return False
+    if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _POPULATE_WRITE) == 0:
         return True
     if ctypes.get_errno() in (errno.ENOMEM, errno.EFAULT):
         raise MemoryError(f"out of memory for {counted(nbytes, 'byte')}: {os.strerror(ctypes.get_errno())}")

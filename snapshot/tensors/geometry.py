@@ -149,6 +149,18 @@ def split_shape(shape: Shape, most: int) -> list[Box]:
     ]
 
 
+def position_of(offsets: Shape, shape: Shape) -> int:
+    """Return the position of an element in the flat tensor.
+
+    >>> position_of((1, 2), (4, 3))
+    5
+    """
+    position = 0
+    for offset, size in zip(offsets, shape, strict=True):
+        position = position * size + offset
+    return position
+
+
 def boxes_of_range(shape: Shape, begin: int, end: int) -> Iterator[tuple[int, Box]]:
     """Split the flat range [begin, end) of a tensor into boxes, and yield (begin in the flat tensor, box) in order.
 

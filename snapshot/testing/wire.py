@@ -6,14 +6,14 @@ HTTP libraries hide the raw bytes, and a proxy that must change nothing needs th
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import socket
 import struct
-import termios
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from snapshot.system_calls import fcntl, termios
 
 CHUNK = 1 << 19
 """Maximum number of bytes read at once."""

@@ -49,6 +49,8 @@ class Registration(msgspec.Struct):
     secret: str
     rate: float | None = None
     """The maximum bytes per second of uploads."""
+    compression: str | None = None
+    """The compression of uploaded files."""
 
     def is_alone(self) -> bool:
         """Return True if no other host has files of the run's steps. An upload by hand does not know."""

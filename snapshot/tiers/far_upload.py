@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -16,12 +16,13 @@ import msgspec
 from snapshot.aio import gather_limited
 from snapshot.errors import SnapshotError, StorageConflictError, StorageError, StorageNotFoundError
 from snapshot.events import emit, log
-from snapshot.manifest.document import METADATA, Document, decode_document, encode
+from snapshot.manifest.document import METADATA, Document, FileEntry, decode_document, encode, format_of
 from snapshot.manifest.head import ManifestHead, decode_head
 from snapshot.runtime.session import Session
 from snapshot.save import cleanup
 from snapshot.save.claims import claim_path
 from snapshot.storage import ABSENT, ANYTHING, Expect, Storage
+from snapshot.tiers.far_packed import Note, PackedUploads, read_notes, remove_notes, table_of
 from snapshot.tiers.fetch import copy_verified, describe_files, remove_asides
 from snapshot.tiers.near_steps import PINNED, NearStep
 from snapshot.tiers.run_record import RunRecord, origin_of, publish_record
@@ -43,8 +44,16 @@ class FarUpload:
     """The upload of one step by one host. `root`: the far root; `target`: the step's folder there."""
 
     def __init__(
-        self, root: Storage, near: Session, target: Session, step: NearStep, progress: Callable[[int], None]
+        self,
+        root: Storage,
+        near: Session,
+        target: Session,
+        step: NearStep,
+        progress: Callable[[int], None],
+        *,
+        compress: bool = False,
     ) -> None:
+        """With `compress`, files are compressed on their way."""
         self._root = root
         self._near = near
         self._target = target
@@ -56,6 +65,9 @@ class FarUpload:
         """True if this host may have put the manifest, and has not looked again since."""
         self._document: Document | None = None
         self._replaces: Expect = ABSENT
+        self._packed = PackedUploads(near, target) if compress else None
+        self._notes: dict[str, Note] = {}
+        """The files that are compressed there."""
         self._wrong: set[str] = set()
         """Files that must be sent again."""
         self.record = RunRecord("")
@@ -81,8 +93,12 @@ class FarUpload:
         mine = [each for each in here if each in missing]
         if mine:
             files = await describe_files(self._near, self._load(), mine)
-            await copy_verified(self._near, self._target, files, self._progress)
+            await copy_verified(
+                self._near, self._target, files, self._progress, pack=self._packed.pack if self._packed else None
+            )
             self._wrong.difference_update(mine)
+            if await self._is_committed():
+                return await self._describe_sent(mine, record)
             missing = await self._unlisted()
         if missing or not commits:
             return False
@@ -150,12 +166,20 @@ class FarUpload:
         return self._step.head.sizes().keys() - set(listed) | self._wrong
 
     async def _find_wrong(self) -> set[str]:
-        """Look at each file, and return those that are missing or do not have their size."""
+        """Look at each file, and return those that are missing or do not have their size, compressed or not."""
         storage, sizes = self._target.storage, self._step.head.sizes()
+        notes = {**self._notes, **await read_notes(storage, self._step.save_id)}
 
         async def good(name: str) -> bool:
             with suppress(StorageNotFoundError):
-                return (await storage.stat(name)).size == sizes[name]
+                size = (await storage.stat(name)).size
+                if size == sizes[name]:
+                    self._notes.pop(name, None)
+                    return True
+                note = notes.get(name)
+                if note is not None and size == note.size:
+                    self._notes[name] = note
+                    return (await storage.stat(table_of(name))).size == note.table
             return False
 
         found = await gather_limited(sizes, good)
@@ -176,11 +200,34 @@ class FarUpload:
             if not storage.capabilities.guarded_commit:
                 await storage.stat(claim)  # raises if a clean-up took it
             self._put = True
-            await storage.commit(claim, METADATA, _far_manifest(self._load()), expect=expect)
+            await storage.commit(claim, METADATA, _far_manifest(self._load(), self._notes), expect=expect)
         except (StorageConflictError, StorageNotFoundError):
             self._renewed, self._put = 0.0, False
             return await self._is_committed()
         return await self._check_commit(record)
+
+    async def _describe_sent(self, sent: Sequence[str], record: RunRecord) -> bool:
+        """Describe files that were sent while another host committed, if it had them in another form.
+
+        Two hosts send a file if one is slow. One may compress it, or their versions of zstd may differ.
+        """
+        storage, own = self._target.storage, self._load().files
+        self._replaces = (await storage.stat(METADATA)).token
+        head = decode_head(await storage.get(METADATA, limit=self._target.settings.manifest_bytes), storage.url)
+        described = {
+            name: Note.of(file.packed)
+            for name, file in head.files.items()
+            if file.packed is not None and own[name].packed is None
+        }
+        made = self._packed.made if self._packed is not None else {}
+        true = {name: note for name, note in described.items() if name not in sent}
+        true |= {name: made[name] for name in sent if name in made}
+        if true == described:
+            await remove_notes(storage, self._step.save_id)
+            return True
+        self._notes, self._renewed = true, 0.0
+        await self._claim()  # the other host removed it
+        return await self._commit(record)
 
     async def _check_commit(self, record: RunRecord) -> bool:
         """Look again for a removal, a later attempt, and all files. Withdraw the manifest if it must not be there."""
@@ -196,6 +243,7 @@ class FarUpload:
             self._renewed = 0.0
             return False
         await remove_asides(storage)
+        await remove_notes(storage, self._step.save_id)
         await cleanup.clean_after_commit(storage, self._step.save_id)
         self._put = False
         emit("uploaded", "upload", str(storage.url), step=self._step.step, bytes=self._step.head.nbytes)
@@ -219,13 +267,16 @@ class FarUpload:
             log.info("%s: cannot delete what was uploaded: %s", storage.url, error)
 
 
-def _far_manifest(document: Document) -> bytes:
-    """Return the manifest for the far storage, where no file shares its bytes."""
+def _far_manifest(document: Document, notes: Mapping[str, Note]) -> bytes:
+    """Return the manifest for the far storage, where no file shares its bytes, and some are compressed."""
     files = {
         name: file if file.origin is None else msgspec.structs.replace(file, origin=None, age=0)
         for name, file in document.files.items()
     }
-    return encode(msgspec.structs.replace(document, files=files))
+    for name, note in notes.items():
+        files[name] = msgspec.structs.replace(files[name], packed=note.describe(name))
+        files[table_of(name)] = FileEntry(note.table)
+    return encode(msgspec.structs.replace(document, files=files, format=format_of(files)))
 
 
 async def is_begun(root: Storage, step: int, save_id: str) -> bool:

@@ -6,8 +6,9 @@ A file is written aside first. A damaged file is never overwritten, since anothe
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from typing import Any
 
 from snapshot.aio import gather_limited
 from snapshot.errors import SnapshotError
@@ -16,6 +17,7 @@ from snapshot.manifest.document import Document, ManifestPart, PartEntry
 from snapshot.plan.layout import FilePlan
 from snapshot.progress import unmetered
 from snapshot.runtime.session import Session
+from snapshot.save.packing import Packing
 from snapshot.save.writer import Writer
 from snapshot.storage import Storage
 from snapshot.tensors.digest import RunningDigest
@@ -66,9 +68,17 @@ def rank_of(location: str) -> str:
 
 
 async def copy_verified(
-    source: Session, target: Session, files: Sequence[CopiedFile], progress: Callable[[int], None] = unmetered
+    source: Session,
+    target: Session,
+    files: Sequence[CopiedFile],
+    progress: Callable[[int], None] = unmetered,
+    *,
+    pack: Callable[[CopiedFile], Coroutine[Any, Any, Packing | None]] | None = None,
 ) -> None:
-    """Copy files and compare all bytes with their digests. A file has its name only when it is whole."""
+    """Copy files and compare all bytes with their digests. A file has its name only when it is whole.
+
+    `pack` returns the compression of a file.
+    """
     renames = target.storage.capabilities.renames
 
     async def one(file: CopiedFile) -> None:
@@ -77,7 +87,8 @@ async def copy_verified(
         async def write(writer: Writer, plans: Sequence[FilePlan], ahead: ReadAhead | None) -> object:
             return await writer.write(plans, [name], ahead)
 
-        await copy_files_through(source, target, [file], progress, write)
+        packing = await pack(file) if pack is not None else None
+        await copy_files_through(source, target, [file], progress, write, packing=packing)
         if renames:
             await target.storage.rename(name, file.location)
 

@@ -51,6 +51,7 @@ class TierOptions:
     upload: Upload = "latest"
     replicas: int = 1
     rate: float | None = None
+    compression: str | None = None
 
 
 class Arrived(msgspec.Struct, array_like=True):
@@ -111,6 +112,7 @@ class Membership:
             index=self.index,
             secret=self.secret,
             rate=options.rate,
+            compression=options.compression,
         )
 
 

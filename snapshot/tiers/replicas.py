@@ -13,6 +13,7 @@ from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
 from snapshot.storage import ABSENT
 from snapshot.tiers.control import Registration, Status, decode_status
+from snapshot.tiers.far_packed import FarStorage
 from snapshot.tiers.fetch import copy_verified, describe_files, is_intact
 from snapshot.tiers.hosts import partners
 from snapshot.tiers.near_steps import PULLED, NearFolder, NearStep
@@ -140,7 +141,9 @@ def heal_step(folder: NearFolder, near: NearStep, files: Collection[str], given:
     name = f"step-{near.step}"
     others = [each.address for at, each in enumerate(given.hosts) if at != given.index and each.address]
     places = [Session(URL.parse(f"peer://{address}/{name}"), {"secret": given.secret}) for address in others]
-    places.append(Session(URL.parse(given.far).join(name), given.options))
+    far = Session(URL.parse(given.far).join(name), given.options)
+    far.switch_storage(FarStorage(far.storage))
+    places.append(far)
     try:
         return _heal_from(folder, near, files, places)
     finally:

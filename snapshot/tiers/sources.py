@@ -18,6 +18,7 @@ from snapshot.registry import open_storage
 from snapshot.runtime.loop import run, shared_clients
 from snapshot.storage import Buffer, Capabilities, Context, Storage
 from snapshot.tiers.census import CensusStep
+from snapshot.tiers.far_packed import FarStorage
 from snapshot.tiers.hosts import Host
 from snapshot.url import URL
 
@@ -149,7 +150,7 @@ class StepSources:
 
 
 def _open_far(url: URL, options: Mapping[str, Any] | None) -> Storage:
-    storage = open_storage(url, options, Context(clients=shared_clients()))
+    storage: Storage = FarStorage(open_storage(url, options, Context(clients=shared_clients())))
     return storage if storage.capabilities.blocking else WaitingStorage(storage)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -123,8 +124,7 @@ class TierSet:
 
     def free_bytes(self) -> int:
         """Return the free space of the near folder."""
-        found = os.statvfs(self.member.folder)
-        return found.f_bavail * found.f_frsize
+        return shutil.disk_usage(self.member.folder).free
 
     def near_fault(self) -> str:
         """Return why the next take cannot be written near, or ''. `is_full` tells if that is for lack of space."""

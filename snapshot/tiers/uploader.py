@@ -93,10 +93,11 @@ class Uploader:
             old = self._registration
             if old is not None and old.record.run == registration.record.run:
                 registration.record = registration.record.with_attempts(old.record.attempts)
-            changed = old is not None and (old.far, old.options, old.rate) != (
+            changed = old is not None and (old.far, old.options, old.rate, old.compression) != (
                 registration.far,
                 registration.options,
                 registration.rate,
+                registration.compression,
             )
             self._registration = registration
             self._replicas.register(registration)
@@ -343,7 +344,7 @@ class Uploader:
         def progress(nbytes: int) -> None:
             state.sent += nbytes
 
-        upload = FarUpload(self._far_root(given), source, target, near, progress)
+        upload = FarUpload(self._far_root(given), source, target, near, progress, compress=given.compression == "zstd")
         self._uploads[near.step] = upload
         self._sessions[near.step] = (source, target)
         return upload

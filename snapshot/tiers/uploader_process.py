@@ -7,11 +7,8 @@ sockets can be used at once, although the process needs some seconds to begin.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
-import fcntl
 import os
-import resource
 import signal
 import socket
 import stat
@@ -24,6 +21,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from snapshot.events import log
+from snapshot.system_calls import fcntl, libc, resource
 from snapshot.tiers.control import (
     LOCK,
     LOG,
@@ -34,6 +32,7 @@ from snapshot.tiers.control import (
     UploaderError,
     listen,
 )
+from snapshot.tiers.metrics_server import MetricsServer
 from snapshot.tiers.peer_server import PeerServer
 from snapshot.tiers.uploader import Uploader
 
@@ -165,7 +164,7 @@ def lower_priority() -> None:
         os.nice(19)
     number = _IOPRIO_SET.get(os.uname().machine)
     if number is not None:
-        ctypes.CDLL(None, use_errno=True).syscall(number, 1, 0, _IDLE_CLASS)
+        libc.syscall(number, 1, 0, _IDLE_CLASS)
 
 
 def serve(folder: str, inherited: list[int], *, linger: float = LINGER) -> None:
@@ -181,7 +180,10 @@ def serve(folder: str, inherited: list[int], *, linger: float = LINGER) -> None:
         server = PeerServer(peers, folder, uploader.describe)
         uploader.address = server.address
         uploader.on_secret = server.accept_secret
+    metrics = MetricsServer.start(uploader)
     run_until_done(uploader, control, linger)
+    if metrics is not None:
+        metrics.close()
     if server is not None:
         server.close()
     os.close(inherited[0])

@@ -18,6 +18,7 @@ from snapshot.events import log
 from snapshot.formats.foreign import ForeignDocument
 from snapshot.loading.left_out import attach_base
 from snapshot.loading.open import open_document
+from snapshot.loading.unpacking import UnpackingStorage
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
 from snapshot.save.base_files import Base, open_base
@@ -30,8 +31,10 @@ from snapshot.save.shared_files import FileSharing
 from snapshot.save.staging import Stager
 from snapshot.save.take_options import TakeOptions
 from snapshot.save.unchanged import Unchanged, group_leaves
+from snapshot.signing.seal import OptionalSeal
+from snapshot.signing.signed_storage import SignedStorage
 from snapshot.state.frozen import find_frozen
-from snapshot.storage_options import locate_source, select_server
+from snapshot.storage_options import locate_source, seal_of, select_server
 from snapshot.url import URL
 
 ABSENT = (SnapshotNotFoundError, CorruptSnapshotError, UnsupportedFormatError, StorageError)
@@ -62,7 +65,9 @@ def find_unchanged(
             left_out = run(omit_frozen(share, frozen, bases[0], comparer, unchanged))
             unchanged.leave_out(share.leaves, left_out)
             unchanged.base_session, unchanged.base_id = partial(_open_lasting, bases[0]), lasting
-        run(FileSharing(opening, share, bases, comparer, unchanged, two_copies=options.two_copies).run(left_out))
+        signed = options.signer is not None
+        sharing = FileSharing(opening, share, bases, comparer, unchanged, two_copies=options.two_copies, signed=signed)
+        run(sharing.run(left_out))
     return unchanged
 
 
@@ -75,7 +80,8 @@ def _open_bases(opening: TakeOpening, options: TakeOptions, notes: list[str], op
         if theirs is options.storage_options and url.scheme != session.url.scheme:
             theirs = None  # they are for the take's storage
         same = url.scheme == session.url.scheme and select_server(theirs) == select_server(options.storage_options)
-        place = Session(url, theirs)
+        optional = OptionalSeal(options.signer) if options.signer is not None else None
+        place = Session(url, theirs, seal=seal_of(source) or optional)
         opened.callback(_close, place)
         try:
             document = run(open_document(place, exchange.rank))
@@ -91,6 +97,12 @@ def _open_bases(opening: TakeOpening, options: TakeOptions, notes: list[str], op
             continue
         shares = session.storage.capabilities.shares if same else ""
         bases.append(open_base(place, document, exchange.rank, shares=shares))
+        stored = place.storage.inner if isinstance(place.storage, UnpackingStorage) else place.storage
+        if isinstance(stored, SignedStorage):
+            bases[-1].signed = stored
+        elif optional is not None:
+            notes.append(f"no file is shared with the base, since this take's key does not sign it: {optional.fault}")
+            log.warning("%s: %s", session.url, notes[-1])
     return bases
 
 

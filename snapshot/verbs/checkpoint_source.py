@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
+import mmap
 import tempfile
+import threading
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -33,9 +34,10 @@ from snapshot.runtime.budget import MemoryBudget
 from snapshot.runtime.session import Session
 from snapshot.save.staging import StagedPart, Stager
 from snapshot.state.leaves import Leaf
+from snapshot.system_calls import allocate
 from snapshot.tensors.digest import BLOCK
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
-from snapshot.tensors.geometry import Box, boxes_of_range
+from snapshot.tensors.geometry import Box, boxes_of_range, position_of
 from snapshot.tensors.strides import find_enclosing_tensor
 
 Used = list[tuple[int, int]]
@@ -59,6 +61,13 @@ def expect_room(document: Document, leaves: Sequence[Leaf], origins: Sequence[An
                     f"{leaf.path}: the tensors would take more than {most:,} bytes, but the files have {stored:,}; "
                     "convert fewer with select=[...], or restore them and take a snapshot"
                 )
+
+
+def reads_ranges(entry: AnyTensor) -> bool:
+    """Return True if any range of a tensor can be read alone, so that several ranks can share it."""
+    if isinstance(entry, MappedTensorEntry):
+        return False
+    return not any(is_streamed(stored) or is_packed(stored) for _, stored in entry.pieces())
 
 
 class CheckpointStager(Stager):
@@ -95,6 +104,7 @@ class CheckpointStager(Stager):
         self._left: dict[int, int] = {}
         """For each of them, the number of elements that have not been copied yet."""
         self.bytes_read = 0
+        self._counting = threading.Lock()  # parts may be read in several threads
         self._making = asyncio.Lock()
         self._by_source: dict[int, bool] = {}
         """True for mapped tensors that are copied from whole stored ones: see `_needs_sources`."""
@@ -154,6 +164,9 @@ class CheckpointStager(Stager):
         leaf = self.leaves[index]
         dtype = BY_NAME[leaf.dtype]
         itemsize = dtype.itemsize
+        if leaf.whole is not None:  # a box that is one range of the whole tensor
+            first += itemsize * position_of(leaf.origin or (0,) * len(leaf.shape), leaf.whole.shape)
+            leaf = leaf.whole
         staged = slot.tensor[at : at + nbytes].view(dtype)
         order = self._orders.get(index) or tuple(range(len(leaf.shape)))
         whole = None if self._needs_sources(entry) else await self._whole(index, entry)
@@ -190,7 +203,7 @@ class CheckpointStager(Stager):
                     self._parted.add(index)
                     return None
                 self._held[index] = await self._read_whole(self.leaves[index].path, entry)
-                self._left[index] = math.prod(entry.shape)
+                self._left[index] = math.prod(self.leaves[index].shape)
             return self._held[index]
 
     def _needs_sources(self, entry: AnyTensor) -> bool:
@@ -249,9 +262,9 @@ class CheckpointStager(Stager):
         if nbytes + sum(each.nbytes for each in self._held.values()) <= self._session.budget.limit // 4:
             return torch.empty(entry.shape, dtype=dtype)
         try:
-            with tempfile.NamedTemporaryFile(prefix="snapshot-convert-") as file:
-                os.posix_fallocate(file.fileno(), 0, nbytes)  # a mapping without disk space kills the process
-                return torch.from_file(file.name, shared=True, size=count, dtype=dtype).view(entry.shape)
+            with tempfile.TemporaryFile(prefix="snapshot-convert-") as file:
+                allocate(file.fileno(), nbytes)  # a mapping without disk space kills the process
+                return torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=dtype).view(entry.shape)
         except (OSError, RuntimeError) as error:
             raise StorageError(
                 f"{tempfile.gettempdir()}: no space for a tensor of {nbytes:,} bytes, which must be read whole; "
@@ -280,7 +293,8 @@ class CheckpointStager(Stager):
 
     async def _read(self, read_plan: ReadPlan) -> None:
         result = await self._reader().read(read_plan.requests, unmetered)
-        self.bytes_read += result.bytes_read
+        with self._counting:
+            self.bytes_read += result.bytes_read
         raise_faults(self._session, result)
 
     def _reader(self) -> Reader:

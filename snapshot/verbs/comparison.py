@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from snapshot.distributed.exchange import Exchange
 from snapshot.errors import CorruptSnapshotError, RestoreError
 from snapshot.events import emit
 from snapshot.loading.foreign_objects import expand_objects
-from snapshot.loading.open import open_document
 from snapshot.loading.scatter import place_of
 from snapshot.manifest import entries as e
 from snapshot.manifest.counting import is_leaf
-from snapshot.manifest.document import FORMAT, Document
+from snapshot.manifest.document import OWN_FORMATS, Document
 from snapshot.manifest.rank_view import is_rank
 from snapshot.options import expect_positive
 from snapshot.plan.globs import expect_globs, find_unmatched, matcher
@@ -32,11 +32,12 @@ from snapshot.runtime.session import Session
 from snapshot.state.stateful_kinds import Kind
 from snapshot.verbs.diff_bytes import Pair, Side, compare_pairs
 from snapshot.verbs.diff_entries import NO_NUMBERS, EntryDifference, compare_entries, content_of, value_text
+from snapshot.verbs.joint_call import expect_same_plan, open_sources
 from snapshot.verbs.select import change_of
 
 Rank = int | None
 """The owner of an entry: a rank, or None if ranks share it."""
-TIED = (FORMAT, "torch.save")
+TIED = (*OWN_FORMATS, "torch.save")
 """Formats that record which names belong to one tensor."""
 
 
@@ -122,6 +123,7 @@ def compare_snapshots(
     rename: Rename | None,
     budget: int | None,
     meter: Meter,
+    exchange: Exchange,
 ) -> Diff:
     """Compare the checkpoints at two locations. Half of the budget is for comparing, a quarter for reading each."""
     for name, globs in (("select", select), ("exclude", exclude)):
@@ -132,7 +134,14 @@ def compare_snapshots(
         for opener in openers:
             opened.append(opener(None if budget is None else max(1, budget // 4)))
         return find_differences(
-            *opened, values=values, select=select, exclude=exclude, rename=rename, budget=budget, meter=meter
+            *opened,
+            values=values,
+            select=select,
+            exclude=exclude,
+            rename=rename,
+            budget=budget,
+            meter=meter,
+            exchange=exchange,
         )
     finally:
         meter.close()
@@ -150,10 +159,12 @@ def find_differences(
     rename: Rename | None,
     budget: int | None,
     meter: Meter,
+    exchange: Exchange,
 ) -> Diff:
-    """Compare two open checkpoints."""
+    """Compare two open checkpoints. The ranks of `exchange` share the reading."""
     began = time.perf_counter()
-    documents = [run(open_document(session)) for session in (a, b)]
+    arguments = {"a": a.url, "b": b.url, "values": values, "select": select, "exclude": exclude, "rename": rename}
+    documents = open_sources(exchange, "diff", arguments, (a, b))
     sides = [Side(session, document) for session, document in zip((a, b), documents, strict=True)]
     here, there = (_read_names(side) for side in sides)
     here.rename(rename)
@@ -162,9 +173,11 @@ def find_differences(
     changes = _find_renamed(removed, added)
     pairs = [pair for item in items for pair in item.pairs]
     nbytes = 0
+    planned = [(pair.name, pair.dtype, pair.nbytes) for pair in pairs]
+    expect_same_plan(exchange, [*planned, *(item.path for item in items), *removed, *added])
     if pairs:
         held = MemoryBudget(max(1, budget // 2) if budget is not None else min(a.budget.total, b.budget.total))
-        nbytes = run(compare_pairs(sides[0], sides[1], pairs, held, meter))
+        nbytes = run(compare_pairs(sides[0], sides[1], pairs, held, meter, exchange=exchange))
     equal = 0
     for item in items:
         change = _make_change(item)

@@ -7,7 +7,6 @@ files of two copies, or of an interrupted copy, never collide.
 from __future__ import annotations
 
 import os
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,29 +16,33 @@ from typing import Any
 import msgspec
 
 from snapshot.aio import in_thread, shielded
-from snapshot.distributed.exchange import solo_exchange
-from snapshot.errors import CommitUnknown, CorruptSnapshotError, SnapshotError, StorageError, UnsupportedFormatError
+from snapshot.distributed.exchange import LEADER, Exchange
+from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageError, UnsupportedFormatError
 from snapshot.events import emit
 from snapshot.formats.foreign import ForeignDocument
-from snapshot.loading.checksums import expect_archive_checksums
-from snapshot.loading.open import expect_files, load_parts, open_document, open_main, read_parts
+from snapshot.loading.open import expect_files, load_parts, open_document, open_main, read_parts, read_stored
 from snapshot.loading.stored_ranges import stored_in
 from snapshot.manifest.counting import count_entries
-from snapshot.manifest.document import Document, ManifestPart, PartEntry, encode
+from snapshot.manifest.document import Document, ManifestPart, PackedFile, PartEntry, encode
 from snapshot.options import expect_positive
 from snapshot.progress import Meter
 from snapshot.reports import CopyReport
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
 from snapshot.save import cleanup
-from snapshot.save.rendezvous import expect_at_path
-from snapshot.save.transaction import Transaction
+from snapshot.save.commit import commit_together
+from snapshot.save.joint_work import raise_fault_of_another_rank, while_all_go_on
+from snapshot.save.packing import usual_budget
+from snapshot.save.rendezvous import TakeOpening, open_take
 from snapshot.save.writer import write_small
+from snapshot.signing.seal import Seal
+from snapshot.signing.tree import signature_path
 from snapshot.storage_options import select_server
 from snapshot.tensors.digest import digest_range
 from snapshot.url import URL
 from snapshot.verbs.copy_foreign import copy_files
 from snapshot.verbs.copy_stream import CopiedFile, checked_files, copy_files_through, stat_files
+from snapshot.verbs.joint_call import expect_checksums, expect_common_place, expect_written, open_sources, share_whole
 from snapshot.verbs.select import selected_locations
 from snapshot.verbs.to_snapshot import Selection, write_as_snapshot
 
@@ -50,45 +53,70 @@ def copy_checkpoint(
     url: URL,
     target_options: Mapping[str, Any] | None,
     *,
+    seal: Seal | None = None,
     choice: Selection,
     meter: Meter,
     overwrite: bool,
     durable: bool,
     budget: int | None,
+    exchange: Exchange,
 ) -> CopyReport:
-    """Copy the checkpoint at `origin` to `url`, on any storages."""
+    """Copy the checkpoint at `origin` to `url`, on any storages. The ranks of `exchange` share the work."""
     expect_positive("memory_budget_bytes", budget)
+    expect_common_place(exchange, url)
     began = time.perf_counter()
     half = None if budget is None else max(1, budget // 2)
-    source = Session(origin, options, budget=half)
+    source = Session(origin, options, budget=half, seal=seal)
 
     def opener(place: URL) -> Session:
-        return Session(place, target_options, durable=durable, budget=half)
+        usual = usual_budget(choice.compression)
+        return Session(place, target_options, durable=durable, budget=half, default_budget=usual)
 
     try:
-        document = run(open_main(source))
+        arguments = {"source": origin, "destination": url, "overwrite": overwrite, **choice.arguments()}
+        [document] = open_sources(exchange, "copy", arguments, [source], open_main)
         if select_server(options) == select_server(target_options):
             _expect_apart(origin, url)
         if isinstance(document, ForeignDocument):
-            if choice.select or choice.exclude:
+            if choice.select or choice.exclude or choice.compression:
                 raise UnsupportedFormatError(
                     f"{origin}: is a checkpoint of {document.format}, which can only be copied whole; to select a "
-                    "part of it, convert it (Snapshot.convert, or `snapshot convert`) with the same globs"
+                    "part of it or to compress it, convert it (Snapshot.convert, or `snapshot convert`)"
                 )
-            report = copy_files(source, document, url, opener, meter, overwrite=overwrite, verify=choice.verify)
-        elif choice.select or choice.exclude:
-            report = _copy_selection(source, document, choice, url, opener=opener, meter=meter, overwrite=overwrite)
+            report = copy_files(
+                source, document, url, opener, meter, overwrite=overwrite, verify=choice.verify, exchange=exchange
+            )
+        elif choice.select or choice.exclude or choice.compression:
+            report = _copy_selection(
+                source, document, choice, url, opener=opener, meter=meter, overwrite=overwrite, exchange=exchange
+            )
         else:
-            report = _copy_whole(source, document, opener(url), meter, overwrite=overwrite, verify=choice.verify)
+            read_stored(source)
+            with open_take(exchange, url, (), meter, opener, overwrite=overwrite) as opening:
+                opening.look_at_path()
+                opening.transaction()
+                report = run(_Copy(source, document, opening, verify=choice.verify).make())
+        signed = run(_is_signed(source, document))
     except BaseException as error:
         emit("failed", "copy", str(url), error=error)
         raise
     finally:
         run(source.close())
         meter.close()
-    report = replace(report, seconds=time.perf_counter() - began)
+    report = replace(report, seconds=time.perf_counter() - began, was_signed=signed)
     emit("copied", "copy", str(url), bytes=report.nbytes, seconds=round(report.seconds, 3))
     return report
+
+
+async def _is_signed(source: Session, document: Document) -> bool:
+    """Return True if the source has a signature, of any key. If that cannot be determined, return False."""
+    if isinstance(document, ForeignDocument):
+        return False
+    try:
+        await source.storage.stat(signature_path(document.save_id))
+    except StorageError:
+        return False
+    return True
 
 
 def _expect_apart(origin: URL, url: URL) -> None:
@@ -106,13 +134,21 @@ def _expect_apart(origin: URL, url: URL) -> None:
 
 
 def _copy_selection(
-    source: Session, document: Document, choice: Selection, url: URL, *, opener: Any, meter: Meter, overwrite: bool
+    source: Session,
+    document: Document,
+    choice: Selection,
+    url: URL,
+    *,
+    opener: Any,
+    meter: Meter,
+    overwrite: bool,
+    exchange: Exchange,
 ) -> CopyReport:
     """Copy a selection of a snapshot as a new snapshot, since files also contain other entries."""
     run(load_parts(source, document, list(document.parts)))
     run(expect_files(source, document, selected_locations(document, choice.select, choice.exclude)))
     if choice.verify:
-        expect_archive_checksums(source, stored_in(document.manifest), document.files)
+        expect_checksums(exchange, source, document)
     write_as_snapshot(
         source,
         document,
@@ -121,63 +157,104 @@ def _copy_selection(
         open_session=opener,
         meter=meter,
         overwrite=overwrite,
+        exchange=exchange,
     )
     made = opener(url)
     try:
         written = run(open_document(made))
     finally:
         run(made.close())
-    nbytes = sum(file.size for file in written.files.values())
+    nbytes = sum(file.stored_size for file in written.files.values())
     checked = "digests" if choice.verify else "sizes"
     return CopyReport("snapshot", count_entries(written.manifest), len(written.files), nbytes, checked)
 
 
-def _copy_whole(
-    source: Session, document: Document, target: Session, meter: Meter, *, overwrite: bool, verify: bool
-) -> CopyReport:
-    try:
-        copy = _Copy(source, document, target, meter, verify=verify)
-        return run(copy.make(overwrite=overwrite))
-    finally:
-        run(target.close())
+class _Copied(msgspec.Struct, array_like=True):
+    """A rank's report that its share of the files is stored."""
+
+    nbytes: int
 
 
 class _Copy:
-    """A copy of one whole snapshot to another storage."""
+    """A copy of one whole snapshot to another storage. Each rank copies a share of the files."""
 
-    def __init__(self, source: Session, document: Document, target: Session, meter: Meter, *, verify: bool) -> None:
+    def __init__(self, source: Session, document: Document, opening: TakeOpening, *, verify: bool) -> None:
         self._source = source
         self._document = document
-        self._target = target
-        self._meter = meter
+        self._opening = opening
+        self._exchange = opening.exchange
+        self._target = opening.session
+        self._meter = opening.meter
         self._verify = verify
-
-    async def make(self, *, overwrite: bool) -> CopyReport:
-        """Copy the snapshot. Over a network, retry once, since bytes may be damaged in transit only."""
-        document, url = self._document, str(self._target.url)
-        expect = await expect_at_path(self._target, overwrite=overwrite)
-        parts = await read_parts(self._source, document.parts)
-        names = [each.location for each in document.parts]
         own = document.own_files
-        await expect_files(self._source, document, set(own))
-        held = await stat_files(self._source.storage, own)
+        names = sorted(own)
+        self._shares = share_whole(self._exchange, names, [own[name].stored_size for name in names])
+        """The files that each rank copies."""
+
+    async def make(self) -> CopyReport:
+        """Copy the snapshot."""
+        document, own = self._document, self._document.own_files
+        parts = await read_parts(self._source, document.parts)
+        share = self._shares[self._exchange.rank]
+        await expect_files(self._source, document, set(share))
+        held = await stat_files(self._source.storage, share)
         tokens = {location: token for location, (_, token) in held.items()}
         files = await in_thread(
             partial(checked_files, document, parts, tokens, url=self._source.url, verify=self._verify)
         )
         nbytes = sum(file.size for file in files)
-        for again in (False, True):
-            exchange = solo_exchange("copy")
-            transaction = Transaction(self._target, exchange, secrets.token_hex(6))
-            transaction.expect(expect)
-            self._meter.wrote(-self._meter.now().done)
-            self._meter.begin(nbytes)
-            emit("start", "copy", url, bytes=nbytes)
+        self._meter.begin(nbytes)
+        emit("start", "copy", str(self._target.url), bytes=nbytes)
+        await self._write(files, {each.location: part for each, part in zip(document.parts, parts, strict=True)})
+        count = count_entries(document.manifest) + sum(count_entries(each.manifest) for each in parts)
+        total = sum(file.stored_size for file in own.values())
+        return CopyReport("snapshot", count, len(own), total, "digests" if self._verify else "sizes")
+
+    async def _write(self, files: Sequence[CopiedFile], parts: Mapping[str, ManifestPart]) -> None:
+        """Claim, write, commit and clean up, as a take does. If a step fails, delete everything."""
+        transaction, exchange = self._opening.transaction(), self._exchange
+        places = _new_paths(transaction.save_id, [*self._document.own_files, *parts])
+        names = [places[each.location] for each in files]
+
+        async def commit(_: list[_Copied]) -> bool:
+            sizes = {location: file.stored_size for location, file in self._document.own_files.items()}
+            written = [[(places[each], sizes[each]) for each in share] for share in self._shares]
             try:
-                await self._write(transaction, files, dict(zip(names, parts, strict=True)))
-                break
-            except CommitUnknown:
+                await expect_written(self._target.storage, written)
+            except SnapshotError:
+                await transaction.expect_claim()
                 raise
+            await transaction.commit(await self._write_manifest(transaction.save_id, places, parts))
+            return True
+
+        try:
+            async with transaction:
+                await transaction.claim()
+                transaction.will_write(list(places.values()) if exchange.rank == LEADER else names)
+                await self._write_files(files, names)
+                if exchange.rank != LEADER:
+                    await self._target.storage.settle()  # the leader's commit does it for the leader's files
+                done = _Copied(sum(file.size for file in files))
+                await commit_together(self._target.url, exchange, transaction, done=done, commit=commit, answer=bool)
+        except BaseException as error:
+            await raise_fault_of_another_rank(exchange, error)
+            raise
+        finally:
+            await shielded(self._target.close())
+
+    async def _write_files(self, files: Sequence[CopiedFile], names: Sequence[str]) -> None:
+        """Write this rank's files. Over a network, retry once, since bytes may be damaged in transit only."""
+        for again in (False, True):
+            work = copy_files_through(
+                self._source,
+                self._target,
+                files,
+                self._meter.wrote,
+                lambda writer, plans, ahead: writer.write(plans, names, ahead),
+            )
+            try:
+                await while_all_go_on(self._exchange, work)
+                return
             except (CorruptSnapshotError, StorageError) as error:
                 await self._expect_unchanged(error)
                 if not isinstance(error, CorruptSnapshotError):
@@ -186,34 +263,20 @@ class _Copy:
                     raise CorruptSnapshotError(
                         f"{self._source.url}: is damaged, and the copy was deleted: {error}", faults=error.faults
                     ) from error
-                emit("retry", "copy", url, attempt=1, error=str(error), pause=0.0)
-        count = count_entries(document.manifest) + sum(count_entries(each.manifest) for each in parts)
-        return CopyReport("snapshot", count, len(files), nbytes, "digests" if self._verify else "sizes")
+                emit("retry", "copy", str(self._target.url), attempt=1, error=str(error), pause=0.0)
+                await self._target.storage.delete(names)
+                self._meter.wrote(-self._meter.now().done)
 
-    async def _write(
-        self, transaction: Transaction, files: Sequence[CopiedFile], parts: Mapping[str, ManifestPart]
-    ) -> None:
-        """Claim, write, commit and clean up, as a take does. If a step fails, delete everything."""
-        storage = self._target.storage
-        places = _new_paths(transaction.save_id, [*self._document.own_files, *parts])
-        names = [places[each.location] for each in files]
-        async with transaction:
-            await transaction.claim()
-            transaction.will_write(list(places.values()))
-            await copy_files_through(
-                self._source,
-                self._target,
-                files,
-                self._meter.wrote,
-                lambda writer, plans, ahead: writer.write(plans, names, ahead),
-            )
-            entries = []
-            for kept, (location, part) in zip(self._document.parts, parts.items(), strict=True):
-                data = await in_thread(_encode_moved_part, part, places)
-                await write_small(storage, places[location], [data])
-                entries.append(PartEntry(places[location], len(data), digest_range(data), kept.ranks, kept.count))
-            data = await in_thread(_encode_moved, self._document, transaction.save_id, places, entries)
-            await shielded(transaction.commit(data))
+    async def _write_manifest(
+        self, save_id: str, places: Mapping[str, str], parts: Mapping[str, ManifestPart]
+    ) -> bytes:
+        """Write the parts of the manifest, and return the manifest."""
+        entries = []
+        for kept, (location, part) in zip(self._document.parts, parts.items(), strict=True):
+            data = await in_thread(_encode_moved_part, part, places)
+            await write_small(self._target.storage, places[location], [data])
+            entries.append(PartEntry(places[location], len(data), digest_range(data), kept.ranks, kept.count))
+        return await in_thread(_encode_moved, self._document, save_id, places, entries)
 
     async def _expect_unchanged(self, cause: BaseException) -> None:
         """Raise if the source was replaced meanwhile: that is the cause, not damage."""
@@ -242,13 +305,21 @@ def _encode_moved(document: Document, save_id: str, places: Mapping[str, str], p
     What only the base has remains there.
     """
     files = {
-        places.get(name, name): msgspec.structs.replace(file, origin=None, age=0)
+        places.get(name, name): msgspec.structs.replace(file, origin=None, age=0, packed=_moved(file.packed, places))
         for name, file in document.files.items()
     }
     _replace_paths(document.manifest, places)
     data = encode(msgspec.structs.replace(document, save_id=save_id, files=files, parts=parts))
     _replace_paths(document.manifest, {there: here for here, there in places.items()})
     return data
+
+
+def _moved(packed: PackedFile | None, places: Mapping[str, str]) -> PackedFile | None:
+    """Return the description of a compressed file whose table has another name."""
+    if packed is None:
+        return None
+    location, begin, end = packed.index
+    return msgspec.structs.replace(packed, index=(places[location], begin, end))
 
 
 def _encode_moved_part(part: ManifestPart, places: Mapping[str, str]) -> bytes:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from snapshot.errors import SnapshotError, StorageNotFoundError
+from snapshot.distributed.exchange import Exchange
+from snapshot.errors import SnapshotError, StorageConflictError
 from snapshot.events import emit
 from snapshot.formats import dcp, safetensors, zip_checksums
 from snapshot.formats.foreign import ForeignDocument
@@ -24,7 +24,7 @@ from snapshot.storage import Storage
 from snapshot.tensors.digest import digest_range
 from snapshot.url import URL
 from snapshot.verbs.copy_stream import CopiedFile, copy_files_through, stat_files
-from snapshot.verbs.staged_files import StagedFiles
+from snapshot.verbs.staged_files import StagedFiles, exists
 
 MEGATRON = "metadata.json"
 """The file that identifies Megatron-core's directories."""
@@ -60,36 +60,53 @@ def copy_files(
     *,
     overwrite: bool,
     verify: bool,
+    exchange: Exchange,
 ) -> CopyReport:
-    """Copy a checkpoint of another library, file by file."""
+    """Copy a checkpoint of another library, file by file. Each rank copies a share of the files."""
     layout = run(_find_layout(source, document, url))
     if source.storage.url == layout.place and layout.names.keys() & {*layout.names.values(), *layout.markers}:
         raise ValueError(f"{url}: the destination is the source; copy to another path")
-    checked = "sizes"
-    if verify:
-        stored = list(stored_in(document.manifest))
-        expect_archive_checksums(source, stored, document.files)
-        checked = "checksums" if zip_checksums.find_archives(stored, document.files) else "sizes"
+    stored = list(stored_in(document.manifest))
     target = opener(layout.place)
     try:
-        nbytes = run(_write_files(source, layout, target, meter, overwrite=overwrite))
+        files = [CopiedFile(location, *layout.held[location]) for location in layout.names]
+        files.sort(key=lambda each: (-each.size, each.location))
+        outputs = StagedFiles(
+            target.storage,
+            [(layout.names[each.location], each.size) for each in files],
+            layout.gone,
+            layout.others,
+            layout.more,
+            exchange=exchange,
+        )
+        own = [files[number] for number in outputs.share]
+        if verify:
+            locations = {each.location for each in own}
+            expect_archive_checksums(source, [each for each in stored if each.location in locations], document.files)
+        run(_write_files(source, layout, target, meter, files=own, outputs=outputs, overwrite=overwrite))
     finally:
         run(target.close())
+    checked = "checksums" if verify and zip_checksums.find_archives(stored, document.files) else "sizes"
+    nbytes = sum(each.size for each in files) + sum(map(len, layout.markers.values()))
     return CopyReport(
         document.format, count_entries(document.manifest), len(layout.names) + len(layout.markers), nbytes, checked
     )
 
 
-async def _write_files(source: Session, layout: _Layout, target: Session, meter: Meter, *, overwrite: bool) -> int:
-    """Copy the files. Return their size in bytes."""
+async def _write_files(
+    source: Session,
+    layout: _Layout,
+    target: Session,
+    meter: Meter,
+    *,
+    files: Sequence[CopiedFile],
+    outputs: StagedFiles,
+    overwrite: bool,
+) -> None:
+    """Copy this rank's files."""
     if not target.storage.capabilities.write:
         raise SnapshotError(f"{target.url}: this storage is read-only")
-    files = [CopiedFile(location, *layout.held[location]) for location in layout.names]
-    files.sort(key=lambda each: (-each.size, each.location))
-    outputs = StagedFiles(
-        target.storage, [layout.names[each.location] for each in files], layout.gone, layout.others, layout.more
-    )
-    await outputs.expect(overwrite=overwrite)
+    await outputs.begin(overwrite=overwrite)
     nbytes = sum(each.size for each in files) + sum(map(len, layout.markers.values()))
     meter.begin(nbytes)
     emit("start", "copy", str(target.url), bytes=nbytes)
@@ -105,16 +122,16 @@ async def _write_files(source: Session, layout: _Layout, target: Session, meter:
         await _expect_unchanged(source, layout, error)
         raise
     meter.wrote(sum(map(len, layout.markers.values())))
-    return nbytes
 
 
 async def _expect_unchanged(source: Session, layout: _Layout, cause: SnapshotError) -> None:
     """Raise if the source was replaced meanwhile."""
-    with suppress(SnapshotError):
-        if await stat_files(source.storage, layout.names) == layout.held:
-            return
-        raised = SnapshotError(f"{source.url}: was replaced while it was copied; copy again ({cause})")
-    raise raised from cause
+    try:
+        replaced = await stat_files(source.storage, layout.names) != layout.held
+    except SnapshotError as error:
+        replaced = isinstance(error, StorageConflictError)
+    if replaced:
+        raise SnapshotError(f"{source.url}: was replaced while it was copied; copy again ({cause})") from cause
 
 
 async def _find_layout(source: Session, document: ForeignDocument, url: URL) -> _Layout:
@@ -135,7 +152,7 @@ async def _find_layout(source: Session, document: ForeignDocument, url: URL) -> 
             raise ValueError(f"{url}: must be the name of a file, since {source.url} is one file")
         made = _Layout(beside, {opened: name})
     elif document.format == "dcp":
-        locations += [each for each in (MEGATRON,) if each not in locations and await _exists(storage, each)]
+        locations += [each for each in (MEGATRON,) if each not in locations and await exists(storage, each)]
         made = _Layout(
             url,
             {each: each for each in locations},
@@ -170,16 +187,8 @@ async def _find_layout(source: Session, document: ForeignDocument, url: URL) -> 
 
 async def _index_of(storage: Storage) -> str:
     """Return the index of a folder of safetensors files, or an empty string for a single file."""
-    if await _exists(storage, safetensors.INDEX):
+    if await exists(storage, safetensors.INDEX):
         return safetensors.INDEX
-    if await _exists(storage, safetensors.ALONE) or not storage.capabilities.list:
+    if await exists(storage, safetensors.ALONE) or not storage.capabilities.list:
         return ""
     return next((each for each in await storage.list(recursive=False) if each.endswith(_INDEX)), "")
-
-
-async def _exists(storage: Storage, name: str) -> bool:
-    try:
-        await storage.stat(name)
-    except StorageNotFoundError:
-        return False
-    return True

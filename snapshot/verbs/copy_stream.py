@@ -22,6 +22,7 @@ from snapshot.runtime.arena import Slot, arena, arena_bytes
 from snapshot.runtime.budget import MemoryBudget
 from snapshot.runtime.loop import cancel_all
 from snapshot.runtime.session import Session
+from snapshot.save.packing import Packing
 from snapshot.save.staging import FileDigests, StagedPart, Stager
 from snapshot.save.writer import Writer
 from snapshot.storage import Buffer, Storage
@@ -85,18 +86,25 @@ def checked_files(
                 f"{url}: its manifest does not describe its files:{listed(faults)}", faults=faults
             )
         for location, file in own.items():
-            if file.header:
+            if file.packed is not None:  # it is copied as it is stored
+                name = f"{location} (compressed)"
+                ranges[location] = [CheckedRange(name, 0, file.packed.size, file.packed.digest)]
+            elif file.header:
                 ranges[location].append(CheckedRange(f"{location} (header)", 0, file.header, file.header_digest, True))
         for request in requests:
-            if request.begin < request.end and request.location in own:
+            if request.begin < request.end and request.location in own and own[request.location].packed is None:
                 plain = getattr(request.stored, "serializer", "") == TABLE
                 ranges[request.location].append(
                     CheckedRange(request.name, request.begin, request.end, request.stored.digest, plain)
                 )
     return [
-        CopiedFile(location, file.size, tokens[location], tuple(sorted(ranges[location], key=lambda each: each.begin)))
-        for location, file in sorted(own.items(), key=lambda item: (-item[1].size, item[0]))
+        CopiedFile(location, file.stored_size, tokens[location], tuple(sorted(ranges[location], key=_begin_of)))
+        for location, file in sorted(own.items(), key=lambda item: (-item[1].stored_size, item[0]))
     ]
+
+
+def _begin_of(each: CheckedRange) -> int:
+    return each.begin
 
 
 class FileStream(Stager):
@@ -231,7 +239,13 @@ Write = Callable[[Writer, Sequence[FilePlan], ReadAhead | None], Coroutine[Any, 
 
 
 async def copy_files_through(
-    source: Session, target: Session, files: Sequence[CopiedFile], progress: Callable[[int], None], write: Write
+    source: Session,
+    target: Session,
+    files: Sequence[CopiedFile],
+    progress: Callable[[int], None],
+    write: Write,
+    *,
+    packing: Packing | None = None,
 ) -> None:
     """Copy files between two storages, several parts of several files at once.
 
@@ -239,7 +253,9 @@ async def copy_files_through(
     """
     passing = FileStream(source.storage, files)
     part = target.settings.part_bytes
-    writer = Writer(target.storage, passing, target.budget, progress, wanted_part=part, most_files=FILES)
+    writer = Writer(
+        target.storage, passing, target.budget, progress, wanted_part=part, most_files=FILES, packing=packing
+    )
     if writer.serial:
         writer = Writer(
             target.storage,
@@ -248,6 +264,7 @@ async def copy_files_through(
             progress,
             wanted_part=part or source.storage.limits.hot_part,
             most_files=FILES,
+            packing=packing,
         )
         await write(writer, passing.plans, None)
         return

@@ -11,9 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 
 from snapshot.aio import in_thread, shielded
+from snapshot.distributed.exchange import Exchange
 from snapshot.errors import SnapshotError
 from snapshot.loading.open import expect_files
 from snapshot.manifest import entries as e
@@ -23,12 +25,14 @@ from snapshot.plan.layout import PAGE, Extent, FilePart, FilePlan, cut_file
 from snapshot.progress import Meter
 from snapshot.runtime.arena import Slot, arena, arena_bytes
 from snapshot.runtime.budget import MemoryBudget
-from snapshot.runtime.loop import cancel_all
+from snapshot.runtime.loop import cancel_all, in_own_thread
 from snapshot.runtime.session import Session
+from snapshot.save.joint_work import while_all_go_on
 from snapshot.state.leaves import Leaf
 from snapshot.tensors.dtypes import ITEMSIZE
 from snapshot.verbs.checkpoint_source import CheckpointStager
-from snapshot.verbs.diff_stats import Numbers
+from snapshot.verbs.diff_stats import Numbers, NumbersState
+from snapshot.verbs.joint_call import share_whole
 
 LANES = 2
 """Parts that are read and compared at once."""
@@ -67,8 +71,47 @@ def as_bytes(stored: e.ObjectEntry) -> e.TensorEntry:
     return e.TensorEntry(stored.location, stored.byte_range, "uint8", (stored.nbytes,), stored.digest, stored.blocks)
 
 
-async def compare_pairs(a: Side, b: Side, pairs: Sequence[Pair], budget: MemoryBudget, meter: Meter) -> int:
-    """Compare pairs. Return the number of bytes that were read."""
+class PairResult(msgspec.Struct, array_like=True):
+    """The result of one pair."""
+
+    differs: bool
+    numbers: NumbersState | None
+
+
+class RankPairs(msgspec.Struct, array_like=True):
+    """The results of pairs, by their numbers, and the bytes that were read for them."""
+
+    nbytes: int
+    pairs: dict[int, PairResult]
+
+
+async def compare_pairs(
+    a: Side, b: Side, pairs: Sequence[Pair], budget: MemoryBudget, meter: Meter, *, exchange: Exchange
+) -> int:
+    """Compare pairs. Each rank reads a share of them. Return the number of bytes that all ranks read."""
+    numbers = share_whole(exchange, range(len(pairs)), [pair.nbytes for pair in pairs])[exchange.rank]
+    nbytes = await while_all_go_on(exchange, _compare_share(a, b, [pairs[n] for n in numbers], budget, meter))
+    if exchange.alone:
+        return nbytes
+    mine = RankPairs(
+        nbytes,
+        {n: PairResult(pairs[n].differs, None if (held := pairs[n].numbers) is None else held.state) for n in numbers},
+    )
+
+    def lead(results: list[RankPairs]) -> RankPairs:
+        joined = {number: result for each in results for number, result in each.pairs.items()}
+        return RankPairs(sum(each.nbytes for each in results), joined)
+
+    found: RankPairs = await in_own_thread(exchange.agree, mine, lead, RankPairs, RankPairs)
+    for number, result in found.pairs.items():
+        pair = pairs[number]
+        pair.differs = result.differs
+        if pair.numbers is not None and result.numbers is not None:
+            pair.numbers.state = result.numbers
+    return found.nbytes
+
+
+async def _compare_share(a: Side, b: Side, pairs: Sequence[Pair], budget: MemoryBudget, meter: Meter) -> int:
     for side, of in ((a, "a"), (b, "b")):
         entries = {pair.name: getattr(pair, of) for pair in pairs}
         for name, entry in entries.items():
@@ -143,7 +186,8 @@ def _look(file: FilePlan, part: FilePart, pairs: Sequence[Pair], here: Slot, the
         pair = pairs[index]
         a, b = here.tensor[low:high], there.tensor[low:high]
         equal = torch.equal(a, b)
-        pair.differs |= not equal
+        if not equal:  # not `|=`: another lane may compare another part of the pair
+            pair.differs = True
         if pair.numbers is not None:
             pair.numbers.update(a, b)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
 
+import msgspec
 import numpy as np
 import torch
 
@@ -47,12 +49,26 @@ def common_dtype(a: str, b: str) -> str:
     return "complex128" if BY_NAME[a].is_complex or BY_NAME[b].is_complex else "float64"
 
 
+class NumbersState(msgspec.Struct, array_like=True):
+    """The sums so far."""
+
+    elements: int = 0
+    differing: int = 0
+    not_numbers: int = 0
+    largest: str = "0"
+    """As text: a difference of integers may have 65 bits, and one of floats may be infinite."""
+    norm: float = 0.0
+    first: float = 0.0
+
+
 class Numbers:
     """Sums over the elements of two tensors."""
 
     def __init__(self, a: str, b: str | None = None) -> None:
         """Compare tensors of the dtypes `a` and `b`, both read as `dtype`."""
         b = a if b is None else b
+        self._dtypes = a, b
+        self._adding = threading.Lock()
         self.dtype = common_dtype(a, b)
         exact = self.dtype == "bool" or np_integer(self.dtype)
         self._bits = (self.dtype, self.dtype)
@@ -67,14 +83,24 @@ class Numbers:
         self._norm = self._first = 0.0
 
     def update(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Add the next elements of both tensors, as bytes."""
-        dtype = BY_NAME[self.dtype]
+        """Add the next elements of both tensors, as bytes. Several threads may add parts at once."""
+        dtype, part = BY_NAME[self.dtype], Numbers(*self._dtypes)
         for begin in range(0, a.numel(), STEP * dtype.itemsize):
             piece = slice(begin, begin + STEP * dtype.itemsize)
             if self._exact:
-                self._exactly(a[piece], b[piece])
+                part._exactly(a[piece], b[piece])
             else:
-                self._nearly(*(_widen(each[piece], dtype) for each in (a, b)))
+                part._nearly(*(_widen(each[piece], dtype) for each in (a, b)))
+        with self._adding:
+            self._add(part)
+
+    def _add(self, part: Numbers) -> None:
+        self._elements += part._elements
+        self._differing += part._differing
+        self._not_numbers += part._not_numbers
+        self._largest = max(self._largest, part._largest)
+        self._norm = math.hypot(self._norm, part._norm)
+        self._first = math.hypot(self._first, part._first)
 
     def _exactly(self, a: torch.Tensor, b: torch.Tensor) -> None:
         here, there = (
@@ -82,7 +108,7 @@ class Numbers:
             for each, name in zip((a, b), self._bits, strict=True)
         )
         self._elements += here.size
-        self._first = math.hypot(self._first, _norm(torch.from_numpy(np.abs(here.astype(np.float64)))))
+        self._first = math.hypot(self._first, l2_norm(torch.from_numpy(np.abs(here.astype(np.float64)))))
         if here.dtype == there.dtype:
             where = here != there
         else:  # equal bits are equal numbers if neither is negative
@@ -104,12 +130,12 @@ class Numbers:
         self._largest = max(self._largest, int(apart.max()))
         if over.any():
             self._largest = max(self._largest, int(apart[over].max()) + (1 << 64))
-        self._norm = math.hypot(self._norm, _norm(torch.from_numpy(apart.astype(np.float64) + over * 2.0**64)))
+        self._norm = math.hypot(self._norm, l2_norm(torch.from_numpy(apart.astype(np.float64) + over * 2.0**64)))
 
     def _nearly(self, a: torch.Tensor, b: torch.Tensor) -> None:
         self._elements += a.numel()
         size = a.abs()
-        self._first = math.hypot(self._first, _norm(size[size.isfinite()]))
+        self._first = math.hypot(self._first, l2_norm(size[size.isfinite()]))
         where = ~((a == b) | (a.isnan() & b.isnan()))
         apart = (a[where] - b[where]).abs()
         self._differing += apart.numel()
@@ -117,7 +143,19 @@ class Numbers:
         apart = apart[~apart.isnan()]
         if apart.numel():
             self._largest = max(self._largest, float(apart.max()))
-            self._norm = math.hypot(self._norm, _norm(apart))
+            self._norm = math.hypot(self._norm, l2_norm(apart))
+
+    @property
+    def state(self) -> NumbersState:
+        """The sums so far, as another rank needs them."""
+        counts = self._elements, self._differing, self._not_numbers
+        return NumbersState(*counts, repr(self._largest), self._norm, self._first)
+
+    @state.setter
+    def state(self, state: NumbersState) -> None:
+        self._elements, self._differing, self._not_numbers = state.elements, state.differing, state.not_numbers
+        self._largest = int(state.largest) if state.largest.isdecimal() else float(state.largest)
+        self._norm, self._first = state.norm, state.first
 
     def values(self) -> Values:
         """Return the results."""
@@ -134,7 +172,7 @@ def _widen(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return data.view(dtype).to(torch.float64)
 
 
-def _norm(values: torch.Tensor) -> float:
+def l2_norm(values: torch.Tensor) -> float:
     """Return the L2 norm, even if the squares would overflow or underflow."""
     if not values.numel():
         return 0.0

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import torch
 
+from snapshot.distributed.exchange import Exchange
 from snapshot.errors import UnsupportedFormatError
 from snapshot.formats import dcp, safetensors, torch_archive
 from snapshot.formats.dcp_export import archive_object, encode_metadata, flatten_state
@@ -359,27 +360,37 @@ class Export:
         meter: Meter,
         *,
         overwrite: bool,
+        exchange: Exchange,
         make_stager: Callable[..., CheckpointStager] = CheckpointStager,
     ) -> ConvertReport:
-        """Write the planned files."""
-        outputs = StagedFiles(target.storage, [name for name, _ in plan.files], plan.markers, plan.others, plan.more)
+        """Write the planned files. Each rank writes a share of them."""
+        outputs = StagedFiles(
+            target.storage,
+            [(name, file.size) for name, file in plan.files],
+            plan.markers,
+            plan.others,
+            plan.more,
+            exchange=exchange,
+        )
         read = self._document.files.keys() & {*outputs.names, *plan.markers}
         if read and not target.storage.capabilities.renames and self._source.storage.url == target.storage.url:
             raise ValueError(f"{target.url}: holds the source file {min(read)}; convert to another path")
         expect_room(self._document, plan.leaves, plan.origins)
-        await outputs.expect(overwrite=overwrite)
+        await outputs.begin(overwrite=overwrite)
+        files = [plan.files[number][1] for number in outputs.share]
+        own = {extent.leaf for file in files for extent in file.extents}
         source = make_stager(
             self._source,
             self._document,
             plan.leaves,
-            plan.origins,
+            [origin if number in own else b"" for number, origin in enumerate(plan.origins)],
             verify=self._choice.verify,
             orders=plan.orders,
             sums=plan.sums,
         )
-        meter.begin(sum(file.size for _, file in plan.files))
+        meter.begin(sum(file.size for file in files))
         writer = Writer(target.storage, source, target.budget, meter.wrote, wanted_part=target.settings.part_bytes)
-        await outputs.write(writer, [file for _, file in plan.files], plan.last)
+        await outputs.write(writer, files, plan.last)
         tensors = [
             leaf for leaf, origin in zip(plan.leaves, plan.origins, strict=True) if isinstance(origin, e.TENSORS)
         ]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Any
 
 import msgspec
 import torch
 
-from snapshot.distributed.exchange import Exchange, solo_exchange
+from snapshot.distributed.exchange import LEADER, Exchange
 from snapshot.errors import UnsafeObjectError
 from snapshot.events import log
 from snapshot.formats.foreign import add_root
@@ -19,23 +19,28 @@ from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document
 from snapshot.maps.tensor_map import TensorMap
 from snapshot.plan.globs import expect_globs
+from snapshot.plan.partition import partition_items
 from snapshot.plan.renaming import Rename
 from snapshot.progress import Meter
 from snapshot.reports import ConvertReport
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
-from snapshot.save.rank_share import RankShare
+from snapshot.save.packing import choose_packing, expect_compression
+from snapshot.save.rank_share import RankShare, item_of, size_of
 from snapshot.save.rendezvous import open_take
 from snapshot.save.replication import Replication
 from snapshot.save.take import Take, plan_writes
+from snapshot.save.take_options import Compression
 from snapshot.save.unchanged import Unchanged
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Blob, Leaf
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE, is_castable
+from snapshot.tensors.geometry import Box
 from snapshot.text import with_article
 from snapshot.url import URL
 from snapshot.verbs import losses
-from snapshot.verbs.checkpoint_source import CheckpointStager, expect_room
+from snapshot.verbs.checkpoint_source import CheckpointStager, expect_room, reads_ranges
+from snapshot.verbs.joint_call import expect_same_plan
 from snapshot.verbs.select import (
     Objects,
     chosen_of_ranks,
@@ -59,12 +64,21 @@ class Selection:
     verify: bool = True
     allow_pickle: bool = False
     map: TensorMap | None = None
+    compression: Compression | None = None
+    """For a new snapshot: as for `Snapshot.take`."""
 
     def __post_init__(self) -> None:
         for name, globs in (("select", self.select), ("exclude", self.exclude)):
             expect_globs(name, globs)
+        if self.compression == "auto":
+            raise ValueError("compression must be None or 'zstd' here, got 'auto': only takes are measured")
+        expect_compression(self.compression)
         if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and is_castable(self.dtype)):
             raise TypeError(f"dtype must be a floating-point dtype such as torch.bfloat16, got {self.dtype!r}")
+
+    def arguments(self) -> dict[str, object]:
+        """Return the arguments, by their names."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def cast_dtype(self, dtype: str) -> str:
         """Return the dtype that a tensor is stored in. Only floating-point tensors are cast."""
@@ -75,26 +89,66 @@ class Selection:
 
 
 class RecordedShare(RankShare):
-    """The entries of a checkpoint, in the form of a rank's flattened state."""
+    """The entries of a checkpoint, in the form of a rank's flattened state. Several ranks share the leaves."""
 
-    def __init__(self, exchange: Exchange, flat: Flattened, world: int, replicated: set[str]) -> None:
-        super().__init__(exchange, flat, Replication("", frozenset(), (0,)))
+    def __init__(self, exchange: Exchange, recording: Recording, world: int) -> None:
+        super().__init__(exchange, recording.flat, Replication("", frozenset(), (0,)))
         self.world = world
-        self._replicated = replicated
+        self._replicated = recording.replicated
+        self.origins = recording.origins
+        """For each leaf the source of its bytes."""
+        self._elsewhere: set[str] = set()
+        """Entries that only other ranks write."""
+        if not exchange.alone:
+            self._deal(recording)
+
+    def _deal(self, recording: Recording) -> None:
+        """Choose this rank's leaves. Leaves that only the leader has come after all others."""
+        groups: dict[str, list[int]] = {}
+        leaves, own = self.leaves[: recording.common], self._exchange.rank
+        for number, leaf in enumerate(leaves):
+            groups.setdefault(leaf.entry, []).append(number)
+        dealt = list(groups.values())
+        items = [item_of([leaves[number] for number in numbers]) for numbers in dealt]
+        shares = partition_items(items, [0] * self._exchange.world)
+        self.loads = [sum(size_of(items, each) for each in share) for share in shares]
+        chosen: list[tuple[Leaf, Any]] = []
+        for item, box in shares[own]:
+            for number in dealt[item]:
+                leaf = leaves[number] if box is None else _box_of(leaves[number], box)
+                chosen.append((leaf, recording.origins[number]))
+        more = zip(self.leaves[recording.common :], recording.origins[recording.common :], strict=True)
+        chosen += more  # only the leader has any
+        self.leaves, self.origins = [leaf for leaf, _ in chosen], [origin for _, origin in chosen]
+        self._elsewhere = groups.keys() - {leaf.entry for leaf in self.leaves}
 
     def entries(self, written: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the entries, which are already under their ranks."""
+        """Return the entries, which are already under their ranks. The leader has all those without tensors."""
         own = {}
+        leads, ties = self._exchange.rank == LEADER, self.flat.ties
+        here = {leaf.entry for leaf in self.leaves}
         for path, entry in written.items():
+            name = ties.get(path, path)
+            if not self.alone and (name in self._elsewhere or not (leads or name in here)):
+                continue
             shared = path in self._replicated and not getattr(entry, "replicated", True)
             own[path] = msgspec.structs.replace(entry, replicated=True) if shared else entry
         return own, {}
 
 
+def _box_of(leaf: Leaf, box: Box) -> Leaf:
+    """Return a box of a leaf whose bytes are not in memory."""
+    nbytes = box.numel * ITEMSIZE[leaf.dtype]
+    return Leaf(leaf.path, leaf.tensor, leaf.dtype, box.sizes, nbytes, origin=box.offsets, whole=leaf)
+
+
 class Recording:
     """A checkpoint's entries, recorded for a new snapshot."""
 
-    def __init__(self, session: Session, document: Document, choice: Selection) -> None:
+    def __init__(
+        self, session: Session, document: Document, choice: Selection, splits: Callable[[e.AnyTensor], bool]
+    ) -> None:
+        self._splits = splits
         self.flat = Flattened()
         self.origins: list[Any] = []
         """For each leaf that is read, its entry; object tensors are in memory already."""
@@ -104,6 +158,8 @@ class Recording:
         self._objects = Objects(session, document, allow_pickle=choice.allow_pickle, verify=choice.verify)
         self._seen: dict[Any, str] = {}
         self.tensors = 0
+        self.common = 0
+        """The number of leaves that all ranks record: the first ones."""
         self.uncast: list[str] = []
         """Entries that keep their dtype although another one was requested."""
 
@@ -153,7 +209,7 @@ class Recording:
                 shards = [e.Shard(box.offsets, box.sizes, tensor) for box, tensor in stored.pieces()]
                 entries[path] = msgspec.structs.replace(entry, dtype=dtype, shards=shards)
 
-        self._leaf(path, entry, dtype, extra, wrap)
+        self._leaf(path, entry, dtype, extra, wrap, splits=self._splits(entry))
 
     def _part(self, path: str, stored: e.AnyTensor, made: Any) -> None:
         entries = self.flat.entries
@@ -169,10 +225,13 @@ class Recording:
 
         self._leaf(f"{path}%[{name}]", part, part.dtype, clean_extra(part), wrap)
 
-    def _leaf(self, path: str, entry: e.AnyTensor, dtype: str, extra: e.Extra | None, wrap: Any) -> None:
+    def _leaf(
+        self, path: str, entry: e.AnyTensor, dtype: str, extra: e.Extra | None, wrap: Any, *, splits: bool = False
+    ) -> None:
         nbytes = math.prod(entry.shape) * ITEMSIZE[dtype]
         tensor = torch.empty(0, dtype=BY_NAME[dtype], device="meta")
-        self.flat.leaves.append(Leaf(path, tensor, dtype, tuple(entry.shape), nbytes, extra=extra, wrap=wrap))
+        leaf = Leaf(path, tensor, dtype, tuple(entry.shape), nbytes, extra=extra, wrap=wrap, splits=splits)
+        self.flat.leaves.append(leaf)
         self.origins.append(entry)
 
     def objects(self, entries: Mapping[str, Any]) -> None:
@@ -208,11 +267,16 @@ def write_as_snapshot(
     open_session: Callable[[URL], Session],
     meter: Meter,
     overwrite: bool,
+    exchange: Exchange,
     make_stager: Callable[..., CheckpointStager] = CheckpointStager,
+    splits: Callable[[e.AnyTensor], bool] = reads_ranges,
 ) -> ConvertReport:
-    """Write a checkpoint as a snapshot with the same ranks. `make_stager`: returns the source of the tensors' bytes."""
+    """Write a checkpoint as a snapshot with the same ranks. The ranks of `exchange` share the tensors.
+
+    `make_stager`: returns the source of the tensors' bytes. `splits`: returns True for a tensor that ranks may split.
+    """
     expect_matches(document, choice.select, choice.exclude)
-    recording = Recording(source, document, choice)
+    recording = Recording(source, document, choice, splits)
     entries = chosen_of_ranks(document.manifest, choice.select, choice.exclude, choice.rename)
     if choice.select or choice.exclude:
         expect_something(entries)
@@ -220,21 +284,24 @@ def write_as_snapshot(
     for path, entry in entries.items():
         recording.add(path, entry)
     expect_room(document, recording.flat.leaves, recording.origins)
-    recording.objects(entries)
+    recording.common = len(recording.flat.leaves)
+    expect_same_plan(exchange, ((leaf.path, leaf.dtype, leaf.shape) for leaf in recording.flat.leaves))
+    if exchange.rank == LEADER:
+        recording.objects(entries)
     if recording.flat.pickled:
         log.warning("%s: kept as pickles: %s", url, ", ".join(sorted(recording.flat.pickled)[:20]))
-    with (
-        solo_exchange("convert") as exchange,
-        open_take(exchange, url, (), meter, open_session, overwrite=overwrite) as opening,
-    ):
+    with open_take(exchange, url, (), meter, open_session, overwrite=overwrite) as opening:
         opening.look_at_path()
         opening.transaction()
-        share = RecordedShare(exchange, recording.flat, document.world_size, recording.replicated)
-        plan = plan_writes(share, opening.session, staged=False)
-        stager = make_stager(source, document, share.leaves, recording.origins, verify=choice.verify)
-        run(Take(opening, share, plan, Unchanged(), stager=stager, metadata=add_root(document)).write())
+        share = RecordedShare(exchange, recording, document.world_size)
+        packing = choose_packing(choice.compression, opening.session, ())
+        plan = plan_writes(share, opening.session, staged=False, packing=packing)
+        stager = make_stager(source, document, share.leaves, share.origins, verify=choice.verify)
+        metadata = add_root(document)
+        take = Take(opening, share, plan, Unchanged(), stager=stager, metadata=metadata, packing=packing)
+        run(take.write())
     changed = tuple(losses.memory_changes(entries, lambda *_: True))
-    return ConvertReport("snapshot", recording.tensors, share.nbytes, tuple(recording.uncast), changed=changed)
+    return ConvertReport("snapshot", recording.tensors, take.committed_bytes, tuple(recording.uncast), changed=changed)
 
 
 def _bytes_of(leaf: Leaf) -> bytes:

@@ -5,69 +5,99 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from snapshot.aio import in_thread
+from snapshot.distributed.exchange import Exchange
 from snapshot.errors import CorruptSnapshotError, StorageError
+from snapshot.events import emit
 from snapshot.formats import zip_checksums
 from snapshot.formats.unpickling import INLINE
-from snapshot.loading.open import missing_files, open_document
+from snapshot.loading.open import missing_files
 from snapshot.loading.reader import Reader
 from snapshot.loading.requests import ReadRequest
 from snapshot.loading.stored_ranges import TABLE, Place, find_uncovered, requests_of, stored_of
 from snapshot.manifest import entries as e
 from snapshot.manifest.counting import count_entries
 from snapshot.manifest.document import Document
-from snapshot.manifest.rank_view import group_by_key, is_rank, make_rank_view
+from snapshot.manifest.rank_view import group_by_key, is_rank, make_rank_view, split_by_rank
 from snapshot.manifest.validate import check_tree
 from snapshot.progress import Meter, unmetered
 from snapshot.reports import VerifyReport
+from snapshot.runtime.loop import in_own_thread, run
 from snapshot.runtime.session import Session
-from snapshot.tensors.digest import BLOCK, digest_range
+from snapshot.save.joint_work import while_all_go_on
+from snapshot.signing.seal import signer_of
+from snapshot.tensors.digest import digest_range
 from snapshot.text import counted
 from snapshot.verbs.copy_stream import stat_files
-from snapshot.verbs.verify_journal import Key, VerifyJournal
+from snapshot.verbs.joint_call import open_sources, tokens_of
+from snapshot.verbs.stretches import Stretch, cut_stretches, locations_of, share_of
+from snapshot.verbs.verify_journal import VerifyJournal
 
 AGAIN = 10
 """Attempts for a snapshot that other saves keep replacing."""
 MOST_VIEWS = 2_000_000
 """The maximum number of entries whose ranks' trees are all checked; beyond it, only the first ranks' are."""
-STRETCH = 64 << 20
-"""Bytes that are verified between two journal lines: the maximum that is read again after an interruption."""
 
 
-async def verify_files(
-    session: Session, meter: Meter, *, quick: bool = False, resume: str | os.PathLike[str] | None = None
+def verify_checkpoint(
+    session: Session,
+    meter: Meter,
+    *,
+    exchange: Exchange,
+    quick: bool = False,
+    resume: str | os.PathLike[str] | None = None,
 ) -> VerifyReport:
-    """Read and verify everything. Faults are listed, not raised, except for an unreadable manifest.
+    """Read and verify everything, and close the session. Faults are listed, not raised, if the manifest is readable.
 
-    If another take replaces the snapshot meanwhile, the new one is verified.
+    Several ranks share the ranges, and all of them return the same report. See `verify_newest`.
     """
-    document = await open_document(session)
+    try:
+        if resume is not None and not exchange.alone:
+            raise ValueError("resume must be None if ranks share the work, since a journal is of one process")
+        report = verify_newest(session, meter, exchange=exchange, quick=quick, resume=resume)
+    finally:
+        run(session.close())
+        meter.close()
+    emit("verified", "verify", str(session.url), ok=report.ok, bytes=report.bytes_read)
+    return report
+
+
+def verify_newest(
+    session: Session,
+    meter: Meter,
+    *,
+    exchange: Exchange,
+    quick: bool = False,
+    resume: str | os.PathLike[str] | None = None,
+) -> VerifyReport:
+    """Verify what is there. If another take replaces it meanwhile, the new one is verified."""
+    document = _open_now(session, exchange, quick)
     for _ in range(AGAIN):
-        report = await Verification(session, document, meter).run(quick, resume)
+        report = run(Verification(session, document, meter, exchange).run(quick, resume))
         if report.ok:
             break
-        now = await open_document(session)
-        if now.save_id == document.save_id:
+        now = _open_now(session, exchange, quick)
+        if now.save_id == document.save_id and tokens_of(now) == tokens_of(document):
             break
         document = now
     return report
 
 
+def _open_now(session: Session, exchange: Exchange, quick: bool) -> Document:
+    arguments = {"url": session.url, "quick": quick}
+    [document] = open_sources(exchange, "verify", arguments, [session])
+    return document
+
+
 def _tree_faults(document: Document) -> list[str]:
     """Return errors in the containers, rank by rank, that every restore would raise."""
     world = document.world_size
-    own: dict[str, dict[str, Any]] = defaultdict(dict)
-    shared = {}
-    for path, entry in document.manifest.items():
-        if world == 1 or entry.replicated or isinstance(entry, e.ShardedTensorEntry):
-            shared[path] = entry
-        else:
-            own[path.partition("/")[0]][path] = entry
+    shared, own = split_by_rank(document.manifest, world)
     faults = [
         f"{counted(len(own[number]), 'entry', 'entries')} without a rank: {number[:80]!r}"
         for number in own
@@ -83,33 +113,20 @@ def _tree_faults(document: Document) -> list[str]:
     return faults
 
 
-@dataclass
-class Stretch:
-    """Ranges that are verified between two journal lines."""
+class RankResult(msgspec.Struct, array_like=True):
+    """The result of one rank's share of the ranges."""
 
-    plain: list[ReadRequest] = field(default_factory=list)
-    """Headers and long tables, whose digest covers the bytes themselves."""
-    requests: list[ReadRequest] = field(default_factory=list)
-    sums: list[Place] = field(default_factory=list)
-    """Other libraries' archives, which have checksums."""
-    nbytes: int = 0
-
-    def add(self, request: ReadRequest) -> None:
-        """Add a range."""
-        plain = request.stored.serializer == TABLE and (not request.name or request.end - request.begin > BLOCK)
-        (self.plain if plain else self.requests).append(request)
-        self.nbytes += request.end - request.begin
-
-    def keys(self) -> list[Key]:
-        """Return the journal keys of all ranges."""
-        ranges = [("range", each.location, each.begin, each.end) for each in (*self.plain, *self.requests)]
-        return [*ranges, *(("sum", *place) for place in self.sums)]
+    faults: list[str]
+    read: tuple[int, int, int]
+    """Bytes of headers, of data, and of archives with checksums."""
+    without: list[Place]
 
 
 class Verification:
-    """The verification of one snapshot."""
+    """The verification of one snapshot. Each rank verifies a share of it."""
 
-    def __init__(self, session: Session, document: Document, meter: Meter) -> None:
+    def __init__(self, session: Session, document: Document, meter: Meter, exchange: Exchange) -> None:
+        self._exchange = exchange
         self._session = session
         self._document = document
         self._meter = meter
@@ -121,29 +138,29 @@ class Verification:
     async def run(self, quick: bool, resume: str | os.PathLike[str] | None) -> VerifyReport:
         """Verify everything, or with `quick` only the presence and sizes of files."""
         began = time.perf_counter()
-        session, document = self._session, self._document
+        document = self._document
         own = document.own_files
-        missing = await missing_files(session, document, set(own), errno.EIO)
+        missing = await self._missing_files()
         self.faults += _held_by(missing, document.manifest)
         bare: dict[str, list[Place]] = {}
         requests = requests_of([document.manifest], document.files, self.faults, bare)
         self.faults += find_uncovered(own, requests) + await in_thread(_tree_faults, document)
         requests = [request for request in requests if request.location in own and request.location not in missing]
         sums = zip_checksums.find_archives((request.stored for request in requests), document.files)
-        before = 0
+        before = nbytes = 0
         if not quick:
             stretch = self.everything(requests, sums, missing)
-            if resume is None:
-                self._meter.begin(stretch.nbytes)
-                await self.look(stretch, self._meter.wrote)
-            else:
+            if resume is not None:
                 before = await self._resumed(stretch, resume)
+                nbytes = self._nbytes
+            else:
+                nbytes = await self._look_together(stretch)
         unverifiable = sum(
             any(place not in sums or sums[place] in self._without for place in places) for places in bare.values()
         )
         return VerifyReport(
             count_entries(document.manifest),
-            self._heads + max(self._read, self._summed),
+            nbytes,
             time.perf_counter() - began,
             tuple(dict.fromkeys(self.faults)),
             unverifiable,
@@ -151,7 +168,46 @@ class Verification:
             len(own.keys() - {INLINE}),
             before,
             _count_in_base(document),
+            signer_of(self._session.seal),
         )
+
+    @property
+    def _nbytes(self) -> int:
+        """Bytes that were read. An archive's checksums and its entries' digests may be of the same bytes."""
+        return self._heads + max(self._read, self._summed)
+
+    async def _missing_files(self) -> dict[str, str]:
+        """Return a line for each file that is missing or has another size. Each rank looks for a share of the files."""
+        exchange, session, document = self._exchange, self._session, self._document
+        own = set(sorted(document.own_files)[exchange.rank :: exchange.world])
+        found = await while_all_go_on(exchange, missing_files(session, document, own, errno.EIO))
+
+        def lead(all_: list[dict[str, str]]) -> dict[str, str]:
+            return dict(sorted((name, line) for each in all_ for name, line in each.items()))
+
+        return await in_own_thread(exchange.agree, found, lead, dict[str, str], dict[str, str])
+
+    async def _look_together(self, everything: Stretch) -> int:
+        """Verify this rank's share, and collect the results of all ranks. Return the bytes that all of them read."""
+        exchange = self._exchange
+        stretch = everything if exchange.alone else share_of(exchange, everything)
+        self._meter.begin(stretch.nbytes)
+        before = len(self.faults)
+        await while_all_go_on(exchange, self.look(stretch, self._meter.wrote))
+        read = (self._heads, self._read, self._summed)
+        mine = RankResult(self.faults[before:], read, sorted(self._without))
+
+        def lead(results: list[RankResult]) -> RankResult:
+            faults = sorted({line for each in results for line in each.faults})
+            without = sorted({place for each in results for place in each.without})
+            heads, data, summed = (sum(each) for each in zip(*(each.read for each in results), strict=True))
+            return RankResult(faults, (heads, data, summed), without)
+
+        result: RankResult = await in_own_thread(exchange.agree, mine, lead, RankResult, RankResult)
+        self.faults[before:] = result.faults
+        self._without = set(result.without)
+        self._heads, self._read, self._summed = result.read
+        return self._nbytes
 
     def everything(
         self, requests: list[ReadRequest], sums: Mapping[Place, Place], missing: Mapping[str, str]
@@ -172,15 +228,16 @@ class Verification:
     async def _resumed(self, everything: Stretch, resume: str | os.PathLike[str]) -> int:
         """Continue an interrupted verification, and journal this one. Return the bytes that were verified before."""
         session, document = self._session, self._document
-        known = sorted(each for each in document.files if each != INLINE and each in _locations_of(everything))
+        known = sorted(each for each in document.files if each != INLINE and each in locations_of(everything))
         held = await stat_files(session.storage, known)
-        notes = await in_thread(VerifyJournal.open, resume, str(session.url), document.save_id, held)
+        verified = document.save_id + signer_of(session.seal)
+        notes = await in_thread(VerifyJournal.open, resume, str(session.url), verified, held)
         try:
             self.faults += notes.faults
             self._without |= notes.without
             self._meter.begin(everything.nbytes)
             self._meter.wrote(notes.before)
-            for stretch in _cut_stretches(everything, notes.done):
+            for stretch in cut_stretches(everything, notes.done):
                 if not stretch.nbytes:
                     continue
                 met = len(self.faults)
@@ -294,42 +351,6 @@ def _held_by(missing: Mapping[str, str], manifest: Mapping[str, Any]) -> list[st
         what = f" (holds {first[0]}{f' and {more:,} more' if more else ''})" if first else ""
         lines.append(line + what)
     return lines
-
-
-def _locations_of(stretch: Stretch) -> set[str]:
-    return {each.location for each in (*stretch.plain, *stretch.requests)} | {place[0] for place in stretch.sums}
-
-
-def _cut_stretches(everything: Stretch, done: set[Key]) -> Iterator[Stretch]:
-    """Yield the remaining ranges in stretches."""
-    made = Stretch()
-    for request in cut_requests((*everything.plain, *everything.requests)):
-        if ("range", request.location, request.begin, request.end) in done:
-            continue
-        made.add(request)
-        if made.nbytes >= STRETCH:
-            yield made
-            made = Stretch()
-    for place in everything.sums:
-        if ("sum", *place) not in done:
-            made.sums.append(place)
-            made.nbytes += place[2] - place[1]
-            if made.nbytes >= STRETCH:
-                yield made
-                made = Stretch()
-    yield made
-
-
-def cut_requests(requests: Iterable[ReadRequest], length: int = 0) -> Iterator[ReadRequest]:
-    """Yield requests in storage order. Long ones with block digests are split."""
-    length = length or STRETCH
-    for request in sorted(requests, key=lambda request: (request.location, request.begin)):
-        if request.end - request.begin <= length or request.stored.blocks is None:
-            yield request
-            continue
-        for begin in range(request.begin, request.end, length):
-            end = min(begin + length, request.end)
-            yield ReadRequest(request.name, request.stored, request.location, begin, end)
 
 
 def _damage_text(error: CorruptSnapshotError | StorageError) -> list[str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from snapshot.loading.stored_ranges import Place
+from snapshot.system_calls import sync_file
 from snapshot.tensors.digest import digest_range
 
 Key = tuple[str, str, int, int]
@@ -101,13 +102,13 @@ class VerifyJournal:
         self._file.write(json.dumps({**line, DIGEST: digest_range(json.dumps(line).encode())}).encode() + b"\n")
         self._file.flush()
         if time.monotonic() - self._synced > PAUSE:
-            os.fsync(self._file.fileno())
+            sync_file(self._file.fileno())
             self._synced = time.monotonic()
 
     def close(self) -> None:
         """Sync and close the journal."""
         with self._file:
-            os.fsync(self._file.fileno())
+            sync_file(self._file.fileno())
 
     def remove(self) -> None:
         """Delete the journal after a verification without faults."""

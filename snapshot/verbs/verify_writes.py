@@ -9,8 +9,10 @@ from functools import partial
 
 import msgspec
 
+from snapshot.distributed.exchange import solo_exchange
 from snapshot.errors import CorruptSnapshotError
 from snapshot.events import emit
+from snapshot.loading.open import read_stored, read_unpacked
 from snapshot.loading.requests import ReadRequest
 from snapshot.loading.stored_ranges import requests_of
 from snapshot.manifest.document import FORMAT, Document
@@ -19,7 +21,8 @@ from snapshot.runtime.session import Session
 from snapshot.save.manifest_builder import RankManifest
 from snapshot.save.take import Verify
 from snapshot.text import listed
-from snapshot.verbs.verification import Stretch, Verification, cut_requests
+from snapshot.verbs.stretches import Stretch, cut_requests
+from snapshot.verbs.verification import Verification
 
 PIECE = 4 << 20
 """Bytes that are read together if only a sample is read."""
@@ -39,12 +42,16 @@ async def expect_written(session: Session, described: RankManifest, *, share: fl
     written = {location: file for location, file in files.items() if not (file.in_base or file.age)}
     storage = session.storage
     await storage.drop_caches(list(written))
+    read_unpacked(session, written)
     document = Document(FORMAT, "", "", 1, "", "", msgspec.Raw(b"{}"), written, [], manifest)
-    verification = Verification(session, document, Meter(verb, None))
+    verification = Verification(session, document, Meter(verb, None), solo_exchange(verb))
     requests = requests_of([manifest, {}], files, verification.faults)
     everything = verification.everything([each for each in requests if each.location in written], {}, {})
     chosen = everything if share == 1.0 else _sample(everything, share)
-    await verification.look(chosen, lambda _: None)
+    try:
+        await verification.look(chosen, lambda _: None)
+    finally:
+        read_stored(session)
     faults = list(dict.fromkeys(verification.faults))
     if faults:
         raise CorruptSnapshotError(

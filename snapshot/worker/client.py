@@ -35,8 +35,10 @@ from snapshot.plan.layout import FilePart, FilePlan
 from snapshot.runtime.loop import cancel_all, in_own_thread
 from snapshot.runtime.segment import Segment
 from snapshot.runtime.session import Session
+from snapshot.save.packing import PackedResult, Packing
 from snapshot.save.staging import StagedPart
 from snapshot.save.writer import Progress, StagedParts, WrittenFile
+from snapshot.signing.tree import FileTree
 from snapshot.storage import Storage
 from snapshot.text import counted
 from snapshot.url import URL
@@ -144,6 +146,8 @@ class WriterProcess:
         *,
         staging: StagedParts,
         progress: Progress,
+        packing: Packing | None = None,
+        signed: bool = False,
     ) -> list[WrittenFile]:
         """Write all files from staged parts, as `Writer.write` does. If one fails, delete all of them."""
         if not self._channel.open() and self._burial is None:
@@ -153,7 +157,10 @@ class WriterProcess:
         try:
             if self._end is not None:
                 raise SnapshotError(*self._end.args)
-            lanes = [FileLane.of(*each) for each in zip(files, locations, parts, strict=True)]
+            lanes = [
+                FileLane.of(file, location, cut, packing.kinds(file) if packing is not None else b"")
+                for file, location, cut in zip(files, locations, parts, strict=True)
+            ]
             self._channel.send(
                 Begin(
                     take.number,
@@ -166,6 +173,8 @@ class WriterProcess:
                     list(os.environb.items()),
                     list(map(os.fsencode, _import_path())),
                     _read_umask(),
+                    packing.memory.limit if packing is not None else 0,
+                    signed,
                 )
             )
             self._takes[take.number] = take
@@ -187,8 +196,10 @@ class WriterProcess:
         finally:
             self._takes.pop(take.number, None)
             staging.release()
-        whole = zip(files, locations, finished.files, strict=True)
-        return [WrittenFile(file, location, *made) for file, location, made in whole]
+        return [
+            WrittenFile(file, at, digests, tables, None, packed and PackedResult(*packed), tree and FileTree(*tree))
+            for file, at, (digests, tables, packed, tree) in zip(files, locations, finished.files, strict=True)
+        ]
 
     async def _pump(self, take: _Take, file: int, count: int, staging: StagedParts) -> None:
         """Send a file's parts in order, as they are staged."""

@@ -27,6 +27,14 @@ _DESCRIPTORS = 16
 """The maximum number of descriptors per receive call: the kernel passes on those of one message only."""
 
 
+FileResult = tuple[list[str], dict[int, bytes], tuple[int, bytes, str] | None, tuple[int, bytes] | None]
+"""The digests of a file's extents, the digest tables, and two tuples or None.
+
+The first one is for a compressed file: its size, its table and its digest. The second one is for a file of a signed
+snapshot: the size and the hashes of its stored bytes.
+"""
+
+
 class Message(msgspec.Struct, array_like=True, tag=True, gc=False):
     """The base class of all messages."""
 
@@ -42,13 +50,15 @@ class FileLane(Message):
     """The begin of its first extent."""
     ends: bytes
     """The end of each extent, as 64-bit integers; the next extent begins there."""
+    kinds: bytes = b""
+    """If the file is compressed, the kind of blocks of each extent."""
 
     @classmethod
-    def of(cls, file: FilePlan, location: str, parts: Sequence[FilePart]) -> FileLane:
+    def of(cls, file: FilePlan, location: str, parts: Sequence[FilePart], kinds: bytes = b"") -> FileLane:
         """Create the message for a file."""
         begin = file.extents[0].begin if file.extents else file.size
         ends = array.array("Q", [extent.end for extent in file.extents]).tobytes()
-        return cls(location, file.size, parts[0].end if parts else 1, begin, ends)
+        return cls(location, file.size, parts[0].end if parts else 1, begin, ends, kinds)
 
     def file(self) -> FilePlan:
         """Return the file without the content of its header, which is in the first part."""
@@ -57,6 +67,11 @@ class FileLane(Message):
             extents.append(Extent(0, begin, end))
             begin = end
         return FilePlan(b"", tuple(extents), self.size)
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """Return the length and the kind of each extent of a file that is compressed."""
+        ends = array.array("Q", self.ends)
+        return [(end - begin, kind) for begin, end, kind in zip([self.begin, *ends], ends, self.kinds, strict=False)]
 
 
 class Begin(Message):
@@ -76,6 +91,10 @@ class Begin(Message):
     """The module search path: plugins may come from a folder of their own."""
     umask: int
     """The umask for new files; -1 if it is unknown."""
+    packing: int = 0
+    """Memory for compression; 0 if files are not compressed."""
+    signed: bool = False
+    """True if stored bytes are hashed."""
 
 
 class Map(Message):
@@ -133,10 +152,10 @@ class Happened(Message):
 
 
 class Finished(Message):
-    """All files of a take are complete: their extents' digests, and the digest tables."""
+    """All files of a take are complete."""
 
     take: int
-    files: list[tuple[list[str], dict[int, bytes]]]
+    files: list[FileResult]
 
 
 class Failed(Message):

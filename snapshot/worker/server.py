@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import importlib
 import mmap
 import os
@@ -27,15 +26,19 @@ from snapshot import registry
 from snapshot.aio import shielded
 from snapshot.events import Event, add_handler
 from snapshot.plan.layout import FilePart, FilePlan, cut_file
+from snapshot.runtime.budget import MemoryBudget, Pool
 from snapshot.runtime.loop import cancel_all, run
 from snapshot.runtime.session import Session
+from snapshot.save.packing import Packing
 from snapshot.save.staging import StagedPart, Stager
 from snapshot.save.writer import Writer, WrittenFile
+from snapshot.system_calls import libc
 from snapshot.url import URL
 from snapshot.worker.protocol import (
     Begin,
     Cancel,
     Failed,
+    FileResult,
     Finished,
     Free,
     Give,
@@ -48,7 +51,6 @@ from snapshot.worker.protocol import (
 )
 
 if TYPE_CHECKING:
-    from snapshot.runtime.budget import MemoryBudget
     from snapshot.save.writer import Progress
     from snapshot.storage import Storage
 
@@ -66,7 +68,7 @@ def lower_priority() -> None:
     number = _IOPRIO_SET.get(platform.machine())
     if number is not None:
         with contextlib.suppress(AttributeError):
-            ctypes.CDLL(None).syscall(number, 1, 0, _LOWEST_BEST_EFFORT)
+            libc.syscall(number, 1, 0, _LOWEST_BEST_EFFORT)
 
 
 class Lent(StagedPart):
@@ -143,7 +145,7 @@ class Server:
     def __init__(self, end: socket.socket) -> None:
         self._ended = asyncio.Event()
         self._channel = MessageChannel(end, self._received, self._ended.set)
-        self._segments: dict[int, memoryview] = {}
+        self._segments: dict[int, mmap.mmap] = {}
         self._takes: dict[int, tuple[asyncio.Task[list[WrittenFile]], RemoteParts]] = {}
 
     async def serve(self) -> None:
@@ -169,12 +171,12 @@ class Server:
                 task.add_done_callback(partial(self._answer, message.take))
             case Map():
                 descriptor = self._channel.descriptors.popleft()
-                self._segments[message.segment] = memoryview(mmap.mmap(descriptor, message.size))
+                self._segments[message.segment] = mmap.mmap(descriptor, message.size)
                 os.close(descriptor)
             case Unmap():
                 self._segments.pop(message.segment, None)
             case Give() if message.take in self._takes:
-                view = self._segments[message.segment][message.offset : message.offset + message.nbytes]
+                view = memoryview(self._segments[message.segment])[message.offset : message.offset + message.nbytes]
                 part = Lent(view, Free(message.take, message.file, message.position), self._channel)
                 self._takes[message.take][1].arrived(message.file, message.position, part)
             case Cancel() if message.take in self._takes:
@@ -186,7 +188,7 @@ class Server:
         del self._takes[take]
         error = asyncio.CancelledError("the take was cancelled") if task.cancelled() else task.exception()
         if error is None:
-            self._channel.send(Finished(take, [(each.digests, each.tables) for each in task.result()]))
+            self._channel.send(Finished(take, [_result(each) for each in task.result()]))
         else:
             self._channel.send(Failed.of(take, error))
 
@@ -202,12 +204,24 @@ class Server:
                 self._channel.send(Moved(begin.take, nbytes))
 
             writer = RemoteWriter(session.storage, session.budget, progress, part_bytes)
+            writer.signed = begin.signed
+            if begin.packing:
+                layouts = {id(file): (lane.begin, lane.ranges()) for file, lane in zip(files, begin.lanes, strict=True)}
+                memory = MemoryBudget(begin.packing, Pool(begin.packing, reserve=False))
+                writer.packing = Packing(memory, lambda file: layouts[id(file)])
             locations = [lane.location for lane in begin.lanes]
             written = await writer.write(files, locations, arrivals)
             await session.storage.settle()
             return written
         finally:
             await shielded(session.close())
+
+
+def _result(written: WrittenFile) -> FileResult:
+    packed = written.packed
+    stored = None if packed is None else (packed.size, packed.table, packed.digest)
+    tree = None if written.tree is None else (written.tree.size, written.tree.leaves)
+    return written.digests, written.tables, stored, tree
 
 
 def _imitate_parent(begin: Begin) -> None:

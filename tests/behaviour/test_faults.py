@@ -332,7 +332,8 @@ def entry_of(document, name="0/big/x"):
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [
-        (lambda d: d.update(format="snapshot/2"), UnsupportedFormatError, "snapshot/2"),
+        (lambda d: d.update(format="snapshot/2"), CorruptSnapshotError, "format must be snapshot/1"),
+        (lambda d: d.update(format="snapshot/3"), UnsupportedFormatError, "snapshot/3"),
         (lambda d: entry_of(d).update(type="Hologram"), UnsupportedFormatError, "Hologram"),
         (lambda d: entry_of(d).update(colour="red"), UnsupportedFormatError, "colour"),
         (lambda d: entry_of(d).update(dtype="float7"), UnsupportedFormatError, "float7"),

@@ -19,6 +19,8 @@ from snapshot.errors import SnapshotError
 from snapshot.runtime.cleanup_signals import unwind_on_signals
 from tests.benchmarks import (
     background,
+    bulk,
+    compression,
     dcp,
     formats,
     load,
@@ -28,6 +30,7 @@ from tests.benchmarks import (
     object_store,
     planning_scale,
     publish,
+    sign,
     tiers,
 )
 from tests.benchmarks.background_systems import TRAINED
@@ -76,6 +79,9 @@ def _parser() -> argparse.ArgumentParser:
     add("planning", "what planning costs with up to thousands of simulated ranks", _planning, url=False).add_argument(
         "--worlds", type=_worlds, default=planning_scale.WORLDS, metavar="LIST"
     )
+    add("bulk", "verbs whose work N ranks share, beside one rank and raw copies", _bulk).add_argument(
+        "--world", type=_several, default=2, metavar="N"
+    )
     add("store", "S3's clients alone and this library over them, on loopback or at an s3:// URL", _store)
     add("dcp", "torch.distributed.checkpoint with its own storage and with this library's", _dcp)
     add("formats", "how checkpoints of other libraries are read and converted", _formats)
@@ -86,6 +92,12 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "publish", "weights as deltas: each stage, a publish and a pull, beside raw copies", _in_folder(publish.compare)
     )
+    add(
+        "compression",
+        "ratio and speed of compression, over a slow link and to a disk",
+        _in_folder(compression.compare),
+    )
+    add("sign", "takes, restores and verifications with signatures, beside raw I/O", _in_folder(sign.compare))
     return parser
 
 
@@ -116,6 +128,14 @@ def _ranks(arguments: argparse.Namespace) -> Iterable[str]:
     with place(arguments.url) as where:
         yield header(describe(where), arguments.scale, arguments.rounds)
         yield from multi_rank.compare(where, arguments.world, arguments.scale, arguments.rounds)
+
+
+def _bulk(arguments: argparse.Namespace) -> Iterable[str]:
+    with place(arguments.url) as where:
+        yield header(describe(where), arguments.scale, arguments.rounds)
+        if not where.local:
+            raise ValueError("the place must be a folder")
+        yield from bulk.compare(Path(where.text()), arguments.scale, arguments.rounds, arguments.world)
 
 
 def _planning(arguments: argparse.Namespace) -> Iterable[str]:

@@ -21,6 +21,7 @@ def test_the_verbs_are_all_there():
         "ls",
         "show",
         "verify",
+        "sign",
         "diff",
         "cp",
         "convert",

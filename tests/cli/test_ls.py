@@ -13,6 +13,7 @@ from snapshot.cli.listing import ListedItem, folded, heaviest, items
 from snapshot.cli.screen import cells
 from snapshot.manifest.entries import DTensorEntry, Mesh, Shard, TensorEntry
 from snapshot.testing import recording
+from tests.helpers.versions import newer_adamw
 
 
 def ls(capsys, *argv):
@@ -27,6 +28,7 @@ def test_a_folder_lists_its_snapshots_in_the_order_of_their_numbers(root, capsys
     assert "step 9, loss 0.111111" in lines[2]
 
 
+@newer_adamw
 def test_a_folder_in_json(root, capsys):
     (line,) = ls(capsys, root, "--json")
     found = {each["name"]: each for each in json.loads(line)["snapshots"]}

@@ -5,6 +5,7 @@ import os
 import pytest
 
 from tests.cli import pages
+from tests.helpers.versions import newer_adamw
 
 
 @pytest.fixture(scope="module")
@@ -14,6 +15,7 @@ def made(tmp_path_factory):
     return folder
 
 
+@newer_adamw
 @pytest.mark.parametrize("name", [name for name in pages.names() if name not in pages.MACHINES])
 def test_a_page_shows_what_its_commands_print(name, made, monkeypatch):
     monkeypatch.delenv("SNAPSHOT_STORAGE_OPTIONS", raising=False)

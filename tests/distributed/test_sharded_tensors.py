@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from snapshot.errors import SnapshotError
 from snapshot.state.sharded import Sharded, allocate_like, find_shards
 from snapshot.tensors.geometry import Box
+from tests.helpers.versions import clear_sharding_cache, distribute, lists_of_boxes, skip_if_uneven
 
 
 @contextlib.contextmanager
@@ -26,11 +26,11 @@ def world(rank, size=8):
         yield
     finally:
         dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # else it gives tensors the meshes of the rank before
+        clear_sharding_cache()  # else it gives tensors the meshes of the rank before
 
 
 def spread(dense, mesh, *placements):
-    return distribute_tensor(dense, mesh, placements, src_data_rank=None)
+    return distribute(dense, mesh, placements)
 
 
 def numbers(*shape):
@@ -161,7 +161,8 @@ def fsdp_of_tp(dense, mesh_shape, placement=None):
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
     linear = torch.nn.Linear(dense.shape[1], dense.shape[0], bias=False)
     linear.weight = torch.nn.Parameter(spread(dense, mesh["tp"], placement or Shard(0)))
-    fully_shard(linear, mesh=mesh[names[:-1]] if len(names) > 2 else mesh["dp"])
+    with skip_if_uneven():
+        fully_shard(linear, mesh=mesh[names[:-1]] if len(names) > 2 else mesh["dp"])
     return linear.weight
 
 
@@ -315,6 +316,7 @@ def test_the_parts_of_such_a_class_must_lie_within_it_and_be_of_one_dtype():
         find_shards("here", Table((4, 3), [((0, 0), numbers(2, 3)), ((2, 0), numbers(2, 3).int())]))
 
 
+@lists_of_boxes
 def test_a_dtensor_whose_local_part_is_a_list_of_boxes():
     from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 

@@ -3,10 +3,11 @@
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Shard
 
 import snapshot
 from snapshot import Snapshot, StateDict
+from tests.helpers.versions import distribute
 
 
 def _whole(seed):
@@ -15,7 +16,7 @@ def _whole(seed):
 
 def _save(path, seed):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    sharded = distribute_tensor(_whole(seed), mesh, [Shard(seed % 2)], src_data_rank=None)
+    sharded = distribute(_whole(seed), mesh, [Shard(seed % 2)])
     own = torch.full((5,), float(10 * seed + dist.get_rank()))
     Snapshot.take(path, {"model": StateDict(w=sharded), "mine": StateDict(own=own)})
 

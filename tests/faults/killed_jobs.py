@@ -6,10 +6,14 @@ import signal
 import subprocess
 import threading
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
 from snapshot import CorruptSnapshotError, Snapshot, SnapshotNotFoundError
+from snapshot.plugins.file import local_writer
 from snapshot.testing import Log, Tap, tapped
 from tests.faults.shared_folder import OURS, Place, files, fresh, state, take
 
+KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 SECOND = 2  # the version that a job takes; 1 is what stood there
 
 
@@ -52,7 +56,8 @@ def half_a_write():
         plain(descriptor, data[: len(data) // 2])
         die()
 
-    os.pwritev, os.write = half, half_of_one
+    os.pwritev = local_writer.write_at = half
+    os.write = half_of_one
 
 
 # Verbs: each is called in a fork, with a URL of a storage that has taps on it
@@ -104,6 +109,7 @@ VERBS = {
     "async_take": (do_async, {}, None),
     "async_overwrite": (do_async, {"overwrite": True}, 1),
     "overlapped": (do_async, {"overwrite": True, "staging": "overlapped"}, 1),
+    "signed": (do_take, {"overwrite": True, "sign": KEY}, 1),
     "based": (do_based, {}, 1),
     "based_async": (do_based_async, {}, 1),
     "delete": (do_delete, {}, 1),
@@ -148,13 +154,15 @@ def prepare(place, verb):
 def check(place, verb, died, by_delete):
     """After an interruption: old or new, whole; what is left has names of ours, and the place can be used again."""
     before = VERBS[verb][2]
-    stands = place.stands()
+    left = place.stands()
     if died:
-        assert stands in (before, outcome(verb))
+        assert left in (before, outcome(verb))
     else:
-        assert stands == outcome(verb)
-    place.goes_on(stands, by_delete=by_delete)
-    return stands
+        assert left == outcome(verb)
+    if verb == "signed" and left == SECOND:
+        assert Snapshot(place.path, key=KEY.public_key()).verify()
+    place.goes_on(left, by_delete=by_delete)
+    return left
 
 
 def kill_at_operations(forker, home, verb, *, every=1, foreign=True):

@@ -11,7 +11,8 @@ from snapshot import Snapshot, SnapshotNotFoundError, StateDict
 
 # Written here once more, and not taken from the library: so that a mistake there is not one here, too.
 OURS = re.compile(
-    r"\.snapshot_metadata|\.take-[0-9a-f]{12}|data/[0-9a-f]{12}-[0-9]+(-[0-9]+\.(safetensors|bin|json)|\.json)"
+    r"\.snapshot_metadata|\.take-[0-9a-f]{12}|data/[0-9a-f]{12}-[0-9]+(-[0-9]+\.(safetensors|bin|json)|\.json|\.sha256)"
+    r"|data/[0-9a-f]{12}\.signature"
 )
 FOREIGN = [
     "notes.txt",
@@ -25,6 +26,9 @@ FOREIGN = [
     "data/2026-11-21.json",
     "data/0123456789ab-0-0.safetensors.bak",
     "data/0123456789ab-0-x.bin",
+    "data/0123456789ab.signature.bak",
+    "data/0123456789ab-0-0.sha256",
+    "data/0123456789ab.sha256",
     "data/more/0123456789ab-0-0.bin",
     "more/data/0123456789ab-0-0.bin",
     "more/.take-0123456789ab",

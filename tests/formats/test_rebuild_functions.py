@@ -91,17 +91,18 @@ class Rebuilds:
         return self.parts
 
 
+class StoragePickler(pickle.Pickler):
+    def persistent_id(self, each):
+        return ("storage", torch.FloatStorage, "0", "cpu", each.numel()) if isinstance(each, torch.Tensor) else None
+
+
 def saved(path, value, **named):
     """A file of torch.save whose pickle holds this, and whose storages are those of `named`."""
     torch.save(named, path)
     with zipfile.ZipFile(path) as archive:
         members = {each.filename: archive.read(each) for each in archive.infolist()}
     made = io.BytesIO()
-    pickler = pickle.Pickler(made, protocol=2)
-    pickler.persistent_id = lambda each: (
-        ("storage", torch.FloatStorage, "0", "cpu", each.numel()) if isinstance(each, torch.Tensor) else None
-    )
-    pickler.dump({"w": value})
+    StoragePickler(made, protocol=2).dump({"w": value})
     data = next(name for name in members if name.endswith("data.pkl"))
     with zipfile.ZipFile(path, "w") as archive:
         for name, content in members.items():

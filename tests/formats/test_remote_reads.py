@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from snapshot import Snapshot, StateDict
 from snapshot.testing import FaultProxy
+from tests.helpers.versions import ALONE
 
 MiB = 1 << 20
 BIG = torch.arange(1 << 20, dtype=torch.float32).view(1024, 1024)
@@ -26,7 +27,7 @@ def torch_file(folder):
 def dcp_folder(folder):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(dict(STATE), checkpoint_id=folder, no_dist=True)
+        dcp.save(dict(STATE), checkpoint_id=folder, **ALONE)
     return ""
 
 

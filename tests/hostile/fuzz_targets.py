@@ -15,6 +15,8 @@ from pathlib import Path
 
 import atheris
 
+from tests.helpers.versions import ALONE
+
 with atheris.instrument_imports(include=["snapshot"]):
     from snapshot.errors import SnapshotError
     from snapshot.formats import (
@@ -183,7 +185,7 @@ def _others(name):
     from torch.distributed import checkpoint
 
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint.save({"m": {"w": torch.ones(3), "n": 3}}, checkpoint_id=folder, no_dist=True)
+        checkpoint.save({"m": {"w": torch.ones(3), "n": 3}}, checkpoint_id=folder, **ALONE)
         return [(Path(folder) / ".metadata").read_bytes()]
 
 

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from snapshot import CorruptSnapshotError, Snapshot, SnapshotError, StateDict, UnsafeObjectError, UnsupportedFormatError
 from tests.helpers.foreign_states import bits
+from tests.helpers.versions import ALONE
 from tests.hostile.hostile_snapshots import Live, bounded, contents, shown, store
 
 STRIDE = int(os.environ.get("SNAPSHOT_TEST_STRIDE", "67"))
@@ -49,7 +50,7 @@ def torch_file(folder):
 
 
 def dcp_folder(folder):
-    dcp.save({"w": STATE["w"], "t": STATE["t"], "n": {"i": 3}}, checkpoint_id=folder, no_dist=True)
+    dcp.save({"w": STATE["w"], "t": STATE["t"], "n": {"i": 3}}, checkpoint_id=folder, **ALONE)
     return ""
 
 
@@ -479,7 +480,7 @@ def test_a_bomb_of_zstd_is_not_unpacked(tmp_path):
     bomb = zstandard.compress(bytes(400 << 20))
     for value in (torch.ones(4), 7):
         folder = tmp_path / type(value).__name__
-        dcp.save({"m": {"x": value}}, checkpoint_id=folder, no_dist=True)
+        dcp.save({"m": {"x": value}}, checkpoint_id=folder, **ALONE)
         for info in (metadata := _metadata(folder)).storage_data.values():
             info.offset, info.length, info.transform_descriptors = 0, len(bomb), ["stream.zstd/1"]
         _replace(folder, metadata)
@@ -584,7 +585,7 @@ def not_stored(metadata):
     ids=lambda each: each.__name__,
 )  # fmt: skip
 def test_dcp_metadata_that_lies_is_refused_before_anything_is_touched(tmp_path, change):
-    dcp.save({"m": {"w": torch.ones(3, 4), "n": 3}}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save({"m": {"w": torch.ones(3, 4), "n": 3}}, checkpoint_id=tmp_path, **ALONE)
     metadata = _metadata(tmp_path)
     change(metadata)
     _replace(tmp_path, metadata)
@@ -600,7 +601,7 @@ def test_dcp_metadata_that_lies_is_refused_before_anything_is_touched(tmp_path, 
 
 
 def test_names_that_were_nested_in_an_impossible_way(tmp_path):
-    dcp.save({"m": {"w": torch.ones(3), "n": 3}}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save({"m": {"w": torch.ones(3), "n": 3}}, checkpoint_id=tmp_path, **ALONE)
     good = _metadata(tmp_path)
     long = ("m",) * 399
     for w, n in (
@@ -618,7 +619,7 @@ def test_names_that_were_nested_in_an_impossible_way(tmp_path):
 
 def test_a_link_to_another_file_is_followed_only_where_ours_are(tmp_path):
     """A folder may hold links, as a user may make them; what they lead to is read as what it should be, or refused."""
-    dcp.save({"m": {"w": torch.ones(3)}}, checkpoint_id=tmp_path / "c", no_dist=True)
+    dcp.save({"m": {"w": torch.ones(3)}}, checkpoint_id=tmp_path / "c", **ALONE)
     (tmp_path / "c" / "__0_0.distcp").unlink()
     (tmp_path / "c" / "__0_0.distcp").symlink_to("/proc/self/environ")
     with bounded(), pytest.raises(SnapshotError):

@@ -14,13 +14,13 @@ from torch.distributed._shard.sharded_tensor import ShardMetadata, init_from_loc
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from snapshot import Snapshot, StateDict
 from snapshot.interop.dcp import SnapshotReader, SnapshotWriter
+from tests.helpers.versions import ALONE
 from tests.interop.dcp_states import Ours, Theirs, emptied, load, model, outcome, quiet, save, told
 
 USAGES = []
@@ -87,7 +87,7 @@ def one_rank_reads_what_two_wrote(system, where):
     full = torch.arange(35.0).view(7, 5)
     save({"w": spread(full), "v": [full, full + 1, full + 2]}, system.writer(where))
     return load(
-        {"w": torch.zeros(7, 5), "v": [torch.zeros(7, 5)] * 2 + [torch.zeros(7, 5)]}, system.reader(where), no_dist=True
+        {"w": torch.zeros(7, 5), "v": [torch.zeros(7, 5)] * 2 + [torch.zeros(7, 5)]}, system.reader(where), **ALONE
     )
 
 
@@ -95,7 +95,7 @@ def one_rank_reads_what_two_wrote(system, where):
 def two_ranks_read_what_one_wrote(system, where):
     full = torch.arange(35.0).view(7, 5)
     if dist.get_rank() == 0:
-        save({"w": full}, system.writer(where), no_dist=True)
+        save({"w": full}, system.writer(where), **ALONE)
     dist.barrier()
     return load({"w": torch.zeros_like(spread(full))}, system.reader(where))
 
@@ -259,7 +259,7 @@ def test_what_two_ranks_saved_is_one_snapshot_that_anyone_reads(two, folder):
     assert snapshot.metadata.metadata == {}  # the paths say it all
     assert torch.equal(snapshot.read_object("0/w"), torch.arange(35.0).view(7, 5))
     assert {name.rpartition("/")[2][12:15] for name in os.listdir(f"{folder}/data")} == {"-0-", "-1-"}
-    state = load({"w": torch.zeros(7, 5), "step": 0}, SnapshotReader(folder), no_dist=True)
+    state = load({"w": torch.zeros(7, 5), "step": 0}, SnapshotReader(folder), **ALONE)
     assert torch.equal(state["w"], torch.arange(35.0).view(7, 5))
     assert state["step"] == 1
 
@@ -331,7 +331,7 @@ def in_process(folder):
     state = {"w": spread(torch.arange(35.0).view(7, 5)), "v": torch.ones(3), "step": 1}
     with quiet():
         writer = SnapshotWriter(folder)
-        kind = AsyncCheckpointerType.PROCESS
+        kind = dcp.state_dict_saver.AsyncCheckpointerType.PROCESS
         dcp.async_save(state, storage_writer=writer, async_checkpointer_type=kind).result()
         dcp.async_save({**state, "step": 2}, storage_writer=writer, async_checkpointer_type=kind).result()
     return load({**like(state)}, SnapshotReader(folder))["step"]

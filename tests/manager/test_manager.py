@@ -605,7 +605,7 @@ def test_restore_latest_falls_back_past_what_is_damaged_and_says_so(how, tmp_pat
     assert app["s"]["x"].eq(20).all()
     [event] = [event for event in told if event.name == "fell_back"]
     assert (event.fields["step"], list(event.fields["passed"])) == (20, [30])
-    assert "step-30: damaged, so step-20 was restored instead" in caplog.text
+    assert "step-30: passed over, and step-20 was restored instead" in caplog.text
     assert "may hold wrong data" not in caplog.text  # step 20 was restored over it
     # training comes by step 30 again: what is damaged is replaced, without being asked for it
     manager.take(30, state(31))
@@ -667,10 +667,10 @@ def test_a_step_that_vanishes_while_it_is_chosen_is_passed_over(tmp_path, monkey
     manager = filled(tmp_path, 10, 20)
     restore = Snapshot.restore_with
 
-    def removed(self, *arguments):
+    def removed(self, *arguments, **options):
         if self.path.endswith("20"):
             shutil.rmtree(self.path)
-        return restore(self, *arguments)
+        return restore(self, *arguments, **options)
 
     monkeypatch.setattr(Snapshot, "restore_with", removed)
     assert manager.restore_latest(state()) == 10
@@ -680,10 +680,10 @@ def test_what_another_process_prunes_is_not_damaged_and_what_is_newer_is_taken(t
     manager = filled(tmp_path, 10)
     fault = Root.fault
 
-    async def pruned(self, step):
+    async def pruned(self, step, seal):
         if step == 10:
             await asyncio.to_thread(filled, tmp_path, 20, keep=KeepLatest(1))
-        return await fault(self, step)
+        return await fault(self, step, seal)
 
     monkeypatch.setattr(Root, "fault", pruned)
     assert manager.restore_latest(state()) == 20

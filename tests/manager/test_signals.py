@@ -3,6 +3,8 @@
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -143,7 +145,11 @@ from torch.utils.data import DataLoader
 from snapshot import SnapshotManager, StateDict, ignore_stop_signals
 os.setpgrp()
 with SnapshotManager(sys.argv[1]) as manager:
-    batches = iter(DataLoader(range(300), num_workers=1, worker_init_fn=ignore_stop_signals))
+    # Python 3.14 would start a fork server, which ends on the signal
+    loader = DataLoader(
+        range(300), num_workers=1, worker_init_fn=ignore_stop_signals, multiprocessing_context="fork"
+    )
+    batches = iter(loader)
     next(batches)
     subprocess.run(["sh", "-c", f"trap '' TERM; kill -TERM -{os.getpid()}"], check=True)
     for _ in range(200):  # more than is there already: a worker that is gone is noticed
@@ -158,6 +164,37 @@ with SnapshotManager(sys.argv[1]) as manager:
 def test_workers_of_a_data_loader_live_on_when_the_whole_group_is_signalled(tmp_path, warm):
     assert warm.run(WORKERS, tmp_path) == ""
     assert (tmp_path / "step-1").exists()
+
+
+ENDED = """
+import multiprocessing, sys, time
+from snapshot import ignore_stop_signals
+
+def work(ready):
+    ignore_stop_signals()
+    ready.set()
+    time.sleep(100)
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[1])
+    ready = context.Event()
+    worker = context.Process(target=work, args=(ready,))
+    worker.start()
+    assert ready.wait(60)
+    worker.terminate()
+    worker.join(60)
+    print("ready", worker.exitcode)
+"""
+
+
+@pytest.mark.slow  # a fork server imports torch
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_a_worker_ends_if_its_parent_ends_it(method, tmp_path):
+    (tmp_path / "script.py").write_text(ENDED)
+    found = subprocess.run(
+        [sys.executable, tmp_path / "script.py", method], capture_output=True, text=True, check=False
+    )
+    assert found.stdout == "ready 0\n", found.stderr
 
 
 CHILD = """

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.ranks
 
 
 def halves(value, names="ab"):
-    """Tensors of which each rank has a half."""
+    """Tensors that two ranks have by halves."""
     rank = dist.get_rank()
     return {name: Sharded(torch.full((500,), float(value)), (1000,), (500 * rank,)) for name in names}
 

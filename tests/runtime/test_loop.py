@@ -139,7 +139,9 @@ def test_events_reach_handlers_whose_faults_fail_nothing(caplog):
     finally:
         remove_handler(bad)
         remove_handler(seen.append)
-    assert [event.name for event in seen if isinstance(event, Event)] == ["start", "committed", "restored", "failed"]
+    assert [event.name for event in seen if isinstance(event, Event)] == [
+        *("start", "committed", "blocked", "restored", "failed")
+    ]
     assert "take memory://events" in caplog.text
 
 

@@ -45,13 +45,21 @@ def same(a, b):
             and a.dtype.type is b.dtype.type
             and a.dtype.str == b.dtype.str
             and a.shape == b.shape
-            and np.asarray(a).tobytes() == np.asarray(b).tobytes()
+            and _bytes_of(a) == _bytes_of(b)
         )
     if type(a) is not type(b) or len(a) != len(b):
         return False
     if isinstance(a, dict):
         return list(a) == list(b) and all(map(same, a.values(), b.values()))
     return all(map(same, a, b))
+
+
+def _bytes_of(value):
+    """Return the bytes of a value. Those of a scalar long double that are not part of its number are arbitrary."""
+    data = np.asarray(value).tobytes()
+    if isinstance(value, np.generic) and value.dtype.type in (np.longdouble, np.clongdouble):
+        return [data[at : at + 10] for at in range(0, len(data), np.dtype(np.longdouble).itemsize)]
+    return data
 
 
 def emptied(value):

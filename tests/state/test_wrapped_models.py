@@ -24,8 +24,18 @@ class Block(nn.Module):
         self.second = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
 
 
+@contextlib.contextmanager
+def without_deprecations():
+    """Ignore the warnings of torch.compile about itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+
+
 @pytest.fixture(scope="module")
 def group():
+    with without_deprecations():
+        torch.compile(nn.Linear(1, 1))  # the first one starts processes in torch 2.6, which stay
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
         yield
@@ -63,8 +73,7 @@ NESTED = [
 
 @pytest.fixture(autouse=True)
 def quiet():
-    with warnings.catch_warnings():  # torch.compile makes its own
-        warnings.simplefilter("ignore", DeprecationWarning)
+    with without_deprecations():
         yield
 
 

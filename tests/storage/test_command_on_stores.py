@@ -9,6 +9,7 @@ import yaml
 
 from snapshot import KeepLatest, Snapshot, SnapshotManager, StateDict
 from snapshot.cli import main
+from snapshot.cli.ui_steps import RunView
 
 
 def state(step):
@@ -59,6 +60,10 @@ def test_all_verbs_work_on_a_store(store, tmp_path, capsys, monkeypatch):
     assert json.loads(run("show", f"{root}/step-3", "s/x", "--json"))["statistics"]["min"] == 3.0
     assert "every byte" in run("verify", f"{root}/step-3")
     assert "s/x" in run("diff", f"{root}/step-2", f"{root}/step-3", status=1)
+    view = RunView(root, None, options)
+    assert [step["step"] for step in view.steps(9)["steps"]] == [3, 2]
+    assert view.check(3)["fault"] == ""
+    assert view.health(3, "s/x", bool)["norm"] == pytest.approx(state(3)["s"]["x"].norm().item())
     run("cp", f"{root}/step-3", tmp_path / "copy", status=2)  # of the options the folder knows none
     assert main(["cp", f"{root}/step-3", str(tmp_path / "copy"), "--src-options", str(file)]) == 0
     capsys.readouterr()

@@ -92,7 +92,7 @@ def test_an_empty_claim_never_has_another_name(tmp_path, monkeypatch):
         raise AssertionError("an interruption here would leave a file that nobody knows")
 
     monkeypatch.setattr(os, "link", refuse)
-    monkeypatch.setattr(os, "rename", refuse)
+    monkeypatch.setattr(os, "replace", refuse)
     token = use(tmp_path, lambda storage: storage.put(".take-1", b"", expect=ABSENT))
     assert use(tmp_path, lambda storage: storage.stat(".take-1")).token == token
     with pytest.raises(StorageConflictError):

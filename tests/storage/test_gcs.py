@@ -19,6 +19,7 @@ from snapshot.testing import FaultProxy, StorageTests
 from snapshot.testing.parts import fetch, pattern, store
 from tests.helpers.storage_calls import PATIENT, patience, use
 
+pytest.importorskip("gcsfs")
 MiB = 1 << 20
 
 

@@ -31,8 +31,15 @@ BESIDE = Path.home() / ".cache/snapshot-tests/triton"
 
 def triton_version():
     """The version of Triton, which is not imported here: the interpreter must be chosen before that."""
-    found = importlib.metadata.distributions(name="triton", path=[str(BESIDE), *sys.path])
+    found = importlib.metadata.distributions(name="triton", path=[*beside(), *sys.path])
     return next((tuple(int(part) for part in each.version.split(".")[:2]) for each in found), (0, 0))
+
+
+def beside():
+    """Return the folder of that Triton in a list, or an empty list if it is for another version of Python."""
+    found = importlib.metadata.distributions(name="triton", path=[str(BESIDE)])
+    tag = f"cp{sys.version_info.major}{sys.version_info.minor}-"
+    return [str(BESIDE)] if any(tag in (each.read_text("WHEEL") or "") for each in found) else []
 
 
 def on_host(array):
@@ -44,7 +51,7 @@ def on_host(array):
 def run_python(*arguments, **environment):
     """Run a process whose Triton is not that of this one."""
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    inherited["PYTHONPATH"] = os.pathsep.join(filter(None, [str(BESIDE), inherited.get("PYTHONPATH")]))
+    inherited["PYTHONPATH"] = os.pathsep.join(filter(None, [*beside(), inherited.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, check=False, env=inherited | environment
     )
@@ -98,7 +105,7 @@ assert compiled.asm["cubin"]
 @pytest.mark.timeout(300)
 def test_the_kernel_is_compiled_without_a_device(tmp_path):
     """The interpreter accepts what the compiler refuses, such as a name with two types."""
-    run_python("-W", "error", "-c", COMPILE, TRITON_CACHE_DIR=str(tmp_path))
+    run_python("-W", "error", "-W", "ignore::DeprecationWarning", "-c", COMPILE, TRITON_CACHE_DIR=str(tmp_path))
 
 
 def test_triton_is_imported_only_if_it_is_needed():

@@ -19,6 +19,7 @@ from snapshot.tensors.meshes import (
     find_peers,
     iterate_shards,
 )
+from tests.helpers.versions import even_only
 
 shapes = st.lists(st.integers(0, 13), min_size=1, max_size=3).map(tuple)
 mesh_shapes = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple)
@@ -53,6 +54,7 @@ def put_together(dense, held):
     return local
 
 
+@even_only
 @settings(max_examples=200, deadline=None)
 @given(spreads())
 @example(((9,), (4, 2), (Split(0, 2), Split(0))))
@@ -80,6 +82,7 @@ def test_the_boxes_of_all_coordinates_tile_the_tensor_once_for_each_group_of_pee
     assert covered.eq(1).all()
 
 
+@even_only
 @settings(max_examples=300, deadline=None)
 @given(spreads())
 def test_a_tensor_filled_by_boxes_from_all_local_tensors_is_the_original(spread):

@@ -1,4 +1,4 @@
-"""The command with near folders: `upload` by hand, `ls --near` and `doctor --near`."""
+"""The command with near folders: `upload` by hand, `ls --near`, `ui --near` and `doctor --near`."""
 
 import json
 import shutil
@@ -7,7 +7,8 @@ import pytest
 
 from snapshot import Snapshot
 from snapshot.cli import main
-from tests.tiers.jobs import holds, manager_of, state, stop_uploaders
+from snapshot.cli.ui_steps import RunView
+from tests.tiers.jobs import ELEMENTS, holds, manager_of, runs_in, state, stop_uploaders
 
 pytestmark = pytest.mark.slow
 
@@ -44,6 +45,36 @@ def test_upload_and_ls_tell_where_steps_are(tmp_path, hosts, capsys):
     assert [line.split() for line in text.splitlines()[2:]] == [
         [str(step), *text.splitlines()[2].split()[1:3], "whole", "whole"] for step in (10, 20, 30)
     ]
+
+
+def test_the_page_of_a_run_shows_where_steps_are(tmp_path, hosts):
+    far, near = tmp_path / "far", hosts("a")
+    with manager_of(far, near, upload=None, grace=0, keep_near=None) as manager:
+        for step in (10, 20, 30):
+            manager.take(step, state(step), metrics={"loss": 1 / step})
+        manager.pin(20)
+        stop_uploaders(near)
+    stop_uploaders(near)
+    for step in (20, 30):
+        shutil.rmtree(far / f"step-{step}", ignore_errors=True)  # the end of the job may have sent it
+    assert main(["upload", str(near)]) == 0  # the newest one
+    view = RunView(str(far), str(near))
+    steps = {step["step"]: step for step in view.steps(9)["steps"]}
+    assert {step: (each["near"], each["far"]) for step, each in steps.items() if step > 10} == {
+        20: ("whole", "absent"),
+        30: ("whole", "whole"),
+    }
+    assert steps[20]["metrics"] == {"loss": 0.05}
+    assert [step for step, each in steps.items() if each["pinned"]] == [20]
+    assert "problem" not in steps[20]
+    assert view.check(30)["fault"] == ""
+    changed = [change["path"] for change in view.diff(20, 30, values=True)["changes"]]
+    assert changed == ["own/tensor", "same/tensor", "own/value"]
+    assert view.health(20, "own/*", bool)["norm"] == 200.0 * ELEMENTS**0.5
+    for folder in runs_in(near):
+        shutil.rmtree(folder / "step-30" / "data")
+    assert view.steps(1)["steps"][0]["near"] == "0 of 1 files"
+    assert view.health(30, "own/*", bool)["norm"] == 300.0 * ELEMENTS**0.5  # from the far root
 
 
 def test_what_is_not_there_is_an_error(tmp_path, capsys):

@@ -17,14 +17,16 @@ from snapshot import (
     RestoreError,
     RNGState,
     Snapshot,
+    SnapshotError,
     SnapshotExistsError,
     StateDict,
     UnsafeObjectError,
     UnsupportedFormatError,
 )
 from snapshot.cli import main
-from snapshot.testing import faulty
+from snapshot.testing import Tap, faulty, tapped
 from tests.helpers.foreign_states import same, state, with_numpy
+from tests.helpers.versions import ALONE
 
 
 @pytest.fixture
@@ -229,7 +231,7 @@ def test_dcp_reads_what_was_converted_for_it(tmp_path):
         "scalar": {"v": torch.tensor(0.0)},
     }
     with pytest.warns(UserWarning, match="single process"):
-        dcp.load(wanted, checkpoint_id=tmp_path / "d", no_dist=True)
+        dcp.load(wanted, checkpoint_id=tmp_path / "d", **ALONE)
     same({key: each["v"] for key, each in wanted.items()}, held)
     assert Snapshot(tmp_path / "d").verify()
 
@@ -293,3 +295,24 @@ def test_memory_stays_within_the_budget(tmp_path, warm):
         extra = int(warm.run(MEASURE, tmp_path / "x.pt", tmp_path / name, to, 32 << 20))
         assert extra < 32 + 64, to
         same(Snapshot(tmp_path / name).read_object("0/a", box=[5]), floats.view(4096, -1)[5])
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_source_that_is_replaced_while_it_is_read_is_an_error(tmp_path, in_place):
+    class Swap(Tap):
+        long = 0
+
+        async def before(self, operation):
+            self.long += operation.name == "read_into" and (operation.nbytes or 0) > 100_000
+            if self.long == 2 and (tmp_path / "new").exists():
+                if in_place:
+                    (tmp_path / "from.safetensors").write_bytes((tmp_path / "new").read_bytes())
+                (tmp_path / "new").replace(tmp_path / ("gone" if in_place else "from.safetensors"))
+
+    for value, name in enumerate(("from.safetensors", "new")):
+        save_file({f"w{n}": torch.full((3_000_000,), float(value)) for n in range(3)}, tmp_path / name)
+    source = Snapshot(f"swapped+file://{tmp_path}/from.safetensors")
+    with tapped("swapped", Swap()), pytest.raises(SnapshotError, match="was replaced while it was read"):
+        source.convert(tmp_path / "made", durable=False)
+    assert not Snapshot(tmp_path / "made").exists()
+    assert not list(tmp_path.glob("made/data/*"))

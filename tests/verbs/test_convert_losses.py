@@ -14,11 +14,12 @@ from torch.distributed.checkpoint import metadata as m
 
 from snapshot import CorruptSnapshotError, Snapshot, StateDict, UnsupportedFormatError
 from tests.helpers.foreign_states import same
+from tests.helpers.versions import ALONE
 
 
 def load_dcp(folder, wanted):
     with pytest.warns(UserWarning, match="single process"):
-        dcp.load(wanted, checkpoint_id=folder, no_dist=True)
+        dcp.load(wanted, checkpoint_id=folder, **ALONE)
     return wanted
 
 

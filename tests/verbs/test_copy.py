@@ -26,6 +26,7 @@ from snapshot.runtime.arena import arena
 from snapshot.testing import faulty, recording
 from snapshot.testing.storages import tapped
 from snapshot.testing.taps import Stall
+from tests.helpers.versions import ALONE
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +56,7 @@ def saved(folder, held):
     """What torch.distributed.checkpoint writes; it warns that it is alone."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(held, checkpoint_id=folder, no_dist=True)
+        dcp.save(held, checkpoint_id=folder, **ALONE)
 
 
 def names(folder):

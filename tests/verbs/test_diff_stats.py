@@ -1,14 +1,17 @@
 """The numbers of a diff, against NumPy and Python's own integers."""
 
 import math
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapshot.verbs.diff_stats import Numbers, are_comparable, common_dtype
+from snapshot.verbs.diff_stats import Numbers, NumbersState, are_comparable, common_dtype
 
 INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 
@@ -65,3 +68,29 @@ def test_two_dtypes_are_compared_in_one_that_holds_both(a, b, expected):
 def test_what_is_no_number_is_not_subtracted():
     assert are_comparable("bfloat16")
     assert not are_comparable("quint8")
+
+
+@pytest.mark.parametrize("dtype", ["int32", "float32"])
+def test_parts_that_several_threads_add_at_once_all_count(dtype):
+    a, b = np.full(64, 1, dtype), np.full(64, 3, dtype)
+    numbers, times, threads = Numbers(dtype), 50, 8
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            for each in [pool.submit(numbers.update, raw(a), raw(b)) for _ in range(times * threads)]:
+                each.result()
+    finally:
+        sys.setswitchinterval(before)
+    found, count = numbers.values(), 64 * times * threads
+    assert (found.elements, found.differing, found.largest) == (count, count, 2)
+    assert found.norm == pytest.approx(2 * math.sqrt(count))
+    assert found.relative == pytest.approx(2.0)
+
+
+def test_the_sums_of_another_rank_are_taken_over():
+    for dtype, a, b in (("uint64", [0, 2**64 - 1], [2**64 - 1, 0]), ("float64", [0.0, 1.0], [math.inf, 1.5])):
+        numbers, other = Numbers(dtype), Numbers(dtype)
+        numbers.update(raw(np.array(a, dtype)), raw(np.array(b, dtype)))
+        other.state = msgspec.msgpack.decode(msgspec.msgpack.encode(numbers.state), type=NumbersState)
+        assert other.values() == numbers.values()

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import snapshot
 from snapshot import CorruptSnapshotError, RestoreError, Snapshot, SnapshotNotFoundError, StateDict
 from snapshot.events import add_handler, remove_handler
+from tests.helpers.versions import ALONE, clear_sharding_cache, distribute
 
 WEIGHTS = {
     "model.embed.weight": torch.arange(700 * 90, dtype=torch.float32).view(700, 90),
@@ -60,7 +60,7 @@ def sources(tmp_path_factory):
     torch.save(WEIGHTS, folder / "torch.pt")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # no process group
-        dcp.save(dict(WEIGHTS), checkpoint_id=folder / "dcp", no_dist=True)
+        dcp.save(dict(WEIGHTS), checkpoint_id=folder / "dcp", **ALONE)
     Snapshot.take(folder / "taken", {"model": StateDict({"model": nested()})})
     return folder
 
@@ -232,13 +232,13 @@ def world():
     def start(rank, size):
         if dist.is_initialized():
             dist.destroy_process_group()
-            _clear_sharding_prop_cache()
+            clear_sharding_cache()
         dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
 
     yield start
     if dist.is_initialized():
         dist.destroy_process_group()
-        _clear_sharding_prop_cache()
+        clear_sharding_cache()
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -266,7 +266,7 @@ def test_each_rank_of_a_mesh_reads_its_own_shards(sources, world, name, shape, p
         for key, value in got.items():
             found = next((each for glob, each in placed.items() if glob.strip("*") in f".{key}"), None)
             given = [Replicate()] * mesh.ndim if found is None else [found] if isinstance(found, Shard) else found
-            expected = distribute_tensor(weights[key], mesh, given, src_data_rank=None)
+            expected = distribute(weights[key], mesh, given)
             assert isinstance(value, DTensor)
             assert value.placements == expected.placements
             assert value.shape == expected.shape

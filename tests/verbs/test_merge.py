@@ -19,6 +19,7 @@ from snapshot import CorruptSnapshotError, RestoreError, RNGState, Snapshot, Sna
 from snapshot.events import add_handler, remove_handler
 from snapshot.testing import faulty
 from snapshot.verbs.mixing import Mix
+from tests.helpers.versions import ALONE
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.float8_e4m3fn]
 SIZES = {"a.weight": (300, 1100), "a.bias": (7,), "norm": (), "empty": (0, 3), "experts": (3, 130, 9)}
@@ -74,7 +75,7 @@ def write(state, path, form):
     elif form == "dcp":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # no process group
-            dcp.save(dict(state), checkpoint_id=path, no_dist=True)
+            dcp.save(dict(state), checkpoint_id=path, **ALONE)
     else:
         Snapshot.take(path, {"model": StateDict(state)})
     return str(path)
@@ -98,6 +99,21 @@ def test_an_average_is_that_of_torch(tmp_path, dtype, to):
     assert report.tensors == len(SIZES)
     same(snapshot.load(tmp_path / TARGETS[to]), averaged(states))
     assert Snapshot(tmp_path / TARGETS[to]).verify()
+
+
+def test_the_result_can_be_compressed(tmp_path):
+    states = [{"a": torch.randn(1 << 18).bfloat16()} for _ in range(2)]
+    sources = [
+        write(state, tmp_path / str(i), form) for i, (state, form) in enumerate(zip(states, FORMS, strict=False))
+    ]
+    snapshot.merge(sources, tmp_path / "plain")
+    snapshot.merge([tmp_path / "plain", sources[1]], tmp_path / "packed", ema=0.0, compression="zstd")
+    assert Snapshot(tmp_path / "packed").metadata.nbytes < 0.8 * Snapshot(tmp_path / "plain").metadata.nbytes
+    same(snapshot.load(tmp_path / "packed"), states[1])
+    snapshot.merge([tmp_path / "packed", sources[0]], tmp_path / "again", ema=1.0)
+    same(snapshot.load(tmp_path / "again"), states[1])
+    with pytest.raises(ValueError, match="compression must be None for to='torch'"):
+        snapshot.merge(sources, tmp_path / "no.pt", "torch", compression="zstd")
 
 
 def test_weights_are_used_as_given_in_order(tmp_path, caplog):

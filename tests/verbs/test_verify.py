@@ -8,7 +8,7 @@ import torch
 
 from snapshot import CorruptSnapshotError, Snapshot, SnapshotNotFoundError, StateDict, StorageError
 from snapshot.testing import faulty, recording
-from snapshot.verbs import verification
+from snapshot.verbs import stretches, verification
 from snapshot.verbs.copy_stream import stat_files
 from tests.helpers.warm_interpreter import Failed
 
@@ -22,7 +22,7 @@ def state():
 @pytest.fixture
 def taken(tmp_path, monkeypatch):
     """A snapshot whose verification takes several stretches, of which one tensor is several."""
-    monkeypatch.setattr(verification, "STRETCH", 512 * KiB)
+    monkeypatch.setattr(stretches, "STRETCH", 512 * KiB)
     return Snapshot.take(tmp_path / "s", {"m": StateDict(**state())})
 
 
@@ -185,7 +185,7 @@ def test_notes_that_were_cut_off_anywhere_count_as_far_as_they_are_whole(taken, 
 KILLED = """
 import os, signal, sys
 from snapshot import Snapshot
-from snapshot.verbs import verification
+from snapshot.verbs import stretches
 from snapshot.testing.storages import tapped
 from snapshot.testing.taps import Tap
 
@@ -196,7 +196,7 @@ class Kill(Tap):
         if self.met == 9:
             os.kill(os.getpid(), signal.Signals[sys.argv[3]])
 
-verification.STRETCH = 512 << 10
+stretches.STRETCH = 512 << 10
 with tapped("recording", Kill()):
     Snapshot("recording+file://" + sys.argv[1]).verify(resume=sys.argv[2])
 """
@@ -221,7 +221,7 @@ def test_what_cannot_be_read_is_narrowed_down_to_the_entry_that_it_is_of(taken):
 
 
 def test_every_format_goes_on_where_it_was(tmp_path, monkeypatch):
-    monkeypatch.setattr(verification, "STRETCH", 64 * KiB)
+    monkeypatch.setattr(stretches, "STRETCH", 64 * KiB)
     snapshot = Snapshot.take(tmp_path / "s", {"m": StateDict(**state())})
     for to in ("dcp", "torch", "safetensors"):
         snapshot.convert(tmp_path / to, to)

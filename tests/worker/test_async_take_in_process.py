@@ -180,7 +180,7 @@ def test_what_is_tried_again_is_told_here(tmp_path):
     finally:
         remove_handler(events.append)
     assert [event.fields["error"] for event in events if event.name == "retry"][:1] == ["held"]
-    assert {event.name for event in events if event.verb == "async_take"} == {"start", "staged", "committed"}
+    assert {event.name for event in events if event.verb == "async_take"} == {"start", "staged", "blocked", "committed"}
 
 
 def test_what_a_process_cannot_do_is_refused_at_once(tmp_path):

@@ -39,7 +39,7 @@ from snapshot.loading.class_binding import Binding
 from snapshot.loading.open import expect_files, open_document, read_from
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e
-from snapshot.manifest.document import FORMAT, Document
+from snapshot.manifest.document import OWN_FORMATS, Document
 from snapshot.manifest.rank_view import make_rank_view, suggest_names
 from snapshot.manifest.validate import check_tensor, check_tree, find_locations
 from snapshot.progress import Meter
@@ -217,7 +217,7 @@ def _described(opened: _Opened) -> dict[str, Any]:
     found: dict[str, Any] = {}
     origins: dict[int, torch.Size] = {}
     document = opened.document
-    most = sum(file.size for file in document.files.values()) if document.format == FORMAT else None
+    most = sum(file.size for file in document.files.values()) if document.format in OWN_FORMATS else None
     for name in opened.names.paths:
         entry = opened.tensors.get(name)
         if entry is None:

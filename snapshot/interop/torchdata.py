@@ -1,0 +1,332 @@
+"""torchdata's `StatefulDataLoader` in snapshots that another number of ranks restores.
+
+A loader's state counts what one replica has seen. So it means nothing on another number of replicas. `LoaderState`
+saves that number with it, and redistributes the state where this is exact. Nothing of torchdata is imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+VERSION = 1
+REMAINDERS = ("raise", "repeat", "skip")
+_YIELDED = "yielded"
+_SAMPLER = ("seed", "shuffle", "length")
+"""Properties that the order of a sampler's samples depends on."""
+State = Mapping[str, Any]
+
+
+class LoaderState:
+    """The place of a `StatefulDataLoader` in its data, for an app state: `{"loader": LoaderState(loader)}`.
+
+    With the same number of replicas, each one continues where it was. With another number of ranks and of replicas, it
+    depends on the data:
+
+    - A map-style dataset with a `StatefulDistributedSampler` or `DistributedSampler` continues after the samples that
+      the replicas have seen together. The batch size and the number of workers may change, too. A subclass with an
+      order of its own cannot continue.
+    - An iterable dataset continues if it has a method `reshard_state_dict(states, rank, world)`. This gets the states
+      of all shards, and returns the state of one. Each worker of a replica is a shard, in order, replica after replica.
+    - Anything else raises before the restore touches anything, such as Hugging Face's `IterableDataset`.
+
+    A restore also sets the epoch of a distributed sampler.
+
+    Args:
+        loader: The loader.
+        replica: The number of this replica, among those that read different data. The default is that of the loader's
+            sampler, or the rank.
+        replicas: The number of replicas. There are fewer than ranks if some ranks read the same data, such as those of
+            a tensor-parallel group.
+        remainder: The action if the new replicas cannot share the samples that were seen equally. `"repeat"`: fewer
+            than `replicas` samples are seen again. `"skip"`: fewer than `replicas` samples are left out.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        replica: int | None = None,
+        replicas: int | None = None,
+        remainder: Literal["raise", "repeat", "skip"] = "raise",
+    ) -> None:
+        if (replica is None) != (replicas is None):
+            raise ValueError("replica and replicas must be passed together")
+        if replica is not None and replicas is not None and not 0 <= replica < replicas:
+            raise ValueError(f"replica must be from 0 to {replicas - 1}, got {replica}")
+        if remainder not in REMAINDERS:
+            raise ValueError(f"remainder must be one of {', '.join(map(repr, REMAINDERS))}, got {remainder!r}")
+        self.loader = loader
+        self._given = None
+        self._remainder = remainder
+        sampler = self._sampler()
+        if replica is not None and replicas is not None:
+            if sampler is not None and (sampler.rank, sampler.num_replicas) != (replica, replicas):
+                raise ValueError(
+                    f"replica and replicas must be those of the sampler, {sampler.rank} and {sampler.num_replicas}, "
+                    f"got {replica} and {replicas}; pass them to the sampler, too"
+                )
+            self._given = replica, replicas
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loader's state, with what it depends on."""
+        loader = self.loader.state_dict()
+        return {**self._describe(), "loader": loader if self._sampler() is None else _with_true_place(loader)}
+
+    def load_state_dict(self, state: State) -> None:
+        """Load a state of this replica."""
+        _expect_ours(state)
+        place = state["replica"], state["replicas"]
+        if place != self._place():
+            raise ValueError(
+                f"the state is that of replica {place[0]} of {place[1]}, and this is replica {self._place()[0]} of "
+                f"{self._place()[1]}; as long as the number of ranks is the same, that of replicas must be, too"
+            )
+        self.loader.load_state_dict(state["loader"])
+        sampler = self._sampler()
+        if sampler is not None and state["sampler"] is not None:
+            sampler.set_epoch(state["sampler"]["epoch"])
+
+    def reshard_state_dict(self, states: Sequence[Any], rank: int, world: int) -> dict[str, Any]:
+        """Return the state of this replica, from the states of all ranks."""
+        replica, replicas = self._place()
+        found = _by_replica(states)
+        if len(found) == replicas:
+            return dict(found[replica])
+        sampler = found[0]["sampler"]
+        if self._describe()["sampler"] is not None and sampler is not None:
+            loaded = self._divide(found, replicas)
+        elif isinstance(self.loader.dataset, IterableDataset) and hasattr(self.loader.dataset, "reshard_state_dict"):
+            loaded = self._reshard_dataset(found, replica, replicas)
+        else:
+            raise ValueError(
+                f"the data of {len(found)} replicas cannot be redistributed over {replicas}: use a map-style dataset "
+                "with StatefulDistributedSampler, or give the iterable dataset a method reshard_state_dict(states, "
+                f"rank, world); or restore with {len(found)} replicas, or exclude the loader to begin a new epoch"
+            )
+        return {**self._describe(), "sampler": sampler, "loader": loaded}
+
+    # The loader of this replica
+
+    def _place(self) -> tuple[int, int]:
+        """Return the number of this replica, and the number of all."""
+        if self._given is not None:
+            return self._given
+        sampler = self._sampler()
+        if sampler is not None:
+            return sampler.rank, sampler.num_replicas
+        return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+
+    def _sampler(self) -> DistributedSampler[Any] | None:
+        found = self.loader.sampler
+        return found if isinstance(found, DistributedSampler) else None
+
+    def _describe(self) -> dict[str, Any]:
+        """Return all of the state but the loader's own."""
+        replica, replicas = self._place()
+        sampler, described = self._sampler(), None
+        if sampler is not None and _is_strided(sampler):
+            described = {"epoch": sampler.epoch, "seed": sampler.seed, "shuffle": sampler.shuffle}
+            described["length"] = len(sampler.dataset)  # type: ignore[arg-type]
+        return {
+            "version": VERSION,
+            "replica": replica,
+            "replicas": replicas,
+            "batch_size": self.loader.batch_size,
+            "sampler": described,
+        }
+
+    # Map-style datasets
+
+    def _divide(self, found: Sequence[State], replicas: int) -> dict[str, Any]:
+        """Return the state of a loader after the samples that all replicas have seen together."""
+        sampler, saved, now = self._sampler(), found[0]["sampler"], self._describe()["sampler"]
+        assert sampler is not None
+        changed = [f"{name} was {saved[name]}, now {now[name]}" for name in _SAMPLER if saved[name] != now[name]]
+        if changed:
+            raise ValueError(f"the order of the samples has changed: the sampler's {'; its '.join(changed)}")
+        seen = [_count_seen(each) for each in found]
+        if len(set(seen)) > 1:
+            raise ValueError(
+                f"the replicas must have seen equally many samples, got {sorted(set(seen))}; take the snapshot when "
+                "all ranks are at the same step"
+            )
+        total = seen[0] * len(found)
+        mine, left = divmod(total, replicas)
+        finished = all(_is_finished(each) for each in found)
+        if total >= saved["length"] or finished:
+            mine, left = sampler.num_samples, 0
+        if left and self._remainder == "raise":
+            raise ValueError(
+                f"{total:,} samples were seen, which {replicas} replicas cannot share equally; pass "
+                "remainder='repeat' or remainder='skip' to LoaderState, or take the snapshot at another step"
+            )
+        mine = min(mine + (left > 0 and self._remainder == "skip"), sampler.num_samples)
+        dataset = self._common_dataset_state(found)
+        batch = self.loader.batch_size or 1
+        own = {_YIELDED: mine} if hasattr(sampler, "state_dict") else None
+        iterator = {"samples_yielded": mine} | ({"sampler_state": own} if own is not None else {})
+        sampled = {
+            "_index_sampler_state": own if self.loader.batch_size is None else None,
+            "_sampler_iter_state": iterator if self.loader.batch_size is not None else None,
+            "_sampler_iter_yielded": -(-mine // batch),
+        }
+        shards = [(dataset, None)] * max(1, self.loader.num_workers)
+        return self._build(sampled, shards, found, finished=finished)
+
+    def _common_dataset_state(self, found: Sequence[State]) -> Any:
+        """Return the state of a map-style dataset, which must be the same everywhere."""
+        states = [dataset for each in found for dataset, _ in _shards_of(each["loader"])]
+        if any(state != states[0] for state in states):
+            raise ValueError("the datasets of the replicas have different states, which cannot be redistributed")
+        return states[0]
+
+    # Iterable datasets
+
+    def _reshard_dataset(self, found: Sequence[State], replica: int, replicas: int) -> dict[str, Any]:
+        """Return the state of a loader whose dataset redistributes its state."""
+        if any(each["loader"].get("_steps_since_snapshot") for each in found):
+            raise ValueError("the loader must save its state at each step: snapshot_every_n_steps=1, its default")
+        shards = [shard for each in found for shard in _shards_of(each["loader"])]
+        iterators = [(fetcher or {}).get("dataset_iter_state") for _, fetcher in shards]
+        in_iterator = any(state is not None for state in iterators)
+        states = iterators if in_iterator else [dataset for dataset, _ in shards]
+        if in_iterator and any(dataset is not None for dataset, _ in shards):
+            raise ValueError("the dataset and its iterator both have a state, and only one can be redistributed")
+        if any(state is None for state in states):
+            raise ValueError("the dataset, or its iterator, must have state_dict() and load_state_dict()")
+        workers = max(1, self.loader.num_workers)
+        ended = all(_is_finished(each) for each in found)
+        fresh: list[tuple[Any, Any]] = []
+        for number in range(replica * workers, (replica + 1) * workers):
+            state = self.loader.dataset.reshard_state_dict(states, number, replicas * workers)
+            fetcher = {"dataset_iter_state": state if in_iterator else None, "fetcher_ended": ended}
+            fresh.append((None if in_iterator else state, fetcher))
+        batches = max(_count_batches(each["loader"]) for each in found)
+        seen = batches * (self.loader.batch_size or 1)
+        sampled = {
+            "_index_sampler_state": None,
+            "_sampler_iter_state": {"samples_yielded": seen} if self.loader.batch_size is not None else None,
+            "_sampler_iter_yielded": batches,
+        }
+        return self._build(sampled, fresh, found, finished=ended)
+
+    def _build(
+        self, sampled: dict[str, Any], shards: Sequence[tuple[Any, Any]], found: Sequence[State], *, finished: bool
+    ) -> dict[str, Any]:
+        """Return the state of a loader: of its sampler, and of the dataset and the fetcher of each worker."""
+        batches = sampled["_sampler_iter_yielded"]
+        sampled |= {"_IterableDataset_len_called": None, "_shared_seed": None}
+        if not self.loader.num_workers:
+            ((dataset, fetcher),) = shards
+            held = {"_num_yielded": batches, "fetcher_state": fetcher, "dataset_state": dataset}
+            return {**sampled, **held, "_iterator_finished": finished}
+        replica = self._place()[0]
+        seed = torch.initial_seed() % (1 << 62) + replica
+        sampled["_base_seed"] = _main(found[replica % len(found)]["loader"])[0].get("_base_seed", seed)
+        return {
+            "_snapshot": {
+                "_snapshot_step": batches,
+                "_last_yielded_worker_id": len(shards) - 1,
+                "_main_snapshot": {"_num_workers": len(shards), **sampled},
+                "_worker_snapshots": {
+                    f"worker_{number}": {"worker_id": number, "dataset_state": dataset, "fetcher_state": fetcher}
+                    for number, (dataset, fetcher) in enumerate(shards)
+                },
+            },
+            "_steps_since_snapshot": 0,
+            "_iterator_finished": finished,
+        }
+
+
+# States that were saved
+
+
+def _expect_ours(state: Any) -> None:
+    if not isinstance(state, Mapping) or state.get("version") != VERSION:
+        raise ValueError(
+            "the state must be one of LoaderState, which has the number of replicas; restore another one into the "
+            "loader itself, on as many ranks as saved it"
+        )
+
+
+def _by_replica(states: Sequence[Any]) -> list[State]:
+    """Return the state of each replica. Ranks that read the same data have the same one."""
+    found: dict[int, State] = {}
+    for rank, state in enumerate(states):
+        if state is None:
+            continue
+        _expect_ours(state)
+        known = found.setdefault(state["replica"], state)
+        if _count_batches(known["loader"]) != _count_batches(state["loader"]):
+            raise ValueError(
+                f"rank {rank} was at another step than other ranks with replica {state['replica']}; ranks that read "
+                "different data must have different replicas"
+            )
+    numbers = {state["replicas"] for state in found.values()}
+    if len(numbers) != 1 or sorted(found) != list(range(*numbers)):
+        raise ValueError(f"the snapshot must have the states of all replicas, got those of {sorted(found)}")
+    return [found[number] for number in sorted(found)]
+
+
+def _main(loader: State) -> tuple[State, int]:
+    """Return the state of the loader's main process, and the steps after it."""
+    if "_snapshot" in loader:
+        return loader["_snapshot"]["_main_snapshot"], loader["_steps_since_snapshot"]
+    return loader, 0
+
+
+def _with_true_place(loader: State) -> dict[str, Any]:
+    """Return a loader's state with the true place of its sampler, which it does not tell before the first batch."""
+    if "_snapshot" in loader:
+        main = _with_true_place(loader["_snapshot"]["_main_snapshot"])
+        return {**loader, "_snapshot": {**loader["_snapshot"], "_main_snapshot": main}}
+    made = dict(loader)
+    iterator, index = loader.get("_sampler_iter_state"), loader.get("_index_sampler_state")
+    if isinstance(iterator, Mapping) and _YIELDED in (iterator.get("sampler_state") or {}):
+        true = {**iterator["sampler_state"], _YIELDED: iterator["samples_yielded"]}
+        made["_sampler_iter_state"] = {**iterator, "sampler_state": true}
+    if isinstance(index, Mapping) and _YIELDED in index:
+        made["_index_sampler_state"] = {**index, _YIELDED: loader["_sampler_iter_yielded"]}
+    return made
+
+
+def _is_strided(sampler: DistributedSampler[Any]) -> bool:
+    """Return True if replicas take turns in one order, as in the base class. A subclass may have another order."""
+    owner = next(each for each in type(sampler).__mro__ if "__iter__" in vars(each))
+    return owner is DistributedSampler or owner.__module__.startswith("torchdata.")
+
+
+def _count_batches(loader: State) -> int:
+    """Return the number of batches that a loader has yielded in the epoch."""
+    if "_snapshot" in loader:
+        return int(loader["_snapshot"]["_snapshot_step"] + loader["_steps_since_snapshot"])
+    return int(loader["_num_yielded"])
+
+
+def _count_seen(state: State) -> int:
+    """Return the number of samples that a replica has seen in the epoch."""
+    main, steps = _main(state["loader"])
+    if state["batch_size"] is None:  # each sample by itself
+        return int(main["_sampler_iter_yielded"]) + steps
+    return int(main["_sampler_iter_state"]["samples_yielded"]) + steps * int(state["batch_size"])
+
+
+def _is_finished(state: State) -> bool:
+    return bool(state["loader"]["_iterator_finished"])
+
+
+def _shards_of(loader: State) -> Iterator[tuple[Any, Any]]:
+    """Yield the states of the dataset and of the fetcher of each worker."""
+    if "_snapshot" not in loader:
+        yield loader["dataset_state"], loader["fetcher_state"]
+        return
+    workers = loader["_snapshot"]["_worker_snapshots"]
+    for number in range(len(workers)):
+        held = workers[f"worker_{number}"]
+        yield held["dataset_state"], held["fetcher_state"]

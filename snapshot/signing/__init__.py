@@ -1,0 +1,1 @@
+"""Signatures: who wrote a snapshot, proven for every byte that is read."""

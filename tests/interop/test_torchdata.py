@@ -1,0 +1,201 @@
+"""Data loaders whose number of replicas changes between a take and a restore."""
+
+import itertools
+
+import pytest
+
+pytest.importorskip("torchdata")
+
+from snapshot import RestoreError, Snapshot, StateDict
+from snapshot.interop.torchdata import LoaderState
+from tests.interop import loaders
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torchdata
+
+
+def flat(lists):
+    return list(itertools.chain.from_iterable(lists))
+
+
+@pytest.mark.parametrize(
+    ("workers", "then"),
+    [(0, 0), pytest.param(2, 0, marks=pytest.mark.slow), pytest.param(0, 2, marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("stateful", [True, False])
+def test_every_sample_is_seen_once_on_any_number_of_replicas(four, two, folder, workers, then, stateful):
+    options = {"stateful": stateful, "dataset": loaders.Counted}
+    seen = four.run(loaders.begin_map, f"{folder}/s", 2, 96, 4, workers, options, timeout=60)[0]
+    assert len(flat(seen)) == 32
+    rest, epoch, x = two.run(loaders.continue_map, f"{folder}/s", 96, 3, then, "raise", options, timeout=60)[0]
+    assert (epoch, x) == (3, 2)
+    assert sorted(flat(seen) + flat(rest)) == list(range(96))
+    # the order is that of the epoch on the new number of replicas
+    whole = loaders.map_loader(96, 3, replica=(0, 2))
+    whole.sampler.set_epoch(3)
+    assert rest[0] == loaders.numbers(whole)[16:]
+
+
+def test_more_replicas_than_before(two, four, folder):
+    seen = two.run(loaders.begin_map, f"{folder}/s", 3, 64, 4, 0, {})[0]
+    rest, _, _ = four.run(loaders.continue_map, f"{folder}/s", 64, 2, 0, "raise", {})[0]
+    assert sorted(flat(seen) + flat(rest)) == list(range(64))
+
+
+@pytest.mark.parametrize("remainder", ["raise", "repeat", "skip"])
+def test_a_remainder_is_an_error_or_repeated_or_skipped(two, four, folder, remainder):
+    seen = flat(two.run(loaders.begin_map, f"{folder}/s", 3, 64, 3, 0, {})[0])
+    found = four.run(loaders.continue_map, f"{folder}/s", 64, 2, 0, remainder, {})[0]
+    if remainder == "raise":
+        text, notes, x = found
+        assert "18 samples were seen, which 4 replicas cannot share equally; pass remainder='repeat'" in text
+        assert notes == ["raised by reshard_state_dict() of app_state['loader']; nothing was touched"]
+        assert x == 0
+        return
+    rest = flat(found[0])
+    if remainder == "repeat":
+        assert sorted({*seen, *rest}) == list(range(64))
+        assert len(seen) + len(rest) == 66
+    else:
+        assert sorted({*seen, *rest} | (set(range(64)) - {*seen, *rest})) == list(range(64))
+        assert len(set(seen) & set(rest)) == 0
+        assert len(seen) + len(rest) == 62
+
+
+def test_an_epoch_that_ended_stays_ended(two, four, folder):
+    seen = two.run(loaders.begin_map, f"{folder}/s", 8, 64, 4, 0, {})[0]
+    assert sorted(flat(seen)) == list(range(64))
+    rest, _, _ = four.run(loaders.continue_map, f"{folder}/s", 64, 4, 0, "raise", {})[0]
+    assert flat(rest) == []
+
+
+@pytest.mark.parametrize("change", ["length", "seed"])
+def test_another_order_of_samples_is_an_error(two, four, folder, change):
+    two.run(loaders.begin_map, f"{folder}/s", 2, 64, 4, 0, {})
+    length, options = (60, {}) if change == "length" else (64, {"seed": 6})
+    text, _, _ = four.run(loaders.continue_map, f"{folder}/s", length, 4, 0, "raise", options)[0]
+    assert f"the order of the samples has changed: the sampler's {change} was" in text
+
+
+@pytest.mark.parametrize(
+    ("workers", "then"),
+    [(0, 0), pytest.param(2, 0, marks=pytest.mark.slow), pytest.param(0, 2, marks=pytest.mark.slow)],
+)
+def test_an_iterable_dataset_redistributes_its_shards(four, two, folder, workers, then):
+    seen = four.run(loaders.begin_stripes, f"{folder}/s", 2, 16, 5, 2, workers, timeout=60)[0]
+    rest = two.run(loaders.continue_stripes, f"{folder}/s", 16, 5, 3, then, timeout=60)[0]
+    assert sorted(flat(seen) + flat(rest)) == sorted(1000 * s + n for s in range(16) for n in range(5))
+
+
+def test_an_iterable_dataset_that_cannot_redistribute_is_an_error(four, two, folder):
+    four.run(loaders.begin_stripes, f"{folder}/s", 2, 16, 5, 2, 0)
+    text = two.run(loaders.continue_stripes, f"{folder}/s", 16, 5, 3, 0, loaders.Fixed)[0]
+    assert "the data of 4 replicas cannot be redistributed over 2: use a map-style dataset" in text
+
+
+def test_ranks_of_a_group_read_the_same_data(four, two, folder):
+    seen = four.run(loaders.save_groups, f"{folder}/s")[0]
+    assert seen[0] == seen[1]
+    rest = two.run(loaders.continue_groups, f"{folder}/s")[0]
+    assert sorted(seen[0] + seen[2] + flat(rest)) == list(range(48))
+
+
+def test_a_bare_loader_on_another_number_of_ranks_is_an_error(two, four, folder):
+    two.run(loaders.save_bare, f"{folder}/s")
+    for pool in (four, None):
+        found = pool.run(loaders.restore_bare, f"{folder}/s")[0] if pool else loaders.restore_bare(f"{folder}/s")
+        assert "loader: is the state of a data loader on each of 2 ranks, and now there are" in found
+        assert "snapshot.interop.torchdata.LoaderState" in found
+    assert two.run(loaders.restore_bare, f"{folder}/s") == [0, 0]
+    assert "must be one of LoaderState" in four.run(loaders.restore_bare, f"{folder}/s", True)[0]
+
+
+def test_one_process_continues_where_it_was(tmp_path):
+    loader = loaders.map_loader(40, 4, replica=(0, 1))
+    it = iter(loader)
+    seen = loaders.numbers([next(it), next(it)])
+    Snapshot.take(tmp_path / "s", {"loader": LoaderState(loader)})
+    again = loaders.map_loader(40, 4, replica=(0, 1))
+    Snapshot(tmp_path / "s").restore({"loader": LoaderState(again)})
+    assert sorted(seen + loaders.numbers(again)) == list(range(40))
+    other = LoaderState(loaders.map_loader(40, 4, replica=(0, 2)))
+    with pytest.raises(ValueError, match="that of replica 0 of 1, and this is replica 0 of 2"):
+        other.load_state_dict(LoaderState(loader).state_dict())
+
+
+@pytest.mark.parametrize("batch", [2, None])
+def test_a_take_right_after_a_restore_has_the_same_place(tmp_path, batch):
+    loader = loaders.map_loader(20, batch, replica=(0, 1))
+    it = iter(loader)
+    seen = loaders.numbers([next(it), next(it), next(it)])
+    for name in "abc":
+        Snapshot.take(tmp_path / name, {"loader": LoaderState(loader)})
+        loader = loaders.map_loader(20, batch, replica=(0, 1))
+        Snapshot(tmp_path / name).restore({"loader": LoaderState(loader)})
+    assert sorted(seen + loaders.numbers(loader)) == list(range(20))
+
+
+@pytest.mark.parametrize("stateful", [True, False])
+def test_samples_without_batches_are_redistributed(four, two, folder, stateful):
+    options = {"stateful": stateful}
+    seen = four.run(loaders.begin_map, f"{folder}/s", 3, 48, None, 0, options)[0]
+    rest, _, _ = two.run(loaders.continue_map, f"{folder}/s", 48, None, 0, "raise", options)[0]
+    assert sorted(flat(seen) + flat(rest)) == list(range(48))
+
+
+def test_a_sampler_with_an_order_of_its_own_is_an_error(four, two, folder):
+    four.run(loaders.begin_map, f"{folder}/s", 2, 48, 3, 0, {"kind": loaders.Chunked})
+    text, _, _ = two.run(loaders.continue_map, f"{folder}/s", 48, 3, 0, "raise", {"kind": loaders.Chunked})[0]
+    assert "the data of 4 replicas cannot be redistributed over 2" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"replica": 0, "replicas": 2}, "must be those of the sampler, 0 and 1, got 0 and 2"),
+        ({"replica": 1}, "replica and replicas must be passed together"),
+        ({"replica": 2, "replicas": 2}, "replica must be from 0 to 1, got 2"),
+        ({"remainder": "drop"}, "remainder must be one of 'raise', 'repeat', 'skip', got 'drop'"),
+    ],
+)
+def test_wrong_arguments(options, text):
+    with pytest.raises(ValueError, match=text):
+        LoaderState(loaders.map_loader(4, 1, replica=(0, 1)), **options)
+
+
+# The protocol
+
+
+def test_any_stateful_may_redistribute_its_state(four, two, folder):
+    four.run(loaders.save_own, f"{folder}/s")
+    everything = [10 * rank + n for rank in range(4) for n in range(3)]
+    assert two.run(loaders.restore_own, f"{folder}/s", {}) == [
+        (everything[0::2], [(0, 2, 4)], 1),
+        (everything[1::2], [(1, 2, 4)], 1),
+    ]
+    assert loaders.restore_own(f"{folder}/s", {}) == (everything, [(0, 1, 4)], 1)
+    renamed = {"rename": {"own": "new"}, "key": "new"}
+    assert loaders.restore_own(f"{folder}/s", renamed) == (everything, [(0, 1, 4)], 1)
+    assert loaders.restore_own(f"{folder}/s", {"exclude": ["own", "own/**"]}) == ([0, 1, 2], [], 1)
+    assert loaders.restore_own(f"{folder}/s", {"include": ["s/**"]}) == ([0, 1, 2], [], 1)
+    assert loaders.restore_own(f"{folder}/s", {"include": ["s/**", "own/**"]}) == (everything, [(0, 1, 4)], 1)
+    assert loaders.restore_own(f"{folder}/s", {"exclude": ["own/**"]}) == ([0, 1, 2], [], 1)
+    text, x, mine, calls = loaders.restore_own(f"{folder}/s", {"exclude": ["own/mine/1"]})
+    assert "so it must be restored as a whole" in text
+    assert (x, mine, calls) == (0, [0, 1, 2], [])
+    four.run(loaders.restore_own, f"{folder}/s", {})
+
+
+def test_the_same_number_of_ranks_redistributes_nothing(four, folder):
+    four.run(loaders.save_own, f"{folder}/s")
+    assert four.run(loaders.restore_own, f"{folder}/s", {})[3] == ([30, 31, 32], [], 1)
+
+
+def test_a_rank_without_a_state_gives_none(four, two, folder):
+    four.run(loaders.save_own, f"{folder}/s", (0, 1, 3))
+    assert two.run(loaders.restore_own, f"{folder}/s", {})[1] == ("one is missing", 0, [10, 11, 12], [(1, 2, 4)])
+
+
+def test_a_key_that_no_rank_saved_is_the_usual_error(two, folder):
+    two.run(loaders.save_own, f"{folder}/s", ())
+    with pytest.raises(RestoreError, match="own: the snapshot has no such key"):
+        Snapshot(f"{folder}/s").restore({"own": loaders.Own(), "s": StateDict(x=0)})

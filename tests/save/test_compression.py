@@ -1,0 +1,397 @@
+"""Compressed snapshots are the same snapshots, in fewer bytes."""
+
+import errno
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import safetensors
+import torch
+
+from snapshot import CorruptSnapshotError, MissingExtraError, Snapshot, SnapshotExistsError, StateDict, StorageError
+from snapshot.manifest.document import FORMAT, PACKED_FORMAT
+from snapshot.runtime.arena import arena
+from snapshot.tensors.digest import BLOCK
+from snapshot.tensors.dtypes import BY_NAME
+from snapshot.testing import faulty, recording
+
+MiB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def all_memory_is_given_back():
+    yield
+    assert " 0 in use" in repr(arena())
+
+
+def weights(*shape, dtype=torch.float32, seed=0):
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 0.02).to(dtype)
+
+
+def state(rows=700):
+    """Tensors of a training step: several blocks each, small ones, and other objects."""
+    return {
+        "s": StateDict(
+            weight=weights(rows, 1024, dtype=torch.bfloat16),
+            master=weights(rows, 1024, seed=1),
+            moment=weights(rows, 1024, seed=2) ** 2,
+            biases=[weights(33, seed=n) for n in range(40)],
+            ids=torch.arange(9000),
+            strided=weights(300, 400).t(),
+            name="run",
+        )
+    }
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and bits(a) == bits(b)
+    if isinstance(a, list):
+        return all(map(same, a, b))
+    return a == b
+
+
+def bits(tensor):
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def blank(like):
+    return {
+        "s": StateDict(
+            {
+                name: torch.zeros_like(value) if isinstance(value, torch.Tensor) else value
+                for name, value in like["s"].items()
+            }
+        )
+    }
+
+
+def expect_same(path, app, **given):
+    live = blank(app)
+    Snapshot(path).restore(live, **given)
+    for name, value in app["s"].items():
+        assert same(value, live["s"][name]), name
+    new = Snapshot(path).get_state_dict_for_key("s")
+    for name, value in app["s"].items():
+        assert same(value, new[name]), name
+    assert Snapshot(path).verify()
+
+
+def nbytes(path):
+    return sum(os.path.getsize(os.path.join(folder, name)) for folder, _, names in os.walk(path) for name in names)
+
+
+WAYS = {
+    "take": Snapshot.take,
+    "async": lambda path, app, **given: Snapshot.async_take(path, app, **given).wait(),
+    "overlapped": lambda path, app, **given: Snapshot.async_take(path, app, staging="overlapped", **given).wait(),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("budget", [None, 16 * MiB, 1 * MiB])
+def test_what_is_saved_comes_back_in_fewer_bytes(tmp_path, way, budget):
+    app = state()
+    Snapshot.take(tmp_path / "raw", app)
+    WAYS[way](tmp_path / "z", app, compression="zstd", memory_budget_bytes=budget)
+    expect_same(tmp_path / "z", app)
+    assert nbytes(tmp_path / "raw") / nbytes(tmp_path / "z") > 1.2
+    assert Snapshot(tmp_path / "z").metadata.format == PACKED_FORMAT
+    assert Snapshot(tmp_path / "z").metadata.nbytes == nbytes(tmp_path / "z" / "data")
+    assert not Snapshot.diff(tmp_path / "raw", tmp_path / "z")
+    assert not Snapshot.diff(tmp_path / "z", tmp_path / "raw", values=True)
+
+
+@pytest.mark.parametrize("url", ["memory://compressed", "recording+memory://compressed"])
+def test_a_storage_may_wait_in_threads_or_on_the_loop(url):
+    app = state(200)
+    with recording():
+        Snapshot.take(url, app, compression="zstd", overwrite=True)
+        expect_same(url, app)
+        Snapshot(url).delete()
+
+
+@pytest.mark.parametrize("name", sorted(BY_NAME))
+def test_every_dtype_and_size_is_bit_exact(tmp_path, name):
+    dtype = BY_NAME[name]
+    counts = [0, 1, *(BLOCK // dtype.itemsize + by for by in (-1, 0, 1)), 2 * BLOCK // dtype.itemsize + 3]
+    tensors = {}
+    for count in counts:
+        noise = torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8)
+        if dtype == torch.bool:
+            noise &= 1
+        tensors[f"noise{count}"] = noise.view(dtype)
+        tensors[f"zeros{count}"] = torch.zeros(count * dtype.itemsize, dtype=torch.uint8).view(dtype)
+    app = {"s": StateDict(tensors)}
+    Snapshot.take(tmp_path / "s", app, compression="zstd")
+    new = Snapshot(tmp_path / "s").get_state_dict_for_key("s")
+    for key, value in tensors.items():
+        assert new[key].dtype == dtype
+        assert bits(new[key]) == bits(value), key
+    assert Snapshot(tmp_path / "s").verify()
+
+
+def test_what_does_not_shrink_is_stored_as_without_compression(tmp_path):
+    app = {"s": StateDict(noise=torch.randint(0, 256, (3 * MiB,), dtype=torch.uint8))}
+    Snapshot.take(tmp_path / "s", app, compression="zstd")
+    metadata = Snapshot(tmp_path / "s").metadata
+    assert metadata.format == FORMAT
+    (name,) = [each for each in metadata.files if each.endswith("safetensors")]
+    with safetensors.safe_open(tmp_path / "s" / name, "pt") as file:
+        assert torch.equal(file.get_tensor("s/noise"), app["s"]["noise"])
+    assert Snapshot(tmp_path / "s").verify()
+
+
+@pytest.mark.parametrize("zeros", [0, 1, 300, 3500, 4096, 4119, 4200, 4400, 9000])
+def test_a_file_that_gains_less_than_its_table_is_stored_as_without_compression(tmp_path, zeros):
+    noise = torch.randint(0, 256, (600_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    app = {"s": StateDict(noise=noise, zeros=torch.zeros(zeros, dtype=torch.uint8))}
+    Snapshot.take(tmp_path / "raw", app)
+    Snapshot.take(tmp_path / "s", app, compression="zstd")
+    raw, packed = (Snapshot(tmp_path / name).metadata for name in ("raw", "s"))
+    assert packed.nbytes < raw.nbytes if zeros == 9000 else packed.nbytes <= raw.nbytes
+    assert (packed.format == PACKED_FORMAT) == (packed.nbytes < raw.nbytes)
+    assert not Snapshot.diff(tmp_path / "raw", tmp_path / "s")
+    assert Snapshot(tmp_path / "s").verify()
+    held = Snapshot(tmp_path / "s").get_state_dict_for_key("s")
+    assert torch.equal(held["noise"], noise)
+    assert torch.equal(held["zeros"], app["s"]["zeros"])
+
+
+def test_no_other_reader_takes_compressed_bytes_for_a_weight(tmp_path):
+    Snapshot.take(tmp_path / "s", state(), compression="zstd")
+    seen = 0
+    for name in os.listdir(tmp_path / "s" / "data"):
+        if name.endswith("safetensors"):
+            with safetensors.safe_open(tmp_path / "s" / "data" / name, "pt") as file:
+                assert list(file.keys()) == ["data[split+zstd]"]
+                assert file.get_tensor("data[split+zstd]").dtype == torch.uint8
+                assert "compressed" in file.metadata()["snapshot"]
+            seen += 1
+    assert seen
+    head = (tmp_path / "s" / ".snapshot_metadata").read_bytes()[:24]
+    assert head.startswith(b'{"format":"snapshot/2",')
+
+
+# Parts
+
+
+def test_a_row_costs_two_blocks_and_the_table(tmp_path):
+    app = {"s": StateDict(long=weights(40_000, 300))}
+    Snapshot.take(tmp_path / "s", app, compression="zstd")
+    with recording() as log:
+        view = Snapshot(f"recording+file://{tmp_path}/s")
+        row = view.read_object("0/s/long", box=(slice(12_345, 12_346),))
+    assert same(row, app["s"]["long"][12_345:12_346])
+    reads = [each for each in log.operations if each.name == "read_into" and each.path.endswith("safetensors")]
+    assert sum(each.nbytes for each in reads) <= 2 * BLOCK + 4096
+    assert sum(each.nbytes for each in log.operations if each.path.endswith(".bin")) < 64 << 10
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_box_is_the_same_as_that_of_the_whole(tmp_path, seed):
+    chance = torch.Generator().manual_seed(seed)
+    whole = weights(900, 70, 13, seed=seed)
+    Snapshot.take(tmp_path / "s", {"s": StateDict(t=whole)}, compression="zstd", memory_budget_bytes=4 * MiB)
+    for _ in range(6):
+        low = [int(torch.randint(0, size, (), generator=chance)) for size in whole.shape]
+        length = [
+            int(torch.randint(1, size - at + 1, (), generator=chance))
+            for at, size in zip(low, whole.shape, strict=True)
+        ]
+        box = tuple(slice(at, at + n) for at, n in zip(low, length, strict=True))
+        assert same(Snapshot(tmp_path / "s").read_object("0/s/t", box=box), whole[box])
+
+
+# Copies and conversions
+
+
+def test_copies_and_conversions(tmp_path):
+    app = state()
+    Snapshot.take(tmp_path / "raw", app, metadata={"a": 1})
+    Snapshot.take(tmp_path / "z", app, compression="zstd")
+    Snapshot(tmp_path / "z").copy(tmp_path / "bytes")
+    assert nbytes(tmp_path / "bytes") == pytest.approx(nbytes(tmp_path / "z"), rel=0.01)
+    Snapshot(tmp_path / "raw").copy(tmp_path / "small", compression="zstd")
+    assert Snapshot(tmp_path / "small").metadata.metadata == {"a": 1}
+    Snapshot(tmp_path / "z").convert(tmp_path / "small2", compression="zstd", memory_budget_bytes=16 * MiB)
+    Snapshot(tmp_path / "z").convert(tmp_path / "plain")
+    for name, form in (("bytes", 2), ("small", 2), ("small2", 2), ("plain", 1)):
+        assert Snapshot(tmp_path / name).metadata.format == f"snapshot/{form}"
+        expect_same(tmp_path / name, app)
+        assert not Snapshot.diff(tmp_path / "raw", tmp_path / name)
+    Snapshot(tmp_path / "z").convert(tmp_path / "z.safetensors", "safetensors", select=["s/weight"])
+    Snapshot(tmp_path / "z").copy(tmp_path / "part", ["s/weight"])
+    for place in ("z.safetensors", "part"):
+        assert same(Snapshot(tmp_path / place).get_manifest() and read_weight(tmp_path / place), app["s"]["weight"])
+    with pytest.raises(ValueError, match="no other library reads"):
+        Snapshot(tmp_path / "z").convert(tmp_path / "no", "dcp", compression="zstd")
+
+
+def read_weight(path):
+    snapshot = Snapshot(path)
+    (name,) = [name for name in snapshot.get_manifest() if name.endswith("weight")]
+    return snapshot.read_object(name.partition("/")[2])
+
+
+def test_a_damaged_copy_is_not_committed(tmp_path):
+    Snapshot.take(tmp_path / "z", state(), compression="zstd")
+    (name,) = [name for name in os.listdir(tmp_path / "z" / "data") if name.endswith("safetensors")]
+    with open(tmp_path / "z" / "data" / name, "r+b") as file:
+        file.seek(300_000)
+        file.write(bytes([file.read(1)[0] ^ 1]))
+    with pytest.raises(CorruptSnapshotError, match="digest must be"):
+        Snapshot(tmp_path / "z").copy(tmp_path / "no")
+    assert not Snapshot(tmp_path / "no").exists()
+
+
+# Based takes
+
+
+@pytest.mark.parametrize(("first", "then"), [("zstd", None), (None, "zstd"), ("zstd", "zstd")])
+def test_base_and_take_may_differ_in_codec(tmp_path, first, then):
+    app = {"s": StateDict(frozen=weights(2000, 512), step=weights(600, 512, seed=1))}
+    for parameter in ("frozen",):
+        app["s"][parameter].requires_grad_(False)
+    base = Snapshot.take(tmp_path / "a", app, compression=first)
+    later = Snapshot.take(tmp_path / "b", app, base=base, compression=then)
+    assert later.report.shared_files >= 1
+    assert later.report.written_bytes < 100_000
+    assert Snapshot(tmp_path / "b").metadata.format == Snapshot(tmp_path / "a").metadata.format
+    Snapshot(tmp_path / "a").delete()  # its tables are gone, too
+    expect_same(tmp_path / "b", app)
+    app["s"]["step"] += 1
+    third = Snapshot.take(tmp_path / "c", app, base=later, compression=then)
+    Snapshot(tmp_path / "b").delete()
+    expect_same(tmp_path / "c", app)
+    assert third.report.written_bytes > 0
+
+
+def test_a_base_with_a_damaged_table_is_not_shared(tmp_path):
+    app = {"s": StateDict(frozen=weights(2000, 512))}
+    base = Snapshot.take(tmp_path / "a", app, compression="zstd")
+    document = base._open()
+    (packed,) = [file.packed for file in document.files.values() if file.packed is not None]
+    with open(tmp_path / "a" / packed.index[0], "r+b") as file:
+        file.seek(packed.index[1] + 3)
+        file.write(b"\xff")
+    later = Snapshot.take(tmp_path / "b", app, base=tmp_path / "a")
+    assert later.report.shared_files == 0
+    expect_same(tmp_path / "b", app)
+
+
+# Faults
+
+
+@pytest.mark.parametrize("way", ["take", "async"])
+@pytest.mark.parametrize("on", ["create", "write", "finish"])
+def test_a_failed_take_leaves_nothing(tmp_path, way, on):
+    app = state()
+    for nth in (1, 2):
+        full = OSError(errno.ENOSPC, "No space left on device")
+        with (
+            faulty(on=on, path="*.safetensors", nth=nth, error=full),
+            pytest.raises(StorageError, match="No space left"),
+        ):
+            WAYS[way](f"faulty+file://{tmp_path}/s", app, compression="zstd", memory_budget_bytes=4 * MiB)
+        assert not [name for _, _, names in os.walk(tmp_path / "s") for name in names]
+    WAYS[way](tmp_path / "s", app, compression="zstd")
+    with pytest.raises(SnapshotExistsError):
+        Snapshot.take(tmp_path / "s", app, compression="zstd")
+
+
+def test_written_bytes_are_read_back_as_they_are_stored(tmp_path):
+    app = state()
+    Snapshot.take(tmp_path / "s", app, compression="zstd", verify_writes=True)
+    expect_same(tmp_path / "s", app)
+    for flip in (9, 70_000):  # the header of the stored file, and a block
+        with (
+            faulty(on="write", path="*.safetensors", flip=flip),
+            pytest.raises(Exception, match="nothing was committed"),
+        ):
+            Snapshot.take(f"faulty+file://{tmp_path}/no", app, compression="zstd", verify_writes=True)
+        assert not Snapshot(tmp_path / "no").exists()
+
+
+def test_a_read_that_is_damaged_once_is_repeated():
+    app = state(300)
+    Snapshot.take("memory://once", app, compression="zstd", overwrite=True)
+    for path in ("*.safetensors", "*.bin"):
+        with faulty(on="read_into", path=path, nth=1, flip=5000):
+            expect_same("faulty+memory://once", app)
+    Snapshot("memory://once").delete()
+
+
+@pytest.mark.parametrize("value", ["lz4", True, 1, ""])
+def test_other_values_are_refused(tmp_path, value):
+    with pytest.raises(ValueError, match="compression must be None, 'zstd' or 'auto'"):
+        Snapshot.take(tmp_path / "s", state(1), compression=value)
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_missing_library_is_an_error_of_the_call(tmp_path):
+    code = f"""
+        import sys
+        sys.modules["zstandard"] = None
+        import torch
+        from snapshot import MissingExtraError, Snapshot, StateDict
+        app = {{"s": StateDict(x=torch.ones(3))}}
+        Snapshot.take({str(tmp_path / "raw")!r}, app)
+        for call in (
+            lambda: Snapshot.take({str(tmp_path / "s")!r}, app, compression="zstd"),
+            lambda: Snapshot.async_take({str(tmp_path / "s")!r}, app, compression="auto"),
+            lambda: Snapshot({str(tmp_path / "raw")!r}).copy({str(tmp_path / "s")!r}, compression="zstd"),
+            lambda: Snapshot({str(tmp_path / "z")!r}).restore(app),
+        ):
+            try:
+                call()
+            except MissingExtraError as error:
+                assert "pip install 'snapshot-torch[zstd]'" in str(error), error
+            else:
+                raise AssertionError(call)
+    """
+    Snapshot.take(tmp_path / "z", state(100), compression="zstd")
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+    assert not (tmp_path / "s").exists()
+    assert issubclass(MissingExtraError, ImportError)
+
+
+IN_A_BUDGET = """
+import sys
+import torch
+from snapshot import Snapshot, StateDict
+
+MiB = 1 << 20
+
+def grown(work):
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the highest resident size begins anew
+    before = resident()
+    work()
+    return resident() - before
+
+def resident():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM"))
+
+folder, budget = sys.argv[1], int(sys.argv[2]) * MiB
+app = {"s": StateDict({str(n): torch.randn(32 * MiB // 4) for n in range(4)})}
+warm = {"s": StateDict(x=torch.randn(MiB))}
+Snapshot.take(f"{folder}/warm", warm, compression="zstd", memory_budget_bytes=MiB)
+Snapshot(f"{folder}/warm").restore(warm, memory_budget_bytes=MiB)
+for work in (
+    lambda: Snapshot.take(f"{folder}/s", app, compression="zstd", memory_budget_bytes=budget),
+    lambda: Snapshot(f"{folder}/s").restore(app, memory_budget_bytes=budget),
+    lambda: Snapshot(f"{folder}/s").verify(memory_budget_bytes=budget),
+    lambda: Snapshot(f"{folder}/s").copy(f"{folder}/t", compression="zstd", memory_budget_bytes=budget),
+):
+    assert grown(work) <= budget + 16 * MiB, work
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="only Linux tells the highest resident size")
+@pytest.mark.parametrize("budget", [16, 48])
+def test_memory_stays_within_the_budget(tmp_path, budget):
+    subprocess.run([sys.executable, "-c", IN_A_BUDGET, str(tmp_path), str(budget)], check=True)

@@ -1,0 +1,1 @@
+"""Signatures, from the tree of hashes to what a reader with a key refuses."""

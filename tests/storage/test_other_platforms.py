@@ -1,0 +1,81 @@
+"""Suites of this library on macOS and Windows, as far as Linux can emulate them: see helpers/elsewhere."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import elsewhere
+
+TOP = Path(__file__).parents[2]
+SUITES = [
+    "storage/test_file.py",
+    "storage/test_file_hostile.py",
+    "storage/test_file_share.py",
+    "save/test_stored_format.py",
+    "save/test_verify_writes.py",
+    "loading/test_restore.py",
+    "loading/test_left_out.py",
+    "behaviour/test_exact_values.py",
+    "verbs/test_convert.py",
+    "cli/test_ls.py",
+    "manager/test_manager.py",
+]
+COPIES = "direct_io or reflink or copy or copies or CopiesByTheKernel or failed_sync or read_only or without_privileges"
+LACKING = {
+    "darwin": COPIES,
+    "win32": f"{COPIES} or only_names or syncs_their_folder or given_up or arguments_that_make_no_sense",
+}
+"""Tests of what a platform lacks: O_DIRECT, copies by the kernel, and on Windows syncs of folders and some names."""
+
+
+def on(platform, *command):
+    environment = {
+        **os.environ,
+        "SNAPSHOT_TEST_PLATFORM": platform,
+        "PYTHONPATH": os.pathsep.join((str(TOP), elsewhere.__path__[0])),
+    }
+    done = subprocess.run(
+        [sys.executable, *command], env=environment, cwd=TOP, capture_output=True, text=True, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("platform", LACKING)
+def test_suites_pass_without_what_a_platform_lacks(platform, tmp_path):
+    suites = [str(TOP / "tests" / name) for name in (SUITES if platform == "win32" else SUITES[:5])]  # macOS has most
+    given = "-q", "-p", "no:cacheprovider", "-n0", f"--basetemp={tmp_path}/base", "-k", f"not ({LACKING[platform]})"
+    code, printed = on(platform, "-m", "pytest", *given, *suites)
+    assert code == 0, printed
+    assert int(printed.rsplit(" passed", 1)[0].split()[-1]) > 300, printed
+
+
+@pytest.mark.parametrize("platform", LACKING)
+def test_what_needs_linux_says_so(platform):
+    program = """
+import os, signal
+from snapshot import Snapshot, SnapshotError, SnapshotManager, StateDict, Subscriber
+import snapshot.bench, snapshot.cli.doctor, snapshot.publish.local, snapshot.tiers.join, snapshot.worker.client
+for what, call in {
+    "near": lambda: SnapshotManager("run", near="near"),
+    "worker": lambda: Snapshot.async_take("step", {"s": StateDict(a=1)}, worker="process"),
+    "Subscriber": lambda: Subscriber("store", "local"),
+}.items():
+    try:
+        call()
+    except SnapshotError as error:
+        assert "needs Linux" in str(error) and what in str(error), error
+    else:
+        raise AssertionError(what)
+from snapshot.system_calls import try_lock_folder
+with try_lock_folder(".", 1.0) as first, try_lock_folder(".", 0.1) as second:
+    assert (first, second) == (True, False)
+with try_lock_folder(".", 1.0) as first:
+    assert first
+print("refused")
+"""
+    assert on(platform, "-W", "error", "-c", program) == (0, "refused\n")

@@ -1,0 +1,62 @@
+"""Signed snapshots in a bucket and in memory: reads in other parts, and damage on the way."""
+
+import secrets
+
+import pytest
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from snapshot import CorruptSnapshotError, Snapshot, StateDict
+from snapshot.testing import faulty
+
+KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
+MiB = 1 << 20
+
+
+def state():
+    return {"s": StateDict(w=torch.arange(3 * MiB + 7.0), b=torch.ones(3), blob=b"x" * 300_000, step=1)}
+
+
+@pytest.fixture(params=["s3fs", "obstore", "memory"])
+def place(request):
+    """A URL, and its options."""
+    if request.param == "memory":
+        return f"memory://{secrets.token_hex(4)}", None
+    moto = request.getfixturevalue("moto")
+    options = {
+        "key": moto.key, "secret": moto.secret, "endpoint_url": moto.url,
+        "engine": "s3fs" if request.param == "s3fs" else None, "client_kwargs": {"region_name": moto.region},
+    }  # fmt: skip
+    return f"s3://{moto.bucket()}", options
+
+
+def test_takes_and_later_signatures_are_verified(place):
+    url, options = place
+    Snapshot.take(f"{url}/a", state(), sign=KEY, storage_options=options)
+    Snapshot.async_take(f"{url}/b", state(), sign=KEY, storage_options=options, compression="zstd").wait()
+    Snapshot.take(f"{url}/c", state(), storage_options=options)
+    assert Snapshot(f"{url}/c", storage_options=options).sign(KEY)
+    Snapshot.take(f"{url}/d", state(), sign=KEY, storage_options=options, base=Snapshot(f"{url}/a", None, options))
+    for name in "abcd":
+        snapshot = Snapshot(f"{url}/{name}", storage_options=options, key=KEY.public_key())
+        assert snapshot.verify()
+        live = {"s": StateDict(w=torch.zeros(3 * MiB + 7), b=torch.zeros(3), blob=b"", step=0)}
+        snapshot.restore(live)
+        assert torch.equal(live["s"]["w"], state()["s"]["w"])
+        assert snapshot.read_object("s/w", box=[slice(2 * MiB, 2 * MiB + 1)]).tolist() == [2 * MiB]
+        snapshot.delete()
+
+
+def test_damage_on_the_way_is_read_again_and_lasting_damage_is_an_error(place):
+    url, options = place
+    Snapshot.take(f"{url}/a", state(), sign=KEY, storage_options=options)
+    for path in ("*.safetensors", "*.sha256", "*.signature", "*metadata"):
+        on = "read_into" if path in ("*.safetensors", "*.sha256") else "get"
+        with faulty("faulty", on=on, path=path, flip=77, times=1) as fault:
+            snapshot = Snapshot(f"faulty+{url}/a", storage_options=options, key=KEY.public_key())
+            assert torch.equal(snapshot.read_object("s/w", verify=False), state()["s"]["w"])
+        assert fault.hits == 1
+        with faulty("faulty", on=on, path=path, flip=77, times=None):
+            snapshot = Snapshot(f"faulty+{url}/a", storage_options=options, key=KEY.public_key())
+            with pytest.raises(CorruptSnapshotError):
+                snapshot.read_object("s/w", verify=False)
