@@ -66,7 +66,7 @@ def changes_of(event: Event) -> Iterator[Change]:
     """Yield what an event changes."""
     verb, fields = ("verb", event.verb), event.fields
     if event.name in ENDINGS or event.name == "failed":
-        outcome = "failed" if event.name == "failed" else "ok"
+        outcome = "ok" if event.name in ENDINGS and fields.get("ok", True) else "failed"
         yield Change("operations", 1, (("outcome", outcome), verb))
         if event.name in ENDINGS:
             yield Change("bytes", float(fields.get("bytes", 0)), (verb,))

@@ -17,7 +17,7 @@ from snapshot.events import Event, add_handler, emit, remove_handler
 from snapshot.metrics import COUNTERS, DURATION, GAUGES, PREFIX, Metrics, Readings, as_prometheus, changes_of
 from snapshot.tiers.metrics_server import MetricsServer
 from snapshot.tiers.uploader import Uploader
-from tests.tiers.jobs import manager_of, stop_uploaders
+from tests.tiers.jobs import flip, manager_of, stop_uploaders
 
 SAMPLE = re.compile(r'([a-z_]+)(?:\{((?:[a-z]+="(?:[^"\\\n]|\\.)*",?)*)\})? (\S+)')
 DASHBOARD = Path(__file__).parents[2] / "docs/_static/grafana.json"
@@ -91,6 +91,21 @@ def test_events_that_count_nothing_change_nothing():
     assert change == ("incidents", 1, (("event", "healed"),))
     (change,) = changes_of(Event("retry", "read", "x", {}))
     assert change == ("retries", 1, (("verb", "read"),))
+
+
+@pytest.mark.parametrize(("damaged", "outcome"), [(False, "ok"), (True, "failed")])
+def test_a_verify_that_found_faults_has_failed(tmp_path, damaged, outcome):
+    taken = Snapshot.take(str(tmp_path / "snap"), {"s": StateDict(x=torch.arange(1000))})
+    if damaged:
+        flip(max((tmp_path / "snap").rglob("*"), key=lambda path: path.stat().st_size))
+    metrics = Metrics()
+    add_handler(metrics)
+    try:
+        assert taken.verify().ok is not damaged
+    finally:
+        remove_handler(metrics)
+    labels = (("outcome", outcome), ("verb", "verify"))
+    assert (labels, 1) in metrics.read().counters["operations"]
 
 
 def test_the_text_is_that_of_prometheus():
