@@ -16,7 +16,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 VERSION = 1
 REMAINDERS = ("raise", "repeat", "skip")
+EACH_STEP = "the loader must save its state at each step: snapshot_every_n_steps=1, its default"
 _YIELDED = "yielded"
+_SAMPLED = ("_index_sampler_state", "_sampler_iter_state", "_sampler_iter_yielded")
 _SAMPLER = ("seed", "shuffle", "length")
 """Properties that the order of a sampler's samples depends on."""
 State = Mapping[str, Any]
@@ -25,8 +27,8 @@ State = Mapping[str, Any]
 class LoaderState:
     """The place of a `StatefulDataLoader` in its data, for an app state: `{"loader": LoaderState(loader)}`.
 
-    With the same number of replicas, each one continues where it was. With another number of ranks and of replicas, it
-    depends on the data:
+    With the same number of replicas, each one continues where it was. The number of workers may change if the dataset
+    is map-style. With another number of ranks and of replicas, it depends on the data:
 
     - A map-style dataset with a `StatefulDistributedSampler` or `DistributedSampler` continues after the samples that
       the replicas have seen together. The batch size and the number of workers may change, too. A subclass with an
@@ -87,7 +89,7 @@ class LoaderState:
                 f"the state is that of replica {place[0]} of {place[1]}, and this is replica {self._place()[0]} of "
                 f"{self._place()[1]}; as long as the number of ranks is the same, that of replicas must be, too"
             )
-        self.loader.load_state_dict(state["loader"])
+        self.loader.load_state_dict(self._fit_workers(state))
         sampler = self._sampler()
         if sampler is not None and state["sampler"] is not None:
             sampler.set_epoch(state["sampler"]["epoch"])
@@ -110,6 +112,28 @@ class LoaderState:
                 f"rank, world); or restore with {len(found)} replicas, or exclude the loader to begin a new epoch"
             )
         return {**self._describe(), "sampler": sampler, "loader": loaded}
+
+    def _fit_workers(self, state: State) -> State:
+        """Return the loader's state for as many workers as it has now."""
+        loader = state["loader"]
+        shards = list(_shards_of(loader))
+        saved, now = len(shards) if "_snapshot" in loader else 0, self.loader.num_workers
+        if saved == now:
+            return loader  # type: ignore[no-any-return]
+        main, steps = _main(loader)
+        if steps:
+            raise ValueError(EACH_STEP)
+        if not isinstance(self.loader.dataset, IterableDataset):
+            shards = [(self._common_dataset_state([state]), None)] * max(1, now)
+        elif len(shards) != max(1, now):
+            if state["replicas"] > 1 or not hasattr(self.loader.dataset, "reshard_state_dict"):
+                raise ValueError(
+                    f"the state is that of {saved} workers, and the loader has {now}: the data of an iterable dataset "
+                    "is redistributed over other workers only if it has a method reshard_state_dict(states, rank, "
+                    f"world), and the number of replicas changes or is 1; pass num_workers={saved}"
+                )
+            return self._reshard_dataset([state], 0, 1)
+        return self._build({name: main[name] for name in _SAMPLED}, shards, [state], finished=_is_finished(state))
 
     # The loader of this replica
 
@@ -191,7 +215,7 @@ class LoaderState:
     def _reshard_dataset(self, found: Sequence[State], replica: int, replicas: int) -> dict[str, Any]:
         """Return the state of a loader whose dataset redistributes its state."""
         if any(each["loader"].get("_steps_since_snapshot") for each in found):
-            raise ValueError("the loader must save its state at each step: snapshot_every_n_steps=1, its default")
+            raise ValueError(EACH_STEP)
         shards = [shard for each in found for shard in _shards_of(each["loader"])]
         iterators = [(fetcher or {}).get("dataset_iter_state") for _, fetcher in shards]
         in_iterator = any(state is not None for state in iterators)

@@ -122,6 +122,54 @@ def test_one_process_continues_where_it_was(tmp_path):
         other.load_state_dict(LoaderState(loader).state_dict())
 
 
+@pytest.mark.parametrize(
+    ("workers", "then"),
+    [(0, 1), pytest.param(2, 0, marks=pytest.mark.slow), pytest.param(2, 3, marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("batch", [4, None])
+def test_another_number_of_workers_continues_in_the_same_order(workers, then, batch):
+    def loader(number):
+        return loaders.make_loader(loaders.Counted(48), batch_size=batch, shuffle=True, num_workers=number)
+
+    begun = loader(workers)
+    it = iter(begun)
+    for _ in range(3):
+        next(it)
+    state = LoaderState(begun).state_dict()
+    rest = loaders.numbers(it)
+    again, fresh = loader(then), loader(workers)
+    for each in (again, fresh):
+        LoaderState(each).load_state_dict(state)
+    assert loaders.numbers(again) == loaders.numbers(fresh) == rest
+    assert len(rest) == 48 - 3 * (batch or 1)
+
+
+@pytest.mark.parametrize(("workers", "then"), [(0, 1), pytest.param(2, 3, marks=pytest.mark.slow)])
+def test_an_iterable_dataset_of_one_replica_on_other_workers(workers, then):
+    begun = loaders.make_loader(loaders.Stripes(6, 4), batch_size=2, num_workers=workers)
+    it = iter(begun)
+    seen = loaders.numbers([next(it) for _ in range(4)])
+    again = loaders.make_loader(loaders.Stripes(6, 4), batch_size=2, num_workers=then)
+    LoaderState(again).load_state_dict(LoaderState(begun).state_dict())
+    assert sorted(seen + loaders.numbers(again)) == sorted(1000 * stream + n for stream in range(6) for n in range(4))
+
+
+def test_an_iterable_dataset_that_cannot_redistribute_needs_the_same_workers():
+    begun = LoaderState(loaders.make_loader(loaders.Fixed(6, 4), batch_size=2))
+    again = LoaderState(loaders.make_loader(loaders.Fixed(6, 4), batch_size=2, num_workers=2))
+    with pytest.raises(ValueError, match=r"that of 0 workers, and the loader has 2: .* pass num_workers=0"):
+        again.load_state_dict(begun.state_dict())
+
+
+def test_workers_change_only_if_each_step_was_saved():
+    begun = loaders.make_loader(loaders.Numbers(12), batch_size=2, num_workers=1, snapshot_every_n_steps=3)
+    it = iter(begun)
+    next(it)
+    state = LoaderState(begun).state_dict()
+    with pytest.raises(ValueError, match="must save its state at each step"):
+        LoaderState(loaders.make_loader(loaders.Numbers(12), batch_size=2)).load_state_dict(state)
+
+
 @pytest.mark.parametrize("batch", [2, None])
 def test_a_take_right_after_a_restore_has_the_same_place(tmp_path, batch):
     loader = loaders.map_loader(20, batch, replica=(0, 1))
