@@ -86,7 +86,8 @@ def _run(whole: argparse.ArgumentParser, argv: Sequence[str]) -> int:
     several = next((each for each in ("globs", "urls") if hasattr(arguments, each)), "")
     if rest and (not several or any(each.startswith("-") for each in rest)):
         names = [printable(each.partition("=")[0]) for each in rest if each.startswith("-")]
-        whole.error(f"unrecognized arguments: {', '.join(names) or 'too many'}")  # no values: they may be secret
+        # No values: they may be secret.
+        whole.error(f"unrecognized arguments: {', '.join(names)}" if names else "too many arguments")
     if rest:  # argparse accepts a positional list in one place only: `ls URL --flat GLOB`
         getattr(arguments, several).extend(rest)
     if arguments.version:

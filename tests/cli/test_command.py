@@ -192,6 +192,10 @@ def test_what_it_does_not_know_is_named_without_its_value(capsys):
         out, err = capsys.readouterr()
         assert "SECRET" not in out + err
         assert "unrecognized arguments: --" in err
+    assert main(["cp", "run", "copy", "SECRET"]) == 2
+    out, err = capsys.readouterr()
+    assert "SECRET" not in out + err
+    assert err.endswith("error: too many arguments\n")
 
 
 def test_a_server_that_is_not_there_is_given_up_soon(capsys, monkeypatch):
