@@ -10,7 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from datetime import timedelta
 from functools import wraps
 from typing import Any, TextIO, cast
@@ -53,8 +53,8 @@ def on_ranks(run: Run) -> Run:
             return run(arguments)
         if arguments.memory is not None:
             arguments.memory = max(1, arguments.memory // Settings.processes())
-        with _process_group() as rank:
-            output = _Output(sys.stdout)
+        with _output_of_python() as stdout, _process_group() as rank:
+            output = _Output(stdout)
             try:
                 status = _run_silently(run, arguments) if rank else _run_into(output, run, arguments)
             except (SnapshotError, OSError, ValueError) as error:
@@ -94,6 +94,28 @@ class _Output:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+@contextmanager
+def _output_of_python() -> Iterator[TextIO]:
+    """Yield the standard output. Meanwhile it is standard error to native code: gloo of torch 2.8 prints lines."""
+    try:
+        number, errors = sys.stdout.fileno(), sys.stderr.fileno()
+    except (OSError, ValueError):  # a caller in this process captures them
+        yield sys.stdout
+        return
+    sys.stdout.flush()
+    kept = os.dup(number)
+    try:
+        os.dup2(errors, number)
+        with (
+            suppress(BrokenPipeError),
+            open(kept, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors, closefd=False) as stdout,
+        ):
+            yield stdout
+    finally:
+        os.dup2(kept, number)
+        os.close(kept)
 
 
 def _run_into(output: _Output, run: Run, arguments: argparse.Namespace) -> int:

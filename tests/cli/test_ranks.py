@@ -1,5 +1,6 @@
 """`--ranks`: one command in several processes that torchrun started, with one report and one result."""
 
+import json
 import os
 import signal
 import subprocess
@@ -200,6 +201,23 @@ def test_a_closed_pipe_ends_all_ranks_silently(source, warm):
     found = ranks(warm, "verify", "--ranks", source / "one", source / "hf", script=script)
     assert found[0] == (128 + signal.SIGPIPE, "")
     assert found[1] == (0, "")
+
+
+def test_what_native_code_prints_is_not_in_the_output(source, tmp_path, warm):
+    script = (
+        "import os, sys\nimport torch.distributed as dist\nfrom snapshot.cli import main\n"
+        "join = dist.init_process_group\n"
+        "def noisy(*arguments, **options):\n"
+        "    join(*arguments, **options)\n    os.write(1, b'[Gloo] is connected')\n"
+        "dist.init_process_group = noisy\n"
+        f"os.dup2(os.open({str(tmp_path)!r} + '/' + os.environ['RANK'], os.O_CREAT | os.O_WRONLY), 1)\n"
+        "status = main(sys.argv[1:])\nos.write(1, b'end')\nsys.exit(status)\n"
+    )
+    found = ranks(warm, "verify", "--ranks", "--json", source / "one", script=script)
+    assert [status for status, _ in found] == [0, 0]
+    assert all("[Gloo] is connected" in text for _, text in found)  # on standard error
+    assert json.loads((tmp_path / "0").read_text().removesuffix("end"))["ok"]
+    assert (tmp_path / "1").read_text() == "end"
 
 
 def test_the_memory_is_shared_by_the_ranks_of_a_host(source, tmp_path, warm):
