@@ -30,6 +30,11 @@ class Cleaner:
         self._damaged = damaged
         self._change = threading.Condition()
         self._wanted: int | None = None
+        """The step after which removals are to begin."""
+        self._current: int | None = None
+        """The step after which removals are running."""
+        self._went_back: set[int] = set()
+        """Steps that were taken after a later one, whose removals were not over then."""
         self._thread: threading.Thread | None = None
         self._recent: deque[tuple[float, int]] = deque(maxlen=64)
         """The times of the last commits, and their steps."""
@@ -39,10 +44,15 @@ class Cleaner:
     def committed(self, step: int, began: float) -> None:
         """Record a step that is committed and durable, and the monotonic time when its take began. Return at once.
 
-        If a later step was committed since then, its removals have spared this one, which was being written.
+        If a later step was committed since then, its removals have spared this one, which was being written. If one was
+        committed before, the application went back, and the removals of the later step must spare this one.
         """
         with self._change:
             upto = max([step, *(other for ended, other in self._recent if ended >= began)])
+            if any(other is not None and upto < other for other in (self._wanted, self._current)):
+                self._went_back.add(step)
+            else:
+                self._went_back.clear()
             self._recent.append((time.monotonic(), step))
             self._wanted = upto if self._wanted is None else max(upto, self._wanted)
             if self._thread is None:
@@ -68,7 +78,8 @@ class Cleaner:
     def _work(self) -> None:
         while True:
             with self._change:
-                upto, self._wanted = self._wanted, None
+                upto = self._current = self._wanted
+                self._wanted = None
                 if upto is None:
                     self._thread = None
                     self._change.notify_all()
@@ -81,15 +92,20 @@ class Cleaner:
 
     def _clean(self, upto: int) -> None:
         try:
-            fates = run(survey_steps(self._root, self._policy, upto=upto, damaged=self._damaged()))
+            fates = run(
+                survey_steps(self._root, self._policy, upto=upto, damaged=self._damaged(), spared=self._is_spared)
+            )
         except UnknownMetric as unknown:
             self._say("metric", str(unknown))
             return
         for fate in fates:
             if fate.what == "damaged":
                 self._say(fate.step, f"{self._root.step_url(fate.step)}: kept, and ignored by policies: {fate.why}")
-        for fate, error in run(remove_steps(self._root, fates, spared=self._spared)).failed:
+        for fate, error in run(remove_steps(self._root, fates, spared=self._is_spared)).failed:
             log.warning("%s: removal failed, and is retried later: %s", self._root.step_url(fate.step), error)
+
+    def _is_spared(self, step: int) -> bool:
+        return step in self._went_back or self._spared(step)
 
     def _say(self, about: str | int, what: str) -> None:
         """Log a warning, once for each `about`."""

@@ -23,7 +23,7 @@ from snapshot.save import cleanup
 from snapshot.storage import Storage
 from snapshot.tiers.tombstones import bury
 
-PINNED, BUSY = "pinned", "a take may be running there"
+PINNED, BUSY, IN_USE = "pinned", "a take may be running there", "in use"
 NOT_OURS = "not a snapshot of this library"
 UNREADABLE = "its manifest cannot be read"
 
@@ -60,6 +60,7 @@ async def survey_steps(
     damaged: Collection[int] = (),
     older_than: float = cleanup.DAY,
     thorough: bool = False,
+    spared: Callable[[int], bool] = lambda step: False,
 ) -> list[Fate]:
     """Decide about each step, and return the decisions in ascending order. Nothing is changed.
 
@@ -70,6 +71,7 @@ async def survey_steps(
         damaged: Steps that were found damaged, which policies ignore.
         older_than: Age in seconds after which an uncommitted take counts as interrupted.
         thorough: Examine every folder and size; otherwise only those that may lead to a removal.
+        spared: True for a step that must stay, with what it relies on.
 
     Raises:
         UnknownMetric: The policy uses a metric that no snapshot has.
@@ -81,7 +83,7 @@ async def survey_steps(
         folders.later = {step: stat for step, stat in folders.committed.items() if step > upto}
         folders.committed = {step: stat for step, stat in folders.committed.items() if step <= upto}
         folders.others = [step for step in folders.others if step < upto]
-    fates = await _of_snapshots(root, policy, folders, damaged, older_than, upto=upto, thorough=thorough)
+    fates = await _of_snapshots(root, policy, folders, damaged, older_than, upto=upto, thorough=thorough, spared=spared)
     if not thorough and not folders.committed:
         return fates
     looked = list(folders.others)
@@ -102,6 +104,7 @@ async def _of_snapshots(
     *,
     upto: int | None,
     thorough: bool,
+    spared: Callable[[int], bool],
 ) -> list[Fate]:
     """Decide about snapshots. Only those of this library count for a policy or may be removed, if undamaged."""
     stats = folders.committed
@@ -136,7 +139,8 @@ async def _of_snapshots(
     going = [step for step in taken if step not in kept and step not in broken] if good else []
     if policy is not None and (going or thorough):
         expect_metrics(root, policy, taken.values())
-    held = dict(zip(going, await gather_limited(going, lambda step: _held_bytes(root, step, older_than)), strict=True))
+    reasons_to_stay = await gather_limited(going, lambda step: _why_it_stays(root, step, older_than, spared))
+    held = dict(zip(going, reasons_to_stay, strict=True))
     read_heads = {step: head for step, head in every.items() if isinstance(head, ManifestHead)}
     leaving = [step for step in going if not held[step] and step in read_heads]
     needed = find_needed(read_heads, read_heads.keys() - {*leaving, *broken, *damaged}, leaving)
@@ -165,8 +169,10 @@ def expect_metrics(root: Root, policy: Policy, taken: Collection[Taken]) -> None
             raise UnknownMetric(f"{root.url}: no snapshot has the metric {each.metric!r}{there}; nothing was removed")
 
 
-async def _held_bytes(root: Root, step: int, older_than: float) -> str:
+async def _why_it_stays(root: Root, step: int, older_than: float, spared: Callable[[int], bool]) -> str:
     """Return why a step that no policy keeps must stay, or ''."""
+    if spared(step):
+        return IN_USE
     try:
         if await root.pinned([step]):
             return PINNED

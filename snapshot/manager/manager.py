@@ -191,10 +191,11 @@ class SnapshotManager(StepQueries, StepDecisions):
             if not self._tolerance.survives(error):
                 raise
             return self._snapshot(number)
+        else:
+            self._took(number, began)
+            self._ended(begun, began)
         finally:
             self._using.discard(number)
-        self._took(number, began)
-        self._ended(begun, began)
         if self._tiers is not None and begun.place.near:
             self._tiers.took(snapshot)
             self._flush_if_stopping()

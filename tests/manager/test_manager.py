@@ -33,6 +33,7 @@ from snapshot import (
     StorageError,
 )
 from snapshot.manager.advice import Measured, daly_interval, lost_share
+from snapshot.manager.cleaning import survey_steps
 from snapshot.manager.root import Root
 from snapshot.plugins.file import FileStorage
 from snapshot.save import cleanup
@@ -578,6 +579,30 @@ def test_after_a_rollback_an_earlier_step_counts_as_the_newest(tmp_path):
         manager.take(30, state(30))
         manager.take(25, state(25))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-25", "step-30"]
+
+
+@pytest.mark.parametrize("later", [[30], [15, 30]])
+def test_removals_that_are_late_spare_the_step_of_a_rollback_and_its_base(tmp_path, monkeypatch, later):
+    frozen, trained = torch.nn.Linear(9, 9).requires_grad_(False), torch.nn.Linear(2, 2)
+    app = {"m": torch.nn.ModuleDict({"frozen": frozen, "trained": trained})}
+    waiting, go_on = threading.Event(), threading.Event()
+
+    async def late(*arguments, **options):
+        waiting.set()
+        await asyncio.to_thread(go_on.wait, 30)
+        return await survey_steps(*arguments, **options)
+
+    monkeypatch.setattr("snapshot.manager.cleaner.survey_steps", late)
+    Snapshot.take(tmp_path / "step-10", app)
+    Snapshot.take(tmp_path / "step-20", app)
+    with manager_of(tmp_path, keep=KeepLatest(1)) as manager:
+        for step in later:
+            manager.take(step, app)
+        assert waiting.wait(30)
+        manager.take(25, app, base=str(tmp_path / "step-20"), only="trainable")
+        go_on.set()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-20", "step-25", "step-30"]
+    assert Snapshot(tmp_path / "step-25").verify().ok
 
 
 def test_a_manager_that_is_not_closed_ends_its_work_with_the_interpreter(tmp_path, warm):
