@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -169,11 +170,20 @@ def compose_tensor(path: str, kind: str, parts: Parts, params: Mapping[str, Any]
     return restore_class(path, made, params.get("subclass"), bool(params.get("requires_grad")))
 
 
+@contextmanager
+def _without_notes() -> Iterator[None]:
+    """Hide torch's notes on sparse tensors. One of torch 2.11 asks for the argument that we pass."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*beta state.*|Sparse invariant checks")
+        yield
+
+
 def _build_sparse_coo(parts: Parts, params: Mapping[str, Any]) -> torch.Tensor:
     values = parts["values"]
-    made = torch.sparse_coo_tensor(
-        parts["indices"], values, params["shape"], device=values.device, check_invariants=True
-    )
+    with _without_notes():
+        made = torch.sparse_coo_tensor(
+            parts["indices"], values, params["shape"], device=values.device, check_invariants=True
+        )
     return made._coalesced_(bool(params["coalesced"]))
 
 
@@ -181,8 +191,7 @@ def _make_compressed_builder(kind: str) -> Callable[[Parts, Mapping[str, Any]], 
     _, outer, inner = _COMPRESSED[_LAYOUTS[kind]]
 
     def build(parts: Parts, params: Mapping[str, Any]) -> torch.Tensor:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*beta state.*")
+        with _without_notes():
             return torch.sparse_compressed_tensor(
                 parts[outer],
                 parts[inner],

@@ -61,7 +61,9 @@ def bits(tensor):
         return None
     if tensor.is_quantized:
         return tensor.int_repr().numpy().tobytes()
-    plain = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+    plain = tensor
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        plain = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
     return plain.view(-1).view(torch.uint8).numpy().tobytes()
 
 
@@ -82,14 +84,14 @@ def test_every_dtype_and_shape(name, shape):
 
 @pytest.mark.parametrize("name", STORABLE)
 def test_every_dtype_is_restored_in_place(name):
-    saved = noise((5, 7), BY_NAME[name])
-    state = StateDict(t=saved.clone())
+    state = StateDict(t=noise((5, 7), BY_NAME[name]))
+    saved = bits(state["t"])
     Snapshot.take("memory://exact", {"state": state}, overwrite=True)
     live = state["t"]
     live.view(torch.uint8).zero_()
     report = Snapshot("memory://exact").restore({"state": state})
     assert state["t"] is live
-    assert bits(live) == bits(saved)
+    assert bits(live) == saved
     assert not report.lines
 
 
@@ -365,6 +367,7 @@ def test_deep_nesting_is_refused_kindly():
         round_trip(loop)
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # LBFGS of torch 2.8
 def test_nothing_is_pickled_for_torch_s_own_objects():
     model = torch.nn.Sequential(
         torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten(), torch.nn.LazyLinear(2)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from tests.helpers.torchrun import rank_environments
 from tests.helpers.warm_interpreter import Failed
 
 ROOT = Path(__file__).parents[2]
+GLOO = re.compile(r"\[Gloo\] Rank \d+ is connected")  # printed by torch 2.8
 COMMAND = "import sys\nfrom snapshot.cli import main\nsys.exit(main(sys.argv[1:]))\n"
 
 
@@ -58,7 +60,7 @@ def ranks(warm, *arguments, world=2, script=COMMAND, each=None):
             except Failed as error:
                 head, _, text = str(error).partition(":\n")
                 found.append((int(head.split()[-1]), text))
-    return found
+    return [(status, "".join(line for line in text.splitlines(True) if not GLOO.match(line))) for status, text in found]
 
 
 @pytest.mark.ranks

@@ -204,6 +204,7 @@ def test_an_average_that_is_updated_after_each_step():
     handle.remove()
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # LBFGS of torch 2.8
 def test_lbfgs_with_a_closure():
     model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 1))
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)

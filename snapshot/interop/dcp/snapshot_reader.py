@@ -32,7 +32,7 @@ from torch.futures import Future
 
 from snapshot.distributed.group import ranks_of
 from snapshot.errors import CorruptSnapshotError, RestoreError, SnapshotError
-from snapshot.events import emit
+from snapshot.events import emit, log
 from snapshot.interop.dcp.names import DcpNames, partial_entry, recall_names
 from snapshot.interop.dcp.snapshot_writer import hide_secrets, rank_folder, storage_knows
 from snapshot.loading.class_binding import Binding
@@ -53,6 +53,8 @@ from snapshot.tensors.geometry import Box, is_inside
 from snapshot.url import URL
 
 VERB = "dcp.load"
+HIDES_ERRORS = (2, 9) <= tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 12)
+"""True if `dcp.load` hides an error of `read_metadata`, and raises "metadata is None" instead."""
 
 
 @dataclass
@@ -127,6 +129,14 @@ class SnapshotReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return DCP's metadata of the snapshot; with `rank`, of the one that this rank saved without collectives."""
         rank = kwargs.get("rank")
+        try:
+            return self._read_metadata(rank)
+        except Exception as error:
+            if HIDES_ERRORS and rank is None:
+                log.warning("SnapshotReader: %s", error)
+            raise
+
+    def _read_metadata(self, rank: int | None) -> Metadata:
         url = self._url() if rank is None else self._url().join(rank_folder(rank))
         session = self._session(url)
         try:
