@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, debug, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -43,12 +43,12 @@ def skip_if_uneven():
 
 
 def clear_sharding_cache():
-    """Clear the cache in which DTensor keeps results with the mesh of an earlier rank."""
-    try:
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear
-    except ImportError:  # torch 2.6
-        clear = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear
-    clear()
+    """Clear the caches in which DTensor keeps results with the mesh of an earlier rank."""
+    # torch 2.7 has the first of these, torch 2.10 the others
+    names = ("_clear_sharding_prop_cache", "_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache")
+    found = [getattr(debug, name) for name in names if hasattr(debug, name)]
+    for clear in found or [DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear]:
+        clear()
 
 
 def distribute(dense, mesh, placements):
