@@ -131,8 +131,11 @@ def describe(where: Workspace) -> dict[str, Any]:
 
 def find_devices() -> list[str]:
     """Return the devices that torch can use: the CPU, and each accelerator of this machine."""
-    count = torch.accelerator.device_count()
-    kind = torch.accelerator.current_accelerator() if count else None
+    try:
+        count = torch.accelerator.device_count()
+        kind = torch.accelerator.current_accelerator() if count else None
+    except RuntimeError:  # torch 2.7 for CUDA, without a driver
+        return ["cpu"]
     return ["cpu", *(f"{kind.type}:{index}" for index in range(count) if kind)]
 
 

@@ -24,7 +24,7 @@ def _splits_unevenly():
 
 UNEVEN = _splits_unevenly()
 even_only = pytest.mark.skipif(not UNEVEN, reason="DTensor of this torch cannot split in strides unevenly")
-lists_of_boxes = pytest.mark.skipif(VERSION < (2, 7), reason="DTensor of torch 2.6 cannot hold a list of boxes")
+lists_of_boxes = pytest.mark.skipif(VERSION < (2, 8), reason="DTensor of this torch cannot hold a list of boxes")
 newer_adamw = pytest.mark.skipif(
     "decoupled_weight_decay" not in torch.optim.AdamW([torch.zeros(1)]).param_groups[0],
     reason="AdamW of this torch has fewer values than the ones that were counted",
