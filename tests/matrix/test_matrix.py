@@ -132,9 +132,9 @@ def test_tests_that_take_too_long_are_ended_and_have_failed(stub, monkeypatch, c
 
 
 def test_a_signal_ends_the_tests_and_shows_what_has_run(stub, tmp_path, capsys):
+    # once the script has noted the command in the log, it waits for it
+    noted = f"until grep -q -e '-m pytest' {tmp_path}/logs/*; do sleep 0.05; done"
     with pytest.raises(SystemExit):
-        # once the script has noted the command in the log, it waits for it
-        noted = f"until grep -q -e '-m pytest' {tmp_path}/logs/*; do sleep 0.05; done"
         stub(f"{noted}; kill -TERM {os.getpid()}; exec sleep 60")
     assert "Python" in capsys.readouterr().out
 
