@@ -373,11 +373,11 @@ def test_nothing_is_pickled_for_torch_s_own_objects():
         torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten(), torch.nn.LazyLinear(2)
     )
     model(torch.randn(2, 3, 8, 8))
+    stepped_ones = [stepped(name) for name in optimizers()]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Snapshot.take("memory://exact", {"model": model}, overwrite=True)
-        for name in optimizers():
-            optimizer = stepped(name)
+        for optimizer in stepped_ones:
             Snapshot.take("memory://exact", {"optimizer": optimizer}, overwrite=True)
         for scheduler in schedulers():
             Snapshot.take("memory://exact", {"scheduler": scheduler}, overwrite=True)

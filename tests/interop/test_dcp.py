@@ -373,7 +373,7 @@ def test_a_commit_that_another_save_was_faster_with_loses_nothing(folder):
 def test_a_writer_without_a_path_or_a_plan_says_what_it_lacks(folder, caplog):
     with pytest.raises(CheckpointException, match="no path"):
         save(STATE, SnapshotWriter())
-    with pytest.raises(CheckpointException, match="metadata is None" if HIDES_ERRORS else "no path"):
+    with pytest.raises(CheckpointException, match="AssertionError" if HIDES_ERRORS else "no path"):
         load({}, SnapshotReader())
     assert ("SnapshotReader: no path; pass one" in caplog.text) == HIDES_ERRORS
     with pytest.raises(SnapshotError, match="without a save in progress"):
@@ -479,7 +479,7 @@ def test_a_tool_that_looks_for_dcp_s_metadata_gets_a_loud_answer(tmp_path):
     save({"w": torch.ones(3)}, SnapshotWriter(path))
     assert (path / ".metadata").is_file()
     answer = "this is a snapshot and not a checkpoint of DCP: read it with SnapshotReader"
-    with pytest.raises(CheckpointException, match="metadata is None" if HIDES_ERRORS else answer):
+    with pytest.raises(CheckpointException, match="AssertionError" if HIDES_ERRORS else answer):
         load({"w": torch.zeros(3)}, dcp.FileSystemReader(path))
     snapshot = Snapshot(path)
     assert snapshot.verify()

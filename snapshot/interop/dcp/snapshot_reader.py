@@ -54,7 +54,7 @@ from snapshot.url import URL
 
 VERB = "dcp.load"
 HIDES_ERRORS = (2, 9) <= tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 12)
-"""True if `dcp.load` hides an error of `read_metadata`, and raises "metadata is None" instead."""
+"""True if `dcp.load` hides an error of `read_metadata`, and raises an AssertionError instead."""
 
 
 @dataclass
