@@ -101,18 +101,19 @@ def _output_of_python() -> Iterator[TextIO]:
     """Yield the standard output. Meanwhile it is standard error to native code: gloo of torch 2.8 prints lines."""
     try:
         number, errors = sys.stdout.fileno(), sys.stderr.fileno()
-    except (OSError, ValueError):  # a caller in this process captures them
+    except (AttributeError, OSError, ValueError):  # a caller in this process captures them, or one is closed
         yield sys.stdout
         return
     sys.stdout.flush()
     kept = os.dup(number)
     try:
         os.dup2(errors, number)
-        with (
-            suppress(BrokenPipeError),
-            open(kept, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors, closefd=False) as stdout,
-        ):
-            yield stdout
+        with open(kept, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors, closefd=False) as stdout:
+            try:
+                yield stdout
+            finally:
+                with suppress(BrokenPipeError):
+                    stdout.close()
     finally:
         os.dup2(kept, number)
         os.close(kept)

@@ -116,16 +116,14 @@ class LoaderState:
     def _fit_workers(self, state: State) -> State:
         """Return the loader's state for as many workers as it has now."""
         loader = state["loader"]
-        shards = list(_shards_of(loader))
-        saved, now = len(shards) if "_snapshot" in loader else 0, self.loader.num_workers
+        saved = len(list(_shards_of(loader))) if "_snapshot" in loader else 0
+        now = self.loader.num_workers
         if saved == now:
             return loader  # type: ignore[no-any-return]
         main, steps = _main(loader)
         if steps:
             raise ValueError(EACH_STEP)
-        if not isinstance(self.loader.dataset, IterableDataset):
-            shards = [(self._common_dataset_state([state]), None)] * max(1, now)
-        elif len(shards) != max(1, now):
+        if isinstance(self.loader.dataset, IterableDataset):
             if state["replicas"] > 1 or not hasattr(self.loader.dataset, "reshard_state_dict"):
                 raise ValueError(
                     f"the state is that of {saved} workers, and the loader has {now}: the data of an iterable dataset "
@@ -133,7 +131,17 @@ class LoaderState:
                     f"world), and the number of replicas changes or is 1; pass num_workers={saved}"
                 )
             return self._reshard_dataset([state], 0, 1)
+        if _is_finished(state) and not self._has_known_samplers():
+            raise ValueError(
+                f"the state is that of an epoch that ended with {saved} workers, and the loader has {now}: with a "
+                f"sampler of another library, samples of the next epoch could be lost; pass num_workers={saved}"
+            )
+        shards = [(self._common_dataset_state([state]), None)] * max(1, now)
         return self._build({name: main[name] for name in _SAMPLED}, shards, [state], finished=_is_finished(state))
+
+    def _has_known_samplers(self) -> bool:
+        used = [each for each in (self.loader.batch_sampler, self.loader.sampler) if each is not None]
+        return all(type(each).__module__.startswith(("torch.", "torchdata.")) for each in used)
 
     # The loader of this replica
 
@@ -193,7 +201,7 @@ class LoaderState:
         mine = min(mine + (left > 0 and self._remainder == "skip"), sampler.num_samples)
         dataset = self._common_dataset_state(found)
         batch = self.loader.batch_size or 1
-        own = {_YIELDED: mine} if hasattr(sampler, "state_dict") else None
+        own = {_YIELDED: 0 if finished else mine} if hasattr(sampler, "state_dict") else None
         iterator = {"samples_yielded": mine} | ({"sampler_state": own} if own is not None else {})
         sampled = {
             "_index_sampler_state": own if self.loader.batch_size is None else None,
@@ -206,8 +214,8 @@ class LoaderState:
     def _common_dataset_state(self, found: Sequence[State]) -> Any:
         """Return the state of a map-style dataset, which must be the same everywhere."""
         states = [dataset for each in found for dataset, _ in _shards_of(each["loader"])]
-        if any(state != states[0] for state in states):
-            raise ValueError("the datasets of the replicas have different states, which cannot be redistributed")
+        if not all(_are_equal(state, states[0]) for state in states):
+            raise ValueError("the dataset has different states in replicas or workers, and cannot redistribute them")
         return states[0]
 
     # Iterable datasets
@@ -306,17 +314,21 @@ def _main(loader: State) -> tuple[State, int]:
 
 
 def _with_true_place(loader: State) -> dict[str, Any]:
-    """Return a loader's state with the true place of its sampler, which it does not tell before the first batch."""
+    """Return a loader's state with the true place of its sampler, which it does not tell before the first batch.
+
+    After the end of an epoch this is the start: in the next epoch, torchdata would skip as many samples as were seen.
+    """
     if "_snapshot" in loader:
-        main = _with_true_place(loader["_snapshot"]["_main_snapshot"])
+        finished = {"_iterator_finished": loader["_iterator_finished"]}
+        main = _with_true_place({**loader["_snapshot"]["_main_snapshot"], **finished})
         return {**loader, "_snapshot": {**loader["_snapshot"], "_main_snapshot": main}}
-    made = dict(loader)
+    made, finished = dict(loader), loader["_iterator_finished"]
     iterator, index = loader.get("_sampler_iter_state"), loader.get("_index_sampler_state")
     if isinstance(iterator, Mapping) and _YIELDED in (iterator.get("sampler_state") or {}):
-        true = {**iterator["sampler_state"], _YIELDED: iterator["samples_yielded"]}
+        true = {**iterator["sampler_state"], _YIELDED: 0 if finished else iterator["samples_yielded"]}
         made["_sampler_iter_state"] = {**iterator, "sampler_state": true}
     if isinstance(index, Mapping) and _YIELDED in index:
-        made["_index_sampler_state"] = {**index, _YIELDED: loader["_sampler_iter_yielded"]}
+        made["_index_sampler_state"] = {**index, _YIELDED: 0 if finished else loader["_sampler_iter_yielded"]}
     return made
 
 
@@ -339,6 +351,13 @@ def _count_seen(state: State) -> int:
     if state["batch_size"] is None:  # each sample by itself
         return int(main["_sampler_iter_yielded"]) + steps
     return int(main["_sampler_iter_state"]["samples_yielded"]) + steps * int(state["batch_size"])
+
+
+def _are_equal(a: Any, b: Any) -> bool:
+    try:
+        return bool(a == b)
+    except (RuntimeError, ValueError):  # they hold tensors or arrays
+        return False
 
 
 def _is_finished(state: State) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 
@@ -33,34 +32,55 @@ class Cleaner:
         """The step after which removals are to begin."""
         self._current: int | None = None
         """The step after which removals are running."""
-        self._went_back: set[int] = set()
-        """Steps that were taken after a later one, whose removals were not over then."""
+        self._went_back: dict[int, float] = {}
+        """Steps that were taken after a later one, and when: the removals of the later one spare them."""
+        self._needed: set[str] = set()
+        """Save ids of the snapshots that takes rely on which were committed since the running removals began."""
         self._thread: threading.Thread | None = None
         self._recent: deque[tuple[float, int]] = deque(maxlen=64)
-        """The times of the last commits, and their steps."""
+        """The steps of the last commits, and when their takes began."""
         self._said: set[str | int] = set()
         """Warnings that were logged already: the steps that are damaged, and `metric` for an unknown metric."""
 
-    def committed(self, step: int, began: float) -> None:
-        """Record a step that is committed and durable, and the monotonic time when its take began. Return at once.
+    def committed(self, step: int, began: float, base: str = "") -> None:
+        """Record a step that is committed and durable. Return at once.
 
-        If a later step was committed since then, its removals have spared this one, which was being written. If one was
-        committed before, the application went back, and the removals of the later step must spare this one.
+        If a later step was taken since, its removals have spared this one, which was being written. If one was taken
+        before, the application went back, and the removals of the later step must spare this one.
+
+        Args:
+            step: The step.
+            began: The monotonic time when its take began.
+            base: Save id of the snapshot that it relies on.
         """
         with self._change:
-            upto = max([step, *(other for ended, other in self._recent if ended >= began)])
-            if any(other is not None and upto < other for other in (self._wanted, self._current)):
-                self._went_back.add(step)
-            else:
-                self._went_back.clear()
-            self._recent.append((time.monotonic(), step))
-            self._wanted = upto if self._wanted is None else max(upto, self._wanted)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="snapshot-cleaner", daemon=True)
-                try:
-                    self._thread.start()
-                except RuntimeError:  # the interpreter is exiting: `close` does the work
-                    self._thread = None
+            upto = max([step, *(other for start, other in self._recent if start > began)])
+            latest = max(step, *(each for each in (self._wanted, self._current, step) if each is not None))
+            if latest <= step:
+                spared = self._went_back.items()
+                self._went_back = {other: start for other, start in spared if other > step or start > began}
+            self._went_back |= {other: start for start, other in self._recent if other < step and start > began}
+            if any(other > step and start < began for start, other in self._recent):
+                self._went_back[step] = began
+            if base:
+                self._needed.add(base)
+            self._recent.append((began, step))
+            self._request(upto)
+
+    def look_again(self, upto: int) -> None:
+        """Request the removals of a step that was committed earlier."""
+        with self._change:
+            self._request(upto)
+
+    def _request(self, upto: int) -> None:
+        """Request removals. The caller has the lock."""
+        self._wanted = upto if self._wanted is None else max(upto, self._wanted)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="snapshot-cleaner", daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError:  # the interpreter is exiting: `close` does the work
+                self._thread = None
 
     def close(self) -> None:
         """Wait until all requested removals are done."""
@@ -80,6 +100,7 @@ class Cleaner:
             with self._change:
                 upto = self._current = self._wanted
                 self._wanted = None
+                self._needed.clear()
                 if upto is None:
                     self._thread = None
                     self._change.notify_all()
@@ -105,7 +126,9 @@ class Cleaner:
             log.warning("%s: removal failed, and is retried later: %s", self._root.step_url(fate.step), error)
 
     def _is_spared(self, step: int) -> bool:
-        return step in self._went_back or self._spared(step)
+        if step in self._went_back or self._spared(step):
+            return True
+        return bool(self._needed) and self._root.save_id(step) in self._needed
 
     def _say(self, about: str | int, what: str) -> None:
         """Log a warning, once for each `about`."""

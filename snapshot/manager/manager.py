@@ -39,7 +39,7 @@ from snapshot.manager.step_metadata import add_note, checked_metrics, checked_st
 from snapshot.manager.tiers import Begun, ManagerTiers, TakePlace
 from snapshot.manager.tolerance import OnError, OnException, Tolerance, save_after
 from snapshot.options import Settings
-from snapshot.reports import RestoreReport
+from snapshot.reports import RestoreReport, TakeReport
 from snapshot.runtime.loop import LoopFuture
 from snapshot.save.take_options import AsyncTakeArguments, TakeArguments
 from snapshot.snapshot import PendingSnapshot, Snapshot
@@ -183,19 +183,16 @@ class SnapshotManager(StepQueries, StepDecisions):
             self._flush_if_stopping()
             return self._snapshot(number)
         began = time.monotonic()
-        self._using.add(number)
-        try:
-            snapshot = self._take_there(begun, app_state)
-        except BaseException as error:
-            self._tolerance.failed(begun.place.path, error)
-            if not self._tolerance.survives(error):
-                raise
-            return self._snapshot(number)
-        else:
+        with self._pendings.blocking(number, begun.given):
+            try:
+                snapshot = self._take_there(begun, app_state)
+            except BaseException as error:
+                self._tolerance.failed(begun.place.path, error)
+                if not self._tolerance.survives(error):
+                    raise
+                return self._snapshot(number)
             self._took(number, began)
-            self._ended(begun, began)
-        finally:
-            self._using.discard(number)
+            self._ended(begun, began, snapshot.report)
         if self._tiers is not None and begun.place.near:
             self._tiers.took(snapshot)
             self._flush_if_stopping()
@@ -236,7 +233,11 @@ class SnapshotManager(StepQueries, StepDecisions):
             return begun.pending
         began = time.monotonic()
         try:
-            pending = Snapshot.async_take(place.path, app_state, self._pg, storage_options=place.options, **begun.given)
+            with self._pendings.blocking(number, begun.given):
+                pending = Snapshot.async_take(
+                    place.path, app_state, self._pg, storage_options=place.options, **begun.given
+                )
+                self._pendings.add(number, pending)
         except SnapshotError as error:
             self._tolerance.failed(place.path, error)
             if not self._tolerance.survives(error):
@@ -245,9 +246,8 @@ class SnapshotManager(StepQueries, StepDecisions):
         if self._tiers is not None and place.near:
             self._tiers.took(pending)
             self._tiers.attach(number, pending)
-        self._pendings.add(number, pending)
         self._took(number, began)
-        pending.work.add_done_callback(partial(self._done, begun, began))
+        pending.work.add_done_callback(partial(self._done, begun, began, pending))
         return pending
 
     def _begin(
@@ -304,19 +304,19 @@ class SnapshotManager(StepQueries, StepDecisions):
         self._cadence.began(step)
         self._measured.took(began, time.monotonic() - began)
 
-    def _done(self, begun: Begun, began: float, work: LoopFuture[None]) -> None:
+    def _done(self, begun: Begun, began: float, pending: PendingSnapshot, work: LoopFuture[None]) -> None:
         """Handle the end of an async take. Called on the loop, so nothing here may block."""
         if work.cancelled():
             return
         error = work.exception()
         if error is None:
-            self._ended(begun, began)
+            self._ended(begun, began, pending.report)
         else:
             self._tolerance.failed(begun.place.path, error)
             if self._tiers is not None and begun.place.near:
                 self._tiers.can_degrade(error)
 
-    def _ended(self, begun: Begun, began: float) -> None:
+    def _ended(self, begun: Begun, began: float, report: TakeReport | None) -> None:
         """Record a committed take, and start the removal of snapshots that the policies drop.
 
         Rank 0 removes steps of the root once a take there is durable, each host its near steps.
@@ -325,9 +325,9 @@ class SnapshotManager(StepQueries, StepDecisions):
         self._tolerance.succeeded()
         self._measured.durable(began)
         if self._tiers is not None and begun.place.near:
-            self._tiers.committed(begun.step, began)
+            self._tiers.committed(begun.step, began, report.base if report else "")
         elif begun.given.get("durable", True) and self._leads and self._cleaner is not None:
-            self._cleaner.committed(begun.step, began)
+            self._cleaner.committed(begun.step, began, report.base if report else "")
 
     def _spared(self, step: int) -> bool:
         """Return True if the step is being taken or restored, or a running take is based on it."""

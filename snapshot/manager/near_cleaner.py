@@ -30,7 +30,7 @@ class NearCleaner(Cleaner):
 
     def _clean(self, upto: int) -> None:
         tiers = self._tiers
-        tiers.prune(upto, self.kept, self._spared)
+        tiers.prune(upto, self.kept, self._is_spared)
         if self._far is None or tiers.member.fault:
             return
         states = tiers.ask(Request("status")).steps
@@ -41,5 +41,6 @@ class NearCleaner(Cleaner):
     def kept(self, steps: Sequence[NearStep]) -> set[int]:
         """Return the steps that the policy keeps, and the bases of what they left out."""
         kept = set(reasons(self._policy, [taken_of(each.step, each.head) for each in steps], time.time()))
+        kept |= {each.step for each in steps if self._is_spared(each.step)}
         heads = {each.step: each.head for each in steps}
         return kept | find_needed(heads, kept, heads.keys() - kept).keys()

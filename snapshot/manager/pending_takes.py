@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 from snapshot.errors import SnapshotError
 from snapshot.progress import Meter
@@ -25,6 +28,19 @@ class PendingTakes:
         self._latest: int | None = None
         """Step of the last take, if that was asynchronous and nothing was restored since."""
         self._calls = 0
+        self._blocking: int | None = None
+        """The step of a take that blocks the application now."""
+        self._relies = False
+        """True if that take may leave out what its base has."""
+
+    @contextmanager
+    def blocking(self, step: int, given: Mapping[str, Any]) -> Iterator[None]:
+        """Record a take of a step, with its arguments, while it blocks the application."""
+        self._blocking, self._relies = step, bool(given.get("only"))
+        try:
+            yield
+        finally:
+            self._blocking, self._relies = None, False
 
     def add(self, step: int, pending: PendingSnapshot) -> None:
         """Add a take that has begun. Wait for the oldest if there are too many."""
@@ -52,10 +68,12 @@ class PendingTakes:
     def running(self, step: int) -> bool:
         """Return True if the take of this step is running."""
         pending = self._all.get(step)
-        return pending is not None and not pending.done()
+        return step == self._blocking or (pending is not None and not pending.done())
 
     def needs(self, save_id: str) -> bool:
-        """Return True if a running take left something out that the snapshot with this save id has."""
+        """Return True if a running take left something out that the snapshot with this save id has, or may do so."""
+        if self._relies:
+            return True
         running = [each for each in list(self._all.values()) if not each.done()]
         return bool(save_id) and any(each.report is not None and each.report.base == save_id for each in running)
 

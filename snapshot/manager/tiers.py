@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -161,10 +160,10 @@ class ManagerTiers:
         if report is not None:
             self.joined.last_bytes = report.written_bytes * len(member.hosts[member.index].ranks)
 
-    def committed(self, step: int, began: float) -> None:
+    def committed(self, step: int, began: float, base: str) -> None:
         """Start the removal of near steps after a commit. Called on the loop, so nothing here may block."""
         if self._cleaner is not None and self.joined.member.leads:
-            self._cleaner.committed(step, began)
+            self._cleaner.committed(step, began, base)
 
     def attach(self, step: int, pending: PendingSnapshot) -> None:
         """Let a pending take wait for the upload."""
@@ -231,7 +230,7 @@ class ManagerTiers:
         if self._cleaner is not None:
             newest = max(self._set.folder.steps(), default=-1)
             if newest >= 0 and self._set.member.leads:
-                self._cleaner.committed(newest, time.monotonic())
+                self._cleaner.look_again(newest)
             self._cleaner.close()
         self._set.close()
 

@@ -222,6 +222,11 @@ def test_what_native_code_prints_is_not_in_the_output(source, tmp_path, warm):
     assert (tmp_path / "1").read_text() == "end"
 
 
+def test_a_closed_standard_error_changes_nothing(source, warm):
+    script = "import os, sys\nos.close(2)\nsys.stderr = None\n" + COMMAND
+    assert [status for status, _ in ranks(warm, "verify", "--ranks", source / "one", script=script)] == [0, 0]
+
+
 def test_the_memory_is_shared_by_the_ranks_of_a_host(source, tmp_path, warm):
     script = (
         "import sys\nfrom snapshot.cli import main\nfrom snapshot.runtime import session\n"

@@ -68,6 +68,36 @@ def test_an_epoch_that_ended_stays_ended(two, four, folder):
     assert flat(rest) == []
 
 
+@pytest.mark.parametrize(("workers", "then"), [(0, 0), (0, 1), pytest.param(2, 0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("batch", [4, None])
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("stateful", [True, False])
+def test_after_the_end_of_an_epoch_the_next_one_is_whole(workers, then, batch, replicas, stateful):
+    """torchdata's own state of a StatefulDistributedSampler without workers skips the next epoch."""
+    states = []
+    for replica in range(replicas):
+        begun = loaders.map_loader(24, batch, workers, stateful=stateful, replica=(replica, replicas))
+        loaders.numbers(begun)
+        states.append(LoaderState(begun).state_dict())
+    again = LoaderState(loaders.map_loader(24, batch, then, stateful=stateful, replica=(0, 1)))
+    again.load_state_dict(again.reshard_state_dict(states, 0, 1))
+    for _ in range(2):
+        assert sorted(loaders.numbers(again.loader)) == list(range(24))
+
+
+def test_the_end_of_an_epoch_with_a_sampler_of_another_library_needs_the_same_workers():
+    class Own(list):
+        """A batch sampler."""
+
+    def loader(workers):
+        return loaders.make_loader(loaders.Numbers(4), batch_sampler=Own([[0, 1], [2, 3]]), num_workers=workers)
+
+    begun = loader(0)
+    loaders.numbers(begun)
+    with pytest.raises(ValueError, match="that of an epoch that ended with 0 workers, and the loader has 1"):
+        LoaderState(loader(1)).load_state_dict(LoaderState(begun).state_dict())
+
+
 @pytest.mark.parametrize("change", ["length", "seed"])
 def test_another_order_of_samples_is_an_error(two, four, folder, change):
     two.run(loaders.begin_map, f"{folder}/s", 2, 64, 4, 0, {})

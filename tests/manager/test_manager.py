@@ -32,8 +32,9 @@ from snapshot import (
     StateDict,
     StorageError,
 )
+from snapshot.manager import cleaning
 from snapshot.manager.advice import Measured, daly_interval, lost_share
-from snapshot.manager.cleaning import survey_steps
+from snapshot.manager.pending_takes import wait_for_pending
 from snapshot.manager.root import Root
 from snapshot.plugins.file import FileStorage
 from snapshot.save import cleanup
@@ -581,28 +582,92 @@ def test_after_a_rollback_an_earlier_step_counts_as_the_newest(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-25", "step-30"]
 
 
+def partly_frozen():
+    layers = {"frozen": torch.nn.Linear(9, 9).requires_grad_(False), "trained": torch.nn.Linear(2, 2)}
+    return {"m": torch.nn.ModuleDict(layers)}
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """Return a function that lets a step of the removals wait, and its events: it waits, and it may go on."""
+
+    def hold(what):
+        waiting, go_on = threading.Event(), threading.Event()
+        real = getattr(cleaning, what)
+
+        async def wait(*arguments, **options):
+            waiting.set()
+            await asyncio.to_thread(go_on.wait, 30)
+            return await real(*arguments, **options)
+
+        monkeypatch.setattr(f"snapshot.manager.cleaner.{what}", wait)
+        return waiting, go_on
+
+    return hold
+
+
 @pytest.mark.parametrize("later", [[30], [15, 30]])
-def test_removals_that_are_late_spare_the_step_of_a_rollback_and_its_base(tmp_path, monkeypatch, later):
-    frozen, trained = torch.nn.Linear(9, 9).requires_grad_(False), torch.nn.Linear(2, 2)
-    app = {"m": torch.nn.ModuleDict({"frozen": frozen, "trained": trained})}
-    waiting, go_on = threading.Event(), threading.Event()
-
-    async def late(*arguments, **options):
-        waiting.set()
-        await asyncio.to_thread(go_on.wait, 30)
-        return await survey_steps(*arguments, **options)
-
-    monkeypatch.setattr("snapshot.manager.cleaner.survey_steps", late)
+@pytest.mark.parametrize("held", ["survey_steps", "remove_steps"])
+@pytest.mark.parametrize("verb", ["take", "async_take"])
+def test_removals_that_are_late_spare_the_step_of_a_rollback_and_its_base(tmp_path, late, later, held, verb):
+    app = partly_frozen()
+    waiting, go_on = late(held)
     Snapshot.take(tmp_path / "step-10", app)
     Snapshot.take(tmp_path / "step-20", app)
     with manager_of(tmp_path, keep=KeepLatest(1)) as manager:
         for step in later:
             manager.take(step, app)
         assert waiting.wait(30)
-        manager.take(25, app, base=str(tmp_path / "step-20"), only="trainable")
+        getattr(manager, verb)(25, app, base=str(tmp_path / "step-20"), only="trainable")
+        if verb == "async_take":
+            wait_for_pending(manager._pendings.of(25))
         go_on.set()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-20", "step-25", "step-30"]
-    assert Snapshot(tmp_path / "step-25").verify().ok
+    assert {"step-20", "step-25", "step-30"} >= set(os.listdir(tmp_path)) >= {"step-20", "step-25"}
+    again = partly_frozen()
+    Snapshot(tmp_path / "step-25").restore(again, base=str(tmp_path / "step-20"))
+    assert again["m"]["frozen"].weight.equal(app["m"]["frozen"].weight)
+
+
+def test_removals_that_are_late_spare_the_base_of_a_later_step(tmp_path, late):
+    app = partly_frozen()
+    waiting, go_on = late("remove_steps")
+    Snapshot.take(tmp_path / "step-20", app)
+    with manager_of(tmp_path, keep=KeepLatest(1)) as manager:
+        manager.take(30, app)
+        assert waiting.wait(30)
+        manager.take(40, app, base=str(tmp_path / "step-20"), only="trainable")
+        go_on.set()
+    assert sorted(os.listdir(tmp_path)) == ["step-20", "step-40"]
+
+
+def test_the_step_of_a_rollback_that_is_committed_before_the_later_one_stays(tmp_path):
+    with (
+        stalling(on="write", path="*data/*", nth=1, times=1) as stall,
+        manager_of(f"stalling+file://{tmp_path}", keep=KeepLatest(1)) as manager,
+    ):
+        later = manager.async_take(30, state(30))
+        stall.wait_reached()
+        manager.async_take(25, state(25)).wait()
+        stall.release()
+        later.wait()
+    assert sorted(os.listdir(tmp_path)) == ["step-25", "step-30"]
+
+
+def test_a_step_that_is_committed_late_does_not_end_the_sparing_of_another(tmp_path, late):
+    waiting, go_on = late("survey_steps")
+    with (
+        stalling(on="write", path="*data/*", nth=1, times=1) as stall,
+        manager_of(f"stalling+file://{tmp_path}", keep=KeepLatest(1)) as manager,
+    ):
+        slow = manager.async_take(22, state(22))
+        stall.wait_reached()
+        manager.take(30, state(30))
+        assert waiting.wait(30)
+        manager.take(25, state(25))
+        stall.release()
+        slow.wait()
+        go_on.set()
+    assert sorted(os.listdir(tmp_path)) == ["step-25", "step-30"]
 
 
 def test_a_manager_that_is_not_closed_ends_its_work_with_the_interpreter(tmp_path, warm):

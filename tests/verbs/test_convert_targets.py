@@ -148,6 +148,7 @@ def test_fewer_files_leave_no_more_of_the_old_ones(tmp_path):
     assert Snapshot(tmp_path / "hf").read_object("0/w3").eq(3).all()
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # DCP of torch 2.10
 def test_one_folder_holds_no_two_checkpoints_of_which_the_wrong_one_is_read(tmp_path):
     Snapshot.take(tmp_path / "s", {"m": StateDict(w=torch.ones(3))})
     with pytest.warns(UserWarning, match="single process"):

@@ -103,6 +103,8 @@ class SnapshotReader(StorageReader):
         self.load_id = str(uuid.uuid4())
         """Id of the next, current or last load."""
         self._opened: _Opened | None = None
+        self._hidden = ""
+        """Error of the last `read_metadata` without a rank."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_opened": None}
@@ -132,8 +134,10 @@ class SnapshotReader(StorageReader):
         try:
             return self._read_metadata(rank)
         except Exception as error:
-            if HIDES_ERRORS and rank is None:
-                log.warning("SnapshotReader: %s", error)
+            if rank is None:
+                self._hidden = str(error)
+            elif HIDES_ERRORS and self._hidden:  # dcp.load has tried both
+                log.warning("SnapshotReader: %s", self._hidden)
             raise
 
     def _read_metadata(self, rank: int | None) -> Metadata:
