@@ -78,7 +78,9 @@ class LoaderState:
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's state, with what it depends on."""
         loader = self.loader.state_dict()
-        return {**self._describe(), "loader": loader if self._sampler() is None else _with_true_place(loader)}
+        if self._sampler() is not None:
+            loader = _with_true_place(loader, finished=bool(loader["_iterator_finished"]))
+        return {**self._describe(), "loader": loader}
 
     def load_state_dict(self, state: State) -> None:
         """Load a state of this replica."""
@@ -313,16 +315,15 @@ def _main(loader: State) -> tuple[State, int]:
     return loader, 0
 
 
-def _with_true_place(loader: State) -> dict[str, Any]:
+def _with_true_place(loader: State, *, finished: bool) -> dict[str, Any]:
     """Return a loader's state with the true place of its sampler, which it does not tell before the first batch.
 
     After the end of an epoch this is the start: in the next epoch, torchdata would skip as many samples as were seen.
     """
     if "_snapshot" in loader:
-        finished = {"_iterator_finished": loader["_iterator_finished"]}
-        main = _with_true_place({**loader["_snapshot"]["_main_snapshot"], **finished})
+        main = _with_true_place(loader["_snapshot"]["_main_snapshot"], finished=finished)
         return {**loader, "_snapshot": {**loader["_snapshot"], "_main_snapshot": main}}
-    made, finished = dict(loader), loader["_iterator_finished"]
+    made = dict(loader)
     iterator, index = loader.get("_sampler_iter_state"), loader.get("_index_sampler_state")
     if isinstance(iterator, Mapping) and _YIELDED in (iterator.get("sampler_state") or {}):
         true = {**iterator["sampler_state"], _YIELDED: 0 if finished else iterator["samples_yielded"]}

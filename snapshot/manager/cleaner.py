@@ -55,8 +55,7 @@ class Cleaner:
         """
         with self._change:
             upto = max([step, *(other for start, other in self._recent if start > began)])
-            latest = max(step, *(each for each in (self._wanted, self._current, step) if each is not None))
-            if latest <= step:
+            if not any(other is not None and other > step for other in (self._wanted, self._current)):
                 spared = self._went_back.items()
                 self._went_back = {other: start for other, start in spared if other > step or start > began}
             self._went_back |= {other: start for start, other in self._recent if other < step and start > began}
