@@ -38,6 +38,11 @@ class SnapshotMetadata:
     _document: Document = field(repr=False, compare=False)
 
     @property
+    def compressed(self) -> bool:
+        """True if a file is stored compressed."""
+        return any(file.packed is not None for file in self._document.own_files.values())
+
+    @property
     def manifest(self) -> dict[str, Entry]:
         """A copy of the manifest, as `Snapshot.get_manifest()` returns it."""
         return copy_manifest(self._document.manifest)

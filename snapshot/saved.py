@@ -14,9 +14,9 @@ def class_name(kind: type) -> str:
 class SavedObject(Mapping[str, Any]):
     """A saved object whose class the application does not provide.
 
-    A snapshot names classes and never imports them. A dataclass, an Enum member or a wrapper-class tensor is read as
-    a `SavedObject` unless a live object provides its class: in a `restore`, or as `obj_out` of `read_object`. Its
-    fields are items and attributes. Saving it again stores the original object.
+    A snapshot names classes and never imports them. A dataclass, a named tuple, an Enum member or a wrapper-class
+    tensor is read as a `SavedObject` unless a live object provides its class: in a `restore`, or as `obj_out` of
+    `read_object`. Its fields are items and attributes. Saving it again stores the original object.
 
     >>> from snapshot import SavedObject
     >>> saved = SavedObject("dataclass", "app.Config", {"lr": 0.1, "layers": 3})
@@ -28,9 +28,10 @@ class SavedObject(Mapping[str, Any]):
 
     __slots__ = ("_entry", "_fields", "class_name", "kind")
     kind: str
-    """`dataclass`, `Enum` (fields `name` and `value`), `TensorSubclass`, or `Generator` (fields `device` and `state`).
+    """`dataclass`, `namedtuple`, `Enum` (fields `name` and `value`), `TensorSubclass`, `Generator` or `OmegaConf`.
 
-    A `Generator` is read as this if this machine lacks its device.
+    A `Generator` (fields `device` and `state`) is read as this if this machine lacks its device. An `OmegaConf` (fields
+    `content` and `flags`) is read as this if omegaconf is not installed.
     """
     class_name: str
     """The module and the qualified name of the class."""

@@ -25,7 +25,7 @@ from snapshot.reports import RestoreReport, TakeReport
 from snapshot.runtime.loop import refuse_on_loop, run
 from snapshot.runtime.session import Session
 from snapshot.save.optimizer_barrier import wait_for_copies
-from snapshot.save.take_options import BaseArgument, Compression, Only, Staging, WhenBusy, Worker
+from snapshot.save.take_options import AllowPickle, BaseArgument, Compression, Only, Staging, WhenBusy, Worker
 from snapshot.signing.keys import Key
 from snapshot.signing.seal import signer_of
 from snapshot.state.prepared import Prepare
@@ -99,6 +99,7 @@ class Snapshot(Checkpoint):
         only: Only | None = None,
         compression: Compression | None = None,
         sign: Key | None = None,
+        allow_pickle: AllowPickle = "warn",
     ) -> Snapshot:
         """Save the application's state and return when it is committed.
 
@@ -135,6 +136,8 @@ class Snapshot(Checkpoint):
                 if earlier takes of this process show that it does. See docs/compression.md.
             sign: An Ed25519 private key: sign the snapshot, before it is committed. The path of a PEM file, or a key
                 object of `cryptography`. Ranks other than 0 may pass the public key. See docs/signatures.md.
+            allow_pickle: The action for objects that only a pickle can hold, which a restore refuses by default:
+                `"warn"`, `"error"`, or True to store them without a word. Message and error name each object.
 
         Raises:
             MissingExtraError: zstandard is not installed and `compression` is set, or cryptography and `sign`.
@@ -142,6 +145,7 @@ class Snapshot(Checkpoint):
             StorageError: A storage operation failed; partial files were deleted.
             CorruptSnapshotError: Bytes that were read back differ from the written ones; nothing was committed.
             TypeError: A value of `app_state` is not stateful; nothing was written.
+            UnsafeObjectError: An object needs a pickle, and `allow_pickle="error"`; nothing was written.
         """
         given = {
             "replicated": replicated,
@@ -159,6 +163,7 @@ class Snapshot(Checkpoint):
             "only": only,
             "compression": compression,
             "sign": sign,
+            "allow_pickle": allow_pickle,
         }
         place, report = run_take(path, app_state, pg, given, progress=progress, timeout=timeout)
         return cls._taken(place, pg, storage_options, report)
@@ -187,6 +192,7 @@ class Snapshot(Checkpoint):
         only: Only | None = None,
         compression: Compression | None = None,
         sign: Key | None = None,
+        allow_pickle: AllowPickle = "warn",
         staging: Staging = "blocking",
         worker: Worker = "thread",
         when_busy: WhenBusy = "wait",
@@ -232,6 +238,7 @@ class Snapshot(Checkpoint):
             "only": only,
             "compression": compression,
             "sign": sign,
+            "allow_pickle": allow_pickle,
             "staging": staging,
             "worker": worker,
             "when_busy": when_busy,

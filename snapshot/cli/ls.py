@@ -17,7 +17,6 @@ from snapshot.cli.sharing import SharedFiles, bytes_in_base, describe_sharing, s
 from snapshot.cli.status import ExitStatus
 from snapshot.cli.tiered import list_tiers
 from snapshot.errors import SnapshotError, SnapshotNotFoundError
-from snapshot.manifest.document import PACKED_FORMAT
 from snapshot.metadata import SnapshotMetadata
 from snapshot.plan.globs import matcher
 from snapshot.text import counted, entries_text, size_text
@@ -142,7 +141,7 @@ def _totals(found: Sequence[ListedItem]) -> dict[str, Total]:
 def _head(name: str, metadata: SnapshotMetadata, found: Sequence[ListedItem]) -> str:
     held = f"{counted(len(metadata.files), 'file')} of {size_text(metadata.nbytes)}"
     parts = [entries_text(len(found)), f"{size_text(sum(item.nbytes for item in found))} in {held}"]
-    parts += ["compressed"] if metadata.format == PACKED_FORMAT else []
+    parts += ["compressed"] if metadata.compressed else []
     parts += describe_sharing(metadata)
     if metadata.world_size > 1:
         parts.append(f"{metadata.world_size} ranks")

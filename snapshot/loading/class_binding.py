@@ -6,7 +6,6 @@ A class is looked up by name only among the live values, and among those given t
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import Enum
@@ -17,6 +16,7 @@ import torch
 from snapshot.errors import CorruptSnapshotError
 from snapshot.manifest import entries as e
 from snapshot.manifest.counting import is_leaf
+from snapshot.manifest.known_objects import LiveRandom
 from snapshot.manifest.paths import add_parents, encode_component
 from snapshot.manifest.scalars import Scalar
 from snapshot.manifest.typed import EnumEntry, resolve_member
@@ -38,7 +38,7 @@ class KnownClasses(EnumEntry):
 
 
 class BoundRecord(e.RecordEntry):
-    """An instance of a dataclass that the application has."""
+    """An instance of a dataclass or a named tuple that the application has."""
 
     kind: Any = None
     kept: Any = None
@@ -126,7 +126,9 @@ class Binding:
                 continue
             # entries that stay unchanged are not reported
             self._notes = self._said if wanted is None or path in wanted else RestoreIssues()
-            if type(entry) is e.RecordEntry:
+            if type(entry) is e.RandomEntry:
+                self._random(path, entry, entries)
+            elif type(entry) in (e.RecordEntry, e.NamedTupleEntry):
                 gone.update(self._record(path, entry, entries))
             elif type(entry) is e.SubclassEntry:
                 self._wrapper(path, entry, entries)
@@ -168,26 +170,34 @@ class Binding:
             entry.serialized_value, entry.readable, entry.replicated, entry.obj_type, entry.name, entry.held, member
         )
 
-    # Dataclasses
+    # Random number generators
 
-    def _record(self, path: str, entry: e.RecordEntry, entries: dict[str, Any]) -> list[str]:
-        """Bind a dataclass. Return the paths of fields that the class lacks."""
+    def _random(self, path: str, entry: e.RandomEntry, entries: dict[str, Any]) -> None:
+        """Bind a live generator of the same kind, which is filled in place."""
+        if entry.fits(held := self._live.get(path)):
+            entries[path] = LiveRandom(entry.keys, replicated=entry.replicated, kind=entry.kind, live=held)
+
+    # Dataclasses and named tuples
+
+    def _record(self, path: str, entry: Any, entries: dict[str, Any]) -> list[str]:
+        """Bind a dataclass or a named tuple. Return the paths of fields that the class lacks."""
         held = self._compounds.get(path)
-        live = find_form(type(held)) is compound.RECORD
-        kind: Any = type(held) if live else self._class(compound.RECORD, entry.obj_type)
+        form = compound.RECORD if type(entry) is e.RecordEntry else compound.NAMED
+        live = find_form(type(held)) is form
+        kind: Any = type(held) if live else self._class(form, entry.obj_type)
         if kind is None:
             self._unknown(path, entry.obj_type)
             return []
         own = compound.read_attributes(held) if live else {}
         names = entry.list_names()
         kept = {}
-        for name in [*own, *_fields_of(kind)]:
+        for name in [*own, *compound.find_field_names(kind)]:
             if name in names or name in kept:
                 continue
             try:
                 kept[name] = own[name] if name in own else compound.find_default(kind, name)
             except KeyError:
-                self._unknown(path, f"{entry.obj_type} without a field {name!r},")
+                self._lacks_field(path, kind, name)
                 return []
             self._notes.add("kept", f"{path}/{encode_component(name)}", "the saved object has no such field")
         self._renamed(path, entry.obj_type, kind)
@@ -196,9 +206,9 @@ class Binding:
         for each in gone:
             self._notes.add("unexpected", each, f"{class_name(kind)} has no such field")
         left = entry.without_children(away)
-        target = held if path == self._fill else None
+        target = held if path == self._fill and form is compound.RECORD else None
         entries[path] = BoundRecord(
-            left.keys,  # type: ignore[attr-defined]
+            left.keys,
             replicated=entry.replicated,
             obj_type=entry.obj_type,
             kind=kind,
@@ -306,7 +316,22 @@ class Binding:
         return self._known
 
     def _unknown(self, path: str, name: str) -> None:
-        self._notes.add("replaced", path, f"the application has no {name}, so it is a SavedObject")
+        """Report an object whose class is neither that of a live object nor allowed."""
+        short = name.rpartition(".")[2]
+        self._notes.add(
+            "replaced",
+            path,
+            f"the application has no {name} here, and its class is not allowed, so it is a SavedObject; put an "
+            f"instance here before the restore, or call torch.serialization.add_safe_globals([{short}])",
+        )
+
+    def _lacks_field(self, path: str, kind: type, name: str) -> None:
+        """Report an object that cannot be created, since its class has a new field."""
+        self._notes.add(
+            "replaced",
+            path,
+            f"{class_name(kind)} has a field {name!r} without a default, which was not saved, so it is a SavedObject",
+        )
 
     def _renamed(self, path: str, saved: str, kind: type) -> None:
         if saved != class_name(kind):
@@ -314,7 +339,7 @@ class Binding:
 
 
 _SETS = (set, frozenset)
-_NAMING = (e.RecordEntry, e.SubclassEntry, EnumEntry)
+_NAMING = (e.RecordEntry, e.NamedTupleEntry, e.RandomEntry, e.SubclassEntry, EnumEntry)
 
 
 def _above(path: str) -> Iterator[str]:
@@ -330,10 +355,6 @@ def _in_context(value: Any) -> list[type]:
     if find_form(type(value)) is compound.WRAPPER:
         collect_leaves("", compound.read_inner_tensors(value)[1], found)
     return [type(each) for each in found.values()]
-
-
-def _fields_of(kind: Any) -> list[str]:
-    return [each.name for each in dataclasses.fields(kind)]
 
 
 def _plain(entry: e.Entry | None) -> Any:

@@ -23,6 +23,7 @@ from snapshot.formats.foreign import LINKLESS, ForeignDocument, ReadOnlyStorage,
 from snapshot.loading.unpacking import UnpackingStorage
 from snapshot.manifest.document import (
     METADATA,
+    NEWEST_FORMAT,
     Document,
     FileEntry,
     ForeignFile,
@@ -30,6 +31,7 @@ from snapshot.manifest.document import (
     PartEntry,
     decode_document,
     decode_part,
+    has_newest_types,
 )
 from snapshot.manifest.head import find_save_id
 from snapshot.manifest.merge import merge
@@ -183,6 +185,10 @@ def read_stored(session: Session) -> None:
 async def load_parts(session: Session, document: Document, parts: Sequence[PartEntry]) -> None:
     """Read parts of a manifest and add their entries, each part only once."""
     for part, held in zip(parts, await read_parts(session, parts), strict=True):
+        if document.format != NEWEST_FORMAT and has_newest_types(held.manifest):
+            raise CorruptSnapshotError(
+                f"{session.url}: {part.location}: format must be {NEWEST_FORMAT} for its entries"
+            )
         merge(document.manifest, held.manifest, part.location)
         document.parts.remove(part)
 

@@ -41,7 +41,7 @@ from snapshot.manager.tolerance import OnError, OnException, Tolerance, save_aft
 from snapshot.options import Settings
 from snapshot.reports import RestoreReport, TakeReport
 from snapshot.runtime.loop import LoopFuture
-from snapshot.save.take_options import AsyncTakeArguments, TakeArguments
+from snapshot.save.take_options import AllowPickle, AsyncTakeArguments, TakeArguments
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.takes import AppState
 from snapshot.tiers.upload_queue import Upload
@@ -156,6 +156,7 @@ class SnapshotManager(StepQueries, StepDecisions):
         *,
         metadata: Mapping[str, Any] | None = None,
         overwrite: bool = False,
+        allow_pickle: AllowPickle = "warn",
         **given: Unpack[TakeArguments],
     ) -> Snapshot:
         """Save a step, and return when it is committed.
@@ -171,13 +172,16 @@ class SnapshotManager(StepQueries, StepDecisions):
             metrics: Numbers by name, used by `best` and `KeepBest`. Those of rank 0 are stored.
             metadata: As for `Snapshot.take`.
             overwrite: Replace an existing snapshot of this step.
+            allow_pickle: As for `Snapshot.take`.
             given: Other arguments of `Snapshot.take`: `replicated`, `exclude`, `durable`, ...
 
         Raises:
             SnapshotExistsError: There is a snapshot of this step. Nothing was written.
             SnapshotError: The ranks passed different steps.
         """
-        begun = self._begin("take", step, metrics, metadata, given, overwrite=overwrite)
+        begun = self._begin(
+            "take", step, metrics, metadata, {**given, "allow_pickle": allow_pickle}, overwrite=overwrite
+        )
         number = begun.step
         if begun.pending is not None:
             self._flush_if_stopping()
@@ -221,13 +225,16 @@ class SnapshotManager(StepQueries, StepDecisions):
         *,
         metadata: Mapping[str, Any] | None = None,
         overwrite: bool = False,
+        allow_pickle: AllowPickle = "warn",
         **given: Unpack[AsyncTakeArguments],
     ) -> PendingSnapshot:
         """Save a step as it is now, and write it while the application continues.
 
         Arguments are those of `take`; `given` are other arguments of `Snapshot.async_take`.
         """
-        begun = self._begin("async_take", step, metrics, metadata, given, overwrite=overwrite)
+        begun = self._begin(
+            "async_take", step, metrics, metadata, {**given, "allow_pickle": allow_pickle}, overwrite=overwrite
+        )
         number, place = begun.step, begun.place
         if begun.pending is not None:
             return begun.pending

@@ -1,4 +1,4 @@
-"""Entries of objects with their own class: dataclasses, and tensors that wrap tensors.
+"""Entries of objects with their own class: dataclasses, named tuples, and tensors that wrap tensors.
 
 They store their fields, or their inner tensors, like a dict its values, and only name the class.
 """
@@ -67,6 +67,11 @@ class Compound(DictEntry):
         """Return the names of its fields."""
         return [str(decode_key(key)) for key in self.keys]
 
+    @property
+    def described(self) -> str:
+        """The class, for messages."""
+        return self.obj_type or self.type
+
     def check(self, path: str) -> None:
         super().check(path)
         check_class_name(self.obj_type)
@@ -80,6 +85,13 @@ class RecordEntry(Compound, tag="dataclass"):
 
     def make(self, items: list[tuple[Any, Any]]) -> Any:
         return SavedObject("dataclass", self.obj_type, dict(items))
+
+
+class NamedTupleEntry(Compound, tag="namedtuple"):
+    """A named tuple: its fields by name."""
+
+    def make(self, items: list[tuple[Any, Any]]) -> Any:
+        return SavedObject("namedtuple", self.obj_type, dict(items))
 
 
 class OpaqueEntry(Scalar, tag="opaque"):

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
-from snapshot.manifest.entries import AnyEntry
+from snapshot.manifest.entries import THIRD, AnyEntry
 from snapshot.manifest.entry import Entry
 from snapshot.tensors.digest import digest_range
 from snapshot.tensors.split_zstd import CODEC, MOST_TIMES, RECORD, longest_table
@@ -24,7 +24,9 @@ METADATA = ".snapshot_metadata"
 FORMAT = "snapshot/1"
 PACKED_FORMAT = "snapshot/2"
 """The format if a file is compressed: earlier versions refuse it by its number."""
-OWN_FORMATS = (FORMAT, PACKED_FORMAT)
+NEWEST_FORMAT = "snapshot/3"
+"""The format if an entry has one of the types in `THIRD`."""
+OWN_FORMATS = (FORMAT, PACKED_FORMAT, NEWEST_FORMAT)
 IN_ONE = 100_000
 """Number of entries from which each rank's own entries are in a separate part."""
 DEEPEST = 500
@@ -181,15 +183,23 @@ def decode_document(data: bytes, where: object) -> Document:
             raise CorruptSnapshotError(f"{where}: {location} must have a digest of its header, and only of a header")
     if document.base is not None and document.base.save_id == document.save_id:
         raise CorruptSnapshotError(f"{where}: a snapshot must not be its own base")
-    if document.format != format_of(document.files):
-        raise CorruptSnapshotError(f"{where}: format must be {format_of(document.files)}, got {document.format[:80]}")
+    lowest = format_of(document.files, document.manifest)
+    if document.format != lowest and not (document.parts and document.format == NEWEST_FORMAT):
+        raise CorruptSnapshotError(f"{where}: format must be {lowest}, got {document.format[:80]}")
     if document.world_size < 1:
         raise CorruptSnapshotError(f"{where}: world size must be at least 1, got {document.world_size}")
     return document
 
 
-def format_of(files: Mapping[str, FileEntry]) -> str:
-    """Return the format of a manifest with these files."""
+def has_newest_types(entries: Mapping[str, Any]) -> bool:
+    """Return True if an entry has a type that `NEWEST_FORMAT` added."""
+    return not set(map(type, entries.values())).isdisjoint(THIRD)
+
+
+def format_of(files: Mapping[str, FileEntry], entries: Mapping[str, Any]) -> str:
+    """Return the format of a manifest with these files and entries."""
+    if has_newest_types(entries):
+        return NEWEST_FORMAT
     return PACKED_FORMAT if any(file.packed is not None for file in files.values()) else FORMAT
 
 

@@ -11,7 +11,14 @@ from typing import Any, ClassVar, NamedTuple, Union
 import msgspec
 import numpy as np
 
-from snapshot.manifest.compounds import Compound, OpaqueEntry, PlainEntry, RecordEntry, SubclassEntry
+from snapshot.manifest.compounds import (
+    Compound,
+    NamedTupleEntry,
+    OpaqueEntry,
+    PlainEntry,
+    RecordEntry,
+    SubclassEntry,
+)
 from snapshot.manifest.containers import (
     MOST_COMPARISONS,
     Container,
@@ -28,6 +35,13 @@ from snapshot.manifest.containers import (
     find_factory_name,
 )
 from snapshot.manifest.entry import Entry
+from snapshot.manifest.known_objects import (
+    ConfigEntry,
+    KnownObject,
+    NamespaceEntry,
+    RandomEntry,
+    SimpleNamespaceEntry,
+)
 from snapshot.manifest.scalars import (
     BoolEntry,
     BytesEntry,
@@ -65,6 +79,7 @@ __all__ = [
     "Shard",
     "ChunkedTensorEntry",
     "Compound",
+    "ConfigEntry",
     "Container",
     "CounterEntry",
     "DTensorEntry",
@@ -76,13 +91,18 @@ __all__ = [
     "ListEntry",
     "MappedPart",
     "MappedTensorEntry",
+    "KnownObject",
     "NDArrayEntry",
+    "NamedTupleEntry",
+    "NamespaceEntry",
     "ObjectEntry",
     "OpaqueEntry",
     "OrderedDictEntry",
+    "RandomEntry",
     "RecordEntry",
     "SetEntry",
     "ShardedTensorEntry",
+    "SimpleNamespaceEntry",
     "SliceEntry",
     "SubclassEntry",
     "TensorEntry",
@@ -322,6 +342,11 @@ TENSORS = (TensorEntry, ChunkedTensorEntry, ShardedTensorEntry, DTensorEntry, Ma
 
 AnyEntry = Union[  # noqa: UP007 - msgspec wants one union, and mypy one spelling of it
     PlainEntry,
+    NamedTupleEntry,
+    NamespaceEntry,
+    SimpleNamespaceEntry,
+    RandomEntry,
+    ConfigEntry,
     SubclassEntry,
     TensorEntry,
     ChunkedTensorEntry,
@@ -331,3 +356,6 @@ AnyEntry = Union[  # noqa: UP007 - msgspec wants one union, and mypy one spellin
     TensorPartsEntry,
     ObjectEntry,
 ]
+
+THIRD = (NamedTupleEntry, NamespaceEntry, SimpleNamespaceEntry, RandomEntry, ConfigEntry)
+"""Types of entries that `snapshot/3` added."""

@@ -10,6 +10,7 @@ import torch
 from msgspec.structs import replace
 
 from snapshot.distributed.group import Ranks
+from snapshot.errors import UnsafeObjectError
 from snapshot.events import log, warn
 from snapshot.manifest.entries import DictEntry, Extra
 from snapshot.manifest.paths import encode_component
@@ -18,6 +19,7 @@ from snapshot.plan.globs import find_unmatched, matcher
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Leaf
 from snapshot.state.model_state import ModelState
+from snapshot.state.optimizer_kinds import has_param_groups
 from snapshot.state.optimizers import make_record
 from snapshot.state.prepared import Prepare
 from snapshot.state.rng import RNGState
@@ -26,7 +28,11 @@ from snapshot.text import listed
 
 
 def collect_state(
-    app_state: Mapping[str, Any], prepare: Prepare | None, exclude: Sequence[str], replicated: Sequence[str]
+    app_state: Mapping[str, Any],
+    prepare: Prepare | None,
+    exclude: Sequence[str],
+    replicated: Sequence[str],
+    allow_pickle: str | bool = "warn",
 ) -> Flattened:
     """Call each `state_dict()` and flatten the result. The RNG state is captured first and restored last."""
     flat = Flattened(prepare, matcher(exclude) if exclude else None)
@@ -43,7 +49,7 @@ def collect_state(
         warn(f"replicated: the glob {glob!r} matches nothing in the app state")
     for glob in find_unmatched(exclude, [*flat.entries, *flat.excluded]) if exclude else ():
         warn(f"exclude: the glob {glob!r} matches nothing in the app state")
-    warn_of_pickles(flat.pickled, flat.lossy)
+    report_pickles(flat.pickled, flat.lossy, allow_pickle)
     apart = find_overlaps(flat.leaves)
     for leaf, owner in apart:
         leaf.extra = replace(leaf.extra or Extra(), shares=owner.path)
@@ -55,12 +61,21 @@ def collect_state(
     return flat
 
 
-def warn_of_pickles(pickled: Sequence[str], lossy: Sequence[str]) -> None:
-    """Warn about values that were pickled, and values that lost attributes."""
-    if pickled:
+_CURE = (
+    "replace each by tensors, plain values or a dataclass, store its state_dict(), or leave it out with exclude=[...]"
+)
+
+
+def report_pickles(pickled: Sequence[str], lossy: Sequence[str], allow_pickle: str | bool = "warn") -> None:
+    """Warn about values that were pickled, or refuse them. Warn about values that lost attributes."""
+    if pickled and allow_pickle == "error":
+        raise UnsafeObjectError(
+            f"only a pickle can hold these objects, and nothing was written; {_CURE}:{listed(pickled)}"
+        )
+    if pickled and allow_pickle == "warn":
         warn(
-            "stored as pickles, since no other format can hold them; reading them may need allow_pickle=True:"
-            f"{listed(pickled)}"
+            "stored as pickles, since no other format can hold them; reading them may need allow_pickle=True; "
+            f"{_CURE}:{listed(pickled)}"
         )
     if lossy:
         warn(f"stored without Python attributes; only data and class are restored:{listed(lossy)}")
@@ -163,7 +178,7 @@ def _record_optimizer(flat: Flattened, key: str, stateful: Any, state: Any) -> N
             flat_names = (name for name in held if isinstance(name, str) and name.startswith("param_groups."))
             names = list(dict.fromkeys(name.partition(".")[2].rpartition(".")[0] for name in flat_names))
         parameters = [state["model"].get(name) for name in names]
-    elif isinstance(stateful, torch.optim.Optimizer):
+    elif isinstance(stateful, torch.optim.Optimizer) and has_param_groups(stateful, state):
         optimizers, path = [stateful], key
         parameters = [parameter for group in stateful.param_groups for parameter in group["params"]]
     else:

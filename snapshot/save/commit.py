@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -65,6 +66,8 @@ class RankDone(msgspec.Struct, array_like=True):
     """The roots of this rank's files, if `sign` was given there."""
     nbytes: int = 0
     """Bytes of the tensors that it wrote."""
+    newest: bool = False
+    """True if its own entries need the newest format."""
 
 
 class Committed(msgspec.Struct, array_like=True):
@@ -211,7 +214,9 @@ async def _commit(
     except SnapshotError:
         await transaction.expect_claim()
         raise
-    document = await in_thread(build_document, manifest, save_id, parts, others)
+    document = await in_thread(
+        partial(build_document, manifest, save_id, parts, others, newest=any(each.newest for each in done))
+    )
     data = await in_thread(encode, document)
     if signer is not None:
         roots = {location: root for each in done for location, root in (each.signed or {}).items()}

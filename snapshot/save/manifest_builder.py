@@ -14,6 +14,7 @@ from snapshot.errors import CorruptSnapshotError, SnapshotError
 from snapshot.manifest import document as d
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import (
+    NEWEST_FORMAT,
     BaseReference,
     Document,
     FileEntry,
@@ -233,9 +234,17 @@ def encode_own_part(described: RankManifest) -> bytes:
 
 
 def build_document(
-    described: RankManifest, save_id: str, parts: Sequence[PartEntry], others: Iterable[ManifestPart]
+    described: RankManifest,
+    save_id: str,
+    parts: Sequence[PartEntry],
+    others: Iterable[ManifestPart],
+    *,
+    newest: bool,
 ) -> Document:
-    """Return the manifest, from the leader's entries and the parts of the other ranks."""
+    """Return the manifest, from the leader's entries and the parts of the other ranks.
+
+    `newest`: an entry in a separate part needs the newest format.
+    """
     manifest = dict(described.shared) if described.cut else {**described.own, **described.shared}
     files, base = dict(described.files), described.base
     for rank, part in enumerate(others, 1):
@@ -251,7 +260,7 @@ def build_document(
         raise CorruptSnapshotError(f"no rank wrote these replicated entries:{listed(sorted(lost))}")
     created = datetime.now(UTC).isoformat(timespec="seconds")
     return Document(
-        format_of(files),
+        NEWEST_FORMAT if newest and described.cut else format_of(files, manifest),
         VERSION,
         save_id,
         described.world,

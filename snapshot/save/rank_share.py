@@ -195,7 +195,7 @@ def collect_rank_share(
 
     `globs`: the `replicated` globs that all ranks gave.
     """
-    flat = collect_state(app_state, options.prepare, options.exclude, globs)
+    flat = collect_state(app_state, options.prepare, options.exclude, globs, options.allow_pickle)
     replication = agree_on_replicas(exchange, flat, ReplicationRules(app_state, globs, exchange.ranks))
     if options.check_replicated:
         check_replicas(exchange, flat, replication)

@@ -25,6 +25,7 @@ Staging = Literal["blocking", "overlapped"]
 Worker = Literal["thread", "process"]
 WhenBusy = Literal["wait", "raise"]
 Only = Literal["trainable"]
+AllowPickle = Literal["warn", "error", True]
 
 
 Compression = Literal["zstd", "auto"]
@@ -77,6 +78,7 @@ class TakeOptions:
     only: Only | None = None
     compression: Compression | None = None
     sign: Key | None = None
+    allow_pickle: AllowPickle = "warn"
     staging: Staging = "blocking"
     worker: Worker = "thread"
     when_busy: WhenBusy = "wait"
@@ -90,6 +92,8 @@ class TakeOptions:
             if getattr(self, name) not in get_args(allowed):
                 choices = " or ".join(map(repr, get_args(allowed)))
                 raise ValueError(f"{name} must be {choices}, got {getattr(self, name)!r}")
+        if self.allow_pickle not in ("warn", "error") and self.allow_pickle is not True:
+            raise ValueError(f"allow_pickle must be 'warn', 'error' or True, got {self.allow_pickle!r}")
         if self.worker == "process":
             expect_linux("worker='process'")
         if self.only not in (None, "trainable"):

@@ -5,8 +5,10 @@ Saved and live objects are taken apart in the same way, so that each part of one
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import sys
+import types
 from collections import deque
 from collections.abc import Mapping
 from enum import Enum
@@ -21,14 +23,14 @@ from snapshot.manifest.paths import encode_key
 from snapshot.saved import class_name
 from snapshot.state.sharded import Sharded
 
-ENUM, RECORD, WRAPPER = "Enum", "dataclass", "TensorSubclass"
+ENUM, RECORD, NAMED, WRAPPER = "Enum", "dataclass", "namedtuple", "TensorSubclass"
 
 
 _forms: WeakKeyDictionary[type, str | None] = WeakKeyDictionary()
 
 
 def find_form(kind: type) -> str | None:
-    """Return the form of a class: `ENUM`, `RECORD` or `WRAPPER`; None for any other."""
+    """Return the form of a class: `ENUM`, `RECORD`, `NAMED` or `WRAPPER`; None for any other."""
     try:
         return _forms[kind]
     except KeyError:
@@ -42,7 +44,20 @@ def _find_form(kind: type) -> str | None:
     if issubclass(kind, torch.Tensor):
         wraps = hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
         return WRAPPER if wraps and kind is not torch.Tensor else None
+    if issubclass(kind, tuple):
+        return NAMED if _is_named_tuple(kind) else None
     return RECORD if _is_record(kind) else None
+
+
+def _is_named_tuple(kind: Any) -> bool:
+    """Return True if the fields of a named tuple's instances are their whole state."""
+    names = getattr(kind, "_fields", None)
+    if type(names) is not tuple or not all(type(each) is str for each in names) or not hasattr(kind, "_make"):
+        return False
+    if kind.__reduce__ is not object.__reduce__ or kind.__reduce_ex__ is not object.__reduce_ex__:
+        return False
+    plain = getattr(object, "__getstate__", None)
+    return getattr(kind, "__getstate__", plain) is plain and not hasattr(kind, "__setstate__")
 
 
 def _is_record(kind: type) -> bool:
@@ -68,8 +83,10 @@ _OTHERWISE = ("__getnewargs__", "__getnewargs_ex__", "__snapshot_shards__", "__c
 
 def find_parts(value: Any) -> dict[str, Any] | None:
     """Return the attributes or inner tensors of a value; None for a value without such parts."""
+    if type(value) in NAMESPACES:
+        return read_attributes(value)
     form = find_form(type(value))
-    if form is RECORD:
+    if form is RECORD or (form is NAMED and is_complete(value)):
         return read_attributes(value)
     return read_inner_tensors(value)[0] if form is WRAPPER and is_wrapper(value) else None
 
@@ -83,10 +100,10 @@ def holds_itself(value: Any) -> bool:
 
 
 def _contains_cycle(value: Any, above: set[int], done: set[int]) -> bool:
-    kind = type(value)
+    kind: Any = type(value)
     if kind in _SIMPLE:
         return False
-    if find_form(kind) is RECORD:
+    if find_form(kind) is RECORD or kind in NAMESPACES:
         held: Any = read_attributes(value).values()
     elif issubclass(kind, dict):
         held = value.values()
@@ -103,15 +120,25 @@ def _contains_cycle(value: Any, above: set[int], done: set[int]) -> bool:
     return found
 
 
+NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
 _SIMPLE = frozenset((torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)))
 
 
+def is_complete(value: Any) -> bool:
+    """Return True if the fields of a named tuple are all that it holds."""
+    return len(value) == len(value._fields) and not getattr(value, "__dict__", None)
+
+
 def read_attributes(value: Any) -> dict[str, Any]:
-    """Return the attributes of an instance: its fields, then any others.
+    """Return the attributes of a dataclass's instance, a namespace or a named tuple: its fields, then any others.
 
     Cached properties are left out, since they are computed again.
     """
-    kind = type(value)
+    kind: Any = type(value)
+    if kind in NAMESPACES:
+        return dict(vars(value))
+    if issubclass(kind, tuple):
+        return dict(zip(kind._fields, value, strict=True))
     found = {}
     for name in _find_slots(kind):
         try:
@@ -124,8 +151,16 @@ def read_attributes(value: Any) -> dict[str, Any]:
     return found
 
 
-def _find_slots(kind: type) -> tuple[str, ...]:
+def find_field_names(kind: Any) -> tuple[str, ...]:
+    """Return the names of a class's fields."""
+    names = kind._fields if issubclass(kind, tuple) else [each.name for each in dataclasses.fields(kind)]
+    return tuple(names)
+
+
+def _find_slots(kind: Any) -> tuple[str, ...]:
     """Return the names that all instances may have: fields, and slots of classes that are not dataclasses."""
+    if issubclass(kind, tuple):
+        return find_field_names(kind)
     names = dict.fromkeys(each.name for each in dataclasses.fields(kind))
     for each in kind.__mro__:
         slots = each.__dict__.get("__slots__", ())
@@ -145,6 +180,8 @@ def accepts_attribute(kind: type, live: Mapping[str, Any], name: str) -> bool:
 
 def make_instance(kind: type, held: Mapping[str, Any]) -> Any:
     """Return a new instance with these attributes, without running the code of its class."""
+    if issubclass(kind, tuple):
+        return tuple.__new__(kind, [held[name] for name in find_field_names(kind)])
     made: Any = object.__new__(kind)
     set_attributes(made, held)
     return made
@@ -156,8 +193,10 @@ def set_attributes(target: Any, held: Mapping[str, Any]) -> None:
         object.__setattr__(target, name, value)
 
 
-def find_default(kind: type, name: str) -> Any:
+def find_default(kind: Any, name: str) -> Any:
     """Return the default value of a field; raise KeyError if it has none."""
+    if issubclass(kind, tuple):
+        return getattr(kind, "_field_defaults", {})[name]
     for each in dataclasses.fields(kind):
         if each.name == name and each.default is not dataclasses.MISSING:
             return each.default

@@ -16,10 +16,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from snapshot.errors import SnapshotError
 from snapshot.manifest import entries as e
 from snapshot.manifest.containers import SEQUENCES
+from snapshot.manifest.known_objects import CONFIG, KNOWN_TYPES, read_known_object
 from snapshot.manifest.paths import encode_component, encode_key, find_tagged_keys, key_component
 from snapshot.manifest.scalars import Scalar
 from snapshot.manifest.typed import LONGEST_NAME, TYPED, make_enum_entry, make_plain_entry
@@ -79,11 +81,13 @@ class Flattened(TensorLeaves):
             _VISITORS.get(type(value.value), Flattened._add_value)(self, path, value.value, depth)
             self.once.update(islice(self.entries, before, None))
         elif not self._classes or find_form(type(value)) is None:
-            self._add_object(path, value)
+            self._add_known_object(path, value, depth)
         elif find_form(type(value)) is compound.ENUM:
             self._add_member(path, value)
         elif not self._within and compound.holds_itself(value):
             self._add_object(path, value)
+        elif find_form(type(value)) is compound.NAMED:
+            self._add_named_tuple(path, value, depth)
         else:
             self._add_record(path, value, depth)
 
@@ -202,24 +206,40 @@ class Flattened(TensorLeaves):
             self.entries[path] = entry
 
     def _add_record(self, path: str, value: Any, depth: int) -> None:
+        self._add_parts(
+            path, value, e.RecordEntry([], obj_type=class_name(type(value))), compound.read_attributes(value), depth
+        )
+
+    def _add_named_tuple(self, path: str, value: Any, depth: int) -> None:
+        if compound.is_complete(value):
+            entry = e.NamedTupleEntry([], obj_type=class_name(type(value)))
+            self._add_parts(path, value, entry, compound.read_attributes(value), depth)
+        else:
+            self._add_object(path, value)
+
+    def _add_known_object(self, path: str, value: Any, depth: int) -> None:
+        """Flatten a namespace, a random number generator or a configuration; pickle any other object."""
+        known = read_known_object(value) if self._classes else None
+        if known is None or (type(value) in compound.NAMESPACES and not self._within and compound.holds_itself(value)):
+            self._add_object(path, value)
+        else:
+            self._add_parts(path, value, *known, depth)
+
+    def _add_parts(self, path: str, value: Any, entry: e.Compound, held: dict[str, Any], depth: int) -> None:
         within, self._within = self._within, True
         try:
-            self._add_fields(
-                path, value, e.RecordEntry, class_name(type(value)), held=compound.read_attributes(value), depth=depth
-            )
+            self._add_fields(path, value, entry, held=held, depth=depth)
         finally:
             self._within = within
 
-    def _add_fields(
-        self, path: str, value: Any, kind: type[e.RecordEntry], name: str, *, held: dict[str, Any], depth: int
-    ) -> None:
-        """Flatten an object as its attributes."""
+    def _add_fields(self, path: str, value: Any, entry: e.Compound, *, held: dict[str, Any], depth: int) -> None:
+        """Flatten an object as its parts; `entry` has no keys yet."""
         self._check_depth(path, depth)
         keys = [encode_key(each) for each in held]
-        if None in keys or len(name) > LONGEST_NAME:
+        if not all(type(each) is str for each in held) or None in keys or len(entry.obj_type) > LONGEST_NAME:
             self._add_object(path, value)
             return
-        self.entries[path] = entry = kind(keys, obj_type=name)  # type: ignore[arg-type]
+        self.entries[path] = entry = replace(entry, keys=keys)
         if self._excluded is not None:
             self._add_included(path, entry, held, depth, self._excluded)
         else:
@@ -247,8 +267,11 @@ class Flattened(TensorLeaves):
 
     def _add_saved(self, path: str, value: SavedObject, depth: int) -> None:
         """Save a `SavedObject`, whose class is not available, as the original object."""
-        if value.kind == compound.RECORD:
-            self._add_fields(path, value, e.RecordEntry, value.class_name, held=dict(value), depth=depth)
+        if value.kind in _NAMED_PARTS:
+            entry = _NAMED_PARTS[value.kind]([], obj_type=value.class_name)
+            self._add_fields(path, value, entry, held=dict(value), depth=depth)
+        elif value.kind == CONFIG:
+            self._add_known_object(path, value, depth)
         elif value.kind == compound.ENUM:
             self._add_member(path, value)
         elif value.kind == compound.WRAPPER and isinstance(value._entry, e.SubclassEntry):
@@ -309,6 +332,12 @@ class _Context(Flattened):
     def _add_tensor_like(self, path: str, tensor: torch.Tensor) -> None:
         self._add_object(path, tensor)
 
+    def _add_known_object(self, path: str, value: Any, depth: int) -> None:
+        self._add_object(path, value)
+
+    def _add_named_tuple(self, path: str, value: Any, depth: int) -> None:
+        self._add_object(path, value)
+
     def _add_array(self, path: str, value: Any, depth: int) -> None:
         self._add_object(path, value)
 
@@ -339,4 +368,6 @@ _VISITORS: dict[type, _Visitor] = {
     io.BytesIO: Flattened._add_bytes_io,
     torch.Generator: Flattened._add_generator,
     SavedObject: Flattened._add_saved,
+    **dict.fromkeys(KNOWN_TYPES, Flattened._add_known_object),
 }
+_NAMED_PARTS: dict[str, type[e.Compound]] = {compound.RECORD: e.RecordEntry, compound.NAMED: e.NamedTupleEntry}

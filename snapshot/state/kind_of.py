@@ -8,7 +8,7 @@ import torch
 
 from snapshot.state.model_state import ModelState
 from snapshot.state.model_state_kind import ModelStateKind
-from snapshot.state.optimizer_kinds import OptimizerKind
+from snapshot.state.optimizer_kinds import OptimizerKind, has_param_groups
 from snapshot.state.rng import RNGState
 from snapshot.state.stateful import StateDict
 from snapshot.state.stateful_kinds import Kind, ModuleKind, RNGKind, StateDictKind
@@ -30,4 +30,8 @@ def find_kind(stateful: Any) -> type[Kind]:
 
 def make_kind(key: str, stateful: Any) -> Kind:
     """Return a stateful wrapped in its kind, with its current state."""
-    return find_kind(stateful)(key, stateful)
+    kind = find_kind(stateful)
+    if kind is OptimizerKind:
+        state = stateful.state_dict()
+        return OptimizerKind(key, stateful, state) if has_param_groups(stateful, state) else Kind(key, stateful, state)
+    return kind(key, stateful)

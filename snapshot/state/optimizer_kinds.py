@@ -36,8 +36,8 @@ class StateOfParameters(Kind):
     optimizer_at = ""
     """The path of the optimizer's state dict below the key."""
 
-    def __init__(self, key: str, stateful: Any) -> None:
-        super().__init__(key, stateful)
+    def __init__(self, key: str, stateful: Any, state: Any = MISSING) -> None:
+        super().__init__(key, stateful, state)
         self.base = f"{key}{self.optimizer_at}"
         """The path of the optimizer's state dict."""
         self._states = f"{self.base}/state/"
@@ -226,11 +226,19 @@ def add_live_options(saved: Any, live: Mapping[str, Any]) -> Any:
     return {**saved, **{name: value for name, value in live.items() if name not in saved and name != "param_names"}}
 
 
+def has_param_groups(optimizer: Any, state: Any) -> bool:
+    """Return True if an optimizer's state is in the form of torch's optimizers.
+
+    An optimizer around another one may keep its state in another form. It is restored like any other stateful.
+    """
+    return isinstance(state, Mapping) and "param_groups" in state and hasattr(optimizer, "param_groups")
+
+
 class OptimizerKind(StateOfParameters):
     """One of torch's optimizers."""
 
-    def __init__(self, key: str, stateful: torch.optim.Optimizer) -> None:
-        super().__init__(key, stateful)
+    def __init__(self, key: str, stateful: torch.optim.Optimizer, state: Any = MISSING) -> None:
+        super().__init__(key, stateful, state)
         parameters = [parameter for group in stateful.param_groups for parameter in group["params"]]
         numbers = [list(group["params"]) for group in self.state.get("param_groups", ())]
         self.groups = [list(map(str, group)) for group in numbers]

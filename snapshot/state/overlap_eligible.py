@@ -52,7 +52,7 @@ class OverlapEligible:
             named = isinstance(stateful, ModelState)
             below = f"{encode_component(key)}/"
             optimizers = stateful.optimizers if named else [stateful]
-            if named or isinstance(stateful, torch.optim.Optimizer):
+            if named or (isinstance(stateful, torch.optim.Optimizer) and hasattr(stateful, "param_groups")):
                 usual = [self._accept_optimizer(each) for each in optimizers]
                 of_state += [f"{below}optim/state/" if named else f"{below}state/"] if all(usual) else []
         self._of_state = tuple(of_state)

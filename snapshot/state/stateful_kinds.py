@@ -15,7 +15,7 @@ import torch
 from snapshot.manifest.entries import DictEntry
 from snapshot.manifest.paths import decode_key, encode_component
 from snapshot.state.rng import RNGState
-from snapshot.state.state_tree import collect_leaves
+from snapshot.state.state_tree import MISSING, collect_leaves
 
 
 class Kind:
@@ -32,10 +32,11 @@ class Kind:
     unfolds = True
     """True if plain values in other libraries' pickles become separate entries."""
 
-    def __init__(self, key: str, stateful: Any) -> None:
+    def __init__(self, key: str, stateful: Any, state: Any = MISSING) -> None:
+        """`state`: the current state, if it has been read already."""
         self.key = key
         self.stateful = stateful
-        self.state = self.read_state()
+        self.state = self.read_state() if state is MISSING else state
         self.compounds: dict[str, Any] = {}
         """Path -> a live object with a class of its own: a dataclass, an Enum, a wrapped tensor."""
         self.live = collect_leaves(key, self.state, self.compounds)

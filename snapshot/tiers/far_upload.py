@@ -16,7 +16,7 @@ import msgspec
 from snapshot.aio import gather_limited
 from snapshot.errors import SnapshotError, StorageConflictError, StorageError, StorageNotFoundError
 from snapshot.events import emit, log
-from snapshot.manifest.document import METADATA, Document, FileEntry, decode_document, encode, format_of
+from snapshot.manifest.document import METADATA, NEWEST_FORMAT, Document, FileEntry, decode_document, encode, format_of
 from snapshot.manifest.head import ManifestHead, decode_head
 from snapshot.runtime.session import Session
 from snapshot.save import cleanup
@@ -276,7 +276,9 @@ def _far_manifest(document: Document, notes: Mapping[str, Note]) -> bytes:
     for name, note in notes.items():
         files[name] = msgspec.structs.replace(files[name], packed=note.describe(name))
         files[table_of(name)] = FileEntry(note.table)
-    return encode(msgspec.structs.replace(document, files=files, format=format_of(files)))
+    lowest = format_of(files, document.manifest)
+    kept = document.format if document.format == NEWEST_FORMAT else lowest
+    return encode(msgspec.structs.replace(document, files=files, format=kept))
 
 
 async def is_begun(root: Storage, step: int, save_id: str) -> bool:

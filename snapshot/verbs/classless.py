@@ -20,7 +20,7 @@ def without_classes(entries: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
     for path, entry in entries.items():
         if isinstance(entry, e.Compound):
             made[path] = e.DictEntry(entry.keys, entry.tagged, entry.replicated)
-            lines.append(f"{path}: the class {entry.obj_type}; stored as a dict")
+            lines.append(f"{path}: the class {entry.described}; stored as a dict")
         elif isinstance(entry, EnumEntry):
             made[path] = entry.to_scalar()
             lines.append(f"{path}: the class {entry.obj_type}; stored as its {'value' if entry.held else 'name'}")

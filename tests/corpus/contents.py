@@ -1,12 +1,15 @@
 """The contents of values as JSON, to be compared without the library that reads and writes them."""
 
+import argparse
 import collections
 import dataclasses
 import enum
 import hashlib
 import io
+import random
 import re
 import struct
+import types
 
 import numpy as np
 import torch
@@ -31,6 +34,19 @@ def describe(value):  # noqa: PLR0911, PLR0912 - a table of types
                 bool(array.flags.f_contiguous), hashed(array.tobytes())]  # fmt: skip
     if isinstance(value, enum.Enum):
         return describe_saved("Enum", type(value), {"name": value.name, "value": value.value})
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return describe_saved("namedtuple", type(value), value._asdict())
+    if type(value) in (argparse.Namespace, types.SimpleNamespace):
+        return [name, [[key, describe(each)] for key, each in vars(value).items()]]
+    if isinstance(value, np.random.Generator):
+        bits = value.bit_generator
+        return [name, describe(bits.state), describe(bits.seed_seq.state)]
+    if isinstance(value, np.random.RandomState):
+        return [name, describe(value.get_state(legacy=False))]
+    if type(value) is random.Random:
+        return [name, hashed(repr(value.getstate()).encode())]
+    if name in ("DictConfig", "ListConfig"):
+        return [name, describe(vars(value)["_metadata"].flags), repr(value)]
     if isinstance(value, SavedObject):
         wraps = value.kind == "TensorSubclass"
         held = {key: each for key, each in value.items() if not wraps or isinstance(each, torch.Tensor)}

@@ -3,6 +3,7 @@
 Each function returns the app state of one rank. Nothing in it may change: takes of it must equal the corpus.
 """
 
+import argparse
 import collections
 import dataclasses
 import enum
@@ -10,6 +11,8 @@ import fractions
 import io
 import pathlib
 import random
+import types
+import typing
 import uuid
 import zoneinfo
 from datetime import UTC, date, datetime, time, timedelta, timezone
@@ -215,6 +218,33 @@ def optimizer_of(model):
         for at, each in enumerate(model.parameters()):
             each.copy_(numbers(*each.shape, start=at + 2))
     return optimizer
+
+
+class Step(typing.NamedTuple):
+    number: int
+    weight: torch.Tensor
+
+
+def known_objects():
+    """Named tuples, namespaces, and random number generators of NumPy and Python."""
+    kinds = (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64)
+    generators = {kind.__name__: np.random.Generator(kind(7)) for kind in kinds}
+    generators["PCG64"].spawn(2)
+    for each in generators.values():
+        each.integers(5, dtype=np.uint32)
+    return {
+        "tuples": StateDict(one=Step(1, numbers(3)), nested=[Step(2, numbers(0))]),
+        "names": StateDict(args=argparse.Namespace(lr=0.5, w=numbers(2)), simple=types.SimpleNamespace(x=[1])),
+        "random": StateDict(**generators, old=np.random.RandomState(3), python=random.Random(4)),
+    }
+
+
+def configs():
+    """Configurations of OmegaConf."""
+    from omegaconf import OmegaConf
+
+    config = OmegaConf.create({"lr": 0.5, "twice": "${lr}", "list": [1, {"x": None}]}, flags={"readonly": True})
+    return {"configs": StateDict(dict=config, list=OmegaConf.create([1, "a"]))}
 
 
 def training():

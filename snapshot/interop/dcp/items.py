@@ -27,7 +27,7 @@ from snapshot.progress import unmetered
 from snapshot.runtime.gc_pause import gc_paused
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
-from snapshot.save.collect import warn_of_pickles
+from snapshot.save.collect import report_pickles
 from snapshot.save.manifest_builder import RankManifest, build_entries
 from snapshot.save.rank_share import RankShare
 from snapshot.save.replication import Replication
@@ -64,7 +64,7 @@ def write_items(session: Session, save_id: str, rank: int, plan: SavePlan, plann
         told.raw += round_.raw
         pickled += round_.flat.pickled
         lossy += round_.flat.lossy
-    warn_of_pickles(pickled, lossy)
+    report_pickles(pickled, lossy)
     return told
 
 
