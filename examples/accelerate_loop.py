@@ -48,13 +48,13 @@ def train(folder: Path, steps: int) -> tuple[list[float], nn.Module]:
     rng = {"rng": RNGState()}
     snapshot = newest_snapshot(folder)
     if snapshot:
-        snapshot.restore(app_state)
+        snapshot.restore(app_state, unused="ignore")  # rng follows later
 
     while progress["step"] < steps:
         loader.set_epoch(progress["epoch"])
         for batch, wanted in accelerator.skip_first_batches(loader, progress["done"]):
             if snapshot:  # only now, because the loader drew random numbers at the start of its epoch
-                snapshot.restore(rng)
+                snapshot.restore(rng, unused="ignore")
                 snapshot = None
             loss = nn.functional.mse_loss(model(batch), wanted)
             optimizer.zero_grad()

@@ -16,7 +16,7 @@ class Line:
     """An entry that was not restored exactly as saved."""
 
     kind: str
-    """`missing`, `kept`, `removed`, `unexpected`, `renamed`, `changed`, `cast`, `resharded`, `replaced` or
+    """`missing`, `kept`, `removed`, `unexpected`, `unused`, `renamed`, `changed`, `cast`, `resharded`, `replaced` or
     `skipped`."""
     path: str
     detail: str = ""
@@ -74,6 +74,11 @@ class RestoreReport:
     def unexpected(self) -> tuple[Line, ...]:
         """Entries of the snapshot that the application lacks; they were left out."""
         return self._of("unexpected")
+
+    @property
+    def unused(self) -> tuple[Line, ...]:
+        """Keys of the snapshot that the app state lacks; nothing of them was restored."""
+        return self._of("unused")
 
     @property
     def cast(self) -> tuple[Line, ...]:

@@ -13,7 +13,7 @@ from snapshot.distributed.group import ranks_of
 from snapshot.events import emit
 from snapshot.loading.left_out import attach_base
 from snapshot.loading.restore import Restore
-from snapshot.loading.restore_options import Accept, Cast, Mismatched, RestoreOptions
+from snapshot.loading.restore_options import Accept, Cast, Mismatched, RestoreOptions, Unused
 from snapshot.loading.same_snapshot import open_restore
 from snapshot.maps.tensor_map import TensorMap
 from snapshot.opened import seal_with
@@ -315,6 +315,7 @@ class Snapshot(Checkpoint):
         memory_budget_bytes: int | None = None,
         read_once: Literal["auto"] | bool = "auto",
         base: str | os.PathLike[str] | Snapshot | None = None,
+        unused: Unused = "warn",
         progress: ProgressArgument = None,
         timeout: float | None = None,
     ) -> RestoreReport:
@@ -344,6 +345,9 @@ class Snapshot(Checkpoint):
             base: The base of a snapshot that was taken with `only="trainable"`, or a copy of the base. What the
                 snapshot left out is read from there. Without it, that is compared with the live tensors, and any
                 difference is an error, also with `strict=False`.
+            unused: The action for keys of the snapshot that `app_state` lacks, such as a forgotten optimizer: `"warn"`
+                logs one line, `"error"` raises, and `"ignore"` is silent. The report lists them, except with
+                `"ignore"`. Keys that `include` or `exclude` leave out do not count.
             progress: True for a progress bar, or a function that is called with `Progress`.
             timeout: Seconds without a heartbeat after which another rank counts as dead.
 
@@ -370,6 +374,7 @@ class Snapshot(Checkpoint):
                 memory_budget_bytes=memory_budget_bytes,
                 read_once=read_once,
                 base=base,
+                unused=unused,
                 progress=progress,
                 timeout=timeout,
             ),

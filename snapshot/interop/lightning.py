@@ -370,7 +370,7 @@ class SnapshotCallback(_LightningCallback):  # type: ignore[misc]
     def _restore_random_numbers(self) -> None:
         snapshot, self._resumed = self._resumed, None
         if snapshot is not None:
-            snapshot.restore({"rng": RNGState()})
+            snapshot.restore({"rng": RNGState()}, unused="ignore")
 
 
 def _step(path: Path) -> int:

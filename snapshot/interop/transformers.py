@@ -77,7 +77,7 @@ class SnapshotTrainerMixin:
         self._refuse_what_is_not_ours()
         snapshot = _snapshot_in(checkpoint)
         if snapshot is not None:
-            snapshot.restore(self._resumable())
+            snapshot.restore(self._resumable(), unused="ignore")
         elif any(os.path.isfile(os.path.join(checkpoint, name)) for name in _OLD):
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         else:
@@ -97,7 +97,7 @@ class SnapshotTrainerMixin:
         if snapshot is None:
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
         else:
-            snapshot.restore({"rng": RNGState()})
+            snapshot.restore({"rng": RNGState()}, unused="ignore")
 
     def _resumable(self) -> dict[str, Any]:
         """Return the state that is equal on all ranks."""

@@ -6,7 +6,7 @@ Nothing is compared with the application's tensors here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from snapshot.distributed.exchange import Exchange
@@ -54,8 +54,11 @@ class Chooser:
         """Return True if a path is requested."""
         return self._included(path) and not self._excluded(path)
 
-    def choose(self, view: RankView, app_state: Mapping[str, Any]) -> ChosenEntries:
-        """Return the requested entries of each key. Keys without any are left unchanged."""
+    def choose(self, view: RankView, app_state: Mapping[str, Any], done: Collection[str]) -> ChosenEntries:
+        """Return the requested entries of each key. Keys without any are left unchanged.
+
+        `done`: keys of the application that need no entries.
+        """
         self._chosen = ChosenEntries()
         grouped = group_by_key(view.entries)
         notes = self._notes
@@ -83,7 +86,20 @@ class Chooser:
                 wanted[key] = entries
         if self._exchange.rank == 0:
             self._note_gone(view, wanted)
+        self._note_unused(grouped, {*map(encode_component, app_state), *done})
         return self._chosen
+
+    def _note_unused(self, grouped: Mapping[str, Mapping[str, Any]], known: Collection[str]) -> None:
+        """Report the keys of the snapshot that the application lacks, so that none is forgotten in silence."""
+        if self._options.unused == "ignore":
+            return
+        for key, entries in grouped.items():
+            if key in known or (self._filtered and not any(map(self.wanted, entries))):
+                continue
+            if self._options.unused == "error":
+                self._notes.mismatches.append(f"{key}: is in the snapshot, not in app_state, and unused is 'error'")
+            else:
+                self._notes.add("unused", key, "app_state has no such key")
 
     def _lack(self, key: str, view: RankView, grouped: Mapping[str, Any]) -> None:
         """Report a key that the snapshot lacks, or that belongs to another rank."""

@@ -24,13 +24,13 @@ from snapshot.loading.restore_plan import RestorePlan, plan_restore
 from snapshot.loading.same_snapshot import remember_plan
 from snapshot.manifest.document import Document
 from snapshot.progress import Meter
-from snapshot.reports import RestoreReport
+from snapshot.reports import Line, RestoreReport
 from snapshot.runtime.gc_pause import gc_paused
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
 from snapshot.state.state_tree import inflate_tree
 from snapshot.state.stateful_kinds import Kind
-from snapshot.text import listed
+from snapshot.text import counted, listed
 
 
 class Restore:
@@ -116,14 +116,37 @@ class Restore:
         self._expect_all()
         remember_plan(self._exchange, document)
         lines = plan.issues.lines
-        kept = [line.path for line in lines if line.kind == "kept"]
-        if kept:
-            log.warning(
-                "%s: the snapshot lacks these entries; they are left unchanged:%s", session.url, listed(kept, 10)
-            )
+        self._warn(lines)
         return RestoreReport(
             plan.matched.restored + len(resharded), result.bytes_read, result.requests, self._seconds, tuple(lines)
         )
+
+    def _warn(self, lines: Sequence[Line]) -> None:
+        """Log what an application may have forgotten: entries that it keeps, and keys that it did not restore."""
+        url = self._session.url
+        found: dict[str, list[str]] = {}
+        for line in lines:
+            found.setdefault(line.kind, []).append(line.path)
+        if "kept" in found:
+            log.warning(
+                "%s: the snapshot lacks these entries; they are left unchanged:%s", url, listed(found["kept"], 10)
+            )
+        if self._exchange.rank:  # what follows is mostly equal on all ranks
+            return
+        if "missing" in found:
+            log.warning(
+                "%s: the snapshot lacks %s of the application; they keep their values:%s",
+                url,
+                counted(len(found["missing"]), "name"),
+                listed(found["missing"], 10),
+            )
+        if "unused" in found:
+            log.warning(
+                "%s: the snapshot has keys that app_state lacks, so they were not restored: %s; add them, or pass "
+                "unused='ignore'",
+                url,
+                ", ".join(found["unused"][:10]) + (", ..." if len(found["unused"]) > 10 else ""),
+            )
 
     # Read
 

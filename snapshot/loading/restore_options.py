@@ -27,6 +27,7 @@ CASTS: dict[str, Callable[[torch.dtype, torch.dtype], bool]] = {
 
 Mismatched = Literal["error", "skip"]
 Cast = Literal["error", "same_kind", "any"]
+Unused = Literal["warn", "error", "ignore"]
 
 
 class RestoreArguments(TypedDict, total=False):
@@ -45,6 +46,7 @@ class RestoreArguments(TypedDict, total=False):
     memory_budget_bytes: int | None
     read_once: Literal["auto"] | bool
     base: Source | None
+    unused: Unused
     key: Key | None
     """For `SnapshotManager.restore_latest`; a `Snapshot` has its own `key`."""
     progress: ProgressArgument
@@ -69,6 +71,7 @@ class RestoreOptions:
     read_once: Literal["auto"] | bool = "auto"
     base: Source | None = None
     """The snapshot that has what this one left out, or its URL."""
+    unused: Unused = "warn"
     key: Key | None = None
     """The key that must have signed the snapshot, in place of the key of the `Snapshot`."""
     progress: ProgressArgument = None
@@ -80,5 +83,7 @@ class RestoreOptions:
             raise ValueError(f"cast must be {', '.join(map(repr, CASTS))}, got {self.cast!r}")
         if self.read_once not in ("auto", True, False):
             raise ValueError(f"read_once must be 'auto', True or False, got {self.read_once!r}")
+        if self.unused not in ("warn", "error", "ignore"):
+            raise ValueError(f"unused must be 'warn', 'error' or 'ignore', got {self.unused!r}")
         if self.mismatched not in ("error", "skip"):
             raise ValueError(f"mismatched must be 'error' or 'skip', got {self.mismatched!r}")

@@ -117,7 +117,7 @@ class _Planner:
         document, session, kinds = self._document, self._session, self._kinds
         view = self._view(app_state)
         app_state = {key: each for key, each in app_state.items() if encode_component(key) not in done}
-        chosen = self._chooser.choose(view, app_state)
+        chosen = self._chooser.choose(view, app_state, done)
         grouped = chosen.grouped
         needed = set().union(*(find_locations(entries, document.files) for entries in grouped.values()))
         run(expect_files(session, document, needed & document.own_files.keys()))

@@ -1,0 +1,126 @@
+"""Keys that a restore forgets, and names that it leaves as they are: reported, logged, refused or silenced."""
+
+import logging
+
+import pytest
+import torch
+
+from snapshot import RestoreError, RNGState, Snapshot, SnapshotManager, StateDict
+
+URL = "memory://forgotten"
+
+
+def app_state():
+    model = torch.nn.Linear(2, 2)
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "rng": RNGState()}
+
+
+@pytest.fixture
+def snapshot():
+    return Snapshot.take(URL, app_state(), overwrite=True)
+
+
+def warned(caplog):
+    return [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+
+
+def test_a_forgotten_key_is_in_the_report_and_in_one_log_line(snapshot, caplog):
+    report = snapshot.restore({"model": torch.nn.Linear(2, 2)})
+    assert [line.path for line in report.unused] == ["optimizer", "rng"]
+    assert "unused     optimizer" in str(report)
+    [line] = warned(caplog)
+    assert "optimizer, rng" in line
+    assert "unused='ignore'" in line
+
+
+def test_all_keys_that_are_restored_are_silent(snapshot, caplog):
+    assert not snapshot.restore(app_state()).unused
+    assert not warned(caplog)
+
+
+def test_it_may_be_an_error_before_anything_is_touched(snapshot):
+    model = torch.nn.Linear(2, 2)
+    before = model.weight.clone()
+    with pytest.raises(RestoreError, match="optimizer: is in the snapshot, not in app_state") as caught:
+        snapshot.restore({"model": model}, unused="error")
+    assert len(caught.value.mismatches) == 2
+    assert model.weight.equal(before)
+    with pytest.raises(RestoreError, match="rng"):
+        snapshot.restore({"model": model}, unused="error", strict=False)
+
+
+def test_it_may_be_silenced(snapshot, caplog):
+    report = snapshot.restore({"model": torch.nn.Linear(2, 2)}, unused="ignore")
+    assert not report.unused
+    assert not warned(caplog)
+
+
+@pytest.mark.parametrize(
+    "how", [{"include": ["model/**"]}, {"exclude": ["optimizer/**", "optimizer", "rng", "rng/**"]}]
+)
+def test_keys_that_were_left_out_on_purpose_are_silent(snapshot, caplog, how):
+    assert not snapshot.restore({"model": torch.nn.Linear(2, 2)}, unused="error", **how).unused
+    assert not warned(caplog)
+
+
+def test_a_renamed_key_counts_under_its_new_name(snapshot):
+    report = snapshot.restore({"net": torch.nn.Linear(2, 2)}, rename={"model": "net"})
+    assert [line.path for line in report.unused] == ["optimizer", "rng"]
+
+
+def test_a_wrong_choice_is_refused(snapshot):
+    with pytest.raises(ValueError, match="unused must be 'warn', 'error' or 'ignore', got 'no'"):
+        snapshot.restore({"model": torch.nn.Linear(2, 2)}, unused="no")
+
+
+def test_a_manager_says_it_too(tmp_path, caplog):
+    with SnapshotManager(str(tmp_path), signals=()) as manager:
+        manager.take(1, app_state())
+        assert manager.restore_latest({"model": torch.nn.Linear(2, 2)}) == 1
+        assert [line.path for line in manager.report.unused] == ["optimizer", "rng"]
+        assert any("optimizer, rng" in line for line in warned(caplog))
+        with pytest.raises(RestoreError, match="optimizer"):
+            manager.restore_latest({"model": torch.nn.Linear(2, 2)}, unused="error")
+
+
+def test_checkpoints_of_other_libraries_too(tmp_path, caplog):
+    model = torch.nn.Linear(2, 2)
+    torch.save({"model": model.state_dict(), "epoch": 3}, tmp_path / "old.pt")
+    report = Snapshot(tmp_path / "old.pt").restore({"model": model})
+    assert [line.path for line in report.unused] == ["epoch"]
+    torch.save(model.state_dict(), tmp_path / "bare.pt")
+    caplog.clear()
+    assert not Snapshot(tmp_path / "bare.pt").restore({"model": model}).unused
+    assert not warned(caplog)
+
+
+def test_an_average_that_stays_initialised_is_logged(caplog):
+    model = torch.nn.Linear(2, 2)
+    snapshot = Snapshot.take(URL, {"model": model}, overwrite=True)
+    live = torch.nn.ModuleDict({"ema": torch.nn.Linear(2, 2)})
+    live.weight, live.bias = torch.nn.Parameter(torch.zeros(2, 2)), torch.nn.Parameter(torch.zeros(2))
+    report = snapshot.restore({"model": live}, strict=False)
+    assert len(report.missing) == 2
+    [line] = warned(caplog)
+    assert "model/ema.weight" in line
+    assert "they keep their values" in line
+    report = snapshot.restore({"model": model, "average": StateDict(x=1)}, strict=False)
+    assert "average" in warned(caplog)[-1]
+
+
+def _restore_part(folder):
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    Snapshot.take(folder, {"a": StateDict(x=1), "b": StateDict(y=rank)}, replicated=["a/**"])
+    report = Snapshot(folder).restore({"a": StateDict(x=0)})
+    try:
+        Snapshot(folder).restore({"a": StateDict(x=0)}, unused="error")
+    except RestoreError as error:
+        return [line.path for line in report.unused], str(error)
+
+
+def test_each_rank_reports_and_all_refuse(two, folder):
+    for paths, text in two.run(_restore_part, folder):
+        assert paths == ["b"]
+        assert "b: is in the snapshot" in text
