@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-import msgspec
-
+from snapshot.decoding import decode_json
 from snapshot.errors import CorruptSnapshotError
 from snapshot.manifest.counting import count_entries
 from snapshot.manifest.document import DEEPEST, Document, copy_manifest, measure_nesting
@@ -52,11 +51,11 @@ class SnapshotMetadata:
         """Create the metadata from a manifest's document."""
         if measure_nesting(document.metadata) > DEEPEST:
             raise CorruptSnapshotError(f"the manifest's metadata must nest at most {DEEPEST} levels")
+        metadata = decode_json(document.metadata, dict[str, Any], "cannot read the manifest's metadata")
         try:
             created = datetime.fromisoformat(document.created)
-            metadata = msgspec.json.decode(document.metadata, type=dict[str, Any])
-        except (ValueError, msgspec.DecodeError) as error:
-            raise CorruptSnapshotError(f"cannot read the manifest's date or metadata: {error}") from error
+        except ValueError as error:
+            raise CorruptSnapshotError(f"cannot read the manifest's date: {error}") from error
         return cls(
             document.format,
             document.version,

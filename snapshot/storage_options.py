@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from snapshot.decoding import decode_yaml
+from snapshot.errors import CorruptSnapshotError
 from snapshot.options import Settings
 from snapshot.url import URL
 
@@ -88,14 +90,10 @@ def _mapping(text: str, name: str = "") -> dict[str, Any]:
 
 
 def _yaml(text: str, name: str) -> Any:
-    import yaml  # imported late: rarely needed
-
     try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        mark = getattr(error, "problem_mark", None)  # the error's own text would show the line, with its secrets
-        line = f" (line {mark.line + 1})" if mark is not None else ""
-        raise ValueError(f"{name}: must be JSON or YAML{line}") from None
+        return decode_yaml(text, f"{name}: must be JSON or YAML")
+    except CorruptSnapshotError as error:
+        raise ValueError(str(error)) from None
 
 
 def select_server(options: Mapping[str, Any] | None) -> dict[str, Any]:

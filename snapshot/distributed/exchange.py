@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from snapshot import errors
+from snapshot.decoding import decode_json, decode_msgpack
 from snapshot.distributed.group import SOLO, Ranks, ranks_of
 from snapshot.distributed.heartbeat import Liveness
 from snapshot.errors import RankError, SnapshotError, StorageError, system_limits
@@ -122,7 +123,7 @@ class Exchange:
         if self.rank == LEADER:
             records = self._gather(step)
             try:
-                made = self._led_by(lead, [msgspec.msgpack.decode(record, type=kind) for record in records])
+                made = self._led_by(lead, [decode_msgpack(record, kind, OTHER_VERSION) for record in records])
             except Exception as error:
                 self._led = error
                 fault = self._fault_of(error, shared=True)
@@ -147,7 +148,8 @@ class Exchange:
         self._store.delete_key(own)
         if found[:1] == FAILED:
             raise _decode_fault(found[1:]).error()
-        return msgspec.msgpack.decode(found[1:], type=answer)
+        told: T = decode_msgpack(found[1:], answer, OTHER_VERSION)
+        return told
 
     def _led_by(self, lead: Callable[[list[Any]], T], records: list[Any]) -> T:
         """Run the leader's part, which may take long, without blocking on the store."""
@@ -354,12 +356,14 @@ class Exchange:
             self.close()
 
 
+OTHER_VERSION = "cannot decode the message of another rank, which may have another version of the library"
 MOST_STEPS = 100_000
 """More steps than any operation has."""
 
 
 def _decode_fault(decided: bytes) -> RankFault:
-    return msgspec.json.decode(decided, type=RankFault)
+    fault: RankFault = decode_json(decided, RankFault, OTHER_VERSION)
+    return fault
 
 
 def lost_store_error(what: str) -> RankError:

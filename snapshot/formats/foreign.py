@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from snapshot.decoding import decode_json
 from snapshot.errors import (
     CorruptSnapshotError,
     StorageConflictError,
@@ -91,10 +92,8 @@ def make_document(
 
 ROOT = "snapshot.root"
 """Metadata key of the container, in a snapshot created from such a document."""
-_roots = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_containers = msgspec.json.Decoder(
-    DictEntry | ListEntry | TupleEntry | OrderedDictEntry | DefaultdictEntry | CounterEntry | DequeEntry
-)
+_NAMES: Any = dict[str, msgspec.Raw]
+_CONTAINERS = DictEntry | ListEntry | TupleEntry | OrderedDictEntry | DefaultdictEntry | CounterEntry | DequeEntry
 
 
 def find_root(held: Document) -> Any:
@@ -104,8 +103,8 @@ def find_root(held: Document) -> Any:
     if ROOT.encode() not in bytes(held.metadata):
         return None
     try:
-        return _containers.decode(_roots.decode(held.metadata)[ROOT])
-    except (msgspec.DecodeError, KeyError):  # the user's own value under that name
+        return decode_json(decode_json(held.metadata, _NAMES, ROOT)[ROOT], _CONTAINERS, ROOT)
+    except (CorruptSnapshotError, KeyError):  # the user's own value under that name
         return None
 
 
@@ -125,7 +124,7 @@ def add_root(held: Document) -> msgspec.Raw:
     root = held.root if isinstance(held, ForeignDocument) else None
     if not isinstance(root, (DictEntry, ListEntry, TupleEntry, DequeEntry)):
         return held.metadata
-    return msgspec.Raw(msgspec.json.encode({**_roots.decode(held.metadata), ROOT: root}))
+    return msgspec.Raw(msgspec.json.encode({**decode_json(held.metadata, _NAMES, ROOT), ROOT: root}))
 
 
 def is_absence(storage: Storage, error: StorageError) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from snapshot.aio import gather_limited
+from snapshot.decoding import decode_json
 from snapshot.errors import CorruptSnapshotError, StorageError, StorageNotFoundError, UnsupportedFormatError
 from snapshot.formats.foreign import ForeignDocument, check_location, is_absence, make_document
 from snapshot.manifest.document import LONGEST_HEADER, ForeignFile
@@ -96,8 +97,8 @@ async def describe_index(storage: Storage, name: str, limit: int) -> ForeignDocu
     data = await storage.get(name, limit=limit)
     where = storage.url.join(name)
     try:
-        index = msgspec.json.decode(data, type=_Index)
-    except (msgspec.DecodeError, RecursionError, UnicodeError):
+        index: _Index = decode_json(data, _Index, where)
+    except CorruptSnapshotError:
         return None
     locations = dict.fromkeys(check_location(each, where) for each in index.weight_map.values())
 
@@ -151,19 +152,21 @@ async def read_header(
         header = bytearray(length)
         await storage.read_into(name, 8, [header])
         return _decode_header(bytes(header), name, 8 + length, size)
-    except (ValueError, msgspec.DecodeError, RecursionError, UnicodeError) as error:
+    except ValueError as error:
         if isinstance(error, CorruptSnapshotError):
             raise
         raise CorruptSnapshotError(f"{where}: not a safetensors file: {error}") from error
 
 
 def _decode_header(header: bytes, name: str, begin: int, size: int) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-    metadata = msgspec.json.decode(raw.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str] | None) or {}
+    what = f"{name}: not a safetensors file"
+    raw: dict[str, msgspec.Raw] = decode_json(header, dict[str, msgspec.Raw], what)
+    text = raw.pop("__metadata__", msgspec.Raw(b"{}"))
+    metadata: dict[str, str] | None = decode_json(text, dict[str, str] | None, what)
     entries = {}
     ends = []
     for tensor, item in raw.items():
-        found = msgspec.json.decode(item, type=_Item)
+        found: _Item = decode_json(item, _Item, what)
         dtype = _NAMES.get(found.dtype)
         if dtype is None:
             raise UnsupportedFormatError(f"{name}: {tensor[:200]!r}: unknown dtype {found.dtype!r}")
@@ -182,4 +185,4 @@ def _decode_header(header: bytes, name: str, begin: int, size: int) -> tuple[dic
         position = high
     if begin + position != size:
         raise ValueError(f"tensors must end with the file at {size}, got {begin + position}")
-    return entries, metadata
+    return entries, metadata or {}

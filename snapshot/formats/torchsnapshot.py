@@ -9,9 +9,8 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote
 
-import msgspec
-
 from snapshot.aio import gather_limited
+from snapshot.decoding import decode_json, decode_yaml
 from snapshot.errors import CorruptSnapshotError, StorageNotFoundError, UnsupportedFormatError
 from snapshot.formats.foreign import ForeignDocument, check_location, extend_file, make_document
 from snapshot.formats.to_entries import make_scalar
@@ -47,11 +46,11 @@ async def describe_snapshot(storage: Storage, data: bytes) -> ForeignDocument:
 
 
 def _parse_document(data: bytes, where: object) -> dict[str, Any]:
+    if measure_nesting(data) > DEEPEST:
+        raise CorruptSnapshotError(f"{where}: nested more than {DEEPEST} deep")
     try:
-        if measure_nesting(data) > DEEPEST:
-            raise CorruptSnapshotError(f"{where}: nested more than {DEEPEST} deep")
-        found = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeError):
+        found = decode_json(data, Any, where)
+    except CorruptSnapshotError:
         found = _parse_yaml(data, where)
     if not isinstance(found, dict) or not {"version", "world_size", "manifest"} <= found.keys():
         raise CorruptSnapshotError(f"{where}: not a manifest ({counted(len(data), 'byte')})")
@@ -61,16 +60,7 @@ def _parse_document(data: bytes, where: object) -> dict[str, Any]:
 def _parse_yaml(data: bytes, where: object) -> Any:
     if b"manifest:" not in data:
         raise CorruptSnapshotError(f"{where}: not a manifest ({counted(len(data), 'byte')})")
-    import yaml  # nearly all manifests are JSON
-
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    try:
-        for number, event in enumerate(yaml.parse(data, Loader=loader)):
-            if isinstance(event, yaml.AliasEvent) or number > len(data):
-                raise CorruptSnapshotError(f"{where}: a manifest must not have YAML aliases")
-        return yaml.load(data, Loader=loader)  # noqa: S506 - a safe loader
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise CorruptSnapshotError(f"{where}: neither JSON nor YAML: {error}") from error
+    return decode_yaml(data, f"{where}: neither JSON nor YAML")
 
 
 async def _measure_files(storage: Storage, made: _Manifest) -> None:

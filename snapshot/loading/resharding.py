@@ -14,7 +14,7 @@ from snapshot.loading.restore_options import RestoreOptions
 from snapshot.manifest.document import Document
 from snapshot.manifest.entries import ListEntry
 from snapshot.manifest.paths import encode_component
-from snapshot.manifest.rank_view import make_rank_view, rename_entries, split_by_rank
+from snapshot.manifest.rank_view import MOST_RANKS, make_rank_view, rename_entries, split_by_rank
 from snapshot.manifest.scalars import NoneEntry
 from snapshot.plan.globs import matcher
 from snapshot.plan.renaming import Change, compile_rename
@@ -49,6 +49,8 @@ def reshard_states(
     }
     if not chosen:
         return {}
+    if saved > MOST_RANKS:
+        raise RestoreError(f"{session.url}: the states of {saved:,} ranks cannot be redistributed", sorted(chosen))
     if document.parts:
         run(load_parts(session, document, list(document.parts)))
     change: Change = str

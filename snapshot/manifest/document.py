@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from snapshot.decoding import UNREADABLE, decode_json
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.manifest.entries import THIRD, AnyEntry
 from snapshot.manifest.entry import Entry
@@ -142,11 +143,6 @@ class ManifestPart(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=Tru
 
 
 _encoder = msgspec.json.Encoder()
-_decoders: dict[type, msgspec.json.Decoder[Any]] = {
-    Document: msgspec.json.Decoder(Document),
-    ManifestPart: msgspec.json.Decoder(ManifestPart),
-}
-_entries = msgspec.json.Decoder(dict[str, AnyEntry])
 
 
 def encode(document: Document | ManifestPart) -> bytes:
@@ -158,9 +154,10 @@ def encode(document: Document | ManifestPart) -> bytes:
 def copy_manifest(manifest: Mapping[str, AnyEntry]) -> dict[str, Entry]:
     """Return a deep copy by encoding and decoding, which is many times faster than copying objects."""
     try:
-        return dict[str, Entry](_entries.decode(_encoder.encode(manifest)))
+        encoded = _encoder.encode(manifest)
     except RecursionError as error:
         raise CorruptSnapshotError(f"the manifest is nested too deeply: {error}") from error
+    return dict[str, Entry](decode_json(encoded, dict[str, AnyEntry], "the manifest"))
 
 
 def decode_document(data: bytes, where: object) -> Document:
@@ -261,13 +258,15 @@ def _decode_canonical(data: bytes, kind: type[Any], where: object) -> Any:
     if actual.encode() != tail[1]:
         raise CorruptSnapshotError(f"{where}: digest must be {tail[1].decode()}, got {actual}")
     try:
-        decoded = _decoders[kind].decode(b"%s}" % body)
+        decoded = decode_json(b"%s}" % body, kind, where)
         canonical = _encoder.encode(decoded)
-    except msgspec.ValidationError as error:
+    except CorruptSnapshotError as error:
+        if not isinstance(error.__cause__, msgspec.ValidationError):
+            raise
         raise UnsupportedFormatError(
-            f"{where}: {error}: written by a newer version, or by hand; pip install --upgrade snapshot-torch"
+            f"{error}: written by a newer version, or by hand; pip install --upgrade snapshot-torch"
         ) from error
-    except (msgspec.DecodeError, RecursionError, UnicodeError, OverflowError) as error:
+    except UNREADABLE as error:
         raise CorruptSnapshotError(f"{where}: {error}") from error
     if memoryview(canonical)[:-1] != body:
         raise CorruptSnapshotError(f"{where}: not in the canonical form (duplicate keys, or edited by hand)")

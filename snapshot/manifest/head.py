@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from snapshot.decoding import decode_json
 from snapshot.errors import CorruptSnapshotError, SnapshotError
 from snapshot.manifest.document import BaseReference, FileEntry, PartEntry
 from snapshot.tensors.digest import digest_range
@@ -45,8 +46,7 @@ class ManifestHead(msgspec.Struct):
         return {each.content: each.origin or name for name, each in self.files.items() if each.content is not None}
 
 
-_heads = msgspec.json.Decoder(ManifestHead)
-OURS = re.compile(rb'\{"format":"snapshot/[12]","version":"[^"]{1,80}","save_id":"[0-9a-f]{12}",')
+OURS = re.compile(rb'\{"format":"snapshot/[123]","version":"[^"]{1,80}","save_id":"[0-9a-f]{12}",')
 _SAVE_ID = re.compile(rb'\{"format":"snapshot/\d{1,9}","version":"[^"]{1,80}","save_id":"([0-9a-f]{12})",')
 _DIGEST = re.compile(rb',"digest":"(xxh3:[0-9a-f]{32})"\}$')
 
@@ -67,9 +67,9 @@ def decode_head(data: bytes, where: object) -> ManifestHead:
     tail = _DIGEST.search(data, max(0, len(data) - 64))
     if tail is None or digest_range(memoryview(data)[: tail.start()]).encode() != tail[1]:
         raise CorruptSnapshotError(f"{where}: the manifest's checksum is wrong")
+    head: ManifestHead = decode_json(data, ManifestHead, where)
     try:
-        head = _heads.decode(data)
         datetime.fromisoformat(head.created)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+    except ValueError as error:
         raise CorruptSnapshotError(f"{where}: {error}") from error
     return head

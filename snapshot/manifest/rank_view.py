@@ -177,6 +177,8 @@ def group_by_key(view: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return grouped
 
 
+MOST_RANKS = 1 << 17
+"""Maximum number of ranks that are treated one by one, since the number in a manifest may be wrong."""
 DEEPEST = 500
 """Maximum nesting of containers."""
 _RANK = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
@@ -274,6 +276,9 @@ def _is_never_held(rank: int) -> bool:
 
 
 def _find_rank_paths(manifest: Mapping[str, Any], saved: int, logical: str) -> list[str]:
+    if saved > len(manifest):  # a wrong number of ranks must not cost time
+        found = {path.partition("/")[0] for path in manifest if path.partition("/")[2] == logical}
+        return [f"{rank}/{logical}" for rank in sorted(int(each) for each in found if is_rank(each, saved))]
     return [path for path in (f"{rank}/{logical}" for rank in range(saved)) if path in manifest]
 
 

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any, Literal, NamedTuple
 
-import yaml
-
-from snapshot.errors import RestoreError
+from snapshot.decoding import decode_yaml
+from snapshot.errors import CorruptSnapshotError, RestoreError
 from snapshot.maps.recipe import Part, Recipe, Spec, Target, check_sizes
 from snapshot.text import listed
 
@@ -235,9 +234,9 @@ def _read_file(text: str) -> dict[str, Any]:
             )
         content = place.read_text(encoding="utf-8")
     try:
-        found = yaml.safe_load(content)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{text}: not YAML: {error}") from error
+        found = decode_yaml(content, text)
+    except CorruptSnapshotError as error:
+        raise ValueError(str(error)) from error
     if not isinstance(found, dict):
         raise ValueError(f"{text}: not a tensor map: it must be a mapping with rules")
     return found

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 from snapshot.aio import gather_limited, in_thread
 from snapshot.errors import CorruptSnapshotError
@@ -21,7 +22,7 @@ from snapshot.formats.safetensors import INDEX, read_header
 from snapshot.manifest.document import LONGEST_HEADER
 from snapshot.manifest.entries import TensorEntry
 from snapshot.plan.layout import group_in_order
-from snapshot.publish.delta import DeltaDecoder, checksum_text
+from snapshot.publish.delta import WINDOWS, DeltaDecoder, checksum_text, group_by_windows
 from snapshot.publish.version import (
     LONGEST_FILE,
     LONGEST_INDEX,
@@ -269,7 +270,7 @@ class VersionBuilder:
     async def _apply(self, inputs: Mapping[str, int], outputs: Mapping[str, int]) -> None:
         """Apply the deltas of each tensor, or copy it, and verify it."""
         in_place = self._base is None
-        alone = asyncio.Lock()  # one long delta is in memory at a time
+        alone, wide = asyncio.Lock(), asyncio.Lock()  # one long delta, and one large window, is in memory at a time
         names = [name for name, tensor in self._tensors.items() if tensor.file in outputs]
         names.sort(key=lambda name: self._tensors[name].begin - self._tensors[name].end)
 
@@ -286,10 +287,16 @@ class VersionBuilder:
                 nbytes = sum(end - begin for _, begin, end in places)
                 async with alone if nbytes > RUN else nullcontext():
                     deltas = [await self._fetch(*place) for place in places]
-                    work = partial(self._process, name, source, target, deltas, last=run is runs[-1])
-                    self._digests[name] = await in_thread(work)
-                    del deltas, work
-                source = target
+                    groups = self._group(name, deltas)
+                    del deltas
+                    while groups:
+                        group, window = groups.pop(0)
+                        last = run is runs[-1] and not groups
+                        async with wide if window > WINDOWS else nullcontext():
+                            work = partial(self._process, name, source, target, group, last=last)
+                            self._digests[name] = await in_thread(work)
+                        del group, work
+                        source = target
 
         await gather_limited(names, apply, self._session.settings.thread_count())
 
@@ -298,6 +305,21 @@ class VersionBuilder:
         await self._storage.read_into(path, begin, [delta])
         self.received += len(delta)
         return delta
+
+    def _group(self, name: str, deltas: Sequence[bytearray]) -> list[tuple[list[Any], int]]:
+        """Return the deltas of a tensor in groups that are applied together."""
+        tensor = self._tensors[name]
+        with self._naming(name):
+            return group_by_windows(deltas, tensor.end - tensor.begin)
+
+    @contextmanager
+    def _naming(self, name: str) -> Iterator[None]:
+        """Name the version and the tensor in an error."""
+        try:
+            yield
+        except CorruptSnapshotError as error:
+            where = self._storage.url.join(version_name(self._chain[-1].version)) if self._chain else self._base
+            raise CorruptSnapshotError(f"{where}: {name[:200]!r}: {error}") from error
 
     def _process(
         self, name: str, source: int, target: int | None, deltas: Sequence[bytearray], *, last: bool = True
@@ -323,10 +345,8 @@ class VersionBuilder:
 
         decoder = DeltaDecoder() if self._decoders.empty() else self._decoders.get()
         try:
-            return decoder.apply(tensor.end - tensor.begin, read, deltas, write, checksum=checksum, digest=digest)
-        except CorruptSnapshotError as error:
-            where = self._storage.url.join(version_name(self._chain[-1].version)) if self._chain else self._base
-            raise CorruptSnapshotError(f"{where}: {name[:200]!r}: {error}") from error
+            with self._naming(name):
+                return decoder.apply(tensor.end - tensor.begin, read, deltas, write, checksum=checksum, digest=digest)
         finally:
             self._decoders.put(decoder)
 

@@ -22,6 +22,10 @@ from snapshot.tensors.zstd import load_zstd, new_compressor
 Bytes = npt.NDArray[np.uint8]
 LARGEST_WINDOW = 1 << 27
 """Maximum memory that a frame of another publisher may ask for."""
+WINDOWS = 1 << 24
+"""Maximum memory that the frames of several deltas may ask for together. One that asks for more is applied alone."""
+SMALL_WINDOW = 1 << 20
+"""Decompressors with larger windows are not kept for the next tensor."""
 
 
 def checksum_text(checksum: int) -> str:
@@ -166,12 +170,36 @@ class DeltaDecoder:
             write(begin, view)
         for stream in streams:
             _expect_end(stream)
+        if any(_window_of(delta, nbytes) > SMALL_WINDOW for delta in deltas):
+            self._streams.clear()  # each keeps the memory of its largest window
         if checksum is not None and checksum_text(actual) != checksum:
             raise CorruptSnapshotError(f"its checksum must be {checksum}, got {checksum_text(actual)}")
         found = sum_blocks(table).digest if table else digest_range(b"")
         if digest is not None and found != digest:
             raise CorruptSnapshotError(f"its digest must be {digest}, got {found}")
         return found
+
+
+def group_by_windows(deltas: Sequence[bytes | bytearray], nbytes: int) -> list[tuple[list[bytes | bytearray], int]]:
+    """Return the deltas of a tensor in groups that are applied together, each with the memory of its windows."""
+    groups: list[tuple[list[bytes | bytearray], int]] = []
+    for delta in deltas:
+        window = _window_of(delta, nbytes)
+        if groups and groups[-1][1] + window <= WINDOWS:
+            groups[-1] = [*groups[-1][0], delta], groups[-1][1] + window
+        else:
+            groups.append(([delta], window))
+    return groups or [([], 0)]
+
+
+def _window_of(delta: bytes | bytearray | memoryview, nbytes: int) -> int:
+    """Return the memory that the decompression of a frame takes."""
+    module = load_zstd()
+    try:
+        window: int = module.get_frame_parameters(delta).window_size
+    except module.ZstdError as error:
+        raise CorruptSnapshotError(f"its delta is not a zstd frame: {error}") from error
+    return min(window, max(nbytes, BLOCK))
 
 
 def _open(zstd: Any, delta: bytes | bytearray | memoryview, nbytes: int) -> Any:

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import msgspec
 
-from snapshot.errors import SnapshotError, StorageError
+from snapshot.decoding import decode_json
+from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageError
 from snapshot.events import log
 from snapshot.publish.version import version_name, version_of
 from snapshot.system_calls import CLOEXEC, fcntl, libc
@@ -111,8 +112,8 @@ class LocalFolder:
     def marker(self, version: int) -> Marker | None:
         """Return the origin of a local version; None if it is not here or not from this store."""
         try:
-            found = msgspec.json.decode((self.folder(version) / MARKER).read_bytes(), type=Marker)
-        except (OSError, msgspec.DecodeError):
+            found: Marker = decode_json((self.folder(version) / MARKER).read_bytes(), Marker, MARKER)
+        except (OSError, CorruptSnapshotError):
             return None
         return found if found.version == version and found.source == self._source else None
 

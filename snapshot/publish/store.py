@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from snapshot.decoding import decode_json
 from snapshot.errors import (
     CommitUnknown,
     CorruptSnapshotError,
@@ -203,10 +204,11 @@ class VersionStore:
         folder = version_name(number)
         names = await self.storage.list(f"{folder}/")
         try:
-            claim = msgspec.json.decode(await self.storage.get(f"{folder}/{CLAIM}", limit=10_000), type=Claim)
+            data = await self.storage.get(f"{folder}/{CLAIM}", limit=10_000)
+            claim: Claim = decode_json(data, Claim, CLAIM)
             if claim.publisher == publisher and number < newest:
                 return True
-        except (StorageNotFoundError, msgspec.DecodeError):
+        except (StorageNotFoundError, CorruptSnapshotError):
             weights = [name.rpartition("/")[2] for name in names if name.endswith(WEIGHTS)]
             if not weights or not all(OWN_FILE.fullmatch(name) for name in weights):
                 return False

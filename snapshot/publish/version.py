@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from snapshot.decoding import decode_json
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.formats.safetensors import INDEX
 from snapshot.tensors.digest import digest_range
@@ -103,10 +104,7 @@ def encode_index(
 
 def decode_index(data: bytes, version: int, where: object) -> Index:
     """Check and return an index. Raise `CorruptSnapshotError` if it is damaged or hostile."""
-    try:
-        found = msgspec.json.decode(data, type=_Document)
-    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
-        raise CorruptSnapshotError(f"{where}: not an index of safetensors files: {error}") from error
+    found: _Document = decode_json(data, _Document, f"{where}: not an index of safetensors files")
     for name in {*found.weight_map.values()}:
         check_file_name(name, where)
     if "__metadata__" in found.weight_map:
@@ -114,10 +112,8 @@ def decode_index(data: bytes, version: int, where: object) -> Index:
     base = None
     if "base_version" in found.metadata:
         base = _decode_base(found.metadata, version, where)
-    try:
-        details = msgspec.json.decode(found.metadata.get(OWN, "{}"), type=Details)
-    except (msgspec.DecodeError, RecursionError, TypeError, UnicodeError) as error:
-        raise CorruptSnapshotError(f"{where}: invalid details in its metadata: {error}") from error
+    text = found.metadata.get(OWN, "{}")
+    details: Details = decode_json(text if isinstance(text, str) else "", Details, f"{where}: invalid {OWN}")
     for name in details.files:
         if check_file_name(name, where) == INDEX or name in found.weight_map.values():
             raise CorruptSnapshotError(f"{where}: names the file {name!r} twice")

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from snapshot.errors import SignatureError
+from snapshot.decoding import decode_json
+from snapshot.errors import CorruptSnapshotError, SignatureError
 from snapshot.signing.keys import Signer, VerifyingKey
 from snapshot.signing.tree import FileTree
 
@@ -34,7 +35,6 @@ class Statement(msgspec.Struct, forbid_unknown_fields=True):
 
 
 _encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder(Statement).decode
 
 
 def root_of(tree: FileTree) -> Root:
@@ -63,9 +63,9 @@ def decode_signature(data: bytes, key: VerifyingKey, where: object) -> Statement
     if not key.verify(bytes.fromhex(line[2].decode()), _message(statement)):
         raise SignatureError(f"{where}: does not match: the signature or the statement was changed")
     try:
-        decoded = _decode(statement)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise SignatureError(f"{where}: {error}") from error
+        decoded: Statement = decode_json(statement, Statement, where)
+    except CorruptSnapshotError as error:
+        raise SignatureError(str(error)) from error
     for location, (size, _) in decoded.files.items():
         if size < 0 or not _LOCATION.fullmatch(location):
             raise SignatureError(f"{where}: {location[:200]!r} with {size:,} bytes is not a data file")

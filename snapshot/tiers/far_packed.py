@@ -11,10 +11,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import msgspec
 
 from snapshot.aio import gather_limited, in_thread
+from snapshot.decoding import decode_json
 from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageError, StorageNotFoundError
 from snapshot.events import log
 from snapshot.formats.foreign import ReadOnlyStorage
@@ -54,9 +56,6 @@ class Note(msgspec.Struct, forbid_unknown_fields=True):
     def describe(self, location: str) -> PackedFile:
         """Return the description for the far manifest."""
         return PackedFile(CODEC, self.size, (table_of(location), 0, self.table), self.table_digest, self.digest)
-
-
-_notes = msgspec.json.Decoder(Note)
 
 
 def table_of(location: str) -> str:
@@ -119,7 +118,7 @@ class PackedUploads:
         await self._near.storage.read_into(file.location, 0, [data])
         if digest_range(data) != file.ranges[0].digest:
             raise CorruptSnapshotError(f"{file.location}: its header does not match its digest")
-        held = msgspec.json.decode(data[8:])
+        held: dict[str, Any] = decode_json(bytes(data[8:]), dict[str, Any], file.location)
         items = sorted((item["data_offsets"], item["dtype"]) for name, item in held.items() if name != "__metadata__")
         return [(end - begin, kind_of(dtype)) for (begin, end), dtype in items]
 
@@ -146,11 +145,12 @@ async def _list_notes(storage: Storage, save_id: str) -> list[str]:
 
 async def _read_note(storage: Storage, name: str) -> Note | None:
     try:
-        return _notes.decode(await storage.get(name, limit=1 << 16))
+        note: Note = decode_json(await storage.get(name, limit=1 << 16), Note, f"{storage.url.join(name)}: unreadable")
+        return note
     except StorageNotFoundError:
         return None
-    except msgspec.DecodeError as error:
-        log.info("%s: cannot be read: %s", storage.url.join(name), error)
+    except CorruptSnapshotError as error:
+        log.info("%s", error)
         return None
 
 

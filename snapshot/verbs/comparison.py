@@ -20,7 +20,7 @@ from snapshot.loading.scatter import place_of
 from snapshot.manifest import entries as e
 from snapshot.manifest.counting import is_leaf
 from snapshot.manifest.document import OWN_FORMATS, Document
-from snapshot.manifest.rank_view import is_rank
+from snapshot.manifest.rank_view import MOST_RANKS, is_rank
 from snapshot.options import expect_positive
 from snapshot.plan.globs import expect_globs, find_unmatched, matcher
 from snapshot.plan.renaming import Rename
@@ -219,7 +219,8 @@ def _ranks(here: Mapping[Rank, Any], there: Mapping[Rank, Any], world: int) -> l
     if here and there and shared[0] != shared[1]:
         held = (here if shared[0] else there)[None]
         sharded = isinstance(held, e.ShardedTensorEntry)
-        own.update(rank for rank in range(world) if not sharded or held.is_held_by(rank))
+        most = min(world, MOST_RANKS)
+        own.update(rank for rank in range(most) if not sharded or held.is_held_by(rank))
     return [*[None] * (all(shared) or (any(shared) and not (here and there))), *sorted(own)]
 
 

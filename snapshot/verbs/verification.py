@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -41,7 +42,9 @@ from snapshot.verbs.verify_journal import VerifyJournal
 AGAIN = 10
 """Attempts for a snapshot that other saves keep replacing."""
 MOST_VIEWS = 2_000_000
-"""The maximum number of entries whose ranks' trees are all checked; beyond it, only the first ranks' are."""
+"""Maximum number of entries in the views of ranks that are checked. Beyond it, only the first ranks are checked."""
+EMPTY_VIEW = 30
+"""Entries that take as long as a view without entries."""
 
 
 def verify_checkpoint(
@@ -103,7 +106,7 @@ def _tree_faults(document: Document) -> list[str]:
         for number in own
         if not is_rank(number, world)
     ]
-    for rank in range(min(world, max(1, MOST_VIEWS // max(1, len(shared))))):
+    for rank in _ranks_to_view(own, len(shared), world):
         try:
             view = make_rank_view({**shared, **own.get(str(rank), {})}, rank, world, world)
             for key, entries in group_by_key(view.entries).items():
@@ -111,6 +114,20 @@ def _tree_faults(document: Document) -> list[str]:
         except CorruptSnapshotError as error:
             faults.append(str(error))
     return faults
+
+
+def _ranks_to_view(own: Mapping[str, Any], shared: int, world: int) -> Iterator[int]:
+    """Yield the ranks whose views are checked: first those with entries of their own, as far as that takes little time.
+
+    The number of ranks in a manifest may be wrong, and their views cost time even if they are empty.
+    """
+    have = sorted(int(number) for number in own if is_rank(number, world))
+    left = MOST_VIEWS
+    for rank in chain(have, (rank for rank in range(world) if str(rank) not in own)):
+        yield rank
+        left -= shared + len(own.get(str(rank), ())) + EMPTY_VIEW
+        if left <= 0:
+            return
 
 
 class RankResult(msgspec.Struct, array_like=True):

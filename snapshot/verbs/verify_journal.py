@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from snapshot.decoding import decode_json
 from snapshot.loading.stored_ranges import Place
 from snapshot.system_calls import sync_file
 from snapshot.tensors.digest import digest_range
@@ -118,7 +119,7 @@ class VerifyJournal:
 
 def _read_line(line: bytes) -> dict[str, Any]:
     """Return the contents of a line. Raise `ValueError` if it does not match its digest."""
-    noted = json.loads(line)
+    noted: Any = decode_json(line, Any, "damaged")
     digest = noted.pop(DIGEST, None) if isinstance(noted, dict) else None
     if digest is None or digest != digest_range(json.dumps(noted).encode()):
         raise ValueError("damaged")

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from snapshot import errors
+from snapshot.decoding import decode_msgpack
 from snapshot.errors import SnapshotError
 from snapshot.events import log
 from snapshot.plan.layout import Extent, FilePart, FilePlan
@@ -207,7 +208,6 @@ class RemoteTrace(Exception):
 
 Received = Begin | Map | Unmap | Give | Cancel | Moved | Free | Happened | Finished | Failed
 _encode = msgspec.msgpack.Encoder(enc_hook=str).encode
-_decode = msgspec.msgpack.Decoder(Received).decode
 
 
 def _is_plain(value: object) -> bool:
@@ -285,7 +285,7 @@ class MessageChannel:
             if end > have:
                 break
             with memoryview(self._in) as view:
-                message = _decode(view[begin:end])
+                message: Received = decode_msgpack(view[begin:end], Received, "a message of the writer process")
             at = end
             try:
                 self._receive(message)

@@ -333,7 +333,8 @@ def entry_of(document, name="0/big/x"):
     ("change", "error", "text"),
     [
         (lambda d: d.update(format="snapshot/2"), CorruptSnapshotError, "format must be snapshot/1"),
-        (lambda d: d.update(format="snapshot/3"), UnsupportedFormatError, "snapshot/3"),
+        (lambda d: d.update(format="snapshot/3"), CorruptSnapshotError, "format must be snapshot/1"),
+        (lambda d: d.update(format="snapshot/4"), UnsupportedFormatError, "snapshot/4"),
         (lambda d: entry_of(d).update(type="Hologram"), UnsupportedFormatError, "Hologram"),
         (lambda d: entry_of(d).update(colour="red"), UnsupportedFormatError, "colour"),
         (lambda d: entry_of(d).update(dtype="float7"), UnsupportedFormatError, "float7"),

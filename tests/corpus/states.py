@@ -107,7 +107,7 @@ def values():
         "deque": collections.deque([1, 2], 5), "unbounded": collections.deque([1]),
         "OrderedDict": collections.OrderedDict([("b", 1), ("a", 2)]),
         "defaultdict": collections.defaultdict(list, {"k": [1]}), "Counter": collections.Counter("aab"),
-        "keys": {1: "int", "1": "str", False: "x", 2.5: "float", None: "none", b"b": "bytes"},
+        "keys": {1: "int", "1": "str", False: "x", 2.5: "float", None: "none"}, "pickled keys": {b"b": 1, (1, 2): 2},
         "odd": {"a/b": 1, "c%d": 2, "": 3, "..": 4, "[x]": 5, "é": 6, "\udcff": 7, "__metadata__": 8},
         "nothing": {}, "no list": [], "no tuple": (),
     }  # fmt: skip

@@ -13,7 +13,6 @@ import os
 import pathlib
 import random
 import resource
-import types
 import uuid
 import zoneinfo
 from typing import get_args
@@ -113,7 +112,7 @@ def rich():
             file=io.BytesIO(b"contents"),
             wrapped=wrapper_tensors.nested(3),
             generator=torch.Generator().manual_seed(1),
-            odd=types.SimpleNamespace(a=1),  # what only a pickle can hold
+            odd=collections.UserDict(a=1),  # what only a pickle can hold
         ),
     }
 

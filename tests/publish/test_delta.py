@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from snapshot.errors import CorruptSnapshotError
-from snapshot.publish.delta import DeltaDecoder, DeltaEncoder, TensorSums, checksum_text
+from snapshot.publish.delta import WINDOWS, DeltaDecoder, DeltaEncoder, TensorSums, checksum_text, group_by_windows
 from snapshot.tensors.digest import BLOCK, digest_bytes
 
 NOTHING = TensorSums("", b"")
@@ -109,3 +109,40 @@ def test_sparse_changes_are_small():
     base, new = base.view(np.uint8), new.view(np.uint8)
     found = DeltaEncoder().encode(new, base, sums_of(base.tobytes()))
     assert len(found.compressed) < 0.02 * len(new)
+
+
+def wide(payload, window_log=26):
+    """A frame that asks for a large window."""
+    parameters = zstandard.ZstdCompressionParameters(window_log=window_log, enable_ldm=False, write_content_size=False)
+    stream = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    return stream.compress(payload) + stream.flush()
+
+
+def test_large_windows_are_not_open_together():
+    payload = bytes(1 << 20)
+    deltas = [wide(payload) for _ in range(64)]
+    groups = group_by_windows(deltas, 1 << 30)
+    assert [each for group, _ in groups for each in group] == deltas
+    assert all(len(group) == 1 for group, _ in groups)
+    small = [wide(payload, 20) for _ in range(64)]
+    assert max(memory for _, memory in group_by_windows(small, 1 << 30)) <= WINDOWS
+    assert len(group_by_windows(small, 1 << 30)) == 4
+    assert group_by_windows([], 100) == [([], 0)]
+    with pytest.raises(CorruptSnapshotError, match="not a zstd frame"):
+        group_by_windows([b"no frame"], 100)
+
+
+def test_decompressors_with_large_windows_are_not_kept():
+    decoder = DeltaDecoder()
+    held = bytearray(1 << 21)
+
+    def read(offset, buffer):
+        buffer[:] = held[offset : offset + len(buffer)]
+
+    def write(offset, buffer):
+        held[offset : offset + len(buffer)] = buffer
+
+    decoder.apply(len(held), read, [wide(bytes(len(held)), 17)], write)
+    assert len(decoder._streams) == 1
+    decoder.apply(len(held), read, [wide(bytes(len(held)), 26)], write)
+    assert not decoder._streams

@@ -11,6 +11,7 @@ import zstandard
 from safetensors.torch import load_file
 
 from snapshot import CorruptSnapshotError, Publisher, StorageError, Subscriber, UnsupportedFormatError
+from snapshot.publish.delta import DeltaDecoder
 from snapshot.publish.version import decode_index
 
 CONTRACT = {"delta_encoding": "xor", "compression_format": "zstd", "checksum_format": "adler32"}
@@ -155,3 +156,26 @@ def test_an_index_that_is_none(store, tmp_path, text):
     (store / "weight_v000001" / "model.safetensors.index.json").write_text(text, "latin-1")
     with pytest.raises(CorruptSnapshotError, match="not an index of safetensors files"):
         pull_all(store, tmp_path, 1)
+
+
+def test_a_chain_of_large_windows_is_applied_one_by_one(tmp_path, monkeypatch):
+    """Each frame asks for more memory than all together may have."""
+    size = 20 << 20
+    Publisher(tmp_path / "store").publish(1, {"weight": torch.zeros(size, dtype=torch.uint8)}).wait()
+    parameters = zstandard.ZstdCompressionParameters(window_log=26, write_content_size=False)
+    stream = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    frame = stream.compress(bytes(size)) + stream.flush()
+    for version in range(2, 8):
+        write_delta(tmp_path / "store", version, version - 1, frame, checksum=f"{zlib.adler32(bytes(size)):08x}")
+    together = []
+    real = DeltaDecoder.apply
+
+    def apply(self, nbytes, read, deltas, *given, **named):
+        together.append(len(deltas))
+        return real(self, nbytes, read, deltas, *given, **named)
+
+    monkeypatch.setattr(DeltaDecoder, "apply", apply)
+    pulled = Subscriber(tmp_path / "store", tmp_path / "local").pull(version=7)
+    assert together == [1] * 6
+    [path] = list(pulled.glob("*.safetensors"))
+    assert load_file(path)["weight"].sum() == 0

@@ -7,7 +7,6 @@ import itertools
 import math
 import random
 import struct
-import types
 
 import numpy as np
 import torch
@@ -53,7 +52,7 @@ def value(chance: random.Random, depth=0):  # noqa: PLR0911 - a kind each
     if kind < 0.72:
         return np.float32(chance.random())
     if kind < 0.74:
-        return chance.choice([types.SimpleNamespace(a=chance.randrange(9)), "t" * 20_000, chance.randbytes(9000)])
+        return chance.choice([collections.UserDict(a=chance.randrange(9)), "t" * 20_000, chance.randbytes(9000)])
     below = [value(chance, depth + 1) for _ in range(chance.randrange(5))]
     if kind < 0.8:
         return below

@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 
 import msgspec
 
+from snapshot.decoding import decode_json
 from snapshot.errors import CorruptSnapshotError
 from snapshot.manifest import entries as e
 from snapshot.manifest.entry import Entry
@@ -238,14 +239,11 @@ def _escaped(key: str | int) -> str | int:
     return encode_component(key) if type(key) is str else key
 
 
-_entries = msgspec.json.Decoder(dict[str, e.AnyEntry])
-
-
 def recall_names(metadata: msgspec.Raw, entries: Mapping[str, Any], where: object) -> DcpNames:
     """Return the items of a snapshot, from its entries (under paths without a rank) and the record of names."""
     try:
-        told = msgspec.json.decode(metadata, type=dict[str, msgspec.Raw]) if len(metadata) else {}
-        made = msgspec.json.decode(told[KEY], type=DcpRecord) if KEY in told else DcpRecord(derived=True)
+        told = decode_json(metadata, dict[str, msgspec.Raw], where) if len(metadata) else {}
+        made: DcpRecord = decode_json(told[KEY], DcpRecord, where) if KEY in told else DcpRecord(derived=True)
         paths, keys = derive_names(entries)
         if made.top:
             paths = {decode_component(path): path for path in entries if "/" not in path}
@@ -254,7 +252,7 @@ def recall_names(metadata: msgspec.Raw, entries: Mapping[str, Any], where: objec
         partial = {decode_component(name): each for name, each in made.partial.items()}
         raw = frozenset(map(decode_component, made.raw))
         return DcpNames(paths, keys if made.derived else _decoded(made.planner_data), raw, partial)
-    except (msgspec.MsgspecError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (CorruptSnapshotError, msgspec.MsgspecError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptSnapshotError(f"{where}: the metadata under {KEY} cannot be decoded: {error}") from error
 
 
@@ -263,7 +261,7 @@ def _decoded(data: dict[str, Any] | None) -> Any:
         return None
     if "keys" in data:
         return {decode_component(name): tuple(map(_unescaped, keys)) for name, keys in data["keys"].items()}
-    entries = _entries.decode(msgspec.json.encode(data["entries"]))
+    entries: dict[str, Any] = decode_json(msgspec.json.encode(data["entries"]), dict[str, e.AnyEntry], KEY)
     values = {path: entry.value() for path, entry in entries.items() if isinstance(entry, Scalar)}
     return inflate_tree(_VALUE, entries, values)
 
