@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    __version__: str
     from snapshot.errors import (
         CancelledError,
         CommitUnknown,
@@ -145,6 +146,8 @@ _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use (PEP 562)."""
+    if name == "__version__":
+        return import_module("snapshot.version").VERSION
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_HOMES[name]), name)
@@ -153,4 +156,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "__version__"})

@@ -20,7 +20,7 @@ from snapshot.manifest.document import copy_manifest
 from snapshot.manifest.entry import Entry
 from snapshot.maps.tensor_map import TensorMap
 from snapshot.metadata import SnapshotMetadata
-from snapshot.opened import OpenedCheckpoint
+from snapshot.opened import OpenedCheckpoint, of_object
 from snapshot.plan.renaming import Rename
 from snapshot.progress import Meter, ProgressArgument
 from snapshot.reports import ConvertReport, CopyReport, Diff, VerifyReport
@@ -44,6 +44,7 @@ class Checkpoint(OpenedCheckpoint):
 
     # Inspect
 
+    @of_object
     def read_object(
         self,
         path: str,
@@ -89,6 +90,7 @@ class Checkpoint(OpenedCheckpoint):
             ),
         )
 
+    @of_object
     def get_state_dict_for_key(
         self, key: str, replicate_from_rank0: bool = False, *, map: TensorMap | None = None
     ) -> Any:
@@ -105,6 +107,7 @@ class Checkpoint(OpenedCheckpoint):
             ),
         )
 
+    @of_object
     def get_manifest(self) -> dict[str, Entry]:
         """Return a copy of the manifest: an entry for each object, by `"<rank>/<logical path>"`."""
         return copy_manifest(self._open().manifest)
@@ -114,6 +117,7 @@ class Checkpoint(OpenedCheckpoint):
         """Time, library version and user metadata of the snapshot."""
         return SnapshotMetadata.of(self._open())
 
+    @of_object
     def exists(self) -> bool:
         """Return True if a committed snapshot is here, or a readable checkpoint of another library.
 
@@ -121,6 +125,7 @@ class Checkpoint(OpenedCheckpoint):
         """
         return self._use(lambda session: run(checkpoint_exists(session)))
 
+    @of_object
     def verify(
         self,
         *,
@@ -155,6 +160,7 @@ class Checkpoint(OpenedCheckpoint):
             session = self.new_session(memory_budget_bytes)
             return verify_checkpoint(session, Meter("verify", progress), exchange=exchange, quick=quick, resume=resume)
 
+    @of_object
     def sign(
         self, key: Key, *, memory_budget_bytes: int | None = None, progress: ProgressArgument = None
     ) -> VerifyReport:
@@ -243,6 +249,7 @@ class Checkpoint(OpenedCheckpoint):
 
     # Convert
 
+    @of_object
     def convert(
         self,
         url: str | os.PathLike[str],
@@ -319,6 +326,7 @@ class Checkpoint(OpenedCheckpoint):
                 exchange=exchange,
             )
 
+    @of_object
     def copy(
         self,
         url: str | os.PathLike[str],
@@ -385,6 +393,7 @@ class Checkpoint(OpenedCheckpoint):
 
     # Delete
 
+    @of_object
     def delete(self) -> None:
         """Delete the snapshot and the leftovers of interrupted takes; other files in the folder are not touched.
 

@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Self
 
 
 class SnapshotError(Exception):
     """The base class of all errors of this library."""
+
+    cure = ""
+    """Advice for the caller, at the end of the message. The command replaces it by advice about its own options."""
+
+    def with_cure(self, cure: str) -> Self:
+        """Set the cure, and return the error."""
+        self.cure = cure
+        return self
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return f"{text}; {self.cure}" if self.cure else text
 
 
 class SnapshotNotFoundError(SnapshotError, FileNotFoundError):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from snapshot.errors import CorruptSnapshotError
 from snapshot.loading.open import open_document, read_from
@@ -19,12 +20,29 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 
 def seal_with(key: Key | None) -> Seal | None:
     """Return the check that everything that is read has the signature of a key; None without a key."""
     return None if key is None else KeySeal(load_key(key))
+
+
+def of_object(method: F) -> F:
+    """Let a method name the mistake if it is called on the class: `Snapshot.restore(path, ...)`."""
+
+    @functools.wraps(method)
+    def checked(self: Any, *arguments: Any, **named: Any) -> Any:
+        if not isinstance(self, OpenedCheckpoint):
+            shown = repr(self) if isinstance(self, (str, os.PathLike)) else "path"
+            raise TypeError(
+                f"{method.__name__}() must be called on a snapshot, not on the class: "
+                f"Snapshot({shown}).{method.__name__}(...)"
+            )
+        return method(self, *arguments, **named)
+
+    return cast(F, checked)
 
 
 class OpenedCheckpoint:

@@ -16,7 +16,7 @@ from snapshot.loading.restore import Restore
 from snapshot.loading.restore_options import Accept, Cast, Mismatched, RestoreOptions, Unused
 from snapshot.loading.same_snapshot import open_restore
 from snapshot.maps.tensor_map import TensorMap
-from snapshot.opened import seal_with
+from snapshot.opened import of_object, seal_with
 from snapshot.pending import PendingTake
 from snapshot.plan.layout import SavePlan
 from snapshot.plan.renaming import Rename
@@ -298,6 +298,7 @@ class Snapshot(Checkpoint):
 
     # Load
 
+    @of_object
     def restore(
         self,
         app_state: AppState,

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from snapshot.errors import SnapshotError, StorageConflictError, StorageError
-from snapshot.events import emit
+from snapshot.events import emit, log
+from snapshot.per_process import PerProcess
 from snapshot.storage import URL
 
 T = TypeVar("T")
@@ -62,6 +63,8 @@ class Attempt:
         """True if an earlier attempt without a response may have taken effect."""
         self.began = time.monotonic()
         """Time of the last received byte that need not be requested again."""
+        self.heard = self.began
+        """Time of the last transferred byte."""
 
     def time_out_after(self, seconds: float) -> asyncio.Timeout:
         """Return the context manager that bounds this attempt; `progress` restarts it."""
@@ -70,6 +73,7 @@ class Attempt:
 
     def progress(self) -> None:
         """Restart the time-out of the attempt after a transferred byte."""
+        self.heard = time.monotonic()
         if self._clock is not None and not self._clock.expired():
             self._clock.reschedule(asyncio.get_running_loop().time() + self._patience.timeout)
 
@@ -79,12 +83,67 @@ class Attempt:
         self.progress()
 
 
+SILENT = 5.0
+"""Seconds without a transferred byte after which a line is logged."""
+STILL_SILENT = 30.0
+"""Seconds between such lines for one server."""
+_logged: PerProcess[dict[str, float]] = PerProcess(dict)
+"""Time of the last line about each server."""
+
+
+class _Silence:
+    """Logs a line while a server does not respond, for the first of its requests that notices it."""
+
+    def __init__(self, name: str, url: URL, attempt: Attempt) -> None:
+        self._name = name
+        self._url = url
+        self._attempt = attempt
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(SILENT, self._look)
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        now, attempt = time.monotonic(), self._attempt
+        left = SILENT - (now - attempt.heard)
+        if left <= 0:
+            server, known = f"{self._url.scheme}://{self._url.location.partition('/')[0]}", _logged.get()
+            if now - known.get(server, -math.inf) >= STILL_SILENT - 1:
+                known[server] = now
+                log.warning(
+                    "%s: no response to %s for %.0f s (attempt %d); still waiting",
+                    self._url,
+                    self._name,
+                    now - attempt.heard,
+                    attempt.number,
+                )
+            left = STILL_SILENT
+        self._timer = asyncio.get_running_loop().call_later(left, self._look)
+
+
 async def retry_request(
     name: str, url: URL, patience: RetryPolicy, request: Callable[[Attempt], Awaitable[T]], within: float | None = None
 ) -> T:
     """Repeat a request until it succeeds, fails permanently, or its deadline passes. `within` is a shorter deadline."""
     deadline = min(patience.deadline, within or patience.deadline)
     attempt = Attempt(patience)
+    with _Silence(name, url, attempt):
+        return await _repeat(name, url, patience, request, attempt=attempt, deadline=deadline)
+
+
+async def _repeat(
+    name: str,
+    url: URL,
+    patience: RetryPolicy,
+    request: Callable[[Attempt], Awaitable[T]],
+    *,
+    attempt: Attempt,
+    deadline: float,
+) -> T:
     while True:
         left = deadline - (time.monotonic() - attempt.began)
         limit = max(min(patience.timeout, left), 0.05)

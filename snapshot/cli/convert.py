@@ -21,10 +21,9 @@ from snapshot.cli.arguments import (
     size,
     verb,
 )
-from snapshot.cli.cp import in_our_words
 from snapshot.cli.locate import explain_missing
 from snapshot.cli.ranks import add_ranks, on_ranks
-from snapshot.cli.screen import as_json, bar, printable, wrapped
+from snapshot.cli.screen import as_json, bar, name_overwrite, printable, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.formats.safetensors import SHARD
 from snapshot.maps.tensor_map import TensorMap
@@ -77,7 +76,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     elif arguments.map_config is not None or arguments.map_reverse:
         raise ValueError("--map-config and --map-reverse need --map")
     source = Snapshot(arguments.source, storage_options=options, allow_pickle=arguments.allow_pickle)
-    with in_our_words(), explain_missing(arguments.source, options), bar("convert", ranks=arguments.ranks) as show:
+    with name_overwrite(), explain_missing(arguments.source, options), bar("convert", ranks=arguments.ranks) as show:
         report = source.convert(
             arguments.target,
             arguments.to or format_by_name(arguments.target),

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 
 from snapshot.cli.arguments import Verbs, add_compress, add_json, add_memory, add_select, add_storage, options_of, verb
 from snapshot.cli.locate import explain_missing
 from snapshot.cli.ranks import add_ranks, on_ranks
-from snapshot.cli.screen import as_json, bar, printable, wrapped
+from snapshot.cli.screen import as_json, bar, name_overwrite, printable, wrapped
 from snapshot.cli.status import ExitStatus
-from snapshot.errors import SnapshotExistsError
 from snapshot.snapshot import Snapshot
 from snapshot.url import URL
 
@@ -45,20 +42,10 @@ def add(verbs: Verbs) -> None:
     add_storage(parser, "src", "dst")
 
 
-@contextmanager
-def in_our_words() -> Iterator[None]:
-    """Rewrite an error about an existing target, so that it names the options of the command."""
-    try:
-        yield
-    except SnapshotExistsError as error:
-        text = str(error).replace("overwrite=True", "--overwrite").replace("take to another path", "name another place")
-        raise SnapshotExistsError(text) from error
-
-
 def run(arguments: argparse.Namespace) -> ExitStatus:
     """Copy, and print the report."""
     options = options_of(arguments, "src")
-    with in_our_words(), explain_missing(arguments.source, options), bar("copy", ranks=arguments.ranks) as show:
+    with name_overwrite(), explain_missing(arguments.source, options), bar("copy", ranks=arguments.ranks) as show:
         report = Snapshot(arguments.source, storage_options=options).copy(
             arguments.target,
             arguments.select,

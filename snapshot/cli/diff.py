@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from typing import Any
 
 from snapshot.cli.arguments import Verbs, add_json, add_memory, add_select, add_storage, options_of, verb
+from snapshot.cli.listing import NUMBERS, spans
 from snapshot.cli.locate import open_all
 from snapshot.cli.quiet import mute_torch_warnings
 from snapshot.cli.ranks import add_ranks, on_ranks
 from snapshot.cli.screen import as_json, bar, paint, printable, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.errors import SnapshotNotFoundError
-from snapshot.reports import MARKS, Diff
+from snapshot.reports import MARKS, Change, Diff
 from snapshot.snapshot import Snapshot
 
 STYLES = {"added": "green", "removed": "red", "changed": "yellow", "renamed": "cyan"}
@@ -41,7 +43,9 @@ def add(verbs: Verbs) -> None:
     parser.add_argument("a", metavar="A", help="a snapshot, or a checkpoint of another library")
     parser.add_argument("b", metavar="B", help="another one")
     parser.add_argument("--values", action="store_true", help="read tensors that differ, and show by how much")
-    parser.add_argument("--all", action="store_true", help=f"show more than {SHOWN} lines on a terminal")
+    parser.add_argument(
+        "--all", action="store_true", help="a line for each object, even if only numbers in the names differ"
+    )
     add_select(parser)
     parser.add_argument(
         "--rename",
@@ -86,13 +90,27 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
 
 
 def _show(found: Diff, *, whole: bool) -> None:
-    most = SHOWN if sys.stdout.isatty() and not whole else len(found)
-    for change in found.changes[:most]:
-        line = printable(str(change))
-        print(paint(wrapped(line), STYLES[change.kind]))
-    if most < len(found):
-        print(paint(f"... and {len(found) - most:,} more: show them with --all", "dim"))
+    lines = [(change.kind, str(change)) for change in found] if whole else list(_folded(found))
+    most = SHOWN if sys.stdout.isatty() and not whole else len(lines)
+    for kind, line in lines[:most]:
+        print(paint(wrapped(printable(line)), STYLES[kind]))
+    if most < len(lines):
+        print(paint(f"... and {len(lines) - most:,} more: show them with --all", "dim"))
     print(wrapped(found.summary))
+
+
+def _folded(found: Diff) -> Iterator[tuple[str, str]]:
+    """Yield the kind and the line of each change. Changes that differ only in the numbers of names share a line."""
+    groups: dict[Any, list[Change]] = {}
+    for change in found:
+        alike = change.kind, NUMBERS.sub("0", change.path), NUMBERS.sub("0", change.before), change.what, change.detail
+        groups.setdefault(alike if change.values is None else (change.path, change.before), []).append(change)
+    for group in groups.values():
+        names = {f"{change.path}\n{change.before}": change for change in group}
+        for name, held in spans([*names]):
+            path, _, before = name.partition("\n")
+            times = f" (x {len(held):,})" if len(held) > 1 else ""
+            yield group[0].kind, f"{replace(names[held[0]], path=path, before=before)}{times}"
 
 
 def diff_fields(found: Diff) -> dict[str, Any]:

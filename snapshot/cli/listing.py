@@ -210,7 +210,7 @@ class Fold:
         return values.pop() if len(values) == 1 else ""
 
 
-_NUMBERS = re.compile(r"\d+")
+NUMBERS = re.compile(r"\d+")
 
 
 def folded(found: Iterable[ListedItem]) -> list[Fold]:
@@ -220,7 +220,7 @@ def folded(found: Iterable[ListedItem]) -> list[Fold]:
         kind, dtype, shape, placed = item.form
         own = "each rank" if placed.startswith("rank ") else placed
         tied = item.value if item.value.startswith(SHARES) else ""
-        alike = (*(tuple(_NUMBERS.split(text)) for text in (item.name, tied)), kind, dtype, shape, own)
+        alike = (*(tuple(NUMBERS.split(text)) for text in (item.name, tied)), kind, dtype, shape, own)
         groups.setdefault(alike, []).append(item)
     return [fold for group in groups.values() for fold in _folds(group)]
 
@@ -243,8 +243,8 @@ def spans(names: Sequence[str]) -> list[tuple[str, list[str]]]:
     >>> [name for name, _ in spans(["a.0.b.0", "a.0.b.1", "a.1.b.0"])]
     ['a.0.b.{0..1}', 'a.1.b.0']
     """
-    texts = _NUMBERS.split(names[0])
-    found: list[tuple[list[str], list[str]]] = [(_NUMBERS.findall(name), [name]) for name in names]
+    texts = NUMBERS.split(names[0])
+    found: list[tuple[list[str], list[str]]] = [(NUMBERS.findall(name), [name]) for name in names]
     for column in reversed(range(len(texts) - 1)):
         joined: dict[Any, list[tuple[list[str], list[str]]]] = {}
         for numbers, held in found:

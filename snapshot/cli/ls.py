@@ -162,7 +162,7 @@ def _head(name: str, metadata: SnapshotMetadata, found: Sequence[ListedItem]) ->
 
 def _columns(several: bool) -> list[Column]:
     made = [
-        Column("name", shrinks=True),
+        Column("name", shrinks=True, is_name=True),
         Column("kind", style="cyan", optional=True),
         Column("dtype", style="cyan"),
         Column("shape"),
@@ -248,7 +248,7 @@ def _du(found: Sequence[ListedItem], depth: int) -> Iterator[str]:
             Column("share", right=True),
             Column("", style="blue", optional=True),
             Column("entries", right=True, optional=True),
-            Column("name", shrinks=True),
+            Column("name", shrinks=True, is_name=True),
         ]
     )
     for name, total in heaviest(found, depth):
@@ -322,7 +322,8 @@ def _as_json(found: _Found, shared: SharedFiles | None) -> dict[str, Any]:
 def _sizes(found: Sequence[_Found], shared: SharedFiles) -> Iterator[str]:
     """Yield the sizes of each snapshot, and those of the whole folder."""
     names = ("size", "only here", "shared")
-    table = ScreenTable([Column("name", shrinks=True, style="bold"), *(Column(each, right=True) for each in names)])
+    name = Column("name", shrinks=True, is_name=True, style="bold")
+    table = ScreenTable([name, *(Column(each, right=True) for each in names)])
     for each in found:
         if each.metadata is None:
             table.add(each.name, "cannot be read", "", "", style="red")
@@ -336,7 +337,7 @@ def _sizes(found: Sequence[_Found], shared: SharedFiles) -> Iterator[str]:
 def _steps(found: Sequence[_Found]) -> Iterator[str]:
     table = ScreenTable(
         [
-            Column("name", shrinks=True, style="bold"),
+            Column("name", shrinks=True, is_name=True, style="bold"),
             Column("taken (UTC)"),
             Column("size", right=True),
             Column("entries", right=True, optional=True),

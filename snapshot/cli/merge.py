@@ -15,10 +15,9 @@ from snapshot.cli.arguments import (
     verb,
 )
 from snapshot.cli.convert import add_output, float_dtype, format_by_name, print_report
-from snapshot.cli.cp import in_our_words
 from snapshot.cli.locate import explain_missing
 from snapshot.cli.ranks import on_ranks
-from snapshot.cli.screen import bar
+from snapshot.cli.screen import bar, name_overwrite, replace_cure
 from snapshot.cli.status import ExitStatus
 from snapshot.errors import RestoreError, SnapshotNotFoundError
 from snapshot.url import URL
@@ -71,7 +70,7 @@ def add(verbs: Verbs) -> None:
 def run(arguments: argparse.Namespace) -> ExitStatus:
     """Merge, and print the report."""
     options = options_of(arguments, "src")
-    with in_our_words(), _in_options(arguments.sources, options), bar("merge", ranks=arguments.ranks) as show:
+    with name_overwrite(), _in_options(arguments.sources, options), bar("merge", ranks=arguments.ranks) as show:
         report = merge(
             arguments.sources,
             arguments.output,
@@ -99,12 +98,10 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
 
 @contextmanager
 def _in_options(sources: Sequence[str], options: dict[str, Any]) -> Iterator[None]:
-    """Rewrite errors about tensors that differ, so that they name options, and explain which source is missing."""
+    """Explain which source is missing, and name the options for tensors that differ."""
     try:
-        yield
-    except RestoreError as error:
-        text = str(error).replace("pass others='first'", "pass --others first").replace("or exclude", "or --exclude")
-        raise RestoreError(text, error.mismatches) from error
+        with replace_cure(RestoreError, "pass --others first to keep the first source's values, or --exclude them"):
+            yield
     except SnapshotNotFoundError as error:
         missing = [source for source in sources if str(error).startswith(f"{URL.parse(source)}:")]
         with explain_missing(missing[0] if missing else sources[0], options):

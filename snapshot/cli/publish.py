@@ -18,7 +18,6 @@ from snapshot.cli.arguments import (
     verb,
 )
 from snapshot.cli.convert import add_map
-from snapshot.cli.cp import in_our_words
 from snapshot.cli.locate import explain_missing
 from snapshot.cli.screen import as_json, bar, printable
 from snapshot.cli.status import ExitStatus
@@ -84,7 +83,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
         storage_options=there,
     )
     step = _step_of(arguments.source) if arguments.step is None else arguments.step
-    with in_our_words(), explain_missing(arguments.source, options), bar("publish") as show:
+    with explain_missing(arguments.source, options), bar("publish") as show:
         state = load(
             arguments.source,
             select=arguments.select,

@@ -15,15 +15,18 @@ import textwrap
 import threading
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from snapshot.errors import SnapshotError, SnapshotExistsError
 from snapshot.progress import Progress
 
 STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "cyan": "36"}
 NARROWEST = 12
 """Cells that a shrinking column keeps while optional columns can be left out."""
+NAME_CELLS = 24
+"""Cells that a shrinking column of names keeps."""
 SHORTEST = 8
 """Cells that a column keeps after that, if the terminal is wide enough."""
 
@@ -83,8 +86,14 @@ def cells(text: str) -> int:
     )
 
 
-def fit(text: str, most: int) -> str:
-    """Return the text in at most `most` cells. If it is too long, leave out the middle."""
+def fit(text: str, most: int, *, keep_end: bool = False) -> str:
+    """Return the text in at most `most` cells, without its middle if it is too long.
+
+    With `keep_end`, leave out the beginning instead, but not the indent.
+
+    >>> fit("model/layers.0.attention.weight", 20, keep_end=True)[1:]
+    '.0.attention.weight'
+    """
     if cells(text) <= most:
         return text
     try:
@@ -93,7 +102,9 @@ def fit(text: str, most: int) -> str:
     except UnicodeEncodeError:
         mark = "~"
     head, tail = list(text), []
-    while cells("".join(head)) > (most - 1 + 1) // 2:
+    indent = len(text) - len(text.lstrip(" "))
+    kept = indent if keep_end and indent < most // 2 else 0 if keep_end else most // 2
+    while cells("".join(head)) > kept:
         tail.append(head.pop())
     tail.reverse()
     while tail and cells("".join(head)) + 1 + cells("".join(tail)) > most:
@@ -113,6 +124,13 @@ class Column:
     optional: bool = False
     """True if the column may be left out there; the last such column first."""
     style: str = ""
+    is_name: bool = False
+    """True for names: their ends tell them apart, so the beginning is left out first."""
+
+    @property
+    def least(self) -> int:
+        """Cells that the column keeps while optional columns can be left out."""
+        return NAME_CELLS if self.is_name else NARROWEST
 
 
 class ScreenTable:
@@ -154,7 +172,7 @@ class ScreenTable:
             shrinking = [i for i in kept if self.columns[i].shrinks]
             over = sum(widths[i] for i in kept) + 2 * (len(kept) - 1) - most
             for i in sorted(shrinking, key=lambda i: -widths[i]):
-                less = min(max(over, 0), max(0, widths[i] - NARROWEST))
+                less = min(max(over, 0), max(0, widths[i] - self.columns[i].least))
                 if over - less > 0 and any(self.columns[j].optional for j in kept):
                     break
                 widths[i] -= less
@@ -175,7 +193,7 @@ class ScreenTable:
     def _line(self, row: Sequence[str], kept: Sequence[int], widths: Sequence[int], style: str | None) -> str:
         parts = []
         for i in kept:
-            text = fit(row[i], widths[i])
+            text = fit(row[i], widths[i], keep_end=self.columns[i].is_name)
             space = " " * (widths[i] - cells(text))
             if i == kept[-1] and not self.columns[i].right:
                 space = ""
@@ -230,6 +248,22 @@ def bar(verb: str, *, ranks: bool = False) -> Iterator[Callable[[Progress], None
             shown.update(progress.done - shown.n)
 
         yield show
+
+
+@contextmanager
+def replace_cure(kind: type[SnapshotError], cure: str) -> Iterator[None]:
+    """Replace the cure of an error by one with options of the command."""
+    try:
+        yield
+    except kind as error:
+        if error.cure:
+            error.cure = cure
+        raise
+
+
+def name_overwrite() -> AbstractContextManager[None]:
+    """Name the options of the command in an error about an existing target."""
+    return replace_cure(SnapshotExistsError, "name another place, or pass --overwrite")
 
 
 def complain(kind: str, what: object) -> None:

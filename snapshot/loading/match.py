@@ -24,7 +24,7 @@ from snapshot.manifest.scalars import Scalar
 from snapshot.reports import RestoreIssues
 from snapshot.state.optimizer_kinds import StateOfParameters
 from snapshot.state.state_tree import MISSING, ChosenState
-from snapshot.state.stateful_kinds import Kind, find_names_beneath
+from snapshot.state.stateful_kinds import Kind, ModuleKind, find_names_beneath
 from snapshot.tensors.addresses import address_of_tensor
 
 
@@ -216,7 +216,9 @@ class Matcher:
             adopt_entry(entries, path, self._elsewhere[path])
             saved.append(path)
             there.add(path)
-        missing = [path for path in here if path not in there and self._wanted(path)]
+        kept = kind.kept_names if isinstance(kind, ModuleKind) else set()
+        here_alone = (path for name, path in zip(kind.state, here, strict=True) if name not in kept)
+        missing = [path for path in here_alone if path not in there and self._wanted(path)]
         unexpected = [path for path in saved if path not in here]
         if self._several and self._strict:
             of_use = (path for path in unexpected if self._every or _is_shared(entries.get(path)))

@@ -27,7 +27,7 @@ from snapshot.reports import RestoreIssues
 from snapshot.state.kind_of import find_kind, make_kind
 from snapshot.state.model_state import ModelState
 from snapshot.state.model_state_kind import ModelStateKind
-from snapshot.state.stateful_kinds import Kind, find_names_beneath
+from snapshot.state.stateful_kinds import Kind, ModuleKind, find_names_beneath
 from snapshot.text import listed
 
 
@@ -155,6 +155,10 @@ def _match_model(view: RankView, kind: Kind, base: str, notes: RestoreIssues) ->
         view.elsewhere.pop(prefix + name, None)
         if prefix + name in view.entries:
             remove_entry(view.entries, prefix + name)
+    if isinstance(kind, ModuleKind):
+        for name in found.kept:
+            notes.add("kept", prefix + name, f"belongs to a wrapper ({_owner_of_name(name)}) that the snapshot lacks")
+            kind.kept_names.add(decode_component(name))
     if not found.names:
         return view
     texts = " and ".join(f"'{wrapper}.'" for wrapper in found.wrappers)

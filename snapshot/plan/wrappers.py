@@ -25,6 +25,8 @@ class MatchedNames:
     """Names of the application with their saved candidates, if the match is not one to one."""
     left_out: tuple[str, ...] = ()
     """Saved names that belong to a wrapper that the application lacks."""
+    kept: tuple[str, ...] = ()
+    """Names of the application that belong to a wrapper that the snapshot lacks."""
 
 
 def match_names(saved: Iterable[str], live: Iterable[str]) -> MatchedNames:
@@ -33,22 +35,25 @@ def match_names(saved: Iterable[str], live: Iterable[str]) -> MatchedNames:
     >>> match_names(["module.a.w", "module.b"], ["a.w", "b"]).names
     {'module.a.w': 'a.w', 'module.b': 'b'}
     >>> match_names(["a.w"], ["b.w"])
-    MatchedNames(names={}, wrappers=(), ambiguous=(), left_out=())
+    MatchedNames(names={}, wrappers=(), ambiguous=(), left_out=(), kept=())
     """
     there, here = dict.fromkeys(saved), dict.fromkeys(live)
     exact = there.keys() & here.keys()
     if len(exact) == len(there) == len(here) or not any(map(_has_wrapper, (*there, *here))):
         return MatchedNames()
     plain_there, own = strip_wrappers(there)
-    plain_here, _ = strip_wrappers(here)
+    plain_here, own_here = strip_wrappers(here)
     saved_by_plain, live_by_plain = _invert_mapping(plain_there), _invert_mapping(plain_here)
     common = [plain for plain in live_by_plain if plain in saved_by_plain]
     away = tuple(name for name in there if name in own and plain_there[name] not in live_by_plain)
+    kept = tuple(name for name in here if name in own_here and plain_here[name] not in saved_by_plain)
     if len(common) <= len(exact):
         bare = {name: ".".join(part for part in name.split(".") if part not in WRAPPERS) for name in (*there, *here)}
         candidates = _invert_mapping({name: bare[name] for name in there if name not in exact})
         left = [name for name in here if name not in exact and len(candidates.get(bare[name], ())) > 1]
-        return MatchedNames(ambiguous=tuple(((name,), tuple(candidates[bare[name]])) for name in left), left_out=away)
+        return MatchedNames(
+            ambiguous=tuple(((name,), tuple(candidates[bare[name]])) for name in left), left_out=away, kept=kept
+        )
     several = [plain for plain in common if len(saved_by_plain[plain]) > 1 or len(live_by_plain[plain]) > 1]
     if several:
         return MatchedNames(ambiguous=tuple((tuple(live_by_plain[one]), tuple(saved_by_plain[one])) for one in several))
@@ -58,7 +63,7 @@ def match_names(saved: Iterable[str], live: Iterable[str]) -> MatchedNames:
     for old, new in names.items():
         one, other = Counter(old.split(".")), Counter(new.split("."))
         wrappers |= dict.fromkeys([*(one - other), *(other - one)])
-    return MatchedNames(names, tuple(wrappers), (), away)
+    return MatchedNames(names, tuple(wrappers), (), away, kept)
 
 
 def _has_wrapper(name: str) -> bool:

@@ -190,8 +190,8 @@ async def expect_at_path(session: Session, *, overwrite: bool) -> Expect:
     if manifest is None:
         return ABSENT
     if not overwrite:
-        raise SnapshotExistsError(
-            f"{session.url}: a snapshot exists already; save to another path, or pass overwrite=True"
+        raise SnapshotExistsError(f"{session.url}: a snapshot exists already").with_cure(
+            "save to another path, or pass overwrite=True"
         )
     with suppress(StorageNotFoundError):
         await cleanup.expect_own_manifest(session.storage)

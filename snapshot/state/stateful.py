@@ -6,6 +6,7 @@ from collections import UserDict
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from snapshot.events import warn
 from snapshot.state.rng import RNGState
 
 
@@ -75,6 +76,8 @@ def check_app_state(app_state: Mapping[str, Any]) -> None:
                 f"app_state[{key!r}] is {_describe_value(value)}, which has no state_dict() and load_state_dict(); "
                 f"wrap plain values: StateDict({_keyword_name(key)}=...)"
             )
+    if not app_state:
+        warn("app_state is empty, so there is nothing to save or restore")
     rng = [key for key, value in app_state.items() if isinstance(value, RNGState)]
     if len(rng) > 1:
         raise ValueError(f"app_state must hold at most one RNGState, got several ({', '.join(map(repr, rng))})")

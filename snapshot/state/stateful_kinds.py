@@ -132,6 +132,11 @@ class ModuleKind(Kind):
     exact = True
     models = ""
 
+    def __init__(self, key: str, stateful: Any) -> None:
+        super().__init__(key, stateful)
+        self.kept_names: set[str] = set()
+        """Names that keep their values, since they belong to a wrapper that the snapshot lacks."""
+
     def list_model_names(self) -> list[str]:
         return [encode_component(name) for name in self.state] if isinstance(self.state, Mapping) else []
 
@@ -140,6 +145,7 @@ class ModuleKind(Kind):
             state = OrderedDict(state)
         if not hasattr(state, "_metadata") and hasattr(self.state, "_metadata"):
             state._metadata = self.state._metadata  # the names were changed: the versions keep the module's own names
+        state.update((name, self.state[name]) for name in self.kept_names)
         self.stateful.load_state_dict(state, strict=strict)
         return []
 

@@ -156,10 +156,12 @@ def _compare(
         return tuple(f"{line}; the first source's values are kept" for line in lines)
     if lines or torn:
         misfits = [*lines, *torn]
-        hint = "; pass others='first' to keep the first source's values, or exclude them" if lines and not torn else ""
-        raise RestoreError(
+        error = RestoreError(
             f"{sides[0].session.url}: {counted(len(misfits), 'tensor')} cannot be averaged and must be equal in all "
-            f"sources{hint}:{listed(misfits)}",
+            f"sources:{listed(misfits)}",
             misfits,
         )
+        if lines and not torn:
+            error.cure = "pass others='first' to keep the first source's values, or exclude them"
+        raise error
     return ()

@@ -135,8 +135,8 @@ class StagedFiles:
                 self._standing[name] = (await self._storage.stat(name)).token
         if self._standing and not overwrite:
             first = next(iter(self._standing))
-            raise SnapshotExistsError(
-                f"{self._storage.url.join(first)}: exists already; convert to another path, or pass overwrite=True"
+            raise SnapshotExistsError(f"{self._storage.url.join(first)}: exists already").with_cure(
+                "convert to another path, or pass overwrite=True"
             )
 
     async def write(

@@ -114,6 +114,7 @@ def test_the_parts_of_a_large_manifest_come_along(tmp_path, monkeypatch):
     expect_equal(Snapshot(tmp_path / "b"), snapshot)
 
 
+@pytest.mark.filterwarnings("ignore:app_state is empty")
 def test_an_empty_snapshot_can_be_copied(tmp_path):
     Snapshot.take(tmp_path / "a", {}).copy(tmp_path / "b")
     assert Snapshot.diff(tmp_path / "a", tmp_path / "b").same
