@@ -199,7 +199,8 @@ class EntryTree:
 
     def _add_container(self, path: str, value: Any, depth: int) -> None:
         if id(value) in self._above:
-            raise CorruptSnapshotError(f"{self._where}: {path}: a container must not contain itself")
+            self.entries[path] = make_refused_entry(f"{_kind_name(value)} that contains itself")
+            return
         made = make_container(value)
         if made is None:
             self.entries[path] = make_refused_entry(f"{_kind_name(value)} with an unsupported kind or keys")

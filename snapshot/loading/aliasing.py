@@ -1,15 +1,17 @@
-"""Aliasing checks: whether live tensors can be written in place, and whether two of them share memory."""
+"""Aliasing checks: whether live tensors can be written in place, and which of them share memory."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from snapshot.loading.read_plan import ReadPlan
+from snapshot.manifest.paths import encode_component
 from snapshot.state.stateful_kinds import Kind
 from snapshot.tensors.addresses import address_of_tensor
 
@@ -129,3 +131,27 @@ def find_other_owner(
         }
 
     return lambda tensor: address_of_tensor(tensor) in addresses()
+
+
+def find_tied(kind: Kind, missing: Iterable[str], present: Iterable[str]) -> dict[str, str]:
+    """Return each missing name whose live tensor is also that of a present name, with the present name.
+
+    Parameters without memory on this rank, such as empty shards, are the same one if the model says so.
+    """
+    missing = list(missing)
+    if not missing:
+        return {}
+    model = kind.stateful
+    same = model.named_parameters(remove_duplicate=False) if isinstance(model, torch.nn.Module) else ()
+    objects = {f"{kind.key}/{encode_component(name)}": id(each) for name, each in same}
+
+    def identities(path: str) -> list[Any]:
+        held = kind.live.get(path)
+        found: list[Any] = [objects[path]] if path in objects else []
+        if isinstance(held, torch.Tensor) and held.layout is torch.strided and not is_lazy(held):
+            found.append((address_of_tensor(held), held.dtype, held.shape, held.stride()))
+        return found
+
+    partners = {each: path for path in present for each in identities(path)}
+    known = {path: [partners[each] for each in identities(path) if each in partners] for path in missing}
+    return {path: found[0] for path, found in known.items() if found}

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from snapshot.errors import RestoreError
+from snapshot.loading.aliasing import find_tied
 from snapshot.loading.class_binding import Binding
 from snapshot.loading.match_leaves import LeafMatcher
 from snapshot.loading.match_optimizer import match_optimizer
@@ -81,6 +82,7 @@ class Matcher:
             if (
                 type(entry) is e.TensorEntry
                 and path not in skipped
+                and path not in self.matched.tied
                 and read_plan.in_place(path, entry, held, kind.exact)
             ):
                 self.matched.restored += 1
@@ -89,7 +91,7 @@ class Matcher:
                 if isinstance(held, torch.Tensor) and kind.by_name:
                     self._notes.mismatches.append(f"{path}: the snapshot has a {entry.type}, the application a tensor")
                 continue
-            if path in skipped:
+            if path in skipped or path in self.matched.tied:
                 read_plan.values |= {path: held} if held is not MISSING else {}
                 continue
             self.matched.restored += 1
@@ -151,7 +153,11 @@ class Matcher:
 
     def _match_missing(self, kind: Kind, entries: dict[str, Any]) -> None:
         """Raise or report names that the snapshot lacks, and names that only the snapshot has."""
-        for path in filter(self._wanted, kind.find_missing(entries)):
+        missing = [path for path in kind.find_missing(entries) if self._wanted(path)]
+        tied = find_tied(kind, missing, (path for path in kind.live if self._restores(path, entries)))
+        for path in missing:
+            if path in tied:
+                continue
             if self._strict:
                 why = self._withheld.get(path, "is in the application, not in the snapshot")
                 self._notes.add_wrong_name(f"{path}: {why}")
@@ -166,6 +172,9 @@ class Matcher:
                 remove_entry(entries, path)
             else:
                 self._notes.add_wrong_name(f"{path}: is in the snapshot, not in the application")
+
+    def _restores(self, path: str, entries: Mapping[str, Any]) -> bool:
+        return path not in self.matched.skipped and isinstance(entries.get(path), e.TENSORS)
 
     def _match_kept(self, kind: Kind, entries: Mapping[str, Any]) -> None:
         """Keep keys that the snapshot lacks, or remove them if requested. A key of another rank only is a mismatch."""
@@ -217,6 +226,12 @@ class Matcher:
             saved.append(path)
             there.add(path)
         missing = [path for path in here if path not in there and self._wanted(path)]
+        of_both = (path for path in here if path in there and self._restores(path, entries))
+        for path, partner in find_tied(kind, missing, of_both).items():
+            adopt_entry(entries, path, entries[partner])
+            self.matched.tied.add(path)
+            saved.append(path)
+        missing = [path for path in missing if path not in self.matched.tied]
         unexpected = [path for path in saved if path not in here]
         if self._several and self._strict:
             of_use = (path for path in unexpected if self._every or _is_shared(entries.get(path)))

@@ -45,6 +45,8 @@ class Matched:
     """Keys that are restored in part."""
     skipped: set[str] = field(default_factory=set)
     """Paths that are not requested."""
+    tied: set[str] = field(default_factory=set)
+    """Names that the snapshot lacks, of live tensors that are restored under another name."""
     dropped: dict[str, list[Any]] = field(default_factory=dict)
     """Key -> names that are removed before its state is handed back."""
     unexpected: dict[str, None] = field(default_factory=dict)

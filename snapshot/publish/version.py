@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
-from snapshot.formats.safetensors import INDEX
+from snapshot.formats.hugging_face import INDEX
 from snapshot.tensors.digest import digest_range
 
 LONGEST_INDEX = 256 << 20
