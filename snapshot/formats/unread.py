@@ -126,6 +126,8 @@ _WEAK: tuple[tuple[tuple[str, ...], str], ...] = (
 )
 """Folders by names in them, if nothing in them can be opened."""
 _STEP = re.compile(r"((global_?)?step|checkpoint|ckpt|iter(ation)?|epoch)?[-_=]?\d+([-_=.].*)?/")
+_RANKS = {"replicated/", "sharded/", "batched/"}
+"""Folders of torchsnapshot, beside those of its ranks."""
 _READABLE = re.compile(r"(?!training_args\.bin).*\.(safetensors|pt|pth|bin|ckpt)")
 _BELOW = (
     ({"snapshots/", "blobs/"}, "a model in Hugging Face's cache", "snapshots/"),
@@ -198,7 +200,8 @@ async def refuse_folder(storage: Storage) -> SnapshotError:
         if needed.issubset(names):
             inside = await _list_folders(storage, below) if below != "weights/" else [below]
             return SnapshotNotFoundError(f"{missing}: the folder is {what}; open one of its folders: {_few(inside)}")
-    if steps := sorted((each for each in names if _STEP.fullmatch(each)), key=_in_order):
+    steps = sorted((each for each in names if _STEP.fullmatch(each)), key=_in_order)
+    if steps and _RANKS.isdisjoint(names):
         steps = await _keep_committed(storage, steps)
         return SnapshotNotFoundError(
             f"{missing}: the folder is of a run, with the steps {_few(steps)}; open one of them, such as "

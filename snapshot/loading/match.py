@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from snapshot.errors import RestoreError
-from snapshot.loading.aliasing import find_tied
+from snapshot.loading.aliasing import Twin, find_tied
 from snapshot.loading.class_binding import Binding
 from snapshot.loading.match_leaves import LeafMatcher
 from snapshot.loading.match_optimizer import match_optimizer
@@ -67,6 +67,7 @@ class Matcher:
         """Match the entries of one stateful. Return False if all of it is left unchanged."""
         if not self._match_structure(kind, entries):
             return False
+        self._match_twins(kind, entries)
         left = self.matched.skipped if self._options.mismatched == "skip" else None
         binding = Binding(
             kind.live, kind.compounds, self._notes, exact=kind.exact, skipped=self.matched.skipped, left=left
@@ -173,6 +174,19 @@ class Matcher:
             else:
                 self._notes.add_wrong_name(f"{path}: is in the snapshot, not in the application")
 
+    def _match_twins(self, kind: Kind, entries: Mapping[str, Any]) -> None:
+        """Restore one of two entries for the same live tensor. Entries with digests are compared by those."""
+        present = [path for path in kind.live if self._restores(path, entries) and path not in self.matched.tied]
+        if kind.models is None or not present or _has_digest(entries[present[0]]):
+            return
+        for path, partner in find_tied(kind, present, present).items():
+            entry, other = entries[path], entries[partner]
+            if _describe(entry) == _describe(other) is not None:
+                self.matched.tied.add(path)
+                self.matched.restored += 1
+                if list(entry.pieces()) != list(other.pieces()):
+                    self.matched.twins.append(Twin(path, entry, partner, other))
+
     def _restores(self, path: str, entries: Mapping[str, Any]) -> bool:
         return path not in self.matched.skipped and isinstance(entries.get(path), e.TENSORS)
 
@@ -256,6 +270,15 @@ class Matcher:
         entries[kind.key] = top.without_children(path not in here for path in saved)
 
 
+def _has_digest(entry: e.AnyTensor) -> bool:
+    return isinstance(entry, _READ) and all(stored.digest is not None for _, stored in entry.pieces())
+
+
+def _describe(entry: e.AnyTensor) -> tuple[str, tuple[int, ...]] | None:
+    return (entry.dtype, tuple(entry.shape)) if isinstance(entry, _READ) else None
+
+
+_READ = (e.TensorEntry, e.ShardedTensorEntry)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 

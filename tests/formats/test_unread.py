@@ -117,6 +117,13 @@ def test_the_folder_of_a_run_names_its_steps(files, folder):
         Snapshot(files / folder).get_manifest()
 
 
+def test_the_ranks_of_an_unfinished_torchsnapshot_are_no_steps(tmp_path):
+    for name in ("0", "1", "replicated"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(SnapshotNotFoundError, match="no snapshot found, or it was never committed"):
+        Snapshot(tmp_path).get_manifest()
+
+
 def test_a_run_of_this_library_names_the_newest_committed_steps(tmp_path):
     for step in range(1, 12):
         Snapshot.take(tmp_path / f"step-{step}", {"s": StateDict(a=step)})

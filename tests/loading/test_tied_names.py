@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 
 from snapshot import ModelState, RestoreError, Snapshot, StateDict
+from tests.helpers.versions import ALONE
 
 
 class Tied(nn.Module):
@@ -96,7 +98,57 @@ def test_a_model_state_is_restored_too(tmp_path):
         Snapshot(tmp_path / "x.pt").restore({"train": ModelState(apart)})
 
 
-def test_a_checkpoint_with_both_names_is_restored(tmp_path):
+def written(folder, kind, state):
+    """Write both names, as each format does."""
+    state = {name: each.detach().clone() for name, each in state.items()}
+    if kind == "dcp":
+        dcp.save({"model": state}, checkpoint_id=folder / "dcp", **ALONE)
+        return folder / "dcp"
+    if kind == "safetensors":
+        save_file({f"{name}": each for name, each in state.items()}, folder / "x.safetensors")
+        return folder / "x.safetensors"
+    torch.save({"model": state}, folder / "x.pt")
+    return folder / "x.pt"
+
+
+@pytest.mark.parametrize("kind", ["dcp", "safetensors", "torch"])
+@pytest.mark.parametrize("of", ["module", "model state", "double", "named model"])
+def test_a_checkpoint_with_both_names_is_restored_if_their_bytes_are_equal(tmp_path, monkeypatch, kind, of):
+    monkeypatch.setattr("snapshot.loading.aliasing.COMPARED", 4)  # in several parts
+    if kind == "safetensors" and of != "module":
+        pytest.skip("it has no names of statefuls")
+    path, live = written(tmp_path, kind, Tied().state_dict()), Tied(seed=1)
+    options = {"cast": "same_kind"} if of == "double" else {}
+    live = live.double() if of == "double" else live
+    if of == "model state":
+        live = ModelState(live)
+        options["rename"] = {"model": "model/model"}
+    report = Snapshot(path).restore({"model": live}, **options)
+    model = live.model if of == "model state" else live
+    assert torch.equal(model.head.weight, Tied().embed.weight.to(model.head.weight.dtype))
+    assert model.head.weight is model.embed.weight
+    assert report.restored == 3
+
+
+@pytest.mark.parametrize("kind", ["dcp", "safetensors", "torch"])
+def test_a_checkpoint_with_both_names_is_an_error_if_their_bytes_differ(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr("snapshot.loading.aliasing.COMPARED", 4)
+    state = Tied().state_dict()
+    state["head.weight"] = state["head.weight"].clone()
+    state["head.weight"][4, 2] += 1
+    path, live = written(tmp_path, kind, state), Tied(seed=1)
+    before = live.embed.weight.detach().clone()
+    expected = (
+        r"model/embed\.weight and model/head\.weight: share memory in the application, but differ in the snapshot"
+    )
+    with pytest.raises(RestoreError, match=expected):
+        Snapshot(path).restore({"model": live})
+    assert torch.equal(live.embed.weight, before)
+    Snapshot(path).restore({"model": live}, exclude=["model/head.weight"])
+    assert torch.equal(live.head.weight, Tied().embed.weight)
+
+
+def test_names_that_share_a_storage_are_read_once(tmp_path):
     torch.save(Tied().state_dict(), tmp_path / "both.pt")
     live = Tied(seed=1)
     Snapshot(tmp_path / "both.pt").restore({"model": live})
