@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from snapshot.distributed.exchange import call_of
 from snapshot.distributed.group import ranks_of
 from snapshot.events import emit
-from snapshot.formats.safetensors import SHARD
+from snapshot.formats.hugging_face import SHARD
 from snapshot.loading.mapping import map_document
 from snapshot.loading.open import checkpoint_exists
 from snapshot.loading.read_object import read_object, read_state_dict

@@ -52,7 +52,7 @@ class SignatureError(CorruptSnapshotError):
 
 
 class UnsupportedFormatError(SnapshotError):
-    """Raised when a snapshot has a newer format, or content that this version does not support."""
+    """Raised for newer formats, for formats that are known but not read, and for content that is not supported."""
 
 
 class UnsafeObjectError(SnapshotError):

@@ -14,6 +14,7 @@ from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
 from snapshot.signing.keys import Key, load_key
 from snapshot.signing.seal import KeySeal, Seal
+from snapshot.storage_options import expect_mapping
 from snapshot.url import URL
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class OpenedCheckpoint:
         self.pg = pg
         self.seal = seal_with(key)
         self._url = URL.parse(self.path)
-        self._options = dict(storage_options or {})
+        self._options = dict(expect_mapping(storage_options))
         self._allow_pickle = allow_pickle
         self._document: Document | None = None
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from snapshot.errors import MissingExtraError, SnapshotError, StorageError
 from snapshot.storage import Context, Storage
+from snapshot.storage_options import expect_mapping
 from snapshot.url import URL
 
 GROUP = "snapshot.storage"
@@ -62,7 +63,7 @@ def schemes() -> list[str]:
 
 def open_storage(url: URL, options: Mapping[str, Any] | None = None, context: Context | None = None) -> Storage:
     """Return the storage at `url`, without connecting to it."""
-    return plugin_for(url)(url, options or {}, context or Context())
+    return plugin_for(url)(url, expect_mapping(options), context or Context())
 
 
 def plugin_for(url: URL) -> type[Storage]:

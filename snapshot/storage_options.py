@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from snapshot.decoding import decode_yaml
 from snapshot.errors import CorruptSnapshotError
 from snapshot.options import Settings
+from snapshot.text import with_article
 from snapshot.url import URL
 
 VARIABLE = "SNAPSHOT_STORAGE_OPTIONS"
@@ -39,6 +40,13 @@ class Located(Protocol):
 
 
 Source = str | os.PathLike[str] | Located
+
+
+def expect_mapping(options: Any) -> Mapping[str, Any]:
+    """Return storage options; raise TypeError unless they are a mapping or None."""
+    if options is None or isinstance(options, Mapping):
+        return options or {}
+    raise TypeError(f"storage_options must be a mapping, got {with_article(type(options).__name__)}")
 
 
 def locate_source(source: Source, options: Mapping[str, Any] | None) -> tuple[URL, Mapping[str, Any] | None]:

@@ -11,7 +11,7 @@ import torch
 
 from snapshot.distributed.exchange import call_of
 from snapshot.events import emit
-from snapshot.formats.safetensors import SHARD
+from snapshot.formats.hugging_face import SHARD
 from snapshot.maps.tensor_map import TensorMap
 from snapshot.opened import seal_with
 from snapshot.plan.renaming import Rename

@@ -25,7 +25,7 @@ from snapshot.cli.locate import explain_missing
 from snapshot.cli.ranks import add_ranks, on_ranks
 from snapshot.cli.screen import as_json, bar, name_overwrite, printable, wrapped
 from snapshot.cli.status import ExitStatus
-from snapshot.formats.safetensors import SHARD
+from snapshot.formats.hugging_face import SHARD
 from snapshot.maps.tensor_map import TensorMap
 from snapshot.reports import ConvertReport
 from snapshot.snapshot import Snapshot

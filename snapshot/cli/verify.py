@@ -11,7 +11,7 @@ from snapshot.cli.ranks import add_ranks, expect_same_urls, on_ranks
 from snapshot.cli.screen import as_json, bar, complain, paint, printable, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.errors import CorruptSnapshotError, SnapshotError, SnapshotNotFoundError
-from snapshot.formats.detect import UnknownFormatError
+from snapshot.formats.unread import UnknownFormatError
 from snapshot.reports import VerifyReport
 from snapshot.snapshot import Snapshot
 from snapshot.url import URL

@@ -52,6 +52,8 @@ class ForeignDocument(Document, kw_only=True):
     """Container of all top-level names, if the format has no statefuls."""
     inline: bytes = b""
     """Content of the location `INLINE`."""
+    index: str = ""
+    """The file that names all others, if there is one. Its bytes are the token of the save."""
     tokens: dict[str, str] = msgspec.field(default_factory=dict)
     """Tokens of its files, if they are known: reading fails if a file is replaced."""
 
@@ -68,6 +70,7 @@ def make_document(
     world_size: int = 1,
     root: Any = None,
     inline: bytes = b"",
+    index: str = "",
 ) -> ForeignDocument:
     """Return the document of one save; `token` distinguishes checkpoints at the same place."""
     files = dict(files)
@@ -87,6 +90,7 @@ def make_document(
         place=place,
         root=root,
         inline=inline,
+        index=index,
     )
 
 

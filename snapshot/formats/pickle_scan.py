@@ -9,10 +9,9 @@ import collections
 import pickletools
 from typing import NamedTuple
 
-from snapshot.errors import CorruptSnapshotError, UnsafeObjectError
+from snapshot.errors import CorruptSnapshotError, UnsafeObjectError, UnsupportedFormatError
 from snapshot.manifest.entries import MOST_COMPARISONS
 from snapshot.manifest.paths import LONGEST_INT
-from snapshot.text import counted
 
 _KNOWN = [
     "PROTO",
@@ -168,8 +167,9 @@ def scan_pickle(  # noqa: PLR0912, PLR0915 - one fast loop over millions of opco
                 if code in _INTS and position - begin >= 8:
                     ints.add(data[begin:position])
                     if position - begin > LONGEST_INT // 8:
-                        raise CorruptSnapshotError(
-                            f"{where}: the pickle has a number of {counted(position - begin, 'byte')}"
+                        raise UnsupportedFormatError(
+                            f"{where}: a number in the pickle must have at most {LONGEST_INT // 8} bytes, got "
+                            f"{position - begin:,}"
                         )
             elif width == _BINPUT:
                 puts += 1

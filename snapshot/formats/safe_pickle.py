@@ -105,6 +105,9 @@ class StandIn(metaclass=_Sealed):
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
+    def __call__(self, *arguments: Any) -> Any:  # a pickle calls what `functools.partial` returns
+        return type(self)(self, *arguments)
+
     def __setitem__(self, key: Any, value: Any) -> None: ...
     def append(self, item: Any) -> None: ...
     def extend(self, items: Any) -> None: ...
@@ -141,12 +144,9 @@ def read_fields(value: Any) -> dict[str, Any]:
     """Return the attributes that a pickle sets on an object."""
     state = vars(value) if isinstance(value, PickledObject) else getattr(value, "state", None)
     if isinstance(state, tuple) and len(state) == 2:
-        state = {**(state[0] or {}), **(state[1] or {})} if all(_is_fields(each) for each in state) else None
+        fields = all(each is None or isinstance(each, dict) for each in state)
+        state = {**(state[0] or {}), **(state[1] or {})} if fields else None
     return state if isinstance(state, dict) else {}
-
-
-def _is_fields(value: Any) -> bool:
-    return value is None or isinstance(value, dict)
 
 
 class Dtype(metaclass=_Sealed):
@@ -242,9 +242,7 @@ def _find_maker(kind: Any) -> Callable[..., Any]:
             raise pickle.UnpicklingError(f"the pickle creates {with_article(kind.__name__)} from several arguments")
         if kind is collections.OrderedDict:
             return kind(_spend_items(*items))
-        _work_limit.spend(
-            *items, b"frozen" * 100 if kind is frozenset else b""
-        )  # attackers can choose their hashes, too
+        _work_limit.spend(*items, b"frozen" * 100 * (kind is frozenset))  # attackers can choose their hashes, too
         if items and not isinstance(items[0], (str, set, frozenset)):
             _work_limit.check_keys(items[0])
         return kind(*items)
@@ -264,6 +262,13 @@ def _make_complex(*parts: Any) -> complex:
     made = complex(*parts)
     _work_limit.check_key(made)
     return made
+
+
+def _make_attribute(holder: Any, *names: Any) -> Any:
+    """Return the stand-in for an attribute of a class, which is a function or a class itself."""
+    _work_limit.spend(b"class" * 20)
+    name = names[0] if names and type(names[0]) is str else "attribute"
+    return _make_stand_in(str(getattr(holder, "name", "builtins"))[:100], name)
 
 
 class _Sized(metaclass=_Sealed):
@@ -308,13 +313,13 @@ _REAL: dict[tuple[str, str], Any] = {
     ("collections", "deque"): Deque,
     ("builtins", "complex"): _make_complex,
     ("__builtin__", "complex"): _make_complex,
+    ("builtins", "getattr"): _make_attribute,
+    ("__builtin__", "getattr"): _make_attribute,
     ("torch", "Size"): Size,
     ("_codecs", "encode"): _Sized,
     ("__builtin__", "bytes"): _NoBytes,
     ("builtins", "bytes"): _NoBytes,
 }
-
-
 _MADE: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("builtins", "set"): set,

@@ -1,16 +1,16 @@
-"""Files of safetensors: a single one, or several with an index (Hugging Face's layout)."""
+"""Files of safetensors."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterable
 
 import msgspec
 
-from snapshot.aio import gather_limited
 from snapshot.decoding import decode_json
-from snapshot.errors import CorruptSnapshotError, StorageError, StorageNotFoundError, UnsupportedFormatError
-from snapshot.formats.foreign import ForeignDocument, check_location, is_absence, make_document
+from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
+from snapshot.formats.foreign import ForeignDocument, make_document
+from snapshot.formats.unread import POINTER, refuse_file
 from snapshot.manifest.document import LONGEST_HEADER, ForeignFile
 from snapshot.manifest.entries import DictEntry, TensorEntry
 from snapshot.manifest.paths import encode_component, encode_key
@@ -18,8 +18,6 @@ from snapshot.storage import Storage
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE, SAFETENSORS
 from snapshot.text import counted
 
-INDEX = "model.safetensors.index.json"
-ALONE = "model.safetensors"
 _NAMES = {theirs: ours for ours, theirs in SAFETENSORS.items()} | {
     theirs: ours
     for theirs, ours in {
@@ -31,9 +29,6 @@ _NAMES = {theirs: ours for ours, theirs in SAFETENSORS.items()} | {
     }.items()
     if ours in BY_NAME
 }
-AT_ONCE = 16
-SHARD = 5_000_000_000
-"""Maximum length of each file of several, as in Hugging Face's libraries."""
 
 
 class _Item(msgspec.Struct, gc=False):
@@ -42,100 +37,25 @@ class _Item(msgspec.Struct, gc=False):
     data_offsets: tuple[int, int]
 
 
-class _Index(msgspec.Struct):
-    weight_map: dict[str, str]
-    metadata: Any = None
-
-
-async def describe_folder(storage: Storage, limit: int) -> ForeignDocument | None:
-    """Return the checkpoint in a folder: an index with its files, or one single file.
-
-    If the storage cannot list files, look for their usual names.
-    """
-    try:
-        return await _describe_named_index(storage, INDEX, limit)
-    except StorageError as error:
-        if not is_absence(storage, error):
-            raise
-    try:
-        return await describe_file(storage, ALONE, (await storage.stat(ALONE)).size, limit)
-    except StorageError as error:
-        if not is_absence(storage, error):
-            raise
-    try:
-        names = await storage.list(recursive=False) if storage.capabilities.list else []
-    except StorageError:
-        names = []
-    return await _describe_listed(storage, [name for name in names if not name.endswith("/")], limit)
-
-
-async def _describe_listed(storage: Storage, names: list[str], limit: int) -> ForeignDocument | None:
-    indices = [name for name in names if name.endswith(".safetensors.index.json")]
-    files = [name for name in names if name.endswith(".safetensors")]
-    if len(indices) == 1:
-        return await _describe_named_index(storage, indices[0], limit)
-    if len(files) == 1 and not indices:
-        return await describe_file(storage, files[0], (await storage.stat(files[0])).size, limit)
-    if len(files) > 1:
-        raise UnsupportedFormatError(
-            f"{storage.url}: has {len(files)} safetensors files but no index for them; "
-            f"open one of them: {storage.url.join(files[0])}"
-        )
-    return None
-
-
-async def _describe_named_index(storage: Storage, name: str, limit: int) -> ForeignDocument:
-    """Return the checkpoint of a file that is named like an index; raise if it is not one."""
-    found = await describe_index(storage, name, limit)
-    if found is None:
-        raise CorruptSnapshotError(f"{storage.url.join(name)}: not an index of safetensors files")
-    return found
-
-
-async def describe_index(storage: Storage, name: str, limit: int) -> ForeignDocument | None:
-    """Return the checkpoint of several files, by their index; None if the index is not of this kind."""
-    data = await storage.get(name, limit=limit)
-    where = storage.url.join(name)
-    try:
-        index: _Index = decode_json(data, _Index, where)
-    except CorruptSnapshotError:
-        return None
-    locations = dict.fromkeys(check_location(each, where) for each in index.weight_map.values())
-
-    async def header(location: str) -> tuple[dict[str, Any], Any, int]:
-        try:
-            size = (await storage.stat(location)).size
-            return (*await read_header(storage, location, size, limit), size)
-        except StorageNotFoundError as error:
-            raise CorruptSnapshotError(f"{where}: refers to {location}, which is missing") from error
-
-    held = dict(zip(locations, await gather_limited(locations, header, AT_ONCE), strict=True))
-    entries: dict[str, TensorEntry] = {}
-    for tensor, location in index.weight_map.items():
-        found = held[location][0].get(tensor)
-        if found is None:
-            raise CorruptSnapshotError(f"{where}: {tensor[:200]!r} is missing in {location}")
-        entries[tensor] = found
-    files = {location: ForeignFile(size) for location, (_, _, size) in held.items()}
-    metadata: Any = next((each for _, each, _ in held.values() if each), {})
-    return _make_document(storage, entries, files, data, metadata)
-
-
 async def describe_file(storage: Storage, name: str, size: int, limit: int) -> ForeignDocument:
     """Return the checkpoint of a single file."""
     entries, metadata = await read_header(storage, name, size, limit)
     token = (await storage.stat(name)).token
-    return _make_document(storage, entries, {name: ForeignFile(size)}, f"{name} {size} {token}".encode(), metadata)
-
-
-def _make_document(
-    storage: Storage, entries: dict[str, TensorEntry], files: dict[str, ForeignFile], token: bytes, metadata: Any
-) -> ForeignDocument:
-    manifest = {f"0/{encode_component(name)}": entry for name, entry in entries.items()}
-    root = DictEntry([encode_key(name) for name in entries])  # type: ignore[misc]
     return make_document(
-        "safetensors", "", storage.url, token, manifest=manifest, files=files, metadata=metadata, root=root
+        "safetensors",
+        "",
+        storage.url,
+        f"{name} {size} {token}".encode(),
+        manifest={f"0/{encode_component(each)}": entry for each, entry in entries.items()},
+        files={name: ForeignFile(size)},
+        metadata=metadata,
+        root=make_root(entries),
     )
+
+
+def make_root(names: Iterable[str]) -> DictEntry:
+    """Return the container of tensors with these names."""
+    return DictEntry([encode_key(name) for name in names])  # type: ignore[misc]
 
 
 async def read_header(
@@ -147,6 +67,8 @@ async def read_header(
         count = bytearray(8)
         await storage.read_into(name, 0, [count])
         length = int.from_bytes(count, "little")
+        if count == POINTER[:8]:
+            raise refuse_file(storage.url, name, POINTER)
         if not 2 <= length <= min(size - 8, LONGEST_HEADER, limit):
             raise ValueError(f"invalid header length {counted(length, 'byte')} in a file of {size}")
         header = bytearray(length)

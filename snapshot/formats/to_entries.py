@@ -90,7 +90,8 @@ _REBUILD = "torch._utils._rebuild_"
 
 _ARGUMENTS = {"tensor": (4, 4), "tensor_v2": (6, 7), "tensor_v3": (7, 8)}
 """Numbers of arguments of torch's functions; a last one of the longer form is the tensor's metadata."""
-_SIGNED = ("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128")
+_COMPLEX = frozenset(name for dtype, name in NAMES.items() if dtype.is_complex)
+_SIGNED = _COMPLEX | {"float16", "bfloat16", "float32", "float64"}
 """Dtypes that support negative views."""
 
 
@@ -135,7 +136,7 @@ def _read_lazy_bits(metadata: Any, dtype: str) -> str | None:
         return ""
     if not isinstance(metadata, dict) or not all(type(flag) is bool for flag in metadata.values()):
         return None
-    known = {"conj": ("complex32", "complex64", "complex128"), "neg": _SIGNED}
+    known = {"conj": _COMPLEX, "neg": _SIGNED}
     named = [name for name, flag in dict.items(metadata) if flag]
     if not all(dtype in known.get(name, ()) for name in named):
         return None
@@ -199,7 +200,8 @@ class EntryTree:
 
     def _add_container(self, path: str, value: Any, depth: int) -> None:
         if id(value) in self._above:
-            raise CorruptSnapshotError(f"{self._where}: {path}: a container must not contain itself")
+            self.entries[path] = make_refused_entry(f"{_kind_name(value)} that contains itself")
+            return
         made = make_container(value)
         if made is None:
             self.entries[path] = make_refused_entry(f"{_kind_name(value)} with an unsupported kind or keys")

@@ -24,6 +24,8 @@ LONGEST_HEADER = HEADER + 2 * 0xFFFF
 TAIL = _END.size + _LOCATOR.size + _END64.size
 """Bytes at the end of an archive that locate its directory, if it has no comment; torch writes none."""
 STORED, DEFLATED = 0, 8
+SIGNATURE = b"PK\3\4"
+"""First bytes of each member, and so of an archive."""
 
 
 class ZipMember(msgspec.Struct, gc=False):
@@ -103,10 +105,16 @@ def _read_long_lengths(extra: bytes, size: int, packed: int, header: int) -> tup
 
 def find_data_begin(header: bytes | memoryview) -> int:
     """Return the distance from a member's header to its data."""
-    if len(header) < HEADER or header[:4] != b"PK\3\4":
+    if len(header) < HEADER or header[:4] != SIGNATURE:
         raise ValueError("a member's header is not where the directory says")
     *_, name, extra = _HEADER.unpack_from(header, 0)
     return HEADER + int(name) + int(extra)
+
+
+def read_name(header: bytes) -> str:
+    """Return the name in a member's header; an empty string if the header is cut off."""
+    length = _HEADER.unpack_from(header, 0)[-2] if len(header) >= HEADER else 0
+    return header[HEADER : HEADER + length].decode("utf-8", "replace")
 
 
 def inflate_member(data: bytes, size: int) -> bytes:

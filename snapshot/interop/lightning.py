@@ -125,7 +125,7 @@ class SnapshotCheckpointIO(_TorchCheckpointIO):  # type: ignore[misc]
     ) -> None:
         """Save Lightning's checkpoint, and replace an existing one."""
         self._settle()
-        name = os.fspath(path)
+        name = _place(path)
         options: dict[str, Any] = {
             "storage_options": storage_options or self._storage_options,
             "overwrite": True,
@@ -184,7 +184,16 @@ class SnapshotCheckpointIO(_TorchCheckpointIO):  # type: ignore[misc]
             os.rmdir(path)
 
     def _snapshot(self, path: str | os.PathLike[str], *, allow_pickle: bool = False) -> Snapshot:
-        return Snapshot(path, storage_options=self._storage_options, allow_pickle=allow_pickle)
+        found = Snapshot(_place(path), storage_options=self._storage_options, allow_pickle=allow_pickle)
+        if found.path != os.fspath(path) and not found.exists():  # this library's own memory, as of SnapshotCallback
+            return Snapshot(path, storage_options=self._storage_options, allow_pickle=allow_pickle)
+        return found
+
+
+def _place(path: str | os.PathLike[str]) -> str:
+    """Return the URL of a checkpoint. Lightning lists `memory://` with fsspec, whose memory is not this library's."""
+    name = os.fspath(path)
+    return f"fsspec+{name}" if name.startswith("memory://") else name
 
 
 def _is_ours(snapshot: Snapshot) -> bool:

@@ -1,17 +1,25 @@
-"""Aliasing checks: whether live tensors can be written in place, and whether two of them share memory."""
+"""Aliasing checks: whether live tensors can be written in place, and which of them share memory."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from snapshot.loading.read_plan import ReadPlan
+from snapshot.manifest.document import FileEntry
+from snapshot.manifest.entries import AnyTensor
+from snapshot.manifest.paths import encode_component
+from snapshot.runtime.session import Session
 from snapshot.state.stateful_kinds import Kind
-from snapshot.tensors.addresses import address_of_tensor
+from snapshot.tensors.addresses import address_of_tensor, view_memory
+from snapshot.tensors.dtypes import BY_NAME
+from snapshot.tensors.geometry import boxes_of_range
 
 
 def find_shared_memory(read_plan: ReadPlan) -> list[str]:
@@ -64,6 +72,8 @@ def find_shared_memory(read_plan: ReadPlan) -> list[str]:
     ]
 
 
+COMPARED = 1 << 23
+"""Elements of two stored tensors that are compared at once."""
 FEW = 256
 """Up to this number of live tensors, asking torch about each is faster than reading the process's memory map."""
 
@@ -129,3 +139,64 @@ def find_other_owner(
         }
 
     return lambda tensor: address_of_tensor(tensor) in addresses()
+
+
+def find_tied(kind: Kind, names: Iterable[str], present: Iterable[str]) -> dict[str, str]:
+    """Return each name whose live tensor is also that of a present name, with the first such name.
+
+    Parameters without memory on this rank, such as empty shards, are the same one if the module says so.
+    """
+    names = list(names)
+    if not names:
+        return {}
+    model = kind.stateful
+    same = model.named_parameters(remove_duplicate=False) if isinstance(model, torch.nn.Module) else ()
+    objects = {f"{kind.key}/{encode_component(name)}": id(each) for name, each in same}
+
+    def identities(path: str) -> list[Any]:
+        held = kind.live.get(path)
+        found: list[Any] = [objects[path]] if path in objects else []
+        if isinstance(held, torch.Tensor) and held.layout is torch.strided and not is_lazy(held):
+            found.append((address_of_tensor(held), held.dtype, held.shape, held.stride()))
+        return found
+
+    partners: dict[Any, str] = {}
+    for path in present:
+        for each in identities(path):
+            partners.setdefault(each, path)
+    known = {path: [partners[each] for each in identities(path) if each in partners] for path in names}
+    return {path: found[0] for path, found in known.items() if found and found[0] != path}
+
+
+class Twin(NamedTuple):
+    """Two entries without digests for one live tensor, which can be restored if their bytes are equal."""
+
+    path: str
+    entry: AnyTensor
+    partner: str
+    other: AnyTensor
+
+
+def compare_twins(session: Session, files: Mapping[str, FileEntry], twins: Iterable[Twin]) -> list[str]:
+    """Return an error for each pair of entries with different bytes. The pairs are read part by part."""
+    return [
+        f"{each.partner} and {each.path}: share memory in the application, but differ in the snapshot; leave one out: "
+        f"exclude=[{each.path!r}]"
+        for each in twins
+        if not _have_equal_bytes(session, files, each)
+    ]
+
+
+def _have_equal_bytes(session: Session, files: Mapping[str, FileEntry], twin: Twin) -> bool:
+    count = math.prod(twin.entry.shape)
+    for begin in range(0, count, COMPARED):
+        for _, box in boxes_of_range(twin.entry.shape, begin, min(begin + COMPARED, count)):
+            reads, parts = ReadPlan(files), []
+            for path, entry in ((twin.path, twin.entry), (twin.partner, twin.other)):
+                parts.append(torch.empty(box.sizes, dtype=BY_NAME[entry.dtype]))
+                reads.into_box(path, entry, box, parts[-1])
+            reads.execute(session, verify=False)
+            one, other = (view_memory(part.data_ptr(), part.nbytes) for part in parts)
+            if one != other:
+                return False
+    return True

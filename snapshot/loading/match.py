@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from snapshot.errors import RestoreError
+from snapshot.loading.aliasing import Twin, find_tied
 from snapshot.loading.class_binding import Binding
 from snapshot.loading.match_leaves import LeafMatcher
 from snapshot.loading.match_optimizer import match_optimizer
@@ -66,6 +67,7 @@ class Matcher:
         """Match the entries of one stateful. Return False if all of it is left unchanged."""
         if not self._match_structure(kind, entries):
             return False
+        self._match_twins(kind, entries)
         left = self.matched.skipped if self._options.mismatched == "skip" else None
         binding = Binding(
             kind.live, kind.compounds, self._notes, exact=kind.exact, skipped=self.matched.skipped, left=left
@@ -81,6 +83,7 @@ class Matcher:
             if (
                 type(entry) is e.TensorEntry
                 and path not in skipped
+                and path not in self.matched.tied
                 and read_plan.in_place(path, entry, held, kind.exact)
             ):
                 self.matched.restored += 1
@@ -89,7 +92,7 @@ class Matcher:
                 if isinstance(held, torch.Tensor) and kind.by_name:
                     self._notes.mismatches.append(f"{path}: the snapshot has a {entry.type}, the application a tensor")
                 continue
-            if path in skipped:
+            if path in skipped or path in self.matched.tied:
                 read_plan.values |= {path: held} if held is not MISSING else {}
                 continue
             self.matched.restored += 1
@@ -151,7 +154,11 @@ class Matcher:
 
     def _match_missing(self, kind: Kind, entries: dict[str, Any]) -> None:
         """Raise or report names that the snapshot lacks, and names that only the snapshot has."""
-        for path in filter(self._wanted, kind.find_missing(entries)):
+        missing = [path for path in kind.find_missing(entries) if self._wanted(path)]
+        tied = find_tied(kind, missing, (path for path in kind.live if self._restores(path, entries)))
+        for path in missing:
+            if path in tied:
+                continue
             if self._strict:
                 why = self._withheld.get(path, "is in the application, not in the snapshot")
                 self._notes.add_wrong_name(f"{path}: {why}")
@@ -166,6 +173,22 @@ class Matcher:
                 remove_entry(entries, path)
             else:
                 self._notes.add_wrong_name(f"{path}: is in the snapshot, not in the application")
+
+    def _match_twins(self, kind: Kind, entries: Mapping[str, Any]) -> None:
+        """Restore one of two entries for the same live tensor. Entries with digests are compared by those."""
+        present = [path for path in kind.live if self._restores(path, entries) and path not in self.matched.tied]
+        if kind.models is None or not present or _has_digest(entries[present[0]]):
+            return
+        for path, partner in find_tied(kind, present, present).items():
+            entry, other = entries[path], entries[partner]
+            if _describe(entry) == _describe(other) is not None:
+                self.matched.tied.add(path)
+                self.matched.restored += 1
+                if list(entry.pieces()) != list(other.pieces()):
+                    self.matched.twins.append(Twin(path, entry, partner, other))
+
+    def _restores(self, path: str, entries: Mapping[str, Any]) -> bool:
+        return path not in self.matched.skipped and isinstance(entries.get(path), e.TENSORS)
 
     def _match_kept(self, kind: Kind, entries: Mapping[str, Any]) -> None:
         """Keep keys that the snapshot lacks, or remove them if requested. A key of another rank only is a mismatch."""
@@ -219,6 +242,12 @@ class Matcher:
         kept = kind.kept_names if isinstance(kind, ModuleKind) else set()
         here_alone = (path for name, path in zip(kind.state, here, strict=True) if name not in kept)
         missing = [path for path in here_alone if path not in there and self._wanted(path)]
+        of_both = (path for path in here if path in there and self._restores(path, entries))
+        for path, partner in find_tied(kind, missing, of_both).items():
+            adopt_entry(entries, path, entries[partner])
+            self.matched.tied.add(path)
+            saved.append(path)
+        missing = [path for path in missing if path not in self.matched.tied]
         unexpected = [path for path in saved if path not in here]
         if self._several and self._strict:
             of_use = (path for path in unexpected if self._every or _is_shared(entries.get(path)))
@@ -243,6 +272,15 @@ class Matcher:
         entries[kind.key] = top.without_children(path not in here for path in saved)
 
 
+def _has_digest(entry: e.AnyTensor) -> bool:
+    return isinstance(entry, _READ) and all(stored.digest is not None for _, stored in entry.pieces())
+
+
+def _describe(entry: e.AnyTensor) -> tuple[str, tuple[int, ...]] | None:
+    return (entry.dtype, tuple(entry.shape)) if isinstance(entry, _READ) else None
+
+
+_READ = (e.TensorEntry, e.ShardedTensorEntry)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from snapshot.loading.aliasing import Twin
 from snapshot.state.state_tree import ChosenState
 
 
@@ -45,6 +46,10 @@ class Matched:
     """Keys that are restored in part."""
     skipped: set[str] = field(default_factory=set)
     """Paths that are not requested."""
+    tied: set[str] = field(default_factory=set)
+    """Names of live tensors that are restored under another name."""
+    twins: list[Twin] = field(default_factory=list)
+    """Entries of those names, whose bytes must be equal."""
     dropped: dict[str, list[Any]] = field(default_factory=dict)
     """Key -> names that are removed before its state is handed back."""
     unexpected: dict[str, None] = field(default_factory=dict)

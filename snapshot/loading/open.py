@@ -20,6 +20,7 @@ from snapshot.errors import (
 from snapshot.formats import torchsnapshot
 from snapshot.formats.detect import find_checkpoint
 from snapshot.formats.foreign import LINKLESS, ForeignDocument, ReadOnlyStorage, is_absence
+from snapshot.formats.unread import UnknownFormatError, refuse_folder
 from snapshot.loading.unpacking import UnpackingStorage
 from snapshot.manifest.document import (
     METADATA,
@@ -78,10 +79,7 @@ async def open_main(session: Session) -> Document:
         if found is None and not isinstance(error, StorageNotFoundError):
             raise
         if found is None:
-            raise SnapshotNotFoundError(
-                f"{session.url}: no snapshot found, or it was never committed ({METADATA} is missing), and no "
-                "readable checkpoint of another library"
-            ) from error
+            raise await refuse_folder(session.storage) from error
         document = found
     await read_from(session, document)
     return document
@@ -115,10 +113,10 @@ async def is_foreign(session: Session) -> bool:
             await find_checkpoint(session.url, session.storage, session.open_beside, session.settings.manifest_bytes)
             is not None
         )
+    except (CorruptSnapshotError, UnknownFormatError):
+        return False
     except (UnsupportedFormatError, UnsafeObjectError):
         return True
-    except CorruptSnapshotError:
-        return False
 
 
 async def read_manifest(session: Session) -> bytes:

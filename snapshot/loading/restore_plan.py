@@ -9,7 +9,7 @@ from typing import Any
 from snapshot.distributed.exchange import Exchange
 from snapshot.errors import RestoreError
 from snapshot.formats.unpickling import expect_no_module
-from snapshot.loading.aliasing import find_other_owner, find_read_only_memory, find_shared_memory
+from snapshot.loading.aliasing import compare_twins, find_other_owner, find_read_only_memory, find_shared_memory
 from snapshot.loading.choose import Chooser, in_restore_order
 from snapshot.loading.left_out import compare_left_out
 from snapshot.loading.mapping import map_view
@@ -165,6 +165,7 @@ class _Planner:
         """Raise if the snapshot does not fit."""
         mismatches = self._issues.mismatches
         mismatches += find_shared_memory(reads) + find_read_only_memory(reads)
+        mismatches += compare_twins(self._session, self._document.files, matched.twins)
         mismatches += run(compare_left_out(self._session, self._document, reads.left_out))
         self._expect_any(view, matched)
         self._expect_written(reads, matched)

@@ -19,7 +19,7 @@ from snapshot.errors import (
     StorageNotFoundError,
 )
 from snapshot.events import emit, log
-from snapshot.formats.detect import UnknownFormatError
+from snapshot.formats.unread import UnknownFormatError
 from snapshot.loading.fetch import TOUCHED
 from snapshot.loading.restore_options import RestoreOptions
 from snapshot.manager.root import Root
@@ -33,9 +33,9 @@ from snapshot.signing.seal import Seal, signer_of
 from snapshot.snapshot import Snapshot
 from snapshot.takes import AppState
 
-DAMAGE = (CorruptSnapshotError, SnapshotNotFoundError, StorageNotFoundError)
+DAMAGE = (CorruptSnapshotError, SnapshotNotFoundError, StorageNotFoundError, UnknownFormatError)
 """Errors that mean that a snapshot is damaged. (One that is removed during a read loses its files.)"""
-_KINDS = {kind.__name__ for kind in (*DAMAGE, SignatureError, UnknownFormatError)}
+_KINDS = {kind.__name__ for kind in (*DAMAGE, SignatureError)}
 
 
 class Tried(msgspec.Struct, array_like=True):

@@ -18,7 +18,8 @@ from typing import Any
 from snapshot.aio import gather_limited, in_thread
 from snapshot.errors import CorruptSnapshotError
 from snapshot.events import emit
-from snapshot.formats.safetensors import INDEX, read_header
+from snapshot.formats.hugging_face import INDEX
+from snapshot.formats.safetensors import read_header
 from snapshot.manifest.document import LONGEST_HEADER
 from snapshot.manifest.entries import TensorEntry
 from snapshot.plan.layout import group_in_order

@@ -11,7 +11,8 @@ from typing import Any
 from snapshot.aio import gather_limited, in_thread
 from snapshot.errors import CorruptSnapshotError, SnapshotError
 from snapshot.events import log
-from snapshot.formats.safetensors import INDEX, read_header
+from snapshot.formats.hugging_face import INDEX
+from snapshot.formats.safetensors import read_header
 from snapshot.manifest.document import LONGEST_HEADER
 from snapshot.maps.recipe import Target
 from snapshot.publish.delta import TensorSums, sum_bytes

@@ -22,7 +22,8 @@ from snapshot.errors import (
     UnsupportedFormatError,
 )
 from snapshot.events import emit, log
-from snapshot.formats.safetensors import INDEX, read_header
+from snapshot.formats.hugging_face import INDEX
+from snapshot.formats.safetensors import read_header
 from snapshot.manifest.document import LONGEST_HEADER
 from snapshot.publish.version import (
     CLAIM,

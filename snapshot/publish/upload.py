@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from snapshot.aio import gather_limited, in_thread
-from snapshot.formats.safetensors import SHARD
+from snapshot.formats.hugging_face import SHARD
 from snapshot.plan.layout import FilePlan, group_in_order, plan_exact_file
 from snapshot.publish.delta import DeltaEncoder, EncodedDelta, TensorSums, checksum_text
 from snapshot.publish.image import HostImage

@@ -14,7 +14,7 @@ import msgspec
 
 from snapshot.decoding import decode_json
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
-from snapshot.formats.safetensors import INDEX
+from snapshot.formats.hugging_face import INDEX
 from snapshot.tensors.digest import digest_range
 
 LONGEST_INDEX = 256 << 20

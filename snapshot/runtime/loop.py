@@ -20,6 +20,7 @@ from snapshot.options import Settings
 from snapshot.per_process import PerProcess
 from snapshot.runtime.client_cache import SharedClients
 from snapshot.runtime.latch import Latch
+from snapshot.text import counted
 
 T = TypeVar("T")
 LIBRARY = ("snapshot-io", "snapshot-loop")
@@ -229,6 +230,34 @@ async def in_own_thread(work: Callable[..., T], *args: Any) -> T:
     with system_limits("cannot start a thread"):
         threading.Thread(target=call, name="snapshot-io-wait", daemon=True).start()
     return await asyncio.shield(asyncio.wrap_future(future))
+
+
+def end_threads() -> None:
+    """End the idle threads of the loop. The next work starts new ones.
+
+    No other thread may use the library meanwhile: its work would never be done. Raises RuntimeError if work is running.
+    """
+    made = _loop.made()
+    if made is None:
+        return
+    if threading.current_thread() is made.thread:
+        raise RuntimeError("must not end the library's threads on its own I/O loop, such as in a callback")
+    future = asyncio.run_coroutine_threadsafe(_close_idle(made), made.loop)
+    if running := future.result():
+        raise RuntimeError(f"the library's threads are still at work ({counted(running, 'task')}); wait for it first")
+    _loop.reset()
+    made.loop.call_soon_threadsafe(made.loop.stop)
+    made.thread.join()
+    made.pool.shutdown()
+    made.loop.close()
+
+
+async def _close_idle(made: _Loop) -> int:
+    """Close the clients if no task is running. Return the number of running tasks."""
+    running = len(asyncio.all_tasks()) - 1
+    if not running:
+        await made.clients.close()
+    return running
 
 
 _unfinished: PerProcess[set[LoopFuture[Any]]] = PerProcess(set)

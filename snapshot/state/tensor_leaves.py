@@ -26,7 +26,7 @@ from snapshot.tensors import composite
 from snapshot.tensors.addresses import is_plain
 from snapshot.tensors.dtypes import NAMES
 
-_COMPLEX = frozenset(("complex32", "complex64", "complex128"))
+_COMPLEX = frozenset(name for dtype, name in NAMES.items() if dtype.is_complex)
 SIMPLE = {dtype: name for dtype, name in NAMES.items() if name not in _COMPLEX}
 _ONLY_BYTES = frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8))
 """Dtypes that torch cannot copy into another order."""

@@ -46,6 +46,7 @@ _ROTATED_DTYPES = {
     "float32": 4,
     "float64": 8,
     "complex32": 2,
+    "bcomplex32": 2,
     "complex64": 4,
     "complex128": 8,
     "F16": 2,

@@ -9,6 +9,7 @@ pytest.register_assert_rewrite(
     "snapshot.testing.bulk", "snapshot.testing.conformance", "snapshot.testing.opened", "snapshot.testing.small"
 )
 
+from snapshot.runtime.loop import end_threads  # noqa: E402
 from snapshot.testing.conformance import StorageTests  # noqa: E402 - its asserts are rewritten on import
 from snapshot.testing.proxy import FaultProxy  # noqa: E402
 from snapshot.testing.storages import TappedStorage, faulty, recording, stalling, tapped  # noqa: E402
@@ -28,6 +29,7 @@ __all__ = [
     "Fault",
     "Damage",
     "Stall",
+    "end_threads",
     "FaultProxy",
     "HTTPFault",
     "Mishap",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from snapshot.distributed.exchange import Exchange
 from snapshot.errors import SnapshotError, StorageConflictError
 from snapshot.events import emit
-from snapshot.formats import dcp, safetensors, zip_checksums
+from snapshot.formats import dcp, hugging_face, torch_save, zip_checksums
 from snapshot.formats.foreign import ForeignDocument
 from snapshot.formats.unpickling import INLINE
 from snapshot.loading.checksums import expect_archive_checksums
@@ -20,7 +20,6 @@ from snapshot.progress import Meter
 from snapshot.reports import CopyReport
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
-from snapshot.storage import Storage
 from snapshot.tensors.digest import digest_range
 from snapshot.url import URL
 from snapshot.verbs.copy_stream import CopiedFile, copy_files_through, stat_files
@@ -28,7 +27,14 @@ from snapshot.verbs.staged_files import StagedFiles, exists
 
 MEGATRON = "metadata.json"
 """The file that identifies Megatron-core's directories."""
-_INDEX = ".safetensors.index.json"
+_HIDING = {
+    "safetensors": (hugging_face.NAMES[:2], r"model-\d{5}-of-\d{5}\.safetensors"),
+    torch_save.FORMAT: (
+        hugging_face.NAMES,
+        r"model-\d{5}-of-\d{5}\.safetensors|pytorch_model-\d{5}-of-\d{5}\.bin",
+    ),
+}
+"""Files that would be opened instead of a copy in Hugging Face's layout, and a pattern of their further files."""
 
 
 @dataclass
@@ -164,16 +170,17 @@ async def _find_layout(source: Session, document: ForeignDocument, url: URL) -> 
     elif document.format == "torchsnapshot":
         made = _Layout(url, {each: each for each in locations}, {METADATA: b""}, (), (METADATA, dcp.METADATA))
     else:
-        index = found = await _index_of(storage) if folder else opened
-        if not folder and name.endswith(".json"):  # an index by its own name, to an index
+        index = found = document.index
+        if index and not folder and name.endswith(".json"):  # an index by its own name, to an index
             url, index = beside, name
+        hiding, more = _HIDING.get(document.format, _HIDING["safetensors"])
         made = _Layout(
             url,
             {each: each for each in locations},
             {index: b""} if index else {},
-            tuple(dict.fromkeys((index or safetensors.INDEX, safetensors.INDEX, safetensors.ALONE))),
+            tuple(dict.fromkeys((*([index] if index else []), *hiding))),
             (METADATA, dcp.METADATA),
-            r"model-\d{5}-of-\d{5}\.safetensors",
+            more,
         )
     await expect_files(source, document, document.files.keys() & made.names.keys())
     made.held = await stat_files(storage, made.names)
@@ -183,12 +190,3 @@ async def _find_layout(source: Session, document: ForeignDocument, url: URL) -> 
         if digest_range(made.markers[marker]) != document.save_id:
             raise SnapshotError(f"{storage.url}: was replaced while it was inspected; copy again")
     return made
-
-
-async def _index_of(storage: Storage) -> str:
-    """Return the index of a folder of safetensors files, or an empty string for a single file."""
-    if await exists(storage, safetensors.INDEX):
-        return safetensors.INDEX
-    if await exists(storage, safetensors.ALONE) or not storage.capabilities.list:
-        return ""
-    return next((each for each in await storage.list(recursive=False) if each.endswith(_INDEX)), "")

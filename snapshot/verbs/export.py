@@ -18,7 +18,7 @@ import torch
 
 from snapshot.distributed.exchange import Exchange
 from snapshot.errors import UnsupportedFormatError
-from snapshot.formats import dcp, safetensors, torch_archive
+from snapshot.formats import dcp, hugging_face, torch_archive
 from snapshot.formats.dcp_export import archive_object, encode_metadata, flatten_state
 from snapshot.formats.foreign import find_root, narrow_root
 from snapshot.formats.torch_save import VALUE
@@ -126,11 +126,11 @@ class Export:
             plan.files.append((name, plan_exact_file(plan.leaves, range(len(sizes)))))
             return plan
         groups = group_in_order(sizes, shard)
-        plan.markers = (safetensors.INDEX, safetensors.ALONE)
+        plan.markers = (hugging_face.INDEX, hugging_face.ALONE)
         plan.others = (document.METADATA, dcp.METADATA)
         plan.more = r"model-\d{5}-of-\d{5}\.safetensors"
         if len(groups) == 1:
-            plan.files.append((safetensors.ALONE, plan_exact_file(plan.leaves, groups[0])))
+            plan.files.append((hugging_face.ALONE, plan_exact_file(plan.leaves, groups[0])))
             return plan
         located = {}
         for number, group in enumerate(groups, 1):
@@ -138,7 +138,7 @@ class Export:
             plan.files.append((where, plan_exact_file(plan.leaves, group)))
             located.update({plan.leaves[index].path: where for index in group})
         index = {"metadata": {"total_size": sum(sizes)}, "weight_map": located}
-        plan.last = lambda: [(safetensors.INDEX, json.dumps(index, indent=2).encode())]
+        plan.last = lambda: [(hugging_face.INDEX, json.dumps(index, indent=2).encode())]
         return plan
 
     def _is_odd(self, entry: e.Entry) -> bool:

@@ -41,6 +41,16 @@ def hugging_face(folder):
     return ""
 
 
+def torch_parts(folder):
+    names = list(STATE)
+    files = {"pytorch_model-1.bin": names[:5], "pytorch_model-2.bin": names[5:]}
+    for file, chosen in files.items():
+        torch.save({name: STATE[name] for name in chosen}, folder / file)
+    index = {"metadata": {}, "weight_map": {name: file for file, chosen in files.items() for name in chosen}}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    return ""
+
+
 @contextlib.contextmanager
 def on_s3(folder, moto):
     import boto3
@@ -82,7 +92,7 @@ def place(request):
     return lambda folder: on_http(folder, server)
 
 
-@pytest.mark.parametrize("write", [torch_file, dcp_folder, hugging_face], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("write", [torch_file, dcp_folder, hugging_face, torch_parts], ids=lambda each: each.__name__)
 def test_what_is_far_away_is_listed_read_in_part_and_restored(tmp_path, place, write):
     folder = tmp_path / "f"
     folder.mkdir()

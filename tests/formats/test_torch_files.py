@@ -191,7 +191,7 @@ def test_old_files_and_programs_get_a_clear_refusal(tmp_path):
     with pytest.raises(UnsupportedFormatError, match="tar"):
         Snapshot(tmp_path / "t.tar").get_manifest()
     (tmp_path / "text").write_text("hello, this is no checkpoint at all")
-    with pytest.raises(CorruptSnapshotError, match="not a checkpoint of any known format"):
+    with pytest.raises(UnsupportedFormatError, match="not a checkpoint of any known format"):
         Snapshot(tmp_path / "text").get_manifest()
 
 

@@ -4,6 +4,7 @@ All else is as for `python SCRIPT`: it is `__main__`, has its own arguments and 
 does, with its exit handlers.
 """
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -112,6 +113,8 @@ def become(script, arguments, environment, printed):
     with open(printed, "ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    if "triton" in sys.modules:  # it prints what is never collected at the end
+        atexit.register(gc.unfreeze)
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = [script, *arguments]

@@ -23,6 +23,7 @@ with atheris.instrument_imports(include=["snapshot"]):
         dcp,
         embedded_tensors,
         from_pickle,
+        hugging_face,
         safe_pickle,
         safetensors,
         torch_save,
@@ -143,14 +144,14 @@ def safetensors_header(data):
     """The header of a file of safetensors, and an index."""
     whole = len(data).to_bytes(8, "little") + data + bytes(64)
     _described("x", whole, lambda storage: safetensors.describe_file(storage, "x", len(whole), LIMIT))
-    store(f"{PLACE}/{safetensors.INDEX}", data)
+    store(f"{PLACE}/{hugging_face.INDEX}", data)
     with contextlib.suppress(SnapshotError):
         run(
-            safetensors.describe_index(
-                open_storage(URL.parse(f"memory://{PLACE}"), {}, Context()), safetensors.INDEX, LIMIT
+            hugging_face.describe_index(
+                open_storage(URL.parse(f"memory://{PLACE}"), {}, Context()), hugging_face.INDEX, LIMIT
             )
         )
-    memory._tree.get().files.pop(f"{PLACE}/{safetensors.INDEX}", None)
+    memory._tree.get().files.pop(f"{PLACE}/{hugging_face.INDEX}", None)
 
 
 def torchsnapshot_manifest(data):

@@ -67,6 +67,14 @@ def index_of_two(folder):
     return ""
 
 
+def index_of_two_archives(folder):
+    for name in "ab":
+        torch.save({name: STATE["w"]}, folder / f"{name}.bin")
+    index = {"metadata": {}, "weight_map": {name: f"{name}.bin" for name in "ab"}}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    return ""
+
+
 def torchsnapshot_folder(folder):
     torchsnapshot = pytest.importorskip("torchsnapshot")
     state = {"w": STATE["w"], "n": STATE["n"], "b": b"xy", "c": torch.ones(2, dtype=torch.complex64), "p": (1, 2)}
@@ -74,7 +82,7 @@ def torchsnapshot_folder(folder):
     return ""
 
 
-FORMATS = [torch_file, dcp_folder, one_safetensors, index_of_two, torchsnapshot_folder]
+FORMATS = [torch_file, dcp_folder, one_safetensors, index_of_two, index_of_two_archives, torchsnapshot_folder]
 SUMMED = {torch_file, dcp_folder}
 """Formats that carry checksums, which torch never looks at."""
 

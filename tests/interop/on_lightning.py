@@ -397,3 +397,80 @@ def test_without_lightning_the_error_says_what_to_install(monkeypatch):
     anew = importlib.util.module_from_spec(interop.__spec__)
     with pytest.raises(MissingExtraError, match=r"pip install 'snapshot-torch\[lightning\]'"):
         interop.__spec__.loader.exec_module(anew)
+
+
+class Few(pl.LightningModule):
+    """A model that trains for some steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+
+    def training_step(self, batch, index):
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=2)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_root_in_memory_is_seen_by_lightning_and_resumed_from(asynchronous):
+    import fsspec
+
+    def trainer():
+        plugin = SnapshotCheckpointIO(asynchronous=asynchronous)
+        root = f"memory://lightning-{asynchronous}"
+        callbacks = [ModelCheckpoint(save_last=True)]
+        return pl.Trainer(default_root_dir=root, max_epochs=2, plugins=[plugin], callbacks=callbacks, **QUIET)
+
+    first, model = trainer(), Few()
+    first.fit(model)
+    saved = first.checkpoint_callback.best_model_path, first.checkpoint_callback.last_model_path
+    for path in saved:
+        assert path.startswith("memory://")
+        assert fsspec.filesystem("memory").exists(path)
+        again, other = trainer(), Few()
+        again.fit(other, ckpt_path=path)
+        assert again.global_step == 4
+        assert torch.equal(other.layer.weight, model.layer.weight)
+    first.strategy.remove_checkpoint(saved[0])
+    assert not fsspec.filesystem("memory").exists(f"{saved[0]}/.snapshot_metadata")
+
+
+def test_a_snapshot_of_the_callback_in_memory_is_resumed_from():
+    callback = SnapshotCallback("memory://lightning-callback", every_n_steps=1)
+    settings = {"plugins": [SnapshotCheckpointIO()], "callbacks": [callback], **QUIET, "enable_checkpointing": False}
+    model, other = Few(), Few()
+    pl.Trainer(max_epochs=1, **settings).fit(model)
+    again = pl.Trainer(max_epochs=1, **settings)
+    again.fit(other, ckpt_path="memory://lightning-callback/step-2")
+    assert again.global_step == 2
+    assert torch.equal(other.layer.weight, model.layer.weight)
+
+
+@pytest.mark.parametrize("wrong", ["how to save", 3, ["a"]])
+def test_storage_options_must_be_a_mapping(tmp_path, wrong):
+    trainer = pl.Trainer(max_epochs=1, plugins=[SnapshotCheckpointIO()], default_root_dir=tmp_path, **QUIET)
+    trainer.fit(Few())
+    with pytest.raises(TypeError, match=r"^storage_options must be a mapping, got (a|an) (str|int|list)$"):
+        trainer.save_checkpoint(tmp_path / "x.ckpt", storage_options=wrong)
+    assert not (tmp_path / "x.ckpt").exists()
+
+
+def test_no_thread_outlives_a_test_that_ends_them(tmp_path):
+    import threading
+
+    from snapshot.testing import end_threads
+
+    end_threads()  # of other tests
+    before = set(threading.enumerate())
+    for root in (str(tmp_path), "memory://lightning-threads"):
+        trainer = pl.Trainer(
+            max_epochs=1, plugins=[SnapshotCheckpointIO(asynchronous=True)], default_root_dir=root, **QUIET
+        )
+        trainer.fit(Few())
+        end_threads()
+        assert {each.name for each in set(threading.enumerate()) - before if each.name.startswith("snapshot")} == set()

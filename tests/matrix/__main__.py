@@ -28,8 +28,10 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-NEWEST = "2.13.0"
-"""The newest torch that the tests passed with."""
+NEWEST = "newest"
+"""The torch that a plain installation takes."""
+VERSION = "from importlib.metadata import version; print(version('torch').partition('+')[0])"
+"""A script that prints the version of the installed torch."""
 OLDEST = {"3.14": "2.9.0"}
 """The oldest torch for a Python, if it is newer than the oldest one of all."""
 QUICK = ("tests/loading", "tests/manifest", "tests/save", "tests/state", "tests/tensors")
@@ -183,6 +185,11 @@ class Runner:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
 
+    def read(self, script: str) -> str:
+        """Return what a script prints."""
+        command = [str(self.python), "-c", script]
+        return subprocess.run(command, env=self.environment, capture_output=True, text=True, check=True).stdout.strip()
+
 
 def run_pair(python: Interpreter, torch: str, tests: Sequence[str], logs: Path, needs: Sequence[str]) -> Result:
     """Install one pair into a new environment with what the tests need, and run them there."""
@@ -194,18 +201,22 @@ def run_pair(python: Interpreter, torch: str, tests: Sequence[str], logs: Path, 
         if python.free_threaded:
             runner.environment["PYTHON_GIL"] = "0"  # no import enables it
         pip = (str(runner.python), "-m", "pip", "install", "--quiet")
+        wanted = "torch" if torch == NEWEST else f"torch=={torch}"
         try:
             shutil.copytree(ROOT, runner.source, symlinks=True, ignore=shutil.ignore_patterns(*_NOT_COPIED))
             for command in (
                 (python.path, "-m", "venv", str(runner.python.parents[1])),
                 (*pip, "--upgrade", "pip"),
-                (*pip, f"torch=={torch}"),
-                (*pip, f"torch=={torch}", "--editable", ".", *needs),
+                (*pip, wanted),
             ):
                 if runner.run(*command):
                     return replace(row, outcome=f"could not be had: {last_error(log)}")
+            if torch == NEWEST:
+                row = replace(row, torch=runner.read(VERSION))
+            if runner.run(*pip, f"torch=={row.torch}", "--editable", ".", *needs):
+                return replace(row, outcome=f"could not be had: {last_error(log)}")
             status = runner.run(str(runner.python), "-m", "pytest", "-q", f"--junitxml={runner.report}", *tests)
-        except OSError as error:
+        except (OSError, subprocess.CalledProcessError) as error:
             return replace(row, outcome=f"could not be had: {error}")
         counts = counts_of(runner.report)
     passed = status == 0 and counts.get("passed", 0) > 0
@@ -241,7 +252,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="a version such as 3.13 or 3.14t, or the path of an interpreter (default: every claimed minor version)",
     )
     parser.add_argument(
-        "--torch", action="append", metavar="VERSION", help=f"(default: the oldest and the newest: {oldest}, {NEWEST})"
+        "--torch",
+        action="append",
+        metavar="VERSION",
+        help=f"(default: {oldest}, the oldest, and {NEWEST}, which pip takes)",
     )
     parser.add_argument(
         "--without", action="append", metavar="PACKAGE", default=[], help="do not install a package that tests can skip"

@@ -68,6 +68,7 @@ def test_a_python_is_a_version_or_a_path(name, capsys):
 STUB = """#!/bin/sh
 case "$*" in
   *json.dumps*) echo '["3.99.1", true]' ;;
+  *importlib.metadata*) echo 9.9.9 ;;
   *venv*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
   *'-m pytest '*)
     [ "$PYTHON_GIL" = 0 ] || exit 3
@@ -123,6 +124,14 @@ def test_a_pair_is_run_and_counted_and_leaves_nothing(stub, tmp_path, capsys, st
     assert (
         "install --quiet torch==2.9.0 --editable . " in (tmp_path / "logs/python-3.99.1t-torch-2.9.0.log").read_text()
     )
+
+
+def test_the_newest_torch_is_what_pip_takes(stub, tmp_path, capsys):
+    assert stub("exit 0", "--torch", "newest") == 0
+    assert [row.split()[2] for row in capsys.readouterr().out.splitlines()[1:3]] == ["2.9.0", "9.9.9"]
+    log = (tmp_path / "logs/python-3.99.1t-torch-newest.log").read_text()
+    assert "install --quiet torch\n" in log
+    assert "install --quiet torch==9.9.9 --editable . " in log
 
 
 def test_tests_that_take_too_long_are_ended_and_have_failed(stub, monkeypatch, capsys):

@@ -187,3 +187,47 @@ def test_a_child_that_was_forked_in_the_middle_of_a_verb_collects_garbage_and_ta
     Snapshot.take(tmp_path / "s", {"s": state})
     assert os.waitstatus_to_exitcode(os.waitpid(state.child, 0)[1]) == 0
     assert gc.isenabled()
+
+
+ENDED = """
+import asyncio, threading
+import torch
+from snapshot import Snapshot, StateDict
+from snapshot.runtime.loop import run, start
+from snapshot.testing import end_threads
+
+before = set(threading.enumerate())
+end_threads()  # there are none yet
+for number in range(3):
+    Snapshot.take("PLACE", {"s": StateDict(a=torch.full((3,), number))}, overwrite=True)
+    assert set(threading.enumerate()) - before
+    end_threads()
+    assert set(threading.enumerate()) == before
+    end_threads()
+assert Snapshot("PLACE").read_object("0/s/a").tolist() == [2, 2, 2]
+
+release = asyncio.Event()
+busy = start(release.wait())
+for attempt, why in ((end_threads, "still at work (1 task); wait for it first"), (None, "on its own I/O loop")):
+    async def call():
+        end_threads()
+    try:
+        attempt() if attempt else run(call())
+    except RuntimeError as error:
+        assert why in str(error), error
+    else:
+        raise AssertionError(why)
+async def free():
+    release.set()
+run(free())
+assert busy.result(10)
+end_threads()
+assert set(threading.enumerate()) == before
+print("all ended")
+"""
+
+
+@pytest.mark.parametrize("scheme", ["file", "memory", "fsspec+memory"])
+def test_idle_threads_are_ended_and_started_again(tmp_path, warm, scheme):
+    place = tmp_path if scheme == "file" else f"{scheme}://ended/s"
+    assert warm.run(ENDED.replace("PLACE", str(place))) == "all ended\n"

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from snapshot import registry
+from snapshot import Snapshot, SnapshotManager, StateDict, registry
 from snapshot.errors import MissingExtraError, StorageError
 from snapshot.plugins.file import FileStorage
 from snapshot.plugins.memory import MemoryStorage
@@ -131,3 +131,17 @@ def test_a_scheme_like_no_other_lists_those_that_there_are():
         plugin_for(URL.parse("zzzzzz://run"))
     assert "did you mean" not in str(caught.value)
     assert str(caught.value).endswith(f"known schemes: {', '.join(schemes())}")
+
+
+@pytest.mark.parametrize("wrong", ["key=secret", b"x", 3, ["key"], [("key", "secret")]])
+def test_options_that_are_not_a_mapping_are_refused_without_their_value(tmp_path, wrong):
+    kind = type(wrong).__name__
+    for call in (
+        lambda: Snapshot(tmp_path / "s", storage_options=wrong),
+        lambda: Snapshot.take(tmp_path / "s", {"s": StateDict(a=1)}, storage_options=wrong),
+        lambda: Snapshot.async_take(tmp_path / "s", {"s": StateDict(a=1)}, storage_options=wrong),
+        lambda: SnapshotManager(tmp_path / "r", storage_options=wrong).steps(),
+    ):
+        with pytest.raises(TypeError, match=f"^storage_options must be a mapping, got an? {kind}$"):
+            call()
+    assert not list(tmp_path.iterdir())

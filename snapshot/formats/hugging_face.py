@@ -1,0 +1,178 @@
+"""Folders in Hugging Face's layout: one file of safetensors or torch.save, or several with an index."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from snapshot.aio import gather_limited
+from snapshot.decoding import decode_json
+from snapshot.errors import CorruptSnapshotError, StorageError, StorageNotFoundError, UnsupportedFormatError
+from snapshot.formats import safetensors, torch_save
+from snapshot.formats.foreign import ForeignDocument, check_location, is_absence, make_document
+from snapshot.formats.unread import HEAD, refuse_file
+from snapshot.formats.zip_directory import SIGNATURE
+from snapshot.manifest.document import ForeignFile
+from snapshot.manifest.paths import encode_component
+from snapshot.storage import Storage
+
+INDEX = "model.safetensors.index.json"
+ALONE = "model.safetensors"
+TORCH_INDEX = "pytorch_model.bin.index.json"
+TORCH_ALONE = "pytorch_model.bin"
+NAMES = (INDEX, ALONE, TORCH_INDEX, TORCH_ALONE)
+"""Names of weights in the order in which they are looked up."""
+MORE = ("adapter_model.safetensors", "adapter_model.bin", "diffusion_pytorch_model.bin")
+"""Names of single files with the weights of adapters and of parts of pipelines."""
+AT_ONCE = 16
+SHARD = 5_000_000_000
+"""Maximum length of each file of several, as in Hugging Face's libraries."""
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+    metadata: Any = None
+
+
+async def describe_folder(storage: Storage, limit: int) -> ForeignDocument | None:
+    """Return the checkpoint in a folder: an index with its files, or one single file.
+
+    If the storage cannot list files, look for their usual names.
+    """
+    if found := await _describe_first(storage, NAMES, limit):
+        return found
+    try:
+        names = await storage.list(recursive=False) if storage.capabilities.list else None
+    except StorageError:
+        names = None
+    if names is None:
+        return await _describe_first(storage, MORE, limit)
+    return await _describe_listed(storage, [name for name in names if not name.endswith("/")], limit)
+
+
+async def _describe_first(storage: Storage, names: Iterable[str], limit: int) -> ForeignDocument | None:
+    """Return the checkpoint of the first of some names that exists."""
+    for name in names:
+        try:
+            return await _describe_named(storage, name, limit)
+        except StorageError as error:
+            if not is_absence(storage, error):
+                raise
+    return None
+
+
+async def _describe_named(storage: Storage, name: str, limit: int) -> ForeignDocument:
+    """Return the checkpoint of a file, by its name. Raise for an index that is not one."""
+    if name.endswith(".json"):
+        found = await describe_index(storage, name, limit)
+        if found is None:
+            raise CorruptSnapshotError(f"{storage.url.join(name)}: not an index of weights")
+        return found
+    size = (await storage.stat(name)).size
+    if name.endswith(".safetensors"):
+        return await safetensors.describe_file(storage, name, size, limit)
+    await _expect_archive(storage, name, size)
+    return await torch_save.describe_file(storage, name, size, limit)
+
+
+async def _expect_archive(storage: Storage, name: str, size: int) -> None:
+    """Raise an error that names the format of a file if torch.save did not write it."""
+    head = bytearray(min(HEAD, size))
+    await storage.read_into(name, 0, [head])
+    if not head.startswith(SIGNATURE):
+        raise refuse_file(storage.url, name, bytes(head))
+
+
+async def _describe_listed(storage: Storage, names: list[str], limit: int) -> ForeignDocument | None:
+    indices = [name for name in names if name.endswith((".safetensors.index.json", ".bin.index.json"))]
+    files = [name for name in names if name.endswith(".safetensors")]
+    if len(indices) == 1:
+        return await _describe_named(storage, indices[0], limit)
+    if len(files) == 1 and not indices:
+        return await _describe_named(storage, files[0], limit)
+    if len(files) > 1:
+        raise UnsupportedFormatError(
+            f"{storage.url}: has {len(files)} safetensors files but no index for them; "
+            f"open one of them: {storage.url.join(files[0])}"
+        )
+    return await _describe_first(storage, (name for name in MORE if name in names), limit)
+
+
+async def describe_index(storage: Storage, name: str, limit: int) -> ForeignDocument | None:
+    """Return the checkpoint of several files, by their index; None if the index is not of this kind."""
+    data = await storage.get(name, limit=limit)
+    where = storage.url.join(name)
+    try:
+        index: _Index = decode_json(data, _Index, where)
+    except CorruptSnapshotError:
+        return None
+    wanted: dict[str, list[str]] = {}
+    for tensor, location in index.weight_map.items():
+        wanted.setdefault(check_location(location, where), []).append(tensor)
+    reader = _IndexReader(storage, where, limit)
+    await gather_limited(wanted.items(), lambda item: reader.read_file(*item), AT_ONCE)
+    manifest = {path: entry for each in wanted for path, entry in reader.entries[each].items()}
+    return make_document(
+        reader.format,
+        "",
+        storage.url,
+        data,
+        manifest=manifest,
+        files=reader.files,
+        metadata=next((reader.metadata[each] for each in wanted if reader.metadata.get(each)), {}),
+        root=safetensors.make_root(index.weight_map),
+        inline=bytes(reader.inline),
+        index=name,
+    )
+
+
+class _IndexReader:
+    """Reads the descriptions of the files that an index names."""
+
+    def __init__(self, storage: Storage, where: object, limit: int) -> None:
+        self._storage = storage
+        self._where = where
+        self._limit = limit
+        self._left = limit
+        """Remaining length of all pickles together."""
+        self.format = "safetensors"
+        self.files: dict[str, ForeignFile] = {}
+        self.entries: dict[str, dict[str, Any]] = {}
+        self.metadata: dict[str, Any] = {}
+        self.inline = bytearray()
+
+    async def read_file(self, location: str, names: list[str]) -> None:
+        """Add the tensors of these names in a file."""
+        try:
+            size = (await self._storage.stat(location)).size
+            if location.endswith(".safetensors"):
+                entries, self.metadata[location] = await safetensors.read_header(
+                    self._storage, location, size, self._limit
+                )
+                found = {f"0/{encode_component(name)}": entries[name] for name in names}
+            else:
+                found = await self._read_archive(location, size, names)
+        except StorageNotFoundError as error:
+            raise CorruptSnapshotError(f"{self._where}: refers to {location}, which is missing") from error
+        except KeyError as error:
+            raise CorruptSnapshotError(
+                f"{self._where}: {str(error.args[0])[:200]!r} is missing in {location}"
+            ) from error
+        self.files[location], self.entries[location] = ForeignFile(size), found
+
+    async def _read_archive(self, location: str, size: int, names: list[str]) -> dict[str, Any]:
+        await _expect_archive(self._storage, location, size)
+        saved = await torch_save.TorchFile.open(self._storage, location, size, self._limit)
+        self._left -= saved.length
+        if self._left < 0:
+            raise CorruptSnapshotError(
+                f"{self._where}: the pickles of its files exceed the limit of {self._limit:,} bytes"
+            )
+        self.format = torch_save.FORMAT
+        if not isinstance(saved.value, dict):
+            raise CorruptSnapshotError(f"{self._storage.url.join(location)}: must have a dict of tensors")
+        return saved.describe_items(
+            {encode_component(name): dict.__getitem__(saved.value, name) for name in names}, self.inline
+        )

@@ -1,0 +1,238 @@
+"""Folders with `pytorch_model.bin`, in one file or several with an index: every verb reads them, and runs no pickle."""
+
+import json
+import pickle
+from zipfile import ZipFile
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import snapshot
+from snapshot import CorruptSnapshotError, RestoreError, Snapshot, SnapshotNotFoundError, UnsafeObjectError
+from snapshot import UnsupportedFormatError as Unsupported
+from snapshot.formats.hugging_face import describe_folder
+from snapshot.registry import open_storage
+from snapshot.runtime.loop import run as run_soon
+from snapshot.storage import URL, Context
+from tests.helpers.foreign_states import same
+
+INDEX = "pytorch_model.bin.index.json"
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
+
+
+def write(folder, parts=2, state=None):
+    """Write what `save_pretrained(safe_serialization=False)` writes."""
+    state = model().state_dict() if state is None else state
+    folder.mkdir(parents=True, exist_ok=True)
+    if parts == 1:
+        torch.save(state, folder / "pytorch_model.bin")
+        return state
+    names, located = list(state), {}
+    for part in range(parts):
+        file = f"pytorch_model-{part + 1:05d}-of-{parts:05d}.bin"
+        chosen = names[part::parts]
+        torch.save({name: state[name] for name in chosen}, folder / file)
+        located |= dict.fromkeys(chosen, file)
+    index = {"metadata": {"total_size": 1}, "weight_map": {name: located[name] for name in names}}
+    (folder / INDEX).write_text(json.dumps(index))
+    return state
+
+
+def equal(got, expected):
+    same(dict(sorted(got.items())), dict(sorted(expected.items())))
+
+
+@pytest.fixture(params=[1, 2, 3], ids=["one file", "two files", "three files"])
+def folder(request, tmp_path):
+    write(tmp_path / "hf", request.param)
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    (tmp_path / "hf" / "training_args.bin").write_bytes(pickle.dumps(print))
+    return tmp_path / "hf"
+
+
+def test_it_is_listed_read_restored_and_verified(folder):
+    state = model().state_dict()
+    opened = Snapshot(folder)
+    assert opened.exists()
+    assert opened.metadata.format == "torch.save"
+    assert {path for path in opened.get_manifest() if path != "0"} == {f"0/{name}" for name in state}
+    same(dict(opened.read_object("0")), dict(state))
+    assert torch.equal(opened.read_object("0/2.weight", box=[1]), state["2.weight"][1])
+    other = model()
+    for each in other.state_dict().values():
+        each.zero_()
+    opened.restore({"net": other})
+    same(dict(other.state_dict()), dict(state))
+    assert opened.verify()
+    equal(snapshot.load(folder), state)
+
+
+def test_it_is_converted_compared_merged_and_copied(folder, tmp_path):
+    state = dict(model().state_dict())
+    for target, kind in (("a.safetensors", "safetensors"), ("b.pt", "torch"), ("c", "dcp"), ("d", "snapshot")):
+        Snapshot(folder).convert(tmp_path / target, kind)
+        equal(snapshot.load(tmp_path / target), state)
+    floats = {name: each for name, each in state.items() if each.is_floating_point()}
+    snapshot.merge([folder, folder], tmp_path / "mean")
+    equal({name: snapshot.load(tmp_path / "mean")[name] for name in floats}, floats)
+    Snapshot(folder).copy(tmp_path / "copy")
+    assert {each.name for each in (tmp_path / "copy").iterdir()} == {
+        each.name for each in folder.iterdir() if each.name.startswith("pytorch_model")
+    }
+    assert not Snapshot.diff(folder, tmp_path / "copy")
+    assert Snapshot.diff(folder, write(tmp_path / "new", 1, {**state, "2.bias": torch.zeros(4)}) and tmp_path / "new")
+
+
+def test_a_copy_replaces_what_would_be_opened_instead_of_it(folder, tmp_path):
+    (tmp_path / "old").mkdir()
+    save_file({"w": torch.ones(2)}, tmp_path / "old" / "model.safetensors")
+    with pytest.raises(snapshot.SnapshotExistsError, match=r"model\.safetensors: exists already"):
+        Snapshot(folder).copy(tmp_path / "old")
+    Snapshot(folder).copy(tmp_path / "old", overwrite=True)
+    equal(snapshot.load(tmp_path / "old"), model().state_dict())
+
+
+def test_the_index_itself_may_be_named(tmp_path):
+    state = write(tmp_path)
+    same(dict(Snapshot(tmp_path / INDEX).read_object("0")), dict(state))
+    Snapshot(tmp_path / INDEX).copy(tmp_path / "to" / "x.bin.index.json")
+    same(dict(Snapshot(tmp_path / "to").read_object("0")), dict(state))
+
+
+def test_safetensors_are_preferred(tmp_path):
+    write(tmp_path, 1)
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert list(snapshot.load(tmp_path)) == ["w"]
+
+
+@pytest.mark.parametrize("name", ["adapter_model.bin", "diffusion_pytorch_model.bin", "adapter_model.safetensors"])
+def test_adapters_and_parts_of_pipelines_are_opened(tmp_path, name):
+    (save_file if name.endswith("s") else torch.save)({"w": torch.ones(2)}, tmp_path / name)
+    assert snapshot.load(tmp_path)["w"].all()
+
+
+def test_a_model_that_transformers_saved_is_restored(tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    saved = transformers.LlamaForCausalLM(config)
+    saved.save_pretrained(tmp_path)
+    assert "lm_head.weight" not in snapshot.load(tmp_path)
+    torch.manual_seed(1)
+    fresh = transformers.LlamaForCausalLM(config)
+    Snapshot(tmp_path).restore({"model": fresh})
+    same(dict(fresh.state_dict()), dict(saved.state_dict()))
+    assert fresh.lm_head.weight is fresh.model.embed_tokens.weight
+    config.tie_word_embeddings = False
+    apart = transformers.LlamaForCausalLM(config)
+    with pytest.raises(RestoreError, match=r"model/lm_head\.weight: is in the application, not in the snapshot"):
+        Snapshot(tmp_path).restore({"model": apart})
+
+
+# Wrong and hostile ones
+
+
+def run(mark):
+    open(mark, "w").close()
+
+
+class Harm:
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return run, (self.mark,)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_no_pickle_is_run(tmp_path, parts):
+    mark = tmp_path / "ran"
+    state = dict(write(tmp_path / "m", parts, {"a": torch.ones(2), "harm": Harm(str(mark)), "b": torch.ones(3)}))
+    opened = Snapshot(tmp_path / "m")
+    assert torch.equal(opened.read_object("0/b"), state["b"])
+    with pytest.raises(UnsafeObjectError, match="0/harm: a "):
+        opened.read_object("0/harm")
+    opened.verify()
+    assert not mark.exists()
+    Snapshot(tmp_path / "m", allow_pickle=True).read_object("0/harm")
+    assert mark.exists()
+
+
+def change(folder, **weights):
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"] |= weights
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("name", ["../out.bin", "/etc/passwd", "a/../b.bin", "s3://b/x.bin", ""])
+def test_an_index_cannot_name_files_elsewhere(tmp_path, name):
+    write(tmp_path / "m")
+    torch.save({"w": torch.ones(2)}, tmp_path / "out.bin")
+    change(tmp_path / "m", w=name)
+    with pytest.raises(CorruptSnapshotError, match="a location must be a file name inside the folder"):
+        Snapshot(tmp_path / "m").get_manifest()
+
+
+def test_a_file_or_a_name_that_is_missing_is_named(tmp_path):
+    write(tmp_path)
+    change(tmp_path, w="pytorch_model-00001-of-00002.bin")
+    with pytest.raises(CorruptSnapshotError, match=r"'w' is missing in pytorch_model-00001-of-00002\.bin"):
+        Snapshot(tmp_path).get_manifest()
+    change(tmp_path, w="absent.bin")
+    with pytest.raises(CorruptSnapshotError, match=r"refers to absent\.bin, which is missing"):
+        Snapshot(tmp_path).get_manifest()
+    torch.save([torch.ones(2)], tmp_path / "absent.bin")
+    with pytest.raises(CorruptSnapshotError, match=r"absent\.bin: must have a dict of tensors"):
+        Snapshot(tmp_path).get_manifest()
+
+
+def test_a_part_of_another_format_is_named(tmp_path):
+    write(tmp_path)
+    torch.save({"w": torch.ones(2)}, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
+    change(tmp_path, w="old.bin")
+    with pytest.raises(Unsupported, match=r"old\.bin: a bare pickle, as written by torch\.save before torch 1\.6"):
+        Snapshot(tmp_path).get_manifest()
+    (tmp_path / "old.bin").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
+    with pytest.raises(Unsupported, match=r"old\.bin: a Git LFS pointer"):
+        Snapshot(tmp_path).get_manifest()
+
+
+@pytest.mark.parametrize("content", [b"[]", b"{}", b'{"weight_map": 3}', b'{"weight_map": {"w": 3}}', b"\xff{", b""])
+def test_a_file_that_is_only_named_like_an_index_is_refused(tmp_path, content):
+    (tmp_path / INDEX).write_bytes(content)
+    with pytest.raises(CorruptSnapshotError, match="not an index of weights"):
+        Snapshot(tmp_path).get_manifest()
+
+
+def test_the_pickles_of_all_files_share_one_limit(tmp_path):
+    write(tmp_path, 3, {f"{index}": torch.ones(1) for index in range(90)})
+    storage = open_storage(URL.parse(str(tmp_path)), {}, Context())
+    longest = max(len(file.read(file.namelist()[0])) for file in map(ZipFile, tmp_path.glob("*.bin")))
+    index = (tmp_path / INDEX).stat().st_size
+    limit = max(index, longest) + 100
+    assert limit < 3 * longest
+    with pytest.raises(CorruptSnapshotError, match="the pickles of its files exceed the limit"):
+        run_soon(describe_folder(storage, limit))
+
+
+def test_a_truncated_file_is_damaged(tmp_path):
+    write(tmp_path, 1)
+    data = (tmp_path / "pytorch_model.bin").read_bytes()
+    (tmp_path / "pytorch_model.bin").write_bytes(data[: len(data) // 2])
+    with pytest.raises(CorruptSnapshotError, match="not a torch archive"):
+        Snapshot(tmp_path).get_manifest()
+
+
+def test_a_folder_without_any_is_not_found(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SnapshotNotFoundError, match="no snapshot found"):
+        Snapshot(tmp_path).get_manifest()

@@ -1,0 +1,181 @@
+"""A name that a checkpoint lacks is restored if its live tensor is also that of a name that the checkpoint has."""
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import nn
+
+from snapshot import ModelState, RestoreError, Snapshot, StateDict
+from tests.helpers.versions import ALONE
+
+
+class Tied(nn.Module):
+    def __init__(self, *, tied=True, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.scale = nn.Parameter(torch.rand(3))
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+@pytest.fixture(params=["embed.weight", "head.weight"])
+def saved(request, tmp_path):
+    """A file with one of the two names."""
+    state = Tied().state_dict()
+    save_file({name: state[name] for name in ("scale", request.param)}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def saved_name(saved):
+    return next(name for name in Snapshot(saved).read_object("0") if name != "scale")
+
+
+def test_a_tied_name_is_restored_with_its_tensor(saved):
+    live = Tied(seed=1)
+    report = Snapshot(saved).restore({"model": live})
+    assert torch.equal(live.head.weight, Tied().embed.weight)
+    assert live.head.weight is live.embed.weight
+    assert report.restored == 2
+    assert not report.missing
+    assert not report.lines
+
+
+def test_nothing_is_called_missing_without_strict(saved):
+    assert not Snapshot(saved).restore({"model": Tied(seed=1)}, strict=False).missing
+
+
+def test_names_that_are_not_tied_are_missing(saved):
+    live = Tied(tied=False, seed=1)
+    before = {name: each.clone() for name, each in live.state_dict().items()}
+    with pytest.raises(RestoreError, match="is in the application, not in the snapshot"):
+        Snapshot(saved).restore({"model": live})
+    assert all(torch.equal(each, before[name]) for name, each in live.state_dict().items())
+
+
+def test_views_of_the_same_memory_are_not_tied(saved):
+    live = Tied(tied=False, seed=1)
+    flat = live.embed.weight.data.view(-1)
+    live.head.weight = nn.Parameter(flat[:10].view(2, 5))
+    with pytest.raises(RestoreError, match="is in the application, not in the snapshot"):
+        Snapshot(saved).restore({"model": live})
+
+
+def test_a_name_that_is_excluded_restores_no_other(saved):
+    name = saved_name(saved)
+    with pytest.raises(RestoreError, match="is in the application, not in the snapshot"):
+        Snapshot(saved).restore({"model": Tied(seed=1)}, exclude=[f"model/{name}"])
+
+
+@pytest.mark.parametrize("kind", ["atomic", "cast", "snapshot", "rename"])
+def test_it_holds_however_it_is_restored(saved, tmp_path, kind):
+    live, options, place = Tied(seed=1), {}, saved
+    if kind == "cast":
+        live, options = live.double(), {"cast": "same_kind"}
+    elif kind == "atomic":
+        options = {"atomic": True}
+    elif kind == "snapshot":
+        place = tmp_path / "s"
+        Snapshot(saved).convert(place)
+    else:
+        name = saved_name(saved)
+        Snapshot(saved).convert(tmp_path / "r.safetensors", "safetensors", rename={name: f"x.{name}"})
+        place, options = tmp_path / "r.safetensors", {"rename": {f"model/x.{name}": f"model/{name}"}}
+    Snapshot(place).restore({"model": live}, **options)
+    assert torch.equal(live.head.weight, Tied().embed.weight.to(live.head.weight.dtype))
+
+
+def test_a_model_state_is_restored_too(tmp_path):
+    live = Tied()
+    torch.save({"model": {"embed.weight": live.embed.weight.detach().clone(), "scale": live.scale}}, tmp_path / "x.pt")
+    other = Tied(seed=1)
+    Snapshot(tmp_path / "x.pt").restore({"train": ModelState(other)})
+    assert torch.equal(other.head.weight, live.embed.weight)
+    apart = Tied(tied=False, seed=1)
+    with pytest.raises(RestoreError, match=r"train/model/head\.weight: is in the application"):
+        Snapshot(tmp_path / "x.pt").restore({"train": ModelState(apart)})
+
+
+def written(folder, kind, state):
+    """Write both names, as each format does."""
+    state = {name: each.detach().clone() for name, each in state.items()}
+    if kind == "dcp":
+        dcp.save({"model": state}, checkpoint_id=folder / "dcp", **ALONE)
+        return folder / "dcp"
+    if kind == "safetensors":
+        save_file({f"{name}": each for name, each in state.items()}, folder / "x.safetensors")
+        return folder / "x.safetensors"
+    torch.save({"model": state}, folder / "x.pt")
+    return folder / "x.pt"
+
+
+@pytest.mark.parametrize("kind", ["dcp", "safetensors", "torch"])
+@pytest.mark.parametrize("of", ["module", "model state", "double", "named model"])
+def test_a_checkpoint_with_both_names_is_restored_if_their_bytes_are_equal(tmp_path, monkeypatch, kind, of):
+    monkeypatch.setattr("snapshot.loading.aliasing.COMPARED", 4)  # in several parts
+    if kind == "safetensors" and of != "module":
+        pytest.skip("it has no names of statefuls")
+    path, live = written(tmp_path, kind, Tied().state_dict()), Tied(seed=1)
+    options = {"cast": "same_kind"} if of == "double" else {}
+    live = live.double() if of == "double" else live
+    if of == "model state":
+        live = ModelState(live)
+        options["rename"] = {"model": "model/model"}
+    report = Snapshot(path).restore({"model": live}, **options)
+    model = live.model if of == "model state" else live
+    assert torch.equal(model.head.weight, Tied().embed.weight.to(model.head.weight.dtype))
+    assert model.head.weight is model.embed.weight
+    assert report.restored == 3
+
+
+@pytest.mark.parametrize("kind", ["dcp", "safetensors", "torch"])
+def test_a_checkpoint_with_both_names_is_an_error_if_their_bytes_differ(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr("snapshot.loading.aliasing.COMPARED", 4)
+    state = Tied().state_dict()
+    state["head.weight"] = state["head.weight"].clone()
+    state["head.weight"][4, 2] += 1
+    path, live = written(tmp_path, kind, state), Tied(seed=1)
+    before = live.embed.weight.detach().clone()
+    expected = (
+        r"model/embed\.weight and model/head\.weight: share memory in the application, but differ in the snapshot"
+    )
+    with pytest.raises(RestoreError, match=expected):
+        Snapshot(path).restore({"model": live})
+    assert torch.equal(live.embed.weight, before)
+    Snapshot(path).restore({"model": live}, exclude=["model/head.weight"])
+    assert torch.equal(live.head.weight, Tied().embed.weight)
+
+
+def test_names_that_share_a_storage_are_read_once(tmp_path):
+    torch.save(Tied().state_dict(), tmp_path / "both.pt")
+    live = Tied(seed=1)
+    Snapshot(tmp_path / "both.pt").restore({"model": live})
+    assert torch.equal(live.head.weight, Tied().embed.weight)
+
+
+def test_parameters_without_memory_are_tied_by_the_module(tmp_path):
+    save_file({"embed.weight": torch.empty(0, 3), "scale": torch.ones(3)}, tmp_path / "empty.safetensors")
+    live = Tied()
+    live.embed = nn.Embedding(0, 3, dtype=torch.float32)
+    live.head.weight = live.embed.weight
+    Snapshot(tmp_path / "empty.safetensors").restore({"model": live})
+    live.head.weight = nn.Parameter(torch.empty(0, 3))
+    with pytest.raises(RestoreError, match="is in the application, not in the snapshot"):
+        Snapshot(tmp_path / "empty.safetensors").restore({"model": live})
+
+
+def test_lazy_parameters_are_not_tied(tmp_path):
+    save_file({"embed.weight": torch.ones(5, 3)}, tmp_path / "lazy.safetensors")
+    live = nn.ModuleDict({"embed": nn.Embedding(5, 3), "head": nn.LazyLinear(5, bias=False)})
+    with pytest.raises(RestoreError, match=r"head\.weight: is in the application, not in the snapshot"):
+        Snapshot(tmp_path / "lazy.safetensors").restore({"model": live})
+
+
+def test_a_plain_state_keeps_what_the_checkpoint_lacks(saved):
+    held = torch.ones(5, 3)
+    live = StateDict(**{"embed.weight": held, "head.weight": held, "epoch": 3})
+    Snapshot(saved).restore({"s": live})
+    assert live["epoch"] == 3
+    assert torch.equal(live["embed.weight"], Tied().embed.weight)
