@@ -279,7 +279,9 @@ def _translate_refusal(error: Refusal, url: URL) -> SnapshotError:
     """Translate a refusal. Leases, policies and archived blobs cause a 409 or 412 that is not a conflict."""
     said = f"{url}: {error}"
     if error.code in ("ContainerNotFound", "ContainerDisabled"):
-        return StorageError(said)
+        lasting = StorageError(said)
+        lasting.no_bucket = error.code == "ContainerNotFound"
+        return lasting
     if error.status == 412:
         return StorageError(said) if error.code.startswith("Lease") else StorageConflictError(said)
     if error.status == 409:

@@ -246,7 +246,9 @@ class GcsDriver(Driver):
         if error.status == 412:
             return StorageConflictError(f"{url}: {error}")
         if error.status == 404 and "bucket" in str(error).lower():
-            return StorageError(f"{url}: {error}")
+            lasting = StorageError(f"{url}: {error}")
+            lasting.no_bucket = True
+            return lasting
         if error.status == 401 and self._fs.credentials.credentials is not None and not self._cannot_renew():
             return TransientError(f"{url}: {error}", refused=True)
         return status_fault(error, url)

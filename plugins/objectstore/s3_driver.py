@@ -237,7 +237,9 @@ class S3Driver(Driver):
         status, headers = int(meta.get("HTTPStatusCode") or 0), meta.get("HTTPHeaders", {})
         said = f"{url}: {code}: {error.response.get('Error', {}).get('Message', '')} (HTTP {status})"
         if code in _LASTING:
-            return StorageError(said)
+            lasting = StorageError(said)
+            lasting.no_bucket = code == "NoSuchBucket"
+            return lasting
         if code in EXPIRED and self._renew_credentials():
             return TransientError(said, refused=True)
         if code in _TRANSIENT or status == 429 or status >= 500:
