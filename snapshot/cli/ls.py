@@ -21,7 +21,7 @@ from snapshot.manifest.document import PACKED_FORMAT
 from snapshot.metadata import SnapshotMetadata
 from snapshot.plan.globs import matcher
 from snapshot.text import counted, entries_text, size_text
-from snapshot.tiers.run_record import KEY
+from snapshot.tiers.timeline import KEY
 from snapshot.url import URL
 
 FOLDED = 40

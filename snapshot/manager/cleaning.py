@@ -7,7 +7,7 @@ for changes since.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -21,11 +21,14 @@ from snapshot.manager.root import Root, StepFolders, taken_of
 from snapshot.manifest.head import ManifestHead, NotOurs
 from snapshot.save import cleanup
 from snapshot.storage import Storage
+from snapshot.tiers.timeline import Standing, origin_of
 from snapshot.tiers.tombstones import bury
 
 PINNED, BUSY, IN_USE = "pinned", "a take may be running there", "in use"
 NOT_OURS = "not a snapshot of this library"
 UNREADABLE = "its manifest cannot be read"
+OFF_LINE = "off the line of the run"
+UNDECIDED = "taken by an attempt that is not published"
 
 
 class UnknownMetric(SnapshotError):
@@ -111,16 +114,22 @@ async def _of_snapshots(
     every = await root.heads({**stats, **folders.later})
     heads = {step: head for step, head in every.items() if step in stats}
     taken: dict[int, Taken] = {}
+    standings = await _standings(root, heads)
+    left = [step for step, standing in standings.items() if standing == Standing.OFF and step != upto]
     fates = [Fate(step, "other", goes=False, why=str(error)) for step, error in folders.unreadable.items()]
+    fates += [
+        Fate(each, "other", goes=False, why=UNDECIDED) for each in standings if standings[each] == Standing.UNDECIDED
+    ]
     for step, head in heads.items():
         if isinstance(head, ManifestHead):
-            taken[step] = taken_of(step, head)
+            if standings[step] != Standing.UNDECIDED:
+                taken[step] = taken_of(step, head)
         elif isinstance(head, CorruptSnapshotError) and step in damaged:
             taken[step] = Taken(step)
         else:
             why = NOT_OURS if isinstance(head, NotOurs) else UNREADABLE
             fates.append(Fate(step, "other", goes=False, why=why))
-    good = {step: each for step, each in taken.items() if step not in damaged}
+    good = {step: each for step, each in taken.items() if step not in damaged and step not in left}
     broken: dict[int, str] = {}
 
     async def fault(step: int) -> str:
@@ -137,6 +146,7 @@ async def _of_snapshots(
         good = {step: each for step, each in good.items() if step not in found}
     # without an undamaged snapshot, remove none: a damaged one is better than nothing
     going = [step for step in taken if step not in kept and step not in broken] if good else []
+    going = [step for step in going if policy is not None or step not in left]
     if policy is not None and (going or thorough):
         expect_metrics(root, policy, taken.values())
     reasons_to_stay = await gather_limited(going, lambda step: _why_it_stays(root, step, older_than, spared))
@@ -154,10 +164,21 @@ async def _of_snapshots(
             why = broken.get(step, "a restore passed over it")
             fates.append(Fate(step, "damaged", goes=False, why=f"damaged: {why}", taken=read, nbytes=size))
             continue
-        why = held.get(step) or ", ".join(kept.get(step, ())) or "no policy keeps it"
+        dropped = OFF_LINE if step in left else "no policy keeps it"
+        why = held.get(step) or ", ".join(kept.get(step, ())) or dropped
         goes = step in held and not held[step]
         fates.append(Fate(step, "snapshot", goes, why, read, size, token=token))
     return fates
+
+
+async def _standings(root: Root, heads: Mapping[int, object]) -> dict[int, Standing]:
+    """Return the relation of each snapshot to the line of the run. Those that the run has left count for no policy."""
+    line = await root.line()
+    return {
+        step: line.standing(step, head.save_id, origin_of(head.metadata))
+        for step, head in heads.items()
+        if isinstance(head, ManifestHead)
+    }
 
 
 def expect_metrics(root: Root, policy: Policy, taken: Collection[Taken]) -> None:

@@ -44,6 +44,7 @@ from snapshot.runtime.loop import LoopFuture
 from snapshot.save.take_options import AsyncTakeArguments, TakeArguments
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.takes import AppState
+from snapshot.tiers.join import FAR_PATIENCE
 from snapshot.tiers.upload_queue import Upload
 from snapshot.url import URL
 
@@ -210,7 +211,9 @@ class SnapshotManager(StepQueries, StepDecisions):
         except SnapshotError as error:
             if self._tiers is None or not place.near or not self._tiers.can_degrade(error):
                 raise
+            self._tiers.joined.publish_attempt()
             place = self._tiers.place_of(begun.step, str(error), "take")
+            begun.given["overwrite"] |= self._tiers.may_replace(begun.step, place)
         return Snapshot.take(place.path, app_state, self._pg, storage_options=place.options, **begun.given)
 
     def async_take(
@@ -270,12 +273,13 @@ class SnapshotManager(StepQueries, StepDecisions):
             replaces = overwrite or number in self._damaged
             if tiers is not None:
                 tiers.join(exchange, self._cleaner)
+                tiers.begin_attempt(exchange)
                 root = tiers.near
                 noted |= tiers.joined.note(replaces=replaces)
             mine = StepBegin(
                 number,
                 may_be_committed(before) and self._pendings.is_latest(number) and not replaces,
-                near_fault=tiers.near_fault() if tiers is not None else "",
+                near_fault=tiers.near_fault(number) if tiers is not None else "",
                 failures=self._tolerance.failures,
             )
             answer = agree_on(
@@ -286,6 +290,7 @@ class SnapshotManager(StepQueries, StepDecisions):
                 find_bases=partial(find_bases, root, number, self._damaged) if self._incremental else list[int],
                 expect_few=self._tolerance.expect_few,
                 expect_new=tiers.expect_new if tiers is not None and not replaces else None,
+                before_far=tiers.joined.publish_attempt if tiers is not None else None,
             )
             exchange.close()
         self._leads = exchange.rank == 0
@@ -297,6 +302,7 @@ class SnapshotManager(StepQueries, StepDecisions):
         else:
             place = tiers.place_of(number, "" if answer.known else answer.near_fault, verb)
         based = {"base": choose_base(root, self._keep, answer.bases)} if self._incremental else {}
+        replaces = replaces or (tiers is not None and tiers.may_replace(number, place))
         arguments = {**based, **given, "metadata": noted, "overwrite": replaces}
         return Begun(number, place, before if answer.known else None, arguments)
 
@@ -335,7 +341,9 @@ class SnapshotManager(StepQueries, StepDecisions):
 
     # Load
 
-    def restore_latest(self, app_state: AppState, **given: Unpack[RestoreArguments]) -> int | None:
+    def restore_latest(
+        self, app_state: AppState, *, offline: bool = False, **given: Unpack[RestoreArguments]
+    ) -> int | None:
         """Restore the newest undamaged step, the same one on all ranks. Return its number, or None if there is no step.
 
         A step with missing or short files, or with a wrong checksum, is passed over, with a log line and an event. A
@@ -344,6 +352,8 @@ class SnapshotManager(StepQueries, StepDecisions):
 
         Args:
             app_state: As for `Snapshot.restore`.
+            offline: With `near`: if the far root cannot be read, restore the newest step that the hosts have. Without
+                it, raise StorageError, since the far root may have a newer step, or say that near steps are abandoned.
             given: Other arguments of `Snapshot.restore`. With `atomic=True`, a damaged step changes no live tensor.
 
         Raises:
@@ -358,11 +368,11 @@ class SnapshotManager(StepQueries, StepDecisions):
         root, snapshot_of = self._root, self._restored_from
         if self._tiers is not None:
             self._pendings.settle()  # they belong to the attempt that ends here
-            if not self._tiers.is_joined():
-                with begin() as exchange:
-                    self._tiers.join(exchange, self._cleaner)
-                    exchange.close()
-            root = tiered = self._tiers.root()
+            with begin() as exchange:
+                self._tiers.join(exchange, self._cleaner, needs_far=not offline)
+                patience = min(FAR_PATIENCE, exchange.timeout)
+                exchange.close()
+            root = tiered = self._tiers.root(patience, offline=offline)
             snapshot_of = partial(tiered.snapshot_of, pg=self._pg, allow_pickle=self._allow_pickle)
         fallback = Fallback(root, snapshot_of, begin, self._using)
         try:

@@ -33,7 +33,7 @@ class StepQueries:
         """Return the committed steps that this process sees now, ascending."""
         near = self._tiers.near_steps() if self._tiers is not None else set[int]()
         try:
-            return sorted(near | run(self._root.folders()).committed.keys())
+            return sorted(near | set(run(self._root.on_line(run(self._root.folders()).committed))))
         except StorageError as error:
             if not near:
                 raise
@@ -72,7 +72,9 @@ class StepQueries:
                     "best: `keep` has no KeepBest; pass a metric, such as best('loss') or best('f1', 'max')"
                 )
             policy = found[0]
-        heads = run(self._root.heads(run(self._root.folders()).committed))
+        committed = run(self._root.folders()).committed
+        on = set(run(self._root.on_line(committed)))
+        heads = {step: head for step, head in run(self._root.heads(committed)).items() if step in on}
         for step, head in heads.items():
             if not isinstance(head, ManifestHead):
                 log.warning("%s: passed over: %s", self._root.step_url(step), head)

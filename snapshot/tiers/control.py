@@ -21,7 +21,8 @@ import msgspec
 from snapshot.errors import SnapshotError
 from snapshot.events import log
 from snapshot.tiers.hosts import Host
-from snapshot.tiers.run_record import Attempt, RunRecord
+from snapshot.tiers.timeline import Facts
+from snapshot.tiers.upload_queue import UploadState
 
 SOCKET, LOCK, LOG = ".uploader.sock", ".uploader.lock", ".uploader.log"
 PATIENCE = 30.0
@@ -35,9 +36,10 @@ class UploaderError(SnapshotError):
 class Registration(msgspec.Struct):
     """The message of a manager to the uploader of its host."""
 
-    record: RunRecord
+    run: str
+    facts: Facts
     attempt: str
-    """The attempt of the trainer."""
+    """The attempt of the trainer; empty before its first take."""
     far: str
     """The far root, with its secrets."""
     options: dict[str, Any]
@@ -51,19 +53,19 @@ class Registration(msgspec.Struct):
     """The maximum bytes per second of uploads."""
     compression: str | None = None
     """The compression of uploaded files."""
+    by_hand: bool = False
+    """True for an upload without a trainer."""
 
     def is_alone(self) -> bool:
         """Return True if no other host has files of the run's steps. An upload by hand does not know."""
-        return len(self.hosts) == 1 and bool(self.attempt)
+        return len(self.hosts) == 1 and not self.by_hand
 
 
 class StepStatus(msgspec.Struct):
     """A near step, as its uploader sees it."""
 
     save_id: str
-    far: str = "kept near"
-    """`kept near`, `queued`, `uploading`, `waiting` (for files of other hosts), `whole`, `dropped`, `outdated` or
-    `damaged`."""
+    far: UploadState = UploadState.KEPT
     sent: int = 0
     total: int = 0
     error: str = ""
@@ -86,8 +88,8 @@ class Status(msgspec.Struct):
     steps: dict[int, StepStatus] = {}
     error: str = ""
     """The last failure to reach the far root, if it cannot be reached now."""
-    newest: list[Attempt] = []
-    """The newest attempts of the run."""
+    number: int = 0
+    """The number of the last published fact that it knows."""
     jobs: int = 0
     """The number of jobs with a trainer on this host."""
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageError
+from snapshot.errors import SnapshotError, StorageError
 from snapshot.events import log
 from snapshot.manifest.document import METADATA
 from snapshot.manifest.head import decode_head
@@ -22,17 +22,26 @@ from snapshot.save.cleanup import committed_save_id
 from snapshot.storage import Context
 from snapshot.tiers.census import CensusStep, HostView, take_census, view_of
 from snapshot.tiers.control import ControlClient, Request, Status, StepStatus, UploaderError, decode_status
+from snapshot.tiers.facts import limited, publish_pending, read_copy, read_facts
 from snapshot.tiers.hosts import job_address
-from snapshot.tiers.join import FAR_PATIENCE, Membership, TierOptions, limited
+from snapshot.tiers.join import FAR_PATIENCE, Begun, Membership, TierOptions, begin_attempt
 from snapshot.tiers.manifests import Keepers, fetch_manifests, read_manifest
 from snapshot.tiers.near_steps import PINNED, NearFolder, NearStep
 from snapshot.tiers.replicas import heal_step
-from snapshot.tiers.run_record import KEY, Attempt, Origin, RunRecord, publish_record
 from snapshot.tiers.sources import Place, StepSources
+from snapshot.tiers.timeline import KEY, Facts, Line, Origin, Parent, RunDeletedError, Standing, forked_error
+from snapshot.tiers.upload_queue import UploadState
 from snapshot.tiers.uploader_process import ensure_uploader
 from snapshot.url import URL
 
-FAULTS = {"outdated": "is not uploaded", "damaged": "is damaged", "dropped": "is not uploaded"}
+FAULTS = {
+    UploadState.OUTDATED: "is not uploaded",
+    UploadState.DAMAGED: "is damaged",
+    UploadState.DROPPED: "is not uploaded",
+    UploadState.UNDECIDED: "is not uploaded",
+    UploadState.FORKED: "is not uploaded",
+    UploadState.DELETED: "is not uploaded",
+}
 APPEARS = 10.0
 """Seconds that the manifest of a committed take may need to appear on a host."""
 MOST_HELD = 4
@@ -59,8 +68,8 @@ class TierSet:
         self._probing = False
         """True if the last near take failed, so that the next one tries the folder first."""
         self.is_full = False
-        self.superseded = ""
-        """Why this job must not go on: a later attempt has begun, as the uploader says."""
+        self.superseded: SnapshotError | None = None
+        """Why this job must not go on: another one has continued the run."""
         self.last_bytes = 0
         """Bytes of this host's share of the last take."""
         if not member.fault:
@@ -117,9 +126,10 @@ class TierSet:
 
     def note(self, *, replaces: bool) -> dict[str, Any]:
         """Return the metadata of the next take: its run, its attempt, and its number in it."""
-        self._order += 1
         attempt = self.member.attempt
-        origin = Origin(self.member.record.run, attempt.number, attempt.name, self._order, replaces)
+        assert attempt is not None, "a take begins an attempt"
+        self._order += 1
+        origin = Origin(self.member.run, attempt.number, attempt.name, self._order, replaces)
         return {KEY: origin._asdict()}
 
     def free_bytes(self) -> int:
@@ -167,10 +177,10 @@ class TierSet:
             self._registering.join()
         return view_of(self.folder, member.hosts[member.index].key)
 
-    def census(self, views: Sequence[HostView]) -> dict[int, CensusStep]:
-        """Return the near steps of this run by their numbers. `views`: one of each rank."""
+    def census(self, views: Sequence[HostView], line: Line) -> dict[int, CensusStep]:
+        """Return the near steps on a line of this run by their numbers. `views`: one of each rank."""
         firsts = [views[host.ranks[0]] for host in self.member.hosts]
-        return {each.step: each for each in take_census(firsts, self.member.record, self._sizes_of)}
+        return {each.step: each for each in take_census(firsts, line, self._sizes_of)}
 
     def _sizes_of(self, step: CensusStep) -> dict[str, int]:
         """Return the files of a snapshot by its manifest, from the nearest host that has it undamaged."""
@@ -201,49 +211,68 @@ class TierSet:
             options=self.options.options,
         )
 
-    def refresh_record(self, *, far: bool) -> None:
-        """Add the attempts of other jobs that this host's uploader or, with `far`, the far root knows."""
-        record = self.member.record
-        with contextlib.suppress(SnapshotError):
-            if not self.member.fault:
-                record = record.with_attempts(self.ask(Request("status")).newest)
-        if far:
-            published = self.publish()
-            if published is not None and published.run == record.run:
-                record = published.with_attempts(record.attempts)
-        self.member.record.attempts = record.attempts
+    # Attempts
 
-    def began_attempt(self, attempt: Attempt, attempts: Sequence[Attempt], manifests: Mapping[int, Keepers]) -> None:
-        """Begin an attempt with a restored step. Remove the steps that it abandons.
+    def learn(self, facts: Facts) -> None:
+        """Add facts to those that this rank knows."""
+        self.member.facts = self.member.facts.unite(facts)
 
-        `attempts`: those that the leader knows. `manifests`: the hosts that have each near step's manifest.
+    def read_far(self, attempts: set[str], patience: float) -> None:
+        """Read the facts of the far root, and publish pending attempts that have steps. Called on the leader.
+
+        Raises:
+            StorageError: The root cannot be read.
+            RunForkedError: An attempt with steps was not published, but another one.
+            RunDeletedError: The root does not have the run any more.
+        """
+        session = Session(self.options.far, self.options.options)
+        try:
+            root = run(limited(read_facts(session.storage), patience))
+            if root.lacks(self.member.facts):
+                raise RunDeletedError(
+                    f"{self.options.far}: the run was deleted there; begin a new one in a new process"
+                )
+            united = root.with_pending(self.member.facts.pending)
+            found = run(limited(publish_pending(session.storage, united, attempts), patience))
+            self.member.facts = Facts(found.number, found.published)
+        finally:
+            run(session.close())
+
+    def begin(self, parent_of: Callable[[Facts], Parent | None], *, far: bool = True) -> Begun | None:
+        """Begin an attempt of this job, on the leader. None if another one was published since the facts were read."""
+        return begin_attempt(self.options, self.member, parent_of, FAR_PATIENCE, far=far)
+
+    def publish_attempt(self) -> None:
+        """Publish this job's attempt before a take that is written far, else no reader there would know it."""
+        member, attempt = self.member, self.member.attempt
+        if member.leads and member.index == 0 and attempt is not None and not member.facts.has(attempt.name):
+            with contextlib.suppress(StorageError):  # the take reports it
+                self.read_far({attempt.name}, FAR_PATIENCE)
+
+    def began(self, begun: Begun, manifests: Mapping[int, Keepers]) -> None:
+        """Go on with an attempt that the leader has begun. Remove the steps that are off its line.
+
+        `manifests`: the hosts that have each near step's manifest.
         """
         member = self.member
-        member.record = member.record.with_attempts([*attempts, attempt])
-        member.attempt, self._order, self.superseded = attempt, 0, ""
+        self.learn(begun.facts)
+        member.attempt, self._order, self.superseded = begun.attempt, 0, None
         if member.fault or not member.leads:
             return
+        line = member.line
         for step, near in self.folder.steps().items():
-            if member.record.is_abandoned(step, near.origin):
-                log.warning("step-%s: removed: the run continues from step-%s", step, attempt.restored)
+            if line.standing(step, near.save_id, near.origin) == Standing.OFF:
+                log.warning("step-%s: removed: the run continues without it", step)
                 self.folder.remove(step, near.save_id)
         fetch_manifests(self.folder, member, manifests)
         self._register()
 
-    def publish(self) -> RunRecord | None:
-        """Add the attempts to the record in the far root, and return it. None if it cannot be reached.
-
-        Uploaders do so, too, before they commit a step.
-        """
-        session = Session(self.options.far, self.options.options)
-        record, live = self.member.record, self.member.attempt.name
-        try:
-            return run(limited(publish_record(session.storage, record, live), FAR_PATIENCE))
-        except (StorageError, CorruptSnapshotError) as error:
-            log.warning("%s: cannot be reached: %s", self.options.far, error)
-            return None
-        finally:
-            run(session.close())
+    def remove_off(self, step: int) -> None:
+        """Remove a near snapshot of a step that is off the line, so that the step can be taken."""
+        near = self.folder.steps().get(step)
+        if near is not None and self.member.line.standing(step, near.save_id, near.origin) == Standing.OFF:
+            log.warning("step-%s: removed: the run continues without it", step)
+            self.folder.remove(step, near.save_id)
 
     # Far
 
@@ -261,7 +290,7 @@ class TierSet:
                     status = self.ask(Request("want", step=step))
                     continue
                 raise FarError(f"step-{step}: was removed or replaced before it was uploaded")
-            if state.far == "whole":
+            if state.far == UploadState.WHOLE:
                 return
             if state.far in FAULTS:
                 raise FarError(
@@ -272,7 +301,7 @@ class TierSet:
                 raise TimeoutError(f"step-{step}: not in {self.options.far} after {timeout} s: {_far_text(state)}{why}")
             time.sleep(pause)
             pause = min(1.0, pause * 1.5)
-            verb = "want" if state.far == "kept near" else "status"  # a new uploader does not know the wish
+            verb = "want" if state.far == UploadState.KEPT else "status"  # a new uploader does not know the wish
             status = self.ask(Request(verb, step=step))
 
     def _is_far(self, step: int, save_id: str) -> bool:
@@ -300,11 +329,13 @@ class TierSet:
             "replicas": min(held, default=0) - 1 if whole else 0,
         }
         states = [state for status in statuses if (state := status.steps.get(step)) is not None]
-        if any(state.far == "whole" for state in states):
+        if any(state.far == UploadState.WHOLE for state in states):
             found["far"] = "whole"
         elif states:
             sent, total = sum(each.sent for each in states), sum(each.total for each in states)
-            found["far"] = _far_text(next((each for each in states if each.far == "uploading"), states[0]), sent, total)
+            found["far"] = _far_text(
+                next((each for each in states if each.far == UploadState.UPLOADING), states[0]), sent, total
+            )
         else:
             found["far"] = "whole" if self._is_far(step, near.save_id if near is not None else "") else "absent"
         return found
@@ -330,8 +361,15 @@ class TierSet:
         if self.member.fault or not self.member.leads:
             return
         status = self.ask(Request("status"))
-        self._look_for_later_attempt(status, upto)
-        steps = self.folder.steps_of(self.member.record.run)
+        self.look_for_later_attempt(upto)
+        if self.superseded:
+            return
+        line = self.member.line
+        steps = {
+            step: near
+            for step, near in self.folder.steps_of(self.member.run).items()
+            if line.standing(step, near.save_id, near.origin) == Standing.ON
+        }
         keep = kept([each for step, each in steps.items() if step <= upto])
         safe = len(self.member.hosts) == 1 or not self.options.replicas
         newest = max((step for step, each in status.steps.items() if safe or each.replicated), default=-1)
@@ -339,28 +377,42 @@ class TierSet:
             newest = max(steps, default=-1)
         for step, near in steps.items():
             state = status.steps.get(step)
-            open_ = state is None or state.far in ("queued", "uploading", "waiting", "damaged")
+            open_ = state is None or state.far.is_open or state.far.is_stuck or state.far == UploadState.DAMAGED
             if step >= min(upto, newest) or step in keep or open_ or spared(step):
                 continue
             if not os.path.exists(f"{self.folder.step_path(step)}/{PINNED}"):
                 self.folder.remove(step, near.save_id)
         self.folder.remove_leftovers(upto, spared)
+        self.folder.remove_damaged(min(keep, default=upto), spared)
 
-    def _look_for_later_attempt(self, status: Status, step: int) -> None:
-        """Record that another job has restored an older step than this job has saved."""
-        known = {each.name for each in self.member.record.attempts}
-        for each in status.newest:
-            if each.name not in known and each.restored is not None and each.restored < step:
-                self.superseded = (
-                    f"another job has continued this run from step {each.restored}, so later steps of this one are "
-                    "removed"
+    def look_for_later_attempt(self, step: int) -> None:
+        """Record that the line of the run has left this job's attempt before a step, or that the run has forked.
+
+        The uploader of this host, and other jobs on it, leave copies of the facts.
+        """
+        attempt = self.member.attempt
+        if not self.member.fault:
+            self.learn(read_copy(self.folder.path))
+        if attempt is None:
+            return
+        facts = self.member.facts
+        if facts.has(attempt.name):
+            origin = Origin(self.member.run, attempt.number, attempt.name, 0)
+            if Line(facts).standing(step, "", origin) == Standing.OFF and facts.tip is not None:
+                left = Line(facts).cuts.get(attempt.name)
+                began = f"from step {left.step}" if left is not None else "from an earlier step"
+                self.superseded = SnapshotError(
+                    f"{self.options.far}: another job has continued this run {began} (attempt {facts.tip.name} of "
+                    f"{facts.tip.host}), so later steps of this one are removed; nothing was saved"
                 )
+        elif attempt.number <= facts.number:
+            self.superseded = forked_error(attempt, facts.tip)
 
     def make_room(self, kept: Callable[[Sequence[NearStep]], set[int]]) -> bool:
         """Give up the upload of the oldest step that waits for one, if the policy then lets it go."""
         status = self.ask(Request("status"))
         keep = kept(list(self.folder.steps().values()))
-        waiting = sorted(step for step, each in status.steps.items() if each.far in ("queued", "uploading", "waiting"))
+        waiting = sorted(step for step, each in status.steps.items() if each.far.is_open)
         waiting = [step for step in waiting if step not in keep and step != max(status.steps)]
         if not waiting:
             return False
@@ -389,10 +441,10 @@ class TierSet:
 def _far_text(state: StepStatus, sent: int = -1, total: int = -1) -> str:
     """Return the state of an upload as text.
 
-    >>> _far_text(StepStatus("", "uploading", 41, 100))
+    >>> _far_text(StepStatus("", UploadState.UPLOADING, 41, 100))
     'uploading 41 %'
     """
-    if state.far != "uploading":
-        return state.far
+    if state.far != UploadState.UPLOADING:
+        return state.far.value
     done, whole = (sent, total) if total > 0 else (state.sent, state.total)
     return f"uploading {min(100, 100 * done // max(1, whole))} %"

@@ -19,24 +19,20 @@ from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
 from snapshot.storage import Storage
 from snapshot.tiers.control import Registration, Request, Status, StepStatus
-from snapshot.tiers.far_upload import FarUpload, OtherRun, Outdated, is_begun
+from snapshot.tiers.facts import read_copy, store_copy, sync_facts
+from snapshot.tiers.far_upload import FarUpload, Outdated, Undecided, is_begun
 from snapshot.tiers.near_steps import NearFolder, NearStep
 from snapshot.tiers.replicas import Replicas, heal_step
-from snapshot.tiers.run_record import store_record
 from snapshot.tiers.throttle import Throttled
-from snapshot.tiers.upload_queue import choose_next, dropped_steps, wanted_steps
+from snapshot.tiers.timeline import Attempt, Facts, Line, RunDeletedError, RunForkedError, Standing
+from snapshot.tiers.upload_queue import Act, Action, QueueView, UploadState, dropped_steps, next_action, wanted_steps
 from snapshot.url import URL
 
 LONGEST_PAUSE = 30.0
 """Seconds between two tries to reach a far root that does not answer."""
 OTHERS = 60.0
 """Seconds after which a host also uploads files that another host has not uploaded, if it has replicas of them."""
-JOINS = 10.0
-"""Seconds between two searches for steps that only other hosts upload."""
 BUDGET = 128 << 20
-RECENT = 64
-"""Attempts that a status names."""
-DONE = ("whole", "dropped", "outdated", "damaged", "kept near")
 
 
 class Uploader:
@@ -47,6 +43,9 @@ class Uploader:
         self.address = address
         self._lock = threading.RLock()
         self._registration: Registration | None = None
+        self._facts = Facts()
+        self._lives: list[str] = []
+        """The attempts of the trainers that have registered."""
         self._states: dict[int, StepStatus] = {}
         self._uploads: dict[int, FarUpload] = {}
         self._sessions: dict[int, tuple[Session, Session]] = {}
@@ -57,7 +56,13 @@ class Uploader:
         """Uploads whose files must be deleted."""
         self._unused: list[Session] = []
         self._looked = 0.0
-        """Time of the last search for steps that only other hosts have begun."""
+        """Time of the last look at the far root."""
+        self._has_looked = False
+        self._begun: list[int] = []
+        self._free = 0.0
+        """Time before which the far root is not tried again."""
+        self.ends = float("inf")
+        """Time after which the process ends, without work and without a trainer."""
         self.jobs: Callable[[], int] = lambda: 0
         self._error = ""
         self._pause = 0.0
@@ -77,8 +82,8 @@ class Uploader:
             elif request.verb == "want":
                 self._asked.add(request.step)
                 state = self._states.get(request.step)
-                if state is not None and state.far in ("dropped", "kept near", "damaged"):
-                    state.far = "queued"
+                if state is not None and state.far in (UploadState.DROPPED, UploadState.KEPT, UploadState.DAMAGED):
+                    state.far = UploadState.QUEUED
             elif request.verb == "drop":
                 self._asked.discard(request.step)
                 self._drop(request.step)
@@ -91,8 +96,9 @@ class Uploader:
         """Serve a trainer: the new one, if there was another."""
         with self._lock:
             old = self._registration
-            if old is not None and old.record.run == registration.record.run:
-                registration.record = registration.record.with_attempts(old.record.attempts)
+            self._learn(registration.facts.unite(read_copy(self.folder.path)))
+            if registration.attempt and registration.attempt not in self._lives:
+                self._lives = [*self._lives[-15:], registration.attempt]
             changed = old is not None and (old.far, old.options, old.rate, old.compression) != (
                 registration.far,
                 registration.options,
@@ -102,17 +108,27 @@ class Uploader:
             self._registration = registration
             self._replicas.register(registration)
             self.on_secret(registration.secret)
-            self._pause = 0.0
+            self._pause = self._free = 0.0
             self._reset = self._reset or changed
-            store_record(self.folder.path, registration.record)
+            for state in self._states.values():
+                if state.far.is_stuck:
+                    state.far, state.error = UploadState.KEPT, ""
         self._refresh()
+
+    def _learn(self, facts: Facts) -> None:
+        """Add facts to those that are known, and store them. Nothing is forgotten."""
+        with self._lock:
+            found = self._facts.unite(facts)
+            if found != self._facts:
+                self._facts = found
+                store_copy(self.folder.path, found)
 
     def status(self) -> Status:
         """Return the state."""
         with self._lock:
-            run_id = self._registration.record.run if self._registration is not None else ""
-            newest = self._registration.record.attempts[-RECENT:] if self._registration is not None else []
-            return Status(run_id, self.address, os.getpid(), dict(self._states), self._error, newest, self.jobs())
+            run_id = self._registration.run if self._registration is not None else ""
+            states, number = dict(self._states), self._facts.number
+            return Status(run_id, self.address, os.getpid(), states, self._error, number, self.jobs())
 
     def describe(self) -> bytes:
         """Return the state, for other hosts."""
@@ -123,7 +139,7 @@ class Uploader:
         """Return True if nothing is left to upload."""
         self._refresh()
         with self._lock:
-            return all(each.far in DONE for each in self._states.values())
+            return not any(each.far.is_open for each in self._states.values())
 
     # Steps
 
@@ -133,24 +149,25 @@ class Uploader:
             given = self._registration
             if given is None:
                 return
-            steps = {}
-            for step, near in self.folder.steps_of(given.record.run).items():
-                if given.record.is_abandoned(step, near.origin):
-                    self._remove_abandoned(near)
+            steps, line = {}, Line(self._facts)
+            for step, near in self.folder.steps_of(given.run).items():
+                if line.standing(step, near.save_id, near.origin) == Standing.OFF:
+                    self._remove_off(near)
                 else:
                     steps[step] = near
             for step in list(self._states):
                 if step not in steps or self._states[step].save_id != steps[step].save_id:
                     self._forget(step)
             self._asked |= {step for step, near in steps.items() if near.origin.replaces}
-            ages = {step: given.record.age(near.origin) for step, near in steps.items()}
+            view = Line(self._facts, self._live())
+            ages = {step: view.age(near.origin) for step, near in steps.items()}
             self._newest = max(ages, key=lambda step: ages[step], default=-1)
             wanted = wanted_steps(given.upload, steps, self._asked, self._newest)
             for step, near in steps.items():
                 files = self.folder.files(step)
                 state = self._states.setdefault(step, StepStatus(near.save_id))
-                if step in wanted and state.far == "kept near":
-                    state.far = "queued"
+                if step in wanted and state.far == UploadState.KEPT:
+                    state.far = UploadState.QUEUED
                 state.files, state.pulled = files, self._replicas.pulled(step, files)
                 state.total = sum(size for name, size in files.items() if name not in state.pulled)
                 state.replicated = self._replicas.is_complete(step, files)
@@ -158,7 +175,11 @@ class Uploader:
             for step in dropped_steps(given.upload, states, self._asked, self._newest):
                 self._drop(step, log.info if given.upload == "latest" else log.warning)
 
-    def _remove_abandoned(self, near: NearStep) -> None:
+    def _live(self) -> Attempt | None:
+        """Return the attempt of the last trainer, or the last one that is known."""
+        return (self._facts.find(self._lives[-1]) if self._lives else None) or self._facts.last
+
+    def _remove_off(self, near: NearStep) -> None:
         log.warning("step-%s: removed: a later attempt began with an older step", near.step)
         self._forget(near.step)
         self.folder.remove(near.step, near.save_id)
@@ -166,11 +187,11 @@ class Uploader:
     def _drop(self, step: int, say: Callable[..., None] = log.warning) -> None:
         """Give up an upload. The newest step is never given up."""
         state = self._states.get(step)
-        if state is None or state.far in ("whole", "outdated", "dropped") or step == self._newest:
+        if state is None or not (state.far.is_open or state.far == UploadState.DAMAGED) or step == self._newest:
             return
         say("step-%s: is not uploaded: step-%s is newer", step, self._newest)
         emit("dropped", "upload", self.folder.step_path(step), step=step)
-        state.far = "dropped"
+        state.far = UploadState.DROPPED
         upload = self._uploads.get(step)
         if upload is not None and step != self._current:
             self._end(step, upload)
@@ -184,7 +205,7 @@ class Uploader:
         state = self._states.pop(step, None)
         self._waiting_since.pop(step, None)
         upload = self._uploads.get(step)
-        if upload is not None and state is not None and state.far != "whole":
+        if upload is not None and state is not None and state.far != UploadState.WHOLE:
             self._end(step, upload)
         self._release(step)
 
@@ -200,25 +221,55 @@ class Uploader:
 
     # Upload
 
-    def upload_turn(self) -> float:
-        """Advance one upload, if any is wanted. Return the seconds to wait for the next turn."""
-        try:
-            return self._upload_turn()
-        except OtherRun as error:
-            self._failed(error)
-            self._pause = LONGEST_PAUSE
-        except (SnapshotError, OSError) as error:
-            self._failed(error)
-            self._pause = min(LONGEST_PAUSE, max(0.5, self._pause * 2))
-        except Exception as error:  # noqa: BLE001 - the process must outlive any fault of one step
-            log.exception("the upload failed unexpectedly, and is tried again")
-            self._error, self._pause = str(error) or type(error).__name__, LONGEST_PAUSE
-        return self._pause
-
-    def _upload_turn(self) -> float:
+    def view(self) -> QueueView:
+        """Return all that decides what is next."""
         self._refresh()
         with self._lock:
             given = self._registration
+            states = {step: each.far for step, each in self._states.items()}
+            waiting = [step for step, state in states.items() if state == UploadState.WAITING]
+            return QueueView(
+                states=states,
+                is_registered=given is not None,
+                is_tidy=not (self._vain or self._unused or self._reset),
+                has_looked=self._has_looked,
+                begun={*self._begun, *waiting},
+                last=self._last,
+                is_alone=given is None or len(given.hosts) == 1,
+                looked=self._looked,
+                free=self._free,
+                jobs=self.jobs(),
+                ends=self.ends,
+            )
+
+    def upload_turn(self) -> Action:
+        """Do what is next, and return it. The caller waits, or ends."""
+        action = next_action(self.view(), time.monotonic())
+        try:
+            if action.act == Act.TIDY:
+                self._tidy()
+            elif action.act == Act.LOOK:
+                self._look()
+            else:
+                self._has_looked = False
+                if action.act == Act.SEND:
+                    self._send(action.step)
+        except (SnapshotError, OSError) as error:
+            self._failed(error, min(LONGEST_PAUSE, max(0.5, self._pause * 2)))
+        except Exception as error:  # noqa: BLE001 - the process must outlive any fault of one step
+            log.exception("the upload failed unexpectedly, and is tried again")
+            self._failed(error, LONGEST_PAUSE)
+        return action
+
+    def _failed(self, error: Exception, pause: float) -> None:
+        if str(error) != self._error:
+            log.warning("upload: %s", error)
+            emit("failed", "upload", self.folder.path, error=error)
+        self._error, self._pause = str(error) or type(error).__name__, pause
+        self._free = time.monotonic() + pause
+
+    def _tidy(self) -> None:
+        with self._lock:
             vain, self._vain = self._vain, []
             if self._reset:
                 self._reset = False
@@ -228,45 +279,58 @@ class Uploader:
             run(upload.discard())
         for session in unused:
             run(session.close())
-        if given is None:
-            return 0.5
-        chosen = self._choose(given)
-        if chosen is None:
-            return 1.0
-        done = self._advance(chosen, given)
-        self._error, self._pause = "", 0.0
-        with self._lock:
-            since = self._waiting_since.get(chosen)
-            if since is not None and not any(each.far == "queued" for each in self._states.values()):
-                return min(5.0, 0.2 + (time.monotonic() - since) / 4)
-        return 0.0 if done else 0.5
 
-    def _failed(self, error: Exception) -> None:
+    def _look(self) -> None:
+        """Read the facts, publish what is pending, and find the steps that a host has begun to upload."""
+        given = self._registration
+        assert given is not None
+        self._looked, self._has_looked = time.monotonic(), True
+        root = self._far_root(given)
+        try:
+            facts, fork = run(sync_facts(root, self._facts, self._names()))
+        except RunDeletedError as error:
+            self._stick(UploadState.DELETED, error)
+            return
+        self._learn(facts)
+        with self._lock:
+            line = Line(self._facts)
+            near = self.folder.steps()
+            stuck = [step for step, each in self._states.items() if each.far.is_stuck and step in near]
+            for step in stuck:
+                if line.standing(step, near[step].save_id, near[step].origin) == Standing.ON:
+                    self._states[step].far, self._states[step].error = UploadState.KEPT, ""
+        if fork is not None:
+            self._stick(UploadState.FORKED, fork)
+        with self._lock:
+            looked = (UploadState.KEPT, UploadState.DROPPED) if len(given.hosts) > 1 else ()
+            states = {step: each for step, each in self._states.items() if each.far.is_open or each.far in looked}
+        begun = [step for step, each in states.items() if run(is_begun(root, step, each.save_id))]
+        with self._lock:  # another host wants what it has begun
+            for step in begun:
+                if states[step].far in looked:
+                    self._asked.add(step)
+                    states[step].far = UploadState.QUEUED
+            self._begun = begun
+
+    def _names(self) -> set[str]:
+        """Return the attempts that must be published: those that have steps here, and those of trainers."""
+        near = self.folder.steps().values()
+        return {each.origin.attempt for each in near} | (set(self._lives) if self.jobs() else set())
+
+    def _stick(self, state: UploadState, error: SnapshotError) -> None:
+        """Leave the steps that cannot be uploaded, until a person or a new fact decides."""
         if str(error) != self._error:
             log.warning("upload: %s", error)
-            emit("failed", "upload", self.folder.path, error=error)
-        self._error = str(error) or type(error).__name__
-
-    def _choose(self, given: Registration) -> int | None:
-        joins = len(given.hosts) > 1 and time.monotonic() - self._looked > JOINS
-        if joins:
-            self._looked = time.monotonic()
+        self._error = str(error)
         with self._lock:
-            open_ = {
-                step: each
-                for step, each in self._states.items()
-                if each.far in ("queued", "uploading", "waiting") or (each.far in ("kept near", "dropped") and joins)
-            }
-        if not open_:
-            return None
-        root = self._far_root(given)
-        begun = [step for step, each in open_.items() if run(is_begun(root, step, each.save_id))]
-        with self._lock:  # another host wants what it has begun
-            self._asked |= {step for step in begun if open_[step].far in ("kept near", "dropped")}
-        begun += [step for step, each in open_.items() if each.far == "waiting" and step not in begun]
-        queued = [step for step, each in open_.items() if each.far not in ("kept near", "dropped")]
-        self._last = choose_next(queued, begun, self._last)
-        return self._last
+            line, near = Line(self._facts), self.folder.steps()
+            for step, each in self._states.items():
+                found = near.get(step)
+                on = found is not None and line.standing(step, found.save_id, found.origin) == Standing.ON
+                if state == UploadState.DELETED or not on:
+                    each.far, each.error = state, str(error)
+                    if (upload := self._uploads.get(step)) is not None:
+                        self._end(step, upload)
 
     _last: int | None = None
 
@@ -275,63 +339,75 @@ class Uploader:
             self._root = Session(URL.parse(given.far), given.options)
         return self._root.storage
 
-    def _advance(self, step: int, given: Registration) -> bool:
+    def _send(self, step: int) -> None:
+        """Advance the upload of a step."""
         with self._lock:
-            state = self._states.get(step)
-            near = self.folder.steps().get(step)
-            if state is None or near is None or near.save_id != state.save_id:
-                return False
-            if state.far != "waiting":
-                state.far = "uploading"
-            self._current = step
+            given, state, near = self._registration, self._states.get(step), self.folder.steps().get(step)
+            if given is None or state is None or near is None or near.save_id != state.save_id:
+                return
+            if state.far != UploadState.WAITING:
+                state.far = UploadState.UPLOADING
+            self._current = self._last = step
         upload = self._uploads.get(step) or self._begin(near, state, given)
         began = time.monotonic()
         try:
             waited = time.monotonic() - self._waiting_since.get(step, began)
             commits = given.index == 0 or waited > 2 + given.index % 64  # the first host, unless it is slow
             here = self._to_send(state, waited)
-            live = given.attempt if self.jobs() else ""
-            whole = run(upload.advance(given.record, here, live=live, commits=commits))
+            whole = run(upload.advance(self._facts, here, names=self._names(), commits=commits))
         except Outdated as error:
             log.warning("%s", error)
-            state.far, state.error = "outdated", str(error)
+            state.far, state.error = UploadState.OUTDATED, str(error)
             self._end(step, upload)
-            if given.record.is_abandoned(step, near.origin) or upload.record.is_abandoned(step, near.origin):
-                self._remove_abandoned(near)
-            return True
+            self._learn(upload.facts)
+            return
+        except (RunForkedError, Undecided) as error:
+            self._end(step, upload)
+            self._learn(upload.facts)
+            self._stick(UploadState.FORKED if isinstance(error, RunForkedError) else UploadState.UNDECIDED, error)
+            return
+        except RunDeletedError as error:
+            self._end(step, upload)
+            self._stick(UploadState.DELETED, error)
+            return
         except CorruptSnapshotError as error:
             if not self._heal(step, set(state.files)):
-                state.far, state.error = "damaged", str(error)
+                state.far, state.error = UploadState.DAMAGED, str(error)
                 log.error("step-%s: damaged, and no other host has it whole: %s", step, error)
                 emit("damaged", "upload", self.folder.step_path(step), step=step, error=error)
-            return False
+            return
         finally:
             with self._lock:
                 self._current = None
             state.seconds += time.monotonic() - began
-        if upload.record.run == given.record.run:
-            merged = upload.record.with_attempts(given.record.attempts)
-            if not given.record.published or merged.attempts != given.record.attempts:
-                given.record.attempts, given.record.published = merged.attempts, True
-                store_record(self.folder.path, given.record)
+        self._learn(upload.facts)
         self._ended(step, near, state, upload, whole=whole)
-        return whole
+        self._error, self._pause = "", 0.0
+        self._free = time.monotonic() + (0.0 if whole else self._patience(step))
+
+    def _patience(self, step: int) -> float:
+        """Return the seconds until a step is tried again that waits for files of other hosts."""
+        with self._lock:
+            since = self._waiting_since.get(step)
+            if since is None or any(each.far == UploadState.QUEUED for each in self._states.values()):
+                return 0.5
+            return min(5.0, 0.2 + (time.monotonic() - since) / 4)
 
     def _ended(self, step: int, near: NearStep, state: StepStatus, upload: FarUpload, *, whole: bool) -> None:
         """Record the state of an upload after its turn."""
         with self._lock:
             given = self._registration
             if whole:
-                state.far, state.sent = "whole", state.total
+                state.far, state.sent = UploadState.WHOLE, state.total
                 log.info("step-%s: uploaded", step)
                 self._waiting_since.pop(step, None)
                 self._release(step)
-            elif state.far == "dropped":
+            elif state.far == UploadState.DROPPED:
                 self._end(step, upload)
             elif given is not None and given.is_alone() and near.head.sizes().keys() - state.files.keys():
-                state.far, state.error = "damaged", "this host lacks some of its files"
+                state.far, state.error = UploadState.DAMAGED, "this host lacks some of its files"
             else:
-                state.far = "waiting"
+                state.far = UploadState.WAITING
                 self._waiting_since.setdefault(step, time.monotonic())
 
     def _begin(self, near: NearStep, state: StepStatus, given: Registration) -> FarUpload:

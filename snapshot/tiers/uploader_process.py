@@ -34,6 +34,7 @@ from snapshot.tiers.control import (
 )
 from snapshot.tiers.metrics_server import MetricsServer
 from snapshot.tiers.peer_server import PeerServer
+from snapshot.tiers.upload_queue import Act
 from snapshot.tiers.uploader import Uploader
 
 OFFERED = ".uploader.address"
@@ -218,15 +219,17 @@ def run_until_done(uploader: Uploader, listening: socket.socket, linger: float) 
     uploader.jobs = control.jobs
     signal.signal(signal.SIGTERM, stop)
     threading.Thread(target=pull, name="snapshot-replicas", daemon=True).start()
-    quiet = time.monotonic()
     while not stopped.is_set():
-        pause = uploader.upload_turn()
-        if control.jobs() or not uploader.is_idle():
-            quiet = time.monotonic()
-        elif closed or time.monotonic() - quiet > linger or not os.path.isdir(uploader.folder.path):
+        if control.jobs() or not uploader.is_idle() or uploader.ends == float("inf"):
+            uploader.ends = time.monotonic() + linger
+        if closed or not os.path.isdir(uploader.folder.path):
+            uploader.ends = 0.0
+        action = uploader.upload_turn()
+        if action.act == Act.END:
             break
-        uploader.wake.wait(pause)
-        uploader.wake.clear()
+        if action.act == Act.WAIT:
+            uploader.wake.wait(action.seconds)
+            uploader.wake.clear()
     log.info("the uploader of %s ends", uploader.folder.path)
     stopped.set()
     control.close()
