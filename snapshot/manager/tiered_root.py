@@ -172,6 +172,8 @@ class TieredRoot(Root):
                     raise
                 log.warning("%s: cannot be reached, so only near steps are considered: %s", self.url, error)
                 folders, self._far_answers = StepFolders(), False
+        if not self._far_answers and not self._census:
+            raise StorageError(f"{self.url}: cannot be read, and no host has a near step; try again later")
         for step, found in list(self._census.items()):
             far = folders.committed.get(step)
             head = await self._head(step, far) if far is not None else None

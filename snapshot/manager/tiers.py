@@ -23,7 +23,7 @@ from snapshot.tiers.join import FAR_PATIENCE, TierOptions, join
 from snapshot.tiers.join import Begun as BegunAttempt
 from snapshot.tiers.metrics_server import leave_metrics
 from snapshot.tiers.tier_set import TierSet
-from snapshot.tiers.timeline import Facts, Parent, Standing, origin_of
+from snapshot.tiers.timeline import Facts, Line, Parent, Standing, origin_of
 from snapshot.tiers.upload_queue import UploadState
 from snapshot.url import URL
 
@@ -174,7 +174,8 @@ class ManagerTiers:
         head = run(self._far.heads(committed)).get(step)
         if not isinstance(head, ManifestHead):
             return False
-        return self.joined.member.line.standing(step, head.save_id, origin_of(head.metadata)) == Standing.OFF
+        line = Line(self.joined.member.facts)
+        return line.standing(step, head.save_id, origin_of(head.metadata)) == Standing.OFF
 
     def may_replace(self, step: int, place: TakePlace) -> bool:
         """Return True if a take that is written far replaces a snapshot that is off the line. Each rank looks."""

@@ -29,6 +29,7 @@ from snapshot.tiers.timeline import (
     Attempt,
     Copy,
     Facts,
+    Parent,
     RunDeletedError,
     RunForkedError,
     decode_attempt,
@@ -36,6 +37,7 @@ from snapshot.tiers.timeline import (
     decode_record,
     encode_facts,
     forked_error,
+    new_name,
 )
 
 T = TypeVar("T")
@@ -163,7 +165,8 @@ async def publish_pending(storage: Storage, facts: Facts, names: Collection[str]
         while facts.number + 1 < each.number:  # what it saw was never published: no other may take that number
             facts = await publish(storage, facts)
         if not facts.has(each.name):
-            if each.number <= facts.number:
+            descends = facts.has(each.parent.attempt) if each.parent is not None else not facts.published
+            if each.number <= facts.number or not descends:
                 raise forked_error(each, facts.tip)
             facts = await publish(storage, facts, each)
     return facts
@@ -182,6 +185,20 @@ async def sync_facts(storage: Storage, copy: Facts, names: Collection[str]) -> t
         return (await publish_pending(storage, root.with_pending(copy.pending), names)).with_pending(copy.pending), None
     except RunForkedError as error:
         return (await read_facts(storage)).with_pending(copy.pending), error
+
+
+async def choose_attempt(storage: Storage, copies: Sequence[Copy], name: str, host: str, far: str) -> Facts:
+    """Publish the choice of a person: the line of the run continues one attempt, and leaves all pending other ones."""
+    root = await mend_facts(storage, copies)
+    united = root
+    for each in copies:
+        united = united if root.lacks(each.facts) else united.with_pending(each.facts.pending)
+    chosen = united.find(name)
+    if chosen is None:
+        known = ", ".join(each.name for each in (*united.published, *united.pending))
+        raise SnapshotError(f"{storage.url}: the chosen attempt must be one of {known or 'none'}, got {name}")
+    choice = Attempt(new_name(), chosen.run, root.number + 1, Parent(name, None), host, far)
+    return await publish(storage, Facts(root.number, root.published), *united.pending, choice)
 
 
 # Copies on hosts

@@ -82,6 +82,7 @@ class Joined(msgspec.Struct, array_like=True):
 
     run: str
     facts: Facts
+    birth: Attempt | None
     hosts: list[Host]
     secret: str
     far_fault: str
@@ -124,8 +125,11 @@ class Membership:
 
     @property
     def line(self) -> Line:
-        """The line of the run that this job continues."""
-        return Line(self.facts, (self.facts.find(self.attempt.name) if self.attempt else None) or self.facts.last)
+        """The line of the run that this job continues: the published one, unless its attempt is not published."""
+        attempt = self.attempt
+        if attempt is None:
+            return Line(self.facts, self.facts.last)
+        return Line(self.facts, None if self.facts.has(attempt.name) else attempt)
 
     def registration(self, options: TierOptions) -> Registration:
         """Return what the uploader must know."""
@@ -164,7 +168,7 @@ def join(exchange: Exchange, options: TierOptions, patience: float, *, needs_far
     member = Membership(
         run=joined.run,
         facts=joined.facts,
-        attempt=None,
+        attempt=joined.birth,
         hosts=joined.hosts,
         index=index,
         secret=joined.secret,
@@ -216,7 +220,7 @@ def _lead(arrived: Sequence[Arrived], options: TierOptions, patience: float, *, 
     finally:
         run(session.close())
     named = hosts_of([(each.key, each.name) for each in arrived])
-    return Joined(found.run or new_name(), found.facts, named, secrets.token_hex(16), fault)
+    return Joined(found.run or new_name(), found.facts, found.birth, named, secrets.token_hex(16), fault)
 
 
 async def _settle(storage: Storage, hosts: Sequence[Sequence[Copy]], far: str) -> Settled:
@@ -233,7 +237,7 @@ async def _settle(storage: Storage, hosts: Sequence[Sequence[Copy]], far: str) -
                 log.warning("%s: is a copy of another root, so a new run begins", storage.url)
             parent = Parent(facts.tip.name, None) if facts.tip is not None else None
             birth = facts.next_attempt(new_name(), parent, host=socket.gethostname(), far=far)
-            return Settled(birth.run, await publish(storage, facts, birth))
+            return Settled(birth.run, await publish(storage, facts, birth), birth)
         except (RunForkedError, RunDeletedError):  # another job began a moment ago
             if again + 1 == TRIES:
                 raise

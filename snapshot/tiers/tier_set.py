@@ -22,7 +22,7 @@ from snapshot.save.cleanup import committed_save_id
 from snapshot.storage import Context
 from snapshot.tiers.census import CensusStep, HostView, take_census, view_of
 from snapshot.tiers.control import ControlClient, Request, Status, StepStatus, UploaderError, decode_status
-from snapshot.tiers.facts import limited, publish_pending, read_copy, read_facts
+from snapshot.tiers.facts import limited, publish_pending, read_copy, read_facts, store_copy
 from snapshot.tiers.hosts import job_address
 from snapshot.tiers.join import FAR_PATIENCE, Begun, Membership, TierOptions, begin_attempt
 from snapshot.tiers.manifests import Keepers, fetch_manifests, read_manifest
@@ -259,18 +259,19 @@ class TierSet:
         member.attempt, self._order, self.superseded = begun.attempt, 0, None
         if member.fault or not member.leads:
             return
-        line = member.line
+        line = Line(member.facts)  # a step is off the line only if a publication says so
         for step, near in self.folder.steps().items():
             if line.standing(step, near.save_id, near.origin) == Standing.OFF:
                 log.warning("step-%s: removed: the run continues without it", step)
                 self.folder.remove(step, near.save_id)
+        store_copy(self.folder.path, member.facts)
         fetch_manifests(self.folder, member, manifests)
         self._register()
 
     def remove_off(self, step: int) -> None:
         """Remove a near snapshot of a step that is off the line, so that the step can be taken."""
         near = self.folder.steps().get(step)
-        if near is not None and self.member.line.standing(step, near.save_id, near.origin) == Standing.OFF:
+        if near is not None and Line(self.member.facts).standing(step, near.save_id, near.origin) == Standing.OFF:
             log.warning("step-%s: removed: the run continues without it", step)
             self.folder.remove(step, near.save_id)
 

@@ -273,6 +273,8 @@ class Settled(NamedTuple):
     """Empty if a new run begins."""
     facts: Facts
     """The facts, with the pending ones that must be published."""
+    birth: Attempt | None = None
+    """The attempt with which a new run begins."""
 
 
 def settle_run(root: Facts | None, hosts: Sequence[Sequence[Copy]], far: str) -> Settled:

@@ -120,6 +120,9 @@ class Uploader:
         with self._lock:
             found = self._facts.unite(facts)
             if found != self._facts:
+                for state in self._states.values():  # what replaced a step may be off the line now
+                    if state.far == UploadState.OUTDATED and found.number > self._facts.number:
+                        state.far, state.error = UploadState.KEPT, ""
                 self._facts = found
                 store_copy(self.folder.path, found)
 
