@@ -18,6 +18,7 @@ from snapshot.tiers.control import ControlClient, Request, StepStatus, UploaderE
 from snapshot.tiers.near_steps import NearFolder, NearStep
 from snapshot.tiers.timeline import Line, Standing, origin_of
 from snapshot.tiers.upload_queue import UploadState
+from snapshot.tiers.uploader_link import ANSWERS
 from snapshot.url import URL
 
 
@@ -69,11 +70,11 @@ def tier_rows(folder: NearFolder, heads: Mapping[int, object], line: Line) -> It
 def _states(folder: str) -> dict[int, StepStatus]:
     """Return what the uploader of a folder says, if it runs."""
     try:
-        client = ControlClient(folder)
+        client = ControlClient(folder, ANSWERS)
     except UploaderError:
         return {}
     try:
-        return client.ask(Request("status")).steps
+        return client.ask(Request("status"), ANSWERS).steps
     except UploaderError:
         return {}
     finally:

@@ -20,10 +20,11 @@ from snapshot.manager.root import UNREADABLE as CANNOT_READ
 from snapshot.manager.root import Root, StepFolders, taken_of
 from snapshot.manifest.head import ManifestHead, NotOurs
 from snapshot.save import cleanup
-from snapshot.storage import Storage
+from snapshot.storage import FileStat, Storage
 from snapshot.tiers.timeline import Standing, origin_of
 from snapshot.tiers.tombstones import bury
 
+Inspect = Callable[[Mapping[int, FileStat], Mapping[int, ManifestHead | SnapshotError]], None]
 PINNED, BUSY, IN_USE = "pinned", "a take may be running there", "in use"
 NOT_OURS = "not a snapshot of this library"
 UNREADABLE = "its manifest cannot be read"
@@ -64,6 +65,7 @@ async def survey_steps(
     older_than: float = cleanup.DAY,
     thorough: bool = False,
     spared: Callable[[int], bool] = lambda step: False,
+    inspect: Inspect | None = None,
 ) -> list[Fate]:
     """Decide about each step, and return the decisions in ascending order. Nothing is changed.
 
@@ -75,6 +77,7 @@ async def survey_steps(
         older_than: Age in seconds after which an uncommitted take counts as interrupted.
         thorough: Examine every folder and size; otherwise only those that may lead to a removal.
         spared: True for a step that must stay, with what it relies on.
+        inspect: Called with all committed steps and their manifests. It may raise, and then nothing is decided.
 
     Raises:
         UnknownMetric: The policy uses a metric that no snapshot has.
@@ -86,7 +89,20 @@ async def survey_steps(
         folders.later = {step: stat for step, stat in folders.committed.items() if step > upto}
         folders.committed = {step: stat for step, stat in folders.committed.items() if step <= upto}
         folders.others = [step for step in folders.others if step < upto]
-    fates = await _of_snapshots(root, policy, folders, damaged, older_than, upto=upto, thorough=thorough, spared=spared)
+    every = await root.heads({**folders.committed, **folders.later})
+    if inspect is not None:
+        inspect({**folders.committed, **folders.later}, every)
+    fates = await _of_snapshots(
+        root,
+        policy,
+        folders,
+        every,
+        damaged=damaged,
+        older_than=older_than,
+        upto=upto,
+        thorough=thorough,
+        spared=spared,
+    )
     if not thorough and not folders.committed:
         return fates
     looked = list(folders.others)
@@ -102,16 +118,16 @@ async def _of_snapshots(
     root: Root,
     policy: Policy | None,
     folders: StepFolders,
+    every: Mapping[int, ManifestHead | SnapshotError],
+    *,
     damaged: Collection[int],
     older_than: float,
-    *,
     upto: int | None,
     thorough: bool,
     spared: Callable[[int], bool],
 ) -> list[Fate]:
     """Decide about snapshots. Only those of this library count for a policy or may be removed, if undamaged."""
     stats = folders.committed
-    every = await root.heads({**stats, **folders.later})
     heads = {step: head for step, head in every.items() if step in stats}
     taken: dict[int, Taken] = {}
     standings = await _standings(root, heads)

@@ -11,6 +11,7 @@ from snapshot.manager.policies import KeepBest, Policy, parts
 from snapshot.manager.root import Root, taken_of
 from snapshot.manager.step_metadata import checked_step, noted_metrics
 from snapshot.manager.tiers import ManagerTiers
+from snapshot.manager.writers import ManagedSnapshot, Writers
 from snapshot.manifest.head import ManifestHead
 from snapshot.runtime.loop import run
 from snapshot.snapshot import Snapshot
@@ -24,6 +25,7 @@ class StepQueries:
 
     _root: Root
     _tiers: ManagerTiers | None
+    _writers: Writers | None
     _keep: Policy | None
     _pg: ProcessGroup | None
     _pendings: PendingTakes
@@ -90,7 +92,11 @@ class StepQueries:
         number = checked_step(step)
         if not self._pendings.is_latest(number):
             self._pendings.moved_on()  # after a restore the state is that of this step
-        return self._snapshot(number)
+        if self._writers is None:
+            return self._snapshot(number)
+        made = ManagedSnapshot(self._path(number), self._pg, self._root.options, allow_pickle=self._allow_pickle)
+        made.on_restored = self._writers.take_over
+        return made
 
     def _snapshot(self, step: int) -> Snapshot:
         tiers = self._tiers

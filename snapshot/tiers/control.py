@@ -33,6 +33,10 @@ class UploaderError(SnapshotError):
     """The uploader of this host cannot be reached."""
 
 
+class UploaderHungError(UploaderError):
+    """The uploader of this host runs, and does not answer in time."""
+
+
 class Registration(msgspec.Struct):
     """The message of a manager to the uploader of its host."""
 
@@ -95,7 +99,7 @@ class Status(msgspec.Struct):
 
 
 class Request(msgspec.Struct, omit_defaults=True):
-    """A request: `register`, `status`, `want`, `drop`, `close` or `stop`."""
+    """A request: `register`, `status`, `ping`, `want`, `drop`, `close` or `stop`."""
 
     verb: str
     registration: Registration | None = None
@@ -139,26 +143,32 @@ def _expect_same_user(connected: socket.socket) -> None:
 class ControlClient:
     """A connection to the uploader of this host."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, seconds: float = PATIENCE) -> None:
         self._folder = folder
         self._lock = threading.Lock()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.settimeout(PATIENCE)
+        self._socket.settimeout(seconds)
         try:
             with short_path(folder, SOCKET) as path:
                 self._socket.connect(path)
             _expect_same_user(self._socket)
+        except TimeoutError as error:
+            self._socket.close()
+            raise UploaderHungError(f"{folder}: its uploader did not answer within {seconds:g} s") from error
         except OSError as error:
             self._socket.close()
             raise UploaderError(f"{folder}: its uploader cannot be reached: {error}") from error
         self._lines = self._socket.makefile("rb")
 
-    def ask(self, request: Request) -> Status:
-        """Send a request, and return the uploader's state."""
+    def ask(self, request: Request, seconds: float = PATIENCE) -> Status:
+        """Send a request, and return the uploader's state. Raise UploaderHungError after some seconds."""
         with self._lock:
             try:
+                self._socket.settimeout(seconds)
                 self._socket.sendall(msgspec.json.encode(request) + b"\n")
                 line = self._lines.readline()
+            except TimeoutError as error:
+                raise UploaderHungError(f"{self._folder}: its uploader did not answer within {seconds:g} s") from error
             except (OSError, ValueError) as error:
                 raise UploaderError(f"{self._folder}: its uploader does not answer: {error}") from error
         if not line:

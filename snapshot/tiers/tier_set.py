@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,15 +12,12 @@ from snapshot.errors import SnapshotError, StorageError
 from snapshot.events import log
 from snapshot.manifest.document import METADATA
 from snapshot.manifest.head import decode_head
-from snapshot.peer_requests import STATUS
-from snapshot.registry import open_storage
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
-from snapshot.save.cleanup import committed_save_id
-from snapshot.storage import Context
 from snapshot.tiers.census import CensusStep, HostView, take_census, view_of
-from snapshot.tiers.control import ControlClient, Request, Status, StepStatus, UploaderError, decode_status
+from snapshot.tiers.control import ControlClient, Registration, Request, Status
 from snapshot.tiers.facts import limited, publish_pending, read_copy, read_facts, store_copy
+from snapshot.tiers.far_steps import FarSteps
 from snapshot.tiers.hosts import job_address
 from snapshot.tiers.join import FAR_PATIENCE, Begun, Membership, TierOptions, begin_attempt
 from snapshot.tiers.manifests import Keepers, fetch_manifests, read_manifest
@@ -31,39 +26,24 @@ from snapshot.tiers.replicas import heal_step
 from snapshot.tiers.sources import Place, StepSources
 from snapshot.tiers.timeline import KEY, Facts, Line, Origin, Parent, RunDeletedError, Standing, forked_error
 from snapshot.tiers.upload_queue import UploadState
+from snapshot.tiers.uploader_link import ANSWERS, STARTS, UploaderLink
 from snapshot.tiers.uploader_process import ensure_uploader
 from snapshot.url import URL
 
-FAULTS = {
-    UploadState.OUTDATED: "is not uploaded",
-    UploadState.DAMAGED: "is damaged",
-    UploadState.DROPPED: "is not uploaded",
-    UploadState.UNDECIDED: "is not uploaded",
-    UploadState.FORKED: "is not uploaded",
-    UploadState.DELETED: "is not uploaded",
-}
-APPEARS = 10.0
-"""Seconds that the manifest of a committed take may need to appear on a host."""
 MOST_HELD = 4
 """Steps before the newest that wait for their replicas before older ones are removed."""
 SPARE = 1.05
 """Free space that a near take needs, as a multiple of the last take's bytes."""
 
 
-class FarError(SnapshotError):
-    """A step cannot reach the far root."""
-
-
-class TierSet:
+class TierSet(FarSteps):
     """The tiers, after the ranks have joined."""
 
     def __init__(self, options: TierOptions, member: Membership) -> None:
         self.options = options
         self.member = member
         self.folder = NearFolder(member.folder)
-        self._client: ControlClient | None = None
-        self._asking = threading.Lock()
-        self._registering: threading.Thread | None = None
+        self.link = UploaderLink(member.folder, self._connect, self._registration)
         self._order = 0
         self._probing = False
         """True if the last near take failed, so that the next one tries the folder first."""
@@ -73,50 +53,24 @@ class TierSet:
         self.last_bytes = 0
         """Bytes of this host's share of the last take."""
         if not member.fault:
-            self._register()
+            self.link.register()
+            if member.leads:
+                self.link.watch()
 
     # Uploader
 
-    def ask(self, request: Request) -> Status:
+    def ask(self, request: Request, seconds: float = STARTS) -> Status:
         """Send a request to this host's uploader. If it died, start it again."""
-        if self._registering is not None:
-            self._registering.join()
-        return self._ask(request)
+        return self.link.ask(request, seconds)
 
-    def _ask(self, request: Request) -> Status:
-        with self._asking:
-            for again in (False, True):
-                try:
-                    if self._client is None:
-                        self._connect()
-                    assert self._client is not None
-                    return self._client.ask(request)
-                except (UploaderError, OSError) as error:
-                    if self._client is not None:
-                        self._client.close()
-                    self._client = None
-                    if again:
-                        raise UploaderError(str(error)) from error
-        raise AssertionError
-
-    def _connect(self) -> None:
+    def _connect(self, seconds: float) -> ControlClient:
         member = self.member
         address = job_address() if len(member.hosts) > 1 else None
-        self._client, offered = ensure_uploader(member.folder, address)
-        member.hosts[member.index].address = offered
-        self._client.ask(Request("register", member.registration(self.options)))
+        client, member.hosts[member.index].address = ensure_uploader(member.folder, address, seconds)
+        return client
 
-    def _register(self) -> None:
-        """Tell the uploader about the job, in a thread: a new one needs a second to start."""
-
-        def register() -> None:
-            try:
-                self._ask(Request("register", self.member.registration(self.options)))
-            except SnapshotError as error:
-                log.warning("%s", error)
-
-        self._registering = threading.Thread(target=register, name="snapshot-register", daemon=True)
-        self._registering.start()
+    def _registration(self) -> Registration:
+        return self.member.registration(self.options)
 
     # Takes
 
@@ -173,8 +127,7 @@ class TierSet:
     def view(self) -> HostView:
         """Return what this host has, once its uploader offers that to the others."""
         member = self.member
-        if self._registering is not None:
-            self._registering.join()
+        self.link.await_registration()
         return view_of(self.folder, member.hosts[member.index].key)
 
     def census(self, views: Sequence[HostView], line: Line) -> dict[int, CensusStep]:
@@ -266,7 +219,7 @@ class TierSet:
                 self.folder.remove(step, near.save_id)
         store_copy(self.folder.path, member.facts)
         fetch_manifests(self.folder, member, manifests)
-        self._register()
+        self.link.register()
 
     def remove_off(self, step: int) -> None:
         """Remove a near snapshot of a step that is off the line, so that the step can be taken."""
@@ -274,83 +227,6 @@ class TierSet:
         if near is not None and Line(self.member.facts).standing(step, near.save_id, near.origin) == Standing.OFF:
             log.warning("step-%s: removed: the run continues without it", step)
             self.folder.remove(step, near.save_id)
-
-    # Far
-
-    def wait_far(self, step: int, save_id: str, timeout: float | None) -> None:
-        """Wait until a step is committed in the far root. Raise TimeoutError, or FarError if it will never be."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        status, pause, began = self.ask(Request("want", step=step)), 0.02, time.monotonic()
-        while True:
-            state = status.steps.get(step)
-            if state is None or state.save_id != save_id:
-                if self._is_far(step, save_id):
-                    return
-                if time.monotonic() - began < APPEARS:  # another rank of this host stores the manifest
-                    time.sleep(0.1)
-                    status = self.ask(Request("want", step=step))
-                    continue
-                raise FarError(f"step-{step}: was removed or replaced before it was uploaded")
-            if state.far == UploadState.WHOLE:
-                return
-            if state.far in FAULTS:
-                raise FarError(
-                    f"step-{step}: {FAULTS[state.far]}: {state.error or 'a newer step was uploaded instead'}"
-                )
-            if deadline is not None and time.monotonic() > deadline:
-                why = f" ({status.error})" if status.error else ""
-                raise TimeoutError(f"step-{step}: not in {self.options.far} after {timeout} s: {_far_text(state)}{why}")
-            time.sleep(pause)
-            pause = min(1.0, pause * 1.5)
-            verb = "want" if state.far == UploadState.KEPT else "status"  # a new uploader does not know the wish
-            status = self.ask(Request(verb, step=step))
-
-    def _is_far(self, step: int, save_id: str) -> bool:
-        """Return True if a step is committed far: this snapshot, or any if no save id is given."""
-        session = Session(self.options.far.join(f"step-{step}"), self.options.options)
-        try:
-            found = run(committed_save_id(session.storage))
-            return found is not None and save_id in ("", found)
-        finally:
-            run(session.close())
-
-    def where(self, step: int) -> dict[str, str | int]:
-        """Return where a step is: near, on how many further hosts, and far."""
-        statuses = self._statuses()
-        near = self.folder.steps().get(step)
-        views = []
-        for status in statuses:
-            state = status.steps.get(step)
-            views.append((state.save_id, state.files) if state is not None else ("", {}))
-        sizes = near.head.sizes() if near is not None else {}
-        held = [sum(files.get(name) == size for _, files in views) for name, size in sizes.items()]
-        whole = bool(held) and min(held) > 0
-        found: dict[str, str | int] = {
-            "near": "whole" if whole else "partial" if any(files for _, files in views) else "absent",
-            "replicas": min(held, default=0) - 1 if whole else 0,
-        }
-        states = [state for status in statuses if (state := status.steps.get(step)) is not None]
-        if any(state.far == UploadState.WHOLE for state in states):
-            found["far"] = "whole"
-        elif states:
-            sent, total = sum(each.sent for each in states), sum(each.total for each in states)
-            found["far"] = _far_text(
-                next((each for each in states if each.far == UploadState.UPLOADING), states[0]), sent, total
-            )
-        else:
-            found["far"] = "whole" if self._is_far(step, near.save_id if near is not None else "") else "absent"
-        return found
-
-    def _statuses(self) -> list[Status]:
-        """Return the states of all uploaders that answer, this host's first."""
-        found = [] if self.member.fault else [self.ask(Request("status"))]
-        for at, host in enumerate(self.member.hosts):
-            if at != self.member.index and host.address:
-                storage = open_storage(URL.parse(f"peer://{host.address}"), {"secret": self.member.secret}, Context())
-                with contextlib.suppress(SnapshotError):
-                    found.append(decode_status(run(storage.get(STATUS))))
-                run(storage.close())
-        return found
 
     # Retention
 
@@ -411,14 +287,14 @@ class TierSet:
 
     def make_room(self, kept: Callable[[Sequence[NearStep]], set[int]]) -> bool:
         """Give up the upload of the oldest step that waits for one, if the policy then lets it go."""
-        status = self.ask(Request("status"))
+        status = self.ask(Request("status"), ANSWERS)
         keep = kept(list(self.folder.steps().values()))
         waiting = sorted(step for step, each in status.steps.items() if each.far.is_open)
         waiting = [step for step in waiting if step not in keep and step != max(status.steps)]
         if not waiting:
             return False
         log.warning("step-%s: its upload is given up, since %s is full", waiting[0], self.folder.path)
-        self.ask(Request("drop", step=waiting[0]))
+        self.ask(Request("drop", step=waiting[0]), ANSWERS)
         return True
 
     def heal(self, step: int, files: Sequence[str]) -> None:
@@ -429,23 +305,5 @@ class TierSet:
         heal_step(self.folder, near, files, self.member.registration(self.options))
 
     def close(self) -> None:
-        """Tell the uploader that this trainer has ended: it may end after the last upload."""
-        if self._registering is not None:
-            self._registering.join()
-        if self._client is not None:
-            with contextlib.suppress(UploaderError):
-                self._client.ask(Request("close"))
-            self._client.close()
-            self._client = None
-
-
-def _far_text(state: StepStatus, sent: int = -1, total: int = -1) -> str:
-    """Return the state of an upload as text.
-
-    >>> _far_text(StepStatus("", UploadState.UPLOADING, 41, 100))
-    'uploading 41 %'
-    """
-    if state.far != UploadState.UPLOADING:
-        return state.far.value
-    done, whole = (sent, total) if total > 0 else (state.sent, state.total)
-    return f"uploading {min(100, 100 * done // max(1, whole))} %"
+        """Report to the uploader that this trainer has ended: it may end after the last upload."""
+        self.link.close()

@@ -16,23 +16,19 @@ import msgspec
 from snapshot.errors import CorruptSnapshotError, SnapshotError
 from snapshot.events import emit, log
 from snapshot.runtime.loop import run
-from snapshot.runtime.session import Session
-from snapshot.storage import Storage
 from snapshot.tiers.control import Registration, Request, Status, StepStatus
 from snapshot.tiers.facts import read_copy, store_copy, sync_facts
 from snapshot.tiers.far_upload import FarUpload, Outdated, Undecided, is_begun
 from snapshot.tiers.near_steps import NearFolder, NearStep
+from snapshot.tiers.open_uploads import OpenUploads
 from snapshot.tiers.replicas import Replicas, heal_step
-from snapshot.tiers.throttle import Throttled
 from snapshot.tiers.timeline import Attempt, Facts, Line, RunDeletedError, RunForkedError, Standing
 from snapshot.tiers.upload_queue import Act, Action, QueueView, UploadState, dropped_steps, next_action, wanted_steps
-from snapshot.url import URL
 
 LONGEST_PAUSE = 30.0
 """Seconds between two tries to reach a far root that does not answer."""
 OTHERS = 60.0
 """Seconds after which a host also uploads files that another host has not uploaded, if it has replicas of them."""
-BUDGET = 128 << 20
 
 
 class Uploader:
@@ -47,14 +43,8 @@ class Uploader:
         self._lives: list[str] = []
         """The attempts of the trainers that have registered."""
         self._states: dict[int, StepStatus] = {}
-        self._uploads: dict[int, FarUpload] = {}
-        self._sessions: dict[int, tuple[Session, Session]] = {}
+        self._open = OpenUploads()
         self._asked: set[int] = set()
-        self._reset = False
-        """True if the far root is reached with other options from now on."""
-        self._vain: list[FarUpload] = []
-        """Uploads whose files must be deleted."""
-        self._unused: list[Session] = []
         self._looked = 0.0
         """Time of the last look at the far root."""
         self._has_looked = False
@@ -66,7 +56,6 @@ class Uploader:
         self.jobs: Callable[[], int] = lambda: 0
         self._error = ""
         self._pause = 0.0
-        self._root: Session | None = None
         self._waiting_since: dict[int, float] = {}
         self._replicas = Replicas(self.folder)
         self.wake = threading.Event()
@@ -77,6 +66,8 @@ class Uploader:
     def handle(self, request: Request) -> Status:
         """Do what the trainer asks for, and return the state."""
         with self._lock:
+            if request.verb == "ping":
+                return Status("", self.address, os.getpid())
             if request.verb == "register" and request.registration is not None:
                 self.register(request.registration)
             elif request.verb == "want":
@@ -109,7 +100,7 @@ class Uploader:
             self._replicas.register(registration)
             self.on_secret(registration.secret)
             self._pause = self._free = 0.0
-            self._reset = self._reset or changed
+            self._open.reset |= changed
             for state in self._states.values():
                 if state.far.is_stuck:
                     state.far, state.error = UploadState.KEPT, ""
@@ -195,9 +186,9 @@ class Uploader:
         say("step-%s: is not uploaded: step-%s is newer", step, self._newest)
         emit("dropped", "upload", self.folder.step_path(step), step=step)
         state.far = UploadState.DROPPED
-        upload = self._uploads.get(step)
+        upload = self._open.get(step)
         if upload is not None and step != self._current:
-            self._end(step, upload)
+            self._open.end(step)
 
     _newest = -1
     """The step that was taken last."""
@@ -207,20 +198,10 @@ class Uploader:
     def _forget(self, step: int) -> None:
         state = self._states.pop(step, None)
         self._waiting_since.pop(step, None)
-        upload = self._uploads.get(step)
+        upload = self._open.get(step)
         if upload is not None and state is not None and state.far != UploadState.WHOLE:
-            self._end(step, upload)
-        self._release(step)
-
-    def _release(self, step: int) -> None:
-        """Let the next turn close what an upload used. This one may still use it."""
-        self._uploads.pop(step, None)
-        self._unused += self._sessions.pop(step, ())
-
-    def _end(self, step: int, upload: FarUpload) -> None:
-        """Let the next turn delete what was uploaded of a step in vain."""
-        self._vain.append(upload)
-        self._release(step)
+            self._open.end(step)
+        self._open.release(step)
 
     # Upload
 
@@ -234,7 +215,7 @@ class Uploader:
             return QueueView(
                 states=states,
                 is_registered=given is not None,
-                is_tidy=not (self._vain or self._unused or self._reset),
+                is_tidy=self._open.is_tidy,
                 has_looked=self._has_looked,
                 begun={*self._begun, *waiting},
                 last=self._last,
@@ -250,7 +231,7 @@ class Uploader:
         action = next_action(self.view(), time.monotonic())
         try:
             if action.act == Act.TIDY:
-                self._tidy()
+                self._open.tidy()
             elif action.act == Act.LOOK:
                 self._look()
             else:
@@ -271,24 +252,12 @@ class Uploader:
         self._error, self._pause = str(error) or type(error).__name__, pause
         self._free = time.monotonic() + pause
 
-    def _tidy(self) -> None:
-        with self._lock:
-            vain, self._vain = self._vain, []
-            if self._reset:
-                self._reset = False
-                self._close_sessions()
-            unused, self._unused = self._unused, []
-        for upload in vain:
-            run(upload.discard())
-        for session in unused:
-            run(session.close())
-
     def _look(self) -> None:
         """Read the facts, publish what is pending, and find the steps that a host has begun to upload."""
         given = self._registration
         assert given is not None
         self._looked, self._has_looked = time.monotonic(), True
-        root = self._far_root(given)
+        root = self._open.root(given).storage
         try:
             facts, fork = run(sync_facts(root, self._facts, self._names()))
         except RunDeletedError as error:
@@ -332,15 +301,9 @@ class Uploader:
                 on = found is not None and line.standing(step, found.save_id, found.origin) == Standing.ON
                 if state == UploadState.DELETED or not on:
                     each.far, each.error = state, str(error)
-                    if (upload := self._uploads.get(step)) is not None:
-                        self._end(step, upload)
+                    self._open.end(step)
 
     _last: int | None = None
-
-    def _far_root(self, given: Registration) -> Storage:
-        if self._root is None:
-            self._root = Session(URL.parse(given.far), given.options)
-        return self._root.storage
 
     def _send(self, step: int) -> None:
         """Advance the upload of a step."""
@@ -351,7 +314,7 @@ class Uploader:
             if state.far != UploadState.WAITING:
                 state.far = UploadState.UPLOADING
             self._current = self._last = step
-        upload = self._uploads.get(step) or self._begin(near, state, given)
+        upload = self._open.get(step) or self._open.begin(self.folder, near, state, given)
         began = time.monotonic()
         try:
             waited = time.monotonic() - self._waiting_since.get(step, began)
@@ -361,16 +324,16 @@ class Uploader:
         except Outdated as error:
             log.warning("%s", error)
             state.far, state.error = UploadState.OUTDATED, str(error)
-            self._end(step, upload)
+            self._open.end(step)
             self._learn(upload.facts)
             return
         except (RunForkedError, Undecided) as error:
-            self._end(step, upload)
+            self._open.end(step)
             self._learn(upload.facts)
             self._stick(UploadState.FORKED if isinstance(error, RunForkedError) else UploadState.UNDECIDED, error)
             return
         except RunDeletedError as error:
-            self._end(step, upload)
+            self._open.end(step)
             self._stick(UploadState.DELETED, error)
             return
         except CorruptSnapshotError as error:
@@ -404,29 +367,14 @@ class Uploader:
                 state.far, state.sent = UploadState.WHOLE, state.total
                 log.info("step-%s: uploaded", step)
                 self._waiting_since.pop(step, None)
-                self._release(step)
+                self._open.release(step)
             elif state.far == UploadState.DROPPED:
-                self._end(step, upload)
+                self._open.end(step)
             elif given is not None and given.is_alone() and near.head.sizes().keys() - state.files.keys():
                 state.far, state.error = UploadState.DAMAGED, "this host lacks some of its files"
             else:
                 state.far = UploadState.WAITING
                 self._waiting_since.setdefault(step, time.monotonic())
-
-    def _begin(self, near: NearStep, state: StepStatus, given: Registration) -> FarUpload:
-        source = Session(URL("near", self.folder.step_path(near.step)), None, budget=BUDGET)
-        if given.rate:
-            source.switch_storage(Throttled(source.storage, given.rate))
-        far = URL.parse(given.far).join(f"step-{near.step}")
-        target = Session(far, given.options, budget=BUDGET, resume=True)
-
-        def progress(nbytes: int) -> None:
-            state.sent += nbytes
-
-        upload = FarUpload(self._far_root(given), source, target, near, progress, compress=given.compression == "zstd")
-        self._uploads[near.step] = upload
-        self._sessions[near.step] = (source, target)
-        return upload
 
     def _to_send(self, state: StepStatus, waited: float) -> list[str]:
         """Return the files to send: this host's own, and later those of a host that does not send them."""
@@ -457,15 +405,4 @@ class Uploader:
 
     def close(self) -> None:
         """Close all sessions."""
-        with self._lock:
-            self._close_sessions()
-
-    def _close_sessions(self) -> None:
-        for step in list(self._sessions):
-            self._release(step)
-        for session in self._unused:
-            run(session.close())
-        self._unused.clear()
-        if self._root is not None:
-            run(self._root.close())
-            self._root = None
+        self._open.close()

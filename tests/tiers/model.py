@@ -154,10 +154,8 @@ class Model:
         host, forked = s.hosts[h], set()
         live = {each.attempt for each in s.trainers if each.phase == "run" and each.host == h}
         needed = {attempt for _, attempt in host.near} | live
-        for at in list(needed):
-            while at in host.pending:
-                needed.add(at)
-                at = s.attempts[at].parent
+        for _ in s.attempts:
+            needed |= {s.attempts[each].parent for each in needed & host.pending}
         for attempt in sorted(host.pending & needed, key=lambda each: s.attempts[each].number):
             s, known = self.publish(s, attempt, lost=lost)
             lost = False
@@ -172,7 +170,7 @@ class Model:
 
     # Trainers
 
-    def start(self, s, t, h):
+    def start(self, s, t, h):  # noqa: PLR0911 - each return is an outcome
         """Join on a host, choose a step, and name the attempt that continues it."""
         trainer, host = s.trainers[t], s.hosts[h]
         if trainer.phase != "off" or len(s.attempts) >= ATTEMPTS:
@@ -412,7 +410,13 @@ class Model:
     def choose(self, s, h):
         """A person decides a fork for the host's last attempt."""
         up, host = s.uploaders[h], s.hosts[h]
-        if not up.forked or s.is_down or not host.pending or len(s.attempts) >= ATTEMPTS or self.is_deleted(s, host.known):
+        if (
+            not up.forked
+            or s.is_down
+            or not host.pending
+            or len(s.attempts) >= ATTEMPTS
+            or self.is_deleted(s, host.known)
+        ):
             return None
         last = max(host.pending, key=lambda each: s.attempts[each].number)
         made = len(s.attempts)

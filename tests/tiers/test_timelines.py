@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 from dataclasses import replace
 
 import msgspec
@@ -427,3 +428,36 @@ def test_a_store_without_conditional_puts_is_said_to_need_one_writer(tmp_path, h
         manager.take(20, state(20))
     assert restored(tmp_path / "far", hosts("a")) == 20
     assert "only one job at a time may write there" in caplog.text
+
+
+# An uploader that hangs
+
+
+def test_no_wait_is_longer_than_the_caller_said_if_the_uploader_is_stopped(tmp_path, hosts, told):
+    """A stopped uploader is named, and replaced."""
+    with manager_of(tmp_path / "far", hosts("a"), upload=None) as manager:
+        manager.take(10, state(10))
+        [folder] = runs_in(hosts("a"))
+        pid = ask(folder).pid
+        os.kill(pid, signal.SIGSTOP)
+        pending = manager.async_take(20, state(20))
+        pending.wait()
+        with pytest.raises(TimeoutError, match=rf"its uploader \(process {pid}\) did not answer within"):
+            pending.wait("far", timeout=1)
+        found = manager.where(10)  # without the uploader: what is in the folder, and in the root
+        assert (found["near"], found["far"]) == ("whole", "absent")
+        pending.wait("far", timeout=60)
+        assert [each.fields["pid"] for each in told if each.name == "replaced"] == [pid]
+        assert is_dead(pid)
+        assert ask(folder).pid != pid
+
+
+def test_a_stopped_uploader_does_not_hold_up_the_next_job(tmp_path, hosts):
+    with manager_of(tmp_path / "far", hosts("a"), grace=0) as manager:
+        take_until_far(manager, 10)
+        pid = ask(runs_in(hosts("a"))[0]).pid
+        os.kill(pid, signal.SIGSTOP)
+        with manager_of(tmp_path / "far", hosts("a")) as other:
+            assert other.restore_latest(state(-1)) == 10
+            take_until_far(other, 20)
+        assert is_dead(pid)
