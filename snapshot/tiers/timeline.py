@@ -239,14 +239,14 @@ class Line:
     def is_newer(self, step: int, one: tuple[str, Origin], other: tuple[str, Origin]) -> bool:
         """Return True if a snapshot of a step, which is on the line, replaces another one of the same step.
 
-        Each is given by its save id and origin. One that may not be of this run is replaced only on purpose.
+        Each is given by its save id and origin. One that is not off the line is replaced only on purpose: a race could
+        move the line meanwhile, and then neither of them would be left.
         """
         standing = self.standing(step, *other)
         if standing == Standing.OFF:
             return True
-        if standing != Standing.ON or not other[1].attempt:
-            return one[1].replaces
-        return self.age(one[1]) > self.age(other[1])
+        known = standing == Standing.ON and bool(other[1].attempt)
+        return one[1].replaces and (not known or self.age(one[1]) > self.age(other[1]))
 
 
 class Copy(NamedTuple):

@@ -5,6 +5,7 @@ one. `MENDS` can be taken out, one at a time: then the exploration must find a f
 """
 
 from collections import deque
+from functools import cache
 from typing import NamedTuple
 
 STEPS, ATTEMPTS = 3, 4
@@ -91,9 +92,20 @@ class Wrong(Exception):
     """An invariant does not hold."""
 
 
+@cache
+def ids(known):
+    """The attempts in some files of facts: a choice publishes several in one, and a filler none."""
+    return tuple(each for file in known for each in (file if isinstance(file, tuple) else (file,)))
+
+
+def tip_of(known):
+    """The attempt that was published last, or -1."""
+    return ids(known)[-1] if ids(known) else -1
+
+
 def line_of(attempts, known, tip=None):
     """The attempts on the line, each with the step at which it was left."""
-    at, limit, cuts = (known[-1] if known else -1) if tip is None else tip, STEPS + 1, {}
+    at, limit, cuts = tip_of(known) if tip is None else tip, STEPS + 1, {}
     while at >= 0 and at not in cuts:
         cuts[at] = limit
         limit, at = min(limit, attempts[at].step), attempts[at].parent
@@ -105,7 +117,7 @@ def standing(cuts, known, step):
     number, attempt = step
     if attempt in cuts:
         return "on" if number <= cuts[attempt] else "off"
-    return "off" if attempt in known else "undecided"
+    return "off" if attempt in ids(known) else "undecided"
 
 
 def best_of(cuts, known, steps):
@@ -131,42 +143,41 @@ class Model:
     def publish(self, s, attempt, *, lost=False):
         """Put the next fact. Return the state, and whether the party believes that it is published."""
         number = s.attempts[attempt].number
-        if attempt in s.published and self.has("a lost answer is read again, by name"):
+        if attempt in ids(s.published) and self.has("a lost answer is read again, by name"):
             return s, True
         if not self.has("a publication is conditional") and number <= len(s.published):  # the last writer wins
             s = s._replace(published=(*s.published[: number - 1], attempt), truth=(*s.truth, attempt))
             return s, True
         parent = s.attempts[attempt].parent
-        if parent not in s.published and (parent >= 0 or s.published) and self.has("a fork is an error"):
+        if parent not in ids(s.published) and (parent >= 0 or s.published) and self.has("a fork is an error"):
             return s, False
         if number <= s.floor and not self.has("an old number is looked at again after compaction"):
             return s._replace(truth=(*s.truth, attempt)), True  # the file was free again, and nobody reads it
         while len(s.published) + 1 < number:  # what it saw was never published: no other may take that number
-            filler = s.published[-1] if s.published else -2
-            s = s._replace(published=(*s.published, filler), truth=(*s.truth, filler))
+            s = s._replace(published=(*s.published, ()), truth=(*s.truth, ()))
         if number <= len(s.published):
             return s, False
         s = s._replace(published=(*s.published, attempt), truth=(*s.truth, attempt))
         return s, self.has("a lost answer is read again, by name") or not lost
 
-    def publish_pending(self, s, h, *, lost=False):
+    def publish_pending(self, s, h, *, live=True, lost=False):
         """Publish what a host's jobs could not. Return the state, and the attempts in conflict."""
         host, forked = s.hosts[h], set()
-        live = {each.attempt for each in s.trainers if each.phase == "run" and each.host == h}
-        needed = {attempt for _, attempt in host.near} | live
+        lives = {each.attempt for each in s.trainers if each.phase == "run" and each.host == h and live}
+        needed = {attempt for _, attempt in host.near} | lives
         for _ in s.attempts:
             needed |= {s.attempts[each].parent for each in needed & host.pending}
-        for attempt in sorted(host.pending & needed, key=lambda each: s.attempts[each].number):
+        for attempt in sorted(host.pending & needed, key=lambda each: (s.attempts[each].number, each)):
             s, known = self.publish(s, attempt, lost=lost)
             lost = False
             if not known:
                 forked.add(attempt)
-        if forked & set(s.published):
+        if forked & set(ids(s.published)):
             raise Wrong(f"{forked} were published, and the error says that they are not")
         return s, forked
 
     def is_deleted(self, s, known):
-        return bool(known) and known[-1] not in s.published
+        return tip_of(known) >= 0 and tip_of(known) not in ids(s.published)
 
     # Trainers
 
@@ -182,7 +193,7 @@ class Model:
             numbers = [s.attempts[each].number for each in ordered]
             if len(set(numbers)) < len(numbers) or (numbers and numbers[0] <= len(host.known)):
                 return s._replace(trainers=put(s.trainers, t, Trainer("over", h)))
-            tip = ordered[-1] if ordered else (host.known[-1] if host.known else -1)
+            tip = ordered[-1] if ordered else tip_of(host.known)
             cuts = line_of(s.attempts, host.known, tip)
             found = best_of(cuts, host.known, host.near)
             number = max([len(host.known), *numbers]) + 1
@@ -196,11 +207,14 @@ class Model:
             host = Host()
             s = s._replace(hosts=put(s.hosts, h, host), uploaders=put(s.uploaders, h, Uploader()))
         elif self.has("a join publishes what hosts could not"):
-            s, forked = self.publish_pending(s, h)
+            s, forked = self.publish_pending(s, h, live=False)
             stepped = {attempt for _, attempt in host.near}
             if forked & stepped and self.has("a fork is an error"):
                 return s._replace(trainers=put(s.trainers, t, Trainer("over", h)))
         cuts, known = line_of(s.attempts, s.published), s.published
+        if self.has("a registration only adds"):
+            host = host._replace(known=known, pending=frozenset(host.pending - set(ids(known))))
+            s = s._replace(hosts=put(s.hosts, h, host))
         steps = host.near | s.far
         if self.has("all steps are filtered, not only the newest"):
             found = best_of(cuts, known, steps)
@@ -209,7 +223,7 @@ class Model:
             below = [each for each in s.far if newest is not None and each < newest]
             found = max(below, default=newest)
         self._expect_best(s, h, found)
-        tip = known[-1] if known else -1
+        tip = tip_of(known)
         return self._go_on(s, t, h, found, tip, len(known) + 1, known, "chosen")
 
     def _go_on(self, s, t, h, found, tip, number, known, phase):
@@ -229,11 +243,11 @@ class Model:
         return s._replace(trainers=put(s.trainers, t, trainer), hosts=put(s.hosts, trainer.host, host))
 
     def _unite(self, host, trainer):
-        pending = {trainer.attempt} - set(trainer.known)
+        pending = {trainer.attempt} - set(ids(trainer.known))
         if not self.has("a registration only adds"):
             return host._replace(known=trainer.known, pending=frozenset(pending))
         known = max(host.known, trainer.known, key=len)
-        return host._replace(known=known, pending=frozenset((host.pending | pending) - set(known)))
+        return host._replace(known=known, pending=frozenset((host.pending | pending) - set(ids(known))))
 
     def publish_own(self, s, t, *, lost=False):
         """Publish the attempt that was chosen. After a conflict choose again."""
@@ -257,7 +271,7 @@ class Model:
         host, made = s.hosts[trainer.host], s.attempts[trainer.attempt]
         step = (trainer.last + 1, trainer.attempt)
         over = s._replace(trainers=put(s.trainers, t, Trainer("over", trainer.host)))
-        if trainer.attempt in host.known:
+        if trainer.attempt in ids(host.known):
             if standing(line_of(s.attempts, host.known), host.known, step) == "off":
                 return over
         elif self.has("a fork is an error") and made.number <= len(host.known):
@@ -302,7 +316,7 @@ class Model:
             s = s._replace(published=host.known, junk=True)
         s, forked = self.publish_pending(s, h, lost=lost)
         known = s.published
-        host = s.hosts[h]._replace(known=known, pending=frozenset(host.pending - set(known)))
+        host = s.hosts[h]._replace(known=known, pending=frozenset(host.pending - set(ids(known))))
         cuts = line_of(s.attempts, known)
         host = host._replace(near=frozenset(e for e in host.near if standing(cuts, known, e) != "off"))
         forked = forked and self.has("a fork is an error")
@@ -318,8 +332,7 @@ class Model:
         if newest is None:
             return None
         there = [e for e in s.far if e[0] == newest[0] and standing(cuts, host.known, e) != "off"]
-        unknown = [e for e in there if standing(cuts, host.known, e) == "undecided"]  # of a deleted run
-        return None if unknown or any(e[1] >= newest[1] for e in there) else newest
+        return None if there else newest
 
     def send(self, s, h):
         """Send the files of the newest step."""
@@ -327,9 +340,6 @@ class Model:
         if up.phase != "idle" or s.is_down or step is None or self._gone(s, h):
             return None
         return s._replace(uploaders=put(s.uploaders, h, Uploader("sent", step)))
-
-    def _age(self, s, up):
-        return s.published.index(up.step[1]) if up.step[1] in s.published else -1
 
     def _gone(self, s, h):
         return self.is_deleted(s, s.hosts[h].known) and self.has("a deleted root is never created again")
@@ -354,7 +364,6 @@ class Model:
         same = {each for each in s.far if each[0] == up.step[0]}
         cuts = line_of(s.attempts, s.published)
         left = {e for e in same if standing(cuts, s.published, e) == "off"}
-        left |= {e for e in same if e[1] in s.published and s.published.index(e[1]) < self._age(s, up)}
         if same - left:
             return s._replace(uploaders=put(s.uploaders, h, Uploader()))
         far = frozenset(s.far - left) | {up.step}
@@ -385,7 +394,7 @@ class Model:
         if trainer.phase != "run" or s.is_down:
             return None
         host = s.hosts[trainer.host]
-        own = line_of(s.attempts, host.known, None if trainer.attempt in host.known else trainer.attempt)
+        own = line_of(s.attempts, host.known, None if trainer.attempt in ids(host.known) else trainer.attempt)
         on = [e for e in host.near if standing(own, host.known, e) == "on"]
         gone = {e for e in on if e < max(on) and (e in s.far or max(on) in s.far)}
         if not self.has("undecided steps are not deleted"):
@@ -421,8 +430,8 @@ class Model:
         last = max(host.pending, key=lambda each: s.attempts[each].number)
         made = len(s.attempts)
         attempts = (*s.attempts, Attempt(last, STEPS + 1, len(s.published) + 1))
-        published = (*s.published, *sorted(host.pending), made)
-        s = s._replace(attempts=attempts, published=published, truth=(*s.truth, *sorted(host.pending), made))
+        file = (*sorted(host.pending, key=lambda each: (s.attempts[each].number, each)), made)
+        s = s._replace(attempts=attempts, published=(*s.published, file), truth=(*s.truth, file))
         return s._replace(uploaders=put(s.uploaders, h, Uploader()))
 
     # Faults
@@ -437,7 +446,7 @@ class Model:
         if s.is_down or not (s.published or s.far):
             return None
         # a host that has seen the run published counts its pending attempts to it
-        dead = s.dead | set(s.published).union(*(host.pending for host in s.hosts if host.known))
+        dead = s.dead | set(ids(s.published)).union(*(host.pending for host in s.hosts if host.known))
         for made, each in enumerate(s.attempts):
             dead |= {made} if each.parent in dead else set()
         return s._replace(
@@ -570,9 +579,12 @@ def _key(s):
     return hosts, s.uploaders, s.trainers, tuple(sorted(s.taken))
 
 
-def explore(model, depth):
-    """Visit all states within a number of actions. Return the number of states; raise Wrong with its trace."""
-    first = State()
+def explore(model, depth, first=()):
+    """Visit all states within a number of actions after the first ones. Return their number, or raise Wrong."""
+    s = State()
+    for name, *arguments in first:
+        s = getattr(model, name)(s, *arguments)
+    first = canonical(s)
     before = {first: None}
     queue = deque([(first, 0)])
     while queue:
