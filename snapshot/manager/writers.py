@@ -35,7 +35,7 @@ class Writer(NamedTuple):
     host: str
     start: str
     ancestors: tuple[str, ...] = ()
-    """The attempts whose steps it restored, and theirs before."""
+    """The attempts whose steps it restored, directly or through another one."""
 
 
 def writer_of(metadata: Mapping[str, Any]) -> Writer | None:

@@ -202,8 +202,9 @@ class Model:
             self._expect_best(s, h, None)
             return self._go_on(s, t, h, None, -1, 1, (), "run")
         if self.is_deleted(s, host.known):
-            if s.uploaders[h].phase not in ("idle", "end"):
-                return None  # each run has its own folder and uploader, and this model has one: it ends first
+            alone = all(each.host != h or each.phase in ("off", "over") for each in s.trainers)
+            if not alone or s.uploaders[h].phase not in ("idle", "end"):
+                return None  # each run has its own folder and uploader, and this model has one: the old one ends first
             host = Host()
             s = s._replace(hosts=put(s.hosts, h, host), uploaders=put(s.uploaders, h, Uploader()))
         elif self.has("a join publishes what hosts could not"):
@@ -256,6 +257,8 @@ class Model:
             return None
         if s.is_down:
             return self._join(s, t, trainer._replace(phase="run"))
+        if self.is_deleted(s, s.hosts[trainer.host].known) and not self.is_deleted(s, trainer.known):
+            return None  # as above
         if self.is_deleted(s, trainer.known):
             return s._replace(trainers=put(s.trainers, t, Trainer("over", trainer.host)))
         s, known = self.publish(s, trainer.attempt, lost=lost)
