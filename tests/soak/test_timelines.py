@@ -9,11 +9,13 @@ import signal
 import pytest
 
 from snapshot.errors import SnapshotError, StorageError
+from snapshot.testing import FaultProxy
 from tests.tiers.jobs import ask, holds, manager_of, runs_in, state, stop_uploaders
 from tests.tiers.schedules import run_schedule
 
 SCHEDULES, CHUNK = int(os.environ.get("SOAK_SCHEDULES", "10000")), 500
 REAL = int(os.environ.get("SOAK_REAL", "500"))
+BUCKETS = int(os.environ.get("SOAK_BUCKETS", "500"))
 HOSTS = "abcd"
 
 
@@ -22,6 +24,23 @@ HOSTS = "abcd"
 def test_random_schedules_on_the_model_and_on_the_code(tmp_path, first):
     actions = sum(run_schedule(seed, tmp_path / "world") for seed in range(first, first + CHUNK))
     print(f"seeds {first} to {first + CHUNK - 1}: {actions} actions, 0 wrong")
+
+
+@pytest.mark.timeout(3600)
+def test_random_schedules_with_a_bucket_that_loses_answers(tmp_path, moto):
+    """The requests are sent through a proxy, and repeated by the library if an answer is lost."""
+    with FaultProxy(moto.url) as proxy:
+        region = {"region_name": moto.region}
+        options = {"key": moto.key, "secret": moto.secret, "endpoint_url": proxy.url, "client_kwargs": region}
+
+        def lose():
+            proxy.fault("PUT", "*.run*", lose_answer="reset")
+
+        actions = 0
+        for seed in range(BUCKETS):
+            bucket = f"s3://{moto.bucket()}/run", options
+            actions += run_schedule(seed, tmp_path / "world", bucket=bucket, lose=lose)
+    print(f"seeds 0 to {BUCKETS - 1}: {actions} actions, 0 wrong")
 
 
 class Run:

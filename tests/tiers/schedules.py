@@ -43,13 +43,18 @@ RUN, FAR = "0123456789ab", "far"
 
 
 class Code:
-    """The code under the same actions as `Model`: one folder for each host, and one for the root."""
+    """The code under the same actions as `Model`: one folder for each host, and one for the root.
 
-    def __init__(self, folder):
+    `bucket`: a URL and options of another root. `lose`: lets the next answer of a put be lost there.
+    """
+
+    def __init__(self, folder, bucket=None, lose=None):
         self.folder = folder
         shutil.rmtree(folder, ignore_errors=True)
         (folder / "far").mkdir(parents=True)
-        self.session = Session(URL.parse(str(folder / "far")), None, durable=False)
+        url, options = bucket or (str(folder / "far"), None)
+        self.session = Session(URL.parse(url), options, durable=False)
+        self.lose = lose
         self.is_down, self.lost = False, False
         self.near = [set(), set()]
         self.far = set()
@@ -63,6 +68,9 @@ class Code:
 
         class Flaky(type(inner)):
             async def put(self, path, data, **given):
+                if code.lost and code.lose is not None:
+                    code.lost = False
+                    code.lose()
                 token = await super().put(path, data, **given)
                 if code.lost:
                     code.lost = False
@@ -262,8 +270,7 @@ class Code:
             self.far -= {e for e in self.far if e != newest and e[0] <= newest[0]} - undecided
 
     def compact(self):
-        for path in sorted((self.folder / "far" / FOLDER).iterdir())[:-1]:
-            path.unlink()
+        run(self.root.delete(run(self.root.list(f"{FOLDER}/"))[:-1]))
 
     def choose(self, h):
         facts = self.known(h)
@@ -280,8 +287,7 @@ class Code:
         self.is_down = False
 
     def delete_root(self):
-        shutil.rmtree(self.folder / "far")
-        (self.folder / "far").mkdir()
+        run(self.root.delete(run(self.root.list(""))))
         self.far = set()
 
     def lose_host(self, h):
@@ -334,10 +340,10 @@ def seen_in(s):
     }
 
 
-def run_schedule(seed, folder, length=25):
+def run_schedule(seed, folder, length=25, **given):
     """Run one random schedule against both. Raise Wrong if they differ, or if an invariant does not hold."""
     chance, model, s = random.Random(seed), Model(), State()
-    code, done = Code(folder), []
+    code, done = Code(folder, **given), []
     fresh = (f"{each:012x}" for each in itertools.count())  # in the order of the model: ties are decided by name
     real, timeline.new_name = timeline.new_name, lambda: next(fresh)
     stored.new_name = timeline.new_name
