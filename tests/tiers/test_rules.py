@@ -1,5 +1,7 @@
 """The rules of tiers, as functions of values: what is uploaded, who keeps replicas, which steps are abandoned."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
@@ -7,7 +9,16 @@ from hypothesis import strategies as some
 from snapshot.tiers.census import HostView, StepView, take_census
 from snapshot.tiers.hosts import hosts_of, job_address, partners
 from snapshot.tiers.timeline import NO_ORIGIN, Attempt, Facts, Line, Parent, origin_of
-from snapshot.tiers.upload_queue import MOST_QUEUED, UploadState, choose_next, dropped_steps, wanted_steps
+from snapshot.tiers.upload_queue import (
+    MOST_QUEUED,
+    Act,
+    QueueView,
+    UploadState,
+    choose_next,
+    dropped_steps,
+    next_action,
+    wanted_steps,
+)
 
 steps = some.sets(some.integers(0, 50))
 
@@ -109,3 +120,44 @@ def test_steps_that_are_not_on_the_line_are_left_out():
         )
     ]
     assert [each.step for each in take_census(views, line, lambda _: {"x": 1})] == [4]
+
+
+VIEWS = some.builds(
+    QueueView,
+    states=some.dictionaries(some.integers(0, 9), STATES, max_size=4),
+    is_registered=some.booleans(),
+    is_tidy=some.booleans(),
+    has_looked=some.booleans(),
+    begun=steps,
+    last=some.one_of(some.none(), some.integers(0, 9)),
+    is_alone=some.booleans(),
+    looked=some.floats(0, 100),
+    free=some.floats(0, 100),
+    jobs=some.integers(0, 2),
+    ends=some.one_of(some.floats(0, 100), some.just(float("inf"))),
+)
+
+
+@given(VIEWS, some.floats(0, 100))
+def test_what_an_uploader_does_next_follows_from_facts_and_time(view, now):
+    begun = {step for step in view.begun if step in view.states and view.states[step].is_open}
+    view = replace(view, begun=begun)
+    found = next_action(view, now)
+    open_ = {step for step, state in view.states.items() if state.is_open}
+    assert (found.act == Act.TIDY) == (not view.is_tidy)
+    if found.act == Act.END:
+        assert not open_
+        assert not view.jobs
+        assert now > view.ends
+    if found.act == Act.SEND:
+        assert found.step in open_
+        assert view.has_looked
+    if found.act in (Act.SEND, Act.LOOK):
+        assert view.is_registered
+        assert now >= view.free
+    if found.act == Act.WAIT:
+        assert found.seconds > 0
+        assert not (open_ and view.is_registered and now >= view.free)
+        assert view.jobs or open_ or now <= view.ends
+    if open_ and view.is_tidy and view.is_registered and now >= view.free:
+        assert found.act in (Act.SEND, Act.LOOK)
