@@ -33,6 +33,7 @@ class PeerStorage(Storage):
 
     Options:
         secret: The secret of the run, which signs all requests.
+        timeout: Seconds without a byte after which the host counts as unreachable; 20 by default.
     """
 
     capabilities = Capabilities(
@@ -48,9 +49,10 @@ class PeerStorage(Storage):
 
     def __init__(self, url: URL, options: Mapping[str, Any], context: Context) -> None:
         super().__init__(url, options, context)
-        unknown = sorted(set(options) - {"secret"})
+        unknown = sorted(set(options) - {"secret", "timeout"})
         if unknown:
-            raise ValueError(f"{url}: the only storage option of peer:// is 'secret', got {unknown[0]!r}")
+            raise ValueError(f"{url}: the storage options of peer:// are 'secret' and 'timeout', got {unknown[0]!r}")
+        self._patience = float(options.get("timeout", PATIENCE))
         self._secret = str(options.get("secret", ""))
         self._address, _, folder = url.location.partition("/")
         self._folder = f"/{folder}" if folder else ""
@@ -126,7 +128,7 @@ class PeerStorage(Storage):
         while True:
             with self._lock:
                 old = self._idle.pop() if self._idle else None
-            connection = old or http.client.HTTPConnection(self._address, timeout=PATIENCE)
+            connection = old or http.client.HTTPConnection(self._address, timeout=self._patience)
             try:
                 connection.request(method, target, headers=headers)
                 answer = connection.getresponse()

@@ -31,10 +31,11 @@ class Event:
     A take with a `base` sends `shared` with the number of `files` and their `bytes`, and `rotten` with a damaged
     `file` of the base and its `faults`.
 
-    A manager with `near` sends `degraded` for a take that is written directly to the far root. It sends `rerouted` for
-    a file that is read from another place than the `source` that failed. It sends `healed` for a damaged near file that
-    was replaced. The events of an uploader are sent in its own process: `uploaded`, `replicated`, `dropped`, `damaged`
-    and `healed`. With `on_error="warn"`, a manager sends `tolerated`, with the number of `failures`.
+    A manager with `near` sends `degraded` for a take that is written directly to the far root. It sends `replaced` for
+    an uploader that hung, with its `pid`. It sends `rerouted` for a file that is read from another place than the
+    `source` that failed. It sends `healed` for a damaged near file that was replaced. The events of an uploader are
+    sent in its own process: `uploaded`, `replicated`, `dropped`, `damaged` and `healed`. With `on_error="warn"`, a
+    manager sends `tolerated`, with the number of `failures`.
 
     A `Publisher` sends `pruned` with the deleted `versions`, and `full_only` if deltas do not fit into its budget. A
     `Subscriber` sends `pulled`, and `fell_back` for a version that it cannot use. It sends `damaged` for a local

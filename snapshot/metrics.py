@@ -49,7 +49,19 @@ ENDINGS = frozenset(
 )
 """Events at the end of an operation that succeeded."""
 INCIDENTS = frozenset(
-    ("healed", "rerouted", "replicated", "dropped", "damaged", "degraded", "fell_back", "tolerated", "rotten", "pruned")
+    (
+        "healed",
+        "rerouted",
+        "replicated",
+        "dropped",
+        "damaged",
+        "degraded",
+        "fell_back",
+        "tolerated",
+        "rotten",
+        "pruned",
+        "replaced",
+    )
 )
 Labels = tuple[tuple[str, str], ...]
 

@@ -148,7 +148,11 @@ def list_files(root: str, prefix: str, recursive: bool) -> list[str]:
         folder = folders.pop()
         try:
             entries = list(os.scandir(f"{root}/{folder}" if folder else root))
-        except (FileNotFoundError, NotADirectoryError):
+        except FileNotFoundError:
+            continue
+        except NotADirectoryError:
+            if os.path.isfile(root):  # a root that cannot be read is not empty
+                raise
             continue
         for entry in entries:
             path = f"{folder}/{entry.name}" if folder else entry.name

@@ -20,7 +20,7 @@ from snapshot.errors import SnapshotError, SnapshotNotFoundError
 from snapshot.metadata import SnapshotMetadata
 from snapshot.plan.globs import matcher
 from snapshot.text import counted, entries_text, size_text
-from snapshot.tiers.run_record import KEY
+from snapshot.tiers.timeline import KEY
 from snapshot.url import URL
 
 FOLDED = 40

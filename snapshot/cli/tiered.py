@@ -13,10 +13,12 @@ from snapshot.manager.root import Root
 from snapshot.manifest.head import ManifestHead
 from snapshot.runtime.loop import run
 from snapshot.text import size_text
-from snapshot.tiers.by_hand import find_runs
+from snapshot.tiers.by_hand import find_runs, folder_of
 from snapshot.tiers.control import ControlClient, Request, StepStatus, UploaderError
 from snapshot.tiers.near_steps import NearFolder, NearStep
-from snapshot.tiers.run_record import RunRecord
+from snapshot.tiers.timeline import Line, Standing, origin_of
+from snapshot.tiers.upload_queue import UploadState
+from snapshot.tiers.uploader_link import ANSWERS
 from snapshot.url import URL
 
 
@@ -26,7 +28,8 @@ def list_tiers(far: str, near: str, options: Mapping[str, Any] | None, *, json: 
     runs = runs_in(near, url)
     root = Root(url, options)
     heads = run(root.heads(run(root.folders()).committed))
-    rows = [row for folder, record in runs for row in tier_rows(NearFolder(folder), record.run, heads)]
+    line = run(root.line())
+    rows = [row for folder in runs for row in tier_rows(folder, heads, line)]
     if json:
         print(as_json({"url": str(url), "near": near, "steps": rows}))
     else:
@@ -35,37 +38,43 @@ def list_tiers(far: str, near: str, options: Mapping[str, Any] | None, *, json: 
         for row in rows:
             table.add(f"{row['step']}", size_text(row["bytes"]) if row["bytes"] else "", row["near"], row["far"])
         print(printable(f"{url}, with near steps in {near}"))
-        for line in table.lines():
-            print(line)
+        for text in table.lines():
+            print(text)
     return ExitStatus.OK
 
 
-def runs_in(near: str, far: URL) -> list[tuple[str, RunRecord]]:
-    """Return the folders of the runs in a near folder that are uploaded to a far root, with their records."""
+def runs_in(near: str, far: URL) -> list[NearFolder]:
+    """Return the folders of the runs in a near folder that are uploaded to a far root."""
     runs = find_runs(os.path.abspath(os.path.expanduser(near)), str(far))
     if not runs:
         raise SnapshotNotFoundError(f"{near}: has no run that is uploaded to {far}")
-    return runs
+    return [NearFolder(folder_of(near, each)) for each in runs]
 
 
-def tier_rows(folder: NearFolder, name: str, heads: Mapping[int, object]) -> Iterator[dict[str, Any]]:
+def tier_rows(folder: NearFolder, heads: Mapping[int, object], line: Line) -> Iterator[dict[str, Any]]:
     """Yield where each step of a run is, ascending. `heads` are the manifests in the far root, or their errors."""
     states = _states(folder.path)
-    steps = folder.steps_of(name)
+    steps = folder.steps()
     for step in sorted(steps.keys() | heads.keys()):
         head = heads.get(step)
         far_id = head.save_id if isinstance(head, ManifestHead) else ""
-        yield _row(folder, step, steps.get(step), states.get(step), far_id)
+        row = _row(folder, step, steps.get(step), states.get(step), far_id)
+        shown = steps[step].head if step in steps else head
+        if isinstance(shown, ManifestHead):
+            standing = line.standing(step, shown.save_id, origin_of(shown.metadata))
+            if standing in (Standing.OFF, Standing.UNDECIDED):
+                row["far"] = f"{row['far']}, {'off the line' if standing == Standing.OFF else standing}"
+        yield row
 
 
 def _states(folder: str) -> dict[int, StepStatus]:
     """Return what the uploader of a folder says, if it runs."""
     try:
-        client = ControlClient(folder)
+        client = ControlClient(folder, ANSWERS)
     except UploaderError:
         return {}
     try:
-        return client.ask(Request("status")).steps
+        return client.ask(Request("status"), ANSWERS).steps
     except UploaderError:
         return {}
     finally:
@@ -82,7 +91,7 @@ def _row(folder: NearFolder, step: int, near: NearStep | None, state: StepStatus
     if far_id and (near is None or near.save_id == far_id):
         far = "whole"
     else:
-        far = state.far if state is not None else "absent"
-        if far == "uploading" and state is not None:
+        far = state.far.value if state is not None else "absent"
+        if far == UploadState.UPLOADING and state is not None:
             far = f"uploading {min(100, 100 * state.sent // max(1, state.total))} %"
     return {"step": step, "bytes": nbytes, "near": text, "far": far}

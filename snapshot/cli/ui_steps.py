@@ -73,8 +73,9 @@ class RunView:
         described |= {step: near[step][1].head for step in chosen & near.keys()}
         described |= heads
         places: dict[int, dict[str, str]] = {}
-        for folder, name in self._runs():
-            for row in tier_rows(folder, name, heads):
+        line = run(self._root.line())
+        for folder in self._runs():
+            for row in tier_rows(folder, heads, line):
                 if places.get(row["step"], {"near": "absent"})["near"] == "absent":
                     places[row["step"]] = {"near": row["near"], "far": row["far"]}
         rows = [
@@ -144,13 +145,11 @@ class RunView:
         finally:
             run(session.close())
 
-    def _runs(self) -> list[tuple[NearFolder, str]]:
-        if self._near is None:
-            return []
-        return [(NearFolder(folder), record.run) for folder, record in runs_in(self._near, self.url)]
+    def _runs(self) -> list[NearFolder]:
+        return [] if self._near is None else runs_in(self._near, self.url)
 
     def _near_steps(self) -> dict[int, tuple[NearFolder, NearStep]]:
-        return {step: (folder, near) for folder, name in self._runs() for step, near in folder.steps_of(name).items()}
+        return {step: (folder, near) for folder in self._runs() for step, near in folder.steps().items()}
 
     def _is_pinned_near(self, step: int, near: Mapping[int, tuple[NearFolder, NearStep]]) -> bool:
         return step in near and os.path.exists(f"{near[step][0].step_path(step)}/{PINNED}")

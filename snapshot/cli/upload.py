@@ -13,7 +13,7 @@ from snapshot.cli.screen import printable
 from snapshot.cli.status import ExitStatus
 from snapshot.errors import SnapshotError
 from snapshot.events import log
-from snapshot.tiers.by_hand import find_runs, upload_by_hand
+from snapshot.tiers.by_hand import find_runs, folder_of, upload_by_hand
 from snapshot.tiers.uploader_process import serve
 from snapshot.url import URL
 
@@ -53,17 +53,17 @@ def run(given: argparse.Namespace) -> ExitStatus:
     if given.rate is not None and not 0 < given.rate < math.inf:
         raise ValueError(f"--rate must be a number of bytes above 0, got {given.rate}")
     far = None if given.far is None else URL.parse(given.far)
-    folders = find_runs(os.path.abspath(given.near), None if far is None else str(far))
-    if not folders:
+    found = find_runs(os.path.abspath(given.near), None if far is None else str(far))
+    if not found:
         raise SnapshotError(f"{given.near}: no run with near steps is here")
     status = ExitStatus.OK
-    for folder, record in folders:
-        target = record.far if far is None else far.reveal()
+    for copy in found:
+        folder, target = folder_of(given.near, copy), copy.far if far is None else far.reveal()
         began = time.monotonic()
         try:
-            done = upload_by_hand(folder, record, target, options_of(given), everything=given.all, rate=given.rate)
+            done = upload_by_hand(folder, copy.facts, target, options_of(given), everything=given.all, rate=given.rate)
         except SnapshotError as error:
-            if len(folders) == 1:
+            if len(found) == 1:
                 raise
             print(printable(f"{folder}: {error}"))
             status = ExitStatus.FOUND

@@ -14,6 +14,7 @@ VERBS = {
     "rm": "remove a snapshot, and leftovers of interrupted takes",
     "prune": "remove the steps of a folder that a policy does not keep",
     "upload": "upload near steps of a run, as its trainer's uploader does",
+    "attempts": "show the attempts of a run with near folders, and choose one after a fork",
     "publish": "publish a checkpoint as the next version of weights for inference engines",
     "pull": "bring a published version of weights into a local folder",
     "bench": "measure saving and restoring, compared with raw I/O and other libraries",

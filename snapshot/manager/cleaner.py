@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 from snapshot.errors import SnapshotError
 from snapshot.events import emit, log
-from snapshot.manager.cleaning import UnknownMetric, remove_steps, survey_steps
+from snapshot.manager.cleaning import Inspect, UnknownMetric, remove_steps, survey_steps
 from snapshot.manager.policies import Policy
 from snapshot.manager.root import Root
+from snapshot.manager.writers import OtherWriterError
 from snapshot.runtime.loop import run
 
 
@@ -21,12 +22,18 @@ class Cleaner:
     """
 
     def __init__(
-        self, root: Root, policy: Policy | None, spared: Callable[[int], bool], damaged: Callable[[], set[int]]
+        self,
+        root: Root,
+        policy: Policy | None,
+        spared: Callable[[int], bool],
+        damaged: Callable[[], set[int]],
+        inspect: Inspect | None = None,
     ) -> None:
         self._root = root
         self._policy = policy
         self._spared = spared
         self._damaged = damaged
+        self._inspect = inspect
         self._change = threading.Condition()
         self._wanted: int | None = None
         """The step after which removals are to begin."""
@@ -113,8 +120,18 @@ class Cleaner:
     def _clean(self, upto: int) -> None:
         try:
             fates = run(
-                survey_steps(self._root, self._policy, upto=upto, damaged=self._damaged(), spared=self._is_spared)
+                survey_steps(
+                    self._root,
+                    self._policy,
+                    upto=upto,
+                    damaged=self._damaged(),
+                    spared=self._is_spared,
+                    inspect=self._inspect,
+                )
             )
+        except OtherWriterError as other:
+            self._say("writer", f"{self._root.url}: {other}")
+            return
         except UnknownMetric as unknown:
             self._say("metric", str(unknown))
             return

@@ -7,7 +7,7 @@ for changes since.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -20,12 +20,16 @@ from snapshot.manager.root import UNREADABLE as CANNOT_READ
 from snapshot.manager.root import Root, StepFolders, taken_of
 from snapshot.manifest.head import ManifestHead, NotOurs
 from snapshot.save import cleanup
-from snapshot.storage import Storage
+from snapshot.storage import FileStat, Storage
+from snapshot.tiers.timeline import Standing, origin_of
 from snapshot.tiers.tombstones import bury
 
+Inspect = Callable[[Mapping[int, FileStat], Mapping[int, ManifestHead | SnapshotError]], None]
 PINNED, BUSY, IN_USE = "pinned", "a take may be running there", "in use"
 NOT_OURS = "not a snapshot of this library"
 UNREADABLE = "its manifest cannot be read"
+OFF_LINE = "off the line of the run"
+UNDECIDED = "taken by an attempt that is not published"
 
 
 class UnknownMetric(SnapshotError):
@@ -61,6 +65,7 @@ async def survey_steps(
     older_than: float = cleanup.DAY,
     thorough: bool = False,
     spared: Callable[[int], bool] = lambda step: False,
+    inspect: Inspect | None = None,
 ) -> list[Fate]:
     """Decide about each step, and return the decisions in ascending order. Nothing is changed.
 
@@ -72,6 +77,7 @@ async def survey_steps(
         older_than: Age in seconds after which an uncommitted take counts as interrupted.
         thorough: Examine every folder and size; otherwise only those that may lead to a removal.
         spared: True for a step that must stay, with what it relies on.
+        inspect: Called with all committed steps and their manifests. It may raise, and then nothing is decided.
 
     Raises:
         UnknownMetric: The policy uses a metric that no snapshot has.
@@ -83,7 +89,20 @@ async def survey_steps(
         folders.later = {step: stat for step, stat in folders.committed.items() if step > upto}
         folders.committed = {step: stat for step, stat in folders.committed.items() if step <= upto}
         folders.others = [step for step in folders.others if step < upto]
-    fates = await _of_snapshots(root, policy, folders, damaged, older_than, upto=upto, thorough=thorough, spared=spared)
+    every = await root.heads({**folders.committed, **folders.later})
+    if inspect is not None:
+        inspect({**folders.committed, **folders.later}, every)
+    fates = await _of_snapshots(
+        root,
+        policy,
+        folders,
+        every,
+        damaged=damaged,
+        older_than=older_than,
+        upto=upto,
+        thorough=thorough,
+        spared=spared,
+    )
     if not thorough and not folders.committed:
         return fates
     looked = list(folders.others)
@@ -99,28 +118,34 @@ async def _of_snapshots(
     root: Root,
     policy: Policy | None,
     folders: StepFolders,
+    every: Mapping[int, ManifestHead | SnapshotError],
+    *,
     damaged: Collection[int],
     older_than: float,
-    *,
     upto: int | None,
     thorough: bool,
     spared: Callable[[int], bool],
 ) -> list[Fate]:
     """Decide about snapshots. Only those of this library count for a policy or may be removed, if undamaged."""
     stats = folders.committed
-    every = await root.heads({**stats, **folders.later})
     heads = {step: head for step, head in every.items() if step in stats}
     taken: dict[int, Taken] = {}
+    standings = await _standings(root, heads)
+    left = [step for step, standing in standings.items() if standing == Standing.OFF and step != upto]
     fates = [Fate(step, "other", goes=False, why=str(error)) for step, error in folders.unreadable.items()]
+    fates += [
+        Fate(each, "other", goes=False, why=UNDECIDED) for each in standings if standings[each] == Standing.UNDECIDED
+    ]
     for step, head in heads.items():
         if isinstance(head, ManifestHead):
-            taken[step] = taken_of(step, head)
+            if standings[step] != Standing.UNDECIDED:
+                taken[step] = taken_of(step, head)
         elif isinstance(head, CorruptSnapshotError) and step in damaged:
             taken[step] = Taken(step)
         else:
             why = NOT_OURS if isinstance(head, NotOurs) else UNREADABLE
             fates.append(Fate(step, "other", goes=False, why=why))
-    good = {step: each for step, each in taken.items() if step not in damaged}
+    good = {step: each for step, each in taken.items() if step not in damaged and step not in left}
     broken: dict[int, str] = {}
 
     async def fault(step: int) -> str:
@@ -137,6 +162,7 @@ async def _of_snapshots(
         good = {step: each for step, each in good.items() if step not in found}
     # without an undamaged snapshot, remove none: a damaged one is better than nothing
     going = [step for step in taken if step not in kept and step not in broken] if good else []
+    going = [step for step in going if policy is not None or step not in left]
     if policy is not None and (going or thorough):
         expect_metrics(root, policy, taken.values())
     reasons_to_stay = await gather_limited(going, lambda step: _why_it_stays(root, step, older_than, spared))
@@ -154,10 +180,21 @@ async def _of_snapshots(
             why = broken.get(step, "a restore passed over it")
             fates.append(Fate(step, "damaged", goes=False, why=f"damaged: {why}", taken=read, nbytes=size))
             continue
-        why = held.get(step) or ", ".join(kept.get(step, ())) or "no policy keeps it"
+        dropped = OFF_LINE if step in left else "no policy keeps it"
+        why = held.get(step) or ", ".join(kept.get(step, ())) or dropped
         goes = step in held and not held[step]
         fates.append(Fate(step, "snapshot", goes, why, read, size, token=token))
     return fates
+
+
+async def _standings(root: Root, heads: Mapping[int, object]) -> dict[int, Standing]:
+    """Return the relation of each snapshot to the line of the run. Those that the run has left count for no policy."""
+    line = await root.line()
+    return {
+        step: line.standing(step, head.save_id, origin_of(head.metadata))
+        for step, head in heads.items()
+        if isinstance(head, ManifestHead)
+    }
 
 
 def expect_metrics(root: Root, policy: Policy, taken: Collection[Taken]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -31,6 +31,7 @@ from snapshot.reports import RestoreReport
 from snapshot.runtime.loop import run
 from snapshot.signing.seal import Seal, signer_of
 from snapshot.snapshot import Snapshot
+from snapshot.storage import FileStat
 from snapshot.takes import AppState
 
 DAMAGE = (CorruptSnapshotError, SnapshotNotFoundError, StorageNotFoundError, UnknownFormatError)
@@ -87,6 +88,7 @@ class Fallback:
         self._begin = begin
         self._using = using
         self._candidates: list[tuple[int, str]] | None = None
+        self._stats: Mapping[int, FileStat] = {}
         self._tried: set[tuple[int, str]] = set()
         """Steps with the version tokens of their manifests: a replacement by another process is a new candidate."""
         self._passed: dict[int, tuple[str, bool]] = {}
@@ -142,9 +144,13 @@ class Fallback:
         fault = next((each.fault for each in tried if each.fault), "")
         self._root.see([each.view for each in tried])
         if self._current is not None and not fault:
-            self._passed.pop(self._current, None)
-            return ChosenStep(self._current, over=True, passed=self._told(), place=self._root.end(self._current))
-        if self._current is not None:
+            place = self._root.end(self._current)
+            if place is not None:
+                self._passed.pop(self._current, None)
+                return ChosenStep(self._current, over=True, passed=self._told(), place=place)
+            self._candidates = None  # another job has changed the line of the run meanwhile
+            self._tried.clear()
+        elif self._current is not None:
             self._pass(self._current, fault)
         while candidate := self._next():
             step = candidate[0]
@@ -164,10 +170,13 @@ class Fallback:
             if folders.others and not folders.committed:
                 some = ", ".join(f"step-{step}" for step in folders.others[-5:])
                 log.warning("%s: nothing to restore: there is no finished snapshot in %s", self._root.url, some)
-            there = {(step, stat.token) for step, stat in folders.committed.items()} - self._tried
+            self._stats = folders.committed
             self._unreadable = folders.unreadable
-            self._candidates = sorted(there)
+            self._candidates = sorted({(step, stat.token) for step, stat in self._stats.items()} - self._tried)
         candidate = self._candidates.pop() if self._candidates else None
+        while candidate is not None and not run(self._root.counts(candidate[0], self._stats[candidate[0]])):
+            log.info("%s: passed over: it is off the line of the run", self._root.step_url(candidate[0]))
+            candidate = self._candidates.pop() if self._candidates else None
         newer = [step for step in self._unreadable if candidate is None or step > candidate[0]]
         if newer:  # it may be newer than the candidate
             raise self._unreadable[max(newer)]

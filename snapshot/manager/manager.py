@@ -6,13 +6,13 @@ import os
 import time
 import weakref
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import ranks_of
-from snapshot.errors import SnapshotError
-from snapshot.loading.restore_options import RestoreArguments, RestoreOptions
+from snapshot.errors import SnapshotError, StorageError
 from snapshot.manager import at_exit
 from snapshot.manager.advice import Measured
 from snapshot.manager.channels import Channels
@@ -26,11 +26,11 @@ from snapshot.manager.checked_arguments import (
 )
 from snapshot.manager.cleaner import Cleaner
 from snapshot.manager.decisions import StepDecisions
-from snapshot.manager.fallback import Fallback
 from snapshot.manager.incremental import choose_base, find_bases
 from snapshot.manager.pending_takes import PendingTakes, failed_take
 from snapshot.manager.policies import KeepLatest, Policy
 from snapshot.manager.queries import StepQueries
+from snapshot.manager.restores import StepRestores
 from snapshot.manager.root import Root
 from snapshot.manager.schedule import Every, Schedule
 from snapshot.manager.signals import STOP_SIGNALS, Signals
@@ -38,9 +38,10 @@ from snapshot.manager.step_agreement import StepBegin, agree_on, may_be_committe
 from snapshot.manager.step_metadata import add_note, checked_metrics, checked_step
 from snapshot.manager.tiers import Begun, ManagerTiers, TakePlace
 from snapshot.manager.tolerance import OnError, OnException, Tolerance, save_after
+from snapshot.manager.writers import Writers
 from snapshot.options import Settings
 from snapshot.reports import RestoreReport, TakeReport
-from snapshot.runtime.loop import LoopFuture
+from snapshot.runtime.loop import LoopFuture, run
 from snapshot.save.take_options import AllowPickle, AsyncTakeArguments, TakeArguments
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.takes import AppState
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
 _KEEP_NEAR = KeepLatest(2)
 
 
-class SnapshotManager(StepQueries, StepDecisions):
+class SnapshotManager(StepQueries, StepDecisions, StepRestores):
     """Snapshots of one run, in `step-<n>` below a root: take, restore, remove, and decide when.
 
     Args:
@@ -132,7 +133,11 @@ class SnapshotManager(StepQueries, StepDecisions):
         """Steps that are being taken or restored."""
         self._damaged: set[int] = set()
         """Steps of this library that `restore_latest` passed over."""
-        self._cleaner = None if keep is None else Cleaner(self._root, keep, self._spared, lambda: set(self._damaged))
+        self._writers = Writers() if near is None else None
+        inspect = self._writers.inspect if self._writers is not None else None
+        self._cleaner = (
+            None if keep is None else Cleaner(self._root, keep, self._spared, lambda: set(self._damaged), inspect)
+        )
         self._tiers = None
         if near is not None:
             given = {"upload": upload, "replicas": replicas, "rate": rate, "compression": upload_compression}
@@ -214,7 +219,9 @@ class SnapshotManager(StepQueries, StepDecisions):
         except SnapshotError as error:
             if self._tiers is None or not place.near or not self._tiers.can_degrade(error):
                 raise
+            self._tiers.joined.publish_attempt()
             place = self._tiers.place_of(begun.step, str(error), "take")
+            begun.given["overwrite"] |= self._tiers.may_replace(begun.step, place)
         return Snapshot.take(place.path, app_state, self._pg, storage_options=place.options, **begun.given)
 
     def async_take(
@@ -271,18 +278,22 @@ class SnapshotManager(StepQueries, StepDecisions):
         tiers = self._tiers
         with self._exchange(verb, given.get("timeout")) as exchange:
             number = checked_step(step)
-            noted = add_note(number, checked_metrics(metrics), metadata)
+            writer = self._writers.note() if self._writers is not None else None
+            noted = add_note(number, checked_metrics(metrics), metadata, writer)
+            if exchange.rank == 0:
+                self._begin_writing()
             before = self._pendings.of(number)
             root = self._root
             replaces = overwrite or number in self._damaged
             if tiers is not None:
                 tiers.join(exchange, self._cleaner)
+                tiers.begin_attempt(exchange)
                 root = tiers.near
                 noted |= tiers.joined.note(replaces=replaces)
             mine = StepBegin(
                 number,
                 may_be_committed(before) and self._pendings.is_latest(number) and not replaces,
-                near_fault=tiers.near_fault() if tiers is not None else "",
+                near_fault=tiers.near_fault(number) if tiers is not None else "",
                 failures=self._tolerance.failures,
             )
             answer = agree_on(
@@ -293,6 +304,7 @@ class SnapshotManager(StepQueries, StepDecisions):
                 find_bases=partial(find_bases, root, number, self._damaged) if self._incremental else list[int],
                 expect_few=self._tolerance.expect_few,
                 expect_new=tiers.expect_new if tiers is not None and not replaces else None,
+                before_far=tiers.joined.publish_attempt if tiers is not None else None,
             )
             exchange.close()
         self._leads = exchange.rank == 0
@@ -304,8 +316,18 @@ class SnapshotManager(StepQueries, StepDecisions):
         else:
             place = tiers.place_of(number, "" if answer.known else answer.near_fault, verb)
         based = {"base": choose_base(root, self._keep, answer.bases)} if self._incremental else {}
+        replaces = replaces or (tiers is not None and tiers.may_replace(number, place))
         arguments = {**based, **given, "metadata": noted, "overwrite": replaces}
         return Begun(number, place, before if answer.known else None, arguments)
+
+    def _begin_writing(self) -> None:
+        """Raise OtherWriterError if another job writes to a plain root. Without `keep`, nothing is listed."""
+        writers = self._writers
+        if writers is not None and self._cleaner is not None:
+            writers.expect_alone()
+            with suppress(StorageError):  # the take reports it
+                if not writers.has_begun():
+                    writers.begin(run(self._root.folders()).committed)
 
     def _took(self, step: int, began: float) -> None:
         self._cadence.began(step)
@@ -339,56 +361,6 @@ class SnapshotManager(StepQueries, StepDecisions):
     def _spared(self, step: int) -> bool:
         """Return True if the step is being taken or restored, or a running take is based on it."""
         return step in self._using or self._pendings.running(step) or self._pendings.needs(self._root.save_id(step))
-
-    # Load
-
-    def restore_latest(self, app_state: AppState, **given: Unpack[RestoreArguments]) -> int | None:
-        """Restore the newest undamaged step, the same one on all ranks. Return its number, or None if there is no step.
-
-        A step with missing or short files, or with a wrong checksum, is passed over, with a log line and an event. A
-        checksum can fail after live tensors were written to; the older step then overwrites them. A step that does not
-        fit the application is an error, and so is a failing storage: neither means that a snapshot is damaged.
-
-        Args:
-            app_state: As for `Snapshot.restore`.
-            given: Other arguments of `Snapshot.restore`. With `atomic=True`, a damaged step changes no live tensor.
-
-        Raises:
-            RestoreError: A step does not fit the application. Or a live tensor that a damaged step wrote to is missing
-                from the step that is restored instead.
-            CorruptSnapshotError: All steps are damaged. The error names each step and its fault, and in `touched` the
-                live tensors that were written to.
-        """
-        began = time.monotonic()
-        self._pendings.moved_on()
-        begin = partial(self._exchange, "restore_latest", given.get("timeout"))
-        root, snapshot_of = self._root, self._restored_from
-        if self._tiers is not None:
-            self._pendings.settle()  # they belong to the attempt that ends here
-            if not self._tiers.is_joined():
-                with begin() as exchange:
-                    self._tiers.join(exchange, self._cleaner)
-                    exchange.close()
-            root = tiered = self._tiers.root()
-            snapshot_of = partial(tiered.snapshot_of, pg=self._pg, allow_pickle=self._allow_pickle)
-        fallback = Fallback(root, snapshot_of, begin, self._using)
-        try:
-            step, damaged = fallback.restore(app_state, RestoreOptions(**given))
-        finally:
-            self._report = root.add_sources(fallback.report)
-        self._damaged = set(damaged)
-        if step is not None:
-            self._cadence.began(step)
-            self._measured.restore = time.monotonic() - began
-        return step
-
-    def _restored_from(self, step: int, place: bytes) -> Snapshot:
-        return self._snapshot(step)
-
-    @property
-    def report(self) -> RestoreReport | None:
-        """Report of the last `restore_latest` on this rank."""
-        return self._report
 
     # Close
 

@@ -12,6 +12,7 @@ from snapshot.manager.root import Root, taken_of
 from snapshot.tiers.control import Request
 from snapshot.tiers.near_steps import NearStep
 from snapshot.tiers.tier_set import TierSet
+from snapshot.tiers.upload_queue import UploadState
 
 
 class NearCleaner(Cleaner):
@@ -34,7 +35,9 @@ class NearCleaner(Cleaner):
         if self._far is None or tiers.member.fault:
             return
         states = tiers.ask(Request("status")).steps
-        for step in sorted(step for step, each in states.items() if each.far == "whole" and step not in self._uploaded):
+        for step in sorted(
+            step for step, each in states.items() if each.far == UploadState.WHOLE and step not in self._uploaded
+        ):
             self._uploaded.add(step)
             self._far.committed(step, time.monotonic())
 

@@ -11,6 +11,7 @@ from snapshot.manager.policies import KeepBest, Policy, parts
 from snapshot.manager.root import Root, taken_of
 from snapshot.manager.step_metadata import checked_step, noted_metrics
 from snapshot.manager.tiers import ManagerTiers
+from snapshot.manager.writers import ManagedSnapshot, Writers
 from snapshot.manifest.head import ManifestHead
 from snapshot.runtime.loop import run
 from snapshot.snapshot import Snapshot
@@ -24,6 +25,7 @@ class StepQueries:
 
     _root: Root
     _tiers: ManagerTiers | None
+    _writers: Writers | None
     _keep: Policy | None
     _pg: ProcessGroup | None
     _pendings: PendingTakes
@@ -33,7 +35,7 @@ class StepQueries:
         """Return the committed steps that this process sees now, ascending."""
         near = self._tiers.near_steps() if self._tiers is not None else set[int]()
         try:
-            return sorted(near | run(self._root.folders()).committed.keys())
+            return sorted(near | set(run(self._root.on_line(run(self._root.folders()).committed))))
         except StorageError as error:
             if not near:
                 raise
@@ -72,7 +74,9 @@ class StepQueries:
                     "best: `keep` has no KeepBest; pass a metric, such as best('loss') or best('f1', 'max')"
                 )
             policy = found[0]
-        heads = run(self._root.heads(run(self._root.folders()).committed))
+        committed = run(self._root.folders()).committed
+        on = set(run(self._root.on_line(committed)))
+        heads = {step: head for step, head in run(self._root.heads(committed)).items() if step in on}
         for step, head in heads.items():
             if not isinstance(head, ManifestHead):
                 log.warning("%s: passed over: %s", self._root.step_url(step), head)
@@ -88,7 +92,11 @@ class StepQueries:
         number = checked_step(step)
         if not self._pendings.is_latest(number):
             self._pendings.moved_on()  # after a restore the state is that of this step
-        return self._snapshot(number)
+        if self._writers is None:
+            return self._snapshot(number)
+        made = ManagedSnapshot(self._path(number), self._pg, self._root.options, allow_pickle=self._allow_pickle)
+        made.on_restored = self._writers.take_over
+        return made
 
     def _snapshot(self, step: int) -> Snapshot:
         tiers = self._tiers

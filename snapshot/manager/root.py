@@ -30,7 +30,9 @@ from snapshot.runtime.session import Session
 from snapshot.save import cleanup
 from snapshot.signing.seal import Seal
 from snapshot.storage import ANYTHING, FileStat, Storage
+from snapshot.tiers.facts import read_facts
 from snapshot.tiers.near_steps import PINNED
+from snapshot.tiers.timeline import Line, origin_of
 from snapshot.url import URL
 
 T = TypeVar("T")
@@ -72,6 +74,8 @@ class Root:
         """The manifest's token, and its head or the error of reading it."""
         self._whole: dict[int, str] = {}
         """Manifest tokens of the snapshots whose files were all found."""
+        self._line: Line | None = None
+        """The line of a run with near folders, as of the last list of the folders."""
 
     def step_url(self, step: int) -> URL:
         """Return the URL of a step."""
@@ -99,8 +103,8 @@ class Root:
         """Return where the files of a step are, if that is not only this root."""
         return b""
 
-    def end(self, step: int) -> bytes:
-        """Return what all ranks must know at the end of a restore of a step."""
+    def end(self, step: int) -> bytes | None:
+        """Return what all ranks must know at the end of a restore of a step; None if another one must be chosen."""
         return b""
 
     def ended(self, step: int | None, told: bytes) -> None:
@@ -114,7 +118,28 @@ class Root:
 
     async def folders(self) -> StepFolders:
         """Return the step folders. Raise if the storage cannot list; failures of a single step are logged."""
+        self._line = None
         return await self.examine(await self.numbers())
+
+    async def line(self) -> Line:
+        """Return the line of the run in this root. Without facts, all steps are on it."""
+        if self._line is None:
+            async with self.opened() as session:
+                self._line = Line(await read_facts(session.storage))
+        return self._line
+
+    async def counts(self, step: int, stat: FileStat) -> bool:
+        """Return True if a step may be restored, as far as the timeline of the run decides that."""
+        line = await self.line()
+        if not line.cuts:
+            return True
+        head = await self._head(step, stat)
+        return not isinstance(head, ManifestHead) or line.counts(step, head.save_id, origin_of(head.metadata))
+
+    async def on_line(self, committed: Mapping[int, FileStat]) -> list[int]:
+        """Return the committed steps that count, ascending."""
+        found = await gather_limited(committed, lambda step: self.counts(step, committed[step]))
+        return [step for step, counts in zip(committed, found, strict=True) if counts]
 
     async def numbers(self) -> list[int]:
         """Return the numbers of all step folders, ascending. Raise if the storage cannot list."""

@@ -47,11 +47,13 @@ def agree_on(
     find_bases: Callable[[], list[int]],
     expect_few: Callable[[int], None],
     expect_new: Callable[[int], None] | None,
+    before_far: Callable[[], None] | None,
 ) -> StepAnswer:
     """Return whether `pending`, an earlier take of this step, has saved the current state.
 
     The leader checks that the snapshot of `pending` still exists, and deletes a leftover pin if not. `expect_few` gets
-    the number of failures, `expect_new` the step. Raise SnapshotError on all ranks if they passed different steps.
+    the number of failures, `expect_new` the step. `before_far` is called if a host cannot write near. Raise
+    SnapshotError on all ranks if they passed different steps.
     """
     step = mine.step
 
@@ -66,6 +68,8 @@ def agree_on(
         if not known and expect_new is not None:
             expect_new(step)
         fault = next((each.near_fault for each in all_ if each.near_fault), "")
+        if fault and before_far is not None:
+            before_far()
         return StepAnswer(known, [] if known else find_bases(), fault)
 
     return exchange.agree(mine, lead, StepBegin, StepAnswer)

@@ -54,13 +54,15 @@ def _number(name: str, value: Any) -> float:
         raise TypeError(f"metrics[{name!r}] does not fit into a float: {error}") from error
 
 
-def add_note(step: int, metrics: Mapping[str, float], metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+def add_note(
+    step: int, metrics: Mapping[str, float], metadata: Mapping[str, Any] | None, writer: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return a snapshot's metadata: the user's plus the manager's. NaN and infinity are stored by name."""
     given = dict(metadata or {})
     if NOTE in given:
         raise ValueError(f"metadata must not have the key {NOTE!r}: it is reserved for the manager")
     stored = {name: value if math.isfinite(value) else repr(value) for name, value in metrics.items()}
-    return {**given, NOTE: {"step": step, "metrics": stored}}
+    return {**given, NOTE: {"step": step, "metrics": stored} | ({"writer": dict(writer)} if writer else {})}
 
 
 def noted_step(metadata: Mapping[str, Any]) -> int | None:

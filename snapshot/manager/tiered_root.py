@@ -19,12 +19,13 @@ from snapshot.signing.seal import Seal
 from snapshot.snapshot import Snapshot
 from snapshot.storage import FileStat
 from snapshot.tiers.census import CensusStep, HostView
+from snapshot.tiers.facts import limited
 from snapshot.tiers.far_packed import FarStorage
-from snapshot.tiers.join import FAR_PATIENCE, limited
+from snapshot.tiers.join import Begun
 from snapshot.tiers.manifests import Keepers
-from snapshot.tiers.run_record import NO_ORIGIN, Attempt, origin_of
 from snapshot.tiers.sources import FAR, MOST_KEEPERS, NEAR, PEER, Place, StepSources, place_of
 from snapshot.tiers.tier_set import TierSet
+from snapshot.tiers.timeline import NO_ORIGIN, Facts, Line, Origin, Parent, origin_of
 from snapshot.tiers.tombstones import is_buried
 from snapshot.url import URL
 
@@ -38,9 +39,7 @@ _places = msgspec.msgpack.Decoder(Place)
 class Ended(msgspec.Struct, array_like=True):
     """The end of a restore, as the leader tells all ranks."""
 
-    attempt: Attempt
-    attempts: list[Attempt]
-    """The attempts before it, as far as the leader knows."""
+    begun: Begun
     manifests: dict[int, Keepers]
     """The hosts that have the manifest of each near step."""
 
@@ -50,12 +49,20 @@ class TieredRoot(Root):
 
     signable = False
 
-    def __init__(self, url: URL, options: Mapping[str, Any] | None, tiers: TierSet) -> None:
+    def __init__(
+        self, url: URL, options: Mapping[str, Any] | None, tiers: TierSet, patience: float, *, offline: bool
+    ) -> None:
+        """`patience`: seconds to wait for the far root. `offline`: go on without it, if it cannot be read."""
         super().__init__(url, options)
         self._tiers = tiers
+        self._patience = patience
+        self._offline = offline
+        self._views: list[HostView] = []
         self._census: dict[int, CensusStep] = {}
-        self._is_leader = False
         self._far_answers = True
+        self._of_run = tiers.member.line
+        self._origins: dict[int, tuple[Origin, str]] = {}
+        """The origin and the save id of each candidate."""
         self.sources: StepSources | None = None
         """The places that the step was read from, which was restored last on this rank."""
         self._step = -1
@@ -67,11 +74,31 @@ class TieredRoot(Root):
         return msgspec.msgpack.encode(self._tiers.view()) if self._tiers.member.leads else b""
 
     def see(self, views: Sequence[bytes]) -> None:
-        """Take the census. Later rounds have no views."""
-        self._is_leader = True
+        """Read the facts, and take the census. Later rounds have no views."""
         if any(views):
-            seen = [_views.decode(view) if view else HostView("") for view in views]
-            self._census = self._tiers.census(seen)
+            self._views = [_views.decode(view) if view else HostView("") for view in views]
+            self._read_facts()
+
+    def _read_facts(self) -> None:
+        """Read the facts of the far root, and find the near steps on the line.
+
+        Raises:
+            StorageError: The far root cannot be read, and the restore is not `offline`: it may have a newer line.
+        """
+        stepped = {each.origin[2] for view in self._views for each in view.steps if each.save_id}
+        try:
+            self._tiers.read_far(stepped, self._patience)
+            self._far_answers = True
+        except StorageError as error:
+            if not self._offline:
+                error.add_note("restore_latest(..., offline=True) restores the newest near step that is known")
+                raise
+            log.warning("%s: cannot be reached, so only near steps are considered: %s", self.url, error)
+            self._tiers.member.facts.expect_no_fork()
+            self._far_answers = False
+        facts = self._tiers.member.facts
+        self._of_run = Line(facts, facts.last)
+        self._census = self._tiers.census(self._views, self._of_run)
 
     def place(self, step: int) -> bytes:
         """Return where the files of a near step are."""
@@ -80,13 +107,20 @@ class TieredRoot(Root):
             return b""
         return msgspec.msgpack.encode(place_of(found, far=self._far_answers))
 
-    def end(self, step: int) -> bytes:
-        """Name the attempt that begins."""
-        tiers = self._tiers
-        tiers.refresh_record(far=self._far_answers)
-        # a host that could not show its steps may have a newer one, which must not be abandoned
-        attempt = tiers.member.record.next_attempt(None if tiers.member.fault else step)
-        return msgspec.msgpack.encode(Ended(attempt, tiers.member.record.attempts, self._manifests()))
+    def end(self, step: int) -> bytes | None:
+        """Begin the attempt that continues with a step. None if the line has changed: the steps are chosen again."""
+
+        def parent_of(facts: Facts) -> Parent | None:
+            origin, save_id = self._origins.get(step, (NO_ORIGIN, ""))
+            if facts.find(origin.attempt) is not None:
+                return Parent(origin.attempt, step, save_id)
+            return Parent(facts.last.name, step) if facts.last is not None else None
+
+        begun = self._tiers.begin(parent_of, far=self._far_answers)
+        if begun is None:
+            self._read_facts()
+            return None
+        return msgspec.msgpack.encode(Ended(begun, self._manifests()))
 
     def _manifests(self) -> dict[int, Keepers]:
         return {step: (each.save_id, sorted(each.keepers)[:MOST_KEEPERS]) for step, each in self._census.items()}
@@ -95,9 +129,7 @@ class TieredRoot(Root):
         """Begin an attempt with the restored step."""
         if step is not None:
             ended = msgspec.msgpack.decode(told, type=Ended)
-            self._tiers.began_attempt(ended.attempt, ended.attempts, ended.manifests)
-            if self._is_leader and self._far_answers:
-                self._tiers.publish()
+            self._tiers.began(ended.begun, ended.manifests)
 
     def snapshot_of(self, step: int, place: bytes, pg: ProcessGroup | None, *, allow_pickle: bool) -> Snapshot:
         """Return a step as this rank reads it."""
@@ -130,16 +162,18 @@ class TieredRoot(Root):
 
     async def folders(self) -> StepFolders:
         """Return the steps of the far root and the near ones: of each step the newer snapshot."""
-        try:
-            folders = await limited(super().folders(), FAR_PATIENCE if self._census else None)
-        except StorageError as error:
-            if not self._census:
-                raise
-            log.warning("%s: cannot be reached, so only near steps are considered: %s", self.url, error)
-            folders, self._far_answers = StepFolders(), False
-        await self._leave_out_abandoned(folders)
+        folders = StepFolders()
         if self._far_answers:
-            await self._leave_out_removed(folders)
+            try:
+                folders = await limited(super().folders(), self._patience)
+                await self._leave_out_removed(folders)
+            except StorageError as error:
+                if not self._offline:
+                    raise
+                log.warning("%s: cannot be reached, so only near steps are considered: %s", self.url, error)
+                folders, self._far_answers = StepFolders(), False
+        if not self._far_answers and not self._census:
+            raise StorageError(f"{self.url}: cannot be read, and no host has a near step; try again later")
         for step, found in list(self._census.items()):
             far = folders.committed.get(step)
             head = await self._head(step, far) if far is not None else None
@@ -149,6 +183,22 @@ class TieredRoot(Root):
                 folders.committed[step] = FileStat(0, 0.0, f"near:{found.save_id}")
         folders.committed = dict(sorted(folders.committed.items()))
         return folders
+
+    async def line(self) -> Line:
+        """Return the line that this restore follows."""
+        return self._of_run
+
+    async def counts(self, step: int, stat: FileStat) -> bool:
+        """Return True if a step is on the line of the run."""
+        found = self._census.get(step)
+        if found is not None:
+            self._origins[step] = found.origin, found.save_id
+            return True
+        head = await self._head(step, stat)
+        if not isinstance(head, ManifestHead):
+            return True  # damage is reported by the attempt to restore it
+        self._origins[step] = origin_of(head.metadata), head.save_id
+        return self._of_run.counts(step, head.save_id, origin_of(head.metadata))
 
     async def _leave_out_removed(self, folders: StepFolders) -> None:
         """Leave out near steps that were removed from the far root on purpose."""
@@ -160,20 +210,7 @@ class TieredRoot(Root):
                         del self._census[step]
 
     def _is_newer(self, near: CensusStep, far: ManifestHead) -> bool:
-        return self._tiers.member.record.is_newer(near.origin, origin_of(far.metadata))
-
-    async def _leave_out_abandoned(self, folders: StepFolders) -> None:
-        """Leave out the newest far steps, as far as later attempts abandoned them."""
-        record = self._tiers.member.record
-        if not any(each.restored is not None for each in record.attempts):
-            return
-        for step in sorted(folders.committed, reverse=True):
-            head = await self._head(step, folders.committed[step])
-            origin = origin_of(head.metadata) if isinstance(head, ManifestHead) else NO_ORIGIN
-            if not record.is_abandoned(step, origin):
-                return
-            log.info("%s: passed over: a later attempt began with an older step", self.step_url(step))
-            del folders.committed[step]
+        return self._of_run.is_newer(near.step, (near.save_id, near.origin), (far.save_id, origin_of(far.metadata)))
 
     async def fault(self, step: int, seal: Seal | None = None) -> str | None:
         """Return why a step cannot be restored: for a near one, the files that no host has, nor the far root."""

@@ -16,11 +16,15 @@ from snapshot.manager.tiered_root import TieredRoot
 from snapshot.manifest.head import ManifestHead
 from snapshot.runtime.loop import run
 from snapshot.snapshot import PendingSnapshot, Snapshot
+from snapshot.storage import FileStat
 from snapshot.tiers.control import Request
-from snapshot.tiers.join import FAR_PATIENCE, TierOptions, join, limited
+from snapshot.tiers.facts import limited
+from snapshot.tiers.join import FAR_PATIENCE, TierOptions, join
+from snapshot.tiers.join import Begun as BegunAttempt
 from snapshot.tiers.metrics_server import leave_metrics
-from snapshot.tiers.run_record import origin_of
 from snapshot.tiers.tier_set import TierSet
+from snapshot.tiers.timeline import Facts, Line, Parent, Standing, origin_of
+from snapshot.tiers.upload_queue import UploadState
 from snapshot.url import URL
 
 
@@ -72,11 +76,18 @@ class ManagerTiers:
         """Return True if the ranks have joined."""
         return self._set is not None
 
-    def join(self, exchange: Exchange, cleaner: Cleaner | None) -> None:
-        """Join the job's hosts, in the first collective call. `cleaner` removes far steps."""
-        if self._set is not None:
+    def join(self, exchange: Exchange, cleaner: Cleaner | None, *, needs_far: bool = False) -> None:
+        """Join the job's hosts, in the first collective call. `cleaner` removes far steps.
+
+        If the far root could not be read then, and nothing was taken since, join again. `needs_far`: raise StorageError
+        if it cannot be read.
+        """
+        if self._set is not None and (self._set.member.attempt is not None or not self._set.member.far_fault):
             return
-        self._set = made = TierSet(self.options, join(exchange, self.options))
+        if self._set is not None:
+            self._set.close()
+        patience = min(FAR_PATIENCE, exchange.timeout)
+        self._set = made = TierSet(self.options, join(exchange, self.options, patience, needs_far=needs_far))
         if not made.member.fault:
             leave_metrics(made.member.folder, exchange.rank)
         near = Root(URL("near", made.member.folder), None)
@@ -87,19 +98,39 @@ class ManagerTiers:
     near: Root
     """The near steps of this host, after the ranks have joined."""
 
-    def root(self) -> TieredRoot:
+    def begin_attempt(self, exchange: Exchange) -> None:
+        """Begin an attempt, unless there is one: the job has restored nothing, so it continues the line at its end."""
+        tiers = self.joined
+        if tiers.member.attempt is not None:
+            return
+
+        def parent_of(facts: Facts) -> Parent | None:
+            return Parent(facts.last.name, None) if facts.last is not None else None
+
+        def lead(_: list[bool]) -> BegunAttempt:
+            while (begun := tiers.begin(parent_of, far=not tiers.member.far_fault)) is None:
+                pass  # another job was faster, and this one has no takes yet
+            return begun
+
+        tiers.began(exchange.agree(True, lead, bool, BegunAttempt), {})
+
+    def root(self, patience: float, *, offline: bool) -> TieredRoot:
         """Return the steps on all tiers."""
-        return TieredRoot(self.options.far, self.options.options, self.joined)
+        return TieredRoot(self.options.far, self.options.options, self.joined, patience, offline=offline)
 
     # Take
 
-    def near_fault(self) -> str:
-        """Return why the next take cannot be written near, or ''. Give up uploads if the folder is full."""
+    def near_fault(self, step: int) -> str:
+        """Return why a take cannot be written near, or ''. Give up uploads if the folder is full."""
         tiers = self.joined
-        if tiers.superseded:
-            raise SnapshotError(f"{self._far.url}: {tiers.superseded}; nothing was saved")
+        if tiers.member.leads:
+            tiers.look_for_later_attempt(step)
+        if tiers.superseded is not None:
+            raise tiers.superseded
         if not tiers.member.leads:  # its host's lowest rank looks
             return tiers.member.fault
+        if not tiers.member.fault:
+            tiers.remove_off(step)
         fault = tiers.near_fault()
         while fault and tiers.is_full and self._make_room():
             fault = tiers.near_fault()
@@ -133,12 +164,28 @@ class ManagerTiers:
         committed = run(limited(self._far.folders(), FAR_PATIENCE)).committed
         if step not in committed:
             return
-        head = run(self._far.heads(committed)).get(step)
-        record = self.joined.member.record
-        if not (isinstance(head, ManifestHead) and record.is_abandoned(step, origin_of(head.metadata))):
+        if not self._is_off(step, committed):
             raise SnapshotExistsError(
                 f"{self._far.step_url(step)}: a snapshot exists already; take another step, or pass overwrite=True"
             )
+
+    def _is_off(self, step: int, committed: Mapping[int, FileStat]) -> bool:
+        """Return True if the far snapshot of a step is off the line of the run."""
+        head = run(self._far.heads(committed)).get(step)
+        if not isinstance(head, ManifestHead):
+            return False
+        line = Line(self.joined.member.facts)
+        return line.standing(step, head.save_id, origin_of(head.metadata)) == Standing.OFF
+
+    def may_replace(self, step: int, place: TakePlace) -> bool:
+        """Return True if a take that is written far replaces a snapshot that is off the line. Each rank looks."""
+        if place.near:
+            return False
+        try:
+            folders = run(limited(self._far.folders(), FAR_PATIENCE))
+            return step in folders.committed and self._is_off(step, folders.committed)
+        except StorageError:  # the take reports it
+            return False
 
     def place_of(self, step: int, fault: str, verb: str) -> TakePlace:
         """Return where to write a take: near, or far if a host cannot use its near folder."""
@@ -173,7 +220,7 @@ class ManagerTiers:
 
     def near_steps(self) -> set[int]:
         """Return the near steps of this run, as this host sees them."""
-        return set(self._set.folder.steps_of(self._set.member.record.run)) if self._set is not None else set()
+        return set(self._set.folder.steps_of(self._set.member.run)) if self._set is not None else set()
 
     def is_whole_here(self, step: int) -> bool:
         """Return True if this host has all files of a near step."""
@@ -205,11 +252,11 @@ class ManagerTiers:
         """Wait until the newest near step is far, at most for the grace. After a failure the uploader continues."""
         if self._set is None or self._set.member.fault:
             return
-        record = self._set.member.record
-        steps = self._set.folder.steps_of(record.run).values()
+        line = self._set.member.line
+        steps = self._set.folder.steps_of(self._set.member.run).values()
         if not steps:
             return
-        newest = max(steps, key=lambda each: record.age(each.origin))
+        newest = max(steps, key=lambda each: line.age(each.origin))
         try:
             self._set.wait_far(newest.step, newest.save_id, self.grace)
         except (SnapshotError, TimeoutError) as error:
@@ -219,7 +266,9 @@ class ManagerTiers:
         """Return the mean duration of the uploads of near steps, 0 if there was none."""
         if self._set is None or self._set.member.fault:
             return 0.0
-        found = [each.seconds for each in self._set.ask(Request("status")).steps.values() if each.far == "whole"]
+        found = [
+            each.seconds for each in self._set.ask(Request("status")).steps.values() if each.far == UploadState.WHOLE
+        ]
         return sum(found) / len(found) if found else 0.0
 
     def close(self) -> None:

@@ -5,36 +5,43 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 from snapshot.errors import SnapshotError
 from snapshot.tiers.control import Registration
+from snapshot.tiers.facts import read_copies, read_copy
 from snapshot.tiers.hosts import Host
-from snapshot.tiers.run_record import RECORD, RunRecord, decode_record
+from snapshot.tiers.timeline import Copy, Facts
+from snapshot.tiers.upload_queue import Act, UploadState
 from snapshot.tiers.uploader import Uploader
-from snapshot.tiers.uploader_process import lock_folder
+from snapshot.tiers.uploader_process import expect_own_folder, lock_folder
 
 WAITING = 20.0
 """Seconds to wait for the files of other hosts, whose uploads may run at the same time."""
 
 
-def find_runs(near: str, far: str | None) -> list[tuple[str, RunRecord]]:
-    """Return the folders of runs in a near folder, or the folder itself if it is a run's, with their records.
+def find_runs(near: str, far: str | None) -> list[Copy]:
+    """Return the runs in a near folder, or the run itself if the folder is a run's, with their facts.
 
-    `far` chooses the runs that were uploaded there. A single run may have been uploaded to another place.
+    `far` chooses the runs that were uploaded there. A single run may have been uploaded to another place. Raise
+    PermissionError if another user can write to the folder.
     """
-    found: list[tuple[str, RunRecord]] = []
-    for folder in (near, *sorted(entry.path for entry in os.scandir(near) if entry.is_dir())):
-        with suppress(OSError, SnapshotError), open(f"{folder}/{RECORD}", "rb") as file:
-            found.append((folder, decode_record(file.read(), folder)))
-    chosen = [each for each in found if far is None or each[1].far == far]
+    expect_own_folder(near)
+    own = Copy(os.path.basename(near), read_copy(near))
+    found = [own] if own.far else read_copies(near)
+    chosen = [each for each in found if far is None or each.far == far]
     return chosen or (found if len(found) == 1 else [])
 
 
+def folder_of(near: str, copy: Copy) -> str:
+    """Return the folder of a run that `find_runs` has found."""
+    near = os.path.abspath(os.path.expanduser(near))
+    return near if os.path.basename(near) == copy.run else f"{near}/{copy.run}"
+
+
 def upload_by_hand(
-    folder: str, record: RunRecord, far: str, options: Mapping[str, Any] | None, *, everything: bool, rate: float | None
-) -> dict[int, str]:
+    folder: str, facts: Facts, far: str, options: Mapping[str, Any] | None, *, everything: bool, rate: float | None
+) -> dict[int, UploadState]:
     """Upload the steps of a run. Return the state of each step that was wanted."""
     lock = lock_folder(folder)
     if lock is None:
@@ -43,8 +50,10 @@ def upload_by_hand(
     try:
         uploader.register(
             Registration(
-                record=record,
+                run=os.path.basename(folder),
+                facts=facts,
                 attempt="",
+                by_hand=True,
                 far=far,
                 options=dict(options or {}),
                 upload=1 if everything else "latest",
@@ -57,16 +66,17 @@ def upload_by_hand(
         )
         since = time.monotonic()
         while True:
-            pause = uploader.upload_turn()
+            action = uploader.upload_turn()
             states = {step: each.far for step, each in uploader.status().steps.items()}
-            waiting = {state for state in states.values() if state in ("queued", "uploading", "waiting")}
-            if uploader.status().error:
+            open_ = {state for state in states.values() if state.is_open}
+            if open_ and uploader.status().error:
                 raise SnapshotError(uploader.status().error)
-            if not waiting or (waiting == {"waiting"} and time.monotonic() - since > WAITING):
-                return {step: state for step, state in states.items() if state != "kept near"}
-            if "waiting" not in waiting:
+            if not open_ or (open_ == {UploadState.WAITING} and time.monotonic() - since > WAITING):
+                return {step: state for step, state in states.items() if state != UploadState.KEPT}
+            if UploadState.WAITING not in open_:
                 since = time.monotonic()
-            time.sleep(pause)
+            if action.act == Act.WAIT:
+                time.sleep(action.seconds)
     finally:
         uploader.close()
         os.close(lock)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from snapshot.tiers.near_steps import NearFolder
-from snapshot.tiers.run_record import NO_ORIGIN, Origin, RunRecord
+from snapshot.tiers.timeline import NO_ORIGIN, Line, Origin, Standing
 
 
 class StepView(msgspec.Struct, array_like=True):
@@ -68,15 +68,17 @@ class CensusStep:
 
 
 def take_census(
-    views: Sequence[HostView], record: RunRecord, sizes_of: Callable[[CensusStep], dict[str, int]]
+    views: Sequence[HostView], line: Line, sizes_of: Callable[[CensusStep], dict[str, int]]
 ) -> list[CensusStep]:
-    """Return the snapshots of a run that no later attempt abandoned, with the holders of their files.
+    """Return the snapshots on the line of a run, with the holders of their files.
 
     There is one for each step: the newest. `sizes_of` reads the manifest of one; it is empty if no host can read it.
 
     >>> a = HostView("a", [StepView(1, "s", ("r", 1, "t", 1, False), {"x": 1})])
     >>> b = HostView("b", [StepView(1, "", ("", 0, "", 0, False), {"x": 1, "y": 2})])
-    >>> [found] = take_census([a, b], RunRecord("r"), lambda step: {"x": 1, "y": 2})
+    >>> from snapshot.tiers.timeline import Attempt, Facts
+    >>> line = Line(Facts(1, (Attempt("t", "r", 1),)))
+    >>> [found] = take_census([a, b], line, lambda step: {"x": 1, "y": 2})
     >>> found.step, found.missing, found.replicas
     (1, [], 0)
     """
@@ -84,10 +86,10 @@ def take_census(
     for at, view in enumerate(views):
         for each in view.steps:
             origin = Origin(*each.origin)
-            if not each.save_id or origin.run != record.run or record.is_abandoned(each.step, origin):
+            if not origin.attempt or line.standing(each.step, each.save_id, origin) != Standing.ON:
                 continue
             known = best.get(each.step)
-            if known is None or record.is_newer(origin, known.origin):
+            if known is None or line.age(origin) > line.age(known.origin):
                 known = best[each.step] = CensusStep(each.step, each.save_id, origin)
             if known.save_id == each.save_id:
                 known.keepers.add(at)

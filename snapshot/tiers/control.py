@@ -21,7 +21,8 @@ import msgspec
 from snapshot.errors import SnapshotError
 from snapshot.events import log
 from snapshot.tiers.hosts import Host
-from snapshot.tiers.run_record import Attempt, RunRecord
+from snapshot.tiers.timeline import Facts
+from snapshot.tiers.upload_queue import UploadState
 
 SOCKET, LOCK, LOG = ".uploader.sock", ".uploader.lock", ".uploader.log"
 PATIENCE = 30.0
@@ -32,12 +33,17 @@ class UploaderError(SnapshotError):
     """The uploader of this host cannot be reached."""
 
 
+class UploaderHungError(UploaderError):
+    """The uploader of this host runs, and does not answer in time."""
+
+
 class Registration(msgspec.Struct):
     """The message of a manager to the uploader of its host."""
 
-    record: RunRecord
+    run: str
+    facts: Facts
     attempt: str
-    """The attempt of the trainer."""
+    """The attempt of the trainer; empty before its first take."""
     far: str
     """The far root, with its secrets."""
     options: dict[str, Any]
@@ -51,19 +57,19 @@ class Registration(msgspec.Struct):
     """The maximum bytes per second of uploads."""
     compression: str | None = None
     """The compression of uploaded files."""
+    by_hand: bool = False
+    """True for an upload without a trainer."""
 
     def is_alone(self) -> bool:
         """Return True if no other host has files of the run's steps. An upload by hand does not know."""
-        return len(self.hosts) == 1 and bool(self.attempt)
+        return len(self.hosts) == 1 and not self.by_hand
 
 
 class StepStatus(msgspec.Struct):
     """A near step, as its uploader sees it."""
 
     save_id: str
-    far: str = "kept near"
-    """`kept near`, `queued`, `uploading`, `waiting` (for files of other hosts), `whole`, `dropped`, `outdated` or
-    `damaged`."""
+    far: UploadState = UploadState.KEPT
     sent: int = 0
     total: int = 0
     error: str = ""
@@ -86,14 +92,14 @@ class Status(msgspec.Struct):
     steps: dict[int, StepStatus] = {}
     error: str = ""
     """The last failure to reach the far root, if it cannot be reached now."""
-    newest: list[Attempt] = []
-    """The newest attempts of the run."""
+    number: int = 0
+    """The number of the last published fact that it knows."""
     jobs: int = 0
     """The number of jobs with a trainer on this host."""
 
 
 class Request(msgspec.Struct, omit_defaults=True):
-    """A request: `register`, `status`, `want`, `drop`, `close` or `stop`."""
+    """A request: `register`, `status`, `ping`, `want`, `drop`, `close` or `stop`."""
 
     verb: str
     registration: Registration | None = None
@@ -137,26 +143,32 @@ def _expect_same_user(connected: socket.socket) -> None:
 class ControlClient:
     """A connection to the uploader of this host."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, seconds: float = PATIENCE) -> None:
         self._folder = folder
         self._lock = threading.Lock()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.settimeout(PATIENCE)
+        self._socket.settimeout(seconds)
         try:
             with short_path(folder, SOCKET) as path:
                 self._socket.connect(path)
             _expect_same_user(self._socket)
+        except TimeoutError as error:
+            self._socket.close()
+            raise UploaderHungError(f"{folder}: its uploader did not answer within {seconds:g} s") from error
         except OSError as error:
             self._socket.close()
             raise UploaderError(f"{folder}: its uploader cannot be reached: {error}") from error
         self._lines = self._socket.makefile("rb")
 
-    def ask(self, request: Request) -> Status:
-        """Send a request, and return the uploader's state."""
+    def ask(self, request: Request, seconds: float = PATIENCE) -> Status:
+        """Send a request, and return the uploader's state. Raise UploaderHungError after some seconds."""
         with self._lock:
             try:
+                self._socket.settimeout(seconds)
                 self._socket.sendall(msgspec.json.encode(request) + b"\n")
                 line = self._lines.readline()
+            except TimeoutError as error:
+                raise UploaderHungError(f"{self._folder}: its uploader did not answer within {seconds:g} s") from error
             except (OSError, ValueError) as error:
                 raise UploaderError(f"{self._folder}: its uploader does not answer: {error}") from error
         if not line:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -22,10 +22,11 @@ from snapshot.runtime.session import Session
 from snapshot.save import cleanup
 from snapshot.save.claims import claim_path
 from snapshot.storage import ABSENT, ANYTHING, Expect, Storage
+from snapshot.tiers.facts import sync_facts
 from snapshot.tiers.far_packed import Note, PackedUploads, read_notes, remove_notes, table_of
 from snapshot.tiers.fetch import copy_verified, describe_files, remove_asides
 from snapshot.tiers.near_steps import PINNED, NearStep
-from snapshot.tiers.run_record import RunRecord, origin_of, publish_record
+from snapshot.tiers.timeline import Facts, Line, RunDeletedError, RunForkedError, Standing, origin_of
 from snapshot.tiers.tombstones import is_buried
 
 RENEWED = 1800.0
@@ -33,11 +34,11 @@ RENEWED = 1800.0
 
 
 class Outdated(SnapshotError):
-    """The step must not be uploaded: it was removed, replaced, or abandoned by a later attempt."""
+    """The step must not be uploaded: it was removed or replaced, or is off the line of the run."""
 
 
-class OtherRun(SnapshotError):
-    """The far root belongs to another run."""
+class Undecided(SnapshotError):
+    """The step is not uploaded, since the attempt that took it is not published."""
 
 
 class FarUpload:
@@ -60,7 +61,7 @@ class FarUpload:
         self._step = step
         self._progress = progress
         self._renewed = 0.0
-        self._live = ""
+        self._names: Collection[str] = ()
         self._put = False
         """True if this host may have put the manifest, and has not looked again since."""
         self._document: Document | None = None
@@ -70,24 +71,26 @@ class FarUpload:
         """The files that are compressed there."""
         self._wrong: set[str] = set()
         """Files that must be sent again."""
-        self.record = RunRecord("")
-        """The record of the far root, when it was last read."""
+        self.facts = Facts()
+        """The facts in the far root, when they were last read."""
 
-    async def advance(self, record: RunRecord, here: Sequence[str], *, live: str, commits: bool) -> bool:
+    async def advance(self, facts: Facts, here: Sequence[str], *, names: Collection[str], commits: bool) -> bool:
         """Send the files that are here and not there. Commit if all are there. Return True if the step is committed.
 
-        Without `commits`, leave the commit to another host, which then checks all files. `live`: the attempt of a
-        trainer that runs now.
+        Without `commits`, leave the commit to another host, which then checks all files. `names`: the attempts that
+        are published, if they are not yet.
 
         Raises:
             Outdated: The step must not be uploaded.
-            OtherRun: The far root belongs to another run.
+            RunForkedError: Another attempt was published instead of the step's.
+            Undecided: The step's attempt is not published.
+            RunDeletedError: The far root does not have the run any more.
         """
-        self._live = live
+        self._names = names
         if not self._renewed:
-            await self._expect_wanted(record)
+            await self._expect_wanted(facts)
         if await self._is_committed():
-            return await self._check_commit(record) if self._put else True
+            return await self._check_commit(facts) if self._put else True
         await self._claim()
         missing = await self._unlisted()
         mine = [each for each in here if each in missing]
@@ -98,15 +101,15 @@ class FarUpload:
             )
             self._wrong.difference_update(mine)
             if await self._is_committed():
-                return await self._describe_sent(mine, record)
+                return await self._describe_sent(mine, facts)
             missing = await self._unlisted()
         if missing or not commits:
             return False
         self._wrong = await self._find_wrong()
         if self._wrong:
             return False
-        await self._expect_wanted(record)
-        return await self._commit(record)
+        await self._expect_wanted(facts)
+        return await self._commit(facts)
 
     def _load(self) -> Document:
         if self._document is None:
@@ -118,14 +121,15 @@ class FarUpload:
             self._document = document
         return self._document
 
-    async def _expect_wanted(self, record: RunRecord) -> None:
-        """Raise if the step was removed from the far root, or a later attempt abandoned it."""
-        self.record = found = await publish_record(self._root, record, self._live)
-        step, origin = self._step.step, self._step.origin
-        if found.run != record.run:
-            raise OtherRun(f"{self._root.url}: belongs to another run ({found.run}), so nothing is uploaded to it")
-        if found.is_abandoned(step, origin):
-            raise Outdated(f"step-{step}: a later attempt began with an older step")
+    async def _expect_wanted(self, facts: Facts) -> None:
+        """Raise if the step was removed from the far root, or is not on the line of the run."""
+        self.facts, fork = await sync_facts(self._root, facts, self._names)
+        step = self._step.step
+        standing = Line(self.facts).standing(step, self._step.save_id, self._step.origin)
+        if standing == Standing.OFF:
+            raise Outdated(f"step-{step}: is off the line of the run: a later attempt began with an older step")
+        if standing != Standing.ON:
+            raise fork or Undecided(f"step-{step}: the attempt that took it is not published")
         if await is_buried(self._root, self._step.save_id):
             raise Outdated(f"step-{step}: was removed from {self._root.url}")
 
@@ -146,7 +150,10 @@ class FarUpload:
             head = None
         if head is not None and head.save_id == self._step.save_id:
             return True
-        if head is not None and not self.record.is_newer(self._step.origin, origin_of(head.metadata)):
+        mine = self._step.save_id, self._step.origin
+        if head is not None and not Line(self.facts).is_newer(
+            self._step.step, mine, (head.save_id, origin_of(head.metadata))
+        ):
             raise Outdated(f"step-{self._step.step}: {storage.url} has a newer snapshot of it")
         self._replaces = token
         return False
@@ -185,7 +192,7 @@ class FarUpload:
         found = await gather_limited(sizes, good)
         return {name for name, is_good in zip(sizes, found, strict=True) if not is_good}
 
-    async def _commit(self, record: RunRecord) -> bool:
+    async def _commit(self, facts: Facts) -> bool:
         """Put the manifest. Afterwards look again for a removal or a later attempt, which may have happened meanwhile.
 
         Return False if files are missing by then.
@@ -204,9 +211,9 @@ class FarUpload:
         except (StorageConflictError, StorageNotFoundError):
             self._renewed, self._put = 0.0, False
             return await self._is_committed()
-        return await self._check_commit(record)
+        return await self._check_commit(facts)
 
-    async def _describe_sent(self, sent: Sequence[str], record: RunRecord) -> bool:
+    async def _describe_sent(self, sent: Sequence[str], facts: Facts) -> bool:
         """Describe files that were sent while another host committed, if it had them in another form.
 
         Two hosts send a file if one is slow. One may compress it, or their versions of zstd may differ.
@@ -227,14 +234,14 @@ class FarUpload:
             return True
         self._notes, self._renewed = true, 0.0
         await self._claim()  # the other host removed it
-        return await self._commit(record)
+        return await self._commit(facts)
 
-    async def _check_commit(self, record: RunRecord) -> bool:
+    async def _check_commit(self, facts: Facts) -> bool:
         """Look again for a removal, a later attempt, and all files. Withdraw the manifest if it must not be there."""
         storage = self._target.storage
         try:
-            await self._expect_wanted(record)
-        except Outdated:
+            await self._expect_wanted(facts)
+        except (Outdated, Undecided, RunForkedError, RunDeletedError):
             await self._withdraw()
             raise
         self._wrong = await self._find_wrong()

@@ -2,42 +2,54 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
 import socket
-from collections.abc import Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from snapshot.distributed.exchange import Exchange
-from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageError
+from snapshot.errors import StorageError
 from snapshot.events import log
 from snapshot.peer_requests import host_of
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
+from snapshot.storage import Storage
 from snapshot.tiers.control import Registration, UploaderError
+from snapshot.tiers.facts import (
+    TRIES,
+    limited,
+    mark_used,
+    mend_facts,
+    publish,
+    publish_pending,
+    read_copies,
+    read_facts,
+    store_copy,
+)
 from snapshot.tiers.hosts import Host, hosts_of, job_address
-from snapshot.tiers.run_record import (
-    RECORD,
+from snapshot.tiers.near_steps import NearFolder
+from snapshot.tiers.timeline import (
     Attempt,
-    RunRecord,
-    decode_record,
+    Copy,
+    Facts,
+    Line,
+    Parent,
+    RunDeletedError,
+    RunForkedError,
+    Settled,
     new_name,
-    publish_record,
-    read_record,
-    store_record,
+    settle_run,
 )
 from snapshot.tiers.upload_queue import Upload
 from snapshot.tiers.uploader_process import ensure_uploader, expect_own_folder
 from snapshot.url import URL
 
-T = TypeVar("T")
 FAR_PATIENCE = 20.0
-"""Seconds to wait for the far root at the beginning of a job, if there are near steps."""
+"""Seconds to wait for the far root, if the caller gives no shorter time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +71,8 @@ class Arrived(msgspec.Struct, array_like=True):
 
     key: str
     name: str
-    records: list[RunRecord]
-    """The runs in this host's near folder that upload to the same far root."""
+    copies: list[Copy]
+    """The facts of the runs in this host's near folder that upload to the same far root."""
     fault: str
     """Why the near folder cannot be used, or ''."""
 
@@ -68,11 +80,19 @@ class Arrived(msgspec.Struct, array_like=True):
 class Joined(msgspec.Struct, array_like=True):
     """The leader's first answer."""
 
-    record: RunRecord
-    attempt: Attempt
+    run: str
+    facts: Facts
+    birth: Attempt | None
     hosts: list[Host]
     secret: str
     far_fault: str
+
+
+class Begun(msgspec.Struct, array_like=True):
+    """The leader's answer about the attempt that begins."""
+
+    facts: Facts
+    attempt: Attempt
 
 
 class Ready(msgspec.Struct, array_like=True):
@@ -86,8 +106,10 @@ class Ready(msgspec.Struct, array_like=True):
 class Membership:
     """The job, as one rank knows it."""
 
-    record: RunRecord
-    attempt: Attempt
+    run: str
+    facts: Facts
+    attempt: Attempt | None
+    """The attempt of this job; None until its first take, or the end of a restore."""
     hosts: list[Host]
     index: int
     """Position of this rank's host."""
@@ -98,12 +120,23 @@ class Membership:
     """True if this is the lowest rank of its host."""
     fault: str
     """Why a host cannot use its near folder, or ''."""
+    far_fault: str = ""
+    """Why the far root could not be read, or ''."""
+
+    @property
+    def line(self) -> Line:
+        """The line of the run that this job continues: the published one, unless its attempt is not published."""
+        attempt = self.attempt
+        if attempt is None:
+            return Line(self.facts, self.facts.last)
+        return Line(self.facts, None if self.facts.has(attempt.name) else attempt)
 
     def registration(self, options: TierOptions) -> Registration:
         """Return what the uploader must know."""
         return Registration(
-            record=self.record,
-            attempt=self.attempt.name,
+            run=self.run,
+            facts=self.facts,
+            attempt=self.attempt.name if self.attempt is not None else "",
             far=options.far.reveal(),
             options=options.options,
             upload=options.upload,
@@ -116,31 +149,35 @@ class Membership:
         )
 
 
-def join(exchange: Exchange, options: TierOptions) -> Membership:
-    """Agree on the run and its hosts, and start or adopt this host's uploader. All ranks call it."""
+def join(exchange: Exchange, options: TierOptions, patience: float, *, needs_far: bool) -> Membership:
+    """Agree on the run and its hosts, and start or adopt this host's uploader. All ranks call it.
+
+    Raises:
+        StorageError: The far root cannot be read, and is needed.
+        RunForkedError: The hosts have steps of an attempt that another one was published instead of.
+    """
     mine = _arrive(options)
 
     def lead(arrived: list[Arrived]) -> Joined:
-        return _lead(arrived, options)
+        return _lead(arrived, options, patience, needs_far=needs_far)
 
     joined = exchange.agree(mine, lead, Arrived, Joined)
     if joined.far_fault and exchange.rank == 0:
         log.warning("%s: cannot be reached, so uploads wait: %s", options.far, joined.far_fault)
     index = next(at for at, host in enumerate(joined.hosts) if exchange.rank in host.ranks)
-    leads = exchange.rank == joined.hosts[index].ranks[0]
-    joined.record.far = str(options.far)
-    joined.record.published |= not joined.far_fault
     member = Membership(
-        record=joined.record,
-        attempt=joined.attempt,
+        run=joined.run,
+        facts=joined.facts,
+        attempt=joined.birth,
         hosts=joined.hosts,
         index=index,
         secret=joined.secret,
-        folder=f"{options.near}/{joined.record.run}",
-        leads=leads,
+        folder=f"{options.near}/{joined.run}",
+        leads=exchange.rank == joined.hosts[index].ranks[0],
         fault=mine.fault,
+        far_fault=joined.far_fault,
     )
-    ready = _start(member) if leads and not mine.fault else Ready("", mine.fault)
+    ready = _start(options.near, member) if member.leads and not mine.fault else Ready("", mine.fault)
 
     def gather(all_: list[Ready]) -> list[Ready]:
         return [all_[host.ranks[0]] for host in joined.hosts]
@@ -158,84 +195,103 @@ def _arrive(options: TierOptions) -> Arrived:
     name = socket.gethostname()
     try:
         os.makedirs(options.near, mode=0o700, exist_ok=True)
-        return Arrived(host_of(options.near), name, _records(options), "")
+        expect_own_folder(options.near)
+        found = [each for each in read_copies(options.near) if each.far == str(options.far)]
+        return Arrived(host_of(options.near), name, [_with_steps(options.near, each) for each in found], "")
     except OSError as error:
         return Arrived(f"{name}:{options.near}", name, [], f"{options.near}: {error.strerror}")
 
 
-def _records(options: TierOptions) -> list[RunRecord]:
-    """Return the records of this host for the far root, the one that was used last first."""
-    found = []
-    for entry in os.scandir(options.near):
-        path = f"{entry.path}/{RECORD}"
-        with suppress(OSError, SnapshotError), open(path, "rb") as file:
-            record = decode_record(file.read(), path)
-            if record.run == entry.name and record.far == str(options.far):
-                found.append((os.fstat(file.fileno()).st_mtime_ns, record))
-    return [record for _, record in sorted(found, key=lambda each: -each[0])]
+def _with_steps(near: str, copy: Copy) -> Copy:
+    steps = NearFolder(f"{near}/{copy.run}").steps() if copy.facts.pending else {}
+    return copy._replace(stepped=frozenset(each.origin.attempt for each in steps.values()))
 
 
-def _lead(arrived: Sequence[Arrived], options: TierOptions) -> Joined:
-    """Find the run: by the record in the far root, else by those of the hosts, else it is a new one."""
-    far, fault, deleted, copied = None, "", False, False
-    session = Session(options.far, options.options)
-    patience = FAR_PATIENCE if any(each.records for each in arrived) else 3 * FAR_PATIENCE
+def _lead(arrived: Sequence[Arrived], options: TierOptions, patience: float, *, needs_far: bool) -> Joined:
+    """Find the run: by the facts in the far root, else by those of the hosts, else it is a new one."""
+    hosts = [each.copies for each in arrived]
+    session, fault = Session(options.far, options.options), ""
     try:
-        try:
-            found = run(limited(read_record(session.storage), patience))
-            far = found[0] if found is not None and found[0].far in ("", str(options.far)) else None
-            deleted = found is None
-            copied = found is not None and far is None
-        except StorageError as error:
-            fault = str(error)
-        except CorruptSnapshotError as error:
-            log.warning("%s: it is written again from the copies of the hosts", error)
-        newest = [each.records[0].run for each in arrived if each.records]
-        if not fault and deleted:  # a published record that is missing now was deleted with the run
-            newest = [each.records[0].run for each in arrived if each.records and not each.records[0].published]
-        chosen = far.run if far is not None else max(newest, key=newest.count, default=new_name())
-        if copied:  # the root is a copy of another one, whose run continues there
-            log.warning("%s: has the record of a run in another place, so a new run begins", options.far)
-            chosen = new_name()
-        record = far if far is not None else RunRecord(chosen, far=str(options.far))
-        for each in (record for host in arrived for record in host.records):
-            if each.run == chosen:
-                record = record.with_attempts(each.attempts)
-        attempt = record.next_attempt(None)
-        record = record.with_attempts([attempt])
-        if not fault:
-            try:
-                if copied:
-                    run(limited(session.storage.delete([RECORD]), patience))
-                published = run(limited(publish_record(session.storage, record, attempt.name), patience))
-                if published.run != record.run:  # another job began a moment ago
-                    alone = RunRecord(published.run, [attempt])
-                    published = run(limited(publish_record(session.storage, alone, attempt.name), patience))
-                record = published
-                attempt = next(each for each in record.attempts if each.name == attempt.name)
-            except StorageError as error:
-                fault = str(error)
+        found = run(limited(_settle(session.storage, hosts, str(options.far)), patience))
+    except StorageError as error:
+        if needs_far:
+            raise
+        found, fault = settle_run(None, hosts, str(options.far)), str(error)
     finally:
         run(session.close())
-    hosts = hosts_of([(each.key, each.name) for each in arrived])
-    return Joined(record, attempt, hosts, secrets.token_hex(16), fault)
+    named = hosts_of([(each.key, each.name) for each in arrived])
+    return Joined(found.run or new_name(), found.facts, found.birth, named, secrets.token_hex(16), fault)
 
 
-async def limited(work: Coroutine[Any, Any, T], seconds: float | None) -> T:
-    """Await a request to the far root. Raise StorageError after some seconds."""
+async def _settle(storage: Storage, hosts: Sequence[Sequence[Copy]], far: str) -> Settled:
+    """Find the run in a root that can be read. Publish what the hosts' jobs could not, and the birth of a new run."""
+    for again in range(TRIES):
+        root = await mend_facts(storage, [copy for copies in hosts for copy in copies])
+        found = settle_run(root, hosts, far)
+        try:
+            names = [each.name for each in found.facts.pending]
+            facts = await publish_pending(storage, found.facts, names)
+            if found.run:
+                return Settled(found.run, facts)
+            if facts.tip is not None:
+                log.warning("%s: is a copy of another root, so a new run begins", storage.url)
+            parent = Parent(facts.tip.name, None) if facts.tip is not None else None
+            birth = facts.next_attempt(new_name(), parent, host=socket.gethostname(), far=far)
+            return Settled(birth.run, await publish(storage, facts, birth), birth)
+        except (RunForkedError, RunDeletedError):  # another job began a moment ago
+            if again + 1 == TRIES:
+                raise
+    raise AssertionError
+
+
+def begin_attempt(
+    options: TierOptions,
+    member: Membership,
+    parent_of: Callable[[Facts], Parent | None],
+    patience: float,
+    *,
+    far: bool = True,
+) -> Begun | None:
+    """Begin an attempt of this job, which has no takes yet, and publish it. Called on the leader.
+
+    Return None if another attempt was published meanwhile: read the facts again, and choose the parent again. If the
+    far root cannot be reached, the uploader publishes the attempt later. `far`: False if it has just failed to answer.
+    """
+    facts = member.facts
+    attempt = facts.next_attempt(member.run, parent_of(facts), host=socket.gethostname(), far=str(options.far))
+    pending = Begun(facts.with_pending([attempt]), attempt)
+    if not far:
+        return pending
+    session = Session(options.far, options.options)
     try:
-        async with asyncio.timeout(seconds):
-            return await work
-    except TimeoutError as error:
-        raise StorageError(f"the far root did not answer within {seconds} s") from error
+        root = run(limited(read_facts(session.storage), patience))
+        if root.lacks(facts):
+            raise RunDeletedError(f"{options.far}: the run was deleted there; begin a new one in a new process")
+        names = [attempt.name]
+        return Begun(
+            run(limited(publish_pending(session.storage, root.with_pending(pending.facts.pending), names), patience)),
+            attempt,
+        )
+    except RunForkedError:
+        found = run(limited(read_facts(session.storage), patience))
+        if any(each.name != attempt.name for each in facts.pending):
+            raise  # this job, or the one before it, has made takes
+        member.facts = found
+        return None
+    except StorageError as error:
+        log.warning("%s: cannot be reached: %s", options.far, error)
+        return pending
+    finally:
+        run(session.close())
 
 
-def _start(member: Membership) -> Ready:
+def _start(near: str, member: Membership) -> Ready:
     """Start or adopt the uploader of this host."""
     try:
         os.makedirs(member.folder, mode=0o700, exist_ok=True)
         expect_own_folder(member.folder)
-        store_record(member.folder, member.record)
+        store_copy(member.folder, member.facts)
+        mark_used(near, member.run)
         client, address = ensure_uploader(member.folder, job_address() if len(member.hosts) > 1 else None)
         client.close()
         return Ready(address, "")

@@ -18,7 +18,7 @@ from snapshot.events import log
 from snapshot.manifest.document import METADATA
 from snapshot.manifest.head import ManifestHead, decode_head
 from snapshot.save.cleanup import belongs_to, save_id_of
-from snapshot.tiers.run_record import Origin, origin_of
+from snapshot.tiers.timeline import Origin, origin_of
 
 PINNED = ".pinned"
 """File in a step's folder that protects it from removal. It belongs to no snapshot, so clean-up leaves it."""
@@ -88,6 +88,7 @@ class NearFolder:
             with open(path, "rb") as file:
                 data = file.read()
         except OSError:
+            self._heads.pop(step, None)
             return None
         try:
             head: ManifestHead | None = decode_head(data, path)
@@ -146,6 +147,18 @@ class NearFolder:
                         _unlink(f"{folder}/{name}")
             with suppress(OSError):
                 os.rmdir(folder)
+
+    def remove_damaged(self, upto: int, spared: Callable[[int], bool]) -> None:
+        """Remove steps before `upto` whose manifest is damaged. No upload and no restore can use them any more."""
+        for step in self.folders():
+            path = f"{self.step_path(step)}/{METADATA}"
+            if step >= upto or spared(step) or self._head(step) is not None or step not in self._heads:
+                continue
+            if not os.path.exists(f"{self.step_path(step)}/{PINNED}"):
+                log.warning("step-%s: removed: its manifest is damaged, and newer steps are kept", step)
+                _unlink(path)
+                for save_id in {"", *(save_id_of(name) or "" for name in self.files(step))}:
+                    self.remove(step, save_id)
 
 
 def _unlink(path: str) -> None:

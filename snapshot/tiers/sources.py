@@ -42,7 +42,7 @@ class Place(msgspec.Struct, array_like=True):
 def place_of(step: CensusStep, *, far: bool) -> Place:
     """Return the place of a step.
 
-    >>> from snapshot.tiers.run_record import NO_ORIGIN
+    >>> from snapshot.tiers.timeline import NO_ORIGIN
     >>> place_of(CensusStep(1, "s", NO_ORIGIN, {1}, {"b": 2, "a": 1}, {"b": [0, 1]}), far=False).holders
     [[], [0, 1]]
     """

@@ -7,12 +7,13 @@ import time
 from contextlib import suppress
 
 from snapshot.aio import gather_limited
-from snapshot.errors import StorageError, StorageNotFoundError
+from snapshot.errors import CorruptSnapshotError, StorageError, StorageNotFoundError
+from snapshot.events import log
 from snapshot.runtime.session import Session
 from snapshot.save.cleanup import committed_save_id
 from snapshot.storage import ANYTHING, Storage
+from snapshot.tiers.facts import read_facts
 from snapshot.tiers.near_steps import STEP
-from snapshot.tiers.run_record import RECORD
 from snapshot.url import URL
 
 PRUNED = ".pruned"
@@ -32,9 +33,10 @@ def tombstone(save_id: str) -> str:
 async def bury(root: Storage, step: Storage) -> None:
     """Put a tombstone for the snapshot in a step's folder, if the root has uploads of near steps."""
     try:
-        await root.stat(RECORD)
-    except StorageNotFoundError:
-        return
+        if not (await read_facts(root)).published:
+            return
+    except CorruptSnapshotError as error:
+        log.warning("%s", error)
     save_id = await committed_save_id(step)
     if save_id is not None:
         await root.put(tombstone(save_id), b"", expect=ANYTHING)

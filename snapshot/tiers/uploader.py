@@ -16,27 +16,19 @@ import msgspec
 from snapshot.errors import CorruptSnapshotError, SnapshotError
 from snapshot.events import emit, log
 from snapshot.runtime.loop import run
-from snapshot.runtime.session import Session
-from snapshot.storage import Storage
 from snapshot.tiers.control import Registration, Request, Status, StepStatus
-from snapshot.tiers.far_upload import FarUpload, OtherRun, Outdated, is_begun
+from snapshot.tiers.facts import read_copy, store_copy, sync_facts
+from snapshot.tiers.far_upload import FarUpload, Outdated, Undecided, is_begun
 from snapshot.tiers.near_steps import NearFolder, NearStep
+from snapshot.tiers.open_uploads import OpenUploads
 from snapshot.tiers.replicas import Replicas, heal_step
-from snapshot.tiers.run_record import store_record
-from snapshot.tiers.throttle import Throttled
-from snapshot.tiers.upload_queue import choose_next, dropped_steps, wanted_steps
-from snapshot.url import URL
+from snapshot.tiers.timeline import Attempt, Facts, Line, RunDeletedError, RunForkedError, Standing
+from snapshot.tiers.upload_queue import Act, Action, QueueView, UploadState, dropped_steps, next_action, wanted_steps
 
 LONGEST_PAUSE = 30.0
 """Seconds between two tries to reach a far root that does not answer."""
 OTHERS = 60.0
 """Seconds after which a host also uploads files that another host has not uploaded, if it has replicas of them."""
-JOINS = 10.0
-"""Seconds between two searches for steps that only other hosts upload."""
-BUDGET = 128 << 20
-RECENT = 64
-"""Attempts that a status names."""
-DONE = ("whole", "dropped", "outdated", "damaged", "kept near")
 
 
 class Uploader:
@@ -47,21 +39,23 @@ class Uploader:
         self.address = address
         self._lock = threading.RLock()
         self._registration: Registration | None = None
+        self._facts = Facts()
+        self._lives: list[str] = []
+        """The attempts of the trainers that have registered."""
         self._states: dict[int, StepStatus] = {}
-        self._uploads: dict[int, FarUpload] = {}
-        self._sessions: dict[int, tuple[Session, Session]] = {}
+        self._open = OpenUploads()
         self._asked: set[int] = set()
-        self._reset = False
-        """True if the far root is reached with other options from now on."""
-        self._vain: list[FarUpload] = []
-        """Uploads whose files must be deleted."""
-        self._unused: list[Session] = []
         self._looked = 0.0
-        """Time of the last search for steps that only other hosts have begun."""
+        """Time of the last look at the far root."""
+        self._has_looked = False
+        self._begun: list[int] = []
+        self._free = 0.0
+        """Time before which the far root is not tried again."""
+        self.ends = float("inf")
+        """Time after which the process ends, without work and without a trainer."""
         self.jobs: Callable[[], int] = lambda: 0
         self._error = ""
         self._pause = 0.0
-        self._root: Session | None = None
         self._waiting_since: dict[int, float] = {}
         self._replicas = Replicas(self.folder)
         self.wake = threading.Event()
@@ -72,13 +66,15 @@ class Uploader:
     def handle(self, request: Request) -> Status:
         """Do what the trainer asks for, and return the state."""
         with self._lock:
+            if request.verb == "ping":
+                return Status("", self.address, os.getpid())
             if request.verb == "register" and request.registration is not None:
                 self.register(request.registration)
             elif request.verb == "want":
                 self._asked.add(request.step)
                 state = self._states.get(request.step)
-                if state is not None and state.far in ("dropped", "kept near", "damaged"):
-                    state.far = "queued"
+                if state is not None and state.far in (UploadState.DROPPED, UploadState.KEPT, UploadState.DAMAGED):
+                    state.far = UploadState.QUEUED
             elif request.verb == "drop":
                 self._asked.discard(request.step)
                 self._drop(request.step)
@@ -91,8 +87,9 @@ class Uploader:
         """Serve a trainer: the new one, if there was another."""
         with self._lock:
             old = self._registration
-            if old is not None and old.record.run == registration.record.run:
-                registration.record = registration.record.with_attempts(old.record.attempts)
+            self._learn(registration.facts.unite(read_copy(self.folder.path)))
+            if registration.attempt and registration.attempt not in self._lives:
+                self._lives = [*self._lives[-15:], registration.attempt]
             changed = old is not None and (old.far, old.options, old.rate, old.compression) != (
                 registration.far,
                 registration.options,
@@ -102,17 +99,30 @@ class Uploader:
             self._registration = registration
             self._replicas.register(registration)
             self.on_secret(registration.secret)
-            self._pause = 0.0
-            self._reset = self._reset or changed
-            store_record(self.folder.path, registration.record)
+            self._pause = self._free = 0.0
+            self._open.reset |= changed
+            for state in self._states.values():
+                if state.far.is_stuck:
+                    state.far, state.error = UploadState.KEPT, ""
         self._refresh()
+
+    def _learn(self, facts: Facts) -> None:
+        """Add facts to those that are known, and store them. Nothing is forgotten."""
+        with self._lock:
+            found = self._facts.unite(facts)
+            if found != self._facts:
+                for state in self._states.values():  # what replaced a step may be off the line now
+                    if state.far == UploadState.OUTDATED and found.number > self._facts.number:
+                        state.far, state.error = UploadState.KEPT, ""
+                self._facts = found
+                store_copy(self.folder.path, found)
 
     def status(self) -> Status:
         """Return the state."""
         with self._lock:
-            run_id = self._registration.record.run if self._registration is not None else ""
-            newest = self._registration.record.attempts[-RECENT:] if self._registration is not None else []
-            return Status(run_id, self.address, os.getpid(), dict(self._states), self._error, newest, self.jobs())
+            run_id = self._registration.run if self._registration is not None else ""
+            states, number = dict(self._states), self._facts.number
+            return Status(run_id, self.address, os.getpid(), states, self._error, number, self.jobs())
 
     def describe(self) -> bytes:
         """Return the state, for other hosts."""
@@ -123,7 +133,7 @@ class Uploader:
         """Return True if nothing is left to upload."""
         self._refresh()
         with self._lock:
-            return all(each.far in DONE for each in self._states.values())
+            return not any(each.far.is_open for each in self._states.values())
 
     # Steps
 
@@ -133,24 +143,25 @@ class Uploader:
             given = self._registration
             if given is None:
                 return
-            steps = {}
-            for step, near in self.folder.steps_of(given.record.run).items():
-                if given.record.is_abandoned(step, near.origin):
-                    self._remove_abandoned(near)
+            steps, line = {}, Line(self._facts)
+            for step, near in self.folder.steps_of(given.run).items():
+                if line.standing(step, near.save_id, near.origin) == Standing.OFF:
+                    self._remove_off(near)
                 else:
                     steps[step] = near
             for step in list(self._states):
                 if step not in steps or self._states[step].save_id != steps[step].save_id:
                     self._forget(step)
             self._asked |= {step for step, near in steps.items() if near.origin.replaces}
-            ages = {step: given.record.age(near.origin) for step, near in steps.items()}
+            view = Line(self._facts, self._live())
+            ages = {step: view.age(near.origin) for step, near in steps.items()}
             self._newest = max(ages, key=lambda step: ages[step], default=-1)
             wanted = wanted_steps(given.upload, steps, self._asked, self._newest)
             for step, near in steps.items():
                 files = self.folder.files(step)
                 state = self._states.setdefault(step, StepStatus(near.save_id))
-                if step in wanted and state.far == "kept near":
-                    state.far = "queued"
+                if step in wanted and state.far == UploadState.KEPT:
+                    state.far = UploadState.QUEUED
                 state.files, state.pulled = files, self._replicas.pulled(step, files)
                 state.total = sum(size for name, size in files.items() if name not in state.pulled)
                 state.replicated = self._replicas.is_complete(step, files)
@@ -158,7 +169,11 @@ class Uploader:
             for step in dropped_steps(given.upload, states, self._asked, self._newest):
                 self._drop(step, log.info if given.upload == "latest" else log.warning)
 
-    def _remove_abandoned(self, near: NearStep) -> None:
+    def _live(self) -> Attempt | None:
+        """Return the attempt of the last trainer, or the last one that is known."""
+        return (self._facts.find(self._lives[-1]) if self._lives else None) or self._facts.last
+
+    def _remove_off(self, near: NearStep) -> None:
         log.warning("step-%s: removed: a later attempt began with an older step", near.step)
         self._forget(near.step)
         self.folder.remove(near.step, near.save_id)
@@ -166,14 +181,14 @@ class Uploader:
     def _drop(self, step: int, say: Callable[..., None] = log.warning) -> None:
         """Give up an upload. The newest step is never given up."""
         state = self._states.get(step)
-        if state is None or state.far in ("whole", "outdated", "dropped") or step == self._newest:
+        if state is None or not (state.far.is_open or state.far == UploadState.DAMAGED) or step == self._newest:
             return
         say("step-%s: is not uploaded: step-%s is newer", step, self._newest)
         emit("dropped", "upload", self.folder.step_path(step), step=step)
-        state.far = "dropped"
-        upload = self._uploads.get(step)
+        state.far = UploadState.DROPPED
+        upload = self._open.get(step)
         if upload is not None and step != self._current:
-            self._end(step, upload)
+            self._open.end(step)
 
     _newest = -1
     """The step that was taken last."""
@@ -183,171 +198,183 @@ class Uploader:
     def _forget(self, step: int) -> None:
         state = self._states.pop(step, None)
         self._waiting_since.pop(step, None)
-        upload = self._uploads.get(step)
-        if upload is not None and state is not None and state.far != "whole":
-            self._end(step, upload)
-        self._release(step)
-
-    def _release(self, step: int) -> None:
-        """Let the next turn close what an upload used. This one may still use it."""
-        self._uploads.pop(step, None)
-        self._unused += self._sessions.pop(step, ())
-
-    def _end(self, step: int, upload: FarUpload) -> None:
-        """Let the next turn delete what was uploaded of a step in vain."""
-        self._vain.append(upload)
-        self._release(step)
+        upload = self._open.get(step)
+        if upload is not None and state is not None and state.far != UploadState.WHOLE:
+            self._open.end(step)
+        self._open.release(step)
 
     # Upload
 
-    def upload_turn(self) -> float:
-        """Advance one upload, if any is wanted. Return the seconds to wait for the next turn."""
-        try:
-            return self._upload_turn()
-        except OtherRun as error:
-            self._failed(error)
-            self._pause = LONGEST_PAUSE
-        except (SnapshotError, OSError) as error:
-            self._failed(error)
-            self._pause = min(LONGEST_PAUSE, max(0.5, self._pause * 2))
-        except Exception as error:  # noqa: BLE001 - the process must outlive any fault of one step
-            log.exception("the upload failed unexpectedly, and is tried again")
-            self._error, self._pause = str(error) or type(error).__name__, LONGEST_PAUSE
-        return self._pause
-
-    def _upload_turn(self) -> float:
+    def view(self) -> QueueView:
+        """Return all that decides what is next."""
         self._refresh()
         with self._lock:
             given = self._registration
-            vain, self._vain = self._vain, []
-            if self._reset:
-                self._reset = False
-                self._close_sessions()
-            unused, self._unused = self._unused, []
-        for upload in vain:
-            run(upload.discard())
-        for session in unused:
-            run(session.close())
-        if given is None:
-            return 0.5
-        chosen = self._choose(given)
-        if chosen is None:
-            return 1.0
-        done = self._advance(chosen, given)
-        self._error, self._pause = "", 0.0
-        with self._lock:
-            since = self._waiting_since.get(chosen)
-            if since is not None and not any(each.far == "queued" for each in self._states.values()):
-                return min(5.0, 0.2 + (time.monotonic() - since) / 4)
-        return 0.0 if done else 0.5
+            states = {step: each.far for step, each in self._states.items()}
+            waiting = [step for step, state in states.items() if state == UploadState.WAITING]
+            return QueueView(
+                states=states,
+                is_registered=given is not None,
+                is_tidy=self._open.is_tidy,
+                has_looked=self._has_looked,
+                begun={*self._begun, *waiting},
+                last=self._last,
+                is_alone=given is None or len(given.hosts) == 1,
+                looked=self._looked,
+                free=self._free,
+                jobs=self.jobs(),
+                ends=self.ends,
+            )
 
-    def _failed(self, error: Exception) -> None:
+    def upload_turn(self) -> Action:
+        """Do what is next, and return it. The caller waits, or ends."""
+        action = next_action(self.view(), time.monotonic())
+        try:
+            if action.act == Act.TIDY:
+                self._open.tidy()
+            elif action.act == Act.LOOK:
+                self._look()
+            else:
+                self._has_looked = False
+                if action.act == Act.SEND:
+                    self._send(action.step)
+        except (SnapshotError, OSError) as error:
+            self._failed(error, min(LONGEST_PAUSE, max(0.5, self._pause * 2)))
+        except Exception as error:  # noqa: BLE001 - the process must outlive any fault of one step
+            log.exception("the upload failed unexpectedly, and is tried again")
+            self._failed(error, LONGEST_PAUSE)
+        return action
+
+    def _failed(self, error: Exception, pause: float) -> None:
         if str(error) != self._error:
             log.warning("upload: %s", error)
             emit("failed", "upload", self.folder.path, error=error)
-        self._error = str(error) or type(error).__name__
+        self._error, self._pause = str(error) or type(error).__name__, pause
+        self._free = time.monotonic() + pause
 
-    def _choose(self, given: Registration) -> int | None:
-        joins = len(given.hosts) > 1 and time.monotonic() - self._looked > JOINS
-        if joins:
-            self._looked = time.monotonic()
+    def _look(self) -> None:
+        """Read the facts, publish what is pending, and find the steps that a host has begun to upload."""
+        given = self._registration
+        assert given is not None
+        self._looked, self._has_looked = time.monotonic(), True
+        root = self._open.root(given).storage
+        try:
+            facts, fork = run(sync_facts(root, self._facts, self._names()))
+        except RunDeletedError as error:
+            self._stick(UploadState.DELETED, error)
+            return
+        self._learn(facts)
         with self._lock:
-            open_ = {
-                step: each
-                for step, each in self._states.items()
-                if each.far in ("queued", "uploading", "waiting") or (each.far in ("kept near", "dropped") and joins)
-            }
-        if not open_:
-            return None
-        root = self._far_root(given)
-        begun = [step for step, each in open_.items() if run(is_begun(root, step, each.save_id))]
+            line = Line(self._facts)
+            near = self.folder.steps()
+            stuck = [step for step, each in self._states.items() if each.far.is_stuck and step in near]
+            for step in stuck:
+                if line.standing(step, near[step].save_id, near[step].origin) == Standing.ON:
+                    self._states[step].far, self._states[step].error = UploadState.KEPT, ""
+        if fork is not None:
+            self._stick(UploadState.FORKED, fork)
+        with self._lock:
+            looked = (UploadState.KEPT, UploadState.DROPPED) if len(given.hosts) > 1 else ()
+            states = {step: each for step, each in self._states.items() if each.far.is_open or each.far in looked}
+        begun = [step for step, each in states.items() if run(is_begun(root, step, each.save_id))]
         with self._lock:  # another host wants what it has begun
-            self._asked |= {step for step in begun if open_[step].far in ("kept near", "dropped")}
-        begun += [step for step, each in open_.items() if each.far == "waiting" and step not in begun]
-        queued = [step for step, each in open_.items() if each.far not in ("kept near", "dropped")]
-        self._last = choose_next(queued, begun, self._last)
-        return self._last
+            for step in begun:
+                if states[step].far in looked:
+                    self._asked.add(step)
+                    states[step].far = UploadState.QUEUED
+            self._begun = begun
+
+    def _names(self) -> set[str]:
+        """Return the attempts that must be published: those that have steps here, and those of trainers."""
+        near = self.folder.steps().values()
+        return {each.origin.attempt for each in near} | (set(self._lives) if self.jobs() else set())
+
+    def _stick(self, state: UploadState, error: SnapshotError) -> None:
+        """Leave the steps that cannot be uploaded, until a person or a new fact decides."""
+        if str(error) != self._error:
+            log.warning("upload: %s", error)
+        self._error = str(error)
+        with self._lock:
+            line, near = Line(self._facts), self.folder.steps()
+            for step, each in self._states.items():
+                found = near.get(step)
+                on = found is not None and line.standing(step, found.save_id, found.origin) == Standing.ON
+                if state == UploadState.DELETED or not on:
+                    each.far, each.error = state, str(error)
+                    self._open.end(step)
 
     _last: int | None = None
 
-    def _far_root(self, given: Registration) -> Storage:
-        if self._root is None:
-            self._root = Session(URL.parse(given.far), given.options)
-        return self._root.storage
-
-    def _advance(self, step: int, given: Registration) -> bool:
+    def _send(self, step: int) -> None:
+        """Advance the upload of a step."""
         with self._lock:
-            state = self._states.get(step)
-            near = self.folder.steps().get(step)
-            if state is None or near is None or near.save_id != state.save_id:
-                return False
-            if state.far != "waiting":
-                state.far = "uploading"
-            self._current = step
-        upload = self._uploads.get(step) or self._begin(near, state, given)
+            given, state, near = self._registration, self._states.get(step), self.folder.steps().get(step)
+            if given is None or state is None or near is None or near.save_id != state.save_id:
+                return
+            if state.far != UploadState.WAITING:
+                state.far = UploadState.UPLOADING
+            self._current = self._last = step
+        upload = self._open.get(step) or self._open.begin(self.folder, near, state, given)
         began = time.monotonic()
         try:
             waited = time.monotonic() - self._waiting_since.get(step, began)
             commits = given.index == 0 or waited > 2 + given.index % 64  # the first host, unless it is slow
             here = self._to_send(state, waited)
-            live = given.attempt if self.jobs() else ""
-            whole = run(upload.advance(given.record, here, live=live, commits=commits))
+            whole = run(upload.advance(self._facts, here, names=self._names(), commits=commits))
         except Outdated as error:
             log.warning("%s", error)
-            state.far, state.error = "outdated", str(error)
-            self._end(step, upload)
-            if given.record.is_abandoned(step, near.origin) or upload.record.is_abandoned(step, near.origin):
-                self._remove_abandoned(near)
-            return True
+            state.far, state.error = UploadState.OUTDATED, str(error)
+            self._open.end(step)
+            self._learn(upload.facts)
+            return
+        except (RunForkedError, Undecided) as error:
+            self._open.end(step)
+            self._learn(upload.facts)
+            self._stick(UploadState.FORKED if isinstance(error, RunForkedError) else UploadState.UNDECIDED, error)
+            return
+        except RunDeletedError as error:
+            self._open.end(step)
+            self._stick(UploadState.DELETED, error)
+            return
         except CorruptSnapshotError as error:
             if not self._heal(step, set(state.files)):
-                state.far, state.error = "damaged", str(error)
+                state.far, state.error = UploadState.DAMAGED, str(error)
                 log.error("step-%s: damaged, and no other host has it whole: %s", step, error)
                 emit("damaged", "upload", self.folder.step_path(step), step=step, error=error)
-            return False
+            return
         finally:
             with self._lock:
                 self._current = None
             state.seconds += time.monotonic() - began
-        if upload.record.run == given.record.run:
-            merged = upload.record.with_attempts(given.record.attempts)
-            if not given.record.published or merged.attempts != given.record.attempts:
-                given.record.attempts, given.record.published = merged.attempts, True
-                store_record(self.folder.path, given.record)
+        self._learn(upload.facts)
         self._ended(step, near, state, upload, whole=whole)
-        return whole
+        self._error, self._pause = "", 0.0
+        self._free = time.monotonic() + (0.0 if whole else self._patience(step))
+
+    def _patience(self, step: int) -> float:
+        """Return the seconds until a step is tried again that waits for files of other hosts."""
+        with self._lock:
+            since = self._waiting_since.get(step)
+            if since is None or any(each.far == UploadState.QUEUED for each in self._states.values()):
+                return 0.5
+            return min(5.0, 0.2 + (time.monotonic() - since) / 4)
 
     def _ended(self, step: int, near: NearStep, state: StepStatus, upload: FarUpload, *, whole: bool) -> None:
         """Record the state of an upload after its turn."""
         with self._lock:
             given = self._registration
             if whole:
-                state.far, state.sent = "whole", state.total
+                state.far, state.sent = UploadState.WHOLE, state.total
                 log.info("step-%s: uploaded", step)
                 self._waiting_since.pop(step, None)
-                self._release(step)
-            elif state.far == "dropped":
-                self._end(step, upload)
+                self._open.release(step)
+            elif state.far == UploadState.DROPPED:
+                self._open.end(step)
             elif given is not None and given.is_alone() and near.head.sizes().keys() - state.files.keys():
-                state.far, state.error = "damaged", "this host lacks some of its files"
+                state.far, state.error = UploadState.DAMAGED, "this host lacks some of its files"
             else:
-                state.far = "waiting"
+                state.far = UploadState.WAITING
                 self._waiting_since.setdefault(step, time.monotonic())
-
-    def _begin(self, near: NearStep, state: StepStatus, given: Registration) -> FarUpload:
-        source = Session(URL("near", self.folder.step_path(near.step)), None, budget=BUDGET)
-        if given.rate:
-            source.switch_storage(Throttled(source.storage, given.rate))
-        far = URL.parse(given.far).join(f"step-{near.step}")
-        target = Session(far, given.options, budget=BUDGET, resume=True)
-
-        def progress(nbytes: int) -> None:
-            state.sent += nbytes
-
-        upload = FarUpload(self._far_root(given), source, target, near, progress, compress=given.compression == "zstd")
-        self._uploads[near.step] = upload
-        self._sessions[near.step] = (source, target)
-        return upload
 
     def _to_send(self, state: StepStatus, waited: float) -> list[str]:
         """Return the files to send: this host's own, and later those of a host that does not send them."""
@@ -378,15 +405,4 @@ class Uploader:
 
     def close(self) -> None:
         """Close all sessions."""
-        with self._lock:
-            self._close_sessions()
-
-    def _close_sessions(self) -> None:
-        for step in list(self._sessions):
-            self._release(step)
-        for session in self._unused:
-            run(session.close())
-        self._unused.clear()
-        if self._root is not None:
-            run(self._root.close())
-            self._root = None
+        self._open.close()

@@ -34,11 +34,13 @@ from snapshot.tiers.control import (
 )
 from snapshot.tiers.metrics_server import MetricsServer
 from snapshot.tiers.peer_server import PeerServer
+from snapshot.tiers.upload_queue import Act
 from snapshot.tiers.uploader import Uploader
 
 OFFERED = ".uploader.address"
 """File with the address on which an uploader offers files."""
-TRIES = 600
+STARTS = 30.0
+"""Seconds to wait for an uploader that begins or ends."""
 LINGER = 3600.0
 """Seconds that an uploader without work stays, for restores from its host, after a trainer that did not say goodbye."""
 LAST_WORDS = 2.0
@@ -60,25 +62,27 @@ def lock_folder(folder: str) -> int | None:
     return descriptor
 
 
-def ensure_uploader(folder: str, address: str | None) -> tuple[ControlClient, str]:
+def ensure_uploader(folder: str, address: str | None, seconds: float = STARTS) -> tuple[ControlClient, str]:
     """Connect to the uploader of a folder, and return the address on which it offers files to other hosts.
 
     Start one if there is none, or if the one that runs offers nothing although an address of this host is given.
     """
-    for _ in range(TRIES):
+    end = time.monotonic() + seconds
+    while True:
         lock = lock_folder(folder)
         if lock is not None:
             offered = _start(folder, lock, address)
-            return ControlClient(folder), offered
+            return ControlClient(folder, seconds), offered
         with contextlib.suppress(UploaderError, OSError):
-            client = ControlClient(folder)
+            client = ControlClient(folder, seconds)
             offered = _known_address(folder)
             if offered or address is None:
                 return client, offered
-            client.ask(Request("stop"))  # it was started for a job on a single host
+            client.ask(Request("stop"), seconds)  # it was started for a job on a single host
             client.close()
+        if time.monotonic() > end:
+            raise UploaderError(f"{folder}: its uploader neither answers nor ends")
         time.sleep(0.05)  # it is ending, or beginning
-    raise UploaderError(f"{folder}: its uploader neither answers nor ends")
 
 
 def _start(folder: str, lock: int, address: str | None) -> str:
@@ -108,6 +112,8 @@ def _start(folder: str, lock: int, address: str | None) -> str:
                 env=environment,
                 cwd="/",
             )
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, str(process.pid).encode(), 0)  # so that a trainer can replace it if it hangs
         threading.Thread(target=process.wait, name="snapshot-uploader", daemon=True).start()  # else it stays a zombie
     finally:
         os.close(lock)
@@ -218,15 +224,17 @@ def run_until_done(uploader: Uploader, listening: socket.socket, linger: float) 
     uploader.jobs = control.jobs
     signal.signal(signal.SIGTERM, stop)
     threading.Thread(target=pull, name="snapshot-replicas", daemon=True).start()
-    quiet = time.monotonic()
     while not stopped.is_set():
-        pause = uploader.upload_turn()
-        if control.jobs() or not uploader.is_idle():
-            quiet = time.monotonic()
-        elif closed or time.monotonic() - quiet > linger or not os.path.isdir(uploader.folder.path):
+        if control.jobs() or not uploader.is_idle() or uploader.ends == float("inf"):
+            uploader.ends = time.monotonic() + linger
+        if closed or not os.path.isdir(uploader.folder.path):
+            uploader.ends = 0.0
+        action = uploader.upload_turn()
+        if action.act == Act.END:
             break
-        uploader.wake.wait(pause)
-        uploader.wake.clear()
+        if action.act == Act.WAIT:
+            uploader.wake.wait(action.seconds)
+            uploader.wake.clear()
     log.info("the uploader of %s ends", uploader.folder.path)
     stopped.set()
     control.close()

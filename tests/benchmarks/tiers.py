@@ -25,8 +25,8 @@ from snapshot.tiers.census import HostView, StepView, take_census
 from snapshot.tiers.hosts import Host
 from snapshot.tiers.near_steps import NearFolder
 from snapshot.tiers.peer_server import PeerServer
-from snapshot.tiers.run_record import Attempt, RunRecord
 from snapshot.tiers.sources import Place, StepSources
+from snapshot.tiers.timeline import Attempt, Facts, Line
 from snapshot.url import URL
 
 MEMORY = "/dev/shm"
@@ -227,7 +227,7 @@ def _receive_raw(port: int, buffers: Sequence[bytearray]) -> None:
 
 
 def _census() -> str:
-    record = RunRecord("run", [Attempt(1, "one", None)])
+    line = Line(Facts(1, (Attempt("one", "run", 1),)))
     sizes = {f"data/0123456789ab-{rank}-{n}.safetensors": 1 << 30 for rank in range(8 * HOSTS) for n in range(2)}
     names = list(sizes)
     views = []
@@ -238,7 +238,7 @@ def _census() -> str:
         steps = [StepView(step, "0123456789ab", ("run", 1, "one", step, False), held) for step in (100, 200)]
         views.append(HostView(f"host-{host}", steps))
     began = time.perf_counter()
-    found = take_census([_again(each) for each in views], record, lambda _: sizes)
+    found = take_census([_again(each) for each in views], line, lambda _: sizes)
     seconds = time.perf_counter() - began
     assert [each.replicas for each in found] == [1, 1]
     return f"the census of {HOSTS:,} hosts with 2 steps of {len(sizes):,} files, decoded and counted: {seconds:.2f} s"

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from snapshot import SnapshotManager, StateDict
+from snapshot.tiers.by_hand import find_runs, folder_of, upload_by_hand
 from snapshot.tiers.control import ControlClient, Request, UploaderError
 from snapshot.tiers.uploader_process import lock_folder
 
@@ -53,6 +54,12 @@ def until(done, seconds=40):
 def runs_in(near):
     """The folders of runs in a near folder."""
     return [path.parent for path in Path(near).glob("*/.uploader.lock")]
+
+
+def upload_all(near, far):
+    """Upload all steps of the only run in a near folder by hand, and return their states."""
+    [copy] = find_runs(str(near), None)
+    return upload_by_hand(folder_of(str(near), copy), copy.facts, str(far), {}, everything=True, rate=None)
 
 
 def ask(folder, verb="status", **fields):

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from snapshot import KeepLatest, Snapshot, SnapshotError, SnapshotExistsError, SnapshotManager
 from snapshot import events as happening
 from snapshot.errors import CorruptSnapshotError
-from snapshot.tiers.run_record import RunRecord, decode_record
-from tests.tiers.jobs import ask, data_files, holds, manager_of, rank, runs_in, state, stop_uploaders, until
+from snapshot.tiers.timeline import decode_record
+from tests.tiers.jobs import ask, data_files, flip, holds, manager_of, rank, runs_in, state, stop_uploaders, until
 from tests.tiers.test_hosts import restore
 
 pytestmark = pytest.mark.slow
@@ -39,31 +39,6 @@ def test_a_lost_host_without_replicas_is_restored_from_the_far_root(two, tmp_pat
     found = two.run(restore, far, near, "ac", timeout=60)
     assert [each[:3] for each in found] == [(20, True, 20)] * 2
     assert found[1][3]["far"] > 0
-
-
-def test_a_job_that_began_without_the_far_root_is_not_abandoned(tmp_path, hosts):
-    """Its attempt comes after those that it could not see, once it reaches the far root."""
-    far, away = tmp_path / "far", tmp_path / "away"
-    with manager_of(far, hosts("a"), keep_near=None) as manager:
-        manager.take(10, state(10))
-    with manager_of(far, hosts("b")) as manager:  # another host continues, and saves 50
-        assert manager.restore_latest(state(-1)) == 10
-        manager.take(50, state(50))
-    far.rename(away)
-    far.write_text("down")
-    with manager_of(far, hosts("a"), upload=1, keep_near=None) as manager:
-        assert manager.restore_latest(state(-1)) == 10
-        manager.take(15, state(15))
-        far.unlink()
-        away.rename(far)
-        for step in (25, 35):
-            manager.take(step, state(step))
-        until(lambda: manager.where(35)["far"] == "whole")
-        assert manager.where(25)["near"] == "whole"
-    with manager_of(far, hosts("c")) as manager:
-        live = state(-1)
-        assert manager.restore_latest(live) == 35
-        assert holds(live, 35)
 
 
 def test_a_job_that_another_one_replaced_is_told(tmp_path, hosts):
@@ -160,7 +135,7 @@ def test_the_run_that_was_used_last_is_chosen_without_the_far_root(tmp_path, hos
         shutil.rmtree(far)
     far.write_text("down")
     with manager_of(far, hosts("a"), grace=0) as manager:
-        assert manager.restore_latest(state(-1)) == 10
+        assert manager.restore_latest(state(-1), offline=True) == 10
 
 
 def _is_gone(folder):
@@ -324,22 +299,23 @@ def test_a_folder_of_another_user_is_refused(tmp_path, hosts):
 
 @pytest.mark.parametrize("run", ["../other/job", "", "a" * 11, "A" * 12, "0123456789ab/x"])
 def test_the_id_of_a_run_is_never_a_path(run):
-    with pytest.raises(CorruptSnapshotError, match="not a record"):
-        decode_record(b'{"run":"%s","attempts":[]}' % run.encode(), "far")
-    assert decode_record(b'{"run":"0123456789ab","attempts":[]}', "far") == RunRecord("0123456789ab")
+    with pytest.raises(CorruptSnapshotError, match="not a fact"):
+        decode_record(b'{"run":"%s","attempts":[[1,"0123456789ab",null]]}' % run.encode(), "far")
+    assert decode_record(b'{"run":"0123456789ab","attempts":[]}', "far").pending[0].run == "0123456789ab"
 
 
-def test_a_damaged_record_is_written_again(tmp_path, hosts):
+def test_a_damaged_fact_is_written_again(tmp_path, hosts):
     far = tmp_path / "far"
     with manager_of(far, hosts("a")) as manager:
         manager.take(1, state(1))
-    (far / ".run.json").write_bytes(b"")
+    [fact] = (far / ".run").iterdir()
+    flip(fact, 30)
     with manager_of(far, hosts("a")) as manager:
         live = state(-1)
         assert manager.restore_latest(live) == 1
         assert manager.report.sources["near"] > 0
         manager.take(2, state(2))
-    assert decode_record((far / ".run.json").read_bytes(), "far").run == runs_in(hosts("a"))[0].name
+    assert sorted(path.name for path in (far / ".run").iterdir()) == ["00000001.json", "00000002.json"]
 
 
 @pytest.mark.parametrize("name", ["a%41b%20c", "with space", "what?", "ä#;"])

@@ -21,7 +21,7 @@ from snapshot.tiers.far_packed import FarStorage, PackedUploads, read_notes
 from snapshot.tiers.far_upload import FarUpload
 from snapshot.tiers.fetch import copy_verified, describe_files
 from snapshot.tiers.near_steps import NearFolder
-from snapshot.tiers.run_record import RunRecord
+from snapshot.tiers.timeline import Facts
 from snapshot.url import URL
 from tests.tiers.jobs import data_files, flip, holds, manager_of, rank, stop_uploaders
 from tests.tiers.jobs import state as job_state
@@ -244,7 +244,7 @@ def test_each_host_compresses_its_files_or_not(two, tmp_path, hosts, compressing
 def test_a_file_that_two_hosts_send_in_two_forms_is_described_as_it_is_stored(tmp_path, monkeypatch, first):
     Snapshot.take(tmp_path / "near/step-10", state(10))
     near = NearFolder(str(tmp_path / "near")).steps()[10]
-    record = RunRecord("ab" * 16)
+    facts = Facts()
     root = Session(URL.parse(str(tmp_path / "far")), None)
     sessions = []
 
@@ -259,13 +259,13 @@ def test_a_file_that_two_hosts_send_in_two_forms_is_described_as_it_is_stored(tm
 
     async def copy_after_the_other(*given, **options):
         monkeypatch.undo()
-        assert await other.advance(record, here, live="", commits=True)
+        assert await other.advance(facts, here, names=(), commits=True)
         forms.append(json.loads((tmp_path / "far/step-10/.snapshot_metadata").read_bytes())["format"])
         await copy_verified(*given, **options)
 
     monkeypatch.setattr("snapshot.tiers.far_upload.copy_verified", copy_after_the_other)
     try:
-        assert run(one.advance(record, here, live="", commits=False))
+        assert run(one.advance(facts, here, names=(), commits=False))
     finally:
         for session in [root, *sessions]:
             run(session.close())

@@ -7,8 +7,7 @@ import pytest
 
 from snapshot import KeepLatest, Snapshot, SnapshotExistsError, SnapshotManager
 from snapshot.errors import SnapshotError, StorageError
-from snapshot.tiers.by_hand import find_runs, upload_by_hand
-from tests.tiers.jobs import ask, data_files, flip, holds, manager_of, runs_in, state, stop_uploaders, until
+from tests.tiers.jobs import ask, data_files, flip, holds, manager_of, runs_in, state, stop_uploaders, until, upload_all
 
 pytestmark = pytest.mark.slow  # each test starts an uploader
 
@@ -197,8 +196,7 @@ def test_an_older_attempt_is_never_published(tmp_path, hosts):
         manager.take(115, state(115))
         until(lambda: manager.where(115)["far"] == "whole")
     [folder] = list(hosts("old").iterdir())
-    [(path, record)] = find_runs(str(hosts("old")), None)
-    states = upload_by_hand(path, record, str(tmp_path / "far"), {}, everything=True, rate=None)
+    states = upload_all(hosts("old"), tmp_path / "far")
     assert not (tmp_path / "far/step-120").exists(), states
     assert not (folder / "step-120").exists()
     with SnapshotManager(str(tmp_path / "far"), signals=()) as plain:
@@ -235,8 +233,7 @@ def test_removed_steps_are_not_put_back(tmp_path, hosts):
         manager.take(20, state(20))
         until(lambda: manager.where(20)["far"] == "whole")
     assert {path.name for path in (tmp_path / "far").glob("step-*")} == {"step-20"}
-    [(path, record)] = find_runs(str(hosts("old")), None)
-    states = upload_by_hand(path, record, str(tmp_path / "far"), {}, everything=True, rate=None)
+    states = upload_all(hosts("old"), tmp_path / "far")
     assert states == {10: "outdated"}
     assert {path.name for path in (tmp_path / "far").glob("step-*")} == {"step-20"}
 

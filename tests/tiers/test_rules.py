@@ -1,13 +1,24 @@
 """The rules of tiers, as functions of values: what is uploaded, who keeps replicas, which steps are abandoned."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
 from snapshot.tiers.census import HostView, StepView, take_census
 from snapshot.tiers.hosts import hosts_of, job_address, partners
-from snapshot.tiers.run_record import NO_ORIGIN, Attempt, Origin, RunRecord, origin_of
-from snapshot.tiers.upload_queue import MOST_QUEUED, choose_next, dropped_steps, wanted_steps
+from snapshot.tiers.timeline import NO_ORIGIN, Attempt, Facts, Line, Parent, origin_of
+from snapshot.tiers.upload_queue import (
+    MOST_QUEUED,
+    Act,
+    QueueView,
+    UploadState,
+    choose_next,
+    dropped_steps,
+    next_action,
+    wanted_steps,
+)
 
 steps = some.sets(some.integers(0, 50))
 
@@ -57,55 +68,18 @@ def test_what_is_asked_for_is_uploaded_and_the_newest_with_latest(upload, near, 
     assert (choose_next(wanted, []) is None) == (not wanted)
 
 
-STATES = some.sampled_from(["queued", "uploading", "waiting", "whole", "dropped", "outdated", "kept near", "damaged"])
+STATES = some.sampled_from(UploadState)
 
 
 @given(some.sampled_from(["latest", 1, None]), some.dictionaries(some.integers(0, 50), STATES), steps)
 def test_only_superseded_steps_are_dropped_and_the_queue_is_bounded(upload, states, asked):
     newest = max(states, default=-1)
     dropped = dropped_steps(upload, states, asked, newest)
-    open_ = {step for step, state in states.items() if state in ("queued", "uploading", "waiting", "damaged")}
+    open_ = {step for step, state in states.items() if state.is_open or state == "damaged"}
     assert set(dropped) <= open_ - {newest} - asked
     queued = {step for step in open_ - asked - {newest} if states[step] == "queued"}
     assert len(queued - set(dropped)) <= (0 if upload == "latest" else MOST_QUEUED)
     assert upload == "latest" or set(dropped) <= queued  # what is being sent is finished
-
-
-attempts = some.lists(some.one_of(some.none(), some.integers(0, 50)), max_size=8).map(
-    lambda restored: [Attempt(at + 1, f"a{at + 1}", step) for at, step in enumerate(restored)]
-)
-
-
-@given(attempts, some.integers(0, 50), some.integers(0, 9))
-def test_a_step_is_abandoned_by_later_attempts_only(all_, step, number):
-    record = RunRecord("r", all_)
-    abandoned = record.is_abandoned(step, Origin("r", number, f"a{number}", 1))
-    assert abandoned == any(
-        each.number > number and each.restored is not None and each.restored < step for each in all_
-    )
-
-
-@given(attempts, some.integers(0, 8), some.integers(0, 8))
-def test_records_merge_in_any_order(all_, here, there):
-    one, other = RunRecord("r", all_[:here]), RunRecord("r", all_[:there])
-    assert one.with_attempts(other.attempts).attempts == other.with_attempts(one.attempts).attempts
-
-
-def test_an_attempt_that_was_alone_does_not_come_before_the_published_one():
-    """Two sets of hosts began the same number: the one that reached the bucket first is the run."""
-    published = RunRecord("r", [Attempt(1, "a", None), Attempt(2, "b", 100)])
-    merged = published.with_attempts([Attempt(1, "a", None), Attempt(2, "x", None)])
-    assert [each.name for each in merged.attempts] == ["a", "x", "b"]
-    for record in (published, merged):
-        assert record.is_abandoned(120, Origin("r", 2, "x", 5))
-        assert not record.is_abandoned(120, Origin("r", 2, "b", 1))
-        assert record.is_newer(Origin("r", 2, "b", 1), Origin("r", 2, "x", 5))
-
-
-def test_a_later_attempt_that_a_record_does_not_know_yet_is_not_abandoned():
-    record = RunRecord("r", [Attempt(1, "a", None), Attempt(2, "b", 100)])
-    assert not record.is_abandoned(120, Origin("r", 3, "c", 1))
-    assert not record.is_abandoned(120, NO_ORIGIN)  # a manager without near folders took it
 
 
 @pytest.mark.parametrize("note", [{}, {"run": "r"}, {"run": 1, "number": 1, "attempt": "a", "order": 1}, "text", None])
@@ -124,7 +98,7 @@ def test_a_step_is_whole_if_the_union_has_every_file(held, count):
         )
         for at, files in enumerate(held)
     ]
-    [found] = take_census(views, RunRecord("r", [Attempt(1, "a", None)]), lambda _: sizes)
+    [found] = take_census(views, Line(Facts(1, (Attempt("a", "r", 1),))), lambda _: sizes)
     union = set().union(*held)
     assert set(found.missing) == {f"f{n}" for n in range(count) if n not in union}
     if not found.missing:
@@ -133,16 +107,57 @@ def test_a_step_is_whole_if_the_union_has_every_file(held, count):
 
 def test_a_file_with_another_size_does_not_count():
     view = HostView("a", [StepView(7, "s", ("r", 1, "a", 1, False), {"x": 9})])
-    [found] = take_census([view], RunRecord("r"), lambda _: {"x": 10})
+    [found] = take_census([view], Line(Facts(1, (Attempt("a", "r", 1),))), lambda _: {"x": 10})
     assert found.missing == ["x"]
 
 
-def test_steps_of_other_runs_and_abandoned_ones_are_left_out():
-    record = RunRecord("r", [Attempt(1, "a", None), Attempt(2, "b", 5)])
+def test_steps_that_are_not_on_the_line_are_left_out():
+    line = Line(Facts(2, (Attempt("a", "r", 1), Attempt("b", "r", 2, Parent("a", 5)))))
     views = [
         HostView(
             "a",
-            [StepView(step, "s", (run, 1, "a", 1, False), {"x": 1}) for step, run in ((4, "r"), (7, "r"), (9, "q"))],
+            [StepView(step, "s", ("r", 1, name, 1, False), {"x": 1}) for step, name in ((4, "a"), (7, "a"), (9, "q"))],
         )
     ]
-    assert [each.step for each in take_census(views, record, lambda _: {"x": 1})] == [4]
+    assert [each.step for each in take_census(views, line, lambda _: {"x": 1})] == [4]
+
+
+VIEWS = some.builds(
+    QueueView,
+    states=some.dictionaries(some.integers(0, 9), STATES, max_size=4),
+    is_registered=some.booleans(),
+    is_tidy=some.booleans(),
+    has_looked=some.booleans(),
+    begun=steps,
+    last=some.one_of(some.none(), some.integers(0, 9)),
+    is_alone=some.booleans(),
+    looked=some.floats(0, 100),
+    free=some.floats(0, 100),
+    jobs=some.integers(0, 2),
+    ends=some.one_of(some.floats(0, 100), some.just(float("inf"))),
+)
+
+
+@given(VIEWS, some.floats(0, 100))
+def test_what_an_uploader_does_next_follows_from_facts_and_time(view, now):
+    begun = {step for step in view.begun if step in view.states and view.states[step].is_open}
+    view = replace(view, begun=begun)
+    found = next_action(view, now)
+    open_ = {step for step, state in view.states.items() if state.is_open}
+    assert (found.act == Act.TIDY) == (not view.is_tidy)
+    if found.act == Act.END:
+        assert not open_
+        assert not view.jobs
+        assert now > view.ends
+    if found.act == Act.SEND:
+        assert found.step in open_
+        assert view.has_looked
+    if found.act in (Act.SEND, Act.LOOK):
+        assert view.is_registered
+        assert now >= view.free
+    if found.act == Act.WAIT:
+        assert found.seconds > 0
+        assert not (open_ and view.is_registered and now >= view.free)
+        assert view.jobs or open_ or now <= view.ends
+    if open_ and view.is_tidy and view.is_registered and now >= view.free:
+        assert found.act in (Act.SEND, Act.LOOK)

@@ -1,0 +1,96 @@
+"""`snapshot attempts`: the attempts of a run with near folders, and the choice of a person after a fork."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from snapshot.cli.arguments import Verbs, add_json, add_storage, options_of, verb
+from snapshot.cli.screen import Column, ScreenTable, as_json, printable
+from snapshot.cli.status import ExitStatus
+from snapshot.errors import SnapshotNotFoundError
+from snapshot.runtime.loop import run as on_loop
+from snapshot.runtime.session import Session
+from snapshot.tiers.by_hand import find_runs
+from snapshot.tiers.facts import choose_attempt, read_facts
+from snapshot.tiers.timeline import Attempt, Copy, Facts, Line
+from snapshot.url import URL
+
+
+def add(verbs: Verbs) -> None:
+    """Describe the verb's arguments."""
+    parser = verb(
+        verbs,
+        "attempts",
+        "List the attempts of a run with near folders: which of them the run consists of, and up to which step. If two "
+        "jobs continued the run without seeing each other, it has forked, and a person chooses one of them. The steps "
+        "of the other one are then removed.",
+        [
+            ("attempts s3://bucket/run --near /nvme/run", "with what this host knows"),
+            ("attempts s3://bucket/run --near /nvme/run --choose 0123456789ab", "continue with this attempt"),
+        ],
+        run,
+    )
+    parser.add_argument("far", metavar="FAR", help="the far root")
+    parser.add_argument("--near", metavar="FOLDER", help="the near folder of this host")
+    parser.add_argument("--choose", metavar="NAME", help="the attempt that the run continues")
+    add_json(parser)
+    add_storage(parser)
+
+
+def run(given: argparse.Namespace) -> ExitStatus:
+    """List the attempts, after the choice if there is one."""
+    far = URL.parse(given.far)
+    near = None if given.near is None else os.path.abspath(os.path.expanduser(given.near))
+    copies = [] if near is None else [each for each in find_runs(near, str(far)) if each.far == str(far)]
+    session = Session(far, options_of(given))
+    try:
+        if given.choose is not None:
+            work = choose_attempt(session.storage, copies, given.choose, socket.gethostname(), str(far))
+            facts = on_loop(work)
+        else:
+            facts = _united(on_loop(read_facts(session.storage)), copies)
+    finally:
+        on_loop(session.close())
+    if facts.last is None:
+        raise SnapshotNotFoundError(f"{far}: has no attempts; only managers with near folders leave them")
+    rows = list(_rows(facts))
+    if given.json:
+        print(as_json({"url": str(far), "attempts": rows}))
+    else:
+        table = ScreenTable(
+            [Column("number", right=True), Column("attempt"), Column("host"), Column("began with"), Column("steps")]
+        )
+        for row in rows:
+            table.add(str(row["number"]), row["attempt"], row["host"], row["began"], row["steps"])
+        for text in table.lines():
+            print(printable(text))
+    return ExitStatus.FOUND if facts.conflicts() else ExitStatus.OK
+
+
+def _united(root: Facts, copies: Sequence[Copy]) -> Facts:
+    for each in copies:
+        root = root if root.lacks(each.facts) else root.with_pending(each.facts.pending)
+    return root
+
+
+def _rows(facts: Facts) -> Iterator[dict[str, Any]]:
+    line, forked = Line(facts), facts.conflicts()
+    for each in (*facts.published, *facts.pending):
+        cut = line.cuts.get(each.name)
+        if cut is not None:
+            steps = "on the line" if cut.step is None else f"on the line up to {cut.step}"
+        elif facts.has(each.name):
+            steps = "off the line"
+        else:
+            steps = "forked" if each in forked else "undecided"
+        yield {"number": each.number, "attempt": each.name, "host": each.host, "began": _began(each), "steps": steps}
+
+
+def _began(attempt: Attempt) -> str:
+    if attempt.parent is None:
+        return ""
+    return attempt.parent.attempt if attempt.parent.step is None else f"step-{attempt.parent.step}"

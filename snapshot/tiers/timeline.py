@@ -1,0 +1,374 @@
+"""The timeline of a run, as pure functions of facts that are written once: which steps are on its line, and which not.
+
+A fact is an attempt: a time of training that began with a step of an earlier one. The line of a run begins at its last
+published attempt, and follows the parents. It leaves each attempt at the step that the next one restored. No clock and
+no order of arrival decides anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import msgspec
+
+from snapshot.errors import CorruptSnapshotError, SnapshotError
+
+KEY = "snapshot.tiers"
+"""Key in a snapshot's metadata."""
+_RUN = re.compile(r"[0-9a-f]{12}")
+"""Ids of runs, which are names of folders, and names of attempts, which are names of files."""
+
+
+class RunForkedError(SnapshotError):
+    """Two jobs continued one run without seeing each other. A person must choose one: `snapshot attempts`."""
+
+
+class RunDeletedError(SnapshotError):
+    """The far root does not have the run any more. It is never created again."""
+
+
+class Parent(msgspec.Struct, array_like=True, frozen=True):
+    """The place where an attempt left another one."""
+
+    attempt: str
+    step: int | None
+    """The restored step; None if the attempt began without a restore, so that all steps stay."""
+    save_id: str = ""
+    """The restored snapshot of that step."""
+
+
+class Attempt(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A time of training without a restore. It is never changed."""
+
+    name: str
+    run: str
+    number: int
+    """One more than the last number that its job had read."""
+    parent: Parent | None = None
+    host: str = ""
+    far: str = ""
+    """The far root without secrets. A root elsewhere with this attempt is a copy."""
+
+
+class Origin(NamedTuple):
+    """The origin of a step, as its metadata has it."""
+
+    run: str
+    number: int
+    """Number of the attempt."""
+    attempt: str
+    order: int
+    """Number of the take in its attempt."""
+    replaces: bool = False
+    """True if the take may replace another snapshot of the step."""
+
+
+NO_ORIGIN = Origin("", 0, "", 0)
+
+
+def origin_of(metadata: Mapping[str, Any]) -> Origin:
+    """Return the origin of a step. It is empty if a manager without `near` took the step."""
+    match metadata.get(KEY):
+        case {
+            "run": str(run),
+            "number": int(number),
+            "attempt": str(attempt),
+            "order": int(order),
+            "replaces": bool(replaces),
+        }:
+            return Origin(run, number, attempt, order, replaces)
+    return NO_ORIGIN
+
+
+class Standing(StrEnum):
+    """The relation of a step to the line of its run."""
+
+    ON = "on"
+    OFF = "off"
+    """Its attempt is published, and the line left it before the step."""
+    UNDECIDED = "undecided"
+    """Its attempt is not published: the step is not uploaded, counted or deleted."""
+    FOREIGN = "foreign"
+    """The facts do not know its run: the step was copied here, or the facts were deleted."""
+
+
+class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The facts about a run that one party knows."""
+
+    number: int = 0
+    """Number of the last published fact; 0 if there is none."""
+    published: tuple[Attempt, ...] = ()
+    """The published attempts, in the order of their publication."""
+    pending: tuple[Attempt, ...] = ()
+    """Attempts that this party has not seen published, by number."""
+
+    @property
+    def tip(self) -> Attempt | None:
+        """The attempt that was published last."""
+        return self.published[-1] if self.published else None
+
+    @property
+    def last(self) -> Attempt | None:
+        """The last attempt, published or pending."""
+        return self.pending[-1] if self.pending else self.tip
+
+    def has(self, name: str) -> bool:
+        """Return True if an attempt is published."""
+        return any(each.name == name for each in self.published)
+
+    def find(self, name: str) -> Attempt | None:
+        """Return a known attempt."""
+        return next((each for each in (*self.published, *self.pending) if each.name == name), None)
+
+    def unite(self, other: Facts) -> Facts:
+        """Return what two parties know together. Published facts are supersets of earlier ones."""
+        newest = max(self, other, key=lambda each: (each.number, len(each.published)))
+        return Facts(newest.number, newest.published).with_pending([*self.pending, *other.pending])
+
+    def with_pending(self, attempts: Iterable[Attempt]) -> Facts:
+        """Return the facts with further attempts that may not be published yet."""
+        known = {each.name for each in self.published}
+        found = {each.name: each for each in (*self.pending, *attempts) if each.name not in known}
+        return Facts(
+            self.number, self.published, tuple(sorted(found.values(), key=lambda each: (each.number, each.name)))
+        )
+
+    def with_published(self, *attempts: Attempt) -> Facts:
+        """Return the facts after the next publication."""
+        names = {each.name for each in attempts}
+        left = tuple(each for each in self.pending if each.name not in names)
+        return Facts(self.number + 1, (*self.published, *attempts), left)
+
+    def next_attempt(self, run: str, parent: Parent | None, *, host: str, far: str) -> Attempt:
+        """Return a new attempt, which comes after all that are known."""
+        number = 1 + max([self.number, *(each.number for each in self.pending)])
+        return Attempt(new_name(), run, number, parent, host, far)
+
+    def conflicts(self) -> list[Attempt]:
+        """Return the pending attempts that did not see another one with their number or a later one."""
+        numbers = [each.number for each in self.pending]
+        return [each for each in self.pending if each.number <= self.number or numbers.count(each.number) > 1]
+
+    def expect_no_fork(self) -> None:
+        """Raise RunForkedError if pending attempts conflict with published ones, or with each other."""
+        found = self.conflicts()
+        if found:
+            raise forked_error(found[0], next((each for each in found[1:] if each.number > self.number), self.tip))
+
+    def lacks(self, copy: Facts) -> bool:
+        """Return True if these, the facts of a root, lack what a host has seen published: the run was deleted."""
+        return copy.tip is not None and not self.has(copy.tip.name)
+
+    def with_ancestors(self, names: Collection[str]) -> list[Attempt]:
+        """Return the pending attempts among some names, and their pending ancestors, by number."""
+        pending = {each.name: each for each in self.pending}
+        found: dict[str, Attempt] = {}
+        for name in names:
+            at = pending.get(name)
+            while at is not None and at.name not in found:
+                found[at.name] = at
+                at = pending.get(at.parent.attempt) if at.parent is not None else None
+        return sorted(found.values(), key=lambda each: (each.number, each.name))
+
+
+def forked_error(one: Attempt, other: Attempt | None) -> RunForkedError:
+    """Return the error that names both sides of a fork."""
+    there = f"attempt {other.name} of {other.host or 'another job'}" if other is not None else "another attempt"
+    return RunForkedError(
+        f"the run has forked: attempt {one.name} of {one.host or 'a host'} continued it without the far root, and so "
+        f"did {there}; the near steps are kept; choose one: snapshot attempts FAR --near NEAR --choose NAME"
+    )
+
+
+class Cut(NamedTuple):
+    """The step at which the line left an attempt."""
+
+    step: int | None
+    """The last step that is on the line; None if all are."""
+    save_id: str
+    """The only snapshot of that step which is on the line; any if empty."""
+    age: int
+    """Number of attempts between this one and the end of the line, as a negative number."""
+
+
+class Line:
+    """The line of a run: the attempts that its last one descends from, each up to where the line left it."""
+
+    def __init__(self, facts: Facts, tip: Attempt | None = None) -> None:
+        """Follow the parents from `tip`, by default the last published attempt."""
+        self._known = {each.name for each in facts.published}
+        self._runs = {each.run for each in (*facts.published, *facts.pending)}
+        self.cuts: dict[str, Cut] = {}
+        at, limit, save_id = tip if tip is not None else facts.tip, None, ""
+        while at is not None and at.name not in self.cuts:
+            self.cuts[at.name] = Cut(limit, save_id, -len(self.cuts))
+            parent = at.parent
+            if parent is None:
+                break
+            save_id = ""
+            if parent.step is not None and (limit is None or parent.step <= limit):
+                limit, save_id = parent.step, parent.save_id
+            at = facts.find(parent.attempt)
+
+    def standing(self, step: int, save_id: str, origin: Origin) -> Standing:
+        """Return the relation of a snapshot to this line. Those of managers without `near` belong to every line."""
+        if not origin.attempt:
+            return Standing.ON
+        cut = self.cuts.get(origin.attempt)
+        if cut is not None:
+            same = step == cut.step and cut.save_id in ("", save_id)
+            return Standing.ON if cut.step is None or step < cut.step or same else Standing.OFF
+        if origin.attempt in self._known:
+            return Standing.OFF
+        return Standing.UNDECIDED if origin.run in self._runs else Standing.FOREIGN
+
+    def counts(self, step: int, save_id: str, origin: Origin) -> bool:
+        """Return True if a snapshot in the root may be restored, and counts for policies."""
+        return self.standing(step, save_id, origin) in (Standing.ON, Standing.FOREIGN)
+
+    def age(self, origin: Origin) -> tuple[int, int]:
+        """Return a value that is greater for a later take."""
+        cut = self.cuts.get(origin.attempt)
+        return (cut.age if cut is not None else -len(self.cuts) - 1), origin.order
+
+    def is_newer(self, step: int, one: tuple[str, Origin], other: tuple[str, Origin]) -> bool:
+        """Return True if a snapshot of a step, which is on the line, replaces another one of the same step.
+
+        Each is given by its save id and origin. One that is not off the line is replaced only on purpose: a race could
+        move the line meanwhile, and then neither of them would be left.
+        """
+        standing = self.standing(step, *other)
+        if standing == Standing.OFF:
+            return True
+        known = standing == Standing.ON and bool(other[1].attempt)
+        return one[1].replaces and (not known or self.age(one[1]) > self.age(other[1]))
+
+
+class Copy(NamedTuple):
+    """The facts in the folder of a run on one host."""
+
+    run: str
+    facts: Facts
+    stepped: frozenset[str] = frozenset()
+    """The attempts that have steps there."""
+    used: int = 0
+    """A number that is greater for a run that was used later on the host."""
+
+    @property
+    def far(self) -> str:
+        """The far root of the run."""
+        known = (*self.facts.published, *self.facts.pending)
+        return next((each.far for each in reversed(known) if each.run == self.run), "")
+
+
+class Settled(NamedTuple):
+    """The run of a job, from the facts of the root and of all hosts."""
+
+    run: str
+    """Empty if a new run begins."""
+    facts: Facts
+    """The facts, with the pending ones that must be published."""
+    birth: Attempt | None = None
+    """The attempt with which a new run begins."""
+
+
+def settle_run(root: Facts | None, hosts: Sequence[Sequence[Copy]], far: str) -> Settled:
+    """Return the run that a job continues. `root`: the facts of the far root; None if it cannot be read.
+
+    Raises:
+        RunForkedError: Hosts have steps of attempts that other attempts were published instead of.
+    """
+    if root is None:
+        recent = [max(copies, key=lambda each: each.used).run for copies in hosts if copies]
+        if not recent:
+            return Settled("", Facts())
+        run = max(recent, key=recent.count)
+        facts = Facts()
+        for each in (copy for copies in hosts for copy in copies):
+            facts = facts.unite(each.facts) if each.run == run else facts
+        facts.expect_no_fork()
+        return Settled(run, facts)
+    united, stepped = root, set[str]()
+    for each in (copy for copies in hosts for copy in copies):
+        if not root.lacks(each.facts):
+            united = united.with_pending(each.facts.pending)
+            stepped |= each.stepped
+    needed = united.with_ancestors(stepped)
+    facts = Facts(root.number, root.published).with_pending(needed)
+    facts.expect_no_fork()
+    last = facts.last
+    # the root may be a copy of another one, whose run continues there
+    same = last is not None and (bool(needed) or last.far in ("", far))
+    return Settled(last.run if same and last is not None else "", facts)
+
+
+def new_name() -> str:
+    """Return a name for a run or an attempt that no other has."""
+    return secrets.token_hex(6)
+
+
+# Files
+
+
+def encode_facts(facts: Facts) -> bytes:
+    """Return the file of the last published fact: it repeats all earlier ones, so that they may be deleted."""
+    body = msgspec.json.encode(Facts(facts.number, facts.published))
+    return body + b"\n" + hashlib.sha256(body).hexdigest().encode() + b"\n"
+
+
+def decode_facts(data: bytes, where: object) -> Facts:
+    """Return the facts in a file. Raise CorruptSnapshotError if a byte differs."""
+    body, _, digest = data.rstrip(b"\n").rpartition(b"\n")
+    if hashlib.sha256(body).hexdigest().encode() != digest:
+        raise CorruptSnapshotError(f"{where}: not a fact of a run: its digest is wrong")
+    return _checked(_decode(body, Facts, where), where)
+
+
+def decode_attempt(data: bytes, where: object) -> Attempt:
+    """Return an attempt that a host has stored."""
+    found: Attempt = _decode(data, Attempt, where)
+    _checked(Facts(0, (), (found,)), where)
+    return found
+
+
+def _decode(data: bytes, kind: Any, where: object) -> Any:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.DecodeError as error:
+        raise CorruptSnapshotError(f"{where}: not a fact of a run: {error}") from error
+
+
+def _checked(facts: Facts, where: object) -> Facts:
+    for each in (*facts.published, *facts.pending):
+        for name in (each.run, each.name):
+            if not _RUN.fullmatch(name):
+                raise CorruptSnapshotError(f"{where}: not a fact of a run: it has the id {name[:40]!r}")
+    return facts
+
+
+class _OldRecord(msgspec.Struct):
+    """The record of a run as earlier versions wrote it: its attempts in order, with the steps that they restored."""
+
+    run: str
+    attempts: list[tuple[int, str, int | None]] = []
+    far: str = ""
+    published: bool = False
+
+
+def decode_record(data: bytes, where: object) -> Facts:
+    """Return the facts in a record of an earlier version. All are pending unless the record was in the far root."""
+    record = _decode(data, _OldRecord, where)
+    found: list[Attempt] = []
+    for number, name, restored in sorted(record.attempts, key=lambda each: each[0]):
+        parent = Parent(found[-1].name, restored) if found else None
+        found.append(Attempt(name, record.run, number, parent, "", record.far))
+    if not found:  # a birth, without a name
+        found.append(Attempt(record.run, record.run, 1, None, "", record.far))
+    number = max(each.number for each in found)
+    facts = Facts(number, tuple(found)) if record.published else Facts(0, (), tuple(found))
+    return _checked(facts, where)

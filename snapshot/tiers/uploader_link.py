@@ -1,0 +1,147 @@
+"""The link of a trainer to the uploader of its host: requests with a time limit, and a watch for one that hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from snapshot.errors import SnapshotError
+from snapshot.events import emit, log
+from snapshot.tiers.control import LOCK, ControlClient, Registration, Request, Status, UploaderError, UploaderHungError
+
+ANSWERS = 5.0
+"""Seconds after which an uploader that does not answer is reported."""
+PERIOD, PING = 1.0, 4.0
+"""Seconds between two questions of the watch, and until one counts as not answered."""
+SILENT = 3
+"""Questions without an answer after which a hung uploader is replaced: within 15 seconds."""
+STARTS = 30.0
+"""Seconds that a new uploader may need to start, in the background."""
+
+
+class UploaderLink:
+    """The connection to the uploader of a folder. `connect` starts one if there is none."""
+
+    def __init__(
+        self, folder: str, connect: Callable[[float], ControlClient], registration: Callable[[], Registration]
+    ) -> None:
+        self._folder = folder
+        self._connect = connect
+        self._registration = registration
+        self._client: ControlClient | None = None
+        self._asking = threading.Lock()
+        self._registering: threading.Thread | None = None
+        self._closed = threading.Event()
+
+    def ask(self, request: Request, seconds: float = ANSWERS) -> Status:
+        """Send a request, and return the uploader's state. If the uploader died, start it again.
+
+        Raise UploaderError after some seconds.
+        """
+        if self._registering is not None:
+            self._registering.join(seconds)
+        return self._ask(request, seconds)
+
+    def _ask(self, request: Request, seconds: float) -> Status:
+        if not self._asking.acquire(timeout=seconds):
+            raise UploaderHungError(f"{self._folder}: its uploader{self._named()} did not answer within {seconds:g} s")
+        try:
+            for again in (False, True):
+                try:
+                    if self._client is None:
+                        self._client = self._connect(seconds)
+                        self._client.ask(Request("register", self._registration()), seconds)
+                    return self._client.ask(request, seconds)
+                except (UploaderError, OSError) as error:
+                    self._drop()
+                    if isinstance(error, UploaderHungError):
+                        raise UploaderHungError(f"{error}{self._named()}") from error
+                    if again:
+                        raise UploaderError(str(error)) from error
+        finally:
+            self._asking.release()
+        raise AssertionError
+
+    def _drop(self) -> None:
+        if self._client is not None:
+            self._client.close()
+        self._client = None
+
+    def register(self) -> None:
+        """Send the job to the uploader, in a thread: a new one needs a second to start."""
+
+        def register() -> None:
+            try:
+                self._ask(Request("register", self._registration()), STARTS)
+            except SnapshotError as error:
+                log.warning("%s", error)
+
+        self._registering = threading.Thread(target=register, name="snapshot-register", daemon=True)
+        self._registering.start()
+
+    def await_registration(self) -> None:
+        """Wait until the uploader offers this host's files to others. A hung one is not waited for."""
+        if self._registering is not None:
+            self._registering.join(ANSWERS)
+
+    # Watch
+
+    def watch(self) -> None:
+        """Replace the uploader if it hangs, as long as this trainer runs."""
+        threading.Thread(target=self._watch, name="snapshot-watch", daemon=True).start()
+
+    def _watch(self) -> None:
+        silent = 0
+        while not self._closed.wait(PERIOD):
+            try:
+                client = ControlClient(self._folder, PING)
+                try:
+                    client.ask(Request("ping"), PING)
+                finally:
+                    client.close()
+                silent = 0
+            except UploaderHungError:
+                silent += 1
+                self._on_silence(silent)
+            except (UploaderError, OSError):  # it has ended: the next call starts it again
+                silent = 0
+
+    def _on_silence(self, silent: int) -> None:
+        if silent == 1:
+            log.warning("%s: its uploader%s does not answer", self._folder, self._named())
+        elif silent >= SILENT:
+            pid = _pid_in(self._folder)
+            if pid is None or self._closed.is_set():
+                return
+            log.warning("%s: its uploader%s hangs, and is replaced", self._folder, self._named())
+            emit("replaced", "upload", self._folder, pid=pid)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            self.register()
+
+    def _named(self) -> str:
+        pid = _pid_in(self._folder)
+        return f" (process {pid})" if pid is not None else ""
+
+    def close(self) -> None:
+        """Report that this trainer has ended, and close the connection."""
+        self._closed.set()
+        self.await_registration()
+        if self._client is not None and self._asking.acquire(timeout=ANSWERS):
+            with suppress(UploaderError):
+                self._client.ask(Request("close"), ANSWERS)
+            self._drop()
+            self._asking.release()
+
+
+def _pid_in(folder: str) -> int | None:
+    """Return the process of a folder's uploader, if the lock names one that runs for this folder."""
+    with suppress(OSError, ValueError):
+        pid = int(Path(f"{folder}/{LOCK}").read_text("ascii"))
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return pid if b"upload" in words and os.fsencode(folder) in words else None
+    return None

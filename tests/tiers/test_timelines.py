@@ -1,0 +1,462 @@
+"""One truth about a run: near and far agree on its line, whatever fails while jobs begin, end or overlap."""
+
+import os
+import shutil
+import signal
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from snapshot import KeepLatest, Snapshot, SnapshotError, SnapshotManager, StorageError
+from snapshot.cli import main
+from snapshot.plugins.file.file_storage import FileStorage
+from snapshot.testing import FaultProxy
+from snapshot.tiers.facts import read_copy
+from snapshot.tiers.timeline import RunForkedError, decode_facts
+from tests.tiers.jobs import (
+    ask,
+    flip,
+    holds,
+    is_dead,
+    manager_of,
+    runs_in,
+    state,
+    stop_uploaders,
+    until,
+)
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def proxy(moto):
+    with FaultProxy(moto.url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def bucket(moto, proxy):
+    """The far root, and the options with which it is reached through the proxy."""
+    region = {"region_name": moto.region}
+    options = {"key": moto.key, "secret": moto.secret, "endpoint_url": proxy.url, "client_kwargs": region}
+    return f"s3://{moto.bucket()}/run", {**options, "timeout": 1, "deadline": 1}
+
+
+def take_until_far(manager, *steps):
+    for step in steps:
+        manager.take(step, state(step))
+        until(lambda step=step: manager.where(step)["far"] == "whole")
+
+
+def down(far):
+    """Let the far root fail from now on: a file in its place. Return a function that brings it back."""
+    away = far.with_name("away")
+    far.rename(away)
+    far.write_text("down")
+
+    def up():
+        far.unlink()
+        away.rename(far)
+
+    return up
+
+
+def facts_in(far):
+    newest = max((far / ".run").iterdir())
+    return decode_facts(newest.read_bytes(), newest)
+
+
+def restored(far, near, **options):
+    live = state(-1)
+    with manager_of(far, near, **options) as manager:
+        step = manager.restore_latest(live)
+        assert step is None or holds(live, step)
+        return step
+
+
+# A root that cannot be read
+
+
+def test_a_root_that_fails_once_does_not_split_the_run(bucket, proxy, hosts):
+    """The faulty job joined on a host without near steps. It began a new run, and restored from the old one."""
+    far, options = bucket[0], {"storage_options": bucket[1], "upload": 1}
+    with manager_of(far, hosts("a"), **options) as manager:
+        take_until_far(manager, 10)
+    with manager_of(far, hosts("b"), **options) as manager:
+        fault = proxy.fault(times=None, status=503)
+        with pytest.raises(StorageError):
+            manager.restore_latest(state(-1))
+        with pytest.raises(StorageError, match="no host has a near step"):
+            manager.restore_latest(state(-1), offline=True)  # "no step" is not known
+        proxy.drop(fault)
+        assert manager.restore_latest(state(-1)) == 10
+        take_until_far(manager, 30, 40)
+    assert len(runs_in(hosts("b"))) <= 2  # that of the join without the root has no steps
+    assert restored(far, hosts("c"), **options) == 40
+
+
+def test_a_join_without_the_root_and_takes_is_a_fork_that_a_person_decides(tmp_path, hosts, capsys):
+    far = tmp_path / "far"
+    with manager_of(far, hosts("a")) as manager:
+        take_until_far(manager, 10)
+    up = down(far)
+    with manager_of(far, hosts("b"), grace=0, keep_near=None) as manager:
+        manager.take(30, state(30))
+        pending = manager.async_take(40, state(40))
+        pending.wait()
+        up()
+        with pytest.raises(SnapshotError, match="the run has forked: attempt") as caught:
+            pending.wait("far", timeout=40)
+        assert manager.where(40)["far"] == "forked"
+        until(lambda: _raises_fork(lambda: manager.take(50, state(50))))
+    alone = runs_in(hosts("b"))[0]
+    tip, mine = facts_in(far).tip, read_copy(str(alone)).pending[0]
+    assert tip.name in str(caught.value)
+    assert mine.name in str(caught.value)
+    assert {path.name for path in alone.glob("step-*")} >= {"step-30", "step-40"}  # nothing is deleted
+    assert not list(far.glob("step-40"))
+    with manager_of(far, hosts("b")) as manager, pytest.raises(RunForkedError, match=mine.name):
+        manager.restore_latest(state(-1))
+    assert restored(far, hosts("a")) == 10  # a job without those near steps goes on
+    assert main(["attempts", str(far), "--near", str(hosts("b"))]) == 1
+    assert "forked" in capsys.readouterr().out
+    assert main(["attempts", str(far), "--near", str(hosts("b")), "--choose", mine.name]) == 0
+    live = state(-1)
+    with manager_of(far, hosts("b")) as manager:
+        assert manager.restore_latest(live) == 40
+        assert holds(live, 40)
+        take_until_far(manager, 60)
+    assert restored(far, hosts("a")) == 60
+
+
+def test_the_other_side_of_a_fork_can_be_chosen(tmp_path, hosts):
+    far = tmp_path / "far"
+    with manager_of(far, hosts("a")) as manager:
+        take_until_far(manager, 10)
+    up = down(far)
+    with manager_of(far, hosts("b"), grace=0) as manager:
+        manager.take(30, state(30))
+    up()
+    tip = facts_in(far).tip.name
+    assert main(["attempts", str(far), "--near", str(hosts("b")), "--choose", tip]) == 0
+    assert restored(far, hosts("b")) == 10
+    stop_uploaders(hosts("b"))
+    assert main(["upload", str(hosts("b")), str(far), "--all"]) == 0
+    assert not list(hosts("b").glob("*/step-30"))  # it is off the line now
+    assert not (far / "step-30").exists()
+
+
+def _raises_fork(work):
+    try:
+        work()
+    except RunForkedError:
+        return True
+    return False
+
+
+def test_steps_without_the_root_are_published_when_it_is_back(tmp_path, hosts):
+    far = tmp_path / "far"
+    with manager_of(far, hosts("a")) as manager:
+        take_until_far(manager, 10)
+    up = down(far)
+    with manager_of(far, hosts("a"), keep_near=None) as manager:
+        with pytest.raises(StorageError):
+            manager.restore_latest(state(-1))
+        assert manager.restore_latest(state(-1), offline=True) == 10
+        for step in (15, 25):
+            manager.take(step, state(step))
+        up()
+        until(lambda: manager.where(25)["far"] == "whole")
+    assert restored(far, hosts("c")) == 25
+
+
+def test_a_dead_job_without_the_root_is_continued_by_the_next_one(tmp_path, hosts):
+    """Its uploader ended, too. The join publishes what it had begun."""
+    far = tmp_path / "far"
+    with manager_of(far, hosts("a")) as manager:
+        take_until_far(manager, 10)
+    up = down(far)
+    with manager_of(far, hosts("a"), grace=0) as manager:
+        assert manager.restore_latest(state(-1), offline=True) == 10
+        manager.take(20, state(20))
+    stop_uploaders(hosts("a"))
+    with manager_of(far, hosts("a"), grace=0) as manager:
+        assert manager.restore_latest(state(-1), offline=True) == 20
+        manager.take(30, state(30))
+    stop_uploaders(hosts("a"))
+    up()
+    with manager_of(far, hosts("a")) as manager:
+        assert manager.restore_latest(state(-1)) == 30
+        take_until_far(manager, 40)
+    numbers = [each.number for each in facts_in(far).published]
+    assert numbers == sorted(set(numbers))
+    assert len(numbers) == 4
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_a_far_root_that_is_a_file_is_an_error(tmp_path, hosts, near):
+    (tmp_path / "far").write_text("")
+    options = {"near": hosts("a")} if near else {}
+    with SnapshotManager(tmp_path / "far", signals=(), grace=0, **options) as manager:
+        for call in (lambda: manager.restore_latest(state(-1)), manager.steps):
+            with pytest.raises(StorageError):
+                call()
+
+
+# Jobs that overlap
+
+
+def test_a_replaced_trainer_cannot_bring_its_facts_back(tmp_path, hosts):
+    """It starts the uploader again, without the far root, with what it knew before it was replaced."""
+    far = tmp_path / "far"
+    with (
+        manager_of(far, hosts("a"), grace=0, keep_near=None) as zombie,
+        manager_of(far, hosts("a"), grace=0, keep_near=None) as main_job,
+    ):
+        take_until_far(zombie, 10, 20)
+        shutil.rmtree(far / "step-20")
+        shutil.rmtree(runs_in(hosts("a"))[0] / "step-20")
+        assert main_job.restore_latest(state(-1)) == 10
+        attempt = main_job._tiers.joined.member.attempt.name
+        up = down(far)
+        stop_uploaders(hosts("a"))
+        zombie.where(10)  # starts the uploader
+        [folder] = runs_in(hosts("a"))
+        assert read_copy(str(folder)).has(attempt)
+        with pytest.raises(SnapshotError, match="another job has continued this run from step 10"):
+            zombie.take(30, state(31))
+        main_job.take(30, state(30))
+        main_job.take(40, state(40))
+        up()
+        until(lambda: main_job.where(40)["far"] == "whole")
+    live = state(-1)
+    with manager_of(far, hosts("a")) as manager:
+        assert manager.restore_latest(live) == 40
+        assert holds(live, 40)
+
+
+def test_a_step_that_a_replaced_trainer_left_does_not_stop_a_take(tmp_path, hosts):
+    far = tmp_path / "far"
+    with manager_of(far, hosts("a"), grace=0, upload=None, keep_near=None) as zombie:
+        zombie.async_take(10, state(10)).wait("far", timeout=40)
+        with manager_of(far, hosts("a"), grace=0, upload=None, keep_near=None) as main_job:
+            shutil.copytree(runs_in(hosts("a"))[0] / "step-10", tmp_path / "ten")
+            zombie.take(30, state(31))
+            step = runs_in(hosts("a"))[0] / "step-30"
+            step.rename(tmp_path / "thirty")
+            assert main_job.restore_latest(state(-1)) == 10
+            stop_uploaders(hosts("a"))
+            (tmp_path / "thirty").rename(step)  # as if it was committed a moment later
+            main_job.take(30, state(30))
+            live = state(-1)
+            main_job.snapshot(30).restore(live)
+            assert holds(live, 30)
+
+
+@pytest.fixture
+def left(tmp_path, hosts):
+    """A root with steps 10, 20 and 40 on the line, and 30 of an attempt that was left at 20."""
+    far = tmp_path / "far"
+    with manager_of(far, hosts("a"), upload=1, keep_near=None) as manager:
+        take_until_far(manager, 10, 20, 30)
+    stop_uploaders(hosts("a"))
+    shutil.rmtree(hosts("a"))
+    held = (far / "step-30").rename(tmp_path / "held")
+    with manager_of(far, hosts("b"), upload=1, keep_near=None) as manager:
+        assert manager.restore_latest(state(-1)) == 20
+        take_until_far(manager, 40)
+    stop_uploaders(hosts("b"))
+    shutil.rmtree(hosts("b"))
+    held.rename(far / "step-30")
+    return far
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_an_abandoned_step_below_a_good_one_is_not_restored(left, hosts, plain):
+    """One rotten bit in the newest step must not lead to a timeline that the run has left."""
+    for path in (left / "step-40/data").iterdir():
+        flip(path)
+    live, options = state(-1), {} if plain else {"near": hosts("c")}
+    with SnapshotManager(left, signals=(), **options) as manager:
+        assert manager.steps() == [10, 20, 40]
+        assert manager.restore_latest(live) == 20
+        assert holds(live, 20)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_an_abandoned_step_does_not_count_for_a_policy(left, hosts, plain):
+    options = {} if plain else {"near": hosts("c"), "upload": 1}
+    with SnapshotManager(left, signals=(), keep=KeepLatest(3), **options) as manager:
+        assert manager.restore_latest(state(-1)) == 40
+        manager.async_take(50, state(50)).wait("far" if not plain else None)
+    assert {path.name for path in left.glob("step-*")} == {"step-20", "step-40", "step-50"}
+
+
+def test_prune_and_ls_follow_the_line(left, hosts, capsys):
+    assert main(["prune", str(left), "--keep-latest", "3", "--json", "--yes"]) == 0
+    told = capsys.readouterr().out
+    assert {path.name for path in left.glob("step-*")} == {"step-10", "step-20", "step-40"}, told
+    assert "off the line" in told
+
+
+def test_a_full_near_folder_and_an_abandoned_far_step_are_a_degraded_take(left, hosts, monkeypatch):
+    with SnapshotManager(left, near=hosts("c"), signals=(), grace=0) as manager:
+        assert manager.restore_latest(state(-1)) == 40
+        tiers = manager._tiers.joined
+        monkeypatch.setattr(type(tiers), "free_bytes", lambda self: 0)
+        tiers.last_bytes = 1
+        manager.take(30, state(33))
+    live = state(-1)
+    Snapshot(str(left / "step-30")).restore(live)
+    assert holds(live, 33)
+
+
+# Roots and folders that change
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_deleted_root_is_not_brought_back(tmp_path, hosts, begun):
+    far = tmp_path / "far"
+    with manager_of(far, hosts("a"), upload=1, keep_near=None, grace=0) as manager:
+        take_until_far(manager, 10)
+        stop_uploaders(hosts("a"))
+        if begun:
+            manager._tiers.joined.options = replace(manager._tiers.options, rate=4e5)
+            manager.take(20, state(20, 400_000))
+            until(lambda: list(far.glob("step-20/**/*.aside")))
+        else:
+            up = down(far)
+            manager.take(20, state(20))
+            up()
+            stop_uploaders(hosts("a"))
+        shutil.rmtree(far)
+        until(lambda: manager.where(20)["far"] == "deleted")
+        with pytest.raises(SnapshotError, match="the run was deleted there"):
+            manager.async_take(30, state(30)).wait("far", timeout=40)
+        [folder] = runs_in(hosts("a"))
+        pid = ask(folder).pid
+    until(lambda: is_dead(pid))
+    assert not [path for path in far.rglob("*") if path.is_file()]
+    assert restored(far, hosts("a")) is None
+    assert not list(far.glob("step-*"))
+
+
+def test_an_uploader_whose_root_has_another_run_ends(tmp_path, hosts):
+    far = tmp_path / "far"
+    with manager_of(far, hosts("a"), grace=0) as manager:
+        take_until_far(manager, 10)
+        shutil.rmtree(far)
+        with manager_of(far, hosts("b")) as other:
+            take_until_far(other, 5)
+        manager.take(20, state(20))
+        until(lambda: manager.where(20)["far"] == "deleted")
+        pid = ask(runs_in(hosts("a"))[0]).pid
+    until(lambda: is_dead(pid))
+    assert {path.name for path in far.glob("step-*")} == {"step-5"}
+
+
+def test_a_near_root_of_another_user_is_not_read(tmp_path, hosts):
+    """A planted fact would reach the bucket, and every restore would return None."""
+    if os.geteuid():
+        pytest.skip("only root can make folders of others")
+    far, planted = tmp_path / "far", tmp_path / "planted"
+    with manager_of(far, hosts("a")) as manager:
+        take_until_far(manager, 10)
+    up = down(far)
+    with manager_of(far, hosts("a"), grace=0) as manager:
+        assert manager.restore_latest(state(-1), offline=True) == 10
+        manager.take(20, state(20))
+    stop_uploaders(hosts("a"))
+    hosts("a").rename(planted)
+    [folder] = runs_in(planted)
+    [attempt] = read_copy(str(folder)).pending
+    up()
+    for owner, mode in ((65534, 0o700), (0, 0o777)):
+        os.chown(planted, owner, 0)
+        planted.chmod(mode)
+        with manager_of(far, planted, grace=0) as manager:
+            assert manager.restore_latest(state(-1)) == 10
+        assert not facts_in(far).has(attempt.name)
+        assert main(["upload", str(planted)]) == 2
+        assert main(["ls", str(far), "--near", str(planted)]) == 2
+        assert main(["attempts", str(far), "--near", str(planted)]) == 2
+    os.chown(planted, 0, 0)
+    assert not list(far.glob("step-20"))
+
+
+def test_a_near_step_with_a_damaged_manifest_is_removed(tmp_path, hosts):
+    far = tmp_path / "far"
+    with manager_of(far, hosts("a"), keep_near=KeepLatest(2)) as manager:
+        take_until_far(manager, 10)
+        manifest = runs_in(hosts("a"))[0] / "step-10/.snapshot_metadata"
+        manifest.chmod(0o644)
+        manifest.write_bytes(b"damaged")
+        take_until_far(manager, 20, 30, 40)
+    assert {path.name for path in runs_in(hosts("a"))[0].glob("step-*")} == {"step-30", "step-40"}
+
+
+def test_a_record_of_an_earlier_version_is_carried_over(tmp_path, hosts):
+    """Its attempts become facts. The steps that it calls abandoned stay so."""
+    far = tmp_path / "far"
+    with manager_of(far, hosts("a"), upload=1, keep_near=None) as manager:
+        take_until_far(manager, 10, 20, 30)
+    stop_uploaders(hosts("a"))
+    [folder] = runs_in(hosts("a"))
+    attempt = facts_in(far).tip
+    for place in (far, folder):
+        shutil.rmtree(place / ".run")
+        record = {
+            "run": folder.name,
+            "attempts": [[1, attempt.name, None], [2, "0123456789ab", 20]],
+            "far": str(far),
+            "published": place == folder,
+        }
+        (place / ".run.json").write_bytes(msgspec.json.encode(record))
+    with manager_of(far, hosts("a"), upload=1) as manager:
+        assert manager.restore_latest(state(-1)) == 20
+        take_until_far(manager, 25)
+    assert [each.name for each in facts_in(far).published][:2] == [attempt.name, "0123456789ab"]
+    assert restored(far, hosts("c")) == 25
+
+
+def test_a_store_without_conditional_puts_is_said_to_need_one_writer(tmp_path, hosts, monkeypatch, caplog):
+    monkeypatch.setattr(FileStorage, "capabilities", replace(FileStorage.capabilities, conditional_put=False))
+    with manager_of(tmp_path / "far", hosts("a")) as manager:
+        manager.take(10, state(10))
+        manager.take(20, state(20))
+    assert restored(tmp_path / "far", hosts("a")) == 20
+    assert "only one job at a time may write there" in caplog.text
+
+
+# An uploader that hangs
+
+
+def test_no_wait_is_longer_than_the_caller_said_if_the_uploader_is_stopped(tmp_path, hosts, told):
+    """A stopped uploader is named, and replaced."""
+    with manager_of(tmp_path / "far", hosts("a"), upload=None) as manager:
+        manager.take(10, state(10))
+        [folder] = runs_in(hosts("a"))
+        pid = ask(folder).pid
+        os.kill(pid, signal.SIGSTOP)
+        pending = manager.async_take(20, state(20))
+        pending.wait()
+        with pytest.raises(TimeoutError, match=rf"its uploader \(process {pid}\) did not answer within"):
+            pending.wait("far", timeout=1)
+        found = manager.where(10)  # without the uploader: what is in the folder, and in the root
+        assert (found["near"], found["far"]) == ("whole", "absent")
+        pending.wait("far", timeout=60)
+        assert [each.fields["pid"] for each in told if each.name == "replaced"] == [pid]
+        assert is_dead(pid)
+        assert ask(folder).pid != pid
+
+
+def test_a_stopped_uploader_does_not_hold_up_the_next_job(tmp_path, hosts):
+    with manager_of(tmp_path / "far", hosts("a"), grace=0) as manager:
+        take_until_far(manager, 10)
+        pid = ask(runs_in(hosts("a"))[0]).pid
+        os.kill(pid, signal.SIGSTOP)
+        with manager_of(tmp_path / "far", hosts("a")) as other:
+            assert other.restore_latest(state(-1)) == 10
+            take_until_far(other, 20)
+        assert is_dead(pid)
