@@ -1,6 +1,7 @@
 """Small files of JSON, msgpack and YAML that are damaged or hostile: one kind of error, and no work for nothing."""
 
 import contextlib
+import re
 from pathlib import Path
 
 import msgspec
@@ -75,6 +76,23 @@ def test_a_flipped_bit_is_one_kind_of_error(name, small_files):
         flipped[at // 8] ^= 1 << at % 8
         with contextlib.suppress(SnapshotError):
             read(bytes(flipped))
+
+
+USERS_OF_JSON = {"bench", "cli/arguments.py", "cli/timeline.py", "storage_options.py", "worker/client.py"}
+"""Modules that decode what a user or this process itself has just written, with errors of their own."""
+
+
+def test_all_files_are_decoded_by_one_function():
+    """Each reader that calls msgspec itself would have to know its errors."""
+    root = Path(document.__file__).parents[1]
+    direct = re.compile(r"msgspec\.(json|msgpack)\.(decode|Decoder)|json\.loads?\(|yaml\.(safe_)?load")
+    found = set()
+    for path in root.rglob("*.py"):
+        name = path.relative_to(root).as_posix()
+        known = name == "decoding.py" or name.startswith("plugins/") or {name, name.split("/")[0]} & USERS_OF_JSON
+        if not known and direct.search(path.read_text()):
+            found.add(name)
+    assert found == set()
 
 
 # YAML

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from snapshot.cli.screen import Column, ScreenTable, as_json, printable
+from snapshot.cli.screen import Column, ScreenTable, as_json, printable, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.errors import SnapshotNotFoundError
 from snapshot.manager.root import Root
@@ -17,7 +17,7 @@ from snapshot.tiers.by_hand import find_runs, folder_of
 from snapshot.tiers.control import ControlClient, Request, StepStatus, UploaderError
 from snapshot.tiers.near_steps import NearFolder, NearStep
 from snapshot.tiers.timeline import Line, Standing, origin_of
-from snapshot.tiers.upload_queue import UploadState
+from snapshot.tiers.upload_queue import MEANINGS, UploadState
 from snapshot.tiers.uploader_link import ANSWERS
 from snapshot.url import URL
 
@@ -40,6 +40,10 @@ def list_tiers(far: str, near: str, options: Mapping[str, Any] | None, *, json: 
         print(printable(f"{url}, with near steps in {near}"))
         for text in table.lines():
             print(text)
+        words = {word for row in rows for word in str(row["far"]).split(", ")}
+        for state, meaning in MEANINGS.items():
+            if state.value in words:
+                print(wrapped(f"{state}: {meaning}"))
     return ExitStatus.OK
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from snapshot.aio import gather_limited
+from snapshot.decoding import decode_msgpack
 from snapshot.errors import SnapshotError, StorageError, StorageNotFoundError
 from snapshot.events import log
 from snapshot.manager.root import Root, StepFolders
@@ -31,9 +32,6 @@ from snapshot.url import URL
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-_views = msgspec.msgpack.Decoder(HostView)
-_places = msgspec.msgpack.Decoder(Place)
 
 
 class Ended(msgspec.Struct, array_like=True):
@@ -76,7 +74,7 @@ class TieredRoot(Root):
     def see(self, views: Sequence[bytes]) -> None:
         """Read the facts, and take the census. Later rounds have no views."""
         if any(views):
-            self._views = [_views.decode(view) if view else HostView("") for view in views]
+            self._views = [decode_msgpack(view, HostView, "a host's steps") if view else HostView("") for view in views]
             self._read_facts()
 
     def _read_facts(self) -> None:
@@ -128,7 +126,7 @@ class TieredRoot(Root):
     def ended(self, step: int | None, told: bytes) -> None:
         """Begin an attempt with the restored step."""
         if step is not None:
-            ended = msgspec.msgpack.decode(told, type=Ended)
+            ended: Ended = decode_msgpack(told, Ended, "the end of a restore")
             self._tiers.began(ended.begun, ended.manifests)
 
     def snapshot_of(self, step: int, place: bytes, pg: ProcessGroup | None, *, allow_pickle: bool) -> Snapshot:
@@ -136,7 +134,7 @@ class TieredRoot(Root):
         self.close()
         if not place:
             return Snapshot(self.step_url(step).reveal(), pg, self.options, allow_pickle=allow_pickle)
-        self.sources, self._step = self._tiers.sources(step, _places.decode(place)), step
+        self.sources, self._step = self._tiers.sources(step, decode_msgpack(place, Place, "a step's place")), step
         options = {"sources": self.sources}
         return Snapshot(self._tiers.url_of(step), pg, options, allow_pickle=allow_pickle)
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any, Literal, NamedTuple
 
-from snapshot.decoding import decode_yaml
+from snapshot.decoding import decode_json, decode_yaml
 from snapshot.errors import CorruptSnapshotError, RestoreError
 from snapshot.maps.recipe import Part, Recipe, Spec, Target, check_sizes
 from snapshot.text import listed
@@ -297,8 +296,8 @@ def _read_config(config: Any) -> Mapping[str, Any]:
         return config
     path = os.fspath(config)
     path = os.path.join(path, "config.json") if os.path.isdir(path) else path
-    with open(path, encoding="utf-8") as file:
-        found = json.load(file)
+    with open(path, "rb") as file:
+        found = decode_json(file.read(), Any, path)
     if not isinstance(found, dict):
         raise ValueError(f"{path}: must be a JSON object")
     return found

@@ -18,7 +18,8 @@ from typing import Any
 
 import msgspec
 
-from snapshot.errors import SnapshotError
+from snapshot.decoding import decode_json
+from snapshot.errors import CorruptSnapshotError, SnapshotError
 from snapshot.events import log
 from snapshot.tiers.hosts import Host
 from snapshot.tiers.timeline import Facts
@@ -106,8 +107,10 @@ class Request(msgspec.Struct, omit_defaults=True):
     step: int = -1
 
 
-_requests = msgspec.json.Decoder(Request)
-decode_status = msgspec.json.Decoder(Status).decode
+def decode_status(data: bytes) -> Status:
+    """Return the state that an uploader sent. Raise CorruptSnapshotError if it is not one."""
+    status: Status = decode_json(data, Status, "not the state of an uploader, or of another version")
+    return status
 
 
 @contextlib.contextmanager
@@ -175,8 +178,8 @@ class ControlClient:
             raise UploaderError(f"{self._folder}: its uploader has ended")
         try:
             return decode_status(line)
-        except msgspec.DecodeError as error:
-            raise UploaderError(f"{self._folder}: its uploader answers in another version: {error}") from error
+        except CorruptSnapshotError as error:
+            raise UploaderError(f"{self._folder}: {error}") from error
 
     def close(self) -> None:
         """Close the connection."""
@@ -215,7 +218,7 @@ class ControlServer:
         try:
             with connection, connection.makefile("rb") as lines:
                 for line in lines:
-                    request = _requests.decode(line)
+                    request: Request = decode_json(line, Request, "not a request")
                     if request.verb == "register" and request.registration is not None and not job:
                         job = request.registration.secret
                         self._count(job, 1)
@@ -223,7 +226,7 @@ class ControlServer:
                         self._count(job, -1)
                         job = ""
                     connection.sendall(msgspec.json.encode(self._handle(request)) + b"\n")
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, CorruptSnapshotError) as error:
             log.debug("a control connection ended: %s", error)
         finally:
             if job:

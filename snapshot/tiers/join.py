@@ -214,7 +214,7 @@ def _lead(arrived: Sequence[Arrived], options: TierOptions, patience: float, *, 
     try:
         found = run(limited(_settle(session.storage, hosts, str(options.far)), patience))
     except StorageError as error:
-        if needs_far:
+        if needs_far or error.no_bucket:  # a bucket that does not exist will not come back
             raise
         found, fault = settle_run(None, hosts, str(options.far)), str(error)
     finally:

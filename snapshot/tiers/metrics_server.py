@@ -22,6 +22,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import msgspec
 
+from snapshot.decoding import decode_json
+from snapshot.errors import CorruptSnapshotError
 from snapshot.events import Event, add_handler, log, remove_handler
 from snapshot.metrics import Labels, Metrics, Readings, as_prometheus
 from snapshot.options import Settings
@@ -36,7 +38,6 @@ EVERY = 1.0
 ENDINGS = ("blocked", "staged", "committed", "restored", "failed")
 PATIENCE = 10.0
 LONGEST = 1 << 20
-_readings = msgspec.json.Decoder(Readings)
 _written: PerProcess[dict[str, RankMetrics]] = PerProcess(dict)
 
 
@@ -118,8 +119,8 @@ class MetricsServer:
         now = time.time()
         processes: list[tuple[Labels, Readings]] = [((("process", "uploader"),), self._metrics.read())]
         for path in sorted(glob.glob(f"{glob.escape(self._uploader.folder.path)}/.metrics-*.json")):
-            with suppress(OSError, OverflowError, msgspec.MsgspecError):
-                readings = _readings.decode(_read_regular(path))
+            with suppress(OSError, OverflowError, CorruptSnapshotError):
+                readings: Readings = decode_json(_read_regular(path), Readings, path)
                 os.kill(readings.pid, 0)  # raises if this rank has ended
                 rank = path.rpartition("-")[2].removesuffix(".json")
                 processes.append(((("process", "trainer"), ("rank", rank)), readings))

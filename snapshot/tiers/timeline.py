@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from snapshot.decoding import decode_json
 from snapshot.errors import CorruptSnapshotError, SnapshotError
 
 KEY = "snapshot.tiers"
@@ -337,10 +338,7 @@ def decode_attempt(data: bytes, where: object) -> Attempt:
 
 
 def _decode(data: bytes, kind: Any, where: object) -> Any:
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except msgspec.DecodeError as error:
-        raise CorruptSnapshotError(f"{where}: not a fact of a run: {error}") from error
+    return decode_json(data, kind, f"{where}: not a fact of a run")
 
 
 def _checked(facts: Facts, where: object) -> Facts:

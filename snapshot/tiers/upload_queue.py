@@ -52,6 +52,19 @@ class UploadState(StrEnum):
         return self in (UploadState.UNDECIDED, UploadState.FORKED, UploadState.DELETED)
 
 
+MEANINGS = {
+    UploadState.QUEUED: "wanted far; another step is sent first, or the far root cannot be reached",
+    UploadState.WAITING: "the files of this host were sent, and those of other hosts are missing",
+    UploadState.DROPPED: "a newer step is uploaded instead of this one",
+    UploadState.OUTDATED: "removed from the far root, or another snapshot of the step is there",
+    UploadState.DAMAGED: "a file is damaged, and no other host has it undamaged",
+    UploadState.UNDECIDED: "the far root does not know the attempt that took the step",
+    UploadState.FORKED: "another attempt was published instead; `snapshot attempts` shows both",
+    UploadState.DELETED: "the run was deleted in the far root",
+}
+"""Explanations of the states that do not explain themselves, for people."""
+
+
 class Act(StrEnum):
     """An action of an uploader."""
 

@@ -8,6 +8,7 @@ import pytest
 from snapshot import Snapshot
 from snapshot.cli import main
 from snapshot.cli.ui_steps import RunView
+from snapshot.tiers.upload_queue import MEANINGS, UploadState
 from tests.tiers.jobs import ELEMENTS, holds, manager_of, runs_in, state, stop_uploaders
 
 pytestmark = pytest.mark.slow
@@ -45,6 +46,24 @@ def test_upload_and_ls_tell_where_steps_are(tmp_path, hosts, capsys):
     assert [line.split() for line in text.splitlines()[2:]] == [
         [str(step), *text.splitlines()[2].split()[1:3], "whole", "whole"] for step in (10, 20, 30)
     ]
+
+
+def test_ls_explains_states_that_do_not_explain_themselves(tmp_path, hosts, capsys):
+    far, near = tmp_path / "far", hosts("a")
+    with manager_of(far, near, upload="latest", grace=30, keep_near=None) as manager:
+        for step in (10, 20, 30):
+            manager.take(step, state(step))
+        manager.async_take(40, state(40)).wait("far", timeout=40)
+        status, text = run(capsys, "ls", far, "--near", near)
+    assert status == 0
+    shown = {line.split()[-1] for line in text.splitlines()[2:6]}
+    assert ("dropped: a newer step is uploaded instead of this one" in text) == ("dropped" in shown)
+    assert "whole: " not in text
+
+
+def test_every_state_that_needs_it_is_explained():
+    plain = {UploadState.KEPT, UploadState.UPLOADING, UploadState.WHOLE}
+    assert set(MEANINGS) == set(UploadState) - plain
 
 
 def test_the_page_of_a_run_shows_where_steps_are(tmp_path, hosts):

@@ -210,3 +210,16 @@ def test_a_second_uploader_does_not_start(tmp_path, hosts):
         manager.take(10, state(10))
         with pytest.raises(SnapshotError, match="its uploader runs"):
             upload_all(hosts("a"), tmp_path / "far")
+
+
+@pytest.mark.parametrize("first", ["take", "restore_latest"])
+def test_a_bucket_that_does_not_exist_is_an_error_of_the_first_call(moto, tmp_path, hosts, first):
+    options = {"key": moto.key, "secret": moto.secret, "client_kwargs": {"region_name": moto.region}}
+    options |= {"endpoint_url": moto.url}
+    manager = manager_of("s3://no-such-bucket-here/run", hosts("a"), storage_options=options)
+    try:
+        with pytest.raises(StorageError, match="NoSuchBucket") as caught:
+            getattr(manager, first)(*([1] if first == "take" else []), state(1))
+        assert caught.value.no_bucket
+    finally:
+        manager.close()

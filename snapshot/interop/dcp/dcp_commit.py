@@ -10,6 +10,7 @@ import msgspec
 from torch.distributed.checkpoint.metadata import Metadata
 
 from snapshot.aio import gather_limited
+from snapshot.decoding import decode_json
 from snapshot.distributed.exchange import solo_exchange
 from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageNotFoundError
 from snapshot.events import warn
@@ -31,7 +32,6 @@ from snapshot.tensors.digest import digest_range
 
 VERB = "dcp.save"
 AT_ONCE = 16
-_part = msgspec.json.Decoder(ManifestPart)
 
 
 class WrittenItems:
@@ -55,7 +55,7 @@ class WrittenItems:
 
 
 def _read_told(data: bytes, raw: list[str]) -> WrittenItems:
-    return WrittenItems(_part.decode(data), raw)
+    return WrittenItems(decode_json(data, ManifestPart, "the items of a rank"), raw)
 
 
 def join_and_commit(
