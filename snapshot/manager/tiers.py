@@ -219,8 +219,12 @@ class ManagerTiers:
     # Near steps of this host
 
     def near_steps(self) -> set[int]:
-        """Return the near steps of this run, as this host sees them."""
-        return set(self._set.folder.steps_of(self._set.member.run)) if self._set is not None else set()
+        """Return the near steps on the line of this run, as this host sees them."""
+        if self._set is None:
+            return set()
+        line = self._set.member.line
+        steps = self._set.folder.steps_of(self._set.member.run).items()
+        return {step for step, each in steps if line.standing(step, each.save_id, each.origin) == Standing.ON}
 
     def is_whole_here(self, step: int) -> bool:
         """Return True if this host has all files of a near step."""

@@ -71,6 +71,7 @@ class Uploader:
             if request.verb == "register" and request.registration is not None:
                 self.register(request.registration)
             elif request.verb == "want":
+                self._free = self._pause = 0.0  # the caller waits
                 self._asked.add(request.step)
                 state = self._states.get(request.step)
                 if state is not None and state.far in (UploadState.DROPPED, UploadState.KEPT, UploadState.DAMAGED):

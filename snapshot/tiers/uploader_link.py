@@ -95,28 +95,28 @@ class UploaderLink:
         threading.Thread(target=self._watch, name="snapshot-watch", daemon=True).start()
 
     def _watch(self) -> None:
-        silent = 0
+        silent, pid = 0, -1
+        answered: int | None = None
         while not self._closed.wait(PERIOD):
             try:
                 client = ControlClient(self._folder, PING)
                 try:
-                    client.ask(Request("ping"), PING)
+                    answered = client.ask(Request("ping"), PING).pid
                 finally:
                     client.close()
                 silent = 0
             except UploaderHungError:
-                silent += 1
-                self._on_silence(silent)
+                found = _pid_in(self._folder) or -1
+                silent, pid = (silent + 1 if found == pid else 1), found
+                # a new process needs time to start
+                self._on_silence(silent, pid, may_end=pid == answered or _age_of(pid) > 2 * STARTS)
             except (UploaderError, OSError):  # it has ended: the next call starts it again
                 silent = 0
 
-    def _on_silence(self, silent: int) -> None:
+    def _on_silence(self, silent: int, pid: int, *, may_end: bool) -> None:
         if silent == 1:
             log.warning("%s: its uploader%s does not answer", self._folder, self._named())
-        elif silent >= SILENT:
-            pid = _pid_in(self._folder)
-            if pid is None or self._closed.is_set():
-                return
+        elif silent >= SILENT and pid > 0 and may_end and not self._closed.is_set():
             log.warning("%s: its uploader%s hangs, and is replaced", self._folder, self._named())
             emit("replaced", "upload", self._folder, pid=pid)
             with suppress(ProcessLookupError):
@@ -136,6 +136,15 @@ class UploaderLink:
                 self._client.ask(Request("close"), ANSWERS)
             self._drop()
             self._asking.release()
+
+
+def _age_of(pid: int) -> float:
+    """Return the seconds since a process was started; 0 if it has ended."""
+    try:
+        ticks = int(Path(f"/proc/{pid}/stat").read_text("ascii").rpartition(")")[2].split()[19])
+        return float(Path("/proc/uptime").read_text("ascii").split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError):
+        return 0.0
 
 
 def _pid_in(folder: str) -> int | None:

@@ -42,7 +42,7 @@ def manager_of(root, near, **options):
     return SnapshotManager(str(root), near=str(near), **given)
 
 
-def until(done, seconds=40):
+def until(done, seconds=80):
     """Wait until something is true, and return it."""
     end = time.monotonic() + seconds
     while not (found := done()):

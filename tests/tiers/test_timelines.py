@@ -227,9 +227,10 @@ def test_a_replaced_trainer_cannot_bring_its_facts_back(tmp_path, hosts):
         with pytest.raises(SnapshotError, match="another job has continued this run from step 10"):
             zombie.take(30, state(31))
         main_job.take(30, state(30))
-        main_job.take(40, state(40))
+        pending = main_job.async_take(40, state(40))
+        pending.wait()
         up()
-        until(lambda: main_job.where(40)["far"] == "whole")
+        pending.wait("far", timeout=60)
     live = state(-1)
     with manager_of(far, hosts("a")) as manager:
         assert manager.restore_latest(live) == 40
@@ -445,7 +446,7 @@ def test_no_wait_is_longer_than_the_caller_said_if_the_uploader_is_stopped(tmp_p
             pending.wait("far", timeout=1)
         found = manager.where(10)  # without the uploader: what is in the folder, and in the root
         assert (found["near"], found["far"]) == ("whole", "absent")
-        pending.wait("far", timeout=60)
+        pending.wait("far", timeout=90)
         assert [each.fields["pid"] for each in told if each.name == "replaced"] == [pid]
         assert is_dead(pid)
         assert ask(folder).pid != pid
