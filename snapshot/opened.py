@@ -34,14 +34,14 @@ def of_object(method: F) -> F:
     """Let a method name the mistake if it is called on the class: `Snapshot.restore(path, ...)`."""
 
     @functools.wraps(method)
-    def checked(self: Any, *arguments: Any, **named: Any) -> Any:
-        if not isinstance(self, OpenedCheckpoint):
-            shown = repr(self) if isinstance(self, (str, os.PathLike)) else "path"
+    def checked(*arguments: Any, **named: Any) -> Any:
+        if not arguments or not isinstance(arguments[0], OpenedCheckpoint):
+            shown = repr(arguments[0]) if arguments and isinstance(arguments[0], (str, os.PathLike)) else "path"
             raise TypeError(
                 f"{method.__name__}() must be called on a snapshot, not on the class: "
                 f"Snapshot({shown}).{method.__name__}(...)"
             )
-        return method(self, *arguments, **named)
+        return method(*arguments, **named)
 
     return cast(F, checked)
 

@@ -15,6 +15,7 @@ import torch
 
 from snapshot.errors import CorruptSnapshotError, UnsafeObjectError, UnsupportedFormatError
 from snapshot.formats.pickle_scan import expect_stored, scan_pickle
+from snapshot.manifest.known_objects import NEW_SERIALIZERS, decode_object
 from snapshot.text import counted, with_article
 
 REFUSED = "(not read)"
@@ -46,6 +47,8 @@ def load_object(
             return data.decode("utf-8", "surrogatepass")
         except UnicodeDecodeError as error:
             raise CorruptSnapshotError(f"{path}: not valid text: {error}") from error
+    if serializer in NEW_SERIALIZERS:
+        return decode_object(path, serializer, obj_type, data)
     if serializer.startswith(REFUSED):
         raise make_refusal(path, obj_type)
     if serializer != "torch_save":

@@ -157,7 +157,8 @@ def find_tied(kind: Kind, names: Iterable[str], present: Iterable[str]) -> dict[
         held = kind.live.get(path)
         found: list[Any] = [objects[path]] if path in objects else []
         if isinstance(held, torch.Tensor) and held.layout is torch.strided and not is_lazy(held):
-            found.append((address_of_tensor(held), held.dtype, held.shape, held.stride()))
+            lazy = held.is_conj(), held.is_neg()
+            found.append((address_of_tensor(held), held.dtype, held.shape, held.stride(), lazy))
         return found
 
     partners: dict[Any, str] = {}

@@ -14,6 +14,7 @@ from snapshot.events import warn
 from snapshot.loading.foreign_objects import expand_objects
 from snapshot.loading.matched import ChosenEntries
 from snapshot.loading.restore_options import RestoreOptions
+from snapshot.manifest.counting import is_leaf
 from snapshot.manifest.document import Document
 from snapshot.manifest.entries import Container, ListEntry, OrderedDictEntry
 from snapshot.manifest.paths import encode_component
@@ -86,20 +87,28 @@ class Chooser:
                 wanted[key] = entries
         if self._exchange.rank == 0:
             self._note_gone(view, wanted)
-        self._note_unused(grouped, {*map(encode_component, app_state), *done})
+        self._note_unused(view, grouped, {*map(encode_component, app_state), *done})
         return self._chosen
 
-    def _note_unused(self, grouped: Mapping[str, Mapping[str, Any]], known: Collection[str]) -> None:
+    def _note_unused(self, view: RankView, grouped: Mapping[str, Mapping[str, Any]], known: Collection[str]) -> None:
         """Report the keys of the snapshot that the application lacks, so that none is forgotten in silence."""
         if self._options.unused == "ignore":
             return
         for key, entries in grouped.items():
-            if key in known or (self._filtered and not any(map(self.wanted, entries))):
-                continue
-            if self._options.unused == "error":
-                self._notes.mismatches.append(f"{key}: is in the snapshot, not in app_state, and unused is 'error'")
-            else:
-                self._notes.add("unused", key, "app_state has no such key")
+            leaves = (path for path, entry in entries.items() if is_leaf(entry))
+            if key not in known and (not self._filtered or any(map(self.wanted, leaves))):
+                self._note_key(key, "app_state has no such key")
+        if self._exchange.rank == 0:
+            gone = (path.split("/", 2) for path in view.gone)
+            for key in dict.fromkeys(key for _, key, *_ in gone if key not in known and key not in grouped):
+                if self.may_want(key):
+                    self._note_key(key, "app_state has no such key, and its ranks no longer exist")
+
+    def _note_key(self, key: str, why: str) -> None:
+        if self._options.unused == "error":
+            self._notes.mismatches.append(f"{key}: is in the snapshot, not in app_state, and unused is 'error'")
+        else:
+            self._notes.add("unused", key, why)
 
     def _lack(self, key: str, view: RankView, grouped: Mapping[str, Any]) -> None:
         """Report a key that the snapshot lacks, or that belongs to another rank."""

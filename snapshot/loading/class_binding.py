@@ -16,7 +16,6 @@ import torch
 from snapshot.errors import CorruptSnapshotError
 from snapshot.manifest import entries as e
 from snapshot.manifest.counting import is_leaf
-from snapshot.manifest.known_objects import LiveRandom
 from snapshot.manifest.paths import add_parents, encode_component
 from snapshot.manifest.scalars import Scalar
 from snapshot.manifest.typed import EnumEntry, resolve_member
@@ -126,9 +125,7 @@ class Binding:
                 continue
             # entries that stay unchanged are not reported
             self._notes = self._said if wanted is None or path in wanted else RestoreIssues()
-            if type(entry) is e.RandomEntry:
-                self._random(path, entry, entries)
-            elif type(entry) in (e.RecordEntry, e.NamedTupleEntry):
+            if type(entry) in (e.RecordEntry, e.NamedTupleEntry):
                 gone.update(self._record(path, entry, entries))
             elif type(entry) is e.SubclassEntry:
                 self._wrapper(path, entry, entries)
@@ -169,13 +166,6 @@ class Binding:
         entries[path] = KnownClasses(
             entry.serialized_value, entry.readable, entry.replicated, entry.obj_type, entry.name, entry.held, member
         )
-
-    # Random number generators
-
-    def _random(self, path: str, entry: e.RandomEntry, entries: dict[str, Any]) -> None:
-        """Bind a live generator of the same kind, which is filled in place."""
-        if entry.fits(held := self._live.get(path)):
-            entries[path] = LiveRandom(entry.keys, replicated=entry.replicated, kind=entry.kind, live=held)
 
     # Dataclasses and named tuples
 
@@ -339,7 +329,7 @@ class Binding:
 
 
 _SETS = (set, frozenset)
-_NAMING = (e.RecordEntry, e.NamedTupleEntry, e.RandomEntry, e.SubclassEntry, EnumEntry)
+_NAMING = (e.RecordEntry, e.NamedTupleEntry, e.SubclassEntry, EnumEntry)
 
 
 def _above(path: str) -> Iterator[str]:

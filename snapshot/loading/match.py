@@ -126,7 +126,10 @@ class Matcher:
         needed = choice is None or not choice.skipped.intersection(kind.needs)
         lines = kind.find_mismatches(entries) if needed else []
         if isinstance(kind, StateOfParameters) and not kind.optimizers and kind.base in entries:
-            self._notes.add("unexpected", kind.base, "the application passes no optimizer for it")
+            if self._options.unused == "error":
+                self._notes.mismatches.append(f"{kind.base}: app_state has no optimizer for it, and unused is 'error'")
+            kind_of_line = "unexpected" if self._options.unused == "ignore" else "unused"
+            self._notes.add(kind_of_line, kind.base, "the application passes no optimizer for it")
             kind.drop_optimizer(entries)
         if isinstance(kind, StateOfParameters) and kind.optimizers:
             if (choice is None or choice.includes(kind.base)) and not self._match_optimizer(kind, entries, lines):

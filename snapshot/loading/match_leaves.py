@@ -153,6 +153,8 @@ class LeafMatcher:
             and read_plan.into_generator(path, entry, held)
         ):
             return
+        if isinstance(entry, e.ObjectEntry) and read_plan.into_random(path, entry, held):
+            return
         shape = entry.shape if isinstance(entry, e.TENSORS) else ()
         if type(entry) is e.TensorPartsEntry and isinstance(held, torch.Tensor):
             saved = entry.params.get("shape")

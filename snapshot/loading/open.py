@@ -32,8 +32,8 @@ from snapshot.manifest.document import (
     PartEntry,
     decode_document,
     decode_part,
-    has_newest_types,
 )
+from snapshot.manifest.entries import needs_third_format
 from snapshot.manifest.head import find_save_id
 from snapshot.manifest.merge import merge
 from snapshot.runtime.gc_pause import gc_paused
@@ -183,7 +183,7 @@ def read_stored(session: Session) -> None:
 async def load_parts(session: Session, document: Document, parts: Sequence[PartEntry]) -> None:
     """Read parts of a manifest and add their entries, each part only once."""
     for part, held in zip(parts, await read_parts(session, parts), strict=True):
-        if document.format != NEWEST_FORMAT and has_newest_types(held.manifest):
+        if document.format != NEWEST_FORMAT and needs_third_format(held.manifest.values()):
             raise CorruptSnapshotError(
                 f"{session.url}: {part.location}: format must be {NEWEST_FORMAT} for its entries"
             )

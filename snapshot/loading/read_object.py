@@ -70,6 +70,8 @@ def read_object(
                 [path],
             )
         read_plan.into_array(path, entry, obj_out)
+    elif isinstance(entry, e.ObjectEntry) and read_plan.into_random(path, entry, obj_out):
+        pass  # the live generator is the value
     elif isinstance(obj_out, torch.Generator) and type(entry) is e.TensorPartsEntry:
         if not read_plan.into_generator(path, entry, obj_out):
             raise RestoreError(

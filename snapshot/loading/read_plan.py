@@ -31,6 +31,7 @@ from snapshot.loading.scatter import add_requests, add_unpacked_requests, copy_i
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import ForeignFile
 from snapshot.manifest.entry import Entry
+from snapshot.manifest.known_objects import RANDOM, fill_generator, is_filled_by
 from snapshot.manifest.scalars import Scalar
 from snapshot.manifest.validate import Files, check_range, check_tensor
 from snapshot.progress import Meter
@@ -70,6 +71,8 @@ class ReadPlan:
         """Files whose pickles are run: their bytes, then their contents."""
         self._boxes: dict[tuple[Any, ...], torch.Tensor] = {}
         self._filled: dict[tuple[str, int], tuple[Any, torch.Tensor]] = {}
+        self._generators: dict[int, Any] = {}
+        """The live generators that are filled."""
         self._claims = MemoryClaims(files)
         self._ranges = SharedRanges()
 
@@ -314,6 +317,18 @@ class ReadPlan:
 
         self.values[path] = generator
         self._finish.append(finish)
+        return True
+
+    def into_random(self, path: str, entry: e.ObjectEntry, live: Any) -> bool:
+        """Set the state of a live generator of NumPy or Python, once all bytes were verified.
+
+        Return False, without a change, if it is of another kind, or if another entry fills it.
+        """
+        if entry.serializer != RANDOM or not is_filled_by(live, entry.obj_type) or id(live) in self._generators:
+            return False
+        self._generators[id(live)] = live
+        self._new_object(path, entry)
+        self._finish.append(lambda: self.values.update({path: fill_generator(live, self.values[path])}))
         return True
 
     def _generator_state(self, path: str, entry: e.TensorPartsEntry) -> torch.Tensor:

@@ -131,16 +131,17 @@ class Restore:
             log.warning(
                 "%s: the snapshot lacks these entries; they are left unchanged:%s", url, listed(found["kept"], 10)
             )
-        if self._exchange.rank:  # what follows is mostly equal on all ranks
-            return
-        if "missing" in found:
+        manifest, rank = self._document.manifest, self._exchange.rank
+        if rank:  # rank 0 logs what is equal on all ranks
+            found = {"unused": [key for key in found.get("unused", ()) if f"0/{key}" not in manifest]}
+        if found.get("missing"):
             log.warning(
                 "%s: the snapshot lacks %s of the application; they keep their values:%s",
                 url,
                 counted(len(found["missing"]), "name"),
                 listed(found["missing"], 10),
             )
-        if "unused" in found:
+        if found.get("unused"):
             log.warning(
                 "%s: the snapshot has keys that app_state lacks, so they were not restored: %s; add them, or pass "
                 "unused='ignore'",

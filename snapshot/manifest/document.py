@@ -15,7 +15,7 @@ import numpy as np
 
 from snapshot.decoding import UNREADABLE, decode_json
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
-from snapshot.manifest.entries import THIRD, AnyEntry
+from snapshot.manifest.entries import AnyEntry, needs_third_format
 from snapshot.manifest.entry import Entry
 from snapshot.tensors.digest import digest_range
 from snapshot.tensors.split_zstd import CODEC, MOST_TIMES, RECORD, longest_table
@@ -26,7 +26,7 @@ FORMAT = "snapshot/1"
 PACKED_FORMAT = "snapshot/2"
 """The format if a file is compressed: earlier versions refuse it by its number."""
 NEWEST_FORMAT = "snapshot/3"
-"""The format if an entry has one of the types in `THIRD`."""
+"""The format if an entry has a type or a serializer that it added."""
 OWN_FORMATS = (FORMAT, PACKED_FORMAT, NEWEST_FORMAT)
 IN_ONE = 100_000
 """Number of entries from which each rank's own entries are in a separate part."""
@@ -188,14 +188,9 @@ def decode_document(data: bytes, where: object) -> Document:
     return document
 
 
-def has_newest_types(entries: Mapping[str, Any]) -> bool:
-    """Return True if an entry has a type that `NEWEST_FORMAT` added."""
-    return not set(map(type, entries.values())).isdisjoint(THIRD)
-
-
 def format_of(files: Mapping[str, FileEntry], entries: Mapping[str, Any]) -> str:
     """Return the format of a manifest with these files and entries."""
-    if has_newest_types(entries):
+    if needs_third_format(entries.values()):
         return NEWEST_FORMAT
     return PACKED_FORMAT if any(file.packed is not None for file in files.values()) else FORMAT
 

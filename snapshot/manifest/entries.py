@@ -6,6 +6,7 @@ Entries are tagged by `type`, and written without default values. They are plain
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, ClassVar, NamedTuple, Union
 
 import msgspec
@@ -35,13 +36,7 @@ from snapshot.manifest.containers import (
     find_factory_name,
 )
 from snapshot.manifest.entry import Entry
-from snapshot.manifest.known_objects import (
-    ConfigEntry,
-    KnownObject,
-    NamespaceEntry,
-    RandomEntry,
-    SimpleNamespaceEntry,
-)
+from snapshot.manifest.known_objects import NEW_SERIALIZERS, NamespaceEntry, SimpleNamespaceEntry
 from snapshot.manifest.scalars import (
     BoolEntry,
     BytesEntry,
@@ -79,7 +74,6 @@ __all__ = [
     "Shard",
     "ChunkedTensorEntry",
     "Compound",
-    "ConfigEntry",
     "Container",
     "CounterEntry",
     "DTensorEntry",
@@ -91,14 +85,12 @@ __all__ = [
     "ListEntry",
     "MappedPart",
     "MappedTensorEntry",
-    "KnownObject",
     "NDArrayEntry",
     "NamedTupleEntry",
     "NamespaceEntry",
     "ObjectEntry",
     "OpaqueEntry",
     "OrderedDictEntry",
-    "RandomEntry",
     "RecordEntry",
     "SetEntry",
     "ShardedTensorEntry",
@@ -109,6 +101,7 @@ __all__ = [
     "TensorPartsEntry",
     "TupleEntry",
     "find_factory_name",
+    "needs_third_format",
 ]
 
 
@@ -321,7 +314,8 @@ class TensorPartsEntry(Entry, tag="TensorParts"):
 class ObjectEntry(Entry, tag="object"):
     """An object as bytes that only its serializer can read.
 
-    The serializers are `bytes`, `bytearray`, `utf8` (long values) and `torch_save` (a pickle).
+    The serializers are `bytes`, `bytearray`, `utf8` (long values), `BytesIO`, `random`, `OmegaConf`, and `torch_save`
+    (a pickle).
     """
 
     location: str
@@ -345,8 +339,6 @@ AnyEntry = Union[  # noqa: UP007 - msgspec wants one union, and mypy one spellin
     NamedTupleEntry,
     NamespaceEntry,
     SimpleNamespaceEntry,
-    RandomEntry,
-    ConfigEntry,
     SubclassEntry,
     TensorEntry,
     ChunkedTensorEntry,
@@ -357,5 +349,13 @@ AnyEntry = Union[  # noqa: UP007 - msgspec wants one union, and mypy one spellin
     ObjectEntry,
 ]
 
-THIRD = (NamedTupleEntry, NamespaceEntry, SimpleNamespaceEntry, RandomEntry, ConfigEntry)
-"""Types of entries that `snapshot/3` added."""
+_THIRD = (NamedTupleEntry, NamespaceEntry, SimpleNamespaceEntry)
+
+
+def needs_third_format(entries: Iterable[Any]) -> bool:
+    """Return True if one of the entries has a type or a serializer that `snapshot/3` added."""
+    found = list(entries)
+    kinds = set(map(type, found))
+    if not kinds.isdisjoint(_THIRD):
+        return True
+    return ObjectEntry in kinds and any(type(e) is ObjectEntry and e.serializer in NEW_SERIALIZERS for e in found)

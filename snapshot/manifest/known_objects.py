@@ -1,32 +1,35 @@
-"""Entries of objects whose classes every reader knows: namespaces, random number generators, configurations.
+"""Objects whose classes every reader knows: namespaces, random number generators, configurations.
 
-They store their parts like a dict its values. The class follows from the type of the entry, never from a name in it.
+A namespace has an entry like a dict. The others are leaves: their whole state is a text in JSON, so that no glob and no
+change of ranks can take a part of it. The class follows from the type or the serializer, never from a name in a file.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
 import types
 from collections.abc import Callable, Mapping
-from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from snapshot.decoding import decode_json
 from snapshot.errors import CorruptSnapshotError
 from snapshot.manifest.compounds import Compound
 from snapshot.saved import SavedObject
 
 Items = list[tuple[Any, Any]]
+RANDOM = "random"
+"""Serializer of random number generators."""
+CONFIG = "OmegaConf"
+"""Serializer of configurations, and kind of a `SavedObject` if omegaconf is not installed."""
+NEW_SERIALIZERS = frozenset((RANDOM, CONFIG))
 
 
-class KnownObject(Compound):
-    """An object of a known class: its parts by name."""
-
-
-class NamespaceEntry(KnownObject, tag="Namespace"):
+class NamespaceEntry(Compound, tag="Namespace"):
     """An argparse.Namespace."""
 
     def make(self, items: Items) -> Any:
@@ -35,7 +38,7 @@ class NamespaceEntry(KnownObject, tag="Namespace"):
         return made
 
 
-class SimpleNamespaceEntry(KnownObject, tag="SimpleNamespace"):
+class SimpleNamespaceEntry(Compound, tag="SimpleNamespace"):
     """A types.SimpleNamespace."""
 
     def make(self, items: Items) -> Any:
@@ -44,235 +47,181 @@ class SimpleNamespaceEntry(KnownObject, tag="SimpleNamespace"):
         return made
 
 
+NAMESPACES: dict[type, type[Compound]] = {
+    argparse.Namespace: NamespaceEntry,
+    types.SimpleNamespace: SimpleNamespaceEntry,
+}
+"""Exact types -> the types of their entries."""
+
+
+class StoredObject(NamedTuple):
+    """An object as bytes."""
+
+    serializer: str
+    kind: str
+    """Name of the class, of those that this module knows."""
+    data: bytes
+
+
 # Random number generators
 
 _BITS: dict[str, type[np.random.BitGenerator]] = {
     each.__name__: each
-    for each in (
-        np.random.MT19937,
-        np.random.PCG64,
-        np.random.PCG64DXSM,
-        np.random.Philox,
-        np.random.SFC64,
-    )
+    for each in (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64)
 }
 _MOST_WORDS = 64
-"""Maximum length of the parts of a seed, and of its pool: a seed from a file must not take much memory or time."""
+"""Maximum length of a seed: one from a file must not take much memory or time."""
+_LIMITS = {"pos": 624, "buffer_pos": 4, "has_uint32": 1, "has_gauss": 1, "uinteger": (1 << 32) - 1}
+"""Largest values of numbers that NumPy does not check. Beyond them it reads memory that is not its own."""
+
+
+def _plain(value: Any) -> Any:
+    """Return a state as values for JSON: numbers are texts, since readers of JSON cut long ones."""
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, (np.ndarray, list, tuple)):
+        return [_plain(each) for each in value]
+    if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
+        return str(int(value))
+    return float(value).hex() if isinstance(value, (float, np.floating)) else value
+
+
+def _number(text: Any) -> int:
+    if type(text) is not str or len(text) > 400:
+        raise ValueError("a number must be a short text")
+    return int(text)
+
+
+def _bits_state(found: Any, kind: type[np.random.BitGenerator]) -> dict[str, Any]:
+    """Return the state of a bit generator, as NumPy expects it."""
+    state: dict[str, Any] = {"bit_generator": kind.__name__}
+    for name, value in found.items():
+        if name == "state":
+            state[name] = {each: _words(held) for each, held in value.items()}
+        elif name == "buffer":
+            state[name] = _words(value)
+        elif name == "gauss":
+            state[name] = float.fromhex(value)
+        elif name != "bit_generator":
+            state[name] = _number(value)
+    for name, most in _LIMITS.items():
+        for held in (state, state["state"]):
+            if not 0 <= held.get(name, 0) <= most:
+                raise ValueError(f"{name} must be at most {most}, got {held[name]}")
+    return state
+
+
+def _words(value: Any) -> Any:
+    return np.array([_number(each) for each in value], dtype=np.uint64) if isinstance(value, list) else _number(value)
+
+
+def _make_bits(found: Any, seed: Any) -> np.random.BitGenerator:
+    kind = _BITS[found["bit_generator"]]
+    state = _bits_state(found, kind)
+    made: Any = kind(seed)
+    made.state = state
+    if _plain(made.state) != _plain(found):  # NumPy cuts numbers that are too long, and ignores unknown names
+        raise ValueError("its state is not that of a bit generator")
+    return made  # type: ignore[no-any-return]
 
 
 def _read_generator(value: np.random.Generator) -> dict[str, Any] | None:
     bits = value.bit_generator
-    if _BITS.get(type(bits).__name__) is not type(bits):
-        return None
     seed = bits.seed_seq
-    if type(seed) is not np.random.SeedSequence:
+    if _BITS.get(type(bits).__name__) is not type(bits) or type(seed) is not np.random.SeedSequence:
         return None
-    held = {name: list(each) if isinstance(each, tuple) else each for name, each in seed.state.items()}
-    if not _is_modest(held):
+    found = {"bits": _plain(bits.state), "seed": _plain(seed.state)}
+    try:
+        again = _make_seed(found["seed"])
+    except (KeyError, TypeError, ValueError, OverflowError):  # of an unusual seed, such as one of texts
         return None
-    return {"bits": bits.state, "seed": held}
+    return found if np.array_equal(again.generate_state(8), seed.generate_state(8)) else None
 
 
-def _is_modest(seed: Mapping[str, Any]) -> bool:
-    """Return True if a seed can be stored: numbers of a usual size."""
-    entropy, pool = seed.get("entropy"), seed.get("pool_size")
-    words = [*(entropy if isinstance(entropy, list) else [entropy]), *seed.get("spawn_key", ())]
-    counts = [pool, seed.get("n_children_spawned")]
-    return (
-        len(words) <= _MOST_WORDS
-        and all(type(each) is int and 0 <= each < 1 << 1024 for each in words)
-        and all(type(each) is int and 0 <= each < 1 << 32 for each in counts)
-        and 4 <= int(pool or 0) <= _MOST_WORDS
-    )
-
-
-def _make_bits(parts: Mapping[str, Any]) -> np.random.BitGenerator:
-    seed, bits = parts["seed"], parts["bits"]
-    if not _is_modest(seed):
+def _make_seed(found: Any) -> np.random.SeedSequence:
+    entropy = found["entropy"]
+    words = [*(entropy if isinstance(entropy, list) else [entropy]), *found["spawn_key"]]
+    pool = _number(found["pool_size"])
+    if len(words) > _MOST_WORDS or not 4 <= pool <= _MOST_WORDS:
         raise ValueError("its seed is too long")
-    sequence = np.random.SeedSequence(
-        seed["entropy"],
-        spawn_key=seed["spawn_key"],
-        pool_size=seed["pool_size"],
-        n_children_spawned=seed["n_children_spawned"],
+    return np.random.SeedSequence(
+        [_number(each) for each in entropy] if isinstance(entropy, list) else _number(entropy),
+        spawn_key=[_number(each) for each in found["spawn_key"]],
+        pool_size=pool,
+        n_children_spawned=_number(found["n_children_spawned"]),
     )
-    made: Any = _BITS[bits["bit_generator"]](sequence)
-    made.state = bits
-    return made  # type: ignore[no-any-return]
 
 
-def _make_generator(parts: Mapping[str, Any], live: Any) -> Any:
-    bits = _make_bits(parts)
-    if live is None:
-        return np.random.Generator(bits)
-    live.__init__(bits)  # how NumPy's own __setstate__ replaces the bit generator
-    return live
+def _make_generator(found: Any) -> Any:
+    return np.random.Generator(_make_bits(found["bits"], _make_seed(found["seed"])))
 
 
 def _read_random_state(value: np.random.RandomState) -> dict[str, Any] | None:
     state: Any = value.get_state(legacy=False)
-    return {"bits": state} if state.get("bit_generator") in _BITS else None
+    return {"bits": _plain(state)} if state.get("bit_generator") in _BITS else None
 
 
-def _make_random_state(parts: Mapping[str, Any], live: Any) -> Any:
-    bits = parts["bits"]
+def _make_random_state(found: Any) -> Any:
+    bits = found["bits"]
     kind = _BITS[bits["bit_generator"]]
-    made = np.random.RandomState(kind(0))
-    made.set_state(bits)
-    if live is None:
-        return made
-    if live.get_state(legacy=False)["bit_generator"] != bits["bit_generator"]:
-        live.__init__(kind(0))
-    live.set_state(bits)
-    return live
+    state = _bits_state(bits, kind)
+    made: Any = np.random.RandomState(kind(0))
+    made.set_state(state)
+    if _plain(made.get_state(legacy=False)) != _plain(bits):
+        raise ValueError("its state is not that of a bit generator")
+    return made
 
 
 def _read_python_random(value: random.Random) -> dict[str, Any] | None:
     version, words, normal = value.getstate()
-    return {"version": version, "words": np.array(words, dtype=np.uint32), "normal": normal}
+    return {"version": version, "words": list(words), "normal": None if normal is None else normal.hex()}
 
 
-def _make_python_random(parts: Mapping[str, Any], live: Any) -> Any:
-    state = parts["version"], tuple(map(int, parts["words"])), parts["normal"]
+def _make_python_random(found: Any) -> Any:
+    normal = found["normal"]
+    words = found["words"]
+    if not all(type(each) is int and 0 <= each < 1 << 32 for each in words):
+        raise ValueError("its words must have 32 bits")
     made = random.Random(0)  # noqa: S311 - not for secrets
-    made.setstate(state)
-    if live is None:
-        return made
-    live.setstate(state)
-    return live
+    made.setstate((found["version"], tuple(words), None if normal is None else float.fromhex(normal)))
+    return made
+
+
+def _fill_numpy(live: Any, made: Any) -> None:
+    if isinstance(made, np.random.RandomState):
+        state: Any = made.get_state(legacy=False)
+        live.__init__(_BITS[state["bit_generator"]](0))
+        live.set_state(state)
+    else:
+        live.__init__(made.bit_generator)  # how NumPy's own __setstate__ replaces the bit generator
 
 
 _Reader = Callable[[Any], dict[str, Any] | None]
-_Maker = Callable[[Mapping[str, Any], Any], Any]
-_GENERATORS: dict[str, tuple[type, _Reader, _Maker]] = {
+_GENERATORS: dict[str, tuple[type, _Reader, Callable[[Any], Any]]] = {
     "numpy.random.Generator": (np.random.Generator, _read_generator, _make_generator),
     "numpy.random.RandomState": (np.random.RandomState, _read_random_state, _make_random_state),
     "random.Random": (random.Random, _read_python_random, _make_python_random),
 }
+_KINDS = {kind: name for name, (kind, _, _) in _GENERATORS.items()}
+KNOWN_TYPES = (*NAMESPACES, *_KINDS)
+"""Exact types that need no pickle."""
 
 
-class RandomEntry(KnownObject, tag="random"):
-    """A random number generator of NumPy or Python: `kind`, and its state."""
-
-    kind: str = ""
-
-    @property
-    def described(self) -> str:
-        return self.kind
-
-    def check(self, path: str) -> None:
-        super().check(path)
-        if self.kind not in _GENERATORS:
-            raise CorruptSnapshotError(f"{path}: unknown random number generator {self.kind[:80]!r}")
-
-    def make(self, items: Items) -> Any:
-        return self.fill(None, dict(items))
-
-    def fits(self, live: Any) -> bool:
-        """Return True if a live object is a generator of this kind."""
-        return self.kind in _GENERATORS and type(live) is _GENERATORS[self.kind][0]
-
-    def fill(self, live: Any, parts: Mapping[str, Any]) -> Any:
-        """Return a generator with a state: the live one, or a new one if that is None."""
-        try:
-            return _GENERATORS[self.kind][2](parts, live)
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise CorruptSnapshotError(f"not the state of a {self.kind[:80]}: {error}") from error
+def fill_generator(live: Any, made: Any) -> Any:
+    """Give a live generator the state of a new one of the same class, and return it."""
+    if isinstance(live, random.Random):
+        live.setstate(made.getstate())
+    else:
+        _fill_numpy(live, made)
+    return live
 
 
-class LiveRandom(RandomEntry):
-    """A generator that the application has, and that is filled in place."""
-
-    live: Any = None
-
-    def make(self, items: Items) -> Any:
-        return self.fill(self.live, dict(items))
+def is_filled_by(live: Any, kind: str) -> bool:
+    """Return True if a live object is a generator of this kind."""
+    return _KINDS.get(type(live)) == kind
 
 
 # Configurations
-
-CONFIG = "OmegaConf"
-"""Kind of a `SavedObject` for a configuration, if omegaconf is not installed."""
-
-
-class ConfigEntry(KnownObject, tag="OmegaConf"):
-    """A configuration of OmegaConf: its plain container, with interpolations as texts, and its flags."""
-
-    def make(self, items: Items) -> Any:
-        parts = dict(items)
-        content, flags = parts.get("content"), parts.get("flags")
-        if type(content) not in (dict, list) or type(flags) is not dict:
-            raise CorruptSnapshotError("a configuration must have a content and flags")
-        try:
-            from omegaconf import OmegaConf
-        except ImportError:
-            return SavedObject(CONFIG, "omegaconf.OmegaConf", {"content": content, "flags": flags})
-        try:
-            return OmegaConf.create(content, flags=flags)
-        except Exception as error:
-            raise CorruptSnapshotError(f"not the content of a configuration: {error}") from error
-
-
-def _read_config(value: Any) -> dict[str, Any] | None:
-    """Return the parts of a configuration; None if they would not make an equal one."""
-    omegaconf: Any = sys.modules["omegaconf"]
-    if vars(value)["_parent"] is not None:  # its interpolations may need the whole tree
-        return None
-    try:
-        content = omegaconf.OmegaConf.to_container(value, resolve=False)
-        flags = dict(_settings_of(value)["flags"] or {})
-        made = omegaconf.OmegaConf.create(content, flags=flags)
-        same = _same_nodes(value, made)
-    except Exception:  # noqa: BLE001 - such as one that is missing as a whole
-        return None
-    return {"content": content, "flags": flags} if same else None
-
-
-def _same_nodes(a: Any, b: Any) -> bool:
-    """Return True if two nodes of configurations have the same type, settings and values."""
-    if type(a) is not type(b) or _settings_of(a) != _settings_of(b):
-        return False
-    held, other = vars(a).get("_content"), vars(b).get("_content")
-    if isinstance(held, dict) and isinstance(other, dict):
-        return list(held) == list(other) and all(_same_nodes(each, other[key]) for key, each in held.items())
-    if isinstance(held, list) and isinstance(other, list):
-        return len(held) == len(other) and all(map(_same_nodes, held, other))
-    return bool(held == other and vars(a).get("_val") == vars(b).get("_val"))
-
-
-def _settings_of(node: Any) -> dict[str, Any]:
-    return {**vars(vars(node)["_metadata"]), "key": None, "resolver_cache": None}
-
-
-# Taking live objects apart
-
-
-def _make_reader(kind: str) -> Callable[[Any], tuple[KnownObject, dict[str, Any]] | None]:
-    def read(value: Any) -> tuple[KnownObject, dict[str, Any]] | None:
-        parts = _GENERATORS[kind][1](value)
-        return None if parts is None else (RandomEntry([], kind=kind), parts)
-
-    return read
-
-
-_READERS: dict[type, Callable[[Any], tuple[KnownObject, dict[str, Any]] | None]] = {
-    argparse.Namespace: lambda value: (NamespaceEntry([]), vars(value)),
-    types.SimpleNamespace: lambda value: (SimpleNamespaceEntry([]), vars(value)),
-    **{kind: _make_reader(name) for name, (kind, _, _) in _GENERATORS.items()},
-}
-"""Exact types -> a function that returns an entry without keys, and the parts of a value."""
-KNOWN_TYPES = tuple(_READERS)
-
-
-def read_known_object(value: Any) -> tuple[KnownObject, dict[str, Any]] | None:
-    """Return an entry without keys and the parts of a value; None for a value that has no such entry."""
-    reader = _READERS.get(type(value))
-    if reader is not None:
-        return reader(value)
-    if isinstance(value, SavedObject) and value.kind == CONFIG:
-        return ConfigEntry([]), dict(value)
-    parts = _read_config(value) if is_config(value) else None
-    return None if parts is None or _holds_enum(parts) else (ConfigEntry([]), parts)
 
 
 def is_config(value: Any) -> bool:
@@ -284,7 +233,100 @@ def is_config(value: Any) -> bool:
     )
 
 
-def _holds_enum(value: Any) -> bool:
+def _read_config(value: Any) -> dict[str, Any] | None:
+    """Return the content and the flags of a configuration; None if they would not make an equal one."""
+    omegaconf: Any = sys.modules["omegaconf"]
+    try:
+        content = omegaconf.OmegaConf.to_container(value, resolve=False)
+        flags = dict(_settings_of(value)["flags"] or {})
+        found = {"content": _encode_node(content), "flags": flags}
+        text = json.dumps(found)
+        if vars(value)["_parent"] is not None and "${" in text:  # its interpolations may need the whole tree
+            return None
+        return found if _same_nodes(value, _make_config(json.loads(text))) else None
+    except Exception:  # noqa: BLE001 - such as one that is missing as a whole, or has a value that JSON lacks
+        return None
+
+
+def _encode_node(value: Any) -> Any:
+    """Return a value of a configuration for JSON. Dicts become pairs, since their keys may be numbers."""
+    if type(value) is dict:
+        return {"dict": [[_encode_node(key), _encode_node(each)] for key, each in value.items()]}
+    if type(value) is list:
+        return [_encode_node(each) for each in value]
+    if type(value) is float:
+        return {"float": value.hex()}
+    if type(value) is int:
+        return {"int": str(value)}
+    if value is None or type(value) in (bool, str):
+        return value
+    raise TypeError(f"a configuration with a {type(value).__name__}")
+
+
+def _decode_node(value: Any) -> Any:
     if isinstance(value, dict):
-        return any(_holds_enum(each) for pair in value.items() for each in pair)
-    return any(map(_holds_enum, value)) if isinstance(value, list) else isinstance(value, Enum)
+        [(kind, held)] = value.items()
+        if kind == "dict":
+            return {_decode_node(key): _decode_node(each) for key, each in held}
+        return float.fromhex(held) if kind == "float" else _number(held)
+    return [_decode_node(each) for each in value] if isinstance(value, list) else value
+
+
+def _make_config(found: Any) -> Any:
+    content, flags = _decode_node(found["content"]), found["flags"]
+    if type(content) not in (dict, list) or not all(type(each) is bool for each in flags.values()):
+        raise ValueError("it must be a dict or a list, with flags")
+    try:
+        from omegaconf import OmegaConf
+    except ImportError:
+        return SavedObject(CONFIG, "omegaconf.OmegaConf", {"content": content, "flags": flags})
+    try:
+        return OmegaConf.create(content, flags=flags)
+    except Exception as error:
+        raise ValueError(str(error)) from error
+
+
+def _same_nodes(a: Any, b: Any) -> bool:
+    """Return True if two nodes of configurations have the same type, settings and values."""
+    if type(a) is not type(b) or _settings_of(a) != _settings_of(b):
+        return False
+    held, other = vars(a).get("_content"), vars(b).get("_content")
+    if isinstance(held, dict) and isinstance(other, dict):
+        return list(held) == list(other) and all(_same_nodes(each, other[key]) for key, each in held.items())
+    if isinstance(held, list) and isinstance(other, list):
+        return len(held) == len(other) and all(map(_same_nodes, held, other))
+    return repr((held, vars(a).get("_val"))) == repr((other, vars(b).get("_val")))  # a NaN is not equal to itself
+
+
+def _settings_of(node: Any) -> dict[str, Any]:
+    settings = {**vars(vars(node)["_metadata"]), "key": None, "resolver_cache": None}
+    return {**settings, "flags": settings["flags"] or {}}
+
+
+# Both ways
+
+
+def encode_object(value: Any) -> StoredObject | None:
+    """Return a generator or a configuration as bytes; None for an object that cannot be stored so."""
+    kind = _KINDS.get(type(value))
+    if kind is not None:
+        found = _GENERATORS[kind][1](value)
+        return None if found is None else StoredObject(RANDOM, kind, json.dumps(found).encode())
+    if isinstance(value, SavedObject) and value.kind == CONFIG:
+        found = {"content": _encode_node(value["content"]), "flags": value["flags"]}
+    elif is_config(value):
+        found = _read_config(value)
+    else:
+        return None
+    return None if found is None else StoredObject(CONFIG, "omegaconf.OmegaConf", json.dumps(found).encode())
+
+
+def decode_object(path: str, serializer: str, kind: str, data: bytes | bytearray) -> Any:
+    """Return a new object of stored bytes. Raise CorruptSnapshotError if they are not its state."""
+    if serializer == RANDOM and kind not in _GENERATORS:
+        raise CorruptSnapshotError(f"{path}: unknown random number generator {kind[:80]!r}")
+    found: dict[str, Any] = decode_json(bytes(data), dict[str, Any], f"{path}: not the state of a {kind[:80]}")
+    try:
+        return _GENERATORS[kind][2](found) if serializer == RANDOM else _make_config(found)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+        raise CorruptSnapshotError(f"{path}: not the state of a {kind[:80]}: {error}") from error

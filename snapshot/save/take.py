@@ -12,7 +12,7 @@ import msgspec
 from snapshot.aio import in_thread, shielded
 from snapshot.distributed.agreed_plans import keep_plan
 from snapshot.events import emit
-from snapshot.manifest.document import has_newest_types
+from snapshot.manifest.entries import needs_third_format
 from snapshot.per_process import PerProcess
 from snapshot.plan.layout import LEFT_OUT, SavePlan, name_data_file
 from snapshot.plan.plan_cache import PlanCache
@@ -255,7 +255,7 @@ class Take:
             leader_part if storage.host else b"",
             signed,
             self._share.nbytes,
-            has_newest_types(manifest.own),
+            needs_third_format(manifest.own.values()),
         )
         return manifest, done
 

@@ -5,10 +5,8 @@ Saved and live objects are taken apart in the same way, so that each part of one
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
-import types
 from collections import deque
 from collections.abc import Mapping
 from enum import Enum
@@ -19,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from snapshot.manifest.compounds import SubclassEntry
+from snapshot.manifest.known_objects import NAMESPACES
 from snapshot.manifest.paths import encode_key
 from snapshot.saved import class_name
 from snapshot.state.sharded import Sharded
@@ -120,7 +119,6 @@ def _contains_cycle(value: Any, above: set[int], done: set[int]) -> bool:
     return found
 
 
-NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
 _SIMPLE = frozenset((torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)))
 
 

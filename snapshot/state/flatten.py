@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from snapshot.errors import SnapshotError
 from snapshot.manifest import entries as e
 from snapshot.manifest.containers import SEQUENCES
-from snapshot.manifest.known_objects import CONFIG, KNOWN_TYPES, read_known_object
+from snapshot.manifest.known_objects import CONFIG, KNOWN_TYPES, NAMESPACES, encode_object
 from snapshot.manifest.paths import encode_component, encode_key, find_tagged_keys, key_component
 from snapshot.manifest.scalars import Scalar
 from snapshot.manifest.typed import LONGEST_NAME, TYPED, make_enum_entry, make_plain_entry
@@ -218,12 +218,17 @@ class Flattened(TensorLeaves):
             self._add_object(path, value)
 
     def _add_known_object(self, path: str, value: Any, depth: int) -> None:
-        """Flatten a namespace, a random number generator or a configuration; pickle any other object."""
-        known = read_known_object(value) if self._classes else None
-        if known is None or (type(value) in compound.NAMESPACES and not self._within and compound.holds_itself(value)):
+        """Flatten a namespace, or store a generator or a configuration as bytes. Pickle any other object."""
+        entry = NAMESPACES.get(type(value)) if self._classes else None
+        if entry is not None and (self._within or not compound.holds_itself(value)):
+            self._add_parts(path, value, entry([]), dict(vars(value)), depth)
+            return
+        stored = encode_object(value) if self._classes and entry is None else None
+        if stored is None:
             self._add_object(path, value)
         else:
-            self._add_parts(path, value, *known, depth)
+            self.entries[path] = None
+            self.blobs.append(Blob(path, stored.data, stored.serializer, stored.kind))
 
     def _add_parts(self, path: str, value: Any, entry: e.Compound, held: dict[str, Any], depth: int) -> None:
         within, self._within = self._within, True

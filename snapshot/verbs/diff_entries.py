@@ -112,7 +112,7 @@ def _compare_containers(found: EntryDifference, a: e.Container, b: e.Container, 
     elif a.width != b.width:
         found.add("length", f"{a.width} -> {b.width} elements")
     long = ("context", *(("module_versions",) if same_format else ()))
-    for name in ("maxlen", "factory", "obj_type", "kind", "dtype", "shape", "requires_grad", *long):
+    for name in ("maxlen", "factory", "obj_type", "dtype", "shape", "requires_grad", *long):
         before, after = getattr(a, name, None), getattr(b, name, None)
         if before != after:
             what = "class" if name == "obj_type" else name

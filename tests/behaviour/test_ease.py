@@ -28,6 +28,13 @@ def test_a_call_on_the_class_names_the_mistake(name):
         getattr(Snapshot, name)({"model": torch.nn.Linear(1, 1)})
 
 
+def test_a_call_on_the_class_with_named_arguments_does_so_too():
+    with pytest.raises(TypeError, match="must be called on a snapshot"):
+        Snapshot.restore(path="run/step-1", app_state={})
+    with pytest.raises(TypeError, match="must be called on a snapshot"):
+        Snapshot.exists()
+
+
 def test_an_empty_app_state_warns(tmp_path):
     with pytest.warns(UserWarning, match="app_state is empty"):
         taken = Snapshot.take(tmp_path / "s", {})

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from snapshot import RestoreError, RNGState, Snapshot, SnapshotManager, StateDict
+from snapshot import ModelState, RestoreError, RNGState, Snapshot, SnapshotManager, StateDict
 
 URL = "memory://forgotten"
 
@@ -55,12 +55,22 @@ def test_it_may_be_silenced(snapshot, caplog):
     assert not warned(caplog)
 
 
-@pytest.mark.parametrize(
-    "how", [{"include": ["model/**"]}, {"exclude": ["optimizer/**", "optimizer", "rng", "rng/**"]}]
-)
+@pytest.mark.parametrize("how", [{"include": ["model/**"]}, {"exclude": ["optimizer/**", "rng/**"]}])
 def test_keys_that_were_left_out_on_purpose_are_silent(snapshot, caplog, how):
     assert not snapshot.restore({"model": torch.nn.Linear(2, 2)}, unused="error", **how).unused
     assert not warned(caplog)
+
+
+def test_a_forgotten_optimizer_of_a_model_state(caplog):
+    model = torch.nn.Linear(2, 2)
+    state = ModelState(model, torch.optim.AdamW(model.parameters()))
+    snapshot = Snapshot.take(URL, {"train": state}, overwrite=True)
+    report = snapshot.restore({"train": ModelState(model)})
+    assert [line.path for line in report.unused] == ["train/optim"]
+    assert "train/optim" in warned(caplog)[-1]
+    with pytest.raises(RestoreError, match="train/optim: app_state has no optimizer"):
+        snapshot.restore({"train": ModelState(model)}, unused="error")
+    assert not snapshot.restore({"train": ModelState(model)}, unused="ignore").unused
 
 
 def test_a_renamed_key_counts_under_its_new_name(snapshot):
@@ -118,6 +128,22 @@ def _restore_part(folder):
         Snapshot(folder).restore({"a": StateDict(x=0)}, unused="error")
     except RestoreError as error:
         return [line.path for line in report.unused], str(error)
+
+
+def _take_more(folder):
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    Snapshot.take(folder, {"a": StateDict(x=1), f"only{rank}": StateDict(y=rank)}, replicated=["a/**"])
+
+
+def test_a_key_of_a_rank_that_no_longer_exists_is_unused(two, folder, caplog):
+    two.run(_take_more, folder)
+    report = Snapshot(folder).restore({"a": StateDict(x=0)}, strict=False)
+    assert [line.path for line in report.unused] == ["only0", "only1"]
+    assert "only0, only1" in warned(caplog)[-1]
+    with pytest.raises(RestoreError, match="only1"):
+        Snapshot(folder).restore({"a": StateDict(x=0)}, unused="error")
 
 
 def test_each_rank_reports_and_all_refuse(two, folder):

@@ -179,3 +179,18 @@ def test_a_plain_state_keeps_what_the_checkpoint_lacks(saved):
     Snapshot(saved).restore({"s": live})
     assert live["epoch"] == 3
     assert torch.equal(live["embed.weight"], Tied().embed.weight)
+
+
+@pytest.mark.parametrize("view", ["conj", "_neg_view"])
+def test_a_lazy_view_of_a_name_is_not_the_name(tmp_path, view):
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            base = torch.zeros(4, dtype=torch.complex64 if view == "conj" else torch.float32)
+            self.register_buffer("a", base)
+            self.register_buffer("b", base.conj() if view == "conj" else torch._neg_view(base))
+
+    one = torch.full((4,), 1 + 2j) if view == "conj" else torch.full((4,), 3.0)
+    torch.save({"a": one, "b": one.clone()}, tmp_path / "model.pt")
+    with pytest.raises(RestoreError):
+        Snapshot(tmp_path / "model.pt").restore({"m": Both()})

@@ -17,8 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from snapshot import CorruptSnapshotError, SavedObject, Snapshot, SnapshotManager, StateDict, UnsafeObjectError
+from snapshot.errors import SnapshotError
 from snapshot.manifest import document
-from snapshot.manifest.known_objects import RandomEntry
+from snapshot.manifest.known_objects import decode_object, encode_object
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -217,33 +218,145 @@ def test_a_refused_restore_leaves_a_live_generator_alone():
     assert live.bit_generator.state == before
 
 
+def edited(data, change):
+    """The bytes of a generator with a change to its state."""
+    found = json.loads(data)
+    change(found)
+    return json.dumps(found).encode()
+
+
+STATES = [lambda bits=bits: np.random.Generator(bits(1)) for bits in BITS]
+CHANGES = [
+    lambda d: d["seed"].update(pool_size=str(1 << 31)),
+    lambda d: d["seed"].update(entropy=["1"] * 1000),
+    lambda d: d["seed"].update(entropy="-1"),
+    lambda d: d["seed"].update(entropy="9" * 1000),
+    lambda d: d["bits"].update(bit_generator="os.system"),
+    lambda d: d.update(bits={}),
+    lambda d: d.update(bits=5),
+    lambda d: d.update(bits=[]),
+    lambda d: d["bits"].update(state={}),
+    lambda d: d["bits"].update(state={"state": "x", "inc": "1"}),
+    lambda d: d["bits"].update(has_uint32="7"),
+    lambda d: d["bits"].update(uinteger=str(1 << 32)),
+    lambda d: d["bits"].update(buffer_pos="-1"),
+    lambda d: d["bits"].update(more="1"),
+]
+POSITIONS = ["1000000000", "-1000000000", "2147483647", "1000", "-5", "625", "99999999999", "x", 5, None]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("which", range(len(STATES)))
+def test_a_hostile_state_is_refused(which, change):
+    stored = encode_object(STATES[which]())
+    data = edited(stored.data, change)
+    with pytest.raises(CorruptSnapshotError, match=r"s/rng: not the state of a numpy\.random\.Generator"):
+        decode_object("s/rng", stored.serializer, stored.kind, data)
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_a_position_outside_of_the_key_is_refused(position):
+    """NumPy does not check it, and would read memory that is not its own."""
+    for generator in (np.random.Generator(np.random.MT19937(1)), np.random.RandomState(1)):
+        stored = encode_object(generator)
+        found = json.loads(stored.data)
+        found["bits"]["state"]["pos"] = position
+        with pytest.raises(CorruptSnapshotError, match="not the state"):
+            decode_object("s/rng", stored.serializer, stored.kind, json.dumps(found).encode())
+
+
 @pytest.mark.parametrize(
-    "parts",
+    "change",
     [
-        {"seed": {"entropy": 1, "spawn_key": [], "pool_size": 1 << 31, "n_children_spawned": 0}},
-        {"seed": {"entropy": [1] * 1000, "spawn_key": [], "pool_size": 4, "n_children_spawned": 0}},
-        {"seed": {"entropy": -1, "spawn_key": [], "pool_size": 4, "n_children_spawned": 0}},
-        {"bits": {"bit_generator": "os.system"}},
-        {"bits": {}},
-        {"bits": 5},
-        {"bits": {"bit_generator": "PCG64", "state": {"state": "x", "inc": 1}, "has_uint32": 0, "uinteger": 0}},
+        {"words": [0] * 624},
+        {"words": ["x"] * 625},
+        {"words": [1 << 40] * 625},
+        {"version": 9},
+        {"normal": "text"},
+        {"normal": 5},
     ],
 )
-def test_a_hostile_state_is_refused(parts):
-    bits = np.random.PCG64(1)
-    usual = {"seed": {"entropy": 1, "spawn_key": [], "pool_size": 4, "n_children_spawned": 0}, "bits": bits.state}
-    with pytest.raises(CorruptSnapshotError, match="not the state of a"):
-        RandomEntry([], kind="numpy.random.Generator").fill(None, {**usual, **parts})
-    live = np.random.default_rng(3)
-    before = live.bit_generator.state
-    with pytest.raises(CorruptSnapshotError):
-        RandomEntry([], kind="numpy.random.Generator").fill(live, {**usual, **parts})
-    assert live.bit_generator.state == before
+def test_a_hostile_state_of_python_is_refused(change):
+    stored = encode_object(random.Random(1))
+    data = edited(stored.data, lambda d: d.update(change))
+    with pytest.raises(CorruptSnapshotError, match="not the state"):
+        decode_object("s/rng", stored.serializer, stored.kind, data)
 
 
-def test_an_unknown_generator_is_refused():
-    with pytest.raises(CorruptSnapshotError, match="unknown random number generator"):
-        RandomEntry([], kind="os.urandom").check("s/rng")
+KINDS = [("random", "numpy.random.Generator"), ("random", "x"), ("OmegaConf", "omegaconf.OmegaConf")]
+
+
+@given(data=st.binary(max_size=60))
+def test_any_bytes_are_refused(data):
+    for serializer, kind in KINDS:
+        with pytest.raises(CorruptSnapshotError):
+            decode_object("s/rng", serializer, kind, data)
+
+
+def test_a_damaged_state_is_refused_before_anything_is_written(tmp_path):
+    Snapshot.take(tmp_path, {"s": StateDict(rng=np.random.default_rng(3), a=torch.ones(2), z=random.Random(1))})
+    [binary] = (tmp_path / "data").glob("*.bin")
+    data = binary.read_bytes()
+    binary.write_bytes(data.replace(b"has_uint32", b"has_uint33"))
+    live = StateDict(rng=np.random.default_rng(4), a=torch.zeros(2), z=random.Random(2))
+    before = live["rng"].bit_generator.state, live["z"].getstate()
+    for options in ({}, {"verify": False}):
+        with pytest.raises(CorruptSnapshotError):
+            Snapshot(tmp_path).restore({"s": live}, **options)
+        assert live["a"].sum() == 0
+        assert (live["rng"].bit_generator.state, live["z"].getstate()) == before
+
+
+@pytest.mark.parametrize("how", [{"include": ["s/rng"]}, {"exclude": ["s/t"]}, {"include": ["**/rng"]}])
+def test_a_generator_is_a_leaf_for_globs(how):
+    generator = np.random.default_rng(3)
+    snapshot = saved(rng=generator, t=torch.ones(2))
+    live = StateDict(rng=np.random.default_rng(4), t=torch.zeros(2))
+    snapshot.restore({"s": live}, **how)
+    assert live["rng"].random() == generator.random()
+    assert live["t"].sum() == 0
+    state = {"s": StateDict(rng=generator, t=torch.ones(2), state=StateDict(x=1).data)}
+    taken = Snapshot.take("memory://known/globs", state, exclude=["**/t", "**/state/**"], overwrite=True)
+    taken.restore({"s": live})
+    assert live["rng"].random() == generator.random()
+
+
+def test_two_saved_generators_do_not_fill_one_live_one():
+    live = np.random.default_rng(9)
+    first, second = np.random.default_rng(1), np.random.default_rng(2)
+    app, _ = restored(saved(pair=[first, second]), pair=[live, live])
+    assert [each.random() for each in app["pair"]] == [first.random(), second.random()]
+
+
+@pytest.mark.parametrize("seed", [np.int64(4), np.array([1, 2], dtype=np.uint32), [1, 2, 3], 1 << 100, None])
+def test_seeds_of_all_kinds(seed):
+    generator = np.random.default_rng(seed)
+    app, _ = restored(saved(rng=generator))
+    assert draw(app["rng"]) == draw(generator)
+
+
+def _own_generators(folder, saving):
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    generator = np.random.default_rng(rank + 10 * (not saving))
+    app = {"m": StateDict(t=torch.ones(2) * saving), "d": StateDict(g=generator)}
+    if saving:
+        Snapshot.take(folder, app, replicated=["m/**"])
+        return generator.random()
+    try:
+        Snapshot(folder).restore(app)
+    except SnapshotError as error:
+        return str(error), float(app["m"]["t"].sum())
+    return generator.random()
+
+
+def test_a_generator_of_another_rank_is_refused_before_anything_is_written(two, three, folder):
+    expected = two.run(_own_generators, folder, True)
+    assert two.run(_own_generators, folder, False) == expected
+    for text, total in three.run(_own_generators, folder, False):
+        assert "d/g" in text
+        assert total == 0
 
 
 def test_a_subclass_of_a_generator_needs_a_pickle():
@@ -277,12 +390,20 @@ class Schema:
 def test_a_configuration_that_is_more_than_its_container_needs_a_pickle():
     omegaconf = pytest.importorskip("omegaconf")
     structured = omegaconf.OmegaConf.structured(Schema)
-    inner = omegaconf.OmegaConf.create({"lr": 1, "model": {"lr": "${lr}"}}).model
+    inner = omegaconf.OmegaConf.create({"lr": 1, "model": {"lr": "${..lr}"}}).model
     flagged = omegaconf.OmegaConf.create({"a": {"b": 1}})
     omegaconf.OmegaConf.set_readonly(flagged.a, True)
     for config in (structured, inner, flagged):
         with pytest.warns(UserWarning, match="stored as pickles"):
             saved(config=config)
+
+
+def test_a_part_of_a_configuration_and_odd_numbers():
+    omegaconf = pytest.importorskip("omegaconf")
+    whole = omegaconf.OmegaConf.create({"model": {"lr": 1, "nan": float("nan"), "inf": float("inf"), "big": 1 << 80}})
+    app, _ = restored(saved(config=whole.model))
+    assert repr(app["config"]) == repr(whole.model)
+    assert app["config"].big == 1 << 80
 
 
 def test_a_configuration_without_omegaconf_is_a_saved_object(monkeypatch):
