@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -53,6 +54,11 @@ def explain_missing(url: str, options: Mapping[str, Any] | None) -> Iterator[Non
     except SnapshotNotFoundError as error:
         place = URL.parse(url)
         raise SnapshotNotFoundError(f"{place}: there is no snapshot here{_instead(place, options)}") from error
+
+
+def is_local_file(url: URL) -> bool:
+    """Return True if a URL names a file of the file system, not a folder. Such a file cannot be listed."""
+    return url.scheme == "file" and os.path.isfile(url.location)
 
 
 def list_names(url: URL, options: Mapping[str, Any] | None) -> list[str]:

@@ -17,6 +17,7 @@ from snapshot.cli.sharing import SharedFiles, bytes_in_base, describe_sharing, s
 from snapshot.cli.status import ExitStatus
 from snapshot.cli.tiered import list_tiers
 from snapshot.errors import SnapshotError, SnapshotNotFoundError
+from snapshot.manager.step_metadata import NOTE, WRITER
 from snapshot.metadata import SnapshotMetadata
 from snapshot.plan.globs import matcher
 from snapshot.text import counted, entries_text, size_text
@@ -360,11 +361,13 @@ def _steps(found: Sequence[_Found]) -> Iterator[str]:
 
 
 def _flat(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the metadata without that of tiers, with nested mappings flattened."""
+    """Yield the metadata, with nested mappings flattened. Leave out what managers and tiers note about jobs."""
     for key, value in metadata.items():
         if key == KEY:
             continue
-        if isinstance(value, Mapping):
+        if key == NOTE and isinstance(value, Mapping):
+            yield from _flat({name: each for name, each in value.items() if name != WRITER})
+        elif isinstance(value, Mapping):
             yield from _flat(value)
         else:
             yield key, value

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
 from snapshot.cli.arguments import Verbs, add_json, add_storage, count, duration, options_of, verb
-from snapshot.cli.locate import explain_missing
+from snapshot.cli.locate import explain_missing, is_local_file
 from snapshot.cli.screen import Column, ScreenTable, as_json, ask, printable, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.errors import SnapshotError, SnapshotNotFoundError
@@ -96,7 +95,11 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     url = URL.parse(arguments.root)
     root = Root(url, options)
     policy: Policy | None = reduce(lambda one, other: one | other, arguments.keep) if arguments.keep else None
-    fates = on_loop(survey_steps(root, policy, older_than=arguments.older_than, thorough=True))
+    fates = (
+        ()
+        if is_local_file(url)
+        else on_loop(survey_steps(root, policy, older_than=arguments.older_than, thorough=True))
+    )
     if not fates:
         on_loop(_expect_folder(root))
         with explain_missing(arguments.root, options):
@@ -115,6 +118,8 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
 
 async def _expect_folder(root: Root) -> None:
     """Raise if the root is not a folder of steps."""
+    if is_local_file(root.url):
+        raise SnapshotError(f"{root.url}: not a folder of steps, but a file")
     async with root.opened() as session:
         storage = session.storage
         if METADATA in await storage.list(METADATA):
@@ -123,8 +128,8 @@ async def _expect_folder(root: Root) -> None:
                 f"{root.url}: not a folder of steps but a snapshot; name the folder above it"
                 + (f": {URL(root.url.scheme, above, root.url.query)}" if above else "")
             )
-        if await is_foreign(session) or (root.url.scheme == "file" and os.path.isfile(root.url.location)):
-            raise SnapshotError(f"{root.url}: not a folder of steps, but a file or a checkpoint")
+        if await is_foreign(session):
+            raise SnapshotError(f"{root.url}: not a folder of steps, but a checkpoint")
 
 
 def confirmed(arguments: argparse.Namespace, question: str) -> bool:

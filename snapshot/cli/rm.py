@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from snapshot.cli.arguments import Verbs, add_json, add_storage, options_of, verb
-from snapshot.cli.locate import explain_missing
+from snapshot.cli.locate import explain_missing, is_local_file
 from snapshot.cli.prune import add_careful, confirmed
 from snapshot.cli.screen import Column, ScreenTable, as_json, printable, wrapped
 from snapshot.cli.sharing import SharedFiles, read_below
@@ -147,11 +147,12 @@ def _find_shared(targets: Sequence[Target], options: Mapping[str, Any]) -> list[
 async def _leftovers(session: Session, older_than: float) -> Target:
     """Return the leftovers of finished takes."""
     storage, url = session.storage, session.url
-    files = await cleanup.find_leftovers(storage, older_than)
-    if files:
-        nbytes = await _size(session, files)
-        return Target(url, "leftovers", len(files), nbytes, nbytes)
-    await _expect_quiet(session, older_than)
+    if not is_local_file(url):
+        files = await cleanup.find_leftovers(storage, older_than)
+        if files:
+            nbytes = await _size(session, files)
+            return Target(url, "leftovers", len(files), nbytes, nbytes)
+        await _expect_quiet(session, older_than)
     if await is_foreign(session):
         raise SnapshotExistsError(f"{url}: written by another library, so it was not removed; remove it yourself")
     raise SnapshotNotFoundError(f"{url}: there is no snapshot")

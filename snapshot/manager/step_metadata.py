@@ -10,6 +10,8 @@ from snapshot.text import with_article
 
 NOTE = "snapshot.manager"
 """Key in a snapshot's metadata."""
+WRITER = "writer"
+"""Key in the entry: the job that took the step."""
 
 
 def checked_step(step: Any) -> int:
@@ -62,7 +64,7 @@ def add_note(
     if NOTE in given:
         raise ValueError(f"metadata must not have the key {NOTE!r}: it is reserved for the manager")
     stored = {name: value if math.isfinite(value) else repr(value) for name, value in metrics.items()}
-    return {**given, NOTE: {"step": step, "metrics": stored} | ({"writer": dict(writer)} if writer else {})}
+    return {**given, NOTE: {"step": step, "metrics": stored} | ({WRITER: dict(writer)} if writer else {})}
 
 
 def noted_step(metadata: Mapping[str, Any]) -> int | None:

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from snapshot.errors import SnapshotError
-from snapshot.manager.step_metadata import NOTE
+from snapshot.manager.step_metadata import NOTE, WRITER
 from snapshot.manifest.head import ManifestHead
 from snapshot.reports import RestoreReport
 from snapshot.snapshot import Snapshot
@@ -41,7 +41,7 @@ class Writer(NamedTuple):
 def writer_of(metadata: Mapping[str, Any]) -> Writer | None:
     """Return the writer of a step. None if an earlier version wrote it, or no manager, or one with near folders."""
     own = metadata.get(NOTE)
-    match own.get("writer") if isinstance(own, dict) and KEY not in metadata else None:
+    match own.get(WRITER) if isinstance(own, dict) and KEY not in metadata else None:
         case {"attempt": str(attempt), "host": str(host), "start": str(start), "ancestors": [*names]}:
             return Writer(attempt, host, start, tuple(each for each in names if isinstance(each, str)))
     return None

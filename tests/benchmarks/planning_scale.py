@@ -251,7 +251,7 @@ class _Simulation:
         assert first is not None
         parts = [PartEntry(f"data/{SAVE}-{rank}.json", size, DIGEST, [rank], size) for rank, size in enumerate(sizes)]
         began = time.perf_counter()
-        document = encode(build_document(first, SAVE, parts, heard))
+        document = encode(build_document(first, SAVE, parts, heard, newest=False))
         self.leader += time.perf_counter() - began
         mean = sum(seconds) / len(seconds)
         return Cost(

@@ -20,8 +20,8 @@ from snapshot.cli import main
 PAGES = Path(__file__).parents[2] / "docs" / "cli"
 HOME = "/home/me"
 """Where the pages say that they are."""
-MACHINES = {"bench", "doctor", "ui", "upload"}
-"""Verbs without an example: their output depends on the machine, or on a job there. `ui` ends only with a signal."""
+MACHINES = {"attempts", "bench", "doctor", "ui", "upload"}
+"""Pages that are not run: the output depends on the machine, or on jobs there. `ui` ends only with a signal."""
 _BLOCK = re.compile(r"^```console\n(.*?)^```$|^% (.*?)$", re.DOTALL | re.MULTILINE)
 """What a page shows; or, in a comment, what is done before: `% $ snapshot ...`, or `% flip SNAPSHOT`, a bit of it."""
 STATUS = "echo $?"

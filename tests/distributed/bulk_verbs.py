@@ -5,6 +5,7 @@ import contextlib
 import os
 import shutil
 import signal
+import threading
 from pathlib import Path
 from unittest import mock
 
@@ -120,7 +121,10 @@ class Signal(Tap):
             await self._fault.before(operation)
         except OSError:
             Path(self._note).touch()
-            os.kill(os.getpid(), self._number)
+            if self._number == signal.SIGSTOP:  # another thread may take it later, and this one run on until then
+                signal.pthread_kill(threading.get_ident(), self._number)
+            else:
+                os.kill(os.getpid(), self._number)
             await asyncio.sleep(self._then)
 
 

@@ -110,6 +110,7 @@ hostile = st.text(st.characters(exclude_categories=()), max_size=12) | st.sample
 )
 
 
+@pytest.mark.filterwarnings("ignore:app_state is empty")
 @settings(max_examples=40, deadline=None)
 @given(st.dictionaries(hostile, st.dictionaries(hostile, st.just(torch.ones(2)), max_size=3), max_size=3))
 def test_no_file_is_named_after_a_user_s_key(tmp_path_factory, app):
