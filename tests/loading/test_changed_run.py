@@ -371,5 +371,7 @@ def test_the_optimizer_of_a_model_state_that_has_none_is_a_line():
     take({"m": ModelState(saved, torch.optim.AdamW(saved.parameters()))})
     live = nn.Linear(2, 2)
     report = Snapshot(URL).restore({"m": ModelState(live)})
+    assert [line.path for line in report.unused] == ["m/optim"]
+    report = Snapshot(URL).restore({"m": ModelState(live)}, unused="ignore")
     assert [line.path for line in report.unexpected] == ["m/optim"]
     assert torch.equal(live.weight, saved.weight)
