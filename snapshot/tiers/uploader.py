@@ -85,12 +85,19 @@ class Uploader:
             return self.status()
 
     def register(self, registration: Registration) -> None:
-        """Serve a trainer: the new one, if there was another."""
+        """Serve a trainer: the new one, if there was another.
+
+        A job that a later one has followed may register again, when this uploader is new. It does not take precedence.
+        """
         with self._lock:
             old = self._registration
             self._learn(registration.facts.unite(read_copy(self.folder.path)))
             if registration.attempt and registration.attempt not in self._lives:
                 self._lives = [*self._lives[-15:], registration.attempt]
+            live = self._live()
+            if old is not None and registration.attempt and live is not None and live.name != registration.attempt:
+                self.on_secret(registration.secret)
+                return
             changed = old is not None and (old.far, old.options, old.rate, old.compression) != (
                 registration.far,
                 registration.options,
@@ -171,8 +178,12 @@ class Uploader:
                 self._drop(step, log.info if given.upload == "latest" else log.warning)
 
     def _live(self) -> Attempt | None:
-        """Return the attempt of the last trainer, or the last one that is known."""
-        return (self._facts.find(self._lives[-1]) if self._lives else None) or self._facts.last
+        """Return the latest attempt of the trainers, or the last one that is known.
+
+        The order in which they register tells nothing: a new uploader hears from all of them at once.
+        """
+        found = [each for name in reversed(self._lives) if (each := self._facts.find(name)) is not None]
+        return max(found, key=lambda each: each.number, default=self._facts.last)
 
     def _remove_off(self, near: NearStep) -> None:
         log.warning("step-%s: removed: a later attempt began with an older step", near.step)

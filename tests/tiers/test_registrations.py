@@ -1,0 +1,35 @@
+"""Jobs that register with one uploader: the latest attempt decides what is uploaded, in whatever order they come."""
+
+import pytest
+
+from snapshot import Snapshot, StateDict
+from snapshot.tiers.control import Registration, Request
+from snapshot.tiers.hosts import Host
+from snapshot.tiers.timeline import KEY, Attempt, Facts, Origin, Parent
+from snapshot.tiers.upload_queue import UploadState
+from snapshot.tiers.uploader import Uploader
+
+RUN = "c" * 12
+FIRST = Attempt("a" * 12, RUN, 1)
+SECOND = Attempt("b" * 12, RUN, 2, Parent(FIRST.name, 10))
+
+
+@pytest.mark.parametrize("order", [(FIRST, SECOND), (SECOND, FIRST), (SECOND, FIRST, SECOND, FIRST)])
+def test_a_job_that_another_one_followed_does_not_hold_up_its_uploads(tmp_path, order):
+    def take(step, attempt):
+        origin = Origin(RUN, attempt.number, attempt.name, 1)._asdict()
+        Snapshot.take(tmp_path / f"step-{step}", {"s": StateDict(x=step)}, metadata={KEY: origin})
+
+    take(10, FIRST)
+    uploader = Uploader(str(tmp_path))
+    accepted = []
+    uploader.on_secret = accepted.append
+    for attempt in order:
+        facts = Facts(1, (FIRST,)) if attempt is FIRST else Facts(2, (FIRST, SECOND))
+        upload = None if attempt is FIRST else "latest"
+        hosts = [Host("host", "host", [0])]
+        given = Registration(RUN, facts, attempt.name, str(tmp_path / "far"), {}, upload, 0, hosts, 0, attempt.name)
+        uploader.handle(Request("register", given))
+    take(20, SECOND)
+    assert uploader.handle(Request("status")).steps[20].far == UploadState.QUEUED
+    assert set(accepted) == {FIRST.name, SECOND.name}
