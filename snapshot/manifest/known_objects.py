@@ -243,7 +243,7 @@ def _read_config(value: Any) -> dict[str, Any] | None:
         text = json.dumps(found)
         if vars(value)["_parent"] is not None and "${" in text:  # its interpolations may need the whole tree
             return None
-        return found if _same_nodes(value, _make_config(json.loads(text))) else None
+        return found if _same_nodes(value, _make_config(decode_json(text, Any, CONFIG))) else None
     except Exception:  # noqa: BLE001 - such as one that is missing as a whole, or has a value that JSON lacks
         return None
 
