@@ -49,6 +49,11 @@ def take_until_far(manager, *steps):
         until(lambda step=step: manager.where(step)["far"] == "whole")
 
 
+def delete(folder):
+    """Delete a folder that an uploader may write to meanwhile."""
+    until(lambda: shutil.rmtree(folder, ignore_errors=True) or not folder.exists())
+
+
 def down(far):
     """Let the far root fail from now on: a file in its place. Return a function that brings it back."""
     away = far.with_name("away")
@@ -331,7 +336,7 @@ def test_a_deleted_root_is_not_brought_back(tmp_path, hosts, begun):
             manager.take(20, state(20))
             up()
             stop_uploaders(hosts("a"))
-        shutil.rmtree(far)
+        delete(far)
         until(lambda: manager.where(20)["far"] == "deleted")
         with pytest.raises(SnapshotError, match="the run was deleted there"):
             manager.async_take(30, state(30)).wait("far", timeout=40)
@@ -347,7 +352,7 @@ def test_an_uploader_whose_root_has_another_run_ends(tmp_path, hosts):
     far = tmp_path / "far"
     with manager_of(far, hosts("a"), grace=0) as manager:
         take_until_far(manager, 10)
-        shutil.rmtree(far)
+        delete(far)
         with manager_of(far, hosts("b")) as other:
             take_until_far(other, 5)
         manager.take(20, state(20))
