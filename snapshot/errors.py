@@ -97,8 +97,10 @@ class StorageError(SnapshotError, OSError):
 
     uncertain = False
     """True if the operation may still have taken effect, because its response was lost."""
-    no_bucket = False
-    """True if the bucket or container does not exist, so that no repeat can succeed."""
+
+
+class BucketNotFoundError(StorageError):
+    """Raised when the bucket or container does not exist, so that no repeat can succeed."""
 
 
 class StorageNotFoundError(StorageError, FileNotFoundError):

@@ -132,46 +132,34 @@ async def retry_request(
     deadline = min(patience.deadline, within or patience.deadline)
     attempt = Attempt(patience)
     with _Silence(name, url, attempt):
-        return await _repeat(name, url, patience, request, attempt=attempt, deadline=deadline)
-
-
-async def _repeat(
-    name: str,
-    url: URL,
-    patience: RetryPolicy,
-    request: Callable[[Attempt], Awaitable[T]],
-    *,
-    attempt: Attempt,
-    deadline: float,
-) -> T:
-    while True:
-        left = deadline - (time.monotonic() - attempt.began)
-        limit = max(min(patience.timeout, left), 0.05)
-        try:
-            async with attempt.time_out_after(limit):
-                return await request(attempt)
-        except TimeoutError as error:
-            if isinstance(error, SnapshotError):
+        while True:
+            left = deadline - (time.monotonic() - attempt.began)
+            limit = max(min(patience.timeout, left), 0.05)
+            try:
+                async with attempt.time_out_after(limit):
+                    return await request(attempt)
+            except TimeoutError as error:
+                if isinstance(error, SnapshotError):
+                    raise
+                failed = TransientError(f"{url}: no response to {name} in {limit:.3g} seconds")
+                failed.__cause__ = error
+            except TransientError as error:
+                failed = error
+            except StorageConflictError:
+                raise  # the outcome is certain
+            except StorageError as error:
+                error.uncertain |= attempt.uncertain
                 raise
-            failed = TransientError(f"{url}: no response to {name} in {limit:.3g} seconds")
-            failed.__cause__ = error
-        except TransientError as error:
-            failed = error
-        except StorageConflictError:
-            raise  # the outcome is certain
-        except StorageError as error:
-            error.uncertain |= attempt.uncertain
-            raise
-        attempt.uncertain |= not failed.refused
-        pause = random.uniform(0.5, 1)  # noqa: S311 - a pause is not a secret
-        pause *= min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(attempt.number, 20))
-        pause = max(pause, failed.after or 0)
-        spent = time.monotonic() - attempt.began
-        if spent + pause >= deadline:
-            times = f"{attempt.number} attempts" if attempt.number > 1 else "1 attempt"
-            raised = StorageError(f"{failed} (failed after {times} in {spent:.1f} seconds)")
-            raised.uncertain = attempt.uncertain
-            raise raised from failed.__cause__
-        emit("retry", name, str(url), attempt=attempt.number, error=str(failed), pause=round(pause, 3))
-        attempt.number += 1
-        await asyncio.sleep(pause)
+            attempt.uncertain |= not failed.refused
+            pause = random.uniform(0.5, 1)  # noqa: S311 - a pause is not a secret
+            pause *= min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(attempt.number, 20))
+            pause = max(pause, failed.after or 0)
+            spent = time.monotonic() - attempt.began
+            if spent + pause >= deadline:
+                times = f"{attempt.number} attempts" if attempt.number > 1 else "1 attempt"
+                raised = StorageError(f"{failed} (failed after {times} in {spent:.1f} seconds)")
+                raised.uncertain = attempt.uncertain
+                raise raised from failed.__cause__
+            emit("retry", name, str(url), attempt=attempt.number, error=str(failed), pause=round(pause, 3))
+            attempt.number += 1
+            await asyncio.sleep(pause)

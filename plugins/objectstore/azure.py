@@ -29,7 +29,7 @@ from azure.core.pipeline.transport import AioHttpTransport
 from azure.core.rest import HttpRequest
 from azure.storage.blob.aio import BlobServiceClient
 
-from snapshot.errors import SnapshotError, StorageConflictError, StorageError
+from snapshot.errors import BucketNotFoundError, SnapshotError, StorageConflictError, StorageError
 from snapshot.plugins.network.aiohttp_client import (
     StatusError,
     connection_fault,
@@ -279,9 +279,7 @@ def _translate_refusal(error: Refusal, url: URL) -> SnapshotError:
     """Translate a refusal. Leases, policies and archived blobs cause a 409 or 412 that is not a conflict."""
     said = f"{url}: {error}"
     if error.code in ("ContainerNotFound", "ContainerDisabled"):
-        lasting = StorageError(said)
-        lasting.no_bucket = error.code == "ContainerNotFound"
-        return lasting
+        return BucketNotFoundError(said) if error.code == "ContainerNotFound" else StorageError(said)
     if error.status == 412:
         return StorageError(said) if error.code.startswith("Lease") else StorageConflictError(said)
     if error.status == 409:

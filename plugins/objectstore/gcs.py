@@ -19,7 +19,7 @@ from urllib.parse import quote, urlsplit
 import aiohttp
 from gcsfs.core import GCSFileSystem
 
-from snapshot.errors import SnapshotError, StorageConflictError, StorageError
+from snapshot.errors import BucketNotFoundError, SnapshotError, StorageConflictError, StorageError
 from snapshot.plugins.network.aiohttp_client import (
     StatusError,
     connection_fault,
@@ -246,9 +246,7 @@ class GcsDriver(Driver):
         if error.status == 412:
             return StorageConflictError(f"{url}: {error}")
         if error.status == 404 and "bucket" in str(error).lower():
-            lasting = StorageError(f"{url}: {error}")
-            lasting.no_bucket = True
-            return lasting
+            return BucketNotFoundError(f"{url}: {error}")
         if error.status == 401 and self._fs.credentials.credentials is not None and not self._cannot_renew():
             return TransientError(f"{url}: {error}", refused=True)
         return status_fault(error, url)

@@ -13,7 +13,7 @@ import aiohttp
 import botocore.exceptions as failures
 import s3fs
 
-from snapshot.errors import SnapshotError, StorageConflictError, StorageError, StorageNotFoundError
+from snapshot.errors import BucketNotFoundError, SnapshotError, StorageConflictError, StorageError, StorageNotFoundError
 from snapshot.plugins.network.aiohttp_client import drain_into, is_unknown_host, parse_content_range, released_response
 from snapshot.plugins.network.retry import Attempt, TransientError
 from snapshot.plugins.network.transfer import RequestBody, ResponseSink, past_end_error
@@ -237,9 +237,7 @@ class S3Driver(Driver):
         status, headers = int(meta.get("HTTPStatusCode") or 0), meta.get("HTTPHeaders", {})
         said = f"{url}: {code}: {error.response.get('Error', {}).get('Message', '')} (HTTP {status})"
         if code in _LASTING:
-            lasting = StorageError(said)
-            lasting.no_bucket = code == "NoSuchBucket"
-            return lasting
+            return BucketNotFoundError(said) if code == "NoSuchBucket" else StorageError(said)
         if code in EXPIRED and self._renew_credentials():
             return TransientError(said, refused=True)
         if code in _TRANSIENT or status == 429 or status >= 500:

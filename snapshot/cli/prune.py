@@ -95,11 +95,9 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     url = URL.parse(arguments.root)
     root = Root(url, options)
     policy: Policy | None = reduce(lambda one, other: one | other, arguments.keep) if arguments.keep else None
-    fates = (
-        ()
-        if is_local_file(url)
-        else on_loop(survey_steps(root, policy, older_than=arguments.older_than, thorough=True))
-    )
+    if is_local_file(url):
+        raise SnapshotError(f"{url}: not a folder of steps, but a file")
+    fates = on_loop(survey_steps(root, policy, older_than=arguments.older_than, thorough=True))
     if not fates:
         on_loop(_expect_folder(root))
         with explain_missing(arguments.root, options):
@@ -118,8 +116,6 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
 
 async def _expect_folder(root: Root) -> None:
     """Raise if the root is not a folder of steps."""
-    if is_local_file(root.url):
-        raise SnapshotError(f"{root.url}: not a folder of steps, but a file")
     async with root.opened() as session:
         storage = session.storage
         if METADATA in await storage.list(METADATA):

@@ -161,17 +161,15 @@ class ManagerTiers:
                 self._far_steps = set()
         if step not in self._far_steps:
             return
-        committed = run(limited(self._far.folders(), FAR_PATIENCE)).committed
-        if step not in committed:
-            return
-        if not self._is_off(step, committed):
+        found = run(limited(self._far.folders(), FAR_PATIENCE)).committed.get(step)
+        if found is not None and not self._is_off(step, found):
             raise SnapshotExistsError(
                 f"{self._far.step_url(step)}: a snapshot exists already; take another step, or pass overwrite=True"
             )
 
-    def _is_off(self, step: int, committed: Mapping[int, FileStat]) -> bool:
-        """Return True if the far snapshot of a step is off the line of the run."""
-        head = run(self._far.heads(committed)).get(step)
+    def _is_off(self, step: int, found: FileStat) -> bool:
+        """Return True if the far snapshot of a step, which was found there, is off the line of the run."""
+        head = run(self._far.heads({step: found})).get(step)
         if not isinstance(head, ManifestHead):
             return False
         line = Line(self.joined.member.facts)
@@ -182,8 +180,8 @@ class ManagerTiers:
         if place.near:
             return False
         try:
-            folders = run(limited(self._far.folders(), FAR_PATIENCE))
-            return step in folders.committed and self._is_off(step, folders.committed)
+            found = run(limited(self._far.folders(), FAR_PATIENCE)).committed.get(step)
+            return found is not None and self._is_off(step, found)
         except StorageError:  # the take reports it
             return False
 
@@ -288,4 +286,11 @@ class ManagerTiers:
         self._set.close()
 
 
-_STORAGE_ERRORS = {"StorageError", "StorageNotFoundError", "StorageConflictError", "TransientError", "OSError"}
+_STORAGE_ERRORS = {
+    "StorageError",
+    "BucketNotFoundError",
+    "StorageNotFoundError",
+    "StorageConflictError",
+    "TransientError",
+    "OSError",
+}

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from snapshot.distributed.exchange import Exchange
-from snapshot.errors import StorageError
+from snapshot.errors import BucketNotFoundError, StorageError
 from snapshot.events import log
 from snapshot.peer_requests import host_of
 from snapshot.runtime.loop import run
@@ -214,7 +214,7 @@ def _lead(arrived: Sequence[Arrived], options: TierOptions, patience: float, *, 
     try:
         found = run(limited(_settle(session.storage, hosts, str(options.far)), patience))
     except StorageError as error:
-        if needs_far or error.no_bucket:  # a bucket that does not exist will not come back
+        if needs_far or isinstance(error, BucketNotFoundError):  # a bucket that does not exist will not come back
             raise
         found, fault = settle_run(None, hosts, str(options.far)), str(error)
     finally:

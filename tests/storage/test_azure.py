@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from snapshot import CorruptSnapshotError, Snapshot, SnapshotExistsError, StateDict, StorageError
-from snapshot.errors import StorageConflictError, StorageNotFoundError
+from snapshot.errors import BucketNotFoundError, StorageConflictError, StorageNotFoundError
 from snapshot.plugins.network import retry
 from snapshot.plugins.objectstore import azure
 from snapshot.registry import open_storage
@@ -306,7 +306,7 @@ def test_the_version_is_checked_by_the_server(url, given):
     ("status", "code", "kind"),
     [
         (404, "BlobNotFound", StorageNotFoundError),
-        (404, "ContainerNotFound", StorageError),
+        (404, "ContainerNotFound", BucketNotFoundError),
         (412, "ConditionNotMet", StorageConflictError),
         (412, "LeaseIdMissing", StorageError),
         (409, "BlobAlreadyExists", StorageConflictError),
