@@ -18,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from snapshot.errors import CorruptSnapshotError, StorageConflictError, StorageError, StorageNotFoundError
-from snapshot.per_process import PerProcess
-from snapshot.storage import (
+from snapshot.io.storage import (
     ABSENT,
     ANYTHING,
     URL,
@@ -33,6 +32,7 @@ from snapshot.storage import (
     Storage,
     check_path,
 )
+from snapshot.io.system import PerProcess
 
 Bytes = npt.NDArray[np.uint8]
 """Content as an array: NumPy copies long ones with the GIL released, which slices of a bytearray do not."""

@@ -12,7 +12,9 @@ import aiohttp
 import yarl
 
 from snapshot.errors import SnapshotError, StorageError
-from snapshot.plugins.network.aiohttp_client import (
+from snapshot.io.storage import URL, Capabilities, Context, FileStat, Limits
+from snapshot.plugins.network.http import (
+    ResponseSink,
     StatusError,
     connection_fault,
     drain_into,
@@ -21,10 +23,8 @@ from snapshot.plugins.network.aiohttp_client import (
     released_response,
     status_fault,
 )
-from snapshot.plugins.network.transfer import ResponseSink
 from snapshot.plugins.objectstore.driver import Driver, Page
 from snapshot.plugins.objectstore.object_storage import ObjectStorage
-from snapshot.storage import URL, Capabilities, Context, FileStat, Limits
 
 LIMITS = Limits(preferred_part=16 << 20, parallel_parts=8, merge_gap=1 << 20)
 

@@ -21,16 +21,16 @@ if TYPE_CHECKING:
         UnsafeObjectError,
         UnsupportedFormatError,
     )
+    from snapshot.io.arena import release_memory
     from snapshot.manager.manager import SnapshotManager
     from snapshot.manager.policies import KeepBest, KeepEvery, KeepFor, KeepLatest
     from snapshot.manager.signals import ignore_stop_signals
     from snapshot.maps.tensor_map import TensorMap
     from snapshot.progress import Progress
-    from snapshot.publish.pending import PendingPublish, Published
+    from snapshot.publish.publication import PendingPublish, Published
     from snapshot.publish.publisher import Publisher
     from snapshot.publish.subscriber import Subscriber
     from snapshot.reports import ConvertReport, CopyReport, Diff, RestoreReport, TakeReport, VerifyReport
-    from snapshot.runtime.arena import release_memory
     from snapshot.saved import SavedObject
     from snapshot.snapshot import PendingSnapshot, Snapshot
     from snapshot.state.model_state import ModelState
@@ -87,7 +87,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "snapshot.runtime.arena": ("release_memory",),
+    "snapshot.io.arena": ("release_memory",),
     "snapshot.errors": (
         "CancelledError",
         "CommitUnknown",
@@ -122,7 +122,7 @@ _MODULES = {
     ),
     "snapshot.maps.tensor_map": ("TensorMap",),
     "snapshot.progress": ("Progress",),
-    "snapshot.publish.pending": ("PendingPublish", "Published"),
+    "snapshot.publish.publication": ("PendingPublish", "Published"),
     "snapshot.publish.publisher": ("Publisher",),
     "snapshot.publish.subscriber": ("Subscriber",),
     "snapshot.saved": ("SavedObject",),
@@ -147,7 +147,7 @@ _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 def __getattr__(name: str) -> Any:
     """Import a public name on first use (PEP 562)."""
     if name == "__version__":
-        return import_module("snapshot.version").VERSION
+        return import_module("snapshot.text").VERSION
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_HOMES[name]), name)

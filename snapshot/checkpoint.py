@@ -13,25 +13,23 @@ from snapshot.distributed.exchange import call_of
 from snapshot.distributed.group import ranks_of
 from snapshot.events import emit
 from snapshot.formats.hugging_face import SHARD
+from snapshot.io.loop import refuse_on_loop, run
+from snapshot.io.session import Session
+from snapshot.io.url import URL
 from snapshot.loading.mapping import map_document
 from snapshot.loading.open import checkpoint_exists
 from snapshot.loading.read_object import read_object, read_state_dict
-from snapshot.manifest.document import copy_manifest
-from snapshot.manifest.entry import Entry
+from snapshot.manifest.document import SnapshotMetadata, copy_manifest
+from snapshot.manifest.values import Entry
 from snapshot.maps.tensor_map import TensorMap
-from snapshot.metadata import SnapshotMetadata
 from snapshot.opened import OpenedCheckpoint, of_object
-from snapshot.plan.renaming import Rename
+from snapshot.plan.names import Rename
 from snapshot.progress import Meter, ProgressArgument
 from snapshot.reports import ConvertReport, CopyReport, Diff, VerifyReport
-from snapshot.runtime.loop import refuse_on_loop, run
-from snapshot.runtime.session import Session
 from snapshot.signing.keys import Key, load_signer
 from snapshot.signing.seal import Recorder
 from snapshot.tiers.deletion import delete_checkpoint
-from snapshot.url import URL
-from snapshot.verbs.signing import sign_files
-from snapshot.verbs.verification import verify_checkpoint
+from snapshot.transform.verify import sign_files, verify_checkpoint
 
 if TYPE_CHECKING:
     import torch
@@ -231,7 +229,7 @@ class Checkpoint(OpenedCheckpoint):
         1 changed, 1 the same; 1 entry had to be read: 24 B
           ~ model/w: 3 of 3 differ, at most by 1, norm 1.73205
         """
-        from snapshot.verbs.comparison import compare_snapshots  # training jobs do not pay for this import
+        from snapshot.transform.diff import compare_snapshots  # training jobs do not pay for this import
 
         refuse_on_loop()
         sides = [each if isinstance(each, Checkpoint) else Checkpoint(each) for each in (a, b)]
@@ -304,8 +302,8 @@ class Checkpoint(OpenedCheckpoint):
         >>> snapshot.convert("memory://docs/model.safetensors", "safetensors").tensors
         1
         """
-        from snapshot.verbs.conversion import convert_checkpoint
-        from snapshot.verbs.to_snapshot import Selection  # training jobs do not pay for this import
+        from snapshot.transform.convert import convert_checkpoint
+        from snapshot.transform.to_snapshot import Selection  # training jobs do not pay for this import
 
         refuse_on_loop()
         choice = Selection(select, exclude, rename, dtype, verify, self._allow_pickle, map, compression)
@@ -371,8 +369,8 @@ class Checkpoint(OpenedCheckpoint):
         >>> snapshot.copy("memory://docs/there").checked
         'digests'
         """
-        from snapshot.verbs.copy import copy_checkpoint
-        from snapshot.verbs.to_snapshot import Selection  # training jobs do not pay for this import
+        from snapshot.transform.copy import copy_checkpoint
+        from snapshot.transform.to_snapshot import Selection  # training jobs do not pay for this import
 
         refuse_on_loop()
         choice = Selection(select, exclude, verify=verify, allow_pickle=self._allow_pickle, compression=compression)

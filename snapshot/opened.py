@@ -8,14 +8,13 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from snapshot.errors import CorruptSnapshotError
+from snapshot.io.loop import run
+from snapshot.io.session import Session
+from snapshot.io.url import URL, expect_mapping
 from snapshot.loading.open import open_document, read_from
 from snapshot.manifest.document import Document
-from snapshot.runtime.loop import run
-from snapshot.runtime.session import Session
 from snapshot.signing.keys import Key, load_key
 from snapshot.signing.seal import KeySeal, Seal
-from snapshot.storage_options import expect_mapping
-from snapshot.url import URL
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -9,7 +9,7 @@ import dataclasses
 import os
 from dataclasses import dataclass
 
-from snapshot.system_calls import count_cores
+from snapshot.io.system import count_cores
 
 MiB = 1 << 20
 

@@ -13,9 +13,9 @@ from typing import Generic, Literal, Self, TypeVar
 
 from snapshot.errors import CancelledError, SnapshotError
 from snapshot.events import log
+from snapshot.io.loop import LIBRARY, LoopFuture, finish_before_exit
 from snapshot.progress import Meter, Progress
-from snapshot.runtime.loop import LIBRARY, LoopFuture, finish_before_exit
-from snapshot.save.optimizer_barrier import PendingCopy
+from snapshot.save.background_take import PendingCopy
 
 T = TypeVar("T")
 

@@ -11,26 +11,26 @@ from snapshot.checkpoint import Checkpoint
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import ranks_of
 from snapshot.events import emit
+from snapshot.io.loop import refuse_on_loop, run
+from snapshot.io.session import Session
+from snapshot.io.url import locate_source, seal_of
+from snapshot.loading.choose import Accept, Cast, Mismatched, RestoreOptions, Unused
 from snapshot.loading.left_out import attach_base
+from snapshot.loading.open import open_restore
 from snapshot.loading.restore import Restore
-from snapshot.loading.restore_options import Accept, Cast, Mismatched, RestoreOptions, Unused
-from snapshot.loading.same_snapshot import open_restore
 from snapshot.maps.tensor_map import TensorMap
 from snapshot.opened import of_object, seal_with
 from snapshot.pending import PendingTake
 from snapshot.plan.layout import SavePlan
-from snapshot.plan.renaming import Rename
+from snapshot.plan.names import Rename
 from snapshot.progress import Meter, ProgressArgument
 from snapshot.reports import RestoreReport, TakeReport
-from snapshot.runtime.loop import refuse_on_loop, run
-from snapshot.runtime.session import Session
-from snapshot.save.optimizer_barrier import wait_for_copies
+from snapshot.save.background_take import wait_for_copies
 from snapshot.save.take_options import AllowPickle, BaseArgument, Compression, Only, Staging, WhenBusy, Worker
 from snapshot.signing.keys import Key
 from snapshot.signing.seal import signer_of
-from snapshot.state.prepared import Prepare
+from snapshot.state.leaves import Prepare
 from snapshot.state.stateful import check_app_state
-from snapshot.storage_options import locate_source, seal_of
 from snapshot.takes import AppState, StartedTake, plan_take, run_take, shown_once, start_take, timeout_or_default
 
 if TYPE_CHECKING:

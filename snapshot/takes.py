@@ -3,41 +3,226 @@
 from __future__ import annotations
 
 import os
+import random
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from snapshot.distributed.exchange import Exchange
+import msgspec
+
+from snapshot.distributed.exchange import Exchange, solo_exchange
 from snapshot.distributed.group import ranks_of
-from snapshot.events import emit
+from snapshot.errors import (
+    CorruptSnapshotError,
+    RestoreError,
+    SnapshotNotFoundError,
+    StorageError,
+    UnsupportedFormatError,
+)
+from snapshot.events import emit, log
+from snapshot.formats.foreign import ForeignDocument
+from snapshot.io.loop import LoopFuture, refuse_on_loop, run
+from snapshot.io.process import gc_paused
+from snapshot.io.session import Session
+from snapshot.io.url import URL, locate_source, seal_of, select_server
+from snapshot.loading.left_out import attach_base, requests_of
+from snapshot.loading.open import UnpackingStorage, open_document, read_stored, read_unpacked
+from snapshot.loading.scatter import ReadRequest
+from snapshot.manifest.document import FORMAT, Document
 from snapshot.options import Settings
 from snapshot.plan.layout import SavePlan
 from snapshot.progress import Meter, ProgressArgument
 from snapshot.reports import TakeReport
-from snapshot.runtime.gc_pause import gc_paused
-from snapshot.runtime.loop import LoopFuture, refuse_on_loop, run
-from snapshot.save.background_take import BackgroundTake, LateCopies
-from snapshot.save.begin import begin_take, session_for_take
-from snapshot.save.concurrency import take_slots
-from snapshot.save.optimizer_barrier import PendingCopy
-from snapshot.save.packing import choose_packing
-from snapshot.save.rank_share import collect_rank_share
-from snapshot.save.rendezvous import open_dry_run
+from snapshot.save.background_take import BackgroundTake, LateCopies, PendingCopy
+from snapshot.save.base_files import Base, Comparer, open_base
+from snapshot.save.begin import TakeOpening, begin_take, open_dry_run, session_for_take, take_slots
+from snapshot.save.commit import RankManifest
+from snapshot.save.compression import choose_packing
+from snapshot.save.replication import RankShare, collect_rank_share
+from snapshot.save.reuse import FileSharing, Unchanged, group_leaves, omit_frozen
 from snapshot.save.staging import Stager
-from snapshot.save.take import Take, plan_writes
+from snapshot.save.take import Take, Verify, plan_writes
 from snapshot.save.take_options import TakeOptions
-from snapshot.save.unchanged import group_leaves
-from snapshot.state.frozen import find_frozen
+from snapshot.save.transaction import committed_save_id
+from snapshot.signing.seal import OptionalSeal, SignedStorage
+from snapshot.state.parameters import find_frozen
 from snapshot.state.stateful import Stateful, check_app_state
-from snapshot.url import URL
-from snapshot.verbs.bases import find_unchanged
-from snapshot.verbs.verify_writes import verify_written
+from snapshot.text import listed
+from snapshot.transform.verify import Stretch, Verification, cut_requests
 from snapshot.worker.client import expect_reachable, writer_process
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+# The snapshots that a take is based on: opened, compared with the take's tensors, and shared where they are equal.
+
+ABSENT = (SnapshotNotFoundError, CorruptSnapshotError, UnsupportedFormatError, StorageError)
+"""Errors of a base that make a take write everything."""
+
+
+def find_unchanged(
+    opening: TakeOpening, share: RankShare, app_state: Mapping[str, Any], options: TakeOptions
+) -> Unchanged:
+    """Compare the tensors of this rank with the bases, and share or omit what is equal.
+
+    When this returns, nothing that it shares or omits is read from the live tensors again.
+    """
+    frozen = find_frozen(app_state, share.leaves)
+    unchanged = Unchanged(compares=options.base is not None)
+    with ExitStack() as opened:
+        bases = _open_bases(opening, options, unchanged.notes, opened)
+        unchanged.groups = group_leaves(share, frozen, bases[0].document.save_id if bases else None)
+        if not bases:
+            return unchanged
+        opening.transaction()  # an existing snapshot is an error before anything is compared
+        unchanged.compared = bases[0].copies()
+        stager = Stager(share.leaves, copies=False)
+        opened.callback(stager.forget)
+        comparer = Comparer(opening, stager, unchanged.notes, read_all=options.verify_share == 1.0)
+        left_out = set[int]()
+        if options.only and (lasting := _find_lasting(opening, bases[0], unchanged.notes)) is not None:
+            left_out = run(omit_frozen(share, frozen, bases[0], comparer, unchanged))
+            unchanged.leave_out(share.leaves, left_out)
+            unchanged.base_session, unchanged.base_id = partial(_open_lasting, bases[0]), lasting
+        signed = options.signer is not None
+        sharing = FileSharing(opening, share, bases, comparer, unchanged, two_copies=options.two_copies, signed=signed)
+        run(sharing.run(left_out))
+    return unchanged
+
+
+def _open_bases(opening: TakeOpening, options: TakeOptions, notes: list[str], opened: ExitStack) -> list[Base]:
+    """Open the newest two bases. One that is not a snapshot of as many ranks is left out, with a note."""
+    session, exchange = opening.session, opening.exchange
+    bases: list[Base] = []
+    for source in options.bases[:2]:
+        url, theirs = locate_source(source, options.storage_options)
+        if theirs is options.storage_options and url.scheme != session.url.scheme:
+            theirs = None  # they are for the take's storage
+        same = url.scheme == session.url.scheme and select_server(theirs) == select_server(options.storage_options)
+        optional = OptionalSeal(options.signer) if options.signer is not None else None
+        place = Session(url, theirs, seal=seal_of(source) or optional)
+        opened.callback(_close, place)
+        try:
+            document = run(open_document(place, exchange.rank))
+            if isinstance(document, ForeignDocument):
+                raise UnsupportedFormatError(f"{url}: is a checkpoint of {document.format}, not a snapshot")
+            if document.world_size != exchange.world:
+                raise UnsupportedFormatError(
+                    f"{url}: was taken by {document.world_size} ranks, and this take has {exchange.world}"
+                )
+        except ABSENT as error:
+            notes.append(f"everything is written, since the base cannot be used: {error}")
+            log.warning("%s: %s", session.url, notes[-1])
+            continue
+        shares = session.storage.capabilities.shares if same else ""
+        bases.append(open_base(place, document, exchange.rank, shares=shares))
+        stored = place.storage.inner if isinstance(place.storage, UnpackingStorage) else place.storage
+        if isinstance(stored, SignedStorage):
+            bases[-1].signed = stored
+        elif optional is not None:
+            notes.append(f"no file is shared with the base, since this take's key does not sign it: {optional.fault}")
+            log.warning("%s: %s", session.url, notes[-1])
+    return bases
+
+
+def _find_lasting(opening: TakeOpening, base: Base, notes: list[str]) -> str | None:
+    """Return the save id of the snapshot that will have what is left out.
+
+    Return None if it is not there, or if this take replaces it.
+    """
+    reference, session = base.reference, opening.session
+    save_id = base.document.save_id
+    try:
+        if reference is not None:
+            save_id = run(attach_base(base.session, base.document, *_place_of(base)))
+        if run(committed_save_id(session.storage)) != save_id:
+            return save_id
+        why = f"this take replaces {session.url}"
+    except (*ABSENT, RestoreError, ValueError) as error:
+        why = str(error)
+    notes.append(f"nothing is left out, since the base cannot be relied on: {why}")
+    log.warning("%s: %s", session.url, notes[-1])
+    return None
+
+
+def _place_of(base: Base) -> tuple[URL, Mapping[str, Any] | None]:
+    """Return the URL and the options of the snapshot that has what is left out."""
+    url, options = base.session.url, base.session.options
+    if base.reference is not None:
+        url = URL.parse(base.reference.url)
+        options = options if url.scheme == base.session.url.scheme else None
+    return url, options
+
+
+def _open_lasting(base: Base) -> Session:
+    return Session(*_place_of(base))
+
+
+def _close(session: Session) -> None:
+    run(session.close())
+
+
+# Read-back verification of written bytes before the commit, to detect bits that flipped on the way to storage.
+
+PIECE = 4 << 20
+"""Bytes that are read together if only a sample is read."""
+
+
+def verify_written(share: float, verb: str) -> Verify | None:
+    """Return a function that reads a fraction of the written bytes back before a commit; None for a fraction of 0."""
+    return partial(expect_written, share=share, verb=verb) if share else None
+
+
+async def expect_written(session: Session, described: RankManifest, *, share: float, verb: str) -> None:
+    """Read back a fraction of the bytes that this process wrote. Raise if any byte differs.
+
+    Files that are shared with a base were read before they were shared.
+    """
+    files, manifest = described.files, {**described.shared, **described.own}
+    written = {location: file for location, file in files.items() if not (file.in_base or file.age)}
+    storage = session.storage
+    await storage.drop_caches(list(written))
+    read_unpacked(session, written)
+    document = Document(FORMAT, "", "", 1, "", "", msgspec.Raw(b"{}"), written, [], manifest)
+    verification = Verification(session, document, Meter(verb, None), solo_exchange(verb))
+    requests = requests_of([manifest, {}], files, verification.faults)
+    everything = verification.everything([each for each in requests if each.location in written], {}, {})
+    chosen = everything if share == 1.0 else _sample(everything, share)
+    try:
+        await verification.look(chosen, lambda _: None)
+    finally:
+        read_stored(session)
+    faults = list(dict.fromkeys(verification.faults))
+    if faults:
+        raise CorruptSnapshotError(
+            f"{session.url}: {len(faults)} of the ranges that were read back do not match their digests, so nothing "
+            f"was committed:{listed(faults)}",
+            faults=faults,
+        )
+    emit("read_back", verb, str(session.url), bytes=chosen.nbytes)
+
+
+def _sample(everything: Stretch, share: float) -> Stretch:
+    """Choose random pieces: the given fraction of each file, and at least one."""
+    pieces: dict[str, list[ReadRequest]] = defaultdict(list)
+    for request in cut_requests((*everything.plain, *everything.requests), PIECE):
+        pieces[request.location].append(request)
+    made = Stretch()
+    for held in pieces.values():
+        for request in _choose_pieces(held, share):
+            made.add(request)
+    return made
+
+
+def _choose_pieces(pieces: Sequence[ReadRequest], share: float) -> list[ReadRequest]:
+    return random.SystemRandom().sample(pieces, max(1, round(share * len(pieces))))
+
+
+# The steps of a take, in order: in the foreground, in the background, and as a plan without writing.
 
 T = TypeVar("T")
 Path = str | os.PathLike[str]

@@ -12,19 +12,19 @@ import torch
 from snapshot.distributed.exchange import call_of
 from snapshot.events import emit
 from snapshot.formats.hugging_face import SHARD
+from snapshot.io.loop import refuse_on_loop, run
+from snapshot.io.session import Session
+from snapshot.io.url import URL
 from snapshot.maps.tensor_map import TensorMap
 from snapshot.opened import seal_with
-from snapshot.plan.renaming import Rename
+from snapshot.plan.names import Rename
 from snapshot.progress import Meter, ProgressArgument
 from snapshot.reports import ConvertReport
-from snapshot.runtime.loop import refuse_on_loop, run
-from snapshot.runtime.session import Session
 from snapshot.signing.keys import Key
-from snapshot.url import URL
 
 if TYPE_CHECKING:
     from snapshot.save.take_options import Compression
-    from snapshot.verbs.wanted_parts import LoadPlan
+    from snapshot.transform.load import LoadPlan
 
 
 def load(
@@ -83,8 +83,8 @@ def load(
     >>> snapshot.load("memory://docs/load", plan={"weight": slice(2, 4)})
     {'weight': tensor([2., 3.])}
     """
-    from snapshot.verbs.to_snapshot import Selection  # training jobs do not pay for these imports
-    from snapshot.verbs.to_tensors import load_tensors
+    from snapshot.transform.load import load_tensors
+    from snapshot.transform.to_snapshot import Selection  # training jobs do not pay for these imports
 
     refuse_on_loop()
     began = time.perf_counter()
@@ -183,10 +183,9 @@ def merge(
     >>> snapshot.load("memory://docs/soup")
     {'weight': tensor([1.5000, 1.5000, 1.5000])}
     """
-    from snapshot.verbs.conversion import Output  # training jobs do not pay for these imports
-    from snapshot.verbs.merging import merge_checkpoints
-    from snapshot.verbs.mixing import Mix
-    from snapshot.verbs.to_snapshot import Selection
+    from snapshot.transform.convert import Output  # training jobs do not pay for these imports
+    from snapshot.transform.merge import Mix, merge_checkpoints
+    from snapshot.transform.to_snapshot import Selection
 
     refuse_on_loop()
     paths = [] if isinstance(sources, (str, os.PathLike)) or not isinstance(sources, Iterable) else list(sources)

@@ -14,13 +14,12 @@ from snapshot import CorruptSnapshotError, Publisher, RestoreError, Snapshot, St
 from snapshot.cli import main
 from snapshot.decoding import decode_json, decode_msgpack, decode_yaml
 from snapshot.errors import SnapshotError
+from snapshot.io.url import read_options
 from snapshot.manifest import document
-from snapshot.manifest.head import decode_head
-from snapshot.publish.local import Marker
-from snapshot.publish.store import Claim
-from snapshot.publish.version import decode_index
-from snapshot.storage_options import read_options
-from snapshot.verbs import verification
+from snapshot.manifest.document import decode_head
+from snapshot.publish.store import Claim, decode_index
+from snapshot.publish.subscriber import Marker
+from snapshot.transform import verify
 
 # One function for each format
 
@@ -78,7 +77,7 @@ def test_a_flipped_bit_is_one_kind_of_error(name, small_files):
             read(bytes(flipped))
 
 
-USERS_OF_JSON = {"bench", "cli/arguments.py", "cli/timeline.py", "storage_options.py", "worker/client.py"}
+USERS_OF_JSON = {"bench", "cli/arguments.py", "cli/report.py", "io/url.py", "worker/client.py"}
 """Modules that decode what a user or this process itself has just written, with errors of their own."""
 
 
@@ -142,11 +141,11 @@ def crowded(request, tmp_path):
 
 def test_a_verification_looks_at_few_views(crowded, monkeypatch):
     views = []
-    real = verification.make_rank_view
-    monkeypatch.setattr(verification, "make_rank_view", lambda *given: views.append(given[1]) or real(*given))
+    real = verify.make_rank_view
+    monkeypatch.setattr(verify, "make_rank_view", lambda *given: views.append(given[1]) or real(*given))
     assert Snapshot(crowded).verify()
     assert views[0] == 0
-    assert len(views) <= verification.MOST_VIEWS // verification.EMPTY_VIEW + 1
+    assert len(views) <= verify.MOST_VIEWS // verify.EMPTY_VIEW + 1
 
 
 def test_other_verbs_do_not_count_ranks(crowded, tmp_path, capsys):

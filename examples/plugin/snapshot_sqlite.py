@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from snapshot.errors import CorruptSnapshotError, StorageConflictError, StorageError, StorageNotFoundError
-from snapshot.storage import (
+from snapshot.io.storage import (
     ABSENT,
     ANYTHING,
     URL,

@@ -14,23 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from snapshot.errors import CorruptSnapshotError, StorageConflictError, StorageError
-from snapshot.plugins.file import direct_io
-from snapshot.plugins.file.descriptors import (
-    OpenFile,
-    buffer_length,
-    drop_cache,
-    file_token,
-    find_link,
-    lock_folder,
-    read_regular,
-    skip_bytes,
-    transfer_vectored,
-    write_all,
-)
-from snapshot.plugins.file.folders import Folders, list_files
-from snapshot.plugins.file.links import share_file
-from snapshot.plugins.file.local_writer import LocalFileWriter
-from snapshot.storage import (
+from snapshot.io.storage import (
     ABSENT,
     ANYTHING,
     URL,
@@ -46,7 +30,21 @@ from snapshot.storage import (
     in_thread,
     map_exceptions,
 )
-from snapshot.system_calls import CLOEXEC, NO_LINKS, NOFOLLOW, WINDOWS, link, read_at, remove_file, replace_file
+from snapshot.io.system import CLOEXEC, NO_LINKS, NOFOLLOW, WINDOWS, link, read_at, remove_file, replace_file
+from snapshot.plugins.file import files
+from snapshot.plugins.file.files import (
+    OpenFile,
+    buffer_length,
+    drop_cache,
+    file_token,
+    find_link,
+    lock_folder,
+    read_regular,
+    skip_bytes,
+    transfer_vectored,
+    write_all,
+)
+from snapshot.plugins.file.folders import Folders, LocalFileWriter, list_files, share_file
 
 T = TypeVar("T")
 MiB = 1 << 20
@@ -56,8 +54,8 @@ _DIRECT = Limits(
     preferred_part=8 * MiB,
     parallel_parts=4,
     parallel_files=1,
-    multiple=direct_io.PAGE,
-    alignment=direct_io.PAGE,
+    multiple=files.PAGE,
+    alignment=files.PAGE,
     merge_gap=64 << 10,
 )
 
@@ -92,7 +90,7 @@ class FileStorage(Storage):
         """Aligned parts of one file with O_DIRECT, else any parts of several files."""
         if self.context.direct_io == "never" or not (self.context.durable or self.context.direct_io == "always"):
             return _BUFFERED
-        return _DIRECT if direct_io.is_worthwhile(self._root, always=self.context.direct_io == "always") else _BUFFERED
+        return _DIRECT if files.is_worthwhile(self._root, always=self.context.direct_io == "always") else _BUFFERED
 
     def _path(self, path: str) -> str:
         check_path(path)
@@ -124,7 +122,7 @@ class FileStorage(Storage):
         def attempt() -> int:
             nonlocal is_direct
             try:
-                descriptor = direct_io.open_direct(full, flags) if is_direct else None
+                descriptor = files.open_direct(full, flags) if is_direct else None
                 is_direct = descriptor is not None
                 return os.open(full, flags, 0o666) if descriptor is None else descriptor
             except FileExistsError:
@@ -160,9 +158,9 @@ class FileStorage(Storage):
         with map_exceptions(url):
             got = await in_thread(self._read, path, offset, buffers, total, token)
             if got is None:
-                async with self.context.memory.borrow(direct_io.CHUNK) as bounce:
+                async with self.context.memory.borrow(files.CHUNK) as bounce:
                     around = self._reader(path).around
-                    got = await in_thread(direct_io.read_bounced, around, offset, buffers, total, bounce)
+                    got = await in_thread(files.read_bounced, around, offset, buffers, total, bounce)
                 if got < total:  # end of the file, or a short read: continue through the page cache
                     got = await in_thread(self._read_rest, path, offset, buffers, total, got)
         if got < total:
@@ -176,7 +174,7 @@ class FileStorage(Storage):
         try:
             if token is not None and token != file_token(os.fstat(reader.descriptor)):
                 raise StorageConflictError(f"{self.url.join(path)}: replaced during the read")
-            if total >= direct_io.WORTH and reader.goes_around(offset):
+            if total >= files.WORTH and reader.goes_around(offset):
                 return None
             return transfer_vectored(read_at, reader.descriptor, buffers, offset, total) - offset
         finally:

@@ -1,15 +1,18 @@
-"""File systems of a chained URL: parse the URL, check the options, connect and close."""
+"""File systems of a chained URL, with their properties and replacements for unsafe calls."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import inspect
 import pkgutil
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
+from fsspec.asyn import sync
 from fsspec.core import _un_chain
 from fsspec.dircache import DirCache
 from fsspec.implementations.cached import CachingFileSystem
@@ -17,8 +20,171 @@ from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.registry import get_filesystem_class
 from fsspec.spec import AbstractFileSystem
 
-from snapshot.plugins.fsspec.traits import Traits, traits_of
 from snapshot.plugins.network.retry import RetryPolicy
+
+# WebDAV by webdav4, with safe replacements for its rename, read and remove.
+
+
+def move_file(fs: Any, source: str, path: str) -> None:
+    """Rename a file in one step; webdav4's `mv` copies and removes it."""
+    fs.client.move(source, path, overwrite=True)
+
+
+def read_range(fs: Any, path: str, start: int | None, end: int | None) -> bytes:
+    """Read a range in one GET; webdav4's own read needs three requests, and does not quote the name."""
+    headers = {"Accept-Encoding": "identity"}
+    if start is not None and end is not None:
+        headers["Range"] = f"bytes={start}-{end - 1}"
+    with fs.client.http.stream("GET", fs.client.join_url(path), headers=headers, follow_redirects=True) as answer:
+        answer.raise_for_status()
+        at = start or 0 if answer.status_code == 206 else 0  # a server without ranges sends the whole file
+        found = bytearray()
+        for chunk in answer.iter_bytes():
+            found += chunk[max((start or 0) - at, 0) :]
+            at += len(chunk)
+            if end is not None and at >= end:
+                break
+        return bytes(found if end is None else found[: end - (start or 0)])
+
+
+def remove_file(fs: Any, path: str) -> None:
+    """Remove a file, but never a folder: DELETE would remove its contents, too."""
+    if fs.info(path)["type"] == "directory":
+        raise IsADirectoryError(errno.EISDIR, "Is a directory")
+    fs.rm_file(path)
+
+
+def remove_folder(fs: Any, path: str) -> None:
+    """Remove an empty folder. Rename it first: DELETE would also remove a file that is added after the check."""
+    if fs.ls(path, detail=False):
+        raise OSError(errno.ENOTEMPTY, "Directory not empty")
+    folder, _, name = path.rpartition("/")
+    aside = f"{folder}{'/' if folder else ''}.{name}.{secrets.token_hex(8)}.tmp"
+    fs.client.move(path, aside)  # from here on no process adds a file
+    late = fs.ls(aside, detail=False)
+    if late:
+        fs.makedirs(path, exist_ok=True)
+        for each in late:
+            name = quote(each.rstrip("/").rpartition("/")[2])
+            fs.client.move(f"{aside}/{name}", f"{path}/{name}")
+    fs.rm_file(aside)
+
+
+# Table of the properties of fsspec's file systems, which implement fsspec's contract in different ways.
+#
+# A file must appear in one step: by a rename, or when it is closed. File systems that are not in the table are read
+# only.
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """Properties of a class of file systems."""
+
+    move: Callable[[Any, str, str], None] | None = None
+    """Function that renames a file in one step, over an existing one. If set, files get a temporary name, and folders
+    are created before their files, and removed after them."""
+    seen_when_closed: bool = False
+    """True if a file is invisible until it is closed, and durable then. It is written under its final name."""
+    coarse: bool = False
+    """True if times have whole seconds only, so that a token needs the content as well."""
+    quoted: bool = False
+    """True if names must be quoted as in a URL."""
+    cat: Callable[[Any, str, int | None, int | None], bytes] | None = None
+    """Function that reads a range, if `cat_file` does not do that well."""
+    remove: Callable[[Any, str], None] = lambda fs, path: fs.rm_file(path)
+    remove_folder: Callable[[Any, str], None] = lambda fs, path: fs.rmdir(path)
+    """Function that removes a folder if it is empty."""
+    close: Callable[[Any], None] = lambda fs: None
+    defaults: Callable[[RetryPolicy], Mapping[str, Any]] = lambda policy: {}
+    """Default options."""
+    takes: Sequence[str] | None = None
+    """Callables whose parameters are options, too; None if unknown."""
+
+    @property
+    def writes(self) -> bool:
+        """True if a file can appear in one step."""
+        return self.move is not None or self.seen_when_closed
+
+
+def _move_in_memory(fs: Any, source: str, path: str) -> None:
+    fs.cp_file(source, path)  # `mv` would expand `*` and `[` in names
+    fs.rm_file(source)
+
+
+def _remove_folder_by_ssh(fs: Any, path: str) -> None:
+    sync(fs.loop, fs._rmdir, path)  # `rmdir` of the base class does nothing
+
+
+def _close_ssh(fs: Any) -> None:
+    sync(fs.loop, fs._pool.close, timeout=2)
+    sync(fs.loop, fs._stack.aclose, timeout=2)
+
+
+def _ssh_defaults(policy: RetryPolicy) -> Mapping[str, Any]:
+    seconds = policy.timeout  # ends abandoned calls
+    return {
+        "connect_timeout": seconds,
+        "login_timeout": seconds,
+        "keepalive_interval": max(seconds / 2, 1),
+        "known_hosts": (),  # those of ~/.ssh: by default sshfs trusts any host
+    }
+
+
+def _close_zip(fs: Any) -> None:
+    fs.close()
+    fs.of.close()  # `close` leaves the archive's file open
+
+
+def _move(fs: Any, source: str, path: str) -> None:
+    fs.mv(source, path)
+
+
+_OBJECT_STORE = Traits(seen_when_closed=True)
+_KNOWN: Mapping[str, Traits] = {
+    "fsspec.implementations.memory.MemoryFileSystem": Traits(move=_move_in_memory, takes=()),
+    "fsspec.implementations.local.LocalFileSystem": Traits(move=_move, takes=()),
+    "webdav4.fsspec.WebdavFileSystem": Traits(
+        move=move_file,
+        coarse=True,
+        quoted=True,
+        cat=read_range,
+        remove=remove_file,
+        remove_folder=remove_folder,
+        close=lambda fs: fs.client.http.close(),
+        defaults=lambda policy: {"retry": False, "timeout": policy.timeout},
+        takes=("webdav4.client:Client", "httpx:Client"),
+    ),
+    "sshfs.spec.SSHFileSystem": Traits(
+        move=_move,
+        coarse=True,
+        remove_folder=_remove_folder_by_ssh,
+        close=_close_ssh,
+        defaults=_ssh_defaults,
+        takes=("asyncssh:connect", "asyncssh:SSHClientConnectionOptions.prepare"),
+    ),
+    "fsspec.implementations.sftp.SFTPFileSystem": Traits(move=_move, coarse=True, close=lambda fs: fs.client.close()),
+    "fsspec.implementations.ftp.FTPFileSystem": Traits(move=_move, coarse=True),
+    "s3fs.core.S3FileSystem": _OBJECT_STORE,
+    "gcsfs.core.GCSFileSystem": _OBJECT_STORE,
+    "adlfs.spec.AzureBlobFileSystem": _OBJECT_STORE,
+    "ossfs.base.BaseOSSFileSystem": _OBJECT_STORE,
+    "huggingface_hub.hf_file_system.HfFileSystem": _OBJECT_STORE,
+    "fsspec.implementations.zip.ZipFileSystem": Traits(close=_close_zip, takes=()),
+    "fsspec.implementations.cached.CachingFileSystem": Traits(takes=()),
+    "fsspec.implementations.dirfs.DirFileSystem": Traits(takes=()),
+}
+
+
+def traits_of(cls: type) -> Traits:
+    """Return the traits of a class, or of its nearest base class."""
+    for base in cls.__mro__:
+        known = _KNOWN.get(f"{base.__module__}.{base.__qualname__}")
+        if known is not None:
+            return known
+    return Traits()
+
+
+# File systems of a chained URL: parse the URL, check the options, connect and close.
 
 _WRAPPERS = (CachingFileSystem, DirFileSystem)
 """File systems that wrap another one."""

@@ -16,8 +16,8 @@ from typing import TypeVar
 
 from snapshot.errors import SnapshotError, StorageConflictError, StorageError
 from snapshot.events import emit, log
-from snapshot.per_process import PerProcess
-from snapshot.storage import URL
+from snapshot.io.storage import URL
+from snapshot.io.system import PerProcess
 
 T = TypeVar("T")
 FIRST_PAUSE = 0.1

@@ -1,12 +1,4 @@
-"""Azure Blob Storage. Microsoft's client parses addresses and signs; this module sends the requests.
-
-Options and environment variables have the names of adlfs. adlfs itself is not used: it starts fsspec's thread with a
-loop, to which finalizers tie every client, has no conditions, and copies the parts of uploads. The requests pass
-through the pipeline of `azure.storage.blob.aio`, without its retries, so that bodies are streamed without copies.
-
-Blocks that were uploaded but not committed are invisible, and Azure removes them a week after the last one. `abandon`
-drops them at once, unless a blob with their name exists.
-"""
+"""Azure Blob Storage. Microsoft's client parses addresses and signs; this module sends the requests."""
 
 from __future__ import annotations
 
@@ -30,7 +22,12 @@ from azure.core.rest import HttpRequest
 from azure.storage.blob.aio import BlobServiceClient
 
 from snapshot.errors import BucketNotFoundError, SnapshotError, StorageConflictError, StorageError
-from snapshot.plugins.network.aiohttp_client import (
+from snapshot.io.aio import in_thread
+from snapshot.io.storage import ABSENT, ANYTHING, Context, Expect, FileStat, Limits
+from snapshot.io.url import URL
+from snapshot.plugins.network.http import (
+    RequestBody,
+    ResponseSink,
     StatusError,
     connection_fault,
     drain_into,
@@ -40,11 +37,46 @@ from snapshot.plugins.network.aiohttp_client import (
     status_fault,
 )
 from snapshot.plugins.network.retry import Attempt, TransientError
-from snapshot.plugins.network.transfer import RequestBody, ResponseSink
-from snapshot.plugins.objectstore.azure_xml import is_folder, read_message, read_name
 from snapshot.plugins.objectstore.driver import Driver, Page
 from snapshot.plugins.objectstore.object_storage import ObjectStorage
-from snapshot.storage import ABSENT, ANYTHING, URL, Context, Expect, FileStat, Limits, in_thread
+
+# Parsing of Azure's XML responses.
+
+
+def read_message(body: bytes) -> str:
+    """Return the first line of an error message, without a detail that quotes the signed text."""
+    try:
+        found = ElementTree.fromstring(body)  # noqa: S314 - the store is trusted with the data anyway
+    except ElementTree.ParseError:
+        return ""
+    message = (found.findtext("Message") or "").partition("\n")[0].strip()
+    detail = (found.findtext("AuthenticationErrorDetail") or "").strip()
+    return f"{message} {detail}".rstrip() if len(detail) < 200 and "signature found" not in detail else message
+
+
+def read_name(entry: ElementTree.Element) -> str:
+    """Return the name of a blob or folder in a listing."""
+    name = entry.find("Name")
+    if name is None:
+        raise StorageError("the listing has no blob names; the server is not Azure Blob Storage")
+    text = name.text or ""
+    return unquote(text) if name.get("Encoded") == "true" else text
+
+
+def is_folder(entry: ElementTree.Element) -> bool:
+    """Return True if a blob in a listing stands for a folder."""
+    folder = entry.findtext("Metadata/hdi_isfolder") or entry.findtext("Metadata/Hdi_isfolder")
+    return folder == "true" or entry.findtext("Properties/ResourceType") == "directory"
+
+
+# Azure Blob Storage. Microsoft's client parses addresses and signs; this module sends the requests.
+#
+# Options and environment variables have the names of adlfs. adlfs itself is not used: it starts fsspec's thread with
+# a loop, to which finalizers tie every client, has no conditions, and copies the parts of uploads. The requests pass
+# through the pipeline of `azure.storage.blob.aio`, without its retries, so that bodies are streamed without copies.
+#
+# Blocks that were uploaded but not committed are invisible, and Azure removes them a week after the last one.
+# `abandon` drops them at once, unless a blob with their name exists.
 
 MiB = 1 << 20
 LIMITS = Limits(

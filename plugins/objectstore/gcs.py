@@ -20,7 +20,10 @@ import aiohttp
 from gcsfs.core import GCSFileSystem
 
 from snapshot.errors import BucketNotFoundError, SnapshotError, StorageConflictError, StorageError
-from snapshot.plugins.network.aiohttp_client import (
+from snapshot.io.storage import ABSENT, ANYTHING, URL, Expect, FileStat, Limits
+from snapshot.plugins.network.http import (
+    RequestBody,
+    ResponseSink,
     StatusError,
     connection_fault,
     drain_into,
@@ -30,10 +33,8 @@ from snapshot.plugins.network.aiohttp_client import (
     status_fault,
 )
 from snapshot.plugins.network.retry import Attempt, TransientError
-from snapshot.plugins.network.transfer import RequestBody, ResponseSink
 from snapshot.plugins.objectstore.driver import Driver, Page
 from snapshot.plugins.objectstore.object_storage import ObjectStorage
-from snapshot.storage import ABSENT, ANYTHING, URL, Expect, FileStat, Limits
 
 MiB = 1 << 20
 LIMITS = Limits(

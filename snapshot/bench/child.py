@@ -23,11 +23,10 @@ from typing import Any
 import torch
 
 from snapshot import Snapshot
-from snapshot.bench.competitors import OVERLAPPED, Wait, build_system
 from snapshot.bench.page_cache import StaysCached, drop
+from snapshot.bench.systems import OVERLAPPED, Wait, build_system
 from snapshot.bench.workloads import CASES, CPU, INCREMENTAL
-from snapshot.storage_options import options_from_environment
-from snapshot.url import URL
+from snapshot.io.url import URL, options_from_environment
 
 
 @dataclass(frozen=True, slots=True)

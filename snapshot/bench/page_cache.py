@@ -7,7 +7,7 @@ import mmap
 import os
 from pathlib import Path
 
-from snapshot.system_calls import libc
+from snapshot.io.system import libc
 
 
 class StaysCached(Exception):

@@ -21,11 +21,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from snapshot.cli.arguments import Run
-from snapshot.cli.screen import complain, printable
-from snapshot.cli.status import ExitStatus
+from snapshot.cli.screen import ExitStatus, complain, printable
 from snapshot.cli.verbs import VERBS
 from snapshot.errors import SnapshotError
-from snapshot.runtime.cleanup_signals import unwind_on_signals
+from snapshot.io.process import unwind_on_signals
 
 if TYPE_CHECKING:
     from snapshot.events import Event
@@ -91,7 +90,7 @@ def _run(whole: argparse.ArgumentParser, argv: Sequence[str]) -> int:
     if rest:  # argparse accepts a positional list in one place only: `ls URL --flat GLOB`
         getattr(arguments, several).extend(rest)
     if arguments.version:
-        from snapshot.version import VERSION  # slow: it looks up installed packages
+        from snapshot.text import VERSION  # slow: it looks up installed packages
 
         print(f"snapshot {VERSION}")
         return ExitStatus.OK

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from snapshot.cli.verbs import VERBS
-from snapshot.durations import parse_duration
-from snapshot.storage_options import VARIABLE, options_from_environment, read_options
+from snapshot.io.url import VARIABLE, options_from_environment, read_options
+from snapshot.text import parse_duration
 
 Verbs = Any
 """Type of the result of `add_subparsers`: argparse has no public name for it."""

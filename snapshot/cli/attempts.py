@@ -9,15 +9,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from snapshot.cli.arguments import Verbs, add_json, add_storage, options_of, verb
-from snapshot.cli.screen import Column, ScreenTable, as_json, printable
-from snapshot.cli.status import ExitStatus
+from snapshot.cli.screen import Column, ExitStatus, ScreenTable, as_json, printable
 from snapshot.errors import SnapshotNotFoundError
-from snapshot.runtime.loop import run as on_loop
-from snapshot.runtime.session import Session
+from snapshot.io.loop import run as on_loop
+from snapshot.io.session import Session
+from snapshot.io.url import URL
 from snapshot.tiers.by_hand import find_runs
 from snapshot.tiers.facts import choose_attempt, read_facts
 from snapshot.tiers.timeline import Attempt, Copy, Facts, Line
-from snapshot.url import URL
 
 
 def add(verbs: Verbs) -> None:

@@ -15,20 +15,26 @@ from typing import Any
 
 import torch
 
-from snapshot.bench.competitors import PEERS, SYSTEMS, installed
-from snapshot.bench.figure import describe_device, draw_result
-from snapshot.bench.goodput import Goodput, compute_goodput, goodput_title
-from snapshot.bench.page import draw_page, goodput_row
-from snapshot.bench.rounds import Step, measure
-from snapshot.bench.tables import OPERATIONS, READING, align_columns
+from snapshot.bench.results import (
+    OPERATIONS,
+    READING,
+    Goodput,
+    align_columns,
+    compute_goodput,
+    describe_device,
+    draw_page,
+    draw_result,
+    goodput_row,
+    goodput_title,
+)
+from snapshot.bench.rounds import Step, Workspace, describe, find_devices, measure, measure_device, place
+from snapshot.bench.systems import PEERS, SYSTEMS, installed
 from snapshot.bench.workloads import BULK, CASES, DEFAULT, INCREMENTAL, Case
-from snapshot.bench.workspace import Workspace, describe, find_devices, measure_device, place
 from snapshot.cli.arguments import Verbs, add_storage, handed_on, options_of, verb
-from snapshot.cli.screen import say
-from snapshot.cli.status import ExitStatus
-from snapshot.durations import parse_duration
-from snapshot.runtime.cleanup_signals import unwind_on_signals
-from snapshot.save.shared_files import OLDEST
+from snapshot.cli.screen import ExitStatus, say
+from snapshot.io.process import unwind_on_signals
+from snapshot.save.reuse import OLDEST
+from snapshot.text import parse_duration
 
 CYCLE = OLDEST + 1
 """Takes with one base, until one of them writes again what the others share."""

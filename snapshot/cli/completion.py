@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from snapshot.cli.arguments import Verbs, verb
-from snapshot.cli.status import ExitStatus
+from snapshot.cli.screen import ExitStatus
 from snapshot.errors import MissingExtraError
 
 SHELLS = ("bash", "zsh", "tcsh", "fish")

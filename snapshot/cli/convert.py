@@ -23,15 +23,14 @@ from snapshot.cli.arguments import (
 )
 from snapshot.cli.locate import explain_missing
 from snapshot.cli.ranks import add_ranks, on_ranks
-from snapshot.cli.screen import as_json, bar, name_overwrite, printable, wrapped
-from snapshot.cli.status import ExitStatus
+from snapshot.cli.screen import ExitStatus, as_json, bar, name_overwrite, printable, wrapped
 from snapshot.formats.hugging_face import SHARD
+from snapshot.io.url import URL
 from snapshot.maps.tensor_map import TensorMap
 from snapshot.reports import ConvertReport
 from snapshot.snapshot import Snapshot
-from snapshot.tensors.dtypes import BY_NAME, is_castable
-from snapshot.url import URL
-from snapshot.verbs.conversion import FORMATS
+from snapshot.tensors.memory import BY_NAME, is_castable
+from snapshot.transform.convert import FORMATS
 
 
 def add(verbs: Verbs) -> None:

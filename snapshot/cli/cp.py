@@ -8,10 +8,9 @@ from dataclasses import asdict
 from snapshot.cli.arguments import Verbs, add_compress, add_json, add_memory, add_select, add_storage, options_of, verb
 from snapshot.cli.locate import explain_missing
 from snapshot.cli.ranks import add_ranks, on_ranks
-from snapshot.cli.screen import as_json, bar, name_overwrite, printable, wrapped
-from snapshot.cli.status import ExitStatus
+from snapshot.cli.screen import ExitStatus, as_json, bar, name_overwrite, printable, wrapped
+from snapshot.io.url import URL
 from snapshot.snapshot import Snapshot
-from snapshot.url import URL
 
 
 def add(verbs: Verbs) -> None:

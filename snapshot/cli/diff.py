@@ -11,10 +11,8 @@ from typing import Any
 from snapshot.cli.arguments import Verbs, add_json, add_memory, add_select, add_storage, options_of, verb
 from snapshot.cli.listing import NUMBERS, spans
 from snapshot.cli.locate import open_all
-from snapshot.cli.quiet import mute_torch_warnings
 from snapshot.cli.ranks import add_ranks, on_ranks
-from snapshot.cli.screen import as_json, bar, paint, printable, wrapped
-from snapshot.cli.status import ExitStatus
+from snapshot.cli.screen import ExitStatus, as_json, bar, mute_torch_warnings, paint, printable, wrapped
 from snapshot.errors import SnapshotNotFoundError
 from snapshot.reports import MARKS, Change, Diff
 from snapshot.snapshot import Snapshot

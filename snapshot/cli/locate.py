@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 from snapshot.checkpoint import Checkpoint
 from snapshot.errors import SnapshotError, SnapshotNotFoundError
-from snapshot.registry import open_storage
-from snapshot.runtime.loop import run
-from snapshot.save.cleanup import save_id_of
+from snapshot.io.loop import run
+from snapshot.io.registry import open_storage
+from snapshot.io.url import URL
+from snapshot.save.transaction import save_id_of
 from snapshot.text import counted
-from snapshot.url import URL
 
 T = TypeVar("T")
 AT_ONCE = 16

@@ -4,25 +4,129 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from snapshot.checkpoint import Checkpoint
 from snapshot.cli.arguments import Verbs, add_json, add_storage, count, options_of, verb
-from snapshot.cli.listing import Fold, ListedItem, Total, by_key, folded, heaviest, items, shape_text
+from snapshot.cli.listing import (
+    Fold,
+    ListedItem,
+    SharedFiles,
+    Total,
+    by_key,
+    bytes_in_base,
+    describe_sharing,
+    folded,
+    heaviest,
+    items,
+    shape_text,
+    shared_bytes,
+)
 from snapshot.cli.locate import explain_missing, snapshots_below, suggest, work_concurrently
-from snapshot.cli.screen import Column, ScreenTable, as_json, paint, printable, width, wrapped
-from snapshot.cli.sharing import SharedFiles, bytes_in_base, describe_sharing, shared_bytes
-from snapshot.cli.status import ExitStatus
-from snapshot.cli.tiered import list_tiers
+from snapshot.cli.screen import Column, ExitStatus, ScreenTable, as_json, paint, printable, width, wrapped
 from snapshot.errors import SnapshotError, SnapshotNotFoundError
+from snapshot.io.loop import run as on_loop
+from snapshot.io.url import URL
+from snapshot.manager.root import Root
 from snapshot.manager.step_metadata import NOTE, WRITER
-from snapshot.metadata import SnapshotMetadata
-from snapshot.plan.globs import matcher
+from snapshot.manifest.document import ManifestHead, SnapshotMetadata
+from snapshot.plan.names import matcher
 from snapshot.text import counted, entries_text, size_text
-from snapshot.tiers.timeline import KEY
-from snapshot.url import URL
+from snapshot.tiers.by_hand import find_runs, folder_of
+from snapshot.tiers.control import ControlClient, Request, StepStatus, UploaderError
+from snapshot.tiers.near_steps import NearFolder, NearStep
+from snapshot.tiers.timeline import KEY, Line, Standing, origin_of
+from snapshot.tiers.upload_queue import MEANINGS, UploadState
+from snapshot.tiers.uploader_link import ANSWERS
+
+# Steps of a run with near folders: where each of them is, as this host sees it.
+
+
+def list_tiers(far: str, near: str, options: Mapping[str, Any] | None, *, json: bool) -> ExitStatus:
+    """Print a line for each step that is near or far."""
+    url = URL.parse(far)
+    runs = runs_in(near, url)
+    root = Root(url, options)
+    heads = on_loop(root.heads(on_loop(root.folders()).committed))
+    line = on_loop(root.line())
+    rows = [row for folder in runs for row in tier_rows(folder, heads, line)]
+    if json:
+        print(as_json({"url": str(url), "near": near, "steps": rows}))
+    else:
+        columns = [Column("step", right=True), Column("size", right=True), Column("near"), Column("far")]
+        table = ScreenTable(columns)
+        for row in rows:
+            table.add(f"{row['step']}", size_text(row["bytes"]) if row["bytes"] else "", row["near"], row["far"])
+        print(printable(f"{url}, with near steps in {near}"))
+        for text in table.lines():
+            print(text)
+        words = {word for row in rows for word in str(row["far"]).split(", ")}
+        for state, meaning in MEANINGS.items():
+            if state.value in words:
+                print(wrapped(f"{state}: {meaning}"))
+    return ExitStatus.OK
+
+
+def runs_in(near: str, far: URL) -> list[NearFolder]:
+    """Return the folders of the runs in a near folder that are uploaded to a far root."""
+    runs = find_runs(os.path.abspath(os.path.expanduser(near)), str(far))
+    if not runs:
+        raise SnapshotNotFoundError(f"{near}: has no run that is uploaded to {far}")
+    return [NearFolder(folder_of(near, each)) for each in runs]
+
+
+def tier_rows(folder: NearFolder, heads: Mapping[int, object], line: Line) -> Iterator[dict[str, Any]]:
+    """Yield where each step of a run is, ascending. `heads` are the manifests in the far root, or their errors."""
+    states = _states(folder.path)
+    steps = folder.steps()
+    for step in sorted(steps.keys() | heads.keys()):
+        head = heads.get(step)
+        far_id = head.save_id if isinstance(head, ManifestHead) else ""
+        row = _tiered_row(folder, step, steps.get(step), states.get(step), far_id)
+        shown = steps[step].head if step in steps else head
+        if isinstance(shown, ManifestHead):
+            standing = line.standing(step, shown.save_id, origin_of(shown.metadata))
+            if standing in (Standing.OFF, Standing.UNDECIDED):
+                row["far"] = f"{row['far']}, {'off the line' if standing == Standing.OFF else standing}"
+        yield row
+
+
+def _states(folder: str) -> dict[int, StepStatus]:
+    """Return what the uploader of a folder says, if it runs."""
+    try:
+        client = ControlClient(folder, ANSWERS)
+    except UploaderError:
+        return {}
+    try:
+        return client.ask(Request("status"), ANSWERS).steps
+    except UploaderError:
+        return {}
+    finally:
+        client.close()
+
+
+def _tiered_row(
+    folder: NearFolder, step: int, near: NearStep | None, state: StepStatus | None, far_id: str
+) -> dict[str, Any]:
+    text, nbytes = "absent", 0
+    if near is not None:
+        files, sizes = folder.files(step), near.head.sizes()
+        held = sum(files.get(name) == size for name, size in sizes.items())
+        text = "whole" if held == len(sizes) else f"{held} of {len(sizes)} files"
+        nbytes = near.head.nbytes
+    if far_id and (near is None or near.save_id == far_id):
+        far = "whole"
+    else:
+        far = state.far.value if state is not None else "absent"
+        if far == UploadState.UPLOADING and state is not None:
+            far = f"uploading {min(100, 100 * state.sent // max(1, state.total))} %"
+    return {"step": step, "bytes": nbytes, "near": text, "far": far}
+
+
+# `snapshot ls`: list the contents of a snapshot, or the snapshots in a folder.
 
 FOLDED = 40
 """Maximum number of lines for one key, unless all are requested."""

@@ -17,12 +17,11 @@ from snapshot.cli.arguments import (
 from snapshot.cli.convert import add_output, float_dtype, format_by_name, print_report
 from snapshot.cli.locate import explain_missing
 from snapshot.cli.ranks import on_ranks
-from snapshot.cli.screen import bar, name_overwrite, replace_cure
-from snapshot.cli.status import ExitStatus
+from snapshot.cli.screen import ExitStatus, bar, name_overwrite, replace_cure
 from snapshot.errors import RestoreError, SnapshotNotFoundError
-from snapshot.url import URL
-from snapshot.verbs.conversion import FORMATS
-from snapshot.verbs.merging import OTHERS
+from snapshot.io.url import URL
+from snapshot.transform.convert import FORMATS
+from snapshot.transform.merge import OTHERS
 from snapshot.weights import merge
 
 

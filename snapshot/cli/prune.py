@@ -10,18 +10,17 @@ from typing import Any
 
 from snapshot.cli.arguments import Verbs, add_json, add_storage, count, duration, options_of, verb
 from snapshot.cli.locate import explain_missing, is_local_file
-from snapshot.cli.screen import Column, ScreenTable, as_json, ask, printable, wrapped
-from snapshot.cli.status import ExitStatus
+from snapshot.cli.screen import Column, ExitStatus, ScreenTable, as_json, ask, printable, wrapped
 from snapshot.errors import SnapshotError, SnapshotNotFoundError
+from snapshot.io.loop import run as on_loop
+from snapshot.io.url import URL
 from snapshot.loading.open import is_foreign
 from snapshot.manager.cleaning import Fate, Removed, remove_steps, survey_steps
 from snapshot.manager.policies import KeepBest, KeepEvery, KeepFor, KeepLatest, Policy
 from snapshot.manager.root import Root
 from snapshot.manifest.document import METADATA
-from snapshot.runtime.loop import run as on_loop
-from snapshot.save.cleanup import DAY
+from snapshot.save.transaction import DAY
 from snapshot.text import counted, size_text
-from snapshot.url import URL
 
 UNASKED = "nothing was removed: no terminal to ask on; pass --yes, or --dry-run to only show"
 

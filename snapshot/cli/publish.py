@@ -19,15 +19,14 @@ from snapshot.cli.arguments import (
 )
 from snapshot.cli.convert import add_map
 from snapshot.cli.locate import explain_missing
-from snapshot.cli.screen import as_json, bar, printable
-from snapshot.cli.status import ExitStatus
+from snapshot.cli.screen import ExitStatus, as_json, bar, printable
 from snapshot.errors import CorruptSnapshotError, SnapshotNotFoundError
 from snapshot.events import log
+from snapshot.io.url import URL
 from snapshot.maps.tensor_map import TensorMap
 from snapshot.publish.publisher import Publisher
+from snapshot.publish.store import version_name
 from snapshot.publish.subscriber import Subscriber
-from snapshot.publish.version import version_name
-from snapshot.url import URL
 from snapshot.weights import load
 
 

@@ -7,8 +7,7 @@ import time
 from pathlib import Path
 
 from snapshot.cli.arguments import Verbs, add_json, add_storage, count, duration, options_of, verb
-from snapshot.cli.screen import as_json, printable
-from snapshot.cli.status import ExitStatus
+from snapshot.cli.screen import ExitStatus, as_json, printable
 from snapshot.errors import CorruptSnapshotError, SnapshotNotFoundError, StorageError
 from snapshot.events import Event, add_handler, log, remove_handler
 from snapshot.publish.subscriber import Subscriber

@@ -18,14 +18,13 @@ from typing import Any, TextIO, cast
 import torch.distributed as dist
 
 from snapshot.cli.arguments import Run
-from snapshot.cli.screen import complain
-from snapshot.cli.status import ExitStatus
+from snapshot.cli.screen import ExitStatus, complain
 from snapshot.distributed.exchange import call_of
 from snapshot.distributed.group import ranks_of
 from snapshot.errors import SnapshotError
+from snapshot.io.url import URL
 from snapshot.options import Settings
-from snapshot.url import URL
-from snapshot.verbs.joint_call import open_sources
+from snapshot.transform.joint_call import open_sources
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LAST_WORDS = 10.0

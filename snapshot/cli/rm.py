@@ -9,22 +9,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from snapshot.cli.arguments import Verbs, add_json, add_storage, options_of, verb
+from snapshot.cli.listing import SharedFiles, read_below
 from snapshot.cli.locate import explain_missing, is_local_file
 from snapshot.cli.prune import add_careful, confirmed
-from snapshot.cli.screen import Column, ScreenTable, as_json, printable, wrapped
-from snapshot.cli.sharing import SharedFiles, read_below
-from snapshot.cli.status import ExitStatus
+from snapshot.cli.screen import Column, ExitStatus, ScreenTable, as_json, printable, wrapped
 from snapshot.errors import SnapshotError, SnapshotExistsError, SnapshotNotFoundError, StorageError
 from snapshot.formats.foreign import is_absence
+from snapshot.io.loop import run as on_loop
+from snapshot.io.session import Session
+from snapshot.io.url import URL
 from snapshot.loading.open import is_foreign
 from snapshot.manifest.document import METADATA
-from snapshot.runtime.loop import run as on_loop
-from snapshot.runtime.session import Session
-from snapshot.save import cleanup
+from snapshot.save import transaction
 from snapshot.snapshot import Snapshot
 from snapshot.text import counted, size_text
 from snapshot.tiers.near_steps import PINNED
-from snapshot.url import URL
 
 DATA = (".safetensors", ".bin")
 """Suffixes of data files."""
@@ -109,11 +108,11 @@ async def _target(url: URL, options: Mapping[str, Any], arguments: argparse.Name
             if not is_absence(storage, error):
                 raise
             return await _leftovers(session, arguments.older_than)
-        await cleanup.expect_own_manifest(storage)
+        await transaction.expect_own_manifest(storage)
         if not arguments.pinned and PINNED in await storage.list(PINNED):
             raise SnapshotError(f"{url}: pinned by a manager; use --pinned to remove it")
         await _expect_quiet(session, arguments.older_than)
-        files = [path for path in await cleanup.list_save_files(storage) if path.endswith(DATA)]
+        files = [path for path in await transaction.list_save_files(storage) if path.endswith(DATA)]
         nbytes = await _size(session, files)
         return Target(url, "snapshot", len(files), nbytes, nbytes)
     finally:
@@ -148,7 +147,7 @@ async def _leftovers(session: Session, older_than: float) -> Target:
     """Return the leftovers of finished takes."""
     storage, url = session.storage, session.url
     if not is_local_file(url):
-        files = await cleanup.find_leftovers(storage, older_than)
+        files = await transaction.find_leftovers(storage, older_than)
         if files:
             nbytes = await _size(session, files)
             return Target(url, "leftovers", len(files), nbytes, nbytes)
@@ -160,7 +159,7 @@ async def _leftovers(session: Session, older_than: float) -> Target:
 
 async def _expect_quiet(session: Session, older_than: float) -> None:
     """Raise if a take may be running."""
-    if await cleanup.is_busy(session.storage, older_than):
+    if await transaction.is_busy(session.storage, older_than):
         raise SnapshotError(
             f"{session.url}: a take is running here, or was interrupted recently; if you know that it has ended, "
             "pass --older-than 0"
@@ -185,7 +184,7 @@ async def _clear(url: URL, options: Mapping[str, Any], older_than: float, *, unp
     try:
         if unpin:
             await session.storage.delete([PINNED])
-        await cleanup.delete_leftovers(session.storage, older_than)
+        await transaction.delete_leftovers(session.storage, older_than)
     finally:
         await session.close()
 

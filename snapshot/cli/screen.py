@@ -1,8 +1,4 @@
-"""Output for people: tables that fit their terminal, colours, a progress bar, a question.
-
-In a pipe all output is plain, complete text. Names come from snapshots, which may be hostile, so they are escaped: none
-can move the cursor.
-"""
+"""Output for people: tables that fit their terminal, colours, a progress bar, a question, the exit status."""
 
 from __future__ import annotations
 
@@ -14,13 +10,45 @@ import sys
 import textwrap
 import threading
 import unicodedata
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 from snapshot.errors import SnapshotError, SnapshotExistsError
 from snapshot.progress import Progress
+
+# Exit status of the command: in one place, since scripts depend on it.
+
+
+class ExitStatus(IntEnum):
+    """The exit status of every verb."""
+
+    OK = 0
+    FOUND = 1
+    """The command ran, and found a difference or a fault."""
+    FAILED = 2
+    """The command could not run."""
+
+
+# Suppression of torch's own warnings, which users of the command cannot act on.
+
+
+@contextmanager
+def mute_torch_warnings() -> Iterator[None]:
+    """Hide the warnings of torch, but not those of this library."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"(?s).*(Triggered internally at|ComplexHalf support)")
+        warnings.filterwarnings("ignore", module=r"torch\b")
+        yield
+
+
+# Output for people: tables that fit their terminal, colours, a progress bar, a question.
+#
+# In a pipe all output is plain, complete text. Names come from snapshots, which may be hostile, so they are escaped:
+# none can move the cursor.
 
 STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "cyan": "36"}
 NARROWEST = 12

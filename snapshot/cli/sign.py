@@ -6,11 +6,10 @@ import argparse
 
 from snapshot.cli.arguments import Verbs, add_json, add_memory, add_storage, options_of, verb
 from snapshot.cli.locate import explain_missing
-from snapshot.cli.screen import as_json, bar, printable, wrapped
-from snapshot.cli.status import ExitStatus
+from snapshot.cli.screen import ExitStatus, as_json, bar, printable, wrapped
+from snapshot.io.url import URL
 from snapshot.signing.keys import create_keys
 from snapshot.snapshot import Snapshot
-from snapshot.url import URL
 
 
 def add(verbs: Verbs) -> None:

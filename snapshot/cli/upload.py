@@ -9,13 +9,12 @@ import os
 import time
 
 from snapshot.cli.arguments import Verbs, add_storage, options_of, verb
-from snapshot.cli.screen import printable
-from snapshot.cli.status import ExitStatus
+from snapshot.cli.screen import ExitStatus, printable
 from snapshot.errors import SnapshotError
 from snapshot.events import log
+from snapshot.io.url import URL
 from snapshot.tiers.by_hand import find_runs, folder_of, upload_by_hand
 from snapshot.tiers.uploader_process import serve
-from snapshot.url import URL
 
 
 def add(verbs: Verbs) -> None:

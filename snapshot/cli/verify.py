@@ -8,13 +8,12 @@ from typing import Any
 from snapshot.cli.arguments import Verbs, add_json, add_memory, add_storage, options_of, verb
 from snapshot.cli.locate import ENDINGS, explain_missing, snapshots_below
 from snapshot.cli.ranks import add_ranks, expect_same_urls, on_ranks
-from snapshot.cli.screen import as_json, bar, complain, paint, printable, wrapped
-from snapshot.cli.status import ExitStatus
+from snapshot.cli.screen import ExitStatus, as_json, bar, complain, paint, printable, wrapped
 from snapshot.errors import CorruptSnapshotError, SnapshotError, SnapshotNotFoundError
-from snapshot.formats.unread import UnknownFormatError
+from snapshot.formats.foreign import UnknownFormatError
+from snapshot.io.url import URL
 from snapshot.reports import VerifyReport
 from snapshot.snapshot import Snapshot
-from snapshot.url import URL
 
 
 def add(verbs: Verbs) -> None:

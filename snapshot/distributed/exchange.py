@@ -1,11 +1,4 @@
-"""A call that several ranks make together: small exchanges through the store, one decision, and shared failure.
-
-Every rank posts; the leader gathers and replies. A failure on one rank becomes the call's decision by compare-and-set,
-and all other ranks find it where they wait. The leader's decision to commit uses the same key. The first decision wins.
-
-The store may be served by a stopped rank, and then never responds. So all store requests run in threads that can be
-abandoned.
-"""
+"""A call that several ranks make together: small exchanges through the store, and one decision."""
 
 from __future__ import annotations
 
@@ -15,20 +8,34 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 import msgspec
 
 from snapshot import errors
 from snapshot.decoding import decode_json, decode_msgpack
-from snapshot.distributed.group import SOLO, Ranks, ranks_of
-from snapshot.distributed.heartbeat import Liveness
+from snapshot.distributed.group import SOLO, Liveness, Ranks, ranks_of
 from snapshot.errors import RankError, SnapshotError, StorageError, system_limits
+from snapshot.events import warn
+from snapshot.io.system import PerProcess
+from snapshot.io.url import PER_HOST, URL
 from snapshot.options import Settings, expect_positive
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+# A call that several ranks make together: small exchanges through the store, one decision, and shared failure.
+#
+# Every rank posts; the leader gathers and replies. A failure on one rank becomes the call's decision by compare-and-
+# set, and all other ranks find it where they wait. The leader's decision to commit uses the same key. The first
+# decision wins.
+#
+# The store may be served by a stopped rank, and then never responds. So all store requests run in threads that can be
+# abandoned.
 
 T = TypeVar("T")
 LEADER = 0
@@ -389,3 +396,113 @@ def call_of(verb: str, pg: ProcessGroup | None, *, ranks: bool) -> Iterator[Exch
     with Exchange(ranks_of(pg) if ranks else SOLO, verb, Settings.current().timeout) as exchange:
         yield exchange
     exchange.close()
+
+
+# The first exchange of an operation: all ranks report which one they called, and with which path.
+
+
+class Hello(msgspec.Struct, array_like=True):
+    """A rank's first message."""
+
+    verb: str
+    path: str
+    globs: list[str] = []
+    keys: list[str] = []
+    """The public keys of the operation and of its bases; empty texts for none."""
+
+
+class _Caller(Protocol):
+    """A rank's first message, of any kind."""
+
+    verb: str
+
+
+def expect_same_verb(hellos: Sequence[_Caller]) -> None:
+    """Raise if the ranks called different verbs."""
+    verbs = {hello.verb: rank for rank, hello in enumerate(hellos)}
+    if len(verbs) > 1:
+        raise SnapshotError(
+            "all ranks must call the same method, got "
+            f"{', '.join(f'{verb} on rank {rank}' for verb, rank in verbs.items())}"
+        )
+
+
+def expect_same_keys(argument: str, keys: Sequence[Sequence[str]]) -> None:
+    """Raise unless the ranks gave the same keys. Otherwise, some ranks would use bytes that others refuse."""
+    for rank, key in enumerate(keys):
+        if key != keys[0]:
+            raise SnapshotError(
+                f"{argument} must be the same on all ranks, got {_key_text(keys[0])} on rank 0, {_key_text(key)} on "
+                f"rank {rank}"
+            )
+
+
+def _key_text(keys: Sequence[str]) -> str:
+    return " and ".join(each or "no key" for each in keys) or "no key"
+
+
+def agreed_url(url: URL, leader: str) -> URL:
+    """Return the leader's URL. Warn if this rank gave another one, unless each host has its own."""
+    if leader == url.reveal():
+        return url
+    agreed = URL.parse(leader)
+    if agreed.scheme == url.scheme == PER_HOST:
+        return url
+    warn(f"this rank gave the path {str(url)!r}; rank 0's is used: {str(agreed)!r}")
+    return agreed
+
+
+# Cached agreements of a group of ranks: the next take of the same structure needs fewer exchanges.
+
+MOST_PLANS = 8
+
+
+@dataclass(frozen=True)
+class KnownPlan:
+    """A plan that the ranks agreed on."""
+
+    structure: str
+    """A digest of all ranks' structures."""
+    paths: frozenset[str]
+    """Paths of the replicated entries."""
+    written_elsewhere: frozenset[tuple[str, int]] = frozenset()
+    """Boxes that another rank writes, as (path, number of the piece)."""
+
+
+class PlanMemory:
+    """The cached plans of one group of ranks."""
+
+    def __init__(self) -> None:
+        self._plans: dict[str, KnownPlan] = {}
+        self.restored: KnownPlan | None = None
+        """The agreed plan of the snapshot that was restored last."""
+
+    def find(self, structure: str) -> KnownPlan | None:
+        """Return the plan for this rank's structure."""
+        return self._plans.get(structure)
+
+    def keep(self, structure: str, plan: KnownPlan) -> None:
+        """Cache the plan of a committed snapshot."""
+        self._plans.pop(structure, None)
+        self._plans[structure] = plan
+        while len(self._plans) > MOST_PLANS:
+            self._plans.pop(next(iter(self._plans)))
+
+    def keep_restored(self, plan: KnownPlan) -> None:
+        """Cache the agreed plan of a restored snapshot."""
+        self.restored = plan
+
+
+_memories: PerProcess[WeakKeyDictionary[Ranks, PlanMemory]] = PerProcess(WeakKeyDictionary)
+
+
+def plan_memory(ranks: Ranks) -> PlanMemory:
+    """Return the cached plans of a group of ranks."""
+    memories = _memories.get()
+    return memories.get(ranks) or memories.setdefault(ranks, PlanMemory())
+
+
+def keep_plan(ranks: Ranks, structure: str, plan: KnownPlan) -> None:
+    """Cache the plan of a committed snapshot, for the next take of the same structure. A copy has none."""
+    if ranks.world > 1 and structure:
+        plan_memory(ranks).keep(structure, plan)

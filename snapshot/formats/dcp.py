@@ -1,25 +1,39 @@
-"""Checkpoints of torch.distributed.checkpoint (DCP).
-
-The `.metadata` file lists the boxes of each tensor, and each box is a separate archive. Megatron-core's directories
-have the same layout.
-"""
+"""Checkpoints of torch.distributed.checkpoint (DCP): read, written, and noticed by its tools."""
 
 from __future__ import annotations
 
+import io
 import math
+import pickle
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
-from snapshot.errors import CorruptSnapshotError, StorageError, UnsupportedFormatError
+import torch
+
+from snapshot.errors import (
+    CorruptSnapshotError,
+    RestoreError,
+    SnapshotError,
+    StorageError,
+    StorageNotFoundError,
+    UnsupportedFormatError,
+)
+from snapshot.events import log
 from snapshot.formats import safe_pickle, torch_save
 from snapshot.formats.foreign import ForeignDocument, check_location, extend_file, make_document
 from snapshot.formats.to_entries import limit_nodes, make_container
+from snapshot.io.storage import ANYTHING, Storage
 from snapshot.manifest.document import ForeignFile
 from snapshot.manifest.entries import ObjectEntry, Shard, ShardedTensorEntry, TensorEntry
 from snapshot.manifest.paths import decode_component, encode_component
-from snapshot.manifest.scalars import NoneEntry
-from snapshot.storage import Storage
+from snapshot.manifest.values import NoneEntry
+
+# Checkpoints of torch.distributed.checkpoint (DCP).
+#
+# The `.metadata` file lists the boxes of each tensor, and each box is a separate archive. Megatron-core's directories
+# have the same layout.
 
 METADATA = ".metadata"
 COMMON = "common.pt"
@@ -236,3 +250,89 @@ def _read_dtype(properties: Any) -> str:
     if not isinstance(found, safe_pickle.Dtype):
         raise ValueError(f"expected a dtype, got {safe_pickle.show_value(found)}")
     return found.name
+
+
+# Notice for tools that only know DCP's checkpoints: a `.metadata` file next to a snapshot of DCP's API.
+#
+# Trainers look for `.metadata` to find their newest checkpoint, and start from scratch without it. With the notice
+# they find the step, and DCP's own reader fails with an error that names this library.
+
+NOTICE = (
+    b"\x80\x02cthis is a snapshot and not a checkpoint of DCP: read it with SnapshotReader of snapshot-torch, "
+    b"or with Snapshot(path)\nNotice\n."
+)
+"""A pickle of a class that does not exist. Loading it raises an error with this text; no code runs."""
+
+
+async def is_notice(storage: Storage) -> bool:
+    """Return True if the existing `.metadata` is a notice."""
+    try:
+        if (await storage.stat(METADATA)).size != len(NOTICE):
+            return False
+        return await storage.get(METADATA) == NOTICE
+    except StorageNotFoundError:
+        return False
+
+
+async def put_notice(storage: Storage) -> None:
+    """Write the notice. A failure is only logged, since the snapshot is complete without it."""
+    try:
+        await storage.put(METADATA, NOTICE, expect=ANYTHING)
+    except SnapshotError as error:
+        log.warning("%s: failed to write the notice for tools that look for %s: %s", storage.url, METADATA, error)
+
+
+async def remove_notice(storage: Storage) -> None:
+    """Delete the notice, if it is one."""
+    with suppress(StorageError):
+        if await is_notice(storage):
+            await storage.delete([METADATA])
+
+
+# Metadata of a torch.distributed.checkpoint directory, created with torch's own classes.
+
+
+def flatten_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a state by DCP's flat names, and the path of each name.
+
+    DCP flattens the state to be loaded in the same way.
+    """
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # slow import, rarely needed
+
+    try:
+        flat, paths = flatten_state_dict(dict(state))
+    except ValueError as error:  # names that are equal when joined
+        raise RestoreError(f"DCP joins names with dots: {error}; rename one of them") from error
+    return dict(flat), dict(paths)
+
+
+def archive_object(value: Any) -> bytes:
+    """Return an object as DCP stores it."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def encode_metadata(
+    flat: Mapping[str, Any], paths: Mapping[str, Any], placed: Mapping[str, tuple[str, int, int]]
+) -> bytes:
+    """Return the content of `.metadata`: each name with its location and its path in the nested state."""
+    from torch.distributed.checkpoint import metadata as m
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    described: dict[str, Any] = {}
+    stored = {}
+    for name, value in flat.items():
+        where = _StorageInfo(*placed[name])
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            offsets = torch.Size([0] * value.dim())
+            described[name] = m.TensorStorageMetadata(
+                properties=m.TensorProperties(dtype=value.dtype),
+                size=value.size(),
+                chunks=[m.ChunkStorageMetadata(offsets=offsets, sizes=value.size())],
+            )
+            stored[m.MetadataIndex(name, offsets)] = where
+        else:
+            described[name] = m.BytesStorageMetadata()
+            stored[m.MetadataIndex(name)] = where
+    return pickle.dumps(m.Metadata(described, planner_data=dict(paths), storage_data=stored))

@@ -6,13 +6,12 @@ import errno
 from collections.abc import Callable
 
 from snapshot.errors import StorageError, StorageNotFoundError
-from snapshot.formats import dcp, hugging_face, safetensors, torch_save
-from snapshot.formats.foreign import ForeignDocument, is_absence
-from snapshot.formats.notice import NOTICE
-from snapshot.formats.unread import HEAD, is_part, refuse_file
-from snapshot.formats.zip_directory import SIGNATURE
-from snapshot.storage import Storage
-from snapshot.url import URL
+from snapshot.formats import dcp, hugging_face, torch_save
+from snapshot.formats.dcp import NOTICE
+from snapshot.formats.foreign import HEAD, ForeignDocument, is_absence, is_part, refuse_file
+from snapshot.formats.zip_archive import SIGNATURE
+from snapshot.io.storage import Storage
+from snapshot.io.url import URL
 
 
 async def find_checkpoint(
@@ -72,7 +71,7 @@ async def _describe_by_head(folder: Storage, name: str, size: int, head: bytes, 
     if head.startswith(SIGNATURE):
         return await torch_save.describe_file(folder, name, size, limit)
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= size - 8:  # before pickles: any byte may be a length
-        return await safetensors.describe_file(folder, name, size, limit)
+        return await hugging_face.describe_file(folder, name, size, limit)
     if head[:1] == b"{" and (found := await hugging_face.describe_index(folder, name, limit)) is not None:
         return found
     raise refuse_file(folder.url, name, head)

@@ -1,12 +1,10 @@
-"""Shared parts of the readers for other libraries' formats.
-
-They are generated documents, files with more bytes than the entries use, and a read-only storage.
-"""
+"""Shared parts of the readers for other libraries' formats, and the formats that are recognised but not read."""
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,14 +13,18 @@ import msgspec
 from snapshot.decoding import decode_json
 from snapshot.errors import (
     CorruptSnapshotError,
+    SnapshotError,
+    SnapshotNotFoundError,
     StorageConflictError,
     StorageError,
     StorageNotFoundError,
     UnsafeObjectError,
+    UnsupportedFormatError,
 )
-from snapshot.formats.unpickling import INLINE
-from snapshot.manifest.document import Document, FileEntry, ForeignFile
-from snapshot.manifest.entries import (
+from snapshot.formats.pickled import INLINE
+from snapshot.io.storage import ABSENT, Buffer, Capabilities, Expect, FileStat, FileWriter, Storage, check_path
+from snapshot.io.url import URL
+from snapshot.manifest.compounds import (
     Container,
     CounterEntry,
     DefaultdictEntry,
@@ -30,13 +32,263 @@ from snapshot.manifest.entries import (
     DictEntry,
     ListEntry,
     OrderedDictEntry,
-    TensorEntry,
     TupleEntry,
 )
+from snapshot.manifest.document import METADATA, Document, FileEntry, ForeignFile
+from snapshot.manifest.entries import TensorEntry
 from snapshot.manifest.paths import decode_component, encode_key
-from snapshot.storage import ABSENT, Buffer, Capabilities, Expect, FileStat, FileWriter, Storage, check_path
 from snapshot.tensors.digest import digest_range
-from snapshot.url import URL
+
+# Formats that are recognised but not read: their names, and what to do with such a file or folder.
+
+HEAD = 512
+"""Number of first bytes that identify a file."""
+POINTER = b"version https://git-lfs"
+"""First bytes of the file that Git has in place of a large one."""
+SHOWN = 5
+PROBED = 16
+"""Maximum number of a run's newest folders in which a manifest is looked for."""
+
+_TRUST = "only running it reads it, which may run any code; if you trust it, load it and save its tensors again"
+_FORMATS = (
+    (r"__\d+_\d+\.distcp|\.metadata", "a part of a DCP checkpoint; open its folder"),
+    (re.escape(METADATA), "the manifest of a snapshot; open its folder"),
+    (r".*\.data-\d{5}-of-\d{5}", "a part of a TensorFlow checkpoint; load it with TensorFlow"),
+)
+"""Files that are only a part of something, by their names."""
+_HEADS = (
+    (0, POINTER, "a Git LFS pointer, not the file itself; run `git lfs pull`"),
+    (
+        0,
+        b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.",
+        "a bare pickle, as written by torch.save before torch 1.6 or with _use_new_zipfile_serialization=False: "
+        "reading it would run its code; if you trust it, convert it: torch.save(torch.load(file, weights_only=True), "
+        "new_file)",
+    ),
+    *((0, bytes([0x80, protocol]), f"a bare pickle; {_TRUST}") for protocol in range(2, 6)),
+    *((0, head, f"a bare pickle; {_TRUST}") for head in (b"(dp0\n", b"(lp0\n", b"ccopy_reg\n", b"ccollections\n")),
+    (0, b"\x93NUMPY", "a NumPy array (npy); load it with numpy.load"),
+    (0, b"GGUF", "a GGUF file, for llama.cpp; open the checkpoint that it was converted from"),
+    *((0, head, "a GGML file, for llama.cpp; open the original") for head in (b"lmgg", b"tjgg", b"fmgg", b"algg")),
+    (0, b"\x89HDF\r\n\x1a\n", "an HDF5 file, as Keras writes it; load it with Keras or h5py"),
+    (4, b"TFL3", "a program of TensorFlow Lite; open the checkpoint that it was exported from"),
+    (4, b"ET12", "a program of ExecuTorch; open the checkpoint that it was exported from"),
+    (4, b"PTMF", "a program of PyTorch Mobile; open the checkpoint that it was exported from"),
+    *((0, head, "compressed as a whole, so no part of it can be read; unpack it") for head in (
+        b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18", b"7z\xbc\xaf\x27\x1c", b"Rar!\x1a"
+    )),
+    *((0, head, "an HTML page, perhaps a server's error; download the file again") for head in (
+        b"<!DOCTYPE html", b"<!doctype html", b"<html"
+    )),
+    (0, b"SQLite format 3\0", "an SQLite database, not a checkpoint; open a file with tensors"),
+    (0, b"PAR1", "a Parquet table, not a checkpoint; open a file with tensors"),
+)  # fmt: skip
+"""Files by their first bytes: offset, bytes, and what it is."""
+_ENDINGS = (
+    (r".*\.onnx", "a program in ONNX; open the checkpoint that it was exported from"),
+    (r".*\.msgpack", "Flax's parameters in msgpack; load them with Flax, and save the tensors with safetensors"),
+    (r".*\.(pdparams|pdopt)", "a checkpoint of PaddlePaddle; load it with PaddlePaddle"),
+    (r".*\.index", "a part of a TensorFlow checkpoint; load it with TensorFlow"),
+    (r"saved_model\.pb(txt)?|.*\.pb", "a program of TensorFlow; load it with TensorFlow"),
+    (r".*\.(mlmodel|mlpackage)", "a program of Core ML; open the checkpoint that it was exported from"),
+    (r".*\.(engine|plan)", "a program of TensorRT; open the checkpoint that it was exported from"),
+)
+"""Files by their names, if the first bytes are not unique."""
+_ZIPS = (
+    (r".*\.npy", "a NumPy archive (npz); load it with numpy.load"),
+    (r"(.*/)?\.data/extern_modules", "a package of torch.package; load it with PackageImporter, and save its tensors"),
+    (
+        r"(.*/)?(archive_format|serialized_exported_program\.json)",
+        "a program of torch.export; load it with torch.export.load, and save its state_dict",
+    ),
+    (r"(.*/)?model\.json", "a TorchScript program, for torch.jit.load only; save its state_dict()"),
+    (r"model\.weights\.h5", "a model of Keras (.keras); load it with Keras"),
+    (r"policy\.pth", "a model of Stable-Baselines3; unpack it, and open its policy.pth"),
+    (r"(.*/)?schema\.json", "a model of skops; load it with skops"),
+)
+"""Zip archives by their members."""
+_TARS = (
+    (r"(\./)?model_(config\.yaml|weights.*)", "a model of NeMo; unpack it with tar, and open its weights"),
+    (r"(sys_info|pickle|tensors|storages)", "a tar file of torch.save before torch 0.2; read it with an old torch"),
+)
+"""Tar files by their first member."""
+_FOLDERS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (
+        (r"((bf16_|fp16_)?zero_pp_rank_\d+_)?mp_rank_\d+_(model|optim)_states\.pt",),
+        "a checkpoint of DeepSpeed; convert it with the zero_to_fp32.py that DeepSpeed puts into the folder above",
+    ),
+    (
+        (r"mp_rank_\d\d(_\d\d\d)*/",),
+        "a checkpoint of Megatron's legacy format; convert it to torch_dist with Megatron's own tools",
+    ),
+    (
+        (r"\w+_world_size_\d+_rank_\d+\.pt",),
+        "rank files of FSDP, as verl writes them; merge them: python -m verl.model_merger merge",
+    ),
+    (
+        (r"metadata\.pkl", r".*_\d+\.(pt|safetensors|json|bin)"),
+        "a checkpoint of torch_checkpointing; load it with torch_checkpointing, and save it with dcp.save",
+    ),
+    (
+        (r"_CHECKPOINT_METADATA|manifest\.ocdbt|orbax\.checkpoint|ocdbt\.process_\d+/",),
+        "a checkpoint of Orbax; load it with Orbax, and save its arrays with safetensors",
+    ),
+    (
+        (r"metadata\.json", r"common\.pt"),
+        "a checkpoint of Megatron-core in zarr; load it with Megatron-core, and save it as torch_dist",
+    ),
+    ((r"\.zarray|\.zgroup|zarr\.json",), "a zarr store; load it with zarr, and save its arrays with safetensors"),
+    ((r"saved_model\.pb(txt)?",), "a SavedModel of TensorFlow; load it with TensorFlow"),
+    ((r".*\.data-\d{5}-of-\d{5}",), "a checkpoint of TensorFlow; load it with TensorFlow"),
+    (
+        (r"consolidated\.0[1-9]\.pth",),
+        "the tensor-parallel parts of one of Meta's models; convert them with its tools, or those of transformers",
+    ),
+)
+"""Folders by unique names in them."""
+_WEAK: tuple[tuple[tuple[str, ...], str], ...] = (
+    *(((name,), text) for name, text in _ENDINGS),
+    ((r".*\.gguf",), "a folder of GGUF files, for llama.cpp; open the checkpoint that they were converted from"),
+    ((r".*\.(h5|hdf5|keras)",), "a model of Keras, or another HDF5 file; load it with Keras or h5py"),
+    ((r".*\.(npz|npy)",), "a folder of NumPy arrays; load them with numpy.load"),
+    ((r".*\.nemo",), "a model of NeMo; unpack it with tar, and open its weights"),
+    ((r".*\.(tflite|pte|ptl|mlpackage/)",), "a program for devices; open the checkpoint that it was exported from"),
+    ((r".*\.(pkl|pickle|joblib)",), f"a folder of pickles; {_TRUST}"),
+)
+"""Folders by names in them, if nothing in them can be opened."""
+_STEP = re.compile(r"((global_?)?step|checkpoint|ckpt|iter(ation)?|epoch)?[-_=]?\d+([-_=.].*)?/")
+_RANKS = {"replicated/", "sharded/", "batched/"}
+"""Folders of torchsnapshot, beside those of its ranks."""
+_READABLE = re.compile(r"(?!training_args\.bin).*\.(safetensors|pt|pth|bin|ckpt)")
+_BELOW = (
+    ({"snapshots/", "blobs/"}, "a model in Hugging Face's cache", "snapshots/"),
+    ({"model_index.json"}, "a pipeline of diffusers", ""),
+    ({"weights/", "context/"}, "a checkpoint of NeMo", "weights/"),
+)
+"""Folders whose subfolders can be opened."""
+
+
+class UnknownFormatError(UnsupportedFormatError):
+    """A file is not a checkpoint of any known format."""
+
+
+def refuse_file(place: URL, name: str, head: bytes) -> UnsupportedFormatError:
+    """Return the error for a file that is not read, from its name and first bytes."""
+    where = place.join(name)
+    if found := _first(_FORMATS, [name]):
+        return UnsupportedFormatError(f"{where}: {found}")
+    for at, mark, text in _HEADS:
+        if head[at : at + len(mark)] == mark:
+            return UnsupportedFormatError(f"{where}: {text}")
+    if head[257:262] == b"ustar":
+        member = head[:100].rstrip(b"\0").decode("utf-8", "replace").rstrip("/")
+        found = _first(_TARS, [member]) or "a tar file; unpack it"
+        return UnsupportedFormatError(f"{where}: {found}")
+    if found := _first(_ENDINGS, [name]):
+        return UnsupportedFormatError(f"{where}: {found}")
+    what = "this file is not a checkpoint of any known format"
+    if head.lstrip()[:1] in (b"{", b"["):
+        what = (
+            "this JSON file is not an index of tensors (it has no weight_map); open its folder, or a file with tensors"
+        )
+    elif not head.strip(b"\0"):
+        what = f"not a checkpoint of any known format: the file {'begins with zeros' if head else 'is empty'}"
+    elif _READABLE.fullmatch(name):
+        what = "not a checkpoint of any known format: it is damaged, or its name is wrong"
+    return UnknownFormatError(f"{where}: {what}")
+
+
+def is_part(name: str) -> bool:
+    """Return True for a file that is only a part of something, by its name."""
+    return bool(_first(_FORMATS, [name]))
+
+
+def refuse_zip(place: URL, name: str, members: Sequence[str]) -> UnsupportedFormatError:
+    """Return the error for a zip archive that torch.save did not write."""
+    found = _first(_ZIPS, members)
+    return UnsupportedFormatError(f"{place.join(name)}: {found or 'a zip archive, but not of torch.save; unpack it'}")
+
+
+def _first(known: Iterable[tuple[str, str]], names: Sequence[str]) -> str:
+    """Return the text of the first pattern that a name matches; an empty string if there is none."""
+    return next((text for pattern, text in known if any(re.fullmatch(pattern, each) for each in names)), "")
+
+
+async def refuse_folder(storage: Storage) -> SnapshotError:
+    """Return the error for a folder without a readable checkpoint, from the names in it.
+
+    It is an `UnsupportedFormatError` for a format that is known but not read, otherwise a `SnapshotNotFoundError`.
+    """
+    where = storage.url
+    try:
+        names = await storage.list(recursive=False) if storage.capabilities.list else []
+    except StorageError:
+        names = []
+    if text := _first_folder(_FOLDERS, names):
+        return UnsupportedFormatError(f"{where}: {text}")
+    missing = f"{where}: no snapshot found"
+    for needed, what, below in _BELOW:
+        if needed.issubset(names):
+            inside = await _list_folders(storage, below) if below != "weights/" else [below]
+            return SnapshotNotFoundError(f"{missing}: the folder is {what}; open one of its folders: {_few(inside)}")
+    steps = sorted((each for each in names if _STEP.fullmatch(each)), key=_in_order)
+    if steps and _RANKS.isdisjoint(names):
+        steps = await _keep_committed(storage, steps)
+        return SnapshotNotFoundError(
+            f"{missing}: the folder is of a run, with the steps {_few(steps)}; open one of them, such as "
+            f"{where.join(steps[-1].rstrip('/'))}"
+        )
+    if files := sorted((each for each in names if _READABLE.fullmatch(each)), key=_in_order):
+        return SnapshotNotFoundError(
+            f"{missing}: the folder has the files {_few(files)}, which may be checkpoints by themselves; open one of "
+            f"them, such as {where.join(files[-1])}"
+        )
+    if text := _first_folder(_WEAK, names):
+        return UnsupportedFormatError(f"{where}: {text}")
+    return SnapshotNotFoundError(
+        f"{missing}, or it was never committed ({METADATA} is missing), and no readable checkpoint of another library"
+    )
+
+
+def _first_folder(known: Iterable[tuple[tuple[str, ...], str]], names: Sequence[str]) -> str:
+    for patterns, text in known:
+        if all(any(re.fullmatch(pattern, each) for each in names) for pattern in patterns):
+            return text
+    return ""
+
+
+async def _list_folders(storage: Storage, below: str) -> list[str]:
+    try:
+        found = await storage.list(below, recursive=False)
+    except StorageError:
+        return [below]
+    return [each for each in sorted(found) if each.endswith("/")]
+
+
+async def _keep_committed(storage: Storage, steps: list[str]) -> list[str]:
+    """Return the committed snapshots of this library among the newest steps; all steps if there are none."""
+    found = []
+    for step in steps[-PROBED:]:
+        try:
+            await storage.stat(f"{step}{METADATA}")
+        except StorageError:
+            continue
+        found.append(step)
+    return found or steps
+
+
+def _in_order(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", name)]
+
+
+def _few(names: Sequence[str]) -> str:
+    shown = ", ".join(each.rstrip("/")[:100] for each in names[-SHOWN:])
+    return f"{shown} (and {len(names) - SHOWN:,} before)" if len(names) > SHOWN else shown
+
+
+# Shared parts of the readers for other libraries' formats.
+#
+# They are generated documents, files with more bytes than the entries use, and a read-only storage.
 
 LINKLESS = ("dcp", "torchsnapshot")
 """Formats with all files in one folder, without links. (Hugging Face's cache consists of links, and a file that the

@@ -1,27 +1,496 @@
-"""Files of torch.save (since torch 1.6): an archive with one pickle, and a member for each storage."""
+"""Files of torch.save: their tensors, read in place, and archives laid out before their bytes are known."""
 
 from __future__ import annotations
 
+import collections
+import io
 import math
+import pickle
+import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
-from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
-from snapshot.formats import safe_pickle, zip_directory
-from snapshot.formats.foreign import ForeignDocument, make_document
-from snapshot.formats.pickle_scan import expect_stored
-from snapshot.formats.to_entries import EntryTree, RebuiltTensor, make_container, make_extra
-from snapshot.formats.unpickling import INLINE, is_refused, locate_object, make_refused_entry
-from snapshot.formats.unread import refuse_zip
+import msgspec
+import torch
+
+from snapshot.errors import CorruptSnapshotError, MissingExtraError, UnsupportedFormatError
+from snapshot.formats import safe_pickle, zip_archive
+from snapshot.formats.foreign import ForeignDocument, make_document, refuse_zip
+from snapshot.formats.pickled import INLINE, is_refused, locate_object, make_refused_entry
+from snapshot.formats.safe_pickle import expect_stored
+from snapshot.formats.to_entries import EntryTree, RebuiltTensor, make_container, make_extra, rebuild_tensor
+from snapshot.io.storage import Storage
+from snapshot.io.system import PerProcess
+from snapshot.manifest.compounds import Container
 from snapshot.manifest.document import ForeignFile
-from snapshot.manifest.entries import Container, Extra, TensorEntry
-from snapshot.storage import Storage
-from snapshot.tensors.dtypes import ITEMSIZE
-from snapshot.tensors.strides import measure_span
+from snapshot.manifest.entries import PLAIN, Extra, ObjectEntry, TensorEntry
+from snapshot.tensors.memory import BY_NAME, ITEMSIZE, contiguous_strides, measure_span
 from snapshot.text import counted
+
+# Location of a packed tensor's bytes: after headers, compressed, or in the other byte order.
+#
+# An entry's `serializer` names the packing: `torch_save` (a whole archive with one tensor), `zip` (a member of an
+# archive, with its header), or either after transforms: `zstd+torch_save`, `deflate+zip`, `swapped+conj+zip`.
+
+HEAD = 4096
+"""Bytes at both ends of a long archive that nearly always locate its one tensor."""
+LONGEST_HEAD = 1 << 20
+MOST_ALIKE = 1024
+PIECE = 1024
+"""Bytes that are decompressed at once: they can expand a thousandfold or more."""
+
+
+class EmbeddedLayout(msgspec.Struct, gc=False, frozen=True):
+    """Location of a tensor's storage, and the tensor's layout in it."""
+
+    begin: int
+    """Begin of the storage: in the file, or in the decompressed bytes."""
+    nbytes: int
+    strides: tuple[int, ...]
+    offset: int
+    swapped: bool = False
+    """True if the bytes are in the other order."""
+    conj: bool = False
+    """True if the tensor is the complex conjugate of the stored values."""
+    neg: bool = False
+    """True if the tensor is the negative of the stored values."""
+
+    @property
+    def plain(self) -> bool:
+        """True if the stored bytes are the tensor's."""
+        return not (self.swapped or self.conj or self.neg)
+
+
+class MoreBytesNeeded(Exception):
+    """More bytes are needed: `args` are the lengths of the head and the tail."""
+
+
+def is_streamed(stored: TensorEntry | ObjectEntry) -> bool:
+    """Return True if the bytes can be read only in order from the first one."""
+    return stored.serializer.startswith(("zstd+", "deflate+"))
+
+
+def is_archived(stored: TensorEntry | ObjectEntry) -> bool:
+    """Return True if the range is a whole archive."""
+    return stored.serializer.endswith("torch_save")
+
+
+def find_layout(path: str, stored: TensorEntry, head: Any, tail: Any) -> EmbeddedLayout:
+    """Return a tensor's layout from the first and last bytes of its range, after decompression.
+
+    `head` begins with the range; for a member, its header is sufficient. Raises MoreBytesNeeded otherwise.
+    """
+    begin, end = stored.byte_range
+    *transforms, kind = stored.serializer.split("+")
+    begin = 0 if is_streamed(stored) else begin
+    try:
+        if kind == "zip":
+            extra = stored.extra or PLAIN
+            strides = extra.strides or contiguous_strides(stored.shape)
+            if "deflate" in transforms:
+                at, nbytes = 0, measure_span(stored.shape, strides) + (extra.storage_offset or 0)
+                nbytes *= ITEMSIZE[stored.dtype]
+            else:
+                at = zip_archive.find_data_begin(head)
+                nbytes = end - begin - at
+            turned = [each in transforms for each in ("swapped", "conj", "neg")]
+            found = EmbeddedLayout(begin + at, nbytes, strides, extra.storage_offset or 0, *turned)
+        elif kind == "torch_save":
+            length = len(tail) if "zstd" in transforms else end - begin
+            at, nbytes, tensor, swapped = _find_cached(stored, head, tail, length)
+            if tensor.dtype != stored.dtype or tensor.shape != stored.shape:
+                raise ValueError(
+                    f"must be {stored.dtype}{list(stored.shape)} by its entry, got {tensor.dtype}{list(tensor.shape)}"
+                )
+            found = EmbeddedLayout(
+                begin + at, nbytes, tensor.strides, tensor.offset, swapped, "conj" in tensor.bits, "neg" in tensor.bits
+            )
+        else:
+            raise UnsupportedFormatError(f"{path}: unknown serializer ({kind})")
+    except (ValueError, struct.error) as error:
+        raise CorruptSnapshotError(f"{path}: {stored.location}[{begin}:{end}]: {error}") from error
+    reach = (found.offset + measure_span(stored.shape, found.strides)) * ITEMSIZE[stored.dtype]
+    if math.prod(stored.shape) and reach > found.nbytes:
+        raise CorruptSnapshotError(
+            f"{path}: the tensor ends at byte {reach:,}, but its storage has {counted(found.nbytes, 'byte')}"
+        )
+    return found
+
+
+Alike = dict[tuple[int, str, tuple[int, ...]], tuple[bytes, tuple[int, int, RebuiltTensor, bool]]]
+_known_archives: PerProcess[Alike] = PerProcess(dict)
+"""Cache of parsed archives by length, dtype and shape: the bytes before the tensor, and the result of parsing them.
+Archives of one writer differ in nothing else."""
+
+
+def _find_cached(stored: TensorEntry, head: Any, tail: Any, length: int) -> tuple[int, int, RebuiltTensor, bool]:
+    """Return the result of `_find_in_archive`, cached for many similar archives."""
+    key = length, stored.dtype, stored.shape
+    known = _known_archives.get().get(key)
+    if known is not None and head[: len(known[0])] == known[0]:
+        return known[1]
+    found = _find_in_archive(head, tail, length)
+    if found[0]:
+        if len(_known_archives.get()) >= MOST_ALIKE:
+            _known_archives.get().clear()
+        _known_archives.get()[key] = bytes(head[: found[0]]), found
+    return found
+
+
+def _find_in_archive(head: Any, tail: Any, length: int) -> tuple[int, int, RebuiltTensor, bool]:
+    """Return (begin, length, tensor, swapped) of the storage in an archive with one tensor.
+
+    `swapped` is True if the bytes are in the other byte order.
+    """
+    begin, stop = zip_archive.find_directory(tail, length)
+    if length - begin > len(tail):
+        raise MoreBytesNeeded(len(head), length - begin)
+    low = len(tail) - (length - begin)
+    found = {
+        each.name.partition("/")[2]: each for each in zip_archive.read_members(tail[low : low + stop - begin], begin)
+    }
+    if "data.pkl" not in found or any(each.method != zip_archive.STORED for each in found.values()):
+        raise ValueError("not a torch archive with one tensor")
+    content = _read_member(head, found["data.pkl"])
+    tensor = read_tensor(content)
+    order = bytes(_read_member(head, found["byteorder"])) if "byteorder" in found else b"little"
+    storage = found.get(f"data/{tensor.storage}")
+    if storage is None:
+        if math.prod(tensor.shape):
+            raise ValueError("the archive lacks the tensor's bytes")
+        return 0, 0, tensor, False
+    if storage.header + zip_archive.HEADER > len(head):
+        raise MoreBytesNeeded(storage.header + HEAD, len(tail))
+    at = storage.header + zip_archive.find_data_begin(head[storage.header :])
+    if at + storage.size > begin:
+        raise ValueError("the tensor's bytes are outside its archive")
+    return at, storage.size, tensor, order == b"big"
+
+
+def _read_member(head: Any, member: zip_archive.ZipMember) -> bytes:
+    """Return a short member's bytes, which are in the head."""
+    if member.header + zip_archive.HEADER > len(head):
+        raise MoreBytesNeeded(member.header + member.size + HEAD, 0)
+    at = member.header + zip_archive.find_data_begin(head[member.header :])
+    if at + member.size > len(head):
+        raise MoreBytesNeeded(at + member.size + HEAD, 0)
+    return bytes(head[at : at + member.size])
+
+
+@lru_cache(maxsize=1024)
+def read_tensor(content: bytes) -> RebuiltTensor:
+    """Return the single tensor in a pickle. Tensors of one shape have equal pickles."""
+    found = rebuild_tensor(safe_pickle.load_pickle(content, "the tensor"))
+    if found is None:
+        raise ValueError("the pickle must have one plain tensor")
+    return found
+
+
+def decode_object(path: str, stored: ObjectEntry, data: bytearray, most: int) -> bytearray:
+    """Return `most` bytes of an object, after decompression."""
+    if not is_streamed(stored):
+        return data
+    decode, made = make_decoder(path, stored), bytearray()
+    for at in range(0, len(data), PIECE):
+        made += decode(bytes(data[at : at + PIECE]))
+        if len(made) > most:
+            raise CorruptSnapshotError(f"{path}: decompressed size is far larger than the stored size")
+    return made
+
+
+def make_decoder(path: str, stored: TensorEntry | ObjectEntry) -> Callable[[bytes], bytes]:
+    """Return a function that unpacks a range's bytes, given in short pieces from the first one."""
+    transform = stored.serializer.partition("+")[0]
+    if transform == "deflate":
+        return _Deflate(path)
+    if transform == "zstd":
+        return _Zstd(path)
+    raise UnsupportedFormatError(f"{path}: unknown compression {transform!r}")
+
+
+class _Deflate:
+    """Decompressor of a deflated member, including its header."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._head = b""
+        self._stream = zlib.decompressobj(-zlib.MAX_WBITS)
+        self._begun = False
+
+    def __call__(self, data: bytes) -> bytes:
+        try:
+            if not self._begun:
+                self._head += data
+                begin = (
+                    zip_archive.find_data_begin(self._head)
+                    if len(self._head) >= zip_archive.HEADER
+                    else len(self._head) + 1
+                )
+                if begin > len(self._head):
+                    return b""
+                self._begun, data = True, self._head[begin:]
+            return self._stream.decompress(data)
+        except (ValueError, zlib.error) as error:
+            raise CorruptSnapshotError(f"{self._path}: decompression failed: {error}") from error
+
+
+class _Zstd:
+    """Decompressor of consecutive zstd frames."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            import zstandard  # slow import, and an optional dependency
+        except ImportError as error:
+            raise MissingExtraError(f"{path}: compressed with zstd; pip install 'snapshot-torch[zstd]'") from error
+        self._path = path
+        self._module = zstandard
+        self._stream: Any = None
+
+    def __call__(self, data: bytes) -> bytes:
+        made = b""
+        try:
+            while data:
+                if self._stream is None:
+                    self._stream = self._module.ZstdDecompressor(max_window_size=1 << 27).decompressobj()
+                made += self._stream.decompress(data)
+                data = b""
+                if self._stream.eof:
+                    data, self._stream = self._stream.unused_data, None
+        except self._module.ZstdError as error:
+            raise CorruptSnapshotError(f"{self._path}: decompression failed: {error}") from error
+        return made
+
+
+# Archives in the format of torch.save, laid out before their bytes are known.
+#
+# Checksums are known only after the bytes were written. So they follow the bytes, and are in the directory at the
+# end.
+
+ALIGNMENT = 64
+_LONG = 0xFFFFFFFF
+_FLAGS = 0x808
+"""Names are UTF-8, and checksums follow the data."""
+_HEADER = struct.Struct("<4s5H3L2H")
+_ITEM = struct.Struct("<4s6H3L5H2L")
+_PADDING = 0x4246
+
+Sum = Callable[[], int]
+"""Function that returns the checksum of a member's bytes, once they are known."""
+
+
+class ArchiveMember(msgspec.Struct):
+    """Member to write: its bytes, or their number."""
+
+    name: str
+    size: int
+    data: bytes | None = None
+    header: int = 0
+    sum: Sum | None = None
+
+
+class Frame(msgspec.Struct):
+    """Bytes between two storages: their number, and the function that creates them."""
+
+    size: int
+    make: Callable[[], bytes]
+
+
+def _encode_header(name: bytes, size: int, at: int) -> bytes:
+    long = size >= _LONG
+    extra = struct.pack("<2H2Q", 1, 16, size, size) if long else b""
+    begin = at + _HEADER.size + len(name) + len(extra)
+    padding = -(begin + 4) % ALIGNMENT
+    extra += struct.pack("<2H", _PADDING, padding) + b"Z" * padding
+    shown = _LONG if long else 0
+    return (
+        _HEADER.pack(b"PK\3\4", 45 if long else 0, _FLAGS, 0, 0, 0, 0, shown, shown, len(name), len(extra))
+        + name
+        + extra
+    )
+
+
+def _encode_descriptor(member: ArchiveMember) -> bytes:
+    """Return the bytes after a member's data."""
+    assert member.sum is not None
+    size = member.size
+    return struct.pack("<4sL2Q" if size >= _LONG else "<4s3L", b"PK\7\10", member.sum(), size, size)
+
+
+def _encode_directory(members: Sequence[ArchiveMember], begin: int) -> bytes:
+    made = bytearray()
+    for each in members:
+        assert each.sum is not None
+        extra = b""
+        size, header = each.size, each.header
+        if size >= _LONG or header >= _LONG:
+            long = [each.size] * 2 * (size >= _LONG) + [each.header] * (header >= _LONG)
+            extra = struct.pack(f"<2H{len(long)}Q", 1, 8 * len(long), *long)
+            size, header = min(size, _LONG), min(header, _LONG)
+        name = each.name.encode()
+        need = 45 if extra else 0
+        made += _ITEM.pack(
+            b"PK\1\2", 0, need, _FLAGS, 0, 0, 0, each.sum(), size, size, len(name), len(extra), 0, 0, 0, 0, header
+        )
+        made += name + extra
+    count, length = len(members), len(made)
+    if count >= 0xFFFF or begin >= _LONG or length >= _LONG:
+        made += struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, count, count, length, begin)
+        made += struct.pack("<4sLQL", b"PK\6\7", 0, begin + length, 1)
+        count, length, begin = min(count, 0xFFFF), min(length, _LONG), min(begin, _LONG)
+    return bytes(made) + struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, count, count, length, begin, 0)
+
+
+def lay_out_archive(members: Sequence[ArchiveMember], crc32: Callable[[bytes], int]) -> tuple[list[Frame | int], int]:
+    """Return the frames of an archive in order, and the archive's length.
+
+    Between the frames are the numbers of the members whose bytes are supplied elsewhere.
+    """
+    found: list[Frame | int] = []
+    parts: list[bytes | Callable[[], bytes]] = []
+    position = begin = 0
+
+    def close() -> None:
+        nonlocal parts, begin
+        held = tuple(parts)
+
+        def make() -> bytes:
+            return b"".join(each if isinstance(each, bytes) else each() for each in held)
+
+        found.append(Frame(position - begin, make))
+        parts = []
+
+    def append(part: bytes | Callable[[], bytes], size: int) -> None:
+        nonlocal position
+        parts.append(part)
+        position += size
+
+    for number, each in enumerate(members):
+        each.header = position
+        header = _encode_header(each.name.encode(), each.size, position)
+        append(header, len(header))
+        if each.data is not None:
+            crc = crc32(each.data)
+            each.sum = partial(int, crc)
+            append(each.data, each.size)
+        elif each.size:
+            close()
+            found.append(number)
+            position += each.size
+            begin = position
+        assert each.sum is not None
+        append(partial(_encode_descriptor, each), 24 if each.size >= _LONG else 16)
+    where = position
+    blank = [ArchiveMember(each.name, each.size, header=each.header, sum=int) for each in members]
+    append(lambda: _encode_directory(members, where), len(_encode_directory(blank, where)))
+    close()
+    return found, position
+
+
+def wrap_storages(name: str, content: bytes, storages: Sequence[ArchiveMember], identity: str) -> list[ArchiveMember]:
+    """Return the members of a torch archive, including those of its storages."""
+    first = [("data.pkl", content), (".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little")]
+    last = [("version", b"3\n"), (".data/serialization_id", identity.encode())]
+    made = [ArchiveMember(f"{name}/{each}", len(data), data) for each, data in first]
+    made += [msgspec.structs.replace(each, name=f"{name}/data/{each.name}") for each in storages]
+    return made + [ArchiveMember(f"{name}/{each}", len(data), data) for each, data in last]
+
+
+class AbsentTensor(msgspec.Struct):
+    """A tensor in a pickled state whose bytes follow later, in the member `key`."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    order: tuple[int, ...] | None = None
+    requires_grad: bool = False
+    is_parameter: bool = False
+
+
+class _Storage(msgspec.Struct):
+    key: str
+    dtype: str
+    numel: int
+
+
+class _Pickler(pickle.Pickler):
+    """A pickler with the output of torch.save that does not need the tensors."""
+
+    def __init__(self, file: Any, absent: Callable[[torch.Tensor], AbsentTensor | None]) -> None:
+        super().__init__(file, protocol=2)
+        self._absent = absent
+        self.storages: dict[str, bytes] = {}
+        """Storages of available tensors: those in objects, or of sparse layouts."""
+        self._seen: dict[int, tuple[str, Any]] = {}
+
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, _Storage):
+            kind, size = _find_storage_type(value.dtype)
+            return ("storage", kind, value.key, "cpu", value.numel * (ITEMSIZE[value.dtype] // size))
+        if isinstance(value, (torch.storage.TypedStorage, torch.UntypedStorage)):
+            plain = value._untyped_storage if isinstance(value, torch.storage.TypedStorage) else value
+            kind = getattr(torch, value._pickle_storage_type()) if plain is not value else torch.UntypedStorage  # type: ignore[union-attr]
+            key, _ = self._seen.setdefault(plain.data_ptr() or id(plain), (f"o{len(self._seen)}", value))
+            data = torch.empty(0, dtype=torch.uint8).set_(plain)
+            self.storages[key] = bytes(data.numpy().tobytes())
+            numel = value._size() if plain is not value else plain.nbytes()  # type: ignore[union-attr]
+            return ("storage", kind, key, "cpu", numel)
+        return None
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and (stand := self._absent(value)) is not None:
+            value = stand
+        if not isinstance(value, AbsentTensor):
+            return NotImplemented
+        return _reduce_tensor(value)
+
+
+def _find_storage_type(dtype: str) -> tuple[Any, int]:
+    """Return torch's storage class for a dtype, and the size of its elements."""
+    known = torch.storage._dtype_to_storage_type_map().get(BY_NAME[dtype])
+    return (torch.UntypedStorage, 1) if known is None else (getattr(torch, known), ITEMSIZE[dtype])
+
+
+def _reduce_tensor(value: AbsentTensor) -> Any:
+    if value.is_parameter:
+        data = msgspec.structs.replace(value, is_parameter=False, requires_grad=False)
+        return torch._utils._rebuild_parameter, (data, value.requires_grad, collections.OrderedDict())
+    order = value.order or tuple(range(len(value.shape)))
+    steps = contiguous_strides(tuple(value.shape[axis] for axis in order))
+    strides = tuple(steps[order.index(axis)] for axis in range(len(order)))
+    numel = 1
+    for size in value.shape:
+        numel *= size
+    storage = _Storage(value.key, value.dtype, numel)
+    arguments: tuple[Any, ...] = (storage, 0, value.shape, strides, value.requires_grad, collections.OrderedDict())
+    if _find_storage_type(value.dtype)[0] is torch.UntypedStorage:
+        return torch._utils._rebuild_tensor_v3, (*arguments, BY_NAME[value.dtype])
+    return torch._utils._rebuild_tensor_v2, arguments
+
+
+def pickle_state(
+    state: Any, absent: Callable[[torch.Tensor], AbsentTensor | None] = lambda _: None
+) -> tuple[bytes, dict[str, bytes]]:
+    """Return a state's pickle in the format of torch.save, and the storages of its available tensors.
+
+    `absent` returns the replacement of a tensor, or None if the tensor itself is available.
+    """
+    file = io.BytesIO()
+    pickler = _Pickler(file, absent)
+    pickler.dump(state)
+    return file.getvalue(), pickler.storages
+
+
+@lru_cache(maxsize=1024)
+def pickle_tensor(dtype: str, shape: tuple[int, ...]) -> bytes:
+    """Return the pickle of one tensor in its own archive. Tensors of one shape have equal pickles."""
+    return pickle_state(AbsentTensor("0", dtype, shape))[0]
+
+
+# Files of torch.save (since torch 1.6): an archive with one pickle, and a member for each storage.
 
 TAIL = 64 << 10
 """Length of the first read, at the end: it has the whole directory of most files."""
@@ -105,7 +574,7 @@ class TorchFile:
 class _Archive:
     """A torch archive, by its directory."""
 
-    def __init__(self, storage: Storage, name: str, begin: int, members: list[zip_directory.ZipMember]) -> None:
+    def __init__(self, storage: Storage, name: str, begin: int, members: list[zip_archive.ZipMember]) -> None:
         self._storage = storage
         self.name = name
         """Name of the file."""
@@ -130,18 +599,15 @@ class _Archive:
     async def read_member(self, name: str, limit: int) -> tuple[bytes, int]:
         """Return a short member's content, and the length that limits are based on: see `expect_stored`."""
         member = self.members[name]
-        if (
-            member.method not in (zip_directory.STORED, zip_directory.DEFLATED)
-            or max(member.size, member.packed) > limit
-        ):
+        if member.method not in (zip_archive.STORED, zip_archive.DEFLATED) or max(member.size, member.packed) > limit:
             raise ValueError(f"member {name}: unknown compression, or too long ({counted(member.size, 'byte')})")
         length = expect_stored(member.size, member.packed, f"member {name}")
-        end = min(self._ends[member.header], member.header + zip_directory.LONGEST_HEADER + member.packed)
+        end = min(self._ends[member.header], member.header + zip_archive.LONGEST_HEADER + member.packed)
         data = await _read_range(self._storage, self.name, member.header, end)
-        at = zip_directory.find_data_begin(data)
+        at = zip_archive.find_data_begin(data)
         content = data[at : at + member.packed]
-        if member.method == zip_directory.DEFLATED:
-            content = zip_directory.inflate_member(content, member.size)
+        if member.method == zip_archive.DEFLATED:
+            content = zip_archive.inflate_member(content, member.size)
         if len(content) != member.size:
             raise ValueError(
                 f"member {name} must have {counted(member.size, 'byte')} by the directory, got {len(content):,}"
@@ -165,11 +631,11 @@ class _Archive:
             raise ValueError(f"the tensor ends at byte {reach:,}, but its storage has {counted(member.size, 'byte')}")
         if not math.prod(found.shape):
             return TensorEntry(INLINE, (0, 0), found.dtype, found.shape, extra=make_extra(found, view=False))
-        if member.method not in (zip_directory.STORED, zip_directory.DEFLATED):
+        if member.method not in (zip_archive.STORED, zip_archive.DEFLATED):
             raise UnsupportedFormatError(
                 f"{self.name}: data/{found.storage[:100]}: unknown compression method {member.method}"
             )
-        packed = "deflate+" * (member.method == zip_directory.DEFLATED) + "swapped+" * swapped + found.bits
+        packed = "deflate+" * (member.method == zip_archive.DEFLATED) + "swapped+" * swapped + found.bits
         place = member.header, self._ends[member.header]
         extra: Extra | None = make_extra(found)
         return TensorEntry(self.name, place, found.dtype, found.shape, serializer=f"{packed}zip", extra=extra)
@@ -177,15 +643,15 @@ class _Archive:
 
 async def _read_directory(
     storage: Storage, name: str, size: int, limit: int
-) -> tuple[int, list[zip_directory.ZipMember]]:
+) -> tuple[int, list[zip_archive.ZipMember]]:
     """Return the begin of an archive's directory, and the members in it."""
     tail = await _read_range(storage, name, max(0, size - TAIL), size)
-    begin, end = zip_directory.find_directory(tail, size)
+    begin, end = zip_archive.find_directory(tail, size)
     if end - begin > limit:
         raise ValueError(f"the directory of {counted(end - begin, 'byte')} exceeds the limit of {limit:,}")
     low = size - len(tail)
     directory = tail[begin - low : end - low] if begin >= low else await _read_range(storage, name, begin, end)
-    return begin, zip_directory.read_members(directory, begin)
+    return begin, zip_archive.read_members(directory, begin)
 
 
 async def _expect_torch(storage: Storage, name: str, size: int, limit: int) -> None:
@@ -193,8 +659,8 @@ async def _expect_torch(storage: Storage, name: str, size: int, limit: int) -> N
 
     The name of its first member, which torch.save writes, is also in the member itself.
     """
-    head = await _read_range(storage, name, 0, min(size, zip_directory.LONGEST_HEADER))
-    names = [zip_directory.read_name(head)]
+    head = await _read_range(storage, name, 0, min(size, zip_archive.LONGEST_HEADER))
+    names = [zip_archive.read_name(head)]
     with suppress(ValueError):
         names += [each.name for each in (await _read_directory(storage, name, size, limit))[1]]
     if not any(each.partition("/")[2] == "data.pkl" for each in names):

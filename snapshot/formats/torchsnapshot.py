@@ -9,17 +9,17 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote
 
-from snapshot.aio import gather_limited
 from snapshot.decoding import decode_json, decode_yaml
 from snapshot.errors import CorruptSnapshotError, StorageNotFoundError, UnsupportedFormatError
 from snapshot.formats.foreign import ForeignDocument, check_location, extend_file, make_document
 from snapshot.formats.to_entries import make_scalar
+from snapshot.io.aio import gather_limited
+from snapshot.io.storage import Storage
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import DEEPEST, METADATA, ForeignFile, measure_nesting
 from snapshot.manifest.paths import encode_component, encode_key, find_tagged_keys
 from snapshot.manifest.rank_view import is_rank
-from snapshot.storage import Storage
-from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
+from snapshot.tensors.memory import BY_NAME, ITEMSIZE
 from snapshot.text import counted
 
 AT_ONCE = 16

@@ -23,11 +23,11 @@ import torch.distributed as dist
 
 from snapshot.distributed.group import ranks_of
 from snapshot.errors import MissingExtraError, SnapshotError, SnapshotNotFoundError
+from snapshot.io.url import URL
 from snapshot.manifest.document import OWN_FORMATS
 from snapshot.save.take_options import AsyncTakeArguments
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.state.rng import RNGState
-from snapshot.url import URL
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

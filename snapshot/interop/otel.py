@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from snapshot.errors import MissingExtraError
-from snapshot.events import Event
-from snapshot.metrics import COUNTERS, DURATION, DURATION_HELP, GAUGES, Labels, Metrics, changes_of
-from snapshot.version import VERSION
+from snapshot.events import COUNTERS, DURATION, DURATION_HELP, GAUGES, Event, Labels, Metrics, changes_of
+from snapshot.text import VERSION
 
 
 class OpenTelemetryHandler:

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from snapshot.errors import MissingExtraError
 from snapshot.interop.dcp import SnapshotReader, SnapshotWriter
+from snapshot.io.loop import run
+from snapshot.io.url import URL
 from snapshot.manager.root import Root
-from snapshot.runtime.loop import run
-from snapshot.url import URL
 
 
 def use_snapshots(manager: Any = None, *, storage_options: Mapping[str, Any] | None = None) -> None:

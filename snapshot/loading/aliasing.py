@@ -11,15 +11,14 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
+from snapshot.io.session import Session
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest.document import FileEntry
 from snapshot.manifest.entries import AnyTensor
 from snapshot.manifest.paths import encode_component
-from snapshot.runtime.session import Session
 from snapshot.state.stateful_kinds import Kind
-from snapshot.tensors.addresses import address_of_tensor, view_memory
-from snapshot.tensors.dtypes import BY_NAME
 from snapshot.tensors.geometry import boxes_of_range
+from snapshot.tensors.memory import BY_NAME, address_of_tensor, view_memory
 
 
 def find_shared_memory(read_plan: ReadPlan) -> list[str]:

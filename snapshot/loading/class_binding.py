@@ -15,10 +15,9 @@ import torch
 
 from snapshot.errors import CorruptSnapshotError
 from snapshot.manifest import entries as e
-from snapshot.manifest.counting import is_leaf
+from snapshot.manifest.entries import is_leaf
 from snapshot.manifest.paths import add_parents, encode_component
-from snapshot.manifest.scalars import Scalar
-from snapshot.manifest.typed import EnumEntry, resolve_member
+from snapshot.manifest.values import EnumEntry, Scalar, resolve_member
 from snapshot.reports import RestoreIssues
 from snapshot.saved import class_name
 from snapshot.state import compound

@@ -9,6 +9,8 @@ import msgspec
 import torch
 
 from snapshot.errors import RestoreError
+from snapshot.io.loop import run
+from snapshot.io.session import Session
 from snapshot.loading.open import expect_files
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e
@@ -16,13 +18,10 @@ from snapshot.manifest.document import Document
 from snapshot.manifest.paths import add_parents, decode_component, encode_component
 from snapshot.manifest.rank_view import RankView, adopt_entry, is_shared, make_rank_view, rename_entries
 from snapshot.manifest.validate import check_tensor, find_locations
-from snapshot.maps.grid import Grid
 from snapshot.maps.recipe import Spec, Target
 from snapshot.maps.tensor_map import MapPlan, TensorMap
-from snapshot.runtime.loop import run
-from snapshot.runtime.session import Session
-from snapshot.tensors.dtypes import BY_NAME
-from snapshot.tensors.geometry import split_shape
+from snapshot.tensors.geometry import Grid, split_shape
+from snapshot.tensors.memory import BY_NAME
 from snapshot.text import listed, with_article
 
 _COMPARED = 8 << 20

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
-from snapshot.errors import RestoreError
-from snapshot.formats.foreign import narrow_root
+from snapshot.errors import RestoreError, SnapshotError
+from snapshot.formats import safe_pickle
+from snapshot.formats.foreign import ForeignDocument, narrow_root
+from snapshot.formats.to_entries import EntryTree, RebuiltTensor, read_pickle
+from snapshot.io.loop import run
+from snapshot.io.session import Session
 from snapshot.loading.aliasing import is_writable
 from snapshot.loading.class_binding import Binding
 from snapshot.loading.open import expect_files
@@ -18,17 +23,66 @@ from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document
 from snapshot.manifest.paths import encode_component
 from snapshot.manifest.rank_view import is_rank, make_rank_view, resolve_path, suggest_names
-from snapshot.manifest.typed import EnumEntry
 from snapshot.manifest.validate import check_tensor, check_tree, find_locations
+from snapshot.manifest.values import EnumEntry
 from snapshot.reports import RestoreIssues
-from snapshot.runtime.loop import run
-from snapshot.runtime.session import Session
-from snapshot.state import numpy_arrays
+from snapshot.state import tensor_leaves
 from snapshot.state.sharded import Shards, find_shards
 from snapshot.state.state_tree import collect_leaves, inflate_tree
-from snapshot.tensors.dtypes import BY_NAME, NAMES
+from snapshot.state.stateful_kinds import Kind
 from snapshot.tensors.geometry import Box
+from snapshot.tensors.memory import BY_NAME, NAMES
 from snapshot.text import counted, listed, with_article
+
+# Objects in other libraries' archives that hold only plain values, expanded to entries.
+#
+# An optimizer can then be restored from the contents of its groups instead of opaque objects.
+
+LONGEST = 1 << 20
+"""Longer objects are not expanded."""
+
+
+def expand_objects(
+    session: Session,
+    document: Document,
+    entries: dict[str, Any],
+    wanted: Callable[[str], bool],
+    kind: type[Kind],
+) -> None:
+    """Replace `wanted` objects of plain values by entries, for statefuls of this kind. Other objects stay unchanged."""
+    if not isinstance(document, ForeignDocument) or not kind.unfolds:
+        return
+    chosen = {
+        path: msgspec.structs.replace(entry, serializer="bytearray")
+        for path, entry in entries.items()
+        if isinstance(entry, e.ObjectEntry)
+        and entry.serializer == "torch_save"
+        and entry.nbytes <= LONGEST
+        and wanted(path)
+    }
+    if not chosen:
+        return
+    run(expect_files(session, document, find_locations(chosen, document.files)))
+    read_plan = ReadPlan(document.files)
+    for path, entry in chosen.items():
+        read_plan.new(path, entry)
+    read_plan.execute(session, verify=False)
+    for path in chosen:
+        try:
+            content = read_pickle(read_plan.values[path])
+            tree = EntryTree(path, _refuse_tensor, len(content))
+            tree.add(path, safe_pickle.load_pickle(content, path))
+        except (SnapshotError, ValueError, KeyError):
+            continue  # reading it raises
+        if not tree.inline and not any(isinstance(each, e.ObjectEntry) for each in tree.entries.values()):
+            entries.update(tree.entries)
+
+
+def _refuse_tensor(path: str, found: RebuiltTensor) -> e.TensorEntry:
+    raise ValueError("a tensor in an object")
+
+
+# Reading of single objects and whole state dicts, without a live application.
 
 
 def read_object(
@@ -63,7 +117,7 @@ def read_object(
     elif isinstance(obj_out, np.ndarray) and type(entry) is e.NDArrayEntry and obj_out.flags.c_contiguous:
         if not obj_out.flags.writeable:
             raise RestoreError(f"{path}: obj_out must be writable", [path])
-        if obj_out.shape != entry.shape or numpy_arrays.read_dtype(path, entry.dtype) != obj_out.dtype:
+        if obj_out.shape != entry.shape or tensor_leaves.read_dtype(path, entry.dtype) != obj_out.dtype:
             raise RestoreError(
                 f"{path}: obj_out must be {entry.dtype}{list(entry.shape)}, "
                 f"got {obj_out.dtype.str}{list(obj_out.shape)}",

@@ -16,33 +16,36 @@ import numpy as np
 import torch
 
 from snapshot.errors import CorruptSnapshotError, UnsafeObjectError
-from snapshot.formats.embedded_tensors import EmbeddedLayout, decode_object, is_archived
 from snapshot.formats.foreign import is_packed
-from snapshot.formats.from_pickle import NotPlainError, read_plain_value
-from snapshot.formats.pickled_objects import load_object, run_pickle
-from snapshot.formats.unpickling import SavedFile, find_object, is_refused
-from snapshot.loading.fetch import fetch_requests
+from snapshot.formats.pickled import SavedFile, find_object, is_refused, load_object, run_pickle
+from snapshot.formats.to_entries import NotPlainError, read_plain_value
+from snapshot.formats.torch_save import EmbeddedLayout, decode_object, is_archived
+from snapshot.io.accelerators import accelerator_of, await_host_copies
+from snapshot.io.session import Session
 from snapshot.loading.left_out import LeftOut
-from snapshot.loading.mapped_reads import request_mapped
-from snapshot.loading.memory_claims import MemoryClaims
-from snapshot.loading.reader import ReadResult
-from snapshot.loading.requests import ReadRequest, SharedRanges, request_all
-from snapshot.loading.scatter import add_requests, add_unpacked_requests, copy_into, place_of
+from snapshot.loading.open import MemoryClaims
+from snapshot.loading.reader import ReadResult, fetch_requests
+from snapshot.loading.scatter import (
+    ReadRequest,
+    SharedRanges,
+    add_requests,
+    add_unpacked_requests,
+    copy_into,
+    place_of,
+    request_all,
+    request_mapped,
+)
 from snapshot.manifest import entries as e
+from snapshot.manifest.compounds import RANDOM, fill_generator, is_filled_by
 from snapshot.manifest.document import ForeignFile
-from snapshot.manifest.entry import Entry
-from snapshot.manifest.known_objects import RANDOM, fill_generator, is_filled_by
-from snapshot.manifest.scalars import Scalar
 from snapshot.manifest.validate import Files, check_range, check_tensor
+from snapshot.manifest.values import Entry, Scalar
 from snapshot.progress import Meter
-from snapshot.runtime.accelerators import accelerator_of, await_host_copies
-from snapshot.runtime.session import Session
-from snapshot.state import numpy_arrays
-from snapshot.tensors import composite, generators
-from snapshot.tensors.addresses import address_of, is_plain
+from snapshot.state import tensor_leaves
+from snapshot.tensors import composite
 from snapshot.tensors.digest import BLOCK
-from snapshot.tensors.dtypes import BY_NAME, NAMES
 from snapshot.tensors.geometry import Box, intersect, whole_box
+from snapshot.tensors.memory import BY_NAME, NAMES, address_of, is_plain
 
 
 class ReadPlan:
@@ -136,19 +139,17 @@ class ReadPlan:
         tensor = self._plain(path, entry.data)
 
         def finish() -> None:
-            self.values[path] = numpy_arrays.rebuild_array(
+            self.values[path] = tensor_leaves.rebuild_array(
                 path, tensor, entry.dtype, entry.shape, order=entry.order, scalar=entry.scalar
             )
 
-        numpy_arrays.read_dtype(path, entry.dtype)
+        tensor_leaves.read_dtype(path, entry.dtype)
         self._finish.append(finish)
 
     def _new_parts(self, path: str, entry: e.TensorPartsEntry) -> None:
-        if entry.kind == generators.KIND:
+        if entry.kind == composite.KIND:
             state = self._generator_state(path, entry)
-            self._finish.append(
-                lambda: self.values.update({path: generators.make_generator(path, entry.params, state)})
-            )
+            self._finish.append(lambda: self.values.update({path: composite.make_generator(path, entry.params, state)}))
             return
         parts = {name: self._plain(f"{path}[{name}]", part) for name, part in entry.parts.items()}
 
@@ -303,17 +304,17 @@ class ReadPlan:
     def into_array(self, path: str, entry: e.NDArrayEntry, array: np.ndarray[Any, Any]) -> None:
         """Fill a C-ordered array of the entry's dtype and shape."""
         check_tensor(path, entry.data, self.files)
-        self.into(path, entry.data, numpy_arrays.wrap_array(array).view(BY_NAME[entry.data.dtype]), live=True)
+        self.into(path, entry.data, tensor_leaves.wrap_array(array).view(BY_NAME[entry.data.dtype]), live=True)
         self.values[path] = array
 
     def into_generator(self, path: str, entry: e.TensorPartsEntry, generator: torch.Generator) -> bool:
         """Set a generator's state. Return False, without a change, if it is for another kind of device."""
-        if entry.kind != generators.KIND or generators.read_device(path, entry.params).type != generator.device.type:
+        if entry.kind != composite.KIND or composite.read_device(path, entry.params).type != generator.device.type:
             return False
         state = self._generator_state(path, entry)
 
         def finish() -> None:
-            self.values[path] = generators.fill_generator(path, generator, state)
+            self.values[path] = composite.fill_generator(path, generator, state)
 
         self.values[path] = generator
         self._finish.append(finish)

@@ -1,23 +1,21 @@
-"""Reading: requested ranges are read straight to their destination and verified.
-
-A request with an address is read into it. Other requests go through a slot, and are copied once they are verified as
-far as possible. Every byte of storage is fetched once.
-"""
+"""Reading: requested ranges are read straight to their destination and verified."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
+import torch
 
-from snapshot.aio import in_thread, inline, pop_first, run_inline, shielded
 from snapshot.errors import CorruptSnapshotError, StorageNotFoundError
 from snapshot.events import emit
-from snapshot.formats.embedded_tensors import (
+from snapshot.formats.torch_save import (
     HEAD,
     LONGEST_HEAD,
     EmbeddedLayout,
@@ -26,18 +24,81 @@ from snapshot.formats.embedded_tensors import (
     is_archived,
     is_streamed,
 )
-from snapshot.loading.requests import BlockCheck, ReadRequest, slot_bytes
-from snapshot.loading.unpack import Unpack, open_packed, unpack_whole
-from snapshot.loading.uploads import Uploads
+from snapshot.io.accelerators import await_current_streams, await_events, on_stream, side_stream
+from snapshot.io.aio import in_thread, inline, pop_first, run_inline, shielded
+from snapshot.io.arena import SEGMENT, Pinning, Slot
+from snapshot.io.budget import MemoryBudget
+from snapshot.io.loop import cancel_all, run
+from snapshot.io.session import Session
+from snapshot.io.storage import Buffer, Storage
+from snapshot.loading.scatter import BlockCheck, ReadRequest, Unpack, open_packed, slot_bytes, unpack_whole
 from snapshot.manifest.entries import TensorEntry
-from snapshot.plan.coalesce import ReadPart, plan_reads
-from snapshot.progress import unmetered
-from snapshot.runtime.arena import Slot
-from snapshot.runtime.budget import MemoryBudget
-from snapshot.runtime.loop import cancel_all
-from snapshot.storage import Buffer, Storage
-from snapshot.tensors.addresses import wrap_memory
+from snapshot.plan.layout import ReadPart, plan_reads
+from snapshot.progress import Meter, unmetered
 from snapshot.tensors.digest import BLOCK, digest_range, digest_table
+from snapshot.tensors.memory import wrap_memory
+from snapshot.text import listed
+
+# Uploads: bytes that arrived in staging memory are copied to accelerators on side streams.
+
+
+class Uploads:
+    """The copies to the accelerators of some requests.
+
+    The caller has waited for the current streams of these devices. While one part is copied, other threads read.
+    """
+
+    def __init__(self, requests: Sequence[ReadRequest], limit: int) -> None:
+        devices = sorted({request.device for request in requests if request.device is not None}, key=str)
+        sides = {device: side_stream(device) for device in devices}
+        self._sides: dict[torch.device, Any] = {device: side for device, side in sides.items() if side is not None}
+        total = sum(request.end - request.begin for request in requests if request.device is not None)
+        self._pinning = Pinning(next(iter(self._sides)), limit, min(total, SEGMENT)) if self._sides else None
+
+    def pinning(self, requests: Iterator[ReadRequest]) -> Pinning | None:
+        """Return the pinned memory that is useful for some requests; None if their bytes stay on the host."""
+        if self._pinning is None or all(request.device is None for request in requests):
+            return None
+        return self._pinning
+
+    @contextlib.contextmanager
+    def part(self) -> Iterator[UploadedPart]:
+        """Yield the copies of one part. At the end, all of them have ended, even after an error."""
+        copies = UploadedPart(self._sides)
+        try:
+            yield copies
+        finally:
+            copies.wait()
+
+
+class UploadedPart:
+    """The copies of one part. Its slot must not be reused before they have ended."""
+
+    def __init__(self, sides: dict[torch.device, Any]) -> None:
+        self._sides = sides
+        self._used: set[torch.device] = set()
+
+    def place(self, request: ReadRequest, start: int, slot: Slot, at: int, length: int) -> None:
+        """Copy bytes from a slot to the destination of their request. The copy may still run on return."""
+        assert request.place is not None
+        device = request.device
+        side = self._sides.get(device) if device is not None else None
+        if device is None or side is None:
+            request.place(start, slot, at, length)
+            return
+        self._used.add(device)
+        with on_stream(side):
+            request.place(start, slot, at, length)
+
+    def wait(self) -> None:
+        """Wait for the copies."""
+        await_events([self._sides[device].record_event() for device in self._used])
+
+
+# Reading: requested ranges are read straight to their destination and verified.
+#
+# A request with an address is read into it. Other requests go through a slot, and are copied once they are verified
+# as far as possible. Every byte of storage is fetched once.
 
 LOOK = 1 << 20
 """Bytes per read of a range that must be parsed sequentially."""
@@ -415,3 +476,37 @@ class Reader:
 
 def _touched_text(names: set[str]) -> str:
     return f"; live tensors that were written: {', '.join(sorted(names))}" if names else ""
+
+
+# Read all requested ranges, and raise if any fails verification.
+
+
+def fetch_requests(
+    session: Session, requests: Sequence[ReadRequest], verify: bool, meter: Meter, touched: set[str] | None = None
+) -> ReadResult:
+    """Read ranges, and raise if any fails verification. `touched` collects the live tensors that are written."""
+    touched = set() if touched is None else touched
+    if not requests:
+        return ReadResult(touched=touched)
+    await_current_streams({request.device for request in requests})
+    reader = Reader(
+        session.storage, session.budget, verify=verify, wanted_part=session.settings.part_bytes, touched=touched
+    )
+    result = run(reader.read(requests, meter.wrote))
+    raise_faults(session, result)
+    return result
+
+
+TOUCHED = "\nlive tensors that were written, and may hold wrong data now:"
+
+
+def raise_faults(session: Session, result: ReadResult) -> None:
+    """Raise if any range failed verification."""
+    if result.faults:
+        touched = sorted(result.touched)
+        raise CorruptSnapshotError(
+            f"{session.url}: {len(result.faults)} damaged:{listed(result.faults)}"
+            + (f"{TOUCHED}{listed(touched)}" if touched else ""),
+            faults=result.faults,
+            touched=touched,
+        )

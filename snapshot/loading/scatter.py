@@ -1,25 +1,358 @@
-"""Destinations of a stored range in a tensor: its own memory if possible, otherwise a copy box by box."""
+"""Read requests: ranges of files, and their destinations in tensors."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
+import msgspec
 import torch
 
-from snapshot.formats.embedded_tensors import EmbeddedLayout
-from snapshot.loading.requests import Place, ReadRequest, request_all
+from snapshot.errors import CorruptSnapshotError
+from snapshot.formats.foreign import is_packed
+from snapshot.formats.torch_save import (
+    HEAD,
+    PIECE,
+    EmbeddedLayout,
+    MoreBytesNeeded,
+    find_layout,
+    is_streamed,
+    make_decoder,
+)
+from snapshot.io.accelerators import accelerator_of
+from snapshot.io.arena import Slot
 from snapshot.manifest import entries as e
-from snapshot.maps.grid import Grid
-from snapshot.runtime.accelerators import accelerator_of
-from snapshot.runtime.arena import Slot
-from snapshot.tensors.addresses import is_plain
-from snapshot.tensors.digest import BLOCK
-from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
-from snapshot.tensors.geometry import Box, Shape, boxes_of_range, find_flat_ranges, intersect, is_flat_range, whole_box
-from snapshot.tensors.strides import contiguous_strides, find_enclosing_tensor, measure_span
+from snapshot.manifest.entries import MappedTensorEntry, ObjectEntry, TensorEntry
+from snapshot.manifest.validate import Files
+from snapshot.plan.layout import ReadPart
+from snapshot.tensors.digest import BLOCK, SIZE, block_digest
+from snapshot.tensors.geometry import (
+    Box,
+    Grid,
+    Shape,
+    boxes_of_range,
+    find_flat_ranges,
+    intersect,
+    is_flat_range,
+    whole_box,
+)
+from snapshot.tensors.memory import (
+    BY_NAME,
+    ITEMSIZE,
+    contiguous_strides,
+    copy_memory,
+    find_enclosing_tensor,
+    is_plain,
+    measure_span,
+)
+
+# Read requests: ranges of files, with their destination and their verification.
+
+Place = Callable[[int, Slot, int, int], None]
+"""A function that copies bytes from a slot: (position in the stored range, slot, position in the slot, length)."""
+
+
+class ReadRequest(msgspec.Struct, gc=False):
+    """A stored range to read: all of it, or some of its blocks."""
+
+    name: str
+    stored: TensorEntry | ObjectEntry
+    location: str
+    begin: int
+    end: int
+    address: int = 0
+    """The address of its first byte; 0 if a function places the bytes."""
+    place: Place | None = None
+    live: bool = False
+    """True if the destination is a tensor of the application."""
+    check: BlockCheck | None = None
+    device: torch.device | None = None
+    """The accelerator of its destination, if it is on one."""
+    also: tuple[str, ...] = ()
+    """Names of further tensors that the range is placed in."""
+    opens: Callable[[EmbeddedLayout], list[ReadRequest]] | None = None
+    """For a packed tensor: returns the requests for the file itself, once its position in the range is known."""
+
+
+class SharedRanges:
+    """Requests for the same range become one request, also if they are for different tensors."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], ReadRequest] = {}
+
+    def join(self, requests: list[ReadRequest], first: int) -> None:
+        """Join the requests from a number on with earlier ones."""
+        added = requests[first:]
+        del requests[first:]
+        for request in added:
+            if request.address or request.opens is not None or request.place is None:
+                requests.append(request)
+                continue
+            stored = request.stored
+            key = (
+                request.location,
+                request.begin,
+                request.end,
+                request.live,
+                request.device,
+                stored.byte_range,
+                stored.digest,
+                stored.blocks,
+            )
+            known = self._known.setdefault(key, request)
+            if known is request:
+                requests.append(request)
+            elif isinstance(known.place, _Places):
+                known.place.places.append(request.place)
+                known.also = (*known.also, request.name) if request.live else ()
+            elif known.place is not None:
+                known.place = _Places([known.place, request.place])
+                known.also = (request.name,) if request.live else ()
+
+
+class _Places:
+    def __init__(self, places: list[Place]) -> None:
+        self.places = places
+
+    def __call__(self, start: int, slot: Slot, at: int, length: int) -> None:
+        for place in self.places:
+            place(start, slot, at, length)
+
+
+def request_all(
+    name: str, stored: TensorEntry | ObjectEntry, address: int = 0, place: Place | None = None, live: bool = False
+) -> ReadRequest:
+    """Return the request for a whole stored range."""
+    begin, end = stored.byte_range
+    return ReadRequest(name, stored, stored.location, begin, end, address, place, live)
+
+
+def slot_bytes(part: ReadPart, requests: Sequence[ReadRequest]) -> int:
+    """Return the slot size of a part: its bytes to place, aligned to 16, and its gaps."""
+    used, position = 0, part.begin
+    for segment in part.segments:
+        used += max(0, segment.begin - position)
+        if not requests[segment.request].address:
+            used = -(-used // 16) * 16 + segment.end - segment.begin
+        position = segment.end
+    return used
+
+
+class BlockCheck:
+    """Verifies the block digests of a long range, as blocks arrive from several threads.
+
+    With a `table`, each block is compared at once. Without one, the blocks' digests make a table when the last one
+    arrived.
+    """
+
+    __slots__ = ("bad", "digests", "left", "table")
+
+    def __init__(self, nbytes: int, table: bytes | None) -> None:
+        self.left = nbytes
+        self.table = table
+        self.digests = bytearray(-(-nbytes // BLOCK) * SIZE)
+        self.bad: str | None = None
+
+    def update(self, at: int, data: memoryview) -> None:
+        """Add whole blocks that begin at `at` bytes into the range."""
+        first = at // BLOCK
+        made = b"".join(block_digest(data[begin : begin + BLOCK]) for begin in range(0, len(data), BLOCK))
+        if self.table is None:
+            self.digests[first * SIZE : first * SIZE + len(made)] = made
+        else:
+            expected = self.table[first * SIZE : first * SIZE + len(made)]
+            if made != expected:
+                wrong = next(i for i in range(0, len(made), SIZE) if made[i : i + SIZE] != expected[i : i + SIZE])
+                block = first + wrong // SIZE
+                self.bad = (
+                    f"block {block} (bytes {block * BLOCK} on): digest must be "
+                    f"xxh3:{expected[wrong : wrong + SIZE].hex()}, got xxh3:{made[wrong : wrong + SIZE].hex()}"
+                )
+
+
+# Unpacking of tensors from other libraries' archives: from file bytes to elements at their destination.
+
+ALIGNED = 16
+"""No element is longer. At multiples of it, counted from the start of a storage, no element is split."""
+ENOUGH = 64 << 10
+"""Decompressed bytes that are delivered at once."""
+MORE = 64 << 20
+"""Bytes that a compressed archive may have in addition to its tensor's elements."""
+
+
+class Bytes:
+    """A byte tensor with the interface of a slot."""
+
+    __slots__ = ("tensor",)
+    pinned = False
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def unpack_stream(
+    requests: Sequence[ReadRequest], layout: EmbeddedLayout, dtype: str, begin: int, held: torch.Tensor
+) -> None:
+    """Deliver the bytes that begin at `begin`, in the file or after decompression, to the requests that want them."""
+    if not layout.plain:
+        held = _turned(held, layout.begin - begin, dtype, layout)
+    end = begin + held.numel()
+    for request in requests:
+        low, high = max(request.begin, begin), min(request.end, end)
+        if low >= high:
+            continue
+        if request.address:
+            copy_memory(request.address + low - request.begin, held.data_ptr() + low - begin, high - low)
+        elif request.place is not None:
+            part = held[low - begin : high - begin]
+            if part.storage_offset() % ALIGNED:
+                part = part.clone()
+            request.place(low - request.stored.byte_range[0], Bytes(part), 0, high - low)  # type: ignore[arg-type]
+
+
+def _turned(held: torch.Tensor, at: int, dtype: str, layout: EmbeddedLayout) -> torch.Tensor:
+    """Return the tensor's bytes in native byte order, conjugated and negated as saved. Elements begin at `at`."""
+    whole = ITEMSIZE[dtype]
+    size = whole // (2 if BY_NAME[dtype].is_complex else 1)
+    held = held.clone()
+    at = at % whole
+    count = max(0, held.numel() - at) // whole * whole
+    middle = held[at : at + count]
+    if layout.swapped and size > 1:
+        middle.copy_(middle.clone().view(-1, size).flip(1).reshape(-1))
+    if layout.neg:  # the last byte has the sign bit
+        middle.view(-1, size)[:, -1] ^= 0x80
+    if layout.conj:
+        middle.view(-1, whole)[:, -1] ^= 0x80
+    return held
+
+
+def unpack_whole(request: ReadRequest, share: Any, tensor: torch.Tensor) -> None:
+    """Unpack a short range whose bytes have all been read."""
+    stored = request.stored
+    assert isinstance(stored, TensorEntry)
+    if is_streamed(stored):
+        unpack = Unpack(request)
+        view = memoryview(share).cast("B")
+        for step in unpack.steps():
+            step(view)
+        return
+    try:
+        layout = find_layout(request.name, stored, share, share)
+    except MoreBytesNeeded as short:
+        raise CorruptSnapshotError(f"{request.name}: its archive refers to bytes beyond its end") from short
+    unpack_stream(open_packed(request, layout), layout, stored.dtype, request.begin, tensor)
+
+
+def open_packed(request: ReadRequest, layout: EmbeddedLayout) -> list[ReadRequest]:
+    """Return the requests for the file itself, once the position of a packed tensor is known."""
+    assert request.opens is not None
+    return request.opens(layout)
+
+
+class Unpack:
+    """Parses a range sequentially; twice, if its directory is stored at the end."""
+
+    def __init__(self, request: ReadRequest, layout: EmbeddedLayout | None = None) -> None:
+        """Start with a known layout, if given, from the first byte of the storage."""
+        assert isinstance(request.stored, TensorEntry)
+        self._request = request
+        self._stored = request.stored
+        self._decode = make_decoder(request.name, request.stored) if layout is None else bytes
+        self._layout: EmbeddedLayout | None = None
+        self._requests: list[ReadRequest] = []
+        self._head, self._tail = bytearray(), bytearray()
+        self._position = 0
+        """The position where `_held` begins."""
+        self._held = bytearray()
+        self._end = 0
+        self._most = math.prod(request.stored.shape) * ITEMSIZE[request.stored.dtype] + MORE
+        self.looks = layout is None and request.stored.serializer.endswith("+torch_save")
+        """True if the whole range must be scanned before any bytes can be delivered."""
+        if layout is not None:
+            self._begin(layout, layout.begin)
+
+    def steps(self) -> list[Callable[[memoryview], None]]:
+        """Return the functions to call with all bytes of the range, in this order."""
+        return [self._look_all, self._take_all] if self.looks else [self._take_all]
+
+    def _look_all(self, data: memoryview) -> None:
+        self.look(data)
+        self.looked()
+
+    def _take_all(self, data: memoryview) -> None:
+        self.take(data)
+        self.taken()
+
+    def look(self, data: memoryview) -> None:
+        """Scan bytes of the range without delivering any."""
+        for at in range(0, len(data), PIECE):
+            made = self._decode(bytes(data[at : at + PIECE]))
+            if len(self._head) < HEAD:
+                self._head += made[: HEAD - len(self._head)]
+            self._tail += made
+            del self._tail[:-HEAD]
+            self._position += len(made)
+            if self._position > self._most:
+                raise CorruptSnapshotError(f"{self._request.name}: decompresses to far more bytes than it has elements")
+
+    def looked(self) -> None:
+        """Finish the scan."""
+        head, tail, length = self._head, self._tail, self._position
+        if length <= HEAD:
+            tail = head
+        stored = self._stored
+        packed = TensorEntry(stored.location, (0, length), stored.dtype, stored.shape, serializer="torch_save")
+        try:
+            found = find_layout(self._request.name, packed, head, tail)
+        except MoreBytesNeeded as short:
+            raise CorruptSnapshotError(f"{self._request.name}: its archive is not one that torch writes") from short
+        self._decode = make_decoder(self._request.name, stored)
+        self._begin(found)
+
+    def _begin(self, layout: EmbeddedLayout, position: int = 0) -> None:
+        self._layout = layout
+        self._requests = open_packed(self._request, layout)
+        self._end = max((request.end for request in self._requests), default=0)
+        self._position = position
+
+    def take(self, data: memoryview) -> bool:
+        """Deliver the requested part of the bytes. Return True if more bytes are needed."""
+        for at in range(0, len(data), PIECE):
+            if self._layout is None:
+                head = bytes(data[: max(PIECE, HEAD)])
+                self._begin(find_layout(self._request.name, self._stored, head, b""))
+            if self._position >= self._end:
+                return False
+            self._held += self._decode(bytes(data[at : at + PIECE]))
+            if len(self._held) >= ENOUGH:
+                self._hand_on(len(self._held))
+        return self._position < self._end
+
+    def taken(self) -> None:
+        """Finish: the range has no more bytes."""
+        self._hand_on(len(self._held), last=True)
+        if self._position < self._end:
+            raise CorruptSnapshotError(f"{self._request.name}: its bytes end too early")
+
+    def _hand_on(self, count: int, *, last: bool = False) -> None:
+        layout = self._layout
+        if layout is None or not count:
+            return
+        if not last:
+            count -= (self._position + count - layout.begin) % ALIGNED
+        if count <= 0:
+            return
+        held = torch.frombuffer(self._held[:count], dtype=torch.uint8)
+        unpack_stream(self._requests, layout, self._stored.dtype, self._position, held)
+        del self._held[:count]
+        self._position += count
+
+
+# Destinations of a stored range in a tensor: its own memory if possible, otherwise a copy box by box.
 
 _BITS = {
     dtype: torch.int16 if dtype.itemsize == 2 else torch.uint8
@@ -245,3 +578,83 @@ def copy_into(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool 
         target, source = target.view(bits), source.view(bits)
     with torch.no_grad():
         target.copy_(source, non_blocking=non_blocking)
+
+
+# Reads of mapped tensors: the parts of stored tensors that fill a box of a mapped one.
+
+_SAMPLE = 4 << 20
+_SAMPLES = 4
+"""Number of ranges of a tensor, of _SAMPLE bytes each, whose reads are planned to see how scattered they are."""
+
+
+def request_mapped(
+    path: str,
+    entry: MappedTensorEntry,
+    target: torch.Tensor,
+    box: Box,
+    files: Files,
+    *,
+    add: Callable[[Any, torch.Tensor, Box], None],
+    finish: list[Callable[[], None]],
+    live: bool,
+) -> Iterator[ReadRequest]:
+    """Yield requests that fill a tensor of the box's shape with that part of a mapped tensor.
+
+    Whole boxes of a stored tensor are passed to `add`: its pieces, their destination, and the box.
+    """
+    target = target.detach()
+    for stored_tensor, whole in entry.parts_in(box):
+        pieces = stored_tensor.pieces()
+        for clipped in whole.clip("target", box):
+            for grid in clipped.simplified().split(BLOCK // ITEMSIZE[stored_tensor.dtype]):
+                cover = grid.cover("source")
+                view = _view_box(grid, target, box)
+                if view is not None:
+                    add(pieces, view, cover)
+                    continue
+                if any(files[stored.location].in_base for _, stored in pieces):
+                    held = torch.empty(cover.sizes, dtype=BY_NAME[stored_tensor.dtype])
+                    add(pieces, held, cover)
+                    views = grid.view("target", target, box.offsets), grid.view("source", held, cover.offsets)
+                    finish.append(partial(copy_into, *views))
+                    continue
+                given: Any = {"grid": grid, "target": target, "origin": box.offsets, "live": live}
+                for piece, stored in pieces:
+                    if is_packed(stored):
+                        yield from request_packed_grid(path, stored, piece, finish=finish, **given)
+                    else:
+                        yield from request_grid(path, stored, piece, **given)
+
+
+def is_spread(entry: MappedTensorEntry) -> bool:
+    """Return True if reading the tensor range by range, in C order, would read far more bytes than it has."""
+    itemsize = ITEMSIZE[entry.dtype]
+    count, sample = math.prod(entry.shape), _SAMPLE // itemsize
+    block, wanted, read = BLOCK // itemsize, 0, 0
+    if count <= sample:
+        sources = {id(part.entry): math.prod(part.entry.shape) for part in entry.parts}
+        if sum(sources.values()) <= 4 * count + _SAMPLES * block:
+            return False
+    for begin in range(0, count, max(1, count // _SAMPLES)):
+        for _, box in boxes_of_range(entry.shape, begin, min(count, begin + sample)):
+            wanted += box.numel
+            for part in entry.parts_in(box):
+                for clipped in part.grid.clip("target", box):
+                    for grid in clipped.simplified().split(block):
+                        ranges = find_flat_ranges(tuple(part.entry.shape), grid.cover("source"), block // 4)
+                        read += sum(-(-(end - first) // block) * block for first, end in ranges)
+            if read > 4 * (wanted + _SAMPLES * block):
+                return True
+    return False
+
+
+def _view_box(grid: Grid, target: torch.Tensor, box: Box) -> torch.Tensor | None:
+    """Return the places of a grid's elements in the target, in the axes of the source; None unless they are a box."""
+    axes = grid.source_axes()
+    if axes is None:
+        return None
+    view = grid.view("target", target, box.offsets).permute([number for number in axes if number is not None])
+    for axis, number in enumerate(axes):
+        if number is None:
+            view = view.unsqueeze(axis)
+    return view

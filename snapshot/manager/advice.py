@@ -12,8 +12,8 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from snapshot.durations import Duration, duration_text, seconds_of
 from snapshot.errors import SnapshotError
+from snapshot.text import Duration, duration_text, seconds_of
 
 RECENT = 20
 """Number of takes whose cost is kept."""

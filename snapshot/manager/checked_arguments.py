@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
+from snapshot.io.system import expect_linux, find_signals
+from snapshot.io.url import URL
 from snapshot.manager.policies import Policy
-from snapshot.save.packing import expect_compression
-from snapshot.system_calls import expect_linux, find_signals
+from snapshot.save.compression import expect_compression
 from snapshot.tiers.join import TierOptions
-from snapshot.url import URL
 
 
 def checked_root(root: Any) -> str:

@@ -11,16 +11,16 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from snapshot.aio import gather_limited
 from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageError, StorageNotFoundError
 from snapshot.events import emit, log
+from snapshot.io.aio import gather_limited
+from snapshot.io.storage import FileStat, Storage
 from snapshot.manager.incremental import find_needed
 from snapshot.manager.policies import KeepBest, Policy, Taken, parts, reasons
 from snapshot.manager.root import UNREADABLE as CANNOT_READ
 from snapshot.manager.root import Root, StepFolders, taken_of
-from snapshot.manifest.head import ManifestHead, NotOurs
-from snapshot.save import cleanup
-from snapshot.storage import FileStat, Storage
+from snapshot.manifest.document import ManifestHead, NotOurs
+from snapshot.save import transaction
 from snapshot.tiers.timeline import Standing, origin_of
 from snapshot.tiers.tombstones import bury
 
@@ -62,7 +62,7 @@ async def survey_steps(
     *,
     upto: int | None = None,
     damaged: Collection[int] = (),
-    older_than: float = cleanup.DAY,
+    older_than: float = transaction.DAY,
     thorough: bool = False,
     spared: Callable[[int], bool] = lambda step: False,
     inspect: Inspect | None = None,
@@ -214,7 +214,7 @@ async def _why_it_stays(root: Root, step: int, older_than: float, spared: Callab
         if await root.pinned([step]):
             return PINNED
         async with root.opened(step) as session:
-            return BUSY if await cleanup.is_busy(session.storage, older_than) else ""
+            return BUSY if await transaction.is_busy(session.storage, older_than) else ""
     except StorageError as error:
         if error.errno not in CANNOT_READ:
             raise
@@ -226,13 +226,13 @@ async def _find_leftovers(root: Root, step: int, older_than: float, *, alone: bo
     async with root.opened(step) as session:
         storage = session.storage
         try:
-            files = await cleanup.find_leftovers(storage, older_than)
+            files = await transaction.find_leftovers(storage, older_than)
             if files:
                 size = await _size_of(storage, files) if thorough else None
                 return Fate(step, "leftovers", goes=True, why="an interrupted take", nbytes=size, files=len(files))
             if not (alone and thorough):
                 return None
-            why = BUSY if await cleanup.is_busy(storage, older_than) else NOT_OURS
+            why = BUSY if await transaction.is_busy(storage, older_than) else NOT_OURS
         except StorageError as error:
             if error.errno not in CANNOT_READ:
                 raise
@@ -260,7 +260,7 @@ async def remove_steps(
     root: Root,
     fates: Iterable[Fate],
     *,
-    older_than: float = cleanup.DAY,
+    older_than: float = transaction.DAY,
     spared: Callable[[int], bool] = lambda step: False,
 ) -> Removed:
     """Remove the steps whose fate is to go. A failure is logged, and does not prevent other removals."""
@@ -289,7 +289,7 @@ async def _remove_step(root: Root, fate: Fate, older_than: float, spared: Callab
     """Remove one step. Return False if it is needed now, or already removed."""
     async with root.opened(fate.step) as session:
         if fate.what == "leftovers":
-            return bool(await cleanup.delete_leftovers(session.storage, older_than))
+            return bool(await transaction.delete_leftovers(session.storage, older_than))
 
         async def wanted() -> bool:
             return spared(fate.step) or bool(await root.pinned([fate.step]))
@@ -297,7 +297,7 @@ async def _remove_step(root: Root, fate: Fate, older_than: float, spared: Callab
         try:
             async with root.opened() as above:
                 await bury(above.storage, session.storage)
-            removed = await cleanup.delete_if_unchanged(session.storage, fate.token, older_than, wanted)
+            removed = await transaction.delete_if_unchanged(session.storage, fate.token, older_than, wanted)
         except StorageNotFoundError:
             return False
         if removed:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 from dataclasses import replace
 
-from snapshot.durations import Duration
 from snapshot.events import emit, log
+from snapshot.io.url import URL
 from snapshot.manager.advice import Advice, Measured
 from snapshot.manager.channels import Channels
 from snapshot.manager.pending_takes import PendingTakes
@@ -14,7 +14,7 @@ from snapshot.manager.schedule import Schedule
 from snapshot.manager.signals import Signals
 from snapshot.manager.step_metadata import checked_step
 from snapshot.manager.tiers import ManagerTiers
-from snapshot.url import URL
+from snapshot.text import Duration
 
 
 class StepDecisions:

@@ -8,8 +8,7 @@ from functools import partial
 
 import msgspec
 
-from snapshot.distributed.exchange import Exchange
-from snapshot.distributed.hello import expect_same_keys
+from snapshot.distributed.exchange import Exchange, expect_same_keys
 from snapshot.errors import (
     CorruptSnapshotError,
     RankError,
@@ -19,19 +18,18 @@ from snapshot.errors import (
     StorageNotFoundError,
 )
 from snapshot.events import emit, log
-from snapshot.formats.unread import UnknownFormatError
-from snapshot.loading.fetch import TOUCHED
-from snapshot.loading.restore_options import RestoreOptions
+from snapshot.formats.foreign import UnknownFormatError
+from snapshot.io.loop import run
+from snapshot.io.storage import FileStat
+from snapshot.loading.choose import RestoreOptions
+from snapshot.loading.reader import TOUCHED
 from snapshot.manager.root import Root
 from snapshot.manager.step_metadata import noted_step
-from snapshot.manifest.document import Document
-from snapshot.metadata import SnapshotMetadata
+from snapshot.manifest.document import Document, SnapshotMetadata
 from snapshot.opened import seal_with
 from snapshot.reports import RestoreReport
-from snapshot.runtime.loop import run
 from snapshot.signing.seal import Seal, signer_of
 from snapshot.snapshot import Snapshot
-from snapshot.storage import FileStat
 from snapshot.takes import AppState
 
 DAMAGE = (CorruptSnapshotError, SnapshotNotFoundError, StorageNotFoundError, UnknownFormatError)

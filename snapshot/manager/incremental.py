@@ -7,10 +7,10 @@ from collections.abc import Collection, Mapping, Sequence
 
 from snapshot.errors import StorageError
 from snapshot.events import log
+from snapshot.io.loop import run
 from snapshot.manager.policies import KeepLatest, Policy, parts
 from snapshot.manager.root import Root
-from snapshot.manifest.head import ManifestHead
-from snapshot.runtime.loop import run
+from snapshot.manifest.document import ManifestHead
 
 
 def find_bases(root: Root, step: int, damaged: Collection[int]) -> list[int]:

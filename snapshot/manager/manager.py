@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Unpack
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import ranks_of
 from snapshot.errors import SnapshotError, StorageError
+from snapshot.io.loop import LoopFuture, run
+from snapshot.io.url import URL
 from snapshot.manager import at_exit
 from snapshot.manager.advice import Measured
 from snapshot.manager.channels import Channels
@@ -41,12 +43,10 @@ from snapshot.manager.tolerance import OnError, OnException, Tolerance, save_aft
 from snapshot.manager.writers import Writers
 from snapshot.options import Settings
 from snapshot.reports import RestoreReport, TakeReport
-from snapshot.runtime.loop import LoopFuture, run
 from snapshot.save.take_options import AllowPickle, AsyncTakeArguments, TakeArguments
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.takes import AppState
 from snapshot.tiers.upload_queue import Upload
-from snapshot.url import URL
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

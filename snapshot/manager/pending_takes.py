@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from snapshot.errors import SnapshotError
+from snapshot.io.loop import start
 from snapshot.progress import Meter
-from snapshot.runtime.loop import start
 from snapshot.snapshot import PendingSnapshot, Snapshot
 
 REMEMBERED = 8

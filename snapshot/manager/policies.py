@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from snapshot.durations import duration_text, seconds_of
+from snapshot.text import duration_text, seconds_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 from snapshot.errors import CorruptSnapshotError, SnapshotNotFoundError, StorageError
 from snapshot.events import log
+from snapshot.io.loop import run
 from snapshot.manager.pending_takes import PendingTakes
 from snapshot.manager.policies import KeepBest, Policy, parts
 from snapshot.manager.root import Root, taken_of
 from snapshot.manager.step_metadata import checked_step, noted_metrics
 from snapshot.manager.tiers import ManagerTiers
 from snapshot.manager.writers import ManagedSnapshot, Writers
-from snapshot.manifest.head import ManifestHead
-from snapshot.runtime.loop import run
+from snapshot.manifest.document import ManifestHead
 from snapshot.snapshot import Snapshot
 
 if TYPE_CHECKING:

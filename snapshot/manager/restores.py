@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Unpack
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import ranks_of
 from snapshot.errors import SnapshotError
-from snapshot.loading.restore_options import RestoreArguments, RestoreOptions
+from snapshot.io.loop import run
+from snapshot.loading.choose import RestoreArguments, RestoreOptions
 from snapshot.manager.advice import Measured
 from snapshot.manager.cleaner import Cleaner
 from snapshot.manager.fallback import Fallback
@@ -20,7 +21,6 @@ from snapshot.manager.schedule import Schedule
 from snapshot.manager.tiers import ManagerTiers
 from snapshot.manager.writers import Writers
 from snapshot.reports import RestoreReport
-from snapshot.runtime.loop import run
 from snapshot.snapshot import Snapshot
 from snapshot.takes import AppState
 from snapshot.tiers.join import FAR_PATIENCE

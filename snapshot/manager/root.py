@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, TypeVar
 
-from snapshot.aio import gather_limited
 from snapshot.errors import (
     CorruptSnapshotError,
     SnapshotError,
@@ -20,20 +19,20 @@ from snapshot.errors import (
 )
 from snapshot.events import log
 from snapshot.formats.foreign import is_absence
+from snapshot.io.aio import gather_limited
+from snapshot.io.session import Session
+from snapshot.io.storage import ANYTHING, FileStat, Storage
+from snapshot.io.url import URL
 from snapshot.loading.open import expect_files, open_document, read_manifest
 from snapshot.manager.policies import Taken
 from snapshot.manager.step_metadata import noted_metrics
-from snapshot.manifest.document import METADATA
-from snapshot.manifest.head import OURS, ManifestHead, NotOurs, decode_head
+from snapshot.manifest.document import METADATA, OURS, ManifestHead, NotOurs, decode_head
 from snapshot.reports import RestoreReport
-from snapshot.runtime.session import Session
-from snapshot.save import cleanup
+from snapshot.save import transaction
 from snapshot.signing.seal import Seal
-from snapshot.storage import ANYTHING, FileStat, Storage
 from snapshot.tiers.facts import read_facts
 from snapshot.tiers.near_steps import PINNED
 from snapshot.tiers.timeline import Line, origin_of
-from snapshot.url import URL
 
 T = TypeVar("T")
 Item = TypeVar("Item")
@@ -270,7 +269,7 @@ class Root:
             try:
                 head = await session.storage.get(METADATA, limit=session.settings.manifest_bytes)
                 return bool(
-                    OURS.match(head) or (not head.strip(b"\0") and await cleanup.list_save_files(session.storage))
+                    OURS.match(head) or (not head.strip(b"\0") and await transaction.list_save_files(session.storage))
                 )
             except StorageError:
                 return False

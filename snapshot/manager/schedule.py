@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 
-from snapshot.durations import Duration, parse_duration, seconds_of
+from snapshot.text import Duration, parse_duration, seconds_of
 
 Every = int | timedelta | str
 """A number of steps; a `timedelta` or a text such as `"10m"`; `"continuous"`."""

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from snapshot.events import log
-from snapshot.system_calls import find_signals
+from snapshot.io.system import find_signals
 
 STOP_SIGNALS = find_signals("SIGTERM", "SIGUSR1")
 """Signals that schedulers send before they kill a job."""

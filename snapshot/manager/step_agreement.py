@@ -9,9 +9,9 @@ import msgspec
 from snapshot.distributed.exchange import Exchange
 from snapshot.errors import CommitUnknown, SnapshotError
 from snapshot.events import log
+from snapshot.io.loop import run
 from snapshot.manager.root import Root
-from snapshot.runtime.loop import run
-from snapshot.save import cleanup
+from snapshot.save import transaction
 from snapshot.snapshot import PendingSnapshot
 
 
@@ -91,4 +91,4 @@ def may_be_committed(pending: PendingSnapshot | None) -> bool:
 
 async def _is_committed(root: Root, step: int, pending: PendingSnapshot) -> bool:
     async with root.opened(step) as session:
-        return await cleanup.committed_save_id(session.storage) == pending.save_id
+        return await transaction.committed_save_id(session.storage) == pending.save_id

@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from snapshot.aio import gather_limited
 from snapshot.decoding import decode_msgpack
 from snapshot.errors import SnapshotError, StorageError, StorageNotFoundError
 from snapshot.events import log
+from snapshot.io.aio import gather_limited
+from snapshot.io.storage import FileStat
+from snapshot.io.url import URL
 from snapshot.manager.root import Root, StepFolders
-from snapshot.manifest.head import ManifestHead
+from snapshot.manifest.document import ManifestHead
 from snapshot.reports import RestoreReport
 from snapshot.signing.seal import Seal
 from snapshot.snapshot import Snapshot
-from snapshot.storage import FileStat
 from snapshot.tiers.census import CensusStep, HostView
 from snapshot.tiers.facts import limited
 from snapshot.tiers.far_packed import FarStorage
@@ -28,7 +29,6 @@ from snapshot.tiers.sources import FAR, MOST_KEEPERS, NEAR, PEER, Place, StepSou
 from snapshot.tiers.tier_set import TierSet
 from snapshot.tiers.timeline import NO_ORIGIN, Facts, Line, Origin, Parent, origin_of
 from snapshot.tiers.tombstones import is_buried
-from snapshot.url import URL
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

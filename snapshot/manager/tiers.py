@@ -8,15 +8,16 @@ from typing import Any, NamedTuple
 from snapshot.distributed.exchange import Exchange
 from snapshot.errors import RankError, SnapshotError, SnapshotExistsError, StorageError
 from snapshot.events import emit, log
+from snapshot.io.loop import run
+from snapshot.io.storage import FileStat
+from snapshot.io.url import URL
 from snapshot.manager.cleaner import Cleaner
 from snapshot.manager.near_cleaner import NearCleaner
 from snapshot.manager.policies import Policy
 from snapshot.manager.root import Root
 from snapshot.manager.tiered_root import TieredRoot
-from snapshot.manifest.head import ManifestHead
-from snapshot.runtime.loop import run
+from snapshot.manifest.document import ManifestHead
 from snapshot.snapshot import PendingSnapshot, Snapshot
-from snapshot.storage import FileStat
 from snapshot.tiers.control import Request
 from snapshot.tiers.facts import limited
 from snapshot.tiers.join import FAR_PATIENCE, TierOptions, join
@@ -25,7 +26,6 @@ from snapshot.tiers.metrics_server import leave_metrics
 from snapshot.tiers.tier_set import TierSet
 from snapshot.tiers.timeline import Facts, Line, Parent, Standing, origin_of
 from snapshot.tiers.upload_queue import UploadState
-from snapshot.url import URL
 
 
 class TakePlace(NamedTuple):

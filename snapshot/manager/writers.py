@@ -13,11 +13,11 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from snapshot.errors import SnapshotError
+from snapshot.io.storage import FileStat
 from snapshot.manager.step_metadata import NOTE, WRITER
-from snapshot.manifest.head import ManifestHead
+from snapshot.manifest.document import ManifestHead
 from snapshot.reports import RestoreReport
 from snapshot.snapshot import Snapshot
-from snapshot.storage import FileStat
 from snapshot.tiers.timeline import KEY
 
 MOST = 64

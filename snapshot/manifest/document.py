@@ -1,25 +1,73 @@
-"""The manifest as a document: JSON with its own digest, in one canonical form.
-
-A document is refused if it does not encode to the bytes that it was decoded from. So duplicate keys, unknown fields and
-numbers out of range are detected without separate checks.
-"""
+"""The manifest as a document: JSON with its own digest, its head, and the merge of the ranks' parts."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from snapshot.decoding import UNREADABLE, decode_json
-from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
-from snapshot.manifest.entries import AnyEntry, needs_third_format
-from snapshot.manifest.entry import Entry
+from snapshot.errors import CorruptSnapshotError, SnapshotError, UnsupportedFormatError
+from snapshot.manifest.entries import (
+    AnyEntry,
+    AnyTensor,
+    ChunkedTensorEntry,
+    Shard,
+    ShardedTensorEntry,
+    count_entries,
+    needs_third_format,
+)
+from snapshot.manifest.values import Entry
 from snapshot.tensors.digest import digest_range
 from snapshot.tensors.split_zstd import CODEC, MOST_TIMES, RECORD, longest_table
 from snapshot.text import counted
+
+# Merging of the ranks' parts into one manifest.
+
+
+def merge(into: dict[str, Any], entries: Mapping[str, Any], whose: object) -> None:
+    """Add one rank's entries. Parts of a tensor are joined, and all other entries must have one owner."""
+    for path, entry in entries.items():
+        held = into.setdefault(path, entry)
+        if held is not entry:
+            ours, theirs = _find_shards(held), _find_shards(entry)
+            if ours is None or theirs is None or _tensor_header(held) != _tensor_header(entry):
+                raise CorruptSnapshotError(f"{path}: described twice, by {whose} and by another part of the manifest")
+            ours += theirs
+
+
+def expect_whole_tensors(entries: Mapping[str, Any]) -> None:
+    """Raise unless the parts of every tensor cover all its elements; sort the parts."""
+    for path, entry in entries.items():
+        shards = _find_shards(entry)
+        if shards is not None:
+            shards.sort(key=lambda shard: shard.offsets)
+            found, expected = sum(math.prod(shard.sizes) for shard in shards), math.prod(entry.shape)
+            if found != expected:
+                raise CorruptSnapshotError(f"{path}: all ranks together wrote {found:,} of {expected:,} elements")
+
+
+def _find_shards(entry: Entry) -> list[Shard] | None:
+    if isinstance(entry, ChunkedTensorEntry):
+        return entry.chunks
+    return entry.shards if isinstance(entry, ShardedTensorEntry) else None
+
+
+def _tensor_header(entry: AnyTensor) -> tuple[Any, ...]:
+    more = (getattr(entry, name, None) for name in ("replicated", "mesh", "placements"))
+    return type(entry), entry.dtype, tuple(entry.shape), *more
+
+
+# The manifest as a document: JSON with its own digest, in one canonical form.
+#
+# A document is refused if it does not encode to the bytes that it was decoded from. So duplicate keys, unknown fields
+# and numbers out of range are detected without separate checks.
 
 METADATA = ".snapshot_metadata"
 FORMAT = "snapshot/1"
@@ -286,3 +334,128 @@ def measure_nesting(document: bytes | memoryview) -> int:
     steps = opens.astype(np.int32) - closes
     steps[np.cumsum(marks == ord('"'), dtype=np.int32) % 2 == 1] = 0  # brackets in strings
     return int(np.cumsum(steps, dtype=np.int32).max(initial=0))
+
+
+# The head of a manifest: all of its fields but the entries, since there may be many.
+
+
+class NotOurs(SnapshotError):
+    """The file at a manifest's path was not written by this version of the library."""
+
+
+class ManifestHead(msgspec.Struct):
+    """All fields of a manifest but its entries, which are skipped, since there may be many."""
+
+    format: str
+    version: str
+    save_id: str
+    world_size: int
+    created: str
+    metadata: dict[str, Any]
+    files: dict[str, FileEntry]
+    parts: list[PartEntry]
+    base: BaseReference | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the data files in bytes, counted as in `SnapshotMetadata.nbytes`."""
+        return sum(each.stored_size for each in self.files.values() if not each.in_base)
+
+    def sizes(self) -> dict[str, int]:
+        """Return the size of each file that the snapshot has: data, and parts of the manifest."""
+        sizes = {name: each.stored_size for name, each in self.files.items() if not each.in_base}
+        return sizes | {each.location: each.size for each in self.parts}
+
+    def copies(self) -> dict[str, str]:
+        """Return the physical file of each content that an incremental take recorded."""
+        return {each.content: each.origin or name for name, each in self.files.items() if each.content is not None}
+
+
+OURS = re.compile(rb'\{"format":"snapshot/[123]","version":"[^"]{1,80}","save_id":"[0-9a-f]{12}",')
+_SAVE_ID = re.compile(rb'\{"format":"snapshot/\d{1,9}","version":"[^"]{1,80}","save_id":"([0-9a-f]{12})",')
+_DIGEST = re.compile(rb',"digest":"(xxh3:[0-9a-f]{32})"\}$')
+
+
+def find_save_id(data: bytes) -> str | None:
+    """Return the save id in the first bytes of a manifest, which is not verified; None if it is not a manifest."""
+    found = _SAVE_ID.match(data)
+    return found[1].decode() if found else None
+
+
+def decode_head(data: bytes, where: object) -> ManifestHead:
+    """Return the head of a manifest.
+
+    Raise NotOurs if the data does not begin like a manifest, and CorruptSnapshotError if its checksum is wrong.
+    """
+    if not OURS.match(data):
+        raise NotOurs(f"{where}: not a manifest that this version of the library wrote")
+    tail = _DIGEST.search(data, max(0, len(data) - 64))
+    if tail is None or digest_range(memoryview(data)[: tail.start()]).encode() != tail[1]:
+        raise CorruptSnapshotError(f"{where}: the manifest's checksum is wrong")
+    head: ManifestHead = decode_json(data, ManifestHead, where)
+    try:
+        datetime.fromisoformat(head.created)
+    except ValueError as error:
+        raise CorruptSnapshotError(f"{where}: {error}") from error
+    return head
+
+
+# Properties of a whole snapshot, for users.
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotMetadata:
+    """Time, library version and user metadata of a snapshot."""
+
+    format: str
+    version: str
+    """The library's version."""
+    save_id: str
+    """A new id for every take. The names of its data files begin with it."""
+    world_size: int
+    created: datetime
+    structure: str
+    """A digest of all names, shapes and dtypes: equal for snapshots of the same structure."""
+    metadata: dict[str, Any]
+    """The `metadata` argument of `take`."""
+    entries: int
+    """The number of tensors, values and empty containers of all ranks. Other containers are not counted."""
+    nbytes: int
+    """Total size of the data files."""
+    files: dict[str, int]
+    """Size of each data file, by name."""
+    _document: Document = field(repr=False, compare=False)
+
+    @property
+    def compressed(self) -> bool:
+        """True if a file is stored compressed."""
+        return any(file.packed is not None for file in self._document.own_files.values())
+
+    @property
+    def manifest(self) -> dict[str, Entry]:
+        """A copy of the manifest, as `Snapshot.get_manifest()` returns it."""
+        return copy_manifest(self._document.manifest)
+
+    @classmethod
+    def of(cls, document: Document) -> SnapshotMetadata:
+        """Create the metadata from a manifest's document."""
+        if measure_nesting(document.metadata) > DEEPEST:
+            raise CorruptSnapshotError(f"the manifest's metadata must nest at most {DEEPEST} levels")
+        metadata = decode_json(document.metadata, dict[str, Any], "cannot read the manifest's metadata")
+        try:
+            created = datetime.fromisoformat(document.created)
+        except ValueError as error:
+            raise CorruptSnapshotError(f"cannot read the manifest's date: {error}") from error
+        return cls(
+            document.format,
+            document.version,
+            document.save_id,
+            document.world_size,
+            created,
+            document.structure,
+            metadata,
+            count_entries(document.manifest),
+            sum(file.stored_size for file in document.own_files.values()),
+            {location: file.stored_size for location, file in document.own_files.items()},
+            document,
+        )

@@ -1,27 +1,18 @@
-"""Kinds of entries in a manifest, with the behaviour that depends on the kind.
-
-Entries are tagged by `type`, and written without default values. They are plain values: nothing here does I/O.
-"""
+"""Kinds of entries in a manifest, with the behaviour that depends on the kind."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple, Union
 
 import msgspec
 import numpy as np
 
 from snapshot.manifest.compounds import (
-    Compound,
-    NamedTupleEntry,
-    OpaqueEntry,
-    PlainEntry,
-    RecordEntry,
-    SubclassEntry,
-)
-from snapshot.manifest.containers import (
     MOST_COMPARISONS,
+    NEW_SERIALIZERS,
+    Compound,
     Container,
     CounterEntry,
     DefaultdictEntry,
@@ -29,29 +20,38 @@ from snapshot.manifest.containers import (
     DictEntry,
     FrozensetEntry,
     ListEntry,
+    NamedTupleEntry,
+    NamespaceEntry,
+    OpaqueEntry,
     OrderedDictEntry,
+    PlainEntry,
+    RecordEntry,
     SetEntry,
+    SimpleNamespaceEntry,
     SliceEntry,
+    SubclassEntry,
     TupleEntry,
     find_factory_name,
 )
-from snapshot.manifest.entry import Entry
-from snapshot.manifest.known_objects import NEW_SERIALIZERS, NamespaceEntry, SimpleNamespaceEntry
-from snapshot.manifest.scalars import (
+from snapshot.manifest.values import (
     BoolEntry,
     BytesEntry,
     ComplexEntry,
     DeviceEntry,
     DtypeEntry,
+    Entry,
     FloatEntry,
     IntEntry,
     NoneEntry,
     SizeEntry,
     StrEntry,
 )
-from snapshot.maps.grid import Grid
-from snapshot.tensors.dtypes import ITEMSIZE
-from snapshot.tensors.geometry import Box, whole_box
+from snapshot.tensors.geometry import Box, Grid, whole_box
+from snapshot.tensors.memory import ITEMSIZE
+
+# Kinds of entries in a manifest, with the behaviour that depends on the kind.
+#
+# Entries are tagged by `type`, and written without default values. They are plain values: nothing here does I/O.
 
 __all__ = [
     "StrEntry",
@@ -359,3 +359,19 @@ def needs_third_format(entries: Iterable[Any]) -> bool:
     if not kinds.isdisjoint(_THIRD):
         return True
     return ObjectEntry in kinds and any(type(e) is ObjectEntry and e.serializer in NEW_SERIALIZERS for e in found)
+
+
+# Counting of entries, consistent in all reports, listings and errors.
+
+
+def is_leaf(entry: Entry) -> bool:
+    """Return True if an entry counts: a tensor, a value, or an empty container.
+
+    Other containers are represented by their contents.
+    """
+    return not (isinstance(entry, Container) and entry.width)
+
+
+def count_entries(manifest: Mapping[str, Any]) -> int:
+    """Return the number of entries that count."""
+    return sum(map(is_leaf, manifest.values()))

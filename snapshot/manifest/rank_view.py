@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 
 from snapshot.errors import CorruptSnapshotError, RestoreError
-from snapshot.manifest.counting import is_leaf
-from snapshot.manifest.entries import Container, DictEntry, Entry, OrderedDictEntry, ShardedTensorEntry
+from snapshot.manifest.entries import Container, DictEntry, Entry, OrderedDictEntry, ShardedTensorEntry, is_leaf
 from snapshot.manifest.paths import decode_component, decode_key, encode_key, find_tagged_keys
 
 

@@ -27,10 +27,10 @@ from snapshot.manifest.entries import (
     TupleEntry,
 )
 from snapshot.manifest.rank_view import DEEPEST
-from snapshot.manifest.scalars import Scalar
+from snapshot.manifest.values import Scalar
 from snapshot.tensors.digest import SIZE, count_blocks
-from snapshot.tensors.dtypes import ITEMSIZE
 from snapshot.tensors.geometry import boxes_overlap, is_inside
+from snapshot.tensors.memory import ITEMSIZE
 from snapshot.text import counted
 
 Files = Mapping[str, FileEntry]

@@ -1,11 +1,8 @@
-"""Layout of data files: leaves are distributed over files, and files are split into parts.
-
-Each data file is a valid safetensors file. A plan is a value: it names no snapshot and no rank, so it can be printed,
-compared, and reused.
-"""
+"""Layout of data files: leaves are distributed over files and writers; reads are merged and split."""
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +11,144 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from snapshot.io.storage import Limits
 from snapshot.manifest.paths import quote_path
-from snapshot.storage import Limits
 from snapshot.tensors.digest import BLOCK, SIZE, count_blocks, digest_range
-from snapshot.tensors.dtypes import ITEMSIZE, SAFETENSORS
-from snapshot.tensors.geometry import Box, split_shape, whole_box
+from snapshot.tensors.geometry import Box, Shape, split_shape, whole_box
+from snapshot.tensors.memory import ITEMSIZE, SAFETENSORS
 from snapshot.text import counted, size_text
+
+# Assignment of writers to data that several ranks have, with equal loads.
+#
+# It is a pure function of data that all ranks know, so each rank finds its own share without communication.
+
+SHORTEST = 256 << 10
+"""Maximum length of pieces that are never split: one digest block."""
+FINEST = 8
+"""Pieces per rank's share, if a tensor is split."""
+MOST_PIECES = 4096
+"""Approximate number of pieces, for any number of ranks."""
+
+
+class PartitionItem(NamedTuple):
+    """A tensor, or a box of one, that several ranks have."""
+
+    shape: Shape
+    itemsize: int
+    splits: bool = True
+    """True if the item may be split."""
+
+    @property
+    def nbytes(self) -> int:
+        """Length in bytes."""
+        return math.prod(self.shape) * self.itemsize
+
+
+class Assignment(NamedTuple):
+    """The part of an item that one rank writes: all of it, or a box."""
+
+    item: int
+    box: Box | None
+
+
+def partition_items(items: Sequence[PartitionItem], loads: Sequence[int]) -> list[list[Assignment]]:
+    """Return each rank's share, in the order of the items, given the bytes that each writes anyway.
+
+    The longest pieces are assigned first, each to the rank with the smallest load. Long items are split before.
+
+    >>> pieces = [PartitionItem((4,), 1), PartitionItem((2,), 1), PartitionItem((2,), 1)]
+    >>> partition_items(pieces, [0, 0])
+    [[Assignment(item=0, box=None)], [Assignment(item=1, box=None), Assignment(item=2, box=None)]]
+    """
+    shares: list[list[Assignment]] = [[] for _ in loads]
+    sizes = [item.nbytes for item in items]
+    total = sum(sizes)
+    longest = max(SHORTEST, total // (FINEST * len(loads)), total // MOST_PIECES)
+    pieces: list[tuple[int, int, Box | None]] = []
+    for index, size in enumerate(sizes):
+        item = items[index]
+        if size <= longest or not item.splits:
+            pieces.append((-size, index, None))
+            continue
+        even = -(-size // -(-size // longest))
+        for box in split_shape(item.shape, max(1, even // item.itemsize)):
+            pieces.append((-box.numel * item.itemsize, index, box))
+    pieces.sort(key=lambda piece: (piece[0], piece[1]))
+    lightest = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(lightest)
+    for size, index, part in pieces:
+        load, rank = lightest[0]
+        shares[rank].append(Assignment(index, part))
+        heapq.heapreplace(lightest, (load - size, rank))
+    for share in shares:
+        share.sort(key=lambda dealt: (dealt.item, dealt.box or ()))
+    return shares
+
+
+# Planning of reads: wanted ranges that are close together are merged, and long ones are split.
+#
+# Nothing here depends on the purpose of the bytes. A part is one request that serves several ranges of a file.
+
+
+class ByteRange(Protocol):
+    """A range of a file to read."""
+
+    location: str
+    begin: int
+    end: int
+
+
+class ReadSegment(msgspec.Struct, gc=False):
+    """A part's share of one wanted range, in bytes of the file."""
+
+    request: int
+    begin: int
+    end: int
+
+
+class ReadPart(msgspec.Struct, gc=False):
+    """One request: a range of a file, and the segments in it. The bytes between segments are discarded."""
+
+    location: str
+    begin: int
+    end: int
+    segments: list[ReadSegment]
+
+
+def plan_reads(ranges: Sequence[ByteRange], part_bytes: int, gap: int) -> list[ReadPart]:
+    """Return the requests that read every wanted range once, in storage order.
+
+    Long ranges are split at multiples of the digest block size, counted from their begin.
+    """
+    step = max(BLOCK, part_bytes // BLOCK * BLOCK)
+    parts: list[ReadPart] = []
+    location, end, room = "", -1, 0
+    segments: list[ReadSegment] = []
+    for index in sorted(range(len(ranges)), key=lambda i: (ranges[i].location, ranges[i].begin)):
+        request = ranges[index]
+        begin, stop = request.begin, request.end
+        if begin == stop:
+            continue
+        close = request.location == location and 0 <= begin - end <= gap
+        if close and stop - end <= room:
+            segments.append(ReadSegment(index, begin, stop))
+            room -= stop - end
+            end = stop
+            parts[-1].end = stop
+            continue
+        location = request.location
+        for at in range(begin, stop, step):
+            end = min(at + step, stop)
+            segments = [ReadSegment(index, at, end)]
+            parts.append(ReadPart(location, at, end, segments))
+        room = step - (end - parts[-1].begin)
+    return parts
+
+
+# Layout of data files: leaves are distributed over files, and files are split into parts.
+#
+# Each data file is a valid safetensors file. A plan is a value: it names no snapshot and no rank, so it can be
+# printed, compared, and reused.
 
 MiB = 1 << 20
 PAGE = 4096

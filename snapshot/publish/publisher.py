@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,29 +13,175 @@ import msgspec
 
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import ranks_of
-from snapshot.errors import SnapshotError
-from snapshot.events import emit, warn
+from snapshot.errors import CorruptSnapshotError, SnapshotError
+from snapshot.events import emit, log, warn
+from snapshot.formats.hugging_face import INDEX, read_header
+from snapshot.io.aio import gather_limited, in_thread
+from snapshot.io.arena import total_memory
+from snapshot.io.loop import refuse_on_loop, run, work_on
+from snapshot.io.registry import open_storage
+from snapshot.io.session import Session
+from snapshot.io.url import URL
+from snapshot.manifest.document import LONGEST_HEADER
+from snapshot.maps.recipe import Target
 from snapshot.options import Settings, expect_positive
-from snapshot.publish.calls import Agreed, Call, compare_calls, expect_same_plans
-from snapshot.publish.gather import expect_equal, gather_pieces
-from snapshot.publish.image import HostImage
-from snapshot.publish.notify import check_hooks
-from snapshot.publish.pending import PendingPublish
-from snapshot.publish.publication import Base, ExtraFiles, Publication
-from snapshot.publish.resume import load_base
-from snapshot.publish.shares import RankState, SharePlan, find_pieces, flatten_tensors, plan_shares
-from snapshot.registry import open_storage
-from snapshot.runtime.host_memory import total_memory
-from snapshot.runtime.loop import refuse_on_loop, run, work_on
-from snapshot.tensors.digest import digest_range
-from snapshot.tensors.zstd import load_zstd
+from snapshot.publish.build import TensorSums, sum_bytes
+from snapshot.publish.publication import Base, ExtraFiles, PendingPublish, Publication
+from snapshot.publish.shares import (
+    HostImage,
+    RankState,
+    SharePlan,
+    expect_equal,
+    find_pieces,
+    flatten_tensors,
+    gather_pieces,
+    plan_shares,
+)
+from snapshot.publish.store import LONGEST_INDEX, VersionStore, decode_index, version_of
+from snapshot.publish.subscriber import LocalFolder, check_hooks
+from snapshot.tensors.digest import digest_bytes, digest_range
+from snapshot.tensors.split_zstd import load_zstd
 from snapshot.text import size_text
-from snapshot.url import URL
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from snapshot.maps.tensor_map import TensorMap
+
+
+# The comparison of what the ranks call `publish` with. A version must never mix two steps.
+
+
+class Call(msgspec.Struct, array_like=True):
+    """A rank's call."""
+
+    calls: int
+    """Number of its calls so far."""
+    step: int
+    url: str
+    full_every: int
+    keep_full: int
+    state: str
+    """Digest of the description of its tensors."""
+
+
+class Agreed(msgspec.Struct, array_like=True):
+    """The leader's reply to the calls of all ranks."""
+
+    calls: int
+    """The highest number of calls of a rank."""
+    known: bool
+    """True if all ranks have the tensors of the call before."""
+    wrong: str = ""
+    """The difference, if the calls do not fit together."""
+    steps_differ: bool = False
+    """True if a rank with fewer calls was late, rather than absent from a call."""
+
+
+def compare_calls(ranks: Sequence[Call], known: Sequence[str]) -> Agreed:
+    """Compare the calls of all ranks. `known` are the descriptions of the call before.
+
+    >>> one, two = Call(1, 10, "a", 50, 2, ""), Call(2, 20, "a", 50, 2, "")
+    >>> compare_calls([one, two], []).wrong
+    'step: 10 on rank 0, 20 on rank 1; calls: 1 on rank 0, 2 on rank 1'
+    """
+    wrong = []
+    for field in ("step", "url", "full_every", "keep_full", "calls"):
+        values = [getattr(rank, field) for rank in ranks]
+        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if other is not None:
+            wrong.append(f"{field}: {values[0]} on rank 0, {values[other]} on rank {other}")
+    steps_differ = len({rank.step for rank in ranks}) > 1
+    same = [rank.state for rank in ranks] == list(known)
+    return Agreed(max(rank.calls for rank in ranks), same, "; ".join(wrong), steps_differ)
+
+
+def expect_same_plans(exchange: Exchange, plan: str) -> None:
+    """Raise on all ranks unless all of them have the same plan, given by its digest, and the memory for it."""
+
+    def lead(plans: list[str]) -> bool:
+        other = next((rank for rank, each in enumerate(plans) if each != plans[0]), None)
+        if other is not None:
+            raise SnapshotError(f"names must be the same map on all ranks, got another one on rank {other}")
+        return True
+
+    if not exchange.alone:
+        exchange.agree(plan, lead, str, bool)
+
+
+# The base of a restarted publisher: a version in a local folder, where a subscriber has pulled it.
+
+
+async def load_base(
+    url: URL,
+    options: Mapping[str, Any],
+    folder: Path,
+    targets: Mapping[str, Target],
+    *,
+    names: Collection[str],
+    files: Mapping[str, bytes],
+) -> Base | None:
+    """Return a pulled version as a base for these targets; None if it does not fit. The reason is logged.
+
+    `names`: the tensors of all ranks. `files`: the small files of the new version. Without any, those of
+    the base stay.
+    """
+    session = Session(url, options)
+    local = Session(URL.parse(os.fspath(folder)), None, durable=False)
+    try:
+        version = version_of(folder.name)
+        marker = LocalFolder(folder.parent, str(url)).marker(version) if version is not None else None
+        if marker is None:
+            raise SnapshotError(f"{folder}: not a version that was pulled from {url}")
+        store = VersionStore(session.storage)
+        index = await store.read(marker.version)
+        if index.digest != marker.index:
+            raise SnapshotError(f"{folder}: the store has another version {marker.version} now")
+        deltas = len(await store.chain(index, lambda *_: False)) - 1
+        here = decode_index(await local.storage.get(INDEX, limit=LONGEST_INDEX), 0, folder / INDEX)
+        if set(names) != here.files.keys():
+            raise SnapshotError(f"{folder}: has other tensors than the new version")
+        given = {name: (len(data), digest_bytes(data)) for name, data in files.items()}
+        if given and given != {name: tuple(found) for name, found in here.details.files.items()}:
+            raise SnapshotError(f"{folder}: has other files beside the weights than the new version")
+        image = HostImage(targets)
+        sums = await _read_tensors(local, here.files, here.details.digests, image)
+    except SnapshotError as error:
+        log.warning("%s: the next version is complete: %s", url, error)
+        return None
+    finally:
+        await local.close()
+        await session.close()
+    return Base(marker.version, index.digest, image, sums, deltas, image.nbytes)
+
+
+async def _read_tensors(
+    local: Session, files: Mapping[str, str], digests: Mapping[str, str], image: HostImage
+) -> dict[str, TensorSums]:
+    """Read and verify the tensors of an image."""
+    by_file: dict[str, list[str]] = defaultdict(list)
+    for name in image.targets:
+        by_file[files[name]].append(name)
+    sums: dict[str, TensorSums] = {}
+    for file, names in by_file.items():
+        size = (await local.storage.stat(file)).size
+        entries, _ = await read_header(local.storage, file, size, LONGEST_HEADER)
+
+        async def read(name: str, file: str = file, entries: Mapping[str, Any] = entries) -> None:
+            target, entry = image.targets[name], entries.get(name)
+            if entry is None or (entry.dtype, tuple(entry.shape)) != (target.dtype, tuple(target.shape)):
+                raise SnapshotError(f"{file}: {name} has another dtype or shape than the new version")
+            data = image.bytes(name)
+            await local.storage.read_into(file, entry.byte_range[0], [data])
+            sums[name] = await in_thread(sum_bytes, data)
+            if sums[name].digest != digests.get(name, sums[name].digest):
+                raise CorruptSnapshotError(f"{file}: {name}: its digest must be {digests[name]}")
+
+        await gather_limited(names, read, local.settings.thread_count())
+    return sums
+
+
+# Publisher: the weights of a training loop as numbered versions in a store, full or as deltas.
 
 
 class Publisher:

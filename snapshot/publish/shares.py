@@ -1,27 +1,35 @@
-"""The tensors of a publication: which pieces each rank holds, which rank owns each tensor, and who sends what.
-
-Each rank computes the same plan from the records of all ranks, without communication.
-"""
+"""The tensors of a publication: the pieces of each rank, their owners, and the owners' memory."""
 
 from __future__ import annotations
 
 import math
+import threading
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
+import torch.distributed as dist
 
-from snapshot.errors import SnapshotError
-from snapshot.maps.grid import Grid
+from snapshot.distributed.exchange import Exchange
+from snapshot.errors import RestoreError, SnapshotError, system_limits
+from snapshot.io.accelerators import current_device_index
 from snapshot.maps.recipe import Spec, Target
 from snapshot.maps.tensor_map import TensorMap
-from snapshot.plan.wrappers import strip_wrappers
+from snapshot.plan.names import strip_wrappers
+from snapshot.state.leaves import Leaf
 from snapshot.state.sharded import find_shards
-from snapshot.tensors.dtypes import ITEMSIZE, NAMES, SAFETENSORS
-from snapshot.tensors.geometry import Box, Shape, boxes_overlap, whole_box
+from snapshot.tensors.geometry import Box, Grid, Shape, boxes_overlap, whole_box
+from snapshot.tensors.memory import BY_NAME, ITEMSIZE, NAMES, SAFETENSORS
 from snapshot.text import listed
+
+# The tensors of a publication: which pieces each rank holds, which rank owns each tensor, and who sends what.
+#
+# Each rank computes the same plan from the records of all ranks, without communication.
 
 ALIGNMENT = 64
 
@@ -209,3 +217,181 @@ def _assign(
             sent[sender] += nbytes if sender != owner else 0
             transfers.append(Transfer(name, source, box, grid, sender, owner, specs[source].dtype, nbytes))
     return SharePlan(targets, owners, transfers)
+
+
+# Host memory with the tensors that one rank owns, in one buffer that is used again.
+
+
+class HostImage:
+    """The bytes of a rank's targets. Two images take turns: the last published one is the base of the next."""
+
+    def __init__(self, targets: Mapping[str, Target]) -> None:
+        self.targets = dict(targets)
+        self._places: dict[str, int] = {}
+        position = 0
+        for name, target in self.targets.items():
+            self._places[name] = position
+            position += -(-target_bytes(target) // ALIGNMENT) * ALIGNMENT
+        self._buffer = torch.empty(position, dtype=torch.uint8)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the buffer."""
+        return self._buffer.numel()
+
+    def fits(self, targets: Mapping[str, Target]) -> bool:
+        """Return True if the image is for targets of these names, dtypes and shapes."""
+        return describe_targets(self.targets) == describe_targets(targets)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a view of a target's memory."""
+        target = self.targets[name]
+        begin = self._places[name]
+        flat = self._buffer[begin : begin + target_bytes(target)]
+        return flat.view(BY_NAME[target.dtype]).view(target.shape)
+
+    def bytes(self, name: str) -> npt.NDArray[np.uint8]:
+        """Return a target's memory as bytes."""
+        begin = self._places[name]
+        return self._buffer[begin : begin + target_bytes(self.targets[name])].numpy()
+
+    def leaf(self, name: str) -> Leaf:
+        """Return a target as a leaf for the writer."""
+        target, tensor = self.targets[name], self.tensor(name)
+        nbytes = target_bytes(target)
+        return Leaf(name, tensor, target.dtype, target.shape, nbytes, tensor.data_ptr() if nbytes else 0, True)
+
+
+def describe_targets(targets: Mapping[str, Target]) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Return the names, dtypes and shapes of targets, in order."""
+    return [(name, target.dtype, tuple(target.shape)) for name, target in targets.items()]
+
+
+# The pieces of all ranks are brought into the owners' host memory, through the process group.
+#
+# This runs in the foreground, in one order on all ranks. A rank that fails tells the others through the store.
+
+ROUND = 256 << 20
+"""Maximum bytes that a rank sends and receives before it waits."""
+TAGS = 1 << 16
+"""Number of different tags of a call. Messages of different calls have different tags, for a call may be broken off."""
+
+
+def gather_pieces(
+    exchange: Exchange, plan: SharePlan, held: Mapping[str, Sequence[HeldPiece]], image: HostImage
+) -> None:
+    """Fill the image with the tensors that this rank owns, and send what other ranks own."""
+    with torch.no_grad():
+        pieces = {(name, piece.box): piece.tensor for name, each in held.items() for piece in each}
+        remote = []
+        for transfer in plan.transfers:
+            if transfer.sender != transfer.owner:
+                remote.append(transfer)
+            elif transfer.owner == exchange.rank:
+                local = pieces[transfer.source, transfer.box]
+                _target_view(image, transfer).copy_(transfer.grid.view("source", local, transfer.box.offsets))
+        if remote:
+            link = _Link(exchange)
+            for each in _rounds(remote, exchange.world):
+                link.exchange(each, pieces, image)
+
+
+def expect_equal(exchange: Exchange, plan: SharePlan, held: Mapping[str, Sequence[HeldPiece]]) -> None:
+    """Raise on all ranks unless tensors that become one tensor have the same bytes."""
+    wrong = []
+    for first, other, sub_plan in plan.equal:
+        image = HostImage(sub_plan.owned(exchange.rank))
+        gather_pieces(exchange, sub_plan, held, image)
+        if image.targets and not np.array_equal(image.bytes(first), image.bytes(other)):
+            wrong.append(f"{other} must equal {first}, since only one of them is used")
+
+    def lead(ranks: list[list[str]]) -> bool:
+        found = [each for rank in ranks for each in rank]
+        if found:
+            raise RestoreError(f"the tensor map does not fit: {'; '.join(found)}", found)
+        return True
+
+    if plan.equal:
+        exchange.agree(wrong, lead, list[str], bool)
+
+
+def _target_view(image: HostImage, transfer: Transfer) -> torch.Tensor:
+    target = image.tensor(transfer.target)
+    return transfer.grid.view("target", target, (0,) * target.dim())
+
+
+def _rounds(transfers: Sequence[Transfer], world: int) -> Iterator[list[Transfer]]:
+    """Split the transfers so that no rank sends and receives much more than `ROUND` bytes at once."""
+    loads = [0] * world
+    current: list[Transfer] = []
+    for transfer in transfers:
+        for rank in (transfer.sender, transfer.owner):
+            loads[rank] += transfer.nbytes
+        current.append(transfer)
+        if max(loads[transfer.sender], loads[transfer.owner]) >= ROUND:
+            yield current
+            loads, current = [0] * world, []
+    if current:
+        yield current
+
+
+class _Link:
+    """Messages between the ranks of a process group."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        ranks = exchange.ranks
+        self._members, self._group = ranks.members, ranks.pg
+        devices = ranks.pg._device_types  # type: ignore[union-attr]
+        self._device = torch.device("cpu")
+        if not any(device.type == "cpu" for device in devices):
+            self._device = torch.device(devices[0].type, current_device_index())
+
+    def exchange(self, transfers: Sequence[Transfer], pieces: Mapping[Any, torch.Tensor], image: HostImage) -> None:
+        """Send and receive one round, and place what arrives."""
+        mine, operations = self._exchange.rank, []
+        arriving: list[tuple[Transfer, torch.Tensor]] = []
+        for number, transfer in enumerate(transfers):
+            if mine == transfer.sender:
+                local = pieces[transfer.source, transfer.box]
+                view = transfer.grid.view("source", local, transfer.box.offsets)
+                message = view.to(self._device).contiguous().view(-1).view(torch.uint8)
+                operations.append(self._operation(dist.isend, message, transfer.owner, number))
+            elif mine == transfer.owner:
+                message = torch.empty(transfer.nbytes, dtype=torch.uint8, device=self._device)
+                operations.append(self._operation(dist.irecv, message, transfer.sender, number))
+                arriving.append((transfer, message))
+        self._exchange.agree(True, all, bool, bool)  # a rank without memory fails before any other rank waits for it
+        if operations:
+            self._finish(operations)
+        for transfer, message in arriving:
+            received = message.view(BY_NAME[transfer.dtype]).view(transfer.grid.sizes)
+            _target_view(image, transfer).copy_(received)
+
+    def _operation(self, kind: Any, message: torch.Tensor, peer: int, tag: int) -> dist.P2POp:
+        tag = (self._exchange.number * TAGS + tag % TAGS) % (1 << 31)
+        return dist.P2POp(kind, message, self._members[peer], self._group, tag)
+
+    def _finish(self, operations: list[dist.P2POp]) -> None:
+        """Run the operations. Stop waiting when another rank has failed: the group's own timeout may be long."""
+        future: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                for work in dist.batch_isend_irecv(operations):
+                    work.wait()
+                if self._device.type != "cpu":
+                    torch.accelerator.synchronize()
+                future.set_result(None)
+            except BaseException as error:  # noqa: BLE001 - it is raised below
+                future.set_exception(error)
+
+        with system_limits("cannot start a thread"):
+            threading.Thread(target=run, name="snapshot-io-gather", daemon=True).start()
+        if not self._exchange.together(future.done):
+            raise SnapshotError("another rank could not send its tensors")
+        try:
+            future.result()
+        except RuntimeError as error:
+            self._exchange.broke_off()
+            raise SnapshotError(f"the process group could not send the tensors: {error}") from error

@@ -3,32 +3,392 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
-from snapshot.aio import in_thread, shielded
 from snapshot.errors import SnapshotError, system_limits
-from snapshot.plan.layout import SavePlan
-from snapshot.runtime.budget import MemoryBudget
-from snapshot.runtime.loop import LoopFuture, in_own_thread, work_on
-from snapshot.runtime.pinning import permit_capture
-from snapshot.save.optimizer_barrier import PendingCopy
-from snapshot.save.prefetch import PartPrefetcher
-from snapshot.save.rank_share import RankShare
-from snapshot.save.rendezvous import TakeOpening
-from snapshot.save.staging import Stager
+from snapshot.events import log, span
+from snapshot.io.aio import Latch, in_thread, shielded
+from snapshot.io.arena import arena, arena_bytes, permit_capture
+from snapshot.io.budget import MemoryBudget
+from snapshot.io.loop import LIBRARY, LoopFuture, in_own_thread, work_on
+from snapshot.io.system import PerProcess
+from snapshot.plan.layout import FilePart, FilePlan, SavePlan
+from snapshot.save.begin import TakeOpening
+from snapshot.save.replication import RankShare
+from snapshot.save.reuse import Unchanged
+from snapshot.save.staging import StagedPart, Stager
 from snapshot.save.take import Take, Verify
 from snapshot.save.transaction import Transaction
-from snapshot.save.unchanged import Unchanged
-from snapshot.save.writer import PartSink, WrittenFile
+from snapshot.save.writer import PartSink, Writer, WrittenFile
 from snapshot.signing.keys import Signer
-from snapshot.state.overlap_eligible import OverlapEligible
+from snapshot.state.parameters import OverlapEligible, find_local_tensor, find_storage_begin
+
+# Optimizer barrier: `step()` waits until pending snapshots have copied the tensors that it changes.
+#
+# The wait is one global hook that torch calls before the hooks of any optimizer. Loading a state dict waits, too.
+# Torch has no hook for that, so two methods are wrapped while an overlapped take is pending. The hook is removed with
+# the first step after the last take, if it is the only global hook. Otherwise it stays and does nothing.
+
+R = TypeVar("R")
+_version = attrgetter("_version")
+
+
+class PendingCopy:
+    """Tensors that still have to be copied, and the optimizers that may change them.
+
+    After the copy, the version counters are checked once more, by the first caller that permits changes. Torch counts
+    an operation when it ends, so one that began before the copy would be missed otherwise.
+    """
+
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer], tensors: Sequence[torch.Tensor]) -> None:
+        self._optimizers = frozenset(map(id, optimizers))
+        self._tensors = tensors
+        self.versions = list(map(_version, tensors))
+        self._over = Latch()
+        self._lock = threading.Lock()
+        self._let_go = False
+        self.changed = False
+        """True if the tensors were changed before a change was permitted."""
+
+    @functools.cached_property
+    def _bases(self) -> frozenset[int]:
+        return frozenset(find_storage_begin(find_local_tensor(each)) for each in self._tensors)
+
+    def concerns(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return True if an optimizer's parameters or state share memory with these tensors."""
+        if id(optimizer) in self._optimizers:
+            return True
+        states = (state.values() for state in optimizer.state.values())
+        tensors = chain(*(group["params"] for group in optimizer.param_groups), *states)
+        bases = self._bases
+        return any(
+            find_storage_begin(find_local_tensor(each)) in bases for each in tensors if isinstance(each, torch.Tensor)
+        )
+
+    def begin(self) -> None:
+        """Make optimizer steps and `load_state_dict` calls wait from now on."""
+        _barrier.get().add(self)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until all is copied, or the take failed. Return True if so: then the tensors may change."""
+        over = self._over.wait(timeout)
+        if over:
+            self.let_go()
+        return over
+
+    def let_go(self) -> None:
+        """Check the version counters for the last time."""
+        with self._lock:
+            if not self._let_go:
+                self.changed = list(map(_version, self._tensors)) != self.versions
+                self._let_go = True
+        self._drop()
+
+    def copied(self) -> None:
+        """Release all waiting threads: everything is copied."""
+        self._over.open()
+
+    def end(self) -> None:
+        """Stop: nothing has to be copied any more, and the tensors are not checked again."""
+        with self._lock:
+            self._let_go = True
+        self._drop()
+        self._over.open()
+
+    def _drop(self) -> None:
+        _barrier.get().discard(self)
+        self._tensors = ()
+
+
+class _Barrier:
+    """The pending copies of this process, and the hooks that torch calls for them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.pending: tuple[PendingCopy, ...] = ()
+        self._hook: RemovableHandle | None = None
+        self._loads: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+        """For each class: its `load_state_dict`, and the wrapper in its place."""
+
+    def add(self, copy: PendingCopy) -> None:
+        with self._lock:
+            if self._hook is None:
+                self._hook = register_optimizer_step_pre_hook(self._before_step)
+            for kind in (torch.nn.Module, torch.optim.Optimizer):
+                if kind not in self._loads or kind.load_state_dict is not self._loads[kind][1]:
+                    self._loads[kind] = kind.load_state_dict, _waiting(kind.load_state_dict)
+                    kind.load_state_dict = self._loads[kind][1]  # type: ignore[method-assign]
+            self.pending = (*self.pending, copy)
+
+    def discard(self, copy: PendingCopy) -> None:
+        with self._lock:
+            self.pending = tuple(each for each in self.pending if each is not copy)
+            if not self.pending:
+                self._unwrap()
+
+    def _unwrap(self) -> None:
+        for kind, (original, wrapper) in list(self._loads.items()):
+            if kind.load_state_dict is wrapper:  # otherwise other code has wrapped it again
+                kind.load_state_dict = original
+                del self._loads[kind]
+
+    def _unhook(self) -> None:
+        """Remove the step hook from within it.
+
+        This is safe only if it is the only hook. Otherwise torch would iterate over a changed dict.
+        """
+        with self._lock:
+            if self._hook is not None and not self.pending:
+                hooks = self._hook.hooks_dict_ref()
+                if hooks is not None and list(hooks) == [self._hook.id]:
+                    self._hook.remove()
+                    self._hook = None
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self.pending:
+            self._unhook()
+            return
+        if _in_library("an optimizer's step"):
+            return
+        for copy in self.pending:
+            try:
+                concerned = copy.concerns(optimizer)
+            except Exception:  # noqa: BLE001 - an optimizer that is none of torch's may hold anything
+                log.exception("cannot inspect an optimizer's tensors; its step waits for the pending snapshot")
+                concerned = True
+            if concerned:
+                copy.wait()
+
+    def forked(self) -> _Barrier:
+        """Return a barrier without copies for a forked child: the parent's copies read the parent's memory."""
+        self._lock = threading.Lock()
+        self.pending = ()
+        self._unwrap()
+        return self
+
+
+_barrier = PerProcess(_Barrier, _Barrier.forked)
+
+
+def pending_copies() -> tuple[PendingCopy, ...]:
+    """Return the pending copies of this process."""
+    return _barrier.get().pending
+
+
+def wait_for_copies() -> None:
+    """Wait until no pending snapshot has anything left to copy."""
+    pending = pending_copies()
+    if not pending or _in_library("loading a state"):
+        return
+    for copy in pending:
+        copy.wait()
+
+
+def _in_library(what: str) -> bool:
+    """Return True in a library thread. Other threads may wait for it, so it must not wait for a copy."""
+    if not threading.current_thread().name.startswith(LIBRARY):
+        return False
+    log.error("%s in a snapshot's callback does not wait for pending copies", what)
+    return True
+
+
+def _waiting(load: Callable[..., R]) -> Callable[..., R]:
+    @functools.wraps(load)
+    def load_state_dict(*args: Any, **kwargs: Any) -> R:
+        wait_for_copies()
+        return load(*args, **kwargs)
+
+    return load_state_dict
+
+
+# Staging ahead of writing in asynchronous takes: values that the application may change next are copied first.
+#
+# The call stages before the first byte is written, so that writing does not compete for memory bandwidth. What
+# exceeds the budget is staged as writes release memory. Values that only an optimizer's `step()` changes may be
+# staged later by a thread, while the application continues.
+
+AHEAD = 2
+"""Parts that are copied from accelerators at once: the next copy is queued before the previous one ends."""
+
+
+class PartPrefetcher:
+    """Parts that one thread stages and others write."""
+
+    def __init__(
+        self,
+        writer: Writer,
+        budget: MemoryBudget,
+        files: Sequence[FilePlan],
+        progress: Callable[[int], None],
+        begin: Callable[[], object],
+        *,
+        shared: bool = False,
+    ) -> None:
+        self._source = writer.source
+        self._in_turn = writer.packing is not None
+        self._budget = budget
+        self._files = files
+        self.parts = [writer.parts(file) for file in files]
+        self._progress = progress
+        self._shared = shared
+        """True if another process must see the slots."""
+        total = sum(arena_bytes(part.end - part.begin) for parts in self.parts for part in parts)
+        self._pinning = self._source.pinning(budget, total)
+        self._stop_pinning = arena().pin_ahead(shared, self._pinning) if self._pinning is not None else None
+        self._staged: dict[tuple[int, int], StagedPart] = {}
+        self._lock = threading.Lock()
+        self._waiting: dict[tuple[int, int], Callable[[], object]] = {}
+        self._error: BaseException | None = None
+        self._closed = False
+        self._begin = begin
+        """Called when writing must start so that staging can continue."""
+        self._arriving: deque[tuple[int, int, StagedPart]] = deque()
+        """The parts whose copies from accelerators run."""
+
+    def stage(self, numbers: range) -> None:
+        """Stage every part of some files. Return when the last one is in host memory."""
+        order = self._order(numbers)
+        try:
+            for count, (number, position) in enumerate(order):
+                if self._closed and 2 * count >= len(order):
+                    self.open()
+                self._stage(number, position, self.parts[number][position])
+            self._deliver(0)
+        finally:
+            try:
+                with contextlib.ExitStack() as left:  # after an error
+                    while self._arriving:
+                        left.callback(self._arriving.pop()[2].release)
+            finally:
+                if numbers.stop == len(self._files):
+                    self._end_pinning()
+
+    def _order(self, numbers: range) -> list[tuple[int, int]]:
+        """Return the parts of some files in the order in which they are staged: round-robin.
+
+        Files that are compressed are staged one after the other: only some of them are written at once, and they would
+        wait for the memory of the others' parts.
+        """
+        order = [(number, position) for number in numbers for position in range(len(self.parts[number]))]
+        return order if self._in_turn else sorted(order, key=lambda each: each[1])
+
+    def _end_pinning(self) -> None:
+        if self._stop_pinning is not None:
+            self._stop_pinning()
+
+    def _stage(self, number: int, position: int, part: FilePart) -> None:
+        size = arena_bytes(part.end - part.begin)
+        slot, staged, granted = None, None, False
+        try:
+            granted = self._budget.try_acquire(size)
+            if not granted:
+                self._deliver(0)  # their memory is released once they are written
+                self._begin()
+                self.open()
+                self._budget.acquire_blocking(size)
+                granted = True
+            slot = arena().take(part.end - part.begin, shared=self._shared, pinning=self._pinning)
+            with span("stage", bytes=part.end - part.begin, copied=True):
+                staged = self._source.begin(self._files[number], part, slot, self._budget)
+        except BaseException:
+            if staged is not None:
+                staged.release()
+                raise
+            if slot is not None:
+                arena().give(slot)
+            if granted:
+                self._budget.release(size)
+            raise
+        self._arriving.append((number, position, staged))
+        self._deliver(AHEAD if staged.events else 0)
+
+    def _deliver(self, left: int) -> None:
+        """Hand the oldest parts to the writer when they have arrived, until `left` are arriving."""
+        while len(self._arriving) > left:
+            number, position, staged = self._arriving[0]
+            part = self.parts[number][position]
+            self._source.end(self._files[number], part, staged)
+            with self._lock:
+                if self._error is not None:
+                    raise self._error
+                self._arriving.popleft()
+                self._staged[number, position] = staged
+                wake = None if self._closed else self._waiting.pop((number, position), None)
+            if wake is not None:
+                wake()
+            self._progress(part.end - part.begin)
+
+    def close(self) -> None:
+        """Hold back staged parts until half of them are staged, or `open` is called.
+
+        An optimizer step may wait for the copy, so copying comes first. Holding back all parts would delay the
+        snapshot.
+        """
+        with self._lock:
+            self._closed = True
+
+    def open(self) -> None:
+        """Deliver staged parts on request."""
+        with self._lock:
+            self._closed = False
+            ready = [self._waiting.pop(part) for part in list(self._waiting) if part in self._staged]
+        for wake in ready:
+            wake()
+
+    async def get(self, number: int, position: int) -> StagedPart:
+        """Return a staged part as soon as it is ready."""
+        loop = asyncio.get_running_loop()
+        arrived = asyncio.Event()
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            there = (number, position) in self._staged and not self._closed
+            if not there:
+                self._waiting[number, position] = lambda: loop.call_soon_threadsafe(arrived.set)
+        if not there:
+            await arrived.wait()
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            return self._staged.pop((number, position))
+
+    def stop(self, error: BaseException) -> None:
+        """Stop the staging thread and all waiting readers with an error."""
+        with self._lock:
+            if not isinstance(
+                error, Exception | asyncio.CancelledError
+            ):  # such as KeyboardInterrupt: in a task, it would end the loop
+                error = asyncio.CancelledError(f"staging was interrupted: {error!r}")
+            self._error = self._error or error
+            waiting, self._waiting = self._waiting, {}
+        self._budget.fail(error)
+        for wake in waiting.values():
+            wake()
+
+    def release(self) -> None:
+        """Release the memory of parts that were staged but not written."""
+        self._end_pinning()
+        with self._lock:
+            left, self._staged = self._staged, {}
+        for staged in left.values():
+            staged.release()
+
+
+# A take in the background: staged by the call, written while the application continues.
 
 PART_AHEAD = 32 << 20
 """Bytes of a part that is staged long before it is written.

@@ -12,16 +12,14 @@ from msgspec.structs import replace
 from snapshot.distributed.group import Ranks
 from snapshot.errors import UnsafeObjectError
 from snapshot.events import log, warn
+from snapshot.io.system import PerProcess
 from snapshot.manifest.entries import DictEntry, Extra
 from snapshot.manifest.paths import encode_component
-from snapshot.per_process import PerProcess
-from snapshot.plan.globs import find_unmatched, matcher
+from snapshot.plan.names import find_unmatched, matcher
 from snapshot.state.flatten import Flattened
-from snapshot.state.leaves import Leaf
+from snapshot.state.leaves import Leaf, Prepare
 from snapshot.state.model_state import ModelState
-from snapshot.state.optimizer_kinds import has_param_groups
-from snapshot.state.optimizers import make_record
-from snapshot.state.prepared import Prepare
+from snapshot.state.optimizers import has_param_groups, make_record
 from snapshot.state.rng import RNGState
 from snapshot.tensors.composite import find_stride_order
 from snapshot.text import listed

@@ -9,38 +9,39 @@ from typing import Any
 
 import msgspec
 
-from snapshot.aio import in_thread, shielded
-from snapshot.distributed.agreed_plans import keep_plan
+from snapshot.distributed.exchange import keep_plan
 from snapshot.events import emit
+from snapshot.io.aio import in_thread, shielded
+from snapshot.io.budget import MemoryBudget
+from snapshot.io.loop import in_own_thread
+from snapshot.io.session import Session
+from snapshot.io.system import PerProcess
 from snapshot.manifest.entries import needs_third_format
-from snapshot.per_process import PerProcess
+from snapshot.plan.consensus import PlanCache
 from snapshot.plan.layout import LEFT_OUT, SavePlan, name_data_file
-from snapshot.plan.plan_cache import PlanCache
 from snapshot.reports import TakeReport
-from snapshot.runtime.budget import MemoryBudget
-from snapshot.runtime.loop import in_own_thread
-from snapshot.runtime.session import Session
-from snapshot.save.commit import RankDone, commit_with_ranks, leader_part_path, own_part_path
-from snapshot.save.joint_work import raise_fault_of_another_rank, while_all_go_on
-from snapshot.save.manifest_builder import (
+from snapshot.save.begin import TakeOpening
+from snapshot.save.commit import (
+    RankDone,
     RankManifest,
     build_entries,
+    commit_with_ranks,
     encode_for_leader,
     encode_own_part,
+    leader_part_path,
+    own_part_path,
+    raise_fault_of_another_rank,
     shard_checksums,
+    while_all_go_on,
 )
-from snapshot.save.pace import note_speed
-from snapshot.save.packing import Packing, layout_of_leaves, longest_file
-from snapshot.save.rank_share import RankShare
-from snapshot.save.rendezvous import TakeOpening
+from snapshot.save.compression import Packing, layout_of_leaves, longest_file, note_speed
+from snapshot.save.replication import RankShare
+from snapshot.save.reuse import Unchanged, remember_unchanged
 from snapshot.save.staging import Stager
 from snapshot.save.transaction import State, Transaction
-from snapshot.save.unchanged import Unchanged, remember_unchanged
 from snapshot.save.writer import Writer, WrittenFile, write_small
 from snapshot.signing.keys import Signer
-from snapshot.signing.statement import Root, root_of
-from snapshot.signing.tree import leaves_path, signature_path, tree_of
-from snapshot.signing.write import expect_signable, put_leaves
+from snapshot.signing.tree import Root, expect_signable, leaves_path, put_leaves, root_of, signature_path, tree_of
 from snapshot.tensors.digest import SIZE, count_blocks, digest_range
 
 Verify = Callable[[Session, RankManifest], Coroutine[Any, Any, None]]

@@ -10,16 +10,16 @@ from typing import Any, Literal, TypedDict, get_args
 
 import msgspec
 
+from snapshot.io.system import expect_linux
+from snapshot.io.url import Source, seal_of
 from snapshot.manifest.document import DEEPEST, measure_nesting
-from snapshot.plan.globs import matcher
 from snapshot.plan.layout import SavePlan
+from snapshot.plan.names import matcher
 from snapshot.progress import ProgressArgument
-from snapshot.save.packing import expect_compression
+from snapshot.save.compression import expect_compression
 from snapshot.signing.keys import Key, Signer, load_signer
 from snapshot.signing.seal import signer_of
-from snapshot.state.prepared import Prepare
-from snapshot.storage_options import Source, seal_of
-from snapshot.system_calls import expect_linux
+from snapshot.state.leaves import Prepare
 
 Staging = Literal["blocking", "overlapped"]
 Worker = Literal["thread", "process"]

@@ -12,22 +12,22 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from snapshot.aio import gather_limited, in_thread, run_inline, shielded
+from snapshot.events import span
+from snapshot.io.aio import gather_limited, in_thread, run_inline, shielded
+from snapshot.io.arena import SEGMENT, arena, arena_bytes
+from snapshot.io.budget import MemoryBudget
+from snapshot.io.loop import cancel_all
+from snapshot.io.session import Session
+from snapshot.io.storage import FileWriter, Storage
+from snapshot.plan.consensus import find_parts
 from snapshot.plan.layout import FilePart, FilePlan, choose_part_size
-from snapshot.plan.plan_cache import find_parts
 from snapshot.progress import unmetered
-from snapshot.runtime.arena import SEGMENT, arena, arena_bytes
-from snapshot.runtime.budget import MemoryBudget
-from snapshot.runtime.loop import cancel_all
-from snapshot.runtime.session import Session
 from snapshot.save.base_files import BaseFile
-from snapshot.save.packing import FilePacker, PackedResult, Packing
+from snapshot.save.compression import FilePacker, PackedResult, Packing
 from snapshot.save.staging import FileDigests, StagedPart, Stager
 from snapshot.signing.tree import FileTree, RunningTree, tree_of
-from snapshot.storage import FileWriter, Storage
-from snapshot.tensors.addresses import detach_view
+from snapshot.tensors.memory import detach_view
 from snapshot.tensors.split_zstd import PAGE
-from snapshot.trace import span
 
 Progress = Callable[[int], None]
 

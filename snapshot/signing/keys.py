@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from snapshot.errors import MissingExtraError, SignatureError
 from snapshot.events import log
-from snapshot.system_calls import WINDOWS
+from snapshot.io.system import WINDOWS
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey

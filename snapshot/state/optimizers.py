@@ -1,22 +1,27 @@
-"""Comparison of saved and live optimizers: the state of each parameter, and the options.
-
-The names come from a table, since a fresh optimizer has no state yet, and a step would change the model.
-"""
+"""Optimizers: the comparison of saved and live ones, and their restore."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from snapshot.manifest.entries import DictEntry, ListEntry
-from snapshot.manifest.optimizer import OptimizerRecord
+from snapshot.errors import RestoreError
+from snapshot.manifest.compounds import DictEntry, ListEntry, OptimizerRecord, SubclassEntry
+from snapshot.manifest.entries import TENSORS
 from snapshot.manifest.paths import encode_component
-from snapshot.manifest.scalars import Scalar
+from snapshot.manifest.values import Scalar
 from snapshot.saved import class_name
-from snapshot.tensors.dtypes import NAMES
+from snapshot.state.state_tree import MISSING
+from snapshot.state.stateful_kinds import Kind
+from snapshot.tensors.memory import BY_NAME, NAMES, address_of_tensor
+
+# Comparison of saved and live optimizers: the state of each parameter, and the options.
+#
+# The names come from a table, since a fresh optimizer has no state yet, and a step would change the model.
 
 _LIKE_PARAMETER = frozenset(
     {"acc_delta", "ax", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq", "momentum_buffer", "prev"}
@@ -205,3 +210,279 @@ def _shorten_classes(classes: Iterable[str]) -> str:
 
 def _join_names(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
+
+
+# Optimizers as statefuls: their parameters receive the saved state in its saved dtypes.
+#
+# If a parameter's dtype has changed, its state is cast as torch's own `load_state_dict` casts it. An optimizer
+# without state is restored in the same way.
+
+
+class StateOfParameters(Kind):
+    """A stateful that holds the state of an optimizer, parameter by parameter."""
+
+    exact = True
+    optimizer_at = ""
+    """The path of the optimizer's state dict below the key."""
+
+    def __init__(self, key: str, stateful: Any, state: Any = MISSING) -> None:
+        super().__init__(key, stateful, state)
+        self.base = f"{key}{self.optimizer_at}"
+        """The path of the optimizer's state dict."""
+        self._states = f"{self.base}/state/"
+        self._cast: dict[str, torch.dtype] = {}
+        """Parameters whose state is cast -> the new dtype."""
+        self._saved: SavedOptimizer | None = None
+        self._tensors: list[tuple[str, Any, str, str]] = []
+        """Saved tensors of the state: path, entry, parameter and state name."""
+        self._wrapped: tuple[str, ...] = ()
+        """The paths of wrapped tensors' inner tensors."""
+        self.untouched: set[str] = set()
+        """Parameters whose state remains unchanged, since their shapes differ."""
+        self.parameters: dict[str, Any] = {}
+        """The live parameters, by their names in `state`."""
+        self.owners: dict[str, torch.optim.Optimizer] = {}
+        """The optimizers that they belong to."""
+        self.groups: list[list[str]] = []
+        """Their names, group by group."""
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [self.stateful]
+
+    def describe_mismatch(self, entries: Mapping[str, Any]) -> str | None:
+        """Return the reason why the saved state does not fit this optimizer; None if it fits."""
+        self._saved = SavedOptimizer.from_entries(self.base, entries)
+        self.untouched.clear()
+        depth = self._states.count("/")
+        self._tensors = []
+        self._wrapped = tuple(f"{path}/" for path, entry in entries.items() if isinstance(entry, SubclassEntry))
+        for path, entry in entries.items():
+            if self._wrapped and path.startswith(self._wrapped):
+                continue  # inner tensors have shapes and dtypes of their own
+            if isinstance(entry, TENSORS) and path.startswith(self._states):
+                parts = path.split("/", depth + 2)
+                if len(parts) > depth + 1:
+                    self._tensors.append((path, entry, parts[depth], parts[depth + 1]))
+        why = describe_mismatch(self._saved, self.optimizers, self.owners) if self._saved is not None else None
+        return f"{self.base}: {why}" if why else None
+
+    def drop_optimizer(self, entries: dict[str, Any]) -> bool:
+        """Exclude the optimizer from the restore; return True if nothing else is left."""
+        return True
+
+    def make_notes(self) -> Iterable[tuple[str, str, str]]:
+        """Yield lines for the report: another class, and options that the snapshot lacks."""
+        saved = self._saved
+        if saved is None or not self.optimizers:
+            return
+        change = describe_class_change(saved, self.optimizers)
+        if change:
+            yield "changed", self.base, change
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        live = {name: group for names, group in zip(self.groups, groups, strict=False) for name in names}
+        for number, (options, params) in enumerate(zip(saved.options, saved.groups, strict=True)):
+            for name in next((live[each] for each in params if each in live), {}):
+                if name not in ("params", "param_names") and encode_component(str(name)) not in options:
+                    yield (
+                        "kept",
+                        f"{self.base}/param_groups/{number}/{encode_component(str(name))}",
+                        "the snapshot lacks it",
+                    )
+
+    def choose_dtypes(
+        self, cast: str, allowed: Callable[[torch.dtype, torch.dtype], bool], beside: Callable[[Any], bool]
+    ) -> list[str]:
+        """Find the parameters with a changed dtype; return the changes that are not allowed.
+
+        `beside` returns True for a parameter that is restored itself: only then does its state follow its dtype.
+        """
+        self._cast = {}
+        refused: dict[str, int] = {}
+        saved = self._saved
+        for name in [name for group in saved.groups for name in group] if saved else ():
+            parameter = self.parameters.get(name)
+            if not isinstance(parameter, torch.Tensor) or not parameter.is_floating_point():
+                continue
+            recorded = saved.dtypes.get(name, "") if saved else ""
+            was = BY_NAME.get(recorded)
+            if was is parameter.dtype or (was is None and cast == "error") or not beside(parameter):
+                continue
+            if was is None or allowed(was, parameter.dtype):
+                self._cast[name] = parameter.dtype
+            else:
+                text = f"the snapshot has parameters of {recorded}, the application of {NAMES.get(parameter.dtype)}"
+                refused[text] = refused.get(text, 0) + 1
+        hint = "; allow it with cast='same_kind' or 'any'" if cast == "error" else ""
+        return [f"{self.base}: {text} ({count} of them){hint}" for text, count in refused.items()]
+
+    def _find_in_state(self, path: str) -> tuple[str, str] | None:
+        """Return the parameter and the state name that a path in `state` belongs to."""
+        if not path.startswith(self._states):
+            return None
+        name, slash, rest = path[len(self._states) :].partition("/")
+        return (name, rest.partition("/")[0]) if slash else None
+
+    def choose_state_dtype(self, path: str, entry: Any) -> torch.dtype | None:
+        """Return the dtype to restore a saved tensor in; None if it is not optimizer state."""
+        found = self._find_in_state(path)
+        saved = BY_NAME.get(entry.dtype)
+        if found is None or saved is None or (self._wrapped and path.startswith(self._wrapped)):
+            return None
+        name, what = found
+        return self._cast[name] if name in self._cast and what != "step" and saved.is_floating_point else saved
+
+    def find_places(self, entries: Mapping[str, Any], skipped: set[str]) -> dict[str, Any]:
+        """Return the live leaves that can be filled in place; other state gets new tensors."""
+        gone = []
+        for path, entry, name, _ in self._tensors:
+            held = self.live.get(path, MISSING)
+            if held is MISSING or path in skipped:
+                continue
+            dtype = BY_NAME.get(entry.dtype) if name not in self._cast else self.choose_state_dtype(path, entry)
+            if not (isinstance(held, torch.Tensor) and held.dtype is dtype and held.shape == entry.shape):
+                gone.append(path)
+        for path, held in self.live.items():
+            if (
+                isinstance(held, torch.Tensor)
+                and path.startswith(self._states)
+                and isinstance(entries.get(path), Scalar)
+            ):
+                gone.append(path)
+        away = set(gone)
+        return {path: held for path, held in self.live.items() if path not in away} if away else self.live
+
+    def find_other_shapes(self, entries: Mapping[str, Any], unfit: set[int]) -> dict[str, str]:
+        """Return the parameters whose saved state has another shape, and the difference.
+
+        `unfit` holds the addresses of parameters that were left unchanged.
+        """
+        found: dict[str, str] = {}
+        known = knows_shapes(self.optimizers)
+        for path, entry, name, what in self._tensors:
+            parameter = self.parameters.get(name)
+            if not isinstance(parameter, torch.Tensor) or parameter.shape == entry.shape or name in found:
+                continue
+            wanted = find_expected_shape(what, parameter.shape) if known else None
+            if wanted is None:
+                held = self.live.get(path)
+                wanted = held.shape if isinstance(held, torch.Tensor) else entry.shape
+            if tuple(wanted) != tuple(entry.shape):
+                found[name] = f"the snapshot has {what} of {list(entry.shape)}, the application {list(wanted)}"
+        for name in self.parameters if unfit else ():
+            if address_of_tensor(self.parameters[name]) in unfit and f"{self._states}{name}" in entries:
+                found.setdefault(name, "its parameter has another shape")
+        return found
+
+    def drop_state(self, name: str, entries: dict[str, Any]) -> str:
+        """Leave the state of a parameter unchanged; return its path."""
+        path = f"{self._states}{name}"
+        self.untouched.add(name)
+        self._tensors = [each for each in self._tensors if each[2] != name]
+        for below in [each for each in entries if each == path or each.startswith(f"{path}/")]:
+            del entries[below]
+        states = entries[self._states[:-1]]
+        entries[self._states[:-1]] = states.without_children(each == name for each in states.components())
+        return path
+
+    def find_like(self, path: str, shape: tuple[int, ...]) -> Any | None:
+        found = self._find_in_state(path)
+        parameter = self.parameters.get(found[0]) if found else None
+        return parameter if parameter is not None and tuple(parameter.shape) == shape and shape else None
+
+    def choose_device(self, path: str, shape: tuple[int, ...]) -> torch.device | str:
+        parameter = self.find_like(path, shape)
+        return "cpu" if parameter is None else parameter.device
+
+
+def restore_dtypes(cast: Any, saved: Any) -> Any:
+    """Return an optimizer's state in the saved dtypes, on the devices that torch has chosen."""
+    if isinstance(saved, torch.Tensor):
+        if not isinstance(cast, torch.Tensor):
+            return saved
+        return cast if cast.dtype == saved.dtype else saved.to(cast.device)
+    if isinstance(saved, dict) and isinstance(cast, dict):
+        return type(cast)((key, restore_dtypes(cast.get(key), value)) for key, value in saved.items())
+    if isinstance(saved, (list, tuple)) and isinstance(cast, (list, tuple)) and len(saved) == len(cast):
+        return type(saved)(map(restore_dtypes, cast, saved))
+    return cast
+
+
+def add_live_options(saved: Any, live: Mapping[str, Any]) -> Any:
+    """Return a saved parameter group, with the options that only the live one has."""
+    if not isinstance(saved, dict):
+        return saved
+    return {**saved, **{name: value for name, value in live.items() if name not in saved and name != "param_names"}}
+
+
+def has_param_groups(optimizer: Any, state: Any) -> bool:
+    """Return True if an optimizer's state is in the form of torch's optimizers.
+
+    An optimizer around another one may keep its state in another form. It is restored like any other stateful.
+    """
+    return isinstance(state, Mapping) and "param_groups" in state and hasattr(optimizer, "param_groups")
+
+
+class OptimizerKind(StateOfParameters):
+    """One of torch's optimizers."""
+
+    def __init__(self, key: str, stateful: torch.optim.Optimizer, state: Any = MISSING) -> None:
+        super().__init__(key, stateful, state)
+        parameters = [parameter for group in stateful.param_groups for parameter in group["params"]]
+        numbers = [list(group["params"]) for group in self.state.get("param_groups", ())]
+        self.groups = [list(map(str, group)) for group in numbers]
+        indices = [index for group in numbers for index in group]
+        self.needs = frozenset({f"{key}/param_groups"})
+        self.parameters = dict(zip(map(str, indices), parameters, strict=False))
+        self.owners = dict.fromkeys(self.parameters, stateful)
+        self._numbers = {str(index): index for index in indices}
+        # A fresh optimizer makes its state of its parameters' class; no path of an entry has an empty component.
+        self.compounds |= {
+            f"{key}//{name}": each for name, each in self.parameters.items() if is_traceable_wrapper_subclass(each)
+        }
+        groups = f"{key}/param_groups/"  # torch copies these, so they are not filled in place
+        self.live = {path: value for path, value in self.live.items() if not path.startswith(groups)}
+
+    def find_mismatches(self, entries: Mapping[str, Any]) -> list[str]:
+        """Return differences between parameter groups: torch would detect them only after tensors were written."""
+        groups = entries.get(f"{self.key}/param_groups")
+        if not isinstance(groups, ListEntry):
+            return [f"{self.key}: the snapshot holds no optimizer's parameter groups under this key"]
+        here = isinstance(self.state.get("state"), dict) and f"{self.key}/state" not in self.live
+        found = entries.get(f"{self.key}/state")  # DCP drops what is empty, as a fresh optimizer's state is
+        if here and not isinstance(found, DictEntry) and (found is not None or self.state["state"]):
+            return [f"{self.key}: the snapshot holds no optimizer's state under this key"]
+        have = [len(group["params"]) for group in self.stateful.param_groups]
+        saved = []
+        for i in range(groups.length):
+            params = entries.get(f"{self.key}/param_groups/{i}/params")
+            saved.append(params.length if isinstance(params, ListEntry) else -1)
+        if have == saved:
+            return []
+        return [f"{self.key}/param_groups: the snapshot has groups of {saved} parameters, and the optimizer of {have}"]
+
+    def load_state(self, state: Any, strict: bool) -> list[str]:
+        """Load the state; tensors that torch casts to their parameter's dtype get their chosen dtype back."""
+        states = state.get("state")
+        numbered: dict[Any, Any] = {}
+        if isinstance(states, dict):  # DCP makes texts of the numbers, and torch would take those for no parameter's
+            numbered = {self._numbers.get(key, key) if type(key) is str else key: each for key, each in states.items()}
+        held = self.state.get("state")
+        for name in self.untouched if isinstance(held, dict) else ():
+            if self._numbers[name] in held:
+                numbered[self._numbers[name]] = held[self._numbers[name]]
+        groups = state.get("param_groups", ())
+        pairs = zip(groups, self.stateful.param_groups, strict=False)
+        state = {**state, "state": numbered, "param_groups": [add_live_options(*pair) for pair in pairs]}
+        try:
+            self.stateful.load_state_dict(state)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise RestoreError(f"{self.key}: the optimizer does not take this state: {error}", [self.key]) from error
+        for index, saved in numbered.items():
+            parameter = self.parameters.get(str(index))
+            if parameter is None or not isinstance(saved, dict):
+                continue
+            live = self.stateful.state.get(parameter)
+            if live is not None:
+                live.update({name: restore_dtypes(live.get(name), value) for name, value in saved.items()})
+        return []

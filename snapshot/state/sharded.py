@@ -16,7 +16,7 @@ import torch
 
 from snapshot.errors import SnapshotError
 from snapshot.saved import class_name
-from snapshot.tensors import composite, meshes
+from snapshot.tensors import composite, geometry
 from snapshot.tensors.digest import digest_range
 from snapshot.tensors.geometry import Box, Shape, is_inside
 
@@ -181,7 +181,7 @@ def _read_dtensor(path: str, value: Any) -> Shards:
             held = _find_held_shards(
                 path, local, shape, mesh_shape, placements=placements, coordinate=coordinate, order=order
             )
-            holders = meshes.find_peers(ranks, mesh_shape, placements, coordinate)
+            holders = geometry.find_peers(ranks, mesh_shape, placements, coordinate)
             pieces = [LocalPiece(box, local[part.slices()], holders) for box, part in held.boxes]
     return Shards("DTensor", dtype, shape, pieces, ranks, nested, texts, layout, bool(value.requires_grad))
 
@@ -207,27 +207,27 @@ LONG = 80
 """A mesh with a longer text is represented by a digest in layouts."""
 
 
-def _read_placements(path: str, value: Any, mesh_shape: Shape) -> tuple[meshes.Placements, tuple[int, ...] | None]:
+def _read_placements(path: str, value: Any, mesh_shape: Shape) -> tuple[geometry.Placements, tuple[int, ...] | None]:
     """Return a DTensor's placements, and the order in which they cut, if it is recorded separately."""
     placements = tuple(read_placement(path, placement, value.ndim) for placement in value.placements)
     told = getattr(value._spec, "shard_order", None)
-    if told is None or any(isinstance(placement, meshes.Split) and placement.strides > 1 for placement in placements):
+    if told is None or any(isinstance(placement, geometry.Split) and placement.strides > 1 for placement in placements):
         return placements, None
     order = tuple(mesh_dim for entry in told for mesh_dim in entry.mesh_dims)
     if all(tuple(entry.mesh_dims) == tuple(sorted(entry.mesh_dims)) for entry in told):
         return placements, None
-    return meshes.add_strides(mesh_shape, placements, order), order
+    return geometry.add_strides(mesh_shape, placements, order), order
 
 
-def read_placement(path: str, placement: Any, ndim: int) -> meshes.Placement:
+def read_placement(path: str, placement: Any, ndim: int) -> geometry.Placement:
     """Return a placement of torch's, for a tensor with `ndim` dimensions, as a value of this library."""
     types = sys.modules["torch.distributed.tensor.placement_types"]
     if isinstance(placement, types._StridedShard):  # in some versions a Shard, too
-        return meshes.Split(placement.dim % ndim, int(placement.split_factor))
+        return geometry.Split(placement.dim % ndim, int(placement.split_factor))
     if isinstance(placement, types.Shard):
-        return meshes.Split(placement.dim % ndim)
+        return geometry.Split(placement.dim % ndim)
     if isinstance(placement, types.Replicate):
-        return meshes.Copy()
+        return geometry.Copy()
     raise SnapshotError(f"{path}: unknown placement {placement!r}")
 
 
@@ -237,20 +237,22 @@ def _find_held_shards(
     shape: Shape,
     mesh_shape: Shape,
     *,
-    placements: meshes.Placements,
+    placements: geometry.Placements,
     coordinate: Shape,
     order: tuple[int, ...] | None,
-) -> meshes.HeldShards:
+) -> geometry.HeldShards:
     """Return the boxes of the local part.
 
     Uneven strides are ambiguous: torch's operations cut from left to right, while FSDP cuts the leftmost dimension
     last. The local shape distinguishes the two; if it does not, an error is raised.
     """
-    found = [meshes.find_held_shards(shape, mesh_shape, placements, coordinate, order)]
-    if order is None and any(isinstance(placement, meshes.Split) and placement.strides > 1 for placement in placements):
-        order = meshes.find_nesting(mesh_shape, placements)
+    found = [geometry.find_held_shards(shape, mesh_shape, placements, coordinate, order)]
+    if order is None and any(
+        isinstance(placement, geometry.Split) and placement.strides > 1 for placement in placements
+    ):
+        order = geometry.find_nesting(mesh_shape, placements)
         if order is not None:
-            found.append(meshes.find_held_shards(shape, mesh_shape, placements, coordinate, order))
+            found.append(geometry.find_held_shards(shape, mesh_shape, placements, coordinate, order))
     size = tuple(local.shape)
     fitting = {held for held in found if held.shape == size or not (held.boxes or local.numel())}
     if len({held.boxes for held in fitting}) == 1:

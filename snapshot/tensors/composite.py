@@ -1,4 +1,4 @@
-"""Tensors with more state than their bytes: memory order, subclasses, sparse layouts, quantisation."""
+"""Tensors with more state than their bytes: memory order, subclasses, sparse layouts, generators."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 from snapshot.errors import CorruptSnapshotError
-from snapshot.saved import class_name
-from snapshot.tensors.addresses import prefer_huge_pages
+from snapshot.saved import SavedObject, class_name
+from snapshot.tensors.memory import prefer_huge_pages
 from snapshot.text import counted
+
+# Tensors with more state than their bytes: memory order, subclasses, sparse layouts, quantisation.
 
 _PARAMETER = "torch.nn.parameter.Parameter"
 _COMPRESSED: dict[torch.layout, tuple[str, str, str]] = {
@@ -256,3 +258,39 @@ _BUILDERS: dict[str, Callable[[Parts, Mapping[str, Any]], torch.Tensor]] = {
     "quantized_per_tensor": _build_per_tensor,
     "quantized_per_channel": _build_per_channel,
 }
+
+
+# States of torch's random number generators, as tensors of bytes.
+
+KIND = "Generator"
+"""`kind` of their entries."""
+
+
+def read_device(path: str, params: Mapping[str, Any]) -> torch.device:
+    """Return the device of a saved generator."""
+    name = params.get("device")
+    try:
+        if isinstance(name, str):
+            return torch.device(name)
+    except RuntimeError:
+        pass
+    raise CorruptSnapshotError(f"{path}: invalid device of a generator: {str(name)[:80]!r}")
+
+
+def make_generator(path: str, params: Mapping[str, Any], state: torch.Tensor) -> Any:
+    """Return a generator in this state, or its device and state if this machine lacks the device."""
+    device = read_device(path, params)
+    try:
+        generator = torch.Generator(device)
+    except (RuntimeError, AssertionError):
+        return SavedObject("Generator", "torch.Generator", {"device": device, "state": state})
+    return fill_generator(path, generator, state)
+
+
+def fill_generator(path: str, generator: torch.Generator, state: torch.Tensor) -> torch.Generator:
+    """Set a generator's state."""
+    try:
+        generator.set_state(state.cpu())
+    except (RuntimeError, TypeError) as error:
+        raise CorruptSnapshotError(f"{path}: invalid state of a generator on {generator.device}: {error}") from error
+    return generator

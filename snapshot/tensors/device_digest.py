@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from snapshot.events import log
-from snapshot.per_process import PerProcess
+from snapshot.io.system import PerProcess
 from snapshot.tensors.digest import BLOCK, SIZE, RunningDigest, block_digest, digest_table
 
 _SHORT = 240

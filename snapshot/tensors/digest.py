@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import xxhash
 
-from snapshot.storage import Buffer
+from snapshot.io.storage import Buffer
 
 BLOCK = 256 << 10
 SIZE = 16

@@ -1,15 +1,22 @@
-"""Boxes in a tensor, and the ranges of its flat bytes that they cover.
-
-All counts are in elements, in C order. A box is a pair of tuples: its offsets and its sizes, by dimension.
-"""
+"""Boxes in a tensor, the boxes of each rank on a mesh, and grids of elements."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal, NamedTuple
+
+import torch
 
 from snapshot.text import counted
+
+# Boxes in a tensor, and the ranges of its flat bytes that they cover.
+#
+# All counts are in elements, in C order. A box is a pair of tuples: its offsets and its sizes, by dimension.
 
 Shape = tuple[int, ...]
 
@@ -208,3 +215,389 @@ def find_flat_ranges(shape: Shape, box: Box, gap: int) -> list[tuple[int, int]]:
         span += (size - 1) * stride
     origin = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
     return [(origin + start, origin + start + length) for start, length in pieces]
+
+
+# Boxes of a tensor on each rank of a mesh, computed from integers alone.
+#
+# Plans and tests need neither processes nor torch, and the boxes do not depend on the torch version.
+
+Interval = tuple[int, int]
+"""Begin and end of a run of indices."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Placement along a dimension of the mesh: all ranks have the same data."""
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Placement along a dimension of the mesh: ranks share a dimension of the tensor, split like `torch.chunk`.
+
+    With `strides`, the dimension is first split into that many equal ranges, and each rank gets its share of every
+    range. So another dimension of the mesh can distribute whole ranges.
+    """
+
+    dim: int
+    strides: int = 1
+
+    def __str__(self) -> str:
+        return f"S({self.dim})" if self.strides == 1 else f"_S({self.dim},{self.strides})"
+
+
+Placement = Copy | Split
+Placements = tuple[Placement, ...]
+
+
+class HeldShards(NamedTuple):
+    """Boxes of a tensor on one rank."""
+
+    shape: Shape
+    """Shape of its local tensor."""
+    boxes: tuple[tuple[Box, Box], ...]
+    """Box of each part in the whole tensor, and in the local one. No part is empty."""
+
+
+@functools.lru_cache(maxsize=4096)
+def find_held_shards(
+    shape: Shape,
+    mesh_shape: Shape,
+    placements: Placements,
+    coordinate: Shape,
+    order: tuple[int, ...] | None = None,
+) -> HeldShards:
+    """Return the boxes of the rank at a coordinate of the mesh.
+
+    The dimensions of the mesh split from left to right, each the remainder of the previous ones. With an `order` of the
+    mesh's dimensions (see `find_nesting`), they split in that order instead, and all without strides.
+
+    >>> shape, boxes = find_held_shards((6,), (2,), (Split(0, strides=2),), (0,))
+    >>> shape, [f"{box} is {local}" for box, local in boxes]
+    ((4,), ['0:2 is 0:2', '3:5 is 2:4'])
+    """
+    if not len(mesh_shape) == len(placements) == len(coordinate):
+        raise ValueError(
+            f"a mesh of shape {mesh_shape} must have one placement per dimension, got {len(placements)} at {coordinate}"
+        )
+    axes: list[list[Interval]] = [[(0, size)] for size in shape]
+    for mesh_dim in range(len(mesh_shape)) if order is None else order:
+        placement = placements[mesh_dim]
+        if isinstance(placement, Split):
+            strides = placement.strides if order is None else 1
+            axes[placement.dim] = _take_share(axes[placement.dim], strides, mesh_shape[mesh_dim], coordinate[mesh_dim])
+    located = [_locate_runs(axis) for axis in axes]
+    boxes = []
+    for part in itertools.product(*located):
+        sizes = tuple(size for _, _, size in part)
+        boxes.append((Box(tuple(at for at, _, _ in part), sizes), Box(tuple(at for _, at, _ in part), sizes)))
+    return HeldShards(tuple(sum(size for _, _, size in axis) for axis in located), tuple(boxes))
+
+
+def iterate_shards(
+    shape: Shape, mesh_shape: Shape, placements: Placements, order: tuple[int, ...] | None = None
+) -> Iterator[tuple[Shape, HeldShards]]:
+    """Yield the boxes at each coordinate of the mesh, in the mesh's order."""
+    for coordinate in itertools.product(*map(range, mesh_shape)):
+        yield coordinate, find_held_shards(shape, mesh_shape, placements, coordinate, order)
+
+
+def find_peers(
+    mesh_ranks: Sequence[int], mesh_shape: Shape, placements: Placements, coordinate: Shape
+) -> tuple[int, ...]:
+    """Return the ranks with the same boxes as the one at a coordinate, including itself.
+
+    `mesh_ranks` has all ranks of the mesh, flat. The result is in the mesh's order.
+
+    >>> find_peers([0, 1, 2, 3], (2, 2), (Copy(), Split(0)), (0, 1))
+    (1, 3)
+    """
+    same = (
+        range(size) if isinstance(placement, Copy) else (at,)
+        for size, placement, at in zip(mesh_shape, placements, coordinate, strict=True)
+    )
+    steps = [math.prod(mesh_shape[axis + 1 :]) for axis in range(len(mesh_shape))]
+    return tuple(
+        mesh_ranks[sum(at * step for at, step in zip(other, steps, strict=True))] for other in itertools.product(*same)
+    )
+
+
+def find_nesting(mesh_shape: Shape, placements: Placements) -> tuple[int, ...] | None:
+    """Return the order in which the mesh's dimensions split, if strides encode one; None otherwise.
+
+    FSDP uses such strides for a tensor that is already parallel: dimensions further right have split it before. If all
+    sizes divide evenly, splitting in this order is equal to splitting from left to right.
+
+    >>> find_nesting((4, 2), (Split(0, strides=2), Split(0)))
+    (1, 0)
+    """
+    orders: dict[int, list[int]] = {}
+    for mesh_dim in reversed(range(len(mesh_shape))):
+        placement = placements[mesh_dim]
+        if isinstance(placement, Copy):
+            continue
+        order = orders.setdefault(placement.dim, [])
+        before = itertools.accumulate((mesh_shape[other] for other in order), lambda a, b: a * b, initial=1)
+        position = next((i for i, ranges in enumerate(before) if ranges == placement.strides), None)
+        if position is None:
+            return None
+        order.insert(position, mesh_dim)
+    return tuple(itertools.chain.from_iterable(orders.values()))
+
+
+def add_strides(mesh_shape: Shape, placements: Placements, order: tuple[int, ...]) -> Placements:
+    """Return the placements with strides that encode an order: the inverse of `find_nesting`.
+
+    >>> add_strides((4, 2), (Split(0), Split(0)), (1, 0))
+    (Split(dim=0, strides=2), Split(dim=0, strides=1))
+    """
+    made = list(placements)
+    for i, mesh_dim in enumerate(order):
+        placement = placements[mesh_dim]
+        if isinstance(placement, Split):
+            earlier = (
+                other for other in order[:i] if other > mesh_dim and _cuts_dimension(placements[other], placement.dim)
+            )
+            made[mesh_dim] = Split(placement.dim, math.prod(mesh_shape[other] for other in earlier))
+    return tuple(made)
+
+
+def _cuts_dimension(placement: Placement, dim: int) -> bool:
+    return isinstance(placement, Split) and placement.dim == dim
+
+
+def _take_share(axis: list[Interval], strides: int, parts: int, index: int) -> list[Interval]:
+    """Return one rank's share of an axis's indices, counted consecutively."""
+    length = sum(end - begin for begin, end in axis)
+    shares: list[Interval] = []
+    for stride in range(strides):
+        first, last = _chunk_interval(length, strides, stride)
+        begin, end = _chunk_interval(last - first, parts, index)
+        shares += _select_range(axis, first + begin, first + end)
+    return shares
+
+
+def _chunk_interval(length: int, parts: int, index: int) -> Interval:
+    """Return the interval of a chunk. Chunks are as long as the first, except the last ones, which may be shorter."""
+    step = -(-length // parts)
+    return min(length, step * index), min(length, step * (index + 1))
+
+
+def _select_range(axis: list[Interval], begin: int, end: int) -> Iterator[Interval]:
+    """Yield the intervals that the range [begin, end) covers, counting the axis's indices consecutively."""
+    at = 0
+    for low, high in axis:
+        first, last = max(begin - at, 0), min(end - at, high - low)
+        if first < last:
+            yield low + first, low + last
+        at += high - low
+
+
+def _locate_runs(axis: list[Interval]) -> list[tuple[int, int, int]]:
+    """Return (begin in the tensor, begin in the local one, length) of each run of indices.
+
+    Adjacent runs are joined.
+    """
+    runs: list[tuple[int, int, int]] = []
+    at = 0
+    for begin, end in axis:
+        size = end - begin
+        if size and runs and sum(runs[-1][::2]) == begin:
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + size)
+        elif size:
+            runs.append((begin, at, size))
+        at += size
+    return runs
+
+
+# Grids: which elements of a source tensor become which elements of a target tensor.
+#
+# A grid is the common form of splits, concatenations, stacks, transpositions and reshapes. It has factors. Each
+# factor is a run of indices with a step along one axis of the source, and a step along one axis of the target.
+# Exchanging the two sides gives the reverse.
+
+Side = Literal["source", "target"]
+
+
+class Factor(NamedTuple):
+    """A run of indices. Along an axis, the step of a factor is at least the extent of the finer ones."""
+
+    size: int
+    source: tuple[int, int]
+    """Axis of the source, and the step along it."""
+    target: tuple[int, int]
+    """Axis of the target, and the step along it."""
+
+
+class Grid(NamedTuple):
+    """Elements of a source tensor, and their places in a target tensor."""
+
+    source: Shape
+    """The index of the first element in the source tensor."""
+    target: Shape
+    """The index of the first element in the target tensor."""
+    factors: tuple[Factor, ...]
+
+    @staticmethod
+    def identity(shape: Shape) -> Grid:
+        """Return the grid of a tensor that stays as it is."""
+        zeros = (0,) * len(shape)
+        return Grid(zeros, zeros, tuple(Factor(size, (axis, 1), (axis, 1)) for axis, size in enumerate(shape)))
+
+    @property
+    def sizes(self) -> Shape:
+        """Number of indices of each factor."""
+        return tuple(factor.size for factor in self.factors)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.sizes)
+
+    def reversed(self) -> Grid:
+        """Return the grid from the target to the source."""
+        return Grid(self.target, self.source, tuple(Factor(size, there, here) for size, here, there in self.factors))
+
+    def cover(self, side: Side) -> Box:
+        """Return the smallest box of one side's tensor that has all elements of the grid.
+
+        >>> Grid((3, 0), (0, 0), (Factor(2, (0, 4), (1, 1)), Factor(3, (1, 1), (0, 1)))).cover("source")
+        Box(offsets=(3, 0), sizes=(5, 3))
+        """
+        begins = getattr(self, side)
+        sizes = [1] * len(begins)
+        for factor in self.factors:
+            axis, step = getattr(factor, side)
+            sizes[axis] += (factor.size - 1) * step
+        return Box(begins, tuple(sizes) if self.numel else (0,) * len(begins))
+
+    def clip(self, side: Side, box: Box) -> list[Grid]:
+        """Return the parts of the grid whose elements are in a box of one side's tensor.
+
+        >>> [each.target for each in Grid.identity((4, 4)).clip("source", Box((1, 2), (2, 2)))]
+        [(1, 2)]
+        """
+        begins: Shape = getattr(self, side)
+        by_axis: list[list[int]] = [[] for _ in begins]
+        for number, factor in enumerate(self.factors):
+            by_axis[getattr(factor, side)[0]].append(number)
+        choices: list[list[dict[int, tuple[int, int]]]] = []
+        for axis, numbers in enumerate(by_axis):
+            numbers.sort(key=lambda number: -getattr(self.factors[number], side)[1])
+            runs = [(self.factors[number].size, getattr(self.factors[number], side)[1]) for number in numbers]
+            low = box.offsets[axis] - begins[axis]
+            found = _runs_within(runs, low, low + box.sizes[axis])
+            choices.append([dict(zip(numbers, each, strict=True)) for each in found])
+        parts = []
+        for chosen in product(*choices):
+            kept: dict[int, tuple[int, int]] = {}
+            for each in chosen:
+                kept |= each
+            parts.append(self._narrowed(kept))
+        return parts
+
+    def _narrowed(self, kept: dict[int, tuple[int, int]]) -> Grid:
+        """Return the grid with only a range of each factor's indices: (begin, size)."""
+        source, target = list(self.source), list(self.target)
+        factors = []
+        for number, (_, here, there) in enumerate(self.factors):
+            begin, size = kept[number]
+            source[here[0]] += begin * here[1]
+            target[there[0]] += begin * there[1]
+            factors.append(Factor(size, here, there))
+        return Grid(tuple(source), tuple(target), tuple(factors))
+
+    def view(self, side: Side, tensor: torch.Tensor, origin: Shape) -> torch.Tensor:
+        """Return the grid's elements in a tensor that holds a box of one side, which begins at `origin`.
+
+        The views of both sides have the same sizes: one dimension for each factor.
+        """
+        strides = tensor.stride()
+        begins: Shape = getattr(self, side)
+        first = sum((begin - at) * stride for begin, at, stride in zip(begins, origin, strides, strict=True))
+        steps = [step * strides[axis] for axis, step in (getattr(factor, side) for factor in self.factors)]
+        return tensor.as_strided(self.sizes, steps, tensor.storage_offset() + (first if self.numel else 0))
+
+    def simplified(self) -> Grid:
+        """Return the same grid with the fewest factors: neighbours on both sides become one.
+
+        >>> Grid.identity((1, 2)).simplified().factors
+        (Factor(size=2, source=(1, 1), target=(1, 1)),)
+        """
+        factors: list[Factor] = []
+        for factor in sorted(self.factors, key=lambda each: (each.source[0], -each.source[1])):
+            if factor.size == 1:
+                continue
+            last = factors[-1] if factors else None
+            if (
+                last is not None
+                and last.source == (factor.source[0], factor.source[1] * factor.size)
+                and last.target == (factor.target[0], factor.target[1] * factor.size)
+            ):
+                factors[-1] = Factor(last.size * factor.size, factor.source, factor.target)
+            else:
+                factors.append(factor)
+        return Grid(self.source, self.target, tuple(factors))
+
+    def split(self, least: int) -> Iterator[Grid]:
+        """Split the grid where the source has other elements between its own, into parts of at least `least` elements.
+
+        `cover("source")` of a part then has few elements that the part does not need.
+        """
+        if self.cover("source").numel == self.numel:
+            yield self
+            return
+        ends = dict.fromkeys(range(len(self.source)), 1)
+        """The extent of the finer factors, by axis."""
+        loose = None
+        for number, (size, (axis, step), _) in sorted(
+            enumerate(self.factors), key=lambda each: (each[1].source[0], each[1].source[1])
+        ):
+            if step > ends[axis] and size > 1 and (loose is None or size < self.factors[loose].size):
+                loose = number
+            ends[axis] = step * (size - 1) + ends[axis]
+        if loose is None or self.numel // self.factors[loose].size < least:
+            yield self
+            return
+        whole = {number: (0, factor.size) for number, factor in enumerate(self.factors)}
+        for index in range(self.factors[loose].size):
+            yield from self._narrowed({**whole, loose: (index, 1)}).simplified().split(least)
+
+    def source_axes(self) -> list[int | None] | None:
+        """Return the factor along each axis of the source. None if the grid is not a box of the source."""
+        axes: list[int | None] = [None] * len(self.source)
+        for number, (size, (axis, step), _) in enumerate(self.factors):
+            if size == 1:
+                continue
+            if step != 1 or axes[axis] is not None:
+                return None
+            axes[axis] = number
+        return axes
+
+
+def _runs_within(runs: Sequence[tuple[int, int]], low: int, high: int) -> list[tuple[tuple[int, int], ...]]:
+    """Return the ranges of indices whose elements are in [low, high), for factors of one axis from coarse to fine.
+
+    >>> _runs_within([(4, 3), (2, 1)], 1, 7)
+    [((0, 1), (1, 1)), ((1, 1), (0, 2)), ((2, 1), (0, 1))]
+    """
+    if not runs:
+        return [()] if low <= 0 < high else []
+    (size, step), finer = runs[0], runs[1:]
+    extent = 1 + sum((count - 1) * width for count, width in finer)
+    # indices that are wholly inside: index * step >= low, and index * step + extent <= high
+    first = max(0, -(-low // step))
+    last = min(size, (high - extent) // step + 1)
+    touched = max(0, (low - extent) // step + 1), min(size, -(-high // step))
+    found: list[tuple[tuple[int, int], ...]] = []
+    index = touched[0]
+    while index < touched[1]:
+        if first <= index < last:
+            found.append(((index, last - index), *((0, count) for count, _ in finer)))
+            index = last
+            continue
+        found += [((index, 1), *each) for each in _runs_within(finer, low - index * step, high - index * step)]
+        index += 1
+    return found

@@ -1,9 +1,4 @@
-"""The codec `split+zstd`: blocks of numbers, losslessly smaller.
-
-The bytes of floating-point numbers look random, but their exponents repeat. So each number is rotated left by one bit:
-then its exponent fills a byte, and the sign is its last bit. The bytes of equal significance of all numbers form a
-plane. Each plane is stored as one zstd frame if that is shorter, otherwise unchanged.
-"""
+"""The codec `split+zstd`: blocks of numbers, losslessly smaller."""
 
 from __future__ import annotations
 
@@ -15,10 +10,48 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from snapshot.errors import CorruptSnapshotError
-from snapshot.storage import Buffer
+from snapshot.errors import CorruptSnapshotError, MissingExtraError
+from snapshot.io.storage import Buffer
 from snapshot.tensors.digest import BLOCK
-from snapshot.tensors.zstd import load_zstd, new_compressor
+
+# zstd, an optional dependency: the module, and a compressor for bytes of tensors.
+
+WINDOW_LOG = 17
+HASH_LOG = 6
+"""zstd's tables have few entries, so that a match is always near the end of the last one."""
+SHORTEST_MATCH = 7
+
+
+def load_zstd() -> Any:
+    """Return the module `zstandard`."""
+    try:
+        import zstandard
+    except ImportError as error:
+        raise MissingExtraError("compression needs zstd; pip install 'snapshot-torch[zstd]'") from error
+    return zstandard
+
+
+def new_compressor() -> Any:
+    """Return a compressor that is little more than an entropy coder: small tables, few matches."""
+    zstd = load_zstd()
+    return zstd.ZstdCompressor(
+        compression_params=zstd.ZstdCompressionParameters(
+            window_log=WINDOW_LOG,
+            hash_log=HASH_LOG,
+            chain_log=HASH_LOG,
+            min_match=SHORTEST_MATCH,
+            strategy=zstd.STRATEGY_FAST,
+            target_length=0,
+            write_content_size=True,
+        )
+    )
+
+
+# The codec `split+zstd`: blocks of numbers, losslessly smaller.
+#
+# The bytes of floating-point numbers look random, but their exponents repeat. So each number is rotated left by one
+# bit: then its exponent fills a byte, and the sign is its last bit. The bytes of equal significance of all numbers
+# form a plane. Each plane is stored as one zstd frame if that is shorter, otherwise unchanged.
 
 CODEC = "split+zstd"
 ROTATED = 128

@@ -5,16 +5,24 @@ Requires pytest.
 
 import pytest
 
-pytest.register_assert_rewrite(
-    "snapshot.testing.bulk", "snapshot.testing.conformance", "snapshot.testing.opened", "snapshot.testing.small"
-)
+pytest.register_assert_rewrite("snapshot.testing.conformance")
 
-from snapshot.runtime.loop import end_threads  # noqa: E402
+from snapshot.io.loop import end_threads  # noqa: E402
 from snapshot.testing.conformance import StorageTests  # noqa: E402 - its asserts are rewritten on import
-from snapshot.testing.proxy import FaultProxy  # noqa: E402
-from snapshot.testing.storages import TappedStorage, faulty, recording, stalling, tapped  # noqa: E402
-from snapshot.testing.taps import Damage, Fault, Log, Operation, Stall, Tap  # noqa: E402
-from snapshot.testing.traffic import HTTPFault, Mishap, Passed  # noqa: E402
+from snapshot.testing.proxy import FaultProxy, HTTPFault, Mishap, Passed  # noqa: E402
+from snapshot.testing.storages import (  # noqa: E402
+    Damage,
+    Fault,
+    Log,
+    Operation,
+    Stall,
+    Tap,
+    TappedStorage,
+    faulty,
+    recording,
+    stalling,
+    tapped,
+)
 
 __all__ = [
     "StorageTests",

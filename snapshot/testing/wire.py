@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from snapshot.system_calls import fcntl, termios
+from snapshot.io.system import fcntl, termios
 
 CHUNK = 1 << 19
 """Maximum number of bytes read at once."""

@@ -6,10 +6,10 @@ import errno
 from contextlib import suppress
 
 from snapshot.errors import SnapshotError, SnapshotExistsError, SnapshotNotFoundError, StorageError
+from snapshot.io.loop import run
+from snapshot.io.session import Session
 from snapshot.loading.open import is_foreign
-from snapshot.runtime.loop import run
-from snapshot.runtime.session import Session
-from snapshot.save import cleanup
+from snapshot.save import transaction
 from snapshot.tiers.tombstones import bury_step
 
 
@@ -17,7 +17,7 @@ def delete_checkpoint(session: Session) -> None:
     """Delete the snapshot of a session. Raise for checkpoints of other libraries, which are never deleted."""
     try:
         run(bury_step(session))
-        run(cleanup.delete_snapshot(session.storage))
+        run(transaction.delete_snapshot(session.storage))
     except (SnapshotNotFoundError, StorageError) as error:
         foreign = False
         with suppress(SnapshotError):

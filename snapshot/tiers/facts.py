@@ -24,7 +24,7 @@ from snapshot.errors import (
     StorageNotFoundError,
 )
 from snapshot.events import log
-from snapshot.storage import ABSENT, ANYTHING, Storage
+from snapshot.io.storage import ABSENT, ANYTHING, Storage
 from snapshot.tiers.timeline import (
     Attempt,
     Copy,

@@ -15,23 +15,22 @@ from typing import Any
 
 import msgspec
 
-from snapshot.aio import gather_limited, in_thread
 from snapshot.decoding import decode_json
 from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageError, StorageNotFoundError
 from snapshot.events import log
 from snapshot.formats.foreign import ReadOnlyStorage
-from snapshot.loading.unpacking import UnpackingStorage
-from snapshot.manifest.document import METADATA, FileEntry, PackedFile
-from snapshot.manifest.head import decode_head
-from snapshot.runtime.arena import arena_bytes
-from snapshot.runtime.budget import MemoryBudget
-from snapshot.runtime.session import Session
-from snapshot.save.packing import PackedResult, Packing
-from snapshot.storage import Buffer, FileStat, Storage
+from snapshot.io.aio import gather_limited, in_thread
+from snapshot.io.arena import arena_bytes
+from snapshot.io.budget import MemoryBudget
+from snapshot.io.session import Session
+from snapshot.io.storage import Buffer, FileStat, Storage
+from snapshot.loading.open import UnpackingStorage
+from snapshot.manifest.document import METADATA, FileEntry, PackedFile, decode_head
+from snapshot.save.compression import PackedResult, Packing
 from snapshot.tensors.digest import digest_range
 from snapshot.tensors.split_zstd import CODEC, PAGE, kind_of
 from snapshot.text import size_text
-from snapshot.verbs.copy_stream import CopiedFile
+from snapshot.transform.sources import CopiedFile
 
 SHORTEST = 64 << 10
 """Minimum bytes of a file that is compressed."""

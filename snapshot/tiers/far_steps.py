@@ -5,22 +5,22 @@ from __future__ import annotations
 import contextlib
 import time
 
-from snapshot.aio import gather_limited
 from snapshot.errors import SnapshotError
 from snapshot.events import log
-from snapshot.peer_requests import STATUS
-from snapshot.registry import open_storage
-from snapshot.runtime.loop import run
-from snapshot.runtime.session import Session
-from snapshot.save.cleanup import committed_save_id
-from snapshot.storage import Context
+from snapshot.io.aio import gather_limited
+from snapshot.io.loop import run
+from snapshot.io.peers import STATUS
+from snapshot.io.registry import open_storage
+from snapshot.io.session import Session
+from snapshot.io.storage import Context
+from snapshot.io.url import URL
+from snapshot.save.transaction import committed_save_id
 from snapshot.tiers.control import Request, Status, StepStatus, UploaderError, decode_status
 from snapshot.tiers.facts import limited
 from snapshot.tiers.join import FAR_PATIENCE, Membership, TierOptions
 from snapshot.tiers.near_steps import NearFolder
 from snapshot.tiers.upload_queue import UploadState
 from snapshot.tiers.uploader_link import ANSWERS, UploaderLink
-from snapshot.url import URL
 
 FAULTS = {
     UploadState.OUTDATED: "is not uploaded",

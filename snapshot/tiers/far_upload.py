@@ -13,15 +13,24 @@ from contextlib import suppress
 
 import msgspec
 
-from snapshot.aio import gather_limited
 from snapshot.errors import SnapshotError, StorageConflictError, StorageError, StorageNotFoundError
 from snapshot.events import emit, log
-from snapshot.manifest.document import METADATA, NEWEST_FORMAT, Document, FileEntry, decode_document, encode, format_of
-from snapshot.manifest.head import ManifestHead, decode_head
-from snapshot.runtime.session import Session
-from snapshot.save import cleanup
-from snapshot.save.claims import claim_path
-from snapshot.storage import ABSENT, ANYTHING, Expect, Storage
+from snapshot.io.aio import gather_limited
+from snapshot.io.session import Session
+from snapshot.io.storage import ABSENT, ANYTHING, Expect, Storage
+from snapshot.manifest.document import (
+    METADATA,
+    NEWEST_FORMAT,
+    Document,
+    FileEntry,
+    ManifestHead,
+    decode_document,
+    decode_head,
+    encode,
+    format_of,
+)
+from snapshot.save import transaction
+from snapshot.save.transaction import claim_path
 from snapshot.tiers.facts import sync_facts
 from snapshot.tiers.far_packed import Note, PackedUploads, read_notes, remove_notes, table_of
 from snapshot.tiers.fetch import copy_verified, describe_files, remove_asides
@@ -251,7 +260,7 @@ class FarUpload:
             return False
         await remove_asides(storage)
         await remove_notes(storage, self._step.save_id)
-        await cleanup.clean_after_commit(storage, self._step.save_id)
+        await transaction.clean_after_commit(storage, self._step.save_id)
         self._put = False
         emit("uploaded", "upload", str(storage.url), step=self._step.step, bytes=self._step.head.nbytes)
         return True
@@ -259,16 +268,16 @@ class FarUpload:
     async def _withdraw(self) -> None:
         """Delete the manifest that was just put, if it is still there."""
         storage = self._target.storage
-        if await cleanup.committed_save_id(storage) == self._step.save_id:
+        if await transaction.committed_save_id(storage) == self._step.save_id:
             await storage.delete([METADATA])
 
     async def discard(self) -> None:
         """Delete the files of an outdated step, unless it is committed."""
         storage = self._target.storage
         try:
-            if await cleanup.committed_save_id(storage) != self._step.save_id:
-                await cleanup.delete_save(storage, self._step.save_id)
-                await cleanup.drop_unfinished_uploads(storage, {self._step.save_id}, 0.0)
+            if await transaction.committed_save_id(storage) != self._step.save_id:
+                await transaction.delete_save(storage, self._step.save_id)
+                await transaction.drop_unfinished_uploads(storage, {self._step.save_id}, 0.0)
                 await remove_asides(storage)
         except SnapshotError as error:
             log.info("%s: cannot delete what was uploaded: %s", storage.url, error)

@@ -10,18 +10,18 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
-from snapshot.aio import gather_limited
 from snapshot.errors import SnapshotError
+from snapshot.io.aio import gather_limited
+from snapshot.io.session import Session
+from snapshot.io.storage import Storage
 from snapshot.loading.open import read_parts
 from snapshot.manifest.document import Document, ManifestPart, PartEntry
 from snapshot.plan.layout import FilePlan
 from snapshot.progress import unmetered
-from snapshot.runtime.session import Session
-from snapshot.save.packing import Packing
+from snapshot.save.compression import Packing
 from snapshot.save.writer import Writer
-from snapshot.storage import Storage
 from snapshot.tensors.digest import RunningDigest
-from snapshot.verbs.copy_stream import (
+from snapshot.transform.sources import (
     CheckedRange,
     CopiedFile,
     PlainDigest,

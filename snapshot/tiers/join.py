@@ -14,10 +14,11 @@ import msgspec
 from snapshot.distributed.exchange import Exchange
 from snapshot.errors import BucketNotFoundError, StorageError
 from snapshot.events import log
-from snapshot.peer_requests import host_of
-from snapshot.runtime.loop import run
-from snapshot.runtime.session import Session
-from snapshot.storage import Storage
+from snapshot.io.loop import run
+from snapshot.io.peers import host_of
+from snapshot.io.session import Session
+from snapshot.io.storage import Storage
+from snapshot.io.url import URL
 from snapshot.tiers.control import Registration, UploaderError
 from snapshot.tiers.facts import (
     TRIES,
@@ -46,7 +47,6 @@ from snapshot.tiers.timeline import (
 )
 from snapshot.tiers.upload_queue import Upload
 from snapshot.tiers.uploader_process import ensure_uploader, expect_own_folder
-from snapshot.url import URL
 
 FAR_PATIENCE = 20.0
 """Seconds to wait for the far root, if the caller gives no shorter time."""

@@ -6,15 +6,14 @@ from collections.abc import Mapping
 
 from snapshot.errors import SnapshotError
 from snapshot.events import log
-from snapshot.manifest.document import METADATA
-from snapshot.manifest.head import decode_head
-from snapshot.registry import open_storage
-from snapshot.runtime.loop import run
-from snapshot.runtime.session import Session
-from snapshot.storage import ANYTHING, Context
+from snapshot.io.loop import run
+from snapshot.io.registry import open_storage
+from snapshot.io.session import Session
+from snapshot.io.storage import ANYTHING, Context
+from snapshot.io.url import URL
+from snapshot.manifest.document import METADATA, decode_head
 from snapshot.tiers.join import Membership
 from snapshot.tiers.near_steps import NearFolder
-from snapshot.url import URL
 
 Keepers = tuple[str, list[int]]
 """The save id of a step, and the hosts that have its manifest."""

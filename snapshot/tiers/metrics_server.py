@@ -24,10 +24,9 @@ import msgspec
 
 from snapshot.decoding import decode_json
 from snapshot.errors import CorruptSnapshotError
-from snapshot.events import Event, add_handler, log, remove_handler
-from snapshot.metrics import Labels, Metrics, Readings, as_prometheus
+from snapshot.events import Event, Labels, Metrics, Readings, add_handler, as_prometheus, log, remove_handler
+from snapshot.io.system import PerProcess
 from snapshot.options import Settings
-from snapshot.per_process import PerProcess
 from snapshot.tiers.near_steps import NearStep
 from snapshot.tiers.uploader import Uploader
 

@@ -15,9 +15,8 @@ from typing import NamedTuple
 
 from snapshot.errors import SnapshotError
 from snapshot.events import log
-from snapshot.manifest.document import METADATA
-from snapshot.manifest.head import ManifestHead, decode_head
-from snapshot.save.cleanup import belongs_to, save_id_of
+from snapshot.manifest.document import METADATA, ManifestHead, decode_head
+from snapshot.save.transaction import belongs_to, save_id_of
 from snapshot.tiers.timeline import Origin, origin_of
 
 PINNED = ".pinned"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 
-from snapshot.runtime.loop import run
-from snapshot.runtime.session import Session
+from snapshot.io.loop import run
+from snapshot.io.session import Session
+from snapshot.io.url import URL
 from snapshot.tiers.control import Registration, StepStatus
 from snapshot.tiers.far_upload import FarUpload
 from snapshot.tiers.near_steps import NearFolder, NearStep
 from snapshot.tiers.throttle import Throttled
-from snapshot.url import URL
 
 BUDGET = 128 << 20
 

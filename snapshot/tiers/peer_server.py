@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from snapshot.events import log
-from snapshot.peer_requests import SIGNATURE, STATUS, is_signed, parse_target, sign
+from snapshot.io.peers import SIGNATURE, STATUS, is_signed, parse_target, sign
 
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})")
 PATIENCE = 120.0

@@ -7,17 +7,17 @@ from contextlib import suppress
 
 from snapshot.errors import SnapshotError
 from snapshot.events import emit, log
+from snapshot.io.loop import run
+from snapshot.io.peers import STATUS
+from snapshot.io.session import Session
+from snapshot.io.storage import ABSENT
+from snapshot.io.url import URL
 from snapshot.manifest.document import METADATA, Document, decode_document
-from snapshot.peer_requests import STATUS
-from snapshot.runtime.loop import run
-from snapshot.runtime.session import Session
-from snapshot.storage import ABSENT
 from snapshot.tiers.control import Registration, Status, decode_status
 from snapshot.tiers.far_packed import FarStorage
 from snapshot.tiers.fetch import copy_verified, describe_files, is_intact
 from snapshot.tiers.hosts import partners
 from snapshot.tiers.near_steps import PULLED, NearFolder, NearStep
-from snapshot.url import URL
 
 
 class Replicas:

@@ -8,19 +8,18 @@ from typing import Any
 
 import msgspec
 
-from snapshot.aio import in_thread
 from snapshot.errors import SnapshotError
 from snapshot.events import emit, log
 from snapshot.formats.foreign import ReadOnlyStorage
-from snapshot.manifest.document import METADATA
-from snapshot.manifest.head import decode_head
-from snapshot.registry import open_storage
-from snapshot.runtime.loop import run, shared_clients
-from snapshot.storage import Buffer, Capabilities, Context, Storage
+from snapshot.io.aio import in_thread
+from snapshot.io.loop import run, shared_clients
+from snapshot.io.registry import open_storage
+from snapshot.io.storage import Buffer, Capabilities, Context, Storage
+from snapshot.io.url import URL
+from snapshot.manifest.document import METADATA, decode_head
 from snapshot.tiers.census import CensusStep
 from snapshot.tiers.far_packed import FarStorage
 from snapshot.tiers.hosts import Host
-from snapshot.url import URL
 
 NEAR, PEER, FAR = "near", "peer", "far"
 MOST_KEEPERS, MOST_HOLDERS = 16, 8

@@ -6,9 +6,9 @@ import threading
 import time
 from collections.abc import Sequence
 
-from snapshot.aio import in_thread
 from snapshot.formats.foreign import ReadOnlyStorage
-from snapshot.storage import Buffer, Storage
+from snapshot.io.aio import in_thread
+from snapshot.io.storage import Buffer, Storage
 
 
 class Throttled(ReadOnlyStorage):

@@ -10,10 +10,10 @@ from typing import Any
 
 from snapshot.errors import SnapshotError, StorageError
 from snapshot.events import log
-from snapshot.manifest.document import METADATA
-from snapshot.manifest.head import decode_head
-from snapshot.runtime.loop import run
-from snapshot.runtime.session import Session
+from snapshot.io.loop import run
+from snapshot.io.session import Session
+from snapshot.io.url import URL
+from snapshot.manifest.document import METADATA, decode_head
 from snapshot.tiers.census import CensusStep, HostView, take_census, view_of
 from snapshot.tiers.control import ControlClient, Registration, Request, Status
 from snapshot.tiers.facts import limited, publish_pending, read_copy, read_facts, store_copy
@@ -28,7 +28,6 @@ from snapshot.tiers.timeline import KEY, Facts, Line, Origin, Parent, RunDeleted
 from snapshot.tiers.upload_queue import UploadState
 from snapshot.tiers.uploader_link import ANSWERS, STARTS, UploaderLink
 from snapshot.tiers.uploader_process import ensure_uploader
-from snapshot.url import URL
 
 MOST_HELD = 4
 """Steps before the newest that wait for their replicas before older ones are removed."""

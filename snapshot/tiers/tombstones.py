@@ -6,15 +6,15 @@ import secrets
 import time
 from contextlib import suppress
 
-from snapshot.aio import gather_limited
 from snapshot.errors import CorruptSnapshotError, StorageError, StorageNotFoundError
 from snapshot.events import log
-from snapshot.runtime.session import Session
-from snapshot.save.cleanup import committed_save_id
-from snapshot.storage import ANYTHING, Storage
+from snapshot.io.aio import gather_limited
+from snapshot.io.session import Session
+from snapshot.io.storage import ANYTHING, Storage
+from snapshot.io.url import URL
+from snapshot.save.transaction import committed_save_id
 from snapshot.tiers.facts import read_facts
 from snapshot.tiers.near_steps import STEP
-from snapshot.url import URL
 
 PRUNED = ".pruned"
 """Folder in the far root with an empty file for each removed snapshot."""

@@ -15,7 +15,7 @@ import msgspec
 
 from snapshot.errors import CorruptSnapshotError, SnapshotError
 from snapshot.events import emit, log
-from snapshot.runtime.loop import run
+from snapshot.io.loop import run
 from snapshot.tiers.control import Registration, Request, Status, StepStatus
 from snapshot.tiers.facts import read_copy, store_copy, sync_facts
 from snapshot.tiers.far_upload import FarUpload, Outdated, Undecided, is_begun

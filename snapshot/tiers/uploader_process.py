@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from snapshot.events import log
-from snapshot.system_calls import fcntl, libc, resource
+from snapshot.io.system import fcntl, libc, resource
 from snapshot.tiers.control import (
     LOCK,
     LOG,

@@ -22,19 +22,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from snapshot import registry
-from snapshot.aio import shielded
 from snapshot.events import Event, add_handler
+from snapshot.io import registry
+from snapshot.io.aio import shielded
+from snapshot.io.budget import MemoryBudget, Pool
+from snapshot.io.loop import cancel_all, run
+from snapshot.io.session import Session
+from snapshot.io.system import libc
+from snapshot.io.url import URL
 from snapshot.plan.layout import FilePart, FilePlan, cut_file
-from snapshot.runtime.budget import MemoryBudget, Pool
-from snapshot.runtime.loop import cancel_all, run
-from snapshot.runtime.session import Session
-from snapshot.save.packing import Packing
+from snapshot.save.compression import Packing
 from snapshot.save.staging import StagedPart, Stager
 from snapshot.save.writer import Writer, WrittenFile
-from snapshot.system_calls import libc
-from snapshot.url import URL
-from snapshot.worker.protocol import (
+from snapshot.worker.client import (
     Begin,
     Cancel,
     Failed,
@@ -51,8 +51,8 @@ from snapshot.worker.protocol import (
 )
 
 if TYPE_CHECKING:
+    from snapshot.io.storage import Storage
     from snapshot.save.writer import Progress
-    from snapshot.storage import Storage
 
 NICE = 10
 PATIENCE = 60.0

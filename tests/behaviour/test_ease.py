@@ -12,7 +12,7 @@ from snapshot import Snapshot
 
 
 def test_the_version_is_where_users_look():
-    assert snapshot.__version__ == snapshot.version.VERSION
+    assert snapshot.__version__ == snapshot.text.VERSION
     assert "__version__" in dir(snapshot)
 
 
@@ -74,8 +74,8 @@ def test_a_silent_server_is_logged_once_for_all_requests(caplog, monkeypatch):
     """The pauses are shortened, so that the test need not wait."""
     import asyncio
 
+    from snapshot.io.storage import URL
     from snapshot.plugins.network import retry
-    from snapshot.storage import URL
 
     monkeypatch.setattr(retry, "SILENT", 0.05)
     monkeypatch.setattr(retry, "STILL_SILENT", 1000.0)
@@ -112,8 +112,8 @@ def test_a_silent_server_is_logged_once_for_all_requests(caplog, monkeypatch):
 def test_a_server_that_answers_is_not_logged(caplog, monkeypatch):
     import asyncio
 
+    from snapshot.io.storage import URL
     from snapshot.plugins.network import retry
-    from snapshot.storage import URL
 
     monkeypatch.setattr(retry, "SILENT", 0.3)
     retry._logged.reset()

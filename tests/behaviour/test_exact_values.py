@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from snapshot import Snapshot, StateDict
-from snapshot.tensors.dtypes import BY_NAME
+from snapshot.tensors.memory import BY_NAME
 
 # what torch itself can hold no values of: shells of one to seven bits
 STORABLE = sorted(name for name in BY_NAME if not re.fullmatch(r"bits.*|u?int[1-7]", name))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from snapshot import Snapshot, SnapshotError, StateDict
-from snapshot.save import cleanup
+from snapshot.save import transaction
 from snapshot.testing import stalling
 
 
@@ -42,7 +42,7 @@ def test_a_cancel_during_or_after_the_commit_takes_nothing_back(tmp_path, operat
 
 
 def test_a_clean_spares_what_another_take_has_committed(tmp_path, monkeypatch):
-    real, other = cleanup.list_save_files, []
+    real, other = transaction.list_save_files, []
 
     async def slow(storage):
         found = await real(storage)
@@ -55,7 +55,7 @@ def test_a_clean_spares_what_another_take_has_committed(tmp_path, monkeypatch):
             found = await real(storage)
         return found
 
-    monkeypatch.setattr(cleanup, "list_save_files", slow)
+    monkeypatch.setattr(transaction, "list_save_files", slow)
     Snapshot.take(tmp_path, state(1))
     whole(tmp_path)
     assert value_of(tmp_path) == 2

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from snapshot.bench.competitors import PEERS
-from snapshot.bench.workspace import describe, place
+from snapshot.bench.rounds import describe, place
+from snapshot.bench.systems import PEERS
 from snapshot.cli.arguments import add_storage, handed_on, options_of
 from snapshot.cli.bench import NameList, count, device_name, header, positive
 from snapshot.errors import SnapshotError
-from snapshot.runtime.cleanup_signals import unwind_on_signals
+from snapshot.io.process import unwind_on_signals
 from tests.benchmarks import (
     background,
     bulk,

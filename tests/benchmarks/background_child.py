@@ -24,8 +24,7 @@ from torch import nn
 from snapshot import Snapshot
 from snapshot.bench.child import Task, reset_peak, status
 from snapshot.bench.workloads import CPU, Payload
-from snapshot.storage_options import options_from_environment
-from snapshot.url import URL
+from snapshot.io.url import URL, options_from_environment
 from tests.benchmarks.background_systems import HELD, WAYS, Started
 
 STEP = 0.05

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import nn
 
 from snapshot import Snapshot, StateDict
-from snapshot.bench import raw_io as raw
-from snapshot.bench.competitors import DCP, Competitor, Ours, TorchSnapshot
+from snapshot.bench import systems as raw
+from snapshot.bench.systems import DCP, Competitor, Ours, TorchSnapshot
 from snapshot.bench.workloads import CASES, CPU, SEED, Case, Payload
+from snapshot.io.url import options_from_environment
 from snapshot.options import Settings
-from snapshot.storage_options import options_from_environment
 
 PARAMETERS = 10_000
 

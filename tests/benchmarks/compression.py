@@ -22,8 +22,7 @@ from snapshot import Snapshot, StateDict
 from snapshot.snapshot import Compression
 from snapshot.tensors.digest import BLOCK, block_digest
 from snapshot.tensors.split_zstd import BlockCodec, kind_of, sum_stored
-from snapshot.testing.storages import tapped
-from snapshot.testing.taps import Damage, Operation, Tap
+from snapshot.testing.storages import Damage, Operation, Tap, tapped
 
 GB = 10**9
 LINK = 100e6

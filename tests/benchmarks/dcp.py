@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from snapshot.bench.rounds import Workspace
 from snapshot.bench.workloads import CASES, Payload
-from snapshot.bench.workspace import Workspace
 from snapshot.interop.dcp import SnapshotReader, SnapshotWriter
 from snapshot.text import size_text
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from snapshot.bench.rounds import Workspace
 from snapshot.bench.workloads import CASES, Payload
-from snapshot.bench.workspace import Workspace
 from snapshot.snapshot import Snapshot
 from snapshot.state.stateful import StateDict
 from snapshot.testing import recording

@@ -20,14 +20,13 @@ from safetensors.torch import load_file, save_file
 
 import snapshot
 from snapshot.bench.page_cache import StaysCached, drop
-from snapshot.bench.raw_io import read_streams
-from snapshot.bench.workspace import Workspace
-from snapshot.runtime.loop import run
-from snapshot.runtime.session import Session
+from snapshot.bench.rounds import Workspace
+from snapshot.bench.systems import read_streams
+from snapshot.io.loop import run
+from snapshot.io.session import Session
+from snapshot.io.url import URL, options_from_environment
 from snapshot.snapshot import Snapshot
-from snapshot.storage_options import options_from_environment
 from snapshot.text import size_text
-from snapshot.url import URL
 
 Way = Callable[[], Any]
 LANES = 2

@@ -13,7 +13,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from snapshot.bench.page_cache import StaysCached, drop
-from snapshot.bench.workspace import Workspace
+from snapshot.bench.rounds import Workspace
 from snapshot.snapshot import Snapshot
 from snapshot.text import size_text
 from tests.benchmarks.load import model
@@ -28,7 +28,7 @@ from snapshot.bench.child import reset_peak, status
 
 target, to, budget, *sources = sys.argv[1:]
 snapshot.Snapshot("memory://bench/x").exists()
-from snapshot.verbs import merging
+from snapshot.transform import merge as merging
 before = reset_peak() or status("VmRSS")
 began = time.perf_counter()
 snapshot.merge(sources, target, to, overwrite=True, memory_budget_bytes=int(budget))

@@ -25,12 +25,12 @@ import torch
 import torch.distributed as dist
 
 from snapshot import Snapshot, StateDict
+from snapshot.bench.rounds import Workspace, available_memory
 from snapshot.bench.workloads import CASES
-from snapshot.bench.workspace import Workspace, available_memory
 from snapshot.cli.screen import say
 from snapshot.errors import SnapshotError
-from snapshot.runtime.cleanup_signals import hold_signals
-from snapshot.storage_options import options_from_environment
+from snapshot.io.process import hold_signals
+from snapshot.io.url import options_from_environment
 from snapshot.text import size_text
 
 CASE = CASES["train"]

@@ -19,8 +19,8 @@ import torch
 
 from snapshot import Snapshot, StateDict
 from snapshot.bench.child import reset_peak, status
-from snapshot.registry import open_storage
-from snapshot.url import URL
+from snapshot.io.registry import open_storage
+from snapshot.io.url import URL
 
 MiB = 1 << 20
 PART = 16 * MiB
@@ -45,7 +45,7 @@ def _loopback(*arguments: str) -> Iterator[dict[str, Any]]:
 
 async def _upload(driver: Any, key: str, parts: list[memoryview]) -> None:
     """One object, by the client alone."""
-    from snapshot.plugins.network.transfer import RequestBody  # a plugin's, and those are imported by who needs them
+    from snapshot.plugins.network.http import RequestBody  # a plugin's, and those are imported by who needs them
 
     upload, at_once, done = await driver.begin(key, 0), asyncio.Semaphore(AT_ONCE), {}
 

@@ -16,26 +16,25 @@ import torch
 
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import Ranks
+from snapshot.io.process import gc_paused
+from snapshot.io.storage import Limits
 from snapshot.manifest.document import ManifestPart, PartEntry, decode_part, encode
 from snapshot.plan.consensus import ConsensusReply, RankRecord, compare_records, settle_details
 from snapshot.plan.layout import FilePlan, make_plan, name_data_file
-from snapshot.runtime.gc_pause import gc_paused
 from snapshot.save.collect import ReplicationRules
-from snapshot.save.manifest_builder import (
+from snapshot.save.commit import (
     RankManifest,
     build_document,
     build_entries,
     encode_for_leader,
     encode_own_part,
 )
-from snapshot.save.rank_share import RankShare
-from snapshot.save.replication import Replication, agree_on_replicas
-from snapshot.save.unchanged import Unchanged
+from snapshot.save.replication import RankShare, Replication, agree_on_replicas
+from snapshot.save.reuse import Unchanged
 from snapshot.save.writer import WrittenFile
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Leaf
 from snapshot.state.sharded import LocalPiece, Shards
-from snapshot.storage import Limits
 from snapshot.tensors.digest import BLOCK, SIZE, count_blocks, digest_range
 from snapshot.tensors.geometry import Box
 from snapshot.text import size_text

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from snapshot import Publisher, Subscriber
-from snapshot.publish.delta import DeltaDecoder, DeltaEncoder, EncodedDelta, checksum_text, sum_bytes
+from snapshot.publish.build import DeltaDecoder, DeltaEncoder, EncodedDelta, checksum_text, sum_bytes
 from snapshot.tensors.digest import BLOCK, block_digest
-from snapshot.tensors.zstd import load_zstd
+from snapshot.tensors.split_zstd import load_zstd
 
 GB = 10**9
 SHARE = 0.01

@@ -15,11 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from snapshot.bench.competitors import installed
-from snapshot.bench.rounds import ChildFailed
+from snapshot.bench.rounds import ChildFailed, Workspace
+from snapshot.bench.systems import installed
 from snapshot.bench.workloads import CASES
-from snapshot.bench.workspace import Workspace
-from snapshot.url import URL
+from snapshot.io.url import URL
 from tests.benchmarks import background
 from tests.benchmarks.__main__ import main
 from tests.benchmarks.background_child import Training, family

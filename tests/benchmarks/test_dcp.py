@@ -2,7 +2,7 @@
 
 import pytest
 
-from snapshot.bench.workspace import place
+from snapshot.bench.rounds import place
 from tests.benchmarks.dcp import compare
 
 pytestmark = pytest.mark.bench

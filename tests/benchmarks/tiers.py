@@ -21,13 +21,13 @@ import torch
 import xxhash
 
 from snapshot import Snapshot, SnapshotManager, StateDict
+from snapshot.io.url import URL
 from snapshot.tiers.census import HostView, StepView, take_census
 from snapshot.tiers.hosts import Host
 from snapshot.tiers.near_steps import NearFolder
 from snapshot.tiers.peer_server import PeerServer
 from snapshot.tiers.sources import Place, StepSources
 from snapshot.tiers.timeline import Attempt, Facts, Line
-from snapshot.url import URL
 
 MEMORY = "/dev/shm"
 GiB = 1 << 30

@@ -6,9 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from snapshot.bench.figure import draw_case, draw_result, find_bars
-from snapshot.bench.goodput import DAY, Goodput, compute_goodput
-from snapshot.bench.page import draw_page
+from snapshot.bench.results import DAY, Goodput, compute_goodput, draw_case, draw_page, draw_result, find_bars
 from snapshot.cli import main
 
 RESULT = json.loads((Path(__file__).parents[2] / "docs/_static/benchmark.json").read_text())

@@ -7,7 +7,7 @@ import torch
 
 from snapshot import Snapshot, StateDict
 from snapshot.cli import main
-from snapshot.storage_options import select_server
+from snapshot.io.url import select_server
 from snapshot.testing import faulty
 from tests.helpers.warm_interpreter import Failed
 
@@ -110,7 +110,7 @@ def test_a_signal_ends_it_soon_and_leaves_nothing_and_the_same_again_copies(take
 import asyncio, os, signal, sys
 from snapshot.cli import main
 from snapshot.testing.storages import tapped
-from snapshot.testing.taps import Tap
+from snapshot.testing.storages import Tap
 
 class Strike(Tap):
     async def before(self, operation):

@@ -2,13 +2,15 @@
 
 import json
 import os
+import time
 from types import SimpleNamespace
 
 import pytest
 
-from snapshot.cli import doctor_speed, main
+from snapshot.cli import doctor as doctor_speed
+from snapshot.cli import main
+from snapshot.io.registry import register, unregister
 from snapshot.plugins.memory import MemoryStorage
-from snapshot.registry import register, unregister
 from snapshot.testing import faulty
 
 
@@ -138,7 +140,9 @@ def test_a_machine_that_is_too_noisy_gets_no_advice(tmp_path, capsys, measured):
 
 def test_what_was_measured_once_is_no_advice(tmp_path, capsys, measured, monkeypatch):
     clock = iter(range(0, 10**9, 60_000))
-    monkeypatch.setattr(doctor_speed, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(
+        doctor_speed, "time", SimpleNamespace(perf_counter=time.perf_counter, monotonic=lambda: next(clock))
+    )
     made = measured(lambda name, turn: (100.0, 50.0))
     told = speeds(capsys, tmp_path)
     assert len(made["the defaults"]) == 1

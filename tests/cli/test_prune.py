@@ -10,7 +10,7 @@ import torch
 
 from snapshot import Snapshot, SnapshotManager, StateDict
 from snapshot.cli import main
-from snapshot.save.cleanup import DAY
+from snapshot.save.transaction import DAY
 from snapshot.testing import faulty
 
 LOSSES = {10: 0.5, 20: 0.1, 30: float("nan"), 40: 0.3}

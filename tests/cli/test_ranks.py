@@ -229,7 +229,7 @@ def test_a_closed_standard_error_changes_nothing(source, warm):
 
 def test_the_memory_is_shared_by_the_ranks_of_a_host(source, tmp_path, warm):
     script = (
-        "import sys\nfrom snapshot.cli import main\nfrom snapshot.runtime import session\n"
+        "import sys\nfrom snapshot.cli import main\nfrom snapshot.io import session\n"
         "seen, made = [], session.MemoryBudget\n"
         "session.MemoryBudget = lambda limit, *more: seen.append(limit) or made(limit, *more)\n"
         "status = main(sys.argv[1:])\nprint(seen)\nsys.exit(status)\n"

@@ -9,8 +9,7 @@ import torch
 from snapshot import Snapshot, StateDict
 from snapshot.cli import main
 from snapshot.cli.listing import ListedItem
-from snapshot.cli.report import _pruned, _tree
-from snapshot.cli.timeline import Span, timeline
+from snapshot.cli.report import Span, _pruned, _tree, timeline
 
 
 def page(capsys, tmp_path, *argv, status=0):

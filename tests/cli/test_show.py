@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from snapshot import Snapshot, StateDict
 from snapshot.cli import main
 from snapshot.cli import show as show_module
-from snapshot.cli.statistics import statistics
+from snapshot.cli.show import statistics
 from snapshot.testing import recording
 
 

@@ -20,10 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from snapshot import Snapshot, SnapshotManager, StateDict
-from snapshot.cli import main, ui_health
-from snapshot.cli.ui_health import Abandoned
-from snapshot.cli.ui_server import PageServer
-from snapshot.cli.ui_steps import CHANGES, NAMES, RunView
+from snapshot.cli import main, ui
+from snapshot.cli.ui import CHANGES, NAMES, Abandoned, PageServer, RunView
 from tests.helpers.servers import request
 
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>"
@@ -318,8 +316,8 @@ def test_the_health_of_a_step(client):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.float8_e4m3fn])
 def test_health_of_each_dtype_in_many_parts(tmp_path, monkeypatch, dtype):
-    monkeypatch.setattr(ui_health, "AT_ONCE", 64)
-    monkeypatch.setattr(ui_health, "STEP", 5)
+    monkeypatch.setattr(ui, "AT_ONCE", 64)
+    monkeypatch.setattr(ui, "STEP", 5)
     values = torch.randn(7, 13).to(dtype)
     values[3, 5] = math.nan
     if dtype != torch.float8_e4m3fn:  # which has no infinity

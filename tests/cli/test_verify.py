@@ -166,7 +166,8 @@ def test_a_signal_ends_it_soon_and_the_same_again_goes_on(
     script = f"""
 import os, signal, sys
 from snapshot.cli import main
-from snapshot.verbs import stretches, verify_journal
+from snapshot.transform import verify as stretches
+from snapshot.transform import verify as verify_journal
 stretches.STRETCH = 256 << 10
 add = verify_journal.VerifyJournal.add
 def counted(self, *arguments):

@@ -11,7 +11,7 @@ import torch
 from snapshot import Snapshot, SnapshotManager, StateDict
 from snapshot.manifest import document
 from snapshot.plan import layout
-from snapshot.save import commit, manifest_builder
+from snapshot.save import commit
 from tests.corpus import states
 from tests.corpus.contents import describe
 
@@ -22,7 +22,7 @@ SECRET = bytes(range(32))
 def small(name, value):
     """Replace a limit wherever a module has it, so that a small state passes it."""
     stack = contextlib.ExitStack()
-    for module in (document, layout, commit, manifest_builder):
+    for module in (document, layout, commit, commit):
         if hasattr(module, name):
             stack.enter_context(mock.patch.object(module, name, value))
     return stack

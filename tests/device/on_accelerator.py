@@ -27,12 +27,11 @@ FAKE = DEVICE == "fakedev"
 extension = fakedev.load() if FAKE else None
 
 from snapshot import Snapshot, SnapshotError, StateDict, release_memory  # noqa: E402 - the device is there before it
+from snapshot.io import arena as pins  # noqa: E402
+from snapshot.io.accelerators import on_stream  # noqa: E402
+from snapshot.io.arena import GRAIN, SPARE, Arena, Pinning, arena  # noqa: E402
 from snapshot.loading.reader import Reader  # noqa: E402
-from snapshot.runtime import pinning as pins  # noqa: E402
-from snapshot.runtime.accelerators import on_stream  # noqa: E402
-from snapshot.runtime.arena import GRAIN, SPARE, Arena, arena  # noqa: E402
-from snapshot.runtime.pinning import Pinning  # noqa: E402
-from snapshot.save import extent_digests, prefetch, staging  # noqa: E402
+from snapshot.save import background_take, staging  # noqa: E402
 from snapshot.save.staging import StagedPart, Stager  # noqa: E402
 from snapshot.tensors import device_digest  # noqa: E402
 from snapshot.tensors.digest import RunningDigest  # noqa: E402
@@ -519,7 +518,7 @@ def test_an_interrupt_between_two_steps_gives_no_slot_back_too_early(path, monke
         yield
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(prefetch, "span", interrupted)
+    monkeypatch.setattr(background_take, "span", interrupted)
     with pytest.raises(KeyboardInterrupt):
         Snapshot.async_take(path, {"state": StateDict(tensor=torch.ones(100_000, device=DEVICE))})
     assert extension.waiting() == 0
@@ -714,11 +713,11 @@ def digesting(monkeypatch):
             super().__init__(addresses, lengths, scratch, device)
             extents.extend(lengths)
 
-    monkeypatch.setattr(extent_digests, "WORTH", 1)
     monkeypatch.setattr(staging, "WORTH", 1)
-    monkeypatch.setattr(extent_digests, "DeviceDigests", Counted)
+    monkeypatch.setattr(staging, "WORTH", 1)
+    monkeypatch.setattr(staging, "DeviceDigests", Counted)
     if FAKE:
-        monkeypatch.setattr(extent_digests, "is_usable", lambda device: True)
+        monkeypatch.setattr(staging, "is_usable", lambda device: True)
     return extents
 
 

@@ -7,10 +7,11 @@ from tests.device import fakedev
 
 extension = fakedev.load()
 
-from snapshot.bench import raw_io, workspace  # noqa: E402 - the device is registered before the library is imported
+from snapshot.bench import rounds  # noqa: E402 - the device is registered before the library is imported
+from snapshot.bench import systems as raw_io  # noqa: E402
 from snapshot.bench.child import Task, Worker  # noqa: E402
-from snapshot.bench.competitors import OVERLAPPED  # noqa: E402
 from snapshot.bench.rounds import _groups  # noqa: E402
+from snapshot.bench.systems import OVERLAPPED  # noqa: E402
 from snapshot.bench.workloads import CASES  # noqa: E402
 from snapshot.cli import main  # noqa: E402
 
@@ -150,7 +151,7 @@ def test_the_speed_of_the_link_is_measured(monkeypatch, pinned):
     monkeypatch.setattr(raw_io, "LINK_PIECE", 1 << 20)
     if not pinned:
         monkeypatch.setattr(torch, "empty", _without_pinning(torch.empty))
-    found = workspace.measure_device(DEVICE)
+    found = rounds.measure_device(DEVICE)
     assert (found["device"], found["name"], found["pinned"]) == (DEVICE, "fakedev", pinned)
     assert found["to_host_gb_per_second"] > 0
     assert found["to_device_gb_per_second"] > 0

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from snapshot import Snapshot, StateDict, TensorMap, merge
 from snapshot.manifest import document
 from snapshot.testing import Fault, Log, Tap, tapped
-from snapshot.verbs import stretches
+from snapshot.transform import verify
 
 SEED = 5
 
@@ -210,7 +210,7 @@ def convert_with_maps(source, target):
 
 def verify_in_pieces(url):
     """Verify with ranges that are cut although they are short."""
-    with mock.patch.object(stretches, "STRETCH", 1 << 20):
+    with mock.patch.object(verify, "STRETCH", 1 << 20):
         return call("verify", url)
 
 
@@ -232,7 +232,7 @@ def call_and_die(verb, *arguments, which, on, path="*", nth=1, timeout=2.0, **op
 
 def peak_budget(verb, *arguments, **options):
     """Return the peak of the memory budgets of this rank."""
-    from snapshot.runtime import session
+    from snapshot.io import session
 
     budgets = []
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from snapshot import CorruptSnapshotError, RankError, Snapshot, SnapshotError, SnapshotExistsError, StateDict, load
 from snapshot.distributed.exchange import solo_exchange
 from snapshot.manifest.document import METADATA
-from snapshot.verbs.joint_call import share_runs, share_whole
+from snapshot.transform.joint_call import share_runs, share_whole
 from tests.distributed import bulk_verbs as ranks
 from tests.helpers.rank_pool import Died
 

@@ -7,9 +7,8 @@ import torch
 import torch.distributed as dist
 
 from snapshot import Sharded, Snapshot, SnapshotError, StateDict
-from snapshot.plugins.file import direct_io
-from snapshot.plugins.file.descriptors import drop_cache
-from snapshot.plugins.file.direct_io import open_direct
+from snapshot.plugins.file import files
+from snapshot.plugins.file.files import drop_cache, open_direct
 
 pytestmark = pytest.mark.smoke
 
@@ -69,7 +68,7 @@ def _count_direct_reads(path, value):
         return open_direct(full, flags, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(direct_io, "open_direct", count)
+        patch.setattr(files, "open_direct", count)
         Snapshot(path).restore({"s": value})
     return len(opened)
 

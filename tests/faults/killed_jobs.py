@@ -9,7 +9,7 @@ import threading
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from snapshot import CorruptSnapshotError, Snapshot, SnapshotNotFoundError
-from snapshot.plugins.file import local_writer
+from snapshot.plugins.file import folders
 from snapshot.testing import Log, Tap, tapped
 from tests.faults.shared_folder import OURS, Place, files, fresh, state, take
 
@@ -56,7 +56,7 @@ def half_a_write():
         plain(descriptor, data[: len(data) // 2])
         die()
 
-    os.pwritev = local_writer.write_at = half
+    os.pwritev = folders.write_at = half
     os.write = half_of_one
 
 
@@ -307,7 +307,7 @@ def killed_with_worker(path, who, nth):
     """In a fork: a take that a writer process writes, where one of the two is killed. If it is the writer: what the
     parent raised, and what was left then; the next take works."""
     from snapshot import SnapshotError
-    from snapshot.registry import register
+    from snapshot.io.registry import register
     from tests.faults.killing_storage import KillingStorage
 
     os.environ["KILLING"] = f"{who} {nth} {os.getpid()}"

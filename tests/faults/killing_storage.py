@@ -2,8 +2,8 @@
 
 import os
 
-from snapshot.registry import open_storage
-from snapshot.storage import URL
+from snapshot.io.registry import open_storage
+from snapshot.io.storage import URL
 from snapshot.testing import TappedStorage
 from tests.faults.killed_jobs import Kill
 

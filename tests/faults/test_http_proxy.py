@@ -16,7 +16,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from snapshot.testing import FaultProxy, http_exchange, traffic
+from snapshot.testing import FaultProxy
+from snapshot.testing import proxy as http_exchange
+from snapshot.testing import proxy as traffic
 
 PATTERN = random.Random(0).randbytes(1 << 20)
 LONG = PATTERN * 50
@@ -698,7 +700,8 @@ def pauses(monkeypatch):
     made = []
 
     async def sleep(seconds):
-        made.append(seconds)
+        if seconds:
+            made.append(seconds)
         await asyncio.sleep(seconds)
 
     monkeypatch.setattr(http_exchange, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep}))

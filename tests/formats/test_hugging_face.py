@@ -13,9 +13,9 @@ import snapshot
 from snapshot import CorruptSnapshotError, RestoreError, Snapshot, SnapshotNotFoundError, UnsafeObjectError
 from snapshot import UnsupportedFormatError as Unsupported
 from snapshot.formats.hugging_face import describe_folder
-from snapshot.registry import open_storage
-from snapshot.runtime.loop import run as run_soon
-from snapshot.storage import URL, Context
+from snapshot.io.loop import run as run_soon
+from snapshot.io.registry import open_storage
+from snapshot.io.storage import URL, Context
 from tests.helpers.foreign_states import same
 
 INDEX = "pytorch_model.bin.index.json"

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from snapshot import CorruptSnapshotError, RestoreError, Snapshot, StateDict, UnsupportedFormatError
-from snapshot.tensors.dtypes import SAFETENSORS
+from snapshot.tensors.memory import SAFETENSORS
 from tests.helpers.foreign_states import DTYPES, of_dtype, same
 
 KNOWN = [dtype for dtype in DTYPES if str(dtype).removeprefix("torch.") in SAFETENSORS]
@@ -116,9 +116,9 @@ def test_an_index_cannot_name_files_elsewhere(tmp_path, name):
 def test_every_verb_works_on_it_in_memory_too():
     from safetensors.torch import save
 
-    from snapshot.registry import open_storage
-    from snapshot.runtime.loop import run
-    from snapshot.storage import URL, Context
+    from snapshot.io.loop import run
+    from snapshot.io.registry import open_storage
+    from snapshot.io.storage import URL, Context
 
     storage = open_storage(URL.parse("memory://formats/one"), {}, Context())
     run(storage.put("w.safetensors", save({"w": torch.arange(6.0).view(2, 3)})))

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from snapshot import CorruptSnapshotError, SnapshotError
 from snapshot.errors import UnsafeObjectError
-from snapshot.formats import embedded_tensors, safe_pickle, torch_archive, zip_directory
-from snapshot.formats.pickle_scan import scan_pickle
+from snapshot.formats import safe_pickle, torch_save, zip_archive
+from snapshot.formats.safe_pickle import scan_pickle
 from snapshot.manifest.entries import TensorEntry
-from snapshot.tensors.strides import contiguous_strides, find_enclosing_tensor, measure_span
+from snapshot.tensors.memory import contiguous_strides, find_enclosing_tensor, measure_span
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 TAKEN = settings(max_examples=150)
@@ -88,15 +88,13 @@ def test_archives_of_zipfile_are_read(members, method):
         for name, data in members.items():
             file.writestr(f"a/{name}", data)
     content = made.getvalue()
-    begin, end = zip_directory.find_directory(content[-zip_directory.TAIL :], len(content))
-    found = zip_directory.read_members(content[begin:end], begin)
+    begin, end = zip_archive.find_directory(content[-zip_archive.TAIL :], len(content))
+    found = zip_archive.read_members(content[begin:end], begin)
     assert [each.name for each in found] == [f"a/{name}" for name in members]
     for each, data in zip(found, members.values(), strict=True):
-        at = each.header + zip_directory.find_data_begin(content[each.header :])
+        at = each.header + zip_archive.find_data_begin(content[each.header :])
         held = content[at : at + each.packed]
-        assert (
-            zip_directory.inflate_member(held, each.size) if each.method == zip_directory.DEFLATED else held
-        ) == data
+        assert (zip_archive.inflate_member(held, each.size) if each.method == zip_archive.DEFLATED else held) == data
         assert each.crc == zlib.crc32(data)
 
 
@@ -106,16 +104,16 @@ def test_archives_that_are_laid_out_are_zipfile_s(members, late):
     """With checksums that are known at once, or late."""
     sums = {name: zlib.crc32(data) for name, data in members.items()}
     made = [
-        torch_archive.ArchiveMember(f"a/{name}", len(data), None if late else data, sum=lambda name=name: sums[name])
+        torch_save.ArchiveMember(f"a/{name}", len(data), None if late else data, sum=lambda name=name: sums[name])
         for name, data in members.items()
     ]
-    frames, size = torch_archive.lay_out_archive(made, zlib.crc32)
+    frames, size = torch_save.lay_out_archive(made, zlib.crc32)
     held = list(members.values())
-    content = b"".join(each.make() if isinstance(each, torch_archive.Frame) else held[each] for each in frames)
+    content = b"".join(each.make() if isinstance(each, torch_save.Frame) else held[each] for each in frames)
     assert len(content) == size
     for each, data in zip(made, members.values(), strict=True):
-        at = each.header + zip_directory.find_data_begin(content[each.header :])
-        assert at % torch_archive.ALIGNMENT == 0
+        at = each.header + zip_archive.find_data_begin(content[each.header :])
+        assert at % torch_save.ALIGNMENT == 0
         assert content[at : at + len(data)] == data
     with zipfile.ZipFile(io.BytesIO(content)) as file:
         assert file.testzip() is None
@@ -129,9 +127,9 @@ def test_archives_that_are_laid_out_are_zipfile_s(members, late):
 def test_any_bytes_are_no_archive_or_lie_in_themselves(data):
     for tail in (data, data + b"PK\5\6" + bytes(18), data + b"PK\5\6" + data[:18].ljust(18, b"\1")):
         try:
-            begin, end = zip_directory.find_directory(tail, len(tail))
+            begin, end = zip_archive.find_directory(tail, len(tail))
             assert 0 <= begin <= end <= len(tail)
-            for each in zip_directory.read_members(tail[begin:end], begin):
+            for each in zip_archive.read_members(tail[begin:end], begin):
                 assert each.header + each.packed <= begin
         except ValueError:
             pass
@@ -143,11 +141,11 @@ def test_the_lengths_of_long_members_stand_apart():
         return struct.pack("<4s6H3L5H2L", b"PK\1\2", *numbers) + b"a" + extra
 
     long = struct.pack("<2H3Q", 1, 24, 5 << 32, 5 << 32, 3)
-    (found,) = zip_directory.read_members(item(struct.pack("<2H", 9, 2) + b"xx" + long), 6 << 32)
+    (found,) = zip_archive.read_members(item(struct.pack("<2H", 9, 2) + b"xx" + long), 6 << 32)
     assert (found.size, found.packed, found.header) == (5 << 32, 5 << 32, 3)
     for lie in (b"", long[:-1], long[:4], struct.pack("<2H", 1, 60_000) + long[4:], struct.pack("<2HQ", 1, 8, 1)):
         with pytest.raises(ValueError, match="long member"):
-            zip_directory.read_members(item(lie), 6 << 32)
+            zip_archive.read_members(item(lie), 6 << 32)
 
 
 @TAKEN
@@ -157,13 +155,13 @@ def test_any_bytes_in_the_place_of_an_archive_with_a_tensor(data):
     torch.save(torch.arange(3.0), file)
     good = file.getvalue()
     entry = TensorEntry("x", (0, len(good)), "float32", (3,), serializer="torch_save")
-    layout = embedded_tensors.find_layout("x", entry, good, good)
+    layout = torch_save.find_layout("x", entry, good, good)
     assert good[layout.begin : layout.begin + 12] == torch.arange(3.0).numpy().tobytes()
     for bad in (data, data + good[len(data) :], good[: len(good) - len(data)] + data):
         entry = TensorEntry("x", (0, len(bad)), "float32", (3,), serializer="torch_save")
         try:
-            found = embedded_tensors.find_layout("x", entry, bad, bad)
-        except (SnapshotError, embedded_tensors.MoreBytesNeeded):
+            found = torch_save.find_layout("x", entry, bad, bad)
+        except (SnapshotError, torch_save.MoreBytesNeeded):
             continue
         assert 0 <= found.begin <= found.begin + found.nbytes <= len(bad)
 

@@ -20,7 +20,7 @@ from snapshot import (
     StateDict,
     UnsupportedFormatError,
 )
-from snapshot.formats.unread import UnknownFormatError
+from snapshot.formats.foreign import UnknownFormatError
 from tests.formats.test_hugging_face import write
 from tests.helpers.versions import ALONE
 
@@ -186,9 +186,9 @@ def test_a_folder_is_recognised_by_its_names(tmp_path, scheme, what):
 
 def placed(folder, scheme, what, names):
     """Write files, and return their folder's URL."""
-    from snapshot.registry import open_storage
-    from snapshot.runtime.loop import run
-    from snapshot.storage import URL, Context
+    from snapshot.io.loop import run
+    from snapshot.io.registry import open_storage
+    from snapshot.io.storage import URL, Context
 
     url = str(folder) if scheme == "file" else f"memory://unread/{what}"
     storage = open_storage(URL.parse(url), {}, Context())

@@ -9,10 +9,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from snapshot import registry
 from snapshot.events import emit
+from snapshot.io import registry
+from snapshot.io.storage import Capabilities, FileWriter
 from snapshot.plugins.file import FileStorage
-from snapshot.storage import Capabilities, FileWriter
 
 
 class HeldStorage(FileStorage):

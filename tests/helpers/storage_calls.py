@@ -2,8 +2,8 @@
 
 import asyncio
 
-from snapshot.registry import open_storage
-from snapshot.storage import URL
+from snapshot.io.registry import open_storage
+from snapshot.io.storage import URL
 
 PATIENT = {"timeout": 20, "deadline": 60}
 """How long requests are waited for where a test does not wait for their end: also a machine that is busy is in time."""

@@ -19,30 +19,20 @@ from tests.helpers.versions import ALONE
 
 with atheris.instrument_imports(include=["snapshot"]):
     from snapshot.errors import SnapshotError
-    from snapshot.formats import (
-        dcp,
-        embedded_tensors,
-        from_pickle,
-        hugging_face,
-        safe_pickle,
-        safetensors,
-        torch_save,
-        torchsnapshot,
-    )
-    from snapshot.formats.pickled_objects import load_object
-    from snapshot.formats.zip_directory import TAIL, find_directory, read_members
+    from snapshot.formats import dcp, hugging_face, safe_pickle, to_entries, torch_save, torchsnapshot
+    from snapshot.formats.pickled import load_object
+    from snapshot.formats.zip_archive import TAIL, find_directory, read_members
+    from snapshot.io.loop import run
+    from snapshot.io.registry import open_storage
+    from snapshot.io.storage import URL, Context, check_path
+    from snapshot.loading.left_out import find_uncovered, requests_of
     from snapshot.loading.read_plan import ReadPlan
-    from snapshot.loading.stored_ranges import find_uncovered, requests_of
-    from snapshot.manifest.document import copy_manifest, decode_document
+    from snapshot.manifest.document import SnapshotMetadata, copy_manifest, decode_document
     from snapshot.manifest.entries import Container, TensorEntry
     from snapshot.manifest.rank_view import group_by_key, make_rank_view
     from snapshot.manifest.validate import check_tree, find_locations
-    from snapshot.metadata import SnapshotMetadata
     from snapshot.plugins import memory
-    from snapshot.registry import open_storage
-    from snapshot.runtime.loop import run
     from snapshot.state.state_tree import inflate_tree
-    from snapshot.storage import URL, Context, check_path
 
 import torch
 
@@ -122,8 +112,8 @@ def torch_pickle(data):
         archive.writestr("a/data/0", bytes(64))
     archived = file.getvalue()
     _described("x.pt", archived, lambda storage: torch_save.describe_file(storage, "x.pt", len(archived), LIMIT))
-    with contextlib.suppress(SnapshotError, from_pickle.NotPlainError):
-        repr(from_pickle.read_plain_value("x", archived))
+    with contextlib.suppress(SnapshotError, to_entries.NotPlainError):
+        repr(to_entries.read_plain_value("x", archived))
     with contextlib.suppress(SnapshotError):
         safe_pickle.load_pickle(data, "x")
 
@@ -131,9 +121,9 @@ def torch_pickle(data):
 def zip_directory(data):
     """A whole archive of torch's, and one with one tensor in it."""
     _described("x.pt", data, lambda storage: torch_save.describe_file(storage, "x.pt", len(data), LIMIT))
-    with contextlib.suppress(SnapshotError, embedded_tensors.MoreBytesNeeded):
+    with contextlib.suppress(SnapshotError, torch_save.MoreBytesNeeded):
         entry = TensorEntry("x", (0, len(data)), "float32", (3,), serializer="torch_save")
-        found = embedded_tensors.find_layout("x", entry, data, data)
+        found = torch_save.find_layout("x", entry, data, data)
         assert 0 <= found.begin <= found.begin + found.nbytes <= len(data)
     with contextlib.suppress(ValueError):
         begin, end = find_directory(data[-TAIL:], len(data))
@@ -143,7 +133,7 @@ def zip_directory(data):
 def safetensors_header(data):
     """The header of a file of safetensors, and an index."""
     whole = len(data).to_bytes(8, "little") + data + bytes(64)
-    _described("x", whole, lambda storage: safetensors.describe_file(storage, "x", len(whole), LIMIT))
+    _described("x", whole, lambda storage: hugging_face.describe_file(storage, "x", len(whole), LIMIT))
     store(f"{PLACE}/{hugging_face.INDEX}", data)
     with contextlib.suppress(SnapshotError):
         run(

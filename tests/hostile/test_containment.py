@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from snapshot import CorruptSnapshotError, Snapshot, SnapshotError, StateDict, StorageError
 from snapshot.events import add_handler, remove_handler
+from snapshot.io.storage import check_path
 from snapshot.manifest.document import METADATA, decode_document
-from snapshot.storage import check_path
 from snapshot.testing import Tap, tapped
 from tests.hostile.hostile_snapshots import document_of, sign, store
 

@@ -31,7 +31,7 @@ from snapshot import (
     UnsafeObjectError,
 )
 from snapshot.interop.dcp import SnapshotReader, SnapshotWriter, names
-from snapshot.interop.dcp.snapshot_reader import HIDES_ERRORS
+from snapshot.interop.dcp.reader import HIDES_ERRORS
 from snapshot.manifest import document as d
 from snapshot.testing import faulty, recording
 from tests.interop.dcp_states import emptied, load, model, quiet, save, told, trained

@@ -9,8 +9,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from snapshot import Snapshot, SnapshotExistsError, StateDict
-from snapshot.interop.dcp import SnapshotWriter, snapshot_writer
-from snapshot.save.claims import pending_saves
+from snapshot.interop.dcp import SnapshotWriter
+from snapshot.interop.dcp import writer as snapshot_writer
+from snapshot.save.transaction import pending_saves
 from snapshot.testing import stalling
 from tests.interop.dcp_states import save
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from snapshot.loading.broadcast import ReadVote, _decide
-from snapshot.url import URL
+from snapshot.io.url import URL
+from snapshot.loading.restore import ReadVote, _decide
 
 
 def decision(*votes, once=False):

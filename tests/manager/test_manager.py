@@ -37,7 +37,7 @@ from snapshot.manager.advice import Measured, daly_interval, lost_share
 from snapshot.manager.pending_takes import wait_for_pending
 from snapshot.manager.root import Root
 from snapshot.plugins.file import FileStorage
-from snapshot.save import cleanup
+from snapshot.save import transaction
 from snapshot.testing import Fault, Tap, recording, stalling, tapped
 
 
@@ -346,13 +346,13 @@ def test_a_metric_that_no_step_has_removes_nothing_and_is_said_once(tmp_path, ca
 
 def between(monkeypatch, name, work):
     """Do something just before a removal, which was decided on by then."""
-    remove = getattr(cleanup, name)
+    remove = getattr(transaction, name)
 
     async def later(*arguments):
         await work()
         return await remove(*arguments)
 
-    monkeypatch.setattr(cleanup, name, later)
+    monkeypatch.setattr(transaction, name, later)
 
 
 def test_what_was_replaced_since_its_removal_was_decided_stays(tmp_path, monkeypatch):
@@ -525,7 +525,7 @@ def test_data_that_a_removal_left_goes_and_a_take_that_may_still_run_elsewhere_i
     for step in (2, 3):
         save_id = next((tmp_path / f"step-{step}" / "data").iterdir()).name[:12]
         (tmp_path / f"step-{step}" / f".take-{save_id}").touch()
-    old = time.time() - cleanup.DAY - 60
+    old = time.time() - transaction.DAY - 60
     os.utime(next((tmp_path / "step-3").glob(".take-*")), (old, old))
     filled(tmp_path, 5, keep=KeepLatest(5))
     assert not (tmp_path / "step-1").exists()  # nobody claims it: it was being removed

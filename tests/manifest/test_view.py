@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from snapshot import CorruptSnapshotError
 from snapshot.manifest import entries as e
-from snapshot.manifest.merge import expect_whole_tensors, merge
+from snapshot.manifest.document import expect_whole_tensors, merge
 from snapshot.manifest.rank_view import adopt_entry, make_rank_view, remove_entry
 
 

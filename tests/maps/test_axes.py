@@ -9,10 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from snapshot import TensorMap
-from snapshot.maps.axes import AxesPattern, make_grid
-from snapshot.maps.grid import Grid
-from snapshot.maps.recipe import Spec
-from snapshot.tensors.geometry import Box
+from snapshot.maps.recipe import AxesPattern, Spec, make_grid
+from snapshot.tensors.geometry import Box, Grid
 
 NAMES = "abcdef"
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapshot.plan.coalesce import plan_reads
+from snapshot.plan.layout import plan_reads
 from snapshot.tensors.digest import BLOCK
 
 

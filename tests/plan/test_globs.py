@@ -2,7 +2,7 @@
 
 import pytest
 
-from snapshot.plan.globs import compile_glob, find_unmatched, matcher
+from snapshot.plan.names import compile_glob, find_unmatched, matcher
 
 
 @pytest.mark.parametrize(

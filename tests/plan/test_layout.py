@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from snapshot.io.storage import Limits
 from snapshot.plan import layout
 from snapshot.plan.layout import choose_part_size, cut_file, make_plan
 from snapshot.state.leaves import Leaf
-from snapshot.storage import Limits
-from snapshot.tensors.dtypes import ITEMSIZE
+from snapshot.tensors.memory import ITEMSIZE
 
 MiB = 1 << 20
 

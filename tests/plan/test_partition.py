@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapshot.plan.partition import SHORTEST, PartitionItem, partition_items
+from snapshot.plan.layout import SHORTEST, PartitionItem, partition_items
 from snapshot.tensors.geometry import boxes_overlap, whole_box
 
 shapes = st.lists(st.integers(0, 700), max_size=3).map(tuple)

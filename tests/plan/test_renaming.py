@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapshot.plan.renaming import compile_rename
-from snapshot.plan.wrappers import WRAPPERS, match_names
+from snapshot.plan.names import WRAPPERS, compile_rename, match_names
 
 PARTS = ["a", "b", "layers", "0", "1"]
 LEAVES = ["weight", "bias"]

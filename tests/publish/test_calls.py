@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from snapshot import Publisher, RankError, RestoreError, Sharded, SnapshotError, Subscriber, TensorMap
-from snapshot.publish import gather
+from snapshot.publish import shares
 from tests.publish import engine
 
 pytestmark = pytest.mark.ranks
@@ -94,17 +94,17 @@ def test_a_late_rank_never_mixes_steps_and_catches_up(two, tmp_path, late):
 
 def publish_after_failed_gather(url, victim):
     publisher = Publisher(url, timeout=20)
-    exchange = gather._Link._operation
+    exchange = shares._Link._operation
     if dist.get_rank() == victim:
 
         def fail(*_):
             raise MemoryError("no memory")
 
-        gather._Link._operation = fail
+        shares._Link._operation = fail
     try:
         found = [attempt(publisher, 1, halves(1))]
     finally:
-        gather._Link._operation = exchange
+        shares._Link._operation = exchange
     return [*found, attempt(publisher, 2, halves(2)), attempt(publisher, 3, halves(3))]
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from snapshot.errors import CorruptSnapshotError
-from snapshot.publish.delta import WINDOWS, DeltaDecoder, DeltaEncoder, TensorSums, checksum_text, group_by_windows
+from snapshot.publish.build import WINDOWS, DeltaDecoder, DeltaEncoder, TensorSums, checksum_text, group_by_windows
 from snapshot.tensors.digest import BLOCK, digest_bytes
 
 NOTHING = TensorSums("", b"")

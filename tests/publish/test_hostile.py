@@ -11,8 +11,8 @@ import zstandard
 from safetensors.torch import load_file
 
 from snapshot import CorruptSnapshotError, Publisher, StorageError, Subscriber, UnsupportedFormatError
-from snapshot.publish.delta import DeltaDecoder
-from snapshot.publish.version import decode_index
+from snapshot.publish.build import DeltaDecoder
+from snapshot.publish.store import decode_index
 
 CONTRACT = {"delta_encoding": "xor", "compression_format": "zstd", "checksum_format": "adler32"}
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from snapshot import Publisher, Subscriber
-from snapshot.registry import open_storage, register
-from snapshot.storage import URL
+from snapshot.io.registry import open_storage, register
+from snapshot.io.storage import URL
 from snapshot.testing.storages import TappedStorage
 from tests.faults.killed_jobs import Kill
 from tests.publish import engine

@@ -15,10 +15,12 @@ import torch
 from safetensors.torch import save_file
 
 from snapshot import CorruptSnapshotError, Publisher, SnapshotError, Subscriber
-from snapshot.publish import build, local, notify
-from snapshot.publish.local import MARKER
+from snapshot.io.loop import _unfinished
+from snapshot.publish import build
+from snapshot.publish import subscriber as local
+from snapshot.publish import subscriber as notify
 from snapshot.publish.store import VersionStore
-from snapshot.runtime.loop import _unfinished
+from snapshot.publish.subscriber import MARKER
 from snapshot.testing.storages import recording
 from tests.publish import engine
 from tests.publish.test_pull import Run, expect_loaded, flip, names_of

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from snapshot import CorruptSnapshotError, Publisher, SnapshotError, SnapshotNotFoundError, StorageError, Subscriber
-from snapshot.publish.local import MARKER
+from snapshot.io.loop import _unfinished, in_own_thread
 from snapshot.publish.store import VersionStore
-from snapshot.runtime.loop import _unfinished, in_own_thread
+from snapshot.publish.subscriber import MARKER
 from snapshot.testing.storages import faulty
 from tests.publish.test_publish import model, train
 

@@ -22,8 +22,8 @@ from snapshot import (
     release_memory,
 )
 from snapshot.events import add_handler, remove_handler
-from snapshot.runtime.arena import arena
-from snapshot.save.prefetch import PartPrefetcher
+from snapshot.io.arena import arena
+from snapshot.save.background_take import PartPrefetcher
 from snapshot.testing import faulty, stalling
 from tests.helpers.warm_interpreter import Failed
 

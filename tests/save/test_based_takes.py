@@ -14,7 +14,7 @@ from torch import nn
 from snapshot import Snapshot, SnapshotExistsError, StateDict
 from snapshot.events import add_handler, remove_handler
 from snapshot.manifest.document import decode_document, encode
-from snapshot.save import comparison, shared_files
+from snapshot.save import base_files, reuse
 from snapshot.testing import Log, tapped
 from tests.helpers.wrapper_tensors import quantised
 
@@ -245,7 +245,7 @@ def test_every_refusal_to_share_falls_back_to_writing(tmp_path, monkeypatch, num
         link(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr("snapshot.plugins.file.links.fcntl.ioctl", refuse)
+        patch.setattr("snapshot.plugins.file.folders.fcntl.ioctl", refuse)
         patch.setattr("os.copy_file_range", refuse)
         patch.setattr("os.link", refuse)
         made = getattr(Snapshot, verb)(tmp_path / "b", run.state, base=base)
@@ -257,7 +257,7 @@ def test_every_refusal_to_share_falls_back_to_writing(tmp_path, monkeypatch, num
 
 def test_after_some_takes_a_shared_file_of_one_base_is_written_anew(tmp_path):
     run, base, shared = Run(), None, []
-    most = shared_files.OLDEST
+    most = reuse.OLDEST
     for number in range(most + 3):
         base = Snapshot.take(tmp_path / str(number), run.state, base=base, durable=False)
         shared.append(base.report.shared_bytes > 0)
@@ -268,10 +268,10 @@ def test_after_some_takes_a_shared_file_of_one_base_is_written_anew(tmp_path):
 def test_after_some_takes_the_file_of_a_fixed_base_is_written_anew(tmp_path):
     run, shared = Run(), []
     Snapshot.take(tmp_path / "base", run.state)
-    for number in range(shared_files.OLDEST + 2):
+    for number in range(reuse.OLDEST + 2):
         made = Snapshot.take(tmp_path / str(number), run.state, base=tmp_path / "base", durable=False)
         shared.append(made.report.shared_bytes > 0)
-    assert shared == [*[True] * shared_files.OLDEST, False, True]
+    assert shared == [*[True] * reuse.OLDEST, False, True]
 
 
 def test_with_two_bases_two_physical_copies_remain(tmp_path):
@@ -297,7 +297,7 @@ def test_a_rotten_base_is_found_within_its_turns_and_written_anew(tmp_path):
     (frozen,) = (each for each in files(tmp_path / "a").values() if each.stat().st_size > 1 << 20)
     add_handler(handler)
     try:
-        for number in range(2 * comparison.CHECKED + 6):
+        for number in range(2 * base_files.CHECKED + 6):
             if number == 3:
                 frozen.chmod(0o644)
                 with frozen.open("r+b") as file:
@@ -313,7 +313,7 @@ def test_a_rotten_base_is_found_within_its_turns_and_written_anew(tmp_path):
     finally:
         remove_handler(handler)
     assert found, "the rot must be found"
-    assert number <= 3 + 2 * comparison.CHECKED
+    assert number <= 3 + 2 * base_files.CHECKED
     assert any("written again" in note for note in made.report.notes)
     assert not inodes(path) & {frozen.stat().st_ino}
     expect_whole(path, run.values())
@@ -392,7 +392,7 @@ def test_a_long_tensor_in_several_files_is_shared_in_all_of_them_or_none(tmp_pat
     assert later.report.shared_files >= 4
     assert later.report.written_bytes < 1000
     refused = []
-    share = shared_files.FileSharing._share_one
+    share = reuse.FileSharing._share_one
 
     async def refuse_one(self, match, name):
         if any(self._leaves[extent.leaf].path.endswith("long") for extent in match.plan.extents) and not refused:
@@ -400,7 +400,7 @@ def test_a_long_tensor_in_several_files_is_shared_in_all_of_them_or_none(tmp_pat
             return False
         return await share(self, match, name)
 
-    monkeypatch.setattr(shared_files.FileSharing, "_share_one", refuse_one)
+    monkeypatch.setattr(reuse.FileSharing, "_share_one", refuse_one)
     third = Snapshot.take(tmp_path / "c", state, base=base)
     assert third.verify()
     assert third.report.shared_bytes < later.report.shared_bytes - state["s"]["long"].nbytes + 10_000

@@ -11,10 +11,10 @@ import safetensors
 import torch
 
 from snapshot import CorruptSnapshotError, MissingExtraError, Snapshot, SnapshotExistsError, StateDict, StorageError
+from snapshot.io.arena import arena
 from snapshot.manifest.document import FORMAT, PACKED_FORMAT
-from snapshot.runtime.arena import arena
 from snapshot.tensors.digest import BLOCK
-from snapshot.tensors.dtypes import BY_NAME
+from snapshot.tensors.memory import BY_NAME
 from snapshot.testing import faulty, recording
 
 MiB = 1 << 20

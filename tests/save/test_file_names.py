@@ -2,8 +2,8 @@
 
 import pytest
 
-from snapshot.save.cleanup import belongs_to, save_id_of
 from snapshot.save.commit import leader_part_path, own_part_path
+from snapshot.save.transaction import belongs_to, save_id_of
 
 ID = "0123456789ab"
 

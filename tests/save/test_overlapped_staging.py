@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 from snapshot import ModelState, Snapshot, SnapshotError, StateDict, StorageError
-from snapshot.runtime.arena import arena
+from snapshot.io.arena import arena
 from snapshot.save.staging import Stager
 from snapshot.testing import faulty, stalling
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from snapshot import Snapshot, StateDict
-from snapshot.runtime.loop import run
-from snapshot.runtime.session import Session
-from snapshot.save import pace
+from snapshot.io.loop import run
+from snapshot.io.session import Session
+from snapshot.io.url import URL
+from snapshot.save import compression as pace
 from snapshot.state.leaves import Leaf
-from snapshot.url import URL
 
 MiB = 1 << 20
 

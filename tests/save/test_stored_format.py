@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from snapshot import CorruptSnapshotError, Snapshot, StateDict
 from snapshot.manifest import document as documents
-from snapshot.tensors.dtypes import BY_NAME, SAFETENSORS
+from snapshot.tensors.memory import BY_NAME, SAFETENSORS
 
 ALL_FILES = re.compile(r"\.snapshot_metadata|data/[0-9a-z]+-\d+-\d+\.(safetensors|bin)|data/[0-9a-z]+-\d+\.json")
 

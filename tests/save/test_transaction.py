@@ -5,13 +5,12 @@ import pytest
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import SOLO
 from snapshot.errors import CommitUnknown, SnapshotExistsError, StorageError
+from snapshot.io.loop import run
+from snapshot.io.session import Session
+from snapshot.io.url import URL
 from snapshot.manifest.document import METADATA
-from snapshot.runtime.loop import run
-from snapshot.runtime.session import Session
-from snapshot.save.claims import claim_path, pending_saves
-from snapshot.save.transaction import State, Transaction
+from snapshot.save.transaction import State, Transaction, claim_path, pending_saves
 from snapshot.testing import faulty
-from snapshot.url import URL
 
 SAVE = "0123456789ab"
 MANIFEST = b'{"format":"x","save_id":"0123456789ab"}'

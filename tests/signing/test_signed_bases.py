@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from snapshot import CorruptSnapshotError, SignatureError, Snapshot, SnapshotManager, StateDict
-from snapshot.save.comparison import Comparer
+from snapshot.save.base_files import Comparer
 from snapshot.testing import Log, tapped
 
 

@@ -19,12 +19,12 @@ from snapshot import (
     load,
     merge,
 )
-from snapshot.aio import in_thread
+from snapshot.io.aio import in_thread
 from snapshot.manifest.document import decode_document, encode
 from snapshot.signing.keys import Signer
-from snapshot.signing.statement import Statement
+from snapshot.signing.tree import Statement
 from snapshot.testing import Log, faulty, tapped
-from snapshot.verbs.verification import Verification
+from snapshot.transform.verify import Verification
 
 BIG = 600_000
 """Elements of the long tensor: its file has several leaves."""

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from snapshot import CorruptSnapshotError, SavedObject, Snapshot, SnapshotManager, StateDict, UnsafeObjectError
 from snapshot.errors import SnapshotError
 from snapshot.manifest import document
-from snapshot.manifest.known_objects import decode_object, encode_object
+from snapshot.manifest.compounds import decode_object, encode_object
 
 pytestmark = pytest.mark.filterwarnings("error")
 

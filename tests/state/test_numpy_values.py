@@ -103,18 +103,18 @@ def test_none_of_them_needs_a_pickle(name):
 
 def test_an_empty_text_of_an_earlier_version_is_read():
     """It was stored as one zero under a dtype of no width."""
-    from snapshot.state import numpy_arrays
+    from snapshot.state import tensor_leaves
 
     assert same(
         np.str_(""),
-        numpy_arrays.rebuild_array(
-            "p", numpy_arrays.wrap_array(np.zeros(4, np.uint8)), "<U0", (), order="C", scalar=True
+        tensor_leaves.rebuild_array(
+            "p", tensor_leaves.wrap_array(np.zeros(4, np.uint8)), "<U0", (), order="C", scalar=True
         ),
     )
     assert same(
         np.bytes_(b""),
-        numpy_arrays.rebuild_array(
-            "p", numpy_arrays.wrap_array(np.zeros(1, np.uint8)), "|S0", (), order="C", scalar=True
+        tensor_leaves.rebuild_array(
+            "p", tensor_leaves.wrap_array(np.zeros(1, np.uint8)), "|S0", (), order="C", scalar=True
         ),
     )
 

@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 
 from snapshot import RestoreError, SavedObject, Snapshot, StateDict, UnsafeObjectError, UnsupportedFormatError
 from snapshot.cli import main
-from snapshot.manifest.scalars import make_scalar_entry
-from snapshot.manifest.typed import make_enum_entry
+from snapshot.manifest.values import make_enum_entry, make_scalar_entry
 from snapshot.state import flatten
 
 URL = "memory://typed"
@@ -540,7 +539,7 @@ def test_a_time_zone_that_this_machine_lacks_is_no_damage(monkeypatch, capsys, t
     def missing(key):
         raise zoneinfo.ZoneInfoNotFoundError(key)
 
-    monkeypatch.setattr("snapshot.manifest.typed.zoneinfo.ZoneInfo", missing)
+    monkeypatch.setattr("snapshot.manifest.values.zoneinfo.ZoneInfo", missing)
     assert Snapshot(tmp_path / "s").verify()
     assert main(["ls", str(tmp_path / "s")]) == 0
     assert "Asia/Kolkata" in capsys.readouterr().out
@@ -557,9 +556,9 @@ def test_a_generator_of_a_device_that_is_not_here_can_be_saved_again(monkeypatch
     def missing(device=None):
         raise RuntimeError("no such device")
 
-    monkeypatch.setattr("snapshot.tensors.generators.torch.Generator", missing)
+    monkeypatch.setattr("snapshot.tensors.composite.torch.Generator", missing)
     read = Snapshot(URL).get_state_dict_for_key("state")
-    monkeypatch.setattr("snapshot.tensors.generators.torch.Generator", real)
+    monkeypatch.setattr("snapshot.tensors.composite.torch.Generator", real)
     assert (read["value"].class_name, read["value"].device) == ("torch.Generator", torch.device("cpu"))
     plainly_take({"state": StateDict(read)}, "memory://typed-a")
     assert not Snapshot.diff(URL, "memory://typed-a")

@@ -10,12 +10,12 @@ import torch
 
 from snapshot import CorruptSnapshotError, Snapshot, SnapshotExistsError, StateDict, StorageError
 from snapshot.errors import BucketNotFoundError, StorageConflictError, StorageNotFoundError
+from snapshot.io.registry import open_storage
+from snapshot.io.storage import ABSENT, URL, Context
 from snapshot.plugins.network import retry
 from snapshot.plugins.objectstore import azure
-from snapshot.registry import open_storage
-from snapshot.storage import ABSENT, URL, Context
 from snapshot.testing import FaultProxy, StorageTests
-from snapshot.testing.parts import fetch, pattern, store
+from snapshot.testing.conformance import fetch, pattern, store
 from tests.helpers.storage_calls import PATIENT, patience, use
 
 MiB = 1 << 20

@@ -9,7 +9,7 @@ import yaml
 
 from snapshot import KeepLatest, Snapshot, SnapshotManager, StateDict
 from snapshot.cli import main
-from snapshot.cli.ui_steps import RunView
+from snapshot.cli.ui import RunView
 
 
 def state(step):

@@ -7,12 +7,12 @@ import threading
 import pytest
 
 from snapshot.errors import CorruptSnapshotError, StorageConflictError, StorageError
-from snapshot.plugins.file import direct_io
-from snapshot.plugins.file.descriptors import OpenFile
-from snapshot.registry import open_storage
-from snapshot.storage import ABSENT, URL, Context
+from snapshot.io.registry import open_storage
+from snapshot.io.storage import ABSENT, URL, Context
+from snapshot.plugins.file import files
+from snapshot.plugins.file.files import OpenFile
 from snapshot.testing import StorageTests
-from snapshot.testing.parts import aligned, fetch, pattern, store
+from snapshot.testing.conformance import aligned, fetch, pattern, store
 
 MiB = 1 << 20
 
@@ -239,13 +239,13 @@ def test_a_link_is_not_followed_out_of_the_root(tmp_path):
 def test_direct_io_is_for_local_file_systems_unless_it_is_asked_for(tmp_path, monkeypatch, kind, direct):
     """Also for the cold reads of files that a local file system wrote."""
     require_direct(tmp_path)
-    monkeypatch.setattr(direct_io, "_file_system", lambda device: kind)
-    monkeypatch.setattr(direct_io, "is_cold", lambda descriptor, offset: True)
+    monkeypatch.setattr(files, "_file_system", lambda device: kind)
+    monkeypatch.setattr(files, "is_cold", lambda descriptor, offset: True)
     data = os.urandom(3 << 20)
     (tmp_path / "data").write_bytes(data)
     for mode in ("auto", "always"):
         wanted = direct or mode == "always"
-        assert direct_io.is_worthwhile(str(tmp_path), always=mode == "always") == wanted
+        assert files.is_worthwhile(str(tmp_path), always=mode == "always") == wanted
         reader = OpenFile(str(tmp_path / "data"), mode)
         assert reader.goes_around(0) == wanted
         reader.close()

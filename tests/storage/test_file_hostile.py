@@ -7,10 +7,10 @@ import os
 import pytest
 
 from snapshot.errors import StorageConflictError, StorageError, StorageNotFoundError
-from snapshot.plugins.file import descriptors
-from snapshot.registry import open_storage
-from snapshot.storage import ABSENT, URL, Context
-from snapshot.testing.parts import fetch
+from snapshot.io.registry import open_storage
+from snapshot.io.storage import ABSENT, URL, Context
+from snapshot.plugins.file import files
+from snapshot.testing.conformance import fetch
 
 
 def use(folder, attempt):
@@ -75,7 +75,7 @@ def test_what_is_no_regular_file_is_not_read(tmp_path):
 
 @pytest.mark.timeout(20)
 def test_a_lock_that_is_never_given_up_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(descriptors, "LOCK_PATIENCE", 0.1)
+    monkeypatch.setattr(files, "LOCK_PATIENCE", 0.1)
     folder = os.open(tmp_path, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from snapshot.errors import StorageConflictError, StorageError, StorageNotFoundError
-from snapshot.plugins.file import links
-from snapshot.registry import open_storage
-from snapshot.storage import URL, Context
+from snapshot.io.registry import open_storage
+from snapshot.io.storage import URL, Context
+from snapshot.plugins.file import folders as links
 from snapshot.testing import StorageTests
-from snapshot.testing.parts import pattern
+from snapshot.testing.conformance import pattern
 from tests.faults.mounted_disks import disk, lose_power
 from tests.helpers.storage_calls import use
 

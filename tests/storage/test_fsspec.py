@@ -25,11 +25,11 @@ from snapshot.errors import (
     StorageError,
     StorageNotFoundError,
 )
+from snapshot.io.registry import open_storage, plugin_for
+from snapshot.io.storage import URL
 from snapshot.plugins.fsspec.fsspec_storage import FsspecStorage
-from snapshot.registry import open_storage, plugin_for
-from snapshot.storage import URL
-from snapshot.testing import StorageTests, Tap, small, tapped
-from snapshot.testing.parts import fetch, pattern, store
+from snapshot.testing import StorageTests, Tap, conformance, tapped
+from snapshot.testing.conformance import fetch, pattern, store
 
 
 class TestMemory(StorageTests):
@@ -60,7 +60,7 @@ class TestWebDav(StorageTests):
     @pytest.fixture(autouse=True)
     def _names(self, monkeypatch):
         # wsgidav parses the URL that a file is to be moved to when its %3F is a ? already: it ends there
-        monkeypatch.setattr(small, "ODD_NAMES", [name for name in small.ODD_NAMES if "?" not in name])
+        monkeypatch.setattr(conformance, "ODD_NAMES", [name for name in conformance.ODD_NAMES if "?" not in name])
 
 
 class TestSftp(StorageTests):
@@ -256,8 +256,8 @@ def test_a_thread_that_hangs_does_not_block_the_exit(warm):
     program = """
 import asyncio, socket, time
 from snapshot.errors import StorageError
-from snapshot.registry import open_storage
-from snapshot.storage import URL
+from snapshot.io.registry import open_storage
+from snapshot.io.storage import URL
 with socket.create_server(("127.0.0.1", 0)) as server:
     options = {"base_url": f"http://127.0.0.1:{server.getsockname()[1]}", "timeout": 0.2, "deadline": 0.5}
     options["webdav"] = {"timeout": 3600}

@@ -13,10 +13,10 @@ import torch
 
 from snapshot import CorruptSnapshotError, Snapshot, SnapshotExistsError, StateDict, StorageError
 from snapshot.errors import StorageConflictError
+from snapshot.io.storage import ABSENT
 from snapshot.plugins.network import retry
-from snapshot.storage import ABSENT
 from snapshot.testing import FaultProxy, StorageTests
-from snapshot.testing.parts import fetch, pattern, store
+from snapshot.testing.conformance import fetch, pattern, store
 from tests.helpers.storage_calls import PATIENT, patience, use
 
 pytest.importorskip("gcsfs")

@@ -11,11 +11,11 @@ import torch
 from snapshot import Snapshot, SnapshotError, SnapshotNotFoundError, StateDict, StorageError
 from snapshot.errors import StorageConflictError, StorageNotFoundError
 from snapshot.events import add_handler, remove_handler
+from snapshot.io.registry import open_storage
+from snapshot.io.storage import URL
 from snapshot.plugins.network import retry
-from snapshot.registry import open_storage
-from snapshot.storage import URL
 from snapshot.testing import FaultProxy, StorageTests
-from snapshot.testing.parts import fetch, pattern
+from snapshot.testing.conformance import fetch, pattern
 from tests.helpers import storage_calls
 from tests.helpers.storage_calls import patience
 

@@ -7,10 +7,10 @@ import os
 import pytest
 
 from snapshot.errors import StorageError, StorageNotFoundError
-from snapshot.registry import open_storage
-from snapshot.storage import URL, Context
+from snapshot.io.registry import open_storage
+from snapshot.io.storage import URL, Context
 from snapshot.testing import StorageTests
-from snapshot.testing.parts import fetch, store
+from snapshot.testing.conformance import fetch, store
 
 _numbers = itertools.count()
 

@@ -59,7 +59,7 @@ def test_what_needs_linux_says_so(platform):
     program = """
 import os, signal
 from snapshot import Snapshot, SnapshotError, SnapshotManager, StateDict, Subscriber
-import snapshot.bench, snapshot.cli.doctor, snapshot.publish.local, snapshot.tiers.join, snapshot.worker.client
+import snapshot.bench, snapshot.cli.doctor, snapshot.publish.subscriber, snapshot.tiers.join, snapshot.worker.client
 for what, call in {
     "near": lambda: SnapshotManager("run", near="near"),
     "worker": lambda: Snapshot.async_take("step", {"s": StateDict(a=1)}, worker="process"),
@@ -71,7 +71,7 @@ for what, call in {
         assert "needs Linux" in str(error) and what in str(error), error
     else:
         raise AssertionError(what)
-from snapshot.system_calls import try_lock_folder
+from snapshot.io.system import try_lock_folder
 with try_lock_folder(".", 1.0) as first, try_lock_folder(".", 0.1) as second:
     assert (first, second) == (True, False)
 with try_lock_folder(".", 1.0) as first:

@@ -5,12 +5,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from snapshot import Snapshot, SnapshotManager, StateDict, registry
+from snapshot import Snapshot, SnapshotManager, StateDict
 from snapshot.errors import MissingExtraError, StorageError
+from snapshot.io import registry
+from snapshot.io.registry import open_storage, plugin_for, register, schemes, unregister
+from snapshot.io.storage import URL, Context
 from snapshot.plugins.file import FileStorage
 from snapshot.plugins.memory import MemoryStorage
-from snapshot.registry import open_storage, plugin_for, register, schemes, unregister
-from snapshot.storage import URL, Context
 
 THIRD_PARTY = """
 from snapshot.plugins.memory import MemoryStorage

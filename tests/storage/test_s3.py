@@ -10,12 +10,11 @@ import torch
 
 from snapshot import Snapshot, SnapshotExistsError, StateDict, StorageError
 from snapshot.errors import MissingExtraError, StorageConflictError, StorageNotFoundError
-from snapshot.registry import open_storage
-from snapshot.runtime.budget import MemoryBudget
-from snapshot.storage import ABSENT, URL, Context
+from snapshot.io.budget import MemoryBudget
+from snapshot.io.registry import open_storage
+from snapshot.io.storage import ABSENT, URL, Context
 from snapshot.testing import FaultProxy, StorageTests
-from snapshot.testing.bulk import BulkFileTests
-from snapshot.testing.parts import fetch, pattern, store
+from snapshot.testing.conformance import BulkFileTests, fetch, pattern, store
 
 MiB = 1 << 20
 ENGINES = [pytest.param("s3fs", id="s3fs"), pytest.param(None, id="obstore")]

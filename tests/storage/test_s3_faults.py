@@ -17,8 +17,8 @@ from snapshot import (
     StorageError,
 )
 from snapshot.events import add_handler, remove_handler
-from snapshot.registry import open_storage
-from snapshot.storage import URL
+from snapshot.io.registry import open_storage
+from snapshot.io.storage import URL
 from snapshot.testing import FaultProxy
 from tests.helpers.storage_calls import PATIENT, patience
 

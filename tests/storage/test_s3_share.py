@@ -5,12 +5,11 @@ import asyncio
 import pytest
 
 from snapshot.errors import StorageConflictError, StorageError, StorageNotFoundError
+from snapshot.io.storage import URL
 from snapshot.plugins.network.retry import RetryPolicy
-from snapshot.plugins.objectstore.s3_driver import S3Driver
-from snapshot.storage import URL
+from snapshot.plugins.objectstore.s3 import S3Driver
 from snapshot.testing import FaultProxy
-from snapshot.testing.parts import fetch, pattern, store
-from snapshot.testing.shared import SharedFileTests
+from snapshot.testing.conformance import SharedFileTests, fetch, pattern, store
 from tests.helpers.storage_calls import use
 from tests.storage.test_s3 import options
 

@@ -8,9 +8,9 @@ import threading
 import pytest
 
 from snapshot.errors import CorruptSnapshotError, StorageError, StorageNotFoundError
+from snapshot.io.registry import open_storage, schemes
+from snapshot.io.storage import URL, Context, Limits
 from snapshot.plugins.memory import MemoryStorage
-from snapshot.registry import open_storage, schemes
-from snapshot.storage import URL, Context, Limits
 from snapshot.testing import (
     Damage,
     Fault,
@@ -23,7 +23,7 @@ from snapshot.testing import (
     recording,
     stalling,
 )
-from snapshot.testing.parts import aligned, cut, fetch, part_length, store
+from snapshot.testing.conformance import aligned, cut, fetch, part_length, store
 
 _numbers = itertools.count()
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapshot.storage import URL, check_path
+from snapshot.io.storage import URL, check_path
 
 SCHEMES = st.sampled_from(["s3", "gs", "memory", "recording+file", "simplecache::s3"])
 SEGMENT = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="/?@"), min_size=1, max_size=12)

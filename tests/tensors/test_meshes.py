@@ -9,14 +9,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
-from snapshot.tensors.geometry import is_inside
-from snapshot.tensors.meshes import (
+from snapshot.tensors.geometry import (
     Copy,
     Split,
     add_strides,
     find_held_shards,
     find_nesting,
     find_peers,
+    is_inside,
     iterate_shards,
 )
 from tests.helpers.versions import even_only

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from snapshot.errors import CorruptSnapshotError
 from snapshot.tensors.digest import BLOCK
-from snapshot.tensors.dtypes import ITEMSIZE, SAFETENSORS
+from snapshot.tensors.memory import ITEMSIZE, SAFETENSORS
 from snapshot.tensors.split_zstd import (
     KINDS,
     MOST_TIMES,

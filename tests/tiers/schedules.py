@@ -10,8 +10,9 @@ import shutil
 from types import SimpleNamespace
 
 from snapshot.errors import StorageConflictError, StorageError
-from snapshot.runtime.loop import run
-from snapshot.runtime.session import Session
+from snapshot.io.loop import run
+from snapshot.io.session import Session
+from snapshot.io.url import URL
 from snapshot.tiers import facts as stored
 from snapshot.tiers import timeline
 from snapshot.tiers.facts import (
@@ -36,7 +37,6 @@ from snapshot.tiers.timeline import (
     Standing,
     settle_run,
 )
-from snapshot.url import URL
 from tests.tiers.model import Model, State, Wrong, ids
 
 RUN, FAR = "0123456789ab", "far"

@@ -7,7 +7,7 @@ import pytest
 
 from snapshot import Snapshot
 from snapshot.cli import main
-from snapshot.cli.ui_steps import RunView
+from snapshot.cli.ui import RunView
 from snapshot.tiers.upload_queue import MEANINGS, UploadState
 from tests.tiers.jobs import ELEMENTS, holds, manager_of, runs_in, state, stop_uploaders
 

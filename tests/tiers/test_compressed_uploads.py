@@ -11,18 +11,17 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from snapshot import Snapshot, SnapshotManager, StateDict, StorageError
 from snapshot.errors import StorageNotFoundError
-from snapshot.loading.open import open_document
-from snapshot.loading.unpacking import UnpackingStorage
-from snapshot.runtime.budget import MemoryBudget
-from snapshot.runtime.loop import run
-from snapshot.runtime.session import Session
+from snapshot.io.budget import MemoryBudget
+from snapshot.io.loop import run
+from snapshot.io.session import Session
+from snapshot.io.url import URL
+from snapshot.loading.open import UnpackingStorage, open_document
 from snapshot.tensors.digest import digest_range
 from snapshot.tiers.far_packed import FarStorage, PackedUploads, read_notes
 from snapshot.tiers.far_upload import FarUpload
 from snapshot.tiers.fetch import copy_verified, describe_files
 from snapshot.tiers.near_steps import NearFolder
 from snapshot.tiers.timeline import Facts
-from snapshot.url import URL
 from tests.tiers.jobs import data_files, flip, holds, manager_of, rank, stop_uploaders
 from tests.tiers.jobs import state as job_state
 

@@ -13,8 +13,20 @@ import pytest
 import torch
 
 from snapshot import Snapshot, StateDict
-from snapshot.events import Event, add_handler, emit, remove_handler
-from snapshot.metrics import COUNTERS, DURATION, GAUGES, PREFIX, Metrics, Readings, as_prometheus, changes_of
+from snapshot.events import (
+    COUNTERS,
+    DURATION,
+    GAUGES,
+    PREFIX,
+    Event,
+    Metrics,
+    Readings,
+    add_handler,
+    as_prometheus,
+    changes_of,
+    emit,
+    remove_handler,
+)
 from snapshot.tiers.metrics_server import MetricsServer
 from snapshot.tiers.uploader import Uploader
 from tests.tiers.jobs import flip, manager_of, stop_uploaders

@@ -8,12 +8,12 @@ import socket
 import pytest
 
 from snapshot.errors import CorruptSnapshotError, StorageError, StorageNotFoundError
-from snapshot.peer_requests import SIGNATURE, STATUS, sign
-from snapshot.registry import open_storage
-from snapshot.storage import Context
+from snapshot.io.peers import SIGNATURE, STATUS, sign
+from snapshot.io.registry import open_storage
+from snapshot.io.storage import Context
+from snapshot.io.url import URL
 from snapshot.testing import StorageTests
 from snapshot.tiers.peer_server import PeerServer
-from snapshot.url import URL
 
 NAME = "data/0123456789ab-0-0.safetensors"
 CONTENT = os.urandom(3 << 20)

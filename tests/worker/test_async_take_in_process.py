@@ -12,7 +12,7 @@ import torch
 
 from snapshot import CancelledError, Snapshot, SnapshotError, SnapshotExistsError, StateDict, StorageError
 from snapshot.events import add_handler, remove_handler
-from snapshot.runtime.arena import arena
+from snapshot.io.arena import arena
 from snapshot.testing import stalling
 from snapshot.worker.client import writer_process
 from tests.helpers.held_storage import held, is_running, until
@@ -203,7 +203,7 @@ from snapshot.worker.client import writer_process
 
 print("main", flush=True)
 from tests.helpers.held_storage import HeldStorage
-from snapshot.registry import register
+from snapshot.io.registry import register
 
 register("held", HeldStorage)
 Snapshot.async_take(sys.argv[2], {"s": StateDict(t=torch.ones(5_000_000))}, worker="process")

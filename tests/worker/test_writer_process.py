@@ -15,25 +15,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from snapshot import CorruptSnapshotError, SnapshotError, StorageError, registry
+from snapshot import CorruptSnapshotError, SnapshotError, StorageError
 from snapshot.events import add_handler, remove_handler
+from snapshot.io import registry
+from snapshot.io.arena import GRAIN, Arena, Segment, arena
+from snapshot.io.budget import MemoryBudget
+from snapshot.io.loop import run, start
+from snapshot.io.session import Session
+from snapshot.io.storage import URL
 from snapshot.plan.layout import cut_file, make_plan
 from snapshot.plugins.file import FileStorage
-from snapshot.runtime.arena import GRAIN, Arena, arena
-from snapshot.runtime.budget import MemoryBudget
-from snapshot.runtime.loop import run, start
-from snapshot.runtime.segment import Segment
-from snapshot.runtime.session import Session
 from snapshot.save.staging import Stager
 from snapshot.save.writer import Writer
 from snapshot.state.leaves import Leaf
-from snapshot.storage import URL
-from snapshot.tensors.addresses import is_plain
-from snapshot.tensors.dtypes import NAMES
+from snapshot.tensors.memory import NAMES, is_plain
 from snapshot.testing import stalling
 from snapshot.worker import client
-from snapshot.worker.client import expect_reachable, writer_process
-from snapshot.worker.protocol import Failed, FileLane
+from snapshot.worker.client import Failed, FileLane, expect_reachable, writer_process
 from tests.helpers.held_storage import HeldStorage, held, until
 
 PART = 1 << 20
@@ -426,7 +424,7 @@ def test_what_is_over_the_bound_goes_back_at_once():
 
 
 def test_segments_grow_so_that_they_stay_few(monkeypatch):
-    monkeypatch.setattr("snapshot.runtime.arena.SEGMENT", 4 * GRAIN)
+    monkeypatch.setattr("snapshot.io.arena.SEGMENT", 4 * GRAIN)
     own = Arena(keep=0)
     slots = [own.take(GRAIN, shared=True) for _ in range(64)]
     assert len({slot.segment for slot in slots}) == 5

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from snapshot.interop.dcp.snapshot_reader import SnapshotReader
-from snapshot.interop.dcp.snapshot_writer import SnapshotWriter
+from snapshot.interop.dcp.reader import SnapshotReader
+from snapshot.interop.dcp.writer import SnapshotWriter
 
 __all__ = ["SnapshotReader", "SnapshotWriter"]

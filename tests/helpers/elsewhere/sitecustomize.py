@@ -59,7 +59,7 @@ class Disguised(importlib.abc.MetaPathFinder):
     """Shows one module of the library the name of the platform."""
 
     def find_spec(self, name, path=None, target=None):
-        if name != "snapshot.system_calls":
+        if name != "snapshot.io.system":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)

@@ -1,0 +1,283 @@
+"""The private event loop: one thread for all I/O of a process, with a small pool for system calls and digests.
+
+It is created on first use, and again in a forked child. The public API is synchronous: it submits coroutines and waits.
+So it works in notebooks, in threads, and inside a running event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import threading
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from snapshot.errors import system_limits
+from snapshot.events import log
+from snapshot.io.aio import Latch
+from snapshot.io.registry import SharedClients
+from snapshot.io.system import PerProcess
+from snapshot.options import Settings
+from snapshot.text import counted
+
+T = TypeVar("T")
+LIBRARY = ("snapshot-io", "snapshot-loop")
+"""The name prefix of the library's threads."""
+
+
+class _Loop:
+    def __init__(self) -> None:
+        with system_limits("cannot create the library's I/O loop"):
+            self.loop = asyncio.new_event_loop()
+        count = Settings.current().thread_count()
+        self.pool = ThreadPoolExecutor(count, thread_name_prefix="snapshot-io")
+        self.clients = SharedClients()
+        self.thread = threading.Thread(target=self._run, name="snapshot-loop", daemon=True)
+        try:
+            with system_limits("cannot start the threads of the library's I/O loop"):
+                _start_threads(self.pool, count)
+                self.thread.start()
+        except BaseException:
+            self.pool.shutdown(wait=False)
+            self.loop.close()
+            raise
+        self.loop.set_default_executor(self.pool)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+
+def _start_threads(pool: ThreadPoolExecutor, count: int) -> None:
+    """Start all threads of a pool now: a thread that fails to start later would fail work that is already queued."""
+    ready = threading.Event()
+    try:
+        for _ in range(count):
+            pool.submit(ready.wait)
+    finally:
+        ready.set()
+
+
+_loop = PerProcess(_Loop)  # threads do not survive a fork: a child creates its own
+
+
+def shared_clients() -> SharedClients:
+    """Return the storage clients of this loop."""
+    return _loop.get().clients
+
+
+class LoopFuture(Future[T]):
+    """Work on the loop, which any other thread can wait for.
+
+    Unlike the futures of `run_coroutine_threadsafe`, a cancelled one is done only after its clean-up.
+    """
+
+    def __init__(self, work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
+        self._over = Latch()
+        self._callbacks: list[Callable[[Future[T]], object]] = []
+        self._loop = loop
+        self._work = work
+        self._task: asyncio.Task[T] | None = None
+        self._started = False
+
+    def begin(self) -> None:
+        """Start the work. It is created first, so that an interruption in between has something to cancel."""
+        self._loop.call_soon_threadsafe(self._begin)
+
+    def _begin(self) -> None:
+        self._task = self._loop.create_task(self._do())
+        self._task.add_done_callback(self._end)
+
+    async def _do(self) -> T:
+        self._started = True
+        return await self._work
+
+    def _end(self, task: asyncio.Task[T]) -> None:
+        if task.cancelled():
+            super().cancel()
+            self.set_running_or_notify_cancel()
+        elif (error := task.exception()) is not None:
+            self.set_exception(error)
+        else:
+            self.set_result(task.result())
+        self._tell()
+
+    def _tell(self) -> None:
+        """Call the callbacks of finished work.
+
+        Waiting threads take none of `Future`'s locks, which an interruption may leave held.
+        """
+        self._over.open()
+        while self._callbacks:
+            try:
+                function = self._callbacks.pop(0)
+            except IndexError:  # another thread calls it
+                return
+            try:
+                function(self)
+            except Exception:  # noqa: BLE001 - a callback's fault is its own
+                log.exception("a done callback failed")
+
+    def done(self) -> bool:
+        """Return True if the work is over."""
+        return self._over.is_open()
+
+    def cancelled(self) -> bool:
+        """Return True if the work was cancelled and is over."""
+        return self.done() and self._state == "CANCELLED_AND_NOTIFIED"
+
+    def result(self, timeout: float | None = None) -> T:
+        """Wait for the work, and return or raise its result."""
+        error = self.exception(timeout)
+        if error is not None:
+            raise error
+        return self._result  # type: ignore[return-value]
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the work, and return its exception, or `CancelledError` if it was cancelled."""
+        if not self._over.wait(timeout):
+            raise TimeoutError
+        if self.cancelled():
+            raise concurrent.futures.CancelledError
+        error: BaseException | None = self._exception
+        return error
+
+    def settled(self, timeout: float | None = None) -> bool:
+        """Wait until the work is over, however it ends. Return False after a timeout."""
+        return self._over.wait(timeout)
+
+    def add_done_callback(self, function: Callable[[Future[T]], object]) -> None:
+        """Call a function with this future when the work is over, or at once if it is."""
+        self._callbacks.append(function)
+        if self.done():
+            self._tell()
+
+    def cancel(self) -> bool:
+        """Request the end of the work. Return False if it has already ended."""
+        if self.done():
+            return False
+        self._loop.call_soon_threadsafe(self._cancel)
+        return True
+
+    def _cancel(self) -> None:
+        if self._task is not None and not self._started:  # it would end without its clean-up
+            self._loop.call_soon(self._cancel)
+        elif self._task is not None:
+            self._task.cancel()
+        elif not self.done():  # it was never started
+            self._work.close()
+            super().cancel()
+            self.set_running_or_notify_cancel()
+            self._tell()
+
+
+def work_on(work: Coroutine[Any, Any, T]) -> LoopFuture[T]:
+    """Return work for the loop that has not been started."""
+    return LoopFuture(work, _loop.get().loop)
+
+
+def start(work: Coroutine[Any, Any, T]) -> LoopFuture[T]:
+    """Start work on the loop."""
+    future = work_on(work)
+    future.begin()
+    return future
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Run work on the loop and wait for it. If the wait is interrupted, cancel the work and wait for its clean-up."""
+    try:
+        refuse_on_loop()
+    except RuntimeError:
+        work.close()
+        raise
+    future = LoopFuture(work, _loop.get().loop)
+    try:
+        future.begin()
+        return future.result()
+    except BaseException:
+        if not future.done():
+            future.cancel()
+            future.settled(60)
+        raise
+
+
+def refuse_on_loop() -> None:
+    """Raise if this thread runs the loop, which would wait for itself."""
+    if threading.current_thread() is _loop.get().thread:
+        raise RuntimeError("must not block on the library's own I/O loop, such as in a callback")
+
+
+async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks, and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def in_own_thread(work: Callable[..., T], *args: Any) -> T:
+    """Run blocking work that may wait long for other ranks in a thread outside the small pool."""
+    future: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(work(*args))
+        except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
+            future.set_exception(error)
+
+    with system_limits("cannot start a thread"):
+        threading.Thread(target=call, name="snapshot-io-wait", daemon=True).start()
+    return await asyncio.shield(asyncio.wrap_future(future))
+
+
+def end_threads() -> None:
+    """End the idle threads of the loop. The next work starts new ones.
+
+    No other thread may use the library meanwhile: its work would never be done. Raises RuntimeError if work is running.
+    """
+    made = _loop.made()
+    if made is None:
+        return
+    if threading.current_thread() is made.thread:
+        raise RuntimeError("must not end the library's threads on its own I/O loop, such as in a callback")
+    future = asyncio.run_coroutine_threadsafe(_close_idle(made), made.loop)
+    if running := future.result():
+        raise RuntimeError(f"the library's threads are still at work ({counted(running, 'task')}); wait for it first")
+    _loop.reset()
+    made.loop.call_soon_threadsafe(made.loop.stop)
+    made.thread.join()
+    made.pool.shutdown()
+    made.loop.close()
+
+
+async def _close_idle(made: _Loop) -> int:
+    """Close the clients if no task is running. Return the number of running tasks."""
+    running = len(asyncio.all_tasks()) - 1
+    if not running:
+        await made.clients.close()
+    return running
+
+
+_unfinished: PerProcess[set[LoopFuture[Any]]] = PerProcess(set)
+"""Background work that the interpreter waits for at exit."""
+
+
+def finish_before_exit(future: LoopFuture[Any]) -> None:
+    """Make the interpreter's exit wait for background work, instead of losing it."""
+    unfinished = _unfinished.get()
+    unfinished.add(future)
+    future.add_done_callback(unfinished.discard)
+
+
+def _wait_at_exit() -> None:
+    for work in list(_unfinished.get()):
+        work.settled()
+    made = _loop.made()
+    if made is not None:
+        concurrent.futures.wait([asyncio.run_coroutine_threadsafe(made.clients.close(), made.loop)], timeout=5)
+
+
+# The pool refuses new work once `threading` exits, which happens before `atexit`. So wait at `threading`'s exit.
+getattr(threading, "_register_atexit", atexit.register)(_wait_at_exit)

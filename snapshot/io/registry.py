@@ -1,0 +1,206 @@
+"""Storage plugins by URL scheme, and a cache of their clients."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import importlib
+from collections.abc import Awaitable, Callable, Hashable, Mapping
+from importlib.metadata import entry_points
+from typing import Any
+
+from snapshot.errors import MissingExtraError, SnapshotError, StorageError
+from snapshot.events import log
+from snapshot.io.storage import Context, Storage
+from snapshot.io.url import URL, expect_mapping
+
+# Storage plugins by URL scheme: a table of built-in plugins, and an entry point for others.
+
+GROUP = "snapshot.storage"
+"""The entry-point group for plugins of other packages: `scheme = "package.module:Class"`."""
+
+_BUILT_IN = {
+    "file": ("snapshot.plugins.file.file_storage:FileStorage", None),
+    "near": ("snapshot.plugins.near:NearStorage", None),
+    "peer": ("snapshot.plugins.near:PeerStorage", None),
+    "memory": ("snapshot.plugins.memory:MemoryStorage", None),
+    "s3": ("snapshot.plugins.objectstore.s3:S3Storage", "s3"),
+    "gs": ("snapshot.plugins.objectstore.gcs:GcsStorage", "gcs"),
+    "gcs": ("snapshot.plugins.objectstore.gcs:GcsStorage", "gcs"),
+    "az": ("snapshot.plugins.objectstore.azure:AzureStorage", "azure"),
+    "abfs": ("snapshot.plugins.objectstore.azure:AzureStorage", "azure"),
+    "abfss": ("snapshot.plugins.objectstore.azure:AzureStorage", "azure"),
+    "http": ("snapshot.plugins.web:HttpStorage", "http"),
+    "https": ("snapshot.plugins.web:HttpStorage", "http"),
+    "fsspec+": ("snapshot.plugins.fsspec.fsspec_storage:FsspecStorage", None),
+}
+"""Scheme -> (class, the extra that provides its dependencies, or None if every installation has them)."""
+
+_registered: dict[str, type[Storage]] = {}
+
+
+def registered() -> Mapping[str, type[Storage]]:
+    """Return the plugins that were registered in this process, by scheme."""
+    return _registered
+
+
+def register(scheme: str, plugin: type[Storage]) -> None:
+    """Open `scheme://` URLs with `plugin` in this process. It takes precedence over built-in plugins and entry points.
+
+    A scheme that ends in `+` matches all schemes with that prefix. A plugin that wraps other storages is registered as
+    `wrap+`, and opens both `wrap+file://...` and `wrap+s3://...`.
+    """
+    _registered[scheme] = plugin
+
+
+def unregister(scheme: str) -> None:
+    """Undo `register`. A scheme that is not registered is not an error."""
+    _registered.pop(scheme, None)
+
+
+def schemes() -> list[str]:
+    """Return every scheme with a plugin, except those of fsspec."""
+    every = {*_BUILT_IN, *_registered, *(point.name for point in entry_points(group=GROUP))}
+    return sorted(scheme for scheme in every if not scheme.endswith("+"))
+
+
+def open_storage(url: URL, options: Mapping[str, Any] | None = None, context: Context | None = None) -> Storage:
+    """Return the storage at `url`, without connecting to it."""
+    return plugin_for(url)(url, expect_mapping(options), context or Context())
+
+
+def plugin_for(url: URL) -> type[Storage]:
+    """Return the plugin class for a URL: registered, built-in, from an entry point, or fsspec's.
+
+    Entry points are searched last, since that reads the metadata of every installed package.
+    """
+    outermost, plus, _ = url.scheme.partition("+")
+    for scheme in (url.scheme, outermost + plus):
+        if (plugin := _registered.get(scheme)) is not None:
+            return plugin
+    for scheme in (url.scheme, outermost + plus):
+        if scheme in _BUILT_IN:
+            return _built_in(scheme, url)
+    for point in entry_points(group=GROUP, name=url.scheme):
+        try:
+            loaded = point.load()
+        except ImportError as error:
+            raise MissingExtraError(f"{url}: cannot import the plugin {point.value}: {error}") from error
+        except AttributeError as error:
+            raise StorageError(f"{url}: the entry point {point.name} = {point.value}: {error}") from error
+        if not (isinstance(loaded, type) and issubclass(loaded, Storage)):
+            raise StorageError(f"{url}: the entry point {point.name} = {point.value} must name a subclass of Storage")
+        return loaded
+    if (found := _by_fsspec(url)) is not None:
+        return found
+    near = difflib.get_close_matches(url.scheme, schemes(), n=1, cutoff=0.5)  # such as s4 for s3
+    hint = f"; did you mean {near[0]}://?" if near else ""
+    raise StorageError(
+        f"{url}: no storage plugin for the scheme {url.scheme!r}; known schemes: {', '.join(schemes())}{hint}"
+    )
+
+
+def _built_in(scheme: str, url: URL) -> type[Storage]:
+    target, extra = _BUILT_IN[scheme]
+    module, _, name = target.partition(":")
+    try:
+        found: type[Storage] = getattr(importlib.import_module(module), name)
+    except OSError as error:
+        raise SnapshotError(f"{url}: cannot load its storage plugin: {error}") from error
+    except ImportError as error:
+        if extra is None:
+            raise
+        raise MissingExtraError(
+            f"{url}: {error}; pip install 'snapshot-torch[{extra}]' brings what {url.scheme}:// needs"
+        ) from error
+    return found
+
+
+def _by_fsspec(url: URL) -> type[Storage] | None:
+    """Return fsspec's plugin if fsspec knows the scheme. fsspec is imported only now."""
+    knows_scheme = importlib.import_module("snapshot.plugins.fsspec.fsspec_storage").knows_scheme
+    return _built_in("fsspec+", url) if knows_scheme(url.scheme) else None
+
+
+# A cache of storage clients: connecting and finding credentials costs more than a small take.
+#
+# Clients live on the private loop. They are closed at exit, or after some time without use. A forked child starts
+# without clients, since connections cannot be shared with the parent.
+
+KEPT = 30.0
+"""Seconds that an unused client is kept."""
+
+Close = Callable[[], Awaitable[object]]
+
+
+class _Client:
+    def __init__(self, made: asyncio.Future[tuple[Any, Close]]) -> None:
+        self.made = made
+        self.users = 0
+        self.timer: asyncio.TimerHandle | None = None
+
+
+class SharedClients:
+    """One client per key, shared by all users on one loop."""
+
+    def __init__(self, kept: float = KEPT) -> None:
+        self._kept = kept
+        self._clients: dict[Hashable, _Client] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def get(self, key: Hashable, make: Callable[[], Awaitable[tuple[Any, Close]]]) -> Any:
+        """Return the client of this key; create it if there is none."""
+        client = self._clients.get(key)
+        if client is None:
+            client = self._clients[key] = _Client(asyncio.ensure_future(make()))
+        client.users += 1
+        if client.timer is not None:
+            client.timer.cancel()
+            client.timer = None
+        try:
+            made, _ = await asyncio.shield(client.made)
+        except BaseException:
+            client.users -= 1
+            if client.made.done() and (client.made.cancelled() or client.made.exception() is not None):
+                if self._clients.get(key) is client:
+                    del self._clients[key]
+            else:
+                self._idle(key, client)
+            raise
+        return made
+
+    async def release(self, key: Hashable) -> None:
+        """Release one use of a client. An unused client is kept for a while."""
+        client = self._clients.get(key)
+        if client is not None:  # otherwise all were closed meanwhile
+            client.users -= 1
+            self._idle(key, client)
+
+    def _idle(self, key: Hashable, client: _Client) -> None:
+        if not client.users and client.timer is None:
+            client.timer = asyncio.get_running_loop().call_later(self._kept, self._drop, key, client)
+
+    def _drop(self, key: Hashable, client: _Client) -> None:
+        if self._clients.get(key) is client:
+            del self._clients[key]
+        task = asyncio.ensure_future(self._shut(client))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _shut(self, client: _Client) -> None:
+        try:
+            _, close = await client.made
+            await close()
+        except Exception as error:  # noqa: BLE001 - nobody waits for it, and a new client will be made
+            log.debug("cannot close a storage's client: %s", error)
+
+    async def close(self) -> None:
+        """Close all clients."""
+        for key, client in list(self._clients.items()):
+            if client.timer is not None:
+                client.timer.cancel()
+            self._drop(key, client)
+        await asyncio.gather(*self._closing)
+
+    def __repr__(self) -> str:
+        return f"SharedClients({len(self._clients)} clients)"

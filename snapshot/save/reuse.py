@@ -1,0 +1,408 @@
+"""The part of a take that need not be written: shared files, and frozen parameters that are left out."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageError
+from snapshot.events import emit, log
+from snapshot.io.aio import gather_limited
+from snapshot.io.session import Session
+from snapshot.io.system import PerProcess, drop_oldest
+from snapshot.manifest.document import BaseReference, FileEntry
+from snapshot.manifest.entries import TensorEntry
+from snapshot.plan.layout import LATE, LEFT_OUT, STABLE, Extent, FilePlan, Piece, name_data_file, place_box
+from snapshot.save.base_files import (
+    CHECKED,
+    Base,
+    BaseFile,
+    BaseRange,
+    Comparer,
+    Comparison,
+    add_use,
+    count_uses,
+    fit_leaf,
+    read_tables,
+)
+from snapshot.save.begin import TakeOpening
+from snapshot.save.compression import PackedResult
+from snapshot.save.replication import RankShare
+from snapshot.save.transaction import committed_save_id
+from snapshot.save.writer import WrittenFile
+from snapshot.signing.tree import FileTree
+from snapshot.state.leaves import Leaf
+from snapshot.tensors.digest import digest_range
+from snapshot.text import counted, size_text
+
+# The part of a take that need not be written: files that are shared with a base, and tensors that only a base has.
+
+WORTH_SHARING = 64 << 10
+"""Minimum bytes of unchanged tensors for files of their own, and of a file that is shared."""
+KEPT = 8
+"""Number of takes whose unchanged leaves are remembered."""
+
+_equal: PerProcess[dict[str, frozenset[str]]] = PerProcess(dict)
+"""The leaves of recent takes of this process, by save id, that were equal in the base of the take."""
+
+
+@dataclass
+class Unchanged:
+    """The part of a take that need not be written."""
+
+    compares: bool = False
+    """True if the take compares its tensors with earlier snapshots, or later takes will."""
+    groups: bytes = b""
+    """The group of each leaf, for the planner."""
+    files: list[WrittenFile] = field(default_factory=list)
+    """Files that are shared with a base."""
+    omitted: list[tuple[Extent, TensorEntry]] = field(default_factory=list)
+    """Extents of leaves that only the base has, and where it has them."""
+    base_files: dict[str, FileEntry] = field(default_factory=dict)
+    """The files of the base that have the omitted tensors."""
+    reference: BaseReference | None = None
+    """The base that has the omitted tensors."""
+    compared: Mapping[tuple[str, str], tuple[str | None, str]] | None = None
+    """The digest and the physical file of each range in the newest base, if there is one."""
+    base_session: Callable[[], Session] | None = None
+    """Opens the base that has the omitted tensors."""
+    base_id: str | None = None
+    """The save id that was found there."""
+    used: int = 0
+    """Numbers of data files that are used up."""
+    notes: list[str] = field(default_factory=list)
+    """Lines for the report."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the shared files."""
+        return sum(each.file.size for each in self.files)
+
+    async def expect_base(self) -> None:
+        """Raise if the base that has the omitted tensors was removed: this snapshot would be incomplete."""
+        if not self.base_files or self.base_session is None:
+            return
+        session = self.base_session()
+        try:
+            if await committed_save_id(session.storage) == self.base_id:
+                return
+        except SnapshotError as error:
+            log.warning("%s: cannot be checked before the commit: %s", session.url, error)
+            return
+        finally:
+            await session.close()
+        raise SnapshotError(f"{session.url}: was removed or replaced during a take that is based on it")
+
+    def leave_out(self, leaves: Sequence[Leaf], numbers: set[int]) -> None:
+        """Keep the planner from planning some leaves."""
+        if numbers:
+            groups = bytearray(self.groups or bytes(len(leaves)))
+            for number in numbers:
+                groups[number] = LEFT_OUT
+            self.groups = bytes(groups)
+
+    def groups_with(self, late: bytes) -> bytes:
+        """Return the groups, with those of leaves that may be staged late."""
+        if not any(late):
+            return self.groups
+        if not self.groups:
+            return late.replace(b"\1", bytes([LATE]))
+        pairs = zip(self.groups, late, strict=True)
+        return bytes(group if group == LEFT_OUT else group | (LATE if mark else 0) for group, mark in pairs)
+
+
+def group_leaves(share: RankShare, frozen: bytes, newest: str | None) -> bytes:
+    """Return the group of each leaf before the comparison: STABLE if it was equal last time or, if unknown, is frozen.
+
+    `newest`: the save id of the newest base.
+    """
+    known = _equal.get().get(newest) if newest is not None else None
+    marks = frozen if known is None else bytes(STABLE * (leaf.path in known) for leaf in share.leaves)
+    stable = sum(leaf.nbytes for leaf, mark in zip(share.leaves, marks, strict=False) if mark)
+    return marks if stable >= WORTH_SHARING else b""
+
+
+def remember_unchanged(save_id: str, share: RankShare, unchanged: Unchanged, written: Sequence[WrittenFile]) -> None:
+    """Remember which leaves are equal in the base, for the layout of the next take."""
+    if not unchanged.compared:
+        return
+    equal, changed = set[str](), set[str]()
+    for each in written:
+        for extent, digest in zip(each.file.extents, each.digests, strict=True):
+            leaf = share.leaves[extent.leaf]
+            held = unchanged.compared.get(name_extent(leaf, extent))
+            (equal if held is not None and held[0] == digest else changed).add(leaf.path)
+    known = _equal.get()
+    known[save_id] = frozenset(equal - changed)
+    drop_oldest(known, KEPT)
+
+
+def name_extent(leaf: Leaf, extent: Extent) -> tuple[str, str]:
+    """Return the path of an extent's leaf, and its box or '': the key in `Base.copies`."""
+    return leaf.path, "" if extent.box is None and leaf.origin is None else str(place_box(leaf, extent.box))
+
+
+def index_paths(leaves: Sequence[Leaf], left_out: set[int]) -> dict[str, list[int]]:
+    """Return the positions of the leaves of each path: boxes of a tensor have the same one."""
+    index: defaultdict[str, list[int]] = defaultdict(list)
+    for number, leaf in enumerate(leaves):
+        if number not in left_out:
+            index[leaf.path].append(number)
+    return index
+
+
+# Omission: frozen parameters that are equal in a base are left out of a take, which records where they are.
+
+
+async def omit_frozen(
+    share: RankShare, frozen: bytes, base: Base, comparer: Comparer, unchanged: Unchanged
+) -> set[int]:
+    """Record the frozen parameters that are equal in the base. Return their positions.
+
+    A part of the base's files is read from the disk, as before they are shared.
+    """
+    found = _find_pieces(share, frozen, base)
+    tables = await read_tables(base, (each for pieces in found.values() for each in pieces.values()))
+    by_file: defaultdict[str, list[tuple[Piece, BaseRange]]] = defaultdict(list)
+    for number, pieces in list(found.items()):
+        if all(each.stored.blocks is None or each.stored.blocks in tables for each in pieces.values()):
+            for piece, each in pieces.items():
+                by_file[each.stored.location].append((piece, each))
+        else:
+            del found[number]
+    comparisons = [_compare_ranges(base.files[location], these, tables) for location, these in by_file.items()]
+    await comparer.compare(comparisons)
+    changed: set[int] = set()
+    for comparison in comparisons:
+        sound = comparison.equal and comparer.is_sound(comparison)
+        changed |= comparison.changed if sound else {extent.leaf for extent in comparison.plan.extents}
+    for number, pieces in found.items():
+        for (_, start, length, box), each in pieces.items() if number not in changed else ():
+            unchanged.omitted.append((Extent(number, 0, length, start, box), _as_stored(each.stored)))
+            for location in {each.stored.location, *(each.stored.blocks or ())[:1]}:
+                unchanged.base_files[location] = _in_base(base.document.files[location])
+    for comparison in comparisons:
+        add_use(comparison.held)
+    if unchanged.base_files:
+        unchanged.reference = base.reference or BaseReference(base.document.save_id, str(base.session.url))
+    return found.keys() - changed
+
+
+def _find_pieces(share: RankShare, frozen: bytes, base: Base) -> dict[int, dict[Piece, BaseRange]]:
+    """Return the ranges of each frozen parameter that the base has whole."""
+    named: defaultdict[str, list[BaseRange]] = defaultdict(list)
+    for file in base.files.values():
+        if base.reference is None or file.location in base.elsewhere:  # all that is omitted is in one snapshot
+            for each in file.ranges:
+                for name in each.names:
+                    named[name].append(each)
+    found: dict[int, dict[Piece, BaseRange]] = {}
+    for number, leaf in enumerate(share.leaves):
+        if number < len(frozen) and frozen[number] and leaf.nbytes:
+            fits = ((fit_leaf(number, leaf, each), each) for each in named.get(leaf.path, ()))
+            pieces = {piece: each for piece, each in fits if piece is not None}
+            if sum(piece[2] for piece in pieces) == leaf.nbytes:
+                found[number] = pieces
+    return found
+
+
+def _compare_ranges(
+    held: BaseFile, these: list[tuple[Piece, BaseRange]], tables: Mapping[tuple[str, int, int], bytes]
+) -> Comparison:
+    these.sort(key=lambda each: each[1].stored.byte_range)
+    extents = tuple(Extent(number, *each.stored.byte_range, start, box) for (number, start, _, box), each in these)
+    return Comparison(held, FilePlan(b"", extents, held.entry.size), [each for _, each in these], tables)
+
+
+def _in_base(entry: FileEntry) -> FileEntry:
+    return FileEntry(entry.size, entry.header, entry.header_digest, in_base=True)
+
+
+def _as_stored(stored: TensorEntry) -> TensorEntry:
+    """Return the place of a range, without the properties of the base's own entry."""
+    return TensorEntry(stored.location, stored.byte_range, stored.dtype, stored.shape, stored.digest, stored.blocks)
+
+
+# Sharing: a take that is based on earlier snapshots shares their files whose tensors did not change.
+#
+# The digests of the live tensors decide, never their version counters. A file is shared as a whole or not at all, and
+# its header names the same tensors in all snapshots.
+
+AT_ONCE = 8
+"""Files that are shared at once: on object stores, the server copies them."""
+OLDEST = CHECKED
+"""Maximum number of takes in a row that share a file of a single base. The next take writes an independent copy."""
+
+
+class FileSharing:
+    """Shares the files of a base whose tensors are unchanged."""
+
+    def __init__(
+        self,
+        opening: TakeOpening,
+        share: RankShare,
+        bases: Sequence[Base],
+        comparer: Comparer,
+        unchanged: Unchanged,
+        *,
+        two_copies: bool,
+        signed: bool = False,
+    ) -> None:
+        self._opening = opening
+        self._session = opening.session
+        self._leaves = share.leaves
+        self._bases = bases
+        self._comparer = comparer
+        self._made = unchanged
+        self._two_copies = two_copies
+        self._signed = signed
+        self._trees: dict[str, FileTree] = {}
+        """The hashes of the files that are shared, by their names here."""
+        self._packed: dict[str, PackedResult | None] = {}
+        """The tables of the compressed files among those that are shared."""
+
+    async def run(self, left_out: set[int]) -> None:
+        """Share what did not change, except the leaves `left_out`."""
+        base = self._source()
+        if base is None or not base.shares or (self._signed and base.signed is None):
+            return
+        index = index_paths(self._leaves, left_out)
+        candidates = list(self._candidates(base))
+        tables = await read_tables(base, (each for held in candidates for each in held.ranges))
+        comparisons = [
+            Comparison(held, plan, held.ranges, tables)
+            for held in candidates
+            if not held.differs_at_once(self._leaves, index, tables)
+            and (plan := held.plan(self._leaves, index)) is not None
+        ]
+        await self._comparer.compare(comparisons)
+        matches = self._whole_leaves([each for each in comparisons if each.equal])
+        await self._share(self._whole_leaves([each for each in matches if self._may_share(each)]))
+        shared = {extent.leaf for each in self._made.files for extent in each.file.extents}
+        self._made.leave_out(self._leaves, shared)
+
+    def _candidates(self, base: Base) -> Iterator[BaseFile]:
+        """Yield the files of a base that may be shared."""
+        for held in base.files.values():
+            if held.location in base.elsewhere or held.entry.size < WORTH_SHARING:
+                continue
+            if self._is_linked() and not self._two_copies and count_uses(held) >= OLDEST:
+                self._comparer.note(held, f"written again, after {OLDEST} takes that shared it")
+                add_use(held, again=False)
+                continue
+            yield held
+
+    def _source(self) -> Base | None:
+        """Return the base whose files may be shared.
+
+        A link has one physical copy. For two copies, each take shares with the snapshot before the newest one.
+        """
+        which = 1 if self._two_copies and self._is_linked() else 0
+        if len(self._bases) > which:
+            return self._bases[which]
+        self._made.notes.append("everything is written, since two physical copies need two earlier snapshots")
+        return None
+
+    def _is_linked(self) -> bool:
+        return self._session.storage.capabilities.shares == "link"
+
+    def _whole_leaves(self, matches: Sequence[Comparison]) -> list[Comparison]:
+        """Return the files whose leaves are whole in them: a leaf is shared in all of its files, or in none."""
+        while True:
+            shared = Counter[int]()
+            for each in matches:
+                for extent in each.plan.extents:
+                    shared[extent.leaf] += extent.end - extent.begin
+            partial = {leaf for leaf, nbytes in shared.items() if nbytes != self._leaves[leaf].nbytes}
+            kept = [each for each in matches if partial.isdisjoint(extent.leaf for extent in each.plan.extents)]
+            if len(kept) == len(matches):
+                return kept
+            matches = kept
+
+    def _may_share(self, match: Comparison) -> bool:
+        """Return True unless the file is damaged, or the two newest snapshots would have one physical copy."""
+        if not self._comparer.is_sound(match):
+            return False
+        if not (self._two_copies and self._is_linked()):
+            return True
+        newest = self._made.compared or {}
+        for extent, digest in zip(match.plan.extents, match.digests, strict=True):
+            held = newest.get(name_extent(self._leaves[extent.leaf], extent))
+            if held is None or held[0] != digest or held[1] == match.held.origin:
+                self._comparer.note(match.held, "written again, so that the newest snapshots have two physical copies")
+                return False
+        return True
+
+    # Share
+
+    async def _share(self, matches: Sequence[Comparison]) -> None:
+        """Give each file a name in this take. A file that cannot be shared is written instead."""
+        if not matches:
+            return
+        transaction, rank = self._opening.transaction(), self._opening.exchange.rank
+        names = [name_data_file(transaction.save_id, rank, number, "safetensors") for number in range(len(matches))]
+        self._made.used = len(names)
+        await transaction.begin_sharing(names)
+        pairs = list(zip(matches, names, strict=True))
+        done = await gather_limited(pairs, lambda each: self._share_one(*each), AT_ONCE)
+        shared = [each for each, fine in zip(matches, done, strict=True) if fine]
+        kept = self._whole_leaves(shared)
+        for match, name in pairs:
+            if match in kept:
+                add_use(match.held)
+                self._made.files.append(
+                    WrittenFile(
+                        match.plan,
+                        name,
+                        match.digests,
+                        match.tables,
+                        match.held,
+                        self._packed[match.held.location],
+                        self._trees.get(name),
+                    )
+                )
+            elif match in shared:
+                await self._delete(name)
+        if kept:
+            nbytes = self._made.nbytes
+            emit("shared", self._opening.meter.verb, str(self._session.url), files=len(kept), bytes=nbytes)
+            log.debug("%s: shares %s in %s", self._session.url, size_text(nbytes), counted(len(kept), "file"))
+
+    async def _share_one(self, match: Comparison, name: str) -> bool:
+        storage, held = self._session.storage, match.held
+        try:
+            self._packed[held.location] = await _read_packed(held)
+            await storage.share(held.base.session.storage.url.join(held.location), name, token=match.token)
+            size = (await storage.stat(name)).size
+            if size != held.entry.stored_size:
+                raise StorageError(
+                    f"{storage.url.join(name)}: must have {held.entry.stored_size:,} bytes, got {size:,}"
+                )
+            if self._signed and held.base.signed is not None:
+                # Not read: if its bytes were changed since they were signed, they do not match these hashes.
+                self._trees[name] = await held.base.signed.tree(held.location)
+        except SnapshotError as error:
+            self._comparer.note(held, f"cannot be shared, so its tensors are written: {error}")
+            await self._delete(name)
+            return False
+        return True
+
+    async def _delete(self, name: str) -> None:
+        """Delete a name that is not used, if possible: it only costs space."""
+        with suppress(SnapshotError):
+            await self._session.storage.delete([name])
+
+
+async def _read_packed(held: BaseFile) -> PackedResult | None:
+    """Return the description of a compressed file, with its table, which the base may not have for long."""
+    packed = held.entry.packed
+    if packed is None:
+        return None
+    location, begin, end = packed.index
+    table = bytearray(end - begin)
+    await held.base.session.storage.read_into(location, begin, [table])
+    if digest_range(table) != packed.index_digest:
+        raise CorruptSnapshotError(f"{held.place}: its table of blocks is damaged")
+    return PackedResult(packed.size, bytes(table), packed.digest)

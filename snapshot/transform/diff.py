@@ -1,0 +1,546 @@
+"""Comparison of two checkpoints: by their manifests if possible, otherwise by reading."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from snapshot.distributed.exchange import Exchange
+from snapshot.errors import CorruptSnapshotError, RestoreError
+from snapshot.events import emit
+from snapshot.formats.foreign import is_packed
+from snapshot.formats.pickled import is_refused
+from snapshot.io.budget import MemoryBudget
+from snapshot.io.loop import run
+from snapshot.io.session import Session
+from snapshot.loading.read_object import expand_objects
+from snapshot.loading.scatter import place_of
+from snapshot.manifest import entries as e
+from snapshot.manifest.document import OWN_FORMATS, Document
+from snapshot.manifest.entries import is_leaf
+from snapshot.manifest.rank_view import MOST_RANKS, is_rank
+from snapshot.manifest.values import Scalar
+from snapshot.options import expect_positive
+from snapshot.plan.names import Rename, expect_globs, find_unmatched, matcher
+from snapshot.progress import Meter
+from snapshot.reports import Change, Diff
+from snapshot.state.stateful_kinds import Kind
+from snapshot.text import counted
+from snapshot.transform.diff_bytes import Numbers, Pair, Side, are_comparable, as_bytes, compare_pairs
+from snapshot.transform.joint_call import expect_same_plan, open_sources
+from snapshot.transform.select import change_of, clean_extra
+
+# Comparison of two entries: the differences in the manifests, and the tensors that must be read.
+
+LONGEST = 60
+"""The maximum number of characters of a value that are shown."""
+NO_NUMBERS = "no numbers for this kind"
+"""The message if the size of a difference was requested but is undefined."""
+
+
+@dataclass
+class EntryDifference:
+    """The differences of an entry."""
+
+    what: list[str] = field(default_factory=list)
+    details: list[str] = field(default_factory=list)
+    counts: int = 1
+    """True if it counts as an entry, unlike containers with contents."""
+    numberless: bool = False
+    """True if the size of the difference was requested, but is undefined for this kind."""
+
+    def add(self, what: str, detail: str) -> None:
+        """Add a difference."""
+        self.what.append(what)
+        self.details.append(detail)
+
+
+def kind_of(entry: e.Entry) -> str:
+    """Return the readable type of an entry. All tensors are `Tensor`, however they are split."""
+    if isinstance(entry, e.TENSORS):
+        return "Tensor"
+    return entry.kind if isinstance(entry, e.TensorPartsEntry) else entry.type
+
+
+def value_text(entry: e.Entry) -> str:
+    """Return a short description of an entry."""
+    if isinstance(entry, Scalar):
+        text = entry.readable or entry.serialized_value
+        return f"{kind_of(entry)} {text[:LONGEST]}{'...' if len(text) > LONGEST else ''}"
+    if isinstance(entry, (*e.TENSORS, e.NDArrayEntry)):
+        return f"{entry.dtype}{list(entry.shape)}"
+    if isinstance(entry, e.ObjectEntry):
+        return f"{entry.obj_type}, {counted(entry.nbytes, 'byte')}"
+    return kind_of(entry)
+
+
+def compare_entries(
+    path: str, a: Any, b: Any, values: bool, *, same_format: bool
+) -> tuple[EntryDifference, list[Pair]]:
+    """Return the differences of two entries, and the pairs of tensors that must be read to complete them."""
+    found = EntryDifference(counts=int(is_leaf(b)))
+    pairs: list[Pair] = []
+    if kind_of(a) != kind_of(b):
+        found.add("kind", f"{value_text(a)} -> {value_text(b)}")
+    elif isinstance(a, e.Container):
+        _compare_containers(found, a, b, same_format)
+    elif isinstance(a, Scalar):
+        if a.identity != b.identity:
+            found.add("value", _compare_kinds(a, b))
+    elif isinstance(a, e.TENSORS):
+        _compare_tensors(found, pairs, path, a, b=b, values=values)
+    elif isinstance(a, e.NDArrayEntry):
+        _compare_arrays(found, pairs, path, a, b=b, values=values)
+    elif isinstance(a, e.TensorPartsEntry):
+        _compare_parts(found, pairs, path, a, b=b, values=values)
+    else:
+        _compare_objects(found, pairs, path, a, b)
+    return found, pairs
+
+
+def _compare_kinds(a: Scalar, b: Scalar) -> str:
+    """Return two values as short text; for long values, the text around the first difference."""
+    here, there = (each.readable or each.serialized_value for each in (a, b))
+    if here == there:  # equal readable forms, but different stored values
+        here, there = (each.serialized_value for each in (a, b))
+    if max(len(here), len(there)) <= LONGEST:
+        return f"{kind_of(a)} {here} -> {kind_of(b)} {there}"
+    alike = (x == y for x, y in zip(here, there, strict=False))
+    first = next((i for i, same in enumerate(alike) if not same), min(len(here), len(there)))
+    begin = max(0, first - LONGEST // 3)
+    texts = []
+    for text in (here, there):
+        cut = text[begin : begin + LONGEST]
+        texts.append(f"{'...' * (begin > 0)}{cut}{'...' * (begin + LONGEST < len(text))} ({len(text):,} characters)")
+    return f"{kind_of(a)} {texts[0]} -> {texts[1]}, from character {first:,} on"
+
+
+def _compare_containers(found: EntryDifference, a: e.Container, b: e.Container, same_format: bool) -> None:
+    """Compare the properties of containers that their children do not show: order, length, key types and settings."""
+    if isinstance(a, e.DictEntry) and isinstance(b, e.DictEntry):
+        here, there = (dict(zip(each.components(), each.keys, strict=True)) for each in (a, b))
+        both = [name for name in here if name in there]
+        if any(here[name] != there[name] for name in both):
+            found.add("keys", "keys of other types")
+        if both != [name for name in there if name in here]:
+            found.add("order", "keys in another order")
+    elif a.width != b.width:
+        found.add("length", f"{a.width} -> {b.width} elements")
+    long = ("context", *(("module_versions",) if same_format else ()))
+    for name in ("maxlen", "factory", "obj_type", "dtype", "shape", "requires_grad", *long):
+        before, after = getattr(a, name, None), getattr(b, name, None)
+        if before != after:
+            what = "class" if name == "obj_type" else name
+            found.add(what, what if name in long else f"{what} {before} -> {after}")
+
+
+def _compare_tensors(found: EntryDifference, pairs: list[Pair], path: str, a: Any, *, b: Any, values: bool) -> None:
+    if (a.dtype, tuple(a.shape)) != (b.dtype, tuple(b.shape)):
+        found.what += [name for name in ("dtype", "shape") if getattr(a, name) != getattr(b, name)]
+        found.details.append(f"{value_text(a)} -> {value_text(b)}")
+    here, there = (clean_extra(each) or e.PLAIN for each in (a, b))
+    for name in ("stride_order", "subclass", "requires_grad"):
+        before, after = getattr(here, name), getattr(there, name)
+        if before != after:
+            found.add(name, f"{name} {before} -> {after}")
+    if tuple(a.shape) == tuple(b.shape):
+        _compare_bytes(found, pairs, path, a, b=b, values=values)
+
+
+def _compare_bytes(found: EntryDifference, pairs: list[Pair], path: str, a: Any, *, b: Any, values: bool) -> None:
+    """Compare the bytes of two tensors of one shape by digests, or add them to the pairs to read."""
+    differs = True if a.dtype != b.dtype else by_digests(a, b)
+    if differs and a.dtype == b.dtype:
+        found.add("bytes", "")
+    if not math.prod(a.shape):
+        return
+    numbers = values and are_comparable(a.dtype) and are_comparable(b.dtype)
+    if differs is None or (differs and numbers):
+        made = Numbers(a.dtype, b.dtype) if numbers else None
+        pairs.append(Pair(path, a, b, a.dtype if made is None else made.dtype, made, cast=a.dtype != b.dtype))
+    found.numberless |= values and not numbers
+
+
+def by_digests(a: Any, b: Any) -> bool | None:
+    """Return True if two tensors of one dtype and shape differ by their digests, or None if digests cannot tell.
+
+    A digest may be missing, or the tensors may be split differently.
+    """
+    before, after = _digests_of(a), _digests_of(b)
+    if before is None or after is None or before.keys() != after.keys():
+        return None
+    return before != after
+
+
+def _digests_of(entry: e.AnyTensor) -> dict[Any, str] | None:
+    made = {}
+    for box, stored in entry.pieces():
+        if not box.numel:
+            continue
+        if stored.digest is None or is_packed(stored):
+            return None
+        made[box] = stored.digest
+    return made
+
+
+def _compare_arrays(
+    found: EntryDifference, pairs: list[Pair], path: str, a: e.NDArrayEntry, *, b: e.NDArrayEntry, values: bool
+) -> None:
+    for name in ("dtype", "shape", "order", "scalar"):
+        before, after = getattr(a, name), getattr(b, name)
+        if before != after:
+            found.add(name, f"{name} {before} -> {after}")
+    if (a.data.dtype, tuple(a.data.shape)) == (b.data.dtype, tuple(b.data.shape)):
+        plain = isinstance(a.dtype, str) and a.dtype[1:2] in "biufc" and a.data.shape == a.shape
+        numbers = plain and a.dtype == b.dtype
+        _compare_bytes(found, pairs, path, a.data, b=b.data, values=values and numbers)
+        found.numberless |= values and not numbers
+
+
+def _compare_parts(
+    found: EntryDifference, pairs: list[Pair], path: str, a: e.TensorPartsEntry, *, b: e.TensorPartsEntry, values: bool
+) -> None:
+    if a.params != b.params or a.parts.keys() != b.parts.keys():
+        found.add("kind", _compare_params(a.params, b.params))
+    both = [name for name in a.parts if name in b.parts]
+    where = [name for name in both if name.endswith("indices")]
+    numbers = values and bool(where) and a.params == b.params
+    numbers = numbers and not any(_known_to_differ(a.parts[name], b.parts[name]) for name in where)
+    inner = EntryDifference()
+    for name in both:
+        own = numbers and name == "values"
+        _compare_tensors(inner, pairs, f"{path}[{name}]", a.parts[name], b=b.parts[name], values=own)
+    for what in dict.fromkeys(inner.what):
+        found.add(what, "")
+    found.details += [each for each in inner.details if each]
+    found.numberless = values and (not numbers or inner.numberless)
+
+
+def _known_to_differ(a: Any, b: Any) -> bool:
+    return (a.dtype, tuple(a.shape)) != (b.dtype, tuple(b.shape)) or by_digests(a, b) is True
+
+
+def _compare_params(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
+    """Return the parameters that differ, as text."""
+    lines = []
+    for name in [*a, *(name for name in b if name not in a)]:
+        if a.get(name) != b.get(name):
+            here, there = (_shorten(each.get(name)) for each in (a, b))
+            lines.append(f"{name} {here} -> {there}" if here != there else f"{name} differs")
+    return ", ".join(lines) or "other parts"
+
+
+def _shorten(value: Any) -> str:
+    text = str(float.fromhex(value)) if isinstance(value, str) and value.lstrip("-").startswith("0x") else str(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+
+
+def _compare_objects(found: EntryDifference, pairs: list[Pair], path: str, a: e.ObjectEntry, b: e.ObjectEntry) -> None:
+    if (a.serializer, a.obj_type) != (b.serializer, b.obj_type) and a.obj_type != b.obj_type:
+        found.add("kind", f"{a.obj_type} -> {b.obj_type}")
+    if a.nbytes != b.nbytes or is_refused(a) or is_refused(b):
+        found.add(
+            "bytes",
+            f"{value_text(a)} -> {value_text(b)}" if a.nbytes != b.nbytes else "cannot be read without a pickle",
+        )
+    elif a.digest is not None and b.digest is not None:
+        if a.digest != b.digest:
+            found.add("bytes", "")
+    elif a.nbytes:
+        pairs.append(Pair(path, as_bytes(a), as_bytes(b), "uint8"))
+
+
+def content_of(entry: e.Entry) -> Any:
+    """Return a key of an entry's bytes, or None if it has no bytes or no digests."""
+    if isinstance(entry, e.TENSORS):
+        held = _digests_of(entry)
+        return ("Tensor", entry.dtype, tuple(entry.shape), repr(clean_extra(entry)), _freeze(held)) if held else None
+    if isinstance(entry, e.NDArrayEntry):
+        held = _digests_of(entry.data)
+        return ("ndarray", str(entry.dtype), tuple(entry.shape), entry.order, _freeze(held)) if held else None
+    if isinstance(entry, e.ObjectEntry) and entry.digest is not None and entry.nbytes:
+        return "object", entry.serializer, entry.obj_type, entry.nbytes, entry.digest
+    return None
+
+
+def _freeze(held: dict[Any, str]) -> Iterable[Any]:
+    return tuple(sorted(held.items()))
+
+
+# Comparison of two checkpoints: by their manifests if possible, otherwise by reading.
+#
+# Names are compared without ranks, since a replicated or sharded tensor is the same on every rank. Entries of a
+# single rank are compared rank by rank.
+
+Rank = int | None
+"""The owner of an entry: a rank, or None if ranks share it."""
+TIED = (*OWN_FORMATS, "torch.save")
+"""Formats that record which names belong to one tensor."""
+
+
+class DiffNames:
+    """A checkpoint's entries by name and rank."""
+
+    def __init__(self, document: Document, manifest: Mapping[str, Any]) -> None:
+        self.format = document.format
+        self.world = document.world_size
+        self.forms: dict[str, dict[Rank, Any]] = {}
+        sharded: dict[str, list[str]] = defaultdict(list)
+        for path, entry in manifest.items():
+            number, _, logical = path.partition("/")
+            if not is_rank(number, document.world_size):
+                raise CorruptSnapshotError(f"{path[:200]!r} must belong to one of {document.world_size} ranks")
+            if isinstance(entry, e.ShardedTensorEntry):
+                sharded[logical].append(number)
+                continue
+            shared = document.world_size == 1 or entry.replicated
+            self.forms.setdefault(logical, {})[None if shared else int(number)] = entry
+        for logical, numbers in sharded.items():
+            for number in numbers:  # pipeline stages may use one name for different tensors
+                rank = None if len(numbers) == 1 else int(number)
+                self.forms.setdefault(logical, {})[rank] = manifest[f"{number}/{logical}"]
+
+    def rename(self, rename: Rename | None) -> None:
+        """Rename the entries. Containers above renamed entries, which have no new name, are dropped."""
+        if rename is None:
+            return
+        change = change_of(rename, self.forms)
+        made: dict[str, dict[Rank, Any]] = {}
+        for name, form in self.forms.items():
+            new = change(name).strip("/")
+            if not new:
+                if not all(isinstance(entry, e.Container) for entry in form.values()):
+                    raise RestoreError(
+                        f"rename must not give {name!r} an empty name; only a container may have one", [name]
+                    )
+                continue
+            if new in made:
+                raise RestoreError(
+                    f"rename must not give two entries the name {new!r}", [f"{name}: renamed to {new!r} as well"]
+                )
+            made[new] = form
+        self.forms = made
+
+    def at(self, name: str, rank: Rank) -> Any:
+        """Return the entry of a rank under a name."""
+        form = self.forms.get(name, {})
+        return form.get(rank, form.get(None))
+
+    def ties(self) -> dict[tuple[str, Rank], frozenset[str]]:
+        """Return, for each name, all names that are tied to it."""
+        held: dict[Any, list[tuple[str, Rank]]] = defaultdict(list)
+        for name, form in self.forms.items():
+            for rank, entry in form.items():
+                if isinstance(entry, e.TENSORS) and entry.nbytes and (pieces := entry.pieces()):
+                    first = pieces[0][1]
+                    held[place_of(first), first.byte_range, entry.dtype, entry.shape].append((name, rank))
+        return {
+            each: frozenset(name for name, _ in group) - {each[0]}
+            for group in held.values()
+            if len(group) > 1
+            for each in group
+        }
+
+
+@dataclass
+class _DiffItem:
+    """A name that both checkpoints have."""
+
+    path: str
+    found: EntryDifference
+    pairs: list[Pair] = field(default_factory=list)
+
+
+def compare_snapshots(
+    openers: Sequence[Callable[[int | None], Session]],
+    *,
+    values: bool,
+    select: Sequence[str],
+    exclude: Sequence[str],
+    rename: Rename | None,
+    budget: int | None,
+    meter: Meter,
+    exchange: Exchange,
+) -> Diff:
+    """Compare the checkpoints at two locations. Half of the budget is for comparing, a quarter for reading each."""
+    for name, globs in (("select", select), ("exclude", exclude)):
+        expect_globs(name, globs)
+    expect_positive("memory_budget_bytes", budget)
+    opened: list[Session] = []
+    try:
+        for opener in openers:
+            opened.append(opener(None if budget is None else max(1, budget // 4)))
+        return find_differences(
+            *opened,
+            values=values,
+            select=select,
+            exclude=exclude,
+            rename=rename,
+            budget=budget,
+            meter=meter,
+            exchange=exchange,
+        )
+    finally:
+        meter.close()
+        for session in opened:
+            run(session.close())
+
+
+def find_differences(
+    a: Session,
+    b: Session,
+    *,
+    values: bool,
+    select: Sequence[str],
+    exclude: Sequence[str],
+    rename: Rename | None,
+    budget: int | None,
+    meter: Meter,
+    exchange: Exchange,
+) -> Diff:
+    """Compare two open checkpoints. The ranks of `exchange` share the reading."""
+    began = time.perf_counter()
+    arguments = {"a": a.url, "b": b.url, "values": values, "select": select, "exclude": exclude, "rename": rename}
+    documents = open_sources(exchange, "diff", arguments, (a, b))
+    sides = [Side(session, document) for session, document in zip((a, b), documents, strict=True)]
+    here, there = (_read_names(side) for side in sides)
+    here.rename(rename)
+    chosen = _choose_items([*here.forms, *there.forms], select, exclude)
+    removed, added, items = _match_items(here, there, chosen, values)
+    changes = _find_renamed(removed, added)
+    pairs = [pair for item in items for pair in item.pairs]
+    nbytes = 0
+    planned = [(pair.name, pair.dtype, pair.nbytes) for pair in pairs]
+    expect_same_plan(exchange, [*planned, *(item.path for item in items), *removed, *added])
+    if pairs:
+        held = MemoryBudget(max(1, budget // 2) if budget is not None else min(a.budget.total, b.budget.total))
+        nbytes = run(compare_pairs(sides[0], sides[1], pairs, held, meter, exchange=exchange))
+    equal = 0
+    for item in items:
+        change = _make_change(item)
+        if change is None:
+            equal += item.found.counts
+        else:
+            changes.append(change)
+    read = sum(bool(item.pairs) for item in items)
+    seconds = time.perf_counter() - began
+    ordered = sorted(changes, key=lambda change: change.path)
+    found = Diff(str(a.url), str(b.url), tuple(ordered), equal, read, nbytes, seconds)
+    emit("compared", "diff", str(b.url), bytes=nbytes, seconds=round(seconds, 3), changes=len(ordered))
+    return found
+
+
+def _read_names(side: Side) -> DiffNames:
+    manifest = dict(side.document.manifest)
+    expand_objects(side.session, side.document, manifest, lambda _: True, Kind)
+    return DiffNames(side.document, manifest)
+
+
+def _choose_items(names: Iterable[str], select: Sequence[str], exclude: Sequence[str]) -> Any:
+    """Return a function that selects names. Raise for a glob that matches nothing in either checkpoint."""
+    included, excluded = matcher(select or ["**"]), matcher(exclude)
+    missing = find_unmatched([*select, *exclude], names) if select or exclude else []
+    if missing:
+        raise RestoreError(f"the glob {missing[0]!r} matches nothing in either", missing)
+    return lambda name: included(name) and not excluded(name)
+
+
+def _ranks(here: Mapping[Rank, Any], there: Mapping[Rank, Any], world: int) -> list[Rank]:
+    """Return the ranks whose entries of one name are compared.
+
+    An entry that one side shares is compared with each rank's entry of the other side. A rank that exists in both
+    (there are `world`) and has no entry has lost it.
+    """
+    own = {rank for rank in (*here, *there) if rank is not None}
+    shared = [None in each for each in (here, there)]
+    if here and there and shared[0] != shared[1]:
+        held = (here if shared[0] else there)[None]
+        sharded = isinstance(held, e.ShardedTensorEntry)
+        most = min(world, MOST_RANKS)
+        own.update(rank for rank in range(most) if not sharded or held.is_held_by(rank))
+    return [*[None] * (all(shared) or (any(shared) and not (here and there))), *sorted(own)]
+
+
+def _match_items(
+    here: DiffNames, there: DiffNames, chosen: Any, values: bool
+) -> tuple[dict[str, Any], dict[str, Any], list[_DiffItem]]:
+    """Return the entries of the first only, of the second only, and of both."""
+    removed: dict[str, Any] = {}
+    added: dict[str, Any] = {}
+    items = []
+    ties = here.ties(), there.ties()
+    known = here.format in TIED and there.format in TIED
+    world = min(here.world, there.world)
+    for name in {**here.forms, **there.forms}:
+        if not chosen(name):
+            continue
+        for rank in _ranks(here.forms.get(name, {}), there.forms.get(name, {}), world):
+            path = name if rank is None else f"{rank}/{name}"
+            a, b = here.at(name, rank), there.at(name, rank)
+            if a is None or b is None:
+                only, entry = (added, b) if a is None else (removed, a)
+                if is_leaf(entry):
+                    only[path] = entry
+                continue
+            item = _DiffItem(path, *compare_entries(path, a, b, values, same_format=here.format == there.format))
+            if known:
+                _compare_ties(item, name, rank, ties, here=here, there=there)
+            items.append(item)
+    return removed, added, items
+
+
+def _compare_ties(item: _DiffItem, name: str, rank: Rank, ties: Any, *, here: DiffNames, there: DiffNames) -> None:
+    """Compare the ties of a tensor in both checkpoints, among names that both have."""
+    before, after = (
+        {each for each in tied.get((name, rank), ()) if each in here.forms and each in there.forms} for tied in ties
+    )
+    if before != after:
+        text = [f"tied to {', '.join(sorted(each)[:3])}" if each else "not tied" for each in (before, after)]
+        item.found.add("ties", f"{text[0]} -> {text[1]}")
+
+
+def _find_renamed(removed: dict[str, Any], added: dict[str, Any]) -> list[Change]:
+    """Replace a removed and an added entry by a renamed one, if exactly one of each has the same bytes."""
+    by_content: dict[Any, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
+    for which, entries in enumerate((removed, added)):
+        for path, entry in entries.items():
+            content = content_of(entry)
+            if content is not None:
+                by_content[content][which].append(path)
+    changes = []
+    gone: set[str] = set()
+    come: set[str] = set()
+    for before, after in by_content.values():
+        if len(before) == len(after) == 1:
+            changes.append(Change("renamed", after[0], before=before[0]))
+            gone.add(before[0])
+            come.add(after[0])
+    changes += [
+        Change("removed", path, detail=value_text(entry)) for path, entry in removed.items() if path not in gone
+    ]
+    changes += [Change("added", path, detail=value_text(entry)) for path, entry in added.items() if path not in come]
+    return changes
+
+
+def _make_change(item: _DiffItem) -> Change | None:
+    found = item.found
+    if any(pair.differs and not pair.cast for pair in item.pairs) and "bytes" not in found.what:
+        found.add("bytes", "")
+    if not found.what:
+        return None
+    numbers = next((pair.numbers for pair in item.pairs if pair.numbers is not None), None)
+    if numbers is not None and any(pair.differs for pair in item.pairs if pair.numbers is None):
+        numbers, found.numberless = None, True  # a sparse tensor stores other elements
+    if found.numberless and not {"bytes", "dtype", "kind"}.isdisjoint(found.what):
+        found.details.append(NO_NUMBERS)
+    return Change(
+        "changed",
+        item.path,
+        tuple(found.what),
+        "; ".join(filter(None, found.details)),
+        values=None if numbers is None else numbers.values(),
+    )

@@ -1,0 +1,608 @@
+"""A merge: open all checkpoints, match their tensors, and write their mix."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from snapshot.distributed.exchange import Exchange
+from snapshot.errors import RestoreError
+from snapshot.events import emit, log
+from snapshot.io.aio import gather_limited, in_thread, run_inline, shielded
+from snapshot.io.arena import Slot
+from snapshot.io.budget import MemoryBudget, Pool
+from snapshot.io.loop import cancel_all, run
+from snapshot.io.session import Session
+from snapshot.io.url import URL
+from snapshot.loading.open import expect_files
+from snapshot.loading.read_plan import ReadPlan
+from snapshot.manifest import entries as e
+from snapshot.manifest.document import Document
+from snapshot.manifest.entries import AnyTensor
+from snapshot.manifest.paths import decode_component
+from snapshot.manifest.rank_view import make_rank_view, suggest_names
+from snapshot.manifest.validate import find_locations
+from snapshot.options import expect_positive
+from snapshot.plan.layout import Extent, FilePart, FilePlan
+from snapshot.progress import Meter
+from snapshot.reports import ConvertReport
+from snapshot.save.staging import StagedPart
+from snapshot.signing.seal import Seal
+from snapshot.state.leaves import Leaf
+from snapshot.tensors import composite
+from snapshot.tensors.memory import BY_NAME, ITEMSIZE
+from snapshot.text import counted, listed
+from snapshot.transform.convert import Output
+from snapshot.transform.diff_bytes import Pair, Side, compare_pairs
+from snapshot.transform.joint_call import expect_checksums, open_sources
+from snapshot.transform.select import chosen_of_ranks, expect_matches, expect_sound, places_of, selected_locations
+from snapshot.transform.sources import CheckpointStager, reads_ranges
+from snapshot.transform.to_snapshot import Selection
+
+# Arithmetic of a merge: tensors of several checkpoints become one, element by element, in order of the checkpoints.
+
+_STEP = 32 << 10
+"""Elements that are mixed at once: they stay in a core's cache, and torch starts no threads for them."""
+
+
+@dataclass(frozen=True)
+class Mix:
+    """A recurrence: the sum is multiplied by `keep`, and then the next tensor times its factor is added.
+
+    Every product, sum and quotient is rounded on its own, so the result does not depend on how tensors are split.
+    """
+
+    factors: tuple[float, ...]
+    keep: float = 1.0
+    divisor: float = 1.0
+
+    @staticmethod
+    def average(count: int) -> Mix:
+        """Return the mean of `count` tensors: their sum, divided by their number."""
+        return Mix((1.0,) * count, divisor=float(count))
+
+    @staticmethod
+    def weighted(weights: Sequence[float], count: int) -> Mix:
+        """Return the weighted sum. Raise ValueError unless there is a finite weight for each tensor."""
+        given: list[Any] = list(weights) if isinstance(weights, (list, tuple)) else [weights]
+        if len(given) != count or not all(_is_finite(each) for each in given):
+            raise ValueError(f"weights must be {count} finite numbers, one for each source, got {weights!r}")
+        return Mix(tuple(map(float, given)))
+
+    @staticmethod
+    def moving_average(decay: float, count: int) -> Mix:
+        """Return the exponential moving average that begins with the first tensor."""
+        if not (_is_finite(decay) and 0 <= decay <= 1):
+            raise ValueError(f"ema must be a decay between 0 and 1, got {decay!r}")
+        return Mix((1.0,) + (1.0 - decay,) * (count - 1), keep=float(decay))
+
+    def apply(self, sources: Sequence[torch.Tensor], wide: torch.dtype, target: torch.Tensor) -> None:
+        """Mix flat tensors in the dtype `wide`, and round once to the target's dtype."""
+        total, term = torch.empty(2, min(_STEP, max(1, target.numel())), dtype=wide)
+        for begin in range(0, target.numel(), _STEP):
+            end = min(begin + _STEP, target.numel())
+            held, next_term = total[: end - begin], term[: end - begin]
+            held.copy_(sources[0][begin:end])
+            if self.factors[0] != 1:
+                held.mul_(self.factors[0])
+            for source, factor in zip(sources[1:], self.factors[1:], strict=True):
+                if self.keep != 1:
+                    held.mul_(self.keep)
+                next_term.copy_(source[begin:end])
+                if factor != 1:
+                    next_term.mul_(factor)
+                held.add_(next_term)
+            if self.divisor != 1:
+                held.div_(self.divisor)
+            target[begin:end].copy_(held)
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def find_wide_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype | None:
+    """Return the dtype to add tensors in; None if they cannot be averaged.
+
+    >>> find_wide_dtype([torch.bfloat16, torch.float32]), find_wide_dtype([torch.float32, torch.float64])
+    (torch.float32, torch.float64)
+    """
+    if all(each.is_complex for each in dtypes):
+        return torch.complex128 if torch.complex128 in dtypes else torch.complex64
+    if all(each.is_floating_point for each in dtypes) and not any("float4" in str(each) for each in dtypes):
+        return torch.float64 if torch.float64 in dtypes else torch.float32
+    return None
+
+
+# Plan of a merge: the tensors of each checkpoint that belong together, and all reasons why they do not fit.
+
+
+class Group(NamedTuple):
+    """One tensor of the result: its entry in each checkpoint, and the dtype that they are added in."""
+
+    name: str
+    entries: tuple[e.AnyTensor, ...]
+    wide: torch.dtype
+
+
+@dataclass
+class MergePlan:
+    """The tensors to mix, and those that must be equal."""
+
+    groups: dict[str, Group] = field(default_factory=dict)
+    """The tensors to mix, by `key_of` their entry in the first checkpoint."""
+    equal: list[list[Pair]] = field(default_factory=list)
+    """For each further checkpoint, its tensors that must be equal to those of the first one."""
+    tied: list[list[Pair]] = field(default_factory=list)
+    """For each further checkpoint, its tensors that must be equal since the first one has one tensor for both."""
+
+    def group(self, entry: Any) -> Group | None:
+        """Return the tensors that are mixed for an entry of the first checkpoint, if any."""
+        return self.groups.get(key_of(entry)) if isinstance(entry, e.TENSORS) else None
+
+
+def key_of(entry: e.AnyTensor) -> str:
+    """Return a text that is equal for two entries of the same stored elements."""
+    return repr((places_of(entry), entry.dtype, entry.shape)) if math.prod(entry.shape) else ""
+
+
+@dataclass(frozen=True)
+class _Match:
+    """One tensor of the first checkpoint under one of its names, and the tensors of the others for it."""
+
+    name: str
+    entry: e.AnyTensor
+    others: tuple[e.AnyTensor, ...]
+
+
+def plan_merge(sides: Sequence[Side], choice: Selection) -> MergePlan:
+    """Match the chosen tensors of the first checkpoint with those of the others, by name.
+
+    A name is a path, or its components joined with dots, with or without the first one. Raise RestoreError with
+    everything that does not fit.
+    """
+    others = sides[1:]
+    misfits: list[str] = []
+    plan = MergePlan(equal=[[] for _ in others], tied=[[] for _ in others])
+    for key, alike in _match_names(sides, choice, misfits).items():
+        _add_group(plan, key, alike[0], misfits)
+        for twin in alike[1:]:
+            _add_ties(plan, alike[0], twin, others, misfits)
+    if misfits:
+        raise RestoreError(f"{sides[0].session.url}: the sources do not fit:{listed(misfits)}", misfits)
+    for number, side in enumerate(others):
+        pairs = (*plan.equal[number], *plan.tied[number])
+        mixed = {group.name: group.entries[number + 1] for group in plan.groups.values()}
+        expect_sound({**mixed, **{pair.name: pair.b for pair in pairs}}, side.document)
+    return plan
+
+
+def _match_names(sides: Sequence[Side], choice: Selection, misfits: list[str]) -> dict[str, list[_Match]]:
+    """Return the matches of each tensor of the first checkpoint, one for each of its names."""
+    first = sides[0].document
+    expect_matches(first, choice.select, choice.exclude)
+    known = [_Names(side) for side in sides[1:]]
+    found: dict[str, list[_Match]] = {}
+    tensors = 0
+    for path, entry in chosen_of_ranks(first.manifest, choice.select, choice.exclude, None).items():
+        for name, part in _tensors_of(path, entry):
+            tensors += 1
+            others = [match for names in known if (match := names.find(name, part, misfits)) is not None]
+            if len(others) == len(known):
+                found.setdefault(key_of(part) or name, []).append(_Match(name.partition("/")[2], part, tuple(others)))
+    if not tensors:
+        raise RestoreError(f"{sides[0].session.url}: has no tensors to merge")
+    if not (choice.select or choice.exclude):
+        for names in known:
+            misfits += names.unused()
+    return found
+
+
+def _add_group(plan: MergePlan, key: str, match: _Match, misfits: list[str]) -> None:
+    """Add a tensor to those that are mixed, or to those that must be equal."""
+    entries = (match.entry, *match.others)
+    dtypes = [BY_NAME[each.dtype] for each in entries]
+    wide = None if "%[" in match.name else find_wide_dtype(dtypes)
+    if wide is not None:
+        if math.prod(match.entry.shape):
+            plan.groups[key] = Group(match.name, entries, wide)
+        return
+    if len(set(dtypes)) > 1:
+        misfits.append(f"{match.name}: its dtypes cannot be merged: {', '.join(each.dtype for each in entries)}")
+        return
+    for number, other in enumerate(match.others):
+        plan.equal[number].append(Pair(match.name, match.entry, other, other.dtype))
+
+
+def _add_ties(plan: MergePlan, match: _Match, twin: _Match, others: Sequence[Side], misfits: list[str]) -> None:
+    """Add the tensors of two names to those that must be equal, since the first checkpoint has one tensor for both."""
+    for number, (one, two) in enumerate(zip(match.others, twin.others, strict=True)):
+        if one.dtype != two.dtype:
+            misfits.append(
+                f"{twin.name}: is tied to {match.name} in the first source, but in {others[number].session.url} their "
+                f"dtypes are {two.dtype} and {one.dtype}"
+            )
+        elif key_of(one) != key_of(two):
+            plan.tied[number].append(Pair(f"{match.name} and {twin.name}", one, two, one.dtype))
+
+
+def _tensors_of(path: str, entry: e.Entry) -> Iterator[tuple[str, e.AnyTensor]]:
+    """Yield the tensors of an entry. The parts of a sparse or quantised tensor are named `path%[part]`."""
+    if isinstance(entry, e.TENSORS):
+        yield path, entry
+    elif isinstance(entry, e.TensorPartsEntry) and entry.kind != composite.KIND:
+        for name, part in entry.parts.items():
+            yield f"{path}%[{name}]", part
+
+
+class _Names:
+    """The tensors of one further checkpoint, by all of their names."""
+
+    def __init__(self, side: Side) -> None:
+        document = side.document
+        self._where = str(side.session.url)
+        self._exact: dict[str, e.AnyTensor] = {}
+        self._used: dict[str, str] = {}
+        """Paths here -> paths in the first checkpoint."""
+        for path, entry in document.manifest.items():
+            self._exact.update(_tensors_of(path, entry))
+        self._aliases: dict[str, set[str]] = {}
+        self._shared: dict[str, e.AnyTensor] = {}
+        for path, entry in make_rank_view(document.manifest, 0, document.world_size, 1).entries.items():
+            self._shared.update(_tensors_of(path, entry))
+        for path in self._shared:
+            for name in _spellings(path):
+                self._aliases.setdefault(name, set()).add(path)
+
+    def find(self, path: str, entry: e.AnyTensor, misfits: list[str]) -> e.AnyTensor | None:
+        """Return the tensor for a path in the first checkpoint's manifest, or add to `misfits`."""
+        number, _, logical = path.partition("/")
+        found = None
+        if number != "0":
+            found = self._exact.get(path)
+        if found is None:
+            places = self._find_places(logical)
+            if len(places) > 1:
+                misfits.append(f"{logical}: may be {' or '.join(sorted(places))} in {self._where}")
+                return None
+            for place in places:
+                known = self._used.setdefault(place, path)
+                if known != path:
+                    owner = known if known.endswith(f"/{logical}") else known.partition("/")[2]
+                    misfits.append(f"{logical}: {place} in {self._where} is matched with {owner} already")
+                    return None
+                found = self._shared[place]
+        if found is None:
+            misfits.append(f"{logical}: is missing in {self._where}; {suggest_names(logical, self._shared)}")
+        elif found.shape != entry.shape:
+            misfits.append(f"{logical}: has shape {list(entry.shape)}, but {list(found.shape)} in {self._where}")
+            return None
+        return found
+
+    def _find_places(self, logical: str) -> set[str]:
+        """Return the paths here that may be meant: the same path, or those of a common spelling."""
+        if logical in self._shared:
+            return {logical}
+        return next((found for name in _spellings(logical) if (found := self._aliases.get(name))), set())
+
+    def unused(self) -> list[str]:
+        """Return a line for each tensor that the first checkpoint does not have."""
+        return [f"{path}: is only in {self._where}" for path in self._shared if path not in self._used]
+
+
+def _dotted(path: str) -> str:
+    return ".".join(map(decode_component, path.split("/")))
+
+
+def _dotted_below(path: str) -> str:
+    return _dotted(path.partition("/")[2] or path)
+
+
+def _spellings(path: str) -> tuple[str, ...]:
+    """Return the names of a tensor, in the order in which they are compared."""
+    return path, _dotted(path), _dotted_below(path)
+
+
+# Tensors of several checkpoints as one source of parts: each part is read from all of them and mixed.
+
+_ALIGNED = 64
+_BLOCK = 256 << 10
+"""Elements. Batches end at multiples of it, so that no block of a digest is read twice."""
+_AT_ONCE = 2
+"""Batches of one part that are read and mixed at once."""
+_BATCH = 2 << 20
+"""Elements of a batch, if the budget allows."""
+
+
+class _Piece(msgspec.Struct, gc=False):
+    """A run of elements of one leaf, and the position of its bytes in the slot of the part."""
+
+    leaf: int
+    first: int
+    count: int
+    at: int
+
+
+class MergeStager(CheckpointStager):
+    """The first checkpoint's leaves, with the values that the mix of all checkpoints gives."""
+
+    def __init__(
+        self,
+        leaves: Sequence[Leaf],
+        origins: Sequence[Any],
+        *,
+        sides: Sequence[Side],
+        plan: MergePlan,
+        mix: Mix,
+        scratch: MemoryBudget,
+        verify: bool,
+        orders: dict[int, tuple[int, ...]] | None = None,
+        sums: dict[int, int] | None = None,
+    ) -> None:
+        """`scratch`: the memory for elements of all checkpoints. See `CheckpointStager` for the others."""
+        first = sides[0]
+        super().__init__(first.session, first.document, leaves, origins, verify=verify, orders=orders, sums=sums)
+        self._groups: list[Group | None] = [plan.group(origin) for origin in origins]
+        self._mix = mix
+        self._scratch = scratch
+        self._blocking = all(side.session.storage.capabilities.blocking for side in sides)
+        self._sources = []
+        for number, side in enumerate(sides):
+            own = [group.entries[number] if group is not None else None for group in self._groups]
+            stored = [
+                leaf if entry is None else msgspec.structs.replace(leaf, dtype=entry.dtype)
+                for leaf, entry in zip(leaves, own, strict=True)
+            ]
+            self._sources.append(
+                CheckpointStager(side.session, side.document, stored, own, verify=verify, orders=orders)
+            )
+
+    async def fetch(self, file: FilePlan, part: FilePart, slot: Slot, budget: MemoryBudget) -> StagedPart:
+        """Mix a part into a slot, and read the rest of it from the first checkpoint."""
+        batches = list(self._batches(file, part))
+        await gather_limited(batches, lambda batch: self._merge(batch, slot), _AT_ONCE)
+        staged = await super().fetch(file, part, slot, budget)
+        self.bytes_read += sum(source.bytes_read for source in self._sources)
+        for source in self._sources:
+            source.bytes_read = 0
+        return staged
+
+    async def _want(
+        self, read_plan: ReadPlan, index: int, entry: AnyTensor, first: int, **place: Any
+    ) -> list[Callable[[], object]]:
+        if self._groups[index] is not None:
+            return []  # it is in the slot already
+        return await super()._want(read_plan, index, entry, first, **place)
+
+    def _itemsizes(self, leaf: int) -> list[int]:
+        group = self._groups[leaf]
+        assert group is not None
+        return [ITEMSIZE[entry.dtype] for entry in group.entries]
+
+    def _batches(self, file: FilePlan, part: FilePart) -> Iterator[list[_Piece]]:
+        """Yield the mixed runs of a part, a few at a time, so that two batches fit into the memory for them."""
+        most = self._scratch.limit // _AT_ONCE
+        batch: list[_Piece] = []
+        held = count = 0
+        for extent in file.extents[part.first : part.last]:
+            begin, end = max(extent.begin, part.begin), min(extent.end, part.end)
+            if begin >= end or self._groups[extent.leaf] is None:
+                continue
+            itemsize = ITEMSIZE[self.leaves[extent.leaf].dtype]
+            width = sum(self._itemsizes(extent.leaf))
+            first = (extent.start + begin - extent.begin) // itemsize
+            last = first + (end - begin) // itemsize
+            at = begin - part.begin
+            step = max(1, min(_BATCH, most // width) // _BLOCK) * _BLOCK
+            while first < last:
+                stop = min(last, (first // step + 1) * step)
+                size = (stop - first) * width + _ALIGNED * len(self._sources)
+                if batch and (held + size > most or count + stop - first > _BATCH):
+                    yield batch
+                    batch, held, count = [], 0, 0
+                batch.append(_Piece(extent.leaf, first, stop - first, at))
+                held, count = held + size, count + stop - first
+                at += (stop - first) * itemsize
+                first = stop
+        if batch:
+            yield batch
+
+    async def _merge(self, batch: Sequence[_Piece], slot: Slot) -> None:
+        """Read runs of elements from all checkpoints, and mix them into the slot of a part."""
+        position = 0
+        files: list[list[Extent]] = [[] for _ in self._sources]
+        for piece in batch:
+            for extents, itemsize in zip(files, self._itemsizes(piece.leaf), strict=True):
+                length = piece.count * itemsize
+                extents.append(Extent(piece.leaf, position, position + length, piece.first * itemsize))
+                position += -(-length // _ALIGNED) * _ALIGNED
+        async with self._scratch.slot(position) as scratch:
+
+            def read(number: int) -> Coroutine[Any, Any, StagedPart]:
+                file = FilePlan(b"", tuple(files[number]), position)
+                part = FilePart(0, position, 0, len(file.extents))
+                return self._sources[number].fetch(file, part, scratch, self._scratch)
+
+            if await self._is_blocking(batch):
+                await in_thread(self._read_and_mix, read, batch, files, scratch, slot)
+                return
+            reads = [asyncio.create_task(read(number)) for number in range(len(self._sources))]
+            try:
+                await asyncio.gather(*reads)
+            except BaseException:
+                await shielded(cancel_all(reads))
+                raise
+            await in_thread(self._mix_all, batch, files, scratch, slot)
+
+    async def _is_blocking(self, batch: Sequence[_Piece]) -> bool:
+        """Return True if one thread can read a batch from all checkpoints, which is faster than many short tasks."""
+        if not self._blocking:
+            return False
+        leaves = {piece.leaf for piece in batch}
+        return all([await source.reads_parts(leaf) for source in self._sources for leaf in leaves])
+
+    def _read_and_mix(
+        self,
+        read: Callable[[int], Coroutine[Any, Any, StagedPart]],
+        batch: Sequence[_Piece],
+        files: Sequence[Sequence[Extent]],
+        scratch: Slot,
+        slot: Slot,
+    ) -> None:
+        for number in range(len(self._sources)):
+            run_inline(read, number)
+        self._mix_all(batch, files, scratch, slot)
+
+    def _mix_all(self, batch: Sequence[_Piece], files: Sequence[Sequence[Extent]], scratch: Slot, slot: Slot) -> None:
+        for piece, *extents in zip(batch, *files, strict=True):
+            group = self._groups[piece.leaf]
+            assert group is not None
+            held = [
+                scratch.tensor[extent.begin : extent.end].view(BY_NAME[entry.dtype])
+                for extent, entry in zip(extents, group.entries, strict=True)
+            ]
+            dtype = BY_NAME[self.leaves[piece.leaf].dtype]
+            target = slot.tensor[piece.at : piece.at + piece.count * dtype.itemsize].view(dtype)
+            self._mix.apply(held, group.wide, target)
+
+
+# A merge: open all checkpoints, match their tensors, and write their mix in the form of the first one.
+
+OTHERS = ("equal", "first")
+_NEARLY = 1e-6
+
+
+def merge_checkpoints(
+    origins: Sequence[tuple[URL, Mapping[str, Any] | None]],
+    output: Output,
+    *,
+    mix: Mix,
+    choice: Selection,
+    others: str,
+    meter: Meter,
+    budget: int | None,
+    exchange: Exchange,
+    seal: Seal | None = None,
+) -> ConvertReport:
+    """Write the mix of several checkpoints. The ranks of `exchange` share the work."""
+    if others not in OTHERS:
+        raise ValueError(f"others must be one of {', '.join(map(repr, OTHERS))}, got {others!r}")
+    expect_positive("memory_budget_bytes", budget)
+    output.check([url for url, _ in origins], choice)
+    for url, _ in origins:
+        if url.scheme == output.url.scheme and output.url.location.startswith(f"{url.location.rstrip('/')}/"):
+            raise ValueError(f"{output.url}: the destination is inside the source {url}; merge to another path")
+    began = time.perf_counter()
+    quarter = None if budget is None else max(1, budget // 4)
+    pools: list[Pool] = []
+
+    def shared(limit: int) -> Pool:
+        if not pools:
+            pools.append(Pool(limit))
+        return pools[0]
+
+    sessions: list[Session] = []
+    try:
+        for url, options in origins:
+            sessions.append(Session(url, options, budget=quarter, pool=shared, seal=seal))
+        arguments = {
+            "sources": [url for url, _ in origins],
+            **output.arguments(),
+            **choice.arguments(),
+            "others": others,
+            "mix": repr(mix),
+        }
+        documents = open_sources(exchange, "merge", arguments, sessions)
+        sides = [Side(session, document) for session, document in zip(sessions, documents, strict=True)]
+        plan = plan_merge(sides, choice)
+        _expect_readable(sides, plan, choice, exchange)
+        scratch = MemoryBudget(quarter or sessions[0].budget.total)
+        changed = _compare(sides, plan, others, scratch, exchange)
+        if abs(math.fsum(mix.factors) - 1) > _NEARLY and mix.keep == mix.divisor == 1:
+            log.warning(
+                "%s: the weights add up to %g, not 1; they are used as given", output.url, math.fsum(mix.factors)
+            )
+
+        def make_stager(session: Session, document: Document, *leaves: Any, **options: Any) -> MergeStager:
+            return MergeStager(*leaves, sides=sides, plan=plan, mix=mix, scratch=scratch, **options)
+
+        def splits(entry: AnyTensor) -> bool:
+            group = plan.group(entry)
+            return all(reads_ranges(each) for each in (group.entries if group is not None else [entry]))
+
+        report = output.write(
+            sides[0].session,
+            sides[0].document,
+            choice,
+            meter,
+            exchange=exchange,
+            make_stager=make_stager,
+            splits=splits,
+        )
+    except BaseException as error:
+        emit("failed", "merge", str(output.url), error=error)
+        raise
+    finally:
+        for session in sessions:
+            run(session.close())
+        meter.close()
+    report = replace(report, seconds=time.perf_counter() - began, changed=(*report.changed, *changed))
+    emit("merged", "merge", str(output.url), bytes=report.nbytes, seconds=round(report.seconds, 3))
+    return report
+
+
+def _expect_readable(sides: Sequence[Side], plan: MergePlan, choice: Selection, exchange: Exchange) -> None:
+    """Raise unless all needed files exist, and match the checksums of other libraries' archives."""
+    first = sides[0].document
+    needed = [selected_locations(first, choice.select, choice.exclude)]
+    for number in range(1, len(sides)):
+        entries = {group.name: group.entries[number] for group in plan.groups.values()}
+        entries |= {pair.name: pair.b for pair in (*plan.equal[number - 1], *plan.tied[number - 1])}
+        needed.append(find_locations(entries, sides[number].document.files))
+    for side, locations in zip(sides, needed, strict=True):
+        run(expect_files(side.session, side.document, locations))
+        if choice.verify:
+            expect_checksums(exchange, side.session, side.document)
+
+
+def _compare(
+    sides: Sequence[Side], plan: MergePlan, others: str, memory: MemoryBudget, exchange: Exchange
+) -> tuple[str, ...]:
+    """Compare the tensors that must be equal. Return a line for each that is taken from the first checkpoint."""
+    differing: dict[str, list[str]] = {}
+    torn: list[str] = []
+    for number, side in enumerate(sides[1:]):
+        equal, tied = plan.equal[number], plan.tied[number]
+        if equal:
+            run(compare_pairs(sides[0], side, equal, memory, Meter("compare", None), exchange=exchange))
+        if tied:
+            run(compare_pairs(side, side, tied, memory, Meter("compare", None), exchange=exchange))
+        for pair in equal:
+            if pair.differs:
+                differing.setdefault(pair.name, []).append(str(side.session.url))
+        torn += [
+            f"{pair.name}: are one tensor in the first source, but differ in {side.session.url}"
+            for pair in tied
+            if pair.differs
+        ]
+    lines = [f"{name}: differs in {', '.join(where)}" for name, where in differing.items()]
+    if others == "first" and not torn:
+        return tuple(f"{line}; the first source's values are kept" for line in lines)
+    if lines or torn:
+        misfits = [*lines, *torn]
+        error = RestoreError(
+            f"{sides[0].session.url}: {counted(len(misfits), 'tensor')} cannot be averaged and must be equal in all "
+            f"sources:{listed(misfits)}",
+            misfits,
+        )
+        if lines and not torn:
+            error.cure = "pass others='first' to keep the first source's values, or exclude them"
+        raise error
+    return ()
