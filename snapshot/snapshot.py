@@ -1,40 +1,76 @@
-"""Snapshot: save and restore the state of a running application."""
+"""Snapshot: save and restore the state of a running application, and all other operations on one checkpoint."""
 
 from __future__ import annotations
 
+import functools
 import os
-import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Self
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
 
-from snapshot.checkpoint import Checkpoint
-from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import ranks_of
+from snapshot.distributed.operation import Location, operation
+from snapshot.errors import CorruptSnapshotError
 from snapshot.events import emit
-from snapshot.io.loop import refuse_on_loop, run
+from snapshot.formats.hugging_face import SHARD
+from snapshot.io.loop import run
 from snapshot.io.session import Session
-from snapshot.io.url import locate_source, seal_of
+from snapshot.io.url import URL, expect_mapping, locate_source, seal_of
 from snapshot.loading.choose import Accept, Cast, Mismatched, RestoreOptions, Unused
 from snapshot.loading.left_out import attach_base
-from snapshot.loading.open import open_restore
+from snapshot.loading.mapping import map_document
+from snapshot.loading.open import checkpoint_exists, open_document, open_restore, read_from
+from snapshot.loading.read_object import read_object, read_state_dict
 from snapshot.loading.restore import Restore
+from snapshot.manifest.document import Document, SnapshotMetadata, copy_manifest
+from snapshot.manifest.values import Entry
 from snapshot.maps.tensor_map import TensorMap
-from snapshot.opened import of_object, seal_with
 from snapshot.pending import PendingTake
 from snapshot.plan.layout import SavePlan
 from snapshot.plan.names import Rename
-from snapshot.progress import Meter, ProgressArgument
-from snapshot.reports import RestoreReport, TakeReport
+from snapshot.progress import ProgressArgument
+from snapshot.reports import ConvertReport, CopyReport, Diff, RestoreReport, TakeReport, VerifyReport
 from snapshot.save.background_take import wait_for_copies
-from snapshot.save.take_options import AllowPickle, BaseArgument, Compression, Only, Staging, WhenBusy, Worker
-from snapshot.signing.keys import Key
-from snapshot.signing.seal import signer_of
+from snapshot.save.take_options import (
+    AllowPickle,
+    BaseArgument,
+    Compression,
+    Only,
+    Staging,
+    TakeOptions,
+    WhenBusy,
+    Worker,
+)
+from snapshot.signing.keys import Key, load_signer
+from snapshot.signing.seal import seal_with, signer_of
 from snapshot.state.leaves import Prepare
 from snapshot.state.stateful import check_app_state
-from snapshot.takes import AppState, StartedTake, plan_take, run_take, shown_once, start_take, timeout_or_default
+from snapshot.takes import AppState, StartedTake, plan_take, run_take, shown_once, start_take
+from snapshot.tiers.deletion import delete_checkpoint
+from snapshot.transform.verify import sign_files, verify_checkpoint
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import ProcessGroup
+
+F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+
+
+def of_object(method: F) -> F:
+    """Let a method name the mistake if it is called on the class: `Snapshot.restore(path, ...)`."""
+
+    @functools.wraps(method)
+    def checked(*arguments: Any, **named: Any) -> Any:
+        if not arguments or not isinstance(arguments[0], Snapshot):
+            shown = repr(arguments[0]) if arguments and isinstance(arguments[0], (str, os.PathLike)) else "path"
+            raise TypeError(
+                f"{method.__name__}() must be called on a snapshot, not on the class: "
+                f"Snapshot({shown}).{method.__name__}(...)"
+            )
+        return method(*arguments, **named)
+
+    return cast(F, checked)
 
 
 class PendingSnapshot(PendingTake["Snapshot"]):
@@ -49,7 +85,7 @@ class PendingSnapshot(PendingTake["Snapshot"]):
         return self._snapshot.report
 
 
-class Snapshot(Checkpoint):
+class Snapshot:
     """A reference to a snapshot, which need not exist yet.
 
     Args:
@@ -72,6 +108,66 @@ class Snapshot(Checkpoint):
 
     report: TakeReport | None = None
     """The bytes that the take wrote and shared on this rank, if a take returned this object."""
+
+    # Open
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        pg: ProcessGroup | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        *,
+        allow_pickle: bool = False,
+        key: Key | None = None,
+    ) -> None:
+        self.path = os.fspath(path)
+        self.pg = pg
+        self.seal = seal_with(key)
+        self._url = URL.parse(self.path)
+        self._options = dict(expect_mapping(storage_options))
+        self._allow_pickle = allow_pickle
+        self._document: Document | None = None
+
+    def source(self) -> tuple[URL, Mapping[str, Any]]:
+        """Return the URL and the storage options, for a take that is based on this snapshot."""
+        return self._url, self._options
+
+    @property
+    def location(self) -> Location:
+        """The URL with its options and the check of the key."""
+        return Location(self._url, self._options, self.seal)
+
+    def new_session(self, budget: int | None) -> Session:
+        """Open a session at the URL. The caller closes it."""
+        return Session(self._url, self._options, budget=budget, seal=self.seal)
+
+    def _use(self, work: Callable[[Session], T]) -> T:
+        """Do something in a new session."""
+        with self.new_session(None) as session:
+            return work(session)
+
+    def _open(self) -> Document:
+        """Return the manifest. It is read once, since a snapshot never changes; `restore` reads it again."""
+        if self._document is None:
+            self._document = self._use(lambda session: run(open_document(session)))
+        return self._document
+
+    def _read(self, budget: int | None, read: Callable[[Session, Document], Any]) -> Any:
+        """Read with the cached manifest, or with the new one if the snapshot was replaced since."""
+        known = self._open()
+        session = self.new_session(budget)
+        try:
+            run(read_from(session, known))
+            return read(session, known)
+        except CorruptSnapshotError:
+            run(session.close())
+            session = self.new_session(budget)
+            self._document = run(open_document(session))
+            if self._document.save_id == known.save_id:
+                raise
+            return read(session, self._document)
+        finally:
+            run(session.close())
 
     # Save
 
@@ -147,25 +243,26 @@ class Snapshot(Checkpoint):
             TypeError: A value of `app_state` is not stateful; nothing was written.
             UnsafeObjectError: An object needs a pickle, and `allow_pickle="error"`; nothing was written.
         """
-        given = {
-            "replicated": replicated,
-            "storage_options": storage_options,
-            "prepare": _custom_tensor_prepare_func,
-            "overwrite": overwrite,
-            "durable": durable,
-            "exclude": exclude,
-            "memory_budget_bytes": memory_budget_bytes,
-            "check_replicated": check_replicated,
-            "verify_writes": verify_writes,
-            "metadata": metadata,
-            "plan": plan,
-            "base": base,
-            "only": only,
-            "compression": compression,
-            "sign": sign,
-            "allow_pickle": allow_pickle,
-        }
-        place, report = run_take(path, app_state, pg, given, progress=progress, timeout=timeout)
+        options = partial(
+            TakeOptions,
+            replicated=replicated,
+            storage_options=storage_options,
+            prepare=_custom_tensor_prepare_func,
+            overwrite=overwrite,
+            durable=durable,
+            exclude=exclude,
+            memory_budget_bytes=memory_budget_bytes,
+            check_replicated=check_replicated,
+            verify_writes=verify_writes,
+            metadata=metadata,
+            plan=plan,
+            base=base,
+            only=only,
+            compression=compression,
+            sign=sign,
+            allow_pickle=allow_pickle,
+        )
+        place, report = run_take(path, app_state, pg, options, progress=progress, timeout=timeout)
         return cls._taken(place, pg, storage_options, report)
 
     @classmethod
@@ -222,27 +319,28 @@ class Snapshot(Checkpoint):
         >>> pending.wait().metadata.world_size
         1
         """
-        given = {
-            "replicated": replicated,
-            "storage_options": storage_options,
-            "prepare": _custom_tensor_prepare_func,
-            "overwrite": overwrite,
-            "durable": durable,
-            "exclude": exclude,
-            "memory_budget_bytes": memory_budget_bytes,
-            "check_replicated": check_replicated,
-            "verify_writes": verify_writes,
-            "metadata": metadata,
-            "plan": plan,
-            "base": base,
-            "only": only,
-            "compression": compression,
-            "sign": sign,
-            "allow_pickle": allow_pickle,
-            "staging": staging,
-            "worker": worker,
-            "when_busy": when_busy,
-        }
+        options = partial(
+            TakeOptions,
+            replicated=replicated,
+            storage_options=storage_options,
+            prepare=_custom_tensor_prepare_func,
+            overwrite=overwrite,
+            durable=durable,
+            exclude=exclude,
+            memory_budget_bytes=memory_budget_bytes,
+            check_replicated=check_replicated,
+            verify_writes=verify_writes,
+            metadata=metadata,
+            plan=plan,
+            base=base,
+            only=only,
+            compression=compression,
+            sign=sign,
+            allow_pickle=allow_pickle,
+            staging=staging,
+            worker=worker,
+            when_busy=when_busy,
+        )
 
         def pending(begun: StartedTake) -> PendingSnapshot:
             snapshot = cls._taken(begun.path, pg, storage_options, begun.report)
@@ -250,7 +348,7 @@ class Snapshot(Checkpoint):
                 snapshot.path, begun.work, begun.meter, snapshot, held=begun.late, save_id=begun.save_id
             )
 
-        return start_take(path, app_state, pg, given, pending, progress=progress, timeout=timeout)
+        return start_take(path, app_state, pg, options, pending, progress=progress, timeout=timeout)
 
     @classmethod
     def _taken(
@@ -286,15 +384,16 @@ class Snapshot(Checkpoint):
         5.0 KiB in 1 file, 1 range, 0 B staged at most
           0.safetensors: 5.0 KiB, 1 range
         """
-        given = {
-            "replicated": replicated,
-            "storage_options": storage_options,
-            "prepare": _custom_tensor_prepare_func,
-            "durable": durable,
-            "exclude": exclude,
-            "memory_budget_bytes": memory_budget_bytes,
-        }
-        return plan_take(path, app_state, pg, given)
+        options = partial(
+            TakeOptions,
+            replicated=replicated,
+            storage_options=storage_options,
+            prepare=_custom_tensor_prepare_func,
+            durable=durable,
+            exclude=exclude,
+            memory_budget_bytes=memory_budget_bytes,
+        )
+        return plan_take(path, app_state, pg, options)
 
     # Load
 
@@ -386,48 +485,364 @@ class Snapshot(Checkpoint):
         self, app_state: AppState, options: RestoreOptions, touched: set[str], accept: Accept | None = None
     ) -> RestoreReport:
         """Restore with prepared options. See `Restore` for `touched`. `accept` may refuse the manifest, by an error."""
-        refuse_on_loop()
-        meter = Meter("restore", shown_once(options.progress, self.pg))
         wait_for_copies()
-        try:
-            with Exchange(ranks_of(self.pg), "restore", timeout_or_default(options.timeout)) as exchange:
-                options.check()
-                check_app_state(app_state)
-                seal = seal_with(options.key) or self.seal
-                began = time.perf_counter()
-                session, document = open_restore(
-                    exchange,
-                    self._url,
-                    "restore",
-                    lambda url: Session(url, self._options, budget=options.memory_budget_bytes, seal=seal),
-                    keys=[signer_of(seal), *([] if options.base is None else [signer_of(seal_of(options.base))])],
+        with operation(
+            "restore",
+            self._url,
+            pg=self.pg,
+            ranks=True,
+            budget=options.memory_budget_bytes,
+            progress=shown_once(options.progress, self.pg),
+            timeout=options.timeout,
+        ) as op:
+            options.check()
+            check_app_state(app_state)
+            seal = seal_with(options.key) or self.seal
+            began = op.seconds
+            session, document = open_restore(
+                op.exchange,
+                self._url,
+                "restore",
+                lambda url: Session(url, self._options, budget=options.memory_budget_bytes, seal=seal),
+                keys=[signer_of(seal), *([] if options.base is None else [signer_of(seal_of(options.base))])],
+            )
+            with session:
+                if accept is not None:
+                    accept(document)
+                if options.base is not None:
+                    place = locate_source(options.base, self._options)
+                    run(attach_base(session, document, *place, seal_of(options.base)))
+                opened = op.seconds - began
+                restore = Restore(
+                    op, session, document, options, opened=opened, allow_pickle=self._allow_pickle, touched=touched
                 )
-                try:
-                    if accept is not None:
-                        accept(document)
-                    if options.base is not None:
-                        run(
-                            attach_base(
-                                session, document, *locate_source(options.base, self._options), seal_of(options.base)
-                            )
-                        )
-                    report = Restore(
-                        exchange,
-                        session,
-                        document,
-                        options,
-                        opened=time.perf_counter() - began,
-                        allow_pickle=self._allow_pickle,
-                        meter=meter,
-                        touched=touched,
-                    ).run(app_state)
-                finally:
-                    run(session.close())
-                exchange.close()
-        except BaseException as error:
-            emit("failed", "restore", str(self._url), error=error)
-            raise
-        finally:
-            meter.close()
-        emit("restored", "restore", str(self._url), bytes=report.bytes_read, seconds=round(report.total_seconds, 3))
+                report = restore.run(app_state)
+            op.emit("restored", bytes=report.bytes_read, seconds=round(report.total_seconds, 3))
         return report
+
+    # Inspect
+
+    @of_object
+    def read_object(
+        self,
+        path: str,
+        obj_out: Any = None,
+        memory_budget_bytes: int | None = None,
+        *,
+        box: Sequence[slice | int] | None = None,
+        map: TensorMap | None = None,
+        verify: bool = True,
+    ) -> Any:
+        """Read one object. A container is returned with its contents.
+
+        Args:
+            path: Its name in the manifest, such as `"0/model/layer.0.weight"`. The rank may be omitted
+                (`"model/layer.0.weight"`) unless several ranks have their own object of that name.
+            obj_out: A tensor or array of the same shape, which is filled and returned. Only this rank's shards of a
+                DTensor or ShardedTensor are filled. A dataclass instance or wrapped tensor is filled field by field,
+                and an Enum member provides its class. Ignored for types that cannot be filled.
+            memory_budget_bytes: Host memory for reads that cannot go to their destination directly. The default is 64
+                MiB for files and 256 MiB for other storages.
+            box: A slice for each dimension; trailing dimensions may be omitted. Only that part is read. An int
+                selects one index and drops its dimension.
+            map: Recipes that turn the snapshot's tensors into others; `path` is one of the new names.
+            verify: Verify the digests of the bytes that are read.
+
+        >>> import torch
+        >>> from snapshot import Snapshot, StateDict
+        >>> snapshot = Snapshot.take("memory://docs/read", {"state": StateDict(weight=torch.arange(12).view(4, 3))})
+        >>> snapshot.read_object("state/weight", box=[slice(1, 3)])
+        tensor([[3, 4, 5],
+                [6, 7, 8]])
+        """
+        return self._read(
+            memory_budget_bytes,
+            lambda session, document: read_object(
+                session,
+                map_document(session, document, map),
+                path,
+                obj_out,
+                box,
+                verify=verify,
+                allow_pickle=self._allow_pickle,
+            ),
+        )
+
+    @of_object
+    def get_state_dict_for_key(
+        self, key: str, replicate_from_rank0: bool = False, *, map: TensorMap | None = None
+    ) -> Any:
+        """Return the state dict that this rank saved under a key of the app state, as new objects.
+
+        Tied weights are tied again, and sharded tensors are whole. With `replicate_from_rank0`, return the state dict
+        of rank 0. With `map`, return the tensors that its recipes make.
+        """
+        number = 0 if replicate_from_rank0 else ranks_of(self.pg).rank
+        return self._read(
+            None,
+            lambda session, document: read_state_dict(
+                session, map_document(session, document, map), key, number, allow_pickle=self._allow_pickle
+            ),
+        )
+
+    @of_object
+    def get_manifest(self) -> dict[str, Entry]:
+        """Return a copy of the manifest: an entry for each object, by `"<rank>/<logical path>"`."""
+        return copy_manifest(self._open().manifest)
+
+    @property
+    def metadata(self) -> SnapshotMetadata:
+        """Time, library version and user metadata of the snapshot."""
+        return SnapshotMetadata.of(self._open())
+
+    @of_object
+    def exists(self) -> bool:
+        """Return True if a committed snapshot is here, or a readable checkpoint of another library.
+
+        This verifies neither the data files nor a signature.
+        """
+        return self._use(lambda session: run(checkpoint_exists(session)))
+
+    @of_object
+    def verify(
+        self,
+        *,
+        quick: bool = False,
+        resume: str | os.PathLike[str] | None = None,
+        memory_budget_bytes: int | None = None,
+        progress: ProgressArgument = None,
+        ranks: bool = False,
+    ) -> VerifyReport:
+        """Read every byte and compare it with its digest. Live tensors are not used.
+
+        Args:
+            quick: Check only the manifest, and the presence and size of each file.
+            resume: A local journal file. An interrupted verification continues where it stopped if it gets the same
+                file again. A verification without faults deletes the file. Each journal belongs to one snapshot.
+            memory_budget_bytes: Host memory for read buffers. The default is 64 MiB for files and 256 MiB for other
+                storages.
+            progress: True for a progress bar, or a function that is called with `Progress`.
+            ranks: Share the work with all ranks of `pg`, which all call. By default this process works alone.
+
+        Raises:
+            CorruptSnapshotError: The manifest is damaged. All other faults are in the report.
+            ValueError: `resume` is not a journal of this snapshot.
+
+        >>> import torch
+        >>> from snapshot import Snapshot, StateDict
+        >>> snapshot = Snapshot.take("memory://docs/verify", {"state": StateDict(weight=torch.zeros(3))})
+        >>> bool(snapshot.verify())
+        True
+        """
+        with operation(
+            "verify", self._url, pg=self.pg, ranks=ranks, budget=memory_budget_bytes, progress=progress
+        ) as op:
+            return verify_checkpoint(op, self.location, quick=quick, resume=resume)
+
+    @of_object
+    def sign(
+        self, key: Key, *, memory_budget_bytes: int | None = None, progress: ProgressArgument = None
+    ) -> VerifyReport:
+        """Sign the committed snapshot. Every byte is read once, compared with its digest, and hashed with SHA-256.
+
+        A snapshot has one signature: signing it again replaces it. See docs/signatures.md.
+
+        Args:
+            key: An Ed25519 private key: the path of a PEM file, or a key object of the package `cryptography`.
+            memory_budget_bytes: Host memory for read buffers.
+            progress: True for a progress bar, or a function that is called with `Progress`.
+
+        Raises:
+            CorruptSnapshotError: A byte does not match its digest; nothing was signed.
+            MissingExtraError: cryptography is not installed.
+        """
+        signer = load_signer(key, "key", private=True)
+        with operation("sign", self._url, budget=memory_budget_bytes, progress=progress) as op:
+            return sign_files(op, self.location, signer)
+
+    @staticmethod
+    def diff(
+        a: Snapshot | str | os.PathLike[str],
+        b: Snapshot | str | os.PathLike[str],
+        *,
+        values: bool = False,
+        select: Sequence[str] = (),
+        exclude: Sequence[str] = (),
+        rename: Rename | None = None,
+        memory_budget_bytes: int | None = None,
+        progress: ProgressArgument = None,
+        ranks: bool = False,
+    ) -> Diff:
+        """Return the differences between two snapshots: none, if both restore the same state.
+
+        Tensors that are split the same way in both snapshots are compared by the digests in the manifests, without
+        reading data. Other tensors, and those of other libraries' checkpoints, are read part by part. Splits, shards
+        and the number of ranks do not count as differences. An entry of a single rank is compared with the same
+        rank's entry.
+
+        Args:
+            a: A snapshot, or a path.
+            b: Another snapshot, or a path. `added` lists the entries that only this one has.
+            values: Also read tensors that differ and have equal shapes, and report by how much they differ.
+            select: Globs over `<key>/<logical path>` to compare; all by default.
+            exclude: Globs to leave out.
+            rename: Names in `a` -> names in `b`: a dict of paths, or a function. An empty name removes a level.
+            memory_budget_bytes: Host memory for read buffers.
+            progress: True for a progress bar, or a function that is called with `Progress`.
+            ranks: Share the work with all ranks of `pg`, which all call. By default this process works alone.
+
+        Raises:
+            CorruptSnapshotError: Bytes that were read do not match their digests.
+
+        >>> import torch
+        >>> from snapshot import Snapshot, StateDict
+        >>> a = Snapshot.take("memory://docs/a", {"model": StateDict(w=torch.zeros(3), b=torch.zeros(1))})
+        >>> b = Snapshot.take("memory://docs/b", {"model": StateDict(w=torch.ones(3), b=torch.zeros(1))})
+        >>> print(Snapshot.diff(a, b, values=True))
+        1 changed, 1 the same; 1 entry had to be read: 24 B
+          ~ model/w: 3 of 3 differ, at most by 1, norm 1.73205
+        """
+        from snapshot.transform.diff import compare_snapshots  # training jobs do not pay for this import
+
+        sides = [each if isinstance(each, Snapshot) else Snapshot(each) for each in (a, b)]
+        places = [each.location for each in sides]
+        with operation(
+            "diff", places[1].url, pg=sides[0].pg, ranks=ranks, budget=memory_budget_bytes, progress=progress
+        ) as op:
+            return compare_snapshots(op, places, values=values, select=select, exclude=exclude, rename=rename)
+
+    # Convert
+
+    @of_object
+    def convert(
+        self,
+        url: str | os.PathLike[str],
+        to: str = "snapshot",
+        *,
+        select: Sequence[str] = (),
+        exclude: Sequence[str] = (),
+        rename: Rename | None = None,
+        map: TensorMap | None = None,
+        dtype: torch.dtype | None = None,
+        shard_bytes: int = SHARD,
+        compression: Compression | None = None,
+        overwrite: bool = False,
+        durable: bool = True,
+        verify: bool = True,
+        storage_options: Mapping[str, Any] | None = None,
+        memory_budget_bytes: int | None = None,
+        progress: ProgressArgument = None,
+        ranks: bool = False,
+    ) -> ConvertReport:
+        """Convert this checkpoint to another format, within the memory budget.
+
+        Args:
+            url: The destination: a folder. For `"torch"`, and for a name ending in `.safetensors`, a file.
+            to: `"snapshot"`; `"safetensors"`: one file, or a folder as Hugging Face has it; `"torch"`: a file as
+                torch.save writes it; `"dcp"`: a folder that `torch.distributed.checkpoint.load` reads.
+            select: Globs over `<key>/<logical path>` to convert; all by default.
+            exclude: Globs to leave out.
+            rename: Names here -> names there: a dict of paths, or a function.
+            map: Recipes that turn the tensors into others: other names, splits, stacks and transpositions. The result
+                has the state of one rank. All other arguments refer to the new names.
+            dtype: Cast floating-point tensors to this dtype.
+            shard_bytes: The maximum size of each file if there are several.
+            compression: `"zstd"`: compress the data files, for `to="snapshot"`. See docs/compression.md.
+            overwrite: Replace an existing checkpoint.
+            durable: Return only when the result survives a loss of power.
+            verify: Verify every digest, and the checksums of other libraries' formats.
+            storage_options: Options for the storage plugin of `url`.
+            memory_budget_bytes: Host memory: half of it for reading, half for writing.
+            progress: True for a progress bar, or a function that is called with `Progress`.
+            ranks: Share the work with all ranks of `pg`, which all call. By default this process works alone.
+
+        Raises:
+            SnapshotExistsError: The destination exists; nothing was written.
+            RestoreError: The map or a new name does not fit; nothing was written.
+            UnsupportedFormatError: The format cannot hold a tensor; nothing was written.
+            UnsafeObjectError: An object is a pickle of more than plain values; exclude it.
+
+        >>> import torch
+        >>> from snapshot import Snapshot, StateDict
+        >>> snapshot = Snapshot.take("memory://docs/convert", {"model": StateDict(weight=torch.zeros(3))})
+        >>> snapshot.convert("memory://docs/model.safetensors", "safetensors").tensors
+        1
+        """
+        from snapshot.transform.convert import Output, convert_checkpoint
+        from snapshot.transform.to_snapshot import Selection  # training jobs do not pay for this import
+
+        place = Location(URL.parse(os.fspath(url)), storage_options)
+        choice = Selection(select, exclude, rename, dtype, verify, self._allow_pickle, map, compression)
+        with operation(
+            "convert", place.url, pg=self.pg, ranks=ranks, budget=memory_budget_bytes, progress=progress
+        ) as op:
+            output = Output(place, to, shard_bytes, overwrite, durable)
+            return convert_checkpoint(op, self.location, output, choice)
+
+    @of_object
+    def copy(
+        self,
+        url: str | os.PathLike[str],
+        select: Sequence[str] = (),
+        *,
+        exclude: Sequence[str] = (),
+        compression: Compression | None = None,
+        overwrite: bool = False,
+        durable: bool = True,
+        verify: bool = True,
+        storage_options: Mapping[str, Any] | None = None,
+        memory_budget_bytes: int | None = None,
+        progress: ProgressArgument = None,
+        ranks: bool = False,
+    ) -> CopyReport:
+        """Copy this checkpoint to another storage or path.
+
+        A whole snapshot is copied byte for byte, and keeps its time, version and metadata; only its file names
+        change. A selection, and a copy that is compressed, become a new snapshot with the current time. A checkpoint
+        of another library is copied file by file, without unrelated files of its folder.
+
+        Args:
+            url: The destination: a folder, or a file if the source is a single file of another library.
+            select: Globs over `<key>/<logical path>` to copy; all by default.
+            exclude: Globs to leave out.
+            compression: `"zstd"`: compress the data files. By default they are copied as they are stored.
+            overwrite: Replace an existing checkpoint. An existing snapshot stays whole until the new one is committed.
+            durable: Return only when the copy survives a loss of power.
+            verify: Verify every digest during the copy, and the checksums of other libraries' formats.
+            storage_options: Options for the storage plugin of `url`.
+            memory_budget_bytes: Host memory: half of it for reading, half for writing.
+            progress: True for a progress bar, or a function that is called with `Progress`.
+            ranks: Share the work with all ranks of `pg`, which all call. By default this process works alone.
+
+        Raises:
+            SnapshotExistsError: The destination exists; nothing was written.
+            CorruptSnapshotError: The source is damaged; nothing was committed, and the partial copy was deleted.
+
+        >>> import torch
+        >>> from snapshot import Snapshot, StateDict
+        >>> snapshot = Snapshot.take("memory://docs/here", {"model": StateDict(weight=torch.zeros(3))})
+        >>> snapshot.copy("memory://docs/there").checked
+        'digests'
+        """
+        from snapshot.transform.copy import copy_checkpoint
+        from snapshot.transform.to_snapshot import Selection  # training jobs do not pay for this import
+
+        place = Location(URL.parse(os.fspath(url)), storage_options)
+        choice = Selection(select, exclude, verify=verify, allow_pickle=self._allow_pickle, compression=compression)
+        with operation("copy", place.url, pg=self.pg, ranks=ranks, budget=memory_budget_bytes, progress=progress) as op:
+            return copy_checkpoint(op, self.location, place, choice, overwrite=overwrite, durable=durable)
+
+    # Delete
+
+    @of_object
+    def delete(self) -> None:
+        """Delete the snapshot and the leftovers of interrupted takes; other files in the folder are not touched.
+
+        The manifest is deleted first, so an interrupted deletion leaves no partial snapshot.
+        """
+        self._use(delete_checkpoint)
+        self._document = None
+        emit("deleted", "delete", str(self._url))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self._url)!r})"

@@ -256,19 +256,22 @@ def run_take(
     path: Path,
     app_state: AppState,
     pg: ProcessGroup | None,
-    given: Mapping[str, Any],
+    make_options: Callable[[], TakeOptions],
     *,
     progress: ProgressArgument,
     timeout: float | None,
 ) -> tuple[Path, TakeReport]:
-    """Take a snapshot, and return its path and a report when it is committed. `given`: fields of `TakeOptions`."""
+    """Take a snapshot, and return its path and a report when it is committed.
+
+    `make_options`: is called when an error for a wrong argument can be sent to the other ranks.
+    """
     with (
         _timed("take", path),
         Exchange(ranks_of(pg), "take", timeout_or_default(timeout)) as exchange,
         gc_paused(),
     ):
         refuse_on_loop()
-        options = TakeOptions(**given)
+        options = make_options()
         check_app_state(app_state)
         meter = Meter("take", shown_once(progress, pg))
         with begin_take(exchange, path, options, meter) as opening:
@@ -301,22 +304,22 @@ def start_take(
     path: Path,
     app_state: AppState,
     pg: ProcessGroup | None,
-    given: Mapping[str, Any],
+    make_options: Callable[[], TakeOptions],
     make: Callable[[StartedTake], T],
     *,
     progress: ProgressArgument,
     timeout: float | None,
 ) -> T:
-    """Stage a snapshot, start to write it, and return what `make` returns. `given`: fields of `TakeOptions`.
+    """Stage a snapshot, start to write it, and return what `make` returns. If `make` raises, the take ends.
 
-    If `make` raises, the take ends.
+    `make_options`: as for `run_take`.
     """
     refuse_on_loop()
     with (
         _timed("async_take", path),
         Exchange(ranks_of(pg), "async_take", timeout_or_default(timeout)) as exchange,
     ):
-        options = TakeOptions(**given)
+        options = make_options()
         check_app_state(app_state)
         sink = None
         if options.worker == "process":
@@ -357,20 +360,20 @@ def start_take(
                     return make(StartedTake(place, report, work, meter, late.pending, opening.save_id))
 
 
-def plan_take(path: Path, app_state: AppState, pg: ProcessGroup | None, given: Mapping[str, Any]) -> SavePlan:
-    """Plan a take without writing anything. `given`: fields of `TakeOptions`."""
+def plan_take(
+    path: Path, app_state: AppState, pg: ProcessGroup | None, make_options: Callable[[], TakeOptions]
+) -> SavePlan:
+    """Plan a take without writing anything."""
     with Exchange(ranks_of(pg), "plan", timeout_or_default(None)) as exchange:
         check_app_state(app_state)
-        options = TakeOptions(**given)
+        options = make_options()
         session, globs = open_dry_run(
             exchange, URL.parse(os.fspath(path)), options.replicated or (), partial(session_for_take, options)
         )
-        try:
+        with session:
             share = collect_rank_share(exchange, app_state, options, globs)
             groups = group_leaves(share, find_frozen(app_state, share.leaves), None)
             plan = plan_writes(share, session, staged=False, groups=groups)
-        finally:
-            run(session.close())
         exchange.close()
     return plan
 

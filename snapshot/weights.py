@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from snapshot.distributed.exchange import call_of
-from snapshot.events import emit
+from snapshot.distributed.operation import Location, operation
 from snapshot.formats.hugging_face import SHARD
-from snapshot.io.loop import refuse_on_loop, run
-from snapshot.io.session import Session
 from snapshot.io.url import URL
 from snapshot.maps.tensor_map import TensorMap
-from snapshot.opened import seal_with
 from snapshot.plan.names import Rename
-from snapshot.progress import Meter, ProgressArgument
+from snapshot.progress import ProgressArgument
 from snapshot.reports import ConvertReport
 from snapshot.signing.keys import Key
+from snapshot.signing.seal import seal_with
 
 if TYPE_CHECKING:
     from snapshot.save.take_options import Compression
@@ -86,23 +82,10 @@ def load(
     from snapshot.transform.load import load_tensors
     from snapshot.transform.to_snapshot import Selection  # training jobs do not pay for these imports
 
-    refuse_on_loop()
-    began = time.perf_counter()
     choice = Selection(select, exclude, rename, dtype, verify, allow_pickle, map)
-    parsed, where = URL.parse(os.fspath(url)), torch.device(device)
-    session = Session(parsed, storage_options, budget=memory_budget_bytes, seal=seal_with(key))
-    meter = Meter("load", progress)
-    try:
-        loaded = load_tensors(session, choice, plan, where, meter)
-    except BaseException as error:
-        emit("failed", "load", str(parsed), error=error)
-        raise
-    finally:
-        run(session.close())
-        meter.close()
-    nbytes = sum(tensor.nbytes for tensor in loaded.values())
-    emit("loaded", "load", str(parsed), bytes=nbytes, seconds=round(time.perf_counter() - began, 3))
-    return loaded
+    place, where = Location(URL.parse(os.fspath(url)), storage_options, seal_with(key)), torch.device(device)
+    with operation("load", place.url, budget=memory_budget_bytes, progress=progress) as op:
+        return load_tensors(op, place, choice, plan, where)
 
 
 def merge(
@@ -187,7 +170,6 @@ def merge(
     from snapshot.transform.merge import Mix, merge_checkpoints
     from snapshot.transform.to_snapshot import Selection
 
-    refuse_on_loop()
     paths = [] if isinstance(sources, (str, os.PathLike)) or not isinstance(sources, Iterable) else list(sources)
     if len(paths) < 2 or not all(isinstance(each, (str, os.PathLike)) for each in paths):
         raise ValueError(f"sources must be paths of at least 2 checkpoints, got {sources!r}")
@@ -202,16 +184,12 @@ def merge(
     each = [source_options] * count if source_options is None or isinstance(source_options, Mapping) else source_options
     if len(each) != count:
         raise ValueError(f"source_options must be {count} mappings, one for each source, got {len(each)}")
-    half = None if memory_budget_bytes is None else max(1, memory_budget_bytes // 2)
-    with call_of("merge", None, ranks=ranks) as exchange:
-        return merge_checkpoints(
-            [(URL.parse(os.fspath(source)), options) for source, options in zip(paths, each, strict=True)],
-            Output(URL.parse(os.fspath(url)), storage_options, to, shard_bytes, overwrite, durable, half),
-            mix=mix,
-            choice=Selection(select, exclude, None, dtype, verify, allow_pickle, compression=compression),
-            others=others,
-            meter=Meter("merge", progress),
-            budget=memory_budget_bytes,
-            exchange=exchange,
-            seal=seal_with(key),
-        )
+    seal = seal_with(key)
+    origins = [
+        Location(URL.parse(os.fspath(source)), options, seal) for source, options in zip(paths, each, strict=True)
+    ]
+    place = Location(URL.parse(os.fspath(url)), storage_options)
+    choice = Selection(select, exclude, None, dtype, verify, allow_pickle, compression=compression)
+    with operation("merge", place.url, ranks=ranks, budget=memory_budget_bytes, progress=progress) as op:
+        output = Output(place, to, shard_bytes, overwrite, durable)
+        return merge_checkpoints(op, origins, output, choice, mix=mix, others=others)

@@ -11,7 +11,7 @@ FLOORS = """
     distributed manifest maps plan state testing
     formats
     loading save transform worker
-    checkpoint opened pending snapshot takes tiers weights
+    pending snapshot takes tiers weights
     bench interop manager publish
     cli
 """

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from snapshot.checkpoint import Checkpoint
 from snapshot.cli.locate import snapshots_below, work_concurrently
 from snapshot.errors import SnapshotError
 from snapshot.io.url import URL
@@ -19,6 +18,7 @@ from snapshot.manifest.document import OWN_FORMATS, SnapshotMetadata
 from snapshot.manifest.entries import is_leaf
 from snapshot.manifest.rank_view import is_rank
 from snapshot.manifest.values import Entry, Scalar
+from snapshot.snapshot import Snapshot
 from snapshot.tensors.composite import KIND as GENERATOR
 from snapshot.tensors.memory import ITEMSIZE
 from snapshot.text import size_text
@@ -370,7 +370,7 @@ def read_below(url: URL, options: Mapping[str, Any] | None) -> dict[str, Snapsho
 
     def look(name: str) -> SnapshotMetadata | None:
         try:
-            return Checkpoint(url.join(name).reveal(), storage_options=options).metadata
+            return Snapshot(url.join(name).reveal(), storage_options=options).metadata
         except SnapshotError:
             return None
 

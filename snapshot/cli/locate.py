@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
-from snapshot.checkpoint import Checkpoint
 from snapshot.errors import SnapshotError, SnapshotNotFoundError
 from snapshot.io.loop import run
 from snapshot.io.registry import open_storage
 from snapshot.io.url import URL
 from snapshot.save.transaction import save_id_of
+from snapshot.snapshot import Snapshot
 from snapshot.text import counted
 
 T = TypeVar("T")
@@ -27,10 +27,10 @@ ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".index.json")
 """Suffixes of files that may be checkpoints by themselves."""
 
 
-def open_all(url: str, options: Mapping[str, Any] | None = None, *, allow_pickle: bool = False) -> Checkpoint:
+def open_all(url: str, options: Mapping[str, Any] | None = None, *, allow_pickle: bool = False) -> Snapshot:
     """Return the snapshot at a URL, with its manifest read. If there is none, raise an error with what exists there."""
     options = suggest(URL.parse(url), options)
-    snapshot = Checkpoint(url, storage_options=options, allow_pickle=allow_pickle)
+    snapshot = Snapshot(url, storage_options=options, allow_pickle=allow_pickle)
     with explain_missing(url, options):
         _ = snapshot.metadata
     return snapshot
@@ -81,7 +81,7 @@ def snapshots_below(url: URL, options: Mapping[str, Any] | None, names: Sequence
 
     def is_checkpoint(name: str) -> bool:
         with suppress(SnapshotError, ValueError):
-            return Checkpoint(url.join(name).reveal(), storage_options=options).exists()
+            return Snapshot(url.join(name).reveal(), storage_options=options).exists()
         return False
 
     found = [name for name, here in zip(candidates, work_concurrently(is_checkpoint, candidates), strict=True) if here]

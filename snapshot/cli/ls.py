@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from snapshot.checkpoint import Checkpoint
 from snapshot.cli.arguments import Verbs, add_json, add_storage, count, options_of, verb
 from snapshot.cli.listing import (
     Fold,
@@ -34,6 +33,7 @@ from snapshot.manager.root import Root
 from snapshot.manager.step_metadata import NOTE, WRITER
 from snapshot.manifest.document import ManifestHead, SnapshotMetadata
 from snapshot.plan.names import matcher
+from snapshot.snapshot import Snapshot
 from snapshot.text import counted, entries_text, size_text
 from snapshot.tiers.by_hand import find_runs, folder_of
 from snapshot.tiers.control import ControlClient, Request, StepStatus, UploaderError
@@ -171,7 +171,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     options = suggest(URL.parse(arguments.url), options_of(arguments))
     if arguments.near is not None:
         return list_tiers(arguments.url, arguments.near, options, json=arguments.json)
-    snapshot = Checkpoint(arguments.url, storage_options=options)
+    snapshot = Snapshot(arguments.url, storage_options=options)
     try:
         metadata = snapshot.metadata
     except SnapshotNotFoundError:
@@ -388,7 +388,7 @@ def _root(arguments: argparse.Namespace, options: Mapping[str, Any]) -> ExitStat
 
     def look(name: str) -> _Found:
         try:
-            return _Found(name, Checkpoint(url.join(name).reveal(), storage_options=options).metadata)
+            return _Found(name, Snapshot(url.join(name).reveal(), storage_options=options).metadata)
         except SnapshotError as error:
             return _Found(name, None, str(error))
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch._tensor_str import PRINT_OPTS
 
-from snapshot.checkpoint import Checkpoint
 from snapshot.cli.arguments import Verbs, add_json, add_pickle, add_storage, options_of, verb
 from snapshot.cli.listing import base_url, is_in_base, items, shape_text, value_text
 from snapshot.cli.locate import open_all
@@ -24,6 +23,7 @@ from snapshot.manifest import entries as e
 from snapshot.manifest.rank_view import resolve_path
 from snapshot.manifest.values import Entry, Scalar
 from snapshot.progress import Progress
+from snapshot.snapshot import Snapshot
 from snapshot.tensors.geometry import split_shape, whole_box
 from snapshot.tensors.memory import ITEMSIZE
 from snapshot.text import counted, size_text
@@ -241,7 +241,7 @@ def _run(arguments: argparse.Namespace) -> ExitStatus:
 
 
 def _container(
-    snapshot: Checkpoint, path: str, entry: e.Container, manifest: Mapping[str, Entry], told: dict[str, Any]
+    snapshot: Snapshot, path: str, entry: e.Container, manifest: Mapping[str, Entry], told: dict[str, Any]
 ) -> list[str]:
     """Return the lines for a container: all of its contents, if they are stored in the manifest."""
     below = [held for name, held in manifest.items() if name.startswith(f"{path}/")]
@@ -282,7 +282,7 @@ def _described(path: str, entry: Entry, manifest: Mapping[str, Entry], world_siz
 
 
 def _tensor(
-    snapshot: Checkpoint, path: str, entry: e.Entry, told: dict[str, Any], arguments: argparse.Namespace
+    snapshot: Snapshot, path: str, entry: e.Entry, told: dict[str, Any], arguments: argparse.Namespace
 ) -> list[str]:
     if isinstance(entry, e.TENSORS):
         shape = tuple(entry.shape)
@@ -317,7 +317,7 @@ def _tensor(
     return [*lines, f"values:\n{_fitted(value)}"]
 
 
-def _reader(snapshot: Checkpoint, path: str) -> Callable[[Any], torch.Tensor]:
+def _reader(snapshot: Snapshot, path: str) -> Callable[[Any], torch.Tensor]:
     def read(box: Any) -> torch.Tensor:
         made: torch.Tensor = snapshot.read_object(path, box=box.slices() if box.sizes else None)
         return made

@@ -27,7 +27,6 @@ from urllib.parse import parse_qsl
 
 import torch
 
-from snapshot.checkpoint import Checkpoint
 from snapshot.cli.arguments import Verbs, add_storage, options_of, verb
 from snapshot.cli.diff import diff_fields
 from snapshot.cli.listing import stored_place
@@ -51,6 +50,7 @@ from snapshot.manifest.document import METADATA, Document, ManifestHead
 from snapshot.manifest.rank_view import is_shared
 from snapshot.manifest.validate import check_tensor, find_locations
 from snapshot.plan.names import WILDCARDS, compile_glob, matcher
+from snapshot.snapshot import Snapshot
 from snapshot.tensors.geometry import Box, split_shape
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE
 from snapshot.text import VERSION
@@ -260,7 +260,7 @@ class RunView:
     def diff(self, a: int, b: int, *, values: bool) -> dict[str, Any]:
         """Return the differences between two steps. With `values`, the largest relative ones are first."""
         sides = self._checkpoint(a), self._checkpoint(b)
-        found = Checkpoint.diff(*sides, values=values, memory_budget_bytes=BUDGET)
+        found = Snapshot.diff(*sides, values=values, memory_budget_bytes=BUDGET)
         told = diff_fields(found) | {"summary": found.summary}
         changes = told["changes"]
         if values:
@@ -315,14 +315,14 @@ class RunView:
     def _is_pinned_near(self, step: int, near: Mapping[int, tuple[NearFolder, NearStep]]) -> bool:
         return step in near and os.path.exists(f"{near[step][0].step_path(step)}/{PINNED}")
 
-    def _checkpoint(self, step: int) -> Checkpoint:
+    def _checkpoint(self, step: int) -> Snapshot:
         """Return a step: from the near folder if it has all files of the same save, otherwise from the root."""
         folder, near = self._near_steps().get(step, (None, None))
         if folder is not None and near is not None and self._root.save_id(step) in ("", near.save_id):
             files = folder.files(step)
             if all(files.get(name) == size for name, size in near.head.sizes().items()):
-                return Checkpoint(folder.step_path(step))
-        return Checkpoint(self._root.step_url(step).reveal(), storage_options=self._options)
+                return Snapshot(folder.step_path(step))
+        return Snapshot(self._root.step_url(step).reveal(), storage_options=self._options)
 
 
 def _row(step: int, head: object) -> dict[str, Any]:

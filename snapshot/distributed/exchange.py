@@ -388,12 +388,13 @@ def solo_exchange(verb: str) -> Exchange:
 
 
 @contextmanager
-def call_of(verb: str, pg: ProcessGroup | None, *, ranks: bool) -> Iterator[Exchange]:
+def call_of(verb: str, pg: ProcessGroup | None, *, ranks: bool, timeout: float | None = None) -> Iterator[Exchange]:
     """Yield the exchange of one call: of all ranks of a group if `ranks`, otherwise of this process alone.
 
     An error that leaves it is sent to the other ranks.
     """
-    with Exchange(ranks_of(pg) if ranks else SOLO, verb, Settings.current().timeout) as exchange:
+    seconds = Settings.current().timeout if timeout is None else timeout
+    with Exchange(ranks_of(pg) if ranks else SOLO, verb, seconds) as exchange:
         yield exchange
     exchange.close()
 

@@ -13,7 +13,7 @@ from snapshot.errors import (
 )
 from snapshot.events import emit, log
 from snapshot.io.budget import MemoryBudget, Pool
-from snapshot.io.loop import shared_clients
+from snapshot.io.loop import run, shared_clients
 from snapshot.io.registry import open_storage, plugin_for
 from snapshot.io.storage import Context, Storage
 from snapshot.io.url import URL
@@ -79,6 +79,12 @@ class Session:
                     raise
                 again = False
                 emit("retry", "read", str(self.storage.url.join(path)), attempt=1, error=str(error), pause=0.0)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        run(self.close())
 
     async def close(self) -> None:
         """Release the storage's resources. An error is logged: it does not undo the operation."""

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import xxhash
 
 from snapshot.distributed.exchange import Exchange
+from snapshot.distributed.operation import Operation
 from snapshot.errors import CorruptSnapshotError, RestoreError, SnapshotError, noting
 from snapshot.events import log
 from snapshot.io.accelerators import await_current_streams
@@ -372,26 +373,25 @@ class Restore:
 
     def __init__(
         self,
-        exchange: Exchange,
+        operation: Operation,
         session: Session,
         document: Document,
         options: RestoreOptions,
         *,
         opened: float,
         allow_pickle: bool,
-        meter: Meter,
         touched: set[str],
     ) -> None:
         """`touched`: names of live tensors that an earlier attempt wrote. All of them must be restored now.
 
         The names of the tensors that this attempt writes are added.
         """
-        self._exchange = exchange
+        self._exchange = exchange = operation.exchange
         self._session = session
         self._document = document
         self._options = options
         self._allow_pickle = allow_pickle
-        self._meter = meter
+        self._meter = operation.meter
         remote = not session.storage.capabilities.blocking
         self._read_once = not exchange.alone and (remote if options.read_once == "auto" else bool(options.read_once))
         self._seconds: dict[str, float] = {"open": opened}

@@ -26,9 +26,8 @@ from snapshot.loading.reader import TOUCHED
 from snapshot.manager.root import Root
 from snapshot.manager.step_metadata import noted_step
 from snapshot.manifest.document import Document, SnapshotMetadata
-from snapshot.opened import seal_with
 from snapshot.reports import RestoreReport
-from snapshot.signing.seal import Seal, signer_of
+from snapshot.signing.seal import Seal, seal_with, signer_of
 from snapshot.snapshot import Snapshot
 from snapshot.takes import AppState
 

@@ -12,7 +12,7 @@ from snapshot.events import emit
 from snapshot.io.aio import in_thread
 from snapshot.io.storage import Buffer, FileStat, Storage, StorageWrapper
 from snapshot.io.system import drop_oldest
-from snapshot.signing.keys import VerifyingKey
+from snapshot.signing.keys import Key, VerifyingKey, load_key
 from snapshot.signing.tree import (
     LEAF,
     SIZE,
@@ -300,3 +300,8 @@ class Recorder:
         """Return the save id, the manifest, and the trees of all files."""
         assert self._storage is not None
         return self._save_id, self._manifest, self._storage.trees()
+
+
+def seal_with(key: Key | None) -> Seal | None:
+    """Return the check that everything that is read has the signature of a key; None without a key."""
+    return None if key is None else KeySeal(load_key(key))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,6 +11,7 @@ from typing import Any
 import msgspec
 
 from snapshot.distributed.exchange import LEADER, Exchange
+from snapshot.distributed.operation import Location, Operation
 from snapshot.errors import (
     CorruptSnapshotError,
     SnapshotError,
@@ -39,7 +39,6 @@ from snapshot.loading.open import (
 )
 from snapshot.manifest.document import METADATA, Document, ManifestPart, PackedFile, PartEntry, encode
 from snapshot.manifest.entries import count_entries
-from snapshot.options import expect_positive
 from snapshot.progress import Meter
 from snapshot.reports import CopyReport
 from snapshot.save.begin import TakeOpening, open_take
@@ -47,7 +46,6 @@ from snapshot.save.commit import commit_together, raise_fault_of_another_rank, w
 from snapshot.save.compression import usual_budget
 from snapshot.save.transaction import committed_save_id
 from snapshot.save.writer import write_small
-from snapshot.signing.seal import Seal
 from snapshot.signing.tree import signature_path
 from snapshot.tensors.digest import digest_range
 from snapshot.transform.export import StagedFiles, exists
@@ -238,64 +236,40 @@ async def _find_layout(source: Session, document: ForeignDocument, url: URL) -> 
 
 
 def copy_checkpoint(
-    origin: URL,
-    options: Mapping[str, Any] | None,
-    url: URL,
-    target_options: Mapping[str, Any] | None,
-    *,
-    seal: Seal | None = None,
-    choice: Selection,
-    meter: Meter,
-    overwrite: bool,
-    durable: bool,
-    budget: int | None,
-    exchange: Exchange,
+    operation: Operation, origin: Location, place: Location, choice: Selection, *, overwrite: bool, durable: bool
 ) -> CopyReport:
-    """Copy the checkpoint at `origin` to `url`, on any storages. The ranks of `exchange` share the work."""
-    expect_positive("memory_budget_bytes", budget)
+    """Copy a checkpoint on any storages. Half of the memory is for reading it, and half for writing."""
+    exchange, url = operation.exchange, place.url
     expect_common_place(exchange, url)
-    began = time.perf_counter()
-    half = None if budget is None else max(1, budget // 2)
-    source = Session(origin, options, budget=half, seal=seal)
+    source = operation.open(origin, share=2)
+    usual = usual_budget(choice.compression)
 
-    def opener(place: URL) -> Session:
-        usual = usual_budget(choice.compression)
-        return Session(place, target_options, durable=durable, budget=half, default_budget=usual)
+    def opener(folder: URL) -> Session:
+        return Session(folder, place.options, durable=durable, budget=operation.part(2), default_budget=usual)
 
-    try:
-        arguments = {"source": origin, "destination": url, "overwrite": overwrite, **choice.arguments()}
-        [document] = open_sources(exchange, "copy", arguments, [source], open_main)
-        if select_server(options) == select_server(target_options):
-            _expect_apart(origin, url)
-        if isinstance(document, ForeignDocument):
-            if choice.select or choice.exclude or choice.compression:
-                raise UnsupportedFormatError(
-                    f"{origin}: is a checkpoint of {document.format}, which can only be copied whole; to select a "
-                    "part of it or to compress it, convert it (Snapshot.convert, or `snapshot convert`)"
-                )
-            report = copy_files(
-                source, document, url, opener, meter, overwrite=overwrite, verify=choice.verify, exchange=exchange
+    arguments = {"source": origin.url, "destination": url, "overwrite": overwrite, **choice.arguments()}
+    [document] = open_sources(exchange, "copy", arguments, [source], open_main)
+    if select_server(origin.options) == select_server(place.options):
+        _expect_apart(origin.url, url)
+    if isinstance(document, ForeignDocument):
+        if choice.select or choice.exclude or choice.compression:
+            raise UnsupportedFormatError(
+                f"{origin.url}: is a checkpoint of {document.format}, which can only be copied whole; to select a "
+                "part of it or to compress it, convert it (Snapshot.convert, or `snapshot convert`)"
             )
-        elif choice.select or choice.exclude or choice.compression:
-            report = _copy_selection(
-                source, document, choice, url, opener=opener, meter=meter, overwrite=overwrite, exchange=exchange
-            )
-        else:
-            read_stored(source)
-            with open_take(exchange, url, (), meter, opener, overwrite=overwrite) as opening:
-                opening.look_at_path()
-                opening.transaction()
-                report = run(_Copy(source, document, opening, verify=choice.verify).make())
-        signed = run(_is_signed(source, document))
-    except BaseException as error:
-        emit("failed", "copy", str(url), error=error)
-        raise
-    finally:
-        run(source.close())
-        meter.close()
-    report = replace(report, seconds=time.perf_counter() - began, was_signed=signed)
-    emit("copied", "copy", str(url), bytes=report.nbytes, seconds=round(report.seconds, 3))
-    return report
+        report = copy_files(
+            source, document, url, opener, operation.meter, overwrite=overwrite, verify=choice.verify, exchange=exchange
+        )
+    elif choice.select or choice.exclude or choice.compression:
+        report = _copy_selection(operation, source, document, choice, opener, overwrite=overwrite)
+    else:
+        read_stored(source)
+        with open_take(exchange, url, (), operation.meter, opener, overwrite=overwrite) as opening:
+            opening.look_at_path()
+            opening.transaction()
+            report = run(_Copy(source, document, opening, verify=choice.verify).make())
+    signed = run(_is_signed(source, document))
+    return operation.done(replace(report, was_signed=signed), "copied", bytes=report.nbytes)
 
 
 async def _is_signed(source: Session, document: Document) -> bool:
@@ -324,36 +298,31 @@ def _expect_apart(origin: URL, url: URL) -> None:
 
 
 def _copy_selection(
+    operation: Operation,
     source: Session,
     document: Document,
     choice: Selection,
-    url: URL,
+    opener: Callable[[URL], Session],
     *,
-    opener: Any,
-    meter: Meter,
     overwrite: bool,
-    exchange: Exchange,
 ) -> CopyReport:
     """Copy a selection of a snapshot as a new snapshot, since files also contain other entries."""
     run(load_parts(source, document, list(document.parts)))
     run(expect_files(source, document, selected_locations(document, choice.select, choice.exclude)))
     if choice.verify:
-        expect_checksums(exchange, source, document)
+        expect_checksums(operation.exchange, source, document)
     write_as_snapshot(
         source,
         document,
         choice,
-        url,
+        operation.url,
         open_session=opener,
-        meter=meter,
+        meter=operation.meter,
         overwrite=overwrite,
-        exchange=exchange,
+        exchange=operation.exchange,
     )
-    made = opener(url)
-    try:
+    with opener(operation.url) as made:
         written = run(open_document(made))
-    finally:
-        run(made.close())
     nbytes = sum(file.stored_size for file in written.files.values())
     checked = "digests" if choice.verify else "sizes"
     return CopyReport("snapshot", count_entries(written.manifest), len(written.files), nbytes, checked)

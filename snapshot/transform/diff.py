@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from snapshot.distributed.exchange import Exchange
+from snapshot.distributed.operation import Location, Operation
 from snapshot.errors import CorruptSnapshotError, RestoreError
-from snapshot.events import emit
 from snapshot.formats.foreign import is_packed
 from snapshot.formats.pickled import is_refused
 from snapshot.io.budget import MemoryBudget
 from snapshot.io.loop import run
-from snapshot.io.session import Session
 from snapshot.loading.read_object import expand_objects
 from snapshot.loading.scatter import place_of
 from snapshot.manifest import entries as e
@@ -24,9 +21,7 @@ from snapshot.manifest.document import OWN_FORMATS, Document
 from snapshot.manifest.entries import is_leaf
 from snapshot.manifest.rank_view import MOST_RANKS, is_rank
 from snapshot.manifest.values import Scalar
-from snapshot.options import expect_positive
 from snapshot.plan.names import Rename, expect_globs, find_unmatched, matcher
-from snapshot.progress import Meter
 from snapshot.reports import Change, Diff
 from snapshot.state.stateful_kinds import Kind
 from snapshot.text import counted
@@ -356,54 +351,19 @@ class _DiffItem:
 
 
 def compare_snapshots(
-    openers: Sequence[Callable[[int | None], Session]],
+    operation: Operation,
+    places: Sequence[Location],
     *,
     values: bool,
     select: Sequence[str],
     exclude: Sequence[str],
     rename: Rename | None,
-    budget: int | None,
-    meter: Meter,
-    exchange: Exchange,
 ) -> Diff:
-    """Compare the checkpoints at two locations. Half of the budget is for comparing, a quarter for reading each."""
+    """Compare two checkpoints. Half of the memory is for comparing, a quarter for reading each."""
     for name, globs in (("select", select), ("exclude", exclude)):
         expect_globs(name, globs)
-    expect_positive("memory_budget_bytes", budget)
-    opened: list[Session] = []
-    try:
-        for opener in openers:
-            opened.append(opener(None if budget is None else max(1, budget // 4)))
-        return find_differences(
-            *opened,
-            values=values,
-            select=select,
-            exclude=exclude,
-            rename=rename,
-            budget=budget,
-            meter=meter,
-            exchange=exchange,
-        )
-    finally:
-        meter.close()
-        for session in opened:
-            run(session.close())
-
-
-def find_differences(
-    a: Session,
-    b: Session,
-    *,
-    values: bool,
-    select: Sequence[str],
-    exclude: Sequence[str],
-    rename: Rename | None,
-    budget: int | None,
-    meter: Meter,
-    exchange: Exchange,
-) -> Diff:
-    """Compare two open checkpoints. The ranks of `exchange` share the reading."""
-    began = time.perf_counter()
+    a, b = (operation.open(place, share=4) for place in places)
+    exchange = operation.exchange
     arguments = {"a": a.url, "b": b.url, "values": values, "select": select, "exclude": exclude, "rename": rename}
     documents = open_sources(exchange, "diff", arguments, (a, b))
     sides = [Side(session, document) for session, document in zip((a, b), documents, strict=True)]
@@ -417,8 +377,8 @@ def find_differences(
     planned = [(pair.name, pair.dtype, pair.nbytes) for pair in pairs]
     expect_same_plan(exchange, [*planned, *(item.path for item in items), *removed, *added])
     if pairs:
-        held = MemoryBudget(max(1, budget // 2) if budget is not None else min(a.budget.total, b.budget.total))
-        nbytes = run(compare_pairs(sides[0], sides[1], pairs, held, meter, exchange=exchange))
+        held = MemoryBudget(operation.part(2) or min(a.budget.total, b.budget.total))
+        nbytes = run(compare_pairs(sides[0], sides[1], pairs, held, operation.meter, exchange=exchange))
     equal = 0
     for item in items:
         change = _make_change(item)
@@ -427,11 +387,9 @@ def find_differences(
         else:
             changes.append(change)
     read = sum(bool(item.pairs) for item in items)
-    seconds = time.perf_counter() - began
     ordered = sorted(changes, key=lambda change: change.path)
-    found = Diff(str(a.url), str(b.url), tuple(ordered), equal, read, nbytes, seconds)
-    emit("compared", "diff", str(b.url), bytes=nbytes, seconds=round(seconds, 3), changes=len(ordered))
-    return found
+    found = Diff(str(a.url), str(b.url), tuple(ordered), equal, read, nbytes, 0.0)
+    return operation.done(found, "compared", bytes=nbytes, changes=len(ordered))
 
 
 def _read_names(side: Side) -> DiffNames:

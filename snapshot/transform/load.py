@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from snapshot.distributed.operation import Location, Operation
 from snapshot.errors import RestoreError, SnapshotError
 from snapshot.formats.pickled import is_refused
 from snapshot.io.loop import run
@@ -296,10 +297,14 @@ def _key_of(entry: e.AnyTensor) -> Any:
 
 
 def load_tensors(
-    session: Session, choice: Selection, plan: LoadPlan | None, device: torch.device, meter: Meter
+    operation: Operation, origin: Location, choice: Selection, plan: LoadPlan | None, device: torch.device
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of a checkpoint by name."""
+    session = operation.open(origin)
     with gc_paused():
         document = map_document(session, run(open_document(session)), choice.map)
         session.storage.share_reads()  # other ranks, or the next start of a server, load the same files
-        return Loading(document, choice, plan, device).read(session, meter)
+        loaded = Loading(document, choice, plan, device).read(session, operation.meter)
+    nbytes = sum(tensor.nbytes for tensor in loaded.values())
+    operation.emit("loaded", bytes=nbytes, seconds=round(operation.seconds, 3))
+    return loaded

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -13,14 +12,14 @@ import msgspec
 import torch
 
 from snapshot.distributed.exchange import Exchange
+from snapshot.distributed.operation import Location, Operation
 from snapshot.errors import RestoreError
-from snapshot.events import emit, log
+from snapshot.events import log
 from snapshot.io.aio import gather_limited, in_thread, run_inline, shielded
 from snapshot.io.arena import Slot
 from snapshot.io.budget import MemoryBudget, Pool
 from snapshot.io.loop import cancel_all, run
 from snapshot.io.session import Session
-from snapshot.io.url import URL
 from snapshot.loading.open import expect_files
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e
@@ -29,12 +28,10 @@ from snapshot.manifest.entries import AnyTensor
 from snapshot.manifest.paths import decode_component
 from snapshot.manifest.rank_view import make_rank_view, suggest_names
 from snapshot.manifest.validate import find_locations
-from snapshot.options import expect_positive
 from snapshot.plan.layout import Extent, FilePart, FilePlan
 from snapshot.progress import Meter
 from snapshot.reports import ConvertReport
 from snapshot.save.staging import StagedPart
-from snapshot.signing.seal import Seal
 from snapshot.state.leaves import Leaf
 from snapshot.tensors import composite
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE
@@ -480,27 +477,16 @@ _NEARLY = 1e-6
 
 
 def merge_checkpoints(
-    origins: Sequence[tuple[URL, Mapping[str, Any] | None]],
-    output: Output,
-    *,
-    mix: Mix,
-    choice: Selection,
-    others: str,
-    meter: Meter,
-    budget: int | None,
-    exchange: Exchange,
-    seal: Seal | None = None,
+    operation: Operation, origins: Sequence[Location], output: Output, choice: Selection, *, mix: Mix, others: str
 ) -> ConvertReport:
-    """Write the mix of several checkpoints. The ranks of `exchange` share the work."""
+    """Write the mix of checkpoints. Memory: a quarter for reading, a quarter for mixing, and half for writing."""
+    exchange, url = operation.exchange, output.place.url
     if others not in OTHERS:
         raise ValueError(f"others must be one of {', '.join(map(repr, OTHERS))}, got {others!r}")
-    expect_positive("memory_budget_bytes", budget)
-    output.check([url for url, _ in origins], choice)
-    for url, _ in origins:
-        if url.scheme == output.url.scheme and output.url.location.startswith(f"{url.location.rstrip('/')}/"):
-            raise ValueError(f"{output.url}: the destination is inside the source {url}; merge to another path")
-    began = time.perf_counter()
-    quarter = None if budget is None else max(1, budget // 4)
+    output.check([origin.url for origin in origins], choice)
+    for origin in origins:
+        if origin.url.scheme == url.scheme and url.location.startswith(f"{origin.url.location.rstrip('/')}/"):
+            raise ValueError(f"{url}: the destination is inside the source {origin.url}; merge to another path")
     pools: list[Pool] = []
 
     def shared(limit: int) -> Pool:
@@ -508,54 +494,35 @@ def merge_checkpoints(
             pools.append(Pool(limit))
         return pools[0]
 
-    sessions: list[Session] = []
-    try:
-        for url, options in origins:
-            sessions.append(Session(url, options, budget=quarter, pool=shared, seal=seal))
-        arguments = {
-            "sources": [url for url, _ in origins],
-            **output.arguments(),
-            **choice.arguments(),
-            "others": others,
-            "mix": repr(mix),
-        }
-        documents = open_sources(exchange, "merge", arguments, sessions)
-        sides = [Side(session, document) for session, document in zip(sessions, documents, strict=True)]
-        plan = plan_merge(sides, choice)
-        _expect_readable(sides, plan, choice, exchange)
-        scratch = MemoryBudget(quarter or sessions[0].budget.total)
-        changed = _compare(sides, plan, others, scratch, exchange)
-        if abs(math.fsum(mix.factors) - 1) > _NEARLY and mix.keep == mix.divisor == 1:
-            log.warning(
-                "%s: the weights add up to %g, not 1; they are used as given", output.url, math.fsum(mix.factors)
-            )
+    sessions = [operation.open(origin, share=4, pool=shared) for origin in origins]
+    arguments = {
+        "sources": [origin.url for origin in origins],
+        **output.arguments(),
+        **choice.arguments(),
+        "others": others,
+        "mix": repr(mix),
+    }
+    documents = open_sources(exchange, "merge", arguments, sessions)
+    sides = [Side(session, document) for session, document in zip(sessions, documents, strict=True)]
+    plan = plan_merge(sides, choice)
+    _expect_readable(sides, plan, choice, exchange)
+    scratch = MemoryBudget(operation.part(4) or sessions[0].budget.total)
+    changed = _compare(sides, plan, others, scratch, exchange)
+    total = math.fsum(mix.factors)
+    if abs(total - 1) > _NEARLY and mix.keep == mix.divisor == 1:
+        log.warning("%s: the weights add up to %g, not 1; they are used as given", url, total)
 
-        def make_stager(session: Session, document: Document, *leaves: Any, **options: Any) -> MergeStager:
-            return MergeStager(*leaves, sides=sides, plan=plan, mix=mix, scratch=scratch, **options)
+    def make_stager(session: Session, document: Document, *leaves: Any, **options: Any) -> MergeStager:
+        return MergeStager(*leaves, sides=sides, plan=plan, mix=mix, scratch=scratch, **options)
 
-        def splits(entry: AnyTensor) -> bool:
-            group = plan.group(entry)
-            return all(reads_ranges(each) for each in (group.entries if group is not None else [entry]))
+    def splits(entry: AnyTensor) -> bool:
+        group = plan.group(entry)
+        return all(reads_ranges(each) for each in (group.entries if group is not None else [entry]))
 
-        report = output.write(
-            sides[0].session,
-            sides[0].document,
-            choice,
-            meter,
-            exchange=exchange,
-            make_stager=make_stager,
-            splits=splits,
-        )
-    except BaseException as error:
-        emit("failed", "merge", str(output.url), error=error)
-        raise
-    finally:
-        for session in sessions:
-            run(session.close())
-        meter.close()
-    report = replace(report, seconds=time.perf_counter() - began, changed=(*report.changed, *changed))
-    emit("merged", "merge", str(output.url), bytes=report.nbytes, seconds=round(report.seconds, 3))
-    return report
+    first = sides[0]
+    report = output.write(operation, first.session, first.document, choice, make_stager=make_stager, splits=splits)
+    report = replace(report, changed=(*report.changed, *changed))
+    return operation.done(report, "merged", bytes=report.nbytes)
 
 
 def _expect_readable(sides: Sequence[Side], plan: MergePlan, choice: Selection, exchange: Exchange) -> None:

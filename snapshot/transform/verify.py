@@ -16,9 +16,9 @@ from typing import Any, BinaryIO
 import msgspec
 
 from snapshot.decoding import decode_json
-from snapshot.distributed.exchange import Exchange, call_of
+from snapshot.distributed.exchange import Exchange
+from snapshot.distributed.operation import Location, Operation
 from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageError
-from snapshot.events import emit
 from snapshot.formats import zip_archive
 from snapshot.formats.pickled import INLINE
 from snapshot.io.aio import in_thread
@@ -268,25 +268,17 @@ EMPTY_VIEW = 30
 
 
 def verify_checkpoint(
-    session: Session,
-    meter: Meter,
-    *,
-    exchange: Exchange,
-    quick: bool = False,
-    resume: str | os.PathLike[str] | None = None,
+    operation: Operation, origin: Location, *, quick: bool = False, resume: str | os.PathLike[str] | None = None
 ) -> VerifyReport:
-    """Read and verify everything, and close the session. Faults are listed, not raised, if the manifest is readable.
+    """Read and verify everything. Faults are listed, not raised, if the manifest is readable.
 
     Several ranks share the ranges, and all of them return the same report. See `verify_newest`.
     """
-    try:
-        if resume is not None and not exchange.alone:
-            raise ValueError("resume must be None if ranks share the work, since a journal is of one process")
-        report = verify_newest(session, meter, exchange=exchange, quick=quick, resume=resume)
-    finally:
-        run(session.close())
-        meter.close()
-    emit("verified", "verify", str(session.url), ok=report.ok, bytes=report.bytes_read)
+    if resume is not None and not operation.exchange.alone:
+        raise ValueError("resume must be None if ranks share the work, since a journal is of one process")
+    session = operation.open(origin)
+    report = verify_newest(session, operation.meter, exchange=operation.exchange, quick=quick, resume=resume)
+    operation.emit("verified", ok=report.ok, bytes=report.bytes_read)
     return report
 
 
@@ -600,22 +592,24 @@ def _damage_text(error: CorruptSnapshotError | StorageError) -> list[str]:
 # Signing of a committed snapshot: every byte is read once, compared with its digest, and hashed.
 
 
-def sign_files(session: Session, recorder: Recorder, signer: Signer, meter: Meter) -> VerifyReport:
-    """Sign what is stored. The session must have the recorder as its seal.
+def sign_files(operation: Operation, place: Location, signer: Signer) -> VerifyReport:
+    """Sign what is stored at a place.
 
     Raise `CorruptSnapshotError` if a byte does not match its digest: nothing is signed then.
     """
+    recorder = Recorder()
+    session = operation.open(replace(place, seal=recorder))
     storage = session.storage
     if not (storage.capabilities.write and storage.capabilities.atomic_put):
         raise SnapshotError(f"{session.url}: this storage is read-only")
     expect_signable(storage, signer, leads=True)
-    with call_of("sign", None, ranks=False) as exchange:
-        report = verify_newest(session, meter, exchange=exchange)
+    report = verify_newest(session, operation.meter, exchange=operation.exchange)
     if not report.ok:
         raise CorruptSnapshotError(
             f"{session.url}: is damaged, so it was not signed: {'; '.join(report.faults)}", faults=report.faults
         )
     run(_put(session, storage, recorder, signer))
+    operation.emit("signed", key=str(signer), bytes=report.bytes_read)
     return replace(report, signer=str(signer))
 
 

@@ -142,15 +142,11 @@ class SnapshotReader(StorageReader):
 
     def _read_metadata(self, rank: int | None) -> Metadata:
         url = self._url() if rank is None else self._url().join(rank_folder(rank))
-        session = self._session(url)
-        try:
-            with gc_paused():
-                document = run(open_document(session))
-                self._opened = opened = _opened(url, document)
-                meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=document.save_id, load_id=self.load_id)
-                return Metadata(_described(opened), opened.names.planner_data, None, meta)
-        finally:
-            run(session.close())
+        with self._session(url) as session, gc_paused():
+            document = run(open_document(session))
+            self._opened = opened = _opened(url, document)
+            meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=document.save_id, load_id=self.load_id)
+            return Metadata(_described(opened), opened.names.planner_data, None, meta)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if self._opened is None:  # another reader read the metadata
