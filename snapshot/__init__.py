@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from snapshot.io.arena import release_memory
     from snapshot.manager.manager import SnapshotManager
+    from snapshot.manager.options import Near, Tolerate
     from snapshot.manager.policies import KeepBest, KeepEvery, KeepFor, KeepLatest
     from snapshot.manager.signals import ignore_stop_signals
     from snapshot.maps.tensor_map import TensorMap
@@ -43,6 +44,8 @@ __all__ = [
     "Snapshot",
     "PendingSnapshot",
     "SnapshotManager",
+    "Near",
+    "Tolerate",
     "KeepLatest",
     "KeepBest",
     "KeepEvery",
@@ -105,6 +108,7 @@ _MODULES = {
         "UnsupportedFormatError",
     ),
     "snapshot.manager.manager": ("SnapshotManager",),
+    "snapshot.manager.options": ("Near", "Tolerate"),
     "snapshot.manager.policies": (
         "KeepBest",
         "KeepEvery",

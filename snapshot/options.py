@@ -6,12 +6,17 @@ Settings are for tuning to a machine; the defaults are safe.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
 from snapshot.io.system import count_cores
 
 MiB = 1 << 20
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,3 +104,19 @@ def expect_positive(name: str, value: float | None) -> None:
     """Raise `ValueError` if a given argument is not above 0."""
     if value is not None and not value > 0:
         raise ValueError(f"{name} must be above 0, got {value}")
+
+
+def moved_names(moved: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let a function name the new spelling of an argument that it had before: `moved` has old name -> new spelling."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def checked(*arguments: P.args, **named: P.kwargs) -> R:
+            old = next((name for name in named if name in moved), None)
+            if old is not None:
+                raise TypeError(f"{old}= has moved: pass {moved[old]}")
+            return function(*arguments, **named)
+
+        return checked
+
+    return decorate

@@ -18,19 +18,19 @@ from snapshot.io.url import URL
 from snapshot.manager import at_exit
 from snapshot.manager.advice import Measured
 from snapshot.manager.channels import Channels
-from snapshot.manager.checked_arguments import (
-    checked_grace,
-    checked_policy,
-    checked_root,
-    checked_signals,
-    checked_tiers,
-    checked_timeout,
-)
 from snapshot.manager.cleaner import Cleaner
 from snapshot.manager.decisions import StepDecisions
 from snapshot.manager.incremental import choose_base, find_bases
+from snapshot.manager.options import (
+    Near,
+    checked_policy,
+    checked_root,
+    checked_signals,
+    checked_timeout,
+    checked_tolerance,
+)
 from snapshot.manager.pending_takes import PendingTakes, failed_take
-from snapshot.manager.policies import KeepLatest, Policy
+from snapshot.manager.policies import Policy
 from snapshot.manager.queries import StepQueries
 from snapshot.manager.restores import StepRestores
 from snapshot.manager.root import Root
@@ -41,17 +41,24 @@ from snapshot.manager.step_metadata import add_note, checked_metrics, checked_st
 from snapshot.manager.tiers import Begun, ManagerTiers, TakePlace
 from snapshot.manager.tolerance import OnError, OnException, Tolerance, save_after
 from snapshot.manager.writers import Writers
-from snapshot.options import Settings
+from snapshot.options import Settings, moved_names
 from snapshot.reports import RestoreReport, TakeReport
 from snapshot.save.take_options import AllowPickle, AsyncTakeArguments, TakeArguments
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.takes import AppState
-from snapshot.tiers.upload_queue import Upload
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_KEEP_NEAR = KeepLatest(2)
+MOVED = {
+    "keep_near": "near=Near(folder, keep=...)",
+    "upload": "near=Near(folder, upload=...)",
+    "replicas": "near=Near(folder, replicas=...)",
+    "rate": "near=Near(folder, rate=...)",
+    "upload_compression": "near=Near(folder, compression=...)",
+    "grace": "near=Near(folder, grace=...)",
+    "max_failures": "on_error=Tolerate(failures)",
+}
 
 
 class SnapshotManager(StepQueries, StepDecisions, StepRestores):
@@ -63,17 +70,10 @@ class SnapshotManager(StepQueries, StepDecisions, StepRestores):
         every: When `should_take` returns True: after some steps (an int) or a time (`timedelta`, `"10m"`), or
             whenever no take is running (`"continuous"`).
         incremental: Share files whose tensors are unchanged with earlier steps, so that two physical copies remain.
-        near: A folder of each host, on a local disk or in memory (`/dev/shm/run`). Takes are committed there, and the
-            host's uploader copies them to `root`, the far root. See docs/tiers.md.
-        keep_near: Policy of the near steps to keep. Those that are still wanted far are kept, too.
-        upload: Steps that are uploaded: `"latest"` (the newest one, again and again), each multiple of a number, or
-            None for those that `wait("far")` or `close` ask for.
-        replicas: Number of other hosts that keep a copy of each near file.
-        rate: Maximum bytes per second of a host's uploads.
-        upload_compression: `"zstd"`: the uploader compresses files on their way to `root`.
-        grace: Seconds that `close`, and a take after `should_stop` returned True, wait for the upload.
-        on_error: `"warn"`: a failed take is logged, and training continues.
-        max_failures: Failed takes in a row after which `on_error="warn"` raises.
+        near: A folder of each host, or `Near(folder, ...)` with more choices. Takes are committed there, and the host's
+            uploader copies them to `root`, the far root. See docs/tiers.md.
+        on_error: `"raise"`; or `"warn"`: a failed take is logged, and training continues, for up to two failures in a
+            row. `Tolerate(failures)` says after how many failures in a row a take raises.
         on_exception: Called with the exception that leaves `with manager:`. It returns a step and an app state to
             save, or None.
         pg: Process group of the participating ranks.
@@ -93,6 +93,7 @@ class SnapshotManager(StepQueries, StepDecisions, StepRestores):
     30
     """
 
+    @moved_names(MOVED)
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -100,15 +101,8 @@ class SnapshotManager(StepQueries, StepDecisions, StepRestores):
         keep: Policy | None = None,
         every: Every | None = None,
         incremental: bool = False,
-        near: str | os.PathLike[str] | None = None,
-        keep_near: Policy | None = _KEEP_NEAR,
-        upload: Upload = "latest",
-        replicas: int = 1,
-        rate: float | None = None,
-        upload_compression: str | None = None,
-        grace: float = 300.0,
+        near: Near | str | os.PathLike[str] | None = None,
         on_error: OnError = "raise",
-        max_failures: int = 3,
         on_exception: OnException | None = None,
         pg: ProcessGroup | None = None,
         storage_options: Mapping[str, Any] | None = None,
@@ -123,7 +117,7 @@ class SnapshotManager(StepQueries, StepDecisions, StepRestores):
         self._incremental = incremental
         self._pg = pg
         self._options = storage_options
-        self._tolerance = Tolerance(on_error, max_failures)
+        self._tolerance = Tolerance(checked_tolerance(on_error))
         self._on_exception = on_exception
         self._allow_pickle = allow_pickle
         self._timeout = checked_timeout(timeout)
@@ -140,9 +134,9 @@ class SnapshotManager(StepQueries, StepDecisions, StepRestores):
         )
         self._tiers = None
         if near is not None:
-            given = {"upload": upload, "replicas": replicas, "rate": rate, "compression": upload_compression}
-            tiers = checked_tiers(near, self._url, storage_options, **given)
-            self._tiers = ManagerTiers(tiers, checked_policy(keep_near), checked_grace(grace), self._root, self._spared)
+            chosen = near if isinstance(near, Near) else Near(near)
+            tiers = chosen.below(self._url, storage_options)
+            self._tiers = ManagerTiers(tiers, chosen.keep, chosen.grace, self._root, self._spared)
         self._channels = Channels(pg, timeout)
         self._leads, self._stopping = True, False
         self._report: RestoreReport | None = None

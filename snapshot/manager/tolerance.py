@@ -7,9 +7,10 @@ from typing import Literal
 
 from snapshot.errors import SnapshotError, SnapshotExistsError
 from snapshot.events import emit, log
+from snapshot.manager.options import Tolerate
 from snapshot.takes import AppState
 
-OnError = Literal["raise", "warn"]
+OnError = Literal["raise", "warn"] | Tolerate
 
 
 OnException = Callable[[BaseException], tuple[int, AppState] | None]
@@ -27,15 +28,11 @@ def save_after(error: BaseException, hook: OnException, take: Callable[[int, App
 
 
 class Tolerance:
-    """Counts failed takes. With `"warn"`, failures are logged until there are too many in a row."""
+    """Counts failed takes. Failures that are tolerated are logged, until there are too many in a row."""
 
-    def __init__(self, on_error: OnError, most: int) -> None:
-        if on_error not in ("raise", "warn"):
-            raise ValueError(f"on_error must be 'raise' or 'warn', got {on_error!r}")
-        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
-            raise ValueError(f"max_failures must be a number of takes, at least 1, got {most!r}")
-        self._warns = on_error == "warn"
-        self._most = most
+    def __init__(self, tolerated: Tolerate | None) -> None:
+        self._warns = tolerated is not None
+        self._most = tolerated.failures if tolerated is not None else 0
         self.failures = 0
         """Failures since the last take that was committed."""
 
@@ -58,4 +55,4 @@ class Tolerance:
     def expect_few(self, failures: int) -> None:
         """Raise if a rank has seen too many failures in a row."""
         if self._warns and failures >= self._most:
-            raise SnapshotError(f"the last {failures} takes failed, and max_failures is {self._most}")
+            raise SnapshotError(f"the last {failures} takes failed, and Tolerate({self._most}) allows no more")

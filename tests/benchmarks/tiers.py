@@ -20,7 +20,7 @@ import msgspec
 import torch
 import xxhash
 
-from snapshot import Snapshot, SnapshotManager, StateDict
+from snapshot import Near, Snapshot, SnapshotManager, StateDict
 from snapshot.io.url import URL
 from snapshot.tiers.census import HostView, StepView, take_census
 from snapshot.tiers.hosts import Host
@@ -59,7 +59,7 @@ def _takes(memory: Path, folder: Path, nbytes: int, rounds: int) -> Iterator[str
     yield f"{'':<58} {'tiers':>10}  {'without':>10}"
     with (
         SnapshotManager(memory / "plain", signals=()) as plain,
-        SnapshotManager(folder / "far", near=memory / "near", upload=None, grace=0, signals=()) as tiers,
+        SnapshotManager(folder / "far", near=Near(memory / "near", upload=None, grace=0), signals=()) as tiers,
     ):
         blocked: dict[SnapshotManager, list[float]] = {plain: [], tiers: []}
         done: dict[SnapshotManager, list[float]] = {plain: [], tiers: []}
@@ -89,7 +89,7 @@ def _steps(memory: Path, folder: Path, nbytes: int) -> Iterator[str]:
             left @ left
         return time.perf_counter() - began
 
-    with SnapshotManager(folder / "far-steps", near=memory / "near-steps", grace=0, signals=()) as manager:
+    with SnapshotManager(folder / "far-steps", near=Near(memory / "near-steps", grace=0), signals=()) as manager:
         quiet, busy = [], []
         state = _state(nbytes)
         for turn in range(3):
@@ -107,7 +107,7 @@ def _steps(memory: Path, folder: Path, nbytes: int) -> Iterator[str]:
 
 def _restores(memory: Path, folder: Path, nbytes: int, rounds: int) -> Iterator[str]:
     state, far = _state(nbytes), folder / "far-restore"
-    with SnapshotManager(far, near=memory / "near-restore", grace=0, upload=None, signals=()) as manager:
+    with SnapshotManager(far, near=Near(memory / "near-restore", grace=0, upload=None), signals=()) as manager:
         manager.take(1, state)
     [run] = [path for path in (memory / "near-restore").iterdir() if path.is_dir()]
     files = sorted((run / "step-1/data").iterdir(), key=lambda path: -path.stat().st_size)

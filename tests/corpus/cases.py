@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from snapshot import Snapshot, SnapshotManager, StateDict
+from snapshot import Near, Snapshot, SnapshotManager, StateDict
 from snapshot.manifest import document
 from snapshot.plan import layout
 from snapshot.save import commit
@@ -131,7 +131,7 @@ def near(folder, pool):
     found = {}
     work = Path(tempfile.mkdtemp())
     try:
-        with SnapshotManager(str(work / "near"), near=str(work / "host"), signals=(), grace=30) as manager:
+        with SnapshotManager(str(work / "near"), near=Near(str(work / "host"), grace=30), signals=()) as manager:
             for step in (10, 20):
                 app_state = {"progress": StateDict(step=step, weight=states.numbers(3, start=step))}
                 found[f"step-{step}"] = {"0": described(app_state)}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from snapshot import CorruptSnapshotError, SignatureError, Snapshot, SnapshotManager, StateDict
+from snapshot import CorruptSnapshotError, Near, SignatureError, Snapshot, SnapshotManager, StateDict
 from snapshot.save.base_files import Comparer
 from snapshot.testing import Log, tapped
 
@@ -168,7 +168,9 @@ def test_a_manager_signs_each_step_and_restores_signed_ones(tmp_path, secret, pu
 
 def test_near_folders_refuse_keys(tmp_path, secret, public):
     (tmp_path / "near").mkdir()
-    with SnapshotManager(tmp_path / "run", near=tmp_path / "near", upload=None, replicas=0, signals=()) as manager:
+    with SnapshotManager(
+        tmp_path / "run", near=Near(tmp_path / "near", upload=None, replicas=0), signals=()
+    ) as manager:
         with pytest.raises(ValueError, match="sign cannot be combined with near folders"):
             manager.take(1, state(1), sign=secret)
         manager.take(2, state(2))

@@ -9,12 +9,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from snapshot import SnapshotManager, StateDict
+from snapshot import Near, SnapshotManager, StateDict
 from snapshot.tiers.by_hand import find_runs, folder_of, upload_by_hand
 from snapshot.tiers.control import ControlClient, Request, UploaderError
 from snapshot.tiers.uploader_process import lock_folder
 
 ELEMENTS = 4000
+OF_NEAR = {"keep_near", "upload", "replicas", "rate", "upload_compression", "grace"}
 
 
 def rank():
@@ -38,8 +39,11 @@ def holds(app_state, value):
 
 
 def manager_of(root, near, **options):
+    """A manager with a near folder. `keep_near` and `upload_compression` are `keep` and `compression` of `Near`."""
     given = {"signals": (), "timeout": 40, "replicas": 0, "grace": 30.0, **options}
-    return SnapshotManager(str(root), near=str(near), **given)
+    names = {"keep_near": "keep", "upload_compression": "compression"}
+    of_near = {names.get(name, name): given.pop(name) for name in OF_NEAR & given.keys()}
+    return SnapshotManager(str(root), near=Near(str(near), **of_near), **given)
 
 
 def until(done, seconds=80):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from snapshot import Snapshot, SnapshotManager, StateDict, StorageError
+from snapshot import Near, Snapshot, SnapshotManager, StateDict, StorageError
 from snapshot.errors import StorageNotFoundError
 from snapshot.io.budget import MemoryBudget
 from snapshot.io.loop import run
@@ -154,7 +154,7 @@ def test_a_file_is_sent_as_it_is_if_the_near_folder_has_no_room_to_compress_it(t
 
 
 def test_a_far_manifest_that_cannot_be_read_once_is_an_error_and_not_a_plain_step(tmp_path):
-    with SnapshotManager(tmp_path / "far", near=tmp_path / "near", upload_compression="zstd", signals=()) as manager:
+    with SnapshotManager(tmp_path / "far", near=Near(tmp_path / "near", compression="zstd"), signals=()) as manager:
         manager.async_take(10, state(10)).wait("far", timeout=40)
     stop_uploaders(tmp_path / "near")
     far = Snapshot(tmp_path / "far/step-10")
@@ -281,8 +281,8 @@ def test_a_file_that_two_hosts_send_in_two_forms_is_described_as_it_is_stored(tm
 
 @pytest.mark.parametrize("value", ["auto", "lz4", True])
 def test_other_values_are_refused(tmp_path, value):
-    with pytest.raises(ValueError, match="upload_compression must be None or 'zstd'"):
-        SnapshotManager(tmp_path / "far", near=tmp_path / "near", upload_compression=value)
+    with pytest.raises(ValueError, match="compression must be None or 'zstd'"):
+        SnapshotManager(tmp_path / "far", near=Near(tmp_path / "near", compression=value))
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])

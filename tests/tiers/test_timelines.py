@@ -8,7 +8,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from snapshot import KeepLatest, Snapshot, SnapshotError, SnapshotManager, StorageError
+from snapshot import KeepLatest, Near, Snapshot, SnapshotError, SnapshotManager, StorageError
 from snapshot.cli import main
 from snapshot.plugins.file.file_storage import FileStorage
 from snapshot.testing import FaultProxy
@@ -202,8 +202,8 @@ def test_a_dead_job_without_the_root_is_continued_by_the_next_one(tmp_path, host
 @pytest.mark.parametrize("near", [True, False])
 def test_a_far_root_that_is_a_file_is_an_error(tmp_path, hosts, near):
     (tmp_path / "far").write_text("")
-    options = {"near": hosts("a")} if near else {}
-    with SnapshotManager(tmp_path / "far", signals=(), grace=0, **options) as manager:
+    options = {"near": Near(hosts("a"), grace=0)} if near else {}
+    with SnapshotManager(tmp_path / "far", signals=(), **options) as manager:
         for call in (lambda: manager.restore_latest(state(-1)), manager.steps):
             with pytest.raises(StorageError):
                 call()
@@ -307,7 +307,7 @@ def test_prune_and_ls_follow_the_line(left, hosts, capsys):
 
 
 def test_a_full_near_folder_and_an_abandoned_far_step_are_a_degraded_take(left, hosts, monkeypatch):
-    with SnapshotManager(left, near=hosts("c"), signals=(), grace=0) as manager:
+    with SnapshotManager(left, near=Near(hosts("c"), grace=0), signals=()) as manager:
         assert manager.restore_latest(state(-1)) == 40
         tiers = manager._tiers.joined
         monkeypatch.setattr(type(tiers), "free_bytes", lambda self: 0)
