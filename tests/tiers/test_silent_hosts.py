@@ -2,11 +2,13 @@
 
 import os
 import signal
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
+from snapshot import Snapshot, SnapshotManager
 from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageError, StorageNotFoundError
 from snapshot.registry import open_storage
 from snapshot.runtime.loop import run
@@ -132,3 +134,32 @@ def _pid_of(folder):
         return ask(folder).pid
     except SnapshotError:
         return None
+
+
+# The timeout of a manager
+
+
+def _lose_a_rank(root, verb):
+    """Rank 1 dies after the ranks have agreed on the step."""
+    with SnapshotManager(root, signals=(), timeout=8) as manager:
+        manager.take(1, state(1))
+        if rank() == 1:
+
+            def die(*_, **__):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            Snapshot.take = Snapshot.restore_with = die
+        began = time.monotonic()
+        try:
+            manager.take(2, state(2)) if verb == "take" else manager.restore_latest(state(-1))
+        except SnapshotError:
+            return time.monotonic() - began
+    return None
+
+
+@pytest.mark.parametrize("verb", ["take", "restore"])
+def test_the_timeout_of_a_manager_is_that_of_its_takes_and_restores(fresh_pool, tmp_path, verb):
+    pool = fresh_pool(2)
+    pool.start(_lose_a_rank, str(tmp_path / "run"), verb)
+    [seconds] = pool.finish(timeout=60, ranks=[0])
+    assert seconds < 40  # the default is 600
