@@ -65,7 +65,8 @@ class TierSet(FarSteps):
 
     def _connect(self, seconds: float) -> ControlClient:
         member = self.member
-        address = job_address() if len(member.hosts) > 1 else None
+        known = member.hosts[member.index].address.rpartition(":")[0]  # also if the network is down now
+        address = (known or job_address()) if len(member.hosts) > 1 else None
         client, member.hosts[member.index].address = ensure_uploader(member.folder, address, seconds)
         return client
 

@@ -13,8 +13,9 @@ from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageError, S
 from snapshot.registry import open_storage
 from snapshot.runtime.loop import run
 from snapshot.storage import Context
-from snapshot.tiers import tier_set
+from snapshot.tiers import tier_set, uploader_process
 from snapshot.tiers.census import CensusStep
+from snapshot.tiers.hosts import Host
 from snapshot.tiers.near_steps import NearFolder
 from snapshot.tiers.tier_set import TierSet
 from snapshot.tiers.timeline import NO_ORIGIN
@@ -163,3 +164,37 @@ def test_the_timeout_of_a_manager_is_that_of_its_takes_and_restores(fresh_pool, 
     pool.start(_lose_a_rank, str(tmp_path / "run"), verb)
     [seconds] = pool.finish(timeout=60, ranks=[0])
     assert seconds < 40  # the default is 600
+
+
+# The address on which a host offers files
+
+
+def test_an_uploader_that_starts_without_a_network_offers_files_at_the_known_address(tmp_path, monkeypatch):
+    given = []
+
+    def ensure(folder, address, seconds):
+        given.append(address)
+        return None, f"{address}:2"
+
+    monkeypatch.setattr(tier_set, "ensure_uploader", ensure)
+    monkeypatch.setattr(tier_set, "job_address", lambda: "127.0.0.1")
+    hosts = [Host("a", "a", [0], "10.1.2.3:1"), Host("b", "b", [1], "")]
+    for index in (0, 1):
+        TierSet._connect(SimpleNamespace(member=SimpleNamespace(hosts=hosts, index=index, folder="")), 1.0)
+    assert given == ["10.1.2.3", "127.0.0.1"]
+
+
+@pytest.mark.parametrize(
+    ("offered", "address", "is_kept"),
+    [
+        ("", "127.0.0.1", False),
+        ("127.0.0.1:5", "127.0.0.1", True),
+        ("127.0.0.1:5", "localhost", True),
+        ("127.0.0.1:5", "10.1.2.3", False),
+        ("10.1.2.3:5", "10.1.2.3", True),
+        ("10.1.2.3:5", "10.1.2.4", True),
+    ],
+)
+def test_an_uploader_that_others_cannot_reach_is_not_adopted(offered, address, is_kept):
+    """It was started for a job on one host, or while the host had no network."""
+    assert uploader_process._is_reached_by_others(offered, address) == is_kept
