@@ -248,7 +248,7 @@ class TierSet(FarSteps):
         """
         if self.member.fault or not self.member.leads:
             return
-        status = self.ask(Request("status"))
+        status = self.ask(Request("status"), ANSWERS)  # `close` waits for this
         self.look_for_later_attempt(upto)
         if self.superseded:
             return

@@ -13,7 +13,7 @@ from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageError, S
 from snapshot.registry import open_storage
 from snapshot.runtime.loop import run
 from snapshot.storage import Context
-from snapshot.tiers import tier_set, uploader_process
+from snapshot.tiers import tier_set, uploader_link, uploader_process
 from snapshot.tiers.census import CensusStep
 from snapshot.tiers.hosts import Host
 from snapshot.tiers.near_steps import NearFolder
@@ -135,6 +135,23 @@ def _pid_of(folder):
         return ask(folder).pid
     except SnapshotError:
         return None
+
+
+def test_close_does_not_wait_for_an_uploader_that_hangs(tmp_path, hosts, monkeypatch):
+    """The removal of old near steps asked it, and waited for 30 seconds."""
+    monkeypatch.setattr(tier_set, "ANSWERS", 0.5)
+    monkeypatch.setattr(uploader_link, "ANSWERS", 0.5)
+    manager = manager_of(tmp_path / "far", hosts("a"), upload=None, grace=0)
+    manager.take(10, state(10))
+    [folder] = runs_in(hosts("a"))
+    pid = until(lambda: _pid_of(folder))
+    os.kill(pid, signal.SIGSTOP)
+    began = time.monotonic()
+    try:
+        manager.close()
+        assert time.monotonic() - began < 8
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 # The timeout of a manager
