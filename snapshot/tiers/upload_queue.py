@@ -101,6 +101,8 @@ class QueueView:
     """Steps that some host has begun in the far root, or that wait for files."""
     last: int | None = None
     """The step that had the last turn."""
+    vain: Collection[int] = ()
+    """Steps that wait for files of other hosts, which have not sent them for long."""
     is_alone: bool = True
     """True if the job has one host."""
     looked: float = 0.0
@@ -127,7 +129,7 @@ def next_action(view: QueueView, now: float) -> Action:
         return Action(Act.TIDY)
     states = view.states.values()
     open_ = [step for step, state in view.states.items() if state.is_open]
-    if not open_ and not view.jobs and now > view.ends:
+    if not set(open_).difference(view.vain) and not view.jobs and now > view.ends:
         return Action(Act.END)
     if not view.is_registered or now < view.free:
         return Action(Act.WAIT, seconds=view.free - now if view.is_registered else 0.5)
