@@ -164,15 +164,17 @@ def wanted_steps(upload: Upload, steps: Collection[int], asked: Collection[int],
 
 
 def choose_next(wanted: Collection[int], begun: Collection[int], last: int | None = None) -> int | None:
-    """Return the step to upload next: the newest wanted one, and those that some host has begun, in turns.
+    """Return the step to upload next: those that some host has begun, and the newest wanted other one, in turns.
 
     Hosts finish what others have begun, so that all upload the same steps. One that waits for a lost host must not
-    hold up a newer one. `last`: the step that had the last turn.
+    hold up others. `last`: the step that had the last turn.
 
     >>> choose_next([10, 30], [10]), choose_next([10, 30], [10], 30), choose_next([10, 30], [])
     (30, 10, 30)
+    >>> choose_next([10, 30], [30]), choose_next([10, 30], [30], 30)
+    (30, 10)
     """
-    turns = {*begun, *([max(wanted)] if wanted else [])}
+    turns = {*begun, *sorted(set(wanted).difference(begun))[-1:]}
     return max(turns - {last} or turns, default=None)
 
 
