@@ -244,6 +244,8 @@ class NearStorage(FileStorage):
         self._sources: Sources | None = options.get("sources")
         self._position: defaultdict[str, int] = defaultdict(int)
         """The number of places of each file that were passed over."""
+        self._unread: dict[str, str] = {}
+        """The files that another host has and could not deliver, each with the reason."""
         self._switching = threading.Lock()
 
     @cached_property
@@ -267,16 +269,24 @@ class NearStorage(FileStorage):
             raise StorageNotFoundError(f"{self.url.join(path)}: no host has it, nor the storage that all hosts share")
         return position, places[position]
 
-    def _leave(self, path: str, position: int, error: str) -> bool:
-        """Go on to the next place of a file, unless another thread has done so. Return False if there is none."""
+    def _leave(self, path: str, position: int, error: SnapshotError | str) -> bool:
+        """Go on to the next place of a file, unless another thread has done so. Return False if there is none.
+
+        Raise StorageError if there is none, and another host may have good bytes: the file is not damaged then.
+        """
         assert self._sources is not None
         places = self._sources.places(path)
         with self._switching:
             if self._position[path] == position:
+                is_silent = isinstance(error, StorageError) and not isinstance(error, StorageNotFoundError)
+                if is_silent and places[position] is not None:
+                    self._unread[path] = str(error)
                 if position + 1 >= len(places):
+                    if path in self._unread:
+                        raise StorageError(f"{self.url.join(path)}: {self._unread[path]}")
                     return False
                 self._position[path] = position + 1
-                self._sources.passed(path, places[position], error)
+                self._sources.passed(path, places[position], str(error))
         return True
 
     def switch_source(self, path: str) -> bool:
@@ -296,7 +306,7 @@ class NearStorage(FileStorage):
                 else:
                     await place.read_into(path, offset, buffers)
             except (StorageError, CorruptSnapshotError) as error:
-                if not self._leave(path, position, str(error)):
+                if not self._leave(path, position, error):
                     raise
                 continue
             self._sources.count(place, sum(memoryview(each).nbytes for each in buffers))
@@ -312,9 +322,9 @@ class NearStorage(FileStorage):
                 data = await (super().get(path, limit=limit) if place is None else place.get(path, limit=limit))
                 if path.startswith("data/") or _save_id_in(data) == self._sources.save_id:
                     return data
-                fault = "belongs to another snapshot"
+                fault: SnapshotError | str = "belongs to another snapshot"
             except (StorageError, CorruptSnapshotError) as error:
-                fault = str(error)
+                fault = error
             if not self._leave(path, position, fault):
                 raise StorageNotFoundError(f"{self.url.join(path)}: {fault}")
 
@@ -330,7 +340,7 @@ class NearStorage(FileStorage):
                     return await super().stat(path)
                 return FileStat(size, 0.0, "") if size is not None else await place.stat(path)
             except StorageError as error:
-                if not self._leave(path, position, str(error)):
+                if not self._leave(path, position, error):
                     raise
 
 

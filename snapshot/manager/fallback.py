@@ -159,6 +159,7 @@ class Fallback:
                 place = self._root.place(step)
                 return ChosenStep(step, over=False, passed=self._told(), shares=self._shares_with(step), place=place)
             self._pass(step, fault)
+        self._root.expect_all_known()
         return ChosenStep(None, over=True, passed=self._told())
 
     def _next(self) -> tuple[int, str] | None:

@@ -311,7 +311,7 @@ class SnapshotManager(StepQueries, StepDecisions, StepRestores):
             place = tiers.place_of(number, "" if answer.known else answer.near_fault, verb)
         based = {"base": choose_base(root, self._keep, answer.bases)} if self._incremental else {}
         replaces = replaces or (tiers is not None and tiers.may_replace(number, place))
-        arguments = {**based, **given, "metadata": noted, "overwrite": replaces}
+        arguments = {"timeout": self._timeout, **based, **given, "metadata": noted, "overwrite": replaces}
         return Begun(number, place, before if answer.known else None, arguments)
 
     def _begin_writing(self) -> None:

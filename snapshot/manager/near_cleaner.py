@@ -13,6 +13,7 @@ from snapshot.tiers.control import Request
 from snapshot.tiers.near_steps import NearStep
 from snapshot.tiers.tier_set import TierSet
 from snapshot.tiers.upload_queue import UploadState
+from snapshot.tiers.uploader_link import ANSWERS
 
 
 class NearCleaner(Cleaner):
@@ -34,7 +35,7 @@ class NearCleaner(Cleaner):
         tiers.prune(upto, self.kept, self._is_spared)
         if self._far is None or tiers.member.fault:
             return
-        states = tiers.ask(Request("status")).steps
+        states = tiers.ask(Request("status"), ANSWERS).steps
         for step in sorted(
             step for step, each in states.items() if each.far == UploadState.WHOLE and step not in self._uploaded
         ):

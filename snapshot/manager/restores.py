@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Unpack
 
@@ -44,6 +45,7 @@ class StepRestores:
     _report: RestoreReport | None
     _pg: ProcessGroup | None
     _allow_pickle: bool
+    _timeout: float | None
 
     def _exchange(self, verb: str, timeout: float | None) -> Exchange:
         raise NotImplementedError
@@ -73,6 +75,9 @@ class StepRestores:
                 live tensors that were written to.
         """
         began = time.monotonic()
+        options = RestoreOptions(**given)
+        if options.timeout is None:
+            options = replace(options, timeout=self._timeout)
         self._pendings.moved_on()
         begin = partial(self._exchange, "restore_latest", given.get("timeout"))
         root, snapshot_of = self._root, self._restored_from
@@ -90,7 +95,7 @@ class StepRestores:
                 self._writers.begin(run(self._root.folders()).committed)
         fallback = Fallback(root, snapshot_of, begin, self._using)
         try:
-            step, damaged = fallback.restore(app_state, RestoreOptions(**given))
+            step, damaged = fallback.restore(app_state, options)
         finally:
             self._report = root.add_sources(fallback.report)
         self._damaged = set(damaged)

@@ -98,6 +98,9 @@ class Root:
     def see(self, views: Sequence[bytes]) -> None:
         """Take in what the hosts of all ranks have."""
 
+    def expect_all_known(self) -> None:
+        """Raise StorageError if there may be steps that could not be listed. Called if no step can be restored."""
+
     def place(self, step: int) -> bytes:
         """Return where the files of a step are, if that is not only this root."""
         return b""

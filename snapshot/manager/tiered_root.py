@@ -98,6 +98,12 @@ class TieredRoot(Root):
         self._of_run = Line(facts, facts.last)
         self._census = self._tiers.census(self._views, self._of_run)
 
+    def expect_all_known(self) -> None:
+        """Raise StorageError if the far root was not read: it may have the files that no host has."""
+        if not self._far_answers:
+            some = f"a whole one of the steps {', '.join(map(str, self._census))}" if self._census else "a near step"
+            raise StorageError(f"{self.url}: cannot be read, and no host has {some}; try again later")
+
     def place(self, step: int) -> bytes:
         """Return where the files of a near step are."""
         found = self._census.get(step)
@@ -170,8 +176,6 @@ class TieredRoot(Root):
                     raise
                 log.warning("%s: cannot be reached, so only near steps are considered: %s", self.url, error)
                 folders, self._far_answers = StepFolders(), False
-        if not self._far_answers and not self._census:
-            raise StorageError(f"{self.url}: cannot be read, and no host has a near step; try again later")
         for step, found in list(self._census.items()):
             far = folders.committed.get(step)
             head = await self._head(step, far) if far is not None else None
@@ -219,7 +223,8 @@ class TieredRoot(Root):
         if not missing:
             return None
         left = sorted(missing) if not self._far_answers else await self._not_far(step, found, missing)
-        return f"{', '.join(left[:3])}: on no host, nor uploaded ({len(left)} files)" if left else None
+        far = "nor uploaded" if self._far_answers else f"and {self.url} cannot be read"
+        return f"{', '.join(left[:3])}: on no host, {far} ({len(left)} files)" if left else None
 
     async def _not_far(self, step: int, found: CensusStep, names: Sequence[str]) -> list[str]:
         async with self.opened(step) as session:

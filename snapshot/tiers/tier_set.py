@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from snapshot.errors import SnapshotError, StorageError
+from snapshot.errors import SnapshotError, StorageError, StorageNotFoundError
 from snapshot.events import log
 from snapshot.io.loop import run
 from snapshot.io.session import Session
@@ -26,7 +26,7 @@ from snapshot.tiers.replicas import heal_step
 from snapshot.tiers.sources import Place, StepSources
 from snapshot.tiers.timeline import KEY, Facts, Line, Origin, Parent, RunDeletedError, Standing, forked_error
 from snapshot.tiers.upload_queue import UploadState
-from snapshot.tiers.uploader_link import ANSWERS, STARTS, UploaderLink
+from snapshot.tiers.uploader_link import ANSWERS, REPLACED, STARTS, UploaderLink
 from snapshot.tiers.uploader_process import ensure_uploader
 
 MOST_HELD = 4
@@ -64,7 +64,8 @@ class TierSet(FarSteps):
 
     def _connect(self, seconds: float) -> ControlClient:
         member = self.member
-        address = job_address() if len(member.hosts) > 1 else None
+        known = member.hosts[member.index].address.rpartition(":")[0]  # also if the network is down now
+        address = (known or job_address()) if len(member.hosts) > 1 else None
         client, member.hosts[member.index].address = ensure_uploader(member.folder, address, seconds)
         return client
 
@@ -124,9 +125,12 @@ class TierSet(FarSteps):
     # Restore
 
     def view(self) -> HostView:
-        """Return what this host has, once its uploader offers that to the others."""
+        """Return what this host has, once its uploader offers that to the others.
+
+        They cannot read from an uploader that hangs, so it is waited for until it is replaced.
+        """
         member = self.member
-        self.link.await_registration()
+        self.link.await_registration(ANSWERS if len(member.hosts) == 1 else REPLACED)
         return view_of(self.folder, member.hosts[member.index].key)
 
     def census(self, views: Sequence[HostView], line: Line) -> dict[int, CensusStep]:
@@ -135,8 +139,11 @@ class TierSet(FarSteps):
         return {each.step: each for each in take_census(firsts, line, self._sizes_of)}
 
     def _sizes_of(self, step: CensusStep) -> dict[str, int]:
-        """Return the files of a snapshot by its manifest, from the nearest host that has it undamaged."""
-        member = self.member
+        """Return the files of a snapshot by its manifest, from the nearest host that has it undamaged.
+
+        Raise StorageError if a host that has it does not answer: the step is not damaged then.
+        """
+        member, silent = self.member, None
         near = self.folder.steps().get(step.step)
         if near is not None and near.save_id == step.save_id:
             return near.head.sizes()
@@ -147,6 +154,10 @@ class TierSet(FarSteps):
                     return head.sizes()
             except SnapshotError as error:
                 log.info("step-%s: %s", step.step, error)
+                if isinstance(error, StorageError) and not isinstance(error, StorageNotFoundError):
+                    silent = error
+        if silent is not None:
+            raise silent
         return {}
 
     def sources(self, step: int, place: Place) -> StepSources:
@@ -236,7 +247,7 @@ class TierSet(FarSteps):
         """
         if self.member.fault or not self.member.leads:
             return
-        status = self.ask(Request("status"))
+        status = self.ask(Request("status"), ANSWERS)  # `close` waits for this
         self.look_for_later_attempt(upto)
         if self.superseded:
             return

@@ -101,6 +101,8 @@ class QueueView:
     """Steps that some host has begun in the far root, or that wait for files."""
     last: int | None = None
     """The step that had the last turn."""
+    vain: Collection[int] = ()
+    """Steps that wait for files of other hosts, which have not sent them for long."""
     is_alone: bool = True
     """True if the job has one host."""
     looked: float = 0.0
@@ -127,7 +129,7 @@ def next_action(view: QueueView, now: float) -> Action:
         return Action(Act.TIDY)
     states = view.states.values()
     open_ = [step for step, state in view.states.items() if state.is_open]
-    if not open_ and not view.jobs and now > view.ends:
+    if not set(open_).difference(view.vain) and not view.jobs and now > view.ends:
         return Action(Act.END)
     if not view.is_registered or now < view.free:
         return Action(Act.WAIT, seconds=view.free - now if view.is_registered else 0.5)
@@ -162,15 +164,17 @@ def wanted_steps(upload: Upload, steps: Collection[int], asked: Collection[int],
 
 
 def choose_next(wanted: Collection[int], begun: Collection[int], last: int | None = None) -> int | None:
-    """Return the step to upload next: the newest wanted one, and those that some host has begun, in turns.
+    """Return the step to upload next: those that some host has begun, and the newest wanted other one, in turns.
 
     Hosts finish what others have begun, so that all upload the same steps. One that waits for a lost host must not
-    hold up a newer one. `last`: the step that had the last turn.
+    hold up others. `last`: the step that had the last turn.
 
     >>> choose_next([10, 30], [10]), choose_next([10, 30], [10], 30), choose_next([10, 30], [])
     (30, 10, 30)
+    >>> choose_next([10, 30], [30]), choose_next([10, 30], [30], 30)
+    (30, 10)
     """
-    turns = {*begun, *([max(wanted)] if wanted else [])}
+    turns = {*begun, *sorted(set(wanted).difference(begun))[-1:]}
     return max(turns - {last} or turns, default=None)
 
 

@@ -30,6 +30,9 @@ LONGEST_PAUSE = 30.0
 OTHERS = 60.0
 """Seconds after which a host also uploads files that another host has not uploaded, if it has replicas of them."""
 
+VAIN = 120.0
+"""Seconds after which a host that has sent all its files does not stay for those of others."""
+
 
 class Uploader:
     """The work of an uploader, in turns: `upload_turn` and `pull_turn` run in two threads."""
@@ -57,6 +60,8 @@ class Uploader:
         self._error = ""
         self._pause = 0.0
         self._waiting_since: dict[int, float] = {}
+        self._vain: set[int] = set()
+        """Steps that wait for files that no host sends. One that has them may have been lost, or have dropped them."""
         self._replicas = Replicas(self.folder)
         self.wake = threading.Event()
         self.on_secret: Callable[[str], None] = lambda _: None
@@ -108,6 +113,7 @@ class Uploader:
             self._replicas.register(registration)
             self.on_secret(registration.secret)
             self._pause = self._free = 0.0
+            self._vain.clear()
             self._open.reset |= changed
             for state in self._states.values():
                 if state.far.is_stuck:
@@ -138,10 +144,10 @@ class Uploader:
         return msgspec.json.encode(self.status())
 
     def is_idle(self) -> bool:
-        """Return True if nothing is left to upload."""
+        """Return True if nothing is left to upload that this host has."""
         self._refresh()
         with self._lock:
-            return not any(each.far.is_open for each in self._states.values())
+            return not any(each.far.is_open for step, each in self._states.items() if step not in self._vain)
 
     # Steps
 
@@ -210,6 +216,7 @@ class Uploader:
     def _forget(self, step: int) -> None:
         state = self._states.pop(step, None)
         self._waiting_since.pop(step, None)
+        self._vain.discard(step)
         upload = self._open.get(step)
         if upload is not None and state is not None and state.far != UploadState.WHOLE:
             self._open.end(step)
@@ -231,6 +238,7 @@ class Uploader:
                 has_looked=self._has_looked,
                 begun={*self._begun, *waiting},
                 last=self._last,
+                vain=set(self._vain),
                 is_alone=given is None or len(given.hosts) == 1,
                 looked=self._looked,
                 free=self._free,
@@ -385,8 +393,9 @@ class Uploader:
             elif given is not None and given.is_alone() and near.head.sizes().keys() - state.files.keys():
                 state.far, state.error = UploadState.DAMAGED, "this host lacks some of its files"
             else:
-                state.far = UploadState.WAITING
-                self._waiting_since.setdefault(step, time.monotonic())
+                state.far, now = UploadState.WAITING, time.monotonic()
+                if now - self._waiting_since.setdefault(step, now) > VAIN:
+                    self._vain.add(step)
 
     def _to_send(self, state: StepStatus, waited: float) -> list[str]:
         """Return the files to send: this host's own, and later those of a host that does not send them."""

@@ -19,6 +19,8 @@ PERIOD, PING = 1.0, 4.0
 """Seconds between two questions of the watch, and until one counts as not answered."""
 SILENT = 3
 """Questions without an answer after which a hung uploader is replaced: within 15 seconds."""
+REPLACED = 20.0
+"""Seconds after which a new uploader, in the place of a hung one, has the job."""
 STARTS = 30.0
 """Seconds that a new uploader may need to start, in the background."""
 
@@ -83,10 +85,10 @@ class UploaderLink:
         self._registering = threading.Thread(target=register, name="snapshot-register", daemon=True)
         self._registering.start()
 
-    def await_registration(self) -> None:
-        """Wait until the uploader offers this host's files to others. A hung one is not waited for."""
+    def await_registration(self, seconds: float = ANSWERS) -> None:
+        """Wait until the uploader offers this host's files to others, at most for some seconds."""
         if self._registering is not None:
-            self._registering.join(ANSWERS)
+            self._registering.join(seconds)
 
     # Watch
 

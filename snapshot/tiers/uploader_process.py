@@ -76,9 +76,9 @@ def ensure_uploader(folder: str, address: str | None, seconds: float = STARTS) -
         with contextlib.suppress(UploaderError, OSError):
             client = ControlClient(folder, seconds)
             offered = _known_address(folder)
-            if offered or address is None:
+            if address is None or _is_reached_by_others(offered, address):
                 return client, offered
-            client.ask(Request("stop"), seconds)  # it was started for a job on a single host
+            client.ask(Request("stop"), seconds)  # it was started for a job on a single host, or without a network
             client.close()
         if time.monotonic() > end:
             raise UploaderError(f"{folder}: its uploader neither answers nor ends")
@@ -128,6 +128,12 @@ def _log_of(path: str) -> BinaryIO:
         return open(path, "ab")
     except OSError:
         return open(os.devnull, "wb")
+
+
+def _is_reached_by_others(offered: str, address: str) -> bool:
+    """Return True if other hosts can reach what an uploader offers. `address`: one of this host, which they reach."""
+    host = offered.rpartition(":")[0]
+    return bool(host) and (not host.startswith("127.") or address.startswith("127.") or address == "localhost")
 
 
 def _known_address(folder: str) -> str:

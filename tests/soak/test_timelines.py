@@ -10,6 +10,8 @@ import pytest
 
 from snapshot.errors import SnapshotError, StorageError
 from snapshot.testing import FaultProxy
+from tests.soak.namespaces import is_permitted
+from tests.soak.real_runs import describe, run_schedules
 from tests.tiers.jobs import ask, holds, manager_of, runs_in, state, stop_uploaders
 from tests.tiers.schedules import run_schedule
 
@@ -131,3 +133,13 @@ def test_random_schedules_with_real_uploaders(tmp_path, seed):
         raise AssertionError(f"seed {seed}: {error!r}") from error
     finally:
         stop_uploaders(*[made.near / host for host in HOSTS])
+
+
+@pytest.mark.timeout(36000)
+def test_random_schedules_with_real_processes_and_networks():
+    """Hosts are network namespaces: `python -m tests.soak.real_runs SEED 1` runs a seed again."""
+    if not is_permitted():
+        pytest.skip("namespaces need root")
+    figures, wrong = run_schedules(range(REAL))
+    print(describe(figures))
+    assert not wrong, "\n\n".join(wrong)

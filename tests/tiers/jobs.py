@@ -39,11 +39,16 @@ def holds(app_state, value):
 
 
 def manager_of(root, near, **options):
-    """A manager with a near folder. `keep_near` and `upload_compression` are `keep` and `compression` of `Near`."""
+    """A manager with a near folder, with options as for `with_near`."""
     given = {"signals": (), "timeout": 40, "replicas": 0, "grace": 30.0, **options}
+    return SnapshotManager(str(root), **with_near(near, given))
+
+
+def with_near(near, options):
+    """The arguments of a manager. `keep_near` and `upload_compression` are `keep` and `compression` of `Near`."""
     names = {"keep_near": "keep", "upload_compression": "compression"}
-    of_near = {names.get(name, name): given.pop(name) for name in OF_NEAR & given.keys()}
-    return SnapshotManager(str(root), near=Near(str(near), **of_near), **given)
+    of_near = {names.get(name, name): options[name] for name in OF_NEAR & options.keys()}
+    return {"near": Near(str(near), **of_near)} | {k: value for k, value in options.items() if k not in OF_NEAR}
 
 
 def until(done, seconds=80):

@@ -1,12 +1,14 @@
 """Jobs that register with one uploader: the latest attempt decides what is uploaded, in whatever order they come."""
 
 import pytest
+import torch
 
 from snapshot import Snapshot, StateDict
+from snapshot.tiers import uploader as uploader_module
 from snapshot.tiers.control import Registration, Request
 from snapshot.tiers.hosts import Host
 from snapshot.tiers.timeline import KEY, Attempt, Facts, Origin, Parent
-from snapshot.tiers.upload_queue import UploadState
+from snapshot.tiers.upload_queue import Act, UploadState
 from snapshot.tiers.uploader import Uploader
 
 RUN = "c" * 12
@@ -33,3 +35,28 @@ def test_a_job_that_another_one_followed_does_not_hold_up_its_uploads(tmp_path, 
     take(20, SECOND)
     assert uploader.handle(Request("status")).steps[20].far == UploadState.QUEUED
     assert set(accepted) == {FIRST.name, SECOND.name}
+
+
+def test_an_uploader_does_not_stay_for_files_that_no_host_sends(tmp_path, monkeypatch):
+    """The host that has them was lost, or has dropped the step: it would ask the far root without an end."""
+    monkeypatch.setattr(uploader_module, "VAIN", -1.0)
+    origin = Origin(RUN, FIRST.number, FIRST.name, 1)._asdict()
+    Snapshot.take(tmp_path / "step-10", {"s": StateDict(x=torch.ones(10))}, metadata={KEY: origin})
+    for path in (tmp_path / "step-10/data").iterdir():  # as if the other host had written them
+        path.unlink()
+    uploader = Uploader(str(tmp_path))
+    hosts = [Host("a", "a", [0]), Host("b", "b", [1])]
+    facts = Facts(0, (), (FIRST,))
+    given = Registration(RUN, facts, FIRST.name, str(tmp_path / "far"), {}, "latest", 0, hosts, 0, "secret")
+    uploader.handle(Request("register", given))
+    assert not uploader.is_idle()
+    for _ in range(4):
+        uploader._free = 0.0
+        uploader.upload_turn()
+    assert uploader.status().steps[10].far == UploadState.WAITING
+    assert uploader.is_idle()
+    uploader.ends = uploader._free = 0.0
+    assert uploader.upload_turn().act == Act.END
+    uploader.handle(Request("register", given))  # the next trainer may bring them
+    assert not uploader.is_idle()
+    uploader.close()

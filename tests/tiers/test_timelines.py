@@ -16,6 +16,7 @@ from snapshot.tiers.facts import read_copy
 from snapshot.tiers.timeline import RunForkedError, decode_facts
 from tests.tiers.jobs import (
     ask,
+    data_files,
     flip,
     holds,
     is_dead,
@@ -466,3 +467,20 @@ def test_a_stopped_uploader_does_not_hold_up_the_next_job(tmp_path, hosts):
             assert other.restore_latest(state(-1)) == 10
             take_until_far(other, 20)
         assert is_dead(pid)
+
+
+def test_near_steps_without_some_files_are_not_damaged_if_the_root_cannot_be_read(tmp_path, hosts):
+    """They may be whole there. An application that was told that all steps are damaged began again."""
+    far = tmp_path / "far"
+    with manager_of(far, hosts("a"), keep_near=None) as manager:
+        take_until_far(manager, 10, 20)
+    stop_uploaders(hosts("a"))
+    for step in (10, 20):
+        for path in data_files(hosts("a"), step):
+            path.unlink()
+    up = down(far)
+    with manager_of(far, hosts("a"), grace=0) as manager:
+        with pytest.raises(StorageError, match="no host has a whole one of the steps 10, 20"):
+            manager.restore_latest(state(-1), offline=True)
+        up()
+        assert manager.restore_latest(state(-1), offline=True) == 20
