@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from snapshot.errors import SnapshotError, StorageError
+from snapshot.errors import SnapshotError, SnapshotExistsError, StorageError
 from snapshot.events import log
 from snapshot.manifest.document import METADATA
 from snapshot.manifest.head import decode_head
@@ -227,6 +227,18 @@ class TierSet(FarSteps):
         if near is not None and Line(self.member.facts).standing(step, near.save_id, near.origin) == Standing.OFF:
             log.warning("step-%s: removed: the run continues without it", step)
             self.folder.remove(step, near.save_id)
+
+    def expect_own(self, step: int) -> None:
+        """Raise SnapshotExistsError if another attempt has taken a step on this host.
+
+        The leader of a take looks in its own folder only, and the manifest replaces what another host has.
+        """
+        near, attempt = self.folder.steps().get(step), self.member.attempt
+        if near is not None and near.origin.attempt not in ("", attempt.name if attempt is not None else ""):
+            raise SnapshotExistsError(
+                f"{self.folder.step_path(step)}: another attempt has taken the step; take another step, or pass "
+                "overwrite=True"
+            )
 
     # Retention
 
