@@ -15,7 +15,7 @@ from snapshot.manifest.head import decode_head
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
 from snapshot.tiers.census import CensusStep, HostView, take_census, view_of
-from snapshot.tiers.control import ControlClient, Registration, Request, Status
+from snapshot.tiers.control import ControlClient, Registration, Request, Status, UploaderError
 from snapshot.tiers.facts import limited, publish_pending, read_copy, read_facts, store_copy
 from snapshot.tiers.far_steps import FarSteps
 from snapshot.tiers.hosts import job_address
@@ -125,9 +125,18 @@ class TierSet(FarSteps):
     # Restore
 
     def view(self) -> HostView:
-        """Return what this host has, once its uploader offers that to the others."""
+        """Return what this host has, once its uploader offers that to the others.
+
+        Other hosts would pass over steps that only a dead or a hung uploader offers. So it is started again first.
+        """
         member = self.member
-        self.link.await_registration()
+        if len(member.hosts) > 1 and not member.fault:
+            try:
+                self.ask(Request("ping"))
+            except UploaderError as error:
+                log.warning("%s", error)
+        else:
+            self.link.await_registration()
         return view_of(self.folder, member.hosts[member.index].key)
 
     def census(self, views: Sequence[HostView], line: Line) -> dict[int, CensusStep]:
