@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -42,29 +43,36 @@ class UploaderLink:
 
         Raise UploaderError after some seconds.
         """
+        end = time.monotonic() + seconds
         if self._registering is not None:
             self._registering.join(seconds)
-        return self._ask(request, seconds)
+        return self._ask(request, seconds, end)
 
-    def _ask(self, request: Request, seconds: float) -> Status:
-        if not self._asking.acquire(timeout=seconds):
-            raise UploaderHungError(f"{self._folder}: its uploader{self._named()} did not answer within {seconds:g} s")
+    def _ask(self, request: Request, seconds: float, end: float) -> Status:
+        def left() -> float:
+            return max(0.01, end - time.monotonic())
+
+        if not self._asking.acquire(timeout=left()):
+            raise self._hung_error(seconds)
         try:
             for again in (False, True):
                 try:
                     if self._client is None:
-                        self._client = self._connect(seconds)
-                        self._client.ask(Request("register", self._registration()), seconds)
-                    return self._client.ask(request, seconds)
+                        self._client = self._connect(left())
+                        self._client.ask(Request("register", self._registration()), left())
+                    return self._client.ask(request, left())
                 except (UploaderError, OSError) as error:
                     self._drop()
                     if isinstance(error, UploaderHungError):
-                        raise UploaderHungError(f"{error}{self._named()}") from error
+                        raise self._hung_error(seconds) from error
                     if again:
                         raise UploaderError(str(error)) from error
         finally:
             self._asking.release()
         raise AssertionError
+
+    def _hung_error(self, seconds: float) -> UploaderHungError:
+        return UploaderHungError(f"{self._folder}: its uploader{self._named()} did not answer within {seconds:g} s")
 
     def _drop(self) -> None:
         if self._client is not None:
@@ -76,7 +84,7 @@ class UploaderLink:
 
         def register() -> None:
             try:
-                self._ask(Request("register", self._registration()), STARTS)
+                self._ask(Request("register", self._registration()), STARTS, time.monotonic() + STARTS)
             except SnapshotError as error:
                 log.warning("%s", error)
 
@@ -84,7 +92,7 @@ class UploaderLink:
         self._registering.start()
 
     def await_registration(self) -> None:
-        """Wait until the uploader offers this host's files to others. A hung one is not waited for."""
+        """Wait until the uploader knows the job. A hung one is not waited for."""
         if self._registering is not None:
             self._registering.join(ANSWERS)
 
