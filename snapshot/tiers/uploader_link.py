@@ -12,7 +12,15 @@ from pathlib import Path
 
 from snapshot.errors import SnapshotError
 from snapshot.events import emit, log
-from snapshot.tiers.control import LOCK, ControlClient, Registration, Request, Status, UploaderError, UploaderHungError
+from snapshot.tiers.control import (
+    ControlClient,
+    Registration,
+    Request,
+    Status,
+    UploaderError,
+    UploaderHungError,
+    pid_in,
+)
 
 ANSWERS = 5.0
 """Seconds after which an uploader that does not answer is reported."""
@@ -114,7 +122,7 @@ class UploaderLink:
                     client.close()
                 silent = 0
             except UploaderHungError:
-                found = _pid_in(self._folder) or -1
+                found = pid_in(self._folder) or -1
                 silent, pid = (silent + 1 if found == pid else 1), found
                 # a new process needs time to start
                 self._on_silence(silent, pid, may_end=pid == answered or _age_of(pid) > 2 * STARTS)
@@ -132,7 +140,7 @@ class UploaderLink:
             self.register()
 
     def _named(self) -> str:
-        pid = _pid_in(self._folder)
+        pid = pid_in(self._folder)
         return f" (process {pid})" if pid is not None else ""
 
     def close(self) -> None:
@@ -153,12 +161,3 @@ def _age_of(pid: int) -> float:
         return float(Path("/proc/uptime").read_text("ascii").split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError):
         return 0.0
-
-
-def _pid_in(folder: str) -> int | None:
-    """Return the process of a folder's uploader, if the lock names one that runs for this folder."""
-    with suppress(OSError, ValueError):
-        pid = int(Path(f"{folder}/{LOCK}").read_text("ascii"))
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        return pid if b"upload" in words and os.fsencode(folder) in words else None
-    return None

@@ -1,5 +1,6 @@
 """One truth about a run: near and far agree on its line, whatever fails while jobs begin, end or overlap."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -12,13 +13,16 @@ from snapshot import KeepLatest, Snapshot, SnapshotError, SnapshotManager, Stora
 from snapshot.cli import main
 from snapshot.plugins.file.file_storage import FileStorage
 from snapshot.testing import FaultProxy
+from snapshot.tiers.control import Request
 from snapshot.tiers.facts import read_copy
 from snapshot.tiers.timeline import RunForkedError, decode_facts
+from snapshot.tiers.uploader_process import ensure_uploader
 from tests.tiers.jobs import (
     ask,
     flip,
     holds,
     is_dead,
+    is_unlocked,
     manager_of,
     runs_in,
     state,
@@ -466,3 +470,18 @@ def test_a_stopped_uploader_does_not_hold_up_the_next_job(tmp_path, hosts):
             assert other.restore_latest(state(-1)) == 10
             take_until_far(other, 20)
         assert is_dead(pid)
+
+
+def test_a_stopped_uploader_that_offers_nothing_does_not_hold_up_a_job_on_several_hosts(tmp_path):
+    """It was started for a job on one host. The join gave it up after 30 seconds, and the steps were not found."""
+    folder = tmp_path / "run"
+    folder.mkdir(mode=0o700)
+    with contextlib.closing(ensure_uploader(str(folder), None)[0]) as client:
+        pid = client.ask(Request("status")).pid
+        os.kill(pid, signal.SIGSTOP)
+    client, address = ensure_uploader(str(folder), "127.0.0.1")
+    with contextlib.closing(client):
+        assert address.startswith("127.0.0.1:")
+        assert is_dead(pid)
+        client.ask(Request("stop"))
+    until(lambda: is_unlocked(folder))
