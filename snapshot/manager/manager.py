@@ -287,7 +287,7 @@ class SnapshotManager(StepQueries, StepDecisions, StepRestores):
             mine = StepBegin(
                 number,
                 may_be_committed(before) and self._pendings.is_latest(number) and not replaces,
-                near_fault=tiers.near_fault(number) if tiers is not None else "",
+                near_fault=tiers.near_fault(number, replaces=replaces) if tiers is not None else "",
                 failures=self._tolerance.failures,
             )
             answer = agree_on(

@@ -120,8 +120,11 @@ class ManagerTiers:
 
     # Take
 
-    def near_fault(self, step: int) -> str:
-        """Return why a take cannot be written near, or ''. Give up uploads if the folder is full."""
+    def near_fault(self, step: int, *, replaces: bool) -> str:
+        """Return why a take cannot be written near, or ''. Give up uploads if the folder is full.
+
+        Raise SnapshotExistsError if another attempt has taken the step on this host, unless the take replaces it.
+        """
         tiers = self.joined
         if tiers.member.leads:
             tiers.look_for_later_attempt(step)
@@ -131,6 +134,8 @@ class ManagerTiers:
             return tiers.member.fault
         if not tiers.member.fault:
             tiers.remove_off(step)
+            if not replaces:
+                tiers.expect_own(step)
         fault = tiers.near_fault()
         while fault and tiers.is_full and self._make_room():
             fault = tiers.near_fault()

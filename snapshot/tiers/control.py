@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -141,6 +142,15 @@ def _expect_same_user(connected: socket.socket) -> None:
     uid = int.from_bytes(found[4:8], sys.byteorder)
     if uid != os.geteuid():
         raise PermissionError(f"it belongs to user {uid}")
+
+
+def pid_in(folder: str) -> int | None:
+    """Return the process of a folder's uploader, if the lock names one that runs for this folder."""
+    with contextlib.suppress(OSError, ValueError):
+        pid = int(Path(f"{folder}/{LOCK}").read_text("ascii"))
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return pid if b"upload" in words and os.fsencode(folder) in words else None
+    return None
 
 
 class ControlClient:

@@ -8,14 +8,14 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from snapshot.errors import SnapshotError, StorageError, StorageNotFoundError
+from snapshot.errors import SnapshotError, SnapshotExistsError, StorageError, StorageNotFoundError
 from snapshot.events import log
 from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.io.url import URL
 from snapshot.manifest.document import METADATA, decode_head
 from snapshot.tiers.census import CensusStep, HostView, take_census, view_of
-from snapshot.tiers.control import ControlClient, Registration, Request, Status
+from snapshot.tiers.control import ControlClient, Registration, Request, Status, UploaderError
 from snapshot.tiers.facts import limited, publish_pending, read_copy, read_facts, store_copy
 from snapshot.tiers.far_steps import FarSteps
 from snapshot.tiers.hosts import job_address
@@ -26,7 +26,7 @@ from snapshot.tiers.replicas import heal_step
 from snapshot.tiers.sources import Place, StepSources
 from snapshot.tiers.timeline import KEY, Facts, Line, Origin, Parent, RunDeletedError, Standing, forked_error
 from snapshot.tiers.upload_queue import UploadState
-from snapshot.tiers.uploader_link import ANSWERS, REPLACED, STARTS, UploaderLink
+from snapshot.tiers.uploader_link import ANSWERS, STARTS, UploaderLink
 from snapshot.tiers.uploader_process import ensure_uploader
 
 MOST_HELD = 4
@@ -127,10 +127,16 @@ class TierSet(FarSteps):
     def view(self) -> HostView:
         """Return what this host has, once its uploader offers that to the others.
 
-        They cannot read from an uploader that hangs, so it is waited for until it is replaced.
+        Other hosts would pass over steps that only a dead or a hung uploader offers. So it is started again first.
         """
         member = self.member
-        self.link.await_registration(ANSWERS if len(member.hosts) == 1 else REPLACED)
+        if len(member.hosts) > 1 and not member.fault:
+            try:
+                self.ask(Request("ping"))
+            except UploaderError as error:
+                log.warning("%s", error)
+        else:
+            self.link.await_registration()
         return view_of(self.folder, member.hosts[member.index].key)
 
     def census(self, views: Sequence[HostView], line: Line) -> dict[int, CensusStep]:
@@ -237,6 +243,18 @@ class TierSet(FarSteps):
         if near is not None and Line(self.member.facts).standing(step, near.save_id, near.origin) == Standing.OFF:
             log.warning("step-%s: removed: the run continues without it", step)
             self.folder.remove(step, near.save_id)
+
+    def expect_own(self, step: int) -> None:
+        """Raise SnapshotExistsError if another attempt has taken a step on this host.
+
+        The leader of a take looks in its own folder only, and the manifest replaces what another host has.
+        """
+        near, attempt = self.folder.steps().get(step), self.member.attempt
+        if near is not None and near.origin.attempt not in ("", attempt.name if attempt is not None else ""):
+            raise SnapshotExistsError(
+                f"{self.folder.step_path(step)}: another attempt has taken the step; take another step, or pass "
+                "overwrite=True"
+            )
 
     # Retention
 

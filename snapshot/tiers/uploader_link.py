@@ -5,13 +5,22 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from snapshot.errors import SnapshotError
 from snapshot.events import emit, log
-from snapshot.tiers.control import LOCK, ControlClient, Registration, Request, Status, UploaderError, UploaderHungError
+from snapshot.tiers.control import (
+    ControlClient,
+    Registration,
+    Request,
+    Status,
+    UploaderError,
+    UploaderHungError,
+    pid_in,
+)
 
 ANSWERS = 5.0
 """Seconds after which an uploader that does not answer is reported."""
@@ -19,8 +28,6 @@ PERIOD, PING = 1.0, 4.0
 """Seconds between two questions of the watch, and until one counts as not answered."""
 SILENT = 3
 """Questions without an answer after which a hung uploader is replaced: within 15 seconds."""
-REPLACED = 20.0
-"""Seconds after which a new uploader, in the place of a hung one, has the job."""
 STARTS = 30.0
 """Seconds that a new uploader may need to start, in the background."""
 
@@ -44,29 +51,36 @@ class UploaderLink:
 
         Raise UploaderError after some seconds.
         """
+        end = time.monotonic() + seconds
         if self._registering is not None:
             self._registering.join(seconds)
-        return self._ask(request, seconds)
+        return self._ask(request, seconds, end)
 
-    def _ask(self, request: Request, seconds: float) -> Status:
-        if not self._asking.acquire(timeout=seconds):
-            raise UploaderHungError(f"{self._folder}: its uploader{self._named()} did not answer within {seconds:g} s")
+    def _ask(self, request: Request, seconds: float, end: float) -> Status:
+        def left() -> float:
+            return max(0.01, end - time.monotonic())
+
+        if not self._asking.acquire(timeout=left()):
+            raise self._hung_error(seconds)
         try:
             for again in (False, True):
                 try:
                     if self._client is None:
-                        self._client = self._connect(seconds)
-                        self._client.ask(Request("register", self._registration()), seconds)
-                    return self._client.ask(request, seconds)
+                        self._client = self._connect(left())
+                        self._client.ask(Request("register", self._registration()), left())
+                    return self._client.ask(request, left())
                 except (UploaderError, OSError) as error:
                     self._drop()
                     if isinstance(error, UploaderHungError):
-                        raise UploaderHungError(f"{error}{self._named()}") from error
+                        raise self._hung_error(seconds) from error
                     if again:
                         raise UploaderError(str(error)) from error
         finally:
             self._asking.release()
         raise AssertionError
+
+    def _hung_error(self, seconds: float) -> UploaderHungError:
+        return UploaderHungError(f"{self._folder}: its uploader{self._named()} did not answer within {seconds:g} s")
 
     def _drop(self) -> None:
         if self._client is not None:
@@ -78,17 +92,17 @@ class UploaderLink:
 
         def register() -> None:
             try:
-                self._ask(Request("register", self._registration()), STARTS)
+                self._ask(Request("register", self._registration()), STARTS, time.monotonic() + STARTS)
             except SnapshotError as error:
                 log.warning("%s", error)
 
         self._registering = threading.Thread(target=register, name="snapshot-register", daemon=True)
         self._registering.start()
 
-    def await_registration(self, seconds: float = ANSWERS) -> None:
-        """Wait until the uploader offers this host's files to others, at most for some seconds."""
+    def await_registration(self) -> None:
+        """Wait until the uploader knows the job. A hung one is not waited for."""
         if self._registering is not None:
-            self._registering.join(seconds)
+            self._registering.join(ANSWERS)
 
     # Watch
 
@@ -108,7 +122,7 @@ class UploaderLink:
                     client.close()
                 silent = 0
             except UploaderHungError:
-                found = _pid_in(self._folder) or -1
+                found = pid_in(self._folder) or -1
                 silent, pid = (silent + 1 if found == pid else 1), found
                 # a new process needs time to start
                 self._on_silence(silent, pid, may_end=pid == answered or _age_of(pid) > 2 * STARTS)
@@ -126,7 +140,7 @@ class UploaderLink:
             self.register()
 
     def _named(self) -> str:
-        pid = _pid_in(self._folder)
+        pid = pid_in(self._folder)
         return f" (process {pid})" if pid is not None else ""
 
     def close(self) -> None:
@@ -147,12 +161,3 @@ def _age_of(pid: int) -> float:
         return float(Path("/proc/uptime").read_text("ascii").split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError):
         return 0.0
-
-
-def _pid_in(folder: str) -> int | None:
-    """Return the process of a folder's uploader, if the lock names one that runs for this folder."""
-    with suppress(OSError, ValueError):
-        pid = int(Path(f"{folder}/{LOCK}").read_text("ascii"))
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        return pid if b"upload" in words and os.fsencode(folder) in words else None
-    return None

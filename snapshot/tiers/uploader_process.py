@@ -20,7 +20,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import BinaryIO
 
-from snapshot.events import log
+from snapshot.events import emit, log
 from snapshot.io.system import fcntl, libc, resource
 from snapshot.tiers.control import (
     LOCK,
@@ -30,7 +30,9 @@ from snapshot.tiers.control import (
     Request,
     Status,
     UploaderError,
+    UploaderHungError,
     listen,
+    pid_in,
 )
 from snapshot.tiers.metrics_server import MetricsServer
 from snapshot.tiers.peer_server import PeerServer
@@ -41,6 +43,8 @@ OFFERED = ".uploader.address"
 """File with the address on which an uploader offers files."""
 STARTS = 30.0
 """Seconds to wait for an uploader that begins or ends."""
+HANGS = 5.0
+"""Seconds that an uploader may take to answer that it ends."""
 LINGER = 3600.0
 """Seconds that an uploader without work stays, for restores from its host, after a trainer that did not say goodbye."""
 LAST_WORDS = 2.0
@@ -78,11 +82,24 @@ def ensure_uploader(folder: str, address: str | None, seconds: float = STARTS) -
             offered = _known_address(folder)
             if address is None or _is_reached_by_others(offered, address):
                 return client, offered
-            client.ask(Request("stop"), seconds)  # it was started for a job on a single host, or without a network
-            client.close()
+            with contextlib.closing(client):  # it was started for a job on one host, or without a network
+                try:
+                    client.ask(Request("stop"), min(seconds, HANGS))
+                except UploaderHungError:
+                    _kill(folder)
         if time.monotonic() > end:
             raise UploaderError(f"{folder}: its uploader neither answers nor ends")
         time.sleep(0.05)  # it is ending, or beginning
+
+
+def _kill(folder: str) -> None:
+    """Kill the uploader of a folder, which hangs. The next one continues its work."""
+    pid = pid_in(folder)
+    if pid is not None:
+        log.warning("%s: its uploader (process %d) hangs, and is replaced", folder, pid)
+        emit("replaced", "upload", folder, pid=pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _start(folder: str, lock: int, address: str | None) -> str:

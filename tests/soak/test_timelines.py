@@ -1,10 +1,12 @@
 """Timelines under random schedules: on the model and on the code, and real managers with real uploaders."""
 
 import contextlib
+import logging
 import os
 import random
 import shutil
 import signal
+from collections import Counter
 
 import pytest
 
@@ -13,12 +15,39 @@ from snapshot.testing import FaultProxy
 from tests.soak.namespaces import is_permitted
 from tests.soak.real_runs import describe, run_schedules
 from tests.tiers.jobs import ask, holds, manager_of, runs_in, state, stop_uploaders
+from tests.tiers.oracle import BucketRoot, Wrong
 from tests.tiers.schedules import run_schedule
+from tests.tiers.whole_house import House
 
 SCHEDULES, CHUNK = int(os.environ.get("SOAK_SCHEDULES", "10000")), 500
 REAL = int(os.environ.get("SOAK_REAL", "500"))
+HOUSES = int(os.environ.get("SOAK_HOUSES", "9500"))
+BUCKET_HOUSES = int(os.environ.get("SOAK_BUCKET_HOUSES", "500"))
 BUCKETS = int(os.environ.get("SOAK_BUCKETS", "500"))
 HOSTS = "abcd"
+
+
+class Tally:
+    """What happened in many schedules."""
+
+    def __init__(self):
+        self.events, self.actions, self.skipped, self.wrong = Counter(), 0, Counter(), []
+        logging.disable(logging.CRITICAL)
+
+    def play(self, house):
+        try:
+            house.play()
+        except Wrong as wrong:
+            self.wrong.append(str(wrong))
+        self.events.update(house.events)
+        self.skipped.update(house.skipped)
+        self.actions += len(house.log)
+
+    def report(self, what):
+        logging.disable(logging.NOTSET)
+        counts = f"{dict(self.events)}; skipped: {dict(self.skipped)}"
+        print(f"{what}: {self.actions} actions, {len(self.wrong)} wrong; {counts}")
+        assert not self.wrong, "\n".join(self.wrong)
 
 
 @pytest.mark.timeout(3600)
@@ -43,6 +72,26 @@ def test_random_schedules_with_a_bucket_that_loses_answers(tmp_path, moto):
             bucket = f"s3://{moto.bucket()}/run", options
             actions += run_schedule(seed, tmp_path / "world", bucket=bucket, lose=lose)
     print(f"seeds 0 to {BUCKETS - 1}: {actions} actions, 0 wrong")
+
+
+@pytest.mark.timeout(36000)
+@pytest.mark.parametrize("first", range(0, HOUSES, CHUNK))
+def test_random_schedules_of_a_whole_run(tmp_path, first):
+    """Managers, uploaders, replicas and files of several hosts in this process, on a clock of their own."""
+    tally, last = Tally(), min(first + CHUNK, HOUSES)
+    for seed in range(first, last):
+        tally.play(House(seed, tmp_path / "house"))
+    tally.report(f"seeds {first} to {last - 1}")
+
+
+@pytest.mark.timeout(36000)
+def test_random_schedules_of_a_whole_run_with_a_bucket(tmp_path, moto):
+    """Requests fail, and answers are lost."""
+    tally = Tally()
+    for seed in range(BUCKET_HOUSES):
+        with FaultProxy(moto.url) as proxy:
+            tally.play(House(seed, tmp_path / "house", BucketRoot(moto, proxy)))
+    tally.report(f"seeds 0 to {BUCKET_HOUSES - 1}, in a bucket")
 
 
 class Run:

@@ -1,5 +1,6 @@
 """Hosts that do not answer: what they have is not damaged, so no older step is restored instead of it."""
 
+import contextlib
 import os
 import signal
 import time
@@ -107,7 +108,6 @@ def _take(far, near):
 
 
 def _restore(far, near):
-    tier_set.REPLACED = 0.5
     live = {"same": state(-1)["same"]}
     with manager_of(far, f"{near}/{'ab'[rank()]}", upload=None, grace=0, keep_near=None) as manager:
         try:
@@ -124,10 +124,10 @@ def test_a_restore_does_not_pass_over_a_step_of_a_host_whose_uploader_hangs(two,
     pid = until(lambda: _pid_of(folder))
     os.kill(pid, signal.SIGSTOP)
     try:
-        assert set(two.run(_restore, far, near, timeout=90)) <= {"StorageError", "RankError"}
+        assert two.run(_restore, far, near, timeout=90) == [(20, 20.0)] * 2
     finally:
-        os.kill(pid, signal.SIGCONT)
-    assert two.run(_restore, far, near, timeout=60) == [(20, 20.0)] * 2
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
 
 def _pid_of(folder):

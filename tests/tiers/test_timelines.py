@@ -1,5 +1,6 @@
 """One truth about a run: near and far agree on its line, whatever fails while jobs begin, end or overlap."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -12,14 +13,17 @@ from snapshot import KeepLatest, Near, Snapshot, SnapshotError, SnapshotManager,
 from snapshot.cli import main
 from snapshot.plugins.file.file_storage import FileStorage
 from snapshot.testing import FaultProxy
+from snapshot.tiers.control import Request
 from snapshot.tiers.facts import read_copy
 from snapshot.tiers.timeline import RunForkedError, decode_facts
+from snapshot.tiers.uploader_process import ensure_uploader
 from tests.tiers.jobs import (
     ask,
     data_files,
     flip,
     holds,
     is_dead,
+    is_unlocked,
     manager_of,
     runs_in,
     state,
@@ -484,3 +488,18 @@ def test_near_steps_without_some_files_are_not_damaged_if_the_root_cannot_be_rea
             manager.restore_latest(state(-1), offline=True)
         up()
         assert manager.restore_latest(state(-1), offline=True) == 20
+
+
+def test_a_stopped_uploader_that_offers_nothing_does_not_hold_up_a_job_on_several_hosts(tmp_path):
+    """It was started for a job on one host. The join gave it up after 30 seconds, and the steps were not found."""
+    folder = tmp_path / "run"
+    folder.mkdir(mode=0o700)
+    with contextlib.closing(ensure_uploader(str(folder), None)[0]) as client:
+        pid = client.ask(Request("status")).pid
+        os.kill(pid, signal.SIGSTOP)
+    client, address = ensure_uploader(str(folder), "127.0.0.1")
+    with contextlib.closing(client):
+        assert address.startswith("127.0.0.1:")
+        assert is_dead(pid)
+        client.ask(Request("stop"))
+    until(lambda: is_unlocked(folder))

@@ -1,0 +1,182 @@
+"""Schedules of a whole run in one process, what they have found, and that the oracle sees faults."""
+
+import logging
+import shutil
+
+import pytest
+
+from snapshot import SnapshotExistsError
+from snapshot.io.storage import ANYTHING
+from snapshot.tiers import facts
+from snapshot.tiers.control import Request
+from snapshot.tiers.timeline import Line, Standing
+from snapshot.tiers.upload_queue import UploadState
+from tests.tiers.one_process import Job, Machines
+from tests.tiers.oracle import FolderRoot, Wrong
+from tests.tiers.whole_house import House, state, value_of
+
+QUICK = 8
+"""Schedules in a run of these tests."""
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def test_random_schedules_of_a_whole_run(tmp_path):
+    """tests/soak plays thousands."""
+    for seed in range(QUICK):
+        House(seed, tmp_path / "house").play()
+
+
+# The oracle
+
+
+def is_wrong(folder, theme, seeds):
+    """Say whether a schedule about some situation breaks a promise."""
+    for seed in seeds:
+        house = House(seed, folder / "house")
+        try:
+            if house.theme == theme:
+                house.play()
+        except Wrong:
+            return True
+    return False
+
+
+@pytest.mark.slow
+def test_an_upload_of_undecided_steps_is_seen(tmp_path, monkeypatch):
+    real = Line.standing
+
+    def standing(self, step, save_id, origin):
+        found = real(self, step, save_id, origin)
+        return Standing.ON if found == Standing.UNDECIDED else found
+
+    monkeypatch.setattr(Line, "standing", standing)
+    assert is_wrong(tmp_path, "forks", range(300))
+
+
+@pytest.mark.slow
+def test_a_publication_without_a_condition_is_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr(facts, "ABSENT", ANYTHING)
+    assert is_wrong(tmp_path, "races", range(200, 900))
+
+
+@pytest.mark.slow
+def test_a_look_at_the_facts_that_forgets_is_seen(tmp_path, monkeypatch):
+    """All steps count, also those that the run has left."""
+    monkeypatch.setattr(Line, "standing", lambda *_: Standing.ON)
+    assert is_wrong(tmp_path, "forks", range(300))
+
+
+# What the schedules have found
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Return the machines, and a function that begins a job with a rank on each of some hosts."""
+    jobs = []
+
+    def begin(hosts, **options):
+        given = {"grace": 0, "keep_near": None, **options}
+        jobs.append(Job(machines, str(tmp_path / "far"), [str(tmp_path / host) for host in hosts], **given))
+        return jobs[-1]
+
+    with Machines() as machines:
+        yield machines, begin
+        for job in jobs:
+            job.kill()
+
+
+def restored(job, **options):
+    """Restore on all ranks, and return the step and its value."""
+    lives = [state(-1) for _ in job.managers]
+    found, errors = job.together(lambda rank, each: each.restore_latest(lives[rank], **options))
+    assert errors == [None] * len(errors)
+    assert len({(step, value_of(live)) for step, live in zip(found, lives, strict=True)}) == 1
+    return found[0], value_of(lives[0])
+
+
+def take(job, step, value):
+    found, errors = job.together(lambda _, each: each.async_take(step, state(value), replicated=["**"]))
+    job.settle()
+    assert errors == [None] * len(errors)
+    for each in found:
+        each.wait()
+    return found
+
+
+def process_of(machines, host):
+    [found] = [each for each in machines.processes.values() if f"/{host}/" in each.folder and each.is_alive]
+    return found
+
+
+@pytest.mark.parametrize("how", ["kill", "hang"])
+def test_a_restore_reads_from_a_host_whose_uploader_is_dead_or_hangs(run, how):
+    """The other hosts found no place with its files, and passed over the step."""
+    machines, begin = run
+    job = begin("ab", upload=None, replicas=0)
+    take(job, 10, 1)
+    getattr(process_of(machines, "b"), how)()
+    assert restored(job) == (10, 1)
+
+
+def test_a_new_job_reads_from_a_host_whose_uploader_hangs(run):
+    machines, begin = run
+    job = begin("b", upload=None)
+    take(job, 10, 1)
+    job.kill()
+    process_of(machines, "b").hang()
+    assert restored(begin("ab", upload=None, replicas=0)) == (10, 1)
+
+
+def test_a_wait_counts_the_time_of_a_registration_that_hangs(run):
+    machines, begin = run
+    job = begin("a", upload=None)
+    take(job, 10, 1)
+    process_of(machines, "a").hang()
+    [pending] = take(job, 20, 2)
+    job.tiers.link.register()
+    began = machines.clock.now
+    with pytest.raises(TimeoutError, match="did not answer within 5 s"):
+        pending.wait("far", timeout=5)
+    assert machines.clock.now - began < 6
+
+
+def test_a_step_of_another_attempt_on_another_host_is_not_replaced(run):
+    """Two jobs share the line. The leader of the second one does not have the step that the first one took."""
+    _, begin = run
+    first, second = begin("b", upload=None), begin("ab", upload=None, replicas=0)
+    for job in (first, second):
+        assert restored(job) == (None, -1)
+    take(first, 10, 1)
+    _, errors = second.together(lambda _, each: each.take(10, state(2), replicated=["**"]))
+    assert isinstance(errors[1], SnapshotExistsError)
+    assert "another attempt has taken the step" in str(errors[0])
+    assert restored(begin("b", upload=None)) == (10, 1)
+
+
+def test_a_dropped_step_is_uploaded_if_the_run_goes_back_to_it(run, tmp_path):
+    """The newest step on the line stayed near, since a step that was lost with a host had been newer."""
+    machines, begin = run
+    root = FolderRoot(tmp_path / "far")
+    first = begin("a", upload=None)
+    take(first, 10, 1)
+    first.kill()
+    root.go_down()
+    second = begin("ab", replicas=0)
+    assert restored(second, offline=True) == (10, 1)
+    take(second, 20, 2)
+    machines.clock.sleep(1)
+    assert second.tiers.ask(Request("status")).steps[10].far == UploadState.DROPPED
+    second.kill()
+    process_of(machines, "b").kill()
+    shutil.rmtree(tmp_path / "b")
+    root.come_back()
+    last = begin("a")
+    assert restored(last) == (10, 1)
+    machines.clock.sleep(30)
+    assert (tmp_path / "far/step-10/.snapshot_metadata").exists()
