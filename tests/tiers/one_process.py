@@ -29,6 +29,7 @@ from snapshot.tiers.upload_queue import Act
 from snapshot.tiers.uploader import Uploader
 from snapshot.tiers.uploader_link import SILENT
 from snapshot.tiers.uploader_process import HANGS, LINGER, OFFERED, _known_address, _listen_again
+from tests.tiers.jobs import with_near
 
 TURN = 0.01
 """Seconds on the clock that a turn of an uploader takes."""
@@ -494,7 +495,7 @@ class Job:
         self.meeting = Meeting()
         given = {"signals": (), "timeout": 40, **options}
         self.managers = [
-            SnapshotManager(root, near=near, pg=Member(rank, len(nears), self.meeting), **given)
+            SnapshotManager(root, pg=Member(rank, len(nears), self.meeting), **with_near(near, given))
             for rank, near in enumerate(nears)
         ]
 
