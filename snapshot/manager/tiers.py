@@ -60,6 +60,8 @@ class ManagerTiers:
         self._spared = spared
         self._set: TierSet | None = None
         self._cleaner: NearCleaner | None = None
+        self._patience = FAR_PATIENCE
+        """Seconds to wait for the far root in a take."""
         self._far_steps: set[int] | None = None
         """The far steps at the first take; known to the leader only."""
 
@@ -86,8 +88,8 @@ class ManagerTiers:
             return
         if self._set is not None:
             self._set.close()
-        patience = min(FAR_PATIENCE, exchange.timeout)
-        self._set = made = TierSet(self.options, join(exchange, self.options, patience, needs_far=needs_far))
+        self._patience = min(FAR_PATIENCE, exchange.timeout)
+        self._set = made = TierSet(self.options, join(exchange, self.options, self._patience, needs_far=needs_far))
         if not made.member.fault:
             leave_metrics(made.member.folder, exchange.rank)
         near = Root(URL("near", made.member.folder), None)
@@ -160,13 +162,13 @@ class ManagerTiers:
         """Raise SnapshotExistsError if the far root has had the step from the beginning. Called on the leader."""
         if self._far_steps is None:
             try:
-                self._far_steps = set(run(limited(self._far.folders(), FAR_PATIENCE)).committed)
+                self._far_steps = set(run(limited(self._far.folders(), self._patience)).committed)
             except StorageError as error:
                 log.info("%s: its steps are unknown: %s", self._far.url, error)
                 self._far_steps = set()
         if step not in self._far_steps:
             return
-        found = run(limited(self._far.folders(), FAR_PATIENCE)).committed.get(step)
+        found = run(limited(self._far.folders(), self._patience)).committed.get(step)
         if found is not None and not self._is_off(step, found):
             raise SnapshotExistsError(
                 f"{self._far.step_url(step)}: a snapshot exists already; take another step, or pass overwrite=True"
@@ -185,7 +187,7 @@ class ManagerTiers:
         if place.near:
             return False
         try:
-            found = run(limited(self._far.folders(), FAR_PATIENCE)).committed.get(step)
+            found = run(limited(self._far.folders(), self._patience)).committed.get(step)
             return found is not None and self._is_off(step, found)
         except StorageError:  # the take reports it
             return False
@@ -264,6 +266,8 @@ class ManagerTiers:
         if not steps:
             return
         newest = max(steps, key=lambda each: line.age(each.origin))
+        if self._set.is_older_than_restored(newest):
+            return
         try:
             self._set.wait_far(newest.step, newest.save_id, self.grace)
         except (SnapshotError, TimeoutError) as error:

@@ -256,6 +256,14 @@ class TierSet(FarSteps):
                 "overwrite=True"
             )
 
+    def is_older_than_restored(self, near: NearStep) -> bool:
+        """Return True if a near step is older than the one that this job restored, which this host does not have."""
+        attempt = self.member.attempt
+        parent = attempt.parent if attempt is not None else None
+        if attempt is None or parent is None or parent.step is None or near.origin.attempt == attempt.name:
+            return False
+        return near.step < parent.step
+
     # Retention
 
     def prune(self, upto: int, kept: Callable[[Sequence[NearStep]], set[int]], spared: Callable[[int], bool]) -> None:

@@ -247,7 +247,7 @@ class World:
         self.count = min(len(network.hosts), chance.choices([2, 3, 4], [5, 3, 2])[0])
         self.names = "abcd"
         self.is_bucket = chance.random() < 0.7
-        self.is_slow_to_give_up = chance.random() < 0.3
+        self.is_slow_to_give_up = chance.random() < 0.15
         self.is_warm = chance.random() < 0.95
         self.has_tcp = chance.random() < 0.6
         self.names_address = chance.random() < 0.3

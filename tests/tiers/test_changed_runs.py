@@ -15,6 +15,7 @@ import torch.distributed as dist
 from snapshot import KeepLatest, Snapshot, SnapshotError, SnapshotExistsError, SnapshotManager
 from snapshot import events as happening
 from snapshot.errors import CorruptSnapshotError
+from snapshot.tiers.tier_set import TierSet
 from snapshot.tiers.timeline import decode_record
 from tests.tiers.jobs import ask, data_files, flip, holds, manager_of, rank, runs_in, state, stop_uploaders, until
 from tests.tiers.test_hosts import restore
@@ -508,3 +509,21 @@ def test_a_full_near_folder_can_still_be_restored(tmp_path):
         stop_uploaders(near / "run")
     finally:
         subprocess.run(["umount", "-l", near], check=True)
+
+
+def test_the_exit_does_not_wait_for_steps_that_are_older_than_the_restored_one(tmp_path, hosts, monkeypatch):
+    """Some of their files may have been lost with another host, so that they never become whole."""
+    far = tmp_path / "far"
+    with manager_of(far, hosts("a"), upload=None, grace=0) as manager:
+        manager.take(10, state(10))
+    with manager_of(far, hosts("b"), upload=1) as manager:
+        manager.take(20, state(20))
+    waited = []
+    monkeypatch.setattr(TierSet, "wait_far", lambda self, step, *_: waited.append(step))
+    with manager_of(far, hosts("a"), upload=None) as manager:
+        assert manager.restore_latest(state(-1)) == 20
+    assert not waited
+    with manager_of(far, hosts("a"), upload=None) as manager:
+        assert manager.restore_latest(state(-1)) == 20
+        manager.take(30, state(30))
+    assert waited == [30]

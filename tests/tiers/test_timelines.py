@@ -1,9 +1,11 @@
 """One truth about a run: near and far agree on its line, whatever fails while jobs begin, end or overlap."""
 
+import asyncio
 import contextlib
 import os
 import shutil
 import signal
+import time
 from dataclasses import replace
 
 import msgspec
@@ -503,3 +505,19 @@ def test_a_stopped_uploader_that_offers_nothing_does_not_hold_up_a_job_on_severa
         assert is_dead(pid)
         client.ask(Request("stop"))
     until(lambda: is_unlocked(folder))
+
+
+def test_a_take_does_not_wait_longer_for_the_root_than_the_manager_allows(tmp_path, hosts, monkeypatch):
+    """It asked for the steps there, for 20 seconds, although the join had found that it does not answer."""
+    find = FileStorage.list
+
+    async def find_near(storage, *args, **options):
+        if str(tmp_path / "far") in storage.url.location:
+            await asyncio.sleep(60)
+        return await find(storage, *args, **options)
+
+    monkeypatch.setattr(FileStorage, "list", find_near)
+    with manager_of(tmp_path / "far", hosts("a"), grace=0, timeout=2) as manager:
+        began = time.monotonic()
+        manager.take(10, state(10))
+        assert time.monotonic() - began < 15
