@@ -249,5 +249,8 @@ class TieredRoot(Root):
         return set() if step in self._census else await super().copies(step, seal)
 
     async def is_replaceable(self, step: int) -> bool:
-        """Return True if this library wrote the damaged step."""
-        return step in self._census or await super().is_replaceable(step)
+        """Return True if a step that cannot be restored may be replaced.
+
+        A near step may not if the far root was not read: it may be whole with its files, and the run may continue it.
+        """
+        return self._far_answers if step in self._census else await super().is_replaceable(step)
