@@ -174,7 +174,7 @@ class Uploader:
             for step, near in steps.items():
                 files = self.folder.files(step)
                 state = self._states.setdefault(step, StepStatus(near.save_id))
-                given_up = state.far == UploadState.DROPPED and step == self._newest  # the run has gone back to it
+                given_up = state.far == UploadState.DROPPED and step == self._newest  # the run went back to it
                 if step in wanted and (given_up or state.far == UploadState.KEPT):
                     state.far = UploadState.QUEUED
                 state.files, state.pulled = files, self._replicas.pulled(step, files)

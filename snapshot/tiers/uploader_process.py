@@ -40,7 +40,9 @@ from snapshot.tiers.upload_queue import Act
 from snapshot.tiers.uploader import Uploader
 
 OFFERED = ".uploader.address"
-"""File with the address on which an uploader offers files."""
+"""File with the address on which an uploader offers files; empty if it offers none."""
+LISTENED = ".uploader.listened"
+"""File with the last address on which an uploader of the folder has offered files, which other hosts know."""
 STARTS = 30.0
 """Seconds to wait for an uploader that begins or ends."""
 HANGS = 5.0
@@ -108,6 +110,8 @@ def _start(folder: str, lock: int, address: str | None) -> str:
     offered = "{}:{}".format(*peers.getsockname()[:2]) if peers is not None else ""
     with contextlib.suppress(OSError):  # the folder may be full
         Path(f"{folder}/{OFFERED}").write_text(offered, "ascii")
+        if offered:
+            Path(f"{folder}/{LISTENED}").write_text(offered, "ascii")
     control = listen(folder)
     inherited = [lock, control.fileno(), *([peers.fileno()] if peers is not None else [])]
     log_path = f"{folder}/{LOG}"
@@ -153,16 +157,16 @@ def _is_reached_by_others(offered: str, address: str) -> bool:
     return bool(host) and (not host.startswith("127.") or address.startswith("127.") or address == "localhost")
 
 
-def _known_address(folder: str) -> str:
+def _known_address(folder: str, name: str = OFFERED) -> str:
     try:
-        return Path(f"{folder}/{OFFERED}").read_text("ascii")
+        return Path(f"{folder}/{name}").read_text("ascii")
     except OSError:
         return ""
 
 
 def _listen_again(folder: str, address: str) -> socket.socket:
     """Listen on the port of the last uploader, which other hosts know, or on another one."""
-    host, _, port = _known_address(folder).rpartition(":")
+    host, _, port = _known_address(folder, LISTENED).rpartition(":")
     if host == address and port.isdecimal():
         for _ in range(20):  # its last process may be ending
             with contextlib.suppress(OSError):

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
@@ -28,7 +29,7 @@ from snapshot.tiers.peer_server import PeerServer
 from snapshot.tiers.upload_queue import Act
 from snapshot.tiers.uploader import Uploader
 from snapshot.tiers.uploader_link import SILENT
-from snapshot.tiers.uploader_process import HANGS, LINGER, OFFERED, _known_address, _listen_again
+from snapshot.tiers.uploader_process import HANGS, LINGER, LISTENED, OFFERED, _known_address, _listen_again
 from tests.tiers.jobs import with_near
 
 TURN = 0.01
@@ -164,8 +165,8 @@ class UploaderProcess:
                 inner(request, client)
 
             server._server.process_request = process
-        with open(f"{self.folder}/{OFFERED}", "w", encoding="ascii") as file:
-            file.write(offered)
+        for name in (OFFERED, *([LISTENED] if offered else [])):
+            Path(f"{self.folder}/{name}").write_text(offered, "ascii")
 
     def stop_listening(self):
         if self.server is not None:
@@ -225,7 +226,7 @@ class UploaderProcess:
             if action.act == Act.END:
                 self.kill()
             pause = action.seconds if action.act == Act.WAIT else 0.0
-            if pause == 1.0:  # only a request changes anything
+            if action.act == Act.WAIT and uploader.is_idle():  # only a request changes anything
                 pause = IDLE if uploader.jobs() or self.closed else 20 * IDLE
             self.upload_at = clock.now + max(TURN, pause)
         except Killed:
@@ -283,6 +284,7 @@ class Machines:
         self.clock = Clock(self.pause)
         self.processes = {}
         self.here = threading.local()
+        self.starting = threading.Lock()
         self.drivers = {threading.get_ident()}
         self.watching = []
         self.turns = Counter()
@@ -365,17 +367,19 @@ class Machines:
         if not os.path.isdir(folder):
             raise FileNotFoundError(2, "No such file or directory", folder)
         process = self.processes.get(folder)
-        if process is not None and process.is_alive:
-            if process.address is not None or address is None:
-                return Client(self, process), _known_address(folder)
-            if process.hung_since is not None:
-                if getattr(self.here, "background", False):
-                    raise Blocked
-                self.clock.sleep(min(seconds, HANGS))
-            process.kill()  # it was started for a job on a single host
-            self.on_killed(process)
-        process = self.processes[folder] = UploaderProcess(self, folder, address)
-        return Client(self, process), process.uploader.address
+        if process is not None and process.hung_since is not None and process.address is None and address:
+            if getattr(self.here, "background", False):
+                raise Blocked
+            self.clock.sleep(min(seconds, HANGS))
+        with self.starting:  # as the lock of the folder
+            process = self.processes.get(folder)
+            if process is not None and process.is_alive:
+                if process.address is not None or address is None:
+                    return Client(self, process), _known_address(folder)
+                process.kill()  # it was started for a job on a single host
+                self.on_killed(process)
+            process = self.processes[folder] = UploaderProcess(self, folder, address)
+            return Client(self, process), process.uploader.address
 
     # Patches
 

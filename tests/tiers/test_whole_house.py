@@ -124,6 +124,16 @@ def test_a_restore_reads_from_a_host_whose_uploader_is_dead_or_hangs(run, how):
     assert restored(job) == (10, 1)
 
 
+def test_other_hosts_find_an_uploader_that_another_job_has_started_again(run):
+    """A job on one host offers nothing, and its uploader forgot the port that the hosts of the first job know."""
+    machines, begin = run
+    job = begin("ab", upload=None, replicas=0)
+    take(job, 10, 1)
+    process_of(machines, "b").kill()
+    begin("b", upload=None).together(lambda _, each: each.restore_latest(state(-1)))  # it lacks the files of the other
+    assert restored(job) == (10, 1)
+
+
 def test_a_new_job_reads_from_a_host_whose_uploader_hangs(run):
     machines, begin = run
     job = begin("b", upload=None)

@@ -242,13 +242,10 @@ class WatchedRun:
             "offline": self._offline_line(job.hosts),
         }
 
-    def _expect_newest(self, job, take, before, length):
-        """Compare a restore with the lines that the root had while it ran."""
+    def _expect_newest(self, job, take, before, length, began):
+        """Compare a restore with the lines that the root had while it ran. `began`: the attempt that it has begun."""
         names = [each["name"] for each in self.truth]
-        if job.attempt in names:
-            lengths = [names.index(job.attempt)]
-        else:
-            lengths = list(range(min(length, len(names)), len(names) + 1))
+        lengths = [names.index(began)] if began in names else list(range(min(length, len(names)), len(names) + 1))
         faults = []
         for each in lengths:
             line = self.line(each)

@@ -88,7 +88,7 @@ class House(WatchedRun):
         job.settle()
         self.look()
         before, length, trouble = self._requirements(job), len(self.truth), self._trouble()
-        forks = self.forks_on(job.hosts)
+        forks, old = self.forks_on(job.hosts), job.attempt
         lives = [state(-1) for _ in job.managers]
         began = self.clock.now
         with self.using(job):
@@ -123,7 +123,7 @@ class House(WatchedRun):
             self.events["restored offline"] += step is not None
             self._expect_offline(job, take, before, is_quiet=trouble == self._trouble())
             return
-        self._expect_newest(job, take, before, length)
+        self._expect_newest(job, take, before, length, job.attempt if job.attempt != old else "")
 
     def _expect_restore_error(self, job, error, before, forks, *, is_quiet):
         """Raise the error, or Wrong, unless the run is in a state that the error is documented for."""
@@ -196,7 +196,12 @@ class House(WatchedRun):
         line = self.line()
         if isinstance(error, RunForkedError):
             made = self.attempts.get(job.attempt)
-            fine = not is_quiet or self.forks_on(job.hosts) or (made is not None and made["number"] <= self.number)
+            fine = (
+                not is_quiet
+                or job.deletions != self.deletions
+                or self.forks_on(job.hosts)
+                or (made is not None and made["number"] <= self.number)
+            )
         elif isinstance(error, RunDeletedError):
             fine = job.deletions != self.deletions
         elif isinstance(error, SnapshotExistsError):
