@@ -133,7 +133,7 @@ class Snapshot:
         return self._url, self._options
 
     @property
-    def location(self) -> Location:
+    def _location(self) -> Location:
         """The URL with its options and the check of the key."""
         return Location(self._url, self._options, self.seal)
 
@@ -637,7 +637,7 @@ class Snapshot:
         with operation(
             "verify", self._url, pg=self.pg, ranks=ranks, budget=memory_budget_bytes, progress=progress
         ) as op:
-            return verify_checkpoint(op, self.location, quick=quick, resume=resume)
+            return verify_checkpoint(op, self._location, quick=quick, resume=resume)
 
     @of_object
     def sign(
@@ -658,7 +658,7 @@ class Snapshot:
         """
         signer = load_signer(key, "key", private=True)
         with operation("sign", self._url, budget=memory_budget_bytes, progress=progress) as op:
-            return sign_files(op, self.location, signer)
+            return sign_files(op, self._location, signer)
 
     @staticmethod
     def diff(
@@ -705,7 +705,7 @@ class Snapshot:
         from snapshot.transform.diff import compare_snapshots  # training jobs do not pay for this import
 
         sides = [each if isinstance(each, Snapshot) else Snapshot(each) for each in (a, b)]
-        places = [each.location for each in sides]
+        places = [each._location for each in sides]
         with operation(
             "diff", places[1].url, pg=sides[0].pg, ranks=ranks, budget=memory_budget_bytes, progress=progress
         ) as op:
@@ -777,7 +777,7 @@ class Snapshot:
             "convert", place.url, pg=self.pg, ranks=ranks, budget=memory_budget_bytes, progress=progress
         ) as op:
             output = Output(place, to, shard_bytes, overwrite, durable)
-            return convert_checkpoint(op, self.location, output, choice)
+            return convert_checkpoint(op, self._location, output, choice)
 
     @of_object
     def copy(
@@ -830,7 +830,7 @@ class Snapshot:
         place = Location(URL.parse(os.fspath(url)), storage_options)
         choice = Selection(select, exclude, verify=verify, allow_pickle=self._allow_pickle, compression=compression)
         with operation("copy", place.url, pg=self.pg, ranks=ranks, budget=memory_budget_bytes, progress=progress) as op:
-            return copy_checkpoint(op, self.location, place, choice, overwrite=overwrite, durable=durable)
+            return copy_checkpoint(op, self._location, place, choice, overwrite=overwrite, durable=durable)
 
     # Delete
 

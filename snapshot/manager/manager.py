@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import ranks_of
-from snapshot.errors import SnapshotError, StorageError
+from snapshot.errors import CorruptSnapshotError, SnapshotError, SnapshotNotFoundError, StorageError
+from snapshot.events import emit, log
 from snapshot.io.loop import LoopFuture, run
 from snapshot.io.url import URL
+from snapshot.loading.choose import RestoreArguments, RestoreOptions
 from snapshot.manager import at_exit
-from snapshot.manager.advice import Measured
+from snapshot.manager.advice import Advice, Measured
 from snapshot.manager.channels import Channels
 from snapshot.manager.cleaner import Cleaner
-from snapshot.manager.decisions import StepDecisions
+from snapshot.manager.fallback import Fallback
 from snapshot.manager.incremental import choose_base, find_bases
 from snapshot.manager.options import (
     Near,
@@ -30,22 +34,23 @@ from snapshot.manager.options import (
     checked_tolerance,
 )
 from snapshot.manager.pending_takes import PendingTakes, failed_take
-from snapshot.manager.policies import Policy
-from snapshot.manager.queries import StepQueries
-from snapshot.manager.restores import StepRestores
-from snapshot.manager.root import Root
+from snapshot.manager.policies import KeepBest, Policy, parts
+from snapshot.manager.root import Root, taken_of
 from snapshot.manager.schedule import Every, Schedule
 from snapshot.manager.signals import STOP_SIGNALS, Signals
 from snapshot.manager.step_agreement import StepBegin, agree_on, may_be_committed
-from snapshot.manager.step_metadata import add_note, checked_metrics, checked_step
+from snapshot.manager.step_metadata import add_note, checked_metrics, checked_step, noted_metrics
 from snapshot.manager.tiers import Begun, ManagerTiers, TakePlace
 from snapshot.manager.tolerance import OnError, OnException, Tolerance, save_after
-from snapshot.manager.writers import Writers
+from snapshot.manager.writers import ManagedSnapshot, Writers
+from snapshot.manifest.document import ManifestHead
 from snapshot.options import Settings, moved_names
 from snapshot.reports import RestoreReport, TakeReport
 from snapshot.save.take_options import AllowPickle, AsyncTakeArguments, TakeArguments
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.takes import AppState
+from snapshot.text import Duration
+from snapshot.tiers.join import FAR_PATIENCE
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -61,7 +66,7 @@ MOVED = {
 }
 
 
-class SnapshotManager(StepQueries, StepDecisions, StepRestores):
+class SnapshotManager:
     """Snapshots of one run, in `step-<n>` below a root: take, restore, remove, and decide when.
 
     Args:
@@ -355,6 +360,234 @@ class SnapshotManager(StepQueries, StepDecisions, StepRestores):
     def _spared(self, step: int) -> bool:
         """Return True if the step is being taken or restored, or a running take is based on it."""
         return step in self._using or self._pendings.running(step) or self._pendings.needs(self._root.save_id(step))
+
+    # Restore
+
+    def restore_latest(
+        self, app_state: AppState, *, offline: bool = False, **given: Unpack[RestoreArguments]
+    ) -> int | None:
+        """Restore the newest undamaged step, the same one on all ranks. Return its number, or None if there is no step.
+
+        A step with missing or short files, or with a wrong checksum, is passed over, with a log line and an event. A
+        checksum can fail after live tensors were written to; the older step then overwrites them. A step that does not
+        fit the application is an error, and so is a failing storage: neither means that a snapshot is damaged.
+
+        Args:
+            app_state: As for `Snapshot.restore`.
+            offline: With `near`: if the far root cannot be read, restore the newest step that the hosts have. Without
+                it, raise StorageError, since the far root may have a newer step, or say that near steps are abandoned.
+            given: Other arguments of `Snapshot.restore`. With `atomic=True`, a damaged step changes no live tensor.
+
+        Raises:
+            RestoreError: A step does not fit the application. Or a live tensor that a damaged step wrote to is missing
+                from the step that is restored instead.
+            CorruptSnapshotError: All steps are damaged. The error names each step and its fault, and in `touched` the
+                live tensors that were written to.
+        """
+        began = time.monotonic()
+        options = RestoreOptions(**given)
+        if options.timeout is None:
+            options = replace(options, timeout=self._timeout)
+        self._pendings.moved_on()
+        begin = partial(self._exchange, "restore_latest", given.get("timeout"))
+        root, snapshot_of = self._root, self._restored_from
+        if self._tiers is not None:
+            self._pendings.settle()  # they belong to the attempt that ends here
+            with begin() as exchange:
+                self._tiers.join(exchange, self._cleaner, needs_far=not offline)
+                patience = min(FAR_PATIENCE, exchange.timeout)
+                exchange.close()
+            root = tiered = self._tiers.root(patience, offline=offline)
+            snapshot_of = partial(tiered.snapshot_of, pg=self._pg, allow_pickle=self._allow_pickle)
+        leads = ranks_of(self._pg).rank == 0
+        if leads and self._writers is not None and self._cleaner is not None:
+            with suppress(SnapshotError):  # the restore reports it
+                self._writers.begin(run(self._root.folders()).committed)
+        fallback = Fallback(root, snapshot_of, begin, self._using)
+        try:
+            step, damaged = fallback.restore(app_state, options)
+        finally:
+            self._report = root.add_sources(fallback.report)
+        self._damaged = set(damaged)
+        if step is not None:
+            if leads and self._writers is not None:
+                self._writers.take_over(self._snapshot(step).metadata.metadata)
+            self._cadence.began(step)
+            self._measured.restore = time.monotonic() - began
+        return step
+
+    def _restored_from(self, step: int, place: bytes) -> Snapshot:
+        return self._snapshot(step)
+
+    @property
+    def report(self) -> RestoreReport | None:
+        """Report of the last `restore_latest` on this rank."""
+        return self._report
+
+    # Steps
+
+    def steps(self) -> list[int]:
+        """Return the committed steps that this process sees now, ascending."""
+        near = self._tiers.near_steps() if self._tiers is not None else set[int]()
+        try:
+            return sorted(near | set(run(self._root.on_line(run(self._root.folders()).committed))))
+        except StorageError as error:
+            if not near:
+                raise
+            log.warning("%s: cannot be reached, so these are the near steps: %s", self._root.url, error)
+            return sorted(near)
+
+    def latest(self, verify: bool = False) -> int | None:
+        """Return the newest committed step, or None if there is none.
+
+        With `verify`, read every byte, and pass over (and log) snapshots that fail verification.
+        """
+        for step in reversed(self.steps()):
+            if not verify:
+                return step
+            try:
+                report = self._snapshot(step).verify()
+                fault = "" if report else str(report)
+            except (CorruptSnapshotError, SnapshotNotFoundError) as error:
+                fault = str(error)
+            if not fault:
+                return step
+            log.warning("%s: passed over: verification failed: %s", self._root.step_url(step), fault)
+        return None
+
+    def best(self, metric: str | None = None, mode: str = "min") -> int | None:
+        """Return the best step by a metric, or by the first `KeepBest` of the policy.
+
+        Return None if no step has the metric.
+        """
+        if metric is not None:
+            policy = KeepBest(metric, 1, mode)
+        else:
+            found = [each for each in parts(self._keep) if isinstance(each, KeepBest)] if self._keep else []
+            if not found:
+                raise ValueError(
+                    "best: `keep` has no KeepBest; pass a metric, such as best('loss') or best('f1', 'max')"
+                )
+            policy = found[0]
+        committed = run(self._root.folders()).committed
+        on = set(run(self._root.on_line(committed)))
+        heads = {step: head for step, head in run(self._root.heads(committed)).items() if step in on}
+        for step, head in heads.items():
+            if not isinstance(head, ManifestHead):
+                log.warning("%s: passed over: %s", self._root.step_url(step), head)
+        ranked = policy.ranked([taken_of(step, head) for step, head in heads.items() if isinstance(head, ManifestHead)])
+        return ranked[0] if ranked else None
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """Return the metrics of a step."""
+        return noted_metrics(self._snapshot(checked_step(step)).metadata.metadata)
+
+    def snapshot(self, step: int) -> Snapshot:
+        """Return the snapshot of a step, which need not exist."""
+        number = checked_step(step)
+        if not self._pendings.is_latest(number):
+            self._pendings.moved_on()  # after a restore the state is that of this step
+        if self._writers is None:
+            return self._snapshot(number)
+        made = ManagedSnapshot(self._path(number), self._pg, self._root.options, allow_pickle=self._allow_pickle)
+        made.on_restored = self._writers.take_over
+        return made
+
+    def _snapshot(self, step: int) -> Snapshot:
+        tiers = self._tiers
+        if tiers is not None and tiers.is_whole_here(step):
+            return Snapshot(tiers.near.step_url(step).reveal(), self._pg, allow_pickle=self._allow_pickle)
+        return Snapshot(self._path(step), self._pg, self._root.options, allow_pickle=self._allow_pickle)
+
+    def _path(self, step: int) -> str:
+        url = self._root.step_url(step)
+        return url.location if url.scheme == "file" else url.reveal()
+
+    def where(self, step: int) -> dict[str, str | int]:
+        """Return where a step is, for a manager with `near`, as far as the uploaders of the hosts answer.
+
+        `near` is `whole`, `partial` or `absent`, over all hosts. `replicas` is the number of further hosts that have
+        each near file. `far` is `whole`, `absent`, or the state of the upload: `uploading 41 %`, `queued`,
+        `waiting` (for files of other hosts), `kept near`, `dropped`, `outdated` or `damaged`.
+        """
+        number = checked_step(step)
+        if self._tiers is None:
+            return {"far": "whole" if number in run(self._root.folders()).committed else "absent"}
+        return self._tiers.joined.where(number)
+
+    def pin(self, step: int) -> None:
+        """Keep a step regardless of policies, also in other and later processes, until `unpin`."""
+        number = checked_step(step)
+        near = self._tiers is not None and self._tiers.pin(number)
+        try:
+            run(self._root.pin(number))
+        except SnapshotNotFoundError:
+            if not near:  # else the uploader pins it, too
+                raise
+
+    def unpin(self, step: int) -> None:
+        """Let the policy decide about a step again."""
+        number = checked_step(step)
+        if self._tiers is not None:
+            self._tiers.unpin(number)
+        run(self._root.unpin(number))
+
+    def pinned(self) -> list[int]:
+        """Return the pinned steps, ascending."""
+        near = self._tiers.pinned() if self._tiers is not None else set[int]()
+        return sorted(near | run(self._root.pinned(run(self._root.folders()).committed)))
+
+    # Decisions
+
+    def should_take(self, step: int) -> bool:
+        """Return True if `every` says to take this step. The result is equal on all ranks, which must all call it.
+
+        Call it at every step. No rank waits for another. If `every` is a time, all ranks take at the same step, soon
+        after it has passed on rank 0's clock.
+        """
+        number = checked_step(step)
+        self._measured.at_step(number)
+        self._pendings.at_call()
+        cadence = self._cadence
+        if not cadence.given:
+            raise ValueError("should_take: the manager was created without `every`")
+        if cadence.steps is not None:
+            return cadence.due_at(number)
+        wish = number != cadence.last and cadence.due_now(busy=self._pendings.busy())
+        return self._channels.ask("take", wish, leader_alone=True)
+
+    def should_stop(self) -> bool:
+        """Return True if a signal has asked any rank to stop: on all ranks from the same call on.
+
+        All ranks must call it once a step. No rank waits for another, and most calls only count. Ranks query the store
+        of their group about every half second, or at each call if calls are further apart. A rank that calls it more
+        often than others stops earlier than they do.
+
+        Raises:
+            RankError: The store of the group cannot be reached.
+        """
+        self._measured.at_call()
+        self._pendings.at_call()
+        if not self._stopping:
+            self._stopping = self._channels.ask("stop", self._signals.number is not None)
+            if self._stopping:
+                number = self._signals.number
+                own = signal.Signals(number).name if number else "another rank's signal"
+                emit("stopping", "should_stop", str(self._url), reason=own)
+                log.info("should_stop %s: stopping because of %s", self._url, own)
+        return self._stopping
+
+    def advice(self, mtbf: Duration) -> Advice:
+        """Return the interval between takes that loses least time, from the takes and steps of this rank so far.
+
+        With `near`, the interval is that of near takes, and `upload_steps` that of uploads.
+
+        `mtbf` is the mean time between failures: seconds, a `timedelta`, or a text such as `"12h"`.
+
+        Raises SnapshotError if takes or steps were not measured yet.
+        """
+        advice = self._measured.advice(mtbf)
+        return advice if self._tiers is None else replace(advice, upload=self._tiers.upload_seconds())
 
     # Close
 
