@@ -705,7 +705,7 @@ class Snapshot:
         from snapshot.transform.diff import compare_snapshots  # training jobs do not pay for this import
 
         sides = [each if isinstance(each, Snapshot) else Snapshot(each) for each in (a, b)]
-        places = [each._location for each in sides]
+        places = [each._location for each in sides]  # noqa: SLF001 - two of this class
         with operation(
             "diff", places[1].url, pg=sides[0].pg, ranks=ranks, budget=memory_budget_bytes, progress=progress
         ) as op:

@@ -52,14 +52,17 @@ class Seen:
     run: str = ""
     names: frozenset = frozenset()
     """The files that the manifest names."""
+    replaces: bool = False
+    """True if the take may replace another snapshot of the step."""
 
 
 def read_manifest(data):
     """Return the ids in a manifest, or None if it is damaged."""
     try:
         found = json.loads(data)
-        origin = found["metadata"].get("snapshot.tiers", {"attempt": "", "run": ""})
-        return Seen(found["save_id"], origin["attempt"], origin["run"], frozenset(found["files"]))
+        origin = found["metadata"].get("snapshot.tiers", {"attempt": "", "run": "", "replaces": False})
+        names = frozenset(found["files"])
+        return Seen(found["save_id"], origin["attempt"], origin["run"], names, origin["replaces"])
     except (ValueError, KeyError, TypeError):
         return None
 

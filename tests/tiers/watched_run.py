@@ -144,7 +144,8 @@ class WatchedRun:
         own = [each for each in self._workers(host) if each.near_keep is not None]
         if head.attempt in known and not line.has(step, head.attempt, head.save_id):
             return
-        if self._was_off(head, step):
+        now = self.near[host].get((run_id, step), (None,))[0]
+        if self._was_off(head, step) or (now is not None and now.replaces):  # it was passed over as damaged
             return
         for job, mine in [(each, mine) for each in own for mine in (self._line_of_job(each), line)]:
             newer = [
@@ -159,9 +160,12 @@ class WatchedRun:
                 take = self.takes.get((head.attempt, step))
                 everything = all(each.upload == 1 for each in (*self.jobs, *self.ended) if host in each.hosts)
                 if everything and take is not None and not (take.was_far or head.save_id in self.buried):
-                    others = self.far.get(step)
+                    # the first upload of a step stays, also if retention has removed it since
+                    other = step in self.far or any(
+                        each.was_far for (_, number), each in self.takes.items() if number == step
+                    )
                     waiting = [number for _, number in before if number not in self.far]
-                    if others is None and len(waiting) <= MOST_QUEUED and not self.deletions:
+                    if not other and len(waiting) <= MOST_QUEUED and not self.deletions:
                         raise Wrong(f"{what} was removed, and is wanted far")
                 return
         raise Wrong(f"{what} was removed; line {line.cuts}, jobs {[vars(each) for each in own]}")
