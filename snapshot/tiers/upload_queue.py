@@ -166,16 +166,21 @@ def wanted_steps(upload: Upload, steps: Collection[int], asked: Collection[int],
 def choose_next(wanted: Collection[int], begun: Collection[int], last: int | None = None) -> int | None:
     """Return the step to upload next: those that some host has begun, and the newest wanted other one, in turns.
 
-    Hosts finish what others have begun, so that all upload the same steps. One that waits for a lost host must not
+    Hosts finish what others have begun, so that all upload the same steps. Those that wait for a lost host must not
     hold up others. `last`: the step that had the last turn.
 
     >>> choose_next([10, 30], [10]), choose_next([10, 30], [10], 30), choose_next([10, 30], [])
     (30, 10, 30)
-    >>> choose_next([10, 30], [30]), choose_next([10, 30], [30], 30)
-    (30, 10)
+    >>> choose_next([10, 30], [30]), choose_next([10, 20, 30], [20, 30], 30), choose_next([10, 20, 30], [20, 30], 20)
+    (30, 20, 10)
     """
-    turns = {*begun, *sorted(set(wanted).difference(begun))[-1:]}
-    return max(turns - {last} or turns, default=None)
+    newest = max(set(wanted).difference(begun), default=-1)
+    turns = sorted({*begun, newest} - {-1})
+    if not turns:
+        return None
+    if last is None or (newest == turns[-1] and newest != last):
+        return turns[-1]
+    return max((step for step in turns if step < last), default=turns[-1])
 
 
 def dropped_steps(upload: Upload, states: Mapping[int, UploadState], asked: Collection[int], newest: int) -> list[int]:

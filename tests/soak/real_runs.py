@@ -253,8 +253,9 @@ class Schedule(World):
             taken.save_id, taken.attempt = max(good)
             job.attempt = taken.attempt
             taken.is_promised = True
+            found, _ = self.files_of(job.hosts, taken.step, taken.save_id)
             intact = all(self.generation[host] == made for host, made in hosts.items())
-            taken.files, _ = self.files_of(job.hosts, taken.step, taken.save_id)
+            taken.files = found if intact else {}  # else those of a lost host are not known
             if intact and not taken.files:
                 attempts, steps = self.read_root() or ([], {})
                 if not self.is_off(taken, attempts) and steps.get(taken.step, {}).get("save_id") != taken.save_id:
