@@ -52,6 +52,7 @@ class WatchedRun:
         self.near, self.far, self._heads = {}, {}, {}
         self.buried = set()
         self.depth = 0
+        self.chosen = float("-inf")
         self.aside = 0.0
         """Seconds of the current action in which others acted."""
         self.is_all_damaged = False
@@ -315,6 +316,12 @@ class WatchedRun:
                 found |= {each["name"]: each for each in pending if each["name"] not in known}
         numbers = Counter(each["number"] for each in found.values())
         return [each for each in found.values() if each["number"] <= number or numbers[each["number"]] > 1]
+
+    def forked_on(self, host):
+        """Return the names of the attempts that forked, and are known on a host, beside those of all hosts."""
+        forked = {each["name"] for each in self.forks_on(self.hosts)}
+        found = near_facts(self.near_of(host)).values()
+        return sorted(each["name"] for _, pending, _ in found for each in pending if each["name"] in forked)
 
     @property
     def number(self):

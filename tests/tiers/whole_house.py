@@ -20,6 +20,7 @@ from snapshot.tiers.by_hand import find_runs, folder_of, upload_by_hand
 from snapshot.tiers.facts import choose_attempt
 from snapshot.tiers.far_steps import FarError
 from snapshot.tiers.timeline import RunDeletedError, RunForkedError
+from snapshot.tiers.upload_queue import LOOKS
 from tests.tiers.one_process import Job, Killed
 from tests.tiers.oracle import Take, Wrong, flipped
 from tests.tiers.watched_run import WatchedRun
@@ -297,6 +298,8 @@ class House(WatchedRun):
             return  # it may have been given up, or removed
         if isinstance(error, TimeoutError) and timeout < 120:
             return
+        if isinstance(error, FarError) and self.clock.now - self.chosen < LOOKS:
+            return  # the uploader may not have seen the choice yet
         if isinstance(error, (FarError, TimeoutError)):
             if is_quiet and on and whole and works and mine and job.is_alive:
                 raise Wrong(f"step-{take.step} is on the line, and is not uploaded: {error}") from error
@@ -385,10 +388,11 @@ class House(WatchedRun):
 
     def choose(self, host):
         """Decide a fork, as a person does."""
-        pending = [each["name"] for each in self.forks_on([host])]
+        pending = self.forked_on(host)
         tip = [self.truth[-1]["name"]] if self.truth else []
-        name = self.chance.choice(sorted(pending) + tip)
+        name = self.chance.choice(pending + tip)
         self.log[-1] += (host, name)
+        self.chosen = self.clock.now
         far = URL.parse(self.root.url)
         copies = [each for each in find_runs(self.near_of(host), str(far)) if each.far == str(far)]
         session = Session(far, self.root.options)
@@ -640,7 +644,7 @@ class House(WatchedRun):
             if self.jobs:
                 [job] = self.jobs
                 break
-            forked = [host for host in self.hosts if self.forks_on([host])]
+            forked = [host for host in self.hosts if self.forked_on(host)]
             if forked:
                 self.act("choose", lambda forked=forked: self.choose(self.chance.choice(forked)))
             elif self.is_all_damaged:  # a person begins without a restore
