@@ -210,10 +210,10 @@ class ControlServer:
         self._closed = False
         threading.Thread(target=self._accept, name="snapshot-control", daemon=True).start()
 
-    def jobs(self) -> int:
-        """Return the number of jobs with a trainer that is connected."""
+    def jobs(self) -> set[str]:
+        """Return the secrets of the jobs with a trainer that is connected."""
         with self._lock:
-            return len(+self._registered)
+            return set(+self._registered)
 
     def _accept(self) -> None:
         while not self._closed:

@@ -43,8 +43,8 @@ class Uploader:
         self._lock = threading.RLock()
         self._registration: Registration | None = None
         self._facts = Facts()
-        self._lives: list[str] = []
-        """The attempts of the trainers that have registered."""
+        self._lives: dict[str, str] = {}
+        """The last attempt of each job that has registered, by the job's secret."""
         self._states: dict[int, StepStatus] = {}
         self._open = OpenUploads()
         self._asked: set[int] = set()
@@ -56,7 +56,7 @@ class Uploader:
         """Time before which the far root is not tried again."""
         self.ends = float("inf")
         """Time after which the process ends, without work and without a trainer."""
-        self.jobs: Callable[[], int] = lambda: 0
+        self.jobs: Callable[[], set[str]] = set
         self._error = ""
         self._pause = 0.0
         self._waiting_since: dict[int, float] = {}
@@ -97,8 +97,9 @@ class Uploader:
         with self._lock:
             old = self._registration
             self._learn(registration.facts.unite(read_copy(self.folder.path)))
-            if registration.attempt and registration.attempt not in self._lives:
-                self._lives = [*self._lives[-15:], registration.attempt]
+            if registration.attempt:
+                self._lives.pop(registration.secret, None)
+                self._lives = dict([*self._lives.items()][-15:]) | {registration.secret: registration.attempt}
             live = self._live()
             if old is not None and registration.attempt and live is not None and live.name != registration.attempt:
                 self.on_secret(registration.secret)
@@ -136,7 +137,7 @@ class Uploader:
         with self._lock:
             run_id = self._registration.run if self._registration is not None else ""
             states, number = dict(self._states), self._facts.number
-            return Status(run_id, self.address, os.getpid(), states, self._error, number, self.jobs())
+            return Status(run_id, self.address, os.getpid(), states, self._error, number, len(self.jobs()))
 
     def describe(self) -> bytes:
         """Return the state, for other hosts."""
@@ -189,8 +190,14 @@ class Uploader:
 
         The order in which they register tells nothing: a new uploader hears from all of them at once.
         """
-        found = [each for name in reversed(self._lives) if (each := self._facts.find(name)) is not None]
+        names = self._live_attempts() or self._lives.values()
+        found = [each for name in names if (each := self._facts.find(name)) is not None]
         return max(found, key=lambda each: each.number, default=self._facts.last)
+
+    def _live_attempts(self) -> list[str]:
+        """Return the attempts of the jobs that are connected."""
+        jobs = self.jobs()
+        return [attempt for secret, attempt in self._lives.items() if secret in jobs]
 
     def _remove_off(self, near: NearStep) -> None:
         log.warning("step-%s: removed: a later attempt began with an older step", near.step)
@@ -243,7 +250,7 @@ class Uploader:
                 is_alone=given is None or len(given.hosts) == 1,
                 looked=self._looked,
                 free=self._free,
-                jobs=self.jobs(),
+                jobs=len(self.jobs()),
                 ends=self.ends,
             )
 
@@ -308,7 +315,7 @@ class Uploader:
     def _names(self) -> set[str]:
         """Return the attempts that must be published: those that have steps here, and those of trainers."""
         near = self.folder.steps().values()
-        return {each.origin.attempt for each in near} | (set(self._lives) if self.jobs() else set())
+        return {each.origin.attempt for each in near} | set(self._live_attempts())
 
     def _stick(self, state: UploadState, error: SnapshotError) -> None:
         """Leave the steps that cannot be uploaded, until a person or a new fact decides."""

@@ -140,7 +140,7 @@ class UploaderProcess:
         self.pid = next(self.numbers)
         self.uploader = Uploader(folder)
         self.registered = Counter()
-        self.uploader.jobs = lambda: len(+self.registered)
+        self.uploader.jobs = lambda: set(+self.registered)
         self.is_alive, self.closed, self.is_busy = True, False, False
         self.hung_since = None
         self.quiet, self.seen = 0, -1

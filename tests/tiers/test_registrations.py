@@ -60,3 +60,21 @@ def test_an_uploader_does_not_stay_for_files_that_no_host_sends(tmp_path, monkey
     uploader.handle(Request("register", given))  # the next trainer may bring them
     assert not uploader.is_idle()
     uploader.close()
+
+
+def test_an_attempt_of_a_job_that_is_gone_is_not_published_for_the_next_job(tmp_path):
+    """It had no takes. Published after the attempt of the next job, it ended that one: another job had continued."""
+    gone, here = SECOND, Attempt("d" * 12, RUN, 2, Parent(FIRST.name, 10))
+    uploader = Uploader(str(tmp_path))
+    hosts = [Host("host", "host", [0])]
+
+    def register(attempt, facts, secret):
+        uploader.jobs = lambda: {secret}
+        given = Registration(RUN, facts, attempt.name, str(tmp_path / "far"), {}, "latest", 0, hosts, 0, secret)
+        uploader.handle(Request("register", given))
+
+    register(gone, Facts(1, (FIRST,), (gone,)), "of the job that is gone")
+    assert uploader._names() == {gone.name}
+    register(here, Facts(2, (FIRST, here)), "of the next job")
+    assert uploader._names() == {here.name}
+    assert uploader.status().run == RUN
