@@ -12,6 +12,8 @@ NAMES = [
     "Snapshot",
     "PendingSnapshot",
     "SnapshotManager",
+    "Near",
+    "Tolerate",
     "KeepLatest",
     "KeepBest",
     "KeepEvery",

@@ -628,6 +628,20 @@ class House(WatchedRun):
 
     # The end
 
+    def _begin_last(self):
+        """Begin a job on all hosts, as a person does who decides forks."""
+        hosts, given = list(self.hosts), {"upload": "latest", "keep": None, "keep_near": None, "grace": 0}
+        for _ in range(6):
+            self.act("start", lambda: self.start(hosts, **given))
+            forked = [host for host in hosts if self.forked_on(host)]
+            if not self.jobs and forked:
+                self.act("choose", lambda forked=forked: self.choose(self.chance.choice(forked)))
+            elif not self.jobs and self.is_all_damaged:  # begin without a restore
+                self.act("start", lambda: self.start(hosts, restore=False, **given))
+            if self.jobs:
+                return self.jobs[0]
+        raise Wrong("no job can begin")
+
     def finish(self):
         """Without further faults, everything that was promised is there, and all uploaders end."""
         self.armed = None
@@ -637,22 +651,7 @@ class House(WatchedRun):
             self.act("up", self.root.come_back)
         for job in list(self.jobs):
             self.act("stop", lambda job=job: self.stop(job, kill=self.chance.random() < 0.3))
-        job, given = None, {"upload": "latest", "keep": None, "keep_near": None, "grace": 0}
-        for _ in range(6):
-            hosts = list(self.hosts)
-            self.act("start", lambda hosts=hosts: self.start(hosts, **given))
-            if self.jobs:
-                [job] = self.jobs
-                break
-            forked = [host for host in self.hosts if self.forked_on(host)]
-            if forked:
-                self.act("choose", lambda forked=forked: self.choose(self.chance.choice(forked)))
-            elif self.is_all_damaged:  # a person begins without a restore
-                self.act("start", lambda hosts=hosts: self.start(hosts, restore=False, **given))
-                [job] = self.jobs
-                break
-        else:
-            raise Wrong("no job can begin")
+        job = self._begin_last()
         self.act("time", lambda: self.clock.sleep(150))
         if job.tiers is None or self.chance.random() < 0.5:
             count = len(self.pendings)
