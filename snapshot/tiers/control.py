@@ -27,6 +27,8 @@ from snapshot.tiers.timeline import Facts
 from snapshot.tiers.upload_queue import UploadState
 
 SOCKET, LOCK, LOG = ".uploader.sock", ".uploader.lock", ".uploader.log"
+SERVES = b"serves"
+"""What an uploader adds to its process number in the lock as soon as it answers requests."""
 PATIENCE = 30.0
 """Seconds to wait for an answer. A new uploader needs some seconds to start."""
 
@@ -146,11 +148,18 @@ def _expect_same_user(connected: socket.socket) -> None:
 
 def pid_in(folder: str) -> int | None:
     """Return the process of a folder's uploader, if the lock names one that runs for this folder."""
-    with contextlib.suppress(OSError, ValueError):
-        pid = int(Path(f"{folder}/{LOCK}").read_text("ascii"))
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        pid = int(Path(f"{folder}/{LOCK}").read_text("ascii").split()[0])
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         return pid if b"upload" in words and os.fsencode(folder) in words else None
     return None
+
+
+def has_served(folder: str, pid: int) -> bool:
+    """Return True if the process of a folder's uploader has begun to answer requests."""
+    with contextlib.suppress(OSError):
+        return Path(f"{folder}/{LOCK}").read_bytes().split() == [str(pid).encode(), SERVES]
+    return False
 
 
 class ControlClient:

@@ -19,6 +19,7 @@ from snapshot.tiers.control import (
     Status,
     UploaderError,
     UploaderHungError,
+    has_served,
     pid_in,
 )
 
@@ -112,12 +113,11 @@ class UploaderLink:
 
     def _watch(self) -> None:
         silent, pid = 0, -1
-        answered: int | None = None
         while not self._closed.wait(PERIOD):
             try:
                 client = ControlClient(self._folder, PING)
                 try:
-                    answered = client.ask(Request("ping"), PING).pid
+                    client.ask(Request("ping"), PING)
                 finally:
                     client.close()
                 silent = 0
@@ -125,7 +125,7 @@ class UploaderLink:
                 found = pid_in(self._folder) or -1
                 silent, pid = (silent + 1 if found == pid else 1), found
                 # a new process needs time to start
-                self._on_silence(silent, pid, may_end=pid == answered or _age_of(pid) > 2 * STARTS)
+                self._on_silence(silent, pid, may_end=has_served(self._folder, pid) or _age_of(pid) > 2 * STARTS)
             except (UploaderError, OSError):  # it has ended: the next call starts it again
                 silent = 0
 

@@ -25,6 +25,7 @@ from snapshot.io.system import fcntl, libc, resource
 from snapshot.tiers.control import (
     LOCK,
     LOG,
+    SERVES,
     ControlClient,
     ControlServer,
     Request,
@@ -214,6 +215,7 @@ def serve(folder: str, inherited: list[int], *, linger: float = LINGER) -> None:
         uploader.address = server.address
         uploader.on_secret = server.accept_secret
     metrics = MetricsServer.start(uploader)
+    os.pwrite(inherited[0], b"%d %b" % (os.getpid(), SERVES), 0)
     run_until_done(uploader, control, linger)
     if metrics is not None:
         metrics.close()

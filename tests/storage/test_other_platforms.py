@@ -19,7 +19,7 @@ SUITES = [
     "loading/test_restore.py",
     "loading/test_left_out.py",
     "behaviour/test_exact_values.py",
-    "verbs/test_convert.py",
+    "transform/test_convert.py",
     "cli/test_ls.py",
     "manager/test_manager.py",
 ]
