@@ -43,8 +43,8 @@ class Uploader:
         self._lock = threading.RLock()
         self._registration: Registration | None = None
         self._facts = Facts()
-        self._lives: dict[str, str] = {}
-        """The last attempt of each job that has registered, by the job's secret."""
+        self._lives: dict[str, Registration] = {}
+        """The last registration with an attempt of each job, by the job's secret."""
         self._states: dict[int, StepStatus] = {}
         self._open = OpenUploads()
         self._asked: set[int] = set()
@@ -99,7 +99,7 @@ class Uploader:
             self._learn(registration.facts.unite(read_copy(self.folder.path)))
             if registration.attempt:
                 self._lives.pop(registration.secret, None)
-                self._lives = dict([*self._lives.items()][-15:]) | {registration.secret: registration.attempt}
+                self._lives = dict([*self._lives.items()][-15:]) | {registration.secret: registration}
             live = self._live()
             if old is not None and registration.attempt and live is not None and live.name != registration.attempt:
                 self.on_secret(registration.secret)
@@ -190,14 +190,20 @@ class Uploader:
 
         The order in which they register tells nothing: a new uploader hears from all of them at once.
         """
-        names = self._live_attempts() or self._lives.values()
+        names = self._live_attempts() or [each.attempt for each in self._lives.values()]
         found = [each for name in names if (each := self._facts.find(name)) is not None]
         return max(found, key=lambda each: each.number, default=self._facts.last)
 
     def _live_attempts(self) -> list[str]:
         """Return the attempts of the jobs that are connected."""
         jobs = self.jobs()
-        return [attempt for secret, attempt in self._lives.items() if secret in jobs]
+        return [each.attempt for secret, each in self._lives.items() if secret in jobs]
+
+    def _took_alone(self, near: NearStep) -> bool:
+        """Return True if no other host can have files of a step, by the job that took it, else by the one served."""
+        took = [each for each in self._lives.values() if each.attempt == near.origin.attempt]
+        given = took[-1] if took else self._registration
+        return given is not None and given.is_alone()
 
     def _remove_off(self, near: NearStep) -> None:
         log.warning("step-%s: removed: a later attempt began with an older step", near.step)
@@ -390,7 +396,6 @@ class Uploader:
     def _ended(self, step: int, near: NearStep, state: StepStatus, upload: FarUpload, *, whole: bool) -> None:
         """Record the state of an upload after its turn."""
         with self._lock:
-            given = self._registration
             if whole:
                 state.far, state.sent = UploadState.WHOLE, state.total
                 log.info("step-%s: uploaded", step)
@@ -398,7 +403,7 @@ class Uploader:
                 self._open.release(step)
             elif state.far == UploadState.DROPPED:
                 self._open.end(step)
-            elif given is not None and given.is_alone() and near.head.sizes().keys() - state.files.keys():
+            elif self._took_alone(near) and near.head.sizes().keys() - state.files.keys():
                 state.far, state.error = UploadState.DAMAGED, "this host lacks some of its files"
             else:
                 state.far, now = UploadState.WAITING, time.monotonic()

@@ -62,6 +62,33 @@ def test_an_uploader_does_not_stay_for_files_that_no_host_sends(tmp_path, monkey
     uploader.close()
 
 
+def test_a_step_of_two_hosts_is_not_damaged_because_the_next_job_has_one(tmp_path):
+    """Its other files are on the other host, whose uploader sends them."""
+    origin = Origin(RUN, FIRST.number, FIRST.name, 1)._asdict()
+    Snapshot.take(tmp_path / "step-10", {"s": StateDict(x=torch.ones(10))}, metadata={KEY: origin})
+    for path in (tmp_path / "step-10/data").iterdir():  # as if the other host had written them
+        path.unlink()
+    uploader = Uploader(str(tmp_path))
+    hosts = [Host("a", "a", [0]), Host("b", "b", [1])]
+
+    def register(attempt, facts, hosts):
+        far, secret = str(tmp_path / "far"), f"of {attempt.name}"
+        given = Registration(RUN, facts, attempt.name, far, {}, "latest", 0, hosts, 0, secret)
+        uploader.handle(Request("register", given))
+
+    def states_after_turns():
+        for _ in range(4):
+            uploader._free = 0.0
+            uploader.upload_turn()
+        return uploader.status().steps[10].far
+
+    register(FIRST, Facts(0, (), (FIRST,)), hosts)
+    assert states_after_turns() == UploadState.WAITING
+    register(SECOND, Facts(1, (FIRST,), (SECOND,)), hosts[:1])
+    assert states_after_turns() == UploadState.WAITING
+    uploader.close()
+
+
 def test_an_attempt_of_a_job_that_is_gone_is_not_published_for_the_next_job(tmp_path):
     """It had no takes. Published after the attempt of the next job, it ended that one: another job had continued."""
     gone, here = SECOND, Attempt("d" * 12, RUN, 2, Parent(FIRST.name, 10))
