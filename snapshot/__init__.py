@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         UnsupportedFormatError,
     )
     from snapshot.io.arena import release_memory
+    from snapshot.loading.choose import RestoreOptions
     from snapshot.manager.manager import SnapshotManager
     from snapshot.manager.options import Near, Tolerate
     from snapshot.manager.policies import KeepBest, KeepEvery, KeepFor, KeepLatest
@@ -32,18 +33,23 @@ if TYPE_CHECKING:
     from snapshot.publish.publisher import Publisher
     from snapshot.publish.subscriber import Subscriber
     from snapshot.reports import ConvertReport, CopyReport, Diff, RestoreReport, TakeReport, VerifyReport
+    from snapshot.save.take_options import TakeOptions
     from snapshot.saved import SavedObject
     from snapshot.snapshot import PendingSnapshot, Snapshot
     from snapshot.state.model_state import ModelState
     from snapshot.state.rng import RNGState
     from snapshot.state.sharded import Sharded
     from snapshot.state.stateful import Reshardable, StateDict, Stateful
+    from snapshot.transform.target import Target
     from snapshot.weights import load, merge
 
 __all__ = [
     "Snapshot",
     "PendingSnapshot",
+    "Target",
     "SnapshotManager",
+    "TakeOptions",
+    "RestoreOptions",
     "Near",
     "Tolerate",
     "KeepLatest",
@@ -107,6 +113,7 @@ _MODULES = {
         "UnsafeObjectError",
         "UnsupportedFormatError",
     ),
+    "snapshot.loading.choose": ("RestoreOptions",),
     "snapshot.manager.manager": ("SnapshotManager",),
     "snapshot.manager.options": ("Near", "Tolerate"),
     "snapshot.manager.policies": (
@@ -129,6 +136,7 @@ _MODULES = {
     "snapshot.publish.publication": ("PendingPublish", "Published"),
     "snapshot.publish.publisher": ("Publisher",),
     "snapshot.publish.subscriber": ("Subscriber",),
+    "snapshot.save.take_options": ("TakeOptions",),
     "snapshot.saved": ("SavedObject",),
     "snapshot.snapshot": ("PendingSnapshot", "Snapshot"),
     "snapshot.state.model_state": ("ModelState",),
@@ -139,6 +147,7 @@ _MODULES = {
         "StateDict",
         "Stateful",
     ),
+    "snapshot.transform.target": ("Target",),
     "snapshot.weights": (
         "load",
         "merge",

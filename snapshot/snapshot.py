@@ -9,13 +9,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
 
 from snapshot.distributed.group import ranks_of
-from snapshot.distributed.operation import Location, operation
+from snapshot.distributed.operation import operation
 from snapshot.errors import CorruptSnapshotError
 from snapshot.events import emit
-from snapshot.formats.hugging_face import SHARD
 from snapshot.io.loop import run
 from snapshot.io.session import Session
-from snapshot.io.url import URL, expect_mapping, locate_source, seal_of
+from snapshot.io.url import URL, Location, expect_mapping, locate_source
 from snapshot.loading.choose import Accept, Cast, Mismatched, RestoreOptions, Unused
 from snapshot.loading.left_out import attach_base
 from snapshot.loading.mapping import map_document
@@ -25,6 +24,7 @@ from snapshot.loading.restore import Restore
 from snapshot.manifest.document import Document, SnapshotMetadata, copy_manifest
 from snapshot.manifest.values import Entry
 from snapshot.maps.tensor_map import TensorMap
+from snapshot.options import moved_names
 from snapshot.pending import PendingTake
 from snapshot.plan.layout import SavePlan
 from snapshot.plan.names import Rename
@@ -37,12 +37,12 @@ from snapshot.save.take_options import (
     Compression,
     Only,
     Staging,
-    TakeOptions,
+    TakeRequest,
     WhenBusy,
     Worker,
 )
 from snapshot.signing.keys import Key, load_signer
-from snapshot.signing.seal import seal_with, signer_of
+from snapshot.signing.seal import Seal, seal_with, signer_of
 from snapshot.state.leaves import Prepare
 from snapshot.state.stateful import check_app_state
 from snapshot.takes import AppState, StartedTake, plan_take, run_take, shown_once, start_take
@@ -53,8 +53,15 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
+    from snapshot.transform.target import Target
+
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
+TO_TARGET = {
+    name: f"Target(url, {name}=...) as the target"
+    for name in ("url", "to", "shard_bytes", "compression", "overwrite", "durable", "storage_options")
+}
+"""Arguments that the verbs had which write a checkpoint, and their new spelling."""
 
 
 def of_object(method: F) -> F:
@@ -125,16 +132,17 @@ class Snapshot:
         self.seal = seal_with(key)
         self._url = URL.parse(self.path)
         self._options = dict(expect_mapping(storage_options))
-        self._allow_pickle = allow_pickle
+        self.allow_pickle = allow_pickle
         self._document: Document | None = None
 
-    def source(self) -> tuple[URL, Mapping[str, Any]]:
-        """Return the URL and the storage options, for a take that is based on this snapshot."""
-        return self._url, self._options
+    @classmethod
+    def of(cls, source: str | os.PathLike[str] | Snapshot) -> Snapshot:
+        """Return a snapshot; a path becomes one."""
+        return source if isinstance(source, Snapshot) else Snapshot(source)
 
     @property
-    def _location(self) -> Location:
-        """The URL with its options and the check of the key."""
+    def location(self) -> Location:
+        """The parsed URL with its options, and the check of the key."""
         return Location(self._url, self._options, self.seal)
 
     def new_session(self, budget: int | None) -> Session:
@@ -172,6 +180,7 @@ class Snapshot:
     # Save
 
     @classmethod
+    @moved_names({"verify_writes": "read_back="})
     def take(
         cls,
         path: str | os.PathLike[str],
@@ -186,7 +195,7 @@ class Snapshot:
         exclude: Sequence[str] = (),
         memory_budget_bytes: int | None = None,
         check_replicated: bool = False,
-        verify_writes: bool | float = False,
+        read_back: bool | float = False,
         metadata: Mapping[str, Any] | None = None,
         progress: ProgressArgument = None,
         timeout: float | None = None,
@@ -215,7 +224,7 @@ class Snapshot:
             exclude: Globs to leave out.
             memory_budget_bytes: Host memory for staging; by default 64 MiB on files, 256 MiB elsewhere.
             check_replicated: Also compare replicated values across ranks.
-            verify_writes: Read the written bytes back and compare them with their digests before the commit. True for
+            read_back: Read the written bytes back and compare them with their digests before the commit. True for
                 all bytes, or a fraction from 0 to 1, chosen at random. On files the page cache is dropped first, so
                 that the disk is read.
             metadata: Any JSON value; it is returned as `snapshot.metadata.metadata`.
@@ -244,7 +253,7 @@ class Snapshot:
             UnsafeObjectError: An object needs a pickle, and `allow_pickle="error"`; nothing was written.
         """
         options = partial(
-            TakeOptions,
+            TakeRequest,
             replicated=replicated,
             storage_options=storage_options,
             prepare=_custom_tensor_prepare_func,
@@ -253,8 +262,10 @@ class Snapshot:
             exclude=exclude,
             memory_budget_bytes=memory_budget_bytes,
             check_replicated=check_replicated,
-            verify_writes=verify_writes,
+            read_back=read_back,
             metadata=metadata,
+            progress=progress,
+            timeout=timeout,
             plan=plan,
             base=base,
             only=only,
@@ -262,10 +273,23 @@ class Snapshot:
             sign=sign,
             allow_pickle=allow_pickle,
         )
-        place, report = run_take(path, app_state, pg, options, progress=progress, timeout=timeout)
-        return cls._taken(place, pg, storage_options, report)
+        return cls.take_with(path, app_state, pg, options, timeout)
 
     @classmethod
+    def take_with(
+        cls,
+        path: str | os.PathLike[str],
+        app_state: AppState,
+        pg: ProcessGroup | None,
+        make_options: Callable[[], TakeRequest],
+        timeout: float | None,
+    ) -> Snapshot:
+        """Take with prepared options, whose errors are sent to the other ranks."""
+        place, report, options = run_take(path, app_state, pg, make_options, timeout)
+        return cls._taken(place, pg, options.storage_options, report)
+
+    @classmethod
+    @moved_names({"verify_writes": "read_back="})
     def async_take(
         cls,
         path: str | os.PathLike[str],
@@ -280,7 +304,7 @@ class Snapshot:
         exclude: Sequence[str] = (),
         memory_budget_bytes: int | None = None,
         check_replicated: bool = False,
-        verify_writes: bool | float = False,
+        read_back: bool | float = False,
         metadata: Mapping[str, Any] | None = None,
         progress: ProgressArgument = None,
         timeout: float | None = None,
@@ -320,7 +344,7 @@ class Snapshot:
         1
         """
         options = partial(
-            TakeOptions,
+            TakeRequest,
             replicated=replicated,
             storage_options=storage_options,
             prepare=_custom_tensor_prepare_func,
@@ -329,8 +353,10 @@ class Snapshot:
             exclude=exclude,
             memory_budget_bytes=memory_budget_bytes,
             check_replicated=check_replicated,
-            verify_writes=verify_writes,
+            read_back=read_back,
             metadata=metadata,
+            progress=progress,
+            timeout=timeout,
             plan=plan,
             base=base,
             only=only,
@@ -341,14 +367,26 @@ class Snapshot:
             worker=worker,
             when_busy=when_busy,
         )
+        return cls.async_take_with(path, app_state, pg, options, timeout)
+
+    @classmethod
+    def async_take_with(
+        cls,
+        path: str | os.PathLike[str],
+        app_state: AppState,
+        pg: ProcessGroup | None,
+        make_options: Callable[[], TakeRequest],
+        timeout: float | None,
+    ) -> PendingSnapshot:
+        """Take in the background with prepared options, whose errors are sent to the other ranks."""
 
         def pending(begun: StartedTake) -> PendingSnapshot:
-            snapshot = cls._taken(begun.path, pg, storage_options, begun.report)
+            snapshot = cls._taken(begun.path, pg, begun.storage_options, begun.report)
             return PendingSnapshot(
                 snapshot.path, begun.work, begun.meter, snapshot, held=begun.late, save_id=begun.save_id
             )
 
-        return start_take(path, app_state, pg, options, pending, progress=progress, timeout=timeout)
+        return start_take(path, app_state, pg, make_options, make=pending, timeout=timeout)
 
     @classmethod
     def _taken(
@@ -385,7 +423,7 @@ class Snapshot:
           0.safetensors: 5.0 KiB, 1 range
         """
         options = partial(
-            TakeOptions,
+            TakeRequest,
             replicated=replicated,
             storage_options=storage_options,
             prepare=_custom_tensor_prepare_func,
@@ -398,6 +436,7 @@ class Snapshot:
     # Load
 
     @of_object
+    @moved_names({"include": "select="})
     def restore(
         self,
         app_state: AppState,
@@ -405,7 +444,7 @@ class Snapshot:
         *,
         exact: bool = False,
         mismatched: Mismatched = "error",
-        include: Sequence[str] = (),
+        select: Sequence[str] = (),
         exclude: Sequence[str] = (),
         rename: Rename | None = None,
         map: TensorMap | None = None,
@@ -430,7 +469,7 @@ class Snapshot:
                 the optimizer is of another kind. With False, restore what matches and list the rest in the report.
             exact: Remove the keys of a `StateDict` that the snapshot lacks; otherwise they keep their values.
             mismatched: The action for a tensor of another shape: `"error"`, or `"skip"` to leave it unchanged.
-            include: Globs to restore; all by default.
+            select: Globs to restore; all by default.
             exclude: Globs to leave out.
             rename: Names in the snapshot -> names in the application: a function, or a dict of paths, of prefixes
                 (`{"model/a": "model/enc"}`), or of globs (`{"model/h.*.w": "model/layers.*.w"}`).
@@ -447,7 +486,7 @@ class Snapshot:
                 difference is an error, also with `strict=False`.
             unused: The action for keys of the snapshot that `app_state` lacks, such as a forgotten optimizer: `"warn"`
                 logs one line, `"error"` raises, and `"ignore"` is silent. The report lists them, except with
-                `"ignore"`. Keys that `include` or `exclude` leave out do not count.
+                `"ignore"`. Keys that `select` or `exclude` leave out do not count.
             progress: True for a progress bar, or a function that is called with `Progress`.
             timeout: Seconds without a heartbeat after which another rank counts as dead.
 
@@ -464,7 +503,7 @@ class Snapshot:
                 strict=strict,
                 exact=exact,
                 mismatched=mismatched,
-                include=include,
+                select=select,
                 exclude=exclude,
                 rename=rename,
                 map=map,
@@ -482,9 +521,18 @@ class Snapshot:
         )
 
     def restore_with(
-        self, app_state: AppState, options: RestoreOptions, touched: set[str], accept: Accept | None = None
+        self,
+        app_state: AppState,
+        options: RestoreOptions,
+        touched: set[str],
+        accept: Accept | None = None,
+        seal: Seal | None = None,
     ) -> RestoreReport:
-        """Restore with prepared options. See `Restore` for `touched`. `accept` may refuse the manifest, by an error."""
+        """Restore with prepared options. See `Restore` for `touched`.
+
+        `accept` may refuse the manifest, by an error. `seal` is the check that the files must pass, if not this
+        object's.
+        """
         wait_for_copies()
         with operation(
             "restore",
@@ -497,24 +545,24 @@ class Snapshot:
         ) as op:
             options.check()
             check_app_state(app_state)
-            seal = seal_with(options.key) or self.seal
+            seal = seal or self.seal
+            base = None if options.base is None else locate_source(options.base, self._options)
             began = op.seconds
             session, document = open_restore(
                 op.exchange,
                 self._url,
                 "restore",
                 lambda url: Session(url, self._options, budget=options.memory_budget_bytes, seal=seal),
-                keys=[signer_of(seal), *([] if options.base is None else [signer_of(seal_of(options.base))])],
+                keys=[signer_of(seal), *([] if base is None else [signer_of(base.seal)])],
             )
             with session:
                 if accept is not None:
                     accept(document)
-                if options.base is not None:
-                    place = locate_source(options.base, self._options)
-                    run(attach_base(session, document, *place, seal_of(options.base)))
+                if base is not None:
+                    run(attach_base(session, document, base))
                 opened = op.seconds - began
                 restore = Restore(
-                    op, session, document, options, opened=opened, allow_pickle=self._allow_pickle, touched=touched
+                    op, session, document, options, opened=opened, allow_pickle=self.allow_pickle, touched=touched
                 )
                 report = restore.run(app_state)
             op.emit("restored", bytes=report.bytes_read, seconds=round(report.total_seconds, 3))
@@ -564,7 +612,7 @@ class Snapshot:
                 obj_out,
                 box,
                 verify=verify,
-                allow_pickle=self._allow_pickle,
+                allow_pickle=self.allow_pickle,
             ),
         )
 
@@ -581,7 +629,7 @@ class Snapshot:
         return self._read(
             None,
             lambda session, document: read_state_dict(
-                session, map_document(session, document, map), key, number, allow_pickle=self._allow_pickle
+                session, map_document(session, document, map), key, number, allow_pickle=self.allow_pickle
             ),
         )
 
@@ -637,7 +685,7 @@ class Snapshot:
         with operation(
             "verify", self._url, pg=self.pg, ranks=ranks, budget=memory_budget_bytes, progress=progress
         ) as op:
-            return verify_checkpoint(op, self._location, quick=quick, resume=resume)
+            return verify_checkpoint(op, self.location, quick=quick, resume=resume)
 
     @of_object
     def sign(
@@ -658,7 +706,7 @@ class Snapshot:
         """
         signer = load_signer(key, "key", private=True)
         with operation("sign", self._url, budget=memory_budget_bytes, progress=progress) as op:
-            return sign_files(op, self._location, signer)
+            return sign_files(op, self.location, signer)
 
     @staticmethod
     def diff(
@@ -704,8 +752,8 @@ class Snapshot:
         """
         from snapshot.transform.diff import compare_snapshots  # training jobs do not pay for this import
 
-        sides = [each if isinstance(each, Snapshot) else Snapshot(each) for each in (a, b)]
-        places = [each._location for each in sides]  # noqa: SLF001 - two of this class
+        sides = [Snapshot.of(a), Snapshot.of(b)]
+        places = [each.location for each in sides]
         with operation(
             "diff", places[1].url, pg=sides[0].pg, ranks=ranks, budget=memory_budget_bytes, progress=progress
         ) as op:
@@ -714,22 +762,17 @@ class Snapshot:
     # Convert
 
     @of_object
+    @moved_names(TO_TARGET)
     def convert(
         self,
-        url: str | os.PathLike[str],
-        to: str = "snapshot",
+        target: str | os.PathLike[str] | Target,
         *,
         select: Sequence[str] = (),
         exclude: Sequence[str] = (),
         rename: Rename | None = None,
         map: TensorMap | None = None,
         dtype: torch.dtype | None = None,
-        shard_bytes: int = SHARD,
-        compression: Compression | None = None,
-        overwrite: bool = False,
-        durable: bool = True,
         verify: bool = True,
-        storage_options: Mapping[str, Any] | None = None,
         memory_budget_bytes: int | None = None,
         progress: ProgressArgument = None,
         ranks: bool = False,
@@ -737,21 +780,14 @@ class Snapshot:
         """Convert this checkpoint to another format, within the memory budget.
 
         Args:
-            url: The destination: a folder. For `"torch"`, and for a name ending in `.safetensors`, a file.
-            to: `"snapshot"`; `"safetensors"`: one file, or a folder as Hugging Face has it; `"torch"`: a file as
-                torch.save writes it; `"dcp"`: a folder that `torch.distributed.checkpoint.load` reads.
+            target: The destination: a path whose suffix tells the format, or a `Target` with its format and options.
             select: Globs over `<key>/<logical path>` to convert; all by default.
             exclude: Globs to leave out.
             rename: Names here -> names there: a dict of paths, or a function.
             map: Recipes that turn the tensors into others: other names, splits, stacks and transpositions. The result
                 has the state of one rank. All other arguments refer to the new names.
             dtype: Cast floating-point tensors to this dtype.
-            shard_bytes: The maximum size of each file if there are several.
-            compression: `"zstd"`: compress the data files, for `to="snapshot"`. See docs/compression.md.
-            overwrite: Replace an existing checkpoint.
-            durable: Return only when the result survives a loss of power.
             verify: Verify every digest, and the checksums of other libraries' formats.
-            storage_options: Options for the storage plugin of `url`.
             memory_budget_bytes: Host memory: half of it for reading, half for writing.
             progress: True for a progress bar, or a function that is called with `Progress`.
             ranks: Share the work with all ranks of `pg`, which all call. By default this process works alone.
@@ -763,34 +799,33 @@ class Snapshot:
             UnsafeObjectError: An object is a pickle of more than plain values; exclude it.
 
         >>> import torch
-        >>> from snapshot import Snapshot, StateDict
+        >>> from snapshot import Snapshot, StateDict, Target
         >>> snapshot = Snapshot.take("memory://docs/convert", {"model": StateDict(weight=torch.zeros(3))})
-        >>> snapshot.convert("memory://docs/model.safetensors", "safetensors").tensors
+        >>> snapshot.convert("memory://docs/model.safetensors").tensors
         1
+        >>> snapshot.convert(Target("memory://docs/dcp", "dcp", overwrite=True)).format
+        'dcp'
         """
-        from snapshot.transform.convert import Output, convert_checkpoint
+        from snapshot.transform.convert import convert_checkpoint
+        from snapshot.transform.target import Target
         from snapshot.transform.to_snapshot import Selection  # training jobs do not pay for this import
 
-        place = Location(URL.parse(os.fspath(url)), storage_options)
-        choice = Selection(select, exclude, rename, dtype, verify, self._allow_pickle, map, compression)
+        made = Target.of(target)
+        choice = Selection(select, exclude, rename, dtype, verify, self.allow_pickle, map)
         with operation(
-            "convert", place.url, pg=self.pg, ranks=ranks, budget=memory_budget_bytes, progress=progress
+            "convert", made.place.url, pg=self.pg, ranks=ranks, budget=memory_budget_bytes, progress=progress
         ) as op:
-            output = Output(place, to, shard_bytes, overwrite, durable)
-            return convert_checkpoint(op, self._location, output, choice)
+            return convert_checkpoint(op, self.location, made, choice)
 
     @of_object
+    @moved_names(TO_TARGET)
     def copy(
         self,
-        url: str | os.PathLike[str],
-        select: Sequence[str] = (),
+        target: str | os.PathLike[str] | Target,
         *,
+        select: Sequence[str] = (),
         exclude: Sequence[str] = (),
-        compression: Compression | None = None,
-        overwrite: bool = False,
-        durable: bool = True,
         verify: bool = True,
-        storage_options: Mapping[str, Any] | None = None,
         memory_budget_bytes: int | None = None,
         progress: ProgressArgument = None,
         ranks: bool = False,
@@ -802,14 +837,11 @@ class Snapshot:
         of another library is copied file by file, without unrelated files of its folder.
 
         Args:
-            url: The destination: a folder, or a file if the source is a single file of another library.
+            target: The destination: a path, or a `Target` with options. It is a folder, or a file if the source is a
+                single file of another library. By default, files are copied as they are stored, compressed or not.
             select: Globs over `<key>/<logical path>` to copy; all by default.
             exclude: Globs to leave out.
-            compression: `"zstd"`: compress the data files. By default they are copied as they are stored.
-            overwrite: Replace an existing checkpoint. An existing snapshot stays whole until the new one is committed.
-            durable: Return only when the copy survives a loss of power.
             verify: Verify every digest during the copy, and the checksums of other libraries' formats.
-            storage_options: Options for the storage plugin of `url`.
             memory_budget_bytes: Host memory: half of it for reading, half for writing.
             progress: True for a progress bar, or a function that is called with `Progress`.
             ranks: Share the work with all ranks of `pg`, which all call. By default this process works alone.
@@ -825,12 +857,15 @@ class Snapshot:
         'digests'
         """
         from snapshot.transform.copy import copy_checkpoint
+        from snapshot.transform.target import Target
         from snapshot.transform.to_snapshot import Selection  # training jobs do not pay for this import
 
-        place = Location(URL.parse(os.fspath(url)), storage_options)
-        choice = Selection(select, exclude, verify=verify, allow_pickle=self._allow_pickle, compression=compression)
-        with operation("copy", place.url, pg=self.pg, ranks=ranks, budget=memory_budget_bytes, progress=progress) as op:
-            return copy_checkpoint(op, self._location, place, choice, overwrite=overwrite, durable=durable)
+        made = Target.of(target)
+        choice = Selection(select, exclude, verify=verify, allow_pickle=self.allow_pickle)
+        with operation(
+            "copy", made.place.url, pg=self.pg, ranks=ranks, budget=memory_budget_bytes, progress=progress
+        ) as op:
+            return copy_checkpoint(op, self.location, made, choice)
 
     # Delete
 

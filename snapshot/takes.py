@@ -27,7 +27,7 @@ from snapshot.formats.foreign import ForeignDocument
 from snapshot.io.loop import LoopFuture, refuse_on_loop, run
 from snapshot.io.process import gc_paused
 from snapshot.io.session import Session
-from snapshot.io.url import URL, locate_source, seal_of, select_server
+from snapshot.io.url import URL, Location, locate_source, select_server
 from snapshot.loading.left_out import attach_base, requests_of
 from snapshot.loading.open import UnpackingStorage, open_document, read_stored, read_unpacked
 from snapshot.loading.scatter import ReadRequest
@@ -45,7 +45,7 @@ from snapshot.save.replication import RankShare, collect_rank_share
 from snapshot.save.reuse import FileSharing, Unchanged, group_leaves, omit_frozen
 from snapshot.save.staging import Stager
 from snapshot.save.take import Take, Verify, plan_writes
-from snapshot.save.take_options import TakeOptions
+from snapshot.save.take_options import TakeRequest
 from snapshot.save.transaction import committed_save_id
 from snapshot.signing.seal import OptionalSeal, SignedStorage
 from snapshot.state.parameters import find_frozen
@@ -65,7 +65,7 @@ ABSENT = (SnapshotNotFoundError, CorruptSnapshotError, UnsupportedFormatError, S
 
 
 def find_unchanged(
-    opening: TakeOpening, share: RankShare, app_state: Mapping[str, Any], options: TakeOptions
+    opening: TakeOpening, share: RankShare, app_state: Mapping[str, Any], options: TakeRequest
 ) -> Unchanged:
     """Compare the tensors of this rank with the bases, and share or omit what is equal.
 
@@ -82,7 +82,7 @@ def find_unchanged(
         unchanged.compared = bases[0].copies()
         stager = Stager(share.leaves, copies=False)
         opened.callback(stager.forget)
-        comparer = Comparer(opening, stager, unchanged.notes, read_all=options.verify_share == 1.0)
+        comparer = Comparer(opening, stager, unchanged.notes, read_all=options.read_back_share == 1.0)
         left_out = set[int]()
         if options.only and (lasting := _find_lasting(opening, bases[0], unchanged.notes)) is not None:
             left_out = run(omit_frozen(share, frozen, bases[0], comparer, unchanged))
@@ -94,17 +94,18 @@ def find_unchanged(
     return unchanged
 
 
-def _open_bases(opening: TakeOpening, options: TakeOptions, notes: list[str], opened: ExitStack) -> list[Base]:
+def _open_bases(opening: TakeOpening, options: TakeRequest, notes: list[str], opened: ExitStack) -> list[Base]:
     """Open the newest two bases. One that is not a snapshot of as many ranks is left out, with a note."""
     session, exchange = opening.session, opening.exchange
     bases: list[Base] = []
     for source in options.bases[:2]:
-        url, theirs = locate_source(source, options.storage_options)
+        base = locate_source(source, options.storage_options)
+        url, theirs = base.url, base.options
         if theirs is options.storage_options and url.scheme != session.url.scheme:
             theirs = None  # they are for the take's storage
         same = url.scheme == session.url.scheme and select_server(theirs) == select_server(options.storage_options)
         optional = OptionalSeal(options.signer) if options.signer is not None else None
-        place = Session(url, theirs, seal=seal_of(source) or optional)
+        place = Session(url, theirs, seal=base.seal or optional)
         opened.callback(_close, place)
         try:
             document = run(open_document(place, exchange.rank))
@@ -138,7 +139,7 @@ def _find_lasting(opening: TakeOpening, base: Base, notes: list[str]) -> str | N
     save_id = base.document.save_id
     try:
         if reference is not None:
-            save_id = run(attach_base(base.session, base.document, *_place_of(base)))
+            save_id = run(attach_base(base.session, base.document, _place_of(base)))
         if run(committed_save_id(session.storage)) != save_id:
             return save_id
         why = f"this take replaces {session.url}"
@@ -149,17 +150,18 @@ def _find_lasting(opening: TakeOpening, base: Base, notes: list[str]) -> str | N
     return None
 
 
-def _place_of(base: Base) -> tuple[URL, Mapping[str, Any] | None]:
-    """Return the URL and the options of the snapshot that has what is left out."""
+def _place_of(base: Base) -> Location:
+    """Return the place of the snapshot that has what is left out."""
     url, options = base.session.url, base.session.options
     if base.reference is not None:
         url = URL.parse(base.reference.url)
         options = options if url.scheme == base.session.url.scheme else None
-    return url, options
+    return Location(url, options)
 
 
 def _open_lasting(base: Base) -> Session:
-    return Session(*_place_of(base))
+    place = _place_of(base)
+    return Session(place.url, place.options)
 
 
 def _close(session: Session) -> None:
@@ -233,6 +235,7 @@ class StartedTake(NamedTuple):
     """A take that has begun in the background."""
 
     path: Path
+    storage_options: Mapping[str, Any] | None
     report: TakeReport
     work: LoopFuture[None]
     meter: Meter
@@ -256,12 +259,10 @@ def run_take(
     path: Path,
     app_state: AppState,
     pg: ProcessGroup | None,
-    make_options: Callable[[], TakeOptions],
-    *,
-    progress: ProgressArgument,
+    make_options: Callable[[], TakeRequest],
     timeout: float | None,
-) -> tuple[Path, TakeReport]:
-    """Take a snapshot, and return its path and a report when it is committed.
+) -> tuple[Path, TakeReport, TakeRequest]:
+    """Take a snapshot, and return its path, a report and the options when it is committed.
 
     `make_options`: is called when an error for a wrong argument can be sent to the other ranks.
     """
@@ -273,7 +274,7 @@ def run_take(
         refuse_on_loop()
         options = make_options()
         check_app_state(app_state)
-        meter = Meter("take", shown_once(progress, pg))
+        meter = Meter("take", shown_once(options.progress, pg))
         with begin_take(exchange, path, options, meter) as opening:
             opening.look_at_path()
             opening.transaction()  # raises for an existing snapshot before any state is collected
@@ -292,22 +293,21 @@ def run_take(
                     unchanged,
                     stager=stager,
                     metadata=options.metadata_json,
-                    verify=verify_written(options.verify_share, "take"),
+                    verify=verify_written(options.read_back_share, "take"),
                     packing=packing,
                     signer=options.signer,
                 )
                 run(take.write())
-    return opening.path_as_given(path), take.report
+    return opening.path_as_given(path), take.report, options
 
 
 def start_take(
     path: Path,
     app_state: AppState,
     pg: ProcessGroup | None,
-    make_options: Callable[[], TakeOptions],
-    make: Callable[[StartedTake], T],
+    make_options: Callable[[], TakeRequest],
     *,
-    progress: ProgressArgument,
+    make: Callable[[StartedTake], T],
     timeout: float | None,
 ) -> T:
     """Stage a snapshot, start to write it, and return what `make` returns. If `make` raises, the take ends.
@@ -325,7 +325,7 @@ def start_take(
         if options.worker == "process":
             expect_reachable(URL.parse(os.fspath(path)), options.storage_options)
             sink = writer_process()
-        meter = Meter("async_take", shown_once(progress, pg))
+        meter = Meter("async_take", shown_once(options.progress, pg))
         with (
             take_slots().take(options.when_busy) as slot,
             gc_paused(),
@@ -348,7 +348,7 @@ def start_take(
                     unchanged,
                     late,
                     metadata=options.metadata_json,
-                    verify=verify_written(options.verify_share, "async_take"),
+                    verify=verify_written(options.read_back_share, "async_take"),
                     sink=sink,
                     packing=packing,
                     signer=options.signer,
@@ -357,11 +357,13 @@ def start_take(
                     work = take.stage_and_start()
                     slot.leave_after(work)
                     place = opening.path_as_given(path)
-                    return make(StartedTake(place, report, work, meter, late.pending, opening.save_id))
+                    return make(
+                        StartedTake(place, options.storage_options, report, work, meter, late.pending, opening.save_id)
+                    )
 
 
 def plan_take(
-    path: Path, app_state: AppState, pg: ProcessGroup | None, make_options: Callable[[], TakeOptions]
+    path: Path, app_state: AppState, pg: ProcessGroup | None, make_options: Callable[[], TakeRequest]
 ) -> SavePlan:
     """Plan a take without writing anything."""
     with Exchange(ranks_of(pg), "plan", timeout_or_default(None)) as exchange:

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from snapshot.distributed.operation import Location, operation
-from snapshot.formats.hugging_face import SHARD
-from snapshot.io.url import URL
+from snapshot.distributed.operation import operation
 from snapshot.maps.tensor_map import TensorMap
+from snapshot.options import moved_names
 from snapshot.plan.names import Rename
 from snapshot.progress import ProgressArgument
 from snapshot.reports import ConvertReport
-from snapshot.signing.keys import Key
-from snapshot.signing.seal import seal_with
+from snapshot.snapshot import TO_TARGET, Snapshot
 
 if TYPE_CHECKING:
-    from snapshot.save.take_options import Compression
-    from snapshot.transform.load import LoadPlan
+    from snapshot.transform.load import Parts
+    from snapshot.transform.target import Target
 
 
+SOURCE = "Snapshot(path, storage_options=..., allow_pickle=..., key=...) as the source"
+
+
+@moved_names({"url": "source", "plan": "parts=", **dict.fromkeys(("storage_options", "allow_pickle", "key"), SOURCE)})
 def load(
-    url: str | os.PathLike[str],
+    source: str | os.PathLike[str] | Snapshot,
     *,
     device: torch.device | str | int = "cpu",
     select: Sequence[str] = (),
@@ -32,12 +34,9 @@ def load(
     rename: Rename | None = None,
     map: TensorMap | None = None,
     dtype: torch.dtype | None = None,
-    plan: LoadPlan | None = None,
+    parts: Parts | None = None,
     verify: bool = True,
-    storage_options: Mapping[str, Any] | None = None,
     memory_budget_bytes: int | None = None,
-    allow_pickle: bool = False,
-    key: Key | None = None,
     progress: ProgressArgument = None,
 ) -> dict[str, torch.Tensor]:
     """Load the tensors of a checkpoint of any format into new memory of a device.
@@ -47,7 +46,8 @@ def load(
     are not required, and parameters are plain tensors.
 
     Args:
-        url: A snapshot, a safetensors file, a folder as Hugging Face has it, or anything else that `Snapshot` opens.
+        source: The path of a snapshot, a safetensors file, a folder as Hugging Face has it, or anything else that
+            `Snapshot` opens. Or a `Snapshot`, with the storage options, the key and `allow_pickle` that it was given.
         device: The device of the tensors. On `"meta"` they have no data, and none is read.
         select: Globs over `<key>/<logical path>` to load; all by default.
         exclude: Globs to leave out.
@@ -55,43 +55,40 @@ def load(
         map: Recipes that turn the tensors into others: other names, splits, stacks and transpositions. All other
             arguments refer to the new names.
         dtype: Cast floating-point tensors to this dtype.
-        plan: The part of each tensor to load; the whole tensor by default. Only the bytes of the parts are read. A
+        parts: The part of each tensor to load; the whole tensor by default. Only the bytes of the parts are read. A
             dict of names or globs with slices and ints, as they index a tensor. Or a function of a name and a shape
             that returns such slices, or None for the whole tensor. Or a `DeviceMesh` with a dict of names or globs and
             placements: each rank reads its own part of a DTensor. Tensors without a placement are replicated. Globs
             match names, and the first match counts.
         verify: Verify the digests of the bytes that are read, and the checksums of other libraries' archives.
-        storage_options: Options for the storage plugin.
         memory_budget_bytes: Host memory for reads that cannot go to their destination directly. The default is 64 MiB
             for files and 256 MiB for other storages.
-        allow_pickle: Also load tensors that only a pickle can create.
-        key: The public key that must have signed every byte that is read, as for `Snapshot`.
         progress: True for a progress bar, or a function that is called with `Progress`.
 
     Raises:
         SnapshotNotFoundError: No checkpoint exists at the URL.
-        RestoreError: A selection, a name or the plan does not fit; no data was read.
+        RestoreError: A selection, a name or the parts do not fit; no data was read.
         CorruptSnapshotError: Bytes that were read do not match their digests.
 
     >>> import torch
     >>> import snapshot
     >>> taken = snapshot.Snapshot.take("memory://docs/load", {"model": snapshot.StateDict(weight=torch.arange(6.0))})
-    >>> snapshot.load("memory://docs/load", plan={"weight": slice(2, 4)})
+    >>> snapshot.load("memory://docs/load", parts={"weight": slice(2, 4)})
     {'weight': tensor([2., 3.])}
     """
     from snapshot.transform.load import load_tensors
     from snapshot.transform.to_snapshot import Selection  # training jobs do not pay for these imports
 
-    choice = Selection(select, exclude, rename, dtype, verify, allow_pickle, map)
-    place, where = Location(URL.parse(os.fspath(url)), storage_options, seal_with(key)), torch.device(device)
-    with operation("load", place.url, budget=memory_budget_bytes, progress=progress) as op:
-        return load_tensors(op, place, choice, plan, where)
+    opened, where = Snapshot.of(source), torch.device(device)
+    choice = Selection(select, exclude, rename, dtype, verify, opened.allow_pickle, map)
+    with operation("load", opened.location.url, budget=memory_budget_bytes, progress=progress) as op:
+        return load_tensors(op, opened.location, choice, parts, where)
 
 
+@moved_names({**TO_TARGET, **dict.fromkeys(("source_options", "allow_pickle", "key"), SOURCE)})
 def merge(
-    sources: Sequence[str | os.PathLike[str]],
-    url: str | os.PathLike[str],
-    to: str = "snapshot",
+    sources: Sequence[str | os.PathLike[str] | Snapshot],
+    target: str | os.PathLike[str] | Target,
     *,
     weights: Sequence[float] | None = None,
     ema: float | None = None,
@@ -99,16 +96,8 @@ def merge(
     select: Sequence[str] = (),
     exclude: Sequence[str] = (),
     dtype: torch.dtype | None = None,
-    shard_bytes: int = SHARD,
-    compression: Compression | None = None,
-    overwrite: bool = False,
-    durable: bool = True,
     verify: bool = True,
-    source_options: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
-    storage_options: Mapping[str, Any] | None = None,
     memory_budget_bytes: int | None = None,
-    allow_pickle: bool = False,
-    key: Key | None = None,
     progress: ProgressArgument = None,
     ranks: bool = False,
 ) -> ConvertReport:
@@ -124,9 +113,9 @@ def merge(
     arithmetic on tensors. Complex tensors are treated alike.
 
     Args:
-        sources: The checkpoints; anything that `Snapshot` opens. For `ema`, in order of time.
-        url: The destination, as for `Snapshot.convert`.
-        to: Its format, as for `Snapshot.convert`.
+        sources: The checkpoints: paths of anything that `Snapshot` opens, or `Snapshot` objects. For `ema`, in order of
+            time.
+        target: The destination: a path whose suffix tells the format, or a `Target` with its format and options.
         weights: A finite factor for each source. They are used as given. A warning is logged unless their sum is 1.
             The default is the average: the sum, divided by the number of sources.
         ema: The decay of an exponential moving average: `average = ema * average + (1 - ema) * next`, beginning with
@@ -136,19 +125,11 @@ def merge(
         select: Globs over `<key>/<logical path>` of the first source to merge; all by default.
         exclude: Globs to leave out.
         dtype: Cast floating-point tensors of the result to this dtype, instead of the first source's dtype.
-        shard_bytes: The maximum size of each file if there are several.
-        compression: As for `Snapshot.convert`.
-        overwrite: Replace an existing checkpoint.
-        durable: Return only when the result survives a loss of power.
         verify: Verify every digest, and the checksums of other libraries' formats.
-        source_options: Options for the storage plugins of all sources, or a list with those of each.
-        storage_options: Options for the storage plugin of `url`.
         memory_budget_bytes: Host memory: a quarter for reading, a quarter for mixing, and half for writing.
-        allow_pickle: Also run pickles in the first source for values that are not tensors.
-        key: The public key that must have signed every source, as for `Snapshot`.
         progress: True for a progress bar, or a function that is called with `Progress`.
-        ranks: Share the work with all ranks of the default process group; every rank calls. By default this process
-            works alone, even if several ranks run.
+        ranks: Share the work with all ranks of the first source's `pg`, or of the default process group; every rank
+            calls. By default this process works alone, even if several ranks run.
 
     Raises:
         RestoreError: The sources do not fit. `mismatches` lists every reason; nothing was written.
@@ -166,13 +147,13 @@ def merge(
     >>> snapshot.load("memory://docs/soup")
     {'weight': tensor([1.5000, 1.5000, 1.5000])}
     """
-    from snapshot.transform.convert import Output  # training jobs do not pay for these imports
     from snapshot.transform.merge import Mix, merge_checkpoints
-    from snapshot.transform.to_snapshot import Selection
+    from snapshot.transform.target import Target
+    from snapshot.transform.to_snapshot import Selection  # training jobs do not pay for these imports
 
     paths = [] if isinstance(sources, (str, os.PathLike)) or not isinstance(sources, Iterable) else list(sources)
-    if len(paths) < 2 or not all(isinstance(each, (str, os.PathLike)) for each in paths):
-        raise ValueError(f"sources must be paths of at least 2 checkpoints, got {sources!r}")
+    if len(paths) < 2 or not all(isinstance(each, (str, os.PathLike, Snapshot)) for each in paths):
+        raise ValueError(f"sources must be paths of at least 2 checkpoints, or Snapshot objects, got {sources!r}")
     if weights is not None and ema is not None:
         raise ValueError("weights and ema exclude each other: pass one of them")
     count = len(paths)
@@ -181,15 +162,8 @@ def merge(
         mix = Mix.weighted(weights, count)
     elif ema is not None:
         mix = Mix.moving_average(ema, count)
-    each = [source_options] * count if source_options is None or isinstance(source_options, Mapping) else source_options
-    if len(each) != count:
-        raise ValueError(f"source_options must be {count} mappings, one for each source, got {len(each)}")
-    seal = seal_with(key)
-    origins = [
-        Location(URL.parse(os.fspath(source)), options, seal) for source, options in zip(paths, each, strict=True)
-    ]
-    place = Location(URL.parse(os.fspath(url)), storage_options)
-    choice = Selection(select, exclude, None, dtype, verify, allow_pickle, compression=compression)
-    with operation("merge", place.url, ranks=ranks, budget=memory_budget_bytes, progress=progress) as op:
-        output = Output(place, to, shard_bytes, overwrite, durable)
-        return merge_checkpoints(op, origins, output, choice, mix=mix, others=others)
+    origins, made = [Snapshot.of(each) for each in paths], Target.of(target)
+    choice = Selection(select, exclude, None, dtype, verify, origins[0].allow_pickle)
+    url = made.place.url
+    with operation("merge", url, pg=origins[0].pg, ranks=ranks, budget=memory_budget_bytes, progress=progress) as op:
+        return merge_checkpoints(op, [each.location for each in origins], made, choice, mix=mix, others=others)

@@ -11,7 +11,10 @@ ROOT = Path(__file__).parents[1]
 NAMES = [
     "Snapshot",
     "PendingSnapshot",
+    "Target",
     "SnapshotManager",
+    "TakeOptions",
+    "RestoreOptions",
     "Near",
     "Tolerate",
     "KeepLatest",

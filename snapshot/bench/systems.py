@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, TypeVar, Unpack
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,6 @@ from snapshot.bench.workloads import CPU, Payload
 from snapshot.io.accelerators import on_stream
 from snapshot.io.url import options_from_environment
 from snapshot.options import Settings
-from snapshot.save.take_options import TakeArguments
 
 # Takes that are based on the takes before them, as an incremental run makes them.
 
@@ -457,7 +456,7 @@ class Ours(Competitor):
     def save(self, where: str, durable: bool = False) -> None:
         self._take(where, durable=durable)
 
-    def _take(self, where: str, **arguments: Unpack[TakeArguments]) -> None:
+    def _take(self, where: str, **arguments: Any) -> None:
         taken = Snapshot.take(where, self.app_state, storage_options=options_from_environment(), **arguments)
         self.written_bytes = taken.report.written_bytes if taken.report else None
 

@@ -143,17 +143,6 @@ def add_select(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def add_compress(parser: argparse.ArgumentParser) -> None:
-    """Add `--compress`: compress the data files of a new snapshot."""
-    parser.add_argument(
-        "--compress",
-        dest="compress",
-        action="store_const",
-        const="zstd",
-        help="compress the data files without loss; only this library reads them",
-    )
-
-
 def add_memory(parser: argparse.ArgumentParser) -> None:
     """Add `--memory`: the memory budget."""
     parser.add_argument("--memory", type=size, metavar="SIZE", help="approximate limit of memory, such as 256MiB")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import re
 from dataclasses import asdict
 
 import torch
 
 from snapshot.cli.arguments import (
     Verbs,
-    add_compress,
     add_json,
     add_memory,
     add_pickle,
@@ -30,7 +28,7 @@ from snapshot.maps.tensor_map import TensorMap
 from snapshot.reports import ConvertReport
 from snapshot.snapshot import Snapshot
 from snapshot.tensors.memory import BY_NAME, is_castable
-from snapshot.transform.convert import FORMATS
+from snapshot.transform.target import FORMATS, SUFFIXES, Target, suffix_of
 
 
 def add(verbs: Verbs) -> None:
@@ -49,7 +47,6 @@ def add(verbs: Verbs) -> None:
     )
     parser.add_argument("source", metavar="FROM", help="the source: anything that Snapshot(path) opens")
     parser.add_argument("target", metavar="TO", help="a folder; a file for torch, and for safetensors with that suffix")
-    parser.add_argument("--to", choices=FORMATS, help="default: by the suffix of TO; snapshot without a suffix")
     add_select(parser)
     parser.add_argument(
         "--rename",
@@ -77,18 +74,13 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     source = Snapshot(arguments.source, storage_options=options, allow_pickle=arguments.allow_pickle)
     with name_overwrite(), explain_missing(arguments.source, options), bar("convert", ranks=arguments.ranks) as show:
         report = source.convert(
-            arguments.target,
-            arguments.to or format_by_name(arguments.target),
+            target_of(arguments, arguments.target),
             select=arguments.select,
             exclude=arguments.exclude,
             rename=dict(arguments.rename) or None,
             map=tensor_map,
             dtype=arguments.dtype,
-            shard_bytes=arguments.shard,
-            compression=arguments.compress,
-            overwrite=arguments.overwrite,
             verify=not arguments.no_verify,
-            storage_options=options_of(arguments, "dst"),
             memory_budget_bytes=arguments.memory,
             progress=show,
             ranks=arguments.ranks,
@@ -105,17 +97,40 @@ def add_map(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--map-config", metavar="FILE", help="a config.json of Hugging Face with the sizes of the map")
 
 
+def add_target(parser: argparse.ArgumentParser, *, converts: bool) -> None:
+    """Add the options of the checkpoint that a verb writes. `converts`: its format can be chosen."""
+    if converts:
+        parser.add_argument("--to", choices=FORMATS, help="default: by the suffix of the name; without one, a snapshot")
+        parser.add_argument(
+            "--shard", type=size, default=SHARD, metavar="SIZE", help="maximum size of each of several files: 5GB"
+        )
+    parser.add_argument(
+        "--compression", choices=("zstd",), help="compress the data files; only this library reads them"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing target when the new one is whole")
+
+
+def target_of(arguments: argparse.Namespace, url: str) -> Target:
+    """Return the checkpoint to write; raise ValueError if its format is unknown."""
+    suffix = suffix_of(URL.parse(url))
+    if getattr(arguments, "to", "") is None and suffix not in SUFFIXES:
+        raise ValueError(
+            f"{URL.parse(url)}: the suffix must be .safetensors, .pt or .pth, got {suffix!r}; or pass "
+            f"--to {{{','.join(FORMATS)}}}"
+        )
+    return Target(
+        url,
+        getattr(arguments, "to", None),
+        overwrite=arguments.overwrite,
+        compression=arguments.compression,
+        shard_bytes=getattr(arguments, "shard", SHARD),
+        storage_options=options_of(arguments, "dst"),
+    )
+
+
 def add_output(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of every verb that writes a checkpoint in a format of choice."""
-    parser.add_argument(
-        "--shard",
-        type=size,
-        default=SHARD,
-        metavar="SIZE",
-        help="maximum file size if there are several files, such as 5GB",
-    )
-    add_compress(parser)
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing target")
+    add_target(parser, converts=True)
     parser.add_argument("--no-verify", action="store_true", help="do not compare digests and checksums")
     add_memory(parser)
     add_ranks(parser)
@@ -130,23 +145,6 @@ def print_report(target: str, report: ConvertReport, *, json: bool) -> None:
         print(as_json({"url": name, **asdict(report)}))
     else:
         print(*(wrapped(printable(line), "    ") for line in f"{name}: {report}".split("\n")), sep="\n")
-
-
-_ENDINGS = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", "": "snapshot"}
-_ENDING = re.compile(r"[^/]\.[A-Za-z][A-Za-z0-9_-]*$")
-"""Suffix of a file name: `step-1.5` and `.hidden` have none."""
-
-
-def format_by_name(target: str) -> str:
-    """Return the format for the suffix of a name; raise ValueError if the suffix is unknown."""
-    found = _ENDING.search(URL.parse(target).location)
-    ending = "" if found is None else found[0][1:].lower()
-    if ending not in _ENDINGS:
-        raise ValueError(
-            f"{URL.parse(target)}: the suffix must be .safetensors, .pt or .pth, got {ending!r}; or pass "
-            f"--to {{{','.join(FORMATS)}}}"
-        )
-    return _ENDINGS[ending]
 
 
 def float_dtype(text: str) -> torch.dtype:

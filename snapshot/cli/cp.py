@@ -5,7 +5,16 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
-from snapshot.cli.arguments import Verbs, add_compress, add_json, add_memory, add_select, add_storage, options_of, verb
+from snapshot.cli.arguments import (
+    Verbs,
+    add_json,
+    add_memory,
+    add_select,
+    add_storage,
+    options_of,
+    verb,
+)
+from snapshot.cli.convert import add_target, target_of
 from snapshot.cli.locate import explain_missing
 from snapshot.cli.ranks import add_ranks, on_ranks
 from snapshot.cli.screen import ExitStatus, as_json, bar, name_overwrite, printable, wrapped
@@ -24,7 +33,7 @@ def add(verbs: Verbs) -> None:
         [
             ("cp run/step-100 s3://bucket/run/step-100", "into a bucket"),
             ("cp run/step-100 model-only --select 'model/**'", "a part of it"),
-            ("cp run/step-100 s3://bucket/run/step-100 --compress", "fewer bytes, over a slow link"),
+            ("cp run/step-100 s3://bucket/run/step-100 --compression zstd", "fewer bytes, over a slow link"),
             ("cp s3://a/x s3://b/x --dst-o endpoint_url=http://localhost:9000", "to another server"),
         ],
         on_ranks(run),
@@ -32,8 +41,7 @@ def add(verbs: Verbs) -> None:
     parser.add_argument("source", metavar="SRC", help="a snapshot, or a checkpoint of another library")
     parser.add_argument("target", metavar="DST", help="the copy's own name, not the folder above it")
     add_select(parser)
-    add_compress(parser)
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing target when the copy is complete")
+    add_target(parser, converts=False)
     parser.add_argument("--no-verify", action="store_true", help="do not compare digests and checksums")
     add_memory(parser)
     add_ranks(parser)
@@ -46,13 +54,10 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     options = options_of(arguments, "src")
     with name_overwrite(), explain_missing(arguments.source, options), bar("copy", ranks=arguments.ranks) as show:
         report = Snapshot(arguments.source, storage_options=options).copy(
-            arguments.target,
-            arguments.select,
+            target_of(arguments, arguments.target),
+            select=arguments.select,
             exclude=arguments.exclude,
-            compression=arguments.compress,
-            overwrite=arguments.overwrite,
             verify=not arguments.no_verify,
-            storage_options=options_of(arguments, "dst"),
             memory_budget_bytes=arguments.memory,
             progress=show,
             ranks=arguments.ranks,

@@ -14,13 +14,13 @@ from snapshot.cli.arguments import (
     options_of,
     verb,
 )
-from snapshot.cli.convert import add_output, float_dtype, format_by_name, print_report
+from snapshot.cli.convert import add_output, float_dtype, print_report, target_of
 from snapshot.cli.locate import explain_missing
 from snapshot.cli.ranks import on_ranks
 from snapshot.cli.screen import ExitStatus, bar, name_overwrite, replace_cure
 from snapshot.errors import RestoreError, SnapshotNotFoundError
 from snapshot.io.url import URL
-from snapshot.transform.convert import FORMATS
+from snapshot.snapshot import Snapshot
 from snapshot.transform.merge import OTHERS
 from snapshot.weights import merge
 
@@ -59,7 +59,6 @@ def add(verbs: Verbs) -> None:
         help="integer, bool, sparse and quantised tensors must be equal in all sources (default), or are those of the "
         "first one",
     )
-    parser.add_argument("--to", choices=FORMATS, help="default: by the suffix of OUT; snapshot without a suffix")
     add_select(parser)
     parser.add_argument("--dtype", type=float_dtype, help="dtype of floating point tensors, if not the first source's")
     add_output(parser)
@@ -71,23 +70,19 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     options = options_of(arguments, "src")
     with name_overwrite(), _in_options(arguments.sources, options), bar("merge", ranks=arguments.ranks) as show:
         report = merge(
-            arguments.sources,
-            arguments.output,
-            arguments.to or format_by_name(arguments.output),
+            [
+                Snapshot(each, storage_options=options, allow_pickle=arguments.allow_pickle)
+                for each in arguments.sources
+            ],
+            target_of(arguments, arguments.output),
             weights=arguments.weights,
             ema=arguments.ema,
             others=arguments.others,
             select=arguments.select,
             exclude=arguments.exclude,
             dtype=arguments.dtype,
-            shard_bytes=arguments.shard,
-            compression=arguments.compress,
-            overwrite=arguments.overwrite,
             verify=not arguments.no_verify,
-            source_options=options,
-            storage_options=options_of(arguments, "dst"),
             memory_budget_bytes=arguments.memory,
-            allow_pickle=arguments.allow_pickle,
             progress=show,
             ranks=arguments.ranks,
         )

@@ -27,6 +27,7 @@ from snapshot.maps.tensor_map import TensorMap
 from snapshot.publish.publisher import Publisher
 from snapshot.publish.store import version_name
 from snapshot.publish.subscriber import Subscriber
+from snapshot.snapshot import Snapshot
 from snapshot.weights import load
 
 
@@ -84,13 +85,11 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     step = _step_of(arguments.source) if arguments.step is None else arguments.step
     with explain_missing(arguments.source, options), bar("publish") as show:
         state = load(
-            arguments.source,
+            Snapshot(arguments.source, storage_options=options, allow_pickle=arguments.allow_pickle),
             select=arguments.select,
             exclude=arguments.exclude,
             rename=dict(arguments.rename) or None,
             map=None if arguments.map is None else TensorMap.load(arguments.map, arguments.map_config),
-            storage_options=options,
-            allow_pickle=arguments.allow_pickle,
             progress=show,
         )
     if arguments.delta is not None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from snapshot.distributed.exchange import Exchange, call_of
@@ -13,24 +13,14 @@ from snapshot.events import emit
 from snapshot.io.budget import Pool
 from snapshot.io.loop import refuse_on_loop
 from snapshot.io.session import Session
-from snapshot.io.url import URL
+from snapshot.io.url import URL, Location
 from snapshot.options import expect_positive
 from snapshot.progress import Meter, ProgressArgument
-from snapshot.signing.seal import Seal
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 R = TypeVar("R")
-
-
-@dataclass(frozen=True)
-class Location:
-    """The place of a checkpoint: its URL, its storage options, and the check that its files must pass."""
-
-    url: URL
-    options: Mapping[str, Any] | None = None
-    seal: Seal | None = None
 
 
 class Operation:

@@ -15,8 +15,10 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +27,7 @@ from snapshot.distributed.group import ranks_of
 from snapshot.errors import MissingExtraError, SnapshotError, SnapshotNotFoundError
 from snapshot.io.url import URL
 from snapshot.manifest.document import OWN_FORMATS
-from snapshot.save.take_options import AsyncTakeArguments
+from snapshot.save.take_options import TAKE_OPTIONS, TakeOptions
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.state.rng import RNGState
 
@@ -102,7 +104,7 @@ class SnapshotCheckpointIO(_TorchCheckpointIO):  # type: ignore[misc]
         allow_pickle: Read objects that were stored as pickles, which can run any code. So does `weights_only=False` of
             `Trainer.fit`.
         storage_options: Options for the storage plugin.
-        options: More arguments of `Snapshot.take`, or `Snapshot.async_take`.
+        options: More options of the takes.
     """
 
     def __init__(
@@ -111,12 +113,12 @@ class SnapshotCheckpointIO(_TorchCheckpointIO):  # type: ignore[misc]
         asynchronous: bool = False,
         allow_pickle: bool = False,
         storage_options: Mapping[str, Any] | None = None,
-        **options: Unpack[AsyncTakeArguments],
+        options: TakeOptions = TAKE_OPTIONS,
     ) -> None:
         self._asynchronous = asynchronous
         self._allow_pickle = allow_pickle
         self._storage_options = storage_options
-        self._options: dict[str, Any] = {**options}
+        self._options = options
         self._pending: PendingSnapshot | None = None
         self._doomed: list[str] = []
 
@@ -126,16 +128,18 @@ class SnapshotCheckpointIO(_TorchCheckpointIO):  # type: ignore[misc]
         """Save Lightning's checkpoint, and replace an existing one."""
         self._settle()
         name = _place(path)
-        options: dict[str, Any] = {
-            "storage_options": storage_options or self._storage_options,
-            "overwrite": True,
-            "metadata": {KEY: {"keys": list(checkpoint)}},
-            **self._options,
-        }
+        request = partial(
+            self._options.at,
+            storage_options or self._storage_options,
+            overwrite=True,
+            metadata={KEY: {"keys": list(checkpoint)}},
+        )
         if self._asynchronous:
-            self._pending = Snapshot.async_take(name, _app_state(checkpoint), _group(), **options)
+            self._pending = Snapshot.async_take_with(
+                name, _app_state(checkpoint), _group(), request, self._options.timeout
+            )
         else:
-            Snapshot.take(name, _app_state(checkpoint), _group(), **options)
+            Snapshot.take_with(name, _app_state(checkpoint), _group(), request, self._options.timeout)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
@@ -229,7 +233,7 @@ class SnapshotCallback(_LightningCallback):  # type: ignore[misc]
         keep: Number of snapshots to keep; all by default. An older one is removed when a newer one is committed.
             Snapshots in other folders, which a run was resumed from, are not removed.
         storage_options: Options for the storage plugin.
-        options: More arguments of `Snapshot.async_take`: `worker="process"`.
+        options: More options of the takes: `TakeOptions(worker="process")`.
     """
 
     def __init__(
@@ -240,7 +244,7 @@ class SnapshotCallback(_LightningCallback):  # type: ignore[misc]
         every_n_seconds: float | None = None,
         keep: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
-        **options: Unpack[AsyncTakeArguments],
+        options: TakeOptions = TAKE_OPTIONS,
     ) -> None:
         if (every_n_steps or 0) < 1 and every_n_seconds is None:
             raise ValueError("SnapshotCallback: pass every_n_steps (at least 1), or every_n_seconds, or both")
@@ -251,7 +255,7 @@ class SnapshotCallback(_LightningCallback):  # type: ignore[misc]
         self._seconds = every_n_seconds
         self._keep = keep
         self._storage_options = storage_options
-        self._options: dict[str, Any] = {**options}
+        self._options = options
         self._pending: PendingSnapshot | None = None
         self._written: list[str] = []
         self._saved_step = -1
@@ -325,15 +329,17 @@ class SnapshotCallback(_LightningCallback):  # type: ignore[misc]
         checkpoint = _dumped(trainer)
         in_epoch = not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         several = trainer.world_size > 1
-        self._pending = Snapshot.async_take(
-            f"{self.folder}/step-{step}",
-            {**_app_state(checkpoint), "rng": RNGState()},
-            replicated=["state_dict", "optimizer_states"] if several else None,
-            storage_options=self._storage_options,
+        options = self._options
+        if several and options.replicated is None:
+            options = replace(options, replicated=["state_dict", "optimizer_states"])
+        request = partial(
+            options.at,
+            self._storage_options,
             overwrite=True,
             metadata={KEY: {"keys": list(checkpoint), "in_epoch": in_epoch, "step": step}},
-            **self._options,
         )
+        path, state = f"{self.folder}/step-{step}", {**_app_state(checkpoint), "rng": RNGState()}
+        self._pending = Snapshot.async_take_with(path, state, None, request, options.timeout)
         self._saved_step, self._saved_at = step, time.monotonic()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:

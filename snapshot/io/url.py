@@ -116,16 +116,22 @@ WHERE = re.compile(
 """Names of storage options that select another server or account."""
 
 
-class Located(Protocol):
-    """A snapshot, with the storage options that open it."""
+@dataclass(frozen=True)
+class Location:
+    """The place of a checkpoint: its URL, its storage options, and the check that its files must pass."""
 
-    def source(self) -> tuple[URL, Mapping[str, Any]]:
-        """Return its URL and its storage options."""
-        ...
+    url: URL
+    options: Mapping[str, Any] | None = None
+    seal: Any = None
+    """A `Seal`, for a checkpoint that must be signed."""
+
+
+class Located(Protocol):
+    """A snapshot."""
 
     @property
-    def seal(self) -> Any:
-        """The check that its files must pass, or None."""
+    def location(self) -> Location:
+        """Its place, with the options that open it."""
         ...
 
 
@@ -139,16 +145,11 @@ def expect_mapping(options: Any) -> Mapping[str, Any]:
     raise TypeError(f"storage_options must be a mapping, got {with_article(type(options).__name__)}")
 
 
-def locate_source(source: Source, options: Mapping[str, Any] | None) -> tuple[URL, Mapping[str, Any] | None]:
-    """Return the URL and the options of a snapshot. A path has the `options`."""
+def locate_source(source: Source, options: Mapping[str, Any] | None = None) -> Location:
+    """Return the place of a snapshot. A path has the `options`."""
     if isinstance(source, (str, os.PathLike)):
-        return URL.parse(os.fspath(source)), options
-    return source.source()
-
-
-def seal_of(source: Source) -> Any:
-    """Return the check that a snapshot's files must pass; None for a path."""
-    return None if isinstance(source, (str, os.PathLike)) else getattr(source, "seal", None)
+        return Location(URL.parse(os.fspath(source)), options)
+    return source.location
 
 
 def options_from_environment() -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as changed
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import torch
 from msgspec.structs import replace
@@ -31,7 +31,6 @@ from snapshot.maps.tensor_map import TensorMap
 from snapshot.plan.names import OWN, Change, Rename, compile_rename, find_unmatched, match_names, matcher
 from snapshot.progress import ProgressArgument
 from snapshot.reports import RestoreIssues
-from snapshot.signing.keys import Key
 from snapshot.state.model_state import ModelState, ModelStateKind, find_kind, make_kind
 from snapshot.state.rng import RNGState
 from snapshot.state.state_tree import ChosenState
@@ -55,37 +54,17 @@ Cast = Literal["error", "same_kind", "any"]
 Unused = Literal["warn", "error", "ignore"]
 
 
-class RestoreArguments(TypedDict, total=False):
-    """Arguments of `Snapshot.restore`, for functions that pass them on."""
-
-    strict: bool
-    exact: bool
-    mismatched: Mismatched
-    include: Sequence[str]
-    exclude: Sequence[str]
-    rename: Rename | None
-    map: TensorMap | None
-    cast: Cast
-    verify: bool
-    atomic: bool
-    memory_budget_bytes: int | None
-    read_once: Literal["auto"] | bool
-    base: Source | None
-    unused: Unused
-    key: Key | None
-    """For `SnapshotManager.restore_latest`; a `Snapshot` has its own `key`."""
-    progress: ProgressArgument
-    timeout: float | None
-
-
 @dataclass(frozen=True, kw_only=True)
 class RestoreOptions:
-    """The arguments of `Snapshot.restore`: which entries are restored, and which differences are allowed."""
+    """The options of a restore, for `SnapshotManager.restore_latest`: what is restored, and how it may differ.
+
+    Each is explained at `Snapshot.restore`. With `atomic=True`, a damaged step changes no live tensor.
+    """
 
     strict: bool = True
     exact: bool = False
     mismatched: Mismatched = "error"
-    include: Sequence[str] = ()
+    select: Sequence[str] = ()
     exclude: Sequence[str] = ()
     rename: Rename | None = None
     map: TensorMap | None = None
@@ -97,8 +76,6 @@ class RestoreOptions:
     base: Source | None = None
     """The snapshot that has what this one left out, or its URL."""
     unused: Unused = "warn"
-    key: Key | None = None
-    """The key that must have signed the snapshot, in place of the key of the `Snapshot`."""
     progress: ProgressArgument = None
     timeout: float | None = None
 
@@ -113,6 +90,9 @@ class RestoreOptions:
         if self.mismatched not in ("error", "skip"):
             raise ValueError(f"mismatched must be 'error' or 'skip', got {self.mismatched!r}")
 
+
+RESTORE_OPTIONS = RestoreOptions()
+"""The defaults."""
 
 # Results of selection and matching, as values that are passed between the steps.
 
@@ -431,14 +411,14 @@ class Chooser:
         self._document = document
         self._options = options
         self._notes = issues
-        self._include, self._exclude = options.include, options.exclude
-        self._filtered = bool(self._include or self._exclude)
-        self._included, self._excluded = matcher(self._include or ["**"]), matcher(self._exclude)
+        self._select, self._exclude = options.select, options.exclude
+        self._filtered = bool(self._select or self._exclude)
+        self._selectd, self._excluded = matcher(self._select or ["**"]), matcher(self._exclude)
         self._chosen = ChosenEntries()
 
     def wanted(self, path: str) -> bool:
         """Return True if a path is requested."""
-        return self._included(path) and not self._excluded(path)
+        return self._selectd(path) and not self._excluded(path)
 
     def choose(self, view: RankView, app_state: Mapping[str, Any], done: Collection[str]) -> ChosenEntries:
         """Return the requested entries of each key. Keys without any are left unchanged.
@@ -508,8 +488,8 @@ class Chooser:
     def _check_globs(self, grouped: Mapping[str, Mapping[str, Any]], view: RankView) -> None:
         named = (path for entries in grouped.values() for path in entries)
         every = [*named, *view.elsewhere] if self._filtered else []
-        for glob in find_unmatched(self._include, every) if self._include else ():
-            view.unknown.append(f"include: the glob {glob!r} matches nothing in the snapshot")
+        for glob in find_unmatched(self._select, every) if self._select else ():
+            view.unknown.append(f"select: the glob {glob!r} matches nothing in the snapshot")
         if self._exchange.alone:
             self._notes.mismatches += view.unknown
         self._chosen.unknown = view.unknown
@@ -542,7 +522,7 @@ class Chooser:
         """Return True if an entry under a key may be requested."""
         if not self._filtered:
             return True
-        heads = [glob.partition("/")[0] for glob in self._include]
+        heads = [glob.partition("/")[0] for glob in self._select]
         return not matcher(self._exclude)(key) and (
             not heads or any(head.startswith("**") or matcher([head])(key) for head in heads)
         )

@@ -16,7 +16,7 @@ from snapshot.formats.pickled import INLINE
 from snapshot.io.aio import gather_limited, in_thread
 from snapshot.io.session import Session
 from snapshot.io.storage import Buffer, FileStat, Storage
-from snapshot.io.url import URL
+from snapshot.io.url import URL, Location
 from snapshot.loading.open import open_document
 from snapshot.loading.scatter import ReadRequest, copy_into, request_all
 from snapshot.manifest import entries as e
@@ -24,7 +24,6 @@ from snapshot.manifest.document import BaseReference, Document, ForeignFile, sav
 from snapshot.manifest.entries import TensorEntry
 from snapshot.manifest.validate import Files, check_range, check_tensor
 from snapshot.manifest.values import Scalar
-from snapshot.signing.seal import Seal
 from snapshot.tensors.digest import RunningDigest, digest_bytes
 from snapshot.tensors.geometry import Box, boxes_of_range, intersect
 from snapshot.tensors.memory import BY_NAME, is_plain, view_memory
@@ -201,9 +200,7 @@ async def compare_left_out(session: Session, document: Document, left_out: Seque
     return [line for line in found if line]
 
 
-async def attach_base(
-    session: Session, document: Document, url: URL, options: Mapping[str, Any] | None, seal: Seal | None = None
-) -> str:
+async def attach_base(session: Session, document: Document, place: Location) -> str:
     """Read what a snapshot left out from its base, from now on. Return the save id that the base has.
 
     A copy of the base is accepted, too: its files have the same contents under names with another save id.
@@ -211,10 +208,10 @@ async def attach_base(
     wanted = document.base
     if wanted is None:
         return document.save_id
-    base = Session(url, options, seal=seal or session.seal)
+    base = Session(place.url, place.options, seal=place.seal or session.seal)
     try:
         held = await open_document(base)
-        places = _find_files(document, wanted, held, url)
+        places = _find_files(document, wanted, held, place.url)
     except BaseException:
         await base.close()
         raise

@@ -546,6 +546,6 @@ class Restore:
         else:
             state = choice.merge(kind.key, entries, values, kind.state)
         kind.drop_keys(plan.matched.dropped.get(kind.key, ()))
-        strict = self._options.strict and not (self._options.include or self._options.exclude)
+        strict = self._options.strict and not (self._options.select or self._options.exclude)
         for path in kind.load_state(state, strict):
             plan.issues.add("skipped", path, "the application has no such name")

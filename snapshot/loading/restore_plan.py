@@ -314,7 +314,7 @@ def _states_of_all_ranks(document: Document, key: str, change: Change) -> dict[s
 
 def _is_wanted(key: str, tree: Mapping[str, Any], options: RestoreOptions) -> bool:
     """Return True if the state under a key is requested. Raise if only a part of it is."""
-    included, excluded = matcher(options.include or ["**"]), matcher(options.exclude)
+    included, excluded = matcher(options.select or ["**"]), matcher(options.exclude)
     paths = {"/".join((key, *path.split("/")[2:])) for path in tree if "/" in path}
     paths = paths - {key} or paths  # `key/**` is all of it
     wanted = {path for path in paths if included(path) and not excluded(path)}

@@ -27,6 +27,7 @@ from snapshot.manager.root import Root
 from snapshot.manager.step_metadata import noted_step
 from snapshot.manifest.document import Document, SnapshotMetadata
 from snapshot.reports import RestoreReport
+from snapshot.signing.keys import Key
 from snapshot.signing.seal import Seal, seal_with, signer_of
 from snapshot.snapshot import Snapshot
 from snapshot.takes import AppState
@@ -104,11 +105,13 @@ class Fallback:
         self.report: RestoreReport | None = None
         """Report of the last restore that succeeded on this rank."""
 
-    def restore(self, app_state: AppState, options: RestoreOptions) -> tuple[int | None, list[int]]:
+    def restore(
+        self, app_state: AppState, options: RestoreOptions, key: Key | None = None
+    ) -> tuple[int | None, list[int]]:
         """Return the restored step or None, and the damaged steps of this library."""
         error: BaseException | None = None
         try:
-            self._seal = seal_with(options.key)
+            self._seal = seal_with(key)
             if self._seal is not None and not self._root.signable:
                 raise ValueError("key must be None for near steps, which are not signed; restore an uploaded step")
         except Exception as wrong:  # noqa: BLE001 - raised inside the exchange
@@ -210,7 +213,11 @@ class Fallback:
         """Restore a step. Return this rank's result, and an error to raise if it does not concern the snapshot."""
         try:
             self.report = self._snapshot_of(step, place).restore_with(
-                app_state, options, self._touched, accept=partial(expect_step, step) if self._seal is not None else None
+                app_state,
+                options,
+                self._touched,
+                accept=partial(expect_step, step) if self._seal is not None else None,
+                seal=self._seal,
             )
         except BaseException as error:  # noqa: BLE001 - the caller raises it
             if not isinstance(error, DAMAGE) and not (isinstance(error, RankError) and error.kind in _KINDS):

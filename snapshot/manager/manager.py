@@ -8,9 +8,9 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import ranks_of
@@ -18,7 +18,7 @@ from snapshot.errors import CorruptSnapshotError, SnapshotError, SnapshotNotFoun
 from snapshot.events import emit, log
 from snapshot.io.loop import LoopFuture, run
 from snapshot.io.url import URL
-from snapshot.loading.choose import RestoreArguments, RestoreOptions
+from snapshot.loading.choose import RESTORE_OPTIONS, RestoreOptions
 from snapshot.manager import at_exit
 from snapshot.manager.advice import Advice, Measured
 from snapshot.manager.channels import Channels
@@ -46,7 +46,8 @@ from snapshot.manager.writers import ManagedSnapshot, Writers
 from snapshot.manifest.document import ManifestHead
 from snapshot.options import Settings, moved_names
 from snapshot.reports import RestoreReport, TakeReport
-from snapshot.save.take_options import AllowPickle, AsyncTakeArguments, TakeArguments
+from snapshot.save.take_options import TAKE_OPTIONS, TakeOptions
+from snapshot.signing.keys import Key
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.takes import AppState
 from snapshot.text import Duration
@@ -64,6 +65,19 @@ MOVED = {
     "grace": "near=Near(folder, grace=...)",
     "max_failures": "on_error=Tolerate(failures)",
 }
+
+
+IN_TAKE_OPTIONS = {each.name: f"options=TakeOptions({each.name}=...)" for each in fields(TakeOptions) if each.init} | {
+    "verify_writes": "options=TakeOptions(read_back=...)"
+}
+IN_RESTORE_OPTIONS = {each.name: f"options=RestoreOptions({each.name}=...)" for each in fields(RestoreOptions)}
+"""Arguments of single snapshots, and their spelling for a manager."""
+
+
+def expect_options(options: Any, kind: type) -> None:
+    """Raise TypeError unless options are of a kind."""
+    if not isinstance(options, kind):
+        raise TypeError(f"options must be {kind.__name__}(...), got {options!r}")
 
 
 class SnapshotManager:
@@ -152,6 +166,7 @@ class SnapshotManager:
 
     # Save
 
+    @moved_names(IN_TAKE_OPTIONS)
     def take(
         self,
         step: int,
@@ -160,8 +175,7 @@ class SnapshotManager:
         *,
         metadata: Mapping[str, Any] | None = None,
         overwrite: bool = False,
-        allow_pickle: AllowPickle = "warn",
-        **given: Unpack[TakeArguments],
+        options: TakeOptions = TAKE_OPTIONS,
     ) -> Snapshot:
         """Save a step, and return when it is committed.
 
@@ -176,22 +190,19 @@ class SnapshotManager:
             metrics: Numbers by name, used by `best` and `KeepBest`. Those of rank 0 are stored.
             metadata: As for `Snapshot.take`.
             overwrite: Replace an existing snapshot of this step.
-            allow_pickle: As for `Snapshot.take`.
-            given: Other arguments of `Snapshot.take`: `replicated`, `exclude`, `durable`, ...
+            options: The arguments of `Snapshot.take` that a run does not change: `replicated`, `durable`, ...
 
         Raises:
             SnapshotExistsError: There is a snapshot of this step. Nothing was written.
             SnapshotError: The ranks passed different steps.
         """
-        begun = self._begin(
-            "take", step, metrics, metadata, {**given, "allow_pickle": allow_pickle}, overwrite=overwrite
-        )
+        begun = self._begin("take", step, metrics, metadata, options, overwrite=overwrite)
         number = begun.step
         if begun.pending is not None:
             self._flush_if_stopping()
             return self._snapshot(number)
         began = time.monotonic()
-        with self._pendings.blocking(number, begun.given):
+        with self._pendings.blocking(number, relies=options.only is not None):
             try:
                 snapshot = self._take_there(begun, app_state)
             except BaseException as error:
@@ -214,15 +225,17 @@ class SnapshotManager:
         """Take near, or far. A storage error of a near take leads to one more try, far."""
         place = begun.place
         try:
-            return Snapshot.take(place.path, app_state, self._pg, storage_options=place.options, **begun.given)
+            return Snapshot.take_with(place.path, app_state, self._pg, begun.request, begun.options.timeout)
         except SnapshotError as error:
             if self._tiers is None or not place.near or not self._tiers.can_degrade(error):
                 raise
             self._tiers.joined.publish_attempt()
             place = self._tiers.place_of(begun.step, str(error), "take")
-            begun.given["overwrite"] |= self._tiers.may_replace(begun.step, place)
-        return Snapshot.take(place.path, app_state, self._pg, storage_options=place.options, **begun.given)
+            overwrite = begun.overwrite or self._tiers.may_replace(begun.step, place)
+            begun = replace(begun, place=place, overwrite=overwrite)
+        return Snapshot.take_with(place.path, app_state, self._pg, begun.request, begun.options.timeout)
 
+    @moved_names(IN_TAKE_OPTIONS)
     def async_take(
         self,
         step: int,
@@ -231,24 +244,21 @@ class SnapshotManager:
         *,
         metadata: Mapping[str, Any] | None = None,
         overwrite: bool = False,
-        allow_pickle: AllowPickle = "warn",
-        **given: Unpack[AsyncTakeArguments],
+        options: TakeOptions = TAKE_OPTIONS,
     ) -> PendingSnapshot:
         """Save a step as it is now, and write it while the application continues.
 
-        Arguments are those of `take`; `given` are other arguments of `Snapshot.async_take`.
+        Arguments are those of `take`. `options` may also have `staging`, `worker` and `when_busy`.
         """
-        begun = self._begin(
-            "async_take", step, metrics, metadata, {**given, "allow_pickle": allow_pickle}, overwrite=overwrite
-        )
+        begun = self._begin("async_take", step, metrics, metadata, options, overwrite=overwrite)
         number, place = begun.step, begun.place
         if begun.pending is not None:
             return begun.pending
         began = time.monotonic()
         try:
-            with self._pendings.blocking(number, begun.given):
-                pending = Snapshot.async_take(
-                    place.path, app_state, self._pg, storage_options=place.options, **begun.given
+            with self._pendings.blocking(number, relies=options.only is not None):
+                pending = Snapshot.async_take_with(
+                    place.path, app_state, self._pg, begun.request, begun.options.timeout
                 )
                 self._pendings.add(number, pending)
         except SnapshotError as error:
@@ -269,13 +279,14 @@ class SnapshotManager:
         step: int,
         metrics: Mapping[str, Any] | None,
         metadata: Mapping[str, Any] | None,
-        given: Mapping[str, Any],
+        options: TakeOptions,
         *,
         overwrite: bool,
     ) -> Begun:
         """Agree on the step, and on where it is written."""
         tiers = self._tiers
-        with self._exchange(verb, given.get("timeout")) as exchange:
+        with self._exchange(verb, options.timeout) as exchange:
+            expect_options(options, TakeOptions)
             number = checked_step(step)
             writer = self._writers.note() if self._writers is not None else None
             noted = add_note(number, checked_metrics(metrics), metadata, writer)
@@ -314,10 +325,12 @@ class SnapshotManager:
             place = TakePlace(self._path(number), self._options, near=False)
         else:
             place = tiers.place_of(number, "" if answer.known else answer.near_fault, verb)
-        based = {"base": choose_base(root, self._keep, answer.bases)} if self._incremental else {}
+        if self._incremental and options.base is None:
+            options = replace(options, base=choose_base(root, self._keep, answer.bases))
+        if options.timeout is None:
+            options = replace(options, timeout=self._timeout)
         replaces = replaces or (tiers is not None and tiers.may_replace(number, place))
-        arguments = {"timeout": self._timeout, **based, **given, "metadata": noted, "overwrite": replaces}
-        return Begun(number, place, before if answer.known else None, arguments)
+        return Begun(number, place, before if answer.known else None, options, noted, overwrite=replaces)
 
     def _begin_writing(self) -> None:
         """Raise OtherWriterError if another job writes to a plain root. Without `keep`, nothing is listed."""
@@ -354,7 +367,7 @@ class SnapshotManager:
         self._measured.durable(began)
         if self._tiers is not None and begun.place.near:
             self._tiers.committed(begun.step, began, report.base if report else "")
-        elif begun.given.get("durable", True) and self._leads and self._cleaner is not None:
+        elif begun.options.durable and self._leads and self._cleaner is not None:
             self._cleaner.committed(begun.step, began, report.base if report else "")
 
     def _spared(self, step: int) -> bool:
@@ -363,8 +376,14 @@ class SnapshotManager:
 
     # Restore
 
+    @moved_names(IN_RESTORE_OPTIONS)
     def restore_latest(
-        self, app_state: AppState, *, offline: bool = False, **given: Unpack[RestoreArguments]
+        self,
+        app_state: AppState,
+        *,
+        offline: bool = False,
+        key: Key | None = None,
+        options: RestoreOptions = RESTORE_OPTIONS,
     ) -> int | None:
         """Restore the newest undamaged step, the same one on all ranks. Return its number, or None if there is no step.
 
@@ -376,7 +395,8 @@ class SnapshotManager:
             app_state: As for `Snapshot.restore`.
             offline: With `near`: if the far root cannot be read, restore the newest step that the hosts have. Without
                 it, raise StorageError, since the far root may have a newer step, or say that near steps are abandoned.
-            given: Other arguments of `Snapshot.restore`. With `atomic=True`, a damaged step changes no live tensor.
+            key: The public key that must have signed the step, as for `Snapshot`.
+            options: Arguments of `Snapshot.restore`. With `atomic=True`, a damaged step changes no live tensor.
 
         Raises:
             RestoreError: A step does not fit the application. Or a live tensor that a damaged step wrote to is missing
@@ -385,11 +405,11 @@ class SnapshotManager:
                 live tensors that were written to.
         """
         began = time.monotonic()
-        options = RestoreOptions(**given)
+        expect_options(options, RestoreOptions)
         if options.timeout is None:
             options = replace(options, timeout=self._timeout)
         self._pendings.moved_on()
-        begin = partial(self._exchange, "restore_latest", given.get("timeout"))
+        begin = partial(self._exchange, "restore_latest", options.timeout)
         root, snapshot_of = self._root, self._restored_from
         if self._tiers is not None:
             self._pendings.settle()  # they belong to the attempt that ends here
@@ -405,7 +425,7 @@ class SnapshotManager:
                 self._writers.begin(run(self._root.folders()).committed)
         fallback = Fallback(root, snapshot_of, begin, self._using)
         try:
-            step, damaged = fallback.restore(app_state, options)
+            step, damaged = fallback.restore(app_state, options, key)
         finally:
             self._report = root.add_sources(fallback.report)
         self._damaged = set(damaged)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from snapshot.errors import SnapshotError
 from snapshot.io.loop import start
@@ -34,9 +33,9 @@ class PendingTakes:
         """True if that take may leave out what its base has."""
 
     @contextmanager
-    def blocking(self, step: int, given: Mapping[str, Any]) -> Iterator[None]:
+    def blocking(self, step: int, *, relies: bool) -> Iterator[None]:
         """Record a take of a step, with its arguments, while it blocks the application."""
-        self._blocking, self._relies = step, bool(given.get("only"))
+        self._blocking, self._relies = step, relies
         try:
             yield
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from snapshot.distributed.exchange import Exchange
@@ -17,6 +18,7 @@ from snapshot.manager.policies import Policy
 from snapshot.manager.root import Root
 from snapshot.manager.tiered_root import TieredRoot
 from snapshot.manifest.document import ManifestHead
+from snapshot.save.take_options import TakeOptions, TakeRequest
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.tiers.control import Request
 from snapshot.tiers.facts import limited
@@ -36,15 +38,21 @@ class TakePlace(NamedTuple):
     near: bool
 
 
-class Begun(NamedTuple):
+@dataclass(frozen=True)
+class Begun:
     """A take that all ranks have agreed on."""
 
     step: int
     place: TakePlace
     pending: PendingSnapshot | None
     """The asynchronous take that saved this state already."""
-    given: dict[str, Any]
-    """The arguments of `Snapshot.take`."""
+    options: TakeOptions
+    metadata: Mapping[str, Any]
+    overwrite: bool
+
+    def request(self) -> TakeRequest:
+        """Return the options of this take; raise for wrong ones."""
+        return self.options.at(self.place.options, overwrite=self.overwrite, metadata=self.metadata)
 
 
 class ManagerTiers:

@@ -32,7 +32,7 @@ from snapshot.manifest.document import METADATA
 from snapshot.options import MiB, Settings
 from snapshot.progress import Meter
 from snapshot.save.compression import usual_budget
-from snapshot.save.take_options import TakeOptions
+from snapshot.save.take_options import TakeRequest
 from snapshot.save.transaction import State, Transaction, expect_own_manifest
 from snapshot.text import counted
 
@@ -317,7 +317,7 @@ async def _stat(session: Session, path: str, *absent: int) -> FileStat | None:
 def begin_take(
     exchange: Exchange,
     path: str | os.PathLike[str],
-    options: TakeOptions,
+    options: TakeRequest,
     meter: Meter,
     slot: TakeSlot | None = None,
 ) -> TakeOpening:
@@ -333,7 +333,7 @@ def begin_take(
     )
 
 
-def session_for_take(options: TakeOptions, url: URL, slot: TakeSlot | None = None) -> Session:
+def session_for_take(options: TakeRequest, url: URL, slot: TakeSlot | None = None) -> Session:
     """Open the session of a take. Background takes share one budget."""
     return Session(
         url,

@@ -20,7 +20,7 @@ from snapshot.manifest.values import Scalar
 from snapshot.plan import consensus as a
 from snapshot.plan.layout import Assignment, PartitionItem, partition_items
 from snapshot.save.collect import ReplicationRules, collect_state
-from snapshot.save.take_options import TakeOptions
+from snapshot.save.take_options import TakeRequest
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Blob, Leaf
 from snapshot.state.sharded import LocalPiece, Shards
@@ -522,7 +522,7 @@ def size_of(items: Sequence[PartitionItem], dealt: Assignment) -> int:
 
 
 def collect_rank_share(
-    exchange: Exchange, app_state: Mapping[str, Any], options: TakeOptions, globs: Sequence[str]
+    exchange: Exchange, app_state: Mapping[str, Any], options: TakeRequest, globs: Sequence[str]
 ) -> RankShare:
     """Collect the application's state, and agree with the other ranks on who writes shared values.
 

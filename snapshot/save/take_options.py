@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict, get_args
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
 
 import msgspec
 
 from snapshot.io.system import expect_linux
-from snapshot.io.url import Source, seal_of
+from snapshot.io.url import Source, locate_source
 from snapshot.manifest.document import DEEPEST, measure_nesting
 from snapshot.plan.layout import SavePlan
 from snapshot.plan.names import matcher
@@ -32,47 +32,26 @@ Compression = Literal["zstd", "auto"]
 BaseArgument = Source | Sequence[Source] | None
 
 
-class TakeArguments(TypedDict, total=False):
-    """Arguments of `Snapshot.take`, for functions that pass them on."""
-
-    replicated: Sequence[str] | None
-    durable: bool
-    exclude: Sequence[str]
-    memory_budget_bytes: int | None
-    check_replicated: bool
-    verify_writes: bool | float
-    progress: ProgressArgument
-    timeout: float | None
-    plan: SavePlan | None
-    base: BaseArgument
-    only: Only | None
-    compression: Compression | None
-    sign: Key | None
-    _custom_tensor_prepare_func: Prepare | None
-
-
-class AsyncTakeArguments(TakeArguments, total=False):
-    """Arguments of `Snapshot.async_take`, for functions that pass them on."""
-
-    staging: Staging
-    worker: Worker
-    when_busy: WhenBusy
-
-
 @dataclass(frozen=True, kw_only=True)
 class TakeOptions:
-    """The arguments of `Snapshot.take` and `async_take`; see there. Wrong ones raise `ValueError` or `TypeError`."""
+    """The options that all takes of a run share, for `SnapshotManager.take` and `async_take`.
+
+    Each is explained at `Snapshot.take` and `Snapshot.async_take`. Wrong values raise `ValueError` or `TypeError`.
+
+    >>> from snapshot import TakeOptions
+    >>> options = TakeOptions(replicated=["model/**"], staging="overlapped")
+    """
 
     replicated: Sequence[str] | None = None
-    storage_options: Mapping[str, Any] | None = None
     prepare: Prepare | None = None
-    overwrite: bool = False
+    """As `_custom_tensor_prepare_func` of `Snapshot.take`."""
     durable: bool = True
     exclude: Sequence[str] = ()
     memory_budget_bytes: int | None = None
     check_replicated: bool = False
-    verify_writes: bool | float = False
-    metadata: Mapping[str, Any] | None = None
+    read_back: bool | float = False
+    progress: ProgressArgument = None
+    timeout: float | None = None
     plan: SavePlan | None = None
     base: BaseArgument = None
     only: Only | None = None
@@ -82,8 +61,6 @@ class TakeOptions:
     staging: Staging = "blocking"
     worker: Worker = "thread"
     when_busy: WhenBusy = "wait"
-    metadata_json: msgspec.Raw = field(init=False)
-    """The user's metadata, as written to the manifest."""
     signer: Signer | None = field(init=False)
     """The key that `sign` names."""
 
@@ -102,10 +79,16 @@ class TakeOptions:
             raise ValueError("only='trainable' must have a base: the snapshot that has what is left out")
         expect_compression(self.compression)
         object.__setattr__(self, "signer", None if self.sign is None else load_signer(self.sign))
-        object.__setattr__(self, "metadata_json", encode_metadata(self.metadata))
         matcher(self.replicated or ())
-        if not 0.0 <= self.verify_share <= 1.0:
-            raise ValueError(f"verify_writes must be True, False or a fraction from 0 to 1, got {self.verify_writes!r}")
+        if not 0.0 <= self.read_back_share <= 1.0:
+            raise ValueError(f"read_back must be True, False or a fraction from 0 to 1, got {self.read_back!r}")
+
+    def at(
+        self, storage_options: Mapping[str, Any] | None, *, overwrite: bool, metadata: Mapping[str, Any] | None
+    ) -> TakeRequest:
+        """Return the request of a take with these options."""
+        shared = {each.name: getattr(self, each.name) for each in fields(TakeOptions) if each.init}
+        return TakeRequest(**shared, storage_options=storage_options, overwrite=overwrite, metadata=metadata)
 
     @property
     def bases(self) -> list[Source]:
@@ -114,7 +97,7 @@ class TakeOptions:
             return []
         given: list[Any] = list(self.base) if isinstance(self.base, (list, tuple)) else [self.base]
         for each in given:
-            if not isinstance(each, (str, os.PathLike)) and not hasattr(each, "source"):
+            if not isinstance(each, (str, os.PathLike)) and not hasattr(each, "location"):
                 raise TypeError(
                     f"base must be a path, a URL or a Snapshot, or a list of them, got {type(each).__name__}"
                 )
@@ -123,7 +106,7 @@ class TakeOptions:
     @property
     def keys(self) -> list[str]:
         """The public keys of the take and of its bases, which must be the same on all ranks; empty texts for none."""
-        return [str(self.signer or ""), *(signer_of(seal_of(each)) for each in self.bases)]
+        return [str(self.signer or ""), *(signer_of(locate_source(each).seal) for each in self.bases)]
 
     @property
     def two_copies(self) -> bool:
@@ -131,9 +114,28 @@ class TakeOptions:
         return isinstance(self.base, (list, tuple))
 
     @property
-    def verify_share(self) -> float:
+    def read_back_share(self) -> float:
         """The fraction of the written bytes that is read back before the commit."""
-        return float(self.verify_writes)
+        return float(self.read_back)
+
+
+TAKE_OPTIONS = TakeOptions()
+"""The defaults."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TakeRequest(TakeOptions):
+    """All options of one take: also those that belong to its place."""
+
+    storage_options: Mapping[str, Any] | None = None
+    overwrite: bool = False
+    metadata: Mapping[str, Any] | None = None
+    metadata_json: msgspec.Raw = field(init=False)
+    """The user's metadata, as written to the manifest."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "metadata_json", encode_metadata(self.metadata))
 
 
 def encode_metadata(metadata: Mapping[str, Any] | None) -> msgspec.Raw:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from snapshot.distributed.exchange import LEADER, Exchange
-from snapshot.distributed.operation import Location, Operation
+from snapshot.distributed.operation import Operation
 from snapshot.errors import (
     CorruptSnapshotError,
     SnapshotError,
@@ -26,7 +26,7 @@ from snapshot.formats.pickled import INLINE
 from snapshot.io.aio import in_thread, shielded
 from snapshot.io.loop import run
 from snapshot.io.session import Session
-from snapshot.io.url import URL, select_server
+from snapshot.io.url import URL, Location, select_server
 from snapshot.loading.left_out import stored_in
 from snapshot.loading.open import (
     expect_archive_checksums,
@@ -43,7 +43,6 @@ from snapshot.progress import Meter
 from snapshot.reports import CopyReport
 from snapshot.save.begin import TakeOpening, open_take
 from snapshot.save.commit import commit_together, raise_fault_of_another_rank, while_all_go_on
-from snapshot.save.compression import usual_budget
 from snapshot.save.transaction import committed_save_id
 from snapshot.save.writer import write_small
 from snapshot.signing.tree import signature_path
@@ -58,6 +57,7 @@ from snapshot.transform.joint_call import (
 )
 from snapshot.transform.select import selected_locations
 from snapshot.transform.sources import CopiedFile, checked_files, copy_files_through, stat_files
+from snapshot.transform.target import Target
 from snapshot.transform.to_snapshot import Selection, write_as_snapshot
 
 # Copies of other libraries' checkpoints: their own files, unchanged, with the index file last.
@@ -235,24 +235,20 @@ async def _find_layout(source: Session, document: ForeignDocument, url: URL) -> 
 # files of two copies, or of an interrupted copy, never collide.
 
 
-def copy_checkpoint(
-    operation: Operation, origin: Location, place: Location, choice: Selection, *, overwrite: bool, durable: bool
-) -> CopyReport:
+def copy_checkpoint(operation: Operation, origin: Location, target: Target, choice: Selection) -> CopyReport:
     """Copy a checkpoint on any storages. Half of the memory is for reading it, and half for writing."""
-    exchange, url = operation.exchange, place.url
+    exchange, url = operation.exchange, target.place.url
+    if target.to is not None:
+        raise ValueError(f"to must be None for a copy, which keeps its format, got {target.to!r}; or convert it")
     expect_common_place(exchange, url)
-    source = operation.open(origin, share=2)
-    usual = usual_budget(choice.compression)
-
-    def opener(folder: URL) -> Session:
-        return Session(folder, place.options, durable=durable, budget=operation.part(2), default_budget=usual)
-
-    arguments = {"source": origin.url, "destination": url, "overwrite": overwrite, **choice.arguments()}
+    source, overwrite = operation.open(origin, share=2), target.overwrite
+    opener = partial(target.open, operation)
+    arguments = {"source": origin.url, **target.agreed(), **choice.arguments()}
     [document] = open_sources(exchange, "copy", arguments, [source], open_main)
-    if select_server(origin.options) == select_server(place.options):
+    if select_server(origin.options) == select_server(target.storage_options):
         _expect_apart(origin.url, url)
     if isinstance(document, ForeignDocument):
-        if choice.select or choice.exclude or choice.compression:
+        if choice.select or choice.exclude or target.compression:
             raise UnsupportedFormatError(
                 f"{origin.url}: is a checkpoint of {document.format}, which can only be copied whole; to select a "
                 "part of it or to compress it, convert it (Snapshot.convert, or `snapshot convert`)"
@@ -260,8 +256,8 @@ def copy_checkpoint(
         report = copy_files(
             source, document, url, opener, operation.meter, overwrite=overwrite, verify=choice.verify, exchange=exchange
         )
-    elif choice.select or choice.exclude or choice.compression:
-        report = _copy_selection(operation, source, document, choice, opener, overwrite=overwrite)
+    elif choice.select or choice.exclude or target.compression:
+        report = _copy_selection(operation, source, document, choice, target)
     else:
         read_stored(source)
         with open_take(exchange, url, (), operation.meter, opener, overwrite=overwrite) as opening:
@@ -302,26 +298,15 @@ def _copy_selection(
     source: Session,
     document: Document,
     choice: Selection,
-    opener: Callable[[URL], Session],
-    *,
-    overwrite: bool,
+    target: Target,
 ) -> CopyReport:
     """Copy a selection of a snapshot as a new snapshot, since files also contain other entries."""
     run(load_parts(source, document, list(document.parts)))
     run(expect_files(source, document, selected_locations(document, choice.select, choice.exclude)))
     if choice.verify:
         expect_checksums(operation.exchange, source, document)
-    write_as_snapshot(
-        source,
-        document,
-        choice,
-        operation.url,
-        open_session=opener,
-        meter=operation.meter,
-        overwrite=overwrite,
-        exchange=operation.exchange,
-    )
-    with opener(operation.url) as made:
+    write_as_snapshot(source, document, choice, target, operation)
+    with target.open(operation, operation.url) as made:
         written = run(open_document(made))
     nbytes = sum(file.stored_size for file in written.files.values())
     checked = "digests" if choice.verify else "sizes"

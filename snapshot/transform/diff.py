@@ -8,12 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from snapshot.distributed.operation import Location, Operation
+from snapshot.distributed.operation import Operation
 from snapshot.errors import CorruptSnapshotError, RestoreError
 from snapshot.formats.foreign import is_packed
 from snapshot.formats.pickled import is_refused
 from snapshot.io.budget import MemoryBudget
 from snapshot.io.loop import run
+from snapshot.io.url import Location
 from snapshot.loading.read_object import expand_objects
 from snapshot.loading.scatter import place_of
 from snapshot.manifest import entries as e

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from snapshot.distributed.operation import Location, Operation
+from snapshot.distributed.operation import Operation
 from snapshot.errors import RestoreError, SnapshotError
 from snapshot.formats.pickled import is_refused
 from snapshot.io.loop import run
 from snapshot.io.process import gc_paused
 from snapshot.io.session import Session
+from snapshot.io.url import Location
 from snapshot.loading.left_out import stored_in
 from snapshot.loading.mapping import map_document
 from snapshot.loading.open import expect_archive_checksums, expect_files, open_document
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 if TYPE_CHECKING:
     Slices = slice | int | Sequence[slice | int]
-    LoadPlan = (
+    Parts = (
         Mapping[str, Slices]
         | Callable[[str, Shape], Slices | None]
         | tuple[DeviceMesh, Mapping[str, Placement | Sequence[Placement]]]
@@ -108,36 +109,36 @@ class WantedShard:
         )
 
 
-def choose_parts(plan: LoadPlan | None, shapes: Mapping[str, Shape], device: torch.device) -> dict[str, WantedPart]:
+def choose_parts(parts: Parts | None, shapes: Mapping[str, Shape], device: torch.device) -> dict[str, WantedPart]:
     """Return the wanted part of each named tensor. A tensor without a part is wanted whole.
 
     Raise RestoreError with everything that does not fit.
     """
     choose: Callable[[str, Shape], WantedPart]
-    if plan is None:
+    if parts is None:
         return {}
-    if isinstance(plan, tuple):
-        choose = _choose_shards(plan, shapes, device)
-    elif isinstance(plan, Mapping):
-        find = _first_match("plan", plan, shapes)
+    if isinstance(parts, tuple):
+        choose = _choose_shards(parts, shapes, device)
+    elif isinstance(parts, Mapping):
+        find = _first_match("parts", parts, shapes)
         choose = lambda name, shape: _choose_box(name, shape, find(name))  # noqa: E731
-    elif callable(plan):
-        called = {name: plan(name, shape) for name, shape in shapes.items()}  # its own errors reach the caller
+    elif callable(parts):
+        called = {name: parts(name, shape) for name, shape in shapes.items()}  # its own errors reach the caller
         choose = lambda name, shape: _choose_box(name, shape, called[name])  # noqa: E731
     else:
         raise TypeError(
-            f"plan must be a dict of slices, a function, or a mesh with placements, got a {type(plan).__name__}"
+            f"parts must be a dict of slices, a function, or a mesh with placements, got a {type(parts).__name__}"
         )
-    parts: dict[str, WantedPart] = {}
+    wanted: dict[str, WantedPart] = {}
     misfits = []
     for name, shape in shapes.items():
         try:
-            parts[name] = choose(name, shape)
+            wanted[name] = choose(name, shape)
         except (SnapshotError, ValueError, IndexError, TypeError) as error:
             misfits.append(str(error))
     if misfits:
-        raise RestoreError(f"the plan does not fit:{listed(misfits)}", misfits)
-    return parts
+        raise RestoreError(f"the parts do not fit:{listed(misfits)}", misfits)
+    return wanted
 
 
 def _first_match(what: str, found: Mapping[str, Any], names: Mapping[str, Any]) -> Callable[[str], Any]:
@@ -171,7 +172,7 @@ def _choose_box(name: str, shape: Shape, wanted: Slices | None) -> WantedBox:
 
 
 def _choose_shards(
-    plan: tuple[DeviceMesh, Mapping[str, Placement | Sequence[Placement]]],
+    parts: tuple[DeviceMesh, Mapping[str, Placement | Sequence[Placement]]],
     shapes: Mapping[str, Shape],
     device: torch.device,
 ) -> Callable[[str, Shape], WantedPart]:
@@ -179,12 +180,12 @@ def _choose_shards(
     from torch.distributed.device_mesh import DeviceMesh  # only such plans pay for these imports
     from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-    if len(plan) != 2 or not isinstance(plan[0], DeviceMesh) or not isinstance(plan[1], Mapping):
-        raise TypeError("plan must be a DeviceMesh and a dict of placements if it is a tuple")
-    mesh, placed = plan
+    if len(parts) != 2 or not isinstance(parts[0], DeviceMesh) or not isinstance(parts[1], Mapping):
+        raise TypeError("parts must be a DeviceMesh and a dict of placements if it is a tuple")
+    mesh, placed = parts
     if mesh.device_type != device.type:
         raise ValueError(f"device must be of the mesh's type {mesh.device_type!r}, got {str(device)!r}")
-    find = _first_match("plan", placed, shapes)
+    find = _first_match("parts", placed, shapes)
     mesh_shape, coordinate = tuple(map(int, mesh.mesh.shape)), mesh.get_coordinate()
 
     def choose(name: str, shape: Shape) -> WantedPart:
@@ -222,7 +223,7 @@ def _is_ambiguous(shape: Shape, mesh_shape: Shape, placements: geometry.Placemen
 class Loading:
     """The tensors of one checkpoint that are read into new memory of a device."""
 
-    def __init__(self, document: Document, choice: Selection, plan: LoadPlan | None, device: torch.device) -> None:
+    def __init__(self, document: Document, choice: Selection, parts: Parts | None, device: torch.device) -> None:
         """Choose the tensors and their parts. Everything that does not fit raises here, before data is read."""
         self._document = document
         self._choice = choice
@@ -235,7 +236,7 @@ class Loading:
         self._tensors: dict[str, Any] = {path: entries[path] for path in wanted}
         self._pickled: dict[str, Any] = {path: entries[path] for path in pickled}
         shapes = {self._names[path]: tuple(entry.shape) for path, entry in self._tensors.items()}
-        self._parts = choose_parts(plan, shapes, device)
+        self._parts = choose_parts(parts, shapes, device)
         self._values: dict[str, torch.Tensor] = {}
         self._made: dict[Any, torch.Tensor] = {}
 
@@ -297,14 +298,14 @@ def _key_of(entry: e.AnyTensor) -> Any:
 
 
 def load_tensors(
-    operation: Operation, origin: Location, choice: Selection, plan: LoadPlan | None, device: torch.device
+    operation: Operation, origin: Location, choice: Selection, parts: Parts | None, device: torch.device
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of a checkpoint by name."""
     session = operation.open(origin)
     with gc_paused():
         document = map_document(session, run(open_document(session)), choice.map)
         session.storage.share_reads()  # other ranks, or the next start of a server, load the same files
-        loaded = Loading(document, choice, plan, device).read(session, operation.meter)
+        loaded = Loading(document, choice, parts, device).read(session, operation.meter)
     nbytes = sum(tensor.nbytes for tensor in loaded.values())
     operation.emit("loaded", bytes=nbytes, seconds=round(operation.seconds, 3))
     return loaded

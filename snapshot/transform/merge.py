@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from snapshot.distributed.exchange import Exchange
-from snapshot.distributed.operation import Location, Operation
+from snapshot.distributed.operation import Operation
 from snapshot.errors import RestoreError
 from snapshot.events import log
 from snapshot.io.aio import gather_limited, in_thread, run_inline, shielded
@@ -20,6 +20,7 @@ from snapshot.io.arena import Slot
 from snapshot.io.budget import MemoryBudget, Pool
 from snapshot.io.loop import cancel_all, run
 from snapshot.io.session import Session
+from snapshot.io.url import Location
 from snapshot.loading.open import expect_files
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e
@@ -36,11 +37,12 @@ from snapshot.state.leaves import Leaf
 from snapshot.tensors import composite
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE
 from snapshot.text import counted, listed
-from snapshot.transform.convert import Output
+from snapshot.transform.convert import expect_writable, write_checkpoint
 from snapshot.transform.diff_bytes import Pair, Side, compare_pairs
 from snapshot.transform.joint_call import expect_checksums, open_sources
 from snapshot.transform.select import chosen_of_ranks, expect_matches, expect_sound, places_of, selected_locations
 from snapshot.transform.sources import CheckpointStager, reads_ranges
+from snapshot.transform.target import Target
 from snapshot.transform.to_snapshot import Selection
 
 # Arithmetic of a merge: tensors of several checkpoints become one, element by element, in order of the checkpoints.
@@ -477,13 +479,13 @@ _NEARLY = 1e-6
 
 
 def merge_checkpoints(
-    operation: Operation, origins: Sequence[Location], output: Output, choice: Selection, *, mix: Mix, others: str
+    operation: Operation, origins: Sequence[Location], target: Target, choice: Selection, *, mix: Mix, others: str
 ) -> ConvertReport:
     """Write the mix of checkpoints. Memory: a quarter for reading, a quarter for mixing, and half for writing."""
-    exchange, url = operation.exchange, output.place.url
+    exchange, url = operation.exchange, target.place.url
     if others not in OTHERS:
         raise ValueError(f"others must be one of {', '.join(map(repr, OTHERS))}, got {others!r}")
-    output.check([origin.url for origin in origins], choice)
+    expect_writable(target, [origin.url for origin in origins])
     for origin in origins:
         if origin.url.scheme == url.scheme and url.location.startswith(f"{origin.url.location.rstrip('/')}/"):
             raise ValueError(f"{url}: the destination is inside the source {origin.url}; merge to another path")
@@ -497,7 +499,7 @@ def merge_checkpoints(
     sessions = [operation.open(origin, share=4, pool=shared) for origin in origins]
     arguments = {
         "sources": [origin.url for origin in origins],
-        **output.arguments(),
+        **target.agreed(),
         **choice.arguments(),
         "others": others,
         "mix": repr(mix),
@@ -520,7 +522,9 @@ def merge_checkpoints(
         return all(reads_ranges(each) for each in (group.entries if group is not None else [entry]))
 
     first = sides[0]
-    report = output.write(operation, first.session, first.document, choice, make_stager=make_stager, splits=splits)
+    report = write_checkpoint(
+        operation, first.session, first.document, choice, target, make_stager=make_stager, splits=splits
+    )
     report = replace(report, changed=(*report.changed, *changed))
     return operation.done(report, "merged", bytes=report.nbytes)
 

@@ -6,6 +6,7 @@ import math
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -14,26 +15,24 @@ import numpy as np
 import torch
 
 from snapshot.distributed.exchange import LEADER, Exchange
+from snapshot.distributed.operation import Operation
 from snapshot.errors import UnsafeObjectError
 from snapshot.events import log
 from snapshot.formats.foreign import add_root
 from snapshot.io.loop import run
 from snapshot.io.session import Session
-from snapshot.io.url import URL
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document
 from snapshot.manifest.values import EnumEntry
 from snapshot.maps.tensor_map import TensorMap
 from snapshot.plan.layout import partition_items
 from snapshot.plan.names import Rename, expect_globs
-from snapshot.progress import Meter
 from snapshot.reports import ConvertReport
 from snapshot.save.begin import open_take
-from snapshot.save.compression import choose_packing, expect_compression
+from snapshot.save.compression import choose_packing
 from snapshot.save.replication import RankShare, Replication, item_of, size_of
 from snapshot.save.reuse import Unchanged
 from snapshot.save.take import Take, plan_writes
-from snapshot.save.take_options import Compression
 from snapshot.state import tensor_leaves
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Blob, Leaf
@@ -52,6 +51,7 @@ from snapshot.transform.select import (
     places_of,
 )
 from snapshot.transform.sources import CheckpointStager, expect_room, reads_ranges
+from snapshot.transform.target import Target
 
 # Objects with a class of their own, as plain values for formats without classes.
 
@@ -186,15 +186,10 @@ class Selection:
     verify: bool = True
     allow_pickle: bool = False
     map: TensorMap | None = None
-    compression: Compression | None = None
-    """For a new snapshot: as for `Snapshot.take`."""
 
     def __post_init__(self) -> None:
         for name, globs in (("select", self.select), ("exclude", self.exclude)):
             expect_globs(name, globs)
-        if self.compression == "auto":
-            raise ValueError("compression must be None or 'zstd' here, got 'auto': only takes are measured")
-        expect_compression(self.compression)
         if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and is_castable(self.dtype)):
             raise TypeError(f"dtype must be a floating-point dtype such as torch.bfloat16, got {self.dtype!r}")
 
@@ -384,19 +379,17 @@ def write_as_snapshot(
     source: Session,
     document: Document,
     choice: Selection,
-    url: URL,
+    target: Target,
+    operation: Operation,
     *,
-    open_session: Callable[[URL], Session],
-    meter: Meter,
-    overwrite: bool,
-    exchange: Exchange,
     make_stager: Callable[..., CheckpointStager] = CheckpointStager,
     splits: Callable[[e.AnyTensor], bool] = reads_ranges,
 ) -> ConvertReport:
-    """Write a checkpoint as a snapshot with the same ranks. The ranks of `exchange` share the tensors.
+    """Write a checkpoint as a snapshot with the same ranks. The ranks of the operation share the tensors.
 
     `make_stager`: returns the source of the tensors' bytes. `splits`: returns True for a tensor that ranks may split.
     """
+    exchange, url = operation.exchange, target.place.url
     expect_matches(document, choice.select, choice.exclude)
     recording = Recording(source, document, choice, splits)
     entries = chosen_of_ranks(document.manifest, choice.select, choice.exclude, choice.rename)
@@ -412,11 +405,12 @@ def write_as_snapshot(
         recording.objects(entries)
     if recording.flat.pickled:
         log.warning("%s: kept as pickles: %s", url, ", ".join(sorted(recording.flat.pickled)[:20]))
-    with open_take(exchange, url, (), meter, open_session, overwrite=overwrite) as opening:
+    opener = partial(target.open, operation)
+    with open_take(exchange, url, (), operation.meter, opener, overwrite=target.overwrite) as opening:
         opening.look_at_path()
         opening.transaction()
         share = RecordedShare(exchange, recording, document.world_size)
-        packing = choose_packing(choice.compression, opening.session, ())
+        packing = choose_packing(target.compression, opening.session, ())
         plan = plan_writes(share, opening.session, staged=False, packing=packing)
         stager = make_stager(source, document, share.leaves, share.origins, verify=choice.verify)
         metadata = add_root(document)

@@ -17,7 +17,7 @@ import msgspec
 
 from snapshot.decoding import decode_json
 from snapshot.distributed.exchange import Exchange
-from snapshot.distributed.operation import Location, Operation
+from snapshot.distributed.operation import Operation
 from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageError
 from snapshot.formats import zip_archive
 from snapshot.formats.pickled import INLINE
@@ -26,6 +26,7 @@ from snapshot.io.loop import in_own_thread, run
 from snapshot.io.session import Session
 from snapshot.io.storage import Storage
 from snapshot.io.system import sync_file
+from snapshot.io.url import Location
 from snapshot.loading.left_out import TABLE, Place, find_uncovered, requests_of, stored_of
 from snapshot.loading.open import missing_files
 from snapshot.loading.reader import Reader

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from snapshot import Snapshot, StateDict, merge
+from snapshot import Snapshot, StateDict, Target, merge
 from snapshot.distributed.exchange import solo_exchange
 from snapshot.testing import Operation, Tap, tapped
 from snapshot.text import size_text
@@ -76,7 +76,9 @@ def _gather(folder: Path, name: str) -> None:
     parts = folder / f"{name}-parts"
     parts.mkdir()
     for number in range(FILES):
-        Snapshot(folder / f"{name}-{number}").convert(parts / f"{number}.safetensors", "safetensors", durable=False)
+        Snapshot(folder / f"{name}-{number}").convert(
+            Target(parts / f"{number}.safetensors", "safetensors", durable=False)
+        )
         shutil.rmtree(folder / f"{name}-{number}")
     index = {f"w{number}": f"{number}.safetensors" for number in range(FILES)}
     (parts / "model.safetensors.index.json").write_text(f'{{"weight_map": {index}}}'.replace("'", '"'))
@@ -149,7 +151,7 @@ def _do(job: str, root: Path, rank: int, world: int) -> None:
     job = LINKED.get(job, job)
     if job.startswith("gather"):
         name = job.partition(" ")[2]
-        Snapshot(root / f"{name}-parts").convert(root / name, durable=False, ranks=True)
+        Snapshot(root / f"{name}-parts").convert(Target(root / name, durable=False), ranks=True)
     elif job.startswith("raw"):
         _raw(rank, world, a, made if job == "raw copy" else None)
     elif job == "cp":

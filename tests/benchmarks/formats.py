@@ -25,7 +25,7 @@ MEASURED = ("train", "small")
 BUDGET = 256 << 20
 _CONVERT = """
 import sys
-from snapshot import Snapshot
+from snapshot import Snapshot, Target
 
 def resident(name):
     with open("/proc/self/status") as file:
@@ -36,7 +36,7 @@ Snapshot("memory://bench/x").exists()
 with open("/proc/self/clear_refs", "w") as file:
     file.write("5")  # from here on, the most that is resident counts anew
 before = resident("VmHWM")
-report = Snapshot(source).convert(target, to, memory_budget_bytes=int(budget), durable=False)
+report = Snapshot(source).convert(Target(target, to, durable=False), memory_budget_bytes=int(budget))
 print((resident("VmHWM") - before) // 1024, report.seconds)
 """
 

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import snapshot
+from snapshot import Target
 from snapshot.bench.page_cache import StaysCached, drop
 from snapshot.bench.rounds import Workspace
 from snapshot.bench.systems import read_streams
@@ -128,11 +129,11 @@ def _remote(where: Workspace, tensors: dict[str, torch.Tensor], nbytes: int, rou
     url, options = where.text(), options_from_environment()
     Snapshot.take(f"{url}/snapshot", {"model": snapshot.StateDict(tensors)}, storage_options=options)
     taken, file = f"{url}/snapshot", f"{url}/model.safetensors"
-    Snapshot(taken, storage_options=options).convert(file, "safetensors", storage_options=options)
+    Snapshot(taken, storage_options=options).convert(Target(file, "safetensors", storage_options=options))
     ways: dict[str, Way] = {
         "raw ranges of the same client": lambda: _ranges(where.url, options),
-        "snapshot.load(safetensors)": lambda: snapshot.load(file, storage_options=options),
-        "snapshot.load(snapshot)": lambda: snapshot.load(taken, storage_options=options),
+        "snapshot.load(safetensors)": lambda: snapshot.load(Snapshot(file, storage_options=options)),
+        "snapshot.load(snapshot)": lambda: snapshot.load(Snapshot(taken, storage_options=options)),
     }
     yield from _measure("object store", ways, nbytes, rounds, lambda: None)
 

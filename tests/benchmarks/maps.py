@@ -35,14 +35,14 @@ KINDS = {
 }
 CHILD = """
 import json, os, resource, sys, time
-from snapshot import Snapshot, TensorMap
+from snapshot import Snapshot, TensorMap, Target
 source, target, config, budget, given = sys.argv[1:]
 config = json.loads(config)
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-Snapshot(source).convert(target + "-small", "safetensors", select=["model/*norm.weight"])
+Snapshot(source).convert(Target(target + "-small", "safetensors"), select=["model/*norm.weight"])
 before, began = peak(), time.perf_counter()
 if given:
-    Snapshot(source).convert(target, "safetensors", memory_budget_bytes=int(budget), **eval(given))
+    Snapshot(source).convert(Target(target, "safetensors"), memory_budget_bytes=int(budget), **eval(given))
 else:
     held = bytearray(16 << 20)
     os.makedirs(target)

@@ -23,6 +23,7 @@ BUDGET = 64 << 20
 CHUNK = 8 << 20
 _MERGE = """
 import json, sys, time
+from snapshot import Target
 import snapshot
 from snapshot.bench.child import reset_peak, status
 
@@ -31,7 +32,7 @@ snapshot.Snapshot("memory://bench/x").exists()
 from snapshot.transform import merge as merging
 before = reset_peak() or status("VmRSS")
 began = time.perf_counter()
-snapshot.merge(sources, target, to, overwrite=True, memory_budget_bytes=int(budget))
+snapshot.merge(sources, Target(target, to, overwrite=True), memory_budget_bytes=int(budget))
 print(time.perf_counter() - began, (status("VmHWM") - before) >> 20)
 """
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from snapshot import Snapshot, StateDict
+from snapshot import Snapshot, StateDict, Target
 from snapshot.cli import main
 from snapshot.io.url import select_server
 from snapshot.testing import faulty
@@ -95,13 +95,13 @@ def test_how_a_storage_is_used_makes_no_other_place_of_it(taken, tmp_path):
     assert select_server(KEYS) == select_server(None) == {}
     for other in ({"endpoint_url": "http://a"}, {"client_kwargs": {"endpoint_url": "http://a"}}, {"profile": "x"}):
         assert select_server({**KEYS, **other}) not in ({}, select_server({"account_name": "x"}))
-    taken.copy("memory://cp/apart", overwrite=True)
+    taken.copy(Target("memory://cp/apart", overwrite=True))
     for target, said in (
         ("memory://cp/apart", "destination is the source"),
         ("memory://cp/apart/x", "is inside the source"),
     ):
         with pytest.raises(ValueError, match=said):
-            Snapshot("memory://cp/apart").copy(target, storage_options=KEYS, overwrite=True)
+            Snapshot("memory://cp/apart").copy(Target(target, storage_options=KEYS, overwrite=True))
 
 
 @pytest.mark.parametrize(("number", "status"), [("SIGINT", 130), ("SIGTERM", 143)])

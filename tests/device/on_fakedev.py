@@ -11,7 +11,7 @@ from tests.device import fakedev
 extension = fakedev.load()
 
 import snapshot  # noqa: E402 - as below
-from snapshot import RNGState, Snapshot, StateDict  # noqa: E402 - the device is there before the library is
+from snapshot import RNGState, Snapshot, StateDict, Target  # noqa: E402 - the device is there before the library is
 
 MiB = 1 << 20
 
@@ -341,13 +341,13 @@ def test_random_numbers_of_the_device_continue(path):
 def test_tensors_are_loaded_there_whole_and_in_parts(path, verify):
     held = {"long": torch.randn(3000, 700), "short": torch.arange(5), "half": torch.randn(64, 9).bfloat16()}
     Snapshot.take(path, {"model": StateDict(held)})
-    Snapshot(path).convert(f"{path}.safetensors", "safetensors")
+    Snapshot(path).convert(Target(f"{path}.safetensors", "safetensors"))
     for url in (path, f"{path}.safetensors"):
         got = snapshot.load(url, device="fakedev", verify=verify, memory_budget_bytes=4 * MiB)
         assert {each.device.type for each in got.values()} == {"fakedev"}
         assert all(torch.equal(got[name].cpu(), tensor) for name, tensor in held.items())
         plan = {"long": (slice(100, 2900), slice(3, 600)), "half": slice(1, 3), "short": 2}
-        got = snapshot.load(url, device="fakedev", verify=verify, plan=plan, dtype=torch.float32)
+        got = snapshot.load(url, device="fakedev", verify=verify, parts=plan, dtype=torch.float32)
         for name, tensor in held.items():
             part = tensor[plan[name]]
             assert torch.equal(got[name].cpu(), part.float() if part.is_floating_point() else part)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import shutil
 import signal
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from snapshot import Snapshot, StateDict, TensorMap, merge
+from snapshot import Snapshot, StateDict, Target, TensorMap, merge
 from snapshot.manifest import document
 from snapshot.testing import Fault, Log, Tap, tapped
 from snapshot.transform import verify
@@ -75,18 +76,28 @@ def call(verb, *arguments, tap=None, which=None, timeout=30.0, **options):
     return report, reads, log.nbytes("write", "data/*")
 
 
+def _split(target, to, options):
+    """Return the target of a call, and its other arguments."""
+    names = {each.name for each in dataclasses.fields(Target)}
+    own = {name: value for name, value in options.items() if name in names}
+    return Target(target, to, durable=False, **own), {name: options[name] for name in options.keys() - own}
+
+
 def _copy(source, target, **options):
-    return Snapshot(source).copy(target, durable=False, **options)
+    there, options = _split(target, None, options)
+    return Snapshot(source).copy(there, **options)
 
 
 def _convert(source, target, to="snapshot", **options):
     if options.pop("mapped", False):
         options["map"] = TensorMap(["{n...} -> new.{n...}"], others="keep")
-    return Snapshot(source).convert(target, to, durable=False, **options)
+    there, options = _split(target, to, options)
+    return Snapshot(source).convert(there, **options)
 
 
 def _merge(sources, target, to="snapshot", **options):
-    return merge(sources, target, to, durable=False, **options)
+    there, options = _split(target, to, options)
+    return merge(sources, there, **options)
 
 
 VERBS = {

@@ -13,7 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from snapshot import CorruptSnapshotError, RankError, Snapshot, SnapshotError, SnapshotExistsError, StateDict, load
+from snapshot import (
+    CorruptSnapshotError,
+    RankError,
+    Snapshot,
+    SnapshotError,
+    SnapshotExistsError,
+    StateDict,
+    Target,
+    load,
+)
 from snapshot.distributed.exchange import solo_exchange
 from snapshot.manifest.document import METADATA
 from snapshot.transform.joint_call import share_runs, share_whole
@@ -144,7 +153,9 @@ def test_a_selection_is_written_by_all_ranks(two, source, folder, options):
 
 
 def test_a_checkpoint_of_another_library_is_shared_by_files(two, source, folder):
-    Snapshot(source).convert(f"{folder}/hf", "safetensors", select=["s"], exclude=["s/words"], shard_bytes=3 * MiB)
+    Snapshot(source).convert(
+        Target(f"{folder}/hf", "safetensors", shard_bytes=3 * MiB), select=["s"], exclude=["s/words"]
+    )
     made = two.run(ranks.call, "copy", f"{folder}/hf", f"tapped+file://{folder}/two")
     assert {report.format for report, *_ in made} == {"safetensors"}
     assert files(f"{folder}/two") == files(f"{folder}/hf")
@@ -340,7 +351,7 @@ def test_ranks_report_the_bytes_of_other_formats_as_one_process_does(two, tmp_pa
     state = {f"w{n}": torch.randn(100_000 * (n + 1)) for n in range(9)}
     Snapshot.take(tmp_path / "from", {"m": StateDict(**state, words=[b"x" * 400_000])}, durable=False)
     origin = tmp_path / ("made.pt" if form == "torch" else "made")
-    Snapshot(tmp_path / "from").convert(origin, form, exclude=["m/words"] * (form == "safetensors"))
+    Snapshot(tmp_path / "from").convert(Target(origin, form), exclude=["m/words"] * (form == "safetensors"))
     alone = Snapshot(origin).verify()
     for report, *_ in two.run(ranks.call, "verify", str(origin)):
         assert report.ok
@@ -402,7 +413,7 @@ def test_a_conversion_of_many_ranks_has_the_values_of_one(two, folder, to):
         options["dtype"] = torch.bfloat16
     name = "made.pt" if to == "torch" else "made"
     made = two.run(partial(ranks.call, "convert", to=to, **options), f"tapped+file://{source}", f"{folder}/two-{name}")
-    alone = Snapshot(source).convert(f"{folder}/one-{name}", to, **options)
+    alone = ranks._convert(source, f"{folder}/one-{name}", to, **options)
     for report, *_ in made:
         assert (report.tensors, report.nbytes, report.left_out, report.changed) == (
             alone.tensors, alone.nbytes, alone.left_out, alone.changed,
@@ -422,7 +433,7 @@ def test_a_conversion_of_many_ranks_has_the_values_of_one(two, folder, to):
 @pytest.mark.parametrize("mapped", [False, True])
 def test_other_formats_become_a_snapshot(two, source, folder, form, mapped):
     origin = f"{folder}/from.pt" if form == "torch" else f"{folder}/from"
-    Snapshot(source).convert(origin, form, select=["s"], exclude=["s/words", "s/step"])
+    Snapshot(source).convert(Target(origin, form), select=["s"], exclude=["s/words", "s/step"])
     two.run(partial(ranks.call, "convert", mapped=mapped), origin, f"{folder}/two")
     ranks._convert(origin, f"{folder}/one", mapped=mapped)
     assert Snapshot(f"{folder}/two").verify()

@@ -123,14 +123,14 @@ def _load_whole(path, options):
     ("options", "left"),
     [
         ({}, {}),
-        ({"include": ["**.weight"]}, {"first.bias": -8, "second.bias": -6}),
+        ({"select": ["**.weight"]}, {"first.bias": -8, "second.bias": -6}),
         ({"exclude": ["**.weight"]}, {"first.weight": -9, "second.weight": -7}),
         (
-            {"include": ["**/first.*", "**/second.bias"], "exclude": ["**/first.bias"]},
+            {"select": ["**/first.*", "**/second.bias"], "exclude": ["**/first.bias"]},
             {"first.bias": -8, "second.weight": -7},
         ),
         ({"exclude": ["state/model/first.*"]}, {"first.weight": -9, "first.bias": -8}),
-        ({"include": ["state/model/second.*"]}, {"first.weight": -9, "first.bias": -8}),
+        ({"select": ["state/model/second.*"]}, {"first.weight": -9, "first.bias": -8}),
     ],
 )
 def test_of_what_only_other_ranks_had_that_is_restored_which_was_asked_for(four, folder, options, left):

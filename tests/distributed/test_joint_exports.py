@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from snapshot import CommitUnknown, RankError, Snapshot, SnapshotExistsError, StateDict, StorageError, load
+from snapshot import CommitUnknown, RankError, Snapshot, SnapshotExistsError, StateDict, StorageError, Target, load
 from tests.distributed import bulk_verbs as ranks
 from tests.helpers.rank_pool import Died
 
@@ -21,7 +21,7 @@ def source(tmp_path):
     for value, name in enumerate(("old", "new")):
         state = {f"w{n}": torch.full((200_000,), float(value)) for n in range(5)}
         Snapshot.take(tmp_path / name, {"m": StateDict(**state)}, durable=False)
-    Snapshot(tmp_path / "old").convert(tmp_path / "made", "safetensors", shard_bytes=MiB, durable=False)
+    Snapshot(tmp_path / "old").convert(Target(tmp_path / "made", "safetensors", shard_bytes=MiB, durable=False))
     return tmp_path / "new"
 
 
@@ -69,7 +69,7 @@ def test_a_leader_that_is_killed_after_the_last_file_has_published(fresh_pool, t
     if to == "torch":
         place += "/one.pt"
     if overwrite and to == "torch":
-        Snapshot(tmp_path / "old").convert(tmp_path / "made" / "one.pt", "torch", durable=False)
+        Snapshot(tmp_path / "old").convert(Target(tmp_path / "made" / "one.pt", "torch", durable=False))
     if not overwrite:
         for each in (tmp_path / "made").iterdir():
             each.unlink()
@@ -87,7 +87,7 @@ def test_a_leader_that_is_killed_before_has_not_published(fresh_pool, tmp_path, 
     call, verb, origin, place = export(source, tmp_path, which=0, number=signal.SIGKILL, on="rename", to=to)
     if to == "torch":
         place += "/one.pt"
-        Snapshot(tmp_path / "old").convert(tmp_path / "made" / "one.pt", "torch", durable=False)
+        Snapshot(tmp_path / "old").convert(Target(tmp_path / "made" / "one.pt", "torch", durable=False))
     with fresh_pool(2) as pool:
         outcomes = pool.outcomes(call, verb, origin, place)
         assert isinstance(outcomes[0], Died)

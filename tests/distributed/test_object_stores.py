@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from snapshot import RankError, Snapshot, SnapshotExistsError, StateDict, load
+from snapshot import RankError, Snapshot, SnapshotExistsError, StateDict, Target, load
 from snapshot.testing import FaultProxy
 
 MiB = 1 << 20
@@ -88,15 +88,13 @@ def test_a_fault_that_passes_is_nothing_to_the_other(two, moto):
 
 def _share_verbs(folder, url, given):
     """Copy to a bucket, verify there, copy back, and write another format there: twice, since it is replaced."""
-    copied = Snapshot(f"{folder}/source").copy(f"{url}/copy", storage_options=given, ranks=True)
+    copied = Snapshot(f"{folder}/source").copy(Target(f"{url}/copy", storage_options=given), ranks=True)
     there = Snapshot(f"{url}/copy", storage_options=given)
     report = there.verify(ranks=True)
-    there.copy(f"{folder}/back", durable=False, ranks=True)
+    there.copy(Target(f"{folder}/back", durable=False), ranks=True)
     for overwrite in (False, True):
-        there.convert(
-            f"{url}/hf", "safetensors", select=["s"], shard_bytes=5 * MiB,
-            storage_options=given, overwrite=overwrite, ranks=True,
-        )  # fmt: skip
+        target = Target(f"{url}/hf", "safetensors", shard_bytes=5 * MiB, storage_options=given, overwrite=overwrite)
+        there.convert(target, select=["s"], ranks=True)
     return copied.nbytes, report.ok, report.bytes_read
 
 
@@ -113,5 +111,5 @@ def test_ranks_share_copies_and_conversions_to_and_from_a_bucket(two, moto, fold
     assert reports[0][2] == reports[0][0]
     assert Snapshot.diff(f"{folder}/source", f"{folder}/back").same
     assert len(Snapshot(f"{url}/hf", storage_options=given).metadata.files) > 1
-    made = load(f"{url}/hf", storage_options=given)
+    made = load(Snapshot(f"{url}/hf", storage_options=given))
     assert torch.equal(made["shared"], torch.arange(2 << 20, dtype=torch.float32))

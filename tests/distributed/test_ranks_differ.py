@@ -153,9 +153,9 @@ def _for_all(path, arguments, take):
 
 def test_include_and_rename_are_judged_for_all_ranks(two, folder):
     two.run(_for_all, f"{folder}/s", {}, True)
-    assert two.run(_for_all, f"{folder}/s", {"include": ["k0"]}, False) == [3, 0]
+    assert two.run(_for_all, f"{folder}/s", {"select": ["k0"]}, False) == [3, 0]
     assert two.run(_for_all, f"{folder}/s", {"rename": {"k0/y": "k0/z"}}, False) == [3, 3]
-    for arguments in ({"include": ["nowhere"]}, {"rename": {"nowhere": "k0/x"}}):
+    for arguments in ({"select": ["nowhere"]}, {"rename": {"nowhere": "k0/x"}}):
         for error in two.outcomes(_for_all, f"{folder}/s", arguments, False):
             assert isinstance(error, RestoreError)
             assert "nowhere" in str(error)
@@ -174,7 +174,7 @@ def _private(path, arguments, take):
 def test_what_is_private_can_be_left_out_on_new_ranks(two, four, folder):
     two.run(_private, f"{folder}/s", {}, True)
     assert any(isinstance(each, RestoreError) for each in four.outcomes(_private, f"{folder}/s", {}, False))
-    for arguments in ({"exclude": ["s/l"]}, {"include": ["s/a", "s/o/p"]}):
+    for arguments in ({"exclude": ["s/l"]}, {"select": ["s/a", "s/o/p"]}):
         assert four.run(_private, f"{folder}/s", arguments, False) == [(2, [7, 7], 3)] * 4
 
 

@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, zeros
 
-from snapshot import Snapshot, SnapshotError, SnapshotManager, StateDict
+from snapshot import Snapshot, SnapshotError, SnapshotManager, StateDict, TakeOptions
 from snapshot.errors import StorageNotFoundError
 from snapshot.testing import Fault, tapped
 from tests.helpers.versions import distribute
@@ -199,7 +199,7 @@ def _take_steps(root):
     with SnapshotManager(root, signals=()) as manager:
         for step in (1, 2):
             mine = torch.full((400_000,), float(step + dist.get_rank()))
-            manager.take(step, {"s": StateDict(n=step, mine=mine)}, sign=_key())
+            manager.take(step, {"s": StateDict(n=step, mine=mine)}, options=TakeOptions(sign=_key()))
 
 
 def _latest_hidden(root):

@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import snapshot
-from snapshot import Snapshot, StateDict
+from snapshot import Snapshot, StateDict, Target
 from tests.helpers.versions import distribute
 
 
@@ -23,7 +23,7 @@ def _save(path, seed):
 
 def _load(path):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    got = snapshot.load(path, select=["model/**"], plan=(mesh, {"w": Shard(0)}))
+    got = snapshot.load(path, select=["model/**"], parts=(mesh, {"w": Shard(0)}))
     return got["w"].to_local(), got["w"].full_tensor()
 
 
@@ -41,5 +41,5 @@ def test_sharded_checkpoints_are_merged_and_loaded_by_other_ranks(two, four, fol
     for rank, (local, whole) in enumerate(four.run(_load, f"{folder}/out")):
         assert torch.equal(local, expected[rank * 18 : (rank + 1) * 18])
         assert torch.equal(whole, expected)
-    snapshot.merge(sources, f"{folder}/out.safetensors", "safetensors", select=["model/**"])
+    snapshot.merge(sources, Target(f"{folder}/out.safetensors", "safetensors"), select=["model/**"])
     assert torch.equal(snapshot.load(f"{folder}/out.safetensors")["w"], expected)

@@ -5,7 +5,7 @@ import warnings
 
 import torch
 
-from snapshot import CorruptSnapshotError, Snapshot, SnapshotError, SnapshotNotFoundError, StateDict
+from snapshot import CorruptSnapshotError, Snapshot, SnapshotError, SnapshotNotFoundError, StateDict, Target
 from snapshot.testing import tapped
 from tests.faults.failing_calls import Do
 from tests.faults.killed_jobs import VERBS, call, check, die, do_take, logged, outcome, prepare
@@ -102,7 +102,7 @@ def numbered_source(folder, version):
     """A snapshot, and a DCP checkpoint of it, outside of the disk that loses its power; every value is `version`."""
     ours, theirs = f"{folder}/ours-{version}", f"{folder}/dcp-{version}"
     Snapshot.take(ours, {"s": StateDict(a=torch.full((3000,), float(version)), b=torch.full((2000,), float(version)))})
-    Snapshot(ours).convert(theirs, to="dcp")
+    Snapshot(ours).convert(Target(theirs, to="dcp"))
     return ours, theirs
 
 
@@ -110,7 +110,7 @@ def write_foreign(how, sources, target, overwrite):
     """Write a checkpoint of another format, or through another library's API, to the disk."""
     ours, theirs = sources
     if how == "copy":
-        Snapshot(theirs).copy(target, overwrite=overwrite)
+        Snapshot(theirs).copy(Target(target, overwrite=overwrite))
     elif how == "dcp.save":
         import torch.distributed.checkpoint as dcp
 
@@ -121,7 +121,7 @@ def write_foreign(how, sources, target, overwrite):
             dcp.save(state, storage_writer=SnapshotWriter(target, overwrite=overwrite))
     else:
         shard_bytes = 9000 if how == "safetensors" else 1 << 30
-        Snapshot(ours).convert(target, to=how, overwrite=overwrite, shard_bytes=shard_bytes)
+        Snapshot(ours).convert(Target(target, to=how, overwrite=overwrite, shard_bytes=shard_bytes))
 
 
 def lost_after_foreign(how, sources, target, mount, overwrite):

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import snapshot
-from snapshot import CorruptSnapshotError, RestoreError, Snapshot, SnapshotNotFoundError, UnsafeObjectError
+from snapshot import CorruptSnapshotError, RestoreError, Snapshot, SnapshotNotFoundError, Target, UnsafeObjectError
 from snapshot import UnsupportedFormatError as Unsupported
 from snapshot.formats.hugging_face import describe_folder
 from snapshot.io.loop import run as run_soon
@@ -76,7 +76,7 @@ def test_it_is_listed_read_restored_and_verified(folder):
 def test_it_is_converted_compared_merged_and_copied(folder, tmp_path):
     state = dict(model().state_dict())
     for target, kind in (("a.safetensors", "safetensors"), ("b.pt", "torch"), ("c", "dcp"), ("d", "snapshot")):
-        Snapshot(folder).convert(tmp_path / target, kind)
+        Snapshot(folder).convert(Target(tmp_path / target, kind))
         equal(snapshot.load(tmp_path / target), state)
     floats = {name: each for name, each in state.items() if each.is_floating_point()}
     snapshot.merge([folder, folder], tmp_path / "mean")
@@ -94,7 +94,7 @@ def test_a_copy_replaces_what_would_be_opened_instead_of_it(folder, tmp_path):
     save_file({"w": torch.ones(2)}, tmp_path / "old" / "model.safetensors")
     with pytest.raises(snapshot.SnapshotExistsError, match=r"model\.safetensors: exists already"):
         Snapshot(folder).copy(tmp_path / "old")
-    Snapshot(folder).copy(tmp_path / "old", overwrite=True)
+    Snapshot(folder).copy(Target(tmp_path / "old", overwrite=True))
     equal(snapshot.load(tmp_path / "old"), model().state_dict())
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from snapshot import Snapshot, StateDict, UnsafeObjectError
+from snapshot import Snapshot, StateDict, Target, UnsafeObjectError
 from tests.helpers.foreign_states import bits, repacked, same
 
 LONG = 300_000
@@ -57,7 +57,7 @@ def test_conjugate_and_negative_views_have_the_values_that_they_had(tmp_path, me
     for name, tensor in held.items():
         assert bits(snapshot.read_object(f"0/{name}", box=[slice(1, 3)])) == bits(tensor[1:3]), name
     for to in ("snapshot", "torch", "dcp"):
-        snapshot.convert(tmp_path / to, to)
+        snapshot.convert(Target(tmp_path / to, to))
         equal(Snapshot(tmp_path / to).read_object("0"), held)
     assert not Snapshot.diff(tmp_path / "snapshot", tmp_path / "b.pt").changed
 

@@ -161,7 +161,7 @@ def test_verify_finds_a_flipped_byte_and_atomic_touches_nothing(saved):
     assert "crc32:" in report.faults[0]
     live = StateDict(**{"long": torch.zeros(300_000)})
     with pytest.raises(CorruptSnapshotError, match="crc32"):
-        Snapshot(saved).restore({"s": live}, include=["s/long"], atomic=True)
+        Snapshot(saved).restore({"s": live}, select=["s/long"], atomic=True)
     assert not live["long"].any()
 
 

@@ -188,7 +188,7 @@ def exercise(url, paths=(), note=""):
         with contextlib.suppress(SnapshotError):
             shown(verb())
             done += 1
-    for options in ({}, {"strict": False, "cast": "any"}, {"include": ["state/tensor", "state/keys"]}):
+    for options in ({}, {"strict": False, "cast": "any"}, {"select": ["state/tensor", "state/keys"]}):
         app = _apps.pop() if _apps else zeros()
         try:
             snapshot.restore(app, **options)

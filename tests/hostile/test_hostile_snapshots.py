@@ -334,7 +334,7 @@ def test_a_malicious_object_does_not_run(tmp_path):
         with pytest.raises(UnsafeObjectError, match=r"s/odd.*allow_pickle=True"):
             verb()
     Snapshot(path).get_manifest()
-    Snapshot(path).restore({"s": StateDict(x=torch.zeros(3), odd=1)}, include=["s/x"])
+    Snapshot(path).restore({"s": StateDict(x=torch.zeros(3), odd=1)}, select=["s/x"])
     assert not Harm.ran
     assert live["s"]["odd"] == "mine"
     assert not live["s"]["x"].any()

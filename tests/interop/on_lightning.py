@@ -21,7 +21,16 @@ with warnings.catch_warnings():
     from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 import snapshot.interop.lightning as interop
-from snapshot import CancelledError, MissingExtraError, RNGState, Snapshot, SnapshotError, StateDict, UnsafeObjectError
+from snapshot import (
+    CancelledError,
+    MissingExtraError,
+    RNGState,
+    Snapshot,
+    SnapshotError,
+    StateDict,
+    TakeOptions,
+    UnsafeObjectError,
+)
 from snapshot.interop.lightning import SnapshotCallback, SnapshotCheckpointIO
 
 pytestmark = [pytest.mark.filterwarnings("ignore:" + text) for text in (
@@ -180,7 +189,9 @@ def test_lightnings_own_checkpoints_are_snapshots_and_resume_as_files_do(tmp_pat
         assert [each.name for each in folder.iterdir()] == [path.name]
         return fitted(12, [], [plugin], str(path)), path
 
-    ours, path = run(tmp_path / "ours", SnapshotCheckpointIO(asynchronous=asynchronous, durable=False))
+    ours, path = run(
+        tmp_path / "ours", SnapshotCheckpointIO(asynchronous=asynchronous, options=TakeOptions(durable=False))
+    )
     theirs, file = run(tmp_path / "theirs", TorchCheckpointIO())
     same(dict(ours.state_dict()), dict(theirs.state_dict()))
     assert ours.losses == theirs.losses
@@ -323,7 +334,7 @@ def steps_in(folder):
 
 
 def kept_two(folder, steps, ckpt_path=None):
-    callback = SnapshotCallback(folder, every_n_steps=1, keep=2, durable=False)
+    callback = SnapshotCallback(folder, every_n_steps=1, keep=2, options=TakeOptions(durable=False))
     fitted(steps, [callback], [SnapshotCheckpointIO()], ckpt_path or callback.latest())
 
 
@@ -345,7 +356,7 @@ def test_what_another_folder_holds_is_not_removed_by_a_run_that_goes_on_from_it(
 
 
 def test_a_run_that_begins_anew_in_its_folder_counts_each_snapshot_once(tmp_path):
-    callback = SnapshotCallback(tmp_path, every_n_steps=1, keep=3, durable=False)
+    callback = SnapshotCallback(tmp_path, every_n_steps=1, keep=3, options=TakeOptions(durable=False))
     for steps in (2, 4):  # the second writes the first's again
         fitted(steps, [callback], [SnapshotCheckpointIO()])
     assert steps_in(tmp_path) == ["step-2", "step-3", "step-4"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from snapshot import RankError, RestoreError, Snapshot, SnapshotError
+from snapshot import RankError, RestoreError, Snapshot, SnapshotError, Target
 from snapshot.interop.megatron import MegatronState
 from tests.helpers.rank_pool import Pool
 from tests.interop.megatron_dirs import LAYERS, Split, load, megatron, save, sharded, write_directory
@@ -180,7 +180,7 @@ def _converted(folder):
     write_directory(folder)
     rank = dist.get_rank()
     if rank == 0:
-        Snapshot(folder).convert(f"{folder}-ours", "snapshot")
+        Snapshot(folder).convert(Target(f"{folder}-ours", "snapshot"))
     dist.barrier()
     restored(f"{folder}-ours", Split(tensor=2, rank=rank))
 
@@ -359,7 +359,7 @@ def _parts_of_it(path):
     assert Snapshot(path).metadata.metadata["content"] == {"distrib_optim": False}
     state = sharded(split, blank=True)[0]
     stateful = MegatronState(state)
-    report = Snapshot(path).restore({"m": stateful}, include=["m/layers.out.weight", "m/common_state/iteration"])
+    report = Snapshot(path).restore({"m": stateful}, select=["m/layers.out.weight", "m/common_state/iteration"])
     assert report.restored == 2  # all layers are one tensor
     assert stateful.loaded["iteration"] == 7
     assert stateful.loaded["optimizer"]["param_groups"][0]["lr"] == 0.0  # what was here

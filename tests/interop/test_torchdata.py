@@ -254,8 +254,8 @@ def test_any_stateful_may_redistribute_its_state(four, two, folder):
     renamed = {"rename": {"own": "new"}, "key": "new"}
     assert loaders.restore_own(f"{folder}/s", renamed) == (everything, [(0, 1, 4)], 1)
     assert loaders.restore_own(f"{folder}/s", {"exclude": ["own", "own/**"]}) == ([0, 1, 2], [], 1)
-    assert loaders.restore_own(f"{folder}/s", {"include": ["s/**"]}) == ([0, 1, 2], [], 1)
-    assert loaders.restore_own(f"{folder}/s", {"include": ["s/**", "own/**"]}) == (everything, [(0, 1, 4)], 1)
+    assert loaders.restore_own(f"{folder}/s", {"select": ["s/**"]}) == ([0, 1, 2], [], 1)
+    assert loaders.restore_own(f"{folder}/s", {"select": ["s/**", "own/**"]}) == (everything, [(0, 1, 4)], 1)
     assert loaders.restore_own(f"{folder}/s", {"exclude": ["own/**"]}) == ([0, 1, 2], [], 1)
     text, x, mine, calls = loaders.restore_own(f"{folder}/s", {"exclude": ["own/mine/1"]})
     assert "so it must be restored as a whole" in text

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from snapshot import ModelState, RestoreError, Snapshot, SnapshotExistsError, SnapshotManager, StateDict
+from snapshot import ModelState, RestoreError, RestoreOptions, Snapshot, SnapshotExistsError, SnapshotManager, StateDict
 
 URL = "memory://changed"
 
@@ -46,7 +46,7 @@ def test_keys_that_are_no_strings_are_kept_or_dropped_too(exact):
 def test_a_key_that_was_not_asked_for_is_not_said_to_be_kept_and_is_not_dropped():
     take({"s": StateDict(step=3)})
     live = StateDict(step=0, best=5)
-    report = Snapshot(URL).restore({"s": live}, include=["s/step"], exact=True)
+    report = Snapshot(URL).restore({"s": live}, select=["s/step"], exact=True)
     assert live == {"step": 3, "best": 5}
     assert not report.kept
 
@@ -96,7 +96,10 @@ def test_a_run_to_which_an_ema_was_added_resumes(tmp_path):
         manager.take(1, {"net": net, "progress": progress})
         ema = nn.Linear(2, 2)
         progress["step"] = 0
-        assert manager.restore_latest({"net": net, "progress": progress, "ema": ema}, strict=False) == 1
+        assert (
+            manager.restore_latest({"net": net, "progress": progress, "ema": ema}, options=RestoreOptions(strict=False))
+            == 1
+        )
         assert progress["step"] == 1
         with pytest.raises(TypeError, match="strickt"):
             manager.restore_latest({"net": net}, strickt=False)
@@ -122,9 +125,11 @@ def test_what_a_corrupt_step_left_in_a_live_tensor_is_never_kept(tmp_path, kind)
         manager.take(2, {"s": first, "more": second})
         _flip(tmp_path / "step-2")
         with pytest.raises(RestoreError, match=r"more/w.*holds bytes of a damaged snapshot"):
-            manager.restore_latest({"s": first, "more": holder()}, strict=False)
+            manager.restore_latest({"s": first, "more": holder()}, options=RestoreOptions(strict=False))
         live = holder()
-        assert manager.restore_latest({"s": first, "more": live}, strict=False, atomic=True) == 1  # not touched at all
+        assert (
+            manager.restore_latest({"s": first, "more": live}, options=RestoreOptions(strict=False, atomic=True)) == 1
+        )  # not touched at all
 
 
 def test_what_the_older_step_overwrites_is_restored(tmp_path):
@@ -353,7 +358,7 @@ def test_a_bad_rename_is_never_taken_for_damage(tmp_path, rename, text):
         manager.take(1, {"m": one, "l": Listed()})
         manager.take(2, {"m": two, "l": Listed()})
         with pytest.raises(RestoreError, match=text):
-            manager.restore_latest({"m": two, "l": Listed()}, rename=rename, strict=False)
+            manager.restore_latest({"m": two, "l": Listed()}, options=RestoreOptions(rename=rename, strict=False))
         with pytest.raises(SnapshotExistsError):
             manager.take(2, {"m": two, "l": Listed()})
 

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from snapshot import ModelState, RestoreError, RNGState, Snapshot, SnapshotManager, StateDict
+from snapshot import ModelState, RestoreError, RestoreOptions, RNGState, Snapshot, SnapshotManager, StateDict
 
 URL = "memory://forgotten"
 
@@ -55,7 +55,7 @@ def test_it_may_be_silenced(snapshot, caplog):
     assert not warned(caplog)
 
 
-@pytest.mark.parametrize("how", [{"include": ["model/**"]}, {"exclude": ["optimizer/**", "rng/**"]}])
+@pytest.mark.parametrize("how", [{"select": ["model/**"]}, {"exclude": ["optimizer/**", "rng/**"]}])
 def test_keys_that_were_left_out_on_purpose_are_silent(snapshot, caplog, how):
     assert not snapshot.restore({"model": torch.nn.Linear(2, 2)}, unused="error", **how).unused
     assert not warned(caplog)
@@ -90,7 +90,7 @@ def test_a_manager_says_it_too(tmp_path, caplog):
         assert [line.path for line in manager.report.unused] == ["optimizer", "rng"]
         assert any("optimizer, rng" in line for line in warned(caplog))
         with pytest.raises(RestoreError, match="optimizer"):
-            manager.restore_latest({"model": torch.nn.Linear(2, 2)}, unused="error")
+            manager.restore_latest({"model": torch.nn.Linear(2, 2)}, options=RestoreOptions(unused="error"))
 
 
 def test_checkpoints_of_other_libraries_too(tmp_path, caplog):

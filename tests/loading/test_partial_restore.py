@@ -15,7 +15,7 @@ def take(**values):
     return Snapshot.take(URL, {"s": StateDict(**values)}, overwrite=True)
 
 
-@pytest.mark.parametrize("how", [{"include": ["s/x"]}, {"exclude": ["s/hist", "s/d", "s/empty"]}])
+@pytest.mark.parametrize("how", [{"select": ["s/x"]}, {"exclude": ["s/hist", "s/d", "s/empty"]}])
 def test_what_is_left_out_stays_whole(how):
     take(x=1, hist=[1, 2], d={"a": 1}, empty={})
     live = StateDict(x=0, hist=[7, 8, 9], d={"b": 2}, extra=5, empty={"c": 3})
@@ -27,7 +27,7 @@ def test_what_is_left_out_stays_whole(how):
 def test_parts_of_containers():
     take(d={"a": 1, "b": {"c": 2, "d": 3}}, pair=(1, torch.ones(2)))
     live = StateDict(d={"a": 0, "b": collections.OrderedDict(c=0, d=0, e=0)}, pair=(0, torch.zeros(2)))
-    Snapshot(URL).restore({"s": live}, include=["s/d/b/c", "s/pair/1"])
+    Snapshot(URL).restore({"s": live}, select=["s/d/b/c", "s/pair/1"])
     assert live["d"] == {"a": 0, "b": {"c": 2, "d": 0, "e": 0}}
     assert live["pair"][0] == 0
     assert live["pair"][1].tolist() == [1, 1]
@@ -37,7 +37,7 @@ def test_a_sequence_that_cannot_hold_a_part_is_found_before_anything_is_touched(
     take(a=torch.ones(3), hist=[1, 2])
     live = StateDict(a=torch.zeros(3), hist=[])
     with pytest.raises(RestoreError, match="s/hist: a partial restore needs"):
-        Snapshot(URL).restore({"s": live}, include=["s/a", "s/hist/0"])
+        Snapshot(URL).restore({"s": live}, select=["s/a", "s/hist/0"])
     assert live["a"].sum() == 0
 
 
@@ -49,7 +49,7 @@ def test_an_optimizer_keeps_its_moments_where_they_are_left_out():
     optimizer.step()
     optimizer.param_groups[0]["lr"] = 0.1
     with pytest.warns(UserWarning, match="'o/stat' matches nothing"):
-        Snapshot(URL).restore({"o": optimizer}, include=["o/param_groups"], exclude=["o/stat"])
+        Snapshot(URL).restore({"o": optimizer}, select=["o/param_groups"], exclude=["o/stat"])
     assert optimizer.state[weight]["exp_avg"].abs().sum() > 0
     assert optimizer.param_groups[0]["lr"] == 0.5
 
@@ -57,7 +57,7 @@ def test_an_optimizer_keeps_its_moments_where_they_are_left_out():
 def test_an_include_that_matches_nothing_is_an_error():
     take(x=1)
     with pytest.raises(RestoreError, match="'s/typo' matches nothing"):
-        Snapshot(URL).restore({"s": StateDict(x=0)}, include=["s/typo"])
+        Snapshot(URL).restore({"s": StateDict(x=0)}, select=["s/typo"])
 
 
 def test_rename_keeps_the_type_of_keys():

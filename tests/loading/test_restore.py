@@ -165,7 +165,7 @@ def test_include_and_exclude():
     net, progress = model(), StateDict(step=10, best=20.0)
     bias = net[0].bias.detach().clone()
     report = Snapshot(URL).restore(
-        {"net": net, "progress": progress}, include=["net/*weight", "progress"], exclude=["**/best"]
+        {"net": net, "progress": progress}, select=["net/*weight", "progress"], exclude=["**/best"]
     )
     assert torch.equal(net[0].weight, state["net"][0].weight)
     assert torch.equal(net[0].bias, bias)
@@ -180,7 +180,7 @@ def test_a_key_of_which_nothing_is_wanted_is_left_alone():
 
     take({"a": StateDict(x=1), "b": StateDict(x=1)})
     live = {"a": StateDict(x=2), "b": Loud(x=2)}
-    Snapshot(URL).restore(live, include=["a/**"])
+    Snapshot(URL).restore(live, select=["a/**"])
     assert live["a"]["x"] == 1
 
 

@@ -6,7 +6,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 
-from snapshot import ModelState, RestoreError, Snapshot, StateDict
+from snapshot import ModelState, RestoreError, Snapshot, StateDict, Target
 from tests.helpers.versions import ALONE
 
 
@@ -81,7 +81,7 @@ def test_it_holds_however_it_is_restored(saved, tmp_path, kind):
         Snapshot(saved).convert(place)
     else:
         name = saved_name(saved)
-        Snapshot(saved).convert(tmp_path / "r.safetensors", "safetensors", rename={name: f"x.{name}"})
+        Snapshot(saved).convert(Target(tmp_path / "r.safetensors", "safetensors"), rename={name: f"x.{name}"})
         place, options = tmp_path / "r.safetensors", {"rename": {f"model/x.{name}": f"model/{name}"}}
     Snapshot(place).restore({"model": live}, **options)
     assert torch.equal(live.head.weight, Tied().embed.weight.to(live.head.weight.dtype))

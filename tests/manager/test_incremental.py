@@ -5,7 +5,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from snapshot import KeepBest, KeepEvery, KeepLatest, Snapshot, SnapshotManager, StateDict, StorageError
+from snapshot import (
+    KeepBest,
+    KeepEvery,
+    KeepLatest,
+    RestoreOptions,
+    Snapshot,
+    SnapshotManager,
+    StateDict,
+    StorageError,
+    TakeOptions,
+)
 from tests.save.test_based_takes import Run, entries, expect_whole, files
 
 
@@ -72,14 +82,14 @@ def test_prune_keeps_the_base_of_a_kept_step(tmp_path):
         for step in range(2, 6):
             run.step()
             base = manager.snapshot(step - 1)
-            snapshot = manager.take(step, run.state, base=base, only="trainable")
+            snapshot = manager.take(step, run.state, options=TakeOptions(base=base, only="trainable"))
             assert snapshot.report.omitted_bytes
             manager._cleaner.close()
     assert manager.steps() == [1, 4, 5]
     values = run.values()
     for parameter in run.model.parameters():
         parameter.data.zero_()
-    manager.restore_latest(run.state, base=manager.snapshot(1))
+    manager.restore_latest(run.state, options=RestoreOptions(base=manager.snapshot(1)))
     assert all(value.equal(values[name]) for name, value in run.values().items())
 
 
@@ -99,7 +109,7 @@ def test_a_restore_never_lands_on_the_same_rotten_bytes(tmp_path, caplog):
     Snapshot(tmp_path / "step-2").delete()
     (tmp_path / "step-5" / name).unlink()
     with pytest.raises(Exception, match="no step can be restored"):
-        manager.restore_latest(run.state, verify=False)
+        manager.restore_latest(run.state, options=RestoreOptions(verify=False))
     assert "step-3: shares files with the damaged step-5, so they are verified" in caplog.text
     run.step()
     assert manager.take(6, run.state).report.shared_bytes == 0
@@ -121,7 +131,7 @@ def test_a_base_stays_for_steps_that_are_pinned_or_later(tmp_path):
     with SnapshotManager(tmp_path, keep=KeepLatest(2), signals=()) as manager:
         for step in (10, 20, 30):
             base = manager.snapshot(10) if step > 10 else None
-            manager.take(step, run.state, base=base, only="trainable" if base else None)
+            manager.take(step, run.state, options=TakeOptions(base=base, only="trainable" if base else None))
         manager._cleaner.close()
         manager.pin(20)
         assert manager.steps() == [10, 20, 30]
@@ -142,7 +152,7 @@ def test_a_base_stays_while_a_take_is_based_on_it(tmp_path):
         manager.take(10, run.state)
         manager._cleaner.close()  # it reads the save id
         base = manager.snapshot(10)
-        pending = manager.async_take(30, run.state, base=base, only="trainable")
+        pending = manager.async_take(30, run.state, options=TakeOptions(base=base, only="trainable"))
         assert pending.report.base == base.metadata.save_id
         assert manager._spared(10) or pending.done()
         pending.wait()
@@ -200,7 +210,7 @@ def test_a_second_copy_that_left_something_out_keeps_its_base(tmp_path):
     with SnapshotManager(tmp_path, incremental=True, signals=()) as manager:
         manager.take(1, state)
         for step in range(2, 9):
-            manager.take(step, state, only="trainable")
+            manager.take(step, state, options=TakeOptions(only="trainable"))
     from snapshot.cli import main
 
     main(["prune", str(tmp_path), "--keep-every", "2", "--keep-latest", "1", "--yes"])

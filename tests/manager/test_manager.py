@@ -24,6 +24,7 @@ from snapshot import (
     KeepFor,
     KeepLatest,
     RestoreError,
+    RestoreOptions,
     Snapshot,
     SnapshotError,
     SnapshotExistsError,
@@ -31,6 +32,7 @@ from snapshot import (
     SnapshotNotFoundError,
     StateDict,
     StorageError,
+    TakeOptions,
 )
 from snapshot.manager import cleaning
 from snapshot.manager.advice import Measured, daly_interval, lost_share
@@ -437,8 +439,8 @@ def test_all_stay_without_a_policy_and_nothing_goes_before_a_commit(tmp_path, fa
 def test_what_is_not_durable_makes_nothing_superfluous(tmp_path):
     with manager_of(tmp_path, keep=KeepLatest(1)) as manager:
         manager.take(1, state())
-        manager.take(2, state(), durable=False)
-        manager.async_take(3, state(), durable=False)
+        manager.take(2, state(), options=TakeOptions(durable=False))
+        manager.async_take(3, state(), options=TakeOptions(durable=False))
     assert manager.steps() == [1, 2, 3]
     with manager_of(tmp_path, keep=KeepLatest(1)) as manager:
         manager.take(4, state())
@@ -637,7 +639,7 @@ def test_removals_that_are_late_spare_the_base_of_a_later_step(tmp_path, late):
     with manager_of(tmp_path, keep=KeepLatest(1)) as manager:
         manager.take(30, app)
         assert waiting.wait(30)
-        manager.take(40, app, base=str(tmp_path / "step-20"), only="trainable")
+        manager.take(40, app, options=TakeOptions(base=str(tmp_path / "step-20"), only="trainable"))
         go_on.set()
     assert sorted(os.listdir(tmp_path)) == ["step-20", "step-40"]
 
@@ -739,7 +741,7 @@ def test_all_damaged_is_an_error_that_names_each_and_what_was_written_to(tmp_pat
     assert "tensors that were written: s/x" in str(caught.value)
     app = state(7)
     with pytest.raises(CorruptSnapshotError) as caught:
-        manager.restore_latest(app, atomic=True)
+        manager.restore_latest(app, options=RestoreOptions(atomic=True))
     assert caught.value.touched == ()
     assert app["s"]["x"].eq(7).all()
 

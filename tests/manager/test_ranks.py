@@ -10,12 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from snapshot import (
-    KeepLatest,
-    Snapshot,
-    SnapshotManager,
-    StateDict,
-)
+from snapshot import KeepLatest, RestoreOptions, Snapshot, SnapshotManager, StateDict
 from snapshot import events as happening
 
 
@@ -101,7 +96,7 @@ def _falls_back(root, atomic):
             file.write(b"\xff")
     dist.barrier()
     app = state()
-    restored = manager.restore_latest(app, atomic=atomic)
+    restored = manager.restore_latest(app, options=RestoreOptions(atomic=atomic))
     value = app["s"]["own"][0].item(), app["s"]["value"]
     own = "y" if dist.get_rank() == 2 else "own"
     misfit = outcome(lambda: manager.restore_latest({"s": StateDict(own=torch.zeros(1000), value=0), own: StateDict()}))
@@ -109,7 +104,7 @@ def _falls_back(root, atomic):
         if dist.get_rank() == 0:
             Path(root, f"step-{step}", ".snapshot_metadata").write_bytes(b"")
     dist.barrier()
-    none_left = outcome(lambda: manager.restore_latest(state(), atomic=atomic))
+    none_left = outcome(lambda: manager.restore_latest(state(), options=RestoreOptions(atomic=atomic)))
     return restored, value, misfit, none_left
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import distributed as dist
 
-from snapshot import RestoreError, Snapshot, StateDict, TensorMap
+from snapshot import RestoreError, Snapshot, StateDict, Target, TensorMap
 
 pytestmark = pytest.mark.libraries
 transformers = pytest.importorskip("transformers")
@@ -179,7 +179,7 @@ def test_megatron_and_hugging_face_compute_the_same(kind, changes, tmp_path, fol
             logits = model(IDS, torch.arange(8)[None], mask)
         torch.testing.assert_close(logits, logits_of(theirs), rtol=1e-4, atol=1e-4)
         taken = Snapshot.take(str(tmp_path / "taken"), {"model": Tensors(model)})
-    taken.convert(str(tmp_path / "back"), "safetensors", map=tensor_map, select=["model/**"])
+    taken.convert(Target(str(tmp_path / "back"), "safetensors"), map=tensor_map, select=["model/**"])
     (tmp_path / "back/config.json").write_text((source / "config.json").read_text())
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
     assert torch.equal(logits_of(again.eval()), logits_of(theirs))
@@ -194,7 +194,7 @@ def test_a_padded_vocabulary_is_cut(tmp_path, folder):
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         state[name] = torch.cat([state[name], torch.full((8, 64), 7.0)])
     taken = Snapshot.take(str(tmp_path / "padded"), {"model": StateDict(**state)})
-    taken.convert(str(tmp_path / "back"), "safetensors", map=tensor_map)
+    taken.convert(Target(str(tmp_path / "back"), "safetensors"), map=tensor_map)
     want, got = load_all(source), load_all(tmp_path / "back")
     assert want.keys() == got.keys()
     assert all(torch.equal(want[name], got[name]) for name in want)
@@ -219,7 +219,7 @@ def test_layers_of_a_distributed_checkpoint_are_stacked(tmp_path, folder):
     for place, found in experts.items():
         stacked[place] = torch.stack([found[number] for number in range(4)], 1)
     taken = Snapshot.take(str(tmp_path / "stacked"), {"model": StateDict(**stacked)})
-    taken.convert(str(tmp_path / "back"), "safetensors", map=tensor_map)
+    taken.convert(Target(str(tmp_path / "back"), "safetensors"), map=tensor_map)
     want, got = load_all(source), load_all(tmp_path / "back")
     assert want.keys() == got.keys()
     assert all(torch.equal(want[name], got[name]) for name in want)
@@ -291,7 +291,7 @@ def test_torchtitan_and_hugging_face_compute_the_same(kind, changes, tmp_path, f
     if changes:
         own["lm_head.weight"] = own["tok_embeddings.weight"]  # tied again, as in the model
     Snapshot.take(str(tmp_path / "taken"), {"model": StateDict(**own)}).convert(
-        str(tmp_path / "back"), "safetensors", map=tensor_map
+        Target(str(tmp_path / "back"), "safetensors"), map=tensor_map
     )
     (tmp_path / "back/config.json").write_text((source / "config.json").read_text())
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
@@ -320,7 +320,7 @@ def test_a_model_that_is_not_tied_is_not_tied_by_a_map(tmp_path, folder):
     forward = TensorMap.load("torchtitan-hf", config | {"tie_word_embeddings": True})
     Snapshot(str(source)).convert(str(tmp_path / "own"), map=TensorMap.load("torchtitan-hf", config, reverse=True))
     with pytest.raises(RestoreError, match=r"lm_head.weight must equal tok_embeddings.weight"):
-        Snapshot(str(tmp_path / "own")).convert(str(tmp_path / "back"), "safetensors", map=forward)
+        Snapshot(str(tmp_path / "own")).convert(Target(str(tmp_path / "back"), "safetensors"), map=forward)
     assert not (tmp_path / "back").exists()
 
 

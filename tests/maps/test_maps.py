@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import snapshot
-from snapshot import CorruptSnapshotError, RestoreError, Snapshot, StateDict, TensorMap
+from snapshot import CorruptSnapshotError, RestoreError, Snapshot, StateDict, Target, TensorMap
 from snapshot.cli import main
 from snapshot.maps.recipe import Spec
 from tests.helpers.rank_pool import Pool
@@ -88,7 +88,7 @@ def checkpoint(request, tmp_path):
         return snapshot
     place = tmp_path / ("made.pt" if request.param == "torch" else "made")
     only = {"select": ["model/**"]} if request.param == "safetensors" else {}
-    snapshot.convert(str(place), request.param, **only)
+    snapshot.convert(Target(str(place), request.param), **only)
     return Snapshot(str(place))
 
 
@@ -120,7 +120,7 @@ def test_the_whole_state_is_made_of_new_tensors(tmp_path):
 def test_every_format_is_written_with_a_map(to, budget, tmp_path):
     place = str(tmp_path / ("made.pt" if to == "torch" else "made"))
     report = taken(tmp_path / "taken").convert(
-        place, to, map=MAP, select=["model/**"], memory_budget_bytes=budget, shard_bytes=1 << 20
+        Target(place, to, shard_bytes=1 << 20), map=MAP, select=["model/**"], memory_budget_bytes=budget
     )
     want = targets(sources())
     assert report.tensors == len(want) - (to == "torch")  # one object under two names
@@ -151,7 +151,7 @@ def test_names_of_one_tensor_must_hold_the_same_values(tmp_path):
     with pytest.raises(RestoreError, match=r"b must equal a, since only one of them is used"):
         other.get_state_dict_for_key("model", map=back)
     for taken_there, fits in ((same, True), (other, False)):  # no digests: the values are compared
-        taken_there.convert(str(tmp_path / f"dcp-{fits}"), "dcp")
+        taken_there.convert(Target(str(tmp_path / f"dcp-{fits}"), "dcp"))
         foreign = Snapshot(str(tmp_path / f"dcp-{fits}"))
         if fits:
             assert torch.equal(foreign.get_state_dict_for_key("model", map=back)["emb"], value)
@@ -209,7 +209,7 @@ def test_a_damaged_source_is_found(tmp_path):
         data[len(data) // 2] ^= 1
         path.write_bytes(data)
     with pytest.raises(CorruptSnapshotError):
-        snapshot.convert(str(tmp_path / "made"), "safetensors", map=MAP)
+        snapshot.convert(Target(str(tmp_path / "made"), "safetensors"), map=MAP)
     assert not list(tmp_path.glob("made/*.safetensors"))
 
 
@@ -241,7 +241,7 @@ def test_parts_of_any_size_are_exact(data, tmp_path_factory):
     got = snapshot.read_object("model/a", map=tensor_map, box=[slice(begin, end)])
     assert torch.equal(got, want_a[begin:end])
     budget = data.draw(st.sampled_from([1 << 20, 4 << 20, None]))
-    snapshot.convert(str(folder / "made"), "safetensors", map=tensor_map, memory_budget_bytes=budget)
+    snapshot.convert(Target(str(folder / "made"), "safetensors"), map=tensor_map, memory_budget_bytes=budget)
     made = Snapshot(str(folder / "made"))
     assert torch.equal(made.read_object("a"), want_a)
     assert torch.equal(made.read_object("b"), want_b)
@@ -298,7 +298,7 @@ def test_shards_are_read_into_other_shards(two, tmp_path):
     folder = str(tmp_path / "sharded")
     two.run(save_sharded, folder)
     two.run(restore_sharded, folder)
-    Snapshot(folder).convert(str(tmp_path / "made"), "safetensors", map=MAP, select=["model/**"])
+    Snapshot(folder).convert(Target(str(tmp_path / "made"), "safetensors"), map=MAP, select=["model/**"])
     made = Snapshot(str(tmp_path / "made"))
     assert_same({path[2:]: made.read_object(path) for path in made.get_manifest()}, targets(sources()))
 
@@ -306,7 +306,7 @@ def test_shards_are_read_into_other_shards(two, tmp_path):
 def test_stages_of_a_pipeline_become_one_model(two, tmp_path):
     folder = str(tmp_path / "stages")
     two.run(save_stages, folder)
-    Snapshot(folder).convert(str(tmp_path / "made"), "safetensors", map=MAP)
+    Snapshot(folder).convert(Target(str(tmp_path / "made"), "safetensors"), map=MAP)
     made = Snapshot(str(tmp_path / "made"))
     assert_same({path[2:]: made.read_object(path) for path in made.get_manifest()}, targets(sources()))
 
@@ -319,7 +319,7 @@ def test_tensors_that_each_rank_has_for_itself_are_not_mixed_up(two, tmp_path):
     folder = str(tmp_path / "own")
     two.run(save_own, folder)
     with pytest.raises(RestoreError, match="model/a: several ranks have a tensor of this name"):
-        Snapshot(folder).convert(str(tmp_path / "made"), "safetensors", map=TensorMap(["a -> b"]))
+        Snapshot(folder).convert(Target(str(tmp_path / "made"), "safetensors"), map=TensorMap(["a -> b"]))
 
 
 # Files and the command
@@ -386,10 +386,10 @@ def test_memory_stays_within_the_budget(tmp_path):
     rules = [{"names": "w -> a, b", "axes": "(h (p + p) 2) c -> (h 2 p) c, (h p 2) c"}]
     (tmp_path / "map.json").write_text(json.dumps({"tensor_map": 1, "sizes": {"h": 32}, "rules": rules}))
     code = (
-        "import resource, sys; from snapshot import Snapshot, TensorMap\n"
+        "import resource, sys; from snapshot import Snapshot, Target, TensorMap\n"
         "Snapshot(sys.argv[1]).read_object('model/w', box=[slice(0, 1)])\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "Snapshot(sys.argv[1]).convert(sys.argv[2], 'safetensors', map=TensorMap.load(sys.argv[3]), "
+        "Snapshot(sys.argv[1]).convert(Target(sys.argv[2], 'safetensors'), map=TensorMap.load(sys.argv[3]), "
         "memory_budget_bytes=16 << 20)\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
     )

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from snapshot import Snapshot, SnapshotExistsError, StateDict
+from snapshot import Snapshot, SnapshotExistsError, StateDict, Target
 from snapshot.events import add_handler, remove_handler
 from snapshot.manifest.document import decode_document, encode
 from snapshot.save import base_files, reuse
@@ -201,7 +201,7 @@ def test_a_base_that_cannot_be_used_is_named_and_everything_is_written(tmp_path,
     base = tmp_path / "base"
     if what == "foreign":
         Snapshot.take(tmp_path / "ours", run.state)
-        Snapshot(tmp_path / "ours").convert(base, to="safetensors")
+        Snapshot(tmp_path / "ours").convert(Target(base, to="safetensors"))
     elif what != "missing":
         Snapshot.take(base, run.state)
         manifest = base / ".snapshot_metadata"
@@ -326,7 +326,7 @@ def test_with_verify_writes_a_shared_file_is_read_whole(tmp_path):
     with frozen.open("r+b") as file:
         file.seek(300_000)
         file.write(b"rot")
-    later = Snapshot.take(tmp_path / "b", run.state, base=base, verify_writes=True)
+    later = Snapshot.take(tmp_path / "b", run.state, base=base, read_back=True)
     assert later.report.shared_bytes == 0
     expect_whole(tmp_path / "b", run.values())
 

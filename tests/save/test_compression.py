@@ -10,7 +10,15 @@ import pytest
 import safetensors
 import torch
 
-from snapshot import CorruptSnapshotError, MissingExtraError, Snapshot, SnapshotExistsError, StateDict, StorageError
+from snapshot import (
+    CorruptSnapshotError,
+    MissingExtraError,
+    Snapshot,
+    SnapshotExistsError,
+    StateDict,
+    StorageError,
+    Target,
+)
 from snapshot.io.arena import arena
 from snapshot.manifest.document import FORMAT, PACKED_FORMAT
 from snapshot.tensors.digest import BLOCK
@@ -214,20 +222,20 @@ def test_copies_and_conversions(tmp_path):
     Snapshot.take(tmp_path / "z", app, compression="zstd")
     Snapshot(tmp_path / "z").copy(tmp_path / "bytes")
     assert nbytes(tmp_path / "bytes") == pytest.approx(nbytes(tmp_path / "z"), rel=0.01)
-    Snapshot(tmp_path / "raw").copy(tmp_path / "small", compression="zstd")
+    Snapshot(tmp_path / "raw").copy(Target(tmp_path / "small", compression="zstd"))
     assert Snapshot(tmp_path / "small").metadata.metadata == {"a": 1}
-    Snapshot(tmp_path / "z").convert(tmp_path / "small2", compression="zstd", memory_budget_bytes=16 * MiB)
+    Snapshot(tmp_path / "z").convert(Target(tmp_path / "small2", compression="zstd"), memory_budget_bytes=16 * MiB)
     Snapshot(tmp_path / "z").convert(tmp_path / "plain")
     for name, form in (("bytes", 2), ("small", 2), ("small2", 2), ("plain", 1)):
         assert Snapshot(tmp_path / name).metadata.format == f"snapshot/{form}"
         expect_same(tmp_path / name, app)
         assert not Snapshot.diff(tmp_path / "raw", tmp_path / name)
-    Snapshot(tmp_path / "z").convert(tmp_path / "z.safetensors", "safetensors", select=["s/weight"])
-    Snapshot(tmp_path / "z").copy(tmp_path / "part", ["s/weight"])
+    Snapshot(tmp_path / "z").convert(Target(tmp_path / "z.safetensors", "safetensors"), select=["s/weight"])
+    Snapshot(tmp_path / "z").copy(tmp_path / "part", select=["s/weight"])
     for place in ("z.safetensors", "part"):
         assert same(Snapshot(tmp_path / place).get_manifest() and read_weight(tmp_path / place), app["s"]["weight"])
     with pytest.raises(ValueError, match="no other library reads"):
-        Snapshot(tmp_path / "z").convert(tmp_path / "no", "dcp", compression="zstd")
+        Snapshot(tmp_path / "z").convert(Target(tmp_path / "no", "dcp", compression="zstd"))
 
 
 def read_weight(path):
@@ -304,14 +312,14 @@ def test_a_failed_take_leaves_nothing(tmp_path, way, on):
 
 def test_written_bytes_are_read_back_as_they_are_stored(tmp_path):
     app = state()
-    Snapshot.take(tmp_path / "s", app, compression="zstd", verify_writes=True)
+    Snapshot.take(tmp_path / "s", app, compression="zstd", read_back=True)
     expect_same(tmp_path / "s", app)
     for flip in (9, 70_000):  # the header of the stored file, and a block
         with (
             faulty(on="write", path="*.safetensors", flip=flip),
             pytest.raises(Exception, match="nothing was committed"),
         ):
-            Snapshot.take(f"faulty+file://{tmp_path}/no", app, compression="zstd", verify_writes=True)
+            Snapshot.take(f"faulty+file://{tmp_path}/no", app, compression="zstd", read_back=True)
         assert not Snapshot(tmp_path / "no").exists()
 
 
@@ -336,13 +344,13 @@ def test_a_missing_library_is_an_error_of_the_call(tmp_path):
         import sys
         sys.modules["zstandard"] = None
         import torch
-        from snapshot import MissingExtraError, Snapshot, StateDict
+        from snapshot import MissingExtraError, Snapshot, StateDict, Target
         app = {{"s": StateDict(x=torch.ones(3))}}
         Snapshot.take({str(tmp_path / "raw")!r}, app)
         for call in (
             lambda: Snapshot.take({str(tmp_path / "s")!r}, app, compression="zstd"),
             lambda: Snapshot.async_take({str(tmp_path / "s")!r}, app, compression="auto"),
-            lambda: Snapshot({str(tmp_path / "raw")!r}).copy({str(tmp_path / "s")!r}, compression="zstd"),
+            lambda: Snapshot({str(tmp_path / "raw")!r}).copy(Target({str(tmp_path / "s")!r}, compression="zstd")),
             lambda: Snapshot({str(tmp_path / "z")!r}).restore(app),
         ):
             try:
@@ -361,7 +369,7 @@ def test_a_missing_library_is_an_error_of_the_call(tmp_path):
 IN_A_BUDGET = """
 import sys
 import torch
-from snapshot import Snapshot, StateDict
+from snapshot import Snapshot, StateDict, Target
 
 MiB = 1 << 20
 
@@ -385,7 +393,7 @@ for work in (
     lambda: Snapshot.take(f"{folder}/s", app, compression="zstd", memory_budget_bytes=budget),
     lambda: Snapshot(f"{folder}/s").restore(app, memory_budget_bytes=budget),
     lambda: Snapshot(f"{folder}/s").verify(memory_budget_bytes=budget),
-    lambda: Snapshot(f"{folder}/s").copy(f"{folder}/t", compression="zstd", memory_budget_bytes=budget),
+    lambda: Snapshot(f"{folder}/s").copy(Target(f"{folder}/t", compression="zstd"), memory_budget_bytes=budget),
 ):
     assert grown(work) <= budget + 16 * MiB, work
 """

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from snapshot import Snapshot, StateDict
+from snapshot import Snapshot, StateDict, Target
 from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.io.url import URL
@@ -122,4 +122,4 @@ def test_takes_measure_and_then_compress_to_a_slow_place(session, tmp_path, numb
 def test_copies_are_not_measured(tmp_path):
     Snapshot.take(tmp_path / "a", {"s": StateDict(x=1)})
     with pytest.raises(ValueError, match="only takes are measured"):
-        Snapshot(tmp_path / "a").copy(tmp_path / "b", compression="auto")
+        Snapshot(tmp_path / "a").copy(Target(tmp_path / "b", compression="auto"))

@@ -5,11 +5,11 @@ import json
 
 import pytest
 
-from snapshot.save.take_options import TakeOptions
+from snapshot.save.take_options import TakeOptions, TakeRequest
 
 
 @pytest.mark.parametrize(
-    ("name", "wrong"), [("staging", "later"), ("worker", "fork"), ("when_busy", "drop"), ("verify_writes", 1.5)]
+    ("name", "wrong"), [("staging", "later"), ("worker", "fork"), ("when_busy", "drop"), ("read_back", 1.5)]
 )
 def test_a_wrong_argument_is_named_with_what_it_may_be(name, wrong):
     with pytest.raises(ValueError, match=rf"{name} must be .*got {wrong!r}"):
@@ -23,10 +23,10 @@ def test_they_cannot_be_changed():
 
 @pytest.mark.parametrize(("given", "share"), [(True, 1.0), (False, 0.0), (0.25, 0.25)])
 def test_how_much_is_read_back_is_a_share(given, share):
-    assert TakeOptions(verify_writes=given).verify_share == share
+    assert TakeOptions(read_back=given).read_back_share == share
 
 
 def test_metadata_are_encoded_at_once_or_refused():
-    assert json.loads(bytes(TakeOptions(metadata={"step": 3}).metadata_json)) == {"step": 3}
+    assert json.loads(bytes(TakeRequest(metadata={"step": 3}).metadata_json)) == {"step": 3}
     with pytest.raises((TypeError, ValueError)):
-        TakeOptions(metadata={"model": object()})
+        TakeRequest(metadata={"model": object()})

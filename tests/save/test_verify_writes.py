@@ -26,10 +26,10 @@ def test_a_bit_that_flips_on_its_way_is_not_committed(tmp_path, verb, on, place,
         committed(getattr(Snapshot, verb)(f"faulty+{url}", state(), overwrite=True))
     assert not Snapshot(url).verify()  # this is what happens without
     with faulty(**fault), pytest.raises(CorruptSnapshotError, match="nothing was committed") as caught:
-        committed(getattr(Snapshot, verb)(f"faulty+{url}-2", state(), overwrite=True, verify_writes=True))
+        committed(getattr(Snapshot, verb)(f"faulty+{url}-2", state(), overwrite=True, read_back=True))
     assert caught.value.faults
     assert not Snapshot(f"{url}-2").exists()
-    committed(getattr(Snapshot, verb)(f"{url}-2", state(), overwrite=True, verify_writes=True))
+    committed(getattr(Snapshot, verb)(f"{url}-2", state(), overwrite=True, read_back=True))
     assert Snapshot(f"{url}-2").verify()
     Snapshot(f"{url}-2").delete()
 
@@ -38,7 +38,7 @@ def test_an_old_snapshot_stays_where_the_new_one_was_damaged(tmp_path):
     Snapshot.take(tmp_path / "s", state())
     before = Snapshot(tmp_path / "s").metadata.save_id
     with faulty(on="write", path="*.safetensors", flip=9), pytest.raises(CorruptSnapshotError):
-        Snapshot.take(f"faulty+file://{tmp_path}/s", state(), overwrite=True, verify_writes=True)
+        Snapshot.take(f"faulty+file://{tmp_path}/s", state(), overwrite=True, read_back=True)
     assert Snapshot(tmp_path / "s").metadata.save_id == before
     assert Snapshot(tmp_path / "s").verify()
 
@@ -49,13 +49,13 @@ def test_an_old_snapshot_stays_where_the_new_one_was_damaged(tmp_path):
 def test_a_share_is_a_share(share, least, most):
     app = {"s": StateDict(big=torch.arange(8 << 20))}
     with recording() as log:
-        Snapshot.take("recording+memory://share", app, overwrite=True, verify_writes=share)
+        Snapshot.take("recording+memory://share", app, overwrite=True, read_back=share)
     read = sum(each.nbytes for each in log.operations if each.name == "read_into" and each.path.endswith("safetensors"))
     assert least <= read / (64 << 20) <= most
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
 def test_what_is_no_share_is_refused_before_anything_is_written(tmp_path, share):
-    with pytest.raises(ValueError, match="verify_writes must be True, False or a fraction from 0 to 1"):
-        Snapshot.take(tmp_path / "s", state(), verify_writes=share)
+    with pytest.raises(ValueError, match="read_back must be True, False or a fraction from 0 to 1"):
+        Snapshot.take(tmp_path / "s", state(), read_back=share)
     assert not (tmp_path / "s").exists()

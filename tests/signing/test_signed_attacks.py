@@ -19,6 +19,7 @@ from snapshot import (
     SnapshotNotFoundError,
     StateDict,
     StorageError,
+    TakeOptions,
 )
 from snapshot.loading import open as opening
 from snapshot.manager import root as manager_root
@@ -33,7 +34,7 @@ def state(value=1.0, elements=20):
 def take_steps(root, *steps, sign, **options):
     with SnapshotManager(root, signals=(), **options) as manager:
         for step in steps:
-            manager.take(step, state(step), sign=sign)
+            manager.take(step, state(step), options=TakeOptions(sign=sign))
 
 
 def latest(root, key):
@@ -130,8 +131,8 @@ def test_a_signature_that_may_not_be_read_is_passed_over(tmp_path, secret, publi
 def test_hashes_that_cannot_be_read_are_faults_before_data_is_read(tmp_path, secret, public, damage):
     root = tmp_path / "root"
     with SnapshotManager(root, signals=()) as manager:
-        manager.take(1, state(1, 300_000), sign=secret)
-        manager.take(2, state(2, 300_000), sign=secret)
+        manager.take(1, state(1, 300_000), options=TakeOptions(sign=secret))
+        manager.take(2, state(2, 300_000), options=TakeOptions(sign=secret))
         (leaves,) = (root / "step-2" / "data").glob("*.sha256")
         damage(leaves)
         for quick in (True, False):

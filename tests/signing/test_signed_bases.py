@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from snapshot import CorruptSnapshotError, Near, SignatureError, Snapshot, SnapshotManager, StateDict
+from snapshot import CorruptSnapshotError, Near, SignatureError, Snapshot, SnapshotManager, StateDict, TakeOptions
 from snapshot.save.base_files import Comparer
 from snapshot.testing import Log, tapped
 
@@ -88,7 +88,7 @@ def test_a_damaged_sample_of_a_signed_base_is_written_again(tmp_path, secret, pu
     one, two = tmp_path / "one", tmp_path / "two"
     Snapshot.take(one, state(1), sign=secret, base=[])
     flip(frozen_file(one), -9)
-    report = Snapshot.take(two, state(2), base=one, sign=secret, verify_writes=True).report
+    report = Snapshot.take(two, state(2), base=one, sign=secret, read_back=True).report
     assert any("not the signed ones" in note for note in report.notes)
     assert Snapshot(two, key=public).verify()
 
@@ -156,7 +156,7 @@ def test_what_only_the_base_has_must_be_signed_there(tmp_path, secret, public):
 def test_a_manager_signs_each_step_and_restores_signed_ones(tmp_path, secret, public):
     with SnapshotManager(tmp_path / "run", incremental=True, signals=()) as manager:
         for step in (1, 2, 3):
-            manager.take(step, state(step), sign=secret)
+            manager.take(step, state(step), options=TakeOptions(sign=secret))
         manager.async_take(4, state(4)).wait()
         live = state(0)
         assert manager.restore_latest(live, key=public) == 3  # step 4 is not signed
@@ -172,7 +172,7 @@ def test_near_folders_refuse_keys(tmp_path, secret, public):
         tmp_path / "run", near=Near(tmp_path / "near", upload=None, replicas=0), signals=()
     ) as manager:
         with pytest.raises(ValueError, match="sign cannot be combined with near folders"):
-            manager.take(1, state(1), sign=secret)
+            manager.take(1, state(1), options=TakeOptions(sign=secret))
         manager.take(2, state(2))
         with pytest.raises(ValueError, match="key must be None for near steps"):
             manager.restore_latest(state(0), key=public)

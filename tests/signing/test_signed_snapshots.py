@@ -16,6 +16,7 @@ from snapshot import (
     SnapshotNotFoundError,
     StateDict,
     StorageError,
+    Target,
     load,
     merge,
 )
@@ -275,7 +276,7 @@ def test_a_missing_signature_is_a_fault(tmp_path, public, secret):
         lambda: snapshot.metadata,
         lambda: snapshot.verify(quick=True),
         lambda: snapshot.copy(tmp_path / "c"),
-        lambda: snapshot.convert(tmp_path / "c.safetensors", "safetensors"),
+        lambda: snapshot.convert(Target(tmp_path / "c.safetensors", "safetensors")),
         lambda: Snapshot.diff(snapshot, tmp_path / "s"),
     ):
         with pytest.raises(SignatureError, match="is not signed"):
@@ -372,14 +373,14 @@ def test_a_selection_and_a_conversion_read_signed_bytes_only(tmp_path, secret, p
     path = tmp_path / "s"
     Snapshot.take(path, state(), sign=secret)
     snapshot = Snapshot(path, key=public)
-    assert snapshot.copy(tmp_path / "c", ["s/big"]).was_signed
-    assert snapshot.convert(tmp_path / "c.safetensors", "safetensors").tensors == 2
+    assert snapshot.copy(tmp_path / "c", select=["s/big"]).was_signed
+    assert snapshot.convert(Target(tmp_path / "c.safetensors", "safetensors")).tensors == 2
     (data,) = files_of(path, ".safetensors")
     flip(data, 500_000)
     with pytest.raises(CorruptSnapshotError, match="not the signed ones"):
         snapshot.copy(tmp_path / "d", verify=False)
     with pytest.raises(CorruptSnapshotError, match="not the signed ones"):
-        snapshot.convert(tmp_path / "d.safetensors", "safetensors", verify=False)
+        snapshot.convert(Target(tmp_path / "d.safetensors", "safetensors"), verify=False)
     assert not (tmp_path / "d").exists() or not Snapshot(tmp_path / "d").exists()
 
 
@@ -387,21 +388,21 @@ def test_load_and_merge_require_the_key(tmp_path, secret, public):
     one, two = tmp_path / "one", tmp_path / "two"
     Snapshot.take(one, state(1.0), sign=secret)
     Snapshot.take(two, state(3.0))
-    assert load(one, key=public)["other"].tolist() == [1.0] * 7
+    assert load(Snapshot(one, key=public))["other"].tolist() == [1.0] * 7
     with pytest.raises(SignatureError, match="is not signed"):
-        load(two, key=public)
+        load(Snapshot(two, key=public))
     with pytest.raises(SignatureError, match="is not signed"):
-        merge([one, two], tmp_path / "soup", key=public, others="first")
+        merge([Snapshot(each, key=public) for each in (one, two)], tmp_path / "soup", others="first")
     assert not (tmp_path / "soup").exists()
     Snapshot(two).sign(secret)
-    merge([one, two], tmp_path / "soup", key=public, others="first")
+    merge([Snapshot(each, key=public) for each in (one, two)], tmp_path / "soup", others="first")
     assert load(tmp_path / "soup")["other"].tolist() == [2.0] * 7
     (data,) = files_of(two, ".safetensors")
     flip(data, 500_000)
     with pytest.raises(CorruptSnapshotError, match="not the signed ones"):
-        load(two, key=public, verify=False)
+        load(Snapshot(two, key=public), verify=False)
     with pytest.raises(CorruptSnapshotError, match="not the signed ones"):
-        merge([one, two], tmp_path / "more", key=public, verify=False)
+        merge([Snapshot(each, key=public) for each in (one, two)], tmp_path / "more", verify=False)
 
 
 def test_a_damaged_snapshot_is_not_signed(tmp_path, secret):

@@ -29,7 +29,7 @@ def foreign(slot):
 
 def came_back(slot, live, before, options):
     assert slot.saved is not None, "nothing was saved here"
-    chosen = {"extra"} if "include" in options else set(slot.saved) - ({"model"} if "exclude" in options else set())
+    chosen = {"extra"} if "select" in options else set(slot.saved) - ({"model"} if "exclude" in options else set())
     for key in slot.saved:
         now = live[key].state_dict()
         wanted = slot.saved[key] if key in chosen else before[key]

@@ -247,10 +247,10 @@ class Training:
             "read_once": self.shared.choice(["auto", True, False]), "atomic": self.shared.random() < 0.3,
             "strict": self.shared.random() < 0.7, "timeout": 60,
         }  # fmt: skip
-        part = self.shared.choice([None, None, None, "include", "exclude"])
+        part = self.shared.choice([None, None, None, "select", "exclude"])
         live = target(slot.saved, slot.widths, self.mine) if slot.saved else dict(self.app.state())
         if part and slot.saved:
-            options[part] = ["extra" if part == "include" else "model"]
+            options[part] = ["extra" if part == "select" else "model"]
         before = frozen(live)
         error = self.tried(
             Snapshot(f"{scheme}+file://{slot.path}", allow_pickle=True).restore, live, **options

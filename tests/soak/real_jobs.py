@@ -8,7 +8,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from snapshot import SnapshotManager, SnapshotNotFoundError, StateDict
+from snapshot import SnapshotManager, SnapshotNotFoundError, StateDict, TakeOptions
 from tests.tiers.jobs import with_near
 
 TENSORS, ELEMENTS = 6, 400
@@ -72,11 +72,11 @@ def take(step, value, how):
     """Take a step. Return its save id and its attempt, once it is committed near."""
     app_state = state(value)
     if how == "take":
-        snapshot = _Self.manager.take(step, app_state, replicated=["same/**"])
+        snapshot = _Self.manager.take(step, app_state, options=TakeOptions(replicated=["same/**"]))
         with contextlib.suppress(SnapshotNotFoundError):  # another rank of this host stores the manifest in a moment
             return snapshot.metadata.save_id, attempt()[0]
         return "", attempt()[0]
-    pending = _Self.manager.async_take(step, app_state, replicated=["same/**"])
+    pending = _Self.manager.async_take(step, app_state, options=TakeOptions(replicated=["same/**"]))
     for tensor in (each for each in app_state["same"].values() if isinstance(each, torch.Tensor)):
         tensor.zero_()  # as training does
     _Self.pending = pending

@@ -18,7 +18,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from snapshot import RestoreError, SavedObject, Snapshot, StateDict, UnsafeObjectError, UnsupportedFormatError
+from snapshot import RestoreError, SavedObject, Snapshot, StateDict, Target, UnsafeObjectError, UnsupportedFormatError
 from snapshot.cli import main
 from snapshot.manifest.values import make_enum_entry, make_scalar_entry
 from snapshot.state import flatten
@@ -421,7 +421,7 @@ def test_a_member_under_another_name_is_found_by_its_value_and_reported():
 def test_parts_of_a_dataclass_are_included_and_excluded():
     snapshot = plainly_take({"state": StateDict(value=Frozen(3, torch.ones(2)), e=Color.RED)})
     live = StateDict(value=Frozen(1, torch.zeros(2)), e=Color.BLUE)
-    snapshot.restore({"state": live}, include=["state/value/weight"])
+    snapshot.restore({"state": live}, select=["state/value/weight"])
     assert live["value"].step == 1
     assert live["value"].weight.sum() == 2
     assert live["e"] is Color.BLUE
@@ -656,17 +656,17 @@ def test_conversions_hold_what_their_formats_can_and_name_the_rest(tmp_path):
     snapshot = Snapshot(URL)
     snapshot.convert("memory://typed-again")
     assert not Snapshot.diff(URL, "memory://typed-again")
-    report = snapshot.convert(tmp_path / "x.pt", "torch")
+    report = snapshot.convert(Target(tmp_path / "x.pt", "torch"))
     held = torch.load(tmp_path / "x.pt", weights_only=False)["state"]
     assert held["dataclass"] == {"lr": 0.3, "betas": (1, 2.0), "extra": {"a": [date(2024, 1, 1)], 3: None}}
     assert (held["IntEnum"], held["Enum of a tuple"], held["Decimal"]) == (2, "PAIR", Decimal("-0.00"))
     assert held["Generator"].initial_seed() == 11
     assert any(line.startswith("state/dataclass: the class") for line in report.left_out)
     with pytest.raises(UnsupportedFormatError, match="state/Generator"):
-        snapshot.convert(tmp_path / "dcp", "dcp")
-    report = snapshot.convert(tmp_path / "dcp", "dcp", exclude=["state/Generator"])
+        snapshot.convert(Target(tmp_path / "dcp", "dcp"))
+    report = snapshot.convert(Target(tmp_path / "dcp", "dcp"), exclude=["state/Generator"])
     assert any(line.startswith("state/Enum: the class") for line in report.left_out)
-    report = snapshot.convert(tmp_path / "x.safetensors", "safetensors")
+    report = snapshot.convert(Target(tmp_path / "x.safetensors", "safetensors"))
     assert report.tensors == 3
     assert any(line.startswith("state/range: a range") for line in report.left_out)
 

@@ -163,7 +163,7 @@ def test_two_candidates_are_an_error():
         with pytest.raises(RestoreError, match=r"net/w: may be net/module.w or net/_orig_mod.w of the snapshot"):
             Snapshot(URL).restore({"net": live}, strict=strict)
     assert live.w.eq(7).all()
-    Snapshot(URL).restore({"net": live}, rename={"net/module.w": "net/w"}, include=["net/w"])
+    Snapshot(URL).restore({"net": live}, rename={"net/module.w": "net/w"}, select=["net/w"])
     assert live.w.eq(1).all()
 
 
@@ -181,7 +181,7 @@ def test_globs_speak_of_the_names_in_the_application():
     Snapshot.take(URL, {"net": nn.DataParallel(saved)}, overwrite=True)
     live = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     before = live[1].weight.detach().clone()
-    Snapshot(URL).restore({"net": live}, include=["net/0.*"])
+    Snapshot(URL).restore({"net": live}, select=["net/0.*"])
     assert torch.equal(live[0].weight, saved[0].weight)
     assert torch.equal(live[1].weight, before)
 

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from snapshot import RestoreError, SavedObject, Snapshot, StateDict
+from snapshot import RestoreError, SavedObject, Snapshot, StateDict, Target
 from tests.helpers.wrapper_tensors import Layout, Quantised, Rounding, nested, quantised
 
 URL = "memory://wrapped"
@@ -221,7 +221,7 @@ def test_parts_can_be_left_out():
     assert same(live.deep, Layer(1).deep)
     assert same(state["w"], quantised(2))
     assert state["x"] == 3
-    report = snapshot.restore({"m": live}, include=["m/weight/**"])
+    report = snapshot.restore({"m": live}, select=["m/weight/**"])
     assert same(live.weight, Layer(1).weight)
     assert not report.replaced
 
@@ -290,11 +290,11 @@ def test_comparisons_conversions_and_the_command(tmp_path, capsys):
         assert "weight" in capsys.readouterr().out
     snapshot.convert(tmp_path / "again")
     assert not Snapshot.diff(tmp_path / "a", tmp_path / "again")
-    report = snapshot.convert(tmp_path / "x.pt", "torch")
+    report = snapshot.convert(Target(tmp_path / "x.pt", "torch"))
     assert torch.equal(torch.load(tmp_path / "x.pt")["m"]["weight"]["codes"], Layer(1).weight.codes)
     assert any(line.startswith("m/weight: the class") for line in report.left_out)
-    assert snapshot.convert(tmp_path / "dcp", "dcp").tensors == 8
-    assert snapshot.convert(tmp_path / "x.safetensors", "safetensors").tensors == 8
+    assert snapshot.convert(Target(tmp_path / "dcp", "dcp")).tensors == 8
+    assert snapshot.convert(Target(tmp_path / "x.safetensors", "safetensors")).tensors == 8
 
 
 def test_a_hostile_context_is_refused():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from snapshot import Snapshot, StateDict
+from snapshot import Snapshot, StateDict, Target
 
 MiB = 1 << 20
 
@@ -18,18 +18,18 @@ def test_a_snapshot_passes_through_buckets(tmp_path, moto, engine):
     state = {"w": torch.arange(3 * MiB + 7.0), "b": torch.ones(3), "blob": b"x" * 300_000, "step": 1}
     snapshot = Snapshot.take(tmp_path / "a", {"m": StateDict(**state)}, metadata={"run": 1})
     budget = {"memory_budget_bytes": 24 * MiB}
-    snapshot.copy(f"s3://{one}/a", storage_options=options, **budget)
+    snapshot.copy(Target(f"s3://{one}/a", storage_options=options), **budget)
     there = Snapshot(f"s3://{one}/a", storage_options=options)
     assert there.verify()
     assert there.metadata.created == snapshot.metadata.created
-    there.copy(f"s3://{two}/b", storage_options=options, **budget)
+    there.copy(Target(f"s3://{two}/b", storage_options=options), **budget)
     again = Snapshot(f"s3://{two}/b", storage_options=options)
     again.copy(tmp_path / "back", **budget)
     assert Snapshot.diff(tmp_path / "a", tmp_path / "back").same
     assert Snapshot(tmp_path / "back").verify()
     assert Snapshot.diff(there, again).same
     with pytest.raises(ValueError, match="the destination is the source"):
-        there.copy(f"s3://{one}/a", storage_options=options, overwrite=True)
-    snapshot.convert(tmp_path / "hf", "safetensors", select=["m/w", "m/b"], shard_bytes=MiB)
-    Snapshot(tmp_path / "hf").copy(f"s3://{one}/hf", storage_options=options)
+        there.copy(Target(f"s3://{one}/a", storage_options=options, overwrite=True))
+    snapshot.convert(Target(tmp_path / "hf", "safetensors", shard_bytes=MiB), select=["m/w", "m/b"])
+    Snapshot(tmp_path / "hf").copy(Target(f"s3://{one}/hf", storage_options=options))
     assert Snapshot.diff(tmp_path / "hf", Snapshot(f"s3://{one}/hf", storage_options=options)).same

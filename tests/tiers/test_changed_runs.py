@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from snapshot import KeepLatest, Snapshot, SnapshotError, SnapshotExistsError, SnapshotManager
+from snapshot import KeepLatest, Snapshot, SnapshotError, SnapshotExistsError, SnapshotManager, TakeOptions
 from snapshot import events as happening
 from snapshot.errors import CorruptSnapshotError
 from snapshot.tiers.tier_set import TierSet
@@ -27,7 +27,7 @@ def _lone(far, near, names, steps):
     """Take steps on hosts without replicas, until all of them are far."""
     with manager_of(far, f"{near}/{names[rank()]}", upload=1, keep_near=None) as manager:
         for step in steps:
-            manager.take(step, state(step), replicated=["same/**"])
+            manager.take(step, state(step), options=TakeOptions(replicated=["same/**"]))
             until(lambda step=step: manager.where(step)["far"] == "whole")
         dist.barrier()
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from snapshot import Near, Snapshot, SnapshotManager, StateDict, StorageError
+from snapshot import Near, Snapshot, SnapshotManager, StateDict, StorageError, TakeOptions
 from snapshot.errors import StorageNotFoundError
 from snapshot.io.budget import MemoryBudget
 from snapshot.io.loop import run
@@ -187,7 +187,7 @@ def test_a_far_manifest_that_cannot_be_read_once_is_an_error_and_not_a_plain_ste
 
 def test_a_step_that_its_take_compressed_is_sent_as_it_is(tmp_path, hosts):
     with manager_of(tmp_path / "far", hosts("a"), upload_compression="zstd") as manager:
-        manager.async_take(10, state(10), compression="zstd").wait("far", timeout=40)
+        manager.async_take(10, state(10), options=TakeOptions(compression="zstd")).wait("far", timeout=40)
         (near,) = hosts("a").rglob("step-10")
         assert nbytes(near) == nbytes(tmp_path / "far" / "step-10")
     restored(tmp_path, hosts("a"))

@@ -5,7 +5,7 @@ import shutil
 import torch
 import torch.distributed as dist
 
-from snapshot import Snapshot
+from snapshot import Snapshot, TakeOptions
 from snapshot import events as happening
 from tests.tiers.jobs import (
     ELEMENTS,
@@ -25,7 +25,9 @@ def take_steps(root, near, steps, value=None, **options):
     manager = manager_of(root, f"{near}/{'abcd'[rank()]}", **options)
     with manager:
         for step in steps:
-            pending = manager.async_take(step, state(step if value is None else value), replicated=["same/**"])
+            pending = manager.async_take(
+                step, state(step if value is None else value), options=TakeOptions(replicated=["same/**"])
+            )
             pending.wait()
         if options.get("upload", "latest") is not None:
             pending.wait("far", timeout=40)

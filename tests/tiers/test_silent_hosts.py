@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from snapshot import Snapshot, SnapshotManager
+from snapshot import Snapshot, SnapshotManager, TakeOptions
 from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageError, StorageNotFoundError
 from snapshot.io.loop import run
 from snapshot.io.registry import open_storage
@@ -101,7 +101,7 @@ def test_a_manifest_on_a_host_that_does_not_answer_is_not_missing(tmp_path, monk
 def _take(far, near):
     with manager_of(far, f"{near}/{'ab'[rank()]}", upload=None, grace=0, keep_near=None) as manager:
         for step in (10, 20):
-            manager.take(step, state(step), replicated=["same/**"])
+            manager.take(step, state(step), options=TakeOptions(replicated=["same/**"]))
         dist.barrier()
         link = manager._tiers.joined.link
         link.await_registration()

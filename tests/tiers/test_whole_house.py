@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from snapshot import SnapshotExistsError
+from snapshot import SnapshotExistsError, TakeOptions
 from snapshot.io.storage import ANYTHING
 from snapshot.tiers import facts
 from snapshot.tiers.control import Request
@@ -24,6 +24,9 @@ def _quiet():
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
+
+
+SAME = TakeOptions(replicated=["**"])
 
 
 def test_random_schedules_of_a_whole_run(tmp_path):
@@ -101,7 +104,7 @@ def restored(job, **options):
 
 
 def take(job, step, value):
-    found, errors = job.together(lambda _, each: each.async_take(step, state(value), replicated=["**"]))
+    found, errors = job.together(lambda _, each: each.async_take(step, state(value), options=SAME))
     job.settle()
     assert errors == [None] * len(errors)
     for each in found:
@@ -163,7 +166,7 @@ def test_a_step_of_another_attempt_on_another_host_is_not_replaced(run):
     for job in (first, second):
         assert restored(job) == (None, -1)
     take(first, 10, 1)
-    _, errors = second.together(lambda _, each: each.take(10, state(2), replicated=["**"]))
+    _, errors = second.together(lambda _, each: each.take(10, state(2), options=SAME))
     assert isinstance(errors[1], SnapshotExistsError)
     assert "another attempt has taken the step" in str(errors[0])
     assert restored(begin("b", upload=None)) == (10, 1)

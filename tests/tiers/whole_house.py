@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from snapshot import KeepLatest, SnapshotError, StateDict, StorageError
+from snapshot import KeepLatest, SnapshotError, StateDict, StorageError, TakeOptions
 from snapshot.errors import CorruptSnapshotError, RankError, SnapshotExistsError
 from snapshot.io.loop import run
 from snapshot.io.session import Session
@@ -165,7 +165,7 @@ class House(WatchedRun):
         self.log[-1] += (f"job {job.name}", verb, step, take.value)
         with self.using(job):
             found, errors = job.together(
-                lambda rank, each: getattr(each, verb)(step, state(take.value), replicated=["**"])
+                lambda rank, each: getattr(each, verb)(step, state(take.value), options=TakeOptions(replicated=["**"]))
             )
             job.settle()
         self._learn_attempt(job)

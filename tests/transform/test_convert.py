@@ -20,6 +20,7 @@ from snapshot import (
     SnapshotError,
     SnapshotExistsError,
     StateDict,
+    Target,
     UnsafeObjectError,
     UnsupportedFormatError,
 )
@@ -45,7 +46,7 @@ def taken(tmp_path):
 
 def test_to_torch_save_and_back(taken, tmp_path):
     snapshot, held = taken
-    report = snapshot.convert(tmp_path / "out.pt", "torch")
+    report = snapshot.convert(Target(tmp_path / "out.pt", "torch"))
     assert report.files == ("out.pt",)
     assert not report.left_out
     expected = snapshot.read_object("0")
@@ -72,7 +73,7 @@ def test_a_whole_run_survives_a_round_through_every_format_that_can_hold_it(tmp_
     Snapshot.take(tmp_path / "0", {"model": model, "optimizer": optimizer})
     steps = itertools.pairwise(["snapshot", "torch", "dcp", "snapshot", "dcp", "torch", "snapshot"])
     for number, (_, to) in enumerate(steps):
-        Snapshot(tmp_path / str(number)).convert(tmp_path / str(number + 1), to)
+        Snapshot(tmp_path / str(number)).convert(Target(tmp_path / str(number + 1), to))
     last = max(int(name) for name in os.listdir(tmp_path))
     fresh = nn.Linear(30, 20)
     again = torch.optim.Adam(fresh.parameters(), lr=0.7)
@@ -83,13 +84,13 @@ def test_a_whole_run_survives_a_round_through_every_format_that_can_hold_it(tmp_
 
 def test_to_safetensors_and_to_hugging_face_s_layout(taken, tmp_path):
     snapshot, held = taken
-    report = snapshot.convert(tmp_path / "m.safetensors", "safetensors", select=["model/**"])
+    report = snapshot.convert(Target(tmp_path / "m.safetensors", "safetensors"), select=["model/**"])
     same(dict(sorted(load_file(tmp_path / "m.safetensors").items())), dict(sorted(held["model"].items())))
     assert report.tensors == len(held["model"])
     with safe_open(tmp_path / "m.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
     report = snapshot.convert(
-        tmp_path / "hf", "safetensors", select=["model", "optimizer"], shard_bytes=400_000, exclude=["**/step"]
+        Target(tmp_path / "hf", "safetensors", shard_bytes=400_000), select=["model", "optimizer"], exclude=["**/step"]
     )
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 1
@@ -100,15 +101,14 @@ def test_to_safetensors_and_to_hugging_face_s_layout(taken, tmp_path):
         loaded = load_file(tmp_path / "hf" / file)[name]
         key, _, rest = name.partition(".")
         same(loaded, snapshot.read_object(f"0/{key}/{rest if key == 'model' else rest.replace('.', '/')}"))
-    snapshot.convert(tmp_path / "one", "safetensors", select=["model"])
+    snapshot.convert(Target(tmp_path / "one", "safetensors"), select=["model"])
     assert sorted(os.listdir(tmp_path / "one")) == ["model.safetensors"]
 
 
 def test_casts_and_names(taken, tmp_path):
     snapshot, held = taken
     snapshot.convert(
-        tmp_path / "h.safetensors",
-        "safetensors",
+        Target(tmp_path / "h.safetensors", "safetensors"),
         select=["model"],
         exclude=["model/1.num_batches_tracked"],
         rename={"model/0.weight": "model/body"},
@@ -125,19 +125,19 @@ def test_casts_and_names(taken, tmp_path):
 def test_what_a_format_cannot_hold_is_an_error_before_anything_is_written(taken, tmp_path):
     snapshot, _ = taken
     with pytest.raises(UnsupportedFormatError, match="complex64"):
-        snapshot.convert(tmp_path / "x.safetensors", "safetensors")
+        snapshot.convert(Target(tmp_path / "x.safetensors", "safetensors"))
     Snapshot.take(tmp_path / "n", {"s": StateDict({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}})})
     with pytest.raises(RestoreError, match="would both be named"):
-        Snapshot(tmp_path / "n").convert(tmp_path / "x.safetensors", "safetensors")
+        Snapshot(tmp_path / "n").convert(Target(tmp_path / "x.safetensors", "safetensors"))
     with pytest.raises(RestoreError, match="matches nothing"):
-        snapshot.convert(tmp_path / "x.safetensors", "safetensors", select=["modle/**"])
+        snapshot.convert(Target(tmp_path / "x.safetensors", "safetensors"), select=["modle/**"])
     with pytest.raises(ValueError, match="must be one of"):
-        snapshot.convert(tmp_path / "x", "onnx")
+        snapshot.convert(Target(tmp_path / "x", "onnx"))
     with pytest.raises(ValueError, match="destination is the source"):
         snapshot.convert(snapshot.path)
     Snapshot.take(tmp_path / "sparse", {"s": StateDict(x=torch.eye(3).to_sparse())})
     with pytest.raises(UnsupportedFormatError, match="tensors of several parts"):
-        Snapshot(tmp_path / "sparse").convert(tmp_path / "x", "dcp")
+        Snapshot(tmp_path / "sparse").convert(Target(tmp_path / "x", "dcp"))
     assert not (tmp_path / "x").exists()
     assert not (tmp_path / "x.safetensors").exists()
 
@@ -147,12 +147,12 @@ def test_nothing_is_replaced_unless_that_was_asked_for(tmp_path, to):
     Snapshot.take(tmp_path / "a", {"m": StateDict(w=torch.ones(3))})
     Snapshot.take(tmp_path / "b", {"m": StateDict(w=torch.zeros(3))})
     target = tmp_path / {"torch": "t.pt", "safetensors": "t.safetensors"}.get(to, "t")
-    Snapshot(tmp_path / "a").convert(target, to)
+    Snapshot(tmp_path / "a").convert(Target(target, to))
     with pytest.raises(SnapshotExistsError):
-        Snapshot(tmp_path / "b").convert(target, to)
+        Snapshot(tmp_path / "b").convert(Target(target, to))
     name = "0/w" if to == "safetensors" else "0/m/w"
     assert Snapshot(target).read_object(name).all()
-    Snapshot(tmp_path / "b").convert(target, to, overwrite=True)
+    Snapshot(tmp_path / "b").convert(Target(target, to, overwrite=True))
     assert not Snapshot(target).read_object(name).any()
     assert not [each for each in os.listdir(tmp_path) if each.startswith(".convert")]
 
@@ -166,13 +166,13 @@ def test_a_storage_that_fails_leaves_what_stood_there(tmp_path, to, operation):
     needs = {"put": ("snapshot", "dcp"), "rename": ("safetensors", "torch", "dcp")}
     if to not in needs.get(operation, (to,)):
         pytest.skip("it is not asked for that")
-    Snapshot(tmp_path / "a").convert(f"{folder}{name}", to)
+    Snapshot(tmp_path / "a").convert(Target(f"{folder}{name}", to))
     before = Snapshot(f"{folder}{name}").read_object("0")
     with (
         faulty(on=operation, error=OSError(28, "No space left on device")),
         pytest.raises(Exception, match="No space"),
     ):
-        Snapshot(tmp_path / "a").convert(f"faulty+file://{folder}{name}", to, overwrite=True)
+        Snapshot(tmp_path / "a").convert(Target(f"faulty+file://{folder}{name}", to, overwrite=True))
     left = [each for each in os.listdir(folder) if each.startswith((".convert", ".take"))]
     assert not left
     if (to, operation) not in (("dcp", "put"), ("dcp", "rename")):  # its marker is gone before its files are replaced
@@ -197,7 +197,7 @@ def test_what_is_damaged_is_not_converted(tmp_path):
     file.write_bytes(content)
     for to, name in (("torch", "z.pt"), ("snapshot", "z"), ("dcp", "z"), ("safetensors", "z.safetensors")):
         with pytest.raises(CorruptSnapshotError, match="xxh3"):
-            Snapshot(tmp_path / "s").convert(tmp_path / name, to)
+            Snapshot(tmp_path / "s").convert(Target(tmp_path / name, to))
         assert not (tmp_path / name).exists()
 
 
@@ -222,7 +222,7 @@ def test_dcp_reads_what_was_converted_for_it(tmp_path):
         "scalar": torch.tensor(2.0),
     }
     Snapshot.take(tmp_path / "s", {key: StateDict({"v": each}) for key, each in held.items()})
-    Snapshot(tmp_path / "s").convert(tmp_path / "d", "dcp")
+    Snapshot(tmp_path / "s").convert(Target(tmp_path / "d", "dcp"))
     wanted = {
         "model": {"v": {name: torch.zeros_like(each) for name, each in held["model"].items()}},
         "step": {"v": 0},
@@ -271,7 +271,7 @@ def test_the_command_makes_a_snapshot_where_there_is_no_ending(tmp_path, name):
 
 MEASURE = """
 import sys
-from snapshot import Snapshot
+from snapshot import Snapshot, Target
 
 def resident(name):
     with open("/proc/self/status") as file:
@@ -282,7 +282,7 @@ Snapshot("memory://warm/x").exists()
 with open("/proc/self/clear_refs", "w") as file:
     file.write("5")  # the most that was resident is what is resident now
 before = resident("VmHWM")
-Snapshot(source).convert(target, to, memory_budget_bytes=int(budget), durable=False)
+Snapshot(source).convert(Target(target, to, durable=False), memory_budget_bytes=int(budget))
 print((resident("VmHWM") - before) // 1024)
 """
 
@@ -313,6 +313,6 @@ def test_a_source_that_is_replaced_while_it_is_read_is_an_error(tmp_path, in_pla
         save_file({f"w{n}": torch.full((3_000_000,), float(value)) for n in range(3)}, tmp_path / name)
     source = Snapshot(f"swapped+file://{tmp_path}/from.safetensors")
     with tapped("swapped", Swap()), pytest.raises(SnapshotError, match="was replaced while it was read"):
-        source.convert(tmp_path / "made", durable=False)
+        source.convert(Target(tmp_path / "made", durable=False))
     assert not Snapshot(tmp_path / "made").exists()
     assert not list(tmp_path.glob("made/data/*"))

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import metadata as m
 
-from snapshot import CorruptSnapshotError, Snapshot, StateDict, UnsupportedFormatError
+from snapshot import CorruptSnapshotError, Snapshot, StateDict, Target, UnsupportedFormatError
 from tests.helpers.foreign_states import same
 from tests.helpers.versions import ALONE
 
@@ -47,7 +47,7 @@ def emptied(value):
 def test_dcp_keeps_tensors_in_tuples_and_deques(tmp_path):
     held = in_containers()
     Snapshot.take(tmp_path / "s", {"m": StateDict(held)})
-    report = Snapshot(tmp_path / "s").convert(tmp_path / "d", "dcp", memory_budget_bytes=16 << 20)
+    report = Snapshot(tmp_path / "s").convert(Target(tmp_path / "d", "dcp"), memory_budget_bytes=16 << 20)
     assert not report.left_out
     assert not report.changed
     assert report.tensors == 12  # those that are tied are one
@@ -72,7 +72,7 @@ def test_dcp_says_what_it_changes(tmp_path):
         big=np.arange(3, dtype=">i4"),
     )
     Snapshot.take(tmp_path / "s", {"m": state})
-    report = Snapshot(tmp_path / "s").convert(tmp_path / "d", "dcp")
+    report = Snapshot(tmp_path / "s").convert(Target(tmp_path / "d", "dcp"))
     assert sorted(report.left_out) == ["m/empty: the empty dict", "m/inside/1: the empty dict"]
     assert sorted(report.changed) == [
         "m/big: the array of >i4 becomes one of <i4",
@@ -85,7 +85,7 @@ def test_dcp_says_what_it_changes(tmp_path):
     ]
     assert "7 changed" in str(report)
     torch.save((torch.ones(2), 3), tmp_path / "t.pt")
-    report = Snapshot(tmp_path / "t.pt").convert(tmp_path / "e", "dcp")
+    report = Snapshot(tmp_path / "t.pt").convert(Target(tmp_path / "e", "dcp"))
     assert report.changed == ("the state: the tuple becomes the value of a dict, under 'value'",)
     same(Snapshot(tmp_path / "e").read_object("0/value"), (torch.ones(2), 3))
 
@@ -97,9 +97,9 @@ def test_a_short_file_does_not_fill_the_disk(tmp_path, to):
     torch.save({"a": torch.arange(3.0).view(3, 1).expand(3, 1000)}, tmp_path / "honest.pt")
     for name in ("one", "several"):
         with pytest.raises(CorruptSnapshotError, match="select="):
-            Snapshot(tmp_path / f"{name}.pt").convert(tmp_path / name / "x", to)
+            Snapshot(tmp_path / f"{name}.pt").convert(Target(tmp_path / name / "x", to))
         assert not (tmp_path / name).exists()
-    report = Snapshot(tmp_path / "honest.pt").convert(tmp_path / "honest" / "x", to)
+    report = Snapshot(tmp_path / "honest.pt").convert(Target(tmp_path / "honest" / "x", to))
     assert report.nbytes == 12_000
 
 
@@ -117,7 +117,7 @@ def test_torch_and_safetensors_say_what_they_change(tmp_path):
         fields=np.zeros(2, [("a", ">i4")]),
     )
     Snapshot.take(tmp_path / "s", {"m": state})
-    report = Snapshot(tmp_path / "s").convert(tmp_path / "t.pt", "torch")
+    report = Snapshot(tmp_path / "s").convert(Target(tmp_path / "t.pt", "torch"))
     name = f"{Named.__module__}.Named"
     assert sorted(report.changed) == [
         "m/big: the array of >f8 becomes one of <f8",
@@ -127,7 +127,7 @@ def test_torch_and_safetensors_say_what_they_change(tmp_path):
     assert found["big"].dtype == "<f8"
     assert found["fields"].dtype == state["fields"].dtype
     assert type(found["named"]) is torch.Tensor
-    report = Snapshot(tmp_path / "s").convert(tmp_path / "t.safetensors", "safetensors")
+    report = Snapshot(tmp_path / "s").convert(Target(tmp_path / "t.safetensors", "safetensors"))
     assert sorted(report.left_out) == ["m/big: a ndarray", "m/fields: a ndarray"]
     assert sorted(report.changed) == [
         f"m/named: the {name} becomes a plain tensor",
@@ -140,8 +140,8 @@ def test_torch_and_safetensors_say_what_they_change(tmp_path):
 def test_dtypes_that_dcp_cannot_load_are_refused(tmp_path):
     Snapshot.take(tmp_path / "s", {"m": StateDict(w=torch.arange(4, dtype=torch.uint8).view(torch.int4), x=1)})
     with pytest.raises(UnsupportedFormatError, match=r"m/w: int4"):
-        Snapshot(tmp_path / "s").convert(tmp_path / "d", "dcp")
-    Snapshot(tmp_path / "s").convert(tmp_path / "d", "dcp", exclude=["m/w"])
+        Snapshot(tmp_path / "s").convert(Target(tmp_path / "d", "dcp"))
+    Snapshot(tmp_path / "s").convert(Target(tmp_path / "d", "dcp"), exclude=["m/w"])
     assert load_dcp(tmp_path / "d", {"m": {"x": 0}}) == {"m": {"x": 1}}
 
 
@@ -155,7 +155,7 @@ def test_shapes_that_cannot_be_are_our_errors(tmp_path, to):
     (tmp_path / "d" / ".metadata").write_bytes(pickle.dumps(m.Metadata({"w": tensor}, {}, {})))
     for name in ("a.safetensors", "d"):
         for verb in (
-            lambda snapshot: snapshot.convert(tmp_path / "x" / "y", to),
+            lambda snapshot: snapshot.convert(Target(tmp_path / "x" / "y", to)),
             lambda snapshot: snapshot.read_object("0/w"),
             lambda snapshot: snapshot.restore({"m": StateDict(w=torch.zeros(3, 0))}),
         ):
@@ -190,7 +190,7 @@ def test_memory_that_is_shared_and_comes_back_apart_is_a_line(tmp_path):
     inside = "inside/1: the memory that it shares with inside/0 becomes its own"
     expected = {"snapshot": views, "torch": views, "dcp": views | {tie}, "safetensors": views | {tie, inside}}
     for to, lines in expected.items():
-        report = Snapshot(tmp_path / "x.pt").convert(tmp_path / to / "x", to)
+        report = Snapshot(tmp_path / "x.pt").convert(Target(tmp_path / to / "x", to))
         found = {line.removeprefix("0/") for line in report.changed if "memory that" in line}
         assert found == {line.replace("with ", "with 0/") if to == "snapshot" else line for line in lines}, to
     found = Snapshot(tmp_path / "snapshot" / "x").read_object("0")

@@ -20,8 +20,10 @@ from snapshot import (
     Snapshot,
     SnapshotExistsError,
     StateDict,
+    Target,
     UnsafeObjectError,
     UnsupportedFormatError,
+    load,
 )
 from snapshot.io.storage import Capabilities
 from snapshot.plugins.memory import MemoryStorage
@@ -86,7 +88,7 @@ def test_all_ranks_keep_what_was_chosen_and_what_they_share(two, tmp_path):
         for rank, found in enumerate(two.run(_back, tmp_path / name, names, new)):
             expected = {new.get(k, k): v for k, v in _expected(rank).items() if k in names}
             same({key: found[key] for key in sorted(found)}, {key: expected[key] for key in sorted(expected)}, name)
-    report = Snapshot(tmp_path / "s").convert(tmp_path / "one.pt", "torch")
+    report = Snapshot(tmp_path / "s").convert(Target(tmp_path / "one.pt", "torch"))
     assert any("1/m/own" in line for line in report.left_out)
     assert torch.load(tmp_path / "one.pt")["m"]["sharded"].equal(torch.arange(30.0).view(10, 3))
     with pytest.raises(RestoreError, match="did you mean"):
@@ -120,30 +122,30 @@ def test_without_renames_a_failed_overwrite_leaves_no_mixture(tmp_path, cannot_r
     Snapshot.take(tmp_path / "old", {"m": StateDict(old)})
     Snapshot.take(tmp_path / "new", {"m": StateDict(new)})
     url = f"memory://mixture/{to}"
-    Snapshot(tmp_path / "old").convert(url, to, **more)
+    Snapshot(tmp_path / "old").convert(Target(url, to, **more))
     last = "*00002-of*" if to == "safetensors" else "*_1.distcp"
     with faulty(on="finish", path=last, error=OSError(5, "broken")), pytest.raises(Exception, match="broken"):
-        Snapshot(tmp_path / "new").convert(f"faulty+{url}", to, overwrite=True, **more)
+        Snapshot(tmp_path / "new").convert(Target(f"faulty+{url}", to, overwrite=True, **more))
     if to == "dcp":
         assert not Snapshot(url).exists()
     else:
         with pytest.raises(UnsupportedFormatError, match="no index"):
             Snapshot(url).get_manifest()
-    Snapshot(tmp_path / "new").convert(url, to, overwrite=True, **more)
+    Snapshot(tmp_path / "new").convert(Target(url, to, overwrite=True, **more))
     name = "0/b" if to == "safetensors" else "0/m/b"
     assert Snapshot(url).read_object(name, box=[slice(0, 9)]).all()
 
 
 def test_fewer_files_leave_no_more_of_the_old_ones(tmp_path):
     Snapshot.take(tmp_path / "s", {"m": StateDict({f"w{i}": torch.ones(1000) * i for i in range(6)})})
-    Snapshot(tmp_path / "s").convert(tmp_path / "hf", "safetensors", shard_bytes=4000)
+    Snapshot(tmp_path / "s").convert(Target(tmp_path / "hf", "safetensors", shard_bytes=4000))
     assert len(os.listdir(tmp_path / "hf")) == 7
     (tmp_path / "hf" / "config.json").write_text("{}")
     stale = tmp_path / "hf" / ".convert-0123456789ab-0"
     stale.write_bytes(b"x")
     os.utime(stale, (time.time() - 90_000,) * 2)
     (tmp_path / "hf" / ".convert-0123456789ab-1").write_bytes(b"of one that runs")
-    Snapshot(tmp_path / "s").convert(tmp_path / "hf", "safetensors", overwrite=True)
+    Snapshot(tmp_path / "s").convert(Target(tmp_path / "hf", "safetensors", overwrite=True))
     assert sorted(os.listdir(tmp_path / "hf")) == [".convert-0123456789ab-1", "config.json", "model.safetensors"]
     assert Snapshot(tmp_path / "hf").read_object("0/w3").eq(3).all()
 
@@ -156,11 +158,11 @@ def test_one_folder_holds_no_two_checkpoints_of_which_the_wrong_one_is_read(tmp_
     snapshot = Snapshot(tmp_path / "s")
     for to in ("snapshot", "safetensors"):
         with pytest.raises(SnapshotExistsError):
-            snapshot.convert(tmp_path / "d", to, overwrite=True)
+            snapshot.convert(Target(tmp_path / "d", to, overwrite=True))
     for to in ("dcp", "safetensors"):
         Snapshot(tmp_path / "d").convert(tmp_path / "own")
         with pytest.raises(SnapshotExistsError, match="another format"):
-            Snapshot(tmp_path / "d").convert(tmp_path / "own", to, overwrite=True)
+            Snapshot(tmp_path / "d").convert(Target(tmp_path / "own", to, overwrite=True))
         Snapshot(tmp_path / "own").delete()
     with pytest.raises(SnapshotExistsError, match=r"torch\.distributed\.checkpoint"):
         Snapshot.take(tmp_path / "d", {"m": StateDict(w=torch.ones(3))})
@@ -174,7 +176,7 @@ def test_what_had_no_names_of_statefuls_has_none_as_a_snapshot(tmp_path):
     torch.save(model.state_dict(), tmp_path / "bare.pt")
     save_file(dict(model.state_dict()), tmp_path / "b.safetensors")
     for source in ("bare.pt", "b.safetensors"):
-        Snapshot(tmp_path / source).convert(tmp_path / "s", overwrite=True)
+        Snapshot(tmp_path / source).convert(Target(tmp_path / "s", overwrite=True))
         fresh = nn.Linear(3, 2)
         Snapshot(tmp_path / "s").restore({"net": fresh})
         same(dict(fresh.state_dict()), dict(model.state_dict()))
@@ -182,10 +184,10 @@ def test_what_had_no_names_of_statefuls_has_none_as_a_snapshot(tmp_path):
         torch.save(value, tmp_path / f"{number}.pt")
         Snapshot(tmp_path / f"{number}.pt").convert(tmp_path / f"s{number}")
         same(Snapshot(tmp_path / f"s{number}").read_object("0"), value)
-        Snapshot(tmp_path / f"s{number}").convert(tmp_path / f"again{number}.pt", "torch")
+        Snapshot(tmp_path / f"s{number}").convert(Target(tmp_path / f"again{number}.pt", "torch"))
         same(torch.load(tmp_path / f"again{number}.pt"), value)
     torch.save(torch.arange(3), tmp_path / "t.pt")
-    Snapshot(tmp_path / "t.pt").convert(tmp_path / "u.pt", "torch")
+    Snapshot(tmp_path / "t.pt").convert(Target(tmp_path / "u.pt", "torch"))
     assert torch.load(tmp_path / "u.pt").equal(torch.arange(3))
     Snapshot.take(tmp_path / "users", {"s": StateDict(a=1)}, metadata={"snapshot.root": "mine"})
     assert Snapshot(tmp_path / "users").read_object("0") == {"s": {"a": 1}}
@@ -223,7 +225,7 @@ def test_a_transposed_tensor_is_read_a_few_times_at_most(tmp_path):
     for to, name in (("snapshot", "s"), ("safetensors", "t.safetensors"), ("dcp", "d"), ("torch", "u.pt")):
         with recording() as log:
             Snapshot(f"recording+file://{tmp_path}/t.pt").convert(
-                tmp_path / name, to, memory_budget_bytes=16 << 20, verify=False
+                Target(tmp_path / name, to), memory_budget_bytes=16 << 20, verify=False
             )
         assert log.nbytes("read_into") < 2 * wide.nbytes, to
         found = Snapshot(tmp_path / name).read_object("0/t")
@@ -238,7 +240,6 @@ def test_a_transposed_tensor_is_read_a_few_times_at_most(tmp_path):
         ({"dtype": "bfloat16"}, TypeError),
         ({"dtype": torch.int32}, TypeError),
         ({"select": "m/w"}, TypeError),
-        ({"shard_bytes": 0}, ValueError),
     ],
 )
 def test_wrong_arguments_are_told_at_once(tmp_path, how, error):
@@ -248,10 +249,63 @@ def test_wrong_arguments_are_told_at_once(tmp_path, how, error):
     assert not (tmp_path / "t").exists()
 
 
+@pytest.mark.parametrize(
+    ("how", "error", "text"),
+    [
+        ({"shard_bytes": 0}, ValueError, "shard_bytes must be above 0"),
+        ({"to": "zip"}, ValueError, "to must be one of"),
+        ({"compression": "auto"}, ValueError, "compression must be None or 'zstd'"),
+        ({"compression": "lz4"}, ValueError, "compression must be"),
+        ({"storage_options": [1]}, TypeError, "storage_options must be a mapping"),
+        ({"url": 3}, TypeError, "url must be a path or a URL"),
+    ],
+)
+def test_a_target_checks_its_arguments(how, error, text):
+    with pytest.raises(error, match=text):
+        Target(**{"url": "t", **how})
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("t", "snapshot"),
+        ("step-1.5", "snapshot"),
+        ("m.safetensors", "safetensors"),
+        ("M.PT", "torch"),
+        ("m.pth", "torch"),
+    ],
+)
+def test_the_suffix_of_a_path_tells_the_format(tmp_path, name, expected):
+    assert Target(tmp_path / name).format == expected
+    Snapshot.take(tmp_path / "s", {"m": StateDict(w=torch.ones(3))})
+    report = Snapshot(tmp_path / "s").convert(tmp_path / name)
+    assert report.format == expected
+    assert load(tmp_path / name)["w"].equal(torch.ones(3))
+
+
+def test_an_unknown_suffix_is_an_error_that_names_the_formats(tmp_path):
+    Snapshot.take(tmp_path / "s", {"m": StateDict(w=torch.ones(3))})
+    with pytest.raises(ValueError, match=r"the suffix must be .safetensors, .pt or .pth, got '.bin'; or pass to="):
+        Snapshot(tmp_path / "s").convert(tmp_path / "m.bin")
+    assert os.listdir(tmp_path) == ["s"]
+
+
+@pytest.mark.parametrize("verb", ["convert", "copy"])
+def test_an_old_spelling_names_the_new_one(tmp_path, verb):
+    with pytest.raises(TypeError, match=r"overwrite= has moved: pass Target\(url, overwrite=...\) as the target"):
+        getattr(Snapshot(tmp_path), verb)(tmp_path / "t", overwrite=True)
+
+
+def test_a_copy_keeps_its_format(tmp_path):
+    Snapshot.take(tmp_path / "s", {"m": StateDict(w=torch.ones(3))})
+    with pytest.raises(ValueError, match="to must be None for a copy"):
+        Snapshot(tmp_path / "s").copy(Target(tmp_path / "t", "dcp"))
+
+
 def test_names_that_dcp_joins_to_one_are_told(tmp_path):
     Snapshot.take(tmp_path / "s", {"m": StateDict({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}})})
     with pytest.raises(RestoreError, match="rename one of them"):
-        Snapshot(tmp_path / "s").convert(tmp_path / "d", "dcp")
+        Snapshot(tmp_path / "s").convert(Target(tmp_path / "d", "dcp"))
 
 
 def test_whether_something_is_there_is_a_question_that_any_file_answers(tmp_path):
@@ -278,10 +332,10 @@ def test_many_objects_are_read_together(tmp_path):
 def test_weights_of_another_kind_in_the_same_folder_stay(tmp_path):
     Snapshot.take(tmp_path / "s", {"m": StateDict({f"w{i}": torch.ones(1000) * i for i in range(6)})})
     snapshot = Snapshot(tmp_path / "s")
-    snapshot.convert(tmp_path / "hf", "safetensors", shard_bytes=8000)
+    snapshot.convert(Target(tmp_path / "hf", "safetensors", shard_bytes=8000))
     before = set(os.listdir(tmp_path / "hf"))
     for _ in range(2):
-        snapshot.convert(tmp_path / "hf", "dcp", overwrite=True)
+        snapshot.convert(Target(tmp_path / "hf", "dcp", overwrite=True))
     assert before < set(os.listdir(tmp_path / "hf"))
 
 
@@ -313,7 +367,7 @@ def test_new_names_lead_to_places_that_can_be(tmp_path):
     Snapshot.take(tmp_path / "s", {"p": StateDict(w=torch.ones(1)), "q": StateDict(z=torch.ones(2))})
     for to in ("snapshot", "torch", "dcp"):
         with pytest.raises(RestoreError, match="which is not a container"):
-            Snapshot(tmp_path / "s").convert(tmp_path / "t", to, rename={"q/z": "p/w/z"})
+            Snapshot(tmp_path / "s").convert(Target(tmp_path / "t", to), rename={"q/z": "p/w/z"})
     with pytest.raises(RestoreError, match="selection is empty"):
         Snapshot(tmp_path / "s").convert(tmp_path / "t", select=["p/**"], exclude=["p/**"])
     assert not (tmp_path / "t").exists()
@@ -335,10 +389,10 @@ def test_order_and_kind_of_what_has_no_names_of_statefuls_stay(tmp_path):
 
 def test_without_renames_nothing_that_is_read_is_replaced(cannot_rename):
     Snapshot.take("memory://here/s", {"m": StateDict(w=torch.ones(3))})
-    Snapshot("memory://here/s").convert("memory://here/hf", "safetensors")
+    Snapshot("memory://here/s").convert(Target("memory://here/hf", "safetensors"))
     with pytest.raises(ValueError, match="holds the source file"):
         Snapshot("memory://here/hf/model.safetensors").convert(
-            "memory://here/hf", "safetensors", dtype=torch.bfloat16, overwrite=True
+            Target("memory://here/hf", "safetensors", overwrite=True), dtype=torch.bfloat16
         )
     assert Snapshot("memory://here/hf").read_object("0/w").all()
 

@@ -18,6 +18,7 @@ from snapshot import (
     SnapshotExistsError,
     SnapshotNotFoundError,
     StateDict,
+    Target,
     UnsupportedFormatError,
 )
 from snapshot.events import add_handler, remove_handler
@@ -94,14 +95,14 @@ def test_a_copy_is_the_same_snapshot_in_files_of_its_own(tmp_path):
 def test_between_storages_of_every_kind(tmp_path, budget):
     snapshot = take(tmp_path / "a")
     with recording() as log:
-        snapshot.copy("recording+memory://copy/b", memory_budget_bytes=budget, overwrite=True)
+        snapshot.copy(Target("recording+memory://copy/b", overwrite=True), memory_budget_bytes=budget)
     if budget:
         assert max(each.nbytes for each in log.of("write")) <= 1 << 18, "the shortest part"
     assert [each.name for each in log.operations if each.name in ("put", "write", "commit")][-1] == "commit"
     expect_equal(Snapshot("memory://copy/b"), snapshot)
-    Snapshot("memory://copy/b").copy(f"file://{tmp_path}/c", memory_budget_bytes=budget, durable=False)
+    Snapshot("memory://copy/b").copy(Target(f"file://{tmp_path}/c", durable=False), memory_budget_bytes=budget)
     expect_equal(Snapshot(tmp_path / "c"), snapshot)
-    Snapshot("memory://copy/b").copy("memory://copy/c", memory_budget_bytes=budget, overwrite=True)
+    Snapshot("memory://copy/b").copy(Target("memory://copy/c", overwrite=True), memory_budget_bytes=budget)
     expect_equal(Snapshot("memory://copy/c"), snapshot)
 
 
@@ -145,7 +146,7 @@ def test_a_flipped_bit_anywhere_stops_the_copy_and_is_named(tmp_path):
         assert location in str(raised.value)
         assert not names(tmp_path / "b")
         met += 1
-        snapshot.copy(tmp_path / "unverified", verify=False, overwrite=True)
+        snapshot.copy(Target(tmp_path / "unverified", overwrite=True), verify=False)
         assert not Snapshot(tmp_path / "unverified").verify()
         file.write_bytes(good)
     assert met > 6
@@ -179,7 +180,7 @@ def test_whatever_fails_leaves_what_stood_there_and_nothing_else(tmp_path, schem
 
     before, kept = files(), old.metadata.save_id
     with recording() as log:
-        new.copy(f"recording+{target}x", overwrite=True)
+        new.copy(Target(f"recording+{target}x", overwrite=True))
     steps = [
         each.name for each in log.operations if each.name in ("create", "write", "finish", "put", "commit", "stat")
     ]
@@ -188,12 +189,12 @@ def test_whatever_fails_leaves_what_stood_there_and_nothing_else(tmp_path, schem
         for nth in range(1, steps.count(name) + 1):
             fault = faulty(on=name, nth=nth, error=OSError(28, "No space left on device"), must_happen=False)
             with fault as met, pytest.raises(SnapshotError):
-                new.copy(f"faulty+{target}", overwrite=True)
+                new.copy(Target(f"faulty+{target}", overwrite=True))
             assert met.hits, (name, nth)
             assert Snapshot(target).metadata.save_id == kept, (name, nth)
             assert files() == before, (name, nth)
     assert Snapshot(target).verify()
-    new.copy(target, overwrite=True)
+    new.copy(Target(target, overwrite=True))
     expect_equal(Snapshot(target), new)
 
 
@@ -207,7 +208,7 @@ def test_a_source_that_cannot_be_read_leaves_nothing(tmp_path):
 
 KILLED = """
 import os, signal, sys
-from snapshot import Snapshot
+from snapshot import Snapshot, Target
 from snapshot.testing.storages import tapped
 from snapshot.testing.storages import Tap
 
@@ -217,7 +218,7 @@ class Kill(Tap):
             os.kill(os.getpid(), signal.SIGKILL)
 
 with tapped("deadly", Kill()):
-    Snapshot(sys.argv[1]).copy("deadly+file://" + sys.argv[2], overwrite=True)
+    Snapshot(sys.argv[1]).copy(Target("deadly+file://" + sys.argv[2], overwrite=True))
 """
 
 
@@ -232,7 +233,7 @@ def test_a_copy_that_was_killed_left_nothing_that_the_next_one_does_not_clean(tm
     assert len(names(tmp_path / "t")) > len(names(tmp_path / "new"))
     assert Snapshot(tmp_path / "t").metadata.save_id == old.metadata.save_id
     assert Snapshot(tmp_path / "t").verify()
-    new.copy(tmp_path / "t", overwrite=True)
+    new.copy(Target(tmp_path / "t", overwrite=True))
     assert len(names(tmp_path / "t")) == len(names(tmp_path / "new"))
     expect_equal(Snapshot(tmp_path / "t"), new)
 
@@ -281,7 +282,7 @@ def test_of_two_copies_to_one_place_one_is_there(tmp_path):
 def test_a_part_is_a_snapshot_of_now_with_the_same_metadata(tmp_path):
     snapshot = take(tmp_path / "a")
     time.sleep(1.1)  # what `created` resolves
-    report = snapshot.copy(tmp_path / "b", ["m/w", "m/s*"], exclude=["**/sparse"])
+    report = snapshot.copy(tmp_path / "b", select=["m/w", "m/s*"], exclude=["**/sparse"])
     part = Snapshot(tmp_path / "b")
     assert part.verify()
     assert set(part.get_manifest()) == {"0/m", "0/m/w", "0/m/step"}
@@ -291,9 +292,9 @@ def test_a_part_is_a_snapshot_of_now_with_the_same_metadata(tmp_path):
     assert part.metadata.created > snapshot.metadata.created
     assert Snapshot.diff(snapshot, part, select=["m/w", "m/step"]).same
     with pytest.raises(SnapshotError, match="matches nothing"):
-        snapshot.copy(tmp_path / "c", ["nothing"])
+        snapshot.copy(tmp_path / "c", select=["nothing"])
     with pytest.raises(TypeError, match="one string"):
-        snapshot.copy(tmp_path / "c", "m")
+        snapshot.copy(tmp_path / "c", select="m")
 
 
 def test_what_cannot_be_meant_is_refused(tmp_path):
@@ -303,7 +304,7 @@ def test_what_cannot_be_meant_is_refused(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "a")
     for target in (tmp_path / "a", f"file://{tmp_path}/x/../a", tmp_path / "link"):
         with pytest.raises(ValueError, match="the destination is the source"):
-            snapshot.copy(target, overwrite=True)
+            snapshot.copy(Target(target, overwrite=True))
     with pytest.raises(ValueError, match="is inside the source"):
         snapshot.copy(tmp_path / "a" / "below")
     with pytest.raises(ValueError, match="above 0"):
@@ -312,7 +313,7 @@ def test_what_cannot_be_meant_is_refused(tmp_path):
         Snapshot(tmp_path / "none").copy(tmp_path / "c")
     saved(tmp_path / "theirs", {"w": torch.ones(3)})
     with pytest.raises(SnapshotExistsError, match=r"checkpoint of torch\.distributed\.checkpoint"):
-        snapshot.copy(tmp_path / "theirs", overwrite=True)
+        snapshot.copy(Target(tmp_path / "theirs", overwrite=True))
 
 
 def test_progress_and_the_event_say_what_passed(tmp_path, caplog):
@@ -347,7 +348,7 @@ def theirs(folder, kind):
         save_file(held, folder / "x.safetensors")
         return folder / "x.safetensors"
     Snapshot.take(folder / "ours", {"m": StateDict(**held)})
-    Snapshot(folder / "ours").convert(folder / "x", "safetensors", shard_bytes=100_000)
+    Snapshot(folder / "ours").convert(Target(folder / "x", "safetensors", shard_bytes=100_000))
     (folder / "x" / "config.json").write_text("{}")
     return folder / "x"
 
@@ -371,14 +372,14 @@ def test_others_checkpoints_are_copied_file_by_file_as_they_are(tmp_path, kind):
     assert Snapshot.diff(source, target).same
     with pytest.raises(SnapshotExistsError):
         Snapshot(source).copy(target)
-    Snapshot(source).copy(target, overwrite=True)
+    Snapshot(source).copy(Target(target, overwrite=True))
     with pytest.raises(UnsupportedFormatError, match="convert"):
-        Snapshot(source).copy(tmp_path / "part", ["w"])
+        Snapshot(source).copy(tmp_path / "part", select=["w"])
     with pytest.raises(ValueError, match="the destination is the source"):
-        Snapshot(source).copy(source, overwrite=True)
+        Snapshot(source).copy(Target(source, overwrite=True))
     with recording() as log:
         Snapshot(source).copy(
-            f"recording+memory://copy/{kind}{source.suffix}", overwrite=True, memory_budget_bytes=1 << 20
+            Target(f"recording+memory://copy/{kind}{source.suffix}", overwrite=True), memory_budget_bytes=1 << 20
         )
     assert Snapshot.diff(source, f"memory://copy/{kind}{source.suffix}").same
     made = [each.path for each in log.operations if each.name in ("write", "rename", "put")]
@@ -394,7 +395,7 @@ def test_an_index_may_be_named_itself(tmp_path):
     index.copy(tmp_path / "other" / "my.safetensors.index.json")
     assert Snapshot.diff(source, tmp_path / "other").same
     assert "my.safetensors.index.json" in names(tmp_path / "other")
-    index.copy(tmp_path / "folder", overwrite=True)
+    index.copy(Target(tmp_path / "folder", overwrite=True))
 
 
 def test_a_damaged_archive_is_not_copied(tmp_path):
@@ -416,7 +417,7 @@ def test_another_format_is_not_written_over(tmp_path):
     take(tmp_path / "ours")
     for kind in ("dcp", "folder"):
         with pytest.raises(SnapshotExistsError, match="another format"):
-            Snapshot(theirs(tmp_path / kind, kind)).copy(tmp_path / "ours", overwrite=True)
+            Snapshot(theirs(tmp_path / kind, kind)).copy(Target(tmp_path / "ours", overwrite=True))
     assert Snapshot(tmp_path / "ours").verify()
 
 
@@ -440,7 +441,7 @@ def test_a_copy_that_fails_leaves_the_others_checkpoint_that_stood_there(tmp_pat
     source, stands = theirs(tmp_path / "from", "dcp"), theirs(tmp_path / "there", "dcp")
     before = {each: (stands / each).read_bytes() for each in names(stands)}
     with faulty(on="write", error=OSError(28, "No space left on device")), pytest.raises(OSError, match="No space"):
-        Snapshot(source).copy(f"faulty+file://{stands}", overwrite=True)
+        Snapshot(source).copy(Target(f"faulty+file://{stands}", overwrite=True))
     assert {each: (stands / each).read_bytes() for each in names(stands)} == before
 
 
@@ -452,4 +453,4 @@ def test_torchsnapshot_s_are_copied_too(tmp_path):
     assert names(tmp_path / "a") == names(tmp_path / "b")
     assert Snapshot.diff(tmp_path / "a", tmp_path / "b").same
     with pytest.raises(SnapshotExistsError):
-        Snapshot(tmp_path / "a").copy(tmp_path / "b", overwrite=True)
+        Snapshot(tmp_path / "a").copy(Target(tmp_path / "b", overwrite=True))

@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from snapshot import CorruptSnapshotError, RestoreError, Snapshot, SnapshotNotFoundError, StateDict
+from snapshot import CorruptSnapshotError, RestoreError, Snapshot, SnapshotNotFoundError, StateDict, Target
 from snapshot.io.arena import arena
 from snapshot.plan import layout
 from snapshot.reports import MARKS
@@ -274,7 +274,7 @@ def test_other_formats_are_compared_by_reading(tmp_path, to):
     state = {"w": torch.randn(300, 400), "turned": torch.randn(30, 20).t(), "b": torch.ones(3), "empty": torch.empty(0)}
     values = {} if to == "safetensors" else {"step": 3, "lr": [0.1, 0.2]}
     Snapshot.take(tmp_path / "a", {"m": StateDict(**state, **values)})
-    Snapshot(tmp_path / "a").convert(tmp_path / "other", to)
+    Snapshot(tmp_path / "a").convert(Target(tmp_path / "other", to))
     rename = {"m": ""} if to == "safetensors" else None
     diff = Snapshot.diff(tmp_path / "a", tmp_path / "other", rename=rename)
     kinds = {each.path: each.what for each in diff}

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from snapshot import Snapshot, SnapshotError
+from snapshot import Snapshot, SnapshotError, Target
 from snapshot.cli import main
 from snapshot.manifest.document import decode_document
 from tests.helpers.incremental import take_steps
@@ -85,10 +85,10 @@ def test_a_part_of_a_snapshot_that_the_base_does_not_have_is_copied_and_converte
     _, snapshot = lean
     snapshot.copy(tmp_path / "part", select=["model/trained.*"])
     assert Snapshot(tmp_path / "part").verify()
-    snapshot.convert(tmp_path / "adapter.safetensors", "safetensors", select=["model/trained.*"])
+    snapshot.convert(Target(tmp_path / "adapter.safetensors", "safetensors"), select=["model/trained.*"])
     for verb in (
         lambda: snapshot.copy(tmp_path / "other", select=["model/*"]),
-        lambda: snapshot.convert(tmp_path / "all.safetensors", "safetensors"),
+        lambda: snapshot.convert(Target(tmp_path / "all.safetensors", "safetensors")),
         lambda: snapshot.convert(tmp_path / "all"),
     ):
         with pytest.raises(SnapshotError, match=r"has only what differs from .*step-0 \(save id [0-9a-f]{12}\)"):

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import snapshot
-from snapshot import CorruptSnapshotError, RestoreError, Snapshot, SnapshotNotFoundError, StateDict
+from snapshot import CorruptSnapshotError, RestoreError, Snapshot, SnapshotNotFoundError, StateDict, Target
 from snapshot.events import add_handler, remove_handler
 from tests.helpers.versions import ALONE, clear_sharding_cache, distribute
 
@@ -56,7 +56,7 @@ def sources(tmp_path_factory):
     """The same weights in every format."""
     folder = tmp_path_factory.mktemp("sources")
     save_file(WEIGHTS, folder / "alone.safetensors")
-    Snapshot(folder / "alone.safetensors").convert(folder / "several", "safetensors", shard_bytes=100_000)
+    Snapshot(folder / "alone.safetensors").convert(Target(folder / "several", "safetensors", shard_bytes=100_000))
     torch.save(WEIGHTS, folder / "torch.pt")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # no process group
@@ -80,7 +80,7 @@ def test_parts_of_all_formats(sources, name):
     expected["model.embed.weight"] = WEIGHTS["model.embed.weight"][100:300, 7:11]
     expected["model.experts.w1"] = WEIGHTS["model.experts.w1"][2]
     expected["model.norm.weight"] = WEIGHTS["model.norm.weight"][-5:]
-    same(snapshot.load(sources / name, plan=plan), expected)
+    same(snapshot.load(sources / name, parts=plan), expected)
 
 
 def test_names_are_those_of_an_export(tmp_path):
@@ -88,7 +88,7 @@ def test_names_are_those_of_an_export(tmp_path):
     more = StateDict({"a/b": torch.ones(2), "number": 3, "list": [torch.zeros(1), "text"]})
     for number, app in enumerate([{"model": model}, {"model": model, "more": more}]):
         Snapshot.take(tmp_path / f"{number}", app)
-        Snapshot(tmp_path / f"{number}").convert(tmp_path / f"{number}.safetensors", "safetensors")
+        Snapshot(tmp_path / f"{number}").convert(Target(tmp_path / f"{number}.safetensors", "safetensors"))
         same(snapshot.load(tmp_path / f"{number}"), load_file(tmp_path / f"{number}.safetensors"))
     got = snapshot.load(tmp_path / "1", select=["more/**"], exclude=["more/list/**"], rename={"more/a%2Fb": "more/c"})
     same(got, {"c": torch.ones(2)})
@@ -107,7 +107,7 @@ def test_tied_weights_share_memory_again(tmp_path):
     got = snapshot.load(tmp_path / "tied")
     assert got["a"] is got["b"]
     assert got["c"].data_ptr() != got["a"].data_ptr()
-    apart = snapshot.load(tmp_path / "tied", plan={"a": 1})
+    apart = snapshot.load(tmp_path / "tied", parts={"a": 1})
     assert torch.equal(apart["a"], weight[1])
     assert torch.equal(apart["b"], weight)
 
@@ -116,7 +116,7 @@ def test_memory_order_is_kept_for_whole_tensors(tmp_path):
     image = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
     Snapshot.take(tmp_path / "image", {"model": StateDict(image=image)})
     assert snapshot.load(tmp_path / "image")["image"].is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(snapshot.load(tmp_path / "image", plan={"image": [1, slice(1, 3)]})["image"], image[1, 1:3])
+    assert torch.equal(snapshot.load(tmp_path / "image", parts={"image": [1, slice(1, 3)]})["image"], image[1, 1:3])
 
 
 def test_a_device_without_data_reads_none(sources, tmp_path):
@@ -133,7 +133,7 @@ def test_everything_that_does_not_fit_is_raised_at_once_before_data_is_read(sour
     add_handler(seen.append)
     try:
         with pytest.raises(RestoreError) as raised:
-            snapshot.load(sources / "taken", plan={"**.weight": slice(0, 8, 2), "model.scale": 0, "model.mask": [7]})
+            snapshot.load(sources / "taken", parts={"**.weight": slice(0, 8, 2), "model.scale": 0, "model.mask": [7]})
     finally:
         remove_handler(seen.append)
     assert len(raised.value.mismatches) == 4
@@ -144,11 +144,11 @@ def test_everything_that_does_not_fit_is_raised_at_once_before_data_is_read(sour
         ({"nothing": 1}, RestoreError, "'nothing' matches no tensor"),
         ({"model.mask": "abc"}, RestoreError, "must be given by slices and ints, got 'abc'"),
         ({"model.mask": True}, RestoreError, "must be given by slices and ints, got True"),
-        ("text", TypeError, "plan must be a dict of slices"),
+        ("text", TypeError, "parts must be a dict of slices"),
         ((1, {}), TypeError, "DeviceMesh"),
     ]:
         with pytest.raises(error, match=text):
-            snapshot.load(sources / "taken", plan=bad)
+            snapshot.load(sources / "taken", parts=bad)
     with pytest.raises(RestoreError, match="matches nothing"):
         snapshot.load(sources / "taken", select=["absent/**"])
     with pytest.raises(SnapshotNotFoundError):
@@ -160,7 +160,7 @@ def test_an_error_of_the_callers_function_reaches_the_caller(sources):
         raise ZeroDivisionError(name)
 
     with pytest.raises(ZeroDivisionError):
-        snapshot.load(sources / "taken", plan=plan)
+        snapshot.load(sources / "taken", parts=plan)
 
 
 def test_two_paths_of_one_name_are_refused(tmp_path):
@@ -178,7 +178,7 @@ def test_damage_is_found_unless_verification_is_off(tmp_path):
     file.write_bytes(content)
     with pytest.raises(CorruptSnapshotError, match="digest"):
         snapshot.load(tmp_path / "taken")
-    assert snapshot.load(tmp_path / "taken", plan={"w": slice(0, 10)})["w"].eq(0).all()
+    assert snapshot.load(tmp_path / "taken", parts={"w": slice(0, 10)})["w"].eq(0).all()
     assert snapshot.load(tmp_path / "taken", verify=False)["w"].count_nonzero() == 1
     file.write_bytes(content[:-4])
     with pytest.raises(CorruptSnapshotError):
@@ -192,7 +192,7 @@ class Odd:
 def test_a_tensor_that_only_a_pickle_creates_needs_permission(tmp_path):
     torch.save({"w": torch.ones(3), "odd": Odd()}, tmp_path / "w.pt")
     same(snapshot.load(tmp_path / "w.pt"), {"w": torch.ones(3)})
-    same(snapshot.load(tmp_path / "w.pt", allow_pickle=True), {"w": torch.ones(3)})
+    same(snapshot.load(Snapshot(tmp_path / "w.pt", allow_pickle=True)), {"w": torch.ones(3)})
 
 
 def test_progress_counts_all_bytes(sources):
@@ -221,7 +221,7 @@ def test_any_box_of_any_format_is_what_indexing_gives(sources, data):
         for tensor, held in WEIGHTS.items()
     }
     given = plan if data.draw(st.booleans()) else lambda tensor, shape: plan[tensor]
-    same(snapshot.load(sources / name, plan=given, dtype=dtype, memory_budget_bytes=1 << 20), expected)
+    same(snapshot.load(sources / name, parts=given, dtype=dtype, memory_budget_bytes=1 << 20), expected)
 
 
 # Meshes
@@ -261,7 +261,7 @@ def test_each_rank_of_a_mesh_reads_its_own_shards(sources, world, name, shape, p
         world(rank, 8)
         mesh = init_device_mesh("cpu", shape)
         exclude = ["**/*scale", "**/*mask", "**/*empty"] if name != "even.safetensors" else []
-        got = snapshot.load(sources / name, plan=(mesh, placed), exclude=exclude)
+        got = snapshot.load(sources / name, parts=(mesh, placed), exclude=exclude)
         assert got.keys() == weights.keys()
         for key, value in got.items():
             found = next((each for glob, each in placed.items() if glob.strip("*") in f".{key}"), None)
@@ -280,23 +280,23 @@ def test_placements_that_do_not_fit(sources, world):
     with pytest.raises(RestoreError) as raised:
         snapshot.load(
             sources / "taken",
-            plan=(mesh, {"model.scale": [Shard(0), Shard(0)], "model.mask": Shard(0), "**": [Shard(5)] * 2}),
+            parts=(mesh, {"model.scale": [Shard(0), Shard(0)], "model.mask": Shard(0), "**": [Shard(5)] * 2}),
         )
     assert len(raised.value.mismatches) == len(WEIGHTS)
     with pytest.raises(RestoreError, match="'none' matches no tensor"):
-        snapshot.load(sources / "taken", plan=(mesh, {"none": Shard(0)}))
+        snapshot.load(sources / "taken", parts=(mesh, {"none": Shard(0)}))
     with pytest.raises(ValueError, match="device must be of the mesh's type 'cpu', got 'meta'"):
-        snapshot.load(sources / "taken", device="meta", plan=(mesh, {}))
+        snapshot.load(sources / "taken", device="meta", parts=(mesh, {}))
     world(0, 6)
     mesh = init_device_mesh("cpu", (3, 2))
     save_file({"w": torch.arange(7)}, sources / "uneven.safetensors")
     with pytest.raises(RestoreError, match="ambiguous"):
-        snapshot.load(sources / "uneven.safetensors", plan=(mesh, {"w": [_StridedShard(0, split_factor=2), Shard(0)]}))
+        snapshot.load(sources / "uneven.safetensors", parts=(mesh, {"w": [_StridedShard(0, split_factor=2), Shard(0)]}))
 
 
 def test_a_rank_outside_the_mesh_gets_no_data(sources, world):
     world(3, 4)
     mesh = DeviceMesh("cpu", [0, 1])
-    got = snapshot.load(sources / "taken", plan=(mesh, {"**.weight": Shard(0)}))
+    got = snapshot.load(sources / "taken", parts=(mesh, {"**.weight": Shard(0)}))
     assert {each.to_local().numel() for each in got.values()} == {0}
     assert got["model.embed.weight"].shape == (700, 90)

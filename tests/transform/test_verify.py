@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from snapshot import CorruptSnapshotError, Snapshot, SnapshotNotFoundError, StateDict, StorageError
+from snapshot import CorruptSnapshotError, Snapshot, SnapshotNotFoundError, StateDict, StorageError, Target
 from snapshot.testing import faulty, recording
 from snapshot.transform import verify
 from snapshot.transform.sources import stat_files
@@ -80,12 +80,12 @@ def test_quick_finds_a_manifest_whose_tree_is_none(tmp_path):
 
 
 def test_without_digests_it_is_said_what_that_means(tmp_path, taken):
-    taken.convert(tmp_path / "m.safetensors", "safetensors")
+    taken.convert(Target(tmp_path / "m.safetensors", "safetensors"))
     report = Snapshot(tmp_path / "m.safetensors").verify()
     assert report.ok
     assert report.unverifiable == 11
     assert "structure only, 11 entries cannot be verified" in str(report)
-    taken.convert(tmp_path / "m.pt", "torch")
+    taken.convert(Target(tmp_path / "m.pt", "torch"))
     report = Snapshot(tmp_path / "m.pt").verify()
     assert (report.unverifiable, "every byte matches its digest" in str(report)) == (0, True)
 
@@ -224,7 +224,7 @@ def test_every_format_goes_on_where_it_was(tmp_path, monkeypatch):
     monkeypatch.setattr(verify, "STRETCH", 64 * KiB)
     snapshot = Snapshot.take(tmp_path / "s", {"m": StateDict(**state())})
     for to in ("dcp", "torch", "safetensors"):
-        snapshot.convert(tmp_path / to, to)
+        snapshot.convert(Target(tmp_path / to, to))
         with recording() as log:
             plain = Snapshot(f"recording+file://{tmp_path}/{to}").verify(resume=tmp_path / "n")
         reads = len(log.of("read_into"))

@@ -20,7 +20,7 @@ def state():
 def test_a_writer_process_compresses(tmp_path, budget):
     app = state()
     pending = Snapshot.async_take(
-        tmp_path / "s", app, worker="process", compression="zstd", memory_budget_bytes=budget, verify_writes=True
+        tmp_path / "s", app, worker="process", compression="zstd", memory_budget_bytes=budget, read_back=True
     )
     snapshot = pending.wait()
     assert snapshot.metadata.format == "snapshot/2"
