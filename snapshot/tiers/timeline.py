@@ -115,8 +115,8 @@ class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def last(self) -> Attempt | None:
-        """The last attempt, published or pending."""
-        return self.pending[-1] if self.pending else self.tip
+        """The last attempt, published or pending. One that another was published instead of is not the last."""
+        return self.pending[-1] if self.pending and self.pending[-1].number > self.number else self.tip
 
     def has(self, name: str) -> bool:
         """Return True if an attempt is published."""
@@ -160,6 +160,21 @@ class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
         found = self.conflicts()
         if found:
             raise forked_error(found[0], next((each for each in found[1:] if each.number > self.number), self.tip))
+
+    def without_vain(self, stepped: Collection[str]) -> Facts:
+        """Return the facts without pending attempts that are in conflict and have no steps, so that no fork is left.
+
+        A job that ended before its first take leaves one. `stepped`: the attempts that have steps.
+        """
+        kept = self.with_ancestors(stepped)
+        names, numbers = {each.name for each in kept}, {each.number for each in kept}
+        for each in self.pending:
+            begins = each.parent is None or self.has(each.parent.attempt) or each.parent.attempt in names
+            if begins and each.number > self.number and each.number not in numbers:
+                kept.append(each)
+                names.add(each.name)
+                numbers.add(each.number)
+        return Facts(self.number, self.published).with_pending(kept)
 
     def lacks(self, copy: Facts) -> bool:
         """Return True if these, the facts of a root, lack what a host has seen published: the run was deleted."""
@@ -289,12 +304,14 @@ def settle_run(root: Facts | None, hosts: Sequence[Sequence[Copy]], far: str) ->
         if not recent:
             return Settled("", Facts())
         run = max(recent, key=recent.count)
-        facts = Facts()
-        for each in (copy for copies in hosts for copy in copies):
-            facts = facts.unite(each.facts) if each.run == run else facts
+        facts, stepped = Facts(), set[str]()
+        for each in (copy for copies in hosts for copy in copies if copy.run == run):
+            facts = facts.unite(each.facts)
+            stepped |= each.stepped
+        facts = facts.without_vain(stepped)
         facts.expect_no_fork()
         return Settled(run, facts)
-    united, stepped = root, set[str]()
+    united, stepped = root, set()
     for each in (copy for copies in hosts for copy in copies):
         if not root.lacks(each.facts):
             united = united.with_pending(each.facts.pending)

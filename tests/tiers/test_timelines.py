@@ -206,6 +206,30 @@ def test_a_dead_job_without_the_root_is_continued_by_the_next_one(tmp_path, host
     assert len(numbers) == 4
 
 
+def test_an_attempt_without_a_take_is_not_a_fork_for_a_later_job(tmp_path, hosts):
+    """It stayed on the host when another one got its number. Without the root, no job could begin there any more."""
+    far = tmp_path / "far"
+    with manager_of(far, hosts("a"), grace=0) as manager:
+        take_until_far(manager, 10)
+    up = down(far)
+    with manager_of(far, hosts("a"), grace=0) as manager:
+        assert manager.restore_latest(state(-1), offline=True) == 10
+    stop_uploaders(hosts("a"))
+    up()
+    with manager_of(far, hosts("a"), grace=0) as manager:
+        assert manager.restore_latest(state(-1)) == 10
+        take_until_far(manager, 20)
+    stop_uploaders(hosts("a"))
+    up = down(far)
+    with manager_of(far, hosts("a"), grace=0) as manager:
+        assert manager.restore_latest(state(-1), offline=True) == 20
+        manager.take(30, state(30))
+        assert manager.restore_latest(state(-1), offline=True) == 30
+    stop_uploaders(hosts("a"))
+    up()
+    assert restored(far, hosts("a")) == 30
+
+
 @pytest.mark.parametrize("near", [True, False])
 def test_a_far_root_that_is_a_file_is_an_error(tmp_path, hosts, near):
     (tmp_path / "far").write_text("")
