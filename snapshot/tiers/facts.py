@@ -14,8 +14,6 @@ from collections.abc import Collection, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-import msgspec
-
 from snapshot.errors import (
     CorruptSnapshotError,
     SnapshotError,
@@ -25,6 +23,7 @@ from snapshot.errors import (
 )
 from snapshot.events import log
 from snapshot.io.storage import ABSENT, ANYTHING, Storage
+from snapshot.tiers.near_steps import NearFolder
 from snapshot.tiers.timeline import (
     Attempt,
     Copy,
@@ -32,9 +31,11 @@ from snapshot.tiers.timeline import (
     Parent,
     RunDeletedError,
     RunForkedError,
+    attempt_of,
     decode_attempt,
     decode_facts,
     decode_record,
+    encode_attempt,
     encode_facts,
     forked_error,
     new_name,
@@ -240,7 +241,7 @@ def store_copy(folder: str, facts: Facts) -> None:
         os.makedirs(f"{folder}/{FOLDER}", mode=0o700, exist_ok=True)
         for name, data in _files_of(facts):
             path = f"{folder}/{FOLDER}/{name}"
-            if not os.path.exists(path) or (_FACT.fullmatch(name) and _read(path) != data):
+            if not os.path.exists(path) or _read(path) != data:
                 aside = f"{path}.{secrets.token_hex(4)}.tmp"
                 try:
                     with open(aside, "wb") as file:
@@ -261,7 +262,7 @@ def _files_of(facts: Facts) -> Iterator[tuple[str, bytes]]:
     if facts.published:
         yield path_of(facts.number).rpartition("/")[2], encode_facts(facts)
     for each in facts.pending:
-        yield f"{each.name}.json", msgspec.json.encode(each)
+        yield f"{each.name}.json", encode_attempt(each)
 
 
 def _remove_old_copies(folder: str, facts: Facts) -> None:
@@ -297,10 +298,18 @@ def _used_in(folder: str) -> int:
 
 def read_copies(near: str) -> list[Copy]:
     """Return the facts of all runs in a near root."""
-    found = []
-    for entry in os.scandir(near):
-        if entry.is_dir(follow_symlinks=False):
-            facts = read_copy(entry.path)
-            if any(each.run == entry.name for each in (*facts.published, *facts.pending)):
-                found.append(Copy(entry.name, facts, used=_used_in(entry.path)))
-    return found
+    found = [copy_in(entry.path) for entry in os.scandir(near) if entry.is_dir(follow_symlinks=False)]
+    return [each for each in found if any(at.run == each.run for at in (*each.facts.published, *each.facts.pending))]
+
+
+def copy_in(folder: str) -> Copy:
+    """Return the facts in the folder of a run. Those that are damaged there are read from the steps."""
+    facts, name = read_copy(folder), os.path.basename(folder)
+    steps = NearFolder(folder).steps_of(name).values()
+    took = {each.name: each for step in steps if (each := attempt_of(step.head.metadata)) is not None}
+    return Copy(
+        name,
+        facts.with_pending(each for each in took.values() if facts.find(each.name) is None),
+        frozenset(step.origin.attempt for step in steps),
+        _used_in(folder),
+    )

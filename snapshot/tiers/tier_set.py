@@ -24,7 +24,7 @@ from snapshot.tiers.manifests import Keepers, fetch_manifests, read_manifest
 from snapshot.tiers.near_steps import PINNED, NearFolder, NearStep
 from snapshot.tiers.replicas import heal_step
 from snapshot.tiers.sources import Place, StepSources
-from snapshot.tiers.timeline import KEY, Facts, Line, Origin, Parent, RunDeletedError, Standing, forked_error
+from snapshot.tiers.timeline import Facts, Line, Origin, Parent, RunDeletedError, Standing, forked_error, note_of
 from snapshot.tiers.upload_queue import UploadState
 from snapshot.tiers.uploader_link import ANSWERS, STARTS, UploaderLink
 from snapshot.tiers.uploader_process import ensure_uploader
@@ -83,8 +83,7 @@ class TierSet(FarSteps):
         attempt = self.member.attempt
         assert attempt is not None, "a take begins an attempt"
         self._order += 1
-        origin = Origin(self.member.run, attempt.number, attempt.name, self._order, replaces)
-        return {KEY: origin._asdict()}
+        return note_of(attempt, self._order, replaces=replaces)
 
     def free_bytes(self) -> int:
         """Return the free space of the near folder."""

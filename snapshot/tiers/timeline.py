@@ -11,6 +11,7 @@ import hashlib
 import re
 import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -84,6 +85,22 @@ def origin_of(metadata: Mapping[str, Any]) -> Origin:
         }:
             return Origin(run, number, attempt, order, replaces)
     return NO_ORIGIN
+
+
+def note_of(attempt: Attempt, order: int, *, replaces: bool) -> dict[str, Any]:
+    """Return the metadata of a take. It has the attempt, too, since the fact may be damaged where it is stored."""
+    origin = Origin(attempt.run, attempt.number, attempt.name, order, replaces)
+    return {KEY: {**origin._asdict(), "began": msgspec.to_builtins(attempt)}}
+
+
+def attempt_of(metadata: Mapping[str, Any]) -> Attempt | None:
+    """Return the attempt that took a step, if its metadata has it."""
+    note = metadata.get(KEY)
+    with suppress(msgspec.ValidationError, CorruptSnapshotError):
+        found = msgspec.convert(note.get("began") if isinstance(note, dict) else None, Attempt)
+        _checked(Facts(0, (), (found,)), KEY)
+        return found if found.name == origin_of(metadata).attempt else None
+    return None
 
 
 class Standing(StrEnum):
@@ -335,21 +352,33 @@ def new_name() -> str:
 
 def encode_facts(facts: Facts) -> bytes:
     """Return the file of the last published fact: it repeats all earlier ones, so that they may be deleted."""
-    body = msgspec.json.encode(Facts(facts.number, facts.published))
+    return _with_digest(msgspec.json.encode(Facts(facts.number, facts.published)))
+
+
+def encode_attempt(attempt: Attempt) -> bytes:
+    """Return the file of an attempt that is not published yet."""
+    return _with_digest(msgspec.json.encode(attempt))
+
+
+def _with_digest(body: bytes) -> bytes:
     return body + b"\n" + hashlib.sha256(body).hexdigest().encode() + b"\n"
+
+
+def _without_digest(data: bytes, where: object) -> bytes:
+    body, _, digest = data.rstrip(b"\n").rpartition(b"\n")
+    if hashlib.sha256(body).hexdigest().encode() != digest:
+        raise CorruptSnapshotError(f"{where}: not a fact of a run: its digest is wrong")
+    return body
 
 
 def decode_facts(data: bytes, where: object) -> Facts:
     """Return the facts in a file. Raise CorruptSnapshotError if a byte differs."""
-    body, _, digest = data.rstrip(b"\n").rpartition(b"\n")
-    if hashlib.sha256(body).hexdigest().encode() != digest:
-        raise CorruptSnapshotError(f"{where}: not a fact of a run: its digest is wrong")
-    return _checked(_decode(body, Facts, where), where)
+    return _checked(_decode(_without_digest(data, where), Facts, where), where)
 
 
 def decode_attempt(data: bytes, where: object) -> Attempt:
-    """Return an attempt that a host has stored."""
-    found: Attempt = _decode(data, Attempt, where)
+    """Return an attempt that a host has stored. Raise CorruptSnapshotError if a byte differs."""
+    found: Attempt = _decode(_without_digest(data, where), Attempt, where)
     _checked(Facts(0, (), (found,)), where)
     return found
 

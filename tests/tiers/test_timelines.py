@@ -230,6 +230,32 @@ def test_an_attempt_without_a_take_is_not_a_fork_for_a_later_job(tmp_path, hosts
     assert restored(far, hosts("a")) == 30
 
 
+@pytest.mark.parametrize("how", ["step", "far", "lost"])
+def test_a_damaged_attempt_does_not_hide_its_steps(tmp_path, hosts, how):
+    """One bit in the only copy of it made a restore ignore committed steps, or remove those before them."""
+    far = tmp_path / "far"
+    with manager_of(far, hosts("a"), upload=1, keep_near=None) as manager:
+        take_until_far(manager, 10, 12)
+    up = down(far)
+    with manager_of(far, hosts("a"), grace=0, keep_near=None) as manager:
+        assert manager.restore_latest(state(-1), offline=True) == 12
+        manager.take(20, state(20))
+    stop_uploaders(hosts("a"))
+    up()
+    [folder] = runs_in(hosts("a"))
+    [attempt] = read_copy(str(folder)).pending
+    path = folder / f".run/{attempt.name}.json"
+    if how == "lost":
+        path.unlink()
+    else:
+        flip(path, path.read_bytes().index(b",12," if how == "step" else b"/far") + 2)
+    with manager_of(far, hosts("a"), upload=1, keep_near=None) as manager:
+        assert manager.restore_latest(state(-1)) == 20
+        assert manager.steps() == [10, 12, 20]
+        take_until_far(manager, 30)
+    assert facts_in(far).find(attempt.name) == attempt
+
+
 @pytest.mark.parametrize("near", [True, False])
 def test_a_far_root_that_is_a_file_is_an_error(tmp_path, hosts, near):
     (tmp_path / "far").write_text("")
