@@ -135,7 +135,7 @@ class ManagerTiers:
         if not tiers.member.leads:  # its host's lowest rank looks
             return tiers.member.fault
         if not tiers.member.fault:
-            tiers.remove_off(step)
+            tiers.remove_unusable(step)
             if not replaces:
                 tiers.expect_own(step)
         fault = tiers.near_fault()

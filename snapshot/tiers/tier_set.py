@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from snapshot.errors import SnapshotError, SnapshotExistsError, StorageError, StorageNotFoundError
@@ -29,6 +29,8 @@ from snapshot.tiers.upload_queue import UploadState
 from snapshot.tiers.uploader_link import ANSWERS, STARTS, UploaderLink
 from snapshot.tiers.uploader_process import ensure_uploader
 
+Kept = Callable[[Sequence[NearStep], Collection[int]], set[int]]
+"""Return the steps that a policy keeps. Arguments: near steps, and numbers of damaged ones."""
 MOST_HELD = 4
 """Steps before the newest that wait for their replicas before older ones are removed."""
 SPARE = 1.05
@@ -236,8 +238,9 @@ class TierSet(FarSteps):
         fetch_manifests(self.folder, member, manifests)
         self.link.register()
 
-    def remove_off(self, step: int) -> None:
-        """Remove a near snapshot of a step that is off the line, so that the step can be taken."""
+    def remove_unusable(self, step: int) -> None:
+        """Remove a near snapshot of a step that is damaged or off the line, so that the step can be taken."""
+        self.folder.remove_damaged(step, "the step is taken again")
         near = self.folder.steps().get(step)
         if near is not None and Line(self.member.facts).standing(step, near.save_id, near.origin) == Standing.OFF:
             log.warning("step-%s: removed: the run continues without it", step)
@@ -265,10 +268,10 @@ class TierSet(FarSteps):
 
     # Retention
 
-    def prune(self, upto: int, kept: Callable[[Sequence[NearStep]], set[int]], spared: Callable[[int], bool]) -> None:
+    def prune(self, upto: int, kept: Kept, spared: Callable[[int], bool]) -> None:
         """Remove near steps before `upto`, which was just committed, that are neither kept nor wanted far.
 
-        `kept`: the steps that the policy keeps, of those that are near. `spared`: steps that are in use.
+        `kept`: the steps that the policy keeps, of near and damaged ones. `spared`: steps that are in use.
         """
         if self.member.fault or not self.member.leads:
             return
@@ -282,7 +285,7 @@ class TierSet(FarSteps):
             for step, near in self.folder.steps_of(self.member.run).items()
             if line.standing(step, near.save_id, near.origin) == Standing.ON
         }
-        keep = kept([each for step, each in steps.items() if step <= upto])
+        keep = kept([each for step, each in steps.items() if step <= upto], ())
         safe = len(self.member.hosts) == 1 or not self.options.replicas
         newest = max((step for step, each in status.steps.items() if safe or each.replicated), default=-1)
         if len(steps) > len(keep) + MOST_HELD:  # a partner that is lost must not fill the folder
@@ -295,7 +298,9 @@ class TierSet(FarSteps):
             if not os.path.exists(f"{self.folder.step_path(step)}/{PINNED}"):
                 self.folder.remove(step, near.save_id)
         self.folder.remove_leftovers(upto, spared)
-        self.folder.remove_damaged(min(keep, default=upto), spared)
+        damaged = [step for step in self.folder.damaged() if step < min(upto, newest) and not spared(step)]
+        for step in set(damaged).difference(kept([*steps.values()], damaged) if damaged else ()):
+            self.folder.remove_damaged(step, "the policy does not keep it")
 
     def look_for_later_attempt(self, step: int) -> None:
         """Record that the line of the run has left this job's attempt before a step, or that the run has forked.
@@ -320,10 +325,10 @@ class TierSet(FarSteps):
         elif attempt.number <= facts.number:
             self.superseded = forked_error(attempt, facts.tip)
 
-    def make_room(self, kept: Callable[[Sequence[NearStep]], set[int]]) -> bool:
+    def make_room(self, kept: Kept) -> bool:
         """Give up the upload of the oldest step that waits for one, if the policy then lets it go."""
         status = self.ask(Request("status"), ANSWERS)
-        keep = kept(list(self.folder.steps().values()))
+        keep = kept(list(self.folder.steps().values()), ())
         waiting = sorted(step for step, each in status.steps.items() if each.far.is_open)
         waiting = [step for step in waiting if step not in keep and step != max(status.steps)]
         if not waiting:

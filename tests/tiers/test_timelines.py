@@ -11,7 +11,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from snapshot import KeepLatest, Near, Snapshot, SnapshotError, SnapshotManager, StorageError
+from snapshot import KeepEvery, KeepLatest, Near, Snapshot, SnapshotError, SnapshotManager, StorageError
 from snapshot.cli import main
 from snapshot.plugins.file.file_storage import FileStorage
 from snapshot.testing import FaultProxy
@@ -456,6 +456,36 @@ def test_a_near_step_with_a_damaged_manifest_is_removed(tmp_path, hosts):
         manifest.write_bytes(b"damaged")
         take_until_far(manager, 20, 30, 40)
     assert {path.name for path in runs_in(hosts("a"))[0].glob("step-*")} == {"step-30", "step-40"}
+
+
+def test_a_near_step_with_a_damaged_manifest_is_removed_between_steps_that_are_kept(tmp_path, hosts):
+    policy = KeepLatest(2) | KeepEvery(100)
+    with manager_of(tmp_path / "far", hosts("a"), keep_near=policy) as manager:
+        take_until_far(manager, 100, 110, 200)
+        for step in (110, 200):
+            flip(runs_in(hosts("a"))[0] / f"step-{step}/.snapshot_metadata")
+        take_until_far(manager, 210, 220, 230)
+    left = {path.name for path in runs_in(hosts("a"))[0].glob("step-*")}
+    assert left == {"step-100", "step-200", "step-220", "step-230"}  # other hosts may have the manifest of step 200
+
+
+@pytest.mark.parametrize("at", [30, -40])
+def test_a_near_step_with_a_damaged_manifest_is_taken_again(tmp_path, hosts, at):
+    """Each job restored the step before it, and then failed at this one."""
+    far = tmp_path / "far"
+    with manager_of(far, hosts("a"), upload=None, grace=0, keep_near=None) as manager:
+        manager.async_take(10, state(10)).wait("far", timeout=60)
+        manager.take(20, state(20))
+        stop_uploaders(hosts("a"))
+    stop_uploaders(hosts("a"))
+    shutil.rmtree(far / "step-20", ignore_errors=True)
+    flip(runs_in(hosts("a"))[0] / "step-20/.snapshot_metadata", at)
+    with manager_of(far, hosts("a")) as manager:
+        assert manager.restore_latest(state(-1)) == 10
+        manager.take(20, state(22))
+        live = state(-1)
+        assert manager.restore_latest(live) == 20
+        assert holds(live, 22)
 
 
 def test_a_record_of_an_earlier_version_is_carried_over(tmp_path, hosts):
