@@ -490,7 +490,7 @@ class SnapshotManager:
         if self._writers is None:
             return self._snapshot(number)
         made = ManagedSnapshot(self._path(number), self._pg, self._root.options, allow_pickle=self._allow_pickle)
-        made.on_restored = self._writers.take_over
+        made.on_restored = self._writers.take_over_now
         return made
 
     def _snapshot(self, step: int) -> Snapshot:

@@ -74,8 +74,13 @@ class Writers:
         """Record the steps that are there at the beginning."""
         self._known = {(step, stat.token) for step, stat in committed.items()}
 
+    def take_over_now(self, metadata: Mapping[str, Any]) -> None:
+        """Continue the run with a restored step. The steps that are there at the next take belong to it."""
+        self.take_over(metadata)
+        self._known = None
+
     def take_over(self, metadata: Mapping[str, Any]) -> None:
-        """Continue the run with a restored step, whose metadata is given."""
+        """Continue the run with a restored step, whose metadata is given. `begin` was called before."""
         before = writer_of(metadata)
         self._own = self._next((*before.ancestors, before.attempt) if before is not None else ())
         self._mine.add(self._own.attempt)
