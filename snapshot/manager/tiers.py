@@ -89,7 +89,8 @@ class ManagerTiers:
         if self._set is not None:
             self._set.close()
         self._patience = min(FAR_PATIENCE, exchange.timeout)
-        self._set = made = TierSet(self.options, join(exchange, self.options, self._patience, needs_far=needs_far))
+        member = join(exchange, self.options, self._patience, needs_far=needs_far)
+        self._set = made = TierSet(self.options, member, self._patience)
         if not made.member.fault:
             leave_metrics(made.member.folder, exchange.rank)
         near = Root(URL("near", made.member.folder), None)

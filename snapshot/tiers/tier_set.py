@@ -19,7 +19,7 @@ from snapshot.tiers.control import ControlClient, Registration, Request, Status,
 from snapshot.tiers.facts import limited, publish_pending, read_copy, read_facts, store_copy
 from snapshot.tiers.far_steps import FarSteps
 from snapshot.tiers.hosts import job_address
-from snapshot.tiers.join import FAR_PATIENCE, Begun, Membership, TierOptions, begin_attempt
+from snapshot.tiers.join import Begun, Membership, TierOptions, begin_attempt
 from snapshot.tiers.manifests import Keepers, fetch_manifests, read_manifest
 from snapshot.tiers.near_steps import PINNED, NearFolder, NearStep
 from snapshot.tiers.replicas import heal_step
@@ -40,8 +40,9 @@ SPARE = 1.05
 class TierSet(FarSteps):
     """The tiers, after the ranks have joined."""
 
-    def __init__(self, options: TierOptions, member: Membership) -> None:
+    def __init__(self, options: TierOptions, member: Membership, patience: float) -> None:
         self.options = options
+        self.patience = patience
         self.member = member
         self.folder = NearFolder(member.folder)
         self.link = UploaderLink(member.folder, self._connect, self._registration)
@@ -210,14 +211,14 @@ class TierSet(FarSteps):
 
     def begin(self, parent_of: Callable[[Facts], Parent | None], *, far: bool = True) -> Begun | None:
         """Begin an attempt of this job, on the leader. None if another one was published since the facts were read."""
-        return begin_attempt(self.options, self.member, parent_of, FAR_PATIENCE, far=far)
+        return begin_attempt(self.options, self.member, parent_of, self.patience, far=far)
 
     def publish_attempt(self) -> None:
         """Publish this job's attempt before a take that is written far, else no reader there would know it."""
         member, attempt = self.member, self.member.attempt
         if member.leads and member.index == 0 and attempt is not None and not member.facts.has(attempt.name):
             with contextlib.suppress(StorageError):  # the take reports it
-                self.read_far({attempt.name}, FAR_PATIENCE)
+                self.read_far({attempt.name}, self.patience)
 
     def began(self, begun: Begun, manifests: Mapping[int, Keepers]) -> None:
         """Go on with an attempt that the leader has begun. Remove the steps that are off its line.

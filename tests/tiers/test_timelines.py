@@ -15,6 +15,7 @@ from snapshot import KeepEvery, KeepLatest, Near, Snapshot, SnapshotError, Snaps
 from snapshot.cli import main
 from snapshot.plugins.file.file_storage import FileStorage
 from snapshot.testing import FaultProxy
+from snapshot.tiers import tier_set
 from snapshot.tiers.control import Request
 from snapshot.tiers.facts import read_copy
 from snapshot.tiers.timeline import RunForkedError, decode_facts
@@ -600,3 +601,46 @@ def test_a_take_does_not_wait_longer_for_the_root_than_the_manager_allows(tmp_pa
         began = time.monotonic()
         manager.take(10, state(10))
         assert time.monotonic() - began < 15
+
+
+def test_a_root_that_hangs_later_does_not_hold_up_a_wait_or_a_restore(tmp_path, hosts, monkeypatch):
+    """A look for a step that is not near any more, and the publication after a restore, waited for 20 seconds."""
+    far, hangs = tmp_path / "far", False
+
+    def hang(name):
+        call = getattr(FileStorage, name)
+
+        async def called(storage, *args, **options):
+            if hangs and str(far) in storage.url.location:
+                await asyncio.sleep(60)
+            return await call(storage, *args, **options)
+
+        monkeypatch.setattr(FileStorage, name, called)
+
+    for name in ("list", "get", "stat", "put"):
+        hang(name)
+    begin = tier_set.begin_attempt
+
+    def begin_later(*args, **options):
+        nonlocal hangs
+        hangs = True
+        began = time.monotonic()
+        begun = begin(*args, **options)
+        hangs = False
+        assert time.monotonic() - began < 12
+        return begun
+
+    with manager_of(far, hosts("a"), grace=0, upload=None, timeout=2) as manager:
+        manager.async_take(10, state(10)).wait("far", timeout=60)
+        pending = manager.async_take(20, state(20))
+        pending.wait()
+        [folder] = runs_in(hosts("a"))
+        (folder / "step-20/.snapshot_metadata").unlink()
+        hangs = True
+        began = time.monotonic()
+        with pytest.raises(TimeoutError, match="step-20: not in"):
+            pending.wait("far", timeout=1)
+        assert time.monotonic() - began < 12
+        hangs = False
+        monkeypatch.setattr(tier_set, "begin_attempt", begin_later)
+        assert manager.restore_latest(state(-1)) == 10
