@@ -109,7 +109,10 @@ async def mend_facts(storage: Storage, copies: Sequence[Copy]) -> Facts:
         return await read_facts(storage)
     except CorruptSnapshotError as error:
         number = max(await _list_numbers(storage), default=0)
-        copy = next((each.facts for each in copies if each.facts.published and each.facts.number >= number), None)
+        path = path_of(number) if number else RECORD
+        lines = (await storage.get(path, limit=LONGEST)).splitlines()
+        before = await _read_before(storage, number)
+        copy = next((each.facts for each in copies if _fits(each.facts, number, lines, before)), None)
         if copy is None:
             raise CorruptSnapshotError(
                 f"{error}; no host has a copy, so delete the file to continue from the attempt before it"
@@ -117,6 +120,26 @@ async def mend_facts(storage: Storage, copies: Sequence[Copy]) -> Facts:
         log.warning("%s: it is written again from the copy of a host", error)
         await storage.put(path_of(copy.number), encode_facts(copy), expect=ANYTHING)
         return copy
+
+
+async def _read_before(storage: Storage, number: int) -> Facts | None:
+    """Return the facts in the file before a damaged one."""
+    with suppress(CorruptSnapshotError, StorageNotFoundError):
+        path = path_of(number - 1)
+        return decode_facts(await storage.get(path, limit=LONGEST), storage.url.join(path))
+    return None
+
+
+def _fits(copy: Facts, number: int, lines: Sequence[bytes], before: Facts | None) -> bool:
+    """Return True if a copy has the facts of a damaged file, not those of a run that was deleted in the same root.
+
+    The file's text or its digest is undamaged, or the file before it has the same attempts.
+    """
+    if not copy.published or copy.number != number:
+        return False
+    known = encode_facts(copy).splitlines()
+    same = len(lines) == len(known) and any(one == other for one, other in zip(known, lines, strict=True))
+    return same or (before is not None and before.tip is not None and copy.has(before.tip.name))
 
 
 async def publish(storage: Storage, known: Facts, *attempts: Attempt) -> Facts:

@@ -405,6 +405,23 @@ def test_a_deleted_root_is_not_brought_back(tmp_path, hosts, begun):
     assert restored(far, hosts("a")) is None
 
 
+def test_a_damaged_fact_is_not_replaced_by_one_of_a_deleted_run(tmp_path, hosts):
+    """The copy of the deleted run had a higher number. It was written into the root, and its steps were restored."""
+    far = tmp_path / "far"
+    with manager_of(far, hosts("a"), grace=0) as manager:
+        take_until_far(manager, 10)
+        assert manager.restore_latest(state(-1)) == 10
+        take_until_far(manager, 40)
+    stop_uploaders(hosts("a"))
+    shutil.rmtree(far)
+    with manager_of(far, hosts("a"), grace=0) as manager:
+        assert manager.restore_latest(state(-1)) is None
+        take_until_far(manager, 5)
+    stop_uploaders(hosts("a"))
+    flip(far / ".run/00000001.json", 30)
+    assert restored(far, hosts("a")) == 5
+
+
 def test_an_uploader_whose_root_has_another_run_ends(tmp_path, hosts):
     far = tmp_path / "far"
     with manager_of(far, hosts("a"), grace=0) as manager:
