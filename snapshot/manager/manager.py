@@ -181,7 +181,9 @@ class SnapshotManager:
 
         Raises:
             SnapshotExistsError: There is a snapshot of this step. Nothing was written.
-            SnapshotError: The ranks passed different steps.
+            RunForkedError: With `near`: two jobs have continued the run without seeing each other.
+            OtherWriterError: Without `near`: another job writes to the root.
+            SnapshotError: The ranks passed different steps. Or another job has continued the run.
         """
         begun = self._begin(
             "take", step, metrics, metadata, {**given, "allow_pickle": allow_pickle}, overwrite=overwrite
@@ -383,6 +385,7 @@ class SnapshotManager:
                 from the step that is restored instead.
             CorruptSnapshotError: All steps are damaged. The error names each step and its fault, and in `touched` the
                 live tensors that were written to.
+            RunForkedError: With `near`: two jobs have continued the run without seeing each other.
         """
         began = time.monotonic()
         options = RestoreOptions(**given)

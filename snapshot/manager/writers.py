@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from snapshot.errors import SnapshotError
+from snapshot.errors import OtherWriterError, SnapshotError
 from snapshot.io.storage import FileStat
 from snapshot.manager.step_metadata import NOTE, WRITER
 from snapshot.manifest.document import ManifestHead
@@ -22,10 +22,6 @@ from snapshot.tiers.timeline import KEY
 
 MOST = 64
 """Ancestors of an attempt that its steps name, the last ones."""
-
-
-class OtherWriterError(SnapshotError):
-    """Another job writes to the root."""
 
 
 class Writer(NamedTuple):

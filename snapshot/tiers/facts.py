@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 from snapshot.errors import (
     CorruptSnapshotError,
+    RunDeletedError,
+    RunForkedError,
     SnapshotError,
     StorageConflictError,
     StorageError,
@@ -29,8 +31,6 @@ from snapshot.tiers.timeline import (
     Copy,
     Facts,
     Parent,
-    RunDeletedError,
-    RunForkedError,
     attempt_of,
     decode_attempt,
     decode_facts,

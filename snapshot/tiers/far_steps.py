@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 
-from snapshot.errors import SnapshotError, StorageError
+from snapshot.errors import RunDeletedError, RunForkedError, SnapshotError, StorageError
 from snapshot.events import log
 from snapshot.io.aio import gather_limited
 from snapshot.io.loop import run
@@ -36,6 +36,9 @@ APPEARS = 10.0
 
 class FarError(SnapshotError):
     """A step cannot reach the far root."""
+
+
+_ERRORS = {UploadState.FORKED: RunForkedError, UploadState.DELETED: RunDeletedError}
 
 
 class FarSteps:
@@ -85,7 +88,8 @@ class FarSteps:
                 return StepStatus(save_id)
             raise FarError(f"step-{step}: was removed or replaced before it was uploaded")
         if state.far in FAULTS:
-            raise FarError(f"step-{step}: {FAULTS[state.far]}: {state.error or 'a newer step was uploaded instead'}")
+            kind = _ERRORS.get(state.far, FarError)
+            raise kind(f"step-{step}: {FAULTS[state.far]}: {state.error or 'a newer step was uploaded instead'}")
         return None if state.far == UploadState.WHOLE else state
 
     def _is_far(self, step: int, save_id: str, patience: float) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from snapshot.distributed.exchange import Exchange
-from snapshot.errors import BucketNotFoundError, StorageError
+from snapshot.errors import BucketNotFoundError, RunDeletedError, RunForkedError, StorageError
 from snapshot.events import log
 from snapshot.io.loop import run
 from snapshot.io.peers import host_of
@@ -38,8 +38,6 @@ from snapshot.tiers.timeline import (
     Facts,
     Line,
     Parent,
-    RunDeletedError,
-    RunForkedError,
     Settled,
     new_name,
     settle_run,

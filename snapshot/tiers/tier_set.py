@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from snapshot.errors import SnapshotError, SnapshotExistsError, StorageError, StorageNotFoundError
+from snapshot.errors import RunDeletedError, SnapshotError, SnapshotExistsError, StorageError, StorageNotFoundError
 from snapshot.events import log
 from snapshot.io.loop import run
 from snapshot.io.session import Session
@@ -24,7 +24,7 @@ from snapshot.tiers.manifests import Keepers, fetch_manifests, read_manifest
 from snapshot.tiers.near_steps import PINNED, NearFolder, NearStep
 from snapshot.tiers.replicas import heal_step
 from snapshot.tiers.sources import Place, StepSources
-from snapshot.tiers.timeline import Facts, Line, Origin, Parent, RunDeletedError, Standing, forked_error, note_of
+from snapshot.tiers.timeline import Facts, Line, Origin, Parent, Standing, forked_error, note_of
 from snapshot.tiers.upload_queue import UploadState
 from snapshot.tiers.uploader_link import ANSWERS, STARTS, UploaderLink
 from snapshot.tiers.uploader_process import ensure_uploader

@@ -18,20 +18,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from snapshot.decoding import decode_json
-from snapshot.errors import CorruptSnapshotError, SnapshotError
+from snapshot.errors import CorruptSnapshotError, RunForkedError
 
 KEY = "snapshot.tiers"
 """Key in a snapshot's metadata."""
 _RUN = re.compile(r"[0-9a-f]{12}")
 """Ids of runs, which are names of folders, and names of attempts, which are names of files."""
-
-
-class RunForkedError(SnapshotError):
-    """Two jobs continued one run without seeing each other. A person must choose one: `snapshot attempts`."""
-
-
-class RunDeletedError(SnapshotError):
-    """The far root does not have the run any more. It is never created again."""
 
 
 class Parent(msgspec.Struct, array_like=True, frozen=True):

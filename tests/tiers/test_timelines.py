@@ -13,12 +13,13 @@ import pytest
 
 from snapshot import KeepEvery, KeepLatest, Near, Snapshot, SnapshotError, SnapshotManager, StorageError
 from snapshot.cli import main
+from snapshot.errors import RunDeletedError, RunForkedError
 from snapshot.plugins.file.file_storage import FileStorage
 from snapshot.testing import FaultProxy
 from snapshot.tiers import tier_set
 from snapshot.tiers.control import Request
 from snapshot.tiers.facts import read_copy
-from snapshot.tiers.timeline import RunForkedError, decode_facts
+from snapshot.tiers.timeline import decode_facts
 from snapshot.tiers.uploader_process import ensure_uploader
 from tests.tiers.jobs import (
     ask,
@@ -119,7 +120,7 @@ def test_a_join_without_the_root_and_takes_is_a_fork_that_a_person_decides(tmp_p
         pending = manager.async_take(40, state(40))
         pending.wait()
         up()
-        with pytest.raises(SnapshotError, match="the run has forked: attempt") as caught:
+        with pytest.raises(RunForkedError, match="the run has forked: attempt") as caught:
             pending.wait("far", timeout=40)
         assert manager.where(40)["far"] == "forked"
         until(lambda: _raises_fork(lambda: manager.take(50, state(50))))
@@ -396,7 +397,7 @@ def test_a_deleted_root_is_not_brought_back(tmp_path, hosts, begun):
             stop_uploaders(hosts("a"))
         delete(far)
         until(lambda: manager.where(20)["far"] == "deleted")
-        with pytest.raises(SnapshotError, match="the run was deleted there"):
+        with pytest.raises(RunDeletedError, match="the run was deleted there"):
             manager.async_take(30, state(30)).wait("far", timeout=40)
         [folder] = runs_in(hosts("a"))
         pid = ask(folder).pid
