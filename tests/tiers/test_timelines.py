@@ -268,6 +268,16 @@ def test_a_far_root_that_is_a_file_is_an_error(tmp_path, hosts, near):
                 call()
 
 
+@pytest.mark.parametrize("until", ["Far", "bucket", ""])
+def test_a_wait_for_an_unknown_tier_is_refused(tmp_path, hosts, until):
+    """It returned as soon as the step was committed near."""
+    with manager_of(tmp_path / "far", hosts("a"), grace=0) as manager:
+        pending = manager.async_take(10, state(10))
+        with pytest.raises(ValueError, match="until must be 'near', 'far'"):
+            pending.wait(until)
+        pending.wait("near")
+
+
 # Jobs that overlap
 
 
