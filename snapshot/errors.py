@@ -79,6 +79,18 @@ class CancelledError(SnapshotError):
     """Raised by `wait()` when the pending snapshot was cancelled."""
 
 
+class RunForkedError(SnapshotError):
+    """Two jobs continued one run without seeing each other. A person must choose one: `snapshot attempts`."""
+
+
+class RunDeletedError(SnapshotError):
+    """The far root does not have the run any more. It is never created again."""
+
+
+class OtherWriterError(SnapshotError):
+    """Another job writes to the root of a manager without near folders."""
+
+
 class RankError(SnapshotError):
     """Raised on every rank when one rank failed. Names the rank and, as `kind`, its exception's class."""
 

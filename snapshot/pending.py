@@ -58,6 +58,8 @@ class PendingTake(Generic[T]):
         """
         if until is not None and not isinstance(until, str):
             until, timeout = None, until
+        if until not in (None, "near", "far"):
+            raise ValueError(f"until must be 'near', 'far' or a number of seconds, got {until!r}")
         deadline = None if timeout is None else time.monotonic() + timeout
         snapshot = self._wait(timeout)
         if until == "far" and self.wait_far is not None:

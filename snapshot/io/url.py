@@ -65,7 +65,7 @@ class URL:
                     raise ValueError(f"a file URL must have three slashes, as in file:///absolute/path, got {text!r}")
                 rest = "/" + path
             path = unquote(rest)
-            return cls("file", path[1:] if WINDOWS and _DRIVE.match(path[1:]) else path)
+            return cls("file", Path(path[1:] if WINDOWS and _DRIVE.match(path[1:]) else path).as_posix())
         if scheme == PER_HOST:
             return cls(scheme, unquote(rest))
         location, _, query = rest.partition("?")

@@ -6,13 +6,12 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from snapshot.errors import SnapshotError
+from snapshot.errors import OtherWriterError, SnapshotError
 from snapshot.events import emit, log
 from snapshot.io.loop import run
 from snapshot.manager.cleaning import Inspect, UnknownMetric, remove_steps, survey_steps
 from snapshot.manager.policies import Policy
 from snapshot.manager.root import Root
-from snapshot.manager.writers import OtherWriterError
 
 
 class Cleaner:

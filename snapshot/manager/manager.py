@@ -194,7 +194,9 @@ class SnapshotManager:
 
         Raises:
             SnapshotExistsError: There is a snapshot of this step. Nothing was written.
-            SnapshotError: The ranks passed different steps.
+            RunForkedError: With `near`: two jobs have continued the run without seeing each other.
+            OtherWriterError: Without `near`: another job writes to the root.
+            SnapshotError: The ranks passed different steps. Or another job has continued the run.
         """
         begun = self._begin("take", step, metrics, metadata, options, overwrite=overwrite)
         number = begun.step
@@ -403,6 +405,7 @@ class SnapshotManager:
                 from the step that is restored instead.
             CorruptSnapshotError: All steps are damaged. The error names each step and its fault, and in `touched` the
                 live tensors that were written to.
+            RunForkedError: With `near`: two jobs have continued the run without seeing each other.
         """
         began = time.monotonic()
         expect_options(options, RestoreOptions)
@@ -510,7 +513,7 @@ class SnapshotManager:
         if self._writers is None:
             return self._snapshot(number)
         made = ManagedSnapshot(self._path(number), self._pg, self._root.options, allow_pickle=self._allow_pickle)
-        made.on_restored = self._writers.take_over
+        made.on_restored = self._writers.take_over_now
         return made
 
     def _snapshot(self, step: int) -> Snapshot:

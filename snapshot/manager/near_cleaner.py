@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from snapshot.manager.cleaner import Cleaner
 from snapshot.manager.incremental import find_needed
-from snapshot.manager.policies import Policy, reasons
+from snapshot.manager.policies import Policy, Taken, reasons
 from snapshot.manager.root import Root, taken_of
 from snapshot.tiers.control import Request
 from snapshot.tiers.near_steps import NearStep
@@ -42,9 +42,13 @@ class NearCleaner(Cleaner):
             self._uploaded.add(step)
             self._far.committed(step, time.monotonic())
 
-    def kept(self, steps: Sequence[NearStep]) -> set[int]:
-        """Return the steps that the policy keeps, and the bases of what they left out."""
-        kept = set(reasons(self._policy, [taken_of(each.step, each.head) for each in steps], time.time()))
+    def kept(self, steps: Sequence[NearStep], damaged: Collection[int]) -> set[int]:
+        """Return the steps that the policy keeps, and the bases of what they left out.
+
+        Other hosts may have the manifest of a damaged step, so the policy decides about it, too.
+        """
+        taken = [*(taken_of(each.step, each.head) for each in steps), *map(Taken, damaged)]
+        kept = set(reasons(self._policy, sorted(taken, key=lambda each: each.step), time.time()))
         kept |= {each.step for each in steps if self._is_spared(each.step)}
         heads = {each.step: each.head for each in steps}
         return kept | find_needed(heads, kept, heads.keys() - kept).keys()

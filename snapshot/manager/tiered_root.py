@@ -92,6 +92,7 @@ class TieredRoot(Root):
                 error.add_note("restore_latest(..., offline=True) restores the newest near step that is known")
                 raise
             log.warning("%s: cannot be reached, so only near steps are considered: %s", self.url, error)
+            self._tiers.member.facts = self._tiers.member.facts.without_vain(stepped)
             self._tiers.member.facts.expect_no_fork()
             self._far_answers = False
         facts = self._tiers.member.facts

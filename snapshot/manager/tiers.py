@@ -97,7 +97,8 @@ class ManagerTiers:
         if self._set is not None:
             self._set.close()
         self._patience = min(FAR_PATIENCE, exchange.timeout)
-        self._set = made = TierSet(self.options, join(exchange, self.options, self._patience, needs_far=needs_far))
+        member = join(exchange, self.options, self._patience, needs_far=needs_far)
+        self._set = made = TierSet(self.options, member, self._patience)
         if not made.member.fault:
             leave_metrics(made.member.folder, exchange.rank)
         near = Root(URL("near", made.member.folder), None)
@@ -143,7 +144,7 @@ class ManagerTiers:
         if not tiers.member.leads:  # its host's lowest rank looks
             return tiers.member.fault
         if not tiers.member.fault:
-            tiers.remove_off(step)
+            tiers.remove_unusable(step)
             if not replaces:
                 tiers.expect_own(step)
         fault = tiers.near_fault()

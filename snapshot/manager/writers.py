@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from snapshot.errors import SnapshotError
+from snapshot.errors import OtherWriterError, SnapshotError
 from snapshot.io.storage import FileStat
 from snapshot.manager.step_metadata import NOTE, WRITER
 from snapshot.manifest.document import ManifestHead
@@ -22,10 +22,6 @@ from snapshot.tiers.timeline import KEY
 
 MOST = 64
 """Ancestors of an attempt that its steps name, the last ones."""
-
-
-class OtherWriterError(SnapshotError):
-    """Another job writes to the root."""
 
 
 class Writer(NamedTuple):
@@ -74,8 +70,13 @@ class Writers:
         """Record the steps that are there at the beginning."""
         self._known = {(step, stat.token) for step, stat in committed.items()}
 
+    def take_over_now(self, metadata: Mapping[str, Any]) -> None:
+        """Continue the run with a restored step. The steps that are there at the next take belong to it."""
+        self.take_over(metadata)
+        self._known = None
+
     def take_over(self, metadata: Mapping[str, Any]) -> None:
-        """Continue the run with a restored step, whose metadata is given."""
+        """Continue the run with a restored step, whose metadata is given. `begin` was called before."""
         before = writer_of(metadata)
         self._own = self._next((*before.ancestors, before.attempt) if before is not None else ())
         self._mine.add(self._own.attempt)

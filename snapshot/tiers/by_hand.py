@@ -9,7 +9,7 @@ from typing import Any
 
 from snapshot.errors import SnapshotError
 from snapshot.tiers.control import Registration
-from snapshot.tiers.facts import read_copies, read_copy
+from snapshot.tiers.facts import copy_in, read_copies
 from snapshot.tiers.hosts import Host
 from snapshot.tiers.timeline import Copy, Facts
 from snapshot.tiers.upload_queue import Act, UploadState
@@ -27,7 +27,7 @@ def find_runs(near: str, far: str | None) -> list[Copy]:
     PermissionError if another user can write to the folder.
     """
     expect_own_folder(near)
-    own = Copy(os.path.basename(near), read_copy(near))
+    own = copy_in(os.path.abspath(os.path.expanduser(near)))
     found = [own] if own.far else read_copies(near)
     chosen = [each for each in found if far is None or each.far == far]
     return chosen or (found if len(found) == 1 else [])

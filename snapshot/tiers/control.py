@@ -28,7 +28,7 @@ from snapshot.tiers.upload_queue import UploadState
 
 SOCKET, LOCK, LOG = ".uploader.sock", ".uploader.lock", ".uploader.log"
 SERVES = b"serves"
-"""The text that an uploader adds to its process number in the lock as soon as it answers requests."""
+"""Text that an uploader adds to its process number in the lock as soon as it answers requests."""
 PATIENCE = 30.0
 """Seconds to wait for an answer. A new uploader needs some seconds to start."""
 

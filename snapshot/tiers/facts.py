@@ -14,10 +14,10 @@ from collections.abc import Collection, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-import msgspec
-
 from snapshot.errors import (
     CorruptSnapshotError,
+    RunDeletedError,
+    RunForkedError,
     SnapshotError,
     StorageConflictError,
     StorageError,
@@ -25,16 +25,17 @@ from snapshot.errors import (
 )
 from snapshot.events import log
 from snapshot.io.storage import ABSENT, ANYTHING, Storage
+from snapshot.tiers.near_steps import NearFolder
 from snapshot.tiers.timeline import (
     Attempt,
     Copy,
     Facts,
     Parent,
-    RunDeletedError,
-    RunForkedError,
+    attempt_of,
     decode_attempt,
     decode_facts,
     decode_record,
+    encode_attempt,
     encode_facts,
     forked_error,
     new_name,
@@ -108,7 +109,10 @@ async def mend_facts(storage: Storage, copies: Sequence[Copy]) -> Facts:
         return await read_facts(storage)
     except CorruptSnapshotError as error:
         number = max(await _list_numbers(storage), default=0)
-        copy = next((each.facts for each in copies if each.facts.published and each.facts.number >= number), None)
+        path = path_of(number) if number else RECORD
+        lines = (await storage.get(path, limit=LONGEST)).splitlines()
+        before = await _read_before(storage, number)
+        copy = next((each.facts for each in copies if _fits(each.facts, number, lines, before)), None)
         if copy is None:
             raise CorruptSnapshotError(
                 f"{error}; no host has a copy, so delete the file to continue from the attempt before it"
@@ -116,6 +120,26 @@ async def mend_facts(storage: Storage, copies: Sequence[Copy]) -> Facts:
         log.warning("%s: it is written again from the copy of a host", error)
         await storage.put(path_of(copy.number), encode_facts(copy), expect=ANYTHING)
         return copy
+
+
+async def _read_before(storage: Storage, number: int) -> Facts | None:
+    """Return the facts in the file before a damaged one."""
+    with suppress(CorruptSnapshotError, StorageNotFoundError):
+        path = path_of(number - 1)
+        return decode_facts(await storage.get(path, limit=LONGEST), storage.url.join(path))
+    return None
+
+
+def _fits(copy: Facts, number: int, lines: Sequence[bytes], before: Facts | None) -> bool:
+    """Return True if a copy has the facts of a damaged file, not those of a run that was deleted in the same root.
+
+    The file's text or its digest is undamaged, or the file before it has the same attempts.
+    """
+    if not copy.published or copy.number != number:
+        return False
+    known = encode_facts(copy).splitlines()
+    same = len(lines) == len(known) and any(one == other for one, other in zip(known, lines, strict=True))
+    return same or (before is not None and before.tip is not None and copy.has(before.tip.name))
 
 
 async def publish(storage: Storage, known: Facts, *attempts: Attempt) -> Facts:
@@ -240,7 +264,7 @@ def store_copy(folder: str, facts: Facts) -> None:
         os.makedirs(f"{folder}/{FOLDER}", mode=0o700, exist_ok=True)
         for name, data in _files_of(facts):
             path = f"{folder}/{FOLDER}/{name}"
-            if not os.path.exists(path) or (_FACT.fullmatch(name) and _read(path) != data):
+            if not os.path.exists(path) or _read(path) != data:
                 aside = f"{path}.{secrets.token_hex(4)}.tmp"
                 try:
                     with open(aside, "wb") as file:
@@ -261,7 +285,7 @@ def _files_of(facts: Facts) -> Iterator[tuple[str, bytes]]:
     if facts.published:
         yield path_of(facts.number).rpartition("/")[2], encode_facts(facts)
     for each in facts.pending:
-        yield f"{each.name}.json", msgspec.json.encode(each)
+        yield f"{each.name}.json", encode_attempt(each)
 
 
 def _remove_old_copies(folder: str, facts: Facts) -> None:
@@ -297,10 +321,18 @@ def _used_in(folder: str) -> int:
 
 def read_copies(near: str) -> list[Copy]:
     """Return the facts of all runs in a near root."""
-    found = []
-    for entry in os.scandir(near):
-        if entry.is_dir(follow_symlinks=False):
-            facts = read_copy(entry.path)
-            if any(each.run == entry.name for each in (*facts.published, *facts.pending)):
-                found.append(Copy(entry.name, facts, used=_used_in(entry.path)))
-    return found
+    found = [copy_in(entry.path) for entry in os.scandir(near) if entry.is_dir(follow_symlinks=False)]
+    return [each for each in found if any(at.run == each.run for at in (*each.facts.published, *each.facts.pending))]
+
+
+def copy_in(folder: str) -> Copy:
+    """Return the facts in the folder of a run. Those that are damaged there are read from the steps."""
+    facts, name = read_copy(folder), os.path.basename(folder)
+    steps = NearFolder(folder).steps_of(name).values()
+    took = {each.name: each for step in steps if (each := attempt_of(step.head.metadata)) is not None}
+    return Copy(
+        name,
+        facts.with_pending(each for each in took.values() if facts.find(each.name) is None),
+        frozenset(step.origin.attempt for step in steps),
+        _used_in(folder),
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 
-from snapshot.errors import SnapshotError
+from snapshot.errors import RunDeletedError, RunForkedError, SnapshotError, StorageError
 from snapshot.events import log
 from snapshot.io.aio import gather_limited
 from snapshot.io.loop import run
@@ -17,7 +17,7 @@ from snapshot.io.url import URL
 from snapshot.save.transaction import committed_save_id
 from snapshot.tiers.control import Request, Status, StepStatus, UploaderError, decode_status
 from snapshot.tiers.facts import limited
-from snapshot.tiers.join import FAR_PATIENCE, Membership, TierOptions
+from snapshot.tiers.join import Membership, TierOptions
 from snapshot.tiers.near_steps import NearFolder
 from snapshot.tiers.upload_queue import UploadState
 from snapshot.tiers.uploader_link import ANSWERS, UploaderLink
@@ -38,6 +38,9 @@ class FarError(SnapshotError):
     """A step cannot reach the far root."""
 
 
+_ERRORS = {UploadState.FORKED: RunForkedError, UploadState.DELETED: RunDeletedError}
+
+
 class FarSteps:
     """The far steps of a job. Base of `TierSet`."""
 
@@ -45,6 +48,8 @@ class FarSteps:
     member: Membership
     folder: NearFolder
     link: UploaderLink
+    patience: float
+    """Seconds to wait for the far root."""
 
     def wait_far(self, step: int, save_id: str, timeout: float | None) -> None:
         """Wait until a step is committed in the far root. Raise TimeoutError, or FarError if it will never be."""
@@ -53,39 +58,45 @@ class FarSteps:
         while True:
             try:
                 status = self.link.ask(Request(verb, step=step), max(0.01, min(ANSWERS, end - time.monotonic())))
-                found = self._far_state(status, step, save_id, wait=time.monotonic() - began < APPEARS)
+                left, wait = max(0.01, end - time.monotonic()), time.monotonic() - began < APPEARS
+                found = self._far_state(status, step, save_id, wait=wait, patience=min(self.patience, left))
                 if found is None:
                     return
                 known = f"{_far_text(found)}{f' ({status.error})' if status.error else ''}"
                 verb = "want" if found.far == UploadState.KEPT else "status"  # a new uploader does not know the wish
             except UploaderError as error:
                 known, verb = str(error), "want"
+            except StorageError as error:
+                known = str(error)
+                if time.monotonic() < end:
+                    raise
             if time.monotonic() >= end:
                 raise TimeoutError(f"step-{step}: not in {self.options.far} after {timeout} s: {known}")
             time.sleep(max(0.0, min(pause, end - time.monotonic())))
             pause = min(1.0, pause * 1.5)
 
-    def _far_state(self, status: Status, step: int, save_id: str, *, wait: bool) -> StepStatus | None:
+    def _far_state(self, status: Status, step: int, save_id: str, *, wait: bool, patience: float) -> StepStatus | None:
         """Return the state of a step on its way, or None if it is far. Raise FarError if it will never be.
 
-        `wait`: True while another rank of this host may store the manifest.
+        `wait`: True while another rank of this host may store the manifest. `patience`: seconds to wait for the root.
         """
         state = status.steps.get(step)
         if state is None or state.save_id != save_id:
-            if self._is_far(step, save_id):
+            if self._is_far(step, save_id, patience):
                 return None
             if wait:
                 return StepStatus(save_id)
             raise FarError(f"step-{step}: was removed or replaced before it was uploaded")
         if state.far in FAULTS:
-            raise FarError(f"step-{step}: {FAULTS[state.far]}: {state.error or 'a newer step was uploaded instead'}")
+            kind = _ERRORS.get(state.far, FarError)
+            raise kind(f"step-{step}: {FAULTS[state.far]}: {state.error or 'a newer step was uploaded instead'}")
         return None if state.far == UploadState.WHOLE else state
 
-    def _is_far(self, step: int, save_id: str) -> bool:
+    def _is_far(self, step: int, save_id: str, patience: float) -> bool:
         """Return True if a step is committed far: this snapshot, or any if no save id is given."""
         session = Session(self.options.far.join(f"step-{step}"), self.options.options)
         try:
-            found = run(limited(committed_save_id(session.storage), FAR_PATIENCE))
+            found = run(limited(committed_save_id(session.storage), patience))
             return found is not None and save_id in ("", found)
         finally:
             run(session.close())
@@ -115,7 +126,8 @@ class FarSteps:
                 next((each for each in states if each.far == UploadState.UPLOADING), states[0]), sent, total
             )
         else:
-            found["far"] = "whole" if self._is_far(step, near.save_id if near is not None else "") else "absent"
+            save_id = near.save_id if near is not None else ""
+            found["far"] = "whole" if self._is_far(step, save_id, self.patience) else "absent"
         return found
 
     def _statuses(self) -> list[Status]:

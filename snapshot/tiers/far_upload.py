@@ -13,7 +13,14 @@ from contextlib import suppress
 
 import msgspec
 
-from snapshot.errors import SnapshotError, StorageConflictError, StorageError, StorageNotFoundError
+from snapshot.errors import (
+    RunDeletedError,
+    RunForkedError,
+    SnapshotError,
+    StorageConflictError,
+    StorageError,
+    StorageNotFoundError,
+)
 from snapshot.events import emit, log
 from snapshot.io.aio import gather_limited
 from snapshot.io.session import Session
@@ -35,7 +42,7 @@ from snapshot.tiers.facts import sync_facts
 from snapshot.tiers.far_packed import Note, PackedUploads, read_notes, remove_notes, table_of
 from snapshot.tiers.fetch import copy_verified, describe_files, remove_asides
 from snapshot.tiers.near_steps import PINNED, NearStep
-from snapshot.tiers.timeline import Facts, Line, RunDeletedError, RunForkedError, Standing, origin_of
+from snapshot.tiers.timeline import Facts, Line, Standing, origin_of
 from snapshot.tiers.tombstones import is_buried
 
 RENEWED = 1800.0

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from snapshot.distributed.exchange import Exchange
-from snapshot.errors import BucketNotFoundError, StorageError
+from snapshot.errors import BucketNotFoundError, RunDeletedError, RunForkedError, StorageError
 from snapshot.events import log
 from snapshot.io.loop import run
 from snapshot.io.peers import host_of
@@ -32,15 +32,12 @@ from snapshot.tiers.facts import (
     store_copy,
 )
 from snapshot.tiers.hosts import Host, hosts_of, job_address
-from snapshot.tiers.near_steps import NearFolder
 from snapshot.tiers.timeline import (
     Attempt,
     Copy,
     Facts,
     Line,
     Parent,
-    RunDeletedError,
-    RunForkedError,
     Settled,
     new_name,
     settle_run,
@@ -197,14 +194,9 @@ def _arrive(options: TierOptions) -> Arrived:
         os.makedirs(options.near, mode=0o700, exist_ok=True)
         expect_own_folder(options.near)
         found = [each for each in read_copies(options.near) if each.far == str(options.far)]
-        return Arrived(host_of(options.near), name, [_with_steps(options.near, each) for each in found], "")
+        return Arrived(host_of(options.near), name, found, "")
     except OSError as error:
         return Arrived(f"{name}:{options.near}", name, [], f"{options.near}: {error.strerror}")
-
-
-def _with_steps(near: str, copy: Copy) -> Copy:
-    steps = NearFolder(f"{near}/{copy.run}").steps() if copy.facts.pending else {}
-    return copy._replace(stepped=frozenset(each.origin.attempt for each in steps.values()))
 
 
 def _lead(arrived: Sequence[Arrived], options: TierOptions, patience: float, *, needs_far: bool) -> Joined:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from snapshot.errors import SnapshotError
 from snapshot.events import log
-from snapshot.manifest.document import METADATA, ManifestHead, decode_head
+from snapshot.manifest.document import METADATA, NEWEST_FORMAT, ManifestHead, decode_head
 from snapshot.save.transaction import belongs_to, save_id_of
 from snapshot.tiers.timeline import Origin, origin_of
 
@@ -26,6 +26,7 @@ PULLED = ".pulled"
 FRESH = 300.0
 """Seconds after which files without a manifest count as left behind."""
 STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
+_FORMAT = re.compile(rb'\{"format":"snapshot/([1-9][0-9]{0,3})"')
 
 
 class NearStep(NamedTuple):
@@ -147,17 +148,26 @@ class NearFolder:
             with suppress(OSError):
                 os.rmdir(folder)
 
-    def remove_damaged(self, upto: int, spared: Callable[[int], bool]) -> None:
-        """Remove steps before `upto` whose manifest is damaged. No upload and no restore can use them any more."""
-        for step in self.folders():
-            path = f"{self.step_path(step)}/{METADATA}"
-            if step >= upto or spared(step) or self._head(step) is not None or step not in self._heads:
-                continue
-            if not os.path.exists(f"{self.step_path(step)}/{PINNED}"):
-                log.warning("step-%s: removed: its manifest is damaged, and newer steps are kept", step)
-                _unlink(path)
-                for save_id in {"", *(save_id_of(name) or "" for name in self.files(step))}:
-                    self.remove(step, save_id)
+    def damaged(self) -> list[int]:
+        """Return the steps whose manifest is damaged, so that no upload can use them."""
+        found = [step for step in self.folders() if self._head(step) is None and step in self._heads]
+        return [step for step in found if not self._is_of_later_version(step)]
+
+    def _is_of_later_version(self, step: int) -> bool:
+        try:
+            with open(f"{self.step_path(step)}/{METADATA}", "rb") as file:
+                match = _FORMAT.match(file.read(100))
+        except OSError:
+            return True
+        return match is not None and int(match[1]) > int(NEWEST_FORMAT.rpartition("/")[2])
+
+    def remove_damaged(self, step: int, why: str) -> None:
+        """Remove a step whose manifest is damaged, unless it is pinned."""
+        if step in self.damaged() and not os.path.exists(f"{self.step_path(step)}/{PINNED}"):
+            log.warning("step-%s: removed: its manifest is damaged, and %s", step, why)
+            _unlink(f"{self.step_path(step)}/{METADATA}")
+            for save_id in {"", *(save_id_of(name) or "" for name in self.files(step))}:
+                self.remove(step, save_id)
 
 
 def _unlink(path: str) -> None:

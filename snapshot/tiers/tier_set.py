@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from snapshot.errors import SnapshotError, SnapshotExistsError, StorageError, StorageNotFoundError
+from snapshot.errors import RunDeletedError, SnapshotError, SnapshotExistsError, StorageError, StorageNotFoundError
 from snapshot.events import log
 from snapshot.io.loop import run
 from snapshot.io.session import Session
@@ -19,16 +19,18 @@ from snapshot.tiers.control import ControlClient, Registration, Request, Status,
 from snapshot.tiers.facts import limited, publish_pending, read_copy, read_facts, store_copy
 from snapshot.tiers.far_steps import FarSteps
 from snapshot.tiers.hosts import job_address
-from snapshot.tiers.join import FAR_PATIENCE, Begun, Membership, TierOptions, begin_attempt
+from snapshot.tiers.join import Begun, Membership, TierOptions, begin_attempt
 from snapshot.tiers.manifests import Keepers, fetch_manifests, read_manifest
 from snapshot.tiers.near_steps import PINNED, NearFolder, NearStep
 from snapshot.tiers.replicas import heal_step
 from snapshot.tiers.sources import Place, StepSources
-from snapshot.tiers.timeline import KEY, Facts, Line, Origin, Parent, RunDeletedError, Standing, forked_error
+from snapshot.tiers.timeline import Facts, Line, Origin, Parent, Standing, forked_error, note_of
 from snapshot.tiers.upload_queue import UploadState
 from snapshot.tiers.uploader_link import ANSWERS, STARTS, UploaderLink
 from snapshot.tiers.uploader_process import ensure_uploader
 
+Kept = Callable[[Sequence[NearStep], Collection[int]], set[int]]
+"""Return the steps that a policy keeps. Arguments: near steps, and numbers of damaged ones."""
 MOST_HELD = 4
 """Steps before the newest that wait for their replicas before older ones are removed."""
 SPARE = 1.05
@@ -38,8 +40,9 @@ SPARE = 1.05
 class TierSet(FarSteps):
     """The tiers, after the ranks have joined."""
 
-    def __init__(self, options: TierOptions, member: Membership) -> None:
+    def __init__(self, options: TierOptions, member: Membership, patience: float) -> None:
         self.options = options
+        self.patience = patience
         self.member = member
         self.folder = NearFolder(member.folder)
         self.link = UploaderLink(member.folder, self._connect, self._registration)
@@ -83,8 +86,7 @@ class TierSet(FarSteps):
         attempt = self.member.attempt
         assert attempt is not None, "a take begins an attempt"
         self._order += 1
-        origin = Origin(self.member.run, attempt.number, attempt.name, self._order, replaces)
-        return {KEY: origin._asdict()}
+        return note_of(attempt, self._order, replaces=replaces)
 
     def free_bytes(self) -> int:
         """Return the free space of the near folder."""
@@ -209,14 +211,14 @@ class TierSet(FarSteps):
 
     def begin(self, parent_of: Callable[[Facts], Parent | None], *, far: bool = True) -> Begun | None:
         """Begin an attempt of this job, on the leader. None if another one was published since the facts were read."""
-        return begin_attempt(self.options, self.member, parent_of, FAR_PATIENCE, far=far)
+        return begin_attempt(self.options, self.member, parent_of, self.patience, far=far)
 
     def publish_attempt(self) -> None:
         """Publish this job's attempt before a take that is written far, else no reader there would know it."""
         member, attempt = self.member, self.member.attempt
         if member.leads and member.index == 0 and attempt is not None and not member.facts.has(attempt.name):
             with contextlib.suppress(StorageError):  # the take reports it
-                self.read_far({attempt.name}, FAR_PATIENCE)
+                self.read_far({attempt.name}, self.patience)
 
     def began(self, begun: Begun, manifests: Mapping[int, Keepers]) -> None:
         """Go on with an attempt that the leader has begun. Remove the steps that are off its line.
@@ -237,8 +239,9 @@ class TierSet(FarSteps):
         fetch_manifests(self.folder, member, manifests)
         self.link.register()
 
-    def remove_off(self, step: int) -> None:
-        """Remove a near snapshot of a step that is off the line, so that the step can be taken."""
+    def remove_unusable(self, step: int) -> None:
+        """Remove a near snapshot of a step that is damaged or off the line, so that the step can be taken."""
+        self.folder.remove_damaged(step, "the step is taken again")
         near = self.folder.steps().get(step)
         if near is not None and Line(self.member.facts).standing(step, near.save_id, near.origin) == Standing.OFF:
             log.warning("step-%s: removed: the run continues without it", step)
@@ -266,10 +269,10 @@ class TierSet(FarSteps):
 
     # Retention
 
-    def prune(self, upto: int, kept: Callable[[Sequence[NearStep]], set[int]], spared: Callable[[int], bool]) -> None:
+    def prune(self, upto: int, kept: Kept, spared: Callable[[int], bool]) -> None:
         """Remove near steps before `upto`, which was just committed, that are neither kept nor wanted far.
 
-        `kept`: the steps that the policy keeps, of those that are near. `spared`: steps that are in use.
+        `kept`: the steps that the policy keeps, of near and damaged ones. `spared`: steps that are in use.
         """
         if self.member.fault or not self.member.leads:
             return
@@ -283,7 +286,7 @@ class TierSet(FarSteps):
             for step, near in self.folder.steps_of(self.member.run).items()
             if line.standing(step, near.save_id, near.origin) == Standing.ON
         }
-        keep = kept([each for step, each in steps.items() if step <= upto])
+        keep = kept([each for step, each in steps.items() if step <= upto], ())
         safe = len(self.member.hosts) == 1 or not self.options.replicas
         newest = max((step for step, each in status.steps.items() if safe or each.replicated), default=-1)
         if len(steps) > len(keep) + MOST_HELD:  # a partner that is lost must not fill the folder
@@ -296,7 +299,9 @@ class TierSet(FarSteps):
             if not os.path.exists(f"{self.folder.step_path(step)}/{PINNED}"):
                 self.folder.remove(step, near.save_id)
         self.folder.remove_leftovers(upto, spared)
-        self.folder.remove_damaged(min(keep, default=upto), spared)
+        damaged = [step for step in self.folder.damaged() if step < min(upto, newest) and not spared(step)]
+        for step in set(damaged).difference(kept([*steps.values()], damaged) if damaged else ()):
+            self.folder.remove_damaged(step, "the policy does not keep it")
 
     def look_for_later_attempt(self, step: int) -> None:
         """Record that the line of the run has left this job's attempt before a step, or that the run has forked.
@@ -321,10 +326,10 @@ class TierSet(FarSteps):
         elif attempt.number <= facts.number:
             self.superseded = forked_error(attempt, facts.tip)
 
-    def make_room(self, kept: Callable[[Sequence[NearStep]], set[int]]) -> bool:
+    def make_room(self, kept: Kept) -> bool:
         """Give up the upload of the oldest step that waits for one, if the policy then lets it go."""
         status = self.ask(Request("status"), ANSWERS)
-        keep = kept(list(self.folder.steps().values()))
+        keep = kept(list(self.folder.steps().values()), ())
         waiting = sorted(step for step, each in status.steps.items() if each.far.is_open)
         waiting = [step for step in waiting if step not in keep and step != max(status.steps)]
         if not waiting:

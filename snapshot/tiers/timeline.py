@@ -11,26 +11,19 @@ import hashlib
 import re
 import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from enum import StrEnum
 from typing import Any, NamedTuple
 
 import msgspec
 
 from snapshot.decoding import decode_json
-from snapshot.errors import CorruptSnapshotError, SnapshotError
+from snapshot.errors import CorruptSnapshotError, RunForkedError
 
 KEY = "snapshot.tiers"
 """Key in a snapshot's metadata."""
 _RUN = re.compile(r"[0-9a-f]{12}")
 """Ids of runs, which are names of folders, and names of attempts, which are names of files."""
-
-
-class RunForkedError(SnapshotError):
-    """Two jobs continued one run without seeing each other. A person must choose one: `snapshot attempts`."""
-
-
-class RunDeletedError(SnapshotError):
-    """The far root does not have the run any more. It is never created again."""
 
 
 class Parent(msgspec.Struct, array_like=True, frozen=True):
@@ -86,6 +79,22 @@ def origin_of(metadata: Mapping[str, Any]) -> Origin:
     return NO_ORIGIN
 
 
+def note_of(attempt: Attempt, order: int, *, replaces: bool) -> dict[str, Any]:
+    """Return the metadata of a take. It has the attempt, too, since the fact may be damaged where it is stored."""
+    origin = Origin(attempt.run, attempt.number, attempt.name, order, replaces)
+    return {KEY: {**origin._asdict(), "began": msgspec.to_builtins(attempt)}}
+
+
+def attempt_of(metadata: Mapping[str, Any]) -> Attempt | None:
+    """Return the attempt that took a step, if its metadata has it."""
+    note = metadata.get(KEY)
+    with suppress(msgspec.ValidationError, CorruptSnapshotError):
+        found = msgspec.convert(note.get("began") if isinstance(note, dict) else None, Attempt)
+        _checked(Facts(0, (), (found,)), KEY)
+        return found if found.name == origin_of(metadata).attempt else None
+    return None
+
+
 class Standing(StrEnum):
     """The relation of a step to the line of its run."""
 
@@ -115,8 +124,8 @@ class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def last(self) -> Attempt | None:
-        """The last attempt, published or pending."""
-        return self.pending[-1] if self.pending else self.tip
+        """The last attempt, published or pending. One that another was published instead of is not the last."""
+        return self.pending[-1] if self.pending and self.pending[-1].number > self.number else self.tip
 
     def has(self, name: str) -> bool:
         """Return True if an attempt is published."""
@@ -160,6 +169,21 @@ class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
         found = self.conflicts()
         if found:
             raise forked_error(found[0], next((each for each in found[1:] if each.number > self.number), self.tip))
+
+    def without_vain(self, stepped: Collection[str]) -> Facts:
+        """Return the facts without pending attempts that are in conflict and have no steps, so that no fork is left.
+
+        A job that ended before its first take leaves one. `stepped`: the attempts that have steps.
+        """
+        kept = self.with_ancestors(stepped)
+        names, numbers = {each.name for each in kept}, {each.number for each in kept}
+        for each in self.pending:
+            begins = each.parent is None or self.has(each.parent.attempt) or each.parent.attempt in names
+            if begins and each.number > self.number and each.number not in numbers:
+                kept.append(each)
+                names.add(each.name)
+                numbers.add(each.number)
+        return Facts(self.number, self.published).with_pending(kept)
 
     def lacks(self, copy: Facts) -> bool:
         """Return True if these, the facts of a root, lack what a host has seen published: the run was deleted."""
@@ -289,12 +313,14 @@ def settle_run(root: Facts | None, hosts: Sequence[Sequence[Copy]], far: str) ->
         if not recent:
             return Settled("", Facts())
         run = max(recent, key=recent.count)
-        facts = Facts()
-        for each in (copy for copies in hosts for copy in copies):
-            facts = facts.unite(each.facts) if each.run == run else facts
+        facts, stepped = Facts(), set[str]()
+        for each in (copy for copies in hosts for copy in copies if copy.run == run):
+            facts = facts.unite(each.facts)
+            stepped |= each.stepped
+        facts = facts.without_vain(stepped)
         facts.expect_no_fork()
         return Settled(run, facts)
-    united, stepped = root, set[str]()
+    united, stepped = root, set()
     for each in (copy for copies in hosts for copy in copies):
         if not root.lacks(each.facts):
             united = united.with_pending(each.facts.pending)
@@ -318,21 +344,33 @@ def new_name() -> str:
 
 def encode_facts(facts: Facts) -> bytes:
     """Return the file of the last published fact: it repeats all earlier ones, so that they may be deleted."""
-    body = msgspec.json.encode(Facts(facts.number, facts.published))
+    return _with_digest(msgspec.json.encode(Facts(facts.number, facts.published)))
+
+
+def encode_attempt(attempt: Attempt) -> bytes:
+    """Return the file of an attempt that is not published yet."""
+    return _with_digest(msgspec.json.encode(attempt))
+
+
+def _with_digest(body: bytes) -> bytes:
     return body + b"\n" + hashlib.sha256(body).hexdigest().encode() + b"\n"
+
+
+def _without_digest(data: bytes, where: object) -> bytes:
+    body, _, digest = data.rstrip(b"\n").rpartition(b"\n")
+    if hashlib.sha256(body).hexdigest().encode() != digest:
+        raise CorruptSnapshotError(f"{where}: not a fact of a run: its digest is wrong")
+    return body
 
 
 def decode_facts(data: bytes, where: object) -> Facts:
     """Return the facts in a file. Raise CorruptSnapshotError if a byte differs."""
-    body, _, digest = data.rstrip(b"\n").rpartition(b"\n")
-    if hashlib.sha256(body).hexdigest().encode() != digest:
-        raise CorruptSnapshotError(f"{where}: not a fact of a run: its digest is wrong")
-    return _checked(_decode(body, Facts, where), where)
+    return _checked(_decode(_without_digest(data, where), Facts, where), where)
 
 
 def decode_attempt(data: bytes, where: object) -> Attempt:
-    """Return an attempt that a host has stored."""
-    found: Attempt = _decode(data, Attempt, where)
+    """Return an attempt that a host has stored. Raise CorruptSnapshotError if a byte differs."""
+    found: Attempt = _decode(_without_digest(data, where), Attempt, where)
     _checked(Facts(0, (), (found,)), where)
     return found
 

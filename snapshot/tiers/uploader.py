@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from snapshot.errors import CorruptSnapshotError, SnapshotError
+from snapshot.errors import CorruptSnapshotError, RunDeletedError, RunForkedError, SnapshotError
 from snapshot.events import emit, log
 from snapshot.io.loop import run
 from snapshot.tiers.control import Registration, Request, Status, StepStatus
@@ -22,7 +22,7 @@ from snapshot.tiers.far_upload import FarUpload, Outdated, Undecided, is_begun
 from snapshot.tiers.near_steps import NearFolder, NearStep
 from snapshot.tiers.open_uploads import OpenUploads
 from snapshot.tiers.replicas import Replicas, heal_step
-from snapshot.tiers.timeline import Attempt, Facts, Line, RunDeletedError, RunForkedError, Standing
+from snapshot.tiers.timeline import Attempt, Facts, Line, Standing
 from snapshot.tiers.upload_queue import Act, Action, QueueView, UploadState, dropped_steps, next_action, wanted_steps
 
 LONGEST_PAUSE = 30.0

@@ -71,6 +71,17 @@ def test_a_restore_takes_a_run_over(tmp_path, how):
         assert writer_of(Snapshot(tmp_path / "step-60").metadata.metadata).ancestors[-1] != before.attempt
 
 
+def test_a_restore_of_one_step_takes_a_run_over_that_this_job_had_begun(tmp_path):
+    with manager_of(tmp_path) as one:
+        take(one, 10)
+        with manager_of(tmp_path) as other:
+            assert other.restore_latest(state()) == 10
+            take(other, 20)
+        one.snapshot(20).restore(state())
+        take(one, 30, 40)
+    assert steps_in(tmp_path) == [30, 40]
+
+
 def test_a_replaced_job_that_still_writes_stops_the_new_one(tmp_path):
     with manager_of(tmp_path) as zombie, manager_of(tmp_path) as new:
         take(zombie, 10)

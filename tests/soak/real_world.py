@@ -132,7 +132,7 @@ def read_copies(near):
                 if len(path.stem) == 8:
                     newest = max(newest, decode_facts(path.read_bytes()), key=lambda each: each[1])
                 else:
-                    pending.append(json.loads(path.read_bytes()))
+                    pending.append(json.loads(path.read_bytes().splitlines()[0]))
         names = {each["name"] for each in newest[0]}
         found[folder.parent.name] = newest, [each for each in pending if each["name"] not in names]
     return found

@@ -179,6 +179,18 @@ class Model:
     def is_deleted(self, s, known):
         return tip_of(known) >= 0 and tip_of(known) not in ids(s.published)
 
+    def without_vain(self, s, host):
+        """The pending attempts of a host, by number, without those in conflict that have no steps."""
+        kept = {attempt for _, attempt in host.near} & host.pending
+        for _ in s.attempts:
+            kept |= {s.attempts[each].parent for each in kept} & host.pending
+        for each in sorted(host.pending - kept, key=lambda each: (s.attempts[each].number, each)):
+            made, numbers = s.attempts[each], {s.attempts[other].number for other in kept}
+            begins = made.parent < 0 or made.parent in kept or made.parent in ids(host.known)
+            if begins and made.number > len(host.known) and made.number not in numbers:
+                kept.add(each)
+        return sorted(kept, key=lambda each: (s.attempts[each].number, each))
+
     # Trainers
 
     def start(self, s, t, h):  # noqa: PLR0911 - each return is an outcome
@@ -189,7 +201,7 @@ class Model:
         if any(each.phase in ("chosen", "run") for each in s.trainers):
             s = s._replace(faults=s.faults + 1)  # two at a time
         if s.is_down and self.has("an unreadable root is not empty"):
-            ordered = sorted(host.pending, key=lambda each: s.attempts[each].number)
+            ordered = self.without_vain(s, host)
             numbers = [s.attempts[each].number for each in ordered]
             if len(set(numbers)) < len(numbers) or (numbers and numbers[0] <= len(host.known)):
                 return s._replace(trainers=put(s.trainers, t, Trainer("over", h)))

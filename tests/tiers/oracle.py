@@ -260,7 +260,7 @@ def near_facts(near):
                 if facts is not None:
                     published, number = facts, int(path.name[:8])
             else:
-                made = json.loads(path.read_bytes())
+                made = json.loads(path.read_bytes().splitlines()[0])
                 pending[made["name"]] = made
         names = {each["name"] for each in published}
         found[run.name] = published, [each for each in pending.values() if each["name"] not in names], number

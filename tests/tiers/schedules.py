@@ -9,7 +9,7 @@ import random
 import shutil
 from types import SimpleNamespace
 
-from snapshot.errors import StorageConflictError, StorageError
+from snapshot.errors import RunDeletedError, RunForkedError, StorageConflictError, StorageError
 from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.io.url import URL
@@ -32,8 +32,6 @@ from snapshot.tiers.timeline import (
     Line,
     Origin,
     Parent,
-    RunDeletedError,
-    RunForkedError,
     Standing,
     settle_run,
 )

@@ -391,6 +391,18 @@ def test_a_copied_root_is_another_run(tmp_path, hosts):
         assert manager.restore_latest(state(-1)) == 30
 
 
+def test_a_root_that_is_written_in_another_way_is_the_same(tmp_path, hosts):
+    """It counted as a copy, so a new run began, and the near steps of the old one were ignored."""
+    far = tmp_path / "far"
+    with manager_of(far, hosts("a"), upload=None, grace=0, keep_near=None) as manager:
+        manager.async_take(10, state(10)).wait("far", timeout=60)
+        manager.take(20, state(20))
+        stop_uploaders(hosts("a"))
+    stop_uploaders(hosts("a"))
+    with manager_of(f"file://{tmp_path}//far/", hosts("a"), upload=None, grace=0) as manager:
+        assert manager.restore_latest(state(-1)) == 20
+
+
 def test_a_replaced_job_can_restore_and_go_on(tmp_path, hosts):
     with manager_of(tmp_path / "far", hosts("a"), keep_near=None) as one:
         one.take(10, state(10))

@@ -11,13 +11,15 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from snapshot import KeepLatest, Near, Snapshot, SnapshotError, SnapshotManager, StorageError
+from snapshot import KeepEvery, KeepLatest, Near, Snapshot, SnapshotError, SnapshotManager, StorageError
 from snapshot.cli import main
+from snapshot.errors import RunDeletedError, RunForkedError
 from snapshot.plugins.file.file_storage import FileStorage
 from snapshot.testing import FaultProxy
+from snapshot.tiers import tier_set
 from snapshot.tiers.control import Request
 from snapshot.tiers.facts import read_copy
-from snapshot.tiers.timeline import RunForkedError, decode_facts
+from snapshot.tiers.timeline import decode_facts
 from snapshot.tiers.uploader_process import ensure_uploader
 from tests.tiers.jobs import (
     ask,
@@ -118,7 +120,7 @@ def test_a_join_without_the_root_and_takes_is_a_fork_that_a_person_decides(tmp_p
         pending = manager.async_take(40, state(40))
         pending.wait()
         up()
-        with pytest.raises(SnapshotError, match="the run has forked: attempt") as caught:
+        with pytest.raises(RunForkedError, match="the run has forked: attempt") as caught:
             pending.wait("far", timeout=40)
         assert manager.where(40)["far"] == "forked"
         until(lambda: _raises_fork(lambda: manager.take(50, state(50))))
@@ -206,6 +208,56 @@ def test_a_dead_job_without_the_root_is_continued_by_the_next_one(tmp_path, host
     assert len(numbers) == 4
 
 
+def test_an_attempt_without_a_take_is_not_a_fork_for_a_later_job(tmp_path, hosts):
+    """It stayed on the host when another one got its number. Without the root, no job could begin there any more."""
+    far = tmp_path / "far"
+    with manager_of(far, hosts("a"), grace=0) as manager:
+        take_until_far(manager, 10)
+    up = down(far)
+    with manager_of(far, hosts("a"), grace=0) as manager:
+        assert manager.restore_latest(state(-1), offline=True) == 10
+    stop_uploaders(hosts("a"))
+    up()
+    with manager_of(far, hosts("a"), grace=0) as manager:
+        assert manager.restore_latest(state(-1)) == 10
+        take_until_far(manager, 20)
+    stop_uploaders(hosts("a"))
+    up = down(far)
+    with manager_of(far, hosts("a"), grace=0) as manager:
+        assert manager.restore_latest(state(-1), offline=True) == 20
+        manager.take(30, state(30))
+        assert manager.restore_latest(state(-1), offline=True) == 30
+    stop_uploaders(hosts("a"))
+    up()
+    assert restored(far, hosts("a")) == 30
+
+
+@pytest.mark.parametrize("how", ["step", "far", "lost"])
+def test_a_damaged_attempt_does_not_hide_its_steps(tmp_path, hosts, how):
+    """One bit in the only copy of it made a restore ignore committed steps, or remove those before them."""
+    far = tmp_path / "far"
+    with manager_of(far, hosts("a"), upload=1, keep_near=None) as manager:
+        take_until_far(manager, 10, 12)
+    up = down(far)
+    with manager_of(far, hosts("a"), grace=0, keep_near=None) as manager:
+        assert manager.restore_latest(state(-1), offline=True) == 12
+        manager.take(20, state(20))
+    stop_uploaders(hosts("a"))
+    up()
+    [folder] = runs_in(hosts("a"))
+    [attempt] = read_copy(str(folder)).pending
+    path = folder / f".run/{attempt.name}.json"
+    if how == "lost":
+        path.unlink()
+    else:
+        flip(path, path.read_bytes().index(b",12," if how == "step" else b"/far") + 2)
+    with manager_of(far, hosts("a"), upload=1, keep_near=None) as manager:
+        assert manager.restore_latest(state(-1)) == 20
+        assert manager.steps() == [10, 12, 20]
+        take_until_far(manager, 30)
+    assert facts_in(far).find(attempt.name) == attempt
+
+
 @pytest.mark.parametrize("near", [True, False])
 def test_a_far_root_that_is_a_file_is_an_error(tmp_path, hosts, near):
     (tmp_path / "far").write_text("")
@@ -214,6 +266,16 @@ def test_a_far_root_that_is_a_file_is_an_error(tmp_path, hosts, near):
         for call in (lambda: manager.restore_latest(state(-1)), manager.steps):
             with pytest.raises(StorageError):
                 call()
+
+
+@pytest.mark.parametrize("until", ["Far", "bucket", ""])
+def test_a_wait_for_an_unknown_tier_is_refused(tmp_path, hosts, until):
+    """It returned as soon as the step was committed near."""
+    with manager_of(tmp_path / "far", hosts("a"), grace=0) as manager:
+        pending = manager.async_take(10, state(10))
+        with pytest.raises(ValueError, match="until must be 'near', 'far'"):
+            pending.wait(until)
+        pending.wait("near")
 
 
 # Jobs that overlap
@@ -345,13 +407,30 @@ def test_a_deleted_root_is_not_brought_back(tmp_path, hosts, begun):
             stop_uploaders(hosts("a"))
         delete(far)
         until(lambda: manager.where(20)["far"] == "deleted")
-        with pytest.raises(SnapshotError, match="the run was deleted there"):
+        with pytest.raises(RunDeletedError, match="the run was deleted there"):
             manager.async_take(30, state(30)).wait("far", timeout=40)
         [folder] = runs_in(hosts("a"))
         pid = ask(folder).pid
     until(lambda: is_dead(pid))
     assert not [path for path in far.rglob("*") if path.is_file()]
     assert restored(far, hosts("a")) is None
+
+
+def test_a_damaged_fact_is_not_replaced_by_one_of_a_deleted_run(tmp_path, hosts):
+    """The copy of the deleted run had a higher number. It was written into the root, and its steps were restored."""
+    far = tmp_path / "far"
+    with manager_of(far, hosts("a"), grace=0) as manager:
+        take_until_far(manager, 10)
+        assert manager.restore_latest(state(-1)) == 10
+        take_until_far(manager, 40)
+    stop_uploaders(hosts("a"))
+    shutil.rmtree(far)
+    with manager_of(far, hosts("a"), grace=0) as manager:
+        assert manager.restore_latest(state(-1)) is None
+        take_until_far(manager, 5)
+    stop_uploaders(hosts("a"))
+    flip(far / ".run/00000001.json", 30)
+    assert restored(far, hosts("a")) == 5
 
 
 def test_an_uploader_whose_root_has_another_run_ends(tmp_path, hosts):
@@ -406,6 +485,36 @@ def test_a_near_step_with_a_damaged_manifest_is_removed(tmp_path, hosts):
         manifest.write_bytes(b"damaged")
         take_until_far(manager, 20, 30, 40)
     assert {path.name for path in runs_in(hosts("a"))[0].glob("step-*")} == {"step-30", "step-40"}
+
+
+def test_a_near_step_with_a_damaged_manifest_is_removed_between_steps_that_are_kept(tmp_path, hosts):
+    policy = KeepLatest(2) | KeepEvery(100)
+    with manager_of(tmp_path / "far", hosts("a"), keep_near=policy) as manager:
+        take_until_far(manager, 100, 110, 200)
+        for step in (110, 200):
+            flip(runs_in(hosts("a"))[0] / f"step-{step}/.snapshot_metadata")
+        take_until_far(manager, 210, 220, 230)
+    left = {path.name for path in runs_in(hosts("a"))[0].glob("step-*")}
+    assert left == {"step-100", "step-200", "step-220", "step-230"}  # other hosts may have the manifest of step 200
+
+
+@pytest.mark.parametrize("at", [30, -40])
+def test_a_near_step_with_a_damaged_manifest_is_taken_again(tmp_path, hosts, at):
+    """Each job restored the step before it, and then failed at this one."""
+    far = tmp_path / "far"
+    with manager_of(far, hosts("a"), upload=None, grace=0, keep_near=None) as manager:
+        manager.async_take(10, state(10)).wait("far", timeout=60)
+        manager.take(20, state(20))
+        stop_uploaders(hosts("a"))
+    stop_uploaders(hosts("a"))
+    shutil.rmtree(far / "step-20", ignore_errors=True)
+    flip(runs_in(hosts("a"))[0] / "step-20/.snapshot_metadata", at)
+    with manager_of(far, hosts("a")) as manager:
+        assert manager.restore_latest(state(-1)) == 10
+        manager.take(20, state(22))
+        live = state(-1)
+        assert manager.restore_latest(live) == 20
+        assert holds(live, 22)
 
 
 def test_a_record_of_an_earlier_version_is_carried_over(tmp_path, hosts):
@@ -520,3 +629,46 @@ def test_a_take_does_not_wait_longer_for_the_root_than_the_manager_allows(tmp_pa
         began = time.monotonic()
         manager.take(10, state(10))
         assert time.monotonic() - began < 15
+
+
+def test_a_root_that_hangs_later_does_not_hold_up_a_wait_or_a_restore(tmp_path, hosts, monkeypatch):
+    """A look for a step that is not near any more, and the publication after a restore, waited for 20 seconds."""
+    far, hangs = tmp_path / "far", False
+
+    def hang(name):
+        call = getattr(FileStorage, name)
+
+        async def called(storage, *args, **options):
+            if hangs and str(far) in storage.url.location:
+                await asyncio.sleep(60)
+            return await call(storage, *args, **options)
+
+        monkeypatch.setattr(FileStorage, name, called)
+
+    for name in ("list", "get", "stat", "put"):
+        hang(name)
+    begin = tier_set.begin_attempt
+
+    def begin_later(*args, **options):
+        nonlocal hangs
+        hangs = True
+        began = time.monotonic()
+        begun = begin(*args, **options)
+        hangs = False
+        assert time.monotonic() - began < 12
+        return begun
+
+    with manager_of(far, hosts("a"), grace=0, upload=None, timeout=2) as manager:
+        manager.async_take(10, state(10)).wait("far", timeout=60)
+        pending = manager.async_take(20, state(20))
+        pending.wait()
+        [folder] = runs_in(hosts("a"))
+        (folder / "step-20/.snapshot_metadata").unlink()
+        hangs = True
+        began = time.monotonic()
+        with pytest.raises(TimeoutError, match="step-20: not in"):
+            pending.wait("far", timeout=1)
+        assert time.monotonic() - began < 12
+        hangs = False
+        monkeypatch.setattr(tier_set, "begin_attempt", begin_later)
+        assert manager.restore_latest(state(-1)) == 10

@@ -286,10 +286,11 @@ class WatchedRun:
         copies = [(name, each) for name, each in copies if each[0] or each[1]]
         if len({name for name, _ in copies}) != 1:
             return None
-        published, _, _ = max((each for _, each in copies), key=lambda each: (each[2], len(each[0])))
+        published, _, number = max((each for _, each in copies), key=lambda each: (each[2], len(each[0])))
         known = {each["name"]: each for each in published}
         pending = {made["name"]: made for _, each in copies for made in each[1] if made["name"] not in known}
-        last = max(pending.values(), key=lambda made: (made["number"], made["name"]), default=None)
+        later = [made for made in pending.values() if made["number"] > number]
+        last = max(later, key=lambda made: (made["number"], made["name"]), default=None)
         tip = last or (published[-1] if published else None)
         return Line(known | pending, tip["name"]) if tip else None
 

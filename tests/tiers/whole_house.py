@@ -12,19 +12,20 @@ from pathlib import Path
 import torch
 
 from snapshot import KeepLatest, SnapshotError, StateDict, StorageError, TakeOptions
-from snapshot.errors import CorruptSnapshotError, RankError, SnapshotExistsError
+from snapshot.errors import CorruptSnapshotError, RankError, RunDeletedError, RunForkedError, SnapshotExistsError
 from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.io.url import URL
 from snapshot.tiers.by_hand import find_runs, folder_of, upload_by_hand
 from snapshot.tiers.facts import choose_attempt
 from snapshot.tiers.far_steps import FarError
-from snapshot.tiers.timeline import RunDeletedError, RunForkedError
 from snapshot.tiers.upload_queue import LOOKS
 from tests.tiers.one_process import Job, Killed
 from tests.tiers.oracle import Take, Wrong, flipped
 from tests.tiers.watched_run import WatchedRun
 
+NEVER_FAR = (FarError, RunForkedError, RunDeletedError)
+"""Errors that say that a step will not be in the far root."""
 GATES = ("_put", "_commit", "_get", "list_files", "stat")
 """Requests to a folder that can fail, or in whose middle something else can happen."""
 
@@ -291,16 +292,16 @@ class House(WatchedRun):
             return
         newest = max((each.step for each in self.takes.values() if each.attempt == take.attempt), default=-1)
         others = [each for each in self.jobs if each.hosts != job.hosts and {*each.hosts} & {*job.hosts}]
-        if isinstance(error, (FarError, TimeoutError)) and others:
+        if isinstance(error, (*NEVER_FAR, TimeoutError)) and others:
             self.skipped["wait far beside a job on other hosts"] += 1
             return  # the uploader of a shared host may serve that job
-        if isinstance(error, FarError) and (take.step < newest or self._replaced_far(take)):
+        if isinstance(error, NEVER_FAR) and (take.step < newest or self._replaced_far(take)):
             return  # it may have been given up, or removed
         if isinstance(error, TimeoutError) and timeout < 120:
             return
-        if isinstance(error, FarError) and self.clock.now - self.chosen < LOOKS:
+        if isinstance(error, NEVER_FAR) and self.clock.now - self.chosen < LOOKS:
             return  # the uploader may not have seen the choice yet
-        if isinstance(error, (FarError, TimeoutError)):
+        if isinstance(error, (*NEVER_FAR, TimeoutError)):
             if is_quiet and on and whole and works and mine and job.is_alive:
                 raise Wrong(f"step-{take.step} is on the line, and is not uploaded: {error}") from error
             return
