@@ -29,6 +29,9 @@ from snapshot.tiers.tier_set import TierSet
 from snapshot.tiers.timeline import Facts, Line, Parent, Standing, origin_of
 from snapshot.tiers.upload_queue import UploadState
 
+LAST_SECONDS = 1.0
+"""Seconds that `close` waits for the uploader's answers after the grace."""
+
 
 class TakePlace(NamedTuple):
     """The place of a take."""
@@ -295,6 +298,7 @@ class ManagerTiers:
         """Flush, remove old steps, and leave the uploader alone."""
         if self._set is None:
             return
+        self._set.link.limit(self.grace + LAST_SECONDS)
         self.flush()
         if self._cleaner is not None:
             newest = max(self._set.folder.steps(), default=-1)

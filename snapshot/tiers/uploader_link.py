@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -46,16 +47,26 @@ class UploaderLink:
         self._asking = threading.Lock()
         self._registering: threading.Thread | None = None
         self._closed = threading.Event()
+        self._end = math.inf
+        """The time after which no request waits any more."""
 
     def ask(self, request: Request, seconds: float = ANSWERS) -> Status:
         """Send a request, and return the uploader's state. If the uploader died, start it again.
 
         Raise UploaderError after some seconds.
         """
+        seconds = self._limited(seconds)
         end = time.monotonic() + seconds
         if self._registering is not None:
             self._registering.join(seconds)
         return self._ask(request, seconds, end)
+
+    def limit(self, seconds: float) -> None:
+        """Let all further requests together wait at most some seconds."""
+        self._end = time.monotonic() + seconds
+
+    def _limited(self, seconds: float) -> float:
+        return max(0.01, min(seconds, self._end - time.monotonic()))
 
     def _ask(self, request: Request, seconds: float, end: float) -> Status:
         def left() -> float:
@@ -77,6 +88,8 @@ class UploaderLink:
                     if again:
                         raise UploaderError(str(error)) from error
         finally:
+            if self._closed.is_set():  # `close` did not wait for this thread
+                self._drop()
             self._asking.release()
         raise AssertionError
 
@@ -103,7 +116,7 @@ class UploaderLink:
     def await_registration(self) -> None:
         """Wait until the uploader knows the job. A hung one is not waited for."""
         if self._registering is not None:
-            self._registering.join(ANSWERS)
+            self._registering.join(self._limited(ANSWERS))
 
     # Watch
 
@@ -147,9 +160,9 @@ class UploaderLink:
         """Report that this trainer has ended, and close the connection."""
         self._closed.set()
         self.await_registration()
-        if self._client is not None and self._asking.acquire(timeout=ANSWERS):
+        if self._client is not None and self._asking.acquire(timeout=self._limited(ANSWERS)):
             with suppress(UploaderError):
-                self._client.ask(Request("close"), ANSWERS)
+                self._client.ask(Request("close"), self._limited(ANSWERS))
             self._drop()
             self._asking.release()
 

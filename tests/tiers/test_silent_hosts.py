@@ -15,7 +15,7 @@ from snapshot.io.loop import run
 from snapshot.io.registry import open_storage
 from snapshot.io.storage import Context
 from snapshot.io.url import URL
-from snapshot.tiers import tier_set, uploader_link, uploader_process
+from snapshot.tiers import tier_set, uploader_process
 from snapshot.tiers.census import CensusStep
 from snapshot.tiers.hosts import Host
 from snapshot.tiers.near_steps import NearFolder
@@ -140,10 +140,8 @@ def _pid_of(folder):
         return None
 
 
-def test_close_does_not_wait_for_an_uploader_that_hangs(tmp_path, hosts, monkeypatch):
-    """The removal of old near steps asked it, and waited for 30 seconds."""
-    monkeypatch.setattr(tier_set, "ANSWERS", 0.5)
-    monkeypatch.setattr(uploader_link, "ANSWERS", 0.5)
+def test_close_waits_for_an_uploader_that_hangs_no_longer_than_the_grace(tmp_path, hosts):
+    """The flush, the removal of old near steps, and the goodbye each asked it, and waited."""
     manager = manager_of(tmp_path / "far", hosts("a"), upload=None, grace=0)
     manager.take(10, state(10))
     [folder] = runs_in(hosts("a"))
