@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from snapshot import CorruptSnapshotError, SnapshotError
 from snapshot.errors import UnsafeObjectError
 from snapshot.formats import torch_save, zip_archive
-from snapshot.formats.safe_pickle import load_pickle
+from snapshot.formats.safe_pickle import evaluate_pickle as load_pickle
 from snapshot.manifest.entries import TensorEntry
 from snapshot.tensors.memory import contiguous_strides, find_enclosing_tensor, measure_span
 

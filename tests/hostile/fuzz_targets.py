@@ -21,7 +21,7 @@ with atheris.instrument_imports(include=["snapshot"]):
     from snapshot.errors import SnapshotError
     from snapshot.formats import dcp, hugging_face, to_entries, torch_save, torchsnapshot
     from snapshot.formats.pickled import load_object
-    from snapshot.formats.safe_pickle import load_pickle
+    from snapshot.formats.safe_pickle import evaluate_pickle as load_pickle
     from snapshot.formats.zip_archive import TAIL, find_directory, read_members
     from snapshot.io.loop import run
     from snapshot.io.registry import open_storage
