@@ -12,14 +12,11 @@ from typing import Any, NamedTuple
 import torch
 
 from snapshot.errors import CorruptSnapshotError, RestoreError, UnsafeObjectError, UnsupportedFormatError
+from snapshot.formats.pickle_nodes import LimitError, Name, StandIn, Work
 from snapshot.formats.safe_pickle import (
     InvalidPickleError,
-    LimitError,
     Limits,
-    Name,
-    StandIn,
     UnknownClassError,
-    Work,
     evaluate_pickle,
     expect_stored,
 )

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import collections
-import re
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from snapshot.errors import CorruptSnapshotError, SnapshotError, UnsafeObjectError, UnsupportedFormatError
-from snapshot.manifest.compounds import MOST_COMPARISONS
-from snapshot.manifest.paths import LONGEST_INT
-from snapshot.tensors.memory import BY_NAME
-from snapshot.text import with_article
+from snapshot.formats.pickle_nodes import (
+    LimitError,
+    Name,
+    Node,
+    NotKnownError,
+    StandIn,
+    Work,
+    find_name,
+    find_storage,
+    join_fields,
+    show_value,
+)
 
 # Limits of an evaluation, in proportion to the bytes that are stored of a pickle.
 
@@ -30,11 +37,8 @@ FEW = 200_000
 FACTOR = 4
 MOST_NAMES = 10_000
 """Maximum number of classes and functions that one pickle may name."""
-DEEPEST_KEY = 100
 RUN = 64 << 10
 """Bytes of a pickle that are evaluated between two looks at the limits."""
-_MODULUS = (1 << 61) - 1
-"""Ints that differ by a multiple of this number have equal hashes."""
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -71,347 +75,7 @@ class UnknownClassError(UnsupportedFormatError):
     """A pickle does something with a class that this reader does not know."""
 
 
-class Work:
-    """Remaining number of copies and hashes for one pickle, and the hashes that its author can choose."""
-
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-        self._texts: set[str] = set()
-        self._alike: collections.Counter[int] = collections.Counter()
-        self._compared = 0
-        self._ints: set[bytes] = set()
-        self._alike_ints: collections.Counter[int] = collections.Counter()
-        self._compared_ints = 0
-
-    def spend(self, *copied: Any) -> None:
-        """Count a new object and the items copied for it: a value that is fetched again can be long."""
-        self.steps -= 1 + sum(len(each) for each in copied if hasattr(each, "__len__"))
-        if self.steps < 0:
-            raise ValueError("too many repeated values")
-
-    def check_keys(self, keys: Iterable[Any]) -> None:
-        """Count keys; raise for keys that take too long to hash. Texts and numbers have their own limits."""
-        for key in keys:
-            if not isinstance(key, tuple):
-                continue
-            rest = [(key, 1)]
-            while rest:
-                held, depth = rest.pop()
-                self.spend(held)
-                if depth > DEEPEST_KEY:
-                    raise ValueError("nested too deeply")
-                rest += [(each, depth + 1) for each in held if isinstance(each, tuple)]
-            self.check_key(key)
-
-    def check_key(self, key: Any) -> None:
-        """Count a key whose hash an attacker can choose; raise if too many different keys collide."""
-        text = repr(key)
-        if text not in self._texts:
-            self._texts.add(text)
-            self._compared += self._alike[hash(key)]
-            self._alike[hash(key)] += 1
-            if self._compared > MOST_COMPARISONS:
-                raise ValueError("too many hash collisions of keys; refusing a hostile pickle")
-
-    def read_int(self, data: bytes, where: object) -> int:
-        """Return a long int; raise if it has too many digits, or if too many ints have equal hashes."""
-        value = int.from_bytes(data, "little", signed=True)
-        if len(data) >= 8 and data not in self._ints:
-            if len(data) > LONGEST_INT // 8:
-                raise UnsupportedFormatError(
-                    f"{where}: a number in the pickle must have at most {LONGEST_INT // 8} bytes, got {len(data):,}"
-                )
-            self._ints.add(data)
-            self._compared_ints += 2 * self._alike_ints[value % _MODULUS] + 1
-            self._alike_ints[value % _MODULUS] += 1
-            if self._compared_ints > MOST_COMPARISONS:
-                raise CorruptSnapshotError(
-                    f"{where}: too many numbers in the pickle have equal hashes; refusing it as hostile"
-                )
-        return value
-
-
-# Nodes: the values that an evaluation returns.
-#
-# They are plain containers, numbers, texts and bytes, and inert stand-ins for all else.
-
-Node = Any
-"""Value of a pickle, without any object of a class that the pickle names."""
-Make = Callable[["Work", "Name", tuple[Any, ...]], Any]
-"""Function that returns the node of a call."""
-
-
-class Name(msgspec.Struct, eq=False, frozen=True):
-    """Stand-in for a class or function that a pickle names."""
-
-    name: str
-    """Its name, with the module."""
-    make: Make | None = None
-    """Function that returns the node of a call; by default, the node is a `StandIn`."""
-    is_class: bool = True
-    """True if the pickle may create an object of it without a call of `__init__`."""
-    is_record: bool = False
-    """True for a class of DCP's metadata: a pickle sets its fields at once."""
-
-
-class StandIn(msgspec.Struct, eq=False):
-    """Stand-in for an object: its class or the function that returned it, the arguments, and its later state."""
-
-    kind: Name
-    arguments: tuple[Any, ...]
-    state: Any = None
-    named: Any = None
-    """Arguments by name, if there are any."""
-
-    @property
-    def name(self) -> str:
-        """Name of the class or function, with the module."""
-        return self.kind.name
-
-    def __repr__(self) -> str:
-        return f"<{with_article(self.name)}>"
-
-
-class Dtype(msgspec.Struct, eq=False, frozen=True, gc=False):
-    """Stand-in for a torch.dtype."""
-
-    name: str
-
-
-class StorageType(Dtype, eq=False, frozen=True, gc=False):
-    """Stand-in for a storage class, by the dtype of its elements; bytes if it has none."""
-
-
-class PickledStorage(msgspec.Struct, eq=False, frozen=True, gc=False):
-    """Stand-in for a storage: the archive member with its bytes."""
-
-    key: str
-    dtype: str
-    numel: int
-
-
-class Size(tuple[int, ...]):
-    """Stand-in for a torch.Size."""
-
-    __slots__ = ()
-
-
-class DefaultDict(dict[Any, Any]):
-    """Stand-in for a defaultdict."""
-
-    factory: Any = None
-
-
-class Counter(dict[Any, Any]):
-    """Stand-in for a Counter, which a pickle creates from a dict."""
-
-
-class Deque(list[Any]):
-    """Stand-in for a deque."""
-
-    maxlen: Any = None
-
-
-def show_value(value: Node) -> str:
-    """Return a value for a message: the full text of a value with repetitions could be endless."""
-    if isinstance(value, tuple) and len(value) <= 8 and all(type(each) is int for each in value):
-        return str(tuple(value))[:100]
-    if isinstance(value, (StandIn, Name)):
-        return with_article(value.name.rpartition(".")[2][:100])
-    return repr(value)[:100] if type(value) in (str, int, float, bool) else with_article(type(value).__name__[:100])
-
-
-def read_fields(value: Node) -> dict[str, Any]:
-    """Return the attributes that a pickle sets on an object."""
-    return _join_fields(value.state) or {} if type(value) is StandIn else {}
-
-
-def _join_fields(state: Any) -> dict[str, Any] | None:
-    """Return the attributes in a state; None if it is not one of attributes."""
-    if isinstance(state, tuple) and len(state) == 2:
-        fields = all(each is None or isinstance(each, dict) for each in state)
-        state = {**(state[0] or {}), **(state[1] or {})} if fields else None
-    return state if isinstance(state, dict) else None
-
-
-# Calls that have a node of their own.
-
-
-def _make_size(work: Work, kind: Name, arguments: tuple[Any, ...]) -> Size:
-    work.spend(*arguments)
-    made = Size(*arguments)
-    if not all(type(each) is int for each in made):
-        raise ValueError("the pickle creates sizes from other values than ints")
-    return made
-
-
-def _spend_items(work: Work, items: Any = ()) -> Any:
-    """Return the items of a new dict, from another dict or from pairs."""
-    work.spend(items)
-    if not isinstance(items, dict):
-        work.check_keys(key for key, _ in items)
-    return items
-
-
-def _make_ordered(work: Work, kind: Name, arguments: tuple[Any, ...]) -> Any:
-    return collections.OrderedDict(_spend_items(work, *arguments))
-
-
-def _make_default(work: Work, kind: Name, arguments: tuple[Any, ...]) -> DefaultDict:
-    made = DefaultDict(_spend_items(work, *arguments[1:]))
-    made.factory = arguments[0] if arguments else None
-    return made
-
-
-def _make_counter(work: Work, kind: Name, arguments: tuple[Any, ...]) -> Counter:
-    return Counter(_spend_items(work, *arguments))
-
-
-def _make_deque(work: Work, kind: Name, arguments: tuple[Any, ...]) -> Deque:
-    if len(arguments) > 2:
-        raise TypeError("too many arguments")
-    items = arguments[0] if arguments else ()
-    work.spend(items)
-    made = Deque(items)
-    made.maxlen = arguments[1] if len(arguments) > 1 else None
-    return made
-
-
-def _make_set(work: Work, kind: Name, arguments: tuple[Any, ...]) -> Any:
-    frozen = kind.name.endswith("frozenset")
-    work.spend(*arguments, b"frozen" * 100 * frozen)  # attackers can choose their hashes, too
-    if arguments and not isinstance(arguments[0], (str, set, frozenset)):
-        work.check_keys(arguments[0])
-    return (frozenset if frozen else set)(*arguments)
-
-
-def _encode_text(work: Work, kind: Name, arguments: tuple[Any, ...]) -> bytes:
-    """Return bytes that old pickles encode from a text."""
-    text, encoding = arguments
-    work.spend(text)
-    if encoding not in ("latin1", "utf-8", "ascii"):
-        raise ValueError(f"the pickle encodes a text in {encoding!r}")
-    return text.encode(encoding)  # type: ignore[no-any-return]
-
-
-def _make_bytes(work: Work, kind: Name, arguments: tuple[Any, ...]) -> bytes:
-    """Return the empty bytes of old pickles."""
-    if arguments:
-        raise ValueError("the pickle creates bytes from arguments")
-    return b""
-
-
-def _make_complex(work: Work, kind: Name, arguments: tuple[Any, ...]) -> complex:
-    made = complex(*arguments)
-    work.check_key(made)
-    return made
-
-
-def _make_attribute(work: Work, kind: Name, arguments: tuple[Any, ...]) -> Any:
-    """Return the stand-in for an attribute of a class, which is a function or a class itself."""
-    work.spend(b"class" * 20)
-    holder, *names = arguments
-    name = names[0] if names and type(names[0]) is str else "attribute"
-    return _find_class(str(getattr(holder, "name", "builtins"))[:100], name)
-
-
-def _make_record(work: Work, kind: Name, arguments: tuple[Any, ...]) -> StandIn:
-    work.spend()
-    if arguments:
-        raise TypeError("a pickle sets its fields, and has no arguments")
-    return StandIn(kind, ())
-
-
-_DTYPE_OF = {
-    "Float": "float32",
-    "Double": "float64",
-    "Half": "float16",
-    "Long": "int64",
-    "Int": "int32",
-    "Short": "int16",
-    "Char": "int8",
-    "Byte": "uint8",
-    "Bool": "bool",
-    "BFloat16": "bfloat16",
-    "ComplexFloat": "complex64",
-    "ComplexDouble": "complex128",
-    "QInt8": "qint8",
-    "QUInt8": "quint8",
-    "QInt32": "qint32",
-    "QUInt4x2": "quint4x2",
-    "QUInt2x4": "quint2x4",
-}
-_OLD = re.compile(f"({'|'.join(_DTYPE_OF)})Storage")
-_MAKERS: dict[str, Make] = {
-    "collections.defaultdict": _make_default,
-    "collections.Counter": _make_counter,
-    "collections.deque": _make_deque,
-    "collections.OrderedDict": _make_ordered,
-    "torch.Size": _make_size,
-    "_codecs.encode": _encode_text,
-}
-for _module in ("builtins", "__builtin__"):
-    _MAKERS |= {
-        f"{_module}.complex": _make_complex,
-        f"{_module}.getattr": _make_attribute,
-        f"{_module}.bytes": _make_bytes,
-        f"{_module}.set": _make_set,
-        f"{_module}.frozenset": _make_set,
-    }
-_RECORDS = "torch.distributed.checkpoint."
-_RECORD_NAMES = {
-    "metadata.Metadata",
-    "metadata.TensorStorageMetadata",
-    "metadata.ChunkStorageMetadata",
-    "metadata.MetadataIndex",
-    "metadata.BytesStorageMetadata",
-    "filesystem._StorageInfo",
-}
-
-
-def find_name(module: str, name: str) -> Node:
-    """Return the node of a class or function that a pickle names."""
-    full = f"{module}.{name}"
-    if full in _MAKERS and "." not in name:
-        return Name(full, _MAKERS[full], is_class=False)
-    return _find_class(module, name)
-
-
-def _find_class(module: str, name: str) -> Node:
-    """Return the node of a name, unless a call of it has a node of its own."""
-    if module == "torch" and name in BY_NAME:
-        return Dtype(name)
-    if module == "torch" and (found := _OLD.fullmatch(name)):
-        return StorageType(_DTYPE_OF[found[1]])
-    if (module, name) == ("torch.storage", "UntypedStorage"):
-        return StorageType("uint8")
-    full = f"{module}.{name}"
-    if full.startswith(_RECORDS) and full.removeprefix(_RECORDS) in _RECORD_NAMES:
-        return Name(full, _make_record, is_record=True)
-    return Name(full[:200])
-
-
-def find_storage(reference: Any) -> PickledStorage:
-    """Return the stand-in of a storage that is not in the pickle, from torch's reference to it."""
-    if not (isinstance(reference, tuple) and len(reference) == 5 and reference[0] == "storage"):
-        raise ValueError("invalid reference to a storage")
-    _, kind, key, _, numel = reference
-    if type(kind) is Name:
-        raise _NotKnownError(f"a storage of the class {kind.name}")
-    if type(kind) is not StorageType or type(key) is not str or type(numel) is not int or numel < 0:
-        raise ValueError("invalid reference to a storage")
-    return PickledStorage(key, kind.name, numel)
-
-
 # The machine. A pickle is a program for a stack; each opcode pushes, pops or changes values.
-
-
-class _NotKnownError(Exception):
-    """A pickle does something with a class that this reader does not know."""
-
-
-class LimitError(Exception):
-    """A pickle exceeds a limit, or ends too early."""
 
 
 _ABSENT: Any = object()
@@ -465,7 +129,7 @@ def evaluate_pickle(
         raise
     except LimitError as error:
         raise CorruptSnapshotError(f"{where}: {error}") from error
-    except _NotKnownError as error:
+    except NotKnownError as error:
         raise UnknownClassError(f"{where}: the pickle has {error}, which cannot be read") from error
     except Exception as error:  # a foreign pickle may cause anything
         raise InvalidPickleError(f"{where}: cannot read the pickle: {type(error).__name__}: {error}") from error
@@ -489,6 +153,8 @@ class _Machine:
         self._persistent = persistent
         self._find_name = names
         self._names: dict[tuple[str, str], Node] = {}
+        self._misplaced = 0
+        """Number of values that were stored in another place of the memo than the next one."""
         self._holes = False
         """True if the memo has places that were not filled."""
 
@@ -597,7 +263,7 @@ class _Machine:
                         if place == len(memo):
                             memo.append(stack[-1])
                         else:
-                            self._put(memo, place, stack[-1], 255)
+                            self._put(memo, place, stack[-1], count)
                     elif code == 0x4D:  # BININT2
                         stack.append(_read_short(data, position + 1)[0])
                         position += 3
@@ -742,9 +408,13 @@ class _Machine:
         if self._work.steps < 0:
             raise ValueError("too many repeated values")
 
-    def _put(self, memo: list[Any], place: int, value: Node, most: int) -> None:
-        """Store a value in another place of the memo than the next one."""
-        if place > most:
+    def _put(self, memo: list[Any], place: int, value: Node, count: int) -> None:
+        """Store a value in another place of the memo than the next one.
+
+        `count` is the number of opcodes so far. Those that create values are at least as many as the places.
+        """
+        self._misplaced += 1
+        if place > count - len(memo) - self._misplaced:
             raise LimitError("the pickle claims memory that it does not use")
         if place < len(memo):
             memo[place] = value
@@ -779,7 +449,7 @@ class _Machine:
         if not isinstance(arguments, tuple) or not (named is None or isinstance(named, dict)):
             raise TypeError("arguments must be a tuple")
         if type(kind) is not Name or not kind.is_class:
-            raise _NotKnownError(f"an object of {show_value(kind)} that is created without a call")
+            raise NotKnownError(f"an object of {_name_class(kind)} that is created without a call")
         self._work.spend(arguments)
         made = StandIn(kind, arguments) if kind.make is None else kind.make(self._work, kind, arguments)
         made.named = named or None
@@ -805,7 +475,7 @@ class _Machine:
     def _build(self, target: Node, state: Any) -> None:
         """Set the state of an object that is not a plain stand-in."""
         if type(target) is StandIn:
-            fields = {} if state is None else _join_fields(state)
+            fields = {} if state is None else join_fields(state)
             if fields is None:
                 raise TypeError("the state of DCP's metadata must be fields")
             target.state = {**(target.state or {}), **fields}
@@ -813,4 +483,9 @@ class _Machine:
             if "_metadata" in state:  # the versions of the modules of a state dict
                 target._metadata = state["_metadata"]  # type: ignore[attr-defined]
         else:
-            raise _NotKnownError(f"a state of {show_value(target)}")
+            raise NotKnownError(f"a state of {_name_class(target)}")
+
+
+def _name_class(value: Node) -> str:
+    """Return the whole name of a stand-in for a message, or the kind of another value."""
+    return value.name if isinstance(value, (StandIn, Name)) else show_value(value)

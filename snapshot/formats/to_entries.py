@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from snapshot.errors import CorruptSnapshotError
-from snapshot.formats import safe_pickle as p
+from snapshot.formats import pickle_nodes as p
 from snapshot.formats.pickled import INLINE, MODULE, make_refused_entry
+from snapshot.formats.safe_pickle import Limits, evaluate_pickle, expect_stored
 from snapshot.formats.zip_archive import STORED, ZipArchive
 from snapshot.manifest import entries as e
 from snapshot.manifest import values as s
@@ -442,15 +443,15 @@ def read_plain_value(path: str, data: bytes | bytearray, stored: int | None = No
     try:
         archive = ZipArchive.parse(data, len(data))
         content = read_pickle(data, archive)
-        length = p.expect_stored(len(content), len(data) if stored is None else stored, "its pickle")
-        node = p.evaluate_pickle(content, path, p.Limits.of(length))
+        length = expect_stored(len(content), len(data) if stored is None else stored, "its pickle")
+        node = evaluate_pickle(content, path, Limits.of(length))
     except (ValueError, KeyError) as error:
         if isinstance(error, CorruptSnapshotError):
             raise
         raise NotPlainError(str(error)) from error
     try:
         return make_value(path, node, _Storages(data, archive), length)
-    except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
+    except (ValueError, KeyError, TypeError, RuntimeError, OverflowError) as error:
         raise NotPlainError(str(error)) from error
 
 
@@ -480,12 +481,17 @@ class _Storages:
         if self._room < 0:
             raise NotPlainError("too many repeated values")
 
+    def is_readable(self, storage: str) -> bool:
+        """Return True if the bytes of a storage are those of its elements."""
+        member = self.archive.named.get(f"data/{storage}")
+        if member is not None:
+            self.archive.locate(member, self._data)
+        return not self._swapped and (member is None or member.method == STORED)
+
     def read(self, name: str) -> bytes:
-        """Return the bytes of a storage."""
+        """Return the bytes of a storage, by the name of its member."""
         member = self.archive.named[name]
         self.spend(member.size)
-        if self._swapped or member.method != STORED:
-            raise NotPlainError("tensors that are compressed, or in the other byte order")
         return self.archive.read(member, self._data)
 
 
@@ -497,8 +503,8 @@ def make_value(path: str, node: p.Node, storages: _Storages, length: int) -> Any
     """
 
     def describe(_: str, found: RebuiltTensor) -> Any:
-        if 0 in found.strides:
-            raise ValueError("a tensor that repeats its elements")
+        if 0 in found.strides or not storages.is_readable(found.storage):
+            raise ValueError("a tensor that repeats its elements, is compressed, or is in the other byte order")
         return make_tensor_entry(found, storages.archive)
 
     inline = bytearray()

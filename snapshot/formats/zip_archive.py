@@ -41,7 +41,7 @@ Bytes = bytes | bytearray | memoryview
 UNREADABLE = 0x61
 """Flags of members that are encrypted or patches."""
 NEWEST = 63
-"""Newest version of the format of which a member may need features."""
+"""Newest version of the format that a member may need."""
 SIGNATURE = b"PK\3\4"
 """First bytes of each member, and so of an archive."""
 
@@ -176,6 +176,7 @@ class ZipArchive:
         if sum(each.size for each in archive.members) > len(data):
             raise ValueError(f"its members claim more than its {counted(len(data), 'byte')}")
         for each in archive.members:
+            archive.locate(each, data)
             odd = "\0" in each.name or "\ufffd" in each.name
             if odd or read_name(bytes(data[each.header : each.header + LONGEST_HEADER])) != each.name:
                 raise ValueError(f"member {each.name[:100]!r} has another name in its header")
@@ -197,7 +198,7 @@ class ZipArchive:
         if at + HEADER > len(data):
             raise MoreBytesNeeded(member.header + HEADER, 0)
         begin = member.header + find_data_begin(data[at : at + HEADER])
-        if begin + member.packed > self.begin:
+        if begin + member.packed > self.begin or (member.method == STORED and member.packed != member.size):
             raise ValueError(f"member {member.name[:100]!r} is outside the archive")
         return begin, begin + member.packed
 
@@ -227,7 +228,10 @@ def _find_end(data: Bytes, begin: int, length: int) -> int:
     place = end - _LOCATOR.size - _END64.size
     if data[end - _LOCATOR.size :][:4] != b"PK\6\7":
         return end
-    if place < 0 or data[place : place + 4] != b"PK\6\6" or _LOCATOR.unpack_from(data, end - _LOCATOR.size)[2] != place:
+    if place < 0 or data[place : place + 4] != b"PK\6\6":
+        return -1
+    _, disk, found, disks = _LOCATOR.unpack_from(data, end - _LOCATOR.size)
+    if found != place or disk or disks > 1:
         return -1
     return place if _END64.unpack_from(data, place)[-2:] == (length, begin) else -1
 
