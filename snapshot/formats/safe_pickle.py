@@ -437,7 +437,7 @@ class _Machine:
 
     def _call(self, function: Node, arguments: tuple[Any, ...]) -> Node:
         """Return the node of a call, for other functions than those that have no node of their own."""
-        if type(function) is StandIn:  # a pickle calls what `functools.partial` returns
+        if type(function) is StandIn and not function.kind.is_record:  # a pickle calls what `functools.partial` returns
             self._work.spend(arguments, (function,))
             return StandIn(function.kind, (function, *arguments))
         if type(function) is not Name or function.make is None:
@@ -463,13 +463,13 @@ class _Machine:
         self._work.check_keys(key for key in keys if type(key) is not str)
         if isinstance(target, dict):
             target.update(zip(keys, items[1::2], strict=True))
-        elif type(target) is not StandIn:
+        elif type(target) is not StandIn or target.kind.is_record:
             raise TypeError(f"items are set in {show_value(target)}")
 
     def _extend(self, target: Node, items: list[Any]) -> None:
         if isinstance(target, list):
             target += items
-        elif type(target) is not StandIn:
+        elif type(target) is not StandIn or target.kind.is_record:
             raise TypeError(f"items are appended to {show_value(target)}")
 
     def _build(self, target: Node, state: Any) -> None:
