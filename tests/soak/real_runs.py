@@ -34,11 +34,23 @@ class Schedule(World):
         return bool(keepers) and bool(taken.files) and taken.files.items() <= files.items()
 
     def is_newest(self, taken):
-        """Say whether a step is the last of its job: no policy removes that."""
+        """Say whether a step is the last of its hosts on its line: no policy removes that."""
+        later = self.descendants_of(taken.attempt)
         return not any(
-            each.attempt == taken.attempt and each.value > taken.value and each.is_promised
+            each.attempt in later
+            and each.value > taken.value
+            and each.is_promised
+            and (each.attempt == taken.attempt or each.hosts.keys() & taken.hosts.keys())
             for each in self.taken.values()
         )
+
+    def descendants_of(self, attempt):
+        """Return the names of the attempts that continue one, and its own, by what all hosts have stored."""
+        known = {}
+        for host in range(self.count):
+            for (published, _), pending in read_copies(self.near(host)).values():
+                known |= {each["name"]: each for each in (*published, *pending)}
+        return {name for name in known if attempt in line_of([], known[name], known)} | {attempt}
 
     # Jobs
 

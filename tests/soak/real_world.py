@@ -76,9 +76,9 @@ class Outcome:
 # Facts, as a person reads them
 
 
-def line_of(attempts, tip=None):
+def line_of(attempts, tip=None, known=None):
     """Return the attempts of the line, each with the step and the save id at which it was left; (None, '') at first."""
-    known = {each["name"]: each for each in attempts}
+    known = known or {each["name"]: each for each in attempts}
     at = tip if tip is not None else (attempts[-1] if attempts else None)
     found, limit, save_id = {}, None, ""
     while at is not None and at["name"] not in found:
@@ -133,8 +133,20 @@ def read_copies(near):
                     newest = max(newest, decode_facts(path.read_bytes()), key=lambda each: each[1])
                 else:
                     pending.append(json.loads(path.read_bytes().splitlines()[0]))
+        pending += attempts_of_steps(folder.parent)
         names = {each["name"] for each in newest[0]}
-        found[folder.parent.name] = newest, [each for each in pending if each["name"] not in names]
+        others = {each["name"]: each for each in pending if each["name"] not in names}
+        found[folder.parent.name] = newest, list(others.values())
+    return found
+
+
+def attempts_of_steps(folder):
+    """Return the attempts that the metadata of near steps have: a host with a replica knows them, too."""
+    found = []
+    for path in folder.glob("step-*/.snapshot_metadata"):
+        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
+            note = (json.loads(path.read_bytes()).get("metadata") or {}).get("snapshot.tiers", {})
+            found += [note["began"]] if "began" in note else []
     return found
 
 
