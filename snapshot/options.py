@@ -106,8 +106,13 @@ def expect_positive(name: str, value: float | None) -> None:
         raise ValueError(f"{name} must be above 0, got {value}")
 
 
-def moved_names(moved: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let a function name the new spelling of an argument that it had before: `moved` has old name -> new spelling."""
+def moved_names(
+    moved: Mapping[str, str], positions: int | None = None, instead: str = ""
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let a function name the new spelling of an argument that it had before: `moved` has old name -> new spelling.
+
+    With `positions`, more positional arguments than these are arguments that it had, too: `instead` is their spelling.
+    """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
@@ -115,6 +120,8 @@ def moved_names(moved: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable
             old = next((name for name in named if name in moved), None)
             if old is not None:
                 raise TypeError(f"{old}= has moved: pass {moved[old]}")
+            if positions is not None and len(arguments) > positions:
+                raise TypeError(f"{function.__name__}() takes {positions} arguments without a name: pass {instead}")
             return function(*arguments, **named)
 
         return checked

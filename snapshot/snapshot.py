@@ -762,7 +762,7 @@ class Snapshot:
     # Convert
 
     @of_object
-    @moved_names(TO_TARGET)
+    @moved_names(TO_TARGET, 2, "Target(url, to) as the target")
     def convert(
         self,
         target: str | os.PathLike[str] | Target,
@@ -818,7 +818,7 @@ class Snapshot:
             return convert_checkpoint(op, self.location, made, choice)
 
     @of_object
-    @moved_names(TO_TARGET)
+    @moved_names(TO_TARGET, 2, "select=... by its name")
     def copy(
         self,
         target: str | os.PathLike[str] | Target,

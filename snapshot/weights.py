@@ -85,7 +85,11 @@ def load(
         return load_tensors(op, opened.location, choice, parts, where)
 
 
-@moved_names({**TO_TARGET, **dict.fromkeys(("source_options", "allow_pickle", "key"), SOURCE)})
+@moved_names(
+    {**TO_TARGET, **dict.fromkeys(("source_options", "allow_pickle", "key"), SOURCE)},
+    2,
+    "Target(url, to) as the target",
+)
 def merge(
     sources: Sequence[str | os.PathLike[str] | Snapshot],
     target: str | os.PathLike[str] | Target,
@@ -114,7 +118,7 @@ def merge(
 
     Args:
         sources: The checkpoints: paths of anything that `Snapshot` opens, or `Snapshot` objects. For `ema`, in order of
-            time.
+            time. Values that are not tensors are read from the first one, whose `allow_pickle` counts.
         target: The destination: a path whose suffix tells the format, or a `Target` with its format and options.
         weights: A finite factor for each source. They are used as given. A warning is logged unless their sum is 1.
             The default is the average: the sum, divided by the number of sources.

@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -329,12 +328,13 @@ class SnapshotCallback(_LightningCallback):  # type: ignore[misc]
         checkpoint = _dumped(trainer)
         in_epoch = not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         several = trainer.world_size > 1
-        options = self._options
-        if several and options.replicated is None:
-            options = replace(options, replicated=["state_dict", "optimizer_states"])
+        options, replicated = self._options, self._options.replicated
+        if several and replicated is None:
+            replicated = ["state_dict", "optimizer_states"]
         request = partial(
             options.at,
             self._storage_options,
+            replicated=replicated,
             overwrite=True,
             metadata={KEY: {"keys": list(checkpoint), "in_epoch": in_epoch, "step": step}},
         )

@@ -413,12 +413,12 @@ class Chooser:
         self._notes = issues
         self._select, self._exclude = options.select, options.exclude
         self._filtered = bool(self._select or self._exclude)
-        self._selectd, self._excluded = matcher(self._select or ["**"]), matcher(self._exclude)
+        self._selected, self._excluded = matcher(self._select or ["**"]), matcher(self._exclude)
         self._chosen = ChosenEntries()
 
     def wanted(self, path: str) -> bool:
         """Return True if a path is requested."""
-        return self._selectd(path) and not self._excluded(path)
+        return self._selected(path) and not self._excluded(path)
 
     def choose(self, view: RankView, app_state: Mapping[str, Any], done: Collection[str]) -> ChosenEntries:
         """Return the requested entries of each key. Keys without any are left unchanged.

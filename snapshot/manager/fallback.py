@@ -23,6 +23,7 @@ from snapshot.io.loop import run
 from snapshot.io.storage import FileStat
 from snapshot.loading.choose import RestoreOptions
 from snapshot.loading.reader import TOUCHED
+from snapshot.manager.options import expect_options
 from snapshot.manager.root import Root
 from snapshot.manager.step_metadata import noted_step
 from snapshot.manifest.document import Document, SnapshotMetadata
@@ -111,6 +112,7 @@ class Fallback:
         """Return the restored step or None, and the damaged steps of this library."""
         error: BaseException | None = None
         try:
+            expect_options(options, RestoreOptions)
             self._seal = seal_with(key)
             if self._seal is not None and not self._root.signable:
                 raise ValueError("key must be None for near steps, which are not signed; restore an uploaded step")

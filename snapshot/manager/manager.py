@@ -32,6 +32,7 @@ from snapshot.manager.options import (
     checked_signals,
     checked_timeout,
     checked_tolerance,
+    expect_options,
 )
 from snapshot.manager.pending_takes import PendingTakes, failed_take
 from snapshot.manager.policies import KeepBest, Policy, parts
@@ -71,13 +72,8 @@ IN_TAKE_OPTIONS = {each.name: f"options=TakeOptions({each.name}=...)" for each i
     "verify_writes": "options=TakeOptions(read_back=...)"
 }
 IN_RESTORE_OPTIONS = {each.name: f"options=RestoreOptions({each.name}=...)" for each in fields(RestoreOptions)}
+IN_RESTORE_OPTIONS["include"] = IN_RESTORE_OPTIONS["select"]
 """Arguments of single snapshots, and their spelling for a manager."""
-
-
-def expect_options(options: Any, kind: type) -> None:
-    """Raise TypeError unless options are of a kind."""
-    if not isinstance(options, kind):
-        raise TypeError(f"options must be {kind.__name__}(...), got {options!r}")
 
 
 class SnapshotManager:
@@ -227,7 +223,7 @@ class SnapshotManager:
         """Take near, or far. A storage error of a near take leads to one more try, far."""
         place = begun.place
         try:
-            return Snapshot.take_with(place.path, app_state, self._pg, begun.request, begun.options.timeout)
+            return Snapshot.take_with(place.path, app_state, self._pg, begun.request, begun.timeout)
         except SnapshotError as error:
             if self._tiers is None or not place.near or not self._tiers.can_degrade(error):
                 raise
@@ -235,7 +231,7 @@ class SnapshotManager:
             place = self._tiers.place_of(begun.step, str(error), "take")
             overwrite = begun.overwrite or self._tiers.may_replace(begun.step, place)
             begun = replace(begun, place=place, overwrite=overwrite)
-        return Snapshot.take_with(place.path, app_state, self._pg, begun.request, begun.options.timeout)
+        return Snapshot.take_with(place.path, app_state, self._pg, begun.request, begun.timeout)
 
     @moved_names(IN_TAKE_OPTIONS)
     def async_take(
@@ -287,7 +283,7 @@ class SnapshotManager:
     ) -> Begun:
         """Agree on the step, and on where it is written."""
         tiers = self._tiers
-        with self._exchange(verb, options.timeout) as exchange:
+        with self._exchange(verb, getattr(options, "timeout", None)) as exchange:
             expect_options(options, TakeOptions)
             number = checked_step(step)
             writer = self._writers.note() if self._writers is not None else None
@@ -327,12 +323,13 @@ class SnapshotManager:
             place = TakePlace(self._path(number), self._options, near=False)
         else:
             place = tiers.place_of(number, "" if answer.known else answer.near_fault, verb)
-        if self._incremental and options.base is None:
-            options = replace(options, base=choose_base(root, self._keep, answer.bases))
-        if options.timeout is None:
-            options = replace(options, timeout=self._timeout)
+        base = options.base
+        if self._incremental and base is None:
+            base = choose_base(root, self._keep, answer.bases)
+        timeout = self._timeout if options.timeout is None else options.timeout
         replaces = replaces or (tiers is not None and tiers.may_replace(number, place))
-        return Begun(number, place, before if answer.known else None, options, noted, overwrite=replaces)
+        pending = before if answer.known else None
+        return Begun(number, place, pending, options, noted, overwrite=replaces, base=base, timeout=timeout)
 
     def _begin_writing(self) -> None:
         """Raise OtherWriterError if another job writes to a plain root. Without `keep`, nothing is listed."""
@@ -408,11 +405,11 @@ class SnapshotManager:
             RunForkedError: With `near`: two jobs have continued the run without seeing each other.
         """
         began = time.monotonic()
-        expect_options(options, RestoreOptions)
-        if options.timeout is None:
+        timeout = getattr(options, "timeout", None)
+        if isinstance(options, RestoreOptions) and timeout is None:
             options = replace(options, timeout=self._timeout)
         self._pendings.moved_on()
-        begin = partial(self._exchange, "restore_latest", options.timeout)
+        begin = partial(self._exchange, "restore_latest", timeout)
         root, snapshot_of = self._root, self._restored_from
         if self._tiers is not None:
             self._pendings.settle()  # they belong to the attempt that ends here

@@ -71,6 +71,12 @@ def checked_tolerance(on_error: Any) -> Tolerate | None:
     return Tolerate() if on_error == "warn" else None
 
 
+def expect_options(options: Any, kind: type) -> None:
+    """Raise TypeError unless options are of a kind."""
+    if not isinstance(options, kind):
+        raise TypeError(f"options must be {kind.__name__}(...), got {options!r}")
+
+
 _KEEP = KeepLatest(2)
 
 

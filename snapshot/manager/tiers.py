@@ -18,7 +18,7 @@ from snapshot.manager.policies import Policy
 from snapshot.manager.root import Root
 from snapshot.manager.tiered_root import TieredRoot
 from snapshot.manifest.document import ManifestHead
-from snapshot.save.take_options import TakeOptions, TakeRequest
+from snapshot.save.take_options import BaseArgument, TakeOptions, TakeRequest
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.tiers.control import Request
 from snapshot.tiers.facts import limited
@@ -52,10 +52,18 @@ class Begun:
     options: TakeOptions
     metadata: Mapping[str, Any]
     overwrite: bool
+    base: BaseArgument
+    timeout: float | None
 
     def request(self) -> TakeRequest:
         """Return the options of this take; raise for wrong ones."""
-        return self.options.at(self.place.options, overwrite=self.overwrite, metadata=self.metadata)
+        return self.options.at(
+            self.place.options,
+            overwrite=self.overwrite,
+            metadata=self.metadata,
+            base=self.base,
+            timeout=self.timeout,
+        )
 
 
 class ManagerTiers:

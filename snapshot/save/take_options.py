@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from snapshot.io.system import expect_linux
-from snapshot.io.url import Source, locate_source
+from snapshot.io.url import Location, Source, locate_source
 from snapshot.manifest.document import DEEPEST, measure_nesting
 from snapshot.plan.layout import SavePlan
 from snapshot.plan.names import matcher
@@ -56,7 +56,7 @@ class TakeOptions:
     base: BaseArgument = None
     only: Only | None = None
     compression: Compression | None = None
-    sign: Key | None = None
+    sign: Key | Signer | None = None
     allow_pickle: AllowPickle = "warn"
     staging: Staging = "blocking"
     worker: Worker = "thread"
@@ -75,20 +75,28 @@ class TakeOptions:
             expect_linux("worker='process'")
         if self.only not in (None, "trainable"):
             raise ValueError(f"only must be 'trainable' or None, got {self.only!r}")
-        if self.only and not self.bases:
+        bases = self.bases
+        if self.only and not bases:
             raise ValueError("only='trainable' must have a base: the snapshot that has what is left out")
         expect_compression(self.compression)
-        object.__setattr__(self, "signer", None if self.sign is None else load_signer(self.sign))
+        signer = self.sign if self.sign is None or isinstance(self.sign, Signer) else load_signer(self.sign)
+        object.__setattr__(self, "signer", signer)
         matcher(self.replicated or ())
         if not 0.0 <= self.read_back_share <= 1.0:
             raise ValueError(f"read_back must be True, False or a fraction from 0 to 1, got {self.read_back!r}")
 
     def at(
-        self, storage_options: Mapping[str, Any] | None, *, overwrite: bool, metadata: Mapping[str, Any] | None
+        self,
+        storage_options: Mapping[str, Any] | None,
+        *,
+        overwrite: bool,
+        metadata: Mapping[str, Any] | None,
+        **changes: Any,
     ) -> TakeRequest:
-        """Return the request of a take with these options."""
+        """Return the request of a take with these options, but for some changes. The key is not read again."""
         shared = {each.name: getattr(self, each.name) for each in fields(TakeOptions) if each.init}
-        return TakeRequest(**shared, storage_options=storage_options, overwrite=overwrite, metadata=metadata)
+        own = {"storage_options": storage_options, "overwrite": overwrite, "metadata": metadata}
+        return TakeRequest(**{**shared, "sign": self.signer, **own, **changes})
 
     @property
     def bases(self) -> list[Source]:
@@ -97,7 +105,7 @@ class TakeOptions:
             return []
         given: list[Any] = list(self.base) if isinstance(self.base, (list, tuple)) else [self.base]
         for each in given:
-            if not isinstance(each, (str, os.PathLike)) and not hasattr(each, "location"):
+            if not isinstance(each, (str, os.PathLike)) and not isinstance(getattr(each, "location", None), Location):
                 raise TypeError(
                     f"base must be a path, a URL or a Snapshot, or a list of them, got {type(each).__name__}"
                 )

@@ -17,15 +17,15 @@ from snapshot.transform.export import Export, Plan
 from snapshot.transform.joint_call import expect_checksums, expect_common_place, open_sources
 from snapshot.transform.select import selected_locations
 from snapshot.transform.sources import CheckpointStager, reads_ranges
-from snapshot.transform.target import Target
+from snapshot.transform.target import Target, suffix_of
 from snapshot.transform.to_snapshot import Selection, write_as_snapshot
 
 
 def expect_writable(target: Target, sources: Sequence[URL]) -> None:
     """Raise if the target's arguments do not fit each other, or if it is one of the sources."""
-    url = target.place.url
-    if target.compression is not None and target.format != "snapshot":
-        raise ValueError(f"compression must be None for to={target.format!r}: no other library reads such files")
+    url, form = target.place.url, target.format
+    if target.compression is not None and form != "snapshot":
+        raise ValueError(f"compression must be None for to={form!r}: no other library reads such files")
     if url in sources:
         raise ValueError(f"{url}: the destination is the source; convert to another path")
 
@@ -47,7 +47,7 @@ def write_checkpoint(
         return write_as_snapshot(source, document, choice, target, operation, make_stager=make_stager, splits=splits)
     export = Export(source, document, choice)
     name: str | None = None
-    if target.format == "torch" or (target.format == "safetensors" and url.location.endswith(".safetensors")):
+    if target.format == "torch" or (target.format == "safetensors" and suffix_of(url) == ".safetensors"):
         above, _, name = url.location.rpartition("/")
         if not name or (not above and url.scheme != "file"):
             raise ValueError(f"{url}: must be the name of a file")

@@ -22,6 +22,7 @@ from snapshot.errors import (
 from snapshot.events import emit
 from snapshot.formats import dcp, hugging_face, torch_save, zip_archive
 from snapshot.formats.foreign import ForeignDocument
+from snapshot.formats.hugging_face import SHARD
 from snapshot.formats.pickled import INLINE
 from snapshot.io.aio import in_thread, shielded
 from snapshot.io.loop import run
@@ -240,6 +241,8 @@ def copy_checkpoint(operation: Operation, origin: Location, target: Target, choi
     exchange, url = operation.exchange, target.place.url
     if target.to is not None:
         raise ValueError(f"to must be None for a copy, which keeps its format, got {target.to!r}; or convert it")
+    if target.shard_bytes != SHARD:
+        raise ValueError(f"shard_bytes cannot be set for a copy, which keeps its files, got {target.shard_bytes}")
     expect_common_place(exchange, url)
     source, overwrite = operation.open(origin, share=2), target.overwrite
     opener = partial(target.open, operation)

@@ -72,7 +72,11 @@ class Target:
     @classmethod
     def of(cls, target: str | os.PathLike[str] | Target) -> Target:
         """Return a target; a path becomes one with the defaults."""
-        return target if isinstance(target, cls) else cls(target)  # type: ignore[arg-type]
+        if isinstance(target, Target):
+            return target
+        if not isinstance(target, (str, os.PathLike)):
+            raise TypeError(f"target must be a path, a URL or a Target, got {target!r}")
+        return cls(target)
 
     @property
     def place(self) -> Location:

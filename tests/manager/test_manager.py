@@ -967,3 +967,18 @@ def test_it_says_what_it_is(tmp_path, caplog):
         )
         filled(tmp_path, 1, 2, keep=KeepLatest(1))
     assert f"prune {tmp_path}: removed step-1" in caplog.text
+
+
+@pytest.mark.parametrize("wrong", [{"durable": False}, None, RestoreOptions()])
+def test_options_of_another_kind_are_an_error(tmp_path, wrong):
+    with SnapshotManager(tmp_path, signals=()) as manager:
+        for take in (manager.take, manager.async_take):
+            with pytest.raises(TypeError, match=r"options must be TakeOptions\(...\), got"):
+                take(1, state(), options=wrong)
+        with pytest.raises(TypeError, match=r"options must be RestoreOptions\(...\), got"):
+            manager.restore_latest(state(), options=TakeOptions() if isinstance(wrong, RestoreOptions) else wrong)
+        with pytest.raises(TypeError, match=r"replicated= has moved: pass options=TakeOptions\(replicated=...\)"):
+            manager.take(1, state(), replicated=["**"])
+        with pytest.raises(TypeError, match=r"include= has moved: pass options=RestoreOptions\(select=...\)"):
+            manager.restore_latest(state(), include=["**"])
+        assert manager.steps() == []

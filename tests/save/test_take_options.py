@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from snapshot.io.url import URL
 from snapshot.save.take_options import TakeOptions, TakeRequest
 
 
@@ -30,3 +31,8 @@ def test_metadata_are_encoded_at_once_or_refused():
     assert json.loads(bytes(TakeRequest(metadata={"step": 3}).metadata_json)) == {"step": 3}
     with pytest.raises((TypeError, ValueError)):
         TakeRequest(metadata={"model": object()})
+
+
+def test_a_base_is_a_path_or_a_snapshot():
+    with pytest.raises(TypeError, match="base must be a path, a URL or a Snapshot, or a list of them, got URL"):
+        TakeOptions(base=URL.parse("memory://base"))

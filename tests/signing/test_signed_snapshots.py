@@ -13,9 +13,11 @@ from snapshot import (
     CorruptSnapshotError,
     SignatureError,
     Snapshot,
+    SnapshotManager,
     SnapshotNotFoundError,
     StateDict,
     StorageError,
+    TakeOptions,
     Target,
     load,
     merge,
@@ -382,6 +384,20 @@ def test_a_selection_and_a_conversion_read_signed_bytes_only(tmp_path, secret, p
     with pytest.raises(CorruptSnapshotError, match="not the signed ones"):
         snapshot.convert(Target(tmp_path / "d.safetensors", "safetensors"), verify=False)
     assert not (tmp_path / "d").exists() or not Snapshot(tmp_path / "d").exists()
+
+
+def test_options_of_a_manager_read_a_key_once(tmp_path):
+    """The file may be gone later in the run: an error in the middle of a take would be one of this rank alone."""
+    from snapshot.cli import main
+
+    path = tmp_path / "key.pem"
+    assert main(["sign", "--new-key", str(path)]) == 0
+    options = TakeOptions(sign=path)
+    path.unlink()
+    with SnapshotManager(tmp_path / "run", signals=(), timeout=30) as manager:
+        manager.take(1, state(1.0), options=options)
+        manager.async_take(2, state(2.0), options=options).wait()
+        assert manager.restore_latest(state(0.0), key=f"{path}.pub") == 2
 
 
 def test_load_and_merge_require_the_key(tmp_path, secret, public):

@@ -24,6 +24,7 @@ from snapshot import (
     UnsafeObjectError,
     UnsupportedFormatError,
     load,
+    merge,
 )
 from snapshot.io.storage import Capabilities
 from snapshot.plugins.memory import MemoryStorage
@@ -296,10 +297,36 @@ def test_an_old_spelling_names_the_new_one(tmp_path, verb):
         getattr(Snapshot(tmp_path), verb)(tmp_path / "t", overwrite=True)
 
 
-def test_a_copy_keeps_its_format(tmp_path):
+def test_positions_of_old_arguments_name_the_new_spelling(tmp_path):
+    with pytest.raises(TypeError, match=r"convert\(\) takes 2 arguments without a name: pass Target\(url, to\)"):
+        Snapshot(tmp_path / "s").convert(tmp_path / "t", "dcp")
+    with pytest.raises(TypeError, match=r"copy\(\) takes 2 arguments without a name: pass select="):
+        Snapshot(tmp_path / "s").copy(tmp_path / "t", ["m/**"])
+    with pytest.raises(TypeError, match=r"merge\(\) takes 2 arguments without a name: pass Target\(url, to\)"):
+        merge(["a", "b"], tmp_path / "t", "dcp")
+    with pytest.raises(TypeError, match="target must be a path, a URL or a Target, got None"):
+        Snapshot(tmp_path / "s").convert(None)
+
+
+def test_an_unknown_suffix_is_told_before_the_source_is_opened(tmp_path):
+    with pytest.raises(ValueError, match="the suffix must be"):
+        Snapshot(tmp_path / "absent").convert(tmp_path / "m.bin")
+    with pytest.raises(ValueError, match="the suffix must be"):
+        merge([tmp_path / "absent", tmp_path / "too"], tmp_path / "m.bin")
+
+
+def test_a_suffix_in_capitals_is_one_file(tmp_path):
+    Snapshot.take(tmp_path / "s", {"m": StateDict(w=torch.ones(3))}).convert(tmp_path / "M.SAFETENSORS")
+    assert (tmp_path / "M.SAFETENSORS").is_file()
+
+
+def test_a_copy_keeps_its_format_and_files(tmp_path):
     Snapshot.take(tmp_path / "s", {"m": StateDict(w=torch.ones(3))})
     with pytest.raises(ValueError, match="to must be None for a copy"):
         Snapshot(tmp_path / "s").copy(Target(tmp_path / "t", "dcp"))
+    with pytest.raises(ValueError, match="shard_bytes cannot be set for a copy"):
+        Snapshot(tmp_path / "s").copy(Target(tmp_path / "t", shard_bytes=5))
+    assert os.listdir(tmp_path) == ["s"]
 
 
 def test_names_that_dcp_joins_to_one_are_told(tmp_path):
