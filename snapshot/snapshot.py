@@ -803,7 +803,7 @@ class Snapshot:
         >>> snapshot = Snapshot.take("memory://docs/convert", {"model": StateDict(weight=torch.zeros(3))})
         >>> snapshot.convert("memory://docs/model.safetensors").tensors
         1
-        >>> snapshot.convert(Target("memory://docs/dcp", "dcp", overwrite=True)).format
+        >>> snapshot.convert(Target("memory://docs/of-dcp", "dcp")).format
         'dcp'
         """
         from snapshot.transform.convert import convert_checkpoint

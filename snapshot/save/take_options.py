@@ -75,9 +75,7 @@ class TakeOptions:
             expect_linux("worker='process'")
         if self.only not in (None, "trainable"):
             raise ValueError(f"only must be 'trainable' or None, got {self.only!r}")
-        bases = self.bases
-        if self.only and not bases:
-            raise ValueError("only='trainable' must have a base: the snapshot that has what is left out")
+        _ = self.bases
         expect_compression(self.compression)
         signer = self.sign if self.sign is None or isinstance(self.sign, Signer) else load_signer(self.sign)
         object.__setattr__(self, "signer", signer)
@@ -143,6 +141,8 @@ class TakeRequest(TakeOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.only and not self.bases:  # a manager adds the base
+            raise ValueError("only='trainable' must have a base: the snapshot that has what is left out")
         object.__setattr__(self, "metadata_json", encode_metadata(self.metadata))
 
 

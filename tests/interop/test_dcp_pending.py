@@ -8,7 +8,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from snapshot import Snapshot, SnapshotExistsError, StateDict
+from snapshot import Snapshot, SnapshotExistsError, StateDict, Target
 from snapshot.interop.dcp import SnapshotWriter
 from snapshot.interop.dcp import writer as snapshot_writer
 from snapshot.save.transaction import pending_saves
@@ -43,7 +43,7 @@ def replace(verb, folder, other):
     elif verb == "dcp.save":
         save({"m": {"w": torch.ones(3)}}, SnapshotWriter(folder))
     else:
-        getattr(Snapshot(other), verb)(folder, overwrite=True)
+        getattr(Snapshot(other), verb)(Target(folder, overwrite=True))
 
 
 def expect_one(folder, value):

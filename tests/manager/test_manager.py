@@ -622,7 +622,8 @@ def test_removals_that_are_late_spare_the_step_of_a_rollback_and_its_base(tmp_pa
         for step in later:
             manager.take(step, app)
         assert waiting.wait(30)
-        getattr(manager, verb)(25, app, base=str(tmp_path / "step-20"), only="trainable")
+        options = TakeOptions(base=str(tmp_path / "step-20"), only="trainable")
+        getattr(manager, verb)(25, app, options=options)
         if verb == "async_take":
             wait_for_pending(manager._pendings.of(25))
         go_on.set()

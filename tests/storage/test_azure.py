@@ -263,7 +263,7 @@ def test_a_copy_is_waited_for(url, proxy, given):
             await storage.send_request("share", "copy", copy)
 
     async def copy(driver, attempt):
-        await driver.copy("file", select="token")
+        await driver.copy("file", "token", "copy", attempt)
 
     use(url, given, work)
 
@@ -289,7 +289,7 @@ def test_the_version_is_checked_by_the_server(url, given):
         await storage.put("file", b"other")
 
         async def copy(driver, attempt):
-            await driver.copy(storage.key("file"), select=old)
+            await driver.copy(storage.key("file"), old, storage.key("shared"), attempt)
 
         with pytest.raises(StorageConflictError):
             await storage.send_request("share", "shared", copy)

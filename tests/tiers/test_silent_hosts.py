@@ -167,7 +167,7 @@ def _lose_a_rank(root, verb):
             def die(*_, **__):
                 os.kill(os.getpid(), signal.SIGKILL)
 
-            Snapshot.take = Snapshot.restore_with = die
+            Snapshot.take_with = Snapshot.restore_with = die
         began = time.monotonic()
         try:
             manager.take(2, state(2)) if verb == "take" else manager.restore_latest(state(-1))
