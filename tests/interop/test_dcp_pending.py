@@ -99,7 +99,7 @@ def test_a_pending_copy_is_spared(tmp_path, verb):
     take(tmp_path / "other", 2)
     with stalling(on="commit") as stall:
         other = getattr(Snapshot(tmp_path / "other"), verb)
-        work = ThreadPoolExecutor(1).submit(other, f"stalling+file://{folder}", overwrite=True)
+        work = ThreadPoolExecutor(1).submit(other, Target(f"stalling+file://{folder}", overwrite=True))
         stall.wait_reached()
         before = claims(folder)
         replace("dcp.save", folder, None)
