@@ -236,13 +236,34 @@ class _Tree:
         """Remaining bytes for names, texts and arrays."""
         self._above: set[int] = set()
 
+    def _spend(self, values: int, nbytes: int) -> None:
+        """Count values, and the bytes of names, texts and arrays; raise if there are too many."""
+        self._left -= values
+        self._room -= nbytes
+        if self._left < 0 or self._room < 0:
+            raise CorruptSnapshotError(f"{self._where}: too many repeated values in the pickle")
+
+    def _expect_shallow(self, depth: int) -> None:
+        if depth > DEEPEST:
+            raise CorruptSnapshotError(f"{self._where}: values nested more than {DEEPEST} deep in the pickle")
+
+    def _is_item(self, value: Any) -> bool:
+        """Return True if entries can represent an element of a set. A repeated tuple or frozenset counts each time."""
+        rest = [(value, 1)]
+        while rest:
+            each, depth = rest.pop()
+            if self._tuples and type(each) in (tuple, frozenset):
+                self._spend(len(each), sum(map(estimate_length, each)))
+                self._expect_shallow(depth)
+                rest += [(below, depth + 1) for below in each]
+            elif make_scalar(each) is None:
+                return False
+        return True
+
     def add(self, path: str, value: p.Node, depth: int) -> None:
         """Add entries for a node, and for everything in it."""
-        self._left -= 1
-        self._room -= len(path) + estimate_length(value)
-        if self._left < 0 or self._room < 0 or depth > DEEPEST:
-            what = f"values nested more than {DEEPEST} deep" if depth > DEEPEST else "too many repeated values"
-            raise CorruptSnapshotError(f"{self._where}: {what} in the pickle")
+        self._expect_shallow(depth)
+        self._spend(1, len(path) + estimate_length(value))
         entry = make_scalar(value)
         if entry is not None:
             self.entries[path] = entry
@@ -255,8 +276,9 @@ class _Tree:
         if id(value) in self._above:
             self.entries[path] = make_refused_entry(f"{_kind_name(value)} that contains itself")
             return
-        made = make_container(value, tuples=self._tuples)
+        made = make_container(value, self._is_item)
         if made is None:
+            self._spend(len(value), sum(map(estimate_length, value)))  # nothing below it counts for this one
             self.entries[path] = make_refused_entry(f"{_kind_name(value)} with an unsupported kind or keys")
             return
         entry, children = made
@@ -285,9 +307,7 @@ class _Tree:
         if described is None:
             return make_refused_entry("numpy.ndarray of objects")
         descr, shape, order, tensor = described
-        self._room -= tensor.nbytes
-        if self._room < 0:
-            raise CorruptSnapshotError(f"{self._where}: too many repeated values in the pickle")
+        self._spend(0, tensor.nbytes)
         inline = self._inline
         begin = -(-len(inline) // 16) * 16
         inline += bytes(begin - len(inline))
@@ -296,10 +316,14 @@ class _Tree:
         return e.NDArrayEntry(data, descr, shape, order, isinstance(value, np.generic))
 
 
-def make_container(value: Any, *, tuples: bool = False) -> tuple[e.Container, list[Any]] | None:
+def _is_scalar(value: Any) -> bool:
+    return make_scalar(value) is not None
+
+
+def make_container(value: Any, is_item: Callable[[Any], bool] = _is_scalar) -> tuple[e.Container, list[Any]] | None:
     """Return a container's entry, and its children in order; None if entries cannot represent it.
 
-    With `tuples`, sets may have tuples and frozensets.
+    `is_item` returns True for the possible elements of sets.
     """
     kind = type(value)
     if isinstance(value, dict):
@@ -310,16 +334,9 @@ def make_container(value: Any, *, tuples: bool = False) -> tuple[e.Container, li
         if longest is not None and (type(longest) is not int or longest < len(value)):
             return None
         return e.DequeEntry(len(children), maxlen=longest), children
-    if kind not in SEQUENCES or (kind in (set, frozenset) and not all(_is_item(each, tuples) for each in children)):
+    if kind not in SEQUENCES or (kind in (set, frozenset) and not all(map(is_item, children))):
         return None
     return SEQUENCES[kind](len(children)), children
-
-
-def _is_item(value: Any, tuples: bool) -> bool:
-    """Return True if entries can represent an element of a set."""
-    if tuples and type(value) in (tuple, frozenset):
-        return all(_is_item(each, tuples) for each in value)
-    return make_scalar(value) is not None
 
 
 def _make_dict(value: dict[Any, Any]) -> tuple[e.Container, list[Any]] | None:
