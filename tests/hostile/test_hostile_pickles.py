@@ -1,10 +1,15 @@
 """Short pickles that would take a reader hours or all memory: each is refused after work in proportion to its bytes."""
 
+import io
+import struct
+import zipfile
+
 import pytest
 
 from snapshot import CorruptSnapshotError
 from snapshot.formats import to_entries
-from tests.hostile.test_hostile_formats import get, put
+from snapshot.formats.pickled import load_object
+from tests.hostile.test_hostile_formats import PROTO, get, name_of, put
 
 
 def tower(levels, first=0):
@@ -47,3 +52,26 @@ def test_containers_that_are_refused_count_too(monkeypatch):
     with pytest.raises(CorruptSnapshotError, match="too many repeated values"):
         entries_of([{*range(2000), (1,)}] * 2000, tuples=False)
     assert len(read) < 200_000
+
+
+GOOD = PROTO + b"K\1."
+BAD = PROTO + name_of("builtins", "bytearray") + b"J" + struct.pack("<i", 1 << 20) + b"\x85R."
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        {"archive/DATA.PKL": BAD},
+        {"archive/data.pkl": GOOD, "archive/DATA.PKL": BAD},
+        {"archive/x": b"", "archive/DATA.pkl": BAD},
+        {"b/x": b"", "a/data.pkl": GOOD, "B/Data.pkl": BAD},
+        {"archive/version": b"3"},
+    ],
+)
+def test_pickles_that_torch_finds_by_another_case_are_not_run(members):
+    held = io.BytesIO()
+    with zipfile.ZipFile(held, "w") as file:
+        for name, data in {**members, "archive/byteorder": b"little"}.items():
+            file.writestr(name, data)
+    with pytest.raises(CorruptSnapshotError, match="not a torch archive"):
+        load_object("x", bytearray(held.getvalue()), "torch_save", "value", allow_pickle=False)
