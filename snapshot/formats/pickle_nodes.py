@@ -36,7 +36,7 @@ class Work:
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
-        self._texts: set[str] = set()
+        self._keys: set[Any] = set()
         self._alike: collections.Counter[int] = collections.Counter()
         self._compared = 0
         self._ints: set[bytes] = set()
@@ -52,24 +52,42 @@ class Work:
     def check_keys(self, keys: Iterable[Any]) -> None:
         """Count keys; raise for keys that take too long to hash. Texts and numbers have their own limits."""
         for key in keys:
-            if not isinstance(key, tuple):
-                continue
-            rest = [(key, 1)]
-            while rest:
-                held, depth = rest.pop()
-                self.spend(held)
-                if depth > DEEPEST_KEY:
-                    raise ValueError("nested too deeply")
-                rest += [(each, depth + 1) for each in held if isinstance(each, tuple)]
-            self.check_key(key)
+            if isinstance(key, tuple):
+                self.check_key(key, self._measure_key(key))
 
-    def check_key(self, key: Any) -> None:
-        """Count a key whose hash an attacker can choose; raise if too many different keys collide."""
-        text = repr(key)
-        if text not in self._texts:
-            self._texts.add(text)
-            self._compared += self._alike[hash(key)]
-            self._alike[hash(key)] += 1
+    def _measure_key(self, key: Any) -> int:
+        """Return the number of steps to hash a key or to compare it, after counting them."""
+        before = self.steps
+        rest = [(key, 1)]
+        while rest:
+            held, depth = rest.pop()
+            self.spend(held)
+            if depth > DEEPEST_KEY:
+                raise ValueError("nested too deeply")
+            for each in held:
+                if isinstance(each, tuple):
+                    rest.append((each, depth + 1))
+                elif isinstance(each, (list, dict, set)):
+                    raise TypeError(f"a key with {show_value(each)}")
+                elif type(each) in (str, bytes):
+                    self.steps -= len(each) // 64
+                elif type(each) is int:
+                    self.steps -= each.bit_length() // 64
+        return before - self.steps
+
+    def check_key(self, key: Any, steps: int = 1) -> None:
+        """Count a key whose hash an attacker can choose; raise if too many different keys collide.
+
+        `steps` is the number of steps to compare it with another key.
+        """
+        place = hash(key)
+        self.steps -= max(0, self._alike[place] - 1) * steps
+        if self.steps < 0:
+            raise ValueError("too many repeated values")
+        if key not in self._keys:
+            self._keys.add(key)
+            self._compared += self._alike[place]
+            self._alike[place] += 1
             if self._compared > MOST_COMPARISONS:
                 raise ValueError("too many hash collisions of keys; refusing a hostile pickle")
 
@@ -208,8 +226,7 @@ def _make_size(work: Work, kind: Name, arguments: tuple[Any, ...]) -> Size:
 def _spend_items(work: Work, items: Any = ()) -> Any:
     """Return the items of a new dict, from another dict or from pairs."""
     work.spend(items)
-    if not isinstance(items, dict):
-        work.check_keys(key for key, _ in items)
+    work.check_keys(items if isinstance(items, dict) else (key for key, _ in items))
     return items
 
 

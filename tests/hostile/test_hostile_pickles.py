@@ -2,6 +2,7 @@
 
 import io
 import struct
+import tracemalloc
 import zipfile
 
 import pytest
@@ -9,7 +10,8 @@ import pytest
 from snapshot import CorruptSnapshotError
 from snapshot.formats import to_entries
 from snapshot.formats.pickled import load_object
-from tests.hostile.test_hostile_formats import PROTO, get, name_of, put
+from snapshot.formats.safe_pickle import evaluate_pickle
+from tests.hostile.test_hostile_formats import PROTO, doubling, get, name_of, put, text
 
 
 def tower(levels, first=0):
@@ -75,3 +77,32 @@ def test_pickles_that_torch_finds_by_another_case_are_not_run(members):
             file.writestr(name, data)
     with pytest.raises(CorruptSnapshotError, match="not a torch archive"):
         load_object("x", bytearray(held.getvalue()), "torch_save", "value", allow_pickle=False)
+
+
+def doubled_lists(last):
+    return doubling(b"]", last, lambda got: b"](" + got + got + b"e")
+
+
+@pytest.mark.timeout(20)
+def test_a_key_with_a_list_is_refused_without_its_text():
+    with pytest.raises(CorruptSnapshotError, match="a key with a list"):
+        evaluate_pickle(PROTO + b"}" + doubled_lists(b"\x85K\1s."), "x")
+
+
+def test_keys_with_one_long_text_take_no_memory_each():
+    keys = b"".join(get(0) + b"M" + struct.pack("<H", index) + b"\x86K\1s" for index in range(300))
+    content = PROTO + b"}" + text("x" * 200_000) + put(0) + keys + b"."
+    tracemalloc.start()
+    try:
+        assert len(evaluate_pickle(content, "x")) == 300
+        assert tracemalloc.get_traced_memory()[1] < 5 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_keys_that_are_hashed_again_count_again():
+    key = b"(" + b"K\1" * 10_000 + b"tK\1s"
+    again = (get(1) + get(0) + b"\x85R") * 100
+    content = PROTO + b"}" + key + put(0) + name_of("collections", "OrderedDict") + put(1) + b"](" + again + b"e."
+    with pytest.raises(CorruptSnapshotError, match="too many repeated values"):
+        evaluate_pickle(content, "x")
