@@ -267,7 +267,7 @@ def _encode_text(work: Work, kind: Name, arguments: tuple[Any, ...]) -> bytes:
     text, encoding = arguments
     work.spend(text)
     if encoding not in ("latin1", "utf-8", "ascii"):
-        raise ValueError(f"the pickle encodes a text in {encoding!r}")
+        raise ValueError(f"the pickle encodes a text in {show_value(encoding)}")
     return text.encode(encoding)  # type: ignore[no-any-return]
 
 

@@ -106,3 +106,10 @@ def test_keys_that_are_hashed_again_count_again():
     content = PROTO + b"}" + key + put(0) + name_of("collections", "OrderedDict") + put(1) + b"](" + again + b"e."
     with pytest.raises(CorruptSnapshotError, match="too many repeated values"):
         evaluate_pickle(content, "x")
+
+
+@pytest.mark.timeout(20)
+def test_an_encoding_that_is_a_list_of_lists_is_shown_shortly():
+    content = PROTO + name_of("_codecs", "encode") + text("a") + doubled_lists(b"\x86R.")
+    with pytest.raises(CorruptSnapshotError, match="encodes a text in a list"):
+        evaluate_pickle(content, "x")
