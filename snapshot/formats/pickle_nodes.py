@@ -18,7 +18,7 @@ from snapshot.text import with_article
 # Work: what an evaluation may copy and hash.
 
 DEEPEST_KEY = 100
-"""Maximum depth of tuples in a key."""
+"""Maximum depth of tuples and frozensets in a key."""
 _MODULUS = (1 << 61) - 1
 """Ints that differ by a multiple of this number have equal hashes."""
 
@@ -52,7 +52,7 @@ class Work:
     def check_keys(self, keys: Iterable[Any]) -> None:
         """Count keys; raise for keys that take too long to hash. Texts and numbers have their own limits."""
         for key in keys:
-            if isinstance(key, tuple):
+            if isinstance(key, (tuple, frozenset)):
                 self.check_key(key, self._measure_key(key))
 
     def _measure_key(self, key: Any) -> int:
@@ -65,7 +65,7 @@ class Work:
             if depth > DEEPEST_KEY:
                 raise ValueError("nested too deeply")
             for each in held:
-                if isinstance(each, tuple):
+                if isinstance(each, (tuple, frozenset)):
                     rest.append((each, depth + 1))
                 elif isinstance(each, (list, dict, set)):
                     raise TypeError(f"a key with {show_value(each)}")

@@ -113,3 +113,14 @@ def test_an_encoding_that_is_a_list_of_lists_is_shown_shortly():
     content = PROTO + name_of("_codecs", "encode") + text("a") + doubled_lists(b"\x86R.")
     with pytest.raises(CorruptSnapshotError, match="encodes a text in a list"):
         evaluate_pickle(content, "x")
+
+
+@pytest.mark.timeout(60)
+def test_frozensets_with_repetitions_are_not_compared():
+    one, first = tower(16)
+    other, second = tower(16, first + 1)
+    content = PROTO + one + other + b"(" + get(first) + get(second) + b"\x91."
+    with pytest.raises(CorruptSnapshotError, match="too many repeated values"):
+        evaluate_pickle(content, "x")
+    one, first = tower(4)
+    assert evaluate_pickle(PROTO + one + get(first) + b".", "x") == frozen_tower(4)
