@@ -260,6 +260,14 @@ class _Tree:
                 return False
         return True
 
+    def _spend_versions(self, value: Any) -> None:
+        """Count the module versions of a state dict: many can share one long dict."""
+        held = vars(value).get("_metadata") if type(value) is collections.OrderedDict else None
+        for name, versions in dict.items(held) if isinstance(held, dict) else ():
+            self._spend(1, estimate_length(name))
+            if isinstance(versions, dict):
+                self._spend(len(versions), _measure_versions(versions))
+
     def add(self, path: str, value: p.Node, depth: int) -> None:
         """Add entries for a node, and for everything in it."""
         self._expect_shallow(depth)
@@ -276,6 +284,7 @@ class _Tree:
         if id(value) in self._above:
             self.entries[path] = make_refused_entry(f"{_kind_name(value)} that contains itself")
             return
+        self._spend_versions(value)
         made = make_container(value, self._is_item)
         if made is None:
             self._spend(len(value), sum(map(estimate_length, value)))  # nothing below it counts for this one
@@ -371,16 +380,29 @@ _DICTS: dict[Any, Callable[[Any], tuple[type[e.DictEntry], dict[str, Any]] | Non
 }
 
 
+MOST_VERSIONS = 1 << 20
+"""Maximum number of module versions of a state dict, and of bytes of texts in them."""
+
+
+def _measure_versions(versions: dict[Any, Any]) -> int:
+    """Return the approximate length of the texts and numbers in a module's versions."""
+    return sum(estimate_length(key) + estimate_length(each) for key, each in dict.items(versions))
+
+
 def _read_versions(value: Any) -> dict[str, dict[str, Any]] | None:
     """Return the module versions of a state dict."""
     held = vars(value).get("_metadata")
     if not isinstance(held, dict):
         return None
     made = {}
+    room = MOST_VERSIONS
     for name, versions in dict.items(held):
         if type(name) is not str or not isinstance(versions, dict):
             return None
         if not all(type(key) is str and type(each) in (int, str, bool) for key, each in versions.items()):
+            return None
+        room -= 1 + len(versions) + _measure_versions(versions)
+        if room < 0:
             return None
         made[name] = dict(versions)
     try:

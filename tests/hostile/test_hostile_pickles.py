@@ -1,5 +1,6 @@
 """Short pickles that would take a reader hours or all memory: each is refused after work in proportion to its bytes."""
 
+import collections
 import io
 import struct
 import tracemalloc
@@ -124,3 +125,19 @@ def test_frozensets_with_repetitions_are_not_compared():
         evaluate_pickle(content, "x")
     one, first = tower(4)
     assert evaluate_pickle(PROTO + one + get(first) + b".", "x") == frozen_tower(4)
+
+
+def state_dict(versions):
+    made = collections.OrderedDict()
+    made._metadata = versions
+    return made
+
+
+def test_module_versions_that_state_dicts_share_count_for_each():
+    versions = {f"m{number}": {"version": 1} for number in range(400)}
+    assert len(entries_of([state_dict(versions) for _ in range(5)])) == 6
+    with pytest.raises(CorruptSnapshotError, match="too many repeated values"):
+        entries_of([state_dict(versions) for _ in range(400)])
+    long = {name: {"version": "x" * 10_000} for name in versions}
+    assert to_entries.make_container(state_dict(versions))[0].module_versions == versions
+    assert to_entries.make_container(state_dict(long))[0].module_versions is None
