@@ -325,7 +325,7 @@ class _Machine:
                         value = stack.pop()
                         if frame and frame != position + 1:
                             raise ValueError("a frame that does not end with the pickle")
-                        self._check(weight + 8 * count)
+                        self._check(weight + 8 * count + 72 * len(marks))
                         return value
                     elif code == 0x80:  # PROTO
                         if data[position + 1] > 5:
@@ -393,7 +393,7 @@ class _Machine:
                     frame = 0
                 if position >= length:
                     raise LimitError("the pickle ends too early")
-                self._check(weight + 8 * count)
+                self._check(weight + 8 * count + 72 * len(marks))
                 stop = min(position + RUN, frame or length)
         except (IndexError, struct.error) as error:
             cut = position > length or (position + 1 == length and data[position] in b"Khq\x80")

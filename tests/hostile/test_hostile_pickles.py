@@ -141,3 +141,8 @@ def test_module_versions_that_state_dicts_share_count_for_each():
     long = {name: {"version": "x" * 10_000} for name in versions}
     assert to_entries.make_container(state_dict(versions))[0].module_versions == versions
     assert to_entries.make_container(state_dict(long))[0].module_versions is None
+
+
+def test_open_marks_count_as_the_lists_that_they_are():
+    with pytest.raises(CorruptSnapshotError, match="bytes of memory"):
+        evaluate_pickle(PROTO + b"(" * 3_000_000 + b"N.", "x")
