@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -199,16 +199,16 @@ def show_value(value: Node) -> str:
     return repr(value)[:100] if type(value) in (str, int, float, bool) else with_article(type(value).__name__[:100])
 
 
-def read_fields(value: Node) -> dict[str, Any]:
+def read_fields(value: Node) -> Mapping[str, Any]:
     """Return the attributes that a pickle sets on an object."""
     return join_fields(value.state) or {} if type(value) is StandIn else {}
 
 
-def join_fields(state: Any) -> dict[str, Any] | None:
-    """Return the attributes in a state; None if it is not one of attributes."""
+def join_fields(state: Any) -> Mapping[str, Any] | None:
+    """Return the attributes in a state, without a copy; None if it is not one of attributes."""
     if isinstance(state, tuple) and len(state) == 2:
         fields = all(each is None or isinstance(each, dict) for each in state)
-        state = {**(state[0] or {}), **(state[1] or {})} if fields else None
+        return collections.ChainMap(state[1] or {}, state[0] or {}) if fields else None
     return state if isinstance(state, dict) else None
 
 

@@ -478,7 +478,12 @@ class _Machine:
             fields = {} if state is None else join_fields(state)
             if fields is None:
                 raise TypeError("the state of DCP's metadata must be fields")
-            target.state = {**(target.state or {}), **fields}
+            self._work.spend(fields)
+            if not all(type(each) is str for each in fields):
+                raise TypeError("the fields of DCP's metadata must have texts as names")
+            if target.state is None:
+                target.state = {}
+            target.state.update(fields)
         elif type(target) is collections.OrderedDict and isinstance(state, dict):
             if "_metadata" in state:  # the versions of the modules of a state dict
                 target._metadata = state["_metadata"]  # type: ignore[attr-defined]

@@ -418,7 +418,8 @@ def _kind_name(value: Any) -> str:
 
 def _is_module(value: Any) -> bool:
     """Return True if a stand-in is a `torch.nn.Module`, which has these attributes in every version."""
-    return isinstance(value, p.StandIn) and {"_parameters", "_modules"} <= p.read_fields(value).keys()
+    fields = p.read_fields(value)
+    return "_parameters" in fields and "_modules" in fields
 
 
 _MULTIARRAY = ("numpy.core.multiarray.", "numpy._core.multiarray.")

@@ -9,7 +9,7 @@ import zipfile
 import pytest
 
 from snapshot import CorruptSnapshotError
-from snapshot.formats import to_entries
+from snapshot.formats import pickle_nodes, to_entries
 from snapshot.formats.pickled import load_object
 from snapshot.formats.safe_pickle import evaluate_pickle
 from tests.hostile.test_hostile_formats import PROTO, doubling, get, name_of, put, text
@@ -146,3 +146,21 @@ def test_module_versions_that_state_dicts_share_count_for_each():
 def test_open_marks_count_as_the_lists_that_they_are():
     with pytest.raises(CorruptSnapshotError, match="bytes of memory"):
         evaluate_pickle(PROTO + b"(" * 3_000_000 + b"N.", "x")
+
+
+def test_fields_of_records_that_are_set_again_count_again():
+    fields = b"}(" + b"".join(text(f"k{number}") + b"K\1" for number in range(3000)) + b"u" + put(0)
+    record = name_of("torch.distributed.checkpoint.metadata", "Metadata") + b")\x81"
+    assert len(evaluate_pickle(PROTO + fields + record + (get(0) + b"b") * 10 + b".", "x").state) == 3000
+    with pytest.raises(CorruptSnapshotError, match="too many repeated values"):
+        evaluate_pickle(PROTO + fields + record + (get(0) + b"b") * 3000 + b".", "x")
+    with pytest.raises(CorruptSnapshotError, match="texts as names"):
+        evaluate_pickle(PROTO + record + b"}K\1K\1sb.", "x")
+
+
+def test_attributes_that_objects_share_are_not_copied():
+    first, second = {"a": 1, "b": 1}, {"b": 2}
+    fields = pickle_nodes.read_fields(pickle_nodes.StandIn(pickle_nodes.Name("a.b"), (), (first, second)))
+    assert dict(fields) == {"a": 1, "b": 2}
+    first["later"] = 3
+    assert fields["later"] == 3
