@@ -437,7 +437,7 @@ class _Machine:
 
     def _call(self, function: Node, arguments: tuple[Any, ...]) -> Node:
         """Return the node of a call, for other functions than those that have no node of their own."""
-        if type(function) is StandIn and not function.kind.is_record:  # a pickle calls what `functools.partial` returns
+        if type(function) is StandIn and function.kind.make is None:  # a pickle calls what `functools.partial` returns
             self._work.spend(arguments, (function,))
             return StandIn(function.kind, (function, *arguments))
         if type(function) is not Name or function.make is None:

@@ -10,7 +10,7 @@ import pytest
 
 from snapshot import CorruptSnapshotError
 from snapshot.formats import pickle_nodes, to_entries
-from snapshot.formats.pickled import load_object
+from snapshot.formats.pickled import _is_modest, load_object
 from snapshot.formats.safe_pickle import evaluate_pickle
 from tests.hostile.test_hostile_formats import PROTO, doubling, get, name_of, put, text
 
@@ -164,3 +164,11 @@ def test_attributes_that_objects_share_are_not_copied():
     assert dict(fields) == {"a": 1, "b": 2}
     first["later"] = 3
     assert fields["later"] == 3
+
+
+def test_the_result_of_a_call_is_not_called_before_torch_runs_a_pickle():
+    called = name_of("a", "b") + b")R"
+    content = PROTO + called + name_of("builtins", "bytearray") + b"\x85R."
+    assert not _is_modest("x", content, len(content))
+    content = PROTO + called + b"."
+    assert _is_modest("x", content, len(content))
