@@ -112,6 +112,8 @@ def rebuild_tensor(value: Any) -> RebuiltTensor | None:
         return None
     what, arguments = value.name.removeprefix(_REBUILD), value.arguments
     if what == "parameter" and 2 <= len(arguments) <= 3:
+        if isinstance(arguments[0], p.StandIn) and arguments[0].name == value.name:
+            raise CorruptSnapshotError("a parameter in a parameter")
         data = rebuild_tensor(arguments[0])
         if data is None or type(arguments[1]) is not bool:
             return None

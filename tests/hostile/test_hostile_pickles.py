@@ -12,6 +12,7 @@ from snapshot import CorruptSnapshotError
 from snapshot.formats import pickle_nodes, to_entries
 from snapshot.formats.pickled import _is_modest, load_object
 from snapshot.formats.safe_pickle import evaluate_pickle
+from snapshot.formats.torch_save import read_tensor
 from tests.hostile.test_hostile_formats import PROTO, doubling, get, name_of, put, text
 
 
@@ -172,3 +173,9 @@ def test_the_result_of_a_call_is_not_called_before_torch_runs_a_pickle():
     assert not _is_modest("x", content, len(content))
     content = PROTO + called + b"."
     assert _is_modest("x", content, len(content))
+
+
+def test_a_parameter_in_a_parameter_is_refused():
+    function = name_of("torch._utils", "_rebuild_parameter") + put(0)
+    with pytest.raises(CorruptSnapshotError, match="a parameter in a parameter"):
+        read_tensor(PROTO + function + get(0) * 3000 + b"K\1" + b"\x89}\x87R" * 3000 + b".")
