@@ -7,8 +7,9 @@ import tracemalloc
 import zipfile
 
 import pytest
+import torch
 
-from snapshot import CorruptSnapshotError
+from snapshot import CorruptSnapshotError, Snapshot
 from snapshot.formats import pickle_nodes, to_entries
 from snapshot.formats.pickled import _is_modest, load_object
 from snapshot.formats.safe_pickle import evaluate_pickle
@@ -179,3 +180,15 @@ def test_a_parameter_in_a_parameter_is_refused():
     function = name_of("torch._utils", "_rebuild_parameter") + put(0)
     with pytest.raises(CorruptSnapshotError, match="a parameter in a parameter"):
         read_tensor(PROTO + function + get(0) * 3000 + b"K\1" + b"\x89}\x87R" * 3000 + b".")
+
+
+def test_members_over_each_other_are_named(tmp_path):
+    torch.save({"a": torch.ones(3)}, tmp_path / "x.pt")
+    data = bytearray((tmp_path / "x.pt").read_bytes())
+    first = data.index(b"PK\1\2")
+    second = data.index(b"PK\1\2", first + 4)
+    (header,) = struct.unpack_from("<L", data, first + 42)
+    struct.pack_into("<L", data, second + 42, header + 4)
+    (tmp_path / "x.pt").write_bytes(data)
+    with pytest.raises(CorruptSnapshotError, match=r"data\.pkl: another member begins in it"):
+        Snapshot(tmp_path / "x.pt").get_manifest()
