@@ -202,7 +202,7 @@ def make_entries(
     *,
     inline: bytearray,
     depth: int = 1,
-    tuples: bool = False,
+    plain: bool = False,
 ) -> dict[str, Any]:
     """Return the entries of nodes, and of everything in them, by path.
 
@@ -213,9 +213,10 @@ def make_entries(
         length: Length of the pickle, which limits how often it can repeat values.
         inline: Bytes of the location `INLINE`, to which those of arrays are added.
         depth: Depth of the nodes below the root of the document.
-        tuples: True if sets may have tuples and frozensets.
+        plain: True for the values of objects. Their sets may have tuples and frozensets, but their defaultdicts must
+            not create OrderedDicts.
     """
-    tree = _Tree(where, stored, length, inline, tuples)
+    tree = _Tree(where, stored, length, inline, plain)
     try:
         for path, node in items.items():
             tree.add(path, node, depth)
@@ -227,12 +228,12 @@ def make_entries(
 class _Tree:
     """Entries by path, and the limits on them."""
 
-    def __init__(self, where: object, stored: Stored, length: int, inline: bytearray, tuples: bool) -> None:
+    def __init__(self, where: object, stored: Stored, length: int, inline: bytearray, plain: bool) -> None:
         self._where = where
         self._stored = stored
         self.entries: dict[str, Any] = {}
         self._inline = inline
-        self._tuples = tuples
+        self._plain = plain
         self._left = limit_nodes(length)
         self._room = 64 * self._left
         """Remaining bytes for names, texts and arrays."""
@@ -254,7 +255,7 @@ class _Tree:
         rest = [(value, 1)]
         while rest:
             each, depth = rest.pop()
-            if self._tuples and type(each) in (tuple, frozenset):
+            if self._plain and type(each) in (tuple, frozenset):
                 self._spend(len(each), sum(map(estimate_length, each)))
                 self._expect_shallow(depth)
                 rest += [(below, depth + 1) for below in each]
@@ -287,7 +288,7 @@ class _Tree:
             self.entries[path] = make_refused_entry(f"{_kind_name(value)} that contains itself")
             return
         self._spend_versions(value)
-        made = make_container(value, self._is_item)
+        made = None if self._plain and _creates_ordered(value) else make_container(value, self._is_item)
         if made is None:
             self._spend(len(value), sum(map(estimate_length, value)))  # nothing below it counts for this one
             self.entries[path] = make_refused_entry(f"{_kind_name(value)} with an unsupported kind or keys")
@@ -369,9 +370,15 @@ _FACTORIES = ("list", "dict", "set", "tuple", "int", "float", "str", "bool", "Or
 
 
 def _find_factory(value: Any) -> tuple[type[e.DictEntry], dict[str, Any]] | None:
-    named = getattr(value.factory, "name", "")
-    name = "None" if value.factory is None else named.rpartition(".")[2]
-    return (e.DefaultdictEntry, {"factory": name}) if name == "None" or name in _FACTORIES else None
+    if value.factory is None:
+        return e.DefaultdictEntry, {"factory": "None"}
+    name = getattr(value.factory, "name", "").rpartition(".")[2]
+    return (e.DefaultdictEntry, {"factory": name}) if name in _FACTORIES else None
+
+
+def _creates_ordered(value: Any) -> bool:
+    """Return True for a defaultdict whose missing values are OrderedDicts."""
+    return type(value) is p.DefaultDict and getattr(value.factory, "name", "").endswith("OrderedDict")
 
 
 _DICTS: dict[Any, Callable[[Any], tuple[type[e.DictEntry], dict[str, Any]] | None]] = {
@@ -551,7 +558,7 @@ def make_value(path: str, node: p.Node, storages: _Storages, length: int) -> Any
 
     inline = bytearray()
     depth = DEEPEST - DEEPEST_VALUE
-    entries = make_entries({path: node}, path, describe, length, inline=inline, depth=depth, tuples=True)
+    entries = make_entries({path: node}, path, describe, length, inline=inline, depth=depth, plain=True)
     values = {
         below: _make_leaf_value(below, entry, inline, storages)
         for below, entry in entries.items()

@@ -11,7 +11,7 @@ import torch
 
 from snapshot import CorruptSnapshotError, Snapshot
 from snapshot.formats import pickle_nodes, to_entries
-from snapshot.formats.pickled import _is_modest, load_object
+from snapshot.formats.pickled import _is_modest, is_refused, load_object
 from snapshot.formats.safe_pickle import evaluate_pickle
 from snapshot.formats.torch_save import read_tensor
 from tests.hostile.test_hostile_formats import PROTO, doubling, get, name_of, put, text
@@ -33,8 +33,8 @@ def frozen_tower(levels):
     return held
 
 
-def entries_of(node, length=1000, *, tuples=True):
-    return to_entries.make_entries({"0": node}, "x", None, length, inline=bytearray(), tuples=tuples)
+def entries_of(node, length=1000, *, plain=True):
+    return to_entries.make_entries({"0": node}, "x", None, length, inline=bytearray(), plain=plain)
 
 
 @pytest.mark.timeout(60)
@@ -55,7 +55,7 @@ def test_containers_that_are_refused_count_too(monkeypatch):
         to_entries, "make_scalar", lambda value, make=to_entries.make_scalar: read.append(0) or make(value)
     )
     with pytest.raises(CorruptSnapshotError, match="too many repeated values"):
-        entries_of([{*range(2000), (1,)}] * 2000, tuples=False)
+        entries_of([{*range(2000), (1,)}] * 2000, plain=False)
     assert len(read) < 200_000
 
 
@@ -192,3 +192,19 @@ def test_members_over_each_other_are_named(tmp_path):
     (tmp_path / "x.pt").write_bytes(data)
     with pytest.raises(CorruptSnapshotError, match=r"data\.pkl: another member begins in it"):
         Snapshot(tmp_path / "x.pt").get_manifest()
+
+
+@pytest.mark.parametrize(
+    ("name", "plain", "refused"),
+    [
+        ("collections.OrderedDict", True, True),
+        ("collections.OrderedDict", False, False),
+        ("builtins.list", True, False),
+        ("a.None", True, True),
+        ("a.None", False, True),
+    ],
+)
+def test_factories_of_values_of_objects(name, plain, refused):
+    made = pickle_nodes.DefaultDict(a=1)
+    made.factory = pickle_nodes.Name(name)
+    assert is_refused(entries_of(made, plain=plain)["0"]) == refused
