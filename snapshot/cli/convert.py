@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -28,7 +29,7 @@ from snapshot.maps.tensor_map import TensorMap
 from snapshot.reports import ConvertReport
 from snapshot.snapshot import Snapshot
 from snapshot.tensors.memory import BY_NAME, is_castable
-from snapshot.transform.target import FORMATS, SUFFIXES, Target, suffix_of
+from snapshot.transform.target import FORMATS, Target, format_by_name
 
 
 def add(verbs: Verbs) -> None:
@@ -112,15 +113,12 @@ def add_target(parser: argparse.ArgumentParser, *, converts: bool) -> None:
 
 def target_of(arguments: argparse.Namespace, url: str) -> Target:
     """Return the checkpoint to write; raise ValueError if its format is unknown."""
-    suffix = suffix_of(URL.parse(url))
-    if getattr(arguments, "to", "") is None and suffix not in SUFFIXES:
-        raise ValueError(
-            f"{URL.parse(url)}: the suffix must be .safetensors, .pt or .pth, got {suffix!r}; or pass "
-            f"--to {{{','.join(FORMATS)}}}"
-        )
+    to: Any = None
+    if "to" in arguments:
+        to = arguments.to or format_by_name(URL.parse(url), f"--to {{{','.join(FORMATS)}}}")
     return Target(
         url,
-        getattr(arguments, "to", None),
+        to,
         overwrite=arguments.overwrite,
         compression=arguments.compression,
         shard_bytes=getattr(arguments, "shard", SHARD),

@@ -69,7 +69,8 @@ MOVED = {
 
 
 IN_TAKE_OPTIONS = {each.name: f"options=TakeOptions({each.name}=...)" for each in fields(TakeOptions) if each.init} | {
-    "verify_writes": "options=TakeOptions(read_back=...)"
+    "verify_writes": "options=TakeOptions(read_back=...)",
+    "_custom_tensor_prepare_func": "options=TakeOptions(prepare=...)",
 }
 IN_RESTORE_OPTIONS = {each.name: f"options=RestoreOptions({each.name}=...)" for each in fields(RestoreOptions)}
 IN_RESTORE_OPTIONS["include"] = IN_RESTORE_OPTIONS["select"]
@@ -255,9 +256,7 @@ class SnapshotManager:
         began = time.monotonic()
         try:
             with self._pendings.blocking(number, relies=options.only is not None):
-                pending = Snapshot.async_take_with(
-                    place.path, app_state, self._pg, begun.request, begun.options.timeout
-                )
+                pending = Snapshot.async_take_with(place.path, app_state, self._pg, begun.request, begun.timeout)
                 self._pendings.add(number, pending)
         except SnapshotError as error:
             self._tolerance.failed(place.path, error)

@@ -75,7 +75,7 @@ class TakeOptions:
             expect_linux("worker='process'")
         if self.only not in (None, "trainable"):
             raise ValueError(f"only must be 'trainable' or None, got {self.only!r}")
-        _ = self.bases
+        _ = self.bases  # raises for a wrong one
         expect_compression(self.compression)
         signer = self.sign if self.sign is None or isinstance(self.sign, Signer) else load_signer(self.sign)
         object.__setattr__(self, "signer", signer)

@@ -52,7 +52,7 @@ def write_checkpoint(
         if not name or (not above and url.scheme != "file"):
             raise ValueError(f"{url}: must be the name of a file")
         url = URL(url.scheme, above or "/", url.query)
-    with target.open(operation, url) as made:
+    with target.open(operation, url, default_budget=source.budget.limit) as made:
         plan: Plan
         if target.format == "torch":
             assert name is not None

@@ -17,7 +17,7 @@ from snapshot.save.compression import expect_compression, usual_budget
 
 Format = Literal["snapshot", "safetensors", "torch", "dcp"]
 FORMATS: tuple[str, ...] = get_args(Format)
-SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", "": "snapshot"}
+_FORMAT_OF = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", "": "snapshot"}
 _SUFFIX = re.compile(r"[^/]\.[A-Za-z][A-Za-z0-9_-]*$")
 """Suffix of a file name: `step-1.5` and `.hidden` have none."""
 
@@ -26,6 +26,14 @@ def suffix_of(url: URL) -> str:
     """Return the suffix of a name in lower case, with its dot; empty without one."""
     found = _SUFFIX.search(url.location)
     return "" if found is None else found[0][1:].lower()
+
+
+def format_by_name(url: URL, choice: str) -> str:
+    """Return the format for the suffix of a name. If it is unknown, raise ValueError that names another `choice`."""
+    suffix = suffix_of(url)
+    if suffix not in _FORMAT_OF:
+        raise ValueError(f"{url}: the suffix must be .safetensors, .pt or .pth, got {suffix!r}; or pass {choice}")
+    return _FORMAT_OF[suffix]
 
 
 @dataclass(frozen=True)
@@ -86,25 +94,17 @@ class Target:
     @property
     def format(self) -> str:
         """The format to write, also if the suffix of the name decides; raise ValueError if it does not."""
-        if self.to is not None:
-            return self.to
-        url = self.place.url
-        suffix = suffix_of(url)
-        if suffix not in SUFFIXES:
-            raise ValueError(
-                f"{url}: the suffix must be .safetensors, .pt or .pth, got {suffix!r}; or pass to=, one of "
-                f"{', '.join(map(repr, FORMATS))}"
-            )
-        return SUFFIXES[suffix]
+        return self.to or format_by_name(self.place.url, f"to=, one of {', '.join(map(repr, FORMATS))}")
 
-    def open(self, operation: Operation, folder: URL) -> Session:
+    def open(self, operation: Operation, folder: URL, *, default_budget: int | None = None) -> Session:
         """Open the storage of a folder. The caller closes it. Half of the memory is for writing."""
+        usual = usual_budget(self.compression) if default_budget is None else default_budget
         return Session(
             folder,
             self.storage_options,
             durable=self.durable,
             budget=operation.part(2),
-            default_budget=usual_budget(self.compression),
+            default_budget=usual,
         )
 
     def agreed(self) -> dict[str, object]:

@@ -167,16 +167,19 @@ def _lose_a_rank(root, verb):
             def die(*_, **__):
                 os.kill(os.getpid(), signal.SIGKILL)
 
-            Snapshot.take_with = Snapshot.restore_with = die
+            Snapshot.take_with = Snapshot.async_take_with = Snapshot.restore_with = die
         began = time.monotonic()
         try:
-            manager.take(2, state(2)) if verb == "take" else manager.restore_latest(state(-1))
+            if verb == "restore":
+                manager.restore_latest(state(-1))
+            else:
+                getattr(manager, verb)(2, state(2))
         except SnapshotError:
             return time.monotonic() - began
     return None
 
 
-@pytest.mark.parametrize("verb", ["take", "restore"])
+@pytest.mark.parametrize("verb", ["take", "async_take", "restore"])
 def test_the_timeout_of_a_manager_is_that_of_its_takes_and_restores(fresh_pool, tmp_path, verb):
     pool = fresh_pool(2)
     pool.start(_lose_a_rank, str(tmp_path / "run"), verb)
