@@ -47,6 +47,8 @@ class UploaderLink:
         self._asking = threading.Lock()
         self._registering: threading.Thread | None = None
         self._closed = threading.Event()
+        self._is_left = False
+        """True if `close` ended although a request waited for its answer."""
         self._end = math.inf
         """The time after which no request waits any more."""
 
@@ -88,8 +90,8 @@ class UploaderLink:
                     if again:
                         raise UploaderError(str(error)) from error
         finally:
-            if self._closed.is_set():  # `close` did not wait for this thread
-                self._drop()
+            if self._is_left:  # `close` did not wait for this thread
+                self._say_goodbye(ANSWERS)
             self._asking.release()
         raise AssertionError
 
@@ -160,11 +162,20 @@ class UploaderLink:
         """Report that this trainer has ended, and close the connection."""
         self._closed.set()
         self.await_registration()
-        if self._client is not None and self._asking.acquire(timeout=self._limited(ANSWERS)):
-            with suppress(UploaderError):
-                self._client.ask(Request("close"), self._limited(ANSWERS))
-            self._drop()
+        is_free = self._asking.acquire(timeout=self._limited(ANSWERS))
+        if not is_free:
+            self._is_left = True
+            is_free = self._asking.acquire(blocking=False)  # it may have ended just now
+        if is_free:
+            self._say_goodbye(self._limited(ANSWERS))
             self._asking.release()
+
+    def _say_goodbye(self, seconds: float) -> None:
+        """Close the connection. Without the report, the uploader would stay for long, as after a crash."""
+        if self._client is not None:
+            with suppress(UploaderError):
+                self._client.ask(Request("close"), seconds)
+        self._drop()
 
 
 def _age_of(pid: int) -> float:

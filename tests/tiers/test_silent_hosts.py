@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import threading
 import time
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from snapshot.io.storage import Context
 from snapshot.io.url import URL
 from snapshot.tiers import tier_set, uploader_process
 from snapshot.tiers.census import CensusStep
+from snapshot.tiers.control import pid_in
 from snapshot.tiers.hosts import Host
 from snapshot.tiers.near_steps import NearFolder
 from snapshot.tiers.tier_set import TierSet
@@ -153,6 +155,28 @@ def test_close_waits_for_an_uploader_that_hangs_no_longer_than_the_grace(tmp_pat
         assert time.monotonic() - began < 8
     finally:
         os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+def test_an_uploader_that_answers_during_close_or_later_hears_the_goodbye(tmp_path, hosts, is_left):
+    """It would stay for an hour, as after a crash."""
+    manager = manager_of(tmp_path / "far", hosts("a"), grace=0 if is_left else 30)
+    assert manager.restore_latest(state(-1)) is None
+    [folder] = runs_in(hosts("a"))
+    pid = until(lambda: _pid_of(folder))
+    link = manager._tiers.joined.link
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        link.register()  # as when the ranks go on with a line
+        closing = threading.Thread(target=manager.close)
+        closing.start()
+        until(link._closed.is_set)
+        if is_left:
+            closing.join()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    until(lambda: pid_in(folder) is None)
+    closing.join()
 
 
 # The timeout of a manager
