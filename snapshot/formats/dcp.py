@@ -21,8 +21,9 @@ from snapshot.errors import (
     UnsupportedFormatError,
 )
 from snapshot.events import log
-from snapshot.formats import safe_pickle, torch_save
+from snapshot.formats import pickle_nodes, torch_save
 from snapshot.formats.foreign import ForeignDocument, check_location, extend_file, make_document
+from snapshot.formats.safe_pickle import evaluate_pickle
 from snapshot.formats.to_entries import limit_nodes, make_container
 from snapshot.io.storage import ANYTHING, Storage
 from snapshot.manifest.document import ForeignFile
@@ -47,7 +48,7 @@ GAP = 1000
 async def describe_checkpoint(storage: Storage, data: bytes) -> ForeignDocument:
     """Return the checkpoint that a `.metadata` describes."""
     where = storage.url.join(METADATA)
-    metadata = safe_pickle.load_pickle(data, where)
+    metadata = evaluate_pickle(data, where)
     try:
         found = _Metadata(where, metadata, len(data))
         manifest, names = found.build_tree()
@@ -86,29 +87,29 @@ class _Metadata:
         self._room = 64 * self._chunks
         """Remaining length of all paths: a long key may be in many of them."""
         if not _is_named(metadata, "Metadata"):
-            raise ValueError(f"expected Metadata, got {safe_pickle.show_value(metadata)}")
-        fields = safe_pickle.read_fields(metadata)
+            raise ValueError(f"expected Metadata, got {pickle_nodes.show_value(metadata)}")
+        fields = pickle_nodes.read_fields(metadata)
         self.version = str(fields.get("version") or "")
         self.files: dict[str, ForeignFile] = {}
         self._stored = {}
         self._known: dict[tuple[Any, ...], tuple[int, ...]] = {}
         """Sizes and offsets that were checked: most are equal."""
         for index, info in _expect_items(fields.get("storage_data")):
-            named, place = safe_pickle.read_fields(index), safe_pickle.read_fields(info)
+            named, place = pickle_nodes.read_fields(index), pickle_nodes.read_fields(info)
             offset = named.get("offset")
             if type(named["fqn"]) is not str:
-                raise ValueError(f"a name must be a str, got {safe_pickle.show_value(named['fqn'])}")
+                raise ValueError(f"a name must be a str, got {pickle_nodes.show_value(named['fqn'])}")
             self._stored[named["fqn"], None if offset is None else self._check_sizes(offset)] = place
         self._tensors = dict(_expect_items(fields["state_dict_metadata"]))
         planner = fields.get("planner_data")
         self._paths: Mapping[str, Any] = planner if isinstance(planner, dict) else {}
 
     def _check_sizes(self, value: Any) -> tuple[int, ...]:
-        known = self._known.get(value) if type(value) is safe_pickle.Size else None  # a Size has only ints
+        known = self._known.get(value) if type(value) is pickle_nodes.Size else None  # a Size has only ints
         if known is not None:
             return known
         if not isinstance(value, tuple) or not all(type(each) is int and 0 <= each < 1 << 60 for each in value):
-            raise ValueError(f"sizes must be a tuple of ints, got {safe_pickle.show_value(value)}")
+            raise ValueError(f"sizes must be a tuple of ints, got {pickle_nodes.show_value(value)}")
         return self._known.setdefault(tuple(value), tuple(value))
 
     def build_tree(self) -> tuple[dict[str, Any], dict[Any, Any]]:
@@ -145,16 +146,16 @@ class _Metadata:
 
     def _build_entry(self, name: str, described: Any) -> Any:
         if type(name) is not str:
-            raise ValueError(f"a name must be a str, got {safe_pickle.show_value(name)}")
+            raise ValueError(f"a name must be a str, got {pickle_nodes.show_value(name)}")
         if _is_named(described, "BytesStorageMetadata"):
             begin, end, location, transform = self._find_range(self._stored.get((name, None)), name)
             kind = f"{transform}+torch_save" if transform else "torch_save"
             return ObjectEntry(location, (begin, end), kind, "value")
         if not _is_named(described, "TensorStorageMetadata"):
             raise UnsupportedFormatError(
-                f"{self._where}: {name[:200]}: unknown kind of item: {safe_pickle.show_value(described)}"
+                f"{self._where}: {name[:200]}: unknown kind of item: {pickle_nodes.show_value(described)}"
             )
-        fields = safe_pickle.read_fields(described)
+        fields = pickle_nodes.read_fields(described)
         dtype = _read_dtype(fields["properties"])
         shape = self._check_sizes(fields["size"])
         shards = []
@@ -162,7 +163,7 @@ class _Metadata:
         if self._chunks < 0:
             raise ValueError("too many repeated values")
         for chunk in fields["chunks"]:
-            box = safe_pickle.read_fields(chunk)
+            box = pickle_nodes.read_fields(chunk)
             offsets, sizes = self._check_sizes(box["offsets"]), self._check_sizes(box["sizes"])
             place = self._stored.get((name, offsets))
             if place is None and not math.prod(sizes):
@@ -181,13 +182,13 @@ class _Metadata:
         begin, length = place["offset"], place["length"]
         if type(begin) is not int or type(length) is not int or begin < 0 or length < 0 or begin + length >= 1 << 62:
             raise ValueError(
-                f"{name[:200]!r}: invalid range: {safe_pickle.show_value(begin)}, {safe_pickle.show_value(length)}"
+                f"{name[:200]!r}: invalid range: {pickle_nodes.show_value(begin)}, {pickle_nodes.show_value(length)}"
             )
         extend_file(self.files, location, begin + length)
         transforms = place.get("transform_descriptors") or []
         if not transforms:
             return begin, begin + length, location, ""
-        shown = [safe_pickle.show_value(each) for each in transforms[:4]]
+        shown = [pickle_nodes.show_value(each) for each in transforms[:4]]
         first = transforms[0] if len(transforms) == 1 and type(transforms[0]) is str else ""
         known = _TRANSFORMS.get(first.partition("/")[0])
         if known is None:
@@ -228,7 +229,7 @@ _NUMBER = re.compile("0|[1-9][0-9]{0,8}", re.ASCII)
 
 
 def _is_named(value: Any, name: str) -> bool:
-    return isinstance(value, safe_pickle.PickledObject) and value.name == _CLASSES + name
+    return isinstance(value, pickle_nodes.StandIn) and value.name == _CLASSES + name
 
 
 def _is_path(value: Any) -> bool:
@@ -237,7 +238,7 @@ def _is_path(value: Any) -> bool:
 
 def _expect_items(value: Any) -> list[tuple[Any, Any]]:
     if not isinstance(value, dict):
-        raise ValueError(f"expected a dict, got {safe_pickle.show_value(value)}")
+        raise ValueError(f"expected a dict, got {pickle_nodes.show_value(value)}")
     return list(dict.items(value))
 
 
@@ -245,10 +246,10 @@ def _read_dtype(properties: Any) -> str:
     """Return the dtype, from the state that torch pickles, or (in old files) from attributes."""
     state = getattr(properties, "state", None)
     found = (
-        state[0] if isinstance(state, tuple) and len(state) > 2 else safe_pickle.read_fields(properties).get("dtype")
+        state[0] if isinstance(state, tuple) and len(state) > 2 else pickle_nodes.read_fields(properties).get("dtype")
     )
-    if not isinstance(found, safe_pickle.Dtype):
-        raise ValueError(f"expected a dtype, got {safe_pickle.show_value(found)}")
+    if not isinstance(found, pickle_nodes.Dtype):
+        raise ValueError(f"expected a dtype, got {pickle_nodes.show_value(found)}")
     return found.name
 
 

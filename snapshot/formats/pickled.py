@@ -5,19 +5,26 @@ from __future__ import annotations
 import io
 import pickle
 import warnings
-import zipfile
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from snapshot.errors import CorruptSnapshotError, RestoreError, UnsafeObjectError, UnsupportedFormatError
-from snapshot.formats.safe_pickle import expect_stored, scan_pickle
+from snapshot.formats.pickle_nodes import LimitError, Name, StandIn, Work
+from snapshot.formats.safe_pickle import (
+    InvalidPickleError,
+    Limits,
+    UnknownClassError,
+    evaluate_pickle,
+    expect_stored,
+)
+from snapshot.formats.zip_archive import ZipArchive
 from snapshot.manifest.compounds import NEW_SERIALIZERS, decode_object
 from snapshot.manifest.entries import ObjectEntry
 from snapshot.manifest.paths import encode_key, find_tagged_keys, key_component
-from snapshot.text import counted, with_article
+from snapshot.text import with_article
 
 # Decoding of stored objects.
 #
@@ -111,155 +118,66 @@ def make_refusal(path: str, obj_type: str) -> UnsafeObjectError:
 
 
 def _read_pickles(path: str, data: bytearray) -> list[bytes]:
-    """Return the pickles of an archive; raise unless it is exactly what torch writes.
-
-    Every reader must see the same archive, and members must not be compressed: torch's reader inflates any member.
-    """
+    """Return the pickles of an archive; raise unless it is exactly what torch writes."""
     try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            members = archive.infolist()
-            if not data.startswith(b"PK\3\4") or archive.comment or archive.start_dir != _find_directory(data):
-                raise ValueError("other readers would find a different archive in it")
-            if any(each.compress_type != zipfile.ZIP_STORED for each in members):
-                raise ValueError("its members are compressed")
-            if sum(each.file_size for each in members) > len(data):
-                raise ValueError(f"its members claim more than its {counted(len(data), 'byte')}")
-            return [_read_member(archive, each) for each in members if each.filename.endswith(".pkl")]
-    except Exception as error:  # zipfile raises many kinds of errors for invalid input
+        archive = ZipArchive.parse_strictly(data)
+        return [archive.read(each, data) for each in archive.members if each.name.endswith(".pkl")]
+    except ValueError as error:
         raise CorruptSnapshotError(f"{path}: not a torch archive: {error}") from error
 
 
-def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
-    """Return a member's bytes without checking its checksum.
-
-    torch can be configured to write no checksums, and the digest of the whole object has been verified.
-    """
-    with archive.open(member) as file:
-        file._expected_crc = None  # type: ignore[attr-defined]
-        return file.read()
-
-
-def _find_directory(data: bytearray) -> int:
-    """Return the begin of an archive's directory; raise if its two ends disagree."""
-    end = len(data) - 22
-    begins: set[int] = {int.from_bytes(data[end + 16 : end + 20], "little")} - {0xFFFFFFFF}
-    if data[end - 20 : end - 16] == b"PK\6\7":
-        longer = int.from_bytes(data[end - 12 : end - 4], "little")
-        begins.add(int.from_bytes(data[longer + 48 : longer + 56], "little"))
-    return begins.pop() if len(begins) == 1 else -1
-
-
 def _is_modest(path: str, data: bytes, stored: int) -> bool:
-    """Return True if a dry run can follow an object's pickle without creating anything.
+    """Return True if torch can run an object's pickle without an allocation that its bytes do not account for.
 
     Raise if the pickle claims more memory than it has bytes.
     """
     try:
-        scan_pickle(data, path, expect_stored(len(data), stored, "its pickle"))
-    except UnsafeObjectError:
+        length = expect_stored(len(data), stored, "its pickle")
+        limits = Limits.of(length, _RUN_BY_TORCH)
+        evaluate_pickle(data, path, limits, lambda _: None, lambda _, name: Name(name, _call_inertly))
+    except (InvalidPickleError, UnknownClassError, UnsafeObjectError):
         return False
     except ValueError as error:
         raise error if isinstance(error, CorruptSnapshotError) else CorruptSnapshotError(f"{path}: {error}") from error
-    try:
-        _DryRun(io.BytesIO(data)).load()
-    except CorruptSnapshotError as error:
-        raise CorruptSnapshotError(f"{path}: the pickle {error}") from error
-    except Exception:  # noqa: BLE001 - a pickle that fails the dry run needs allow_pickle
-        return False
     return True
 
 
-class _Inert:
-    """Stand-in for any object of a pickle: it accepts any arguments, and does nothing."""
+def _call_inertly(work: Work, kind: Name, arguments: tuple[Any, ...]) -> StandIn:
+    """Return the stand-in of a call that torch computes; raise if it may create a bytearray of any length.
 
-    def __new__(cls, *arguments: Any, **named: Any) -> Any:
-        if _names_bytes(arguments):
-            raise ValueError("it may create a bytearray of any length")
-        return super().__new__(cls)
-
-    def __setstate__(self, state: Any) -> None: ...
-    def __setitem__(self, key: Any, value: Any) -> None: ...
-    def append(self, item: Any) -> None: ...
-    def extend(self, items: Any) -> None: ...
-
-
-class _InertEncoded(_Inert):
-    """Stand-in for bytes that were encoded from a text, as in old pickles."""
+    A bytearray requires content, since a length alone could exhaust the memory.
+    """
+    work.spend(arguments)
+    if kind.name == "bytearray":
+        if not all(isinstance(each, (str, bytes)) or _is_encoded(each) for each in arguments):
+            raise LimitError("the pickle creates a bytearray without content")
+    elif _names_bytes(arguments):
+        raise ValueError("it may create a bytearray of any length")
+    return StandIn(kind, arguments)
 
 
-class _InertBytes(_Inert):
-    """Stand-in for a bytearray: it requires content, since a length alone could exhaust the memory."""
+_OPCODES = b"cRb\x81aesu(t\x85\x86\x87)]}\x8fN\x88\x89JKMGXU\x8aQhjqr\x80."
+_RUN_BY_TORCH = bytes(code if code in _OPCODES else 0 for code in range(256))
+"""Table of the opcodes that torch's `weights_only` mode has. It runs all opcodes before one that it lacks."""
+_ENCODERS = ("encode", "bytes")
+"""Names of the functions that old pickles create bytes with, from a text."""
 
-    def __new__(cls, *arguments: Any, **named: Any) -> Any:
-        if not all(isinstance(each, (str, bytes, _InertEncoded)) for each in arguments):
-            raise CorruptSnapshotError("creates a bytearray without content")
-        return super().__new__(cls)
+
+def _is_encoded(value: Any) -> bool:
+    return isinstance(value, StandIn) and value.name in _ENCODERS
 
 
 def _names_bytes(value: Any) -> bool:
-    """Return True if an argument list has `bytearray` itself, so that the callee could call it."""
+    """Return True if an argument list has `bytearray` itself, so that the function could call it."""
     rest, seen = [value], set()
     while rest:
         each = rest.pop()
-        if each is _InertBytes:
+        if isinstance(each, Name) and each.name == "bytearray":
             return True
         if isinstance(each, (tuple, list)) and len(each) <= MOST_ARGUMENTS and id(each) not in seen:
             seen.add(id(each))
             rest += each
     return False
-
-
-_STANDS = {"bytearray": _InertBytes, "encode": _InertEncoded, "bytes": _InertEncoded}
-
-
-class _DryRun(pickle._Unpickler):
-    """torch's restricted unpickler in Python, which allocates no memory in advance."""
-
-    dispatch: ClassVar[dict[int, Any]] = {
-        code[0]: pickle._Unpickler.dispatch[code[0]]
-        for code in (
-            pickle.GLOBAL,
-            pickle.NEWOBJ,
-            pickle.REDUCE,
-            pickle.BUILD,
-            pickle.APPEND,
-            pickle.APPENDS,
-            pickle.SETITEM,
-            pickle.SETITEMS,
-            pickle.MARK,
-            pickle.TUPLE,
-            pickle.TUPLE1,
-            pickle.TUPLE2,
-            pickle.TUPLE3,
-            pickle.EMPTY_TUPLE,
-            pickle.EMPTY_LIST,
-            pickle.EMPTY_DICT,
-            pickle.EMPTY_SET,
-            pickle.NONE,
-            pickle.NEWFALSE,
-            pickle.NEWTRUE,
-            pickle.BININT,
-            pickle.BININT1,
-            pickle.BININT2,
-            pickle.BINFLOAT,
-            pickle.BINUNICODE,
-            pickle.SHORT_BINSTRING,
-            pickle.BINPERSID,
-            pickle.BINGET,
-            pickle.LONG_BINGET,
-            pickle.BINPUT,
-            pickle.LONG_BINPUT,
-            pickle.STOP,
-            pickle.PROTO,
-            pickle.LONG1,
-        )
-    }
-
-    def find_class(self, module: str, name: str) -> Any:
-        return _STANDS.get(name, _Inert)
-
-    def persistent_load(self, pid: Any) -> Any:
-        return _Inert()
 
 
 # Location and creation of objects that only running another library's pickle creates.

@@ -1,32 +1,33 @@
-"""Conversion of nested values in other libraries' pickles to entries, or to plain values."""
+"""Conversion of other libraries' pickles to entries, and of such entries to plain values."""
 
 from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
-from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
-from snapshot.formats import safe_pickle as p
-from snapshot.formats import zip_archive
+from snapshot.errors import CorruptSnapshotError
+from snapshot.formats import pickle_nodes as p
 from snapshot.formats.pickled import INLINE, MODULE, make_refused_entry
-from snapshot.formats.safe_pickle import expect_stored
+from snapshot.formats.safe_pickle import Limits, evaluate_pickle, expect_stored
+from snapshot.formats.zip_archive import STORED, ZipArchive
 from snapshot.manifest import entries as e
 from snapshot.manifest import values as s
 from snapshot.manifest.compounds import SEQUENCES
 from snapshot.manifest.paths import encode_key, encode_text, find_tagged_keys
 from snapshot.manifest.rank_view import DEEPEST
 from snapshot.state import tensor_leaves
+from snapshot.state.state_tree import inflate_tree
 from snapshot.tensors.composite import find_stride_order
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE, NAMES, contiguous_strides, measure_span
-from snapshot.text import with_article
+from snapshot.text import counted, with_article
 
-# Conversion of nested values in other libraries' pickles to entries, as flattening does for live state.
+# Conversion of the nodes of a pickle to entries, as flattening does for live state.
 
 
 def limit_nodes(length: int) -> int:
@@ -34,6 +35,8 @@ def limit_nodes(length: int) -> int:
     return 50_000 + length
 
 
+DEEPEST_VALUE = 200
+"""Maximum depth of a value that is created as a whole."""
 _SCALARS: dict[Any, type[s.Scalar]] = {
     int: s.IntEntry,
     bool: s.BoolEntry,
@@ -81,7 +84,7 @@ def make_scalar(value: Any) -> s.Scalar | None:
     try:
         if kind is p.Size:
             return s.SizeEntry(s.SizeEntry.write(torch.Size(value)))
-        if isinstance(value, p.StandIn) and value.name == "torch.device":
+        if isinstance(value, p.StandIn) and value.name == "torch.device" and not value.named:
             return s.DeviceEntry(s.DeviceEntry.write(torch.device(*value.arguments)))
     except (RuntimeError, TypeError, ValueError):
         pass  # torch cannot create it
@@ -100,7 +103,12 @@ _SIGNED = _COMPLEX | {"float16", "bfloat16", "float32", "float64"}
 
 def rebuild_tensor(value: Any) -> RebuiltTensor | None:
     """Return the tensor of a stand-in; None if it is not a plain one, or has unknown parts."""
-    if not isinstance(value, p.StandIn) or not value.name.startswith(_REBUILD) or value.state is not None:
+    if (
+        not isinstance(value, p.StandIn)
+        or not value.name.startswith(_REBUILD)
+        or value.state is not None
+        or value.named
+    ):
         return None
     what, arguments = value.name.removeprefix(_REBUILD), value.arguments
     if what == "parameter" and 2 <= len(arguments) <= 3:
@@ -162,32 +170,74 @@ def make_extra(found: RebuiltTensor, *, view: bool = True) -> e.Extra | None:
     return e.Extra(order, found.subclass, found.requires_grad, strides, offset)
 
 
-Stored = Callable[[str, RebuiltTensor], e.TensorEntry]
+def make_tensor_entry(found: RebuiltTensor, archive: ZipArchive) -> Any:
+    """Return the entry of a tensor in an archive, whose location is the name of a member."""
+    itemsize = ITEMSIZE.get(found.dtype)
+    if itemsize is None:
+        return make_refused_entry(f"tensor of {found.dtype}")
+    name = f"data/{found.storage}"
+    member, numel = archive.named.get(name), math.prod(found.shape)
+    if member is None and numel:
+        raise ValueError(f"the storage {name[:105]} is missing")
+    reach = (found.offset + measure_span(found.shape, found.strides)) * itemsize
+    if member is None or not numel:
+        return e.TensorEntry(INLINE, (0, 0), found.dtype, found.shape, extra=make_extra(found, view=False))
+    if reach > member.size:
+        raise ValueError(f"the tensor ends at byte {reach:,}, but its storage has {counted(member.size, 'byte')}")
+    packed = f"{found.bits}zip"
+    return e.TensorEntry(name, (0, member.size), found.dtype, found.shape, serializer=packed, extra=make_extra(found))
+
+
+Stored = Callable[[str, RebuiltTensor], Any]
 """Function that returns a tensor's entry, depending on the format."""
 
 
-class EntryTree:
-    """Tree of values that become entries under paths."""
+def make_entries(
+    items: Mapping[str, p.Node],
+    where: object,
+    stored: Stored,
+    length: int,
+    *,
+    inline: bytearray,
+    depth: int = 1,
+    tuples: bool = False,
+) -> dict[str, Any]:
+    """Return the entries of nodes, and of everything in them, by path.
 
-    def __init__(self, where: object, stored: Stored, length: int = 1 << 20) -> None:
-        """Create an empty tree; `length` is that of the pickle with the values."""
+    Args:
+        items: The nodes by their paths.
+        where: Place of the pickle, for messages.
+        stored: Function that returns a tensor's entry.
+        length: Length of the pickle, which limits how often it can repeat values.
+        inline: Bytes of the location `INLINE`, to which those of arrays are added.
+        depth: Depth of the nodes below the root of the document.
+        tuples: True if sets may have tuples and frozensets.
+    """
+    tree = _Tree(where, stored, length, inline, tuples)
+    try:
+        for path, node in items.items():
+            tree.add(path, node, depth)
+    except RecursionError as error:
+        raise CorruptSnapshotError(f"{where}: values in the pickle are nested too deeply") from error
+    return tree.entries
+
+
+class _Tree:
+    """Entries by path, and the limits on them."""
+
+    def __init__(self, where: object, stored: Stored, length: int, inline: bytearray, tuples: bool) -> None:
         self._where = where
         self._stored = stored
         self.entries: dict[str, Any] = {}
-        self.inline = bytearray()
+        self._inline = inline
+        self._tuples = tuples
         self._left = limit_nodes(length)
         self._room = 64 * self._left
         """Remaining bytes for names, texts and arrays."""
         self._above: set[int] = set()
 
-    def add(self, path: str, value: Any, depth: int = 1) -> None:
-        """Add entries for a value, and for everything in it."""
-        try:
-            self._add_value(path, value, depth)
-        except RecursionError as error:
-            raise CorruptSnapshotError(f"{self._where}: values in the pickle are nested too deeply") from error
-
-    def _add_value(self, path: str, value: Any, depth: int) -> None:
+    def add(self, path: str, value: p.Node, depth: int) -> None:
+        """Add entries for a node, and for everything in it."""
         self._left -= 1
         self._room -= len(path) + estimate_length(value)
         if self._left < 0 or self._room < 0 or depth > DEEPEST:
@@ -205,7 +255,7 @@ class EntryTree:
         if id(value) in self._above:
             self.entries[path] = make_refused_entry(f"{_kind_name(value)} that contains itself")
             return
-        made = make_container(value)
+        made = make_container(value, tuples=self._tuples)
         if made is None:
             self.entries[path] = make_refused_entry(f"{_kind_name(value)} with an unsupported kind or keys")
             return
@@ -213,10 +263,10 @@ class EntryTree:
         self.entries[path] = entry
         self._above.add(id(value))
         for name, child in zip(entry.components(), children, strict=True):
-            self._add_value(f"{path}/{name}", child, depth + 1)
+            self.add(f"{path}/{name}", child, depth + 1)
         self._above.discard(id(value))
 
-    def _make_leaf(self, path: str, value: Any) -> Any:
+    def _make_leaf(self, path: str, value: p.Node) -> Any:
         try:
             tensor = rebuild_tensor(value)
             if tensor is not None:
@@ -226,8 +276,9 @@ class EntryTree:
             raise CorruptSnapshotError(f"{self._where}: {path}: {error}") from error
         if array is not None:
             return self._make_array(array)
-        name = getattr(type(value), "name", "") or type(value).__name__  # an instance's name may be anything
-        return make_refused_entry(f"{MODULE} {name}" if _is_module(value) else name)
+        if isinstance(value, p.StandIn):
+            return make_refused_entry(f"{MODULE} {value.name}" if _is_module(value) else value.name)
+        return make_refused_entry(type(value).__name__)
 
     def _make_array(self, value: Any) -> Any:
         described = tensor_leaves.describe_array(value)
@@ -237,15 +288,19 @@ class EntryTree:
         self._room -= tensor.nbytes
         if self._room < 0:
             raise CorruptSnapshotError(f"{self._where}: too many repeated values in the pickle")
-        begin = -(-len(self.inline) // 16) * 16
-        self.inline += bytes(begin - len(self.inline))
-        self.inline += tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
-        data = e.TensorEntry(INLINE, (begin, len(self.inline)), NAMES[tensor.dtype], tuple(tensor.shape))
+        inline = self._inline
+        begin = -(-len(inline) // 16) * 16
+        inline += bytes(begin - len(inline))
+        inline += tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+        data = e.TensorEntry(INLINE, (begin, len(inline)), NAMES[tensor.dtype], tuple(tensor.shape))
         return e.NDArrayEntry(data, descr, shape, order, isinstance(value, np.generic))
 
 
-def make_container(value: Any) -> tuple[e.Container, list[Any]] | None:
-    """Return a container's entry, and its children in order; None if entries cannot represent it."""
+def make_container(value: Any, *, tuples: bool = False) -> tuple[e.Container, list[Any]] | None:
+    """Return a container's entry, and its children in order; None if entries cannot represent it.
+
+    With `tuples`, sets may have tuples and frozensets.
+    """
     kind = type(value)
     if isinstance(value, dict):
         return _make_dict(value)
@@ -255,9 +310,16 @@ def make_container(value: Any) -> tuple[e.Container, list[Any]] | None:
         if longest is not None and (type(longest) is not int or longest < len(value)):
             return None
         return e.DequeEntry(len(children), maxlen=longest), children
-    if kind not in SEQUENCES or (kind in (set, frozenset) and None in map(make_scalar, children)):
+    if kind not in SEQUENCES or (kind in (set, frozenset) and not all(_is_item(each, tuples) for each in children)):
         return None
     return SEQUENCES[kind](len(children)), children
+
+
+def _is_item(value: Any, tuples: bool) -> bool:
+    """Return True if entries can represent an element of a set."""
+    if tuples and type(value) in (tuple, frozenset):
+        return all(_is_item(each, tuples) for each in value)
+    return make_scalar(value) is not None
 
 
 def _make_dict(value: dict[Any, Any]) -> tuple[e.Container, list[Any]] | None:
@@ -275,15 +337,13 @@ def _make_dict(value: dict[Any, Any]) -> tuple[e.Container, list[Any]] | None:
     return (entry, [child for _, child in items]) if len(set(names)) == len(names) else None
 
 
+_FACTORIES = ("list", "dict", "set", "tuple", "int", "float", "str", "bool", "OrderedDict")
+
+
 def _find_factory(value: Any) -> tuple[type[e.DictEntry], dict[str, Any]] | None:
-    factory = vars(value).get("factory")
-    named = "None" if factory is None else getattr(factory, "name", None) or getattr(factory, "__name__", "")
-    name = str(named).rpartition(".")[2]
-    try:
-        e.DefaultdictEntry([], factory=name).check("")
-    except UnsupportedFormatError:
-        return None
-    return e.DefaultdictEntry, {"factory": name}
+    named = getattr(value.factory, "name", "")
+    name = "None" if value.factory is None else named.rpartition(".")[2]
+    return (e.DefaultdictEntry, {"factory": name}) if name == "None" or name in _FACTORIES else None
 
 
 _DICTS: dict[Any, Callable[[Any], tuple[type[e.DictEntry], dict[str, Any]] | None]] = {
@@ -327,7 +387,7 @@ _MULTIARRAY = ("numpy.core.multiarray.", "numpy._core.multiarray.")
 
 def make_numpy_value(value: Any) -> Any:
     """Return the NumPy array or scalar of a stand-in; None for any other value."""
-    if not isinstance(value, p.StandIn) or not value.name.startswith(_MULTIARRAY):
+    if not isinstance(value, p.StandIn) or not value.name.startswith(_MULTIARRAY) or value.named:
         return None
     what = value.name.rpartition(".")[2]
     if what == "scalar" and len(value.arguments) == 2:
@@ -352,11 +412,11 @@ def make_numpy_value(value: Any) -> Any:
 def _is_array(arguments: Sequence[Any]) -> bool:
     """Return True unless a pickle creates a subclass of NumPy's arrays."""
     kind = arguments[0] if arguments else None
-    return isinstance(kind, type) and issubclass(kind, p.StandIn) and kind.name == "numpy.ndarray"
+    return isinstance(kind, p.Name) and kind.name == "numpy.ndarray"
 
 
 def _make_numpy_dtype(value: Any) -> np.dtype[Any] | None:
-    if not isinstance(value, p.StandIn) or value.name != "numpy.dtype" or not value.arguments:
+    if not isinstance(value, p.StandIn) or value.name != "numpy.dtype" or not value.arguments or value.named:
         return None
     text = value.arguments[0]
     if type(text) is not str or len(text) > 8 or text[:1] not in "biufcSU" or not text[1:].isdecimal():
@@ -381,118 +441,110 @@ def read_plain_value(path: str, data: bytes | bytearray, stored: int | None = No
     `stored` is the length of the archive on storage, if it was decompressed.
     """
     try:
-        begin, end = zip_archive.find_directory(bytes(data[-zip_archive.TAIL :]), len(data))
-        members = zip_archive.read_members(bytes(data[begin:end]), begin)
-        held = {each.name.partition("/")[2]: each for each in members}
-        content = _read_member(data, held["data.pkl"])
+        archive = ZipArchive.parse(data, len(data))
+        content = read_pickle(data, archive)
         length = expect_stored(len(content), len(data) if stored is None else stored, "its pickle")
-        return _Builder(data, held, length).build_value(p.load_pickle(content, path, length), 0)
-    except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
+        node = evaluate_pickle(content, path, Limits.of(length))
+    except (ValueError, KeyError) as error:
         if isinstance(error, CorruptSnapshotError):
             raise
         raise NotPlainError(str(error)) from error
+    try:
+        return make_value(path, node, _Storages(data, archive), length)
+    except (ValueError, KeyError, TypeError, RuntimeError, OverflowError) as error:
+        raise NotPlainError(str(error)) from error
 
 
-def _read_member(data: bytes | bytearray, member: zip_archive.ZipMember) -> bytes:
-    at = member.header + zip_archive.find_data_begin(bytes(data[member.header : member.header + zip_archive.HEADER]))
-    if member.method != zip_archive.STORED:
-        raise ValueError("the archive is compressed")
-    return bytes(data[at : at + member.size])
-
-
-def read_pickle(data: bytes | bytearray) -> bytes:
+def read_pickle(data: bytes | bytearray, archive: ZipArchive | None = None) -> bytes:
     """Return the pickle in a torch archive."""
-    begin, end = zip_archive.find_directory(bytes(data[-zip_archive.TAIL :]), len(data))
-    found = {each.name.partition("/")[2]: each for each in zip_archive.read_members(bytes(data[begin:end]), begin)}
-    return _read_member(data, found["data.pkl"])
+    archive = archive or ZipArchive.parse(data, len(data))
+    member = archive.named["data.pkl"]
+    if member.method != STORED:
+        raise ValueError("the archive is compressed")
+    return archive.read(member, data)
 
 
-class _Builder:
-    """Builder of values from stand-ins."""
+class _Storages:
+    """The bytes of tensors in an archive, and the limit on values that are created from them."""
 
-    def __init__(self, data: bytes | bytearray, members: dict[str, zip_archive.ZipMember], length: int) -> None:
+    def __init__(self, data: bytes | bytearray, archive: ZipArchive) -> None:
         self._data = data
-        self._members = members
-        self._left = limit_nodes(length)
+        self.archive = archive
+        order = archive.named.get("byteorder")
+        self._swapped = order is not None and archive.read(order, data) not in (b"", b"little")
         self._room = (1 << 24) + 8 * len(data)
         """Remaining number of bytes to copy: repeated values and views can each be long."""
 
-    def _find_member(self, name: str) -> bytes:
-        member = self._members.get(name)
-        return b"" if member is None else _read_member(self._data, member)
-
-    def _spend(self, nbytes: int) -> None:
+    def spend(self, nbytes: int) -> None:
+        """Raise if values with more bytes are created than the archive accounts for."""
         self._room -= nbytes
         if self._room < 0:
             raise NotPlainError("too many repeated values")
 
-    def build_value(self, value: Any, depth: int) -> Any:  # noqa: PLR0911 - one for each kind
-        """Return the value of a stand-in, or of a container of stand-ins."""
-        self._left -= 1
-        if self._left < 0 or depth > 200:
-            raise NotPlainError("too many repeated values, or nested too deeply")
-        kind = type(value)
-        if isinstance(value, dict):
-            items = [(self._build_key(key), self.build_value(child, depth + 1)) for key, child in dict.items(value)]
-            return _PLAIN_DICTS[kind](value, items) if kind in _PLAIN_DICTS else _refuse_value(value)
-        if kind in (list, tuple, set, frozenset):
-            return kind(self.build_value(child, depth + 1) for child in value)
-        if kind is p.Deque:
-            return collections.deque([self.build_value(child, depth + 1) for child in list(value)], value.maxlen)
-        self._spend(estimate_length(value))
-        entry = make_scalar(value)
-        if entry is not None:
-            return entry.value()
-        tensor = rebuild_tensor(value)
-        if tensor is not None:
-            return self._build_tensor(tensor)
-        array = make_numpy_value(value)
-        if array is None:
-            return _refuse_value(value)
-        self._spend(array.nbytes)
-        return array.copy()
+    def is_readable(self, storage: str) -> bool:
+        """Return True if the bytes of a storage are those of its elements."""
+        member = self.archive.named.get(f"data/{storage}")
+        if member is not None:
+            self.archive.locate(member, self._data)
+        return not self._swapped and (member is None or member.method == STORED)
 
-    def _build_key(self, key: Any) -> Any:
-        entry = make_scalar(key)
-        return _refuse_value(key) if entry is None else entry.value()
-
-    def _build_tensor(self, found: RebuiltTensor) -> torch.Tensor:
-        data = self._find_member(f"data/{found.storage}")
-        if found.dtype not in ITEMSIZE:
-            return _refuse_value(found)  # type: ignore[no-any-return]
-        self._spend(len(data) + math.prod(found.shape) * ITEMSIZE[found.dtype])
-        reach = (found.offset + measure_span(found.shape, found.strides)) * ITEMSIZE[found.dtype]
-        if reach > len(data) or 0 in found.strides or (self._find_member("byteorder") or b"little") != b"little":
-            return _refuse_value(found)  # type: ignore[no-any-return]
-        held = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(BY_NAME[found.dtype]) if data else None
-        if held is None:
-            return torch.empty(found.shape, dtype=BY_NAME[found.dtype])
-        made = held.as_strided(found.shape, found.strides, found.offset).clone()
-        made = made.conj() if "conj" in found.bits else made
-        made = (torch._neg_view(made) if "neg" in found.bits else made).resolve_neg().resolve_conj()
-        return (
-            torch.nn.Parameter(made, found.requires_grad)
-            if found.subclass
-            else made.requires_grad_(found.requires_grad)
-        )
+    def read(self, name: str) -> bytes:
+        """Return the bytes of a storage, by the name of its member."""
+        member = self.archive.named[name]
+        self.spend(member.size)
+        return self.archive.read(member, self._data)
 
 
-def _refuse_value(value: Any) -> Any:
-    raise NotPlainError(with_article(getattr(value, "name", type(value).__name__)))
+def make_value(path: str, node: p.Node, storages: _Storages, length: int) -> Any:
+    """Return the value of a node: that of its entries.
+
+    Raises:
+        NotPlainError: Only running the pickle could create a part of it.
+    """
+
+    def describe(_: str, found: RebuiltTensor) -> Any:
+        if 0 in found.strides or not storages.is_readable(found.storage):
+            raise ValueError("a tensor that repeats its elements, is compressed, or is in the other byte order")
+        return make_tensor_entry(found, storages.archive)
+
+    inline = bytearray()
+    depth = DEEPEST - DEEPEST_VALUE
+    entries = make_entries({path: node}, path, describe, length, inline=inline, depth=depth, tuples=True)
+    values = {
+        below: _make_leaf_value(below, entry, inline, storages)
+        for below, entry in entries.items()
+        if not isinstance(entry, e.Container)
+    }
+    return inflate_tree(path, entries, values)
 
 
-def _make_defaultdict(value: Any, items: list[tuple[Any, Any]]) -> Any:
-    factory = vars(value).get("factory")
-    name = str(getattr(factory, "name", getattr(factory, "__name__", ""))).rpartition(".")[2]
-    known = {each.__name__: each for each in (list, dict, set, tuple, int, float, str, bool)}
-    if factory is not None and name not in known:
-        _refuse_value(factory)
-    return collections.defaultdict(known.get(name), items)
+def _make_leaf_value(path: str, entry: Any, inline: bytearray, storages: _Storages) -> Any:
+    if isinstance(entry, e.TensorEntry):
+        storages.spend(math.prod(entry.shape) * ITEMSIZE[entry.dtype])
+        return _make_tensor(entry, b"" if entry.location == INLINE else storages.read(entry.location))
+    if isinstance(entry, e.NDArrayEntry):
+        begin, end = entry.data.pieces()[0][1].byte_range
+        storages.spend(end - begin)
+        held = torch.frombuffer(inline[begin:end], dtype=torch.uint8) if end > begin else torch.empty(0)
+        return tensor_leaves.rebuild_array(path, held, entry.dtype, entry.shape, order=entry.order, scalar=entry.scalar)
+    if isinstance(entry, e.ObjectEntry):
+        raise NotPlainError(with_article(entry.obj_type))
+    value = entry.value()
+    storages.spend(estimate_length(value))
+    return value
 
 
-_PLAIN_DICTS: dict[Any, Callable[[Any, list[tuple[Any, Any]]], Any]] = {
-    dict: lambda value, items: dict(items),
-    collections.OrderedDict: lambda value, items: collections.OrderedDict(items),
-    p.Counter: lambda value, items: collections.Counter(dict(items)),
-    p.DefaultDict: _make_defaultdict,
-}
+def _make_tensor(entry: e.TensorEntry, data: bytes) -> torch.Tensor:
+    """Return a tensor, from the bytes of its storage."""
+    extra, dtype = entry.extra or e.PLAIN, BY_NAME[entry.dtype]
+    strides = extra.strides or contiguous_strides(entry.shape)
+    if data:
+        held = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype)
+        made = held.as_strided(entry.shape, strides, extra.storage_offset or 0).clone()
+    else:
+        made = torch.empty(entry.shape, dtype=dtype)
+    made = made.conj() if "conj" in entry.serializer else made
+    made = (torch._neg_view(made) if "neg" in entry.serializer else made).resolve_neg().resolve_conj()
+    if extra.subclass is not None:
+        return torch.nn.Parameter(made, extra.requires_grad)
+    return made.requires_grad_(extra.requires_grad)

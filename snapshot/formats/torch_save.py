@@ -11,23 +11,23 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
-from itertools import pairwise
 from typing import Any
 
 import msgspec
 import torch
 
 from snapshot.errors import CorruptSnapshotError, MissingExtraError, UnsupportedFormatError
-from snapshot.formats import safe_pickle, zip_archive
+from snapshot.formats import zip_archive
 from snapshot.formats.foreign import ForeignDocument, make_document, refuse_zip
-from snapshot.formats.pickled import INLINE, is_refused, locate_object, make_refused_entry
-from snapshot.formats.safe_pickle import expect_stored
-from snapshot.formats.to_entries import EntryTree, RebuiltTensor, make_container, make_extra, rebuild_tensor
+from snapshot.formats.pickled import INLINE, is_refused, locate_object
+from snapshot.formats.safe_pickle import Limits, evaluate_pickle, expect_stored
+from snapshot.formats.to_entries import RebuiltTensor, make_container, make_entries, make_tensor_entry, rebuild_tensor
+from snapshot.formats.zip_archive import MoreBytesNeeded, ZipArchive, open_archive, read_range
 from snapshot.io.storage import Storage
 from snapshot.io.system import PerProcess
 from snapshot.manifest.compounds import Container
 from snapshot.manifest.document import ForeignFile
-from snapshot.manifest.entries import PLAIN, Extra, ObjectEntry, TensorEntry
+from snapshot.manifest.entries import PLAIN, ObjectEntry, TensorEntry
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE, contiguous_strides, measure_span
 from snapshot.text import counted
 
@@ -63,10 +63,6 @@ class EmbeddedLayout(msgspec.Struct, gc=False, frozen=True):
     def plain(self) -> bool:
         """True if the stored bytes are the tensor's."""
         return not (self.swapped or self.conj or self.neg)
-
-
-class MoreBytesNeeded(Exception):
-    """More bytes are needed: `args` are the lengths of the head and the tail."""
 
 
 def is_streamed(stored: TensorEntry | ObjectEntry) -> bool:
@@ -111,6 +107,8 @@ def find_layout(path: str, stored: TensorEntry, head: Any, tail: Any) -> Embedde
             )
         else:
             raise UnsupportedFormatError(f"{path}: unknown serializer ({kind})")
+    except MoreBytesNeeded:
+        raise
     except (ValueError, struct.error) as error:
         raise CorruptSnapshotError(f"{path}: {stored.location}[{begin}:{end}]: {error}") from error
     reach = (found.offset + measure_span(stored.shape, found.strides)) * ITEMSIZE[stored.dtype]
@@ -146,45 +144,28 @@ def _find_in_archive(head: Any, tail: Any, length: int) -> tuple[int, int, Rebui
 
     `swapped` is True if the bytes are in the other byte order.
     """
-    begin, stop = zip_archive.find_directory(tail, length)
-    if length - begin > len(tail):
-        raise MoreBytesNeeded(len(head), length - begin)
-    low = len(tail) - (length - begin)
-    found = {
-        each.name.partition("/")[2]: each for each in zip_archive.read_members(tail[low : low + stop - begin], begin)
-    }
-    if "data.pkl" not in found or any(each.method != zip_archive.STORED for each in found.values()):
+    archive = ZipArchive.parse(tail, length)
+    found = archive.named
+    if "data.pkl" not in found or any(each.method != zip_archive.STORED for each in archive.members):
         raise ValueError("not a torch archive with one tensor")
-    content = _read_member(head, found["data.pkl"])
-    tensor = read_tensor(content)
-    order = bytes(_read_member(head, found["byteorder"])) if "byteorder" in found else b"little"
-    storage = found.get(f"data/{tensor.storage}")
-    if storage is None:
-        if math.prod(tensor.shape):
-            raise ValueError("the archive lacks the tensor's bytes")
-        return 0, 0, tensor, False
-    if storage.header + zip_archive.HEADER > len(head):
-        raise MoreBytesNeeded(storage.header + HEAD, len(tail))
-    at = storage.header + zip_archive.find_data_begin(head[storage.header :])
-    if at + storage.size > begin:
-        raise ValueError("the tensor's bytes are outside its archive")
-    return at, storage.size, tensor, order == b"big"
-
-
-def _read_member(head: Any, member: zip_archive.ZipMember) -> bytes:
-    """Return a short member's bytes, which are in the head."""
-    if member.header + zip_archive.HEADER > len(head):
-        raise MoreBytesNeeded(member.header + member.size + HEAD, 0)
-    at = member.header + zip_archive.find_data_begin(head[member.header :])
-    if at + member.size > len(head):
-        raise MoreBytesNeeded(at + member.size + HEAD, 0)
-    return bytes(head[at : at + member.size])
+    try:
+        tensor = read_tensor(archive.read(found["data.pkl"], head))
+        order = archive.read(found["byteorder"], head) if "byteorder" in found else b"little"
+        storage = found.get(f"data/{tensor.storage}")
+        if storage is None:
+            if math.prod(tensor.shape):
+                raise ValueError("the archive lacks the tensor's bytes")
+            return 0, 0, tensor, False
+        at, end = archive.locate(storage, head)
+    except MoreBytesNeeded as short:
+        raise MoreBytesNeeded(short.args[0] + HEAD, len(tail)) from short
+    return at, end - at, tensor, order == b"big"
 
 
 @lru_cache(maxsize=1024)
 def read_tensor(content: bytes) -> RebuiltTensor:
     """Return the single tensor in a pickle. Tensors of one shape have equal pickles."""
-    found = rebuild_tensor(safe_pickle.load_pickle(content, "the tensor"))
+    found = rebuild_tensor(evaluate_pickle(content, "the tensor"))
     if found is None:
         raise ValueError("the pickle must have one plain tensor")
     return found
@@ -492,8 +473,6 @@ def pickle_tensor(dtype: str, shape: tuple[int, ...]) -> bytes:
 
 # Files of torch.save (since torch 1.6): an archive with one pickle, and a member for each storage.
 
-TAIL = 64 << 10
-"""Length of the first read, at the end: it has the whole directory of most files."""
 FORMAT = "torch.save"
 VALUE = "value"
 """Name of a saved value that is not a container."""
@@ -526,15 +505,18 @@ async def describe_file(storage: Storage, name: str, size: int, limit: int) -> F
 class TorchFile:
     """A file of torch.save whose pickle was read. The bytes of its tensors were not."""
 
-    def __init__(self, archive: _Archive, where: object, content: bytes, length: int, *, swapped: bool) -> None:
+    def __init__(
+        self, archive: ZipArchive, where: object, name: str, content: bytes, length: int, *, swapped: bool
+    ) -> None:
         self._archive = archive
         self._where = where
+        self._name = name
         self._swapped = swapped
         self.content = content
         """The pickle."""
         self.length = length
         """Length that limits are based on: see `expect_stored`."""
-        self.value = safe_pickle.load_pickle(content, where, length)
+        self.value = evaluate_pickle(content, where, Limits.of(length))
         """The saved value, with stand-ins for tensors and objects."""
 
     @staticmethod
@@ -542,15 +524,22 @@ class TorchFile:
         """Open a file, by reading its directory and its pickle."""
         where = storage.url.join(name)
         try:
-            archive = await _Archive.open(storage, name, size, limit)
-            content, length = await archive.read_member("data.pkl", limit)
-            order = (await archive.read_member("byteorder", 16))[0] if "byteorder" in archive.members else b"little"
+            archive = await open_archive(storage, name, size, limit)
+            archive.expect_distinct()
+            if "constants.pkl" in archive.named:
+                raise UnsupportedFormatError(
+                    f"{where}: a TorchScript program, for torch.jit.load only; save its state_dict()"
+                )
+            if "data.pkl" not in archive.named:
+                raise ValueError("data.pkl is missing")
+            content, length = await _read_member(storage, name, archive, "data.pkl", limit)
+            order, _ = await _read_member(storage, name, archive, "byteorder", 16)
         except ValueError as error:
             if isinstance(error, CorruptSnapshotError):
                 raise
             await _expect_torch(storage, name, size, limit)
             raise CorruptSnapshotError(f"{where}: not a torch archive: {error}") from error
-        return TorchFile(archive, where, content, length, swapped=order == b"big")
+        return TorchFile(archive, where, name, content, length, swapped=order == b"big")
 
     def describe_items(
         self, items: Mapping[str, Any], inline: bytearray, *, depth: int = 2, routed: bool = True
@@ -559,99 +548,42 @@ class TorchFile:
 
         With `routed`, the components are the values' places in the file.
         """
-        tree = EntryTree(
-            self._where, lambda path, found: self._archive.make_entry(found, swapped=self._swapped), self.length
-        )
-        tree.inline = inline
-        for component, value in items.items():
-            tree.add(f"0/{component}", value, depth)
-        for path, entry in tree.entries.items():
+        below = {f"0/{component}": value for component, value in items.items()}
+        entries = make_entries(below, self._where, self._make_entry, self.length, inline=inline, depth=depth)
+        for path, entry in entries.items():
             if is_refused(entry):
-                locate_object(entry, self._archive.name, path.partition("/")[2] if routed else "")
-        return tree.entries
+                locate_object(entry, self._name, path.partition("/")[2] if routed else "")
+        return entries
 
-
-class _Archive:
-    """A torch archive, by its directory."""
-
-    def __init__(self, storage: Storage, name: str, begin: int, members: list[zip_archive.ZipMember]) -> None:
-        self._storage = storage
-        self.name = name
-        """Name of the file."""
-        self.members = {each.name.partition("/")[2]: each for each in members}
-        if len(self.members) < len(members):
-            raise ValueError("two members have the same name")
-        if "constants.pkl" in self.members:
-            raise UnsupportedFormatError(
-                f"{storage.url.join(name)}: a TorchScript program, for torch.jit.load only; save its state_dict()"
-            )
-        if "data.pkl" not in self.members:
-            raise ValueError("data.pkl is missing")
-        places = sorted([each.header for each in members] + [begin])
-        self._ends = dict(pairwise(places))
-        """Latest end of each member: the begin of the next one."""
-
-    @staticmethod
-    async def open(storage: Storage, name: str, size: int, limit: int) -> _Archive:
-        """Open an archive, by reading only its directory."""
-        return _Archive(storage, name, *await _read_directory(storage, name, size, limit))
-
-    async def read_member(self, name: str, limit: int) -> tuple[bytes, int]:
-        """Return a short member's content, and the length that limits are based on: see `expect_stored`."""
-        member = self.members[name]
-        if member.method not in (zip_archive.STORED, zip_archive.DEFLATED) or max(member.size, member.packed) > limit:
-            raise ValueError(f"member {name}: unknown compression, or too long ({counted(member.size, 'byte')})")
-        length = expect_stored(member.size, member.packed, f"member {name}")
-        end = min(self._ends[member.header], member.header + zip_archive.LONGEST_HEADER + member.packed)
-        data = await _read_range(self._storage, self.name, member.header, end)
-        at = zip_archive.find_data_begin(data)
-        content = data[at : at + member.packed]
-        if member.method == zip_archive.DEFLATED:
-            content = zip_archive.inflate_member(content, member.size)
-        if len(content) != member.size:
-            raise ValueError(
-                f"member {name} must have {counted(member.size, 'byte')} by the directory, got {len(content):,}"
-            )
-        if member.crc and zlib.crc32(content) != member.crc:
-            raise ValueError(f"member {name} is damaged: wrong checksum")
-        return content, length
-
-    def make_entry(self, found: RebuiltTensor, *, swapped: bool) -> Any:
+    def _make_entry(self, path: str, found: RebuiltTensor) -> Any:
         """Return the entry of a tensor: the member of its storage, and its layout in it."""
-        itemsize = ITEMSIZE.get(found.dtype)
-        if itemsize is None:
-            return make_refused_entry(f"tensor of {found.dtype}")
-        member = self.members.get(f"data/{found.storage}")
-        if member is None:
-            if math.prod(found.shape):
-                raise ValueError(f"the storage data/{found.storage[:100]} is missing")
-            return TensorEntry(INLINE, (0, 0), found.dtype, found.shape, extra=make_extra(found, view=False))
-        reach = (found.offset + measure_span(found.shape, found.strides)) * itemsize
-        if math.prod(found.shape) and reach > member.size:
-            raise ValueError(f"the tensor ends at byte {reach:,}, but its storage has {counted(member.size, 'byte')}")
-        if not math.prod(found.shape):
-            return TensorEntry(INLINE, (0, 0), found.dtype, found.shape, extra=make_extra(found, view=False))
+        entry = make_tensor_entry(found, self._archive)
+        if not isinstance(entry, TensorEntry) or entry.location == INLINE:
+            return entry
+        member = self._archive.named[f"data/{found.storage}"]
         if member.method not in (zip_archive.STORED, zip_archive.DEFLATED):
             raise UnsupportedFormatError(
-                f"{self.name}: data/{found.storage[:100]}: unknown compression method {member.method}"
+                f"{self._name}: {member.name[:100]}: unknown compression method {member.method}"
             )
-        packed = "deflate+" * (member.method == zip_archive.DEFLATED) + "swapped+" * swapped + found.bits
-        place = member.header, self._ends[member.header]
-        extra: Extra | None = make_extra(found)
-        return TensorEntry(self.name, place, found.dtype, found.shape, serializer=f"{packed}zip", extra=extra)
+        packed = "deflate+" * (member.method == zip_archive.DEFLATED) + "swapped+" * self._swapped + found.bits
+        entry.location, entry.byte_range = self._name, (member.header, self._archive.ends[member.header])
+        entry.serializer = f"{packed}zip"
+        return entry
 
 
-async def _read_directory(
-    storage: Storage, name: str, size: int, limit: int
-) -> tuple[int, list[zip_archive.ZipMember]]:
-    """Return the begin of an archive's directory, and the members in it."""
-    tail = await _read_range(storage, name, max(0, size - TAIL), size)
-    begin, end = zip_archive.find_directory(tail, size)
-    if end - begin > limit:
-        raise ValueError(f"the directory of {counted(end - begin, 'byte')} exceeds the limit of {limit:,}")
-    low = size - len(tail)
-    directory = tail[begin - low : end - low] if begin >= low else await _read_range(storage, name, begin, end)
-    return begin, zip_archive.read_members(directory, begin)
+async def _read_member(storage: Storage, file: str, archive: ZipArchive, name: str, limit: int) -> tuple[bytes, int]:
+    """Return a short member's content, and the length that limits are based on: see `expect_stored`.
+
+    The content of a missing member is empty.
+    """
+    member = archive.named.get(name)
+    if member is None:
+        return b"", 0
+    if max(member.size, member.packed) > limit:
+        raise ValueError(f"member {name}: too long ({counted(member.size, 'byte')})")
+    length = expect_stored(member.size, member.packed, f"member {name}")
+    end = min(archive.ends[member.header], member.header + zip_archive.LONGEST_HEADER + member.packed)
+    return archive.read(member, await read_range(storage, file, member.header, end), member.header), length
 
 
 async def _expect_torch(storage: Storage, name: str, size: int, limit: int) -> None:
@@ -659,15 +591,9 @@ async def _expect_torch(storage: Storage, name: str, size: int, limit: int) -> N
 
     The name of its first member, which torch.save writes, is also in the member itself.
     """
-    head = await _read_range(storage, name, 0, min(size, zip_archive.LONGEST_HEADER))
+    head = await read_range(storage, name, 0, min(size, zip_archive.LONGEST_HEADER))
     names = [zip_archive.read_name(head)]
     with suppress(ValueError):
-        names += [each.name for each in (await _read_directory(storage, name, size, limit))[1]]
+        names += [each.name for each in (await open_archive(storage, name, size, limit)).members]
     if not any(each.partition("/")[2] == "data.pkl" for each in names):
         raise refuse_zip(storage.url, name, names)
-
-
-async def _read_range(storage: Storage, name: str, begin: int, end: int) -> bytes:
-    held = bytearray(end - begin)
-    await storage.read_into(name, begin, [held])
-    return bytes(held)

@@ -1,4 +1,4 @@
-"""Zip archives: their layout from the directory and the headers alone, and their checksums."""
+"""Zip archives: their members, from the directory and the headers alone, and their checksums."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import asyncio
 import struct
 import zlib
 from collections.abc import Callable, Iterable
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import msgspec
 
-from snapshot.formats.pickled import INLINE
 from snapshot.io.aio import in_thread
 from snapshot.io.storage import Storage
 from snapshot.manifest.validate import Files
+from snapshot.text import counted
 
 # Layout of a zip archive, from its directory and the headers alone.
 #
@@ -32,7 +34,14 @@ LONGEST_HEADER = HEADER + 2 * 0xFFFF
 """Maximum length of a member's header, with its name and extra fields."""
 TAIL = _END.size + _LOCATOR.size + _END64.size
 """Bytes at the end of an archive that locate its directory, if it has no comment; torch writes none."""
+FIRST_TAIL = 64 << 10
+"""Length of the first read of a file, at its end: it has the whole directory of most files."""
 STORED, DEFLATED = 0, 8
+Bytes = bytes | bytearray | memoryview
+UNREADABLE = 0x61
+"""Flags of members that are encrypted or patches."""
+NEWEST = 63
+"""Newest version of the format that a member may need."""
 SIGNATURE = b"PK\3\4"
 """First bytes of each member, and so of an archive."""
 
@@ -50,7 +59,7 @@ class ZipMember(msgspec.Struct, gc=False):
     """Begin of the header in the archive."""
 
 
-def find_directory(tail: bytes | memoryview, size: int) -> tuple[int, int]:
+def find_directory(tail: Bytes, size: int) -> tuple[int, int]:
     """Return the begin and end of an archive's directory, from its last bytes; raise ValueError if it has none."""
     end = len(tail) - _END.size
     if end < 0:
@@ -70,7 +79,7 @@ def find_directory(tail: bytes | memoryview, size: int) -> tuple[int, int]:
     return begin, begin + length
 
 
-def read_members(directory: bytes | memoryview, begin: int) -> list[ZipMember]:
+def read_members(directory: Bytes, begin: int) -> list[ZipMember]:
     """Return the members in a directory, in its order; it begins at `begin` in the archive."""
     data = bytes(directory)
     found = []
@@ -78,28 +87,29 @@ def read_members(directory: bytes | memoryview, begin: int) -> list[ZipMember]:
     while at < len(data):
         if data[at : at + 4] != b"PK\1\2" or at + _DIRECTORY_ITEM.size > len(data):
             raise ValueError("the directory is damaged")
-        (_, _, _, flags, method, _, _, crc, packed, size, name_length, extra_length, comment, _, _, _, header) = (
+        (_, _, need, flags, method, _, _, crc, packed, size, name_length, extra_length, comment, _, _, _, header) = (
             _DIRECTORY_ITEM.unpack_from(data, at)
         )
         at += _DIRECTORY_ITEM.size
         name = data[at : at + name_length]
-        if _NONE in (packed, size, header):
-            size, packed, header = _read_long_lengths(
-                data[at + name_length : at + name_length + extra_length], size, packed, header
-            )
+        if extra_length or _NONE in (packed, size, header):
+            extra = data[at + name_length : at + name_length + extra_length]
+            size, packed, header = _read_long_lengths(extra, size, packed, header)
         at += name_length + extra_length + comment
-        if flags & 1 or header + packed > begin or at > len(data):
+        if flags & UNREADABLE or need & 0xFF > NEWEST or header + packed > begin or at > len(data):
             raise ValueError(f"member {name[:100]!r} is encrypted, or outside the archive")
         found.append(ZipMember(name.decode("utf-8", "replace"), method, crc, packed, size, header))
     return found
 
 
 def _read_long_lengths(extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, int]:
-    """Return the lengths of a long member, which are stored separately."""
-    at = 0
+    """Return the lengths of a member; those of a long one are in its extra fields."""
+    at, known = 0, _NONE not in (size, packed, header)
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<2H", extra, at)
-        if kind == 1 and at + 4 + length <= len(extra):
+        if at + 4 + length > len(extra):
+            raise ValueError("the directory is damaged in the lengths of a long member")
+        if kind == 1 and not known:
             numbers = iter(struct.unpack_from(f"<{length // 8}Q", extra, at + 4))
             try:
                 size = next(numbers) if size == _NONE else size
@@ -107,12 +117,14 @@ def _read_long_lengths(extra: bytes, size: int, packed: int, header: int) -> tup
                 header = next(numbers) if header == _NONE else header
             except StopIteration as error:
                 raise ValueError("the directory lacks the length of a long member") from error
-            return size, packed, header
+            known = True
         at += 4 + length
-    raise ValueError("the directory lacks the length of a long member")
+    if not known:
+        raise ValueError("the directory lacks the length of a long member")
+    return size, packed, header
 
 
-def find_data_begin(header: bytes | memoryview) -> int:
+def find_data_begin(header: Bytes) -> int:
     """Return the distance from a member's header to its data."""
     if len(header) < HEADER or header[:4] != SIGNATURE:
         raise ValueError("a member's header is not where the directory says")
@@ -124,6 +136,126 @@ def read_name(header: bytes) -> str:
     """Return the name in a member's header; an empty string if the header is cut off."""
     length = _HEADER.unpack_from(header, 0)[-2] if len(header) >= HEADER else 0
     return header[HEADER : HEADER + length].decode("utf-8", "replace")
+
+
+class MoreBytesNeeded(ValueError):
+    """More bytes are needed, unless there are none: `args` are the lengths of the head and the tail."""
+
+
+class ZipArchive:
+    """The members of an archive. It does no I/O: callers pass the bytes that they have read."""
+
+    def __init__(self, members: list[ZipMember], begin: int) -> None:
+        """Create an archive of the members in its directory, which begins at `begin`."""
+        self.members = members
+        self.begin = begin
+        self.named = {each.name.partition("/")[2]: each for each in members}
+        """Members by their names in the folder that all of torch's are in."""
+
+    @staticmethod
+    def parse(tail: Bytes, size: int) -> ZipArchive:
+        """Return the archive of `size` bytes that ends with `tail`; raise MoreBytesNeeded for a longer tail."""
+        begin, end = find_directory(tail, size)
+        low = size - len(tail)
+        if begin < low:
+            raise MoreBytesNeeded(0, size - begin)
+        return ZipArchive(read_members(tail[begin - low : end - low], begin), begin)
+
+    @staticmethod
+    def parse_strictly(data: Bytes) -> ZipArchive:
+        """Return the archive of all of these bytes; raise unless every reader finds the same members in it.
+
+        No member may be compressed: some readers decompress any member.
+        """
+        archive = ZipArchive.parse(memoryview(data), len(data))
+        begin, end = find_directory(memoryview(data), len(data))
+        if data[:4] != SIGNATURE or end != _find_end(data, begin, end - begin):
+            raise ValueError("other readers would find a different archive in it")
+        if any(each.method != STORED for each in archive.members):
+            raise ValueError("its members are compressed")
+        if sum(each.size for each in archive.members) > len(data):
+            raise ValueError(f"its members claim more than its {counted(len(data), 'byte')}")
+        for each in archive.members:
+            archive.locate(each, data)
+            odd = "\0" in each.name or "\ufffd" in each.name
+            if odd or read_name(bytes(data[each.header : each.header + LONGEST_HEADER])) != each.name:
+                raise ValueError(f"member {each.name[:100]!r} has another name in its header")
+        return archive
+
+    def expect_distinct(self) -> None:
+        """Raise if two members have the same name."""
+        if len(self.named) < len(self.members):
+            raise ValueError("two members have the same name")
+
+    @cached_property
+    def ends(self) -> dict[int, int]:
+        """Latest end of each member by the begin of its header: the begin of the next one."""
+        return dict(pairwise(sorted([each.header for each in self.members] + [self.begin])))
+
+    def locate(self, member: ZipMember, data: Bytes, low: int = 0) -> tuple[int, int]:
+        """Return the range of a member's stored bytes in the archive; `data` begins at `low` and has its header."""
+        at = member.header - low
+        if at + HEADER > len(data):
+            raise MoreBytesNeeded(member.header + HEADER, 0)
+        begin = member.header + find_data_begin(data[at : at + HEADER])
+        if begin + member.packed > self.begin or (member.method == STORED and member.packed != member.size):
+            raise ValueError(f"member {member.name[:100]!r} is outside the archive")
+        return begin, begin + member.packed
+
+    def read(self, member: ZipMember, data: Bytes, low: int = 0) -> bytes:
+        """Return a member's content; `data` begins at `low` in the archive and has the whole member."""
+        begin, end = self.locate(member, data, low)
+        if end - low > len(data):
+            raise MoreBytesNeeded(end, 0)
+        content = bytes(data[begin - low : end - low])
+        if member.method == DEFLATED:
+            content = inflate_member(content, member.size)
+        elif member.method != STORED:
+            raise ValueError(f"member {member.name[:100]}: unknown compression method {member.method}")
+        if len(content) != member.size:
+            raise ValueError(
+                f"member {member.name[:100]} must have {counted(member.size, 'byte')} by the directory, "
+                f"got {len(content):,}"
+            )
+        if member.crc and zlib.crc32(content) != member.crc:
+            raise ValueError(f"member {member.name[:100]} is damaged: wrong checksum")
+        return content
+
+
+def _find_end(data: Bytes, begin: int, length: int) -> int:
+    """Return the begin of the records after an archive's directory; -1 if its two ends disagree."""
+    end = len(data) - _END.size
+    place = end - _LOCATOR.size - _END64.size
+    if data[end - _LOCATOR.size :][:4] != b"PK\6\7":
+        return end
+    if place < 0 or data[place : place + 4] != b"PK\6\6":
+        return -1
+    _, disk, found, disks = _LOCATOR.unpack_from(data, end - _LOCATOR.size)
+    if found != place or disk or disks > 1:
+        return -1
+    return place if _END64.unpack_from(data, place)[-2:] == (length, begin) else -1
+
+
+async def open_archive(storage: Storage, name: str, end: int, limit: int, first: int = 0) -> ZipArchive:
+    """Return the archive in the bytes from `first` to `end` of a file, by reading only its directory."""
+    size = end - first
+    tail = await read_range(storage, name, max(first, end - FIRST_TAIL), end)
+    begin, stop = find_directory(tail, size)
+    if stop - begin > limit:
+        raise ValueError(f"the directory of {counted(stop - begin, 'byte')} exceeds the limit of {limit:,}")
+    low = size - len(tail)
+    if begin >= low:
+        directory = tail[begin - low : stop - low]
+    else:
+        directory = await read_range(storage, name, first + begin, first + stop)
+    return ZipArchive(read_members(directory, begin), begin)
+
+
+async def read_range(storage: Storage, location: str, begin: int, end: int) -> bytes:
+    """Return the bytes of a range of a file."""
+    held = bytearray(end - begin)
+    await storage.read_into(location, begin, [held])
+    return bytes(held)
 
 
 def inflate_member(data: bytes, size: int) -> bytes:
@@ -145,8 +277,6 @@ def find_archives(stored: Iterable[Any], files: Files) -> dict[Range, Range]:
     found = {}
     for each in stored:
         place = (each.location, *each.byte_range)
-        if each.location == INLINE:
-            continue
         if each.serializer == "torch_save":
             found[place] = place
         elif each.serializer.endswith("zip"):
@@ -198,16 +328,13 @@ def _check_batch(view: memoryview, begin: int, batch: list[Range]) -> tuple[list
     for place in batch:
         archive = view[place[1] - begin : place[2] - begin]
         try:
-            low, high = find_directory(archive[-TAIL:], len(archive))
-            members = read_members(archive[low:high], low)
-            if not any(each.crc for each in members):
+            found = ZipArchive.parse(archive, len(archive))
+            if not any(each.crc for each in found.members):
                 bare.append(place)
                 continue
-            for each in members:
-                at = each.header + find_data_begin(archive[each.header :])
-                inflater = _make_inflater(each)
-                crc = _update_sum(archive[at : at + each.packed], 0, inflater)
-                lines += _describe_fault(place, each, at, crc)
+            for each in found.members:
+                at, stop = found.locate(each, archive)
+                lines += _describe_fault(place, each, at, _update_sum(archive[at:stop], 0, _make_inflater(each)))
         except (ValueError, zlib.error) as error:
             lines.append(f"{place[0]}[{place[1]}:{place[2]}] is not an archive: {error}")
     return lines, bare
@@ -219,17 +346,15 @@ async def _check_long(
     location, begin, end = place
     lines: list[str] = []
     try:
-        tail = await _read_range(storage, location, max(begin, end - TAIL), end)
-        low, high = find_directory(tail, end - begin)
-        members = read_members(await _read_range(storage, location, begin + low, begin + high), low)
-        if not any(each.crc for each in members):
+        archive = await open_archive(storage, location, end, end, begin)
+        if not any(each.crc for each in archive.members):
             return [], [place]
-        for each in members:
-            header = await _read_range(storage, location, begin + each.header, begin + each.header + HEADER)
-            at = each.header + find_data_begin(header)
+        for each in archive.members:
+            header = await read_range(storage, location, begin + each.header, begin + each.header + HEADER)
+            at, stop = archive.locate(each, header, each.header)
             crc, inflater = 0, _make_inflater(each)
-            for position in range(begin + at, begin + at + each.packed, PIECE):
-                view = slot.view[: min(PIECE, begin + at + each.packed - position)]
+            for position in range(begin + at, begin + stop, PIECE):
+                view = slot.view[: min(PIECE, begin + stop - position)]
                 await storage.read_into(location, position, [view])
                 crc = await in_thread(_update_sum, view, crc, inflater)
                 progress(len(view))
@@ -259,9 +384,3 @@ def _update_sum(view: memoryview, crc: int, inflater: Any) -> int:
     for low in range(0, len(view), 1 << 10):
         crc = zlib.crc32(inflater.decompress(view[low : low + (1 << 10)]), crc)
     return crc
-
-
-async def _read_range(storage: Storage, location: str, begin: int, end: int) -> bytes:
-    held = bytearray(end - begin)
-    await storage.read_into(location, begin, [held])
-    return bytes(held)

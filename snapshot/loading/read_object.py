@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from snapshot.errors import RestoreError, SnapshotError
-from snapshot.formats import safe_pickle
 from snapshot.formats.foreign import ForeignDocument, narrow_root
-from snapshot.formats.to_entries import EntryTree, RebuiltTensor, read_pickle
+from snapshot.formats.safe_pickle import evaluate_pickle
+from snapshot.formats.to_entries import RebuiltTensor, make_entries, read_pickle
 from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.loading.aliasing import is_writable
@@ -70,12 +70,13 @@ def expand_objects(
     for path in chosen:
         try:
             content = read_pickle(read_plan.values[path])
-            tree = EntryTree(path, _refuse_tensor, len(content))
-            tree.add(path, safe_pickle.load_pickle(content, path))
+            inline = bytearray()
+            node = evaluate_pickle(content, path)
+            found = make_entries({path: node}, path, _refuse_tensor, len(content), inline=inline)
         except (SnapshotError, ValueError, KeyError):
             continue  # reading it raises
-        if not tree.inline and not any(isinstance(each, e.ObjectEntry) for each in tree.entries.values()):
-            entries.update(tree.entries)
+        if not inline and not any(isinstance(each, e.ObjectEntry) for each in found.values()):
+            entries.update(found)
 
 
 def _refuse_tensor(path: str, found: RebuiltTensor) -> e.TensorEntry:

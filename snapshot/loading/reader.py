@@ -19,11 +19,11 @@ from snapshot.formats.torch_save import (
     HEAD,
     LONGEST_HEAD,
     EmbeddedLayout,
-    MoreBytesNeeded,
     find_layout,
     is_archived,
     is_streamed,
 )
+from snapshot.formats.zip_archive import MoreBytesNeeded
 from snapshot.io.accelerators import await_current_streams, await_events, on_stream, side_stream
 from snapshot.io.aio import in_thread, inline, pop_first, run_inline, shielded
 from snapshot.io.arena import SEGMENT, Pinning, Slot

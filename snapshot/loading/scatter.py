@@ -17,11 +17,11 @@ from snapshot.formats.torch_save import (
     HEAD,
     PIECE,
     EmbeddedLayout,
-    MoreBytesNeeded,
     find_layout,
     is_streamed,
     make_decoder,
 )
+from snapshot.formats.zip_archive import MoreBytesNeeded
 from snapshot.io.accelerators import accelerator_of
 from snapshot.io.arena import Slot
 from snapshot.manifest import entries as e

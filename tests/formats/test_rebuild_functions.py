@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from snapshot import Snapshot, StateDict, Target, UnsafeObjectError
+from snapshot import Snapshot, StateDict, Target, UnsafeObjectError, UnsupportedFormatError
 from tests.helpers.foreign_states import bits, repacked, same
 
 LONG = 300_000
@@ -143,3 +143,33 @@ def test_subclasses_of_arrays_are_refused_and_not_flattened(tmp_path):
         torch.save({"a": value}, tmp_path / f"{number}.pt")
         with pytest.raises(UnsafeObjectError):
             Snapshot(tmp_path / f"{number}.pt").read_object("0/a")
+
+
+class Named:
+    """Created with arguments by name, which protocol 4 has an opcode for."""
+
+    def __new__(cls, *, size):
+        return super().__new__(cls)
+
+    def __getnewargs_ex__(self):
+        return (), {"size": 3}
+
+
+def test_an_object_that_is_created_with_named_arguments_leaves_the_rest_readable(tmp_path):
+    torch.save({"w": torch.arange(3.0), "o": Named(size=3)}, tmp_path / "x.pt", pickle_protocol=4)
+    assert torch.equal(Snapshot(tmp_path / "x.pt").read_object("0/w"), torch.arange(3.0))
+    with pytest.raises(UnsafeObjectError, match="Named"):
+        Snapshot(tmp_path / "x.pt").read_object("0/o")
+
+
+def test_an_intact_pickle_of_an_unknown_class_is_unsupported_and_named(tmp_path):
+    w = torch.arange(4.0)
+    saved(tmp_path / "x.pt", w, w=w)
+    with zipfile.ZipFile(tmp_path / "x.pt") as archive:
+        members = {each.filename: archive.read(each) for each in archive.infolist()}
+    with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
+        for name, content in members.items():
+            other = content.replace(b"ctorch\nFloatStorage\n", b"ctorch.hpu\nFloatStorage\n")
+            archive.writestr(name, other if name.endswith("data.pkl") else content)
+    with pytest.raises(UnsupportedFormatError, match=r"torch\.hpu\.FloatStorage"):
+        Snapshot(tmp_path / "x.pt").read_object("0")

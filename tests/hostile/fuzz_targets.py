@@ -19,8 +19,9 @@ from tests.helpers.versions import ALONE
 
 with atheris.instrument_imports(include=["snapshot"]):
     from snapshot.errors import SnapshotError
-    from snapshot.formats import dcp, hugging_face, safe_pickle, to_entries, torch_save, torchsnapshot
+    from snapshot.formats import dcp, hugging_face, to_entries, torch_save, torchsnapshot
     from snapshot.formats.pickled import load_object
+    from snapshot.formats.safe_pickle import evaluate_pickle as load_pickle
     from snapshot.formats.zip_archive import TAIL, find_directory, read_members
     from snapshot.io.loop import run
     from snapshot.io.registry import open_storage
@@ -115,7 +116,7 @@ def torch_pickle(data):
     with contextlib.suppress(SnapshotError, to_entries.NotPlainError):
         repr(to_entries.read_plain_value("x", archived))
     with contextlib.suppress(SnapshotError):
-        safe_pickle.load_pickle(data, "x")
+        load_pickle(data, "x")
 
 
 def zip_directory(data):

@@ -1,0 +1,363 @@
+"""Nodes: the inert values that the evaluation of a pickle returns, and the calls that it computes."""
+
+from __future__ import annotations
+
+import collections
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
+from snapshot.manifest.compounds import MOST_COMPARISONS
+from snapshot.manifest.paths import LONGEST_INT
+from snapshot.tensors.memory import BY_NAME
+from snapshot.text import with_article
+
+# Work: what an evaluation may copy and hash.
+
+DEEPEST_KEY = 100
+"""Maximum depth of tuples in a key."""
+_MODULUS = (1 << 61) - 1
+"""Ints that differ by a multiple of this number have equal hashes."""
+
+
+class LimitError(Exception):
+    """A pickle exceeds a limit, or ends too early."""
+
+
+class NotKnownError(Exception):
+    """A pickle does something with a class that this reader does not know."""
+
+
+class Work:
+    """Remaining number of copies and hashes for one pickle, and the hashes that its author can choose."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self._texts: set[str] = set()
+        self._alike: collections.Counter[int] = collections.Counter()
+        self._compared = 0
+        self._ints: set[bytes] = set()
+        self._alike_ints: collections.Counter[int] = collections.Counter()
+        self._compared_ints = 0
+
+    def spend(self, *copied: Any) -> None:
+        """Count a new object and the items copied for it: a value that is fetched again can be long."""
+        self.steps -= 1 + sum(len(each) for each in copied if hasattr(each, "__len__"))
+        if self.steps < 0:
+            raise ValueError("too many repeated values")
+
+    def check_keys(self, keys: Iterable[Any]) -> None:
+        """Count keys; raise for keys that take too long to hash. Texts and numbers have their own limits."""
+        for key in keys:
+            if not isinstance(key, tuple):
+                continue
+            rest = [(key, 1)]
+            while rest:
+                held, depth = rest.pop()
+                self.spend(held)
+                if depth > DEEPEST_KEY:
+                    raise ValueError("nested too deeply")
+                rest += [(each, depth + 1) for each in held if isinstance(each, tuple)]
+            self.check_key(key)
+
+    def check_key(self, key: Any) -> None:
+        """Count a key whose hash an attacker can choose; raise if too many different keys collide."""
+        text = repr(key)
+        if text not in self._texts:
+            self._texts.add(text)
+            self._compared += self._alike[hash(key)]
+            self._alike[hash(key)] += 1
+            if self._compared > MOST_COMPARISONS:
+                raise ValueError("too many hash collisions of keys; refusing a hostile pickle")
+
+    def read_int(self, data: bytes, where: object) -> int:
+        """Return a long int; raise if it has too many digits, or if too many ints have equal hashes."""
+        value = int.from_bytes(data, "little", signed=True)
+        if len(data) >= 8 and data not in self._ints:
+            if len(data) > LONGEST_INT // 8:
+                raise UnsupportedFormatError(
+                    f"{where}: a number in the pickle must have at most {LONGEST_INT // 8} bytes, got {len(data):,}"
+                )
+            self._ints.add(data)
+            self._compared_ints += 2 * self._alike_ints[value % _MODULUS] + 1
+            self._alike_ints[value % _MODULUS] += 1
+            if self._compared_ints > MOST_COMPARISONS:
+                raise CorruptSnapshotError(
+                    f"{where}: too many numbers in the pickle have equal hashes; refusing it as hostile"
+                )
+        return value
+
+
+# Nodes: the values that an evaluation returns.
+#
+# They are plain containers, numbers, texts and bytes, and inert stand-ins for all else.
+
+Node = Any
+"""Value of a pickle, without any object of a class that the pickle names."""
+Make = Callable[["Work", "Name", tuple[Any, ...]], Any]
+"""Function that returns the node of a call."""
+
+
+class Name(msgspec.Struct, eq=False, frozen=True):
+    """Stand-in for a class or function that a pickle names."""
+
+    name: str
+    """Its name, with the module."""
+    make: Make | None = None
+    """Function that returns the node of a call; by default, the node is a `StandIn`."""
+    is_class: bool = True
+    """True if the pickle may create an object of it without a call of `__init__`."""
+    is_record: bool = False
+    """True for a class of DCP's metadata: a pickle sets its fields at once."""
+
+
+class StandIn(msgspec.Struct, eq=False):
+    """Stand-in for an object: its class or the function that returned it, the arguments, and its later state."""
+
+    kind: Name
+    arguments: tuple[Any, ...]
+    state: Any = None
+    named: Any = None
+    """Arguments by name, if there are any."""
+
+    @property
+    def name(self) -> str:
+        """Name of the class or function, with the module."""
+        return self.kind.name
+
+    def __repr__(self) -> str:
+        return f"<{with_article(self.name)}>"
+
+
+class Dtype(msgspec.Struct, eq=False, frozen=True, gc=False):
+    """Stand-in for a torch.dtype."""
+
+    name: str
+
+
+class StorageType(Dtype, eq=False, frozen=True, gc=False):
+    """Stand-in for a storage class, by the dtype of its elements; bytes if it has none."""
+
+
+class PickledStorage(msgspec.Struct, eq=False, frozen=True, gc=False):
+    """Stand-in for a storage: the archive member with its bytes."""
+
+    key: str
+    dtype: str
+    numel: int
+
+
+class Size(tuple[int, ...]):
+    """Stand-in for a torch.Size."""
+
+    __slots__ = ()
+
+
+class DefaultDict(dict[Any, Any]):
+    """Stand-in for a defaultdict."""
+
+    factory: Any = None
+
+
+class Counter(dict[Any, Any]):
+    """Stand-in for a Counter, which a pickle creates from a dict."""
+
+
+class Deque(list[Any]):
+    """Stand-in for a deque."""
+
+    maxlen: Any = None
+
+
+def show_value(value: Node) -> str:
+    """Return a value for a message: the full text of a value with repetitions could be endless."""
+    if isinstance(value, tuple) and len(value) <= 8 and all(type(each) is int for each in value):
+        return str(tuple(value))[:100]
+    if isinstance(value, (StandIn, Name)):
+        return with_article(value.name.rpartition(".")[2][:100])
+    return repr(value)[:100] if type(value) in (str, int, float, bool) else with_article(type(value).__name__[:100])
+
+
+def read_fields(value: Node) -> dict[str, Any]:
+    """Return the attributes that a pickle sets on an object."""
+    return join_fields(value.state) or {} if type(value) is StandIn else {}
+
+
+def join_fields(state: Any) -> dict[str, Any] | None:
+    """Return the attributes in a state; None if it is not one of attributes."""
+    if isinstance(state, tuple) and len(state) == 2:
+        fields = all(each is None or isinstance(each, dict) for each in state)
+        state = {**(state[0] or {}), **(state[1] or {})} if fields else None
+    return state if isinstance(state, dict) else None
+
+
+# Calls that have a node of their own.
+
+
+def _make_size(work: Work, kind: Name, arguments: tuple[Any, ...]) -> Size:
+    work.spend(*arguments)
+    made = Size(*arguments)
+    if not all(type(each) is int for each in made):
+        raise ValueError("the pickle creates sizes from other values than ints")
+    return made
+
+
+def _spend_items(work: Work, items: Any = ()) -> Any:
+    """Return the items of a new dict, from another dict or from pairs."""
+    work.spend(items)
+    if not isinstance(items, dict):
+        work.check_keys(key for key, _ in items)
+    return items
+
+
+def _make_ordered(work: Work, kind: Name, arguments: tuple[Any, ...]) -> Any:
+    return collections.OrderedDict(_spend_items(work, *arguments))
+
+
+def _make_default(work: Work, kind: Name, arguments: tuple[Any, ...]) -> DefaultDict:
+    made = DefaultDict(_spend_items(work, *arguments[1:]))
+    made.factory = arguments[0] if arguments else None
+    return made
+
+
+def _make_counter(work: Work, kind: Name, arguments: tuple[Any, ...]) -> Counter:
+    return Counter(_spend_items(work, *arguments))
+
+
+def _make_deque(work: Work, kind: Name, arguments: tuple[Any, ...]) -> Deque:
+    if len(arguments) > 2:
+        raise TypeError("too many arguments")
+    items = arguments[0] if arguments else ()
+    work.spend(items)
+    made = Deque(items)
+    made.maxlen = arguments[1] if len(arguments) > 1 else None
+    return made
+
+
+def _make_set(work: Work, kind: Name, arguments: tuple[Any, ...]) -> Any:
+    frozen = kind.name.endswith("frozenset")
+    work.spend(*arguments, b"frozen" * 100 * frozen)  # attackers can choose their hashes, too
+    if arguments and not isinstance(arguments[0], (str, set, frozenset)):
+        work.check_keys(arguments[0])
+    return (frozenset if frozen else set)(*arguments)
+
+
+def _encode_text(work: Work, kind: Name, arguments: tuple[Any, ...]) -> bytes:
+    """Return bytes that old pickles encode from a text."""
+    text, encoding = arguments
+    work.spend(text)
+    if encoding not in ("latin1", "utf-8", "ascii"):
+        raise ValueError(f"the pickle encodes a text in {encoding!r}")
+    return text.encode(encoding)  # type: ignore[no-any-return]
+
+
+def _make_bytes(work: Work, kind: Name, arguments: tuple[Any, ...]) -> bytes:
+    """Return the empty bytes of old pickles."""
+    if arguments:
+        raise ValueError("the pickle creates bytes from arguments")
+    return b""
+
+
+def _make_complex(work: Work, kind: Name, arguments: tuple[Any, ...]) -> complex:
+    made = complex(*arguments)
+    work.check_key(made)
+    return made
+
+
+def _make_attribute(work: Work, kind: Name, arguments: tuple[Any, ...]) -> Any:
+    """Return the stand-in for an attribute of a class, which is a function or a class itself."""
+    work.spend(b"class" * 20)
+    holder, *names = arguments
+    name = names[0] if names and type(names[0]) is str else "attribute"
+    return _find_class(str(getattr(holder, "name", "builtins"))[:100], name)
+
+
+def _make_record(work: Work, kind: Name, arguments: tuple[Any, ...]) -> StandIn:
+    work.spend()
+    if arguments:
+        raise TypeError("a pickle sets its fields, and has no arguments")
+    return StandIn(kind, ())
+
+
+_DTYPE_OF = {
+    "Float": "float32",
+    "Double": "float64",
+    "Half": "float16",
+    "Long": "int64",
+    "Int": "int32",
+    "Short": "int16",
+    "Char": "int8",
+    "Byte": "uint8",
+    "Bool": "bool",
+    "BFloat16": "bfloat16",
+    "ComplexFloat": "complex64",
+    "ComplexDouble": "complex128",
+    "QInt8": "qint8",
+    "QUInt8": "quint8",
+    "QInt32": "qint32",
+    "QUInt4x2": "quint4x2",
+    "QUInt2x4": "quint2x4",
+}
+_OLD = re.compile(f"({'|'.join(_DTYPE_OF)})Storage")
+_MAKERS: dict[str, Make] = {
+    "collections.defaultdict": _make_default,
+    "collections.Counter": _make_counter,
+    "collections.deque": _make_deque,
+    "collections.OrderedDict": _make_ordered,
+    "torch.Size": _make_size,
+    "_codecs.encode": _encode_text,
+}
+for _module in ("builtins", "__builtin__"):
+    _MAKERS |= {
+        f"{_module}.complex": _make_complex,
+        f"{_module}.getattr": _make_attribute,
+        f"{_module}.bytes": _make_bytes,
+        f"{_module}.set": _make_set,
+        f"{_module}.frozenset": _make_set,
+    }
+_RECORDS = "torch.distributed.checkpoint."
+_RECORD_NAMES = {
+    "metadata.Metadata",
+    "metadata.TensorStorageMetadata",
+    "metadata.ChunkStorageMetadata",
+    "metadata.MetadataIndex",
+    "metadata.BytesStorageMetadata",
+    "filesystem._StorageInfo",
+}
+
+
+def find_name(module: str, name: str) -> Node:
+    """Return the node of a class or function that a pickle names."""
+    full = f"{module}.{name}"
+    if full in _MAKERS and "." not in name:
+        return Name(full, _MAKERS[full], is_class=False)
+    return _find_class(module, name)
+
+
+def _find_class(module: str, name: str) -> Node:
+    """Return the node of a name, unless a call of it has a node of its own."""
+    if module == "torch" and name in BY_NAME:
+        return Dtype(name)
+    if module == "torch" and (found := _OLD.fullmatch(name)):
+        return StorageType(_DTYPE_OF[found[1]])
+    if (module, name) == ("torch.storage", "UntypedStorage"):
+        return StorageType("uint8")
+    full = f"{module}.{name}"
+    if full.startswith(_RECORDS) and full.removeprefix(_RECORDS) in _RECORD_NAMES:
+        return Name(full, _make_record, is_record=True)
+    return Name(full[:200])
+
+
+def find_storage(reference: Any) -> PickledStorage:
+    """Return the stand-in of a storage that is not in the pickle, from torch's reference to it."""
+    if not (isinstance(reference, tuple) and len(reference) == 5 and reference[0] == "storage"):
+        raise ValueError("invalid reference to a storage")
+    _, kind, key, _, numel = reference
+    if type(kind) is Name:
+        raise NotKnownError(f"a storage of the class {kind.name}")
+    if type(kind) is not StorageType or type(key) is not str or type(numel) is not int or numel < 0:
+        raise ValueError("invalid reference to a storage")
+    return PickledStorage(key, kind.name, numel)
