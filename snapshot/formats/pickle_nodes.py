@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -18,7 +18,7 @@ from snapshot.text import with_article
 # Work: what an evaluation may copy and hash.
 
 DEEPEST_KEY = 100
-"""Maximum depth of tuples in a key."""
+"""Maximum depth of tuples and frozensets in a key."""
 _MODULUS = (1 << 61) - 1
 """Ints that differ by a multiple of this number have equal hashes."""
 
@@ -36,7 +36,7 @@ class Work:
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
-        self._texts: set[str] = set()
+        self._keys: set[Any] = set()
         self._alike: collections.Counter[int] = collections.Counter()
         self._compared = 0
         self._ints: set[bytes] = set()
@@ -52,24 +52,42 @@ class Work:
     def check_keys(self, keys: Iterable[Any]) -> None:
         """Count keys; raise for keys that take too long to hash. Texts and numbers have their own limits."""
         for key in keys:
-            if not isinstance(key, tuple):
-                continue
-            rest = [(key, 1)]
-            while rest:
-                held, depth = rest.pop()
-                self.spend(held)
-                if depth > DEEPEST_KEY:
-                    raise ValueError("nested too deeply")
-                rest += [(each, depth + 1) for each in held if isinstance(each, tuple)]
-            self.check_key(key)
+            if isinstance(key, (tuple, frozenset)):
+                self.check_key(key, self._measure_key(key))
 
-    def check_key(self, key: Any) -> None:
-        """Count a key whose hash an attacker can choose; raise if too many different keys collide."""
-        text = repr(key)
-        if text not in self._texts:
-            self._texts.add(text)
-            self._compared += self._alike[hash(key)]
-            self._alike[hash(key)] += 1
+    def _measure_key(self, key: Any) -> int:
+        """Return the number of steps to hash a key or to compare it, after counting them."""
+        before = self.steps
+        rest = [(key, 1)]
+        while rest:
+            held, depth = rest.pop()
+            self.spend(held)
+            if depth > DEEPEST_KEY:
+                raise ValueError("nested too deeply")
+            for each in held:
+                if isinstance(each, (tuple, frozenset)):
+                    rest.append((each, depth + 1))
+                elif isinstance(each, (list, dict, set)):
+                    raise TypeError(f"a key with {show_value(each)}")
+                elif type(each) in (str, bytes):
+                    self.steps -= len(each) // 64
+                elif type(each) is int:
+                    self.steps -= each.bit_length() // 64
+        return before - self.steps
+
+    def check_key(self, key: Any, steps: int = 1) -> None:
+        """Count a key whose hash an attacker can choose; raise if too many different keys collide.
+
+        `steps` is the number of steps to compare it with another key.
+        """
+        place = hash(key)
+        self.steps -= max(0, self._alike[place] - 1) * steps
+        if self.steps < 0:
+            raise ValueError("too many repeated values")
+        if key not in self._keys:
+            self._keys.add(key)
+            self._compared += self._alike[place]
+            self._alike[place] += 1
             if self._compared > MOST_COMPARISONS:
                 raise ValueError("too many hash collisions of keys; refusing a hostile pickle")
 
@@ -181,16 +199,16 @@ def show_value(value: Node) -> str:
     return repr(value)[:100] if type(value) in (str, int, float, bool) else with_article(type(value).__name__[:100])
 
 
-def read_fields(value: Node) -> dict[str, Any]:
+def read_fields(value: Node) -> Mapping[str, Any]:
     """Return the attributes that a pickle sets on an object."""
     return join_fields(value.state) or {} if type(value) is StandIn else {}
 
 
-def join_fields(state: Any) -> dict[str, Any] | None:
-    """Return the attributes in a state; None if it is not one of attributes."""
+def join_fields(state: Any) -> Mapping[str, Any] | None:
+    """Return the attributes in a state, without a copy; None if it is not one of attributes."""
     if isinstance(state, tuple) and len(state) == 2:
         fields = all(each is None or isinstance(each, dict) for each in state)
-        state = {**(state[0] or {}), **(state[1] or {})} if fields else None
+        return collections.ChainMap(state[1] or {}, state[0] or {}) if fields else None
     return state if isinstance(state, dict) else None
 
 
@@ -208,8 +226,7 @@ def _make_size(work: Work, kind: Name, arguments: tuple[Any, ...]) -> Size:
 def _spend_items(work: Work, items: Any = ()) -> Any:
     """Return the items of a new dict, from another dict or from pairs."""
     work.spend(items)
-    if not isinstance(items, dict):
-        work.check_keys(key for key, _ in items)
+    work.check_keys(items if isinstance(items, dict) else (key for key, _ in items))
     return items
 
 
@@ -250,7 +267,7 @@ def _encode_text(work: Work, kind: Name, arguments: tuple[Any, ...]) -> bytes:
     text, encoding = arguments
     work.spend(text)
     if encoding not in ("latin1", "utf-8", "ascii"):
-        raise ValueError(f"the pickle encodes a text in {encoding!r}")
+        raise ValueError(f"the pickle encodes a text in {show_value(encoding)}")
     return text.encode(encoding)  # type: ignore[no-any-return]
 
 

@@ -121,7 +121,11 @@ def _read_pickles(path: str, data: bytearray) -> list[bytes]:
     """Return the pickles of an archive; raise unless it is exactly what torch writes."""
     try:
         archive = ZipArchive.parse_strictly(data)
-        return [archive.read(each, data) for each in archive.members if each.name.endswith(".pkl")]
+        # torch finds members by their names in any case
+        pickles = [each for each in archive.members if each.name.lower().endswith(".pkl")]
+        if [each.name.partition("/")[2] for each in pickles if each.name.lower().endswith("data.pkl")] != ["data.pkl"]:
+            raise ValueError("it must have one data.pkl")
+        return [archive.read(each, data) for each in pickles]
     except ValueError as error:
         raise CorruptSnapshotError(f"{path}: not a torch archive: {error}") from error
 

@@ -325,7 +325,7 @@ class _Machine:
                         value = stack.pop()
                         if frame and frame != position + 1:
                             raise ValueError("a frame that does not end with the pickle")
-                        self._check(weight + 8 * count)
+                        self._check(weight + 8 * count + 72 * len(marks))
                         return value
                     elif code == 0x80:  # PROTO
                         if data[position + 1] > 5:
@@ -393,7 +393,7 @@ class _Machine:
                     frame = 0
                 if position >= length:
                     raise LimitError("the pickle ends too early")
-                self._check(weight + 8 * count)
+                self._check(weight + 8 * count + 72 * len(marks))
                 stop = min(position + RUN, frame or length)
         except (IndexError, struct.error) as error:
             cut = position > length or (position + 1 == length and data[position] in b"Khq\x80")
@@ -437,7 +437,7 @@ class _Machine:
 
     def _call(self, function: Node, arguments: tuple[Any, ...]) -> Node:
         """Return the node of a call, for other functions than those that have no node of their own."""
-        if type(function) is StandIn and not function.kind.is_record:  # a pickle calls what `functools.partial` returns
+        if type(function) is StandIn and function.kind.make is None:  # a pickle calls what `functools.partial` returns
             self._work.spend(arguments, (function,))
             return StandIn(function.kind, (function, *arguments))
         if type(function) is not Name or function.make is None:
@@ -478,7 +478,12 @@ class _Machine:
             fields = {} if state is None else join_fields(state)
             if fields is None:
                 raise TypeError("the state of DCP's metadata must be fields")
-            target.state = {**(target.state or {}), **fields}
+            self._work.spend(fields)
+            if not all(type(each) is str for each in fields):
+                raise TypeError("the fields of DCP's metadata must have texts as names")
+            if target.state is None:
+                target.state = {}
+            target.state.update(fields)
         elif type(target) is collections.OrderedDict and isinstance(state, dict):
             if "_metadata" in state:  # the versions of the modules of a state dict
                 target._metadata = state["_metadata"]  # type: ignore[attr-defined]

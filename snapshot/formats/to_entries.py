@@ -112,6 +112,8 @@ def rebuild_tensor(value: Any) -> RebuiltTensor | None:
         return None
     what, arguments = value.name.removeprefix(_REBUILD), value.arguments
     if what == "parameter" and 2 <= len(arguments) <= 3:
+        if isinstance(arguments[0], p.StandIn) and arguments[0].name == value.name:
+            raise CorruptSnapshotError("a parameter in a parameter")
         data = rebuild_tensor(arguments[0])
         if data is None or type(arguments[1]) is not bool:
             return None
@@ -200,7 +202,7 @@ def make_entries(
     *,
     inline: bytearray,
     depth: int = 1,
-    tuples: bool = False,
+    plain: bool = False,
 ) -> dict[str, Any]:
     """Return the entries of nodes, and of everything in them, by path.
 
@@ -211,9 +213,10 @@ def make_entries(
         length: Length of the pickle, which limits how often it can repeat values.
         inline: Bytes of the location `INLINE`, to which those of arrays are added.
         depth: Depth of the nodes below the root of the document.
-        tuples: True if sets may have tuples and frozensets.
+        plain: True for the values of objects. Their sets may have tuples and frozensets, but their defaultdicts must
+            not create OrderedDicts.
     """
-    tree = _Tree(where, stored, length, inline, tuples)
+    tree = _Tree(where, stored, length, inline, plain)
     try:
         for path, node in items.items():
             tree.add(path, node, depth)
@@ -225,24 +228,53 @@ def make_entries(
 class _Tree:
     """Entries by path, and the limits on them."""
 
-    def __init__(self, where: object, stored: Stored, length: int, inline: bytearray, tuples: bool) -> None:
+    def __init__(self, where: object, stored: Stored, length: int, inline: bytearray, plain: bool) -> None:
         self._where = where
         self._stored = stored
         self.entries: dict[str, Any] = {}
         self._inline = inline
-        self._tuples = tuples
+        self._plain = plain
         self._left = limit_nodes(length)
         self._room = 64 * self._left
         """Remaining bytes for names, texts and arrays."""
         self._above: set[int] = set()
 
+    def _spend(self, values: int, nbytes: int) -> None:
+        """Count values, and the bytes of names, texts and arrays; raise if there are too many."""
+        self._left -= values
+        self._room -= nbytes
+        if self._left < 0 or self._room < 0:
+            raise CorruptSnapshotError(f"{self._where}: too many repeated values in the pickle")
+
+    def _expect_shallow(self, depth: int) -> None:
+        if depth > DEEPEST:
+            raise CorruptSnapshotError(f"{self._where}: values nested more than {DEEPEST} deep in the pickle")
+
+    def _is_item(self, value: Any) -> bool:
+        """Return True if entries can represent an element of a set. A repeated tuple or frozenset counts each time."""
+        rest = [(value, 1)]
+        while rest:
+            each, depth = rest.pop()
+            if self._plain and type(each) in (tuple, frozenset):
+                self._spend(len(each), sum(map(estimate_length, each)))
+                self._expect_shallow(depth)
+                rest += [(below, depth + 1) for below in each]
+            elif make_scalar(each) is None:
+                return False
+        return True
+
+    def _spend_versions(self, value: Any) -> None:
+        """Count the module versions of a state dict: many can share one long dict."""
+        held = vars(value).get("_metadata") if type(value) is collections.OrderedDict else None
+        for name, versions in dict.items(held) if isinstance(held, dict) else ():
+            self._spend(1, estimate_length(name))
+            if isinstance(versions, dict):
+                self._spend(len(versions), _measure_versions(versions))
+
     def add(self, path: str, value: p.Node, depth: int) -> None:
         """Add entries for a node, and for everything in it."""
-        self._left -= 1
-        self._room -= len(path) + estimate_length(value)
-        if self._left < 0 or self._room < 0 or depth > DEEPEST:
-            what = f"values nested more than {DEEPEST} deep" if depth > DEEPEST else "too many repeated values"
-            raise CorruptSnapshotError(f"{self._where}: {what} in the pickle")
+        self._expect_shallow(depth)
+        self._spend(1, len(path) + estimate_length(value))
         entry = make_scalar(value)
         if entry is not None:
             self.entries[path] = entry
@@ -255,8 +287,10 @@ class _Tree:
         if id(value) in self._above:
             self.entries[path] = make_refused_entry(f"{_kind_name(value)} that contains itself")
             return
-        made = make_container(value, tuples=self._tuples)
+        self._spend_versions(value)
+        made = None if self._plain and _creates_ordered(value) else make_container(value, self._is_item)
         if made is None:
+            self._spend(len(value), sum(map(estimate_length, value)))  # nothing below it counts for this one
             self.entries[path] = make_refused_entry(f"{_kind_name(value)} with an unsupported kind or keys")
             return
         entry, children = made
@@ -285,9 +319,7 @@ class _Tree:
         if described is None:
             return make_refused_entry("numpy.ndarray of objects")
         descr, shape, order, tensor = described
-        self._room -= tensor.nbytes
-        if self._room < 0:
-            raise CorruptSnapshotError(f"{self._where}: too many repeated values in the pickle")
+        self._spend(0, tensor.nbytes)
         inline = self._inline
         begin = -(-len(inline) // 16) * 16
         inline += bytes(begin - len(inline))
@@ -296,10 +328,14 @@ class _Tree:
         return e.NDArrayEntry(data, descr, shape, order, isinstance(value, np.generic))
 
 
-def make_container(value: Any, *, tuples: bool = False) -> tuple[e.Container, list[Any]] | None:
+def _is_scalar(value: Any) -> bool:
+    return make_scalar(value) is not None
+
+
+def make_container(value: Any, is_item: Callable[[Any], bool] = _is_scalar) -> tuple[e.Container, list[Any]] | None:
     """Return a container's entry, and its children in order; None if entries cannot represent it.
 
-    With `tuples`, sets may have tuples and frozensets.
+    `is_item` returns True for the possible elements of sets.
     """
     kind = type(value)
     if isinstance(value, dict):
@@ -310,16 +346,9 @@ def make_container(value: Any, *, tuples: bool = False) -> tuple[e.Container, li
         if longest is not None and (type(longest) is not int or longest < len(value)):
             return None
         return e.DequeEntry(len(children), maxlen=longest), children
-    if kind not in SEQUENCES or (kind in (set, frozenset) and not all(_is_item(each, tuples) for each in children)):
+    if kind not in SEQUENCES or (kind in (set, frozenset) and not all(map(is_item, children))):
         return None
     return SEQUENCES[kind](len(children)), children
-
-
-def _is_item(value: Any, tuples: bool) -> bool:
-    """Return True if entries can represent an element of a set."""
-    if tuples and type(value) in (tuple, frozenset):
-        return all(_is_item(each, tuples) for each in value)
-    return make_scalar(value) is not None
 
 
 def _make_dict(value: dict[Any, Any]) -> tuple[e.Container, list[Any]] | None:
@@ -341,9 +370,15 @@ _FACTORIES = ("list", "dict", "set", "tuple", "int", "float", "str", "bool", "Or
 
 
 def _find_factory(value: Any) -> tuple[type[e.DictEntry], dict[str, Any]] | None:
-    named = getattr(value.factory, "name", "")
-    name = "None" if value.factory is None else named.rpartition(".")[2]
-    return (e.DefaultdictEntry, {"factory": name}) if name == "None" or name in _FACTORIES else None
+    if value.factory is None:
+        return e.DefaultdictEntry, {"factory": "None"}
+    name = getattr(value.factory, "name", "").rpartition(".")[2]
+    return (e.DefaultdictEntry, {"factory": name}) if name in _FACTORIES else None
+
+
+def _creates_ordered(value: Any) -> bool:
+    """Return True for a defaultdict whose missing values are OrderedDicts."""
+    return type(value) is p.DefaultDict and getattr(value.factory, "name", "").endswith("OrderedDict")
 
 
 _DICTS: dict[Any, Callable[[Any], tuple[type[e.DictEntry], dict[str, Any]] | None]] = {
@@ -354,16 +389,29 @@ _DICTS: dict[Any, Callable[[Any], tuple[type[e.DictEntry], dict[str, Any]] | Non
 }
 
 
+MOST_VERSIONS = 1 << 20
+"""Maximum number of module versions of a state dict, and of bytes of texts in them."""
+
+
+def _measure_versions(versions: dict[Any, Any]) -> int:
+    """Return the approximate length of the texts and numbers in a module's versions."""
+    return sum(estimate_length(key) + estimate_length(each) for key, each in dict.items(versions))
+
+
 def _read_versions(value: Any) -> dict[str, dict[str, Any]] | None:
     """Return the module versions of a state dict."""
     held = vars(value).get("_metadata")
     if not isinstance(held, dict):
         return None
     made = {}
+    room = MOST_VERSIONS
     for name, versions in dict.items(held):
         if type(name) is not str or not isinstance(versions, dict):
             return None
         if not all(type(key) is str and type(each) in (int, str, bool) for key, each in versions.items()):
+            return None
+        room -= 1 + len(versions) + _measure_versions(versions)
+        if room < 0:
             return None
         made[name] = dict(versions)
     try:
@@ -379,7 +427,8 @@ def _kind_name(value: Any) -> str:
 
 def _is_module(value: Any) -> bool:
     """Return True if a stand-in is a `torch.nn.Module`, which has these attributes in every version."""
-    return isinstance(value, p.StandIn) and {"_parameters", "_modules"} <= p.read_fields(value).keys()
+    fields = p.read_fields(value)
+    return "_parameters" in fields and "_modules" in fields
 
 
 _MULTIARRAY = ("numpy.core.multiarray.", "numpy._core.multiarray.")
@@ -509,7 +558,7 @@ def make_value(path: str, node: p.Node, storages: _Storages, length: int) -> Any
 
     inline = bytearray()
     depth = DEEPEST - DEEPEST_VALUE
-    entries = make_entries({path: node}, path, describe, length, inline=inline, depth=depth, tuples=True)
+    entries = make_entries({path: node}, path, describe, length, inline=inline, depth=depth, plain=True)
     values = {
         below: _make_leaf_value(below, entry, inline, storages)
         for below, entry in entries.items()

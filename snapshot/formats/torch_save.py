@@ -583,7 +583,11 @@ async def _read_member(storage: Storage, file: str, archive: ZipArchive, name: s
         raise ValueError(f"member {name}: too long ({counted(member.size, 'byte')})")
     length = expect_stored(member.size, member.packed, f"member {name}")
     end = min(archive.ends[member.header], member.header + zip_archive.LONGEST_HEADER + member.packed)
-    return archive.read(member, await read_range(storage, file, member.header, end), member.header), length
+    data = await read_range(storage, file, member.header, end)
+    try:
+        return archive.read(member, data, member.header), length
+    except MoreBytesNeeded as error:
+        raise ValueError(f"member {name}: another member begins in it") from error
 
 
 async def _expect_torch(storage: Storage, name: str, size: int, limit: int) -> None:

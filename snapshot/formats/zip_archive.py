@@ -175,6 +175,8 @@ class ZipArchive:
             raise ValueError("its members are compressed")
         if sum(each.size for each in archive.members) > len(data):
             raise ValueError(f"its members claim more than its {counted(len(data), 'byte')}")
+        if len({each.name.lower() for each in archive.members}) < len(archive.members):
+            raise ValueError("two members have the same name, or names that differ only in case")
         for each in archive.members:
             archive.locate(each, data)
             odd = "\0" in each.name or "\ufffd" in each.name
