@@ -449,6 +449,8 @@ class _Machine:
         if not isinstance(arguments, tuple) or not (named is None or isinstance(named, dict)):
             raise TypeError("arguments must be a tuple")
         if type(kind) is not Name or not kind.is_class:
+            if not isinstance(kind, (StandIn, Name)):
+                raise TypeError(f"only a class can create an object, got {show_value(kind)}")
             raise NotKnownError(f"an object of {_name_class(kind)} that is created without a call")
         self._work.spend(arguments)
         made = StandIn(kind, arguments) if kind.make is None else kind.make(self._work, kind, arguments)
@@ -487,8 +489,10 @@ class _Machine:
         elif type(target) is collections.OrderedDict and isinstance(state, dict):
             if "_metadata" in state:  # the versions of the modules of a state dict
                 target._metadata = state["_metadata"]  # type: ignore[attr-defined]
-        else:
+        elif isinstance(target, (StandIn, Name)):
             raise NotKnownError(f"a state of {_name_class(target)}")
+        else:
+            raise TypeError(f"only an object can have a state, got {show_value(target)}")
 
 
 def _name_class(value: Node) -> str:
