@@ -16,9 +16,9 @@ from snapshot.formats.to_entries import make_scalar
 from snapshot.io.aio import gather_limited
 from snapshot.io.storage import Storage
 from snapshot.manifest import entries as e
-from snapshot.manifest.document import DEEPEST, METADATA, ForeignFile, measure_nesting
+from snapshot.manifest.document import METADATA, ForeignFile, measure_nesting
 from snapshot.manifest.paths import encode_component, encode_key, find_tagged_keys
-from snapshot.manifest.rank_view import is_rank
+from snapshot.manifest.rank_view import DEEPEST, is_rank
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE
 from snapshot.text import counted
 

@@ -23,6 +23,7 @@ from snapshot.manifest.entries import (
     count_entries,
     needs_third_format,
 )
+from snapshot.manifest.rank_view import DEEPEST
 from snapshot.manifest.values import Entry
 from snapshot.tensors.digest import digest_range
 from snapshot.tensors.split_zstd import CODEC, MOST_TIMES, RECORD, longest_table
@@ -78,8 +79,6 @@ NEWEST_FORMAT = "snapshot/3"
 OWN_FORMATS = (FORMAT, PACKED_FORMAT, NEWEST_FORMAT)
 IN_ONE = 100_000
 """Number of entries from which each rank's own entries are in a separate part."""
-DEEPEST = 500
-"""Maximum nesting of the user's metadata: some readers cannot read deeper nesting."""
 LONGEST_HEADER = 100_000_000
 """Maximum header length in bytes that the safetensors library reads."""
 

@@ -12,7 +12,8 @@ import msgspec
 
 from snapshot.io.system import expect_linux
 from snapshot.io.url import Location, Source, locate_source
-from snapshot.manifest.document import DEEPEST, measure_nesting
+from snapshot.manifest.document import measure_nesting
+from snapshot.manifest.rank_view import DEEPEST
 from snapshot.plan.layout import SavePlan
 from snapshot.plan.names import matcher
 from snapshot.progress import ProgressArgument

@@ -19,8 +19,9 @@ from msgspec.structs import replace
 from snapshot.errors import SnapshotError
 from snapshot.io.system import PerProcess
 from snapshot.manifest import entries as e
-from snapshot.manifest.compounds import CONFIG, KNOWN_TYPES, NAMESPACES, SEQUENCES, Container, DictEntry, encode_object
+from snapshot.manifest.compounds import CONFIG, KNOWN_TYPES, NAMESPACES, SEQUENCES, encode_object
 from snapshot.manifest.paths import encode_component, encode_key, find_tagged_keys, key_component
+from snapshot.manifest.rank_view import DEEPEST
 from snapshot.manifest.values import LONGEST_NAME, SCALARS, TYPED, Entry, Scalar, make_enum_entry, make_plain_entry
 from snapshot.saved import SavedObject, class_name
 from snapshot.state import compound
@@ -80,9 +81,9 @@ def _survey_values(value: Any, children: list[Any], structure: list[Any]) -> Non
 def _collect_names(path: str, value: Any, entries: Mapping[str, Entry | None], names: list[str]) -> None:
     """Gather the paths of the values in `_survey_values`, in its order."""
     entry = entries.get(path)
-    if not isinstance(entry, Container) or entry.width != len(value):
+    if not isinstance(entry, e.Container) or entry.width != len(value):
         raise _Unlike
-    inner = list(value.values()) if isinstance(entry, DictEntry) else value
+    inner = list(value.values()) if isinstance(entry, e.DictEntry) else value
     below = [f"{path}/{text}" for text in entry.components()]
     names += below
     for name, child in zip(below, inner, strict=True):
@@ -282,8 +283,6 @@ def remember_state(path: str, value: Any, flat: FlatState, before: tuple[int, ..
 #
 # This is the hottest Python of a take: a snapshot of 10,000 small tensors spends more here than in system calls. So
 # there is one dispatch by exact type, and a plain tensor costs one small struct.
-
-DEEPEST = 500
 
 
 class Flattened(TensorLeaves):
