@@ -36,13 +36,12 @@ if TYPE_CHECKING:
     from snapshot.publish.publisher import Publisher
     from snapshot.publish.subscriber import Subscriber
     from snapshot.reports import ConvertReport, CopyReport, Diff, RestoreReport, TakeReport, VerifyReport
-    from snapshot.save.take_options import TakeOptions
+    from snapshot.save.begin import TakeOptions
     from snapshot.saved import SavedObject
     from snapshot.snapshot import PendingSnapshot, Snapshot
     from snapshot.state.model_state import ModelState
-    from snapshot.state.rng import RNGState
     from snapshot.state.sharded import Sharded
-    from snapshot.state.stateful import Reshardable, StateDict, Stateful
+    from snapshot.state.stateful import Reshardable, RNGState, StateDict, Stateful
     from snapshot.transform.target import Target
     from snapshot.weights import load, merge
 
@@ -145,13 +144,13 @@ _MODULES = {
     "snapshot.publish.publication": ("PendingPublish", "Published"),
     "snapshot.publish.publisher": ("Publisher",),
     "snapshot.publish.subscriber": ("Subscriber",),
-    "snapshot.save.take_options": ("TakeOptions",),
+    "snapshot.save.begin": ("TakeOptions",),
     "snapshot.saved": ("SavedObject",),
     "snapshot.snapshot": ("PendingSnapshot", "Snapshot"),
     "snapshot.state.model_state": ("ModelState",),
-    "snapshot.state.rng": ("RNGState",),
     "snapshot.state.sharded": ("Sharded",),
     "snapshot.state.stateful": (
+        "RNGState",
         "Reshardable",
         "StateDict",
         "Stateful",

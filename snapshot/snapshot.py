@@ -31,7 +31,7 @@ from snapshot.plan.names import Rename
 from snapshot.progress import ProgressArgument
 from snapshot.reports import ConvertReport, CopyReport, Diff, RestoreReport, TakeReport, VerifyReport
 from snapshot.save.background_take import wait_for_copies
-from snapshot.save.take_options import (
+from snapshot.save.begin import (
     AllowPickle,
     BaseArgument,
     Compression,
@@ -807,8 +807,10 @@ class Snapshot:
         'dcp'
         """
         from snapshot.transform.convert import convert_checkpoint
-        from snapshot.transform.target import Target
-        from snapshot.transform.to_snapshot import Selection  # training jobs do not pay for this import
+        from snapshot.transform.target import (
+            Selection,  # training jobs do not pay for this import
+            Target,
+        )
 
         made = Target.of(target)
         choice = Selection(select, exclude, rename, dtype, verify, self.allow_pickle, map)
@@ -857,8 +859,10 @@ class Snapshot:
         'digests'
         """
         from snapshot.transform.copy import copy_checkpoint
-        from snapshot.transform.target import Target
-        from snapshot.transform.to_snapshot import Selection  # training jobs do not pay for this import
+        from snapshot.transform.target import (
+            Selection,  # training jobs do not pay for this import
+            Target,
+        )
 
         made = Target.of(target)
         choice = Selection(select, exclude, verify=verify, allow_pickle=self.allow_pickle)

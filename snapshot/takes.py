@@ -25,8 +25,8 @@ from snapshot.errors import (
 from snapshot.events import emit, log
 from snapshot.formats.foreign import ForeignDocument
 from snapshot.io.loop import LoopFuture, refuse_on_loop, run
-from snapshot.io.process import gc_paused
 from snapshot.io.session import Session
+from snapshot.io.system import gc_paused
 from snapshot.io.url import URL, Location, locate_source, select_server
 from snapshot.loading.left_out import attach_base, requests_of
 from snapshot.loading.open import UnpackingStorage, open_document, read_stored, read_unpacked
@@ -38,17 +38,16 @@ from snapshot.progress import Meter, ProgressArgument
 from snapshot.reports import TakeReport
 from snapshot.save.background_take import BackgroundTake, LateCopies, PendingCopy
 from snapshot.save.base_files import Base, Comparer, open_base
-from snapshot.save.begin import TakeOpening, begin_take, open_dry_run, session_for_take, take_slots
+from snapshot.save.begin import TakeOpening, TakeRequest, begin_take, open_dry_run, session_for_take, take_slots
 from snapshot.save.commit import RankManifest
 from snapshot.save.compression import choose_packing
 from snapshot.save.replication import RankShare, collect_rank_share
 from snapshot.save.reuse import FileSharing, Unchanged, group_leaves, omit_frozen
 from snapshot.save.staging import Stager
 from snapshot.save.take import Take, Verify, plan_writes
-from snapshot.save.take_options import TakeRequest
 from snapshot.save.transaction import committed_save_id
 from snapshot.signing.seal import OptionalSeal, SignedStorage
-from snapshot.state.parameters import find_frozen
+from snapshot.state.model_state import find_frozen
 from snapshot.state.stateful import Stateful, check_app_state
 from snapshot.text import listed
 from snapshot.transform.verify import Stretch, Verification, cut_requests

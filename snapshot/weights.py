@@ -77,7 +77,7 @@ def load(
     {'weight': tensor([2., 3.])}
     """
     from snapshot.transform.load import load_tensors
-    from snapshot.transform.to_snapshot import Selection  # training jobs do not pay for these imports
+    from snapshot.transform.target import Selection  # training jobs do not pay for these imports
 
     opened, where = Snapshot.of(source), torch.device(device)
     choice = Selection(select, exclude, rename, dtype, verify, opened.allow_pickle, map)
@@ -152,8 +152,10 @@ def merge(
     {'weight': tensor([1.5000, 1.5000, 1.5000])}
     """
     from snapshot.transform.merge import Mix, merge_checkpoints
-    from snapshot.transform.target import Target
-    from snapshot.transform.to_snapshot import Selection  # training jobs do not pay for these imports
+    from snapshot.transform.target import (
+        Selection,  # training jobs do not pay for these imports
+        Target,
+    )
 
     paths = [] if isinstance(sources, (str, os.PathLike)) or not isinstance(sources, Iterable) else list(sources)
     if len(paths) < 2 or not all(isinstance(each, (str, os.PathLike, Snapshot)) for each in paths):

@@ -26,9 +26,9 @@ from snapshot.bench.results import ResultTable, Row
 from snapshot.bench.systems import SYSTEMS, measure_link
 from snapshot.bench.workloads import INCREMENTAL, Case
 from snapshot.errors import StorageError
-from snapshot.io.process import hold_signals
 from snapshot.io.registry import open_storage
 from snapshot.io.storage import map_exceptions
+from snapshot.io.system import hold_signals
 from snapshot.io.url import URL, options_from_environment
 from snapshot.options import Settings
 from snapshot.save.reuse import OLDEST

@@ -24,7 +24,7 @@ from snapshot.cli.arguments import Run
 from snapshot.cli.screen import ExitStatus, complain, printable
 from snapshot.cli.verbs import VERBS
 from snapshot.errors import SnapshotError
-from snapshot.io.process import unwind_on_signals
+from snapshot.io.system import unwind_on_signals
 
 if TYPE_CHECKING:
     from snapshot.events import Event

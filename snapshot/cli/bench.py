@@ -32,7 +32,7 @@ from snapshot.bench.systems import PEERS, SYSTEMS, installed
 from snapshot.bench.workloads import BULK, CASES, DEFAULT, INCREMENTAL, Case
 from snapshot.cli.arguments import Verbs, add_storage, handed_on, options_of, verb
 from snapshot.cli.screen import ExitStatus, say
-from snapshot.io.process import unwind_on_signals
+from snapshot.io.system import unwind_on_signals
 from snapshot.save.reuse import OLDEST
 from snapshot.text import parse_duration
 

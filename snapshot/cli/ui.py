@@ -46,9 +46,8 @@ from snapshot.loading.read_plan import ReadPlan
 from snapshot.manager.root import Root
 from snapshot.manager.step_metadata import noted_metrics
 from snapshot.manifest import entries as e
-from snapshot.manifest.document import METADATA, Document, ManifestHead
+from snapshot.manifest.document import METADATA, Document, ManifestHead, check_tensor, find_locations
 from snapshot.manifest.rank_view import is_shared
-from snapshot.manifest.validate import check_tensor, find_locations
 from snapshot.plan.names import WILDCARDS, compile_glob, matcher
 from snapshot.snapshot import Snapshot
 from snapshot.tensors.geometry import Box, split_shape

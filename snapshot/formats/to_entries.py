@@ -21,8 +21,8 @@ from snapshot.manifest import values as s
 from snapshot.manifest.compounds import SEQUENCES
 from snapshot.manifest.paths import encode_key, encode_text, find_tagged_keys
 from snapshot.manifest.rank_view import DEEPEST
-from snapshot.state import tensor_leaves
-from snapshot.state.state_tree import inflate_tree
+from snapshot.state import leaves
+from snapshot.state.flatten import inflate_tree
 from snapshot.tensors.composite import find_stride_order
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE, NAMES, contiguous_strides, measure_span
 from snapshot.text import counted, with_article
@@ -315,7 +315,7 @@ class _Tree:
         return make_refused_entry(type(value).__name__)
 
     def _make_array(self, value: Any) -> Any:
-        described = tensor_leaves.describe_array(value)
+        described = leaves.describe_array(value)
         if described is None:
             return make_refused_entry("numpy.ndarray of objects")
         descr, shape, order, tensor = described
@@ -575,7 +575,7 @@ def _make_leaf_value(path: str, entry: Any, inline: bytearray, storages: _Storag
         begin, end = entry.data.pieces()[0][1].byte_range
         storages.spend(end - begin)
         held = torch.frombuffer(inline[begin:end], dtype=torch.uint8) if end > begin else torch.empty(0)
-        return tensor_leaves.rebuild_array(path, held, entry.dtype, entry.shape, order=entry.order, scalar=entry.scalar)
+        return leaves.rebuild_array(path, held, entry.dtype, entry.shape, order=entry.order, scalar=entry.scalar)
     if isinstance(entry, e.ObjectEntry):
         raise NotPlainError(with_article(entry.obj_type))
     value = entry.value()

@@ -14,7 +14,7 @@ import msgspec
 
 from snapshot.io.aio import in_thread
 from snapshot.io.storage import Storage
-from snapshot.manifest.validate import Files
+from snapshot.manifest.document import Files
 from snapshot.text import counted
 
 # Layout of a zip archive, from its directory and the headers alone.

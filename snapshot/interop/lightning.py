@@ -26,9 +26,9 @@ from snapshot.distributed.group import ranks_of
 from snapshot.errors import MissingExtraError, SnapshotError, SnapshotNotFoundError
 from snapshot.io.url import URL
 from snapshot.manifest.document import OWN_FORMATS
-from snapshot.save.take_options import TAKE_OPTIONS, TakeOptions
+from snapshot.save.begin import TAKE_OPTIONS, TakeOptions
 from snapshot.snapshot import PendingSnapshot, Snapshot
-from snapshot.state.rng import RNGState
+from snapshot.state.stateful import RNGState
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

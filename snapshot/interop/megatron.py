@@ -15,10 +15,10 @@ from snapshot.errors import RestoreError, SnapshotError
 from snapshot.manifest.compounds import DictEntry
 from snapshot.manifest.entries import TENSORS, ObjectEntry
 from snapshot.manifest.paths import decode_component, encode_component
+from snapshot.state.flatten import MISSING
 from snapshot.state.leaves import FromOneRank
 from snapshot.state.sharded import LocalPiece, Shards
-from snapshot.state.state_tree import MISSING
-from snapshot.state.stateful_kinds import Kind
+from snapshot.state.stateful import Kind
 from snapshot.tensors import composite
 from snapshot.tensors.geometry import Box, Shape, is_inside
 from snapshot.text import with_article

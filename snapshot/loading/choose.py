@@ -18,23 +18,21 @@ from snapshot.events import warn
 from snapshot.formats.foreign import find_root, narrow_root
 from snapshot.io.session import Session
 from snapshot.io.url import Source
-from snapshot.loading.aliasing import Twin
+from snapshot.loading.live import Twin
 from snapshot.loading.read_object import expand_objects
 from snapshot.manifest.compounds import Container, DictEntry, ListEntry, OrderedDictEntry
-from snapshot.manifest.document import Document
+from snapshot.manifest.document import Document, check_tree
 from snapshot.manifest.entries import is_leaf
 from snapshot.manifest.paths import decode_component, encode_component
 from snapshot.manifest.rank_view import RankView, group_by_key, remove_entry, rename_view, suggest_names
-from snapshot.manifest.validate import check_tree
 from snapshot.manifest.values import Entry, StrEntry, make_scalar_entry
 from snapshot.maps.tensor_map import TensorMap
 from snapshot.plan.names import OWN, Change, Rename, compile_rename, find_unmatched, match_names, matcher
 from snapshot.progress import ProgressArgument
 from snapshot.reports import RestoreIssues
+from snapshot.state.flatten import ChosenState
 from snapshot.state.model_state import ModelState, ModelStateKind, find_kind, make_kind
-from snapshot.state.rng import RNGState
-from snapshot.state.state_tree import ChosenState
-from snapshot.state.stateful_kinds import Kind, ModuleKind, find_names_beneath
+from snapshot.state.stateful import Kind, ModuleKind, RNGState, find_names_beneath
 from snapshot.text import counted, listed
 
 # The arguments of a restore, as a value.

@@ -20,9 +20,16 @@ from snapshot.io.url import URL, Location
 from snapshot.loading.open import open_document
 from snapshot.loading.scatter import ReadRequest, copy_into, request_all
 from snapshot.manifest import entries as e
-from snapshot.manifest.document import BaseReference, Document, ForeignFile, save_id_in
+from snapshot.manifest.document import (
+    BaseReference,
+    Document,
+    Files,
+    ForeignFile,
+    check_range,
+    check_tensor,
+    save_id_in,
+)
 from snapshot.manifest.entries import TensorEntry
-from snapshot.manifest.validate import Files, check_range, check_tensor
 from snapshot.manifest.values import Scalar
 from snapshot.tensors.digest import RunningDigest, digest_bytes
 from snapshot.tensors.geometry import Box, boxes_of_range, intersect

@@ -14,10 +14,9 @@ from snapshot.io.session import Session
 from snapshot.loading.open import expect_files
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e
-from snapshot.manifest.document import Document
+from snapshot.manifest.document import Document, check_tensor, find_locations
 from snapshot.manifest.paths import add_parents, decode_component, encode_component
 from snapshot.manifest.rank_view import RankView, adopt_entry, is_shared, make_rank_view, rename_entries
-from snapshot.manifest.validate import check_tensor, find_locations
 from snapshot.maps.recipe import Spec, Target
 from snapshot.maps.tensor_map import MapPlan, TensorMap
 from snapshot.tensors.geometry import Grid, split_shape

@@ -11,22 +11,21 @@ import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from snapshot.errors import RestoreError, SnapshotError
-from snapshot.loading.aliasing import Twin, find_tied, is_writable
 from snapshot.loading.choose import CASTS, ChosenEntries, Matched, RestoreOptions
-from snapshot.loading.class_binding import Binding
+from snapshot.loading.live import Binding, Twin, find_tied, is_writable
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e
+from snapshot.manifest.document import check_tensor
 from snapshot.manifest.paths import encode_component
 from snapshot.manifest.rank_view import RankView, adopt_entry, remove_entry
-from snapshot.manifest.validate import check_tensor
 from snapshot.manifest.values import Scalar
 from snapshot.reports import RestoreIssues
 from snapshot.saved import class_name
-from snapshot.state import tensor_leaves
+from snapshot.state import leaves
+from snapshot.state.flatten import MISSING, ChosenState
 from snapshot.state.optimizers import StateOfParameters
 from snapshot.state.sharded import Shards, allocate_like, find_shards
-from snapshot.state.state_tree import MISSING, ChosenState
-from snapshot.state.stateful_kinds import Kind, ModuleKind, find_names_beneath
+from snapshot.state.stateful import Kind, ModuleKind, find_names_beneath
 from snapshot.tensors.memory import BY_NAME, address_of_tensor
 
 # Matching an optimizer: its class, options, dtypes and shapes, before any of its state is placed.
@@ -268,7 +267,7 @@ def _array_fits(held: Any, entry: e.NDArrayEntry, path: str) -> bool:
         and held.shape == entry.shape
         and entry.order == "C"
         and BY_NAME.get(entry.data.dtype) is not None
-        and tensor_leaves.read_dtype(path, entry.dtype) == held.dtype
+        and leaves.read_dtype(path, entry.dtype) == held.dtype
     )
 
 

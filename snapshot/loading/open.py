@@ -48,9 +48,9 @@ from snapshot.io.aio import gather_limited, in_thread
 from snapshot.io.arena import arena_bytes
 from snapshot.io.budget import MemoryBudget
 from snapshot.io.loop import run
-from snapshot.io.process import gc_paused
 from snapshot.io.session import Session
 from snapshot.io.storage import Buffer, Storage, StorageWrapper
+from snapshot.io.system import gc_paused
 from snapshot.io.url import URL
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import (
@@ -58,6 +58,7 @@ from snapshot.manifest.document import (
     NEWEST_FORMAT,
     Document,
     FileEntry,
+    Files,
     ForeignFile,
     ManifestPart,
     PackedFile,
@@ -68,7 +69,6 @@ from snapshot.manifest.document import (
     merge,
 )
 from snapshot.manifest.entries import needs_third_format
-from snapshot.manifest.validate import Files
 from snapshot.progress import unmetered
 from snapshot.signing.seal import LeafStorage
 from snapshot.tensors.digest import BLOCK, digest_range

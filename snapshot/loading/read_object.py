@@ -15,21 +15,19 @@ from snapshot.formats.safe_pickle import evaluate_pickle
 from snapshot.formats.to_entries import RebuiltTensor, make_entries, read_pickle
 from snapshot.io.loop import run
 from snapshot.io.session import Session
-from snapshot.loading.aliasing import is_writable
-from snapshot.loading.class_binding import Binding
+from snapshot.loading.live import Binding, is_writable
 from snapshot.loading.open import expect_files
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e
-from snapshot.manifest.document import Document
+from snapshot.manifest.document import Document, check_tensor, check_tree, find_locations
 from snapshot.manifest.paths import encode_component
 from snapshot.manifest.rank_view import is_rank, make_rank_view, resolve_path, suggest_names
-from snapshot.manifest.validate import check_tensor, check_tree, find_locations
 from snapshot.manifest.values import EnumEntry
 from snapshot.reports import RestoreIssues
-from snapshot.state import tensor_leaves
+from snapshot.state import leaves
+from snapshot.state.flatten import collect_leaves, inflate_tree
 from snapshot.state.sharded import Shards, find_shards
-from snapshot.state.state_tree import collect_leaves, inflate_tree
-from snapshot.state.stateful_kinds import Kind
+from snapshot.state.stateful import Kind
 from snapshot.tensors.geometry import Box
 from snapshot.tensors.memory import BY_NAME, NAMES
 from snapshot.text import counted, listed, with_article
@@ -118,7 +116,7 @@ def read_object(
     elif isinstance(obj_out, np.ndarray) and type(entry) is e.NDArrayEntry and obj_out.flags.c_contiguous:
         if not obj_out.flags.writeable:
             raise RestoreError(f"{path}: obj_out must be writable", [path])
-        if obj_out.shape != entry.shape or tensor_leaves.read_dtype(path, entry.dtype) != obj_out.dtype:
+        if obj_out.shape != entry.shape or leaves.read_dtype(path, entry.dtype) != obj_out.dtype:
             raise RestoreError(
                 f"{path}: obj_out must be {entry.dtype}{list(entry.shape)}, "
                 f"got {obj_out.dtype.str}{list(obj_out.shape)}",

@@ -37,11 +37,10 @@ from snapshot.loading.scatter import (
 )
 from snapshot.manifest import entries as e
 from snapshot.manifest.compounds import RANDOM, fill_generator, is_filled_by
-from snapshot.manifest.document import ForeignFile
-from snapshot.manifest.validate import Files, check_range, check_tensor
+from snapshot.manifest.document import Files, ForeignFile, check_range, check_tensor
 from snapshot.manifest.values import Entry, Scalar
 from snapshot.progress import Meter
-from snapshot.state import tensor_leaves
+from snapshot.state import leaves
 from snapshot.tensors import composite
 from snapshot.tensors.digest import BLOCK
 from snapshot.tensors.geometry import Box, intersect, whole_box
@@ -139,11 +138,11 @@ class ReadPlan:
         tensor = self._plain(path, entry.data)
 
         def finish() -> None:
-            self.values[path] = tensor_leaves.rebuild_array(
+            self.values[path] = leaves.rebuild_array(
                 path, tensor, entry.dtype, entry.shape, order=entry.order, scalar=entry.scalar
             )
 
-        tensor_leaves.read_dtype(path, entry.dtype)
+        leaves.read_dtype(path, entry.dtype)
         self._finish.append(finish)
 
     def _new_parts(self, path: str, entry: e.TensorPartsEntry) -> None:
@@ -304,7 +303,7 @@ class ReadPlan:
     def into_array(self, path: str, entry: e.NDArrayEntry, array: np.ndarray[Any, Any]) -> None:
         """Fill a C-ordered array of the entry's dtype and shape."""
         check_tensor(path, entry.data, self.files)
-        self.into(path, entry.data, tensor_leaves.wrap_array(array).view(BY_NAME[entry.data.dtype]), live=True)
+        self.into(path, entry.data, leaves.wrap_array(array).view(BY_NAME[entry.data.dtype]), live=True)
         self.values[path] = array
 
     def into_generator(self, path: str, entry: e.TensorPartsEntry, generator: torch.Generator) -> bool:

@@ -24,8 +24,8 @@ from snapshot.events import log
 from snapshot.io.accelerators import await_current_streams
 from snapshot.io.aio import in_thread
 from snapshot.io.loop import run, start
-from snapshot.io.process import gc_paused
 from snapshot.io.session import Session
+from snapshot.io.system import gc_paused
 from snapshot.io.url import URL
 from snapshot.loading.choose import RestoreOptions, in_restore_order
 from snapshot.loading.open import expect_archive_checksums, expect_files, remember_plan
@@ -37,8 +37,8 @@ from snapshot.manifest.document import Document
 from snapshot.plan.layout import ReadPart, plan_reads
 from snapshot.progress import Meter
 from snapshot.reports import Line, RestoreReport
-from snapshot.state.state_tree import inflate_tree
-from snapshot.state.stateful_kinds import Kind
+from snapshot.state.flatten import inflate_tree
+from snapshot.state.stateful import Kind
 from snapshot.tensors.digest import BLOCK, digest_range, split_digests
 from snapshot.tensors.memory import copy_memory, wrap_memory
 from snapshot.text import counted, listed

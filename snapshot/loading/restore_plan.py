@@ -11,7 +11,6 @@ from snapshot.errors import RestoreError, noting
 from snapshot.formats.pickled import expect_no_module
 from snapshot.io.loop import run
 from snapshot.io.session import Session
-from snapshot.loading.aliasing import compare_twins, find_other_owner, find_read_only_memory, find_shared_memory
 from snapshot.loading.choose import (
     Chooser,
     ChosenEntries,
@@ -23,13 +22,14 @@ from snapshot.loading.choose import (
     match_wrappers,
 )
 from snapshot.loading.left_out import compare_left_out
+from snapshot.loading.live import compare_twins, find_other_owner, find_read_only_memory, find_shared_memory
 from snapshot.loading.mapping import map_view
 from snapshot.loading.match import Matcher
 from snapshot.loading.open import expect_files, load_parts
 from snapshot.loading.read_object import read_tree
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest.compounds import ListEntry
-from snapshot.manifest.document import Document
+from snapshot.manifest.document import Document, find_locations
 from snapshot.manifest.entries import ShardedTensorEntry
 from snapshot.manifest.paths import encode_component
 from snapshot.manifest.rank_view import (
@@ -40,14 +40,12 @@ from snapshot.manifest.rank_view import (
     rename_entries,
     split_by_rank,
 )
-from snapshot.manifest.validate import find_locations
 from snapshot.manifest.values import NoneEntry
 from snapshot.plan.names import Change, compile_rename, matcher
 from snapshot.reports import RestoreIssues
 from snapshot.state.model_state import make_kind
 from snapshot.state.optimizers import OptimizerKind
-from snapshot.state.stateful import Reshardable
-from snapshot.state.stateful_kinds import Kind
+from snapshot.state.stateful import Kind, Reshardable
 from snapshot.text import listed
 
 # The plan of a restore: all decisions that need no data. Mismatches are raised here.

@@ -25,8 +25,8 @@ from snapshot.formats.zip_archive import MoreBytesNeeded
 from snapshot.io.accelerators import accelerator_of
 from snapshot.io.arena import Slot
 from snapshot.manifest import entries as e
+from snapshot.manifest.document import Files
 from snapshot.manifest.entries import MappedTensorEntry, ObjectEntry, TensorEntry
-from snapshot.manifest.validate import Files
 from snapshot.plan.layout import ReadPart
 from snapshot.tensors.digest import BLOCK, SIZE, block_digest
 from snapshot.tensors.geometry import (

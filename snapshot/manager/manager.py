@@ -47,7 +47,7 @@ from snapshot.manager.writers import ManagedSnapshot, Writers
 from snapshot.manifest.document import ManifestHead
 from snapshot.options import Settings, moved_names
 from snapshot.reports import RestoreReport, TakeReport
-from snapshot.save.take_options import TAKE_OPTIONS, TakeOptions
+from snapshot.save.begin import TAKE_OPTIONS, TakeOptions
 from snapshot.signing.keys import Key
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.takes import AppState

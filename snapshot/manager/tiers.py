@@ -18,7 +18,7 @@ from snapshot.manager.policies import Policy
 from snapshot.manager.root import Root
 from snapshot.manager.tiered_root import TieredRoot
 from snapshot.manifest.document import ManifestHead
-from snapshot.save.take_options import BaseArgument, TakeOptions, TakeRequest
+from snapshot.save.begin import BaseArgument, TakeOptions, TakeRequest
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.tiers.control import Request
 from snapshot.tiers.facts import limited

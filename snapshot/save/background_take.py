@@ -35,7 +35,7 @@ from snapshot.save.take import Take, Verify
 from snapshot.save.transaction import Transaction
 from snapshot.save.writer import PartSink, Writer, WrittenFile
 from snapshot.signing.keys import Signer
-from snapshot.state.parameters import OverlapEligible, find_local_tensor, find_storage_begin
+from snapshot.state.model_state import OverlapEligible, find_local_tensor, find_storage_begin
 
 # Optimizer barrier: `step()` waits until pending snapshots have copied the tensors that it changes.
 #

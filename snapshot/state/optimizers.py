@@ -15,8 +15,8 @@ from snapshot.manifest.entries import TENSORS
 from snapshot.manifest.paths import encode_component
 from snapshot.manifest.values import Scalar
 from snapshot.saved import class_name
-from snapshot.state.state_tree import MISSING
-from snapshot.state.stateful_kinds import Kind
+from snapshot.state.flatten import MISSING
+from snapshot.state.stateful import Kind
 from snapshot.tensors.memory import BY_NAME, NAMES, address_of_tensor
 
 # Comparison of saved and live optimizers: the state of each parameter, and the options.

@@ -1,13 +1,106 @@
-"""Objects with `state_dict()` and `load_state_dict()`, which make up an application's state."""
+"""Objects with `state_dict()` and `load_state_dict()`, the RNG state as one, and how each kind restores its state."""
 
 from __future__ import annotations
 
-from collections import UserDict
-from collections.abc import Mapping, Sequence
+import random
+from collections import OrderedDict, UserDict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+import torch
+
 from snapshot.events import warn
-from snapshot.state.rng import RNGState
+from snapshot.manifest.entries import DictEntry
+from snapshot.manifest.paths import decode_key, encode_component
+from snapshot.state.flatten import MISSING, collect_leaves
+
+
+class RNGState:
+    """The global RNG state: torch's CPU and every accelerator's, NumPy's, and Python's `random`.
+
+    In an app state it is captured before all else, and restored after all else: after `restore`, random numbers are
+    those that followed `take`. At most one of them in an app state.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of every generator, as tensors, arrays and numbers."""
+        version, words, normal = random.getstate()
+        state: dict[str, Any] = {
+            "torch": torch.get_rng_state(),
+            "numpy": np.random.get_state(legacy=False),
+            "python": {"version": version, "words": np.array(words, dtype=np.uint32), "normal": normal},
+        }
+        for index, device in enumerate(_find_devices()):
+            state[f"{device.type}:{index}"] = _find_module(device).get_rng_state(index)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> list[str]:
+        """Put the generators back; the names of those that this process does not have, and which were skipped.
+
+        A generator that was not saved, or not whole, stays as it is. Snapshots of torchsnapshot have torch's alone,
+        under another name."""
+        state = dict(state_dict)
+        if "torch" not in state and "rng_state" in state:
+            state["torch"] = state.pop("rng_state")
+        for name, restore in (("torch", torch.set_rng_state), ("numpy", _restore_numpy), ("python", _restore_python)):
+            if name in state and restore(state[name]) is not False:
+                del state[name]
+        for index, device in enumerate(_find_devices()):
+            saved = state.pop(f"{device.type}:{index}", None)
+            if saved is not None:
+                _find_module(device).set_rng_state(saved, index)
+        return list(state)
+
+
+def _restore_numpy(saved: dict[str, Any]) -> bool:
+    """Restore NumPy's global generator of any kind. Return False if that is impossible."""
+    if "kind" in saved:  # as the first snapshots had it
+        saved = {
+            "bit_generator": saved["kind"],
+            "state": {"key": saved.get("keys"), "pos": saved.get("position")},
+            **{name: saved[name] for name in ("has_gauss", "gauss") if name in saved},
+        }
+    name = saved.get("bit_generator")
+    current = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    made = current if type(current).__name__ == name else _BIT_GENERATORS[name]() if name in _BIT_GENERATORS else None
+    if made is None:
+        return False
+    before = made.state
+    try:
+        made.state = {key: value for key, value in saved.items() if key not in ("has_gauss", "gauss")}
+    except (KeyError, TypeError, ValueError):  # part of it was left out
+        made.state = before
+        return False
+    if made is not current:
+        np.random.set_bit_generator(made)  # type: ignore[attr-defined]
+    np.random.set_state(saved)
+    return True
+
+
+def _restore_python(saved: dict[str, Any]) -> bool:
+    """Restore `random`; return False if part of its state was left out."""
+    if not {"version", "words", "normal"} <= saved.keys():
+        return False
+    random.setstate((saved["version"], tuple(map(int, saved["words"])), saved["normal"]))
+    return True
+
+
+_BIT_GENERATORS: dict[Any, Any] = {
+    kind.__name__: kind
+    for kind in (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64)
+}
+
+
+def _find_devices() -> list[torch.device]:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None or not hasattr(_find_module(accelerator), "get_rng_state"):
+        return []
+    return [torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())]
+
+
+def _find_module(device: torch.device) -> Any:
+    return torch.get_device_module(device)
 
 
 @runtime_checkable
@@ -89,3 +182,141 @@ def _describe_value(value: object) -> str:
 
 def _keyword_name(key: str) -> str:
     return key if key.isidentifier() else "value"
+
+
+class Kind:
+    """A stateful that receives exactly the state that it saved."""
+
+    by_name = False
+    """True if names are matched one by one; a name without a match is an error or left out."""
+    needs: frozenset[str] = frozenset()
+    """Paths that `find_mismatches` needs."""
+    exact = False
+    """True if a differing shape or dtype is an error; otherwise the leaf is replaced by a new object."""
+    models: str | None = None
+    """The path of a model's names below the key; None if there is no model."""
+    unfolds = True
+    """True if plain values in other libraries' pickles become separate entries."""
+
+    def __init__(self, key: str, stateful: Any, state: Any = MISSING) -> None:
+        """`state`: the current state, if it has been read already."""
+        self.key = key
+        self.stateful = stateful
+        self.state = self.read_state() if state is MISSING else state
+        self.compounds: dict[str, Any] = {}
+        """Path -> a live object with a class of its own: a dataclass, an Enum, a wrapped tensor."""
+        self.live = collect_leaves(key, self.state, self.compounds)
+
+    def read_state(self) -> Any:
+        """Return the current state of the stateful."""
+        return self.stateful.state_dict()
+
+    def find_mismatches(self, entries: Mapping[str, Any]) -> list[str]:
+        """Return the reasons, known only to the stateful, why it cannot take this state."""
+        return []
+
+    def find_adopted(self, entries: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> list[str]:
+        """Return the entries of other ranks that belong here as well."""
+        return []
+
+    def find_unexpected(self, entries: Mapping[str, Any]) -> list[str]:
+        """Return the entries without a counterpart in the application, if names matter."""
+        return []
+
+    def find_missing(self, entries: Mapping[str, Any]) -> list[str]:
+        """Return the application's names that the snapshot lacks, if names matter."""
+        return []
+
+    def wants_entry(self, path: str) -> bool:
+        """Return True if the application has an entry that only another rank saved."""
+        return False
+
+    def find_kept(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """Return live values that the snapshot lacks and that stay unchanged: path -> key."""
+        return {}
+
+    def drop_keys(self, keys: Iterable[Any]) -> None:
+        """Remove the keys of `find_kept`."""
+
+    def list_model_names(self) -> list[str]:
+        """Return the model's names, as components of paths."""
+        return []
+
+    def find_like(self, path: str, shape: tuple[int, ...]) -> Any | None:
+        """Return a live tensor whose layout a new one of this shape should have."""
+        return None
+
+    def choose_device(self, path: str, shape: tuple[int, ...]) -> torch.device | str:
+        """Return the device for a new tensor."""
+        return "cpu"
+
+    def load_state(self, state: Any, strict: bool) -> list[str]:
+        """Load the state; return the names that could not be restored."""
+        self.stateful.load_state_dict(state)
+        return []
+
+
+class StateDictKind(Kind):
+    """A `StateDict`: its own keys are set one by one, with the saved values."""
+
+    def find_mismatches(self, entries: Mapping[str, Any]) -> list[str]:
+        if isinstance(entries.get(self.key), DictEntry):
+            return []
+        return [f"{self.key}: the snapshot holds no dictionary under this key"]
+
+    def find_adopted(self, entries: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> list[str]:
+        return [path for path in self.live if path not in entries and path in elsewhere] if elsewhere else []
+
+    def wants_entry(self, path: str) -> bool:
+        return path in self.live
+
+    def find_kept(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        top = entries.get(self.key)
+        saved = set(map(decode_key, top.keys)) if isinstance(top, DictEntry) else set()
+        return {f"{self.key}/{encode_component(str(key))}": key for key in self.state if key not in saved}
+
+    def drop_keys(self, keys: Iterable[Any]) -> None:
+        for key in keys:
+            del self.stateful[key]
+
+
+class RNGKind(Kind):
+    """The RNG state: its values are copies, so none is filled in place. Missing generators are reported."""
+
+    def __init__(self, key: str, stateful: RNGState) -> None:
+        super().__init__(key, stateful)
+        self.live = {}
+
+    def load_state(self, state: Any, strict: bool) -> list[str]:
+        return [f"{self.key}/{name}" for name in self.stateful.load_state_dict(state)]
+
+
+class ModuleKind(Kind):
+    """A module."""
+
+    by_name = True
+    exact = True
+    models = ""
+
+    def __init__(self, key: str, stateful: Any) -> None:
+        super().__init__(key, stateful)
+        self.kept_names: set[str] = set()
+        """Names that keep their values, since they belong to a wrapper that the snapshot lacks."""
+
+    def list_model_names(self) -> list[str]:
+        return [encode_component(name) for name in self.state] if isinstance(self.state, Mapping) else []
+
+    def load_state(self, state: Any, strict: bool) -> list[str]:
+        if type(state) is dict:
+            state = OrderedDict(state)
+        if not hasattr(state, "_metadata") and hasattr(self.state, "_metadata"):
+            state._metadata = self.state._metadata  # the names were changed: the versions keep the module's own names
+        state.update((name, self.state[name]) for name in self.kept_names)
+        self.stateful.load_state_dict(state, strict=strict)
+        return []
+
+
+def find_names_beneath(key: str, entries: Mapping[str, Any]) -> list[str] | None:
+    """Return the paths of a state dict's first level; None if the state is not a dict."""
+    top = entries.get(key)
+    return [f"{key}/{name}" for name in top.components()] if isinstance(top, DictEntry) else None

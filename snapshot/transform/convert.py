@@ -1,24 +1,700 @@
-"""A conversion: open, check, select, write."""
+"""Conversion: a checkpoint written as a snapshot, or as files of another format."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import math
+import re
+import secrets
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
 
+import msgspec
+import torch
+
+from snapshot.distributed.exchange import LEADER, Exchange
 from snapshot.distributed.operation import Operation
-from snapshot.io.loop import run
+from snapshot.errors import (
+    CommitUnknown,
+    RankError,
+    RestoreError,
+    SnapshotError,
+    SnapshotExistsError,
+    StorageError,
+    StorageNotFoundError,
+    UnsupportedFormatError,
+)
+from snapshot.events import log
+from snapshot.formats import dcp, hugging_face, torch_save
+from snapshot.formats.dcp import archive_object, encode_metadata, flatten_state
+from snapshot.formats.foreign import find_root, narrow_root
+from snapshot.formats.torch_save import VALUE
+from snapshot.io.aio import gather_limited, shielded
+from snapshot.io.loop import in_own_thread, run
 from snapshot.io.session import Session
+from snapshot.io.storage import Storage
 from snapshot.io.url import URL, Location
 from snapshot.loading.mapping import map_document
 from snapshot.loading.open import expect_files
+from snapshot.manifest import document
+from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document
 from snapshot.manifest.entries import AnyTensor
+from snapshot.manifest.paths import decode_component
+from snapshot.plan.layout import Extent, FilePlan, group_in_order, plan_exact_file
+from snapshot.progress import Meter
 from snapshot.reports import ConvertReport
-from snapshot.transform.export import Export, Plan
-from snapshot.transform.joint_call import expect_checksums, expect_common_place, open_sources
-from snapshot.transform.select import selected_locations
-from snapshot.transform.sources import CheckpointStager, reads_ranges
-from snapshot.transform.target import Target, suffix_of
-from snapshot.transform.to_snapshot import Selection, write_as_snapshot
+from snapshot.save.commit import commit_together, raise_fault_of_another_rank, while_all_go_on
+from snapshot.save.transaction import DAY
+from snapshot.save.writer import StagedParts, Writer
+from snapshot.state.flatten import inflate_tree
+from snapshot.state.leaves import Leaf
+from snapshot.tensors.memory import BY_NAME, ITEMSIZE, SAFETENSORS
+from snapshot.text import counted, listed, with_article
+from snapshot.transform import target
+from snapshot.transform.joint_call import (
+    AT_ONCE,
+    digest_plan,
+    expect_checksums,
+    expect_common_place,
+    expect_equal_plans,
+    expect_written,
+    open_sources,
+    share_whole,
+)
+from snapshot.transform.select import (
+    Objects,
+    clean_extra,
+    expect_sound,
+    is_leaf_value,
+    places_of,
+    seen_by_rank,
+    selected_locations,
+)
+from snapshot.transform.sources import CheckpointStager, expect_room, reads_ranges
+from snapshot.transform.target import Selection, Target, suffix_of, without_classes, write_as_snapshot
+
+# Names of tensors in files that hold only tensors: safetensors, and the dict that `snapshot.load` returns.
+
+_RESERVED = "__metadata__"
+"""The key of a safetensors header that is not a tensor."""
+
+
+def name_tensors(entries: Mapping[str, Any], paths: Iterable[str]) -> dict[str, str]:
+    """Return path -> name: the path's components joined with dots, without the top one if all entries share it.
+
+    Raise RestoreError if two paths would get one name.
+    """
+    tops = {path.partition("/")[0] for path, entry in entries.items() if not isinstance(entry, e.Container)}
+    one = len(tops) == 1 and all(path.count("/") for path in entries if path not in tops)
+    names: dict[str, str] = {}
+    owners: dict[str, str] = {}
+    for path in paths:
+        components = [decode_component(each) for each in path.split("/")]
+        name = ".".join(components[1:] if one and len(components) > 1 else components)
+        if name in owners or name == _RESERVED:
+            raise RestoreError(f"{path} and {owners.get(name)} would both be named {name!r}: rename one of them")
+        names[path] = name
+        owners[name] = path
+    return names
+
+
+# Atomic publication of exported files: data files are renamed into place, and the index is written last.
+#
+# Several ranks share the data files. The leader checks the destination, renames all files, and writes the index. From
+# its decision to do so, no rank deletes files: the leader may continue after a pause.
+
+ASIDE = ".convert-"
+"""The name prefix of unfinished files, on storages that can rename."""
+
+
+class _Begun(msgspec.Struct, array_like=True):
+    """The leader's view of the destination, before anything is written."""
+
+    identity: str
+    standing: dict[str, str]
+    """Existing files that are replaced, with their tokens."""
+
+
+class _Published:
+    """The published checkpoint, for ranks that lose the leader meanwhile."""
+
+    def __init__(self, storage: Storage, sizes: Mapping[str, int | None], standing: Mapping[str, str]) -> None:
+        self._storage = storage
+        self._sizes = sizes
+        self._standing = standing
+
+    async def is_committed(self) -> bool:
+        """Return True if all files of the checkpoint, its index included, are new."""
+
+        async def is_new(name: str) -> bool:
+            found, expected = await self._storage.stat(name), self._sizes[name]
+            return found.token != self._standing.get(name) and expected in (found.size, None)
+
+        try:
+            return all(await gather_limited(self._sizes, is_new, AT_ONCE))
+        except SnapshotError:
+            return False
+
+    async def revoke(self) -> bool:
+        """Return False: the leader may be renaming files."""
+        return False
+
+
+class StagedFiles:
+    """The files of one conversion. Each rank writes a share of them."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        files: Sequence[tuple[str, int]],
+        markers: Sequence[str],
+        others: Sequence[str],
+        more: str,
+        *,
+        exchange: Exchange,
+    ) -> None:
+        """`files`: names and sizes. `more`: a pattern for further files that a replaced checkpoint may have."""
+        self._storage = storage
+        self._more = re.compile(more)
+        self.names = [name for name, _ in files]
+        self._sizes = [size for _, size in files]
+        self._markers = markers
+        self._others = others
+        self._exchange = exchange
+        self._standing: dict[str, str] = {}
+        self._identity = ""
+        self._shares = share_whole(exchange, range(len(files)), self._sizes)
+
+    @property
+    def share(self) -> list[int]:
+        """Numbers of the files that this rank writes."""
+        return self._shares[self._exchange.rank]
+
+    async def begin(self, *, overwrite: bool) -> None:
+        """Agree on the files. Raise if a checkpoint exists that must not be replaced, or would hide the new one."""
+
+        def lead(plans: list[str]) -> _Begun:
+            expect_equal_plans(plans)
+            run(self._expect(overwrite=overwrite))
+            idle = self._exchange.world - len(self.names)
+            if idle > 0:
+                what = counted(len(self.names), "file"), counted(idle, "rank has", "ranks have")
+                text = "%s: has %s, and a file is written by one rank, so %s nothing to write"
+                log.warning(text, self._storage.url, *what)
+            return _Begun(secrets.token_hex(6), self._standing)
+
+        if self._exchange.alone:
+            await self._expect(overwrite=overwrite)
+            self._identity = secrets.token_hex(6)
+        else:
+            mine = digest_plan([*self.names, *self._sizes])
+            begun: _Begun = await in_own_thread(self._exchange.agree, mine, lead, str, _Begun)
+            self._identity, self._standing = begun.identity, begun.standing
+
+    async def _expect(self, *, overwrite: bool) -> None:
+        for name in self._others:
+            if await exists(self._storage, name):
+                raise SnapshotExistsError(
+                    f"{self._storage.url.join(name)}: belongs to a checkpoint of another format, which would be read "
+                    "instead; convert to another folder"
+                )
+        for name in dict.fromkeys((*self.names, *self._markers)):
+            with suppress(StorageNotFoundError):
+                self._standing[name] = (await self._storage.stat(name)).token
+        if self._standing and not overwrite:
+            first = next(iter(self._standing))
+            raise SnapshotExistsError(f"{self._storage.url.join(first)}: exists already").with_cure(
+                "convert to another path, or pass overwrite=True"
+            )
+
+    async def write(
+        self,
+        writer: Writer,
+        files: Sequence[FilePlan],
+        last: Callable[[], list[tuple[str, bytes]]],
+        staging: StagedParts | None = None,
+    ) -> None:
+        """Write this rank's files, and publish all files when every rank has written its own.
+
+        If the storage can rename, the old checkpoint stays whole until all new files are. Otherwise its index is
+        deleted before its first file is replaced. So a mixture of both never exists.
+        """
+        storage, renames, exchange = self._storage, self._storage.capabilities.renames, self._exchange
+        aside = [f"{ASIDE}{self._identity}-{number}" if renames else name for number, name in enumerate(self.names)]
+        own = [aside[number] for number in self.share]
+        try:
+            if not renames:
+                await self._delete_markers_first()
+            await while_all_go_on(exchange, writer.write(files, own, staging))
+            await storage.settle()
+            await self._publish_together(aside, last)
+        except CommitUnknown:  # the leader may still publish the files
+            raise
+        except BaseException as error:
+            ruled_out = await shielded(in_own_thread(exchange.fail, error))
+            if renames and (ruled_out or exchange.rank == LEADER):
+                lost = exchange.rank == LEADER and (isinstance(error, RankError) or not ruled_out)
+                await shielded(self._gone(aside if lost else own))  # the leader deletes those of a lost rank, too
+            await raise_fault_of_another_rank(exchange, error)
+            raise
+
+    async def _delete_markers_first(self) -> None:
+        """Let the leader delete the index of the old checkpoint when all ranks are ready, and wait for it."""
+        if self._exchange.alone:
+            await self._delete_markers()
+            return
+
+        def lead(_: list[bool]) -> bool:
+            run(self._delete_markers())
+            return True
+
+        await in_own_thread(self._exchange.agree, True, lead, bool, bool)
+
+    async def _publish_together(self, aside: Sequence[str], last: Callable[[], list[tuple[str, bytes]]]) -> None:
+        """Publish the files when all ranks have written their share. The leader's decision to do so is final."""
+        if self._exchange.alone:
+            await shielded(self._publish(aside, last))
+            return
+
+        async def publish(_: list[bool]) -> bool:
+            await self._publish(aside, last)
+            return True
+
+        sizes = {**dict(zip(self.names, self._sizes, strict=True)), **dict.fromkeys(name for name, _ in last())}
+        published = _Published(self._storage, sizes, self._standing)
+
+        await commit_together(self._storage.url, self._exchange, published, done=True, commit=publish, answer=bool)
+
+    async def _delete_markers(self) -> None:
+        markers = [name for name in self._markers if name in self._standing]
+        if markers:
+            await self._storage.delete(markers)
+
+    async def _publish(self, aside: Sequence[str], last: Callable[[], list[tuple[str, bytes]]]) -> None:
+        """Rename the files into place, and write the index."""
+        storage = self._storage
+        written = [[(aside[number], self._sizes[number]) for number in share] for share in self._shares]
+        await expect_written(storage, written)
+        await in_own_thread(self._exchange.commit)
+        if storage.capabilities.renames:
+            await self._delete_markers()
+            for made, name in zip(aside, self.names, strict=True):
+                await storage.rename(made, name)
+            await storage.settle()
+        small = last()
+        for name, data in small:
+            await storage.put(name, data)
+        if small:
+            await storage.settle()
+        await self._clean({*self.names, *(name for name, _ in small)})
+
+    async def _clean(self, kept: set[str]) -> None:
+        """Delete further files of the replaced checkpoint, and day-old files of killed conversions."""
+        storage = self._storage
+        if not (storage.capabilities.list and storage.capabilities.delete):
+            return
+        try:
+            found = await storage.list(recursive=False) if self._markers else await storage.list(ASIDE, recursive=False)
+            replaced = not set(self._markers).isdisjoint(self._standing)
+            gone = [name for name in found if replaced and self._more.fullmatch(name) and name not in kept]
+            for name in found:
+                if name.startswith(ASIDE) and (await storage.stat(name)).mtime < time.time() - DAY:
+                    gone.append(name)
+            if gone:
+                await storage.delete(gone)
+        except SnapshotError as error:  # the conversion is complete: leftovers only cost space
+            log.warning("%s: cannot delete leftover files: %s", storage.url, error)
+
+    async def _gone(self, names: Sequence[str]) -> None:
+        with suppress(StorageError):
+            await self._storage.delete(names)
+
+
+async def exists(storage: Storage, name: str) -> bool:
+    """Return True if a file exists."""
+    try:
+        await storage.stat(name)
+    except StorageNotFoundError:
+        return False
+    return True
+
+
+# Export to other formats: safetensors (one file, or several with an index), torch.save and DCP.
+#
+# An export is planned first, and then written by the writer of snapshots, part by part. The index is written last.
+
+_KEPT_BY_TORCH = frozenset({"parameter", "requires_grad", "order"})
+DCP_ALIGNMENT = 64
+_NARROW = re.compile("u?int[1-7]")
+"""Dtypes of less than a byte, which torch cannot copy when DCP loads them."""
+
+
+class Plan(msgspec.Struct):
+    """The files of an export, and their contents."""
+
+    kind: str
+    leaves: list[Leaf] = []
+    origins: list[Any] = []
+    orders: dict[int, tuple[int, ...]] = {}
+    files: list[tuple[str, FilePlan]] = []
+    last: Callable[[], list[tuple[str, bytes]]] = list
+    """The small files that complete the checkpoint, in order."""
+    markers: tuple[str, ...] = ()
+    """The files that every such checkpoint has. They are deleted before anything is replaced."""
+    more: str = ""
+    """A pattern for further files of a replaced checkpoint."""
+    others: tuple[str, ...] = ()
+    """Files of other formats that would hide this checkpoint."""
+    left_out: list[str] = []
+    changed: list[str] = []
+    sums: dict[int, int] | None = None
+    """The checksum of each leaf's bytes, if the format has any."""
+
+    def leaf(self, name: str, dtype: str, shape: tuple[int, ...], origin: Any) -> int:
+        """Add a leaf to write. Return its number."""
+        nbytes = math.prod(shape) * ITEMSIZE[dtype]
+        self.leaves.append(Leaf(name, torch.empty(0, device="meta"), dtype, shape, nbytes))
+        self.origins.append(origin)
+        return len(self.leaves) - 1
+
+
+class _Nested(msgspec.Struct):
+    """An object with tensors as one archive in DCP: its pickle, and the numbers of its leaves."""
+
+    content: bytes
+    held: dict[str, bytes]
+    numbers: range
+
+
+class Export:
+    """Rank 0's view of a checkpoint, for export to another format."""
+
+    def __init__(self, source: Session, document: Document, choice: Selection) -> None:
+        self._source = source
+        self._document = document
+        self._choice = choice
+        view = seen_by_rank(document, choice.select, choice.exclude, choice.rename)
+        self._entries = view.entries
+        expect_sound(self._entries, document)
+        self._gone = [f"{path}: of a rank other than 0" for path in view.gone]
+
+    # Safetensors
+
+    def safetensors(self, name: str | None, shard: int) -> Plan:
+        """Plan one file of this name, or a folder in Hugging Face's layout."""
+        plan = Plan("safetensors")
+        names = name_tensors(
+            self._entries, (path for path, entry in self._entries.items() if isinstance(entry, e.TENSORS))
+        )
+        refused = []
+        sizes = []
+        for path, entry in self._entries.items():
+            if not isinstance(entry, e.TENSORS):
+                if isinstance(entry, (e.TensorPartsEntry, e.NDArrayEntry)) or self._is_odd(entry):
+                    plan.left_out.append(f"{path}: {with_article(entry.type)}")
+                continue
+            plan.changed += target.tensor_changes(path, entry)
+            dtype = self._choice.cast_dtype(entry.dtype)
+            if dtype not in SAFETENSORS:
+                refused.append(f"{path}: {dtype}")
+            sizes.append(plan.leaves[plan.leaf(names[path], dtype, tuple(entry.shape), entry)].nbytes)
+        plan.changed += target.memory_changes(self._entries, lambda *_: False)
+        if refused:
+            raise UnsupportedFormatError(
+                f"{self._source.url}: safetensors does not support these dtypes; cast or exclude them:{listed(refused)}"
+            )
+        if name is not None:
+            plan.files.append((name, plan_exact_file(plan.leaves, range(len(sizes)))))
+            return plan
+        groups = group_in_order(sizes, shard)
+        plan.markers = (hugging_face.INDEX, hugging_face.ALONE)
+        plan.others = (document.METADATA, dcp.METADATA)
+        plan.more = r"model-\d{5}-of-\d{5}\.safetensors"
+        if len(groups) == 1:
+            plan.files.append((hugging_face.ALONE, plan_exact_file(plan.leaves, groups[0])))
+            return plan
+        located = {}
+        for number, group in enumerate(groups, 1):
+            where = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+            plan.files.append((where, plan_exact_file(plan.leaves, group)))
+            located.update({plan.leaves[index].path: where for index in group})
+        index = {"metadata": {"total_size": sum(sizes)}, "weight_map": located}
+        plan.last = lambda: [(hugging_face.INDEX, json.dumps(index, indent=2).encode())]
+        return plan
+
+    def _is_odd(self, entry: e.Entry) -> bool:
+        return not isinstance(entry, e.Container) or entry.width == 0
+
+    # torch.save
+
+    def torch_file(self, name: str) -> Plan:
+        """Plan one file in the format of torch.save."""
+        plan = Plan("torch", sums={})
+        for path, entry in self._entries.items():
+            plan.changed += target.array_changes(path, entry)
+            if isinstance(entry, e.TENSORS):
+                plan.changed += target.tensor_changes(path, entry, _KEPT_BY_TORCH)
+        plan.changed += target.memory_changes(self._entries, lambda *_: True)
+        plan.left_out += self._lose_classes()
+        state = self._state(lambda path, entry: self._absent(plan, path, entry))
+        content, held = torch_save.pickle_state(state)
+        root = name.rpartition("/")[2].partition(".")[0] or "archive"
+        extents: list[Extent] = []
+        size = self._archive(plan, root, content, held, numbers=range(len(plan.leaves)), base=0, extents=extents)
+        plan.files.append((name, FilePlan(b"", tuple(extents), size)))
+        return plan
+
+    def _archive(
+        self,
+        plan: Plan,
+        root: str,
+        content: bytes,
+        held: dict[str, bytes],
+        *,
+        numbers: Sequence[int],
+        base: int,
+        extents: list[Extent],
+    ) -> int:
+        """Lay out a torch archive at `base` in a file: a pickle, and the leaves of these numbers. Return its length."""
+        members = [_member_header(plan, str(number), plan.leaves[number].nbytes, number) for number in numbers]
+        members += [torch_save.ArchiveMember(key, len(data), data) for key, data in held.items()]
+        found, size = torch_save.lay_out_archive(
+            torch_save.wrap_storages(root, content, members, _identity()), zlib.crc32
+        )
+        self._extents(plan, found, base, extents, (number for number in numbers if plan.leaves[number].nbytes))
+        return size
+
+    def _absent(self, plan: Plan, path: str, entry: e.AnyTensor) -> Any:
+        extra = clean_extra(entry) or e.PLAIN
+        key = repr(places_of(entry))
+        dtype, shape, order = self._choice.cast_dtype(entry.dtype), tuple(entry.shape), extra.stride_order
+        tied = f"{key} {dtype} {shape} {extra}" if math.prod(shape) else path
+        known = self._tied.get(tied)
+        if known is None:
+            permuted = tuple(shape[axis] for axis in order) if order else shape
+            number = plan.leaf(path, dtype, permuted, entry)
+            if order:
+                plan.orders[number] = order
+            known = self._tied[tied] = torch_save.AbsentTensor(
+                str(number), dtype, shape, order, extra.requires_grad, extra.subclass == target.PARAMETER
+            )
+        return known
+
+    def _lose_classes(self) -> list[str]:
+        """Replace objects of other classes by plain values. Return a line for each lost class."""
+        self._entries, lines = without_classes(self._entries)
+        return lines
+
+    def _state(self, tensor: Callable[[str, Any], Any]) -> Any:
+        """Return the nested state, with placeholders for its tensors."""
+        self._tied: dict[str, Any] = {}
+        choice = self._choice
+        objects = Objects(self._source, self._document, allow_pickle=choice.allow_pickle, verify=choice.verify)
+        values = objects.read({path: entry for path, entry in self._entries.items() if is_leaf_value(entry)})
+        values |= {path: tensor(path, entry) for path, entry in self._entries.items() if isinstance(entry, e.TENSORS)}
+        bare = find_root(self._document) is None and self._document.format == "torch.save"
+        if bare and self._entries.keys() == {VALUE}:
+            return values[VALUE]  # it was saved without a dict around it
+        root = narrow_root(self._document, dict.fromkeys(path.partition("/")[0] for path in self._entries))
+        below = {f"0/{path}": entry for path, entry in self._entries.items()}
+        return inflate_tree("0", {"0": root, **below}, {f"0/{path}": value for path, value in values.items()})
+
+    def _extents(
+        self, plan: Plan, found: Sequence[torch_save.Frame | int], base: int, extents: list[Extent], sized: Any
+    ) -> None:
+        """Add the extents of a file: frames, and between them the leaves that have bytes."""
+        position = base
+        for each in found:
+            if isinstance(each, torch_save.Frame):
+                number = plan.leaf("", "uint8", (each.size,), each.make)
+                size = each.size
+            else:
+                number = next(sized)
+                size = plan.leaves[number].nbytes
+            extents.append(Extent(number, position, position + size))
+            position += size
+
+    # DCP
+
+    def dcp(self, lanes: int) -> Plan:
+        """Plan a folder in the format of torch.distributed.checkpoint."""
+        plan = Plan("dcp", sums={}, markers=(dcp.METADATA,), others=(document.METADATA,), more=r"__\d+_\d+\.distcp")
+        plan.left_out += self._lose_classes()
+        entries: dict[int, Any] = {}
+
+        def stand(path: str, entry: e.AnyTensor) -> torch.Tensor:
+            made = torch.empty(entry.shape, dtype=BY_NAME[self._choice.cast_dtype(entry.dtype)], device="meta")
+            entries[id(made)] = made, path, entry
+            return made
+
+        parts = [path for path, entry in self._entries.items() if isinstance(entry, e.TensorPartsEntry)]
+        if parts:
+            raise UnsupportedFormatError(
+                f"{self._source.url}: DCP does not support tensors of several parts; exclude them:{listed(parts)}"
+            )
+        narrow = [
+            f"{path}: {entry.dtype}"
+            for path, entry in self._entries.items()
+            if isinstance(entry, e.TENSORS) and _NARROW.fullmatch(entry.dtype)
+        ]
+        if narrow:
+            raise UnsupportedFormatError(
+                f"{self._source.url}: DCP cannot load these dtypes; exclude them:{listed(narrow)}"
+            )
+        state = self._state(stand)
+        if not isinstance(state, dict):
+            plan.changed.append(f"the state: the {type(state).__name__} becomes the value of a dict, under {VALUE!r}")
+            state = {VALUE: state}
+        flat, paths = flatten_state(state)
+        left_out, changed = target.container_changes(state, paths)
+        plan.left_out += left_out
+        plan.changed += changed
+        for path, entry in self._entries.items():
+            plan.changed += target.array_changes(path, entry)
+        items: list[tuple[str, int, Any]] = []
+        objects: dict[str, str] = {}
+        for name, value in flat.items():
+            if isinstance(value, torch.Tensor) and id(value) in entries:
+                _, path, entry = entries[id(value)]
+                plan.changed += target.tensor_changes(path, entry)
+                items.append((name, value.nbytes, entry))
+            else:
+                items.append((name, *self._nested(plan, value, entries)))
+                objects.update(dict.fromkeys(self._within, name))
+        plan.changed += target.memory_changes(
+            self._entries, lambda path, other: path in objects and objects[path] == objects.get(other)
+        )
+        lanes = max(1, min(lanes, sum(size for _, size, _ in items) // (16 << 20)))
+        loads = [0] * lanes
+        dealt: list[list[tuple[str, Any]]] = [[] for _ in range(lanes)]
+        for name, size, what in items:
+            lane = loads.index(min(loads))
+            loads[lane] += size
+            dealt[lane].append((name, what))
+        placed: dict[str, tuple[str, int, int]] = {}
+        for number, lane_items in enumerate(dealt):
+            where = f"__0_{number}.distcp"
+            plan.files.append((where, self._dcp_file(plan, where, lane_items, placed)))
+        plan.last = lambda: [(dcp.METADATA, encode_metadata(flat, paths, placed))]
+        return plan
+
+    def _nested(self, plan: Plan, value: Any, entries: Mapping[int, Any]) -> tuple[int, bytes | _Nested]:
+        """Return an object that DCP stores as one archive, and the leaves of its tensors.
+
+        DCP does not split tuples, so their tensors are inside the archive. They are written part by part like all
+        others.
+        """
+        self._tied = {}
+        self._within: list[str] = []
+        first = len(plan.leaves)
+
+        def absent(tensor: torch.Tensor) -> torch_save.AbsentTensor | None:
+            if id(tensor) not in entries:
+                return None
+            _, path, entry = entries[id(tensor)]
+            plan.changed += target.tensor_changes(path, entry, _KEPT_BY_TORCH)
+            self._within.append(path)
+            return self._absent(plan, path, entry)  # type: ignore[no-any-return]
+
+        content, held = torch_save.pickle_state(value, absent)
+        numbers = range(first, len(plan.leaves))
+        if not self._tied:
+            return 0, archive_object(value)
+        return sum(plan.leaves[number].nbytes for number in numbers), _Nested(content, held, numbers)
+
+    def _dcp_file(
+        self, plan: Plan, where: str, items: list[tuple[str, Any]], placed: dict[str, tuple[str, int, int]]
+    ) -> FilePlan:
+        extents: list[Extent] = []
+        position = 0
+        for name, what in items:
+            padding = -position % DCP_ALIGNMENT
+            if padding:
+                extents.append(Extent(plan.leaf("", "uint8", (padding,), bytes(padding)), position, position + padding))
+                position += padding
+            if isinstance(what, bytes):
+                extents.append(Extent(plan.leaf(name, "uint8", (len(what),), what), position, position + len(what)))
+                size = len(what)
+            elif isinstance(what, _Nested):
+                size = self._archive(
+                    plan, "archive", what.content, what.held, numbers=what.numbers, base=position, extents=extents
+                )
+            else:
+                dtype, shape = self._choice.cast_dtype(what.dtype), tuple(what.shape)
+                number = plan.leaf(name, dtype, shape, what)
+                member = _member_header(plan, "0", plan.leaves[number].nbytes, number)
+                content = torch_save.pickle_tensor(dtype, shape)
+                found, size = torch_save.lay_out_archive(
+                    torch_save.wrap_storages("archive", content, [member], _identity()), zlib.crc32
+                )
+                self._extents(plan, found, position, extents, iter([number]))
+            placed[name] = where, position, size
+            position += size
+        return FilePlan(b"", tuple(extents), position)
+
+    # All
+
+    async def write(
+        self,
+        plan: Plan,
+        target: Session,
+        meter: Meter,
+        *,
+        overwrite: bool,
+        exchange: Exchange,
+        make_stager: Callable[..., CheckpointStager] = CheckpointStager,
+    ) -> ConvertReport:
+        """Write the planned files. Each rank writes a share of them."""
+        outputs = StagedFiles(
+            target.storage,
+            [(name, file.size) for name, file in plan.files],
+            plan.markers,
+            plan.others,
+            plan.more,
+            exchange=exchange,
+        )
+        read = self._document.files.keys() & {*outputs.names, *plan.markers}
+        if read and not target.storage.capabilities.renames and self._source.storage.url == target.storage.url:
+            raise ValueError(f"{target.url}: holds the source file {min(read)}; convert to another path")
+        expect_room(self._document, plan.leaves, plan.origins)
+        await outputs.begin(overwrite=overwrite)
+        files = [plan.files[number][1] for number in outputs.share]
+        own = {extent.leaf for file in files for extent in file.extents}
+        source = make_stager(
+            self._source,
+            self._document,
+            plan.leaves,
+            [origin if number in own else b"" for number, origin in enumerate(plan.origins)],
+            verify=self._choice.verify,
+            orders=plan.orders,
+            sums=plan.sums,
+        )
+        meter.begin(sum(file.size for file in files))
+        writer = Writer(target.storage, source, target.budget, meter.wrote, wanted_part=target.settings.part_bytes)
+        await outputs.write(writer, files, plan.last)
+        tensors = [
+            leaf for leaf, origin in zip(plan.leaves, plan.origins, strict=True) if isinstance(origin, e.TENSORS)
+        ]
+        names = (*outputs.names, *(name for name, _ in plan.last()))
+        nbytes = sum(leaf.nbytes for leaf in tensors)
+        left_out = (*plan.left_out, *self._gone)
+        return ConvertReport(plan.kind, len(tensors), nbytes, left_out, names, changed=tuple(plan.changed))
+
+
+def _member_header(plan: Plan, name: str, size: int, number: int) -> torch_save.ArchiveMember:
+    """Return an archive member with the bytes of a leaf."""
+    sums = plan.sums
+    assert sums is not None
+    return torch_save.ArchiveMember(name, size, sum=lambda: sums.get(number, 0))
+
+
+def _identity() -> str:
+    """Return a new archive id, as torch writes it: forty digits."""
+    return f"{secrets.randbelow(10**40):040d}"
 
 
 def expect_writable(target: Target, sources: Sequence[URL]) -> None:

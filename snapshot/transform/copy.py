@@ -48,7 +48,7 @@ from snapshot.save.transaction import committed_save_id
 from snapshot.save.writer import write_small
 from snapshot.signing.tree import signature_path
 from snapshot.tensors.digest import digest_range
-from snapshot.transform.export import StagedFiles, exists
+from snapshot.transform.convert import StagedFiles, exists
 from snapshot.transform.joint_call import (
     expect_checksums,
     expect_common_place,
@@ -58,8 +58,7 @@ from snapshot.transform.joint_call import (
 )
 from snapshot.transform.select import selected_locations
 from snapshot.transform.sources import CopiedFile, checked_files, copy_files_through, stat_files
-from snapshot.transform.target import Target
-from snapshot.transform.to_snapshot import Selection, write_as_snapshot
+from snapshot.transform.target import Selection, Target, write_as_snapshot
 
 # Copies of other libraries' checkpoints: their own files, unchanged, with the index file last.
 

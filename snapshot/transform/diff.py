@@ -24,7 +24,7 @@ from snapshot.manifest.rank_view import MOST_RANKS, is_rank
 from snapshot.manifest.values import Scalar
 from snapshot.plan.names import Rename, expect_globs, find_unmatched, matcher
 from snapshot.reports import Change, Diff
-from snapshot.state.stateful_kinds import Kind
+from snapshot.state.stateful import Kind
 from snapshot.text import counted
 from snapshot.transform.diff_bytes import Numbers, Pair, Side, are_comparable, as_bytes, compare_pairs
 from snapshot.transform.joint_call import expect_same_plan, open_sources

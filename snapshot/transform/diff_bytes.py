@@ -22,8 +22,7 @@ from snapshot.io.loop import cancel_all, in_own_thread
 from snapshot.io.session import Session
 from snapshot.loading.open import expect_files
 from snapshot.manifest import entries as e
-from snapshot.manifest.document import Document
-from snapshot.manifest.validate import check_tensor, find_locations
+from snapshot.manifest.document import Document, check_tensor, find_locations
 from snapshot.plan.layout import PAGE, Extent, FilePart, FilePlan, cut_file
 from snapshot.progress import Meter
 from snapshot.reports import Values

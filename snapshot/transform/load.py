@@ -12,8 +12,8 @@ from snapshot.distributed.operation import Operation
 from snapshot.errors import RestoreError, SnapshotError
 from snapshot.formats.pickled import is_refused
 from snapshot.io.loop import run
-from snapshot.io.process import gc_paused
 from snapshot.io.session import Session
+from snapshot.io.system import gc_paused
 from snapshot.io.url import Location
 from snapshot.loading.left_out import stored_in
 from snapshot.loading.mapping import map_document
@@ -21,8 +21,7 @@ from snapshot.loading.open import expect_archive_checksums, expect_files, open_d
 from snapshot.loading.read_object import parse_box
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e
-from snapshot.manifest.document import Document
-from snapshot.manifest.validate import find_locations
+from snapshot.manifest.document import Document, find_locations
 from snapshot.plan.names import compile_glob, find_unmatched
 from snapshot.progress import Meter
 from snapshot.state.sharded import read_placement
@@ -30,9 +29,9 @@ from snapshot.tensors import composite, geometry
 from snapshot.tensors.geometry import Box, Shape, whole_box
 from snapshot.tensors.memory import BY_NAME
 from snapshot.text import listed
-from snapshot.transform.export import name_tensors
+from snapshot.transform.convert import name_tensors
 from snapshot.transform.select import expect_sound, places_of, seen_by_rank
-from snapshot.transform.to_snapshot import Selection
+from snapshot.transform.target import Selection
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -24,11 +24,10 @@ from snapshot.io.url import Location
 from snapshot.loading.open import expect_files
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e
-from snapshot.manifest.document import Document
+from snapshot.manifest.document import Document, find_locations
 from snapshot.manifest.entries import AnyTensor
 from snapshot.manifest.paths import decode_component
 from snapshot.manifest.rank_view import make_rank_view, suggest_names
-from snapshot.manifest.validate import find_locations
 from snapshot.plan.layout import Extent, FilePart, FilePlan
 from snapshot.progress import Meter
 from snapshot.reports import ConvertReport
@@ -42,8 +41,7 @@ from snapshot.transform.diff_bytes import Pair, Side, compare_pairs
 from snapshot.transform.joint_call import expect_checksums, open_sources
 from snapshot.transform.select import chosen_of_ranks, expect_matches, expect_sound, places_of, selected_locations
 from snapshot.transform.sources import CheckpointStager, reads_ranges
-from snapshot.transform.target import Target
-from snapshot.transform.to_snapshot import Selection
+from snapshot.transform.target import Selection, Target
 
 # Arithmetic of a merge: tensors of several checkpoints become one, element by element, in order of the checkpoints.
 

@@ -16,11 +16,10 @@ from snapshot.io.session import Session
 from snapshot.loading.open import expect_files
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e
-from snapshot.manifest.document import Document
+from snapshot.manifest.document import Document, check_tensor, find_locations
 from snapshot.manifest.entries import is_leaf
 from snapshot.manifest.paths import add_parents
 from snapshot.manifest.rank_view import RankView, make_rank_view, rename_entries, suggest_names
-from snapshot.manifest.validate import check_tensor, find_locations
 from snapshot.plan.names import Rename, compile_rename, find_unmatched, matcher
 from snapshot.text import listed
 

@@ -1,19 +1,61 @@
-"""Target: the checkpoint that a verb writes, its place, and its format."""
+"""Target: the checkpoint that a verb writes, its place and format, and the writing of a snapshot."""
 
 from __future__ import annotations
 
+import math
 import os
+import pickle
 import re
-from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, fields
+from functools import partial
+from itertools import islice
 from typing import Any, Literal, get_args
 
+import msgspec
+import numpy as np
+import torch
+
+from snapshot.distributed.exchange import LEADER, Exchange
 from snapshot.distributed.operation import Operation
+from snapshot.errors import UnsafeObjectError
+from snapshot.events import log
+from snapshot.formats.foreign import add_root
 from snapshot.formats.hugging_face import SHARD
+from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.io.url import URL, Location, expect_mapping
+from snapshot.manifest import entries as e
+from snapshot.manifest.document import Document
+from snapshot.manifest.values import EnumEntry
+from snapshot.maps.tensor_map import TensorMap
 from snapshot.options import expect_positive
-from snapshot.save.compression import expect_compression, usual_budget
+from snapshot.plan.layout import partition_items
+from snapshot.plan.names import Rename, expect_globs
+from snapshot.reports import ConvertReport
+from snapshot.save.begin import open_take
+from snapshot.save.compression import choose_packing, expect_compression, usual_budget
+from snapshot.save.replication import RankShare, Replication, item_of, size_of
+from snapshot.save.reuse import Unchanged
+from snapshot.save.take import Take, plan_writes
+from snapshot.state import leaves
+from snapshot.state.flatten import Flattened
+from snapshot.state.leaves import Blob, Leaf
+from snapshot.tensors.geometry import Box
+from snapshot.tensors.memory import BY_NAME, ITEMSIZE, contiguous_strides, is_castable, measure_span
+from snapshot.text import with_article
+from snapshot.transform.joint_call import expect_same_plan
+from snapshot.transform.select import (
+    Objects,
+    chosen_of_ranks,
+    clean_extra,
+    expect_matches,
+    expect_something,
+    expect_sound,
+    is_foreign_object,
+    places_of,
+)
+from snapshot.transform.sources import CheckpointStager, expect_room, reads_ranges
 
 Format = Literal["snapshot", "safetensors", "torch", "dcp"]
 FORMATS: tuple[str, ...] = get_args(Format)
@@ -116,3 +158,375 @@ class Target:
             "overwrite": self.overwrite,
             "compression": self.compression,
         }
+
+
+# Objects with a class of their own, as plain values for formats without classes.
+
+
+def without_classes(entries: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return entries that need no class of the application, and a line for each entry that lost its class.
+
+    A dataclass becomes a dict of its fields, a wrapped tensor a dict of its inner tensors, and an Enum member its
+    value.
+    """
+    made: dict[str, Any] = {}
+    lines = []
+    for path, entry in entries.items():
+        if isinstance(entry, e.Compound):
+            made[path] = e.DictEntry(entry.keys, entry.tagged, entry.replicated)
+            lines.append(f"{path}: the class {entry.described}; stored as a dict")
+        elif isinstance(entry, EnumEntry):
+            made[path] = entry.to_scalar()
+            lines.append(f"{path}: the class {entry.obj_type}; stored as its {'value' if entry.held else 'name'}")
+        else:
+            made[path] = entry
+    return made, lines
+
+
+# Report lines for a target format: entries that it leaves out, and entries that load differently.
+
+PARAMETER = "torch.nn.parameter.Parameter"
+
+
+def tensor_changes(path: str, entry: e.AnyTensor, keeps: frozenset[str] = frozenset()) -> Iterator[str]:
+    """Yield a line for each property of a tensor, other than its values, that a format drops.
+
+    `keeps`: the properties that the format holds, among `parameter`, `requires_grad` and `order`.
+    """
+    extra = entry.extra or e.PLAIN
+    if extra.subclass is not None and not (extra.subclass == PARAMETER and "parameter" in keeps):
+        yield f"{path}: the {extra.subclass} becomes a plain tensor"
+    elif extra.requires_grad and "requires_grad" not in keeps:
+        yield f"{path}: requires_grad is not kept"
+    if extra.stride_order is not None and "order" not in keeps:
+        yield f"{path}: the memory layout becomes contiguous"
+
+
+def memory_changes(entries: Mapping[str, Any], is_kept: Callable[[str, str], bool]) -> Iterator[str]:
+    """Yield a line for each tensor that shares memory with another one in the source, and not in the target.
+
+    `is_kept`: whether the same view of the same memory, under two paths, stays one tensor.
+    """
+    stored: dict[Any, list[tuple[int, int, str, str]]] = {}
+    for path, entry in entries.items():
+        if isinstance(entry, e.MappedTensorEntry):
+            continue  # it never shared memory
+        if isinstance(entry, e.TENSORS) and 0 not in entry.shape and (pieces := entry.pieces()):
+            first = pieces[0][1]
+            extra = first.extra or e.PLAIN
+            begin = extra.storage_offset or 0
+            count = math.prod(first.shape)
+            dense = measure_span(first.shape, extra.strides or contiguous_strides(first.shape)) == count
+            view = repr((places_of(entry), entry.dtype, entry.shape, clean_extra(entry)))
+            place = first.location, first.byte_range
+            stored.setdefault(place, []).append((begin, begin + count if dense else begin, path, view))
+    for views in stored.values():
+        if len(views) > 1:
+            yield from _find_overlaps(sorted(views, key=lambda view: view[0]), is_kept)
+
+
+def _find_overlaps(views: list[tuple[int, int, str, str]], is_kept: Callable[[str, str], bool]) -> Iterator[str]:
+    """Yield the lines for the views of one storage: first element, end (if dense), path, and view."""
+    seen: dict[str, str] = {}
+    reach, owner = 0, ""
+    for begin, end, path, view in views:
+        if (known := seen.setdefault(view, path)) != path:
+            if not is_kept(path, known):
+                yield f"{path}: the memory that it shares with {known} becomes its own"
+            continue
+        if begin < reach:
+            yield f"{path}: the memory that it shares with {owner} becomes its own"
+        if end > reach:
+            reach, owner = end, path
+
+
+def array_changes(path: str, entry: e.Entry) -> Iterator[str]:
+    """Yield a line for a NumPy array whose dtype a pickle does not keep: NumPy reads most in the native order."""
+    if isinstance(entry, e.NDArrayEntry) and not entry.scalar:
+        dtype = leaves.read_dtype(path, entry.dtype)
+        read = pickle.loads(pickle.dumps(np.empty(0, dtype), protocol=2)).dtype  # noqa: S301 - written here
+        if read != dtype:
+            yield f"{path}: the array of {dtype.str} becomes one of {read.str}"
+
+
+def container_changes(state: Mapping[Any, Any], paths: Mapping[str, tuple[Any, ...]]) -> tuple[list[str], list[str]]:
+    """Return lines for entries that DCP's flattening leaves out of a state, and for those that it changes.
+
+    `paths`: for each flat name, the keys and indices that lead to its value.
+    """
+    flattened = {path[:length] for path in paths.values() for length in range(len(path))}
+    left_out: list[str] = []
+    changed: list[str] = []
+
+    def walk(path: tuple[Any, ...], value: Any) -> None:
+        name = "/".join(map(str, path)) or "the state"
+        if isinstance(value, Mapping):
+            kind = type(value).__name__
+            if not value and path:
+                left_out.append(f"{name}: the empty {kind}")
+                return
+            if type(value) is not dict:
+                changed.append(f"{name}: the {kind} becomes a dict")
+            if any(type(key) is not str for key in value):
+                changed.append(f"{name}: its keys become strings")
+            for key, child in value.items():
+                walk((*path, str(key)), child)
+        elif type(value) is list and path in flattened:
+            for place, child in enumerate(value):
+                walk((*path, place), child)
+
+    walk((), state)
+    return left_out, changed
+
+
+# Conversion of any readable checkpoint to a snapshot: a take whose tensors are read from it, part by part.
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The part of a checkpoint to convert, and the conversion's options."""
+
+    select: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    rename: Rename | None = None
+    dtype: torch.dtype | None = None
+    verify: bool = True
+    allow_pickle: bool = False
+    map: TensorMap | None = None
+
+    def __post_init__(self) -> None:
+        for name, globs in (("select", self.select), ("exclude", self.exclude)):
+            expect_globs(name, globs)
+        if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and is_castable(self.dtype)):
+            raise TypeError(f"dtype must be a floating-point dtype such as torch.bfloat16, got {self.dtype!r}")
+
+    def arguments(self) -> dict[str, object]:
+        """Return the arguments, by their names."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    def cast_dtype(self, dtype: str) -> str:
+        """Return the dtype that a tensor is stored in. Only floating-point tensors are cast."""
+        known = BY_NAME.get(dtype)
+        if self.dtype is None or known is None or not (known.is_floating_point and self.dtype.is_floating_point):
+            return dtype
+        return str(self.dtype).removeprefix("torch.")
+
+
+class RecordedShare(RankShare):
+    """The entries of a checkpoint, in the form of a rank's flattened state. Several ranks share the leaves."""
+
+    def __init__(self, exchange: Exchange, recording: Recording, world: int) -> None:
+        super().__init__(exchange, recording.flat, Replication("", frozenset(), (0,)))
+        self.world = world
+        self._replicated = recording.replicated
+        self.origins = recording.origins
+        """For each leaf the source of its bytes."""
+        self._elsewhere: set[str] = set()
+        """Entries that only other ranks write."""
+        if not exchange.alone:
+            self._deal(recording)
+
+    def _deal(self, recording: Recording) -> None:
+        """Choose this rank's leaves. Leaves that only the leader has come after all others."""
+        groups: dict[str, list[int]] = {}
+        leaves, own = self.leaves[: recording.common], self._exchange.rank
+        for number, leaf in enumerate(leaves):
+            groups.setdefault(leaf.entry, []).append(number)
+        dealt = list(groups.values())
+        items = [item_of([leaves[number] for number in numbers]) for numbers in dealt]
+        shares = partition_items(items, [0] * self._exchange.world)
+        self.loads = [sum(size_of(items, each) for each in share) for share in shares]
+        chosen: list[tuple[Leaf, Any]] = []
+        for item, box in shares[own]:
+            for number in dealt[item]:
+                leaf = leaves[number] if box is None else _box_of(leaves[number], box)
+                chosen.append((leaf, recording.origins[number]))
+        more = zip(self.leaves[recording.common :], recording.origins[recording.common :], strict=True)
+        chosen += more  # only the leader has any
+        self.leaves, self.origins = [leaf for leaf, _ in chosen], [origin for _, origin in chosen]
+        self._elsewhere = groups.keys() - {leaf.entry for leaf in self.leaves}
+
+    def entries(self, written: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the entries, which are already under their ranks. The leader has all those without tensors."""
+        own = {}
+        leads, ties = self._exchange.rank == LEADER, self.flat.ties
+        here = {leaf.entry for leaf in self.leaves}
+        for path, entry in written.items():
+            name = ties.get(path, path)
+            if not self.alone and (name in self._elsewhere or not (leads or name in here)):
+                continue
+            shared = path in self._replicated and not getattr(entry, "replicated", True)
+            own[path] = msgspec.structs.replace(entry, replicated=True) if shared else entry
+        return own, {}
+
+
+def _box_of(leaf: Leaf, box: Box) -> Leaf:
+    """Return a box of a leaf whose bytes are not in memory."""
+    nbytes = box.numel * ITEMSIZE[leaf.dtype]
+    return Leaf(leaf.path, leaf.tensor, leaf.dtype, box.sizes, nbytes, origin=box.offsets, whole=leaf)
+
+
+class Recording:
+    """A checkpoint's entries, recorded for a new snapshot."""
+
+    def __init__(
+        self, session: Session, document: Document, choice: Selection, splits: Callable[[e.AnyTensor], bool]
+    ) -> None:
+        self._splits = splits
+        self.flat = Flattened()
+        self.origins: list[Any] = []
+        """For each leaf that is read, its entry; object tensors are in memory already."""
+        self.replicated: set[str] = set()
+        self._document = document
+        self._choice = choice
+        self._objects = Objects(session, document, allow_pickle=choice.allow_pickle, verify=choice.verify)
+        self._seen: dict[Any, str] = {}
+        self.tensors = 0
+        self.common = 0
+        """The number of leaves that all ranks record: the first ones."""
+        self.uncast: list[str] = []
+        """Entries that keep their dtype although another one was requested."""
+
+    def add(self, path: str, entry: e.Entry) -> None:
+        """Record an entry under its path in the manifest. Objects are recorded together."""
+        if entry.replicated:
+            self.replicated.add(path)
+        if isinstance(entry, e.TENSORS):
+            self._tensor(path, entry)
+        elif isinstance(entry, e.NDArrayEntry):
+            self.flat.entries[path] = None
+            self._part(path, entry.data, lambda stored: msgspec.structs.replace(entry, data=stored))
+        elif isinstance(entry, e.TensorPartsEntry):
+            made = msgspec.structs.replace(entry, parts={})
+            self.tensors += 1
+            if self._choice.dtype is not None:
+                self.uncast.append(f"{path}: {with_article(entry.kind)} tensor keeps its dtype")
+            self.flat.entries[path] = made
+            for name, part in entry.parts.items():
+                self._named(path, name, part, made)
+        elif not isinstance(entry, e.ObjectEntry):
+            self.flat.entries[path] = self._cast_record(entry)
+
+    def _cast_record(self, entry: e.Entry) -> Any:
+        """Return an optimizer's entry, with the parameters' new dtypes in its record."""
+        record = getattr(entry, "optimizer", None)
+        if record is None or self._choice.dtype is None:
+            return entry
+        dtypes = tuple(map(self._choice.cast_dtype, record.dtypes))
+        return msgspec.structs.replace(entry, optimizer=msgspec.structs.replace(record, dtypes=dtypes))
+
+    def _tensor(self, path: str, entry: e.AnyTensor) -> None:
+        self.tensors += 1
+        self.flat.entries[path] = None
+        extra = clean_extra(entry)
+        dtype = self._choice.cast_dtype(entry.dtype)
+        if math.prod(entry.shape):
+            key = repr((places_of(entry), entry.dtype, entry.shape, extra, type(entry)))
+            if (owner := self._seen.setdefault(key, path)) != path:
+                self.flat.ties[path] = owner
+                return
+        wrap = None
+        if isinstance(entry, e.ShardedTensorEntry) and self._document.world_size > 1:
+            entries = self.flat.entries  # not `self`, which holds the leaf: no reference cycle
+
+            def wrap(path: str, stored: e.AnyTensor) -> None:
+                shards = [e.Shard(box.offsets, box.sizes, tensor) for box, tensor in stored.pieces()]
+                entries[path] = msgspec.structs.replace(entry, dtype=dtype, shards=shards)
+
+        self._leaf(path, entry, dtype, extra, wrap, splits=self._splits(entry))
+
+    def _part(self, path: str, stored: e.AnyTensor, made: Any) -> None:
+        entries = self.flat.entries
+
+        def wrap(path: str, written: Any) -> None:
+            entries[path] = made(written)
+
+        self._leaf(path, stored, stored.dtype, None, wrap)
+
+    def _named(self, path: str, name: str, part: e.AnyTensor, made: e.TensorPartsEntry) -> None:
+        def wrap(_: str, written: Any) -> None:
+            made.parts[name] = written
+
+        self._leaf(f"{path}%[{name}]", part, part.dtype, clean_extra(part), wrap)
+
+    def _leaf(
+        self, path: str, entry: e.AnyTensor, dtype: str, extra: e.Extra | None, wrap: Any, *, splits: bool = False
+    ) -> None:
+        nbytes = math.prod(entry.shape) * ITEMSIZE[dtype]
+        tensor = torch.empty(0, dtype=BY_NAME[dtype], device="meta")
+        leaf = Leaf(path, tensor, dtype, tuple(entry.shape), nbytes, extra=extra, wrap=wrap, splits=splits)
+        self.flat.leaves.append(leaf)
+        self.origins.append(entry)
+
+    def objects(self, entries: Mapping[str, Any]) -> None:
+        """Record objects as plain values if possible, otherwise as bytes. All are read at once."""
+        chosen = {path: entry for path, entry in entries.items() if isinstance(entry, e.ObjectEntry)}
+        foreign = {path: entry for path, entry in chosen.items() if is_foreign_object(self._document, entry)}
+        values = self._objects.read(foreign, all_or_none=False)
+        for path, value in values.items():
+            before, known = len(self.flat.leaves), len(self.flat.entries)
+            self.flat.add(path, value)
+            self.origins += [_bytes_of(leaf) for leaf in self.flat.leaves[before:]]
+            if chosen[path].replicated:
+                self.replicated.update(islice(self.flat.entries, known, None))
+        others = {path: entry for path, entry in chosen.items() if path not in values}
+        for path, data in self._objects.bytes_of(others).items():
+            entry = others[path]
+            if entry.serializer == "torch_save":
+                self.flat.pickled.append(path)
+            elif path in foreign:
+                raise UnsafeObjectError(
+                    f"{path}: {entry.obj_type} is compressed and can only be read by running a pickle"
+                )
+            self.flat.entries[path] = None
+            self.flat.blobs.append(Blob(path, bytes(data), entry.serializer, entry.obj_type))
+
+
+def write_as_snapshot(
+    source: Session,
+    document: Document,
+    choice: Selection,
+    target: Target,
+    operation: Operation,
+    *,
+    make_stager: Callable[..., CheckpointStager] = CheckpointStager,
+    splits: Callable[[e.AnyTensor], bool] = reads_ranges,
+) -> ConvertReport:
+    """Write a checkpoint as a snapshot with the same ranks. The ranks of the operation share the tensors.
+
+    `make_stager`: returns the source of the tensors' bytes. `splits`: returns True for a tensor that ranks may split.
+    """
+    exchange, url = operation.exchange, target.place.url
+    expect_matches(document, choice.select, choice.exclude)
+    recording = Recording(source, document, choice, splits)
+    entries = chosen_of_ranks(document.manifest, choice.select, choice.exclude, choice.rename)
+    if choice.select or choice.exclude:
+        expect_something(entries)
+    expect_sound(entries, document)
+    for path, entry in entries.items():
+        recording.add(path, entry)
+    expect_room(document, recording.flat.leaves, recording.origins)
+    recording.common = len(recording.flat.leaves)
+    expect_same_plan(exchange, ((leaf.path, leaf.dtype, leaf.shape) for leaf in recording.flat.leaves))
+    if exchange.rank == LEADER:
+        recording.objects(entries)
+    if recording.flat.pickled:
+        log.warning("%s: kept as pickles: %s", url, ", ".join(sorted(recording.flat.pickled)[:20]))
+    opener = partial(target.open, operation)
+    with open_take(exchange, url, (), operation.meter, opener, overwrite=target.overwrite) as opening:
+        opening.look_at_path()
+        opening.transaction()
+        share = RecordedShare(exchange, recording, document.world_size)
+        packing = choose_packing(target.compression, opening.session, ())
+        plan = plan_writes(share, opening.session, staged=False, packing=packing)
+        stager = make_stager(source, document, share.leaves, share.origins, verify=choice.verify)
+        metadata = add_root(document)
+        take = Take(opening, share, plan, Unchanged(), stager=stager, metadata=metadata, packing=packing)
+        run(take.write())
+    changed = tuple(memory_changes(entries, lambda *_: True))
+    return ConvertReport("snapshot", recording.tensors, take.committed_bytes, tuple(recording.uncast), changed=changed)
+
+
+def _bytes_of(leaf: Leaf) -> bytes:
+    tensor = leaf.tensor.detach().contiguous().cpu()
+    return bytes(tensor.view(-1).view(torch.uint8).numpy().tobytes()) if leaf.nbytes else b""

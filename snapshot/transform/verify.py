@@ -32,10 +32,9 @@ from snapshot.loading.open import missing_files
 from snapshot.loading.reader import Reader
 from snapshot.loading.scatter import ReadRequest
 from snapshot.manifest import entries as e
-from snapshot.manifest.document import Document
+from snapshot.manifest.document import Document, check_tree
 from snapshot.manifest.entries import count_entries
 from snapshot.manifest.rank_view import group_by_key, is_rank, make_rank_view, split_by_rank
-from snapshot.manifest.validate import check_tree
 from snapshot.progress import Meter, unmetered
 from snapshot.reports import VerifyReport
 from snapshot.save.commit import while_all_go_on

@@ -16,7 +16,7 @@ from snapshot.bench.systems import PEERS
 from snapshot.cli.arguments import add_storage, handed_on, options_of
 from snapshot.cli.bench import NameList, count, device_name, header, positive
 from snapshot.errors import SnapshotError
-from snapshot.io.process import unwind_on_signals
+from snapshot.io.system import unwind_on_signals
 from tests.benchmarks import (
     background,
     bulk,

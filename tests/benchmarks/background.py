@@ -22,7 +22,7 @@ from snapshot.bench.child import Task
 from snapshot.bench.rounds import LIBRARIES, Child, ChildFailed, Workspace, available_memory
 from snapshot.bench.systems import installed
 from snapshot.cli.screen import say
-from snapshot.io.process import hold_signals
+from snapshot.io.system import hold_signals
 from snapshot.text import size_text
 from tests.benchmarks.background_child import family
 from tests.benchmarks.background_report import READING, Row, Table, mib, panels, said, saving, title, training

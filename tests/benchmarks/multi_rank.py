@@ -29,7 +29,7 @@ from snapshot.bench.rounds import Workspace, available_memory
 from snapshot.bench.workloads import CASES
 from snapshot.cli.screen import say
 from snapshot.errors import SnapshotError
-from snapshot.io.process import hold_signals
+from snapshot.io.system import hold_signals
 from snapshot.io.url import options_from_environment
 from snapshot.text import size_text
 

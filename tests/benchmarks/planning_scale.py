@@ -16,12 +16,11 @@ import torch
 
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import Ranks
-from snapshot.io.process import gc_paused
 from snapshot.io.storage import Limits
+from snapshot.io.system import gc_paused
 from snapshot.manifest.document import ManifestPart, PartEntry, decode_part, encode
 from snapshot.plan.consensus import ConsensusReply, RankRecord, compare_records, settle_details
 from snapshot.plan.layout import FilePlan, make_plan, name_data_file
-from snapshot.save.collect import ReplicationRules
 from snapshot.save.commit import (
     RankManifest,
     build_document,
@@ -29,7 +28,7 @@ from snapshot.save.commit import (
     encode_for_leader,
     encode_own_part,
 )
-from snapshot.save.replication import RankShare, Replication, agree_on_replicas
+from snapshot.save.replication import RankShare, Replication, ReplicationRules, agree_on_replicas
 from snapshot.save.reuse import Unchanged
 from snapshot.save.writer import WrittenFile
 from snapshot.state.flatten import Flattened

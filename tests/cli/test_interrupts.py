@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from snapshot.io.process import hold_signals, unwind_on_signals
+from snapshot.io.system import hold_signals, unwind_on_signals
 
 
 def send(number: int) -> None:

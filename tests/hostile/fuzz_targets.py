@@ -28,12 +28,11 @@ with atheris.instrument_imports(include=["snapshot"]):
     from snapshot.io.storage import URL, Context, check_path
     from snapshot.loading.left_out import find_uncovered, requests_of
     from snapshot.loading.read_plan import ReadPlan
-    from snapshot.manifest.document import SnapshotMetadata, copy_manifest, decode_document
+    from snapshot.manifest.document import SnapshotMetadata, check_tree, copy_manifest, decode_document, find_locations
     from snapshot.manifest.entries import Container, TensorEntry
     from snapshot.manifest.rank_view import group_by_key, make_rank_view
-    from snapshot.manifest.validate import check_tree, find_locations
     from snapshot.plugins import memory
-    from snapshot.state.state_tree import inflate_tree
+    from snapshot.state.flatten import inflate_tree
 
 import torch
 

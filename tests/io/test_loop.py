@@ -14,7 +14,7 @@ from snapshot import Snapshot, SnapshotError, StateDict
 from snapshot.events import Event, add_handler, remove_handler
 from snapshot.io.aio import in_thread, run_inline, shielded
 from snapshot.io.loop import run, start
-from snapshot.io.process import gc_paused
+from snapshot.io.system import gc_paused
 
 
 def test_a_cancelled_work_is_done_only_when_its_cleaning_is():

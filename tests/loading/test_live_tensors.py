@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapshot.loading.aliasing import is_writable
+from snapshot.loading.live import is_writable
 from snapshot.loading.scatter import copy_into
 
 SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=3)

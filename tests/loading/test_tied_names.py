@@ -114,7 +114,7 @@ def written(folder, kind, state):
 @pytest.mark.parametrize("kind", ["dcp", "safetensors", "torch"])
 @pytest.mark.parametrize("of", ["module", "model state", "double", "named model"])
 def test_a_checkpoint_with_both_names_is_restored_if_their_bytes_are_equal(tmp_path, monkeypatch, kind, of):
-    monkeypatch.setattr("snapshot.loading.aliasing.COMPARED", 4)  # in several parts
+    monkeypatch.setattr("snapshot.loading.live.COMPARED", 4)  # in several parts
     if kind == "safetensors" and of != "module":
         pytest.skip("it has no names of statefuls")
     path, live = written(tmp_path, kind, Tied().state_dict()), Tied(seed=1)
@@ -132,7 +132,7 @@ def test_a_checkpoint_with_both_names_is_restored_if_their_bytes_are_equal(tmp_p
 
 @pytest.mark.parametrize("kind", ["dcp", "safetensors", "torch"])
 def test_a_checkpoint_with_both_names_is_an_error_if_their_bytes_differ(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr("snapshot.loading.aliasing.COMPARED", 4)
+    monkeypatch.setattr("snapshot.loading.live.COMPARED", 4)
     state = Tied().state_dict()
     state["head.weight"] = state["head.weight"].clone()
     state["head.weight"][4, 2] += 1

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from snapshot.io.url import URL
-from snapshot.save.take_options import TakeOptions, TakeRequest
+from snapshot.save.begin import TakeOptions, TakeRequest
 
 
 @pytest.mark.parametrize(

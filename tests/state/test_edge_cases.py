@@ -8,7 +8,7 @@ import torch
 
 from snapshot import CorruptSnapshotError, RNGState, Snapshot, SnapshotError, StateDict
 from snapshot.manifest.entries import TensorEntry
-from snapshot.state import tensor_leaves
+from snapshot.state import leaves
 from snapshot.state.flatten import Flattened
 from snapshot.tensors import composite, geometry
 from snapshot.tensors.geometry import Box, boxes_overlap
@@ -212,13 +212,11 @@ def test_a_default_device_changes_nothing():
 )
 def test_a_hostile_array_is_corrupt(dtype, shape, scalar):
     with pytest.raises(CorruptSnapshotError, match="s/a"):
-        tensor_leaves.rebuild_array("s/a", torch.zeros(8, dtype=torch.uint8), dtype, shape, order="C", scalar=scalar)
+        leaves.rebuild_array("s/a", torch.zeros(8, dtype=torch.uint8), dtype, shape, order="C", scalar=scalar)
 
 
 def test_elements_without_bytes_take_no_memory():
-    made = tensor_leaves.rebuild_array(
-        "s/a", torch.zeros(0, dtype=torch.uint8), "|V0", (1 << 40,), order="C", scalar=False
-    )
+    made = leaves.rebuild_array("s/a", torch.zeros(0, dtype=torch.uint8), "|V0", (1 << 40,), order="C", scalar=False)
     assert (made.shape, made.itemsize) == ((1 << 40,), 0)
 
 

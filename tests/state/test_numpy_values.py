@@ -103,19 +103,15 @@ def test_none_of_them_needs_a_pickle(name):
 
 def test_an_empty_text_of_an_earlier_version_is_read():
     """It was stored as one zero under a dtype of no width."""
-    from snapshot.state import tensor_leaves
+    from snapshot.state import leaves
 
     assert same(
         np.str_(""),
-        tensor_leaves.rebuild_array(
-            "p", tensor_leaves.wrap_array(np.zeros(4, np.uint8)), "<U0", (), order="C", scalar=True
-        ),
+        leaves.rebuild_array("p", leaves.wrap_array(np.zeros(4, np.uint8)), "<U0", (), order="C", scalar=True),
     )
     assert same(
         np.bytes_(b""),
-        tensor_leaves.rebuild_array(
-            "p", tensor_leaves.wrap_array(np.zeros(1, np.uint8)), "|S0", (), order="C", scalar=True
-        ),
+        leaves.rebuild_array("p", leaves.wrap_array(np.zeros(1, np.uint8)), "|S0", (), order="C", scalar=True),
     )
 
 

@@ -16,14 +16,15 @@ from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageNotFound
 from snapshot.events import warn
 from snapshot.io.aio import gather_limited
 from snapshot.io.loop import run
-from snapshot.io.process import gc_paused
 from snapshot.io.session import Session
+from snapshot.io.system import gc_paused
 from snapshot.manifest import document as d
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import FileEntry, ManifestPart, merge
 from snapshot.manifest.paths import decode_component, decode_key, encode_component, encode_key, find_tagged_keys
 from snapshot.manifest.rank_view import DEEPEST
 from snapshot.manifest.values import Entry, Scalar
+from snapshot.save.begin import encode_metadata
 from snapshot.save.commit import (
     RankDone,
     RankManifest,
@@ -32,11 +33,9 @@ from snapshot.save.commit import (
     own_part_path,
     shard_checksums,
 )
-from snapshot.save.take_options import encode_metadata
 from snapshot.save.transaction import Transaction
 from snapshot.save.writer import write_small
-from snapshot.state.flatten import Flattened
-from snapshot.state.state_tree import inflate_tree
+from snapshot.state.flatten import Flattened, inflate_tree
 from snapshot.tensors.digest import digest_range
 from snapshot.tensors.geometry import Box
 

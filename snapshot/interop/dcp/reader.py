@@ -36,19 +36,18 @@ from snapshot.events import emit, log
 from snapshot.interop.dcp.names import DcpNames, partial_entry, recall_names
 from snapshot.interop.dcp.writer import hide_secrets, rank_folder, storage_knows
 from snapshot.io.loop import run
-from snapshot.io.process import gc_paused
 from snapshot.io.session import Session
+from snapshot.io.system import gc_paused
 from snapshot.io.url import URL
-from snapshot.loading.class_binding import Binding
+from snapshot.loading.live import Binding
 from snapshot.loading.open import expect_files, open_document, read_from
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e
-from snapshot.manifest.document import OWN_FORMATS, Document
+from snapshot.manifest.document import OWN_FORMATS, Document, check_tensor, check_tree, find_locations
 from snapshot.manifest.rank_view import make_rank_view, suggest_names
-from snapshot.manifest.validate import check_tensor, check_tree, find_locations
 from snapshot.progress import Meter
 from snapshot.reports import RestoreIssues
-from snapshot.state.state_tree import inflate_tree
+from snapshot.state.flatten import inflate_tree
 from snapshot.tensors.geometry import Box, is_inside
 from snapshot.tensors.memory import BY_NAME
 

@@ -32,10 +32,9 @@ from snapshot.formats.dcp import put_notice
 from snapshot.interop.dcp.names import VERB, Keys, WrittenItems, flat_paths, join_and_commit, nested_paths
 from snapshot.io.aio import in_thread, shielded
 from snapshot.io.loop import finish_before_exit, run, start
-from snapshot.io.process import gc_paused
 from snapshot.io.registry import plugin_for
 from snapshot.io.session import Session
-from snapshot.io.system import PerProcess
+from snapshot.io.system import PerProcess, gc_paused
 from snapshot.io.url import URL
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import METADATA, merge
@@ -43,9 +42,8 @@ from snapshot.manifest.paths import encode_component
 from snapshot.plan.layout import name_data_file
 from snapshot.progress import unmetered
 from snapshot.save.begin import expect_at_path
-from snapshot.save.collect import report_pickles
 from snapshot.save.commit import RankManifest, build_entries
-from snapshot.save.replication import RankShare, Replication
+from snapshot.save.replication import RankShare, Replication, report_pickles
 from snapshot.save.reuse import Unchanged
 from snapshot.save.staging import Stager
 from snapshot.save.take import plan_writes
