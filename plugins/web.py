@@ -23,8 +23,7 @@ from snapshot.plugins.network.http import (
     released_response,
     status_fault,
 )
-from snapshot.plugins.objectstore.driver import Driver, Page
-from snapshot.plugins.objectstore.object_storage import ObjectStorage
+from snapshot.plugins.objectstore.object_storage import Driver, ObjectStorage, Page
 
 LIMITS = Limits(preferred_part=16 << 20, parallel_parts=8, merge_gap=1 << 20)
 

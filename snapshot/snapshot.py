@@ -46,7 +46,7 @@ from snapshot.signing.seal import Seal, seal_with, signer_of
 from snapshot.state.leaves import Prepare
 from snapshot.state.stateful import check_app_state
 from snapshot.takes import AppState, StartedTake, plan_take, run_take, shown_once, start_take
-from snapshot.tiers.deletion import delete_checkpoint
+from snapshot.tiers.facts import delete_checkpoint
 from snapshot.transform.verify import sign_files, verify_checkpoint
 
 if TYPE_CHECKING:

@@ -33,18 +33,21 @@ from snapshot.io.storage import (
 from snapshot.io.system import CLOEXEC, NO_LINKS, NOFOLLOW, WINDOWS, link, read_at, remove_file, replace_file
 from snapshot.plugins.file import files
 from snapshot.plugins.file.files import (
+    Folders,
+    LocalFileWriter,
     OpenFile,
     buffer_length,
     drop_cache,
     file_token,
     find_link,
+    list_files,
     lock_folder,
     read_regular,
+    share_file,
     skip_bytes,
     transfer_vectored,
     write_all,
 )
-from snapshot.plugins.file.folders import Folders, LocalFileWriter, list_files, share_file
 
 T = TypeVar("T")
 MiB = 1 << 20

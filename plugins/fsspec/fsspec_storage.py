@@ -30,12 +30,12 @@ from snapshot.io.storage import (
     check_path,
 )
 from snapshot.io.url import URL
-from snapshot.plugins.fsspec.chain import ConnectedChain
 from snapshot.plugins.fsspec.client import (
     CHUNK,
     LAST_WORDS,
     PREFIX,
     THREADS,
+    ConnectedChain,
     FsspecClient,
     Lane,
     modified_time,

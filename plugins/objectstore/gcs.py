@@ -33,8 +33,7 @@ from snapshot.plugins.network.http import (
     status_fault,
 )
 from snapshot.plugins.network.retry import Attempt, TransientError
-from snapshot.plugins.objectstore.driver import Driver, Page
-from snapshot.plugins.objectstore.object_storage import ObjectStorage
+from snapshot.plugins.objectstore.object_storage import Driver, ObjectStorage, Page
 
 MiB = 1 << 20
 LIMITS = Limits(

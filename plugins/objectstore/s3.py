@@ -40,8 +40,7 @@ from snapshot.plugins.network.http import (
     without_resending,
 )
 from snapshot.plugins.network.retry import Attempt, RetryPolicy, TransientError
-from snapshot.plugins.objectstore.driver import Driver, Page
-from snapshot.plugins.objectstore.object_storage import ObjectStorage
+from snapshot.plugins.objectstore.object_storage import Driver, ObjectStorage, Page
 
 # Requests to S3 by aiobotocore's client, which supports parts, conditions and streamed bodies.
 

@@ -14,9 +14,9 @@ from snapshot.errors import SnapshotNotFoundError
 from snapshot.io.loop import run as on_loop
 from snapshot.io.session import Session
 from snapshot.io.url import URL
-from snapshot.tiers.by_hand import find_runs
 from snapshot.tiers.facts import choose_attempt, read_facts
 from snapshot.tiers.timeline import Attempt, Copy, Facts, Line
+from snapshot.tiers.uploader_process import find_runs
 
 
 def add(verbs: Verbs) -> None:

@@ -35,12 +35,11 @@ from snapshot.manifest.document import ManifestHead, SnapshotMetadata
 from snapshot.plan.names import matcher
 from snapshot.snapshot import Snapshot
 from snapshot.text import counted, entries_text, size_text
-from snapshot.tiers.by_hand import find_runs, folder_of
-from snapshot.tiers.control import ControlClient, Request, StepStatus, UploaderError
+from snapshot.tiers.control import ANSWERS, ControlClient, Request, StepStatus, UploaderError
 from snapshot.tiers.near_steps import NearFolder, NearStep
 from snapshot.tiers.timeline import KEY, Line, Standing, origin_of
 from snapshot.tiers.upload_queue import MEANINGS, UploadState
-from snapshot.tiers.uploader_link import ANSWERS
+from snapshot.tiers.uploader_process import find_runs, folder_of
 
 # Steps of a run with near folders: where each of them is, as this host sees it.
 

@@ -13,8 +13,7 @@ from snapshot.cli.screen import ExitStatus, printable
 from snapshot.errors import SnapshotError
 from snapshot.events import log
 from snapshot.io.url import URL
-from snapshot.tiers.by_hand import find_runs, folder_of, upload_by_hand
-from snapshot.tiers.uploader_process import serve
+from snapshot.tiers.uploader_process import find_runs, folder_of, serve, upload_by_hand
 
 
 def add(verbs: Verbs) -> None:

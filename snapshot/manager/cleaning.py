@@ -21,8 +21,8 @@ from snapshot.manager.root import UNREADABLE as CANNOT_READ
 from snapshot.manager.root import Root, StepFolders, taken_of
 from snapshot.manifest.document import ManifestHead, NotOurs
 from snapshot.save import transaction
+from snapshot.tiers.facts import bury
 from snapshot.tiers.timeline import Standing, origin_of
-from snapshot.tiers.tombstones import bury
 
 Inspect = Callable[[Mapping[int, FileStat], Mapping[int, ManifestHead | SnapshotError]], None]
 PINNED, BUSY, IN_USE = "pinned", "a take may be running there", "in use"

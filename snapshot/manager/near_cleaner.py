@@ -9,11 +9,10 @@ from snapshot.manager.cleaner import Cleaner
 from snapshot.manager.incremental import find_needed
 from snapshot.manager.policies import Policy, Taken, reasons
 from snapshot.manager.root import Root, taken_of
-from snapshot.tiers.control import Request
+from snapshot.tiers.control import ANSWERS, Request
 from snapshot.tiers.near_steps import NearStep
 from snapshot.tiers.tier_set import TierSet
 from snapshot.tiers.upload_queue import UploadState
-from snapshot.tiers.uploader_link import ANSWERS
 
 
 class NearCleaner(Cleaner):

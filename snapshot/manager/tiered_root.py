@@ -20,15 +20,13 @@ from snapshot.manifest.document import ManifestHead
 from snapshot.reports import RestoreReport
 from snapshot.signing.seal import Seal
 from snapshot.snapshot import Snapshot
-from snapshot.tiers.census import CensusStep, HostView
-from snapshot.tiers.facts import limited
-from snapshot.tiers.far_packed import FarStorage
-from snapshot.tiers.join import Begun
-from snapshot.tiers.manifests import Keepers
-from snapshot.tiers.sources import FAR, MOST_KEEPERS, NEAR, PEER, Place, StepSources, place_of
+from snapshot.tiers.facts import is_buried, limited
+from snapshot.tiers.far_upload import FarStorage
+from snapshot.tiers.join import Begun, Keepers
+from snapshot.tiers.near_steps import CensusStep, HostView
+from snapshot.tiers.peers import FAR, MOST_KEEPERS, NEAR, PEER, Place, StepSources, place_of
 from snapshot.tiers.tier_set import TierSet
 from snapshot.tiers.timeline import NO_ORIGIN, Facts, Line, Origin, Parent, origin_of
-from snapshot.tiers.tombstones import is_buried
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

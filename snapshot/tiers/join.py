@@ -5,21 +5,23 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from snapshot.distributed.exchange import Exchange
-from snapshot.errors import BucketNotFoundError, RunDeletedError, RunForkedError, StorageError
+from snapshot.errors import BucketNotFoundError, RunDeletedError, RunForkedError, SnapshotError, StorageError
 from snapshot.events import log
 from snapshot.io.loop import run
 from snapshot.io.peers import host_of
+from snapshot.io.registry import open_storage
 from snapshot.io.session import Session
-from snapshot.io.storage import Storage
+from snapshot.io.storage import ANYTHING, Context, Storage
 from snapshot.io.url import URL
-from snapshot.tiers.control import Registration, UploaderError
+from snapshot.manifest.document import METADATA, decode_head
+from snapshot.tiers.control import Host, Registration, UploaderError, hosts_of, job_address
 from snapshot.tiers.facts import (
     TRIES,
     limited,
@@ -31,7 +33,7 @@ from snapshot.tiers.facts import (
     read_facts,
     store_copy,
 )
-from snapshot.tiers.hosts import Host, hosts_of, job_address
+from snapshot.tiers.near_steps import NearFolder
 from snapshot.tiers.timeline import (
     Attempt,
     Copy,
@@ -289,3 +291,39 @@ def _start(near: str, member: Membership) -> Ready:
         return Ready(address, "")
     except (OSError, UploaderError) as error:
         return Ready("", f"{member.folder}: {error}")
+
+
+Keepers = tuple[str, list[int]]
+"""The save id of a step, and the hosts that have its manifest."""
+
+
+def fetch_manifests(folder: NearFolder, member: Membership, manifests: Mapping[int, Keepers]) -> None:
+    """Fetch the manifests of steps whose files are in a host's folder without one, or with that of an older save."""
+    committed = folder.steps()
+    for step, (save_id, keepers) in manifests.items():
+        own = committed.get(step)
+        if (own is not None and own.save_id == save_id) or not any(save_id in name for name in folder.files(step)):
+            continue
+        near = Session(URL("near", folder.step_path(step)), None)
+        try:
+            for host in keepers:
+                data = read_manifest(member, step, host) if host != member.index else None
+                if data is not None and decode_head(data, METADATA).save_id == save_id:
+                    run(near.storage.put(METADATA, data, expect=ANYTHING))
+                    break
+        except SnapshotError as error:
+            log.info("step-%s: %s", step, error)
+        finally:
+            run(near.close())
+
+
+def read_manifest(member: Membership, step: int, host: int) -> bytes | None:
+    """Return the manifest of a step from another host. None if that host offers nothing."""
+    address = member.hosts[host].address
+    if not address:
+        return None
+    storage = open_storage(URL.parse(f"peer://{address}/step-{step}"), {"secret": member.secret}, Context())
+    try:
+        return run(storage.get(METADATA))
+    finally:
+        run(storage.close())

@@ -1,23 +1,48 @@
-"""The steps in a host's folder: which snapshot each is, and which of its files are here.
-
-Plain system calls: the folder is local. Files are removed by the id of their save, since a take of the same step may
-be running, whose claim is on another host.
-"""
+"""Near steps: the folder of a run on a host, the census of all hosts' steps, and reads of their files."""
 
 from __future__ import annotations
 
 import os
 import re
+import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
 
 from snapshot.errors import SnapshotError
 from snapshot.events import log
-from snapshot.manifest.document import METADATA, NEWEST_FORMAT, ManifestHead, decode_head
+from snapshot.io.aio import gather_limited
+from snapshot.io.session import Session
+from snapshot.io.storage import Storage
+from snapshot.loading.open import read_parts
+from snapshot.manifest.document import (
+    METADATA,
+    NEWEST_FORMAT,
+    Document,
+    ManifestHead,
+    ManifestPart,
+    PartEntry,
+    decode_head,
+)
+from snapshot.plan.layout import FilePlan
+from snapshot.progress import unmetered
+from snapshot.save.compression import Packing
 from snapshot.save.transaction import belongs_to, save_id_of
-from snapshot.tiers.timeline import Origin, origin_of
+from snapshot.save.writer import Writer
+from snapshot.tensors.digest import RunningDigest
+from snapshot.tiers.timeline import NO_ORIGIN, Line, Origin, Standing, origin_of
+from snapshot.transform.sources import (
+    CheckedRange,
+    CopiedFile,
+    PlainDigest,
+    ReadAhead,
+    checked_files,
+    copy_files_through,
+)
 
 PINNED = ".pinned"
 """File in a step's folder that protects it from removal. It belongs to no snapshot, so clean-up leaves it."""
@@ -173,3 +198,183 @@ class NearFolder:
 def _unlink(path: str) -> None:
     with suppress(FileNotFoundError):
         os.unlink(path)
+
+
+class StepView(msgspec.Struct, array_like=True):
+    """A step in the folder of one host."""
+
+    step: int
+    save_id: str
+    """The snapshot whose manifest is here; empty if there is none."""
+    origin: tuple[str, int, str, int, bool]
+    files: dict[str, int]
+    """The data files that are here."""
+
+
+class HostView(msgspec.Struct, array_like=True):
+    """The steps of one host."""
+
+    key: str
+    steps: list[StepView] = []
+
+
+def view_of(folder: NearFolder, key: str) -> HostView:
+    """Return the view of a host's folder."""
+    committed, views = folder.steps(), []
+    for step in sorted(folder.folders()):
+        found = committed.get(step)
+        files = folder.files(step)
+        if found is not None:
+            views.append(StepView(step, found.save_id, (*found.origin,), files))
+        elif files:
+            views.append(StepView(step, "", (*NO_ORIGIN,), files))
+    return HostView(key, views)
+
+
+@dataclass
+class CensusStep:
+    """A snapshot of a step, with the hosts that have its files."""
+
+    step: int
+    save_id: str
+    origin: Origin
+    keepers: set[int] = field(default_factory=set)
+    """Hosts that have the manifest, by their positions."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """The files that the snapshot must have, by its manifest."""
+    holders: dict[str, list[int]] = field(default_factory=dict)
+    """Hosts that have each file with its right size."""
+
+    @property
+    def missing(self) -> list[str]:
+        """The files that no host has."""
+        return [name for name in self.sizes if not self.holders.get(name)]
+
+    @property
+    def replicas(self) -> int:
+        """The number of further hosts that have each file: the lowest one. -1 if a file is missing."""
+        return min((len(self.holders.get(name, ())) for name in self.sizes), default=1) - 1
+
+
+def take_census(
+    views: Sequence[HostView], line: Line, sizes_of: Callable[[CensusStep], dict[str, int]]
+) -> list[CensusStep]:
+    """Return the snapshots on the line of a run, with the holders of their files.
+
+    There is one for each step: the newest. `sizes_of` reads the manifest of one; it is empty if no host can read it.
+
+    >>> a = HostView("a", [StepView(1, "s", ("r", 1, "t", 1, False), {"x": 1})])
+    >>> b = HostView("b", [StepView(1, "", ("", 0, "", 0, False), {"x": 1, "y": 2})])
+    >>> from snapshot.tiers.timeline import Attempt, Facts
+    >>> line = Line(Facts(1, (Attempt("t", "r", 1),)))
+    >>> [found] = take_census([a, b], line, lambda step: {"x": 1, "y": 2})
+    >>> found.step, found.missing, found.replicas
+    (1, [], 0)
+    """
+    best: dict[int, CensusStep] = {}
+    for at, view in enumerate(views):
+        for each in view.steps:
+            origin = Origin(*each.origin)
+            if not origin.attempt or line.standing(each.step, each.save_id, origin) != Standing.ON:
+                continue
+            known = best.get(each.step)
+            if known is None or line.age(origin) > line.age(known.origin):
+                known = best[each.step] = CensusStep(each.step, each.save_id, origin)
+            if known.save_id == each.save_id:
+                known.keepers.add(at)
+    for known in best.values():
+        known.sizes = sizes_of(known)
+    for at, view in enumerate(views):
+        for each in view.steps:
+            if (known := best.get(each.step)) is not None:
+                for name, size in each.files.items():
+                    if known.sizes.get(name) == size:
+                        known.holders.setdefault(name, []).append(at)
+    return [each for each in best.values() if each.sizes]
+
+
+PIECE = 4 << 20
+"""Bytes that are read at once to verify a file: a multiple of a digest's block."""
+AT_ONCE = 4
+"""Files that are copied in parallel. A failure of one leaves those that are finished."""
+
+
+def aside_of(location: str) -> str:
+    """Return a name for a file until it is whole. No other process uses it."""
+    folder, _, name = location.rpartition("/")
+    return f"{folder}/.{name}.{secrets.token_hex(4)}.aside"
+
+
+async def describe_files(session: Session, document: Document, locations: Sequence[str]) -> list[CopiedFile]:
+    """Return files of a step with the digests that their bytes must have.
+
+    Those of a rank with a part of the manifest need that part in the session's storage.
+    """
+    wanted = set(locations)
+    parts = [each for each in document.parts if each.location in wanted]
+    ranks = {rank_of(each) for each in locations}
+    needed = [each for each in document.parts if rank_of(each.location) in ranks]
+    held: list[ManifestPart] = await read_parts(session, needed) if wanted - {each.location for each in parts} else []
+    data = {each: None for each in locations if each in document.files}
+    files = checked_files(document, held, data, url=session.url, verify=True) if data else []
+    return [*map(described_part, parts), *files]
+
+
+def described_part(part: PartEntry) -> CopiedFile:
+    """Return a part of a manifest as a file to copy."""
+    return CopiedFile(part.location, part.size, None, (CheckedRange(part.location, 0, part.size, part.digest, True),))
+
+
+def rank_of(location: str) -> str:
+    """Return the rank in the name of a data file."""
+    return location.partition("-")[2].partition("-")[0].partition(".")[0]
+
+
+async def copy_verified(
+    source: Session,
+    target: Session,
+    files: Sequence[CopiedFile],
+    progress: Callable[[int], None] = unmetered,
+    *,
+    pack: Callable[[CopiedFile], Coroutine[Any, Any, Packing | None]] | None = None,
+) -> None:
+    """Copy files and compare all bytes with their digests. A file has its name only when it is whole.
+
+    `pack` returns the compression of a file.
+    """
+    renames = target.storage.capabilities.renames
+
+    async def one(file: CopiedFile) -> None:
+        name = aside_of(file.location) if renames else file.location
+
+        async def write(writer: Writer, plans: Sequence[FilePlan], ahead: ReadAhead | None) -> object:
+            return await writer.write(plans, [name], ahead)
+
+        packing = await pack(file) if pack is not None else None
+        await copy_files_through(source, target, [file], progress, write, packing=packing)
+        if renames:
+            await target.storage.rename(name, file.location)
+
+    await gather_limited(files, one, AT_ONCE)
+    await target.storage.settle()
+
+
+async def is_intact(storage: Storage, file: CopiedFile) -> bool:
+    """Read a file, and return True if all of its bytes match their digests."""
+    view = memoryview(bytearray(min(PIECE, max(1, file.size))))
+    for each in file.ranges:
+        digest = PlainDigest() if each.plain else RunningDigest()
+        for begin in range(each.begin, each.end, len(view)):
+            piece = view[: min(len(view), each.end - begin)]
+            await storage.read_into(file.location, begin, [piece])
+            digest.update(piece)
+        if each.digest is not None and digest.finish()[0] != each.digest:
+            return False
+    return True
+
+
+async def remove_asides(storage: Storage) -> None:
+    """Remove files that were never finished. No other process may be writing to this storage."""
+    with suppress(SnapshotError):
+        left = [each for each in await storage.list("data/") if each.endswith(".aside")]
+        await storage.delete(left)

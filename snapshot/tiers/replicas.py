@@ -13,11 +13,9 @@ from snapshot.io.session import Session
 from snapshot.io.storage import ABSENT
 from snapshot.io.url import URL
 from snapshot.manifest.document import METADATA, Document, decode_document
-from snapshot.tiers.control import Registration, Status, decode_status
-from snapshot.tiers.far_packed import FarStorage
-from snapshot.tiers.fetch import copy_verified, describe_files, is_intact
-from snapshot.tiers.hosts import partners
-from snapshot.tiers.near_steps import PULLED, NearFolder, NearStep
+from snapshot.tiers.control import Registration, Status, decode_status, partners
+from snapshot.tiers.far_upload import FarStorage
+from snapshot.tiers.near_steps import PULLED, NearFolder, NearStep, copy_verified, describe_files, is_intact
 
 
 class Replicas:

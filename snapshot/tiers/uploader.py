@@ -18,9 +18,8 @@ from snapshot.events import emit, log
 from snapshot.io.loop import run
 from snapshot.tiers.control import Registration, Request, Status, StepStatus
 from snapshot.tiers.facts import read_copy, store_copy, sync_facts
-from snapshot.tiers.far_upload import FarUpload, Outdated, Undecided, is_begun
+from snapshot.tiers.far_upload import FarUpload, OpenUploads, Outdated, Undecided, is_begun
 from snapshot.tiers.near_steps import NearFolder, NearStep
-from snapshot.tiers.open_uploads import OpenUploads
 from snapshot.tiers.replicas import Replicas, heal_step
 from snapshot.tiers.timeline import Attempt, Facts, Line, Standing
 from snapshot.tiers.upload_queue import Act, Action, QueueView, UploadState, dropped_steps, next_action, wanted_steps

@@ -22,11 +22,9 @@ import xxhash
 
 from snapshot import Near, Snapshot, SnapshotManager, StateDict
 from snapshot.io.url import URL
-from snapshot.tiers.census import HostView, StepView, take_census
-from snapshot.tiers.hosts import Host
-from snapshot.tiers.near_steps import NearFolder
-from snapshot.tiers.peer_server import PeerServer
-from snapshot.tiers.sources import Place, StepSources
+from snapshot.tiers.control import Host
+from snapshot.tiers.near_steps import HostView, NearFolder, StepView, take_census
+from snapshot.tiers.peers import PeerServer, Place, StepSources
 from snapshot.tiers.timeline import Attempt, Facts, Line
 
 MEMORY = "/dev/shm"

@@ -9,7 +9,7 @@ import threading
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from snapshot import CorruptSnapshotError, Snapshot, SnapshotNotFoundError
-from snapshot.plugins.file import folders
+from snapshot.plugins.file import files as plugin_files
 from snapshot.testing import Log, Tap, tapped
 from tests.faults.shared_folder import OURS, Place, files, fresh, state, take
 
@@ -56,7 +56,7 @@ def half_a_write():
         plain(descriptor, data[: len(data) // 2])
         die()
 
-    os.pwritev = folders.write_at = half
+    os.pwritev = plugin_files.write_at = half
     os.write = half_of_one
 
 

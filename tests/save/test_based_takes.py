@@ -245,7 +245,7 @@ def test_every_refusal_to_share_falls_back_to_writing(tmp_path, monkeypatch, num
         link(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr("snapshot.plugins.file.folders.fcntl.ioctl", refuse)
+        patch.setattr("snapshot.plugins.file.files.fcntl.ioctl", refuse)
         patch.setattr("os.copy_file_range", refuse)
         patch.setattr("os.link", refuse)
         made = getattr(Snapshot, verb)(tmp_path / "b", run.state, base=base)

@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 
 from snapshot import Near, SnapshotManager, StateDict
-from snapshot.tiers.by_hand import find_runs, folder_of, upload_by_hand
 from snapshot.tiers.control import ControlClient, Request, UploaderError
-from snapshot.tiers.uploader_process import lock_folder
+from snapshot.tiers.uploader_process import find_runs, folder_of, lock_folder, upload_by_hand
 
 ELEMENTS = 4000
 OF_NEAR = {"keep_near", "upload", "replicas", "rate", "upload_compression", "grace"}

@@ -23,12 +23,11 @@ from snapshot.manager import at_exit
 from snapshot.manager.cleaner import Cleaner
 from snapshot.plugins.file.file_storage import FileStorage
 from snapshot.save.begin import TakeSlots
-from snapshot.tiers import join, tier_set, uploader_link
-from snapshot.tiers.control import Request, UploaderError, UploaderHungError, decode_status
-from snapshot.tiers.peer_server import PeerServer
+from snapshot.tiers import control, join, tier_set
+from snapshot.tiers.control import SILENT, Request, UploaderError, UploaderHungError, decode_status
+from snapshot.tiers.peers import PeerServer
 from snapshot.tiers.upload_queue import Act
 from snapshot.tiers.uploader import Uploader
-from snapshot.tiers.uploader_link import SILENT
 from snapshot.tiers.uploader_process import HANGS, LINGER, LISTENED, OFFERED, _known_address, _listen_again
 from tests.tiers.jobs import with_near
 
@@ -465,9 +464,9 @@ class Machines:
         for module in (join, tier_set):
             self._patch(module, "ensure_uploader", self.ensure)
         threads = SimpleNamespace(Thread=Background, Lock=Lock, Event=threading.Event)
-        self._patch(uploader_link, "threading", threads)
-        self._patch(uploader_link, "os", SimpleNamespace(kill=self.kill))
-        self._patch(uploader_link, "pid_in", lambda _: None)
+        self._patch(control, "threading", threads)
+        self._patch(control, "os", SimpleNamespace(kill=self.kill))
+        self._patch(control, "pid_in", lambda _: None)
         self._patch(Cleaner, "_request", request)
         self._patch(exchange.Exchange, "_guard", guard)
         self._patch(exchange.Exchange, "_wait", wait)

@@ -17,10 +17,8 @@ from snapshot.io.session import Session
 from snapshot.io.url import URL
 from snapshot.loading.open import UnpackingStorage, open_document
 from snapshot.tensors.digest import digest_range
-from snapshot.tiers.far_packed import FarStorage, PackedUploads, read_notes
-from snapshot.tiers.far_upload import FarUpload
-from snapshot.tiers.fetch import copy_verified, describe_files
-from snapshot.tiers.near_steps import NearFolder
+from snapshot.tiers.far_upload import FarStorage, FarUpload, PackedUploads, read_notes
+from snapshot.tiers.near_steps import NearFolder, copy_verified, describe_files
 from snapshot.tiers.timeline import Facts
 from tests.tiers.jobs import data_files, flip, holds, manager_of, rank, stop_uploaders
 from tests.tiers.jobs import state as job_state
@@ -139,7 +137,7 @@ def test_a_file_is_sent_as_it_is_if_the_near_folder_has_no_room_to_compress_it(t
     near, target = Session(URL("near", str(tmp_path / "near")), None), Session(URL.parse(str(tmp_path / "far")), None)
     packed = PackedUploads(near, target)
     packed._memory = MemoryBudget(1 << 20)
-    monkeypatch.setattr("snapshot.tiers.far_packed._has_room", lambda *_: False)
+    monkeypatch.setattr("snapshot.tiers.far_upload._has_room", lambda *_: False)
     try:
         document = run(open_document(near))
         (name,) = [name for name in document.files if name.endswith("safetensors")]

@@ -13,7 +13,7 @@ from snapshot.io.registry import open_storage
 from snapshot.io.storage import Context
 from snapshot.io.url import URL
 from snapshot.testing import StorageTests
-from snapshot.tiers.peer_server import PeerServer
+from snapshot.tiers.peers import PeerServer
 
 NAME = "data/0123456789ab-0-0.safetensors"
 CONTENT = os.urandom(3 << 20)

@@ -5,8 +5,7 @@ import torch
 
 from snapshot import Snapshot, StateDict
 from snapshot.tiers import uploader as uploader_module
-from snapshot.tiers.control import Registration, Request
-from snapshot.tiers.hosts import Host
+from snapshot.tiers.control import Host, Registration, Request
 from snapshot.tiers.timeline import KEY, Attempt, Facts, Origin, Parent
 from snapshot.tiers.upload_queue import Act, UploadState
 from snapshot.tiers.uploader import Uploader

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from snapshot.tiers.census import HostView, StepView, take_census
-from snapshot.tiers.hosts import hosts_of, job_address, partners
+from snapshot.tiers.control import hosts_of, job_address, partners
+from snapshot.tiers.near_steps import HostView, StepView, take_census
 from snapshot.tiers.timeline import NO_ORIGIN, Attempt, Facts, Line, Parent, origin_of
 from snapshot.tiers.upload_queue import (
     MOST_QUEUED,

@@ -17,10 +17,8 @@ from snapshot.io.registry import open_storage
 from snapshot.io.storage import Context
 from snapshot.io.url import URL
 from snapshot.tiers import tier_set, uploader_process
-from snapshot.tiers.census import CensusStep
-from snapshot.tiers.control import pid_in
-from snapshot.tiers.hosts import Host
-from snapshot.tiers.near_steps import NearFolder
+from snapshot.tiers.control import Host, pid_in
+from snapshot.tiers.near_steps import CensusStep, NearFolder
 from snapshot.tiers.tier_set import TierSet
 from snapshot.tiers.timeline import NO_ORIGIN
 from tests.tiers.jobs import ask, manager_of, rank, runs_in, state, until

@@ -16,10 +16,10 @@ from snapshot.errors import CorruptSnapshotError, RankError, RunDeletedError, Ru
 from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.io.url import URL
-from snapshot.tiers.by_hand import find_runs, folder_of, upload_by_hand
 from snapshot.tiers.facts import choose_attempt
-from snapshot.tiers.far_steps import FarError
+from snapshot.tiers.tier_set import FarError
 from snapshot.tiers.upload_queue import LOOKS
+from snapshot.tiers.uploader_process import find_runs, folder_of, upload_by_hand
 from tests.tiers.one_process import Job, Killed
 from tests.tiers.oracle import Take, Wrong, flipped
 from tests.tiers.watched_run import WatchedRun
