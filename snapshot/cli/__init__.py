@@ -20,9 +20,8 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from snapshot.cli.arguments import Run
+from snapshot.cli.arguments import VERBS, Run
 from snapshot.cli.screen import ExitStatus, complain, printable
-from snapshot.cli.verbs import VERBS
 from snapshot.errors import SnapshotError
 from snapshot.io.system import unwind_on_signals
 

@@ -1,1 +1,0 @@
-"""Storage plugins, imported as `snapshot.plugins`. The core never imports this package but through the registry."""

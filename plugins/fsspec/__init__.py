@@ -1,1 +1,0 @@
-"""File systems of fsspec: SFTP, WebDAV, Hugging Face, archives, caches, and chains of them."""

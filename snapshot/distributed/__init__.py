@@ -1,1 +1,0 @@
-"""Ranks: the participants of an operation, and how they agree."""

@@ -1,1 +1,0 @@
-"""Checkpoint APIs of other libraries, implemented with this library's engine."""

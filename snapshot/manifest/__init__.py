@@ -1,1 +1,0 @@
-"""Contents of a manifest: entries, the document with the entries, and their validation."""

@@ -1,1 +1,0 @@
-"""Tensor maps: recipes that turn the tensors of one layout into those of another."""

@@ -1,1 +1,0 @@
-"""Pure functions that plan writes and reads, without I/O, clock, ranks or storage."""

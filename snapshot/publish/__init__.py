@@ -1,1 +1,0 @@
-"""Weights from a training loop into inference engines, through a store."""

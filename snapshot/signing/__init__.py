@@ -1,1 +1,0 @@
-"""Signatures: who wrote a snapshot, proven for every byte that is read."""

@@ -1,1 +1,0 @@
-"""Tensors as bytes: their memory, their names on storage, and their digests."""
