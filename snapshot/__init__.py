@@ -171,7 +171,10 @@ def __getattr__(name: str) -> Any:
         return import_module("snapshot.text").VERSION
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
+    from snapshot.io.system import gc_paused
+
+    with gc_paused():  # torch's objects are many: one collection takes longer than all imports, and finds nothing
+        value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 

@@ -23,7 +23,6 @@ from snapshot.loading.read_object import read_object, read_state_dict
 from snapshot.loading.restore import Restore
 from snapshot.manifest.document import Document, SnapshotMetadata, copy_manifest
 from snapshot.manifest.values import Entry
-from snapshot.maps.tensor_map import TensorMap
 from snapshot.options import moved_names
 from snapshot.pending import PendingTake
 from snapshot.plan.layout import SavePlan
@@ -46,13 +45,12 @@ from snapshot.signing.seal import Seal, seal_with, signer_of
 from snapshot.state.leaves import Prepare
 from snapshot.state.stateful import check_app_state
 from snapshot.takes import AppState, StartedTake, plan_take, run_take, shown_once, start_take
-from snapshot.tiers.facts import delete_checkpoint
-from snapshot.transform.verify import sign_files, verify_checkpoint
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
+    from snapshot.maps.tensor_map import TensorMap
     from snapshot.transform.target import Target
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -682,6 +680,8 @@ class Snapshot:
         >>> bool(snapshot.verify())
         True
         """
+        from snapshot.transform.verify import verify_checkpoint
+
         with operation(
             "verify", self._url, pg=self.pg, ranks=ranks, budget=memory_budget_bytes, progress=progress
         ) as op:
@@ -704,6 +704,8 @@ class Snapshot:
             CorruptSnapshotError: A byte does not match its digest; nothing was signed.
             MissingExtraError: cryptography is not installed.
         """
+        from snapshot.transform.verify import sign_files
+
         signer = load_signer(key, "key", private=True)
         with operation("sign", self._url, budget=memory_budget_bytes, progress=progress) as op:
             return sign_files(op, self.location, signer)
@@ -879,6 +881,8 @@ class Snapshot:
 
         The manifest is deleted first, so an interrupted deletion leaves no partial snapshot.
         """
+        from snapshot.tiers.facts import delete_checkpoint
+
         self._use(delete_checkpoint)
         self._document = None
         emit("deleted", "delete", str(self._url))

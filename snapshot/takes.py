@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import os
-import random
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import msgspec
-
-from snapshot.distributed.exchange import Exchange, solo_exchange
+from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import ranks_of
 from snapshot.errors import (
     CorruptSnapshotError,
@@ -28,10 +24,8 @@ from snapshot.io.loop import LoopFuture, refuse_on_loop, run
 from snapshot.io.session import Session
 from snapshot.io.system import gc_paused
 from snapshot.io.url import URL, Location, locate_source, select_server
-from snapshot.loading.left_out import attach_base, requests_of
-from snapshot.loading.open import UnpackingStorage, open_document, read_stored, read_unpacked
-from snapshot.loading.scatter import ReadRequest
-from snapshot.manifest.document import FORMAT, Document
+from snapshot.loading.left_out import attach_base
+from snapshot.loading.open import UnpackingStorage, open_document
 from snapshot.options import Settings
 from snapshot.plan.layout import SavePlan
 from snapshot.progress import Meter, ProgressArgument
@@ -39,7 +33,6 @@ from snapshot.reports import TakeReport
 from snapshot.save.background_take import BackgroundTake, LateCopies, PendingCopy
 from snapshot.save.base_files import Base, Comparer, open_base
 from snapshot.save.begin import TakeOpening, TakeRequest, begin_take, open_dry_run, session_for_take, take_slots
-from snapshot.save.commit import RankManifest
 from snapshot.save.compression import choose_packing
 from snapshot.save.replication import RankShare, collect_rank_share
 from snapshot.save.reuse import FileSharing, Unchanged, group_leaves, omit_frozen
@@ -49,9 +42,6 @@ from snapshot.save.transaction import committed_save_id
 from snapshot.signing.seal import OptionalSeal, SignedStorage
 from snapshot.state.model_state import find_frozen
 from snapshot.state.stateful import Stateful, check_app_state
-from snapshot.text import listed
-from snapshot.transform.verify import Stretch, Verification, cut_requests
-from snapshot.worker.client import expect_reachable, writer_process
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -167,60 +157,13 @@ def _close(session: Session) -> None:
     run(session.close())
 
 
-# Read-back verification of written bytes before the commit, to detect bits that flipped on the way to storage.
-
-PIECE = 4 << 20
-"""Bytes that are read together if only a sample is read."""
-
-
 def verify_written(share: float, verb: str) -> Verify | None:
     """Return a function that reads a fraction of the written bytes back before a commit; None for a fraction of 0."""
-    return partial(expect_written, share=share, verb=verb) if share else None
+    if not share:
+        return None
+    from snapshot.transform.verify import expect_read_back  # only such takes pay for this import
 
-
-async def expect_written(session: Session, described: RankManifest, *, share: float, verb: str) -> None:
-    """Read back a fraction of the bytes that this process wrote. Raise if any byte differs.
-
-    Files that are shared with a base were read before they were shared.
-    """
-    files, manifest = described.files, {**described.shared, **described.own}
-    written = {location: file for location, file in files.items() if not (file.in_base or file.age)}
-    storage = session.storage
-    await storage.drop_caches(list(written))
-    read_unpacked(session, written)
-    document = Document(FORMAT, "", "", 1, "", "", msgspec.Raw(b"{}"), written, [], manifest)
-    verification = Verification(session, document, Meter(verb, None), solo_exchange(verb))
-    requests = requests_of([manifest, {}], files, verification.faults)
-    everything = verification.everything([each for each in requests if each.location in written], {}, {})
-    chosen = everything if share == 1.0 else _sample(everything, share)
-    try:
-        await verification.look(chosen, lambda _: None)
-    finally:
-        read_stored(session)
-    faults = list(dict.fromkeys(verification.faults))
-    if faults:
-        raise CorruptSnapshotError(
-            f"{session.url}: {len(faults)} of the ranges that were read back do not match their digests, so nothing "
-            f"was committed:{listed(faults)}",
-            faults=faults,
-        )
-    emit("read_back", verb, str(session.url), bytes=chosen.nbytes)
-
-
-def _sample(everything: Stretch, share: float) -> Stretch:
-    """Choose random pieces: the given fraction of each file, and at least one."""
-    pieces: dict[str, list[ReadRequest]] = defaultdict(list)
-    for request in cut_requests((*everything.plain, *everything.requests), PIECE):
-        pieces[request.location].append(request)
-    made = Stretch()
-    for held in pieces.values():
-        for request in _choose_pieces(held, share):
-            made.add(request)
-    return made
-
-
-def _choose_pieces(pieces: Sequence[ReadRequest], share: float) -> list[ReadRequest]:
-    return random.SystemRandom().sample(pieces, max(1, round(share * len(pieces))))
+    return partial(expect_read_back, share=share, verb=verb)
 
 
 # The steps of a take, in order: in the foreground, in the background, and as a plan without writing.
@@ -322,6 +265,8 @@ def start_take(
         check_app_state(app_state)
         sink = None
         if options.worker == "process":
+            from snapshot.worker.client import expect_reachable, writer_process  # only such takes pay for this import
+
             expect_reachable(URL.parse(os.fspath(path)), options.storage_options)
             sink = writer_process()
         meter = Meter("async_take", shown_once(options.progress, pg))

@@ -33,8 +33,7 @@ from snapshot.errors import (
     UnsupportedFormatError,
 )
 from snapshot.events import emit
-from snapshot.formats import torchsnapshot, zip_archive
-from snapshot.formats.detect import find_checkpoint
+from snapshot.formats import zip_archive
 from snapshot.formats.foreign import (
     LINKLESS,
     ForeignDocument,
@@ -324,9 +323,7 @@ async def open_main(session: Session) -> Document:
                 "format is read"
             ) from error
         with gc_paused():
-            found = await find_checkpoint(
-                session.url, session.storage, session.open_beside, session.settings.manifest_bytes
-            )
+            found = await find_foreign(session)
         if found is None and not isinstance(error, StorageNotFoundError):
             raise
         if found is None:
@@ -334,6 +331,13 @@ async def open_main(session: Session) -> Document:
         document = found
     await read_from(session, document)
     return document
+
+
+async def find_foreign(session: Session) -> ForeignDocument | None:
+    """Return the checkpoint of another library that is here; None if there is none that its readers know."""
+    from snapshot.formats.detect import find_checkpoint  # with the readers of all formats, which are rarely needed
+
+    return await find_checkpoint(session.url, session.storage, session.open_beside, session.settings.manifest_bytes)
 
 
 async def checkpoint_exists(session: Session) -> bool:
@@ -346,9 +350,7 @@ async def checkpoint_exists(session: Session) -> bool:
         if session.seal is not None:
             return False
         try:
-            found = await find_checkpoint(
-                session.url, session.storage, session.open_beside, session.settings.manifest_bytes
-            )
+            found = await find_foreign(session)
         except (CorruptSnapshotError, UnsupportedFormatError, UnsafeObjectError):
             return False  # it cannot be opened
         if found is None and not isinstance(error, StorageNotFoundError):
@@ -360,10 +362,7 @@ async def checkpoint_exists(session: Session) -> bool:
 async def is_foreign(session: Session) -> bool:
     """Return True if another library's checkpoint is here, without a manifest."""
     try:
-        return (
-            await find_checkpoint(session.url, session.storage, session.open_beside, session.settings.manifest_bytes)
-            is not None
-        )
+        return await find_foreign(session) is not None
     except (CorruptSnapshotError, UnknownFormatError):
         return False
     except (UnsupportedFormatError, UnsafeObjectError):
@@ -396,6 +395,8 @@ async def read_manifest(session: Session) -> bytes:
 async def _decode_manifest(session: Session) -> Document:
     data = await read_manifest(session)
     if data.lstrip()[:1] != b"{" or b'"format"' not in data[:256]:
+        from snapshot.formats import torchsnapshot
+
         found = await torchsnapshot.describe_snapshot(session.storage, data)
         found.place = session.url
         return found

@@ -442,14 +442,19 @@ class StoredObject(NamedTuple):
 
 # Random number generators
 
-_BITS: dict[str, type[np.random.BitGenerator]] = {
-    each.__name__: each
-    for each in (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64)
-}
+_BITS = {"MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"}
+"""Names of NumPy's bit generators. `numpy.random` is imported only for values that need it."""
 _MOST_WORDS = 64
 """Maximum length of a seed: one from a file must not take much memory or time."""
 _LIMITS = {"pos": 624, "buffer_pos": 4, "has_uint32": 1, "has_gauss": 1, "uinteger": (1 << 32) - 1}
 """Largest values of numbers that NumPy does not check. Beyond them it reads memory that is not its own."""
+
+
+def find_bit_generator(name: Any) -> type[np.random.BitGenerator]:
+    """Return the class of a bit generator. Raise KeyError for an unknown name."""
+    if not isinstance(name, str) or name not in _BITS:
+        raise KeyError(name)
+    return getattr(np.random, name)  # type: ignore[no-any-return]
 
 
 def _plain(value: Any) -> Any:
@@ -493,7 +498,7 @@ def _words(value: Any) -> Any:
 
 
 def _make_bits(found: Any, seed: Any) -> np.random.BitGenerator:
-    kind = _BITS[found["bit_generator"]]
+    kind = find_bit_generator(found["bit_generator"])
     state = _bits_state(found, kind)
     made: Any = kind(seed)
     made.state = state
@@ -505,7 +510,8 @@ def _make_bits(found: Any, seed: Any) -> np.random.BitGenerator:
 def _read_generator(value: np.random.Generator) -> dict[str, Any] | None:
     bits = value.bit_generator
     seed = bits.seed_seq
-    if _BITS.get(type(bits).__name__) is not type(bits) or type(seed) is not np.random.SeedSequence:
+    kind = type(bits).__name__
+    if kind not in _BITS or type(bits) is not find_bit_generator(kind) or type(seed) is not np.random.SeedSequence:
         return None
     found = {"bits": _plain(bits.state), "seed": _plain(seed.state)}
     try:
@@ -540,7 +546,7 @@ def _read_random_state(value: np.random.RandomState) -> dict[str, Any] | None:
 
 def _make_random_state(found: Any) -> Any:
     bits = found["bits"]
-    kind = _BITS[bits["bit_generator"]]
+    kind = find_bit_generator(bits["bit_generator"])
     state = _bits_state(bits, kind)
     made: Any = np.random.RandomState(kind(0))
     made.set_state(state)
@@ -567,21 +573,28 @@ def _make_python_random(found: Any) -> Any:
 def _fill_numpy(live: Any, made: Any) -> None:
     if isinstance(made, np.random.RandomState):
         state: Any = made.get_state(legacy=False)
-        live.__init__(_BITS[state["bit_generator"]](0))
+        live.__init__(find_bit_generator(state["bit_generator"])(0))
         live.set_state(state)
     else:
         live.__init__(made.bit_generator)  # how NumPy's own __setstate__ replaces the bit generator
 
 
 _Reader = Callable[[Any], dict[str, Any] | None]
-_GENERATORS: dict[str, tuple[type, _Reader, Callable[[Any], Any]]] = {
-    "numpy.random.Generator": (np.random.Generator, _read_generator, _make_generator),
-    "numpy.random.RandomState": (np.random.RandomState, _read_random_state, _make_random_state),
-    "random.Random": (random.Random, _read_python_random, _make_python_random),
+_GENERATORS: dict[str, tuple[_Reader, Callable[[Any], Any]]] = {
+    "numpy.random.Generator": (_read_generator, _make_generator),
+    "numpy.random.RandomState": (_read_random_state, _make_random_state),
+    "random.Random": (_read_python_random, _make_python_random),
 }
-_KINDS = {kind: name for name, (kind, _, _) in _GENERATORS.items()}
-KNOWN_TYPES = (*NAMESPACES, *_KINDS)
-"""Exact types that need no pickle."""
+_HOMES = {name.rpartition(".")[2]: name for name in _GENERATORS}
+
+
+def generator_kind(value: Any) -> str | None:
+    """Return the kind of a random number generator that needs no pickle; None for other values."""
+    name = _HOMES.get(type(value).__name__)
+    if name is None:
+        return None
+    module, _, own = name.rpartition(".")
+    return name if getattr(sys.modules.get(module), own, None) is type(value) else None
 
 
 def fill_generator(live: Any, made: Any) -> Any:
@@ -595,7 +608,7 @@ def fill_generator(live: Any, made: Any) -> Any:
 
 def is_filled_by(live: Any, kind: str) -> bool:
     """Return True if a live object is a generator of this kind."""
-    return _KINDS.get(type(live)) == kind
+    return generator_kind(live) == kind
 
 
 # Configurations
@@ -685,9 +698,9 @@ def _settings_of(node: Any) -> dict[str, Any]:
 
 def encode_object(value: Any) -> StoredObject | None:
     """Return a generator or a configuration as bytes; None for an object that cannot be stored so."""
-    kind = _KINDS.get(type(value))
+    kind = generator_kind(value)
     if kind is not None:
-        found = _GENERATORS[kind][1](value)
+        found = _GENERATORS[kind][0](value)
         return None if found is None else StoredObject(RANDOM, kind, json.dumps(found).encode())
     if isinstance(value, SavedObject) and value.kind == CONFIG:
         found = {"content": _encode_node(value["content"]), "flags": value["flags"]}
@@ -704,6 +717,6 @@ def decode_object(path: str, serializer: str, kind: str, data: bytes | bytearray
         raise CorruptSnapshotError(f"{path}: unknown random number generator {kind[:80]!r}")
     found: dict[str, Any] = decode_json(bytes(data), dict[str, Any], f"{path}: not the state of a {kind[:80]}")
     try:
-        return _GENERATORS[kind][2](found) if serializer == RANDOM else _make_config(found)
+        return _GENERATORS[kind][1](found) if serializer == RANDOM else _make_config(found)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise CorruptSnapshotError(f"{path}: not the state of a {kind[:80]}: {error}") from error

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from snapshot.errors import CorruptSnapshotError, RestoreError, SnapshotError
 from snapshot.io.system import PerProcess
 from snapshot.manifest import entries as e
-from snapshot.manifest.compounds import CONFIG, KNOWN_TYPES, NAMESPACES, SEQUENCES, encode_object
+from snapshot.manifest.compounds import CONFIG, NAMESPACES, SEQUENCES, encode_object
 from snapshot.manifest.entries import Compound, Container, DictEntry
 from snapshot.manifest.paths import (
     add_parents,
@@ -773,6 +773,6 @@ _VISITORS: dict[type, _Visitor] = {
     io.BytesIO: Flattened._add_bytes_io,
     torch.Generator: Flattened._add_generator,
     SavedObject: Flattened._add_saved,
-    **dict.fromkeys(KNOWN_TYPES, Flattened._add_known_object),
+    **dict.fromkeys(NAMESPACES, Flattened._add_known_object),
 }
 _NAMED_PARTS: dict[str, type[e.Compound]] = {compound.RECORD: e.RecordEntry, compound.NAMED: e.NamedTupleEntry}

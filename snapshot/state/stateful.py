@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from snapshot.events import warn
+from snapshot.manifest.compounds import find_bit_generator
 from snapshot.manifest.entries import DictEntry
 from snapshot.manifest.paths import decode_key, encode_component
 from snapshot.state.flatten import MISSING, collect_leaves
@@ -63,8 +64,9 @@ def _restore_numpy(saved: dict[str, Any]) -> bool:
         }
     name = saved.get("bit_generator")
     current = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    made = current if type(current).__name__ == name else _BIT_GENERATORS[name]() if name in _BIT_GENERATORS else None
-    if made is None:
+    try:
+        made = current if type(current).__name__ == name else find_bit_generator(name)()
+    except KeyError:
         return False
     before = made.state
     try:
@@ -84,12 +86,6 @@ def _restore_python(saved: dict[str, Any]) -> bool:
         return False
     random.setstate((saved["version"], tuple(map(int, saved["words"])), saved["normal"]))
     return True
-
-
-_BIT_GENERATORS: dict[Any, Any] = {
-    kind.__name__: kind
-    for kind in (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64)
-}
 
 
 def _find_devices() -> list[torch.device]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -16,9 +18,10 @@ from typing import Any, BinaryIO
 import msgspec
 
 from snapshot.decoding import decode_json
-from snapshot.distributed.exchange import Exchange
+from snapshot.distributed.exchange import Exchange, solo_exchange
 from snapshot.distributed.operation import Operation
 from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageError
+from snapshot.events import emit
 from snapshot.formats import zip_archive
 from snapshot.formats.pickled import INLINE
 from snapshot.io.aio import in_thread
@@ -28,22 +31,22 @@ from snapshot.io.storage import Storage
 from snapshot.io.system import sync_file
 from snapshot.io.url import Location
 from snapshot.loading.left_out import TABLE, Place, find_uncovered, requests_of, stored_of
-from snapshot.loading.open import missing_files
+from snapshot.loading.open import missing_files, read_stored, read_unpacked
 from snapshot.loading.reader import Reader
 from snapshot.loading.scatter import ReadRequest
 from snapshot.manifest import entries as e
-from snapshot.manifest.document import Document, check_tree
+from snapshot.manifest.document import FORMAT, Document, check_tree
 from snapshot.manifest.entries import count_entries
 from snapshot.manifest.rank_view import group_by_key, is_rank, make_rank_view, split_by_rank
 from snapshot.progress import Meter, unmetered
 from snapshot.reports import VerifyReport
-from snapshot.save.commit import while_all_go_on
+from snapshot.save.commit import RankManifest, while_all_go_on
 from snapshot.save.transaction import committed_save_id
 from snapshot.signing.keys import Signer
 from snapshot.signing.seal import Recorder, signer_of
 from snapshot.signing.tree import expect_signable, join_leaves, put_leaves, put_signature, root_of, signature_path
 from snapshot.tensors.digest import BLOCK, digest_range
-from snapshot.text import counted
+from snapshot.text import counted, listed
 from snapshot.transform.joint_call import open_sources, share_runs, tokens_of
 from snapshot.transform.sources import stat_files
 
@@ -622,3 +625,54 @@ async def _put(session: Session, storage: Storage, recorder: Recorder, signer: S
     if await committed_save_id(storage) != save_id:
         await storage.delete([signature_path(save_id), *join_leaves(trees)])
         raise SnapshotError(f"{session.url}: was replaced or deleted while it was signed; sign it again")
+
+
+# Read-back verification of written bytes before the commit, to detect bits that flipped on the way to storage.
+
+PIECE = 4 << 20
+"""Bytes that are read together if only a sample is read."""
+
+
+async def expect_read_back(session: Session, described: RankManifest, *, share: float, verb: str) -> None:
+    """Read back a fraction of the bytes that this process wrote. Raise if any byte differs.
+
+    Files that are shared with a base were read before they were shared.
+    """
+    files, manifest = described.files, {**described.shared, **described.own}
+    written = {location: file for location, file in files.items() if not (file.in_base or file.age)}
+    storage = session.storage
+    await storage.drop_caches(list(written))
+    read_unpacked(session, written)
+    document = Document(FORMAT, "", "", 1, "", "", msgspec.Raw(b"{}"), written, [], manifest)
+    verification = Verification(session, document, Meter(verb, None), solo_exchange(verb))
+    requests = requests_of([manifest, {}], files, verification.faults)
+    everything = verification.everything([each for each in requests if each.location in written], {}, {})
+    chosen = everything if share == 1.0 else _sample(everything, share)
+    try:
+        await verification.look(chosen, lambda _: None)
+    finally:
+        read_stored(session)
+    faults = list(dict.fromkeys(verification.faults))
+    if faults:
+        raise CorruptSnapshotError(
+            f"{session.url}: {len(faults)} of the ranges that were read back do not match their digests, so nothing "
+            f"was committed:{listed(faults)}",
+            faults=faults,
+        )
+    emit("read_back", verb, str(session.url), bytes=chosen.nbytes)
+
+
+def _sample(everything: Stretch, share: float) -> Stretch:
+    """Choose random pieces: the given fraction of each file, and at least one."""
+    pieces: dict[str, list[ReadRequest]] = defaultdict(list)
+    for request in cut_requests((*everything.plain, *everything.requests), PIECE):
+        pieces[request.location].append(request)
+    made = Stretch()
+    for held in pieces.values():
+        for request in _choose_pieces(held, share):
+            made.add(request)
+    return made
+
+
+def _choose_pieces(pieces: Sequence[ReadRequest], share: float) -> list[ReadRequest]:
+    return random.SystemRandom().sample(pieces, max(1, round(share * len(pieces))))

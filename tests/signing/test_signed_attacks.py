@@ -68,14 +68,14 @@ def test_nothing_of_an_unsigned_step_is_decoded(tmp_path, secret, public, monkey
     note(opening, "decode_document")
     note(manager_root, "decode_head")
     monkeypatch.setattr(opening.torchsnapshot, "describe_snapshot", None)
-    monkeypatch.setattr(opening, "find_checkpoint", None)
+    monkeypatch.setattr(opening, "find_foreign", None)
     assert latest(tmp_path, public) == (2, 2)
     assert set(decoded) == {(tmp_path / "step-2" / ".snapshot_metadata").read_bytes()}
 
 
 def test_other_formats_are_not_parsed_with_a_key(tmp_path, public, monkeypatch):
     torch.save({"a": torch.zeros(3)}, tmp_path / "foreign.pt")
-    monkeypatch.setattr(opening, "find_checkpoint", None)  # a call would be a TypeError
+    monkeypatch.setattr(opening, "find_foreign", None)  # a call would be a TypeError
     snapshot = Snapshot(tmp_path / "foreign.pt", key=public)
     with pytest.raises(SnapshotNotFoundError, match="with a key, no other format is read"):
         snapshot.read_object("a")
