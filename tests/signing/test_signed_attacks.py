@@ -21,6 +21,7 @@ from snapshot import (
     StorageError,
     TakeOptions,
 )
+from snapshot.formats import torchsnapshot
 from snapshot.loading import open as opening
 from snapshot.manager import root as manager_root
 from snapshot.signing.keys import create_keys, load_key
@@ -67,7 +68,7 @@ def test_nothing_of_an_unsigned_step_is_decoded(tmp_path, secret, public, monkey
 
     note(opening, "decode_document")
     note(manager_root, "decode_head")
-    monkeypatch.setattr(opening.torchsnapshot, "describe_snapshot", None)
+    monkeypatch.setattr(torchsnapshot, "describe_snapshot", None)
     monkeypatch.setattr(opening, "find_foreign", None)
     assert latest(tmp_path, public) == (2, 2)
     assert set(decoded) == {(tmp_path / "step-2" / ".snapshot_metadata").read_bytes()}
