@@ -30,7 +30,7 @@ from snapshot.options import Settings
 from snapshot.plan.layout import SavePlan
 from snapshot.progress import Meter, ProgressArgument
 from snapshot.reports import TakeReport
-from snapshot.save.background_take import BackgroundTake, LateCopies, PendingCopy
+from snapshot.save.background_take import LateCopies, PendingCopy, StagingAhead
 from snapshot.save.base_files import Base, Comparer, open_base
 from snapshot.save.begin import TakeOpening, TakeRequest, begin_take, open_dry_run, session_for_take, take_slots
 from snapshot.save.compression import choose_packing
@@ -285,20 +285,21 @@ def start_take(
                 plan = plan_writes(
                     share, opening.session, staged=True, groups=groups, expected=options.plan, packing=packing
                 )
-                with BackgroundTake(
-                    opening,
-                    share,
-                    plan,
-                    unchanged,
-                    late,
-                    metadata=options.metadata_json,
-                    verify=verify_written(options.read_back_share, "async_take"),
-                    sink=sink,
-                    packing=packing,
-                    signer=options.signer,
-                ) as take:
+                with StagingAhead(opening, share, plan, late, sink) as staging:
+                    take = Take(
+                        opening,
+                        share,
+                        plan,
+                        unchanged,
+                        stager=staging.stager,
+                        staging=staging,
+                        metadata=options.metadata_json,
+                        verify=verify_written(options.read_back_share, "async_take"),
+                        packing=packing,
+                        signer=options.signer,
+                    )
                     report = take.report
-                    work = take.stage_and_start()
+                    work = staging.stage(take)
                     slot.leave_after(work)
                     place = opening.path_as_given(path)
                     return make(

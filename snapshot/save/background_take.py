@@ -14,27 +14,24 @@ from operator import attrgetter
 from types import TracebackType
 from typing import Any, TypeVar
 
-import msgspec
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from snapshot.errors import SnapshotError, system_limits
-from snapshot.events import log, span
+from snapshot.events import emit, log, span
 from snapshot.io.aio import Latch, in_thread, shielded
 from snapshot.io.arena import arena, arena_bytes, permit_capture
 from snapshot.io.budget import MemoryBudget
-from snapshot.io.loop import LIBRARY, LoopFuture, in_own_thread, work_on
+from snapshot.io.loop import LIBRARY, LoopFuture, in_own_thread
 from snapshot.io.system import PerProcess
 from snapshot.plan.layout import FilePart, FilePlan, SavePlan
 from snapshot.save.begin import TakeOpening
 from snapshot.save.replication import RankShare
-from snapshot.save.reuse import Unchanged
 from snapshot.save.staging import StagedPart, Stager
-from snapshot.save.take import Take, Verify
+from snapshot.save.take import Staging, Take, WrittenFiles
 from snapshot.save.transaction import Transaction
-from snapshot.save.writer import PartSink, Writer, WrittenFile
-from snapshot.signing.keys import Signer
+from snapshot.save.writer import PartSink, Writer
 from snapshot.state.model_state import OverlapEligible, find_local_tensor, find_storage_begin
 
 # Optimizer barrier: `step()` waits until pending snapshots have copied the tensors that it changes.
@@ -439,65 +436,48 @@ class LateCopies:
             self.pending.end()
 
 
-class BackgroundTake(Take):
-    """A take whose parts are staged ahead of writing, by the caller and by a thread.
+class StagingAhead(Staging):
+    """Parts that are staged ahead of writing: by the caller, and by a thread after the call.
 
     As a context, an error of the call ends the take, even if writing has begun.
     """
 
     def __init__(
-        self,
-        opening: TakeOpening,
-        share: RankShare,
-        plan: SavePlan,
-        unchanged: Unchanged,
-        late: LateCopies,
-        *,
-        metadata: msgspec.Raw,
-        verify: Verify | None,
-        sink: PartSink | None,
-        packing: MemoryBudget | None,
-        signer: Signer | None,
+        self, opening: TakeOpening, share: RankShare, plan: SavePlan, late: LateCopies, sink: PartSink | None
     ) -> None:
-        stager = Stager(share.leaves, copies=True, parallel=True)
+        self.stager = Stager(share.leaves, copies=True, parallel=True)
         if late.pending is not None:
-            stager.watch(late.marks, late.owners, late.pending.versions)
-        part_bytes = PART_AHEAD if opening.session.storage.capabilities.blocking else 0
-        super().__init__(
-            opening,
-            share,
-            plan,
-            unchanged,
-            stager=stager,
-            metadata=metadata,
-            verify=verify,
-            part_bytes=part_bytes,
-            packing=packing,
-            signer=signer,
-        )
+            self.stager.watch(late.marks, late.owners, late.pending.versions)
+        if opening.session.storage.capabilities.blocking:
+            self.part_bytes = PART_AHEAD
         self._late = late.pending
         self._sink = sink
         """A writer process that writes the data files in place of this process."""
-        self._prefetcher = PartPrefetcher(
-            self.writer, self.session.budget, plan.files, self._meter.staged, self._begin, shared=sink is not None
-        )
+        self._opening = opening
+        self._plan = plan
+        self._began = time.perf_counter()
+        self._prefetcher: PartPrefetcher | None = None
         self._thread: threading.Thread | None = None
-        self._work: LoopFuture[None] | None = None
+        self._take: Take | None = None
 
-    def stage_and_start(self) -> LoopFuture[None]:
-        """Stage what must be staged in the call, and start writing: afterwards, or as soon as the budget is used up."""
-        count = len(self.plan.files)
-        now, later = range(count - self.plan.late), range(count - self.plan.late, count)
+    def stage(self, take: Take) -> LoopFuture[None]:
+        """Stage what must be staged in the call, and start the take: afterwards, or once the budget is used up."""
+        budget, files = self._opening.session.budget, self._plan.files
+        self._take = take
+        self._prefetcher = prefetcher = PartPrefetcher(
+            take.writer, budget, files, self._opening.meter.staged, take.start, shared=self._sink is not None
+        )
+        now, later = range(len(files) - self._plan.late), range(len(files) - self._plan.late, len(files))
         if self._sink is None:
-            self._stager.digest_ahead(self.plan.files[: now.stop], self.session.budget)
-        self._prefetcher.stage(now)
-        self._stager.end_digests()
-        work = self._begin()
+            self.stager.digest_ahead(files[: now.stop], budget)
+        prefetcher.stage(now)
+        self.stager.end_digests()
+        work = take.start()
         if later:
-            self._stager.copy_alone()
-            self._prefetcher.close()
+            self.stager.copy_alone()
+            prefetcher.close()
             self._thread = threading.Thread(
-                target=self._stage_late, args=(later,), name="snapshot-io-stage", daemon=True
+                target=self._stage_late, args=(prefetcher, later), name="snapshot-io-stage", daemon=True
             )
             with system_limits("cannot start a thread"):
                 self._thread.start()
@@ -507,15 +487,8 @@ class BackgroundTake(Take):
             self._all_staged()
         return work
 
-    def __enter__(self) -> BackgroundTake:
+    def __enter__(self) -> StagingAhead:
         return self
-
-    def _begin(self) -> LoopFuture[None]:
-        if self._work is None:
-            self.opening.transaction()  # an existing snapshot is an error of the call
-            self._work = work_on(self.write())
-            self._work.begin()
-        return self._work
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -523,69 +496,76 @@ class BackgroundTake(Take):
         """Stop everything that was started. If writing failed, raise that error: it is the cause."""
         if error is None:
             return
-        self._stager.end_digests()
-        self._prefetcher.stop(error)
-        if self._work is None:
-            self._prefetcher.release()
+        self.stager.end_digests()
+        self.stop(error)
+        work = None if self._take is None else self._take.work
+        if work is None:
+            self._release()
             return
-        self._work.cancel()
-        over = self._work.settled(60)
-        self._prefetcher.release()
-        if over and isinstance(error, asyncio.CancelledError) and not self._work.cancelled():
-            cause = self._work.exception()
+        work.cancel()
+        over = work.settled(60)
+        self._release()
+        if over and isinstance(error, asyncio.CancelledError) and not work.cancelled():
+            cause = work.exception()
             if cause is not None:
                 raise cause from None
 
-    def _stage_late(self, files: range) -> None:
+    def _stage_late(self, prefetcher: PartPrefetcher, files: range) -> None:
         """Stage what may be staged after the call. An error fails the writer, which waits for the parts."""
         assert self._late is not None
-        if self._stager.pinning(self.session.budget, 0) is not None:
+        if self.stager.pinning(self._opening.session.budget, 0) is not None:
             permit_capture()
         try:
-            self._prefetcher.stage(files)
+            prefetcher.stage(files)
         except BaseException as error:  # noqa: BLE001 - `wait()` raises it
-            self._prefetcher.stop(error)
+            prefetcher.stop(error)
             self._late.end()
             return
         self._late.copied()
         self._all_staged()  # before the last parts can be written
-        self._prefetcher.open()
+        prefetcher.open()
 
     def _all_staged(self) -> None:
-        self._meter.staged(self.plan.blob_bytes)  # encoded bytes, not the application's memory
+        meter = self._opening.meter
+        meter.staged(self._plan.blob_bytes)  # encoded bytes, not the application's memory
         seconds = round(time.perf_counter() - self._began, 3)
-        self.emit("staged", bytes=self.plan.total_bytes, seconds=seconds)
+        emit("staged", meter.verb, str(self._opening.session.url), bytes=self._plan.total_bytes, seconds=seconds)
 
-    async def write_parts(self, transaction: Transaction, locations: Sequence[str]) -> list[WrittenFile]:
+    async def write(self, writer: Writer, plan: SavePlan, transaction: Transaction, to: Sequence[str]) -> WrittenFiles:
+        assert self._prefetcher is not None
         if self._sink is None:
-            return await self.writer.write(self.plan.files, locations, self._prefetcher)
-        transaction.expect_files(locations)
+            return await writer.write(plan.files, to, self._prefetcher)
+        transaction.expect_files(to)
         return await self._sink.write(
-            self.session,
-            self.plan.files,
-            locations,
+            self._opening.session,
+            plan.files,
+            to,
             self._prefetcher.parts,
             staging=self._prefetcher,
-            progress=self._meter.wrote,
-            packing=self.writer.packing,
-            signed=self.writer.signed,
+            progress=self._opening.meter.wrote,
+            packing=writer.packing,
+            signed=writer.signed,
         )
 
-    async def before_commit(self) -> None:
+    async def check(self) -> None:
         if self._late is not None:
             await in_thread(self._late.let_go)
             if self._late.changed:
                 raise SnapshotError(CHANGED)
 
-    def stop_staging(self, error: BaseException) -> None:
-        self._prefetcher.stop(error)
+    def stop(self, error: BaseException) -> None:
+        if self._prefetcher is not None:
+            self._prefetcher.stop(error)
 
-    async def end_staging(self) -> None:
+    async def end(self) -> None:
         if self._thread is not None and self._thread.is_alive():  # it copies no part after the current one
             await shielded(in_own_thread(self._thread.join))
-        self._prefetcher.release()
+        self._release()
 
-    def forget_tensors(self) -> None:
+    def _release(self) -> None:
+        if self._prefetcher is not None:
+            self._prefetcher.release()
+
+    def forget(self) -> None:
         if self._late is not None:
             self._late.end()
-        super().forget_tensors()

@@ -13,7 +13,7 @@ from snapshot.distributed.exchange import keep_plan
 from snapshot.events import emit
 from snapshot.io.aio import in_thread, shielded
 from snapshot.io.budget import MemoryBudget
-from snapshot.io.loop import in_own_thread
+from snapshot.io.loop import LoopFuture, in_own_thread, work_on
 from snapshot.io.session import Session
 from snapshot.io.system import PerProcess
 from snapshot.manifest.entries import needs_third_format
@@ -46,6 +46,7 @@ from snapshot.tensors.digest import SIZE, count_blocks, digest_range
 
 Verify = Callable[[Session, RankManifest], Coroutine[Any, Any, None]]
 """Reads the written bytes back, and raises if they differ."""
+WrittenFiles = list[WrittenFile]
 
 _plans = PerProcess(PlanCache)
 
@@ -85,8 +86,31 @@ def plan_writes(
     return plan
 
 
+class Staging:
+    """How a take's parts reach host memory. Here each is read when it is written."""
+
+    part_bytes = 0
+    """The wanted length of parts; 0 if the storage decides."""
+
+    async def write(self, writer: Writer, plan: SavePlan, transaction: Transaction, to: Sequence[str]) -> WrittenFiles:
+        """Write the data files to these locations."""
+        return await writer.write(plan.files, to)
+
+    async def check(self) -> None:
+        """Check the application's tensors before the commit."""
+
+    def stop(self, error: BaseException) -> None:
+        """Stop staging parts ahead of writing."""
+
+    async def end(self) -> None:
+        """Wait until staging has ended, and release its memory."""
+
+    def forget(self) -> None:
+        """Release the application's tensors."""
+
+
 class Take:
-    """The writing of one take: this rank's files, and the commit.
+    """One take on this rank: its files, and the commit.
 
     From its first step on, `write` ends everything that the opening started: session, exchange and meter.
     """
@@ -100,8 +124,8 @@ class Take:
         *,
         stager: Stager,
         metadata: msgspec.Raw,
+        staging: Staging | None = None,
         verify: Verify | None = None,
-        part_bytes: int = 0,
         packing: MemoryBudget | None = None,
         signer: Signer | None = None,
     ) -> None:
@@ -115,19 +139,20 @@ class Take:
         self._meter = opening.meter
         self._share = share
         self._stager = stager
+        self._staging = Staging() if staging is None else staging
         self._metadata = metadata
         self.unchanged = unchanged
         self._verify = verify
         self.committed_bytes = 0
         """Bytes of the tensors that all ranks wrote, after the commit."""
         self._began = time.perf_counter()
-        part_bytes = self.session.settings.part_bytes or part_bytes
+        self.work: LoopFuture[None] | None = None
         self.writer = Writer(
             self.session.storage,
             stager,
             self.session.budget,
             self._meter.wrote,
-            wanted_part=part_bytes,
+            wanted_part=self.session.settings.part_bytes or self._staging.part_bytes,
             packing=self._packing(packing, share) if packing is not None else None,
             signed=signer is not None,
         )
@@ -152,6 +177,14 @@ class Take:
         """Emit an event of this take."""
         emit(name, self._meter.verb, str(self.session.url), **fields)
 
+    def start(self) -> LoopFuture[None]:
+        """Start to write in the background, once, and return the work."""
+        if self.work is None:
+            self.opening.transaction()  # an existing snapshot is an error of the call
+            self.work = work_on(self.write())
+            self.work.begin()
+        return self.work
+
     async def write(self) -> None:
         """Claim, write, commit and clean up. If a step fails, delete everything.
 
@@ -165,14 +198,14 @@ class Take:
                     manifest, done = await while_all_go_on(self._exchange, self._write_files(transaction))
                     if self._verify is not None:
                         await while_all_go_on(self._exchange, self._verify(self.session, manifest))
-                    await self.before_commit()
+                    await self._staging.check()
                     await self.unchanged.expect_base()
                     self.committed_bytes = await commit_with_ranks(
                         self.session, self._exchange, transaction, manifest, done, signer=self._signer
                     )
                     keep_plan(self._exchange.ranks, self._share.replication.own, self._share.replication.known_plan())
                 except BaseException as error:  # before the other ranks get the error, and files are deleted
-                    self.stop_staging(error)
+                    self._staging.stop(error)
                     raise
         except BaseException as error:
             if transaction.state not in (State.SENT, State.REFUSED, State.COMMITTED):  # the error already has a note
@@ -180,8 +213,8 @@ class Take:
             await raise_fault_of_another_rank(self._exchange, error)
             raise
         finally:
-            await self.end_staging()
-            self.forget_tensors()
+            await self._staging.end()
+            self._forget_tensors()
             await shielded(in_own_thread(self._exchange.close))
             await shielded(self.session.close())
             self._meter.close()
@@ -190,23 +223,11 @@ class Take:
             "committed", bytes=self.plan.total_bytes, shared_bytes=self.unchanged.nbytes, seconds=round(seconds, 3)
         )
 
-    async def before_commit(self) -> None:
-        """Check the application's tensors before the commit."""
-
-    def stop_staging(self, error: BaseException) -> None:
-        """Stop staging parts ahead of writing."""
-
-    async def end_staging(self) -> None:
-        """Wait until staging has ended, and release its memory."""
-
-    def forget_tensors(self) -> None:
+    def _forget_tensors(self) -> None:
         """Release the application's tensors: an error or the pending snapshot must not keep them alive."""
+        self._staging.forget()
         self._stager.forget()
-        del self._share, self.writer
-
-    async def write_parts(self, transaction: Transaction, locations: Sequence[str]) -> list[WrittenFile]:
-        """Write the data files."""
-        return await self.writer.write(self.plan.files, locations)
+        del self._share, self.writer, self._staging
 
     async def _write_files(self, transaction: Transaction) -> tuple[RankManifest, RankDone]:
         """Write the data files, and the files that describe them to the leader."""
@@ -221,7 +242,7 @@ class Take:
             own += [leaves_path(binary), signature_path(save_id)]
         transaction.will_write([*shared, *locations, *own])
         began = time.perf_counter()
-        fresh = await self.write_parts(transaction, locations)
+        fresh = await self._staging.write(self.writer, self.plan, transaction, locations)
         stored = sum(each.file.size if each.packed is None else each.packed.size for each in fresh)
         packed = self.writer.packing is not None
         note_speed(
