@@ -13,7 +13,7 @@ from snapshot.distributed.operation import operation
 from snapshot.errors import CorruptSnapshotError
 from snapshot.events import emit
 from snapshot.io.loop import run
-from snapshot.io.session import Session
+from snapshot.io.session import Seal, Session, signer_of
 from snapshot.io.url import URL, Location, expect_mapping, locate_source
 from snapshot.loading.choose import Accept, Cast, Mismatched, RestoreOptions, Unused
 from snapshot.loading.left_out import attach_base
@@ -41,7 +41,7 @@ from snapshot.save.begin import (
     Worker,
 )
 from snapshot.signing.keys import Key, load_signer
-from snapshot.signing.seal import Seal, seal_with, signer_of
+from snapshot.signing.seal import seal_with
 from snapshot.state.leaves import Prepare
 from snapshot.state.stateful import check_app_state
 from snapshot.takes import AppState, StartedTake, plan_take, run_take, shown_once, start_take

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import ranks_of
@@ -25,7 +25,7 @@ from snapshot.io.session import Session
 from snapshot.io.system import gc_paused
 from snapshot.io.url import URL, Location, locate_source, select_server
 from snapshot.loading.left_out import attach_base
-from snapshot.loading.open import UnpackingStorage, open_document
+from snapshot.loading.open import open_document
 from snapshot.options import Settings
 from snapshot.plan.layout import SavePlan
 from snapshot.progress import Meter, ProgressArgument
@@ -39,6 +39,7 @@ from snapshot.save.reuse import FileSharing, Unchanged, group_leaves, omit_froze
 from snapshot.save.staging import Stager
 from snapshot.save.take import Take, Verify, plan_writes
 from snapshot.save.transaction import committed_save_id
+from snapshot.signing.keys import VerifyingKey
 from snapshot.signing.seal import OptionalSeal, SignedStorage
 from snapshot.state.model_state import find_frozen
 from snapshot.state.stateful import Stateful, check_app_state
@@ -93,7 +94,7 @@ def _open_bases(opening: TakeOpening, options: TakeRequest, notes: list[str], op
         if theirs is options.storage_options and url.scheme != session.url.scheme:
             theirs = None  # they are for the take's storage
         same = url.scheme == session.url.scheme and select_server(theirs) == select_server(options.storage_options)
-        optional = OptionalSeal(options.signer) if options.signer is not None else None
+        optional = OptionalSeal(cast("VerifyingKey", options.signer)) if options.signer is not None else None
         place = Session(url, theirs, seal=base.seal or optional)
         opened.callback(_close, place)
         try:
@@ -110,9 +111,8 @@ def _open_bases(opening: TakeOpening, options: TakeRequest, notes: list[str], op
             continue
         shares = session.storage.capabilities.shares if same else ""
         bases.append(open_base(place, document, exchange.rank, shares=shares))
-        stored = place.storage.inner if isinstance(place.storage, UnpackingStorage) else place.storage
-        if isinstance(stored, SignedStorage):
-            bases[-1].signed = stored
+        if isinstance(place.stored, SignedStorage):
+            bases[-1].signed = place.stored
         elif optional is not None:
             notes.append(f"no file is shared with the base, since this take's key does not sign it: {optional.fault}")
             log.warning("%s: %s", session.url, notes[-1])

@@ -7,10 +7,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FLOORS = """
     decoding errors progress reports saved text
-    events io options signing tensors
+    events io options tensors
     distributed manifest maps plan state testing
     formats
-    loading save transform worker
+    loading save signing transform worker
     pending snapshot takes tiers weights
     bench interop manager publish
     cli
@@ -19,6 +19,9 @@ FLOORS = """
 FLOOR = {room: number for number, line in enumerate(FLOORS.strip().splitlines()) for room in line.split()}
 APART = [{"loading", "save"}, {"transform", "worker"}]
 """Rooms that know nothing of each other."""
+CORE = {"distributed", "io", "loading", "manifest", "plan", "save", "state", "tensors"}
+OPTIONAL = {"bench", "cli", "interop", "manager", "publish", "signing", "testing", "tiers", "transform", "worker"}
+"""Rooms that the core does not import. It names the module of a key in a string, as the registry names plugins."""
 FACE = {"snapshot", "snapshot.__main__"}
 """What gathers the names for users, and starts the command."""
 
@@ -86,6 +89,15 @@ def test_imports_point_down():
         and (FLOOR[room_of(other)] > FLOOR[room_of(name)] or {room_of(name), room_of(other)} in APART)
     ]
     assert wrong == []
+
+
+def test_the_core_imports_nothing_optional():
+    assert [
+        (name, other)
+        for name, found in GRAPH.items()
+        for other in found
+        if room_of(name) in CORE and room_of(other) in OPTIONAL
+    ] == []
 
 
 def test_there_are_no_circles():

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Awaitable, Callable, Mapping
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from snapshot import events
 from snapshot.errors import (
@@ -18,9 +19,28 @@ from snapshot.io.registry import open_storage, plugin_for
 from snapshot.io.storage import Context, Storage
 from snapshot.io.url import URL
 from snapshot.options import MiB, Settings, expect_positive
-from snapshot.signing.seal import Seal
 
 T = TypeVar("T")
+
+
+class Seal(Protocol):
+    """A check of every file that a session reads."""
+
+    signer: str
+    """The public key that all bytes are verified with; empty if there is none."""
+
+    async def check_manifest(self, storage: Storage, save_id: str, manifest: bytes, limit: int) -> None:
+        """Handle the bytes of a manifest, before they are decoded. `limit`: the maximum bytes of a signature."""
+        ...
+
+    def wrap(self, storage: Storage, save_id: str, sizes: Mapping[str, int]) -> Storage | None:
+        """Return a storage that checks the files of a snapshot, which have these sizes."""
+        ...
+
+
+def signer_of(seal: Seal | None) -> str:
+    """Return the public key that a seal verifies with; empty if there is none."""
+    return "" if seal is None else seal.signer
 
 
 class Session:
@@ -37,7 +57,9 @@ class Session:
         pool: Callable[[int], Pool] | None = None,
         resume: bool = False,
         seal: Seal | None = None,
+        wrap: Callable[[Storage], Storage] = lambda opened: opened,
     ) -> None:
+        """Open the storage of a URL. `wrap` returns a layer around it, through which all is read and written."""
         self.url = url
         self.seal = seal
         self.options = options
@@ -53,7 +75,14 @@ class Session:
         self._context = Context(
             durable, self.budget, shared_clients(), self.settings.direct_io, self.settings.lane_count(), resume
         )
-        self.storage: Storage = open_storage(url, options, self._context)
+        self.raw = wrap(open_storage(url, options, self._context))
+        """The storage of the URL."""
+        self.stored = self.raw
+        """The storage of a checkpoint's files as they are stored, verified if there is a seal."""
+        self.storage = self.raw
+        """The storage of the files, with compressed ones as if they were not."""
+        self._also: tuple[Storage, ...] = ()
+        """Other storages that the layers read from."""
 
     @cached_property
     def packed_memory(self) -> MemoryBudget:
@@ -64,9 +93,26 @@ class Session:
         """Open another storage for the same operation: the folder of a file."""
         return open_storage(url, self.options, self._context)
 
-    def switch_storage(self, storage: Storage) -> None:
-        """Switch to another storage: the files of another library's checkpoint may be beside the URL."""
-        self.storage = storage
+    def opened(self, stored: Storage, files: Storage, *also: Storage) -> None:
+        """Read the files of an opened checkpoint through these layers. `also`: storages to close with the session."""
+        self.stored, self.storage, self._also = stored, files, (*self._also, *also)
+
+    async def reopen(self) -> None:
+        """Read from the URL's own storage again: another checkpoint may be there now."""
+        also, self._also = self._also, ()
+        self.opened(self.raw, self.raw)
+        for each in also:
+            await each.close()
+
+    def storages(self) -> tuple[Storage, ...]:
+        """Return the storages that the session has opened, which are closed with it."""
+        return (*self._also, self.raw)
+
+    def view(self, files: Storage) -> Self:
+        """Return this session with another storage of the files. Only this one is closed."""
+        made = copy.copy(self)
+        made.opened(self.stored, files)
+        return made
 
     async def read_twice(self, path: str, read: Callable[[], Awaitable[T]]) -> T:
         """Read something, and retry if it is damaged: from other places that have it, or once more over a network."""
@@ -88,8 +134,9 @@ class Session:
 
     async def close(self) -> None:
         """Release the storage's resources. An error is logged: it does not undo the operation."""
-        try:
-            await self.storage.close()
-        except SnapshotError as error:
-            log.warning("%s: cannot close the storage: %s", self.url, error)
+        for storage in self.storages():
+            try:
+                await storage.close()
+            except SnapshotError as error:
+                log.warning("%s: cannot close the storage: %s", self.url, error)
         events.save()

@@ -225,7 +225,7 @@ async def attach_base(session: Session, document: Document, place: Location) -> 
     for location in places:
         document.files[location].in_base = False
     document.base = None
-    session.switch_storage(_WithBase(session.storage, base.storage, places))
+    session.opened(session.stored, _WithBase(session.storage, base.storage, places), *base.storages())
     return held.save_id
 
 
@@ -282,7 +282,3 @@ class _WithBase(ReadOnlyStorage):
     def share_reads(self) -> None:
         self.inner.share_reads()
         self._base.share_reads()
-
-    async def close(self) -> None:
-        await self.inner.close()
-        await self._base.close()

@@ -69,7 +69,6 @@ from snapshot.manifest.document import (
 )
 from snapshot.manifest.entries import needs_third_format
 from snapshot.progress import unmetered
-from snapshot.signing.seal import LeafStorage
 from snapshot.tensors.digest import BLOCK, digest_range
 from snapshot.tensors.memory import ITEMSIZE
 from snapshot.tensors.split_zstd import PAGE, BlockTable, load_zstd, sum_stored, thread_codec
@@ -306,12 +305,7 @@ async def open_document(session: Session, rank: int | None = None) -> Document:
 
 async def open_main(session: Session) -> Document:
     """Return the manifest without its parts in separate files."""
-    if isinstance(session.storage, ReadOnlyStorage):  # opened as another library's checkpoint; it may have changed
-        await session.storage.close()
-        session.switch_storage(session.open_beside(session.url))
-    read_stored(session)
-    if isinstance(session.storage, LeafStorage):
-        session.switch_storage(session.storage.inner)
+    await session.reopen()
     try:
         document = await session.read_twice(METADATA, partial(_decode_manifest, session))
     except StorageError as error:
@@ -404,32 +398,25 @@ async def _decode_manifest(session: Session) -> Document:
 
 
 async def read_from(session: Session, document: Document) -> None:
-    """Switch the session to a storage of the document's files: another library's, or one that decompresses them."""
-    if isinstance(document, ForeignDocument) and not isinstance(session.storage, ReadOnlyStorage):
-        inner = session.storage
+    """Let the session read a document's files, through layers: the lowest verifies, the highest decompresses."""
+    stored, also = session.raw, []
+    if isinstance(document, ForeignDocument):
         if document.place != session.url:
-            inner = session.open_beside(document.place)
-            await session.storage.close()
-        session.switch_storage(ReadOnlyStorage(inner, document.inline, links=document.format not in LINKLESS))
-
-    read_stored(session)
-    if session.seal is not None and not isinstance(session.storage, LeafStorage):
+            stored = session.open_beside(document.place)
+            also.append(stored)
+        stored = ReadOnlyStorage(stored, document.inline, links=document.format not in LINKLESS)
+    if session.seal is not None:
         sizes = {location: file.stored_size for location, file in document.own_files.items()}
         sizes |= {part.location: part.size for part in document.parts}
-        session.switch_storage(session.seal.wrap(session.storage, document.save_id, sizes) or session.storage)
-    read_unpacked(session, document.own_files)
+        stored = session.seal.wrap(stored, document.save_id, sizes) or stored
+    session.opened(stored, unpacked(session, stored, document.own_files), *also)
 
 
-def read_unpacked(session: Session, files: Mapping[str, FileEntry]) -> None:
-    """Let the session read compressed files as if they were not."""
-    if any(file.packed is not None for file in files.values()):
-        session.switch_storage(UnpackingStorage(session.storage, files, session.packed_memory))
-
-
-def read_stored(session: Session) -> None:
-    """Let the session read the bytes of compressed files as they are stored."""
-    if isinstance(session.storage, UnpackingStorage):
-        session.switch_storage(session.storage.inner)
+def unpacked(session: Session, stored: Storage, files: Mapping[str, FileEntry]) -> Storage:
+    """Return a storage that reads compressed files as if they were not."""
+    if all(file.packed is None for file in files.values()):
+        return stored
+    return UnpackingStorage(stored, files, session.packed_memory)
 
 
 async def load_parts(session: Session, document: Document, parts: Sequence[PartEntry]) -> None:

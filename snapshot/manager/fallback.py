@@ -20,6 +20,7 @@ from snapshot.errors import (
 from snapshot.events import emit, log
 from snapshot.formats.foreign import UnknownFormatError
 from snapshot.io.loop import run
+from snapshot.io.session import Seal, signer_of
 from snapshot.io.storage import FileStat
 from snapshot.loading.choose import RestoreOptions
 from snapshot.loading.reader import TOUCHED
@@ -29,7 +30,7 @@ from snapshot.manager.step_metadata import noted_step
 from snapshot.manifest.document import Document, SnapshotMetadata
 from snapshot.reports import RestoreReport
 from snapshot.signing.keys import Key
-from snapshot.signing.seal import Seal, seal_with, signer_of
+from snapshot.signing.seal import seal_with
 from snapshot.snapshot import Snapshot
 from snapshot.takes import AppState
 

@@ -20,7 +20,7 @@ from snapshot.errors import (
 from snapshot.events import log
 from snapshot.formats.foreign import is_absence
 from snapshot.io.aio import gather_limited
-from snapshot.io.session import Session
+from snapshot.io.session import Seal, Session
 from snapshot.io.storage import ANYTHING, FileStat, Storage
 from snapshot.io.url import URL
 from snapshot.loading.open import expect_files, open_document, read_manifest
@@ -29,7 +29,6 @@ from snapshot.manager.step_metadata import noted_metrics
 from snapshot.manifest.document import METADATA, OURS, ManifestHead, NotOurs, decode_head
 from snapshot.reports import RestoreReport
 from snapshot.save import transaction
-from snapshot.signing.seal import Seal
 from snapshot.tiers.facts import read_facts
 from snapshot.tiers.near_steps import PINNED
 from snapshot.tiers.timeline import Line, origin_of

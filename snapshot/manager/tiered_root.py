@@ -13,12 +13,12 @@ from snapshot.decoding import decode_msgpack
 from snapshot.errors import SnapshotError, StorageError, StorageNotFoundError
 from snapshot.events import log
 from snapshot.io.aio import gather_limited
+from snapshot.io.session import Seal
 from snapshot.io.storage import FileStat
 from snapshot.io.url import URL
 from snapshot.manager.root import Root, StepFolders
 from snapshot.manifest.document import ManifestHead
 from snapshot.reports import RestoreReport
-from snapshot.signing.seal import Seal
 from snapshot.snapshot import Snapshot
 from snapshot.tiers.facts import is_buried, limited
 from snapshot.tiers.far_upload import FarStorage

@@ -29,7 +29,7 @@ from snapshot.plan.layout import FilePart, FilePlan, SavePlan
 from snapshot.save.begin import TakeOpening
 from snapshot.save.replication import RankShare
 from snapshot.save.staging import StagedPart, Stager
-from snapshot.save.take import Staging, Take, WrittenFiles
+from snapshot.save.take import PartStaging, Take, WrittenFiles
 from snapshot.save.transaction import Transaction
 from snapshot.save.writer import PartSink, Writer
 from snapshot.state.model_state import OverlapEligible, find_local_tensor, find_storage_begin
@@ -436,7 +436,7 @@ class LateCopies:
             self.pending.end()
 
 
-class StagingAhead(Staging):
+class StagingAhead(PartStaging):
     """Parts that are staged ahead of writing: by the caller, and by a thread after the call.
 
     As a context, an error of the call ends the take, even if writing has begun.

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from msgspec.structs import replace
 
@@ -22,10 +22,10 @@ from snapshot.manifest.entries import TensorEntry
 from snapshot.plan.layout import Extent, FilePlan, Piece, plan_file
 from snapshot.save.begin import TakeOpening
 from snapshot.save.staging import FileDigests, Stager
-from snapshot.signing.seal import SignedStorage
 from snapshot.state.leaves import Leaf
 from snapshot.tensors.digest import BLOCK, SIZE, count_blocks, digest_range, digest_table
 from snapshot.tensors.geometry import Box, find_flat_ranges, is_flat_range, is_inside, whole_box
+from snapshot.tensors.hash_tree import FileTree
 from snapshot.tensors.memory import ITEMSIZE, wrap_memory
 from snapshot.text import listed
 
@@ -97,6 +97,14 @@ class BaseFile:
         return made if same and placed == [each.stored.byte_range for each in self.ranges] else None
 
 
+class SignedFiles(Protocol):
+    """A storage with the signed hashes of its files."""
+
+    async def tree(self, path: str) -> FileTree:
+        """Return the signed hashes of a file."""
+        ...
+
+
 @dataclass
 class Base:
     """An earlier snapshot, opened for a take that is based on it."""
@@ -111,7 +119,7 @@ class Base:
     """The files that are not in this snapshot, but in its own base."""
     reference: BaseReference | None = None
     """The snapshot that has what this one left out."""
-    signed: SignedStorage | None = None
+    signed: SignedFiles | None = None
     """Its signed files, if it was opened with a key that signed it."""
 
     def copies(self) -> dict[tuple[str, str], tuple[str | None, str]]:

@@ -12,8 +12,9 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
+from importlib import import_module
 from types import TracebackType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import msgspec
 
@@ -26,8 +27,8 @@ from snapshot.io.aio import Latch
 from snapshot.io.arena import arena, available_memory
 from snapshot.io.budget import Pool
 from snapshot.io.loop import LoopFuture, run, start
-from snapshot.io.session import Session
-from snapshot.io.storage import ABSENT, Expect, FileStat
+from snapshot.io.session import Session, signer_of
+from snapshot.io.storage import ABSENT, Expect, FileStat, Storage
 from snapshot.io.system import PerProcess, expect_linux
 from snapshot.io.url import URL, Location, Source, locate_source
 from snapshot.manifest.document import METADATA, measure_nesting
@@ -38,9 +39,8 @@ from snapshot.plan.names import matcher
 from snapshot.progress import Meter, ProgressArgument
 from snapshot.save.compression import expect_compression, usual_budget
 from snapshot.save.transaction import State, Transaction, expect_own_manifest
-from snapshot.signing.keys import Key, Signer, load_signer
-from snapshot.signing.seal import signer_of
 from snapshot.state.leaves import Prepare
+from snapshot.tensors.hash_tree import FileTree, Root
 from snapshot.text import counted
 
 Staging = Literal["blocking", "overlapped"]
@@ -52,6 +52,35 @@ AllowPickle = Literal["warn", "error", True]
 
 Compression = Literal["zstd", "auto"]
 BaseArgument = Source | Sequence[Source] | None
+SIGNING = "snapshot.signing.keys"
+"""The module of keys. Like a plugin, it is imported by its name, and only for a take that is signed."""
+
+
+@runtime_checkable
+class TakeSigner(Protocol):
+    """What signs a take: a key."""
+
+    def expect_signable(self, storage: Storage, *, leads: bool) -> None:
+        """Raise `ValueError` if a take with this storage cannot be signed, or if its leader has no private key."""
+        ...
+
+    def files_of(self, save_id: str, location: str) -> list[str]:
+        """Return the files that are stored beside a rank's data files, of which `location` is one."""
+        ...
+
+    async def put_leaves(self, storage: Storage, trees: Mapping[str, FileTree]) -> None:
+        """Store the hashes of files, before they are signed."""
+        ...
+
+    async def put_signature(self, storage: Storage, save_id: str, manifest: bytes, files: Mapping[str, Root]) -> None:
+        """Sign a manifest and its files."""
+        ...
+
+
+def load_signer(key: Any) -> TakeSigner:
+    """Return what signs with a key. Raise `ValueError` or `TypeError` for a wrong one."""
+    made: TakeSigner = import_module(SIGNING).load_signer(key)
+    return made
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +107,13 @@ class TakeOptions:
     base: BaseArgument = None
     only: Only | None = None
     compression: Compression | None = None
-    sign: Key | Signer | None = None
+    sign: Any = None
+    """The path of a PEM file with an Ed25519 key, or a key object of `cryptography`."""
     allow_pickle: AllowPickle = "warn"
     staging: Staging = "blocking"
     worker: Worker = "thread"
     when_busy: WhenBusy = "wait"
-    signer: Signer | None = field(init=False)
+    signer: TakeSigner | None = field(init=False)
     """The key that `sign` names."""
 
     def __post_init__(self) -> None:
@@ -99,7 +129,7 @@ class TakeOptions:
             raise ValueError(f"only must be 'trainable' or None, got {self.only!r}")
         _ = self.bases  # raises for a wrong one
         expect_compression(self.compression)
-        signer = self.sign if self.sign is None or isinstance(self.sign, Signer) else load_signer(self.sign)
+        signer = self.sign if self.sign is None or isinstance(self.sign, TakeSigner) else load_signer(self.sign)
         object.__setattr__(self, "signer", signer)
         matcher(self.replicated or ())
         if not 0.0 <= self.read_back_share <= 1.0:

@@ -47,15 +47,15 @@ from snapshot.manifest.document import (
 )
 from snapshot.plan.consensus import add_sums, digest_layout, sum_digests
 from snapshot.plan.layout import Extent, place_box
+from snapshot.save.begin import TakeSigner
 from snapshot.save.compression import PackedResult
 from snapshot.save.replication import RankShare
 from snapshot.save.reuse import Unchanged
 from snapshot.save.transaction import Transaction, clean_after_commit
 from snapshot.save.writer import WrittenFile
-from snapshot.signing.keys import Signer
-from snapshot.signing.tree import Root, put_signature
 from snapshot.state.leaves import Blob, Leaf
 from snapshot.tensors.digest import RunningDigest, digest_bytes, digest_range
+from snapshot.tensors.hash_tree import Root
 from snapshot.tensors.split_zstd import CODEC
 from snapshot.text import VERSION, listed
 
@@ -391,7 +391,7 @@ async def commit_with_ranks(
     manifest: RankManifest,
     done: RankDone,
     *,
-    signer: Signer | None = None,
+    signer: TakeSigner | None = None,
 ) -> int:
     """Report that this rank has finished writing, and wait for the leader's commit. Return the bytes of all ranks."""
     if exchange.alone:
@@ -495,7 +495,7 @@ async def _commit(
     transaction: Transaction,
     manifest: RankManifest,
     done: Sequence[RankDone],
-    signer: Signer | None,
+    signer: TakeSigner | None,
 ) -> bytes:
     """Merge all parts into one manifest, commit it, and return it.
 
@@ -523,7 +523,7 @@ async def _commit(
     data = await in_thread(encode, document)
     if signer is not None:
         roots = {location: root for each in done for location, root in (each.signed or {}).items()}
-        await put_signature(session.storage, signer, save_id, data, roots)
+        await signer.put_signature(session.storage, save_id, data, roots)
     stored = [rank for rank in range(1, len(done)) if not done[rank].sent_part]
     await transaction.commit(data, [leader_part_path(save_id, rank) for rank in stored])
     return data

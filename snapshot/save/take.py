@@ -20,7 +20,7 @@ from snapshot.manifest.entries import needs_third_format
 from snapshot.plan.consensus import PlanCache
 from snapshot.plan.layout import LEFT_OUT, SavePlan, name_data_file
 from snapshot.reports import TakeReport
-from snapshot.save.begin import TakeOpening
+from snapshot.save.begin import TakeOpening, TakeSigner
 from snapshot.save.commit import (
     RankDone,
     RankManifest,
@@ -40,9 +40,8 @@ from snapshot.save.reuse import Unchanged, remember_unchanged
 from snapshot.save.staging import Stager
 from snapshot.save.transaction import State, Transaction
 from snapshot.save.writer import Writer, WrittenFile, write_small
-from snapshot.signing.keys import Signer
-from snapshot.signing.tree import Root, expect_signable, leaves_path, put_leaves, root_of, signature_path, tree_of
 from snapshot.tensors.digest import SIZE, count_blocks, digest_range
+from snapshot.tensors.hash_tree import FileTree, Root, root_of, tree_of
 
 Verify = Callable[[Session, RankManifest], Coroutine[Any, Any, None]]
 """Reads the written bytes back, and raises if they differ."""
@@ -86,7 +85,7 @@ def plan_writes(
     return plan
 
 
-class Staging:
+class PartStaging:
     """How a take's parts reach host memory. Here each is read when it is written."""
 
     part_bytes = 0
@@ -124,13 +123,13 @@ class Take:
         *,
         stager: Stager,
         metadata: msgspec.Raw,
-        staging: Staging | None = None,
+        staging: PartStaging | None = None,
         verify: Verify | None = None,
         packing: MemoryBudget | None = None,
-        signer: Signer | None = None,
+        signer: TakeSigner | None = None,
     ) -> None:
         if signer is not None:
-            expect_signable(opening.session.storage, signer, leads=opening.exchange.rank == 0)
+            signer.expect_signable(opening.session.storage, leads=opening.exchange.rank == 0)
         self._signer = signer
         self.opening = opening
         self.session = opening.session
@@ -139,7 +138,7 @@ class Take:
         self._meter = opening.meter
         self._share = share
         self._stager = stager
-        self._staging = Staging() if staging is None else staging
+        self._staging = PartStaging() if staging is None else staging
         self._metadata = metadata
         self.unchanged = unchanged
         self._verify = verify
@@ -239,7 +238,7 @@ class Take:
         shared = [each.location for each in kept.files]
         own = [binary, own_part_path(save_id, rank), leader_part_path(save_id, rank)]
         if self._signer is not None:
-            own += [leaves_path(binary), signature_path(save_id)]
+            own += self._signer.files_of(save_id, binary)
         transaction.will_write([*shared, *locations, *own])
         began = time.perf_counter()
         fresh = await self._staging.write(self.writer, self.plan, transaction, locations)
@@ -264,9 +263,11 @@ class Take:
         leader_part = await in_thread(encode_for_leader, manifest) if rank else b""
         if leader_part and not storage.host:
             await write_small(storage, leader_part_path(save_id, rank), [leader_part])
-        signed = None
+        signed: dict[str, Root] | None = None
         if self._signer is not None:
-            signed = await self._put_leaves(written, manifest, binary, own_part)
+            trees = await self._hash_files(written, manifest, binary, own_part)
+            await self._signer.put_leaves(storage, trees)
+            signed = {location: root_of(tree) for location, tree in trees.items()}
         if rank:
             await storage.settle()  # the leader's commit does it for the leader's files
         done = RankDone(
@@ -281,14 +282,13 @@ class Take:
         )
         return manifest, done
 
-    async def _put_leaves(
+    async def _hash_files(
         self, written: Sequence[WrittenFile], manifest: RankManifest, binary: str, own_part: bytes
-    ) -> dict[str, Root]:
-        """Store the hashes of this rank's files, and return their roots."""
+    ) -> dict[str, FileTree]:
+        """Return the hashes of this rank's files."""
         trees = {each.location: each.tree for each in written if each.tree is not None}
         if manifest.chunks:
             trees[binary] = await in_thread(tree_of, *manifest.chunks)
         if own_part:
             trees[own_part_path(self.opening.save_id, self._exchange.rank)] = await in_thread(tree_of, own_part)
-        await put_leaves(self.session.storage, trees)
-        return {location: root_of(tree) for location, tree in trees.items()}
+        return trees

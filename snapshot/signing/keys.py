@@ -1,15 +1,23 @@
-"""Ed25519 keys: from PEM files, or as objects of `cryptography`, which is imported only if a key is used."""
+"""Ed25519 keys, and the statement that one signs: which bytes a snapshot has."""
 
 from __future__ import annotations
 
 import os
+import re
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from snapshot.errors import MissingExtraError, SignatureError
+import msgspec
+
+from snapshot.decoding import decode_json
+from snapshot.errors import CorruptSnapshotError, MissingExtraError, SignatureError
 from snapshot.events import log
+from snapshot.io.aio import in_thread
+from snapshot.io.storage import Storage
 from snapshot.io.system import WINDOWS
+from snapshot.tensors.hash_tree import SIZE, FileTree, Root, count_leaves, root_of, tree_of
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -22,6 +30,9 @@ LENGTH = 64
 """Length of a signature in bytes."""
 DER_PUBLIC = 44
 """Length of a public key in DER."""
+
+
+# Keys: from PEM files, or as objects of `cryptography`, which is imported only if a key is used.
 
 
 def load_ed25519() -> Any:
@@ -79,6 +90,35 @@ class Signer(VerifyingKey):
 
     def __repr__(self) -> str:
         return f"Signer({self})"
+
+    # As a take's signer: the leaves are stored first, then the signature.
+
+    def expect_signable(self, storage: Storage, *, leads: bool) -> None:
+        """Raise `ValueError` if a take with this storage cannot be signed, or if its leader has no private key."""
+        if storage.host:
+            raise ValueError(
+                "sign cannot be combined with near folders, whose files the uploader may compress: sign the uploaded "
+                "step with `snapshot sign`, or take without near="
+            )
+        if leads and not self.can_sign:
+            raise ValueError("sign must be a private key on rank 0, got a public one")
+
+    def files_of(self, save_id: str, location: str) -> list[str]:
+        """Return the files that are stored beside a rank's data files, of which `location` is one."""
+        return [leaves_path(location), signature_path(save_id)]
+
+    async def put_leaves(self, storage: Storage, trees: Mapping[str, FileTree]) -> None:
+        """Store the leaves of files. The same files always have the same leaves, so they may replace existing ones."""
+        for path, leaves in join_leaves(trees).items():
+            await storage.put(path, leaves)
+
+    async def put_signature(self, storage: Storage, save_id: str, manifest: bytes, files: Mapping[str, Root]) -> None:
+        """Sign a manifest and its files, whose leaves are stored."""
+
+        def sign() -> bytes:  # in a thread: the key may be on another machine
+            return encode_signature(self, save_id, tree_of(manifest), files)
+
+        await storage.put(signature_path(save_id), await in_thread(sign))
 
 
 def load_key(key: Key, argument: str = "key") -> VerifyingKey:
@@ -159,3 +199,103 @@ def create_keys(path: str | os.PathLike[str]) -> tuple[Path, Path]:
         with open(descriptor, "wb") as file:
             file.write(data)
     return secret, public
+
+
+# Files of a signature: the leaves of a rank's files, and the statement.
+
+
+def signature_path(save_id: str) -> str:
+    """Return the path of a snapshot's signature."""
+    return f"data/{save_id}.signature"
+
+
+def leaves_path(location: str) -> str:
+    """Return the path of the file with the leaves of a data file: one for all files of a rank.
+
+    >>> leaves_path("data/0123456789ab-3-1.safetensors")
+    'data/0123456789ab-3.sha256'
+    """
+    save_id, rank = location.partition(".")[0].split("-")[:2]
+    return f"{save_id}-{rank}.sha256"
+
+
+def join_leaves(trees: Mapping[str, FileTree]) -> dict[str, bytes]:
+    """Return the content of each file of leaves. A file with one leaf needs none: its root shows the leaf."""
+    made: dict[str, list[bytes]] = {}
+    for location in sorted(trees):
+        if len(trees[location].leaves) > SIZE:
+            made.setdefault(leaves_path(location), []).append(trees[location].leaves)
+    return {path: b"".join(parts) for path, parts in made.items()}
+
+
+def place_leaves(sizes: Mapping[str, int]) -> dict[str, tuple[str, int, int]]:
+    """Return where the leaves of each file with several leaves are: a file, begin and end."""
+    places: dict[str, tuple[str, int, int]] = {}
+    used: dict[str, int] = {}
+    for location in sorted(sizes):
+        nbytes = count_leaves(sizes[location]) * SIZE
+        if nbytes > SIZE:
+            path = leaves_path(location)
+            begin = used.get(path, 0)
+            used[path] = begin + nbytes
+            places[location] = path, begin, begin + nbytes
+    return places
+
+
+# The signature file: one line with the signature, and the statement that it covers.
+#
+# snapshot-signature/1 <public key> <signature> {"save_id": ..., "manifest": [size, root], "files": {location: [size,
+# root], ...}}
+#
+# Nothing of the statement is parsed before its signature is verified.
+
+KIND = b"snapshot-signature/1"
+_LINE = re.compile(rb"snapshot-signature/1 ([0-9a-f]{64}) ([0-9a-f]{128})\n")
+_OTHER = re.compile(rb"snapshot-signature/(\d{1,9}) ")
+_LOCATION = re.compile(r"data/[0-9a-f]{12}-[0-9]+(?:-[0-9]+\.(?:safetensors|bin)|\.json)")
+
+
+class Statement(msgspec.Struct, forbid_unknown_fields=True):
+    """The signed statement: which bytes a snapshot has."""
+
+    save_id: str
+    manifest: Root
+    files: dict[str, Root]
+
+
+_encode = msgspec.json.Encoder().encode
+
+
+def encode_signature(signer: Signer, save_id: str, manifest: FileTree, files: Mapping[str, Root]) -> bytes:
+    """Return the content of a signature file."""
+    statement = _encode(Statement(save_id, root_of(manifest), dict(sorted(files.items()))))
+    signature = signer.sign(_message(statement))
+    return b"%s %s %s\n%s" % (KIND, signer.raw.hex().encode(), signature.hex().encode(), statement)
+
+
+def decode_signature(data: bytes, key: VerifyingKey, where: object) -> Statement:
+    """Return the statement in a signature file. Raise `SignatureError` unless this key signed it."""
+    line = _LINE.match(data)
+    if line is None:
+        other = _OTHER.match(data)
+        if other is not None and other[1] != b"1":
+            raise SignatureError(f"{where}: has format {int(other[1])}; pip install --upgrade snapshot-torch")
+        raise SignatureError(f"{where}: is damaged, or not a signature")
+    if bytes.fromhex(line[1].decode()) != key.raw:
+        raise SignatureError(f"{where}: is by another key: must be by {key}, got ed25519:{line[1].decode()}")
+    statement = data[line.end() :]
+    if not key.verify(bytes.fromhex(line[2].decode()), _message(statement)):
+        raise SignatureError(f"{where}: does not match: the signature or the statement was changed")
+    try:
+        decoded: Statement = decode_json(statement, Statement, where)
+    except CorruptSnapshotError as error:
+        raise SignatureError(str(error)) from error
+    for location, (size, _) in decoded.files.items():
+        if size < 0 or not _LOCATION.fullmatch(location):
+            raise SignatureError(f"{where}: {location[:200]!r} with {size:,} bytes is not a data file")
+    return decoded
+
+
+def _message(statement: bytes) -> bytes:
+    """Return the bytes that are signed: no other use of the key has this beginning."""
+    return KIND + b"\n" + statement

@@ -5,28 +5,15 @@ from __future__ import annotations
 import errno
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 from snapshot.errors import CorruptSnapshotError, SignatureError, StorageError, StorageNotFoundError
 from snapshot.events import emit
 from snapshot.io.aio import in_thread
+from snapshot.io.session import Seal
 from snapshot.io.storage import Buffer, FileStat, Storage, StorageWrapper
 from snapshot.io.system import drop_oldest
-from snapshot.signing.keys import Key, VerifyingKey, load_key
-from snapshot.signing.tree import (
-    LEAF,
-    SIZE,
-    FileTree,
-    Root,
-    Statement,
-    count_leaves,
-    decode_signature,
-    hash_root,
-    place_leaves,
-    root_of,
-    signature_path,
-    tree_of,
-)
+from snapshot.signing.keys import Key, Statement, VerifyingKey, decode_signature, load_key, place_leaves, signature_path
+from snapshot.tensors.hash_tree import LEAF, SIZE, FileTree, Root, count_leaves, hash_root, root_of, tree_of
 
 # Reads of whole blocks: each is compared with a signed leaf, or its leaf is recorded to be signed.
 
@@ -197,26 +184,6 @@ class RecordingStorage(LeafStorage):
 
 KEPT = 4
 """Number of verified statements that a seal keeps: those of several threads."""
-
-
-class Seal(Protocol):
-    """A check of every file that a session reads."""
-
-    signer: str
-    """The public key that all bytes are verified with; empty if there is none."""
-
-    async def check_manifest(self, storage: Storage, save_id: str, manifest: bytes, limit: int) -> None:
-        """Handle the bytes of a manifest, before they are decoded. `limit`: the maximum bytes of a signature."""
-        ...
-
-    def wrap(self, storage: Storage, save_id: str, sizes: Mapping[str, int]) -> LeafStorage | None:
-        """Return a storage that checks the files of a snapshot, which have these sizes."""
-        ...
-
-
-def signer_of(seal: Seal | None) -> str:
-    """Return the public key that a seal verifies with; empty if there is none."""
-    return "" if seal is None else seal.signer
 
 
 class KeySeal:

@@ -546,9 +546,8 @@ class OpenUploads:
 
     def begin(self, folder: NearFolder, near: NearStep, state: StepStatus, given: Registration) -> FarUpload:
         """Begin the upload of a step."""
-        source = Session(URL("near", folder.step_path(near.step)), None, budget=BUDGET)
-        if given.rate:
-            source.switch_storage(Throttled(source.storage, given.rate))
+        slow = partial(Throttled, rate=given.rate) if given.rate else (lambda opened: opened)
+        source = Session(URL("near", folder.step_path(near.step)), None, budget=BUDGET, wrap=slow)
         far = URL.parse(given.far).join(f"step-{near.step}")
         target = Session(far, given.options, budget=BUDGET, resume=True)
 

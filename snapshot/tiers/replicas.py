@@ -139,9 +139,7 @@ def heal_step(folder: NearFolder, near: NearStep, files: Collection[str], given:
     name = f"step-{near.step}"
     others = [each.address for at, each in enumerate(given.hosts) if at != given.index and each.address]
     places = [Session(URL.parse(f"peer://{address}/{name}"), {"secret": given.secret}) for address in others]
-    far = Session(URL.parse(given.far).join(name), given.options)
-    far.switch_storage(FarStorage(far.storage))
-    places.append(far)
+    places.append(Session(URL.parse(given.far).join(name), given.options, wrap=FarStorage))
     try:
         return _heal_from(folder, near, files, places)
     finally:

@@ -36,7 +36,6 @@ from snapshot.loading.open import (
     open_document,
     open_main,
     read_parts,
-    read_stored,
 )
 from snapshot.manifest.document import METADATA, Document, ManifestPart, PackedFile, PartEntry, encode
 from snapshot.manifest.entries import count_entries
@@ -46,7 +45,7 @@ from snapshot.save.begin import TakeOpening, open_take
 from snapshot.save.commit import commit_together, raise_fault_of_another_rank, while_all_go_on
 from snapshot.save.transaction import committed_save_id
 from snapshot.save.writer import write_small
-from snapshot.signing.tree import signature_path
+from snapshot.signing.keys import signature_path
 from snapshot.tensors.digest import digest_range
 from snapshot.transform.convert import StagedFiles, exists
 from snapshot.transform.joint_call import (
@@ -261,7 +260,7 @@ def copy_checkpoint(operation: Operation, origin: Location, target: Target, choi
     elif choice.select or choice.exclude or target.compression:
         report = _copy_selection(operation, source, document, choice, target)
     else:
-        read_stored(source)
+        source = source.view(source.stored)
         with open_take(exchange, url, (), operation.meter, opener, overwrite=overwrite) as opening:
             opening.look_at_path()
             opening.transaction()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 import torch
@@ -20,7 +20,7 @@ from snapshot.formats.foreign import ForeignDocument, ReadOnlyStorage
 from snapshot.formats.pickled import INLINE
 from snapshot.io.aio import gather_limited
 from snapshot.io.loop import run
-from snapshot.io.session import Session
+from snapshot.io.session import Session, signer_of
 from snapshot.io.storage import Storage
 from snapshot.io.url import PER_HOST, URL
 from snapshot.loading.left_out import stored_in
@@ -28,7 +28,6 @@ from snapshot.loading.open import expect_sound_archives, open_document
 from snapshot.manifest.document import Document
 from snapshot.maps.tensor_map import TensorMap
 from snapshot.plan.layout import PartitionItem, partition_items
-from snapshot.signing.seal import signer_of
 from snapshot.tensors.digest import digest_range
 
 T = TypeVar("T")
@@ -84,7 +83,6 @@ def open_sources(
 
 def _open_first(session: Session, read: Read) -> Document:
     """Open a checkpoint, and record which files it has."""
-    _expect_tokens(session, {})
     document = run(read(session))
     if isinstance(document, ForeignDocument):
         _keep_tokens(session, document, run(_find_tokens(session.storage, document.files.keys() - {INLINE})))
@@ -105,7 +103,6 @@ async def _find_tokens(storage: Storage, names: Iterable[str]) -> dict[str, str]
 def _open_same(session: Session, read: Read, opened: Opened) -> Document:
     """Open the checkpoint that the leader opened."""
     for _ in range(2):
-        _expect_tokens(session, {})
         document = run(read(session))
         if isinstance(document, ForeignDocument):
             _keep_tokens(session, document, opened.tokens)
@@ -116,12 +113,7 @@ def _open_same(session: Session, read: Read, opened: Opened) -> Document:
 
 def _keep_tokens(session: Session, document: ForeignDocument, tokens: dict[str, str]) -> None:
     document.tokens = tokens
-    _expect_tokens(session, tokens)
-
-
-def _expect_tokens(session: Session, tokens: dict[str, str]) -> None:
-    if isinstance(session.storage, ReadOnlyStorage):
-        session.storage.expect_tokens(tokens)
+    cast(ReadOnlyStorage, session.stored).expect_tokens(tokens)
 
 
 def tokens_of(document: Document) -> dict[str, str]:

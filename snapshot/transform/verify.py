@@ -26,12 +26,12 @@ from snapshot.formats import zip_archive
 from snapshot.formats.pickled import INLINE
 from snapshot.io.aio import in_thread
 from snapshot.io.loop import in_own_thread, run
-from snapshot.io.session import Session
+from snapshot.io.session import Session, signer_of
 from snapshot.io.storage import Storage
 from snapshot.io.system import sync_file
 from snapshot.io.url import Location
 from snapshot.loading.left_out import TABLE, Place, find_uncovered, requests_of, stored_of
-from snapshot.loading.open import missing_files, read_stored, read_unpacked
+from snapshot.loading.open import missing_files, unpacked
 from snapshot.loading.reader import Reader
 from snapshot.loading.scatter import ReadRequest
 from snapshot.manifest import entries as e
@@ -42,10 +42,10 @@ from snapshot.progress import Meter, unmetered
 from snapshot.reports import VerifyReport
 from snapshot.save.commit import RankManifest, while_all_go_on
 from snapshot.save.transaction import committed_save_id
-from snapshot.signing.keys import Signer
-from snapshot.signing.seal import Recorder, signer_of
-from snapshot.signing.tree import expect_signable, join_leaves, put_leaves, put_signature, root_of, signature_path
+from snapshot.signing.keys import Signer, join_leaves, signature_path
+from snapshot.signing.seal import Recorder
 from snapshot.tensors.digest import BLOCK, digest_range
+from snapshot.tensors.hash_tree import root_of
 from snapshot.text import counted, listed
 from snapshot.transform.joint_call import open_sources, share_runs, tokens_of
 from snapshot.transform.sources import stat_files
@@ -605,7 +605,7 @@ def sign_files(operation: Operation, place: Location, signer: Signer) -> VerifyR
     storage = session.storage
     if not (storage.capabilities.write and storage.capabilities.atomic_put):
         raise SnapshotError(f"{session.url}: this storage is read-only")
-    expect_signable(storage, signer, leads=True)
+    signer.expect_signable(storage, leads=True)
     report = verify_newest(session, operation.meter, exchange=operation.exchange)
     if not report.ok:
         raise CorruptSnapshotError(
@@ -619,9 +619,9 @@ def sign_files(operation: Operation, place: Location, signer: Signer) -> VerifyR
 async def _put(session: Session, storage: Storage, recorder: Recorder, signer: Signer) -> None:
     """Store the hashes and the signature. Raise if the snapshot was replaced meanwhile."""
     save_id, manifest, trees = recorder.recorded()
-    await put_leaves(storage, trees)
+    await signer.put_leaves(storage, trees)
     roots = {location: root_of(tree) for location, tree in trees.items()}
-    await put_signature(storage, signer, save_id, manifest, roots)
+    await signer.put_signature(storage, save_id, manifest, roots)
     if await committed_save_id(storage) != save_id:
         await storage.delete([signature_path(save_id), *join_leaves(trees)])
         raise SnapshotError(f"{session.url}: was replaced or deleted while it was signed; sign it again")
@@ -642,16 +642,13 @@ async def expect_read_back(session: Session, described: RankManifest, *, share: 
     written = {location: file for location, file in files.items() if not (file.in_base or file.age)}
     storage = session.storage
     await storage.drop_caches(list(written))
-    read_unpacked(session, written)
+    session = session.view(unpacked(session, session.stored, written))
     document = Document(FORMAT, "", "", 1, "", "", msgspec.Raw(b"{}"), written, [], manifest)
     verification = Verification(session, document, Meter(verb, None), solo_exchange(verb))
     requests = requests_of([manifest, {}], files, verification.faults)
     everything = verification.everything([each for each in requests if each.location in written], {}, {})
     chosen = everything if share == 1.0 else _sample(everything, share)
-    try:
-        await verification.look(chosen, lambda _: None)
-    finally:
-        read_stored(session)
+    await verification.look(chosen, lambda _: None)
     faults = list(dict.fromkeys(verification.faults))
     if faults:
         raise CorruptSnapshotError(

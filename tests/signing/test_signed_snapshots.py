@@ -24,8 +24,7 @@ from snapshot import (
 )
 from snapshot.io.aio import in_thread
 from snapshot.manifest.document import decode_document, encode
-from snapshot.signing.keys import Signer
-from snapshot.signing.tree import Statement
+from snapshot.signing.keys import Signer, Statement
 from snapshot.testing import Log, faulty, tapped
 from snapshot.transform.verify import Verification
 
