@@ -24,7 +24,7 @@ from snapshot.distributed.group import ranks_of
 from snapshot.errors import SnapshotError
 from snapshot.io.url import URL
 from snapshot.options import Settings
-from snapshot.transform.joint_call import open_sources
+from snapshot.transform.call import open_sources
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LAST_WORDS = 10.0

@@ -24,10 +24,10 @@ from snapshot.tiers.control import Request
 from snapshot.tiers.facts import limited
 from snapshot.tiers.join import FAR_PATIENCE, TierOptions, join
 from snapshot.tiers.join import Begun as BegunAttempt
-from snapshot.tiers.metrics_server import leave_metrics
 from snapshot.tiers.tier_set import TierSet
 from snapshot.tiers.timeline import Facts, Line, Parent, Standing, origin_of
 from snapshot.tiers.upload_queue import UploadState
+from snapshot.tiers.uploader_process import leave_metrics
 
 LAST_SECONDS = 1.0
 """Seconds that `close` waits for the uploader's answers after the grace."""

@@ -23,9 +23,8 @@ from snapshot.plan.layout import Extent, FilePlan, Piece, plan_file
 from snapshot.save.begin import TakeOpening
 from snapshot.save.staging import FileDigests, Stager
 from snapshot.state.leaves import Leaf
-from snapshot.tensors.digest import BLOCK, SIZE, count_blocks, digest_range, digest_table
+from snapshot.tensors.digest import BLOCK, SIZE, FileTree, count_blocks, digest_range, digest_table
 from snapshot.tensors.geometry import Box, find_flat_ranges, is_flat_range, is_inside, whole_box
-from snapshot.tensors.hash_tree import FileTree
 from snapshot.tensors.memory import ITEMSIZE, wrap_memory
 from snapshot.text import listed
 

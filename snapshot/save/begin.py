@@ -40,7 +40,7 @@ from snapshot.progress import Meter, ProgressArgument
 from snapshot.save.compression import expect_compression, usual_budget
 from snapshot.save.transaction import State, Transaction, expect_own_manifest
 from snapshot.state.leaves import Prepare
-from snapshot.tensors.hash_tree import FileTree, Root
+from snapshot.tensors.digest import FileTree, Root
 from snapshot.text import counted
 
 Staging = Literal["blocking", "overlapped"]

@@ -54,8 +54,7 @@ from snapshot.save.reuse import Unchanged
 from snapshot.save.transaction import Transaction, clean_after_commit
 from snapshot.save.writer import WrittenFile
 from snapshot.state.leaves import Blob, Leaf
-from snapshot.tensors.digest import RunningDigest, digest_bytes, digest_range
-from snapshot.tensors.hash_tree import Root
+from snapshot.tensors.digest import Root, RunningDigest, digest_bytes, digest_range
 from snapshot.tensors.split_zstd import CODEC
 from snapshot.text import VERSION, listed
 

@@ -33,8 +33,7 @@ from snapshot.save.replication import RankShare
 from snapshot.save.transaction import committed_save_id
 from snapshot.save.writer import WrittenFile
 from snapshot.state.leaves import Leaf
-from snapshot.tensors.digest import digest_range
-from snapshot.tensors.hash_tree import FileTree
+from snapshot.tensors.digest import FileTree, digest_range
 from snapshot.text import counted, size_text
 
 # The part of a take that need not be written: files that are shared with a base, and tensors that only a base has.

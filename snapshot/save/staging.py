@@ -24,9 +24,8 @@ from snapshot.io.storage import Buffer
 from snapshot.plan.layout import Extent, FilePart, FilePlan, cut_file
 from snapshot.state.leaves import Leaf
 from snapshot.tensors.device_digest import DeviceDigests, is_usable, scratch_bytes, supports
-from snapshot.tensors.digest import BLOCK, RunningDigest, digest_range
+from snapshot.tensors.digest import BLOCK, FileTree, RunningDigest, RunningTree, digest_range
 from snapshot.tensors.geometry import boxes_of_range
-from snapshot.tensors.hash_tree import FileTree, RunningTree
 from snapshot.tensors.memory import SHORT, copy_memory, copy_memory_short, is_flat, view_memory, wrap_memory
 
 # Copies from accelerators to staging memory: on side streams, batched, and without memory of the device.

@@ -40,8 +40,7 @@ from snapshot.save.reuse import Unchanged, remember_unchanged
 from snapshot.save.staging import Stager
 from snapshot.save.transaction import State, Transaction
 from snapshot.save.writer import Writer, WrittenFile, write_small
-from snapshot.tensors.digest import SIZE, count_blocks, digest_range
-from snapshot.tensors.hash_tree import FileTree, Root, root_of, tree_of
+from snapshot.tensors.digest import SIZE, FileTree, Root, count_blocks, digest_range, root_of, tree_of
 
 Verify = Callable[[Session, RankManifest], Coroutine[Any, Any, None]]
 """Reads the written bytes back, and raises if they differ."""

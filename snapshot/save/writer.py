@@ -25,7 +25,7 @@ from snapshot.progress import unmetered
 from snapshot.save.base_files import BaseFile
 from snapshot.save.compression import FilePacker, PackedResult, Packing
 from snapshot.save.staging import FileDigests, StagedPart, Stager
-from snapshot.tensors.hash_tree import FileTree, RunningTree, tree_of
+from snapshot.tensors.digest import FileTree, RunningTree, tree_of
 from snapshot.tensors.memory import detach_view
 from snapshot.tensors.split_zstd import PAGE
 

@@ -17,7 +17,7 @@ from snapshot.events import log
 from snapshot.io.aio import in_thread
 from snapshot.io.storage import Storage
 from snapshot.io.system import WINDOWS
-from snapshot.tensors.hash_tree import SIZE, FileTree, Root, count_leaves, root_of, tree_of
+from snapshot.tensors.digest import HASH_SIZE, FileTree, Root, count_leaves, root_of, tree_of
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -223,7 +223,7 @@ def join_leaves(trees: Mapping[str, FileTree]) -> dict[str, bytes]:
     """Return the content of each file of leaves. A file with one leaf needs none: its root shows the leaf."""
     made: dict[str, list[bytes]] = {}
     for location in sorted(trees):
-        if len(trees[location].leaves) > SIZE:
+        if len(trees[location].leaves) > HASH_SIZE:
             made.setdefault(leaves_path(location), []).append(trees[location].leaves)
     return {path: b"".join(parts) for path, parts in made.items()}
 
@@ -233,8 +233,8 @@ def place_leaves(sizes: Mapping[str, int]) -> dict[str, tuple[str, int, int]]:
     places: dict[str, tuple[str, int, int]] = {}
     used: dict[str, int] = {}
     for location in sorted(sizes):
-        nbytes = count_leaves(sizes[location]) * SIZE
-        if nbytes > SIZE:
+        nbytes = count_leaves(sizes[location]) * HASH_SIZE
+        if nbytes > HASH_SIZE:
             path = leaves_path(location)
             begin = used.get(path, 0)
             used[path] = begin + nbytes

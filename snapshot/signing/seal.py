@@ -13,7 +13,7 @@ from snapshot.io.session import Seal
 from snapshot.io.storage import Buffer, FileStat, Storage, StorageWrapper
 from snapshot.io.system import drop_oldest
 from snapshot.signing.keys import Key, Statement, VerifyingKey, decode_signature, load_key, place_leaves, signature_path
-from snapshot.tensors.hash_tree import LEAF, SIZE, FileTree, Root, count_leaves, hash_root, root_of, tree_of
+from snapshot.tensors.digest import HASH_SIZE, LEAF, FileTree, Root, count_leaves, hash_root, root_of, tree_of
 
 # Reads of whole blocks: each is compared with a signed leaf, or its leaf is recorded to be signed.
 
@@ -121,11 +121,11 @@ class SignedStorage(LeafStorage):
             if hash_root(self.sizes[path], leaves).hex() == self._files[path][1]:
                 return ""
         else:
-            expected = (await self.tree(path)).leaves[first * SIZE : first * SIZE + len(leaves)]
+            expected = (await self.tree(path)).leaves[first * HASH_SIZE : first * HASH_SIZE + len(leaves)]
             if leaves == expected:
                 return ""
-            while leaves[:SIZE] == expected[:SIZE]:
-                leaves, expected, first = leaves[SIZE:], expected[SIZE:], first + 1
+            while leaves[:HASH_SIZE] == expected[:HASH_SIZE]:
+                leaves, expected, first = leaves[HASH_SIZE:], expected[HASH_SIZE:], first + 1
         begin = first * LEAF
         return f"bytes {begin:,} to {min(begin + LEAF, self.sizes[path]):,} are not the signed ones"
 
@@ -157,15 +157,15 @@ class RecordingStorage(LeafStorage):
 
     def __init__(self, inner: Storage, sizes: Mapping[str, int]) -> None:
         super().__init__(inner, sizes)
-        self._leaves = {path: bytearray(count_leaves(size) * SIZE) for path, size in sizes.items()}
+        self._leaves = {path: bytearray(count_leaves(size) * HASH_SIZE) for path, size in sizes.items()}
         self._known = {path: bytearray(count_leaves(size)) for path, size in sizes.items()}
 
     async def find_fault(self, path: str, first: int, leaves: bytes) -> str:
         """Record leaves. A block that was read before must have the same bytes again."""
         held, known = self._leaves[path], self._known[path]
-        for number in range(len(leaves) // SIZE):
-            place = slice((first + number) * SIZE, (first + number + 1) * SIZE)
-            leaf = leaves[number * SIZE : (number + 1) * SIZE]
+        for number in range(len(leaves) // HASH_SIZE):
+            place = slice((first + number) * HASH_SIZE, (first + number + 1) * HASH_SIZE)
+            leaf = leaves[number * HASH_SIZE : (number + 1) * HASH_SIZE]
             if known[first + number] and held[place] != leaf:
                 return "changed while it was read"
             held[place] = leaf

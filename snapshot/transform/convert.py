@@ -55,24 +55,22 @@ from snapshot.state.leaves import Leaf
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE, SAFETENSORS
 from snapshot.text import counted, listed, with_article
 from snapshot.transform import target
-from snapshot.transform.joint_call import (
+from snapshot.transform.call import (
     AT_ONCE,
+    Objects,
+    clean_extra,
     digest_plan,
     expect_checksums,
     expect_common_place,
     expect_equal_plans,
-    expect_written,
-    open_sources,
-    share_whole,
-)
-from snapshot.transform.select import (
-    Objects,
-    clean_extra,
     expect_sound,
+    expect_written,
     is_leaf_value,
+    open_sources,
     places_of,
     seen_by_rank,
     selected_locations,
+    share_whole,
 )
 from snapshot.transform.sources import CheckpointStager, expect_room, reads_ranges
 from snapshot.transform.target import Selection, Target, suffix_of, without_classes, write_as_snapshot

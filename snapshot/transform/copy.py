@@ -47,15 +47,15 @@ from snapshot.save.transaction import committed_save_id
 from snapshot.save.writer import write_small
 from snapshot.signing.keys import signature_path
 from snapshot.tensors.digest import digest_range
-from snapshot.transform.convert import StagedFiles, exists
-from snapshot.transform.joint_call import (
+from snapshot.transform.call import (
     expect_checksums,
     expect_common_place,
     expect_written,
     open_sources,
+    selected_locations,
     share_whole,
 )
-from snapshot.transform.select import selected_locations
+from snapshot.transform.convert import StagedFiles, exists
 from snapshot.transform.sources import CopiedFile, checked_files, copy_files_through, stat_files
 from snapshot.transform.target import Selection, Target, write_as_snapshot
 

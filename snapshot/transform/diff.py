@@ -26,9 +26,8 @@ from snapshot.plan.names import Rename, expect_globs, find_unmatched, matcher
 from snapshot.reports import Change, Diff
 from snapshot.state.stateful import Kind
 from snapshot.text import counted
+from snapshot.transform.call import change_of, clean_extra, expect_same_plan, open_sources
 from snapshot.transform.diff_bytes import Numbers, Pair, Side, are_comparable, as_bytes, compare_pairs
-from snapshot.transform.joint_call import expect_same_plan, open_sources
-from snapshot.transform.select import change_of, clean_extra
 
 # Comparison of two entries: the differences in the manifests, and the tensors that must be read.
 

@@ -29,7 +29,7 @@ from snapshot.reports import Values
 from snapshot.save.commit import while_all_go_on
 from snapshot.state.leaves import Leaf
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE
-from snapshot.transform.joint_call import share_whole
+from snapshot.transform.call import share_whole
 from snapshot.transform.sources import CheckpointStager
 
 # Statistics of the difference of two tensors, computed part by part.

@@ -36,10 +36,17 @@ from snapshot.state.leaves import Leaf
 from snapshot.tensors import composite
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE
 from snapshot.text import counted, listed
+from snapshot.transform.call import (
+    chosen_of_ranks,
+    expect_checksums,
+    expect_matches,
+    expect_sound,
+    open_sources,
+    places_of,
+    selected_locations,
+)
 from snapshot.transform.convert import expect_writable, write_checkpoint
 from snapshot.transform.diff_bytes import Pair, Side, compare_pairs
-from snapshot.transform.joint_call import expect_checksums, open_sources
-from snapshot.transform.select import chosen_of_ranks, expect_matches, expect_sound, places_of, selected_locations
 from snapshot.transform.sources import CheckpointStager, reads_ranges
 from snapshot.transform.target import Selection, Target
 

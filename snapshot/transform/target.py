@@ -44,12 +44,12 @@ from snapshot.state.leaves import Blob, Leaf
 from snapshot.tensors.geometry import Box
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE, contiguous_strides, is_castable, measure_span
 from snapshot.text import with_article
-from snapshot.transform.joint_call import expect_same_plan
-from snapshot.transform.select import (
+from snapshot.transform.call import (
     Objects,
     chosen_of_ranks,
     clean_extra,
     expect_matches,
+    expect_same_plan,
     expect_something,
     expect_sound,
     is_foreign_object,

@@ -44,10 +44,9 @@ from snapshot.save.commit import RankManifest, while_all_go_on
 from snapshot.save.transaction import committed_save_id
 from snapshot.signing.keys import Signer, join_leaves, signature_path
 from snapshot.signing.seal import Recorder
-from snapshot.tensors.digest import BLOCK, digest_range
-from snapshot.tensors.hash_tree import root_of
+from snapshot.tensors.digest import BLOCK, digest_range, root_of
 from snapshot.text import counted, listed
-from snapshot.transform.joint_call import open_sources, share_runs, tokens_of
+from snapshot.transform.call import open_sources, share_runs, tokens_of
 from snapshot.transform.sources import stat_files
 
 # The journal of a verification: a local file, from which an interrupted verification continues.

@@ -43,7 +43,7 @@ from snapshot.plan.layout import Extent, FilePart, FilePlan
 from snapshot.save.compression import PackedResult, Packing
 from snapshot.save.staging import StagedPart
 from snapshot.save.writer import Progress, StagedParts, WrittenFile
-from snapshot.tensors.hash_tree import FileTree
+from snapshot.tensors.digest import FileTree
 from snapshot.text import counted
 
 # The protocol between a process and its writer process: short, ordered messages over a socket, with descriptors.

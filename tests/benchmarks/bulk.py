@@ -25,7 +25,7 @@ from snapshot import Snapshot, StateDict, Target, merge
 from snapshot.distributed.exchange import solo_exchange
 from snapshot.testing import Operation, Tap, tapped
 from snapshot.text import size_text
-from snapshot.transform.joint_call import share_whole
+from snapshot.transform.call import share_whole
 
 FILES = 8
 FILE = 128 << 20

@@ -18,8 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from snapshot import Snapshot, StateDict
 from snapshot.bench.systems import read_streams, write_streams
-from snapshot.tensors.digest import BLOCK, block_digest
-from snapshot.tensors.hash_tree import LEAF, tree_of
+from snapshot.tensors.digest import BLOCK, LEAF, block_digest, tree_of
 
 GB = 10**9
 NBYTES = GB

@@ -25,7 +25,7 @@ from snapshot import (
 )
 from snapshot.distributed.exchange import solo_exchange
 from snapshot.manifest.document import METADATA
-from snapshot.transform.joint_call import share_runs, share_whole
+from snapshot.transform.call import share_runs, share_whole
 from tests.distributed import bulk_verbs as ranks
 from tests.helpers.rank_pool import Died
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from snapshot.signing.keys import join_leaves, leaves_path, place_leaves
-from snapshot.tensors.hash_tree import LEAF, SIZE, FileTree, RunningTree, tree_of
+from snapshot.tensors.digest import HASH_SIZE, LEAF, FileTree, RunningTree, tree_of
 
 SIZES = st.sampled_from([0, 1, 31, LEAF - 1, LEAF, LEAF + 1, 2 * LEAF, 3 * LEAF + 5])
 SHORT = bytes(range(256)) * 5
@@ -69,5 +69,5 @@ def test_leaves_are_where_readers_look_for_them(sizes, ranks):
         path, begin, end = places[name]
         assert path == leaves_path(name)
         assert joined[path][begin:end] == tree.leaves
-        assert (end - begin) % SIZE == 0
+        assert (end - begin) % HASH_SIZE == 0
     assert sum(map(len, joined.values())) == sum(end - begin for _, begin, end in places.values())

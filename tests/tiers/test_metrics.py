@@ -27,8 +27,8 @@ from snapshot.events import (
     emit,
     remove_handler,
 )
-from snapshot.tiers.metrics_server import MetricsServer
 from snapshot.tiers.uploader import Uploader
+from snapshot.tiers.uploader_process import MetricsServer
 from tests.tiers.jobs import flip, manager_of, stop_uploaders
 
 SAMPLE = re.compile(r'([a-z_]+)(?:\{((?:[a-z]+="(?:[^"\\\n]|\\.)*",?)*)\})? (\S+)')

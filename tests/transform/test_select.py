@@ -4,7 +4,7 @@ import pytest
 
 from snapshot import RestoreError
 from snapshot.manifest import entries as e
-from snapshot.transform.select import choose_entries
+from snapshot.transform.call import choose_entries
 
 
 def manifest():
