@@ -58,14 +58,14 @@ SIGNING = "snapshot.signing.keys"
 
 @runtime_checkable
 class TakeSigner(Protocol):
-    """What signs a take: a key."""
+    """A key that signs a take."""
 
     def expect_signable(self, storage: Storage, *, leads: bool) -> None:
         """Raise `ValueError` if a take with this storage cannot be signed, or if its leader has no private key."""
         ...
 
     def files_of(self, save_id: str, location: str) -> list[str]:
-        """Return the files that are stored beside a rank's data files, of which `location` is one."""
+        """Return the files that are stored beside a rank's data files. `location`: one of those."""
         ...
 
     async def put_leaves(self, storage: Storage, trees: Mapping[str, FileTree]) -> None:

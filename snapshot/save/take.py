@@ -85,7 +85,7 @@ def plan_writes(
 
 
 class PartStaging:
-    """How a take's parts reach host memory. Here each is read when it is written."""
+    """The staging of a take's parts in host memory. Here each is staged when it is written."""
 
     part_bytes = 0
     """The wanted length of parts; 0 if the storage decides."""

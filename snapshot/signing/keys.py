@@ -104,7 +104,7 @@ class Signer(VerifyingKey):
             raise ValueError("sign must be a private key on rank 0, got a public one")
 
     def files_of(self, save_id: str, location: str) -> list[str]:
-        """Return the files that are stored beside a rank's data files, of which `location` is one."""
+        """Return the files that are stored beside a rank's data files. `location`: one of those."""
         return [leaves_path(location), signature_path(save_id)]
 
     async def put_leaves(self, storage: Storage, trees: Mapping[str, FileTree]) -> None:
