@@ -40,8 +40,9 @@ if TYPE_CHECKING:
     from snapshot.saved import SavedObject
     from snapshot.snapshot import PendingSnapshot, Snapshot
     from snapshot.state.model_state import ModelState
+    from snapshot.state.rng import RNGState
     from snapshot.state.sharded import Sharded
-    from snapshot.state.stateful import Reshardable, RNGState, StateDict, Stateful
+    from snapshot.state.stateful import Reshardable, StateDict, Stateful
     from snapshot.transform.target import Target
     from snapshot.weights import load, merge
 
@@ -148,9 +149,9 @@ _MODULES = {
     "snapshot.saved": ("SavedObject",),
     "snapshot.snapshot": ("PendingSnapshot", "Snapshot"),
     "snapshot.state.model_state": ("ModelState",),
+    "snapshot.state.rng": ("RNGState",),
     "snapshot.state.sharded": ("Sharded",),
     "snapshot.state.stateful": (
-        "RNGState",
         "Reshardable",
         "StateDict",
         "Stateful",

@@ -28,7 +28,7 @@ from snapshot.io.url import URL
 from snapshot.manifest.document import OWN_FORMATS
 from snapshot.save.begin import TAKE_OPTIONS, TakeOptions
 from snapshot.snapshot import PendingSnapshot, Snapshot
-from snapshot.state.stateful import RNGState
+from snapshot.state.rng import RNGState
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from snapshot.errors import SnapshotError, SnapshotNotFoundError
 from snapshot.snapshot import Snapshot
-from snapshot.state.stateful import RNGState
+from snapshot.state.rng import RNGState
 
 FOLDER = "trainer_snapshot"
 """Folder of the snapshot in a checkpoint folder."""

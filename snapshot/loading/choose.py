@@ -32,7 +32,8 @@ from snapshot.progress import ProgressArgument
 from snapshot.reports import RestoreIssues
 from snapshot.state.flatten import ChosenState
 from snapshot.state.model_state import ModelState, ModelStateKind, find_kind, make_kind
-from snapshot.state.stateful import Kind, ModuleKind, RNGState, find_names_beneath
+from snapshot.state.rng import RNGState
+from snapshot.state.stateful import Kind, ModuleKind, find_names_beneath
 from snapshot.text import counted, listed
 
 # The arguments of a restore, as a value.

@@ -30,8 +30,8 @@ from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Blob, Leaf, Prepare
 from snapshot.state.model_state import ModelState
 from snapshot.state.optimizers import has_param_groups, make_record
+from snapshot.state.rng import RNGState
 from snapshot.state.sharded import LocalPiece, Shards
-from snapshot.state.stateful import RNGState
 from snapshot.tensors.composite import find_stride_order
 from snapshot.tensors.digest import digest_range, split_digests
 from snapshot.tensors.geometry import split_shape

@@ -26,8 +26,9 @@ from snapshot.state.optimizers import (
     has_param_groups,
     restore_dtypes,
 )
+from snapshot.state.rng import RNGState
 from snapshot.state.sharded import Shards
-from snapshot.state.stateful import Kind, ModuleKind, RNGKind, RNGState, StateDict, StateDictKind
+from snapshot.state.stateful import Kind, ModuleKind, RNGKind, StateDict, StateDictKind
 from snapshot.tensors.memory import address_of_tensor
 
 # A model and its optimizer under torch's parallelism-independent names.

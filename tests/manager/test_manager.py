@@ -38,7 +38,7 @@ from snapshot.manager import cleaning
 from snapshot.manager.advice import Measured, daly_interval, lost_share
 from snapshot.manager.pending_takes import wait_for_pending
 from snapshot.manager.root import Root
-from snapshot.plugins.file import FileStorage
+from snapshot.plugins.file.file_storage import FileStorage
 from snapshot.save import transaction
 from snapshot.testing import Fault, Tap, recording, stalling, tapped
 

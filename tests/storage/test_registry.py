@@ -10,7 +10,7 @@ from snapshot.errors import MissingExtraError, StorageError
 from snapshot.io import registry
 from snapshot.io.registry import open_storage, plugin_for, register, schemes, unregister
 from snapshot.io.storage import URL, Context
-from snapshot.plugins.file import FileStorage
+from snapshot.plugins.file.file_storage import FileStorage
 from snapshot.plugins.memory import MemoryStorage
 
 THIRD_PARTY = """

@@ -465,7 +465,7 @@ class Machines:
             self._patch(module, "ensure_uploader", self.ensure)
         threads = SimpleNamespace(Thread=Background, Lock=Lock, Event=threading.Event)
         self._patch(control, "threading", threads)
-        self._patch(control, "os", SimpleNamespace(kill=self.kill))
+        self._patch(control, "os", SimpleNamespace(**{**vars(os), "kill": self.kill}))
         self._patch(control, "pid_in", lambda _: None)
         self._patch(Cleaner, "_request", request)
         self._patch(exchange.Exchange, "_guard", guard)

@@ -24,7 +24,7 @@ from snapshot.io.loop import run, start
 from snapshot.io.session import Session
 from snapshot.io.storage import URL
 from snapshot.plan.layout import cut_file, make_plan
-from snapshot.plugins.file import FileStorage
+from snapshot.plugins.file.file_storage import FileStorage
 from snapshot.save.staging import Stager
 from snapshot.save.writer import Writer
 from snapshot.state.leaves import Leaf
