@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from snapshot import Snapshot
-from snapshot.bench.page_cache import StaysCached, drop
+from snapshot.bench.raw_io import StaysCached, drop
 from snapshot.bench.systems import OVERLAPPED, Wait, build_system
 from snapshot.bench.workloads import CASES, CPU, INCREMENTAL
 from snapshot.io.url import URL, options_from_environment

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 
 from snapshot.bench.child import Task
+from snapshot.bench.raw_io import measure_link
 from snapshot.bench.results import ResultTable, Row
-from snapshot.bench.systems import SYSTEMS, measure_link
+from snapshot.bench.systems import SYSTEMS
 from snapshot.bench.workloads import INCREMENTAL, Case
 from snapshot.errors import StorageError
 from snapshot.io.process import hold_signals

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from snapshot import Snapshot, StateDict
-from snapshot.bench import systems as raw
+from snapshot.bench import raw_io as raw
 from snapshot.bench.systems import DCP, Competitor, Ours, TorchSnapshot
 from snapshot.bench.workloads import CASES, CPU, SEED, Case, Payload
 from snapshot.io.url import options_from_environment

@@ -20,9 +20,8 @@ from safetensors.torch import load_file, save_file
 
 import snapshot
 from snapshot import Target
-from snapshot.bench.page_cache import StaysCached, drop
+from snapshot.bench.raw_io import StaysCached, drop, read_streams
 from snapshot.bench.rounds import Workspace
-from snapshot.bench.systems import read_streams
 from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.io.url import URL, options_from_environment

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from snapshot import Snapshot, StateDict
-from snapshot.bench.page_cache import drop
+from snapshot.bench.raw_io import drop
 from tests.helpers.rank_pool import Pool
 
 WIDTH, INNER, VOCABULARY = 2048, 5504, 16384

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from snapshot.bench.page_cache import StaysCached, drop
+from snapshot.bench.raw_io import StaysCached, drop
 from snapshot.bench.rounds import Workspace
 from snapshot.snapshot import Snapshot
 from snapshot.text import size_text

@@ -17,7 +17,7 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from snapshot import Snapshot, StateDict
-from snapshot.bench.systems import read_streams, write_streams
+from snapshot.bench.raw_io import read_streams, write_streams
 from snapshot.signing.tree import LEAF, tree_of
 from snapshot.tensors.digest import BLOCK, block_digest
 

@@ -7,8 +7,7 @@ from tests.device import fakedev
 
 extension = fakedev.load()
 
-from snapshot.bench import rounds  # noqa: E402 - the device is registered before the library is imported
-from snapshot.bench import systems as raw_io  # noqa: E402
+from snapshot.bench import raw_io, rounds  # noqa: E402 - the device is registered before the library is imported
 from snapshot.bench.child import Task, Worker  # noqa: E402
 from snapshot.bench.rounds import _groups  # noqa: E402
 from snapshot.bench.systems import OVERLAPPED  # noqa: E402
