@@ -8,7 +8,7 @@ import inspect
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
@@ -78,9 +78,21 @@ class Chain:
 # Every system restores into the same live tensors. If a peer returns new tensors, they are copied into the live ones
 # with `copy_`, as its user must do. Additional costs of its `load_state_dict` are not counted.
 
-Wait = Callable[[], object]
-Way = Callable[[str], Wait | None]
-"""One way to run an operation at a place. For `async` it returns the function that waits for the end."""
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """An asynchronous save that has begun."""
+
+    wait: Callable[[], object]
+    """Waits until everything is written."""
+    staged: Callable[[], object] | None = None
+    """Waits until tensors may change; None if they may change once the call has returned."""
+    waits_itself: bool = False
+    """True if an optimizer's step waits for `staged` by itself. Otherwise, the training loop must wait."""
+
+
+Way = Callable[[str], Started | None]
+"""One way to run an operation at a place."""
 OVERLAPPED = "overlapped"
 """Last word of a row whose call returns before the tensors are copied: what the device still does is not its time."""
 
@@ -108,8 +120,8 @@ class Competitor(ABC):
     @abstractmethod
     def load(self, where: str) -> None: ...
 
-    def start(self, where: str) -> Wait:
-        raise NotImplementedError(f"{type(self).__name__} has no asynchronous save: {where}")
+    def start(self, where: str, durable: bool = False) -> Started:
+        raise NotImplementedError(f"{type(self).__name__} has no asynchronous save: {where}, durable={durable}")
 
     def ways(self, operation: str) -> dict[str, Way]:
         """Return this system's rows of the table; empty if it lacks the operation."""
@@ -148,10 +160,22 @@ class Ours(Competitor):
     def load(self, where: str, verify: bool = True) -> None:
         Snapshot(where, storage_options=options_from_environment()).restore(self.app_state, verify=verify)
 
-    def start(self, where: str, staging: Literal["blocking", "overlapped"] = "blocking") -> Wait:
-        return Snapshot.async_take(
-            where, self.app_state, storage_options=options_from_environment(), durable=False, staging=staging
-        ).wait
+    def start(
+        self,
+        where: str,
+        durable: bool = False,
+        *,
+        staging: Literal["blocking", "overlapped"] = "blocking",
+        worker: Literal["thread", "process"] = "thread",
+        budget: int | None = None,
+    ) -> Started:
+        options = options_from_environment()
+        pending = Snapshot.async_take(
+            where, self.app_state, storage_options=options, durable=durable, staging=staging, worker=worker,
+            memory_budget_bytes=budget,
+        )  # fmt: skip
+        overlapped = staging == "overlapped"
+        return Started(pending.wait, pending.wait_staged if overlapped else None, waits_itself=overlapped)
 
     def _open(self, where: str) -> None:
         _ = Snapshot(where, storage_options=options_from_environment()).metadata
@@ -332,38 +356,35 @@ class DCP(Competitor):
         reader = self.library.FileSystemReader(where)
         self.library.load(self.payload.nested(), storage_reader=reader, **self.alone)
 
-    def start(self, where: str) -> Wait:
-        writer = self.library.FileSystemWriter(where, sync_files=False)
-        future: Future[object] = self.library.async_save(self.payload.nested(), storage_writer=writer, **self.alone)
-        return future.result
+    def start(self, where: str, durable: bool = False, **options: Any) -> Started:
+        """Save with any options of `async_save`, such as a stager."""
+        writer = self.library.FileSystemWriter(where, sync_files=durable)
+        return self._start(storage_writer=writer, **options)
 
-    def start_staged(self, where: str, overlapped: bool) -> Wait:
+    def start_staged(self, where: str, durable: bool = False, *, overlapped: bool) -> Started:
+        """Save with a stager that keeps its memory. It copies in the call or, if `overlapped`, in a thread."""
         if overlapped not in self.stagers:
             self.stagers[overlapped] = self.staging.DefaultStager(
                 self.staging.StagingOptions(
-                    use_pinned_memory=True,
+                    use_pinned_memory=self.on_device,
                     use_shared_memory=False,
                     use_async_staging=overlapped,
-                    use_non_blocking_copy=True,
+                    use_non_blocking_copy=self.on_device,
                 )
             )
-        answer = self.library.async_save(
-            self.payload.nested(),
-            storage_writer=self.library.FileSystemWriter(where, sync_files=False),
-            async_stager=self.stagers[overlapped],
-            **self.alone,
-        )
-        wait: Wait = (answer.upload_completion if overlapped else answer).result
-        return wait
+        return self.start(where, durable, async_stager=self.stagers[overlapped])
 
-    def start_cached(self, where: str) -> Wait:
+    def start_cached(self, where: str) -> Started:
         """Save as before `DefaultStager`: one writer keeps the pinned memory."""
         if self.caching_writer is None:
             self.caching_writer = self.library.FileSystemWriter(where, sync_files=False, cache_staged_state_dict=True)
-        future: Future[object] = self.library.async_save(
-            self.payload.nested(), checkpoint_id=where, storage_writer=self.caching_writer, **self.alone
-        )
-        return future.result
+        return self._start(checkpoint_id=where, storage_writer=self.caching_writer)
+
+    def _start(self, **options: Any) -> Started:
+        response = self.library.async_save(self.payload.nested(), **self.alone, **options)
+        if hasattr(response, "upload_completion"):
+            return Started(response.upload_completion.result, response.staging_completion.result)
+        return Started(response.result)
 
     def ways(self, operation: str) -> dict[str, Way]:
         if operation != "async" or not self.on_device:
@@ -398,10 +419,8 @@ class TorchSnapshot(Competitor):
     def load(self, where: str) -> None:
         self.library.Snapshot(where).restore(self.app_state)
 
-    def start(self, where: str) -> Wait:
-        pending = self.library.Snapshot.async_take(where, self.app_state)
-        wait: Wait = pending.wait
-        return wait
+    def start(self, where: str, durable: bool = False) -> Started:
+        return Started(self.library.Snapshot.async_take(where, self.app_state).wait)
 
 
 SYSTEMS: dict[str, type[Competitor]] = {

@@ -33,7 +33,7 @@ from tests.benchmarks import (
     sign,
     tiers,
 )
-from tests.benchmarks.background_systems import TRAINED
+from tests.benchmarks.background_child import TRAINED
 
 
 def main(argv: Sequence[str] | None = None) -> int:
