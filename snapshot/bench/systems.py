@@ -348,18 +348,23 @@ class DCP(Competitor):
         self.stagers: dict[bool, Any] = {}
         self.caching_writer: Any = None
 
+    def writer(self, where: str, durable: bool) -> Any:
+        """Return the storage of a save."""
+        return self.library.FileSystemWriter(where, sync_files=durable)
+
+    def reader(self, where: str) -> Any:
+        """Return the storage of a restore."""
+        return self.library.FileSystemReader(where)
+
     def save(self, where: str, durable: bool = False) -> None:
-        writer = self.library.FileSystemWriter(where, sync_files=durable)
-        self.library.save(self.payload.nested(), storage_writer=writer, **self.alone)
+        self.library.save(self.payload.nested(), storage_writer=self.writer(where, durable), **self.alone)
 
     def load(self, where: str) -> None:
-        reader = self.library.FileSystemReader(where)
-        self.library.load(self.payload.nested(), storage_reader=reader, **self.alone)
+        self.library.load(self.payload.nested(), storage_reader=self.reader(where), **self.alone)
 
     def start(self, where: str, durable: bool = False, **options: Any) -> Started:
         """Save with any options of `async_save`, such as a stager."""
-        writer = self.library.FileSystemWriter(where, sync_files=durable)
-        return self._start(storage_writer=writer, **options)
+        return self._start(storage_writer=self.writer(where, durable), **options)
 
     def start_staged(self, where: str, durable: bool = False, *, overlapped: bool) -> Started:
         """Save with a stager that keeps its memory. It copies in the call or, if `overlapped`, in a thread."""

@@ -3,7 +3,7 @@
 import pytest
 
 from snapshot.bench.rounds import place
-from tests.benchmarks.dcp import compare
+from tests.benchmarks.formats import compare_dcp as compare
 
 pytestmark = pytest.mark.bench
 
