@@ -1,8 +1,7 @@
 """Cost of saving in the background for the training meanwhile, and the time until the save is safe.
 
-Each system runs in a process of its own, with one torch thread. First it saves without training. Then
-it saves in the middle of steps that train a part of the saved model. Training has one thread, and this library one
-lane.
+Each system runs in its own process, with one torch thread. First it saves without training. Then it saves in the
+middle of steps that train a part of the saved model. Training has one thread, and this library one lane.
 """
 
 from __future__ import annotations

@@ -199,8 +199,9 @@ LANES = 2
 def model(scale: float, seed: int = 0) -> dict[str, torch.Tensor]:
     """Return the weights of a language model in bfloat16: 1 GiB, times `scale`."""
     generator = torch.Generator().manual_seed(seed)
-    width = 2048
-    rows = {"q": width, "k": 512, "v": 512, "o": width, "gate": 4 * width, "up": 4 * width, "down": 4 * width}
+    width = 64 * round(32 * min(1.0, (8 * scale) ** 0.5)) or 64
+    rows = {"q": width, "k": width // 4, "v": width // 4, "o": width}
+    rows |= dict.fromkeys(("gate", "up", "down"), 4 * width)
     made = {}
     for layer in range(max(1, round(8 * scale))):
         for name, count in rows.items():
@@ -349,10 +350,10 @@ def compare_merges(where: Workspace, scale: float, rounds: int) -> Iterator[str]
     peaks: dict[str, int] = {}
 
     def write() -> None:
-        buffer = bytes(BUFFER)
+        buffer = memoryview(bytes(BUFFER))
         with open(folder / "raw", "wb", buffering=0) as file:
-            for _ in range(0, nbytes, BUFFER):
-                file.write(buffer)
+            for begin in range(0, nbytes, BUFFER):
+                file.write(buffer[: nbytes - begin])
             os.fsync(file.fileno())
 
     def merge(to: str, target: str) -> float:

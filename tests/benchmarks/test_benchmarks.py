@@ -128,6 +128,31 @@ def test_deltas_of_weights_are_measured_by_stage_and_as_a_whole(tmp_path: Path, 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_dcp_is_measured_with_each_storage(tmp_path: Path, measured: Callable[..., str]) -> None:
+    shown = measured("dcp", "--scale", "0.001", "--rounds", "1")
+    assert [shown.count(name) for name in ("\n    nothing ", "\n    torch ", "\n    snapshot ")] == [4, 10, 6]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("formats", {"dcp.load", "snapshot, of dcp", "torch.load(mmap)", "snapshot, of torch", "convert to dcp"}),
+        ("load", {"raw read into new memory", "snapshot.load(snapshot)", "safetensors load_file, copied"}),
+        ("bulk", {"raw copy", "cp", "convert", "merge", "verify", "diff", "cp, link", "verify, link"}),
+        ("compression", {"compress", "decompress", "take, zstd", "restore, zstd", "auto"}),
+        ("sign", {"raw write", "take(sign=)", "restore with a key", "sign later", "async_take(sign=) and wait"}),
+        ("tiers", {"blocked, with tiers", "while a step is uploaded", "from memory", "from another host"}),
+    ],
+)
+def test_a_benchmark_measures_its_rows_and_leaves_nothing(
+    name: str, rows: set[str], tmp_path: Path, measured: Callable[..., str]
+) -> None:
+    shown = measured(name, "--scale", "0.001", "--rounds", "1")
+    assert rows <= {cells(line)[0] for line in shown.splitlines()}
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
