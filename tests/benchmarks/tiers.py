@@ -1,5 +1,7 @@
-"""Costs and gains of near folders: takes and steps beside those without tiers, restores beside the raw transfer of the
-same bytes, and the census of many hosts."""
+"""Costs and gains of near folders, compared with takes and steps without them, and with raw transfers of their bytes.
+
+The census of many hosts is measured, too.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,7 @@ def _takes(memory: Path, folder: Path, nbytes: int, rounds: int) -> Iterator[str
 
 
 def _steps(memory: Path, folder: Path, nbytes: int) -> Iterator[str]:
-    """Train while a step is uploaded, and while nothing happens, in turns."""
+    """Yield the times of training steps with and without an upload, in turns."""
     torch.set_num_threads(1)
     left = torch.randn(512, 512)
 
@@ -156,7 +158,7 @@ def _restore_peer(run: Path, address: str, memory: Path, live: Any) -> None:
 
 
 def _read_raw(files: Sequence[Path], buffers: Sequence[bytearray]) -> None:
-    """Read files in pieces, and digest each, on all cores."""
+    """Read files in pieces, and compute the digest of each, on all cores."""
     pieces = [
         (path, memoryview(buffer)[at : at + (4 << 20)], at)
         for path, buffer in zip(files, buffers, strict=True)
@@ -177,7 +179,7 @@ def _read_raw(files: Sequence[Path], buffers: Sequence[bytearray]) -> None:
 
 
 class _Server:
-    """A process that serves a folder as an uploader does, and its data files as a raw stream."""
+    """Process that serves a folder like an uploader, and its data files as raw streams."""
 
     def __init__(self, folder: str) -> None:
         here, there = multiprocessing.Pipe()
