@@ -188,7 +188,7 @@ def _version(name: str) -> str | None:
 # Measurement of one operation by `snapshot bench`: children alternate, so that noise affects all equally.
 
 Seated = TypeVar("Seated")
-Started = TypeVar("Started", bound="Child")
+AnyChild = TypeVar("AnyChild", bound="Child")
 
 LIBRARIES = 400 << 20
 """Memory of a child in addition to its payload."""
@@ -300,7 +300,7 @@ def measure(step: Step, where: Workspace, scale: float, rounds: int, device: str
         table.notes.append("not enough memory: systems ran in groups, each with the raw baselines")
     for group in groups:
         tasks = [Task(system, case.name, scale, step.operation, where.text(), device) for system in group]
-        with started(Child(task) for task in tasks) as children:
+        with start_children(Child(task) for task in tasks) as children:
             seats = [seat for child in children for seat in _seats(child, table)]
             alternate(seats, rounds, partial(_repeat, table, where))
         where.empty()
@@ -344,7 +344,7 @@ def group_systems(
 
 
 @contextmanager
-def started(begin: Iterable[Started]) -> Iterator[list[Started]]:
+def start_children(begin: Iterable[AnyChild]) -> Iterator[list[AnyChild]]:
     """Start the children, and end all of them with the context."""
     with ExitStack() as stack:
         children = []

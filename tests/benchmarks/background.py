@@ -18,7 +18,7 @@ from typing import Any
 
 from snapshot.bench.child import Task
 from snapshot.bench.results import align_columns
-from snapshot.bench.rounds import Child, ChildFailed, Workspace, alternate, group_systems, started
+from snapshot.bench.rounds import Child, ChildFailed, Workspace, alternate, group_systems, start_children
 from snapshot.bench.systems import installed
 from snapshot.cli.screen import say
 from snapshot.text import counted, size_text
@@ -116,7 +116,7 @@ def _started(run: Run, table: Table, systems: Sequence[str]) -> Iterator[list[_S
         traced = {"SNAPSHOT_TRACE": str(run.trace)} if run.trace and _is_traced(name) else {}
         return _Child(Task(name, table.case, run.scale, "async", run.where.text(), run.device), traced)
 
-    with started(begin(name) for name in systems) as children:
+    with start_children(begin(name) for name in systems) as children:
         seats = []
         for name, child in zip(systems, children, strict=True):
             try:
