@@ -136,9 +136,9 @@ class ResultTable:
         if self.manifest_bytes is not None and not moves:
             size = f"{self.tensors:,} tensors, a manifest of {_size(self.manifest_bytes)}"
         head = f"{self.case}: {OPERATIONS[self.operation]} ({size})"
-        found = self.as_json()
-        lines = [COLUMNS, *(_row_cells(found, row) for row in found["rows"])]
-        compared = [AGAINST_FULL, *(compared_row(*each) for each in found["against_full"].items())]
+        table = self.as_json()
+        lines = [COLUMNS, *(_row_cells(table, row) for row in table["rows"])]
+        compared = [AGAINST_FULL, *(compared_row(*each) for each in table["against_full"].items())]
         marked = (("left out", self.left_out), ("note", self.notes), ("FAILED", self.failed))
         notes = [f"  {mark}: {note}" for mark, found in marked for note in found]
         tables = [line for each in (lines, compared) if len(each) > 1 for line in align_columns(each)]
