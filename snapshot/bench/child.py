@@ -15,17 +15,19 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from snapshot import Snapshot
-from snapshot.bench.page_cache import StaysCached, drop
-from snapshot.bench.systems import OVERLAPPED, Wait, build_system
-from snapshot.bench.workloads import CASES, CPU, INCREMENTAL
+from snapshot.bench.raw_io import StaysCached, drop
+from snapshot.bench.systems import OVERLAPPED, build_system
+from snapshot.bench.workloads import CASES, CPU, INCREMENTAL, Case
 from snapshot.io.url import URL, options_from_environment
 
 
@@ -55,32 +57,63 @@ class Repetition:
     """Bytes of the data files that a take of this library wrote."""
 
 
-class Worker:
-    """A system with its payload, ready for repetitions."""
+class Runner(ABC):
+    """A state on its device, and a place for its files. Subclasses add the system and its repetitions."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, case: Case) -> None:
         self.task = task
         self.local = URL.parse(task.where).scheme == "file"
         self.device = torch.device(task.device)
         if self.device != CPU:
             torch.get_device_module(self.device).set_device(self.device.index or 0)
-        self.payload = (CASES | INCREMENTAL)[task.case].make(task.scale, self.device)
+        self.payload = case.make(task.scale, self.device)
+        self.count = 0
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """Return the values that the parent needs before the first repetition."""
+
+    @abstractmethod
+    def respond(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Run a requested repetition. Return its measurements."""
+
+    def fresh(self) -> str:
+        """Return a new place."""
+        self.count += 1
+        return f"{self.task.where}/{os.getpid()}-{self.count}"
+
+    def remove(self, where: str) -> None:
+        """Remove the files of a repetition."""
+        if self.local:
+            shutil.rmtree(where, ignore_errors=True)
+        else:
+            Snapshot(where, storage_options=options_from_environment()).delete()
+
+    def synchronize(self) -> None:
+        """Wait for the work that is queued on the device."""
+        if self.device != CPU:
+            torch.accelerator.synchronize(self.device)
+
+
+class Worker(Runner):
+    """A system with its payload, ready for repetitions."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task, (CASES | INCREMENTAL)[task.case])
         self.system = build_system(task.system, self.payload)
         self.ways = self.system.ways(task.operation)
         self.reads = task.operation in ("restore", "cold", "open")
-        self.count = 0
         self.saved = ""
         if self.reads:
             self.digest = self.payload.digest()
-            self.saved = self._fresh()
+            self.saved = self.fresh()
             self.system.save(self.saved)
         for chain in self.system.chains.values():
             while not chain.is_warm:
                 self.payload.change()
-                chain.save(self._fresh())
+                chain.save(self.fresh())
 
     def describe(self) -> dict[str, Any]:
-        """Return the values that the parent needs before the first repetition."""
         return {
             "rows": list(self.ways),
             "bytes": self.payload.nbytes(),
@@ -88,25 +121,28 @@ class Worker:
             "manifest_bytes": self._manifest_bytes(),
         }
 
+    def respond(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        return asdict(self.repeat(request["row"], request["check"]))
+
     def repeat(self, row: str, check: bool) -> Repetition:
         """Run the operation once. Freeing space, dropping caches, waiting and removing are not timed."""
-        where = self.saved if self.reads else self._fresh()
+        where = self.saved if self.reads else self.fresh()
         if self.task.operation == "cold":
             drop(Path(where))
         if check and self.task.operation in ("restore", "cold"):
             self.payload.wipe()
         self.payload.change()
         gc.collect()
-        self._synchronize()
+        self.synchronize()
         before = reset_peak()
         cpu = time.process_time()
-        started = time.perf_counter()
-        wait = self.ways[row](where)
+        began = time.perf_counter()
+        started = self.ways[row](where)
         if not row.endswith(OVERLAPPED):
-            self._synchronize()
-        seconds = time.perf_counter() - started
-        if wait is not None:
-            self._settle(wait)
+            self.synchronize()
+        seconds = time.perf_counter() - began
+        if started is not None:  # the rest counts as memory and CPU, but not as time
+            started.wait()
         cpu = time.process_time() - cpu
         peak = status("VmHWM")
         if check and self.task.operation in ("restore", "cold") and not row.endswith("O_DIRECT"):
@@ -114,32 +150,13 @@ class Worker:
         if not self.reads:
             chain = self.system.chains.get(row)
             for each in chain.cut() if chain else [where]:
-                self._remove(each)
+                self.remove(each)
         extra = None if peak is None or before is None else max(0, peak - before)
         return Repetition(seconds, cpu, extra, self.system.written_bytes)
-
-    def _synchronize(self) -> None:
-        """Wait for the work that is queued on the device."""
-        if self.device != CPU:
-            torch.accelerator.synchronize(self.device)
-
-    def _settle(self, wait: Wait) -> None:
-        """Wait for the rest of an asynchronous save: its memory and CPU count, but not its time."""
-        wait()
 
     def _check(self, row: str) -> None:
         if self.payload.digest() != self.digest:
             raise RuntimeError(f"{row} restored other bytes than those saved")
-
-    def _fresh(self) -> str:
-        self.count += 1
-        return f"{self.task.where}/{self.task.system}-{self.task.operation}-{self.count}"
-
-    def _remove(self, where: str) -> None:
-        if self.local:
-            shutil.rmtree(where, ignore_errors=True)
-        else:
-            Snapshot(where, storage_options=options_from_environment()).delete()
 
     def _manifest_bytes(self) -> int | None:
         manifest = Path(self.saved) / ".snapshot_metadata"
@@ -163,41 +180,32 @@ def status(name: str) -> int | None:
     return None
 
 
-def _answers() -> int:
-    """Return a descriptor for responses, and redirect standard output (of libraries) to standard error."""
-    answers = os.dup(1)
-    os.dup2(2, 1)
-    return answers
+def serve(build: Callable[[Task], Runner]) -> None:
+    """Serve the parent until it closes the input. The first argument of the process is the task."""
+    warnings.simplefilter("ignore")  # warnings of peers are not shown
+    responses = os.dup(1)
+    os.dup2(2, 1)  # output of libraries is not a response
+    runners: list[Runner] = []
+
+    def prepare() -> Mapping[str, Any]:
+        runners.append(build(Task(**json.loads(sys.argv[1]))))
+        return runners[0].describe()
+
+    if _send(responses, prepare):
+        for line in sys.stdin:
+            _send(responses, partial(runners[0].respond, json.loads(line)))
 
 
-def _safely(answers: int, work: Any) -> bool:
+def _send(responses: int, work: Callable[[], Mapping[str, Any]]) -> bool:
     """Send the result of `work`, or its error: a failing peer must not end the run."""
     try:
-        reply: Mapping[str, Any] = work()
+        reply = work()
     except Exception as error:  # noqa: BLE001  (any exception of any peer is a line in the report)
-        said = " ".join(str(error).split())[:300]
-        reply = {"failed": f"{type(error).__name__}: {said}", "excused": isinstance(error, StaysCached)}
-    os.write(answers, json.dumps(reply).encode() + b"\n")
+        text = " ".join(str(error).split())[:300]
+        reply = {"failed": f"{type(error).__name__}: {text}", "excused": isinstance(error, StaysCached)}
+    os.write(responses, json.dumps(reply).encode() + b"\n")
     return "failed" not in reply
 
 
-def main() -> None:
-    """Serve the parent until it closes the input."""
-    warnings.simplefilter("ignore")  # warnings of peers are not shown
-    answers = _answers()
-    task = Task(**json.loads(sys.argv[1]))
-    made: list[Worker] = []
-
-    def prepare() -> dict[str, Any]:
-        made.append(Worker(task))
-        return made[0].describe()
-
-    if not _safely(answers, prepare):
-        return
-    for line in sys.stdin:
-        asked = json.loads(line)
-        _safely(answers, lambda: asdict(made[0].repeat(asked["row"], asked["check"])))  # noqa: B023  (called at once)
-
-
 if __name__ == "__main__":
-    main()
+    serve(Worker)

@@ -33,6 +33,10 @@ those of a save without a base, by minimum, median and mean; `written` is the sh
 written.
 Compare rows of one table, never of two runs."""
 
+Result = Mapping[str, Any]
+"""A result of `snapshot bench`, or a part of it, as `--json` prints it."""
+
+COLUMNS = ("", "min s", "median s", "max s", "GB/s", "x raw", "x raw med", "CPU s", "peak MiB")
 AGAINST_FULL = ("", "x full", "x full med", "x full mean", "written med", "written mean", "written most")
 
 
@@ -127,29 +131,14 @@ class ResultTable:
 
     def as_text(self) -> str:
         """Return the table for people."""
-        raw = self.raw()
         moves = self.operation != "open"
         size = f"{_size(self.nbytes)} in {self.tensors:,} tensors"
         if self.manifest_bytes is not None and not moves:
             size = f"{self.tensors:,} tensors, a manifest of {_size(self.manifest_bytes)}"
         head = f"{self.case}: {OPERATIONS[self.operation]} ({size})"
-        lines = [("", "min s", "median s", "GB/s", "x raw", "x raw med", "CPU s", "peak MiB")]
-        for row in self.rows:
-            if row.seconds:
-                made = _row_json(row, self.nbytes, raw)
-                lines.append(
-                    (
-                        row.name,
-                        f"{made['min']:.4f}",
-                        f"{made['median']:.4f}",
-                        f"{made['gb_per_second']:.2f}" if moves else "-",
-                        _number(made["ratio"]),
-                        _number(made["ratio_median"]),
-                        f"{made['cpu_seconds']:.3f}",
-                        "?" if made["peak_extra_bytes"] is None else f"{made['peak_extra_bytes'] / 2**20:.0f}",
-                    )
-                )
-        compared = [AGAINST_FULL, *(compared_row(*each) for each in self.against_full())]
+        table = self.as_json()
+        lines = [COLUMNS, *(_row_cells(table, row) for row in table["rows"])]
+        compared = [AGAINST_FULL, *(compared_row(*each) for each in table["against_full"].items())]
         marked = (("left out", self.left_out), ("note", self.notes), ("FAILED", self.failed))
         notes = [f"  {mark}: {note}" for mark, found in marked for note in found]
         tables = [line for each in (lines, compared) if len(each) > 1 for line in align_columns(each)]
@@ -179,6 +168,19 @@ def _row_json(row: Row, nbytes: int, raw: tuple[float, float] | None) -> dict[st
         "peak_extra_bytes": row.peak(),
         "written_bytes": row.written_bytes,
     }
+
+
+def _row_cells(table: Result, row: Result) -> tuple[str, ...]:
+    peak = row["peak_extra_bytes"]
+    return (
+        row["name"],
+        *(f"{seconds:.4f}" for seconds in (row["min"], row["median"], max(row["seconds"]))),
+        f"{row['gb_per_second']:.2f}" if table["operation"] != "open" else "-",
+        _number(row["ratio"]),
+        _number(row["ratio_median"]),
+        f"{row['cpu_seconds']:.3f}",
+        "?" if peak is None else f"{peak / 2**20:,.0f}",
+    )
 
 
 def _size(nbytes: int) -> str:
@@ -215,9 +217,6 @@ STYLE = """\
 .paper { fill: #131416 } text { fill: #e6edf3 } .small { fill: #9da7b3 }
 .own { fill: #3fb950 } .peer { fill: #6e7681 } .raw { fill: #30363d }
 }"""
-
-Result = Mapping[str, Any]
-"""A result of `snapshot bench`, as `--json` prints it."""
 
 
 def draw_case(result: Result, case: str) -> str:
@@ -282,16 +281,21 @@ def _figure(result: Result, tables: Sequence[Result], title: str) -> str:
         what = OPERATIONS[table["operation"]]
         lines, top = _panel(find_bars(table), f"{_describe_size(table)}: {what}" if len(cases) > 1 else what, top)
         body += lines
-    title = f"{title}: seconds, less is better"
+    notes = (f'<text class="small" x="16" y="{42 + 15 * n}">{escape(line)}</text>' for n, line in enumerate(about))
+    return draw_svg((WIDTH, top), f"{title}: seconds, less is better", STYLE, [*notes, *body])
+
+
+def draw_svg(size: tuple[int, int], title: str, style: str, lines: Iterable[str]) -> str:
+    """Return a figure: a title on paper, and the lines of SVG below it."""
+    width, height = size
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top}" width="{WIDTH}" height="{top}" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
             f'role="img" aria-label="{escape(title)}">',
-            f"<style>\n{STYLE}\n</style>",
-            f'<rect class="paper" width="{WIDTH}" height="{top}" rx="6"/>',
+            f"<style>\n{style}\n</style>",
+            f'<rect class="paper" width="{width}" height="{height}" rx="6"/>',
             f'<text class="title" x="16" y="24">{escape(title)}</text>',
-            *(f'<text class="small" x="16" y="{42 + 15 * n}">{escape(line)}</text>' for n, line in enumerate(about)),
-            *body,
+            *lines,
             "</svg>\n",
         ]
     )
@@ -327,6 +331,7 @@ def _bar(style: str, y: int, length: float) -> str:
 # after a restore. The lag of an asynchronous save is not measured: it is estimated as the time of a durable save.
 
 DAY = 86_400.0
+GOODPUT = ("system", "case", "save", "blocks", "complete after", "restore", "best interval", "lost per day")
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,6 +380,11 @@ def compute_goodput(result: Mapping[str, Any], mtbf: float) -> list[Goodput]:
         if "async" in held:
             found.append(Goodput(case, system, "asynchronous", held["async"], save, restore, mtbf))
     return sorted(found, key=lambda each: (each.case, each.lost))
+
+
+def goodput_text(goodput: Sequence[Goodput], result: Result) -> str:
+    """Return the table of goodput for people."""
+    return "\n".join([goodput_title(goodput, result), *align_columns([GOODPUT, *map(_goodput_cells, goodput)])])
 
 
 def goodput_title(goodput: Sequence[Goodput], result: Mapping[str, Any]) -> str:
@@ -428,22 +438,7 @@ def draw_page(result: Result, goodput: Sequence[Goodput] = ()) -> str:
 
 def _table_of(table: Result) -> Iterable[str]:
     yield f"<h3>{escape(OPERATIONS[table['operation']])}</h3>"
-    rows: list[tuple[str, ...]] = [
-        (
-            row["name"],
-            f"{row['min']:.4f}",
-            f"{row['median']:.4f}",
-            f"{max(row['seconds']):.4f}",
-            f"{row['gb_per_second']:.2f}" if table["operation"] != "open" else "-",
-            "-" if row["ratio"] is None else f"{row['ratio']:.2f}",
-            "-" if row["ratio_median"] is None else f"{row['ratio_median']:.2f}",
-            f"{row['cpu_seconds']:.3f}",
-            "?" if row["peak_extra_bytes"] is None else f"{row['peak_extra_bytes'] / 2**20:,.0f}",
-        )
-        for row in table["rows"]
-    ]
-    names = ("", "min s", "median s", "max s", "GB/s", "x raw", "x raw med", "CPU s", "peak MiB")
-    yield _html_table(names, rows)
+    yield _html_table(COLUMNS, [_row_cells(table, row) for row in table["rows"]])
     if compared := table.get("against_full"):
         yield _html_table(AGAINST_FULL, [compared_row(*each) for each in compared.items()])
     marked = (("left out", table["left_out"]), ("note", table["notes"]), ("failed", table["failed"]))
@@ -453,11 +448,10 @@ def _table_of(table: Result) -> Iterable[str]:
 
 def _goodput_table(goodput: Sequence[Goodput], title: str) -> Iterable[str]:
     yield f"<h2>{escape(title[:1].upper() + title[1:])}</h2>"
-    names = ("system", "case", "save", "blocks", "complete after", "restore", "best interval", "lost per day")
-    yield _html_table(names, [goodput_row(each) for each in goodput])
+    yield _html_table(GOODPUT, [_goodput_cells(each) for each in goodput])
 
 
-def goodput_row(each: Goodput) -> tuple[str, ...]:
+def _goodput_cells(each: Goodput) -> tuple[str, ...]:
     """Return the cells of one line: system, case, kind of save, times, interval and loss."""
     times = (each.blocked, each.blocked + each.lag, each.restore, each.interval, each.lost)
     return (each.system, each.case, each.way, *map(duration_text, times))

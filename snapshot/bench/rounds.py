@@ -12,18 +12,20 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from snapshot.bench.child import Task
+from snapshot.bench.raw_io import measure_link
 from snapshot.bench.results import ResultTable, Row
-from snapshot.bench.systems import SYSTEMS, measure_link
+from snapshot.bench.systems import SYSTEMS
 from snapshot.bench.workloads import INCREMENTAL, Case
 from snapshot.errors import StorageError
 from snapshot.io.registry import open_storage
@@ -185,6 +187,9 @@ def _version(name: str) -> str | None:
 
 # Measurement of one operation by `snapshot bench`: children alternate, so that noise affects all equally.
 
+Seated = TypeVar("Seated")
+AnyChild = TypeVar("AnyChild", bound="Child")
+
 LIBRARIES = 400 << 20
 """Memory of a child in addition to its payload."""
 CONTEXT = 1 << 30
@@ -203,17 +208,21 @@ class ChildFailed(Exception):
 class Child:
     """A process that measures one system; see `child` for its other end."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(
+        self, task: Task, module: str = "snapshot.bench.child", environment: Mapping[str, str] | None = None
+    ) -> None:
         self.task = task
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (closed in `close`, with the process that writes to it)
         self._process = subprocess.Popen(  # noqa: S603  (this interpreter, and this library's module)
-            [sys.executable, "-m", "snapshot.bench.child", json.dumps(asdict(task))],
+            [sys.executable, "-m", module, json.dumps(asdict(task))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
             start_new_session=True,  # Ctrl-C is for the parent, which ends its children
+            env=os.environ | dict(environment or {}),
         )
+        self.pid = self._process.pid
 
     def ask(self, **question: Any) -> dict[str, Any]:
         """Send a request, if given, and wait for the response."""
@@ -285,47 +294,66 @@ def measure(step: Step, where: Workspace, scale: float, rounds: int, device: str
             f"means are of {counted(rounds, 'take')}; with one base, a file is linked at most {OLDEST} times in a row, "
             "and the next take writes it again; with two bases, the newest two snapshots have two physical copies"
         )
-    groups = _groups(step.systems, case.nbytes(scale), device)
+    bars = [system for system in step.systems if SYSTEMS[system].kind == "raw"]
+    groups = group_systems(step.systems, bars, case.nbytes(scale), device)
     if len(groups) > 1:
         table.notes.append("not enough memory: systems ran in groups, each with the raw baselines")
     for group in groups:
         tasks = [Task(system, case.name, scale, step.operation, where.text(), device) for system in group]
-        with _children(tasks) as children:
+        with start_children(Child(task) for task in tasks) as children:
             seats = [seat for child in children for seat in _seats(child, table)]
-            seats = [seat for seat in seats if _repeat(seat, table, where, check=True) is not None]
-            for number in range(rounds):
-                turn = number % len(seats) if seats else 0
-                for seat in seats[turn:] + seats[:turn]:
-                    repetition = _repeat(seat, table, where, check=False)
-                    if repetition:
-                        seat.row.add(repetition)
+            alternate(seats, rounds, partial(_repeat, table, where))
         where.empty()
     return table
 
 
-def _groups(systems: Sequence[str], nbytes: int, device: str) -> list[list[str]]:
-    """Return groups of systems that fit into memory: each needs twice its payload, and its files in the page cache."""
+def alternate(rows: Sequence[Seated], rounds: int, repeat: Callable[[Seated, int], bool]) -> list[Seated]:
+    """Repeat each row once per round, after a warm-up round with the number 0.
+
+    The first row of a round changes, so that none always follows the same one. A row whose `repeat` returns False is
+    not repeated again. Return the others.
+    """
+    seated = list(rows)
+    for number in range(rounds + 1):
+        turn = number % len(seated) if seated else 0
+        for row in seated[turn:] + seated[:turn]:
+            if not repeat(row, number):
+                seated.remove(row)
+    return seated
+
+
+def group_systems(
+    systems: Sequence[str], bars: Collection[str], nbytes: int, device: str = "cpu", least: int = 2
+) -> list[list[str]]:
+    """Return groups of systems that fit into memory, each with the bars that the others are compared with.
+
+    Each system needs twice its payload, and its files in the page cache.
+    """
     each = 3 * nbytes + LIBRARIES
     fit = int(available_memory() * 0.9) // each
     free = available_device_memory(device)
     if free is not None:
         fit = min(fit, int(free * 0.9) // (2 * nbytes + CONTEXT))
-    fit = max(2, fit)
+    fit = max(least, fit)
     if len(systems) <= fit:
         return [list(systems)]
-    bars = [system for system in systems if SYSTEMS[system].kind == "raw"]
+    always = [system for system in systems if system in bars]
     others = [system for system in systems if system not in bars]
-    step = fit - len(bars)
-    return [bars + others[start : start + step] for start in range(0, len(others), step)]
+    step = max(1, fit - len(always))
+    return [always + others[start : start + step] for start in range(0, len(others), step)] or [always]
 
 
 @contextmanager
-def _children(tasks: Sequence[Task]) -> Iterator[list[Child]]:
+def start_children(begin: Iterable[AnyChild]) -> Iterator[list[AnyChild]]:
+    """Start the children, and end all of them with the context."""
     with ExitStack() as stack:
         children = []
-        for task in tasks:
+        pending = iter(begin)
+        while True:
             with hold_signals():
-                child = Child(task)
+                child = next(pending, None)
+                if child is None:
+                    break
                 stack.callback(child.close)
             children.append(child)
         yield children
@@ -350,15 +378,19 @@ def _seats(child: Child, table: ResultTable) -> list[Seat]:
     return seats
 
 
-def _repeat(seat: Seat, table: ResultTable, where: Workspace, check: bool) -> dict[str, Any] | None:
-    """Run one repetition on a synced disk. Return None, with a note in the table, if it failed."""
+def _repeat(table: ResultTable, where: Workspace, seat: Seat, number: int) -> bool:
+    """Run one repetition on a synced disk. Return False, with a note in the table, if it failed."""
+    check = not number
     if where.local and (check or table.operation in ("take", "durable", "async")):
         os.sync()
     try:
-        return seat.child.ask(row=seat.row.name, check=check)
+        repetition = seat.child.ask(row=seat.row.name, check=check)
     except ChildFailed as failed:
         _note(table, seat.row.system, seat.row.name, failed)
-        return None
+        return False
+    if number:
+        seat.row.add(repetition)
+    return True
 
 
 def _note(table: ResultTable, system: str, name: str, failed: ChildFailed) -> None:

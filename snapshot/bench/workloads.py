@@ -87,17 +87,19 @@ def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(SEED)
 
 
-def _random(count: int, shape: tuple[int, ...], device: torch.device) -> dict[str, torch.Tensor]:
+def random_tensors(count: int, shape: tuple[int, ...], device: torch.device = CPU) -> dict[str, torch.Tensor]:
+    """Return equal float32 tensors with random values."""
     generator = _generator()
     return {f"t{index:05}": torch.rand(shape, generator=generator).to(device) for index in range(count)}
 
 
-def _plain(key: str, tensors: dict[str, torch.Tensor]) -> Payload:
+def plain_payload(key: str, tensors: dict[str, torch.Tensor]) -> Payload:
+    """Return a state with one key, whose value is a dict of tensors."""
     return Payload({key: tensors}, {f"{key}.{name}": tensor for name, tensor in tensors.items()})
 
 
 def _large(scale: float, device: torch.device = CPU) -> Payload:
-    return _plain("state", _random(4, (max(1, int(64 * MiB * scale)),), device))
+    return plain_payload("state", random_tensors(4, (max(1, int(64 * MiB * scale)),), device))
 
 
 def _count(full: int, scale: float) -> int:
@@ -105,16 +107,18 @@ def _count(full: int, scale: float) -> int:
 
 
 def _small(scale: float, device: torch.device = CPU) -> Payload:
-    return _plain("state", _random(_count(10_000, scale), (1024,), device))
+    return plain_payload("state", random_tensors(_count(10_000, scale), (1024,), device))
 
 
 def _manifest(scale: float, device: torch.device = CPU) -> Payload:
-    return _plain("state", _random(_count(99_998, scale), (1,), device))  # the root and the dict are entries, too
+    return plain_payload(
+        "state", random_tensors(_count(99_998, scale), (1,), device)
+    )  # the root and the dict are entries, too
 
 
 def _keys(scale: float, device: torch.device = CPU) -> Payload:
     keys = _count(100, scale)
-    tensors = _random(keys * 50, (16,), device)
+    tensors = random_tensors(keys * 50, (16,), device)
     names = list(tensors)
     app_state = {f"key{k:03}": {name: tensors[name] for name in names[k * 50 : (k + 1) * 50]} for k in range(keys)}
     return Payload(app_state, tensors)
@@ -137,10 +141,10 @@ def _train(scale: float, device: torch.device = CPU) -> Payload:
         model = nn.ModuleDict(
             {"embedding": nn.Embedding(_count(VOCABULARY, math.sqrt(scale)), width), "encoder": encoder}
         )
-    return _trained(model, device)
+    return train_once(model, device)
 
 
-def _trained(model: nn.Module, device: torch.device) -> Payload:
+def train_once(model: nn.Module, device: torch.device) -> Payload:
     """Return a model, created on the meta device, with random weights and AdamW's moments of those that are trained."""
     model.to_empty(device=device)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -197,14 +201,14 @@ def _lora(scale: float, device: torch.device = CPU) -> Payload:
         frozen = nn.ModuleList(nn.Linear(LINEAR, LINEAR, bias=False) for _ in range(_count(64, scale)))
         down = nn.ModuleList(nn.Linear(LINEAR, 3, bias=False) for _ in frozen)
         up = nn.ModuleList(nn.Linear(3, LINEAR, bias=False) for _ in frozen)
-    return _trained(nn.ModuleDict({"frozen": frozen.requires_grad_(False), "down": down, "up": up}), device)
+    return train_once(nn.ModuleDict({"frozen": frozen.requires_grad_(False), "down": down, "up": up}), device)
 
 
 def _half(scale: float, device: torch.device = CPU) -> Payload:
     with torch.device("meta"):  # a trained layer has two moments
         frozen = nn.ModuleList(nn.Linear(LINEAR, LINEAR, bias=False) for _ in range(3 * _count(11, scale)))
         trained = nn.ModuleList(nn.Linear(LINEAR, LINEAR, bias=False) for _ in range(_count(11, scale)))
-    return _trained(nn.ModuleDict({"frozen": frozen.requires_grad_(False), "trained": trained}), device)
+    return train_once(nn.ModuleDict({"frozen": frozen.requires_grad_(False), "trained": trained}), device)
 
 
 def _full(scale: float, device: torch.device = CPU) -> Payload:

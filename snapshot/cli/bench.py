@@ -19,13 +19,11 @@ from snapshot.bench.results import (
     OPERATIONS,
     READING,
     Goodput,
-    align_columns,
     compute_goodput,
     describe_device,
     draw_page,
     draw_result,
-    goodput_row,
-    goodput_title,
+    goodput_text,
 )
 from snapshot.bench.rounds import Step, Workspace, describe, find_devices, measure, measure_device, place
 from snapshot.bench.systems import PEERS, SYSTEMS, installed
@@ -160,7 +158,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print(json.dumps(result, indent=2))
     else:
         if goodput:
-            print(f"\n{_goodput_text(goodput, goodput_title(goodput, result))}")
+            print(f"\n{goodput_text(goodput, result)}")
         print(f"\n{READING}", flush=True)
     for path in arguments.report:  # after the results are printed, since writing may fail
         path.write_text(REPORTS[path.suffix](result, goodput), encoding="utf-8")
@@ -234,11 +232,6 @@ def header(host: dict[str, Any], scale: float, rounds: int) -> str:
         f"Linux {host['kernel']}, {host['when']}\n"
         f"Python {host['python']}, {versions}" + (f"\n{device}" if device else "")
     )
-
-
-def _goodput_text(goodput: list[Goodput], title: str) -> str:
-    names = ("", "case", "save", "blocks", "complete after", "restore", "best interval", "lost per day")
-    return "\n".join([title, *align_columns([names, *map(goodput_row, goodput)])])
 
 
 REPORTS: dict[str, Callable[[dict[str, Any], list[Goodput]], str]] = {

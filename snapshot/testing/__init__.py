@@ -1,4 +1,4 @@
-"""Test tools for plugins and applications: the storage contract as tests, and storages and HTTP with injected faults.
+"""Test tools for plugins and applications: the storage contract as tests, and storages with injected faults.
 
 Requires pytest.
 """
@@ -9,7 +9,6 @@ pytest.register_assert_rewrite("snapshot.testing.conformance")
 
 from snapshot.io.loop import end_threads  # noqa: E402
 from snapshot.testing.conformance import StorageTests  # noqa: E402 - its asserts are rewritten on import
-from snapshot.testing.proxy import FaultProxy, HTTPFault, Mishap, Passed  # noqa: E402
 from snapshot.testing.storages import (  # noqa: E402
     Damage,
     Fault,
@@ -38,8 +37,4 @@ __all__ = [
     "Damage",
     "Stall",
     "end_threads",
-    "FaultProxy",
-    "HTTPFault",
-    "Mishap",
-    "Passed",
 ]

@@ -1,33 +1,29 @@
-"""`snapshot bench --async`: what saving in the background costs the training beside it, and how soon it is safe.
+"""Cost of saving in the background for the training meanwhile, and the time until the save is safe.
 
-Each system runs in a process of its own, with one torch thread. First it saves with nothing beside it; then, one lane
-of ours against one thread of training, in the middle of steps that train a part of the very model that is saved.
+Each system runs in its own process, with one torch thread. First it saves without training. Then it saves in the
+middle of steps that train a part of the saved model. Training has one thread, and this library one lane.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from signal import SIGKILL
 from typing import Any
 
 from snapshot.bench.child import Task
-from snapshot.bench.rounds import LIBRARIES, Child, ChildFailed, Workspace, available_memory
+from snapshot.bench.results import align_columns
+from snapshot.bench.rounds import Child, ChildFailed, Workspace, alternate, group_systems, start_children
 from snapshot.bench.systems import installed
 from snapshot.cli.screen import say
-from snapshot.io.system import hold_signals
-from snapshot.text import size_text
-from tests.benchmarks.background_child import family
-from tests.benchmarks.background_report import READING, Row, Table, mib, panels, said, saving, title, training
-from tests.benchmarks.background_systems import BARS, HELD, WAYS, RawCopy
-from tests.benchmarks.figure import draw
+from snapshot.text import counted, size_text
+from tests.benchmarks.background_child import BARS, HELD, WAYS, family
+from tests.benchmarks.background_report import READING, Row, Table, draw, mib, panels, said, saving, title, training
 
 BUDGETED = ("train", "single")
 BUDGETS = (64 << 20, 256 << 20, 1 << 30)
@@ -36,7 +32,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What was asked for."""
+    """Settings of a run."""
 
     where: Workspace
     scale: float
@@ -47,27 +43,16 @@ class Run:
 
 
 class _Child(Child):
-    """As a child of any benchmark, with a program and an environment of its own."""
+    """A child with one thread, whose own processes end with it."""
 
     def __init__(self, task: Task, environment: dict[str, str]) -> None:
-        self.task = task
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  (closed in `close`)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.benchmarks.background_child", json.dumps(asdict(task))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            start_new_session=True,
-            env=os.environ | environment,
-        )
-        self.pid = self._process.pid
+        super().__init__(task, "tests.benchmarks.background_child", ONE_THREAD | environment)
 
     def close(self) -> None:
         """End the process, and those that it started: they would go on writing."""
-        helpers = family(self.pid)
+        processes = family(self.pid)
         super().close()
-        for pid in helpers:
+        for pid in processes:
             with suppress(ProcessLookupError):
                 os.kill(pid, SIGKILL)
 
@@ -79,14 +64,14 @@ class _Seat:
 
 
 def compare(run: Run, cases: Sequence[str], figure: Path | None) -> Iterator[str]:
-    """Measure, and give the lines of the tables. Lines that begin with FAILED say what of ours did not work."""
+    """Yield the lines of the tables. Lines that begin with FAILED are failures of this library."""
     for case in cases:
         run.where.check_room(int(2.2 * HELD[case].nbytes(run.scale)), case)
     for file in (run.trace, figure):
         if file:
-            file.open("a").close()  # so that a file that cannot be written is known now
+            file.open("a").close()  # fail now if it cannot be written
     if run.trace:
-        run.trace.unlink()  # what an older run recorded has another clock
+        run.trace.unlink()  # an older run has another clock
     for case in cases:
         table = Table(case)
         _measure(run, table)
@@ -102,59 +87,38 @@ def compare(run: Run, cases: Sequence[str], figure: Path | None) -> Iterator[str
 
 
 def _measure(run: Run, table: Table) -> None:
-    """Each system saves, first alone, and then in the middle of steps, of the same work for all."""
+    """Let each system save, first alone, and then in the middle of steps with equal work."""
     work = 0
-    for group in _groups(run.systems, HELD[table.case].nbytes(run.scale)):
+    for group in group_systems(run.systems, BARS, HELD[table.case].nbytes(run.scale), least=3):
         with _started(run, table, group) as seats:
-            for number in range(run.rounds + 1):
-                for seat in _turn(seats, number):
-                    if not _repeat(run, table, seat, number, "save"):
-                        seats.remove(seat)
-            trained = [seat for seat in seats if WAYS[seat.row.system].trains]
+            alone = alternate(seats, run.rounds, lambda seat, number: _repeat(run, table, seat, number, "save"))
+            trained = [seat for seat in alone if WAYS[seat.row.system].trains]
             if not work and trained:
-                work = (_ask(run, table, trained[0], "how much work is a step", do="calibrate") or {"work": 1})["work"]
-            for number in range(run.rounds + 1):
-                for seat in _turn(trained, number):
-                    if not _repeat(run, table, seat, number, "train", work=work, check=not number):
-                        trained.remove(seat)
+                work = (_ask(run, table, trained[0], "the work of a step", do="calibrate") or {"work": 1})["work"]
+            train = partial(_repeat, run, table, do="train", work=work)
+            alternate(trained, run.rounds, lambda seat, number: train(seat, number, check=not number))  # noqa: B023
         run.where.empty()
 
 
 def _repeat(run: Run, table: Table, seat: _Seat, number: int, do: str, **question: Any) -> bool:
-    """One repetition; the first is marked, since it is not counted. Whoever fails is not asked again."""
+    """Run a repetition. The first one is marked, since it is not counted. Return False if it failed."""
     answer = _ask(run, table, seat, f"round {number} of {run.rounds}", do=do, row=seat.row.name, **question)
     if answer is not None:
         (seat.row.saved if do == "save" else seat.row.trained).append(answer | {"counts": number > 0})
     return answer is not None
 
 
-def _groups(systems: Sequence[str], nbytes: int) -> list[list[str]]:
-    """All systems at once, or as many as memory holds, each group with the bars that are asked for."""
-    fit = max(3, int(available_memory() * 0.9) // (3 * nbytes + LIBRARIES))
-    bars = [system for system in systems if system in BARS]
-    others = [system for system in systems if system not in BARS]
-    step = max(1, fit - len(bars))
-    return [bars + others[start : start + step] for start in range(0, len(others), step)] or [bars]
-
-
-def _turn(seats: list[_Seat], number: int) -> list[_Seat]:
-    turn = number % len(seats) if seats else 0
-    return seats[turn:] + seats[:turn]
-
-
 @contextmanager
 def _started(run: Run, table: Table, systems: Sequence[str]) -> Iterator[list[_Seat]]:
-    """A child for each system, and the rows that it fills; whatever happens, no process is left."""
-    with ExitStack() as stack:
-        children: dict[str, _Child] = {}
-        for name in systems:
-            traced = {"SNAPSHOT_TRACE": str(run.trace)} if run.trace and _traced(name) else {}
-            task = Task(name, table.case, run.scale, "async", run.where.text(), run.device)
-            with hold_signals():
-                children[name] = _Child(task, ONE_THREAD | traced)
-                stack.callback(children[name].close)
+    """Start a child for each system. Yield the rows that they measure."""
+
+    def begin(name: str) -> _Child:
+        traced = {"SNAPSHOT_TRACE": str(run.trace)} if run.trace and _is_traced(name) else {}
+        return _Child(Task(name, table.case, run.scale, "async", run.where.text(), run.device), traced)
+
+    with start_children(begin(name) for name in systems) as children:
         seats = []
-        for name, child in children.items():
+        for name, child in zip(systems, children, strict=True):
             try:
                 ready = child.ask()
             except ChildFailed as failed:
@@ -163,26 +127,26 @@ def _started(run: Run, table: Table, systems: Sequence[str]) -> Iterator[list[_S
             seats += [_Seat(child, table.row(row, name, ready)) for row in ready["rows"]]
         yield seats
         if run.trace:
-            _name(run.trace, table.case, {name: child for name, child in children.items() if _traced(name)})
+            _name(run.trace, table.case, [child for child in children if _is_traced(child.task.system)])
 
 
-def _traced(name: str) -> bool:
-    return WAYS[name].make is not RawCopy and not WAYS[name].peer
+def _is_traced(name: str) -> bool:
+    return WAYS[name].kind in ("ours", "bar")
 
 
-def _name(trace: Path, case: str, children: dict[str, _Child]) -> None:
-    """Say in the timeline which process is which."""
+def _name(trace: Path, case: str, children: Sequence[_Child]) -> None:
+    """Name each process in the timeline."""
     with trace.open("a") as file:
         if not file.tell():
             file.write("[\n")
-        for name, child in children.items():
+        for child in children:
             for pid in (child.pid, *family(child.pid)):
-                named = {"name": f"{case}: {name}" + ", its writer" * (pid != child.pid)}
+                named = {"name": f"{case}: {child.task.system}" + ", its writer" * (pid != child.pid)}
                 file.write(json.dumps({"name": "process_name", "ph": "M", "pid": pid, "args": named}) + ",\n")
 
 
 def _ask(run: Run, table: Table, seat: _Seat, what: str, **question: Any) -> dict[str, Any] | None:
-    """One repetition, begun on a quiet disk; None if it failed, which the table then says."""
+    """Run a repetition on a synced disk. Return None, with a note in the table, if it failed."""
     say(f"{table.case}, {what}: {seat.row.name} ...")
     if run.where.local:
         os.sync()
@@ -196,26 +160,25 @@ def _ask(run: Run, table: Table, seat: _Seat, what: str, **question: Any) -> dic
 
 
 def _budgets(run: Run, table: Table) -> Iterator[str]:
-    """How much memory a save of ours needs with budgets below its payload: they rise, so the peak is the last one's."""
+    """Yield the memory of saves with budgets below the payload. They rise, so the peak is that of the last one."""
     yield "\nMemory of an asynchronous take with a budget (blocking, thread)"
-    yield f"  {'payload':<34} {'budget':>10} {'peak MiB':>9} {'x budget':>9} {'blocked s':>10} {'written s':>10}"
+    lines: list[tuple[str, ...]] = [("payload", "budget", "peak MiB", "x budget", "blocked s", "written s")]
     for case in BUDGETED:
         table.case = case
         with _started(run, table, ["snapshot: blocking, thread"]) as seats:
             for seat in seats:
-                payload = f"{size_text(table.nbytes)} in {table.tensors:,} tensor{'s' * (table.tensors > 1)}"
+                payload = f"{size_text(table.nbytes)} in {counted(table.tensors, 'tensor')}"
                 for budget in (max(1 << 20, int(full * min(1.0, run.scale))) for full in BUDGETS):
-                    made = _ask(run, table, seat, size_text(budget), do="save", row=seat.row.name, budget=budget)
-                    if made:
-                        ratio = "?" if made["peak"] is None else f"{made['peak'] / budget:.2f}"
-                        yield (
-                            f"  {payload:<34} {size_text(budget):>10} {mib(made['peak']):>9} {ratio:>9} "
-                            f"{made['blocked']:>10.3f} {made['done']:>10.3f}"
-                        )
+                    found = _ask(run, table, seat, size_text(budget), do="save", row=seat.row.name, budget=budget)
+                    if found:
+                        ratio = "?" if found["peak"] is None else f"{found['peak'] / budget:.2f}"
+                        seconds = (f"{found[what]:.3f}" for what in ("blocked", "done"))
+                        lines.append((payload, size_text(budget), mib(found["peak"]), ratio, *seconds))
+    yield from align_columns(lines)
 
 
 def systems(peers: Sequence[str], local: bool) -> tuple[tuple[str, ...], list[str]]:
-    """Who takes part, and why others do not."""
+    """Return the systems to measure, and the reasons why others are left out."""
     chosen, left_out = [], []
     for name, way in WAYS.items():
         if not way.peer:

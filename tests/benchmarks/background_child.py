@@ -1,66 +1,201 @@
-"""The child process of `snapshot bench --async`: one system, which saves alone, or while a model is trained.
+"""Child process of `python -m tests.benchmarks background`: one system, which saves alone, or while a model is trained.
 
-It is spoken to as `bench_worker` is: its first argument says what it is, and lines of JSON ask for repetitions.
+Peers are used as their documentation shows, with their default syncs.
 """
 
 from __future__ import annotations
 
 import gc
-import json
+import importlib
 import os
-import shutil
-import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from snapshot import Snapshot
-from snapshot.bench.child import Task, reset_peak, status
-from snapshot.bench.workloads import CPU, Payload
-from snapshot.io.url import URL, options_from_environment
-from tests.benchmarks.background_systems import HELD, WAYS, Started
+from snapshot.bench.child import Runner, Task, reset_peak, serve, status
+from snapshot.bench.systems import DCP, Competitor, Ours, Started, TorchSnapshot, build_system
+from snapshot.bench.systems import Way as SystemWay
+from snapshot.bench.workloads import CASES, CPU, Case, Payload, plain_payload, random_tensors, train_once
+
+# States that are saved.
+
+PARAMETERS = 10_000
+
+
+def _params(scale: float, device: torch.device = CPU) -> Payload:
+    with torch.device("meta"):
+        model = nn.ParameterList(torch.empty(1024) for _ in range(max(1, int(PARAMETERS * scale))))
+    return train_once(model, device)
+
+
+def _single(scale: float, device: torch.device = CPU) -> Payload:
+    [tensor] = random_tensors(1, (max(1, int(scale * (1 << 28))),), device).values()
+    return plain_payload("state", {"tensor": tensor})
+
+
+PARAMS = Case(
+    "params",
+    "10,000 parameters of 4 KiB with AdamW's moments, 40,000 tensors",
+    lambda scale: max(1, int(PARAMETERS * scale)) * 3 * 4100,
+    _params,
+    (),
+)
+SINGLE = Case("single", "one float32 tensor of 1 GiB", lambda scale: int(scale * (1 << 30)), _single, ())
+TRAINED = {"train": CASES["train"], "params": PARAMS}
+"""States of a model that is trained."""
+HELD = TRAINED | {"single": SINGLE}
+"""All states."""
+
+# Ways to save in the background, with the systems of `snapshot bench`.
+
+Begin = Callable[[str, int | None], Started]
+"""Begins a save at a place, with a memory budget."""
+COMPLETE = Started(lambda: None)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to save in the background."""
+
+    system: Callable[[Payload], Any]
+    begin: Callable[[Any, str, int | None], Started]
+    kind: str = "ours"
+    """`ours`, `peer`, or a bar that the others are compared with: `copy` or `bar`."""
+    synced: str = "files, folders"
+    """Parts that are synced to the device at the end of a save."""
+    peer: str = ""
+    """Peer that must be installed."""
+
+    def make(self, payload: Payload) -> Background:
+        """Return the way for a payload."""
+        return RawCopy(payload) if self.kind == "copy" else Background(self, payload)
+
+    @property
+    def trains(self) -> bool:
+        """True if steps of training can run at the same time: a bar returns when it is complete."""
+        return self.kind in ("ours", "peer")
+
+
+class Background:
+    """A way to save a payload in the background, and to restore it."""
+
+    def __init__(self, way: Way, payload: Payload) -> None:
+        self.way = way
+        self.system: Competitor = way.system(payload)
+
+    def rows(self, name: str) -> dict[str, Begin]:
+        """Return the rows of the table."""
+        return {name: partial(self.way.begin, self.system)}
+
+    def load(self, where: str) -> None:
+        """Restore a save into the live tensors."""
+        self.system.load(where)
+
+
+class RawCopy(Background):
+    """Copies of all tensors into resident memory: the minimum that a save in the background blocks."""
+
+    def __init__(self, payload: Payload) -> None:
+        super().__init__(WAYS_OF_COPIES, payload)
+        self.device = payload.device
+        self.ways = self.system.ways("async")
+        self.copies: list[torch.Tensor] = self.system.copies  # type: ignore[attr-defined]
+
+    def rows(self, name: str) -> dict[str, Begin]:
+        chosen = {row: way for row, way in self.ways.items() if "thread" in row or "each tensor" in row}
+        return {row: partial(self._copy, way) for row, way in chosen.items()}
+
+    def _copy(self, way: SystemWay, where: str, budget: int | None) -> Started:
+        way(where)
+        if self.device != CPU:
+            torch.accelerator.synchronize(self.device)
+        return COMPLETE
+
+
+def _take(system: Ours, where: str, budget: int | None) -> Started:
+    system.save(where, durable=True)
+    return COMPLETE
+
+
+def _ours(**options: Any) -> Way:
+    return Way(Ours, lambda ours, where, budget: ours.start(where, durable=True, budget=budget, **options))
+
+
+def _dcp_with_group(payload: Payload) -> DCP:
+    """Return DCP in a process group, which its writer process needs."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    system = DCP(payload)
+    system.alone = {}
+    return system
+
+
+def _dcp_process(dcp: DCP, where: str, budget: int | None) -> Started:
+    saver = importlib.import_module("torch.distributed.checkpoint.state_dict_saver")
+    return dcp.start(where, durable=True, async_checkpointer_type=saver.AsyncCheckpointerType.PROCESS)
+
+
+_dcp = partial(Way, kind="peer", synced="files", peer="dcp")
+WAYS_OF_COPIES = Way(partial(build_system, "raw"), lambda raw, where, budget: COMPLETE, "copy", "nothing")
+WAYS = {
+    "raw copy": WAYS_OF_COPIES,
+    "Snapshot.take": Way(Ours, _take, "bar"),
+    "snapshot: blocking, thread": _ours(staging="blocking", worker="thread"),
+    "snapshot: overlapped, thread": _ours(staging="overlapped", worker="thread"),
+    "snapshot: overlapped, process": _ours(staging="overlapped", worker="process"),
+    "DCP": _dcp(DCP, lambda dcp, where, budget: dcp.start(where, durable=True)),
+    "DCP, process": _dcp(_dcp_with_group, _dcp_process),
+    "DCP, async staging": _dcp(DCP, lambda dcp, where, budget: dcp.start_staged(where, durable=True, overlapped=True)),
+    "torchsnapshot": Way(
+        TorchSnapshot, lambda system, where, budget: system.start(where), "peer", "nothing", "torchsnapshot"
+    ),
+}
+BARS = ("raw copy", "Snapshot.take")
+"""The ways that every other row is compared with. They run in each group."""
+
+# Measurements: a save alone, and a save in the middle of training.
 
 STEP = 0.05
-"""Seconds that a step is to take at least, at full scale: long enough for a moment of the machine's not to decide."""
+"""Least seconds of a step at full scale, so that short disturbances of the machine do not decide."""
 MOST_WORK = 256
 QUIET, AFTER = 20, 5
 """Steps before the call, and after the end of the write."""
 LONGEST = 900.0
-"""Seconds after which a save that is not done never will be."""
+"""Seconds after which a save has failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """One save, with nothing beside it."""
+    """A save without training."""
 
     blocked: float
     staged: float
     """Seconds from the call until tensors may change."""
     done: float
-    """Seconds from the call until it is written."""
+    """Seconds from the call until everything is written."""
     peak: int | None
-    """How far memory has risen above where it stood before the first save, in this process and those it started."""
+    """Rise of the memory since before the first save, in this process and those that it started."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """One save, and the steps before it, beside it and after it; all times are seconds after the call began."""
+    """A save, and the training steps around it. All times are seconds after the call began."""
 
     returned: float
     done: float
     steps: list[tuple[float, float]]
-    """When each began and ended."""
+    """Begin and end of each step."""
     waited: bool
-    """Whether tensors might not change yet when the call returned, so that the first step had to wait."""
+    """True if tensors could not change yet when the call returned, so that the first step had to wait."""
     exact: bool | None
-    """Whether what was saved is what was there at the moment of the call; None if nobody looked."""
+    """True if the saved state is that at the moment of the call; None if it was not compared."""
 
 
 class Training:
@@ -76,20 +211,20 @@ class Training:
         self.input = torch.rand(MOST_WORK, 16, width).to(self.device)
 
     def calibrate(self) -> int:
-        """Find how much work makes a step long enough."""
+        """Find the amount of work that makes a step long enough."""
         self.step()
         while self.work < MOST_WORK and min(self._timed() for _ in range(3)) < self.least:
             self.work *= 2
         return self.work
 
     def step(self, before: Callable[[], object] | None = None) -> None:
-        """One step; `before` is what its loop has to wait for before tensors change."""
+        """Run a step. `before` is called before tensors change, as the loop of a user must wait there."""
         self._loss().backward()  # type: ignore[no-untyped-call]
         if before:
             before()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=False)
-        if self.device != CPU:  # a step ends when the device has done it
+        if self.device != CPU:  # a step ends with an idle device
             torch.accelerator.synchronize(self.device)
 
     def _timed(self) -> float:
@@ -104,47 +239,41 @@ class Training:
         return made.square().mean()
 
 
-class Worker:
+class Worker(Runner):
     """A system with its payload, ready for repetitions."""
 
     def __init__(self, task: Task) -> None:
-        self.task = task
-        device = torch.device(task.device)
-        if device != CPU:
-            torch.get_device_module(device).set_device(device.index or 0)
-        self.payload = HELD[task.case].make(task.scale, device)
-        self.system = WAYS[task.system].make(self.payload)
+        super().__init__(task, HELD[task.case])
+        self.way = WAYS[task.system]
+        self.system = self.way.make(self.payload)
         self.rows = self.system.rows(task.system)
         self.training: Training | None = None
-        self.count = 0
         gc.collect()
         self.resident = reset_peak()
 
     def describe(self) -> dict[str, Any]:
-        """What the parent needs to know first."""
         return {
             "rows": list(self.rows),
-            "kind": self.system.kind,
-            "synced": self.system.synced,
+            "kind": self.way.kind,
+            "synced": self.way.synced,
             "bytes": self.payload.nbytes(),
             "tensors": len(self.payload.tensors),
         }
 
-    def answer(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Do what is asked."""
-        if asked["do"] == "save":
-            return asdict(self.save(asked["row"], asked.get("budget")))
-        if self.training is None:  # only now: what steps hold is no part of a save's memory
+    def respond(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        if request["do"] == "save":
+            return asdict(self.save(request["row"], request.get("budget")))
+        if self.training is None:  # not earlier, since the memory of steps is not that of a save
             self.training = Training(self.payload, self.task.scale)
             os.environ["SNAPSHOT_LANES"] = "1"  # against one thread of training
-        if asked["do"] == "calibrate":
+        if request["do"] == "calibrate":
             return {"work": self.training.calibrate()}
-        self.training.work = asked["work"]
-        return asdict(self.train(self.training, asked["row"], asked["check"]))
+        self.training.work = request["work"]
+        return asdict(self.train(self.training, request["row"], request["check"]))
 
     def save(self, row: str, budget: int | None) -> Saved:
-        """Save once; making room and removing are not timed."""
-        where = self._fresh()
+        """Save once. Freeing space and removing are not timed."""
+        where = self.fresh()
         gc.collect()
         began = time.perf_counter()
         started = self.rows[row](where, budget)
@@ -159,12 +288,12 @@ class Worker:
         done = ending.at - began
         highest = status("VmHWM")
         peak = None if highest is None or self.resident is None else max(0, highest - self.resident) + helpers()
-        self._remove(where)
+        self.remove(where)
         return Saved(blocked, staged, done, peak)
 
     def train(self, training: Training, row: str, check: bool) -> Trained:
         """Save once, in the middle of training."""
-        where = self._fresh()
+        where = self.fresh()
         gc.collect()
         clock = time.perf_counter
         steps: list[tuple[float, float]] = []
@@ -192,23 +321,13 @@ class Worker:
         if check:
             self.system.load(where)
             exact = self.payload.digest() == digest
-        self._remove(where)
+        self.remove(where)
         relative = [(began - called, ended - called) for began, ended in steps]
         return Trained(returned - called, ending.at - called, relative, started.staged is not None, exact)
 
-    def _fresh(self) -> str:
-        self.count += 1
-        return f"{self.task.where}/{os.getpid()}-{self.count}"
-
-    def _remove(self, where: str) -> None:
-        if URL.parse(where).scheme == "file":
-            shutil.rmtree(where, ignore_errors=True)
-        else:
-            Snapshot(where, storage_options=options_from_environment()).delete()
-
 
 class _Ending(threading.Thread):
-    """Waits for the end of a save, and notes when that was."""
+    """Waits for the end of a save, and notes its time."""
 
     def __init__(self, started: Started) -> None:
         super().__init__(daemon=True)
@@ -225,14 +344,14 @@ class _Ending(threading.Thread):
         self.at = time.perf_counter()
 
     def seen(self) -> bool:
-        """Whether it has come; raises what made the save fail."""
+        """Return True after the end. Raise the error of a failed save."""
         if self.error:
             raise self.error
         return self.at > 0
 
 
 def helpers() -> int:
-    """What the processes that this one started hold of their own; what they share is counted here."""
+    """Return the memory of the processes that this one started, without shared memory, which is counted here."""
     held = 0
     for pid in family(os.getpid()):
         lines = _lines(f"/proc/{pid}/status")
@@ -242,7 +361,7 @@ def helpers() -> int:
 
 
 def family(parent: int) -> list[int]:
-    """The processes that a process started, and those that they started."""
+    """Return the processes that a process started, and those that they started."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal() and (lines := _lines(f"{entry}/stat")):
@@ -260,34 +379,6 @@ def _lines(file: str) -> list[str]:
         return []
 
 
-def main() -> None:
-    """Serve the parent until it closes our input."""
-    warnings.simplefilter("ignore")  # as in `bench_worker`, and what libraries print goes to the standard error
-    answers = os.dup(1)
-    os.dup2(2, 1)
-    torch.set_num_threads(1)
-    task = Task(**json.loads(sys.argv[1]))
-
-    def tell(work: Callable[[], Mapping[str, Any]]) -> bool:
-        try:
-            reply = work()
-        except Exception as error:  # noqa: BLE001 - any exception of any peer is a line in the report
-            said = " ".join(str(error).split())[:300]
-            reply = {"failed": f"{type(error).__name__}: {said}", "excused": False}
-        os.write(answers, json.dumps(reply).encode() + b"\n")
-        return "failed" not in reply
-
-    made: list[Worker] = []
-
-    def prepare() -> dict[str, Any]:
-        made.append(Worker(task))
-        return made[0].describe()
-
-    if tell(prepare):
-        for line in sys.stdin:
-            asked = json.loads(line)
-            tell(lambda: made[0].answer(asked))  # noqa: B023 - called at once
-
-
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    serve(Worker)

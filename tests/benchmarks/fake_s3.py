@@ -1,7 +1,7 @@
-"""A store that is as fast as loopback allows, to measure clients against: objects in memory, or thrown away.
+"""Store of S3's protocol that is as fast as loopback allows: it keeps objects in memory, or discards them.
 
-It says what S3 says to the requests that a snapshot makes, checks nothing, and is for benchmarks only. It runs in a
-process of its own: `python -m tests.benchmarks.fake_s3 [--discard]` prints its port.
+It responds to the requests of a snapshot, checks nothing, and is for benchmarks only. It runs in its own process:
+`python -m tests.benchmarks.fake_s3 [--discard]` prints its port.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _whole(parts: list[memoryview], begin: int, end: int) -> list[memoryview]:
 
 
 class Connection(threading.Thread):
-    """Requests of one client, one after the other."""
+    """Serves the requests of one client, one after the other."""
 
     def __init__(self, store: Store, sock: socket.socket) -> None:
         super().__init__(daemon=True)
@@ -49,7 +49,7 @@ class Connection(threading.Thread):
         self.scrap = memoryview(bytearray(1 << 20))
 
     def run(self) -> None:
-        """Until the client closes."""
+        """Serve until the client closes the connection."""
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             while self._one():
@@ -162,7 +162,7 @@ class Connection(threading.Thread):
 
 
 def main() -> None:
-    """Serve until standard input is closed: then whoever started it is gone."""
+    """Serve until standard input is closed, which ends with the parent."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=256)
     store = Store(discard="--discard" in sys.argv)
 

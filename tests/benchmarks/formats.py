@@ -1,117 +1,472 @@
-"""`snapshot bench --formats`: what others wrote, read by them and by us; how little of it is read to list it; and how
-much memory a conversion takes."""
+"""Checkpoints of other libraries: saved through DCP, read, loaded, merged, and exported with tensor maps."""
 
 from __future__ import annotations
 
+import asyncio
+import importlib.util
+import os
+import shutil
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.futures import Future
 
+import snapshot
+from snapshot import Snapshot, StateDict, Target
+from snapshot.bench.raw_io import StaysCached, drop, read_streams
 from snapshot.bench.rounds import Workspace
-from snapshot.bench.workloads import CASES, Payload
-from snapshot.snapshot import Snapshot
-from snapshot.state.stateful import StateDict
+from snapshot.bench.systems import DCP, TorchSave
+from snapshot.bench.workloads import CASES, Payload, plain_payload
+from snapshot.interop.dcp import SnapshotReader, SnapshotWriter
+from snapshot.io.loop import run
+from snapshot.io.session import Session
+from snapshot.io.url import URL, options_from_environment
 from snapshot.testing import recording
 from snapshot.text import size_text
-from tests.benchmarks.dcp import quiet
+from tests.benchmarks.harness import (
+    BUFFER,
+    Work,
+    draw_rows,
+    folder_of,
+    measure_process,
+    quiet,
+    start_ranks,
+    time_rows,
+    transfer,
+)
 
-MEASURED = ("train", "small")
 BUDGET = 256 << 20
-_CONVERT = """
-import sys
-from snapshot import Snapshot, Target
 
-def resident(name):
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith(name + ":"))
-
-source, target, to, budget = sys.argv[1:]
-Snapshot("memory://bench/x").exists()
-with open("/proc/self/clear_refs", "w") as file:
-    file.write("5")  # from here on, the most that is resident counts anew
-before = resident("VmHWM")
-report = Snapshot(source).convert(Target(target, to, durable=False), memory_budget_bytes=int(budget))
-print((resident("VmHWM") - before) // 1024, report.seconds)
-"""
+# `torch.distributed.checkpoint` with torch's storage, with this library's, and with one that does nothing. The last one
+# shows the time of planning, which is torch's own with any storage.
 
 
-def compare(where: Workspace, scale: float, rounds: int) -> Iterator[str]:
-    """The lines of the tables."""
-    if not where.local:
-        raise ValueError("--formats measures beside torch's own readers, which need a folder of a file system")
-    for name in MEASURED:
+class Nothing(StorageWriter):
+    """Storage that writes nothing."""
+
+    def reset(self, checkpoint_id: Any = None) -> None: ...
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None: ...
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+class DCPWithNothing(DCP):
+    """DCP that writes nothing."""
+
+    def writer(self, where: str, durable: bool) -> StorageWriter:
+        return Nothing()
+
+
+class DCPWithSnapshot(DCP):
+    """DCP with this library's storage."""
+
+    def writer(self, where: str, durable: bool) -> SnapshotWriter:
+        return SnapshotWriter(where, durable=durable)
+
+    def reader(self, where: str) -> SnapshotReader:
+        return SnapshotReader(where)
+
+
+def compare_dcp(where: Workspace, scale: float, rounds: int) -> Iterator[str]:
+    """Yield the lines of the tables."""
+    folder = folder_of(where)
+    for name in ("small", "large"):
         case = CASES[name]
-        where.check_room(4 * case.nbytes(scale), f"{name}: formats")
+        where.check_room(3 * case.nbytes(scale), f"{name}: dcp.save")
         payload = case.make(scale)
-        root = Path(where.text())
+        systems = {"nothing": DCPWithNothing(payload), "torch": DCP(payload), "snapshot": DCPWithSnapshot(payload)}
         yield f"\n{name}: {case.about}, {size_text(payload.nbytes())}"
-        _write(payload, root)
-        yield from _listed(root)
-        yield from _restored(payload, root, rounds)
-        if name == "train":
-            yield from _converted(root)
+        with quiet():
+            for durable in (True, False):
+                rows = {key: partial(each.save, str(folder / "saved"), durable) for key, each in systems.items()}
+                seconds = time_rows(rows, rounds, after=lambda _: shutil.rmtree(folder / "saved", ignore_errors=True))
+                yield f"  dcp.save{', durable' if durable else ''}"
+                yield from _indent(draw_rows(seconds))
+                theirs, ours, planning = (statistics.median(seconds[key]) for key in ("torch", "snapshot", "nothing"))
+                above = (theirs - planning) / max(ours - planning, 1e-9)
+                yield f"    torch takes {theirs / ours:.1f} x as long as snapshot; without planning {above:.1f} x"
+            del systems["nothing"]
+            for key, each in systems.items():
+                each.save(str(folder / key))
+            loads: dict[str, Work] = {key: partial(each.load, str(folder / key)) for key, each in systems.items()}
+            yield "  dcp.load"
+            yield from _indent(draw_rows(_time_restores(loads, payload, rounds)))
         where.empty()
 
 
-def _write(payload: Payload, root: Path) -> None:
-    from torch.distributed.checkpoint.state_dict_saver import save  # dear
-
-    with quiet():
-        save({"m": payload.tensors}, checkpoint_id=str(root / "dcp"), no_dist=True)
-    torch.save({"m": payload.tensors}, root / "x.pt")
+def _indent(lines: Iterator[str]) -> Iterator[str]:
+    return (f"  {line}" for line in lines)
 
 
-def _listed(root: Path) -> Iterator[str]:
-    for name, metadata in (("dcp", (root / "dcp" / ".metadata").stat().st_size), ("x.pt", 0)):
-        with recording() as log:
-            began = time.perf_counter()
-            count = len(Snapshot(f"recording+file://{root / name}").get_manifest())
-            seconds = time.perf_counter() - began
-        read = log.nbytes("read_into") + metadata
-        yield f"  list {name:<6} {count:,} entries in {seconds:.3f} s, {size_text(read)} read"
-
-
-def _restored(payload: Payload, root: Path, rounds: int) -> Iterator[str]:
-    from torch.distributed.checkpoint.state_dict_loader import load  # dear
-
-    tensors, state = payload.tensors, StateDict(payload.tensors)
-
-    def by_torch() -> None:
-        for name, tensor in torch.load(root / "x.pt", mmap=True)["m"].items():
-            tensors[name].detach().copy_(tensor)
-
-    ways: dict[str, Callable[[], Any]] = {
-        "dcp.load": lambda: load({"m": tensors}, checkpoint_id=str(root / "dcp"), no_dist=True),
-        "snapshot, of dcp": lambda: Snapshot(root / "dcp").restore({"m": state}),
-        "torch.load(mmap)": by_torch,
-        "snapshot, of torch": lambda: Snapshot(root / "x.pt").restore({"m": state}),
-    }
+def _time_restores(rows: dict[str, Work], payload: Payload, rounds: int) -> dict[str, list[float]]:
+    """Time restores into a payload's tensors, and compare each with the saved values."""
     expected = payload.digest()
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(rounds + 1):
-        for name, way in ways.items():
-            payload.wipe()
-            with quiet():
-                began = time.perf_counter()
-                way()
-                taken = time.perf_counter() - began
-            if payload.digest() != expected:
-                raise ValueError(f"{name} did not bring back what was saved")
-            if number:  # the first is not counted
-                seconds[name].append(taken)
-    for name, taken_all in seconds.items():
-        yield f"  {name:<20} {statistics.median(taken_all):8.3f} s  ({min(taken_all):.3f} to {max(taken_all):.3f})"
+
+    def check(name: str) -> None:
+        if payload.digest() != expected:
+            raise ValueError(f"{name} did not restore the saved values")
+
+    return time_rows(rows, rounds, before=lambda _: payload.wipe(), after=check)
 
 
-def _converted(root: Path) -> Iterator[str]:
-    for to, name in (("snapshot", "s"), ("safetensors", "s.safetensors"), ("torch", "t.pt"), ("dcp", "d")):
-        command = [sys.executable, "-c", _CONVERT, str(root / "dcp"), str(root / name), to, str(BUDGET)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        mib, seconds = done.stdout.split()
-        yield f"  convert to {to:<12} {float(seconds):8.3f} s, {mib} MiB more memory (budget {BUDGET >> 20} MiB)"
+# Checkpoints of other libraries, read by them and by this library: bytes that are read for a list, the time of a
+# restore, and the memory of a conversion.
+
+
+def compare_formats(where: Workspace, scale: float, rounds: int) -> Iterator[str]:
+    """Yield the lines of the tables."""
+    folder = folder_of(where)
+    for name in ("train", "small"):
+        case = CASES[name]
+        where.check_room(4 * case.nbytes(scale), f"{name}: formats")
+        payload = plain_payload("m", case.make(scale).tensors)
+        yield f"\n{name}: {case.about}, {size_text(payload.nbytes())}"
+        dcp, pt, file = DCP(payload), TorchSave(payload), folder / "torch/state.pt"
+        with quiet():
+            dcp.save(str(folder / "dcp"))
+            pt.save(str(folder / "torch"))
+            yield from _list(folder / "dcp", (folder / "dcp/.metadata").stat().st_size)
+            yield from _list(file)
+            restore = partial(_restore, {"m": StateDict(payload.app_state["m"])})
+            rows: dict[str, Work] = {
+                "dcp.load": partial(dcp.load, str(folder / "dcp")),
+                "snapshot, of dcp": partial(restore, folder / "dcp"),
+                "torch.load(mmap)": partial(pt.load, str(folder / "torch")),
+                "snapshot, of torch": partial(restore, file),
+            }
+            yield from draw_rows(_time_restores(rows, payload, rounds), payload.nbytes())
+        if name == "train":
+            yield from _convert(folder)
+        where.empty()
+
+
+def _restore(state: dict[str, StateDict], path: Path) -> None:
+    Snapshot(path).restore(state)
+
+
+def _list(path: Path, read: int = 0) -> Iterator[str]:
+    with recording() as log:
+        began = time.perf_counter()
+        count = len(Snapshot(f"recording+file://{path}").get_manifest())
+        seconds = time.perf_counter() - began
+    read += log.nbytes("read_into")
+    yield f"  list {path.name}: {count:,} entries in {seconds:.3f} s, {size_text(read)} read"
+
+
+def _convert(folder: Path) -> Iterator[str]:
+    work = "Snapshot(source).convert(Target(target, to, durable=False), memory_budget_bytes=budget)"
+    seconds, peaks = {}, {}
+    for to, target in (("snapshot", "s"), ("safetensors", "s.safetensors"), ("torch", "t.pt"), ("dcp", "d")):
+        source, name = str(folder / "dcp"), f"convert to {to}"
+        taken, nbytes = measure_process(work, source=source, target=str(folder / target), to=to, budget=BUDGET)
+        seconds[name], peaks[name] = [taken], f"{nbytes >> 20} MiB more memory (budget {BUDGET >> 20} MiB)"
+    yield from draw_rows(seconds, more=peaks)
+
+
+# Tensors of a checkpoint into new memory, by this library and by others. `load_file` of safetensors maps the file, and
+# reads nothing until a tensor is used. So it is also measured with each page touched once.
+
+LANES = 2
+
+
+def model(scale: float, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Return the weights of a language model in bfloat16: 1 GiB, times `scale`."""
+    generator = torch.Generator().manual_seed(seed)
+    width = 64 * round(32 * min(1.0, (8 * scale) ** 0.5)) or 64
+    rows = {"q": width, "k": width // 4, "v": width // 4, "o": width}
+    rows |= dict.fromkeys(("gate", "up", "down"), 4 * width)
+    made = {}
+    for layer in range(max(1, round(8 * scale))):
+        for name, count in rows.items():
+            weight = torch.randn(count, width, generator=generator).bfloat16()
+            made[f"model.layers.{layer}.{name}.weight"] = weight
+        made[f"model.layers.{layer}.norm.weight"] = torch.ones(width, dtype=torch.bfloat16)
+    made["model.embed.weight"] = torch.randn(round(32000 * scale), width, generator=generator).bfloat16()
+    return made
+
+
+def compare_loads(where: Workspace, scale: float, rounds: int) -> Iterator[str]:
+    """Yield the lines of the tables."""
+    folder = Path(where.text())
+    short = {f"adapter.{number}": torch.full((32, 32), float(number)) for number in range(round(20_000 * scale))}
+    for title, tensors in (("weights of a language model", model(scale)), ("short tensors", short)):
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        yield f"\n{title}: {len(tensors):,} tensors, {size_text(nbytes)}"
+        if not where.local:
+            yield from _time_loads("object store", _remote_loads(where, tensors), nbytes, rounds)
+        else:
+            rows = _local_loads(folder, tensors)
+            yield from _time_loads("warm", rows, nbytes, rounds)
+            try:
+                drop(folder)
+            except StaysCached as error:
+                yield f"  cold: left out: {error}"
+            else:
+                yield from _time_loads("cold", rows, nbytes, max(1, rounds // 2), lambda _: drop(folder))
+        where.empty()
+
+
+def _time_loads(
+    state: str, rows: dict[str, Work], nbytes: int, rounds: int, before: Callable[[str], object] | None = None
+) -> Iterator[str]:
+    failed: dict[str, str] = {}
+    seconds = time_rows(rows, rounds, before=before, failed=failed)
+    yield f"  {state}"
+    yield from _indent(draw_rows(seconds, nbytes, beside=next(iter(rows))))
+    yield from (f"    left out: {name}: {reason[:100]}" for name, reason in failed.items())
+
+
+def _local_loads(folder: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Work]:
+    file, saved = folder / "model.safetensors", folder / "snapshot"
+    save_file(tensors, file)
+    Snapshot(file).convert(saved)
+
+    def new() -> list[torch.Tensor]:
+        return [torch.empty(tensor.nbytes, dtype=torch.uint8) for tensor in tensors.values()]
+
+    held = [memory.zero_() for memory in new()]
+    return {
+        "raw read into resident memory": lambda: read_streams(held, file, LANES),
+        "raw read into new memory": lambda: read_streams(new(), file, LANES),
+        "snapshot.load(safetensors)": lambda: snapshot.load(file),
+        "snapshot.load(snapshot)": lambda: snapshot.load(saved),
+        "snapshot.load(snapshot, verify=False)": lambda: snapshot.load(saved, verify=False),
+        "safetensors load_file (mapped)": lambda: load_file(file),
+        "safetensors load_file, pages touched": lambda: _touch(load_file(file)),
+        "safetensors load_file, copied": lambda: {name: each.clone() for name, each in load_file(file).items()},
+        **_peers(file),
+    }
+
+
+def _touch(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    for tensor in tensors.values():
+        tensor.view(-1).view(torch.uint8)[:: os.sysconf("SC_PAGESIZE")].sum()
+    return tensors
+
+
+def _peers(file: Path) -> dict[str, Work]:
+    """Return the loaders of other libraries that are installed, each into its own memory."""
+    rows: dict[str, Work] = {}
+    if importlib.util.find_spec("fastsafetensors"):
+        from fastsafetensors import fastsafe_open  # type: ignore[import-not-found, unused-ignore]
+
+        def fast() -> Any:
+            opened = fastsafe_open(filenames=[str(file)], nogds=True, device="cpu")  # it owns the tensors' memory
+            return opened, {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
+
+        rows["fastsafetensors"] = fast
+    if importlib.util.find_spec("runai_model_streamer"):
+        from runai_model_streamer import SafetensorsStreamer  # type: ignore[import-not-found, unused-ignore]
+
+        def streamed() -> Any:
+            with SafetensorsStreamer() as streamer:
+                streamer.stream_file(str(file))
+                return dict(streamer.get_tensors())
+
+        rows["run:ai model streamer"] = streamed
+    return rows
+
+
+def _remote_loads(where: Workspace, tensors: dict[str, torch.Tensor]) -> dict[str, Work]:
+    url, options = where.text(), options_from_environment()
+    saved, file = f"{url}/snapshot", f"{url}/model.safetensors"
+    Snapshot.take(saved, {"model": StateDict(tensors)}, storage_options=options)
+    Snapshot(saved, storage_options=options).convert(Target(file, "safetensors", storage_options=options))
+    return {
+        "raw ranges of the same client": lambda: _read_ranges(where.url, options),
+        "snapshot.load(safetensors)": lambda: snapshot.load(Snapshot(file, storage_options=options)),
+        "snapshot.load(snapshot)": lambda: snapshot.load(Snapshot(saved, storage_options=options)),
+    }
+
+
+def _read_ranges(url: URL, options: dict[str, Any]) -> list[bytearray]:
+    """Read one file in ranges, with the storage alone."""
+    session = Session(url, options)
+    storage = session.storage
+
+    async def read() -> list[bytearray]:
+        size = (await storage.stat("model.safetensors")).size
+        free = asyncio.Semaphore(storage.limits.parallel_parts)
+
+        async def one(begin: int) -> bytearray:
+            made = bytearray(min(BUFFER, size - begin))
+            async with free:
+                await storage.read_into("model.safetensors", begin, [made])
+            return made
+
+        return await asyncio.gather(*(one(begin) for begin in range(0, size, BUFFER)))
+
+    try:
+        return run(read())
+    finally:
+        run(session.close())
+
+
+# Three checkpoints that are merged, compared with a raw read of three and a durable write of one.
+
+COUNT = 3
+MERGE_BUDGET = 64 << 20
+RAW = "raw read and write"
+
+
+def compare_merges(where: Workspace, scale: float, rounds: int) -> Iterator[str]:
+    """Yield the lines of the tables."""
+    folder = folder_of(where)
+    sources = [folder / f"{number}.safetensors" for number in range(COUNT)]
+    for number, file in enumerate(sources):
+        save_file(model(scale, seed=number), file)
+    nbytes = sources[0].stat().st_size
+    Snapshot(sources[-1]).convert(folder / "snapshot")
+    sources.pop().unlink()
+    files = [*sources, *(folder / "snapshot/data").iterdir()]
+    sources.append(folder / "snapshot")
+    peaks: dict[str, int] = {}
+
+    def write() -> None:
+        buffer = memoryview(bytes(BUFFER))
+        with open(folder / "raw", "wb", buffering=0) as file:
+            for begin in range(0, nbytes, BUFFER):
+                file.write(buffer[: nbytes - begin])
+            os.fsync(file.fileno())
+
+    def merge(to: str, target: str) -> float:
+        work = "merge(sources, Target(target, to, overwrite=True), memory_budget_bytes=budget)"
+        names: dict[str, Any] = {"sources": list(map(str, sources)), "target": str(folder / target)}
+        seconds, peak = measure_process(work, **names, to=to, budget=MERGE_BUDGET)
+        peaks[f"merge to {to}"] = max(peaks.get(f"merge to {to}", 0), peak)
+        return seconds
+
+    rows: dict[str, Work] = {
+        "raw read": lambda: transfer(files),
+        "raw write": write,
+        "merge to safetensors": partial(merge, "safetensors", "out.safetensors"),
+        "merge to snapshot": partial(merge, "snapshot", "out"),
+    }
+    yield f"\n{COUNT} checkpoints of {size_text(nbytes)} in bfloat16, durable, budget {size_text(MERGE_BUDGET)}"
+    for state, before in (("warm", None), ("cold", lambda _: drop(folder))):
+        peaks.clear()
+        try:
+            seconds = time_rows(rows, rounds, before=before)
+        except StaysCached as error:
+            yield f"  cold: left out: {error}"
+            return
+        seconds = {RAW: [sum(each) for each in zip(seconds["raw read"], seconds["raw write"], strict=True)], **seconds}
+        yield f"  {state}"
+        more = {name: f"peak {peak >> 20} MiB" for name, peak in peaks.items()}
+        yield from _indent(draw_rows(seconds, beside=dict.fromkeys(peaks, RAW), more=more))
+
+
+# Exports of a sharded state to Hugging Face's layout with a tensor map.
+
+WIDTH, INNER, VOCABULARY = 2048, 5504, 16384
+HEADS, GROUPS = 16, 4
+CONFIG = {
+    "model_type": "llama",
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": GROUPS,
+    "vocab_size": VOCABULARY,
+}
+EXPORT = "Snapshot(source).convert(Target(target, 'safetensors'), memory_budget_bytes=budget{more})"
+EXPORTS = {
+    "raw read and write": "transfer(sorted(Path(source, 'data').iterdir()), Path(target), durable=True)",
+    "without a map": EXPORT.format(more=""),
+    "torchtitan to Hugging Face": EXPORT.format(more=", map=TensorMap.load('torchtitan-hf', config)"),
+    "Megatron to Hugging Face": EXPORT.format(more=", map=TensorMap.load('megatron-hf', config)"),
+}
+
+
+def compare_maps(where: Workspace, scale: float, rounds: int) -> Iterator[str]:
+    """Save both layouts with two ranks, and yield the lines of their exports."""
+    folder = folder_of(where)
+    layers = max(1, round(40 * scale))
+    with start_ranks(2) as ranks:
+        for name in ("titan", "megatron"):
+            ranks.run(_save_layout, str(folder / name), layers)
+    nbytes = sum(path.stat().st_size for path in (folder / "titan/data").iterdir())
+    yield f"two ranks, {layers} layers, {size_text(nbytes)} in bfloat16; a budget of {BUDGET >> 20} MiB"
+    target = folder / "made"
+    peaks: dict[str, int] = {}
+
+    def export(name: str) -> float:
+        source = str(folder / ("megatron" if "Megatron" in name else "titan"))
+        small = "Snapshot(source).convert(Target(target + '-small', 'safetensors'), select=['model/*norm.weight'])"
+        names: dict[str, Any] = {"source": source, "target": str(target), "config": CONFIG, "budget": BUDGET}
+        seconds, peak = measure_process(EXPORTS[name], prepare=small, **names)
+        peaks[name] = max(peaks.get(name, 0), peak)
+        return seconds
+
+    def remove(_: str) -> None:
+        shutil.rmtree(target)
+        shutil.rmtree(f"{target}-small")
+
+    rows = {name: partial(export, name) for name in EXPORTS}
+    seconds = time_rows(rows, rounds, before=lambda _: drop(folder), after=remove)
+    more = {name: f"peak {peak >> 20} MiB, over the budget {(peak - BUDGET) >> 20}" for name, peak in peaks.items()}
+    yield from draw_rows(seconds, nbytes, beside="raw read and write", more=more)
+
+
+def _save_layout(rank: int, folder: str, layers: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    state = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in _layout(folder, layers)}
+    Snapshot.take(folder, {"model": StateDict(**state)})
+
+
+def _layout(folder: str, layers: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a layout, with random values that do not matter here."""
+    head = WIDTH // HEADS
+    words, square, norm = (VOCABULARY, WIDTH), (WIDTH, WIDTH), (WIDTH,)
+    if folder.endswith("titan"):
+        shapes = {"tok_embeddings.weight": words, "lm_head.weight": words, "norm.weight": norm}
+        above, layer_shapes = "layers", {
+            "attention.qkv_linear.wq": square,
+            "attention.qkv_linear.wk": (GROUPS * head, WIDTH),
+            "attention.qkv_linear.wv": (GROUPS * head, WIDTH),
+            "attention.wo": square,
+            "feed_forward.w1": (INNER, WIDTH),
+            "feed_forward.w3": (INNER, WIDTH),
+            "feed_forward.w2": (WIDTH, INNER),
+            "attention_norm": norm,
+            "ffn_norm": norm,
+        }  # fmt: skip
+    else:
+        shapes = {"embedding.word_embeddings.weight": words, "output_layer.weight": words}
+        shapes["decoder.final_layernorm.weight"] = norm
+        above, layer_shapes = "decoder.layers", {
+            "self_attention.linear_qkv": ((HEADS + 2 * GROUPS) * head, WIDTH),
+            "self_attention.linear_proj": square,
+            "mlp.linear_fc1": (2 * INNER, WIDTH),
+            "mlp.linear_fc2": (WIDTH, INNER),
+            "input_layernorm": norm,
+            "pre_mlp_layernorm": norm,
+        }  # fmt: skip
+    for layer in range(layers):
+        shapes |= {f"{above}.{layer}.{name}.weight": shape for name, shape in layer_shapes.items()}
+    for name, shape in shapes.items():
+        yield name, torch.randn(shape, dtype=torch.float32).bfloat16()

@@ -1,7 +1,7 @@
-"""`snapshot bench --store`: uploads and downloads of ours beside what the same clients do bare, in the same run.
+"""Uploads and downloads of this library, compared with the bare clients in the same run.
 
-Without a URL it measures against a store on loopback that throws away what it is given, and serves from memory what it
-is asked for: so that it is our way that is measured, and no server's.
+Without a URL, the store is on loopback. It discards uploads and serves downloads from memory, so that the library is
+measured and not a server.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
-
-import torch
 
 from snapshot import Snapshot, StateDict
 from snapshot.bench.child import reset_peak, status
+from snapshot.bench.results import align_columns
+from snapshot.bench.workloads import random_tensors
 from snapshot.io.registry import open_storage
 from snapshot.io.url import URL
+from tests.benchmarks.harness import draw_rows, time_rows
 
 MiB = 1 << 20
 PART = 16 * MiB
@@ -32,7 +34,7 @@ Range = tuple[str, int, int]
 
 @contextmanager
 def _loopback(*arguments: str) -> Iterator[dict[str, Any]]:
-    """A store in a process of its own; the options that reach it."""
+    """Start a store in its own process. Yield the options that reach it."""
     command = [sys.executable, "-m", "tests.benchmarks.fake_s3", *arguments]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
@@ -44,7 +46,7 @@ def _loopback(*arguments: str) -> Iterator[dict[str, Any]]:
 
 
 async def _upload(driver: Any, key: str, parts: list[memoryview]) -> None:
-    """One object, by the client alone."""
+    """Upload one object, by the client alone."""
     from snapshot.plugins.network.http import RequestBody  # a plugin's, and those are imported by who needs them
 
     upload, at_once, done = await driver.begin(key, 0), asyncio.Semaphore(AT_ONCE), {}
@@ -58,7 +60,7 @@ async def _upload(driver: Any, key: str, parts: list[memoryview]) -> None:
 
 
 async def _download(driver: Any, ranges: list[Range], engine: str) -> None:
-    """Ranges of objects, thrown away as they arrive, by the client alone."""
+    """Download ranges of objects and discard them, by the client alone."""
     at_once = asyncio.Semaphore(AT_ONCE)
 
     async def receive(key: str, begin: int, end: int) -> None:
@@ -74,7 +76,7 @@ async def _download(driver: Any, ranges: list[Range], engine: str) -> None:
 
 
 async def _whole(driver: Any, ranges: list[Range]) -> None:
-    """Whole objects, by obstore alone."""
+    """Download whole objects, by obstore alone."""
     await asyncio.gather(*(_one(driver, key) for key in {key: None for key, _, _ in ranges}))
 
 
@@ -83,13 +85,14 @@ async def _one(driver: Any, key: str) -> None:
 
 
 class _Bench:
-    """One payload, and the two stores that it goes to and comes from."""
+    """A state, the store for uploads, and the store for downloads."""
 
     def __init__(self, url: str, sink: Mapping[str, Any], source: Mapping[str, Any], scale: float) -> None:
         self.sink, self.source = sink, source
         self.url = url
-        self.state = {"large": StateDict({f"t{i}": torch.randn(max(1, int(scale * (64 << 20)))) for i in range(4)})}
-        views = [memoryview(each.numpy()).cast("B") for each in self.state["large"].values()]
+        tensors = random_tensors(4, (max(1, int(scale * (64 << 20))),))
+        self.state = {"large": StateDict(tensors)}
+        views = [memoryview(each.numpy()).cast("B") for each in tensors.values()]
         self.parts = [view[at : at + PART] for view in views for at in range(0, len(view), PART)]
         self.nbytes = sum(map(len, views))
         self.made = [f"{url}/taken"]
@@ -98,7 +101,7 @@ class _Bench:
     def bare(
         self, options: Mapping[str, Any], engine: str, work: Callable[[Any, list[Range]], Awaitable[None]]
     ) -> float:
-        """How long a client takes alone, once it is connected, for what it is given."""
+        """Return the seconds of work of a client alone, once it is connected."""
 
         async def run() -> float:
             storage: Any = open_storage(URL.parse(self.made[0]), {**options, "engine": engine})
@@ -116,7 +119,7 @@ class _Bench:
         return asyncio.run(run())
 
     def take(self, budget: int | None = None, *, waits: bool = True) -> float:
-        """Ours; `waits=False`: by `async_take`, whose staging is bounded by the budget."""
+        """Return the seconds of a take. With `waits=False`, it is an `async_take`, whose budget limits staging."""
         given = {"storage_options": dict(self.sink), "memory_budget_bytes": budget}
         url = f"{self.url}/ours-{secrets.token_hex(4)}"
         began = time.perf_counter()
@@ -130,48 +133,46 @@ class _Bench:
         return took
 
     def restore(self, engine: str, budget: int | None = None, *, verify: bool = True) -> float:
-        """Ours."""
+        """Return the seconds of a restore."""
         began = time.perf_counter()
         snapshot = Snapshot(self.made[0], storage_options={**self.source, "engine": engine})
         snapshot.restore(self.state, verify=verify, memory_budget_bytes=budget)
         return time.perf_counter() - began
 
     def key(self) -> str:
-        """A key for an object of the client's own."""
+        """Return a key for an object of a bare client."""
         return f"{URL.parse(self.url).location.partition('/')[2]}/bare-{secrets.token_hex(4)}"
 
 
 def _rows(bench: _Bench) -> dict[str, list[tuple[str, Callable[[], float]]]]:
-    """What is measured: the first row of each group is what the others are compared with."""
+    """Return the rows in groups. The others of a group are compared with its first row."""
     groups: dict[str, list[tuple[str, Callable[[], float]]]] = {}
 
     def upload() -> float:
         return bench.bare(bench.sink, "s3fs", lambda driver, _: _upload(driver, bench.key(), bench.parts))
 
-    def download(engine: str) -> float:
-        return bench.bare(bench.source, engine, lambda driver, ranges: _download(driver, ranges, engine))
-
     groups["upload"] = [("the client alone", upload), ("take", bench.take)]
     for engine in ENGINES:
+        download = partial(_download, engine=engine)
         groups[f"download, {engine}"] = [
-            ("the client alone, ranges", lambda e=engine: download(e)),  # type: ignore[misc]
-            ("restore", lambda e=engine: bench.restore(e)),  # type: ignore[misc]
-            ("restore, not verified", lambda e=engine: bench.restore(e, verify=False)),  # type: ignore[misc]
+            ("the client alone, ranges", partial(bench.bare, bench.source, engine, download)),
+            ("restore", partial(bench.restore, engine)),
+            ("restore, not verified", partial(bench.restore, engine, verify=False)),
         ]
     groups["download, obstore"].append(
-        ("the client alone, whole objects", lambda: bench.bare(bench.source, "obstore", _whole))
+        ("the client alone, whole objects", partial(bench.bare, bench.source, "obstore", _whole))
     )
     return groups
 
 
 def _peaks(bench: _Bench) -> Iterator[str]:
-    """How far memory rises above where it stood, at budgets that are smaller than what is moved."""
-    yield f"{'memory above where it stood, MiB':<44}" + "".join(f"{budget >> 20:>8} MiB" for budget in BUDGETS)
+    """Yield the growth of memory, with budgets below the size of the state."""
     works: dict[str, Callable[[int], float]] = {
         "take": bench.take,
         "async_take": lambda budget: bench.take(budget, waits=False),
-        **{f"restore, {engine}": lambda budget, e=engine: bench.restore(e, budget) for engine in ENGINES},  # type: ignore[misc]
+        **{f"restore, {engine}": partial(bench.restore, engine) for engine in ENGINES},
     }
+    lines = [("growth of memory, MiB", *(f"budget {budget >> 20} MiB" for budget in BUDGETS))]
     for name, work in works.items():
         found = []
         for budget in BUDGETS:
@@ -179,11 +180,12 @@ def _peaks(bench: _Bench) -> Iterator[str]:
             work(budget)
             peak = status("VmHWM")
             found.append("-" if before is None or peak is None else f"{(peak - before) / MiB:.0f}")
-        yield f"  {name:<42}" + "".join(f"{each:>12}" for each in found)
+        lines.append((name, *found))
+    yield from align_columns(lines)
 
 
 def compare(url: str | None, options: Mapping[str, Any], scale: float, rounds: int) -> Iterator[str]:
-    """Lines of a table: seconds (the fastest of the rounds, which are interleaved), MB/s, and the ratio."""
+    """Yield the lines of the tables."""
     if url is not None:
         yield from _measured(_Bench(f"{url.rstrip('/')}/{secrets.token_hex(4)}", options, options, scale), rounds)
         return
@@ -192,19 +194,13 @@ def compare(url: str | None, options: Mapping[str, Any], scale: float, rounds: i
 
 
 def _measured(bench: _Bench, rounds: int) -> Iterator[str]:
-    yield f"{bench.nbytes / MiB:.0f} MiB in 4 tensors, {rounds} rounds, the fastest of each"
+    yield f"{bench.nbytes / MiB:.0f} MiB in 4 tensors, {rounds} rounds"
     groups = _rows(bench)
     peaks = list(_peaks(bench))  # first, as a warm-up
-    best: dict[tuple[str, str], float] = {}
-    for _ in range(rounds):
-        for group, rows in groups.items():
-            for name, work in rows:
-                best[group, name] = min(best.get((group, name), 1e9), work())
-    yield f"{'':<44}{'seconds':>12}{'MB/s':>12}{'ratio':>12}"
-    for group, rows in groups.items():
+    rows = {f"{group}: {name}": work for group, named in groups.items() for name, work in named}
+    seconds = time_rows(rows, rounds)
+    for group, named in groups.items():
         yield group
-        first = best[group, rows[0][0]]
-        for name, _ in rows:
-            seconds = best[group, name]
-            yield f"  {name:<42}{seconds:>12.2f}{bench.nbytes / seconds / 1e6:>12.0f}{seconds / first:>12.2f}"
+        taken = {name: seconds[f"{group}: {name}"] for name, _ in named}
+        yield from draw_rows(taken, bench.nbytes, beside=named[0][0])
     yield from peaks

@@ -1,8 +1,8 @@
-"""What planning and merging cost with thousands of ranks: the very code that plans, run for one rank after the other in
-one process, without a byte of data.
+"""Cost of planning and merging with thousands of ranks: their code runs one by one in one process, without data.
 
-Of more than a thousand ranks only some are run; those between say what their neighbour said, and the leader has the
-same work with it. What several ranks share differs from rank to rank, so there all are run."""
+Of more than a thousand ranks only some run. Those between send the records of their neighbour, so the leader has equal
+work. Replicated entries differ from rank to rank, so there all ranks run.
+"""
 
 from __future__ import annotations
 
@@ -43,34 +43,34 @@ WORLDS = (8, 128, 1024, 8192)
 DIGEST = "xxh3:" + "0" * 32
 SAVE = "0" * 12
 SAMPLE = 1024
-"""About so many ranks are run, where they do not depend on each other."""
+"""Approximate number of ranks that run, if they do not depend on each other."""
 
 
 class Cost(NamedTuple):
-    """What one simulated take costs."""
+    """Cost of one simulated take."""
 
     kind: str
     world: int
     entries: int
-    """Of all ranks."""
+    """Entries of all ranks."""
     leader: float
-    """Seconds on the leader in total: its own plan, all records and details, and merging what the ranks tell it."""
+    """Seconds on the leader: its own plan, all records and details, and the merge of all parts."""
     rank: float
-    """Seconds on any other rank to find out what it writes and where, on average."""
+    """Mean seconds of any other rank to plan its files."""
     again: float
-    """The same when the last take had the same structure."""
+    """Mean seconds of any other rank if the last take had the same structure."""
     document: int
     """Bytes of the manifest that every rank reads."""
     part: int
-    """Bytes of the part of it that only concerns one rank, on average."""
+    """Mean bytes of the part of the manifest that concerns one rank."""
 
 
 class _Asked(Exception):
-    """Raised in the place of an exchange: what a rank says is known by then."""
+    """Raised instead of an exchange, after the record of the rank is known."""
 
 
 class _Simulated(Exchange):
-    """A call whose answers are worked out beforehand."""
+    """Exchange whose responses are computed in advance."""
 
     def __init__(self, rank: int, world: int, ranks: Ranks) -> None:
         self.ranks, self.rank, self.world = ranks, rank, world
@@ -89,7 +89,7 @@ class _Simulated(Exchange):
 
 
 def _weights() -> list[tuple[str, tuple[int, ...]]]:
-    """A transformer's tensors: the first ENTRIES of them."""
+    """Return the first ENTRIES tensors of a transformer."""
     shapes = {"attention.qkv": (3072, 1024), "attention.out": (1024, 1024), "up": (4096, 1024), "down": (1024, 4096)}
     named: list[tuple[str, tuple[int, ...]]] = [("embedding", (50_000, 1024))]
     layer = 0
@@ -107,7 +107,7 @@ def _leaf(flat: Flattened, path: str, shape: tuple[int, ...]) -> None:
 
 
 def _replicated(rank: int, world: int) -> Flattened:
-    """The same on all ranks."""
+    """Return a state that is equal on all ranks."""
     flat = Flattened()
     flat.add("model", {"step": 1})
     for name, shape in _weights():
@@ -116,7 +116,7 @@ def _replicated(rank: int, world: int) -> Flattened:
 
 
 def _sharded(rank: int, world: int) -> Flattened:
-    """Every tensor is cut by rows, over all ranks."""
+    """Return a state whose tensors are split by rows over all ranks."""
     flat = Flattened()
     flat.add("model", {"step": 1})
     ranks = tuple(range(world))
@@ -133,7 +133,7 @@ def _sharded(rank: int, world: int) -> Flattened:
 
 
 def _stages(rank: int, world: int) -> Flattened:
-    """A pipeline: every rank has a structure of its own."""
+    """Return a stage of a pipeline: no two ranks have the same structure."""
     flat = Flattened()
     flat.add("model", {"step": 1})
     for name, shape in _weights():
@@ -157,7 +157,7 @@ class _Simulation:
         self.leader = 0.0
 
     def speak(self, rank: int, ranks: Ranks, answers: list[Any]) -> tuple[Any, Replication | None, Flattened, float]:
-        """What a rank says next, given the answers so far."""
+        """Return the next record of a rank, given the responses so far."""
         flat = self.make(rank, self.world)
         exchange = _Simulated(rank, self.world, ranks)
         exchange.answers = list(answers)
@@ -168,7 +168,7 @@ class _Simulation:
         return exchange.said[-1], shared, flat, time.perf_counter() - began
 
     def agree(self, members: tuple[int, ...]) -> None:
-        """All exchanges."""
+        """Run all exchanges."""
         while True:
             said = []
             for rank in members:
@@ -187,7 +187,7 @@ class _Simulation:
                 return
 
     def plan(self, rank: int, ranks: Ranks, answers: list[Any]) -> tuple[RankManifest, float]:
-        """What a rank writes; how long it took to find out."""
+        """Return the manifest of a rank, and the seconds to plan it."""
         _, shared, flat, seconds = self.speak(rank, ranks, answers)
         assert shared is not None
         began = time.perf_counter()
@@ -208,7 +208,7 @@ class _Simulation:
         ), seconds
 
     def hear(self, tells: bytes) -> ManifestPart:
-        """What the leader does with each rank's words."""
+        """Decode the part of a rank, as the leader does."""
         began = time.perf_counter()
         part = decode_part(tells, PartEntry("", len(tells), digest_range(tells), [0], -1), "")
         self.leader += time.perf_counter() - began
@@ -264,7 +264,7 @@ def _tables(file: FilePlan) -> dict[int, bytes]:
 
 
 def simulate(worlds: Sequence[int]) -> Iterator[str]:
-    """A table of what a take costs, line by line, as Markdown."""
+    """Yield the lines of a Markdown table with the costs of takes."""
     head = "ranks | entries | leader, s | other ranks, ms | known structure, ms | manifest | part"
     yield f"| {ENTRIES:,} entries a rank | {head} |"
     yield "|---|---|---|---|---|---|---|---|"

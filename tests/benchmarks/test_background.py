@@ -21,10 +21,8 @@ from snapshot.bench.workloads import CASES
 from snapshot.io.url import URL
 from tests.benchmarks import background
 from tests.benchmarks.__main__ import main
-from tests.benchmarks.background_child import Training, family
-from tests.benchmarks.background_report import Row, Table, said, saving, training
-from tests.benchmarks.background_systems import HELD, WAYS, RawCopy
-from tests.benchmarks.figure import Panel, draw
+from tests.benchmarks.background_child import HELD, WAYS, RawCopy, Training, family
+from tests.benchmarks.background_report import Panel, Row, Table, draw, said, saving, training
 from tests.helpers.warm_interpreter import Failed, Warm
 
 pytestmark = pytest.mark.bench

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapshot.bench import page_cache, systems
+from snapshot.bench import raw_io
 from snapshot.bench.results import compute_goodput, draw_page, draw_result, goodput_title
 from snapshot.bench.workloads import CASES
 from snapshot.cli import main
@@ -202,7 +202,7 @@ def test_cutting_into_lanes_loses_no_byte(sizes: list[int], lanes: int) -> None:
     total = sum(sizes)
     whole = np.arange(total, dtype=np.uint8)
     buffers = np.split(whole, np.cumsum(sizes)[:-1]) if sizes else []
-    runs = systems.cut(buffers, lanes)
+    runs = raw_io.cut(buffers, lanes)
     assert len(runs) <= lanes
     at = 0
     for offset, run in runs:
@@ -217,12 +217,12 @@ def test_cutting_into_lanes_loses_no_byte(sizes: list[int], lanes: int) -> None:
 def test_the_raw_baselines_move_every_byte(tmp_path: Path, lanes: int) -> None:
     tensors = [torch.rand(300) for _ in range(1500)] + [torch.tensor(1.5), torch.rand(3_000_000)]
     wanted = [tensor.clone() for tensor in tensors]
-    systems.write_streams(tensors, tmp_path, durable=True, lanes=lanes)
+    raw_io.write_streams(tensors, tmp_path, durable=True, lanes=lanes)
     whole = tmp_path / "whole"
     whole.write_bytes(b"".join((tmp_path / f"{lane}.raw").read_bytes() for lane in range(lanes)))
     for tensor in tensors:
         tensor.zero_()
-    systems.read_streams(tensors, whole, lanes)
+    raw_io.read_streams(tensors, whole, lanes)
     assert all(map(torch.equal, tensors, wanted))
 
 
@@ -230,8 +230,8 @@ def test_the_raw_baselines_move_every_byte(tmp_path: Path, lanes: int) -> None:
 def test_the_raw_copies_copy_everything(lanes: int) -> None:
     tensors = [torch.rand(3), torch.tensor(2.5), torch.rand(1001)]
     by_threads, by_torch = ([torch.zeros_like(tensor) for tensor in tensors] for _ in range(2))
-    systems.copy_streams(tensors, by_threads, lanes)
-    systems.copy_foreach(tensors, by_torch)
+    raw_io.copy_streams(tensors, by_threads, lanes)
+    raw_io.copy_foreach(tensors, by_torch)
     assert all(map(torch.equal, tensors, by_threads))
     assert all(map(torch.equal, tensors, by_torch))
 
@@ -239,22 +239,22 @@ def test_the_raw_copies_copy_everything(lanes: int) -> None:
 def test_a_direct_write_is_cut_to_its_length(tmp_path: Path) -> None:
     tensors = [torch.rand(5), torch.rand(3_000_000), torch.rand(7)]
     try:
-        systems.write_direct(tensors, tmp_path, durable=False)
+        raw_io.write_direct(tensors, tmp_path, durable=False)
     except OSError as error:
         pytest.skip(f"no O_DIRECT here: {error}")
     assert (tmp_path / "0.raw").read_bytes() == b"".join(tensor.numpy().tobytes() for tensor in tensors)
-    systems.read_direct(tmp_path / "0.raw", lanes=2)
+    raw_io.read_direct(tmp_path / "0.raw", lanes=2)
 
 
 def test_a_dropped_file_is_not_in_memory(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(bytes(1 << 20))
-    assert page_cache._resident([file]) == 1
+    assert raw_io._resident([file]) == 1
     try:
-        page_cache.drop(tmp_path)
-    except page_cache.StaysCached as error:
+        raw_io.drop(tmp_path)
+    except raw_io.StaysCached as error:
         pytest.skip(str(error))
-    assert page_cache._resident([file]) < 0.01
+    assert raw_io._resident([file]) < 0.01
 
 
 def test_every_case_is_as_large_as_it_says() -> None:

@@ -1,6 +1,7 @@
 """The benchmarks of ranks, planning and stores measure what they say, and leave nothing behind."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -39,6 +40,11 @@ raise SystemExit(main(arguments))
 """
 
 
+def cells(line: str) -> list[str]:
+    """Return the cells of a row: there are at least two spaces between the name and the rest."""
+    return re.split(r"\s{2,}", line.strip())
+
+
 @pytest.fixture
 def measured(tmp_path: Path, warm: Warm) -> Callable[..., str]:
     """What a benchmark prints when it is run in the test's folder, from which nothing is imported by chance."""
@@ -47,7 +53,7 @@ def measured(tmp_path: Path, warm: Warm) -> Callable[..., str]:
 
 def test_a_store_is_measured_beside_the_client_alone(tmp_path: Path, measured: Callable[..., str]) -> None:
     shown = measured("store", "--scale", "0.02", "--rounds", "1")
-    rows = [line[:44].strip() for line in shown.splitlines() if line.startswith("  ")]
+    rows = [cells(line)[0] for line in shown.splitlines() if line.startswith("  ")]
     assert rows.count("the client alone") == 1
     assert rows.count("the client alone, ranges") == rows.count("restore") == 2
     assert "the client alone, whole objects" in rows
@@ -59,7 +65,7 @@ def test_several_ranks_write_one_replica_together_and_read_it_once(
     tmp_path: Path, measured: Callable[..., str]
 ) -> None:
     shown = measured("ranks", "--world", "2", "--scale", "0.01", "--rounds", "1")
-    rows = {line[:44].strip(): line[44:].split() for line in shown.splitlines() if line.startswith("  ")}
+    rows = {name: " ".join(rest).split() for line in shown.splitlines() for name, *rest in [cells(line)]}
     model = CASES["train"].nbytes(0.01) / 2**20
     for name, copies in (
         ("take, one rank alone", 1),
@@ -119,6 +125,31 @@ def test_deltas_of_weights_are_measured_by_stage_and_as_a_whole(tmp_path: Path, 
     for stage in ("XOR", "adler32", "encode: all stages", "apply: all stages", "pull: apply", "copy of the files"):
         assert stage in shown
     assert shown.count(" GB/s ") == 2 * 7 + 4 + 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dcp_is_measured_with_each_storage(tmp_path: Path, measured: Callable[..., str]) -> None:
+    shown = measured("dcp", "--scale", "0.001", "--rounds", "1")
+    assert [shown.count(name) for name in ("\n    nothing ", "\n    torch ", "\n    snapshot ")] == [4, 10, 6]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("formats", {"dcp.load", "snapshot, of dcp", "torch.load(mmap)", "snapshot, of torch", "convert to dcp"}),
+        ("load", {"raw read into new memory", "snapshot.load(snapshot)", "safetensors load_file, copied"}),
+        ("bulk", {"raw copy", "cp", "convert", "merge", "verify", "diff", "cp, link", "verify, link"}),
+        ("compression", {"compress", "decompress", "take, zstd", "restore, zstd", "auto"}),
+        ("sign", {"raw write", "take(sign=)", "restore with a key", "sign later", "async_take(sign=) and wait"}),
+        ("tiers", {"blocked, with tiers", "while a step is uploaded", "from memory", "from another host"}),
+    ],
+)
+def test_a_benchmark_measures_its_rows_and_leaves_nothing(
+    name: str, rows: set[str], tmp_path: Path, measured: Callable[..., str]
+) -> None:
+    shown = measured(name, "--scale", "0.001", "--rounds", "1")
+    assert rows <= {cells(line)[0] for line in shown.splitlines()}
     assert list(tmp_path.iterdir()) == []
 
 

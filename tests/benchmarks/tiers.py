@@ -1,5 +1,7 @@
-"""Costs and gains of near folders: takes and steps beside those without tiers, restores beside the raw transfer of the
-same bytes, and the census of many hosts."""
+"""Costs and gains of near folders, compared with takes and steps without them, and with raw transfers of their bytes.
+
+The census of many hosts is measured, too.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,12 @@ import multiprocessing
 import os
 import shutil
 import socket
-import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +24,23 @@ import torch
 import xxhash
 
 from snapshot import Near, Snapshot, SnapshotManager, StateDict
+from snapshot.bench.rounds import Workspace
+from snapshot.bench.workloads import random_tensors
 from snapshot.io.url import URL
 from snapshot.tiers.control import Host
 from snapshot.tiers.near_steps import HostView, NearFolder, StepView, take_census
 from snapshot.tiers.peers import PeerServer, Place, StepSources
 from snapshot.tiers.timeline import Attempt, Facts, Line
+from tests.benchmarks.harness import Work, draw_rows, folder_of, time_rows
 
 MEMORY = "/dev/shm"
 GiB = 1 << 30
 HOSTS = 1024
 
 
-def compare(folder: Path, scale: float, rounds: int) -> Iterator[str]:
-    """Measure everything, and yield the lines of a report."""
-    nbytes = int(GiB * scale)
+def compare(where: Workspace, scale: float, rounds: int) -> Iterator[str]:
+    """Yield the lines of a report."""
+    folder, nbytes = folder_of(where), int(GiB * scale)
     with tempfile.TemporaryDirectory(dir=MEMORY) as memory:
         yield from _takes(Path(memory), folder, nbytes, rounds)
         yield from _steps(Path(memory), folder, nbytes)
@@ -43,41 +49,43 @@ def compare(folder: Path, scale: float, rounds: int) -> Iterator[str]:
 
 
 def _state(nbytes: int) -> dict[str, StateDict]:
-    each = max(1, nbytes // 16 // 4)
-    return {"s": StateDict({f"t{at}": torch.randn(each) for at in range(16)})}
-
-
-def _line(what: str, ours: Sequence[float], theirs: Sequence[float], unit: str = "x") -> str:
-    minimum, median = min(ours) / min(theirs), statistics.median(ours) / statistics.median(theirs)
-    return f"{what:<58} {min(ours):8.4f} s  {min(theirs):8.4f} s  {minimum:5.2f} {unit} (median {median:.2f})"
+    return {"s": StateDict(random_tensors(16, (max(1, nbytes // 16 // 4),)))}
 
 
 def _takes(memory: Path, folder: Path, nbytes: int, rounds: int) -> Iterator[str]:
     state = _state(nbytes)
-    yield f"{'':<58} {'tiers':>10}  {'without':>10}"
     with (
         SnapshotManager(memory / "plain", signals=()) as plain,
         SnapshotManager(folder / "far", near=Near(memory / "near", upload=None, grace=0), signals=()) as tiers,
     ):
-        blocked: dict[SnapshotManager, list[float]] = {plain: [], tiers: []}
-        done: dict[SnapshotManager, list[float]] = {plain: [], tiers: []}
-        for turn in range(rounds + 1):
-            for manager in (plain, tiers) if turn % 2 else (tiers, plain):
-                began = time.perf_counter()
-                pending = manager.async_take(turn, state)
-                returned = time.perf_counter()
-                pending.wait()
-                if turn:
-                    blocked[manager].append(returned - began)
-                    done[manager].append(time.perf_counter() - began)
-                for step in range(turn):
-                    shutil.rmtree(memory / "plain" / f"step-{step}", ignore_errors=True)
-        yield _line("an async_take blocks for", blocked[tiers], blocked[plain])
-        yield _line("and is committed after", done[tiers], done[plain])
+        done: dict[str, list[float]] = {"committed, without tiers": [], "committed, with tiers": []}
+        steps = count()
+
+        def take(manager: SnapshotManager, committed: str) -> float:
+            began = time.perf_counter()
+            pending = manager.async_take(next(steps), state)
+            returned = time.perf_counter()
+            pending.wait()
+            done[committed].append(time.perf_counter() - began)
+            return returned - began
+
+        def remove(_: str) -> None:
+            for earlier in sorted((memory / "plain").glob("step-*"), key=os.path.getmtime)[:-1]:
+                shutil.rmtree(earlier, ignore_errors=True)
+
+        names = list(done)
+        rows = {
+            "blocked, without tiers": partial(take, plain, names[0]),
+            "blocked, with tiers": partial(take, tiers, names[1]),
+        }
+        blocked = time_rows(rows, rounds, after=remove)
+        yield "an async_take"
+        yield from draw_rows(blocked, beside={"blocked, with tiers": "blocked, without tiers"})
+        yield from draw_rows({name: taken[1:] for name, taken in done.items()}, beside={names[1]: names[0]})
 
 
 def _steps(memory: Path, folder: Path, nbytes: int) -> Iterator[str]:
-    """Train while a step is uploaded, and while nothing happens, in turns."""
+    """Yield the times of training steps with and without an upload, in turns."""
     torch.set_num_threads(1)
     left = torch.randn(512, 512)
 
@@ -100,7 +108,10 @@ def _steps(memory: Path, folder: Path, nbytes: int) -> Iterator[str]:
             far.start()
             while far.is_alive():
                 busy.append(step())
-    yield _line("a training step (median decides) while a step is uploaded", busy, quiet)
+    yield "a training step"
+    yield from draw_rows(
+        {"alone": quiet, "while a step is uploaded": busy}, beside={"while a step is uploaded": "alone"}
+    )
 
 
 def _restores(memory: Path, folder: Path, nbytes: int, rounds: int) -> Iterator[str]:
@@ -109,36 +120,23 @@ def _restores(memory: Path, folder: Path, nbytes: int, rounds: int) -> Iterator[
         manager.take(1, state)
     [run] = [path for path in (memory / "near-restore").iterdir() if path.is_dir()]
     files = sorted((run / "step-1/data").iterdir(), key=lambda path: -path.stat().st_size)
-    whole = sum(path.stat().st_size for path in files)
-    live = _state(nbytes)
-    near: list[float] = []
-    raw: list[float] = []
-    peer: list[float] = []
-    loop: list[float] = []
     buffers = [bytearray(path.stat().st_size) for path in files]
+    whole = sum(map(len, buffers))
+    live = _state(nbytes)
     with _Server(str(run)) as server:
-        for turn in range(rounds + 1):
-            times = [
-                _timed(lambda: _read_raw(files, buffers)),
-                _timed(lambda: _restore_near(far, memory / "near-restore", live)),
-                _timed(lambda: _receive_raw(server.raw, buffers)),
-                _timed(lambda: _restore_peer(run, server.address, memory, live)),
-            ]
-            for found, seconds in zip((raw, near, loop, peer), times, strict=True):
-                if turn:
-                    found.append(seconds)
-    yield f"{'':<58} {'restore':>10}  {'raw':>10}   ({whole / GiB:.2f} GiB)"
-    yield _line("from memory, beside a raw read with digests", near, raw, f"x, {min(raw) / min(near):.0%}")
-    yield _line("from another host, beside raw TCP on loopback", peer, loop, f"x, {min(loop) / min(peer):.0%}")
+        rows: dict[str, Work] = {
+            "raw read with digests": lambda: _read_raw(files, buffers),
+            "from memory": lambda: _restore_near(memory / "near-restore", live),
+            "raw TCP on loopback": lambda: _receive_raw(server.raw, buffers),
+            "from another host": lambda: _restore_peer(run, server.address, memory, live),
+        }
+        seconds = time_rows(rows, rounds)
+    yield f"a restore of {whole / GiB:.2f} GiB"
+    beside = {"from memory": "raw read with digests", "from another host": "raw TCP on loopback"}
+    yield from draw_rows(seconds, whole, beside)
 
 
-def _timed(work: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
-
-
-def _restore_near(far: Path, near: Path, live: Any) -> None:
+def _restore_near(near: Path, live: Any) -> None:
     [run] = [path for path in near.iterdir() if path.is_dir()]
     Snapshot(URL("near", str(run / "step-1")).reveal()).restore(live)
 
@@ -158,7 +156,7 @@ def _restore_peer(run: Path, address: str, memory: Path, live: Any) -> None:
 
 
 def _read_raw(files: Sequence[Path], buffers: Sequence[bytearray]) -> None:
-    """Read files in pieces, and digest each, on all cores."""
+    """Read files in pieces, and compute the digest of each, on all cores."""
     pieces = [
         (path, memoryview(buffer)[at : at + (4 << 20)], at)
         for path, buffer in zip(files, buffers, strict=True)
@@ -179,7 +177,7 @@ def _read_raw(files: Sequence[Path], buffers: Sequence[bytearray]) -> None:
 
 
 class _Server:
-    """A process that serves a folder as an uploader does, and its data files as a raw stream."""
+    """Process that serves a folder like an uploader, and its data files as raw streams."""
 
     def __init__(self, folder: str) -> None:
         here, there = multiprocessing.Pipe()

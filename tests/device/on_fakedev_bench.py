@@ -7,10 +7,9 @@ from tests.device import fakedev
 
 extension = fakedev.load()
 
-from snapshot.bench import rounds  # noqa: E402 - the device is registered before the library is imported
-from snapshot.bench import systems as raw_io  # noqa: E402
+from snapshot.bench import raw_io, rounds  # noqa: E402 - the device is registered before the library is imported
 from snapshot.bench.child import Task, Worker  # noqa: E402
-from snapshot.bench.rounds import _groups  # noqa: E402
+from snapshot.bench.rounds import group_systems  # noqa: E402
 from snapshot.bench.systems import OVERLAPPED  # noqa: E402
 from snapshot.bench.workloads import CASES  # noqa: E402
 from snapshot.cli import main  # noqa: E402
@@ -74,7 +73,7 @@ def test_an_asynchronous_save_has_the_bytes_of_the_device(worker, system, tmp_pa
     measured = worker(system, "async", "train")
     saved = measured.payload.digest()
     for row, start in measured.ways.items():
-        start(str(tmp_path / row))()
+        start(str(tmp_path / row)).wait()
         measured.payload.wipe()
         measured.system.load(str(tmp_path / row))
         assert measured.payload.digest() == saved, row
@@ -159,9 +158,9 @@ def test_the_speed_of_the_link_is_measured(monkeypatch, pinned):
 
 def test_systems_share_the_memory_of_the_device(monkeypatch):
     systems = ["raw", "snapshot", "torch.save", "dcp"]
-    assert _groups(systems, 1 << 20, DEVICE) == [systems]
+    assert group_systems(systems, ["raw"], 1 << 20, DEVICE) == [systems]
     monkeypatch.setattr(torch.fakedev, "mem_get_info", lambda device: (4 << 30, 8 << 30), raising=False)
-    assert _groups(systems, 1 << 20, DEVICE) == [["raw", "snapshot", "torch.save"], ["raw", "dcp"]]
+    assert group_systems(systems, ["raw"], 1 << 20, DEVICE) == [["raw", "snapshot", "torch.save"], ["raw", "dcp"]]
 
 
 @pytest.mark.parametrize("name", ["fakedev:2", "fakedev:", "cuda", "meta"])

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from snapshot import RankError, Snapshot, SnapshotExistsError, StateDict, Target, load
-from snapshot.testing import FaultProxy
+from tests.helpers.fault_proxy import FaultProxy
 
 MiB = 1 << 20
 

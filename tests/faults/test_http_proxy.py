@@ -16,9 +16,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from snapshot.testing import FaultProxy
-from snapshot.testing import proxy as http_exchange
-from snapshot.testing import proxy as traffic
+from tests.helpers import fault_proxy
+from tests.helpers.fault_proxy import FaultProxy
 
 PATTERN = random.Random(0).randbytes(1 << 20)
 LONG = PATTERN * 50
@@ -681,8 +680,8 @@ def test_what_passes_is_paced_by_the_bandwidth(proxy, monkeypatch):
         nonlocal now
         now += seconds
 
-    monkeypatch.setattr(traffic, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(traffic, "asyncio", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(fault_proxy, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(fault_proxy, "asyncio", SimpleNamespace(sleep=sleep))
     proxy.bandwidth = 10_000_000
 
     async def passes():
@@ -704,7 +703,7 @@ def pauses(monkeypatch):
             made.append(seconds)
         await asyncio.sleep(seconds)
 
-    monkeypatch.setattr(http_exchange, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep}))
+    monkeypatch.setattr(fault_proxy, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep}))
     return made
 
 

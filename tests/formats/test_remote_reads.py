@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from snapshot import Snapshot, StateDict
-from snapshot.testing import FaultProxy
+from tests.helpers.fault_proxy import FaultProxy
 from tests.helpers.versions import ALONE
 
 MiB = 1 << 20

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from snapshot.testing import FaultProxy
+from tests.helpers.fault_proxy import FaultProxy
 from tests.soak.namespaces import is_permitted
 from tests.soak.real_runs import describe, run_schedules
 from tests.tiers.oracle import BucketRoot, Wrong

@@ -14,8 +14,9 @@ from snapshot.io.registry import open_storage
 from snapshot.io.storage import ABSENT, URL, Context
 from snapshot.plugins.network import retry
 from snapshot.plugins.objectstore import azure
-from snapshot.testing import FaultProxy, StorageTests
+from snapshot.testing import StorageTests
 from snapshot.testing.conformance import fetch, pattern, store
+from tests.helpers.fault_proxy import FaultProxy
 from tests.helpers.storage_calls import PATIENT, patience, use
 
 MiB = 1 << 20

@@ -4,7 +4,7 @@ import pytest
 
 from snapshot import Snapshot
 from snapshot.plugins.objectstore.s3 import S3Driver
-from snapshot.testing import FaultProxy
+from tests.helpers.fault_proxy import FaultProxy
 from tests.save.test_based_takes import Run, expect_whole
 from tests.storage.test_s3 import options
 

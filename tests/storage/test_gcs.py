@@ -15,8 +15,9 @@ from snapshot import CorruptSnapshotError, Snapshot, SnapshotExistsError, StateD
 from snapshot.errors import StorageConflictError
 from snapshot.io.storage import ABSENT
 from snapshot.plugins.network import retry
-from snapshot.testing import FaultProxy, StorageTests
+from snapshot.testing import StorageTests
 from snapshot.testing.conformance import fetch, pattern, store
+from tests.helpers.fault_proxy import FaultProxy
 from tests.helpers.storage_calls import PATIENT, patience, use
 
 pytest.importorskip("gcsfs")

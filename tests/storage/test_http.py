@@ -14,9 +14,10 @@ from snapshot.events import add_handler, remove_handler
 from snapshot.io.registry import open_storage
 from snapshot.io.storage import URL
 from snapshot.plugins.network import retry
-from snapshot.testing import FaultProxy, StorageTests
+from snapshot.testing import StorageTests
 from snapshot.testing.conformance import fetch, pattern
 from tests.helpers import storage_calls
+from tests.helpers.fault_proxy import FaultProxy
 from tests.helpers.storage_calls import patience
 
 MiB = 1 << 20

@@ -13,8 +13,9 @@ from snapshot.errors import MissingExtraError, StorageConflictError, StorageNotF
 from snapshot.io.budget import MemoryBudget
 from snapshot.io.registry import open_storage
 from snapshot.io.storage import ABSENT, URL, Context
-from snapshot.testing import FaultProxy, StorageTests
+from snapshot.testing import StorageTests
 from snapshot.testing.conformance import BulkFileTests, fetch, pattern, store
+from tests.helpers.fault_proxy import FaultProxy
 
 MiB = 1 << 20
 ENGINES = [pytest.param("s3fs", id="s3fs"), pytest.param(None, id="obstore")]

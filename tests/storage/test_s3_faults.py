@@ -19,7 +19,7 @@ from snapshot import (
 from snapshot.events import add_handler, remove_handler
 from snapshot.io.registry import open_storage
 from snapshot.io.storage import URL
-from snapshot.testing import FaultProxy
+from tests.helpers.fault_proxy import FaultProxy
 from tests.helpers.storage_calls import PATIENT, patience
 
 MiB = 1 << 20

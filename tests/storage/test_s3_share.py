@@ -8,8 +8,8 @@ from snapshot.errors import StorageConflictError, StorageError, StorageNotFoundE
 from snapshot.io.storage import URL
 from snapshot.plugins.network.retry import RetryPolicy
 from snapshot.plugins.objectstore.s3 import S3Driver
-from snapshot.testing import FaultProxy
 from snapshot.testing.conformance import SharedFileTests, fetch, pattern, store
+from tests.helpers.fault_proxy import FaultProxy
 from tests.helpers.storage_calls import use
 from tests.storage.test_s3 import options
 

@@ -7,7 +7,7 @@ import pytest
 
 from snapshot import KeepLatest, Snapshot
 from snapshot.errors import BucketNotFoundError, SnapshotError, StorageError
-from snapshot.testing import FaultProxy
+from tests.helpers.fault_proxy import FaultProxy
 from tests.tiers.jobs import (
     ask,
     data_files,

@@ -15,12 +15,12 @@ from snapshot import KeepEvery, KeepLatest, Near, Snapshot, SnapshotError, Snaps
 from snapshot.cli import main
 from snapshot.errors import RunDeletedError, RunForkedError
 from snapshot.plugins.file.file_storage import FileStorage
-from snapshot.testing import FaultProxy
 from snapshot.tiers import tier_set
 from snapshot.tiers.control import Request
 from snapshot.tiers.facts import read_copy
 from snapshot.tiers.timeline import decode_facts
 from snapshot.tiers.uploader_process import ensure_uploader
+from tests.helpers.fault_proxy import FaultProxy
 from tests.tiers.jobs import (
     ask,
     data_files,

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypedDict, Unpack
 from urllib.parse import urlsplit
 
-from snapshot.testing.wire import Body, Channel, Gone, Head
+from tests.helpers.wire import Body, Channel, Gone, Head
 
 # Traffic of a proxy, for its user: the requests, the faults, and the limits.
 
@@ -89,7 +89,7 @@ class HTTPFault:
     Created by `FaultProxy.fault`. As a context it ends with the context, and must have happened: see `check()`.
     """
 
-    def __init__(  # noqa: PLR0917 - created in one place
+    def __init__(
         self,
         traffic: Traffic,
         method: str,
