@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 import weakref
 from collections.abc import Iterable, Mapping
@@ -19,12 +20,7 @@ from snapshot.events import emit, log
 from snapshot.io.loop import LoopFuture, run
 from snapshot.io.url import URL
 from snapshot.loading.choose import RESTORE_OPTIONS, RestoreOptions
-from snapshot.manager import at_exit
-from snapshot.manager.advice import Advice, Measured
-from snapshot.manager.channels import Channels
-from snapshot.manager.cleaner import Cleaner
-from snapshot.manager.fallback import Fallback
-from snapshot.manager.incremental import choose_base, find_bases
+from snapshot.manager.agreement import Channels, StepBegin, agree_on, may_be_committed
 from snapshot.manager.options import (
     Near,
     checked_policy,
@@ -34,16 +30,22 @@ from snapshot.manager.options import (
     checked_tolerance,
     expect_options,
 )
-from snapshot.manager.pending_takes import PendingTakes, failed_take
 from snapshot.manager.policies import KeepBest, Policy, parts
+from snapshot.manager.restore_latest import Fallback
+from snapshot.manager.retention import Cleaner, choose_base, find_bases
 from snapshot.manager.root import Root, taken_of
-from snapshot.manager.schedule import Every, Schedule
+from snapshot.manager.schedule import Advice, Every, Measured, Schedule
 from snapshot.manager.signals import STOP_SIGNALS, Signals
-from snapshot.manager.step_agreement import StepBegin, agree_on, may_be_committed
-from snapshot.manager.step_metadata import add_note, checked_metrics, checked_step, noted_metrics
+from snapshot.manager.step_metadata import (
+    ManagedSnapshot,
+    Writers,
+    add_note,
+    checked_metrics,
+    checked_step,
+    noted_metrics,
+)
+from snapshot.manager.takes import OnError, OnException, PendingTakes, Tolerance, failed_take, save_after
 from snapshot.manager.tiers import Begun, ManagerTiers, TakePlace
-from snapshot.manager.tolerance import OnError, OnException, Tolerance, save_after
-from snapshot.manager.writers import ManagedSnapshot, Writers
 from snapshot.manifest.document import ManifestHead
 from snapshot.options import Settings, moved_names
 from snapshot.reports import RestoreReport, TakeReport
@@ -159,7 +161,7 @@ class SnapshotManager:
         self._pid = os.getpid()
         self._signals = Signals(checked_signals(signals))
         weakref.finalize(self, self._signals.close)  # the signals would have no effect any more
-        at_exit.open_ones.add(self)
+        open_managers.add(self)
 
     # Save
 
@@ -625,7 +627,7 @@ class SnapshotManager:
                 self._cleaner.close()
         finally:
             self._signals.close()
-        at_exit.open_ones.discard(self)
+        open_managers.discard(self)
 
     def __enter__(self) -> SnapshotManager:
         return self
@@ -643,3 +645,16 @@ class SnapshotManager:
 
     def __repr__(self) -> str:
         return f"<SnapshotManager {self._url}: keep {self._keep or 'all'}>"
+
+
+open_managers: weakref.WeakSet[SnapshotManager] = weakref.WeakSet()
+"""Managers that the exit hook of the interpreter closes."""
+
+
+def _close_all() -> None:
+    for manager in list(open_managers):
+        manager.close()
+
+
+# before the event loop's own exit hook, since closing a manager needs the loop
+getattr(threading, "_register_atexit", lambda function: None)(_close_all)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 
-from snapshot.manager.cleaner import Cleaner
-from snapshot.manager.incremental import find_needed
 from snapshot.manager.policies import Policy, Taken, reasons
+from snapshot.manager.retention import Cleaner, find_needed
 from snapshot.manager.root import Root, taken_of
 from snapshot.tiers.control import Request
 from snapshot.tiers.near_steps import NearStep

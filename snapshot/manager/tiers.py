@@ -12,9 +12,9 @@ from snapshot.events import emit, log
 from snapshot.io.loop import run
 from snapshot.io.storage import FileStat
 from snapshot.io.url import URL
-from snapshot.manager.cleaner import Cleaner
 from snapshot.manager.near_cleaner import NearCleaner
 from snapshot.manager.policies import Policy
+from snapshot.manager.retention import Cleaner
 from snapshot.manager.root import Root
 from snapshot.manager.tiered_root import TieredRoot
 from snapshot.manifest.document import ManifestHead

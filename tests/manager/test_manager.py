@@ -34,10 +34,10 @@ from snapshot import (
     StorageError,
     TakeOptions,
 )
-from snapshot.manager import cleaning
-from snapshot.manager.advice import Measured, daly_interval, lost_share
-from snapshot.manager.pending_takes import wait_for_pending
+from snapshot.manager import retention
 from snapshot.manager.root import Root
+from snapshot.manager.schedule import Measured, daly_interval, lost_share
+from snapshot.manager.takes import wait_for_pending
 from snapshot.plugins.file import FileStorage
 from snapshot.save import transaction
 from snapshot.testing import Fault, Tap, recording, stalling, tapped
@@ -597,14 +597,14 @@ def late(monkeypatch):
 
     def hold(what):
         waiting, go_on = threading.Event(), threading.Event()
-        real = getattr(cleaning, what)
+        real = getattr(retention, what)
 
         async def wait(*arguments, **options):
             waiting.set()
             await asyncio.to_thread(go_on.wait, 30)
             return await real(*arguments, **options)
 
-        monkeypatch.setattr(f"snapshot.manager.cleaner.{what}", wait)
+        monkeypatch.setattr(f"snapshot.manager.retention.{what}", wait)
         return waiting, go_on
 
     return hold

@@ -7,7 +7,7 @@ import pytest
 
 from snapshot import KeepLatest, Snapshot, SnapshotError, SnapshotManager, StateDict
 from snapshot.manager.root import Root
-from snapshot.manager.writers import writer_of
+from snapshot.manager.step_metadata import writer_of
 
 
 def state(value=0):

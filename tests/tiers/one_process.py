@@ -19,8 +19,8 @@ import msgspec
 from snapshot import SnapshotManager, takes
 from snapshot.distributed import exchange, group
 from snapshot.distributed.group import Ranks
-from snapshot.manager import at_exit
-from snapshot.manager.cleaner import Cleaner
+from snapshot.manager.manager import open_managers
+from snapshot.manager.retention import Cleaner
 from snapshot.plugins.file.file_storage import FileStorage
 from snapshot.save.begin import TakeSlots
 from snapshot.tiers import join, tier_set, uploader_link
@@ -549,7 +549,7 @@ class Job:
         self.meeting.die()
         self.settle()
         for each in self.managers:
-            at_exit.open_ones.discard(each)
+            open_managers.discard(each)
             if each._tiers.is_joined():
                 link = each._tiers.joined.link
                 link._closed.set()
