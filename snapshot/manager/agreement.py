@@ -28,6 +28,7 @@ from snapshot.errors import CommitUnknown, SnapshotError
 from snapshot.events import log
 from snapshot.io.loop import run
 from snapshot.manager.root import Root
+from snapshot.manager.steps import Steps
 from snapshot.options import Settings
 from snapshot.save import transaction
 from snapshot.snapshot import PendingSnapshot
@@ -213,22 +214,21 @@ class StepBegin(msgspec.Struct, array_like=True):
 
 def agree_on(
     exchange: Exchange,
-    root: Root,
+    steps: Steps,
     pending: PendingSnapshot | None,
     mine: StepBegin,
     *,
-    find_bases: Callable[[], list[int]],
+    new: bool,
+    incremental: bool,
     expect_few: Callable[[int], None],
-    expect_new: Callable[[int], None] | None,
-    before_far: Callable[[], None] | None,
 ) -> StepAnswer:
     """Return whether `pending`, an earlier take of this step, has saved the current state.
 
-    The leader checks that the snapshot of `pending` still exists, and deletes a leftover pin if not. `expect_few` gets
-    the number of failures, `expect_new` the step. `before_far` is called if a host cannot write near. Raise
-    SnapshotError on all ranks if they passed different steps.
+    The leader checks that the snapshot of `pending` still exists, and deletes a leftover pin if not. `new`: True if the
+    step must be new. `expect_few` gets the number of failures. Raise SnapshotError on all ranks if they passed
+    different steps.
     """
-    step = mine.step
+    step, root = mine.step, steps.local
 
     def lead(all_: list[StepBegin]) -> StepAnswer:
         ranks = {each.step: rank for rank, each in enumerate(all_)}
@@ -238,12 +238,9 @@ def agree_on(
         expect_few(max(each.failures for each in all_))
         run(root.forget_pin(step))
         known = all(each.saved for each in all_) and pending is not None and run(_is_committed(root, step, pending))
-        if not known and expect_new is not None:
-            expect_new(step)
         fault = next((each.near_fault for each in all_ if each.near_fault), "")
-        if fault and before_far is not None:
-            before_far()
-        return StepAnswer(known, [] if known else find_bases(), fault)
+        steps.check(step, fault, new=new and not known)
+        return StepAnswer(known, steps.find_bases(step) if incremental and not known else [], fault)
 
     return exchange.agree(mine, lead, StepBegin, StepAnswer)
 

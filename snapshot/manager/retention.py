@@ -18,7 +18,7 @@ from snapshot.events import emit, log
 from snapshot.io.aio import gather_limited
 from snapshot.io.loop import run
 from snapshot.io.storage import FileStat, Storage
-from snapshot.manager.policies import KeepBest, KeepLatest, Policy, Taken, parts, reasons
+from snapshot.manager.policies import KeepBest, Policy, Taken, parts, reasons
 from snapshot.manager.root import UNREADABLE as CANNOT_READ
 from snapshot.manager.root import Root, StepFolders, taken_of
 from snapshot.manifest.document import ManifestHead, NotOurs
@@ -317,38 +317,6 @@ def _name_steps(steps: Sequence[int], leftovers: Sequence[int]) -> str:
     return "; ".join(
         [*named, *(["leftovers in " + ", ".join(f"step-{step}" for step in leftovers)] if leftovers else [])]
     )
-
-
-def find_bases(root: Root, step: int, damaged: Collection[int]) -> list[int]:
-    """Return the newest two committed steps, the newest first.
-
-    Damaged steps, and those that share physical files with them, are left out. Without an answer of the storage, there
-    are none.
-    """
-    try:
-        committed = run(root.folders()).committed
-        bad = set[str]().union(*(run(root.copies(each)) for each in damaged))
-        found: list[int] = []
-        for each in sorted(committed, reverse=True):
-            if each != step and each not in damaged and not (bad and bad & run(root.copies(each))):
-                found.append(each)
-            if len(found) == 2:
-                break
-        return found
-    except StorageError as error:
-        log.warning("%s: nothing is shared with earlier steps: %s", root.url, error)
-        return []
-
-
-def choose_base(root: Root, policy: Policy | None, steps: list[int]) -> str | list[str]:
-    """Return the `base` of a take. A list of steps keeps two physical copies, unless only one step is kept anyway."""
-    urls = [root.step_url(step).reveal() for step in steps]
-    single = policy is not None and all(each == KeepLatest(1) for each in parts(policy))
-    try:
-        single = single and not run(root.pinned(steps))
-    except StorageError:
-        single = False
-    return urls[0] if urls and single else urls
 
 
 def find_needed(heads: Mapping[int, ManifestHead], kept: Collection[int], going: Collection[int]) -> dict[int, str]:

@@ -12,7 +12,7 @@ import secrets
 import socket
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snapshot.errors import OtherWriterError, SnapshotError
 from snapshot.io.storage import FileStat
@@ -21,6 +21,9 @@ from snapshot.reports import RestoreReport
 from snapshot.snapshot import Snapshot
 from snapshot.text import with_article
 from snapshot.tiers.timeline import KEY
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 NOTE = "snapshot.manager"
 """Key in a snapshot's metadata."""
@@ -70,15 +73,18 @@ def _number(name: str, value: Any) -> float:
         raise TypeError(f"metrics[{name!r}] does not fit into a float: {error}") from error
 
 
-def add_note(
-    step: int, metrics: Mapping[str, float], metadata: Mapping[str, Any] | None, writer: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def add_note(step: int, metrics: Mapping[str, float], metadata: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return a snapshot's metadata: the user's plus the manager's. NaN and infinity are stored by name."""
     given = dict(metadata or {})
     if NOTE in given:
         raise ValueError(f"metadata must not have the key {NOTE!r}: it is reserved for the manager")
     stored = {name: value if math.isfinite(value) else repr(value) for name, value in metrics.items()}
-    return {**given, NOTE: {"step": step, "metrics": stored} | ({WRITER: dict(writer)} if writer else {})}
+    return {**given, NOTE: {"step": step, "metrics": stored}}
+
+
+def add_writer(metadata: Mapping[str, Any], writer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metadata with the manager's entry, which names the writer, too."""
+    return {**metadata, NOTE: {**metadata[NOTE], WRITER: dict(writer)}}
 
 
 def noted_step(metadata: Mapping[str, Any]) -> int | None:
@@ -189,11 +195,21 @@ class Writers:
 class ManagedSnapshot(Snapshot):
     """A step of a manager, which the run continues with if it is restored."""
 
-    on_restored: Callable[[Mapping[str, Any]], None] | None = None
+    def __init__(
+        self,
+        path: str,
+        pg: ProcessGroup | None,
+        storage_options: Mapping[str, Any] | None,
+        on_restored: Callable[[Mapping[str, Any]], None],
+        *,
+        allow_pickle: bool,
+    ) -> None:
+        """`on_restored`: called with the metadata of the step after a restore."""
+        super().__init__(path, pg, storage_options, allow_pickle=allow_pickle)
+        self._on_restored = on_restored
 
     def restore(self, *arguments: Any, **given: Any) -> RestoreReport:
         """Restore the application's state, as `Snapshot.restore` does."""
         report = super().restore(*arguments, **given)
-        if self.on_restored is not None:
-            self.on_restored(self.metadata.metadata)
+        self._on_restored(self.metadata.metadata)
         return report

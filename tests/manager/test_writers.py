@@ -22,7 +22,7 @@ def take(manager, *steps):
     """Take steps, each with its removals."""
     for step in steps:
         manager.take(step, state(step))
-        manager._cleaner.close()
+        manager._steps.cleaner.close()
 
 
 def steps_in(root):

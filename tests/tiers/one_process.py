@@ -528,13 +528,13 @@ class Job:
     @property
     def tiers(self):
         """The tiers of the first rank, or None before it has joined."""
-        made = self.managers[0]._tiers
+        made = self.managers[0]._steps
         return made.joined if made.is_joined() else None
 
     def clean(self):
         """Do the removals that are due, which are done in the background otherwise."""
         for each in self.managers:
-            for cleaner in (each._tiers._cleaner, each._cleaner):
+            for cleaner in (each._steps.near_cleaner, each._steps.cleaner):
                 if cleaner is not None:
                     cleaner._work()
 
@@ -550,8 +550,8 @@ class Job:
         self.settle()
         for each in self.managers:
             open_managers.discard(each)
-            if each._tiers.is_joined():
-                link = each._tiers.joined.link
+            if each._steps.is_joined():
+                link = each._steps.joined.link
                 link._closed.set()
                 if link._client is not None:
                     link._client.close()
