@@ -72,7 +72,7 @@ class ChosenStep(msgspec.Struct, array_like=True):
     place: Place | None = None
     """The places of the step's files, if they are not only in the root."""
     end: Ended | None = None
-    """What all ranks learn at the end of the restore."""
+    """The end of the restore, on all ranks."""
 
 
 def expect_step(step: int, document: Document) -> None:

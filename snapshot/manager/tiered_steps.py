@@ -536,7 +536,7 @@ class TieredRoot(Root):
         self._patience = patience
         self._offline = offline
         self.views: list[HostView] = []
-        """What the host of each rank has."""
+        """The steps of each rank's host."""
         self.census: dict[int, CensusStep] = {}
         """The near steps on the line."""
         self.far_answers = True
