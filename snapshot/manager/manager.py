@@ -22,14 +22,13 @@ from snapshot.loading.choose import RESTORE_OPTIONS, RestoreOptions
 from snapshot.manager.agreement import Channels, StepBegin, agree_on, may_be_committed
 from snapshot.manager.options import (
     Near,
-    checked_policy,
     checked_root,
     checked_signals,
     checked_timeout,
     checked_tolerance,
     expect_options,
 )
-from snapshot.manager.policies import KeepBest, Policy, parts
+from snapshot.manager.policies import KeepBest, Policy, checked_policy, parts
 from snapshot.manager.restore_latest import Fallback
 from snapshot.manager.root import Root, taken_of
 from snapshot.manager.schedule import Advice, Every, Measured, Schedule

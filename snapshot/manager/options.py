@@ -12,7 +12,7 @@ import msgspec
 
 from snapshot.io.system import expect_linux, find_signals
 from snapshot.io.url import URL
-from snapshot.manager.policies import KeepLatest, Policy
+from snapshot.manager.policies import KeepLatest, Policy, checked_policy
 from snapshot.save.compression import expect_compression
 from snapshot.tiers.join import TierOptions
 from snapshot.tiers.upload_queue import Upload
@@ -26,15 +26,6 @@ def checked_root(root: Any) -> str:
     if not text:
         raise ValueError("root must be a path or a URL, got ''")
     return text
-
-
-def checked_policy(keep: Any) -> Policy | None:
-    """Return the policy; raise TypeError if invalid."""
-    if keep is not None and not isinstance(keep, Policy):
-        raise TypeError(
-            f"keep must be a policy (KeepLatest(n), KeepBest(metric), ..., or several with |), got {keep!r}"
-        )
-    return keep
 
 
 def checked_timeout(timeout: Any) -> float | None:

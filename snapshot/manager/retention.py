@@ -18,7 +18,7 @@ from snapshot.events import emit, log
 from snapshot.io.aio import gather_limited
 from snapshot.io.loop import run
 from snapshot.io.storage import FileStat, Storage
-from snapshot.manager.policies import KeepBest, Policy, Taken, parts, reasons
+from snapshot.manager.policies import KeepBest, Policy, Taken, parts, plan_retention, reasons
 from snapshot.manager.root import UNREADABLE as CANNOT_READ
 from snapshot.manager.root import Root, StepFolders, taken_of
 from snapshot.manifest.document import ManifestHead, NotOurs
@@ -155,8 +155,9 @@ async def _of_snapshots(
         # what was just committed is whole
         return await root.missing(step, stats[step], head) if step != upto and isinstance(head, ManifestHead) else ""
 
+    now = time.time()
     while True:
-        kept = reasons(policy, list(good.values()), time.time())
+        kept = reasons(policy, list(good.values()), now)
         found = {step: why for step, why in zip(kept, await gather_limited(kept, fault), strict=True) if why}
         if not found:
             break
@@ -167,12 +168,16 @@ async def _of_snapshots(
     going = [step for step in going if policy is not None or step not in left]
     if policy is not None and (going or thorough):
         expect_metrics(root, policy, taken.values())
-    reasons_to_stay = await gather_limited(going, lambda step: _why_it_stays(root, step, older_than, spared))
-    held = dict(zip(going, reasons_to_stay, strict=True))
+    held = dict(
+        zip(going, await gather_limited(going, lambda step: _why_it_stays(root, step, older_than, spared)), strict=True)
+    )
     read_heads = {step: head for step, head in every.items() if isinstance(head, ManifestHead)}
-    leaving = [step for step in going if not held[step] and step in read_heads]
-    needed = find_needed(read_heads, read_heads.keys() - {*leaving, *broken, *damaged}, leaving)
-    held |= needed
+
+    def needed(removed: list[int]) -> dict[int, str]:
+        leaving = [step for step in removed if step in read_heads]
+        return find_needed(read_heads, read_heads.keys() - {*leaving, *broken, *damaged}, leaving)
+
+    plan = plan_retention(policy, good.values(), now, others=going, held=held, find_needed=needed)
     for step, each in taken.items():
         head = heads[step]
         read = each if isinstance(head, ManifestHead) else None
@@ -183,9 +188,9 @@ async def _of_snapshots(
             fates.append(Fate(step, "damaged", goes=False, why=f"damaged: {why}", taken=read, nbytes=size))
             continue
         dropped = OFF_LINE if step in left else "no policy keeps it"
-        why = held.get(step) or ", ".join(kept.get(step, ())) or dropped
-        goes = step in held and not held[step]
-        fates.append(Fate(step, "snapshot", goes, why, read, size, token=token))
+        fates.append(
+            Fate(step, "snapshot", step in plan.removed, plan.kept.get(step, dropped), read, size, token=token)
+        )
     return fates
 
 

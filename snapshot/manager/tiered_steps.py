@@ -7,7 +7,7 @@ folder. A restore chooses from the steps on all tiers.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -29,9 +29,9 @@ from snapshot.io.loop import run
 from snapshot.io.storage import FileStat
 from snapshot.io.url import URL
 from snapshot.manager.options import Near
-from snapshot.manager.policies import Policy, Taken, reasons
+from snapshot.manager.policies import Plan, Policy, Taken, checked_policy, plan_retention
 from snapshot.manager.restore_latest import Candidates, Ended
-from snapshot.manager.retention import Cleaner, find_needed
+from snapshot.manager.retention import IN_USE, PINNED, Cleaner, find_needed
 from snapshot.manager.root import Root, StepFolders, taken_of
 from snapshot.manager.steps import Begun, Steps, TakePlace
 from snapshot.manager.takes import PendingTakes
@@ -58,6 +58,8 @@ from snapshot.tiers.uploader_link import ANSWERS
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+MOST_HELD = 4
+"""Steps before the newest that wait for their replicas before older ones are removed."""
 LAST_SECONDS = 1.0
 """Seconds that `close` waits for the uploader's answers after the grace."""
 _STORAGE_ERRORS = {
@@ -86,7 +88,7 @@ class TieredSteps(Steps):
         super().__init__(root, keep, pendings, pg, allow_pickle=allow_pickle)
         self.options = near.below(root.url, root.options)
         self.near_cleaner: NearCleaner | None = None
-        self._keep_near = near.keep
+        self._keep_near = checked_policy(near.keep)
         self._grace = near.grace
         self._set: TierSet | None = None
         self._patience = FAR_PATIENCE
@@ -181,7 +183,7 @@ class TieredSteps(Steps):
         try:
             free, newest = tiers.free_bytes(), max(tiers.folder.steps(), default=-1)
             cleaner.clean_now(newest)
-            if tiers.free_bytes() <= free and tiers.make_room(cleaner.kept):
+            if tiers.free_bytes() <= free and cleaner.make_room():
                 cleaner.clean_now(newest)
             return tiers.free_bytes() > free
         except (SnapshotError, OSError) as error:
@@ -401,7 +403,7 @@ class TieredSteps(Steps):
 class NearCleaner(Cleaner):
     """Background removal of the near steps that a policy does not keep, and that are not wanted far.
 
-    `far`: the cleaner of the far root, on the rank that has it.
+    `far`: the cleaner of the far root, on the rank that has it. It removes far steps once newer ones were uploaded.
     """
 
     def __init__(
@@ -414,7 +416,8 @@ class NearCleaner(Cleaner):
 
     def _clean(self, upto: int) -> None:
         tiers = self._tiers
-        tiers.prune(upto, self.kept, self._is_spared)
+        if not tiers.member.fault and tiers.member.leads:
+            self._clean_near(upto)
         if self._far is None or tiers.member.fault:
             return
         states = tiers.ask(Request("status"), ANSWERS).steps
@@ -424,16 +427,81 @@ class NearCleaner(Cleaner):
             self._uploaded.add(step)
             self._far.committed(step, time.monotonic())
 
-    def kept(self, steps: Sequence[NearStep], damaged: Collection[int]) -> set[int]:
-        """Return the steps that the policy keeps, and the bases of what they left out.
+    def _clean_near(self, upto: int) -> None:
+        """Remove near steps before `upto`, which was just committed, that are neither kept nor wanted far."""
+        tiers, folder = self._tiers, self._tiers.folder
+        status = tiers.ask(Request("status"), ANSWERS)  # `close` waits for this
+        tiers.look_for_later_attempt(upto)
+        if tiers.superseded:
+            return
+        line = tiers.member.line
+        near = {
+            step: each
+            for step, each in folder.steps_of(tiers.member.run).items()
+            if line.standing(step, each.save_id, each.origin) == Standing.ON
+        }
+        kept = self._plan([each for step, each in near.items() if step <= upto]).kept
+        safe = len(tiers.member.hosts) == 1 or not tiers.options.replicas
+        newest = max((step for step, each in status.steps.items() if safe or each.replicated), default=-1)
+        if len(near) > len(kept) + MOST_HELD:  # a partner that is lost must not fill the folder
+            newest = max(near, default=-1)
+        end = min(upto, newest)
+
+        def why_held(step: int) -> str:
+            state = status.steps.get(step)
+            if step >= end:
+                return "newer than the step that replaces it"
+            if state is None or state.far.is_open or state.far.is_stuck or state.far == UploadState.DAMAGED:
+                return "wanted far"
+            if self._is_spared(step):
+                return IN_USE
+            return PINNED if folder.is_pinned(step) else ""
+
+        for step in self._plan(near.values(), upto, held={step: why_held(step) for step in near}).removed:
+            if not self._is_spared(step) and not folder.is_pinned(step):  # meanwhile
+                folder.remove(step, near[step].save_id)
+        folder.remove_leftovers(upto, self._is_spared)
+        damaged = [step for step in folder.damaged() if step < end and not self._is_spared(step)]
+        if damaged:
+            for step in set(damaged).intersection(self._plan(near.values(), damaged=damaged).removed):
+                folder.remove_damaged(step, "the policy does not keep it")
+
+    def _plan(
+        self,
+        steps: Iterable[NearStep],
+        upto: int | None = None,
+        *,
+        damaged: Collection[int] = (),
+        held: Mapping[int, str] | None = None,
+    ) -> Plan:
+        """Decide about near steps. The policy counts those up to a step. By default, only steps in use are held.
 
         Other hosts may have the manifest of a damaged step, so the policy decides about it, too.
         """
-        taken = [*(taken_of(each.step, each.head) for each in steps), *map(Taken, damaged)]
-        kept = set(reasons(self._policy, sorted(taken, key=lambda each: each.step), time.time()))
-        kept |= {each.step for each in steps if self._is_spared(each.step)}
         heads = {each.step: each.head for each in steps}
-        return kept | find_needed(heads, kept, heads.keys() - kept).keys()
+        taken = [taken_of(step, head) for step, head in heads.items() if upto is None or step <= upto]
+        if held is None:
+            held = {step: IN_USE for step in heads if self._is_spared(step)}
+
+        def needed(removed: list[int]) -> dict[int, str]:
+            leaving = [step for step in removed if step in heads]
+            return find_needed(heads, heads.keys() - leaving, leaving)
+
+        taken += map(Taken, damaged)
+        return plan_retention(self._policy, taken, time.time(), others=heads, held=held, find_needed=needed)
+
+    def make_room(self) -> bool:
+        """Give up the upload of the oldest step that waits for one, if the policy then lets the step go."""
+        tiers = self._tiers
+        status = tiers.ask(Request("status"), ANSWERS)
+        kept = self._plan(tiers.folder.steps().values()).kept
+        waiting = sorted(step for step, each in status.steps.items() if each.far.is_open)
+        waiting = [step for step in waiting if step not in kept and step != max(status.steps)]
+        if not waiting:
+            return False
+        log.warning("step-%s: its upload is given up, since %s is full", waiting[0], tiers.folder.path)
+        tiers.ask(Request("drop", step=waiting[0]), ANSWERS)
+        return True
 
 
 class TieredCandidates(Candidates):
