@@ -79,7 +79,8 @@ class SnapshotManager:
 
     Args:
         root: A URL, or a path of the file system.
-        keep: Policy of the snapshots to keep, such as `KeepLatest(3) | KeepBest("loss", 2)`. None keeps all.
+        keep: Policy of the snapshots to keep, such as `KeepLatest(3) | KeepBest("loss", 2)`, or a number of the latest.
+            None keeps all.
         every: When `should_take` returns True: after some steps (an int) or a time (`timedelta`, `"10m"`), or
             whenever no take is running (`"continuous"`).
         incremental: Share files whose tensors are unchanged with earlier steps, so that two physical copies remain.
@@ -111,7 +112,7 @@ class SnapshotManager:
         self,
         root: str | os.PathLike[str],
         *,
-        keep: Policy | None = None,
+        keep: Policy | int | None = None,
         every: Every | None = None,
         incremental: bool = False,
         near: Near | str | os.PathLike[str] | None = None,

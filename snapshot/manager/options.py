@@ -94,7 +94,8 @@ class Near:
 
     Args:
         folder: A folder of each host, on a local disk or in memory (`/dev/shm/run`).
-        keep: Policy of the near steps to keep. Those that are still wanted far are kept, too. None keeps all.
+        keep: Policy of the near steps to keep, or a number of the latest. Those that are still wanted far are kept,
+            too. None keeps all.
         upload: Steps that are uploaded: `"latest"` (the newest one, again and again), each multiple of a number, or
             None for those that `wait("far")` or `close` ask for.
         replicas: Number of other hosts that keep a copy of each near file.
@@ -109,7 +110,7 @@ class Near:
 
     folder: str | os.PathLike[str]
     _: KW_ONLY
-    keep: Policy | None = _KEEP
+    keep: Policy | int | None = _KEEP
     upload: Upload = "latest"
     replicas: int = 1
     rate: float | None = None

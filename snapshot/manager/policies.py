@@ -213,10 +213,19 @@ def plan_retention(
     return Plan(kept, sorted(steps - kept.keys()))
 
 
-def checked_policy(keep: Any) -> Policy | None:
-    """Return the policy; raise TypeError if invalid."""
+def checked_policy(keep: Any, *, metrics: bool = True) -> Policy | None:
+    """Return the policy for an argument `keep`: a policy, a number of the latest to keep, or None for all.
+
+    Raise TypeError or ValueError for other values. `metrics`: False if what is kept has no metrics.
+    """
+    if isinstance(keep, int) and not isinstance(keep, bool):
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1, got {keep}")
+        return KeepLatest(keep)
     if keep is not None and not isinstance(keep, Policy):
         raise TypeError(
-            f"keep must be a policy (KeepLatest(n), KeepBest(metric), ..., or several with |), got {keep!r}"
+            f"keep must be a number or a policy (KeepLatest(n), KeepBest(metric), ..., or several with |), got {keep!r}"
         )
+    if keep is not None and not metrics and any(isinstance(each, KeepBest) for each in parts(keep)):
+        raise ValueError(f"keep must be a policy without KeepBest, since versions have no metrics, got {keep}")
     return keep

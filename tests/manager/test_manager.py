@@ -180,8 +180,11 @@ def test_what_is_no_step_is_refused(step, tmp_path):
 
 
 def test_other_arguments_that_make_no_sense_are_refused(tmp_path):
-    with pytest.raises(TypeError, match="must be a policy"):
-        manager_of(tmp_path, keep=3)
+    for keep in ("3", True, 2.5):
+        with pytest.raises(TypeError, match="keep must be a number or a policy"):
+            manager_of(tmp_path, keep=keep)
+    with pytest.raises(ValueError, match="keep must be at least 1, got 0"):
+        manager_of(tmp_path, keep=0)
     for every in (0, -1, "0m", "sometimes", timedelta(0)):
         with pytest.raises(ValueError, match="every"):
             manager_of(tmp_path, every=every)
