@@ -62,6 +62,7 @@ async def survey_steps(
     root: Root,
     policy: Policy | None,
     *,
+    among: Iterable[int] | None = None,
     upto: int | None = None,
     damaged: Collection[int] = (),
     older_than: float = transaction.DAY,
@@ -74,6 +75,7 @@ async def survey_steps(
     Args:
         root: Folder of the steps.
         policy: Policy of the steps to keep; None keeps all.
+        among: The steps to look at; by default all under the root, which are listed.
         upto: The step that was just committed. Later ones are ignored. If this one is missing, nothing is removed.
         damaged: Steps that were found damaged, which policies ignore.
         older_than: Age in seconds after which an uncommitted take counts as interrupted.
@@ -84,7 +86,7 @@ async def survey_steps(
     Raises:
         UnknownMetric: The policy uses a metric that no snapshot has.
     """
-    folders = await root.folders()
+    folders = await (root.folders() if among is None else root.examine(sorted(among)))
     if upto is not None:
         if upto not in folders.committed:
             return []
@@ -292,6 +294,29 @@ async def remove_steps(
     return Removed(gone, failed)
 
 
+async def remove_unkept(root: Root, policy: Policy | None, among: Collection[int]) -> set[int]:
+    """Remove those of some steps that a policy does not keep, and return the ones that are left.
+
+    A failure is logged, since the steps only cost space.
+    """
+    try:
+        fates = await survey_steps(root, policy, among=among)
+        done = await remove_steps(root, fates)
+    except SnapshotError as error:
+        log.warning("%s: failed to remove old snapshots: %s", root.url, error)
+        return set(among)
+    log_failures(root, done)
+    return {fate.step for fate in fates if fate.what != "leftovers"} - {
+        fate.step for fate in done.fates if fate.what == "snapshot"
+    }
+
+
+def log_failures(root: Root, done: Removed) -> None:
+    """Log the removals that failed."""
+    for fate, error in done.failed:
+        log.warning("%s: removal failed, and is retried later: %s", root.step_url(fate.step), error)
+
+
 async def _remove_step(root: Root, fate: Fate, older_than: float, spared: Callable[[int], bool]) -> bool:
     """Remove one step. Return False if it is needed now, or already removed."""
     async with root.opened(fate.step) as session:
@@ -486,8 +511,7 @@ class Cleaner:
         for fate in fates:
             if fate.what == "damaged":
                 self._say(fate.step, f"{self._root.step_url(fate.step)}: kept, and ignored by policies: {fate.why}")
-        for fate, error in run(remove_steps(self._root, fates, spared=self._is_spared)).failed:
-            log.warning("%s: removal failed, and is retried later: %s", self._root.step_url(fate.step), error)
+        log_failures(self._root, run(remove_steps(self._root, fates, spared=self._is_spared)))
 
     def _is_spared(self, step: int) -> bool:
         if step in self._went_back or self._spared(step):
