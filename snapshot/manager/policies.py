@@ -229,16 +229,3 @@ def checked_policy(keep: Any, *, metrics: bool = True) -> Policy | None:
     if keep is not None and not metrics and any(isinstance(each, KeepBest) for each in parts(keep)):
         raise ValueError(f"keep must be a policy without KeepBest, since versions have no metrics, got {keep}")
     return keep
-
-
-def policy_text(policy: Policy | None) -> str:
-    """Return a text that is equal for equal policies, on all ranks. A policy of the application is its class.
-
-    >>> policy_text(KeepLatest(2) | KeepEvery(10))
-    'latest 2 | every 10'
-    """
-    if policy is None:
-        return "all"
-    return " | ".join(
-        str(each) if type(each).__module__ == __name__ else type(each).__qualname__ for each in parts(policy)
-    )

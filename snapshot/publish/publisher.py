@@ -22,7 +22,7 @@ from snapshot.io.loop import refuse_on_loop, run, work_on
 from snapshot.io.registry import open_storage
 from snapshot.io.session import Session
 from snapshot.io.url import URL
-from snapshot.manager.policies import Policy, checked_policy, policy_text
+from snapshot.manager.policies import Policy, checked_policy
 from snapshot.manifest.document import LONGEST_HEADER
 from snapshot.maps.recipe import Target
 from snapshot.options import Settings, expect_positive, moved_names
@@ -61,7 +61,6 @@ class Call(msgspec.Struct, array_like=True):
     step: int
     url: str
     full_every: int
-    keep: str
     state: str
     """Digest of the description of its tensors."""
 
@@ -82,12 +81,12 @@ class Agreed(msgspec.Struct, array_like=True):
 def compare_calls(ranks: Sequence[Call], known: Sequence[str]) -> Agreed:
     """Compare the calls of all ranks. `known` are the descriptions of the call before.
 
-    >>> one, two = Call(1, 10, "a", 50, "latest 2", ""), Call(2, 20, "a", 50, "latest 2", "")
+    >>> one, two = Call(1, 10, "a", 50, ""), Call(2, 20, "a", 50, "")
     >>> compare_calls([one, two], []).wrong
     'step: 10 on rank 0, 20 on rank 1; calls: 1 on rank 0, 2 on rank 1'
     """
     wrong = []
-    for field in ("step", "url", "full_every", "keep", "calls"):
+    for field in ("step", "url", "full_every", "calls"):
         values = [getattr(rank, field) for rank in ranks]
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if other is not None:
@@ -225,7 +224,7 @@ class Publisher:
             names: A map from the model's tensors to those that are published. By default they are the same.
             full_every: At least every n-th version is complete, so that readers never follow longer chains.
             keep: The number of complete versions to keep, or a policy, which sees their numbers as steps. Deltas are
-                kept with the complete version before them. Other versions are deleted. None keeps all.
+                kept with the complete version before them. Rank 0 deletes other versions. None keeps all.
             files: A local folder in Hugging Face's layout, or contents by name: its small files, such as `config.json`
                 and the tokenizer's, are a part of each complete version.
             notify: URLs to which a JSON message is sent after each version, such as `http://engine:30000/hook`.
@@ -363,7 +362,7 @@ class Publisher:
         """Agree on the call and the tensors of all ranks. Return the plan of the last call if it fits."""
         mark = digest_range(msgspec.msgpack.encode(own))
         known = self._planned[0] if self._planned is not None else []
-        call = Call(self._calls, step, str(self._url), self._full_every, policy_text(self._keep), mark)
+        call = Call(self._calls, step, str(self._url), self._full_every, mark)
         agreed = exchange.agree(call, lambda calls: compare_calls(calls, known), Call, Agreed)
         if agreed.wrong:
             if agreed.steps_differ:
