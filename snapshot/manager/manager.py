@@ -39,7 +39,7 @@ from snapshot.manager.step_metadata import (
     checked_step,
     noted_metrics,
 )
-from snapshot.manager.steps import Begun, PlainSteps, Steps
+from snapshot.manager.steps import Begun, PlainSteps, RunOptions, Steps
 from snapshot.manager.takes import OnError, OnException, PendingTakes, Tolerance, failed_take, save_after
 from snapshot.manager.tiered_steps import TieredSteps
 from snapshot.manifest.document import ManifestHead
@@ -134,9 +134,9 @@ class SnapshotManager:
         self._timeout = checked_timeout(timeout)
         self._measured = Measured()
         self._pendings = PendingTakes()
-        make = PlainSteps if near is None else partial(TieredSteps, near if isinstance(near, Near) else Near(near))
-        self._steps: Steps = make(
-            Root(self._url, storage_options), self._keep, self._pendings, pg, allow_pickle=allow_pickle
+        given = RunOptions(Root(self._url, storage_options), self._keep, self._pendings, pg, allow_pickle)
+        self._steps: Steps = (
+            PlainSteps(given) if near is None else TieredSteps(near if isinstance(near, Near) else Near(near), given)
         )
         self._channels = Channels(pg, timeout)
         self._stopping = False

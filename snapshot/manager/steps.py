@@ -65,34 +65,35 @@ class Begun:
         )
 
 
+class RunOptions(NamedTuple):
+    """The options of a manager that its steps need."""
+
+    root: Root
+    keep: Policy | None
+    pendings: PendingTakes
+    pg: ProcessGroup | None
+    allow_pickle: bool
+
+
 class Steps(ABC):
     """The steps of a run. This class has what a plain root and near folders have in common."""
 
     local: Root
     """The root where takes are written first."""
 
-    def __init__(
-        self,
-        root: Root,
-        keep: Policy | None,
-        pendings: PendingTakes,
-        pg: ProcessGroup | None,
-        *,
-        allow_pickle: bool,
-        inspect: Inspect | None = None,
-    ) -> None:
+    def __init__(self, given: RunOptions, inspect: Inspect | None = None) -> None:
         """`inspect`: called with the steps that a removal has found; if it raises, nothing is removed."""
-        self.root = root
-        self.pg = pg
-        self.allow_pickle = allow_pickle
+        self.root, self.pg, self.allow_pickle = given.root, given.pg, given.allow_pickle
         self.using: set[int] = set()
         """Steps that are being restored."""
         self.damaged: set[int] = set()
         """Steps of this library that `restore_latest` passed over."""
-        self._keep = keep
-        self._pendings = pendings
+        self._keep = given.keep
+        self._pendings = given.pendings
         self._leads = True
-        self.cleaner = None if keep is None else Cleaner(root, keep, self.is_spared, lambda: set(self.damaged), inspect)
+        self.cleaner: Cleaner | None = None
+        if given.keep is not None:
+            self.cleaner = Cleaner(given.root, given.keep, self.is_spared, lambda: set(self.damaged), inspect)
 
     def is_spared(self, step: int) -> bool:
         """Return True if the step is being taken or restored, or a running take is based on it."""
@@ -225,18 +226,10 @@ class Steps(ABC):
 class PlainSteps(Steps):
     """The steps under a plain root. Managers that write to one root at once stop, and name each other."""
 
-    def __init__(
-        self,
-        root: Root,
-        keep: Policy | None,
-        pendings: PendingTakes,
-        pg: ProcessGroup | None,
-        *,
-        allow_pickle: bool,
-    ) -> None:
+    def __init__(self, given: RunOptions) -> None:
         self._writers = Writers()
-        super().__init__(root, keep, pendings, pg, allow_pickle=allow_pickle, inspect=self._writers.inspect)
-        self.local = root
+        super().__init__(given, self._writers.inspect)
+        self.local = given.root
 
     def prepare(
         self, exchange: Exchange, step: int, metadata: dict[str, Any], *, replaces: bool

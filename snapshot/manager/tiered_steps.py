@@ -33,8 +33,7 @@ from snapshot.manager.policies import Plan, Policy, Taken, checked_policy, plan_
 from snapshot.manager.restore_latest import Candidates, Ended
 from snapshot.manager.retention import IN_USE, PINNED, Cleaner, find_needed
 from snapshot.manager.root import Root, StepFolders, taken_of
-from snapshot.manager.steps import Begun, Steps, TakePlace
-from snapshot.manager.takes import PendingTakes
+from snapshot.manager.steps import Begun, RunOptions, Steps, TakePlace
 from snapshot.manifest.document import ManifestHead
 from snapshot.reports import RestoreReport
 from snapshot.signing.seal import Seal
@@ -56,7 +55,7 @@ from snapshot.tiers.upload_queue import UploadState
 from snapshot.tiers.uploader_link import ANSWERS
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    pass
 
 MOST_HELD = 4
 """Steps before the newest that wait for their replicas before older ones are removed."""
@@ -75,18 +74,9 @@ _STORAGE_ERRORS = {
 class TieredSteps(Steps):
     """The steps in the near folders of a job's hosts, and in the far root."""
 
-    def __init__(
-        self,
-        near: Near,
-        root: Root,
-        keep: Policy | None,
-        pendings: PendingTakes,
-        pg: ProcessGroup | None,
-        *,
-        allow_pickle: bool,
-    ) -> None:
-        super().__init__(root, keep, pendings, pg, allow_pickle=allow_pickle)
-        self.options = near.below(root.url, root.options)
+    def __init__(self, near: Near, given: RunOptions) -> None:
+        super().__init__(given)
+        self.options = near.below(given.root.url, given.root.options)
         self.near_cleaner: NearCleaner | None = None
         self._keep_near = checked_policy(near.keep)
         self._grace = near.grace
