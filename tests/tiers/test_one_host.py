@@ -258,13 +258,13 @@ def test_the_base_of_a_pinned_near_step_stays(tmp_path, hosts):
     layers = {"frozen": torch.nn.Linear(9, 9).requires_grad_(False), "trained": torch.nn.Linear(2, 2)}
     app = {"model": torch.nn.ModuleDict(layers)}
     with manager_of(tmp_path / "far", hosts("a"), keep_near=1, upload=1) as manager:
-        manager.take(10, app)
-        [run] = runs_in(hosts("a"))
-        manager.take(20, app, options=TakeOptions(base=f"near://{run}/step-10", only="trainable"))
-        manager.pin(20)
-        for step in (30, 40):
-            manager.take(step, app)
+        for step in (10, 20, 30, 40):
+            base = f"near://{runs_in(hosts('a'))[0]}/step-10" if step == 20 else None
+            manager.take(step, app, options=TakeOptions(base=base, only="trainable" if base else None))
             until(lambda step=step: manager.where(step)["far"] == "whole")
+            if step == 20:
+                manager.pin(20)
+    [run] = runs_in(hosts("a"))
     assert {path.name for path in run.glob("step-*")} == {"step-10", "step-20", "step-40"}
 
 
