@@ -18,6 +18,8 @@ from snapshot.progress import Meter, Progress
 from snapshot.save.background_take import PendingCopy
 
 T = TypeVar("T")
+WaitUploaded = Callable[[str, float | None], None]
+"""Wait until a snapshot is in the far root, by its save id, at most for some seconds."""
 
 
 class PendingTake(Generic[T]):
@@ -32,13 +34,16 @@ class PendingTake(Generic[T]):
         *,
         held: PendingCopy | None = None,
         save_id: str = "",
+        uploaded: WaitUploaded | None = None,
     ) -> None:
+        """Watch the take. `uploaded` waits for the upload of a snapshot that was taken near."""
         self.path = path
         self.work = work
         self._meter = meter
         self._snapshot = snapshot
         self._held = held
         self.save_id = save_id
+        self._uploaded = uploaded
         self._awaited = False
         self._waiting: set[int] = set()
         self._pid = os.getpid()
@@ -62,12 +67,9 @@ class PendingTake(Generic[T]):
             raise ValueError(f"until must be 'near', 'far' or a number of seconds, got {until!r}")
         deadline = None if timeout is None else time.monotonic() + timeout
         snapshot = self._wait(timeout)
-        if until == "far" and self.wait_far is not None:
-            self.wait_far(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        if until == "far" and self._uploaded is not None:
+            self._uploaded(self.save_id, None if deadline is None else max(0.0, deadline - time.monotonic()))
         return snapshot
-
-    wait_far: Callable[[float | None], None] | None = None
-    """Waits until the snapshot is far, at most for some seconds, if it was taken near."""
 
     def _wait(self, timeout: float | None) -> T:
         self._check_thread("wait()")

@@ -24,7 +24,7 @@ from snapshot.loading.restore import Restore
 from snapshot.manifest.document import Document, SnapshotMetadata, copy_manifest
 from snapshot.manifest.values import Entry
 from snapshot.options import moved_names
-from snapshot.pending import PendingTake
+from snapshot.pending import PendingTake, WaitUploaded
 from snapshot.plan.layout import SavePlan
 from snapshot.plan.names import Rename
 from snapshot.progress import ProgressArgument
@@ -375,13 +375,21 @@ class Snapshot:
         pg: ProcessGroup | None,
         make_options: Callable[[], TakeRequest],
         timeout: float | None,
+        *,
+        uploaded: WaitUploaded | None = None,
     ) -> PendingSnapshot:
         """Take in the background with prepared options, whose errors are sent to the other ranks."""
 
         def pending(begun: StartedTake) -> PendingSnapshot:
             snapshot = cls._taken(begun.path, pg, begun.storage_options, begun.report)
             return PendingSnapshot(
-                snapshot.path, begun.work, begun.meter, snapshot, held=begun.late, save_id=begun.save_id
+                snapshot.path,
+                begun.work,
+                begun.meter,
+                snapshot,
+                held=begun.late,
+                save_id=begun.save_id,
+                uploaded=uploaded,
             )
 
         return start_take(path, app_state, pg, make_options, make=pending, timeout=timeout)

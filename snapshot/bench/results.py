@@ -9,7 +9,7 @@ from statistics import mean, median
 from typing import Any
 
 from snapshot.bench.workloads import INCREMENTAL
-from snapshot.manager.advice import lost_share, young_interval
+from snapshot.manager.schedule import lost_share, young_interval
 from snapshot.text import counted, duration_text, size_text
 
 # Results of `snapshot bench`, as values and as text.

@@ -15,8 +15,8 @@ from snapshot.errors import SnapshotError, SnapshotNotFoundError
 from snapshot.io.loop import run as on_loop
 from snapshot.io.url import URL
 from snapshot.loading.open import is_foreign
-from snapshot.manager.cleaning import Fate, Removed, remove_steps, survey_steps
 from snapshot.manager.policies import KeepBest, KeepEvery, KeepFor, KeepLatest, Policy
+from snapshot.manager.retention import Fate, Removed, remove_steps, survey_steps
 from snapshot.manager.root import Root
 from snapshot.manifest.document import METADATA
 from snapshot.save.transaction import DAY

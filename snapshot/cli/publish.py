@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     publisher = Publisher(
         arguments.url,
         full_every=arguments.full_every,
-        keep_full=arguments.keep_full,
+        keep=arguments.keep_full,
         files=arguments.files or _files_beside(arguments.source),
         notify=arguments.notify,
         memory_budget_bytes=1 << 62,  # the process ends after this version

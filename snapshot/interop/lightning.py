@@ -14,7 +14,6 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,8 +22,13 @@ import torch
 import torch.distributed as dist
 
 from snapshot.distributed.group import ranks_of
-from snapshot.errors import MissingExtraError, SnapshotError, SnapshotNotFoundError
+from snapshot.errors import MissingExtraError, SnapshotError
+from snapshot.io.loop import run
 from snapshot.io.url import URL
+from snapshot.manager.policies import KeepBest, Policy, checked_policy, parts
+from snapshot.manager.retention import remove_unkept
+from snapshot.manager.root import Root
+from snapshot.manager.step_metadata import add_note, checked_metrics
 from snapshot.manifest.document import OWN_FORMATS
 from snapshot.save.begin import TAKE_OPTIONS, TakeOptions
 from snapshot.snapshot import PendingSnapshot, Snapshot
@@ -229,8 +233,9 @@ class SnapshotCallback(_LightningCallback):  # type: ignore[misc]
         folder: A folder that all ranks share, or a URL.
         every_n_steps: Save after this number of optimizer steps.
         every_n_seconds: Save at the end of the first batch after this time since the last save. Either option suffices.
-        keep: Number of snapshots to keep; all by default. An older one is removed when a newer one is committed.
-            Snapshots in other folders, which a run was resumed from, are not removed.
+        keep: Number of snapshots to keep, or a policy; all by default. Others are removed when a newer one is
+            committed, as by a `SnapshotManager`, so pinned ones stay. Snapshots in other folders, which a run was
+            resumed from, are not removed. `KeepBest` reads `trainer.callback_metrics`.
         storage_options: Options for the storage plugin.
         options: More options of the takes: `TakeOptions(worker="process")`.
     """
@@ -241,18 +246,17 @@ class SnapshotCallback(_LightningCallback):  # type: ignore[misc]
         *,
         every_n_steps: int | None = None,
         every_n_seconds: float | None = None,
-        keep: int | None = None,
+        keep: Policy | int | None = None,
         storage_options: Mapping[str, Any] | None = None,
         options: TakeOptions = TAKE_OPTIONS,
     ) -> None:
         if (every_n_steps or 0) < 1 and every_n_seconds is None:
             raise ValueError("SnapshotCallback: pass every_n_steps (at least 1), or every_n_seconds, or both")
-        if keep is not None and keep < 1:
-            raise ValueError(f"SnapshotCallback: keep must be at least 1, got {keep}")
         self.folder = os.fspath(folder)
         self._every = every_n_steps
         self._seconds = every_n_seconds
-        self._keep = keep
+        self._keep = checked_policy(keep)
+        self._root = Root(URL.parse(self.folder), storage_options)
         self._storage_options = storage_options
         self._options = options
         self._pending: PendingSnapshot | None = None
@@ -336,7 +340,11 @@ class SnapshotCallback(_LightningCallback):  # type: ignore[misc]
             self._storage_options,
             replicated=replicated,
             overwrite=True,
-            metadata={KEY: {"keys": list(checkpoint), "in_epoch": in_epoch, "step": step}},
+            metadata=add_note(
+                step,
+                self._metrics(trainer),
+                {KEY: {"keys": list(checkpoint), "in_epoch": in_epoch, "step": step}},
+            ),
         )
         path, state = f"{self.folder}/step-{step}", {**_app_state(checkpoint), "rng": RNGState()}
         self._pending = Snapshot.async_take_with(path, state, None, request, options.timeout)
@@ -370,11 +378,15 @@ class SnapshotCallback(_LightningCallback):  # type: ignore[misc]
         if self._keep is None:
             return
         self._remember(path)
-        while len(self._written) > self._keep:
-            old = self._written.pop(0)
-            if ranks_of(None).rank == 0:
-                with suppress(SnapshotNotFoundError):  # the list in a checkpoint may name removed ones
-                    Snapshot(old, storage_options=self._storage_options).delete()
+        steps = {_step(Path(each)): each for each in self._written}
+        left = run(remove_unkept(self._root, self._keep, steps)) if ranks_of(None).rank == 0 else set[int]()
+        left = trainer.strategy.broadcast(left)  # each rank saves its list
+        self._written = [each for step, each in steps.items() if step in left]
+
+    def _metrics(self, trainer: Any) -> dict[str, float]:
+        """Return the metrics that `keep` needs, as far as the trainer has them now."""
+        names = [each.metric for each in parts(self._keep) if isinstance(each, KeepBest)] if self._keep else []
+        return checked_metrics({name: value for name, value in trainer.callback_metrics.items() if name in names})
 
     def _remember(self, path: str) -> None:
         """Append a snapshot to those that `keep` applies to. Skip snapshots of other folders."""

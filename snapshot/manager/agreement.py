@@ -1,9 +1,10 @@
-"""Agreement of all ranks to act at the same call, without any rank waiting for another.
+"""Agreement of a manager's ranks: to act at the same call, and on the step of a take.
 
-Waiting would deadlock with the collectives of training: a rank that waits here blocks the others there. Instead, every
-rank counts its calls. Before a rank queries the store for a request, it publishes the number of the last call that it
-may pass without another query. A rank that sees a request reads the numbers of all ranks, and proposes the first call
-after the largest. The first proposal wins (compare-and-set), and every rank acts when it reaches that call.
+A vote acts at the same call on all ranks, without any rank waiting for another. Waiting would deadlock with the
+collectives of training: a rank that waits here blocks the others there. Instead, every rank counts its calls. Before a
+rank queries the store for a request, it publishes the number of the last call that it may pass without another query.
+A rank that sees a request reads the numbers of all ranks, and proposes the first call after the largest. The first
+proposal wins (compare-and-set), and every rank acts when it reaches that call.
 
 No rank can be past that call: a rank that saw no request had published its number before the query, so before the
 request existed. The proposer reads the numbers after that, and so finds it.
@@ -16,9 +17,24 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from snapshot.distributed.exchange import lost_store_error
+import msgspec
+import torch.distributed as dist
+
+from snapshot.distributed.exchange import Exchange, lost_store_error
+from snapshot.distributed.group import ranks_of
+from snapshot.errors import CommitUnknown, SnapshotError
+from snapshot.events import log
+from snapshot.io.loop import run
+from snapshot.manager.root import Root
+from snapshot.manager.steps import Steps
+from snapshot.options import Settings
+from snapshot.save import transaction
+from snapshot.snapshot import PendingSnapshot
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
 LOOK = 0.5
@@ -137,3 +153,112 @@ class StepVote:
         except RuntimeError as error:
             what = f"cannot be reached any more ({error})"
         raise lost_store_error(what)
+
+
+class Channels:
+    """A `StepVote` for each question, created on its first use."""
+
+    def __init__(self, pg: ProcessGroup | None, timeout: float | None) -> None:
+        self._pg = pg
+        self._timeout = timeout
+        self._group: Any = None
+        self._ranks = ranks_of(pg)
+        self._number = -1
+        """Number of this manager within the group."""
+        self._agreements: dict[str, StepVote] = {}
+
+    def ask(self, question: str, wish: bool, *, leader_alone: bool = False) -> bool:
+        """Return True if all ranks act now. `wish`: this rank wants to; with `leader_alone` only rank 0's counts."""
+        group = self._pg
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        if group is not self._group:  # looking up the ranks at each call would dominate its cost
+            self._group, self._ranks, self._number, self._agreements = group, ranks_of(self._pg), -1, {}
+        if self._ranks.world == 1:
+            return wish
+        if question not in self._agreements:
+            self._agreements[question] = self._agreement(question)
+        return self._agreements[question].ask(wish and not (leader_alone and self._ranks.rank))
+
+    def _agreement(self, question: str) -> StepVote:
+        ranks = self._ranks
+        if self._number < 0:
+            self._number = next(ranks.managers)
+        timeout = Settings.current().timeout if self._timeout is None else self._timeout
+        store, _ = ranks.connected()
+        return StepVote(store, f"manager/{self._number}/{question}", ranks.rank, ranks.world, timeout)
+
+
+class StepAnswer(msgspec.Struct, array_like=True):
+    """Reply of the leader."""
+
+    known: bool
+    """True if an earlier asynchronous take has saved the current state."""
+    bases: list[int]
+    """Committed steps that the take is based on, the newest first."""
+    near_fault: str = ""
+    """Why a host cannot write near, or ''."""
+
+
+class StepBegin(msgspec.Struct, array_like=True):
+    """Message of each rank."""
+
+    step: int
+    saved: bool
+    """True if an asynchronous take has already saved this very state, as far as this rank knows."""
+    near_fault: str = ""
+    """Why this host cannot write near, or ''."""
+    failures: int = 0
+    """Failed takes in a row, as this rank saw them."""
+
+
+def agree_on(
+    exchange: Exchange,
+    steps: Steps,
+    pending: PendingSnapshot | None,
+    mine: StepBegin,
+    *,
+    new: bool,
+    incremental: bool,
+    expect_few: Callable[[int], None],
+) -> StepAnswer:
+    """Return whether `pending`, an earlier take of this step, has saved the current state.
+
+    The leader checks that the snapshot of `pending` still exists, and deletes a leftover pin if not. `new`: True if the
+    step must be new. `expect_few` gets the number of failures. Raise SnapshotError on all ranks if they passed
+    different steps.
+    """
+    step, root = mine.step, steps.local
+
+    def lead(all_: list[StepBegin]) -> StepAnswer:
+        ranks = {each.step: rank for rank, each in enumerate(all_)}
+        if len(ranks) > 1:
+            said = ", ".join(f"rank {rank} {number}" for number, rank in ranks.items())
+            raise SnapshotError(f"{root.url}: all ranks must pass the same step, got {said}; nothing was done")
+        expect_few(max(each.failures for each in all_))
+        run(root.forget_pin(step))
+        known = all(each.saved for each in all_) and pending is not None and run(_is_committed(root, step, pending))
+        fault = next((each.near_fault for each in all_ if each.near_fault), "")
+        steps.check(step, fault, new=new and not known)
+        return StepAnswer(known, steps.find_bases(step) if incremental and not known else [], fault)
+
+    return exchange.agree(mine, lead, StepBegin, StepAnswer)
+
+
+def may_be_committed(pending: PendingSnapshot | None) -> bool:
+    """Wait for a pending take, and return True if it may be committed."""
+    if pending is None:
+        return False
+    try:
+        pending.wait()
+    except CommitUnknown:
+        return True
+    except Exception as error:  # noqa: BLE001 - `wait` or the log has reported it; it is taken again
+        log.warning("%s: the earlier take failed, so the step is taken again: %s", pending.path, error)
+        return False
+    return True
+
+
+async def _is_committed(root: Root, step: int, pending: PendingSnapshot) -> bool:
+    async with root.opened(step) as session:
+        return await transaction.committed_save_id(session.storage) == pending.save_id

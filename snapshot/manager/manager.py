@@ -4,46 +4,44 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 import weakref
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import ranks_of
-from snapshot.errors import CorruptSnapshotError, SnapshotError, SnapshotNotFoundError, StorageError
+from snapshot.errors import CorruptSnapshotError, SnapshotError, SnapshotNotFoundError
 from snapshot.events import emit, log
 from snapshot.io.loop import LoopFuture, run
 from snapshot.io.url import URL
 from snapshot.loading.choose import RESTORE_OPTIONS, RestoreOptions
-from snapshot.manager import at_exit
-from snapshot.manager.advice import Advice, Measured
-from snapshot.manager.channels import Channels
-from snapshot.manager.cleaner import Cleaner
-from snapshot.manager.fallback import Fallback
-from snapshot.manager.incremental import choose_base, find_bases
+from snapshot.manager.agreement import Channels, StepBegin, agree_on, may_be_committed
 from snapshot.manager.options import (
     Near,
-    checked_policy,
     checked_root,
     checked_signals,
     checked_timeout,
     checked_tolerance,
     expect_options,
 )
-from snapshot.manager.pending_takes import PendingTakes, failed_take
-from snapshot.manager.policies import KeepBest, Policy, parts
+from snapshot.manager.policies import KeepBest, Policy, checked_policy, parts
+from snapshot.manager.restore_latest import Fallback
 from snapshot.manager.root import Root, taken_of
-from snapshot.manager.schedule import Every, Schedule
+from snapshot.manager.schedule import Advice, Every, Measured, Schedule
 from snapshot.manager.signals import STOP_SIGNALS, Signals
-from snapshot.manager.step_agreement import StepBegin, agree_on, may_be_committed
-from snapshot.manager.step_metadata import add_note, checked_metrics, checked_step, noted_metrics
-from snapshot.manager.tiers import Begun, ManagerTiers, TakePlace
-from snapshot.manager.tolerance import OnError, OnException, Tolerance, save_after
-from snapshot.manager.writers import ManagedSnapshot, Writers
+from snapshot.manager.step_metadata import (
+    add_note,
+    checked_metrics,
+    checked_step,
+    noted_metrics,
+)
+from snapshot.manager.steps import Begun, PlainSteps, RunOptions, Steps
+from snapshot.manager.takes import OnError, OnException, PendingTakes, Tolerance, failed_take, save_after
+from snapshot.manager.tiered_steps import TieredSteps
 from snapshot.manifest.document import ManifestHead
 from snapshot.options import Settings, moved_names
 from snapshot.reports import RestoreReport, TakeReport
@@ -52,7 +50,6 @@ from snapshot.signing.keys import Key
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.takes import AppState
 from snapshot.text import Duration
-from snapshot.tiers.join import FAR_PATIENCE
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -82,7 +79,8 @@ class SnapshotManager:
 
     Args:
         root: A URL, or a path of the file system.
-        keep: Policy of the snapshots to keep, such as `KeepLatest(3) | KeepBest("loss", 2)`. None keeps all.
+        keep: Policy of the snapshots to keep, such as `KeepLatest(3) | KeepBest("loss", 2)`, or a number of the latest.
+            None keeps all.
         every: When `should_take` returns True: after some steps (an int) or a time (`timedelta`, `"10m"`), or
             whenever no take is running (`"continuous"`).
         incremental: Share files whose tensors are unchanged with earlier steps, so that two physical copies remain.
@@ -114,7 +112,7 @@ class SnapshotManager:
         self,
         root: str | os.PathLike[str],
         *,
-        keep: Policy | None = None,
+        keep: Policy | int | None = None,
         every: Every | None = None,
         incremental: bool = False,
         near: Near | str | os.PathLike[str] | None = None,
@@ -127,39 +125,26 @@ class SnapshotManager:
         timeout: float | None = None,
     ) -> None:
         self._url = URL.parse(checked_root(root))
-        self._root = Root(self._url, storage_options)
         self._keep = checked_policy(keep)
         self._cadence = Schedule(every)
         self._incremental = incremental
         self._pg = pg
-        self._options = storage_options
         self._tolerance = Tolerance(checked_tolerance(on_error))
         self._on_exception = on_exception
-        self._allow_pickle = allow_pickle
         self._timeout = checked_timeout(timeout)
         self._measured = Measured()
         self._pendings = PendingTakes()
-        self._using: set[int] = set()
-        """Steps that are being taken or restored."""
-        self._damaged: set[int] = set()
-        """Steps of this library that `restore_latest` passed over."""
-        self._writers = Writers() if near is None else None
-        inspect = self._writers.inspect if self._writers is not None else None
-        self._cleaner = (
-            None if keep is None else Cleaner(self._root, keep, self._spared, lambda: set(self._damaged), inspect)
+        given = RunOptions(Root(self._url, storage_options), self._keep, self._pendings, pg, allow_pickle)
+        self._steps: Steps = (
+            PlainSteps(given) if near is None else TieredSteps(near if isinstance(near, Near) else Near(near), given)
         )
-        self._tiers = None
-        if near is not None:
-            chosen = near if isinstance(near, Near) else Near(near)
-            tiers = chosen.below(self._url, storage_options)
-            self._tiers = ManagerTiers(tiers, chosen.keep, chosen.grace, self._root, self._spared)
         self._channels = Channels(pg, timeout)
-        self._leads, self._stopping = True, False
+        self._stopping = False
         self._report: RestoreReport | None = None
         self._pid = os.getpid()
         self._signals = Signals(checked_signals(signals))
         weakref.finalize(self, self._signals.close)  # the signals would have no effect any more
-        at_exit.open_ones.add(self)
+        open_managers.add(self)
 
     # Save
 
@@ -198,41 +183,25 @@ class SnapshotManager:
         begun = self._begin("take", step, metrics, metadata, options, overwrite=overwrite)
         number = begun.step
         if begun.pending is not None:
-            self._flush_if_stopping()
-            return self._snapshot(number)
+            self._flush_if_stopping(begun)
+            return self._steps.snapshot(number)
         began = time.monotonic()
         with self._pendings.blocking(number, relies=options.only is not None):
             try:
-                snapshot = self._take_there(begun, app_state)
+                snapshot = self._steps.take(begun, app_state)
             except BaseException as error:
                 self._tolerance.failed(begun.place.path, error)
                 if not self._tolerance.survives(error):
                     raise
-                return self._snapshot(number)
+                return self._steps.snapshot(number)
             self._took(number, began)
             self._ended(begun, began, snapshot.report)
-        if self._tiers is not None and begun.place.near:
-            self._tiers.took(snapshot)
-            self._flush_if_stopping()
+        self._flush_if_stopping(begun)
         return snapshot
 
-    def _flush_if_stopping(self) -> None:
-        if self._stopping and self._tiers is not None:
-            self._tiers.flush()
-
-    def _take_there(self, begun: Begun, app_state: AppState) -> Snapshot:
-        """Take near, or far. A storage error of a near take leads to one more try, far."""
-        place = begun.place
-        try:
-            return Snapshot.take_with(place.path, app_state, self._pg, begun.request, begun.timeout)
-        except SnapshotError as error:
-            if self._tiers is None or not place.near or not self._tiers.can_degrade(error):
-                raise
-            self._tiers.joined.publish_attempt()
-            place = self._tiers.place_of(begun.step, str(error), "take")
-            overwrite = begun.overwrite or self._tiers.may_replace(begun.step, place)
-            begun = replace(begun, place=place, overwrite=overwrite)
-        return Snapshot.take_with(place.path, app_state, self._pg, begun.request, begun.timeout)
+    def _flush_if_stopping(self, begun: Begun) -> None:
+        if self._stopping and begun.place.near:
+            self._steps.flush()
 
     @moved_names(IN_TAKE_OPTIONS)
     def async_take(
@@ -250,22 +219,19 @@ class SnapshotManager:
         Arguments are those of `take`. `options` may also have `staging`, `worker` and `when_busy`.
         """
         begun = self._begin("async_take", step, metrics, metadata, options, overwrite=overwrite)
-        number, place = begun.step, begun.place
+        number, path = begun.step, begun.place.path
         if begun.pending is not None:
             return begun.pending
         began = time.monotonic()
         try:
             with self._pendings.blocking(number, relies=options.only is not None):
-                pending = Snapshot.async_take_with(place.path, app_state, self._pg, begun.request, begun.timeout)
+                pending = self._steps.async_take(begun, app_state)
                 self._pendings.add(number, pending)
         except SnapshotError as error:
-            self._tolerance.failed(place.path, error)
+            self._tolerance.failed(path, error)
             if not self._tolerance.survives(error):
                 raise
-            return failed_take(place.path, self._snapshot(number), error)
-        if self._tiers is not None and place.near:
-            self._tiers.took(pending)
-            self._tiers.attach(number, pending)
+            return failed_take(path, self._steps.snapshot(number), error)
         self._took(number, began)
         pending.work.add_done_callback(partial(self._done, begun, began, pending))
         return pending
@@ -281,63 +247,35 @@ class SnapshotManager:
         overwrite: bool,
     ) -> Begun:
         """Agree on the step, and on where it is written."""
-        tiers = self._tiers
+        steps = self._steps
         with self._exchange(verb, getattr(options, "timeout", None)) as exchange:
             expect_options(options, TakeOptions)
             number = checked_step(step)
-            writer = self._writers.note() if self._writers is not None else None
-            noted = add_note(number, checked_metrics(metrics), metadata, writer)
-            if exchange.rank == 0:
-                self._begin_writing()
+            noted = add_note(number, checked_metrics(metrics), metadata)
             before = self._pendings.of(number)
-            root = self._root
-            replaces = overwrite or number in self._damaged
-            if tiers is not None:
-                tiers.join(exchange, self._cleaner)
-                tiers.begin_attempt(exchange)
-                root = tiers.near
-                noted |= tiers.joined.note(replaces=replaces)
-            mine = StepBegin(
-                number,
-                may_be_committed(before) and self._pendings.is_latest(number) and not replaces,
-                near_fault=tiers.near_fault(number, replaces=replaces) if tiers is not None else "",
-                failures=self._tolerance.failures,
-            )
+            replaces = overwrite or number in steps.damaged
+            saved = may_be_committed(before) and self._pendings.is_latest(number) and not replaces
+            noted, fault = steps.prepare(exchange, number, noted, replaces=replaces)
             answer = agree_on(
                 exchange,
-                root,
+                steps,
                 before,
-                mine,
-                find_bases=partial(find_bases, root, number, self._damaged) if self._incremental else list[int],
+                StepBegin(number, saved, fault, self._tolerance.failures),
+                new=not replaces,
+                incremental=self._incremental,
                 expect_few=self._tolerance.expect_few,
-                expect_new=tiers.expect_new if tiers is not None and not replaces else None,
-                before_far=tiers.joined.publish_attempt if tiers is not None else None,
             )
             exchange.close()
-        self._leads = exchange.rank == 0
         self._measured.at_step(number)
         if not answer.known:
             self._pendings.moved_on()
-        if tiers is None:
-            place = TakePlace(self._path(number), self._options, near=False)
-        else:
-            place = tiers.place_of(number, "" if answer.known else answer.near_fault, verb)
+        place = steps.place_of(number, "" if answer.known else answer.near_fault, verb)
         base = options.base
         if self._incremental and base is None:
-            base = choose_base(root, self._keep, answer.bases)
+            base = steps.choose_base(answer.bases)
         timeout = self._timeout if options.timeout is None else options.timeout
-        replaces = replaces or (tiers is not None and tiers.may_replace(number, place))
         pending = before if answer.known else None
         return Begun(number, place, pending, options, noted, overwrite=replaces, base=base, timeout=timeout)
-
-    def _begin_writing(self) -> None:
-        """Raise OtherWriterError if another job writes to a plain root. Without `keep`, nothing is listed."""
-        writers = self._writers
-        if writers is not None and self._cleaner is not None:
-            writers.expect_alone()
-            with suppress(StorageError):  # the take reports it
-                if not writers.has_begun():
-                    writers.begin(run(self._root.folders()).committed)
 
     def _took(self, step: int, began: float) -> None:
         self._cadence.began(step)
@@ -352,25 +290,13 @@ class SnapshotManager:
             self._ended(begun, began, pending.report)
         else:
             self._tolerance.failed(begun.place.path, error)
-            if self._tiers is not None and begun.place.near:
-                self._tiers.can_degrade(error)
 
     def _ended(self, begun: Begun, began: float, report: TakeReport | None) -> None:
-        """Record a committed take, and start the removal of snapshots that the policies drop.
-
-        Rank 0 removes steps of the root once a take there is durable, each host its near steps.
-        """
-        self._damaged.discard(begun.step)
+        """Record a committed take, and start the removal of snapshots that the policies drop."""
+        self._steps.damaged.discard(begun.step)
         self._tolerance.succeeded()
         self._measured.durable(began)
-        if self._tiers is not None and begun.place.near:
-            self._tiers.committed(begun.step, began, report.base if report else "")
-        elif begun.options.durable and self._leads and self._cleaner is not None:
-            self._cleaner.committed(begun.step, began, report.base if report else "")
-
-    def _spared(self, step: int) -> bool:
-        """Return True if the step is being taken or restored, or a running take is based on it."""
-        return step in self._using or self._pendings.running(step) or self._pendings.needs(self._root.save_id(step))
+        self._steps.committed(begun, began, report.base if report else "")
 
     # Restore
 
@@ -409,34 +335,17 @@ class SnapshotManager:
             options = replace(options, timeout=self._timeout)
         self._pendings.moved_on()
         begin = partial(self._exchange, "restore_latest", timeout)
-        root, snapshot_of = self._root, self._restored_from
-        if self._tiers is not None:
-            self._pendings.settle()  # they belong to the attempt that ends here
-            with begin() as exchange:
-                self._tiers.join(exchange, self._cleaner, needs_far=not offline)
-                patience = min(FAR_PATIENCE, exchange.timeout)
-                exchange.close()
-            root = tiered = self._tiers.root(patience, offline=offline)
-            snapshot_of = partial(tiered.snapshot_of, pg=self._pg, allow_pickle=self._allow_pickle)
-        leads = ranks_of(self._pg).rank == 0
-        if leads and self._writers is not None and self._cleaner is not None:
-            with suppress(SnapshotError):  # the restore reports it
-                self._writers.begin(run(self._root.folders()).committed)
-        fallback = Fallback(root, snapshot_of, begin, self._using)
+        found = self._steps.candidates(begin, offline=offline)
+        fallback = Fallback(found, begin, self._steps.using)
         try:
             step, damaged = fallback.restore(app_state, options, key)
         finally:
-            self._report = root.add_sources(fallback.report)
-        self._damaged = set(damaged)
+            self._report = found.close(fallback.report)
+        self._steps.damaged = set(damaged)
         if step is not None:
-            if leads and self._writers is not None:
-                self._writers.take_over(self._snapshot(step).metadata.metadata)
             self._cadence.began(step)
             self._measured.restore = time.monotonic() - began
         return step
-
-    def _restored_from(self, step: int, place: bytes) -> Snapshot:
-        return self._snapshot(step)
 
     @property
     def report(self) -> RestoreReport | None:
@@ -447,14 +356,7 @@ class SnapshotManager:
 
     def steps(self) -> list[int]:
         """Return the committed steps that this process sees now, ascending."""
-        near = self._tiers.near_steps() if self._tiers is not None else set[int]()
-        try:
-            return sorted(near | set(run(self._root.on_line(run(self._root.folders()).committed))))
-        except StorageError as error:
-            if not near:
-                raise
-            log.warning("%s: cannot be reached, so these are the near steps: %s", self._root.url, error)
-            return sorted(near)
+        return self._steps.numbers()
 
     def latest(self, verify: bool = False) -> int | None:
         """Return the newest committed step, or None if there is none.
@@ -465,13 +367,13 @@ class SnapshotManager:
             if not verify:
                 return step
             try:
-                report = self._snapshot(step).verify()
+                report = self._steps.snapshot(step).verify()
                 fault = "" if report else str(report)
             except (CorruptSnapshotError, SnapshotNotFoundError) as error:
                 fault = str(error)
             if not fault:
                 return step
-            log.warning("%s: passed over: verification failed: %s", self._root.step_url(step), fault)
+            log.warning("%s: passed over: verification failed: %s", self._steps.root.step_url(step), fault)
         return None
 
     def best(self, metric: str | None = None, mode: str = "min") -> int | None:
@@ -488,39 +390,25 @@ class SnapshotManager:
                     "best: `keep` has no KeepBest; pass a metric, such as best('loss') or best('f1', 'max')"
                 )
             policy = found[0]
-        committed = run(self._root.folders()).committed
-        on = set(run(self._root.on_line(committed)))
-        heads = {step: head for step, head in run(self._root.heads(committed)).items() if step in on}
+        committed = run(self._steps.root.folders()).committed
+        on = set(run(self._steps.root.on_line(committed)))
+        heads = {step: head for step, head in run(self._steps.root.heads(committed)).items() if step in on}
         for step, head in heads.items():
             if not isinstance(head, ManifestHead):
-                log.warning("%s: passed over: %s", self._root.step_url(step), head)
+                log.warning("%s: passed over: %s", self._steps.root.step_url(step), head)
         ranked = policy.ranked([taken_of(step, head) for step, head in heads.items() if isinstance(head, ManifestHead)])
         return ranked[0] if ranked else None
 
     def metrics(self, step: int) -> dict[str, float]:
         """Return the metrics of a step."""
-        return noted_metrics(self._snapshot(checked_step(step)).metadata.metadata)
+        return noted_metrics(self._steps.snapshot(checked_step(step)).metadata.metadata)
 
     def snapshot(self, step: int) -> Snapshot:
         """Return the snapshot of a step, which need not exist."""
         number = checked_step(step)
         if not self._pendings.is_latest(number):
             self._pendings.moved_on()  # after a restore the state is that of this step
-        if self._writers is None:
-            return self._snapshot(number)
-        made = ManagedSnapshot(self._path(number), self._pg, self._root.options, allow_pickle=self._allow_pickle)
-        made.on_restored = self._writers.take_over_now
-        return made
-
-    def _snapshot(self, step: int) -> Snapshot:
-        tiers = self._tiers
-        if tiers is not None and tiers.is_whole_here(step):
-            return Snapshot(tiers.near.step_url(step).reveal(), self._pg, allow_pickle=self._allow_pickle)
-        return Snapshot(self._path(step), self._pg, self._root.options, allow_pickle=self._allow_pickle)
-
-    def _path(self, step: int) -> str:
-        url = self._root.step_url(step)
-        return url.location if url.scheme == "file" else url.reveal()
+        return self._steps.snapshot(number)
 
     def where(self, step: int) -> dict[str, str | int]:
         """Return where a step is, for a manager with `near`, as far as the uploaders of the hosts answer.
@@ -529,32 +417,19 @@ class SnapshotManager:
         each near file. `far` is `whole`, `absent`, or the state of the upload: `uploading 41 %`, `queued`,
         `waiting` (for files of other hosts), `kept near`, `dropped`, `outdated` or `damaged`.
         """
-        number = checked_step(step)
-        if self._tiers is None:
-            return {"far": "whole" if number in run(self._root.folders()).committed else "absent"}
-        return self._tiers.joined.where(number)
+        return self._steps.where(checked_step(step))
 
     def pin(self, step: int) -> None:
         """Keep a step regardless of policies, also in other and later processes, until `unpin`."""
-        number = checked_step(step)
-        near = self._tiers is not None and self._tiers.pin(number)
-        try:
-            run(self._root.pin(number))
-        except SnapshotNotFoundError:
-            if not near:  # else the uploader pins it, too
-                raise
+        self._steps.pin(checked_step(step))
 
     def unpin(self, step: int) -> None:
         """Let the policy decide about a step again."""
-        number = checked_step(step)
-        if self._tiers is not None:
-            self._tiers.unpin(number)
-        run(self._root.unpin(number))
+        self._steps.unpin(checked_step(step))
 
     def pinned(self) -> list[int]:
         """Return the pinned steps, ascending."""
-        near = self._tiers.pinned() if self._tiers is not None else set[int]()
-        return sorted(near | run(self._root.pinned(run(self._root.folders()).committed)))
+        return sorted(self._steps.pinned())
 
     # Decisions
 
@@ -605,8 +480,7 @@ class SnapshotManager:
 
         Raises SnapshotError if takes or steps were not measured yet.
         """
-        advice = self._measured.advice(mtbf)
-        return advice if self._tiers is None else replace(advice, upload=self._tiers.upload_seconds())
+        return replace(self._measured.advice(mtbf), upload=self._steps.upload_seconds())
 
     # Close
 
@@ -619,13 +493,10 @@ class SnapshotManager:
             return
         try:
             self._pendings.close()
-            if self._tiers is not None:
-                self._tiers.close()
-            if self._cleaner is not None:
-                self._cleaner.close()
+            self._steps.close()
         finally:
             self._signals.close()
-        at_exit.open_ones.discard(self)
+        open_managers.discard(self)
 
     def __enter__(self) -> SnapshotManager:
         return self
@@ -643,3 +514,16 @@ class SnapshotManager:
 
     def __repr__(self) -> str:
         return f"<SnapshotManager {self._url}: keep {self._keep or 'all'}>"
+
+
+open_managers: weakref.WeakSet[SnapshotManager] = weakref.WeakSet()
+"""Managers that the exit hook of the interpreter closes."""
+
+
+def _close_all() -> None:
+    for manager in list(open_managers):
+        manager.close()
+
+
+# before the event loop's own exit hook, since closing a manager needs the loop
+getattr(threading, "_register_atexit", lambda function: None)(_close_all)

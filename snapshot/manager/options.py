@@ -12,7 +12,7 @@ import msgspec
 
 from snapshot.io.system import expect_linux, find_signals
 from snapshot.io.url import URL
-from snapshot.manager.policies import KeepLatest, Policy
+from snapshot.manager.policies import KeepLatest, Policy, checked_policy
 from snapshot.save.compression import expect_compression
 from snapshot.tiers.join import TierOptions
 from snapshot.tiers.upload_queue import Upload
@@ -26,15 +26,6 @@ def checked_root(root: Any) -> str:
     if not text:
         raise ValueError("root must be a path or a URL, got ''")
     return text
-
-
-def checked_policy(keep: Any) -> Policy | None:
-    """Return the policy; raise TypeError if invalid."""
-    if keep is not None and not isinstance(keep, Policy):
-        raise TypeError(
-            f"keep must be a policy (KeepLatest(n), KeepBest(metric), ..., or several with |), got {keep!r}"
-        )
-    return keep
 
 
 def checked_timeout(timeout: Any) -> float | None:
@@ -103,7 +94,8 @@ class Near:
 
     Args:
         folder: A folder of each host, on a local disk or in memory (`/dev/shm/run`).
-        keep: Policy of the near steps to keep. Those that are still wanted far are kept, too. None keeps all.
+        keep: Policy of the near steps to keep, or a number of the latest. Those that are still wanted far are kept,
+            too. None keeps all.
         upload: Steps that are uploaded: `"latest"` (the newest one, again and again), each multiple of a number, or
             None for those that `wait("far")` or `close` ask for.
         replicas: Number of other hosts that keep a copy of each near file.
@@ -118,7 +110,7 @@ class Near:
 
     folder: str | os.PathLike[str]
     _: KW_ONLY
-    keep: Policy | None = _KEEP
+    keep: Policy | int | None = _KEEP
     upload: Upload = "latest"
     replicas: int = 1
     rate: float | None = None

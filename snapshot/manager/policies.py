@@ -1,13 +1,19 @@
-"""Policies of the snapshots to keep: pure functions of the existing snapshots, combined with `|`."""
+"""Policies of the snapshots to keep, combined with `|`, and the plan of a removal: pure functions of what exists.
+
+Everything that removes old snapshots uses `plan_retention`: managers, near folders, published versions and their
+copies, `snapshot prune`, and the Lightning callback.
+"""
 
 from __future__ import annotations
 
 import heapq
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from snapshot.text import duration_text, seconds_of
 
@@ -166,3 +172,60 @@ def reasons(policy: Policy | None, taken: Sequence[Taken], now: float) -> dict[i
 def _count(name: str, n: object) -> None:
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise ValueError(f"{name}: n must be an integer of at least 1, got {n!r}")
+
+
+class Plan(NamedTuple):
+    """Decision about each of several snapshots."""
+
+    kept: dict[int, str]
+    """Steps to keep, with the reason."""
+    removed: list[int]
+    """Steps to remove, the oldest first."""
+
+
+def plan_retention(
+    policy: Policy | None,
+    taken: Collection[Taken],
+    now: float,
+    *,
+    others: Iterable[int] = (),
+    held: Mapping[int, str] = MappingProxyType({}),
+    find_needed: Callable[[list[int]], Mapping[int, str]] = lambda removed: {},
+) -> Plan:
+    """Decide what to keep and what to remove.
+
+    Args:
+        policy: The policy; None keeps all of `taken`.
+        taken: The snapshots that the policy counts. The newest of them always stays.
+        now: Seconds since the epoch.
+        others: Steps that no policy counts, which are removed if nothing holds them.
+        held: The steps that stay in any case, with the reason. An empty reason holds nothing.
+        find_needed: Returns those of the steps to remove that the remaining ones rely on, with the reason.
+
+    >>> taken = [Taken(10), Taken(20), Taken(30), Taken(40)]
+    >>> plan_retention(KeepLatest(1), taken, 0, held={20: "pinned"}, find_needed=lambda removed: {10: "the base of 20"})
+    Plan(kept={40: 'latest', 20: 'pinned', 10: 'the base of 20'}, removed=[30])
+    """
+    kept = {step: ", ".join(why) for step, why in reasons(policy, list(taken), now).items()}
+    steps = {*(each.step for each in taken), *others}
+    kept |= {step: held[step] for step in sorted(steps - kept.keys()) if held.get(step)}
+    kept |= find_needed(sorted(steps - kept.keys()))
+    return Plan(kept, sorted(steps - kept.keys()))
+
+
+def checked_policy(keep: Any, *, metrics: bool = True) -> Policy | None:
+    """Return the policy for an argument `keep`: a policy, a number of the latest to keep, or None for all.
+
+    Raise TypeError or ValueError for other values. `metrics`: False if what is kept has no metrics.
+    """
+    if isinstance(keep, int) and not isinstance(keep, bool):
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1, got {keep}")
+        return KeepLatest(keep)
+    if keep is not None and not isinstance(keep, Policy):
+        raise TypeError(
+            f"keep must be a number or a policy (KeepLatest(n), KeepBest(metric), ..., or several with |), got {keep!r}"
+        )
+    if keep is not None and not metrics and any(isinstance(each, KeepBest) for each in parts(keep)):
+        raise ValueError(f"keep must be a policy without KeepBest, since versions have no metrics, got {keep}")
+    return keep

@@ -27,7 +27,6 @@ from snapshot.loading.open import expect_files, open_document, read_manifest
 from snapshot.manager.policies import Taken
 from snapshot.manager.step_metadata import noted_metrics
 from snapshot.manifest.document import METADATA, OURS, ManifestHead, NotOurs, decode_head
-from snapshot.reports import RestoreReport
 from snapshot.save import transaction
 from snapshot.tiers.facts import read_facts
 from snapshot.tiers.near_steps import PINNED
@@ -62,9 +61,6 @@ class StepFolders:
 class Root:
     """A root on storage, with a cache of the manifests that were read."""
 
-    signable = True
-    """True if steps can be signed."""
-
     def __init__(self, url: URL, options: Mapping[str, Any] | None) -> None:
         self.url = url
         self.options = options
@@ -87,33 +83,6 @@ class Root:
             yield session
         finally:
             await session.close()
-
-    # Steps on hosts
-
-    def view(self) -> bytes:
-        """Return what this host has, if each host has steps of its own."""
-        return b""
-
-    def see(self, views: Sequence[bytes]) -> None:
-        """Take in what the hosts of all ranks have."""
-
-    def expect_all_known(self) -> None:
-        """Raise StorageError if there may be steps that could not be listed. Called if no step can be restored."""
-
-    def place(self, step: int) -> bytes:
-        """Return where the files of a step are, if that is not only this root."""
-        return b""
-
-    def end(self, step: int) -> bytes | None:
-        """Return what all ranks must know at the end of a restore of a step; None if another one must be chosen."""
-        return b""
-
-    def ended(self, step: int | None, told: bytes) -> None:
-        """Record that a step was restored, or that there is none."""
-
-    def add_sources(self, report: RestoreReport | None) -> RestoreReport | None:
-        """Add to a report where the bytes came from, and release what the restore needed."""
-        return report
 
     # Steps
 

@@ -1,11 +1,20 @@
-"""Schedule of takes: after a number of steps, after a time, or whenever no take is running."""
+"""When to take: the schedule of a manager, and the advised interval.
+
+A take blocks training for C seconds. A failure loses half the interval T on average, plus the restart and the time
+that a take needs to become durable. With a mean time M between failures, Young's interval is sqrt(2 C M). Daly's
+interval corrects it for a C that is not small compared with M.
+"""
 
 from __future__ import annotations
 
+import math
 import time
+from collections import deque
+from dataclasses import dataclass
 from datetime import timedelta
 
-from snapshot.text import Duration, parse_duration, seconds_of
+from snapshot.errors import SnapshotError
+from snapshot.text import Duration, duration_text, parse_duration, seconds_of
 
 Every = int | timedelta | str
 """A number of steps; a `timedelta` or a text such as `"10m"`; `"continuous"`."""
@@ -58,3 +67,174 @@ class Schedule:
             return not busy
         assert self.seconds is not None
         return time.monotonic() - self._since >= self.seconds
+
+
+RECENT = 20
+"""Number of takes whose cost is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Advised interval and its cost. Times are in seconds, shares are fractions of all time."""
+
+    mtbf: float
+    """Mean time between failures, as passed by the caller."""
+    blocked: float
+    """Mean time that a take blocks training."""
+    durable: float
+    """Mean time from the start of a take until it is durable."""
+    restore: float
+    """Duration of the last restore; 0 if there was none."""
+    step: float
+    """Mean duration of a step."""
+    takes: int
+    """Number of takes that were measured."""
+    young: float
+    """Young's interval."""
+    interval: float
+    """Advised interval: Daly's, but at least the time that a take needs."""
+    lost: float
+    """Share of time lost to takes and failures at the advised interval."""
+    interval_now: float | None
+    """Current interval; None after a single take."""
+    lost_now: float | None
+    upload: float = 0.0
+    """Mean duration of an upload to the far root, for a manager with `near`; 0 if none was measured."""
+
+    @property
+    def upload_steps(self) -> int:
+        """The interval between uploads in steps. Uploads block nothing, so it is as short as they allow."""
+        return max(self.steps, math.ceil(self.upload / self.step))
+
+    @property
+    def steps(self) -> int:
+        """The advised interval in steps."""
+        return max(1, round(self.interval / self.step))
+
+    def __str__(self) -> str:
+        often = "step" if self.steps == 1 else f"{self.steps:,} steps"
+        head = f"take every {often} ({duration_text(self.interval)}): {self.lost:.2%} of the time is lost"
+        if self.interval_now is not None and self.lost_now is not None:
+            head += f", and {self.lost_now:.2%} with one every {duration_text(self.interval_now)}, as now"
+        lines = [
+            head,
+            f"  a take blocks for {duration_text(self.blocked)} and is durable after {duration_text(self.durable)} "
+            f"(mean of {self.takes})",
+            f"  a step takes {duration_text(self.step)}"
+            + (f", a restore {duration_text(self.restore)}" if self.restore else ""),
+            f"  one failure in {duration_text(self.mtbf)}: Young's interval is {duration_text(self.young)}",
+        ]
+        if self.upload:
+            lines.append(f"  an upload takes {duration_text(self.upload)}: upload every {self.upload_steps:,} steps")
+        return "\n".join(lines)
+
+
+def young_interval(cost: float, mtbf: float) -> float:
+    """Return Young's interval between the beginnings of takes of this cost."""
+    return math.sqrt(2 * cost * mtbf)
+
+
+def daly_interval(cost: float, mtbf: float) -> float:
+    """Return Daly's optimal interval between takes of this cost.
+
+    >>> round(daly_interval(60, 86400)), round(math.sqrt(2 * 60 * 86400))
+    (3180, 3220)
+    """
+    if cost >= 2 * mtbf:
+        return mtbf
+    ratio = cost / (2 * mtbf)
+    return young_interval(cost, mtbf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost
+
+
+def lost_share(interval: float, cost: float, mtbf: float, rest: float) -> float:
+    """Return the share of time lost with a take every `interval` seconds; `rest` is the fixed cost of a failure."""
+    period = interval + cost
+    return min(1.0, cost / period + (period / 2 + rest) / mtbf)
+
+
+class Measured:
+    """Measurements of takes, restores and steps."""
+
+    def __init__(self) -> None:
+        self._blocked: deque[tuple[float, float]] = deque(maxlen=RECENT)
+        self._durable: deque[tuple[float, float]] = deque(maxlen=RECENT)
+        """Start time and duration of each take."""
+        self._warm: float | None = None
+        """Start time of the first take. It includes one-off set-up, so later takes replace its measurement."""
+        self.restore = 0.0
+        self._first: tuple[float, int] | None = None
+        self._latest: tuple[float, int] | None = None
+        self._paused = 0.0
+        self._calls: tuple[float, int] | None = None
+        self._last_call = 0.0
+
+    def at_step(self, step: int) -> None:
+        """Record the step that the loop is at."""
+        now = time.monotonic()
+        if self._first is None or step < self._first[1]:
+            self._first, self._paused = (now, step), 0.0
+        self._latest = now, step
+
+    def at_call(self) -> None:
+        """Record that the loop is at another step, without its number."""
+        now = time.monotonic()
+        self._calls = (now, 0) if self._calls is None else (self._calls[0], self._calls[1] + 1)
+        self._last_call = now
+
+    def took(self, began: float, blocked: float) -> None:
+        """Record a take: its start time (of the monotonic clock), and how long it blocked the loop."""
+        self._warm = began if self._warm is None else self._warm
+        self._blocked.append((began, blocked))
+        self._paused += blocked
+        if self._latest is not None:  # a take does not count as time of a step
+            self._latest = time.monotonic(), self._latest[1]
+        self._last_call = time.monotonic()
+
+    def durable(self, began: float) -> None:
+        """Record that the take that began at this time is durable now."""
+        self._durable.append((began, time.monotonic() - began))
+
+    def _mean(self, seen: deque[tuple[float, float]]) -> tuple[float, int]:
+        """Return the mean time, and the number of takes that it is the mean of."""
+        values = [seconds for began, seconds in seen if began != self._warm] or [seconds for _, seconds in seen]
+        return sum(values) / len(values), len(values)
+
+    def step_seconds(self) -> float | None:
+        """Return the mean time of a step, without takes; None if too little was measured."""
+        if self._first is not None and self._latest is not None and self._latest[1] > self._first[1]:
+            spent = self._latest[0] - self._first[0] - self._paused
+            return max(spent, 1e-9) / (self._latest[1] - self._first[1])
+        if self._calls is not None and self._calls[1] > 0:
+            return max(self._last_call - self._calls[0] - self._paused, 1e-9) / self._calls[1]
+        return None
+
+    def advice(self, mtbf: Duration) -> Advice:
+        """Return the interval that loses least time. Raise SnapshotError if takes or steps were not measured yet."""
+        mean = seconds_of(mtbf, "mtbf")
+        step = self.step_seconds()
+        if not self._durable:
+            raise SnapshotError("advice: the cost of a take is unknown: no take of this manager is durable yet")
+        if step is None:
+            raise SnapshotError(
+                "advice: the time of a step is unknown; call should_take(step) or should_stop() in each step"
+            )
+        blocked, takes = self._mean(self._blocked)
+        durable = max(blocked, self._mean(self._durable)[0])
+        interval = max(daly_interval(blocked, mean), durable - blocked)
+        now = None
+        if len(self._blocked) > 1:
+            now = max(0.0, (self._blocked[-1][0] - self._blocked[0][0]) / (len(self._blocked) - 1) - blocked)
+        rest = durable - blocked + self.restore
+        return Advice(
+            mean,
+            blocked,
+            durable,
+            self.restore,
+            step,
+            takes,
+            young_interval(blocked, mean),
+            interval,
+            lost_share(interval, blocked, mean, rest),
+            now,
+            None if now is None else lost_share(now, blocked, mean, rest),
+        )

@@ -24,6 +24,7 @@ from snapshot.io.aio import gather_limited, in_thread, shielded
 from snapshot.io.loop import LoopFuture, finish_before_exit, in_own_thread, run
 from snapshot.io.session import Session
 from snapshot.io.url import URL
+from snapshot.manager.policies import Policy
 from snapshot.plan.layout import FilePlan, group_in_order, plan_exact_file
 from snapshot.publish.build import DeltaEncoder, EncodedDelta, TensorSums, checksum_text
 from snapshot.publish.shares import HostImage
@@ -31,6 +32,7 @@ from snapshot.publish.store import (
     LONGEST_FILE,
     WEIGHTS,
     Details,
+    KnownVersion,
     VersionStore,
     check_file_name,
     encode_index,
@@ -318,9 +320,9 @@ class Publication:
         keeps: bool,
         files: ExtraFiles,
         full_every: int,
-        keep_full: int,
+        keep: Policy | None,
         notify: Sequence[str],
-        known: dict[int, int | None],
+        known: dict[int, KnownVersion],
     ) -> None:
         self._url, self._options, self._exchange = url, options, exchange
         self._publisher, self._step, self.image = publisher, step, image
@@ -331,7 +333,7 @@ class Publication:
         """The tensors of all ranks."""
         self.world = exchange.world
         self._files = files
-        self._keep_full, self._notify = keep_full, notify
+        self._keep, self._notify = keep, notify
         self._known = known
         self.next_base: Base | None = None
 
@@ -380,7 +382,7 @@ class Publication:
                 seconds=time.monotonic() - began,
             )
             if exchange.rank == LEADER:
-                await store.retire(self._keep_full, self._publisher)
+                await store.retire(self._keep, self._publisher)
                 self._tell(found)
             return found
         finally:

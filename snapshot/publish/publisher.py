@@ -22,9 +22,10 @@ from snapshot.io.loop import refuse_on_loop, run, work_on
 from snapshot.io.registry import open_storage
 from snapshot.io.session import Session
 from snapshot.io.url import URL
+from snapshot.manager.policies import Policy, checked_policy
 from snapshot.manifest.document import LONGEST_HEADER
 from snapshot.maps.recipe import Target
-from snapshot.options import Settings, expect_positive
+from snapshot.options import Settings, expect_positive, moved_names
 from snapshot.publish.build import TensorSums, sum_bytes
 from snapshot.publish.publication import Base, ExtraFiles, PendingPublish, Publication
 from snapshot.publish.shares import (
@@ -37,7 +38,7 @@ from snapshot.publish.shares import (
     gather_pieces,
     plan_shares,
 )
-from snapshot.publish.store import LONGEST_INDEX, VersionStore, decode_index, version_of
+from snapshot.publish.store import LONGEST_INDEX, KnownVersion, VersionStore, decode_index, version_of
 from snapshot.publish.subscriber import LocalFolder, check_hooks
 from snapshot.tensors.digest import digest_bytes, digest_range
 from snapshot.tensors.split_zstd import load_zstd
@@ -60,7 +61,6 @@ class Call(msgspec.Struct, array_like=True):
     step: int
     url: str
     full_every: int
-    keep_full: int
     state: str
     """Digest of the description of its tensors."""
 
@@ -81,12 +81,12 @@ class Agreed(msgspec.Struct, array_like=True):
 def compare_calls(ranks: Sequence[Call], known: Sequence[str]) -> Agreed:
     """Compare the calls of all ranks. `known` are the descriptions of the call before.
 
-    >>> one, two = Call(1, 10, "a", 50, 2, ""), Call(2, 20, "a", 50, 2, "")
+    >>> one, two = Call(1, 10, "a", 50, ""), Call(2, 20, "a", 50, "")
     >>> compare_calls([one, two], []).wrong
     'step: 10 on rank 0, 20 on rank 1; calls: 1 on rank 0, 2 on rank 1'
     """
     wrong = []
-    for field in ("step", "url", "full_every", "keep_full", "calls"):
+    for field in ("step", "url", "full_every", "calls"):
         values = [getattr(rank, field) for rank in ranks]
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if other is not None:
@@ -202,13 +202,14 @@ class Publisher:
     Published(version=2, step=200, base=1)
     """
 
+    @moved_names({"keep_full": "keep=..."})
     def __init__(
         self,
         url: str | os.PathLike[str],
         *,
         names: TensorMap | None = None,
         full_every: int = 50,
-        keep_full: int = 2,
+        keep: Policy | int | None = 2,
         files: str | os.PathLike[str] | Mapping[str, bytes] | None = None,
         notify: Sequence[str] = (),
         memory_budget_bytes: int | None = None,
@@ -222,7 +223,8 @@ class Publisher:
             url: The folder of the versions, in any storage.
             names: A map from the model's tensors to those that are published. By default they are the same.
             full_every: At least every n-th version is complete, so that readers never follow longer chains.
-            keep_full: The number of complete versions to keep, with their deltas. Older versions are deleted.
+            keep: The number of complete versions to keep, or a policy, which sees their numbers as steps. Deltas are
+                kept with the complete version before them. Rank 0 deletes other versions. None keeps all.
             files: A local folder in Hugging Face's layout, or contents by name: its small files, such as `config.json`
                 and the tokenizer's, are a part of each complete version.
             notify: URLs to which a JSON message is sent after each version, such as `http://engine:30000/hook`.
@@ -236,9 +238,8 @@ class Publisher:
             MissingExtraError: zstandard is not installed, and `full_every` is above 1.
             ValueError: An argument is invalid.
         """
-        for name, value in (("full_every", full_every), ("keep_full", keep_full)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a positive int, got {value!r}")
+        if not isinstance(full_every, int) or isinstance(full_every, bool) or full_every < 1:
+            raise ValueError(f"full_every must be a positive int, got {full_every!r}")
         if memory_budget_bytes is not None:
             expect_positive("memory_budget_bytes", memory_budget_bytes)
         if full_every > 1:
@@ -247,7 +248,7 @@ class Publisher:
         self._options = dict(storage_options or {})
         open_storage(self._url, self._options)  # an unknown scheme or option is an error of this call
         self._names = names
-        self._full_every, self._keep_full = full_every, keep_full
+        self._full_every, self._keep = full_every, checked_policy(keep, metrics=False)
         self._files = ExtraFiles(files)
         self._notify = check_hooks(notify)
         self._budget = memory_budget_bytes
@@ -260,7 +261,7 @@ class Publisher:
         self._planned: tuple[list[str], SharePlan, str] | None = None
         """The plan of the last call, with the digests of the states and of the plan."""
         self._pending: PendingPublish | None = None
-        self._known: dict[int, int | None] = {}
+        self._known: dict[int, KnownVersion] = {}
         self._warned = False
         self._resumed: Path | None = None
         self._process = os.getpid()
@@ -319,7 +320,7 @@ class Publisher:
                 keeps=self._may_keep(image, exchange),
                 files=self._files,
                 full_every=self._full_every,
-                keep_full=self._keep_full,
+                keep=self._keep,
                 notify=self._notify,
                 known=self._known,
             )
@@ -361,7 +362,7 @@ class Publisher:
         """Agree on the call and the tensors of all ranks. Return the plan of the last call if it fits."""
         mark = digest_range(msgspec.msgpack.encode(own))
         known = self._planned[0] if self._planned is not None else []
-        call = Call(self._calls, step, str(self._url), self._full_every, self._keep_full, mark)
+        call = Call(self._calls, step, str(self._url), self._full_every, mark)
         agreed = exchange.agree(call, lambda calls: compare_calls(calls, known), Call, Agreed)
         if agreed.wrong:
             if agreed.steps_differ:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from snapshot.errors import (
 from snapshot.events import emit, log
 from snapshot.formats.hugging_face import INDEX, read_header
 from snapshot.io.storage import ABSENT, ANYTHING, Expect, Storage
+from snapshot.manager.policies import Policy, Taken, plan_retention, reasons
 from snapshot.manifest.document import LONGEST_HEADER
 from snapshot.save.transaction import DAY
 from snapshot.tensors.digest import digest_range
@@ -178,11 +180,20 @@ class Claim(msgspec.Struct):
     attempt: str
 
 
+class KnownVersion(NamedTuple):
+    """A version that is committed, as retention sees it."""
+
+    base: int | None
+    """The version that it is a delta of; None for a complete one."""
+    created: float
+    """Seconds since the epoch."""
+
+
 class VersionStore:
     """The versions at a URL."""
 
-    def __init__(self, storage: Storage, known: dict[int, int | None] | None = None) -> None:
-        """`known`: the base of each version that is known to be committed. It is kept up to date."""
+    def __init__(self, storage: Storage, known: dict[int, KnownVersion] | None = None) -> None:
+        """`known`: the versions that are known to be committed. It is kept up to date."""
         self.storage = storage
         self._known = {} if known is None else known
 
@@ -274,7 +285,7 @@ class VersionStore:
                     f"{self.storage.url.join(folder)}: unknown whether it is published: {error}"
                 ) from error
             raise
-        self._known[version] = base
+        self._known[version] = KnownVersion(base, time.time())
 
     async def delete_attempt(self, version: int, files: Iterable[str], *, claim: bool) -> None:
         """Delete the files of an attempt that failed: the claim first."""
@@ -288,7 +299,7 @@ class VersionStore:
 
     # Retention
 
-    async def retire(self, keep_full: int, publisher: str) -> None:
+    async def retire(self, keep: Policy | None, publisher: str) -> None:
         """Delete versions that newer full versions replace, and the leftovers of publishers that were killed."""
         if not (self.storage.capabilities.list and self.storage.capabilities.delete):
             return
@@ -299,7 +310,7 @@ class VersionStore:
                     await self._learn(number)
             for number in self._known.keys() - set(numbers):
                 del self._known[number]
-            gone = find_retired(self._known, keep_full)
+            gone = find_retired(self._known, keep, time.time())
             for number in gone:
                 await self._delete(number)
                 del self._known[number]
@@ -319,7 +330,9 @@ class VersionStore:
 
     async def _learn(self, number: int) -> None:
         try:
-            self._known[number] = (await self.read_index(number)).base
+            index = await self.read_index(number)
+            created = index.details.time or (await self.storage.stat(f"{version_name(number)}/{INDEX}")).mtime
+            self._known[number] = KnownVersion(index.base, created)
         except StorageNotFoundError:
             return
         except (CorruptSnapshotError, UnsupportedFormatError):  # it is left alone
@@ -358,21 +371,33 @@ class VersionStore:
         return True
 
 
-def find_retired(bases: dict[int, int | None], keep_full: int) -> list[int]:
+def find_retired(versions: Mapping[int, KnownVersion], keep: Policy | None, now: float) -> list[int]:
     """Return the versions that may be deleted, oldest first.
 
-    The newest `keep_full` full versions are kept, with all later versions, and all bases of kept ones.
+    The policy decides about the complete versions, by their numbers and times. A delta is kept with the complete
+    version before it, and all bases of kept versions are kept.
 
-    >>> find_retired({1: None, 2: 1, 3: None, 4: 3, 5: None}, keep_full=2)
+    >>> from snapshot import KeepLatest
+    >>> bases = {1: None, 2: 1, 3: None, 4: 3, 5: None}
+    >>> find_retired({number: KnownVersion(base, 0) for number, base in bases.items()}, KeepLatest(2), now=0)
     [1, 2]
     """
-    full = sorted((number for number, base in bases.items() if base is None), reverse=True)
-    if len(full) <= keep_full:
-        return []
-    kept = {number for number in bases if number >= full[keep_full - 1]}
-    for number in sorted(kept, reverse=True):
-        base = bases[number]
-        while base is not None and base not in kept:
-            kept.add(base)
-            base = bases.get(base)
-    return sorted(bases.keys() - kept)
+    full = sorted(number for number, each in versions.items() if each.base is None)
+    taken = [Taken(number, versions[number].created) for number in full]
+    kept = reasons(keep, taken, now)
+    held = {
+        number: "follows a kept version"
+        for number in versions
+        if not full or full[max(0, bisect_right(full, number) - 1)] in kept
+    }
+
+    def find_bases(removed: list[int]) -> dict[int, str]:
+        found: dict[int, str] = {}
+        for number in sorted(versions.keys() - set(removed)):
+            base = versions[number].base
+            while base is not None and base in removed and base not in found:
+                found[base] = f"the base of {version_name(number)}"
+                base = versions[base].base
+        return found
+
+    return plan_retention(keep, taken, now, others=versions, held=held, find_needed=find_bases).removed

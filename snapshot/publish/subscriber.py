@@ -34,6 +34,7 @@ from snapshot.io.registry import open_storage
 from snapshot.io.session import Session
 from snapshot.io.system import CLOEXEC, expect_linux, fcntl, libc
 from snapshot.io.url import URL
+from snapshot.manager.policies import Policy, Taken, checked_policy, plan_retention
 from snapshot.publish.build import VersionBuilder
 from snapshot.publish.store import Index, VersionStore, version_name, version_of
 from snapshot.text import listed
@@ -279,13 +280,19 @@ class LocalFolder:
         os.rename(self.folder(version), gone)
         shutil.rmtree(gone, ignore_errors=True)
 
-    def clean(self, keep: int, pulled: int) -> None:
-        """Delete all versions but the last pulled ones, and leftovers of pulls that were killed."""
+    def clean(self, keep: Policy | None, pulled: int) -> None:
+        """Delete the versions that a policy does not keep, and leftovers of pulls that were killed.
+
+        The policy sees the order of the pulls as steps. The version that was pulled last, `pulled`, stays.
+        """
         try:
-            kept = {pulled, *[each.version for each in self.versions() if each.version != pulled][: keep - 1]}
-            for each in self.versions():
-                if each.version not in kept or (each.boot == DAMAGED and each.version != pulled):
-                    self.remove(each.version)
+            found = {each.version: each for each in reversed(self.versions())}
+            order = [*(number for number in found if number != pulled), pulled]
+            taken = [Taken(at, found[number].time) for at, number in enumerate(order) if number in found]
+            removed = {order[at] for at in plan_retention(keep, taken, time.time()).removed}
+            for number, each in found.items():
+                if number != pulled and (number in removed or each.boot == DAMAGED):
+                    self.remove(number)
             self.clean_aside()
         except OSError as error:  # the pull is complete: old files only cost space
             log.warning("%s: cannot delete old versions: %s", self.path, error)
@@ -342,7 +349,7 @@ class Subscriber:
         url: str | os.PathLike[str],
         folder: str | os.PathLike[str],
         *,
-        keep: int = 2,
+        keep: Policy | int | None = 2,
         notify: Sequence[str] = (),
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -351,7 +358,8 @@ class Subscriber:
         Args:
             url: The folder of a `Publisher`, in any storage.
             folder: The local folder, which is created.
-            keep: The number of pulled versions that stay in it. Files that an engine has mapped stay readable.
+            keep: The number of pulled versions that stay in it, or a policy, which sees the order of the pulls as
+                steps. None keeps all. Files that an engine has mapped stay readable.
             notify: URLs to which a JSON message is sent after each new version.
             storage_options: Options for the storage plugin.
 
@@ -359,15 +367,13 @@ class Subscriber:
             ValueError: An argument is invalid, such as a folder in the store itself.
         """
         expect_linux("Subscriber")
-        if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
-            raise ValueError(f"keep must be a positive int, got {keep!r}")
         self._url = URL.parse(os.fspath(url))
         self._options = dict(storage_options or {})
         open_storage(self._url, self._options)
         self._local = LocalFolder(folder, str(self._url))
         expect_apart(self._url, self._local.path)
         self._failed: dict[int, Failure] = {}
-        self._keep = keep
+        self._keep = checked_policy(keep, metrics=False)
         self._notify = check_hooks(notify)
 
     def pull(self, step: int | Literal["latest"] = "latest", *, version: int | None = None) -> Path:

@@ -186,9 +186,13 @@ class NearFolder:
             return True
         return match is not None and int(match[1]) > int(NEWEST_FORMAT.rpartition("/")[2])
 
+    def is_pinned(self, step: int) -> bool:
+        """Return True if a step is pinned."""
+        return os.path.exists(f"{self.step_path(step)}/{PINNED}")
+
     def remove_damaged(self, step: int, why: str) -> None:
         """Remove a step whose manifest is damaged, unless it is pinned."""
-        if step in self.damaged() and not os.path.exists(f"{self.step_path(step)}/{PINNED}"):
+        if step in self.damaged() and not self.is_pinned(step):
             log.warning("step-%s: removed: its manifest is damaged, and %s", step, why)
             _unlink(f"{self.step_path(step)}/{METADATA}")
             for save_id in {"", *(save_id_of(name) or "" for name in self.files(step))}:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from snapshot.errors import (
@@ -42,7 +42,7 @@ from snapshot.tiers.control import (
 )
 from snapshot.tiers.facts import limited, publish_pending, read_copy, read_facts, store_copy
 from snapshot.tiers.join import Begun, Keepers, Membership, TierOptions, begin_attempt, fetch_manifests, read_manifest
-from snapshot.tiers.near_steps import PINNED, CensusStep, HostView, NearFolder, NearStep, take_census, view_of
+from snapshot.tiers.near_steps import CensusStep, HostView, NearFolder, NearStep, take_census, view_of
 from snapshot.tiers.peers import Place, StepSources
 from snapshot.tiers.replicas import heal_step
 from snapshot.tiers.timeline import Facts, Line, Origin, Parent, Standing, forked_error, note_of
@@ -195,10 +195,6 @@ def _far_text(state: StepStatus, sent: int = -1, total: int = -1) -> str:
     return f"uploading {min(100, 100 * done // max(1, whole))} %"
 
 
-Kept = Callable[[Sequence[NearStep], Collection[int]], set[int]]
-"""Return the steps that a policy keeps. Arguments: near steps, and numbers of damaged ones."""
-MOST_HELD = 4
-"""Steps before the newest that wait for their replicas before older ones are removed."""
 SPARE = 1.05
 """Free space that a near take needs, as a multiple of the last take's bytes."""
 
@@ -433,42 +429,6 @@ class TierSet(FarSteps):
             return False
         return near.step < parent.step
 
-    # Retention
-
-    def prune(self, upto: int, kept: Kept, spared: Callable[[int], bool]) -> None:
-        """Remove near steps before `upto`, which was just committed, that are neither kept nor wanted far.
-
-        `kept`: the steps that the policy keeps, of near and damaged ones. `spared`: steps that are in use.
-        """
-        if self.member.fault or not self.member.leads:
-            return
-        status = self.ask(Request("status"), ANSWERS)  # `close` waits for this
-        self.look_for_later_attempt(upto)
-        if self.superseded:
-            return
-        line = self.member.line
-        steps = {
-            step: near
-            for step, near in self.folder.steps_of(self.member.run).items()
-            if line.standing(step, near.save_id, near.origin) == Standing.ON
-        }
-        keep = kept([each for step, each in steps.items() if step <= upto], ())
-        safe = len(self.member.hosts) == 1 or not self.options.replicas
-        newest = max((step for step, each in status.steps.items() if safe or each.replicated), default=-1)
-        if len(steps) > len(keep) + MOST_HELD:  # a partner that is lost must not fill the folder
-            newest = max(steps, default=-1)
-        for step, near in steps.items():
-            state = status.steps.get(step)
-            open_ = state is None or state.far.is_open or state.far.is_stuck or state.far == UploadState.DAMAGED
-            if step >= min(upto, newest) or step in keep or open_ or spared(step):
-                continue
-            if not os.path.exists(f"{self.folder.step_path(step)}/{PINNED}"):
-                self.folder.remove(step, near.save_id)
-        self.folder.remove_leftovers(upto, spared)
-        damaged = [step for step in self.folder.damaged() if step < min(upto, newest) and not spared(step)]
-        for step in set(damaged).difference(kept([*steps.values()], damaged) if damaged else ()):
-            self.folder.remove_damaged(step, "the policy does not keep it")
-
     def look_for_later_attempt(self, step: int) -> None:
         """Record that the line of the run has left this job's attempt before a step, or that the run has forked.
 
@@ -491,18 +451,6 @@ class TierSet(FarSteps):
                 )
         elif attempt.number <= facts.number:
             self.superseded = forked_error(attempt, facts.tip)
-
-    def make_room(self, kept: Kept) -> bool:
-        """Give up the upload of the oldest step that waits for one, if the policy then lets it go."""
-        status = self.ask(Request("status"), ANSWERS)
-        keep = kept(list(self.folder.steps().values()), ())
-        waiting = sorted(step for step, each in status.steps.items() if each.far.is_open)
-        waiting = [step for step in waiting if step not in keep and step != max(status.steps)]
-        if not waiting:
-            return False
-        log.warning("step-%s: its upload is given up, since %s is full", waiting[0], self.folder.path)
-        self.ask(Request("drop", step=waiting[0]), ANSWERS)
-        return True
 
     def heal(self, step: int, files: Sequence[str]) -> None:
         """Replace damaged near files of a step by copies from other hosts or the far root."""

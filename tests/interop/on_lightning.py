@@ -23,10 +23,13 @@ with warnings.catch_warnings():
 import snapshot.interop.lightning as interop
 from snapshot import (
     CancelledError,
+    KeepBest,
+    KeepLatest,
     MissingExtraError,
     RNGState,
     Snapshot,
     SnapshotError,
+    SnapshotManager,
     StateDict,
     TakeOptions,
     UnsafeObjectError,
@@ -346,6 +349,25 @@ def test_as_many_as_are_to_be_kept_are_left_by_each_run_that_resumes(tmp_path, m
         assert steps_in(folder) == [f"step-{steps - 1}", f"step-{steps}"]
     kept_two(folder, 10, "run/step-8")  # the same folder, in other words; and the step after it is saved again
     assert steps_in(folder) == ["step-10", "step-9"]
+
+
+def test_a_policy_keeps_the_best_and_pinned_snapshots(tmp_path):
+    class Rated(example.Model):
+        def training_step(self, batch, index=None):
+            loss = super().training_step(batch)
+            self.log("score", float(-abs(self.trainer.global_step - 2)))
+            return loss
+
+    keep = KeepLatest(1) | KeepBest("score", mode="max")
+    callback = SnapshotCallback(tmp_path, every_n_steps=1, keep=keep, options=TakeOptions(durable=False))
+    fitted(6, [callback], [SnapshotCheckpointIO()], model=Rated)
+    assert steps_in(tmp_path) == ["step-3", "step-6"]
+    with SnapshotManager(tmp_path, signals=()) as manager:
+        assert manager.best("score", "max") == 3
+        manager.pin(3)
+    callback = SnapshotCallback(tmp_path, every_n_steps=1, keep=1, options=TakeOptions(durable=False))
+    fitted(8, [callback], [SnapshotCheckpointIO()], str(tmp_path / "step-6"))
+    assert steps_in(tmp_path) == ["step-3", "step-8"]
 
 
 def test_what_another_folder_holds_is_not_removed_by_a_run_that_goes_on_from_it(tmp_path):

@@ -39,7 +39,7 @@ def test_every_kept_step_is_whole_and_two_copies_remain(tmp_path, keep, asynchro
                 snapshot = manager.take(step, run.state, loss)
             shared += snapshot.report.shared_files
             kept[step] = run.values()
-            manager._cleaner.close()
+            manager._steps.cleaner.close()
             steps = manager.steps()
             if len(steps) > 1:
                 assert len(copies(tmp_path, steps)) >= 2, steps
@@ -53,7 +53,7 @@ def test_a_manager_that_keeps_one_step_shares_with_it(tmp_path):
     with SnapshotManager(tmp_path, keep=KeepLatest(1), incremental=True, signals=()) as manager:
         for step in range(1, 4):
             snapshot = manager.take(step, run.state)
-            manager._cleaner.close()
+            manager._steps.cleaner.close()
             assert (snapshot.report.shared_bytes > 0) == (step > 1)
     assert manager.steps() == [3]
     assert len(copies(tmp_path, [3])) == 1
@@ -84,7 +84,7 @@ def test_prune_keeps_the_base_of_a_kept_step(tmp_path):
             base = manager.snapshot(step - 1)
             snapshot = manager.take(step, run.state, options=TakeOptions(base=base, only="trainable"))
             assert snapshot.report.omitted_bytes
-            manager._cleaner.close()
+            manager._steps.cleaner.close()
     assert manager.steps() == [1, 4, 5]
     values = run.values()
     for parameter in run.model.parameters():
@@ -132,17 +132,17 @@ def test_a_base_stays_for_steps_that_are_pinned_or_later(tmp_path):
         for step in (10, 20, 30):
             base = manager.snapshot(10) if step > 10 else None
             manager.take(step, run.state, options=TakeOptions(base=base, only="trainable" if base else None))
-        manager._cleaner.close()
+        manager._steps.cleaner.close()
         manager.pin(20)
         assert manager.steps() == [10, 20, 30]
         for step in (11, 12, 13):  # a run that was resumed from an earlier step
             manager.take(step, run.state)
-            manager._cleaner.close()
+            manager._steps.cleaner.close()
         assert manager.steps() == [10, 12, 13, 20, 30]
         Snapshot(tmp_path / "step-30").delete()
         for step in (40, 50, 60):
             manager.take(step, run.state)
-            manager._cleaner.close()
+            manager._steps.cleaner.close()
     assert manager.steps() == [10, 20, 50, 60], "20 is pinned, and needs 10"
 
 
@@ -150,13 +150,13 @@ def test_a_base_stays_while_a_take_is_based_on_it(tmp_path):
     run = Run()
     with SnapshotManager(tmp_path, keep=KeepLatest(1), signals=()) as manager:
         manager.take(10, run.state)
-        manager._cleaner.close()  # it reads the save id
+        manager._steps.cleaner.close()  # it reads the save id
         base = manager.snapshot(10)
         pending = manager.async_take(30, run.state, options=TakeOptions(base=base, only="trainable"))
         assert pending.report.base == base.metadata.save_id
-        assert manager._spared(10) or pending.done()
+        assert manager._steps.is_spared(10) or pending.done()
         pending.wait()
-        manager._cleaner.close()
+        manager._steps.cleaner.close()
     assert manager.steps() == [10, 30]
 
 
@@ -183,7 +183,7 @@ def test_pinned_steps_have_two_copies_even_if_one_step_is_kept(tmp_path):
             manager.take(step, run.state)
             if step in (1, 3):
                 manager.pin(step)
-            manager._cleaner.close()
+            manager._steps.cleaner.close()
     assert {1, 3, 5} <= set(manager.steps())
     assert len(copies(tmp_path, manager.steps())) >= 2
 
@@ -197,7 +197,7 @@ def test_a_root_that_cannot_be_listed_does_not_stop_a_take(tmp_path, caplog):
             async def fail(self):
                 raise StorageError("the listing failed")
 
-            patch.setattr(type(manager._root), "folders", fail)
+            patch.setattr(type(manager._steps.root), "folders", fail)
             manager.take(2, run.state)
     assert "nothing is shared with earlier steps: the listing failed" in caplog.text
     expect_whole(tmp_path / "step-2", run.values())

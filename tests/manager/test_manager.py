@@ -34,10 +34,10 @@ from snapshot import (
     StorageError,
     TakeOptions,
 )
-from snapshot.manager import cleaning
-from snapshot.manager.advice import Measured, daly_interval, lost_share
-from snapshot.manager.pending_takes import wait_for_pending
+from snapshot.manager import retention
 from snapshot.manager.root import Root
+from snapshot.manager.schedule import Measured, daly_interval, lost_share
+from snapshot.manager.takes import wait_for_pending
 from snapshot.plugins.file.file_storage import FileStorage
 from snapshot.save import transaction
 from snapshot.testing import Fault, Tap, recording, stalling, tapped
@@ -180,8 +180,11 @@ def test_what_is_no_step_is_refused(step, tmp_path):
 
 
 def test_other_arguments_that_make_no_sense_are_refused(tmp_path):
-    with pytest.raises(TypeError, match="must be a policy"):
-        manager_of(tmp_path, keep=3)
+    for keep in ("3", True, 2.5):
+        with pytest.raises(TypeError, match="keep must be a number or a policy"):
+            manager_of(tmp_path, keep=keep)
+    with pytest.raises(ValueError, match="keep must be at least 1, got 0"):
+        manager_of(tmp_path, keep=0)
     for every in (0, -1, "0m", "sometimes", timedelta(0)):
         with pytest.raises(ValueError, match="every"):
             manager_of(tmp_path, every=every)
@@ -327,10 +330,10 @@ def test_what_is_not_whole_counts_for_no_policy_and_stays(tmp_path, caplog):
     damage(tmp_path, 40, "cut")
     with manager_of(tmp_path, keep=KeepLatest(2)) as manager:
         manager.take(50, state(50))
-        manager._cleaner.close()
+        manager._steps.cleaner.close()
         assert manager.steps() == [20, 30, 40, 50]
         manager.take(60, state(60))
-        manager._cleaner.close()
+        manager._steps.cleaner.close()
         assert manager.steps() == [50, 60]  # they would go if they were whole, too
     assert caplog.text.count("step-30: kept, and ignored by policies: damaged: ") == 1
 
@@ -339,7 +342,7 @@ def test_a_metric_that_no_step_has_removes_nothing_and_is_said_once(tmp_path, ca
     with manager_of(tmp_path, keep=KeepLatest(1) | KeepBest("val")) as manager:
         for step in range(4):
             manager.take(step, state(), metrics={"val/loss": step})
-            manager._cleaner.close()
+            manager._steps.cleaner.close()
         assert manager.steps() == [0, 1, 2, 3]
         assert caplog.text.count("no snapshot has the metric 'val'; known metrics: val/loss; nothing was removed") == 1
         manager.take(4, state(), metrics={"val": 1})
@@ -374,7 +377,7 @@ def test_what_was_replaced_since_its_removal_was_decided_stays(tmp_path, monkeyp
 
 def test_what_is_pinned_while_it_is_about_to_be_removed_stays(tmp_path, monkeypatch):
     manager = filled(tmp_path, 1)
-    between(monkeypatch, "delete_if_unchanged", lambda: manager._root.pin(1))
+    between(monkeypatch, "delete_if_unchanged", lambda: manager._steps.root.pin(1))
     filled(tmp_path, 2, keep=KeepLatest(1))
     assert manager.pinned() == [1]
     assert manager.snapshot(1).verify()
@@ -495,13 +498,13 @@ def test_a_removal_that_fails_is_logged_and_made_up_for_later(tmp_path, told, ca
     with manager_of(f"faulty+file://{tmp_path}", keep=KeepLatest(1)) as manager:
         with faulty(on="delete", path="*snapshot_metadata", times=None, error=OSError(13, "Permission denied")):
             manager.take(3, state())
-            manager._cleaner.close()
+            manager._steps.cleaner.close()
         assert manager.steps() == [1, 2, 3]
         assert caplog.text.count("removal failed, and is retried later") == 2
         assert [event.verb for event in told if event.name == "failed"] == ["prune"] * 2
         with faulty(on="list", times=None, error=OSError(5, "Input/output error")):
             manager.take(4, state())
-            manager._cleaner.close()
+            manager._steps.cleaner.close()
         assert "failed to remove old snapshots" in caplog.text
         manager.take(5, state())
     assert manager.steps() == [5]
@@ -513,7 +516,7 @@ def test_a_removal_that_is_cut_off_anywhere_is_ended_by_the_next(tmp_path, nth, 
     with manager_of(f"faulty+file://{tmp_path}", keep=KeepLatest(1)) as manager:
         with faulty(on="delete", nth=nth, times=None, error=OSError(5, "Input/output error")):
             manager.take(2, state())
-            manager._cleaner.close()
+            manager._steps.cleaner.close()
         if 1 in manager.steps():
             assert manager.snapshot(1).verify()
         manager.take(3, state())
@@ -560,7 +563,7 @@ def test_manifests_are_read_once(tmp_path):
     with recording() as log, manager_of(f"recording+file://{tmp_path}", keep=KeepBest("loss", 9)) as manager:
         for step in range(10, 14):
             manager.take(step, state(), metrics={"loss": step})
-            manager._cleaner.close()
+            manager._steps.cleaner.close()
     reads = [each for each in log.operations if each.name == "get" and each.path == ".snapshot_metadata"]
     assert len(reads) <= 12
 
@@ -597,14 +600,14 @@ def late(monkeypatch):
 
     def hold(what):
         waiting, go_on = threading.Event(), threading.Event()
-        real = getattr(cleaning, what)
+        real = getattr(retention, what)
 
         async def wait(*arguments, **options):
             waiting.set()
             await asyncio.to_thread(go_on.wait, 30)
             return await real(*arguments, **options)
 
-        monkeypatch.setattr(f"snapshot.manager.cleaner.{what}", wait)
+        monkeypatch.setattr(f"snapshot.manager.retention.{what}", wait)
         return waiting, go_on
 
     return hold
@@ -782,7 +785,7 @@ def test_what_another_process_prunes_is_not_damaged_and_what_is_newer_is_taken(t
 
     monkeypatch.setattr(Root, "fault", pruned)
     assert manager.restore_latest(state()) == 20
-    assert manager._damaged == set()
+    assert manager._steps.damaged == set()
 
 
 def test_a_step_that_cannot_be_looked_at_is_in_nobodys_way(tmp_path, caplog):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from snapshot import KeepBest, KeepEvery, KeepFor, KeepLatest
-from snapshot.manager.policies import Taken, parts, reasons
+from snapshot.manager.policies import Taken, checked_policy, parts, plan_retention, reasons
 
 NOW = 1_000_000.0
 numbers = st.floats(allow_nan=True, allow_infinity=True, width=16)
@@ -60,6 +60,37 @@ def test_nothing_is_better_than_the_best_and_nan_is_never_it(there: list[Taken],
 @given(taken, st.integers(1, 5))
 def test_the_latest_are_those_of_the_highest_steps(there: list[Taken], n: int) -> None:
     assert KeepLatest(n).keep(there, NOW) == set(sorted(each.step for each in there)[-n:])
+
+
+@given(taken, simple, st.sets(st.integers(0, 60)), st.dictionaries(st.integers(0, 60), st.just("pinned")), st.data())
+def test_a_plan_removes_nothing_that_is_kept_held_or_relied_on(
+    there: list[Taken], policy: KeepLatest, others: set[int], held: dict[int, str], data: st.DataObject
+) -> None:
+    steps = {each.step for each in there} | others
+    bases = {step: data.draw(st.none() | st.integers(0, step)) for step in steps}
+
+    def find_needed(removed: list[int]) -> dict[int, str]:
+        found: dict[int, str] = {}
+        left = sorted(steps - set(removed), reverse=True)
+        while left:
+            base = bases[left.pop()]
+            if base in removed and base not in found:
+                found[base] = "a base"
+                left.append(base)
+        return found
+
+    plan = plan_retention(policy, there, NOW, others=others, held=held, find_needed=find_needed)
+    assert set(reasons(policy, there, NOW)) <= set(plan.kept)
+    assert steps & held.keys() <= set(plan.kept)
+    assert all(bases[step] in (plan.kept.keys() | {None}) for step in plan.kept if bases[step] in steps)
+    assert plan.removed == sorted(steps - set(plan.kept))
+
+
+def test_a_number_keeps_the_latest() -> None:
+    assert checked_policy(3) == KeepLatest(3) == checked_policy(KeepLatest(3))
+    assert checked_policy(None) is None
+    with pytest.raises(ValueError, match="without KeepBest, since versions have no metrics"):
+        checked_policy(KeepLatest(1) | KeepBest("loss"), metrics=False)
 
 
 def test_of_equally_good_ones_the_later_is_better() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from snapshot import KeepLatest, Snapshot, SnapshotError, SnapshotManager, StateDict
 from snapshot.manager.root import Root
-from snapshot.manager.writers import writer_of
+from snapshot.manager.step_metadata import writer_of
 
 
 def state(value=0):
@@ -22,7 +22,7 @@ def take(manager, *steps):
     """Take steps, each with its removals."""
     for step in steps:
         manager.take(step, state(step))
-        manager._cleaner.close()
+        manager._steps.cleaner.close()
 
 
 def steps_in(root):

@@ -37,7 +37,7 @@ def publish(store, nth, full_every):
             super().__init__(open_storage(URL.parse(url.reveal().partition("+")[2]), options, context), kill)
 
     register("killing+", Killing)
-    publisher = Publisher(f"killing+file://{store}", full_every=full_every, keep_full=1, files={"config.json": b"{}"})
+    publisher = Publisher(f"killing+file://{store}", full_every=full_every, keep=1, files={"config.json": b"{}"})
     publisher.publish(1, state(1)).wait()
     publisher.publish(2, state(2)).wait()
     kill.nth = kill.met + nth
@@ -84,7 +84,7 @@ def test_a_publisher_that_is_killed(tmp_path, full_every):
         folder = Subscriber(store, local).pull()
         assert folder.name == f"weight_v{newest:06d}"
         expect_loaded(folder, state(newest))
-        restarted = Publisher(store, keep_full=1)
+        restarted = Publisher(store, keep=1)
         published = restarted.publish(9, state(9)).wait()
         assert published.base is None
         assert published.version > newest

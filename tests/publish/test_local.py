@@ -181,7 +181,7 @@ def test_versions_of_other_publishers_with_one_file_are_pulled_and_stay(tmp_path
     upload.mkdir()
     (upload / "part-1.safetensors").write_bytes(b"x")
     os.utime(upload / "part-1.safetensors", (old, old))
-    publisher = Publisher(store, keep_full=1)
+    publisher = Publisher(store, keep=1)
     for step in (1, 2):
         publisher.publish(step, state).wait()
     assert {each.name for each in foreign.iterdir()} == {"model.safetensors", "config.json"}

@@ -17,7 +17,7 @@ def test_versions_in_s3(place, tmp_path):
     url, given = place
     torch.manual_seed(0)
     state = {"large": torch.randn(12 << 20, dtype=torch.float32).to(torch.bfloat16), "small": torch.ones(5)}
-    publisher = Publisher(url, storage_options=given, full_every=3, keep_full=1, files={"config.json": b"{}"})
+    publisher = Publisher(url, storage_options=given, full_every=3, keep=1, files={"config.json": b"{}"})
     subscriber = Subscriber(url, tmp_path / "local", storage_options=given)
     with pytest.raises(SnapshotNotFoundError):
         subscriber.pull()

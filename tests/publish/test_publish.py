@@ -2,13 +2,23 @@
 
 import errno
 import json
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 import snapshot
-from snapshot import Publisher, SnapshotError, StorageError, Subscriber
+from snapshot import (
+    KeepBest,
+    KeepEvery,
+    KeepFor,
+    KeepLatest,
+    Publisher,
+    SnapshotError,
+    StorageError,
+    Subscriber,
+)
 from snapshot.testing.storages import faulty
 from tests.publish import engine
 
@@ -40,7 +50,7 @@ def expect_state(found, module):
 
 def test_an_engine_reads_all_versions(tmp_path):
     net = model()
-    publisher = Publisher(tmp_path, full_every=4, keep_full=10)
+    publisher = Publisher(tmp_path, full_every=4, keep=10)
     kinds = []
     for step in range(0, 100, 10):
         published = publisher.publish(step, net).wait()
@@ -152,7 +162,7 @@ def test_a_small_budget_makes_complete_versions_with_one_warning(tmp_path, told)
 
 def test_old_versions_are_deleted_with_their_chains(tmp_path):
     net = model()
-    publisher = Publisher(tmp_path, full_every=3, keep_full=2, files={"config.json": b"{}"})
+    publisher = Publisher(tmp_path, full_every=3, keep=2, files={"config.json": b"{}"})
     left = []
     for step in range(10):
         publisher.publish(step, net).wait()
@@ -162,6 +172,30 @@ def test_old_versions_are_deleted_with_their_chains(tmp_path):
     assert left[6] == [4, 5, 6, 7]
     assert left[9] == [7, 8, 9, 10]
     assert sorted(each.name for each in tmp_path.iterdir()) == [f"weight_v{number:06d}" for number in left[9]]
+
+
+def test_a_policy_decides_about_complete_versions(tmp_path):
+    net = model()
+    store, local = tmp_path / "store", tmp_path / "local"
+    publisher = Publisher(store, full_every=2, keep=KeepEvery(3) | KeepLatest(1))
+    for step in range(8):  # 1, 3, 5 and 7 are complete
+        publisher.publish(step, net).wait()
+        train(net)
+    assert sorted(engine.versions(store)) == [3, 4, 7, 8]
+    subscriber = Subscriber(store, local, keep=KeepFor("1h"))
+    for version in (3, 8):
+        subscriber.pull(version=version)
+    assert len(list(local.glob("weight_*"))) == 2
+
+
+@pytest.mark.parametrize("kind", [Publisher, partial(Subscriber, folder="local")])
+def test_a_wrong_keep_is_refused(tmp_path, monkeypatch, kind):
+    monkeypatch.chdir(tmp_path)
+    for keep, error in (("2", TypeError), (0, ValueError), (KeepBest("loss"), ValueError)):
+        with pytest.raises(error, match="keep must be"):
+            kind(tmp_path / "store", keep=keep)
+    with pytest.raises(TypeError, match="keep_full= has moved: pass keep="):
+        Publisher(tmp_path, keep_full=2)
 
 
 @pytest.mark.parametrize("operation", ["create", "write", "finish", "put", "commit"])

@@ -179,7 +179,7 @@ def test_a_missing_link_falls_back_to_the_last_version_below_it(tmp_path, told):
 
 
 def test_a_damaged_chain_falls_back_to_the_last_full_version_and_then_to_older_ones(tmp_path):
-    run = Run(tmp_path, 8, full_every=3, keep_full=5)  # 1, 4 and 7 are full
+    run = Run(tmp_path, 8, full_every=3, keep=5)  # 1, 4 and 7 are full
     flip(run.shard(8))
     expect_loaded(Subscriber(run.store, tmp_path / "a").pull(), run.states[7])
     flip(run.shard(7))
@@ -314,7 +314,7 @@ def test_one_process_of_a_host_pulls_and_the_others_get_the_result(tmp_path):
 
 def test_a_pull_beside_retention_gets_a_newer_version(tmp_path, monkeypatch, told):
     """Versions that disappear while they are read are not an error: a newer one replaced them."""
-    run = Run(tmp_path, 2, full_every=2, keep_full=1)
+    run = Run(tmp_path, 2, full_every=2, keep=1)
     chain = VersionStore.chain
 
     async def publish_first(store, *arguments):

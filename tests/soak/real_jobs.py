@@ -52,7 +52,7 @@ def begin(far, near, options):
 
 def attempt():
     """The name of this job's attempt, and its run."""
-    tiers = _Self.manager._tiers
+    tiers = _Self.manager._steps
     if not tiers.is_joined():
         return None, None
     member = tiers.joined.member

@@ -19,8 +19,8 @@ import msgspec
 from snapshot import SnapshotManager, takes
 from snapshot.distributed import exchange, group
 from snapshot.distributed.group import Ranks
-from snapshot.manager import at_exit
-from snapshot.manager.cleaner import Cleaner
+from snapshot.manager.manager import open_managers
+from snapshot.manager.retention import Cleaner
 from snapshot.plugins.file.file_storage import FileStorage
 from snapshot.save.begin import TakeSlots
 from snapshot.tiers import control, join, tier_set
@@ -527,13 +527,13 @@ class Job:
     @property
     def tiers(self):
         """The tiers of the first rank, or None before it has joined."""
-        made = self.managers[0]._tiers
+        made = self.managers[0]._steps
         return made.joined if made.is_joined() else None
 
     def clean(self):
         """Do the removals that are due, which are done in the background otherwise."""
         for each in self.managers:
-            for cleaner in (each._tiers._cleaner, each._cleaner):
+            for cleaner in (each._steps.near_cleaner, each._steps.cleaner):
                 if cleaner is not None:
                     cleaner._work()
 
@@ -548,9 +548,9 @@ class Job:
         self.meeting.die()
         self.settle()
         for each in self.managers:
-            at_exit.open_ones.discard(each)
-            if each._tiers.is_joined():
-                link = each._tiers.joined.link
+            open_managers.discard(each)
+            if each._steps.is_joined():
+                link = each._steps.joined.link
                 link._closed.set()
                 if link._client is not None:
                     link._client.close()

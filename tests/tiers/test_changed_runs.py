@@ -245,7 +245,7 @@ def _killed_uploader(far, near):
         until(lambda: manager.where(11)["replicas"] == 1)
         dist.barrier()
         manager.take(12, state(12))
-        manager._tiers._cleaner.close()
+        manager._steps.near_cleaner.close()
         after = ask(runs_in(folder)[0]).address
         steps = len(list(runs_in(folder)[0].glob("step-*")))
         dist.barrier()
@@ -517,7 +517,7 @@ def test_a_full_near_folder_can_still_be_restored(tmp_path):
             live = state(-1)
             assert manager.restore_latest(live) == 5
             assert holds(live, 5)
-            until(lambda: manager.where(5)["far"] == "whole" if manager._tiers.flush() is None else False)
+            until(lambda: manager.where(5)["far"] == "whole" if manager._steps.flush() is None else False)
         stop_uploaders(near / "run")
     finally:
         subprocess.run(["umount", "-l", near], check=True)

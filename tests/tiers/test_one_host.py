@@ -4,8 +4,9 @@ import os
 import shutil
 
 import pytest
+import torch
 
-from snapshot import KeepLatest, Near, Snapshot, SnapshotExistsError, SnapshotManager, Tolerate
+from snapshot import KeepLatest, Near, Snapshot, SnapshotExistsError, SnapshotManager, TakeOptions, Tolerate
 from snapshot.errors import SnapshotError, StorageError
 from tests.tiers.jobs import ask, data_files, flip, holds, manager_of, runs_in, state, stop_uploaders, until, upload_all
 
@@ -251,6 +252,20 @@ def test_pins_hold_on_both_tiers(tmp_path, hosts):
     assert {path.name for path in runs_in(hosts("a"))[0].glob("step-*")} == {"step-10", "step-30"}
     with manager_of(tmp_path / "far", hosts("a")) as manager, pytest.raises(SnapshotError):
         manager.pin(40)
+
+
+def test_the_base_of_a_pinned_near_step_stays(tmp_path, hosts):
+    layers = {"frozen": torch.nn.Linear(9, 9).requires_grad_(False), "trained": torch.nn.Linear(2, 2)}
+    app = {"model": torch.nn.ModuleDict(layers)}
+    with manager_of(tmp_path / "far", hosts("a"), keep_near=1, upload=1) as manager:
+        for step in (10, 20, 30, 40):
+            base = f"near://{runs_in(hosts('a'))[0]}/step-10" if step == 20 else None
+            manager.take(step, app, options=TakeOptions(base=base, only="trainable" if base else None))
+            until(lambda step=step: manager.where(step)["far"] == "whole")
+            if step == 20:
+                manager.pin(20)
+    [run] = runs_in(hosts("a"))
+    assert {path.name for path in run.glob("step-*")} == {"step-10", "step-20", "step-40"}
 
 
 def test_an_exception_saves_what_the_hook_allows_and_flushes(tmp_path, hosts):

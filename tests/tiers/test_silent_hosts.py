@@ -103,11 +103,11 @@ def _take(far, near):
         for step in (10, 20):
             manager.take(step, state(step), options=TakeOptions(replicated=["same/**"]))
         dist.barrier()
-        link = manager._tiers.joined.link
+        link = manager._steps.joined.link
         link.await_registration()
         link._closed.set()
         link._drop()  # the uploader stays, as after a crash
-        manager._tiers = None
+        manager._steps._set = None
 
 
 def _restore(far, near):
@@ -162,7 +162,7 @@ def test_an_uploader_that_answers_during_close_or_later_hears_the_goodbye(tmp_pa
     assert manager.restore_latest(state(-1)) is None
     [folder] = runs_in(hosts("a"))
     pid = until(lambda: _pid_of(folder))
-    link = manager._tiers.joined.link
+    link = manager._steps.joined.link
     os.kill(pid, signal.SIGSTOP)
     try:
         link.register()  # as when the ranks go on with a line

@@ -292,7 +292,7 @@ def test_a_replaced_trainer_cannot_bring_its_facts_back(tmp_path, hosts):
         shutil.rmtree(far / "step-20")
         shutil.rmtree(runs_in(hosts("a"))[0] / "step-20")
         assert main_job.restore_latest(state(-1)) == 10
-        attempt = main_job._tiers.joined.member.attempt.name
+        attempt = main_job._steps.joined.member.attempt.name
         up = down(far)
         stop_uploaders(hosts("a"))
         zombie.where(10)  # starts the uploader
@@ -378,7 +378,7 @@ def test_prune_and_ls_follow_the_line(left, hosts, capsys):
 def test_a_full_near_folder_and_an_abandoned_far_step_are_a_degraded_take(left, hosts, monkeypatch):
     with SnapshotManager(left, near=Near(hosts("c"), grace=0), signals=()) as manager:
         assert manager.restore_latest(state(-1)) == 40
-        tiers = manager._tiers.joined
+        tiers = manager._steps.joined
         monkeypatch.setattr(type(tiers), "free_bytes", lambda self: 0)
         tiers.last_bytes = 1
         manager.take(30, state(33))
@@ -397,7 +397,7 @@ def test_a_deleted_root_is_not_brought_back(tmp_path, hosts, begun):
         take_until_far(manager, 10)
         stop_uploaders(hosts("a"))
         if begun:
-            manager._tiers.joined.options = replace(manager._tiers.options, rate=4e5)
+            manager._steps.joined.options = replace(manager._steps.options, rate=4e5)
             manager.take(20, state(20, 400_000))
             until(lambda: list(far.glob("step-20/**/*.aside")))
         else:

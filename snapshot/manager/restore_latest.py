@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -33,6 +33,9 @@ from snapshot.signing.keys import Key
 from snapshot.signing.seal import seal_with
 from snapshot.snapshot import Snapshot
 from snapshot.takes import AppState
+from snapshot.tiers.join import Begun, Keepers
+from snapshot.tiers.near_steps import HostView
+from snapshot.tiers.peers import Place
 
 DAMAGE = (CorruptSnapshotError, SnapshotNotFoundError, StorageNotFoundError, UnknownFormatError)
 """Errors that mean that a snapshot is damaged. (One that is removed during a read loses its files.)"""
@@ -43,24 +46,33 @@ class Tried(msgspec.Struct, array_like=True):
     """Result of a rank for the step that was tried; empty in the first round."""
 
     fault: str = ""
-    view: bytes = b""
+    view: HostView | None = None
     """The steps of this rank's host, if each host has its own."""
     key: str = ""
     """The public key that must have signed the step."""
+
+
+class Ended(msgspec.Struct, array_like=True):
+    """The end of a restore, as the leader tells all ranks. Without near folders it is empty."""
+
+    begun: Begun | None = None
+    manifests: dict[int, Keepers] = {}
+    """The hosts that have the manifest of each near step."""
 
 
 class ChosenStep(msgspec.Struct, array_like=True):
     """The leader's decision for the next round."""
 
     step: int | None
-    """Step to try, or the restored step if `over`; None if there is none."""
-    over: bool
+    """Step to try, or the restored step if there is an `end`; None if there is none."""
     passed: list[tuple[int, str, bool]]
     """Damaged steps: number, fault, and True if this library wrote the step and may replace it."""
     shares: int | None = None
     """A damaged step with which the step to try shares physical bytes, which are verified in any case."""
-    place: bytes = b""
-    """The places of the step's files, if that is not only the root."""
+    place: Place | None = None
+    """The places of the step's files, if they are not only in the root."""
+    end: Ended | None = None
+    """The end of the restore, on all ranks."""
 
 
 def expect_step(step: int, document: Document) -> None:
@@ -74,17 +86,57 @@ def expect_step(step: int, document: Document) -> None:
         raise CorruptSnapshotError(f"its signed step number must be {step}, {got}")
 
 
+class Candidates:
+    """The steps that a restore chooses from: here those of a plain root."""
+
+    signable = True
+    """True if steps can be signed."""
+
+    def __init__(self, root: Root, snapshot: Callable[[int], Snapshot], restored: Callable[[int], None]) -> None:
+        self.root = root
+        self._snapshot = snapshot
+        self._restored = restored
+
+    def view(self) -> HostView | None:
+        """Return what this host has, if each host has steps of its own."""
+        return None
+
+    def see(self, views: Sequence[HostView | None]) -> None:
+        """Take in what the hosts of all ranks have. Called on the leader, in each round."""
+
+    def place(self, step: int) -> Place | None:
+        """Return where the files of a step are, if they are not only in the root. Called on the leader."""
+        return None
+
+    def expect_all_known(self) -> None:
+        """Raise StorageError if there may be steps that could not be listed. Called if no step can be restored."""
+
+    def snapshot(self, step: int, place: Place | None) -> Snapshot:
+        """Return a step as this rank reads it."""
+        return self._snapshot(step)
+
+    def end(self, step: int) -> Ended | None:
+        """Return the end of a restore of a step; None if another one must be chosen. Called on the leader."""
+        return Ended()
+
+    def ended(self, step: int, end: Ended) -> None:
+        """Record that a step was restored on all ranks."""
+        self._restored(step)
+
+    def close(self, report: RestoreReport | None) -> RestoreReport | None:
+        """Return the report of the restore, and release what the restore needed."""
+        return report
+
+
 class Fallback:
     """One restore of the newest undamaged snapshot.
 
     `begin` begins a collective call; `using` is updated with the steps that are being read.
     """
 
-    def __init__(
-        self, root: Root, snapshot_of: Callable[[int, bytes], Snapshot], begin: Callable[[], Exchange], using: set[int]
-    ) -> None:
-        self._root = root
-        self._snapshot_of = snapshot_of
+    def __init__(self, found: Candidates, begin: Callable[[], Exchange], using: set[int]) -> None:
+        self._found = found
+        self._root = found.root
         self._begin = begin
         self._using = using
         self._candidates: list[tuple[int, str]] | None = None
@@ -115,11 +167,11 @@ class Fallback:
         try:
             expect_options(options, RestoreOptions)
             self._seal = seal_with(key)
-            if self._seal is not None and not self._root.signable:
+            if self._seal is not None and not self._found.signable:
                 raise ValueError("key must be None for near steps, which are not signed; restore an uploaded step")
         except Exception as wrong:  # noqa: BLE001 - raised inside the exchange
             error = wrong
-        mine = Tried(view=self._root.view(), key=signer_of(self._seal))
+        mine = Tried(view=self._found.view(), key=signer_of(self._seal))
         try:
             while True:
                 with self._begin() as exchange:
@@ -128,8 +180,10 @@ class Fallback:
                     chosen = exchange.agree(mine, self._lead, Tried, ChosenStep)
                     exchange.close()
                 self._now_at(chosen.step)
-                if chosen.over or chosen.step is None:
-                    self._root.ended(chosen.step, chosen.place)
+                if chosen.step is None:
+                    break
+                if chosen.end is not None:
+                    self._found.ended(chosen.step, chosen.end)
                     break
                 if chosen.shares is not None:
                     url = self._root.step_url(chosen.step)
@@ -145,12 +199,12 @@ class Fallback:
         if self._current is None:
             expect_same_keys("key", [[each.key] for each in tried])
         fault = next((each.fault for each in tried if each.fault), "")
-        self._root.see([each.view for each in tried])
+        self._found.see([each.view for each in tried])
         if self._current is not None and not fault:
-            place = self._root.end(self._current)
-            if place is not None:
+            end = self._found.end(self._current)
+            if end is not None:
                 self._passed.pop(self._current, None)
-                return ChosenStep(self._current, over=True, passed=self._told(), place=place)
+                return ChosenStep(self._current, self._told(), end=end)
             self._candidates = None  # another job has changed the line of the run meanwhile
             self._tried.clear()
         elif self._current is not None:
@@ -162,11 +216,10 @@ class Fallback:
             self._token = candidate[1]
             fault = run(self._root.fault(step, self._seal)) or ""
             if not fault:
-                place = self._root.place(step)
-                return ChosenStep(step, over=False, passed=self._told(), shares=self._shares_with(step), place=place)
+                return ChosenStep(step, self._told(), self._shares_with(step), self._found.place(step))
             self._pass(step, fault)
-        self._root.expect_all_known()
-        return ChosenStep(None, over=True, passed=self._told())
+        self._found.expect_all_known()
+        return ChosenStep(None, self._told())
 
     def _next(self) -> tuple[int, str] | None:
         if self._candidates is None:
@@ -211,11 +264,11 @@ class Fallback:
             self._using.add(step)
 
     def _try(
-        self, step: int, place: bytes, app_state: AppState, options: RestoreOptions
+        self, step: int, place: Place | None, app_state: AppState, options: RestoreOptions
     ) -> tuple[Tried, BaseException | None]:
         """Restore a step. Return this rank's result, and an error to raise if it does not concern the snapshot."""
         try:
-            self.report = self._snapshot_of(step, place).restore_with(
+            self.report = self._found.snapshot(step, place).restore_with(
                 app_state,
                 options,
                 self._touched,

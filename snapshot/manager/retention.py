@@ -1,4 +1,4 @@
-"""Fate of each step under a root, and the removal: one implementation for the manager and the command.
+"""Retention: the fate of each step under a root, and the removal, for the manager and the command.
 
 Survey and decide first, and return values that can be shown. Then remove each step by itself, after a second look
 for changes since.
@@ -6,17 +6,19 @@ for changes since.
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageError, StorageNotFoundError
+from snapshot.errors import CorruptSnapshotError, OtherWriterError, SnapshotError, StorageError, StorageNotFoundError
 from snapshot.events import emit, log
 from snapshot.io.aio import gather_limited
+from snapshot.io.loop import run
 from snapshot.io.storage import FileStat, Storage
-from snapshot.manager.incremental import find_needed
-from snapshot.manager.policies import KeepBest, Policy, Taken, parts, reasons
+from snapshot.manager.policies import KeepBest, Policy, Taken, parts, plan_retention, reasons
 from snapshot.manager.root import UNREADABLE as CANNOT_READ
 from snapshot.manager.root import Root, StepFolders, taken_of
 from snapshot.manifest.document import ManifestHead, NotOurs
@@ -60,6 +62,7 @@ async def survey_steps(
     root: Root,
     policy: Policy | None,
     *,
+    among: Iterable[int] | None = None,
     upto: int | None = None,
     damaged: Collection[int] = (),
     older_than: float = transaction.DAY,
@@ -72,6 +75,7 @@ async def survey_steps(
     Args:
         root: Folder of the steps.
         policy: Policy of the steps to keep; None keeps all.
+        among: The steps to look at; by default all under the root, which are listed.
         upto: The step that was just committed. Later ones are ignored. If this one is missing, nothing is removed.
         damaged: Steps that were found damaged, which policies ignore.
         older_than: Age in seconds after which an uncommitted take counts as interrupted.
@@ -82,7 +86,7 @@ async def survey_steps(
     Raises:
         UnknownMetric: The policy uses a metric that no snapshot has.
     """
-    folders = await root.folders()
+    folders = await (root.folders() if among is None else root.examine(sorted(among)))
     if upto is not None:
         if upto not in folders.committed:
             return []
@@ -153,8 +157,9 @@ async def _of_snapshots(
         # what was just committed is whole
         return await root.missing(step, stats[step], head) if step != upto and isinstance(head, ManifestHead) else ""
 
+    now = time.time()
     while True:
-        kept = reasons(policy, list(good.values()), time.time())
+        kept = reasons(policy, list(good.values()), now)
         found = {step: why for step, why in zip(kept, await gather_limited(kept, fault), strict=True) if why}
         if not found:
             break
@@ -165,12 +170,16 @@ async def _of_snapshots(
     going = [step for step in going if policy is not None or step not in left]
     if policy is not None and (going or thorough):
         expect_metrics(root, policy, taken.values())
-    reasons_to_stay = await gather_limited(going, lambda step: _why_it_stays(root, step, older_than, spared))
-    held = dict(zip(going, reasons_to_stay, strict=True))
+    held = dict(
+        zip(going, await gather_limited(going, lambda step: _why_it_stays(root, step, older_than, spared)), strict=True)
+    )
     read_heads = {step: head for step, head in every.items() if isinstance(head, ManifestHead)}
-    leaving = [step for step in going if not held[step] and step in read_heads]
-    needed = find_needed(read_heads, read_heads.keys() - {*leaving, *broken, *damaged}, leaving)
-    held |= needed
+
+    def needed(removed: list[int]) -> dict[int, str]:
+        leaving = [step for step in removed if step in read_heads]
+        return find_needed(read_heads, read_heads.keys() - {*leaving, *broken, *damaged}, leaving)
+
+    plan = plan_retention(policy, good.values(), now, others=going, held=held, find_needed=needed)
     for step, each in taken.items():
         head = heads[step]
         read = each if isinstance(head, ManifestHead) else None
@@ -181,9 +190,9 @@ async def _of_snapshots(
             fates.append(Fate(step, "damaged", goes=False, why=f"damaged: {why}", taken=read, nbytes=size))
             continue
         dropped = OFF_LINE if step in left else "no policy keeps it"
-        why = held.get(step) or ", ".join(kept.get(step, ())) or dropped
-        goes = step in held and not held[step]
-        fates.append(Fate(step, "snapshot", goes, why, read, size, token=token))
+        fates.append(
+            Fate(step, "snapshot", step in plan.removed, plan.kept.get(step, dropped), read, size, token=token)
+        )
     return fates
 
 
@@ -285,6 +294,29 @@ async def remove_steps(
     return Removed(gone, failed)
 
 
+async def remove_unkept(root: Root, policy: Policy | None, among: Collection[int]) -> set[int]:
+    """Remove those of some steps that a policy does not keep, and return the ones that are left.
+
+    A failure is logged, since the steps only cost space.
+    """
+    try:
+        fates = await survey_steps(root, policy, among=among)
+        done = await remove_steps(root, fates)
+    except SnapshotError as error:
+        log.warning("%s: failed to remove old snapshots: %s", root.url, error)
+        return set(among)
+    log_failures(root, done)
+    return {fate.step for fate in fates if fate.what != "leftovers"} - {
+        fate.step for fate in done.fates if fate.what == "snapshot"
+    }
+
+
+def log_failures(root: Root, done: Removed) -> None:
+    """Log the removals that failed."""
+    for fate, error in done.failed:
+        log.warning("%s: removal failed, and is retried later: %s", root.step_url(fate.step), error)
+
+
 async def _remove_step(root: Root, fate: Fate, older_than: float, spared: Callable[[int], bool]) -> bool:
     """Remove one step. Return False if it is needed now, or already removed."""
     async with root.opened(fate.step) as session:
@@ -315,3 +347,179 @@ def _name_steps(steps: Sequence[int], leftovers: Sequence[int]) -> str:
     return "; ".join(
         [*named, *(["leftovers in " + ", ".join(f"step-{step}" for step in leftovers)] if leftovers else [])]
     )
+
+
+def find_needed(heads: Mapping[int, ManifestHead], kept: Collection[int], going: Collection[int]) -> dict[int, str]:
+    """Return the steps, of those `going`, that kept steps rely on, each with the reason.
+
+    These are the bases of steps that left something out, and steps with the second physical copy of what several kept
+    steps share.
+    """
+    held: defaultdict[str, list[str]] = defaultdict(list)
+    bases: dict[str, int] = {}
+
+    def add(step: int) -> None:
+        for content, origin in heads[step].copies().items():
+            held[content].append(origin)
+        if (base := heads[step].base) is not None:
+            bases.setdefault(base.save_id, step)
+
+    for step in kept:
+        add(step)
+    needed: dict[int, str] = {}
+    found = True
+    while found:  # a step that stays may rely on another one
+        found = False
+        for step in sorted(set(going) - needed.keys(), reverse=True):
+            head = heads[step]
+            if head.save_id in bases:
+                needed[step] = f"the base of step-{bases[head.save_id]}"
+            elif any(_is_second(origin, held[content]) for content, origin in head.copies().items()):
+                needed[step] = "has the second physical copy of data that kept steps share"
+            else:
+                continue
+            add(step)
+            found = True
+    return needed
+
+
+def _is_second(origin: str, held: Sequence[str]) -> bool:
+    """Return True if several steps hold a content in one physical copy, and this is another one."""
+    return len(held) > 1 and set(held) == {held[0]} != {origin}
+
+
+class Cleaner:
+    """Background removal of the snapshots that a policy does not keep.
+
+    `spared(step)`: True if the step is being taken or read. `damaged()`: the steps that were found damaged.
+    """
+
+    def __init__(
+        self,
+        root: Root,
+        policy: Policy | None,
+        spared: Callable[[int], bool],
+        damaged: Callable[[], set[int]],
+        inspect: Inspect | None = None,
+    ) -> None:
+        self._root = root
+        self._policy = policy
+        self._spared = spared
+        self._damaged = damaged
+        self._inspect = inspect
+        self._change = threading.Condition()
+        self._wanted: int | None = None
+        """The step after which removals are to begin."""
+        self._current: int | None = None
+        """The step after which removals are running."""
+        self._went_back: dict[int, float] = {}
+        """Steps that were taken after a later one, and when: the removals of the later one spare them."""
+        self._needed: set[str] = set()
+        """Save ids of the snapshots that takes rely on which were committed since the running removals began."""
+        self._thread: threading.Thread | None = None
+        self._recent: deque[tuple[float, int]] = deque(maxlen=64)
+        """The steps of the last commits, and when their takes began."""
+        self._said: set[str | int] = set()
+        """Warnings that were logged already: the steps that are damaged, and `metric` for an unknown metric."""
+
+    def committed(self, step: int, began: float, base: str = "") -> None:
+        """Record a step that is committed and durable. Return at once.
+
+        If a later step was taken since, its removals have spared this one, which was being written. If one was taken
+        before, the application went back, and the removals of the later step must spare this one.
+
+        Args:
+            step: The step.
+            began: The monotonic time when its take began.
+            base: Save id of the snapshot that it relies on.
+        """
+        with self._change:
+            upto = max([step, *(other for start, other in self._recent if start > began)])
+            if not any(other is not None and other > step for other in (self._wanted, self._current)):
+                spared = self._went_back.items()
+                self._went_back = {other: start for other, start in spared if other > step or start > began}
+            self._went_back |= {other: start for start, other in self._recent if other < step and start > began}
+            if any(other > step and start < began for start, other in self._recent):
+                self._went_back[step] = began
+            if base:
+                self._needed.add(base)
+            self._recent.append((began, step))
+            self._request(upto)
+
+    def look_again(self, upto: int) -> None:
+        """Request the removals of a step that was committed earlier."""
+        with self._change:
+            self._request(upto)
+
+    def _request(self, upto: int) -> None:
+        """Request removals. The caller has the lock."""
+        self._wanted = upto if self._wanted is None else max(upto, self._wanted)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="snapshot-cleaner", daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError:  # the interpreter is exiting: `close` does the work
+                self._thread = None
+
+    def close(self) -> None:
+        """Wait until all requested removals are done."""
+        with self._change:
+            self._change.wait_for(lambda: self._thread is None)
+        self._work()
+
+    def clean_now(self, upto: int) -> None:
+        """Remove in this thread. Failures are logged."""
+        try:
+            self._clean(upto)
+        except SnapshotError as error:
+            log.warning("%s: failed to remove old snapshots: %s", self._root.url, error)
+
+    def _work(self) -> None:
+        while True:
+            with self._change:
+                upto = self._current = self._wanted
+                self._wanted = None
+                self._needed.clear()
+                if upto is None:
+                    self._thread = None
+                    self._change.notify_all()
+                    return
+            try:
+                self._clean(upto)
+            except Exception as error:  # noqa: BLE001 - training must not fail; the next pass retries
+                log.warning("%s: failed to remove old snapshots: %s", self._root.url, error)
+                emit("failed", "prune", str(self._root.url), error=error)
+
+    def _clean(self, upto: int) -> None:
+        try:
+            fates = run(
+                survey_steps(
+                    self._root,
+                    self._policy,
+                    upto=upto,
+                    damaged=self._damaged(),
+                    spared=self._is_spared,
+                    inspect=self._inspect,
+                )
+            )
+        except OtherWriterError as other:
+            self._say("writer", f"{self._root.url}: {other}")
+            return
+        except UnknownMetric as unknown:
+            self._say("metric", str(unknown))
+            return
+        for fate in fates:
+            if fate.what == "damaged":
+                self._say(fate.step, f"{self._root.step_url(fate.step)}: kept, and ignored by policies: {fate.why}")
+        log_failures(self._root, run(remove_steps(self._root, fates, spared=self._is_spared)))
+
+    def _is_spared(self, step: int) -> bool:
+        if step in self._went_back or self._spared(step):
+            return True
+        return bool(self._needed) and self._root.save_id(step) in self._needed
+
+    def _say(self, about: str | int, what: str) -> None:
+        """Log a warning, once for each `about`."""
+        if about not in self._said:
+            self._said.add(about)
+            log.warning("%s", what)

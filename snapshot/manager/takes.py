@@ -1,15 +1,19 @@
-"""Asynchronous takes of a manager: the running ones, and the check if a second take of a step means the first."""
+"""The takes of a manager: the pending ones, and failures that training survives."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Literal
 
-from snapshot.errors import SnapshotError
+from snapshot.errors import SnapshotError, SnapshotExistsError
+from snapshot.events import emit, log
 from snapshot.io.loop import start
+from snapshot.manager.options import Tolerate
 from snapshot.progress import Meter
 from snapshot.snapshot import PendingSnapshot, Snapshot
+from snapshot.takes import AppState
 
 REMEMBERED = 8
 """Maximum number of asynchronous takes that a later take of the same step can wait for."""
@@ -108,3 +112,51 @@ def failed_take(path: str, snapshot: Snapshot, error: SnapshotError) -> PendingS
     pending = PendingSnapshot(path, work, Meter("async_take", None), snapshot)
     work.settled()
     return pending
+
+
+OnError = Literal["raise", "warn"] | Tolerate
+
+
+OnException = Callable[[BaseException], tuple[int, AppState] | None]
+"""A function of the exception that leaves a manager's context. It returns a step and an app state to save, or None."""
+
+
+def save_after(error: BaseException, hook: OnException, take: Callable[[int, AppState], object]) -> None:
+    """Save what a hook allows after an exception. A failure is logged, since the exception is being raised."""
+    try:
+        found = hook(error)
+        if found is not None:
+            take(*found)
+    except Exception as failure:  # noqa: BLE001 - the first exception is the important one
+        log.warning("nothing was saved after %s: %s", type(error).__name__, failure)
+
+
+class Tolerance:
+    """Counts failed takes. Failures that are tolerated are logged, until there are too many in a row."""
+
+    def __init__(self, tolerated: Tolerate | None) -> None:
+        self._warns = tolerated is not None
+        self._most = tolerated.failures if tolerated is not None else 0
+        self.failures = 0
+        """Failures since the last take that was committed."""
+
+    def succeeded(self) -> None:
+        """Record a committed take."""
+        self.failures = 0
+
+    def failed(self, path: str, error: BaseException) -> None:
+        """Record a failed take."""
+        self.failures += 1
+        if self._warns:
+            log.warning("%s: the take failed (%d in a row): %s", path, self.failures, error)
+            emit("tolerated", "take", path, error=error, failures=self.failures)
+
+    def survives(self, error: BaseException) -> bool:
+        """Return True if training continues after a failed take: not after wrong arguments, or too many failures."""
+        known = isinstance(error, SnapshotError) and not isinstance(error, SnapshotExistsError)
+        return self._warns and known and self.failures < self._most
+
+    def expect_few(self, failures: int) -> None:
+        """Raise if a rank has seen too many failures in a row."""
+        if self._warns and failures >= self._most:
+            raise SnapshotError(f"the last {failures} takes failed, and Tolerate({self._most}) allows no more")

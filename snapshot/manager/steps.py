@@ -1,0 +1,281 @@
+"""The steps of a run, as a manager takes, restores and names them: under a plain root, or with near folders.
+
+`SnapshotManager` chooses one of the two when it is created: `PlainSteps` here, or `TieredSteps` in `tiered_steps.py`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from snapshot.distributed.exchange import Exchange
+from snapshot.distributed.group import ranks_of
+from snapshot.errors import SnapshotError, StorageError
+from snapshot.events import log
+from snapshot.io.loop import run
+from snapshot.manager.policies import KeepLatest, Policy, parts
+from snapshot.manager.restore_latest import Candidates
+from snapshot.manager.retention import Cleaner, Inspect
+from snapshot.manager.root import Root
+from snapshot.manager.step_metadata import ManagedSnapshot, Writers, add_writer
+from snapshot.manager.takes import PendingTakes
+from snapshot.save.begin import BaseArgument, TakeOptions, TakeRequest
+from snapshot.snapshot import PendingSnapshot, Snapshot
+from snapshot.takes import AppState
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class TakePlace(NamedTuple):
+    """The place of a take."""
+
+    path: str
+    options: Mapping[str, Any] | None
+    near: bool = False
+    replaces: bool = False
+    """True if a snapshot there is off the line of the run, and is replaced."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A take that all ranks have agreed on."""
+
+    step: int
+    place: TakePlace
+    pending: PendingSnapshot | None
+    """The asynchronous take that saved this state already."""
+    options: TakeOptions
+    metadata: Mapping[str, Any]
+    overwrite: bool
+    base: BaseArgument
+    timeout: float | None
+
+    def request(self) -> TakeRequest:
+        """Return the options of this take; raise for wrong ones."""
+        return self.options.at(
+            self.place.options,
+            overwrite=self.overwrite or self.place.replaces,
+            metadata=self.metadata,
+            base=self.base,
+            timeout=self.timeout,
+        )
+
+
+class RunOptions(NamedTuple):
+    """The options of a manager that its steps need."""
+
+    root: Root
+    keep: Policy | None
+    pendings: PendingTakes
+    pg: ProcessGroup | None
+    allow_pickle: bool
+
+
+class Steps(ABC):
+    """The steps of a run. This class has what a plain root and near folders have in common."""
+
+    local: Root
+    """The root where takes are written first."""
+
+    def __init__(self, given: RunOptions, inspect: Inspect | None = None) -> None:
+        """`inspect`: called with the steps that a removal has found; if it raises, nothing is removed."""
+        self.root, self.pg, self.allow_pickle = given.root, given.pg, given.allow_pickle
+        self.using: set[int] = set()
+        """Steps that are being restored."""
+        self.damaged: set[int] = set()
+        """Steps of this library that `restore_latest` passed over."""
+        self._keep = given.keep
+        self._pendings = given.pendings
+        self._leads = True
+        self.cleaner: Cleaner | None = None
+        if given.keep is not None:
+            self.cleaner = Cleaner(given.root, given.keep, self.is_spared, lambda: set(self.damaged), inspect)
+
+    def is_spared(self, step: int) -> bool:
+        """Return True if the step is being taken or restored, or a running take is based on it."""
+        pendings = self._pendings
+        return step in self.using or pendings.running(step) or pendings.needs(self.root.save_id(step))
+
+    # Take
+
+    @abstractmethod
+    def prepare(
+        self, exchange: Exchange, step: int, metadata: dict[str, Any], *, replaces: bool
+    ) -> tuple[dict[str, Any], str]:
+        """Return the metadata of a take, and why it cannot be written where takes are written first, or ''.
+
+        Each rank calls it. `replaces`: True if the take replaces a snapshot of the step.
+        """
+
+    @abstractmethod
+    def check(self, step: int, fault: str, *, new: bool) -> None:
+        """Raise SnapshotError if a step must not be taken. Called on the leader, once all ranks have prepared.
+
+        `fault`: why a rank cannot write where takes are written first, or ''. `new`: True if the step must be new.
+        """
+
+    @abstractmethod
+    def place_of(self, step: int, fault: str, verb: str) -> TakePlace:
+        """Return the place of a take. `fault` as for `check`."""
+
+    def take(self, begun: Begun, app_state: AppState) -> Snapshot:
+        """Take a step."""
+        return Snapshot.take_with(begun.place.path, app_state, self.pg, begun.request, begun.timeout)
+
+    def async_take(self, begun: Begun, app_state: AppState) -> PendingSnapshot:
+        """Take a step in the background."""
+        return Snapshot.async_take_with(begun.place.path, app_state, self.pg, begun.request, begun.timeout)
+
+    def committed(self, begun: Begun, began: float, base: str) -> None:
+        """Start the removals after a commit. Called on the loop, so nothing here may block.
+
+        Args:
+            begun: The take.
+            began: The monotonic time when it began.
+            base: Save id of the snapshot that it relies on.
+        """
+        if begun.options.durable and self._leads and self.cleaner is not None:
+            self.cleaner.committed(begun.step, began, base)
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Wait until the steps that were taken are in the root, while the job stops."""
+
+    def find_bases(self, step: int) -> list[int]:
+        """Return the newest two committed steps that a take of `step` may share files with, the newest first.
+
+        Damaged steps, and those that share physical files with them, are left out. Without an answer of the storage,
+        there are none.
+        """
+        root = self.local
+        try:
+            committed = run(root.folders()).committed
+            bad = set[str]().union(*(run(root.copies(each)) for each in self.damaged))
+            found: list[int] = []
+            for each in sorted(committed, reverse=True):
+                if each != step and each not in self.damaged and not (bad and bad & run(root.copies(each))):
+                    found.append(each)
+                if len(found) == 2:
+                    break
+            return found
+        except StorageError as error:
+            log.warning("%s: nothing is shared with earlier steps: %s", root.url, error)
+            return []
+
+    def choose_base(self, steps: list[int]) -> str | list[str]:
+        """Return the `base` of a take. A list of steps keeps two physical copies, unless only one step is kept."""
+        urls = [self.local.step_url(step).reveal() for step in steps]
+        single = self._keep is not None and all(each == KeepLatest(1) for each in parts(self._keep))
+        try:
+            single = single and not run(self.local.pinned(steps))
+        except StorageError:
+            single = False
+        return urls[0] if urls and single else urls
+
+    # Restore
+
+    @abstractmethod
+    def candidates(self, begin: Callable[[], Exchange], *, offline: bool) -> Candidates:
+        """Return the steps that a restore chooses from. `begin` begins a collective call."""
+
+    # Query
+
+    @abstractmethod
+    def snapshot(self, step: int) -> Snapshot:
+        """Return a step, from the nearest place that has it."""
+
+    def path(self, step: int) -> str:
+        """Return the path of a step in the root."""
+        url = self.root.step_url(step)
+        return url.location if url.scheme == "file" else url.reveal()
+
+    def numbers(self) -> list[int]:
+        """Return the committed steps, ascending."""
+        return run(self.root.on_line(run(self.root.folders()).committed))
+
+    @abstractmethod
+    def where(self, step: int) -> dict[str, str | int]:
+        """Return where a step is."""
+
+    def pin(self, step: int) -> None:
+        """Keep a step until it is unpinned."""
+        run(self.root.pin(step))
+
+    def unpin(self, step: int) -> None:
+        """Remove a step's pin."""
+        run(self.root.unpin(step))
+
+    def pinned(self) -> set[int]:
+        """Return the pinned steps."""
+        return run(self.root.pinned(run(self.root.folders()).committed))
+
+    @abstractmethod
+    def upload_seconds(self) -> float:
+        """Return the mean time from a take until it is in the root, beyond the take itself."""
+
+    def close(self) -> None:
+        """Finish the removals."""
+        if self.cleaner is not None:
+            self.cleaner.close()
+
+
+class PlainSteps(Steps):
+    """The steps under a plain root. Managers that write to one root at once stop, and name each other."""
+
+    def __init__(self, given: RunOptions) -> None:
+        self._writers = Writers()
+        super().__init__(given, self._writers.inspect)
+        self.local = given.root
+
+    def prepare(
+        self, exchange: Exchange, step: int, metadata: dict[str, Any], *, replaces: bool
+    ) -> tuple[dict[str, Any], str]:
+        """Name this job in the metadata."""
+        self._leads = exchange.rank == 0
+        return add_writer(metadata, self._writers.note()), ""
+
+    def check(self, step: int, fault: str, *, new: bool) -> None:
+        """Raise OtherWriterError if another job writes to the root. Without `keep`, nothing is listed."""
+        if self.cleaner is not None:
+            self._writers.expect_alone()
+            with suppress(StorageError):  # the take reports it
+                if not self._writers.has_begun():
+                    self._writers.begin(run(self.root.folders()).committed)
+
+    def place_of(self, step: int, fault: str, verb: str) -> TakePlace:
+        """Return the folder of the step in the root."""
+        return TakePlace(self.path(step), self.root.options)
+
+    def flush(self) -> None:
+        """Return at once: takes are written to the root."""
+
+    def candidates(self, begin: Callable[[], Exchange], *, offline: bool) -> Candidates:
+        """Return the steps in the root."""
+        leads = ranks_of(self.pg).rank == 0
+        if leads and self.cleaner is not None:
+            with suppress(SnapshotError):  # the restore reports it
+                self._writers.begin(run(self.root.folders()).committed)
+
+        def take_over(step: int) -> None:
+            if leads:
+                self._writers.take_over(self.snapshot(step).metadata.metadata)
+
+        return Candidates(self.root, self.snapshot, take_over)
+
+    def snapshot(self, step: int) -> Snapshot:
+        """Return a step. The run continues with it if it is restored."""
+        return ManagedSnapshot(
+            self.path(step), self.pg, self.root.options, self._writers.take_over_now, allow_pickle=self.allow_pickle
+        )
+
+    def where(self, step: int) -> dict[str, str | int]:
+        """Return `whole` or `absent`."""
+        return {"far": "whole" if step in run(self.root.folders()).committed else "absent"}
+
+    def upload_seconds(self) -> float:
+        """Return 0: takes are written to the root."""
+        return 0.0
