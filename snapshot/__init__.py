@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from snapshot.manager.manager import SnapshotManager
     from snapshot.manager.options import Near, Tolerate
     from snapshot.manager.policies import KeepBest, KeepEvery, KeepFor, KeepLatest
-    from snapshot.manager.signals import ignore_stop_signals
+    from snapshot.manager.schedule import ignore_stop_signals
     from snapshot.maps.tensor_map import TensorMap
     from snapshot.progress import Progress
     from snapshot.publish.publication import PendingPublish, Published
@@ -131,7 +131,7 @@ _MODULES = {
         "KeepFor",
         "KeepLatest",
     ),
-    "snapshot.manager.signals": ("ignore_stop_signals",),
+    "snapshot.manager.schedule": ("ignore_stop_signals",),
     "snapshot.reports": (
         "ConvertReport",
         "CopyReport",

@@ -31,8 +31,7 @@ from snapshot.manager.options import (
 from snapshot.manager.policies import KeepBest, Policy, checked_policy, parts
 from snapshot.manager.restore_latest import Fallback
 from snapshot.manager.root import Root, taken_of
-from snapshot.manager.schedule import Advice, Every, Measured, Schedule
-from snapshot.manager.signals import STOP_SIGNALS, Signals
+from snapshot.manager.schedule import STOP_SIGNALS, Advice, Every, Measured, Schedule, Signals
 from snapshot.manager.step_metadata import (
     add_note,
     checked_metrics,

@@ -199,8 +199,8 @@ def test_a_worker_ends_if_its_parent_ends_it(method, tmp_path):
 
 CHILD = """
 import os, signal, sys, time
-from snapshot.manager import signals
-from snapshot.manager.signals import Signals
+from snapshot.manager import schedule
+from snapshot.manager.schedule import Signals
 if len(sys.argv) > 1:
     signal.signal(signal.SIGTERM, lambda number, frame: print("theirs", flush=True))
 one = Signals([signal.SIGTERM, signal.SIGUSR1])
