@@ -173,8 +173,10 @@ def compare_shares(where: Workspace, scale: float, rounds: int, world: int) -> I
     length = max(1, int(FILE * scale) // 4)
     nbytes = FILES * length * 4
     tensors = list(random_tensors(2 * FILES, (length,)).values())
-    for name, own in (("a", tensors[:FILES]), ("b", tensors[FILES:])):
-        _save_in_files(folder, name, own)
+    with start_ranks(FILES) as ranks:  # a rank for each file
+        for name, own in (("a", tensors[:FILES]), ("b", tensors[FILES:])):
+            _write_parts(folder, name, own)
+            ranks.run(_share, f"gather {name}", str(folder))
     yield f"\n{FILES} files of {size_text(length * 4)}, durable"
     with start_ranks(1) as one, start_ranks(world) as several:
         for ranks in (one, several):
@@ -200,8 +202,8 @@ def compare_shares(where: Workspace, scale: float, rounds: int, world: int) -> I
     yield from (line.rstrip() for line in align_columns(lines))
 
 
-def _save_in_files(folder: Path, name: str, tensors: list[Any]) -> None:
-    """Create a snapshot in several files: safetensors files, converted by a rank for each."""
+def _write_parts(folder: Path, name: str, tensors: list[Any]) -> None:
+    """Write safetensors files with an index. Ranks convert them to a snapshot in several files."""
     parts = folder / f"{name}-parts"
     parts.mkdir()
     for number, tensor in enumerate(tensors):
@@ -211,9 +213,6 @@ def _save_in_files(folder: Path, name: str, tensors: list[Any]) -> None:
         shutil.rmtree(folder / "one")
     index = {f"w{number}": f"{number}.safetensors" for number in range(FILES)}
     (parts / "model.safetensors.index.json").write_text(f'{{"weight_map": {index}}}'.replace("'", '"'))
-    with start_ranks(FILES) as ranks:
-        ranks.run(_share, f"gather {name}", str(folder))
-    shutil.rmtree(parts)
 
 
 def _bind(rank: int) -> None:
