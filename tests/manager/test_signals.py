@@ -204,7 +204,7 @@ from snapshot.manager.schedule import Signals
 if len(sys.argv) > 1:
     signal.signal(signal.SIGTERM, lambda number, frame: print("theirs", flush=True))
 one = Signals([signal.SIGTERM, signal.SIGUSR1])
-signals.SAME = 0.0
+schedule.SAME = 0.0
 if len(sys.argv) == 1:
     there, here = os.pipe()
     pid = os.fork()
