@@ -139,7 +139,6 @@ def test_dcp_is_measured_with_each_storage(tmp_path: Path, measured: Callable[..
     [
         ("formats", {"dcp.load", "snapshot, of dcp", "torch.load(mmap)", "snapshot, of torch", "convert to dcp"}),
         ("load", {"raw read into new memory", "snapshot.load(snapshot)", "safetensors load_file, copied"}),
-        ("bulk", {"raw copy", "cp", "convert", "merge", "verify", "diff", "cp, link", "verify, link"}),
         ("compression", {"compress", "decompress", "take, zstd", "restore, zstd", "auto"}),
         ("sign", {"raw write", "take(sign=)", "restore with a key", "sign later", "async_take(sign=) and wait"}),
         ("tiers", {"blocked, with tiers", "while a step is uploaded", "from memory", "from another host"}),
