@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from snapshot.io.arena import release_memory
     from snapshot.loading.choose import RestoreOptions
     from snapshot.manager.manager import SnapshotManager
-    from snapshot.manager.options import Near, Tolerate
     from snapshot.manager.policies import KeepBest, KeepEvery, KeepFor, KeepLatest
     from snapshot.manager.schedule import ignore_stop_signals
+    from snapshot.manager.takes import Near, Tolerate
     from snapshot.maps.tensor_map import TensorMap
     from snapshot.progress import Progress
     from snapshot.publish.publication import PendingPublish, Published
@@ -124,7 +124,7 @@ _MODULES = {
     ),
     "snapshot.loading.choose": ("RestoreOptions",),
     "snapshot.manager.manager": ("SnapshotManager",),
-    "snapshot.manager.options": ("Near", "Tolerate"),
+    "snapshot.manager.takes": ("Near", "Tolerate"),
     "snapshot.manager.policies": (
         "KeepBest",
         "KeepEvery",

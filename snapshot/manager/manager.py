@@ -20,14 +20,6 @@ from snapshot.io.loop import LoopFuture, run
 from snapshot.io.url import URL
 from snapshot.loading.choose import RESTORE_OPTIONS, RestoreOptions
 from snapshot.manager.agreement import Channels, StepBegin, agree_on, may_be_committed
-from snapshot.manager.options import (
-    Near,
-    checked_root,
-    checked_signals,
-    checked_timeout,
-    checked_tolerance,
-    expect_options,
-)
 from snapshot.manager.policies import KeepBest, Policy, checked_policy, parts
 from snapshot.manager.restore_latest import Fallback
 from snapshot.manager.root import Root, taken_of
@@ -39,7 +31,20 @@ from snapshot.manager.step_metadata import (
     noted_metrics,
 )
 from snapshot.manager.steps import Begun, PlainSteps, RunOptions, Steps
-from snapshot.manager.takes import OnError, OnException, PendingTakes, Tolerance, failed_take, save_after
+from snapshot.manager.takes import (
+    Near,
+    OnError,
+    OnException,
+    PendingTakes,
+    Tolerance,
+    checked_root,
+    checked_signals,
+    checked_timeout,
+    checked_tolerance,
+    expect_options,
+    failed_take,
+    save_after,
+)
 from snapshot.manager.tiered_steps import TieredSteps
 from snapshot.manifest.document import ManifestHead
 from snapshot.options import Settings, moved_names

@@ -24,9 +24,9 @@ from snapshot.io.session import Seal, signer_of
 from snapshot.io.storage import FileStat
 from snapshot.loading.choose import RestoreOptions
 from snapshot.loading.reader import TOUCHED
-from snapshot.manager.options import expect_options
 from snapshot.manager.root import Root
 from snapshot.manager.step_metadata import noted_step
+from snapshot.manager.takes import expect_options
 from snapshot.manifest.document import Document, SnapshotMetadata
 from snapshot.reports import RestoreReport
 from snapshot.signing.keys import Key

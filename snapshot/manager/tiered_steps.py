@@ -29,12 +29,12 @@ from snapshot.io.loop import run
 from snapshot.io.session import Seal
 from snapshot.io.storage import FileStat
 from snapshot.io.url import URL
-from snapshot.manager.options import Near
 from snapshot.manager.policies import Plan, Policy, Taken, checked_policy, plan_retention
 from snapshot.manager.restore_latest import Candidates, Ended
 from snapshot.manager.retention import IN_USE, PINNED, Cleaner, find_needed
 from snapshot.manager.root import Root, StepFolders, taken_of
 from snapshot.manager.steps import Begun, RunOptions, Steps, TakePlace
+from snapshot.manager.takes import Near
 from snapshot.manifest.document import ManifestHead
 from snapshot.reports import RestoreReport
 from snapshot.snapshot import PendingSnapshot, Snapshot
