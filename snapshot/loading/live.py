@@ -1,4 +1,4 @@
-"""Live values: whether they can be written in place, which of them share memory, and the class that an entry gets."""
+"""Live values: whether their memory can be written, which of them share memory, and the class that an entry gets."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def _have_equal_bytes(session: Session, files: Mapping[str, FileEntry], twin: Tw
     return True
 
 
-class KnownClasses(EnumEntry):
+class BoundMember(EnumEntry):
     """A member of an Enum that the application has."""
 
     member: Any = None
@@ -348,7 +348,7 @@ class Binding:
         self._renamed(path, entry.obj_type, kind)
         if entry.name is not None and member.name != entry.name and kind.__members__.get(entry.name) is not member:
             self._notes.add("replaced", path, f"{entry.name} is {member.name} here")
-        entries[path] = KnownClasses(
+        entries[path] = BoundMember(
             entry.serialized_value, entry.readable, entry.replicated, entry.obj_type, entry.name, entry.held, member
         )
 

@@ -1,4 +1,4 @@
-"""A take on one rank: plan, stage, write, commit."""
+"""A take on one rank, once it is planned: claim, write, commit. `takes.py` has all steps of a take in order."""
 
 from __future__ import annotations
 

@@ -223,7 +223,10 @@ async def expect_own_manifest(storage: Storage) -> None:
 
 
 async def delete_snapshot(storage: Storage) -> None:
-    """Delete a snapshot, the manifest first, and the leftovers of interrupted takes."""
+    """Delete a snapshot, the manifest first, and the leftovers of interrupted takes.
+
+    `Snapshot.delete` calls `delete_checkpoint` of `tiers/facts.py`, which leaves a tombstone of a step first.
+    """
     with contextlib.suppress(StorageNotFoundError):
         await expect_own_manifest(storage)
     found = await list_save_files(storage)

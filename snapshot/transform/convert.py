@@ -1,4 +1,4 @@
-"""Conversion: a checkpoint written as a snapshot, or as files of another format."""
+"""Conversion, by `convert_checkpoint`: a checkpoint written as a snapshot, or as files of another format."""
 
 from __future__ import annotations
 
