@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,10 +23,10 @@ import torch
 import torch.distributed as dist
 
 from snapshot.distributed.group import ranks_of
-from snapshot.errors import MissingExtraError, SnapshotError
+from snapshot.errors import MissingExtraError, SnapshotError, SnapshotNotFoundError
 from snapshot.io.loop import run
 from snapshot.io.url import URL
-from snapshot.manager.policies import KeepBest, Policy, checked_policy, parts
+from snapshot.manager.policies import KeepBest, KeepLatest, Policy, checked_policy, parts
 from snapshot.manager.retention import remove_unkept
 from snapshot.manager.root import Root
 from snapshot.manager.step_metadata import add_note, checked_metrics
@@ -379,9 +380,27 @@ class SnapshotCallback(_LightningCallback):  # type: ignore[misc]
             return
         self._remember(path)
         steps = {_step(Path(each)): each for each in self._written}
-        left = run(remove_unkept(self._root, self._keep, steps)) if ranks_of(None).rank == 0 else set[int]()
+        left = self._remove_unkept(list(steps), _step(Path(path))) if ranks_of(None).rank == 0 else set[int]()
         left = trainer.strategy.broadcast(left)  # each rank saves its list
         self._written = [each for step, each in steps.items() if step in left]
+
+    def _remove_unkept(self, steps: list[int], newest: int) -> set[int]:
+        """Remove snapshots that are not kept, and return the steps that are left. `steps`: in the order of writing.
+
+        Steps after the newest are those of an earlier `fit`, so they are older. They fill the places of `KeepLatest`
+        that are still free.
+        """
+        assert self._keep is not None
+        earlier = [step for step in steps if step > newest]
+        left = run(remove_unkept(self._root, self._keep, [step for step in steps if step <= newest]))
+        places = max((each.n for each in parts(self._keep) if isinstance(each, KeepLatest)), default=0)
+        gone = earlier[: max(0, len(earlier) - max(0, places - len(left)))]
+        pinned = run(self._root.pinned(gone)) if gone else set[int]()
+        for step in gone:
+            if step not in pinned:
+                with suppress(SnapshotNotFoundError):  # the list in a checkpoint may name removed ones
+                    Snapshot(f"{self.folder}/step-{step}", storage_options=self._storage_options).delete()
+        return left | {*earlier}.difference(gone) | {*pinned}
 
     def _metrics(self, trainer: Any) -> dict[str, float]:
         """Return the metrics that `keep` needs, as far as the trainer has them now."""

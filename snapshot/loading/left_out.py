@@ -225,7 +225,8 @@ async def attach_base(session: Session, document: Document, place: Location) -> 
     for location in places:
         document.files[location].in_base = False
     document.base = None
-    session.opened(session.stored, _WithBase(session.storage, base.storage, places), *base.storages())
+    sizes = {each: (held.files[there].stored_size, held.files[there].size) for each, there in places.items()}
+    session.opened(session.stored, _WithBase(session.storage, base.storage, places, sizes), *base.storages())
     return held.save_id
 
 
@@ -255,11 +256,15 @@ def _find_files(document: Document, wanted: BaseReference, held: Document, url: 
 class _WithBase(ReadOnlyStorage):
     """A snapshot's files, and those that it left out, from its base."""
 
-    def __init__(self, inner: Storage, base: Storage, places: Mapping[str, str]) -> None:
+    def __init__(
+        self, inner: Storage, base: Storage, places: Mapping[str, str], sizes: Mapping[str, tuple[int, int]]
+    ) -> None:
         super().__init__(inner, b"", links=True)
         self._base = base
         self._places = places
         """The files that are in the base, with their names there."""
+        self._sizes = sizes
+        """The sizes of these files: as they are stored, and decompressed, which is what the snapshot records."""
         both = inner.capabilities.blocking and base.capabilities.blocking
         self.capabilities = replace(self.capabilities, blocking=both)
 
@@ -272,7 +277,9 @@ class _WithBase(ReadOnlyStorage):
 
     async def stat(self, path: str) -> FileStat:
         storage, name = self._of(path)
-        return await storage.stat(name)
+        found = await storage.stat(name)
+        stored, size = self._sizes.get(path, (found.size, found.size))
+        return replace(found, size=size) if found.size == stored else found
 
     async def drop_caches(self, paths: Sequence[str]) -> None:
         for path in paths:

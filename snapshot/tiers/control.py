@@ -346,8 +346,6 @@ class UploaderLink:
         self._asking = threading.Lock()
         self._registering: threading.Thread | None = None
         self._closed = threading.Event()
-        self._is_left = False
-        """True if `close` ended although a request waited for its answer."""
         self._end = math.inf
         """The time after which no request waits any more."""
 
@@ -389,9 +387,10 @@ class UploaderLink:
                     if again:
                         raise UploaderError(str(error)) from error
         finally:
-            if self._is_left:  # `close` did not wait for this thread
-                self._say_goodbye(ANSWERS)
             self._asking.release()
+            if self._closed.is_set() and self._asking.acquire(blocking=False):  # `close` may not have waited
+                self._say_goodbye(ANSWERS)
+                self._asking.release()
         raise AssertionError
 
     def _hung_error(self, seconds: float) -> UploaderHungError:
@@ -461,11 +460,7 @@ class UploaderLink:
         """Report that this trainer has ended, and close the connection."""
         self._closed.set()
         self.await_registration()
-        is_free = self._asking.acquire(timeout=self._limited(ANSWERS))
-        if not is_free:
-            self._is_left = True
-            is_free = self._asking.acquire(blocking=False)  # it may have ended just now
-        if is_free:
+        if self._asking.acquire(timeout=self._limited(ANSWERS)):
             self._say_goodbye(self._limited(ANSWERS))
             self._asking.release()
 

@@ -384,6 +384,16 @@ def test_a_run_that_begins_anew_in_its_folder_counts_each_snapshot_once(tmp_path
     assert steps_in(tmp_path) == ["step-2", "step-3", "step-4"]
 
 
+def test_a_shorter_run_that_begins_anew_keeps_its_own_snapshots(tmp_path):
+    callback = SnapshotCallback(tmp_path, every_n_steps=1, keep=2, options=TakeOptions(durable=False))
+    fitted(6, [callback], [SnapshotCheckpointIO()])
+    assert steps_in(tmp_path) == ["step-5", "step-6"]
+    fitted(1, [callback], [SnapshotCheckpointIO()])
+    assert steps_in(tmp_path) == ["step-1", "step-6"]
+    fitted(3, [callback], [SnapshotCheckpointIO()])
+    assert steps_in(tmp_path) == ["step-2", "step-3"]
+
+
 def test_pytorch_lightning_has_classes_of_its_own(tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "lightning"]:
         monkeypatch.delitem(sys.modules, name)  # as where only the other has been imported

@@ -61,6 +61,23 @@ def test_the_base_provides_what_was_left_out(trained, tmp_path):
         assert all(value.equal(values[name]) for name, value in trained.values().items())
 
 
+def test_a_compressed_base_provides_what_was_left_out(tmp_path):
+    """Its files have other sizes than the snapshot records."""
+    run = Run()
+    Snapshot.take(tmp_path / "base", run.state, compression="zstd")
+    run.step()
+    values = run.values()
+    Snapshot.take(tmp_path / "adapter", run.state, base=tmp_path / "base", only="trainable")
+    for parameter in run.model.parameters():
+        parameter.data.fill_(7)
+    Snapshot(tmp_path / "adapter").restore(run.state, base=tmp_path / "base")
+    assert all(value.equal(values[name]) for name, value in run.values().items())
+    damaged = max(files(tmp_path / "base").values(), key=lambda each: each.stat().st_size)
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    with pytest.raises(SnapshotError):
+        Snapshot(tmp_path / "adapter").restore(run.state, base=tmp_path / "base")
+
+
 def test_another_snapshot_is_no_base(trained, tmp_path):
     other = Run()
     other.frozen[0].weight.data += 1

@@ -105,8 +105,9 @@ def _take(far, near):
         dist.barrier()
         link = manager._steps.joined.link
         link.await_registration()
+        link._say_goodbye = lambda _: link._drop()  # the uploader stays, as after a crash
         link._closed.set()
-        link._drop()  # the uploader stays, as after a crash
+        link._drop()
         manager._steps._set = None
 
 
