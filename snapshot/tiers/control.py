@@ -388,7 +388,7 @@ class UploaderLink:
                         raise UploaderError(str(error)) from error
         finally:
             self._asking.release()
-            if self._closed.is_set() and self._asking.acquire(blocking=False):  # `close` may not have waited
+            if self._closed.is_set() and self._asking.acquire(timeout=0):  # `close` may not have waited
                 self._say_goodbye(ANSWERS)
                 self._asking.release()
         raise AssertionError
