@@ -817,10 +817,7 @@ class Snapshot:
         'dcp'
         """
         from snapshot.transform.convert import convert_checkpoint
-        from snapshot.transform.target import (
-            Selection,  # training jobs do not pay for this import
-            Target,
-        )
+        from snapshot.transform.target import Selection, Target  # training jobs do not pay for these imports
 
         made = Target.of(target)
         choice = Selection(select, exclude, rename, dtype, verify, self.allow_pickle, map)
@@ -869,10 +866,7 @@ class Snapshot:
         'digests'
         """
         from snapshot.transform.copy import copy_checkpoint
-        from snapshot.transform.target import (
-            Selection,  # training jobs do not pay for this import
-            Target,
-        )
+        from snapshot.transform.target import Selection, Target  # training jobs do not pay for these imports
 
         made = Target.of(target)
         choice = Selection(select, exclude, verify=verify, allow_pickle=self.allow_pickle)

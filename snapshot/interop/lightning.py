@@ -14,7 +14,6 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from snapshot.distributed.group import ranks_of
-from snapshot.errors import MissingExtraError, SnapshotError, SnapshotNotFoundError
+from snapshot.errors import MissingExtraError, SnapshotError
 from snapshot.io.loop import run
 from snapshot.io.url import URL
 from snapshot.manager.policies import KeepBest, KeepLatest, Policy, checked_policy, parts
@@ -395,12 +394,9 @@ class SnapshotCallback(_LightningCallback):  # type: ignore[misc]
         left = run(remove_unkept(self._root, self._keep, [step for step in steps if step <= newest]))
         places = max((each.n for each in parts(self._keep) if isinstance(each, KeepLatest)), default=0)
         gone = earlier[: max(0, len(earlier) - max(0, places - len(left)))]
-        pinned = run(self._root.pinned(gone)) if gone else set[int]()
-        for step in gone:
-            if step not in pinned:
-                with suppress(SnapshotNotFoundError):  # the list in a checkpoint may name removed ones
-                    Snapshot(f"{self.folder}/step-{step}", storage_options=self._storage_options).delete()
-        return left | {*earlier}.difference(gone) | {*pinned}
+        if gone:
+            left |= run(remove_unkept(self._root, self._keep, [newest, *gone], ignored=gone))
+        return left | {*earlier}.difference(gone)
 
     def _metrics(self, trainer: Any) -> dict[str, float]:
         """Return the metrics that `keep` needs, as far as the trainer has them now."""

@@ -294,13 +294,16 @@ async def remove_steps(
     return Removed(gone, failed)
 
 
-async def remove_unkept(root: Root, policy: Policy | None, among: Collection[int]) -> set[int]:
+async def remove_unkept(
+    root: Root, policy: Policy | None, among: Collection[int], ignored: Collection[int] = ()
+) -> set[int]:
     """Remove those of some steps that a policy does not keep, and return the ones that are left.
 
-    A failure is logged, since the steps only cost space.
+    `ignored`: steps that the policy does not count, and so does not keep. A failure is logged, since the steps only
+    cost space.
     """
     try:
-        fates = await survey_steps(root, policy, among=among)
+        fates = await survey_steps(root, policy, among=among, damaged=ignored)
         done = await remove_steps(root, fates)
     except SnapshotError as error:
         log.warning("%s: failed to remove old snapshots: %s", root.url, error)
