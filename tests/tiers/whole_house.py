@@ -212,8 +212,13 @@ class House(WatchedRun):
         elif isinstance(error, StorageError):
             fine = not is_quiet
         elif "another job has continued" in str(error):
+            newest = max(
+                number for attempt, number in [*self.takes, (job.attempt, step)] if attempt == job.attempt
+            )  # once told, always told
             fine = (
-                not line.has(step, job.attempt, "") or self._was_ever_over(job, step) or job.deletions != self.deletions
+                not line.has(newest, job.attempt, "")
+                or self._was_ever_over(job, newest)
+                or job.deletions != self.deletions
             )
         else:
             fine = False
