@@ -40,11 +40,11 @@ from snapshot.save.begin import (
     WhenBusy,
     Worker,
 )
+from snapshot.save.take import AppState, StartedTake, plan_take, run_take, shown_once, start_take
 from snapshot.signing.keys import Key, load_signer
 from snapshot.signing.seal import seal_with
 from snapshot.state.leaves import Prepare
 from snapshot.state.stateful import check_app_state
-from snapshot.takes import AppState, StartedTake, plan_take, run_take, shown_once, start_take
 
 if TYPE_CHECKING:
     import torch

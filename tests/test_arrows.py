@@ -10,14 +10,15 @@ FLOORS = """
     events io options tensors
     distributed manifest maps plan state testing
     formats
-    loading save signing transform worker
-    pending snapshot takes tiers weights
+    loading
+    save signing transform worker
+    pending snapshot tiers weights
     bench interop manager publish
     cli
 """
 """From the lowest to the highest. Those of one line may import each other, but for those in APART."""
 FLOOR = {room: number for number, line in enumerate(FLOORS.strip().splitlines()) for room in line.split()}
-APART = [{"loading", "save"}, {"transform", "worker"}]
+APART = [{"transform", "worker"}]
 """Rooms that know nothing of each other."""
 CORE = {"distributed", "io", "loading", "manifest", "plan", "save", "state", "tensors"}
 OPTIONAL = {"bench", "cli", "interop", "manager", "publish", "signing", "testing", "tiers", "transform", "worker"}

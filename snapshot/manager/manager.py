@@ -50,9 +50,9 @@ from snapshot.manifest.document import ManifestHead
 from snapshot.options import Settings, moved_names
 from snapshot.reports import RestoreReport, TakeReport
 from snapshot.save.begin import TAKE_OPTIONS, TakeOptions
+from snapshot.save.take import AppState
 from snapshot.signing.keys import Key
 from snapshot.snapshot import PendingSnapshot, Snapshot
-from snapshot.takes import AppState
 from snapshot.text import Duration
 
 if TYPE_CHECKING:

@@ -29,10 +29,10 @@ from snapshot.manager.step_metadata import noted_step
 from snapshot.manager.takes import expect_options
 from snapshot.manifest.document import Document, SnapshotMetadata
 from snapshot.reports import RestoreReport
+from snapshot.save.take import AppState
 from snapshot.signing.keys import Key
 from snapshot.signing.seal import seal_with
 from snapshot.snapshot import Snapshot
-from snapshot.takes import AppState
 from snapshot.tiers.join import Begun, Keepers
 from snapshot.tiers.near_steps import HostView
 from snapshot.tiers.peers import Place

@@ -23,8 +23,8 @@ from snapshot.manager.root import Root
 from snapshot.manager.step_metadata import ManagedSnapshot, Writers, add_writer
 from snapshot.manager.takes import PendingTakes
 from snapshot.save.begin import BaseArgument, TakeOptions, TakeRequest
+from snapshot.save.take import AppState
 from snapshot.snapshot import PendingSnapshot, Snapshot
-from snapshot.takes import AppState
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -23,8 +23,8 @@ from snapshot.io.url import URL
 from snapshot.manager.policies import KeepLatest, Policy, checked_policy
 from snapshot.progress import Meter
 from snapshot.save.compression import expect_compression
+from snapshot.save.take import AppState
 from snapshot.snapshot import PendingSnapshot, Snapshot
-from snapshot.takes import AppState
 from snapshot.tiers.join import TierOptions
 from snapshot.tiers.upload_queue import Upload
 

@@ -37,8 +37,8 @@ from snapshot.manager.steps import Begun, RunOptions, Steps, TakePlace
 from snapshot.manager.takes import Near
 from snapshot.manifest.document import ManifestHead
 from snapshot.reports import RestoreReport
+from snapshot.save.take import AppState
 from snapshot.snapshot import PendingSnapshot, Snapshot
-from snapshot.takes import AppState
 from snapshot.tiers.control import ANSWERS, Request
 from snapshot.tiers.facts import is_buried, limited
 from snapshot.tiers.far_upload import FarStorage

@@ -27,9 +27,9 @@ from snapshot.io.loop import LIBRARY, LoopFuture, in_own_thread
 from snapshot.io.system import PerProcess
 from snapshot.plan.layout import FilePart, FilePlan, SavePlan
 from snapshot.save.begin import TakeOpening
+from snapshot.save.planned_take import PartStaging, Take, WrittenFiles
 from snapshot.save.replication import RankShare
 from snapshot.save.staging import StagedPart, Stager
-from snapshot.save.take import PartStaging, Take, WrittenFiles
 from snapshot.save.transaction import Transaction
 from snapshot.save.writer import PartSink, Writer
 from snapshot.state.model_state import OverlapEligible, find_local_tensor, find_storage_begin

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from msgspec.structs import replace
 
@@ -96,6 +96,7 @@ class BaseFile:
         return made if same and placed == [each.stored.byte_range for each in self.ranges] else None
 
 
+@runtime_checkable
 class SignedFiles(Protocol):
     """A storage with the signed hashes of its files."""
 

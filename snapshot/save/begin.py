@@ -27,7 +27,7 @@ from snapshot.io.aio import Latch
 from snapshot.io.arena import arena, available_memory
 from snapshot.io.budget import Pool
 from snapshot.io.loop import LoopFuture, run, start
-from snapshot.io.session import Session, signer_of
+from snapshot.io.session import Seal, Session, signer_of
 from snapshot.io.storage import ABSENT, Expect, FileStat, Storage
 from snapshot.io.system import PerProcess, expect_linux
 from snapshot.io.url import URL, Location, Source, locate_source
@@ -52,8 +52,8 @@ AllowPickle = Literal["warn", "error", True]
 
 Compression = Literal["zstd", "auto"]
 BaseArgument = Source | Sequence[Source] | None
-SIGNING = "snapshot.signing.keys"
-"""The module of keys. Like a plugin, it is imported by its name, and only for a take that is signed."""
+SIGNING = "snapshot.signing"
+"""The package of keys. Like a plugin, it is imported by its name, and only for a take that is signed."""
 
 
 @runtime_checkable
@@ -79,7 +79,20 @@ class TakeSigner(Protocol):
 
 def load_signer(key: Any) -> TakeSigner:
     """Return what signs with a key. Raise `ValueError` or `TypeError` for a wrong one."""
-    made: TakeSigner = import_module(SIGNING).load_signer(key)
+    made: TakeSigner = import_module(f"{SIGNING}.keys").load_signer(key)
+    return made
+
+
+class OptionalSeal(Seal, Protocol):
+    """A seal of a base. It accepts a snapshot without a signature, and verifies one that has it."""
+
+    fault: str
+    """Why the snapshot that was opened last is not signed; empty if it is."""
+
+
+def make_optional_seal(signer: TakeSigner) -> OptionalSeal:
+    """Return the seal with which a signed take opens its base."""
+    made: OptionalSeal = import_module(f"{SIGNING}.seal").OptionalSeal(signer)
     return made
 
 

@@ -4,14 +4,28 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
-from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageError
+from snapshot.errors import (
+    CorruptSnapshotError,
+    RestoreError,
+    SnapshotError,
+    SnapshotNotFoundError,
+    StorageError,
+    UnsupportedFormatError,
+)
 from snapshot.events import emit, log
+from snapshot.formats.foreign import ForeignDocument
 from snapshot.io.aio import gather_limited
+from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.io.system import PerProcess, drop_oldest
+from snapshot.io.url import URL, Location, locate_source, select_server
+from snapshot.loading.left_out import attach_base
+from snapshot.loading.open import open_document
 from snapshot.manifest.document import BaseReference, FileEntry
 from snapshot.manifest.entries import TensorEntry
 from snapshot.plan.layout import LATE, LEFT_OUT, STABLE, Extent, FilePlan, Piece, name_data_file, place_box
@@ -22,17 +36,21 @@ from snapshot.save.base_files import (
     BaseRange,
     Comparer,
     Comparison,
+    SignedFiles,
     add_use,
     count_uses,
     fit_leaf,
+    open_base,
     read_tables,
 )
-from snapshot.save.begin import TakeOpening
+from snapshot.save.begin import TakeOpening, TakeRequest, make_optional_seal
 from snapshot.save.compression import PackedResult
 from snapshot.save.replication import RankShare
+from snapshot.save.staging import Stager
 from snapshot.save.transaction import committed_save_id
 from snapshot.save.writer import WrittenFile
 from snapshot.state.leaves import Leaf
+from snapshot.state.model_state import find_frozen
 from snapshot.tensors.digest import FileTree, digest_range
 from snapshot.text import counted, size_text
 
@@ -405,3 +423,112 @@ async def _read_packed(held: BaseFile) -> PackedResult | None:
     if digest_range(table) != packed.index_digest:
         raise CorruptSnapshotError(f"{held.place}: its table of blocks is damaged")
     return PackedResult(packed.size, bytes(table), packed.digest)
+
+
+# The bases of a take: opened, compared with the take's tensors, and shared where they are equal.
+
+ABSENT = (SnapshotNotFoundError, CorruptSnapshotError, UnsupportedFormatError, StorageError)
+"""Errors of a base that make a take write everything."""
+
+
+def find_unchanged(
+    opening: TakeOpening, share: RankShare, app_state: Mapping[str, Any], options: TakeRequest
+) -> Unchanged:
+    """Compare the tensors of this rank with the bases, and share or omit what is equal.
+
+    When this returns, nothing that it shares or omits is read from the live tensors again.
+    """
+    frozen = find_frozen(app_state, share.leaves)
+    unchanged = Unchanged(compares=options.base is not None)
+    with ExitStack() as opened:
+        bases = _open_bases(opening, options, unchanged.notes, opened)
+        unchanged.groups = group_leaves(share, frozen, bases[0].document.save_id if bases else None)
+        if not bases:
+            return unchanged
+        opening.transaction()  # an existing snapshot is an error before anything is compared
+        unchanged.compared = bases[0].copies()
+        stager = Stager(share.leaves, copies=False)
+        opened.callback(stager.forget)
+        comparer = Comparer(opening, stager, unchanged.notes, read_all=options.read_back_share == 1.0)
+        left_out = set[int]()
+        if options.only and (lasting := _find_lasting(opening, bases[0], unchanged.notes)) is not None:
+            left_out = run(omit_frozen(share, frozen, bases[0], comparer, unchanged))
+            unchanged.leave_out(share.leaves, left_out)
+            unchanged.base_session, unchanged.base_id = partial(_open_lasting, bases[0]), lasting
+        signed = options.signer is not None
+        sharing = FileSharing(opening, share, bases, comparer, unchanged, two_copies=options.two_copies, signed=signed)
+        run(sharing.run(left_out))
+    return unchanged
+
+
+def _open_bases(opening: TakeOpening, options: TakeRequest, notes: list[str], opened: ExitStack) -> list[Base]:
+    """Open the newest two bases. One that is not a snapshot of as many ranks is left out, with a note."""
+    session, exchange = opening.session, opening.exchange
+    bases: list[Base] = []
+    for source in options.bases[:2]:
+        base = locate_source(source, options.storage_options)
+        url, theirs = base.url, base.options
+        if theirs is options.storage_options and url.scheme != session.url.scheme:
+            theirs = None  # they are for the take's storage
+        same = url.scheme == session.url.scheme and select_server(theirs) == select_server(options.storage_options)
+        optional = make_optional_seal(options.signer) if options.signer is not None else None
+        place = Session(url, theirs, seal=base.seal or optional)
+        opened.callback(_close, place)
+        try:
+            document = run(open_document(place, exchange.rank))
+            if isinstance(document, ForeignDocument):
+                raise UnsupportedFormatError(f"{url}: is a checkpoint of {document.format}, not a snapshot")
+            if document.world_size != exchange.world:
+                raise UnsupportedFormatError(
+                    f"{url}: was taken by {document.world_size} ranks, and this take has {exchange.world}"
+                )
+        except ABSENT as error:
+            notes.append(f"everything is written, since the base cannot be used: {error}")
+            log.warning("%s: %s", session.url, notes[-1])
+            continue
+        shares = session.storage.capabilities.shares if same else ""
+        bases.append(open_base(place, document, exchange.rank, shares=shares))
+        if isinstance(place.stored, SignedFiles):
+            bases[-1].signed = place.stored
+        elif optional is not None:
+            notes.append(f"no file is shared with the base, since this take's key does not sign it: {optional.fault}")
+            log.warning("%s: %s", session.url, notes[-1])
+    return bases
+
+
+def _find_lasting(opening: TakeOpening, base: Base, notes: list[str]) -> str | None:
+    """Return the save id of the snapshot that will have what is left out.
+
+    Return None if it is not there, or if this take replaces it.
+    """
+    reference, session = base.reference, opening.session
+    save_id = base.document.save_id
+    try:
+        if reference is not None:
+            save_id = run(attach_base(base.session, base.document, _place_of(base)))
+        if run(committed_save_id(session.storage)) != save_id:
+            return save_id
+        why = f"this take replaces {session.url}"
+    except (*ABSENT, RestoreError, ValueError) as error:
+        why = str(error)
+    notes.append(f"nothing is left out, since the base cannot be relied on: {why}")
+    log.warning("%s: %s", session.url, notes[-1])
+    return None
+
+
+def _place_of(base: Base) -> Location:
+    """Return the place of the snapshot that has what is left out."""
+    url, options = base.session.url, base.session.options
+    if base.reference is not None:
+        url = URL.parse(base.reference.url)
+        options = options if url.scheme == base.session.url.scheme else None
+    return Location(url, options)
+
+
+def _open_lasting(base: Base) -> Session:
+    place = _place_of(base)
+    return Session(place.url, place.options)
+
+
+def _close(session: Session) -> None:
+    run(session.close())

@@ -1,293 +1,209 @@
-"""A take on one rank, once it is planned: claim, write, commit. `takes.py` has all steps of a take in order."""
+"""The steps of a take, in order: in the foreground, in the background, and as a plan without writing."""
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import msgspec
-
-from snapshot.distributed.exchange import keep_plan
+from snapshot.distributed.exchange import Exchange
+from snapshot.distributed.group import ranks_of
 from snapshot.events import emit
-from snapshot.io.aio import in_thread, shielded
-from snapshot.io.budget import MemoryBudget
-from snapshot.io.loop import LoopFuture, in_own_thread, work_on
-from snapshot.io.session import Session
-from snapshot.io.system import PerProcess
-from snapshot.manifest.entries import needs_third_format
-from snapshot.plan.consensus import PlanCache
-from snapshot.plan.layout import LEFT_OUT, SavePlan, name_data_file
+from snapshot.io.loop import LoopFuture, refuse_on_loop, run
+from snapshot.io.system import gc_paused
+from snapshot.io.url import URL
+from snapshot.options import Settings
+from snapshot.plan.layout import SavePlan
+from snapshot.progress import Meter, ProgressArgument
 from snapshot.reports import TakeReport
-from snapshot.save.begin import TakeOpening, TakeSigner
-from snapshot.save.commit import (
-    RankDone,
-    RankManifest,
-    build_entries,
-    commit_with_ranks,
-    encode_for_leader,
-    encode_own_part,
-    leader_part_path,
-    own_part_path,
-    raise_fault_of_another_rank,
-    shard_checksums,
-    while_all_go_on,
-)
-from snapshot.save.compression import Packing, layout_of_leaves, longest_file, note_speed
-from snapshot.save.replication import RankShare
-from snapshot.save.reuse import Unchanged, remember_unchanged
+from snapshot.save.background_take import LateCopies, PendingCopy, StagingAhead
+from snapshot.save.begin import TakeRequest, begin_take, open_dry_run, session_for_take, take_slots
+from snapshot.save.compression import choose_packing
+from snapshot.save.planned_take import Take, Verify, plan_writes
+from snapshot.save.replication import collect_rank_share
+from snapshot.save.reuse import find_unchanged, group_leaves
 from snapshot.save.staging import Stager
-from snapshot.save.transaction import State, Transaction
-from snapshot.save.writer import Writer, WrittenFile, write_small
-from snapshot.tensors.digest import SIZE, FileTree, Root, count_blocks, digest_range, root_of, tree_of
+from snapshot.state.model_state import find_frozen
+from snapshot.state.stateful import Stateful, check_app_state
 
-Verify = Callable[[Session, RankManifest], Coroutine[Any, Any, None]]
-"""Reads the written bytes back, and raises if they differ."""
-WrittenFiles = list[WrittenFile]
-
-_plans = PerProcess(PlanCache)
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
-def plan_writes(
-    share: RankShare,
-    session: Session,
-    *,
-    staged: bool,
-    groups: bytes = b"",
-    expected: SavePlan | None = None,
-    packing: MemoryBudget | None = None,
-) -> SavePlan:
-    """Return the plan of the data files. `staged`: all leaves are copied first, except those in the group LATE.
+T = TypeVar("T")
+WORKER = "snapshot.worker.client"
+VERIFY = "snapshot.transform.verify"
+"""Like plugins, these are imported by their names, and only for a take with a writer process, or one that is read back.
+"""
+Path = str | os.PathLike[str]
+AppState = Mapping[str, Stateful]
 
-    With `packing`, the memory for it, files are short enough to be compressed there.
 
-    Raise `ValueError` if an `expected` plan is for something else.
+class StartedTake(NamedTuple):
+    """A take that has begun in the background."""
+
+    path: Path
+    storage_options: Mapping[str, Any] | None
+    report: TakeReport
+    work: LoopFuture[None]
+    meter: Meter
+    late: PendingCopy | None
+    save_id: str
+
+
+@contextmanager
+def _timed(verb: str, path: Path) -> Iterator[None]:
+    """Emit an event with the seconds until a call returns."""
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        with suppress(TypeError, ValueError):  # the call raises it for a wrong path
+            place = str(URL.parse(os.fspath(path)))
+            emit("blocked", verb, place, seconds=round(time.perf_counter() - began, 3))
+
+
+def run_take(
+    path: Path,
+    app_state: AppState,
+    pg: ProcessGroup | None,
+    make_options: Callable[[], TakeRequest],
+    timeout: float | None,
+) -> tuple[Path, TakeReport, TakeRequest]:
+    """Take a snapshot, and return its path, a report and the options when it is committed.
+
+    `make_options`: is called when an error for a wrong argument can be sent to the other ranks.
     """
-    blobs = sum(len(blob.data) + SIZE * count_blocks(len(blob.data)) for blob in share.blobs)
-    limits = session.storage.limits
-    payload = share.nbytes
-    if LEFT_OUT in groups:
-        payload -= sum(leaf.nbytes for leaf, group in zip(share.leaves, groups, strict=True) if group == LEFT_OUT)
-    at_once = payload if staged else limits.preferred_part * limits.parallel_parts if limits.alignment > 1 else 0
-    at_once = min(at_once, session.budget.limit, payload)
-    loads = tuple(share.loads) if len(share.loads) > 1 else ()
-    # If files accept parts only in order, the number of files is not limited by the number of cores.
-    sequential = limits.in_order and limits.parts_per_file == 1
-    lanes = (sequential and (session.settings.lanes or limits.parallel_files)) or session.settings.lane_count()
-    longest = longest_file(packing, session.settings.lane_count(), payload) if packing is not None else 0
-    plan = _plans.get().plan(
-        share.leaves, blobs, limits, lanes, staged_bytes=at_once, loads=loads, groups=groups, longest=longest
-    )
-    if expected is not None and expected.structure != plan.structure:
-        raise ValueError("the plan must be for the same names, shapes, dtypes and storage")
+    with (
+        _timed("take", path),
+        Exchange(ranks_of(pg), "take", timeout_or_default(timeout)) as exchange,
+        gc_paused(),
+    ):
+        refuse_on_loop()
+        options = make_options()
+        check_app_state(app_state)
+        meter = Meter("take", shown_once(options.progress, pg))
+        with begin_take(exchange, path, options, meter) as opening:
+            opening.look_at_path()
+            opening.transaction()  # raises for an existing snapshot before any state is collected
+            share = collect_rank_share(exchange, app_state, options, opening.globs)
+            packing = choose_packing(options.compression, opening.session, share.leaves)
+            unchanged = find_unchanged(opening, share, app_state, options)
+            plan = plan_writes(
+                share, opening.session, staged=False, groups=unchanged.groups, expected=options.plan, packing=packing
+            )
+            stager = Stager(share.leaves, copies=opening.session.storage.limits.alignment > 1)
+            with stager.digesting(plan.files, opening.session.budget):
+                take = Take(
+                    opening,
+                    share,
+                    plan,
+                    unchanged,
+                    stager=stager,
+                    metadata=options.metadata_json,
+                    verify=verify_written(options.read_back_share, "take"),
+                    packing=packing,
+                    signer=options.signer,
+                )
+                run(take.write())
+    return opening.path_as_given(path), take.report, options
+
+
+def start_take(
+    path: Path,
+    app_state: AppState,
+    pg: ProcessGroup | None,
+    make_options: Callable[[], TakeRequest],
+    *,
+    make: Callable[[StartedTake], T],
+    timeout: float | None,
+) -> T:
+    """Stage a snapshot, start to write it, and return what `make` returns. If `make` raises, the take ends.
+
+    `make_options`: as for `run_take`.
+    """
+    refuse_on_loop()
+    with (
+        _timed("async_take", path),
+        Exchange(ranks_of(pg), "async_take", timeout_or_default(timeout)) as exchange,
+    ):
+        options = make_options()
+        check_app_state(app_state)
+        sink = None
+        if options.worker == "process":
+            sink = import_module(WORKER).start_writer(URL.parse(os.fspath(path)), options.storage_options)
+        meter = Meter("async_take", shown_once(options.progress, pg))
+        with (
+            take_slots().take(options.when_busy) as slot,
+            gc_paused(),
+            begin_take(exchange, path, options, meter, slot) as opening,
+        ):
+            opening.look_at_path()
+            share = collect_rank_share(exchange, app_state, options, opening.globs)
+            packing = choose_packing(options.compression, opening.session, share.leaves)
+            overlapped = options.staging == "overlapped" and options.prepare is None
+            with LateCopies(opening, share, app_state if overlapped else None) as late:
+                unchanged = find_unchanged(opening, share, app_state, options)
+                groups = unchanged.groups_with(late.marks)
+                plan = plan_writes(
+                    share, opening.session, staged=True, groups=groups, expected=options.plan, packing=packing
+                )
+                with StagingAhead(opening, share, plan, late, sink) as staging:
+                    take = Take(
+                        opening,
+                        share,
+                        plan,
+                        unchanged,
+                        stager=staging.stager,
+                        staging=staging,
+                        metadata=options.metadata_json,
+                        verify=verify_written(options.read_back_share, "async_take"),
+                        packing=packing,
+                        signer=options.signer,
+                    )
+                    report = take.report
+                    work = staging.stage(take)
+                    slot.leave_after(work)
+                    place = opening.path_as_given(path)
+                    return make(
+                        StartedTake(place, options.storage_options, report, work, meter, late.pending, opening.save_id)
+                    )
+
+
+def plan_take(
+    path: Path, app_state: AppState, pg: ProcessGroup | None, make_options: Callable[[], TakeRequest]
+) -> SavePlan:
+    """Plan a take without writing anything."""
+    with Exchange(ranks_of(pg), "plan", timeout_or_default(None)) as exchange:
+        check_app_state(app_state)
+        options = make_options()
+        session, globs = open_dry_run(
+            exchange, URL.parse(os.fspath(path)), options.replicated or (), partial(session_for_take, options)
+        )
+        with session:
+            share = collect_rank_share(exchange, app_state, options, globs)
+            groups = group_leaves(share, find_frozen(app_state, share.leaves), None)
+            plan = plan_writes(share, session, staged=False, groups=groups)
+        exchange.close()
     return plan
 
 
-class PartStaging:
-    """The staging of a take's parts in host memory. Here each is staged when it is written."""
-
-    part_bytes = 0
-    """The wanted length of parts; 0 if the storage decides."""
-
-    async def write(self, writer: Writer, plan: SavePlan, transaction: Transaction, to: Sequence[str]) -> WrittenFiles:
-        """Write the data files to these locations."""
-        return await writer.write(plan.files, to)
-
-    async def check(self) -> None:
-        """Check the application's tensors before the commit."""
-
-    def stop(self, error: BaseException) -> None:
-        """Stop staging parts ahead of writing."""
-
-    async def end(self) -> None:
-        """Wait until staging has ended, and release its memory."""
-
-    def forget(self) -> None:
-        """Release the application's tensors."""
+def timeout_or_default(given: float | None) -> float:
+    """Return the seconds after which a rank without a heartbeat counts as dead."""
+    return Settings.current().timeout if given is None else given
 
 
-class Take:
-    """One take on this rank: its files, and the commit.
+def shown_once(progress: ProgressArgument, pg: ProcessGroup | None) -> ProgressArgument:
+    """Show one progress bar for all ranks."""
+    return None if progress is True and ranks_of(pg).rank else progress
 
-    From its first step on, `write` ends everything that the opening started: session, exchange and meter.
-    """
 
-    def __init__(
-        self,
-        opening: TakeOpening,
-        share: RankShare,
-        plan: SavePlan,
-        unchanged: Unchanged,
-        *,
-        stager: Stager,
-        metadata: msgspec.Raw,
-        staging: PartStaging | None = None,
-        verify: Verify | None = None,
-        packing: MemoryBudget | None = None,
-        signer: TakeSigner | None = None,
-    ) -> None:
-        if signer is not None:
-            signer.expect_signable(opening.session.storage, leads=opening.exchange.rank == 0)
-        self._signer = signer
-        self.opening = opening
-        self.session = opening.session
-        self.plan = plan
-        self._exchange = opening.exchange
-        self._meter = opening.meter
-        self._share = share
-        self._stager = stager
-        self._staging = PartStaging() if staging is None else staging
-        self._metadata = metadata
-        self.unchanged = unchanged
-        self._verify = verify
-        self.committed_bytes = 0
-        """Bytes of the tensors that all ranks wrote, after the commit."""
-        self._began = time.perf_counter()
-        self.work: LoopFuture[None] | None = None
-        self.writer = Writer(
-            self.session.storage,
-            stager,
-            self.session.budget,
-            self._meter.wrote,
-            wanted_part=self.session.settings.part_bytes or self._staging.part_bytes,
-            packing=self._packing(packing, share) if packing is not None else None,
-            signed=signer is not None,
-        )
-        self._meter.begin(plan.total_bytes)
-        self.emit("start", bytes=plan.total_bytes)
-
-    def _packing(self, memory: MemoryBudget, share: RankShare) -> Packing:
-        return Packing(memory, layout_of_leaves(share.leaves), self.session.settings.lane_count())
-
-    @property
-    def report(self) -> TakeReport:
-        """A report of the bytes that this rank writes and shares."""
-        made = self.unchanged
-        base = "" if made.reference is None else made.reference.save_id
-        omitted = sum(stored.nbytes for _, stored in made.omitted)
-        tables = sum(len(table) for each in made.files for table in each.tables.values())
-        return TakeReport(
-            self.plan.total_bytes + tables, made.nbytes, len(made.files), omitted, base, tuple(made.notes)
-        )
-
-    def emit(self, name: str, **fields: Any) -> None:
-        """Emit an event of this take."""
-        emit(name, self._meter.verb, str(self.session.url), **fields)
-
-    def start(self) -> LoopFuture[None]:
-        """Start to write in the background, once, and return the work."""
-        if self.work is None:
-            self.opening.transaction()  # an existing snapshot is an error of the call
-            self.work = work_on(self.write())
-            self.work.begin()
-        return self.work
-
-    async def write(self) -> None:
-        """Claim, write, commit and clean up. If a step fails, delete everything.
-
-        From the commit on, nothing can be interrupted: a committed snapshot must not be deleted.
-        """
-        transaction = self.opening.transaction()
-        try:
-            async with transaction:
-                try:
-                    await transaction.claim()
-                    manifest, done = await while_all_go_on(self._exchange, self._write_files(transaction))
-                    if self._verify is not None:
-                        await while_all_go_on(self._exchange, self._verify(self.session, manifest))
-                    await self._staging.check()
-                    await self.unchanged.expect_base()
-                    self.committed_bytes = await commit_with_ranks(
-                        self.session, self._exchange, transaction, manifest, done, signer=self._signer
-                    )
-                    keep_plan(self._exchange.ranks, self._share.replication.own, self._share.replication.known_plan())
-                except BaseException as error:  # before the other ranks get the error, and files are deleted
-                    self._staging.stop(error)
-                    raise
-        except BaseException as error:
-            if transaction.state not in (State.SENT, State.REFUSED, State.COMMITTED):  # the error already has a note
-                self.emit("failed", error=error)
-            await raise_fault_of_another_rank(self._exchange, error)
-            raise
-        finally:
-            await self._staging.end()
-            self._forget_tensors()
-            await shielded(in_own_thread(self._exchange.close))
-            await shielded(self.session.close())
-            self._meter.close()
-        seconds = time.perf_counter() - self._began
-        self.emit(
-            "committed", bytes=self.plan.total_bytes, shared_bytes=self.unchanged.nbytes, seconds=round(seconds, 3)
-        )
-
-    def _forget_tensors(self) -> None:
-        """Release the application's tensors: an error or the pending snapshot must not keep them alive."""
-        self._staging.forget()
-        self._stager.forget()
-        del self._share, self.writer, self._staging
-
-    async def _write_files(self, transaction: Transaction) -> tuple[RankManifest, RankDone]:
-        """Write the data files, and the files that describe them to the leader."""
-        rank, save_id, files = self._exchange.rank, transaction.save_id, self.plan.files
-        storage, count = self.session.storage, self._meter.wrote
-        kept, first = self.unchanged, self.unchanged.used
-        locations = [name_data_file(save_id, rank, first + n, "safetensors") for n in range(len(files))]
-        binary = name_data_file(save_id, rank, first + len(files), "bin")
-        shared = [each.location for each in kept.files]
-        own = [binary, own_part_path(save_id, rank), leader_part_path(save_id, rank)]
-        if self._signer is not None:
-            own += self._signer.files_of(save_id, binary)
-        transaction.will_write([*shared, *locations, *own])
-        began = time.perf_counter()
-        fresh = await self._staging.write(self.writer, self.plan, transaction, locations)
-        stored = sum(each.file.size if each.packed is None else each.packed.size for each in fresh)
-        packed = self.writer.packing is not None
-        note_speed(
-            self.session,
-            sum(file.size for file in files),
-            time.perf_counter() - began,
-            stored=stored,
-            packed=packed,
-        )
-        written = [*kept.files, *fresh]
-        describe = partial(build_entries, structure=self.plan.structure, metadata=self._metadata)
-        manifest = await in_thread(describe, self._share, written, kept, binary)
-        await in_thread(remember_unchanged, save_id, self._share, kept, written)
-        if manifest.chunks:
-            await write_small(storage, binary, manifest.chunks, count)
-        own_part = await in_thread(encode_own_part, manifest)
-        if own_part:
-            await write_small(storage, own_part_path(save_id, rank), [own_part])
-        leader_part = await in_thread(encode_for_leader, manifest) if rank else b""
-        if leader_part and not storage.host:
-            await write_small(storage, leader_part_path(save_id, rank), [leader_part])
-        signed: dict[str, Root] | None = None
-        if self._signer is not None:
-            trees = await self._hash_files(written, manifest, binary, own_part)
-            await self._signer.put_leaves(storage, trees)
-            signed = {location: root_of(tree) for location, tree in trees.items()}
-        if rank:
-            await storage.settle()  # the leader's commit does it for the leader's files
-        done = RankDone(
-            (len(leader_part), digest_range(leader_part)),
-            (len(own_part), digest_range(own_part), len(manifest.own)),
-            shard_checksums(manifest) if manifest.cut else (b"", b""),
-            storage.host,
-            leader_part if storage.host else b"",
-            signed,
-            self._share.nbytes,
-            needs_third_format(manifest.own.values()),
-        )
-        return manifest, done
-
-    async def _hash_files(
-        self, written: Sequence[WrittenFile], manifest: RankManifest, binary: str, own_part: bytes
-    ) -> dict[str, FileTree]:
-        """Return the hashes of this rank's files."""
-        trees = {each.location: each.tree for each in written if each.tree is not None}
-        if manifest.chunks:
-            trees[binary] = await in_thread(tree_of, *manifest.chunks)
-        if own_part:
-            trees[own_part_path(self.opening.save_id, self._exchange.rank)] = await in_thread(tree_of, own_part)
-        return trees
+def verify_written(share: float, verb: str) -> Verify | None:
+    """Return a function that reads a fraction of the written bytes back before a commit; None for a fraction of 0."""
+    if not share:
+        return None
+    return partial(import_module(VERIFY).expect_read_back, share=share, verb=verb)

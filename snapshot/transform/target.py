@@ -35,9 +35,9 @@ from snapshot.plan.names import Rename, expect_globs
 from snapshot.reports import ConvertReport
 from snapshot.save.begin import open_take
 from snapshot.save.compression import choose_packing, expect_compression, usual_budget
+from snapshot.save.planned_take import Take, plan_writes
 from snapshot.save.replication import RankShare, Replication, item_of, size_of
 from snapshot.save.reuse import Unchanged
-from snapshot.save.take import Take, plan_writes
 from snapshot.state import leaves
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Blob, Leaf

@@ -632,6 +632,12 @@ def writer_process() -> WriterProcess:
     return _place.get().running()
 
 
+def start_writer(url: URL, options: Mapping[str, Any] | None) -> WriterProcess:
+    """Return this process's writer process for a take. Raise `ValueError` if it cannot write there."""
+    expect_reachable(url, options)
+    return writer_process()
+
+
 def _at_exit() -> None:
     place = _place.made()
     if place is not None and place.current is not None:

@@ -88,7 +88,7 @@ def serve(descriptor, parent):
 
     torch.set_num_threads(1)
     import snapshot.plugins.file
-    import snapshot.save.take
+    import snapshot.save.planned_take
     import snapshot.testing  # noqa: F401
     from tests.faults.shared_folder import state
 

@@ -434,7 +434,7 @@ def test_an_interrupt_while_the_path_is_looked_at_leaves_no_descriptor_open(tmp_
 
     before = len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as patch:
-        patch.setattr("snapshot.takes.collect_rank_share", interrupted)
+        patch.setattr("snapshot.save.take.collect_rank_share", interrupted)
         for _ in range(100):
             with pytest.raises(KeyboardInterrupt):
                 Snapshot.async_take(tmp_path / "s", state(), overwrite=True)

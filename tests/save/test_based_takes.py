@@ -340,7 +340,7 @@ def test_an_error_after_sharing_leaves_nothing(tmp_path, monkeypatch):
             def fail(*_, **__):
                 raise KeyboardInterrupt
 
-            patch.setattr(f"snapshot.takes.{where}", fail)
+            patch.setattr(f"snapshot.save.take.{where}", fail)
             with pytest.raises(KeyboardInterrupt):
                 Snapshot.take(tmp_path / "b", run.state, base=base)
         assert not (tmp_path / "b").exists()

@@ -43,10 +43,10 @@ from snapshot.plan.layout import name_data_file
 from snapshot.progress import unmetered
 from snapshot.save.begin import expect_at_path
 from snapshot.save.commit import RankManifest, build_entries
+from snapshot.save.planned_take import plan_writes
 from snapshot.save.replication import RankShare, Replication, report_pickles
 from snapshot.save.reuse import Unchanged
 from snapshot.save.staging import Stager
-from snapshot.save.take import plan_writes
 from snapshot.save.transaction import Transaction, claim_path, delete_save, time_limit
 from snapshot.save.writer import Writer, write_small
 from snapshot.state.flatten import Flattened
