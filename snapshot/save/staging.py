@@ -466,7 +466,7 @@ class Stager:
                     budget.release(arena_bytes(needed))
                 raise
             try:
-                digests.update(part, staged.shares(file, part))
+                digests.digest_part(part, staged.shares(file, part))
             finally:
                 staged.release()
             if expected is not None and not digests.agree_with(expected):
@@ -607,7 +607,7 @@ class FileDigests:
             if table:
                 self.tables[index] = table
 
-    def update(self, part: FilePart, shares: Sequence[Buffer]) -> None:
+    def digest_part(self, part: FilePart, shares: Sequence[Buffer]) -> None:
         """Add a part's share of each extent."""
         extents, digests, part_end = self._file.extents, self.digests, part.end
         for index, share in zip(range(part.first, part.last), shares, strict=True):

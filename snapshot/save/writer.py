@@ -349,7 +349,7 @@ class Writer:
 
 def _digest_part(digests: FileDigests, file: FilePlan, part: FilePart, staged: StagedPart) -> None:
     with span("digest", bytes=part.end - part.begin):
-        digests.update(part, staged.shares(file, part))
+        digests.digest_part(part, staged.shares(file, part))
     if digests.tree is not None:
         with span("hash", bytes=part.end - part.begin):
             digests.tree.update(staged.buffers)

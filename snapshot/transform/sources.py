@@ -174,7 +174,7 @@ class Checked(FileDigests):
         self._passed = passed
         self._open: RunningDigest | PlainDigest | None = None
 
-    def update(self, part: FilePart, shares: Sequence[Buffer]) -> None:
+    def digest_part(self, part: FilePart, shares: Sequence[Buffer]) -> None:
         """Add a part's share of each extent."""
         for index, share in zip(range(part.first, part.last), shares, strict=True):
             each = self._passed.ranges[index]
