@@ -517,13 +517,12 @@ class StagingAhead(PartStaging):
             permit_capture()
         try:
             prefetcher.stage(files)
+            self._late.copied()
+            self._all_staged()  # before the last parts can be written
+            prefetcher.open()
         except BaseException as error:  # noqa: BLE001 - `wait()` raises it
             prefetcher.stop(error)
             self._late.end()
-            return
-        self._late.copied()
-        self._all_staged()  # before the last parts can be written
-        prefetcher.open()
 
     def _all_staged(self) -> None:
         meter = self._opening.meter
