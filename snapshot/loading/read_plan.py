@@ -54,8 +54,8 @@ class ReadPlan:
         self.files = files
         self.partial = partial
         """True if entries may lack shards, because parts of the manifest were not read yet."""
-        self.incomplete = False
-        """True if a value needs such shards."""
+        self.lacking: list[tuple[e.AnyTensor, Box]] = []
+        """Tensors that need such shards, and the boxes that do."""
         self.requests: list[ReadRequest] = []
         self.left_out: list[LeftOut] = []
         """Ranges that only the snapshot's base has."""
@@ -249,7 +249,7 @@ class ReadPlan:
             return
         pieces = entry.pieces()
         if not pieces:
-            self.incomplete = True
+            self.lacking.append((entry, whole_box(entry.shape)))
             return
         first = pieces[0][1]
         place = place_of(first)
@@ -260,7 +260,7 @@ class ReadPlan:
                 return
         else:
             self._filled[place] = entry, target
-        self.add_pieces(path, pieces, target, whole_box(entry.shape), live=live)
+        self.add_pieces(path, entry, pieces, target, whole_box(entry.shape), live=live)
 
     def into_box(self, path: str, entry: e.AnyTensor, box: Box, target: torch.Tensor, *, live: bool = False) -> None:
         """Fill a tensor of the box's shape with that part of the entry's tensor."""
@@ -277,17 +277,24 @@ class ReadPlan:
             if place in self._boxes:
                 return
             self._boxes[place] = target
-        self.add_pieces(path, entry.pieces(), target, box, live=live)
+        self.add_pieces(path, entry, entry.pieces(), target, box, live=live)
 
     def add_pieces(
-        self, path: str, pieces: list[tuple[Box, e.TensorEntry]], target: torch.Tensor, box: Box, *, live: bool
+        self,
+        path: str,
+        entry: e.AnyTensor,
+        pieces: list[tuple[Box, e.TensorEntry]],
+        target: torch.Tensor,
+        box: Box,
+        *,
+        live: bool,
     ) -> None:
-        """Add requests for the part of some stored pieces that is in a box."""
+        """Add requests for the part of some stored pieces of an entry that is in a box."""
         found = 0
         for piece, stored in pieces:
             found += self._piece(path, stored, piece, target, box=box, live=live)
         if found != box.numel and self.partial:
-            self.incomplete = True
+            self.lacking.append((entry, box))
 
     def _add_mapped(self, path: str, entry: e.MappedTensorEntry, target: torch.Tensor, box: Box, live: bool) -> None:
         place = id(entry), box, target.data_ptr()
@@ -296,7 +303,7 @@ class ReadPlan:
                 return
             self._boxes[place] = target
             self.targets.append((path, target, (f"{path}[{box}]", 0)))
-        first, add = len(self.requests), partial(self.add_pieces, path, live=live)
+        first, add = len(self.requests), partial(self.add_pieces, path, entry, live=live)
         self.requests += request_mapped(path, entry, target, box, self.files, add=add, finish=self._finish, live=live)
         self._ranges.join(self.requests, first)
 

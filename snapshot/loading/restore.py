@@ -432,7 +432,8 @@ class Restore:
                 written=frozenset(self._touched),
             )
         with self._phase("check"):
-            run(expect_files(session, document, {request.location for request in plan.reads.requests}))
+            needed = {request.location for request in plan.reads.requests} - plan.checked
+            run(expect_files(session, document, needed))
             agreed = agree_on_reads(self._exchange, plan, session.url, once=self._read_once, atomic=options.atomic)
             if agreed.same:
                 session.storage.share_reads()

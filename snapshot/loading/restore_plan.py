@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +30,8 @@ from snapshot.loading.open import expect_files, load_parts
 from snapshot.loading.read_object import read_tree
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest.compounds import ListEntry
-from snapshot.manifest.document import Document, find_locations
-from snapshot.manifest.entries import ShardedTensorEntry
+from snapshot.manifest.document import Document, PartEntry, find_locations
+from snapshot.manifest.entries import DTensorEntry, ShardedTensorEntry
 from snapshot.manifest.paths import encode_component
 from snapshot.manifest.rank_view import (
     MOST_RANKS,
@@ -63,12 +64,19 @@ class RestorePlan:
     grouped: dict[str, dict[str, Any]]
     """Key -> path -> entry."""
     reads: ReadPlan
+    checked: set[str]
+    """The files that were found, with their sizes."""
     matched: Matched
     issues: RestoreIssues
     unknown: list[str]
     """Requested names that were not found here, with the reason; another rank may have them."""
-    incomplete: bool
+    lacks_names: bool
     """True if a requested entry may be in manifest parts that have not been read yet."""
+
+    @property
+    def incomplete(self) -> bool:
+        """True if an entry, or a part of a tensor, may be in manifest parts that have not been read yet."""
+        return self.lacks_names or bool(self.reads.lacking)
 
 
 def plan_restore(
@@ -88,22 +96,34 @@ def plan_restore(
     restored now.
     """
     kinds: dict[str, Kind] = {}
+    checked = set[str]()
     if options.map is not None and document.parts:
         run(load_parts(session, document, list(document.parts)))  # a mapped tensor may need tensors of any rank
 
     def plan() -> RestorePlan:
-        planner = _Planner(exchange, session, document, options, kinds=kinds, written=written)
+        planner = _Planner(exchange, session, document, options, kinds=kinds, checked=checked, written=written)
         return planner.plan(app_state, done, allow_pickle=allow_pickle)
 
-    try:
-        made = plan()
-        if not (document.parts and made.incomplete):
-            return made
-    except RestoreError:
-        if not document.parts:
-            raise
-    run(load_parts(session, document, list(document.parts)))  # this rank's entries may be in other ranks' parts
+    while document.parts:  # the parts that this rank needs may be those of other ranks
+        needed = list(document.parts)
+        with suppress(RestoreError):  # it may fit with the parts of other ranks
+            made = plan()
+            if not made.incomplete:
+                return made
+            needed = find_parts(document, made) or needed
+        run(load_parts(session, document, needed))
     return plan()
+
+
+def find_parts(document: Document, plan: RestorePlan) -> list[PartEntry]:
+    """Return the parts of a manifest that have the boxes that a plan lacks; empty if that is not known."""
+    holders = set[int]()
+    for entry, box in () if plan.lacks_names else plan.reads.lacking:
+        found = entry.find_holders(box) if isinstance(entry, DTensorEntry) else set[int]()
+        if not found:
+            return []
+        holders |= found
+    return [part for part in document.parts if not holders.isdisjoint(part.ranks)]
 
 
 class _Planner:
@@ -117,6 +137,7 @@ class _Planner:
         options: RestoreOptions,
         *,
         kinds: dict[str, Kind],
+        checked: set[str],
         written: frozenset[str],
     ) -> None:
         self._exchange = exchange
@@ -124,6 +145,7 @@ class _Planner:
         self._document = document
         self._options = options
         self._kinds = kinds
+        self._checked = checked
         self._written = written
         self._issues = RestoreIssues()
         self._chooser = Chooser(exchange, session, document, options, self._issues)
@@ -131,19 +153,40 @@ class _Planner:
         self._others: dict[str, list[int]] | None = None
 
     def plan(self, app_state: Mapping[str, Any], done: Collection[str], *, allow_pickle: bool) -> RestorePlan:
-        document, session, kinds = self._document, self._session, self._kinds
+        document, kinds = self._document, self._kinds
         view = self._view(app_state)
         app_state = {key: each for key, each in app_state.items() if encode_component(key) not in done}
         chosen = self._chooser.choose(view, app_state, done)
         grouped = chosen.grouped
-        needed = set().union(*(find_locations(entries, document.files) for entries in grouped.values()))
-        run(expect_files(session, document, needed & document.own_files.keys()))
+        for key, stateful in in_restore_order(app_state):
+            if key in grouped and key not in kinds:
+                kinds[key] = make_kind(key, stateful)
+        self._expect_files(grouped)
         reads = ReadPlan(document.files, allow_pickle=allow_pickle, partial=bool(document.parts))
         matched = self._match(app_state, view, chosen, reads)
-        incomplete = chosen.incomplete or reads.incomplete or matched.lacking or bool(chosen.unknown)
-        if not (incomplete and document.parts):
+        lacks = chosen.incomplete or matched.lacking or bool(chosen.unknown)
+        made = RestorePlan(kinds, grouped, reads, self._checked, matched, self._issues, chosen.unknown, lacks)
+        if not (made.incomplete and document.parts):
             self._expect_fit(view, reads, matched, allow_pickle=allow_pickle)
-        return RestorePlan(kinds, grouped, reads, matched, self._issues, chosen.unknown, incomplete)
+        return made
+
+    def _expect_files(self, grouped: Mapping[str, Mapping[str, Any]]) -> None:
+        """Check the files of what may become new values, before memory is allocated for them.
+
+        A live sharded tensor needs only some of its files, which are checked when they are known.
+        """
+        files, needed = self._document.files, set[str]()
+        for key, entries in grouped.items():
+            live = self._kinds[key].live
+            new = {
+                path: entry
+                for path, entry in entries.items()
+                if not (isinstance(entry, ShardedTensorEntry) and path in live)
+            }
+            needed |= find_locations(new, files)
+        needed = (needed & self._document.own_files.keys()) - self._checked
+        run(expect_files(self._session, self._document, needed))
+        self._checked |= needed
 
     def _view(self, app_state: Mapping[str, Any]) -> RankView:
         """Return the snapshot as this rank sees it, with the application's names."""
@@ -158,9 +201,6 @@ class _Planner:
     def _match(self, app_state: Mapping[str, Any], view: RankView, chosen: ChosenEntries, reads: ReadPlan) -> Matched:
         """Find the place of each requested entry."""
         kinds, grouped = self._kinds, chosen.grouped
-        for key, stateful in in_restore_order(app_state):
-            if key in grouped and key not in kinds:
-                kinds[key] = make_kind(key, stateful)
         matcher = Matcher(
             self._options,
             chosen,

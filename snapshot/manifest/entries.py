@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Union
 
 import msgspec
@@ -46,7 +46,15 @@ from snapshot.manifest.values import (
     SizeEntry,
     StrEntry,
 )
-from snapshot.tensors.geometry import Box, Grid, whole_box
+from snapshot.tensors.geometry import (
+    Box,
+    Grid,
+    Split,
+    find_coordinates,
+    find_nesting,
+    parse_placements,
+    whole_box,
+)
 from snapshot.tensors.memory import ITEMSIZE
 
 # Kinds of entries in a manifest, with the behaviour that depends on the kind.
@@ -191,6 +199,10 @@ class Mesh(msgspec.Struct, gc=False, forbid_unknown_fields=True):
             rest -= min(rest // step, size - 1) * step if rest >= 0 and step > 0 else 0
         return rest == 0
 
+    def rank_at(self, coordinate: Sequence[int]) -> int:
+        """Return the rank at a coordinate."""
+        return self.begin + sum(at * step for at, step in zip(coordinate, self.steps, strict=True))
+
     @staticmethod
     def from_lists(ranks: Any) -> Mesh | list[Any]:
         """Return a mesh from nested lists, or the lists themselves if they are not regular."""
@@ -235,6 +247,25 @@ class DTensorEntry(ShardedTensorEntry, tag="DTensor"):
     """A DTensor, with its placements over its mesh."""
 
     placements: list[str] | None = None
+
+    def find_holders(self, box: Box) -> set[int]:
+        """Return the ranks whose boxes meet a box, by the mesh and the placements. It may be wrong: it is a hint."""
+        placements = parse_placements(self.placements or ())
+        shape = self.mesh.shape if isinstance(self.mesh, Mesh) else np.asarray(self.mesh).shape
+        if not shape or placements is None or len(placements) != len(shape) or math.prod(shape) > MOST_HOLDERS:
+            return set()
+        if any(isinstance(each, Split) and each.dim >= len(self.shape) for each in placements):
+            return set()
+        orders = {None, find_nesting(shape, placements)}  # strides do not say in which order the mesh's dimensions cut
+        found = {at for order in orders for at in find_coordinates(self.shape, shape, placements, box, order)}
+        if isinstance(self.mesh, Mesh):
+            return {self.mesh.rank_at(coordinate) for coordinate in found}
+        ranks = np.asarray(self.mesh)
+        return {int(ranks[coordinate]) for coordinate in found}
+
+
+MOST_HOLDERS = 1 << 17
+"""Maximum number of ranks in a mesh that is followed."""
 
 
 class MappedPart(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -249,6 +250,7 @@ class Split:
 
 
 Placement = Copy | Split
+_PLACEMENT = re.compile(r"R|_?S\(([0-9]{1,3})(?:,([1-9][0-9]{0,9}))?\)")
 Placements = tuple[Placement, ...]
 
 
@@ -302,6 +304,52 @@ def iterate_shards(
     """Yield the boxes at each coordinate of the mesh, in the mesh's order."""
     for coordinate in itertools.product(*map(range, mesh_shape)):
         yield coordinate, find_held_shards(shape, mesh_shape, placements, coordinate, order)
+
+
+def find_coordinates(
+    shape: Shape, mesh_shape: Shape, placements: Placements, box: Box, order: tuple[int, ...] | None = None
+) -> Iterator[Shape]:
+    """Yield the coordinates of a mesh whose boxes meet a box, without a look at the others.
+
+    >>> sorted(find_coordinates((8, 4), (2, 4), (Copy(), Split(0)), Box((3, 0), (2, 4))))
+    [(0, 1), (0, 2), (1, 1), (1, 2)]
+    """
+    wanted = [(begin, begin + size) for begin, size in zip(box.offsets, box.sizes, strict=True)]
+    found = [([[(0, size)] for size in shape], dict[int, int]())]
+    for mesh_dim in range(len(mesh_shape)) if order is None else order:
+        placement, parts = placements[mesh_dim], mesh_shape[mesh_dim]
+        if isinstance(placement, Copy):
+            continue
+        low, high = wanted[placement.dim]
+        strides = placement.strides if order is None else 1
+        cut = []
+        for axes, chosen in found:
+            axis = axes[placement.dim]
+            indices = range(parts)
+            if strides == 1 and len(axis) == 1 and axis[0][1] > axis[0][0]:  # nearly always: most are not even cut
+                begin, end = axis[0]
+                step = -(-(end - begin) // parts)
+                indices = range(max(0, (low - begin) // step), min(parts, -(-(high - begin) // step)))
+            for index in indices:
+                share = _take_share(axis, strides, parts, index)
+                if any(first < high and low < last for first, last in share):
+                    below = [share if dim == placement.dim else each for dim, each in enumerate(axes)]
+                    cut.append((below, {**chosen, mesh_dim: index}))
+        found = cut
+    for _, chosen in found:
+        free = ((chosen[dim],) if dim in chosen else range(size) for dim, size in enumerate(mesh_shape))
+        yield from itertools.product(*free)
+
+
+def parse_placements(texts: Sequence[str]) -> Placements | None:
+    """Return placements from their texts; None if one is unknown."""
+    made: list[Placement] = []
+    for text in texts:
+        found = _PLACEMENT.fullmatch(text)
+        if found is None:
+            return None
+        made.append(Copy() if found[1] is None else Split(int(found[1]), int(found[2] or 1)))
+    return tuple(made)
 
 
 def find_peers(

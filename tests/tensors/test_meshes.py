@@ -5,19 +5,23 @@ import math
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 from snapshot.tensors.geometry import (
+    Box,
     Copy,
     Split,
     add_strides,
+    find_coordinates,
     find_held_shards,
     find_nesting,
     find_peers,
+    intersect,
     is_inside,
     iterate_shards,
+    parse_placements,
 )
 from tests.helpers.versions import even_only
 
@@ -80,6 +84,25 @@ def test_the_boxes_of_all_coordinates_tile_the_tensor_once_for_each_group_of_pee
             for box, _ in found.boxes:
                 covered[box.slices()] += 1
     assert covered.eq(1).all()
+
+
+@settings(max_examples=300, deadline=None)
+@given(spreads(), st.booleans(), st.data())
+def test_the_coordinates_of_a_box_are_those_whose_boxes_meet_it(spread, in_order, data):
+    shape, mesh_shape, placements = spread
+    assume(all(shape))
+    order = find_nesting(mesh_shape, placements) if in_order else None
+    offsets = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
+    sizes = tuple(data.draw(st.integers(1, size - at)) for size, at in zip(shape, offsets, strict=True))
+    box = Box(offsets, sizes)
+    found = list(find_coordinates(shape, mesh_shape, placements, box, order))
+    assert len(set(found)) == len(found)
+    assert set(found) == {
+        coordinate
+        for coordinate, held in iterate_shards(shape, mesh_shape, placements, order)
+        if any(intersect(box, each) for each, _ in held.boxes)
+    }
+    assert parse_placements([str(each) for each in placements]) == placements
 
 
 @even_only

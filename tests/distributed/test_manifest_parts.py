@@ -1,0 +1,129 @@
+"""Which parts of a large manifest a restore reads: those of the ranks that had the boxes it needs."""
+
+import contextlib
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from snapshot import Sharded, Snapshot, StateDict
+from snapshot.manifest import document
+from snapshot.testing.storages import recording
+
+ROWS = 24
+
+
+@contextlib.contextmanager
+def small_manifests():
+    usual, document.IN_ONE = document.IN_ONE, 10
+    try:
+        yield
+    finally:
+        document.IN_ONE = usual
+
+
+def values():
+    return {f"w{i}": torch.arange(float(ROWS * (i + 2))).view(ROWS, i + 2) + i for i in range(6)}
+
+
+def state(mesh, placements, scale=1.0):
+    whole = {name: value * scale for name, value in values().items()}
+    return StateDict({name: distribute_tensor(value, mesh, placements) for name, value in whole.items()})
+
+
+def _save(path, shape):
+    mesh = init_device_mesh("cpu", shape)
+    placements = [Replicate()] * (len(shape) - 1) + [Shard(0)]
+    with small_manifests():
+        Snapshot.take(path, {"s": state(mesh, placements)})
+
+
+def _restore(path, shape, dim=0):
+    """The parts that this rank read, and its count of looks at data files."""
+    mesh = init_device_mesh("cpu", shape)
+    live = state(mesh, [Replicate()] * (len(shape) - 1) + [Shard(dim)], 0.0)
+    with recording() as log:
+        Snapshot(f"recording+file://{path}").restore({"s": live})
+    for name, value in values().items():
+        assert live[name].full_tensor().equal(value), name
+    return sorted(Path(each.path).name.partition("-")[2] for each in log.of("get", "data/*")), len(log.of("stat"))
+
+
+def test_a_restore_into_the_same_layout_reads_its_own_part(four, folder):
+    four.run(_save, f"{folder}/s", (4,))
+    found = four.run(_restore, f"{folder}/s", (4,))
+    assert [parts for parts, _ in found] == [[f"{rank}.json"] for rank in range(4)]
+    assert [stats for _, stats in found] == [1] * 4
+
+
+def test_a_restore_of_replicas_reads_the_parts_of_those_that_may_have_written_them(four, folder):
+    four.run(_save, f"{folder}/s", (2, 2))
+    found = four.run(_restore, f"{folder}/s", (2, 2))
+    for rank, (parts, stats) in enumerate(found):
+        assert set(parts) <= {f"{rank % 2}.json", f"{rank % 2 + 2}.json"}
+        assert stats <= 2
+
+
+def test_a_restore_into_another_layout_reads_the_parts_whose_boxes_it_meets(four, two, folder):
+    four.run(_save, f"{folder}/s", (4,))
+    low, high = two.run(_restore, f"{folder}/s", (2,))
+    assert low[0] == ["0.json", "1.json"]
+    assert high[0] == ["1.json", "2.json", "3.json"]  # its own number's first
+    for parts, _ in four.run(_restore, f"{folder}/s", (4,), 1):  # columns meet all rows
+        assert parts == [f"{rank}.json" for rank in range(4)]
+
+
+def test_a_wider_job_reads_the_parts_whose_boxes_it_meets(four, two, folder):
+    two.run(_save, f"{folder}/s", (2,))
+    found = four.run(_restore, f"{folder}/s", (4,))
+    assert [parts for parts, _ in found] == [["0.json"]] + [["0.json", "1.json"]] * 3
+        ["0.json"],
+        ["0.json", "1.json"],
+        ["0.json", "1.json"],
+        ["0.json", "1.json"],
+    ]
+
+
+def _mislead(path, wrong):
+    """Save with placements in the manifest that are not those of the boxes."""
+    from snapshot.save import replication
+
+    mesh = init_device_mesh("cpu", (4,))
+    usual = replication.e.DTensorEntry
+
+    def lying(dtype, shape, shards, mesh, placements):
+        return usual(dtype, shape, shards, mesh, wrong)
+
+    replication.e.DTensorEntry = lying
+    try:
+        with small_manifests():
+            Snapshot.take(path, {"s": state(mesh, [Shard(0)])})
+    finally:
+        replication.e.DTensorEntry = usual
+
+
+@pytest.mark.parametrize("wrong", [["S(1)"], ["S(9)"], ["R"], ["R", "S(0)"], ["?"], ["_S(0,7)"], [], None])
+def test_placements_are_a_hint_only(four, two, folder, wrong):
+    four.run(_mislead, f"{folder}/s", wrong)
+    two.run(_restore, f"{folder}/s", (2,))  # right in any case
+
+
+def _boxes(path, ranks):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    whole, each = torch.arange(2.0 * ROWS).view(ROWS, 2), ROWS // world
+    mine = slice(rank * each, rank * each + each)
+    held = {f"x{i}": Sharded(whole[mine] + i, (ROWS, 2), (rank * each, 0)) for i in range(12)}
+    if world == ranks:
+        with small_manifests():
+            Snapshot.take(path, {"s": StateDict(held)})
+    live = StateDict({name: Sharded(torch.zeros(each, 2), (ROWS, 2), (rank * each, 0)) for name in held})
+    Snapshot(path).restore({"s": live})
+    assert all(live[name].tensor.equal(value.tensor) for name, value in held.items())
+
+
+def test_boxes_without_placements_are_found_in_all_parts(four, two, folder):
+    four.run(_boxes, f"{folder}/s", 4)
+    two.run(_boxes, f"{folder}/s", 4)
