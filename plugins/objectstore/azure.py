@@ -82,6 +82,7 @@ LIMITS = Limits(
     largest_part=4000 * MiB,
     most_parts=50_000,
     preferred_part=16 * MiB,
+    grown_part=128 * MiB,
     parallel_parts=16,
     parts_per_file=8,
     parallel_files=4,

@@ -40,6 +40,7 @@ LIMITS = Limits(
     smallest_part=MiB // 4,
     multiple=MiB // 4,
     preferred_part=16 * MiB,
+    grown_part=128 * MiB,
     in_order=True,
     parallel_parts=16,
     parts_per_file=1,

@@ -183,7 +183,7 @@ class ConnectedStorage(Storage, Generic[D]):
             if not limits.smallest_part <= size <= limits.largest_part:
                 least, most = limits.smallest_part, limits.largest_part
                 raise ValueError(f"{self.url}: part_bytes must be from {least} to {most}, got {size!r}")
-            limits = replace(limits, preferred_part=int(size))
+            limits = replace(limits, preferred_part=int(size), grown_part=0)
         if at_once is not None:
             if at_once < 1:
                 raise ValueError(f"{self.url}: concurrency must be at least 1, got {at_once!r}")

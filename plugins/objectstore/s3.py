@@ -405,6 +405,7 @@ LIMITS = Limits(
     largest_part=5 << 30,
     most_parts=10_000,
     preferred_part=16 * MiB,
+    grown_part=128 * MiB,
     parallel_parts=16,
     parts_per_file=8,
     parallel_files=4,

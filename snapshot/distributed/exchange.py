@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +43,12 @@ LEADER = 0
 COMMIT = b"commit"
 ANSWERED, FAILED = b"\0", b"\1"
 LONGEST_TEXT = 8000
+PATIENCE = 0.02
+"""The longer a rank has waited, the less often it looks: it sleeps for this fraction of the time so far."""
+LONGEST_PAUSE = 0.05
+"""Maximum seconds between two looks of a rank, unless there are very many ranks."""
+FAULTS = 4
+"""A rank that waits asks for the others' failures at each such look."""
 LAST_WORDS = 5.0
 """Seconds that a failing rank may take to tell the other ranks."""
 
@@ -208,19 +215,23 @@ class Exchange:
     def _wait(self, done: Callable[[], bool], missing: Callable[[], list[int]], step: int) -> None:
         """Wait until a condition holds, the call is given up, or a rank that it depends on is silent for too long."""
         watch = Liveness(self._store, self.timeout, self.world)
+        began = time.monotonic()
         pause, longest = 0.0003, max(0.004, self.world / 20_000)
-        while not done():
+        for look in itertools.count():
+            if done():
+                return
             if not self._open:
                 raise Undecided("the call is over")  # this rank was interrupted
             self._heard = time.monotonic()
-            fault = self._fault()
+            fault = self._fault() if look % FAULTS == 0 or pause < longest else None
             if fault is not None:
                 raise fault.error()
             silent = watch.silent(missing)
             if silent is not None and not done():
                 self._give_up(silent, step)
             time.sleep(pause)
-            pause = min(pause * 1.5, longest)
+            patient = min((self._heard - began) * PATIENCE, max(LONGEST_PAUSE, self.world / 10_000))
+            pause = min(pause * 1.5, max(longest, patient))
 
     def _give_up(self, silent: int, step: int) -> None:
         """Give up the call, because a rank is silent."""

@@ -96,6 +96,8 @@ class Limits:
     in_order: bool = False
     """Writes begin in offset order. With `parts_per_file` of 1 they also do not overlap."""
     preferred_part: int = 8 << 20
+    grown_part: int = 0
+    """The parts of a long file grow up to this length, if requests have a price of their own; 0 if they do not grow."""
     parallel_parts: int = 4
     """The maximum number of concurrent parts over all files."""
     parts_per_file: int = 4

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -14,17 +14,15 @@ from snapshot.errors import (
     RankError,
     SignatureError,
     SnapshotNotFoundError,
-    StorageError,
     StorageNotFoundError,
 )
 from snapshot.events import emit, log
 from snapshot.formats.foreign import UnknownFormatError
 from snapshot.io.loop import run
 from snapshot.io.session import Seal, signer_of
-from snapshot.io.storage import FileStat
 from snapshot.loading.choose import RestoreOptions
 from snapshot.loading.reader import TOUCHED
-from snapshot.manager.root import Root
+from snapshot.manager.root import Root, StepFolders
 from snapshot.manager.step_metadata import noted_step
 from snapshot.manager.takes import expect_options
 from snapshot.manifest.document import Document, SnapshotMetadata
@@ -140,14 +138,16 @@ class Fallback:
         self._begin = begin
         self._using = using
         self._candidates: list[tuple[int, str]] | None = None
-        self._stats: Mapping[int, FileStat] = {}
+        self._seen = StepFolders()
+        """The folders that were looked at."""
+        self._before: int | None = None
+        """The oldest of them; None if there are no more."""
         self._tried: set[tuple[int, str]] = set()
         """Steps with the version tokens of their manifests: a replacement by another process is a new candidate."""
         self._passed: dict[int, tuple[str, bool]] = {}
         """Damaged steps. Only the leader uses this, `_candidates` and `_tried`."""
         self._copies: dict[int, set[str]] = {}
         """The physical files of the damaged steps."""
-        self._unreadable: dict[int, StorageError] = {}
         self._token = ""
         """Version token of the current candidate, known to the leader only."""
         self._current: int | None = None
@@ -223,21 +223,31 @@ class Fallback:
 
     def _next(self) -> tuple[int, str] | None:
         if self._candidates is None:
-            folders = run(self._root.folders())
-            if folders.others and not folders.committed:
-                some = ", ".join(f"step-{step}" for step in folders.others[-5:])
-                log.warning("%s: nothing to restore: there is no finished snapshot in %s", self._root.url, some)
-            self._stats = folders.committed
-            self._unreadable = folders.unreadable
-            self._candidates = sorted({(step, stat.token) for step, stat in self._stats.items()} - self._tried)
-        candidate = self._candidates.pop() if self._candidates else None
-        while candidate is not None and not run(self._root.counts(candidate[0], self._stats[candidate[0]])):
-            log.info("%s: passed over: it is off the line of the run", self._root.step_url(candidate[0]))
+            self._candidates, self._seen = [], StepFolders()
+            self._look(None)
+        while True:
+            while not self._candidates and self._before is not None:
+                self._look(self._before)
             candidate = self._candidates.pop() if self._candidates else None
-        newer = [step for step in self._unreadable if candidate is None or step > candidate[0]]
-        if newer:  # it may be newer than the candidate
-            raise self._unreadable[max(newer)]
+            newer = [step for step in self._seen.unreadable if candidate is None or step > candidate[0]]
+            if newer:  # it may be newer than the candidate
+                raise self._seen.unreadable[max(newer)]
+            if candidate is None or run(self._root.counts(candidate[0], self._seen.committed[candidate[0]])):
+                break
+            log.info("%s: passed over: it is off the line of the run", self._root.step_url(candidate[0]))
+        if candidate is None and self._seen.others and not self._seen.committed:
+            some = ", ".join(f"step-{step}" for step in self._seen.others[-5:])
+            log.warning("%s: nothing to restore: there is no finished snapshot in %s", self._root.url, some)
         return candidate
+
+    def _look(self, before: int | None) -> None:
+        """Look at the next newest folders, which become candidates."""
+        found = run(self._root.newest(before))
+        self._seen.committed |= found.committed
+        self._seen.unreadable |= found.unreadable
+        self._seen.others[:0] = found.others
+        self._before = min([*found.committed, *found.others, *found.unreadable], default=None)
+        self._candidates = sorted({(step, stat.token) for step, stat in found.committed.items()} - self._tried)
 
     def _pass(self, step: int, fault: str) -> None:
         """Record a damaged step. If it was removed or replaced meanwhile, list all steps again."""
@@ -249,6 +259,8 @@ class Fallback:
 
     def _shares_with(self, step: int) -> int | None:
         """Return a damaged step with files that are physically the same as those of a step."""
+        if not any(self._copies.values()):
+            return None
         copies = run(self._root.copies(step, self._seal))
         return next((each for each, theirs in self._copies.items() if theirs & copies), None)
 

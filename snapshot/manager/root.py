@@ -18,12 +18,12 @@ from snapshot.errors import (
     StorageNotFoundError,
 )
 from snapshot.events import log
-from snapshot.formats.foreign import is_absence
+from snapshot.formats.foreign import ForeignDocument, is_absence
 from snapshot.io.aio import gather_limited
 from snapshot.io.session import Seal, Session
 from snapshot.io.storage import ANYTHING, FileStat, Storage
 from snapshot.io.url import URL
-from snapshot.loading.open import expect_files, open_document, read_manifest
+from snapshot.loading.open import expect_files, open_main, read_manifest
 from snapshot.manager.policies import Taken
 from snapshot.manager.step_metadata import noted_metrics
 from snapshot.manifest.document import METADATA, OURS, ManifestHead, NotOurs, decode_head
@@ -36,6 +36,8 @@ T = TypeVar("T")
 Item = TypeVar("Item")
 UNREADABLE = {errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP}
 """Error numbers of a storage for a single file that cannot be read, while others can."""
+NEWEST, MORE = 4, 64
+"""Folders that a search for the newest snapshot looks at first, and then at a time."""
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 
 
@@ -68,6 +70,8 @@ class Root:
         """The manifest's token, and its head or the error of reading it."""
         self._whole: dict[int, str] = {}
         """Manifest tokens of the snapshots whose files were all found."""
+        self._listed: list[int] = []
+        """The numbers of the folders that `newest` has not returned yet, and the last that it has."""
         self._line: Line | None = None
         """The line of a run with near folders, as of the last list of the folders."""
 
@@ -90,6 +94,14 @@ class Root:
         """Return the step folders. Raise if the storage cannot list; failures of a single step are logged."""
         self._line = None
         return await self.examine(await self.numbers())
+
+    async def newest(self, before: int | None) -> StepFolders:
+        """Return the newest step folders, or some before a step; none if there are no more. As `folders`, but lazy."""
+        if before is None:
+            self._line, self._listed = None, await self.numbers()
+        else:
+            self._listed = [step for step in self._listed if step < before]
+        return await self.examine(self._listed[-(NEWEST if before is None else MORE) :])
 
     async def line(self) -> Line:
         """Return the line of the run in this root. Without facts, all steps are on it."""
@@ -218,11 +230,15 @@ class Root:
         return None if stat is None else stat.token
 
     async def fault(self, step: int, seal: Seal | None = None) -> str | None:
-        """Return why a step cannot be restored, as far as that shows without reading data; None if it does not."""
+        """Return why a step cannot be restored, as far as its main manifest shows; None if it does not.
+
+        The ranks look at the manifest's parts and at the files that they need, before any of them reads data.
+        """
         async with self.opened(step, seal) as session:
             try:
-                document = await open_document(session)
-                await expect_files(session, document, set(document.own_files))
+                document = await open_main(session)
+                if isinstance(document, ForeignDocument):  # its reader may not look at all files that belong to it
+                    await expect_files(session, document, set(document.own_files))
             except (CorruptSnapshotError, SnapshotNotFoundError, StorageNotFoundError) as error:
                 return str(error)
             except SnapshotError:

@@ -621,6 +621,9 @@ class TieredRoot(Root):
         self._of_run = Line(facts, facts.last)
         self.census = self._tiers.census(self.views, self._of_run)
 
+    async def newest(self, before: int | None) -> StepFolders:
+        return await self.folders() if before is None else StepFolders()
+
     async def folders(self) -> StepFolders:
         """Return the steps of the far root and the near ones: of each step the newer snapshot."""
         folders = StepFolders()

@@ -156,6 +156,8 @@ LARGEST_FILE = 4 << 30
 LARGEST_HEADER = 16 * MiB
 CUT = 128 * MiB
 """Minimum size of a tensor that is split to balance loads."""
+PARTS = 32
+"""A file has at least so many parts before they grow."""
 SHORTEST_PART = MiB // 4
 """Lower bound for parts under any budget: with parts of a few bytes a take would never end."""
 WORTH_A_FILE = 16 * MiB
@@ -491,8 +493,11 @@ def cut_file(file: FilePlan, part_bytes: int) -> list[FilePart]:
 
 
 def choose_part_size(limits: Limits, budget: int, file_size: int, wanted: int = 0) -> int:
-    """Return the length of parts: the storage's preference, limited by the budget and the number of parts."""
-    size = wanted or limits.preferred_part
+    """Return the length of parts: the storage's preference, limited by the budget and the number of parts.
+
+    The parts of a long file grow, so that a job with many terabytes does not pay for millions of requests.
+    """
+    size = wanted or max(limits.preferred_part, min(limits.grown_part, file_size // PARTS))
     share = max(SHORTEST_PART, budget // max(2, min(limits.parallel_parts, 8)))  # rather fewer than ever smaller parts
     size = min(size, limits.largest_part, max(limits.smallest_part, share))
     size = max(size, limits.smallest_part, -(-file_size // limits.most_parts))

@@ -479,6 +479,17 @@ async def _find_out(url: URL, outcome: Outcome, lost: Undecided) -> None:
     ) from lost
 
 
+def expect_readable(session: Session, data: bytes, what: str) -> bytes:
+    """Return the bytes of a manifest or of a part. Raise `SnapshotError` if readers would refuse their length."""
+    limit = session.settings.manifest_bytes
+    if len(data) > limit:
+        raise SnapshotError(
+            f"{session.url}: {what} would have {len(data):,} bytes, and readers accept at most {limit:,}: raise "
+            "SNAPSHOT_MANIFEST_BYTES for the take and for all readers, or save fewer values, or longer tensors"
+        )
+    return data
+
+
 async def _keep_manifest(session: Session, transaction: Transaction, manifest: bytes) -> None:
     """Store the committed manifest on this host, too. The snapshot does not depend on it, so a failure is logged."""
     try:
@@ -519,7 +530,7 @@ async def _commit(
     document = await in_thread(
         partial(build_document, manifest, save_id, parts, others, newest=any(each.newest for each in done))
     )
-    data = await in_thread(encode, document)
+    data = expect_readable(session, await in_thread(encode, document), "the manifest")
     if signer is not None:
         roots = {location: root for each in done for location, root in (each.signed or {}).items()}
         await signer.put_signature(session.storage, save_id, data, roots)

@@ -28,6 +28,7 @@ from snapshot.save.commit import (
     commit_with_ranks,
     encode_for_leader,
     encode_own_part,
+    expect_readable,
     leader_part_path,
     own_part_path,
     raise_fault_of_another_rank,
@@ -256,10 +257,11 @@ class Take:
         await in_thread(remember_unchanged, save_id, self._share, kept, written)
         if manifest.chunks:
             await write_small(storage, binary, manifest.chunks, count)
-        own_part = await in_thread(encode_own_part, manifest)
+        own_part = expect_readable(self.session, await in_thread(encode_own_part, manifest), "a part of the manifest")
         if own_part:
             await write_small(storage, own_part_path(save_id, rank), [own_part])
         leader_part = await in_thread(encode_for_leader, manifest) if rank else b""
+        expect_readable(self.session, leader_part, "a part of the manifest")
         if leader_part and not storage.host:
             await write_small(storage, leader_part_path(save_id, rank), [leader_part])
         signed: dict[str, Root] | None = None

@@ -112,6 +112,15 @@ def test_equal_structures_make_equal_plans():
     )
 
 
+def test_parts_grow_with_the_file_where_each_request_has_a_price():
+    limits = Limits(most_parts=10_000, preferred_part=16 * MiB, grown_part=128 * MiB, parallel_parts=16)
+    sizes = [choose_part_size(limits, 4096 * MiB, size * MiB) // MiB for size in (1, 512, 1024, 4096, 1 << 20)]
+    assert sizes == [16, 16, 32, 128, 128]
+    assert choose_part_size(limits, 256 * MiB, 4096 * MiB) == 32 * MiB  # an eighth of the budget
+    assert choose_part_size(limits, 4096 * MiB, 4096 * MiB, 8 * MiB) == 8 * MiB  # as the setting says
+    assert choose_part_size(Limits(), 4096 * MiB, 1 << 40) == Limits().preferred_part
+
+
 @given(
     st.integers(1, 1 << 30), st.integers(1, 1 << 42), st.sampled_from([1, 512, 4096]),
     st.integers(1, 16 * MiB), st.integers(1, 10_000),
