@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import platform
 import secrets
 import shutil
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 
 from snapshot.bench.rounds import available_memory, file_system
-from snapshot.cli.arguments import Verbs, add_json, add_storage, count, options_of, size, verb
+from snapshot.cli.arguments import add_json, add_storage, count, environment, options_of, size
 from snapshot.cli.screen import Column, ExitStatus, ScreenTable, as_json, paint, printable, say
 from snapshot.errors import SnapshotError, StorageConflictError, StorageNotFoundError
 from snapshot.io.loop import run as wait
@@ -355,14 +354,14 @@ def open_once(url: URL, options: Mapping[str, Any]) -> None:
 
 
 def _measured(
-    url: URL, options: Mapping[str, Any], environment: Mapping[str, str], tensors: dict[str, torch.Tensor]
+    url: URL, options: Mapping[str, Any], variables: Mapping[str, str], tensors: dict[str, torch.Tensor]
 ) -> tuple[float, float]:
     """Return the bytes per second of a durable take, and of a restore."""
     nbytes = sum(tensor.numel() for tensor in tensors.values())
     state = {"doctor": StateDict(tensors)}
     place = url.join(f"snapshot-doctor-{secrets.token_hex(6)}").reveal()
     snapshot = Snapshot(place, storage_options=options)
-    with _set(environment):
+    with environment(variables):
         try:
             began = time.perf_counter()
             Snapshot.take(place, state, storage_options=options)
@@ -373,20 +372,6 @@ def _measured(
             with suppress(SnapshotError):
                 snapshot.delete()
     return nbytes / (taken - began), nbytes / (restored - taken)
-
-
-@contextmanager
-def _set(environment: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in environment}
-    os.environ.update(environment)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 # `snapshot doctor`: test which operations work at a URL, how fast, and what would help.
@@ -403,21 +388,20 @@ EXTRAS = {
 SHARED = "/dev/shm"  # noqa: S108 - shared memory between processes
 
 
-def add(verbs: Verbs) -> None:
-    """Describe the verb's arguments."""
-    parser = verb(
-        verbs,
-        "doctor",
-        "Test if this machine can write, read, list and delete at a URL, how fast with which settings, and what would "
-        "help. It uses a new folder below the URL, and removes it. Without a URL it examines this machine only.",
-        [
-            ("doctor", "this machine: versions, extras, limits"),
-            ("doctor s3://bucket/run", "and a place, with settings to paste"),
-            ("doctor /scratch --size 1GiB --seconds 60", "measured more thoroughly"),
-            ("doctor s3://bucket/run --near /nvme/run", "both tiers of a manager with near="),
-        ],
-        run,
-    )
+DESCRIPTION = (
+    "Test if this machine can write, read, list and delete at a URL, how fast with which settings, and what would "
+    "help. It uses a new folder below the URL, and removes it. Without a URL it examines this machine only."
+)
+EXAMPLES = [
+    ("doctor", "this machine: versions, extras, limits"),
+    ("doctor s3://bucket/run", "and a place, with settings to paste"),
+    ("doctor /scratch --size 1GiB --seconds 60", "measured more thoroughly"),
+    ("doctor s3://bucket/run --near /nvme/run", "both tiers of a manager with near="),
+]
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
     parser.add_argument("url", nargs="?", metavar="URL", help="where snapshots will be saved")
     parser.add_argument("--near", metavar="FOLDER", help="also test the near folder of a manager")
     parser.add_argument("--size", type=size, default=128 * MiB, metavar="SIZE", help="bytes to write (128MiB)")

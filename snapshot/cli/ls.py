@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from snapshot.cli.arguments import Verbs, add_json, add_storage, count, options_of, verb
+from snapshot.cli.arguments import add_json, add_storage, count, options_of
 from snapshot.cli.listing import (
     Fold,
     ListedItem,
@@ -132,24 +132,23 @@ FOLDED = 40
 BAR = 20
 
 
-def add(verbs: Verbs) -> None:
-    """Describe the verb's arguments."""
-    parser = verb(
-        verbs,
-        "ls",
-        "List the contents of a snapshot or of a checkpoint of another library, or the snapshots in a folder. Only the "
-        "manifest is read. Objects whose names differ only in numbers share one line.",
-        [
-            ("ls run", "the snapshots in a folder"),
-            ("ls run/step-100", "the contents of one"),
-            ("ls run/step-100 'model/**'", "a part of it"),
-            ("ls run/step-100 --flat | grep bias", "a line for each object"),
-            ("ls run/step-100 --du --depth 3", "sizes by name"),
-            ("ls run --du", "the bytes that each snapshot of a folder has alone, and shares with others"),
-            ("ls s3://bucket/run --near /nvme/run", "where each step is, as this host sees it"),
-        ],
-        run,
-    )
+DESCRIPTION = (
+    "List the contents of a snapshot or of a checkpoint of another library, or the snapshots in a folder. Only the "
+    "manifest is read. Objects whose names differ only in numbers share one line."
+)
+EXAMPLES = [
+    ("ls run", "the snapshots in a folder"),
+    ("ls run/step-100", "the contents of one"),
+    ("ls run/step-100 'model/**'", "a part of it"),
+    ("ls run/step-100 --flat | grep bias", "a line for each object"),
+    ("ls run/step-100 --du --depth 3", "sizes by name"),
+    ("ls run --du", "the bytes that each snapshot of a folder has alone, and shares with others"),
+    ("ls s3://bucket/run --near /nvme/run", "where each step is, as this host sees it"),
+]
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
     parser.add_argument(
         "url", nargs="?", default=".", metavar="URL", help="a snapshot or a folder (default: the current one)"
     )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
-from snapshot.cli.arguments import Verbs, add_json, add_storage, count, duration, options_of, verb
+from snapshot.cli.arguments import add_json, add_storage, count, duration, options_of
 from snapshot.cli.locate import explain_missing, is_local_file
 from snapshot.cli.screen import Column, ExitStatus, ScreenTable, as_json, ask, printable, wrapped
 from snapshot.errors import SnapshotError, SnapshotNotFoundError
@@ -25,23 +25,22 @@ from snapshot.text import counted, size_text
 UNASKED = "nothing was removed: no terminal to ask on; pass --yes, or --dry-run to only show"
 
 
-def add(verbs: Verbs) -> None:
-    """Describe the verb's arguments."""
-    parser = verb(
-        verbs,
-        "prune",
-        "Remove snapshots named step-<number> in a folder, except those that a --keep option keeps, the newest, and "
-        "pinned ones. Also remove leftovers of interrupted takes and removals; without a --keep option, remove only "
-        "these. Checkpoints of other libraries are left alone. It shows what it would remove, and asks.",
-        [
-            ("prune run --keep-latest 3 --dry-run", "show what would be removed"),
-            ("prune run --keep-latest 3 --keep-every 1000", "the latest 3, and each 1000th"),
-            ("prune run --keep-best loss:2 --keep-best f1:1:max", "the best by metrics"),
-            ("prune run --keep-for 7d --yes", "without asking, for scripts"),
-            ("prune run", "only leftovers of interrupted takes"),
-        ],
-        run,
-    )
+DESCRIPTION = (
+    "Remove snapshots named step-<number> in a folder, except those that a --keep option keeps, the newest, and "
+    "pinned ones. Also remove leftovers of interrupted takes and removals; without a --keep option, remove only "
+    "these. Checkpoints of other libraries are left alone. It shows what it would remove, and asks."
+)
+EXAMPLES = [
+    ("prune run --keep-latest 3 --dry-run", "show what would be removed"),
+    ("prune run --keep-latest 3 --keep-every 1000", "the latest 3, and each 1000th"),
+    ("prune run --keep-best loss:2 --keep-best f1:1:max", "the best by metrics"),
+    ("prune run --keep-for 7d --yes", "without asking, for scripts"),
+    ("prune run", "only leftovers of interrupted takes"),
+]
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
     parser.add_argument("root", metavar="ROOT", help="the folder of the steps")
     keep = parser.add_argument_group("steps to keep", "A step is kept if any of these options keeps it.")
     for flag, kind, metavar, what in (

@@ -13,7 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from snapshot.cli.arguments import Verbs, add_storage, assignment, options_of, verb
+from snapshot.cli.arguments import add_storage, assignment, options_of
 from snapshot.cli.listing import (
     ListedItem,
     Total,
@@ -173,21 +173,20 @@ MOST_ROWS = 5000
 _RANK = re.compile(r"data/[0-9a-f]+-([0-9]+)-[0-9]+\.")
 
 
-def add(verbs: Verbs) -> None:
-    """Describe the verb's arguments."""
-    parser = verb(
-        verbs,
-        "report",
-        "Draw a snapshot, or a checkpoint of another library, as one HTML page that needs no network: sizes by name, "
-        "dtypes, bytes of each rank, files, digests, metadata; with --trace the take's timeline. Only the manifest "
-        "is read.",
-        [
-            ("report run/step-100 -o report.html", "the page"),
-            ("report run/step-100 -o report.html --verify", "with the result of a verification"),
-            ("report run/step-100 -o report.html --trace t.json", "with the trace of SNAPSHOT_TRACE=t.json"),
-        ],
-        run,
-    )
+DESCRIPTION = (
+    "Draw a snapshot, or a checkpoint of another library, as one HTML page that needs no network: sizes by name, "
+    "dtypes, bytes of each rank, files, digests, metadata; with --trace the take's timeline. Only the manifest "
+    "is read."
+)
+EXAMPLES = [
+    ("report run/step-100 -o report.html", "the page"),
+    ("report run/step-100 -o report.html --verify", "with the result of a verification"),
+    ("report run/step-100 -o report.html --trace t.json", "with the trace of SNAPSHOT_TRACE=t.json"),
+]
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
     parser.add_argument("url", metavar="URL", help="a snapshot")
     parser.add_argument("--output", metavar="FILE", help="the file to write; also -o FILE, if the name has no '='")
     parser.add_argument("--trace", metavar="FILE", help="a timeline that SNAPSHOT_TRACE recorded")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from snapshot.cli.arguments import Verbs, add_json, add_storage, options_of, verb
+from snapshot.cli.arguments import add_json, add_storage, options_of
 from snapshot.cli.listing import SharedFiles, read_below
 from snapshot.cli.locate import explain_missing, is_local_file
 from snapshot.cli.prune import add_careful, confirmed
@@ -29,20 +29,19 @@ DATA = (".safetensors", ".bin")
 """Suffixes of data files."""
 
 
-def add(verbs: Verbs) -> None:
-    """Describe the verb's arguments."""
-    parser = verb(
-        verbs,
-        "rm",
-        "Remove snapshots, and leftovers of interrupted takes in their folders; no other file. Checkpoints of other "
-        "libraries are left alone. It shows what it would remove, and asks.",
-        [
-            ("rm run/step-100", "ask first"),
-            ("rm run/step-100 run/step-200 --yes", "without asking, for scripts"),
-            ("rm run/step-100 --dry-run", "show what would be removed"),
-        ],
-        run,
-    )
+DESCRIPTION = (
+    "Remove snapshots, and leftovers of interrupted takes in their folders; no other file. Checkpoints of other "
+    "libraries are left alone. It shows what it would remove, and asks."
+)
+EXAMPLES = [
+    ("rm run/step-100", "ask first"),
+    ("rm run/step-100 run/step-200 --yes", "without asking, for scripts"),
+    ("rm run/step-100 --dry-run", "show what would be removed"),
+]
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
     parser.add_argument("urls", nargs="+", metavar="URL", help="a snapshot, or the folder of an interrupted take")
     parser.add_argument("--pinned", action="store_true", help="also remove pinned snapshots")
     parser.add_argument("--bases", action="store_true", help="also remove snapshots that others need")

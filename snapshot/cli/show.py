@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch._tensor_str import PRINT_OPTS
 
-from snapshot.cli.arguments import Verbs, add_json, add_pickle, add_storage, options_of, verb
+from snapshot.cli.arguments import add_json, add_pickle, add_storage, options_of
 from snapshot.cli.listing import base_url, is_in_base, items, shape_text, value_text
 from snapshot.cli.locate import open_all
 from snapshot.cli.screen import ExitStatus, as_json, bar, mute_torch_warnings, paint, printable, width, wrapped
@@ -171,21 +171,20 @@ LONGEST = 10_000
 """Maximum length of a value in characters."""
 
 
-def add(verbs: Verbs) -> None:
-    """Describe the verb's arguments."""
-    parser = verb(
-        verbs,
-        "show",
-        "Show one object of a snapshot, or of a checkpoint of another library: description, statistics "
-        "and first values of a tensor; the value of anything else. Only the object's byte ranges are read, in parts.",
-        [
-            ("show run/step-100 model/head.weight", "a tensor"),
-            ("show run/step-100 model/head.weight --box 0:2,:8 --no-stats", "only a part of it"),
-            ("show run/step-100 progress/step", "a number"),
-            ("show run/step-100 1/rng/torch", "the object of rank 1 with this name"),
-        ],
-        run,
-    )
+DESCRIPTION = (
+    "Show one object of a snapshot, or of a checkpoint of another library: description, statistics "
+    "and first values of a tensor; the value of anything else. Only the object's byte ranges are read, in parts."
+)
+EXAMPLES = [
+    ("show run/step-100 model/head.weight", "a tensor"),
+    ("show run/step-100 model/head.weight --box 0:2,:8 --no-stats", "only a part of it"),
+    ("show run/step-100 progress/step", "a number"),
+    ("show run/step-100 1/rng/torch", "the object of rank 1 with this name"),
+]
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
     parser.add_argument("url", metavar="URL", help="a snapshot")
     parser.add_argument("path", metavar="PATH", help="the object's name, as `snapshot ls --flat` shows it")
     parser.add_argument("--rank", type=int, metavar="N", help="the object of this rank")

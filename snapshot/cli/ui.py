@@ -27,8 +27,7 @@ from urllib.parse import parse_qsl
 
 import torch
 
-from snapshot.cli.arguments import Verbs, add_storage, options_of, verb
-from snapshot.cli.diff import diff_fields
+from snapshot.cli.arguments import add_storage, options_of
 from snapshot.cli.listing import stored_place
 from snapshot.cli.locate import list_names, suggest
 from snapshot.cli.ls import runs_in, tier_rows
@@ -260,10 +259,8 @@ class RunView:
         """Return the differences between two steps. With `values`, the largest relative ones are first."""
         sides = self._checkpoint(a), self._checkpoint(b)
         found = Snapshot.diff(*sides, values=values, memory_budget_bytes=BUDGET)
-        told = diff_fields(found) | {"summary": found.summary}
-        changes = told["changes"]
-        if values:
-            changes.sort(key=_weight, reverse=True)
+        told = found.as_json() | {"summary": found.summary}
+        changes = sorted(told["changes"], key=_weight, reverse=True) if values else told["changes"]
         told["changes"] = [
             change | {name: _short(change[name]) for name in ("path", "before", "detail")}
             for change in changes[:CHANGES]
@@ -619,21 +616,20 @@ def _glob(query: dict[str, str]) -> str:
 # `snapshot ui`: a local page over the steps of a run: metrics, sizes, places, differences, health of tensors.
 
 
-def add(verbs: Verbs) -> None:
-    """Describe the verb's arguments."""
-    parser = verb(
-        verbs,
-        "ui",
-        "Show the steps of a run in a browser: metrics, sizes, where each step is, differences between two steps, "
-        "norms and NaN counts of tensors. The page is served on 127.0.0.1 only, until Ctrl-C, and needs the token in "
-        "the printed address. Nothing is written.",
-        [
-            ("ui run", "print the address of the page, and serve it"),
-            ("ui s3://bucket/run --near /nvme/run", "with the near steps of this host"),
-            ("ui run --port 8000", "at a fixed port, for example for ssh -L 8000:127.0.0.1:8000"),
-        ],
-        run,
-    )
+DESCRIPTION = (
+    "Show the steps of a run in a browser: metrics, sizes, where each step is, differences between two steps, "
+    "norms and NaN counts of tensors. The page is served on 127.0.0.1 only, until Ctrl-C, and needs the token in "
+    "the printed address. Nothing is written."
+)
+EXAMPLES = [
+    ("ui run", "print the address of the page, and serve it"),
+    ("ui s3://bucket/run --near /nvme/run", "with the near steps of this host"),
+    ("ui run --port 8000", "at a fixed port, for example for ssh -L 8000:127.0.0.1:8000"),
+]
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
     parser.add_argument("url", metavar="ROOT", help="a folder of steps, as SnapshotManager writes them")
     parser.add_argument("--near", metavar="FOLDER", help="the near folder of this host: show where each step is")
     parser.add_argument("--port", type=_port, default=0, metavar="N", help="the port (default: any free one)")
