@@ -49,7 +49,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--delta", metavar="FOLDER", help="publish a delta; the version before is pulled into this local folder"
     )
     parser.add_argument("--full-every", type=count, default=50, metavar="N", help="limit of a chain (default: 50)")
-    parser.add_argument("--keep-full", type=count, default=2, metavar="N", help="full versions to keep (default: 2)")
+    parser.add_argument("--keep", type=count, default=2, metavar="N", help="full versions to keep (default: 2)")
     parser.add_argument(
         "--files", metavar="FOLDER", help="the model's config and tokenizer; by default FROM, if it has a config.json"
     )
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     publisher = Publisher(
         arguments.url,
         full_every=arguments.full_every,
-        keep=arguments.keep_full,
+        keep=arguments.keep,
         files=arguments.files or _files_beside(arguments.source),
         notify=arguments.notify,
         memory_budget_bytes=1 << 62,  # the process ends after this version
