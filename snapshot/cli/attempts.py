@@ -55,13 +55,8 @@ def run(given: argparse.Namespace) -> ExitStatus:
     if facts.last is None:
         raise SnapshotNotFoundError(f"{far}: has no attempts; only managers with near folders leave them")
     rows = list(_rows(facts))
-    columns = [
-        Column("number", right=True),
-        Column("attempt"),
-        Column("host"),
-        Column("began with", lambda row: row["began"]),
-        Column("steps"),
-    ]
+    began = Column("began with", lambda row: row["began"])
+    columns = [Column("number", right=True), Column("attempt"), Column("host"), began, Column("steps")]
     emit(given, {"url": str(far), "attempts": rows}, [ScreenTable(columns).fill(rows)])
     return ExitStatus.FOUND if facts.conflicts() else ExitStatus.OK
 

@@ -167,7 +167,7 @@ class Column:
 
     def text(self, value: Any) -> str:
         """Return the text for the value of a row."""
-        return str(value[self.name]) if self.of is None else self.of(value)
+        return str(value.get(self.name, "")) if self.of is None else self.of(value)
 
 
 class ScreenTable:

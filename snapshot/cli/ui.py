@@ -561,34 +561,26 @@ class PageHandler(BaseHTTPRequestHandler):
         except (OSError, ValueError):
             return True
 
-    def steps(self, query: dict[str, str]) -> dict[str, Any]:
-        """Return the newest steps."""
-        return self.server.view.steps(max(1, min(_number(query, "most"), MOST_STEPS)))
-
-    def check(self, query: dict[str, str]) -> dict[str, Any]:
-        """Return if the files of a step exist."""
-        return self.server.view.check(_number(query, "step"))
+    def compute(self, work: Callable[[RunView], dict[str, Any]]) -> dict[str, Any]:
+        """Return the result of work that reads data, in the thread of the server."""
+        return self.server.compute(lambda: work(self.server.view), self._is_over)
 
     def diff(self, query: dict[str, str]) -> dict[str, Any]:
         """Return the differences between two steps."""
         a, b, values = _number(query, "a"), _number(query, "b"), query.get("values") == "1"
-        return self.server.compute(lambda: self.server.view.diff(a, b, values=values), self._is_over)
-
-    def tensors(self, query: dict[str, str]) -> dict[str, Any]:
-        """Return which tensors of a step match a glob."""
-        return self.server.view.tensors(_number(query, "step"), _glob(query))
+        return self.compute(lambda view: view.diff(a, b, values=values))
 
     def health(self, query: dict[str, str]) -> dict[str, Any]:
         """Return the health of the tensors of a step that match a glob."""
         step, glob = _number(query, "step"), _glob(query)
-        return self.server.compute(lambda: self.server.view.health(step, glob, self._is_over), self._is_over)
+        return self.compute(lambda view: view.health(step, glob, self._is_over))
 
 
 _ROUTES: dict[str, Callable[[PageHandler, dict[str, str]], dict[str, Any]]] = {
-    "/api/steps": PageHandler.steps,
-    "/api/check": PageHandler.check,
+    "/api/steps": lambda page, query: page.server.view.steps(max(1, min(_number(query, "most"), MOST_STEPS))),
+    "/api/check": lambda page, query: page.server.view.check(_number(query, "step")),
+    "/api/tensors": lambda page, query: page.server.view.tensors(_number(query, "step"), _glob(query)),
     "/api/diff": PageHandler.diff,
-    "/api/tensors": PageHandler.tensors,
     "/api/health": PageHandler.health,
 }
 
