@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -149,10 +149,7 @@ def ranks_of(entry: e.ShardedTensorEntry) -> int:
         if isinstance(each, list):
             rest += each
         elif isinstance(each, e.Mesh):
-            product = 1
-            for size in each.shape:
-                product *= size
-            found += product
+            found += math.prod(each.shape)
         else:
             found += 1
     return found
@@ -432,18 +429,21 @@ def base_url(metadata: SnapshotMetadata) -> str:
     return "" if base is None else base.url
 
 
+def _base_files(metadata: SnapshotMetadata) -> Set[str]:
+    """Return the files with entries of a snapshot that only its base has."""
+    return metadata._document.files.keys() - metadata._document.own_files.keys()
+
+
 def bytes_in_base(metadata: SnapshotMetadata) -> int:
     """Return the bytes that were left out of a snapshot, since its base has them."""
-    document = metadata._document
-    held = document.files.keys() - document.own_files.keys()
-    ranges = {(each.location, *each.byte_range) for each in stored_in(document.manifest) if each.location in held}
+    held, stored = _base_files(metadata), stored_in(metadata._document.manifest)
+    ranges = {(each.location, *each.byte_range) for each in stored if each.location in held}
     return sum(end - begin for _, begin, end in ranges)
 
 
 def is_in_base(metadata: SnapshotMetadata, entry: Entry) -> bool:
     """Return True if only the base has the bytes of an entry, or a part of them."""
-    document = metadata._document
-    held = document.files.keys() - document.own_files.keys()
+    held = _base_files(metadata)
     return any(each.location in held for each in stored_of(entry))
 
 

@@ -74,47 +74,43 @@ def _verify_at(url: str, options: dict[str, Any], arguments: argparse.Namespace)
             names = snapshots_below(place, options)
         except (SnapshotError, OSError):  # the storage cannot list
             names = []
+        urls = [place.join(name).reveal() for name in names]
         if arguments.ranks:
-            expect_same_urls([place.join(name).reveal() for name in names])
-        if not names:
-            return _say(error)
+            expect_same_urls(urls)
+        if not urls:
+            return _complain(error)
     if arguments.resume:
-        raise ValueError(f"--resume needs one snapshot, but {place} is a folder of {len(names):,}")
+        raise ValueError(f"--resume needs one snapshot, but {place} is a folder of {len(urls):,}")
     status = ExitStatus.OK
-    for name in names:
+    for each in urls:
         try:
-            status = max(status, _verify_one(place.join(name).reveal(), options, arguments))
+            status = max(status, _verify_one(each, options, arguments))
         except SnapshotNotFoundError as error:  # it was removed meanwhile
-            status = max(status, _say(error))
+            status = max(status, _complain(error))
     return status
 
 
 def _verify_one(url: str, options: dict[str, Any], arguments: argparse.Namespace) -> ExitStatus:
+    """Verify one snapshot. If its manifest is damaged, report that. Raise if there is no snapshot."""
     try:
-        report = _verified(url, options, arguments)
+        snapshot = Snapshot(url, storage_options=options, key=arguments.key)
+        with explain_missing(url, options), bar("verify", ranks=arguments.ranks) as show:
+            report = snapshot.verify(
+                quick=arguments.quick, resume=arguments.resume, progress=show, **work_of(arguments)
+            )
     except SnapshotNotFoundError:
         raise
+    except CorruptSnapshotError as error:
+        report = VerifyReport(0, 0, 0.0, (str(error),))
     except (SnapshotError, OSError) as error:
-        return _say(error)
+        if not (isinstance(error, UnknownFormatError) and url.endswith(ENDINGS)):
+            return _complain(error)
+        report = VerifyReport(0, 0, 0.0, (str(error),))  # by its name it is a checkpoint
     good = report.ok and not (arguments.strict and report.unverifiable)
     emit_report(arguments, url, report, "" if good else "yellow" if report.ok else "red")
     return ExitStatus.OK if good else ExitStatus.FOUND
 
 
-def _say(error: Exception) -> ExitStatus:
+def _complain(error: Exception) -> ExitStatus:
     complain("error", error)
     return ExitStatus.FAILED
-
-
-def _verified(url: str, options: dict[str, Any], arguments: argparse.Namespace) -> VerifyReport:
-    """Return the report on one snapshot. If its manifest is damaged, report that."""
-    snapshot = Snapshot(url, storage_options=options, key=arguments.key)
-    try:
-        with explain_missing(url, options), bar("verify", ranks=arguments.ranks) as show:
-            return snapshot.verify(quick=arguments.quick, resume=arguments.resume, progress=show, **work_of(arguments))
-    except UnknownFormatError as error:
-        if not snapshot.path.endswith(ENDINGS):
-            raise
-        return VerifyReport(0, 0, 0.0, (str(error),))  # by its name it is a checkpoint
-    except CorruptSnapshotError as error:
-        return VerifyReport(0, 0, 0.0, (str(error),))
