@@ -18,7 +18,7 @@ T = TypeVar("T", "Line", "Change")
 class Report:
     """The result of an operation. As text, it is a summary, then a line for each detail."""
 
-    most_details: ClassVar = 1000
+    _most_details: ClassVar = 1000
     """Maximum number of details in the text."""
 
     @property
@@ -36,7 +36,7 @@ class Report:
         return {name: round(value, 6) if isinstance(value, float) else value for name, value in asdict(self).items()}
 
     def __str__(self) -> str:
-        return self.summary + listed(self.details, self.most_details)
+        return self.summary + listed(self.details, self._most_details)
 
 
 class OfKind(Generic[T]):
@@ -81,7 +81,7 @@ class RestoreReport(Report):
     sources: dict[str, int] = field(default_factory=dict)
     """Bytes that were read from each tier, for a manager with `near`: `near`, `peer` and `far`."""
 
-    most_details = 50
+    _most_details = 50
 
     missing = OfKind[Line]()
     """Entries of the application that the snapshot lacks; they were left unchanged."""
@@ -234,6 +234,10 @@ class ConvertReport(Report):
     def summary(self) -> str:
         return f"{counted(self.tensors, 'tensor')}, {size_text(self.nbytes)} to {self.format} in {self.seconds:.3f} s"
 
+    @property
+    def details(self) -> tuple[str, ...]:
+        return (*self.left_out, *self.changed)
+
     def __str__(self) -> str:
         lines = [("left out", self.left_out), ("changed", self.changed)]
         return self.summary + "".join(f"; {len(found):,} {what}:{listed(found)}" for what, found in lines if found)
@@ -358,7 +362,7 @@ class Diff(Report):
     """Bytes of data files that were read from both."""
     seconds: float = 0.0
 
-    most_details = 200
+    _most_details = 200
 
     added = OfKind[Change]()
     """Entries that only the second snapshot has."""
