@@ -2,13 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Generic, Self, TypeVar, overload
 
-from snapshot.text import counted, entries_text, listed, size_text
+from snapshot.text import counted, entries_text, listed, rate_text, size_text
 
 MARKS = {"added": "+", "removed": "-", "changed": "~", "renamed": ">"}
 """The mark at the beginning of each line of a `Diff`, by kind of change."""
+
+T = TypeVar("T", "Line", "Change")
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The result of an operation. As text, it is a summary, then a line for each detail."""
+
+    _most_details: ClassVar = 1000
+    """Maximum number of details in the text."""
+
+    @property
+    def summary(self) -> str:
+        """One line: the counts, the bytes and the seconds."""
+        raise NotImplementedError
+
+    @property
+    def details(self) -> Sequence[object]:
+        """The lines below the summary."""
+        return ()
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields as plain values, for programs."""
+        return {name: round(value, 6) if isinstance(value, float) else value for name, value in asdict(self).items()}
+
+    def __str__(self) -> str:
+        return self.summary + listed(self.details, self._most_details)
+
+
+class OfKind(Generic[T]):
+    """The lines of a report whose kind is the name of this attribute."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._kind = name
+
+    @overload
+    def __get__(self, report: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, report: Iterable[T], owner: type) -> tuple[T, ...]: ...
+    def __get__(self, report: Iterable[T] | None, owner: type) -> Self | tuple[T, ...]:
+        return self if report is None else tuple(line for line in report if line.kind == self._kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +68,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class RestoreReport:
+class RestoreReport(Report):
     """The result of a restore: entry count, cost, and a line for each entry that was not restored exactly."""
 
     restored: int
@@ -39,66 +81,33 @@ class RestoreReport:
     sources: dict[str, int] = field(default_factory=dict)
     """Bytes that were read from each tier, for a manager with `near`: `near`, `peer` and `far`."""
 
-    def _of(self, kind: str) -> tuple[Line, ...]:
-        return tuple(line for line in self.lines if line.kind == kind)
+    _most_details = 50
 
-    @property
-    def missing(self) -> tuple[Line, ...]:
-        """Entries of the application that the snapshot lacks; they were left unchanged."""
-        return self._of("missing")
+    missing = OfKind[Line]()
+    """Entries of the application that the snapshot lacks; they were left unchanged."""
+    kept = OfKind[Line]()
+    """Keys of a `StateDict`, options of an optimizer and fields of a dataclass that the snapshot lacks.
 
-    @property
-    def kept(self) -> tuple[Line, ...]:
-        """Keys of a `StateDict`, options of an optimizer and fields of a dataclass that the snapshot lacks.
-
-        They keep their values.
-        """
-        return self._of("kept")
-
-    @property
-    def removed(self) -> tuple[Line, ...]:
-        """Keys of a `StateDict` that the snapshot lacks, and that `exact=True` removed."""
-        return self._of("removed")
-
-    @property
-    def renamed(self) -> tuple[Line, ...]:
-        """Models that were matched after their wrappers' prefixes were removed."""
-        return self._of("renamed")
-
-    @property
-    def changed(self) -> tuple[Line, ...]:
-        """Entries that were restored in another form: another class, or memory of their own instead of a view."""
-        return self._of("changed")
-
-    @property
-    def unexpected(self) -> tuple[Line, ...]:
-        """Entries of the snapshot that the application lacks; they were left out."""
-        return self._of("unexpected")
-
-    @property
-    def unused(self) -> tuple[Line, ...]:
-        """Keys of the snapshot that the app state lacks; nothing of them was restored."""
-        return self._of("unused")
-
-    @property
-    def cast(self) -> tuple[Line, ...]:
-        """Entries that were restored with another dtype."""
-        return self._of("cast")
-
-    @property
-    def resharded(self) -> tuple[Line, ...]:
-        """Entries that were saved with another sharding or layout."""
-        return self._of("resharded")
-
-    @property
-    def replaced(self) -> tuple[Line, ...]:
-        """Entries that did not fit the live object, and were restored as a new object."""
-        return self._of("replaced")
-
-    @property
-    def skipped(self) -> tuple[Line, ...]:
-        """Entries that were left out, on request or because nothing in the application matches them."""
-        return self._of("skipped")
+    They keep their values.
+    """
+    removed = OfKind[Line]()
+    """Keys of a `StateDict` that the snapshot lacks, and that `exact=True` removed."""
+    renamed = OfKind[Line]()
+    """Models that were matched after their wrappers' prefixes were removed."""
+    changed = OfKind[Line]()
+    """Entries that were restored in another form: another class, or memory of their own instead of a view."""
+    unexpected = OfKind[Line]()
+    """Entries of the snapshot that the application lacks; they were left out."""
+    unused = OfKind[Line]()
+    """Keys of the snapshot that the app state lacks; nothing of them was restored."""
+    cast = OfKind[Line]()
+    """Entries that were restored with another dtype."""
+    resharded = OfKind[Line]()
+    """Entries that were saved with another sharding or layout."""
+    replaced = OfKind[Line]()
+    """Entries that did not fit the live object, and were restored as a new object."""
+    skipped = OfKind[Line]()
+    """Entries that were left out, on request or because nothing in the application matches them."""
 
     @property
     def total_seconds(self) -> float:
@@ -107,21 +116,19 @@ class RestoreReport:
     def __iter__(self) -> Iterator[Line]:
         return iter(self.lines)
 
-    def __str__(self) -> str:
-        total = self.total_seconds
-        rate = f", {size_text(self.bytes_read / total)}/s" if total > 0 else ""
+    @property
+    def summary(self) -> str:
         spent = ", ".join(f"{name} {value:.3f}" for name, value in self.seconds.items() if value >= 0.0005)
-        head = f"restored {entries_text(self.restored)}, {size_text(self.bytes_read)} in {total:.3f} s{rate}"
-        lines = [head + (f" ({spent})" if spent else "")]
-        shown = self.lines if len(self.lines) <= 50 else self.lines[:50]
-        lines += [f"  {line}" for line in shown]
-        if len(shown) < len(self.lines):
-            lines.append(f"  ... and {len(self.lines) - len(shown)} more")
-        return "\n".join(lines)
+        head = f"restored {entries_text(self.restored)}, {rate_text(self.bytes_read, self.total_seconds)}"
+        return head + (f" ({spent})" if spent else "")
+
+    @property
+    def details(self) -> tuple[Line, ...]:
+        return self.lines
 
 
 @dataclass(frozen=True, slots=True)
-class TakeReport:
+class TakeReport(Report):
     """The result of a take on this rank: what was written, and what is shared with an earlier snapshot."""
 
     written_bytes: int
@@ -136,17 +143,20 @@ class TakeReport:
     notes: tuple[str, ...] = ()
     """A line for each base or file that could not be used, or was damaged."""
 
-    def __str__(self) -> str:
-        lines = [f"wrote {size_text(self.written_bytes)}"]
-        if self.shared_bytes:
-            lines[0] += f", shares {size_text(self.shared_bytes)} in {counted(self.shared_files, 'file')}"
-        if self.omitted_bytes:
-            lines[0] += f", left out {size_text(self.omitted_bytes)}"
-        return "\n  ".join([*lines, *self.notes])
+    @property
+    def summary(self) -> str:
+        shared = f", shares {size_text(self.shared_bytes)} in {counted(self.shared_files, 'file')}"
+        omitted = f", left out {size_text(self.omitted_bytes)}"
+        head = f"wrote {size_text(self.written_bytes)}"
+        return head + (shared if self.shared_bytes else "") + (omitted if self.omitted_bytes else "")
+
+    @property
+    def details(self) -> tuple[str, ...]:
+        return self.notes
 
 
 @dataclass(frozen=True, slots=True)
-class VerifyReport:
+class VerifyReport(Report):
     """The result of a verification."""
 
     entries: int
@@ -175,35 +185,37 @@ class VerifyReport:
     def __bool__(self) -> bool:
         return self.ok
 
-    def __str__(self) -> str:
+    @property
+    def summary(self) -> str:
         looked = counted(self.files, "file") if self.quick else size_text(self.bytes_read)
         before = f" (and {size_text(self.bytes_before)} before)" if self.bytes_before else ""
         left = f"{self.in_base:,} of them left to the base, " if self.in_base else ""
-        head = f"{entries_text(self.entries)}, {left}{looked}{before} in {self.seconds:.3f} s: "
-        if self.ok:
-            if self.quick:
-                return head + "all files exist and have their size; no byte was compared" + self._signature_text()
-            if self.unverifiable:
-                return (
-                    head
-                    + f"structure only, {entries_text(self.unverifiable)} cannot be verified: "
-                    + (
-                        "without a digest, it could only be read"
-                        if self.unverifiable == 1
-                        else "without a digest, they could only be read"
-                    )
-                )
-            return head + "every byte matches its digest" + self._signature_text()
-        return head + counted(len(self.faults), "fault") + listed(self.faults, 1000)
+        return f"{entries_text(self.entries)}, {left}{looked}{before} in {self.seconds:.3f} s: {self._result()}"
 
-    def _signature_text(self) -> str:
-        if not self.signer:
-            return ""
-        return f"; the manifest is signed by {self.signer}" if self.quick else f", and is signed by {self.signer}"
+    @property
+    def details(self) -> tuple[str, ...]:
+        return self.faults
+
+    def _result(self) -> str:
+        if self.faults:
+            return counted(len(self.faults), "fault")
+        if self.quick:
+            signed = f"; the manifest is signed by {self.signer}" if self.signer else ""
+            return f"all files exist and have their size; no byte was compared{signed}"
+        if self.unverifiable:
+            they = "it" if self.unverifiable == 1 else "they"
+            return (
+                f"structure only, {entries_text(self.unverifiable)} cannot be verified: without a digest, {they} could "
+                "only be read"
+            )
+        return "every byte matches its digest" + (f", and is signed by {self.signer}" if self.signer else "")
+
+    def as_json(self) -> dict[str, Any]:
+        return {"ok": self.ok, **Report.as_json(self)}
 
 
 @dataclass(frozen=True, slots=True)
-class ConvertReport:
+class ConvertReport(Report):
     """The result of a conversion."""
 
     format: str
@@ -218,14 +230,21 @@ class ConvertReport:
     changed: tuple[str, ...] = ()
     """A line for each entry that loads differently from how it was saved."""
 
+    @property
+    def summary(self) -> str:
+        return f"{counted(self.tensors, 'tensor')}, {size_text(self.nbytes)} to {self.format} in {self.seconds:.3f} s"
+
+    @property
+    def details(self) -> tuple[str, ...]:
+        return (*self.left_out, *self.changed)
+
     def __str__(self) -> str:
-        head = f"{counted(self.tensors, 'tensor')}, {size_text(self.nbytes)} to {self.format} in {self.seconds:.3f} s"
         lines = [("left out", self.left_out), ("changed", self.changed)]
-        return head + "".join(f"; {len(found):,} {what}:{listed(found)}" for what, found in lines if found)
+        return self.summary + "".join(f"; {len(found):,} {what}:{listed(found)}" for what, found in lines if found)
 
 
 @dataclass(frozen=True, slots=True)
-class CopyReport:
+class CopyReport(Report):
     """The result of a copy."""
 
     format: str
@@ -241,14 +260,13 @@ class CopyReport:
     was_signed: bool = False
     """True if the source has a signature. The copy has none, since its files have other names: sign it again."""
 
-    def __str__(self) -> str:
-        rate = f", {size_text(self.nbytes / self.seconds)}/s" if self.seconds > 0 else ""
+    @property
+    def summary(self) -> str:
         kind = "" if self.format == "snapshot" else f" of {self.format}"
         files = counted(self.files, "file")
-        head = f"{entries_text(self.entries)}, {files}{kind}, {size_text(self.nbytes)} in {self.seconds:.3f} s{rate}"
-        return f"{head}; {_COMPARED[self.checked]}" + (
-            "; the source is signed, the copy is not" if self.was_signed else ""
-        )
+        signed = "; the source is signed, the copy is not" if self.was_signed else ""
+        head = f"{entries_text(self.entries)}, {files}{kind}, {rate_text(self.nbytes, self.seconds)}"
+        return f"{head}; {_COMPARED[self.checked]}{signed}"
 
 
 _COMPARED = {
@@ -329,7 +347,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Diff:
+class Diff(Report):
     """The differences between two snapshots. Truthy if there are any."""
 
     a: str
@@ -344,33 +362,21 @@ class Diff:
     """Bytes of data files that were read from both."""
     seconds: float = 0.0
 
-    def _of(self, kind: str) -> tuple[Change, ...]:
-        return tuple(change for change in self.changes if change.kind == kind)
+    _most_details = 200
+
+    added = OfKind[Change]()
+    """Entries that only the second snapshot has."""
+    removed = OfKind[Change]()
+    """Entries that only the first snapshot has."""
+    changed = OfKind[Change]()
+    """Entries that both have, with differences."""
+    renamed = OfKind[Change]()
+    """Entries with the same bytes under another name, if the match is unique."""
 
     @property
     def same(self) -> bool:
         """True if there are no differences."""
         return not self.changes
-
-    @property
-    def added(self) -> tuple[Change, ...]:
-        """Entries that only the second snapshot has."""
-        return self._of("added")
-
-    @property
-    def removed(self) -> tuple[Change, ...]:
-        """Entries that only the first snapshot has."""
-        return self._of("removed")
-
-    @property
-    def changed(self) -> tuple[Change, ...]:
-        """Entries that both have, with differences."""
-        return self._of("changed")
-
-    @property
-    def renamed(self) -> tuple[Change, ...]:
-        """Entries with the same bytes under another name, if the match is unique."""
-        return self._of("renamed")
 
     def __bool__(self) -> bool:
         return bool(self.changes)
@@ -383,15 +389,23 @@ class Diff:
 
     @property
     def summary(self) -> str:
-        """One line: the number of changes by kind, and the bytes that were read."""
         if self.same:
             head = f"the same: {entries_text(self.equal)}"
         else:
-            counts = [f"{len(self._of(kind)):,} {kind}" for kind in MARKS if self._of(kind)]
-            head = f"{', '.join(counts)}, {self.equal:,} the same"
+            counts = "".join(f"{number:,} {kind}, " for kind, number in self.counts.items() if number)
+            head = f"{counts}{self.equal:,} the same"
         if self.entries_read:
             return f"{head}; {entries_text(self.entries_read)} had to be read: {size_text(self.bytes_read)}"
         return f"{head}; by the manifests alone, no data was read"
 
-    def __str__(self) -> str:
-        return self.summary + listed([str(change) for change in self.changes], 200)
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of changes of each kind."""
+        return {kind: sum(change.kind == kind for change in self.changes) for kind in MARKS}
+
+    @property
+    def details(self) -> tuple[Change, ...]:
+        return self.changes
+
+    def as_json(self) -> dict[str, Any]:
+        return {**Report.as_json(self), "same": self.same, **self.counts}

@@ -34,6 +34,16 @@ def size_text(nbytes: float) -> str:
     return f"{nbytes:.1f} {unit}"
 
 
+def rate_text(nbytes: float, seconds: float) -> str:
+    """Format a number of bytes with its seconds, and the bytes per second.
+
+    >>> rate_text(3 << 20, 2)
+    '3.0 MiB in 2.000 s, 1.5 MiB/s'
+    """
+    rate = f", {size_text(nbytes / seconds)}/s" if seconds > 0 else ""
+    return f"{size_text(nbytes)} in {seconds:.3f} s{rate}"
+
+
 def counted(number: int, noun: str, plural: str = "") -> str:
     """Format a number with its noun.
 
@@ -58,7 +68,7 @@ def entries_text(number: int) -> str:
     return counted(number, "entry", "entries")
 
 
-def listed(items: Sequence[str], most: int = 20) -> str:
+def listed(items: Sequence[object], most: int = 20) -> str:
     """Format items as indented lines, at most `most` of them."""
     more = f"\n  … and {len(items) - most} more" if len(items) > most else ""
     return "".join(f"\n  {item}" for item in items[:most]) + more

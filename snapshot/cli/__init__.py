@@ -1,8 +1,9 @@
 """The `snapshot` command.
 
-Each verb is a module with `add(verbs)`, which describes its arguments and sets `run` to a function that takes them and
-returns the exit status. So a verb is added by one line in `VERBS`, and this module knows nothing else of verbs. Only
-the module of the verb that runs is imported: most verbs need torch, and the command's help and version do not.
+Each verb is a module with `DESCRIPTION`, `EXAMPLES`, `add(parser)` for its arguments, and `run(arguments)`. That makes
+values of the flags, calls the library once, prints the result with `emit`, and returns the exit status. A verb is added
+by one line in `VERBS`. Only the module of the verb that runs is imported: most verbs need torch, and the command's help
+and version do not.
 """
 
 from __future__ import annotations
@@ -17,10 +18,9 @@ import traceback
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-from snapshot.cli.arguments import VERBS, Run
+from snapshot.cli.arguments import VERBS, Run, add_verb
 from snapshot.cli.screen import ExitStatus, complain, printable
 from snapshot.errors import SnapshotError
 from snapshot.io.system import unwind_on_signals
@@ -42,7 +42,7 @@ def parser(described: Collection[str] = VERBS) -> argparse.ArgumentParser:
     verbs = made.add_subparsers(metavar="VERB")
     for name, short in VERBS.items():
         if name in described:
-            import_module(f"snapshot.cli.{name}").add(verbs)
+            add_verb(verbs, name)
         else:
             verbs.add_parser(name, help=short)
     return made

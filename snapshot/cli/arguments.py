@@ -8,8 +8,9 @@ import os
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from importlib import import_module
 from typing import Any
 
 from snapshot.io.url import VARIABLE, options_from_environment, read_options
@@ -37,33 +38,28 @@ VERBS = {
     "completion": "print a script that completes the command's words in a shell",
 }
 
-
-Verbs = Any
-"""Type of the result of `add_subparsers`: argparse has no public name for it."""
-
 Run = Callable[[argparse.Namespace], int]
 
 
-def verb(
-    verbs: Verbs, name: str, description: str, examples: Sequence[tuple[str, str]], run: Run
-) -> argparse.ArgumentParser:
-    """Add a verb. Its help ends with examples: commands without `snapshot`, each with a description."""
-    widest = max(len(command) for command, _ in examples)
+def add_verb(verbs: Any, name: str) -> None:
+    """Add a verb, as its module describes it. Its help ends with the module's examples."""
+    module = import_module(f"snapshot.cli.{name}")
+    widest = max(len(command) for command, _ in module.EXAMPLES)
     beside = widest < 50
     lines = [
         f"  snapshot {command:<{widest}}  {what}" if beside else f"  snapshot {command}\n      {what}"
-        for command, what in examples
+        for command, what in module.EXAMPLES
     ]
-    parser: argparse.ArgumentParser = verbs.add_parser(
+    parser = verbs.add_parser(
         name,
         help=VERBS[name],
-        description=_filled(description),
+        description=_filled(module.DESCRIPTION),
         epilog="\n".join(["examples:", *lines]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.set_defaults(run=run)
-    return parser
+    module.add(parser)
+    parser.set_defaults(run=module.run)
 
 
 def _filled(text: str) -> str:
@@ -122,18 +118,24 @@ def options_of(arguments: argparse.Namespace, prefix: str = "") -> dict[str, Any
     return made
 
 
-@contextmanager
-def handed_on(options: dict[str, Any]) -> Iterator[None]:
+def handed_on(options: dict[str, Any]) -> AbstractContextManager[None]:
     """Pass these options to child processes by the environment, where no argument shows them."""
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = json.dumps(options)
+    return environment({VARIABLE: json.dumps(options)})
+
+
+@contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of the environment, and restore them afterwards."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[VARIABLE]
-        else:
-            os.environ[VARIABLE] = before
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _merge(into: dict[str, Any], other: dict[str, Any]) -> None:
@@ -157,7 +159,27 @@ def add_pickle(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_select(parser: argparse.ArgumentParser) -> None:
+def add_memory(parser: argparse.ArgumentParser) -> None:
+    """Add `--memory`: the memory budget."""
+    parser.add_argument("--memory", type=size, metavar="SIZE", help="approximate limit of memory, such as 256MiB")
+
+
+def add_work(parser: argparse.ArgumentParser) -> None:
+    """Add `--memory` and `--ranks`: the memory budget, and the processes that share the work."""
+    add_memory(parser)
+    parser.add_argument(
+        "--ranks",
+        action="store_true",
+        help="share the work with the other processes that torchrun started; --memory is then for each host",
+    )
+
+
+def work_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return how much memory the work may use, and if all ranks share it."""
+    return {"memory_budget_bytes": arguments.memory, "ranks": arguments.ranks}
+
+
+def add_selection(parser: argparse.ArgumentParser) -> None:
     """Add `--select` and `--exclude`: globs over logical paths."""
     for flag, what in (("--select", "only matching objects"), ("--exclude", "no matching objects")):
         parser.add_argument(
@@ -165,9 +187,24 @@ def add_select(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def add_memory(parser: argparse.ArgumentParser) -> None:
-    """Add `--memory`: the memory budget."""
-    parser.add_argument("--memory", type=size, metavar="SIZE", help="approximate limit of memory, such as 256MiB")
+def add_rename(
+    parser: argparse.ArgumentParser, what: str = "a path and its new one; repeatable", *, empty: bool = False
+) -> None:
+    """Add `--rename`: new names of paths. `empty`: the new name may be empty."""
+
+    def pair(text: str) -> tuple[str, str]:
+        old, equals, new = text.partition("=")
+        if not (old and equals and (new or empty)):
+            raise argparse.ArgumentTypeError(f"must be OLD=NEW, got {text!r}")
+        return old, new
+
+    parser.add_argument("--rename", action="append", default=[], type=pair, metavar="OLD=NEW", help=what)
+
+
+def selection_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the entries to select and exclude, and their new names if the verb renames."""
+    chosen = {"select": arguments.select, "exclude": arguments.exclude}
+    return chosen | ({"rename": dict(arguments.rename) or None} if "rename" in arguments else {})
 
 
 # Types of arguments. Their errors never show a value that may be secret.
@@ -232,11 +269,3 @@ def count(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be an integer above 0, got {text!r}")
     return int(text)
-
-
-def pair(text: str) -> tuple[str, str]:
-    """Return the two parts of `OLD=NEW`."""
-    old, equals, new = text.partition("=")
-    if not (old and equals and new):
-        raise argparse.ArgumentTypeError(f"must be OLD=NEW, got {text!r}")
-    return old, new

@@ -8,8 +8,8 @@ import socket
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from snapshot.cli.arguments import Verbs, add_json, add_storage, options_of, verb
-from snapshot.cli.screen import Column, ExitStatus, ScreenTable, as_json, printable
+from snapshot.cli.arguments import add_json, add_storage, options_of
+from snapshot.cli.screen import Column, ExitStatus, ScreenTable, emit
 from snapshot.errors import SnapshotNotFoundError
 from snapshot.io.loop import run as on_loop
 from snapshot.io.session import Session
@@ -18,21 +18,19 @@ from snapshot.tiers.facts import choose_attempt, read_facts
 from snapshot.tiers.timeline import Attempt, Copy, Facts, Line
 from snapshot.tiers.uploader_process import find_runs
 
+DESCRIPTION = (
+    "List the attempts of a run with near folders: which of them the run consists of, and up to which step. If two "
+    "jobs continued the run without seeing each other, it has forked, and a person chooses one of them. The steps "
+    "of the other one are then removed."
+)
+EXAMPLES = [
+    ("attempts s3://bucket/run --near /nvme/run", "with what this host knows"),
+    ("attempts s3://bucket/run --near /nvme/run --choose 0123456789ab", "continue with this attempt"),
+]
 
-def add(verbs: Verbs) -> None:
-    """Describe the verb's arguments."""
-    parser = verb(
-        verbs,
-        "attempts",
-        "List the attempts of a run with near folders: which of them the run consists of, and up to which step. If two "
-        "jobs continued the run without seeing each other, it has forked, and a person chooses one of them. The steps "
-        "of the other one are then removed.",
-        [
-            ("attempts s3://bucket/run --near /nvme/run", "with what this host knows"),
-            ("attempts s3://bucket/run --near /nvme/run --choose 0123456789ab", "continue with this attempt"),
-        ],
-        run,
-    )
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
     parser.add_argument("far", metavar="FAR", help="the far root")
     parser.add_argument("--near", metavar="FOLDER", help="the near folder of this host")
     parser.add_argument("--choose", metavar="NAME", help="the attempt that the run continues")
@@ -57,16 +55,9 @@ def run(given: argparse.Namespace) -> ExitStatus:
     if facts.last is None:
         raise SnapshotNotFoundError(f"{far}: has no attempts; only managers with near folders leave them")
     rows = list(_rows(facts))
-    if given.json:
-        print(as_json({"url": str(far), "attempts": rows}))
-    else:
-        table = ScreenTable(
-            [Column("number", right=True), Column("attempt"), Column("host"), Column("began with"), Column("steps")]
-        )
-        for row in rows:
-            table.add(str(row["number"]), row["attempt"], row["host"], row["began"], row["steps"])
-        for text in table.lines():
-            print(printable(text))
+    began = Column("began with", lambda row: row["began"])
+    columns = [Column("number", right=True), Column("attempt"), Column("host"), began, Column("steps")]
+    emit(given, {"url": str(far), "attempts": rows}, [ScreenTable(columns).fill(rows)])
     return ExitStatus.FOUND if facts.conflicts() else ExitStatus.OK
 
 

@@ -28,7 +28,7 @@ from snapshot.bench.results import (
 from snapshot.bench.rounds import Step, Workspace, describe, find_devices, measure, measure_device, place
 from snapshot.bench.systems import PEERS, SYSTEMS, installed
 from snapshot.bench.workloads import BULK, CASES, DEFAULT, INCREMENTAL, Case
-from snapshot.cli.arguments import Verbs, add_storage, handed_on, options_of, verb
+from snapshot.cli.arguments import add_json, add_storage, count, handed_on, options_of
 from snapshot.cli.screen import ExitStatus, say
 from snapshot.io.system import unwind_on_signals
 from snapshot.save.reuse import OLDEST
@@ -38,23 +38,22 @@ CYCLE = OLDEST + 1
 """Takes with one base, until one of them writes again what the others share."""
 
 
-def add(verbs: Verbs) -> None:
-    """Describe the verb's arguments."""
-    cases = "; ".join(f"{case.name}: {case.about}" for case in CASES.values())
-    parser = verb(
-        verbs,
-        "bench",
-        "Measure saving and restoring, compared with raw I/O of the same bytes and with other libraries. It uses a "
-        f"new folder below the URL, and removes it. Cases: {cases}.",
-        [
-            ("bench /scratch --scale 0.1", "everything, with a tenth of the bytes"),
-            ("bench s3://bucket/x --case large --only take,restore", "one case on an object store"),
-            ("bench /scratch --device cuda", "the same bytes on an accelerator, compared with plain pinned copies"),
-            ("bench /scratch --incremental lora,full", "takes that share what did not change with earlier ones"),
-            ("bench --report bench.html --goodput mtbf=3h", "a page with plots, and the training time lost per day"),
-        ],
-        run,
-    )
+DESCRIPTION = (
+    "Measure saving and restoring, compared with raw I/O of the same bytes and with other libraries. It uses a "
+    "new folder below the URL, and removes it. Cases: "
+    f"{'; '.join(f'{case.name}: {case.about}' for case in CASES.values())}."
+)
+EXAMPLES = [
+    ("bench /scratch --scale 0.1", "everything, with a tenth of the bytes"),
+    ("bench s3://bucket/x --case large --only take,restore", "one case on an object store"),
+    ("bench /scratch --device cuda", "the same bytes on an accelerator, compared with plain pinned copies"),
+    ("bench /scratch --incremental lora,full", "takes that share what did not change with earlier ones"),
+    ("bench --report bench.html --goodput mtbf=3h", "a page with plots, and the training time lost per day"),
+]
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
     parser.add_argument(
         "url", nargs="?", default=".", metavar="URL", help="where to save (default: the current folder)"
     )
@@ -98,7 +97,7 @@ def add(verbs: Verbs) -> None:
     parser.add_argument(
         "--rounds", type=count, metavar="N", help=f"measured repetitions (default: 5; {CYCLE} with --incremental)"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON, and nothing else")
+    add_json(parser)
     parser.add_argument(
         "--report",
         type=report_file,
@@ -298,13 +297,5 @@ def positive(text: str) -> float:
     """Return a number above 0."""
     value = float(text)
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
-    return value
-
-
-def count(text: str) -> int:
-    """Return an integer above 0."""
-    value = int(text)
-    if value < 1:
         raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
     return value

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from snapshot.cli.arguments import Verbs, verb
 from snapshot.cli.screen import ExitStatus
 from snapshot.errors import MissingExtraError
 
@@ -13,18 +12,15 @@ FILES = {"URL", "ROOT", "A", "B", "SRC", "DST", "FROM", "TO", "FILE", "FILE|KEY=
 """Metavars of arguments that are, or may be, file names."""
 
 
-def add(verbs: Verbs) -> None:
-    """Describe the verb's arguments."""
-    parser = verb(
-        verbs,
-        "completion",
-        "Print a script that completes verbs, options and file names in a shell.",
-        [
-            ("completion bash > ~/.local/share/bash-completion/completions/snapshot", "for bash"),
-            ('completion zsh > "${fpath[1]}/_snapshot"', "for zsh"),
-        ],
-        run,
-    )
+DESCRIPTION = "Print a script that completes verbs, options and file names in a shell."
+EXAMPLES = [
+    ("completion bash > ~/.local/share/bash-completion/completions/snapshot", "for bash"),
+    ('completion zsh > "${fpath[1]}/_snapshot"', "for zsh"),
+]
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
     parser.add_argument("shell", choices=SHELLS, help="name of the shell")
 
 

@@ -5,16 +5,25 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
-from snapshot.cli.arguments import Verbs, add_json, add_memory, add_select, add_storage, options_of, verb
+from snapshot.cli.arguments import (
+    add_json,
+    add_rename,
+    add_selection,
+    add_storage,
+    add_work,
+    options_of,
+    selection_of,
+    work_of,
+)
 from snapshot.cli.listing import NUMBERS, spans
 from snapshot.cli.locate import open_all
-from snapshot.cli.ranks import add_ranks, on_ranks
-from snapshot.cli.screen import ExitStatus, as_json, bar, mute_torch_warnings, paint, printable, wrapped
+from snapshot.cli.ranks import on_ranks
+from snapshot.cli.screen import ExitStatus, bar, emit, line, mute_torch_warnings, paint
 from snapshot.errors import SnapshotNotFoundError
-from snapshot.reports import MARKS, Change, Diff
+from snapshot.reports import Change, Diff
 from snapshot.snapshot import Snapshot
 
 STYLES = {"added": "green", "removed": "red", "changed": "yellow", "renamed": "cyan"}
@@ -22,43 +31,35 @@ SHOWN = 200
 """Maximum number of lines on a terminal, unless all are requested."""
 
 
-def add(verbs: Verbs) -> None:
-    """Describe the verb's arguments."""
-    parser = verb(
-        verbs,
-        "diff",
-        "Show objects only in B (+), only in A (-), changed (~) and renamed (>). Snapshots are compared by the digests "
-        "in their manifests. Data is read only if digests are not enough: for tensors that are split differently, for "
-        "other formats, or with --values. Exit status: 0 if equal, 1 if not.",
-        [
-            ("diff run/step-100 run/step-200", "what changed in between"),
-            ("diff run/step-100 run/step-200 --values", "and by how much"),
-            ("diff run/step-100 s3://bucket/run/step-100", "is the copy the same?"),
-            ("diff run/step-100 model.safetensors --select 'model/**' --rename model=", "and the export?"),
-        ],
-        on_ranks(run),
-    )
+DESCRIPTION = (
+    "Show objects only in B (+), only in A (-), changed (~) and renamed (>). Snapshots are compared by the digests "
+    "in their manifests. Data is read only if digests are not enough: for tensors that are split differently, for "
+    "other formats, or with --values. Exit status: 0 if equal, 1 if not."
+)
+EXAMPLES = [
+    ("diff run/step-100 run/step-200", "what changed in between"),
+    ("diff run/step-100 run/step-200 --values", "and by how much"),
+    ("diff run/step-100 s3://bucket/run/step-100", "is the copy the same?"),
+    ("diff run/step-100 model.safetensors --select 'model/**' --rename model=", "and the export?"),
+]
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
     parser.add_argument("a", metavar="A", help="a snapshot, or a checkpoint of another library")
     parser.add_argument("b", metavar="B", help="another one")
     parser.add_argument("--values", action="store_true", help="read tensors that differ, and show by how much")
     parser.add_argument(
         "--all", action="store_true", help="a line for each object, even if only numbers in the names differ"
     )
-    add_select(parser)
-    parser.add_argument(
-        "--rename",
-        action="append",
-        default=[],
-        type=_pair,
-        metavar="OLD=NEW",
-        help="a name in A and its name in B; 'model=' removes that level; repeatable",
-    )
-    add_memory(parser)
-    add_ranks(parser)
+    add_selection(parser)
+    add_rename(parser, "a name in A and its name in B; 'model=' removes that level; repeatable", empty=True)
+    add_work(parser)
     add_json(parser)
     add_storage(parser, "src", "dst")
 
 
+@on_ranks
 def run(arguments: argparse.Namespace) -> ExitStatus:
     """Compare, and print the differences."""
     sides = [(url, options_of(arguments, prefix)) for url, prefix in ((arguments.a, "src"), (arguments.b, "dst"))]
@@ -66,35 +67,24 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     try:
         with mute_torch_warnings(), bar("diff", ranks=arguments.ranks) as show:
             found = Snapshot.diff(
-                a,
-                b,
-                values=arguments.values,
-                select=arguments.select,
-                exclude=arguments.exclude,
-                rename=dict(arguments.rename) or None,
-                memory_budget_bytes=arguments.memory,
-                progress=show,
-                ranks=arguments.ranks,
+                a, b, **selection_of(arguments), **work_of(arguments), values=arguments.values, progress=show
             )
     except SnapshotNotFoundError:
         for url, options in sides:
             open_all(url, options)  # raises an error that describes what exists there
         raise
-    if arguments.json:
-        print(as_json(diff_fields(found)))
-    else:
-        _show(found, whole=arguments.all)
+    emit(arguments, found.as_json(), _lines(found, whole=arguments.all))
     return ExitStatus.OK if found.same else ExitStatus.FOUND
 
 
-def _show(found: Diff, *, whole: bool) -> None:
-    lines = [(change.kind, str(change)) for change in found] if whole else list(_folded(found))
-    most = SHOWN if sys.stdout.isatty() and not whole else len(lines)
-    for kind, line in lines[:most]:
-        print(paint(wrapped(printable(line)), STYLES[kind]))
-    if most < len(lines):
-        print(paint(f"... and {len(lines) - most:,} more: show them with --all", "dim"))
-    print(wrapped(found.summary))
+def _lines(found: Diff, *, whole: bool) -> Iterator[str]:
+    changes = [(change.kind, str(change)) for change in found] if whole else list(_folded(found))
+    most = SHOWN if sys.stdout.isatty() and not whole else len(changes)
+    for kind, text in changes[:most]:
+        yield line(text, STYLES[kind])
+    if most < len(changes):
+        yield paint(f"... and {len(changes) - most:,} more: show them with --all", "dim")
+    yield line(found.summary)
 
 
 def _folded(found: Diff) -> Iterator[tuple[str, str]]:
@@ -109,25 +99,3 @@ def _folded(found: Diff) -> Iterator[tuple[str, str]]:
             path, _, before = name.partition("\n")
             times = f" (x {len(held):,})" if len(held) > 1 else ""
             yield group[0].kind, f"{replace(names[held[0]], path=path, before=before)}{times}"
-
-
-def diff_fields(found: Diff) -> dict[str, Any]:
-    """Return the differences, for programs."""
-    return {
-        "a": found.a,
-        "b": found.b,
-        "same": found.same,
-        "equal": found.equal,
-        **{kind: len([change for change in found if change.kind == kind]) for kind in MARKS},
-        "entries_read": found.entries_read,
-        "bytes_read": found.bytes_read,
-        "seconds": round(found.seconds, 6),
-        "changes": [asdict(change) for change in found],
-    }
-
-
-def _pair(text: str) -> tuple[str, str]:
-    old, equals, new = text.partition("=")
-    if not (old and equals):
-        raise argparse.ArgumentTypeError(f"must be OLD=NEW, got {text!r}")
-    return old, new

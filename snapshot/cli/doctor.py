@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import platform
 import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ from typing import Any
 import torch
 
 from snapshot.bench.rounds import available_memory, file_system
-from snapshot.cli.arguments import Verbs, add_json, add_storage, count, options_of, size, verb
-from snapshot.cli.screen import Column, ExitStatus, ScreenTable, as_json, paint, printable, say
+from snapshot.cli.arguments import add_json, add_storage, count, environment, options_of, size
+from snapshot.cli.screen import Column, ExitStatus, ScreenTable, emit, paint, printable, say
 from snapshot.errors import SnapshotError, StorageConflictError, StorageNotFoundError
 from snapshot.io.loop import run as wait
 from snapshot.io.registry import open_storage
@@ -56,9 +55,7 @@ class Findings:
 def existing_folder(url: URL) -> Path:
     """Return the folder at a URL, or its nearest existing parent."""
     folder = Path(url.location)
-    while not folder.exists():
-        folder = folder.parent
-    return folder
+    return next(each for each in (folder, *folder.parents) if each.exists())
 
 
 # Tests of a storage: each operation is tried once.
@@ -67,11 +64,10 @@ def existing_folder(url: URL) -> Path:
 @contextmanager
 def as_it_was(url: URL) -> Iterator[None]:
     """Remove the folders that did not exist before."""
-    missing = []
     folder = Path(url.location)
-    while url.scheme == "file" and not folder.exists():
-        missing.append(folder)
-        folder = folder.parent
+    missing = []
+    if url.scheme == "file":
+        missing = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         yield
     finally:
@@ -243,10 +239,18 @@ def measure_speeds(url: URL, options: Mapping[str, Any], nbytes: int, seconds: i
     tensors = {f"t{i}": torch.randint(0, 255, (max(1, nbytes // 8),), dtype=torch.uint8) for i in range(8)}
     matters = FILE if url.scheme == "file" else REMOTE
     trials = list(_trials(url, options))
-    if not _measure_all(
-        trials, url, options, tensors, ends=time.monotonic() + seconds, matters=matters, findings=findings
-    ):
+    ends = time.monotonic() + seconds
+    try:
+        for trial in _turns(trials, ends, matters):
+            say(f"measuring {trial.name} ...")
+            write, read = _measured(url, {**options, **trial.options}, trial.environment, tensors)
+            trial.write.append(write)
+            trial.read.append(read)
+    except SnapshotError as error:
+        findings.note("speed", f"{trial.name}: {error}", ok=False)
         return
+    finally:
+        say("")
     measured = [trial for trial in trials if trial.write]
     findings.speeds = [
         {
@@ -272,36 +276,16 @@ def measure_speeds(url: URL, options: Mapping[str, Any], nbytes: int, seconds: i
         _propose(repeated, matters, findings)
 
 
-def _measure_all(
-    trials: Sequence[Trial],
-    url: URL,
-    options: Mapping[str, Any],
-    tensors: dict[str, torch.Tensor],
-    *,
-    ends: float,
-    matters: Sequence[str],
-    findings: Findings,
-) -> bool:
-    """Measure in rounds, and repeat settings whose measurements do not agree yet. Return False if the storage failed.
+def _turns(trials: Sequence[Trial], ends: float, matters: Sequence[str]) -> Iterator[Trial]:
+    """Yield settings to measure, in rounds, and again those whose measurements do not agree yet.
 
     The first round measures the defaults, regardless of the time; later rounds each setting that was measured.
     """
-    try:
-        for turn in range(MOST):
-            left = [trial for trial in trials if len(trial.write) == turn and not trial.agrees(matters)]
-            for trial in left:
-                if time.monotonic() > ends and trials[0].write:
-                    return True
-                say(f"measuring {trial.name} ...")
-                write, read = _measured(url, {**options, **trial.options}, trial.environment, tensors)
-                trial.write.append(write)
-                trial.read.append(read)
-    except SnapshotError as error:
-        findings.note("speed", f"{trial.name}: {error}", ok=False)
-        return False
-    finally:
-        say("")
-    return True
+    for turn in range(MOST):
+        for trial in [trial for trial in trials if len(trial.write) == turn and not trial.agrees(matters)]:
+            if time.monotonic() > ends and trials[0].write:
+                return
+            yield trial
 
 
 def _propose(measured: Sequence[Trial], matters: Sequence[str], findings: Findings) -> None:
@@ -355,14 +339,14 @@ def open_once(url: URL, options: Mapping[str, Any]) -> None:
 
 
 def _measured(
-    url: URL, options: Mapping[str, Any], environment: Mapping[str, str], tensors: dict[str, torch.Tensor]
+    url: URL, options: Mapping[str, Any], variables: Mapping[str, str], tensors: dict[str, torch.Tensor]
 ) -> tuple[float, float]:
     """Return the bytes per second of a durable take, and of a restore."""
     nbytes = sum(tensor.numel() for tensor in tensors.values())
     state = {"doctor": StateDict(tensors)}
     place = url.join(f"snapshot-doctor-{secrets.token_hex(6)}").reveal()
     snapshot = Snapshot(place, storage_options=options)
-    with _set(environment):
+    with environment(variables):
         try:
             began = time.perf_counter()
             Snapshot.take(place, state, storage_options=options)
@@ -373,20 +357,6 @@ def _measured(
             with suppress(SnapshotError):
                 snapshot.delete()
     return nbytes / (taken - began), nbytes / (restored - taken)
-
-
-@contextmanager
-def _set(environment: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in environment}
-    os.environ.update(environment)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 # `snapshot doctor`: test which operations work at a URL, how fast, and what would help.
@@ -403,21 +373,20 @@ EXTRAS = {
 SHARED = "/dev/shm"  # noqa: S108 - shared memory between processes
 
 
-def add(verbs: Verbs) -> None:
-    """Describe the verb's arguments."""
-    parser = verb(
-        verbs,
-        "doctor",
-        "Test if this machine can write, read, list and delete at a URL, how fast with which settings, and what would "
-        "help. It uses a new folder below the URL, and removes it. Without a URL it examines this machine only.",
-        [
-            ("doctor", "this machine: versions, extras, limits"),
-            ("doctor s3://bucket/run", "and a place, with settings to paste"),
-            ("doctor /scratch --size 1GiB --seconds 60", "measured more thoroughly"),
-            ("doctor s3://bucket/run --near /nvme/run", "both tiers of a manager with near="),
-        ],
-        run,
-    )
+DESCRIPTION = (
+    "Test if this machine can write, read, list and delete at a URL, how fast with which settings, and what would "
+    "help. It uses a new folder below the URL, and removes it. Without a URL it examines this machine only."
+)
+EXAMPLES = [
+    ("doctor", "this machine: versions, extras, limits"),
+    ("doctor s3://bucket/run", "and a place, with settings to paste"),
+    ("doctor /scratch --size 1GiB --seconds 60", "measured more thoroughly"),
+    ("doctor s3://bucket/run --near /nvme/run", "both tiers of a manager with near="),
+]
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
     parser.add_argument("url", nargs="?", metavar="URL", help="where snapshots will be saved")
     parser.add_argument("--near", metavar="FOLDER", help="also test the near folder of a manager")
     parser.add_argument("--size", type=size, default=128 * MiB, metavar="SIZE", help="bytes to write (128MiB)")
@@ -436,20 +405,13 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
         _examine(URL.parse(arguments.near), {}, arguments, near)
     if arguments.url:
         _examine(URL.parse(arguments.url), options, arguments, findings)
-    if arguments.json:
-        told = _as_json(findings) | ({"near": _as_json(near)} if arguments.near is not None else {})
-        print(as_json({"ok": findings.ok and near.ok} | told))
-    else:
-        for line in _lines(findings):
-            print(line)
-        if arguments.near is not None:
-            print(f"\n{paint(f'near: {printable(arguments.near)}', 'bold')}")
-            for line in _lines(near):
-                print(line)
-            for line in _compare(near, findings):
-                print(line)
-    findings.checks += near.checks
-    return ExitStatus.OK if findings.ok else ExitStatus.FOUND
+    content = {"ok": findings.ok and near.ok, **asdict(findings)}
+    lines = [*_lines(findings)]
+    if arguments.near is not None:
+        content["near"] = {"ok": near.ok, **asdict(near)}
+        lines += ["", paint(f"near: {printable(arguments.near)}", "bold"), *_lines(near), *_compare(near, findings)]
+    emit(arguments, content, lines)
+    return ExitStatus.OK if findings.ok and near.ok else ExitStatus.FOUND
 
 
 def _examine(url: URL, options: Mapping[str, Any], arguments: argparse.Namespace, findings: Findings) -> None:
@@ -458,11 +420,6 @@ def _examine(url: URL, options: Mapping[str, Any], arguments: argparse.Namespace
     with as_it_was(url):
         if wait(try_abilities(url, options, findings)) and findings.ok:
             measure_speeds(url, options, arguments.size, arguments.seconds, findings)
-
-
-def _as_json(findings: Findings) -> dict[str, Any]:
-    names = ("ok", "checks", "speeds", "advice", "settings")
-    return {name: getattr(findings, name) for name in names}
 
 
 def _compare(near: Findings, far: Findings) -> Iterator[str]:
@@ -478,18 +435,18 @@ def _lines(findings: Findings) -> Iterator[str]:
         mark, style = {True: ("ok", "green"), False: ("FAILED", "red"), None: ("-", "dim")}[check["ok"]]
         yield f"{paint(f'{mark:<7}', style)}{check['check']:<13} {printable(check['text'])}"
     if findings.speeds:
-        rows = [(each["settings"], _rate(each["write"]), _rate(each["read"])) for each in findings.speeds]
-        columns = [Column("settings", shrinks=True), Column("write", right=True), Column("read", right=True)]
         yield ""
-        yield from ScreenTable(columns, rows).lines()
+        yield from (
+            ScreenTable([Column("settings", shrinks=True), *map(_rate_column, REMOTE)]).fill(findings.speeds).lines()
+        )
     for title, lines in (("What would help:", findings.advice), ("Settings to paste:", findings.settings)):
         if lines:
             yield f"\n{title}"
             yield from (f"  {printable(line)}" for line in lines)
 
 
-def _rate(nbytes: float) -> str:
-    return f"{size_text(nbytes)}/s"
+def _rate_column(what: str) -> Column:
+    return Column(what, lambda row: f"{size_text(row[what])}/s", right=True)
 
 
 # The machine

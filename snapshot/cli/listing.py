@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 from snapshot.cli.locate import snapshots_below, work_concurrently
@@ -149,10 +149,7 @@ def ranks_of(entry: e.ShardedTensorEntry) -> int:
         if isinstance(each, list):
             rest += each
         elif isinstance(each, e.Mesh):
-            product = 1
-            for size in each.shape:
-                product *= size
-            found += product
+            found += math.prod(each.shape)
         else:
             found += 1
     return found
@@ -190,6 +187,49 @@ class Total:
         self.nbytes += nbytes
 
 
+@dataclass(slots=True)
+class Tree:
+    """Objects by the parts of their names."""
+
+    name: str = ""
+    """The last part, with its separator."""
+    items: list[ListedItem] = field(default_factory=list)
+    """The objects with this name, and all below it."""
+    children: dict[str, Tree] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, found: Iterable[ListedItem], separators: str) -> Tree:
+        """Return the tree of objects. Each of the characters `separators` ends a part of a name."""
+        part_end = re.compile(f"(?<=[{separators}])")
+        root = cls()
+        for item in found:
+            node = root
+            node.items.append(item)
+            for part in filter(None, part_end.split(item.path)):
+                node = node.children.setdefault(part, cls(part))
+                node.items.append(item)
+        return root
+
+    def walk(self) -> Iterator[tuple[int, Tree]]:
+        """Yield the nodes below this one with their level, each before its children."""
+        rest = [(0, child) for child in reversed(self.children.values())]
+        while rest:
+            level, node = rest.pop()
+            yield level, node
+            rest += [(level + 1, child) for child in reversed(node.children.values())]
+
+
+def size_of(found: Iterable[ListedItem]) -> int:
+    """Return the bytes of some objects together."""
+    return sum(item.nbytes for item in found)
+
+
+def common_value(found: Iterable[ListedItem]) -> str:
+    """Return the common value of all objects, or ''."""
+    values = {item.value for item in found}
+    return values.pop() if len(values) == 1 else ""
+
+
 def by_key(found: Iterable[ListedItem]) -> dict[str, list[ListedItem]]:
     """Return the items below each top-level key, in order; other items are under the empty key."""
     keys: dict[str, list[ListedItem]] = {}
@@ -208,13 +248,7 @@ class Fold:
 
     @property
     def nbytes(self) -> int:
-        return sum(item.nbytes for item in self.items)
-
-    @property
-    def value(self) -> str:
-        """The common value of all items, or ''."""
-        values = {item.value for item in self.items}
-        return values.pop() if len(values) == 1 else ""
+        return size_of(self.items)
 
 
 NUMBERS = re.compile(r"\d+")
@@ -395,18 +429,21 @@ def base_url(metadata: SnapshotMetadata) -> str:
     return "" if base is None else base.url
 
 
+def _base_files(metadata: SnapshotMetadata) -> Set[str]:
+    """Return the files with entries of a snapshot that only its base has."""
+    return metadata._document.files.keys() - metadata._document.own_files.keys()
+
+
 def bytes_in_base(metadata: SnapshotMetadata) -> int:
     """Return the bytes that were left out of a snapshot, since its base has them."""
-    document = metadata._document
-    held = document.files.keys() - document.own_files.keys()
-    ranges = {(each.location, *each.byte_range) for each in stored_in(document.manifest) if each.location in held}
+    held, stored = _base_files(metadata), stored_in(metadata._document.manifest)
+    ranges = {(each.location, *each.byte_range) for each in stored if each.location in held}
     return sum(end - begin for _, begin, end in ranges)
 
 
 def is_in_base(metadata: SnapshotMetadata, entry: Entry) -> bool:
     """Return True if only the base has the bytes of an entry, or a part of them."""
-    document = metadata._document
-    held = document.files.keys() - document.own_files.keys()
+    held = _base_files(metadata)
     return any(each.location in held for each in stored_of(entry))
 
 

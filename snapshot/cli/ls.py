@@ -9,23 +9,24 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from snapshot.cli.arguments import Verbs, add_json, add_storage, count, options_of, verb
+from snapshot.cli.arguments import add_json, add_storage, count, options_of
 from snapshot.cli.listing import (
-    Fold,
     ListedItem,
     SharedFiles,
-    Total,
+    Tree,
     by_key,
     bytes_in_base,
+    common_value,
     describe_sharing,
     folded,
     heaviest,
     items,
     shape_text,
     shared_bytes,
+    size_of,
 )
 from snapshot.cli.locate import explain_missing, snapshots_below, suggest, work_concurrently
-from snapshot.cli.screen import Column, ExitStatus, ScreenTable, as_json, paint, printable, width, wrapped
+from snapshot.cli.screen import Column, ExitStatus, ScreenTable, emit, line, paint, printable, width, wrapped
 from snapshot.errors import SnapshotError, SnapshotNotFoundError
 from snapshot.io.loop import run as on_loop
 from snapshot.io.url import URL
@@ -44,28 +45,20 @@ from snapshot.tiers.uploader_process import find_runs, folder_of
 # Steps of a run with near folders: where each of them is, as this host sees it.
 
 
-def list_tiers(far: str, near: str, options: Mapping[str, Any] | None, *, json: bool) -> ExitStatus:
+def list_tiers(arguments: argparse.Namespace, options: Mapping[str, Any] | None) -> ExitStatus:
     """Print a line for each step that is near or far."""
-    url = URL.parse(far)
+    url, near = URL.parse(arguments.url), arguments.near
     runs = runs_in(near, url)
     root = Root(url, options)
     heads = on_loop(root.heads(on_loop(root.folders()).committed))
     line = on_loop(root.line())
     rows = [row for folder in runs for row in tier_rows(folder, heads, line)]
-    if json:
-        print(as_json({"url": str(url), "near": near, "steps": rows}))
-    else:
-        columns = [Column("step", right=True), Column("size", right=True), Column("near"), Column("far")]
-        table = ScreenTable(columns)
-        for row in rows:
-            table.add(f"{row['step']}", size_text(row["bytes"]) if row["bytes"] else "", row["near"], row["far"])
-        print(printable(f"{url}, with near steps in {near}"))
-        for text in table.lines():
-            print(text)
-        words = {word for row in rows for word in str(row["far"]).split(", ")}
-        for state, meaning in MEANINGS.items():
-            if state.value in words:
-                print(wrapped(f"{state}: {meaning}"))
+    size = Column("size", lambda row: size_text(row["bytes"]) if row["bytes"] else "", right=True)
+    table = ScreenTable([Column("step", right=True), size, Column("near"), Column("far")]).fill(rows)
+    words = {word for row in rows for word in row["far"].split(", ")}
+    meanings = (wrapped(f"{state}: {meaning}") for state, meaning in MEANINGS.items() if state.value in words)
+    title = printable(f"{url}, with near steps in {near}")
+    emit(arguments, {"url": str(url), "near": near, "steps": rows}, [title, table, *meanings])
     return ExitStatus.OK
 
 
@@ -132,24 +125,23 @@ FOLDED = 40
 BAR = 20
 
 
-def add(verbs: Verbs) -> None:
-    """Describe the verb's arguments."""
-    parser = verb(
-        verbs,
-        "ls",
-        "List the contents of a snapshot or of a checkpoint of another library, or the snapshots in a folder. Only the "
-        "manifest is read. Objects whose names differ only in numbers share one line.",
-        [
-            ("ls run", "the snapshots in a folder"),
-            ("ls run/step-100", "the contents of one"),
-            ("ls run/step-100 'model/**'", "a part of it"),
-            ("ls run/step-100 --flat | grep bias", "a line for each object"),
-            ("ls run/step-100 --du --depth 3", "sizes by name"),
-            ("ls run --du", "the bytes that each snapshot of a folder has alone, and shares with others"),
-            ("ls s3://bucket/run --near /nvme/run", "where each step is, as this host sees it"),
-        ],
-        run,
-    )
+DESCRIPTION = (
+    "List the contents of a snapshot or of a checkpoint of another library, or the snapshots in a folder. Only the "
+    "manifest is read. Objects whose names differ only in numbers share one line."
+)
+EXAMPLES = [
+    ("ls run", "the snapshots in a folder"),
+    ("ls run/step-100", "the contents of one"),
+    ("ls run/step-100 'model/**'", "a part of it"),
+    ("ls run/step-100 --flat | grep bias", "a line for each object"),
+    ("ls run/step-100 --du --depth 3", "sizes by name"),
+    ("ls run --du", "the bytes that each snapshot of a folder has alone, and shares with others"),
+    ("ls s3://bucket/run --near /nvme/run", "where each step is, as this host sees it"),
+]
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
     parser.add_argument(
         "url", nargs="?", default=".", metavar="URL", help="a snapshot or a folder (default: the current one)"
     )
@@ -169,33 +161,21 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     """List the snapshot or folder at the URL."""
     options = suggest(URL.parse(arguments.url), options_of(arguments))
     if arguments.near is not None:
-        return list_tiers(arguments.url, arguments.near, options, json=arguments.json)
+        return list_tiers(arguments, options)
     snapshot = Snapshot(arguments.url, storage_options=options)
     try:
         metadata = snapshot.metadata
     except SnapshotNotFoundError:
         with explain_missing(arguments.url, options):
-            return _root(arguments, options)
+            return _list_folder(arguments, options)
     found = _selected(list(items(snapshot.get_manifest(), metadata.world_size)), arguments.globs)
     name = str(URL.parse(arguments.url))
-    if arguments.json:
-        print(as_json({"url": name, **summary(metadata, found), "items": [item.as_json() for item in found]}))
-        return ExitStatus.OK
-    several = metadata.world_size > 1
+    content = {"url": name, **summary(metadata, found), "items": [item.as_json() for item in found]}
     if arguments.flat:
-        lines: Iterable[str] = ScreenTable(
-            _columns(several), [_row(item.name, [item], several) for item in found]
-        ).lines()
+        shown: list[object] = [_table((_row(item.name, [item]) for item in found), metadata.world_size)]
     else:
-        print(_head(name, metadata, found))
-        if arguments.du:
-            lines = _du(found, arguments.depth or 2)
-        elif arguments.tree:
-            lines = _tree(found, several, arguments.depth)
-        else:
-            lines = _folded(found, several, arguments.all)
-    for line in lines:
-        print(line)
+        shown = [*_head(name, metadata, found), _contents(arguments, metadata.world_size, found)]
+    emit(arguments, content, shown)
     return ExitStatus.OK
 
 
@@ -220,7 +200,6 @@ def _matches(glob: str, found: Sequence[ListedItem]) -> list[bool]:
 
 def summary(metadata: SnapshotMetadata, found: Sequence[ListedItem]) -> dict[str, Any]:
     """Return a summary of a snapshot, for programs."""
-    totals = _totals(found)
     return {
         "format": metadata.format,
         "version": metadata.version,
@@ -234,17 +213,13 @@ def summary(metadata: SnapshotMetadata, found: Sequence[ListedItem]) -> dict[str
         "file_bytes": metadata.nbytes,
         "shared_bytes": shared_bytes(metadata),
         "bytes_in_base": bytes_in_base(metadata),
-        "keys": {key: {"entries": total.entries, "bytes": total.nbytes} for key, total in totals.items()},
+        "keys": {key: {"entries": len(held), "bytes": size_of(held)} for key, held in by_key(found).items()},
     }
 
 
-def _totals(found: Sequence[ListedItem]) -> dict[str, Total]:
-    return {key: Total(len(each), sum(item.nbytes for item in each)) for key, each in by_key(found).items()}
-
-
-def _head(name: str, metadata: SnapshotMetadata, found: Sequence[ListedItem]) -> str:
+def _head(name: str, metadata: SnapshotMetadata, found: Sequence[ListedItem]) -> Iterator[str]:
     held = f"{counted(len(metadata.files), 'file')} of {size_text(metadata.nbytes)}"
-    parts = [entries_text(len(found)), f"{size_text(sum(item.nbytes for item in found))} in {held}"]
+    parts = [entries_text(len(found)), f"{size_text(size_of(found))} in {held}"]
     parts += ["compressed"] if metadata.compressed else []
     parts += describe_sharing(metadata)
     if metadata.world_size > 1:
@@ -253,99 +228,89 @@ def _head(name: str, metadata: SnapshotMetadata, found: Sequence[ListedItem]) ->
         parts.append(f"taken {metadata.created:%Y-%m-%d %H:%M:%S} UTC by snapshot {metadata.version}")
     else:
         parts.append(f"written by {metadata.format}".rstrip())
-    first = wrapped(f"{printable(name)}: {printable(', '.join(parts))}")
-    lines = [paint(printable(name), "bold") + first.removeprefix(printable(name))]
+    name = printable(name)
+    yield paint(name, "bold") + line(f"{name}: {', '.join(parts)}").removeprefix(name)
     if metadata.metadata:
         text = json.dumps(metadata.metadata, ensure_ascii=False)
-        lines.append(wrapped(printable(f"metadata: {text if len(text) <= 500 else text[:500] + '...'}")))
-    return "\n".join(lines)
+        yield line(f"metadata: {text if len(text) <= 500 else text[:500] + '...'}")
 
 
 # Forms of a listing
 
+Row = dict[str, str]
+"""Texts by the name of their column. A row without a kind is a heading."""
 
-def _columns(several: bool) -> list[Column]:
-    made = [
+
+def _contents(arguments: argparse.Namespace, world_size: int, found: Sequence[ListedItem]) -> ScreenTable:
+    if arguments.du:
+        return _sizes_by_name(found, arguments.depth or 2)
+    if arguments.tree:
+        return _table(_tree(found, arguments.depth), world_size)
+    return _table(_folded(found, len(found) if arguments.all else FOLDED), world_size)
+
+
+def _table(rows: Iterable[Row], world_size: int) -> ScreenTable:
+    columns = [
         Column("name", shrinks=True, is_name=True),
         Column("kind", style="cyan", optional=True),
         Column("dtype", style="cyan"),
         Column("shape"),
         Column("size", right=True),
+        Column("ranks", style="dim", optional=True),
+        Column("value", shrinks=True, optional=True, style="dim"),
     ]
-    if several:
-        made.append(Column("ranks", style="dim", optional=True))
-    return [*made, Column("value", shrinks=True, optional=True, style="dim")]
+    shown = [column for column in columns if world_size > 1 or column.name != "ranks"]
+    return ScreenTable(shown).fill(rows, lambda row: "bold" if "size" in row and "kind" not in row else "")
 
 
-def _row(name: str, held: Sequence[ListedItem], several: bool, value: str | None = None) -> list[str]:
-    first = held[0]
-    nbytes = sum(item.nbytes for item in held)
-    size = size_text(nbytes) if nbytes else ""
-    made = [name, first.kind, first.dtype, shape_text(first.shape), size]
-    if several:
-        own = len({item.rank for item in held})
-        made.append(f"{own} ranks, one each" if own > 1 else first.placed)
-    return [*made, first.value if value is None else value]
+def _row(name: str, held: Sequence[ListedItem]) -> Row:
+    """Return the row for objects of one form."""
+    first, nbytes = held[0], size_of(held)
+    times = len({item.path for item in held})
+    ranks = len({item.rank for item in held})
+    return {
+        "name": name,
+        "kind": first.kind,
+        "dtype": first.dtype,
+        "shape": shape_text(first.shape),
+        "size": size_text(nbytes) if nbytes else "",
+        "ranks": f"{ranks} ranks, one each" if ranks > 1 else first.placed,
+        "value": ", ".join(filter(None, (f"x {times:,}" if times > 1 else "", common_value(held)))),
+    }
 
 
-def _folded(found: Sequence[ListedItem], several: bool, everything: bool) -> Iterator[str]:
+def _heading(name: str, held: Sequence[ListedItem]) -> Row:
+    return {"name": name, "size": size_text(size_of(held)), "value": entries_text(len(held))}
+
+
+def _folded(found: Sequence[ListedItem], most: int) -> Iterator[Row]:
     """Yield each key with its total and its contents; similar objects share one line."""
-    table = ScreenTable(_columns(several))
     for key, held in by_key(found).items():
         folds = folded(held)
         if key:
-            total = Total(len(held), sum(item.nbytes for item in held))
-            blank = [""] * (len(table.columns) - 2)
-            blank[3] = size_text(total.nbytes)
-            table.add(f"{key}/", *blank, entries_text(total.entries), style="bold")
-        shown = folds if everything or len(folds) <= FOLDED + 1 else folds[:FOLDED]
+            yield _heading(f"{key}/", held)
+        shown = folds if len(folds) <= most + 1 else folds[:most]
         for fold in shown:
-            table.add(*_row(f"  {fold.name}" if key else fold.name, fold.items, several, _times(fold)))
-        if rest := folds[len(shown) :]:
-            nbytes = size_text(sum(fold.nbytes for fold in rest))
-            number = sum(len(fold.items) for fold in rest)
-            table.add(f"  ... {number:,} more, {nbytes}: --all, --flat or a glob", *[""] * (len(table.columns) - 1))
-    yield from table.lines()
+            yield _row(f"  {fold.name}" if key else fold.name, fold.items)
+        if rest := [item for fold in folds[len(shown) :] for item in fold.items]:
+            yield {"name": f"  ... {len(rest):,} more, {size_text(size_of(rest))}: --all, --flat or a glob"}
 
 
-def _times(fold: Fold) -> str:
-    names = {item.path for item in fold.items}
-    times = f"x {len(names):,}" if len(names) > 1 else ""
-    return ", ".join(filter(None, (times, fold.value)))
+def _tree(found: Sequence[ListedItem], depth: int | None) -> Iterator[Row]:
+    """Yield all objects below their containers."""
+    for level, node in Tree.of(found, "/").walk():
+        if depth is not None and level >= depth:
+            continue
+        name = "  " * level + node.name
+        if node.children:
+            yield _heading(name, node.items)
+        else:
+            yield from (_row(name, [item]) for item in node.items)
 
 
-def _tree(found: Sequence[ListedItem], several: bool, depth: int | None) -> Iterator[str]:
-    """Yield all objects as a tree of their containers."""
-    totals: dict[str, Total] = {}
-    for item in found:
-        above = item.path
-        while "/" in above:
-            above = above.rpartition("/")[0]
-            totals.setdefault(above, Total()).add(item.nbytes)
-    table = ScreenTable(_columns(several))
-    shown: set[str] = set()
-    for item in found:
-        parts = item.path.split("/")
-        for level in range(1, len(parts)):
-            above = "/".join(parts[:level])
-            if above not in shown and (depth is None or level <= depth):
-                shown.add(above)
-                blank = [""] * (len(table.columns) - 2)
-                blank[3] = size_text(totals[above].nbytes)
-                table.add(
-                    f"{'  ' * (level - 1)}{parts[level - 1]}/",
-                    *blank,
-                    entries_text(totals[above].entries),
-                    style="bold",
-                )
-        if depth is None or len(parts) <= depth:
-            table.add(*_row("  " * (len(parts) - 1) + parts[-1], [item], several))
-    yield from table.lines()
-
-
-def _du(found: Sequence[ListedItem], depth: int) -> Iterator[str]:
-    """Yield sizes by name, with a bar for each share."""
-    whole = sum(item.nbytes for item in found)
+def _sizes_by_name(found: Sequence[ListedItem], depth: int) -> ScreenTable:
+    """Return sizes by name, with a bar for each share."""
+    whole = size_of(found)
     table = ScreenTable(
         [
             Column("size", right=True),
@@ -357,9 +322,8 @@ def _du(found: Sequence[ListedItem], depth: int) -> Iterator[str]:
     )
     for name, total in heaviest(found, depth):
         share = total.nbytes / whole if whole else 0.0
-        bar = "#" * round(share * BAR)
-        table.add(size_text(total.nbytes), f"{share:.1%}", bar, f"{total.entries:,}", name)
-    yield from table.lines()
+        table.add(size_text(total.nbytes), f"{share:.1%}", "#" * round(share * BAR), f"{total.entries:,}", name)
+    return table
 
 
 # A folder of snapshots
@@ -372,7 +336,7 @@ class _Found:
     problem: str = ""
 
 
-def _root(arguments: argparse.Namespace, options: Mapping[str, Any]) -> ExitStatus:
+def _list_folder(arguments: argparse.Namespace, options: Mapping[str, Any]) -> ExitStatus:
     """List the snapshots of a folder, such as a manager's root."""
     url = URL.parse(arguments.url)
     try:
@@ -394,17 +358,15 @@ def _root(arguments: argparse.Namespace, options: Mapping[str, Any]) -> ExitStat
     found = work_concurrently(look, names)
     shared = SharedFiles({each.name: each.metadata for each in found if each.metadata}) if arguments.du else None
     found = [each for each in found if wanted(each.name)]
-    if arguments.json:
-        print(as_json({"url": str(url), "snapshots": [_as_json(each, shared) for each in found]} | _physical(shared)))
+    content: dict[str, Any] = {"url": str(url), "snapshots": [_as_json(each, shared) for each in found]}
+    if shared is None:
+        emit(arguments, content, [_steps(found)])
     else:
-        for line in _steps(found) if shared is None else _sizes(found, shared):
-            print(line)
+        apparent, physical = shared.apparent(), shared.physical()
+        total = f"all snapshots of the folder: {size_text(apparent)} in {size_text(physical)} of storage"
+        sizes = {"bytes": apparent, "physical_bytes": physical}
+        emit(arguments, content | sizes, [_sizes(found, shared), total])
     return ExitStatus.FOUND if any(each.metadata is None for each in found) else ExitStatus.OK
-
-
-def _physical(shared: SharedFiles | None) -> dict[str, Any]:
-    """Return the sizes of a folder, for programs."""
-    return {} if shared is None else {"bytes": shared.apparent(), "physical_bytes": shared.physical()}
 
 
 def _as_json(found: _Found, shared: SharedFiles | None) -> dict[str, Any]:
@@ -423,22 +385,20 @@ def _as_json(found: _Found, shared: SharedFiles | None) -> dict[str, Any]:
     } | ({"own_bytes": sizes.own, "shared_bytes": sizes.shared} if sizes else {})
 
 
-def _sizes(found: Sequence[_Found], shared: SharedFiles) -> Iterator[str]:
-    """Yield the sizes of each snapshot, and those of the whole folder."""
-    names = ("size", "only here", "shared")
+def _sizes(found: Sequence[_Found], shared: SharedFiles) -> ScreenTable:
+    """Return the sizes of each snapshot."""
     name = Column("name", shrinks=True, is_name=True, style="bold")
-    table = ScreenTable([name, *(Column(each, right=True) for each in names)])
+    table = ScreenTable([name, *(Column(each, right=True) for each in ("size", "only here", "shared"))])
     for each in found:
         if each.metadata is None:
             table.add(each.name, "cannot be read", "", "", style="red")
-            continue
-        sizes = shared.sizes(each.name)
-        table.add(each.name, *map(size_text, (sizes.nbytes, sizes.own, sizes.shared)))
-    yield from table.lines()
-    yield f"all snapshots of the folder: {size_text(shared.apparent())} in {size_text(shared.physical())} of storage"
+        else:
+            sizes = shared.sizes(each.name)
+            table.add(each.name, *map(size_text, (sizes.nbytes, sizes.own, sizes.shared)))
+    return table
 
 
-def _steps(found: Sequence[_Found]) -> Iterator[str]:
+def _steps(found: Sequence[_Found]) -> ScreenTable:
     table = ScreenTable(
         [
             Column("name", shrinks=True, is_name=True, style="bold"),
@@ -454,13 +414,11 @@ def _steps(found: Sequence[_Found]) -> Iterator[str]:
         if held is None:
             table.add(each.name, "cannot be read", "", "", "", each.problem, style="red")
             continue
-        ours = held.format.startswith("snapshot/")
-        taken = f"{held.created:%Y-%m-%d %H:%M}" if ours else held.format
-        told = ", ".join(f"{key} {_short(value)}" for key, value in _flat(held.metadata))
-        if width() is None:
-            told = told[:500]
-        table.add(each.name, taken, size_text(held.nbytes), f"{held.entries:,}", str(held.world_size), told)
-    yield from table.lines()
+        taken = f"{held.created:%Y-%m-%d %H:%M}" if held.format.startswith("snapshot/") else held.format
+        noted = ", ".join(f"{key} {_short(value)}" for key, value in _flat(held.metadata))
+        noted = noted[:500] if width() is None else noted
+        table.add(each.name, taken, size_text(held.nbytes), f"{held.entries:,}", str(held.world_size), noted)
+    return table
 
 
 def _flat(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -3,43 +3,32 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
 
-from snapshot.cli.arguments import (
-    Verbs,
-    add_select,
-    add_storage,
-    options_of,
-    verb,
-)
-from snapshot.cli.convert import add_output, float_dtype, print_report, target_of
+from snapshot.cli.arguments import add_selection, add_storage, options_of, selection_of, work_of
+from snapshot.cli.convert import add_output, float_dtype, target_of
 from snapshot.cli.locate import explain_missing
 from snapshot.cli.ranks import on_ranks
-from snapshot.cli.screen import ExitStatus, bar, name_overwrite, replace_cure
-from snapshot.errors import RestoreError, SnapshotNotFoundError
+from snapshot.cli.screen import ExitStatus, bar, emit_report
+from snapshot.errors import SnapshotNotFoundError
 from snapshot.io.url import URL
 from snapshot.snapshot import Snapshot
 from snapshot.transform.merge import OTHERS
 from snapshot.weights import merge
 
+DESCRIPTION = (
+    "Write the average, a weighted sum, or an exponential moving average of checkpoints. They may have different "
+    "formats, storages and splits, but need tensors of the same names and shapes. They are read and written part "
+    "by part, added in float32 and verified. Values that are not tensors are those of the first source."
+)
+EXAMPLES = [
+    ("merge run/step-100 run/step-200 run/step-300 -o soup", "the average"),
+    ("merge a.safetensors b.safetensors -o c.safetensors --weights 0.7,0.3", "a weighted sum"),
+    ("merge run/step-* -o ema.safetensors --ema 0.999 --select 'model/**'", "a moving average, oldest first"),
+]
 
-def add(verbs: Verbs) -> None:
-    """Describe the verb's arguments."""
-    parser = verb(
-        verbs,
-        "merge",
-        "Write the average, a weighted sum, or an exponential moving average of checkpoints. They may have different "
-        "formats, storages and splits, but need tensors of the same names and shapes. They are read and written part "
-        "by part, added in float32 and verified. Values that are not tensors are those of the first source.",
-        [
-            ("merge run/step-100 run/step-200 run/step-300 -o soup", "the average"),
-            ("merge a.safetensors b.safetensors -o c.safetensors --weights 0.7,0.3", "a weighted sum"),
-            ("merge run/step-* -o ema.safetensors --ema 0.999 --select 'model/**'", "a moving average, oldest first"),
-        ],
-        on_ranks(run),
-    )
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
     parser.add_argument("sources", nargs="+", metavar="SOURCE", help="anything that Snapshot(path) opens; at least 2")
     parser.add_argument(
         "-o",
@@ -59,47 +48,37 @@ def add(verbs: Verbs) -> None:
         help="integer, bool, sparse and quantised tensors must be equal in all sources (default), or are those of the "
         "first one",
     )
-    add_select(parser)
+    add_selection(parser)
     parser.add_argument("--dtype", type=float_dtype, help="dtype of floating point tensors, if not the first source's")
     add_output(parser)
     add_storage(parser, "src", "dst", short=False)
 
 
+@on_ranks
 def run(arguments: argparse.Namespace) -> ExitStatus:
     """Merge, and print the report."""
     options = options_of(arguments, "src")
-    with name_overwrite(), _in_options(arguments.sources, options), bar("merge", ranks=arguments.ranks) as show:
-        report = merge(
-            [
-                Snapshot(each, storage_options=options, allow_pickle=arguments.allow_pickle)
-                for each in arguments.sources
-            ],
-            target_of(arguments, arguments.output),
-            weights=arguments.weights,
-            ema=arguments.ema,
-            others=arguments.others,
-            select=arguments.select,
-            exclude=arguments.exclude,
-            dtype=arguments.dtype,
-            verify=not arguments.no_verify,
-            memory_budget_bytes=arguments.memory,
-            progress=show,
-            ranks=arguments.ranks,
-        )
-    print_report(arguments.output, report, json=arguments.json)
-    return ExitStatus.OK
-
-
-@contextmanager
-def _in_options(sources: Sequence[str], options: dict[str, Any]) -> Iterator[None]:
-    """Explain which source is missing, and name the options for tensors that differ."""
+    pickles = arguments.allow_pickle
     try:
-        with replace_cure(RestoreError, "pass --others first to keep the first source's values, or --exclude them"):
-            yield
+        with bar("merge", ranks=arguments.ranks) as show:
+            report = merge(
+                [Snapshot(each, storage_options=options, allow_pickle=pickles) for each in arguments.sources],
+                target_of(arguments, arguments.output),
+                **selection_of(arguments),
+                **work_of(arguments),
+                weights=arguments.weights,
+                ema=arguments.ema,
+                others=arguments.others,
+                dtype=arguments.dtype,
+                verify=arguments.verify,
+                progress=show,
+            )
     except SnapshotNotFoundError as error:
-        missing = [source for source in sources if str(error).startswith(f"{URL.parse(source)}:")]
-        with explain_missing(missing[0] if missing else sources[0], options):
+        missing = (source for source in arguments.sources if str(error).startswith(f"{URL.parse(source)}:"))
+        with explain_missing(next(missing, arguments.sources[0]), options):
             raise
+    emit_report(arguments, arguments.output, report)
+    return ExitStatus.OK
 
 
 def _numbers(text: str) -> list[float]:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
-from snapshot.cli.arguments import Verbs, add_json, add_storage, count, duration, options_of, verb
+from snapshot.cli.arguments import add_json, add_storage, count, duration, options_of
 from snapshot.cli.locate import explain_missing, is_local_file
-from snapshot.cli.screen import Column, ExitStatus, ScreenTable, as_json, ask, printable, wrapped
+from snapshot.cli.screen import Column, ExitStatus, ScreenTable, ask, complain, emit, line, printable
 from snapshot.errors import SnapshotError, SnapshotNotFoundError
 from snapshot.io.loop import run as on_loop
 from snapshot.io.url import URL
@@ -25,23 +25,22 @@ from snapshot.text import counted, size_text
 UNASKED = "nothing was removed: no terminal to ask on; pass --yes, or --dry-run to only show"
 
 
-def add(verbs: Verbs) -> None:
-    """Describe the verb's arguments."""
-    parser = verb(
-        verbs,
-        "prune",
-        "Remove snapshots named step-<number> in a folder, except those that a --keep option keeps, the newest, and "
-        "pinned ones. Also remove leftovers of interrupted takes and removals; without a --keep option, remove only "
-        "these. Checkpoints of other libraries are left alone. It shows what it would remove, and asks.",
-        [
-            ("prune run --keep-latest 3 --dry-run", "show what would be removed"),
-            ("prune run --keep-latest 3 --keep-every 1000", "the latest 3, and each 1000th"),
-            ("prune run --keep-best loss:2 --keep-best f1:1:max", "the best by metrics"),
-            ("prune run --keep-for 7d --yes", "without asking, for scripts"),
-            ("prune run", "only leftovers of interrupted takes"),
-        ],
-        run,
-    )
+DESCRIPTION = (
+    "Remove snapshots named step-<number> in a folder, except those that a --keep option keeps, the newest, and "
+    "pinned ones. Also remove leftovers of interrupted takes and removals; without a --keep option, remove only "
+    "these. Checkpoints of other libraries are left alone. It shows what it would remove, and asks."
+)
+EXAMPLES = [
+    ("prune run --keep-latest 3 --dry-run", "show what would be removed"),
+    ("prune run --keep-latest 3 --keep-every 1000", "the latest 3, and each 1000th"),
+    ("prune run --keep-best loss:2 --keep-best f1:1:max", "the best by metrics"),
+    ("prune run --keep-for 7d --yes", "without asking, for scripts"),
+    ("prune run", "only leftovers of interrupted takes"),
+]
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
     parser.add_argument("root", metavar="ROOT", help="the folder of the steps")
     keep = parser.add_argument_group("steps to keep", "A step is kept if any of these options keeps it.")
     for flag, kind, metavar, what in (
@@ -103,14 +102,21 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
             raise SnapshotNotFoundError("no steps")
     going = [fate for fate in fates if fate.goes]
     if not arguments.json:
-        print(_table(fates))
-        print(wrapped(_total(fates, going)))
-    if not going or arguments.dry_run:
-        return _told(arguments, url, fates, Removed(()))
-    if not confirmed(arguments, f"remove {_counted(going)} from {url}?"):
-        return ExitStatus.FOUND
-    done = on_loop(remove_steps(root, going, older_than=arguments.older_than))
-    return _told(arguments, url, fates, done)
+        print(ScreenTable(COLUMNS).fill(fates, lambda fate: "red" if fate.goes else ""))
+        kept = sum(fate.what == "snapshot" and not fate.goes for fate in fates)
+        print(line(f"to remove: {_counted(going)}, {_size(going)}; to keep: {counted(kept, 'snapshot')}"))
+    done = Removed(())
+    if going and not arguments.dry_run:
+        if not confirmed(arguments, f"remove {_counted(going)} from {url}?"):
+            return ExitStatus.FOUND
+        done = on_loop(remove_steps(root, going, older_than=arguments.older_than))
+    failed = {(fate.step, fate.what): str(error) for fate, error in done.failed}
+    steps = [_json(fate, fate in done.fates, failed.get((fate.step, fate.what))) for fate in fates]
+    removed = [f"removed {_counted(done.fates)}, {_size(done.fates)}"] if done.fates else []
+    emit(arguments, {"url": str(url), "steps": steps}, removed)
+    for fate, error in () if arguments.json else done.failed:
+        complain(f"step-{fate.step}", f"removal failed: {error}")
+    return ExitStatus.FOUND if done.failed else ExitStatus.OK
 
 
 async def _expect_folder(root: Root) -> None:
@@ -139,31 +145,22 @@ def confirmed(arguments: argparse.Namespace, question: str) -> bool:
     return False
 
 
-def _table(fates: Sequence[Fate]) -> ScreenTable:
-    table = ScreenTable(
-        [
-            Column("step"),
-            Column("size", right=True),
-            Column(""),
-            Column("why", shrinks=True),
-            Column("metrics", optional=True),
-        ]
-    )
-    for fate in fates:
-        metrics = fate.taken.metrics if fate.taken is not None else {}
-        table.add(
-            f"step-{fate.step}",
-            "" if fate.nbytes is None else size_text(fate.nbytes),
-            "remove" if fate.goes else "keep",
-            _why(fate),
-            ", ".join(f"{name} {value:.6g}" for name, value in metrics.items()),
-            style="red" if fate.goes else "",
-        )
-    return table
+def _metrics(fate: Fate) -> str:
+    metrics = fate.taken.metrics if fate.taken is not None else {}
+    return ", ".join(f"{name} {value:.6g}" for name, value in metrics.items())
 
 
 def _why(fate: Fate) -> str:
     return f"{fate.why}: {counted(fate.files, 'file')}" if fate.what == "leftovers" else fate.why
+
+
+COLUMNS = [
+    Column("step", lambda fate: f"step-{fate.step}"),
+    Column("size", lambda fate: "" if fate.nbytes is None else size_text(fate.nbytes), right=True),
+    Column("", lambda fate: "remove" if fate.goes else "keep"),
+    Column("why", _why, shrinks=True),
+    Column("metrics", _metrics, optional=True),
+]
 
 
 def _counted(fates: Sequence[Fate]) -> str:
@@ -174,34 +171,12 @@ def _counted(fates: Sequence[Fate]) -> str:
     return " and ".join(said) or "nothing"
 
 
-def _total(fates: Sequence[Fate], going: Sequence[Fate]) -> str:
-    kept = sum(fate.what == "snapshot" and not fate.goes for fate in fates)
-    size = size_text(sum(fate.nbytes or 0 for fate in going))
-    return f"to remove: {_counted(going)}, {size}; to keep: {counted(kept, 'snapshot')}"
-
-
-def _told(arguments: argparse.Namespace, url: URL, fates: Sequence[Fate], done: Removed) -> ExitStatus:
-    """Print the result."""
-    if arguments.json:
-        failed = {(fate.step, fate.what): str(error) for fate, error in done.failed}
-        steps = [_json(fate, fate in done.fates, failed.get((fate.step, fate.what))) for fate in fates]
-        print(as_json({"url": str(url), "steps": steps}))
-    else:
-        if done.fates:
-            print(f"removed {_counted(done.fates)}, {size_text(sum(fate.nbytes or 0 for fate in done.fates))}")
-        for fate, error in done.failed:
-            print(printable(f"snapshot: step-{fate.step}: removal failed: {error}"), file=sys.stderr)
-    return ExitStatus.FOUND if done.failed else ExitStatus.OK
+def _size(fates: Sequence[Fate]) -> str:
+    return size_text(sum(fate.nbytes or 0 for fate in fates))
 
 
 def _json(fate: Fate, removed: bool, error: str | None) -> dict[str, Any]:
-    made: dict[str, Any] = {
-        "step": fate.step,
-        "what": fate.what,
-        "goes": fate.goes,
-        "why": fate.why,
-        "removed": removed,
-    }
+    made = {"step": fate.step, "what": fate.what, "goes": fate.goes, "why": fate.why, "removed": removed}
     if fate.nbytes is not None:
         made["bytes"] = fate.nbytes
     if fate.taken is not None:

@@ -7,45 +7,41 @@ import re
 from pathlib import Path
 
 from snapshot.cli.arguments import (
-    Verbs,
     add_json,
     add_pickle,
-    add_select,
+    add_rename,
+    add_selection,
     add_storage,
     count,
     options_of,
-    pair,
-    verb,
+    selection_of,
 )
-from snapshot.cli.convert import add_map
+from snapshot.cli.convert import add_map, map_of
 from snapshot.cli.locate import explain_missing
-from snapshot.cli.screen import ExitStatus, as_json, bar, printable
+from snapshot.cli.screen import ExitStatus, bar, emit, printable
 from snapshot.errors import CorruptSnapshotError, SnapshotNotFoundError
 from snapshot.events import log
 from snapshot.io.url import URL
-from snapshot.maps.tensor_map import TensorMap
 from snapshot.publish.publisher import Publisher
 from snapshot.publish.store import version_name
 from snapshot.publish.subscriber import Subscriber
 from snapshot.snapshot import Snapshot
 from snapshot.weights import load
 
+DESCRIPTION = (
+    "Publish the tensors of a checkpoint as the next version in a folder of versions, from which `snapshot pull` "
+    "and inference engines take them. A version is a folder in Hugging Face's layout. With --delta, it holds only "
+    "the changes since the version before."
+)
+EXAMPLES = [
+    ("publish run/step-300 s3://bucket/policy --select 'model/**'", "a complete version"),
+    ("publish run/step-400 s3://bucket/policy --select 'model/**' --delta /tmp/base", "the changes"),
+    ("publish llama/ policy --step 0", "a folder in Hugging Face's layout"),
+]
 
-def add(verbs: Verbs) -> None:
-    """Describe the verb's arguments."""
-    parser = verb(
-        verbs,
-        "publish",
-        "Publish the tensors of a checkpoint as the next version in a folder of versions, from which `snapshot pull` "
-        "and inference engines take them. A version is a folder in Hugging Face's layout. With --delta, it holds only "
-        "the changes since the version before.",
-        [
-            ("publish run/step-300 s3://bucket/policy --select 'model/**'", "a complete version"),
-            ("publish run/step-400 s3://bucket/policy --select 'model/**' --delta /tmp/base", "the changes"),
-            ("publish llama/ policy --step 0", "a folder in Hugging Face's layout"),
-        ],
-        run,
-    )
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
     parser.add_argument("source", metavar="FROM", help="the checkpoint: anything that Snapshot(path) opens")
     parser.add_argument("url", metavar="URL", help="the folder of the versions")
     parser.add_argument("--step", type=int, help="the training step; by default from a name such as step-300")
@@ -53,14 +49,12 @@ def add(verbs: Verbs) -> None:
         "--delta", metavar="FOLDER", help="publish a delta; the version before is pulled into this local folder"
     )
     parser.add_argument("--full-every", type=count, default=50, metavar="N", help="limit of a chain (default: 50)")
-    parser.add_argument("--keep-full", type=count, default=2, metavar="N", help="full versions to keep (default: 2)")
+    parser.add_argument("--keep", type=count, default=2, metavar="N", help="full versions to keep (default: 2)")
     parser.add_argument(
         "--files", metavar="FOLDER", help="the model's config and tokenizer; by default FROM, if it has a config.json"
     )
-    add_select(parser)
-    parser.add_argument(
-        "--rename", action="append", default=[], type=pair, metavar="OLD=NEW", help="a path and its new one; repeatable"
-    )
+    add_selection(parser)
+    add_rename(parser)
     add_map(parser)
     parser.add_argument("--notify", action="append", default=[], metavar="URL", help="send a JSON message; repeatable")
     add_pickle(parser)
@@ -70,13 +64,12 @@ def add(verbs: Verbs) -> None:
 
 def run(arguments: argparse.Namespace) -> ExitStatus:
     """Publish, and print the version."""
-    if arguments.map_config is not None and arguments.map is None:
-        raise ValueError("--map-config needs --map")
+    tensor_map = map_of(arguments)
     options, there = options_of(arguments, "src"), options_of(arguments, "dst")
     publisher = Publisher(
         arguments.url,
         full_every=arguments.full_every,
-        keep=arguments.keep_full,
+        keep=arguments.keep,
         files=arguments.files or _files_beside(arguments.source),
         notify=arguments.notify,
         memory_budget_bytes=1 << 62,  # the process ends after this version
@@ -86,10 +79,8 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     with explain_missing(arguments.source, options), bar("publish") as show:
         state = load(
             Snapshot(arguments.source, storage_options=options, allow_pickle=arguments.allow_pickle),
-            select=arguments.select,
-            exclude=arguments.exclude,
-            rename=dict(arguments.rename) or None,
-            map=None if arguments.map is None else TensorMap.load(arguments.map, arguments.map_config),
+            **selection_of(arguments),
+            map=tensor_map,
             progress=show,
         )
     if arguments.delta is not None:
@@ -101,11 +92,9 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
             log.warning("the version is complete: %s", error)
     found = publisher.publish(step, state).wait()
     folder = str(URL.parse(arguments.url).join(version_name(found.version)))
-    if arguments.json:
-        print(as_json({"url": folder, **found._asdict()}))
-    else:
-        kind = "complete" if found.base is None else f"delta of version {found.base}"
-        print(printable(f"{folder}: version {found.version}, step {found.step}, {kind}"))
+    kind = "complete" if found.base is None else f"delta of version {found.base}"
+    text = f"{folder}: version {found.version}, step {found.step}, {kind}"
+    emit(arguments, {"url": folder, **found._asdict()}, [printable(text)])
     return ExitStatus.OK
 
 

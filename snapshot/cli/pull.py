@@ -6,27 +6,25 @@ import argparse
 import time
 from pathlib import Path
 
-from snapshot.cli.arguments import Verbs, add_json, add_storage, count, duration, options_of, verb
-from snapshot.cli.screen import ExitStatus, as_json, printable
+from snapshot.cli.arguments import add_json, add_storage, count, duration, options_of
+from snapshot.cli.screen import ExitStatus, emit, printable
 from snapshot.errors import CorruptSnapshotError, SnapshotNotFoundError, StorageError
 from snapshot.events import Event, add_handler, log, remove_handler
 from snapshot.publish.subscriber import Subscriber
 
+DESCRIPTION = (
+    "Bring a published version into a local folder, verified, as a folder in Hugging Face's layout. It is applied "
+    "to the nearest local version, or downloaded. `current` in the folder is a link to the last pulled version."
+)
+EXAMPLES = [
+    ("pull s3://bucket/policy /nvme/policy", "the newest usable version"),
+    ("pull s3://bucket/policy /nvme/policy --version 12", "one version"),
+    ("pull s3://bucket/policy /nvme/policy --follow", "each new version, until it is interrupted"),
+]
 
-def add(verbs: Verbs) -> None:
-    """Describe the verb's arguments."""
-    parser = verb(
-        verbs,
-        "pull",
-        "Bring a published version into a local folder, verified, as a folder in Hugging Face's layout. It is applied "
-        "to the nearest local version, or downloaded. `current` in the folder is a link to the last pulled version.",
-        [
-            ("pull s3://bucket/policy /nvme/policy", "the newest usable version"),
-            ("pull s3://bucket/policy /nvme/policy --version 12", "one version"),
-            ("pull s3://bucket/policy /nvme/policy --follow", "each new version, until it is interrupted"),
-        ],
-        run,
-    )
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
     parser.add_argument("url", metavar="URL", help="the folder of the versions")
     parser.add_argument("folder", metavar="FOLDER", help="the local folder")
     parser.add_argument("--version", type=_version, dest="number", metavar="N", help="a number, or latest (default)")
@@ -86,10 +84,7 @@ def _follow(subscriber: Subscriber, arguments: argparse.Namespace) -> None:
 
 
 def _show(folder: Path, arguments: argparse.Namespace) -> None:
-    if arguments.json:
-        print(as_json({"folder": str(folder)}), flush=True)
-    else:
-        print(printable(str(folder)), flush=True)
+    emit(arguments, {"folder": str(folder)}, [printable(str(folder))])
 
 
 def _version(text: str) -> int | None:

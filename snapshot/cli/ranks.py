@@ -31,15 +31,6 @@ LAST_WORDS = 10.0
 """Seconds that a rank waits at its end for the others: torchrun stops all ranks as soon as one has failed."""
 
 
-def add_ranks(parser: argparse.ArgumentParser) -> None:
-    """Add `--ranks`: share the work with other processes."""
-    parser.add_argument(
-        "--ranks",
-        action="store_true",
-        help="share the work with the other processes that torchrun started; --memory is then for each host",
-    )
-
-
 def on_ranks(run: Run) -> Run:
     """Return a verb's function that joins the job's process group if `--ranks` is given.
 

@@ -13,17 +13,20 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from snapshot.cli.arguments import Verbs, add_storage, assignment, options_of, verb
+from snapshot.cli.arguments import add_storage, assignment, options_of
 from snapshot.cli.listing import (
     ListedItem,
     Total,
+    Tree,
     base_url,
     bytes_in_base,
+    common_value,
     folded,
     items,
     shape_text,
     shared_bytes,
     sharing,
+    size_of,
 )
 from snapshot.cli.locate import open_all
 from snapshot.cli.screen import ExitStatus, as_json, bar, printable, wrapped
@@ -173,21 +176,20 @@ MOST_ROWS = 5000
 _RANK = re.compile(r"data/[0-9a-f]+-([0-9]+)-[0-9]+\.")
 
 
-def add(verbs: Verbs) -> None:
-    """Describe the verb's arguments."""
-    parser = verb(
-        verbs,
-        "report",
-        "Draw a snapshot, or a checkpoint of another library, as one HTML page that needs no network: sizes by name, "
-        "dtypes, bytes of each rank, files, digests, metadata; with --trace the take's timeline. Only the manifest "
-        "is read.",
-        [
-            ("report run/step-100 -o report.html", "the page"),
-            ("report run/step-100 -o report.html --verify", "with the result of a verification"),
-            ("report run/step-100 -o report.html --trace t.json", "with the trace of SNAPSHOT_TRACE=t.json"),
-        ],
-        run,
-    )
+DESCRIPTION = (
+    "Draw a snapshot, or a checkpoint of another library, as one HTML page that needs no network: sizes by name, "
+    "dtypes, bytes of each rank, files, digests, metadata; with --trace the take's timeline. Only the manifest "
+    "is read."
+)
+EXAMPLES = [
+    ("report run/step-100 -o report.html", "the page"),
+    ("report run/step-100 -o report.html --verify", "with the result of a verification"),
+    ("report run/step-100 -o report.html --trace t.json", "with the trace of SNAPSHOT_TRACE=t.json"),
+]
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
     parser.add_argument("url", metavar="URL", help="a snapshot")
     parser.add_argument("--output", metavar="FILE", help="the file to write; also -o FILE, if the name has no '='")
     parser.add_argument("--trace", metavar="FILE", help="a timeline that SNAPSHOT_TRACE recorded")
@@ -271,7 +273,7 @@ def picture(url: str, metadata: SnapshotMetadata, manifest: dict[str, Entry]) ->
         "world_size": metadata.world_size,
         "metadata": metadata.metadata,
         "objects": len(found),
-        "bytes": sum(item.nbytes for item in found),
+        "bytes": size_of(found),
         "file_bytes": metadata.nbytes,
         "tree": _tree(found),
         "dtypes": [
@@ -293,7 +295,7 @@ def picture(url: str, metadata: SnapshotMetadata, manifest: dict[str, Entry]) ->
                 shape_text(fold.items[0].shape),
                 fold.nbytes,
                 fold.items[0].placed if len({item.rank for item in fold.items}) == 1 else "each rank its own",
-                fold.value,
+                common_value(fold.items),
             ]
             for fold in folds[:MOST_ROWS]
         ],
@@ -310,36 +312,28 @@ def _digests(manifest: dict[str, Entry]) -> tuple[int, int]:
     return counts[0], counts[1]
 
 
-def _tree(found: Sequence[ListedItem]) -> dict[str, Any]:
-    """Return the sizes by parts of names, which `/` and `.` separate. Small parts are joined."""
-    root: dict[str, Any] = {"n": "", "b": 0, "c": {}}
-    for item in found:
-        if not item.nbytes:
-            continue
-        node = root
-        node["b"] += item.nbytes
-        for part in filter(None, re.split(r"(?<=/)|(?<=\.)", item.path)):
-            node = node["c"].setdefault(part, {"n": part, "b": 0, "c": {}})
-            node["b"] += item.nbytes
-        node["t"] = f"{item.dtype or item.kind}{shape_text(item.shape)}"
-    return _pruned(root, root["b"])
-
-
-def _pruned(root: dict[str, Any], whole: int) -> dict[str, Any]:
-    """Return the tree with lists of children, small ones joined, and chains without forks merged into one node."""
+def _tree(found: Iterable[ListedItem]) -> dict[str, Any]:
+    """Return the sizes by parts of names, with small parts joined, and chains without forks merged into one node."""
+    root = Tree.of((item for item in found if item.nbytes), "/.")
+    whole = size_of(root.items)
     made: dict[str, Any] = {}
     rest = [(root, made)]
     while rest:
         node, into = rest.pop()
-        name = node["n"]
-        while len(node["c"]) == 1:
-            (node,) = node["c"].values()
-            name += node["n"]
-        into |= {"n": name, "b": node["b"]} | ({"t": node["t"]} if "t" in node else {})
-        children = sorted(node["c"].values(), key=lambda child: -child["b"])
-        kept = [child for child in children[:WIDEST] if child["b"] >= whole * SMALLEST]
+        name, first = node.name, node.items[0] if node.items else None
+        while len(node.children) == 1:
+            (node,) = node.children.values()
+            name += node.name
+        into |= {"n": name, "b": size_of(node.items)}
+        if first is not None and not node.children:
+            into["t"] = f"{first.dtype or first.kind}{shape_text(first.shape)}"
+        children = sorted(
+            ((size_of(child.items), child) for child in node.children.values()), key=lambda each: -each[0]
+        )
+        kept = [child for nbytes, child in children[:WIDEST] if nbytes >= whole * SMALLEST]
         into["c"] = [{} for _ in kept]
         rest += zip(kept, into["c"], strict=True)
         if others := children[len(kept) :]:
-            into["c"].append({"n": counted(len(others), "other"), "b": sum(child["b"] for child in others), "c": []})
+            nbytes = sum(nbytes for nbytes, _ in others)
+            into["c"].append({"n": counted(len(others), "other"), "b": nbytes, "c": []})
     return made

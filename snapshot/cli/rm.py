@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from snapshot.cli.arguments import Verbs, add_json, add_storage, options_of, verb
+from snapshot.cli.arguments import add_json, add_storage, options_of
 from snapshot.cli.listing import SharedFiles, read_below
 from snapshot.cli.locate import explain_missing, is_local_file
 from snapshot.cli.prune import add_careful, confirmed
-from snapshot.cli.screen import Column, ExitStatus, ScreenTable, as_json, printable, wrapped
+from snapshot.cli.screen import Column, ExitStatus, ScreenTable, complain, emit, line
 from snapshot.errors import SnapshotError, SnapshotExistsError, SnapshotNotFoundError, StorageError
 from snapshot.formats.foreign import is_absence
 from snapshot.io.loop import run as on_loop
@@ -29,20 +28,19 @@ DATA = (".safetensors", ".bin")
 """Suffixes of data files."""
 
 
-def add(verbs: Verbs) -> None:
-    """Describe the verb's arguments."""
-    parser = verb(
-        verbs,
-        "rm",
-        "Remove snapshots, and leftovers of interrupted takes in their folders; no other file. Checkpoints of other "
-        "libraries are left alone. It shows what it would remove, and asks.",
-        [
-            ("rm run/step-100", "ask first"),
-            ("rm run/step-100 run/step-200 --yes", "without asking, for scripts"),
-            ("rm run/step-100 --dry-run", "show what would be removed"),
-        ],
-        run,
-    )
+DESCRIPTION = (
+    "Remove snapshots, and leftovers of interrupted takes in their folders; no other file. Checkpoints of other "
+    "libraries are left alone. It shows what it would remove, and asks."
+)
+EXAMPLES = [
+    ("rm run/step-100", "ask first"),
+    ("rm run/step-100 run/step-200 --yes", "without asking, for scripts"),
+    ("rm run/step-100 --dry-run", "show what would be removed"),
+]
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
     parser.add_argument("urls", nargs="+", metavar="URL", help="a snapshot, or the folder of an interrupted take")
     parser.add_argument("--pinned", action="store_true", help="also remove pinned snapshots")
     parser.add_argument("--bases", action="store_true", help="also remove snapshots that others need")
@@ -66,6 +64,21 @@ class Target:
     error: str = ""
     """Why the removal failed."""
 
+    def as_json(self, *, dry_run: bool) -> dict[str, Any]:
+        """Return the target and the result, for programs."""
+        removed = {"frees": self.frees, "removed": not (dry_run or self.error)}
+        made = {"url": str(self.url), "what": self.what, "files": self.files, "bytes": self.nbytes, **removed}
+        return made | ({"error": self.error} if self.error else {})
+
+
+COLUMNS = [
+    Column("what", lambda target: target.what),
+    Column("files", lambda target: f"{target.files:,}", right=True),
+    Column("size", lambda target: size_text(target.nbytes), right=True),
+    Column("frees", lambda target: size_text(target.frees), right=True),
+    Column("url", lambda target: str(target.url), shrinks=True),
+]
+
 
 def run(arguments: argparse.Namespace) -> ExitStatus:
     """Show what would be removed, ask, and remove it. If one target cannot be removed, remove none."""
@@ -78,12 +91,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     if needed and not arguments.bases:
         raise SnapshotError(f"{needed[0]}; remove those first, or pass --bases")
     if not arguments.json:
-        numbers = (Column(each, right=True) for each in ("files", "size", "frees"))
-        table = ScreenTable([Column("what"), *numbers, Column("url", shrinks=True)])
-        for target in targets:
-            sizes = size_text(target.nbytes), size_text(target.frees)
-            table.add(target.what, f"{target.files:,}", *sizes, str(target.url))
-        print(table)
+        print(ScreenTable(COLUMNS).fill(targets))
     if not arguments.dry_run:
         what = str(targets[0].url) if len(targets) == 1 else f"these {len(targets)}"
         if not confirmed(arguments, f"remove {what}?"):
@@ -91,7 +99,10 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
         for target in targets:
             _remove(target, options, arguments.older_than)
     for target in targets:
-        _tell(target, arguments)
+        if target.error and not arguments.json:
+            complain(str(target.url), f"removal failed: {target.error}")
+        else:
+            emit(arguments, target.as_json(dry_run=arguments.dry_run), [] if arguments.dry_run else [_removed(target)])
     return ExitStatus.FOUND if any(target.error for target in targets) else ExitStatus.OK
 
 
@@ -171,34 +182,23 @@ async def _size(session: Session, files: list[str]) -> int:
 
 
 def _remove(target: Target, options: Mapping[str, Any], older_than: float) -> None:
+    async def clear() -> None:
+        session = Session(target.url, options)
+        try:
+            if target.what == "snapshot":
+                await session.storage.delete([PINNED])
+            await transaction.delete_leftovers(session.storage, older_than)
+        finally:
+            await session.close()
+
     try:
         if target.what == "snapshot":
             Snapshot(target.url.reveal(), storage_options=options).delete()
-        on_loop(_clear(target.url, options, older_than, unpin=target.what == "snapshot"))
+        on_loop(clear())
     except (SnapshotError, OSError) as error:
         target.error = str(error)
 
 
-async def _clear(url: URL, options: Mapping[str, Any], older_than: float, *, unpin: bool) -> None:
-    session = Session(url, options)
-    try:
-        if unpin:
-            await session.storage.delete([PINNED])
-        await transaction.delete_leftovers(session.storage, older_than)
-    finally:
-        await session.close()
-
-
-def _tell(target: Target, arguments: argparse.Namespace) -> None:
-    """Print the result for one target."""
-    if arguments.json:
-        made = {"url": str(target.url), "what": target.what, "files": target.files, "bytes": target.nbytes}
-        made["frees"] = target.frees
-        made["removed"] = not (arguments.dry_run or target.error)
-        print(as_json(made | ({"error": target.error} if target.error else {})))
-    elif target.error:
-        print(printable(f"snapshot: {target.url}: removal failed: {target.error}"), file=sys.stderr)
-    elif not arguments.dry_run:
-        size = size_text(target.nbytes)
-        freed = "" if target.frees == target.nbytes else f"; {size_text(target.frees)} are freed"
-        print(wrapped(printable(f"removed {target.url}: {counted(target.files, 'file')}, {size}{freed}")))
+def _removed(target: Target) -> str:
+    freed = "" if target.frees == target.nbytes else f"; {size_text(target.frees)} are freed"
+    return line(f"removed {target.url}: {counted(target.files, 'file')}, {size_text(target.nbytes)}{freed}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -11,14 +12,16 @@ import textwrap
 import threading
 import unicodedata
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, Self
 
-from snapshot.errors import SnapshotError, SnapshotExistsError
+from snapshot.errors import RestoreError, SnapshotError, SnapshotExistsError
+from snapshot.io.url import URL
 from snapshot.progress import Progress
+from snapshot.reports import Report
 
 # Exit status of the command: in one place, since scripts depend on it.
 
@@ -145,6 +148,8 @@ class Column:
     """One column of a table."""
 
     name: str
+    of: Callable[[Any], str] | None = None
+    """Returns the text for the value of a row. By default, a row is a mapping with the column's name as a key."""
     right: bool = False
     """True for numbers, which are aligned to the right."""
     shrinks: bool = False
@@ -159,6 +164,10 @@ class Column:
     def least(self) -> int:
         """Cells that the column keeps while optional columns can be left out."""
         return NAME_CELLS if self.is_name else NARROWEST
+
+    def text(self, value: Any) -> str:
+        """Return the text for the value of a row."""
+        return str(value.get(self.name, "")) if self.of is None else self.of(value)
 
 
 class ScreenTable:
@@ -179,6 +188,12 @@ class ScreenTable:
     def add(self, *row: str, style: str = "") -> None:
         """Add a row. Its own style overrides those of the columns."""
         self.rows.append(([printable(each) if i < len(self.columns) else each for i, each in enumerate(row)], style))
+
+    def fill(self, values: Iterable[Any], style: Callable[[Any], str] = lambda value: "") -> Self:
+        """Add a row for each value. Return the table."""
+        for value in values:
+            self.add(*(column.text(value) for column in self.columns), style=style(value))
+        return self
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of the table, fitted."""
@@ -254,6 +269,26 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
+def line(text: str, style: str = "", indent: str = "  ") -> str:
+    """Return a text for the screen: escaped, in lines that fit the terminal, and painted."""
+    return paint(wrapped(printable(text), indent), style)
+
+
+def emit(arguments: argparse.Namespace, value: Mapping[str, Any], text: Iterable[object]) -> None:
+    """Print the result of a verb: `value` as one line with `--json`, otherwise the lines and tables of `text`."""
+    for part in [as_json(value)] if arguments.json else text:
+        print(part)
+    sys.stdout.flush()
+
+
+def emit_report(arguments: argparse.Namespace, url: str, report: Report, style: str = "") -> None:
+    """Print a report about the checkpoint at a URL. The style is that of its first line."""
+    name = str(URL.parse(url))
+    head, *details = f"{name}: {report}".split("\n")
+    lines = [line(head, style, "    "), *(line(each, indent="    ") for each in details)]
+    emit(arguments, {"url": name, **report.as_json()}, lines)
+
+
 @contextmanager
 def bar(verb: str, *, ranks: bool = False) -> Iterator[Callable[[Progress], None]]:
     """Show a progress bar with rate and remaining time, on standard error if that is a terminal.
@@ -278,24 +313,17 @@ def bar(verb: str, *, ranks: bool = False) -> Iterator[Callable[[Progress], None
         yield show
 
 
-@contextmanager
-def replace_cure(kind: type[SnapshotError], cure: str) -> Iterator[None]:
-    """Replace the cure of an error by one with options of the command."""
-    try:
-        yield
-    except kind as error:
-        if error.cure:
-            error.cure = cure
-        raise
-
-
-def name_overwrite() -> AbstractContextManager[None]:
-    """Name the options of the command in an error about an existing target."""
-    return replace_cure(SnapshotExistsError, "name another place, or pass --overwrite")
+CURES: dict[type[SnapshotError], str] = {
+    SnapshotExistsError: "name another place, or pass --overwrite",
+    RestoreError: "pass --others first to keep the first source's values, or --exclude them",
+}
+"""Advice that names options of the command. It replaces an error's advice about arguments of the library."""
 
 
 def complain(kind: str, what: object) -> None:
     """Print a line about an error or a warning on standard error."""
+    if isinstance(what, SnapshotError) and what.cure:
+        what.cure = CURES.get(type(what), what.cure)
     with suppress(OSError, ValueError):  # standard error may be closed
         print(f"snapshot: {kind}: {printable(' '.join(str(what).split()))}", file=sys.stderr)
 

@@ -7,17 +7,17 @@ import math
 import pprint
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch._tensor_str import PRINT_OPTS
 
-from snapshot.cli.arguments import Verbs, add_json, add_pickle, add_storage, options_of, verb
+from snapshot.cli.arguments import add_json, add_pickle, add_storage, options_of
 from snapshot.cli.listing import base_url, is_in_base, items, shape_text, value_text
 from snapshot.cli.locate import open_all
-from snapshot.cli.screen import ExitStatus, as_json, bar, mute_torch_warnings, paint, printable, width, wrapped
+from snapshot.cli.screen import ExitStatus, bar, emit, line, mute_torch_warnings, paint, printable, width, wrapped
 from snapshot.io.url import URL
 from snapshot.manifest import entries as e
 from snapshot.manifest.rank_view import resolve_path
@@ -171,21 +171,20 @@ LONGEST = 10_000
 """Maximum length of a value in characters."""
 
 
-def add(verbs: Verbs) -> None:
-    """Describe the verb's arguments."""
-    parser = verb(
-        verbs,
-        "show",
-        "Show one object of a snapshot, or of a checkpoint of another library: description, statistics "
-        "and first values of a tensor; the value of anything else. Only the object's byte ranges are read, in parts.",
-        [
-            ("show run/step-100 model/head.weight", "a tensor"),
-            ("show run/step-100 model/head.weight --box 0:2,:8 --no-stats", "only a part of it"),
-            ("show run/step-100 progress/step", "a number"),
-            ("show run/step-100 1/rng/torch", "the object of rank 1 with this name"),
-        ],
-        run,
-    )
+DESCRIPTION = (
+    "Show one object of a snapshot, or of a checkpoint of another library: description, statistics "
+    "and first values of a tensor; the value of anything else. Only the object's byte ranges are read, in parts."
+)
+EXAMPLES = [
+    ("show run/step-100 model/head.weight", "a tensor"),
+    ("show run/step-100 model/head.weight --box 0:2,:8 --no-stats", "only a part of it"),
+    ("show run/step-100 progress/step", "a number"),
+    ("show run/step-100 1/rng/torch", "the object of rank 1 with this name"),
+]
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
     parser.add_argument("url", metavar="URL", help="a snapshot")
     parser.add_argument("path", metavar="PATH", help="the object's name, as `snapshot ls --flat` shows it")
     parser.add_argument("--rank", type=int, metavar="N", help="the object of this rank")
@@ -226,18 +225,21 @@ def _run(arguments: argparse.Namespace) -> ExitStatus:
         text = value_text(entry, LONGEST) if isinstance(entry, Scalar) else _repr(snapshot.read_object(path))
         told["value"] = text
         lines = [text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text):,} characters)"]
-    if arguments.json:
-        print(as_json(told))
-        return ExitStatus.OK
-    print(paint(printable(told["path"]), "bold"))
-    hidden = ("path", "names", "value", "values", "statistics", "dtype", "shape")
-    for name, value in told.items():
-        if name not in hidden:
-            shown = size_text(value) if name == "bytes" else str(value)
-            print(wrapped(f"  {name:<10} {printable(shown)}", " " * 13))
-    for line in lines:
-        print("\n".join(map(printable, line.split("\n"))))
+    emit(arguments, told, _screen(told, lines))
     return ExitStatus.OK
+
+
+HIDDEN = ("path", "names", "value", "values", "statistics", "dtype", "shape")
+"""Properties that the lines below the description show, or that `type` has."""
+
+
+def _screen(told: Mapping[str, Any], lines: Sequence[str]) -> Iterator[str]:
+    yield paint(printable(told["path"]), "bold")
+    for name, value in told.items():
+        if name not in HIDDEN:
+            yield line(f"  {name:<10} {size_text(value) if name == 'bytes' else value}", indent=" " * 13)
+    for text in lines:
+        yield "\n".join(map(printable, text.split("\n")))
 
 
 def _container(
@@ -286,7 +288,6 @@ def _tensor(
 ) -> list[str]:
     if isinstance(entry, e.TENSORS):
         shape = tuple(entry.shape)
-        read = _reader(snapshot, path)
         if not shape and arguments.box:
             raise ValueError(f"{path}: a tensor without dimensions has no box")
         box = _within(path, arguments.box, shape) if arguments.box is not None else _corner(shape)
@@ -297,7 +298,7 @@ def _tensor(
         lines = []
         if not arguments.no_stats:
             told["statistics"] = None
-            lines = _statistics(path, entry, read, told) if countable(values.dtype) else [NONE]
+            lines = _statistics(snapshot, path, entry, told) if countable(values.dtype) else [NONE]
         as_bits = ""
         if not _printable(values.dtype):
             values = values.view(torch.uint16 if values.itemsize == 2 else torch.uint8)
@@ -317,15 +318,7 @@ def _tensor(
     return [*lines, f"values:\n{_fitted(value)}"]
 
 
-def _reader(snapshot: Snapshot, path: str) -> Callable[[Any], torch.Tensor]:
-    def read(box: Any) -> torch.Tensor:
-        made: torch.Tensor = snapshot.read_object(path, box=box.slices() if box.sizes else None)
-        return made
-
-    return read
-
-
-def _statistics(path: str, entry: e.AnyTensor, read: Callable[[Any], torch.Tensor], told: dict[str, Any]) -> list[str]:
+def _statistics(snapshot: Snapshot, path: str, entry: e.AnyTensor, told: dict[str, Any]) -> list[str]:
     """Read the tensor part by part, and only once if there is one part."""
     size = ITEMSIZE.get(entry.dtype, 1)
     shape = tuple(entry.shape)
@@ -338,7 +331,7 @@ def _statistics(path: str, entry: e.AnyTensor, read: Callable[[Any], torch.Tenso
         def parts() -> Any:
             nonlocal done
             for box in boxes:
-                part = kept[0] if kept else read(box)
+                part = kept[0] if kept else snapshot.read_object(path, box=box.slices() if box.sizes else None)
                 if len(boxes) == 1 and not kept:
                     kept.append(part)
                 done += part.numel() * size

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import argparse
 
-from snapshot.cli.arguments import Verbs, add_json, add_memory, add_storage, options_of, verb
+from snapshot.cli.arguments import add_json, add_memory, add_storage, options_of
 from snapshot.cli.locate import explain_missing
-from snapshot.cli.screen import ExitStatus, as_json, bar, printable, wrapped
-from snapshot.io.url import URL
+from snapshot.cli.screen import ExitStatus, bar, emit_report, printable
 from snapshot.signing.keys import create_keys
 from snapshot.snapshot import Snapshot
 
+DESCRIPTION = (
+    "Sign snapshots with an Ed25519 key. Every byte is read once, compared with its digest, and hashed with "
+    "SHA-256. `snapshot verify --key` then proves that the owner of the key signed each byte. A damaged snapshot "
+    "is not signed."
+)
+EXAMPLES = [
+    ("sign --new-key signing.pem", "create signing.pem and signing.pem.pub"),
+    ("sign run/step-100 --key signing.pem", "sign a snapshot"),
+    ("verify run/step-100 --key signing.pem.pub", "verify it, with the public key"),
+]
 
-def add(verbs: Verbs) -> None:
-    """Describe the verb's arguments."""
-    parser = verb(
-        verbs,
-        "sign",
-        "Sign snapshots with an Ed25519 key. Every byte is read once, compared with its digest, and hashed with "
-        "SHA-256. `snapshot verify --key` then proves that the owner of the key signed each byte. A damaged snapshot "
-        "is not signed.",
-        [
-            ("sign --new-key signing.pem", "create signing.pem and signing.pem.pub"),
-            ("sign run/step-100 --key signing.pem", "sign a snapshot"),
-            ("verify run/step-100 --key signing.pem.pub", "verify it, with the public key"),
-        ],
-        run,
-    )
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
     parser.add_argument("urls", nargs="*", metavar="URL", help="a snapshot")
     either = parser.add_mutually_exclusive_group(required=True)
     either.add_argument("--key", metavar="FILE", help="the private key, in PEM")
@@ -53,10 +50,5 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
             report = Snapshot(url, storage_options=options).sign(
                 arguments.key, memory_budget_bytes=arguments.memory, progress=show
             )
-        name = str(URL.parse(url))
-        if arguments.json:
-            made = {"url": name, "signer": report.signer, "files": report.files, "bytes_read": report.bytes_read}
-            print(as_json({**made, "seconds": round(report.seconds, 6)}), flush=True)
-        else:
-            print(wrapped(printable(f"{name}: {report}")), flush=True)
+        emit_report(arguments, url, report)
     return ExitStatus.OK

@@ -27,8 +27,7 @@ from urllib.parse import parse_qsl
 
 import torch
 
-from snapshot.cli.arguments import Verbs, add_storage, options_of, verb
-from snapshot.cli.diff import diff_fields
+from snapshot.cli.arguments import add_storage, options_of
 from snapshot.cli.listing import stored_place
 from snapshot.cli.locate import list_names, suggest
 from snapshot.cli.ls import runs_in, tier_rows
@@ -260,10 +259,8 @@ class RunView:
         """Return the differences between two steps. With `values`, the largest relative ones are first."""
         sides = self._checkpoint(a), self._checkpoint(b)
         found = Snapshot.diff(*sides, values=values, memory_budget_bytes=BUDGET)
-        told = diff_fields(found) | {"summary": found.summary}
-        changes = told["changes"]
-        if values:
-            changes.sort(key=_weight, reverse=True)
+        told = found.as_json() | {"summary": found.summary}
+        changes = sorted(told["changes"], key=_weight, reverse=True) if values else told["changes"]
         told["changes"] = [
             change | {name: _short(change[name]) for name in ("path", "before", "detail")}
             for change in changes[:CHANGES]
@@ -564,34 +561,26 @@ class PageHandler(BaseHTTPRequestHandler):
         except (OSError, ValueError):
             return True
 
-    def steps(self, query: dict[str, str]) -> dict[str, Any]:
-        """Return the newest steps."""
-        return self.server.view.steps(max(1, min(_number(query, "most"), MOST_STEPS)))
-
-    def check(self, query: dict[str, str]) -> dict[str, Any]:
-        """Return if the files of a step exist."""
-        return self.server.view.check(_number(query, "step"))
+    def compute(self, work: Callable[[RunView], dict[str, Any]]) -> dict[str, Any]:
+        """Return the result of work that reads data, in the thread of the server."""
+        return self.server.compute(lambda: work(self.server.view), self._is_over)
 
     def diff(self, query: dict[str, str]) -> dict[str, Any]:
         """Return the differences between two steps."""
         a, b, values = _number(query, "a"), _number(query, "b"), query.get("values") == "1"
-        return self.server.compute(lambda: self.server.view.diff(a, b, values=values), self._is_over)
-
-    def tensors(self, query: dict[str, str]) -> dict[str, Any]:
-        """Return which tensors of a step match a glob."""
-        return self.server.view.tensors(_number(query, "step"), _glob(query))
+        return self.compute(lambda view: view.diff(a, b, values=values))
 
     def health(self, query: dict[str, str]) -> dict[str, Any]:
         """Return the health of the tensors of a step that match a glob."""
         step, glob = _number(query, "step"), _glob(query)
-        return self.server.compute(lambda: self.server.view.health(step, glob, self._is_over), self._is_over)
+        return self.compute(lambda view: view.health(step, glob, self._is_over))
 
 
 _ROUTES: dict[str, Callable[[PageHandler, dict[str, str]], dict[str, Any]]] = {
-    "/api/steps": PageHandler.steps,
-    "/api/check": PageHandler.check,
+    "/api/steps": lambda page, query: page.server.view.steps(max(1, min(_number(query, "most"), MOST_STEPS))),
+    "/api/check": lambda page, query: page.server.view.check(_number(query, "step")),
+    "/api/tensors": lambda page, query: page.server.view.tensors(_number(query, "step"), _glob(query)),
     "/api/diff": PageHandler.diff,
-    "/api/tensors": PageHandler.tensors,
     "/api/health": PageHandler.health,
 }
 
@@ -619,21 +608,20 @@ def _glob(query: dict[str, str]) -> str:
 # `snapshot ui`: a local page over the steps of a run: metrics, sizes, places, differences, health of tensors.
 
 
-def add(verbs: Verbs) -> None:
-    """Describe the verb's arguments."""
-    parser = verb(
-        verbs,
-        "ui",
-        "Show the steps of a run in a browser: metrics, sizes, where each step is, differences between two steps, "
-        "norms and NaN counts of tensors. The page is served on 127.0.0.1 only, until Ctrl-C, and needs the token in "
-        "the printed address. Nothing is written.",
-        [
-            ("ui run", "print the address of the page, and serve it"),
-            ("ui s3://bucket/run --near /nvme/run", "with the near steps of this host"),
-            ("ui run --port 8000", "at a fixed port, for example for ssh -L 8000:127.0.0.1:8000"),
-        ],
-        run,
-    )
+DESCRIPTION = (
+    "Show the steps of a run in a browser: metrics, sizes, where each step is, differences between two steps, "
+    "norms and NaN counts of tensors. The page is served on 127.0.0.1 only, until Ctrl-C, and needs the token in "
+    "the printed address. Nothing is written."
+)
+EXAMPLES = [
+    ("ui run", "print the address of the page, and serve it"),
+    ("ui s3://bucket/run --near /nvme/run", "with the near steps of this host"),
+    ("ui run --port 8000", "at a fixed port, for example for ssh -L 8000:127.0.0.1:8000"),
+]
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
     parser.add_argument("url", metavar="ROOT", help="a folder of steps, as SnapshotManager writes them")
     parser.add_argument("--near", metavar="FOLDER", help="the near folder of this host: show where each step is")
     parser.add_argument("--port", type=_port, default=0, metavar="N", help="the port (default: any free one)")

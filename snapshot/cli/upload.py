@@ -8,29 +8,27 @@ import math
 import os
 import time
 
-from snapshot.cli.arguments import Verbs, add_storage, options_of, verb
+from snapshot.cli.arguments import add_storage, options_of
 from snapshot.cli.screen import ExitStatus, printable
 from snapshot.errors import SnapshotError
 from snapshot.events import log
 from snapshot.io.url import URL
 from snapshot.tiers.uploader_process import find_runs, folder_of, serve, upload_by_hand
 
+DESCRIPTION = (
+    "Upload the near steps of a run to its far root, and end when they are there. A trainer with near folders "
+    "starts an uploader on each host by itself, which outlives it. This command is for what a host still has "
+    "after its uploader was killed, too. Run it on each host that has near steps."
+)
+EXAMPLES = [
+    ("upload /nvme/run", "the newest step, as the manager does by default"),
+    ("upload /nvme/run --all", "all near steps"),
+    ("upload /nvme/run s3://bucket/run --rate 50000000", "with a limit of 50 MB/s"),
+]
 
-def add(verbs: Verbs) -> None:
-    """Describe the verb's arguments."""
-    parser = verb(
-        verbs,
-        "upload",
-        "Upload the near steps of a run to its far root, and end when they are there. A trainer with near folders "
-        "starts an uploader on each host by itself, which outlives it. This command is for what a host still has "
-        "after its uploader was killed, too. Run it on each host that has near steps.",
-        [
-            ("upload /nvme/run", "the newest step, as the manager does by default"),
-            ("upload /nvme/run --all", "all near steps"),
-            ("upload /nvme/run s3://bucket/run --rate 50000000", "with a limit of 50 MB/s"),
-        ],
-        run,
-    )
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
     parser.add_argument("near", metavar="NEAR", help="the near folder of this host")
     parser.add_argument("far", metavar="FAR", nargs="?", help="the far root; by default the one of the last trainer")
     parser.add_argument("--all", action="store_true", help="upload all near steps, not only the newest")

@@ -5,35 +5,33 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from snapshot.cli.arguments import Verbs, add_json, add_memory, add_storage, options_of, verb
+from snapshot.cli.arguments import add_json, add_storage, add_work, options_of, work_of
 from snapshot.cli.locate import ENDINGS, explain_missing, snapshots_below
-from snapshot.cli.ranks import add_ranks, expect_same_urls, on_ranks
-from snapshot.cli.screen import ExitStatus, as_json, bar, complain, paint, printable, wrapped
+from snapshot.cli.ranks import expect_same_urls, on_ranks
+from snapshot.cli.screen import ExitStatus, bar, complain, emit_report
 from snapshot.errors import CorruptSnapshotError, SnapshotError, SnapshotNotFoundError
 from snapshot.formats.foreign import UnknownFormatError
 from snapshot.io.url import URL
 from snapshot.reports import VerifyReport
 from snapshot.snapshot import Snapshot
 
+DESCRIPTION = (
+    "Read every byte, and compare it with its digest; each fault names the entry, the file and the range. Nothing "
+    "is unpickled or changed. Exit status: 0 if everything is intact, 1 if not, 2 if that could not be "
+    "determined."
+)
+EXAMPLES = [
+    ("verify run/step-100", "every byte"),
+    ("verify run/step-*", "several"),
+    ("verify run", "all snapshots in a folder"),
+    ("verify run/step-100 --key signing.pem.pub", "every byte, and that this key signed it"),
+    ("verify --quick s3://bucket/run/step-100", "presence and sizes of its files only"),
+    ("verify --resume ~/step-100.verify s3://bucket/run/step-100", "resume after an interruption"),
+]
 
-def add(verbs: Verbs) -> None:
-    """Describe the verb's arguments."""
-    parser = verb(
-        verbs,
-        "verify",
-        "Read every byte, and compare it with its digest; each fault names the entry, the file and the range. Nothing "
-        "is unpickled or changed. Exit status: 0 if everything is intact, 1 if not, 2 if that could not be "
-        "determined.",
-        [
-            ("verify run/step-100", "every byte"),
-            ("verify run/step-*", "several"),
-            ("verify run", "all snapshots in a folder"),
-            ("verify run/step-100 --key signing.pem.pub", "every byte, and that this key signed it"),
-            ("verify --quick s3://bucket/run/step-100", "presence and sizes of its files only"),
-            ("verify --resume ~/step-100.verify s3://bucket/run/step-100", "resume after an interruption"),
-        ],
-        on_ranks(run),
-    )
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
     parser.add_argument(
         "urls", nargs="+", metavar="URL", help="a snapshot, a folder of snapshots, or a checkpoint of another library"
     )
@@ -43,12 +41,12 @@ def add(verbs: Verbs) -> None:
     parser.add_argument(
         "--resume", metavar="FILE", help="record the progress in this file; if it exists, resume from it"
     )
-    add_memory(parser)
-    add_ranks(parser)
+    add_work(parser)
     add_json(parser, "print one line of JSON for each snapshot")
     add_storage(parser)
 
 
+@on_ranks
 def run(arguments: argparse.Namespace) -> ExitStatus:
     """Verify each snapshot, even if an earlier one is damaged."""
     if arguments.resume and len(arguments.urls) > 1:
@@ -76,73 +74,43 @@ def _verify_at(url: str, options: dict[str, Any], arguments: argparse.Namespace)
             names = snapshots_below(place, options)
         except (SnapshotError, OSError):  # the storage cannot list
             names = []
+        urls = [place.join(name).reveal() for name in names]
         if arguments.ranks:
-            expect_same_urls([place.join(name).reveal() for name in names])
-        if not names:
-            return _say(error)
+            expect_same_urls(urls)
+        if not urls:
+            return _complain(error)
     if arguments.resume:
-        raise ValueError(f"--resume needs one snapshot, but {place} is a folder of {len(names):,}")
+        raise ValueError(f"--resume needs one snapshot, but {place} is a folder of {len(urls):,}")
     status = ExitStatus.OK
-    for name in names:
+    for each in urls:
         try:
-            status = max(status, _verify_one(place.join(name).reveal(), options, arguments))
+            status = max(status, _verify_one(each, options, arguments))
         except SnapshotNotFoundError as error:  # it was removed meanwhile
-            status = max(status, _say(error))
+            status = max(status, _complain(error))
     return status
 
 
 def _verify_one(url: str, options: dict[str, Any], arguments: argparse.Namespace) -> ExitStatus:
+    """Verify one snapshot. If its manifest is damaged, report that. Raise if there is no snapshot."""
     try:
-        report = _verified(url, options, arguments)
+        snapshot = Snapshot(url, storage_options=options, key=arguments.key)
+        with explain_missing(url, options), bar("verify", ranks=arguments.ranks) as show:
+            report = snapshot.verify(
+                quick=arguments.quick, resume=arguments.resume, progress=show, **work_of(arguments)
+            )
     except SnapshotNotFoundError:
         raise
+    except CorruptSnapshotError as error:
+        report = VerifyReport(0, 0, 0.0, (str(error),))
     except (SnapshotError, OSError) as error:
-        return _say(error)
-    name = str(URL.parse(url))
+        if not (isinstance(error, UnknownFormatError) and url.endswith(ENDINGS)):
+            return _complain(error)
+        report = VerifyReport(0, 0, 0.0, (str(error),))  # by its name it is a checkpoint
     good = report.ok and not (arguments.strict and report.unverifiable)
-    if arguments.json:
-        print(as_json({"url": name, "ok": report.ok, **_fields(report)}), flush=True)
-    else:
-        head, *faults = (wrapped(printable(line), "    ") for line in f"{name}: {report}".split("\n"))
-        print(head if good else paint(head, "red" if faults else "yellow"), *faults, sep="\n", flush=True)
+    emit_report(arguments, url, report, "" if good else "yellow" if report.ok else "red")
     return ExitStatus.OK if good else ExitStatus.FOUND
 
 
-def _say(error: Exception) -> ExitStatus:
+def _complain(error: Exception) -> ExitStatus:
     complain("error", error)
     return ExitStatus.FAILED
-
-
-def _verified(url: str, options: dict[str, Any], arguments: argparse.Namespace) -> VerifyReport:
-    """Return the report on one snapshot. If its manifest is damaged, report that."""
-    snapshot = Snapshot(url, storage_options=options, key=arguments.key)
-    try:
-        with explain_missing(url, options), bar("verify", ranks=arguments.ranks) as show:
-            return snapshot.verify(
-                quick=arguments.quick,
-                resume=arguments.resume,
-                memory_budget_bytes=arguments.memory,
-                progress=show,
-                ranks=arguments.ranks,
-            )
-    except UnknownFormatError as error:
-        if not snapshot.path.endswith(ENDINGS):
-            raise
-        return VerifyReport(0, 0, 0.0, (str(error),))  # by its name it is a checkpoint
-    except CorruptSnapshotError as error:
-        return VerifyReport(0, 0, 0.0, (str(error),))
-
-
-def _fields(report: VerifyReport) -> dict[str, Any]:
-    return {
-        "entries": report.entries,
-        "files": report.files,
-        "bytes_read": report.bytes_read,
-        "bytes_before": report.bytes_before,
-        "seconds": round(report.seconds, 6),
-        "quick": report.quick,
-        "faults": report.faults,
-        "unverifiable": report.unverifiable,
-        "in_base": report.in_base,
-        "signer": report.signer,
-    }

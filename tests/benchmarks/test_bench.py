@@ -161,7 +161,7 @@ def test_an_interruption_leaves_neither_files_nor_processes(
         (["--incremental", "lora", "--case", "large"], "not allowed with argument"),
         (["--incremental", "lora", "--only", "restore"], "nothing to measure"),
         (["--scale", "0"], "must be above 0, got 0"),
-        (["--rounds", "-1"], "must be above 0, got -1"),
+        (["--rounds", "-1"], "must be an integer above 0, got '-1'"),
         (["--scale", "1e9"], "free; pass a smaller --scale"),
         (["--case", "keys", "--only", "async"], "nothing to measure"),
         (["nowhere://at/all"], "no storage plugin for the scheme 'nowhere'"),

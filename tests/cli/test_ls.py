@@ -21,20 +21,14 @@ def ls(capsys, *argv):
     return capsys.readouterr().out.splitlines()
 
 
-def test_a_folder_lists_its_snapshots_in_the_order_of_their_numbers(root, capsys):
-    lines = ls(capsys, root)
-    assert [line.split()[0] for line in lines] == ["name", "model.pt", "step-9", "step-100"]
-    assert "torch.save" in lines[1]
-    assert "step 9, loss 0.111111" in lines[2]
-
-
 @newer_adamw
-def test_a_folder_in_json(root, capsys):
+def test_a_folder_lists_its_snapshots_in_the_order_of_their_numbers(root, capsys):
     (line,) = ls(capsys, root, "--json")
     found = {each["name"]: each for each in json.loads(line)["snapshots"]}
     assert list(found) == ["model.pt", "step-9", "step-100"]
     assert found["step-100"]["metadata"] == {"step": 100, "metrics": {"loss": 0.01}}
     assert found["step-9"]["entries"] == 264
+    assert found["model.pt"]["format"].startswith("torch.save")
 
 
 def test_a_step_that_cannot_be_read_is_shown_as_that_and_is_status_1(root, tmp_path, capsys):
@@ -48,16 +42,8 @@ def test_a_step_that_cannot_be_read_is_shown_as_that_and_is_status_1(root, tmp_p
     assert lines[1].startswith("step-9 ")
 
 
-def test_what_differs_in_numbers_alone_stands_in_one_line(root, capsys):
+def test_names_are_escaped_and_empty_containers_are_shown(root, capsys):
     lines = ls(capsys, root / "step-100")
-    assert lines[0].startswith(f"{root / 'step-100'}: ")
-    assert lines[1] == 'metadata: {"step": 100, "metrics": {"loss": 0.01}}'
-    (linear,) = [line for line in lines if "{1..12}.0.weight" in line]
-    assert linear.split() == ["model/{1..12}.0.weight", "Tensor", "float32", "[8,", "8]", "3.0", "KiB", "x", "12"]
-    (tied,) = [line for line in lines if "shares the bytes" in line]
-    assert tied.split()[0] == "model/13.weight"
-    (head,) = [line for line in lines if line.startswith("model/")]
-    assert head.split()[-2:] == ["50", "entries"]
     assert "\x1b" not in "".join(lines)
     assert any("a\\x1b[2Jb" in line for line in lines)
     assert any(line.split() == ["progress/nothing", "dict", "empty"] for line in lines)
@@ -97,11 +83,21 @@ def test_du_shows_what_takes_the_space_largest_first(root, capsys):
     assert shares == sorted(shares, reverse=True)
 
 
+TREE = r"""
+name       kind   dtype  shape  size  value
+progress/                        0 B  6 entries
+  step     int                        100
+  losses/                        0 B  2 entries
+    0      float                      1.0
+    1      float                      0.5
+  nothing  dict                       empty
+  name     str                        'a\x1b[2Jb'
+  data     bytes                      b'\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x...
+"""
+
+
 def test_a_tree_shows_containers_above_what_is_in_them(root, capsys):
-    lines = ls(capsys, root / "step-100", "--tree", "progress/**")[3:]
-    assert [line.split()[0] for line in lines][:1] == ["progress/"]
-    at = next(i for i, line in enumerate(lines) if line.startswith("  losses/"))
-    assert [line[:5] for line in lines[at + 1 : at + 3]] == ["    0", "    1"]
+    assert ls(capsys, root / "step-100", "--tree", "progress/**")[2:] == TREE.splitlines()[1:]
 
 
 def test_checkpoints_of_others_are_listed_alike(root, capsys):

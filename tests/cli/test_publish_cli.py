@@ -63,6 +63,13 @@ def test_a_delta_does_not_continue_beyond_full_every(run):
     assert [json.loads(run(*words)[1].out)["base"] for _ in range(5)] == [None, 1, None, 3, None]
 
 
+def test_keep_is_the_number_of_complete_versions(run, tmp_path):
+    take(1, 1.0)
+    for _ in range(3):
+        assert run("publish", "run/step-1", "policy", "--select", "model/**", "--keep", "1")[0] == 0
+    assert sorted(path.name for path in (tmp_path / "policy").glob("weight_*")) == ["weight_v000003"]
+
+
 def test_a_delta_of_other_tensors_is_complete(run):
     take(1, 1.0)
     run("publish", "run/step-1", "policy", "--select", "model/a")

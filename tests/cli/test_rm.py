@@ -33,8 +33,9 @@ def test_with_yes_the_snapshot_goes_and_other_files_stay(taken, capsys):
 
 
 def test_a_dry_run_removes_nothing(taken, capsys):
-    assert rm(taken, "--dry-run") == 0
-    assert "snapshot" in capsys.readouterr().out
+    assert rm(taken, "--dry-run", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["what"], found["removed"]) == ("snapshot", False)
     assert Snapshot(taken).verify()
 
 

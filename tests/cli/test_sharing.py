@@ -39,10 +39,6 @@ def test_a_folder_has_an_apparent_and_a_physical_size(steps, capsys):
     for each, snapshot in zip(found["snapshots"], taken, strict=True):
         assert each["own_bytes"] + each["shared_bytes"] == each["bytes"] == snapshot.metadata.nbytes
         assert LAYER <= each["shared_bytes"] < LAYER + 8192
-    lines = told(capsys, "ls", root, "--du").splitlines()
-    assert lines[0].split() == ["name", "size", "only", "here", "shared"]
-    assert len(lines) == 5
-    assert re.fullmatch(r"all snapshots of the folder: 1\.5 MiB in 1\.0 MiB of storage", lines[-1])
 
 
 def test_sizes_of_some_snapshots_count_what_all_others_share(steps, capsys):

@@ -5,6 +5,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import time
 from dataclasses import replace
 
@@ -134,7 +135,11 @@ def test_a_join_without_the_root_and_takes_is_a_fork_that_a_person_decides(tmp_p
         manager.restore_latest(state(-1))
     assert restored(far, hosts("a")) == 10  # a job without those near steps goes on
     assert main(["attempts", str(far), "--near", str(hosts("b"))]) == 1
-    assert "forked" in capsys.readouterr().out
+    head, *rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert head == ["number", "attempt", "host", "began", "with", "steps"]
+    host, first = socket.gethostname(), facts_in(far).published[0].name
+    assert rows[0] == ["1", first, host, "on", "the", "line", "up", "to", "10"]
+    assert rows[-1] == [str(mine.number), mine.name, host, "forked"]
     assert main(["attempts", str(far), "--near", str(hosts("b")), "--choose", mine.name]) == 0
     live = state(-1)
     with manager_of(far, hosts("b")) as manager:
