@@ -16,12 +16,13 @@ from types import SimpleNamespace
 
 import msgspec
 
-from snapshot import SnapshotManager, takes
+from snapshot import SnapshotManager
 from snapshot.distributed import exchange, group
 from snapshot.distributed.group import Ranks
 from snapshot.manager.manager import open_managers
 from snapshot.manager.retention import Cleaner
 from snapshot.plugins.file.file_storage import FileStorage
+from snapshot.save import take
 from snapshot.save.begin import TakeSlots
 from snapshot.tiers import control, join, tier_set
 from snapshot.tiers.control import SILENT, Request, UploaderError, UploaderHungError, decode_status
@@ -471,7 +472,7 @@ class Machines:
         self._patch(exchange.Exchange, "_guard", guard)
         self._patch(exchange.Exchange, "_wait", wait)
         self._patch(FileStorage, "_run", run)
-        self._patch(takes, "take_slots", TakeSlots)  # each rank is a process of its own
+        self._patch(take, "take_slots", TakeSlots)  # each rank is a process of its own
         self._patch(os, "fsync", lambda _: None)
         return self
 
