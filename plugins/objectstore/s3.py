@@ -7,8 +7,10 @@ import datetime
 import functools
 import hashlib
 import importlib.util
+import math
 import os
 import re
+import time
 import warnings
 import zlib
 from base64 import b64encode
@@ -61,6 +63,8 @@ _TRANSIENT = {
     "OperationAborted",
     "ConditionalRequestConflict",
 }
+JUST_NOW = 10.0
+"""Seconds for which a bucket that was there counts as being there."""
 EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"}
 
 
@@ -76,11 +80,20 @@ class S3Driver(Driver):
         self._client = client
         self._bucket = bucket
         self._checksum = checksum
+        self._bucket_seen = -math.inf
+        """When a response last showed that the bucket exists."""
 
     async def _call(self, name: str, **arguments: Any) -> Any:
         """Call the client, with the user's additional arguments, such as encryption or requester pays."""
         method = getattr(self._client, name)
-        return await method(**self._fs._get_s3_method_kwargs(method, Bucket=self._bucket, **arguments))
+        try:
+            found = await method(**self._fs._get_s3_method_kwargs(method, Bucket=self._bucket, **arguments))
+        except failures.ClientError as error:
+            if error.response["Error"]["Code"] == "NoSuchKey":
+                self._bucket_seen = time.monotonic()
+            raise
+        self._bucket_seen = time.monotonic()
+        return found
 
     async def close(self) -> None:
         """Close the client that s3fs created."""
@@ -90,12 +103,13 @@ class S3Driver(Driver):
     async def head(self, key: str) -> FileStat:
         """Send `HeadObject`. Its errors have no body, so get the reason with a `GetObject`.
 
-        A missing bucket must not look like a missing key.
+        A missing bucket must not look like a missing key. If the bucket was there just now, only the key is missing.
         """
         try:
             found = await self._call("head_object", Key=key)
         except failures.ClientError as error:
-            if error.response["ResponseMetadata"]["HTTPStatusCode"] not in (400, 403, 404):
+            status = error.response["ResponseMetadata"]["HTTPStatusCode"]
+            if status not in (400, 403, 404) or (status == 404 and time.monotonic() - self._bucket_seen < JUST_NOW):
                 raise
             (await self._call("get_object", Key=key, Range="bytes=0-0"))["Body"].close()
             raise

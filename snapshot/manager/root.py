@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import re
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
@@ -72,6 +73,7 @@ class Root:
         """Manifest tokens of the snapshots whose files were all found."""
         self._listed: list[int] = []
         """The numbers of the folders that `newest` has not returned yet, and the last that it has."""
+        self._reading = asyncio.Lock()
         self._line: Line | None = None
         """The line of a run with near folders, as of the last list of the folders."""
 
@@ -105,10 +107,11 @@ class Root:
 
     async def line(self) -> Line:
         """Return the line of the run in this root. Without facts, all steps are on it."""
-        if self._line is None:
-            async with self.opened() as session:
-                self._line = Line(await read_facts(session.storage))
-        return self._line
+        async with self._reading:  # once for all steps that are asked about
+            if self._line is None:
+                async with self.opened() as session:
+                    self._line = Line(await read_facts(session.storage))
+            return self._line
 
     async def counts(self, step: int, stat: FileStat) -> bool:
         """Return True if a step may be restored, as far as the timeline of the run decides that."""

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -93,3 +94,33 @@ def test_a_group_that_is_made_again_on_the_same_store_meets_nothing_of_the_first
     for _ in range(3):
         with ThreadPoolExecutor(2) as pool:
             assert list(pool.map(session, range(2))) == [([False] * 3, True)] * 2
+
+
+def _late(path):
+    """How often a rank looked for an answer while the other one was late."""
+    from snapshot.distributed.group import ranks_of
+
+    ranks, looks = ranks_of(None), []
+    store, heart = ranks.connected()
+
+    class Counting:
+        def __getattr__(self, name):
+            return getattr(store, name)
+
+        def check(self, keys):
+            looks.append(keys)
+            return store.check(keys)
+
+    ranks._connected = Counting(), heart
+    try:
+        if dist.get_rank():
+            time.sleep(4)
+        Snapshot.take(path, {"s": StateDict(x=torch.ones(3))})
+    finally:
+        ranks._connected = store, heart
+    return len(looks)
+
+
+def test_a_rank_that_waits_looks_less_and_less_often(two, folder):
+    waited, _ = two.run(_late, f"{folder}/s")
+    assert waited < 400  # one look in 4 ms would be 2,000

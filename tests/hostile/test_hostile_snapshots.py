@@ -276,6 +276,19 @@ def test_a_manifest_over_the_limit_is_not_read(base, monkeypatch):
         Snapshot(URL).get_manifest()
 
 
+def test_a_take_does_not_commit_a_manifest_that_readers_would_refuse(tmp_path, monkeypatch):
+    held = {"s": StateDict({f"w{i}": torch.ones(2) for i in range(40)})}
+    Snapshot.take(tmp_path / "a", held)
+    monkeypatch.setenv("SNAPSHOT_MANIFEST_BYTES", "3000")
+    for save in (Snapshot.take, lambda *given: Snapshot.async_take(*given).wait()):
+        with pytest.raises(SnapshotError, match="at most 3,000: raise SNAPSHOT_MANIFEST_BYTES"):
+            save(tmp_path / "b", held)
+        assert not [path for path in (tmp_path / "b").rglob("*") if path.is_file()]
+    monkeypatch.setenv("SNAPSHOT_MANIFEST_BYTES", "100000")
+    Snapshot.take(tmp_path / "b", held)
+    assert Snapshot(tmp_path / "b").verify()
+
+
 # Objects
 
 

@@ -986,3 +986,20 @@ def test_options_of_another_kind_are_an_error(tmp_path, wrong):
         with pytest.raises(TypeError, match=r"include= has moved: pass options=RestoreOptions\(select=...\)"):
             manager.restore_latest(state(), include=["**"])
         assert manager.steps() == []
+
+
+def test_a_search_for_the_newest_step_looks_from_the_newest_down(tmp_path):
+    with manager_of(tmp_path) as manager:
+        for step in (0, 100):
+            manager.take(step, state(step))
+    for step in range(1, 100):
+        shutil.copytree(tmp_path / "step-0", tmp_path / f"step-{step}")
+    live = state()
+    with recording() as log:
+        assert manager_of(f"recording+file://{tmp_path}").restore_latest(live) == 100
+    assert len(log.of("stat", "step-*/.snapshot_metadata")) == 4
+    assert live["s"]["value"] == 100
+    for number in range(1, 101):  # none of these was finished
+        (tmp_path / f"step-{number}" / ".snapshot_metadata").unlink()
+    assert manager_of(tmp_path).restore_latest(live) == 0
+    assert live["s"]["value"] == 0
