@@ -49,9 +49,10 @@ class Box(NamedTuple):
         return ",".join(f"{offset}:{offset + size}" for offset, size in zip(self.offsets, self.sizes, strict=True))
 
 
+@functools.lru_cache(maxsize=4096)  # a checkpoint has few shapes, and asks for each many times
 def whole_box(shape: Shape) -> Box:
     """Return the box that is all of a tensor."""
-    return Box((0,) * len(shape), shape)
+    return Box((0,) * len(shape), tuple(shape))
 
 
 def is_inside(box: Box, shape: Shape) -> bool:

@@ -79,6 +79,8 @@ def compare_entries(
     """Return the differences of two entries, and the pairs of tensors that must be read to complete them."""
     found = EntryDifference(counts=int(is_leaf(b)))
     pairs: list[Pair] = []
+    if type(a) is type(b) is e.TensorEntry and a.digest is not None and not values and _has_same_bytes(a, b):
+        return found, pairs  # most entries, in a few steps
     if kind_of(a) != kind_of(b):
         found.add("kind", f"{value_text(a)} -> {value_text(b)}")
     elif isinstance(a, e.Container):
@@ -95,6 +97,12 @@ def compare_entries(
     else:
         _compare_objects(found, pairs, path, a, b)
     return found, pairs
+
+
+def _has_same_bytes(a: e.TensorEntry, b: e.TensorEntry) -> bool:
+    """Return True if two tensors are alike, and their digests say that their bytes are equal."""
+    alike = a.serializer == b.serializer == "raw"
+    return alike and (a.digest, a.dtype, a.shape, a.extra) == (b.digest, b.dtype, b.shape, b.extra)
 
 
 def _compare_kinds(a: Scalar, b: Scalar) -> str:
