@@ -12,7 +12,7 @@ from snapshot import CorruptSnapshotError, RestoreError, Snapshot, SnapshotNotFo
 from snapshot.io.arena import arena
 from snapshot.plan import layout
 from snapshot.reports import MARKS
-from snapshot.save import take
+from snapshot.save import planned_take
 from snapshot.tensors.memory import BY_NAME
 from snapshot.testing import faulty, recording
 from snapshot.transform.diff_bytes import Numbers, are_comparable
@@ -148,7 +148,7 @@ def test_tensors_that_are_cut_otherwise_are_read_in_a_small_budget(monkeypatch, 
     a = taken("a", state)
     state["x"] = state["x"].clone()
     monkeypatch.setattr(layout, "LARGEST_FILE", cut)
-    take._plans.reset()  # one that has planned nothing before
+    planned_take._plans.reset()  # one that has planned nothing before
     b = taken("b", state)
     state["x"][150, 3] = -1
     c = taken("c", state)
@@ -174,7 +174,7 @@ def test_however_two_are_cut_one_element_is_found(monkeypatch, data):
     made = []
     changed = data.draw(st.sampled_from(sorted(state)))
     for name in ("a", "b", "c"):
-        take._plans.reset()
+        planned_take._plans.reset()
         monkeypatch.setattr(layout, "LARGEST_FILE", data.draw(st.integers(64, 20_000)))
         if name == "c":
             flat = state[changed] = state[changed].clone()
