@@ -122,6 +122,21 @@ class ReadAgreement:
     """True if another rank of this host reads the same long ranges, each for itself."""
 
 
+def share_checks(exchange: Exchange, session: Session, files: set[str]) -> set[str]:
+    """Return the files that this rank must look at, if others need the same and look at the rest.
+
+    Each look is a request if the storage is remote, and ranks with replicas need the same files. No rank reads before
+    all have looked: they wait for each other in `agree_on_reads`.
+    """
+    if exchange.alone or session.storage.capabilities.blocking:
+        return files
+    ordered = sorted(files)
+    mine = digest_range("\n".join(ordered).encode("utf-8", "surrogatepass"))
+    digests = exchange.agree(mine, list, str, list[str])
+    alike = [rank for rank, theirs in enumerate(digests) if theirs == mine]
+    return set(ordered[alike.index(exchange.rank) :: len(alike)])
+
+
 def agree_on_reads(exchange: Exchange, plan: RestorePlan, url: URL, *, once: bool, atomic: bool) -> ReadAgreement:
     """Wait until all ranks are ready to read, or raise on all of them before anything is written."""
     if exchange.alone:
@@ -433,7 +448,7 @@ class Restore:
             )
         with self._phase("check"):
             needed = {request.location for request in plan.reads.requests} - plan.checked
-            run(expect_files(session, document, needed))
+            run(expect_files(session, document, share_checks(self._exchange, session, needed)))
             agreed = agree_on_reads(self._exchange, plan, session.url, once=self._read_once, atomic=options.atomic)
             if agreed.same:
                 session.storage.share_reads()

@@ -31,7 +31,7 @@ from snapshot.loading.read_object import read_tree
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest.compounds import ListEntry
 from snapshot.manifest.document import Document, PartEntry, find_locations
-from snapshot.manifest.entries import DTensorEntry, ShardedTensorEntry
+from snapshot.manifest.entries import TENSORS, DTensorEntry, ShardedTensorEntry
 from snapshot.manifest.paths import encode_component
 from snapshot.manifest.rank_view import (
     MOST_RANKS,
@@ -173,7 +173,7 @@ class _Planner:
     def _expect_files(self, grouped: Mapping[str, Mapping[str, Any]]) -> None:
         """Check the files of what may become new values, before memory is allocated for them.
 
-        A live sharded tensor needs only some of its files, which are checked when they are known.
+        Those of live tensors are checked when all ranges to read are known.
         """
         files, needed = self._document.files, set[str]()
         for key, entries in grouped.items():
@@ -181,7 +181,7 @@ class _Planner:
             new = {
                 path: entry
                 for path, entry in entries.items()
-                if not (isinstance(entry, ShardedTensorEntry) and path in live)
+                if not (isinstance(entry, TENSORS) and path in live)
             }
             needed |= find_locations(new, files)
         needed = (needed & self._document.own_files.keys()) - self._checked

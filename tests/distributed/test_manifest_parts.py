@@ -1,6 +1,7 @@
 """Which parts of a large manifest a restore reads: those of the ranks that had the boxes it needs."""
 
 import contextlib
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from snapshot import Sharded, Snapshot, StateDict
+from snapshot import Sharded, Snapshot, SnapshotError, StateDict
+from snapshot.io.registry import open_storage, register
+from snapshot.io.url import URL
 from snapshot.manifest import document
-from snapshot.testing.storages import recording
+from snapshot.testing.storages import Log, TappedStorage, recording
 
 ROWS = 24
 
@@ -122,3 +125,42 @@ def _boxes(path, ranks):
 def test_boxes_without_placements_are_found_in_all_parts(four, two, folder):
     four.run(_boxes, f"{folder}/s", 4)
     two.run(_boxes, f"{folder}/s", 4)
+
+
+class Remote(TappedStorage):
+    """A storage of files for which each look is a request."""
+
+    log = Log()
+
+    def __init__(self, url, options, context):
+        super().__init__(open_storage(URL.parse(url.reveal().partition("+")[2]), options, context), self.log)
+
+    @property
+    def capabilities(self):
+        return dataclasses.replace(super().capabilities, blocking=False)
+
+
+def _replicas(path, lost):
+    """The names of the data files that this rank looked at; what it raised, and what it has then."""
+    register("remote+", Remote)
+    values = {f"w{i}": torch.full((1 << 18,), float(i)) for i in range(8)}
+    if not Path(path).exists():
+        Snapshot.take(path, {"s": StateDict(values)}, replicated=["**"])
+    live = StateDict({name: torch.zeros_like(value) for name, value in values.items()})
+    Remote.log.clear()
+    if lost and dist.get_rank() == 0:
+        sorted(Path(path, "data").glob("*.safetensors"))[-1].unlink()
+    dist.barrier()
+    with pytest.raises(SnapshotError, match="is missing") if lost else contextlib.nullcontext():
+        Snapshot(f"remote+file://{path}").restore({"s": live}, read_once=False)
+    assert all(live[name].eq(0 if lost else value).all() for name, value in values.items())
+    return [each.path for each in Remote.log.of("stat", "data/*")]
+
+
+def test_ranks_that_need_the_same_files_share_the_looks_at_them(four, folder):
+    four.run(_replicas, f"{folder}/s", False)
+    looks = [path for paths in four.run(_replicas, f"{folder}/s", False) for path in paths]
+    files = [f"data/{path.name}" for path in Path(folder, "s", "data").glob("*.safetensors")]
+    assert len(files) >= 4
+    assert sorted(looks) == sorted(files)
+    four.run(_replicas, f"{folder}/s", True)  # one is lost, and no rank writes to a live tensor
