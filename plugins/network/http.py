@@ -47,6 +47,8 @@ class ResponseSink:
         self.token = token
         """Version of the file: the requested one, or that of the first response."""
         self.attempt: Attempt | None = None
+        self.size: int | None = None
+        """The expected size of the file."""
         self._reached = begin
 
     @property
@@ -69,6 +71,8 @@ class ResponseSink:
             )
         if self.token is not None and token is not None and token != self.token:
             raise StorageConflictError(f"{self.url}: replaced during the read")
+        if total is not None and self.size is not None and total != self.size:
+            raise CorruptSnapshotError(f"{self.url} must have {self.size:,} bytes, got {total:,}")
         if total is not None and self.end is not None and total < self.end:
             raise CorruptSnapshotError(f"{self.url}: ends at byte {total}, but bytes {at}-{self.end} were requested")
         self.token = self.token or token

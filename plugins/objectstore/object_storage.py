@@ -15,7 +15,13 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from snapshot.errors import SnapshotError, StorageConflictError, StorageError, StorageNotFoundError
+from snapshot.errors import (
+    CorruptSnapshotError,
+    SnapshotError,
+    StorageConflictError,
+    StorageError,
+    StorageNotFoundError,
+)
 from snapshot.io.aio import gather_limited, in_thread
 from snapshot.io.storage import (
     ANYTHING,
@@ -171,6 +177,8 @@ class ConnectedStorage(Storage, Generic[D]):
         )
         self.limits = self._limits()
         self._driver: asyncio.Future[tuple[D, Callable[[], Awaitable[object]]]] | None = None
+        self._sizes: dict[str, int] = {}
+        """The expected sizes of files that are read."""
         self._client_key = (type(self).__qualname__, url.scheme, self.bucket, url.query, _sharing_key(url, options))
 
     def _limits(self) -> Limits:
@@ -574,10 +582,21 @@ class ObjectStorage(ConnectedStorage[D]):
     async def read_into(self, path: str, offset: int, buffers: Sequence[Buffer], *, token: str | None = None) -> None:
         """Read a range in one request, directly into the buffers."""
         sink = BufferSink(self.url.join(path), offset, buffers, token)
+        sink.size = self._sizes.get(path)
         if sink.end == offset:
             await self.stat(path)
-        else:
+            return
+        try:
             await self._fill("read", path, sink)
+        except StorageNotFoundError as error:
+            if sink.size is None:
+                raise
+            raise CorruptSnapshotError(f"{self.url.join(path)} is missing") from error
+
+    def expect_size(self, path: str, size: int) -> bool:
+        """Compare the file's size in each response, before its first byte is stored."""
+        self._sizes[path] = size
+        return True
 
     async def get(self, path: str, *, limit: int | None = None) -> bytes:
         """Read a small file in one request."""

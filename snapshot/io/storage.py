@@ -259,6 +259,13 @@ class Storage(ABC):
     async def stat(self, path: str) -> FileStat:
         """Return size, time and token of a file."""
 
+    def expect_size(self, path: str, size: int) -> bool:
+        """Raise CorruptSnapshotError from each read of a file that has another size, before a byte of it is stored.
+
+        Return False if this storage cannot: the caller then calls `stat`.
+        """
+        return False
+
     @abstractmethod
     async def list(self, prefix: str = "", *, recursive: bool = True) -> list[str]:
         """Return the sorted paths of all files that begin with `prefix`.

@@ -447,13 +447,21 @@ async def _read_part(session: Session, part: PartEntry) -> ManifestPart:
         raise CorruptSnapshotError(f"{error}: a part of the manifest is missing") from error
 
 
-async def expect_files(session: Session, document: Document, locations: set[str]) -> None:
-    """Raise unless every file exists and has its expected size."""
+async def expect_files(session: Session, document: Document, locations: set[str], *, reads: bool = False) -> None:
+    """Raise unless every file exists and has its expected size.
+
+    If the caller `reads` them next, a single one may be checked by its first response, which saves a request.
+    """
     if document.base is not None and any(document.files[each].in_base for each in locations):
         raise SnapshotError(
             f"{session.url}: has only what differs from {document.base.url} (save id {document.base.save_id}); to "
             "restore all of it, pass restore(..., base=...); objects that did not change are in that snapshot"
         )
+    if reads and len(locations) == 1 and not isinstance(document, ForeignDocument):
+        [only] = locations
+        size = document.files[only].stored_size
+        if size <= ROOM and session.storage.expect_size(only, size):
+            return
     faults = list(dict.fromkeys((await missing_files(session, document, locations)).values()))
     if faults:
         raise CorruptSnapshotError(f"{session.url}: {'; '.join(faults)}", faults=faults)

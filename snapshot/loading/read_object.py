@@ -98,7 +98,7 @@ def read_object(
     path, tree = _find_tree(session, document, path)
     entry = tree[path]
     if box is None:
-        run(expect_files(session, document, find_locations({path: entry}, document.files)))
+        run(expect_files(session, document, find_locations({path: entry}, document.files), reads=True))
     read_plan = ReadPlan(document.files, allow_pickle=allow_pickle)
     if box is not None:
         return _read_box(session, document, read_plan, path, entry=entry, obj_out=obj_out, box=box, verify=verify)

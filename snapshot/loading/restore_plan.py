@@ -178,11 +178,7 @@ class _Planner:
         files, needed = self._document.files, set[str]()
         for key, entries in grouped.items():
             live = self._kinds[key].live
-            new = {
-                path: entry
-                for path, entry in entries.items()
-                if not (isinstance(entry, TENSORS) and path in live)
-            }
+            new = {path: entry for path, entry in entries.items() if not (isinstance(entry, TENSORS) and path in live)}
             needed |= find_locations(new, files)
         needed = (needed & self._document.own_files.keys()) - self._checked
         run(expect_files(self._session, self._document, needed))

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from snapshot import Snapshot, SnapshotManager, StateDict
+from snapshot import CorruptSnapshotError, Snapshot, SnapshotManager, StateDict
 from tests.helpers.fault_proxy import FaultProxy
-from tests.helpers.storage_calls import PATIENT
+from tests.helpers.storage_calls import PATIENT, use
 
 pytestmark = pytest.mark.servers
 
@@ -63,3 +63,33 @@ def test_each_call_sends_the_documented_requests(moto, proxy):
     assert count("steps(), 10 steps", lambda: manager().steps()) == list(range(10))
     assert count("restore_latest, 10 steps", lambda: manager().restore_latest(state)) == 9
     assert found == documented()
+
+
+@pytest.mark.parametrize("engine", ["s3fs", None])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [("delete", "is missing"), ("shorten", "must have .* bytes, got"), ("lengthen", "must have .* bytes, got")],
+)
+def test_a_file_that_was_not_looked_at_is_checked_before_a_live_tensor_changes(moto, engine, change, message):
+    options = {"key": moto.key, "secret": moto.secret, "endpoint_url": moto.url, "engine": engine, **PATIENT}
+    options |= {"client_kwargs": {"region_name": moto.region}}
+    url = f"s3://{moto.bucket()}/s"
+    Snapshot.take(url, {"s": StateDict(x=torch.ones(5000), y=torch.ones(7))}, storage_options=options)
+
+    async def damage(storage):
+        [path] = await storage.list("data/")
+        data = await storage.get(path)
+        if change == "delete":
+            await storage.delete([path])
+        else:
+            await storage.put(path, data[:-4] if change == "shorten" else data + bytes(4))
+
+    use(url, options, damage)
+    live = StateDict(x=torch.zeros(5000), y=torch.zeros(7))
+    snapshot = Snapshot(url, storage_options=options)
+    with pytest.raises(CorruptSnapshotError, match=message):
+        snapshot.restore({"s": live})
+    assert not live["x"].any()
+    assert not live["y"].any()
+    with pytest.raises(CorruptSnapshotError, match=message):
+        snapshot.read_object("0/s/y")
