@@ -343,6 +343,11 @@ class Matcher:
                 read_plan.values |= {path: held} if held is not MISSING else {}
                 continue
             self.matched.restored += 1
+            if isinstance(entry, Scalar):
+                if isinstance(held, torch.Tensor):
+                    self._leaves.replace(kind, path, entry)
+                read_plan.values[path] = entry.value()
+                continue
             if (
                 isinstance(entry, e.TENSORS)
                 and type(held) not in _PLAIN
@@ -351,10 +356,6 @@ class Matcher:
                 continue
             if type(entry) is e.TensorEntry and isinstance(held, torch.Tensor):
                 self._leaves.match_tensor(kind, path, entry, held, read_plan)
-            elif isinstance(entry, Scalar):
-                if isinstance(held, torch.Tensor):
-                    self._leaves.replace(kind, path, entry)
-                read_plan.values[path] = entry.value()
             else:
                 self._leaves.match_other(kind, path, entry, held, read_plan)
         binding.expect_filled(read_plan.values)

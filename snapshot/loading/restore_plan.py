@@ -41,7 +41,7 @@ from snapshot.manifest.rank_view import (
     rename_entries,
     split_by_rank,
 )
-from snapshot.manifest.values import NoneEntry
+from snapshot.manifest.values import NoneEntry, Scalar
 from snapshot.plan.names import Change, compile_rename, matcher
 from snapshot.reports import RestoreIssues
 from snapshot.state.model_state import make_kind
@@ -178,7 +178,11 @@ class _Planner:
         files, needed = self._document.files, set[str]()
         for key, entries in grouped.items():
             live = self._kinds[key].live
-            new = {path: entry for path, entry in entries.items() if not (isinstance(entry, TENSORS) and path in live)}
+            new = {
+                path: entry
+                for path, entry in entries.items()
+                if not isinstance(entry, Scalar) and not (isinstance(entry, TENSORS) and path in live)
+            }
             needed |= find_locations(new, files)
         needed = (needed & self._document.own_files.keys()) - self._checked
         run(expect_files(self._session, self._document, needed))
