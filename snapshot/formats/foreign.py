@@ -21,7 +21,7 @@ from snapshot.errors import (
     UnsafeObjectError,
     UnsupportedFormatError,
 )
-from snapshot.formats.pickled import INLINE
+from snapshot.formats.pickled_objects import INLINE
 from snapshot.io.storage import ABSENT, Buffer, Capabilities, Expect, FileStat, FileWriter, Storage, check_path
 from snapshot.io.url import URL
 from snapshot.manifest.compounds import (

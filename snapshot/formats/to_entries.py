@@ -13,7 +13,7 @@ import torch
 
 from snapshot.errors import CorruptSnapshotError
 from snapshot.formats import pickle_nodes as p
-from snapshot.formats.pickled import INLINE, MODULE, make_refused_entry
+from snapshot.formats.pickled_objects import INLINE, MODULE, make_refused_entry
 from snapshot.formats.safe_pickle import Limits, evaluate_pickle, expect_stored
 from snapshot.formats.zip_archive import STORED, ZipArchive
 from snapshot.manifest import entries as e

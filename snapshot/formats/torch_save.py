@@ -19,7 +19,7 @@ import torch
 from snapshot.errors import CorruptSnapshotError, MissingExtraError, UnsupportedFormatError
 from snapshot.formats import zip_archive
 from snapshot.formats.foreign import ForeignDocument, make_document, refuse_zip
-from snapshot.formats.pickled import INLINE, is_refused, locate_object
+from snapshot.formats.pickled_objects import INLINE, is_refused, locate_object
 from snapshot.formats.safe_pickle import Limits, evaluate_pickle, expect_stored
 from snapshot.formats.to_entries import RebuiltTensor, make_container, make_entries, make_tensor_entry, rebuild_tensor
 from snapshot.formats.zip_archive import MoreBytesNeeded, ZipArchive, open_archive, read_range

@@ -12,7 +12,7 @@ import torch
 
 from snapshot.errors import CorruptSnapshotError, RestoreError, UnsupportedFormatError
 from snapshot.formats.foreign import ForeignDocument, ReadOnlyStorage, is_packed
-from snapshot.formats.pickled import INLINE
+from snapshot.formats.pickled_objects import INLINE
 from snapshot.io.aio import gather_limited, in_thread
 from snapshot.io.session import Session
 from snapshot.io.storage import Buffer, FileStat, Storage

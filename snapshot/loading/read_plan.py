@@ -17,7 +17,7 @@ import torch
 
 from snapshot.errors import CorruptSnapshotError, UnsafeObjectError
 from snapshot.formats.foreign import is_packed
-from snapshot.formats.pickled import SavedFile, find_object, is_refused, load_object, run_pickle
+from snapshot.formats.pickled_objects import SavedFile, find_object, is_refused, load_object, run_pickle
 from snapshot.formats.to_entries import NotPlainError, read_plain_value
 from snapshot.formats.torch_save import EmbeddedLayout, decode_object, is_archived
 from snapshot.io.accelerators import accelerator_of, await_host_copies

@@ -9,7 +9,7 @@ from typing import Any
 
 from snapshot.distributed.exchange import Exchange
 from snapshot.errors import RestoreError, noting
-from snapshot.formats.pickled import expect_no_module
+from snapshot.formats.pickled_objects import expect_no_module
 from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.loading.choose import (

@@ -15,7 +15,7 @@ from snapshot.distributed.exchange import LEADER, Exchange, expect_same_verb
 from snapshot.errors import RestoreError, SnapshotError, StorageError, StorageNotFoundError, UnsafeObjectError
 from snapshot.formats import zip_archive
 from snapshot.formats.foreign import ForeignDocument, ReadOnlyStorage
-from snapshot.formats.pickled import INLINE, TRUST, is_refused
+from snapshot.formats.pickled_objects import INLINE, TRUST, is_refused
 from snapshot.io.aio import gather_limited
 from snapshot.io.loop import run
 from snapshot.io.session import Session, signer_of

@@ -23,7 +23,7 @@ from snapshot.events import emit
 from snapshot.formats import dcp, hugging_face, torch_save, zip_archive
 from snapshot.formats.foreign import ForeignDocument
 from snapshot.formats.hugging_face import SHARD
-from snapshot.formats.pickled import INLINE
+from snapshot.formats.pickled_objects import INLINE
 from snapshot.io.aio import in_thread, shielded
 from snapshot.io.loop import run
 from snapshot.io.session import Session

@@ -11,7 +11,7 @@ from typing import Any
 from snapshot.distributed.operation import Operation
 from snapshot.errors import CorruptSnapshotError, RestoreError
 from snapshot.formats.foreign import is_packed
-from snapshot.formats.pickled import is_refused
+from snapshot.formats.pickled_objects import is_refused
 from snapshot.io.budget import MemoryBudget
 from snapshot.io.loop import run
 from snapshot.io.url import Location

@@ -10,7 +10,7 @@ import torch
 
 from snapshot.distributed.operation import Operation
 from snapshot.errors import RestoreError, SnapshotError
-from snapshot.formats.pickled import is_refused
+from snapshot.formats.pickled_objects import is_refused
 from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.io.system import gc_paused

@@ -23,7 +23,7 @@ from snapshot.distributed.operation import Operation
 from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageError
 from snapshot.events import emit
 from snapshot.formats import zip_archive
-from snapshot.formats.pickled import INLINE
+from snapshot.formats.pickled_objects import INLINE
 from snapshot.io.aio import in_thread
 from snapshot.io.loop import in_own_thread, run
 from snapshot.io.session import Session, signer_of

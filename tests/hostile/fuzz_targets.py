@@ -20,7 +20,7 @@ from tests.helpers.versions import ALONE
 with atheris.instrument_imports(include=["snapshot"]):
     from snapshot.errors import SnapshotError
     from snapshot.formats import dcp, hugging_face, to_entries, torch_save, torchsnapshot
-    from snapshot.formats.pickled import load_object
+    from snapshot.formats.pickled_objects import load_object
     from snapshot.formats.safe_pickle import evaluate_pickle as load_pickle
     from snapshot.formats.zip_archive import TAIL, find_directory, read_members
     from snapshot.io.loop import run

@@ -25,7 +25,7 @@ from snapshot import (
     UnsafeObjectError,
     UnsupportedFormatError,
 )
-from snapshot.formats.pickled import load_object
+from snapshot.formats.pickled_objects import load_object
 from snapshot.manifest.document import METADATA, decode_document
 from tests.hostile.hostile_snapshots import (
     ROOM,

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint import metadata as m
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from snapshot import CorruptSnapshotError, Snapshot, SnapshotError
-from snapshot.formats.pickled import load_object
+from snapshot.formats.pickled_objects import load_object
 from tests.helpers.foreign_states import same
 from tests.hostile.hostile_snapshots import bounded
 from tests.hostile.test_hostile_formats import archive
