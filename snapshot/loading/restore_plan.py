@@ -7,6 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from snapshot.distributed.exchange import Exchange
 from snapshot.errors import RestoreError, noting
 from snapshot.formats.pickled_objects import expect_no_module
@@ -178,11 +180,7 @@ class _Planner:
         files, needed = self._document.files, set[str]()
         for key, entries in grouped.items():
             live = self._kinds[key].live
-            new = {
-                path: entry
-                for path, entry in entries.items()
-                if not isinstance(entry, Scalar) and not (isinstance(entry, TENSORS) and path in live)
-            }
+            new = {path: entry for path, entry in entries.items() if not _fills_live(entry, live.get(path))}
             needed |= find_locations(new, files)
         needed = (needed & self._document.own_files.keys()) - self._checked
         run(expect_files(self._session, self._document, needed))
@@ -268,6 +266,14 @@ class _Planner:
                 "atomic=True writes no live tensor before all bytes are verified"
                 for path in sorted(self._written - covered)
             ]
+
+
+def _fills_live(entry: Any, live: Any) -> bool:
+    """Return True if no memory is allocated for an entry: a plain value, or one for a live tensor of its shape."""
+    if isinstance(entry, TENSORS):
+        shape = getattr(live, "global_shape", None) or (live.shape if isinstance(live, torch.Tensor) else None)
+        return shape is not None and tuple(shape) == tuple(entry.shape)
+    return isinstance(entry, Scalar)
 
 
 # State that must be redistributed if the number of ranks has changed, such as that of a data loader.
