@@ -48,6 +48,7 @@ from snapshot.plan.names import Change, compile_rename, matcher
 from snapshot.reports import RestoreIssues
 from snapshot.state.model_state import make_kind
 from snapshot.state.optimizers import OptimizerKind
+from snapshot.state.sharded import Sharded
 from snapshot.state.stateful import Kind, Reshardable
 from snapshot.text import listed
 
@@ -271,8 +272,10 @@ class _Planner:
 def _fills_live(entry: Any, live: Any) -> bool:
     """Return True if no memory is allocated for an entry: a plain value, or one for a live tensor of its shape."""
     if isinstance(entry, TENSORS):
-        shape = getattr(live, "global_shape", None) or (live.shape if isinstance(live, torch.Tensor) else None)
-        return shape is not None and tuple(shape) == tuple(entry.shape)
+        held = (
+            live.global_shape if isinstance(live, Sharded) else live.shape if isinstance(live, torch.Tensor) else None
+        )
+        return held is not None and tuple(held) == tuple(entry.shape)
     return isinstance(entry, Scalar)
 
 
