@@ -140,7 +140,7 @@ class Root:
         """Return the folders of these steps, which are ascending. Failures of a single step are logged."""
         async with self.opened() as session:
             storage = session.storage
-            found = await gather_limited(steps, lambda step: _is_there(storage, f"step-{step}/{METADATA}"))
+            found = await gather_limited(steps, lambda step: _is_there(storage, f"step-{step}/{METADATA}"), MORE)
         folders = StepFolders()
         for step, stat in zip(steps, found, strict=True):
             if isinstance(stat, StorageError):
