@@ -109,6 +109,7 @@ class ShareUpload:
 
     def __init__(self, session: Session, version: int, attempt: str, rank: int, image: HostImage) -> None:
         self._session = session
+        self.version = version
         self._folder = version_name(version)
         self._prefix = f"model-{attempt}-{rank:05d}"
         self._image = image
@@ -173,6 +174,12 @@ class ShareUpload:
             self.share.digests[name] = delta.sums.digest
         metadata = {name: checksum_text(delta.checksum) for name, delta in deltas.items()}
         await self._write(leaves, [plan_exact_file(leaves, range(len(leaves)), metadata)])
+
+    async def write_extra(self, contents: Mapping[str, bytes]) -> dict[str, tuple[int, str]]:
+        """Write small files, after all others. Return their sizes and digests."""
+        self.written += contents
+        await gather_limited(contents, lambda name: self._session.storage.put(f"{self._folder}/{name}", contents[name]))
+        return {name: (len(data), digest_bytes(data)) for name, data in contents.items()}
 
     async def _write(self, leaves: Sequence[Leaf], files: Sequence[FilePlan]) -> list[WrittenFile]:
         session = self._session
@@ -317,8 +324,6 @@ class Publication:
         session = Session(self._url, self._options)
         store = VersionStore(session.storage, self._known)
         upload: ShareUpload | None = None
-        decision: Decision | None = None
-        extra: list[str] = []
         try:
             emit("start", "publish", str(self._url), step=self._step)
             decision = await self._agree(store)
@@ -330,12 +335,12 @@ class Publication:
                 await upload.write_full()
             details = Details(self._publisher, self._step, time.time())
             if exchange.rank == LEADER and not decision.base:
-                details.files = await self._write_files(session, decision, extra)
+                details.files = await upload.write_extra(await in_thread(self._files.read))
             await session.storage.settle()
             committed = await self._commit(store, decision, upload.share, details)
         except BaseException as error:
             emit("failed", "publish", str(self._url), error=error)
-            await shielded(self._abort(error, store, decision, [*(upload.written if upload else ()), *extra]))
+            await shielded(self._abort(error, store, upload))
             raise
         else:
             share = upload.share
@@ -380,17 +385,6 @@ class Publication:
         ready = Ready(base.version, base.stored - base.full) if base is not None else Ready(0, 0)
         return await in_own_thread(self._exchange.agree, ready, lead, Ready, Decision)
 
-    async def _write_files(self, session: Session, decision: Decision, extra: list[str]) -> dict[str, tuple[int, str]]:
-        contents = await in_thread(self._files.read)
-        extra += contents
-        folder = version_name(decision.version)
-
-        async def put(name: str) -> None:
-            await session.storage.put(f"{folder}/{name}", contents[name])
-
-        await gather_limited(contents, put)
-        return {name: (len(data), digest_bytes(data)) for name, data in contents.items()}
-
     async def _commit(self, store: VersionStore, decision: Decision, share: RankShare, details: Details) -> Committed:
         """Wait for all ranks, and let the leader store the index."""
         exchange = self._exchange
@@ -418,20 +412,13 @@ class Publication:
             folder = self._url.join(version_name(decision.version))
             raise CommitUnknown(f"{folder}: unknown whether it is published: {error}") from error
 
-    async def _abort(
-        self, error: BaseException, store: VersionStore, decision: Decision | None, files: Sequence[str]
-    ) -> None:
+    async def _abort(self, error: BaseException, store: VersionStore, upload: ShareUpload | None) -> None:
         """Tell the other ranks, and delete the files unless the index may be stored."""
         ruled_out = await in_own_thread(self._exchange.fail, error)
-        if decision is None or isinstance(error, CommitUnknown):
-            return
         leads = self._exchange.rank == LEADER
-        if not ruled_out and not leads:
-            return
-        if isinstance(error, SnapshotExistsError):
-            await store.delete_attempt(decision.version, files, claim=False)
-        else:
-            await store.delete_attempt(decision.version, files, claim=leads)
+        if upload is not None and not isinstance(error, CommitUnknown) and (ruled_out or leads):
+            claim = leads and not isinstance(error, SnapshotExistsError)
+            await store.delete_attempt(upload.version, upload.written, claim=claim)
 
     def _tell(self, found: Published) -> None:
         if self._notify:
