@@ -47,7 +47,7 @@ from snapshot.manifest.paths import decode_component
 from snapshot.plan.layout import Extent, FilePlan, group_in_order, plan_exact_file
 from snapshot.progress import Meter
 from snapshot.reports import ConvertReport
-from snapshot.save.commit import commit_together, raise_fault_of_another_rank, while_all_go_on
+from snapshot.save.commit import commit_together, expect_written, raise_fault_of_another_rank, while_all_go_on
 from snapshot.save.transaction import DAY
 from snapshot.save.writer import StagedParts, Writer
 from snapshot.state.flatten import inflate_tree
@@ -64,7 +64,6 @@ from snapshot.transform.call import (
     expect_common_place,
     expect_equal_plans,
     expect_sound,
-    expect_written,
     is_leaf_value,
     open_sources,
     places_of,

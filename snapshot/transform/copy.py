@@ -42,7 +42,7 @@ from snapshot.manifest.entries import count_entries
 from snapshot.progress import Meter
 from snapshot.reports import CopyReport
 from snapshot.save.begin import TakeOpening, open_take
-from snapshot.save.commit import commit_together, raise_fault_of_another_rank, while_all_go_on
+from snapshot.save.commit import commit_together, expect_written, raise_fault_of_another_rank, while_all_go_on
 from snapshot.save.transaction import committed_save_id
 from snapshot.save.writer import write_small
 from snapshot.signing.keys import signature_path
@@ -50,7 +50,6 @@ from snapshot.tensors.digest import digest_range
 from snapshot.transform.call import (
     expect_checksums,
     expect_common_place,
-    expect_written,
     open_sources,
     selected_locations,
     share_whole,
