@@ -354,35 +354,26 @@ class _Save:
         self.transaction = Transaction(session, solo_exchange(VERB), save_id)
         self.where = where
         self.began = time.perf_counter()
-        self._given_up = weakref.finalize(self, _give_up_later, session, self.transaction, where)
+        self._given_up = weakref.finalize(self, self._end_later, session, self.transaction, where)
         self._given_up.atexit = False  # the next save removes what is left at exit
 
-    def over(self) -> None:
-        """Release a save that is committed or aborted."""
+    def over(self, *, abort: bool = False) -> None:
+        """Release a save that is committed or aborted. With `abort`, abort it first."""
         self._given_up.detach()
-        run(_end(self.session, self.transaction, self.where))
+        run(self._end(self.session, self.transaction, self.where, abort=abort))
 
-    def give_up(self) -> None:
-        """Abort a save that was never finished."""
-        run(self.transaction.abort())
-        self.over()
+    @classmethod
+    def _end_later(cls, session: Session, transaction: Transaction, where: str) -> None:
+        finish_before_exit(start(cls._end(session, transaction, where, abort=True)))
 
-
-def _give_up_later(session: Session, transaction: Transaction, where: str) -> None:
-    """Do the same as `_Save.give_up` in the background."""
-
-    async def end() -> None:
-        await transaction.abort()
-        await _end(session, transaction, where)
-
-    finish_before_exit(start(end()))
-
-
-async def _end(session: Session, transaction: Transaction, where: str) -> None:
-    transaction.release()
-    if _newest.get().get(where) is transaction:
-        _newest.get().pop(where, None)
-    await session.close()
+    @staticmethod
+    async def _end(session: Session, transaction: Transaction, where: str, *, abort: bool) -> None:
+        if abort:
+            await transaction.abort()
+        transaction.release()
+        if _newest.get().get(where) is transaction:
+            _newest.get().pop(where, None)
+        await session.close()
 
 
 async def _take_back(session: Session, save_id: str) -> None:
@@ -639,7 +630,7 @@ class SnapshotWriter(StorageWriter):
         """Abort a save that was begun and never finished, because another rank failed before its write."""
         save, self._save = self._save, None
         if save is not None:
-            save.give_up()
+            save.over(abort=True)
 
     def _failed(self, save: _Save, error: BaseException) -> None:
         emit("failed", VERB, save.where, error=error)
