@@ -24,7 +24,7 @@ from snapshot.errors import (
 )
 from snapshot.events import emit, log
 from snapshot.formats.hugging_face import INDEX, read_header
-from snapshot.io.storage import ABSENT, ANYTHING, Expect, Storage
+from snapshot.io.storage import ABSENT, ANYTHING, Expect, Storage, exists
 from snapshot.manager.policies import Policy, Taken, plan_retention, reasons
 from snapshot.manifest.document import LONGEST_HEADER
 from snapshot.save.transaction import DAY
@@ -262,7 +262,7 @@ class VersionStore:
             except StorageConflictError:
                 number += 1
                 continue
-            if not await self._exists(f"{version_name(number)}/{INDEX}"):
+            if not await exists(self.storage, f"{version_name(number)}/{INDEX}"):
                 return number
             await self.storage.delete([path])  # another publisher committed it after the list
             number += 1
@@ -355,20 +355,13 @@ class VersionStore:
         for name in names:
             if (await self.storage.stat(name)).mtime > oldest:
                 return False
-        return not await self._exists(f"{folder}/{INDEX}")
+        return not await exists(self.storage, f"{folder}/{INDEX}")
 
     async def _delete(self, number: int) -> None:
         folder = version_name(number)
         await self.storage.delete([f"{folder}/{CLAIM}"])
         await self.storage.delete([f"{folder}/{INDEX}"])
         await self.storage.delete(await self.storage.list(f"{folder}/"))
-
-    async def _exists(self, path: str) -> bool:
-        try:
-            await self.storage.stat(path)
-        except StorageNotFoundError:
-            return False
-        return True
 
 
 def find_retired(versions: Mapping[int, KnownVersion], keep: Policy | None, now: float) -> list[int]:

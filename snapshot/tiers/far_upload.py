@@ -31,7 +31,7 @@ from snapshot.io.arena import arena_bytes
 from snapshot.io.budget import MemoryBudget
 from snapshot.io.loop import run
 from snapshot.io.session import Session
-from snapshot.io.storage import ABSENT, ANYTHING, Buffer, Expect, FileStat, Storage
+from snapshot.io.storage import ABSENT, ANYTHING, Buffer, Expect, FileStat, Storage, exists
 from snapshot.io.url import URL
 from snapshot.loading.open import UnpackingStorage
 from snapshot.manifest.document import (
@@ -511,10 +511,7 @@ def _far_manifest(document: Document, notes: Mapping[str, Note]) -> bytes:
 
 async def is_begun(root: Storage, step: int, save_id: str) -> bool:
     """Return True if a host has begun to upload a step, which is not committed."""
-    with suppress(StorageNotFoundError):
-        await root.stat(f"step-{step}/{claim_path(save_id)}")
-        return True
-    return False
+    return await exists(root, f"step-{step}/{claim_path(save_id)}")
 
 
 BUDGET = 128 << 20

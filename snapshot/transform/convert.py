@@ -35,7 +35,7 @@ from snapshot.formats.torch_save import VALUE
 from snapshot.io.aio import gather_limited, shielded
 from snapshot.io.loop import in_own_thread, run
 from snapshot.io.session import Session
-from snapshot.io.storage import Storage
+from snapshot.io.storage import Storage, exists
 from snapshot.io.url import URL, Location
 from snapshot.loading.mapping import map_document
 from snapshot.loading.open import expect_files
@@ -309,15 +309,6 @@ class StagedFiles:
     async def _gone(self, names: Sequence[str]) -> None:
         with suppress(StorageError):
             await self._storage.delete(names)
-
-
-async def exists(storage: Storage, name: str) -> bool:
-    """Return True if a file exists."""
-    try:
-        await storage.stat(name)
-    except StorageNotFoundError:
-        return False
-    return True
 
 
 # Export to other formats: safetensors (one file, or several with an index), torch.save and DCP.

@@ -27,6 +27,7 @@ from snapshot.formats.pickled import INLINE
 from snapshot.io.aio import in_thread, shielded
 from snapshot.io.loop import run
 from snapshot.io.session import Session
+from snapshot.io.storage import exists
 from snapshot.io.url import URL, Location, select_server
 from snapshot.loading.left_out import stored_in
 from snapshot.loading.open import (
@@ -54,7 +55,7 @@ from snapshot.transform.call import (
     selected_locations,
     share_whole,
 )
-from snapshot.transform.convert import StagedFiles, exists
+from snapshot.transform.convert import StagedFiles
 from snapshot.transform.sources import CopiedFile, checked_files, copy_files_through, stat_files
 from snapshot.transform.target import Selection, Target, write_as_snapshot
 
