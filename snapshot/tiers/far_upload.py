@@ -419,14 +419,12 @@ class FarUpload:
         Return False if files are missing by then.
         """
         storage, claim = self._target.storage, claim_path(self._step.save_id)
-        expect = self._replaces
         if os.path.exists(f"{self._near.url.location}/{PINNED}"):
             await storage.put(PINNED, b"", expect=ANYTHING)
-        if not storage.capabilities.conditional_put:
-            expect = ANYTHING
         try:
             if not storage.capabilities.guarded_commit:
                 await storage.stat(claim)  # raises if a clean-up took it
+            expect = await transaction.commit_condition(storage, METADATA, self._replaces)
             self._put = True
             await storage.commit(claim, METADATA, _far_manifest(self._load(), self._notes), expect=expect)
         except (StorageConflictError, StorageNotFoundError):
