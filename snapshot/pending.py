@@ -1,4 +1,4 @@
-"""A snapshot that is written in the background."""
+"""Work in the background that threads wait for, such as a snapshot that is written."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Generic, Literal, Self, TypeVar
+from typing import ClassVar, Generic, Literal, Self, TypeVar
 
 from snapshot.errors import CancelledError, SnapshotError
 from snapshot.events import log
@@ -18,12 +18,70 @@ from snapshot.progress import Meter, Progress
 from snapshot.save.background_take import PendingCopy
 
 T = TypeVar("T")
+R = TypeVar("R")
 WaitUploaded = Callable[[str, float | None], None]
 """Wait until a snapshot is in the far root, by its save id, at most for some seconds."""
 
 
-class PendingTake(Generic[T]):
+class PendingWork(Generic[R]):
+    """Work in the background. `R` is the type of its result. An error that no thread waits for is logged."""
+
+    _noun: ClassVar[str]
+    """The work, in error texts."""
+    _success: ClassVar[str]
+    """The participle for work that succeeded."""
+
+    def __init__(self, path: str, work: LoopFuture[R]) -> None:
+        self.path = path
+        self.work = work
+        self._awaited = False
+        self._waiting: set[int] = set()
+        self._pid = os.getpid()
+        finish_before_exit(work)
+        work.add_done_callback(self._log_failure)
+
+    def done(self) -> bool:
+        """Return True if it is committed or published, or has failed."""
+        return self.work.done()
+
+    def _result(self, timeout: float | None) -> R:
+        """Wait for the result. Raise `TimeoutError` after `timeout` seconds, and `SnapshotError` if it failed."""
+        self._waiting.add(threading.get_ident())
+        try:
+            return self.work.result(timeout)
+        except concurrent.futures.CancelledError as error:
+            raise CancelledError(f"{self.path}: the {self._noun} was cancelled, and its files were deleted") from error
+        except SnapshotError:
+            raise
+        except Exception as error:  # from a plugin, or from the system
+            if isinstance(error, TimeoutError) and not self.work.done():
+                raise TimeoutError(f"{self.path}: not {self._success} after {timeout} s{self._so_far()}") from error
+            raise SnapshotError(f"{self.path}: the {self._noun} failed: {type(error).__name__}: {error}") from error
+        finally:
+            self._awaited = self._awaited or self.work.done()
+            self._waiting.discard(threading.get_ident())
+
+    def _so_far(self) -> str:
+        """Return the progress, for the text of a timeout."""
+        return ""
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            raise SnapshotError(f"{self.path}: is written by process {self._pid}; a forked child cannot wait for it")
+
+    def _log_failure(self, work: Future[R]) -> None:
+        if work.cancelled():
+            return
+        error = work.exception()
+        if error is not None and not (self._awaited or self._waiting):  # `wait()` raises it
+            log.error("%s: the %s failed in the background: %s", self.path, self._noun, error)
+
+
+class PendingTake(PendingWork[None], Generic[T]):
     """A take in the background. `T` is the type that `wait()` returns."""
+
+    _noun = "take"
+    _success = "committed"
 
     def __init__(
         self,
@@ -37,22 +95,12 @@ class PendingTake(Generic[T]):
         uploaded: WaitUploaded | None = None,
     ) -> None:
         """Watch the take. `uploaded` waits for the upload of a snapshot that was taken near."""
-        self.path = path
-        self.work = work
         self._meter = meter
         self._snapshot = snapshot
         self._held = held
         self.save_id = save_id
         self._uploaded = uploaded
-        self._awaited = False
-        self._waiting: set[int] = set()
-        self._pid = os.getpid()
-        finish_before_exit(work)
-        work.add_done_callback(self._log_failure)
-
-    def done(self) -> bool:
-        """Return True if it is committed, or has failed."""
-        return self.work.done()
+        super().__init__(path, work)
 
     def wait(self, until: float | Literal["near", "far"] | None = None, timeout: float | None = None) -> T:
         """Wait for the commit and return the snapshot. Raise `SnapshotError` on every rank if it failed.
@@ -66,27 +114,10 @@ class PendingTake(Generic[T]):
         if until not in (None, "near", "far"):
             raise ValueError(f"until must be 'near', 'far' or a number of seconds, got {until!r}")
         deadline = None if timeout is None else time.monotonic() + timeout
-        snapshot = self._wait(timeout)
+        self._check_thread("wait()")
+        self._result(timeout)
         if until == "far" and self._uploaded is not None:
             self._uploaded(self.save_id, None if deadline is None else max(0.0, deadline - time.monotonic()))
-        return snapshot
-
-    def _wait(self, timeout: float | None) -> T:
-        self._check_thread("wait()")
-        self._waiting.add(threading.get_ident())
-        try:
-            self.work.result(timeout)
-        except concurrent.futures.CancelledError as error:
-            raise CancelledError(f"{self.path}: the take was cancelled, and its files were deleted") from error
-        except SnapshotError:
-            raise
-        except Exception as error:  # from a plugin, or from the system
-            if isinstance(error, TimeoutError) and not self.work.done():
-                raise TimeoutError(f"{self.path}: not committed after {timeout} s ({self.progress()})") from error
-            raise SnapshotError(f"{self.path}: the take failed: {type(error).__name__}: {error}") from error
-        finally:
-            self._awaited = self._awaited or self.work.done()
-            self._waiting.discard(threading.get_ident())
         return self._snapshot
 
     def staged(self) -> bool:
@@ -145,16 +176,8 @@ class PendingTake(Generic[T]):
         if threading.current_thread().name.startswith(LIBRARY) and not self.work.done():
             raise RuntimeError(f"{call} must not be called in a progress callback: it would wait for itself")
 
-    def _check_process(self) -> None:
-        if self._pid != os.getpid():
-            raise SnapshotError(f"{self.path}: is written by process {self._pid}; a forked child cannot wait for it")
-
-    def _log_failure(self, work: Future[None]) -> None:
-        if work.cancelled():
-            return
-        error = work.exception()
-        if error is not None and not (self._awaited or self._waiting):  # `wait()` raises it
-            log.error("%s: the take failed in the background: %s", self.path, error)
+    def _so_far(self) -> str:
+        return f" ({self.progress()})"
 
     def __repr__(self) -> str:
         if not self.done():

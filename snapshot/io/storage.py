@@ -332,6 +332,15 @@ class Storage(ABC):
         return f"{type(self).__name__}({str(self.url)!r})"
 
 
+async def exists(storage: Storage, path: str) -> bool:
+    """Return True if a file exists."""
+    try:
+        await storage.stat(path)
+    except StorageNotFoundError:
+        return False
+    return True
+
+
 def check_path(path: str) -> str:
     """Return a path that is valid in a storage: below the root, and in normal form.
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import os
 import secrets
-import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,14 +15,15 @@ import msgspec
 import torch
 
 from snapshot.distributed.exchange import LEADER, Exchange, Undecided
-from snapshot.errors import CancelledError, CommitUnknown, SnapshotError, SnapshotExistsError
-from snapshot.events import emit, log
+from snapshot.errors import CommitUnknown, SnapshotError, SnapshotExistsError
+from snapshot.events import emit
 from snapshot.formats.hugging_face import SHARD
 from snapshot.io.aio import gather_limited, in_thread, shielded
-from snapshot.io.loop import LoopFuture, finish_before_exit, in_own_thread, run
+from snapshot.io.loop import in_own_thread, run
 from snapshot.io.session import Session
 from snapshot.io.url import URL
 from snapshot.manager.policies import Policy
+from snapshot.pending import PendingWork
 from snapshot.plan.layout import FilePlan, group_in_order, plan_exact_file
 from snapshot.publish.build import DeltaEncoder, EncodedDelta, TensorSums, checksum_text
 from snapshot.publish.shares import HostImage
@@ -56,60 +55,34 @@ class Published(NamedTuple):
     """The version that it is a delta of; None for a complete version."""
 
 
-class PendingPublish:
+class PendingPublish(PendingWork[Published]):
     """A version that is published in the background. `wait()` raises its error."""
 
-    def __init__(self, url: URL, work: LoopFuture[Published]) -> None:
-        self._url = url
-        self._process = os.getpid()
-        self._work = work
-        self._waiting: set[int] = set()
-        finish_before_exit(work)
-        work.add_done_callback(self._log_failure)
+    _noun = "publication"
+    _success = "published"
 
     def begin(self) -> None:
         """Start the work."""
-        self._work.begin()
-
-    def done(self) -> bool:
-        """Return True if the version is published, or has failed."""
-        return self._work.done()
+        self.work.begin()
 
     def settle(self) -> None:
         """Wait until the work is over, however it ends."""
-        self._work.settled()
+        self.work.settled()
 
     def wait(self, timeout: float | None = None) -> Published:
         """Wait until the version is published, and return its number. Raise `SnapshotError` on every rank if it failed.
 
         Raise `TimeoutError` after `timeout` seconds. The work continues, and can be waited for again.
         """
-        if self._process != os.getpid() and not self.done():
-            raise SnapshotError(f"{self._url}: a forked child cannot wait for a publication of its parent")
-        self._waiting.add(threading.get_ident())
-        try:
-            return self._work.result(timeout)
-        except concurrent.futures.CancelledError as error:
-            raise CancelledError(f"{self._url}: the publication was cancelled") from error
-        except SnapshotError:
-            raise
-        except Exception as error:  # from a plugin, or from the system
-            if isinstance(error, TimeoutError) and not self._work.done():
-                raise TimeoutError(f"{self._url}: not published after {timeout} s") from error
-            raise SnapshotError(f"{self._url}: the publication failed: {type(error).__name__}: {error}") from error
-        finally:
-            self._waiting.discard(threading.get_ident())
-
-    def _log_failure(self, work: concurrent.futures.Future[Published]) -> None:
-        """Log an error that no thread waits for."""
-        if not work.cancelled() and (error := work.exception()) is not None and not self._waiting:
-            log.error("%s: a publication failed: %s", self._url, error)
+        if not self.done():
+            self._check_process()
+        return self._result(timeout)
 
     def __repr__(self) -> str:
         if not self.done():
-            return f"PendingPublish({str(self._url)!r}, running)"
-        failed = self._work.cancelled() or self._work.exception() is not None
-        return f"PendingPublish({str(self._url)!r}, {'failed' if failed else 'published'})"
+            return f"PendingPublish({self.path!r}, running)"
+        failed = self.work.cancelled() or self.work.exception() is not None
+        return f"PendingPublish({self.path!r}, {'failed' if failed else 'published'})"
 
 
 # The files of one rank's share of a version: whole tensors, or deltas, encoded by several threads.
@@ -136,6 +109,7 @@ class ShareUpload:
 
     def __init__(self, session: Session, version: int, attempt: str, rank: int, image: HostImage) -> None:
         self._session = session
+        self.version = version
         self._folder = version_name(version)
         self._prefix = f"model-{attempt}-{rank:05d}"
         self._image = image
@@ -200,6 +174,12 @@ class ShareUpload:
             self.share.digests[name] = delta.sums.digest
         metadata = {name: checksum_text(delta.checksum) for name, delta in deltas.items()}
         await self._write(leaves, [plan_exact_file(leaves, range(len(leaves)), metadata)])
+
+    async def write_extra(self, contents: Mapping[str, bytes]) -> dict[str, tuple[int, str]]:
+        """Write small files, after all others. Return their sizes and digests."""
+        self.written += contents
+        await gather_limited(contents, lambda name: self._session.storage.put(f"{self._folder}/{name}", contents[name]))
+        return {name: (len(data), digest_bytes(data)) for name, data in contents.items()}
 
     async def _write(self, leaves: Sequence[Leaf], files: Sequence[FilePlan]) -> list[WrittenFile]:
         session = self._session
@@ -344,8 +324,6 @@ class Publication:
         session = Session(self._url, self._options)
         store = VersionStore(session.storage, self._known)
         upload: ShareUpload | None = None
-        decision: Decision | None = None
-        extra: list[str] = []
         try:
             emit("start", "publish", str(self._url), step=self._step)
             decision = await self._agree(store)
@@ -357,12 +335,12 @@ class Publication:
                 await upload.write_full()
             details = Details(self._publisher, self._step, time.time())
             if exchange.rank == LEADER and not decision.base:
-                details.files = await self._write_files(session, decision, extra)
+                details.files = await upload.write_extra(await in_thread(self._files.read))
             await session.storage.settle()
             committed = await self._commit(store, decision, upload.share, details)
         except BaseException as error:
             emit("failed", "publish", str(self._url), error=error)
-            await shielded(self._abort(error, store, decision, [*(upload.written if upload else ()), *extra]))
+            await shielded(self._abort(error, store, upload))
             raise
         else:
             share = upload.share
@@ -407,17 +385,6 @@ class Publication:
         ready = Ready(base.version, base.stored - base.full) if base is not None else Ready(0, 0)
         return await in_own_thread(self._exchange.agree, ready, lead, Ready, Decision)
 
-    async def _write_files(self, session: Session, decision: Decision, extra: list[str]) -> dict[str, tuple[int, str]]:
-        contents = await in_thread(self._files.read)
-        extra += contents
-        folder = version_name(decision.version)
-
-        async def put(name: str) -> None:
-            await session.storage.put(f"{folder}/{name}", contents[name])
-
-        await gather_limited(contents, put)
-        return {name: (len(data), digest_bytes(data)) for name, data in contents.items()}
-
     async def _commit(self, store: VersionStore, decision: Decision, share: RankShare, details: Details) -> Committed:
         """Wait for all ranks, and let the leader store the index."""
         exchange = self._exchange
@@ -445,20 +412,13 @@ class Publication:
             folder = self._url.join(version_name(decision.version))
             raise CommitUnknown(f"{folder}: unknown whether it is published: {error}") from error
 
-    async def _abort(
-        self, error: BaseException, store: VersionStore, decision: Decision | None, files: Sequence[str]
-    ) -> None:
+    async def _abort(self, error: BaseException, store: VersionStore, upload: ShareUpload | None) -> None:
         """Tell the other ranks, and delete the files unless the index may be stored."""
         ruled_out = await in_own_thread(self._exchange.fail, error)
-        if decision is None or isinstance(error, CommitUnknown):
-            return
         leads = self._exchange.rank == LEADER
-        if not ruled_out and not leads:
-            return
-        if isinstance(error, SnapshotExistsError):
-            await store.delete_attempt(decision.version, files, claim=False)
-        else:
-            await store.delete_attempt(decision.version, files, claim=leads)
+        if upload is not None and not isinstance(error, CommitUnknown) and (ruled_out or leads):
+            claim = leads and not isinstance(error, SnapshotExistsError)
+            await store.delete_attempt(upload.version, upload.written, claim=claim)
 
     def _tell(self, found: Published) -> None:
         if self._notify:

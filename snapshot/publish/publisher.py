@@ -324,7 +324,7 @@ class Publisher:
                 notify=self._notify,
                 known=self._known,
             )
-            pending = PendingPublish(self._url, work_on(self._run(publication)))
+            pending = PendingPublish(str(self._url), work_on(self._run(publication)))
             pending.begin()
         self._pending = pending
         return pending

@@ -24,10 +24,10 @@ from snapshot.errors import (
 )
 from snapshot.events import emit, log
 from snapshot.formats.hugging_face import INDEX, read_header
-from snapshot.io.storage import ABSENT, ANYTHING, Expect, Storage
+from snapshot.io.storage import ABSENT, ANYTHING, Storage, exists
 from snapshot.manager.policies import Policy, Taken, plan_retention, reasons
 from snapshot.manifest.document import LONGEST_HEADER
-from snapshot.save.transaction import DAY
+from snapshot.save.transaction import DAY, commit_condition
 from snapshot.tensors.digest import digest_range
 
 # The index of a published version: which tensors it has, in which files, and which version it is a delta of.
@@ -254,7 +254,7 @@ class VersionStore:
         numbers = await self.numbers()
         number = numbers[-1] + 1 if numbers else 1
         data = msgspec.json.encode(Claim(publisher, attempt))
-        condition: Expect = ABSENT if self.storage.capabilities.conditional_put else ANYTHING
+        condition = ABSENT if self.storage.capabilities.conditional_put else ANYTHING
         while number <= LAST:
             path = f"{version_name(number)}/{CLAIM}"
             try:
@@ -262,7 +262,7 @@ class VersionStore:
             except StorageConflictError:
                 number += 1
                 continue
-            if not await self._exists(f"{version_name(number)}/{INDEX}"):
+            if not await exists(self.storage, f"{version_name(number)}/{INDEX}"):
                 return number
             await self.storage.delete([path])  # another publisher committed it after the list
             number += 1
@@ -271,10 +271,11 @@ class VersionStore:
     async def commit(self, version: int, data: bytes, base: int | None) -> None:
         """Store an index, if the number is still free and claimed."""
         folder = version_name(version)
-        condition: Expect = ABSENT if self.storage.capabilities.conditional_put else ANYTHING
+        index = f"{folder}/{INDEX}"
         try:
             await self.storage.settle()
-            await self.storage.commit(f"{folder}/{CLAIM}", f"{folder}/{INDEX}", data, expect=condition)
+            condition = await commit_condition(self.storage, index, ABSENT)
+            await self.storage.commit(f"{folder}/{CLAIM}", index, data, expect=condition)
         except StorageConflictError as error:
             raise SnapshotExistsError(
                 f"{self.storage.url.join(folder)}: another publisher has published this version; publish again"
@@ -355,20 +356,13 @@ class VersionStore:
         for name in names:
             if (await self.storage.stat(name)).mtime > oldest:
                 return False
-        return not await self._exists(f"{folder}/{INDEX}")
+        return not await exists(self.storage, f"{folder}/{INDEX}")
 
     async def _delete(self, number: int) -> None:
         folder = version_name(number)
         await self.storage.delete([f"{folder}/{CLAIM}"])
         await self.storage.delete([f"{folder}/{INDEX}"])
         await self.storage.delete(await self.storage.list(f"{folder}/"))
-
-    async def _exists(self, path: str) -> bool:
-        try:
-            await self.storage.stat(path)
-        except StorageNotFoundError:
-            return False
-        return True
 
 
 def find_retired(versions: Mapping[int, KnownVersion], keep: Policy | None, now: float) -> list[int]:

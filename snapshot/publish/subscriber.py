@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from snapshot.decoding import decode_json
+from snapshot.distributed.operation import operation
 from snapshot.errors import (
     CorruptSnapshotError,
     SnapshotError,
@@ -29,11 +30,11 @@ from snapshot.errors import (
 )
 from snapshot.events import emit, log
 from snapshot.io.aio import gather_limited, in_thread, shielded
-from snapshot.io.loop import LoopFuture, finish_before_exit, in_own_thread, refuse_on_loop, run, start
+from snapshot.io.loop import LoopFuture, finish_before_exit, in_own_thread, run, start
 from snapshot.io.registry import open_storage
 from snapshot.io.session import Session
 from snapshot.io.system import CLOEXEC, expect_linux, fcntl, libc
-from snapshot.io.url import URL
+from snapshot.io.url import URL, Location
 from snapshot.manager.policies import Policy, Taken, checked_policy, plan_retention
 from snapshot.publish.build import VersionBuilder
 from snapshot.publish.store import Index, VersionStore, version_name, version_of
@@ -392,22 +393,15 @@ class Subscriber:
             CorruptSnapshotError: No such version is usable. The error lists why.
             StorageError: The store cannot be read, or the folder cannot be written.
         """
-        refuse_on_loop()
         if step != "latest" and (not isinstance(step, int) or isinstance(step, bool)):
             raise ValueError(f"step must be an int or 'latest', got {step!r}; pass a version as version=")
         if version is not None and step != "latest":
             raise ValueError("pass a step or a version, not both")
-        with self._local.locked(), self._local.errors():
+        with operation("pull", self._url) as call, self._local.locked(), self._local.errors():
             self._local.clean_aside()
-            session = Session(self._url, self._options)
+            session = call.open(Location(self._url, self._options))
             pull = _Pull(session, self._local, None if step == "latest" else step, version, self._failed)
-            try:
-                number = run(pull.run())
-            except BaseException as error:
-                emit("failed", "pull", str(self._url), error=error)
-                raise
-            finally:
-                run(session.close())
+            number = run(pull.run())
             self._local.point(number)
             self._local.clean(self._keep, number)
         folder = self._local.folder(number)

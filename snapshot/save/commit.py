@@ -26,7 +26,7 @@ from snapshot.events import log
 from snapshot.io.aio import gather_limited, in_thread, shielded
 from snapshot.io.loop import cancel_all, in_own_thread, run
 from snapshot.io.session import Session
-from snapshot.io.storage import ANYTHING
+from snapshot.io.storage import ANYTHING, Storage
 from snapshot.io.url import URL
 from snapshot.manifest import document as d
 from snapshot.manifest import entries as e
@@ -339,6 +339,8 @@ def _first_fault(exchange: Exchange) -> SnapshotError | None:
 D = TypeVar("D")
 PARTS_AT_ONCE = 64
 """Rank parts that the leader reads concurrently."""
+FILES_AT_ONCE = 16
+"""Files that the leader looks at concurrently."""
 
 
 def leader_part_path(save_id: str, rank: int) -> str:
@@ -537,6 +539,24 @@ async def _commit(
     stored = [rank for rank in range(1, len(done)) if not done[rank].sent_part]
     await transaction.commit(data, [leader_part_path(save_id, rank) for rank in stored])
     return data
+
+
+async def expect_written(storage: Storage, shares: Sequence[Sequence[tuple[str, int]]]) -> None:
+    """Raise if the leader does not find the files that the other ranks wrote. `shares`: names and sizes, by rank."""
+
+    async def look(item: tuple[int, str, int]) -> None:
+        rank, name, size = item
+        try:
+            found = (await storage.stat(name)).size
+        except StorageNotFoundError as error:
+            raise SnapshotError(
+                f"{error}: rank {rank} wrote it, but rank {LEADER} cannot find it; all ranks must share one storage"
+            ) from error
+        if found != size:
+            raise SnapshotError(f"{storage.url.join(name)}: must have {size:,} bytes from rank {rank}, got {found:,}")
+
+    items = [(rank, name, size) for rank, share in enumerate(shares) if rank != LEADER for name, size in share]
+    await gather_limited(items, look, FILES_AT_ONCE)
 
 
 async def _read_leader_part(session: Session, save_id: str, rank: int, done: RankDone) -> ManifestPart:

@@ -272,6 +272,24 @@ async def delete_if_unchanged(
 # Until the manifest may have been sent, the save can be undone; later it cannot.
 
 
+async def commit_condition(storage: Storage, path: str, expect: Expect) -> Expect:
+    """Return the condition for `Storage.commit`. Raise `StorageConflictError` if it is known not to hold.
+
+    A storage without conditional writes is compared here. Two processes that check at the same moment may then both
+    commit.
+    """
+    if storage.capabilities.conditional_put or expect is ANYTHING:
+        return expect
+    try:
+        found: Expect = (await storage.stat(path)).token
+    except StorageNotFoundError:
+        found = ABSENT
+    if found != expect:
+        what = "is gone" if found is ABSENT else "is there already" if expect is ABSENT else "was replaced"
+        raise StorageConflictError(f"{storage.url.join(path)}: {what}")
+    return ANYTHING
+
+
 class State(Enum):
     """The progress of a save. Only its transaction changes it."""
 
@@ -382,7 +400,7 @@ class Transaction:
         await self._expect_files()
         await in_own_thread(self._exchange.commit)
         try:
-            expect = await self._condition()
+            expect = await commit_condition(self._storage, METADATA, self._expect)
             self._state = State.SENT
             with span("commit", path=str(self._session.url)):
                 await self._storage.commit(claim_path(self.save_id), METADATA, manifest, expect=expect)
@@ -486,23 +504,6 @@ class Transaction:
                 await self._storage.stat(name)
             except StorageNotFoundError as error:
                 raise SnapshotExistsError(f"{error}: deleted by another save, or by `delete`") from error
-
-    async def _condition(self) -> Expect:
-        """Return the condition of the commit.
-
-        A storage without conditional writes is compared here. Two processes that check at the same moment may then both
-        commit.
-        """
-        if self._storage.capabilities.conditional_put or self._expect is ANYTHING:
-            return self._expect
-        try:
-            found: Expect = (await self._storage.stat(METADATA)).token
-        except StorageNotFoundError:
-            found = ABSENT
-        if found != self._expect:
-            what = "is gone" if found is ABSENT else "is there already" if self._expect is ABSENT else "was replaced"
-            raise StorageConflictError(f"{self._storage.url.join(METADATA)}: {what}")
-        return ANYTHING
 
     async def _own_files(self) -> Sequence[str]:
         """Return the existing files of this rank."""

@@ -31,7 +31,7 @@ from snapshot.io.arena import arena_bytes
 from snapshot.io.budget import MemoryBudget
 from snapshot.io.loop import run
 from snapshot.io.session import Session
-from snapshot.io.storage import ABSENT, ANYTHING, Buffer, Expect, FileStat, Storage
+from snapshot.io.storage import ABSENT, ANYTHING, Buffer, Expect, FileStat, Storage, exists
 from snapshot.io.url import URL
 from snapshot.loading.open import UnpackingStorage
 from snapshot.manifest.document import (
@@ -419,14 +419,12 @@ class FarUpload:
         Return False if files are missing by then.
         """
         storage, claim = self._target.storage, claim_path(self._step.save_id)
-        expect = self._replaces
         if os.path.exists(f"{self._near.url.location}/{PINNED}"):
             await storage.put(PINNED, b"", expect=ANYTHING)
-        if not storage.capabilities.conditional_put:
-            expect = ANYTHING
         try:
             if not storage.capabilities.guarded_commit:
                 await storage.stat(claim)  # raises if a clean-up took it
+            expect = await transaction.commit_condition(storage, METADATA, self._replaces)
             self._put = True
             await storage.commit(claim, METADATA, _far_manifest(self._load(), self._notes), expect=expect)
         except (StorageConflictError, StorageNotFoundError):
@@ -511,10 +509,7 @@ def _far_manifest(document: Document, notes: Mapping[str, Note]) -> bytes:
 
 async def is_begun(root: Storage, step: int, save_id: str) -> bool:
     """Return True if a host has begun to upload a step, which is not committed."""
-    with suppress(StorageNotFoundError):
-        await root.stat(f"step-{step}/{claim_path(save_id)}")
-        return True
-    return False
+    return await exists(root, f"step-{step}/{claim_path(save_id)}")
 
 
 BUDGET = 128 << 20

@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from snapshot.distributed.exchange import LEADER, Exchange, expect_same_verb
-from snapshot.errors import RestoreError, SnapshotError, StorageError, StorageNotFoundError, UnsafeObjectError
+from snapshot.errors import RestoreError, SnapshotError, StorageError, UnsafeObjectError
 from snapshot.formats import zip_archive
 from snapshot.formats.foreign import ForeignDocument, ReadOnlyStorage
 from snapshot.formats.pickled_objects import INLINE, TRUST, is_refused
@@ -428,24 +428,6 @@ def share_runs(exchange: Exchange, items: Sequence[T], sizes: Sequence[int]) -> 
         middle = end - size + size // 2
         shares[min(middle * exchange.world // total, exchange.world - 1)].append(item)
     return shares
-
-
-async def expect_written(storage: Storage, shares: Sequence[Sequence[tuple[str, int]]]) -> None:
-    """Raise if the leader does not find the files that the other ranks wrote. `shares`: names and sizes, by rank."""
-
-    async def look(item: tuple[int, str, int]) -> None:
-        rank, name, size = item
-        try:
-            found = (await storage.stat(name)).size
-        except StorageNotFoundError as error:
-            raise SnapshotError(
-                f"{error}: rank {rank} wrote it, but rank {LEADER} cannot find it; all ranks must share one storage"
-            ) from error
-        if found != size:
-            raise SnapshotError(f"{storage.url.join(name)}: must have {size:,} bytes from rank {rank}, got {found:,}")
-
-    items = [(rank, name, size) for rank, share in enumerate(shares) if rank != LEADER for name, size in share]
-    await gather_limited(items, look, AT_ONCE)
 
 
 def expect_checksums(exchange: Exchange, session: Session, document: Document) -> None:

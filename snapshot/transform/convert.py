@@ -35,7 +35,7 @@ from snapshot.formats.torch_save import VALUE
 from snapshot.io.aio import gather_limited, shielded
 from snapshot.io.loop import in_own_thread, run
 from snapshot.io.session import Session
-from snapshot.io.storage import Storage
+from snapshot.io.storage import Storage, exists
 from snapshot.io.url import URL, Location
 from snapshot.loading.mapping import map_document
 from snapshot.loading.open import expect_files
@@ -47,7 +47,7 @@ from snapshot.manifest.paths import decode_component
 from snapshot.plan.layout import Extent, FilePlan, group_in_order, plan_exact_file
 from snapshot.progress import Meter
 from snapshot.reports import ConvertReport
-from snapshot.save.commit import commit_together, raise_fault_of_another_rank, while_all_go_on
+from snapshot.save.commit import commit_together, expect_written, raise_fault_of_another_rank, while_all_go_on
 from snapshot.save.transaction import DAY
 from snapshot.save.writer import StagedParts, Writer
 from snapshot.state.flatten import inflate_tree
@@ -64,7 +64,6 @@ from snapshot.transform.call import (
     expect_common_place,
     expect_equal_plans,
     expect_sound,
-    expect_written,
     is_leaf_value,
     open_sources,
     places_of,
@@ -310,15 +309,6 @@ class StagedFiles:
     async def _gone(self, names: Sequence[str]) -> None:
         with suppress(StorageError):
             await self._storage.delete(names)
-
-
-async def exists(storage: Storage, name: str) -> bool:
-    """Return True if a file exists."""
-    try:
-        await storage.stat(name)
-    except StorageNotFoundError:
-        return False
-    return True
 
 
 # Export to other formats: safetensors (one file, or several with an index), torch.save and DCP.

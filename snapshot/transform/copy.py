@@ -27,6 +27,7 @@ from snapshot.formats.pickled_objects import INLINE
 from snapshot.io.aio import in_thread, shielded
 from snapshot.io.loop import run
 from snapshot.io.session import Session
+from snapshot.io.storage import exists
 from snapshot.io.url import URL, Location, select_server
 from snapshot.loading.left_out import stored_in
 from snapshot.loading.open import (
@@ -42,7 +43,7 @@ from snapshot.manifest.entries import count_entries
 from snapshot.progress import Meter
 from snapshot.reports import CopyReport
 from snapshot.save.begin import TakeOpening, open_take
-from snapshot.save.commit import commit_together, raise_fault_of_another_rank, while_all_go_on
+from snapshot.save.commit import commit_together, expect_written, raise_fault_of_another_rank, while_all_go_on
 from snapshot.save.transaction import committed_save_id
 from snapshot.save.writer import write_small
 from snapshot.signing.keys import signature_path
@@ -50,12 +51,11 @@ from snapshot.tensors.digest import digest_range
 from snapshot.transform.call import (
     expect_checksums,
     expect_common_place,
-    expect_written,
     open_sources,
     selected_locations,
     share_whole,
 )
-from snapshot.transform.convert import StagedFiles, exists
+from snapshot.transform.convert import StagedFiles
 from snapshot.transform.sources import CopiedFile, checked_files, copy_files_through, stat_files
 from snapshot.transform.target import Selection, Target, write_as_snapshot
 

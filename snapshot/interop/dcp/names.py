@@ -12,9 +12,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from snapshot.decoding import decode_json
 from snapshot.distributed.exchange import solo_exchange
-from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageNotFoundError
+from snapshot.errors import CorruptSnapshotError, SnapshotError
 from snapshot.events import warn
-from snapshot.io.aio import gather_limited
 from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.io.system import gc_paused
@@ -30,6 +29,7 @@ from snapshot.save.commit import (
     RankManifest,
     commit_with_ranks,
     encode_own_part,
+    expect_written,
     own_part_path,
     shard_checksums,
 )
@@ -310,7 +310,6 @@ def taken_apart(path: str, entry: e.ShardedTensorEntry) -> tuple[Partial, dict[s
 # End of a DCP save: the results of all ranks are merged into one manifest, which is committed.
 
 VERB = "dcp.save"
-AT_ONCE = 16
 
 
 class WrittenItems:
@@ -347,7 +346,8 @@ def join_and_commit(
             with gc_paused():
                 manifest, files, note = _join_parts(metadata, told)
                 described = _describe(manifest, files, encode_metadata(note))
-            await _expect_theirs(session, told[1:])
+            shares = [[(location, file.size) for location, file in each.files.items()] for each in told]
+            await expect_written(session.storage, shares)
             part = encode_own_part(described)
             if part:
                 await write_small(session.storage, own_part_path(transaction.save_id, 0), [part])
@@ -357,24 +357,6 @@ def join_and_commit(
         return sum(file.size for file in files.values())
 
     return run(commit())
-
-
-async def _expect_theirs(session: Session, others: Sequence[WrittenItems]) -> None:
-    """Raise if another rank's files are not visible here: the snapshot would be unusable."""
-
-    async def look(item: tuple[str, int]) -> None:
-        location, size = item
-        try:
-            found = (await session.storage.stat(location)).size
-        except StorageNotFoundError as error:
-            raise SnapshotError(
-                f"{error}: another rank wrote it, but the coordinator does not see it; all ranks must share one storage"
-            ) from error
-        if found != size:
-            raise CorruptSnapshotError(f"{session.url.join(location)}: has {found:,} of {size:,} bytes")
-
-    files = {location: file.size for each in others for location, file in each.files.items()}
-    await gather_limited(files.items(), look, AT_ONCE)
 
 
 def _join_parts(

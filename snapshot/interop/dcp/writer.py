@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from snapshot.distributed.exchange import solo_exchange
-from snapshot.errors import SnapshotError, SnapshotExistsError, StorageNotFoundError
+from snapshot.errors import SnapshotError, SnapshotExistsError
 from snapshot.events import emit, log
 from snapshot.formats.dcp import put_notice
 from snapshot.interop.dcp.names import VERB, Keys, WrittenItems, flat_paths, join_and_commit, nested_paths
@@ -34,6 +34,7 @@ from snapshot.io.aio import in_thread, shielded
 from snapshot.io.loop import finish_before_exit, run, start
 from snapshot.io.registry import plugin_for
 from snapshot.io.session import Session
+from snapshot.io.storage import exists
 from snapshot.io.system import PerProcess, gc_paused
 from snapshot.io.url import URL
 from snapshot.manifest import entries as e
@@ -354,35 +355,26 @@ class _Save:
         self.transaction = Transaction(session, solo_exchange(VERB), save_id)
         self.where = where
         self.began = time.perf_counter()
-        self._given_up = weakref.finalize(self, _give_up_later, session, self.transaction, where)
+        self._given_up = weakref.finalize(self, self._end_later, session, self.transaction, where)
         self._given_up.atexit = False  # the next save removes what is left at exit
 
-    def over(self) -> None:
-        """Release a save that is committed or aborted."""
+    def over(self, *, abort: bool = False) -> None:
+        """Release a save that is committed or aborted. With `abort`, abort it first."""
         self._given_up.detach()
-        run(_end(self.session, self.transaction, self.where))
+        run(self._end(self.session, self.transaction, self.where, abort=abort))
 
-    def give_up(self) -> None:
-        """Abort a save that was never finished."""
-        run(self.transaction.abort())
-        self.over()
+    @classmethod
+    def _end_later(cls, session: Session, transaction: Transaction, where: str) -> None:
+        finish_before_exit(start(cls._end(session, transaction, where, abort=True)))
 
-
-def _give_up_later(session: Session, transaction: Transaction, where: str) -> None:
-    """Do the same as `_Save.give_up` in the background."""
-
-    async def end() -> None:
-        await transaction.abort()
-        await _end(session, transaction, where)
-
-    finish_before_exit(start(end()))
-
-
-async def _end(session: Session, transaction: Transaction, where: str) -> None:
-    transaction.release()
-    if _newest.get().get(where) is transaction:
-        _newest.get().pop(where, None)
-    await session.close()
+    @staticmethod
+    async def _end(session: Session, transaction: Transaction, where: str, *, abort: bool) -> None:
+        if abort:
+            await transaction.abort()
+        transaction.release()
+        if _newest.get().get(where) is transaction:
+            _newest.get().pop(where, None)
+        await session.close()
 
 
 async def _take_back(session: Session, save_id: str) -> None:
@@ -599,15 +591,13 @@ class SnapshotWriter(StorageWriter):
         """Raise if there is a snapshot of all ranks: a load would read it instead of what each rank saves now."""
         session = self._open(URL.parse(self.path or ""))
         try:
-            await session.storage.stat(METADATA)
-        except StorageNotFoundError:
-            return
+            if await exists(session.storage, METADATA):
+                raise SnapshotExistsError(
+                    f"{session.url}: has a snapshot of all ranks, which a load would prefer to those of ranks without "
+                    "collectives; delete it first, or save to another path"
+                )
         finally:
             await session.close()
-        raise SnapshotExistsError(
-            f"{session.url}: has a snapshot of all ranks, which a load would prefer to those of ranks without "
-            "collectives; delete it first, or save to another path"
-        )
 
     def _ticket(self, plan: SavePlan) -> Ticket:
         """Return the ticket of the current save: see `Ticket`."""
@@ -627,19 +617,17 @@ class SnapshotWriter(StorageWriter):
         """Flush the written files as far as configured, and raise if another rank has failed meanwhile."""
         if not coordinates:
             await session.storage.settle()
-        try:
-            await session.storage.stat(claim_path(ticket.save_id))
-        except StorageNotFoundError as error:
+        if not await exists(session.storage, claim_path(ticket.save_id)):
             raise SnapshotError(
                 f"{session.url}: the claim of this save is missing: another rank has failed, another save replaced it, "
                 "or the ranks do not share one storage"
-            ) from error
+            )
 
     def _drop(self) -> None:
         """Abort a save that was begun and never finished, because another rank failed before its write."""
         save, self._save = self._save, None
         if save is not None:
-            save.give_up()
+            save.over(abort=True)
 
     def _failed(self, save: _Save, error: BaseException) -> None:
         emit("failed", VERB, save.where, error=error)
