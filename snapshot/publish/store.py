@@ -196,6 +196,8 @@ class VersionStore:
         """`known`: the versions that are known to be committed. It is kept up to date."""
         self.storage = storage
         self._known = {} if known is None else known
+        self._claims: dict[int, bytes] = {}
+        """The contents of the claims of this publisher, by version."""
 
     async def numbers(self) -> list[int]:
         """Return the numbers of all versions, committed or not, ascending."""
@@ -263,6 +265,7 @@ class VersionStore:
                 number += 1
                 continue
             if not await exists(self.storage, f"{version_name(number)}/{INDEX}"):
+                self._claims[number] = data
                 return number
             await self.storage.delete([path])  # another publisher committed it after the list
             number += 1
@@ -274,6 +277,7 @@ class VersionStore:
         index = f"{folder}/{INDEX}"
         try:
             await self.storage.settle()
+            await self._expect_claim(version)
             condition = await commit_condition(self.storage, index, ABSENT)
             await self.storage.commit(f"{folder}/{CLAIM}", index, data, expect=condition)
         except StorageConflictError as error:
@@ -287,6 +291,18 @@ class VersionStore:
                 ) from error
             raise
         self._known[version] = KnownVersion(base, time.time())
+
+    async def _expect_claim(self, version: int) -> None:
+        """Raise if another publisher has deleted the claim, and the files as leftovers, since they were too old."""
+        if self.storage.capabilities.guarded_commit or version not in self._claims:
+            return
+        path = f"{version_name(version)}/{CLAIM}"
+        try:
+            found = await self.storage.get(path, limit=10_000)
+        except StorageNotFoundError:
+            found = b""
+        if found != self._claims.pop(version):
+            raise SnapshotError(f"{self.storage.url.join(path)}: was removed by another publisher; publish again")
 
     async def delete_attempt(self, version: int, files: Iterable[str], *, claim: bool) -> None:
         """Delete the files of an attempt that failed: the claim first."""

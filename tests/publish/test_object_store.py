@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from snapshot import Publisher, SnapshotNotFoundError, Subscriber
+from snapshot import Publisher, SnapshotError, SnapshotNotFoundError, Subscriber
+from snapshot.publish.store import CLAIM, VersionStore, version_name
 from tests.publish.test_pull import expect_loaded
 from tests.storage.test_s3 import options
 
@@ -39,3 +40,20 @@ def test_two_publishers_at_one_url(place, tmp_path):
     assert versions == [1, 2, 3, 4, 5, 6]
     folder = Subscriber(url, tmp_path / "local", storage_options=given).pull(2)
     expect_loaded(folder, {"a": torch.full((9,), 2)})
+
+
+def test_a_publication_whose_claim_was_removed_is_not_committed(place, tmp_path, monkeypatch):
+    url, given = place
+    expect = VersionStore._expect_claim
+
+    async def remove_first(store, version):
+        await store.storage.delete([f"{version_name(version)}/{CLAIM}"])  # as another publisher does after a day
+        await expect(store, version)
+
+    publisher = Publisher(url, storage_options=given)
+    with monkeypatch.context() as patch:
+        patch.setattr(VersionStore, "_expect_claim", remove_first)
+        with pytest.raises(SnapshotError, match="was removed by another publisher; publish again"):
+            publisher.publish(1, {"a": torch.ones(9)}).wait()
+    publisher.publish(1, {"a": torch.ones(9)}).wait()
+    expect_loaded(Subscriber(url, tmp_path / "local", storage_options=given).pull(1), {"a": torch.ones(9)})
