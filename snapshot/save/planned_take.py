@@ -46,6 +46,8 @@ from snapshot.tensors.digest import SIZE, FileTree, Root, count_blocks, digest_r
 Verify = Callable[[Session, RankManifest], Coroutine[Any, Any, None]]
 """Reads the written bytes back, and raises if they differ."""
 WrittenFiles = list[WrittenFile]
+SENT = 4096
+"""Maximum bytes of a part that is sent to the leader through the store, if the storage is remote."""
 
 _plans = PerProcess(PlanCache)
 
@@ -262,7 +264,8 @@ class Take:
             await write_small(storage, own_part_path(save_id, rank), [own_part])
         leader_part = await in_thread(encode_for_leader, manifest) if rank else b""
         expect_readable(self.session, leader_part, "a part of the manifest")
-        if leader_part and not storage.host:
+        sends = bool(storage.host) or self._may_send(leader_part)
+        if leader_part and not sends:
             await write_small(storage, leader_part_path(save_id, rank), [leader_part])
         signed: dict[str, Root] | None = None
         if self._signer is not None:
@@ -276,12 +279,21 @@ class Take:
             (len(own_part), digest_range(own_part), len(manifest.own)),
             shard_checksums(manifest) if manifest.cut else (b"", b""),
             storage.host,
-            leader_part if storage.host else b"",
+            leader_part if sends else b"",
             signed,
             self._share.nbytes,
             needs_third_format(manifest.own.values()),
         )
         return manifest, done
+
+    def _may_send(self, leader_part: bytes) -> bool:
+        """Return True if a part for the leader goes through the ranks' store: three requests for some hundred bytes.
+
+        The last rank's part does not: the leader reads it, and so finds out that all ranks have one storage. On a file
+        system no part does: hosts may lack a mount, one by one.
+        """
+        remote = not self.session.storage.capabilities.blocking
+        return remote and len(leader_part) <= SENT and self._exchange.rank != self._exchange.world - 1
 
     async def _hash_files(
         self, written: Sequence[WrittenFile], manifest: RankManifest, binary: str, own_part: bytes

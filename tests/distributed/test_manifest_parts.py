@@ -164,3 +164,27 @@ def test_ranks_that_need_the_same_files_share_the_looks_at_them(four, folder):
     assert len(files) >= 4
     assert sorted(looks) == sorted(files)
     four.run(_replicas, f"{folder}/s", True)  # one is lost, and no rank writes to a live tensor
+
+
+def _take_remote(path):
+    """The parts of the manifest that this rank stored and read while it took a snapshot of a remote storage."""
+    register("remote+", Remote)
+    rank = dist.get_rank()
+    Remote.log.clear()
+    state = {"s": StateDict(mine=torch.full((3,), float(rank)), many=[rank] * (3000 if rank == 1 else 3))}
+    Snapshot.take(f"remote+file://{path}", state)
+    state["s"]["mine"].zero_()
+    Snapshot(path).restore(state)
+    assert state["s"]["mine"].eq(rank).all()
+    return [
+        Path(each.path).name.partition("-")[2]
+        for name in ("create", "put", "get")
+        for each in Remote.log.of(name, "data/*.json")
+    ]
+
+
+def test_short_parts_for_the_leader_go_through_the_store_of_the_ranks(four, folder):
+    leader, long, short, last = four.run(_take_remote, f"{folder}/s")
+    assert (long, short, last) == (["1-0.json"], [], ["3-0.json"])
+    assert sorted(leader) == ["1-0.json", "3-0.json"]
+    assert not list(Path(folder, "s", "data").glob("*.json"))
