@@ -450,7 +450,8 @@ class Restore:
             needed = {request.location for request in plan.reads.requests} - plan.checked
             mine = share_checks(self._exchange, session, needed)
             only = self._exchange.alone and not plan.checked  # else another file may be missing when a byte is written
-            run(expect_files(session, document, mine, reads=only))
+            if mine:
+                run(expect_files(session, document, mine, reads=only))
             agreed = agree_on_reads(self._exchange, plan, session.url, once=self._read_once, atomic=options.atomic)
             if agreed.same:
                 session.storage.share_reads()

@@ -179,13 +179,17 @@ class _Planner:
         Those of live tensors are checked when all ranges to read are known.
         """
         files, needed = self._document.files, set[str]()
+        cheap = self._exchange.alone and self._session.storage.capabilities.blocking
         for key, entries in grouped.items():
-            live = self._kinds[key].live
-            new = {path: entry for path, entry in entries.items() if not _fills_live(entry, live.get(path))}
+            new: Mapping[str, Any] = entries
+            if not cheap:
+                live = self._kinds[key].live
+                new = {path: entry for path, entry in entries.items() if not _fills_live(entry, live.get(path))}
             needed |= find_locations(new, files)
         needed = (needed & self._document.own_files.keys()) - self._checked
-        run(expect_files(self._session, self._document, needed))
-        self._checked |= needed
+        if needed:
+            run(expect_files(self._session, self._document, needed))
+            self._checked |= needed
 
     def _view(self, app_state: Mapping[str, Any]) -> RankView:
         """Return the snapshot as this rank sees it, with the application's names."""
