@@ -9,8 +9,7 @@ FLOORS = """
     decoding errors progress reports saved text
     events io options tensors
     distributed manifest maps plan state testing
-    formats
-    loading
+    formats loading
     save signing transform worker
     pending snapshot tiers weights
     bench interop manager publish
