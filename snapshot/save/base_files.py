@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageError, StorageNotFoundError
 from snapshot.events import emit, log
 from snapshot.io.aio import gather_limited, in_thread
-from snapshot.io.arena import arena, arena_bytes
+from snapshot.io.arena import arena_bytes
 from snapshot.io.session import Session
 from snapshot.io.system import PerProcess, drop_oldest
 from snapshot.manifest import entries as e
@@ -387,19 +387,13 @@ class Comparer:
             return []
         held = compared.held
         begin, nbytes = blocks[0][0], blocks[-1][1] - blocks[0][0]
-        budget = self._session.budget
-        await budget.acquire(arena_bytes(nbytes))
-        slot = arena().take(nbytes)
-        try:
+        async with self._session.budget.slot(arena_bytes(nbytes)) as slot:
             await held.base.session.storage.read_into(held.location, begin, [slot.view[:nbytes]])
 
             def digests() -> list[tuple[int, str]]:
                 return [(low, digest_range(slot.view[low - begin : high - begin])) for low, high in blocks]
 
             return await in_thread(digests)
-        finally:
-            arena().give(slot)
-            budget.release(slot.size)
 
     def is_sound(self, compared: Comparison) -> bool:
         """Return True if the bytes that were read from the disk are those of the live tensors; report it if not."""
