@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple, Union
 
 import msgspec
@@ -199,9 +199,9 @@ class Mesh(msgspec.Struct, gc=False, forbid_unknown_fields=True):
             rest -= min(rest // step, size - 1) * step if rest >= 0 and step > 0 else 0
         return rest == 0
 
-    def rank_at(self, coordinate: Sequence[int]) -> int:
+    def rank_at(self, coordinate: tuple[int, ...]) -> int:
         """Return the rank at a coordinate."""
-        return self.begin + sum(at * step for at, step in zip(coordinate, self.steps, strict=True))
+        return self.begin + sum(at * step for at, step in zip(coordinate, self.steps, strict=False))
 
     @staticmethod
     def from_lists(ranks: Any) -> Mesh | list[Any]:
@@ -249,23 +249,36 @@ class DTensorEntry(ShardedTensorEntry, tag="DTensor"):
     placements: list[str] | None = None
 
     def find_holders(self, box: Box) -> set[int]:
-        """Return the ranks whose boxes meet a box, by the mesh and the placements. It may be wrong: it is a hint."""
+        """Return the ranks whose boxes meet a box, by the mesh and the placements: a hint, and empty without one."""
         placements = parse_placements(self.placements or ())
-        shape = self.mesh.shape if isinstance(self.mesh, Mesh) else np.asarray(self.mesh).shape
-        if not shape or placements is None or len(placements) != len(shape) or math.prod(shape) > MOST_HOLDERS:
-            return set()
-        if any(isinstance(each, Split) and each.dim >= len(self.shape) for each in placements):
-            return set()
-        orders = {None, find_nesting(shape, placements)}  # strides do not say in which order the mesh's dimensions cut
-        found = {at for order in orders for at in find_coordinates(self.shape, shape, placements, box, order)}
         if isinstance(self.mesh, Mesh):
-            return {self.mesh.rank_at(coordinate) for coordinate in found}
-        ranks = np.asarray(self.mesh)
-        return {int(ranks[coordinate]) for coordinate in found}
+            shape, rank_at = self.mesh.shape, self.mesh.rank_at
+        else:
+            ranks = _as_array(self.mesh)
+            shape, rank_at = ranks.shape, lambda coordinate: int(ranks[coordinate])
+        if not shape or placements is None or len(placements) != len(shape) or min(shape) < 1:
+            return set()
+        splits = [each for each in placements if isinstance(each, Split)]
+        if math.prod(shape) * max((each.strides for each in splits), default=1) > MOST_HOLDERS:
+            return set()
+        if any(each.dim >= len(self.shape) for each in splits):
+            return set()
+        orders = {None, find_nesting(shape, placements)}  # strides do not say in which order dimensions cut
+        found = {at for order in orders for at in find_coordinates(self.shape, shape, placements, box, order)}
+        return set(map(rank_at, found))
 
 
-MOST_HOLDERS = 1 << 17
-"""Maximum number of ranks in a mesh that is followed."""
+def _as_array(mesh: Any) -> np.ndarray[Any, Any]:
+    """Return nested lists of ranks as an array; one without dimensions if they are none."""
+    try:
+        made = np.asarray(mesh)
+    except ValueError:  # the lists have different lengths
+        return np.array(0)
+    return made if made.dtype.kind in "iu" else np.array(0)
+
+
+MOST_HOLDERS = 1 << 20
+"""Maximum number of ranks in a mesh that is followed, times the strides of a placement."""
 
 
 class MappedPart(NamedTuple):
