@@ -188,3 +188,21 @@ def test_short_parts_for_the_leader_go_through_the_store_of_the_ranks(four, fold
     assert (long, short, last) == (["1-0.json"], [], ["3-0.json"])
     assert sorted(leader) == ["1-0.json", "3-0.json"]
     assert not list(Path(folder, "s", "data").glob("*.json"))
+
+
+def _different(path):
+    """Each rank restores another part of what was saved, from a remote storage."""
+    register("remote+", Remote)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    values = {f"w{i}": torch.full((1 << 18,), float(i)) for i in range(8)}
+    Snapshot.take(path, {"s": StateDict(values)}, replicated=["**"])
+    live = StateDict({name: torch.zeros_like(value) for name, value in values.items()})
+    Remote.log.clear()
+    chosen = [f"s/w{i}" for i in range(8) if i % world == rank] if rank else ["s/**"]
+    Snapshot(f"remote+file://{path}").restore({"s": live}, select=chosen)
+    assert all(live[name].eq(value if f"s/{name}" in chosen or not rank else 0).all() for name, value in values.items())
+    return len(Remote.log.of("stat", "data/*"))
+
+
+def test_ranks_that_need_different_files_look_at_their_own(two, folder):
+    assert all(looks > 0 for looks in two.run(_different, f"{folder}/s"))
