@@ -64,7 +64,7 @@ _TRANSIENT = {
     "ConditionalRequestConflict",
 }
 JUST_NOW = 10.0
-"""Seconds for which a bucket that was there counts as being there."""
+"""For so long, a bucket that was there still counts as being there, in seconds."""
 EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"}
 
 

@@ -104,7 +104,7 @@ def _run(whole: argparse.ArgumentParser, argv: Sequence[str]) -> int:
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Collect garbage less often: a manifest is many objects, none of which is garbage before the command ends."""
+    """Collect garbage less often: the many objects of a manifest are needed until the command ends."""
     usual = gc.get_threshold()
     gc.set_threshold(200_000, 50, 100)
     try:

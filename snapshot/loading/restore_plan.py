@@ -276,10 +276,10 @@ class _Planner:
 def _fills_live(entry: Any, live: Any) -> bool:
     """Return True if no memory is allocated for an entry: a plain value, or one for a live tensor of its shape."""
     if isinstance(entry, TENSORS):
-        held = (
-            live.global_shape if isinstance(live, Sharded) else live.shape if isinstance(live, torch.Tensor) else None
-        )
-        return held is not None and tuple(held) == tuple(entry.shape)
+        if isinstance(live, Sharded):
+            return tuple(live.global_shape) == tuple(entry.shape)
+        has_shape = isinstance(live, torch.Tensor) and not (torch.nn.parameter.is_lazy(live) or live.is_nested)
+        return has_shape and tuple(live.shape) == tuple(entry.shape)
     return isinstance(entry, Scalar)
 
 

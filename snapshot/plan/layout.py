@@ -157,7 +157,7 @@ LARGEST_HEADER = 16 * MiB
 CUT = 128 * MiB
 """Minimum size of a tensor that is split to balance loads."""
 PARTS = 32
-"""A file has at least so many parts before they grow."""
+"""Minimum number of parts in a file whose parts grow."""
 SHORTEST_PART = MiB // 4
 """Lower bound for parts under any budget: with parts of a few bytes a take would never end."""
 WORTH_A_FILE = 16 * MiB

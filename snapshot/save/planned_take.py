@@ -287,10 +287,10 @@ class Take:
         return manifest, done
 
     def _may_send(self, leader_part: bytes) -> bool:
-        """Return True if a part for the leader goes through the ranks' store: three requests for some hundred bytes.
+        """Return True if a part for the leader is sent through the ranks' store. As a file, it needs three requests.
 
-        The last rank's part does not: the leader reads it, and so finds out that all ranks have one storage. On a file
-        system no part does: hosts may lack a mount, one by one.
+        The last rank's part is a file: the leader reads it, and so finds out that all ranks have one storage. On a file
+        system all parts are files: hosts may lack a mount, one by one.
         """
         remote = not self.session.storage.capabilities.blocking
         return remote and len(leader_part) <= SENT and self._exchange.rank != self._exchange.world - 1

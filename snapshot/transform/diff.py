@@ -100,9 +100,9 @@ def compare_entries(
 
 
 def _has_same_bytes(a: e.TensorEntry, b: e.TensorEntry) -> bool:
-    """Return True if two tensors are alike, and their digests say that their bytes are equal."""
-    alike = a.serializer == b.serializer == "raw"
-    return alike and (a.digest, a.dtype, a.shape, a.extra) == (b.digest, b.dtype, b.shape, b.extra)
+    """Return True if two tensors have the same dtype, shape and digest."""
+    raw = a.serializer == b.serializer == "raw"
+    return raw and (a.digest, a.dtype, a.shape, a.extra) == (b.digest, b.dtype, b.shape, b.extra)
 
 
 def _compare_kinds(a: Scalar, b: Scalar) -> str:
