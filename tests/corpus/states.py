@@ -322,6 +322,11 @@ def compressible():
     }  # fmt: skip
 
 
+def newest_compressed():
+    """Tensors that are compressed, beside objects of the newest format."""
+    return {**compressible(), "names": StateDict(args=argparse.Namespace(w=numbers(200, 300)), python=random.Random(4))}
+
+
 def pickles():
     """Objects that are pickled, some of which name classes of this library."""
     held = {"state": StateDict(step=1), "keep": [KeepLatest(2), KeepEvery(10) | KeepLatest(1)], "rng": RNGState()}
