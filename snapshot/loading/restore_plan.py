@@ -170,16 +170,20 @@ class _Planner:
         lacks = chosen.incomplete or matched.lacking or bool(chosen.unknown)
         made = RestorePlan(kinds, grouped, reads, self._checked, matched, self._issues, chosen.unknown, lacks)
         if not (made.incomplete and document.parts):
-            self._expect_fit(view, reads, matched, allow_pickle=allow_pickle)
+            try:
+                self._expect_fit(view, reads, matched, allow_pickle=allow_pickle)
+            except RestoreError:
+                self._expect_files(grouped, all_of_them=True)  # damage is the graver fault
+                raise
         return made
 
-    def _expect_files(self, grouped: Mapping[str, Mapping[str, Any]]) -> None:
+    def _expect_files(self, grouped: Mapping[str, Mapping[str, Any]], *, all_of_them: bool = False) -> None:
         """Check the files of what may become new values, before memory is allocated for them.
 
-        Those of live tensors are checked when all ranges to read are known.
+        Those of live tensors are checked when all ranges to read are known, unless that is cheap to do now.
         """
         files, needed = self._document.files, set[str]()
-        cheap = self._exchange.alone and self._session.storage.capabilities.blocking
+        cheap = all_of_them or (self._exchange.alone and self._session.storage.capabilities.blocking)
         for key, entries in grouped.items():
             new: Mapping[str, Any] = entries
             if not cheap:

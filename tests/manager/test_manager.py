@@ -41,6 +41,7 @@ from snapshot.manager.takes import wait_for_pending
 from snapshot.plugins.file.file_storage import FileStorage
 from snapshot.save import transaction
 from snapshot.testing import Fault, Tap, recording, stalling, tapped
+from tests.helpers.storage_calls import use
 
 
 def state(value=0.0):
@@ -1003,3 +1004,21 @@ def test_a_search_for_the_newest_step_looks_from_the_newest_down(tmp_path):
         (tmp_path / f"step-{number}" / ".snapshot_metadata").unlink()
     assert manager_of(tmp_path).restore_latest(live) == 0
     assert live["s"]["value"] == 0
+
+
+def test_a_damaged_step_that_would_not_fit_either_is_passed_over():
+    root = f"memory://{os.urandom(4).hex()}"
+    with manager_of(root) as manager:
+        manager.take(1, {"m": StateDict(x=torch.ones(1 << 18))})
+        manager.take(2, {"m": StateDict(x=torch.ones(1 << 19))})
+    live = torch.nn.Module()
+    live.x = torch.nn.Parameter(torch.zeros(1 << 18))
+    with pytest.raises(RestoreError):
+        manager_of(root).restore_latest({"m": live})
+
+    async def lose(storage):
+        await storage.delete([path for path in await storage.list("data/") if path.endswith(".safetensors")])
+
+    use(f"{root}/step-2", None, lose)
+    assert manager_of(root).restore_latest({"m": live}) == 1
+    assert live.x.eq(1).all()
