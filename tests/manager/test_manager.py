@@ -1009,10 +1009,10 @@ def test_a_search_for_the_newest_step_looks_from_the_newest_down(tmp_path):
 def test_a_damaged_step_that_would_not_fit_either_is_passed_over():
     root = f"memory://{os.urandom(4).hex()}"
     with manager_of(root) as manager:
-        manager.take(1, {"m": StateDict(x=torch.ones(1 << 18))})
-        manager.take(2, {"m": StateDict(x=torch.ones(1 << 19))})
+        manager.take(1, {"m": StateDict(x=torch.ones(1 << 18), y=torch.ones(3))})
+        manager.take(2, {"m": StateDict(x=torch.ones(1 << 18))})
     live = torch.nn.Module()
-    live.x = torch.nn.Parameter(torch.zeros(1 << 18))
+    live.x, live.y = (torch.nn.Parameter(torch.zeros(size)) for size in (1 << 18, 3))
     with pytest.raises(RestoreError):
         manager_of(root).restore_latest({"m": live})
 
