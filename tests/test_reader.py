@@ -1,6 +1,7 @@
 """The reader in docs/reader.py reads all snapshots of the corpus, notices damage, and raises only its own error."""
 
 import ast
+import copy
 import importlib.util
 import json
 import random
@@ -13,17 +14,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import xxhash
 
 from snapshot import Snapshot
 from snapshot.tensors.digest import digest_range
 from snapshot.tensors.memory import BY_NAME
 from tests.corpus.__main__ import METADATA, SNAPSHOTS, folders
+from tests.corpus.test_corpus import skip_if_older
 
 PATH = Path(__file__).parents[1] / "docs/reader.py"
 MOST_LINES = 300
 ALLOWED = {"numpy", "xxhash", "zstandard"}
 IN_BASE = {"frozen/trainable"}
 
+RECORD = np.dtype([("stored", "<u4"), ("length", "<u4"), ("sum", "<u8")])
 spec = importlib.util.spec_from_file_location("reader", PATH)
 reader = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(reader)
@@ -83,6 +87,7 @@ def test_the_reader_knows_all_dtypes():
 
 @pytest.mark.parametrize("name", folders())
 def test_everything_in_the_corpus_equals_what_the_library_reads(name):
+    skip_if_older(name)
     folder = SNAPSHOTS / name
     snapshot, library = reader.Snapshot(folder), Snapshot(folder)
     for path in leaves(snapshot):
@@ -277,7 +282,7 @@ def spoiled(document, chance):
                 other = other[key]
             holder[last] = json.loads(json.dumps(other))
         else:
-            holder[last] = chance.choice(NONSENSE)
+            holder[last] = copy.deepcopy(chance.choice(NONSENSE))
     return document
 
 
@@ -344,6 +349,34 @@ def test_overlapping_boxes_and_gaps_are_refused(tmp_path):
     (folder / METADATA).write_bytes(sealed(document))
     with pytest.raises(reader.FormatError, match="must be filled by its boxes, got 12 of 24 elements"):
         reader.Snapshot(folder).read("0/model/even")
+
+
+def test_hostile_tables_and_blocks_raise_only_the_error(tmp_path):
+    """Damage a compressed file or its table, and give both the digests and sums that belong to them."""
+    folder = copy_of("compressed/first", tmp_path)
+    document = json.loads((folder / METADATA).read_text())
+    [(location, file)] = [(name, each) for name, each in document["files"].items() if "packed" in each]
+    index, begin, end = file["packed"]["index"]
+    stored, binary = (folder / location).read_bytes(), (folder / index).read_bytes()
+    chance = random.Random(1)
+    refused = 0
+    for _ in range(150):
+        data, table = bytearray(stored), np.frombuffer(binary[begin:end], RECORD).copy()
+        if chance.random() < 0.5:
+            row, field = chance.randrange(len(table)), chance.choice(["stored", "length", "sum"])
+            table[field][row] = chance.choice([0, 1, int(table[field][row]) ^ 1 << chance.randrange(32), (1 << 32) - 1])
+        else:
+            place = chance.randrange(4096, 4096 + 4 * 1024)
+            data[place] ^= 1 << chance.randrange(8)
+            for row, place in enumerate(np.cumsum(table["stored"], dtype=np.int64).tolist()):
+                part = data[place - int(table["stored"][row]) : place]
+                table["sum"][row] = xxhash.xxh3_64_intdigest(part)
+        (folder / location).write_bytes(data)
+        (folder / index).write_bytes(binary[:begin] + table.tobytes() + binary[end:])
+        file["packed"]["index_digest"] = digest_range(table.tobytes())
+        (folder / METADATA).write_bytes(sealed(document))
+        refused += any(isinstance(each, reader.FormatError) for each in contents(folder).values())
+    assert refused > 100
 
 
 def test_a_file_outside_of_the_folder_is_not_read(tmp_path):
