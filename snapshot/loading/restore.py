@@ -33,7 +33,7 @@ from snapshot.loading.read_plan import ReadPlan
 from snapshot.loading.reader import Reader, ReadResult, fetch_requests, raise_faults
 from snapshot.loading.restore_plan import MATCH_NAMES, RestorePlan, plan_restore, reshard_states
 from snapshot.loading.scatter import Bytes, ReadRequest
-from snapshot.manifest.document import Document
+from snapshot.manifest.document import Document, save_id_in
 from snapshot.plan.layout import ReadPart, plan_reads
 from snapshot.progress import Meter
 from snapshot.reports import Line, RestoreReport
@@ -122,19 +122,20 @@ class ReadAgreement:
     """True if another rank of this host reads the same long ranges, each for itself."""
 
 
-def share_checks(exchange: Exchange, session: Session, files: set[str]) -> set[str]:
+def share_checks(exchange: Exchange, session: Session, document: Document, files: set[str]) -> set[str]:
     """Return the files that this rank must look at, if others need the same and look at the rest.
 
     Each look is a request if the storage is remote, and ranks with replicas need the same files. No rank reads before
-    all have looked: they wait for each other in `agree_on_reads`.
+    all have looked: they wait for each other in `agree_on_reads`. Files of a base are not shared: each rank may have
+    passed another copy of it.
     """
-    if exchange.alone or session.storage.capabilities.blocking:
+    if exchange.alone or session.raw.capabilities.blocking:  # the place that all ranks have agreed on
         return files
-    ordered = sorted(files)
+    ordered = sorted(each for each in files if save_id_in(each) == document.save_id)
     mine = digest_range("\n".join(ordered).encode("utf-8", "surrogatepass"))
     digests = exchange.agree(mine, list, str, list[str])
     alike = [rank for rank, theirs in enumerate(digests) if theirs == mine]
-    return set(ordered[alike.index(exchange.rank) :: len(alike)])
+    return files.difference(ordered) | set(ordered[alike.index(exchange.rank) :: len(alike)])
 
 
 def agree_on_reads(exchange: Exchange, plan: RestorePlan, url: URL, *, once: bool, atomic: bool) -> ReadAgreement:
@@ -448,7 +449,7 @@ class Restore:
             )
         with self._phase("check"):
             needed = {request.location for request in plan.reads.requests} - plan.checked
-            mine = share_checks(self._exchange, session, needed)
+            mine = share_checks(self._exchange, session, document, needed)
             only = self._exchange.alone and not plan.checked  # else another file may be missing when a byte is written
             if mine:
                 run(expect_files(session, document, mine, reads=only))

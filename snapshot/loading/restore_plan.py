@@ -120,12 +120,20 @@ def plan_restore(
 
 def find_parts(document: Document, plan: RestorePlan) -> list[PartEntry]:
     """Return the parts of a manifest that have the boxes that a plan lacks; empty if that is not known."""
-    holders = set[int]()
+    holders, known = set[int](), set[str]()
     for entry, box in () if plan.lacks_names else plan.reads.lacking:
-        found = entry.find_holders(box) if isinstance(entry, DTensorEntry) else set[int]()
+        if not isinstance(entry, DTensorEntry):
+            return []
+        where = repr((entry.shape, entry.mesh, entry.placements, box))  # many tensors have the same
+        if where in known:
+            continue
+        known.add(where)
+        found = entry.find_holders(box)
         if not found:
             return []
         holders |= found
+        if len(holders) >= document.world_size:
+            break
     return [part for part in document.parts if not holders.isdisjoint(part.ranks)]
 
 
@@ -280,10 +288,11 @@ class _Planner:
 def _fills_live(entry: Any, live: Any) -> bool:
     """Return True if no memory is allocated for an entry: a plain value, or one for a live tensor of its shape."""
     if isinstance(entry, TENSORS):
-        if isinstance(live, Sharded):
-            return tuple(live.global_shape) == tuple(entry.shape)
-        has_shape = isinstance(live, torch.Tensor) and not (torch.nn.parameter.is_lazy(live) or live.is_nested)
-        return has_shape and tuple(live.shape) == tuple(entry.shape)
+        try:
+            held = live.global_shape if isinstance(live, Sharded) else getattr(live, "shape", None)
+        except RuntimeError:  # a lazy or nested tensor has no shape
+            return False
+        return isinstance(live, (Sharded, torch.Tensor)) and held == tuple(entry.shape)
     return isinstance(entry, Scalar)
 
 

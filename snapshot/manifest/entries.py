@@ -256,10 +256,10 @@ class DTensorEntry(ShardedTensorEntry, tag="DTensor"):
         else:
             ranks = _as_array(self.mesh)
             shape, rank_at = ranks.shape, lambda coordinate: int(ranks[coordinate])
-        if not shape or placements is None or len(placements) != len(shape) or min(shape) < 1:
+        if not 0 < len(shape) <= MOST_DIMENSIONS or placements is None or len(placements) != len(shape):
             return set()
         splits = [each for each in placements if isinstance(each, Split)]
-        if math.prod(shape) * max((each.strides for each in splits), default=1) > MOST_HOLDERS:
+        if min(shape) < 1 or math.prod(shape) * math.prod(each.strides for each in splits) > MOST_HOLDERS:
             return set()
         if any(each.dim >= len(self.shape) for each in splits):
             return set()
@@ -277,8 +277,10 @@ def _as_array(mesh: Any) -> np.ndarray[Any, Any]:
     return made if made.dtype.kind in "iu" else np.array(0)
 
 
-MOST_HOLDERS = 1 << 20
-"""Maximum number of ranks in a mesh that is followed, times the strides of a placement."""
+MOST_HOLDERS = 1 << 18
+"""Maximum number of ranks in a mesh that is followed, times the strides of its placements."""
+MOST_DIMENSIONS = 8
+"""Maximum number of dimensions of such a mesh."""
 
 
 class MappedPart(NamedTuple):

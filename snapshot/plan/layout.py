@@ -497,7 +497,7 @@ def choose_part_size(limits: Limits, budget: int, file_size: int, wanted: int = 
 
     The parts of a long file grow, so that a job with many terabytes does not pay for millions of requests.
     """
-    size = wanted or max(limits.preferred_part, min(limits.grown_part, file_size // PARTS))
+    size = wanted or max(limits.preferred_part, min(limits.grown_part, file_size // PARTS, budget // 8))
     share = max(SHORTEST_PART, budget // max(2, min(limits.parallel_parts, 8)))  # rather fewer than ever smaller parts
     size = min(size, limits.largest_part, max(limits.smallest_part, share))
     size = max(size, limits.smallest_part, -(-file_size // limits.most_parts))

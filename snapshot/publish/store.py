@@ -301,8 +301,8 @@ class VersionStore:
             found = await self.storage.get(path, limit=10_000)
         except StorageNotFoundError:
             found = b""
-        if found != self._claims.pop(version):
-            raise SnapshotError(f"{self.storage.url.join(path)}: was removed by another publisher; publish again")
+        if found != self._claims[version]:  # another publisher may have the number now
+            raise SnapshotExistsError(f"{self.storage.url.join(path)}: was removed by another publisher; publish again")
 
     async def delete_attempt(self, version: int, files: Iterable[str], *, claim: bool) -> None:
         """Delete the files of an attempt that failed: the claim first."""
