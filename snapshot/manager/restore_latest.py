@@ -141,7 +141,7 @@ class Fallback:
         self._seen = StepFolders()
         """The folders that were looked at."""
         self._before: int | None = None
-        """The oldest of them; None if there are no more."""
+        """The oldest of these folders; None once all folders of the root were looked at."""
         self._tried: set[tuple[int, str]] = set()
         """Steps with the version tokens of their manifests: a replacement by another process is a new candidate."""
         self._passed: dict[int, tuple[str, bool]] = {}

@@ -98,7 +98,7 @@ class Root:
         return await self.examine(await self.numbers())
 
     async def newest(self, before: int | None) -> StepFolders:
-        """Return the newest step folders, or some before a step; none if there are no more. As `folders`, but lazy."""
+        """Return the newest step folders, or the next ones before a step. The result is empty after the oldest step."""
         if before is None:
             self._line, self._listed = None, await self.numbers()
         else:

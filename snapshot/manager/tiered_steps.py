@@ -622,6 +622,7 @@ class TieredRoot(Root):
         self.census = self._tiers.census(self.views, self._of_run)
 
     async def newest(self, before: int | None) -> StepFolders:
+        """Return all steps at once: near and far ones are compared with each other."""
         return await self.folders() if before is None else StepFolders()
 
     async def folders(self) -> StepFolders:
