@@ -80,7 +80,9 @@ class Undecided(Exception):
 class Exchange:
     """The communication of one operation. As a context, an error that leaves it is sent to the other ranks."""
 
-    def __init__(self, ranks: Ranks, verb: str, timeout: float) -> None:
+    def __init__(self, ranks: Ranks, verb: str, timeout: float | None = None) -> None:
+        """`timeout`: seconds after which a rank without a heartbeat counts as dead; None for the setting."""
+        timeout = Settings.current().timeout if timeout is None else timeout
         expect_positive("timeout", timeout)
         self.ranks = ranks
         self.rank, self.world = ranks.rank, ranks.world
@@ -395,7 +397,7 @@ def lost_store_error(what: str) -> RankError:
 
 def solo_exchange(verb: str) -> Exchange:
     """Return an exchange of this process alone, even if it is in a group."""
-    return Exchange(SOLO, verb, Settings.current().timeout)
+    return Exchange(SOLO, verb)
 
 
 @contextmanager
@@ -404,8 +406,7 @@ def call_of(verb: str, pg: ProcessGroup | None, *, ranks: bool, timeout: float |
 
     An error that leaves it is sent to the other ranks.
     """
-    seconds = Settings.current().timeout if timeout is None else timeout
-    with Exchange(ranks_of(pg) if ranks else SOLO, verb, seconds) as exchange:
+    with Exchange(ranks_of(pg) if ranks else SOLO, verb, timeout) as exchange:
         yield exchange
     exchange.close()
 

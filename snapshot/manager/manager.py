@@ -47,7 +47,7 @@ from snapshot.manager.takes import (
 )
 from snapshot.manager.tiered_steps import TieredSteps
 from snapshot.manifest.document import ManifestHead
-from snapshot.options import Settings, moved_names
+from snapshot.options import moved_names
 from snapshot.reports import RestoreReport, TakeReport
 from snapshot.save.begin import TAKE_OPTIONS, TakeOptions
 from snapshot.save.take import AppState
@@ -514,7 +514,7 @@ class SnapshotManager:
 
     def _exchange(self, verb: str, timeout: float | None) -> Exchange:
         chosen = timeout if timeout is not None else self._timeout
-        return Exchange(ranks_of(self._pg), verb, Settings.current().timeout if chosen is None else chosen)
+        return Exchange(ranks_of(self._pg), verb, chosen)
 
     def __repr__(self) -> str:
         return f"<SnapshotManager {self._url}: keep {self._keep or 'all'}>"

@@ -25,7 +25,7 @@ from snapshot.io.url import URL
 from snapshot.manager.policies import Policy, checked_policy
 from snapshot.manifest.document import LONGEST_HEADER
 from snapshot.maps.recipe import Target
-from snapshot.options import Settings, expect_positive, moved_names
+from snapshot.options import expect_positive, moved_names
 from snapshot.publish.build import TensorSums, sum_bytes
 from snapshot.publish.publication import Base, ExtraFiles, PendingPublish, Publication
 from snapshot.publish.shares import (
@@ -294,8 +294,7 @@ class Publisher:
         """
         refuse_on_loop()
         self._prepare()
-        timeout = Settings.current().timeout if self._timeout is None else self._timeout
-        with Exchange(ranks_of(self._pg), "publish", timeout) as exchange:
+        with Exchange(ranks_of(self._pg), "publish", self._timeout) as exchange:
             if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 63:
                 raise ValueError(f"step must be an int of at least 0 and below 2**63, got {step!r}")
             own, held = find_pieces(flatten_tensors(state))

@@ -16,7 +16,6 @@ from snapshot.events import emit
 from snapshot.io.loop import LoopFuture, refuse_on_loop, run
 from snapshot.io.system import gc_paused
 from snapshot.io.url import URL
-from snapshot.options import Settings
 from snapshot.plan.layout import SavePlan
 from snapshot.progress import Meter, ProgressArgument
 from snapshot.reports import TakeReport
@@ -80,7 +79,7 @@ def run_take(
     """
     with (
         _timed("take", path),
-        Exchange(ranks_of(pg), "take", timeout_or_default(timeout)) as exchange,
+        Exchange(ranks_of(pg), "take", timeout) as exchange,
         gc_paused(),
     ):
         refuse_on_loop()
@@ -129,7 +128,7 @@ def start_take(
     refuse_on_loop()
     with (
         _timed("async_take", path),
-        Exchange(ranks_of(pg), "async_take", timeout_or_default(timeout)) as exchange,
+        Exchange(ranks_of(pg), "async_take", timeout) as exchange,
     ):
         options = make_options()
         check_app_state(app_state)
@@ -178,7 +177,7 @@ def plan_take(
     path: Path, app_state: AppState, pg: ProcessGroup | None, make_options: Callable[[], TakeRequest]
 ) -> SavePlan:
     """Plan a take without writing anything."""
-    with Exchange(ranks_of(pg), "plan", timeout_or_default(None)) as exchange:
+    with Exchange(ranks_of(pg), "plan") as exchange:
         check_app_state(app_state)
         options = make_options()
         session, globs = open_dry_run(
@@ -190,11 +189,6 @@ def plan_take(
             plan = plan_writes(share, session, staged=False, groups=groups)
         exchange.close()
     return plan
-
-
-def timeout_or_default(given: float | None) -> float:
-    """Return the seconds after which a rank without a heartbeat counts as dead."""
-    return Settings.current().timeout if given is None else given
 
 
 def shown_once(progress: ProgressArgument, pg: ProcessGroup | None) -> ProgressArgument:
