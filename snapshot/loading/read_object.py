@@ -21,11 +21,12 @@ from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document, check_tensor, check_tree, find_locations
 from snapshot.manifest.paths import encode_component
-from snapshot.manifest.rank_view import is_rank, make_rank_view, resolve_path, suggest_names
+from snapshot.manifest.plain_tree import PLAIN_TREE
+from snapshot.manifest.rank_view import find_rank_paths, is_rank, make_rank_view, resolve_path, suggest_names
 from snapshot.manifest.values import EnumEntry
 from snapshot.reports import RestoreIssues
 from snapshot.state import leaves
-from snapshot.state.flatten import collect_leaves, inflate_tree
+from snapshot.state.flatten import Flattened, collect_leaves, inflate_tree
 from snapshot.state.sharded import Shards, find_shards
 from snapshot.state.stateful import Kind
 from snapshot.tensors.geometry import Box
@@ -75,6 +76,37 @@ def expand_objects(
             continue  # reading it raises
         if not inline and not any(isinstance(each, e.ObjectEntry) for each in found.values()):
             entries.update(found)
+
+
+def expand_trees(
+    session: Session, document: Document, entries: dict[str, Any], wanted: Callable[[str], bool] = lambda path: True
+) -> None:
+    """Replace `wanted` trees of plain values by an entry for each value, as a selection or a new name needs them."""
+    chosen = {path: entry for path, entry in entries.items() if is_tree(entry) and wanted(path)}
+    if not chosen:
+        return
+    run(expect_files(session, document, find_locations(chosen, document.files)))
+    read_plan = ReadPlan(document.files)
+    for path, entry in chosen.items():
+        read_plan.new(path, entry)
+    read_plan.execute(session, verify=True)
+    made: dict[str, Any] = {}
+    for path, entry in entries.items():
+        if path not in chosen:
+            made[path] = entry
+            continue
+        flat = Flattened()
+        flat.add(path, read_plan.values[path])
+        for below, each in flat.entries.items():
+            assert each is not None  # no value of a tree is stored elsewhere
+            made[below] = msgspec.structs.replace(each, replicated=True) if entry.replicated else each
+    entries.clear()
+    entries.update(made)
+
+
+def is_tree(entry: e.Entry | None) -> bool:
+    """Return True if an entry is a tree of plain values."""
+    return isinstance(entry, e.ObjectEntry) and entry.serializer == PLAIN_TREE
 
 
 def _refuse_tensor(path: str, found: RebuiltTensor) -> e.TensorEntry:
@@ -172,8 +204,29 @@ def _find_tree(session: Session, document: Document, path: str) -> tuple[str, di
             return path, _entries_below(session, document, path)
         except RestoreError:  # the number may be a key of the app state
             pass
-    path = resolve_path(document.manifest, document.world_size, path, str(session.url))
+    manifest, saved = document.manifest, document.world_size
+    try:
+        path = resolve_path(manifest, saved, path, str(session.url))
+    except RestoreError:
+        above, inner = path, ""
+        while "/" in above:
+            above, _, name = above.rpartition("/")
+            inner = f"/{name}{inner}"
+            for each in find_rank_paths(manifest, saved, above):
+                if is_tree(manifest[each]):
+                    full = resolve_path(manifest, saved, above, str(session.url))
+                    return _find_in_tree(session, document, full, full + inner)
+        raise
     return path, _entries_below(session, document, path)
+
+
+def _find_in_tree(session: Session, document: Document, above: str, path: str) -> tuple[str, dict[str, Any]]:
+    """Return the entries at a path inside a tree of plain values."""
+    found = {above: document.manifest[above]}
+    expand_trees(session, document, found)
+    if path not in found:
+        raise RestoreError(f"{session.url}: has no entry {path!r}; {suggest_names(path, found)}", [path])
+    return path, {below: each for below, each in found.items() if below == path or below.startswith(f"{path}/")}
 
 
 def _entries_below(session: Session, document: Document, path: str) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from snapshot.loading.live import compare_twins, find_other_owner, find_read_onl
 from snapshot.loading.mapping import map_view
 from snapshot.loading.match import Matcher
 from snapshot.loading.open import expect_files, load_parts
-from snapshot.loading.read_object import read_tree
+from snapshot.loading.read_object import expand_trees, read_tree
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest.compounds import ListEntry
 from snapshot.manifest.document import Document, PartEntry, find_locations
@@ -207,6 +207,8 @@ class _Planner:
         """Return the snapshot as this rank sees it, with the application's names."""
         session, document, rename = self._session, self._document, self._options.rename
         view = make_rank_view(document.manifest, self._exchange.rank, document.world_size, self._exchange.world)
+        if rename or self._options.select or self._options.exclude:
+            expand_trees(session, document, view.entries)
         view = map_view(session, document, below_only_key(document, view, app_state), self._options.map)
         if rename:
             self._change = compile_rename(rename, {**view.elsewhere, **view.entries})[0]

@@ -18,6 +18,7 @@ from msgspec import field
 from snapshot.decoding import decode_json
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.manifest.paths import decode_key, key_component
+from snapshot.manifest.plain_tree import PLAIN_TREE, decode_tree
 from snapshot.manifest.values import (
     BoolEntry,
     BytesEntry,
@@ -403,7 +404,7 @@ RANDOM = "random"
 """Serializer of random number generators."""
 CONFIG = "OmegaConf"
 """Serializer of configurations, and kind of a `SavedObject` if omegaconf is not installed."""
-NEW_SERIALIZERS = frozenset((RANDOM, CONFIG))
+NEW_SERIALIZERS = frozenset((RANDOM, CONFIG, PLAIN_TREE))
 
 
 class NamespaceEntry(Compound, tag="Namespace"):
@@ -713,6 +714,8 @@ def encode_object(value: Any) -> StoredObject | None:
 
 def decode_object(path: str, serializer: str, kind: str, data: bytes | bytearray) -> Any:
     """Return a new object of stored bytes. Raise CorruptSnapshotError if they are not its state."""
+    if serializer == PLAIN_TREE:
+        return decode_tree(path, data)
     if serializer == RANDOM and kind not in _GENERATORS:
         raise CorruptSnapshotError(f"{path}: unknown random number generator {kind[:80]!r}")
     found: dict[str, Any] = decode_json(bytes(data), dict[str, Any], f"{path}: not the state of a {kind[:80]}")

@@ -246,11 +246,11 @@ def resolve_path(manifest: Mapping[str, Any], saved: int, path: str, where: str 
         return path
     number, _, logical = path.partition("/")
     if logical and is_rank(number, saved):
-        shared = [each for each in _find_rank_paths(manifest, saved, logical) if is_shared(manifest[each])]
+        shared = [each for each in find_rank_paths(manifest, saved, logical) if is_shared(manifest[each])]
         held = [each for each in shared if getattr(manifest[each], "is_held_by", _is_never_held)(int(number))] or shared
         if len(held) == 1:
             return held[0]
-    found = _find_rank_paths(manifest, saved, path)
+    found = find_rank_paths(manifest, saved, path)
     before = f"{where}: " if where else ""
     if not found:
         ranked = logical and is_rank(number, saved)
@@ -274,7 +274,10 @@ def _is_never_held(rank: int) -> bool:
     return False
 
 
-def _find_rank_paths(manifest: Mapping[str, Any], saved: int, logical: str) -> list[str]:
+def find_rank_paths(manifest: Mapping[str, Any], saved: int, logical: str) -> list[str]:
+    """Return the paths of the manifest for a path with or without its rank."""
+    if logical in manifest:
+        return [logical]
     if saved > len(manifest):  # a wrong number of ranks must not cost time
         found = {path.partition("/")[0] for path in manifest if path.partition("/")[2] == logical}
         return [f"{rank}/{logical}" for rank in sorted(int(each) for each in found if is_rank(each, saved))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -20,7 +21,8 @@ from snapshot.events import log, warn
 from snapshot.io.system import PerProcess
 from snapshot.manifest import entries as e
 from snapshot.manifest.entries import DictEntry, Extra
-from snapshot.manifest.paths import encode_component
+from snapshot.manifest.paths import encode_component, encode_key
+from snapshot.manifest.plain_tree import PLAIN_TREE
 from snapshot.manifest.values import Scalar
 from snapshot.plan import consensus as a
 from snapshot.plan.layout import Assignment, PartitionItem, partition_items
@@ -47,7 +49,9 @@ def collect_state(
     allow_pickle: str | bool = "warn",
 ) -> Flattened:
     """Call each `state_dict()` and flatten the result. The RNG state is captured first and restored last."""
-    flat = Flattened(prepare, matcher(exclude) if exclude else None)
+    flat = Flattened(
+        prepare, matcher(exclude) if exclude else None, fits_tree=None if exclude else partial(_fits_tree, replicated)
+    )
     rng = {key: value.state_dict() for key, value in app_state.items() if isinstance(value, RNGState)}
     try:
         for key in sorted(app_state):
@@ -71,6 +75,18 @@ def collect_state(
         logged.add(text)
         log.warning("stored separately; if they are restored as new tensors, they do not share memory:%s", text)
     return flat
+
+
+def _fits_tree(replicated: Sequence[str], path: str, value: Any) -> bool:
+    """Return True if a tree of plain values may be one object: no glob matches only values in it."""
+    if not replicated:
+        return True
+    below, matches = path, matcher(replicated)
+    while type(value) in (list, dict) and value:
+        name, value = next(iter(value.items() if type(value) is dict else enumerate(value)))
+        text = encode_key(name)
+        below += f"/{text if text is None else encode_component(str(text))}"
+    return matches(path) == matches(below)
 
 
 _CURE = (
@@ -275,7 +291,7 @@ def find_candidates(flat: Flattened, alike: ReplicationRules) -> ReplicaCandidat
             structure.append(f"{path}\0{kind}\0{wanted}")
         elif path in blobs:
             blob = blobs[path]
-            if wanted or len(blob.data) <= SMALL:
+            if wanted or len(blob.data) <= SMALL or blob.serializer == PLAIN_TREE:
                 found.items[path] = _digest(f"{path}\0{blob.serializer}\0".encode() + _digest(blob.data))
             structure.append(f"{path}\0{blob.serializer}\0{wanted}")
         elif isinstance(entry, e.Container):

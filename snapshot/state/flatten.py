@@ -30,6 +30,7 @@ from snapshot.manifest.paths import (
     find_tagged_keys,
     key_component,
 )
+from snapshot.manifest.plain_tree import GROUPS, PLAIN_KINDS, PLAIN_TREE, encode_tree
 from snapshot.manifest.rank_view import DEEPEST
 from snapshot.manifest.values import LONGEST_NAME, SCALARS, TYPED, Entry, Scalar, make_enum_entry, make_plain_entry
 from snapshot.saved import SavedObject, class_name
@@ -442,7 +443,8 @@ def remember_state(path: str, value: Any, flat: FlatState, before: tuple[int, ..
 class Flattened(TensorLeaves):
     """The state of an application, flattened. A leaf's entry is None until the leaf has been written.
 
-    `excluded` returns True for a path to leave out with everything beneath it, which is not visited.
+    `excluded` returns True for a path to leave out with everything beneath it, which is not visited. With `fits_tree`,
+    lists and dicts of many plain values are objects, if it returns True for their path and value.
     """
 
     def add(self, path: str, value: Any) -> None:
@@ -491,8 +493,20 @@ class Flattened(TensorLeaves):
         else:
             self._add_record(path, value, depth)
 
+    def _add_tree(self, path: str, value: Any) -> bool:
+        """Store a list or a dict of many plain values as one object. Return False for any other one."""
+        fits = self._fits_tree
+        if fits is None or f"/{GROUPS}" in path or not fits(path, value):
+            return False
+        text = encode_tree(value)
+        if text is not None:
+            self._add_blob(path, text, PLAIN_TREE, type(value))
+        return text is not None
+
     def _add_sequence(self, path: str, value: Any, depth: int) -> None:
         self._check_depth(path, depth)
+        if depth and type(value) is list and value and type(value[0]) in PLAIN_KINDS and self._add_tree(path, value):
+            return
         if type(value) is deque:
             self.entries[path] = e.DequeEntry(len(value), maxlen=value.maxlen)
         else:
@@ -511,6 +525,9 @@ class Flattened(TensorLeaves):
 
     def _add_dict(self, path: str, value: dict[Any, Any], depth: int) -> None:
         self._check_depth(path, depth)
+        plain = type(value) is dict and type(next(iter(value.values()), None)) in PLAIN_KINDS
+        if plain and depth and value and self._add_tree(path, value):  # a stateful's own dict is always a container
+            return
         make = find_dict_maker(value)
         keys = list(value)
         strings = all(type(key) is str for key in keys)

@@ -364,6 +364,7 @@ class TensorLeaves(FlatState, ABC):
         excluded: Callable[[str], bool] | None = None,
         *,
         classes: bool = True,
+        fits_tree: Callable[[str, Any], bool] | None = None,
     ) -> None:
         """Create an empty state.
 
@@ -373,6 +374,7 @@ class TensorLeaves(FlatState, ABC):
         super().__init__()
         self._excluded = excluded
         self._classes = classes
+        self._fits_tree = fits_tree
         self._within = False
         """True inside an object that is known not to contain itself."""
         self._prepare = prepare

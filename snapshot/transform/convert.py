@@ -72,7 +72,14 @@ from snapshot.transform.call import (
     share_whole,
 )
 from snapshot.transform.sources import CheckpointStager, expect_room, reads_ranges
-from snapshot.transform.target import Selection, Target, suffix_of, without_classes, write_as_snapshot
+from snapshot.transform.target import (
+    Selection,
+    Target,
+    expand_chosen_trees,
+    suffix_of,
+    without_classes,
+    write_as_snapshot,
+)
 
 # Names of tensors in files that hold only tensors: safetensors, and the dict that `snapshot.load` returns.
 
@@ -739,6 +746,7 @@ def convert_checkpoint(operation: Operation, origin: Location, target: Target, c
     source = operation.open(origin, share=2)
     arguments = {"source": origin.url, **target.agreed(), **choice.arguments()}
     [found] = open_sources(operation.exchange, "convert", arguments, [source])
+    expand_chosen_trees(source, found, choice)
     document = map_document(source, found, choice.map)
     run(expect_files(source, document, selected_locations(document, choice.select, choice.exclude)))
     if choice.verify:

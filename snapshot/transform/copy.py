@@ -57,7 +57,7 @@ from snapshot.transform.call import (
 )
 from snapshot.transform.convert import StagedFiles
 from snapshot.transform.sources import CopiedFile, checked_files, copy_files_through, stat_files
-from snapshot.transform.target import Selection, Target, write_as_snapshot
+from snapshot.transform.target import Selection, Target, expand_chosen_trees, write_as_snapshot
 
 # Copies of other libraries' checkpoints: their own files, unchanged, with the index file last.
 
@@ -303,6 +303,7 @@ def _copy_selection(
 ) -> CopyReport:
     """Copy a selection of a snapshot as a new snapshot, since files also contain other entries."""
     run(load_parts(source, document, list(document.parts)))
+    expand_chosen_trees(source, document, choice)
     run(expect_files(source, document, selected_locations(document, choice.select, choice.exclude)))
     if choice.verify:
         expect_checksums(operation.exchange, source, document)

@@ -15,7 +15,7 @@ from snapshot.formats.pickled_objects import is_refused
 from snapshot.io.budget import MemoryBudget
 from snapshot.io.loop import run
 from snapshot.io.url import Location
-from snapshot.loading.read_object import expand_objects
+from snapshot.loading.read_object import expand_objects, expand_trees, is_tree
 from snapshot.loading.scatter import place_of
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import OWN_FORMATS, Document
@@ -375,7 +375,8 @@ def compare_snapshots(
     arguments = {"a": a.url, "b": b.url, "values": values, "select": select, "exclude": exclude, "rename": rename}
     documents = open_sources(exchange, "diff", arguments, (a, b))
     sides = [Side(session, document) for session, document in zip((a, b), documents, strict=True)]
-    here, there = (_read_names(side) for side in sides)
+    whole = bool(select or exclude or rename)
+    here, there = (_read_names(a, b, whole=whole) for a, b in (sides, sides[::-1]))
     here.rename(rename)
     chosen = _choose_items([*here.forms, *there.forms], select, exclude)
     removed, added, items = _match_items(here, there, chosen, values)
@@ -400,8 +401,15 @@ def compare_snapshots(
     return operation.done(found, "compared", bytes=nbytes, changes=len(ordered))
 
 
-def _read_names(side: Side) -> DiffNames:
+def _read_names(side: Side, other: Side, *, whole: bool) -> DiffNames:
+    """Return the names of one side. Trees of plain values that are equal on both are one name, unless `whole`."""
     manifest = dict(side.document.manifest)
+    there: Mapping[str, Any] = other.document.manifest
+
+    def differs(path: str) -> bool:
+        return whole or not is_tree(there.get(path)) or getattr(manifest[path], "digest", None) != there[path].digest
+
+    expand_trees(side.session, side.document, manifest, differs)
     expand_objects(side.session, side.document, manifest, lambda _: True, Kind)
     return DiffNames(side.document, manifest)
 

@@ -22,6 +22,7 @@ from snapshot.io.loop import cancel_all, run
 from snapshot.io.session import Session
 from snapshot.io.url import Location
 from snapshot.loading.open import expect_files
+from snapshot.loading.read_object import expand_trees
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document, find_locations
@@ -511,6 +512,8 @@ def merge_checkpoints(
     }
     documents = open_sources(exchange, "merge", arguments, sessions)
     sides = [Side(session, document) for session, document in zip(sessions, documents, strict=True)]
+    for side in sides:
+        expand_trees(side.session, side.document, side.document.manifest)
     plan = plan_merge(sides, choice)
     _expect_readable(sides, plan, choice, exchange)
     scratch = MemoryBudget(operation.part(4) or sessions[0].budget.total)

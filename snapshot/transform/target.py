@@ -25,6 +25,7 @@ from snapshot.formats.hugging_face import SHARD
 from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.io.url import URL, Location, expect_mapping
+from snapshot.loading.read_object import expand_trees
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document
 from snapshot.manifest.values import EnumEntry
@@ -310,6 +311,12 @@ class Selection:
         if self.dtype is None or known is None or not (known.is_floating_point and self.dtype.is_floating_point):
             return dtype
         return str(self.dtype).removeprefix("torch.")
+
+
+def expand_chosen_trees(session: Session, document: Document, choice: Selection) -> None:
+    """Replace trees of plain values by an entry for each value, if a selection or a new name may need one of them."""
+    if choice.select or choice.exclude or choice.rename:
+        expand_trees(session, document, document.manifest)
 
 
 class RecordedShare(RankShare):

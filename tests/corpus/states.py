@@ -327,6 +327,13 @@ def newest_compressed():
     return {**compressible(), "names": StateDict(args=argparse.Namespace(w=numbers(200, 300)), python=random.Random(4))}
 
 
+def plain_trees():
+    """Lists and dictionaries of many plain values, as one object each."""
+    rows = [{"id": i, "score": i / 7, "name": f"row {i} é/%", "ok": None if i % 3 else True} for i in range(300)]
+    odd = {1: (float("nan"), float("-inf"), -0.0), "1": [1 << 80, -(1 << 63), 1e300], None: {"$tuple": [True]}, 0.5: {}}
+    return {"state": StateDict(rows=rows, odd=[odd, list(range(1000))], few=[1, 2], names={"a": 1})}
+
+
 def pickles():
     """Objects that are pickled, some of which name classes of this library."""
     held = {"state": StateDict(step=1), "keep": [KeepLatest(2), KeepEvery(10) | KeepLatest(1)], "rng": RNGState()}

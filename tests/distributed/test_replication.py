@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from snapshot import Snapshot, SnapshotError, StateDict
+from snapshot import RestoreError, Snapshot, SnapshotError, StateDict
 
 
 def written(path):
@@ -260,3 +260,39 @@ def test_each_rank_s_own_part_of_a_large_manifest_stays_apart(four, two, folder)
     assert Snapshot(f"{folder}/s").verify()
     entries = Snapshot(f"{folder}/s").get_manifest()
     assert "3/s/x8" in entries
+
+
+def _trees(path):
+    rank = dist.get_rank()
+    equal, own = list(range(2000)), [rank] * 2000
+    Snapshot.take(path, {"s": StateDict(equal=equal, own=own)})
+    state = StateDict(equal=[], own=[])
+    Snapshot(path).restore({"s": state})
+    return state == {"equal": equal, "own": own}
+
+
+def test_equal_trees_of_plain_values_are_stored_once_and_any_number_of_ranks_has_them(two, folder):
+    assert two.run(_trees, f"{folder}/t") == [True, True]
+    entries = Snapshot(f"{folder}/t").get_manifest()
+    assert entries["0/s/equal"].replicated
+    assert "1/s/equal" not in entries
+    assert not entries["0/s/own"].replicated
+    assert Snapshot(f"{folder}/t").read_object("1/s/own/7") == 1
+    assert Snapshot(f"{folder}/t").read_object("s/equal/7") == 7
+    with pytest.raises(RestoreError, match="rank"):
+        Snapshot(f"{folder}/t").read_object("s/own/7")
+    alone = StateDict(equal=[], own=[])
+    Snapshot(f"{folder}/t").restore({"s": alone})
+    assert alone == {"equal": list(range(2000)), "own": [0] * 2000}
+
+
+def _partly_replicated(path):
+    rows = {f"{i}": {"same": i, "own": dist.get_rank()} for i in range(1000)}
+    Snapshot.take(path, {"s": StateDict(rows=rows)}, replicated=["s/rows/*/same"])
+
+
+def test_a_glob_for_some_values_of_a_tree_holds(two, folder):
+    two.run(_partly_replicated, f"{folder}/p")
+    entries = Snapshot(f"{folder}/p").get_manifest()
+    assert entries["0/s/rows/7/same"].replicated
+    assert not entries["1/s/rows/7/own"].replicated
