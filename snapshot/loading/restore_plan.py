@@ -14,16 +14,7 @@ from snapshot.errors import RestoreError, noting
 from snapshot.formats.pickled_objects import expect_no_module
 from snapshot.io.loop import run
 from snapshot.io.session import Session
-from snapshot.loading.choose import (
-    Chooser,
-    ChosenEntries,
-    Matched,
-    RestoreOptions,
-    below_only_key,
-    follow_rename,
-    in_restore_order,
-    match_wrappers,
-)
+from snapshot.loading.choose import Chooser, ChosenEntries, Matched, RestoreOptions, in_restore_order
 from snapshot.loading.left_out import compare_left_out
 from snapshot.loading.live import compare_twins, find_other_owner, find_read_only_memory, find_shared_memory
 from snapshot.loading.mapping import map_view
@@ -31,6 +22,7 @@ from snapshot.loading.match import Matcher
 from snapshot.loading.open import expect_files, load_parts
 from snapshot.loading.read_object import expand_trees, read_tree
 from snapshot.loading.read_plan import ReadPlan
+from snapshot.loading.renaming import below_only_key, follow_rename, match_wrappers
 from snapshot.manifest.compounds import ListEntry
 from snapshot.manifest.document import Document, PartEntry, find_locations
 from snapshot.manifest.entries import TENSORS, DTensorEntry, ShardedTensorEntry

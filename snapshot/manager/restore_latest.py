@@ -208,7 +208,7 @@ class Fallback:
             self._candidates = None  # another job has changed the line of the run meanwhile
             self._tried.clear()
         elif self._current is not None:
-            self._pass(self._current, fault)
+            self._pass_over(self._current, fault)
         while candidate := self._next():
             step = candidate[0]
             self._tried.add(candidate)
@@ -217,7 +217,7 @@ class Fallback:
             fault = run(self._root.fault(step, self._seal)) or ""
             if not fault:
                 return ChosenStep(step, self._told(), self._shares_with(step), self._found.place(step))
-            self._pass(step, fault)
+            self._pass_over(step, fault)
         self._found.expect_all_known()
         return ChosenStep(None, self._told())
 
@@ -249,7 +249,7 @@ class Fallback:
         self._before = min([*found.committed, *found.others, *found.unreadable], default=None)
         self._candidates = sorted({(step, stat.token) for step, stat in found.committed.items()} - self._tried)
 
-    def _pass(self, step: int, fault: str) -> None:
+    def _pass_over(self, step: int, fault: str) -> None:
         """Record a damaged step. If it was removed or replaced meanwhile, list all steps again."""
         if run(self._root.token(step)) == self._token:
             self._passed[step] = fault, run(self._root.is_replaceable(step))

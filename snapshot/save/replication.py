@@ -143,23 +143,23 @@ class ReplicationRules:
         self.own = tuple(encode_component(key) for key, stateful in app_state.items() if isinstance(stateful, RNGState))
         """Keys that are never shared: every rank has its own random state."""
 
-    def among(self, paths: Iterable[str]) -> frozenset[str]:
+    def select(self, paths: Iterable[str]) -> frozenset[str]:
         """Return the paths that count as replicated without comparing their bytes."""
-        return frozenset(filter(self.forced, paths)) if self._any else frozenset()
+        return frozenset(filter(self.is_replicated, paths)) if self._any else frozenset()
 
-    def private(self, path: str) -> bool:
+    def is_private(self, path: str) -> bool:
         """Return True if a path is never shared."""
         return path.partition("/")[0] in self.own
 
-    def said(self, path: str) -> bool:
+    def matches_glob(self, path: str) -> bool:
         """Return True if a glob matches the path."""
         return self._globs(path)
 
-    def forced(self, path: str) -> bool:
+    def is_replicated(self, path: str) -> bool:
         """Return True if the path counts as replicated without comparing its bytes."""
         return path in self._inferred or self._globs(path)
 
-    def leading(self, path: str) -> bool:
+    def is_led(self, path: str) -> bool:
         """Return True if the leader's value is saved."""
         return self._inferred.get(path, False)
 
@@ -272,21 +272,21 @@ class ReplicaCandidates:
         return digest_range(b"".join(sorted(chosen)))
 
 
-def find_candidates(flat: Flattened, alike: ReplicationRules) -> ReplicaCandidates:
+def find_candidates(flat: Flattened, rules: ReplicationRules) -> ReplicaCandidates:
     """Find the replication candidates of this rank."""
     found = ReplicaCandidates()
     structure: list[str] = []
     leaves = _by_path(flat)
     blobs = {blob.path: blob for blob in flat.blobs}
     for path, entry in flat.entries.items():
-        if path in flat.shards or alike.private(path):
+        if path in flat.shards or rules.is_private(path):
             structure.append(path)
             continue
-        wanted = alike.forced(path)
+        wanted = rules.is_replicated(path)
         if isinstance(entry, Scalar):
             kind = type(entry).__name__
             found.items[path] = _digest(f"{path}\0{kind}\0{entry.identity}".encode())
-            if alike.said(path):
+            if rules.matches_glob(path):
                 found.names[path] = _digest(f"{path}\0value".encode())
             structure.append(f"{path}\0{kind}\0{wanted}")
         elif path in blobs:
@@ -300,7 +300,7 @@ def find_candidates(flat: Flattened, alike: ReplicationRules) -> ReplicaCandidat
             structure.append(text)
         else:
             held = leaves.get(flat.ties.get(path, path), [])
-            text = f"{_identity_of(path, flat.ties.get(path, path), held)}\0{alike.leading(path)}"
+            text = f"{_identity_of(path, flat.ties.get(path, path), held)}\0{rules.is_led(path)}"
             structure.append(f"{text}\0{wanted}")
             if wanted:
                 found.items[path] = _digest(text.encode())
@@ -339,11 +339,11 @@ def bytes_of(leaf: Leaf) -> bytes:
     return bytes(wrap_memory(made.data_ptr(), leaf.nbytes))
 
 
-def agree_on_replicas(exchange: Exchange, flat: Flattened, alike: ReplicationRules) -> Replication:
+def agree_on_replicas(exchange: Exchange, flat: Flattened, rules: ReplicationRules) -> Replication:
     """Agree with the other ranks on the replicated entries."""
     if exchange.alone:
-        return Replication("", alike.among(flat.entries), (0,))
-    found = find_candidates(flat, alike)
+        return Replication("", rules.select(flat.entries), (0,))
+    found = find_candidates(flat, rules)
     asks = any(piece.holders is None and not piece.replica for held in flat.shards.values() for piece in held.pieces)
     memory = plan_memory(exchange.ranks)
     known = memory.find(found.structure) or (None if asks else memory.restored)
@@ -372,14 +372,14 @@ def agree_on_replicas(exchange: Exchange, flat: Flattened, alike: ReplicationRul
     else:
         raise SnapshotError("the ranks cannot agree on replicated values: their states change during the save")
     if basis != answer.structure:
-        _warn_of_differences(flat, alike, paths)
+        _warn_of_differences(flat, rules, paths)
     return Replication(
         answer.structure,
         paths,
         tuple(answer.loads),
         answer.cut,
         spare,
-        frozenset(filter(alike.leading, paths)),
+        frozenset(filter(rules.is_led, paths)),
         found.structure,
     )
 
@@ -473,17 +473,17 @@ def _count_entries(flat: Flattened, paths: frozenset[str], *, leader: bool) -> i
     return pieces + len(flat.entries) - (0 if leader else len(paths))
 
 
-def _warn_of_differences(flat: Flattened, alike: ReplicationRules, paths: frozenset[str]) -> None:
+def _warn_of_differences(flat: Flattened, rules: ReplicationRules, paths: frozenset[str]) -> None:
     left = [
         path
         for path, entry in flat.entries.items()
         if path not in paths
-        and alike.forced(path)
-        and not alike.private(path)
+        and rules.is_replicated(path)
+        and not rules.is_private(path)
         and path not in flat.shards
         and not isinstance(entry, e.Container)
     ]
-    sharded = [path for path in flat.shards if alike.said(path)]
+    sharded = [path for path in flat.shards if rules.matches_glob(path)]
     if left:
         warn(
             "replicated: ignored, since not all ranks have it with the same dtype and shape; each rank's own value "
