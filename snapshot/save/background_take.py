@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
-from operator import attrgetter
+from itertools import chain, compress
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -32,7 +32,8 @@ from snapshot.save.replication import RankShare
 from snapshot.save.staging import StagedPart, Stager
 from snapshot.save.transaction import Transaction
 from snapshot.save.writer import PartSink, Writer
-from snapshot.state.model_state import OverlapEligible, find_local_tensor, find_storage_begin
+from snapshot.state.model_state import OverlapEligible, count_changes, find_local_tensor, find_storage_begin
+from snapshot.tensors.memory import wrap_memory
 
 # Optimizer barrier: `step()` waits until pending snapshots have copied the tensors that it changes.
 #
@@ -41,7 +42,44 @@ from snapshot.state.model_state import OverlapEligible, find_local_tensor, find_
 # the first step after the last take, if it is the only global hook. Otherwise it stays and does nothing.
 
 R = TypeVar("R")
-_version = attrgetter("_version")
+SPOT = 64
+"""Bytes of a sample. A tensor has three of them."""
+
+
+class Samples:
+    """A few bytes of each of some tensors: the first, the last, and others that differ from take to take.
+
+    `torch._foreach_*` changes a `DTensor` without counting it. Such a change affects most elements, so samples show it.
+    """
+
+    _takes = itertools.count(1)
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = [each.detach() for each in tensors]
+        turn = next(Samples._takes) * 0x9E3779B1
+        self._spots = [
+            (0, (turn * number >> 7) % last, last - 1) for number, last in enumerate(map(_count_spots, tensors))
+        ]
+        self._taken = self._take()
+
+    def differ(self) -> bool:
+        """Return True if the tensors have other bytes now."""
+        return self._take() != self._taken
+
+    def _take(self) -> list[bytes]:
+        found: list[bytes] = []
+        elsewhere: dict[torch.device, list[torch.Tensor]] = {}
+        for tensor, spots in zip(self._tensors, self._spots, strict=True):
+            for begin, end in ((SPOT * spot, min(SPOT * (spot + 1), tensor.nbytes)) for spot in spots):
+                if tensor.is_cpu:
+                    found.append(bytes(wrap_memory(tensor.data_ptr() + begin, end - begin)))
+                else:
+                    elsewhere.setdefault(tensor.device, []).append(tensor.view(-1).view(torch.uint8)[begin:end])
+        return found + [bytes(torch.cat(each).cpu().numpy()) for each in elsewhere.values()]
+
+
+def _count_spots(tensor: torch.Tensor) -> int:
+    return max(1, tensor.nbytes // SPOT)
 
 
 class PendingCopy:
@@ -51,10 +89,17 @@ class PendingCopy:
     an operation when it ends, so one that began before the copy would be missed otherwise.
     """
 
-    def __init__(self, optimizers: Iterable[torch.optim.Optimizer], tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        optimizers: Iterable[torch.optim.Optimizer],
+        tensors: Sequence[torch.Tensor],
+        uncounted: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """Begin to watch tensors. `uncounted`: the local tensors of `DTensor`s, whose bytes are compared as well."""
         self._optimizers = frozenset(map(id, optimizers))
         self._tensors = tensors
-        self.versions = list(map(_version, tensors))
+        self.versions = list(map(count_changes, tensors))
+        self._samples = Samples(uncounted)
         self._over = Latch()
         self._lock = threading.Lock()
         self._let_go = False
@@ -91,7 +136,7 @@ class PendingCopy:
         """Check the version counters for the last time."""
         with self._lock:
             if not self._let_go:
-                self.changed = list(map(_version, self._tensors)) != self.versions
+                self.changed = list(map(count_changes, self._tensors)) != self.versions or self._samples.differ()
                 self._let_go = True
         self._drop()
 
@@ -108,7 +153,7 @@ class PendingCopy:
 
     def _drop(self) -> None:
         _barrier.get().discard(self)
-        self._tensors = ()
+        self._tensors, self._samples = (), Samples(())
 
 
 class _Barrier:
@@ -420,7 +465,11 @@ class LateCopies:
             self.marks = marks
             return
         try:
-            self.pending = PendingCopy(eligible.optimizers, owners)
+            late = [leaf.tensor for leaf in compress(share.leaves, marks)]
+            uncounted = [
+                held for held, owner in zip(late, owners, strict=True) if find_local_tensor(owner) is not owner
+            ]
+            self.pending = PendingCopy(eligible.optimizers, owners, uncounted)
         except RuntimeError:  # tensors of inference mode have no version counter
             return
         self.marks, self.owners = marks, owners

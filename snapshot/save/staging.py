@@ -23,6 +23,7 @@ from snapshot.io.budget import MemoryBudget
 from snapshot.io.storage import Buffer
 from snapshot.plan.layout import Extent, FilePart, FilePlan, cut_file
 from snapshot.state.leaves import Leaf
+from snapshot.state.model_state import count_changes
 from snapshot.tensors.device_digest import DeviceDigests, is_usable, scratch_bytes, supports
 from snapshot.tensors.digest import BLOCK, FileTree, RunningDigest, RunningTree, digest_range
 from snapshot.tensors.geometry import boxes_of_range
@@ -502,7 +503,7 @@ class Stager:
                 continue
             leaf = leaves[extent.leaf]
             owner, version = watched[extent.leaf]
-            if owner._version != version or leaf.tensor.data_ptr() != leaf.address:
+            if count_changes(owner) != version or leaf.tensor.data_ptr() != leaf.address:
                 path = leaf.path
                 del leaf, leaves, owner, watched  # the error must not keep the tensors alive
                 raise SnapshotError(

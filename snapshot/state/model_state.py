@@ -326,6 +326,12 @@ def find_local_tensor(tensor: Any) -> Any:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+def count_changes(tensor: torch.Tensor) -> int:
+    """Return the number of changes that torch has counted, of a `DTensor` and of its local tensor."""
+    local = find_local_tensor(tensor)
+    return int(tensor._version if local is tensor else tensor._version + local._version)
+
+
 def find_storage_begin(tensor: torch.Tensor) -> int:
     """Return the address of a tensor's storage."""
     return int(tensor.data_ptr() - tensor.storage_offset() * tensor.element_size())
@@ -339,6 +345,8 @@ class OverlapEligible:
         """The optimizers whose steps can be awaited."""
         self._changing: list[torch.Tensor] = []
         """Memory that may change at any time, even if an optimizer owns it."""
+        self._wrappers: dict[int, torch.Tensor] = {}
+        """The `DTensor`s of the optimizers' states, by the storages of their local tensors."""
         self._parameters: dict[str, torch.Tensor] = {}
         """The parameters by the path of a module's state in the snapshot."""
         of_state: list[str] = []
@@ -366,12 +374,15 @@ class OverlapEligible:
         for state in optimizer.state.values():
             values = state.values() if isinstance(state, Mapping) else [state]
             tensors += [each for each in values if isinstance(each, torch.Tensor)]
-        # `torch._foreach_*` changes a DTensor without counting it, so a change during the copy would stay unnoticed.
-        self._changing += [
-            find_local_tensor(each) for each in tensors if not hooked or find_local_tensor(each) is not each
-        ]
         if not hooked:
+            self._changing += map(find_local_tensor, tensors)
             return False
+        for each in tensors:
+            local = find_local_tensor(each)
+            if local is not each:
+                self._wrappers[find_storage_begin(local)] = each
+                if not local.is_contiguous():
+                    self._changing.append(local)
         self.optimizers.append(optimizer)
         return _has_usual_state(optimizer)
 
@@ -442,7 +453,7 @@ class OverlapEligible:
             owner = None
             if leaf.nbytes > ONE_ELEMENT and (leaf.wrap is None or leaf.whole is not None):
                 if leaf.path.startswith(of_state):
-                    owner = leaf.tensor
+                    owner = self._find_owner(leaf.path, leaf.tensor)
                 elif (parameter := parameters.get(leaf.path)) is not None:
                     whole = (
                         leaf.whole is None
@@ -457,7 +468,7 @@ class OverlapEligible:
 
     def _find_owner(self, path: str, tensor: torch.Tensor) -> torch.Tensor | None:
         if path.startswith(self._of_state):
-            return tensor
+            return self._wrappers.get(find_storage_begin(tensor), tensor) if self._wrappers else tensor
         parameter = self._parameters.get(path)
         if parameter is None:
             return None
