@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
 
 from snapshot.distributed.group import ranks_of
 from snapshot.distributed.operation import operation
-from snapshot.errors import CorruptSnapshotError
 from snapshot.events import emit
 from snapshot.io.loop import run
 from snapshot.io.session import Seal, Session, signer_of
@@ -18,10 +17,14 @@ from snapshot.io.url import URL, Location, expect_mapping, locate_source
 from snapshot.loading.choose import Accept, Cast, Mismatched, RestoreOptions, Unused
 from snapshot.loading.left_out import attach_base
 from snapshot.loading.mapping import map_document
-from snapshot.loading.open import checkpoint_exists, open_document, open_restore, read_from
+from snapshot.loading.open import (
+    KnownManifest,
+    checkpoint_exists,
+    open_restore,
+)
 from snapshot.loading.read_object import read_object, read_state_dict
 from snapshot.loading.restore import Restore
-from snapshot.manifest.document import Document, SnapshotMetadata, copy_manifest
+from snapshot.manifest.document import SnapshotMetadata, copy_manifest
 from snapshot.manifest.values import Entry
 from snapshot.options import moved_names
 from snapshot.pending import PendingTake, WaitUploaded
@@ -131,7 +134,7 @@ class Snapshot:
         self._url = URL.parse(self.path)
         self._options = dict(expect_mapping(storage_options))
         self.allow_pickle = allow_pickle
-        self._document: Document | None = None
+        self._manifest = KnownManifest(self.new_session)
 
     @classmethod
     def of(cls, source: str | os.PathLike[str] | Snapshot) -> Snapshot:
@@ -151,29 +154,6 @@ class Snapshot:
         """Do something in a new session."""
         with self.new_session(None) as session:
             return work(session)
-
-    def _open(self) -> Document:
-        """Return the manifest. It is read once, since a snapshot never changes; `restore` reads it again."""
-        if self._document is None:
-            self._document = self._use(lambda session: run(open_document(session)))
-        return self._document
-
-    def _read(self, budget: int | None, read: Callable[[Session, Document], Any]) -> Any:
-        """Read with the cached manifest, or with the new one if the snapshot was replaced since."""
-        known = self._open()
-        session = self.new_session(budget)
-        try:
-            run(read_from(session, known))
-            return read(session, known)
-        except CorruptSnapshotError:
-            run(session.close())
-            session = self.new_session(budget)
-            self._document = run(open_document(session))
-            if self._document.save_id == known.save_id:
-                raise
-            return read(session, self._document)
-        finally:
-            run(session.close())
 
     # Save
 
@@ -609,7 +589,7 @@ class Snapshot:
         tensor([[3, 4, 5],
                 [6, 7, 8]])
         """
-        return self._read(
+        return self._manifest.read(
             memory_budget_bytes,
             lambda session, document: read_object(
                 session,
@@ -620,6 +600,7 @@ class Snapshot:
                 verify=verify,
                 allow_pickle=self.allow_pickle,
             ),
+            path if map is None else None,
         )
 
     @of_object
@@ -632,7 +613,7 @@ class Snapshot:
         of rank 0. With `map`, return the tensors that its recipes make.
         """
         number = 0 if replicate_from_rank0 else ranks_of(self.pg).rank
-        return self._read(
+        return self._manifest.read(
             None,
             lambda session, document: read_state_dict(
                 session, map_document(session, document, map), key, number, allow_pickle=self.allow_pickle
@@ -642,12 +623,12 @@ class Snapshot:
     @of_object
     def get_manifest(self) -> dict[str, Entry]:
         """Return a copy of the manifest: an entry for each object, by `"<rank>/<logical path>"`."""
-        return copy_manifest(self._open().manifest)
+        return copy_manifest(self._manifest.open().manifest)
 
     @property
     def metadata(self) -> SnapshotMetadata:
         """Time, library version and user metadata of the snapshot."""
-        return SnapshotMetadata.of(self._open())
+        return SnapshotMetadata.of(self._manifest.open())
 
     @of_object
     def exists(self) -> bool:
@@ -886,7 +867,7 @@ class Snapshot:
         from snapshot.tiers.facts import delete_checkpoint
 
         self._use(delete_checkpoint)
-        self._document = None
+        self._manifest.forget()
         emit("deleted", "delete", str(self._url))
 
     def __repr__(self) -> str:

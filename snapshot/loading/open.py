@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -59,20 +59,22 @@ from snapshot.manifest.document import (
     FileEntry,
     Files,
     ForeignFile,
-    ManifestPart,
     PackedFile,
     PartEntry,
     decode_document,
-    decode_part,
     find_save_id,
     merge,
 )
 from snapshot.manifest.entries import needs_third_format
+from snapshot.manifest.parts import ManifestPart, decode_index, decode_part, decode_segment
+from snapshot.manifest.rank_view import has_path, is_rank
 from snapshot.progress import unmetered
 from snapshot.tensors.digest import BLOCK, digest_range
 from snapshot.tensors.memory import ITEMSIZE
 from snapshot.tensors.split_zstd import PAGE, BlockTable, load_zstd, sum_stored, thread_codec
 from snapshot.text import listed
+
+T = TypeVar("T")
 
 # Claims on stored bytes: new values must not take far more memory than the files have bytes.
 
@@ -445,6 +447,131 @@ async def _read_part(session: Session, part: PartEntry) -> ManifestPart:
         return decode_part(data, part, session.storage.url.join(part.location))
     except StorageNotFoundError as error:
         raise CorruptSnapshotError(f"{error}: a part of the manifest is missing") from error
+
+
+FEW = 16
+"""Times that single paths of a long manifest are looked for, before all of it is read."""
+MOST_SEGMENTS = 64
+"""Maximum number of segments that are read for one name. For more, all of the manifest is read."""
+
+
+class KnownManifest:
+    """The manifest of one snapshot. It is read once, since a snapshot never changes; `restore` reads it again."""
+
+    def __init__(self, new_session: Callable[[int | None], Session]) -> None:
+        self._new_session = new_session
+        self._document: Document | None = None
+        self._times = 0
+        """Times that a single path was looked for without reading all of the manifest."""
+
+    def forget(self) -> None:
+        """Read the manifest again when it is needed."""
+        self._document = None
+
+    def open(self) -> Document:
+        """Return the manifest."""
+        if self._document is None:
+            with self._new_session(None) as session:
+                self._document = run(open_document(session))
+        return self._document
+
+    def _open_for(self, path: str) -> Document:
+        """Return the manifest, or the entries at a path alone if that is quicker."""
+        if self._document is not None:
+            return self._document
+        self._times += 1
+        with self._new_session(None) as session:
+            document, whole = run(open_for_path(session, path, self._times))
+        self._document = document if whole else None
+        return document
+
+    def read(self, budget: int | None, read: Callable[[Session, Document], T], path: str | None = None) -> T:
+        """Read with the known manifest, or with the new one if the snapshot was replaced since.
+
+        `path`: the only path that is read.
+        """
+        known = self.open() if path is None else self._open_for(path)
+        session = self._new_session(budget)
+        try:
+            run(read_from(session, known))
+            return read(session, known)
+        except CorruptSnapshotError:
+            run(session.close())
+            session = self._new_session(budget)
+            self._document = run(open_document(session))
+            if self._document.save_id == known.save_id:
+                raise
+            return read(session, self._document)
+        finally:
+            run(session.close())
+
+
+async def open_for_path(session: Session, path: str, times: int) -> tuple[Document, bool]:
+    """Return the manifest and True, or with the entries at a path alone and False.
+
+    Of a long manifest, the entries are found by the indexes of its parts. `times`: how often the caller looked for a
+    path; after a few times, all of the manifest is read.
+    """
+    document = await open_main(session)
+    if times <= FEW and any(part.index is not None for part in document.parts):
+        found = await find_entries(session, document, path)
+        if found is not None and has_path(found.manifest, found.world_size, path):
+            return found, False
+    await load_parts(session, document, list(document.parts))
+    return document, True
+
+
+async def find_entries(session: Session, document: Document, path: str) -> Document | None:
+    """Return a document with the entries at a path and below it, on all ranks, from a manifest without its parts.
+
+    Only the indexes of long parts are read, and the segments that may have the entries. Return None if that would be
+    too many segments.
+    """
+    number, _, rest = path.partition("/")
+    names = [path, rest] if rest and is_rank(number, document.world_size) else [path]
+    left = MOST_SEGMENTS
+
+    async def look(part: PartEntry) -> dict[str, Any]:
+        nonlocal left
+        where = session.storage.url.join(part.location)
+        if part.index is None:
+            [whole] = await read_parts(session, [part])
+            found: dict[str, Any] = dict(whole.manifest)
+        else:
+            begin, end, _ = part.index
+            index = await _read_range(session, part, begin, end, lambda data: decode_index(data, part, where))
+            segments = index.find(names)
+            left -= len(segments)
+            found = {}
+            for each in segments if left >= 0 else ():
+                decode = partial(decode_segment, segment=each, where=where)
+                found |= await _read_range(session, part, each.begin, each.end, decode)
+        return choose(found)
+
+    below = tuple(f"{name}/" for name in names)
+
+    def choose(found: Mapping[str, Any]) -> dict[str, Any]:
+        logical = ((held, held.partition("/")[2]) for held in found)
+        return {held: found[held] for held, name in logical if name in names or name.startswith(below)}
+
+    manifest = choose(document.manifest)
+    for part, found in zip(document.parts, await gather_limited(document.parts, look, AT_ONCE), strict=True):
+        merge(manifest, found, part.location)
+    return msgspec.structs.replace(document, manifest=manifest, parts=[]) if left >= 0 else None
+
+
+async def _read_range(session: Session, part: PartEntry, begin: int, end: int, decode: Callable[[bytearray], T]) -> T:
+    async def read() -> T:
+        if not 0 <= begin < end <= part.size <= session.settings.manifest_bytes:
+            raise CorruptSnapshotError(f"{session.url}: {part.location}: a range {begin}-{end} is outside of it")
+        data = bytearray(end - begin)
+        try:
+            await session.storage.read_into(part.location, begin, [data])
+        except StorageNotFoundError as error:
+            raise CorruptSnapshotError(f"{error}: a part of the manifest is missing") from error
+        return await in_thread(decode, data)
+
+    return await session.read_twice(part.location, read)
 
 
 async def expect_files(session: Session, document: Document, locations: set[str], *, reads: bool = False) -> None:

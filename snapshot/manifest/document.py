@@ -145,7 +145,7 @@ class ForeignFile(FileEntry):
     """True if the length is known; otherwise it is at least `size`."""
 
 
-class PartEntry(msgspec.Struct, gc=False, forbid_unknown_fields=True):
+class PartEntry(msgspec.Struct, omit_defaults=True, gc=False, forbid_unknown_fields=True):
     """A part of a large manifest, in a separate file: the own entries of some ranks."""
 
     location: str
@@ -153,6 +153,8 @@ class PartEntry(msgspec.Struct, gc=False, forbid_unknown_fields=True):
     digest: str
     ranks: list[int]
     count: int
+    index: tuple[int, int, str] | None = None
+    """Begin, end and digest of the index in the part's file, if it has one."""
 
 
 class BaseReference(msgspec.Struct, gc=False, forbid_unknown_fields=True):
@@ -187,27 +189,11 @@ class Document(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
         return {location: file for location, file in self.files.items() if not file.in_base}
 
 
-class ManifestPart(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """A part of a manifest as stored, without its digest.
-
-    Each rank sends its part to the leader, which merges them. In a large manifest, each rank's own entries remain in a
-    separate part.
-    """
-
-    manifest: dict[str, AnyEntry]
-    """The rank's own entries, and the shards that it wrote."""
-    shared: dict[str, AnyEntry] = {}
-    """Entries written by the rank that are equal on all ranks."""
-    files: dict[str, FileEntry] = {}
-    base: BaseReference | None = None
-    """The base that has some of these files."""
-
-
 _encoder = msgspec.json.Encoder()
 
 
-def encode(document: Document | ManifestPart) -> bytes:
-    """Return the document's bytes, with the digest at the end."""
+def encode(document: msgspec.Struct) -> bytes:
+    """Return the bytes of a document, or of a part of one, with the digest at the end."""
     body = _encoder.encode(document)[:-1]
     return b'%s,"digest":"%s"}' % (body, digest_range(body).encode())
 
@@ -224,7 +210,7 @@ def copy_manifest(manifest: Mapping[str, AnyEntry]) -> dict[str, Entry]:
 def decode_document(data: bytes, where: object) -> Document:
     """Check and decode a manifest; `where` names it in errors."""
     _check_format(data, where)
-    document: Document = _decode_canonical(data, Document, where)
+    document: Document = decode_canonical(data, Document, where)
     for location in [*document.files, *(part.location for part in document.parts)]:
         if not _LOCATION.fullmatch(location):
             raise CorruptSnapshotError(f"{where}: invalid name of a data file: {location[:200]!r}")
@@ -241,7 +227,8 @@ def decode_document(data: bytes, where: object) -> Document:
             raise CorruptSnapshotError(f"{where}: {location} must have a digest of its header, and only of a header")
     if document.base is not None and document.base.save_id == document.save_id:
         raise CorruptSnapshotError(f"{where}: a snapshot must not be its own base")
-    lowest = format_of(document.files, document.manifest)
+    indexed = any(part.index is not None for part in document.parts)
+    lowest = NEWEST_FORMAT if indexed else format_of(document.files, document.manifest)
     if document.format != lowest and not (document.parts and document.format == NEWEST_FORMAT):
         raise CorruptSnapshotError(f"{where}: format must be {lowest}, got {document.format[:80]}")
     if document.world_size < 1:
@@ -283,18 +270,6 @@ def save_id_in(location: str) -> str:
     return location.removeprefix("data/").partition("-")[0]
 
 
-def decode_part(data: bytes, part: PartEntry, where: object) -> ManifestPart:
-    """Check and decode a part of a manifest."""
-    if digest_range(data) != part.digest:
-        raise CorruptSnapshotError(f"{where}: digest must be {part.digest}, got {digest_range(data)}")
-    decoded: ManifestPart = _decode_canonical(data, ManifestPart, where)
-    if part.count >= 0 and len(decoded.manifest) != part.count:
-        raise CorruptSnapshotError(
-            f"{where}: must have {counted(part.count, 'entry', 'entries')}, got {len(decoded.manifest)}"
-        )
-    return decoded
-
-
 def _check_format(data: bytes, where: object) -> None:
     """Raise for a newer format before checking the digest: it may have a different one, or none."""
     found = re.match(rb'\s*\{\s*"format"\s*:\s*"snapshot/(\d{1,9})"', data)
@@ -305,7 +280,8 @@ def _check_format(data: bytes, where: object) -> None:
         )
 
 
-def _decode_canonical(data: bytes, kind: type[Any], where: object) -> Any:
+def decode_canonical(data: bytes, kind: type[Any], where: object) -> Any:
+    """Return a document, or a part of one. Raise if its digest differs, or if it is not in the canonical form."""
     tail = _TAIL.match(data, max(0, len(data) - _TAIL_LENGTH))
     if not tail:
         raise CorruptSnapshotError(f"{where}: not a manifest, or its end is missing ({counted(len(data), 'byte')})")

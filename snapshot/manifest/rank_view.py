@@ -265,6 +265,15 @@ def resolve_path(manifest: Mapping[str, Any], saved: int, path: str, where: str 
     return found[0]
 
 
+def has_path(manifest: Mapping[str, Any], saved: int, path: str) -> bool:
+    """Return True if a manifest has an object of a name, with or without its rank."""
+    number, _, logical = path.partition("/")
+    return bool(
+        find_rank_paths(manifest, saved, path)
+        or (logical and is_rank(number, saved) and find_rank_paths(manifest, saved, logical))
+    )
+
+
 def is_shared(entry: Entry) -> bool:
     """Return True if an entry belongs to all ranks: it is replicated or sharded."""
     return isinstance(entry, ShardedTensorEntry) or entry.replicated

@@ -36,15 +36,14 @@ from snapshot.manifest.document import (
     BaseReference,
     Document,
     FileEntry,
-    ManifestPart,
     PackedFile,
     PartEntry,
-    decode_part,
     encode,
     expect_whole_tensors,
     format_of,
     merge,
 )
+from snapshot.manifest.parts import ManifestPart, decode_part, encode_own_part
 from snapshot.plan.consensus import add_sums, digest_layout, sum_digests
 from snapshot.plan.layout import Extent, place_box
 from snapshot.save.begin import TakeSigner
@@ -52,7 +51,7 @@ from snapshot.save.compression import PackedResult
 from snapshot.save.replication import RankShare
 from snapshot.save.reuse import Unchanged
 from snapshot.save.transaction import Transaction, clean_after_commit
-from snapshot.save.writer import WrittenFile
+from snapshot.save.writer import WrittenFile, write_small
 from snapshot.state.leaves import Blob, Leaf
 from snapshot.tensors.digest import Root, RunningDigest, digest_bytes, digest_range
 from snapshot.tensors.split_zstd import CODEC
@@ -251,11 +250,6 @@ def encode_for_leader(described: RankManifest) -> bytes:
     return encode(ManifestPart(own, described.shared, described.files, described.base))
 
 
-def encode_own_part(described: RankManifest) -> bytes:
-    """Encode the rank's own part of a large manifest."""
-    return encode(ManifestPart(described.own)) if described.cut else b""
-
-
 def build_document(
     described: RankManifest,
     save_id: str,
@@ -291,7 +285,7 @@ def build_document(
         described.structure,
         described.metadata,
         files,
-        [part for part in parts if part.count] if described.cut else [],
+        list(parts) if described.cut else [],
         manifest,
         base,
     )
@@ -353,13 +347,26 @@ def own_part_path(save_id: str, rank: int) -> str:
     return f"data/{save_id}-{rank}.json"
 
 
+async def write_own_part(
+    session: Session, save_id: str, rank: int, described: RankManifest
+) -> tuple[bytes, PartEntry | None]:
+    """Write the rank's own part of a large manifest. Return its bytes, and its entry; none if there is no such part."""
+    if not described.cut:
+        return b"", None
+    encoded = await in_thread(encode_own_part, described.own)
+    data = expect_readable(session, encoded.data, "a part of the manifest")
+    path = own_part_path(save_id, rank)
+    await write_small(session.storage, path, [data])
+    return data, encoded.describe(path, [rank])
+
+
 class RankDone(msgspec.Struct, array_like=True):
     """A rank's report that all of its files are stored, with the sizes and digests of its manifest parts."""
 
     leader_part: tuple[int, str]
     """Size and digest of the part for the leader."""
-    own_part: tuple[int, str, int]
-    """Size, digest and entry count of the rank's own part."""
+    own_part: PartEntry | None = None
+    """The rank's own part of a large manifest, as the manifest lists it."""
     shard_sums: tuple[bytes, bytes] = (b"", b"")
     """For a rank with its own part: its share of the checksums over all shards."""
     host: str = ""
@@ -516,10 +523,7 @@ async def _commit(
     if add_sums(each.shard_sums[0] for each in done) != add_sums(each.shard_sums[1] for each in done):
         raise CorruptSnapshotError("some shards were written twice or not at all; the take was aborted")
     save_id = transaction.save_id
-    parts = [
-        PartEntry(own_part_path(save_id, rank), *each.own_part[:2], [rank], each.own_part[2])
-        for rank, each in enumerate(done)
-    ]
+    parts = [each.own_part for each in done if each.own_part is not None and each.own_part.count]
 
     async def read(rank: int) -> ManifestPart:
         return await _read_leader_part(session, save_id, rank, done[rank])

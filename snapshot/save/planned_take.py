@@ -27,13 +27,13 @@ from snapshot.save.commit import (
     build_entries,
     commit_with_ranks,
     encode_for_leader,
-    encode_own_part,
     expect_readable,
     leader_part_path,
     own_part_path,
     raise_fault_of_another_rank,
     shard_checksums,
     while_all_go_on,
+    write_own_part,
 )
 from snapshot.save.compression import Packing, layout_of_leaves, longest_file, note_speed
 from snapshot.save.replication import RankShare
@@ -259,9 +259,7 @@ class Take:
         await in_thread(remember_unchanged, save_id, self._share, kept, written)
         if manifest.chunks:
             await write_small(storage, binary, manifest.chunks, count)
-        own_part = expect_readable(self.session, await in_thread(encode_own_part, manifest), "a part of the manifest")
-        if own_part:
-            await write_small(storage, own_part_path(save_id, rank), [own_part])
+        own_part, described = await write_own_part(self.session, save_id, rank, manifest)
         leader_part = await in_thread(encode_for_leader, manifest) if rank else b""
         expect_readable(self.session, leader_part, "a part of the manifest")
         sends = bool(storage.host) or self._may_send(leader_part)
@@ -276,13 +274,13 @@ class Take:
             await storage.settle()  # the leader's commit does it for the leader's files
         done = RankDone(
             (len(leader_part), digest_range(leader_part)),
-            (len(own_part), digest_range(own_part), len(manifest.own)),
+            described,
             shard_checksums(manifest) if manifest.cut else (b"", b""),
             storage.host,
             leader_part if sends else b"",
             signed,
             self._share.nbytes,
-            needs_third_format(manifest.own.values()),
+            needs_third_format(manifest.own.values()) or (described is not None and described.index is not None),
         )
         return manifest, done
 

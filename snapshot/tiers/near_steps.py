@@ -24,10 +24,10 @@ from snapshot.manifest.document import (
     NEWEST_FORMAT,
     Document,
     ManifestHead,
-    ManifestPart,
     PartEntry,
     decode_head,
 )
+from snapshot.manifest.parts import ManifestPart
 from snapshot.plan.layout import FilePlan
 from snapshot.progress import unmetered
 from snapshot.save.compression import Packing

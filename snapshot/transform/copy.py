@@ -38,8 +38,9 @@ from snapshot.loading.open import (
     open_main,
     read_parts,
 )
-from snapshot.manifest.document import METADATA, Document, ManifestPart, PackedFile, PartEntry, encode
+from snapshot.manifest.document import METADATA, NEWEST_FORMAT, Document, PackedFile, PartEntry, encode
 from snapshot.manifest.entries import count_entries
+from snapshot.manifest.parts import EncodedPart, ManifestPart, encode_own_part
 from snapshot.progress import Meter
 from snapshot.reports import CopyReport
 from snapshot.save.begin import TakeOpening, open_take
@@ -419,9 +420,9 @@ class _Copy:
         """Write the parts of the manifest, and return the manifest."""
         entries = []
         for kept, (location, part) in zip(self._document.parts, parts.items(), strict=True):
-            data = await in_thread(_encode_moved_part, part, places)
-            await write_small(self._target.storage, places[location], [data])
-            entries.append(PartEntry(places[location], len(data), digest_range(data), kept.ranks, kept.count))
+            moved = await in_thread(_encode_moved_part, part, places)
+            await write_small(self._target.storage, places[location], [moved.data])
+            entries.append(moved.describe(places[location], kept.ranks))
         return await in_thread(_encode_moved, self._document, save_id, places, entries)
 
     async def _expect_unchanged(self, cause: BaseException) -> None:
@@ -455,7 +456,9 @@ def _encode_moved(document: Document, save_id: str, places: Mapping[str, str], p
         for name, file in document.files.items()
     }
     _replace_paths(document.manifest, places)
-    data = encode(msgspec.structs.replace(document, save_id=save_id, files=files, parts=parts))
+    newest = NEWEST_FORMAT if any(part.index is not None for part in parts) else document.format
+    moved = msgspec.structs.replace(document, save_id=save_id, files=files, parts=parts, format=newest)
+    data = encode(moved)
     _replace_paths(document.manifest, {there: here for here, there in places.items()})
     return data
 
@@ -468,9 +471,9 @@ def _moved(packed: PackedFile | None, places: Mapping[str, str]) -> PackedFile |
     return msgspec.structs.replace(packed, index=(places[location], begin, end))
 
 
-def _encode_moved_part(part: ManifestPart, places: Mapping[str, str]) -> bytes:
+def _encode_moved_part(part: ManifestPart, places: Mapping[str, str]) -> EncodedPart:
     _replace_paths(part.manifest, places)
-    data = encode(part)
+    data = encode_own_part(part.manifest)
     _replace_paths(part.manifest, {there: here for here, there in places.items()})
     return data
 

@@ -32,8 +32,9 @@ from snapshot.loading.open import MOST_TIMES, ROOM
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.loading.reader import Reader, raise_faults
 from snapshot.loading.scatter import ReadRequest, copy_into, is_spread, request_all
-from snapshot.manifest.document import Document, ManifestPart
+from snapshot.manifest.document import Document
 from snapshot.manifest.entries import TENSORS, AnyTensor, MappedTensorEntry
+from snapshot.manifest.parts import ManifestPart
 from snapshot.plan.layout import Extent, FilePart, FilePlan
 from snapshot.progress import unmetered
 from snapshot.save.compression import Packing

@@ -18,7 +18,8 @@ from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import Ranks
 from snapshot.io.storage import Limits
 from snapshot.io.system import gc_paused
-from snapshot.manifest.document import ManifestPart, PartEntry, decode_part, encode
+from snapshot.manifest.document import PartEntry, encode
+from snapshot.manifest.parts import ManifestPart, decode_part
 from snapshot.plan.consensus import ConsensusReply, RankRecord, compare_records, settle_details
 from snapshot.plan.layout import FilePlan, make_plan, name_data_file
 from snapshot.save.commit import (

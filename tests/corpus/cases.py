@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 
 from snapshot import Near, Snapshot, SnapshotManager, StateDict
-from snapshot.manifest import document
+from snapshot.manifest import document, parts
 from snapshot.plan import layout
 from snapshot.save import commit
 from tests.corpus import states
@@ -22,7 +22,7 @@ SECRET = bytes(range(32))
 def small(name, value):
     """Replace a limit wherever a module has it, so that a small state passes it."""
     stack = contextlib.ExitStack()
-    for module in (document, layout, commit, commit):
+    for module in (document, layout, commit, parts):
         if hasattr(module, name):
             stack.enter_context(mock.patch.object(module, name, value))
     return stack
@@ -63,6 +63,12 @@ def _on_rank(folder, name, replicated, largest):
 def _ranks(folder, name, pool, state, largest=100_000):
     found = pool.run(_on_rank, str(folder / name), state, ["same/**"] if state == "shards" else None, largest)
     return {"": {str(rank): each for rank, each in enumerate(found)}}
+
+
+def indexed(folder, pool):
+    """A manifest whose only part has an index of several segments."""
+    with small("IN_ONE", 5), small("INDEXED", 0), small("SEGMENT", 1000):
+        return {"": {"0": take(folder / "indexed", "training")}}
 
 
 def bases(folder, pool):
@@ -150,6 +156,7 @@ CASES = dict([
     one("newest_compressed", compression="zstd"), one("plain_trees"), ("long_tensors", long_tensors),
     ("two_ranks", lambda folder, pool: _ranks(folder, "two_ranks", pool(2), "shards")),
     ("parts", lambda folder, pool: _ranks(folder, "parts", pool(2), "shards", largest=5)),
+    ("indexed", indexed),
     ("newest_parts", lambda folder, pool: _ranks(folder, "newest_parts", pool(2), "known_objects", largest=5)),
     ("four_ranks", lambda folder, pool: _ranks(folder, "four_ranks", pool(4), "meshes")),
     ("bases", bases), ("frozen", frozen), ("compressed", compressed), ("signed", signed), ("dcp", dcp), ("run", run),

@@ -135,8 +135,8 @@ def test_a_take_writes_the_same_bytes(name, tmp_path, request):
     skip_if_older(name)
     if name in ("compressed", "newest_compressed", "signed"):
         pytest.skip("zstd's frames may differ between versions")
-    if name in ("near", "dcp"):
-        pytest.skip("names of attempts, and the order of DCP's items, are random")
+    if name in ("near", "dcp", "indexed"):
+        pytest.skip("names of attempts, the order of DCP's items, and the digests of names of files are random")
     if VERSION != (2, 13):
         pytest.skip("the state dicts of this torch may differ")
     warnings.simplefilter("ignore")  # of pickles and shared memory

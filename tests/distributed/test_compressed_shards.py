@@ -62,7 +62,9 @@ def test_other_ranks_restore_what_was_compressed(four, two, folder, way):
 def test_ranks_share_what_they_compressed(two, folder):
     two.run(_save, f"{folder}/s", "take")
     two.run(_save, f"{folder}/t", "take", f"{folder}/s")
-    assert all(file.origin for file in Snapshot(f"{folder}/t")._open().files.values() if file.packed is not None)
+    assert all(
+        file.origin for file in Snapshot(f"{folder}/t")._manifest.open().files.values() if file.packed is not None
+    )
     Snapshot(f"{folder}/s").delete()
     assert Snapshot(f"{folder}/t").verify()
     assert all(two.run(_load, f"{folder}/t", 1))

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from snapshot import Sharded, Snapshot, SnapshotError, StateDict
+from snapshot import CorruptSnapshotError, RestoreError, Sharded, Snapshot, SnapshotError, StateDict
 from snapshot.io.registry import open_storage, register
 from snapshot.io.url import URL
-from snapshot.manifest import document
+from snapshot.manifest import document, parts
 from snapshot.testing.storages import Log, TappedStorage, recording
 
 ROWS = 24
@@ -65,8 +65,8 @@ def test_a_restore_into_the_same_layout_reads_its_own_part(four, folder):
 def test_a_restore_of_replicas_reads_the_parts_of_those_that_may_have_written_them(four, folder):
     four.run(_save, f"{folder}/s", (2, 2))
     found = four.run(_restore, f"{folder}/s", (2, 2))
-    for rank, (parts, stats) in enumerate(found):
-        assert set(parts) <= {f"{rank % 2}.json", f"{rank % 2 + 2}.json"}
+    for rank, (read, stats) in enumerate(found):
+        assert set(read) <= {f"{rank % 2}.json", f"{rank % 2 + 2}.json"}
         assert stats <= 2
 
 
@@ -75,8 +75,8 @@ def test_a_restore_into_another_layout_reads_the_parts_whose_boxes_it_meets(four
     low, high = two.run(_restore, f"{folder}/s", (2,))
     assert low[0] == ["0.json", "1.json"]
     assert high[0] == ["1.json", "2.json", "3.json"]  # its own number's first
-    for parts, _ in four.run(_restore, f"{folder}/s", (4,), 1):  # columns meet all rows
-        assert parts == [f"{rank}.json" for rank in range(4)]
+    for read, _ in four.run(_restore, f"{folder}/s", (4,), 1):  # columns meet all rows
+        assert read == [f"{rank}.json" for rank in range(4)]
 
 
 def test_a_wider_job_reads_the_parts_whose_boxes_it_meets(four, two, folder):
@@ -171,7 +171,8 @@ def _take_remote(path):
     register("remote+", Remote)
     rank = dist.get_rank()
     Remote.log.clear()
-    state = {"s": StateDict(mine=torch.full((3,), float(rank)), many=[rank] * (3000 if rank == 1 else 3))}
+    many = {f"k{i}": rank for i in range(3000 if rank == 1 else 3)}
+    state = {"s": StateDict(mine=torch.full((3,), float(rank)), **many)}
     Snapshot.take(f"remote+file://{path}", state)
     state["s"]["mine"].zero_()
     Snapshot(path).restore(state)
@@ -206,3 +207,91 @@ def _different(path):
 
 def test_ranks_that_need_different_files_look_at_their_own(two, folder):
     assert all(looks > 0 for looks in two.run(_different, f"{folder}/s"))
+
+
+@contextlib.contextmanager
+def indexed_manifests():
+    """Parts of every length have an index, of short segments."""
+    usual = parts.INDEXED, parts.SEGMENT
+    parts.INDEXED, parts.SEGMENT = 0, 400
+    try:
+        with small_manifests():
+            yield
+    finally:
+        parts.INDEXED, parts.SEGMENT = usual
+
+
+def tall(rank=0):
+    return StateDict(
+        layers={f"l{i}": {"w": torch.full((5,), float(i)), "n": i} for i in range(50)},
+        rank=rank,
+        many=list(range(1500)),
+    )
+
+
+def _save_indexed(path, shape):
+    mesh = init_device_mesh("cpu", shape)
+    held = state(mesh, [Shard(0)]) | {"own": torch.full((3,), float(dist.get_rank()))}
+    with indexed_manifests():
+        Snapshot.take(path, {"s": StateDict(held), "t": tall(dist.get_rank())})
+
+
+def _read(path, name, **options):
+    """An object, and the bytes of each file of the manifest that were read for it."""
+    with recording() as log:
+        found = Snapshot(f"recording+file://{path}").read_object(name, **options)
+    return found, [*log.of("get", "data/*.json"), *log.of("read_into", "data/*.json")]
+
+
+def test_one_object_of_a_long_manifest_is_found_by_the_index(tmp_path):
+    with indexed_manifests():
+        Snapshot.take(tmp_path / "s", {"t": tall()})
+    for name in ("0/t/layers/l7/w", "t/layers/l7/w"):
+        found, reads = _read(tmp_path / "s", name)
+        assert found.eq(7).all()
+        assert [each.name for each in reads] == ["read_into"] * len(reads)
+        assert 2 <= len(reads) <= 4
+    assert _read(tmp_path / "s", "t/layers/l7")[0]["n"] == 7
+    assert len(_read(tmp_path / "s", "t/layers")[0]) == 50
+    assert _read(tmp_path / "s", "t/many/7")[0] == 7  # in a tree of plain values
+    assert _read(tmp_path / "s", "t")[0]["rank"] == 0
+    with pytest.raises(RestoreError, match=r"l7/x.*did you mean"):
+        _read(tmp_path / "s", "t/layers/l7/x")
+    snapshot = Snapshot(tmp_path / "s")
+    assert [snapshot.read_object(f"t/layers/l{i}/n") for i in range(50)] == list(range(50))
+    assert snapshot.verify()
+
+
+def test_objects_of_many_ranks_are_found_by_the_indexes(four, folder):
+    four.run(_save_indexed, f"{folder}/s", (4,))
+    for name, value in values().items():
+        found, reads = _read(f"{folder}/s", f"s/{name}")
+        assert found.equal(value)
+        assert {each.name for each in reads} == {"read_into"}
+        assert _read(f"{folder}/s", f"2/s/{name}", box=[slice(3, 9)])[0].equal(value[3:9])
+    assert _read(f"{folder}/s", "3/s/own")[0].eq(3).all()
+    assert _read(f"{folder}/s", "2/t/rank")[0] == 2
+    assert _read(f"{folder}/s", "2/t/layers/l3")[0]["n"] == 3
+    with pytest.raises(RestoreError, match="needs a rank"):
+        _read(f"{folder}/s", "s/own")
+    with indexed_manifests():
+        Snapshot(f"{folder}/s").copy(f"{folder}/c")
+    found, reads = _read(f"{folder}/c", "s/w3")
+    assert found.equal(values()["w3"])
+    assert {each.name for each in reads} == {"read_into"}
+    assert Snapshot(f"{folder}/c").verify()
+
+
+@pytest.mark.parametrize("where", ["index", "segment", "missing"])
+def test_damage_of_an_index_or_a_segment_is_an_error(tmp_path, where):
+    with indexed_manifests():
+        Snapshot.take(tmp_path / "s", {"t": tall()})
+    [path] = (tmp_path / "s" / "data").glob("*.json")
+    data = bytearray(path.read_bytes())
+    at = data.index(b'"numbers"') if where == "index" else data.index(b'"0/t/layers/l7/n"') + 20
+    data[at + 3] ^= 1
+    path.unlink()
+    if where != "missing":
+        path.write_bytes(data)
+    with pytest.raises(CorruptSnapshotError, match="missing" if where == "missing" else f"{where}.*digest"):
+        Snapshot(tmp_path / "s").read_object("t/layers/l7/n")

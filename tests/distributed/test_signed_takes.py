@@ -137,7 +137,9 @@ def test_parts_of_a_long_manifest_are_covered(two, folder):
 def test_ranks_sign_what_they_share_with_a_base(two, folder):
     two.run(_save, f"{folder}/s")
     assert two.run(_save, f"{folder}/t", "private", f"{folder}/s") == ["", ""]
-    assert all(file.origin for name, file in Snapshot(f"{folder}/t")._open().files.items() if name.endswith("tensors"))
+    assert all(
+        file.origin for name, file in Snapshot(f"{folder}/t")._manifest.open().files.items() if name.endswith("tensors")
+    )
     Snapshot(f"{folder}/s").delete()
     assert Snapshot(f"{folder}/t", key=KEY.public_key()).verify()
     assert two.run(_load, f"{folder}/t", 1) == ["", ""]

@@ -95,7 +95,7 @@ def flipped(array, *places, mask=None):
 
 def ranges(snapshot):
     """Everything in the data files that has a digest of its own: (file, begin, end, what faults call it)."""
-    document = snapshot._open()
+    document = snapshot._manifest.open()
     found = {(location, 0, file.header): location for location, file in document.files.items() if file.header}
     for path, entry in document.manifest.items():
         stored = getattr(entry, "data", entry)

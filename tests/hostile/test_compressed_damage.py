@@ -38,7 +38,7 @@ def arrays():
 
 
 def test_the_snapshot_is_compressed_and_whole(arrays):
-    document = Snapshot("memory://packed")._open()
+    document = Snapshot("memory://packed")._manifest.open()
     assert sum(file.packed is not None for file in document.files.values()) == 1
     assert Snapshot("memory://packed").verify()
 

@@ -280,7 +280,7 @@ def test_base_and_take_may_differ_in_codec(tmp_path, first, then):
 def test_a_base_with_a_damaged_table_is_not_shared(tmp_path):
     app = {"s": StateDict(frozen=weights(2000, 512))}
     base = Snapshot.take(tmp_path / "a", app, compression="zstd")
-    document = base._open()
+    document = base._manifest.open()
     (packed,) = [file.packed for file in document.files.values() if file.packed is not None]
     with open(tmp_path / "a" / packed.index[0], "r+b") as file:
         file.seek(packed.index[1] + 3)

@@ -28,12 +28,12 @@ def flip(file, at):
 
 def frozen_file(path):
     """The file that has the tensor that all takes share."""
-    return path / Snapshot(path)._open().manifest["0/frozen/weight"].location
+    return path / Snapshot(path)._manifest.open().manifest["0/frozen/weight"].location
 
 
 def shared(path):
     """The data files that the last take shared."""
-    return [path / name for name, file in Snapshot(path)._open().files.items() if file.origin]
+    return [path / name for name, file in Snapshot(path)._manifest.open().files.items() if file.origin]
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])

@@ -70,7 +70,7 @@ def told_committed(error):
 
 def expected(path):
     """The files of the snapshot at a path, and those that are none of ours."""
-    document = Snapshot(path)._open()
+    document = Snapshot(path)._manifest.open()
     return {".snapshot_metadata", "keep.txt", "data/keep.bin", *document.files, *(p.location for p in document.parts)}
 
 

@@ -19,4 +19,4 @@ def test_every_byte_by_itself(mask):
             count += 1
     assert snapshot.verify()
     print(f"{count:,} bytes flipped, all found by verify, {met:,} by restore; the others are of headers")
-    assert count - met == sum(file.header for file in snapshot._open().files.values())
+    assert count - met == sum(file.header for file in snapshot._manifest.open().files.values())

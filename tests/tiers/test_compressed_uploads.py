@@ -157,7 +157,7 @@ def test_a_far_manifest_that_cannot_be_read_once_is_an_error_and_not_a_plain_ste
     stop_uploaders(tmp_path / "near")
     far = Snapshot(tmp_path / "far/step-10")
     session = Session(URL.parse(str(tmp_path / "far/step-10")), None)
-    (name, file), *_ = [each for each in far._open().files.items() if each[1].packed]
+    (name, file), *_ = [each for each in far._manifest.open().files.items() if each[1].packed]
     get = session.storage.get
     failures = [StorageError("503 slow down"), StorageNotFoundError("not there yet")]
 
@@ -224,7 +224,9 @@ def test_each_host_compresses_its_files_or_not(two, tmp_path, hosts, compressing
     names = two.run(_take_on_two_hosts, tmp_path / "far", hosts("a").parent, compressing, timeout=60)
     hosts("b")
     far = Snapshot(tmp_path / "far" / "step-10")
-    packed = {path.removeprefix("data/") for path, file in far._open().files.items() if file.packed is not None}
+    packed = {
+        path.removeprefix("data/") for path, file in far._manifest.open().files.items() if file.packed is not None
+    }
     assert packed == {name for host, found in zip("ab", names, strict=True) for name in found if host in compressing}
     assert far.verify()
     assert sorted(f"data/{path.name}" for path in (tmp_path / "far/step-10/data").iterdir()) == sorted(

@@ -123,7 +123,7 @@ def test_an_empty_snapshot_can_be_copied(tmp_path):
 
 def places(snapshot):
     """A byte of everything that is in the data files, and whose it is."""
-    for location, file in snapshot._open().files.items():
+    for location, file in snapshot._manifest.open().files.items():
         if file.header:
             yield location, 9, location
     for name, entry in snapshot.get_manifest().items():
@@ -359,7 +359,7 @@ def test_others_checkpoints_are_copied_file_by_file_as_they_are(tmp_path, kind):
     target = tmp_path / "to" / source.name
     report = Snapshot(source).copy(target)
     checked = "checksums" if kind in ("dcp", "torch") else "sizes"
-    assert (report.checked, report.format) == (checked, Snapshot(source)._open().format)
+    assert (report.checked, report.format) == (checked, Snapshot(source)._manifest.open().format)
     if source.is_dir():
         expected = [each for each in names(source) if each != "config.json"]  # which is none of the checkpoint's files
         assert names(target) == expected

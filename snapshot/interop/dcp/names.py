@@ -19,7 +19,8 @@ from snapshot.io.session import Session
 from snapshot.io.system import gc_paused
 from snapshot.manifest import document as d
 from snapshot.manifest import entries as e
-from snapshot.manifest.document import FileEntry, ManifestPart, merge
+from snapshot.manifest.document import FileEntry, merge
+from snapshot.manifest.parts import ManifestPart
 from snapshot.manifest.paths import decode_component, decode_key, encode_component, encode_key, find_tagged_keys
 from snapshot.manifest.rank_view import DEEPEST
 from snapshot.manifest.values import Entry, Scalar
@@ -28,13 +29,11 @@ from snapshot.save.commit import (
     RankDone,
     RankManifest,
     commit_with_ranks,
-    encode_own_part,
     expect_written,
-    own_part_path,
     shard_checksums,
+    write_own_part,
 )
 from snapshot.save.transaction import Transaction
-from snapshot.save.writer import write_small
 from snapshot.state.flatten import Flattened, inflate_tree
 from snapshot.tensors.digest import digest_range
 from snapshot.tensors.geometry import Box
@@ -348,11 +347,9 @@ def join_and_commit(
                 described = _describe(manifest, files, encode_metadata(note))
             shares = [[(location, file.size) for location, file in each.files.items()] for each in told]
             await expect_written(session.storage, shares)
-            part = encode_own_part(described)
-            if part:
-                await write_small(session.storage, own_part_path(transaction.save_id, 0), [part])
-            own_part = (len(part), digest_range(part), len(described.own))
-            done = RankDone((0, ""), own_part, shard_checksums(described))
+            _, own_part = await write_own_part(session, transaction.save_id, 0, described)
+            newest = own_part is not None and own_part.index is not None
+            done = RankDone((0, ""), own_part, shard_checksums(described), newest=newest)
             await commit_with_ranks(session, solo_exchange(VERB), transaction, described, done)
         return sum(file.size for file in files.values())
 

@@ -1,0 +1,181 @@
+"""Parts of a large manifest: the entries of one rank in a file of their own, with an index of it.
+
+A long part is cut into segments: runs of entries in the order of their paths. The index has the first path, the range
+and the digest of each. So one entry is found with two short reads, and each of them is verified.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from snapshot.decoding import decode_json
+from snapshot.errors import CorruptSnapshotError
+from snapshot.manifest.document import BaseReference, FileEntry, PartEntry, decode_canonical, encode
+from snapshot.manifest.entries import AnyEntry
+from snapshot.tensors.digest import digest_range
+from snapshot.text import counted
+
+INDEXED = 4 << 20
+"""Bytes of a part above which it has an index."""
+SEGMENT = 256 << 10
+"""Maximum bytes of a segment with more than one entry."""
+
+_encoder = msgspec.json.Encoder()
+_HEAD = b'{"manifest":{'
+
+
+class Segment(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=True):
+    """A range of a part's file: some entries, without the braces around them."""
+
+    first: str
+    """The path of its first entry."""
+    begin: int
+    end: int
+    digest: str
+
+
+class PartIndex(msgspec.Struct, forbid_unknown_fields=True):
+    """The index of a part."""
+
+    numbers: list[str]
+    """The ranks with which its paths begin."""
+    segments: list[Segment]
+
+    def find(self, names: Sequence[str]) -> list[Segment]:
+        """Return the segments that may have the entries of these names, under any rank, or entries below them."""
+        firsts = [each.first for each in self.segments]
+        found: set[int] = set()
+        for path in (f"{number}/{name}" for number in self.numbers for name in names):
+            found.add(bisect_right(firsts, path) - 1)
+            found.update(range(bisect_right(firsts, f"{path}/") - 1, bisect_left(firsts, f"{path}0")))
+        return [self.segments[at] for at in sorted(found - {-1})]
+
+
+class ManifestPart(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    """A part of a manifest as stored, without its digest.
+
+    Each rank sends its part to the leader, which merges them. In a large manifest, each rank's own entries remain in a
+    separate part.
+    """
+
+    manifest: dict[str, AnyEntry]
+    """The rank's own entries, and the shards that it wrote."""
+    shared: dict[str, AnyEntry] = {}
+    """Entries written by the rank that are equal on all ranks."""
+    files: dict[str, FileEntry] = {}
+    base: BaseReference | None = None
+    """The base that has some of these files."""
+    index: PartIndex | None = None
+
+
+class EncodedPart(msgspec.Struct, array_like=True):
+    """The bytes of a rank's own part, and what the manifest says of them."""
+
+    data: bytes
+    count: int
+    index: tuple[int, int, str] | None = None
+
+    def describe(self, location: str, ranks: list[int]) -> PartEntry:
+        """Return the part's entry in the manifest."""
+        return PartEntry(location, len(self.data), digest_range(self.data), ranks, self.count, self.index)
+
+
+def encode_own_part(manifest: Mapping[str, Any]) -> EncodedPart:
+    """Encode a rank's own entries. A long part has an index."""
+    data = encode(ManifestPart(dict(manifest)))
+    if len(data) <= INDEXED:
+        return EncodedPart(data, len(manifest))
+    names = sorted(manifest)
+    at_once = max(1, len(names) * SEGMENT // (2 * len(data)))
+    texts: list[bytes] = []
+    segments: list[Segment] = []
+    position = len(_HEAD)
+    for at in range(0, len(names), at_once):
+        for first, text in _encode_segments(manifest, names[at : at + at_once]):
+            segments.append(Segment(first, position, position + len(text), digest_range(text)))
+            texts.append(text)
+            position += len(text) + 1
+    index = _encoder.encode(PartIndex(_numbers_of(names), segments))
+    before = b'%s%s},"index":' % (_HEAD, b",".join(texts))
+    body = before + index
+    data = b'%s,"digest":"%s"}' % (body, digest_range(body).encode())
+    return EncodedPart(data, len(manifest), (len(before), len(body), digest_range(index)))
+
+
+def _encode_segments(manifest: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[str, bytes]]:
+    text = _encoder.encode({name: manifest[name] for name in names})[1:-1]
+    if len(text) <= SEGMENT or len(names) == 1:
+        yield names[0], text
+        return
+    half = len(names) // 2
+    yield from _encode_segments(manifest, names[:half])
+    yield from _encode_segments(manifest, names[half:])
+
+
+def _numbers_of(names: Sequence[str]) -> list[str]:
+    return sorted({name.partition("/")[0] for name in names})
+
+
+def decode_part(data: bytes, part: PartEntry, where: object) -> ManifestPart:
+    """Check and decode a part of a manifest."""
+    if digest_range(data) != part.digest:
+        raise CorruptSnapshotError(f"{where}: digest must be {part.digest}, got {digest_range(data)}")
+    decoded: ManifestPart = decode_canonical(data, ManifestPart, where)
+    if part.count >= 0 and len(decoded.manifest) != part.count:
+        raise CorruptSnapshotError(
+            f"{where}: must have {counted(part.count, 'entry', 'entries')}, got {len(decoded.manifest)}"
+        )
+    if not _has_right_index(data, decoded, part):
+        raise CorruptSnapshotError(f"{where}: its index must describe its entries, and be where the manifest says")
+    return decoded
+
+
+def _has_right_index(data: bytes, decoded: ManifestPart, part: PartEntry) -> bool:
+    """Return True if an index agrees with the entries, so that all readers of the part find the same."""
+    if decoded.index is None or part.index is None:
+        return decoded.index is None and part.index is None
+    begin, end, digest = part.index
+    text, segments, names = data[begin:end], decoded.index.segments, list(decoded.manifest)
+    if digest_range(text) != digest or text != _encoder.encode(decoded.index) or names != sorted(names):
+        return False
+    if decoded.index.numbers != _numbers_of(names) or not data.startswith(_HEAD):
+        return False
+    position = len(_HEAD)
+    for each in segments:
+        held = data[each.begin : each.end]
+        head = _encoder.encode(each.first) + b":"
+        if each.begin != position or digest_range(held) != each.digest or not held.startswith(head):
+            return False
+        if each.first not in decoded.manifest or data[each.end : each.end + 1] not in (b",", b"}"):
+            return False
+        position = each.end + 1
+    return bool(segments) and data[position - 1 : begin] == b'},"index":'
+
+
+def decode_index(data: bytes | bytearray, part: PartEntry, where: object) -> PartIndex:
+    """Check and decode the index of a part."""
+    assert part.index is not None
+    if digest_range(data) != part.index[2]:
+        raise CorruptSnapshotError(f"{where}: index: digest must be {part.index[2]}, got {digest_range(data)}")
+    found: PartIndex = decode_json(bytes(data), PartIndex, where)
+    for each in found.segments:
+        if not len(_HEAD) <= each.begin < each.end <= part.index[0]:
+            raise CorruptSnapshotError(f"{where}: a segment {each.begin}-{each.end} must be before the index")
+    return found
+
+
+def decode_segment(data: bytes | bytearray, segment: Segment, where: object) -> dict[str, Any]:
+    """Check and decode the entries of a segment."""
+    if digest_range(data) != segment.digest:
+        raise CorruptSnapshotError(
+            f"{where}: segment {segment.begin}-{segment.end}: digest must be {segment.digest}, got {digest_range(data)}"
+        )
+    found: dict[str, Any] = decode_json(b"{%s}" % data, dict[str, AnyEntry], where)
+    names = list(found)
+    if _encoder.encode(found)[1:-1] != data or names != sorted(names) or names[:1] != [segment.first]:
+        raise CorruptSnapshotError(f"{where}: segment {segment.begin}-{segment.end}: not in the canonical form")
+    return found
