@@ -16,7 +16,7 @@ from snapshot.cli.arguments import add_storage, handed_on, options_of
 from snapshot.cli.bench import NameList, count, device_name, header, positive
 from snapshot.errors import SnapshotError
 from snapshot.io.system import unwind_on_signals
-from tests.benchmarks import background, codecs, formats, object_store, planning_scale, ranks, tiers
+from tests.benchmarks import background, codecs, formats, object_store, planning_scale, ranks, scale, tiers
 from tests.benchmarks.background_child import TRAINED
 
 Lines = Iterable[str]
@@ -81,6 +81,9 @@ def _parser() -> argparse.ArgumentParser:
     add("planning", "the cost of planning with up to thousands of simulated ranks", _planning, url=False).add_argument(
         "--worlds", type=_worlds, default=planning_scale.WORLDS, metavar="LIST"
     )
+    made = add("scale", "growth with tensors and with ranks, and a model of large jobs", _at_place(_scale))
+    made.add_argument("--tensors", type=_counts, default=scale.SIZES, metavar="LIST")
+    made.add_argument("--worlds", type=_worlds, default=scale.WORLDS, metavar="LIST")
     add("store", "S3's clients alone and this library over them, on loopback or at an s3:// URL", _store)
     for name, (what, compare_at) in AT_A_PLACE.items():
         add(name, what, _at_place(_call(compare_at, "scale", "rounds")))
@@ -115,6 +118,10 @@ def _planning(arguments: argparse.Namespace) -> Lines:
     return planning_scale.simulate(arguments.worlds)
 
 
+def _scale(where: Workspace, arguments: argparse.Namespace) -> Lines:
+    return scale.compare(where, arguments.tensors, arguments.worlds)
+
+
 def _store(arguments: argparse.Namespace) -> Lines:
     url = None if arguments.url == "." else arguments.url
     return object_store.compare(url, options_of(arguments), arguments.scale, arguments.rounds)
@@ -125,6 +132,10 @@ def _several(text: str) -> int:
     if value < 2:
         raise argparse.ArgumentTypeError(f"{text} is not above 1")
     return value
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(map(count, text.split(",")))
 
 
 def _worlds(text: str) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from snapshot.distributed.group import Ranks
 from snapshot.io.storage import Limits
 from snapshot.io.system import gc_paused
 from snapshot.manifest.document import PartEntry, encode
-from snapshot.manifest.parts import ManifestPart, decode_part
+from snapshot.manifest.parts import ManifestPart, decode_part, encode_own_part
 from snapshot.plan.consensus import ConsensusReply, RankRecord, compare_records, settle_details
 from snapshot.plan.layout import FilePlan, make_plan, name_data_file
 from snapshot.save.commit import (
@@ -27,7 +27,6 @@ from snapshot.save.commit import (
     build_document,
     build_entries,
     encode_for_leader,
-    encode_own_part,
 )
 from snapshot.save.replication import RankShare, Replication, ReplicationRules, agree_on_replicas
 from snapshot.save.reuse import Unchanged
@@ -237,8 +236,7 @@ class _Simulation:
             described, once = self.plan(rank, ranks, self.answers)
             if rank % max(1, self.world // 8) == 0:
                 again.append(self.plan(rank, ranks, self.answers[-1:])[1])
-            part = encode_own_part(described)
-            sizes.append(len(part))
+            sizes.append(len(encode_own_part(described.own).data) if described.cut else 0)
             entries += len(described.own) + len(described.shared)
             if first is None:
                 first = described

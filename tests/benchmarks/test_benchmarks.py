@@ -120,6 +120,18 @@ def test_the_costs_of_planning_are_a_table(monkeypatch: pytest.MonkeyPatch, caps
     assert len(rows) == 2 * len({row[0] for row in rows})
 
 
+def test_growth_is_a_table_of_each_kind(tmp_path: Path, measured: Callable[..., str]) -> None:
+    shown = measured("scale", str(tmp_path), "--tensors", "20,40", "--worlds", "2")
+    lines = [line for line in shown.splitlines() if line.startswith("|")]
+    first = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert {"`take`", "`restore`", "`read_object`", "`diff`"} <= {row[0] for row in first}
+    counts = {row[1]: int(row[2]) for row in first if row[0] == "2"}
+    assert counts["restore, FSDP"] < counts["take, FSDP"]
+    assert [row[2:5] for row in first if row[:2] == ["4,096", "FSDP"]] == [["1", "2", "1"]]
+    assert any(row[0].startswith("save: PUTs") for row in first)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_deltas_of_weights_are_measured_by_stage_and_as_a_whole(tmp_path: Path, measured: Callable[..., str]) -> None:
     shown = measured("publish", str(tmp_path), "--scale", "0.004", "--rounds", "1")
     for stage in ("XOR", "adler32", "encode: all stages", "apply: all stages", "pull: apply", "copy of the files"):
