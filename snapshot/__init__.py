@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         SnapshotExistsError,
         SnapshotNotFoundError,
         StorageError,
+        SuspectStateError,
         UnsafeObjectError,
         UnsupportedFormatError,
     )
@@ -95,6 +96,7 @@ __all__ = [
     "OtherWriterError",
     "RankError",
     "StorageError",
+    "SuspectStateError",
     "MissingExtraError",
     "release_memory",
     "load",
@@ -119,6 +121,7 @@ _MODULES = {
         "SnapshotExistsError",
         "SnapshotNotFoundError",
         "StorageError",
+        "SuspectStateError",
         "UnsafeObjectError",
         "UnsupportedFormatError",
     ),

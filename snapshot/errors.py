@@ -75,6 +75,17 @@ class SnapshotBusyError(SnapshotError):
     """Raised when the limit of concurrent async takes is reached and `when_busy="raise"`."""
 
 
+class SuspectStateError(SnapshotError):
+    """Raised instead of a commit if a guard found something, and `guards` is `"refuse"`.
+
+    `findings` has a line for each.
+    """
+
+    def __init__(self, message: str, findings: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.findings = tuple(findings)
+
+
 class CancelledError(SnapshotError):
     """Raised by `wait()` when the pending snapshot was cancelled."""
 

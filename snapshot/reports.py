@@ -142,6 +142,8 @@ class TakeReport(Report):
     """The save id of the snapshot that has them."""
     notes: tuple[str, ...] = ()
     """A line for each base or file that could not be used, or was damaged."""
+    findings: Sequence[object] = ()
+    """The findings of the guards on this rank. Those of a pending take are complete when `wait()` has returned."""
 
     @property
     def summary(self) -> str:
@@ -152,7 +154,7 @@ class TakeReport(Report):
 
     @property
     def details(self) -> tuple[str, ...]:
-        return self.notes
+        return (*self.notes, *map(str, self.findings))
 
 
 @dataclass(frozen=True, slots=True)

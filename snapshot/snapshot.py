@@ -43,6 +43,7 @@ from snapshot.save.begin import (
     WhenBusy,
     Worker,
 )
+from snapshot.save.guards import Guards
 from snapshot.save.take import AppState, StartedTake, plan_take, run_take, shown_once, start_take
 from snapshot.signing.keys import Key, load_signer
 from snapshot.signing.seal import seal_with
@@ -183,6 +184,7 @@ class Snapshot:
         compression: Compression | None = None,
         sign: Key | None = None,
         allow_pickle: AllowPickle = "warn",
+        guards: Guards = "report",
     ) -> Snapshot:
         """Save the application's state and return when it is committed.
 
@@ -221,6 +223,8 @@ class Snapshot:
                 object of `cryptography`. Ranks other than 0 may pass the public key. See docs/signatures.md.
             allow_pickle: The action for objects that only a pickle can hold, which a restore refuses by default:
                 `"warn"`, `"error"`, or True to store them without a word. Message and error name each object.
+            guards: The action if the state looks wrong, such as NaN in a parameter: `"report"` it, `"warn"`, commit it
+                as `"suspect"`, or `"refuse"` to commit. `"off"` does not look. See docs/guards.md.
 
         Raises:
             MissingExtraError: zstandard is not installed and `compression` is set, or cryptography and `sign`.
@@ -229,6 +233,7 @@ class Snapshot:
             CorruptSnapshotError: Bytes that were read back differ from the written ones; nothing was committed.
             TypeError: A value of `app_state` is not stateful; nothing was written.
             UnsafeObjectError: An object needs a pickle, and `allow_pickle="error"`; nothing was written.
+            SuspectStateError: A guard found something, and `guards="refuse"`; nothing was committed.
         """
         options = partial(
             TakeRequest,
@@ -250,6 +255,7 @@ class Snapshot:
             compression=compression,
             sign=sign,
             allow_pickle=allow_pickle,
+            guards=guards,
         )
         return cls.take_with(path, app_state, pg, options, timeout)
 
@@ -292,6 +298,7 @@ class Snapshot:
         compression: Compression | None = None,
         sign: Key | None = None,
         allow_pickle: AllowPickle = "warn",
+        guards: Guards = "report",
         staging: Staging = "blocking",
         worker: Worker = "thread",
         when_busy: WhenBusy = "wait",
@@ -341,6 +348,7 @@ class Snapshot:
             compression=compression,
             sign=sign,
             allow_pickle=allow_pickle,
+            guards=guards,
             staging=staging,
             worker=worker,
             when_busy=when_busy,

@@ -52,6 +52,7 @@ NAMES = [
     "CommitUnknown",
     "CancelledError",
     "SnapshotBusyError",
+    "SuspectStateError",
     "RunForkedError",
     "RunDeletedError",
     "OtherWriterError",

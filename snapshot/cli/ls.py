@@ -34,6 +34,8 @@ from snapshot.manager.root import Root
 from snapshot.manager.step_metadata import NOTE, WRITER
 from snapshot.manifest.document import ManifestHead, SnapshotMetadata
 from snapshot.plan.names import matcher
+from snapshot.save.guards import KEY as GUARDS
+from snapshot.save.guards import suspicions
 from snapshot.snapshot import Snapshot
 from snapshot.text import counted, entries_text, size_text
 from snapshot.tiers.control import ANSWERS, ControlClient, Request, StepStatus, UploaderError
@@ -230,6 +232,8 @@ def _head(name: str, metadata: SnapshotMetadata, found: Sequence[ListedItem]) ->
         parts.append(f"written by {metadata.format}".rstrip())
     name = printable(name)
     yield paint(name, "bold") + line(f"{name}: {', '.join(parts)}").removeprefix(name)
+    for each in suspicions(metadata.metadata):
+        yield paint("suspect", "red") + line(f"suspect: {each}").removeprefix("suspect")
     if metadata.metadata:
         text = json.dumps(metadata.metadata, ensure_ascii=False)
         yield line(f"metadata: {text if len(text) <= 500 else text[:500] + '...'}")
@@ -382,6 +386,7 @@ def _as_json(found: _Found, shared: SharedFiles | None) -> dict[str, Any]:
         "bytes": held.nbytes,
         "world_size": held.world_size,
         "metadata": held.metadata,
+        "suspect": list(suspicions(held.metadata)),
     } | ({"own_bytes": sizes.own, "shared_bytes": sizes.shared} if sizes else {})
 
 
@@ -425,6 +430,9 @@ def _flat(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the metadata, with nested mappings flattened. Leave out what managers and tiers note about jobs."""
     for key, value in metadata.items():
         if key == KEY:
+            continue
+        if key == GUARDS:
+            yield "suspect:", "; ".join(suspicions(metadata))
             continue
         if key == NOTE and isinstance(value, Mapping):
             yield from _flat({name: each for name, each in value.items() if name != WRITER})

@@ -50,6 +50,7 @@ from snapshot.manifest.document import ManifestHead
 from snapshot.options import moved_names
 from snapshot.reports import RestoreReport, TakeReport
 from snapshot.save.begin import TAKE_OPTIONS, TakeOptions
+from snapshot.save.guards import suspicions
 from snapshot.save.take import AppState
 from snapshot.signing.keys import Key
 from snapshot.snapshot import PendingSnapshot, Snapshot
@@ -310,6 +311,7 @@ class SnapshotManager:
         app_state: AppState,
         *,
         offline: bool = False,
+        good: bool = True,
         key: Key | None = None,
         options: RestoreOptions = RESTORE_OPTIONS,
     ) -> int | None:
@@ -323,6 +325,7 @@ class SnapshotManager:
             app_state: As for `Snapshot.restore`.
             offline: With `near`: if the far root cannot be read, restore the newest step that the hosts have. Without
                 it, raise StorageError, since the far root may have a newer step, or say that near steps are abandoned.
+            good: Pass over suspect steps, with a log line. With False, restore the newest undamaged step in any case.
             key: The public key that must have signed the step, as for `Snapshot`.
             options: Arguments of `Snapshot.restore`. With `atomic=True`, a damaged step changes no live tensor.
 
@@ -340,7 +343,7 @@ class SnapshotManager:
         self._pendings.moved_on()
         begin = partial(self._exchange, "restore_latest", timeout)
         found = self._steps.candidates(begin, offline=offline)
-        fallback = Fallback(found, begin, self._steps.using)
+        fallback = Fallback(found, begin, self._steps.using, good=good)
         try:
             step, damaged = fallback.restore(app_state, options, key)
         finally:
@@ -379,6 +382,20 @@ class SnapshotManager:
                 return step
             log.warning("%s: passed over: verification failed: %s", self._steps.root.step_url(step), fault)
         return None
+
+    def last_good(self) -> int | None:
+        """Return the newest committed step that is not suspect, or None if there is none."""
+        root = self._steps.root
+        committed = run(root.folders()).committed
+        for step in reversed(run(root.on_line(committed))):
+            head = run(root.heads({step: committed[step]}))[step]
+            if isinstance(head, ManifestHead) and not suspicions(head.metadata):
+                return step
+        return None
+
+    def suspect(self, step: int) -> tuple[str, ...]:
+        """Return what the guards found in a step: nothing, unless it was committed as suspect."""
+        return suspicions(self._steps.snapshot(checked_step(step)).metadata.metadata)
 
     def best(self, metric: str | None = None, mode: str = "min") -> int | None:
         """Return the best step by a metric, or by the first `KeepBest` of the policy.

@@ -10,7 +10,7 @@ import heapq
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -26,6 +26,8 @@ class Taken:
     created: float = 0.0
     """Seconds since the epoch."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    suspect: bool = False
+    """True if a guard found something in its state."""
 
 
 class Policy(ABC):
@@ -61,7 +63,7 @@ class KeepLatest(Policy):
 
 @dataclass(frozen=True)
 class KeepBest(Policy):
-    """Keep the `n` best by a metric; of equal ones the later. NaN, or a missing metric, is never best.
+    """Keep the `n` best by a metric; of equal ones the later. A step with NaN, without it, or suspect, is never best.
 
     >>> sorted(KeepBest("loss").keep([Taken(1, 0, {"loss": 0.5}), Taken(2, 0, {"loss": 0.7})], now=0))
     [1]
@@ -87,7 +89,7 @@ class KeepBest(Policy):
         having = [
             (sign * value, -each.step)
             for each in taken
-            if not math.isnan(value := each.metrics.get(self.metric, math.nan))
+            if not each.suspect and not math.isnan(value := each.metrics.get(self.metric, math.nan))
         ]
         return [-step for _, step in sorted(having)]
 
@@ -155,7 +157,15 @@ def parts(policy: Policy) -> tuple[Policy, ...]:
 
 
 def reasons(policy: Policy | None, taken: Sequence[Taken], now: float) -> dict[int, list[str]]:
-    """Return the kept steps with the reasons. The newest is always kept; without a policy all are."""
+    """Return the kept steps with the reasons. The newest is always kept; without a policy all are.
+
+    Suspect steps are decided among themselves. So none takes the place of a good one, and none is the best.
+    """
+    suspect = [each for each in taken if each.suspect]
+    if suspect:
+        good = [each for each in taken if not each.suspect]
+        apart = reasons(policy, [replace(each, suspect=False, metrics={}) for each in suspect], now)
+        return reasons(policy, good, now) | {step: [f"suspect: {each}" for each in why] for step, why in apart.items()}
     if not taken:
         return {}
     found: dict[int, list[str]] = {}

@@ -22,7 +22,7 @@ from snapshot.io.loop import run
 from snapshot.io.session import Seal, signer_of
 from snapshot.loading.choose import RestoreOptions
 from snapshot.loading.reader import TOUCHED
-from snapshot.manager.root import Root, StepFolders
+from snapshot.manager.root import SUSPECT, Root, StepFolders
 from snapshot.manager.step_metadata import noted_step
 from snapshot.manager.takes import expect_options
 from snapshot.manifest.document import Document, SnapshotMetadata
@@ -132,7 +132,9 @@ class Fallback:
     `begin` begins a collective call; `using` is updated with the steps that are being read.
     """
 
-    def __init__(self, found: Candidates, begin: Callable[[], Exchange], using: set[int]) -> None:
+    def __init__(self, found: Candidates, begin: Callable[[], Exchange], using: set[int], *, good: bool = True) -> None:
+        """Prepare it. `good`: suspect steps are passed over."""
+        self._good = good
         self._found = found
         self._root = found.root
         self._begin = begin
@@ -214,7 +216,7 @@ class Fallback:
             self._tried.add(candidate)
             self._now_at(step)
             self._token = candidate[1]
-            fault = run(self._root.fault(step, self._seal)) or ""
+            fault = run(self._root.fault(step, self._seal, good=self._good)) or ""
             if not fault:
                 return ChosenStep(step, self._told(), self._shares_with(step), self._found.place(step))
             self._pass_over(step, fault)
@@ -252,8 +254,9 @@ class Fallback:
     def _pass_over(self, step: int, fault: str) -> None:
         """Record a damaged step. If it was removed or replaced meanwhile, list all steps again."""
         if run(self._root.token(step)) == self._token:
-            self._passed[step] = fault, run(self._root.is_replaceable(step))
-            self._copies[step] = run(self._root.copies(step, self._seal))
+            suspect = fault.startswith(SUSPECT)
+            self._passed[step] = fault, not suspect and run(self._root.is_replaceable(step))
+            self._copies[step] = set() if suspect else run(self._root.copies(step, self._seal))
         else:
             self._candidates = None
 

@@ -27,8 +27,9 @@ from snapshot.io.url import URL
 from snapshot.loading.open import expect_files, open_main, read_manifest
 from snapshot.manager.policies import Taken
 from snapshot.manager.step_metadata import noted_metrics
-from snapshot.manifest.document import METADATA, OURS, ManifestHead, NotOurs, decode_head
+from snapshot.manifest.document import METADATA, OURS, ManifestHead, NotOurs, SnapshotMetadata, decode_head
 from snapshot.save import transaction
+from snapshot.save.guards import suspicions
 from snapshot.tiers.facts import read_facts
 from snapshot.tiers.near_steps import PINNED
 from snapshot.tiers.timeline import Line, origin_of
@@ -44,7 +45,16 @@ _STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 
 def taken_of(step: int, head: ManifestHead) -> Taken:
     """Return a snapshot as policies see it."""
-    return Taken(step, datetime.fromisoformat(head.created).timestamp(), noted_metrics(head.metadata))
+    suspect = bool(suspicions(head.metadata))
+    return Taken(step, datetime.fromisoformat(head.created).timestamp(), noted_metrics(head.metadata), suspect)
+
+
+def why_suspect(found: Sequence[str]) -> str | None:
+    """Return why a suspect step is passed over; None for one that is not suspect."""
+    return f"{SUSPECT} ({'; '.join(found)}); good=False restores it" if found else None
+
+
+SUSPECT = "is suspect"
 
 
 @dataclass(slots=True)
@@ -232,8 +242,10 @@ class Root:
             stat = await _stat_if_there(session.storage, METADATA)
         return None if stat is None else stat.token
 
-    async def fault(self, step: int, seal: Seal | None = None) -> str | None:
+    async def fault(self, step: int, seal: Seal | None = None, *, good: bool = False) -> str | None:
         """Return why a step cannot be restored, as far as its main manifest shows; None if it does not.
+
+        With `good`, also why it should not be restored: it is suspect.
 
         The ranks look at the manifest's parts and at the files that they need, before any of them reads data.
         """
@@ -248,7 +260,7 @@ class Root:
                 raise
             except Exception as error:  # noqa: BLE001 - readers of other formats may raise anything
                 return f"{self.step_url(step)}: not a readable snapshot ({type(error).__name__}: {error})"
-        return None
+        return why_suspect(suspicions(SnapshotMetadata.of(document).metadata)) if good else None
 
     async def is_replaceable(self, step: int) -> bool:
         """Return True if this library wrote the damaged snapshot there.

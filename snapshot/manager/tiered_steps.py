@@ -32,7 +32,7 @@ from snapshot.io.url import URL
 from snapshot.manager.policies import Plan, Policy, Taken, checked_policy, plan_retention
 from snapshot.manager.restore_latest import Candidates, Ended
 from snapshot.manager.retention import IN_USE, PINNED, Cleaner, find_needed
-from snapshot.manager.root import Root, StepFolders, taken_of
+from snapshot.manager.root import Root, StepFolders, taken_of, why_suspect
 from snapshot.manager.steps import Begun, RunOptions, Steps, TakePlace
 from snapshot.manager.takes import Near
 from snapshot.manifest.document import ManifestHead
@@ -675,11 +675,13 @@ class TieredRoot(Root):
     def _is_newer(self, near: CensusStep, far: ManifestHead) -> bool:
         return self._of_run.is_newer(near.step, (near.save_id, near.origin), (far.save_id, origin_of(far.metadata)))
 
-    async def fault(self, step: int, seal: Seal | None = None) -> str | None:
+    async def fault(self, step: int, seal: Seal | None = None, *, good: bool = False) -> str | None:
         """Return why a step cannot be restored: for a near one, the files that no host has, nor the far root."""
         found = self.census.get(step)
         if found is None:
-            return await super().fault(step, seal)
+            return await super().fault(step, seal, good=good)
+        if good and found.suspect:
+            return why_suspect(found.suspect)
         missing = found.missing
         if not missing:
             return None

@@ -38,6 +38,7 @@ from snapshot.plan.layout import SavePlan
 from snapshot.plan.names import matcher
 from snapshot.progress import Meter, ProgressArgument
 from snapshot.save.compression import expect_compression, usual_budget
+from snapshot.save.guards import Guards, expect_guards
 from snapshot.save.transaction import State, Transaction, expect_own_manifest
 from snapshot.state.leaves import Prepare
 from snapshot.tensors.digest import FileTree, Root
@@ -126,6 +127,7 @@ class TakeOptions:
     staging: Staging = "blocking"
     worker: Worker = "thread"
     when_busy: WhenBusy = "wait"
+    guards: Guards = "report"
     signer: TakeSigner | None = field(init=False)
     """The key that `sign` names."""
 
@@ -136,6 +138,7 @@ class TakeOptions:
                 raise ValueError(f"{name} must be {choices}, got {getattr(self, name)!r}")
         if self.allow_pickle not in ("warn", "error") and self.allow_pickle is not True:
             raise ValueError(f"allow_pickle must be 'warn', 'error' or True, got {self.allow_pickle!r}")
+        expect_guards(self.guards)
         if self.worker == "process":
             expect_linux("worker='process'")
         if self.only not in (None, "trainable"):

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -48,6 +48,7 @@ from snapshot.plan.consensus import add_sums, digest_layout, sum_digests
 from snapshot.plan.layout import Extent, place_box
 from snapshot.save.begin import TakeSigner
 from snapshot.save.compression import PackedResult
+from snapshot.save.guards import Finding, Guards, act_on
 from snapshot.save.replication import RankShare
 from snapshot.save.reuse import Unchanged
 from snapshot.save.transaction import Transaction, clean_after_commit
@@ -379,6 +380,8 @@ class RankDone(msgspec.Struct, array_like=True):
     """Bytes of the tensors that it wrote."""
     newest: bool = False
     """True if its own entries need the newest format."""
+    findings: list[Finding] = []
+    """The findings of its guards."""
 
 
 class Committed(msgspec.Struct, array_like=True):
@@ -400,14 +403,15 @@ async def commit_with_ranks(
     done: RankDone,
     *,
     signer: TakeSigner | None = None,
+    guards: Guards = "off",
 ) -> int:
     """Report that this rank has finished writing, and wait for the leader's commit. Return the bytes of all ranks."""
     if exchange.alone:
-        await shielded(_commit(session, transaction, manifest, [done], signer))
+        await shielded(_commit(session, transaction, manifest, [done], signer=signer, guards=guards))
         return done.nbytes
 
     async def commit(reports: list[RankDone]) -> Committed:
-        data = await _commit(session, transaction, manifest, reports, signer)
+        data = await _commit(session, transaction, manifest, reports, signer=signer, guards=guards)
         first: dict[str, int] = {}
         for rank, each in enumerate(reports):
             first.setdefault(each.host, rank)
@@ -514,7 +518,9 @@ async def _commit(
     transaction: Transaction,
     manifest: RankManifest,
     done: Sequence[RankDone],
+    *,
     signer: TakeSigner | None,
+    guards: Guards,
 ) -> bytes:
     """Merge all parts into one manifest, commit it, and return it.
 
@@ -523,6 +529,8 @@ async def _commit(
     if add_sums(each.shard_sums[0] for each in done) != add_sums(each.shard_sums[1] for each in done):
         raise CorruptSnapshotError("some shards were written twice or not at all; the take was aborted")
     save_id = transaction.save_id
+    found = list(dict.fromkeys(finding for each in done for finding in each.findings))
+    manifest = replace(manifest, metadata=act_on(guards, found, manifest.metadata, session.url))
     parts = [each.own_part for each in done if each.own_part is not None and each.own_part.count]
 
     async def read(rank: int) -> ManifestPart:

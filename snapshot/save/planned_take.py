@@ -36,6 +36,7 @@ from snapshot.save.commit import (
     write_own_part,
 )
 from snapshot.save.compression import Packing, layout_of_leaves, longest_file, note_speed
+from snapshot.save.guards import GuardedTake
 from snapshot.save.replication import RankShare
 from snapshot.save.reuse import Unchanged, remember_unchanged
 from snapshot.save.staging import Stager
@@ -129,6 +130,7 @@ class Take:
         verify: Verify | None = None,
         packing: MemoryBudget | None = None,
         signer: TakeSigner | None = None,
+        guarded: GuardedTake | None = None,
     ) -> None:
         if signer is not None:
             signer.expect_signable(opening.session.storage, leads=opening.exchange.rank == 0)
@@ -144,6 +146,7 @@ class Take:
         self._metadata = metadata
         self.unchanged = unchanged
         self._verify = verify
+        self._guarded = guarded
         self.committed_bytes = 0
         """Bytes of the tensors that all ranks wrote, after the commit."""
         self._began = time.perf_counter()
@@ -170,8 +173,9 @@ class Take:
         base = "" if made.reference is None else made.reference.save_id
         omitted = sum(stored.nbytes for _, stored in made.omitted)
         tables = sum(len(table) for each in made.files for table in each.tables.values())
+        found = () if self._guarded is None else self._guarded.findings  # of a pending take, some come later
         return TakeReport(
-            self.plan.total_bytes + tables, made.nbytes, len(made.files), omitted, base, tuple(made.notes)
+            self.plan.total_bytes + tables, made.nbytes, len(made.files), omitted, base, tuple(made.notes), found
         )
 
     def emit(self, name: str, **fields: Any) -> None:
@@ -201,9 +205,12 @@ class Take:
                         await while_all_go_on(self._exchange, self._verify(self.session, manifest))
                     await self._staging.check()
                     await self.unchanged.expect_base()
+                    policy = "off" if self._guarded is None else self._guarded.policy
                     self.committed_bytes = await commit_with_ranks(
-                        self.session, self._exchange, transaction, manifest, done, signer=self._signer
+                        self.session, self._exchange, transaction, manifest, done, signer=self._signer, guards=policy
                     )
+                    if self._guarded is not None:
+                        self._guarded.committed()
                     keep_plan(self._exchange.ranks, self._share.replication.own, self._share.replication.known_plan())
                 except BaseException as error:  # before the other ranks get the error, and files are deleted
                     self._staging.stop(error)
@@ -228,6 +235,8 @@ class Take:
         """Release the application's tensors: an error or the pending snapshot must not keep them alive."""
         self._staging.forget()
         self._stager.forget()
+        if self._guarded is not None:
+            self._guarded.forget()
         del self._share, self.writer, self._staging
 
     async def _write_files(self, transaction: Transaction) -> tuple[RankManifest, RankDone]:
@@ -256,6 +265,8 @@ class Take:
         written = [*kept.files, *fresh]
         describe = partial(build_entries, structure=self.plan.structure, metadata=self._metadata)
         manifest = await in_thread(describe, self._share, written, kept, binary)
+        if self._guarded is not None:
+            await in_thread(self._guarded.compare, self._share.flat.entries)
         await in_thread(remember_unchanged, save_id, self._share, kept, written)
         if manifest.chunks:
             await write_small(storage, binary, manifest.chunks, count)
@@ -281,6 +292,7 @@ class Take:
             signed,
             self._share.nbytes,
             needs_third_format(manifest.own.values()) or (described is not None and described.index is not None),
+            [] if self._guarded is None else list(self._guarded.findings),
         )
         return manifest, done
 

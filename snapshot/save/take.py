@@ -22,6 +22,7 @@ from snapshot.reports import TakeReport
 from snapshot.save.background_take import LateCopies, PendingCopy, StagingAhead
 from snapshot.save.begin import TakeRequest, begin_take, open_dry_run, session_for_take, take_slots
 from snapshot.save.compression import choose_packing
+from snapshot.save.guards import GuardedTake
 from snapshot.save.planned_take import Take, Verify, plan_writes
 from snapshot.save.replication import collect_rank_share
 from snapshot.save.reuse import find_unchanged, group_leaves
@@ -92,6 +93,9 @@ def run_take(
             share = collect_rank_share(exchange, app_state, options, opening.globs)
             packing = choose_packing(options.compression, opening.session, share.leaves)
             unchanged = find_unchanged(opening, share, app_state, options)
+            guarded = GuardedTake(
+                options.guards, app_state, share.flat, share.leaves, url=opening.session.url, verb="take"
+            )
             plan = plan_writes(
                 share, opening.session, staged=False, groups=unchanged.groups, expected=options.plan, packing=packing
             )
@@ -107,6 +111,7 @@ def run_take(
                     verify=verify_written(options.read_back_share, "take"),
                     packing=packing,
                     signer=options.signer,
+                    guarded=guarded,
                 )
                 run(take.write())
     return opening.path_as_given(path), take.report, options
@@ -148,6 +153,9 @@ def start_take(
             with LateCopies(opening, share, app_state if overlapped else None) as late:
                 unchanged = find_unchanged(opening, share, app_state, options)
                 groups = unchanged.groups_with(late.marks)
+                guarded = GuardedTake(
+                    options.guards, app_state, share.flat, share.leaves, url=opening.session.url, verb="async_take"
+                )
                 plan = plan_writes(
                     share, opening.session, staged=True, groups=groups, expected=options.plan, packing=packing
                 )
@@ -163,6 +171,7 @@ def start_take(
                         verify=verify_written(options.read_back_share, "async_take"),
                         packing=packing,
                         signer=options.signer,
+                        guarded=guarded,
                     )
                     report = take.report
                     work = staging.stage(take)

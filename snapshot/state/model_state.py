@@ -337,6 +337,29 @@ def find_storage_begin(tensor: torch.Tensor) -> int:
     return int(tensor.data_ptr() - tensor.storage_offset() * tensor.element_size())
 
 
+def walk_modules(module: torch.nn.Module, *, unwrapped: bool) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield each module and the prefix of its parameters' names. With `unwrapped`, wrappers have no part in names."""
+    left: list[tuple[str, torch.nn.Module, tuple[int, ...]]] = [("", module, ())]
+    while left:
+        prefix, each, above = left.pop()
+        yield prefix, each
+        above = (*above, id(each))
+        for name, child in each._modules.items():
+            if child is not None and id(child) not in above:
+                hidden = unwrapped and (
+                    name in _WRAPPERS or (name == "module" and isinstance(each, DistributedDataParallel))
+                )
+                left.append((prefix if hidden else f"{prefix}{name}.", child, above))
+
+
+def list_parameters(module: torch.nn.Module, *, unwrapped: bool) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield all names of parameters."""
+    for prefix, each in walk_modules(module, unwrapped=unwrapped):
+        for name, parameter in each._parameters.items():
+            if parameter is not None:
+                yield prefix + name, parameter
+
+
 class OverlapEligible:
     """The tensors that the optimizers of an app state own: parameters, and the state of each."""
 
@@ -391,24 +414,14 @@ class OverlapEligible:
 
         With `unwrapped`, use their names without model wrappers.
         """
-        parameters = self._parameters
-        left: list[tuple[str, torch.nn.Module, tuple[int, ...]]] = [("", module, ())]
-        while left:
-            prefix, module, above = left.pop()
-            above = (*above, id(module))
-            for name, parameter in module._parameters.items():
+        for prefix, each in walk_modules(module, unwrapped=unwrapped):
+            for name, parameter in each._parameters.items():
                 if (
                     parameter is not None and id(parameter) in stepped and parameter.requires_grad
                 ):  # others it is not the step that changes
-                    parameters[below + encode_component(prefix + name)] = parameter
-            if isinstance(module, _MAX_NORM) and module.max_norm is not None:
-                self._changing.append(find_local_tensor(module.weight))
-            for name, child in module._modules.items():
-                if child is not None and id(child) not in above:
-                    hidden = unwrapped and (
-                        name in _WRAPPERS or (name == "module" and isinstance(module, DistributedDataParallel))
-                    )
-                    left.append((prefix if hidden else f"{prefix}{name}.", child, above))
+                    self._parameters[below + encode_component(prefix + name)] = parameter
+            if isinstance(each, _MAX_NORM) and each.max_norm is not None:
+                self._changing.append(find_local_tensor(each.weight))
 
     def __bool__(self) -> bool:
         return bool(self.optimizers)

@@ -31,6 +31,7 @@ from snapshot.manifest.parts import ManifestPart
 from snapshot.plan.layout import FilePlan
 from snapshot.progress import unmetered
 from snapshot.save.compression import Packing
+from snapshot.save.guards import suspicions
 from snapshot.save.transaction import belongs_to, save_id_of
 from snapshot.save.writer import Writer
 from snapshot.tensors.digest import RunningDigest
@@ -213,6 +214,8 @@ class StepView(msgspec.Struct, array_like=True):
     origin: tuple[str, int, str, int, bool]
     files: dict[str, int]
     """The data files that are here."""
+    suspect: tuple[str, ...] = ()
+    """What the guards found in it."""
 
 
 class HostView(msgspec.Struct, array_like=True):
@@ -229,7 +232,7 @@ def view_of(folder: NearFolder, key: str) -> HostView:
         found = committed.get(step)
         files = folder.files(step)
         if found is not None:
-            views.append(StepView(step, found.save_id, (*found.origin,), files))
+            views.append(StepView(step, found.save_id, (*found.origin,), files, suspicions(found.head.metadata)))
         elif files:
             views.append(StepView(step, "", (*NO_ORIGIN,), files))
     return HostView(key, views)
@@ -248,6 +251,8 @@ class CensusStep:
     """The files that the snapshot must have, by its manifest."""
     holders: dict[str, list[int]] = field(default_factory=dict)
     """Hosts that have each file with its right size."""
+    suspect: tuple[str, ...] = ()
+    """What the guards found in it."""
 
     @property
     def missing(self) -> list[str]:
@@ -283,7 +288,7 @@ def take_census(
                 continue
             known = best.get(each.step)
             if known is None or line.age(origin) > line.age(known.origin):
-                known = best[each.step] = CensusStep(each.step, each.save_id, origin)
+                known = best[each.step] = CensusStep(each.step, each.save_id, origin, suspect=each.suspect)
             if known.save_id == each.save_id:
                 known.keepers.add(at)
     for known in best.values():

@@ -1,0 +1,298 @@
+"""Guards: what a take says of a state that cannot be that of a healthy training, and what follows from it."""
+
+import contextlib
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from snapshot import (
+    CorruptSnapshotError,
+    KeepBest,
+    KeepLatest,
+    ModelState,
+    Snapshot,
+    SnapshotManager,
+    StateDict,
+    SuspectStateError,
+    TakeOptions,
+)
+from snapshot.events import add_handler, remove_handler
+from snapshot.save import guards
+from tests.helpers.trainings import TRAININGS, alarms
+
+COUNT = itertools.count()
+
+
+@pytest.fixture
+def folder():
+    return f"memory://guards-{next(COUNT)}/run"
+
+
+@contextlib.contextmanager
+def events():
+    found = []
+
+    def handler(event):
+        if event.name == "guard":
+            found.append((event.fields["guard"], event.fields["text"]))
+
+    add_handler(handler)
+    try:
+        yield found
+    finally:
+        remove_handler(handler)
+
+
+def layers(width=16):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Linear(width, 4))
+
+
+def adam(parameters, **options):
+    return torch.optim.AdamW(parameters, lr=1e-2, **options)
+
+
+def step(model, optimizer, scale=1.0):
+    width = next(model.parameters()).shape[-1]
+    (model(torch.randn(8, width)) ** 2).mean().mul(scale).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def takes(folder, app_state, between, times=4, **options):
+    """The findings of some takes, with a step of training before each."""
+    found = []
+    for number in range(times):
+        between(number)
+        found.append(Snapshot.take(f"{folder}/step-{number}", app_state, **options).report.findings)
+    return [[each.guard for each in some] for some in found]
+
+
+# Faults
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_numbers_that_are_not_finite_in_a_parameter(folder, value, dtype):
+    model = nn.Linear(700, 9).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.no_grad():
+        model.weight.fill_(value)
+    with events() as seen:
+        report = Snapshot.take(folder, {"m": model, "o": optimizer}).report
+    assert [each.guard for each in report.findings] == ["nonfinite"]
+    assert "m/weight (6,300 of 6,300)" in str(report.findings[0])
+    assert "m/weight" in str(report)
+    assert seen == [("nonfinite", report.findings[0].text)]
+
+
+def test_numbers_that_are_not_finite_in_a_moment(folder):
+    model = layers()
+    optimizer = adam(model.parameters())
+    step(model, optimizer)
+    optimizer.state[model[2].weight]["exp_avg_sq"].fill_(math.inf)
+    [finding] = Snapshot.take(folder, {"m": model, "o": optimizer}).report.findings
+    assert "o/state/4/exp_avg_sq" in finding.text
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_one_bad_number_is_found_within_some_takes(folder, named):
+    model = nn.Linear(512, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with torch.no_grad():
+        model.weight[2, 77] = math.nan
+    app = {"t": ModelState(model, optimizer)} if named else {"m": model, "o": optimizer}
+    found = takes(folder, app, lambda number: None, times=2 * 512 * 4 // 16)
+    assert ["nonfinite"] in found
+
+
+def test_long_tensors_are_sampled_in_turn():
+    tensor = torch.zeros(3 << 20)
+    tensor[(1 << 20) + 5] = math.nan
+    model = nn.Module()
+    model.register_parameter("w", nn.Parameter(tensor))
+    [leaf] = [each for each in flattened({"m": model}).leaves if each.path == "m/w"]
+    assert any(guards.find_nonfinite([leaf], turn) for turn in range(2 * guards.SHARE))
+    assert guards.find_nonfinite([leaf], 0, everything=True) == [leaf]
+
+
+def flattened(app):
+    from snapshot.save.replication import collect_state
+
+    return collect_state(app, None, (), ())
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.full((64, 64), math.nan).t(),
+        torch.full((64, 64), math.nan)[:, ::2],
+        torch.full((1,), math.nan),
+        torch.full((3,), math.nan, dtype=torch.complex64),
+    ],
+)
+def test_any_layout_is_read(tensor):
+    leaves = flattened({"s": StateDict(w=tensor)}).leaves
+    expected = [] if tensor.is_complex() else leaves
+    assert guards.find_nonfinite(leaves, 3) == expected
+
+
+def test_weights_that_stand_still_while_the_optimizer_moves(folder):
+    model = layers()
+    optimizer = adam(model.parameters())
+    kept = copy.deepcopy(model.state_dict())
+
+    def undo(number):
+        step(model, optimizer)
+        model.load_state_dict(kept)
+
+    found = takes(folder, {"m": model, "o": optimizer}, undo, times=5)
+    assert found[:2] == [[], []]
+    assert found[2:] == [["stale"]] * 3
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_momentum_that_moves_nothing(folder, named):
+    model = nn.Linear(32, 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    kept = copy.deepcopy(model.state_dict())
+
+    def undo(number):
+        step(model, optimizer)
+        model.load_state_dict(kept)
+
+    app = {"t": ModelState(model, optimizer)} if named else {"m": model, "o": optimizer}
+    assert takes(folder, app, undo)[-1] == ["stale"]
+
+
+def test_a_copy_of_the_model_is_saved(folder):
+    model = layers()
+    optimizer = adam(model.parameters())
+    app = {"m": copy.deepcopy(model), "o": optimizer}
+    assert takes(folder, app, lambda number: step(model, optimizer))[-1] == ["missing"]
+
+
+def test_the_optimizer_was_made_before_the_model_was_replaced(folder):
+    model = layers()
+    optimizer = adam(model.parameters())
+    model = layers()
+    [finding] = Snapshot.take(folder, {"m": model, "o": optimizer}).report.findings
+    assert "none of its 6 parameters is of a module" in finding.text
+
+
+def test_a_stateful_is_forgotten(folder):
+    model = layers()
+    optimizer = adam(model.parameters())
+    Snapshot.take(f"{folder}/step-1", {"m": model, "o": optimizer, "p": StateDict(epoch=1)})
+    [finding] = Snapshot.take(f"{folder}/step-2", {"m": model, "p": StateDict(epoch=2)}).report.findings
+    assert finding.text == "o: was in the app state of the take before"
+    assert not Snapshot.take(f"{folder}/step-3", {"m": model, "p": StateDict(epoch=2)}).report.findings
+
+
+def test_a_counter_runs_back(folder):
+    Snapshot.take(f"{folder}/step-1", {"p": StateDict(epoch=5, loss=1)})
+    [finding] = Snapshot.take(f"{folder}/step-2", {"p": StateDict(epoch=4, loss=0)}, guards="refuse").report.findings
+    assert finding.text == "p/epoch is 4, and was 5 in the take before"
+    assert not finding.acts
+
+
+# What follows
+
+
+def broken():
+    model = layers()
+    with torch.no_grad():
+        model[0].weight.fill_(math.nan)
+    return {"m": model, "o": adam(model.parameters())}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_refused_and_nothing_is_left(tmp_path, asynchronous):
+    take = (lambda *a, **o: Snapshot.async_take(*a, **o).wait()) if asynchronous else Snapshot.take
+    with pytest.raises(SuspectStateError, match=r"not committed.*\n.*NaN or infinity in m/0.weight") as raised:
+        take(tmp_path / "s", broken(), guards="refuse")
+    assert raised.value.findings
+    assert not [each for each in tmp_path.rglob("*") if each.is_file()]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_suspect_snapshot_says_so_and_restores(folder, asynchronous, caplog):
+    take = (lambda **o: Snapshot.async_take(folder, broken(), **o).wait()) if asynchronous else None
+    snapshot = (take or (lambda **o: Snapshot.take(folder, broken(), **o)))(guards="suspect", metadata={"mine": 1})
+    held = Snapshot(folder).metadata.metadata
+    assert held["mine"] == 1
+    assert guards.suspicions(held) == tuple(map(str, snapshot.report.findings))
+    assert "NaN or infinity" in caplog.text
+    app = broken()
+    Snapshot(folder).restore(app)
+    assert app["m"][0].weight.isnan().all()
+
+
+@pytest.mark.parametrize("choice", ["report", "warn", "off"])
+def test_other_choices_commit_as_usual(folder, choice, caplog):
+    report = Snapshot.take(folder, broken(), guards=choice).report
+    assert bool(report.findings) == (choice != "off")
+    assert ("NaN or infinity" in caplog.text) == (choice == "warn")
+    assert Snapshot(folder).metadata.metadata == {}
+
+
+def test_a_wrong_choice_is_refused(folder):
+    with pytest.raises(ValueError, match="guards must be 'report', 'warn', 'suspect', 'refuse', 'off', got 'no'"):
+        Snapshot.take(folder, broken(), guards="no")
+
+
+def _run(root, keep, suspect=(3, 4)):
+    """A manager of a run of four steps, some of which are suspect, after its removals."""
+    model = layers()
+    optimizer = adam(model.parameters())
+    app = {"m": model, "o": optimizer}
+    whole = copy.deepcopy(model.state_dict())
+    chosen = TakeOptions(guards="suspect")
+    with SnapshotManager(str(root), keep=keep, signals=()) as manager:
+        for number in range(1, 5):
+            step(model, optimizer)
+            if number in suspect:
+                with torch.no_grad():
+                    model[0].weight.fill_(math.nan)
+            manager.take(number, app, metrics={"loss": 1.0 / number}, options=chosen)
+            if number in suspect:
+                model.load_state_dict(whole)
+    with SnapshotManager(str(root), keep=keep, signals=()) as manager:
+        yield manager, app
+
+
+def test_a_suspect_step_is_passed_over_never_best_and_prunes_no_good_one(tmp_path, caplog):
+    for manager, app in _run(tmp_path / "r", KeepLatest(1) | KeepBest("loss")):
+        assert manager.steps() == [2, 4]
+        assert manager.best() == 2
+        assert manager.last_good() == 2
+        assert "NaN or infinity" in manager.suspect(4)[0]
+        assert manager.suspect(2) == ()
+        assert manager.restore_latest(app) == 2
+        assert "step-4: passed over, and step-2 was restored instead: is suspect" in caplog.text
+        assert not app["m"][0].weight.isnan().any()
+        assert manager.restore_latest(app, good=False) == 4
+        assert app["m"][0].weight.isnan().all()
+        assert manager.steps() == [2, 4]
+
+
+def test_suspect_steps_obey_the_policy_among_themselves(tmp_path):
+    for manager, _ in _run(tmp_path / "r", 2, suspect=(2, 3, 4)):
+        assert manager.steps() == [1, 3, 4]
+
+
+def test_if_all_steps_are_suspect_the_error_says_what_to_do(tmp_path):
+    for manager, app in _run(tmp_path / "r", None, suspect=(1, 2, 3, 4)):
+        with pytest.raises(CorruptSnapshotError, match=r"step-4: is suspect .*; good=False restores it"):
+            manager.restore_latest(app)
+        assert manager.last_good() is None
+        assert manager.restore_latest(app, good=False) == 4
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_an_ordinary_training_is_not_suspect(folder, name):
+    assert list(alarms(name, folder, 11)) == []

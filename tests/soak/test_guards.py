@@ -1,0 +1,15 @@
+"""Thousands of takes of ordinary trainings, of which no guard may find one suspect: `SOAK_TAKES=10000`."""
+
+import os
+
+import pytest
+
+from tests.helpers.trainings import TRAININGS, alarms
+
+TAKES = int(os.environ.get("SOAK_TAKES", "10000")) // len(TRAININGS) + 1
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", TRAININGS)
+def test_no_take_of_an_ordinary_training_is_suspect(name):
+    assert list(alarms(name, f"memory://soak-{name.replace(' ', '-')}/run", TAKES, seed=TAKES)) == []
