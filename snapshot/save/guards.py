@@ -1,4 +1,4 @@
-"""Guards: signs in a state that the training it is of has gone wrong, found in each take.
+"""Guards: signs of a wrong training in a state, found in each take.
 
 A guard reads samples of the tensors and digests that the take computes in any case. It changes nothing, and what it
 finds is a `Finding`. The option `guards` says what follows from those that act.
@@ -139,7 +139,7 @@ class PathsOfParameters:
 
 
 class Roles:
-    """What the guards know of the values of an app state: groups of parameters, leaves to sample, and counters."""
+    """The values of an app state, as the guards need them: groups of parameters, leaves to sample, and counters."""
 
     def __init__(self, known: tuple[Any, ...], app_state: Mapping[str, Any], flat: FlatState, leaves: Sequence[Leaf]):
         self.known = known
@@ -209,7 +209,7 @@ LINE = 64
 """Bytes of a short tensor that are read."""
 LONG_TENSOR = 1 << 20
 SHARE = 1024
-"""Of a tensor from `LONG_TENSOR` bytes on, one of so many bytes is read."""
+"""The part of a long tensor that is read: one of this number of bytes."""
 MOST_LINES = 512
 """Short tensors that one take reads."""
 MOST_ELSEWHERE = 256

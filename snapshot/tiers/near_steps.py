@@ -215,7 +215,7 @@ class StepView(msgspec.Struct, array_like=True):
     files: dict[str, int]
     """The data files that are here."""
     suspect: tuple[str, ...] = ()
-    """What the guards found in it."""
+    """The findings of the guards in it."""
 
 
 class HostView(msgspec.Struct, array_like=True):
@@ -252,7 +252,7 @@ class CensusStep:
     holders: dict[str, list[int]] = field(default_factory=dict)
     """Hosts that have each file with its right size."""
     suspect: tuple[str, ...] = ()
-    """What the guards found in it."""
+    """The findings of the guards in it."""
 
     @property
     def missing(self) -> list[str]:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from snapshot import RestoreError, Snapshot, SnapshotError, StateDict
+from snapshot import RestoreError, Snapshot, SnapshotError, StateDict, SuspectStateError
 
 
 def written(path):
@@ -296,3 +296,26 @@ def test_a_glob_for_some_values_of_a_tree_holds(two, folder):
     entries = Snapshot(f"{folder}/p").get_manifest()
     assert entries["0/s/rows/7/same"].replicated
     assert not entries["1/s/rows/7/own"].replicated
+
+
+def _broken_on_one(path, guards):
+    """What a take with NaN on rank 1 alone ends with, on this rank."""
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model.weight.fill_(float("nan"))
+    try:
+        report = Snapshot.take(path, {"m": model, "o": optimizer}, guards=guards).report
+    except SuspectStateError as error:
+        return str(error)
+    return [str(each) for each in report.findings]
+
+
+def test_a_bad_state_on_one_rank_counts_for_all(two, folder):
+    first, second = two.run(_broken_on_one, f"{folder}/s", "suspect")
+    assert first == []
+    assert "NaN or infinity in m/weight" in second[0]
+    assert Snapshot(f"{folder}/s").metadata.metadata["snapshot.guards"] == second
+    assert all("m/weight" in each for each in two.run(_broken_on_one, f"{folder}/r", "refuse"))
+    assert not Path(folder, "r", ".snapshot_metadata").exists()

@@ -779,10 +779,10 @@ def test_what_another_process_prunes_is_not_damaged_and_what_is_newer_is_taken(t
     manager = filled(tmp_path, 10)
     fault = Root.fault
 
-    async def pruned(self, step, seal):
+    async def pruned(self, step, seal, **options):
         if step == 10:
             await asyncio.to_thread(filled, tmp_path, 20, keep=KeepLatest(1))
-        return await fault(self, step, seal)
+        return await fault(self, step, seal, **options)
 
     monkeypatch.setattr(Root, "fault", pruned)
     assert manager.restore_latest(state()) == 20
