@@ -156,6 +156,35 @@ class TakeReport(Report):
     def details(self) -> tuple[str, ...]:
         return (*self.notes, *map(str, self.findings))
 
+    def as_json(self) -> dict[str, Any]:
+        return {**Report.as_json(self), "findings": list(map(str, self.findings))}
+
+
+@dataclass(frozen=True, slots=True)
+class BisectReport(Report):
+    """The result of a bisection: the first bad step of a run."""
+
+    step: int | None
+    """The first bad step; None if the last one is good."""
+    last_good: int
+    """The step before it."""
+    faults: tuple[str, ...]
+    """A line for each bad tensor of that step."""
+    examined: tuple[int, ...]
+    """The steps that were examined."""
+    bytes_read: int
+
+    @property
+    def summary(self) -> str:
+        read = f"{counted(len(self.examined), 'step')} examined, {size_text(self.bytes_read)} read"
+        if self.step is None:
+            return f"step-{self.last_good} is good; {read}"
+        return f"step-{self.step} is the first bad one, step-{self.last_good} is good; {read}"
+
+    @property
+    def details(self) -> tuple[str, ...]:
+        return self.faults
+
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport(Report):

@@ -27,6 +27,7 @@ VERBS = {
     "merge": "average checkpoints, or add them with weights",
     "report": "draw a snapshot as an HTML page",
     "ui": "show the steps of a run in a browser: metrics, differences, health of tensors",
+    "bisect": "find the first step of a run with a bad state, such as NaN",
     "rm": "remove a snapshot, and leftovers of interrupted takes",
     "prune": "remove the steps of a folder that a policy does not keep",
     "upload": "upload near steps of a run, as its trainer's uploader does",
