@@ -44,7 +44,10 @@ class Event:
     an uploader that hung, with its `pid`. It sends `rerouted` for a file that is read from another place than the
     `source` that failed. It sends `healed` for a damaged near file that was replaced. The events of an uploader are
     sent in its own process: `uploaded`, `replicated`, `dropped`, `damaged` and `healed`. With `on_error="warn"`, a
-    manager sends `tolerated`, with the number of `failures`.
+    manager sends `tolerated`, with the number of `failures`. It sends `overdue` if `every` has passed twice without a
+    commit, with the `step` and a `text`.
+
+    A take sends `guard` for each finding of a guard, with its name as `guard`, and a `text`.
 
     A `Publisher` sends `pruned` with the deleted `versions`, and `full_only` if deltas do not fit into its budget. A
     `Subscriber` sends `pulled`, and `fell_back` for a version that it cannot use. It sends `damaged` for a local

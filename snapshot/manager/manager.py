@@ -300,6 +300,7 @@ class SnapshotManager:
         """Record a committed take, and start the removal of snapshots that the policies drop."""
         self._steps.damaged.discard(begun.step)
         self._tolerance.succeeded()
+        self._cadence.committed(begun.step)
         self._measured.durable(began)
         self._steps.committed(begun, began, report.base if report else "")
 
@@ -466,6 +467,11 @@ class SnapshotManager:
         cadence = self._cadence
         if not cadence.given:
             raise ValueError("should_take: the manager was created without `every`")
+        late = cadence.overdue(number)
+        if late:
+            root = self._steps.root.url
+            emit("overdue", "take", str(root), step=number, text=late)
+            log.warning("%s: %s", root, late)
         if cadence.steps is not None:
             return cadence.due_at(number)
         wish = number != cadence.last and cadence.due_now(busy=self._pendings.busy())

@@ -52,6 +52,9 @@ class Schedule:
         self.last = 0
         """Step that was last taken or restored."""
         self._since = time.monotonic()
+        self._promise: tuple[int, float] | None = None
+        """The step and the time of the last commit, or of the last warning that there was none since."""
+        self._committed: int | None = None
 
     @property
     def given(self) -> bool:
@@ -62,6 +65,23 @@ class Schedule:
         """Record that a take of a step has begun, or that a step was restored."""
         self.last = step
         self._since = time.monotonic()
+
+    def committed(self, step: int) -> None:
+        """Record a committed step."""
+        self._committed, self._promise = step, (step, time.monotonic())
+
+    def overdue(self, step: int) -> str:
+        """Return a warning if nothing was committed in two intervals, and again after each two; '' if all is well."""
+        now = time.monotonic()
+        if self._promise is None:
+            self._promise = step, now
+        before, at = self._promise
+        late = self.steps is not None and step - before > 2 * self.steps
+        if not late and not (self.seconds is not None and now - at > 2 * self.seconds):
+            return ""
+        self._promise = step, now
+        last = "no step was committed" if self._committed is None else f"the last committed step is {self._committed}"
+        return f"{last}, and the run is at step {step}"
 
     def due_at(self, step: int) -> bool:
         """Return True if a multiple of `steps` is between the last step and this one."""

@@ -33,6 +33,7 @@ from snapshot import (
     StateDict,
     StorageError,
     TakeOptions,
+    events,
 )
 from snapshot.manager import retention
 from snapshot.manager.root import Root
@@ -1022,3 +1023,23 @@ def test_a_damaged_step_that_would_not_fit_either_is_passed_over():
     use(f"{root}/step-2", None, lose)
     assert manager_of(root).restore_latest({"m": live}) == 1
     assert live.x.eq(1).all()
+
+
+def test_a_run_without_commits_is_told_so(tmp_path, caplog):
+    seen = []
+
+    def handler(event):
+        if event.name == "overdue":
+            seen.append(event.fields["step"])
+
+    events.add_handler(handler)
+    try:
+        with SnapshotManager(str(tmp_path), every=10, signals=()) as manager:
+            for step in range(1, 100):
+                due = manager.should_take(step)
+                if due and step <= 30:
+                    manager.take(step, state())
+    finally:
+        events.remove_handler(handler)
+    assert seen == [51, 72, 93]
+    assert "the last committed step is 30, and the run is at step 51" in caplog.text
