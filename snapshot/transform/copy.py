@@ -183,7 +183,7 @@ async def _find_layout(source: Session, document: ForeignDocument, url: URL) -> 
     change.
     """
     storage = source.storage
-    locations = [location for location in document.files if location != INLINE]
+    locations = [location for location in document.stored_files if location != INLINE]
     folder = document.place == source.url
     above, _, name = url.location.rpartition("/")
     beside = URL(url.scheme, above or "/", url.query)

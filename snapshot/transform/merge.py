@@ -491,6 +491,8 @@ def merge_checkpoints(
     if others not in OTHERS:
         raise ValueError(f"others must be one of {', '.join(map(repr, OTHERS))}, got {others!r}")
     expect_writable(target, [origin.url for origin in origins])
+    if target.format == "gguf":
+        raise ValueError(f"{url}: a merge cannot write GGUF; merge to safetensors, and convert that")
     for origin in origins:
         if origin.url.scheme == url.scheme and url.location.startswith(f"{origin.url.location.rstrip('/')}/"):
             raise ValueError(f"{url}: the destination is inside the source {origin.url}; merge to another path")

@@ -57,9 +57,9 @@ from snapshot.transform.call import (
 )
 from snapshot.transform.sources import CheckpointStager, expect_room, reads_ranges
 
-Format = Literal["snapshot", "safetensors", "torch", "dcp"]
+Format = Literal["snapshot", "safetensors", "torch", "dcp", "gguf"]
 FORMATS: tuple[str, ...] = get_args(Format)
-_FORMAT_OF = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", "": "snapshot"}
+_FORMAT_OF = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".gguf": "gguf", "": "snapshot"}
 _SUFFIX = re.compile(r"[^/]\.[A-Za-z][A-Za-z0-9_-]*$")
 """Suffix of a file name: `step-1.5` and `.hidden` have none."""
 
@@ -74,7 +74,9 @@ def format_by_name(url: URL, choice: str) -> str:
     """Return the format for the suffix of a name. If it is unknown, raise ValueError that names another `choice`."""
     suffix = suffix_of(url)
     if suffix not in _FORMAT_OF:
-        raise ValueError(f"{url}: the suffix must be .safetensors, .pt or .pth, got {suffix!r}; or pass {choice}")
+        raise ValueError(
+            f"{url}: the suffix must be .safetensors, .pt, .pth or .gguf, got {suffix!r}; or pass {choice}"
+        )
     return _FORMAT_OF[suffix]
 
 
@@ -83,15 +85,19 @@ class Target:
     """The checkpoint that `Snapshot.convert`, `Snapshot.copy` or `merge` writes. A path stands for `Target(path)`.
 
     Args:
-        url: The destination: a folder. For `"torch"`, and for a name ending in `.safetensors`, a file.
+        url: The destination: a folder. For `"torch"` and `"gguf"`, and for a name ending in `.safetensors`, a file.
         to: `"snapshot"`; `"safetensors"`: one file, or a folder as Hugging Face has it; `"torch"`: a file as
-            torch.save writes it; `"dcp"`: a folder that `torch.distributed.checkpoint.load` reads. By default, the
-            suffix of `url` decides: `.safetensors`, `.pt` or `.pth`; without a suffix, a snapshot is written.
+            torch.save writes it; `"dcp"`: a folder that `torch.distributed.checkpoint.load` reads; `"gguf"`: a file for
+            llama.cpp. By default, the suffix of `url` decides: `.safetensors`, `.pt`, `.pth` or `.gguf`; without a
+            suffix, a snapshot is written.
         overwrite: Replace an existing checkpoint. An existing snapshot stays whole until the new one is committed.
         compression: `"zstd"`: compress the data files of a snapshot. See docs/compression.md.
         durable: Return only when the result survives a loss of power.
         shard_bytes: The maximum size of each file if there are several.
-        storage_options: Options for the storage plugin of `url`.
+        kv_from: For `"gguf"`: a file of GGUF of the same model family. Its key-values, such as those of the tokenizer,
+            are copied to the new file. They also tell how names become those of GGUF.
+        quantisation: `"Q8_0"`, for `"gguf"`: round matrices to blocks of eight-bit numbers.
+        storage_options: Options for the storage plugin of `url`, and of `kv_from` if its scheme is the same.
 
     >>> from snapshot import Target
     >>> Target("model.safetensors").format
@@ -105,6 +111,8 @@ class Target:
     compression: Literal["zstd"] | None = None
     durable: bool = True
     shard_bytes: int = SHARD
+    kv_from: str | os.PathLike[str] | None = None
+    quantisation: Literal["Q8_0"] | None = None
     storage_options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -118,6 +126,8 @@ class Target:
         if compression == "auto":
             raise ValueError("compression must be None or 'zstd' here, got 'auto': only takes are measured")
         expect_compression(compression)
+        if self.quantisation not in (None, "Q8_0"):
+            raise ValueError(f"quantisation must be None or 'Q8_0', got {self.quantisation!r}")
 
     @classmethod
     def of(cls, target: str | os.PathLike[str] | Target) -> Target:
@@ -157,6 +167,8 @@ class Target:
             "shard_bytes": self.shard_bytes,
             "overwrite": self.overwrite,
             "compression": self.compression,
+            "kv_from": None if self.kv_from is None else URL.parse(os.fspath(self.kv_from)),
+            "quantisation": self.quantisation,
         }
 
 
