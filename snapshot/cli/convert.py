@@ -103,6 +103,9 @@ def add_target(parser: argparse.ArgumentParser, *, converts: bool) -> None:
         parser.add_argument(
             "--kv-from", metavar="FILE", help="for gguf: a file of GGUF whose key-values the new file gets"
         )
+        parser.add_argument(
+            "--adapter-config", metavar="FILE", help="for peft: the adapter_config.json, if not beside the source"
+        )
         parser.add_argument("--quantisation", choices=("Q8_0",), help="for gguf: round matrices to 8 bits")
     parser.add_argument(
         "--compression", choices=("zstd",), help="compress the data files; only this library reads them"
@@ -124,6 +127,7 @@ def target_of(arguments: argparse.Namespace, url: str) -> Target:
         shard_bytes=getattr(arguments, "shard", SHARD),
         kv_from=getattr(arguments, "kv_from", None),
         quantisation=getattr(arguments, "quantisation", None),
+        adapter_config=getattr(arguments, "adapter_config", None),
         storage_options=options_of(arguments, "dst"),
     )
 

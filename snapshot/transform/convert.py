@@ -28,7 +28,7 @@ from snapshot.errors import (
     UnsupportedFormatError,
 )
 from snapshot.events import log
-from snapshot.formats import dcp, hugging_face, torch_save
+from snapshot.formats import dcp, hugging_face, peft, torch_save
 from snapshot.formats.dcp import archive_object, encode_metadata, flatten_state
 from snapshot.formats.foreign import find_root, narrow_root
 from snapshot.formats.gguf import NewTensor, choose_kind
@@ -442,6 +442,29 @@ class Export:
         plan.files.append((name, lay_out(template, tensors, plan.leaf)))
         return plan
 
+    # PEFT
+
+    def peft(self, config: bytes) -> Plan:
+        """Plan the folder of an adapter, with its configuration."""
+        plan = Plan("peft", markers=(peft.CONFIG,), others=(document.METADATA, dcp.METADATA, *hugging_face.NAMES))
+        tensors = list(self._named_tensors(plan))
+        saved = peft.choose_saved([name for name, *_ in tensors], config, self._source.url)
+        refused = []
+        for name, path, entry, dtype in tensors:
+            if name not in saved:
+                plan.left_out.append(f"{path}: is not of the adapter")
+                continue
+            if dtype not in SAFETENSORS:
+                refused.append(f"{path}: {dtype}")
+            plan.leaf(saved[name], dtype, tuple(entry.shape), entry)
+        if refused:
+            raise UnsupportedFormatError(
+                f"{self._source.url}: safetensors does not support these dtypes; cast or exclude them:{listed(refused)}"
+            )
+        plan.files.append((peft.WEIGHTS, plan_exact_file(plan.leaves, range(len(plan.leaves)))))
+        plan.last = lambda: [(peft.CONFIG, config)]
+        return plan
+
     # torch.save
 
     def torch_file(self, name: str) -> Plan:
@@ -720,6 +743,8 @@ def expect_writable(target: Target, sources: Sequence[URL]) -> None:
         raise ValueError(f"compression must be None for to={form!r}: no other library reads such files")
     if (target.kv_from is None) == (form == "gguf"):
         raise ValueError(f"kv_from must be a file of GGUF for to='gguf', and only for that, got {target.kv_from!r}")
+    if target.adapter_config is not None and form != "peft":
+        raise ValueError(f"adapter_config must be None for to={form!r}")
     if target.quantisation is not None and form != "gguf":
         raise ValueError(f"quantisation must be None for to={form!r}")
     if url in sources:
@@ -761,6 +786,8 @@ def write_checkpoint(
             assert name is not None
             assert template is not None
             plan = export.gguf(name, template, target.quantisation)
+        elif target.format == "peft":
+            plan = export.peft(_read_adapter_config(operation, source, target))
         elif target.format == "safetensors":
             plan = export.safetensors(name, target.shard_bytes)
         else:
@@ -771,6 +798,18 @@ def write_checkpoint(
             plan, made, operation.meter, overwrite=overwrite, exchange=exchange, make_stager=make_stager
         )
         return run(work)
+
+
+def _read_adapter_config(operation: Operation, source: Session, target: Target) -> bytes:
+    """Return the configuration that a target names, or the one beside the source."""
+    session, name = source, peft.CONFIG
+    if target.adapter_config is not None:
+        session, name = target.open_file(operation, target.adapter_config)
+    try:
+        return run(session.storage.get(name, limit=session.settings.manifest_bytes))
+    except StorageNotFoundError as error:
+        where = session.storage.url.join(name)
+        raise SnapshotError(f"{where}: is missing; pass adapter_config= with that of the adapter") from error
 
 
 def convert_checkpoint(operation: Operation, origin: Location, target: Target, choice: Selection) -> ConvertReport:

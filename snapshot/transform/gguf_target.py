@@ -19,7 +19,7 @@ from snapshot.io.aio import in_thread
 from snapshot.io.arena import Slot
 from snapshot.io.budget import MemoryBudget
 from snapshot.io.loop import run
-from snapshot.io.url import URL, Location
+from snapshot.io.url import URL
 from snapshot.manifest import entries as e
 from snapshot.manifest.paths import decode_component
 from snapshot.maps.tensor_map import TensorMap
@@ -98,9 +98,7 @@ def read_template(operation: Operation, target: Target) -> Template:
     """Read the header of the file that a target names, and its small tables."""
     assert target.kv_from is not None
     kv_from = URL.parse(os.fspath(target.kv_from))
-    options = target.storage_options if kv_from.scheme == target.place.url.scheme else None
-    above, _, name = kv_from.location.rpartition("/")
-    session = operation.open(Location(URL(kv_from.scheme, above or "/", kv_from.query), options), share=4)
+    session, name = target.open_file(operation, target.kv_from)
     storage, limit = session.storage, session.settings.manifest_bytes
 
     async def read() -> Template:

@@ -455,6 +455,11 @@ class CheckpointStager(Stager):
             used.append((index, end - begin))
         return copies
 
+    @property
+    def is_blocking(self) -> bool:
+        """True if the storage has only blocking calls."""
+        return self._session.storage.capabilities.blocking
+
     async def reads_parts(self, index: int) -> bool:
         """Return True if a tensor is read part by part, not once as a whole."""
         return await self._whole(index, self._origins[index]) is None

@@ -57,7 +57,7 @@ from snapshot.transform.call import (
 )
 from snapshot.transform.sources import CheckpointStager, expect_room, reads_ranges
 
-Format = Literal["snapshot", "safetensors", "torch", "dcp", "gguf"]
+Format = Literal["snapshot", "safetensors", "torch", "dcp", "gguf", "peft"]
 FORMATS: tuple[str, ...] = get_args(Format)
 _FORMAT_OF = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".gguf": "gguf", "": "snapshot"}
 _SUFFIX = re.compile(r"[^/]\.[A-Za-z][A-Za-z0-9_-]*$")
@@ -88,8 +88,8 @@ class Target:
         url: The destination: a folder. For `"torch"` and `"gguf"`, and for a name ending in `.safetensors`, a file.
         to: `"snapshot"`; `"safetensors"`: one file, or a folder as Hugging Face has it; `"torch"`: a file as
             torch.save writes it; `"dcp"`: a folder that `torch.distributed.checkpoint.load` reads; `"gguf"`: a file for
-            llama.cpp. By default, the suffix of `url` decides: `.safetensors`, `.pt`, `.pth` or `.gguf`; without a
-            suffix, a snapshot is written.
+            llama.cpp; `"peft"`: the folder of an adapter. By default, the suffix of `url` decides: `.safetensors`,
+            `.pt`, `.pth` or `.gguf`; without a suffix, a snapshot is written.
         overwrite: Replace an existing checkpoint. An existing snapshot stays whole until the new one is committed.
         compression: `"zstd"`: compress the data files of a snapshot. See docs/compression.md.
         durable: Return only when the result survives a loss of power.
@@ -97,7 +97,9 @@ class Target:
         kv_from: For `"gguf"`: a file of GGUF of the same model family. Its key-values, such as those of the tokenizer,
             are copied to the new file. They also tell how names become those of GGUF.
         quantisation: `"Q8_0"`, for `"gguf"`: round matrices to blocks of eight-bit numbers.
-        storage_options: Options for the storage plugin of `url`, and of `kv_from` if its scheme is the same.
+        adapter_config: For `"peft"`: the adapter_config.json to copy. The default is the one beside the source.
+        storage_options: Options for the storage plugin of `url`, and of `kv_from` and `adapter_config` if their scheme
+            is the same.
 
     >>> from snapshot import Target
     >>> Target("model.safetensors").format
@@ -113,6 +115,7 @@ class Target:
     shard_bytes: int = SHARD
     kv_from: str | os.PathLike[str] | None = None
     quantisation: Literal["Q8_0"] | None = None
+    adapter_config: str | os.PathLike[str] | None = None
     storage_options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -159,6 +162,13 @@ class Target:
             default_budget=usual,
         )
 
+    def open_file(self, operation: Operation, path: str | os.PathLike[str]) -> tuple[Session, str]:
+        """Open the folder of a further file, with the options of the target if the scheme is the same."""
+        url = URL.parse(os.fspath(path))
+        above, _, name = url.location.rpartition("/")
+        options = self.storage_options if url.scheme == self.place.url.scheme else None
+        return operation.open(Location(URL(url.scheme, above or "/", url.query), options), share=4), name
+
     def agreed(self) -> dict[str, object]:
         """Return the arguments that must be the same on all ranks."""
         return {
@@ -169,6 +179,7 @@ class Target:
             "compression": self.compression,
             "kv_from": None if self.kv_from is None else URL.parse(os.fspath(self.kv_from)),
             "quantisation": self.quantisation,
+            "adapter_config": None if self.adapter_config is None else URL.parse(os.fspath(self.adapter_config)),
         }
 
 
