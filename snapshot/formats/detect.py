@@ -6,7 +6,7 @@ import errno
 from collections.abc import Callable
 
 from snapshot.errors import StorageError, StorageNotFoundError
-from snapshot.formats import dcp, gguf, hugging_face, torch_save
+from snapshot.formats import dcp, gguf, hugging_face, orbax, torch_save
 from snapshot.formats.dcp import NOTICE
 from snapshot.formats.foreign import HEAD, ForeignDocument, is_absence, is_part, refuse_file
 from snapshot.formats.zip_archive import SIGNATURE
@@ -50,6 +50,8 @@ async def _describe_listed(storage: Storage, limit: int) -> ForeignDocument | No
         names = await storage.list(recursive=False) if storage.capabilities.list else []
     except StorageError:
         return None
+    if (found := await orbax.describe_folder(storage, names, limit)) is not None:
+        return found
     return await gguf.describe_folder(storage, names, limit)
 
 

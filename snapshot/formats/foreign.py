@@ -129,8 +129,8 @@ _FOLDERS: tuple[tuple[tuple[str, ...], str], ...] = (
         "a checkpoint of torch_checkpointing; load it with torch_checkpointing, and save it with dcp.save",
     ),
     (
-        (r"_CHECKPOINT_METADATA|manifest\.ocdbt|orbax\.checkpoint|ocdbt\.process_\d+/",),
-        "a checkpoint of Orbax; load it with Orbax, and save its arrays with safetensors",
+        (r"manifest\.ocdbt|ocdbt\.process_\d+/|_sharding",),
+        "a part of a checkpoint of Orbax, or one without _METADATA; load it with Orbax, and save it again",
     ),
     (
         (r"metadata\.json", r"common\.pt"),
@@ -288,7 +288,7 @@ def _few(names: Sequence[str]) -> str:
 #
 # They are generated documents, files with more bytes than the entries use, and a read-only storage.
 
-LINKLESS = ("dcp", "torchsnapshot")
+LINKLESS = ("dcp", "torchsnapshot", "orbax")
 """Formats with all files in one folder, without links. (Hugging Face's cache consists of links, and a file that the
 user names may be one.)"""
 

@@ -20,7 +20,7 @@ from snapshot.errors import (
     UnsupportedFormatError,
 )
 from snapshot.events import emit
-from snapshot.formats import dcp, hugging_face, torch_save, zip_archive
+from snapshot.formats import dcp, hugging_face, orbax, torch_save, zip_archive
 from snapshot.formats.foreign import ForeignDocument
 from snapshot.formats.hugging_face import SHARD
 from snapshot.formats.pickled_objects import INLINE
@@ -203,6 +203,10 @@ async def _find_layout(source: Session, document: ForeignDocument, url: URL) -> 
             (METADATA,),
             r"__\d+_\d+\.distcp",
         )
+    elif document.format == orbax.FORMAT:
+        index = found = document.index
+        every = [each for each in await storage.list() if each != index]
+        made = _Layout(url, {each: each for each in every}, {index: b""}, (index,), (METADATA, dcp.METADATA))
     elif document.format == "torchsnapshot":
         made = _Layout(url, {each: each for each in locations}, {METADATA: b""}, (), (METADATA, dcp.METADATA))
     else:

@@ -53,8 +53,6 @@ NAMED = {
     "old.pkl": "a bare pickle",
     "flax": "Flax's parameters",
     "flax/flax_model.msgpack": "Flax's parameters",
-    "orbax_ocdbt/5": "a checkpoint of Orbax",
-    "orbax_plain/5": "a checkpoint of Orbax",
     "tf_checkpoint": "a checkpoint of TensorFlow",
     "tf_checkpoint/ckpt-1.index": "a part of a TensorFlow checkpoint",
     "tf_saved_model": "a SavedModel of TensorFlow",
