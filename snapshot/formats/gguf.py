@@ -36,8 +36,9 @@ USUAL_ALIGNMENT = 32
 MOST_DIMENSIONS = 4
 """Maximum number of dimensions of a tensor in ggml."""
 _MOST_NESTED = 8
-_FIRST = 1 << 20
-"""Bytes of a file that are read first, to parse its header."""
+_FIRST = 64 << 10
+"""Bytes of a file that are read first, to parse its header. Those with a vocabulary are longer: see `_GROWTH`."""
+_GROWTH = 4
 _LONGEST_TEXT = 16 << 10
 """Characters of the longest text, and values of the longest array, that become metadata. Vocabularies are longer."""
 _LONGEST_ARRAY = 256
@@ -196,7 +197,7 @@ async def read_header(storage: Storage, name: str, size: int, limit: int) -> Hea
                 raise CorruptSnapshotError(
                     f"{where}: not a GGUF file: its header would have more than {counted(longest, 'byte')}"
                 ) from None
-            wanted = min(longest, max(2 * len(data), short.args[0]))
+            wanted = min(longest, max(_GROWTH * len(data), short.args[0]))
         except UnsupportedFormatError as error:
             raise UnsupportedFormatError(f"{where}: {error}") from None
         except ValueError as error:  # texts, too: a UnicodeDecodeError is one
