@@ -176,6 +176,28 @@ def test_what_tensorstore_writes_is_read(files, name, budget, tmp_path):
             assert torch.equal(found, expected[first][0][tuple(box)])
 
 
+@pytest.mark.parametrize("budget", [None, 1 << 20])
+@pytest.mark.parametrize("kind", ["snapshot", "torch", "dcp", "safetensors"])
+def test_long_compressed_chunks_are_converted(tmp_path, budget, kind):
+    """Each is decompressed once as a whole, and written in the order of the tensor."""
+    tensor = torch.randn(900, 700, generator=torch.Generator().manual_seed(0))
+    chunks = {}
+    for row in range(0, 900, 400):
+        for column in range(0, 700, 300):
+            whole = torch.zeros(400, 300)
+            part = tensor[row : row + 400, column : column + 300]
+            whole[: part.shape[0], : part.shape[1]] = part
+            chunks[f"{row // 400}.{column // 300}"] = zstandard.ZstdCompressor().compress(whole.numpy().tobytes())
+    metadata = PLAIN | {"shape": [900, 700], "chunks": [400, 300], "compressor": {"id": "zstd"}}
+    item(tmp_path / "in", {"w": (metadata, chunks)})
+    target = Target(tmp_path / "out.safetensors" if kind == "safetensors" else tmp_path / "out", kind)
+    Snapshot(tmp_path / "in").convert(target, memory_budget_bytes=budget)
+    assert torch.equal(snapshot.load(target.url)["w"], tensor)
+    assert torch.equal(snapshot.load(tmp_path / "in", memory_budget_bytes=budget)["w"], tensor)
+    snapshot.merge([tmp_path / "in", target.url], tmp_path / "mean", memory_budget_bytes=budget)
+    assert torch.equal(snapshot.load(tmp_path / "mean")["w"], tensor)
+
+
 def test_it_is_read_from_any_storage(files):
     for name in ("ocdbt", "plain3"):
         url = f"memory://orbax/{name}"
