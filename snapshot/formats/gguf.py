@@ -95,7 +95,7 @@ class Header:
 class _Cursor:
     """Reads values from the first bytes of a file."""
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes | bytearray) -> None:
         self.data = data
         self.at = 0
 
@@ -140,7 +140,7 @@ class _Cursor:
         return counted(count, "value")
 
 
-def parse_header(data: bytes) -> Header:
+def parse_header(data: bytes | bytearray) -> Header:
     """Parse the first bytes of a file. Raise ValueError if they are not a header, and _TooShort if it is longer."""
     cursor = _Cursor(data)
     cursor.skip(len(SIGNATURE))
@@ -159,7 +159,7 @@ def parse_header(data: bytes) -> Header:
         if name in found:
             raise ValueError(f"the key {name[:200]!r} appears twice")
         found[name] = cursor.value(cursor.number("I"))
-        raw[name] = data[begin : cursor.at]
+        raw[name] = bytes(data[begin : cursor.at])
     infos = [_parse_tensor(cursor) for _ in range(tensors)]
     if len({info.name for info in infos}) != len(infos):
         raise ValueError("two tensors have the same name")
@@ -185,13 +185,14 @@ async def read_header(storage: Storage, name: str, size: int, limit: int) -> Hea
     longest = min(size, limit)
     data, wanted = bytearray(), min(_FIRST, longest)
     while True:
-        more = bytearray(wanted - len(data))
-        await storage.read_into(name, len(data), [more])
-        data += more
+        begin = len(data)
+        data.extend(bytes(wanted - begin))
+        with memoryview(data)[begin:] as more:
+            await storage.read_into(name, begin, [more])
         if not data.startswith(SIGNATURE):
             raise refuse_file(storage.url, name, bytes(data[:HEAD]))
         try:
-            return parse_header(bytes(data))
+            return parse_header(data)
         except _TooShort as short:
             if short.args[0] > longest:
                 raise CorruptSnapshotError(
@@ -287,18 +288,18 @@ COUNT = "split.count"
 
 async def describe_file(storage: Storage, name: str, size: int, limit: int) -> ForeignDocument:
     """Return the checkpoint in a file, with the other parts if it is one of several."""
-    count = (await read_header(storage, name, size, limit)).values.get(COUNT, 1)
+    header = await read_header(storage, name, size, limit)
+    known, count = {name: header}, header.values.get(COUNT, 1)
     if count in (0, 1):
-        return await _describe_parts(storage, [name], limit)
+        return await _describe_parts(storage, [name], known, limit)
     found = _PART.fullmatch(name)
     if found is None or int(found[3]) != count:
         raise UnsupportedFormatError(
             f"{storage.url.join(name)}: is one of {str(count)[:80]} parts, so its name must end in "
             f"-00001-of-{str(count)[:80]:>05}{SUFFIX}"
         )
-    return await _describe_parts(
-        storage, [f"{found[1]}-{number:05d}-of-{found[3]}{SUFFIX}" for number in range(1, count + 1)], limit
-    )
+    names = [f"{found[1]}-{number:05d}-of-{found[3]}{SUFFIX}" for number in range(1, count + 1)]
+    return await _describe_parts(storage, names, known, limit)
 
 
 async def describe_folder(storage: Storage, names: Iterable[str], limit: int) -> ForeignDocument | None:
@@ -317,13 +318,18 @@ async def describe_folder(storage: Storage, names: Iterable[str], limit: int) ->
     return await describe_file(storage, name, (await storage.stat(name)).size, limit)
 
 
-async def _describe_parts(storage: Storage, names: Sequence[str], limit: int) -> ForeignDocument:
+async def _describe_parts(
+    storage: Storage, names: Sequence[str], known: Mapping[str, Header], limit: int
+) -> ForeignDocument:
+    """Return the checkpoint of one or several files. `known`: headers that were read already."""
+
     async def read(name: str) -> tuple[Header, int, str]:
         try:
             found = await storage.stat(name)
         except StorageNotFoundError as error:
             raise CorruptSnapshotError(f"{storage.url.join(names[0])}: its part {name} is missing") from error
-        return await read_header(storage, name, found.size, limit), found.size, found.token
+        header = known.get(name) or await read_header(storage, name, found.size, limit)
+        return header, found.size, found.token
 
     found = dict(zip(names, await gather_limited(names, read, AT_ONCE), strict=True))
     manifest: dict[str, TensorEntry] = {}
@@ -367,7 +373,7 @@ def _describe_tensors(
     for info, following in zip(ordered, ends, strict=True):
         count = math.prod(info.shape)
         kind, block, width = _find_kind(info.kind)
-        if info.shape[-1:] and info.shape[-1] % block:
+        if (info.shape[-1] if info.shape else 1) % block:
             raise ValueError(f"{info.name[:200]!r}: rows of {kind} must have multiples of {block} elements")
         length = count // block * width if width else max(0, following - info.offset)
         begin = header.data + info.offset

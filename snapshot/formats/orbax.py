@@ -41,6 +41,8 @@ _DEFAULT = "default"
 _SEQUENCE = 1
 _DEEPEST = 100
 _LONGEST_SCALAR = 256
+_LONGEST_INDEX = 16 << 20
+"""Maximum bytes of the index of a shard: 16 for each of its chunks."""
 _MOST_BLANK = 1 << 30
 """Maximum bytes of chunks that are not stored."""
 _EMPTY: dict[str, Any] = {
@@ -230,9 +232,12 @@ class _Builder:
         array = zarr.parse_array(file, await self._get(folder, f"{name}/{file}", values), where)
         if not zarr.is_known(array):
             return TensorEntry(INLINE, (0, 0), array.dtype, array.shape)
-        indices = {}
+        indices: dict[str, bytes] = {}
+        tail = zarr.index_length(array)
         for key in zarr.shard_keys(array, values, name):
-            value, tail = values[key], zarr.index_length(array)
+            value = values[key]
+            if tail > _LONGEST_INDEX:
+                raise UnsupportedFormatError(f"{where}: an index of a shard with {tail:,} bytes")
             if isinstance(value, bytes):
                 indices[key] = value[-tail:]
             elif value.end - value.begin >= tail:

@@ -38,8 +38,7 @@ _VARIANTS = (
     "velora_config",
 )
 """Fields that change the arithmetic of LoRA, or the tensors that it has."""
-_PATTERN = re.compile(r"\^?(?:[\w-]|\\?\.|\\d\+?|\[0-9\]\+?|\.[*+])+\$?", re.ASCII)
-_MOST_WILDCARDS = 3
+_TOKEN = re.compile(r"(?:[\w-]|\\\.|\.|\\d|\[0-9\])[*+]?", re.ASCII)
 _LONGEST_PATTERN = 300
 
 
@@ -57,7 +56,7 @@ class LoraConfig(msgspec.Struct):
         """Return the factor of a module's product, by its name in the base model."""
         alpha = self.lora_alpha
         for pattern, value in (self.alpha_pattern or {}).items():
-            if re.match(rf"(.*\.)?({pattern})$", module):
+            if match_pattern(pattern, module):
                 alpha = value
                 break
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
@@ -74,14 +73,60 @@ def parse_config(data: bytes, where: object) -> LoraConfig:
     if not any(start is each or (isinstance(start, str) and start == each) for each in _PLAIN_STARTS):
         wrong.append(f"init_lora_weights: {str(start)[:80]} (it changes the weights of the base model)")
     for pattern in config.alpha_pattern or {}:
-        wildcards = sum(pattern.count(each) for each in "*+")
-        if not _PATTERN.fullmatch(pattern) or len(pattern) > _LONGEST_PATTERN or wildcards > _MOST_WILDCARDS:
-            wrong.append(f"alpha_pattern: {pattern[:80]!r} (it must be a name, with at most 3 of .* and \\d+)")
+        if _tokens_of(pattern) is None:
+            wrong.append(
+                f"alpha_pattern: {pattern[:80]!r} (it must be a name, with . and \\d for any character and digit)"
+            )
     if wrong:
         raise UnsupportedFormatError(f"{where}: a LoRA with these fields cannot be merged:{listed(wrong)}")
     if not all(map(math.isfinite, [config.lora_alpha, *(config.alpha_pattern or {}).values()])):
         raise CorruptSnapshotError(f"{where}: alpha must be finite")
     return config
+
+
+def _tokens_of(pattern: str) -> list[str] | None:
+    """Return the characters and wildcards of a pattern, each with its repetition; None for any other expression."""
+    inner = pattern.removeprefix("^").removesuffix("$")
+    tokens = _TOKEN.findall(inner)
+    return tokens if inner and "".join(tokens) == inner and len(pattern) <= _LONGEST_PATTERN else None
+
+
+def match_pattern(pattern: str, name: str) -> bool:
+    r"""Return True if a pattern is a name, or its end after a dot. It takes time in proportion to both lengths.
+
+    PEFT matches regular expressions, which could take any time.
+
+    >>> match_pattern(r"layers\.\d+\.q", "model.layers.12.q"), match_pattern("^q", "a.q")
+    (True, False)
+    """
+    tokens = _tokens_of(pattern) or []
+
+    def reached(place: int) -> set[int]:
+        """Return the places after which the next character may be, from one of them on."""
+        found = {place}
+        while place < len(tokens) and tokens[place].endswith("*"):
+            place += 1
+            found.add(place)
+        return found
+
+    active: set[int] = set()
+    for position, character in enumerate(name):
+        if position == 0 or (name[position - 1] == "." and not pattern.startswith("^")):
+            active |= reached(0)
+        following: set[int] = set()
+        for place in active:
+            if place < len(tokens) and _accepts(tokens[place].rstrip("*+") or tokens[place], character):
+                following |= reached(place + 1)
+                if tokens[place][-1] in "*+" and len(tokens[place]) > 1:
+                    following |= {place}
+        active = following
+    return len(tokens) in active and bool(tokens)
+
+
+def _accepts(kind: str, character: str) -> bool:
+    if kind in ("\\d", "[0-9]"):
+        return character.isdecimal()
+    return kind == "." or kind.removeprefix("\\") == character
 
 
 # The names of tensors.

@@ -207,7 +207,7 @@ def find_chunks(
     Raise if more chunks are missing than an honest array may have, before any memory is allocated for them.
     """
     counts = [-(-size // step) for size, step in zip(array.shape, array.inner, strict=True)]
-    if math.prod(counts) > len(values) * math.prod(_per_shard(array)) + MOST_MISSING:
+    if math.prod(counts) > len(values) + len(indices) * math.prod(_per_shard(array)) + MOST_MISSING:
         raise CorruptSnapshotError(f"{where}: has {math.prod(counts):,} chunks, but only {len(values):,} values")
     strides = contiguous_strides(array.inner)
     if array.turned:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import warnings
 
 import pytest
@@ -24,7 +25,7 @@ from snapshot import (
     UnsupportedFormatError,
 )
 from snapshot.cli import main
-from snapshot.formats.peft import parse_config
+from snapshot.formats.peft import match_pattern, parse_config
 from tests.helpers.foreign_states import same
 from tests.helpers.versions import ALONE
 
@@ -267,7 +268,9 @@ def test_misfits_are_listed_together_before_anything_is_written(tmp_path):
         ),
         ({"init_lora_weights": 1}, "init_lora_weights: 1"),
         ({"alpha_pattern": {"(a+)+b": 1}}, "alpha_pattern: .*must be a name"),
-        ({"alpha_pattern": {".*.*.*.*x": 1}}, "alpha_pattern"),
+        ({"alpha_pattern": {"a{3}": 1}}, "alpha_pattern"),
+        ({"alpha_pattern": {"a|b": 1}}, "alpha_pattern"),
+        ({"alpha_pattern": {"": 1}}, "alpha_pattern"),
         ({"peft_type": "IA3"}, "peft_type must be LORA for a merge, got 'IA3'"),
     ],
 )
@@ -315,6 +318,23 @@ def test_no_pattern_harms(pattern, name):
     except UnsupportedFormatError:
         return
     assert config.scale_of(name, 1) in (2.0, 8.0)
+
+
+TOKENS = ["a", "b", ".", "\\.", "\\d", "[0-9]", "1"]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(TOKENS), st.sampled_from(["", "", "*", "+"])), min_size=1, max_size=5),
+    st.sampled_from(["", "^"]),
+    st.text("ab.12", max_size=8),
+)
+def test_patterns_match_as_regular_expressions_do(tokens, start, name):
+    pattern = start + "".join(token + repeat for token, repeat in tokens)
+    assert match_pattern(pattern, name) == bool(re.fullmatch(rf"(.*\.)?({pattern})", name) and name)
+
+
+def test_a_long_pattern_takes_little_time():
+    assert not match_pattern(".*" * 100 + "x", "a." * 5000)
 
 
 def test_an_adapter_needs_its_configuration(tmp_path):
