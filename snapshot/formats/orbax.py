@@ -109,8 +109,11 @@ async def describe_folder(storage: Storage, names: Sequence[str], limit: int) ->
 async def _describe_items(storage: Storage, items: Mapping[str, str], marker: str, limit: int) -> ForeignDocument:
     """Return the checkpoint of items: their names, and their folders. `marker` is the file that names the save."""
     made = _Builder(storage, limit)
-    for item, folder in sorted(items.items()):
-        await made.add_item(item, folder)
+    try:
+        for item, folder in sorted(items.items()):
+            await made.add_item(item, folder)
+    except StorageNotFoundError as error:
+        raise CorruptSnapshotError(f"{storage.url}: a file of the checkpoint is missing: {error}") from error
     manifest, root = made.finish()
     return make_document(
         FORMAT,

@@ -220,10 +220,13 @@ def test_damaged_data_is_called_corrupt(files, tmp_path):
     (tmp_path / "plain" / "long" / "0.0").write_bytes(b"\0" + whole[1:])
     with pytest.raises(CorruptSnapshotError, match="long: decompression failed"):
         Snapshot(tmp_path / "plain").read_object("0/long")
-    short = zstandard.ZstdCompressor().compress(b"1234")
-    (tmp_path / "plain" / "long" / "0.0").write_bytes(short)
-    with pytest.raises(CorruptSnapshotError, match="its bytes end too early"):
-        Snapshot(tmp_path / "plain").read_object("0/long")
+    for content in (b"1234", b"12345"):  # and not even whole elements
+        (tmp_path / "plain" / "long" / "0.0").write_bytes(zstandard.ZstdCompressor().compress(content))
+        with pytest.raises(CorruptSnapshotError, match="its bytes end too early"):
+            Snapshot(tmp_path / "plain").read_object("0/long")
+    (tmp_path / "plain" / "_strings.json").unlink()
+    with pytest.raises(CorruptSnapshotError, match=r"a file of the checkpoint is missing: .*_strings\.json"):
+        Snapshot(tmp_path / "plain").get_manifest()
 
 
 # Databases of OCDBT
