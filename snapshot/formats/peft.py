@@ -17,6 +17,7 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """The beginning of all names in a model of PEFT."""
+_MAGNITUDE = re.compile(r"(.+)\.lora_magnitude_vector(?:\.weight)?", re.DOTALL)
 _LORA = re.compile(r"(?P<module>.+)\.(?:lora_(?P<plain>[AB])\.weight|lora_embedding_(?P<embedding>[AB]))", re.DOTALL)
 
 # The configuration: the scale of each module, and what this library does not merge.
@@ -24,7 +25,6 @@ _LORA = re.compile(r"(?P<module>.+)\.(?:lora_(?P<plain>[AB])\.weight|lora_embedd
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` that leave the base model as it is."""
 _VARIANTS = (
-    "use_dora",
     "use_qalora",
     "use_bdlora",
     "lora_bias",
@@ -50,6 +50,7 @@ class LoraConfig(msgspec.Struct):
     alpha_pattern: dict[str, float] | None = None
     use_rslora: bool = False
     fan_in_fan_out: bool = False
+    use_dora: bool = False
     init_lora_weights: Any = True
 
     def scale_of(self, module: str, rank: int) -> float:
@@ -138,6 +139,8 @@ class Pair(NamedTuple):
     a: str
     b: str
     embedding: bool
+    magnitude: str | None = None
+    """The lengths of DoRA."""
 
 
 class AdapterNames(NamedTuple):
@@ -153,12 +156,15 @@ def sort_names(names: Iterable[str], where: object) -> AdapterNames:
     """Sort the names of an adapter's tensors. Raise UnsupportedFormatError for one that is not of a plain LoRA."""
     found: dict[tuple[str, bool], dict[str, str]] = {}
     made = AdapterNames({}, {})
+    magnitudes: dict[str, str] = {}
     odd = []
     for name in names:
         match = _LORA.fullmatch(name)
         if match is not None:
             kind = match["plain"] or match["embedding"]
             found.setdefault((_base_name(match["module"]), match["plain"] is None), {})[kind] = name
+        elif (length := _MAGNITUDE.fullmatch(name)) is not None:
+            magnitudes[_base_name(length[1])] = name
         elif re.search(r"\.(lora_|token_adapter\.|vera_|ia3_)", name):
             odd.append(name)
         elif not re.search(r"\.(original_module|modules_to_save)\.", name):  # written with bias="all", and not loaded
@@ -167,7 +173,8 @@ def sort_names(names: Iterable[str], where: object) -> AdapterNames:
         if factors.keys() != {"A", "B"} or module in made.pairs:
             odd += factors.values()
         else:
-            made.pairs[module] = Pair(factors["A"], factors["B"], embedding)
+            made.pairs[module] = Pair(factors["A"], factors["B"], embedding, magnitudes.pop(module, None))
+    odd += magnitudes.values()
     if odd:
         raise UnsupportedFormatError(f"{where}: these tensors cannot be merged:{listed(sorted(odd))}")
     if not made.pairs:

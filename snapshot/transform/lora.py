@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,7 +16,8 @@ from snapshot.distributed.operation import Operation
 from snapshot.errors import RestoreError, SnapshotError, StorageError
 from snapshot.formats import peft
 from snapshot.formats.foreign import is_absence
-from snapshot.formats.peft import LoraConfig
+from snapshot.formats.peft import LoraConfig, Pair
+from snapshot.io.arena import Slot
 from snapshot.io.budget import MemoryBudget, Pool
 from snapshot.io.loop import run
 from snapshot.io.session import Session
@@ -25,7 +27,9 @@ from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document, find_locations
 from snapshot.manifest.entries import AnyTensor
 from snapshot.manifest.rank_view import make_rank_view, suggest_names
+from snapshot.plan.layout import FilePart, FilePlan
 from snapshot.reports import ConvertReport
+from snapshot.save.staging import StagedPart
 from snapshot.state.leaves import Leaf
 from snapshot.tensors.geometry import Factor, Grid, position_of
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE
@@ -54,6 +58,9 @@ class Product(NamedTuple):
     rank: int
     columns: int
     scale: float
+    magnitude: AnyTensor | None = None
+    """For DoRA: the length that each row of the result gets, or each column if it is turned."""
+    turned: bool = False
 
 
 Change = Product | AnyTensor
@@ -90,9 +97,20 @@ def plan_lora(base: Side, adapter: Side, config: LoraConfig) -> dict[str, Change
     for module, pair in names.pairs.items():
         name = f"{module}.weight"
         entry = find(name)
-        if entry is not None:
+        if config.use_dora != (pair.magnitude is not None):
+            misfits.append(f"{name}: must have a lora_magnitude_vector if, and only if, use_dora is set")
+        elif entry is not None:
             a, b = factors[pair.a], factors[pair.b]
-            made = _make_product(entry, a, b, config, module, embedding=pair.embedding)
+            magnitude = factors.get(pair.magnitude) if pair.magnitude is not None else None
+            made = _make_product(
+                entry,
+                a,
+                b,
+                config.scale_of(module, a.shape[0] if a.shape else 1),
+                pair=pair,
+                turned=config.fan_in_fan_out,
+                magnitude=magnitude,
+            )
             if isinstance(made, str):
                 misfits.append(f"{name}: {made}")
             else:
@@ -115,23 +133,37 @@ def _tensors_of(document: Document) -> dict[str, AnyTensor]:
 
 
 def _make_product(
-    entry: AnyTensor, a: AnyTensor, b: AnyTensor, config: LoraConfig, module: str, *, embedding: bool
+    entry: AnyTensor,
+    a: AnyTensor,
+    b: AnyTensor,
+    scale: float,
+    *,
+    pair: Pair,
+    turned: bool,
+    magnitude: AnyTensor | None,
 ) -> Product | str:
-    """Return the product that a module's weight gets, or the reason why the shapes do not fit."""
+    """Return the product that a module's weight gets, or the reason why the shapes do not fit.
+
+    `turned`: a square weight has the inputs first.
+    """
     shape, rank = tuple(entry.shape), (a.shape[0] if a.shape else 0)
     wrong = f"has shape {list(shape)}, but the factors have {list(a.shape)} and {list(b.shape)}"
     if entry.dtype not in _FLOATS or a.dtype not in _FLOATS or a.dtype != b.dtype:
         return f"dtypes must be floating point, and the same for both factors: {entry.dtype}, {a.dtype}, {b.dtype}"
     if not rank or len(b.shape) < 2 or len(a.shape) < 2 or b.shape[1] != rank or math.prod(b.shape[2:]) != 1:
         return wrong
-    made, turned = (b.shape[0], *a.shape[1:]), (*a.shape[1:], b.shape[0])
+    straight, swapped = (b.shape[0], *a.shape[1:]), (*a.shape[1:], b.shape[0])
     flat = len(a.shape) == 2
-    turn = flat and (embedding or (config.fan_in_fan_out and shape == turned) or shape != made)
-    if shape != (turned if turn else made):
+    turn = flat and (pair.embedding or (turned and shape == swapped) or shape != straight)
+    if shape != (swapped if turn else straight):
         return wrong
+    if magnitude is not None:
+        if pair.embedding or not flat:
+            return "DoRA of an embedding or a convolution cannot be merged"
+        if tuple(magnitude.shape) != (b.shape[0],) or magnitude.dtype not in _FLOATS:
+            return f"the magnitudes of DoRA must be {b.shape[0]} numbers, got {magnitude.dtype}{list(magnitude.shape)}"
     left, right = (_transpose(a), _transpose(b)) if turn else (b, a)
-    scale = config.scale_of(module, rank)
-    return Product(left, right, shape[0], rank, math.prod(shape[1:]), scale)
+    return Product(left, right, shape[0], rank, math.prod(shape[1:]), scale, magnitude, turn)
 
 
 def _transpose(entry: AnyTensor) -> AnyTensor:
@@ -140,10 +172,20 @@ def _transpose(entry: AnyTensor) -> AnyTensor:
     return e.MappedTensorEntry(entry.dtype, (columns, rows), [e.MappedPart(entry, grid)])  # type: ignore[arg-type]
 
 
+def _tensors_in(change: Change) -> dict[str, AnyTensor]:
+    """Return the tensors of the adapter that a change needs."""
+    if not isinstance(change, Product):
+        return {"whole": change}
+    found = {"a": change.left, "b": change.right}
+    return found if change.magnitude is None else {**found, "magnitude": change.magnitude}
+
+
 # The changed tensors as one source of parts.
 
 _ROWS = 32
 """Rows of a product that are computed at once, from a multiple of their number on: so parts do not change the bits."""
+_MEASURED = 1 << 20
+"""Elements whose lengths are measured at once."""
 _AT_ONCE = 1 << 20
 """Maximum number of elements that are computed at once, if a row is that long."""
 
@@ -172,10 +214,13 @@ class LoraStager(MixedStager):
         self._changes = [changes.get(key_of(each)) if isinstance(each, e.TENSORS) else None for each in origins]
         self._dtypes = [origin.dtype if isinstance(origin, e.TENSORS) else "uint8" for origin in origins]
         sources = []
-        for number in range(4):
+        self._factors: dict[int, torch.Tensor] = {}
+        """For leaves with DoRA, the factor of each row, or of each column if it is turned."""
+        self._measuring = asyncio.Lock()
+        for number in range(5):
             own = [self._input(number, change, origin) for change, origin in zip(self._changes, origins, strict=True)]
             stored = [
-                leaf if entry is None else _leaf_of(leaf, entry, whole=number in (1, 2))
+                leaf if entry is None else _leaf_of(leaf, entry, whole=number in (1, 2, 4))
                 for leaf, entry in zip(leaves, own, strict=True)
             ]
             side = base if number == 0 else adapter
@@ -195,9 +240,9 @@ class LoraStager(MixedStager):
 
     @staticmethod
     def _input(number: int, change: Change | None, origin: Any) -> AnyTensor | None:
-        """Return the tensor of a source: the base, the left and the right factor, and the replacement."""
+        """Return the tensor of a source: the base, both factors, the replacement, and the magnitudes."""
         if isinstance(change, Product):
-            return (origin, change.left, change.right, None)[number]
+            return (origin, change.left, change.right, None, change.magnitude)[number]
         return change if number == 3 else None
 
     def is_mixed(self, leaf: int) -> bool:
@@ -208,7 +253,7 @@ class LoraStager(MixedStager):
         none = Run(0, 0, 1)
         if not isinstance(change, Product):
             assert change is not None
-            return [none, none, none, Run(piece.first, piece.count, ITEMSIZE[change.dtype])]
+            return [none, none, none, Run(piece.first, piece.count, ITEMSIZE[change.dtype]), none]
         first, last = self._rows(piece, change)
         last, itemsize = min(last, change.rows), ITEMSIZE[change.left.dtype]
         return [
@@ -216,6 +261,7 @@ class LoraStager(MixedStager):
             Run(first * change.rank, (last - first) * change.rank, itemsize),
             Run(0, change.rank * change.columns, itemsize),
             none,
+            none if change.magnitude is None else Run(0, change.magnitude.shape[0], ITEMSIZE[change.magnitude.dtype]),
         ]
 
     def _begin(self, piece: Piece) -> int:
@@ -236,6 +282,21 @@ class LoraStager(MixedStager):
             assert change is not None
             target.copy_(held[3].view(BY_NAME[change.dtype]).to(BY_NAME[self._dtypes[piece.leaf]]))
             return
+        factors = self._factors.get(piece.leaf)
+        for low, high, base, product in self._summands(piece, change, held):
+            total = base.clone()
+            if factors is None:
+                total += product
+            else:
+                line = torch.arange(low, high)
+                line = line % change.columns if change.turned else line // change.columns
+                total = (factors[line] * (base + product)).to(base.dtype)
+            target[low - self._begin(piece) : high - self._begin(piece)].copy_(total)
+
+    def _summands(
+        self, piece: Piece, change: Product, held: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
+        """Yield runs of elements of the whole tensor, with those of the base and of the product."""
         first, last = self._rows(piece, change)
         begin, block, columns = self._begin(piece), _block_of(change), change.columns
         base = held[0].view(BY_NAME[self._dtypes[piece.leaf]])
@@ -246,12 +307,45 @@ class LoraStager(MixedStager):
         right = held[2].view(stored).view(change.rank, columns).to(wide)
         for row in range(first, last, block):
             low, high = max(row * columns, begin), min((row + block) * columns, begin + piece.count)
-            if low >= high:
-                continue
-            product = (left[row - first : row - first + block] @ right).mul_(change.scale).view(-1)
-            total = base[low - begin : high - begin].clone()
-            total += product[low - row * columns : high - row * columns]
-            target[low - begin : high - begin].copy_(total)
+            if low < high:
+                product = (left[row - first : row - first + block] @ right).mul_(change.scale).view(-1)
+                yield low, high, base[low - begin : high - begin], product[low - row * columns : high - row * columns]
+
+    # DoRA: each row is scaled to a given length, so all of it is read before any of it is written.
+
+    async def fetch(self, file: FilePlan, part: FilePart, slot: Slot, budget: MemoryBudget) -> StagedPart:
+        """Mix a part into a slot. The lengths of the rows that it has are measured first."""
+        for extent in file.extents[part.first : part.last]:
+            change = self._changes[extent.leaf]
+            if isinstance(change, Product) and change.magnitude is not None:
+                async with self._measuring:
+                    if extent.leaf not in self._factors:
+                        self._factors[extent.leaf] = await self._measure(extent.leaf, change)
+        return await super().fetch(file, part, slot, budget)
+
+    async def _measure(self, leaf: int, change: Product) -> torch.Tensor:
+        """Return the factors of all rows: the magnitudes, divided by the lengths of the sums."""
+        wide = torch.promote_types(BY_NAME[self._dtypes[leaf]], torch.float32)
+        columns, block = change.columns, _block_of(change)
+        lengths = torch.zeros(columns if change.turned else change.rows, dtype=torch.float64 if change.turned else wide)
+        magnitudes = torch.empty(len(lengths), dtype=wide)
+
+        def add(piece: Piece, held: Sequence[torch.Tensor]) -> None:
+            for low, high, base, product in self._summands(piece, change, held):
+                rows = (base + product).view(-1, columns)
+                if change.turned:
+                    lengths.add_(rows.to(torch.float64).square_().sum(0))
+                else:
+                    lengths[low // columns : high // columns] = torch.linalg.norm(rows, dim=1)
+            assert change.magnitude is not None
+            magnitudes.copy_(held[4].view(BY_NAME[change.magnitude.dtype]))
+
+        step = max(1, _MEASURED // (block * columns)) * block
+        offset = self._begin(Piece(leaf, 0, 0, 0))
+        for row in range(0, change.rows, step):
+            count = min(step, change.rows - row) * columns
+            await self._with_inputs([Piece(leaf, row * columns - offset, count, 0)], add)
+        return magnitudes / (lengths.sqrt_().to(wide) if change.turned else lengths)
 
 
 def _block_of(product: Product) -> int:
@@ -293,9 +387,7 @@ def merge_lora(
     needed = {
         f"{number}/{name}": entry
         for number, change in enumerate(changes.values())
-        for name, entry in (
-            {"a": change.left, "b": change.right} if isinstance(change, Product) else {"whole": change}
-        ).items()
+        for name, entry in _tensors_in(change).items()
     }
     expect_sound(needed, adapter.document)
     run(expect_files(base.session, base.document, selected_locations(base.document, choice.select, choice.exclude)))

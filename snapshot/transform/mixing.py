@@ -145,7 +145,16 @@ class MixedStager(CheckpointStager, ABC):
         return step
 
     async def _merge(self, batch: Sequence[Piece], slot: Slot) -> None:
-        """Read the inputs of pieces from all sources, and mix them into the slot of a part."""
+        """Mix pieces into the slot of a part."""
+
+        def mix(piece: Piece, held: Sequence[torch.Tensor]) -> None:
+            dtype = BY_NAME[self.leaves[piece.leaf].dtype]
+            self.mix(piece, held, slot.tensor[piece.at : piece.at + piece.count * dtype.itemsize].view(dtype))
+
+        await self._with_inputs(batch, mix)
+
+    async def _with_inputs(self, batch: Sequence[Piece], work: Callable[[Piece, Sequence[torch.Tensor]], None]) -> None:
+        """Read the inputs of pieces from all sources, and call a function with the bytes of each, in a thread."""
         inputs = [self.inputs_of(piece) for piece in batch]
         files: list[list[Extent]] = [[] for _ in self._sources]
         places: list[list[slice]] = []
@@ -166,7 +175,7 @@ class MixedStager(CheckpointStager, ABC):
                 return self._sources[number].fetch(file, part, scratch, self._scratch)
 
             if await self._is_blocking(files):
-                await in_thread(self._read_and_mix, read, batch, places, scratch, slot)
+                await in_thread(self._read_all, read, batch, places, scratch, work)
                 return
             reads = [asyncio.create_task(read(number)) for number in range(len(self._sources))]
             try:
@@ -174,7 +183,7 @@ class MixedStager(CheckpointStager, ABC):
             except BaseException:
                 await shielded(cancel_all(reads))
                 raise
-            await in_thread(self._mix_all, batch, places, scratch, slot)
+            await in_thread(_work_all, batch, places, scratch, work)
 
     async def _is_blocking(self, files: Sequence[Sequence[Extent]]) -> bool:
         """Return True if one thread can read a batch from all sources, which is faster than many short tasks."""
@@ -183,23 +192,27 @@ class MixedStager(CheckpointStager, ABC):
         needed = {(number, extent.leaf) for number, extents in enumerate(files) for extent in extents}
         return all([await self._sources[number].reads_parts(leaf) for number, leaf in needed])
 
-    def _read_and_mix(
+    def _read_all(
         self,
         read: Callable[[int], Coroutine[Any, Any, StagedPart]],
         batch: Sequence[Piece],
         places: Sequence[Sequence[slice]],
         scratch: Slot,
-        slot: Slot,
+        work: Callable[[Piece, Sequence[torch.Tensor]], None],
     ) -> None:
         for number in range(len(self._sources)):
             run_inline(read, number)
-        self._mix_all(batch, places, scratch, slot)
+        _work_all(batch, places, scratch, work)
 
-    def _mix_all(self, batch: Sequence[Piece], places: Sequence[Sequence[slice]], scratch: Slot, slot: Slot) -> None:
-        for piece, held in zip(batch, places, strict=True):
-            dtype = BY_NAME[self.leaves[piece.leaf].dtype]
-            target = slot.tensor[piece.at : piece.at + piece.count * dtype.itemsize].view(dtype)
-            self.mix(piece, [scratch.tensor[place] for place in held], target)
+
+def _work_all(
+    batch: Sequence[Piece],
+    places: Sequence[Sequence[slice]],
+    scratch: Slot,
+    work: Callable[[Piece, Sequence[torch.Tensor]], None],
+) -> None:
+    for piece, held in zip(batch, places, strict=True):
+        work(piece, [scratch.tensor[place] for place in held])
 
 
 def _measure(runs: Sequence[Run]) -> int:

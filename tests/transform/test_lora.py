@@ -197,6 +197,47 @@ def test_a_square_matrix_is_turned_as_the_configuration_says(tmp_path, turned):
     torch.testing.assert_close(snapshot.load(tmp_path / "out")["a.weight"], expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("turned", [False, True])
+def test_dora_scales_rows_to_their_magnitudes(tmp_path, dtype, turned):
+    weight = draw(900, 700, dtype=dtype)
+    save_file({"a.weight": weight}, tmp_path / "base.safetensors")
+    rows, columns = (700, 900) if turned else (900, 700)
+    magnitude = draw(rows).abs()
+    tensors = factors("a", rows, columns)
+    folder = adapter(
+        tmp_path / "adapter", {**tensors, "a.lora_magnitude_vector": magnitude}, use_dora=True, fan_in_fan_out=turned
+    )
+    found = []
+    for number, budget in enumerate((None, 1 << 20)):
+        path = tmp_path / f"{number}.safetensors"
+        snapshot.merge([tmp_path / "base.safetensors"], path, lora=folder, memory_budget_bytes=budget)
+        found.append(snapshot.load(path))
+    same(found[0], found[1])
+    product = tensors["a.lora_B.weight"] @ tensors["a.lora_A.weight"] * 1.5
+    total = (weight.float().T if turned else weight.float()) + product
+    expected = total * (magnitude / total.norm(dim=1))[:, None]
+    expected = (expected.T if turned else expected).to(dtype)
+    torch.testing.assert_close(
+        found[0]["a.weight"], expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6
+    )
+
+
+def test_dora_that_does_not_fit_is_refused_by_name(tmp_path):
+    save_file({"a.weight": draw(8, 6), "e.weight": draw(8, 6)}, tmp_path / "base.safetensors")
+    plain, length = factors("a", 8, 6), {"a.lora_magnitude_vector": draw(8)}
+    embedding = {"e.lora_embedding_A": draw(4, 8), "e.lora_embedding_B": draw(6, 4), "e.lora_magnitude_vector": draw(6)}
+    for number, (tensors, use, expected) in enumerate((
+        (plain, True, "must have a lora_magnitude_vector if, and only if, use_dora is set"),
+        (plain | length, False, "must have a lora_magnitude_vector if, and only if, use_dora is set"),
+        (plain | {"a.lora_magnitude_vector": draw(7)}, True, "the magnitudes of DoRA must be 8 numbers"),
+        (embedding, True, "DoRA of an embedding or a convolution cannot be merged"),
+    )):  # fmt: skip
+        folder = adapter(tmp_path / str(number), tensors, use_dora=use)
+        with pytest.raises(RestoreError, match=expected):
+            snapshot.merge([tmp_path / "base.safetensors"], tmp_path / "out", lora=folder)
+
+
 def test_a_tensor_in_another_memory_order_is_changed_in_place(tmp_path):
     state = {"conv.weight": draw(6, 4, 3, 3).contiguous(memory_format=torch.channels_last), "w.weight": draw(8, 6).t()}
     Snapshot.take(tmp_path / "base", {"model": StateDict(state)})
@@ -257,7 +298,6 @@ def test_misfits_are_listed_together_before_anything_is_written(tmp_path):
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({"use_dora": True}, "use_dora: True"),
         ({"lora_bias": True}, "lora_bias: True"),
         ({"layer_replication": [[0, 1]]}, "layer_replication"),
         ({"target_parameters": ["x"]}, "target_parameters"),
@@ -386,6 +426,27 @@ class Block(nn.Module):
         self.k = nn.Linear(160, 48, bias=False)
         self.conv = nn.Conv2d(4, 6, 1)
         self.norm = nn.LayerNorm(64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dora_is_merged_as_peft_merges_it(tmp_path, dtype):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = Block().to(dtype)
+    save_file(model.state_dict(), tmp_path / "base.safetensors")
+    config = peft.LoraConfig(r=8, lora_alpha=24, target_modules=["q", "k"], use_dora=True)
+    adapted = peft.get_peft_model(model, config)
+    for name, each in adapted.named_parameters():
+        if "lora_" in name:
+            each.data = torch.randn(each.shape).mul_(0.1) + (2 if "magnitude" in name else 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted.save_pretrained(tmp_path / "adapter")
+        fresh = Block().to(dtype)
+        fresh.load_state_dict(snapshot.load(tmp_path / "base.safetensors"))
+        merged = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter").merge_and_unload().state_dict()
+    snapshot.merge([tmp_path / "base.safetensors"], tmp_path / "out.safetensors", lora=tmp_path / "adapter")
+    same(dict(sorted(snapshot.load(tmp_path / "out.safetensors").items())), dict(sorted(merged.items())))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
