@@ -100,28 +100,30 @@ def match_pattern(pattern: str, name: str) -> bool:
     >>> match_pattern(r"layers\.\d+\.q", "model.layers.12.q"), match_pattern("^q", "a.q")
     (True, False)
     """
-    tokens = _tokens_of(pattern) or []
-
-    def reached(place: int) -> set[int]:
-        """Return the places after which the next character may be, from one of them on."""
-        found = {place}
-        while place < len(tokens) and tokens[place].endswith("*"):
-            place += 1
-            found.add(place)
-        return found
-
+    tokens = [
+        (each[:-1], each[-1]) if each[1:] and each[-1] in "*+" else (each, "") for each in _tokens_of(pattern) or []
+    ]
     active: set[int] = set()
     for position, character in enumerate(name):
         if position == 0 or (name[position - 1] == "." and not pattern.startswith("^")):
-            active |= reached(0)
+            active.add(0)
+        _skip_optional(tokens, active)
         following: set[int] = set()
         for place in active:
-            if place < len(tokens) and _accepts(tokens[place].rstrip("*+") or tokens[place], character):
-                following |= reached(place + 1)
-                if tokens[place][-1] in "*+" and len(tokens[place]) > 1:
-                    following |= {place}
+            if place < len(tokens) and _accepts(tokens[place][0], character):
+                following.update((place + 1, place) if tokens[place][1] else (place + 1,))
         active = following
+    if name.endswith(".") and not pattern.startswith("^"):
+        active.add(0)
+    _skip_optional(tokens, active)
     return len(tokens) in active and bool(tokens)
+
+
+def _skip_optional(tokens: Sequence[tuple[str, str]], active: set[int]) -> None:
+    """Add the places behind tokens that need no character."""
+    for place, (_, repeats) in enumerate(tokens):
+        if place in active and repeats == "*":
+            active.add(place + 1)
 
 
 def _accepts(kind: str, character: str) -> bool:
