@@ -483,6 +483,8 @@ def test_arguments_that_do_not_fit_are_refused(tmp_path):
         opened.convert(Target(tmp_path / "m.pt", kv_from="x.gguf"))
     with pytest.raises(ValueError, match="quantisation must be None for to='torch'"):
         opened.convert(Target(tmp_path / "m.pt", quantisation="Q8_0"))
+    with pytest.raises(ValueError, match="kv_from must be None for a copy"):
+        opened.copy(Target(tmp_path / "m.gguf", kv_from="x.gguf"))
     with pytest.raises(ValueError, match="quantisation must be None or 'Q8_0'"):
         Target("m.gguf", quantisation="Q4_0")
     (tmp_path / "kv.gguf").write_bytes(file_of({}, pair("general.architecture", TEXT, text("t5"))))
