@@ -96,6 +96,7 @@ def merge(
     *,
     weights: Sequence[float] | None = None,
     ema: float | None = None,
+    lora: str | os.PathLike[str] | Snapshot | None = None,
     others: str = "equal",
     select: Sequence[str] = (),
     exclude: Sequence[str] = (),
@@ -124,6 +125,8 @@ def merge(
             The default is the average: the sum, divided by the number of sources.
         ema: The decay of an exponential moving average: `average = ema * average + (1 - ema) * next`, beginning with
             the first source.
+        lora: The folder of an adapter of PEFT, or a `Snapshot` of it. There is one source, the base model, to whose
+            weights the products of the adapter are added. See docs/weights.md.
         others: `"equal"`: integer, bool, sparse and quantised tensors must be equal in all sources. `"first"`: those of
             the first source are kept, and the report lists the ones that differ.
         select: Globs over `<key>/<logical path>` of the first source to merge; all by default.
@@ -151,6 +154,7 @@ def merge(
     >>> snapshot.load("memory://docs/soup")
     {'weight': tensor([1.5000, 1.5000, 1.5000])}
     """
+    from snapshot.transform.lora import merge_lora
     from snapshot.transform.merge import Mix, merge_checkpoints
     from snapshot.transform.target import (
         Selection,  # training jobs do not pay for these imports
@@ -158,6 +162,10 @@ def merge(
     )
 
     paths = [] if isinstance(sources, (str, os.PathLike)) or not isinstance(sources, Iterable) else list(sources)
+    if lora is not None:
+        if len(paths) != 1 or weights is not None or ema is not None or others != "equal":
+            raise ValueError("lora must be used with one source, and without weights, ema and others")
+        paths.append(lora)
     if len(paths) < 2 or not all(isinstance(each, (str, os.PathLike, Snapshot)) for each in paths):
         raise ValueError(f"sources must be paths of at least 2 checkpoints, or Snapshot objects, got {sources!r}")
     if weights is not None and ema is not None:
@@ -172,4 +180,6 @@ def merge(
     choice = Selection(select, exclude, None, dtype, verify, origins[0].allow_pickle)
     url = made.place.url
     with operation("merge", url, pg=origins[0].pg, ranks=ranks, budget=memory_budget_bytes, progress=progress) as op:
+        if lora is not None:
+            return merge_lora(op, (origins[0].location, origins[1].location), made, choice)
         return merge_checkpoints(op, [each.location for each in origins], made, choice, mix=mix, others=others)

@@ -37,13 +37,16 @@ EXAMPLES = [
     ("convert old.pt run/step-100", "a file of torch.save to a snapshot"),
     ("convert run/step-100 model.safetensors --select 'model/**' --dtype bfloat16", "only the weights"),
     ("convert run/step-100 run-dcp --to dcp", "for torch.distributed.checkpoint"),
+    ("convert hf-folder model.gguf --kv-from base.gguf --quantisation Q8_0", "for llama.cpp"),
 ]
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the verb's arguments."""
     parser.add_argument("source", metavar="FROM", help="the source: anything that Snapshot(path) opens")
-    parser.add_argument("target", metavar="TO", help="a folder; a file for torch, and for safetensors with that suffix")
+    parser.add_argument(
+        "target", metavar="TO", help="a folder; a file for torch, gguf, and for safetensors with that suffix"
+    )
     add_selection(parser)
     add_rename(parser)
     add_map(parser)
@@ -97,6 +100,13 @@ def add_target(parser: argparse.ArgumentParser, *, converts: bool) -> None:
         parser.add_argument(
             "--shard", type=size, default=SHARD, metavar="SIZE", help="maximum size of each of several files: 5GB"
         )
+        parser.add_argument(
+            "--kv-from", metavar="FILE", help="for gguf: a file of GGUF whose key-values the new file gets"
+        )
+        parser.add_argument(
+            "--adapter-config", metavar="FILE", help="for peft: the adapter_config.json, if not beside the source"
+        )
+        parser.add_argument("--quantisation", choices=("Q8_0",), help="for gguf: round matrices to 8 bits")
     parser.add_argument(
         "--compression", choices=("zstd",), help="compress the data files; only this library reads them"
     )
@@ -115,6 +125,9 @@ def target_of(arguments: argparse.Namespace, url: str) -> Target:
         overwrite=arguments.overwrite,
         compression=arguments.compression,
         shard_bytes=getattr(arguments, "shard", SHARD),
+        kv_from=getattr(arguments, "kv_from", None),
+        quantisation=getattr(arguments, "quantisation", None),
+        adapter_config=getattr(arguments, "adapter_config", None),
         storage_options=options_of(arguments, "dst"),
     )
 

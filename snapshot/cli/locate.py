@@ -23,7 +23,7 @@ AT_ONCE = 16
 SHOWN = 5
 SOON = 15.0
 """Seconds without progress after which a lookup is abandoned."""
-ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".index.json")
+ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".gguf", ".index.json")
 """Suffixes of files that may be checkpoints by themselves."""
 
 

@@ -23,13 +23,16 @@ DESCRIPTION = (
 EXAMPLES = [
     ("merge run/step-100 run/step-200 run/step-300 -o soup", "the average"),
     ("merge a.safetensors b.safetensors -o c.safetensors --weights 0.7,0.3", "a weighted sum"),
+    ("merge base-model --lora adapter -o merged", "a LoRA of PEFT into the weights of its base model"),
     ("merge run/step-* -o ema.safetensors --ema 0.999 --select 'model/**'", "a moving average, oldest first"),
 ]
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the verb's arguments."""
-    parser.add_argument("sources", nargs="+", metavar="SOURCE", help="anything that Snapshot(path) opens; at least 2")
+    parser.add_argument(
+        "sources", nargs="+", metavar="SOURCE", help="anything that Snapshot(path) opens; at least 2, or 1 with --lora"
+    )
     parser.add_argument(
         "-o",
         "--output",
@@ -41,6 +44,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--average", action="store_true", help="the sum, divided by the number of sources (default)")
     how.add_argument("--weights", type=_numbers, metavar="LIST", help="a factor for each source: 0.5,0.3,0.2")
     how.add_argument("--ema", type=float, metavar="DECAY", help="a moving average over the sources in order of time")
+    how.add_argument("--lora", metavar="ADAPTER", help="one source, to which the LoRA in a folder of PEFT is added")
     parser.add_argument(
         "--others",
         choices=OTHERS,
@@ -60,21 +64,25 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     options = options_of(arguments, "src")
     pickles = arguments.allow_pickle
     try:
+        opened = [Snapshot(each, storage_options=options, allow_pickle=pickles) for each in arguments.sources]
+        lora = arguments.lora and Snapshot(arguments.lora, storage_options=options, allow_pickle=pickles)
         with bar("merge", ranks=arguments.ranks) as show:
             report = merge(
-                [Snapshot(each, storage_options=options, allow_pickle=pickles) for each in arguments.sources],
+                opened,
                 target_of(arguments, arguments.output),
                 **selection_of(arguments),
                 **work_of(arguments),
                 weights=arguments.weights,
                 ema=arguments.ema,
+                lora=lora,
                 others=arguments.others,
                 dtype=arguments.dtype,
                 verify=arguments.verify,
                 progress=show,
             )
     except SnapshotNotFoundError as error:
-        missing = (source for source in arguments.sources if str(error).startswith(f"{URL.parse(source)}:"))
+        given = [*arguments.sources, *([arguments.lora] if arguments.lora else [])]
+        missing = (source for source in given if str(error).startswith(f"{URL.parse(source)}:"))
         with explain_missing(next(missing, arguments.sources[0]), options):
             raise
     emit_report(arguments, arguments.output, report)

@@ -6,7 +6,7 @@ import errno
 from collections.abc import Callable
 
 from snapshot.errors import StorageError, StorageNotFoundError
-from snapshot.formats import dcp, hugging_face, torch_save
+from snapshot.formats import dcp, gguf, hugging_face, orbax, torch_save
 from snapshot.formats.dcp import NOTICE
 from snapshot.formats.foreign import HEAD, ForeignDocument, is_absence, is_part, refuse_file
 from snapshot.formats.zip_archive import SIGNATURE
@@ -39,7 +39,20 @@ async def _describe_folder(storage: Storage, limit: int) -> ForeignDocument | No
     except StorageError as error:
         if not is_absence(storage, error):
             raise
-    return await hugging_face.describe_folder(storage, limit)
+    if (found := await hugging_face.describe_folder(storage, limit)) is not None:
+        return found
+    return await _describe_listed(storage, limit)
+
+
+async def _describe_listed(storage: Storage, limit: int) -> ForeignDocument | None:
+    """Return the checkpoint in a folder that is recognised by the names in it."""
+    try:
+        names = await storage.list(recursive=False) if storage.capabilities.list else []
+    except StorageError:
+        return None
+    if (found := await orbax.describe_folder(storage, names, limit)) is not None:
+        return found
+    return await gguf.describe_folder(storage, names, limit)
 
 
 async def _describe_file(url: URL, beside: Callable[[URL], Storage], limit: int) -> ForeignDocument | None:
@@ -68,6 +81,8 @@ async def _describe_file(url: URL, beside: Callable[[URL], Storage], limit: int)
 async def _describe_by_head(folder: Storage, name: str, size: int, head: bytes, limit: int) -> ForeignDocument:
     if is_part(name):
         raise refuse_file(folder.url, name, head)
+    if head.startswith(gguf.SIGNATURE):
+        return await gguf.describe_file(folder, name, size, limit)
     if head.startswith(SIGNATURE):
         return await torch_save.describe_file(folder, name, size, limit)
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= size - 8:  # before pickles: any byte may be a length

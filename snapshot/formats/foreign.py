@@ -68,7 +68,6 @@ _HEADS = (
     *((0, bytes([0x80, protocol]), f"a bare pickle; {_TRUST}") for protocol in range(2, 6)),
     *((0, head, f"a bare pickle; {_TRUST}") for head in (b"(dp0\n", b"(lp0\n", b"ccopy_reg\n", b"ccollections\n")),
     (0, b"\x93NUMPY", "a NumPy array (npy); load it with numpy.load"),
-    (0, b"GGUF", "a GGUF file, for llama.cpp; open the checkpoint that it was converted from"),
     *((0, head, "a GGML file, for llama.cpp; open the original") for head in (b"lmgg", b"tjgg", b"fmgg", b"algg")),
     (0, b"\x89HDF\r\n\x1a\n", "an HDF5 file, as Keras writes it; load it with Keras or h5py"),
     (4, b"TFL3", "a program of TensorFlow Lite; open the checkpoint that it was exported from"),
@@ -130,8 +129,8 @@ _FOLDERS: tuple[tuple[tuple[str, ...], str], ...] = (
         "a checkpoint of torch_checkpointing; load it with torch_checkpointing, and save it with dcp.save",
     ),
     (
-        (r"_CHECKPOINT_METADATA|manifest\.ocdbt|orbax\.checkpoint|ocdbt\.process_\d+/",),
-        "a checkpoint of Orbax; load it with Orbax, and save its arrays with safetensors",
+        (r"manifest\.ocdbt|ocdbt\.process_\d+/|_sharding",),
+        "a part of a checkpoint of Orbax, or one without _METADATA; load it with Orbax, and save it again",
     ),
     (
         (r"metadata\.json", r"common\.pt"),
@@ -148,7 +147,6 @@ _FOLDERS: tuple[tuple[tuple[str, ...], str], ...] = (
 """Folders by unique names in them."""
 _WEAK: tuple[tuple[tuple[str, ...], str], ...] = (
     *(((name,), text) for name, text in _ENDINGS),
-    ((r".*\.gguf",), "a folder of GGUF files, for llama.cpp; open the checkpoint that they were converted from"),
     ((r".*\.(h5|hdf5|keras)",), "a model of Keras, or another HDF5 file; load it with Keras or h5py"),
     ((r".*\.(npz|npy)",), "a folder of NumPy arrays; load them with numpy.load"),
     ((r".*\.nemo",), "a model of NeMo; unpack it with tar, and open its weights"),
@@ -290,7 +288,7 @@ def _few(names: Sequence[str]) -> str:
 #
 # They are generated documents, files with more bytes than the entries use, and a read-only storage.
 
-LINKLESS = ("dcp", "torchsnapshot")
+LINKLESS = ("dcp", "torchsnapshot", "orbax")
 """Formats with all files in one folder, without links. (Hugging Face's cache consists of links, and a file that the
 user names may be one.)"""
 
@@ -308,6 +306,8 @@ class ForeignDocument(Document, kw_only=True):
     """The file that names all others, if there is one. Its bytes are the token of the save."""
     tokens: dict[str, str] = msgspec.field(default_factory=dict)
     """Tokens of its files, if they are known: reading fails if a file is replaced."""
+    derivations: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Files that are computed from others, with their `Derivation`."""
 
 
 def make_document(

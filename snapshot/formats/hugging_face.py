@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -28,7 +29,7 @@ from snapshot.manifest.document import LONGEST_HEADER, ForeignFile
 from snapshot.manifest.entries import TensorEntry
 from snapshot.manifest.paths import encode_component, encode_key
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE, SAFETENSORS
-from snapshot.text import counted
+from snapshot.text import counted, listed
 
 # Files of safetensors.
 
@@ -134,6 +135,7 @@ NAMES = (INDEX, ALONE, TORCH_INDEX, TORCH_ALONE)
 """Names of weights in the order in which they are looked up."""
 MORE = ("adapter_model.safetensors", "adapter_model.bin", "diffusion_pytorch_model.bin")
 """Names of single files with the weights of adapters and of parts of pipelines."""
+_PART = re.compile(r".*-\d+-of-\d+\.safetensors", re.DOTALL)
 AT_ONCE = 16
 SHARD = 5_000_000_000
 """Maximum length of each file of several, as in Hugging Face's libraries."""
@@ -200,12 +202,51 @@ async def _describe_listed(storage: Storage, names: list[str], limit: int) -> Fo
         return await _describe_named(storage, indices[0], limit)
     if len(files) == 1 and not indices:
         return await _describe_named(storage, files[0], limit)
-    if len(files) > 1:
+    if len(indices) > 1:
         raise UnsupportedFormatError(
-            f"{storage.url}: has {len(files)} safetensors files but no index for them; "
-            f"open one of them: {storage.url.join(files[0])}"
+            f"{storage.url}: has {len(indices)} checkpoints; open the index of one of them:{listed(sorted(indices))}"
         )
+    if len(files) > 1:
+        return await _describe_together(storage, sorted(files), limit)
     return await _describe_first(storage, (name for name in MORE if name in names), limit)
+
+
+async def _describe_together(storage: Storage, files: Sequence[str], limit: int) -> ForeignDocument:
+    """Return the checkpoint of several files of safetensors without an index, if no name is in two of them.
+
+    Numbered parts need their index. Without one, they may be of two conversions or downloads, the last one incomplete.
+    """
+    if any(map(_PART.fullmatch, files)):
+        raise UnsupportedFormatError(
+            f"{storage.url}: has {len(files)} safetensors files but no index for them, so these parts may be of "
+            f"different saves, as after an interrupted conversion or download; get the index, or open one of "
+            f"them:{listed(files)}"
+        )
+
+    async def read(name: str) -> tuple[dict[str, TensorEntry], dict[str, str], int, str]:
+        found = await storage.stat(name)
+        return (*await read_header(storage, name, found.size, limit), found.size, found.token)
+
+    read_files = dict(zip(files, await gather_limited(files, read, AT_ONCE), strict=True))
+    entries: dict[str, TensorEntry] = {}
+    for name, (own, *_) in read_files.items():
+        if twice := sorted(own.keys() & entries.keys()):
+            raise UnsupportedFormatError(
+                f"{storage.url}: has {len(files)} safetensors files but no index for them, and {name} and "
+                f"{entries[twice[0]].location} both have {twice[0][:200]!r}, so they are several checkpoints; open one "
+                f"of them:{listed(files)}"
+            )
+        entries |= own
+    return make_document(
+        "safetensors",
+        "",
+        storage.url,
+        repr([(name, size, token) for name, (_, _, size, token) in read_files.items()]).encode(),
+        manifest={f"0/{encode_component(each)}": entry for each, entry in entries.items()},
+        files={name: ForeignFile(size) for name, (_, _, size, _) in read_files.items()},
+        metadata=next((metadata for _, metadata, _, _ in read_files.values() if metadata), {}),
+        root=make_root(entries),
+    )
 
 
 async def describe_index(storage: Storage, name: str, limit: int) -> ForeignDocument | None:

@@ -34,7 +34,8 @@ from snapshot.text import counted
 # Location of a packed tensor's bytes: after headers, compressed, or in the other byte order.
 #
 # An entry's `serializer` names the packing: `torch_save` (a whole archive with one tensor), `zip` (a member of an
-# archive, with its header), or either after transforms: `zstd+torch_save`, `deflate+zip`, `swapped+conj+zip`.
+# archive, with its header), or `array` (only elements). Transforms may precede it: `zstd+torch_save`, `deflate+zip`,
+# `swapped+conj+zip`, `zstd+array`.
 
 HEAD = 4096
 """Bytes at both ends of a long archive that nearly always locate its one tensor."""
@@ -84,10 +85,12 @@ def find_layout(path: str, stored: TensorEntry, head: Any, tail: Any) -> Embedde
     *transforms, kind = stored.serializer.split("+")
     begin = 0 if is_streamed(stored) else begin
     try:
-        if kind == "zip":
+        if kind in ("zip", "array"):
             extra = stored.extra or PLAIN
             strides = extra.strides or contiguous_strides(stored.shape)
-            if "deflate" in transforms:
+            if kind == "array" and not is_streamed(stored):
+                at, nbytes = 0, end - begin
+            elif is_streamed(stored):
                 at, nbytes = 0, measure_span(stored.shape, strides) + (extra.storage_offset or 0)
                 nbytes *= ITEMSIZE[stored.dtype]
             else:

@@ -81,13 +81,7 @@ def requests_of(
     for manifest in manifests:
         for path, entry in manifest.items():
             try:
-                for held in tensors_of(entry):
-                    check_tensor(path, held, files, partial=partial)
-                if isinstance(entry, e.ObjectEntry):
-                    check_range(path, entry, files)
-                elif isinstance(entry, Scalar):
-                    with suppress(UnsupportedFormatError):  # only this machine may lack the time zone
-                        entry.value()
+                _check_entry(path, entry, files, partial=partial)
             except CorruptSnapshotError as error:
                 faults.append(str(error))
                 continue
@@ -103,6 +97,21 @@ def requests_of(
             table = e.ObjectEntry(file.packed.index[0], file.packed.index[1:], TABLE, "", file.packed.index_digest)
             requests.setdefault(file.packed.index, request_all(f"{location} (table of blocks)", table))
     return list(requests.values())
+
+
+def _check_entry(path: str, entry: e.Entry, files: Files, *, partial: bool) -> None:
+    """Raise CorruptSnapshotError if an entry cannot be read. A foreign tensor may have a type that is only listed."""
+    try:
+        for held in tensors_of(entry):
+            check_tensor(path, held, files, partial=partial)
+        if isinstance(entry, e.ObjectEntry):
+            check_range(path, entry, files)
+    except UnsupportedFormatError:
+        if not all(isinstance(files.get(each.location), ForeignFile) for each in stored_of(entry)):
+            raise
+    if isinstance(entry, Scalar):
+        with suppress(UnsupportedFormatError):  # only this machine may lack the time zone
+            entry.value()
 
 
 def _request_of(path: str, stored: e.TensorEntry | e.ObjectEntry) -> ReadRequest:

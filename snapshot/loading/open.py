@@ -34,6 +34,7 @@ from snapshot.errors import (
 )
 from snapshot.events import emit
 from snapshot.formats import zip_archive
+from snapshot.formats.derived import DerivingStorage
 from snapshot.formats.foreign import (
     LINKLESS,
     ForeignDocument,
@@ -411,7 +412,10 @@ async def read_from(session: Session, document: Document) -> None:
         sizes = {location: file.stored_size for location, file in document.own_files.items()}
         sizes |= {part.location: part.size for part in document.parts}
         stored = session.seal.wrap(stored, document.save_id, sizes) or stored
-    session.opened(stored, unpacked(session, stored, document.own_files), *also)
+    files = unpacked(session, stored, document.own_files)
+    if isinstance(document, ForeignDocument) and document.derivations:
+        files = DerivingStorage(files, document.derivations, document.files, session.packed_memory)
+    session.opened(stored, files, *also)
 
 
 def unpacked(session: Session, stored: Storage, files: Mapping[str, FileEntry]) -> Storage:

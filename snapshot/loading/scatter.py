@@ -334,9 +334,9 @@ class Unpack:
 
     def taken(self) -> None:
         """Finish: the range has no more bytes."""
-        self._hand_on(len(self._held), last=True)
-        if self._position < self._end:
+        if self._position + len(self._held) < self._end:
             raise CorruptSnapshotError(f"{self._request.name}: its bytes end too early")
+        self._hand_on(len(self._held), last=True)
 
     def _hand_on(self, count: int, *, last: bool = False) -> None:
         layout = self._layout

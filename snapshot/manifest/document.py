@@ -145,6 +145,14 @@ class ForeignFile(FileEntry):
     """True if the length is known; otherwise it is at least `size`."""
 
 
+class DerivedFile(ForeignFile):
+    """A file whose bytes are computed from those of other files. `size` counts them, and none of them is stored."""
+
+    @property
+    def stored_size(self) -> int:
+        return 0
+
+
 class PartEntry(msgspec.Struct, omit_defaults=True, gc=False, forbid_unknown_fields=True):
     """A part of a large manifest, in a separate file: the own entries of some ranks."""
 
@@ -187,6 +195,11 @@ class Document(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
         if self.base is None:
             return self.files
         return {location: file for location, file in self.files.items() if not file.in_base}
+
+    @property
+    def stored_files(self) -> dict[str, FileEntry]:
+        """The files that are stored here, without those that are derived from others."""
+        return {place: file for place, file in self.own_files.items() if not isinstance(file, DerivedFile)}
 
 
 _encoder = msgspec.json.Encoder()
@@ -445,7 +458,7 @@ class SnapshotMetadata:
             metadata,
             count_entries(document.manifest),
             sum(file.stored_size for file in document.own_files.values()),
-            {location: file.stored_size for location, file in document.own_files.items()},
+            {location: file.stored_size for location, file in document.stored_files.items()},
             document,
         )
 
@@ -518,6 +531,8 @@ def check_stored(path: str, entry: TensorEntry, files: Files) -> None:
     ):
         raise UnsupportedFormatError(f"{path}: unknown serializer ({entry.serializer})")
     itemsize = ITEMSIZE.get(entry.dtype)
+    if itemsize is None and isinstance(files.get(entry.location), ForeignFile):
+        raise UnsupportedFormatError(f"{path}: tensors of type {entry.dtype} are listed, but not read; exclude them")
     if itemsize is None:
         raise UnsupportedFormatError(f"{path}: unknown dtype {entry.dtype!r} in this version of torch")
     _check_shape(path, entry)

@@ -8,7 +8,7 @@ import re
 import secrets
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -28,9 +28,10 @@ from snapshot.errors import (
     UnsupportedFormatError,
 )
 from snapshot.events import log
-from snapshot.formats import dcp, hugging_face, torch_save
+from snapshot.formats import dcp, hugging_face, peft, torch_save
 from snapshot.formats.dcp import archive_object, encode_metadata, flatten_state
 from snapshot.formats.foreign import find_root, narrow_root
+from snapshot.formats.gguf import NewTensor, choose_kind
 from snapshot.formats.torch_save import VALUE
 from snapshot.io.aio import gather_limited, shielded
 from snapshot.io.loop import in_own_thread, run
@@ -48,6 +49,7 @@ from snapshot.plan.layout import Extent, FilePlan, group_in_order, plan_exact_fi
 from snapshot.progress import Meter
 from snapshot.reports import ConvertReport
 from snapshot.save.commit import commit_together, expect_written, raise_fault_of_another_rank, while_all_go_on
+from snapshot.save.staging import Stager
 from snapshot.save.transaction import DAY
 from snapshot.save.writer import StagedParts, Writer
 from snapshot.state.flatten import inflate_tree
@@ -71,6 +73,7 @@ from snapshot.transform.call import (
     selected_locations,
     share_whole,
 )
+from snapshot.transform.gguf_target import QuantisingStager, Template, lay_out, read_template
 from snapshot.transform.sources import CheckpointStager, expect_room, reads_ranges
 from snapshot.transform.target import (
     Selection,
@@ -348,6 +351,8 @@ class Plan(msgspec.Struct):
     changed: list[str] = []
     sums: dict[int, int] | None = None
     """The checksum of each leaf's bytes, if the format has any."""
+    quantised: set[int] = set()
+    """Leaves that are written as blocks of Q8_0."""
 
     def leaf(self, name: str, dtype: str, shape: tuple[int, ...], origin: Any) -> int:
         """Add a leaf to write. Return its number."""
@@ -382,22 +387,12 @@ class Export:
     def safetensors(self, name: str | None, shard: int) -> Plan:
         """Plan one file of this name, or a folder in Hugging Face's layout."""
         plan = Plan("safetensors")
-        names = name_tensors(
-            self._entries, (path for path, entry in self._entries.items() if isinstance(entry, e.TENSORS))
-        )
         refused = []
-        sizes = []
-        for path, entry in self._entries.items():
-            if not isinstance(entry, e.TENSORS):
-                if isinstance(entry, (e.TensorPartsEntry, e.NDArrayEntry)) or self._is_odd(entry):
-                    plan.left_out.append(f"{path}: {with_article(entry.type)}")
-                continue
-            plan.changed += target.tensor_changes(path, entry)
-            dtype = self._choice.cast_dtype(entry.dtype)
+        for name_of, path, entry, dtype in self._named_tensors(plan):
             if dtype not in SAFETENSORS:
                 refused.append(f"{path}: {dtype}")
-            sizes.append(plan.leaves[plan.leaf(names[path], dtype, tuple(entry.shape), entry)].nbytes)
-        plan.changed += target.memory_changes(self._entries, lambda *_: False)
+            plan.leaf(name_of, dtype, tuple(entry.shape), entry)
+        sizes = [leaf.nbytes for leaf in plan.leaves]
         if refused:
             raise UnsupportedFormatError(
                 f"{self._source.url}: safetensors does not support these dtypes; cast or exclude them:{listed(refused)}"
@@ -421,8 +416,61 @@ class Export:
         plan.last = lambda: [(hugging_face.INDEX, json.dumps(index, indent=2).encode())]
         return plan
 
+    def _named_tensors(self, plan: Plan) -> Iterator[tuple[str, str, e.AnyTensor, str]]:
+        """Yield name, path, entry and new dtype of each tensor, for a format that has only tensors."""
+        names = name_tensors(
+            self._entries, (path for path, entry in self._entries.items() if isinstance(entry, e.TENSORS))
+        )
+        for path, entry in self._entries.items():
+            if isinstance(entry, e.TENSORS):
+                plan.changed += target.tensor_changes(path, entry)
+                yield names[path], path, entry, self._choice.cast_dtype(entry.dtype)
+            elif isinstance(entry, (e.TensorPartsEntry, e.NDArrayEntry)) or self._is_odd(entry):
+                plan.left_out.append(f"{path}: {with_article(entry.type)}")
+        plan.changed += target.memory_changes(self._entries, lambda *_: False)
+
     def _is_odd(self, entry: e.Entry) -> bool:
         return not isinstance(entry, e.Container) or entry.width == 0
+
+    # GGUF
+
+    def gguf(self, name: str, template: Template, quantisation: str | None) -> Plan:
+        """Plan one file for llama.cpp, with the key-values of a template."""
+        plan = Plan("gguf")
+        tensors = []
+        for name_of, _, entry, dtype in self._named_tensors(plan):
+            shape = tuple(entry.shape)
+            kind = choose_kind(dtype, shape, quantisation)
+            number = plan.leaf(name_of, "float32" if kind == quantisation else kind, shape, entry)
+            if kind == quantisation:
+                plan.quantised.add(number)
+            tensors.append(NewTensor(name_of, kind, shape))
+        template.expect_tensors(each.name for each in tensors)
+        plan.files.append((name, lay_out(template, tensors, plan.leaf)))
+        return plan
+
+    # PEFT
+
+    def peft(self, config: bytes) -> Plan:
+        """Plan the folder of an adapter, with its configuration."""
+        plan = Plan("peft", markers=(peft.CONFIG,), others=(document.METADATA, dcp.METADATA, *hugging_face.NAMES))
+        tensors = list(self._named_tensors(plan))
+        saved = peft.choose_saved([name for name, *_ in tensors], config, self._source.url)
+        refused = []
+        for name, path, entry, dtype in tensors:
+            if name not in saved:
+                plan.left_out.append(f"{path}: is not of the adapter")
+                continue
+            if dtype not in SAFETENSORS:
+                refused.append(f"{path}: {dtype}")
+            plan.leaf(saved[name], dtype, tuple(entry.shape), entry)
+        if refused:
+            raise UnsupportedFormatError(
+                f"{self._source.url}: safetensors does not support these dtypes; cast or exclude them:{listed(refused)}"
+            )
+        plan.files.append((peft.WEIGHTS, plan_exact_file(plan.leaves, range(len(plan.leaves)))))
+        plan.last = lambda: [(peft.CONFIG, config)]
+        return plan
 
     # torch.save
 
@@ -659,7 +707,7 @@ class Export:
         await outputs.begin(overwrite=overwrite)
         files = [plan.files[number][1] for number in outputs.share]
         own = {extent.leaf for file in files for extent in file.extents}
-        source = make_stager(
+        source: Stager = make_stager(
             self._source,
             self._document,
             plan.leaves,
@@ -668,6 +716,9 @@ class Export:
             orders=plan.orders,
             sums=plan.sums,
         )
+        if plan.quantised:
+            memory = self._source.budget.set_aside(self._source.budget.total // 4)
+            source = QuantisingStager(source, frozenset(plan.quantised), memory)
         meter.begin(sum(file.size for file in files))
         writer = Writer(target.storage, source, target.budget, meter.wrote, wanted_part=target.settings.part_bytes)
         await outputs.write(writer, files, plan.last)
@@ -697,6 +748,12 @@ def expect_writable(target: Target, sources: Sequence[URL]) -> None:
     url, form = target.place.url, target.format
     if target.compression is not None and form != "snapshot":
         raise ValueError(f"compression must be None for to={form!r}: no other library reads such files")
+    if (target.kv_from is None) == (form == "gguf"):
+        raise ValueError(f"kv_from must be a file of GGUF for to='gguf', and only for that, got {target.kv_from!r}")
+    if target.adapter_config is not None and form != "peft":
+        raise ValueError(f"adapter_config must be None for to={form!r}")
+    if target.quantisation is not None and form != "gguf":
+        raise ValueError(f"quantisation must be None for to={form!r}")
     if url in sources:
         raise ValueError(f"{url}: the destination is the source; convert to another path")
 
@@ -710,15 +767,19 @@ def write_checkpoint(
     *,
     make_stager: Callable[..., CheckpointStager] = CheckpointStager,
     splits: Callable[[AnyTensor], bool] = reads_ranges,
+    template: Template | None = None,
 ) -> ConvertReport:
-    """Write a checkpoint. Each rank writes a share. See `write_as_snapshot` for the functions."""
+    """Write a checkpoint. Each rank writes a share. See `write_as_snapshot` for the functions.
+
+    `template`: the file whose key-values a file of GGUF gets.
+    """
     url, exchange = target.place.url, operation.exchange
     expect_common_place(exchange, url)
     if target.format == "snapshot":
         return write_as_snapshot(source, document, choice, target, operation, make_stager=make_stager, splits=splits)
     export = Export(source, document, choice)
     name: str | None = None
-    if target.format == "torch" or (target.format == "safetensors" and suffix_of(url) == ".safetensors"):
+    if target.format in ("torch", "gguf") or (target.format == "safetensors" and suffix_of(url) == ".safetensors"):
         above, _, name = url.location.rpartition("/")
         if not name or (not above and url.scheme != "file"):
             raise ValueError(f"{url}: must be the name of a file")
@@ -728,6 +789,12 @@ def write_checkpoint(
         if target.format == "torch":
             assert name is not None
             plan = export.torch_file(name)
+        elif target.format == "gguf":
+            assert name is not None
+            assert template is not None
+            plan = export.gguf(name, template, target.quantisation)
+        elif target.format == "peft":
+            plan = export.peft(_read_adapter_config(operation, source, target))
         elif target.format == "safetensors":
             plan = export.safetensors(name, target.shard_bytes)
         else:
@@ -740,6 +807,18 @@ def write_checkpoint(
         return run(work)
 
 
+def _read_adapter_config(operation: Operation, source: Session, target: Target) -> bytes:
+    """Return the configuration that a target names, or the one beside the source."""
+    session, name = source, peft.CONFIG
+    if target.adapter_config is not None:
+        session, name = target.open_file(operation, target.adapter_config)
+    try:
+        return run(session.storage.get(name, limit=session.settings.manifest_bytes))
+    except StorageNotFoundError as error:
+        where = session.storage.url.join(name)
+        raise SnapshotError(f"{where}: is missing; pass adapter_config= with that of the adapter") from error
+
+
 def convert_checkpoint(operation: Operation, origin: Location, target: Target, choice: Selection) -> ConvertReport:
     """Convert a checkpoint. Half of the memory is for reading it, and half for writing."""
     expect_writable(target, [origin.url])
@@ -747,9 +826,13 @@ def convert_checkpoint(operation: Operation, origin: Location, target: Target, c
     arguments = {"source": origin.url, **target.agreed(), **choice.arguments()}
     [found] = open_sources(operation.exchange, "convert", arguments, [source])
     expand_chosen_trees(source, found, choice)
-    document = map_document(source, found, choice.map)
+    template = None if target.kv_from is None else read_template(operation, target)
+    tensor_map = choice.map
+    if template is not None and tensor_map is None:
+        tensor_map = template.find_map(found.manifest)
+    document = map_document(source, found, tensor_map)
     run(expect_files(source, document, selected_locations(document, choice.select, choice.exclude)))
     if choice.verify:
         expect_checksums(operation.exchange, source, document)
-    report = write_checkpoint(operation, source, document, choice, target)
+    report = write_checkpoint(operation, source, document, choice, target, template=template)
     return operation.done(report, "converted", bytes=report.nbytes)

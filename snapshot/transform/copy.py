@@ -20,7 +20,7 @@ from snapshot.errors import (
     UnsupportedFormatError,
 )
 from snapshot.events import emit
-from snapshot.formats import dcp, hugging_face, torch_save, zip_archive
+from snapshot.formats import dcp, hugging_face, orbax, torch_save, zip_archive
 from snapshot.formats.foreign import ForeignDocument
 from snapshot.formats.hugging_face import SHARD
 from snapshot.formats.pickled_objects import INLINE
@@ -184,7 +184,7 @@ async def _find_layout(source: Session, document: ForeignDocument, url: URL) -> 
     change.
     """
     storage = source.storage
-    locations = [location for location in document.files if location != INLINE]
+    locations = [location for location in document.stored_files if location != INLINE]
     folder = document.place == source.url
     above, _, name = url.location.rpartition("/")
     beside = URL(url.scheme, above or "/", url.query)
@@ -204,6 +204,10 @@ async def _find_layout(source: Session, document: ForeignDocument, url: URL) -> 
             (METADATA,),
             r"__\d+_\d+\.distcp",
         )
+    elif document.format == orbax.FORMAT:
+        index = found = document.index
+        every = [each for each in await storage.list() if each != index]
+        made = _Layout(url, {each: each for each in every}, {index: b""}, (index,), (METADATA, dcp.METADATA))
     elif document.format == "torchsnapshot":
         made = _Layout(url, {each: each for each in locations}, {METADATA: b""}, (), (METADATA, dcp.METADATA))
     else:
@@ -240,6 +244,9 @@ def copy_checkpoint(operation: Operation, origin: Location, target: Target, choi
     exchange, url = operation.exchange, target.place.url
     if target.to is not None:
         raise ValueError(f"to must be None for a copy, which keeps its format, got {target.to!r}; or convert it")
+    for name in ("kv_from", "quantisation", "adapter_config"):
+        if getattr(target, name) is not None:
+            raise ValueError(f"{name} must be None for a copy, which keeps its format")
     if target.shard_bytes != SHARD:
         raise ValueError(f"shard_bytes cannot be set for a copy, which keeps its files, got {target.shard_bytes}")
     expect_common_place(exchange, url)

@@ -240,8 +240,8 @@ class Pair:
         return int(math.prod(self.a.shape)) * ITEMSIZE[self.dtype]
 
 
-def as_bytes(stored: e.ObjectEntry) -> e.TensorEntry:
-    """Return the bytes of an object as a byte tensor."""
+def as_bytes(stored: e.ObjectEntry | e.TensorEntry) -> e.TensorEntry:
+    """Return the stored bytes of an object, or of a tensor of an unknown type, as a byte tensor."""
     return e.TensorEntry(stored.location, stored.byte_range, "uint8", (stored.nbytes,), stored.digest, stored.blocks)
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -15,24 +14,19 @@ from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.operation import Operation
 from snapshot.errors import RestoreError
 from snapshot.events import log
-from snapshot.io.aio import gather_limited, in_thread, run_inline, shielded
-from snapshot.io.arena import Slot
 from snapshot.io.budget import MemoryBudget, Pool
-from snapshot.io.loop import cancel_all, run
+from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.io.url import Location
 from snapshot.loading.open import expect_files
 from snapshot.loading.read_object import expand_trees
-from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document, find_locations
 from snapshot.manifest.entries import AnyTensor
 from snapshot.manifest.paths import decode_component
 from snapshot.manifest.rank_view import make_rank_view, suggest_names
-from snapshot.plan.layout import Extent, FilePart, FilePlan
 from snapshot.progress import Meter
 from snapshot.reports import ConvertReport
-from snapshot.save.staging import StagedPart
 from snapshot.state.leaves import Leaf
 from snapshot.tensors import composite
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE
@@ -48,6 +42,7 @@ from snapshot.transform.call import (
 )
 from snapshot.transform.convert import expect_writable, write_checkpoint
 from snapshot.transform.diff_bytes import Pair, Side, compare_pairs
+from snapshot.transform.mixing import MixedStager, Piece, Run
 from snapshot.transform.sources import CheckpointStager, reads_ranges
 from snapshot.transform.target import Selection, Target
 
@@ -263,7 +258,7 @@ class _Names:
         for path, entry in make_rank_view(document.manifest, 0, document.world_size, 1).entries.items():
             self._shared.update(_tensors_of(path, entry))
         for path in self._shared:
-            for name in _spellings(path):
+            for name in spellings(path):
                 self._aliases.setdefault(name, set()).add(path)
 
     def find(self, path: str, entry: e.AnyTensor, misfits: list[str]) -> e.AnyTensor | None:
@@ -295,7 +290,7 @@ class _Names:
         """Return the paths here that may be meant: the same path, or those of a common spelling."""
         if logical in self._shared:
             return {logical}
-        return next((found for name in _spellings(logical) if (found := self._aliases.get(name))), set())
+        return next((found for name in spellings(logical) if (found := self._aliases.get(name))), set())
 
     def unused(self) -> list[str]:
         """Return a line for each tensor that the first checkpoint does not have."""
@@ -310,32 +305,15 @@ def _dotted_below(path: str) -> str:
     return _dotted(path.partition("/")[2] or path)
 
 
-def _spellings(path: str) -> tuple[str, ...]:
+def spellings(path: str) -> tuple[str, ...]:
     """Return the names of a tensor, in the order in which they are compared."""
     return path, _dotted(path), _dotted_below(path)
 
 
-# Tensors of several checkpoints as one source of parts: each part is read from all of them and mixed.
-
-_ALIGNED = 64
-_BLOCK = 256 << 10
-"""Elements. Batches end at multiples of it, so that no block of a digest is read twice."""
-_AT_ONCE = 2
-"""Batches of one part that are read and mixed at once."""
-_BATCH = 2 << 20
-"""Elements of a batch, if the budget allows."""
+# The checkpoints as one source of parts.
 
 
-class _Piece(msgspec.Struct, gc=False):
-    """A run of elements of one leaf, and the position of its bytes in the slot of the part."""
-
-    leaf: int
-    first: int
-    count: int
-    at: int
-
-
-class MergeStager(CheckpointStager):
+class MergeStager(MixedStager):
     """The first checkpoint's leaves, with the values that the mix of all checkpoints gives."""
 
     def __init__(
@@ -353,129 +331,41 @@ class MergeStager(CheckpointStager):
     ) -> None:
         """`scratch`: the memory for elements of all checkpoints. See `CheckpointStager` for the others."""
         first = sides[0]
-        super().__init__(first.session, first.document, leaves, origins, verify=verify, orders=orders, sums=sums)
         self._groups: list[Group | None] = [plan.group(origin) for origin in origins]
         self._mix = mix
-        self._scratch = scratch
-        self._blocking = all(side.session.storage.capabilities.blocking for side in sides)
-        self._sources = []
+        sources = []
         for number, side in enumerate(sides):
             own = [group.entries[number] if group is not None else None for group in self._groups]
             stored = [
                 leaf if entry is None else msgspec.structs.replace(leaf, dtype=entry.dtype)
                 for leaf, entry in zip(leaves, own, strict=True)
             ]
-            self._sources.append(
-                CheckpointStager(side.session, side.document, stored, own, verify=verify, orders=orders)
-            )
+            sources.append(CheckpointStager(side.session, side.document, stored, own, verify=verify, orders=orders))
+        super().__init__(
+            first.session,
+            first.document,
+            leaves,
+            origins,
+            sources=sources,
+            scratch=scratch,
+            verify=verify,
+            orders=orders,
+            sums=sums,
+        )
 
-    async def fetch(self, file: FilePlan, part: FilePart, slot: Slot, budget: MemoryBudget) -> StagedPart:
-        """Mix a part into a slot, and read the rest of it from the first checkpoint."""
-        batches = list(self._batches(file, part))
-        await gather_limited(batches, lambda batch: self._merge(batch, slot), _AT_ONCE)
-        staged = await super().fetch(file, part, slot, budget)
-        self.bytes_read += sum(source.bytes_read for source in self._sources)
-        for source in self._sources:
-            source.bytes_read = 0
-        return staged
+    def is_mixed(self, leaf: int) -> bool:
+        return self._groups[leaf] is not None
 
-    async def _want(
-        self, read_plan: ReadPlan, index: int, entry: AnyTensor, first: int, **place: Any
-    ) -> list[Callable[[], object]]:
-        if self._groups[index] is not None:
-            return []  # it is in the slot already
-        return await super()._want(read_plan, index, entry, first, **place)
-
-    def _itemsizes(self, leaf: int) -> list[int]:
-        group = self._groups[leaf]
+    def inputs_of(self, piece: Piece) -> list[Run]:
+        group = self._groups[piece.leaf]
         assert group is not None
-        return [ITEMSIZE[entry.dtype] for entry in group.entries]
+        return [Run(piece.first, piece.count, ITEMSIZE[entry.dtype]) for entry in group.entries]
 
-    def _batches(self, file: FilePlan, part: FilePart) -> Iterator[list[_Piece]]:
-        """Yield the mixed runs of a part, a few at a time, so that two batches fit into the memory for them."""
-        most = self._scratch.limit // _AT_ONCE
-        batch: list[_Piece] = []
-        held = count = 0
-        for extent in file.extents[part.first : part.last]:
-            begin, end = max(extent.begin, part.begin), min(extent.end, part.end)
-            if begin >= end or self._groups[extent.leaf] is None:
-                continue
-            itemsize = ITEMSIZE[self.leaves[extent.leaf].dtype]
-            width = sum(self._itemsizes(extent.leaf))
-            first = (extent.start + begin - extent.begin) // itemsize
-            last = first + (end - begin) // itemsize
-            at = begin - part.begin
-            step = max(1, min(_BATCH, most // width) // _BLOCK) * _BLOCK
-            while first < last:
-                stop = min(last, (first // step + 1) * step)
-                size = (stop - first) * width + _ALIGNED * len(self._sources)
-                if batch and (held + size > most or count + stop - first > _BATCH):
-                    yield batch
-                    batch, held, count = [], 0, 0
-                batch.append(_Piece(extent.leaf, first, stop - first, at))
-                held, count = held + size, count + stop - first
-                at += (stop - first) * itemsize
-                first = stop
-        if batch:
-            yield batch
-
-    async def _merge(self, batch: Sequence[_Piece], slot: Slot) -> None:
-        """Read runs of elements from all checkpoints, and mix them into the slot of a part."""
-        position = 0
-        files: list[list[Extent]] = [[] for _ in self._sources]
-        for piece in batch:
-            for extents, itemsize in zip(files, self._itemsizes(piece.leaf), strict=True):
-                length = piece.count * itemsize
-                extents.append(Extent(piece.leaf, position, position + length, piece.first * itemsize))
-                position += -(-length // _ALIGNED) * _ALIGNED
-        async with self._scratch.slot(position) as scratch:
-
-            def read(number: int) -> Coroutine[Any, Any, StagedPart]:
-                file = FilePlan(b"", tuple(files[number]), position)
-                part = FilePart(0, position, 0, len(file.extents))
-                return self._sources[number].fetch(file, part, scratch, self._scratch)
-
-            if await self._is_blocking(batch):
-                await in_thread(self._read_and_mix, read, batch, files, scratch, slot)
-                return
-            reads = [asyncio.create_task(read(number)) for number in range(len(self._sources))]
-            try:
-                await asyncio.gather(*reads)
-            except BaseException:
-                await shielded(cancel_all(reads))
-                raise
-            await in_thread(self._mix_all, batch, files, scratch, slot)
-
-    async def _is_blocking(self, batch: Sequence[_Piece]) -> bool:
-        """Return True if one thread can read a batch from all checkpoints, which is faster than many short tasks."""
-        if not self._blocking:
-            return False
-        leaves = {piece.leaf for piece in batch}
-        return all([await source.reads_parts(leaf) for source in self._sources for leaf in leaves])
-
-    def _read_and_mix(
-        self,
-        read: Callable[[int], Coroutine[Any, Any, StagedPart]],
-        batch: Sequence[_Piece],
-        files: Sequence[Sequence[Extent]],
-        scratch: Slot,
-        slot: Slot,
-    ) -> None:
-        for number in range(len(self._sources)):
-            run_inline(read, number)
-        self._mix_all(batch, files, scratch, slot)
-
-    def _mix_all(self, batch: Sequence[_Piece], files: Sequence[Sequence[Extent]], scratch: Slot, slot: Slot) -> None:
-        for piece, *extents in zip(batch, *files, strict=True):
-            group = self._groups[piece.leaf]
-            assert group is not None
-            held = [
-                scratch.tensor[extent.begin : extent.end].view(BY_NAME[entry.dtype])
-                for extent, entry in zip(extents, group.entries, strict=True)
-            ]
-            dtype = BY_NAME[self.leaves[piece.leaf].dtype]
-            target = slot.tensor[piece.at : piece.at + piece.count * dtype.itemsize].view(dtype)
-            self._mix.apply(held, group.wide, target)
+    def mix(self, piece: Piece, held: Sequence[torch.Tensor], target: torch.Tensor) -> None:
+        group = self._groups[piece.leaf]
+        assert group is not None
+        sources = [each.view(BY_NAME[entry.dtype]) for each, entry in zip(held, group.entries, strict=True)]
+        self._mix.apply(sources, group.wide, target)
 
 
 # A merge: open all checkpoints, match their tensors, and write their mix in the form of the first one.
@@ -492,6 +382,8 @@ def merge_checkpoints(
     if others not in OTHERS:
         raise ValueError(f"others must be one of {', '.join(map(repr, OTHERS))}, got {others!r}")
     expect_writable(target, [origin.url for origin in origins])
+    if target.format == "gguf":
+        raise ValueError(f"{url}: a merge cannot write GGUF; merge to safetensors, and convert that")
     for origin in origins:
         if origin.url.scheme == url.scheme and url.location.startswith(f"{origin.url.location.rstrip('/')}/"):
             raise ValueError(f"{url}: the destination is inside the source {origin.url}; merge to another path")

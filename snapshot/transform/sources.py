@@ -33,7 +33,7 @@ from snapshot.loading.read_plan import ReadPlan
 from snapshot.loading.reader import Reader, raise_faults
 from snapshot.loading.scatter import ReadRequest, copy_into, is_spread, request_all
 from snapshot.manifest.document import Document
-from snapshot.manifest.entries import TENSORS, AnyTensor, MappedTensorEntry
+from snapshot.manifest.entries import TENSORS, AnyTensor, MappedTensorEntry, TensorEntry
 from snapshot.manifest.parts import ManifestPart
 from snapshot.plan.layout import Extent, FilePart, FilePlan
 from snapshot.progress import unmetered
@@ -42,7 +42,7 @@ from snapshot.save.staging import FileDigests, StagedPart, Stager
 from snapshot.save.writer import Writer
 from snapshot.state.leaves import Leaf
 from snapshot.tensors.digest import BLOCK, RunningDigest, digest_range
-from snapshot.tensors.geometry import Box, boxes_of_range, position_of
+from snapshot.tensors.geometry import Box, boxes_of_range, intersect, position_of
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE, find_enclosing_tensor
 from snapshot.text import listed
 
@@ -309,7 +309,9 @@ async def stat_files(storage: Storage, locations: Iterable[str]) -> dict[str, tu
 
 # Tensors of another checkpoint as a source of parts, each read just before it is written, within the budget.
 
-Used = list[tuple[int, int]]
+Key = int | tuple[int, int]
+"""A leaf, or the leaf and the number of one of its stored pieces."""
+Used = list[tuple[Key, int]]
 """Held tensors, and the number of their elements that were copied."""
 Made = Callable[[], bytes]
 """Functions whose bytes depend on the bytes before them in the file."""
@@ -368,9 +370,9 @@ class CheckpointStager(Stager):
         self._verify = verify
         self._orders = orders or {}
         self._sums = sums
-        self._held: dict[int, torch.Tensor] = {}
-        """Tensors that are read once as a whole: see `_whole`."""
-        self._left: dict[int, int] = {}
+        self._held: dict[Key, torch.Tensor] = {}
+        """Tensors that are read once as a whole, and such pieces: see `_whole` and `_piece`."""
+        self._left: dict[Key, int] = {}
         """For each of them, the number of elements that have not been copied yet."""
         self.bytes_read = 0
         self._counting = threading.Lock()  # parts may be read in several threads
@@ -438,7 +440,8 @@ class CheckpointStager(Stager):
             leaf = leaf.whole
         staged = slot.tensor[at : at + nbytes].view(dtype)
         order = self._orders.get(index) or tuple(range(len(leaf.shape)))
-        whole = None if self._needs_sources(entry) else await self._whole(index, entry)
+        pieced = _is_pieced(entry)
+        whole = None if pieced or self._needs_sources(entry) else await self._whole(index, entry)
         begin, end = first // itemsize, (first + nbytes) // itemsize
         copies: list[Callable[[], object]] = []
         for position, box in boxes_of_range(leaf.shape, begin, end):
@@ -448,6 +451,8 @@ class CheckpointStager(Stager):
             there = Box(tuple(box.offsets[axis] for axis in back), tuple(box.sizes[axis] for axis in back))
             if isinstance(entry, MappedTensorEntry) and self._needs_sources(entry):
                 copies += await self._copies_from_sources(entry, there, target, used)
+            elif pieced:
+                copies += await self._copies_from_pieces(index, entry, there, target, used)
             elif whole is None:
                 read_plan.into_box(leaf.path, entry, there, target)
             else:
@@ -456,9 +461,36 @@ class CheckpointStager(Stager):
             used.append((index, end - begin))
         return copies
 
+    @property
+    def is_blocking(self) -> bool:
+        """True if the storage has only blocking calls."""
+        return self._session.storage.capabilities.blocking
+
     async def reads_parts(self, index: int) -> bool:
         """Return True if a tensor is read part by part, not once as a whole."""
-        return await self._whole(index, self._origins[index]) is None
+        return not _is_pieced(self._origins[index]) and await self._whole(index, self._origins[index]) is None
+
+    async def _copies_from_pieces(
+        self, index: int, entry: AnyTensor, box: Box, target: torch.Tensor, used: Used
+    ) -> list[Callable[[], object]]:
+        """Return the copies that fill a box from pieces that are read once, each when its first element is needed."""
+        copies: list[Callable[[], object]] = []
+        for number, (piece, stored) in enumerate(entry.pieces()):
+            shared = intersect(piece, box)
+            if shared is not None:
+                held = await self._piece((index, number), stored)
+                source = held[shared.relative_to(piece.offsets).slices()]
+                copies.append(partial(copy_into, target[shared.relative_to(box.offsets).slices()], source))
+                used.append(((index, number), shared.numel))
+        return copies
+
+    async def _piece(self, key: tuple[int, int], stored: TensorEntry) -> torch.Tensor:
+        """Return a stored piece of a tensor. It is kept until all of it is written."""
+        async with self._making:
+            if key not in self._held:
+                self._held[key] = await self._read_whole(self.leaves[key[0]].path, stored)
+                self._left[key] = math.prod(stored.shape)
+            return self._held[key]
 
     async def _whole(self, index: int, entry: AnyTensor) -> torch.Tensor | None:
         """Return the whole tensor if reading it part by part would read its bytes repeatedly, otherwise None."""
@@ -584,6 +616,14 @@ class CheckpointStager(Stager):
                 slot.view[at] = origin()[first : first + end - begin]
             elif self._sums is not None and not isinstance(origin, bytes):
                 self._sums[extent.leaf] = zlib.crc32(slot.view[at], self._sums.get(extent.leaf, 0))
+
+
+def _is_pieced(entry: Any) -> bool:
+    """Return True for a long tensor of several pieces that can each be read only from the first byte on."""
+    if not isinstance(entry, TENSORS) or isinstance(entry, (TensorEntry, MappedTensorEntry)):
+        return False
+    pieces = [stored for _, stored in entry.pieces()]
+    return len(pieces) > 1 and sum(each.nbytes for each in pieces) > BLOCK and any(map(is_streamed, pieces))
 
 
 def _note_layout(

@@ -58,9 +58,9 @@ from snapshot.transform.call import (
 )
 from snapshot.transform.sources import CheckpointStager, expect_room, reads_ranges
 
-Format = Literal["snapshot", "safetensors", "torch", "dcp"]
+Format = Literal["snapshot", "safetensors", "torch", "dcp", "gguf", "peft"]
 FORMATS: tuple[str, ...] = get_args(Format)
-_FORMAT_OF = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", "": "snapshot"}
+_FORMAT_OF = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".gguf": "gguf", "": "snapshot"}
 _SUFFIX = re.compile(r"[^/]\.[A-Za-z][A-Za-z0-9_-]*$")
 """Suffix of a file name: `step-1.5` and `.hidden` have none."""
 
@@ -75,7 +75,9 @@ def format_by_name(url: URL, choice: str) -> str:
     """Return the format for the suffix of a name. If it is unknown, raise ValueError that names another `choice`."""
     suffix = suffix_of(url)
     if suffix not in _FORMAT_OF:
-        raise ValueError(f"{url}: the suffix must be .safetensors, .pt or .pth, got {suffix!r}; or pass {choice}")
+        raise ValueError(
+            f"{url}: the suffix must be .safetensors, .pt, .pth or .gguf, got {suffix!r}; or pass {choice}"
+        )
     return _FORMAT_OF[suffix]
 
 
@@ -84,15 +86,21 @@ class Target:
     """The checkpoint that `Snapshot.convert`, `Snapshot.copy` or `merge` writes. A path stands for `Target(path)`.
 
     Args:
-        url: The destination: a folder. For `"torch"`, and for a name ending in `.safetensors`, a file.
+        url: The destination: a folder. For `"torch"` and `"gguf"`, and for a name ending in `.safetensors`, a file.
         to: `"snapshot"`; `"safetensors"`: one file, or a folder as Hugging Face has it; `"torch"`: a file as
-            torch.save writes it; `"dcp"`: a folder that `torch.distributed.checkpoint.load` reads. By default, the
-            suffix of `url` decides: `.safetensors`, `.pt` or `.pth`; without a suffix, a snapshot is written.
+            torch.save writes it; `"dcp"`: a folder that `torch.distributed.checkpoint.load` reads; `"gguf"`: a file for
+            llama.cpp; `"peft"`: the folder of an adapter. By default, the suffix of `url` decides: `.safetensors`,
+            `.pt`, `.pth` or `.gguf`; without a suffix, a snapshot is written.
         overwrite: Replace an existing checkpoint. An existing snapshot stays whole until the new one is committed.
         compression: `"zstd"`: compress the data files of a snapshot. See docs/compression.md.
         durable: Return only when the result survives a loss of power.
         shard_bytes: The maximum size of each file if there are several.
-        storage_options: Options for the storage plugin of `url`.
+        kv_from: For `"gguf"`: a file of GGUF of the same model family. Its key-values, such as those of the tokenizer,
+            are copied to the new file. They also tell how names become those of GGUF.
+        quantisation: `"Q8_0"`, for `"gguf"`: round matrices to blocks of eight-bit numbers.
+        adapter_config: For `"peft"`: the adapter_config.json to copy. The default is the one beside the source.
+        storage_options: Options for the storage plugin of `url`, and of `kv_from` and `adapter_config` if their scheme
+            is the same.
 
     >>> from snapshot import Target
     >>> Target("model.safetensors").format
@@ -106,6 +114,9 @@ class Target:
     compression: Literal["zstd"] | None = None
     durable: bool = True
     shard_bytes: int = SHARD
+    kv_from: str | os.PathLike[str] | None = None
+    quantisation: Literal["Q8_0"] | None = None
+    adapter_config: str | os.PathLike[str] | None = None
     storage_options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -119,6 +130,8 @@ class Target:
         if compression == "auto":
             raise ValueError("compression must be None or 'zstd' here, got 'auto': only takes are measured")
         expect_compression(compression)
+        if self.quantisation not in (None, "Q8_0"):
+            raise ValueError(f"quantisation must be None or 'Q8_0', got {self.quantisation!r}")
 
     @classmethod
     def of(cls, target: str | os.PathLike[str] | Target) -> Target:
@@ -150,6 +163,13 @@ class Target:
             default_budget=usual,
         )
 
+    def open_file(self, operation: Operation, path: str | os.PathLike[str]) -> tuple[Session, str]:
+        """Open the folder of a further file, with the options of the target if the scheme is the same."""
+        url = URL.parse(os.fspath(path))
+        above, _, name = url.location.rpartition("/")
+        options = self.storage_options if url.scheme == self.place.url.scheme else None
+        return operation.open(Location(URL(url.scheme, above or "/", url.query), options), share=4), name
+
     def agreed(self) -> dict[str, object]:
         """Return the arguments that must be the same on all ranks."""
         return {
@@ -158,6 +178,9 @@ class Target:
             "shard_bytes": self.shard_bytes,
             "overwrite": self.overwrite,
             "compression": self.compression,
+            "kv_from": None if self.kv_from is None else URL.parse(os.fspath(self.kv_from)),
+            "quantisation": self.quantisation,
+            "adapter_config": None if self.adapter_config is None else URL.parse(os.fspath(self.adapter_config)),
         }
 
 

@@ -396,7 +396,7 @@ class Verification:
             tuple(dict.fromkeys(self.faults)),
             unverifiable,
             quick,
-            len(own.keys() - {INLINE}),
+            len(document.stored_files.keys() - {INLINE}),
             before,
             _count_in_base(document),
             signer_of(self._session.seal),

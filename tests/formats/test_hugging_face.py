@@ -236,3 +236,47 @@ def test_a_folder_without_any_is_not_found(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(SnapshotNotFoundError, match="no snapshot found"):
         Snapshot(tmp_path).get_manifest()
+
+
+def test_several_files_without_an_index_are_one_checkpoint(tmp_path):
+    parts = {"a.safetensors": {"x": torch.ones(2)}, "b.safetensors": {"y": torch.zeros(3), "z": torch.arange(4)}}
+    for name, tensors in parts.items():
+        save_file(tensors, tmp_path / name, {"format": "pt"} if name.startswith("b") else None)
+    opened, state = Snapshot(tmp_path), parts["a.safetensors"] | parts["b.safetensors"]
+    equal(dict(opened.read_object("0")), state)
+    assert opened.metadata.metadata == {"format": "pt"}
+    assert opened.verify()
+    live = snapshot.StateDict({name: torch.empty_like(each) for name, each in state.items()})
+    opened.restore({"s": live})
+    same(dict(live), state)
+    opened.copy("memory://several")
+    assert not Snapshot.diff(tmp_path, "memory://several")
+    same(snapshot.load(tmp_path / "a.safetensors"), parts["a.safetensors"])
+    save_file({"y": torch.ones(3)}, tmp_path / "c.safetensors")
+    with pytest.raises(
+        Unsupported,
+        match=r"c\.safetensors and b\.safetensors both have 'y', .* open one of them:\n  a\.safetensors\n  b",
+    ):
+        Snapshot(tmp_path).get_manifest()
+
+
+def test_numbered_parts_need_their_index(tmp_path):
+    for number in (1, 2):
+        save_file({f"x{number}": torch.ones(2)}, tmp_path / f"model-{number:05d}-of-00002.safetensors")
+    with pytest.raises(
+        Unsupported, match="2 safetensors files but no index for them, so these parts may be of different"
+    ):
+        Snapshot(tmp_path).get_manifest()
+
+
+def test_several_indices_are_several_checkpoints(tmp_path):
+    for name in ("a", "b"):
+        save_file({"x": torch.ones(2)}, tmp_path / f"{name}.safetensors")
+        (tmp_path / f"{name}.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {"x": f"{name}.safetensors"}})
+        )
+    with pytest.raises(
+        Unsupported, match=r"has 2 checkpoints; open the index of one of them:\n  a\.safetensors\.index"
+    ):
+        Snapshot(tmp_path).get_manifest()
+    assert snapshot.load(tmp_path / "a.safetensors.index.json")["x"].all()

@@ -9,8 +9,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from zstandard import ZstdCompressor
 
 from snapshot import Snapshot, StateDict
+from tests.formats.test_gguf import file_of, rounded
+from tests.formats.test_orbax import item
 from tests.helpers.fault_proxy import FaultProxy
 from tests.helpers.versions import ALONE
 
@@ -51,6 +54,29 @@ def torch_parts(folder):
     return ""
 
 
+def gguf_file(folder):
+    (folder / "x.gguf").write_bytes(file_of(STATE))
+    return "x.gguf"
+
+
+def orbax_folder(folder):
+    arrays = {"big": chunked(BIG)} | {name: chunked(each) for name, each in STATE.items() if name != "big"}
+    item(folder, arrays)
+    return ""
+
+
+def chunked(tensor):
+    """The metadata and the chunks of an array of zarr: four of the long one, so that few bytes have a part of it."""
+    rows = len(tensor) // 4 if tensor.ndim == 2 else len(tensor)
+    chunks = [rows, *tensor.shape[1:]]
+    metadata = {"shape": list(tensor.shape), "chunks": chunks, "dtype": "<f4", "compressor": {"id": "zstd"}}
+    parts = {
+        ".".join([str(number), *["0"] * (tensor.ndim - 1)]): ZstdCompressor().compress(each.numpy().tobytes())
+        for number, each in enumerate(tensor.split(rows))
+    }
+    return metadata, parts
+
+
 @contextlib.contextmanager
 def on_s3(folder, moto):
     import boto3
@@ -60,7 +86,7 @@ def on_s3(folder, moto):
         region_name=moto.region,
     )  # fmt: skip
     bucket = moto.bucket()
-    for file in folder.rglob("*"):
+    for file in (each for each in folder.rglob("*") if each.is_file()):
         client.put_object(Bucket=bucket, Key=f"a/{file.relative_to(folder)}", Body=file.read_bytes())
     client.close()
     with FaultProxy(moto.url) as proxy:
@@ -92,7 +118,9 @@ def place(request):
     return lambda folder: on_http(folder, server)
 
 
-@pytest.mark.parametrize("write", [torch_file, dcp_folder, hugging_face, torch_parts], ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    "write", [torch_file, dcp_folder, hugging_face, torch_parts, gguf_file], ids=lambda each: each.__name__
+)
 def test_what_is_far_away_is_listed_read_in_part_and_restored(tmp_path, place, write):
     folder = tmp_path / "f"
     folder.mkdir()
@@ -113,3 +141,33 @@ def test_what_is_far_away_is_listed_read_in_part_and_restored(tmp_path, place, w
     assert parts[1] - listed[1] < MiB
     assert total[0] - parts[0] <= 40
     assert total[1] - parts[1] < sum(file.stat().st_size for file in folder.iterdir()) + MiB
+
+
+def test_blocks_of_gguf_are_read_by_ranges(tmp_path, place):
+    long = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0))
+    folder = tmp_path / "f"
+    folder.mkdir()
+    (folder / "x.gguf").write_bytes(file_of({"long": (long, "Q8_0")}))
+    with place(folder) as (proxy, url, options):
+        snapshot = Snapshot(f"{url}/x.gguf", storage_options=options)
+        assert snapshot.get_manifest()["0/long"].dtype == "float32"
+        before = sum(each.response_bytes for each in proxy.requests)
+        assert torch.equal(snapshot.read_object("0/long", box=[slice(500, 502)]), rounded(long)[500:502])
+        assert sum(each.response_bytes for each in proxy.requests) - before < MiB // 2
+        assert torch.equal(snapshot.read_object("0/long"), rounded(long))
+
+
+def test_arrays_of_orbax_are_read_from_an_object_store(tmp_path, moto):
+    pytest.importorskip("boto3")
+    folder = tmp_path / "f"
+    orbax_folder(folder)
+    stored = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    with on_s3(folder, moto) as (proxy, url, options):
+        snapshot = Snapshot(url, storage_options=options)
+        assert snapshot.get_manifest()["0/big"].shape == (1024, 1024)
+        before = sum(each.response_bytes for each in proxy.requests)
+        assert torch.equal(snapshot.read_object("0/big", box=[slice(500, 502), slice(3, 9)]), BIG[500:502, 3:9])
+        assert sum(each.response_bytes for each in proxy.requests) - before < stored // 2
+        live = StateDict({key: torch.zeros_like(each) for key, each in STATE.items()})
+        snapshot.restore({"all": live})
+        assert all(torch.equal(live[key], each) for key, each in STATE.items())

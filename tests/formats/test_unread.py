@@ -44,7 +44,6 @@ NAMED = {
     "weights.h5": "an HDF5 file",
     "model.keras": "a model of Keras",
     "model.weights.h5": "an HDF5 file",
-    "model.gguf": "a GGUF file",
     "model.onnx": "a program in ONNX",
     "model.tflite": "a program of TensorFlow Lite",
     "zarr2": "a zarr store",
@@ -54,8 +53,6 @@ NAMED = {
     "old.pkl": "a bare pickle",
     "flax": "Flax's parameters",
     "flax/flax_model.msgpack": "Flax's parameters",
-    "orbax_ocdbt/5": "a checkpoint of Orbax",
-    "orbax_plain/5": "a checkpoint of Orbax",
     "tf_checkpoint": "a checkpoint of TensorFlow",
     "tf_checkpoint/ckpt-1.index": "a part of a TensorFlow checkpoint",
     "tf_saved_model": "a SavedModel of TensorFlow",
@@ -166,12 +163,10 @@ UNREAD = {
     "verl": (["model_world_size_2_rank_0.pt", "model_world_size_2_rank_1.pt"], "rank files of FSDP"),
     "checkpointing": (["metadata.pkl", "model_0.pt"], "a checkpoint of torch_checkpointing"),
     "llama": (["consolidated.00.pth", "consolidated.01.pth", "params.json"], "parts of one of Meta's models"),
-    "gguf": (["a.gguf"], "a folder of GGUF files"),
     "paddle": (["model.pdparams"], "a checkpoint of PaddlePaddle"),
     "packed nemo": (["model.nemo"], "a model of NeMo"),
     "coreml": (["model.mlpackage/x"], "a program"),
     "pickles": (["model.pkl"], "a folder of pickles"),
-    "several": (["a.safetensors", "b.safetensors"], "has 2 safetensors files but no index"),
 }
 """Folders that are recognised by names alone, as these libraries document them."""
 

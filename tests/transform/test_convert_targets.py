@@ -286,7 +286,9 @@ def test_the_suffix_of_a_path_tells_the_format(tmp_path, name, expected):
 
 def test_an_unknown_suffix_is_an_error_that_names_the_formats(tmp_path):
     Snapshot.take(tmp_path / "s", {"m": StateDict(w=torch.ones(3))})
-    with pytest.raises(ValueError, match=r"the suffix must be .safetensors, .pt or .pth, got '.bin'; or pass to="):
+    with pytest.raises(
+        ValueError, match=r"the suffix must be .safetensors, .pt, .pth or .gguf, got '.bin'; or pass to="
+    ):
         Snapshot(tmp_path / "s").convert(tmp_path / "m.bin")
     assert os.listdir(tmp_path) == ["s"]
 

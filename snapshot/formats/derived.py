@@ -1,0 +1,66 @@
+"""Files that are not stored: their bytes are computed from those of stored files, range by range."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from snapshot.errors import CorruptSnapshotError
+from snapshot.io.budget import MemoryBudget
+from snapshot.io.storage import Buffer, FileStat, Storage, StorageWrapper
+from snapshot.manifest.document import FileEntry
+
+
+class Derivation(Protocol):
+    """The way from a stored file to the bytes of a derived one."""
+
+    source: str
+    """The stored file."""
+
+    async def read(
+        self, storage: Storage, offset: int, views: Sequence[memoryview], memory: MemoryBudget, token: str | None
+    ) -> None:
+        """Fill the views with the derived bytes from `offset` on. Stored bytes take memory from the budget."""
+        ...
+
+
+class DerivingStorage(StorageWrapper):
+    """Another storage, which also has derived files. All other calls see the stored files.
+
+    Everything above counts the bytes of a derived file. So readers, comparisons and boxes know nothing of the stored
+    form.
+    """
+
+    def __init__(
+        self,
+        inner: Storage,
+        derivations: Mapping[str, Derivation],
+        files: Mapping[str, FileEntry],
+        memory: MemoryBudget,
+    ) -> None:
+        super().__init__(inner)
+        self._derivations = derivations
+        self._files = files
+        self._memory = memory
+
+    async def read_into(self, path: str, offset: int, buffers: Sequence[Buffer], *, token: str | None = None) -> None:
+        found = self._derivations.get(path)
+        if found is None:
+            await self.inner.read_into(path, offset, buffers, token=token)
+            return
+        views = [view for view in (memoryview(each).cast("B") for each in buffers) if len(view)]
+        end = offset + sum(map(len, views))
+        if end > self._files[path].size:
+            raise CorruptSnapshotError(f"{self.url.join(path)}: ends before {end:,}")
+        await found.read(self.inner, offset, views, self._memory, token)
+
+    async def stat(self, path: str) -> FileStat:
+        """Return time and token of the source for a derived file. Nothing of it is stored, so its size is 0."""
+        found = self._derivations.get(path)
+        if found is None:
+            return await self.inner.stat(path)
+        source = await self.inner.stat(found.source)
+        expected = self._files[found.source].size
+        if source.size != expected:
+            raise CorruptSnapshotError(f"{found.source} must have {expected:,} bytes, got {source.size:,}")
+        return FileStat(0, source.mtime, source.token)

@@ -1,0 +1,437 @@
+"""LoRA: an adapter of PEFT merged into the weights of a checkpoint, part by part."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from snapshot.distributed.operation import Operation
+from snapshot.errors import RestoreError, SnapshotError, StorageError
+from snapshot.formats import peft
+from snapshot.formats.foreign import is_absence
+from snapshot.formats.peft import LoraConfig, Pair
+from snapshot.io.arena import Slot
+from snapshot.io.budget import MemoryBudget, Pool
+from snapshot.io.loop import run
+from snapshot.io.session import Session
+from snapshot.io.url import Location
+from snapshot.loading.open import expect_files
+from snapshot.manifest import entries as e
+from snapshot.manifest.document import Document, find_locations
+from snapshot.manifest.entries import AnyTensor
+from snapshot.manifest.rank_view import make_rank_view, suggest_names
+from snapshot.plan.layout import FilePart, FilePlan
+from snapshot.reports import ConvertReport
+from snapshot.save.staging import StagedPart
+from snapshot.state.leaves import Leaf
+from snapshot.tensors.geometry import Factor, Grid, position_of
+from snapshot.tensors.memory import BY_NAME, ITEMSIZE
+from snapshot.text import listed
+from snapshot.transform.call import expect_checksums, expect_sound, open_sources, selected_locations
+from snapshot.transform.convert import expect_writable, write_checkpoint
+from snapshot.transform.diff_bytes import Side
+from snapshot.transform.merge import key_of, spellings
+from snapshot.transform.mixing import MixedStager, Piece, Run
+from snapshot.transform.sources import CheckpointStager, reads_ranges
+from snapshot.transform.target import Selection, Target
+
+# The plan: the change of each tensor of the base.
+
+_FLOATS = ("float32", "float16", "bfloat16", "float64")
+
+
+class Product(NamedTuple):
+    """A tensor that is added: the product of two matrices, times a scale."""
+
+    left: AnyTensor
+    """Its elements are rows of `rank` elements: one for each row of the result."""
+    right: AnyTensor
+    """Its elements are `rank` rows, as long as those of the result."""
+    rows: int
+    rank: int
+    columns: int
+    scale: float
+    magnitude: AnyTensor | None = None
+    """For DoRA: the length that each row of the result gets, or each column if it is turned."""
+    turned: bool = False
+
+
+Change = Product | AnyTensor
+"""A product that is added, or a tensor that replaces another one."""
+
+
+def plan_lora(base: Side, adapter: Side, config: LoraConfig) -> dict[str, Change]:
+    """Return the changes by `key_of` the tensor of the base. Raise RestoreError with all that does not fit."""
+    factors = _tensors_of(adapter.document)
+    names = peft.sort_names(factors, adapter.session.url)
+    held = _tensors_of(base.document)
+    paths: dict[str, set[str]] = defaultdict(set)
+    known = make_rank_view(base.document.manifest, 0, base.document.world_size, 1).entries
+    for path, entry in known.items():
+        if isinstance(entry, e.TENSORS):
+            for name in spellings(path):
+                paths[name].add(path)
+    misfits: list[str] = []
+    changes: dict[str, tuple[str, Change]] = {}
+
+    def find(name: str) -> AnyTensor | None:
+        found = sorted(paths.get(name, ()))
+        if len(found) == 1:
+            return known[found[0]]  # type: ignore[no-any-return]
+        text = f"may be {' or '.join(found)}" if found else f"is missing; {suggest_names(name, held)}"
+        misfits.append(f"{name}: {text} in {base.session.url}")
+        return None
+
+    def add(name: str, entry: AnyTensor, change: Change) -> None:
+        owner, _ = changes.setdefault(key_of(entry) or name, (name, change))
+        if owner != name:
+            misfits.append(f"{name}: is the same tensor as {owner}, which is changed, too")
+
+    for module, pair in names.pairs.items():
+        name = f"{module}.weight"
+        entry = find(name)
+        if config.use_dora != (pair.magnitude is not None):
+            misfits.append(f"{name}: must have a lora_magnitude_vector if, and only if, use_dora is set")
+        elif entry is not None:
+            a, b = factors[pair.a], factors[pair.b]
+            magnitude = factors.get(pair.magnitude) if pair.magnitude is not None else None
+            made = _make_product(
+                entry,
+                a,
+                b,
+                config.scale_of(module, a.shape[0] if a.shape else 1),
+                pair=pair,
+                turned=config.fan_in_fan_out,
+                magnitude=magnitude,
+            )
+            if isinstance(made, str):
+                misfits.append(f"{name}: {made}")
+            else:
+                add(name, entry, made)
+    for name, source in names.replaced.items():
+        entry = find(name)
+        if entry is not None and tuple(entry.shape) != tuple(factors[source].shape):
+            misfits.append(f"{name}: has shape {list(entry.shape)}, but {list(factors[source].shape)} in the adapter")
+        elif entry is not None:
+            add(name, entry, factors[source])
+    if misfits:
+        raise RestoreError(f"{adapter.session.url}: the adapter does not fit:{listed(misfits)}", misfits)
+    return {key: change for key, (_, change) in changes.items()}
+
+
+def _tensors_of(document: Document) -> dict[str, AnyTensor]:
+    """Return the tensors by their names: the parts of a path joined with dots, without the first one."""
+    entries = make_rank_view(document.manifest, 0, document.world_size, 1).entries
+    return {spellings(path)[1]: entry for path, entry in entries.items() if isinstance(entry, e.TENSORS)}
+
+
+def _make_product(
+    entry: AnyTensor,
+    a: AnyTensor,
+    b: AnyTensor,
+    scale: float,
+    *,
+    pair: Pair,
+    turned: bool,
+    magnitude: AnyTensor | None,
+) -> Product | str:
+    """Return the product that a module's weight gets, or the reason why the shapes do not fit.
+
+    `turned`: a square weight has the inputs first.
+    """
+    shape, rank = tuple(entry.shape), (a.shape[0] if a.shape else 0)
+    wrong = f"has shape {list(shape)}, but the factors have {list(a.shape)} and {list(b.shape)}"
+    if entry.dtype not in _FLOATS or a.dtype not in _FLOATS or a.dtype != b.dtype:
+        return f"dtypes must be floating point, and the same for both factors: {entry.dtype}, {a.dtype}, {b.dtype}"
+    if not rank or len(b.shape) < 2 or len(a.shape) < 2 or b.shape[1] != rank or math.prod(b.shape[2:]) != 1:
+        return wrong
+    straight, swapped = (b.shape[0], *a.shape[1:]), (*a.shape[1:], b.shape[0])
+    flat = len(a.shape) == 2
+    turn = flat and (pair.embedding or (turned and shape == swapped) or shape != straight)
+    if shape != (swapped if turn else straight):
+        return wrong
+    if magnitude is not None:
+        if pair.embedding or not flat:
+            return "DoRA of an embedding or a convolution cannot be merged"
+        if tuple(magnitude.shape) != (b.shape[0],) or magnitude.dtype not in _FLOATS:
+            return f"the magnitudes of DoRA must be {b.shape[0]} numbers, got {magnitude.dtype}{list(magnitude.shape)}"
+    left, right = (_transpose(a), _transpose(b)) if turn else (b, a)
+    return Product(left, right, shape[0], rank, math.prod(shape[1:]), scale, magnitude, turn)
+
+
+def _transpose(entry: AnyTensor) -> AnyTensor:
+    rows, columns = entry.shape[0], entry.shape[1]
+    grid = Grid((0, 0), (0, 0), (Factor(columns, (1, 1), (0, 1)), Factor(rows, (0, 1), (1, 1))))
+    return e.MappedTensorEntry(entry.dtype, (columns, rows), [e.MappedPart(entry, grid)])  # type: ignore[arg-type]
+
+
+def _tensors_in(change: Change) -> dict[str, AnyTensor]:
+    """Return the tensors of the adapter that a change needs."""
+    if not isinstance(change, Product):
+        return {"whole": change}
+    found = {"a": change.left, "b": change.right}
+    return found if change.magnitude is None else {**found, "magnitude": change.magnitude}
+
+
+# The changed tensors as one source of parts.
+
+_ROWS = 32
+"""Rows of a product that are computed at once, from a multiple of their number on: so parts do not change the bits."""
+_MEASURED = 1 << 20
+"""Elements whose lengths are measured at once."""
+_AT_ONCE = 1 << 20
+"""Maximum number of elements that are computed at once, if a row is that long."""
+
+
+class LoraStager(MixedStager):
+    """The leaves of the base, with the changes of an adapter.
+
+    As in PEFT, a product is computed in float32, or in float64 if the base has it. It is multiplied by the scale and
+    added to the base, and the sum is rounded to the dtype of the base.
+    """
+
+    def __init__(
+        self,
+        leaves: Sequence[Leaf],
+        origins: Sequence[Any],
+        *,
+        base: Side,
+        adapter: Side,
+        changes: Mapping[str, Change],
+        scratch: MemoryBudget,
+        verify: bool,
+        orders: dict[int, tuple[int, ...]] | None = None,
+        sums: dict[int, int] | None = None,
+    ) -> None:
+        """`scratch`: the memory for elements of both. See `CheckpointStager` for the others."""
+        self._changes = [changes.get(key_of(each)) if isinstance(each, e.TENSORS) else None for each in origins]
+        self._dtypes = [origin.dtype if isinstance(origin, e.TENSORS) else "uint8" for origin in origins]
+        sources = []
+        self._factors: dict[int, torch.Tensor] = {}
+        """For leaves with DoRA, the factor of each row, or of each column if it is turned."""
+        self._measuring = asyncio.Lock()
+        for number in range(5):
+            own = [self._input(number, change, origin) for change, origin in zip(self._changes, origins, strict=True)]
+            stored = [
+                leaf if entry is None else _leaf_of(leaf, entry, whole=number in (1, 2, 4))
+                for leaf, entry in zip(leaves, own, strict=True)
+            ]
+            side = base if number == 0 else adapter
+            turned = orders if number in (0, 3) else None
+            sources.append(CheckpointStager(side.session, side.document, stored, own, verify=verify, orders=turned))
+        super().__init__(
+            base.session,
+            base.document,
+            leaves,
+            origins,
+            sources=sources,
+            scratch=scratch,
+            verify=verify,
+            orders=orders,
+            sums=sums,
+        )
+
+    @staticmethod
+    def _input(number: int, change: Change | None, origin: Any) -> AnyTensor | None:
+        """Return the tensor of a source: the base, both factors, the replacement, and the magnitudes."""
+        if isinstance(change, Product):
+            return (origin, change.left, change.right, None, change.magnitude)[number]
+        return change if number == 3 else None
+
+    def is_mixed(self, leaf: int) -> bool:
+        return self._changes[leaf] is not None
+
+    def inputs_of(self, piece: Piece) -> list[Run]:
+        change = self._changes[piece.leaf]
+        none = Run(0, 0, 1)
+        if not isinstance(change, Product):
+            assert change is not None
+            return [none, none, none, Run(piece.first, piece.count, ITEMSIZE[change.dtype]), none]
+        first, last = self._rows(piece, change)
+        last, itemsize = min(last, change.rows), ITEMSIZE[change.left.dtype]
+        return [
+            Run(piece.first, piece.count, ITEMSIZE[self._dtypes[piece.leaf]]),
+            Run(first * change.rank, (last - first) * change.rank, itemsize),
+            Run(0, change.rank * change.columns, itemsize),
+            none,
+            none if change.magnitude is None else Run(0, change.magnitude.shape[0], ITEMSIZE[change.magnitude.dtype]),
+        ]
+
+    def _begin(self, piece: Piece) -> int:
+        """Return the first element of a piece in the whole tensor: a leaf may be a box that is one range of it."""
+        leaf = self.leaves[piece.leaf]
+        whole = 0 if leaf.whole is None else position_of(leaf.origin or (0,) * len(leaf.shape), leaf.whole.shape)
+        return whole + piece.first
+
+    def _rows(self, piece: Piece, product: Product) -> tuple[int, int]:
+        """Return the rows that are computed for a piece: whole blocks. The last one may end after the tensor."""
+        begin, block = self._begin(piece), _block_of(product)
+        width = block * product.columns
+        return begin // width * block, -(-(begin + piece.count) // width) * block
+
+    def mix(self, piece: Piece, held: Sequence[torch.Tensor], target: torch.Tensor) -> None:
+        change = self._changes[piece.leaf]
+        if not isinstance(change, Product):
+            assert change is not None
+            target.copy_(held[3].view(BY_NAME[change.dtype]).to(BY_NAME[self._dtypes[piece.leaf]]))
+            return
+        factors = self._factors.get(piece.leaf)
+        for low, high, base, product in self._summands(piece, change, held):
+            total = base.clone()
+            if factors is None:
+                total += product
+            else:
+                line = torch.arange(low, high)
+                line = line % change.columns if change.turned else line // change.columns
+                total = (factors[line] * (base + product)).to(base.dtype)
+            target[low - self._begin(piece) : high - self._begin(piece)].copy_(total)
+
+    def _summands(
+        self, piece: Piece, change: Product, held: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
+        """Yield runs of elements of the whole tensor, with those of the base and of the product."""
+        first, last = self._rows(piece, change)
+        begin, block, columns = self._begin(piece), _block_of(change), change.columns
+        base = held[0].view(BY_NAME[self._dtypes[piece.leaf]])
+        wide = torch.promote_types(base.dtype, torch.float32)
+        stored = BY_NAME[change.left.dtype]
+        left = torch.zeros(last - first, change.rank, dtype=wide)
+        left.view(-1)[: held[1].numel() // stored.itemsize] = held[1].view(stored)
+        right = held[2].view(stored).view(change.rank, columns).to(wide)
+        for row in range(first, last, block):
+            low, high = max(row * columns, begin), min((row + block) * columns, begin + piece.count)
+            if low < high:
+                product = (left[row - first : row - first + block] @ right).mul_(change.scale).view(-1)
+                yield low, high, base[low - begin : high - begin], product[low - row * columns : high - row * columns]
+
+    # DoRA: each row is scaled to a given length, so all of it is read before any of it is written.
+
+    async def fetch(self, file: FilePlan, part: FilePart, slot: Slot, budget: MemoryBudget) -> StagedPart:
+        """Mix a part into a slot. The lengths of the rows that it has are measured first."""
+        for extent in file.extents[part.first : part.last]:
+            change = self._changes[extent.leaf]
+            if isinstance(change, Product) and change.magnitude is not None:
+                async with self._measuring:
+                    if extent.leaf not in self._factors:
+                        self._factors[extent.leaf] = await self._measure(extent.leaf, change)
+        return await super().fetch(file, part, slot, budget)
+
+    async def _measure(self, leaf: int, change: Product) -> torch.Tensor:
+        """Return the factors of all rows: the magnitudes, divided by the lengths of the sums."""
+        wide = torch.promote_types(BY_NAME[self._dtypes[leaf]], torch.float32)
+        columns, block = change.columns, _block_of(change)
+        lengths = torch.zeros(columns if change.turned else change.rows, dtype=torch.float64 if change.turned else wide)
+        magnitudes = torch.empty(len(lengths), dtype=wide)
+
+        def add(piece: Piece, held: Sequence[torch.Tensor]) -> None:
+            for low, high, base, product in self._summands(piece, change, held):
+                rows = (base + product).view(-1, columns)
+                if change.turned:
+                    lengths.add_(rows.to(torch.float64).square_().sum(0))
+                else:
+                    lengths[low // columns : high // columns] = torch.linalg.norm(rows, dim=1)
+            assert change.magnitude is not None
+            magnitudes.copy_(held[4].view(BY_NAME[change.magnitude.dtype]))
+
+        step = max(1, _MEASURED // (block * columns)) * block
+        offset = self._begin(Piece(leaf, 0, 0, 0))
+        for row in range(0, change.rows, step):
+            count = min(step, change.rows - row) * columns
+            await self._with_inputs([Piece(leaf, row * columns - offset, count, 0)], add)
+        return magnitudes / (lengths.sqrt_().to(wide) if change.turned else lengths)
+
+
+def _block_of(product: Product) -> int:
+    """Return the rows of a product that are computed at once."""
+    return max(2, min(_ROWS, _AT_ONCE // max(1, product.columns)))
+
+
+def _leaf_of(leaf: Leaf, entry: AnyTensor, *, whole: bool) -> Leaf:
+    """Return the leaf for a tensor of a source: with `whole`, all of it, even if the leaf is a box."""
+    if not whole:
+        return msgspec.structs.replace(leaf, dtype=entry.dtype)
+    nbytes = math.prod(entry.shape) * ITEMSIZE[entry.dtype]
+    return Leaf(leaf.path, torch.empty(0, device="meta"), entry.dtype, tuple(entry.shape), nbytes)
+
+
+# The merge.
+
+
+def merge_lora(
+    operation: Operation, origins: tuple[Location, Location], target: Target, choice: Selection
+) -> ConvertReport:
+    """Write a base with an adapter. Memory: a quarter for reading, a quarter for both, and half for writing."""
+    exchange, url = operation.exchange, target.place.url
+    expect_writable(target, [origin.url for origin in origins])
+    if target.format == "gguf":
+        raise ValueError(f"{url}: a merge cannot write GGUF; merge to safetensors, and convert that")
+    pools: list[Pool] = []
+
+    def shared(limit: int) -> Pool:
+        if not pools:
+            pools.append(Pool(limit))
+        return pools[0]
+
+    sessions = [operation.open(origin, share=4, pool=shared) for origin in origins]
+    arguments = {"base": origins[0].url, "lora": origins[1].url, **target.agreed(), **choice.arguments()}
+    documents = open_sources(exchange, "merge", arguments, sessions)
+    base, adapter = (Side(session, document) for session, document in zip(sessions, documents, strict=True))
+    changes = plan_lora(base, adapter, run(_read_config(adapter.session)))
+    needed = {
+        f"{number}/{name}": entry
+        for number, change in enumerate(changes.values())
+        for name, entry in _tensors_in(change).items()
+    }
+    expect_sound(needed, adapter.document)
+    run(expect_files(base.session, base.document, selected_locations(base.document, choice.select, choice.exclude)))
+    run(expect_files(adapter.session, adapter.document, find_locations(needed, adapter.document.files)))
+    if choice.verify:
+        for side in (base, adapter):
+            expect_checksums(exchange, side.session, side.document)
+    scratch = MemoryBudget(operation.part(4) or base.session.budget.total)
+
+    def make_stager(session: Session, document: Document, *leaves: Any, **options: Any) -> LoraStager:
+        return LoraStager(*leaves, base=base, adapter=adapter, changes=changes, scratch=scratch, **options)
+
+    document, changed = _without_orders(base.document, changes)
+    report = write_checkpoint(
+        operation, base.session, document, choice, target, make_stager=make_stager, splits=reads_ranges
+    )
+    report = replace(report, changed=(*report.changed, *changed))
+    return operation.done(report, "merged", bytes=report.nbytes)
+
+
+def _without_orders(document: Document, changes: dict[str, Change]) -> tuple[Document, list[str]]:
+    """Return the document with its changed tensors in C order, since products are computed row by row.
+
+    Also return a line for each of them. Their changes get new keys.
+    """
+    manifest, lines = dict(document.manifest), []
+    for path, entry in manifest.items():
+        if not isinstance(entry, e.TENSORS) or entry.extra is None or entry.extra.stride_order is None:
+            continue
+        change = changes.get(key_of(entry))
+        if isinstance(change, Product):
+            made = msgspec.structs.replace(entry, extra=msgspec.structs.replace(entry.extra, stride_order=None))
+            manifest[path] = made
+            changes[key_of(made)] = change
+            lines.append(f"{path.partition('/')[2]}: the memory layout becomes contiguous")
+    return msgspec.structs.replace(document, manifest=manifest), lines
+
+
+async def _read_config(session: Session) -> LoraConfig:
+    where = session.storage.url.join(peft.CONFIG)
+    try:
+        data = await session.storage.get(peft.CONFIG, limit=session.settings.manifest_bytes)
+    except StorageError as error:
+        if not is_absence(session.storage, error):
+            raise
+        raise SnapshotError(f"{where}: is missing, so {session.url} is not an adapter of PEFT") from error
+    return peft.parse_config(data, where)

@@ -1,0 +1,51 @@
+"""GGUF, Orbax and LoRA on several ranks: sharded modules are filled, and shared work has the bits of one process."""
+
+import zipfile
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save_file
+
+import snapshot
+from snapshot import Snapshot
+from tests.distributed import foreign_weights as ranks
+from tests.formats.test_gguf import file_of, rounded
+from tests.formats.test_orbax import ARCHIVE, tree
+from tests.helpers.foreign_states import same
+from tests.transform.test_lora import adapter, draw, factors
+
+
+def test_a_sharded_module_is_filled_from_blocks(two, folder):
+    weight, bias = draw(40, 64), draw(40)
+    Path(folder, "m.gguf").write_bytes(file_of({"weight": (weight, "Q8_0"), "bias": bias}))
+    for found in two.run(ranks.restore, f"{folder}/m.gguf"):
+        same(found, {"weight": rounded(weight), "bias": bias})
+    assert two.run(ranks.verify, f"{folder}/m.gguf") == [True, True]
+
+
+def test_a_sharded_module_is_filled_from_jax(two, folder):
+    zipfile.ZipFile(ARCHIVE).extractall(folder)
+    dense = tree()["params"]["dense"]
+    for name in ("ocdbt", "plain3"):
+        for found in two.run(ranks.restore_mapped, f"{folder}/{name}"):
+            same(found, {"weight": dense["kernel"].float().T.contiguous(), "bias": dense["bias"]})
+
+
+@pytest.mark.parametrize("kind", ["snapshot", "safetensors", "dcp", "torch"])
+def test_ranks_share_a_conversion(two, folder, kind):
+    tensors = {f"w{number}": (draw(300 + number, 320), "Q8_0") for number in range(5)}
+    Path(folder, "m.gguf").write_bytes(file_of(tensors))
+    two.run(ranks.convert, f"{folder}/m.gguf", f"{folder}/{'out.pt' if kind == 'torch' else 'out'}", kind)
+    found = snapshot.load(f"{folder}/{'out.pt' if kind == 'torch' else 'out'}")
+    same(dict(sorted(found.items())), {name: rounded(each) for name, (each, _) in tensors.items()})
+
+
+@pytest.mark.parametrize("target", ["out", "out.safetensors"])
+def test_ranks_share_a_merge(two, folder, target):
+    state = {"a.weight": draw(3000, 700), "b.weight": draw(500, 700), "c": draw(9)}
+    save_file(state, f"{folder}/base.safetensors")
+    lora = adapter(Path(folder, "adapter"), {**factors("a", 3000, 700, rank=16), **factors("b", 500, 700)})
+    two.run(ranks.merge, f"{folder}/base.safetensors", str(lora), f"{folder}/{target}")
+    snapshot.merge([f"{folder}/base.safetensors"], f"{folder}/alone", lora=lora)
+    same(snapshot.load(f"{folder}/{target}"), snapshot.load(f"{folder}/alone"))
+    assert not Snapshot.diff(f"{folder}/{target}", f"{folder}/alone")
