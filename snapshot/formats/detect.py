@@ -6,7 +6,7 @@ import errno
 from collections.abc import Callable
 
 from snapshot.errors import StorageError, StorageNotFoundError
-from snapshot.formats import dcp, hugging_face, torch_save
+from snapshot.formats import dcp, hugging_face, rank_files, torch_save
 from snapshot.formats.dcp import NOTICE
 from snapshot.formats.foreign import HEAD, ForeignDocument, is_absence, is_part, refuse_file
 from snapshot.formats.zip_archive import SIGNATURE
@@ -39,7 +39,18 @@ async def _describe_folder(storage: Storage, limit: int) -> ForeignDocument | No
     except StorageError as error:
         if not is_absence(storage, error):
             raise
-    return await hugging_face.describe_folder(storage, limit)
+    if (found := await hugging_face.describe_folder(storage, limit)) is not None:
+        return found
+    return await rank_files.describe_folder(storage, await list_files(storage), limit)
+
+
+async def list_files(storage: Storage) -> list[str]:
+    """Return the names of a folder's files; an empty list if the storage cannot list them."""
+    try:
+        names = await storage.list(recursive=False) if storage.capabilities.list else []
+    except StorageError:
+        return []
+    return [name for name in names if not name.endswith("/")]
 
 
 async def _describe_file(url: URL, beside: Callable[[URL], Storage], limit: int) -> ForeignDocument | None:

@@ -122,10 +122,6 @@ _FOLDERS: tuple[tuple[tuple[str, ...], str], ...] = (
         "a checkpoint of Megatron's legacy format; convert it to torch_dist with Megatron's own tools",
     ),
     (
-        (r"\w+_world_size_\d+_rank_\d+\.pt",),
-        "rank files of FSDP, as verl writes them; merge them: python -m verl.model_merger merge",
-    ),
-    (
         (r"metadata\.pkl", r".*_\d+\.(pt|safetensors|json|bin)"),
         "a checkpoint of torch_checkpointing; load it with torch_checkpointing, and save it with dcp.save",
     ),

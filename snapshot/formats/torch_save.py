@@ -27,7 +27,7 @@ from snapshot.io.storage import Storage
 from snapshot.io.system import PerProcess
 from snapshot.manifest.compounds import Container
 from snapshot.manifest.document import ForeignFile
-from snapshot.manifest.entries import PLAIN, ObjectEntry, TensorEntry
+from snapshot.manifest.entries import PLAIN, ObjectEntry, ShardedTensorEntry, TensorEntry
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE, contiguous_strides, measure_span
 from snapshot.text import counted
 
@@ -476,6 +476,7 @@ def pickle_tensor(dtype: str, shape: tuple[int, ...]) -> bytes:
 FORMAT = "torch.save"
 VALUE = "value"
 """Name of a saved value that is not a container."""
+ONE_RANK = "this file has only the boxes of one rank; read one of them, or open the folder with the files of all ranks"
 
 
 async def describe_file(storage: Storage, name: str, size: int, limit: int) -> ForeignDocument:
@@ -490,13 +491,14 @@ async def describe_file(storage: Storage, name: str, size: int, limit: int) -> F
         root = made[0]
         entries = saved.describe_items(dict(zip(root.components(), made[1], strict=True)), inline)
     token = f"{(await storage.stat(name)).token} {size}".encode() + saved.content
+    lacks = any(isinstance(entry, ShardedTensorEntry) and not entry.is_whole() for entry in entries.values())
     return make_document(
         FORMAT,
         "",
         storage.url,
         token,
         manifest=entries,
-        files={name: ForeignFile(size)},
+        files={name: ForeignFile(size, lacks=ONE_RANK if lacks else "")},
         root=root,
         inline=bytes(inline) or b"\0",
     )
@@ -540,6 +542,10 @@ class TorchFile:
             await _expect_torch(storage, name, size, limit)
             raise CorruptSnapshotError(f"{where}: not a torch archive: {error}") from error
         return TorchFile(archive, where, name, content, length, swapped=order == b"big")
+
+    def sums(self) -> dict[int, tuple[int, int]]:
+        """Return the checksum and the size of each member, by the begin of its header."""
+        return {each.header: (each.crc, each.size) for each in self._archive.members}
 
     def describe_items(
         self, items: Mapping[str, Any], inline: bytearray, *, depth: int = 2, routed: bool = True

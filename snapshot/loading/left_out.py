@@ -82,7 +82,7 @@ def requests_of(
         for path, entry in manifest.items():
             try:
                 for held in tensors_of(entry):
-                    check_tensor(path, held, files, partial=partial)
+                    check_tensor(path, held, files, partial=partial, boxes=())
                 if isinstance(entry, e.ObjectEntry):
                     check_range(path, entry, files)
                 elif isinstance(entry, Scalar):

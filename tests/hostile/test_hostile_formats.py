@@ -18,7 +18,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from snapshot import CorruptSnapshotError, Snapshot, SnapshotError, StateDict, UnsafeObjectError, UnsupportedFormatError
+from snapshot.tensors.geometry import Split
 from tests.helpers.foreign_states import bits
+from tests.helpers.stand_in_pickles import dtensor, placement, save, tensor_mesh
 from tests.helpers.versions import ALONE
 from tests.hostile.hostile_snapshots import Live, bounded, contents, shown, store
 
@@ -82,8 +84,17 @@ def torchsnapshot_folder(folder):
     return ""
 
 
+def files_of_ranks(folder):
+    for rank in range(2):
+        local = STATE["w"][2:] if rank else STATE["w"][:2]
+        shards = dtensor(local, (3, 4), (placement(Split(0)),), tensor_mesh([0, 1], [rank]))
+        save({"w": shards, "t": STATE["t"], "n": STATE["n"], "own": rank}, folder / f"rank_{rank}.pt")
+    return ""
+
+
 FORMATS = [torch_file, dcp_folder, one_safetensors, index_of_two, index_of_two_archives, torchsnapshot_folder]
-SUMMED = {torch_file, dcp_folder}
+FORMATS += [files_of_ranks]
+SUMMED = {torch_file, dcp_folder, files_of_ranks}
 """Formats that carry checksums, which torch never looks at."""
 
 
