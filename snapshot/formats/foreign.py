@@ -114,8 +114,8 @@ _TARS = (
 """Tar files by their first member."""
 _FOLDERS: tuple[tuple[tuple[str, ...], str], ...] = (
     (
-        (r"((bf16_|fp16_)?zero_pp_rank_\d+_)?mp_rank_\d+_(model|optim)_states\.pt",),
-        "a checkpoint of DeepSpeed; convert it with the zero_to_fp32.py that DeepSpeed puts into the folder above",
+        (r"((bf16_|fp16_)?zero_pp_rank_\d+_)?mp_rank_\d+_optim_states\.pt",),
+        "a part of a checkpoint of DeepSpeed; its mp_rank_00_model_states.pt is missing",
     ),
     (
         (r"mp_rank_\d\d(_\d\d\d)*/",),

@@ -17,7 +17,7 @@ from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.formats.foreign import ForeignDocument, make_document
 from snapshot.formats.pickled_objects import INLINE, is_refused, locate_object
 from snapshot.formats.to_entries import make_container
-from snapshot.formats.torch_save import FORMAT, VALUE, TorchFile
+from snapshot.formats.torch_save import FORMAT, VALUE, TorchFiles
 from snapshot.io.aio import gather_limited
 from snapshot.io.storage import Storage
 from snapshot.manifest.compounds import Container, DictEntry
@@ -26,6 +26,7 @@ from snapshot.manifest.entries import NDArrayEntry, ShardedTensorEntry, TensorEn
 from snapshot.manifest.paths import encode_component, encode_key
 from snapshot.manifest.rank_view import MOST_RANKS
 from snapshot.manifest.values import Scalar
+from snapshot.tensors.digest import digest_range
 
 _NAME = re.compile(
     r"(?!.*mp_rank_)(?P<item>.*?)[-_.]?(world_size_(?P<world>[0-9]{1,6})[-_])?"
@@ -52,11 +53,11 @@ async def describe_folder(storage: Storage, names: Iterable[str], limit: int) ->
         return None
     world = len(items[0].names)
     reader = _Reader(storage, limit)
-    listed_files = [(item, rank, name) for item in items for rank, name in enumerate(item.names)]
+    listed_files = [(item, name) for item in items for name in item.names]
     found = await gather_limited(listed_files, lambda each: reader.read(*each), AT_ONCE)
     manifest: dict[str, Any] = {}
     for number in range(len(items)):
-        manifest |= _Merge(found[number * world : (number + 1) * world], reader.inline).join()
+        manifest |= RankMerge(found[number * world : (number + 1) * world], reader.inline).join()
     lacks = LACKS if any(lacks_boxes(entry) for entry in manifest.values()) else ""
     if items[0].key:
         root: Container | None = DictEntry([encode_key(item.key) for item in items])  # type: ignore[misc]
@@ -129,7 +130,9 @@ def lacks_boxes(entry: Any) -> bool:
 # Files of one rank, and what they have in common.
 
 
-class _RankFile(NamedTuple):
+class RankFile(NamedTuple):
+    """Entries of one rank's file."""
+
     name: str
     size: int
     token: bytes
@@ -144,20 +147,12 @@ class _Reader:
     """Reads the descriptions of all files."""
 
     def __init__(self, storage: Storage, limit: int) -> None:
-        self._storage = storage
-        self._limit = self._left = limit
-        """Remaining length of all pickles together."""
+        self._files = TorchFiles(storage, limit)
         self.inline = bytearray()
 
-    async def read(self, item: RankFiles, rank: int, name: str) -> _RankFile:
+    async def read(self, item: RankFiles, name: str) -> RankFile:
         """Return one file's entries."""
-        found = await self._storage.stat(name)
-        saved = await TorchFile.open(self._storage, name, found.size, self._limit)
-        self._left -= saved.length
-        if self._left < 0:
-            raise CorruptSnapshotError(
-                f"{self._storage.url}: the pickles of its files exceed the limit of {self._limit:,} bytes"
-            )
+        saved = await self._files.open(name)
         made = None if item.key else make_container(saved.value)
         if made is None:
             items: dict[str, Any] = {encode_component(item.key or VALUE): saved.value}
@@ -167,15 +162,15 @@ class _Reader:
         for path, entry in entries.items():
             if is_refused(entry):
                 locate_object(entry, name, path.split("/", 2 if made is None else 1)[-1] if path.count("/") > 1 else "")
-        token = f"{name} {found.token} {found.size}".encode()
+        token = f"{name} {(await self._files.storage.stat(name)).token} {digest_range(saved.content)}".encode()
         own = {path.partition("/")[2]: entry for path, entry in entries.items()}
-        return _RankFile(name, found.size, token, own, saved.sums(), made and made[0])
+        return RankFile(name, saved.size, token, own, saved.sums(), made and made[0])
 
 
-class _Merge:
+class RankMerge:
     """Joins the entries of all ranks."""
 
-    def __init__(self, files: Sequence[_RankFile], inline: bytearray) -> None:
+    def __init__(self, files: Sequence[RankFile], inline: bytearray) -> None:
         self._files = files
         self._inline = inline
 

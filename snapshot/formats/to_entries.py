@@ -104,6 +104,7 @@ _SIGNED = _COMPLEX | {"float16", "bfloat16", "float32", "float64"}
 
 def rebuild_tensor(value: Any) -> RebuiltTensor | None:
     """Return the tensor of a stand-in; None if it is not a plain one, or has unknown parts."""
+    value = _drop_attributes(value)
     if (
         not isinstance(value, p.StandIn)
         or not value.name.startswith(_REBUILD)
@@ -142,6 +143,24 @@ def rebuild_tensor(value: Any) -> RebuiltTensor | None:
     return RebuiltTensor(
         storage.key, dtype, tuple(shape), tuple(strides), offset, _read_flag(arguments[4:5]), bits=bits
     )
+
+
+_WITH_STATE = "torch._utils._rebuild_parameter_with_state"
+_TYPED = "torch._tensor._rebuild_from_type_v2"
+_PLAIN_TYPES = {"torch.Tensor", "torch.nn.parameter.Parameter"}
+
+
+def _drop_attributes(value: Any) -> Any:
+    """Return a tensor or parameter without the attributes that its program has set on it."""
+    if not isinstance(value, p.StandIn) or value.state is not None or value.named or len(value.arguments) != 4:
+        return value
+    if value.name == _WITH_STATE:
+        return p.StandIn(p.Name(f"{_REBUILD}parameter"), value.arguments[:3])
+    function, kind, arguments, _ = value.arguments
+    known = value.name == _TYPED and isinstance(kind, p.Name) and kind.name in _PLAIN_TYPES
+    if known and isinstance(function, p.Name) and isinstance(arguments, tuple):
+        return p.StandIn(function, arguments)
+    return value
 
 
 def _read_lazy_bits(metadata: Any, dtype: str) -> str | None:

@@ -143,6 +143,8 @@ class ForeignFile(FileEntry):
 
     exact: bool = True
     """True if the length is known; otherwise it is at least `size`."""
+    archived: bool = False
+    """True for an archive of torch.save. Its checksums cover all ranges in it."""
     lacks: str = ""
     """Reason why the checkpoint does not have all boxes of its sharded tensors; empty if it has."""
 

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from snapshot import CorruptSnapshotError, Snapshot, SnapshotError, StateDict, UnsafeObjectError, UnsupportedFormatError
 from snapshot.tensors.geometry import Split
+from tests.formats.test_deepspeed import write_stand_in
 from tests.helpers.foreign_states import bits
 from tests.helpers.stand_in_pickles import dtensor, placement, save, tensor_mesh
 from tests.helpers.versions import ALONE
@@ -93,8 +94,15 @@ def files_of_ranks(folder):
 
 
 FORMATS = [torch_file, dcp_folder, one_safetensors, index_of_two, index_of_two_archives, torchsnapshot_folder]
-FORMATS += [files_of_ranks]
-SUMMED = {torch_file, dcp_folder, files_of_ranks}
+
+
+def deepspeed_folder(folder):
+    write_stand_in(folder)
+    return ""
+
+
+FORMATS += [files_of_ranks, deepspeed_folder]
+SUMMED = {torch_file, dcp_folder, files_of_ranks, deepspeed_folder}
 """Formats that carry checksums, which torch never looks at."""
 
 

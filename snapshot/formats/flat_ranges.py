@@ -1,0 +1,47 @@
+"""Flat ranges of shaped tensors: parts that are a run of a tensor's elements in C order, and not a box of it.
+
+Such a run consists of a few boxes: at most two for each dimension. Their bytes follow each other in the stored run, so
+a run needs no kind of entry of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import msgspec
+
+from snapshot.manifest.entries import Extra, Shard, ShardedTensorEntry, TensorEntry
+from snapshot.tensors.geometry import Shape, boxes_of_range
+from snapshot.tensors.memory import ITEMSIZE
+
+
+def cut_run(stored: TensorEntry, begin: int, shape: Shape) -> TensorEntry:
+    """Return the elements of a stored run from `begin` on, as a tensor of some shape.
+
+    The run is a tensor with one dimension. Its bytes may be packed, and then so are those of the part.
+    """
+    if stored.serializer == "raw":
+        low = stored.byte_range[0] + begin * ITEMSIZE[stored.dtype]
+        high = low + math.prod(shape) * ITEMSIZE[stored.dtype]
+        return TensorEntry(stored.location, (low, high), stored.dtype, shape)
+    offset = (stored.extra and stored.extra.storage_offset) or 0
+    extra = Extra(storage_offset=offset + begin)
+    return msgspec.structs.replace(stored, shape=shape, extra=extra)
+
+
+def join_runs(dtype: str, shape: Shape, runs: Iterable[tuple[int, TensorEntry]]) -> TensorEntry | ShardedTensorEntry:
+    """Return a tensor whose flat ranges are stored runs, each with the position of its first element.
+
+    >>> run = TensorEntry("f", (0, 12), "float32", (3,))
+    >>> [str(shard.sizes) for shard in join_runs("float32", (2, 2), [(0, run), (3, run)]).shards]
+    ['(1, 2)', '(1, 1)', '(1, 1)', '(1, 1)', '(1, 1)']
+    """
+    shards = [
+        Shard(box.offsets, box.sizes, cut_run(stored, at - begin, box.sizes))
+        for begin, stored in runs
+        for at, box in boxes_of_range(shape, begin, begin + math.prod(stored.shape))
+    ]
+    if len(shards) == 1 and shards[0].sizes == shape:
+        return shards[0].tensor
+    return ShardedTensorEntry(dtype, shape, shards)
