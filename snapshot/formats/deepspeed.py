@@ -323,7 +323,7 @@ class Checkpoint:
     # The model
 
     async def _add_model(self, weights: Mapping[str, Any]) -> None:
-        """Add the model in float32, and as it was trained."""
+        """Add the model in float32, and in its trained form."""
         module: Any = self._head.get("module")
         trained = self._states[0].describe_items({"module": module}, self._inline, routed=False)
         top = trained.get("0/module")
