@@ -7,12 +7,12 @@ a run needs no kind of entry of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
 from snapshot.manifest.entries import Extra, Shard, ShardedTensorEntry, TensorEntry
-from snapshot.tensors.geometry import Shape, boxes_of_range
+from snapshot.tensors.geometry import Box, Shape, boxes_of_range
 from snapshot.tensors.memory import ITEMSIZE
 
 
@@ -30,6 +30,12 @@ def cut_run(stored: TensorEntry, begin: int, shape: Shape) -> TensorEntry:
     return msgspec.structs.replace(stored, shape=shape, extra=extra)
 
 
+def cut_boxes(stored: TensorEntry, begin: int, shape: Shape) -> Iterator[tuple[Box, TensorEntry]]:
+    """Yield the boxes of a tensor that a stored run fills from the flat position `begin` on."""
+    for at, box in boxes_of_range(shape, begin, begin + math.prod(stored.shape)):
+        yield box, cut_run(stored, at - begin, box.sizes)
+
+
 def join_runs(dtype: str, shape: Shape, runs: Iterable[tuple[int, TensorEntry]]) -> TensorEntry | ShardedTensorEntry:
     """Return a tensor whose flat ranges are stored runs, each with the position of its first element.
 
@@ -37,11 +43,8 @@ def join_runs(dtype: str, shape: Shape, runs: Iterable[tuple[int, TensorEntry]])
     >>> [str(shard.sizes) for shard in join_runs("float32", (2, 2), [(0, run), (3, run)]).shards]
     ['(1, 2)', '(1, 1)', '(1, 1)', '(1, 1)', '(1, 1)']
     """
-    shards = [
-        Shard(box.offsets, box.sizes, cut_run(stored, at - begin, box.sizes))
-        for begin, stored in runs
-        for at, box in boxes_of_range(shape, begin, begin + math.prod(stored.shape))
-    ]
+    pieces = (piece for begin, stored in runs for piece in cut_boxes(stored, begin, shape))
+    shards = [Shard(box.offsets, box.sizes, part) for box, part in pieces]
     if len(shards) == 1 and shards[0].sizes == shape:
         return shards[0].tensor
     return ShardedTensorEntry(dtype, shape, shards)

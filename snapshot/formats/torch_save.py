@@ -99,6 +99,8 @@ def find_layout(path: str, stored: TensorEntry, head: Any, tail: Any) -> Embedde
         elif kind == "torch_save":
             length = len(tail) if "zstd" in transforms else end - begin
             at, nbytes, tensor, swapped = _find_cached(stored, head, tail, length)
+            if stored.extra is not None and stored.extra.storage_offset is not None:
+                tensor = _cut_flat(tensor, stored.extra.storage_offset, stored.shape)
             if tensor.dtype != stored.dtype or tensor.shape != stored.shape:
                 raise ValueError(
                     f"must be {stored.dtype}{list(stored.shape)} by its entry, got {tensor.dtype}{list(tensor.shape)}"
@@ -118,6 +120,13 @@ def find_layout(path: str, stored: TensorEntry, head: Any, tail: Any) -> Embedde
             f"{path}: the tensor ends at byte {reach:,}, but its storage has {counted(found.nbytes, 'byte')}"
         )
     return found
+
+
+def _cut_flat(tensor: RebuiltTensor, begin: int, shape: tuple[int, ...]) -> RebuiltTensor:
+    """Return a run of a contiguous tensor's elements, as a tensor of some shape."""
+    if tensor.strides != contiguous_strides(tensor.shape) or begin + math.prod(shape) > math.prod(tensor.shape):
+        raise ValueError(f"must have {math.prod(shape):,} elements from {begin:,} on, got {list(tensor.shape)}")
+    return msgspec.structs.replace(tensor, shape=shape, strides=contiguous_strides(shape), offset=tensor.offset + begin)
 
 
 Alike = dict[tuple[int, str, tuple[int, ...]], tuple[bytes, tuple[int, int, RebuiltTensor, bool]]]
