@@ -16,42 +16,47 @@ from __future__ import annotations
 
 import math
 import re
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.formats import pickle_nodes as p
-from snapshot.formats.flat_ranges import cut_run, join_runs
+from snapshot.formats.deepspeed_groups import (
+    AT_ONCE,
+    WEIGHTS,
+    Group,
+    Part,
+    Tensors,
+    expect_dict,
+    expect_name,
+    plain_value,
+    read_inner,
+)
+from snapshot.formats.deepspeed_parts import JoinRules, join_stages
 from snapshot.formats.foreign import ForeignDocument, make_document
 from snapshot.formats.pickled_objects import INLINE
 from snapshot.formats.rank_files import RankFile, RankMerge
 from snapshot.formats.to_entries import limit_nodes, make_scalar
-from snapshot.formats.torch_save import TorchFile, TorchFiles, find_raw_range
+from snapshot.formats.torch_save import TorchFile, TorchFiles
 from snapshot.formats.zip_archive import read_range
 from snapshot.io.aio import gather_limited
 from snapshot.io.storage import Storage
 from snapshot.manifest.compounds import DictEntry
 from snapshot.manifest.document import ForeignFile
-from snapshot.manifest.entries import ShardedTensorEntry, TensorEntry
+from snapshot.manifest.entries import TENSORS, ShardedTensorEntry, TensorEntry
 from snapshot.manifest.paths import decode_component, encode_component, encode_key
 from snapshot.tensors.digest import digest_range
-from snapshot.tensors.geometry import Shape
 
 FORMAT = "deepspeed"
 _MODEL = re.compile(r"(zero_pp_rank_(?P<rank>[0-9]{1,6})_)?mp_rank_(?P<part>[0-9]{1,6})_model_states\.pt")
 _OPTIM = re.compile(
     r"(bf16_|fp16_)?zero_pp_rank_(?P<rank>[0-9]{1,6})_mp_rank_(?P<part>[0-9]{1,6})_?optim_states\.pt", re.ASCII
 )
-_PIPELINE = re.compile(r"layer_[0-9]+-model_[0-9]+-model_states\.pt")
-_EXPERTS = re.compile(r"(layer_[0-9]+_)?expert_[0-9]+_mp_rank_[0-9]+_model_states\.pt")
-AT_ONCE = 16
-WEIGHTS = "fp32"
-"""Name of the parameters themselves among the states of the optimizer."""
+_LAYER = re.compile(r"layer_(?P<layer>[0-9]{1,6})(-model_(?P<part>[0-9]{1,6}))?-model_states\.pt")
+_EXPERT = re.compile(r"(layer_[0-9]{1,6}_)?expert_(?P<expert>[0-9]{1,6})_mp_rank_(?P<part>[0-9]{1,6})_model_states\.pt")
+_EXPERT_OPTIMIZER = re.compile(r"expp_rank_[0-9]+_mp_rank_[0-9]+_optim_states\.pt")
 _LAYOUT = frozenset({"param_shapes", "frozen_param_shapes", "frozen_param_fragments", "buffer_names", "shared_params"})
 _OWN = frozenset({"model", "module", "optim", "zero"})
 _GROUPED = frozenset(
@@ -80,23 +85,26 @@ async def read_tag(storage: Storage, names: Iterable[str]) -> str | None:
 async def describe_folder(storage: Storage, names: Sequence[str], limit: int) -> ForeignDocument:
     """Return the checkpoint in the folder of a tag, which has these names."""
     where = storage.url
-    models, optims = (_by_rank(pattern, names) for pattern in (_MODEL, _OPTIM))
-    parts = {part for part, _ in models} | {part for part, _ in optims}
-    if len(parts) > 1 or any(_PIPELINE.fullmatch(name) for name in names):
+    if any(_EXPERT_OPTIMIZER.fullmatch(name) for name in names):
         raise UnsupportedFormatError(
-            f"{where}: a checkpoint of DeepSpeed with {max(parts) + 1} model-parallel parts, which this version does "
-            "not join; convert it with ds_to_universal.py of DeepSpeed, and open the result"
+            f"{where}: a checkpoint of DeepSpeed with experts and without ZeRO is not read; save it with ZeRO"
         )
-    if any(_EXPERTS.fullmatch(name) for name in names):
-        raise UnsupportedFormatError(
-            f"{where}: a checkpoint of DeepSpeed with separate files of experts, which this version does not join"
-        )
-    for files in (models, optims):
-        expect_all_ranks(where, files)
+    models, optims = (group_by_part(where, pattern, names) for pattern in (_MODEL, _OPTIM))
+    if optims and sorted(models) != sorted(optims):
+        raise CorruptSnapshotError(f"{where}: must have files of the optimizer for each file of the model")
     opened = TorchFiles(storage, limit)
-    states = await gather_limited(list(models.values()), opened.open, AT_ONCE)
-    zero = await gather_limited(list(optims.values()), opened.open, AT_ONCE)
-    return await read_checkpoint(where, lambda: Checkpoint(storage, states, zero, opened.length))
+
+    async def open_all(files: Iterable[str]) -> list[TorchFile]:
+        return await gather_limited(list(files), opened.open, AT_ONCE)
+
+    parts = [(await open_all(models[part]), await open_all(optims.get(part, ()))) for part in sorted(models)]
+    layers = sorted((match, name) for name in names if (match := _layer_of(name)) is not None)
+    experts = sorted((match, name) for name in names if (match := _expert_of(name)) is not None)
+    if any(part for (_, part), _ in experts):
+        raise UnsupportedFormatError(f"{where}: experts of several tensor-parallel ranks are not read")
+    held = dict(zip([place for place, _ in layers], await open_all(name for _, name in layers), strict=True))
+    more = await open_all(name for _, name in experts)
+    return await read_checkpoint(where, lambda: Checkpoint(storage, parts, opened.length, held, more))
 
 
 async def read_checkpoint(where: object, make: Callable[[], Checkpoint]) -> ForeignDocument:
@@ -104,7 +112,7 @@ async def read_checkpoint(where: object, make: Callable[[], Checkpoint]) -> Fore
     try:
         made = make()
         await made.read()
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, ZeroDivisionError) as error:
         if isinstance(error, CorruptSnapshotError):
             raise
         raise CorruptSnapshotError(
@@ -113,123 +121,110 @@ async def read_checkpoint(where: object, make: Callable[[], Checkpoint]) -> Fore
     return await made.document()
 
 
-def _by_rank(pattern: re.Pattern[str], names: Iterable[str]) -> dict[tuple[int, int], str]:
-    """Return the files of a kind by their parts and ranks, in order."""
-    found = [(match, name) for name in names if (match := pattern.fullmatch(name))]
-    return dict(sorted(((int(match["part"]), int(match["rank"] or 0)), name) for match, name in found))
-
-
-def list_models(names: Iterable[str]) -> list[str]:
+def list_models(where: object, names: Iterable[str]) -> list[str]:
     """Return the files of the first model-parallel part's model, by rank."""
-    return [name for (part, _), name in _by_rank(_MODEL, names).items() if part == 0]
+    return group_by_part(where, _MODEL, names)[0]
 
 
-def expect_all_ranks(where: object, files: Mapping[tuple[int, int], str]) -> None:
-    """Raise if the file of a rank is missing."""
-    for number, ((_, rank), name) in enumerate(files.items()):
-        if rank != number:
-            missing = re.sub(r"(zero_pp_rank_)[0-9]+", rf"\g<1>{number}", name)
+def group_by_part(where: object, pattern: re.Pattern[str], names: Iterable[str]) -> dict[int, list[str]]:
+    """Return the files of a kind by model-parallel part, each in the order of ranks; raise if one is missing."""
+    found = [(match, name) for name in names if (match := pattern.fullmatch(name))]
+    listed = sorted((int(match["part"]), int(match["rank"] or 0), name) for match, name in found)
+    made: dict[int, list[str]] = {}
+    for part, rank, name in listed:
+        held = made.setdefault(part, [])
+        if part != len(made) - 1 or rank != len(held):
+            missing = re.sub(r"mp_rank_[0-9]+", f"mp_rank_{len(made) - 1:02d}", name)
+            missing = re.sub(r"zero_pp_rank_[0-9]+", f"zero_pp_rank_{len(held)}", missing)
             raise CorruptSnapshotError(f"{where}: {missing} is missing")
-
-
-# Flat groups: which rank has which elements of a parameter.
-
-
-class Slice(NamedTuple):
-    """Elements of a parameter in one rank's flat tensor."""
-
-    rank: int
-    begin: int
-    """Position of the first one in the parameter."""
-    at: int
-    """Position of the first one in the flat tensor."""
-    numel: int
-
-
-class Group(msgspec.Struct):
-    """A flat group: its parameters, and the partitions of all ranks."""
-
-    shapes: dict[str, Shape]
-    """Shapes of the parameters, in their order in the group."""
-    states: dict[str, list[TensorEntry]]
-    """Partitions of the weights, and of each state of the optimizer, by rank."""
-    scalars: dict[str, Any]
-    """States that are one value for all parameters, as nodes."""
-    paddings: list[int]
-    """Number of elements after each parameter in the group."""
-    count: int = 0
-    """Number of parts of each parameter, if each is cut by itself, as ZeRO 3 does."""
-
-    def find_slices(self, key: str) -> dict[str, list[Slice]]:
-        """Return the slices of each parameter in the partitions of a state."""
-        return (_cut_parameters if self.count else _cut_group)(self, [each.shape[0] for each in self.states[key]])
-
-
-def _cut_group(group: Group, lengths: Sequence[int]) -> dict[str, list[Slice]]:
-    """Return the slices if the whole group is cut. Only the last partition may end earlier."""
-    ends = list(accumulate(lengths))
-    made, place = {}, 0
-    for (name, shape), padding in zip(group.shapes.items(), group.paddings, strict=True):
-        numel = math.prod(shape)
-        found: list[Slice] = []
-        for rank in range(bisect_right(ends, place), len(ends)):
-            base = ends[rank] - lengths[rank]
-            low, high = max(place, base), min(place + numel, ends[rank])
-            if low >= high:
-                break
-            found.append(Slice(rank, low - place, low - base, high - low))
-        made[name] = found
-        place += numel + padding
+        held.append(name)
     return made
 
 
-def _cut_parameters(group: Group, lengths: Sequence[int]) -> dict[str, list[Slice]]:
-    """Return the slices if each parameter is cut by itself. The last part of each may be padded."""
-    made, at = {}, 0
-    for name, shape in group.shapes.items():
-        made[name], step = cut_parameter(math.prod(shape), group.count, at)
-        at += step
-    if any(at > length for length in lengths):
-        raise ValueError("a partition is too short for its parameters")
-    return made
+def _layer_of(name: str) -> tuple[int, int] | None:
+    """Return the layer and the tensor-parallel rank of a file; None for other files."""
+    found = _LAYER.fullmatch(name)
+    return (int(found["layer"]), int(found["part"] or 0)) if found else None
 
 
-def cut_parameter(numel: int, count: int, at: int = 0) -> tuple[list[Slice], int]:
-    """Return the slices of a parameter that is cut into equal parts, and the length of a part.
+def _expert_of(name: str) -> tuple[int, int] | None:
+    """Return the number and the model-parallel part of an expert's file; None for other files."""
+    found = _EXPERT.fullmatch(name)
+    return (int(found["expert"]), int(found["part"])) if found else None
 
-    >>> [tuple(each) for each in cut_parameter(5, 2)[0]]
-    [(0, 0, 0, 3), (1, 3, 0, 2)]
-    """
-    step = -(-numel // count)
-    found = (Slice(rank, rank * step, at, min(step, numel - rank * step)) for rank in range(count))
-    return [each for each in found if each.numel > 0], step
+
+class Module:
+    """The model in its trained form: for each name, its entry, and those below it."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, dict[str, Any]] = {}
+        """Name -> rest of the path -> entry; the rest is empty for the name's own entry."""
+        self.top: Any = None
+        """Container of all names, if they are from one file."""
+
+    def add(self, file: TorchFile, values: Any, inline: bytearray, prefix: str = "") -> None:
+        """Add the values of a file, under names with a prefix."""
+        named = {encode_component(expect_name(name)): f"{prefix}{name}" for name in expect_dict(values)}
+        found = file.describe_items({"m": values}, inline, routed=False)
+        top = found.pop("0/m")
+        if not isinstance(top, DictEntry):
+            raise ValueError("the weights of the model are not named by texts")
+        self.top = top if not self.entries and not prefix else None
+        for path, entry in found.items():
+            component, slash, rest = path.removeprefix("0/m/").partition("/")
+            self.entries.setdefault(named[component], {})[slash + rest] = entry
+
+    def find_tensor(self, name: str) -> Any:
+        """Return the entry of a tensor; None if there is none of this name."""
+        entry = self.entries.get(name, {}).get("")
+        return entry if isinstance(entry, TENSORS) else None
 
 
 class Checkpoint:
     """The contents of a tag's folder, as entries."""
 
-    def __init__(self, storage: Storage, states: Sequence[TorchFile], zero: Sequence[TorchFile], length: int) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        parts: Sequence[tuple[Sequence[TorchFile], Sequence[TorchFile]]],
+        length: int,
+        layers: Mapping[tuple[int, int], TorchFile] | None = None,
+        experts: Sequence[TorchFile] = (),
+    ) -> None:
+        """Read the values of all files.
+
+        Args:
+            storage: The storage of the folder.
+            parts: For each model-parallel part, the files of its model and of its optimizer, by rank.
+            length: The length of all pickles, which limits how often they can repeat their values.
+            layers: The files of a pipeline's layers, by layer and tensor-parallel rank.
+            experts: The files of experts.
+        """
         self._storage = storage
-        self._states = states
-        self._zero = zero
-        self.files = [*states, *zero]
         self._left = limit_nodes(length)
-        """Remaining number of parts of tensors: a pickle can repeat its values."""
+        """Remaining number of parts of tensors."""
+        self._parts = [Part(storage, states, zero, self._spend) for states, zero in parts]
+        self._layers = layers or {}
+        self._experts = experts
+        self.files = [each for part in self._parts for each in (*part.states, *part.zero)]
+        self.files += [*self._layers.values(), *experts]
+        self._head = self._parts[0].head
+        self._zero = self._parts[0].zero
         self._inline = bytearray()
-        self._head = expect_dict(states[0].value)
         self._manifest: dict[str, Any] = {}
+        if self._head.get("ds_autoep_layers"):
+            raise UnsupportedFormatError(f"{storage.url}: a checkpoint of DeepSpeed with AutoEP is not read")
 
     async def read(self) -> None:
         """Read all entries."""
-        groups = await self._read_groups() if self._zero else []
-        tensors: dict[str, dict[str, Any]] = {}
-        for group in groups:
-            for key, flats in group.states.items():
-                for name, slices in group.find_slices(key).items():
-                    tensors.setdefault(name, {})[key] = self._join(name, group.shapes[name], flats, slices)
-        await self._add_model({name: each.pop(WEIGHTS) for name, each in tensors.items()})
-        if groups:
-            await self._add_optimizer(groups, tensors)
+        groups = [await part.read_groups() for part in self._parts]
+        tensors = [part.join_groups(each) for part, each in zip(self._parts, groups, strict=True)]
+        rules, width = self._read_rules()
+        joined = join_stages(rules, tensors, width)
+        module = self._read_module(rules, width)
+        await self._add_model({name: each.pop(WEIGHTS) for name, each in joined.items()}, module, rules, width)
+        if self._zero:
+            await self._add_optimizer([group for each in groups for group in each], joined)
         self._add_rest()
 
     async def document(self) -> ForeignDocument:
@@ -240,144 +235,111 @@ class Checkpoint:
                 if path.split("/", 2)[1] in _OWN and not isinstance(entry, ShardedTensorEntry):
                     self._manifest[path] = msgspec.structs.replace(entry, replicated=True)
         names = dict.fromkeys(decode_component(path.split("/", 2)[1]) for path in self._manifest)
+        tokens = [f"{each.name} {(await self._storage.stat(each.name)).token}" for each in self.files]
+        tokens += [digest_range(each.content) for each in self.files]
         return make_document(
             FORMAT,
             str(self._head.get("ds_version") or ""),
             self._storage.url,
-            await make_token(self._storage, self.files),
+            "\n".join(tokens).encode(),
             manifest=self._manifest,
             files={each.name: ForeignFile(each.size, archived=True) for each in self.files},
-            world_size=1 if alone else len(self._states),
+            world_size=1 if alone else sum(len(part.states) for part in self._parts),
             root=DictEntry([encode_key(name) for name in names]),  # type: ignore[misc]
             inline=bytes(self._inline) or b"\0",
         )
-
-    def _read_zero(self) -> dict[Any, Any]:
-        """Return the state of ZeRO's optimizer, from the first rank."""
-        return expect_dict(expect_dict(self._zero[0].value)["optimizer_state_dict"])
 
     def _spend(self, count: int) -> None:
         self._left -= count
         if self._left < 0:
             raise ValueError("too many repeated values")
 
-    def _read_shapes(self) -> list[dict[str, Shape]]:
-        """Return the shapes of the parameters of each group."""
-        groups = []
-        for given in expect_list(self._head["param_shapes"]):
-            self._spend(len(given))
-            groups.append({_expect_name(name): _read_shape(shape) for name, shape in dict.items(expect_dict(given))})
-        return groups
+    def _read_zero(self) -> dict[Any, Any]:
+        """Return the state of ZeRO's optimizer, from the first rank."""
+        return expect_dict(expect_dict(self._zero[0].value)["optimizer_state_dict"])
 
-    async def _read_groups(self) -> list[Group]:
-        """Return the flat groups, with the partitions of all ranks."""
-        held = [expect_dict(expect_dict(each.value)["optimizer_state_dict"]) for each in self._zero]
-        stage = _read_stage(held[0].get("zero_stage"))
-        weights = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
-        inner = [read_inner(each)[0] for each in held]
-        groups = []
-        for number, shapes in enumerate(self._read_shapes()):
-            paddings = _read_paddings(held[0], number, len(shapes))
-            group = Group(shapes, {}, {}, paddings, _read_count(held[0], number, len(held)) if stage == 3 else 0)
-            group.states[WEIGHTS] = self._locate([expect_list(each[weights])[number] for each in held])
-            states = [expect_dict(each.get(number) or {}) for each in inner]
-            for key in map(_expect_name, states[0]):
-                values = [each[key] for each in states]
-                if _is_flat(self._zero[0].locate(values[0]), group.states[WEIGHTS][0]):
-                    group.states[key] = self._locate(values)
-                else:
-                    group.scalars[key] = values[0]
-            groups.append(group)
-        for group in groups:
-            for key, flats in group.states.items():
-                group.states[key] = await self._find_raw(flats)
-        return groups
-
-    async def _find_raw(self, entries: Sequence[TensorEntry]) -> list[TensorEntry]:
-        return await gather_limited(entries, partial(find_raw_range, self._storage), AT_ONCE)
-
-    def _locate(self, nodes: Sequence[Any]) -> list[TensorEntry]:
-        """Return the flat tensors of all ranks."""
-        made = []
-        for file, node in zip(self._zero, nodes, strict=True):
-            stored = file.locate(node)
-            if stored is None or len(stored.shape) != 1:
-                raise UnsupportedFormatError(
-                    f"{self._storage.url.join(file.name)}: a flat group must be a tensor with one dimension, got "
-                    f"{p.show_value(node) if stored is None else list(stored.shape)}"
-                )
-            made.append(stored)
-        if len({each.dtype for each in made}) > 1:
-            raise ValueError("the partitions of a group have several dtypes")
-        return made
-
-    def _join(self, name: str, shape: Shape, flats: Sequence[TensorEntry], slices: Sequence[Slice]) -> Any:
-        """Return the entry of a tensor from its slices."""
-        held = sum(each.numel for each in slices)
-        if held != math.prod(shape):
-            raise ValueError(f"{name[:200]}: the partitions have {held:,} of {math.prod(shape):,} elements")
-        self._spend(len(slices))
-        runs = [(each.begin, cut_run(flats[each.rank], each.at, (each.numel,))) for each in slices]
-        return join_runs(flats[0].dtype, shape, runs) if runs else make_empty(flats[0].dtype, shape)
+    def _read_rules(self) -> tuple[JoinRules, int]:
+        """Return the rules of joining model-parallel parts, and the number of tensor-parallel ranks."""
+        count = len(self._parts)
+        info = self._head.get("universal_checkpoint_info")
+        known = self._head.get("checkpoint_parallel_dimensions")
+        width = known.get("tp_degree") if isinstance(known, dict) else None
+        if width is None:  # written before DeepSpeed recorded it
+            width = len({rank for _, rank in self._layers}) or count
+        if type(width) is not int or not 0 < width <= count or count % width:
+            raise ValueError(f"{count} model-parallel parts with {p.show_value(width)} tensor-parallel ranks")
+        if width > 1 and not isinstance(info, dict):
+            raise UnsupportedFormatError(
+                f"{self._storage.url}: a checkpoint of DeepSpeed with {width} tensor-parallel ranks must have "
+                "universal_checkpoint_info, which says how their tensors join; save it with the client state of "
+                "Megatron-DeepSpeed, or with DeepSpeed's own tensor parallelism"
+            )
+        return JoinRules(self._storage.url, expect_dict(info or {}), width), width
 
     # The model
 
-    async def _add_model(self, weights: Mapping[str, Any]) -> None:
-        """Add the model in float32, and in its trained form."""
-        module: Any = self._head.get("module")
-        trained = self._states[0].describe_items({"module": module}, self._inline, routed=False)
-        top = trained.get("0/module")
-        if not isinstance(top, DictEntry):
-            raise ValueError("the files have no weights of the model")
-        if not weights:
-            self._manifest |= {f"0/model{path.removeprefix('0/module')}": entry for path, entry in trained.items()}
-            return
-        entries = dict(weights) | await self._read_frozen(trained)
-        shared = self._head.get("shared_params")
-        for alias, name in dict.items(shared) if isinstance(shared, dict) else ():
-            if name in entries:
-                entries.setdefault(_expect_name(alias), entries[name])
-        named = {_expect_name(name): encode_component(name) for name in module}
-        whole = all(
-            getattr(trained.get(f"0/module/{named.get(name)}"), "shape", None) == entry.shape
-            for name, entry in weights.items()
-        )
-        more = [name for name in entries if name not in named]
-        self._manifest["0/model"] = DictEntry([encode_key(name) for name in [*named, *more]]) if more else top  # type: ignore[misc]
-        for name in [*named, *more]:
-            path = f"0/module/{named.get(name)}"
-            if name in entries:
-                self._manifest[f"0/model/{encode_component(name)}"] = entries[name]
-            else:
-                below = {each: entry for each, entry in trained.items() if each == path or each.startswith(f"{path}/")}
-                self._manifest |= {f"0/model{each.removeprefix('0/module')}": entry for each, entry in below.items()}
-        if whole:
-            self._manifest |= trained
+    def _read_module(self, rules: JoinRules, width: int) -> Module:
+        """Return the model in its trained form, with its experts, and with the layers of a pipeline."""
+        found = [self._read_module_of(rank) for rank in range(width)]
+        for name, held in found[0].entries.items():
+            others = [each.find_tensor(name) for each in found]
+            if width > 1 and all(each is not None for each in others):
+                held[""] = rules.join(name, others)
+        return found[0]
 
-    async def _read_frozen(self, trained: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the parameters that are not trained."""
-        shapes = self._head.get("frozen_param_shapes")
-        made: dict[str, Any] = {}
-        for name, given in dict.items(shapes) if isinstance(shapes, dict) else ():
-            shape = _read_shape(given)
-            whole = trained.get(f"0/module/{encode_component(_expect_name(name))}")
-            if isinstance(whole, TensorEntry) and whole.shape == shape:
-                continue  # the module has it
-            fragments = [
-                expect_dict(expect_dict(each.value).get("frozen_param_fragments") or {}) for each in self._states
-            ]
-            found = [file.locate(each.get(name)) for file, each in zip(self._states, fragments, strict=True)]
-            pieces = [each for each in found if each is not None]
-            if len(pieces) < len(found) or len({each.dtype for each in pieces}) > 1:
-                raise ValueError(f"{name[:200]}: a rank lacks its part")
-            if len(pieces) == 1 and pieces[0].shape == shape:
-                made[name] = pieces[0]
-                continue
-            slices, step = cut_parameter(math.prod(shape), len(pieces))
-            if any(len(each.shape) != 1 or each.shape[0] < step for each in pieces):
-                raise ValueError(f"{name[:200]}: a rank has another part than its own")
-            made[name] = self._join(name, shape, await self._find_raw(pieces), slices)
-        return made
+    def _read_module_of(self, rank: int) -> Module:
+        """Return the model of a tensor-parallel rank."""
+        module = Module()
+        part = self._parts[rank]
+        if part.head.get("module") is not None:
+            module.add(part.states[0], part.head["module"], self._inline)
+        for (layer, owner), file in self._layers.items():
+            if owner == rank:
+                module.add(file, file.value, self._inline, f"{layer}.")
+        for file in self._experts:
+            module.add(file, file.value, self._inline)
+        return module
+
+    async def _add_model(self, weights: Mapping[str, Any], module: Module, rules: JoinRules, width: int) -> None:
+        """Add the model in float32, and in its trained form."""
+
+        def is_whole(name: str, shape: Any) -> bool:
+            held = module.find_tensor(name)
+            return held is not None and held.shape == shape
+
+        frozen = [await part.read_frozen(is_whole) for part in self._parts]
+        tensors: list[Tensors] = [{name: {"": entry} for name, entry in each.items()} for each in frozen]
+        entries = dict(weights) | {name: each[""] for name, each in join_stages(rules, tensors, width).items()}
+        for part in self._parts:
+            shared = part.head.get("shared_params")
+            for alias, name in dict.items(shared) if isinstance(shared, dict) else ():
+                if type(name) is str and name in entries:
+                    entries.setdefault(expect_name(alias), entries[name])
+        tied = tuple(
+            f".{name.partition('.')[2].partition('.')[2]}" for name in entries if name.startswith("tied_modules.")
+        )
+        names = [name for name in module.entries if name in entries or not (tied and name.endswith(tied))]
+        if whole := all(is_whole(name, entry.shape) for name, entry in entries.items() if name in module.entries):
+            self._put_module("0/module" if weights else "0/model", module)
+        if not weights:
+            if not whole or not module.entries:
+                raise ValueError("the files have no weights of the model")
+            return
+        names += [name for name in entries if name not in module.entries]
+        self._manifest["0/model"] = module.top if module.top is not None and len(names) == module.top.width else None
+        if self._manifest["0/model"] is None:
+            self._manifest["0/model"] = DictEntry([encode_key(name) for name in names])  # type: ignore[misc]
+        for name in names:
+            path = f"0/model/{encode_component(name)}"
+            held = {"": entries[name]} if name in entries else module.entries[name]
+            self._manifest |= {f"{path}{rest}": entry for rest, entry in held.items()}
+
+    def _put_module(self, path: str, module: Module) -> None:
+        top = module.top or DictEntry([encode_key(name) for name in module.entries])  # type: ignore[misc]
+        self._manifest[path] = top
+        for name, held in module.entries.items():
+            below = f"{path}/{encode_component(name)}"
+            self._manifest |= {f"{below}{rest}": entry for rest, entry in held.items()}
 
     # The optimizer
 
@@ -385,9 +347,11 @@ class Checkpoint:
         """Add the optimizer's state by the names of parameters. Their own values precede those of the groups."""
         keep = self._manifest
         states: list[str] = []
+        done: set[str] = set()
         for group in groups:
             scalars = {key: await self._read_scalar(node) for key, node in group.scalars.items()}
-            for name in group.shapes:
+            for name in [each for each in group.shapes if each not in done]:
+                done.add(name)
                 own = tensors.get(name, {})
                 found = {**own, **{key: each() for key, each in scalars.items() if key not in own}}
                 if not found:
@@ -403,17 +367,20 @@ class Checkpoint:
 
     def _list_groups(self, groups: Sequence[Group]) -> list[dict[str, Any]]:
         """Return the parameter groups of the optimizer, with the names of their parameters."""
+        flat: dict[int, dict[str, None]] = {}
+        for held in groups:
+            flat.setdefault(held.number, {}).update(dict.fromkeys(held.shapes))
         saved = [dict(expect_dict(each)) for each in read_inner(self._read_zero())[1]]
         given = [each.get("params") for each in saved]
         numbers = [[number for number in each if type(number) is int] for each in given if isinstance(each, list)]
-        if sorted(number for each in numbers for number in each) != list(range(len(groups))):
-            numbers = [[number] for number in range(len(groups))]
-            saved = saved if len(saved) == len(groups) else [{} for _ in groups]
-        order = {name: place for place, name in enumerate(expect_dict(self._head["module"]))}
-        order = order if self._is_shuffled() else {}
+        if sorted(number for each in numbers for number in each) != list(range(len(flat))):
+            numbers = [[number] for number in range(len(flat))]
+            saved = saved if len(saved) == len(flat) else [{} for _ in flat]
+        module: Any = self._head.get("module") if self._is_shuffled() else None
+        order = {name: place for place, name in enumerate(module or ())}
         made = []
         for group, each in zip(saved, numbers, strict=True):
-            names = [name for number in each for name in groups[number].shapes]
+            names = [name for number in each for name in flat[number]]
             names.sort(key=lambda name: order.get(name, 0))
             made.append({**group, "params": names})
         return made
@@ -443,7 +410,7 @@ class Checkpoint:
                 f"{self._storage.url}: the optimizer's state of a group has a tensor of shape {list(stored.shape)}, "
                 "which belongs to no parameter"
             )
-        [raw] = await self._find_raw([stored])
+        [raw] = await self._parts[0].find_raw([stored])
         if raw.serializer != "raw":
             raise UnsupportedFormatError(f"{self._storage.url}: {stored.location} is compressed, or big-endian")
         data = await read_range(self._storage, raw.location, *raw.byte_range)
@@ -463,14 +430,14 @@ class Checkpoint:
     def _add_rest(self) -> None:
         """Add the values of the engine and of the client, which may differ between ranks."""
         if self._zero:
-            zero = {key: _plain_value(value) for key, value in self._read_zero().items() if key not in _GROUPED}
+            zero = {key: plain_value(value) for key, value in self._read_zero().items() if key not in _GROUPED}
             self._add_values(self._zero[0], {"zero": zero})
-        elif self._head.get("optimizer") is not None:
-            self._add_values(self._states[0], {"optim": self._head["optimizer"]})
+        elif self._head.get("optimizer") is not None and len(self._parts) == 1:
+            self._add_values(self._parts[0].states[0], {"optim": self._head["optimizer"]})
         files = []
-        for file in self._states:
+        for file in [each for part in self._parts for each in part.states]:
             values = {key: each for key, each in dict.items(expect_dict(file.value)) if key not in _LAYOUT}
-            values = {_expect_name(key): each for key, each in values.items() if key not in ("module", "optimizer")}
+            values = {expect_name(key): each for key, each in values.items() if key not in ("module", "optimizer")}
             if clashing := {key: values.pop(key) for key in list(values) if key in _OWN}:
                 values["client_state"] = clashing
             items = {encode_component(key): each for key, each in values.items()}
@@ -478,96 +445,3 @@ class Checkpoint:
             own = {path.partition("/")[2]: entry for path, entry in entries.items()}
             files.append(RankFile(file.name, file.size, b"", own, file.sums(), None))
         self._manifest |= RankMerge(files, self._inline).join()
-
-
-async def make_token(storage: Storage, files: Iterable[TorchFile]) -> bytes:
-    """Return bytes that differ if one of the files differs."""
-    found = [f"{each.name} {(await storage.stat(each.name)).token} {digest_range(each.content)}" for each in files]
-    return "\n".join(found).encode()
-
-
-def make_empty(dtype: str, shape: Shape) -> TensorEntry:
-    """Return the entry of a tensor without elements."""
-    return TensorEntry(INLINE, (0, 0), dtype, shape)
-
-
-# Values in the pickles.
-
-
-def expect_dict(value: Any) -> dict[Any, Any]:
-    """Return a dict; raise for any other value."""
-    if not isinstance(value, dict):
-        raise ValueError(f"expected a dict, got {p.show_value(value)}")
-    return value
-
-
-def expect_list(value: Any) -> list[Any]:
-    """Return a list; raise for any other value."""
-    if type(value) is not list:
-        raise ValueError(f"expected a list, got {p.show_value(value)}")
-    return value
-
-
-def _expect_name(value: Any) -> str:
-    if type(value) is not str:
-        raise ValueError(f"a name must be a str, got {p.show_value(value)}")
-    return value
-
-
-def _read_shape(value: Any) -> Shape:
-    if not isinstance(value, tuple) or not all(type(size) is int and 0 <= size < 1 << 60 for size in value):
-        raise ValueError(f"a shape must be a tuple of ints, got {p.show_value(value)}")
-    return tuple(value)
-
-
-def _plain_value(value: Any) -> Any:
-    """Return the value of an enum, and the fields of a loss scaler; other values as they are."""
-    if isinstance(value, p.StandIn) and value.name.startswith("deepspeed."):
-        if value.name.endswith("Enum") and len(value.arguments) == 1:
-            return value.arguments[0]
-        if not value.arguments:
-            return dict(p.read_fields(value))
-    return value
-
-
-def _read_stage(value: Any) -> int:
-    stage = _plain_value(value)
-    if type(stage) is not int or not 1 <= stage <= 3:
-        raise UnsupportedFormatError(f"a checkpoint of DeepSpeed must be of ZeRO 1 to 3, got {p.show_value(stage)}")
-    return stage
-
-
-def read_inner(held: Mapping[str, Any]) -> tuple[dict[Any, Any], list[Any]]:
-    """Return the state of the inner optimizer by group, and its parameter groups."""
-    found = held.get("base_optimizer_state", held.get("optimizer_state_dict"))
-    if isinstance(found, list):  # an elastic checkpoint
-        return dict(enumerate(found)), []
-    inner = expect_dict(found or {})
-    groups = inner.get("param_groups") or held.get("param_groups") or []
-    return expect_dict(inner.get("state") or {}), expect_list(groups)
-
-
-def _is_flat(stored: TensorEntry | None, weights: TensorEntry) -> bool:
-    """Return True for a state with an element for each weight. The last rank's weights have no padding."""
-    return stored is not None and len(stored.shape) == 1 and stored.shape[0] >= max(2, weights.shape[0])
-
-
-def _read_paddings(held: Mapping[str, Any], number: int, count: int) -> list[int]:
-    given = held.get("param_alignment_paddings")
-    paddings = expect_list(expect_list(given)[number]) if given else [0] * count
-    if len(paddings) != count or not all(type(each) is int and 0 <= each < 1 << 60 for each in paddings):
-        raise ValueError("the paddings of a group do not match its parameters")
-    return paddings
-
-
-def _read_count(held: Mapping[str, Any], number: int, ranks: int) -> int:
-    """Return the number of parts of each parameter of a group in ZeRO 3."""
-    groups = held.get("ds_zero_partition_groups")
-    own = expect_dict(groups[number]) if isinstance(groups, list) and number < len(groups) else {}
-    count = own.get("partition_count", held.get("partition_count", ranks))
-    if count != ranks:
-        raise UnsupportedFormatError(
-            f"a checkpoint of DeepSpeed whose parameters are cut into {p.show_value(count)} parts on {ranks} ranks "
-            "is not read; convert it with ds_to_universal.py of DeepSpeed"
-        )
-    return ranks

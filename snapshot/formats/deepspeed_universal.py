@@ -9,7 +9,9 @@ from typing import Any
 import msgspec
 
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
-from snapshot.formats.deepspeed import WEIGHTS, Checkpoint, Group, expect_dict, list_models, read_checkpoint, read_inner
+from snapshot.formats.deepspeed import Checkpoint, list_models, read_checkpoint
+from snapshot.formats.deepspeed_groups import WEIGHTS, Group, expect_dict, read_inner
+from snapshot.formats.deepspeed_parts import JoinRules
 from snapshot.formats.flat_ranges import cut_run
 from snapshot.formats.foreign import ForeignDocument
 from snapshot.formats.torch_save import TorchFile, TorchFiles
@@ -29,7 +31,7 @@ async def describe_folder(storage: Storage, names: Sequence[str], limit: int) ->
     """Return the checkpoint in a folder with these names and the subfolder `zero/`."""
     listed = sorted(name for name in await storage.list(FOLDER) if name.endswith(_SUFFIX))
     opened = TorchFiles(storage, limit)
-    states = await gather_limited(list_models(names), opened.open, AT_ONCE)
+    states = await gather_limited(list_models(storage.url, names), opened.open, AT_ONCE)
     optimizer = [await opened.open(OPTIMIZER)] if OPTIMIZER in listed else []
     files = [name for name in listed if name != OPTIMIZER]
     found = await gather_limited(files, opened.open, AT_ONCE)
@@ -53,18 +55,19 @@ class UniversalCheckpoint(Checkpoint):
         parameters: Mapping[str, Mapping[str, TorchFile]],
         length: int,
     ) -> None:
-        super().__init__(storage, states, optimizer, length)
+        super().__init__(storage, [(states, optimizer)], length)
         self._parameters = parameters
         self.files += [file for held in parameters.values() for file in held.values()]
 
     async def read(self) -> None:
         """Read all entries."""
-        groups = [Group(shapes, {}, {}, []) for shapes in self._read_shapes()]
+        groups = [Group(number, shapes, {}, {}, []) for number, shapes in enumerate(self._parts[0].read_shapes())]
         shapes = {name: shape for group in groups for name, shape in group.shapes.items()}
-        module = expect_dict(self._head["module"])
+        rules, width = JoinRules(self._storage.url, {}, 1), 1
+        module = self._read_module(rules, width)
         tensors: dict[str, dict[str, Any]] = {}
         for name, held in self._parameters.items():
-            if name in shapes or name not in module:  # others are buffers and frozen ones, which the module has
+            if name in shapes or name not in module.entries:  # others are buffers and frozen ones, which the module has
                 tensors[name] = {state: self._read_state(file, shapes.get(name)) for state, file in held.items()}
         if missing := [name for name in shapes if WEIGHTS not in tensors.get(name, {})]:
             raise CorruptSnapshotError(f"{self._storage.url}: {FOLDER}{missing[0][:200]}/{WEIGHTS}.pt is missing")
@@ -74,7 +77,8 @@ class UniversalCheckpoint(Checkpoint):
                 stored = self._zero[0].locate(value)
                 if stored is None or math.prod(stored.shape) == 1:
                     group.scalars[key] = value
-        await self._add_model({name: held.pop(WEIGHTS) for name, held in tensors.items() if WEIGHTS in held})
+        weights = {name: held.pop(WEIGHTS) for name, held in tensors.items() if WEIGHTS in held}
+        await self._add_model(weights, module, rules, width)
         await self._add_optimizer(groups, tensors)
         self._add_rest()
 

@@ -4,6 +4,7 @@
 """
 
 import math
+import pickle
 import shutil
 import zipfile
 from pathlib import Path
@@ -19,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from snapshot import CorruptSnapshotError, ModelState, Snapshot, SnapshotError, UnsupportedFormatError
 from snapshot import load as load_weights
-from snapshot.formats.deepspeed import Group, cut_parameter
+from snapshot.formats.deepspeed_groups import Group, cut_parameter
+from snapshot.formats.deepspeed_parts import JoinRules
 from snapshot.formats.flat_ranges import join_runs
 from snapshot.manifest.entries import ShardedTensorEntry, TensorEntry
 from tests.formats.test_remote_reads import on_s3
@@ -72,6 +74,53 @@ def test_weights_and_moments_are_those_of_deepspeed_s_own_tools(files, name):
         for key, weight in found["module"].items():
             assert torch.equal(found["model"][key].to(weight.dtype), weight)
     assert ("module" in found) == ("stage3" not in name)
+
+
+class _Inert:
+    """A module like pickle that creates plain objects instead of those of DeepSpeed, which is not here."""
+
+    load, dumps = pickle.load, pickle.dumps
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module, name):
+            return _Anything if module.startswith("deepspeed.") else super().find_class(module, name)
+
+
+class _Anything:
+    def __init__(self, *arguments):
+        pass
+
+
+@pytest.mark.parametrize("name", ["tensor-parallel", "pipeline", "experts"])
+def test_model_parallel_parts_and_experts_are_joined(files, name):
+    snapshot = Snapshot(files / name)
+    found = snapshot.read_object("0")
+    assert snapshot.verify()
+    assert list(found["model"]) == list(found["module"])
+    for key, weight in found["module"].items():  # of all parts: DeepSpeed casts the one to the other
+        assert found["model"][key].dtype == torch.float32
+        assert torch.equal(found["model"][key].bfloat16(), weight)
+    states = found["optim"]["state"]
+    named = [key for group in found["optim"]["param_groups"] for key in group["params"]]
+    assert sorted(named) == sorted(states) == sorted(found["model"])
+    assert all(state["step"] == 2 for state in states.values())
+    if name == "experts":
+        experts = [key for key in named if "deepspeed_experts" in key]
+        assert [key.split("deepspeed_experts.")[1] for key in experts if key.endswith("bias")] == [
+            f"{number}.bias" for number in range(4)
+        ]
+        file = files / name / "step2" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+        flat = torch.load(file, pickle_module=_Inert, weights_only=False)["optimizer_state_dict"]
+        moments = flat["base_optimizer_state"]["state"][1]["exp_avg"]  # of the experts 2 and 3
+        found = [states[key]["exp_avg"].flatten() for key in experts if "experts.2." in key or "experts.3." in key]
+        assert torch.equal(torch.cat(found), moments)
+        assert moments.abs().sum() > 0
+        return
+    expected = expected_of(files, name)["states"]
+    assert expected.keys() == states.keys()
+    for key, state in expected.items():
+        assert torch.equal(found["model"][key], state["fp32"])
+        assert all(torch.equal(states[key][what], state[what]) for what in ("exp_avg", "exp_avg_sq"))
 
 
 def _restore(path, kind, by):
@@ -314,7 +363,7 @@ def test_slices_of_a_group_form_its_parameters(data):
     entries = [
         TensorEntry(str(rank), (0, 8 * each.numel()), "int64", (each.numel(),)) for rank, each in enumerate(flats)
     ]
-    group = Group(shapes, {"fp32": entries}, {}, paddings, count)
+    group = Group(0, shapes, {"fp32": entries}, {}, paddings, count)
     for name, slices in group.find_slices("fp32").items():
         joined = torch.cat([flats[each.rank][each.at : each.at + each.numel] for each in slices])
         assert torch.equal(joined, whole[name].flatten())
@@ -354,3 +403,108 @@ def test_a_tensor_with_attributes_of_its_program_is_a_tensor(tmp_path):
     assert torch.equal(found["w"], weight)
     assert torch.equal(found["p"], parameter)
     assert isinstance(found["p"], torch.nn.Parameter)
+
+
+# Tensor-parallel parts, joined by patterns.
+
+PATTERNS = {
+    "tp_replicated_parameter_patterns": [r".*norm\.weight$"],
+    "parameter_with_row_parallelism_patterns": [r"layers\.\d+\.down"],
+    "vocabulary_parameter_patterns": ["^words"],
+    "parameter_with_2_sub_params_cat_dim_0": [r"^gated"],
+    "parameter_with_sub_params": [
+        {"patterns": ["^qkv"], "shape": (3, -1), "partition_dim": 0},
+        {"patterns": ["^uneven"], "shape": ((8, 2), 3), "partition_dim": 0},
+        {"patterns": ["^columns"], "shape": (3, (4, 2)), "partition_dim": 1},
+    ],
+    "sub_param_shard_widths": {"^uneven": [[3, 5], [2, 0]], "^columns": [[2, 2], [1, 1]]},
+    "original_vocab_size": 5,
+}
+
+
+def _pieces(path, tensors):
+    """Store tensors in files of their own, in runs; return their entries, and the bytes of all files."""
+    entries, held = [], {}
+    for number, tensor in enumerate(tensors):
+        location = f"{path}-{number}"
+        held[location] = tensor.flatten()
+        middle = tensor.numel() // 2
+        runs = [(0, middle), (middle, tensor.numel())]
+        stored = [
+            (begin, TensorEntry(location, (8 * begin, 8 * end), "int64", (end - begin,)))
+            for begin, end in runs
+            if begin < end
+        ]
+        entries.append(join_runs("int64", tuple(tensor.shape), stored))
+    return entries, held
+
+
+def _read_pieces(entry, held):
+    made = torch.full(tuple(entry.shape), -1)
+    for box, stored in entry.pieces():
+        begin, end = (each // 8 for each in stored.byte_range)
+        assert (made[box.slices()] == -1).all()
+        made[box.slices()] = held[stored.location][begin:end].view(box.sizes)
+    return made
+
+
+CUTS = {
+    "layers.3.down.weight": lambda w: w.chunk(2, 1),
+    "layers.3.up.weight": lambda w: w.chunk(2, 0),
+    "layers.3.norm.weight": lambda w: (w, w),
+    "words": lambda w: w.chunk(2, 0),
+    "gated": lambda w: [torch.cat([half.chunk(2, 0)[rank] for half in w.chunk(2, 0)]) for rank in range(2)],
+    "qkv": lambda w: [torch.cat([part.chunk(2, 0)[rank] for part in w.chunk(3, 0)]) for rank in range(2)],
+    "uneven": lambda w: [torch.cat([w[0:3], w[8:10]]), w[3:8]],
+    "columns": lambda w: [torch.cat([w[:, 0:2], w[:, 4:5]], 1), torch.cat([w[:, 2:4], w[:, 5:6]], 1)],
+}
+SHAPES = {
+    "layers.3.norm.weight": (6,),
+    "words": (8, 3),
+    "gated": (8, 3),
+    "qkv": (12, 2),
+    "uneven": (10, 3),
+    "columns": (3, 6),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_tensor_parallel_parts_join_as_they_were_cut(name):
+    whole = torch.arange(math.prod(SHAPES.get(name, (4, 6)))).view(SHAPES.get(name, (4, 6)))
+    entries, held = _pieces("f", CUTS[name](whole))
+    joined = JoinRules("x", PATTERNS, 2).join(name, entries)
+    assert torch.equal(_read_pieces(joined, held), whole[:5] if name == "words" else whole)
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+$", "(a|aa)*", "a.*b.*c.*d", "[a-z]*", "a{1000}", "x" * 2000])
+def test_patterns_that_could_take_long_are_refused(pattern):
+    with pytest.raises(UnsupportedFormatError, match="must have simple patterns"):
+        JoinRules("x", {"tp_replicated_parameter_patterns": [pattern]}, 2)
+
+
+def test_parts_that_do_not_fit_are_refused():
+    rules = JoinRules("x", PATTERNS, 2)
+    entries, _ = _pieces("f", [torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 4, dtype=torch.int64)])
+    with pytest.raises(ValueError, match="do not fit each other"):
+        rules.join("up", entries)
+    entries, _ = _pieces("f", [torch.ones(3, dtype=torch.int64)] * 2)
+    with pytest.raises(UnsupportedFormatError, match="has no dimension 1"):
+        rules.join("layers.1.down.bias", entries)
+
+
+def test_tensor_parallel_ranks_without_rules_are_refused(files, tmp_path):
+    shutil.copytree(files / "tensor-parallel" / "step2", tmp_path / "x")
+    for rank in range(2):
+        path = tmp_path / "x" / f"mp_rank_0{rank}_model_states.pt"
+        state = torch.load(path, weights_only=False)
+        del state["universal_checkpoint_info"]
+        torch.save(state, path)
+    with pytest.raises(UnsupportedFormatError, match="2 tensor-parallel ranks must have universal_checkpoint_info"):
+        Snapshot(tmp_path / "x").get_manifest()
+
+
+def test_a_missing_model_parallel_part_is_named(files, tmp_path):
+    shutil.copytree(files / "pipeline" / "step2", tmp_path / "x")
+    (tmp_path / "x" / "mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(CorruptSnapshotError, match=r"mp_rank_00_model_states\.pt is missing$"):
+        Snapshot(tmp_path / "x").get_manifest()
