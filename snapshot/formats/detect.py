@@ -6,7 +6,15 @@ import errno
 from collections.abc import Callable, Sequence
 
 from snapshot.errors import StorageError, StorageNotFoundError
-from snapshot.formats import dcp, deepspeed, deepspeed_universal, hugging_face, rank_files, torch_save
+from snapshot.formats import (
+    dcp,
+    deepspeed,
+    deepspeed_universal,
+    hugging_face,
+    rank_files,
+    torch_checkpointing,
+    torch_save,
+)
 from snapshot.formats.dcp import NOTICE
 from snapshot.formats.foreign import HEAD, ForeignDocument, is_absence, is_part, refuse_file
 from snapshot.formats.zip_archive import SIGNATURE
@@ -41,9 +49,11 @@ async def _describe_folder(
     except StorageError as error:
         if not is_absence(storage, error):
             raise
+    names = await list_names(storage)
+    if torch_checkpointing.METADATA in names:
+        return await torch_checkpointing.describe_folder(storage, names, limit)
     if (found := await hugging_face.describe_folder(storage, limit)) is not None:
         return found
-    names = await list_names(storage)
     if (tag := await deepspeed.read_tag(storage, names)) is not None:
         return await _describe_tag(url.join(tag), beside, limit)
     return await _describe_ranks(storage, names, limit)

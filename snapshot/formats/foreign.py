@@ -122,10 +122,6 @@ _FOLDERS: tuple[tuple[tuple[str, ...], str], ...] = (
         "a checkpoint of Megatron's legacy format; convert it to torch_dist with Megatron's own tools",
     ),
     (
-        (r"metadata\.pkl", r".*_\d+\.(pt|safetensors|json|bin)"),
-        "a checkpoint of torch_checkpointing; load it with torch_checkpointing, and save it with dcp.save",
-    ),
-    (
         (r"_CHECKPOINT_METADATA|manifest\.ocdbt|orbax\.checkpoint|ocdbt\.process_\d+/",),
         "a checkpoint of Orbax; load it with Orbax, and save its arrays with safetensors",
     ),

@@ -8,7 +8,7 @@ shared, and others belong to their rank.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -170,9 +170,11 @@ class _Reader:
 class RankMerge:
     """Joins the entries of all ranks."""
 
-    def __init__(self, files: Sequence[RankFile], inline: bytearray) -> None:
+    def __init__(self, files: Sequence[RankFile], inline: bytearray, shared: Collection[str] = ()) -> None:
+        """Join the files; `shared` has the paths of values that are known to be equal on all ranks."""
         self._files = files
         self._inline = inline
+        self._shared = shared
 
     def join(self) -> dict[str, Any]:
         """Return the entries of all ranks, by their paths with a rank."""
@@ -191,7 +193,7 @@ class RankMerge:
                     plain.append((rank, entry))
             for rank, entries in sharded.values():
                 made[f"{rank}/{path}"] = _join_boxes(entries)
-            if len(plain) == len(self._files) and self._is_equal(plain):
+            if len(plain) == len(self._files) and (path in self._shared or self._is_equal(plain)):
                 made[f"0/{path}"] = msgspec.structs.replace(plain[0][1], replicated=True)
             else:
                 made |= {f"{rank}/{path}": entry for rank, entry in plain}

@@ -161,7 +161,6 @@ UNREAD = {
     "legacy": (["mp_rank_00/model_optim_rng.pt", "mp_rank_01/model_optim_rng.pt"], "Megatron's legacy format"),
     "pipeline": (["mp_rank_00_000/model_optim_rng.pt"], "Megatron's legacy format"),
     "zarr": (["metadata.json", "common.pt", "model.w/.zarray"], "Megatron-core in zarr"),
-    "checkpointing": (["metadata.pkl", "model_0.pt"], "a checkpoint of torch_checkpointing"),
     "llama": (["consolidated.00.pth", "consolidated.01.pth", "params.json"], "parts of one of Meta's models"),
     "gguf": (["a.gguf"], "a folder of GGUF files"),
     "paddle": (["model.pdparams"], "a checkpoint of PaddlePaddle"),

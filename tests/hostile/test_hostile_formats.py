@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from snapshot import CorruptSnapshotError, Snapshot, SnapshotError, StateDict, UnsafeObjectError, UnsupportedFormatError
 from snapshot.tensors.geometry import Split
 from tests.formats.test_deepspeed import write_stand_in
+from tests.formats.test_torch_checkpointing import write_metadata
 from tests.helpers.foreign_states import bits
 from tests.helpers.stand_in_pickles import dtensor, placement, save, tensor_mesh
 from tests.helpers.versions import ALONE
@@ -101,7 +102,12 @@ def deepspeed_folder(folder):
     return ""
 
 
-FORMATS += [files_of_ranks, deepspeed_folder]
+def torch_checkpointing_folder(folder):
+    write_metadata(folder, {"w": (torch.arange(12).view(3, 4), (2,), (Split(0),))})
+    return ""
+
+
+FORMATS += [files_of_ranks, deepspeed_folder, torch_checkpointing_folder]
 SUMMED = {torch_file, dcp_folder, files_of_ranks, deepspeed_folder}
 """Formats that carry checksums, which torch never looks at."""
 
