@@ -441,7 +441,7 @@ class Checkpoint:
             if clashing := {key: values.pop(key) for key in list(values) if key in _OWN}:
                 values["client_state"] = clashing
             items = {encode_component(key): each for key, each in values.items()}
-            entries = file.describe_items(items, self._inline, routed=False)
+            entries = file.describe_items(items, self._inline)
             own = {path.partition("/")[2]: entry for path, entry in entries.items()}
             files.append(RankFile(file.name, file.size, b"", own, file.sums(), None))
         self._manifest |= RankMerge(files, self._inline).join()

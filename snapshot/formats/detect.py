@@ -11,6 +11,7 @@ from snapshot.formats import (
     deepspeed,
     deepspeed_universal,
     hugging_face,
+    megatron_legacy,
     rank_files,
     torch_checkpointing,
     torch_save,
@@ -61,6 +62,8 @@ async def _describe_folder(
 
 async def _describe_ranks(storage: Storage, names: Sequence[str], limit: int) -> ForeignDocument | None:
     """Return the checkpoint that ranks wrote with torch.save."""
+    if megatron_legacy.is_checkpoint(names):
+        return await megatron_legacy.describe_folder(storage, names, limit)
     if not deepspeed.is_checkpoint(names):
         return await rank_files.describe_folder(storage, names, limit)
     if deepspeed_universal.FOLDER in names:

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from snapshot.manifest.entries import Extra, Shard, ShardedTensorEntry, TensorEntry
+from snapshot.errors import UnsupportedFormatError
+from snapshot.manifest.entries import PLAIN, Extra, Shard, ShardedTensorEntry, TensorEntry
 from snapshot.tensors.geometry import Box, Shape, boxes_of_range
-from snapshot.tensors.memory import ITEMSIZE
+from snapshot.tensors.memory import ITEMSIZE, contiguous_strides
 
 
 def cut_run(stored: TensorEntry, begin: int, shape: Shape) -> TensorEntry:
@@ -25,8 +26,10 @@ def cut_run(stored: TensorEntry, begin: int, shape: Shape) -> TensorEntry:
         low = stored.byte_range[0] + begin * ITEMSIZE[stored.dtype]
         high = low + math.prod(shape) * ITEMSIZE[stored.dtype]
         return TensorEntry(stored.location, (low, high), stored.dtype, shape)
-    offset = (stored.extra and stored.extra.storage_offset) or 0
-    extra = Extra(storage_offset=offset + begin)
+    known = stored.extra or PLAIN
+    if known.strides not in (None, contiguous_strides(stored.shape)):
+        raise UnsupportedFormatError(f"{stored.location}: a tensor that is read in parts must be contiguous")
+    extra = Extra(storage_offset=(known.storage_offset or 0) + begin)
     return msgspec.structs.replace(stored, shape=shape, extra=extra)
 
 

@@ -118,10 +118,6 @@ _FOLDERS: tuple[tuple[tuple[str, ...], str], ...] = (
         "a part of a checkpoint of DeepSpeed; its mp_rank_00_model_states.pt is missing",
     ),
     (
-        (r"mp_rank_\d\d(_\d\d\d)*/",),
-        "a checkpoint of Megatron's legacy format; convert it to torch_dist with Megatron's own tools",
-    ),
-    (
         (r"_CHECKPOINT_METADATA|manifest\.ocdbt|orbax\.checkpoint|ocdbt\.process_\d+/",),
         "a checkpoint of Orbax; load it with Orbax, and save its arrays with safetensors",
     ),

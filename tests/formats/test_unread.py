@@ -158,8 +158,6 @@ def test_a_folder_names_what_can_be_opened_in_it(tmp_path, scheme, what):
 
 UNREAD = {
     "optimizer": (["zero_pp_rank_0_mp_rank_00_optim_states.pt"], "a part of a checkpoint of DeepSpeed"),
-    "legacy": (["mp_rank_00/model_optim_rng.pt", "mp_rank_01/model_optim_rng.pt"], "Megatron's legacy format"),
-    "pipeline": (["mp_rank_00_000/model_optim_rng.pt"], "Megatron's legacy format"),
     "zarr": (["metadata.json", "common.pt", "model.w/.zarray"], "Megatron-core in zarr"),
     "llama": (["consolidated.00.pth", "consolidated.01.pth", "params.json"], "parts of one of Meta's models"),
     "gguf": (["a.gguf"], "a folder of GGUF files"),
