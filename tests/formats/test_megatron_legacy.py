@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from snapshot import CorruptSnapshotError, Snapshot, SnapshotError, UnsupportedFormatError
+from snapshot import CorruptSnapshotError, Snapshot, SnapshotError, TensorMap, UnsupportedFormatError
 from snapshot import load as load_weights
 from tests.formats.test_remote_reads import on_s3
 
@@ -22,12 +22,13 @@ def _whole(*, gated=True):
     shapes = {"embedding.word_embeddings.weight": (WORDS, HIDDEN), "embedding.position_embeddings.weight": (5, HIDDEN)}
     for layer in range(LAYERS):
         shapes |= {
-            f"decoder.layers.{layer}.self_attention.linear_qkv.weight": (12, HIDDEN),
+            f"decoder.layers.{layer}.self_attention.linear_qkv.weight": (16, HIDDEN),
             f"decoder.layers.{layer}.self_attention.linear_qkv.layer_norm_weight": (HIDDEN,),
-            f"decoder.layers.{layer}.self_attention.linear_qkv.bias": (12,),
-            f"decoder.layers.{layer}.self_attention.linear_proj.weight": (HIDDEN, 4),
+            f"decoder.layers.{layer}.self_attention.linear_qkv.bias": (16,),
+            f"decoder.layers.{layer}.self_attention.linear_proj.weight": (HIDDEN, 8),
             f"decoder.layers.{layer}.self_attention.linear_proj.bias": (HIDDEN,),
             f"decoder.layers.{layer}.mlp.linear_fc1.weight": (2 * INNER if gated else INNER, HIDDEN),
+            f"decoder.layers.{layer}.mlp.linear_fc1.layer_norm_weight": (HIDDEN,),
             f"decoder.layers.{layer}.mlp.linear_fc2.weight": (HIDDEN, INNER),
         }
     shapes |= {"decoder.final_layernorm.weight": (HIDDEN,), "output_layer.weight": (WORDS, HIDDEN)}
@@ -37,7 +38,7 @@ def _whole(*, gated=True):
 def _cut(name, whole, rank, width, gated):
     if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
         return whole.chunk(width, 1)[rank].contiguous()
-    if gated and "linear_fc1" in name:
+    if gated and name.endswith("linear_fc1.weight"):
         return torch.cat([half.chunk(width, 0)[rank] for half in whole.chunk(2, 0)])
     columns = ("word_embeddings.weight", "output_layer.weight", "linear_qkv.weight", "linear_qkv.bias", "fc1.weight")
     return whole.chunk(width, 0)[rank].clone() if name.endswith(columns) else whole
@@ -131,6 +132,22 @@ def test_all_verbs(tmp_path, moto):
     model = Output()
     snapshot.restore({"model": model}, select=["model/output_layer.weight"], unused="ignore", strict=False)
     assert torch.equal(model.output_layer.weight, whole["output_layer.weight"])
+
+
+def test_the_map_for_hugging_face_applies_to_the_joined_model(tmp_path):
+    whole = {name: each for name, each in _whole().items() if "position" not in name}
+    whole = {name: each for name, each in whole.items() if not name.endswith(".bias") or "qkv" in name}
+    _write(tmp_path / "x", whole, 2, 2)
+    config = {"model_type": "qwen2", "num_key_value_heads": 2, "num_attention_heads": 4, "vocab_size": WORDS - 1}
+    to_hugging_face = TensorMap.load("megatron-hf", config | {"tie_word_embeddings": False})
+    found = load_weights(tmp_path / "x", select=["model/**"], map=to_hugging_face)
+    name = "decoder.layers.3.self_attention.linear_qkv.weight"
+    groups = whole[name].view(2, 2 + 1 + 1, -1, HIDDEN)  # two queries, a key and a value each
+    assert torch.equal(found["model.layers.3.self_attn.q_proj.weight"], groups[:, :2].reshape(-1, HIDDEN))
+    assert torch.equal(found["model.layers.3.self_attn.v_proj.weight"], groups[:, 3].reshape(-1, HIDDEN))
+    up = whole["decoder.layers.1.mlp.linear_fc1.weight"][INNER:]
+    assert torch.equal(found["model.layers.1.mlp.up_proj.weight"], up)
+    assert torch.equal(found["lm_head.weight"], whole["output_layer.weight"][: WORDS - 1])
 
 
 def test_parts_of_unknown_names_are_refused_if_they_differ(tmp_path):
