@@ -32,6 +32,7 @@ from snapshot.manifest.document import ForeignFile
 from snapshot.manifest.entries import ObjectEntry, Shard, ShardedTensorEntry, TensorEntry
 from snapshot.manifest.paths import decode_component, encode_component
 from snapshot.manifest.values import NoneEntry
+from snapshot.tensors.geometry import MOST_AXES
 
 # Checkpoints of torch.distributed.checkpoint (DCP).
 #
@@ -248,6 +249,8 @@ class FlatGrid(NamedTuple):
     def of(shape: tuple[int, ...], stored: tuple[int, ...]) -> FlatGrid:
         """Return the grid of a tensor, from its shape and from the one that it is stored with."""
         *parts, numel = stored
+        if len(shape) > MOST_AXES:
+            raise ValueError(f"flat ranges in a tensor with {len(shape)} dimensions")
         if len(parts) != len(shape) or any(part < 1 or size % part for size, part in zip(shape, parts, strict=True)):
             raise ValueError(f"flat ranges of shape {stored} in a tensor of shape {shape}")
         box = tuple(size // part for size, part in zip(shape, parts, strict=True))

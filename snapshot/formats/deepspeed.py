@@ -118,7 +118,7 @@ async def read_checkpoint(where: object, make: Callable[[], Checkpoint]) -> Fore
         raise CorruptSnapshotError(
             f"{where}: not a checkpoint of DeepSpeed: {type(error).__name__}: {error}"
         ) from error
-    return await made.document()
+    return made.document()
 
 
 def list_models(where: object, names: Iterable[str]) -> list[str]:
@@ -227,7 +227,7 @@ class Checkpoint:
             await self._add_optimizer([group for each in groups for group in each], joined)
         self._add_rest()
 
-    async def document(self) -> ForeignDocument:
+    def document(self) -> ForeignDocument:
         """Return the document of all entries."""
         alone = all(path.startswith("0/") for path in self._manifest)
         if not alone:  # values of single ranks: all others belong to all ranks
@@ -235,8 +235,7 @@ class Checkpoint:
                 if path.split("/", 2)[1] in _OWN and not isinstance(entry, ShardedTensorEntry):
                     self._manifest[path] = msgspec.structs.replace(entry, replicated=True)
         names = dict.fromkeys(decode_component(path.split("/", 2)[1]) for path in self._manifest)
-        tokens = [f"{each.name} {(await self._storage.stat(each.name)).token}" for each in self.files]
-        tokens += [digest_range(each.content) for each in self.files]
+        tokens = [f"{each.name} {each.token} {digest_range(each.content)}" for each in self.files]
         return make_document(
             FORMAT,
             str(self._head.get("ds_version") or ""),

@@ -20,7 +20,7 @@ from snapshot.formats.torch_save import TorchFile, find_raw_range
 from snapshot.io.aio import gather_limited
 from snapshot.io.storage import Storage
 from snapshot.manifest.entries import TensorEntry
-from snapshot.tensors.geometry import Shape
+from snapshot.tensors.geometry import MOST_AXES, Shape
 
 AT_ONCE = 16
 WEIGHTS = "fp32"
@@ -269,6 +269,8 @@ def read_shape(value: Any) -> Shape:
     """Return the shape of a tensor; raise for any other value."""
     if not isinstance(value, tuple) or not all(type(size) is int and 0 <= size < 1 << 60 for size in value):
         raise ValueError(f"a shape must be a tuple of ints, got {p.show_value(value)}")
+    if len(value) > MOST_AXES:
+        raise ValueError(f"a shape with {len(value)} dimensions")
     return tuple(value)
 
 

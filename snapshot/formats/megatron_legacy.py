@@ -82,7 +82,7 @@ async def describe_folder(storage: Storage, names: Sequence[str], limit: int) ->
             raise
         raise CorruptSnapshotError(f"{where}: not a checkpoint of Megatron: {type(error).__name__}: {error}") from error
     keys = dict.fromkeys(decode_component(path.split("/", 2)[1]) for path in manifest)
-    tokens = [f"{each.name} {(await storage.stat(each.name)).token} {digest_range(each.content)}" for each in files]
+    tokens = [f"{each.name} {each.token} {digest_range(each.content)}" for each in files]
     return make_document(
         FORMAT,
         str(made.head.get("checkpoint_version") or ""),

@@ -16,7 +16,7 @@ import numpy as np
 from snapshot.formats import pickle_nodes as p
 from snapshot.manifest.entries import MOST_DIMENSIONS, MOST_HOLDERS, Mesh
 from snapshot.tensors import geometry
-from snapshot.tensors.geometry import Box, Copy, Placements, Shape, Split, is_inside, whole_box
+from snapshot.tensors.geometry import MOST_AXES, Box, Copy, Placements, Shape, Split, is_inside, whole_box
 
 _REBUILD = "torch._tensor._rebuild_from_type_v2"
 _PARAMETER = "torch._utils._rebuild_parameter"
@@ -24,6 +24,10 @@ _MODULE = "torch.distributed."
 _DTENSOR, _SHARDED = ".DTensor", ".ShardedTensor"
 LARGEST = 1 << 60
 """No size of a tensor has this many elements."""
+MOST_STRIDES = 1 << 12
+"""Maximum number of ranges that strides cut a tensor into."""
+MOST_RANKS = 1 << 22
+"""Maximum number of ranks in all meshes of a pickle, which can repeat a long list of them."""
 
 
 class TensorPart(NamedTuple):
@@ -66,6 +70,7 @@ class ShardReader:
         self._rebuild = rebuild
         self._meshes: dict[int, _PickledMesh] = {}
         """Meshes by the identity of their nodes: most tensors share one."""
+        self._left = MOST_RANKS
 
     def read(self, value: Any) -> PickledShards | None:
         """Return the boxes of a sharded tensor; None for any other value.
@@ -106,8 +111,8 @@ class ShardReader:
         if len(placements) != len(mesh.shape):
             raise ValueError(f"a mesh of shape {mesh.shape} must have one placement per dimension")
         strides = math.prod(each.strides for each in placements if isinstance(each, Split))
-        if math.prod(mesh.shape) * strides > MOST_HOLDERS:
-            raise ValueError("a mesh with too many ranks or strides")
+        if strides > MOST_STRIDES or len(shape) > MOST_AXES:
+            raise ValueError("a tensor with too many strides or dimensions")
         order = None if strides > 1 else _read_order(fields.get("shard_order"), len(mesh.shape))
         if order is not None:
             placements = geometry.add_strides(mesh.shape, placements, order)
@@ -119,9 +124,14 @@ class ShardReader:
             parts = [TensorPart(box, _cut(tensor, inner)) for box, inner in held.boxes if box.numel]
         return PickledShards(tensor.dtype, shape, parts, mesh.ranks, [str(each) for each in placements])
 
+    def _spend(self, ranks: int) -> None:
+        self._left -= ranks
+        if self._left < 0:
+            raise ValueError("too many meshes")
+
     def _mesh(self, node: Any) -> _PickledMesh:
         if id(node) not in self._meshes:
-            self._meshes[id(node)] = _read_mesh(node, self._rebuild)
+            self._meshes[id(node)] = _read_mesh(node, self._rebuild, self._spend)
         return self._meshes[id(node)]
 
     def _read_sharded(self, state: Any) -> PickledShards:
@@ -168,7 +178,7 @@ class _PickledMesh(NamedTuple):
     """None for a rank that is not in the mesh."""
 
 
-def _read_mesh(node: Any, rebuild: Rebuild) -> _PickledMesh:
+def _read_mesh(node: Any, rebuild: Rebuild, spend: Callable[[int], None]) -> _PickledMesh:
     """Return a mesh: a tensor of ranks in older versions of torch, a layout of places in a list in newer ones."""
     fields = p.read_fields(node)
     tensor = rebuild(fields.get("mesh"))
@@ -183,8 +193,10 @@ def _read_mesh(node: Any, rebuild: Rebuild) -> _PickledMesh:
         raise p.NotKnownError(f"{p.show_value(node)} without a shape")
     if not shape or len(shape) > MOST_DIMENSIONS or min(shape) < 1 or math.prod(shape) > MOST_HOLDERS:
         raise ValueError(f"a mesh of shape {shape}")
+    ranks_of = fields.get("_flatten_mesh_list" if tensor is not None else "_flatten_rank_map")
+    spend(math.prod(shape) + (len(ranks_of) if isinstance(ranks_of, (tuple, list)) else 0))
     coordinate = _read_coordinate(fields, shape)
-    listed = _read_ints(fields.get("_flatten_mesh_list" if tensor is not None else "_flatten_rank_map"))
+    listed = _read_ints(ranks_of)
     places = None if listed is None else _find_places(axes, listed, coordinate, fields.get("_rank"))
     ranks = None if places is None else Mesh.from_lists(np.asarray(listed, np.int64)[places].tolist())
     return _PickledMesh(shape, ranks, coordinate)

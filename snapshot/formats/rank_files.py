@@ -162,7 +162,7 @@ class _Reader:
         for path, entry in entries.items():
             if is_refused(entry):
                 locate_object(entry, name, path.split("/", 2 if made is None else 1)[-1] if path.count("/") > 1 else "")
-        token = f"{name} {(await self._files.storage.stat(name)).token} {digest_range(saved.content)}".encode()
+        token = f"{name} {saved.token} {digest_range(saved.content)}".encode()
         own = {path.partition("/")[2]: entry for path, entry in entries.items()}
         return RankFile(name, saved.size, token, own, saved.sums(), made and made[0])
 

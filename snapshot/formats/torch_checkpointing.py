@@ -20,6 +20,7 @@ from snapshot.formats import pickle_nodes as p
 from snapshot.formats.flat_ranges import cut_run
 from snapshot.formats.foreign import ForeignDocument, check_location, make_document
 from snapshot.formats.pickled_objects import is_refused, locate_object
+from snapshot.formats.pickled_shards import MOST_STRIDES
 from snapshot.formats.rank_files import AT_ONCE, LACKS, RankFile, RankMerge
 from snapshot.formats.safe_pickle import evaluate_pickle
 from snapshot.formats.to_entries import limit_nodes, make_entries
@@ -42,6 +43,7 @@ from snapshot.manifest.paths import encode_component, encode_key
 from snapshot.manifest.rank_view import MOST_RANKS
 from snapshot.tensors.digest import digest_range
 from snapshot.tensors.geometry import (
+    MOST_AXES,
     Copy,
     Placements,
     Shape,
@@ -137,6 +139,10 @@ class Metadata:
             raise ValueError(f"invalid world size {p.show_value(self.world)}")
         self._items = {_expect_text(key): _expect_dict(each) for key, each in _expect_dict(fields["metadata"]).items()}
         self._known: dict[int, Sharding] = {}
+        self._groups: dict[str, list[tuple[tuple[str, ...], list[tuple[Any, Any]]]]] = {}
+        """For each item, the path of each tensor, and its shardings with their ranks."""
+        self._ranks: dict[int, frozenset[Any]] = {}
+        """Sets of ranks, by the identity of their lists: most are the same list."""
 
     def _spend(self, count: int) -> None:
         self._left -= count
@@ -180,18 +186,33 @@ class Metadata:
     def list_shardings(self, key: str, rank: int | None) -> dict[tuple[str, ...], Sharding | None]:
         """Return the sharding of each tensor of an item on a rank; without a rank, of those that are equal on all."""
         made: dict[tuple[str, ...], Sharding | None] = {}
-        held = self._items.get(key)
-        for text, groups in _expect_dict(held["nested_path_to_metadata"]).items() if held is not None else ():
-            path = decode_json(_expect_text(text).encode(), list[str | int], self._where)
-            place = tuple(map(str, path))
-            for group in _expect_list(groups):
-                fields = _expect_dict(group)
-                ranks = fields["ranks"]
-                if not isinstance(ranks, (tuple, list)):
-                    raise ValueError("the ranks of a sharding must be listed")
+        for place, groups in self._list_groups(key):
+            for ranks, packed in groups:
                 if rank in ranks or (rank is None and len(ranks) == self.world):
-                    made[place] = self._read_sharding(fields["sharding_metadata"])
+                    made[place] = self._read_sharding(packed)
         return made
+
+    def _list_groups(self, key: str) -> list[tuple[tuple[str, ...], list[tuple[Any, Any]]]]:
+        """Return the path of each tensor of an item, and its shardings with their ranks."""
+        if key not in self._groups:
+            listed = self._groups[key] = []
+            held = self._items.get(key)
+            for text, groups in _expect_dict(held["nested_path_to_metadata"]).items() if held is not None else ():
+                path = decode_json(_expect_text(text).encode(), list[str | int], self._where)
+                fields = [_expect_dict(group) for group in _expect_list(groups)]
+                self._spend(1 + len(fields))
+                shardings = [(self._find_ranks(each["ranks"]), each["sharding_metadata"]) for each in fields]
+                listed.append((tuple(map(str, path)), shardings))
+        return self._groups[key]
+
+    def _find_ranks(self, value: Any) -> frozenset[Any]:
+        found = self._ranks.get(id(value))
+        if found is None:
+            self._spend(len(_expect_list(value)))
+            if not all(type(rank) is int for rank in value):
+                raise ValueError("ranks must be ints")
+            found = self._ranks[id(value)] = frozenset(value)
+        return found
 
     def _read_sharding(self, packed: Any) -> Sharding | None:
         """Return a sharding; None for one of another class than that of DTensors."""
@@ -210,7 +231,7 @@ class Metadata:
         self._spend(len(ranks))
         placements = tuple(_read_placement(each, len(shape), self._where) for each in _expect_list(data["placements"]))
         strides = math.prod(each.strides for each in placements if isinstance(each, Split))
-        if len(placements) != len(mesh_shape) or math.prod(mesh_shape) * strides > MOST_HOLDERS:
+        if len(placements) != len(mesh_shape) or strides > MOST_STRIDES or len(shape) > MOST_AXES:
             raise ValueError(f"{len(placements)} placements on a mesh of shape {mesh_shape}")
         return self._known.setdefault(id(packed), Sharding(shape, mesh_shape, ranks, placements))
 

@@ -525,11 +525,15 @@ class TorchFiles:
 
     async def open(self, name: str) -> TorchFile:
         """Open a file by its name."""
-        size = (await self.storage.stat(name)).size
-        head = await read_range(self.storage, name, 0, min(HEAD_OF_FILE, size))
-        if not head.startswith(zip_archive.SIGNATURE):
-            raise refuse_file(self.storage.url, name, head)
-        saved = await TorchFile.open(self.storage, name, size, self._limit)
+        found = await self.storage.stat(name)
+        try:
+            saved = await TorchFile.open(self.storage, name, found.size, self._limit)
+        except (CorruptSnapshotError, UnsupportedFormatError) as error:
+            head = await read_range(self.storage, name, 0, min(HEAD_OF_FILE, found.size))
+            if not head.startswith(zip_archive.SIGNATURE):
+                raise refuse_file(self.storage.url, name, head) from error
+            raise
+        saved.token = found.token
         self._left -= saved.length
         self.length += saved.length
         if self._left < 0:
@@ -554,6 +558,8 @@ class TorchFile:
         """The pickle."""
         self.size = 0
         """Length of the file."""
+        self.token = ""
+        """Token of the file, if it was looked up."""
         self.length = length
         """Length that limits are based on: see `expect_stored`."""
         self.value = evaluate_pickle(content, where, Limits.of(length))

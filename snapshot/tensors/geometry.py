@@ -20,6 +20,8 @@ from snapshot.text import counted
 # All counts are in elements, in C order. A box is a pair of tuples: its offsets and its sizes, by dimension.
 
 Shape = tuple[int, ...]
+MOST_AXES = 64
+"""Maximum number of dimensions of a tensor that torch supports."""
 
 
 class Box(NamedTuple):
