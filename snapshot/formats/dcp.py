@@ -8,8 +8,9 @@ import pickle
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import torch
 
 from snapshot.errors import (
@@ -22,6 +23,7 @@ from snapshot.errors import (
 )
 from snapshot.events import log
 from snapshot.formats import pickle_nodes, torch_save
+from snapshot.formats.flat_ranges import cut_boxes
 from snapshot.formats.foreign import ForeignDocument, check_location, extend_file, make_document
 from snapshot.formats.safe_pickle import evaluate_pickle
 from snapshot.formats.to_entries import limit_nodes, make_container
@@ -30,6 +32,7 @@ from snapshot.manifest.document import ForeignFile
 from snapshot.manifest.entries import ObjectEntry, Shard, ShardedTensorEntry, TensorEntry
 from snapshot.manifest.paths import decode_component, encode_component
 from snapshot.manifest.values import NoneEntry
+from snapshot.tensors.geometry import MOST_AXES
 
 # Checkpoints of torch.distributed.checkpoint (DCP).
 #
@@ -101,6 +104,9 @@ class _Metadata:
                 raise ValueError(f"a name must be a str, got {pickle_nodes.show_value(named['fqn'])}")
             self._stored[named["fqn"], None if offset is None else self._check_sizes(offset)] = place
         self._tensors = dict(_expect_items(fields["state_dict_metadata"]))
+        shapes = fields.get("mcore_data")
+        self._flattened: Mapping[str, Any] = shapes if isinstance(shapes, dict) else {}
+        """Megatron-core's data of tensors whose parts are flat ranges."""
         planner = fields.get("planner_data")
         self._paths: Mapping[str, Any] = planner if isinstance(planner, dict) else {}
 
@@ -159,6 +165,7 @@ class _Metadata:
         dtype = _read_dtype(fields["properties"])
         shape = self._check_sizes(fields["size"])
         shards = []
+        grid = self._find_grid(name, shape)
         self._chunks -= len(fields["chunks"])
         if self._chunks < 0:
             raise ValueError("too many repeated values")
@@ -170,10 +177,23 @@ class _Metadata:
                 continue
             begin, end, location, transform = self._find_range(place, name)
             kind = f"{transform}+torch_save" if transform else "torch_save"
-            shards.append(Shard(offsets, sizes, TensorEntry(location, (begin, end), dtype, sizes, serializer=kind)))
+            stored = TensorEntry(location, (begin, end), dtype, sizes, serializer=kind)
+            if grid is None:
+                shards.append(Shard(offsets, sizes, stored))
+                continue
+            boxes = grid.cut(stored, offsets, sizes)
+            self._chunks -= len(boxes)
+            shards += boxes
+        shape = shape if grid is None else grid.shape
         if len(shards) == 1 and shards[0].sizes == shape:
             return shards[0].tensor
         return ShardedTensorEntry(dtype, shape, shards)
+
+    def _find_grid(self, name: str, shape: tuple[int, ...]) -> FlatGrid | None:
+        """Return the grid of a tensor that Megatron-core saved by flat ranges; None for other tensors."""
+        held = self._flattened.get(name)
+        given = held.get("nd_reformulated_orig_global_shape") if isinstance(held, dict) else None
+        return None if given is None else FlatGrid.of(self._check_sizes(given), shape)
 
     def _find_range(self, place: Any, name: str) -> tuple[int, int, str, str]:
         if place is None:
@@ -212,6 +232,46 @@ class _Metadata:
                 return None
             level[last] = entry
         return root
+
+
+class FlatGrid(NamedTuple):
+    """A grid of equal boxes. Each of them was flattened, and saved in runs, as Megatron-core's optimizer does.
+
+    Such a tensor is stored with the shape of the grid, and one more dimension for the elements of a box.
+    """
+
+    shape: tuple[int, ...]
+    """Shape of the tensor itself."""
+    box: tuple[int, ...]
+    """Shape of each box."""
+
+    @staticmethod
+    def of(shape: tuple[int, ...], stored: tuple[int, ...]) -> FlatGrid:
+        """Return the grid of a tensor, from its shape and from the one that it is stored with."""
+        *parts, numel = stored
+        if len(shape) > MOST_AXES:
+            raise ValueError(f"flat ranges in a tensor with {len(shape)} dimensions")
+        if len(parts) != len(shape) or any(part < 1 or size % part for size, part in zip(shape, parts, strict=True)):
+            raise ValueError(f"flat ranges of shape {stored} in a tensor of shape {shape}")
+        box = tuple(size // part for size, part in zip(shape, parts, strict=True))
+        if math.prod(box) != numel:
+            raise ValueError(f"flat ranges of {numel} elements in boxes of shape {box}")
+        return FlatGrid(shape, box)
+
+    def cut(self, stored: TensorEntry, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> list[Shard]:
+        """Return the boxes of a stored run, from its place in the grid."""
+        *place, begin = offsets
+        if sizes[:-1] != (1,) * len(place) or len(offsets) != len(self.shape) + 1:
+            raise ValueError(f"a flat range of sizes {sizes}")
+        origin = tuple(at * size for at, size in zip(place, self.box, strict=True))
+        if begin + sizes[-1] > math.prod(self.box):
+            raise ValueError("a flat range ends after its box")
+        run = msgspec.structs.replace(stored, shape=sizes[-1:])
+        made = []
+        for box, part in cut_boxes(run, begin, self.box):
+            moved = box.moved_by(origin)
+            made.append(Shard(moved.offsets, moved.sizes, part))
+        return made
 
 
 class _Level(dict[Any, Any]):

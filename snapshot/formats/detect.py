@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from snapshot.errors import StorageError, StorageNotFoundError
-from snapshot.formats import dcp, gguf, hugging_face, orbax, torch_save
+from snapshot.formats import (
+    dcp,
+    deepspeed,
+    deepspeed_universal,
+    gguf,
+    hugging_face,
+    megatron_legacy,
+    orbax,
+    rank_files,
+    torch_checkpointing,
+    torch_save,
+)
 from snapshot.formats.dcp import NOTICE
 from snapshot.formats.foreign import HEAD, ForeignDocument, is_absence, is_part, refuse_file
 from snapshot.formats.zip_archive import SIGNATURE
@@ -25,13 +36,15 @@ async def find_checkpoint(
         beside: Function that opens another storage.
         limit: Maximum length of a description to read.
     """
-    found = await _describe_folder(storage, limit)
-    if found is not None:
+    found = await _describe_folder(url, storage, beside, limit)
+    if found is not None and found.place == storage.url:
         found.place = url
     return found or await _describe_file(url, beside, limit)
 
 
-async def _describe_folder(storage: Storage, limit: int) -> ForeignDocument | None:
+async def _describe_folder(
+    url: URL, storage: Storage, beside: Callable[[URL], Storage], limit: int
+) -> ForeignDocument | None:
     try:
         data = await storage.get(dcp.METADATA, limit=limit)
         if data != NOTICE:
@@ -39,20 +52,54 @@ async def _describe_folder(storage: Storage, limit: int) -> ForeignDocument | No
     except StorageError as error:
         if not is_absence(storage, error):
             raise
+    names = await list_names(storage)
+    if torch_checkpointing.METADATA in names:
+        return await torch_checkpointing.describe_folder(storage, names, limit)
     if (found := await hugging_face.describe_folder(storage, limit)) is not None:
         return found
-    return await _describe_listed(storage, limit)
+    if (tag := await deepspeed.read_tag(storage, names)) is not None:
+        return await _describe_tag(url.join(tag), beside, limit)
+    return await _describe_listed(storage, names, limit)
 
 
-async def _describe_listed(storage: Storage, limit: int) -> ForeignDocument | None:
+async def _describe_listed(storage: Storage, names: Sequence[str], limit: int) -> ForeignDocument | None:
     """Return the checkpoint in a folder that is recognised by the names in it."""
-    try:
-        names = await storage.list(recursive=False) if storage.capabilities.list else []
-    except StorageError:
-        return None
+    if (found := await _describe_ranks(storage, names, limit)) is not None:
+        return found
     if (found := await orbax.describe_folder(storage, names, limit)) is not None:
         return found
     return await gguf.describe_folder(storage, names, limit)
+
+
+async def _describe_ranks(storage: Storage, names: Sequence[str], limit: int) -> ForeignDocument | None:
+    """Return the checkpoint that ranks wrote with torch.save."""
+    if megatron_legacy.is_checkpoint(names):
+        return await megatron_legacy.describe_folder(storage, names, limit)
+    if not deepspeed.is_checkpoint(names):
+        return await rank_files.describe_folder(storage, names, limit)
+    if deepspeed_universal.FOLDER in names:
+        return await deepspeed_universal.describe_folder(storage, names, limit)
+    return await deepspeed.describe_folder(storage, names, limit)
+
+
+async def _describe_tag(url: URL, beside: Callable[[URL], Storage], limit: int) -> ForeignDocument | None:
+    """Return the checkpoint of DeepSpeed in the folder that a run's file names."""
+    folder = beside(url)
+    try:
+        found = await _describe_ranks(folder, await list_names(folder), limit)
+    finally:
+        await folder.close()
+    if found is not None:
+        found.place = url
+    return found
+
+
+async def list_names(storage: Storage) -> list[str]:
+    """Return the names in a folder; an empty list if the storage cannot list them."""
+    try:
+        return await storage.list(recursive=False) if storage.capabilities.list else []
+    except StorageError:
+        return []
 
 
 async def _describe_file(url: URL, beside: Callable[[URL], Storage], limit: int) -> ForeignDocument | None:

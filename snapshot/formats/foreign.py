@@ -113,20 +113,8 @@ _TARS = (
 """Tar files by their first member."""
 _FOLDERS: tuple[tuple[tuple[str, ...], str], ...] = (
     (
-        (r"((bf16_|fp16_)?zero_pp_rank_\d+_)?mp_rank_\d+_(model|optim)_states\.pt",),
-        "a checkpoint of DeepSpeed; convert it with the zero_to_fp32.py that DeepSpeed puts into the folder above",
-    ),
-    (
-        (r"mp_rank_\d\d(_\d\d\d)*/",),
-        "a checkpoint of Megatron's legacy format; convert it to torch_dist with Megatron's own tools",
-    ),
-    (
-        (r"\w+_world_size_\d+_rank_\d+\.pt",),
-        "rank files of FSDP, as verl writes them; merge them: python -m verl.model_merger merge",
-    ),
-    (
-        (r"metadata\.pkl", r".*_\d+\.(pt|safetensors|json|bin)"),
-        "a checkpoint of torch_checkpointing; load it with torch_checkpointing, and save it with dcp.save",
+        (r"((bf16_|fp16_)?zero_pp_rank_\d+_)?mp_rank_\d+_optim_states\.pt",),
+        "a part of a checkpoint of DeepSpeed; its mp_rank_00_model_states.pt is missing",
     ),
     (
         (r"manifest\.ocdbt|ocdbt\.process_\d+/|_sharding",),

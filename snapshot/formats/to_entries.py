@@ -14,6 +14,7 @@ import torch
 from snapshot.errors import CorruptSnapshotError
 from snapshot.formats import pickle_nodes as p
 from snapshot.formats.pickled_objects import INLINE, MODULE, make_refused_entry
+from snapshot.formats.pickled_shards import PickledShards, ShardReader, name_kind
 from snapshot.formats.safe_pickle import Limits, evaluate_pickle, expect_stored
 from snapshot.formats.zip_archive import STORED, ZipArchive
 from snapshot.manifest import entries as e
@@ -103,6 +104,7 @@ _SIGNED = _COMPLEX | {"float16", "bfloat16", "float32", "float64"}
 
 def rebuild_tensor(value: Any) -> RebuiltTensor | None:
     """Return the tensor of a stand-in; None if it is not a plain one, or has unknown parts."""
+    value = _drop_attributes(value)
     if (
         not isinstance(value, p.StandIn)
         or not value.name.startswith(_REBUILD)
@@ -141,6 +143,24 @@ def rebuild_tensor(value: Any) -> RebuiltTensor | None:
     return RebuiltTensor(
         storage.key, dtype, tuple(shape), tuple(strides), offset, _read_flag(arguments[4:5]), bits=bits
     )
+
+
+_WITH_STATE = "torch._utils._rebuild_parameter_with_state"
+_TYPED = "torch._tensor._rebuild_from_type_v2"
+_PLAIN_TYPES = {"torch.Tensor", "torch.nn.parameter.Parameter"}
+
+
+def _drop_attributes(value: Any) -> Any:
+    """Return a tensor or parameter without the attributes that its program has set on it."""
+    if not isinstance(value, p.StandIn) or value.state is not None or value.named or len(value.arguments) != 4:
+        return value
+    if value.name == _WITH_STATE:
+        return p.StandIn(p.Name(f"{_REBUILD}parameter"), value.arguments[:3])
+    function, kind, arguments, _ = value.arguments
+    known = value.name == _TYPED and isinstance(kind, p.Name) and kind.name in _PLAIN_TYPES
+    if known and isinstance(function, p.Name) and isinstance(arguments, tuple):
+        return p.StandIn(function, arguments)
+    return value
 
 
 def _read_lazy_bits(metadata: Any, dtype: str) -> str | None:
@@ -238,6 +258,7 @@ class _Tree:
         self._room = 64 * self._left
         """Remaining bytes for names, texts and arrays."""
         self._above: set[int] = set()
+        self._shards = ShardReader(rebuild_tensor)
 
     def _spend(self, values: int, nbytes: int) -> None:
         """Count values, and the bytes of names, texts and arrays; raise if there are too many."""
@@ -306,13 +327,32 @@ class _Tree:
             if tensor is not None:
                 return self._stored(path, tensor)
             array = make_numpy_value(value)
+            shards = self._shards.read(value) if array is None else None
+        except p.NotKnownError as error:
+            return make_refused_entry(str(error))
         except (ValueError, TypeError, OverflowError) as error:
             raise CorruptSnapshotError(f"{self._where}: {path}: {error}") from error
         if array is not None:
             return self._make_array(array)
+        if shards is not None:
+            return self._make_sharded(path, shards)
         if isinstance(value, p.StandIn):
-            return make_refused_entry(f"{MODULE} {value.name}" if _is_module(value) else value.name)
+            name = name_kind(value) or value.name
+            return make_refused_entry(f"{MODULE} {name}" if _is_module(value) else name)
         return make_refused_entry(type(value).__name__)
+
+    def _make_sharded(self, path: str, found: PickledShards) -> Any:
+        """Return the entry of a sharded tensor, with the boxes that this file has."""
+        self._spend(len(found.parts), 0)
+        shards = []
+        for box, tensor in found.parts:
+            stored = self._stored(path, tensor)
+            if not isinstance(stored, e.TensorEntry):
+                return stored  # of a dtype that is not known
+            shards.append(e.Shard(box.offsets, box.sizes, stored))
+        if found.placements is None:
+            return e.ShardedTensorEntry(found.dtype, found.shape, shards, found.mesh)
+        return e.DTensorEntry(found.dtype, found.shape, shards, found.mesh, found.placements)
 
     def _make_array(self, value: Any) -> Any:
         described = leaves.describe_array(value)

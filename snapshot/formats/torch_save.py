@@ -18,7 +18,8 @@ import torch
 
 from snapshot.errors import CorruptSnapshotError, MissingExtraError, UnsupportedFormatError
 from snapshot.formats import zip_archive
-from snapshot.formats.foreign import ForeignDocument, make_document, refuse_zip
+from snapshot.formats.foreign import HEAD as HEAD_OF_FILE
+from snapshot.formats.foreign import ForeignDocument, make_document, refuse_file, refuse_zip
 from snapshot.formats.pickled_objects import INLINE, is_refused, locate_object
 from snapshot.formats.safe_pickle import Limits, evaluate_pickle, expect_stored
 from snapshot.formats.to_entries import RebuiltTensor, make_container, make_entries, make_tensor_entry, rebuild_tensor
@@ -27,7 +28,7 @@ from snapshot.io.storage import Storage
 from snapshot.io.system import PerProcess
 from snapshot.manifest.compounds import Container
 from snapshot.manifest.document import ForeignFile
-from snapshot.manifest.entries import PLAIN, ObjectEntry, TensorEntry
+from snapshot.manifest.entries import PLAIN, ObjectEntry, ShardedTensorEntry, TensorEntry
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE, contiguous_strides, measure_span
 from snapshot.text import counted
 
@@ -101,6 +102,8 @@ def find_layout(path: str, stored: TensorEntry, head: Any, tail: Any) -> Embedde
         elif kind == "torch_save":
             length = len(tail) if "zstd" in transforms else end - begin
             at, nbytes, tensor, swapped = _find_cached(stored, head, tail, length)
+            if stored.extra is not None and stored.extra.storage_offset is not None:
+                tensor = _cut_flat(tensor, stored.extra.storage_offset, stored.shape)
             if tensor.dtype != stored.dtype or tensor.shape != stored.shape:
                 raise ValueError(
                     f"must be {stored.dtype}{list(stored.shape)} by its entry, got {tensor.dtype}{list(tensor.shape)}"
@@ -120,6 +123,13 @@ def find_layout(path: str, stored: TensorEntry, head: Any, tail: Any) -> Embedde
             f"{path}: the tensor ends at byte {reach:,}, but its storage has {counted(found.nbytes, 'byte')}"
         )
     return found
+
+
+def _cut_flat(tensor: RebuiltTensor, begin: int, shape: tuple[int, ...]) -> RebuiltTensor:
+    """Return a run of a contiguous tensor's elements, as a tensor of some shape."""
+    if tensor.strides != contiguous_strides(tensor.shape) or begin + math.prod(shape) > math.prod(tensor.shape):
+        raise ValueError(f"must have {math.prod(shape):,} elements from {begin:,} on, got {list(tensor.shape)}")
+    return msgspec.structs.replace(tensor, shape=shape, strides=contiguous_strides(shape), offset=tensor.offset + begin)
 
 
 Alike = dict[tuple[int, str, tuple[int, ...]], tuple[bytes, tuple[int, int, RebuiltTensor, bool]]]
@@ -479,6 +489,7 @@ def pickle_tensor(dtype: str, shape: tuple[int, ...]) -> bytes:
 FORMAT = "torch.save"
 VALUE = "value"
 """Name of a saved value that is not a container."""
+ONE_RANK = "this file has only the boxes of one rank; read one of them, or open the folder with the files of all ranks"
 
 
 async def describe_file(storage: Storage, name: str, size: int, limit: int) -> ForeignDocument:
@@ -493,16 +504,46 @@ async def describe_file(storage: Storage, name: str, size: int, limit: int) -> F
         root = made[0]
         entries = saved.describe_items(dict(zip(root.components(), made[1], strict=True)), inline)
     token = f"{(await storage.stat(name)).token} {size}".encode() + saved.content
+    lacks = any(isinstance(entry, ShardedTensorEntry) and not entry.is_whole() for entry in entries.values())
     return make_document(
         FORMAT,
         "",
         storage.url,
         token,
         manifest=entries,
-        files={name: ForeignFile(size)},
+        files={name: ForeignFile(size, lacks=ONE_RANK if lacks else "")},
         root=root,
         inline=bytes(inline) or b"\0",
     )
+
+
+class TorchFiles:
+    """Opens files of one checkpoint, and limits the length of all their pickles together."""
+
+    def __init__(self, storage: Storage, limit: int) -> None:
+        self.storage = storage
+        self._limit = self._left = limit
+        self.length = 0
+        """Length of all pickles so far, as limits count it."""
+
+    async def open(self, name: str) -> TorchFile:
+        """Open a file by its name."""
+        found = await self.storage.stat(name)
+        try:
+            saved = await TorchFile.open(self.storage, name, found.size, self._limit)
+        except (CorruptSnapshotError, UnsupportedFormatError) as error:
+            head = await read_range(self.storage, name, 0, min(HEAD_OF_FILE, found.size))
+            if not head.startswith(zip_archive.SIGNATURE):
+                raise refuse_file(self.storage.url, name, head) from error
+            raise
+        saved.token = found.token
+        self._left -= saved.length
+        self.length += saved.length
+        if self._left < 0:
+            raise CorruptSnapshotError(
+                f"{self.storage.url}: the pickles of its files exceed the limit of {self._limit:,} bytes"
+            )
+        return saved
 
 
 class TorchFile:
@@ -513,10 +554,15 @@ class TorchFile:
     ) -> None:
         self._archive = archive
         self._where = where
-        self._name = name
+        self.name = name
+        """Name of the file."""
         self._swapped = swapped
         self.content = content
         """The pickle."""
+        self.size = 0
+        """Length of the file."""
+        self.token = ""
+        """Token of the file, if it was looked up."""
         self.length = length
         """Length that limits are based on: see `expect_stored`."""
         self.value = evaluate_pickle(content, where, Limits.of(length))
@@ -542,7 +588,19 @@ class TorchFile:
                 raise
             await _expect_torch(storage, name, size, limit)
             raise CorruptSnapshotError(f"{where}: not a torch archive: {error}") from error
-        return TorchFile(archive, where, name, content, length, swapped=order == b"big")
+        made = TorchFile(archive, where, name, content, length, swapped=order == b"big")
+        made.size = size
+        return made
+
+    def locate(self, node: Any) -> TensorEntry | None:
+        """Return the entry of a single tensor among the values; None for another value."""
+        found = rebuild_tensor(node)
+        entry = None if found is None else self._make_entry("", found)
+        return entry if isinstance(entry, TensorEntry) else None
+
+    def sums(self) -> dict[int, tuple[int, int]]:
+        """Return the checksum and the size of each member, by the begin of its header."""
+        return {each.header: (each.crc, each.size) for each in self._archive.members}
 
     def describe_items(
         self, items: Mapping[str, Any], inline: bytearray, *, depth: int = 2, routed: bool = True
@@ -555,7 +613,7 @@ class TorchFile:
         entries = make_entries(below, self._where, self._make_entry, self.length, inline=inline, depth=depth)
         for path, entry in entries.items():
             if is_refused(entry):
-                locate_object(entry, self._name, path.partition("/")[2] if routed else "")
+                locate_object(entry, self.name, path.partition("/")[2] if routed else "")
         return entries
 
     def _make_entry(self, path: str, found: RebuiltTensor) -> Any:
@@ -566,12 +624,34 @@ class TorchFile:
         member = self._archive.named[f"data/{found.storage}"]
         if member.method not in (zip_archive.STORED, zip_archive.DEFLATED):
             raise UnsupportedFormatError(
-                f"{self._name}: {member.name[:100]}: unknown compression method {member.method}"
+                f"{self.name}: {member.name[:100]}: unknown compression method {member.method}"
             )
         packed = "deflate+" * (member.method == zip_archive.DEFLATED) + "swapped+" * self._swapped + found.bits
-        entry.location, entry.byte_range = self._name, (member.header, self._archive.ends[member.header])
+        entry.location, entry.byte_range = self.name, (member.header, self._archive.ends[member.header])
         entry.serializer = f"{packed}zip"
         return entry
+
+
+async def find_raw_range(storage: Storage, entry: TensorEntry) -> TensorEntry:
+    """Return the entry of a contiguous tensor in an archive with the range of its bytes, from its member's header.
+
+    Many parts of one tensor then need one look. A compressed tensor, or one in the other byte order, remains packed.
+    """
+    if entry.serializer != "zip":
+        return entry
+    begin, end = entry.byte_range
+    head = await read_range(storage, entry.location, begin, min(end, begin + zip_archive.HEADER))
+    try:
+        extra = entry.extra or PLAIN
+        if extra.strides not in (None, contiguous_strides(entry.shape)):
+            raise ValueError("the tensor is not contiguous")
+        low = begin + zip_archive.find_data_begin(head) + (extra.storage_offset or 0) * ITEMSIZE[entry.dtype]
+        high = low + math.prod(entry.shape) * ITEMSIZE[entry.dtype]
+        if high > end:
+            raise ValueError("a member ends before its tensor")
+    except ValueError as error:
+        raise CorruptSnapshotError(f"{storage.url.join(entry.location)}: {error}") from error
+    return TensorEntry(entry.location, (low, high), entry.dtype, entry.shape)
 
 
 async def _read_member(storage: Storage, file: str, archive: ZipArchive, name: str, limit: int) -> tuple[bytes, int]:

@@ -281,7 +281,7 @@ def find_archives(stored: Iterable[Any], files: Files) -> dict[Range, Range]:
         place = (each.location, *each.byte_range)
         if each.serializer == "torch_save":
             found[place] = place
-        elif each.serializer.endswith("zip"):
+        elif each.serializer.endswith("zip") or getattr(files.get(each.location), "archived", False):
             found[place] = (each.location, 0, files[each.location].size)
     return found
 

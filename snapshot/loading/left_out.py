@@ -103,7 +103,7 @@ def _check_entry(path: str, entry: e.Entry, files: Files, *, partial: bool) -> N
     """Raise CorruptSnapshotError if an entry cannot be read. A foreign tensor may have a type that is only listed."""
     try:
         for held in tensors_of(entry):
-            check_tensor(path, held, files, partial=partial)
+            check_tensor(path, held, files, partial=partial, boxes=())
         if isinstance(entry, e.ObjectEntry):
             check_range(path, entry, files)
     except UnsupportedFormatError:

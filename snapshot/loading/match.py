@@ -191,7 +191,8 @@ class LeafMatcher:
         if not all((piece.box.offsets, piece.box.sizes) in boxes for piece in target.pieces if piece.box.numel):
             was = "shards" if isinstance(entry, e.ShardedTensorEntry) else "one tensor"
             self._notes.add("resharded", path, f"from {was} of another layout" if was == "shards" else f"from {was}")
-        check_tensor(path, entry, read_plan.files, partial=read_plan.partial)
+        wanted = [piece.box for piece in target.pieces]
+        check_tensor(path, entry, read_plan.files, partial=read_plan.partial, boxes=wanted)
         for piece in target.pieces:
             read_plan.into_box(path, entry, piece.box, piece.tensor, live=live)
 

@@ -322,7 +322,7 @@ def _fill_shards(read_plan: ReadPlan, path: str, entry: e.AnyTensor, target: Sha
         )
     if not all(is_writable(piece.tensor) for piece in target.pieces):
         raise RestoreError(f"{path}: obj_out must be strided, without overlapping elements", [path])
-    check_tensor(path, entry, document.files)
+    check_tensor(path, entry, document.files, boxes=[piece.box for piece in target.pieces])
     for piece in target.pieces:
         read_plan.into_box(path, entry, piece.box, piece.tensor, live=True)
 
@@ -340,8 +340,8 @@ def _read_box(
 ) -> Any:
     if not isinstance(entry, e.TENSORS):
         raise RestoreError(f"{path}: only a tensor can be read by a box, got {type(entry).__name__}", [path])
-    check_tensor(path, entry, document.files)
     wanted, dropped = parse_box(path, entry.shape, box)
+    check_tensor(path, entry, document.files, boxes=[wanted])
     made = torch.empty(wanted.sizes, dtype=BY_NAME[entry.dtype], device="cpu")
     shape = [size for axis, size in enumerate(wanted.sizes) if axis not in dropped]
     if isinstance(obj_out, torch.Tensor):

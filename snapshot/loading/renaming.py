@@ -15,10 +15,11 @@ from snapshot.manifest.compounds import Container, DictEntry, ListEntry
 from snapshot.manifest.document import Document
 from snapshot.manifest.paths import decode_component, encode_component
 from snapshot.manifest.rank_view import RankView, group_by_key, remove_entry, rename_view, suggest_names
-from snapshot.manifest.values import Entry, StrEntry, make_scalar_entry
+from snapshot.manifest.values import Entry, IntEntry, StrEntry, make_scalar_entry
 from snapshot.plan.names import OWN, Change, Rename, compile_rename, match_names
 from snapshot.reports import RestoreIssues
 from snapshot.state.model_state import ModelState, ModelStateKind, find_kind, make_kind
+from snapshot.state.optimizers import SavedOptimizer
 from snapshot.state.stateful import Kind, ModuleKind, find_names_beneath
 from snapshot.text import listed
 
@@ -73,6 +74,37 @@ def _nest_optimizer(view: RankView, base: str) -> RankView:
     return view
 
 
+def _name_optimizer(view: RankView, kind: ModelStateKind, notes: RestoreIssues) -> RankView:
+    """Return a view in which an optimizer's state that was saved by number has the names of its parameters.
+
+    Optimizers of torch number their parameters in the order of the groups, which is the same in the application.
+    """
+    if not isinstance(view.entries.get(f"{kind.base}/param_groups/0/params/0"), IntEntry):
+        return view
+    saved = SavedOptimizer.from_entries(kind.base, view.entries)
+    listed = f"{kind.base}/param_groups"
+    numbers = [name for group in saved.groups for name in group] if saved else []
+    paths = [
+        f"{listed}/{i}/params/{at}" for i, group in enumerate(saved.groups if saved else ()) for at in range(len(group))
+    ]
+    if len(set(numbers)) < len(numbers) or not all(isinstance(view.entries.get(path), IntEntry) for path in paths):
+        return view
+    lengths = [[len(group) for group in groups] for groups in (saved.groups, kind.groups)]  # type: ignore[union-attr]
+    if lengths[0] != lengths[1]:
+        notes.mismatches.append(
+            f"{listed}: the snapshot numbers the parameters, in groups of {lengths[0]}, and the optimizer has "
+            f"{lengths[1]}"
+        )
+        return view
+    names = dict(zip(numbers, (name for group in kind.groups for name in group), strict=True))
+    made = rename_view(view, make_optimizer_change(f"{kind.base}/", names))
+    for path, number in zip(paths, numbers, strict=True):
+        entry = make_scalar_entry(decode_component(names[number]))
+        assert entry is not None
+        made.entries[path] = entry
+    return made
+
+
 # Names: converts a snapshot's names to those of the application.
 #
 # Names change in this order. A checkpoint without statefuls is put below the application's only one. Then `rename` is
@@ -80,15 +112,26 @@ def _nest_optimizer(view: RankView, base: str) -> RankView:
 
 
 def below_only_key(document: Document, view: RankView, app_state: Mapping[str, Any]) -> RankView:
-    """Put a checkpoint without statefuls below the key of the application's only stateful."""
+    """Put a checkpoint without statefuls below the key of the application's only stateful.
+
+    Names beside those of a `ModelState` remain keys of their own, which the application does not have.
+    """
     if find_root(document) is None or len(app_state) != 1:
         return view
     key = encode_component(*app_state)
     grouped = group_by_key(view.entries)
     if key in grouped:
         return view
-    entries = {key: narrow_root(document, grouped)} | {f"{key}/{path}": entry for path, entry in view.entries.items()}
-    return changed(view, entries=entries, elsewhere={f"{key}/{path}": each for path, each in view.elsewhere.items()})
+    [stateful] = app_state.values()
+    parts = {"model", "optim"}
+    heads = parts if isinstance(stateful, ModelState) and parts <= grouped.keys() else grouped.keys()
+    moved = [name for name in grouped if name in heads]
+
+    def change(entries: Mapping[str, Any]) -> dict[str, Any]:
+        return {f"{key}/{path}" if path.partition("/")[0] in heads else path: each for path, each in entries.items()}
+
+    entries = {key: narrow_root(document, moved)} | change(view.entries)
+    return changed(view, entries=entries, elsewhere=change(view.elsewhere), withheld=change(view.withheld))
 
 
 def follow_rename(view: RankView, rename: Rename, app_state: Mapping[str, Any]) -> RankView:
@@ -183,6 +226,8 @@ def match_wrappers(
         if isinstance(kind, ModelStateKind) and _is_flat(view.entries.get(kind.base)):
             view = _nest_optimizer(view, kind.base)
             kind.forget_groups()
+        elif isinstance(kind, ModelStateKind) and kind.groups:
+            view = _name_optimizer(view, kind, notes)
     return view
 
 

@@ -270,6 +270,8 @@ class Unpack:
         self._held = bytearray()
         self._end = 0
         self._most = math.prod(request.stored.shape) * ITEMSIZE[request.stored.dtype] + MORE
+        if request.stored.extra is not None and request.stored.extra.storage_offset is not None:
+            self._most += MORE * (request.end - request.begin)  # it is a part of the tensor in the archive
         self.looks = layout is None and request.stored.serializer.endswith("+torch_save")
         """True if the whole range must be scanned before any bytes can be delivered."""
         if layout is not None:
@@ -305,7 +307,7 @@ class Unpack:
         if length <= HEAD:
             tail = head
         stored = self._stored
-        packed = TensorEntry(stored.location, (0, length), stored.dtype, stored.shape, serializer="torch_save")
+        packed = msgspec.structs.replace(stored, byte_range=(0, length), serializer="torch_save")
         try:
             found = find_layout(self._request.name, packed, head, tail)
         except MoreBytesNeeded as short:
@@ -539,7 +541,8 @@ def add_unpacked_requests(
 def place_of(stored: e.TensorEntry) -> tuple[str, int]:
     """Return a key that identifies the memory of a stored tensor."""
     extra = stored.extra
-    view = f" {extra.strides} {extra.storage_offset}" if extra is not None and extra.strides is not None else ""
+    is_view = extra is not None and (extra.strides is not None or extra.storage_offset is not None)
+    view = f" {extra.strides} {extra.storage_offset}" if extra is not None and is_view else ""
     packed = f" {stored.serializer}" if stored.serializer != "raw" else ""
     return stored.location + view + packed, stored.byte_range[0]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -38,10 +38,10 @@ from snapshot.manifest.entries import (
 from snapshot.manifest.rank_view import DEEPEST
 from snapshot.manifest.values import Entry, Scalar
 from snapshot.tensors.digest import SIZE, count_blocks, digest_range
-from snapshot.tensors.geometry import boxes_overlap, is_inside
+from snapshot.tensors.geometry import Box, boxes_overlap, intersect, is_inside
 from snapshot.tensors.memory import ITEMSIZE
 from snapshot.tensors.split_zstd import CODEC, MOST_TIMES, RECORD, longest_table
-from snapshot.text import counted
+from snapshot.text import counted, listed
 
 # Merging of the ranks' parts into one manifest.
 
@@ -143,6 +143,10 @@ class ForeignFile(FileEntry):
 
     exact: bool = True
     """True if the length is known; otherwise it is at least `size`."""
+    archived: bool = False
+    """True for an archive of torch.save. Its checksums cover all ranges in it."""
+    lacks: str = ""
+    """Reason why the checkpoint does not have all boxes of its sharded tensors; empty if it has."""
 
 
 class DerivedFile(ForeignFile):
@@ -491,10 +495,13 @@ def check_tree(path: str, entries: Mapping[str, Any]) -> None:
         )
 
 
-def check_tensor(path: str, entry: AnyTensor, files: Files, *, partial: bool = False) -> None:
+def check_tensor(
+    path: str, entry: AnyTensor, files: Files, *, partial: bool = False, boxes: Sequence[Box] | None = None
+) -> None:
     """Raise unless all of a tensor can be read from the location of its entry.
 
-    With `partial`, only the parts that the entry has are checked.
+    With `partial`, only the parts that the entry has are checked. With `boxes`, only these are read, so they are
+    sufficient if the file is of one rank.
     """
     if type(entry) is TensorEntry:
         check_stored(path, entry, files)
@@ -512,7 +519,12 @@ def check_tensor(path: str, entry: AnyTensor, files: Files, *, partial: bool = F
             )
         check_stored(path, stored, files)
     if sum(box.numel for box, _ in pieces) != math.prod(entry.shape) and not partial:
-        raise CorruptSnapshotError(f"{path}: the parts do not fill {list(entry.shape)}")
+        lacks = next((file.lacks for file in files.values() if isinstance(file, ForeignFile) and file.lacks), "")
+        if not lacks:
+            raise CorruptSnapshotError(f"{path}: the parts do not fill {list(entry.shape)}")
+        if boxes is None or not all(_is_filled(box, pieces) for box in boxes):
+            held = listed([str(box) for box, _ in pieces], 5) if pieces else " none"
+            raise UnsupportedFormatError(f"{path}: {lacks}; of {entry.dtype}{list(entry.shape)}, there are:{held}")
     try:
         overlapping = boxes_overlap([box for box, _ in pieces])
     except ValueError as error:
@@ -520,6 +532,10 @@ def check_tensor(path: str, entry: AnyTensor, files: Files, *, partial: bool = F
     if overlapping:
         raise CorruptSnapshotError(f"{path}: the parts overlap")
     _check_layout(path, entry)
+
+
+def _is_filled(box: Box, pieces: Sequence[tuple[Box, Any]]) -> bool:
+    return sum(shared.numel for piece, _ in pieces if (shared := intersect(piece, box))) == box.numel
 
 
 def check_stored(path: str, entry: TensorEntry, files: Files) -> None:

@@ -231,6 +231,10 @@ class ShardedTensorEntry(_Boxes, tag="ShardedTensor"):
     mesh: Mesh | list[Any] | None = None
     """Ranks that had parts of the tensor, if all of them knew."""
 
+    def is_whole(self) -> bool:
+        """Return True if the boxes have as many elements as the tensor."""
+        return sum(math.prod(shard.sizes) for shard in self.shards) == math.prod(self.shape)
+
     def is_held_by(self, rank: int) -> bool:
         """Return True if a rank had a part of the tensor."""
         rest: list[Any] = [] if self.mesh is None else [self.mesh]

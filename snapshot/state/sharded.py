@@ -241,28 +241,13 @@ def _find_held_shards(
     coordinate: Shape,
     order: tuple[int, ...] | None,
 ) -> geometry.HeldShards:
-    """Return the boxes of the local part.
-
-    Uneven strides are ambiguous: torch's operations cut from left to right, while FSDP cuts the leftmost dimension
-    last. The local shape distinguishes the two; if it does not, an error is raised.
-    """
-    found = [geometry.find_held_shards(shape, mesh_shape, placements, coordinate, order)]
-    if order is None and any(
-        isinstance(placement, geometry.Split) and placement.strides > 1 for placement in placements
-    ):
-        order = geometry.find_nesting(mesh_shape, placements)
-        if order is not None:
-            found.append(geometry.find_held_shards(shape, mesh_shape, placements, coordinate, order))
-    size = tuple(local.shape)
-    fitting = {held for held in found if held.shape == size or not (held.boxes or local.numel())}
-    if len({held.boxes for held in fitting}) == 1:
-        return fitting.pop()
-    placed = f"of {shape}, placed as {', '.join(map(str, placements))} on a mesh of {mesh_shape}, at {coordinate}"
-    if fitting:
-        raise SnapshotError(
-            f"{path}: the position of the local {size} {placed} is ambiguous, since the sizes do not divide evenly"
+    """Return the boxes of the local part."""
+    try:
+        return geometry.find_fitting_shards(
+            tuple(local.shape), shape, mesh_shape, placements=placements, coordinate=coordinate, order=order
         )
-    raise SnapshotError(f"{path}: local part must be {found[0].shape} {placed}, got {size}")
+    except ValueError as error:
+        raise SnapshotError(f"{path}: {error}") from error
 
 
 def _read_sharded_tensor(path: str, value: Any) -> Shards:

@@ -20,6 +20,8 @@ from snapshot.text import counted
 # All counts are in elements, in C order. A box is a pair of tuples: its offsets and its sizes, by dimension.
 
 Shape = tuple[int, ...]
+MOST_AXES = 64
+"""Maximum number of dimensions of a tensor that torch supports."""
 
 
 class Box(NamedTuple):
@@ -297,6 +299,36 @@ def find_held_shards(
         sizes = tuple(size for _, _, size in part)
         boxes.append((Box(tuple(at for at, _, _ in part), sizes), Box(tuple(at for _, at, _ in part), sizes)))
     return HeldShards(tuple(sum(size for _, _, size in axis) for axis in located), tuple(boxes))
+
+
+def find_fitting_shards(
+    size: Shape,
+    shape: Shape,
+    mesh_shape: Shape,
+    *,
+    placements: Placements,
+    coordinate: Shape,
+    order: tuple[int, ...] | None,
+) -> HeldShards:
+    """Return the boxes of a local tensor of shape `size`; raise ValueError if they cannot be determined.
+
+    Uneven strides are ambiguous: torch's operations cut from left to right, while FSDP cuts the leftmost dimension
+    last. The local shape distinguishes the two; if it does not, an error is raised.
+    """
+    found = [find_held_shards(shape, mesh_shape, placements, coordinate, order)]
+    if order is None and any(isinstance(placement, Split) and placement.strides > 1 for placement in placements):
+        order = find_nesting(mesh_shape, placements)
+        if order is not None:
+            found.append(find_held_shards(shape, mesh_shape, placements, coordinate, order))
+    fitting = {held for held in found if held.shape == size or (not held.boxes and 0 in size)}
+    if len({held.boxes for held in fitting}) == 1:
+        return fitting.pop()
+    placed = f"of {shape}, placed as {', '.join(map(str, placements))} on a mesh of {mesh_shape}, at {coordinate}"
+    if fitting:
+        raise ValueError(
+            f"the position of the local {size} {placed} is ambiguous, since the sizes do not divide evenly"
+        )
+    raise ValueError(f"local part must be {found[0].shape} {placed}, got {size}")
 
 
 def iterate_shards(

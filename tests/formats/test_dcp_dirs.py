@@ -1,6 +1,8 @@
 """Directories of torch.distributed.checkpoint, as torch's own writer leaves them: read as `dcp.load` reads them."""
 
 import io
+import itertools
+import math
 import os
 import pickle
 import warnings
@@ -11,12 +13,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import metadata as m
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from snapshot import ModelState, Snapshot, StateDict, UnsafeObjectError
+from snapshot import CorruptSnapshotError, ModelState, Snapshot, StateDict, UnsafeObjectError
+from snapshot.formats.dcp import archive_object
 from snapshot.testing import recording
 from tests.helpers.foreign_states import DTYPES, bits, of_dtype, same
 from tests.helpers.versions import ALONE
@@ -370,3 +375,72 @@ def test_an_archive_of_an_older_torch_has_no_alignment_and_is_found(tmp_path):
     file.write_bytes(pickle.dumps(metadata))
     (tmp_path / "c" / "__0_0.distcp").write_bytes(made.getvalue())
     same(Snapshot(tmp_path / "c").read_object("0/m"), {"w": torch.arange(400_000.0), "v": torch.arange(5.0)})
+
+
+def _write_flat_ranges(folder, tensors, transform=lambda data: data, descriptors=None):
+    """Write a directory as Megatron-core did with its distributed optimizer, until version 0.15.
+
+    `tensors`: name -> (tensor, parts of each dimension, ends of the runs in each part).
+    """
+    described, stored, shapes, written = {}, {}, {}, bytearray()
+    for name, (whole, parts, ends) in tensors.items():
+        sizes = [size // part for size, part in zip(whole.shape, parts, strict=True)]
+        chunks = []
+        for place in itertools.product(*map(range, parts)):
+            index = tuple(slice(at * size, (at + 1) * size) for at, size in zip(place, sizes, strict=True))
+            flat = whole[index].reshape(-1)
+            for begin, end in itertools.pairwise([0, *ends, flat.numel()]):
+                run = flat[begin:end].clone().view(*[1] * len(parts), -1)
+                data = transform(archive_object(run))
+                offsets = torch.Size([*place, begin])
+                chunks.append(m.ChunkStorageMetadata(offsets=offsets, sizes=run.shape))
+                where = _StorageInfo("__0_0.distcp", len(written), len(data))
+                if descriptors:
+                    where.transform_descriptors = descriptors
+                stored[m.MetadataIndex(name, offsets)] = where
+                written += data
+        size = torch.Size([*parts, math.prod(sizes)])
+        properties = m.TensorProperties(dtype=whole.dtype)
+        described[name] = m.TensorStorageMetadata(properties=properties, size=size, chunks=chunks)
+        shapes[name] = {"nd_reformulated_orig_global_shape": tuple(whole.shape)}
+    metadata = m.Metadata(described, planner_data={name: (name,) for name in tensors}, storage_data=stored)
+    metadata.mcore_data = shapes
+    (folder / "__0_0.distcp").write_bytes(written)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_flat_ranges_of_megatron_s_optimizer_are_parts_of_a_shaped_tensor(tmp_path, packed):
+    transform, descriptors = (lambda data: data), None
+    if packed:
+        zstandard = pytest.importorskip("zstandard")
+        transform, descriptors = zstandard.ZstdCompressor().compress, ["stream.zstd"]
+    tensors = {
+        "exp_avg": (torch.arange(48.0).view(4, 12), (2, 3), [3, 5]),
+        "layers": (torch.arange(60, dtype=torch.bfloat16).view(2, 5, 6), (2, 1, 2), [1, 14]),
+        "bias": (torch.arange(7.0), (1,), [2]),
+    }
+    _write_flat_ranges(tmp_path, tensors, transform, descriptors)
+    snapshot = Snapshot(tmp_path)
+    for name, (whole, *_) in tensors.items():
+        assert snapshot.get_manifest()[f"0/{name}"].shape == tuple(whole.shape)
+        assert torch.equal(snapshot.read_object(f"0/{name}"), whole)
+    assert torch.equal(
+        snapshot.read_object("0/exp_avg", box=[slice(1, 3), slice(3, 9)]), tensors["exp_avg"][0][1:3, 3:9]
+    )
+    live = StateDict({name: torch.full_like(whole, -1) for name, (whole, *_) in tensors.items()})
+    snapshot.restore({"all": live})
+    assert all(torch.equal(live[name], whole) for name, (whole, *_) in tensors.items())
+    assert snapshot.verify()
+    snapshot.convert(tmp_path / "x.safetensors")
+    assert torch.equal(Snapshot(tmp_path / "x.safetensors").read_object("0/layers"), tensors["layers"][0])
+
+
+@pytest.mark.parametrize("shape", [(4, 13), (4,), (4, 6), (0, 12)])
+def test_flat_ranges_of_another_shape_are_refused(tmp_path, shape):
+    _write_flat_ranges(tmp_path, {"x": (torch.arange(48.0).view(4, 12), (2, 3), [3])})
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    metadata.mcore_data["x"]["nd_reformulated_orig_global_shape"] = shape
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CorruptSnapshotError, match="flat ranges of"):
+        Snapshot(tmp_path).get_manifest()

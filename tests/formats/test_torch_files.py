@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from snapshot import CorruptSnapshotError, RestoreError, Snapshot, StateDict, UnsafeObjectError, UnsupportedFormatError
+from snapshot import (
+    CorruptSnapshotError,
+    ModelState,
+    RestoreError,
+    Snapshot,
+    StateDict,
+    UnsafeObjectError,
+    UnsupportedFormatError,
+)
 from snapshot.testing import recording
 from tests.helpers.foreign_states import bits, repacked, same, state, with_numpy
 
@@ -220,3 +228,31 @@ def test_containers_of_all_kinds_keep_their_kind(tmp_path):
     assert found["default"].default_factory is list
     assert found["deque"].maxlen == 5
     assert found["module"]._metadata == value["module"]._metadata
+
+
+def _trained():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.Adam([{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.5}])
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_an_optimizer_saved_by_number_restores_into_a_model_state(tmp_path):
+    model, optimizer = _trained()
+    torch.save({"model": model.state_dict(), "optim": optimizer.state_dict(), "epoch": 3}, tmp_path / "x.pt")
+    live, other = _trained()
+    other.state.clear()
+    report = Snapshot(tmp_path / "x.pt").restore({"t": ModelState(live, other)})
+    assert [(line.kind, line.path) for line in report] == [("unused", "epoch")]
+    for mine, saved in zip(live.parameters(), model.parameters(), strict=True):
+        same(other.state[mine], optimizer.state[saved])
+    assert [group["lr"] for group in other.param_groups] == [0.001, 0.5]
+
+
+def test_numbers_in_other_groups_are_refused(tmp_path):
+    model, optimizer = _trained()
+    torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, tmp_path / "x.pt")
+    with pytest.raises(RestoreError, match=r"in groups of \[2, 2\], and the optimizer has \[4\]"):
+        Snapshot(tmp_path / "x.pt").restore({"t": ModelState(model, torch.optim.Adam(model.parameters()))})

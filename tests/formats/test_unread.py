@@ -60,8 +60,6 @@ NAMED = {
     "package.pt": "a package of torch.package",
     "program.pt2": "a program of torch.export",
     "script.pt": "a TorchScript program",
-    "deepspeed2/global_step0": "a checkpoint of DeepSpeed",
-    "deepspeed3/global_step0": "a checkpoint of DeepSpeed",
     "torch/torch-1.0.1.pt": "a bare pickle, as written by torch.save before torch 1.6",
     "torch/torch-1.5.1.pt": "a bare pickle, as written by torch.save before torch 1.6",
     "torch/script-1.0.1.pt": "a TorchScript program",
@@ -107,9 +105,9 @@ def test_adapters_of_peft_are_opened(files):
         assert [tuple(each.shape) for each in found.values()] == [(1, 4), (4, 1)]
 
 
-@pytest.mark.parametrize("folder", ["deepspeed2", "orbax_plain"])
+@pytest.mark.parametrize("folder", ["orbax_plain"])
 def test_the_folder_of_a_run_names_its_steps(files, folder):
-    step = {"deepspeed2": "global_step0", "orbax_plain": "5"}[folder]
+    step = {"orbax_plain": "5"}[folder]
     with pytest.raises(SnapshotNotFoundError, match=f"of a run, with the steps {step}; open .*/{folder}/{step}$"):
         Snapshot(files / folder).get_manifest()
 
@@ -156,12 +154,8 @@ def test_a_folder_names_what_can_be_opened_in_it(tmp_path, scheme, what):
 
 
 UNREAD = {
-    "universal": (["zero/w/fp32.pt", "mp_rank_00_model_states.pt"], "a checkpoint of DeepSpeed"),
-    "legacy": (["mp_rank_00/model_optim_rng.pt", "mp_rank_01/model_optim_rng.pt"], "Megatron's legacy format"),
-    "pipeline": (["mp_rank_00_000/model_optim_rng.pt"], "Megatron's legacy format"),
+    "optimizer": (["zero_pp_rank_0_mp_rank_00_optim_states.pt"], "a part of a checkpoint of DeepSpeed"),
     "zarr": (["metadata.json", "common.pt", "model.w/.zarray"], "Megatron-core in zarr"),
-    "verl": (["model_world_size_2_rank_0.pt", "model_world_size_2_rank_1.pt"], "rank files of FSDP"),
-    "checkpointing": (["metadata.pkl", "model_0.pt"], "a checkpoint of torch_checkpointing"),
     "llama": (["consolidated.00.pth", "consolidated.01.pth", "params.json"], "parts of one of Meta's models"),
     "paddle": (["model.pdparams"], "a checkpoint of PaddlePaddle"),
     "packed nemo": (["model.nemo"], "a model of NeMo"),

@@ -18,7 +18,11 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from snapshot import CorruptSnapshotError, Snapshot, SnapshotError, StateDict, UnsafeObjectError, UnsupportedFormatError
+from snapshot.tensors.geometry import Split
+from tests.formats.test_deepspeed import write_stand_in
+from tests.formats.test_torch_checkpointing import write_metadata
 from tests.helpers.foreign_states import bits
+from tests.helpers.stand_in_pickles import dtensor, placement, save, tensor_mesh
 from tests.helpers.versions import ALONE
 from tests.hostile.hostile_snapshots import Live, bounded, contents, shown, store
 
@@ -82,8 +86,29 @@ def torchsnapshot_folder(folder):
     return ""
 
 
+def files_of_ranks(folder):
+    for rank in range(2):
+        local = STATE["w"][2:] if rank else STATE["w"][:2]
+        shards = dtensor(local, (3, 4), (placement(Split(0)),), tensor_mesh([0, 1], [rank]))
+        save({"w": shards, "t": STATE["t"], "n": STATE["n"], "own": rank}, folder / f"rank_{rank}.pt")
+    return ""
+
+
 FORMATS = [torch_file, dcp_folder, one_safetensors, index_of_two, index_of_two_archives, torchsnapshot_folder]
-SUMMED = {torch_file, dcp_folder}
+
+
+def deepspeed_folder(folder):
+    write_stand_in(folder)
+    return ""
+
+
+def torch_checkpointing_folder(folder):
+    write_metadata(folder, {"w": (torch.arange(12).view(3, 4), (2,), (Split(0),))})
+    return ""
+
+
+FORMATS += [files_of_ranks, deepspeed_folder, torch_checkpointing_folder]
+SUMMED = {torch_file, dcp_folder, files_of_ranks, deepspeed_folder}
 """Formats that carry checksums, which torch never looks at."""
 
 
