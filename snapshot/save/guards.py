@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import torch
 
+from snapshot.decoding import decode_json
 from snapshot.errors import SuspectStateError
 from snapshot.events import emit, log
 from snapshot.io.system import PerProcess
@@ -73,7 +74,7 @@ def act_on(guards: Guards, found: Sequence[Finding], metadata: msgspec.Raw, url:
         raise SuspectStateError(f"{url}: not committed, since guards is 'refuse':{listed(acting)}", acting)
     if not acting or guards != "suspect":
         return metadata
-    held = msgspec.json.decode(metadata)
+    held = decode_json(metadata, dict[str, Any], "the metadata")
     return msgspec.Raw(msgspec.json.encode({**held, KEY: acting}))
 
 
