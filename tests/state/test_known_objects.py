@@ -189,7 +189,7 @@ def draw(generator):
     return [generator.random(), generator.integers(1 << 20, dtype=np.uint32), generator.standard_normal(), *children]
 
 
-@given(which=st.integers(0, len(MAKERS) - 1), seed=st.integers(0, 2**32 - 1), steps=st.integers(0, 3))
+@given(which=st.integers(0, len(MAKERS) - 1), seed=st.integers(0, 2**32 - 2), steps=st.integers(0, 3))
 def test_a_generator_continues_where_it_was(which, seed, steps):
     generator = MAKERS[which](seed)
     for _ in range(steps):
