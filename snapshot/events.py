@@ -47,7 +47,8 @@ class Event:
     manager sends `tolerated`, with the number of `failures`. It sends `overdue` if `every` has passed twice without a
     commit, with the `step` and a `text`.
 
-    A take sends `guard` for each finding of a guard, with its name as `guard`, and a `text`.
+    A take sends `guard` for each finding of a guard, with its name as `guard`, and a `text`. It sends `guard_failed` if
+    a guard cannot examine a state.
 
     A `Publisher` sends `pruned` with the deleted `versions`, and `full_only` if deltas do not fit into its budget. A
     `Subscriber` sends `pulled`, and `fell_back` for a version that it cannot use. It sends `damaged` for a local

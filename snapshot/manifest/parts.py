@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import xxhash
 
 from snapshot.decoding import decode_json
 from snapshot.errors import CorruptSnapshotError
@@ -86,24 +87,30 @@ class EncodedPart(msgspec.Struct, array_like=True):
 
 def encode_own_part(manifest: Mapping[str, Any]) -> EncodedPart:
     """Encode a rank's own entries. A long part has an index."""
-    data = encode(ManifestPart(dict(manifest)))
-    if len(data) <= INDEXED:
-        return EncodedPart(data, len(manifest))
     names = sorted(manifest)
-    at_once = max(1, len(names) * SEGMENT // (2 * len(data)))
-    texts: list[bytes] = []
+    some = names[:: max(1, len(names) // 256)]
+    size = len(_encoder.encode({name: manifest[name] for name in some})) // max(1, len(some))
+    if len(names) * size <= 4 * INDEXED:  # otherwise a second copy would take memory for nothing
+        data = encode(ManifestPart(dict(manifest)))
+        if len(data) <= INDEXED:
+            return EncodedPart(data, len(manifest))
+    at_once = max(1, SEGMENT // (2 * max(1, size)))
+    pieces: list[bytes] = [_HEAD]
     segments: list[Segment] = []
     position = len(_HEAD)
     for at in range(0, len(names), at_once):
         for first, text in _encode_segments(manifest, names[at : at + at_once]):
             segments.append(Segment(first, position, position + len(text), digest_range(text)))
-            texts.append(text)
+            pieces += [b",", text] if len(segments) > 1 else [text]
             position += len(text) + 1
     index = _encoder.encode(PartIndex(_numbers_of(names), segments))
-    before = b'%s%s},"index":' % (_HEAD, b",".join(texts))
-    body = before + index
-    data = b'%s,"digest":"%s"}' % (body, digest_range(body).encode())
-    return EncodedPart(data, len(manifest), (len(before), len(body), digest_range(index)))
+    pieces += [b'},"index":', index]
+    digest = xxhash.xxh3_128()
+    for each in pieces:  # joined only once, since there may be hundreds of megabytes
+        digest.update(each)
+    length = sum(map(len, pieces))
+    data = b"".join((*pieces, b',"digest":"xxh3:%s"}' % digest.hexdigest().encode()))
+    return EncodedPart(data, len(manifest), (length - len(index), length, digest_range(index)))
 
 
 def _encode_segments(manifest: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[str, bytes]]:

@@ -10,7 +10,7 @@ import ctypes
 import re
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -105,7 +105,7 @@ class Group(NamedTuple):
 def optimizers_of(stateful: Any) -> list[torch.optim.Optimizer]:
     """Return the optimizers of a stateful: itself, or those of a `ModelState`."""
     found = stateful.optimizers if isinstance(stateful, ModelState) else [stateful]
-    return [each for each in found if isinstance(each, torch.optim.Optimizer)]
+    return [each for each in found if isinstance(each, torch.optim.Optimizer) and hasattr(each, "param_groups")]
 
 
 class PathsOfParameters:
@@ -160,7 +160,9 @@ class Roles:
         self.numbers = [
             number
             for number, leaf in enumerate(leaves)
-            if leaf.tensor.numel() > 1 and (leaf.path in parameters or leaf.path.rpartition("/")[0] in states)
+            if members
+            and (leaf.path in parameters or leaf.path.rpartition("/")[0] in states)
+            and leaf.tensor.numel() > 1
         ]
         """The numbers of the leaves that are parameters of the groups, or their moments."""
         self.paths = {leaves[number].path for number in self.numbers}
@@ -391,8 +393,19 @@ class GuardedTake:
         self._groups: list[tuple[Group, torch.optim.Optimizer]] = []
         self._counters: dict[str, int] = {}
         self._entries: Mapping[str, Any] = {}
-        if guards == "off":
+        self._safely(self._examine, app_state, flat, leaves)
+
+    def _safely(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Do a guard's work. An unusual object in the app state must not fail a take."""
+        if self.policy == "off":
             return
+        try:
+            work(*arguments)
+        except Exception as error:  # noqa: BLE001 - the take is more important
+            log.exception("%s: a guard failed, and the take continues", self._url)
+            emit("guard_failed", self._verb, str(self._url), error=error)
+
+    def _examine(self, app_state: Mapping[str, Any], flat: FlatState, leaves: Sequence[Leaf]) -> None:
         known, memory = _key_of(app_state, leaves), self._memory
         if memory.roles is None or memory.roles.known != known:
             memory.roles = Roles(known, app_state, flat, leaves)
@@ -439,8 +452,9 @@ class GuardedTake:
 
     def compare(self, entries: Mapping[str, Any]) -> None:
         """Compare the digests of this take with those of the takes before. `entries`: this rank's, by path."""
-        if self.policy == "off":
-            return
+        self._safely(self._compare, entries)
+
+    def _compare(self, entries: Mapping[str, Any]) -> None:
         self._entries = entries
         if len(self._memory.takes) == 2:
             first, second = self._memory.takes
@@ -474,10 +488,12 @@ class GuardedTake:
 
     def committed(self) -> None:
         """Remember this take, which is committed."""
-        if self.policy != "off":
-            kept = self._entries if len(self._entries) <= REMEMBERED else {}
-            rates = {group.name: _rate_of(group, optimizer) for group, optimizer in self._groups}
-            self._memory.takes.append(Past(self._keys, kept, rates, self._counters))
+        self._safely(self._remember)
+
+    def _remember(self) -> None:
+        kept = self._entries if len(self._entries) <= REMEMBERED else {}
+        rates = {group.name: _rate_of(group, optimizer) for group, optimizer in self._groups}
+        self._memory.takes.append(Past(self._keys, kept, rates, self._counters))
 
     def forget(self) -> None:
         """Release the application's optimizers."""

@@ -200,6 +200,15 @@ def test_a_counter_runs_back(folder):
     assert not finding.acts
 
 
+def test_a_guard_that_fails_does_not_fail_the_take(folder, caplog, monkeypatch):
+    monkeypatch.setattr(guards, "find_nonfinite", lambda *arguments: 1 / 0)
+    model = layers()
+    report = Snapshot.take(folder, {"m": model, "o": adam(model.parameters())}).report
+    assert not report.findings
+    assert "a guard failed, and the take continues" in caplog.text
+    assert Snapshot(folder).verify()
+
+
 # What follows
 
 
