@@ -325,9 +325,8 @@ class Checkpoint:
                 raise ValueError("the files have no weights of the model")
             return
         names += [name for name in entries if name not in module.entries]
-        self._manifest["0/model"] = module.top if module.top is not None and len(names) == module.top.width else None
-        if self._manifest["0/model"] is None:
-            self._manifest["0/model"] = DictEntry([encode_key(name) for name in names])  # type: ignore[misc]
+        same = module.top is not None and names == list(module.entries)
+        self._manifest["0/model"] = module.top if same else DictEntry([encode_key(name) for name in names])  # type: ignore[misc]
         for name in names:
             path = f"0/model/{encode_component(name)}"
             held = {"": entries[name]} if name in entries else module.entries[name]

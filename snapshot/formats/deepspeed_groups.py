@@ -72,9 +72,10 @@ def _cut_group(group: Group, lengths: Sequence[int]) -> dict[str, list[Slice]]:
         for rank in range(bisect_right(ends, place), len(ends)):
             base = ends[rank] - lengths[rank]
             low, high = max(place, base), min(place + numel, ends[rank])
-            if low >= high:
+            if low < high:  # a rank that has only padding has an empty partition
+                found.append(Slice(rank, low - place, low - base, high - low))
+            if ends[rank] >= place + numel:
                 break
-            found.append(Slice(rank, low - place, low - base, high - low))
         made[name] = found
         place += numel + padding
     return made

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import struct
 import zlib
-from collections.abc import Callable, Iterable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -287,9 +288,16 @@ def find_archives(stored: Iterable[Any], files: Files) -> dict[Range, Range]:
 
 
 async def find_faults(
-    storage: Storage, memory: Any, wanted: Iterable[Range], progress: Callable[[int], None]
+    storage: Storage,
+    memory: Any,
+    wanted: Iterable[Range],
+    progress: Callable[[int], None],
+    parts: Mapping[Range, Sequence[tuple[int, int]]] | None = None,
 ) -> tuple[list[str], set[Range]]:
-    """Return a line for each member with a wrong checksum, and the archives without checksums."""
+    """Return a line for each member with a wrong checksum, and the archives without checksums.
+
+    With `parts`, only those members of a long archive are read that have a byte of its ranges.
+    """
     found: list[str] = []
     without: set[Range] = set()
     at_once = asyncio.Semaphore(2)
@@ -298,7 +306,9 @@ async def find_faults(
         location, begin, end = batch[0][0], batch[0][1], batch[-1][2]
         async with at_once, memory.slot(PIECE) as slot:
             if end - begin > PIECE:
-                lines, bare = await _check_long(storage, slot, batch[0], progress)
+                lines, bare = await _check_long(
+                    storage, slot, batch[0], progress, None if parts is None else parts.get(batch[0])
+                )
             else:
                 view = slot.view[: end - begin]
                 await storage.read_into(location, begin, [view])
@@ -343,7 +353,11 @@ def _check_batch(view: memoryview, begin: int, batch: list[Range]) -> tuple[list
 
 
 async def _check_long(
-    storage: Storage, slot: Any, place: Range, progress: Callable[[int], None]
+    storage: Storage,
+    slot: Any,
+    place: Range,
+    progress: Callable[[int], None],
+    parts: Sequence[tuple[int, int]] | None = None,
 ) -> tuple[list[str], list[Range]]:
     location, begin, end = place
     lines: list[str] = []
@@ -351,7 +365,8 @@ async def _check_long(
         archive = await open_archive(storage, location, end, end, begin)
         if not any(each.crc for each in archive.members):
             return [], [place]
-        for each in archive.members:
+        members = archive.members if parts is None else _choose_members(archive, begin, parts)
+        for each in members:
             header = await read_range(storage, location, begin + each.header, begin + each.header + HEADER)
             at, stop = archive.locate(each, header, each.header)
             crc, inflater = 0, _make_inflater(each)
@@ -364,6 +379,24 @@ async def _check_long(
     except (ValueError, zlib.error) as error:
         lines.append(f"{location}[{begin}:{end}] is not an archive: {error}")
     return lines, []
+
+
+def _choose_members(archive: ZipArchive, first: int, parts: Iterable[tuple[int, int]]) -> list[ZipMember]:
+    """Return the members of an archive that have a byte of some ranges of its file, and those of its pickle."""
+    begins, ends = [], list[int]()
+    for begin, end in sorted(parts):  # joined, so that they are in order and apart
+        if ends and begin <= ends[-1]:
+            ends[-1] = max(ends[-1], end)
+        elif begin < end:
+            begins.append(begin)
+            ends.append(end)
+
+    def is_wanted(member: ZipMember) -> bool:
+        low, high = first + member.header, first + archive.ends[member.header]
+        at = bisect_right(ends, low)
+        return (at < len(begins) and begins[at] < high) or member.name.endswith(".pkl")
+
+    return [each for each in archive.members if is_wanted(each)]
 
 
 def _make_inflater(member: ZipMember) -> Any:

@@ -119,16 +119,31 @@ class MemoryClaims:
 # Verification of the checksums in other libraries' archives, before their contents are used.
 
 
-def expect_archive_checksums(session: Session, stored: Iterable[Any], files: Files) -> None:
-    """Raise if stored ranges, or others in the same archives, do not match the archives' checksums."""
-    expect_sound_archives(session, zip_archive.find_archives(stored, files).values())
+def expect_archive_checksums(session: Session, stored: Iterable[Any], files: Files, *, whole: bool = False) -> None:
+    """Raise if stored ranges do not match the archives' checksums, or with `whole`, anything in these archives."""
+    parts = group_by_archive(zip_archive.find_archives(stored, files))
+    expect_sound_archives(session, parts, None if whole else parts)
 
 
-def expect_sound_archives(session: Session, archives: Collection[zip_archive.Range]) -> None:
-    """Raise if the contents of archives do not match their checksums."""
+def group_by_archive(
+    found: Mapping[zip_archive.Range, zip_archive.Range],
+) -> dict[zip_archive.Range, list[tuple[int, int]]]:
+    """Return the stored ranges in each archive."""
+    parts: dict[zip_archive.Range, list[tuple[int, int]]] = {}
+    for (_, begin, end), archive in found.items():
+        parts.setdefault(archive, []).append((begin, end))
+    return parts
+
+
+def expect_sound_archives(
+    session: Session,
+    archives: Collection[zip_archive.Range],
+    parts: Mapping[zip_archive.Range, Sequence[tuple[int, int]]] | None,
+) -> None:
+    """Raise if the contents of archives do not match their checksums; with `parts`, those of the members there."""
     if not archives:
         return
-    faults, _ = run(zip_archive.find_faults(session.storage, session.budget, archives, unmetered))
+    faults, _ = run(zip_archive.find_faults(session.storage, session.budget, archives, unmetered, parts))
     if faults:
         raise CorruptSnapshotError(f"{session.url}: {len(faults)} damaged:{listed(faults)}", faults=faults)
 

@@ -22,7 +22,7 @@ from snapshot.io.session import Session, signer_of
 from snapshot.io.storage import Storage
 from snapshot.io.url import PER_HOST, URL
 from snapshot.loading.left_out import stored_in
-from snapshot.loading.open import expect_files, expect_sound_archives, open_document
+from snapshot.loading.open import expect_files, expect_sound_archives, group_by_archive, open_document
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document, check_tensor, find_locations
@@ -145,17 +145,22 @@ def expect_matches(document: Document, select: Sequence[str], exclude: Sequence[
         raise RestoreError(f"the glob {missing[0]!r} matches nothing in the checkpoint", missing)
 
 
+def select_entries(document: Document, select: Sequence[str], exclude: Sequence[str]) -> dict[str, Any]:
+    """Return the entries of all ranks that are selected, by their paths with a rank."""
+    wanted, unwanted = matcher(select or ["**"]), matcher(exclude)
+    return {
+        path: entry
+        for path, entry in document.manifest.items()
+        if wanted(path.partition("/")[2]) and not unwanted(path.partition("/")[2])
+    }
+
+
 def selected_locations(document: Document, select: Sequence[str], exclude: Sequence[str]) -> set[str]:
     """Return the files to check before a selection is read: all of the snapshot, and the needed ones of its base."""
     found = find_locations(document.manifest, document.files)
     if document.base is None:
         return found
-    wanted, unwanted = matcher(select or ["**"]), matcher(exclude)
-    chosen = {
-        path: entry
-        for path, entry in document.manifest.items()
-        if wanted(path.partition("/")[2]) and not unwanted(path.partition("/")[2])
-    }
+    chosen = select_entries(document, select, exclude)
     return (found & document.own_files.keys()) | find_locations(chosen, document.files)
 
 
@@ -430,9 +435,15 @@ def share_runs(exchange: Exchange, items: Sequence[T], sizes: Sequence[int]) -> 
     return shares
 
 
-def expect_checksums(exchange: Exchange, session: Session, document: Document) -> None:
-    """Raise if stored ranges do not match the checksums of other libraries' archives. Each rank reads a share."""
-    found = zip_archive.find_archives(stored_in(document.manifest), document.files)
-    archives = sorted(set(found.values()))
+def expect_checksums(
+    exchange: Exchange, session: Session, document: Document, manifest: Mapping[str, Any] | None = None
+) -> None:
+    """Raise if the archives of other libraries do not match their checksums. Each rank reads a share.
+
+    With the part of the manifest that is used, only its members of long archives are read.
+    """
+    found = zip_archive.find_archives(stored_in(document.manifest if manifest is None else manifest), document.files)
+    parts = group_by_archive(found)
+    archives = sorted(parts)
     shares = share_whole(exchange, archives, [end - begin for _, begin, end in archives])
-    expect_sound_archives(session, shares[exchange.rank])
+    expect_sound_archives(session, shares[exchange.rank], None if manifest is None else parts)

@@ -70,6 +70,7 @@ from snapshot.transform.call import (
     open_sources,
     places_of,
     seen_by_rank,
+    select_entries,
     selected_locations,
     share_whole,
 )
@@ -833,6 +834,6 @@ def convert_checkpoint(operation: Operation, origin: Location, target: Target, c
     document = map_document(source, found, tensor_map)
     run(expect_files(source, document, selected_locations(document, choice.select, choice.exclude)))
     if choice.verify:
-        expect_checksums(operation.exchange, source, document)
+        expect_checksums(operation.exchange, source, document, select_entries(document, choice.select, choice.exclude))
     report = write_checkpoint(operation, source, document, choice, target, template=template)
     return operation.done(report, "converted", bytes=report.nbytes)

@@ -125,7 +125,9 @@ def copy_files(
         own = [files[number] for number in outputs.share]
         if verify:
             locations = {each.location for each in own}
-            expect_archive_checksums(source, [each for each in stored if each.location in locations], document.files)
+            expect_archive_checksums(
+                source, [each for each in stored if each.location in locations], document.files, whole=True
+            )
         run(_write_files(source, layout, target, meter, files=own, outputs=outputs, overwrite=overwrite))
     finally:
         run(target.close())

@@ -149,6 +149,7 @@ def test_dcp_is_measured_with_each_storage(tmp_path: Path, measured: Callable[..
 @pytest.mark.parametrize(
     ("name", "rows"),
     [
+        ("foreign", {"raw read and write", "snapshot", "snapshot, with moments"}),
         ("formats", {"dcp.load", "snapshot, of dcp", "torch.load(mmap)", "snapshot, of torch", "convert to dcp"}),
         ("load", {"raw read into new memory", "snapshot.load(snapshot)", "safetensors load_file, copied"}),
         ("compression", {"compress", "decompress", "take, zstd", "restore, zstd", "auto"}),

@@ -256,3 +256,20 @@ def test_numbers_in_other_groups_are_refused(tmp_path):
     torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, tmp_path / "x.pt")
     with pytest.raises(RestoreError, match=r"in groups of \[2, 2\], and the optimizer has \[4\]"):
         Snapshot(tmp_path / "x.pt").restore({"t": ModelState(model, torch.optim.Adam(model.parameters()))})
+
+
+def test_a_conversion_compares_the_checksums_of_what_it_selects(tmp_path):
+    state = {name: torch.full((5 << 20,), value, dtype=torch.uint8) for name, value in (("a", 1), ("b", 2))}
+    torch.save(state, tmp_path / "x.pt")
+    data = bytearray((tmp_path / "x.pt").read_bytes())
+    data[data.index(bytes([2]) * 1000)] ^= 1
+    (tmp_path / "x.pt").write_bytes(data)
+    snapshot = Snapshot(tmp_path / "x.pt")
+    snapshot.convert(tmp_path / "a.safetensors", select=["a"])
+    assert torch.equal(Snapshot(tmp_path / "a.safetensors").read_object("0/a"), state["a"])
+    for select in (["b"], []):
+        with pytest.raises(CorruptSnapshotError, match="data/1"):
+            snapshot.convert(tmp_path / "b.safetensors", select=select)
+    with pytest.raises(CorruptSnapshotError, match="data/1"):
+        snapshot.copy(tmp_path / "copy.pt")
+    assert not snapshot.verify()
