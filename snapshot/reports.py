@@ -169,7 +169,7 @@ class BisectReport(Report):
     last_good: int
     """The step before it."""
     faults: tuple[str, ...]
-    """A line for each bad tensor of that step."""
+    """A line for each bad tensor of that step. If none is bad, a line for each that was not judged."""
     examined: tuple[int, ...]
     """The steps that were examined."""
     bytes_read: int

@@ -532,7 +532,8 @@ async def open_for_path(session: Session, path: str, times: int) -> tuple[Docume
     path; after a few times, all of the manifest is read.
     """
     document = await open_main(session)
-    if times <= FEW and any(part.index is not None for part in document.parts):
+    whole = is_rank(path, document.world_size)  # all of a rank, or a key that is a number
+    if not whole and times <= FEW and any(part.index is not None for part in document.parts):
         found = await find_entries(session, document, path)
         if found is not None and has_path(found.manifest, found.world_size, path):
             return found, False

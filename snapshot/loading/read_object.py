@@ -212,7 +212,9 @@ def _find_tree(session: Session, document: Document, path: str) -> tuple[str, di
         while "/" in above:
             above, _, name = above.rpartition("/")
             inner = f"/{name}{inner}"
-            for each in find_rank_paths(manifest, saved, above):
+            number, _, logical = above.partition("/")
+            shared = find_rank_paths(manifest, saved, logical) if is_rank(number, saved) and logical else []
+            for each in (*find_rank_paths(manifest, saved, above), *shared):
                 if is_tree(manifest[each]):
                     full = resolve_path(manifest, saved, above, str(session.url))
                     return _find_in_tree(session, document, full, full + inner)

@@ -143,7 +143,9 @@ def find_first_bad(
     looked = [steps[-1]]
     bad = faults(steps[-1])
     if not bad:
-        return BisectReport(None, steps[-1], (), tuple(looked), reader.nbytes)
+        always = [path for path in reader.entries(steps[0])[1] if (first := reader.look(steps[0], path)) and first.bad]
+        lines = tuple(f"{path}: has NaN or infinity in step-{steps[0]}, too, so it was not judged" for path in always)
+        return BisectReport(None, steps[-1], lines, tuple(looked), reader.nbytes)
     low, high = 0, len(steps) - 1
     while high - low > 1:
         middle = (low + high) // 2

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -386,12 +387,10 @@ class SnapshotManager:
 
     def last_good(self) -> int | None:
         """Return the newest committed step that is not suspect, or None if there is none."""
-        root = self._steps.root
-        committed = run(root.folders()).committed
-        for step in reversed(run(root.on_line(committed))):
-            head = run(root.heads({step: committed[step]}))[step]
-            if isinstance(head, ManifestHead) and not suspicions(head.metadata):
-                return step
+        for step in reversed(self.steps()):
+            with suppress(CorruptSnapshotError, SnapshotNotFoundError):  # damaged, or removed meanwhile
+                if not self.suspect(step):
+                    return step
         return None
 
     def suspect(self, step: int) -> tuple[str, ...]:
@@ -467,7 +466,7 @@ class SnapshotManager:
         cadence = self._cadence
         if not cadence.given:
             raise ValueError("should_take: the manager was created without `every`")
-        late = cadence.overdue(number)
+        late = cadence.overdue(number, busy=self._pendings.busy())
         if late:
             root = self._steps.root.url
             emit("overdue", "take", str(root), step=number, text=late)

@@ -255,7 +255,7 @@ class Fallback:
         """Record a damaged step. If it was removed or replaced meanwhile, list all steps again."""
         if run(self._root.token(step)) == self._token:
             suspect = fault.startswith(SUSPECT)
-            self._passed[step] = fault, not suspect and run(self._root.is_replaceable(step))
+            self._passed[step] = fault, run(self._root.is_replaceable(step))
             self._copies[step] = set() if suspect else run(self._root.copies(step, self._seal))
         else:
             self._candidates = None

@@ -70,14 +70,17 @@ class Schedule:
         """Record a committed step."""
         self._committed, self._promise = step, (step, time.monotonic())
 
-    def overdue(self, step: int) -> str:
-        """Return a warning if nothing was committed in two intervals, and again after each two; '' if all is well."""
-        now = time.monotonic()
+    def overdue(self, step: int, *, busy: bool) -> str:
+        """Return a warning if nothing was committed in two intervals, and again after each two; '' if all is well.
+
+        While a take is running, it has twenty: steps can be much faster than a storage.
+        """
+        now, most = time.monotonic(), 20 if busy else 2
         if self._promise is None:
             self._promise = step, now
         before, at = self._promise
-        late = self.steps is not None and step - before > 2 * self.steps
-        if not late and not (self.seconds is not None and now - at > 2 * self.seconds):
+        late = self.steps is not None and step - before > most * self.steps
+        if not late and not (self.seconds is not None and now - at > most * self.seconds):
             return ""
         self._promise = step, now
         last = "no step was committed" if self._committed is None else f"the last committed step is {self._committed}"

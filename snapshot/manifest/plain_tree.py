@@ -27,6 +27,8 @@ FEWEST = 1000
 """Trees of fewer values have an entry for each value."""
 LONGEST_TREE = 64 << 20
 """Maximum length of a text in bytes, since its values take many times as much memory."""
+MOST_VALUES = 8 << 20
+"""Maximum number of values at one level."""
 DEEPEST_TREE = 100
 """Maximum nesting."""
 
@@ -34,7 +36,7 @@ _TREES = frozenset((list, tuple, dict))
 _PLAIN = frozenset((int, float, str, bool, type(None)))
 PLAIN_KINDS = _TREES | _PLAIN
 """Exact types of the values in a tree."""
-_KEYS = frozenset((int, float, str, bool, type(None)))
+_KEYS = frozenset((int, str, bool, type(None)))
 _LOW, _HIGH = -(1 << 63), (1 << 64) - 1
 """The ints that JSON has as numbers."""
 _encoder = msgspec.json.Encoder()
@@ -78,6 +80,7 @@ def _survey(value: Any) -> bool | None:
     """
     level: list[Any] = [value]
     count, plain = 0, True
+    seen: set[int] = set()
     for _ in range(DEEPEST_TREE):
         kinds = set(map(type, level))
         if not kinds <= PLAIN_KINDS:
@@ -85,26 +88,35 @@ def _survey(value: Any) -> bool | None:
         held: dict[Any, list[Any]] = {
             kind: level if len(kinds) == 1 else [each for each in level if type(each) is kind] for kind in kinds
         }
-        count += sum(len(each) for kind, each in held.items() if kind in _PLAIN)
-        if str in held and max(map(len, held[str])) > LONG:
+        inside = [*map(id, held.get(list, ())), *map(id, held.get(dict, ()))]
+        before = len(seen)
+        seen.update(inside)
+        twice = len(seen) < before + len(inside)  # a container is there twice, or holds itself
+        if twice or len(level) > MOST_VALUES or (str in held and max(map(len, held[str])) > LONG):
             return None
+        count += sum(len(each) for kind, each in held.items() if kind in _PLAIN)
         plain = plain and tuple not in held and all(map(isfinite, held.get(float, ())))
         if int in held:
             plain = plain and min(held[int]) >= _LOW and max(held[int]) <= _HIGH
         if dict in held:
-            keys = list(chain.from_iterable(held[dict]))
-            of_keys = set(map(type, keys))
-            if not of_keys <= _KEYS:
+            strings = _survey_keys(list(chain.from_iterable(held[dict])))
+            if strings is None:
                 return None
-            names = set(keys) if of_keys == {str} else {key for key in keys if type(key) is str}
-            if GROUPS in names or max(map(len, names), default=0) > LONG:
-                return None
-            plain = plain and of_keys <= {str} and not any(name.startswith("$") for name in names)
+            plain = plain and strings
         inner = [each.values() for each in held.get(dict, ())]
         level = list(chain.from_iterable((*held.get(list, ()), *held.get(tuple, ()), *inner)))
         if not level:
             return plain if count >= FEWEST else None
     return None
+
+
+def _survey_keys(keys: list[Any]) -> bool | None:
+    """Return True if JSON has all keys, False if some must be marked, and None if a tree must not have them."""
+    kinds = set(map(type, keys))
+    names = set(keys) if kinds == {str} else {key for key in keys if type(key) is str}
+    if not kinds <= _KEYS or GROUPS in names or max(map(len, names), default=0) > LONG:
+        return None
+    return kinds <= {str} and not any(name.startswith("$") for name in names)
 
 
 GROUPS = "param_groups"

@@ -29,7 +29,7 @@ from snapshot.manifest.paths import encode_component
 from snapshot.manifest.values import IntEntry
 from snapshot.state.leaves import FlatState, Leaf
 from snapshot.state.model_state import ModelState, find_local_tensor, list_parameters
-from snapshot.tensors.memory import wrap_memory
+from snapshot.tensors.memory import BY_NAME, wrap_memory
 from snapshot.text import counted, listed
 
 Guards = Literal["report", "warn", "suspect", "refuse", "off"]
@@ -148,15 +148,20 @@ class Roles:
         self.known = known
         self.groups: list[Group] = []
         self.findings: list[Finding] = []
+        self.strangers: list[tuple[str, tuple[str, int, int], str]] = []
+        """Optimizers whose parameters were not found, with the beginning of the paths of their state."""
         paths = PathsOfParameters(app_state, flat)
         for key, stateful in app_state.items():
             for number, optimizer in enumerate(optimizers_of(stateful)):
                 made = self._list_groups(optimizer, (key, number), paths, named=isinstance(stateful, ModelState))
                 self.groups += made
-                held = sum(len(group["params"]) for group in optimizer.param_groups)
-                if paths.any_module and held and not any(group.members for group in made):
-                    text = f"{key}: none of its {counted(held, 'parameter')} is of a module in the app state"
-                    self.findings.append(Finding("missing", text))
+                held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+                if held and not any(group.members for group in made):
+                    self.strangers.append((key, made[0].place, f"{encode_component(key)}/"))
+                    if paths.any_module:
+                        text = f"{key}: none of its {counted(len(held), 'parameter')} is of a module in the app state"
+                        acts = not _has_others(app_state) and _is_twin(held, app_state)
+                        self.findings.append(Finding("missing" if acts else "elsewhere", text))
         members = [each for group in self.groups for each in group.members]
         parameters, states = {each.path for each in members}, {each.state for each in members}
         self.numbers = [
@@ -183,13 +188,28 @@ class Roles:
         for number, group in enumerate(optimizer.param_groups):
             members = []
             for position, parameter in enumerate(group["params"]):
-                path = paths.find(parameter)
+                path = paths.find(parameter) if parameter.requires_grad else None
                 if path is not None and (not named or path.count("/") > 1):
                     state = below + (path.split("/", 2)[2] if named else str(count))
                     members.append(Member(path, state, position))
                 count += 1
             made.append(Group(f"{place[0]} group {number}", (*place, number), members))
         return made
+
+
+def _has_others(app_state: Mapping[str, Any]) -> bool:
+    """Return True if an app state has objects that may hold the parameters in a form of their own."""
+    known = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, ModelState, dict)
+    others = [each for each in app_state.values() if not isinstance(each, known)]
+    return any(hasattr(each, "parameters") or not type(each).__module__.startswith("snapshot.") for each in others)
+
+
+def _is_twin(parameters: Sequence[torch.Tensor], app_state: Mapping[str, Any]) -> bool:
+    """Return True if a module has parameters of the same shapes and dtypes: probably a copy of the trained one."""
+    wanted = sorted((str(each.shape), str(each.dtype)) for each in parameters)
+    modules = (each.model if isinstance(each, ModelState) else each for each in app_state.values())
+    found = (each for each in modules if isinstance(each, torch.nn.Module))
+    return any(sorted((str(p.shape), str(p.dtype)) for p in each.parameters()) == wanted for each in found)
 
 
 def _is_counter(path: str) -> bool:
@@ -334,15 +354,14 @@ REMEMBERED = 20_000
 class Past(NamedTuple):
     """An earlier take of a run."""
 
-    keys: frozenset[str]
     entries: Mapping[str, Any]
-    rates: dict[str, float]
+    rates: dict[tuple[str, int, int], float]
     counters: dict[str, int]
 
 
 _path = attrgetter("path")
-_DIGITS = re.compile(r"\d+(?=[^/]*$)")
-"""Numbers in the last part of a URL. Takes whose URLs differ only in them are of one run."""
+_DIGITS = re.compile(r"\d+(?=[^/]*(/[^/]*)?$)")
+"""Numbers in the last two parts of a URL. Takes whose URLs differ only in them are of one run."""
 
 
 class RunMemory:
@@ -350,6 +369,8 @@ class RunMemory:
 
     def __init__(self) -> None:
         self.turn = 0
+        self.keys: frozenset[str] = frozenset()
+        """The keys of the last take, even if it was refused. So a key that is left out on purpose is missed once."""
         self.takes: deque[Past] = deque(maxlen=2)
         self.roles: Roles | None = None
 
@@ -453,12 +474,13 @@ class GuardedTake:
 
     def _examine_keys(self) -> None:
         """Look for statefuls that the take before had, and for counters that ran back."""
+        gone, known = sorted(self._memory.keys - self._keys), self._memory.keys & self._keys
+        self._memory.keys = self._keys
+        if gone and known:
+            self._add([Finding("missing", f"{', '.join(gone)}: was in the app state of the take before")])
         if not self._memory.takes:
             return
         before = self._memory.takes[-1]
-        gone = sorted(before.keys - self._keys)
-        if gone:
-            self._add([Finding("missing", f"{', '.join(gone)}: was in the app state of the take before")])
         for path, value in self._counters.items():
             if value < before.counters.get(path, value):
                 text = f"{path} is {value:,}, and was {before.counters[path]:,} in the take before"
@@ -518,15 +540,28 @@ class GuardedTake:
         self._entries = entries
         if len(self._memory.takes) == 2:
             first, second = self._memory.takes
-            found = (self._examine_group(group, optimizer, first, second) for group, optimizer in self._groups)
+            found = [self._examine_group(group, optimizer, first, second) for group, optimizer in self._groups]
+            found += [self._examine_stranger(key, below, first, second) for key, _, below in self._roles.strangers]
             self._add([each for each in found if each is not None])
+
+    def _examine_stranger(self, key: str, below: str, first: Past, second: Past) -> Finding | None:
+        """Return a finding if nothing but an optimizer of unknown parameters changed over three takes."""
+        states = first.entries, second.entries, self._entries
+        tensors = {path for path, entry in self._entries.items() if _digests_of(entry) and _is_floating(entry)}
+        others = {path for path in tensors if not path.startswith(below)}
+        if not others or not all(_is_equal(path, *states) for path in others):
+            return None
+        if not any(_has_moved(path.rpartition("/")[0], *states) for path in tensors - others):
+            return None
+        text = f"{key}: its moments changed in three takes, and no tensor of the rest of the app state did"
+        return Finding("stale", text)
 
     def _examine_group(
         self, group: Group, optimizer: torch.optim.Optimizer, first: Past, second: Past
     ) -> Finding | None:
         """Return a finding if a group did not change over three takes, though its optimizer moved."""
         states = first.entries, second.entries, self._entries
-        rates = [_rate_of(group, optimizer), *(each.rates.get(group.name, 0.0) for each in (first, second))]
+        rates = [_rate_of(group, optimizer), *(each.rates.get(group.place, 0.0) for each in (first, second))]
         if min(rates) <= 0:
             return None
         held = []
@@ -552,8 +587,8 @@ class GuardedTake:
 
     def _remember(self) -> None:
         kept = self._entries if len(self._entries) <= REMEMBERED else {}
-        rates = {group.name: _rate_of(group, optimizer) for group, optimizer in self._groups}
-        self._memory.takes.append(Past(self._keys, kept, rates, self._counters))
+        rates = {group.place: _rate_of(group, optimizer) for group, optimizer in self._groups}
+        self._memory.takes.append(Past(kept, rates, self._counters))
 
     def forget(self) -> None:
         """Release the application's optimizers."""
@@ -565,7 +600,11 @@ def _is_aligned(leaf: Leaf) -> bool:
 
 
 def _rate_of(group: Group, optimizer: torch.optim.Optimizer) -> float:
-    return float(optimizer.param_groups[group.place[2]].get("lr", 0.0))
+    """Return a group's learning rate; 0.0 if it has none that is a number."""
+    try:
+        return float(optimizer.param_groups[group.place[2]].get("lr", 0.0))
+    except (TypeError, ValueError, RuntimeError):
+        return 0.0
 
 
 def _digests_of(entry: Any) -> Any:
@@ -573,6 +612,10 @@ def _digests_of(entry: Any) -> Any:
         found = [stored.digest for _, stored in entry.pieces()]
         return None if None in found else found
     return None
+
+
+def _is_floating(entry: Any) -> bool:
+    return bool(BY_NAME[entry.dtype].is_floating_point)
 
 
 def _is_equal(path: str, *states: Mapping[str, Any]) -> bool:
@@ -597,8 +640,10 @@ def _would_change(group: Group, optimizer: torch.optim.Optimizer, member: Member
     value = find_local_tensor(parameter).detach()
     state = optimizer.state.get(parameter)
     update = _expect_update(settings, state) if isinstance(state, Mapping) else None
-    if update is None or update.shape != value.shape or not value.numel():
+    if update is None or update.shape != value.shape or value.numel() < 2:
         return False
+    if bool((value == value.view(-1)[0] if value.is_contiguous() else value == value.max()).all()):
+        return False  # at a bound of a clamp, for example
     return bool((update > 2 * torch.finfo(value.dtype).eps * value.abs().float()).float().mean() > 0.5)
 
 

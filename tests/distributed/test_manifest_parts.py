@@ -257,6 +257,7 @@ def test_one_object_of_a_long_manifest_is_found_by_the_index(tmp_path):
     assert _read(tmp_path / "s", "t")[0]["rank"] == 0
     with pytest.raises(RestoreError, match=r"l7/x.*did you mean"):
         _read(tmp_path / "s", "t/layers/l7/x")
+    assert list(_read(tmp_path / "s", "0")[0]) == ["t"]
     snapshot = Snapshot(tmp_path / "s")
     assert [snapshot.read_object(f"t/layers/l{i}/n") for i in range(50)] == list(range(50))
     assert snapshot.verify()
@@ -295,3 +296,14 @@ def test_damage_of_an_index_or_a_segment_is_an_error(tmp_path, where):
         path.write_bytes(data)
     with pytest.raises(CorruptSnapshotError, match="missing" if where == "missing" else f"{where}.*digest"):
         Snapshot(tmp_path / "s").read_object("t/layers/l7/n")
+
+
+def test_a_key_that_is_a_number_is_read_as_without_an_index(tmp_path):
+    app = {"0": StateDict(a=torch.ones(3)), "t": tall()}
+    with indexed_manifests():
+        Snapshot.take(tmp_path / "s", app)
+    whole = Snapshot(tmp_path / "s")
+    whole.get_manifest()
+    for name in ("0", "0/0", "0/t/rank", "0/0/a"):
+        expected, found = whole.read_object(name), Snapshot(tmp_path / "s").read_object(name)
+        assert str(found) == str(expected)

@@ -279,6 +279,7 @@ def test_equal_trees_of_plain_values_are_stored_once_and_any_number_of_ranks_has
     assert not entries["0/s/own"].replicated
     assert Snapshot(f"{folder}/t").read_object("1/s/own/7") == 1
     assert Snapshot(f"{folder}/t").read_object("s/equal/7") == 7
+    assert Snapshot(f"{folder}/t").read_object("1/s/equal/7") == 7
     with pytest.raises(RestoreError, match="rank"):
         Snapshot(f"{folder}/t").read_object("s/own/7")
     alone = StateDict(equal=[], own=[])

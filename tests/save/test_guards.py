@@ -173,7 +173,8 @@ def test_a_copy_of_the_model_is_saved(folder):
     model = layers()
     optimizer = adam(model.parameters())
     app = {"m": copy.deepcopy(model), "o": optimizer}
-    assert takes(folder, app, lambda number: step(model, optimizer))[-1] == ["missing"]
+    found = takes(folder, app, lambda number: step(model, optimizer))
+    assert found == [["missing"], ["missing"], ["missing", "stale"], ["missing", "stale"]]
 
 
 def test_the_optimizer_was_made_before_the_model_was_replaced(folder):
@@ -305,3 +306,84 @@ def test_if_all_steps_are_suspect_the_error_says_what_to_do(tmp_path):
 @pytest.mark.parametrize("name", TRAININGS)
 def test_an_ordinary_training_is_not_suspect(folder, name):
     assert list(alarms(name, folder, 11)) == []
+
+
+def clamped():
+    """A parameter at its bound, as CLIP's temperature."""
+    model = nn.Linear(8, 8)
+    model.scale = nn.Parameter(torch.full((3,), 4.6))
+    optimizer = adam([{"params": model.scale}, {"params": [model.weight, model.bias]}])
+
+    def between(number):
+        (model.weight.sum().square() - model.scale.sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model.scale.clamp_(0, 4.6)
+
+    return {"m": model, "o": optimizer}, between
+
+
+def test_a_parameter_at_its_bound_is_not_stale(folder):
+    app, between = clamped()
+    assert not any(takes(folder, app, between, times=6))
+
+
+@pytest.mark.parametrize("rate", [None, [0.1], "x"])
+def test_a_learning_rate_that_is_no_number(folder, rate):
+    model = layers()
+    optimizer = adam(model.parameters())
+    step(model, optimizer)
+    optimizer.param_groups[0]["lr"] = rate
+    assert takes(folder, {"m": model, "o": optimizer}, lambda number: None) == [[], [], [], []]
+
+
+def test_a_mask_that_is_a_frozen_parameter(folder):
+    model = nn.Linear(8, 8)
+    model.mask = nn.Parameter(torch.full((8, 8), -math.inf).triu(1), requires_grad=False)
+    assert not Snapshot.take(folder, {"m": model, "o": adam(model.parameters())}, guards="refuse").report.findings
+
+
+def test_masters_of_another_dtype_are_only_reported(folder):
+    model = nn.Linear(8, 8).to(torch.bfloat16)
+    masters = [nn.Parameter(each.detach().float()) for each in model.parameters()]
+    [finding] = Snapshot.take(folder, {"m": model, "o": adam(masters)}, guards="refuse").report.findings
+    assert (finding.guard, finding.acts) == ("elsewhere", False)
+
+
+def test_a_stateful_that_is_left_out_on_purpose_is_refused_once(folder):
+    a, b = nn.Linear(2, 2), nn.Linear(2, 2)
+    Snapshot.take(f"{folder}/step-1", {"a": a, "b": b}, guards="refuse")
+    with pytest.raises(SuspectStateError, match="b: was in the app state"):
+        Snapshot.take(f"{folder}/step-2", {"a": a}, guards="refuse")
+    Snapshot.take(f"{folder}/step-3", {"a": a}, guards="refuse")
+    Snapshot.take(f"{folder}/net-4", {"b": b}, guards="refuse")
+
+
+class Cached:
+    """A stateful that returns the same copy again and again."""
+
+    def __init__(self, model):
+        self.held = copy.deepcopy(model.state_dict())
+
+    def state_dict(self):
+        return self.held
+
+    def load_state_dict(self, state):
+        self.held = state
+
+
+def test_a_cached_copy_of_the_weights_is_stale(folder):
+    model = layers()
+    optimizer = adam(model.parameters())
+    found = takes(folder, {"m": Cached(model), "o": optimizer}, lambda number: step(model, optimizer))
+    assert found == [[], [], ["stale"], ["stale"]]
+
+
+def test_a_run_that_continues_before_suspect_steps_replaces_them(tmp_path):
+    for manager, app in _run(tmp_path / "r", None):
+        assert manager.restore_latest(app) == 2
+        for number in (3, 4):
+            manager.take(number, app)
+        assert manager.last_good() == 4
+        assert manager.suspect(3) == ()

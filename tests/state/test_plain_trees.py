@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from snapshot import CorruptSnapshotError, RestoreError, Snapshot, StateDict, Target
+from snapshot import CorruptSnapshotError, RestoreError, Snapshot, SnapshotError, StateDict, Target
 from snapshot.manifest.plain_tree import DEEPEST_TREE, FEWEST, decode_tree, encode_tree
 
 KEYS = st.one_of(st.text(max_size=6), st.sampled_from(("$tuple", "$", "$dict")))
@@ -22,7 +22,7 @@ ATOMS = st.one_of(
     st.builds(lambda bits: struct.unpack("d", struct.pack("Q", bits))[0], st.integers(0, (1 << 64) - 1)),
     KEYS,
 )
-OTHER_KEYS = st.one_of(st.integers(), st.booleans(), st.none(), st.floats(allow_nan=False), st.text(max_size=3))
+OTHER_KEYS = st.one_of(st.integers(), st.booleans(), st.none(), st.text(max_size=3))
 TREES = st.recursive(
     ATOMS,
     lambda inner: st.one_of(
@@ -34,6 +34,9 @@ TREES = st.recursive(
     max_leaves=20,
 )
 ROWS = [{"id": i, "name": f"row/{i}", "score": i / 3, "ok": i % 2 == 0, "tags": [None, (i, "a")]} for i in range(500)]
+
+
+SHARED = [1, 2]
 
 
 def exact(value):
@@ -110,6 +113,8 @@ def deep(levels):
         [*range(FEWEST), {1, 2}],
         [*range(FEWEST), b"bytes"],
         [*range(FEWEST), {"param_groups": [1]}],
+        [*range(FEWEST), {0.5: 1}],
+        [*range(FEWEST), *[SHARED] * 2],
         deep(DEEPEST_TREE),
     ],
 )
@@ -216,3 +221,25 @@ def test_an_optimizers_groups_keep_their_entries(tmp_path):
     Snapshot(tmp_path / "s").restore({"optim": other})
     assert other.param_groups[0]["lr"] == 0.5
     assert f"0/optim/param_groups/0/params/{FEWEST}" in Snapshot(tmp_path / "s").get_manifest()
+
+
+@pytest.mark.parametrize("link", ["list", "dict"])
+def test_a_container_that_holds_itself_is_an_error_at_once(tmp_path, link):
+    held = [*range(2000)] if link == "list" else {"n": 1, "more": list(range(2000))}
+    if link == "list":
+        held.append([held, held, held])
+    else:
+        held["parent"] = {"children": [held, held]}
+    with pytest.raises(SnapshotError, match="holds itself"):
+        Snapshot.take(tmp_path / "s", {"s": StateDict(v=held)})
+
+
+def test_dcp_loads_values_of_a_tree(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    from snapshot.interop.dcp import SnapshotReader
+
+    Snapshot.take(tmp_path / "s", {"n": StateDict(x=[{"i": i} for i in range(1200)])})
+    state = {"n": {"x": [{"i": 0} for _ in range(1200)]}}
+    dcp.load(state, storage_reader=SnapshotReader(str(tmp_path / "s")), no_dist=True)
+    assert [each["i"] for each in state["n"]["x"]] == list(range(1200))

@@ -41,6 +41,7 @@ from snapshot.io.system import gc_paused
 from snapshot.io.url import URL
 from snapshot.loading.live import Binding
 from snapshot.loading.open import expect_files, open_document, read_from
+from snapshot.loading.read_object import expand_trees
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import OWN_FORMATS, Document, check_tensor, check_tree, find_locations
@@ -143,6 +144,7 @@ class SnapshotReader(StorageReader):
         url = self._url() if rank is None else self._url().join(rank_folder(rank))
         with self._session(url) as session, gc_paused():
             document = run(open_document(session))
+            expand_trees(session, document, document.manifest)
             self._opened = opened = _opened(url, document)
             meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=document.save_id, load_id=self.load_id)
             return Metadata(_described(opened), opened.names.planner_data, None, meta)
