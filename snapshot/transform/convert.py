@@ -211,14 +211,16 @@ class StagedFiles:
                     f"{self._storage.url.join(name)}: belongs to a checkpoint of another format, which would be read "
                     "instead; convert to another folder"
                 )
-        for name in dict.fromkeys((*self.names, *self._markers)):
-            with suppress(StorageNotFoundError):
-                self._standing[name] = (await self._storage.stat(name)).token
+        await gather_limited(dict.fromkeys((*self.names, *self._markers)), self._look, AT_ONCE)
         if self._standing and not overwrite:
-            first = next(iter(self._standing))
+            first = next(name for name in (*self.names, *self._markers) if name in self._standing)
             raise SnapshotExistsError(f"{self._storage.url.join(first)}: exists already").with_cure(
                 "convert to another path, or pass overwrite=True"
             )
+
+    async def _look(self, name: str) -> None:
+        with suppress(StorageNotFoundError):
+            self._standing[name] = (await self._storage.stat(name)).token
 
     async def write(
         self,
