@@ -84,7 +84,7 @@ from snapshot.transform.target import (
     without_classes,
     write_as_snapshot,
 )
-from snapshot.transform.universal_target import LATEST, plan_universal
+from snapshot.transform.universal_target import LATEST, StandIns, plan_universal
 
 # Names of tensors in files that hold only tensors: safetensors, and the dict that `snapshot.load` returns.
 
@@ -383,6 +383,8 @@ class Export:
         self._source = source
         self._document = document
         self._choice = choice
+        self._tied: dict[str, Any] = {}
+        """The placeholders of tensors that were seen in the present archive."""
         self._objects = Objects(source, document, allow_pickle=choice.allow_pickle, verify=choice.verify)
         view = seen_by_rank(document, choice.select, choice.exclude, choice.rename)
         self._entries = view.entries
@@ -517,19 +519,14 @@ class Export:
         plan.changed += self._changes_in_torch()
         state, stands = self._stand_in_state()
 
-        def read(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            paths = [stands[id(each)][1] for each in tensors]
-            found = self._objects.read({path: self._entries[path] for path in paths})
-            return [found[path] for path in paths]
+        def read(paths: Sequence[str]) -> dict[str, Any]:
+            return self._objects.read({path: self._entries[path] for path in paths})
 
-        def place_of(tensor: torch.Tensor) -> str:
-            entry = stands[id(tensor)][2]
-            return repr((places_of(entry), entry.dtype, entry.shape)) if math.prod(entry.shape) else f"{id(tensor)}"
-
-        made = plan_universal(state, self._source.url, place_of, read)
+        made = plan_universal(state, self._source.url, stands, read)
         plan.left_out += made.left_out
         for name, value, dtype in made.files:
-            self._tied, first = {}, len(plan.leaves)
+            self._tied = {}
+            first = len(plan.leaves)
 
             def absent(tensor: torch.Tensor, dtype: str | None = dtype) -> torch_save.AbsentTensor | None:
                 return self._absent(plan, *stands[id(tensor)][1:], dtype) if id(tensor) in stands else None
@@ -588,7 +585,7 @@ class Export:
 
     def _state(self, tensor: Callable[[str, Any], Any]) -> Any:
         """Return the nested state, with placeholders for its tensors."""
-        self._tied: dict[str, Any] = {}
+        self._tied = {}
         values = self._objects.read({path: entry for path, entry in self._entries.items() if is_leaf_value(entry)})
         values |= {path: tensor(path, entry) for path, entry in self._entries.items() if isinstance(entry, e.TENSORS)}
         bare = find_root(self._document) is None and self._document.format == "torch.save"
@@ -598,9 +595,9 @@ class Export:
         below = {f"0/{path}": entry for path, entry in self._entries.items()}
         return inflate_tree("0", {"0": root, **below}, {f"0/{path}": value for path, value in values.items()})
 
-    def _stand_in_state(self) -> tuple[Any, dict[int, tuple[torch.Tensor, str, e.AnyTensor]]]:
-        """Return the nested state with tensors without bytes; by their ids these tensors, their paths and entries."""
-        stands: dict[int, tuple[torch.Tensor, str, e.AnyTensor]] = {}
+    def _stand_in_state(self) -> tuple[Any, StandIns]:
+        """Return the nested state, with tensors that have no bytes."""
+        stands: StandIns = {}
 
         def stand(path: str, entry: e.AnyTensor) -> torch.Tensor:
             made = torch.empty(entry.shape, dtype=BY_NAME[self._choice.cast_dtype(entry.dtype)], device="meta")

@@ -12,7 +12,9 @@ import torch
 from snapshot.errors import UnsupportedFormatError
 from snapshot.formats.deepspeed_groups import WEIGHTS
 from snapshot.formats.deepspeed_universal import MODEL, MODEL_OF_STAGE_3, OPTIMIZER
+from snapshot.manifest import entries as e
 from snapshot.text import listed
+from snapshot.transform.call import places_of
 
 LATEST = "latest_universal"
 VERSION = "0.19.8"
@@ -22,6 +24,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 """States that DeepSpeed expects of each parameter."""
 _STEP = "step"
 _STATE = re.compile(r"\w{1,100}", re.ASCII)
+_NOT_FOLDERS = frozenset({"", ".", "..", OPTIMIZER.rpartition("/")[2]})
 _MOST_STEPS = 1 << 53
 _DEEPEST = 4
 """The depth in a state at which an optimizer is found."""
@@ -31,7 +34,9 @@ _OWN = frozenset(
 )
 """Keys of DeepSpeed that describe its own tensors."""
 
-Read = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+StandIns = dict[int, tuple[torch.Tensor, str, e.AnyTensor]]
+"""Tensors without bytes in a state, with their paths and entries, by the ids of these tensors."""
+Read = Callable[[Sequence[str]], Mapping[str, torch.Tensor]]
 
 
 class NewFile(NamedTuple):
@@ -68,14 +73,14 @@ class _Found(NamedTuple):
         return self.above[self.key]["param_groups"]  # type: ignore[no-any-return]
 
 
-def plan_universal(state: Any, where: object, place_of: Callable[[torch.Tensor], object], read: Read) -> UniversalFiles:
-    """Plan the files for a state whose tensors are not in memory.
+def plan_universal(state: Any, where: object, stands: StandIns, read: Read) -> UniversalFiles:
+    """Plan the files for a state.
 
     Args:
-        state: The state.
+        state: The state. Most of its tensors are not in memory.
         where: The source, for errors.
-        place_of: Returns where a tensor is stored. Tied weights are stored at one place.
-        read: Returns small tensors, read from the source.
+        stands: The tensors that are not in memory.
+        read: Returns small tensors, read from their paths in the source.
     """
     found = _find_optimizer(state, where)
     names = [name for group in found.groups for name in group["params"]]
@@ -88,25 +93,22 @@ def plan_universal(state: Any, where: object, place_of: Callable[[torch.Tensor],
         used.add("module")
     states = found.above[found.key]["state"]
     _expect_states(weights, states, names, where)
-    small = _read_small(found.groups, states, names, where, read)
+    small = _read_small(found.groups, states, where, stands, read)
     steps = _steps_of_groups(found.groups, states, small, where)
 
     rest = _without(state, found.path, used)
     left_out = [f"{name}: DeepSpeed has its own value of this name" for name in rest if name in _OWN]
     counted = rest.get("global_steps")
-    done = counted if type(counted) is int else max(map(int, steps), default=0)
+    done = int(counted if type(counted) is int and _is_step(counted) else max(steps))
     tag = f"global_step{done}_universal"
-    owners = {place_of(weights[name]): name for name in names}
-    shared = {
-        name: owners[place]
-        for name, each in weights.items()
-        if isinstance(each, torch.Tensor) and (place := place_of(each)) in owners and owners[place] != name
-    }
+    places = {name: _place_of(each, stands) for name, each in weights.items() if isinstance(each, torch.Tensor)}
+    owners = {places[name]: name for name in names}
+    tied = {name for name, place in places.items() if place in owners} - set(names)
     skipped = rest.get("skipped_steps")
     head = {
         **{name: value for name, value in rest.items() if name not in _OWN},
         "param_shapes": [{name: weights[name].shape for name in group["params"]} for group in found.groups],
-        "shared_params": {alias: name for alias, name in shared.items() if alias not in names},
+        "shared_params": {alias: owners[place] for alias, place in places.items() if alias in tied},
         "global_steps": done,
         "skipped_steps": skipped if type(skipped) is int else 0,
         "dp_world_size": 1,
@@ -131,6 +133,14 @@ def plan_universal(state: Any, where: object, place_of: Callable[[torch.Tensor],
 
 def _wrap(tensor: torch.Tensor) -> dict[str, Any]:
     return {"param": tensor, "cat_dim": 0}
+
+
+def _place_of(tensor: torch.Tensor, stands: StandIns) -> object:
+    """Return where a tensor is stored. Tied weights are stored at one place."""
+    if id(tensor) not in stands or not tensor.numel():
+        return id(tensor)
+    entry = stands[id(tensor)][2]
+    return repr((places_of(entry), entry.dtype, entry.shape))
 
 
 def _name_of(dtype: torch.dtype) -> str:
@@ -185,7 +195,7 @@ def _expect_names(names: Sequence[Any], where: object) -> None:
             f"{where}: the optimizer's parameters must have names for DeepSpeed, as ModelState saves them, got "
             "numbers; restore it into ModelState(model, optimizer), and save that"
         )
-    wrong = [repr(name[:100]) for name in names if not name or name in (".", "..") or re.search(r"[/\\\0]", name)]
+    wrong = [repr(name[:100]) for name in names if name in _NOT_FOLDERS or re.search(r"[/\\\0]", name)]
     if wrong:
         raise UnsupportedFormatError(f"{where}: names of parameters must be those of folders:{listed(wrong)}")
     if not names or len(set(names)) < len(names):
@@ -245,17 +255,19 @@ def _without(state: Mapping[Any, Any], path: Sequence[str], keys: set[str]) -> d
 def _read_small(
     groups: Sequence[Mapping[str, Any]],
     states: Mapping[str, Mapping[str, Any]],
-    names: Sequence[str],
     where: object,
+    stands: StandIns,
     read: Read,
 ) -> dict[int, torch.Tensor]:
     """Return tensors of one element, by the ids of those that are not in memory: steps, and values of groups."""
-    steps = [states[name][_STEP] for name in names]
+    steps = [states[name][_STEP] for group in groups for name in group["params"]]
     values = [value for group in groups for value in group.values()]
     wanted = [each for each in (*steps, *values) if isinstance(each, torch.Tensor)]
     if any(each.numel() != 1 for each in wanted):
         raise UnsupportedFormatError(f"{where}: steps and values of the optimizer's groups must be of one element")
-    return dict(zip(map(id, wanted), read(wanted), strict=True))
+    paths = {id(each): stands[id(each)][1] for each in wanted if id(each) in stands}
+    held = read(list(paths.values()))
+    return {number: held[path] for number, path in paths.items()}
 
 
 def _steps_of_groups(
@@ -269,8 +281,11 @@ def _steps_of_groups(
     for number, group in enumerate(groups):
         steps = {name: small.get(id(step := states[name][_STEP]), step) for name in group["params"]}
         first = next(iter(steps.values()))
-        if not isinstance(first, (torch.Tensor, int, float)) or not 0 <= float(first) < _MOST_STEPS:
-            raise UnsupportedFormatError(f"{where}: the step must be a number up to 2**53, got {first!r:.100}")
+        for name, step in steps.items():
+            if not _is_step(step):
+                raise UnsupportedFormatError(
+                    f"{where}: the step of {name} must be a number up to 2**53, got {str(step)[:100]}"
+                )
         if wrong := [f"{name}: {float(step)}" for name, step in steps.items() if step != first]:
             raise UnsupportedFormatError(
                 f"{where}: all parameters of a group must have one step for DeepSpeed, which is {float(first)} in "
@@ -278,6 +293,13 @@ def _steps_of_groups(
             )
         made.append(first)
     return made
+
+
+def _is_step(value: Any) -> bool:
+    try:
+        return isinstance(value, (torch.Tensor, int, float)) and 0 <= float(value) < _MOST_STEPS
+    except (OverflowError, RuntimeError, TypeError):  # such as a complex tensor
+        return False
 
 
 def _encode_optimizer(

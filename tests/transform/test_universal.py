@@ -6,8 +6,10 @@ import zipfile
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -137,6 +139,22 @@ def test_a_checkpoint_of_deepspeed_becomes_universal(files, tmp_path, name):
         assert found[key] == before[key]
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # DCP of torch 2.10
+def test_a_checkpoint_of_dcp_becomes_universal(tmp_path):
+    model, optimizer = trained()
+    weights, states = get_state_dict(model, optimizer)
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save({"app": {"model": weights, "optim": states}, "epoch": 3}, checkpoint_id=tmp_path / "d")
+    Snapshot(tmp_path / "d").convert(Target(tmp_path / "u", TO))
+    found = Snapshot(tmp_path / "u").read_object("0")
+    assert len(states["state"]) == 4
+    for name, state in states["state"].items():
+        same(found["model"][name], weights[name].detach())
+        same(found["optim"]["state"][name], {key: state[key] for key in found["optim"]["state"][name]})
+    assert found["optim"]["param_groups"] == states["param_groups"]
+    assert found["epoch"] == 3
+
+
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])
 
@@ -177,6 +195,18 @@ def test_transposed_weights_and_further_states_are_contiguous(tmp_path):
     assert torch.equal(torch.load(folder / "max_exp_avg_sq.pt")["param"], optimizer["state"]["a"]["max_exp_avg_sq"])
     found = torch.load(folder.parent / "optimizer_state.pt")
     assert found["param_groups"][0] == {"params": [0], "lr": torch.tensor(0.5), "betas": (0.9, 0.99)}
+
+
+def test_other_values_of_the_model_stay_in_its_module(tmp_path):
+    weights, optimizer = parts()
+    sparse = torch.tensor([[0.0, 2.0]]).to_sparse()
+    take(tmp_path / "s", {**weights, "sparse": sparse, "_extra_state": {"x": 1}}, optimizer).convert(
+        Target(tmp_path / "u", TO)
+    )
+    module = torch.load(tmp_path / "u" / "global_step2_universal" / "mp_rank_00_model_states.pt")["module"]
+    assert torch.equal(module["sparse"].to_dense(), sparse.to_dense())
+    assert module["_extra_state"] == {"x": 1}
+    same(module["a"], weights["a"])
 
 
 # Several ranks
@@ -238,6 +268,7 @@ WRONG = {
     "numbers": (lambda w, o: _number(o), "must have names for DeepSpeed, as ModelState saves them, got numbers"),
     "folder": (lambda w, o: _rename(w, o, "../a"), r"names of parameters must be those of folders:\s+'\.\./a'"),
     "here": (lambda w, o: _rename(w, o, ".."), r"names of parameters must be those of folders"),
+    "file": (lambda w, o: _rename(w, o, "optimizer_state.pt"), r"names of parameters must be those of folders"),
     "twice": (lambda w, o: o["param_groups"].append(o["param_groups"][0]), "must have each parameter once"),
     "no groups": (lambda w, o: o.pop("param_groups"), "must have one optimizer.* has none"),
     "no model": (lambda w, o: w.pop("a"), "a model beside optim must have the optimizer's parameters; none does"),
@@ -246,8 +277,11 @@ WRONG = {
     "shape": (lambda w, o: o["state"]["a"].update(exp_avg_row=torch.ones(3)), "a: exp_avg_row"),
     "integers": (lambda w, o: w.update(a=torch.ones(2, 3, dtype=torch.int64)), r"a: torch\.int64"),
     "steps": (lambda w, o: _join(o), r"one step for DeepSpeed, which is 2\.0 in group 0, got:\n.*b: 3\.0"),
-    "text": (lambda w, o: o["state"]["a"].update(step="3"), "the step must be a number"),
-    "endless": (lambda w, o: o["state"]["a"].update(step=torch.tensor(float("nan"))), "the step must be a number"),
+    "text": (lambda w, o: o["state"]["a"].update(step="3"), "the step of a must be a number"),
+    "other": (lambda w, o: (_join(o), o["state"]["b"].update(step="x")), "the step of b must be a number"),
+    "complex": (lambda w, o: o["state"]["b"].update(step=torch.tensor(2 + 1j)), "the step of b must be a number"),
+    "vast": (lambda w, o: o["state"]["b"].update(step=10**400), "the step of b must be a number"),
+    "endless": (lambda w, o: o["state"]["a"].update(step=torch.tensor(float("nan"))), "the step of a must be a number"),
     "long": (lambda w, o: o["param_groups"][0].update(lr=torch.ones(2)), "must be of one element"),
 }  # fmt: skip
 
