@@ -73,13 +73,13 @@ class _Found(NamedTuple):
         return self.above[self.key]["param_groups"]  # type: ignore[no-any-return]
 
 
-def plan_universal(state: Any, where: object, stands: StandIns, read: Read) -> UniversalFiles:
+def plan_universal(state: Any, where: object, absent: StandIns, read: Read) -> UniversalFiles:
     """Plan the files for a state.
 
     Args:
         state: The state. Most of its tensors are not in memory.
         where: The source, for errors.
-        stands: The tensors that are not in memory.
+        absent: The tensors that are not in memory.
         read: Returns small tensors, read from their paths in the source.
     """
     found = _find_optimizer(state, where)
@@ -93,7 +93,7 @@ def plan_universal(state: Any, where: object, stands: StandIns, read: Read) -> U
         used.add("module")
     states = found.above[found.key]["state"]
     _expect_states(weights, states, names, where)
-    small = _read_small(found.groups, states, where, stands, read)
+    small = _read_small(found.groups, states, where, absent, read)
     steps = _steps_of_groups(found.groups, states, small, where)
 
     rest = _without(state, found.path, used)
@@ -101,7 +101,7 @@ def plan_universal(state: Any, where: object, stands: StandIns, read: Read) -> U
     counted = rest.get("global_steps")
     done = int(counted if type(counted) is int and _is_step(counted) else max(steps))
     tag = f"global_step{done}_universal"
-    places = {name: _place_of(each, stands) for name, each in weights.items() if isinstance(each, torch.Tensor)}
+    places = {name: _place_of(each, absent) for name, each in weights.items() if isinstance(each, torch.Tensor)}
     owners = {places[name]: name for name in names}
     tied = {name for name, place in places.items() if place in owners} - set(names)
     skipped = rest.get("skipped_steps")
@@ -135,11 +135,11 @@ def _wrap(tensor: torch.Tensor) -> dict[str, Any]:
     return {"param": tensor, "cat_dim": 0}
 
 
-def _place_of(tensor: torch.Tensor, stands: StandIns) -> object:
+def _place_of(tensor: torch.Tensor, absent: StandIns) -> object:
     """Return where a tensor is stored. Tied weights are stored at one place."""
-    if id(tensor) not in stands or not tensor.numel():
+    if id(tensor) not in absent or not tensor.numel():
         return id(tensor)
-    entry = stands[id(tensor)][2]
+    entry = absent[id(tensor)][2]
     return repr((places_of(entry), entry.dtype, entry.shape))
 
 
@@ -256,7 +256,7 @@ def _read_small(
     groups: Sequence[Mapping[str, Any]],
     states: Mapping[str, Mapping[str, Any]],
     where: object,
-    stands: StandIns,
+    absent: StandIns,
     read: Read,
 ) -> dict[int, torch.Tensor]:
     """Return tensors of one element, by the ids of those that are not in memory: steps, and values of groups."""
@@ -265,7 +265,7 @@ def _read_small(
     wanted = [each for each in (*steps, *values) if isinstance(each, torch.Tensor)]
     if any(each.numel() != 1 for each in wanted):
         raise UnsupportedFormatError(f"{where}: steps and values of the optimizer's groups must be of one element")
-    paths = {id(each): stands[id(each)][1] for each in wanted if id(each) in stands}
+    paths = {id(each): absent[id(each)][1] for each in wanted if id(each) in absent}
     held = read(list(paths.values()))
     return {number: held[path] for number, path in paths.items()}
 
