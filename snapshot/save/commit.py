@@ -48,7 +48,7 @@ from snapshot.plan.consensus import add_sums, digest_layout, sum_digests
 from snapshot.plan.layout import Extent, place_box
 from snapshot.save.begin import TakeSigner
 from snapshot.save.compression import PackedResult
-from snapshot.save.guards import Finding, Guards, act_on
+from snapshot.save.guards import Finding, Sampled
 from snapshot.save.replication import RankShare
 from snapshot.save.reuse import Unchanged
 from snapshot.save.transaction import Transaction, clean_after_commit
@@ -382,6 +382,12 @@ class RankDone(msgspec.Struct, array_like=True):
     """True if its own entries need the newest format."""
     findings: list[Finding] = []
     """The findings of its guards."""
+    replicas: Sampled | None = None
+    """Samples of values that are equal on all ranks."""
+
+
+Judge = Callable[[Sequence[RankDone], msgspec.Raw], msgspec.Raw]
+"""Returns the metadata to commit, from the reports of all ranks. It raises if nothing may be committed."""
 
 
 class Committed(msgspec.Struct, array_like=True):
@@ -403,15 +409,15 @@ async def commit_with_ranks(
     done: RankDone,
     *,
     signer: TakeSigner | None = None,
-    guards: Guards = "off",
+    judge: Judge | None = None,
 ) -> int:
     """Report that this rank has finished writing, and wait for the leader's commit. Return the bytes of all ranks."""
     if exchange.alone:
-        await shielded(_commit(session, transaction, manifest, [done], signer=signer, guards=guards))
+        await shielded(_commit(session, transaction, manifest, [done], signer=signer, judge=judge))
         return done.nbytes
 
     async def commit(reports: list[RankDone]) -> Committed:
-        data = await _commit(session, transaction, manifest, reports, signer=signer, guards=guards)
+        data = await _commit(session, transaction, manifest, reports, signer=signer, judge=judge)
         first: dict[str, int] = {}
         for rank, each in enumerate(reports):
             first.setdefault(each.host, rank)
@@ -520,7 +526,7 @@ async def _commit(
     done: Sequence[RankDone],
     *,
     signer: TakeSigner | None,
-    guards: Guards,
+    judge: Judge | None,
 ) -> bytes:
     """Merge all parts into one manifest, commit it, and return it.
 
@@ -529,8 +535,8 @@ async def _commit(
     if add_sums(each.shard_sums[0] for each in done) != add_sums(each.shard_sums[1] for each in done):
         raise CorruptSnapshotError("some shards were written twice or not at all; the take was aborted")
     save_id = transaction.save_id
-    found = list(dict.fromkeys(finding for each in done for finding in each.findings))
-    manifest = replace(manifest, metadata=act_on(guards, found, manifest.metadata, session.url))
+    if judge is not None:
+        manifest = replace(manifest, metadata=judge(done, manifest.metadata))
     parts = [each.own_part for each in done if each.own_part is not None and each.own_part.count]
 
     async def read(rank: int) -> ManifestPart:

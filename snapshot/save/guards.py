@@ -12,11 +12,12 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import msgspec
 import numpy as np
 import torch
+import xxhash
 
 from snapshot.decoding import decode_json
 from snapshot.errors import SuspectStateError
@@ -28,6 +29,7 @@ from snapshot.manifest.paths import encode_component
 from snapshot.manifest.values import IntEntry
 from snapshot.state.leaves import FlatState, Leaf
 from snapshot.state.model_state import ModelState, find_local_tensor, list_parameters
+from snapshot.tensors.memory import wrap_memory
 from snapshot.text import counted, listed
 
 Guards = Literal["report", "warn", "suspect", "refuse", "off"]
@@ -259,7 +261,7 @@ def find_nonfinite(leaves: Sequence[Leaf], turn: int, *, everything: bool = Fals
             continue
         if not leaf.plain or not leaf.tensor.is_cpu:
             elsewhere.append(leaf)
-        elif leaf.nbytes >= LONG_TENSOR or leaf.address % 8 or leaf.address >= _SPACE:
+        elif leaf.nbytes >= LONG_TENSOR or leaf.address % 8 or not _BEGIN <= leaf.address < _SPACE - LONG_TENSOR:
             if _long_is_nonfinite(leaf, turn):
                 found.append(leaf)
         else:
@@ -338,6 +340,7 @@ class Past(NamedTuple):
     counters: dict[str, int]
 
 
+_path = attrgetter("path")
 _DIGITS = re.compile(r"\d+(?=[^/]*$)")
 """Numbers in the last part of a URL. Takes whose URLs differ only in them are of one run."""
 
@@ -371,6 +374,24 @@ COUNTERS = frozenset(("step", "steps", "global_step", "epoch", "iteration", "ite
 """Names of plain ints that grow during training."""
 
 
+BUCKETS = 16
+
+
+class Sampled(msgspec.Struct, array_like=True):
+    """Samples of a rank's replicas, which are compared with those of the other ranks."""
+
+    turn: int
+    digests: list[bytes]
+    """A digest for each bucket of replicas."""
+
+
+class Report(Protocol):
+    """The report of a rank on its take."""
+
+    findings: list[Finding]
+    replicas: Sampled | None
+
+
 class GuardedTake:
     """The guards of one take on this rank."""
 
@@ -381,10 +402,11 @@ class GuardedTake:
         flat: FlatState,
         leaves: Sequence[Leaf],
         *,
+        replicas: frozenset[str] = frozenset(),
         url: URL,
         verb: str,
     ) -> None:
-        """Examine the values. `leaves`: those of the state that this rank writes."""
+        """Examine the values. `leaves`: those of the state that this rank writes. `replicas`: paths that all have."""
         self.policy = guards
         self._url, self._verb = url, verb
         self.findings: list[Finding] = []
@@ -392,8 +414,11 @@ class GuardedTake:
         self._memory = _memories.get().of(_DIGITS.sub("#", str(url)))
         self._groups: list[tuple[Group, torch.optim.Optimizer]] = []
         self._counters: dict[str, int] = {}
+        self._replicas: list[str] = []
         self._entries: Mapping[str, Any] = {}
+        self.sampled: Sampled | None = None
         self._safely(self._examine, app_state, flat, leaves)
+        self._safely(self._sample_replicas, flat, replicas)
 
     def _safely(self, work: Callable[..., None], *arguments: Any) -> None:
         """Do a guard's work. An unusual object in the app state must not fail a take."""
@@ -450,6 +475,41 @@ class GuardedTake:
             more = f" and {len(bad) - 8:,} more" if len(bad) > 8 else ""
             self._add([Finding("nonfinite", f"NaN or infinity in {', '.join(counts)}{more}")])
 
+    def _sample_replicas(self, flat: FlatState, paths: frozenset[str]) -> None:
+        """Digest samples of what all ranks have. All ranks sample the same elements of the same tensors."""
+        held = [leaf for leaf in flat.leaves if leaf.path in paths and leaf.plain and leaf.nbytes and _is_aligned(leaf)]
+        if not held:
+            return
+        held = _some(sorted(held, key=_path), MOST_LINES, self._memory.turn)
+        digests = [xxhash.xxh3_64() for _ in range(BUCKETS)]
+        for at, leaf in enumerate(held):
+            begin = self._memory.turn * LINE % max(1, leaf.nbytes - LINE + 1)
+            digests[at % BUCKETS].update(bytes(wrap_memory(leaf.address + begin, min(LINE, leaf.nbytes))))
+        self._replicas = [leaf.path for leaf in held]
+        self.sampled = Sampled(self._memory.turn, [each.digest() for each in digests])
+
+    def judge(self, reports: Sequence[Report], metadata: msgspec.Raw) -> msgspec.Raw:
+        """Return the metadata to commit, on the leader. Raise `SuspectStateError` to refuse.
+
+        Replicas that differ are a finding of the leader.
+        """
+        self._safely(self._compare_replicas, reports)
+        found = dict.fromkeys([*self.findings, *(each for report in reports for each in report.findings)])
+        return act_on(self.policy, list(found), metadata, self._url)
+
+    def _compare_replicas(self, reports: Sequence[Report]) -> None:
+        mine = self.sampled
+        for rank, report in enumerate(reports):
+            theirs = report.replicas
+            if mine is None or theirs is None or theirs.turn != mine.turn:
+                continue
+            differ = {at for at, (a, b) in enumerate(zip(mine.digests, theirs.digests, strict=True)) if a != b}
+            if differ:
+                paths = [path for at, path in enumerate(self._replicas) if at % BUCKETS in differ]
+                more = f" and {len(paths) - 3:,} more" if len(paths) > 3 else ""
+                text = f"replicas of rank {rank} differ from those of rank 0, among {', '.join(paths[:3])}{more}"
+                self._add([Finding("drift", text)])
+
     def compare(self, entries: Mapping[str, Any]) -> None:
         """Compare the digests of this take with those of the takes before. `entries`: this rank's, by path."""
         self._safely(self._compare, entries)
@@ -498,6 +558,10 @@ class GuardedTake:
     def forget(self) -> None:
         """Release the application's optimizers."""
         self._groups = []
+
+
+def _is_aligned(leaf: Leaf) -> bool:
+    return leaf.tensor.is_cpu and _BEGIN <= leaf.address < _SPACE - LONG_TENSOR
 
 
 def _rate_of(group: Group, optimizer: torch.optim.Optimizer) -> float:

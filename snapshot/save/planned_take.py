@@ -205,9 +205,9 @@ class Take:
                         await while_all_go_on(self._exchange, self._verify(self.session, manifest))
                     await self._staging.check()
                     await self.unchanged.expect_base()
-                    policy = "off" if self._guarded is None else self._guarded.policy
+                    judge = None if self._guarded is None else self._guarded.judge
                     self.committed_bytes = await commit_with_ranks(
-                        self.session, self._exchange, transaction, manifest, done, signer=self._signer, guards=policy
+                        self.session, self._exchange, transaction, manifest, done, signer=self._signer, judge=judge
                     )
                     if self._guarded is not None:
                         self._guarded.committed()
@@ -293,6 +293,7 @@ class Take:
             self._share.nbytes,
             needs_third_format(manifest.own.values()) or (described is not None and described.index is not None),
             [] if self._guarded is None else list(self._guarded.findings),
+            None if self._guarded is None else self._guarded.sampled,
         )
         return manifest, done
 

@@ -658,6 +658,12 @@ class RankShare:
         return mesh if self._exchange.alone else self._exchange.ranks.number(mesh)
 
     @property
+    def replicas(self) -> frozenset[str]:
+        """The paths of values that should be equal on all ranks."""
+        known = self.replication
+        return frozenset() if self._exchange.alone else known.paths - known.from_leader
+
+    @property
     def nbytes(self) -> int:
         """Bytes that this rank writes."""
         return sum(map(_nbytes, self.leaves))

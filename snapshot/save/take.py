@@ -20,11 +20,11 @@ from snapshot.plan.layout import SavePlan
 from snapshot.progress import Meter, ProgressArgument
 from snapshot.reports import TakeReport
 from snapshot.save.background_take import LateCopies, PendingCopy, StagingAhead
-from snapshot.save.begin import TakeRequest, begin_take, open_dry_run, session_for_take, take_slots
+from snapshot.save.begin import TakeOpening, TakeRequest, begin_take, open_dry_run, session_for_take, take_slots
 from snapshot.save.compression import choose_packing
 from snapshot.save.guards import GuardedTake
 from snapshot.save.planned_take import Take, Verify, plan_writes
-from snapshot.save.replication import collect_rank_share
+from snapshot.save.replication import RankShare, collect_rank_share
 from snapshot.save.reuse import find_unchanged, group_leaves
 from snapshot.save.staging import Stager
 from snapshot.state.model_state import find_frozen
@@ -94,7 +94,13 @@ def run_take(
             packing = choose_packing(options.compression, opening.session, share.leaves)
             unchanged = find_unchanged(opening, share, app_state, options)
             guarded = GuardedTake(
-                options.guards, app_state, share.flat, share.leaves, url=opening.session.url, verb="take"
+                options.guards,
+                app_state,
+                share.flat,
+                share.leaves,
+                replicas=share.replicas,
+                url=opening.session.url,
+                verb="take",
             )
             plan = plan_writes(
                 share, opening.session, staged=False, groups=unchanged.groups, expected=options.plan, packing=packing
@@ -154,7 +160,13 @@ def start_take(
                 unchanged = find_unchanged(opening, share, app_state, options)
                 groups = unchanged.groups_with(late.marks)
                 guarded = GuardedTake(
-                    options.guards, app_state, share.flat, share.leaves, url=opening.session.url, verb="async_take"
+                    options.guards,
+                    app_state,
+                    share.flat,
+                    share.leaves,
+                    replicas=share.replicas,
+                    url=opening.session.url,
+                    verb="async_take",
                 )
                 plan = plan_writes(
                     share, opening.session, staged=True, groups=groups, expected=options.plan, packing=packing
@@ -180,6 +192,12 @@ def start_take(
                     return make(
                         StartedTake(place, options.storage_options, report, work, meter, late.pending, opening.save_id)
                     )
+
+
+def _guard(verb: str, opening: TakeOpening, share: RankShare, app_state: AppState, options: TakeRequest) -> GuardedTake:
+    """Examine the state that is taken."""
+    url = opening.session.url
+    return GuardedTake(options.guards, app_state, share.flat, share.leaves, replicas=share.replicas, url=url, verb=verb)
 
 
 def plan_take(

@@ -489,3 +489,19 @@ def test_a_change_of_a_sharded_tensor_outside_a_step_is_seen(two, folder, change
     found = two.run(_changed_uncounted, folder, change)
     assert all("wait_staged" in each for each in found), found
     assert not [each for each in Path(folder).rglob("*") if each.is_file()]
+
+
+def _broken_shard(path):
+    """The findings of each rank, if one rank's shard has NaN."""
+    app, _ = _sharded("adamw True")
+    parameter = app["train"].model.first.weight
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            parameter.to_local().fill_(float("nan"))
+    return [str(each) for each in Snapshot.take(path, app).report.findings]
+
+
+def test_a_guard_reads_the_shards_of_each_rank(two, folder):
+    first, second = two.run(_broken_shard, f"{folder}/s")
+    assert first == []
+    assert second[0].startswith("nonfinite: NaN or infinity in train/model/first.weight (")

@@ -319,3 +319,19 @@ def test_a_bad_state_on_one_rank_counts_for_all(two, folder):
     assert Snapshot(f"{folder}/s").metadata.metadata["snapshot.guards"] == second
     assert all("m/weight" in each for each in two.run(_broken_on_one, f"{folder}/r", "refuse"))
     assert not Path(folder, "r", ".snapshot_metadata").exists()
+
+
+def _drifted(path, change):
+    rank = dist.get_rank()
+    state = StateDict({f"w{i}": torch.full((300,), float(i)) for i in range(40)})
+    if rank == 1 and change:
+        state["w7"].add_(1.0)
+    return [str(each) for each in Snapshot.take(path, {"s": state}, replicated=["s/**"]).report.findings]
+
+
+def test_replicas_that_drift_are_reported_by_the_leader(two, folder):
+    assert two.run(_drifted, f"{folder}/step-1", False) == [[], []]
+    first, second = two.run(_drifted, f"{folder}/step-2", True)
+    assert second == []
+    assert "drift: replicas of rank 1 differ from those of rank 0, among " in first[0]
+    assert "s/w7" in first[0] or "more" in first[0]
