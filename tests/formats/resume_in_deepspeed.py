@@ -53,6 +53,7 @@ def save(rank, folder, stage, port):
     engine = start(rank, 2, port, config(stage))
     train(engine, 5)
     engine.save_checkpoint(str(folder / "run"), tag=TAG)
+    torch.distributed.destroy_process_group()
 
 
 def resume(rank, folder, name, stage, world, port):
@@ -64,6 +65,7 @@ def resume(rank, folder, name, stage, world, port):
     engine.save_checkpoint(str(folder / f"{name}-resumed"), tag=TAG)
     if rank == 0:
         torch.save((done, losses), folder / f"{name}.pt")
+    torch.distributed.destroy_process_group()
 
 
 def convert(folder):
