@@ -23,6 +23,9 @@ from snapshot.tensors.memory import contiguous_strides
 
 FOLDER = "zero/"
 OPTIMIZER = "zero/optimizer_state.pt"
+MODEL = "mp_rank_00_model_states.pt"
+MODEL_OF_STAGE_3 = f"zero_pp_rank_0_{MODEL}"
+"""The file that DeepSpeed reads into a model of ZeRO 3. Beside the other one, it has the same values."""
 AT_ONCE = 64
 _SUFFIX = ".pt"
 
@@ -31,7 +34,8 @@ async def describe_folder(storage: Storage, names: Sequence[str], limit: int) ->
     """Return the checkpoint in a folder with these names and the subfolder `zero/`."""
     listed = sorted(name for name in await storage.list(FOLDER) if name.endswith(_SUFFIX))
     opened = TorchFiles(storage, limit)
-    states = await gather_limited(list_models(storage.url, names), opened.open, AT_ONCE)
+    own = [name for name in names if MODEL not in names or name != MODEL_OF_STAGE_3]
+    states = await gather_limited(list_models(storage.url, own), opened.open, AT_ONCE)
     optimizer = [await opened.open(OPTIMIZER)] if OPTIMIZER in listed else []
     files = [name for name in listed if name != OPTIMIZER]
     found = await gather_limited(files, opened.open, AT_ONCE)

@@ -28,7 +28,7 @@ from snapshot.errors import (
     UnsupportedFormatError,
 )
 from snapshot.events import log
-from snapshot.formats import dcp, hugging_face, peft, torch_save
+from snapshot.formats import dcp, deepspeed_universal, hugging_face, peft, torch_save
 from snapshot.formats.dcp import archive_object, encode_metadata, flatten_state
 from snapshot.formats.foreign import find_root, narrow_root
 from snapshot.formats.gguf import NewTensor, choose_kind
@@ -84,6 +84,7 @@ from snapshot.transform.target import (
     without_classes,
     write_as_snapshot,
 )
+from snapshot.transform.universal_target import LATEST, StandIns, plan_universal
 
 # Names of tensors in files that hold only tensors: safetensors, and the dict that `snapshot.load` returns.
 
@@ -210,14 +211,16 @@ class StagedFiles:
                     f"{self._storage.url.join(name)}: belongs to a checkpoint of another format, which would be read "
                     "instead; convert to another folder"
                 )
-        for name in dict.fromkeys((*self.names, *self._markers)):
-            with suppress(StorageNotFoundError):
-                self._standing[name] = (await self._storage.stat(name)).token
+        await gather_limited(dict.fromkeys((*self.names, *self._markers)), self._look, AT_ONCE)
         if self._standing and not overwrite:
-            first = next(iter(self._standing))
+            first = next(name for name in (*self.names, *self._markers) if name in self._standing)
             raise SnapshotExistsError(f"{self._storage.url.join(first)}: exists already").with_cure(
                 "convert to another path, or pass overwrite=True"
             )
+
+    async def _look(self, name: str) -> None:
+        with suppress(StorageNotFoundError):
+            self._standing[name] = (await self._storage.stat(name)).token
 
     async def write(
         self,
@@ -294,11 +297,11 @@ class StagedFiles:
                 await storage.rename(made, name)
             await storage.settle()
         small = last()
+        await self._clean({*self.names, *(name for name, _ in small)})
         for name, data in small:
             await storage.put(name, data)
         if small:
             await storage.settle()
-        await self._clean({*self.names, *(name for name, _ in small)})
 
     async def _clean(self, kept: set[str]) -> None:
         """Delete further files of the replaced checkpoint, and day-old files of killed conversions."""
@@ -306,7 +309,9 @@ class StagedFiles:
         if not (storage.capabilities.list and storage.capabilities.delete):
             return
         try:
-            found = await storage.list(recursive=False) if self._markers else await storage.list(ASIDE, recursive=False)
+            found = await storage.list("" if self._markers else ASIDE, recursive=False)
+            for folder in {f"{name.partition('/')[0]}/" for name in self.names if "/" in name}:
+                found = [*found, *await storage.list(folder)]
             replaced = not set(self._markers).isdisjoint(self._standing)
             gone = [name for name in found if replaced and self._more.fullmatch(name) and name not in kept]
             for name in found:
@@ -314,7 +319,7 @@ class StagedFiles:
                     gone.append(name)
             if gone:
                 await storage.delete(gone)
-        except SnapshotError as error:  # the conversion is complete: leftovers only cost space
+        except SnapshotError as error:  # all files are complete: leftovers only cost space
             log.warning("%s: cannot delete leftover files: %s", storage.url, error)
 
     async def _gone(self, names: Sequence[str]) -> None:
@@ -378,6 +383,9 @@ class Export:
         self._source = source
         self._document = document
         self._choice = choice
+        self._tied: dict[str, Any] = {}
+        """The placeholders of tensors that were seen in the present archive."""
+        self._objects = Objects(source, document, allow_pickle=choice.allow_pickle, verify=choice.verify)
         view = seen_by_rank(document, choice.select, choice.exclude, choice.rename)
         self._entries = view.entries
         expect_sound(self._entries, document)
@@ -478,18 +486,59 @@ class Export:
     def torch_file(self, name: str) -> Plan:
         """Plan one file in the format of torch.save."""
         plan = Plan("torch", sums={})
-        for path, entry in self._entries.items():
-            plan.changed += target.array_changes(path, entry)
-            if isinstance(entry, e.TENSORS):
-                plan.changed += target.tensor_changes(path, entry, _KEPT_BY_TORCH)
-        plan.changed += target.memory_changes(self._entries, lambda *_: True)
+        plan.changed += self._changes_in_torch()
         plan.left_out += self._lose_classes()
         state = self._state(lambda path, entry: self._absent(plan, path, entry))
         content, held = torch_save.pickle_state(state)
+        self._add_archive(plan, name, content, held, 0)
+        return plan
+
+    def _changes_in_torch(self) -> Iterator[str]:
+        for path, entry in self._entries.items():
+            yield from target.array_changes(path, entry)
+            if isinstance(entry, e.TENSORS):
+                yield from target.tensor_changes(path, entry, _KEPT_BY_TORCH)
+        yield from target.memory_changes(self._entries, lambda *_: True)
+
+    def _add_archive(self, plan: Plan, name: str, content: bytes, held: dict[str, bytes], first: int) -> None:
+        """Add a file with one archive: a pickle, and all leaves from the `first` one."""
         root = name.rpartition("/")[2].partition(".")[0] or "archive"
         extents: list[Extent] = []
-        size = self._archive(plan, root, content, held, numbers=range(len(plan.leaves)), base=0, extents=extents)
+        numbers = range(first, len(plan.leaves))
+        size = self._archive(plan, root, content, held, numbers=numbers, base=0, extents=extents)
         plan.files.append((name, FilePlan(b"", tuple(extents), size)))
+
+    # DeepSpeed
+
+    def universal(self) -> Plan:
+        """Plan a folder that DeepSpeed resumes from."""
+        if self._choice.dtype is not None:
+            raise ValueError("dtype must be None for to='deepspeed-universal': the optimizer's weights are float32")
+        plan = Plan("deepspeed-universal", sums={}, others=(document.METADATA, dcp.METADATA, "latest"))
+        plan.left_out += self._lose_classes()
+        plan.changed += self._changes_in_torch()
+        state, stands = self._stand_in_state()
+
+        def read(paths: Sequence[str]) -> dict[str, Any]:
+            return self._objects.read({path: self._entries[path] for path in paths})
+
+        made = plan_universal(state, self._source.url, stands, read)
+        plan.left_out += made.left_out
+        for name, value, dtype in made.files:
+            self._tied = {}
+            first = len(plan.leaves)
+
+            def absent(tensor: torch.Tensor, dtype: str | None = dtype) -> torch_save.AbsentTensor | None:
+                return self._absent(plan, *stands[id(tensor)][1:], dtype) if id(tensor) in stands else None
+
+            self._add_archive(plan, name, *torch_save.pickle_state(value, absent), first)
+        plan.last = lambda: made.last
+        plan.markers = (
+            LATEST,
+            f"{made.tag}/{deepspeed_universal.OPTIMIZER}",
+            f"{made.tag}/{deepspeed_universal.MODEL}",
+        )
+        plan.more = rf"{re.escape(made.tag)}/.+"
         return plan
 
     def _archive(
@@ -512,10 +561,11 @@ class Export:
         self._extents(plan, found, base, extents, (number for number in numbers if plan.leaves[number].nbytes))
         return size
 
-    def _absent(self, plan: Plan, path: str, entry: e.AnyTensor) -> Any:
-        extra = clean_extra(entry) or e.PLAIN
+    def _absent(self, plan: Plan, path: str, entry: e.AnyTensor, plain: str | None = None) -> Any:
+        """Return the placeholder of a tensor. `plain`: the dtype of a plain and contiguous one."""
+        extra = clean_extra(entry) or e.PLAIN if plain is None else e.PLAIN
         key = repr(places_of(entry))
-        dtype, shape, order = self._choice.cast_dtype(entry.dtype), tuple(entry.shape), extra.stride_order
+        dtype, shape, order = plain or self._choice.cast_dtype(entry.dtype), tuple(entry.shape), extra.stride_order
         tied = f"{key} {dtype} {shape} {extra}" if math.prod(shape) else path
         known = self._tied.get(tied)
         if known is None:
@@ -535,10 +585,8 @@ class Export:
 
     def _state(self, tensor: Callable[[str, Any], Any]) -> Any:
         """Return the nested state, with placeholders for its tensors."""
-        self._tied: dict[str, Any] = {}
-        choice = self._choice
-        objects = Objects(self._source, self._document, allow_pickle=choice.allow_pickle, verify=choice.verify)
-        values = objects.read({path: entry for path, entry in self._entries.items() if is_leaf_value(entry)})
+        self._tied = {}
+        values = self._objects.read({path: entry for path, entry in self._entries.items() if is_leaf_value(entry)})
         values |= {path: tensor(path, entry) for path, entry in self._entries.items() if isinstance(entry, e.TENSORS)}
         bare = find_root(self._document) is None and self._document.format == "torch.save"
         if bare and self._entries.keys() == {VALUE}:
@@ -546,6 +594,17 @@ class Export:
         root = narrow_root(self._document, dict.fromkeys(path.partition("/")[0] for path in self._entries))
         below = {f"0/{path}": entry for path, entry in self._entries.items()}
         return inflate_tree("0", {"0": root, **below}, {f"0/{path}": value for path, value in values.items()})
+
+    def _stand_in_state(self) -> tuple[Any, StandIns]:
+        """Return the nested state, with tensors that have no bytes."""
+        stands: StandIns = {}
+
+        def stand(path: str, entry: e.AnyTensor) -> torch.Tensor:
+            made = torch.empty(entry.shape, dtype=BY_NAME[self._choice.cast_dtype(entry.dtype)], device="meta")
+            stands[id(made)] = made, path, entry
+            return made
+
+        return self._state(stand), stands
 
     def _extents(
         self, plan: Plan, found: Sequence[torch_save.Frame | int], base: int, extents: list[Extent], sized: Any
@@ -568,13 +627,6 @@ class Export:
         """Plan a folder in the format of torch.distributed.checkpoint."""
         plan = Plan("dcp", sums={}, markers=(dcp.METADATA,), others=(document.METADATA,), more=r"__\d+_\d+\.distcp")
         plan.left_out += self._lose_classes()
-        entries: dict[int, Any] = {}
-
-        def stand(path: str, entry: e.AnyTensor) -> torch.Tensor:
-            made = torch.empty(entry.shape, dtype=BY_NAME[self._choice.cast_dtype(entry.dtype)], device="meta")
-            entries[id(made)] = made, path, entry
-            return made
-
         parts = [path for path, entry in self._entries.items() if isinstance(entry, e.TensorPartsEntry)]
         if parts:
             raise UnsupportedFormatError(
@@ -589,7 +641,7 @@ class Export:
             raise UnsupportedFormatError(
                 f"{self._source.url}: DCP cannot load these dtypes; exclude them:{listed(narrow)}"
             )
-        state = self._state(stand)
+        state, entries = self._stand_in_state()
         if not isinstance(state, dict):
             plan.changed.append(f"the state: the {type(state).__name__} becomes the value of a dict, under {VALUE!r}")
             state = {VALUE: state}
@@ -796,6 +848,8 @@ def write_checkpoint(
             plan = export.gguf(name, template, target.quantisation)
         elif target.format == "peft":
             plan = export.peft(_read_adapter_config(operation, source, target))
+        elif target.format == "deepspeed-universal":
+            plan = export.universal()
         elif target.format == "safetensors":
             plan = export.safetensors(name, target.shard_bytes)
         else:

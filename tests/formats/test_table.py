@@ -247,4 +247,9 @@ def test_all_formats_load_onto_a_mesh(three, tmp_path):
 def test_the_table_has_all_formats():
     assert list(ROWS) == list(SAMPLES)
     assert set(COLUMNS) == {*CHECKS, "sharded", "written"}
-    assert {name for name in ROWS if ROWS[name][COLUMNS.index("written")] == "yes"} == {*WRITTEN, "GGUF", "PEFT"}
+    assert {name for name in ROWS if ROWS[name][COLUMNS.index("written")] == "yes"} == {
+        *WRITTEN,
+        "GGUF",
+        "PEFT",
+        "DeepSpeed Universal",
+    }

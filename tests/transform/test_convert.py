@@ -256,7 +256,7 @@ def test_the_command_asks_for_a_format_where_the_ending_says_none(tmp_path, caps
     save_file({"w": torch.randn(4, 4)}, tmp_path / "w.safetensors")
     arguments = ["convert", str(tmp_path / "w.safetensors"), str(tmp_path / name)]
     assert main(arguments) == 2
-    assert "--to {snapshot,safetensors,torch,dcp,gguf,peft}" in capsys.readouterr().err
+    assert "--to {snapshot,safetensors,torch,dcp,gguf,peft,deepspeed-universal}" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["w.safetensors"]
     assert main([*arguments, "--to", "torch"]) == 0
     assert torch.load(tmp_path / name)["w"].shape == (4, 4)
