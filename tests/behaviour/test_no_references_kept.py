@@ -1,6 +1,7 @@
 """Nothing of an application is kept when a verb is over: not its tensors, nor copies of them."""
 
 import gc
+import time
 import weakref
 
 import numpy as np
@@ -47,6 +48,10 @@ def test_nothing_keeps_what_was_saved_or_restored(kind, verb):
             known.append(weakref.ref(app["s"]["x"]))
             Snapshot("memory://kept").restore(app, cast="any")
         del app
-    gc.collect()
+    for _ in range(100):  # a thread that has just given its result may hold its frame for a moment
+        gc.collect()
+        if not any(each() is not None for each in known):
+            break
+        time.sleep(0.05)
     assert len(known) >= 6
     assert not [each() for each in known if each() is not None]

@@ -330,7 +330,7 @@ def newest_compressed():
 def plain_trees():
     """Lists and dictionaries of many plain values, as one object each."""
     rows = [{"id": i, "score": i / 7, "name": f"row {i} é/%", "ok": None if i % 3 else True} for i in range(300)]
-    odd = {1: (float("nan"), float("-inf"), -0.0), "1": [1 << 80, -(1 << 63), 1e300], None: {"$tuple": [True]}, 0.5: {}}
+    odd = {1: (float("nan"), float("-inf"), -0.0), "1": [1 << 80, -(1 << 63), 1e300], None: {"$tuple": [True]}, -5: {}}
     return {"state": StateDict(rows=rows, odd=[odd, list(range(1000))], few=[1, 2], names={"a": 1})}
 
 
