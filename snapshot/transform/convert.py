@@ -297,11 +297,16 @@ class StagedFiles:
                 await storage.rename(made, name)
             await storage.settle()
         small = last()
-        await self._clean({*self.names, *(name for name, _ in small)})
+        kept = {*self.names, *(name for name, _ in small)}
+        in_folders = any("/" in name for name in self.names)
+        if in_folders:  # DeepSpeed reads all files in them, so none of the old checkpoint may be left
+            await self._clean(kept)
         for name, data in small:
             await storage.put(name, data)
         if small:
             await storage.settle()
+        if not in_folders:
+            await self._clean(kept)
 
     async def _clean(self, kept: set[str]) -> None:
         """Delete further files of the replaced checkpoint, and day-old files of killed conversions."""
