@@ -93,15 +93,7 @@ def run_take(
             share = collect_rank_share(exchange, app_state, options, opening.globs)
             packing = choose_packing(options.compression, opening.session, share.leaves)
             unchanged = find_unchanged(opening, share, app_state, options)
-            guarded = GuardedTake(
-                options.guards,
-                app_state,
-                share.flat,
-                share.leaves,
-                replicas=share.replicas,
-                url=opening.session.url,
-                verb="take",
-            )
+            guarded = _guard("take", opening, share, app_state, options)
             plan = plan_writes(
                 share, opening.session, staged=False, groups=unchanged.groups, expected=options.plan, packing=packing
             )
@@ -159,15 +151,7 @@ def start_take(
             with LateCopies(opening, share, app_state if overlapped else None) as late:
                 unchanged = find_unchanged(opening, share, app_state, options)
                 groups = unchanged.groups_with(late.marks)
-                guarded = GuardedTake(
-                    options.guards,
-                    app_state,
-                    share.flat,
-                    share.leaves,
-                    replicas=share.replicas,
-                    url=opening.session.url,
-                    verb="async_take",
-                )
+                guarded = _guard("async_take", opening, share, app_state, options)
                 plan = plan_writes(
                     share, opening.session, staged=True, groups=groups, expected=options.plan, packing=packing
                 )
