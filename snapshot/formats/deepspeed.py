@@ -35,7 +35,7 @@ from snapshot.formats.deepspeed_groups import (
     read_inner,
 )
 from snapshot.formats.deepspeed_parts import JoinRules, join_stages
-from snapshot.formats.foreign import ForeignDocument, make_document
+from snapshot.formats.foreign import ForeignDocument, make_dict, make_document
 from snapshot.formats.pickled_objects import INLINE
 from snapshot.formats.rank_files import RankFile, RankMerge
 from snapshot.formats.to_entries import limit_nodes, make_scalar
@@ -46,7 +46,7 @@ from snapshot.io.storage import Storage
 from snapshot.manifest.compounds import DictEntry
 from snapshot.manifest.document import ForeignFile
 from snapshot.manifest.entries import TENSORS, ShardedTensorEntry, TensorEntry
-from snapshot.manifest.paths import decode_component, encode_component, encode_key
+from snapshot.manifest.paths import decode_component, encode_component
 from snapshot.tensors.digest import digest_range
 
 FORMAT = "deepspeed"
@@ -244,7 +244,7 @@ class Checkpoint:
             manifest=self._manifest,
             files={each.name: ForeignFile(each.size, archived=True) for each in self.files},
             world_size=1 if alone else sum(len(part.states) for part in self._parts),
-            root=DictEntry([encode_key(name) for name in names]),  # type: ignore[misc]
+            root=make_dict(names),
             inline=bytes(self._inline) or b"\0",
         )
 
@@ -326,14 +326,14 @@ class Checkpoint:
             return
         names += [name for name in entries if name not in module.entries]
         same = module.top is not None and names == list(module.entries)
-        self._manifest["0/model"] = module.top if same else DictEntry([encode_key(name) for name in names])  # type: ignore[misc]
+        self._manifest["0/model"] = module.top if same else make_dict(names)
         for name in names:
             path = f"0/model/{encode_component(name)}"
             held = {"": entries[name]} if name in entries else module.entries[name]
             self._manifest |= {f"{path}{rest}": entry for rest, entry in held.items()}
 
     def _put_module(self, path: str, module: Module) -> None:
-        top = module.top or DictEntry([encode_key(name) for name in module.entries])  # type: ignore[misc]
+        top = module.top or make_dict(module.entries)
         self._manifest[path] = top
         for name, held in module.entries.items():
             below = f"{path}/{encode_component(name)}"
@@ -355,11 +355,11 @@ class Checkpoint:
                 if not found:
                     continue
                 path = f"0/optim/state/{encode_component(name)}"
-                keep[path] = DictEntry([encode_key(key) for key in found])  # type: ignore[misc]
+                keep[path] = make_dict(found)
                 keep |= {f"{path}/{encode_component(key)}": entry for key, entry in found.items()}
                 states.append(name)
         keep["0/optim"] = DictEntry(["state", "param_groups"])
-        keep["0/optim/state"] = DictEntry([encode_key(name) for name in states])  # type: ignore[misc]
+        keep["0/optim/state"] = make_dict(states)
         if self._zero:
             self._add_values(self._zero[0], {"optim/param_groups": self._list_groups(groups)})
 

@@ -360,7 +360,12 @@ def narrow_root(held: Document, names: Iterable[str]) -> Container:
     root, names = find_root(held), list(names)
     if root is not None and set(root.components()) == set(names):
         return root  # type: ignore[no-any-return]
-    return DictEntry([encode_key(decode_component(name)) for name in names])  # type: ignore[misc]
+    return make_dict(map(decode_component, names))
+
+
+def make_dict(keys: Iterable[Any]) -> DictEntry:
+    """Return the container of a dictionary with these keys."""
+    return DictEntry([encode_key(key) for key in keys])  # type: ignore[misc]
 
 
 def add_root(held: Document) -> msgspec.Raw:

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from snapshot.errors import CorruptSnapshotError, StorageNotFoundError, UnsupportedFormatError
-from snapshot.formats.foreign import HEAD, ForeignDocument, make_document, refuse_file
-from snapshot.formats.hugging_face import AT_ONCE, make_root
+from snapshot.formats.foreign import HEAD, ForeignDocument, make_dict, make_document, refuse_file
+from snapshot.formats.hugging_face import AT_ONCE
 from snapshot.io.aio import gather_limited, in_thread
 from snapshot.io.arena import arena_bytes
 from snapshot.io.budget import MemoryBudget
@@ -354,7 +354,7 @@ async def _describe_parts(
         metadata={
             key: value for key, value in values.items() if not isinstance(value, str) or len(value) <= _LONGEST_TEXT
         },
-        root=make_root(manifest),
+        root=make_dict(manifest),
     )
     document.derivations = derivations
     return document

@@ -18,16 +18,16 @@ from snapshot.formats.foreign import (
     ForeignDocument,
     check_location,
     is_absence,
+    make_dict,
     make_document,
     refuse_file,
 )
 from snapshot.formats.zip_archive import SIGNATURE
 from snapshot.io.aio import gather_limited
 from snapshot.io.storage import Storage
-from snapshot.manifest.compounds import DictEntry
 from snapshot.manifest.document import LONGEST_HEADER, ForeignFile
 from snapshot.manifest.entries import TensorEntry
-from snapshot.manifest.paths import encode_component, encode_key
+from snapshot.manifest.paths import encode_component
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE, SAFETENSORS
 from snapshot.text import counted, listed
 
@@ -64,13 +64,8 @@ async def describe_file(storage: Storage, name: str, size: int, limit: int) -> F
         manifest={f"0/{encode_component(each)}": entry for each, entry in entries.items()},
         files={name: ForeignFile(size)},
         metadata=metadata,
-        root=make_root(entries),
+        root=make_dict(entries),
     )
-
-
-def make_root(names: Iterable[str]) -> DictEntry:
-    """Return the container of tensors with these names."""
-    return DictEntry([encode_key(name) for name in names])  # type: ignore[misc]
 
 
 async def read_header(
@@ -245,7 +240,7 @@ async def _describe_together(storage: Storage, files: Sequence[str], limit: int)
         manifest={f"0/{encode_component(each)}": entry for each, entry in entries.items()},
         files={name: ForeignFile(size) for name, (_, _, size, _) in read_files.items()},
         metadata=next((metadata for _, metadata, _, _ in read_files.values() if metadata), {}),
-        root=make_root(entries),
+        root=make_dict(entries),
     )
 
 
@@ -271,7 +266,7 @@ async def describe_index(storage: Storage, name: str, limit: int) -> ForeignDocu
         manifest=manifest,
         files=reader.files,
         metadata=next((reader.metadata[each] for each in wanted if reader.metadata.get(each)), {}),
-        root=make_root(index.weight_map),
+        root=make_dict(index.weight_map),
         inline=bytes(reader.inline),
         index=name,
     )

@@ -16,7 +16,7 @@ from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.formats import pickle_nodes as p
 from snapshot.formats.deepspeed_groups import expect_dict
 from snapshot.formats.deepspeed_parts import JoinRules
-from snapshot.formats.foreign import ForeignDocument, make_document
+from snapshot.formats.foreign import ForeignDocument, make_dict, make_document
 from snapshot.formats.rank_files import RankFile, RankMerge
 from snapshot.formats.torch_save import TorchFile, TorchFiles
 from snapshot.io.aio import gather_limited
@@ -24,7 +24,7 @@ from snapshot.io.storage import Storage
 from snapshot.manifest.compounds import Container, DictEntry
 from snapshot.manifest.document import ForeignFile
 from snapshot.manifest.entries import ShardedTensorEntry, TensorEntry
-from snapshot.manifest.paths import decode_component, encode_component, encode_key
+from snapshot.manifest.paths import decode_component, encode_component
 from snapshot.tensors.digest import digest_range
 
 FORMAT = "megatron"
@@ -91,7 +91,7 @@ async def describe_folder(storage: Storage, names: Sequence[str], limit: int) ->
         manifest=manifest,
         files={each.name: ForeignFile(each.size, archived=True) for each in files},
         world_size=len(files),
-        root=DictEntry([encode_key(key) for key in keys]),  # type: ignore[misc]
+        root=make_dict(keys),
         inline=bytes(made.inline) or b"\0",
     )
 
@@ -211,7 +211,7 @@ def _nest(entries: Mapping[str, Any]) -> dict[str, Any]:
     made = dict(entries)
     for path, names in children.items():
         if names != entries[path].components():
-            made[path] = DictEntry([encode_key(decode_component(name)) for name in names])  # type: ignore[misc]
+            made[path] = make_dict(map(decode_component, names))
     return made
 
 

@@ -12,7 +12,7 @@ import torch
 from snapshot.decoding import decode_json
 from snapshot.errors import CorruptSnapshotError, StorageError, StorageNotFoundError, UnsupportedFormatError
 from snapshot.formats import ocdbt, zarr
-from snapshot.formats.foreign import ForeignDocument, check_location, extend_file, is_absence, make_document
+from snapshot.formats.foreign import ForeignDocument, check_location, extend_file, is_absence, make_dict, make_document
 from snapshot.formats.hugging_face import AT_ONCE
 from snapshot.formats.ocdbt import Stored
 from snapshot.formats.pickled_objects import INLINE
@@ -21,7 +21,7 @@ from snapshot.io.storage import Storage
 from snapshot.manifest.compounds import Container, DictEntry, ListEntry, TupleEntry
 from snapshot.manifest.document import ForeignFile
 from snapshot.manifest.entries import ChunkedTensorEntry, Extra, Shard, TensorEntry
-from snapshot.manifest.paths import encode_component, encode_key
+from snapshot.manifest.paths import encode_component
 from snapshot.manifest.values import make_scalar_entry
 from snapshot.tensors.geometry import whole_box
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE, contiguous_strides
@@ -346,7 +346,7 @@ class _Builder:
                     manifest[below] = walk(below, child)
                 else:
                     manifest[below] = child
-            return ListEntry(len(order)) if is_list else DictEntry([encode_key(key) for key in order])  # type: ignore[misc]
+            return ListEntry(len(order)) if is_list else make_dict(order)
 
         return manifest, walk("0", self._root)
 

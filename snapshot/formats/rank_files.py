@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 import msgspec
 
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
-from snapshot.formats.foreign import ForeignDocument, make_document
+from snapshot.formats.foreign import ForeignDocument, make_dict, make_document
 from snapshot.formats.pickled_objects import INLINE, is_refused, locate_object
 from snapshot.formats.to_entries import make_container
 from snapshot.formats.torch_save import FORMAT, VALUE, TorchFiles
 from snapshot.io.aio import gather_limited
 from snapshot.io.storage import Storage
-from snapshot.manifest.compounds import Container, DictEntry
+from snapshot.manifest.compounds import Container
 from snapshot.manifest.document import ForeignFile
 from snapshot.manifest.entries import NDArrayEntry, ShardedTensorEntry, TensorEntry
-from snapshot.manifest.paths import encode_component, encode_key
+from snapshot.manifest.paths import encode_component
 from snapshot.manifest.rank_view import MOST_RANKS
 from snapshot.manifest.values import Scalar
 from snapshot.tensors.digest import digest_range
@@ -60,7 +60,7 @@ async def describe_folder(storage: Storage, names: Iterable[str], limit: int) ->
         manifest |= RankMerge(found[number * world : (number + 1) * world], reader.inline).join()
     lacks = LACKS if any(lacks_boxes(entry) for entry in manifest.values()) else ""
     if items[0].key:
-        root: Container | None = DictEntry([encode_key(item.key) for item in items])  # type: ignore[misc]
+        root: Container | None = make_dict(item.key for item in items)
     else:
         root = found[0].root
     return make_document(

@@ -18,7 +18,7 @@ from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.formats import hugging_face
 from snapshot.formats import pickle_nodes as p
 from snapshot.formats.flat_ranges import cut_run
-from snapshot.formats.foreign import ForeignDocument, check_location, make_document
+from snapshot.formats.foreign import ForeignDocument, check_location, make_dict, make_document
 from snapshot.formats.pickled_objects import is_refused, locate_object
 from snapshot.formats.pickled_shards import MOST_STRIDES
 from snapshot.formats.rank_files import AT_ONCE, LACKS, RankFile, RankMerge
@@ -27,7 +27,6 @@ from snapshot.formats.to_entries import limit_nodes, make_entries
 from snapshot.formats.torch_save import TorchFiles
 from snapshot.io.aio import gather_limited
 from snapshot.io.storage import Storage
-from snapshot.manifest.compounds import DictEntry
 from snapshot.manifest.document import ForeignFile
 from snapshot.manifest.entries import (
     MOST_DIMENSIONS,
@@ -39,7 +38,7 @@ from snapshot.manifest.entries import (
     ShardedTensorEntry,
     TensorEntry,
 )
-from snapshot.manifest.paths import encode_component, encode_key
+from snapshot.manifest.paths import encode_component
 from snapshot.manifest.rank_view import MOST_RANKS
 from snapshot.tensors.digest import digest_range
 from snapshot.tensors.geometry import (
@@ -116,7 +115,7 @@ async def describe_folder(storage: Storage, names: Sequence[str], limit: int) ->
         manifest=manifest,
         files={METADATA: ForeignFile(len(data))} | described,
         world_size=metadata.world,
-        root=DictEntry([encode_key(key) for key in keys]),  # type: ignore[misc]
+        root=make_dict(keys),
         inline=bytes(reader.inline) or b"\0",
     )
 
@@ -334,7 +333,7 @@ def _flatten_tree(path: str, value: Any) -> dict[str, Any]:
     """Return the entries of a tree of dicts, by their paths."""
     if not isinstance(value, dict):
         return {path: value}
-    made: dict[str, Any] = {path: DictEntry([encode_key(key) for key in value])}  # type: ignore[misc]
+    made: dict[str, Any] = {path: make_dict(value)}
     for key, each in value.items():
         made |= _flatten_tree(f"{path}/{encode_component(key)}", each)
     return made

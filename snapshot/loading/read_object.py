@@ -61,14 +61,10 @@ def expand_objects(
     }
     if not chosen:
         return
-    run(expect_files(session, document, find_locations(chosen, document.files)))
-    read_plan = ReadPlan(document.files)
-    for path, entry in chosen.items():
-        read_plan.new(path, entry)
-    read_plan.execute(session, verify=False)
+    values = _read_values(session, document, chosen, verify=False)
     for path in chosen:
         try:
-            content = read_pickle(read_plan.values[path])
+            content = read_pickle(values[path])
             inline = bytearray()
             node = evaluate_pickle(content, path)
             found = make_entries({path: node}, path, _refuse_tensor, len(content), inline=inline)
@@ -78,6 +74,18 @@ def expand_objects(
             entries.update(found)
 
 
+def _read_values(
+    session: Session, document: Document, entries: Mapping[str, e.ObjectEntry], *, verify: bool
+) -> dict[str, Any]:
+    """Return the values of some objects by path, after a look at their files."""
+    run(expect_files(session, document, find_locations(entries, document.files)))
+    read_plan = ReadPlan(document.files)
+    for path, entry in entries.items():
+        read_plan.new(path, entry)
+    read_plan.execute(session, verify=verify)
+    return read_plan.values
+
+
 def expand_trees(
     session: Session, document: Document, entries: dict[str, Any], wanted: Callable[[str], bool] = lambda path: True
 ) -> None:
@@ -85,18 +93,14 @@ def expand_trees(
     chosen = {path: entry for path, entry in entries.items() if is_tree(entry) and wanted(path)}
     if not chosen:
         return
-    run(expect_files(session, document, find_locations(chosen, document.files)))
-    read_plan = ReadPlan(document.files)
-    for path, entry in chosen.items():
-        read_plan.new(path, entry)
-    read_plan.execute(session, verify=True)
+    values = _read_values(session, document, chosen, verify=True)
     made: dict[str, Any] = {}
     for path, entry in entries.items():
         if path not in chosen:
             made[path] = entry
             continue
         flat = Flattened()
-        flat.add(path, read_plan.values[path])
+        flat.add(path, values[path])
         for below, each in flat.entries.items():
             assert each is not None  # no value of a tree is stored elsewhere
             made[below] = msgspec.structs.replace(each, replicated=True) if entry.replicated else each

@@ -18,7 +18,7 @@ from snapshot.formats import peft
 from snapshot.formats.foreign import is_absence
 from snapshot.formats.peft import LoraConfig, Pair
 from snapshot.io.arena import Slot
-from snapshot.io.budget import MemoryBudget, Pool
+from snapshot.io.budget import MemoryBudget
 from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.io.url import Location
@@ -35,9 +35,9 @@ from snapshot.tensors.geometry import Factor, Grid, position_of
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE
 from snapshot.text import listed
 from snapshot.transform.call import expect_checksums, expect_sound, open_sources, selected_locations
-from snapshot.transform.convert import expect_writable, write_checkpoint
+from snapshot.transform.convert import write_checkpoint
 from snapshot.transform.diff_bytes import Side
-from snapshot.transform.merge import key_of, spellings
+from snapshot.transform.merge import expect_mergeable, key_of, open_origins, spellings
 from snapshot.transform.mixing import MixedStager, Piece, Run
 from snapshot.transform.sources import CheckpointStager, reads_ranges
 from snapshot.transform.target import Selection, Target
@@ -368,18 +368,9 @@ def merge_lora(
     operation: Operation, origins: tuple[Location, Location], target: Target, choice: Selection
 ) -> ConvertReport:
     """Write a base with an adapter. Memory: a quarter for reading, a quarter for both, and half for writing."""
-    exchange, url = operation.exchange, target.place.url
-    expect_writable(target, [origin.url for origin in origins])
-    if target.format == "gguf":
-        raise ValueError(f"{url}: a merge cannot write GGUF; merge to safetensors, and convert that")
-    pools: list[Pool] = []
-
-    def shared(limit: int) -> Pool:
-        if not pools:
-            pools.append(Pool(limit))
-        return pools[0]
-
-    sessions = [operation.open(origin, share=4, pool=shared) for origin in origins]
+    exchange = operation.exchange
+    expect_mergeable(target, origins)
+    sessions = open_origins(operation, origins)
     arguments = {"base": origins[0].url, "lora": origins[1].url, **target.agreed(), **choice.arguments()}
     documents = open_sources(exchange, "merge", arguments, sessions)
     base, adapter = (Side(session, document) for session, document in zip(sessions, documents, strict=True))

@@ -370,6 +370,26 @@ class MergeStager(MixedStager):
 
 # A merge: open all checkpoints, match their tensors, and write their mix in the form of the first one.
 
+
+def expect_mergeable(target: Target, origins: Sequence[Location]) -> None:
+    """Raise if a merge cannot write a target."""
+    expect_writable(target, [origin.url for origin in origins])
+    if target.format == "gguf":
+        raise ValueError(f"{target.place.url}: a merge cannot write GGUF; merge to safetensors, and convert that")
+
+
+def open_origins(operation: Operation, origins: Sequence[Location]) -> list[Session]:
+    """Open the sources of a merge. All read into one pool, of a quarter of the memory."""
+    pools: list[Pool] = []
+
+    def shared(limit: int) -> Pool:
+        if not pools:
+            pools.append(Pool(limit))
+        return pools[0]
+
+    return [operation.open(origin, share=4, pool=shared) for origin in origins]
+
+
 OTHERS = ("equal", "first")
 _NEARLY = 1e-6
 
@@ -381,20 +401,11 @@ def merge_checkpoints(
     exchange, url = operation.exchange, target.place.url
     if others not in OTHERS:
         raise ValueError(f"others must be one of {', '.join(map(repr, OTHERS))}, got {others!r}")
-    expect_writable(target, [origin.url for origin in origins])
-    if target.format == "gguf":
-        raise ValueError(f"{url}: a merge cannot write GGUF; merge to safetensors, and convert that")
+    expect_mergeable(target, origins)
     for origin in origins:
         if origin.url.scheme == url.scheme and url.location.startswith(f"{origin.url.location.rstrip('/')}/"):
             raise ValueError(f"{url}: the destination is inside the source {origin.url}; merge to another path")
-    pools: list[Pool] = []
-
-    def shared(limit: int) -> Pool:
-        if not pools:
-            pools.append(Pool(limit))
-        return pools[0]
-
-    sessions = [operation.open(origin, share=4, pool=shared) for origin in origins]
+    sessions = open_origins(operation, origins)
     arguments = {
         "sources": [origin.url for origin in origins],
         **target.agreed(),
