@@ -19,7 +19,7 @@ from snapshot.loading.live import Binding, is_writable
 from snapshot.loading.open import expect_files
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e
-from snapshot.manifest.document import Document, check_tensor, check_tree, find_locations
+from snapshot.manifest.document import Document, check_shape, check_tensor, check_tree, find_locations
 from snapshot.manifest.paths import encode_component
 from snapshot.manifest.plain_tree import PLAIN_TREE
 from snapshot.manifest.rank_view import find_rank_paths, is_rank, make_rank_view, resolve_path, suggest_names
@@ -346,6 +346,7 @@ def _read_box(
 ) -> Any:
     if not isinstance(entry, e.TENSORS):
         raise RestoreError(f"{path}: only a tensor can be read by a box, got {type(entry).__name__}", [path])
+    check_shape(path, entry)
     wanted, dropped = parse_box(path, entry.shape, box)
     check_tensor(path, entry, document.files, boxes=[wanted])
     made = torch.empty(wanted.sizes, dtype=BY_NAME[entry.dtype], device="cpu")

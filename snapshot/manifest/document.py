@@ -506,7 +506,7 @@ def check_tensor(
     if type(entry) is TensorEntry:
         check_stored(path, entry, files)
         return
-    _check_shape(path, entry)
+    check_shape(path, entry)
     if isinstance(entry, MappedTensorEntry):
         for part in entry.parts:
             check_tensor(path, part.entry, files, partial=partial)
@@ -551,10 +551,9 @@ def check_stored(path: str, entry: TensorEntry, files: Files) -> None:
         raise UnsupportedFormatError(f"{path}: tensors of type {entry.dtype} are listed, but not read; exclude them")
     if itemsize is None:
         raise UnsupportedFormatError(f"{path}: unknown dtype {entry.dtype!r} in this version of torch")
-    _check_shape(path, entry)
+    check_shape(path, entry)
     begin, end = entry.byte_range
-    lengths_differ = end - begin != math.prod(entry.shape) * itemsize and not packed
-    if lengths_differ or (entry.shape and min(entry.shape) < 0):
+    if end - begin != math.prod(entry.shape) * itemsize and not packed:
         raise CorruptSnapshotError(
             f"{path}: the size of {entry.dtype}{list(entry.shape)} does not match its range of "
             f"{counted(end - begin, 'byte')}"
@@ -564,9 +563,9 @@ def check_stored(path: str, entry: TensorEntry, files: Files) -> None:
         _check_layout(path, entry)
 
 
-def _check_shape(path: str, entry: AnyTensor) -> None:
+def check_shape(path: str, entry: AnyTensor) -> None:
     """Raise for a shape that torch does not support, even if one of its sizes is 0."""
-    if math.prod(max(1, size) for size in entry.shape) >= 1 << 60:
+    if min(entry.shape, default=0) < 0 or math.prod(max(1, size) for size in entry.shape) >= 1 << 60:
         raise CorruptSnapshotError(f"{path}: invalid shape {list(entry.shape)} of {entry.dtype}")
 
 

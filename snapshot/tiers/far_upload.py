@@ -69,11 +69,11 @@ class Throttled(ReadOnlyStorage):
         self._free = time.monotonic()
 
     async def read_into(self, path: str, offset: int, buffers: Sequence[Buffer], *, token: str | None = None) -> None:
-        """Read when the bytes before have had their time."""
+        """Read when the bytes before and these have had their time."""
         nbytes = sum(memoryview(each).nbytes for each in buffers)
         with self._lock:
             self._free = max(self._free, time.monotonic()) + nbytes / self._rate
-            pause = self._free - nbytes / self._rate - time.monotonic()
+            pause = self._free - time.monotonic()
         if pause > 0:
             await in_thread(time.sleep, pause)
         await super().read_into(path, offset, buffers, token=token)

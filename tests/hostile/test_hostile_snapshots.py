@@ -113,9 +113,12 @@ def test_a_good_manifest_with_other_bytes_somewhere(data):
 
 @pytest.mark.parametrize(
     "shape",
-    [[1 << 60], [1 << 30, 1 << 30], [1 << 60, 0], [1 << 62, 1 << 62], [0, 1 << 63], [1] * 5000, [-1, -6], [1 << 70]],
+    [
+        [1 << 60], [1 << 30, 1 << 30], [1 << 60, 0], [1 << 62, 1 << 62], [0, 1 << 63], [1] * 5000, [-1, -6], [1 << 70],
+        [-1],
+    ],
     ids=str,
-)
+)  # fmt: skip
 @pytest.mark.parametrize("name", ["tensor", "sharded", "array", "sparse"])
 def test_a_short_manifest_that_claims_much(base, name, shape):
     entry = base["manifest"][f"0/state/{name}"]
@@ -126,6 +129,8 @@ def test_a_short_manifest_that_claims_much(base, name, shape):
     attack(base)
     with bounded(), pytest.raises(SnapshotError):
         Snapshot(URL).read_object(f"0/state/{name}")
+    with bounded(), pytest.raises(SnapshotError):
+        Snapshot(URL).read_object(f"0/state/{name}", box=[slice(0, 1)] * len(shape))
 
 
 def test_lengths_that_no_memory_could_hold(base):

@@ -242,7 +242,7 @@ def _killed_uploader(far, near):
             stop_uploaders(folder)
         for step in range(2, 12):
             manager.take(step, state(step))
-        until(lambda: manager.where(11)["replicas"] == 1)
+        until(lambda: (where := manager.where(11))["replicas"] == 1 and where["far"] == "whole")
         dist.barrier()
         manager.take(12, state(12))
         manager._steps.near_cleaner.close()
