@@ -45,7 +45,8 @@ class Event:
     `source` that failed. It sends `healed` for a damaged near file that was replaced. The events of an uploader are
     sent in its own process: `uploaded`, `replicated`, `dropped`, `damaged` and `healed`. With `on_error="warn"`, a
     manager sends `tolerated`, with the number of `failures`. It sends `overdue` if `every` has passed twice without a
-    commit, with the `step` and a `text`.
+    commit, with the `step` and a `text`. It sends `stalled` for uploads that do not advance, with their `steps` and the
+    `error` that the uploader had.
 
     A take sends `guard` for each finding of a guard, with its name as `guard`, and a `text`. It sends `guard_failed` if
     a guard cannot examine a state.

@@ -24,6 +24,7 @@ from snapshot.loading.open import (
 )
 from snapshot.loading.read_object import read_object, read_state_dict
 from snapshot.loading.restore import Restore
+from snapshot.loading.statistics import read_statistics
 from snapshot.manifest.document import SnapshotMetadata, copy_manifest
 from snapshot.manifest.values import Entry
 from snapshot.options import moved_names
@@ -49,6 +50,7 @@ from snapshot.signing.keys import Key, load_signer
 from snapshot.signing.seal import seal_with
 from snapshot.state.leaves import Prepare
 from snapshot.state.stateful import check_app_state
+from snapshot.tensors.statistics import TensorStatistics
 
 if TYPE_CHECKING:
     import torch
@@ -185,6 +187,7 @@ class Snapshot:
         sign: Key | None = None,
         allow_pickle: AllowPickle = "warn",
         guards: Guards = "report",
+        statistics: bool = False,
     ) -> Snapshot:
         """Save the application's state and return when it is committed.
 
@@ -225,6 +228,7 @@ class Snapshot:
                 `"warn"`, `"error"`, or True to store them without a word. Message and error name each object.
             guards: The action if the state looks wrong, such as NaN in a parameter: `"report"` it, `"warn"`, commit it
                 as `"suspect"`, or `"refuse"` to commit. `"off"` does not look. See docs/guards.md.
+            statistics: Also store the norm, range, and counts of NaN and zero of each tensor, for `get_statistics`.
 
         Raises:
             MissingExtraError: zstandard is not installed and `compression` is set, or cryptography and `sign`.
@@ -256,6 +260,7 @@ class Snapshot:
             sign=sign,
             allow_pickle=allow_pickle,
             guards=guards,
+            statistics=statistics,
         )
         return cls.take_with(path, app_state, pg, options, timeout)
 
@@ -299,6 +304,7 @@ class Snapshot:
         sign: Key | None = None,
         allow_pickle: AllowPickle = "warn",
         guards: Guards = "report",
+        statistics: bool = False,
         staging: Staging = "blocking",
         worker: Worker = "thread",
         when_busy: WhenBusy = "wait",
@@ -349,6 +355,7 @@ class Snapshot:
             sign=sign,
             allow_pickle=allow_pickle,
             guards=guards,
+            statistics=statistics,
             staging=staging,
             worker=worker,
             when_busy=when_busy,
@@ -632,6 +639,21 @@ class Snapshot:
     def get_manifest(self) -> dict[str, Entry]:
         """Return a copy of the manifest: an entry for each object, by `"<rank>/<logical path>"`."""
         return copy_manifest(self._manifest.open().manifest)
+
+    @of_object
+    def get_statistics(self) -> dict[str, TensorStatistics]:
+        """Return the statistics of each tensor, by its name in the manifest. No tensor is read.
+
+        Empty unless the snapshot was taken with `statistics=True`.
+
+        >>> import torch
+        >>> from snapshot import Snapshot, StateDict
+        >>> state = StateDict(weight=torch.tensor([3.0, 0.0, -4.0]))
+        >>> snapshot = Snapshot.take("memory://docs/statistics", {"state": state}, statistics=True)
+        >>> snapshot.get_statistics()["0/state/weight"]
+        TensorStatistics(count=3, nan=0, infinite=0, zero=1, norm=5.0, min=-4.0, max=3.0)
+        """
+        return self._manifest.read(None, read_statistics)
 
     @property
     def metadata(self) -> SnapshotMetadata:

@@ -24,7 +24,7 @@ from snapshot.snapshot import Snapshot
 from snapshot.text import counted, size_text
 from snapshot.tiers.near_steps import PINNED
 
-DATA = (".safetensors", ".bin")
+DATA = (".safetensors", ".bin", ".stats")
 """Suffixes of data files."""
 
 

@@ -16,7 +16,7 @@ STATUS = "status"
 SIGNATURE = "Snapshot-Signature"
 """Header with the signature of a request, and of an answer that has no digests of its own."""
 _FILE = re.compile(
-    r"/(step-(?:0|[1-9][0-9]{0,17}))/(data/[0-9a-f]{12}-[0-9]+(?:-[0-9]+\.(?:safetensors|bin)|\.json)|\.snapshot_metadata)"
+    r"/(step-(?:0|[1-9][0-9]{0,17}))/(data/[0-9a-f]{12}-[0-9]+(?:-[0-9]+\.(?:safetensors|bin|stats)|\.json)|\.snapshot_metadata)"
 )
 
 

@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from snapshot.errors import RestoreError, SnapshotError
 from snapshot.manifest import entries as e
 from snapshot.reports import BisectReport
 from snapshot.snapshot import Snapshot
 from snapshot.tensors.memory import BY_NAME
+from snapshot.tensors.statistics import TensorStatistics, combine_statistics, measure_tensor
 
 PIECE = 4 << 20
 """Elements that are read at once."""
@@ -21,25 +20,16 @@ LOUD = 100.0
 """A tensor is bad by `norm` if its norm is this many times what it was in the first step."""
 
 
-@dataclass(frozen=True)
-class Numbers:
-    """The numbers of a tensor that a check needs."""
-
-    bad: int
-    """Elements that are NaN or infinite."""
-    norm: float
-
-
-Fault = Callable[[Numbers, Numbers | None], str]
+Fault = Callable[[TensorStatistics, TensorStatistics | None], str]
 """Returns why a tensor is bad, or ''. Its second argument is the same tensor in the first step, if it is there."""
 
 
-def why_not_finite(now: Numbers, first: Numbers | None) -> str:
+def why_not_finite(now: TensorStatistics, first: TensorStatistics | None) -> str:
     """Return why a tensor is bad, if it was finite in the first step."""
     return f"{now.bad:,} are NaN or infinite" if now.bad and not (first is not None and first.bad) else ""
 
 
-def why_too_loud(now: Numbers, first: Numbers | None) -> str:
+def why_too_loud(now: TensorStatistics, first: TensorStatistics | None) -> str:
     """Return why a tensor is bad by its norm."""
     fault = why_not_finite(now, first)
     if fault or first is None or not first.norm > 0 or not math.isfinite(first.norm):
@@ -52,12 +42,13 @@ CHECKS: dict[str, Fault] = {"finite": why_not_finite, "norm": why_too_loud}
 
 @dataclass
 class _Reader:
-    """Numbers of tensors, by step. Equal digests are read once."""
+    """Statistics of tensors, by step. Those that a take stored are used, and tensors of equal digests are read once."""
 
     open: Callable[[int], Snapshot]
     nbytes: int = 0
     _snapshots: dict[int, tuple[Snapshot, dict[str, Any]]] = field(default_factory=dict)
-    _known: dict[Any, Numbers] = field(default_factory=dict)
+    _stored: dict[int, dict[str, TensorStatistics]] = field(default_factory=dict)
+    _known: dict[Any, TensorStatistics] = field(default_factory=dict)
 
     def entries(self, step: int) -> tuple[Snapshot, dict[str, Any]]:
         """Return a step, and its floating tensors of more than one element."""
@@ -70,15 +61,18 @@ class _Reader:
                 and BY_NAME[entry.dtype].is_floating_point
                 and math.prod(entry.shape) > 1
             }
-            self._snapshots[step] = snapshot, held
+            self._snapshots[step], self._stored[step] = (snapshot, held), snapshot.get_statistics()
         return self._snapshots[step]
 
-    def look(self, step: int, path: str) -> Numbers | None:
+    def look(self, step: int, path: str) -> TensorStatistics | None:
         """Return the numbers of a tensor; None if the step lacks it."""
         snapshot, held = self.entries(step)
         entry = held.get(path)
         if entry is None:
             return None
+        stored = self._stored[step].get(path)
+        if stored is not None and stored.count == math.prod(entry.shape):
+            return stored
         digests = tuple((str(box), stored.digest) for box, stored in entry.pieces())
         key = entry.dtype, tuple(entry.shape), digests
         known = None if any(digest is None for _, digest in digests) else self._known.get(key)
@@ -86,15 +80,13 @@ class _Reader:
             known = self._known[key] = self._read(snapshot, path, entry)
         return known
 
-    def _read(self, snapshot: Snapshot, path: str, entry: Any) -> Numbers:
-        bad, square = 0, 0.0
+    def _read(self, snapshot: Snapshot, path: str, entry: Any) -> TensorStatistics:
+        found = []
         for box in _boxes(tuple(entry.shape)):
             piece = snapshot.read_object(path, box=box)
             self.nbytes += piece.nbytes
-            wide = piece.to(torch.float64)
-            bad += int(torch.isfinite(wide).logical_not().sum())
-            square += float(wide.square().sum())
-        return Numbers(bad, math.sqrt(square) if square >= 0 else math.nan)
+            found.append(measure_tensor(piece))
+        return combine_statistics(each for each in found if each is not None)
 
 
 def _boxes(shape: tuple[int, ...]) -> Iterator[list[slice | int]]:

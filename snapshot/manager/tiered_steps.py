@@ -39,7 +39,7 @@ from snapshot.manifest.document import ManifestHead
 from snapshot.reports import RestoreReport
 from snapshot.save.take import AppState
 from snapshot.snapshot import PendingSnapshot, Snapshot
-from snapshot.tiers.control import ANSWERS, Request
+from snapshot.tiers.control import ANSWERS, Request, Status, StepStatus
 from snapshot.tiers.facts import is_buried, limited
 from snapshot.tiers.far_upload import FarStorage
 from snapshot.tiers.join import FAR_PATIENCE, join
@@ -387,6 +387,32 @@ class TieredSteps(Steps):
         super().close()
 
 
+STALLS = 300.0
+"""Seconds without any progress after which uploads are reported as stalled."""
+
+
+class UploadWatch:
+    """Notices uploads that do not advance."""
+
+    def __init__(self) -> None:
+        self._sent: dict[int, int] = {}
+        """The most bytes that each waiting step had sent. An upload that begins again and again does not advance."""
+        self._since = 0.0
+
+    def look(self, states: Mapping[int, StepStatus], now: float) -> list[int]:
+        """Return the waiting steps if none has advanced for a while, and again after as long a while."""
+        waiting = {step: each.sent for step, each in states.items() if each.far.is_open or each.far.is_stuck}
+        arrived = any(states[step].far == UploadState.WHOLE for step in self._sent.keys() & states.keys())
+        advanced = arrived or any(sent > self._sent[step] for step, sent in waiting.items() if step in self._sent)
+        if advanced or not self._sent:
+            self._since = now
+        self._sent = {step: max(sent, self._sent.get(step, 0)) for step, sent in waiting.items()}
+        if not waiting or now - self._since < STALLS:
+            return []
+        self._since = now
+        return sorted(waiting)
+
+
 class NearCleaner(Cleaner):
     """Background removal of the near steps that a policy does not keep, and that are not wanted far.
 
@@ -400,11 +426,12 @@ class NearCleaner(Cleaner):
         self._tiers = tiers
         self._far = far
         self._uploaded: set[int] = set()
+        self._watch = UploadWatch()
 
     def _clean(self, upto: int) -> None:
         tiers = self._tiers
         if not tiers.member.fault and tiers.member.leads:
-            self._clean_near(upto)
+            self._clean_near(upto, self._ask_status())
         if self._far is None or tiers.member.fault:
             return
         states = tiers.ask(Request("status"), ANSWERS).steps
@@ -414,10 +441,21 @@ class NearCleaner(Cleaner):
             self._uploaded.add(step)
             self._far.committed(step, time.monotonic())
 
-    def _clean_near(self, upto: int) -> None:
+    def _ask_status(self) -> Status:
+        """Return the states of this host's steps. Report uploads that do not advance."""
+        tiers = self._tiers
+        status = tiers.ask(Request("status"), ANSWERS)  # `close` waits for this
+        stalled = self._watch.look(status.steps, time.monotonic())
+        if stalled:
+            root, why = tiers.options.far, f": {status.error}" if status.error else ""
+            emit("stalled", "upload", str(root), steps=stalled, error=status.error)
+            names = ", ".join(f"step-{step}" for step in stalled)
+            log.warning("%s: the uploads of %s have not advanced for %d s%s", root, names, STALLS, why)
+        return status
+
+    def _clean_near(self, upto: int, status: Status) -> None:
         """Remove near steps before `upto`, which was just committed, that are neither kept nor wanted far."""
         tiers, folder = self._tiers, self._tiers.folder
-        status = tiers.ask(Request("status"), ANSWERS)  # `close` waits for this
         tiers.look_for_later_attempt(upto)
         if tiers.superseded:
             return

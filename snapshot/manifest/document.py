@@ -41,6 +41,7 @@ from snapshot.tensors.digest import SIZE, count_blocks, digest_range
 from snapshot.tensors.geometry import Box, boxes_overlap, intersect, is_inside
 from snapshot.tensors.memory import ITEMSIZE
 from snapshot.tensors.split_zstd import CODEC, MOST_TIMES, RECORD, longest_table
+from snapshot.tensors.statistics import SUFFIX as STATISTICS
 from snapshot.text import counted, listed
 
 # Merging of the ranks' parts into one manifest.
@@ -98,7 +99,7 @@ LONGEST_HEADER = 100_000_000
 
 _TAIL = re.compile(rb',"digest":"(xxh3:[0-9a-f]{32})"\}$')
 _TAIL_LENGTH = len(',"digest":"xxh3:"}') + 32
-_LOCATION = re.compile(r"data/[0-9a-z]+-[0-9]+(-[0-9]+\.(safetensors|bin)|\.json)")
+_LOCATION = re.compile(r"data/[0-9a-z]+-[0-9]+(-[0-9]+\.(safetensors|bin|stats)|\.json)")
 
 
 class PackedFile(msgspec.Struct, gc=False, forbid_unknown_fields=True):
@@ -255,7 +256,7 @@ def decode_document(data: bytes, where: object) -> Document:
 
 def format_of(files: Mapping[str, FileEntry], entries: Mapping[str, Any]) -> str:
     """Return the format of a manifest with these files and entries."""
-    if needs_third_format(entries.values()):
+    if needs_third_format(entries.values()) or any(location.endswith(STATISTICS) for location in files):
         return NEWEST_FORMAT
     return PACKED_FORMAT if any(file.packed is not None for file in files.values()) else FORMAT
 

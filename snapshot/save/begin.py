@@ -128,6 +128,7 @@ class TakeOptions:
     worker: Worker = "thread"
     when_busy: WhenBusy = "wait"
     guards: Guards = "report"
+    statistics: bool = False
     signer: TakeSigner | None = field(init=False)
     """The key that `sign` names."""
 

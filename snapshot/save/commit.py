@@ -172,6 +172,11 @@ def build_entries(
     )
 
 
+def describe_alone(data: bytes | bytearray) -> FileEntry:
+    """Return the entry of a file that no entry points into: its digest covers all of it, as that of a header."""
+    return FileEntry(len(data), len(data), digest_range(data))
+
+
 def _file_entry(written: WrittenFile, binary: _Binary, *, compare: bool) -> FileEntry:
     header = digest_range(written.file.header)
     entry = FileEntry(written.file.size, len(written.file.header), header)

@@ -6,16 +6,16 @@ finds is a `Finding`. The option `guards` says what follows from those that act.
 
 from __future__ import annotations
 
-import ctypes
+import math
 import re
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
+from statistics import median
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import msgspec
-import numpy as np
 import torch
 import xxhash
 
@@ -27,9 +27,19 @@ from snapshot.io.url import URL
 from snapshot.manifest import entries as e
 from snapshot.manifest.paths import encode_component
 from snapshot.manifest.values import IntEntry
+from snapshot.save.samples import (
+    LINE,
+    MOST_LINES,
+    count_nonfinite,
+    find_nonfinite,
+    is_in_memory,
+    measure_squares,
+    take_some,
+)
 from snapshot.state.leaves import FlatState, Leaf
 from snapshot.state.model_state import ModelState, find_local_tensor, list_parameters
 from snapshot.tensors.memory import BY_NAME, wrap_memory
+from snapshot.tensors.statistics import ByPath, TensorStatistics
 from snapshot.text import counted, listed
 
 Guards = Literal["report", "warn", "suspect", "refuse", "off"]
@@ -124,6 +134,10 @@ class PathsOfParameters:
                 for name, parameter in list_parameters(module, unwrapped=module is not stateful):
                     self._by_id.setdefault(id(parameter), below + encode_component(name))
 
+    def list_trained(self) -> list[str]:
+        """Return the paths of all parameters of modules."""
+        return list(self._by_id.values())
+
     @property
     def any_module(self) -> bool:
         """True if the app state has a module with parameters."""
@@ -173,10 +187,33 @@ class Roles:
         ]
         """The numbers of the leaves that are parameters of the groups, or their moments."""
         self.paths = {leaves[number].path for number in self.numbers}
+        numbers = {leaves[number].path: number for number in self.numbers}
+        most = max(1, MOST_LINES // max(1, len(self.groups)))
+        self.measured: list[tuple[int, int]] = [
+            (at, numbers[member.path])
+            for at, group in enumerate(self.groups)
+            for member in group.members[:: -(-len(group.members) // most) or 1]
+            if member.path in numbers
+        ]
+        """Parameters whose norms are measured: the positions of their groups, and the numbers of their leaves."""
         self.counters: list[str] = [
             path for path, entry in flat.entries.items() if type(entry) is IntEntry and _is_counter(path)
         ]
         """The paths of ints that grow during training."""
+        names = {name for path in flat.entries for name in path.split("/")}
+        others = _has_others(app_state)
+        self.untrained: list[str] = []
+        """The parameters of modules, if the app state has no optimizer and no object that could hold its state."""
+        if not others and not self.groups and not self.strangers and not names & _OF_OPTIMIZERS:
+            self.untrained = paths.list_trained()
+        self.unscheduled = not others and not names & _OF_SCHEDULERS
+        """True if the app state has no scheduler and no object that could hold its state."""
+
+    def list_scheduled(self, optimizers: Sequence[tuple[Group, torch.optim.Optimizer]]) -> list[Group]:
+        """Return the groups whose learning rate a scheduler sets, if none is in the app state."""
+        if not self.unscheduled:
+            return []
+        return [group for group, each in optimizers if "initial_lr" in each.param_groups[group.place[2]]]
 
     @staticmethod
     def _list_groups(
@@ -195,6 +232,11 @@ class Roles:
                 count += 1
             made.append(Group(f"{place[0]} group {number}", (*place, number), members))
         return made
+
+
+_OF_OPTIMIZERS = frozenset(("param_groups", "exp_avg", "momentum_buffer"))
+_OF_SCHEDULERS = frozenset(("last_epoch", "_last_lr", "_step_count"))
+"""Names that the states of optimizers, and of schedulers, have."""
 
 
 def _has_others(app_state: Mapping[str, Any]) -> bool:
@@ -228,122 +270,6 @@ def _key_of(app_state: Mapping[str, Any], leaves: Sequence[Leaf]) -> tuple[Any, 
     return (*held, *((key, id(stateful)) for key, stateful in app_state.items()), *groups)
 
 
-# Samples: a few elements of many tensors, and a run of each long one, at places that change from take to take.
-
-LINE = 64
-"""Bytes of a short tensor that are read."""
-LONG_TENSOR = 1 << 20
-SHARE = 1024
-"""The part of a long tensor that is read: one of this number of bytes."""
-MOST_LINES = 512
-"""Short tensors that one take reads."""
-MOST_ELSEWHERE = 256
-"""Tensors on accelerators that one take reads."""
-_SPACE = 1 << 47
-"""Bytes of the address space of a process."""
-_BEGIN = 1 << 16
-"""Its lowest address that memory can have. NumPy takes the address 0 for none."""
-_address, _nbytes = attrgetter("address"), attrgetter("nbytes")
-_EXPONENTS: dict[str, tuple[str, int]] = {
-    "float32": ("u4", 0x7F800000),
-    "float64": ("u8", 0x7FF0000000000000),
-    "bfloat16": ("u2", 0x7F80),
-    "float16": ("u2", 0x7C00),
-}
-"""Dtype -> the integers of its size, and the bits that are all set in NaN and infinity."""
-
-
-class _Space(threading.local):
-    """The memory of this process, as arrays. Only memory of tensors is read through it."""
-
-    def __init__(self) -> None:
-        self.arrays: dict[str, Any] = {}
-
-    def of(self, kind: str) -> Any:
-        if kind not in self.arrays:
-            held: Any = (ctypes.c_ubyte * (_SPACE - _BEGIN)).from_address(_BEGIN)
-            self.arrays[kind] = np.frombuffer(held, f"<{kind}")
-        return self.arrays[kind]
-
-
-_space = _Space()
-
-
-def find_nonfinite(leaves: Sequence[Leaf], turn: int, *, everything: bool = False) -> list[Leaf]:
-    """Return the leaves with NaN or infinity in a sample, or in all of their elements."""
-    if everything:
-        return [leaf for leaf in leaves if leaf.dtype in _EXPONENTS and _count_nonfinite(leaf)]
-    short: dict[str, list[Leaf]] = {}
-    found: list[Leaf] = []
-    elsewhere: list[Leaf] = []
-    for leaf in leaves:
-        if leaf.dtype not in _EXPONENTS:
-            continue
-        if not leaf.plain or not leaf.tensor.is_cpu:
-            elsewhere.append(leaf)
-        elif leaf.nbytes >= LONG_TENSOR or leaf.address % 8 or not _BEGIN <= leaf.address < _SPACE - LONG_TENSOR:
-            if _long_is_nonfinite(leaf, turn):
-                found.append(leaf)
-        else:
-            short.setdefault(leaf.dtype, []).append(leaf)
-    for dtype, held in short.items():
-        found += _find_in_lines(dtype, _some(held, MOST_LINES, turn), turn)
-    return found + _find_elsewhere(_some(elsewhere, MOST_ELSEWHERE, turn), turn)
-
-
-def _some(leaves: list[Leaf], most: int, turn: int) -> list[Leaf]:
-    """Return some of many leaves, others in each turn."""
-    if len(leaves) <= most:
-        return leaves
-    begin = turn * most % len(leaves)
-    return (leaves[begin:] + leaves[:begin])[:most]
-
-
-def _find_in_lines(dtype: str, leaves: list[Leaf], turn: int) -> list[Leaf]:
-    if not leaves:
-        return []
-    kind, bits = _EXPONENTS[dtype]
-    size = int(kind[1])
-    addresses = (np.fromiter(map(_address, leaves), np.int64, len(leaves)) - _BEGIN) // size
-    counts = np.fromiter(map(_nbytes, leaves), np.int64, len(leaves)) // size
-    wide = LINE // size
-    begins = (turn * wide) % np.maximum(counts, 1)
-    places = (begins[:, None] + np.arange(wide)) % np.maximum(counts, 1)[:, None]
-    values = _space.of(kind)[addresses[:, None] + places]
-    bad = ((values & bits) == bits).any(axis=1) & (counts > 0)
-    return [leaves[at] for at in np.flatnonzero(bad)]
-
-
-def _long_is_nonfinite(leaf: Leaf, turn: int) -> bool:
-    tensor = leaf.tensor.detach().view(-1)
-    length = min(tensor.numel(), max(LINE, tensor.numel() // SHARE))
-    begin = turn * length % max(1, tensor.numel() - length + 1)
-    return not bool(torch.isfinite(tensor[begin : begin + length]).all())
-
-
-def _find_elsewhere(leaves: list[Leaf], turn: int) -> list[Leaf]:
-    """Look at tensors with strides, or on an accelerator: their samples are brought together there."""
-    together: dict[Any, list[tuple[Leaf, torch.Tensor]]] = {}
-    for leaf in leaves:
-        tensor = leaf.tensor.detach()
-        if tensor.numel() == 0 or tensor.is_meta:
-            continue
-        flat = tensor.view(-1) if tensor.is_contiguous() else tensor[tuple(turn % n for n in tensor.shape[:-1])]
-        length = min(flat.numel(), LINE)
-        begin = turn * length % max(1, flat.numel() - length + 1)
-        together.setdefault((tensor.device, tensor.dtype), []).append((leaf, flat[begin : begin + length]))
-    found: list[Leaf] = []
-    for held in together.values():
-        sample = torch.cat([each for _, each in held])
-        if not bool(torch.isfinite(sample).all()):
-            found += [leaf for leaf, each in held if not bool(torch.isfinite(each).all())]
-    return found
-
-
-def _count_nonfinite(leaf: Leaf) -> int:
-    return int(torch.isfinite(leaf.tensor.detach()).logical_not().sum())
-
-
 # What a run's earlier takes were like.
 
 MOST_RUNS = 8
@@ -351,15 +277,22 @@ REMEMBERED = 20_000
 """Entries of a take that are kept for comparisons with the next ones."""
 
 
+REMEMBERED_NORMS = 16
+FEWEST_NORMS = 5
+"""Norms that the next one is compared with: at most, and at least."""
+JUMP = math.log(2)
+"""The change of a norm that is a jump, if it is also ten times what is usual."""
+
+
 class Past(NamedTuple):
     """An earlier take of a run."""
 
+    url: str
     entries: Mapping[str, Any]
     rates: dict[tuple[str, int, int], float]
     counters: dict[str, int]
 
 
-_path = attrgetter("path")
 _DIGITS = re.compile(r"\d+(?=[^/]*(/[^/]*)?$)")
 """Numbers in the last two parts of a URL. Takes whose URLs differ only in them are of one run."""
 
@@ -373,6 +306,10 @@ class RunMemory:
         """The keys of the last take, even if it was refused. So a key that is left out on purpose is missed once."""
         self.takes: deque[Past] = deque(maxlen=2)
         self.roles: Roles | None = None
+        self.norms: dict[tuple[str, int, int], deque[float]] = {}
+        """The logarithms of the last norms of each group."""
+        self.told: set[str] = set()
+        """Findings that are not repeated."""
 
 
 class _Memories:
@@ -491,18 +428,55 @@ class GuardedTake:
         if not chosen:
             return
         self._memory.turn += 1
+        self._examine_norms(leaves)
         bad = [leaf for leaf in find_nonfinite(chosen, self._memory.turn) if leaf.path in self._roles.paths]
         if bad:
-            counts = [f"{leaf.path} ({_count_nonfinite(leaf):,} of {leaf.tensor.numel():,})" for leaf in bad[:8]]
-            more = f" and {len(bad) - 8:,} more" if len(bad) > 8 else ""
-            self._add([Finding("nonfinite", f"NaN or infinity in {', '.join(counts)}{more}")])
+            counts = [f"{leaf.path} ({count_nonfinite(leaf):,} of {leaf.tensor.numel():,})" for leaf in bad[:8]]
+            self._add([Finding("nonfinite", f"NaN or infinity in {_some_of(counts, len(bad))}")])
+
+    def examine_statistics(self, measured: ByPath) -> None:
+        """Look for NaN and infinity in all elements, where they were measured."""
+        self._safely(self._examine_measured, measured)
+
+    def _examine_measured(self, measured: ByPath) -> None:
+        told = " ".join(each.text for each in self.findings if each.guard == "nonfinite")
+        bad = {path: sum(each.bad for each in held) for path, held in measured.items() if path in self._roles.paths}
+        bad = {path: count for path, count in bad.items() if count and f"{path} (" not in told}
+        if bad:
+            counts = [f"{path} ({count:,} of {_count_all(measured[path]):,})" for path, count in bad.items()]
+            self._add([Finding("nonfinite", f"NaN or infinity in {_some_of(counts)}")])
+
+    def _examine_norms(self, leaves: Sequence[Leaf]) -> None:
+        """Look for groups whose norm is far from that of the last takes."""
+        measured = self._roles.measured
+        squares = measure_squares([leaves[number] for _, number in measured])
+        held: dict[int, list[float]] = {}
+        for (at, _), square in zip(measured, squares, strict=True):
+            held.setdefault(at, []).append(float(square))
+        for at, each in held.items():
+            mean = sum(each) / len(each)
+            if not 0 < mean < math.inf:
+                continue
+            group, norm = self._roles.groups[at], math.log(mean) / 2
+            past = self._memory.norms.setdefault(group.place, deque(maxlen=REMEMBERED_NORMS))
+            if len(past) >= FEWEST_NORMS:
+                middle = median(past)
+                spread = 1.4826 * median(abs(one - middle) for one in past)
+                if abs(norm - middle) > max(JUMP, 10 * spread):
+                    factor = math.exp(norm - middle)
+                    text = f"{group.name}: the norm of its parameters is {factor:.3g} times that of the last takes"
+                    self._add([Finding("jump", f"{text}, in samples")])
+                    past.clear()
+            past.append(norm)
 
     def _sample_replicas(self, flat: FlatState, paths: frozenset[str]) -> None:
         """Digest samples of what all ranks have. All ranks sample the same elements of the same tensors."""
-        held = [leaf for leaf in flat.leaves if leaf.path in paths and leaf.plain and leaf.nbytes and _is_aligned(leaf)]
+        held = [
+            leaf for leaf in flat.leaves if leaf.path in paths and leaf.plain and leaf.nbytes and is_in_memory(leaf)
+        ]
         if not held:
             return
-        held = _some(sorted(held, key=_path), MOST_LINES, self._memory.turn)
+        held = take_some(sorted(held, key=_path), MOST_LINES, self._memory.turn)
         digests = [xxhash.xxh3_64() for _ in range(BUCKETS)]
         for at, leaf in enumerate(held):
             begin = self._memory.turn * LINE % max(1, leaf.nbytes - LINE + 1)
@@ -542,7 +516,54 @@ class GuardedTake:
             first, second = self._memory.takes
             found = [self._examine_group(group, optimizer, first, second) for group, optimizer in self._groups]
             found += [self._examine_stranger(key, below, first, second) for key, _, below in self._roles.strangers]
+            found += [self._examine_state(first, second)]
+            found += [self._examine_moments(group, first, second) for group, _ in self._groups]
             self._add([each for each in found if each is not None])
+            self._examine_unsaved(first, second)
+
+    def _examine_state(self, first: Past, second: Past) -> Finding | None:
+        """Return a finding if no tensor changed over three takes of different steps."""
+        states = first.entries, second.entries, self._entries
+        tensors = [path for path, entry in self._entries.items() if _digests_of(entry) and _is_floating(entry)]
+        if not tensors or len({first.url, second.url, str(self._url)}) < 3:
+            return None
+        if not any(_rate_of(group, optimizer) > 0 for group, optimizer in self._groups):
+            return None
+        if not all(_is_equal(path, *states) for path in tensors):
+            return None
+        return Finding("unchanged", f"{counted(len(tensors), 'tensor')}: none changed in three takes")
+
+    def _examine_moments(self, group: Group, first: Past, second: Past) -> Finding | None:
+        """Return a finding if a group's moments did not change over three takes, though its parameters did."""
+        states = first.entries, second.entries, self._entries
+        moments = [
+            path
+            for member in group.members
+            for path in _list_moments(member.state)
+            if _digests_of(self._entries.get(path)) is not None
+        ]
+        if not moments or not all(_is_equal(path, *states) for path in moments):
+            return None
+        if not any(_differs(each.path, *states) for each in group.members):
+            return None
+        text = f"{group.name}: its moments did not change in three takes, though its parameters did"
+        return Finding("unchanged", text)
+
+    def _examine_unsaved(self, first: Past, second: Past) -> None:
+        """Look for trained modules without an optimizer, and for schedules without a scheduler. Each is told once."""
+        states, roles, told = (first.entries, second.entries, self._entries), self._roles, self._memory.told
+        if roles.untrained and "optimizer" not in told:
+            moved = [path for path in roles.untrained if _differs(path, *states)]
+            if moved:
+                told.add("optimizer")
+                text = f"{', '.join(moved[:3])}: changes from take to take, and the app state has no optimizer"
+                self._add([Finding("unsaved", text)])
+        for group in roles.list_scheduled(self._groups):
+            rates = [each.rates.get(group.place) for each in (first, second)]
+            if "scheduler" not in told and None not in rates and rates[0] != rates[1]:
+                told.add("scheduler")
+                text = f"{group.name}: its learning rate follows a schedule, and the app state has no scheduler"
+                self._add([Finding("unsaved", text)])
 
     def _examine_stranger(self, key: str, below: str, first: Past, second: Past) -> Finding | None:
         """Return a finding if nothing but an optimizer of unknown parameters changed over three takes."""
@@ -588,15 +609,20 @@ class GuardedTake:
     def _remember(self) -> None:
         kept = self._entries if len(self._entries) <= REMEMBERED else {}
         rates = {group.place: _rate_of(group, optimizer) for group, optimizer in self._groups}
-        self._memory.takes.append(Past(kept, rates, self._counters))
+        self._memory.takes.append(Past(str(self._url), kept, rates, self._counters))
 
     def forget(self) -> None:
         """Release the application's optimizers."""
         self._groups = []
 
 
-def _is_aligned(leaf: Leaf) -> bool:
-    return leaf.tensor.is_cpu and _BEGIN <= leaf.address < _SPACE - LONG_TENSOR
+def _some_of(texts: Sequence[str], total: int = 0, most: int = 8) -> str:
+    left = max(total, len(texts)) - min(most, len(texts))
+    return f"{', '.join(texts[:most])}{f' and {left:,} more' if left else ''}"
+
+
+def _count_all(held: Sequence[TensorStatistics]) -> int:
+    return sum(each.count for each in held)
 
 
 def _rate_of(group: Group, optimizer: torch.optim.Optimizer) -> float:
@@ -625,12 +651,17 @@ def _is_equal(path: str, *states: Mapping[str, Any]) -> bool:
 
 def _has_moved(below: str, *states: Mapping[str, Any]) -> bool:
     """Return True if some state of a parameter changed from each take to the next."""
-    names = [f"{below}/{name}" for name in ("exp_avg", "momentum_buffer")]
-    for path in names:
-        found = [_digests_of(each.get(path)) for each in states]
-        if None not in found and found[0] != found[1] != found[2]:
-            return True
-    return False
+    return any(_differs(path, *states) for path in _list_moments(below))
+
+
+def _list_moments(below: str) -> list[str]:
+    return [f"{below}/{name}" for name in ("exp_avg", "momentum_buffer")]
+
+
+def _differs(path: str, *states: Mapping[str, Any]) -> bool:
+    """Return True if a tensor changed from each take to the next."""
+    found = [_digests_of(each.get(path)) for each in states]
+    return None not in found and bool(found[0] != found[1] != found[2])
 
 
 def _would_change(group: Group, optimizer: torch.optim.Optimizer, member: Member) -> bool:

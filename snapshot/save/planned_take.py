@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from snapshot.save.commit import (
     RankManifest,
     build_entries,
     commit_with_ranks,
+    describe_alone,
     encode_for_leader,
     expect_readable,
     leader_part_path,
@@ -43,6 +44,7 @@ from snapshot.save.staging import Stager
 from snapshot.save.transaction import State, Transaction
 from snapshot.save.writer import Writer, WrittenFile, write_small
 from snapshot.tensors.digest import SIZE, FileTree, Root, count_blocks, digest_range, root_of, tree_of
+from snapshot.tensors.statistics import SUFFIX, ByPath, encode_statistics
 
 Verify = Callable[[Session, RankManifest], Coroutine[Any, Any, None]]
 """Reads the written bytes back, and raises if they differ."""
@@ -131,6 +133,7 @@ class Take:
         packing: MemoryBudget | None = None,
         signer: TakeSigner | None = None,
         guarded: GuardedTake | None = None,
+        measured: ByPath | None = None,
     ) -> None:
         if signer is not None:
             signer.expect_signable(opening.session.storage, leads=opening.exchange.rank == 0)
@@ -147,6 +150,7 @@ class Take:
         self.unchanged = unchanged
         self._verify = verify
         self._guarded = guarded
+        self._measured = measured
         self.committed_bytes = 0
         """Bytes of the tensors that all ranks wrote, after the commit."""
         self._began = time.perf_counter()
@@ -247,7 +251,8 @@ class Take:
         locations = [name_data_file(save_id, rank, first + n, "safetensors") for n in range(len(files))]
         binary = name_data_file(save_id, rank, first + len(files), "bin")
         shared = [each.location for each in kept.files]
-        own = [binary, own_part_path(save_id, rank), leader_part_path(save_id, rank)]
+        statistics = name_data_file(save_id, rank, first + len(files), SUFFIX.removeprefix("."))
+        own = [binary, statistics, own_part_path(save_id, rank), leader_part_path(save_id, rank)]
         if self._signer is not None:
             own += self._signer.files_of(save_id, binary)
         transaction.will_write([*shared, *locations, *own])
@@ -270,6 +275,11 @@ class Take:
         await in_thread(remember_unchanged, save_id, self._share, kept, written)
         if manifest.chunks:
             await write_small(storage, binary, manifest.chunks, count)
+        small = {binary: manifest.chunks} if manifest.chunks else {}
+        if self._measured:
+            small[statistics] = [await in_thread(encode_statistics, self._measured)]
+            manifest.files[statistics] = describe_alone(small[statistics][0])
+            await write_small(storage, statistics, small[statistics], count)
         own_part, described = await write_own_part(self.session, save_id, rank, manifest)
         leader_part = await in_thread(encode_for_leader, manifest) if rank else b""
         expect_readable(self.session, leader_part, "a part of the manifest")
@@ -278,7 +288,7 @@ class Take:
             await write_small(storage, leader_part_path(save_id, rank), [leader_part])
         signed: dict[str, Root] | None = None
         if self._signer is not None:
-            trees = await self._hash_files(written, manifest, binary, own_part)
+            trees = await self._hash_files(written, small, own_part)
             await self._signer.put_leaves(storage, trees)
             signed = {location: root_of(tree) for location, tree in trees.items()}
         if rank:
@@ -307,12 +317,12 @@ class Take:
         return remote and len(leader_part) <= SENT and self._exchange.rank != self._exchange.world - 1
 
     async def _hash_files(
-        self, written: Sequence[WrittenFile], manifest: RankManifest, binary: str, own_part: bytes
+        self, written: Sequence[WrittenFile], small: Mapping[str, Sequence[bytes | bytearray]], own_part: bytes
     ) -> dict[str, FileTree]:
         """Return the hashes of this rank's files."""
         trees = {each.location: each.tree for each in written if each.tree is not None}
-        if manifest.chunks:
-            trees[binary] = await in_thread(tree_of, *manifest.chunks)
+        for location, chunks in small.items():
+            trees[location] = await in_thread(tree_of, *chunks)
         if own_part:
             trees[own_part_path(self.opening.save_id, self._exchange.rank)] = await in_thread(tree_of, own_part)
         return trees

@@ -29,6 +29,7 @@ from snapshot.save.reuse import find_unchanged, group_leaves
 from snapshot.save.staging import Stager
 from snapshot.state.model_state import find_frozen
 from snapshot.state.stateful import Stateful, check_app_state
+from snapshot.tensors.statistics import ByPath, measure_tensor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -94,6 +95,7 @@ def run_take(
             packing = choose_packing(options.compression, opening.session, share.leaves)
             unchanged = find_unchanged(opening, share, app_state, options)
             guarded = _guard("take", opening, share, app_state, options)
+            measured = _measure(share, guarded, options)
             plan = plan_writes(
                 share, opening.session, staged=False, groups=unchanged.groups, expected=options.plan, packing=packing
             )
@@ -110,6 +112,7 @@ def run_take(
                     packing=packing,
                     signer=options.signer,
                     guarded=guarded,
+                    measured=measured,
                 )
                 run(take.write())
     return opening.path_as_given(path), take.report, options
@@ -152,6 +155,7 @@ def start_take(
                 unchanged = find_unchanged(opening, share, app_state, options)
                 groups = unchanged.groups_with(late.marks)
                 guarded = _guard("async_take", opening, share, app_state, options)
+                measured = _measure(share, guarded, options)
                 plan = plan_writes(
                     share, opening.session, staged=True, groups=groups, expected=options.plan, packing=packing
                 )
@@ -168,6 +172,7 @@ def start_take(
                         packing=packing,
                         signer=options.signer,
                         guarded=guarded,
+                        measured=measured,
                     )
                     report = take.report
                     work = staging.stage(take)
@@ -182,6 +187,19 @@ def _guard(verb: str, opening: TakeOpening, share: RankShare, app_state: AppStat
     """Examine the state that is taken."""
     url = opening.session.url
     return GuardedTake(options.guards, app_state, share.flat, share.leaves, replicas=share.replicas, url=url, verb=verb)
+
+
+def _measure(share: RankShare, guarded: GuardedTake, options: TakeRequest) -> ByPath | None:
+    """Measure the tensors that this rank writes, if statistics are wanted."""
+    if not options.statistics:
+        return None
+    measured: ByPath = {}
+    for leaf in share.leaves:
+        found = measure_tensor(leaf.tensor) if leaf.wrap is None else None
+        if found is not None:
+            measured.setdefault(leaf.entry, []).append(found)
+    guarded.examine_statistics(measured)
+    return measured
 
 
 def plan_take(

@@ -51,7 +51,9 @@ def pending_saves() -> set[str]:
 # names, and never files of another pending save of this process.
 
 # Save ids are 12 hexadecimal digits: a `data/train-1.json`, or a `data/2026-1-1.json`, belongs to the user.
-_DATA = re.compile(r"data/([0-9a-f]{12})(?:-[0-9]+(?:-[0-9]+\.(?:safetensors|bin|json)|\.(?:json|sha256))|\.signature)")
+_DATA = re.compile(
+    r"data/([0-9a-f]{12})(?:-[0-9]+(?:-[0-9]+\.(?:safetensors|bin|json|stats)|\.(?:json|sha256))|\.signature)"
+)
 _CLAIM = re.compile(r"\.take-([0-9a-f]{12})(?:\.[0-9a-f]+\.tmp)?")
 _SAVE_ID = re.compile(rb'"save_id":"([0-9a-z]+)"')
 

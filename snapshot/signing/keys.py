@@ -252,7 +252,7 @@ def place_leaves(sizes: Mapping[str, int]) -> dict[str, tuple[str, int, int]]:
 KIND = b"snapshot-signature/1"
 _LINE = re.compile(rb"snapshot-signature/1 ([0-9a-f]{64}) ([0-9a-f]{128})\n")
 _OTHER = re.compile(rb"snapshot-signature/(\d{1,9}) ")
-_LOCATION = re.compile(r"data/[0-9a-f]{12}-[0-9]+(?:-[0-9]+\.(?:safetensors|bin)|\.json)")
+_LOCATION = re.compile(r"data/[0-9a-f]{12}-[0-9]+(?:-[0-9]+\.(?:safetensors|bin|stats)|\.json)")
 
 
 class Statement(msgspec.Struct, forbid_unknown_fields=True):

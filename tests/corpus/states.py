@@ -9,6 +9,7 @@ import dataclasses
 import enum
 import fractions
 import io
+import math
 import pathlib
 import random
 import types
@@ -262,6 +263,14 @@ def by_name():
     np.random.seed(2)
     random.seed(3)
     return {"train": ModelState(model, optimizer_of(model)), "rng": RNGState()}
+
+
+def statistics():
+    """Tensors whose statistics are stored, too: with NaN and infinity, without elements, complex, and ints."""
+    bad = numbers(4, 5)
+    bad[1, 2], bad[3, 0] = math.nan, -math.inf
+    z = torch.complex(numbers(3), -numbers(3))
+    return {"model": StateDict(bad=bad, none=numbers(0, 3), z=z, ints=numbers(7, dtype=torch.int64), n=1)}
 
 
 def long_tensors():

@@ -22,6 +22,7 @@ from snapshot import (
 )
 from snapshot.events import add_handler, remove_handler
 from snapshot.save import guards
+from snapshot.save.samples import SHARE, find_nonfinite
 from tests.helpers.trainings import TRAININGS, alarms
 
 COUNT = itertools.count()
@@ -116,8 +117,8 @@ def test_long_tensors_are_sampled_in_turn():
     model = nn.Module()
     model.register_parameter("w", nn.Parameter(tensor))
     [leaf] = [each for each in flattened({"m": model}).leaves if each.path == "m/w"]
-    assert any(guards.find_nonfinite([leaf], turn) for turn in range(2 * guards.SHARE))
-    assert guards.find_nonfinite([leaf], 0, everything=True) == [leaf]
+    assert any(find_nonfinite([leaf], turn) for turn in range(2 * SHARE))
+    assert find_nonfinite([leaf], 0, everything=True) == [leaf]
 
 
 def flattened(app):
@@ -138,7 +139,7 @@ def flattened(app):
 def test_any_layout_is_read(tensor):
     leaves = flattened({"s": StateDict(w=tensor)}).leaves
     expected = [] if tensor.is_complex() else leaves
-    assert guards.find_nonfinite(leaves, 3) == expected
+    assert find_nonfinite(leaves, 3) == expected
 
 
 def test_weights_that_stand_still_while_the_optimizer_moves(folder):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -13,8 +14,10 @@ import msgspec
 import pytest
 
 from snapshot import KeepEvery, KeepLatest, Near, Snapshot, SnapshotError, SnapshotManager, StorageError
+from snapshot import events as happening
 from snapshot.cli import main
 from snapshot.errors import RunDeletedError, RunForkedError
+from snapshot.manager import tiered_steps
 from snapshot.plugins.file.file_storage import FileStorage
 from snapshot.tiers import tier_set
 from snapshot.tiers.control import Request
@@ -419,6 +422,31 @@ def test_a_deleted_root_is_not_brought_back(tmp_path, hosts, begun):
     until(lambda: is_dead(pid))
     assert not [path for path in far.rglob("*") if path.is_file()]
     assert restored(far, hosts("a")) is None
+
+
+def test_uploads_that_do_not_advance_are_reported(tmp_path, hosts, monkeypatch, caplog):
+    monkeypatch.setattr(tiered_steps, "STALLS", 0.5)
+    far, told, steps = tmp_path / "far", [], itertools.count(20)
+    happening.add_handler(told.append)
+    try:
+        with manager_of(far, hosts("a"), upload=1, keep_near=KeepLatest(2)) as manager:
+            take_until_far(manager, 10)
+            up = down(far)
+
+            def stalled():
+                step = next(steps)
+                manager.take(step, state(step))
+                return [each for each in told if each.name == "stalled"]
+
+            [event] = until(stalled)[:1]
+            assert event.fields["steps"][0] == 20
+            assert str(far) in event.path
+            assert "step-20" in caplog.text
+            up()
+            step = next(steps)
+            take_until_far(manager, step)
+    finally:
+        happening.remove_handler(told.append)
 
 
 def test_a_damaged_fact_is_not_replaced_by_one_of_a_deleted_run(tmp_path, hosts):

@@ -1,0 +1,175 @@
+"""Samples of tensors: a few elements of many, and a run of each long one, at places that change from take to take."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import torch
+
+from snapshot.state.leaves import Leaf
+
+LINE = 64
+"""Bytes of a short tensor that are read."""
+LONG_TENSOR = 1 << 20
+SHARE = 1024
+"""The part of a long tensor that is read: one of this number of bytes."""
+MOST_LINES = 512
+"""Short tensors that one take reads."""
+MOST_ELSEWHERE = 256
+"""Tensors on accelerators that one take reads."""
+_SPACE = 1 << 47
+"""Bytes of the address space of a process."""
+_BEGIN = 1 << 16
+"""Its lowest address that memory can have. NumPy takes the address 0 for none."""
+_address, _nbytes = attrgetter("address"), attrgetter("nbytes")
+_EXPONENTS: dict[str, tuple[str, int]] = {
+    "float32": ("u4", 0x7F800000),
+    "float64": ("u8", 0x7FF0000000000000),
+    "bfloat16": ("u2", 0x7F80),
+    "float16": ("u2", 0x7C00),
+}
+"""Dtype -> the integers of its size, and the bits that are all set in NaN and infinity."""
+
+
+class _Space(threading.local):
+    """The memory of this process, as arrays. Only memory of tensors is read through it."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[str, Any] = {}
+
+    def of(self, kind: str) -> Any:
+        if kind not in self.arrays:
+            held: Any = (ctypes.c_ubyte * (_SPACE - _BEGIN)).from_address(_BEGIN)
+            self.arrays[kind] = np.frombuffer(held, f"<{kind}")
+        return self.arrays[kind]
+
+
+_space = _Space()
+
+
+def find_nonfinite(leaves: Sequence[Leaf], turn: int, *, everything: bool = False) -> list[Leaf]:
+    """Return the leaves with NaN or infinity in a sample, or in all of their elements."""
+    if everything:
+        return [leaf for leaf in leaves if leaf.dtype in _EXPONENTS and count_nonfinite(leaf)]
+    short: dict[str, list[Leaf]] = {}
+    found: list[Leaf] = []
+    elsewhere: list[Leaf] = []
+    for leaf in leaves:
+        if leaf.dtype not in _EXPONENTS:
+            continue
+        if not leaf.plain or not leaf.tensor.is_cpu:
+            elsewhere.append(leaf)
+        elif leaf.nbytes >= LONG_TENSOR or leaf.address % 8 or not _BEGIN <= leaf.address < _SPACE - LONG_TENSOR:
+            if _long_is_nonfinite(leaf, turn):
+                found.append(leaf)
+        else:
+            short.setdefault(leaf.dtype, []).append(leaf)
+    for dtype, held in short.items():
+        found += _find_in_lines(dtype, take_some(held, MOST_LINES, turn), turn)
+    return found + _find_elsewhere(take_some(elsewhere, MOST_ELSEWHERE, turn), turn)
+
+
+def take_some(leaves: list[Leaf], most: int, turn: int) -> list[Leaf]:
+    """Return some of many leaves, others in each turn."""
+    if len(leaves) <= most:
+        return leaves
+    begin = turn * most % len(leaves)
+    return (leaves[begin:] + leaves[:begin])[:most]
+
+
+def _find_in_lines(dtype: str, leaves: list[Leaf], turn: int) -> list[Leaf]:
+    if not leaves:
+        return []
+    kind, bits = _EXPONENTS[dtype]
+    size = int(kind[1])
+    addresses = (np.fromiter(map(_address, leaves), np.int64, len(leaves)) - _BEGIN) // size
+    counts = np.fromiter(map(_nbytes, leaves), np.int64, len(leaves)) // size
+    wide = LINE // size
+    begins = (turn * wide) % np.maximum(counts, 1)
+    places = (begins[:, None] + np.arange(wide)) % np.maximum(counts, 1)[:, None]
+    values = _space.of(kind)[addresses[:, None] + places]
+    bad = ((values & bits) == bits).any(axis=1) & (counts > 0)
+    return [leaves[at] for at in np.flatnonzero(bad)]
+
+
+def _long_is_nonfinite(leaf: Leaf, turn: int) -> bool:
+    tensor = leaf.tensor.detach().view(-1)
+    length = min(tensor.numel(), max(LINE, tensor.numel() // SHARE))
+    begin = turn * length % max(1, tensor.numel() - length + 1)
+    return not bool(torch.isfinite(tensor[begin : begin + length]).all())
+
+
+def _find_elsewhere(leaves: list[Leaf], turn: int) -> list[Leaf]:
+    """Look at tensors with strides, or on an accelerator: their samples are brought together there."""
+    together: dict[Any, list[tuple[Leaf, torch.Tensor]]] = {}
+    for leaf in leaves:
+        tensor = leaf.tensor.detach()
+        if tensor.numel() == 0 or tensor.is_meta:
+            continue
+        flat = tensor.view(-1) if tensor.is_contiguous() else tensor[tuple(turn % n for n in tensor.shape[:-1])]
+        length = min(flat.numel(), LINE)
+        begin = turn * length % max(1, flat.numel() - length + 1)
+        together.setdefault((tensor.device, tensor.dtype), []).append((leaf, flat[begin : begin + length]))
+    found: list[Leaf] = []
+    for held in together.values():
+        sample = torch.cat([each for _, each in held])
+        if not bool(torch.isfinite(sample).all()):
+            found += [leaf for leaf, each in held if not bool(torch.isfinite(each).all())]
+    return found
+
+
+def is_in_memory(leaf: Leaf) -> bool:
+    """Return True if the bytes of a leaf can be read at its address."""
+    return leaf.tensor.is_cpu and _BEGIN <= leaf.address < _SPACE - LONG_TENSOR
+
+
+def measure_squares(leaves: Sequence[Leaf]) -> Any:
+    """Return the mean square of a sample from the middle of each leaf, at equal places in each take.
+
+    It is NaN for leaves that cannot be sampled.
+    """
+    means = np.full(len(leaves), np.nan)
+    lines: dict[str, list[int]] = {}
+    elsewhere: dict[Any, list[int]] = {}
+    for at, leaf in enumerate(leaves):
+        if leaf.dtype not in _EXPONENTS or leaf.tensor.numel() == 0 or leaf.tensor.is_meta:
+            continue
+        if leaf.plain and is_in_memory(leaf) and leaf.address % 8 == 0:
+            lines.setdefault(leaf.dtype, []).append(at)
+        elif leaf.tensor.is_contiguous():
+            elsewhere.setdefault(leaf.tensor.device, []).append(at)
+    for dtype, held in lines.items():
+        kind = _EXPONENTS[dtype][0]
+        size = int(kind[1])
+        wide = LINE // size
+        addresses = (np.fromiter((leaves[at].address for at in held), np.int64, len(held)) - _BEGIN) // size
+        counts = np.fromiter((leaves[at].nbytes for at in held), np.int64, len(held)) // size
+        begins = np.maximum(0, (counts - wide) // 2)
+        places = np.minimum(begins[:, None] + np.arange(wide), counts[:, None] - 1)
+        means[held] = np.square(_as_floats(dtype, _space.of(kind)[addresses[:, None] + places])).mean(axis=1)
+    for held in elsewhere.values():
+        flats = [leaves[at].tensor.detach().view(-1) for at in held[:MOST_ELSEWHERE]]
+        middles = [max(0, (flat.numel() - LINE) // 2) for flat in flats]
+        samples = [flat[begin : begin + LINE].float() for flat, begin in zip(flats, middles, strict=True)]
+        values = torch.cat(samples).double().cpu().square().numpy()
+        ends = np.cumsum([sample.numel() for sample in samples])
+        means[held[:MOST_ELSEWHERE]] = [part.mean() for part in np.split(values, ends[:-1])]
+    return means
+
+
+def _as_floats(dtype: str, words: Any) -> Any:
+    """Return the bits of floating point numbers as float64."""
+    if dtype == "bfloat16":
+        words = words.astype("<u4") << 16
+        dtype = "float32"
+    return words.view(dtype).astype(np.float64)
+
+
+def count_nonfinite(leaf: Leaf) -> int:
+    """Return the number of elements that are NaN or infinite."""
+    return int(torch.isfinite(leaf.tensor.detach()).logical_not().sum())
