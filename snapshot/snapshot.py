@@ -642,15 +642,11 @@ class Snapshot:
 
     @of_object
     def get_statistics(self) -> dict[str, TensorStatistics]:
-        """Return the statistics of each tensor, by its name in the manifest. No tensor is read.
-
-        Empty unless the snapshot was taken with `statistics=True`.
+        """Return what a take with `statistics=True` measured, by name in the manifest; empty without it.
 
         >>> import torch
-        >>> from snapshot import Snapshot, StateDict
-        >>> state = StateDict(weight=torch.tensor([3.0, 0.0, -4.0]))
-        >>> snapshot = Snapshot.take("memory://docs/statistics", {"state": state}, statistics=True)
-        >>> snapshot.get_statistics()["0/state/weight"]
+        >>> state = {"s": StateDict(w=torch.tensor([3.0, 0.0, -4.0]))}
+        >>> Snapshot.take("memory://docs/statistics", state, statistics=True).get_statistics()["0/s/w"]
         TensorStatistics(count=3, nan=0, infinite=0, zero=1, norm=5.0, min=-4.0, max=3.0)
         """
         return self._manifest.read(None, read_statistics)

@@ -206,6 +206,8 @@ class Roles:
         """The parameters of modules, if the app state has no optimizer and no object that could hold its state."""
         if not others and not self.groups and not self.strangers and not names & _OF_OPTIMIZERS:
             self.untrained = paths.list_trained()
+        self.saves_moments = bool(names & _OF_OPTIMIZERS)
+        """True if the app state has the state of an optimizer."""
         self.unscheduled = not others and not names & _OF_SCHEDULERS
         """True if the app state has no scheduler and no object that could hold its state."""
 
@@ -308,7 +310,7 @@ class RunMemory:
         self.roles: Roles | None = None
         self.norms: dict[tuple[str, int, int], deque[float]] = {}
         """The logarithms of the last norms of each group."""
-        self.told: set[str] = set()
+        self.reported: set[str] = set()
         """Findings that are not repeated."""
 
 
@@ -450,14 +452,13 @@ class GuardedTake:
         """Look for groups whose norm is far from that of the last takes."""
         measured = self._roles.measured
         squares = measure_squares([leaves[number] for _, number in measured])
-        held: dict[int, list[float]] = {}
-        for (at, _), square in zip(measured, squares, strict=True):
-            held.setdefault(at, []).append(float(square))
-        for at, each in held.items():
-            mean = sum(each) / len(each)
-            if not 0 < mean < math.inf:
+        held: dict[int, float] = {}
+        for (at, number), square in zip(measured, squares, strict=True):
+            held[at] = held.get(at, 0.0) + float(square) * leaves[number].tensor.numel()
+        for at, total in held.items():
+            if not 0 < total < math.inf:
                 continue
-            group, norm = self._roles.groups[at], math.log(mean) / 2
+            group, norm = self._roles.groups[at], math.log(total) / 2
             past = self._memory.norms.setdefault(group.place, deque(maxlen=REMEMBERED_NORMS))
             if len(past) >= FEWEST_NORMS:
                 middle = median(past)
@@ -518,6 +519,7 @@ class GuardedTake:
             found += [self._examine_stranger(key, below, first, second) for key, _, below in self._roles.strangers]
             found += [self._examine_state(first, second)]
             found += [self._examine_moments(group, first, second) for group, _ in self._groups]
+            found += [] if self._groups else [self._examine_moments(None, first, second)]
             self._add([each for each in found if each is not None])
             self._examine_unsaved(first, second)
 
@@ -527,41 +529,47 @@ class GuardedTake:
         tensors = [path for path, entry in self._entries.items() if _digests_of(entry) and _is_floating(entry)]
         if not tensors or len({first.url, second.url, str(self._url)}) < 3:
             return None
-        if not any(_rate_of(group, optimizer) > 0 for group, optimizer in self._groups):
+        rates = [_rate_of(group, optimizer) for group, optimizer in self._groups]
+        if max(rates, default=0.0) <= 0 and (rates or not self._roles.saves_moments):
             return None
         if not all(_is_equal(path, *states) for path in tensors):
             return None
         return Finding("unchanged", f"{counted(len(tensors), 'tensor')}: none changed in three takes")
 
-    def _examine_moments(self, group: Group, first: Past, second: Past) -> Finding | None:
-        """Return a finding if a group's moments did not change over three takes, though its parameters did."""
+    def _examine_moments(self, group: Group | None, first: Past, second: Past) -> Finding | None:
+        """Return a finding if a group's moments did not change over three takes, though its parameters did.
+
+        Without a group, look at all tensors with the names of moments, and at all others.
+        """
         states = first.entries, second.entries, self._entries
-        moments = [
-            path
-            for member in group.members
-            for path in _list_moments(member.state)
-            if _digests_of(self._entries.get(path)) is not None
-        ]
-        if not moments or not all(_is_equal(path, *states) for path in moments):
+        if group is not None:
+            name, parameters = group.name, [each.path for each in group.members]
+            moments = [path for each in group.members for path in _list_moments(each.state)]
+        elif self._roles.saves_moments:
+            moments = [path for path in self._entries if path.rpartition("/")[2] in _MOMENTS]
+            name, parameters = f"{', '.join(moments[:1])}", list(self._entries.keys() - set(moments))
+        else:
             return None
-        if not any(_differs(each.path, *states) for each in group.members):
+        held = [path for path in moments if _digests_of(self._entries.get(path)) is not None]
+        if not held or not all(_is_equal(path, *states) for path in held):
             return None
-        text = f"{group.name}: its moments did not change in three takes, though its parameters did"
-        return Finding("unchanged", text)
+        if not any(_differs(path, *states) for path in parameters):
+            return None
+        return Finding("unchanged", f"{name}: moments did not change in three takes, though parameters did")
 
     def _examine_unsaved(self, first: Past, second: Past) -> None:
-        """Look for trained modules without an optimizer, and for schedules without a scheduler. Each is told once."""
-        states, roles, told = (first.entries, second.entries, self._entries), self._roles, self._memory.told
-        if roles.untrained and "optimizer" not in told:
+        """Look for trained modules without an optimizer, and for schedules without a scheduler. Each is reported once."""
+        states, roles, reported = (first.entries, second.entries, self._entries), self._roles, self._memory.reported
+        if roles.untrained and "optimizer" not in reported:
             moved = [path for path in roles.untrained if _differs(path, *states)]
             if moved:
-                told.add("optimizer")
+                reported.add("optimizer")
                 text = f"{', '.join(moved[:3])}: changes from take to take, and the app state has no optimizer"
                 self._add([Finding("unsaved", text)])
         for group in roles.list_scheduled(self._groups):
             rates = [each.rates.get(group.place) for each in (first, second)]
-            if "scheduler" not in told and None not in rates and rates[0] != rates[1]:
-                told.add("scheduler")
+            if "scheduler" not in reported and None not in rates and rates[0] != rates[1]:
+                reported.add("scheduler")
                 text = f"{group.name}: its learning rate follows a schedule, and the app state has no scheduler"
                 self._add([Finding("unsaved", text)])
 
@@ -654,8 +662,11 @@ def _has_moved(below: str, *states: Mapping[str, Any]) -> bool:
     return any(_differs(path, *states) for path in _list_moments(below))
 
 
+_MOMENTS = ("exp_avg", "momentum_buffer")
+
+
 def _list_moments(below: str) -> list[str]:
-    return [f"{below}/{name}" for name in ("exp_avg", "momentum_buffer")]
+    return [f"{below}/{name}" for name in _MOMENTS]
 
 
 def _differs(path: str, *states: Mapping[str, Any]) -> bool:

@@ -153,7 +153,8 @@ def near(folder, pool):
 CASES = dict([
     one("values"), one("tensors"), one("newer_dtypes"), one("composed"), one("wrappers"), one("arrays"),
     one("known_objects"), one("configs"), one("training"), one("by_name"), one("pickles"),
-    one("newest_compressed", compression="zstd"), one("plain_trees"), one("statistics", statistics=True), ("long_tensors", long_tensors),
+    one("newest_compressed", compression="zstd"), one("plain_trees"), ("long_tensors", long_tensors),
+    one("statistics", statistics=True),
     ("two_ranks", lambda folder, pool: _ranks(folder, "two_ranks", pool(2), "shards")),
     ("parts", lambda folder, pool: _ranks(folder, "parts", pool(2), "shards", largest=5)),
     ("indexed", indexed),

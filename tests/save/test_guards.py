@@ -21,11 +21,12 @@ from snapshot import (
     TakeOptions,
 )
 from snapshot.events import add_handler, remove_handler
-from snapshot.save import guards
+from snapshot.save import guards, samples
 from snapshot.save.samples import SHARE, find_nonfinite
 from tests.helpers.trainings import TRAININGS, alarms
 
 COUNT = itertools.count()
+FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
 @pytest.fixture
@@ -77,7 +78,7 @@ def takes(folder, app_state, between, times=4, **options):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_numbers_that_are_not_finite_in_a_parameter(folder, value, dtype):
     model = nn.Linear(700, 9).to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -388,3 +389,64 @@ def test_a_run_that_continues_before_suspect_steps_replaces_them(tmp_path):
             manager.take(number, app)
         assert manager.last_good() == 4
         assert manager.suspect(3) == ()
+
+
+# Norms, and what is not saved
+
+
+def test_norms_are_those_of_the_middle_of_each_tensor():
+    state = StateDict(
+        **{str(dtype): torch.randn(5, 9).mul(3).to(dtype) for dtype in FLOATS},
+        strided=torch.randn(8, 6).t(), odd=torch.randn(40)[1:], one=torch.tensor([3.0]), none=torch.empty(0),
+        ints=torch.arange(5), long=torch.randn(1 << 19),
+    )  # fmt: skip
+    leaves = flattened({"s": state}).leaves
+    found = dict(zip((leaf.path for leaf in leaves), samples.measure_squares(leaves), strict=True))
+    for leaf in leaves:
+        flat = leaf.tensor.reshape(-1)
+        wide = samples.LINE // (leaf.tensor.element_size() if leaf.path != "s/odd" else 1)
+        begin = max(0, (flat.numel() - wide) // 2)
+        expected = flat[begin : begin + wide].double().square().mean()
+        if leaf.path in ("s/none", "s/ints", "s/strided"):
+            assert math.isnan(found[leaf.path])
+        else:
+            assert found[leaf.path] == pytest.approx(float(expected)), leaf.path
+
+
+def test_a_jump_is_told_once_until_the_norm_is_another_again(folder):
+    model = layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def between(number):
+        step(model, optimizer)
+        if number in (8, 20):
+            with torch.no_grad():
+                model[0].weight.mul_(5.0)
+                model[2].weight.mul_(5.0)
+
+    found = takes(folder, {"m": model, "o": optimizer}, between, times=26)
+    assert [number for number, some in enumerate(found) if "jump" in some] == [8, 20]
+
+
+def test_what_is_not_saved_is_told_once_and_not_if_another_object_may_save_it(folder):
+    class Other:
+        def state_dict(self):
+            return {"x": 1}
+
+        def load_state_dict(self, state):
+            pass
+
+    model = layers()
+    optimizer = adam(model.parameters())
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    between = lambda number: (step(model, optimizer), scheduler.step())  # noqa: E731
+    alone = takes(folder, {"m": model}, between, times=6)
+    assert alone == [[], [], ["unsaved"], [], [], []]
+    assert takes(f"{folder}/a", {"m": model, "o": optimizer}, between, times=4) == [[], [], ["unsaved"], []]
+    for name, more in {
+        "b": {"o": optimizer, "s": scheduler},
+        "c": {"o": StateDict(o=optimizer.state_dict()), "s": StateDict(s=scheduler.state_dict())},
+        "d": {"x": Other()},
+        "e": {"o": optimizer, "x": Other()},
+    }.items():
+        assert takes(f"{folder}/{name}", {"m": model, **more}, between, times=4) == [[]] * 4, name
