@@ -644,9 +644,9 @@ class Snapshot:
     def get_statistics(self) -> dict[str, TensorStatistics]:
         """Return what a take with `statistics=True` measured, by name in the manifest; empty without it.
 
-        >>> import torch
-        >>> state = {"s": StateDict(w=torch.tensor([3.0, 0.0, -4.0]))}
-        >>> Snapshot.take("memory://docs/statistics", state, statistics=True).get_statistics()["0/s/w"]
+        >>> import snapshot, torch
+        >>> state = {"s": snapshot.StateDict(w=torch.tensor([3.0, 0.0, -4.0]))}
+        >>> Snapshot.take("memory://docs/measured", state, statistics=True).get_statistics()["0/s/w"]
         TensorStatistics(count=3, nan=0, infinite=0, zero=1, norm=5.0, min=-4.0, max=3.0)
         """
         return self._manifest.read(None, read_statistics)
