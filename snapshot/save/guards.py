@@ -10,7 +10,7 @@ import math
 import re
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
 from statistics import median
 from typing import Any, Literal, NamedTuple, Protocol, get_args
@@ -30,6 +30,7 @@ from snapshot.manifest.values import IntEntry
 from snapshot.save.samples import (
     LINE,
     MOST_LINES,
+    Rotation,
     count_nonfinite,
     find_nonfinite,
     is_in_memory,
@@ -187,8 +188,9 @@ class Roles:
         ]
         """The numbers of the leaves that are parameters of the groups, or their moments."""
         self.paths = {leaves[number].path for number in self.numbers}
+        self.rotation = Rotation(leaves, self.numbers)
         numbers = {leaves[number].path: number for number in self.numbers}
-        most = max(1, MOST_LINES // max(1, len(self.groups)))
+        most = max(1, MOST_NORMS // max(1, len(self.groups)))
         self.measured: list[tuple[int, int]] = [
             (at, numbers[member.path])
             for at, group in enumerate(self.groups)
@@ -279,6 +281,8 @@ REMEMBERED = 20_000
 """Entries of a take that are kept for comparisons with the next ones."""
 
 
+MOST_NORMS = 64
+"""Parameters whose norms a take measures."""
 REMEMBERED_NORMS = 16
 FEWEST_NORMS = 5
 """Norms that the next one is compared with: at most, and at least."""
@@ -426,11 +430,11 @@ class GuardedTake:
                 self._add([Finding("counter", text)])
 
     def _examine_values(self, leaves: Sequence[Leaf]) -> None:
-        chosen = [leaves[number] for number in self._roles.numbers]
-        if not chosen:
+        if not self._roles.numbers:
             return
         self._memory.turn += 1
         self._examine_norms(leaves)
+        chosen = self._roles.rotation.choose(leaves, self._memory.turn)
         bad = [leaf for leaf in find_nonfinite(chosen, self._memory.turn) if leaf.path in self._roles.paths]
         if bad:
             counts = [f"{leaf.path} ({count_nonfinite(leaf):,} of {leaf.tensor.numel():,})" for leaf in bad[:8]]
@@ -526,15 +530,18 @@ class GuardedTake:
     def _examine_state(self, first: Past, second: Past) -> Finding | None:
         """Return a finding if no tensor changed over three takes of different steps."""
         states = first.entries, second.entries, self._entries
-        tensors = [path for path, entry in self._entries.items() if _digests_of(entry) and _is_floating(entry)]
-        if not tensors or len({first.url, second.url, str(self._url)}) < 3:
+        if len({first.url, second.url, str(self._url)}) < 3:
             return None
         rates = [_rate_of(group, optimizer) for group, optimizer in self._groups]
         if max(rates, default=0.0) <= 0 and (rates or not self._roles.saves_moments):
             return None
-        if not all(_is_equal(path, *states) for path in tensors):
-            return None
-        return Finding("unchanged", f"{counted(len(tensors), 'tensor')}: none changed in three takes")
+        count = 0
+        for path, entry in self._entries.items():
+            if _digests_of(entry) and _is_floating(entry):
+                if not _is_equal(path, *states):
+                    return None
+                count += 1
+        return Finding("unchanged", f"{counted(count, 'tensor')}: none changed in three takes") if count else None
 
     def _examine_moments(self, group: Group | None, first: Past, second: Past) -> Finding | None:
         """Return a finding if a group's moments did not change over three takes, though its parameters did.
@@ -542,23 +549,25 @@ class GuardedTake:
         Without a group, look at all tensors with the names of moments, and at all others.
         """
         states = first.entries, second.entries, self._entries
+        moments: Iterable[str] = ()
         if group is not None:
-            name, parameters = group.name, [each.path for each in group.members]
-            moments = [path for each in group.members for path in _list_moments(each.state)]
+            moments = (path for each in group.members for path in _list_moments(each.state))
         elif self._roles.saves_moments:
-            moments = [path for path in self._entries if path.rpartition("/")[2] in _MOMENTS]
-            name, parameters = f"{', '.join(moments[:1])}", list(self._entries.keys() - set(moments))
-        else:
-            return None
-        held = [path for path in moments if _digests_of(self._entries.get(path)) is not None]
-        if not held or not all(_is_equal(path, *states) for path in held):
-            return None
-        if not any(_differs(path, *states) for path in parameters):
+            moments = (path for path in self._entries if path.rpartition("/")[2] in _MOMENTS)
+        name = ""
+        for path in moments:
+            if _digests_of(self._entries.get(path)) is not None:
+                if not _is_equal(path, *states):
+                    return None
+                name = path if group is None else group.name
+        others = (path for path in self._entries if path.rpartition("/")[2] not in _MOMENTS)
+        parameters = others if group is None else (each.path for each in group.members)
+        if not name or not any(_differs(path, *states) for path in parameters):
             return None
         return Finding("unchanged", f"{name}: moments did not change in three takes, though parameters did")
 
     def _examine_unsaved(self, first: Past, second: Past) -> None:
-        """Look for trained modules without an optimizer, and for schedules without a scheduler. Each is reported once."""
+        """Look for modules without an optimizer, and for schedules without a scheduler. Each is reported once."""
         states, roles, reported = (first.entries, second.entries, self._entries), self._roles, self._memory.reported
         if roles.untrained and "optimizer" not in reported:
             moved = [path for path in roles.untrained if _differs(path, *states)]

@@ -6,19 +6,20 @@ import ctypes
 import threading
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from snapshot.state.leaves import Leaf
 
+T = TypeVar("T")
 LINE = 64
 """Bytes of a short tensor that are read."""
 LONG_TENSOR = 1 << 20
 SHARE = 1024
 """The part of a long tensor that is read: one of this number of bytes."""
-MOST_LINES = 512
+MOST_LINES = 256
 """Short tensors that one take reads."""
 MOST_ELSEWHERE = 256
 """Tensors on accelerators that one take reads."""
@@ -70,16 +71,37 @@ def find_nonfinite(leaves: Sequence[Leaf], turn: int, *, everything: bool = Fals
         else:
             short.setdefault(leaf.dtype, []).append(leaf)
     for dtype, held in short.items():
-        found += _find_in_lines(dtype, take_some(held, MOST_LINES, turn), turn)
-    return found + _find_elsewhere(take_some(elsewhere, MOST_ELSEWHERE, turn), turn)
+        found += _find_in_lines(dtype, held, turn)
+    return found + _find_elsewhere(elsewhere, turn)
 
 
-def take_some(leaves: list[Leaf], most: int, turn: int) -> list[Leaf]:
-    """Return some of many leaves, others in each turn."""
-    if len(leaves) <= most:
-        return leaves
-    begin = turn * most % len(leaves)
-    return (leaves[begin:] + leaves[:begin])[:most]
+def take_some(many: list[T], most: int, turn: int) -> list[T]:
+    """Return some of many, others in each turn."""
+    if len(many) <= most:
+        return many
+    begin = turn * most % len(many)
+    return (many[begin : begin + most] + many[: max(0, begin + most - len(many))])[:most]
+
+
+class Rotation:
+    """The leaves that takes sample: the long ones in host memory in each take, and of the others some in turn."""
+
+    def __init__(self, leaves: Sequence[Leaf], numbers: Sequence[int]) -> None:
+        """`numbers`: the positions of those leaves that matter."""
+        self._always: list[int] = []
+        self._lines: list[int] = []
+        self._elsewhere: list[int] = []
+        for number in numbers:
+            leaf = leaves[number]
+            if not leaf.plain or not leaf.tensor.is_cpu:
+                self._elsewhere.append(number)
+            else:
+                (self._always if leaf.nbytes >= LONG_TENSOR else self._lines).append(number)
+
+    def choose(self, leaves: Sequence[Leaf], turn: int) -> list[Leaf]:
+        """Return the leaves to sample in a turn."""
+        lines, elsewhere = take_some(self._lines, MOST_LINES, turn), take_some(self._elsewhere, MOST_ELSEWHERE, turn)
+        return [leaves[number] for number in (*self._always, *lines, *elsewhere)]
 
 
 def _find_in_lines(dtype: str, leaves: list[Leaf], turn: int) -> list[Leaf]:
@@ -98,10 +120,15 @@ def _find_in_lines(dtype: str, leaves: list[Leaf], turn: int) -> list[Leaf]:
 
 
 def _long_is_nonfinite(leaf: Leaf, turn: int) -> bool:
-    tensor = leaf.tensor.detach().view(-1)
-    length = min(tensor.numel(), max(LINE, tensor.numel() // SHARE))
-    begin = turn * length % max(1, tensor.numel() - length + 1)
-    return not bool(torch.isfinite(tensor[begin : begin + length]).all())
+    kind, bits = _EXPONENTS[leaf.dtype]
+    size = int(kind[1])
+    count = leaf.nbytes // size
+    length = min(count, max(LINE, count // SHARE))
+    begin = turn * length % max(1, count - length + 1)
+    if leaf.address % 8 or not is_in_memory(leaf):
+        return not bool(torch.isfinite(leaf.tensor.detach().view(-1)[begin : begin + length]).all())
+    first = (leaf.address - _BEGIN) // size + begin
+    return bool(((_space.of(kind)[first : first + length] & bits) == bits).any())
 
 
 def _find_elsewhere(leaves: list[Leaf], turn: int) -> list[Leaf]:
