@@ -1,33 +1,42 @@
 """Hugging Face's Trainer with its optimizer, scheduler, scaler and random numbers in a snapshot.
 
 The snapshot is in the Trainer's checkpoint folder. The model next to it is written by `save_pretrained`, so that
-`from_pretrained` finds it. A callback cannot do this, since the Trainer saves and loads these itself. So a mixin
-replaces those methods. Nothing of transformers is imported here.
+`from_pretrained` finds it. With FSDP2, the sharded model is in the snapshot, too. A callback cannot do this, since the
+Trainer saves and loads these itself. So a mixin replaces those methods. Nothing of transformers is imported here.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, ClassVar
 
-from snapshot.errors import SnapshotError, SnapshotNotFoundError
-from snapshot.snapshot import Snapshot
+from snapshot.errors import RestoreError, SnapshotError, SnapshotNotFoundError
+from snapshot.events import log
+from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.state.rng import RNGState
+from snapshot.text import counted
 
 FOLDER = "trainer_snapshot"
 """Folder of the snapshot in a checkpoint folder."""
-_HOOKS = (
-    "_save_optimizer_and_scheduler",
-    "_save_scaler",
-    "_save_rng_state",
-    "_load_optimizer_and_scheduler",
-    "_load_scaler",
-    "_load_rng_state",
-)
+_HOOKS = {
+    "_save_checkpoint": 2,
+    "_save_optimizer_and_scheduler": 1,
+    "_save_scaler": 1,
+    "_save_rng_state": 1,
+    "_load_from_checkpoint": 2,
+    "_load_optimizer_and_scheduler": 1,
+    "_load_scaler": 1,
+    "_load_rng_state": 1,
+    "_load_best_model": 0,
+}
+"""The Trainer's methods that the mixin replaces -> their number of arguments."""
+_CHECKPOINT = re.compile(r"checkpoint-([0-9]+)")
 _PARALLEL = ("NOT_PARALLEL", "NOT_DISTRIBUTED", "DISTRIBUTED")
-_OLD = ("optimizer.pt", "optimizer.bin")
+_OLD = ("optimizer.pt", "optimizer.bin", "optimizer_")
 
 
 class SnapshotTrainerMixin:
@@ -35,41 +44,84 @@ class SnapshotTrainerMixin:
 
     Everything else is unchanged: `save_steps`, `save_total_limit`, `train(resume_from_checkpoint=True)`.
 
-    The mixin supports one process and `DistributedDataParallel`. State that is equal on all ranks is written once, by
-    all of them together, and each rank stores its own random numbers. FSDP, DeepSpeed and TPUs have their own
-    checkpoint formats, and are refused. Checkpoints that the Trainer wrote without the mixin are read by the Trainer.
+    The mixin supports one process, `DistributedDataParallel`, and FSDP2. State that is equal on all ranks is written
+    once, by all of them together, and each rank stores its own random numbers. A run with FSDP2 can resume on another
+    number of ranks. FSDP1, DeepSpeed and TPUs have their own checkpoint formats, and are refused. Checkpoints that the
+    Trainer wrote without the mixin are read by the Trainer.
     """
 
     snapshot_options: ClassVar[Mapping[str, Any]] = {}
     """More arguments of `Snapshot.take`: `{"durable": False}`."""
+    snapshot_in_background: ClassVar[bool] = False
+    """True to write while training continues. Until the newest checkpoint is committed, one more is kept."""
 
     optimizer: Any
     lr_scheduler: Any
     accelerator: Any
     args: Any
+    model: Any
+    state: Any
+    _pending: PendingSnapshot | None = None
 
     def __init__(self, *args: Any, **options: Any) -> None:
         _check_hooks(type(self))
         super().__init__(*args, **options)
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
+        """Train until the last checkpoint is committed. `True` resumes from the last one that is complete."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = _find_last(self.args.output_dir) or True
+        try:
+            result = super().train(resume_from_checkpoint, *args, **options)  # type: ignore[misc]
+        except BaseException:
+            with suppress(SnapshotError):  # it was logged, and this error is the first one
+                self._wait_for_snapshot()
+            raise
+        self._wait_for_snapshot()
+        return result
+
     # In the order in which the Trainer calls them
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        limit = self.args.save_total_limit
+        self._wait_for_snapshot()
+        if self.snapshot_in_background and limit:
+            self.args.save_total_limit = limit + 1  # the new one may fail
+        try:
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        finally:
+            self.args.save_total_limit = limit
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self._refuse_what_is_not_ours()
         state = self._resumable()
-        Snapshot.take(
+        if getattr(self, "is_fsdp_enabled", False):  # the Trainer writes no shards
+            state["model"] = self._model_state()
+        take = Snapshot.async_take if self.snapshot_in_background else Snapshot.take
+        saved = take(
             os.path.join(output_dir, FOLDER),
             {**state, "rng": RNGState()},
             replicated=[*state] if self.args.world_size > 1 else None,
             overwrite=True,
             **self.snapshot_options,
         )
+        self._pending = saved if isinstance(saved, PendingSnapshot) else None
+
+    def _wait_for_snapshot(self) -> None:
+        """Wait for a checkpoint that is written in the background. Raise if it failed."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()
 
     def _save_scaler(self, output_dir: str) -> None:
         """Do nothing: the scaler is in the snapshot."""
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Do nothing: the state is in the snapshot, and no random numbers are drawn between the two calls."""
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not self._restore_model(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -78,7 +130,7 @@ class SnapshotTrainerMixin:
         snapshot = _snapshot_in(checkpoint)
         if snapshot is not None:
             snapshot.restore(self._resumable(), unused="ignore")
-        elif any(os.path.isfile(os.path.join(checkpoint, name)) for name in _OLD):
+        elif any(name.startswith(_OLD) for name in os.listdir(checkpoint)):
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         else:
             raise SnapshotNotFoundError(
@@ -96,8 +148,31 @@ class SnapshotTrainerMixin:
         snapshot = _snapshot_in(checkpoint)
         if snapshot is None:
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
-        else:
+        elif (saved := snapshot.metadata.world_size) == self.args.world_size:
             snapshot.restore({"rng": RNGState()}, unused="ignore")
+        else:
+            log.info("%s: random numbers of %d ranks do not fit %d", checkpoint, saved, self.args.world_size)
+
+    def _load_best_model(self) -> None:
+        self._wait_for_snapshot()
+        if not self._restore_model(self.state.best_model_checkpoint):
+            super()._load_best_model()  # type: ignore[misc]
+
+    def _restore_model(self, checkpoint: str) -> bool:
+        """Restore the model, and return True, if it is in the snapshot, or next to it for a model that FSDP shards."""
+        snapshot = _snapshot_in(checkpoint)
+        if snapshot is None:
+            return False
+        held = "0/model" in snapshot.get_manifest()
+        if held or getattr(self, "is_fsdp_enabled", False):
+            source = snapshot if held else Snapshot(checkpoint)
+            source.restore({"model": self._model_state()}, unused="ignore")
+            return True
+        return False
+
+    def _model_state(self) -> Any:
+        """Return the model, or of a PEFT model the adapter."""
+        return TrainableState(self.model) if hasattr(self.model, "peft_config") else self.model
 
     def _resumable(self) -> dict[str, Any]:
         """Return the state that is equal on all ranks."""
@@ -109,8 +184,9 @@ class SnapshotTrainerMixin:
         return state
 
     def _refuse_what_is_not_ours(self) -> None:
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         others = {
-            "FSDP": getattr(self, "is_fsdp_enabled", False),
+            "FSDP1": getattr(self, "is_fsdp_enabled", False) and getattr(plugin, "fsdp_version", 1) != 2,
             "DeepSpeed": getattr(self, "is_deepspeed_enabled", False),
             str(self.args.parallel_mode): getattr(self.args.parallel_mode, "name", "") not in _PARALLEL,
         }
@@ -118,8 +194,38 @@ class SnapshotTrainerMixin:
         if found:
             raise SnapshotError(
                 f"SnapshotTrainerMixin: training uses {found[0]}, which has its own checkpoint format; remove the "
-                "mixin, or train in one process or with DistributedDataParallel"
+                "mixin, or train in one process, with DistributedDataParallel, or with FSDP2"
             )
+
+
+class TrainableState:
+    """The state of a model without its frozen parameters, which come from elsewhere."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return trained parameters, and buffers."""
+        frozen = {name for name, each in self._model.named_parameters(remove_duplicate=False) if not each.requires_grad}
+        return {name: value for name, value in self._model.state_dict().items() if name not in frozen}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned."""
+        unknown = self._model.load_state_dict(state, strict=False).unexpected_keys
+        if unknown:
+            raise RestoreError(f"the model has no {', '.join(unknown[:8])}", unknown)
+
+
+def _find_last(output_dir: str) -> str | None:
+    """Return the last checkpoint that is complete. A crash leaves one that lacks the Trainer's state or a commit."""
+    listed = os.listdir(output_dir) if os.path.isdir(output_dir) else []
+    numbers = sorted((int(found[1]) for found in map(_CHECKPOINT.fullmatch, listed) if found), reverse=True)
+    for checkpoint in (os.path.join(output_dir, f"checkpoint-{number}") for number in numbers):
+        begun = os.path.isdir(os.path.join(checkpoint, FOLDER)) and _snapshot_in(checkpoint) is None
+        if os.path.isfile(os.path.join(checkpoint, "trainer_state.json")) and not begun:
+            return checkpoint
+        log.warning("%s: is not complete, and is passed over", checkpoint)
+    return None
 
 
 def _snapshot_in(checkpoint: str) -> Snapshot | None:
@@ -128,11 +234,11 @@ def _snapshot_in(checkpoint: str) -> Snapshot | None:
 
 
 def _check_hooks(kind: type) -> None:
-    """Raise unless the mixin overrides the methods of this version's Trainer: by name, with one argument each."""
+    """Raise unless the mixin overrides the methods of this version's Trainer: by name and number of arguments."""
     order = kind.__mro__
     after = order[order.index(SnapshotTrainerMixin) + 1 :]
     before = [each for each in order if each not in after and not issubclass(each, SnapshotTrainerMixin)]
-    for name in _HOOKS:
+    for name, count in _HOOKS.items():
         hidden = [each for each in before if name in vars(each)]
         if hidden:
             raise TypeError(
@@ -140,8 +246,8 @@ def _check_hooks(kind: type) -> None:
                 f"write class {kind.__name__}(SnapshotTrainerMixin, {hidden[0].__name__})"
             )
         own = next((vars(each)[name] for each in after if name in vars(each)), None)
-        if own is None or len(inspect.signature(own).parameters) != 2:
+        if own is None or len(inspect.signature(own).parameters) != count + 1:
             raise SnapshotError(
-                f"{kind.__name__}: the Trainer of this version of transformers has no method {name} with a "
-                "folder argument to override; SnapshotTrainerMixin requires transformers 5"
+                f"{kind.__name__}: the Trainer of this version of transformers has no method {name} with "
+                f"{counted(count, 'argument')} to override; SnapshotTrainerMixin requires transformers 5"
             )

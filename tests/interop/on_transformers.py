@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from accelerate.state import AcceleratorState
-    from transformers import GPT2LMHeadModel, Trainer
+    from accelerate.state import AcceleratorState, DistributedType, PartialState
+    from peft import LoraConfig, get_peft_model
+    from transformers import GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
     from transformers.utils import logging
 
 from snapshot import Snapshot, SnapshotError, SnapshotNotFoundError
@@ -82,6 +83,122 @@ def two(run, folder):
     assert sorted(answers.get(timeout=90) for _ in ranks) == [(0, None), (1, None)]
     for each in ranks:
         each.join(20)
+
+
+# FSDP2. The ranks have no accelerator, so accelerate must take them for some.
+
+
+class Background(example.SnapshotTrainer):
+    snapshot_in_background = True
+
+
+def _as_accelerated(make):
+    def init(self, *arguments, **options):
+        make(self, *arguments, **options)
+        if self.distributed_type is DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.MULTI_GPU
+
+    return init
+
+
+def sharded(folder, stop_at=None, resume=False, kind=example.SnapshotTrainer, adapter=False, **more):
+    """Train eight steps of 12 samples. Return the losses, the weights, and the Trainer."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1 and not hasattr(PartialState.__init__, "__wrapped__"):
+        made = _as_accelerated(PartialState.__init__)
+        made.__wrapped__ = PartialState.__init__
+        PartialState.__init__ = made
+    AcceleratorState._reset_state(reset_partial_state=True)
+    torch.manual_seed(0)
+    texts = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(0, 64, (48, 16))]
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=16, **sizes))
+    if adapter:
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    if world > 1:
+        wrapped = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+        more |= {
+            "ddp_backend": "gloo",
+            "fsdp": True,
+            "fsdp_config": {**wrapped, "state_dict_type": "SHARDED_STATE_DICT"},
+        }
+    arguments = TrainingArguments(
+        str(folder), max_steps=8, save_steps=2, per_device_train_batch_size=12 // world, logging_steps=1,
+        learning_rate=1e-2, weight_decay=0.1, report_to=[], use_cpu=True, disable_tqdm=True,
+        **{"save_total_limit": 2, **more},
+    )  # fmt: skip
+    trainer = kind(
+        model, arguments, train_dataset=texts, eval_dataset=texts[:12], callbacks=[example.Interrupt(stop_at)]
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    weights = {name: value.detach() for name, value in trainer.model.named_parameters()}
+    return losses, {n: v.full_tensor() if hasattr(v, "full_tensor") else v for n, v in weights.items()}, trainer
+
+
+def _fsdp(folder):
+    for number, options in enumerate([{}, {"kind": Background}, {"adapter": True}]):
+        root = folder / str(number)
+        whole, weights, trainer = sharded(root / "whole", **options)
+        assert trainer.is_fsdp_enabled
+        sharded(root / "broken", stop_at=5, **options)
+        resumed, others, _ = sharded(root / "broken", resume=True, **options)
+        assert resumed == whole
+        same(weights, others)
+
+
+def test_ranks_of_fsdp_resume_to_the_same_bits(tmp_path):
+    two(_fsdp, tmp_path)
+    left = {number: sorted(path.name for path in (tmp_path / number / "broken").iterdir()) for number in "012"}
+    assert left == {
+        "0": ["checkpoint-6", "checkpoint-8"],
+        "1": ["checkpoint-4", "checkpoint-6", "checkpoint-8"],  # one more, while the newest was written
+        "2": ["checkpoint-6", "checkpoint-8"],
+    }
+    snapshot = Snapshot(tmp_path / "0/broken/checkpoint-8" / FOLDER)
+    assert snapshot.verify().ok
+    assert "0/model/model.embed_tokens.weight" in snapshot.get_manifest()
+    held = Snapshot(tmp_path / "2/broken/checkpoint-8" / FOLDER).get_manifest()
+    tensors = {path for path, entry in held.items() if path.startswith("0/model/") and hasattr(entry, "shape")}
+    assert tensors
+    assert all("lora_" in path for path in tensors)
+
+
+def _stopped(folder):
+    sharded(folder / "run", stop_at=5)
+
+
+def _resumed(folder):
+    losses, _, _ = sharded(folder / "run", resume=True)
+    torch.save(losses, folder / "losses.pt")
+
+
+def test_a_run_of_fsdp_resumes_on_one_rank_and_a_run_of_one_rank_with_fsdp(tmp_path):
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    two(_stopped, tmp_path / "a")
+    context = multiprocessing.get_context("fork")
+    for work, folder in ((_resumed, "a"), (_stopped, "b")):
+        alone = context.Process(target=work, args=(tmp_path / folder,))
+        alone.start()
+        alone.join(90)
+        assert alone.exitcode == 0
+    two(_resumed, tmp_path / "b")
+    one, other = (torch.load(tmp_path / name / "losses.pt") for name in "ab")
+    assert len(one) == len(other) == 8
+    assert one == pytest.approx(other, abs=1e-5)
+
+
+def _best(folder):
+    options = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "save_total_limit": 3}
+    _, weights, trainer = sharded(folder / "run", metric_for_best_model="loss", greater_is_better=True, **options)
+    best = trainer.state.best_model_checkpoint
+    saved = Snapshot(f"{best}/{FOLDER}").get_state_dict_for_key("model")
+    for name, value in weights.items():
+        assert torch.equal(value, saved[name]), name
+
+
+def test_the_best_model_of_fsdp_is_loaded(tmp_path):
+    two(_best, tmp_path)
 
 
 def test_data_parallel_ranks_resume_to_the_same_bits(tmp_path):
@@ -176,7 +293,7 @@ def test_what_saves_in_a_way_of_its_own_is_refused(tmp_path):
             self.is_fsdp_enabled = True
             super()._save_optimizer_and_scheduler(output_dir)
 
-    with pytest.raises(SnapshotError, match="training uses FSDP, which has its own checkpoint format"):
+    with pytest.raises(SnapshotError, match="training uses FSDP1, which has its own checkpoint format"):
         example.train(tmp_path, stop_at=3, kind=Sharded)
 
 
@@ -194,5 +311,26 @@ def test_bases_in_the_wrong_order_and_trainers_of_other_versions_are_told(tmp_pa
     class OfOld(SnapshotTrainerMixin, Old):
         pass
 
-    with pytest.raises(SnapshotError, match="has no method _save_scaler with a folder argument"):
+    with pytest.raises(SnapshotError, match="has no method _save_checkpoint with 2 arguments"):
         OfOld()
+
+
+def test_a_checkpoint_that_was_not_committed_is_passed_over(tmp_path, whole, caplog):
+    example.train(tmp_path, stop_at=5)
+    (tmp_path / "checkpoint-4" / FOLDER / ".snapshot_metadata").unlink()
+    resumed, weights = example.train(tmp_path, resume=True)
+    assert resumed[-4:] == whole[0][-4:]
+    same(weights, whole[1])
+    assert "checkpoint-4: is not complete, and is passed over" in caplog.text
+
+
+def test_a_failed_save_in_the_background_is_an_error_of_the_next_one(tmp_path):
+    class Failing(Background):
+        def _save_optimizer_and_scheduler(self, output_dir):
+            folder = Path(output_dir) / FOLDER
+            folder.mkdir(parents=True)
+            (folder / "data").write_text("in the way")
+            super()._save_optimizer_and_scheduler(output_dir)
+
+    with pytest.raises(SnapshotError, match="data"):
+        example.train(tmp_path, kind=Failing)

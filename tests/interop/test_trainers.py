@@ -10,7 +10,7 @@ import pytest
 pytestmark = pytest.mark.libraries
 
 HERE = Path(__file__).parent
-NEEDED = {"on_lightning.py": ("lightning",), "on_transformers.py": ("transformers", "accelerate")}
+NEEDED = {"on_lightning.py": ("lightning",), "on_transformers.py": ("transformers", "accelerate", "peft")}
 
 
 def missing(script):
