@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from snapshot import CorruptSnapshotError, RestoreError, Snapshot, SnapshotError, StateDict, Target
 from snapshot.manifest.plain_tree import DEEPEST_TREE, FEWEST, decode_tree, encode_tree
+from tests.helpers.versions import ALONE
 
 KEYS = st.one_of(st.text(max_size=6), st.sampled_from(("$tuple", "$", "$dict")))
 ATOMS = st.one_of(
@@ -241,5 +242,5 @@ def test_dcp_loads_values_of_a_tree(tmp_path):
 
     Snapshot.take(tmp_path / "s", {"n": StateDict(x=[{"i": i} for i in range(1200)])})
     state = {"n": {"x": [{"i": 0} for _ in range(1200)]}}
-    dcp.load(state, storage_reader=SnapshotReader(str(tmp_path / "s")), no_dist=True)
+    dcp.load(state, storage_reader=SnapshotReader(str(tmp_path / "s")), **ALONE)
     assert [each["i"] for each in state["n"]["x"]] == list(range(1200))
