@@ -41,6 +41,7 @@ from snapshot.plugins.file.files import (
     file_token,
     find_link,
     list_files,
+    list_short_folder,
     lock_folder,
     read_regular,
     share_file,
@@ -382,6 +383,10 @@ class FileStorage(Storage):
         if WINDOWS and _UNSAFE.search(prefix):
             return []
         return await self._run(prefix, list_files, self._root, prefix, recursive)
+
+    async def list_root(self) -> Sequence[str] | None:
+        """Read the folder; None if it has many entries or cannot be read."""
+        return await in_thread(list_short_folder, self._root)
 
     async def delete(self, paths: Sequence[str]) -> None:
         """Unlink as many files as possible, and remove the folders that become empty."""

@@ -406,6 +406,41 @@ def decode_head(data: bytes, where: object) -> ManifestHead:
     return head
 
 
+_ENTRIES = b',"manifest":{'
+_BASE = re.compile(rb'"\},"digest":"xxh3:[0-9a-f]{32}"\}$')
+"""The end of a manifest that has a base. Without one, its last entry ends with other bytes."""
+_NO_BASE = re.compile(rb'[{}]\},"digest":"xxh3:[0-9a-f]{32}"\}$')
+
+
+def decode_head_of_ends(beginning: bytes, end: bytes, where: object) -> ManifestHead | None:
+    """Return the head of a manifest from its first and last bytes; None if they do not show all of it.
+
+    These bytes have no digest of their own. So they must agree with each other about the base: `files` and the end
+    name it.
+    """
+    if not OURS.match(beginning):
+        raise NotOurs(f"{where}: not a manifest that this version of the library wrote")
+    at = -1
+    for _ in range(8):  # also the user's metadata may have these bytes, but not at the end of an object
+        at = beginning.find(_ENTRIES, at + 1)
+        if at < 0:
+            return None
+        try:
+            head: ManifestHead = decode_json(beginning[:at] + b"}", ManifestHead, where)
+            datetime.fromisoformat(head.created)
+        except (CorruptSnapshotError, ValueError):
+            continue
+        bases = {save_id_in(name) for name, each in head.files.items() if each.in_base}
+        if not bases:
+            return head if _NO_BASE.search(end) else None
+        start = end.rfind(b',"base":{')
+        if start < 0 or not _BASE.search(end):
+            return None
+        head.base = decode_json(end[start + 8 : end.rindex(b',"digest":')], BaseReference, where)
+        return head if bases == {head.base.save_id} else None
+    return None
+
+
 # Properties of a whole snapshot, for users.
 
 
