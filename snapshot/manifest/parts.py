@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
-import xxhash
 
 from snapshot.decoding import decode_json
 from snapshot.errors import CorruptSnapshotError
@@ -73,10 +72,35 @@ class ManifestPart(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=Tru
     index: PartIndex | None = None
 
 
+class NumberedEntries(Mapping[str, Any]):
+    """Entries by their paths without a rank, read with the number of one rank: without a second copy of all names."""
+
+    def __init__(self, number: int, entries: Mapping[str, Any]) -> None:
+        self.entries = entries
+        self.prefix = f"{number}/"
+
+    def __getitem__(self, path: str) -> Any:
+        if not path.startswith(self.prefix):
+            raise KeyError(path)
+        return self.entries[path[len(self.prefix) :]]
+
+    def __iter__(self) -> Iterator[str]:
+        return map(self.prefix.__add__, self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def items(self) -> Any:
+        return zip(self, self.entries.values(), strict=True)
+
+    def values(self) -> Any:
+        return self.entries.values()
+
+
 class EncodedPart(msgspec.Struct, array_like=True):
     """The bytes of a rank's own part, and what the manifest says of them."""
 
-    data: bytes
+    data: bytes | bytearray
     count: int
     index: tuple[int, int, str] | None = None
 
@@ -87,40 +111,47 @@ class EncodedPart(msgspec.Struct, array_like=True):
 
 def encode_own_part(manifest: Mapping[str, Any]) -> EncodedPart:
     """Encode a rank's own entries. A long part has an index."""
-    names = sorted(manifest)
-    some = names[:: max(1, len(names) // 256)]
-    size = len(_encoder.encode({name: manifest[name] for name in some})) // max(1, len(some))
+    entries, prefix = manifest, ""
+    if isinstance(manifest, NumberedEntries):  # a prefix does not change the order
+        entries, prefix = manifest.entries, manifest.prefix
+    names = sorted(entries)
+    some = [len(_encoder.encode(entries[name])) + len(name) for name in names[:: max(1, len(names) // 256)]]
+    size = sorted(some)[len(some) // 2] if some else 0  # one entry, of a container, may have megabytes
     if len(names) * size <= 4 * INDEXED:  # otherwise a second copy would take memory for nothing
-        data = encode(ManifestPart(dict(manifest)))
+        data = encode(ManifestPart(dict(manifest.items())))
         if len(data) <= INDEXED:
             return EncodedPart(data, len(manifest))
     at_once = max(1, SEGMENT // (2 * max(1, size)))
-    pieces: list[bytes] = [_HEAD]
+    made = bytearray(_HEAD)  # grows in place, since there may be hundreds of megabytes
     segments: list[Segment] = []
-    position = len(_HEAD)
     for at in range(0, len(names), at_once):
-        for first, text in _encode_segments(manifest, names[at : at + at_once]):
-            segments.append(Segment(first, position, position + len(text), digest_range(text)))
-            pieces += [b",", text] if len(segments) > 1 else [text]
-            position += len(text) + 1
-    index = _encoder.encode(PartIndex(_numbers_of(names), segments))
-    pieces += [b'},"index":', index]
-    digest = xxhash.xxh3_128()
-    for each in pieces:  # joined only once, since there may be hundreds of megabytes
-        digest.update(each)
-    length = sum(map(len, pieces))
-    data = b"".join((*pieces, b',"digest":"xxh3:%s"}' % digest.hexdigest().encode()))
-    return EncodedPart(data, len(manifest), (length - len(index), length, digest_range(index)))
+        _add_segments(made, segments, entries, names[at : at + at_once], prefix)
+    made += b'},"index":'
+    begin = len(made)
+    _encoder.encode_into(PartIndex([prefix[:-1]] if prefix else _numbers_of(names), segments), made, begin)
+    place = begin, len(made), digest_range(memoryview(made)[begin:])
+    made += b',"digest":"%s"}' % digest_range(made).encode()
+    return EncodedPart(made, len(manifest), place)
 
 
-def _encode_segments(manifest: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[str, bytes]]:
-    text = _encoder.encode({name: manifest[name] for name in names})[1:-1]
-    if len(text) <= SEGMENT or len(names) == 1:
-        yield names[0], text
+def _add_segments(
+    made: bytearray, segments: list[Segment], entries: Mapping[str, Any], names: Sequence[str], prefix: str
+) -> None:
+    """Append entries as one segment, or as several if it would be too long."""
+    before = len(made)
+    start = before if segments else before - 1  # the brace takes the place of the comma between segments
+    _encoder.encode_into({prefix + name: entries[name] for name in names}, made, start)
+    del made[-1]
+    if len(made) - start - 1 <= SEGMENT or len(names) == 1:
+        if segments:
+            made[start] = ord(",")
+        digest = digest_range(memoryview(made)[start + 1 :])
+        segments.append(Segment(prefix + names[0], start + 1, len(made), digest))
         return
+    del made[before:]
     half = len(names) // 2
-    yield from _encode_segments(manifest, names[:half])
-    yield from _encode_segments(manifest, names[half:])
+    _add_segments(made, segments, entries, names[:half], prefix)
+    _add_segments(made, segments, entries, names[half:], prefix)
 
 
 def _numbers_of(names: Sequence[str]) -> list[str]:

@@ -418,10 +418,9 @@ def plan_file(
     if len({ITEMSIZE[name] for name in dtypes}) > 1:
         pieces = sorted(pieces, key=lambda piece: -ITEMSIZE[leaves[piece[0]].dtype])
     items: dict[str, object] = {"__metadata__": {"format": "pt"} if metadata is None else metadata}
-    extents: list[Extent] = []
     position = 0
-    known, append = SAFETENSORS, extents.append
-    for index, start, length, box in pieces:
+    known = SAFETENSORS
+    for index, _, length, box in pieces:
         leaf = leaves[index]
         path, shape, end = leaf.path, leaf.shape, position + length
         if not exact and ("[" in path or path == "__metadata__"):
@@ -434,15 +433,18 @@ def plan_file(
         if theirs is None:
             theirs, shape = "U8", (*shape, ITEMSIZE[leaf.dtype])
         items[path] = _HeaderItem(theirs, shape, (position, end))
-        append(Extent(index, position, end, start, box))
         position = end
     text = _encode(items)
+    items.clear()
     begin = -(-(8 + len(text)) // PAGE) * PAGE
-    for extent in extents:
-        extent.begin += begin
-        extent.end += begin
-    header = (begin - 8).to_bytes(8, "little") + text.ljust(begin - 8)
-    return FilePlan(header, tuple(extents), begin + position)
+    header = b"".join(((begin - 8).to_bytes(8, "little"), text, b" " * (begin - 8 - len(text))))
+    extents: list[Extent] = []
+    position = begin
+    for index, start, length, box in pieces:  # an end is the next begin: one number for both
+        end = position + length
+        extents.append(Extent(index, position, end, start, box))
+        position = end
+    return FilePlan(header, tuple(extents), position)
 
 
 def group_in_order(sizes: Sequence[int], most: int) -> list[list[int]]:

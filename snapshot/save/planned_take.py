@@ -264,15 +264,17 @@ class Take:
         )
         written = [*kept.files, *fresh]
         describe = partial(build_entries, structure=self.plan.structure, metadata=self._metadata)
+        await in_thread(remember_unchanged, save_id, self._share, kept, written)
+        nbytes = self._share.nbytes
+        self._stager.forget()
         manifest = await in_thread(describe, self._share, written, kept, binary)
         if self._guarded is not None:
             await in_thread(self._guarded.compare, self._share.flat.entries)
-        await in_thread(remember_unchanged, save_id, self._share, kept, written)
         if manifest.chunks:
             await write_small(storage, binary, manifest.chunks, count)
         own_part, described = await write_own_part(self.session, save_id, rank, manifest)
         leader_part = await in_thread(encode_for_leader, manifest) if rank else b""
-        expect_readable(self.session, leader_part, "a part of the manifest")
+        expect_readable(self.session, len(leader_part), "a part of the manifest")
         sends = bool(storage.host) or self._may_send(leader_part)
         if leader_part and not sends:
             await write_small(storage, leader_part_path(save_id, rank), [leader_part])
@@ -290,7 +292,7 @@ class Take:
             storage.host,
             leader_part if sends else b"",
             signed,
-            self._share.nbytes,
+            nbytes,
             needs_third_format(manifest.own.values()) or (described is not None and described.index is not None),
             [] if self._guarded is None else list(self._guarded.findings),
             None if self._guarded is None else self._guarded.sampled,
@@ -307,7 +309,7 @@ class Take:
         return remote and len(leader_part) <= SENT and self._exchange.rank != self._exchange.world - 1
 
     async def _hash_files(
-        self, written: Sequence[WrittenFile], manifest: RankManifest, binary: str, own_part: bytes
+        self, written: Sequence[WrittenFile], manifest: RankManifest, binary: str, own_part: bytes | bytearray
     ) -> dict[str, FileTree]:
         """Return the hashes of this rank's files."""
         trees = {each.location: each.tree for each in written if each.tree is not None}

@@ -21,6 +21,7 @@ from snapshot.events import log, warn
 from snapshot.io.system import PerProcess
 from snapshot.manifest import entries as e
 from snapshot.manifest.entries import DictEntry, Extra
+from snapshot.manifest.parts import NumberedEntries
 from snapshot.manifest.paths import encode_component, encode_key
 from snapshot.manifest.plain_tree import PLAIN_TREE
 from snapshot.manifest.values import Scalar
@@ -668,13 +669,19 @@ class RankShare:
         """Bytes that this rank writes."""
         return sum(map(_nbytes, self.leaves))
 
+    def take_leaves(self) -> list[Leaf]:
+        """Return the leaves, once: this object does not refer to them afterwards."""
+        leaves = self.leaves
+        self.leaves, self.flat.leaves, self.flat.seen = [], [], {}
+        return leaves
+
     # The manifest
 
-    def entries(self, written: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def entries(self, written: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
         """Return this rank's manifest entries: its own and sharded ones, and the replicated ones."""
         rank, paths, shards = self._exchange.rank, self.replication.paths, self.flat.shards
         if self._exchange.alone and not shards and not paths:
-            return {f"0/{path}": entry for path, entry in written.items()}, {}
+            return NumberedEntries(0, written), {}
         own: dict[str, Any] = {}
         common: dict[str, Any] = {}
         for path, made in written.items():
