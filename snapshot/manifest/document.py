@@ -297,6 +297,13 @@ def _check_format(data: bytes, where: object) -> None:
         )
 
 
+def newer_format(error: Exception) -> UnsupportedFormatError:
+    """Return the error for fields or types that this version does not know."""
+    return UnsupportedFormatError(
+        f"{error}: written by a newer version, or by hand; pip install --upgrade snapshot-torch"
+    )
+
+
 def decode_canonical(data: bytes, kind: type[Any], where: object) -> Any:
     """Return a document, or a part of one. Raise if its digest differs, or if it is not in the canonical form."""
     tail = _TAIL.match(data, max(0, len(data) - _TAIL_LENGTH))
@@ -312,9 +319,7 @@ def decode_canonical(data: bytes, kind: type[Any], where: object) -> Any:
     except CorruptSnapshotError as error:
         if not isinstance(error.__cause__, msgspec.ValidationError):
             raise
-        raise UnsupportedFormatError(
-            f"{error}: written by a newer version, or by hand; pip install --upgrade snapshot-torch"
-        ) from error
+        raise newer_format(error) from error
     except UNREADABLE as error:
         raise CorruptSnapshotError(f"{where}: {error}") from error
     if memoryview(canonical)[:-1] != body:
