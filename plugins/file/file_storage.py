@@ -11,6 +11,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, TypeVar
 
 from snapshot.errors import CorruptSnapshotError, StorageConflictError, StorageError
@@ -89,7 +90,7 @@ class FileStorage(Storage):
 
     capabilities = Capabilities(shares="link", guarded_commit=True, renames=True, blocking=True)
 
-    @property
+    @cached_property
     def limits(self) -> Limits:  # type: ignore[override]
         """Aligned parts of one file with O_DIRECT, else any parts of several files."""
         if self.context.direct_io == "never" or not (self.context.durable or self.context.direct_io == "always"):

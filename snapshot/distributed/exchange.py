@@ -21,6 +21,7 @@ from snapshot.decoding import decode_json, decode_msgpack
 from snapshot.distributed.group import SOLO, Liveness, Ranks, ranks_of
 from snapshot.errors import RankError, SnapshotError, StorageError, system_limits
 from snapshot.events import warn
+from snapshot.io.loop import in_own_thread
 from snapshot.io.system import PerProcess
 from snapshot.io.url import PER_HOST, URL
 from snapshot.options import Settings, expect_positive
@@ -398,6 +399,11 @@ def lost_store_error(what: str) -> RankError:
 def solo_exchange(verb: str) -> Exchange:
     """Return an exchange of this process alone, even if it is in a group."""
     return Exchange(SOLO, verb)
+
+
+async def beside_loop(exchange: Exchange, work: Callable[..., T], *arguments: Any) -> T:
+    """Run work that may wait for other ranks, in a thread of its own. Without other ranks, it runs here at once."""
+    return work(*arguments) if exchange.alone else await in_own_thread(work, *arguments)
 
 
 @contextmanager

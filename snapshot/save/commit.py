@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -49,7 +48,7 @@ from snapshot.plan.layout import Extent, place_box
 from snapshot.save.begin import TakeSigner
 from snapshot.save.compression import PackedResult
 from snapshot.save.guards import Finding, Sampled
-from snapshot.save.replication import RankShare
+from snapshot.save.replication import FEW, RankShare
 from snapshot.save.reuse import Unchanged
 from snapshot.save.transaction import Transaction, clean_after_commit
 from snapshot.save.writer import WrittenFile, write_small
@@ -550,10 +549,13 @@ async def _commit(
     except SnapshotError:
         await transaction.expect_claim()
         raise
-    document = await in_thread(
-        partial(build_document, manifest, save_id, parts, others, newest=any(each.newest for each in done))
-    )
-    data = await in_thread(encode, document)
+    newest = any(each.newest for each in done)
+
+    def build() -> bytes:
+        return encode(build_document(manifest, save_id, parts, others, newest=newest))
+
+    few = not others and len(manifest.own) + len(manifest.shared) <= FEW
+    data = build() if few else await in_thread(build)
     expect_readable(session, len(data), "the manifest")
     if signer is not None:
         roots = {location: root for each in done for location, root in (each.signed or {}).items()}

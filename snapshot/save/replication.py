@@ -223,6 +223,8 @@ def _record_optimizer(flat: Flattened, key: str, stateful: Any, state: Any) -> N
 # equal bits. Values that all ranks have are recorded and written once. The result is cached while the structure stays
 # the same.
 
+FEW, SHORT = 64, 64 << 10
+"""Maximum entries and bytes of objects of a state that is small."""
 SMALL = 1024
 """Tensors up to this many bytes count as replicated if they are equal on all ranks, without a glob."""
 _digest = xxhash.xxh3_128_digest
@@ -668,6 +670,11 @@ class RankShare:
     def nbytes(self) -> int:
         """Bytes that this rank writes."""
         return sum(map(_nbytes, self.leaves))
+
+    @property
+    def is_small(self) -> bool:
+        """True if all entries are computed in less time than another thread needs to begin."""
+        return len(self.flat.entries) <= FEW and sum(len(blob.data) for blob in self.blobs) <= SHORT
 
     def take_leaves(self) -> list[Leaf]:
         """Return the leaves, once: this object does not refer to them afterwards."""

@@ -11,7 +11,7 @@ from enum import Enum, auto
 from types import TracebackType
 from typing import NamedTuple
 
-from snapshot.distributed.exchange import LEADER, Exchange
+from snapshot.distributed.exchange import LEADER, Exchange, beside_loop
 from snapshot.errors import (
     CommitUnknown,
     CorruptSnapshotError,
@@ -25,7 +25,6 @@ from snapshot.errors import (
 from snapshot.events import emit, log, span
 from snapshot.formats.dcp import remove_notice
 from snapshot.io.aio import shielded
-from snapshot.io.loop import in_own_thread
 from snapshot.io.session import Session
 from snapshot.io.storage import ABSENT, ANYTHING, Expect, Storage
 from snapshot.io.system import PerProcess
@@ -420,7 +419,7 @@ class Transaction:
     ) -> None:
         try:
             if error is not None and not isinstance(error, CommitUnknown):
-                given_up = await shielded(in_own_thread(self._exchange.fail, error))
+                given_up = await shielded(beside_loop(self._exchange, self._exchange.fail, error))
                 note = await shielded(self.abort(given_up))
                 if note:
                     error.add_note(note)
@@ -431,7 +430,7 @@ class Transaction:
         """Store the manifest. Then delete the `superfluous` files, and the leftovers of earlier saves."""
         await self._expect_claim()
         await self._expect_files()
-        await in_own_thread(self._exchange.commit)
+        await beside_loop(self._exchange, self._exchange.commit)
         try:
             expect = await commit_condition(self._storage, METADATA, self._found.manifest)
             self._state = State.SENT
