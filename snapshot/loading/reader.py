@@ -215,10 +215,11 @@ class Reader:
             if inline():  # the caller reads several times in one thread
                 await lane()
                 return
+            count = min(self._lanes, len(parts) + len(followed))
             if self._blocking:
-                lanes += [asyncio.create_task(in_thread(run_inline, lane)) for _ in range(self._lanes)]
+                lanes += [asyncio.create_task(in_thread(run_inline, lane)) for _ in range(count)]
             else:
-                lanes += [asyncio.create_task(lane()) for _ in range(self._lanes)]
+                lanes += [asyncio.create_task(lane()) for _ in range(count)]
             await asyncio.gather(*lanes)
         except BaseException as error:
             self._stopped = True
