@@ -354,6 +354,8 @@ class RecordedShare(RankShare):
         """For each leaf the source of its bytes."""
         self._elsewhere: set[str] = set()
         """Entries that only other ranks write."""
+        self._here: set[str] = set()
+        """Entries that this one of several ranks writes, at least in part."""
         if not exchange.alone:
             self._deal(recording)
 
@@ -375,16 +377,16 @@ class RecordedShare(RankShare):
         more = zip(self.leaves[recording.common :], recording.origins[recording.common :], strict=True)
         chosen += more  # only the leader has any
         self.leaves, self.origins = [leaf for leaf, _ in chosen], [origin for _, origin in chosen]
-        self._elsewhere = groups.keys() - {leaf.entry for leaf in self.leaves}
+        self._here = {leaf.entry for leaf in self.leaves}
+        self._elsewhere = groups.keys() - self._here
 
     def entries(self, written: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the entries, which are already under their ranks. The leader has all those without tensors."""
         own = {}
         leads, ties = self._exchange.rank == LEADER, self.flat.ties
-        here = {leaf.entry for leaf in self.leaves}
         for path, entry in written.items():
             name = ties.get(path, path)
-            if not self.alone and (name in self._elsewhere or not (leads or name in here)):
+            if not self.alone and (name in self._elsewhere or not (leads or name in self._here)):
                 continue
             shared = path in self._replicated and not getattr(entry, "replicated", True)
             own[path] = msgspec.structs.replace(entry, replicated=True) if shared else entry
