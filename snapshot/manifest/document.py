@@ -605,7 +605,9 @@ def check_stored(path: str, entry: TensorEntry, files: Files) -> None:
 
 def check_shape(path: str, entry: AnyTensor) -> None:
     """Raise for a shape that torch does not support, even if one of its sizes is 0."""
-    if min(entry.shape, default=0) < 0 or math.prod(max(1, size) for size in entry.shape) >= 1 << 60:
+    shape = entry.shape
+    elements = math.prod(shape) or math.prod(max(1, size) for size in shape)
+    if elements >= 1 << 60 or min(shape, default=0) < 0:
         raise CorruptSnapshotError(f"{path}: invalid shape {list(entry.shape)} of {entry.dtype}")
 
 

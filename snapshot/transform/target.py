@@ -232,22 +232,29 @@ def memory_changes(entries: Mapping[str, Any], is_kept: Callable[[str, str], boo
 
     `is_kept`: whether the same view of the same memory, under two paths, stays one tensor.
     """
-    stored: dict[Any, list[tuple[int, int, str, str]]] = {}
+    firsts: dict[Any, str] = {}
+    groups: dict[Any, list[str]] = {}
     for path, entry in entries.items():
         if isinstance(entry, e.MappedTensorEntry):
             continue  # it never shared memory
         if isinstance(entry, e.TENSORS) and 0 not in entry.shape and (pieces := entry.pieces()):
-            first = pieces[0][1]
-            extra = first.extra or e.PLAIN
-            begin = extra.storage_offset or 0
-            count = math.prod(first.shape)
-            dense = measure_span(first.shape, extra.strides or contiguous_strides(first.shape)) == count
-            view = repr((places_of(entry), entry.dtype, entry.shape, clean_extra(entry)))
-            place = first.location, first.byte_range
-            stored.setdefault(place, []).append((begin, begin + count if dense else begin, path, view))
-    for views in stored.values():
-        if len(views) > 1:
-            yield from _find_overlaps(sorted(views, key=lambda view: view[0]), is_kept)
+            place = pieces[0][1].location, pieces[0][1].byte_range
+            first = firsts.setdefault(place, path)
+            if first != path:
+                groups.setdefault(place, [first]).append(path)
+    for paths in groups.values():
+        views = [_view_of(path, entries[path]) for path in paths]
+        yield from _find_overlaps(sorted(views, key=lambda view: view[0]), is_kept)
+
+
+def _view_of(path: str, entry: e.AnyTensor) -> tuple[int, int, str, str]:
+    """Return a tensor's first element in its storage, its end if it is dense, its path, and a text of the view."""
+    first = entry.pieces()[0][1]
+    extra = first.extra or e.PLAIN
+    begin, count = extra.storage_offset or 0, math.prod(first.shape)
+    dense = measure_span(first.shape, extra.strides or contiguous_strides(first.shape)) == count
+    view = repr((places_of(entry), entry.dtype, entry.shape, clean_extra(entry)))
+    return begin, begin + count if dense else begin, path, view
 
 
 def _find_overlaps(views: list[tuple[int, int, str, str]], is_kept: Callable[[str, str], bool]) -> Iterator[str]:
