@@ -315,7 +315,7 @@ class Exchange:
     # The store
 
     def wake(self, key: str) -> None:
-        """Set a key for which other ranks, or this one, may wait in the store."""
+        """Set a key. It ends the waits of other ranks, or of this one, in the store."""
         self._store.set(key, "")
 
     def _key(self, name: str) -> str:

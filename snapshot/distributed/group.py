@@ -184,7 +184,7 @@ class Ranks:
         self._connected: tuple[Any, Heartbeat] | None = None
         self._session = ""
         self._wakers: list[Waker] = []
-        """Those that wait for nothing."""
+        """The idle ones."""
         self._free_wakers = WAKERS
         """The number that may still be created."""
         self._connecting = threading.Lock()
