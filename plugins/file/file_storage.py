@@ -11,6 +11,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, TypeVar
 
 from snapshot.errors import CorruptSnapshotError, StorageConflictError, StorageError
@@ -41,6 +42,7 @@ from snapshot.plugins.file.files import (
     file_token,
     find_link,
     list_files,
+    list_short_folder,
     lock_folder,
     read_regular,
     share_file,
@@ -88,7 +90,7 @@ class FileStorage(Storage):
 
     capabilities = Capabilities(shares="link", guarded_commit=True, renames=True, blocking=True)
 
-    @property
+    @cached_property
     def limits(self) -> Limits:  # type: ignore[override]
         """Aligned parts of one file with O_DIRECT, else any parts of several files."""
         if self.context.direct_io == "never" or not (self.context.durable or self.context.direct_io == "always"):
@@ -382,6 +384,10 @@ class FileStorage(Storage):
         if WINDOWS and _UNSAFE.search(prefix):
             return []
         return await self._run(prefix, list_files, self._root, prefix, recursive)
+
+    async def list_root(self) -> Sequence[str] | None:
+        """Read the folder; None if it has many entries or cannot be read."""
+        return await in_thread(list_short_folder, self._root)
 
     async def delete(self, paths: Sequence[str]) -> None:
         """Unlink as many files as possible, and remove the folders that become empty."""

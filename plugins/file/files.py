@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
+from itertools import islice
 
 from snapshot.errors import SnapshotError, StorageConflictError, StorageError, StorageNotFoundError
 from snapshot.io.aio import in_thread
@@ -517,6 +518,22 @@ def list_files(root: str, prefix: str, recursive: bool) -> list[str]:
             else:
                 found.append(path + "/")
     return sorted(found)
+
+
+SHORT = 1000
+"""Maximum entries of a folder that is read instead of looking for single names."""
+
+
+def list_short_folder(folder: str) -> list[str] | None:
+    """Return the names in a folder, those of folders with a trailing `/`; None if it is long or cannot be read."""
+    try:
+        with os.scandir(folder) as entries:
+            found = [f"{each.name}/" if each.is_dir() else each.name for each in islice(entries, SHORT + 1)]
+    except FileNotFoundError:
+        return []
+    except OSError:
+        return None
+    return found if len(found) <= SHORT else None
 
 
 # Further names for finished files: a reflink, a hard link, or a copy by the kernel.

@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from snapshot.errors import (
+    BucketNotFoundError,
     CorruptSnapshotError,
     SnapshotError,
     StorageConflictError,
@@ -622,6 +623,18 @@ class ObjectStorage(ConnectedStorage[D]):
             following = page.following
             if following is None:
                 return sorted(key[len(self._root) :] for key in found)
+
+    async def list_root(self) -> Sequence[str] | None:
+        """List one page; None if there are more, or if listing is not permitted."""
+        try:
+            page = await self.send_request("list", "", partial(_listed, self._root, False, None))
+        except BucketNotFoundError:
+            raise
+        except StorageError:
+            return None
+        if page.following is not None:
+            return None
+        return [name for key in (*page.keys, *page.folders) if (name := key[len(self._root) :])]
 
     # Writing
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -18,9 +18,10 @@ import msgspec
 
 from snapshot import errors
 from snapshot.decoding import decode_json, decode_msgpack
-from snapshot.distributed.group import SOLO, Liveness, Ranks, ranks_of
+from snapshot.distributed.group import SOLO, Liveness, Ranks, Waker, ranks_of
 from snapshot.errors import RankError, SnapshotError, StorageError, system_limits
 from snapshot.events import warn
+from snapshot.io.loop import in_own_thread
 from snapshot.io.system import PerProcess
 from snapshot.io.url import PER_HOST, URL
 from snapshot.options import Settings, expect_positive
@@ -47,6 +48,10 @@ PATIENCE = 0.02
 """The longer a rank has waited, the less often it looks: it sleeps for this fraction of the time so far."""
 LONGEST_PAUSE = 0.05
 """Maximum seconds between two looks of a rank, unless there are very many ranks."""
+LOOK = 0.5
+"""Maximum seconds between two looks of a rank that the store wakes."""
+FULL, WAKE = "full", "wake"
+"""Keys of a step that wake the leader and the other ranks: all have arrived, there is a response, or a rank failed."""
 FAULTS = 4
 """A rank that waits asks for the others' failures at each such look."""
 LAST_WORDS = 5.0
@@ -135,7 +140,8 @@ class Exchange:
         step, self._step = self._step, self._step + 1
         own, answered = self._key(f"{step}/{self.rank}"), self._key(f"{step}/answer")
         self._store.set(own, msgspec.msgpack.encode(mine))
-        self._store.add(self._key(f"{step}/count"), 1)
+        if self._store.add(self._key(f"{step}/count"), 1) == self.world and self.rank != LEADER:
+            self.wake(self._key(f"{step}/{FULL}"))
         if self.rank == LEADER:
             records = self._gather(step)
             try:
@@ -146,11 +152,13 @@ class Exchange:
                 standing = self._decide(fault)
                 if standing is None:  # after the leader's decision to commit
                     self._store.set(answered, FAILED + msgspec.json.encode(fault))
+                    self.wake(self._key(f"{step}/{WAKE}"))
                 elif standing != fault:  # this error may be a result of another rank's clean-up
                     raise standing.error() from error
                 raise
             try:
                 self._store.set(answered, ANSWERED + msgspec.msgpack.encode(made))
+                self.wake(self._key(f"{step}/{WAKE}"))
                 late = self._fault()
             except RuntimeError:
                 if not self.posted:  # a commit cannot be undone
@@ -216,24 +224,22 @@ class Exchange:
 
     def _wait(self, done: Callable[[], bool], missing: Callable[[], list[int]], step: int) -> None:
         """Wait until a condition holds, the call is given up, or a rank that it depends on is silent for too long."""
-        watch = Liveness(self._store, self.timeout, self.world)
-        began = time.monotonic()
-        pause, longest = 0.0003, max(0.004, self.world / 20_000)
-        for look in itertools.count():
-            if done():
-                return
-            if not self._open:
-                raise Undecided("the call is over")  # this rank was interrupted
-            self._heard = time.monotonic()
-            fault = self._fault() if look % FAULTS == 0 or pause < longest else None
-            if fault is not None:
-                raise fault.error()
-            silent = watch.silent(missing)
-            if silent is not None and not done():
-                self._give_up(silent, step)
-            time.sleep(pause)
-            patient = min((self._heard - began) * PATIENCE, max(LONGEST_PAUSE, self.world / 10_000))
-            pause = min(pause * 1.5, max(longest, patient))
+        key = self._key(f"{step}/{FULL if self.rank == LEADER else WAKE}")
+        with _Pauses(self, key if step >= 0 else "") as pauses:
+            watch = Liveness(self._store, self.timeout, self.world)
+            for look in itertools.count():
+                if done():
+                    return
+                if not self._open:
+                    raise Undecided("the call is over")  # this rank was interrupted
+                self._heard = time.monotonic()
+                fault = None if pauses.are_frequent and look % FAULTS else self._fault()
+                if fault is not None:
+                    raise fault.error()
+                silent = watch.silent(missing)
+                if silent is not None and not done():
+                    self._give_up(silent, step)
+                pauses.pause()
 
     def _give_up(self, silent: int, step: int) -> None:
         """Give up the call, because a rank is silent."""
@@ -293,6 +299,10 @@ class Exchange:
     def _decide(self, fault: RankFault) -> RankFault | None:
         """End the call with a fault, unless it was decided before. Return the fault that was decided, if any."""
         decided = self._store.compare_set(self._key("decision"), "", msgspec.json.encode(fault).decode())
+        for step in (self._step - 1, self._step):  # the others are at one of them
+            for name in (WAKE, FULL) if step >= 0 else ():
+                with suppress(RuntimeError):  # the decision counts
+                    self.wake(self._key(f"{step}/{name}"))
         return None if decided == COMMIT else _decode_fault(decided)
 
     def _fault(self) -> RankFault | None:
@@ -303,6 +313,10 @@ class Exchange:
         return None if decided == COMMIT else _decode_fault(decided)
 
     # The store
+
+    def wake(self, key: str) -> None:
+        """Set a key. It ends the waits of other ranks, or of this one, in the store."""
+        self._store.set(key, "")
 
     def _key(self, name: str) -> str:
         return f"{self._name}/{name}"
@@ -361,8 +375,10 @@ class Exchange:
             for step in range(MOST_STEPS):
                 count = self._key(f"{step}/count")
                 if not self._store.check([count]):
+                    for name in (WAKE, FULL) if failed else ():
+                        self._store.delete_key(self._key(f"{step}/{name}"))
                     break
-                for name in ("count", "answer", *(map(str, range(self.world)) if failed else ())):
+                for name in ("count", "answer", WAKE, FULL, *(map(str, range(self.world)) if failed else ())):
                     self._store.delete_key(self._key(f"{step}/{name}"))
             for name in ("decision", "over", *(("broken",) if failed else ())):
                 self._store.delete_key(self._key(name))
@@ -374,6 +390,62 @@ class Exchange:
         if error is not None:
             self.fail(error)
             self.close()
+
+
+class _Pauses:
+    """The pauses of one wait: short ones at first. Then the store itself wakes the rank, if it can."""
+
+    def __init__(self, exchange: Exchange, key: str) -> None:
+        """`key`: is set when there may be something new; empty if there is no such key."""
+        self._exchange = exchange
+        self._key = key
+        self._began = time.monotonic()
+        world = exchange.world
+        self._next, self._short = 0.0003, max(0.004, world / 20_000)
+        self._longest = max(LONGEST_PAUSE, world / 10_000)
+        self._awaited = ""
+        self._waker: Waker | None = None
+        self._woken = False
+
+    @property
+    def are_frequent(self) -> bool:
+        """True if the rank looks so often, for so long, that it need not look for a fault each time."""
+        return self._waker is None and not self._woken and self._next >= self._short
+
+    def pause(self) -> None:
+        """Pause once."""
+        self._woken = False
+        if self._key and self._next >= self._short:
+            self._awaited, self._key = self._key, ""
+            self._waker = self._exchange.ranks.borrow_waker()
+            if self._waker is not None:
+                self._waker.begin(self._awaited)
+        if self._waker is None:
+            time.sleep(self._next)
+        elif self._waker.wait(min(LOOK, self._exchange.timeout / 8)):
+            self._return()
+            self._next, self._woken = self._short, True  # it is there now, or another thing has happened
+            return
+        patient = min((time.monotonic() - self._began) * PATIENCE, self._longest)
+        self._next = min(self._next * 1.5, max(self._short, patient))
+
+    def _return(self) -> None:
+        if self._waker is not None:
+            self._exchange.ranks.return_waker(self._waker)
+        self._waker = None
+
+    def __enter__(self) -> _Pauses:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._waker is None:
+            return
+        with suppress(RuntimeError):  # the store may have ended
+            self._exchange.wake(self._awaited)
+            if self._waker.wait(LAST_WORDS):
+                self._return()
+                return
+        self._waker.stop()
 
 
 OTHER_VERSION = "cannot decode the message of another rank, which may have another version of the library"
@@ -398,6 +470,11 @@ def lost_store_error(what: str) -> RankError:
 def solo_exchange(verb: str) -> Exchange:
     """Return an exchange of this process alone, even if it is in a group."""
     return Exchange(SOLO, verb)
+
+
+async def beside_loop(exchange: Exchange, work: Callable[..., T], *arguments: Any) -> T:
+    """Run work that may wait for other ranks, in a thread of its own. Without other ranks, it runs here at once."""
+    return work(*arguments) if exchange.alone else await in_own_thread(work, *arguments)
 
 
 @contextmanager

@@ -8,11 +8,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
+from datetime import timedelta
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from snapshot.errors import SnapshotError, system_limits
+from snapshot.io.aio import Latch
 from snapshot.io.system import PerProcess
 
 if TYPE_CHECKING:
@@ -111,6 +114,49 @@ class Liveness:
         return None
 
 
+# Waits without requests: a thread with a connection of its own blocks in the store until a key exists.
+#
+# A timeout of such a wait would print warnings of torch, so there is none. Each party sets the key that others wait
+# for, also if it fails, and a rank that stops waiting sets its own. The key is only a reason to look: what decides is
+# read.
+
+DAYS = timedelta(days=7)
+"""The longest wait. The store's client counts milliseconds in 32 bits."""
+WAKERS = 4
+"""Maximum number of simultaneous waits of one rank, such as those of several asynchronous takes."""
+
+
+class Waker:
+    """A thread that waits for one key after another."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._asked: SimpleQueue[tuple[str, Latch] | None] = SimpleQueue()
+        self._latch = Latch()
+        with system_limits("cannot start a thread"):
+            threading.Thread(target=self._run, name="snapshot-waker", daemon=True).start()
+
+    def begin(self, key: str) -> None:
+        """Begin to wait for a key."""
+        self._latch = Latch()
+        self._asked.put((key, self._latch))
+
+    def wait(self, seconds: float) -> bool:
+        """Return True as soon as the key exists, or if the store failed; False after some seconds."""
+        return self._latch.wait(seconds)
+
+    def stop(self) -> None:
+        """End the thread, after its present wait."""
+        self._asked.put(None)
+
+    def _run(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            key, latch = asked
+            with contextlib.suppress(Exception):  # the waiting rank finds out what is wrong with the store
+                self._store.wait([key], DAYS)
+            latch.open()
+
+
 # The ranks of an operation, and the store through which they agree.
 #
 # This module uses no collectives. A collective that times out breaks the user's group, and one in a second thread can
@@ -136,6 +182,11 @@ class Ranks:
         """Call numbers for subsets of these ranks."""
         self._shared = shared
         self._connected: tuple[Any, Heartbeat] | None = None
+        self._session = ""
+        self._wakers: list[Waker] = []
+        """The idle ones."""
+        self._free_wakers = WAKERS
+        """The number that may still be created."""
         self._connecting = threading.Lock()
         self._of_meshes: dict[int, tuple[tuple[int, ...], tuple[int, ...], bool]] = {}
         self._numbers = {member: number for number, member in enumerate(members)}
@@ -145,17 +196,38 @@ class Ranks:
         with self._connecting:
             if self._connected is None:
                 # a new group on the same store must not meet the keys of a destroyed one
-                session = self._shared.add(f"snapshot/sessions/{self.rank}", 1)
+                self._session = f"snapshot/{self._shared.add(f'snapshot/sessions/{self.rank}', 1)}"
                 store, other = (
-                    dist.distributed_c10d.PrefixStore(f"snapshot/{session}", _connect(self._shared)) for _ in range(2)
+                    dist.distributed_c10d.PrefixStore(self._session, _connect(self._shared)) for _ in range(2)
                 )
                 self._connected = store, Heartbeat(other, self.rank, self.world)
             return self._connected
 
+    def borrow_waker(self) -> Waker | None:
+        """Return a waker of a connected rank; None if all are in use, or if the store is not served over TCP."""
+        with self._connecting:
+            if self._wakers:
+                return self._wakers.pop()
+            if not self._free_wakers:
+                return None
+            self._free_wakers -= 1
+        connection = _connect(self._shared) if _is_served(self._shared) else self._shared
+        if connection is self._shared:  # a wait would block its other users
+            self._free_wakers = 0
+            return None
+        return Waker(dist.distributed_c10d.PrefixStore(self._session, connection))
+
+    def return_waker(self, waker: Waker) -> None:
+        """Return a waker whose wait is over."""
+        with self._connecting:
+            self._wakers.append(waker)
+
     def stop(self) -> None:
-        """Stop the heartbeat: the group was destroyed."""
+        """Stop the heartbeat and the wakers: the group was destroyed."""
         if self._connected is not None:
             self._connected[1].stop()
+        for waker in self._wakers:
+            waker.stop()
 
     def end_together(self, seconds: float) -> None:
         """Wait until all ranks have called this, or for some seconds at most."""
@@ -221,6 +293,13 @@ def ranks_of(pg: ProcessGroup | None) -> Ranks:
     ranks = Ranks(dist.get_rank(pg), members, store, pg)
     groups[id(pg)] = os.getpid(), store, ranks
     return ranks
+
+
+def _is_served(store: Any) -> bool:
+    """Return True if a store is a connection to a server, which answers a wait as soon as the key exists."""
+    while isinstance(store, dist.distributed_c10d.PrefixStore):
+        store = getattr(store, "underlying_store", None)
+    return type(store).__name__ == "TCPStore"
 
 
 def _connect(store: Any) -> Any:

@@ -273,6 +273,13 @@ class Storage(ABC):
         If not `recursive`, return the folders of one level with a trailing `/`.
         """
 
+    async def list_root(self) -> Sequence[str] | None:
+        """Return the names of the root's own level if one request shows all of them, folders with a trailing `/`.
+
+        None if it does not. The caller then looks at each name that it needs.
+        """
+        return None
+
     @abstractmethod
     async def delete(self, paths: Sequence[str]) -> None:
         """Delete files, and folders that become empty. A missing file is not an error."""
@@ -409,6 +416,9 @@ class StorageWrapper(Storage):
 
     async def list(self, prefix: str = "", *, recursive: bool = True) -> list[str]:
         return await self.inner.list(prefix, recursive=recursive)
+
+    async def list_root(self) -> Sequence[str] | None:
+        return await self.inner.list_root()
 
     async def delete(self, paths: Sequence[str]) -> None:
         await self.inner.delete(paths)

@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import Enum
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -92,9 +93,10 @@ def find_read_only_memory(read_plan: ReadPlan) -> list[str]:
 
     Writing to such memory would kill the process.
     """
-    spans = [(request.address, request.name) for request in read_plan.requests if request.live and request.address]
-    spans += [(target.data_ptr(), name) for name, target, _ in read_plan.targets if target.device.type == "cpu"]
-    if len(spans) <= FEW and all(map(_is_allocated, (read_plan.values.get(name) for _, name in spans))):
+    live = [request for request in read_plan.requests if request.live and request.address]
+    targets = [(target.data_ptr(), name) for name, target, _ in read_plan.targets if target.device.type == "cpu"]
+    names = [request.name for request in live] + [name for _, name in targets]
+    if len(names) <= FEW and all(map(_is_allocated, map(read_plan.values.get, names))):
         return []
     try:
         with open("/proc/self/maps", "rb") as file:
@@ -104,12 +106,13 @@ def find_read_only_memory(read_plan: ReadPlan) -> list[str]:
     ranges = [line.split(b" ", 2)[0].split(b"-") for line in maps if line.split(b" ", 2)[1][1:2] != b"w"]
     begins = np.array([int(begin, 16) for begin, _ in ranges], np.uint64)
     ends = np.array([int(end, 16) for _, end in ranges], np.uint64)
-    addresses = np.array([address for address, _ in spans], np.uint64)
+    places = chain((request.address for request in live), (address for address, _ in targets))
+    addresses = np.fromiter(places, np.uint64, len(names))
     found = np.searchsorted(begins, addresses, "right").astype(np.int64) - 1
     bad = (found >= 0) & (addresses < ends[found])
     return [
         f"{name}: its memory is read-only, such as a file mapped for reading; copy it first: tensor.clone()"
-        for name in dict.fromkeys(spans[int(i)][1] for i in np.flatnonzero(bad))
+        for name in dict.fromkeys(names[int(i)] for i in np.flatnonzero(bad))
     ]
 
 

@@ -72,7 +72,8 @@ class ReadPlan:
         self._whole: dict[str, bytearray | SavedFile] = {}
         """Files whose pickles are run: their bytes, then their contents."""
         self._boxes: dict[tuple[Any, ...], torch.Tensor] = {}
-        self._filled: dict[tuple[str, int], tuple[Any, torch.Tensor]] = {}
+        self._filled: dict[str, dict[int, ReadRequest | tuple[Any, torch.Tensor]]] = {}
+        """By location and begin: the request that fills a live tensor, or an entry and the tensor for it."""
         self._generators: dict[int, Any] = {}
         """The live generators that are filled."""
         self._claims = MemoryClaims(files)
@@ -231,12 +232,12 @@ class ReadPlan:
             or not file.header <= begin <= end <= file.size
             or end - begin > BLOCK
             or begin == end
-            or (location, begin) in self._filled
+            or begin in (filled := self._filled.setdefault(location, {}))
             or not (address := held.data_ptr())
         ):
             return False
-        self._filled[location, begin] = entry, held
-        self.requests.append(ReadRequest(path, entry, location, begin, end, address, None, True))
+        filled[begin] = request = ReadRequest(path, entry, location, begin, end, address, None, True)
+        self.requests.append(request)
         self.values[path] = held
         return True
 
@@ -255,11 +256,12 @@ class ReadPlan:
         place = place_of(first)
         if live and (not (is_plain(target) and BY_NAME[entry.dtype] == target.dtype) or is_packed(first)):
             self.targets.append((path, target, place))
-        if place in self._filled:
-            if self._again(entry, pieces, target, *self._filled[place]):
+        filled = self._filled.setdefault(place[0], {})
+        if place[1] in filled:
+            if self._again(entry, pieces, target, *self._first(filled[place[1]])):
                 return
         else:
-            self._filled[place] = entry, target
+            filled[place[1]] = entry, target
         self.add_pieces(path, entry, pieces, target, whole_box(entry.shape), live=live)
 
     def into_box(self, path: str, entry: e.AnyTensor, box: Box, target: torch.Tensor, *, live: bool = False) -> None:
@@ -344,6 +346,10 @@ class ReadPlan:
             raise CorruptSnapshotError(f"{path}: a generator must have a state of dtype uint8")
         return self._plain(f"{path}[state]", stored)
 
+    def _first(self, filled: ReadRequest | tuple[Any, torch.Tensor]) -> tuple[Any, torch.Tensor]:
+        """Return the entry and the tensor of the first destination of a range."""
+        return (filled.stored, self.values[filled.name]) if isinstance(filled, ReadRequest) else filled
+
     def _again(
         self,
         entry: e.AnyTensor,
@@ -416,7 +422,9 @@ class ReadPlan:
 
     def await_targets(self) -> None:
         """Wait for copies under way that would still write to, or read, the tensors to fill."""
-        await_host_copies(chain((target for _, target in self._filled.values()), self._boxes.values()))
+        filled = (self._first(each)[1] for held in self._filled.values() for each in held.values())
+        await_host_copies(chain(filled, self._boxes.values()))
+        self._filled, self._boxes, self._made = {}, {}, {}  # no more requests are added
 
     def finish_objects(self, *, all_or_none: bool = True) -> None:
         """Decode the objects, whose bytes were read and verified.

@@ -103,6 +103,9 @@ class UploadedPart:
 LOOK = 1 << 20
 """Bytes per read of a range that must be parsed sequentially."""
 
+SHARES = 8192
+"""Maximum number of ranges that are read at once from files. Each takes some hundred bytes of memory until then."""
+
 Followed = tuple[ReadRequest, EmbeddedLayout | None]
 """A range that is parsed from its first byte, or from the start of its tensor's storage if that is known."""
 TRIES = 4
@@ -204,17 +207,19 @@ class Reader:
             if any(request.opens is not None for request in requests):
                 requests, more = await self._opened(requests)
                 followed.extend(more)
-            parts.extend(plan_reads(requests, self._part, self._gap))
+            most = SHARES if self._blocking else len(requests)
+            parts.extend(plan_reads(requests, self._part, self._gap, most))
             self._uploads = Uploads(requests, self._budget.total)
             if self._verify:
                 await self.prepare_checks(requests)
             if inline():  # the caller reads several times in one thread
                 await lane()
                 return
+            count = min(self._lanes, len(parts) + len(followed))
             if self._blocking:
-                lanes += [asyncio.create_task(in_thread(run_inline, lane)) for _ in range(self._lanes)]
+                lanes += [asyncio.create_task(in_thread(run_inline, lane)) for _ in range(count)]
             else:
-                lanes += [asyncio.create_task(lane()) for _ in range(self._lanes)]
+                lanes += [asyncio.create_task(lane()) for _ in range(count)]
             await asyncio.gather(*lanes)
         except BaseException as error:
             self._stopped = True

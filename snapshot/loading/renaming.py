@@ -212,9 +212,7 @@ def match_wrappers(
 
     Adds the kinds of models to `kinds`, since their names are needed. `asked` returns True for keys that are restored.
     """
-    saved = group_by_key(view.entries)
-    for path in view.elsewhere:
-        saved.setdefault(path.partition("/")[0], {})
+    saved = {path.partition("/")[0] for path in (*view.entries, *view.elsewhere)}
     for key, stateful in ordered:
         below = find_kind(stateful).models
         if below is None or key not in saved or not asked(key):

@@ -458,6 +458,7 @@ class Restore:
                 session.storage.share_reads()
         result = self._read(plan.reads, agreed.common, agreed.waits)
         self._expect_all()
+        plan.reads.requests, plan.reads.objects = [], []  # before the states are built, which takes memory again
         with self._phase("place"):
             plan.reads.finish()
         with self._phase("hand back"):

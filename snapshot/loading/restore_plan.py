@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -24,8 +24,9 @@ from snapshot.loading.read_object import expand_trees, read_tree
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.loading.renaming import below_only_key, follow_rename, match_wrappers
 from snapshot.manifest.compounds import ListEntry
-from snapshot.manifest.document import Document, PartEntry, find_locations
+from snapshot.manifest.document import IN_ONE, Document, PartEntry, find_locations
 from snapshot.manifest.entries import TENSORS, DTensorEntry, ShardedTensorEntry
+from snapshot.manifest.parts import NumberedEntries
 from snapshot.manifest.paths import encode_component
 from snapshot.manifest.rank_view import (
     MOST_RANKS,
@@ -129,6 +130,12 @@ def find_parts(document: Document, plan: RestorePlan) -> list[PartEntry]:
     return [part for part in document.parts if not holders.isdisjoint(part.ranks)]
 
 
+def _share_names(live: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the live values under the same strings as the entries, so that millions of names are in memory once."""
+    names = {path: path for path in entries if path in live}
+    return {names.get(path, path): value for path, value in live.items()}
+
+
 class _Planner:
     """An attempt to plan with the manifest parts that were read."""
 
@@ -164,6 +171,8 @@ class _Planner:
         for key, stateful in in_restore_order(app_state):
             if key in grouped and key not in kinds:
                 kinds[key] = make_kind(key, stateful)
+        for key, entries in grouped.items() if len(document.manifest) > IN_ONE else ():
+            kinds[key].live = _share_names(kinds[key].live, entries)
         self._expect_files(grouped)
         reads = ReadPlan(document.files, allow_pickle=allow_pickle, partial=bool(document.parts))
         matched = self._match(app_state, view, chosen, reads)
@@ -199,6 +208,8 @@ class _Planner:
         """Return the snapshot as this rank sees it, with the application's names."""
         session, document, rename = self._session, self._document, self._options.rename
         view = make_rank_view(document.manifest, self._exchange.rank, document.world_size, self._exchange.world)
+        if document.world_size == 1 and len(document.manifest) > IN_ONE:  # not all names twice
+            document.manifest = cast("dict[str, Any]", NumberedEntries(0, dict(view.entries)))
         if rename or self._options.select or self._options.exclude:
             expand_trees(session, document, view.entries)
         view = map_view(session, document, below_only_key(document, view, app_state), self._options.map)

@@ -15,6 +15,7 @@ from snapshot.errors import (
     CorruptSnapshotError,
     SnapshotError,
     SnapshotNotFoundError,
+    StorageConflictError,
     StorageError,
     StorageNotFoundError,
 )
@@ -27,7 +28,15 @@ from snapshot.io.url import URL
 from snapshot.loading.open import expect_files, open_main, read_manifest
 from snapshot.manager.policies import Taken
 from snapshot.manager.step_metadata import noted_metrics
-from snapshot.manifest.document import METADATA, OURS, ManifestHead, NotOurs, SnapshotMetadata, decode_head
+from snapshot.manifest.document import (
+    METADATA,
+    OURS,
+    ManifestHead,
+    NotOurs,
+    SnapshotMetadata,
+    decode_head,
+    decode_head_of_ends,
+)
 from snapshot.save import transaction
 from snapshot.save.guards import suspicions
 from snapshot.tiers.facts import read_facts
@@ -40,6 +49,8 @@ UNREADABLE = {errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP}
 """Error numbers of a storage for a single file that cannot be read, while others can."""
 NEWEST, MORE = 4, 64
 """Folders that a search for the newest snapshot looks at first, and then at a time."""
+BEGINNING, END = 128 << 10, 4 << 10
+"""Bytes at the beginning and at the end of a long manifest that are read for its head."""
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 
 
@@ -172,8 +183,7 @@ class Root:
             return known[1]
         async with self.opened(step) as session:
             try:
-                data = await session.storage.get(METADATA, limit=session.settings.manifest_bytes)
-                head: ManifestHead | SnapshotError = decode_head(data, session.url.join(METADATA))
+                head: ManifestHead | SnapshotError = await _read_head(session, stat)
             except StorageError as error:
                 if is_absence(session.storage, error):
                     return None
@@ -324,6 +334,21 @@ async def list_folder(storage: Storage, prefix: str) -> list[str]:
         return await storage.list(prefix, recursive=False)
     except StorageNotFoundError:
         return []
+
+
+async def _read_head(session: Session, stat: FileStat) -> ManifestHead:
+    """Read a manifest's head: of a long manifest by ranges, and of any other one with its digest."""
+    where, beginning = session.url.join(METADATA), BEGINNING
+    with suppress(StorageConflictError):  # another one is there now
+        while beginning * 2 < stat.size:
+            first, last = bytearray(beginning), bytearray(END)
+            await session.storage.read_into(METADATA, 0, [first], token=stat.token)
+            await session.storage.read_into(METADATA, stat.size - END, [last], token=stat.token)
+            head = decode_head_of_ends(bytes(first), bytes(last), where)
+            if head is not None:
+                return head
+            beginning *= 16
+    return decode_head(await session.storage.get(METADATA, limit=session.settings.manifest_bytes), where)
 
 
 async def _stat_if_there(storage: Storage, path: str) -> FileStat | None:

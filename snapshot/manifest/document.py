@@ -298,6 +298,13 @@ def _check_format(data: bytes, where: object) -> None:
         )
 
 
+def newer_format(error: Exception) -> UnsupportedFormatError:
+    """Return the error for fields or types that this version does not know."""
+    return UnsupportedFormatError(
+        f"{error}: written by a newer version, or by hand; pip install --upgrade snapshot-torch"
+    )
+
+
 def decode_canonical(data: bytes, kind: type[Any], where: object) -> Any:
     """Return a document, or a part of one. Raise if its digest differs, or if it is not in the canonical form."""
     tail = _TAIL.match(data, max(0, len(data) - _TAIL_LENGTH))
@@ -313,9 +320,7 @@ def decode_canonical(data: bytes, kind: type[Any], where: object) -> Any:
     except CorruptSnapshotError as error:
         if not isinstance(error.__cause__, msgspec.ValidationError):
             raise
-        raise UnsupportedFormatError(
-            f"{error}: written by a newer version, or by hand; pip install --upgrade snapshot-torch"
-        ) from error
+        raise newer_format(error) from error
     except UNREADABLE as error:
         raise CorruptSnapshotError(f"{where}: {error}") from error
     if memoryview(canonical)[:-1] != body:
@@ -405,6 +410,41 @@ def decode_head(data: bytes, where: object) -> ManifestHead:
     except ValueError as error:
         raise CorruptSnapshotError(f"{where}: {error}") from error
     return head
+
+
+_ENTRIES = b',"manifest":{'
+_BASE = re.compile(rb'"\},"digest":"xxh3:[0-9a-f]{32}"\}$')
+"""The end of a manifest that has a base. Without one, its last entry ends with other bytes."""
+_NO_BASE = re.compile(rb'[{}]\},"digest":"xxh3:[0-9a-f]{32}"\}$')
+
+
+def decode_head_of_ends(beginning: bytes, end: bytes, where: object) -> ManifestHead | None:
+    """Return the head of a manifest from its first and last bytes; None if they do not show all of it.
+
+    These bytes have no digest of their own. So they must agree with each other about the base: `files` and the end
+    name it.
+    """
+    if not OURS.match(beginning):
+        raise NotOurs(f"{where}: not a manifest that this version of the library wrote")
+    at = -1
+    for _ in range(8):  # also the user's metadata may have these bytes, but not at the end of an object
+        at = beginning.find(_ENTRIES, at + 1)
+        if at < 0:
+            return None
+        try:
+            head: ManifestHead = decode_json(beginning[:at] + b"}", ManifestHead, where)
+            datetime.fromisoformat(head.created)
+        except (CorruptSnapshotError, ValueError):
+            continue
+        bases = {save_id_in(name) for name, each in head.files.items() if each.in_base}
+        if not bases:
+            return head if _NO_BASE.search(end) else None
+        start = end.rfind(b',"base":{')
+        if start < 0 or not _BASE.search(end):
+            return None
+        head.base = decode_json(end[start + 8 : end.rindex(b',"digest":')], BaseReference, where)
+        return head if bases == {head.base.save_id} else None
+    return None
 
 
 # Properties of a whole snapshot, for users.
@@ -566,7 +606,9 @@ def check_stored(path: str, entry: TensorEntry, files: Files) -> None:
 
 def check_shape(path: str, entry: AnyTensor) -> None:
     """Raise for a shape that torch does not support, even if one of its sizes is 0."""
-    if min(entry.shape, default=0) < 0 or math.prod(max(1, size) for size in entry.shape) >= 1 << 60:
+    shape = entry.shape
+    elements = math.prod(shape) or math.prod(max(1, size) for size in shape)
+    if elements >= 1 << 60 or min(shape, default=0) < 0:
         raise CorruptSnapshotError(f"{path}: invalid shape {list(entry.shape)} of {entry.dtype}")
 
 

@@ -7,16 +7,15 @@ and the digest of each. So one entry is found with two short reads, and each of 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
-import xxhash
 
 from snapshot.decoding import decode_json
 from snapshot.errors import CorruptSnapshotError
-from snapshot.manifest.document import BaseReference, FileEntry, PartEntry, decode_canonical, encode
-from snapshot.manifest.entries import AnyEntry
+from snapshot.manifest.document import BaseReference, FileEntry, PartEntry, decode_canonical, encode, newer_format
+from snapshot.manifest.entries import AnyEntry, TensorEntry
 from snapshot.tensors.digest import digest_range
 from snapshot.text import counted
 
@@ -73,10 +72,35 @@ class ManifestPart(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=Tru
     index: PartIndex | None = None
 
 
+class NumberedEntries(Mapping[str, Any]):
+    """Entries by their paths without a rank, read with the number of one rank: without a second copy of all names."""
+
+    def __init__(self, number: int, entries: Mapping[str, Any]) -> None:
+        self.entries = entries
+        self.prefix = f"{number}/"
+
+    def __getitem__(self, path: str) -> Any:
+        if not path.startswith(self.prefix):
+            raise KeyError(path)
+        return self.entries[path[len(self.prefix) :]]
+
+    def __iter__(self) -> Iterator[str]:
+        return map(self.prefix.__add__, self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def items(self) -> Any:
+        return zip(self, self.entries.values(), strict=True)
+
+    def values(self) -> Any:
+        return self.entries.values()
+
+
 class EncodedPart(msgspec.Struct, array_like=True):
     """The bytes of a rank's own part, and what the manifest says of them."""
 
-    data: bytes
+    data: bytes | bytearray
     count: int
     index: tuple[int, int, str] | None = None
 
@@ -87,43 +111,51 @@ class EncodedPart(msgspec.Struct, array_like=True):
 
 def encode_own_part(manifest: Mapping[str, Any]) -> EncodedPart:
     """Encode a rank's own entries. A long part has an index."""
-    names = sorted(manifest)
+    entries, prefix = manifest, ""
+    if isinstance(manifest, NumberedEntries):  # a prefix does not change the order
+        entries, prefix = manifest.entries, manifest.prefix
+    names = sorted(entries)
     some = names[:: max(1, len(names) // 256)]
-    size = len(_encoder.encode({name: manifest[name] for name in some})) // max(1, len(some))
+    sizes = sorted(len(_encoder.encode(entries[name])) + len(prefix) + len(name) for name in some)
+    size = sizes[len(sizes) // 2] if sizes else 0  # a single entry, of a container, may have megabytes
     if len(names) * size <= 4 * INDEXED:  # otherwise a second copy would take memory for nothing
-        data = encode(ManifestPart(dict(manifest)))
+        data = encode(ManifestPart(dict(manifest.items())))
         if len(data) <= INDEXED:
             return EncodedPart(data, len(manifest))
     at_once = max(1, SEGMENT // (2 * max(1, size)))
-    pieces: list[bytes] = [_HEAD]
+    made = bytearray(_HEAD)  # grows in place, since there may be hundreds of megabytes
     segments: list[Segment] = []
-    position = len(_HEAD)
     for at in range(0, len(names), at_once):
-        for first, text in _encode_segments(manifest, names[at : at + at_once]):
-            segments.append(Segment(first, position, position + len(text), digest_range(text)))
-            pieces += [b",", text] if len(segments) > 1 else [text]
-            position += len(text) + 1
-    index = _encoder.encode(PartIndex(_numbers_of(names), segments))
-    pieces += [b'},"index":', index]
-    digest = xxhash.xxh3_128()
-    for each in pieces:  # joined only once, since there may be hundreds of megabytes
-        digest.update(each)
-    length = sum(map(len, pieces))
-    data = b"".join((*pieces, b',"digest":"xxh3:%s"}' % digest.hexdigest().encode()))
-    return EncodedPart(data, len(manifest), (length - len(index), length, digest_range(index)))
+        _add_segments(made, segments, entries, names[at : at + at_once], prefix)
+    made += b'},"index":'
+    begin = len(made)
+    _encoder.encode_into(PartIndex([prefix[:-1]] if prefix else _numbers_of(names), segments), made, begin)
+    place = begin, len(made), digest_range(memoryview(made)[begin:])
+    made += b',"digest":"%s"}' % digest_range(made).encode()
+    return EncodedPart(made, len(manifest), place)
 
 
-def _encode_segments(manifest: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[str, bytes]]:
-    text = _encoder.encode({name: manifest[name] for name in names})[1:-1]
-    if len(text) <= SEGMENT or len(names) == 1:
-        yield names[0], text
+def _add_segments(
+    made: bytearray, segments: list[Segment], entries: Mapping[str, Any], names: Sequence[str], prefix: str
+) -> None:
+    """Append entries as one segment, or as several if it would be too long."""
+    before = len(made)
+    start = before if segments else before - 1  # the brace takes the place of the comma between segments
+    _encoder.encode_into({prefix + name: entries[name] for name in names}, made, start)
+    del made[-1]
+    if len(made) - start - 1 <= SEGMENT or len(names) == 1:
+        if segments:
+            made[start] = ord(",")
+        digest = digest_range(memoryview(made)[start + 1 :])
+        segments.append(Segment(prefix + names[0], start + 1, len(made), digest))
         return
+    del made[before:]
     half = len(names) // 2
-    yield from _encode_segments(manifest, names[:half])
-    yield from _encode_segments(manifest, names[half:])
+    _add_segments(made, segments, entries, names[:half], prefix)
+    _add_segments(made, segments, entries, names[half:], prefix)
 
 
-def _numbers_of(names: Sequence[str]) -> list[str]:
+def _numbers_of(names: Iterable[str]) -> list[str]:
     return sorted({name.partition("/")[0] for name in names})
 
 
@@ -131,36 +163,57 @@ def decode_part(data: bytes, part: PartEntry, where: object) -> ManifestPart:
     """Check and decode a part of a manifest."""
     if digest_range(data) != part.digest:
         raise CorruptSnapshotError(f"{where}: digest must be {part.digest}, got {digest_range(data)}")
-    decoded: ManifestPart = decode_canonical(data, ManifestPart, where)
+    if part.index is not None:
+        decoded = _decode_segments(data, part, where)
+    else:
+        decoded = decode_canonical(data, ManifestPart, where)
+        if decoded.index is not None:
+            raise CorruptSnapshotError(f"{where}: {_WRONG_INDEX}")
     if part.count >= 0 and len(decoded.manifest) != part.count:
         raise CorruptSnapshotError(
             f"{where}: must have {counted(part.count, 'entry', 'entries')}, got {len(decoded.manifest)}"
         )
-    if not _has_right_index(data, decoded, part):
-        raise CorruptSnapshotError(f"{where}: its index must describe its entries, and be where the manifest says")
     return decoded
 
 
-def _has_right_index(data: bytes, decoded: ManifestPart, part: PartEntry) -> bool:
-    """Return True if an index agrees with the entries, so that all readers of the part find the same."""
-    if decoded.index is None or part.index is None:
-        return decoded.index is None and part.index is None
-    begin, end, digest = part.index
-    text, segments, names = data[begin:end], decoded.index.segments, list(decoded.manifest)
-    if digest_range(text) != digest or text != _encoder.encode(decoded.index) or names != sorted(names):
-        return False
-    if decoded.index.numbers != _numbers_of(names) or not data.startswith(_HEAD):
-        return False
-    position = len(_HEAD)
-    for each in segments:
-        held = data[each.begin : each.end]
-        head = _encoder.encode(each.first) + b":"
-        if each.begin != position or digest_range(held) != each.digest or not held.startswith(head):
-            return False
-        if each.first not in decoded.manifest or data[each.end : each.end + 1] not in (b",", b"}"):
-            return False
-        position = each.end + 1
-    return bool(segments) and data[position - 1 : begin] == b'},"index":'
+_WRONG_INDEX = "its index must describe its entries, and be where the manifest says"
+
+
+def _decode_segments(data: bytes, part: PartEntry, where: object) -> ManifestPart:
+    """Decode a part by its index, which must agree with the entries: all readers of the part must find the same.
+
+    Each segment is decoded alone. So a long part takes little memory in addition to its entries, which share equal
+    names and shapes.
+    """
+    assert part.index is not None
+    begin, end, _ = part.index
+    view = memoryview(data)
+    index = decode_index(data[begin:end], part, where)
+    entries: dict[str, Any] = {}
+    known: dict[Any, Any] = {}
+    position, last = len(_HEAD), ""
+    good = data.startswith(_HEAD) and bool(index.segments) and data[begin:end] == _encoder.encode(index)
+    for each in index.segments if good else ():
+        try:
+            found = decode_segment(data[each.begin : each.end], each, where)
+        except CorruptSnapshotError as error:  # the part has its right digest
+            if isinstance(error.__cause__, msgspec.ValidationError):
+                raise newer_format(error) from error
+            raise CorruptSnapshotError(f"{where}: {_WRONG_INDEX}: {error}") from error
+        good = each.begin == position and each.first > last and data[each.end : each.end + 1] in (b",", b"}")
+        if not good:
+            break
+        for entry in found.values():
+            if type(entry) is TensorEntry:
+                entry.location = known.setdefault(entry.location, entry.location)
+                entry.dtype = known.setdefault(entry.dtype, entry.dtype)
+                entry.shape = known.setdefault(entry.shape, entry.shape)
+        entries.update(found)
+        position, last = each.end + 1, next(reversed(found))
+    good = good and data[position - 1 : begin] == b'},"index":' and index.numbers == _numbers_of(entries)
+    if not good or view[end:] != b',"digest":"%s"}' % digest_range(view[:end]).encode():
+        raise CorruptSnapshotError(f"{where}: {_WRONG_INDEX}")
+    return ManifestPart(entries, index=index)
 
 
 def decode_index(data: bytes | bytearray, part: PartEntry, where: object) -> PartIndex:

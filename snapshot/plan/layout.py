@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -112,35 +113,52 @@ class ReadPart(msgspec.Struct, gc=False):
     location: str
     begin: int
     end: int
-    segments: list[ReadSegment]
+    ranges: Sequence[ByteRange]
+    order: Sequence[int]
+    """The numbers of all ranges, in storage order."""
+    first: int
+    """Ranges in the part, by position in the order: [first, last)."""
+    last: int
+    held: list[ReadSegment] | None = None
+
+    @property
+    def segments(self) -> list[ReadSegment]:
+        """The shares of the ranges. They are created when the part is read, since there may be millions."""
+        if self.held is None:
+            held, low, high = [], self.begin, self.end
+            for number in self.order[self.first : self.last]:
+                each = self.ranges[number]
+                held.append(ReadSegment(number, max(low, each.begin), min(high, each.end)))
+            self.held = held
+        return self.held
 
 
-def plan_reads(ranges: Sequence[ByteRange], part_bytes: int, gap: int) -> list[ReadPart]:
+def plan_reads(ranges: Sequence[ByteRange], part_bytes: int, gap: int, most: int = 1 << 60) -> list[ReadPart]:
     """Return the requests that read every wanted range once, in storage order.
 
-    Long ranges are split at multiples of the digest block size, counted from their begin.
+    Long ranges are split at multiples of the digest block size, counted from their begin. A part has at most `most`
+    segments.
     """
     step = max(BLOCK, part_bytes // BLOCK * BLOCK)
+    numbers = [number for number, each in enumerate(ranges) if each.begin < each.end]
+    numbers.sort(key=[each.begin for each in ranges].__getitem__)
+    numbers.sort(key=[each.location for each in ranges].__getitem__)
+    order = array("q", numbers)
     parts: list[ReadPart] = []
     location, end, room = "", -1, 0
-    segments: list[ReadSegment] = []
-    for index in sorted(range(len(ranges)), key=lambda i: (ranges[i].location, ranges[i].begin)):
-        request = ranges[index]
+    for at, number in enumerate(numbers):
+        request = ranges[number]
         begin, stop = request.begin, request.end
-        if begin == stop:
-            continue
         close = request.location == location and 0 <= begin - end <= gap
-        if close and stop - end <= room:
-            segments.append(ReadSegment(index, begin, stop))
+        if close and stop - end <= room and at - parts[-1].first < most:
             room -= stop - end
-            end = stop
-            parts[-1].end = stop
+            parts[-1].end = end = stop
+            parts[-1].last = at + 1
             continue
         location = request.location
-        for at in range(begin, stop, step):
-            end = min(at + step, stop)
-            segments = [ReadSegment(index, at, end)]
-            parts.append(ReadPart(location, at, end, segments))
+        for low in range(begin, stop, step):
+            end = min(low + step, stop)
+            parts.append(ReadPart(location, low, end, ranges, order, at, at + 1))
         room = step - (end - parts[-1].begin)
     return parts
 
@@ -418,10 +436,9 @@ def plan_file(
     if len({ITEMSIZE[name] for name in dtypes}) > 1:
         pieces = sorted(pieces, key=lambda piece: -ITEMSIZE[leaves[piece[0]].dtype])
     items: dict[str, object] = {"__metadata__": {"format": "pt"} if metadata is None else metadata}
-    extents: list[Extent] = []
     position = 0
-    known, append = SAFETENSORS, extents.append
-    for index, start, length, box in pieces:
+    known = SAFETENSORS
+    for index, _, length, box in pieces:
         leaf = leaves[index]
         path, shape, end = leaf.path, leaf.shape, position + length
         if not exact and ("[" in path or path == "__metadata__"):
@@ -434,15 +451,18 @@ def plan_file(
         if theirs is None:
             theirs, shape = "U8", (*shape, ITEMSIZE[leaf.dtype])
         items[path] = _HeaderItem(theirs, shape, (position, end))
-        append(Extent(index, position, end, start, box))
         position = end
     text = _encode(items)
+    items.clear()
     begin = -(-(8 + len(text)) // PAGE) * PAGE
-    for extent in extents:
-        extent.begin += begin
-        extent.end += begin
-    header = (begin - 8).to_bytes(8, "little") + text.ljust(begin - 8)
-    return FilePlan(header, tuple(extents), begin + position)
+    header = b"".join(((begin - 8).to_bytes(8, "little"), text, b" " * (begin - 8 - len(text))))
+    extents: list[Extent] = []
+    position = begin
+    for index, start, length, box in pieces:  # an end is the next begin: one number for both
+        end = position + length
+        extents.append(Extent(index, position, end, start, box))
+        position = end
+    return FilePlan(header, tuple(extents), position)
 
 
 def group_in_order(sizes: Sequence[int], most: int) -> list[list[int]]:

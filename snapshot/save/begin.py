@@ -28,7 +28,7 @@ from snapshot.io.arena import arena, available_memory
 from snapshot.io.budget import Pool
 from snapshot.io.loop import LoopFuture, run, start
 from snapshot.io.session import Seal, Session, signer_of
-from snapshot.io.storage import ABSENT, Expect, FileStat, Storage
+from snapshot.io.storage import FileStat, Storage
 from snapshot.io.system import PerProcess, expect_linux
 from snapshot.io.url import URL, Location, Source, locate_source
 from snapshot.manifest.document import METADATA, measure_nesting
@@ -39,7 +39,7 @@ from snapshot.plan.names import matcher
 from snapshot.progress import Meter, ProgressArgument
 from snapshot.save.compression import expect_compression, usual_budget
 from snapshot.save.guards import Guards, expect_guards
-from snapshot.save.transaction import State, Transaction, expect_own_manifest
+from snapshot.save.transaction import PathState, State, Transaction, expect_own_manifest
 from snapshot.state.leaves import Prepare
 from snapshot.tensors.digest import FileTree, Root
 from snapshot.text import counted
@@ -352,7 +352,7 @@ class TakeOpening:
         self.meter = meter
         self._transaction = transaction
         self._overwrite = overwrite
-        self._expected: LoopFuture[Expect] | None = None
+        self._expected: LoopFuture[PathState] | None = None
 
     @property
     def save_id(self) -> str:
@@ -467,27 +467,36 @@ def open_dry_run(
     return open_session(agreed_url(url, answer.path)), answer.globs
 
 
-async def expect_at_path(session: Session, *, overwrite: bool) -> Expect:
-    """Return the state that the commit expects at the path. Raise if a snapshot exists and may not be overwritten."""
+CLAIMED_OR_DATA = (".take-", "data/")
+"""Beginnings of the names that a save has in the root of a snapshot, apart from the manifest."""
+
+
+async def expect_at_path(session: Session, *, overwrite: bool) -> PathState:
+    """Return the state that the commit expects at the path. Raise if a snapshot exists and may not be overwritten.
+
+    A name that a listing misses only delays the error: the commit checks again.
+    """
     capabilities = session.storage.capabilities
     if not (capabilities.write and capabilities.atomic_put):
         raise SnapshotError(f"{session.url}: this storage is read-only")
-    manifest = await _stat(session, METADATA)
-    other = await _stat(session, dcp.METADATA, errno.EISDIR, errno.ENOTDIR)
+    names = await session.storage.list_root()
+    known = {METADATA, dcp.METADATA} if names is None else {name.rstrip("/") for name in names}
+    manifest = await _stat(session, METADATA) if METADATA in known else None
+    other = await _stat(session, dcp.METADATA, errno.EISDIR, errno.ENOTDIR) if dcp.METADATA in known else None
     if other is not None and not await is_notice(session.storage):
         raise SnapshotExistsError(
             f"{session.url}: holds a checkpoint of torch.distributed.checkpoint, which other tools would read instead "
             "of this one; save to another path, or delete its files"
         )
     if manifest is None:
-        return ABSENT
+        return PathState(is_clean=names is not None and not any(name.startswith(CLAIMED_OR_DATA) for name in names))
     if not overwrite:
         raise SnapshotExistsError(f"{session.url}: a snapshot exists already").with_cure(
             "save to another path, or pass overwrite=True"
         )
     with suppress(StorageNotFoundError):
         await expect_own_manifest(session.storage)
-    return manifest.token
+    return PathState(manifest.token)
 
 
 async def _stat(session: Session, path: str, *absent: int) -> FileStat | None:

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -49,7 +48,7 @@ from snapshot.plan.layout import Extent, place_box
 from snapshot.save.begin import TakeSigner
 from snapshot.save.compression import PackedResult
 from snapshot.save.guards import Finding, Sampled
-from snapshot.save.replication import RankShare
+from snapshot.save.replication import FEW, RankShare
 from snapshot.save.reuse import Unchanged
 from snapshot.save.transaction import Transaction, clean_after_commit
 from snapshot.save.writer import WrittenFile, write_small
@@ -65,7 +64,7 @@ from snapshot.text import VERSION, listed
 class RankManifest:
     """The manifest part of one rank."""
 
-    own: dict[str, Any]
+    own: Mapping[str, Any]
     """Entries of this rank alone, and the shards that it wrote."""
     shared: dict[str, Any]
     """Replicated entries that it wrote."""
@@ -111,14 +110,15 @@ def build_entries(
 ) -> RankManifest:
     """Return one rank's entries, and the content of its `.bin` file.
 
-    `written` are all files of this rank, including those that are shared with a base.
+    `written` are all files of this rank, including those that are shared with a base. The share releases its leaves: a
+    leaf and its entry take much memory if there are millions, so each leaf is released when its entry is there.
     """
     entries = share.flat.entries
     binary = _Binary(binary_path)
     for blob in share.blobs:
         entries[blob.path] = _object_entry(blob, binary)
     pieces: dict[int, list[e.Shard]] = {}
-    leaves = share.leaves
+    leaves: list[Any] = share.take_leaves()
 
     def add(leaf: Leaf, extent: Extent, stored: e.TensorEntry) -> None:
         if extent.box is not None or leaf.whole is not None:
@@ -147,8 +147,10 @@ def build_entries(
                 (binary.location, *binary.append(table)) if table else None,
             )
             add(leaf, extent, stored)
+            if extent.box is None:  # it is in no other extent
+                leaves[extent.leaf] = None if leaf.whole is None else leaf.whole
     if pieces:
-        _add_chunked_entries(leaves, pieces, entries)
+        _add_chunked_entries([leaf for leaf in leaves if leaf is not None], pieces, entries)
     for path, owner in share.flat.ties.items():
         entries[path] = _entry_of_tie(entries[owner])
     own, shared = share.entries(entries)
@@ -252,7 +254,7 @@ def shard_checksums(described: RankManifest) -> tuple[bytes, bytes]:
 
 def encode_for_leader(described: RankManifest) -> bytes:
     """Encode the part that is merged into the manifest itself."""
-    own = {} if described.cut else described.own
+    own = {} if described.cut else dict(described.own.items())
     return encode(ManifestPart(own, described.shared, described.files, described.base))
 
 
@@ -268,7 +270,8 @@ def build_document(
 
     `newest`: an entry in a separate part needs the newest format.
     """
-    manifest = dict(described.shared) if described.cut else {**described.own, **described.shared}
+    manifest = {} if described.cut else dict(described.own.items())
+    manifest.update(described.shared)
     files, base = dict(described.files), described.base
     for rank, part in enumerate(others, 1):
         merge(manifest, part.manifest, f"rank {rank}")
@@ -355,15 +358,15 @@ def own_part_path(save_id: str, rank: int) -> str:
 
 async def write_own_part(
     session: Session, save_id: str, rank: int, described: RankManifest
-) -> tuple[bytes, PartEntry | None]:
+) -> tuple[bytes | bytearray, PartEntry | None]:
     """Write the rank's own part of a large manifest. Return its bytes, and its entry; none if there is no such part."""
     if not described.cut:
         return b"", None
     encoded = await in_thread(encode_own_part, described.own)
-    data = expect_readable(session, encoded.data, "a part of the manifest")
+    expect_readable(session, len(encoded.data), "a part of the manifest")
     path = own_part_path(save_id, rank)
-    await write_small(session.storage, path, [data])
-    return data, encoded.describe(path, [rank])
+    await write_small(session.storage, path, [encoded.data])
+    return encoded.data, encoded.describe(path, [rank])
 
 
 class RankDone(msgspec.Struct, array_like=True):
@@ -503,15 +506,14 @@ async def _find_out(url: URL, outcome: Outcome, lost: Undecided) -> None:
     ) from lost
 
 
-def expect_readable(session: Session, data: bytes, what: str) -> bytes:
-    """Return the bytes of a manifest or of a part. Raise `SnapshotError` if readers would refuse their length."""
+def expect_readable(session: Session, nbytes: int, what: str) -> None:
+    """Raise `SnapshotError` if readers would refuse a manifest, or a part of one, with this number of bytes."""
     limit = session.settings.manifest_bytes
-    if len(data) > limit:
+    if nbytes > limit:
         raise SnapshotError(
-            f"{session.url}: {what} would have {len(data):,} bytes, and readers accept at most {limit:,}: raise "
+            f"{session.url}: {what} would have {nbytes:,} bytes, and readers accept at most {limit:,}: raise "
             "SNAPSHOT_MANIFEST_BYTES for the take and for all readers, or save fewer values, or longer tensors"
         )
-    return data
 
 
 async def _keep_manifest(session: Session, transaction: Transaction, manifest: bytes) -> None:
@@ -552,10 +554,14 @@ async def _commit(
     except SnapshotError:
         await transaction.expect_claim()
         raise
-    document = await in_thread(
-        partial(build_document, manifest, save_id, parts, others, newest=any(each.newest for each in done))
-    )
-    data = expect_readable(session, await in_thread(encode, document), "the manifest")
+    newest = any(each.newest for each in done)
+
+    def build() -> bytes:
+        return encode(build_document(manifest, save_id, parts, others, newest=newest))
+
+    few = not others and len(manifest.own) + len(manifest.shared) <= FEW
+    data = build() if few else await in_thread(build)
+    expect_readable(session, len(data), "the manifest")
     if signer is not None:
         roots = {location: root for each in done for location, root in (each.signed or {}).items()}
         await signer.put_signature(session.storage, save_id, data, roots)

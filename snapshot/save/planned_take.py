@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
-from snapshot.distributed.exchange import keep_plan
+from snapshot.distributed.exchange import beside_loop, keep_plan
 from snapshot.events import emit
 from snapshot.io.aio import in_thread, shielded
 from snapshot.io.budget import MemoryBudget
-from snapshot.io.loop import LoopFuture, in_own_thread, work_on
+from snapshot.io.loop import LoopFuture, work_on
 from snapshot.io.session import Session
 from snapshot.io.system import PerProcess
 from snapshot.manifest.entries import needs_third_format
@@ -227,7 +227,7 @@ class Take:
         finally:
             await self._staging.end()
             self._forget_tensors()
-            await shielded(in_own_thread(self._exchange.close))
+            await shielded(beside_loop(self._exchange, self._exchange.close))
             await shielded(self.session.close())
             self._meter.close()
         seconds = time.perf_counter() - self._began
@@ -268,11 +268,9 @@ class Take:
             packed=packed,
         )
         written = [*kept.files, *fresh]
-        describe = partial(build_entries, structure=self.plan.structure, metadata=self._metadata)
-        manifest = await in_thread(describe, self._share, written, kept, binary)
-        if self._guarded is not None:
-            await in_thread(self._guarded.compare, self._share.flat.entries)
-        await in_thread(remember_unchanged, save_id, self._share, kept, written)
+        nbytes = self._share.nbytes
+        describe = partial(self._describe, save_id, written, binary)
+        manifest = describe() if self._share.is_small else await in_thread(describe)
         if manifest.chunks:
             await write_small(storage, binary, manifest.chunks, count)
         small = {binary: manifest.chunks} if manifest.chunks else {}
@@ -282,7 +280,7 @@ class Take:
             await write_small(storage, statistics, small[statistics], count)
         own_part, described = await write_own_part(self.session, save_id, rank, manifest)
         leader_part = await in_thread(encode_for_leader, manifest) if rank else b""
-        expect_readable(self.session, leader_part, "a part of the manifest")
+        expect_readable(self.session, len(leader_part), "a part of the manifest")
         sends = bool(storage.host) or self._may_send(leader_part)
         if leader_part and not sends:
             await write_small(storage, leader_part_path(save_id, rank), [leader_part])
@@ -300,12 +298,24 @@ class Take:
             storage.host,
             leader_part if sends else b"",
             signed,
-            self._share.nbytes,
+            nbytes,
             needs_third_format(manifest.own.values()) or (described is not None and described.index is not None),
             [] if self._guarded is None else list(self._guarded.findings),
             None if self._guarded is None else self._guarded.sampled,
         )
         return manifest, done
+
+    def _describe(self, save_id: str, written: Sequence[WrittenFile], binary: str) -> RankManifest:
+        """Build this rank's entries. The leaves are released."""
+        share = self._share
+        remember_unchanged(save_id, share, self.unchanged, written)
+        self._stager.forget()
+        made = build_entries(
+            share, written, self.unchanged, binary, structure=self.plan.structure, metadata=self._metadata
+        )
+        if self._guarded is not None:
+            self._guarded.compare(share.flat.entries)
+        return made
 
     def _may_send(self, leader_part: bytes) -> bool:
         """Return True if a part for the leader is sent through the ranks' store. As a file, it needs three requests.
@@ -317,7 +327,10 @@ class Take:
         return remote and len(leader_part) <= SENT and self._exchange.rank != self._exchange.world - 1
 
     async def _hash_files(
-        self, written: Sequence[WrittenFile], small: Mapping[str, Sequence[bytes | bytearray]], own_part: bytes
+        self,
+        written: Sequence[WrittenFile],
+        small: Mapping[str, Sequence[bytes | bytearray]],
+        own_part: bytes | bytearray,
     ) -> dict[str, FileTree]:
         """Return the hashes of this rank's files."""
         trees = {each.location: each.tree for each in written if each.tree is not None}

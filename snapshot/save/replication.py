@@ -21,6 +21,7 @@ from snapshot.events import log, warn
 from snapshot.io.system import PerProcess
 from snapshot.manifest import entries as e
 from snapshot.manifest.entries import DictEntry, Extra
+from snapshot.manifest.parts import NumberedEntries
 from snapshot.manifest.paths import encode_component, encode_key
 from snapshot.manifest.plain_tree import PLAIN_TREE
 from snapshot.manifest.values import Scalar
@@ -222,6 +223,8 @@ def _record_optimizer(flat: Flattened, key: str, stateful: Any, state: Any) -> N
 # equal bits. Values that all ranks have are recorded and written once. The result is cached while the structure stays
 # the same.
 
+FEW, SHORT = 64, 64 << 10
+"""Maximum entries and bytes of objects of a state that is small."""
 SMALL = 1024
 """Tensors up to this many bytes count as replicated if they are equal on all ranks, without a glob."""
 _digest = xxhash.xxh3_128_digest
@@ -668,13 +671,24 @@ class RankShare:
         """Bytes that this rank writes."""
         return sum(map(_nbytes, self.leaves))
 
+    @property
+    def is_small(self) -> bool:
+        """True if all entries are computed in less time than another thread needs to begin."""
+        return len(self.flat.entries) <= FEW and sum(len(blob.data) for blob in self.blobs) <= SHORT
+
+    def take_leaves(self) -> list[Leaf]:
+        """Return the leaves, once: this object does not refer to them afterwards."""
+        leaves = self.leaves
+        self.leaves, self.flat.leaves, self.flat.seen = [], [], {}
+        return leaves
+
     # The manifest
 
-    def entries(self, written: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def entries(self, written: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
         """Return this rank's manifest entries: its own and sharded ones, and the replicated ones."""
         rank, paths, shards = self._exchange.rank, self.replication.paths, self.flat.shards
         if self._exchange.alone and not shards and not paths:
-            return {f"0/{path}": entry for path, entry in written.items()}, {}
+            return NumberedEntries(0, written), {}
         own: dict[str, Any] = {}
         common: dict[str, Any] = {}
         for path, made in written.items():

@@ -9,10 +9,12 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from enum import Enum, auto
 from types import TracebackType
+from typing import NamedTuple
 
-from snapshot.distributed.exchange import LEADER, Exchange
+from snapshot.distributed.exchange import LEADER, Exchange, beside_loop
 from snapshot.errors import (
     CommitUnknown,
+    CorruptSnapshotError,
     SnapshotError,
     SnapshotExistsError,
     SnapshotNotFoundError,
@@ -23,7 +25,6 @@ from snapshot.errors import (
 from snapshot.events import emit, log, span
 from snapshot.formats.dcp import remove_notice
 from snapshot.io.aio import shielded
-from snapshot.io.loop import in_own_thread
 from snapshot.io.session import Session
 from snapshot.io.storage import ABSENT, ANYTHING, Expect, Storage
 from snapshot.io.system import PerProcess
@@ -57,6 +58,8 @@ _DATA = re.compile(
 _CLAIM = re.compile(r"\.take-([0-9a-f]{12})(?:\.[0-9a-f]+\.tmp)?")
 _SAVE_ID = re.compile(rb'"save_id":"([0-9a-z]+)"')
 
+BEGINNING = 200
+"""Bytes at the beginning of a manifest that contain its save id. Every manifest of this library is longer."""
 LAST_WORDS = 20.0
 """Seconds that clean-up may take over a network."""
 DAY = 24 * 3600.0
@@ -91,13 +94,28 @@ async def list_save_files(storage: Storage) -> list[str]:
     return [path for path in listed if save_id_of(path) is not None]
 
 
+async def read_beginning(storage: Storage) -> bytes:
+    """Return the beginning of the manifest, which has the save id, in one short read. Raise if it does not exist."""
+    head = bytearray(BEGINNING)
+    try:
+        await storage.read_into(METADATA, 0, [head])
+    except CorruptSnapshotError:  # shorter than a manifest of this library
+        return (await storage.get(METADATA))[:BEGINNING]
+    return bytes(head)
+
+
+def _find_save_id(beginning: bytes) -> str | None:
+    """Return the save id in the beginning of a manifest; None if there is none."""
+    found = _SAVE_ID.search(beginning)
+    return found[1].decode() if found else None
+
+
 async def committed_save_id(storage: Storage) -> str | None:
     """Return the save id of the committed snapshot, or None if there is none. Raise if it cannot be read."""
     try:
-        found = _SAVE_ID.search((await storage.get(METADATA))[:1000])
+        return _find_save_id(await read_beginning(storage))
     except StorageNotFoundError:
         return None
-    return found[1].decode() if found else None
 
 
 async def _remove_claims(
@@ -202,9 +220,13 @@ async def delete_leftovers(storage: Storage, older_than: float = DAY) -> list[st
     return found
 
 
-async def is_busy(storage: Storage, older_than: float = DAY) -> bool:
-    """Return True if a take may be running here, in addition to the committed snapshot."""
-    claims = [path for path in await storage.list(".take-") if save_id_of(path) is not None]
+async def is_busy(storage: Storage, older_than: float = DAY, listed: Sequence[str] | None = None) -> bool:
+    """Return True if a take may be running here, in addition to the committed snapshot.
+
+    `listed`: the files of takes, if they were listed just now.
+    """
+    found = await storage.list(".take-") if listed is None else listed
+    claims = [path for path in found if path.startswith(".take-") and save_id_of(path) is not None]
     now = await committed_save_id(storage) if claims else None
     return any([save_id_of(claim) != now and await is_younger_than(storage, claim, older_than) for claim in claims])
 
@@ -214,10 +236,11 @@ _OTHERS = re.compile(rb'\s*(\{\s*"version"|version:|manifest:|world_size:)')
 
 async def expect_own_manifest(storage: Storage) -> None:
     """Raise if another library wrote the manifest here. Deleting it would orphan the other library's files."""
-    size = (await storage.stat(METADATA)).size
-    head = bytearray(min(size, 256))
-    await storage.read_into(METADATA, 0, [head])
-    if _OTHERS.match(head):
+    _expect_own(storage, await read_beginning(storage))
+
+
+def _expect_own(storage: Storage, beginning: bytes) -> None:
+    if _OTHERS.match(beginning):
         raise SnapshotExistsError(
             f"{storage.url}: holds a snapshot of another library, which is never replaced or deleted; "
             "delete its folder yourself"
@@ -229,16 +252,16 @@ async def delete_snapshot(storage: Storage) -> None:
 
     `Snapshot.delete` calls `delete_checkpoint` of `tiers/facts.py`, which leaves a tombstone of a step first.
     """
-    with contextlib.suppress(StorageNotFoundError):
-        await expect_own_manifest(storage)
     found = await list_save_files(storage)
-    data = await _remove_claims(storage, found, await committed_save_id(storage))
     try:
-        await storage.stat(METADATA)
+        beginning = await read_beginning(storage)
     except StorageNotFoundError as error:
         if not found:
             raise SnapshotNotFoundError(f"{storage.url}: no snapshot to delete") from error
+        data = await _remove_claims(storage, found)
     else:
+        _expect_own(storage, beginning)
+        data = await _remove_claims(storage, found, _find_save_id(beginning))
         await storage.delete([METADATA])
     await storage.delete(data)
     await remove_notice(storage)
@@ -253,9 +276,9 @@ async def delete_if_unchanged(
     checked last.
     """
     await expect_own_manifest(storage)
-    if await is_busy(storage, older_than):
-        return False
     found = await list_save_files(storage)
+    if await is_busy(storage, older_than, found):
+        return False
     if await spared() or (await storage.stat(METADATA)).token != token:
         return False
     await storage.delete([METADATA])
@@ -290,6 +313,15 @@ async def commit_condition(storage: Storage, path: str, expect: Expect) -> Expec
         what = "is gone" if found is ABSENT else "is there already" if expect is ABSENT else "was replaced"
         raise StorageConflictError(f"{storage.url.join(path)}: {what}")
     return ANYTHING
+
+
+class PathState(NamedTuple):
+    """The state of a path before a save."""
+
+    manifest: Expect = ABSENT
+    """The manifest that the commit expects there."""
+    is_clean: bool = False
+    """True if no other save has files there, so there is nothing to clean up after the commit."""
 
 
 class State(Enum):
@@ -329,7 +361,7 @@ class Transaction:
         self._storage = session.storage
         self._exchange = exchange
         self.save_id = save_id
-        self._expect: Expect = ABSENT
+        self._found = PathState()
         self._state = State.NEW
         self._files: Sequence[str] = ()
         self._checked: Sequence[str] = ()
@@ -339,9 +371,9 @@ class Transaction:
         """The progress of the save."""
         return self._state
 
-    def expect(self, found: Expect) -> None:
-        """Record the state of the path: the commit fails if it has changed by then."""
-        self._expect = found
+    def expect(self, found: PathState) -> None:
+        """Record the state of the path: the commit fails if its manifest has changed by then."""
+        self._found = found
 
     async def claim(self) -> None:
         """Store a claim at the path: a file that tells other processes that this save is running.
@@ -389,7 +421,7 @@ class Transaction:
     ) -> None:
         try:
             if error is not None and not isinstance(error, CommitUnknown):
-                given_up = await shielded(in_own_thread(self._exchange.fail, error))
+                given_up = await shielded(beside_loop(self._exchange, self._exchange.fail, error))
                 note = await shielded(self.abort(given_up))
                 if note:
                     error.add_note(note)
@@ -400,9 +432,9 @@ class Transaction:
         """Store the manifest. Then delete the `superfluous` files, and the leftovers of earlier saves."""
         await self._expect_claim()
         await self._expect_files()
-        await in_own_thread(self._exchange.commit)
+        await beside_loop(self._exchange, self._exchange.commit)
         try:
-            expect = await commit_condition(self._storage, METADATA, self._expect)
+            expect = await commit_condition(self._storage, METADATA, self._found.manifest)
             self._state = State.SENT
             with span("commit", path=str(self._session.url)):
                 await self._storage.commit(claim_path(self.save_id), METADATA, manifest, expect=expect)
@@ -432,7 +464,8 @@ class Transaction:
                 if superfluous:
                     with contextlib.suppress(SnapshotError):
                         await self._storage.delete(superfluous)
-                await clean_after_commit(self._storage, self.save_id)
+                if not self._found.is_clean:
+                    await clean_after_commit(self._storage, self.save_id)
 
     async def is_committed(self) -> bool:
         """Return True if the snapshot at the path is this one. Return False also if that cannot be determined."""

@@ -7,10 +7,11 @@ import copy
 import io
 import threading
 import warnings
+from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice, repeat
+from operator import attrgetter, is_, lt
 from typing import Any
 
 import numpy as np
@@ -254,15 +255,16 @@ class TensorTraits:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.addresses = list(map(torch.Tensor.data_ptr, tensors))  # raises, unless all are strided
-        self.shapes = list(map(_shape, tensors))  # raises for what is nested
+        shapes: dict[Any, Any] = {}  # one object for each shape, since there may be millions
+        self.shapes = [shapes.setdefault(shape, shape) for shape in map(_shape, tensors)]  # raises for what is nested
         self.dtypes = list(map(_dtype, tensors))
-        self.contiguous = list(map(torch.Tensor.is_contiguous, tensors))
-        self.requires_grad = list(map(_requires, tensors))
+        self.contiguous = bytes(map(torch.Tensor.is_contiguous, tensors))
+        self.requires_grad = bytes(map(_requires, tensors))
         self.devices = None if all(map(_on_host, tensors)) else list(map(_device, tensors))
         self.strides = (
             [] if all(self.contiguous) else [t.stride() for t, c in zip(tensors, self.contiguous, strict=True) if not c]
         )
-        self.negative = list(map(torch.Tensor.is_neg, tensors))
+        self.negative = bytes(map(torch.Tensor.is_neg, tensors))
         self.conjugate = list(map(torch.Tensor.is_conj, tensors)) if any(d.is_complex for d in set(self.dtypes)) else []
 
     def __eq__(self, other: object) -> bool:
@@ -287,13 +289,13 @@ class _Template:
         self.types = list(map(type, children))
         self.entries = entries
         leaves = {leaf.path: leaf for leaf in made}
-        self.tensors_at: list[int] = []
+        tensors_at: list[int] = []
         self.scalars_at: list[int] = []
         for index, (kind, name) in enumerate(zip(self.types, names, strict=True)):
             if kind in _TENSORS:
                 if entries[name] is not None or (name not in leaves and flat.ties.get(name) not in leaves):
                     raise _Unlike
-                self.tensors_at.append(index)
+                tensors_at.append(index)
             elif kind not in _CONTAINERS:
                 if kind not in _KNOWN or not isinstance(entries[name], Scalar):
                     raise _Unlike
@@ -301,6 +303,7 @@ class _Template:
         self.scalars = [children[index] for index in self.scalars_at]
         self.scalar_names = [names[index] for index in self.scalars_at]
         self.inexact = [at for at, scalar in enumerate(self.scalars) if type(scalar) not in _EXACT]
+        self.tensors_at = _pack_numbers(tensors_at)
         tensors = [children[index] for index in self.tensors_at]
         self.likeness = TensorTraits(tensors)
         self.pattern = _find_aliases(self.likeness.addresses)
@@ -308,8 +311,8 @@ class _Template:
         named = [names[index] for index in self.tensors_at]
         self.ties = {name: flat.ties[name] for name in named if name not in leaves}
         order = {path: at for at, path in enumerate(leaves)}
-        self.leaves_at = sorted(
-            (at for at, name in enumerate(named) if name in leaves), key=lambda at: order[named[at]]
+        self.leaves_at = _pack_numbers(
+            sorted((at for at, name in enumerate(named) if name in leaves), key=lambda at: order[named[at]])
         )
         mine = [leaves[named[at]] for at in self.leaves_at]
         if any(leaf.wrap is not None for leaf in mine):
@@ -318,8 +321,8 @@ class _Template:
         if len(set(addresses)) < len(addresses):
             raise _Unlike  # tensors that begin at one address and are not the same
         self.full = all(leaf.nbytes for leaf in mine)
-        self.columns = [
-            [getattr(leaf, name) for leaf in mine]
+        self.columns: list[Iterable[Any]] = [
+            _pack_equal([getattr(leaf, name) for leaf in mine])
             for name in ("path", "dtype", "shape", "nbytes", "plain", "extra", "note")
         ]
 
@@ -343,7 +346,7 @@ class _Template:
         paths, dtypes, shapes, sizes, plain, extras, notes = self.columns
         held = [tensors[at] for at in self.leaves_at]
         begins = [addresses[at] for at in self.leaves_at]
-        full = begins if self.full else [begin for begin, size in zip(begins, sizes, strict=True) if size]
+        full = begins if self.full else [begin for begin, size in zip(begins, sizes, strict=False) if size]
         if _find_aliases(addresses) != self.pattern:
             raise _Unlike
         if full and min(full) < LOW and any(is_freed(each) for each in held if each.data_ptr() < LOW and each.numel()):
@@ -372,6 +375,19 @@ class _Template:
                 raise _Unlike
             found[self.scalar_names[at]] = entry
         return found
+
+
+def _pack_numbers(numbers: Sequence[int]) -> Sequence[int]:
+    """Return numbers in little memory, since a cached state may have millions."""
+    if numbers and numbers[-1] - numbers[0] == len(numbers) - 1 and all(map(lt, numbers, islice(numbers, 1, None))):
+        return range(numbers[0], numbers[-1] + 1)
+    return array("q", numbers)
+
+
+def _pack_equal(values: list[Any]) -> Iterable[Any]:
+    """Return values in little memory if all are one object."""
+    first = values[0] if values else None
+    return repeat(first) if all(map(is_, values, repeat(first))) else values
 
 
 def _find_aliases(addresses: list[int]) -> list[int]:

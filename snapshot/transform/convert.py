@@ -364,11 +364,13 @@ class Plan(msgspec.Struct):
     """The checksum of each leaf's bytes, if the format has any."""
     quantised: set[int] = set()
     """Leaves that are written as blocks of Q8_0."""
+    nothing: torch.Tensor = msgspec.field(default_factory=lambda: torch.empty(0, device="meta"))
+    """The tensor of each leaf, whose bytes are read."""
 
     def leaf(self, name: str, dtype: str, shape: tuple[int, ...], origin: Any) -> int:
         """Add a leaf to write. Return its number."""
         nbytes = math.prod(shape) * ITEMSIZE[dtype]
-        self.leaves.append(Leaf(name, torch.empty(0, device="meta"), dtype, shape, nbytes))
+        self.leaves.append(Leaf(name, self.nothing, dtype, shape, nbytes))
         self.origins.append(origin)
         return len(self.leaves) - 1
 

@@ -336,25 +336,25 @@ class DiffNames:
             made[new] = form
         self.forms = made
 
-    def at(self, name: str, rank: Rank) -> Any:
-        """Return the entry of a rank under a name."""
-        form = self.forms.get(name, {})
-        return form.get(rank, form.get(None))
-
     def ties(self) -> dict[tuple[str, Rank], frozenset[str]]:
         """Return, for each name, all names that are tied to it."""
-        held: dict[Any, list[tuple[str, Rank]]] = defaultdict(list)
+        firsts: dict[Any, tuple[str, Rank]] = {}
+        groups: dict[Any, list[tuple[str, Rank]]] = {}
         for name, form in self.forms.items():
             for rank, entry in form.items():
-                if isinstance(entry, e.TENSORS) and entry.nbytes and (pieces := entry.pieces()):
-                    first = pieces[0][1]
-                    held[place_of(first), first.byte_range, entry.dtype, entry.shape].append((name, rank))
-        return {
-            each: frozenset(name for name, _ in group) - {each[0]}
-            for group in held.values()
-            if len(group) > 1
-            for each in group
-        }
+                stored = entry
+                if type(entry) is not e.TensorEntry:
+                    if not isinstance(entry, e.TENSORS) or not (pieces := entry.pieces()):
+                        continue
+                    stored = pieces[0][1]
+                if not entry.nbytes:
+                    continue
+                place = *place_of(stored), stored.byte_range[1], entry.dtype, entry.shape
+                each = name, rank
+                first = firsts.setdefault(place, each)
+                if first is not each:
+                    groups.setdefault(place, [first]).append(each)
+        return {each: frozenset(name for name, _ in group) - {each[0]} for group in groups.values() for each in group}
 
 
 @dataclass
@@ -431,12 +431,17 @@ def _choose_items(names: Iterable[str], select: Sequence[str], exclude: Sequence
     return lambda name: included(name) and not excluded(name)
 
 
+_SHARED: frozenset[Rank] = frozenset([None])
+
+
 def _ranks(here: Mapping[Rank, Any], there: Mapping[Rank, Any], world: int) -> list[Rank]:
     """Return the ranks whose entries of one name are compared.
 
     An entry that one side shares is compared with each rank's entry of the other side. A rank that exists in both
     (there are `world`) and has no entry has lost it.
     """
+    if here.keys() == there.keys() == _SHARED:  # most names
+        return [None]
     own = {rank for rank in (*here, *there) if rank is not None}
     shared = [None in each for each in (here, there)]
     if here and there and shared[0] != shared[1]:
@@ -460,9 +465,11 @@ def _match_items(
     for name in {**here.forms, **there.forms}:
         if not chosen(name):
             continue
-        for rank in _ranks(here.forms.get(name, {}), there.forms.get(name, {}), world):
+        forms = here.forms.get(name, {}), there.forms.get(name, {})
+        for rank in _ranks(*forms, world):
             path = name if rank is None else f"{rank}/{name}"
-            a, b = here.at(name, rank), there.at(name, rank)
+            found: list[Any] = [form.get(rank, form.get(None)) for form in forms]
+            a, b = found
             if a is None or b is None:
                 only, entry = (added, b) if a is None else (removed, a)
                 if is_leaf(entry):
@@ -477,6 +484,8 @@ def _match_items(
 
 def _compare_ties(item: _DiffItem, name: str, rank: Rank, ties: Any, *, here: DiffNames, there: DiffNames) -> None:
     """Compare the ties of a tensor in both checkpoints, among names that both have."""
+    if all((name, rank) not in tied for tied in ties):  # most tensors
+        return
     before, after = (
         {each for each in tied.get((name, rank), ()) if each in here.forms and each in there.forms} for tied in ties
     )

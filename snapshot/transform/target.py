@@ -232,22 +232,29 @@ def memory_changes(entries: Mapping[str, Any], is_kept: Callable[[str, str], boo
 
     `is_kept`: whether the same view of the same memory, under two paths, stays one tensor.
     """
-    stored: dict[Any, list[tuple[int, int, str, str]]] = {}
+    firsts: dict[Any, str] = {}
+    groups: dict[Any, list[str]] = {}
     for path, entry in entries.items():
         if isinstance(entry, e.MappedTensorEntry):
             continue  # it never shared memory
         if isinstance(entry, e.TENSORS) and 0 not in entry.shape and (pieces := entry.pieces()):
-            first = pieces[0][1]
-            extra = first.extra or e.PLAIN
-            begin = extra.storage_offset or 0
-            count = math.prod(first.shape)
-            dense = measure_span(first.shape, extra.strides or contiguous_strides(first.shape)) == count
-            view = repr((places_of(entry), entry.dtype, entry.shape, clean_extra(entry)))
-            place = first.location, first.byte_range
-            stored.setdefault(place, []).append((begin, begin + count if dense else begin, path, view))
-    for views in stored.values():
-        if len(views) > 1:
-            yield from _find_overlaps(sorted(views, key=lambda view: view[0]), is_kept)
+            place = pieces[0][1].location, pieces[0][1].byte_range
+            first = firsts.setdefault(place, path)
+            if first != path:
+                groups.setdefault(place, [first]).append(path)
+    for paths in groups.values():
+        views = [_view_of(path, entries[path]) for path in paths]
+        yield from _find_overlaps(sorted(views, key=lambda view: view[0]), is_kept)
+
+
+def _view_of(path: str, entry: e.AnyTensor) -> tuple[int, int, str, str]:
+    """Return a tensor's first element in its storage, its end if it is dense, its path, and a text of the view."""
+    first = entry.pieces()[0][1]
+    extra = first.extra or e.PLAIN
+    begin, count = extra.storage_offset or 0, math.prod(first.shape)
+    dense = measure_span(first.shape, extra.strides or contiguous_strides(first.shape)) == count
+    view = repr((places_of(entry), entry.dtype, entry.shape, clean_extra(entry)))
+    return begin, begin + count if dense else begin, path, view
 
 
 def _find_overlaps(views: list[tuple[int, int, str, str]], is_kept: Callable[[str, str], bool]) -> Iterator[str]:
@@ -354,6 +361,8 @@ class RecordedShare(RankShare):
         """For each leaf the source of its bytes."""
         self._elsewhere: set[str] = set()
         """Entries that only other ranks write."""
+        self._here: set[str] = set()
+        """Entries that this one of several ranks writes, at least in part."""
         if not exchange.alone:
             self._deal(recording)
 
@@ -375,16 +384,16 @@ class RecordedShare(RankShare):
         more = zip(self.leaves[recording.common :], recording.origins[recording.common :], strict=True)
         chosen += more  # only the leader has any
         self.leaves, self.origins = [leaf for leaf, _ in chosen], [origin for _, origin in chosen]
-        self._elsewhere = groups.keys() - {leaf.entry for leaf in self.leaves}
+        self._here = {leaf.entry for leaf in self.leaves}
+        self._elsewhere = groups.keys() - self._here
 
     def entries(self, written: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the entries, which are already under their ranks. The leader has all those without tensors."""
         own = {}
         leads, ties = self._exchange.rank == LEADER, self.flat.ties
-        here = {leaf.entry for leaf in self.leaves}
         for path, entry in written.items():
             name = ties.get(path, path)
-            if not self.alone and (name in self._elsewhere or not (leads or name in here)):
+            if not self.alone and (name in self._elsewhere or not (leads or name in self._here)):
                 continue
             shared = path in self._replicated and not getattr(entry, "replicated", True)
             own[path] = msgspec.structs.replace(entry, replicated=True) if shared else entry

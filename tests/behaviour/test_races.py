@@ -55,8 +55,9 @@ def test_a_clean_spares_what_another_take_has_committed(tmp_path, monkeypatch):
             found = await real(storage)
         return found
 
+    Snapshot.take(tmp_path, state(0))  # otherwise there is nothing to clean
     monkeypatch.setattr(transaction, "list_save_files", slow)
-    Snapshot.take(tmp_path, state(1))
+    Snapshot.take(tmp_path, state(1), overwrite=True)
     whole(tmp_path)
     assert value_of(tmp_path) == 2
 

@@ -11,6 +11,7 @@ from snapshot.manifest.document import encode
 from snapshot.manifest.entries import DictEntry, IntEntry, StrEntry
 from snapshot.manifest.parts import (
     ManifestPart,
+    NumberedEntries,
     PartIndex,
     Segment,
     decode_index,
@@ -152,3 +153,28 @@ def test_one_long_entry_is_a_segment():
     encoded = encode_own_part(held)
     part = encoded.describe("data/aaaaaaaaaaaa-0.json", [0])
     assert found_by_index(encoded, part, ["a"]) == {"0/a": held["0/a"]}
+
+
+def test_a_container_with_many_names_does_not_cut_its_part_into_single_entries():
+    held = {"0/a": DictEntry([f"{number:0300}" for number in range(100)])}
+    held |= {f"0/a/{number:0300}": IntEntry(str(number)) for number in range(100)}
+    alone = {f"a/{name}": entry for name, entry in held.items() if name != "0/a"}
+    assert len(encode_own_part(held).data) > 60_000
+    with_container, without = (decoded_index(encode_own_part(each)).segments for each in (held, alone))
+    assert len(with_container) == len(without) + 1
+
+
+def decoded_index(encoded):
+    begin, end, _ = encoded.index
+    return decode_index(encoded.data[begin:end], encoded.describe("p", [0]), "p")
+
+
+@given(NAMES)
+def test_entries_under_a_number_are_encoded_like_those_with_it(names):
+    held = {name: IntEntry(str(number)) for number, name in enumerate(names)}
+    numbered = NumberedEntries(12, held)
+    whole = {f"12/{name}": entry for name, entry in held.items()}
+    assert dict(numbered) == whole == dict(numbered.items())
+    assert list(numbered.values()) == list(whole.values())
+    assert encode_own_part(numbered) == encode_own_part(whole)
+    assert "1/a" not in numbered

@@ -95,6 +95,7 @@ def test_another_snapshot_at_the_path_is_a_conflict_and_stays(tmp_path):
     other = b'{"format":"x","save_id":"ffffffffffff"}'
     with pytest.raises(SnapshotExistsError, match="another take committed first"):
         run(put_and_commit(session, save, METADATA, other))
+    session.__exit__()
     assert left(tmp_path) == [METADATA]
     assert save.state is State.ABORTED
 

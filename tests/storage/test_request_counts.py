@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from snapshot import CorruptSnapshotError, Snapshot, SnapshotManager, StateDict
+from snapshot import CorruptSnapshotError, Snapshot, SnapshotExistsError, SnapshotManager, StateDict
+from snapshot.save.transaction import read_beginning
 from tests.helpers.fault_proxy import FaultProxy
 from tests.helpers.storage_calls import PATIENT, use
 
@@ -93,3 +94,67 @@ def test_a_file_that_was_not_looked_at_is_checked_before_a_live_tensor_changes(m
     assert not live["y"].any()
     with pytest.raises(CorruptSnapshotError, match=message):
         snapshot.read_object("0/s/y")
+
+
+@pytest.mark.parametrize("engine", ["s3fs", None])
+def test_a_long_manifest_is_deleted_and_pruned_by_its_ends(moto, proxy, engine):
+    options = {"key": moto.key, "secret": moto.secret, "endpoint_url": proxy.url, "engine": engine, **PATIENT}
+    options |= {"client_kwargs": {"region_name": moto.region}}
+    root = f"s3://{moto.bucket()}/run"
+    state = {"s": StateDict({f"w{i}": torch.full((1,), float(i)) for i in range(3000)})}
+    with SnapshotManager(root, storage_options=options, keep=3) as run:
+        for step in range(3):
+            run.take(step, state)
+
+    def received():
+        found = [each for each in proxy.requests if each.method == "GET" and each.path.endswith(".snapshot_metadata")]
+        return len(found), sum(each.response_bytes for each in found)
+
+    long = len(use(f"{root}/step-0", options, lambda storage: storage.get(".snapshot_metadata")))
+    assert long > 300_000
+    before = received()
+    with SnapshotManager(root, storage_options=options, keep=1) as run:
+        run.take(3, {"s": StateDict(x=1)})
+    assert SnapshotManager(root, storage_options=options).steps() == [3]
+    count, nbytes = (now - then for now, then in zip(received(), before, strict=True))
+    assert count >= 6
+    assert nbytes < 3 * 140_000
+    Snapshot.take(f"{root}/other", state, storage_options=options)
+    before = received()
+    Snapshot(f"{root}/other", storage_options=options).delete()
+    assert [now - then for now, then in zip(received(), before, strict=True)] == [1, 200]
+
+
+@pytest.mark.parametrize("engine", ["s3fs", None])
+@pytest.mark.parametrize("length", [0, 1, 199, 5000])
+def test_a_manifest_of_any_length_is_read_at_its_beginning(moto, engine, length):
+    options = {"key": moto.key, "secret": moto.secret, "endpoint_url": moto.url, "engine": engine, **PATIENT}
+    options |= {"client_kwargs": {"region_name": moto.region}}
+
+    async def work(storage):
+        await storage.put(".snapshot_metadata", b"x" * length)
+        return await read_beginning(storage)
+
+    assert use(f"s3://{moto.bucket()}/s", options, work) == b"x" * min(length, 200)
+
+
+def test_what_one_page_of_the_folder_does_not_show_is_looked_for(moto, proxy):
+    options = {"key": moto.key, "secret": moto.secret, "endpoint_url": proxy.url, **PATIENT}
+    options |= {"client_kwargs": {"region_name": moto.region}}
+    url = f"s3://{moto.bucket()}/s"
+    state = {"s": StateDict(x=torch.ones(5))}
+    Snapshot.take(url, state, storage_options=options)
+    proxy.fault("GET", "*list-type=2*", status=403)
+    with pytest.raises(SnapshotExistsError):
+        Snapshot.take(url, state, storage_options=options)
+
+    async def leave(storage):
+        await storage.put("data/0123456789ab-0-0.bin", b"")  # of a take that was interrupted
+        for number in range(1000):
+            await storage.put(f"{number:04}", b"")
+
+    use(url, options, leave)
+    with pytest.raises(SnapshotExistsError):
+        Snapshot.take(url, state, storage_options=options)
+    Snapshot(url, storage_options=options).delete()
+    assert use(url, options, lambda storage: storage.list("data/")) == []
