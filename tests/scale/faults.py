@@ -149,21 +149,21 @@ def attempt(world: int, fault: Fault, work: Callable[[Rank], None], folder: Path
     others = [rank for rank in range(world) if rank != culprit]
     with Job(world, work, folder, gates=1) as job:
         job.expect("ready", PATIENCE)
-        began = job.open_gate()
+        job.open_gate()
         broke = job.reports("fault", [culprit], HUNG).get(culprit)
-        if broke is not None:
-            began = broke.at
         ended = job.reports("ended", others, HUNG)
     raised = [each for each in ended.values() if each.error]
-    slowest = max((each.at - began for each in ended.values()), default=HUNG) if len(ended) == len(others) else HUNG
     example = f"{raised[0].error}: {raised[0].text}".splitlines()[0] if raised else ""
+    if broke is None:
+        raise RuntimeError(f"{fault}: rank {culprit} never came to this phase; the others: {example or len(ended)}")
+    slowest = max((each.at - broke.at for each in ended.values()), default=HUNG) if len(ended) == len(others) else HUNG
     return Outcome(
         fault,
         len(others),
         len(raised),
         sum(names_rank(each, culprit) for each in raised),
         slowest,
-        example if broke is not None else "the culprit never came to its phase",
+        example,
     )
 
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from snapshot import Snapshot
 from tests.scale import faults
 from tests.scale.faults import ACTS, Fault, Outcome, attempt, break_at
-from tests.scale.job import Rank
+from tests.scale.job import Job, Rank
 from tests.scale.verbs import make_own, make_state
 
 Act = Callable[[Rank, str, str, float], None]
@@ -54,13 +54,16 @@ def _call_dcp(rank: Rank, verb: str, path: str, timeout: float) -> None:
 
 def _call_torch_checkpointing(rank: Rank, verb: str, path: str, timeout: float) -> None:
     from torch_checkpointing.checkpoint_manager import CheckpointManager
-    from torch_checkpointing.checkpoint_saver import SyncCheckpointSaverConfig
     from torch_checkpointing.checkpoint_writer import CheckpointWriterConfig
+    from torch_checkpointing.config import SyncCheckpointSaverConfig
+    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
     logging.disable(logging.CRITICAL)
     # a whole number of seconds, as its documentation has it
     writer = CheckpointWriterConfig(checkpoint_write_barrier_timeout_sec=int(timeout))
-    manager = CheckpointManager.Config(save=SyncCheckpointSaverConfig(writer_config=writer)).build()
+    storage = LocalFileSystemStorageConfig(use_direct_io=False)  # some file systems refuse its writes
+    config = CheckpointManager.Config(save=SyncCheckpointSaverConfig(writer_config=writer), storage_config=storage)
+    manager = config.build()
     manager.save(path, {"own": {"noise": torch.full((20,), 2.0), "number": rank.number}})
 
 
@@ -93,6 +96,11 @@ def systems() -> Iterator[System]:
         yield System("torch_checkpointing", "gloo", _call_torch_checkpointing, phases, Path.exists)
 
 
+def _work_well(system: System, folder: str, rank: Rank) -> None:
+    rank.join(system.backend, faults.PATIENCE)
+    rank.measure("saved", partial(system.call, rank, "take", f"{folder}/new", faults.PATIENCE))
+
+
 def _work(system: System, fault: Fault, folder: str, timeout: float, rank: Rank) -> None:
     rank.join(system.backend, timeout)
     if fault.verb == "restore":
@@ -106,6 +114,13 @@ def _work(system: System, fault: Fault, folder: str, timeout: float, rank: Rank)
 def compare(world: int, timeout: float, folder: Path) -> Iterator[tuple[System, Outcome, bool]]:
     """Yield what comes of each fault with each library, and whether its save was committed."""
     for system in systems():
+        where = folder / f"{system.name}-well"
+        where.mkdir()
+        with Job(world, partial(_work_well, system, str(where)), where, gates=1) as job:
+            job.open_gate()
+            job.expect("saved", faults.PATIENCE)
+        if not system.committed(where / "new"):
+            raise RuntimeError(f"{system.name}: nothing was committed without a fault")
         for number, fault in enumerate(system.faults()):
             where = folder / f"{system.name}-{number}"
             where.mkdir()

@@ -22,7 +22,6 @@ def run(*arguments):
     return done.stdout
 
 
-@pytest.mark.smoke
 def test_eight_ranks_save_restore_and_lose_one_of_them():
     printed = run("verbs", "faults", "--ranks", "8", "--timeout", "2", "--phase", "finish")
     for name in ("take, same structure", "async_take and wait", "restore on 6 ranks", "restore on 10 ranks"):

@@ -14,6 +14,8 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from snapshot import RNGState, Snapshot, StateDict
+from snapshot.bench.rounds import available_memory
+from snapshot.text import size_text
 from tests.scale.job import Job, Rank, Report
 
 ROWS, COLUMNS = 1000, 33
@@ -21,6 +23,8 @@ ROWS, COLUMNS = 1000, 33
 PATIENCE = 300.0
 """Seconds that a phase may take."""
 BACKEND = "fake"
+RANK_BYTES = 28 << 20
+"""Memory that a rank needs beside the pages that all share."""
 
 
 def whole(value: float) -> torch.Tensor:
@@ -120,9 +124,18 @@ def _work(phases: dict, path: str, rank: Rank) -> None:
             return
 
 
+def expect_memory(ranks: int) -> None:
+    """Raise if the ranks do not fit into the memory of this machine."""
+    needed = ranks * RANK_BYTES
+    if available_memory() < needed:
+        raise ValueError(f"{ranks} ranks need {size_text(needed)} of memory; run with fewer ranks")
+
+
 def measure(world: int, folder: Path) -> Iterator[tuple[str, int, list[Report], float]]:
     """Yield each phase: its name, the number of ranks, their reports, and the seconds until the last of them ended."""
-    jobs = [(world, PHASES), *((other, RESHARD) for other in (world * 3 // 4, world * 5 // 4))]
+    expect_memory(world)
+    others = [other for other in (world * 3 // 4, world * 5 // 4) if other * RANK_BYTES <= available_memory()]
+    jobs = [(world, PHASES), *((other, RESHARD) for other in others)]
     for ranks, phases in jobs:
         with Job(ranks, partial(_work, phases, str(folder / "run")), folder, gates=len(phases)) as job:
             job.expect("ready", PATIENCE)
