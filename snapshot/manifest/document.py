@@ -266,7 +266,7 @@ def _check_packed(
     """Raise unless a compressed file and its table may be what an entry says."""
     if packed.codec != CODEC:
         raise UnsupportedFormatError(
-            f"{where}: {location}: unknown codec {packed.codec[:80]!r}; pip install --upgrade snapshot-torch"
+            f"{where}: {location}: unknown codec {packed.codec[:80]!r}; install a newer version of snapshot"
         )
     table, begin, end = packed.index
     held = files.get(table)
@@ -293,7 +293,7 @@ def _check_format(data: bytes, where: object) -> None:
     if found and f"snapshot/{int(found[1])}" not in OWN_FORMATS:
         raise UnsupportedFormatError(
             f"{where}: format must be {' or '.join(OWN_FORMATS)} for this version, got snapshot/{int(found[1])}; "
-            "pip install --upgrade snapshot-torch"
+            "install a newer version of snapshot"
         )
 
 
@@ -313,7 +313,7 @@ def decode_canonical(data: bytes, kind: type[Any], where: object) -> Any:
         if not isinstance(error.__cause__, msgspec.ValidationError):
             raise
         raise UnsupportedFormatError(
-            f"{error}: written by a newer version, or by hand; pip install --upgrade snapshot-torch"
+            f"{error}: written by a newer version, or by hand; install a newer version of snapshot"
         ) from error
     except UNREADABLE as error:
         raise CorruptSnapshotError(f"{where}: {error}") from error
