@@ -239,7 +239,7 @@ class NearStorage(FileStorage):
         unknown = sorted(set(options) - {"sources"})
         if unknown:
             raise ValueError(f"{url}: the only storage option of near:// is 'sources', got {unknown[0]!r}")
-        super().__init__(url, {}, context)
+        super().__init__(url, {}, replace(context, file_io="auto"))  # its readers wait in threads only
         self.options = dict(options)
         self._sources: Sources | None = options.get("sources")
         self._position: defaultdict[str, int] = defaultdict(int)

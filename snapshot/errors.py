@@ -112,7 +112,7 @@ class RankError(SnapshotError):
 
 
 class MissingExtraError(SnapshotError, ImportError):
-    """Raised when a package is missing. Names the `pip install` command that provides it."""
+    """Raised when a package is missing. Names the extra of this library that provides it."""
 
 
 class StorageError(SnapshotError, OSError):

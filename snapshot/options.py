@@ -29,6 +29,12 @@ class Settings:
     `auto` uses it for durable writes, and for reads of files that are not in the page cache, if the file system
     supports it. Ranks of one host that read the same bytes read them through the page cache.
     """
+    file_io: str = "auto"
+    """System calls for data files: `auto` or `portable`.
+
+    `auto` uses vectored calls if the platform has them. `portable` uses `aiofiles`, as on macOS and Windows. It is
+    slower, and does not use direct I/O. Near folders ignore it.
+    """
     lanes: int = 0
     """Number of data files that one process writes in parallel; 0 means the number of cores, at most 4."""
     io_threads: int = 0
@@ -76,6 +82,8 @@ class Settings:
         made = cls(**given)  # type: ignore[arg-type]
         if made.direct_io not in ("auto", "always", "never"):
             raise ValueError(f"SNAPSHOT_DIRECT_IO must be auto, always or never, got {made.direct_io!r}")
+        if made.file_io not in ("auto", "portable"):
+            raise ValueError(f"SNAPSHOT_FILE_IO must be auto or portable, got {made.file_io!r}")
         if made.pending < 1:
             raise ValueError(f"SNAPSHOT_PENDING must be at least 1, got {made.pending}")
         return made

@@ -21,6 +21,7 @@ def test_without_an_environment_the_defaults_are_in_force():
     ("name", "text", "field", "value"),
     [
         ("SNAPSHOT_DIRECT_IO", "never", "direct_io", "never"),
+        ("SNAPSHOT_FILE_IO", "portable", "file_io", "portable"),
         ("SNAPSHOT_LANES", "3", "lanes", 3),
         ("SNAPSHOT_ARENA_BYTES", "-1", "arena_bytes", -1),
         ("SNAPSHOT_PART_BYTES", "1_048_576", "part_bytes", 1 << 20),
@@ -54,12 +55,20 @@ def test_a_mode_that_is_not_known_names_those_that_are(monkeypatch):
         Settings.current()
 
 
+def test_calls_for_files_that_are_not_known_name_those_that_are(monkeypatch):
+    monkeypatch.setenv("SNAPSHOT_FILE_IO", "never")
+    with pytest.raises(ValueError, match="SNAPSHOT_FILE_IO must be auto or portable, got 'never'"):
+        Settings.current()
+
+
 def test_every_setting_can_come_from_the_environment(monkeypatch):
+    texts = {field.name: "never" for field in dataclasses.fields(Settings) if field.type == "str"}
+    texts["file_io"] = "portable"
     for field in dataclasses.fields(Settings):
-        monkeypatch.setenv(f"SNAPSHOT_{field.name.upper()}", "never" if field.type == "str" else "1")
+        monkeypatch.setenv(f"SNAPSHOT_{field.name.upper()}", texts.get(field.name, "1"))
     current = Settings.current()
     for field in dataclasses.fields(Settings):
-        assert getattr(current, field.name) == ("never" if field.type == "str" else 1)
+        assert getattr(current, field.name) == texts.get(field.name, 1)
 
 
 def test_lanes_and_threads_follow_the_cores_within_bounds(monkeypatch):

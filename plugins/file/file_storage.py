@@ -1,4 +1,7 @@
-"""Local and mounted file systems: vectored system calls in threads, O_DIRECT if it is faster, commits by rename."""
+"""Local and mounted file systems: vectored calls in threads, O_DIRECT if it is faster, commits by rename.
+
+Platforms without vectored calls read and write data files through `portable.py`. All else is the same there.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -31,7 +35,7 @@ from snapshot.io.storage import (
     in_thread,
     map_exceptions,
 )
-from snapshot.io.system import CLOEXEC, NO_LINKS, NOFOLLOW, WINDOWS, link, read_at, remove_file, replace_file
+from snapshot.io.system import CLOEXEC, NO_LINKS, NOFOLLOW, VECTORED, WINDOWS, link, remove_file, replace_file
 from snapshot.plugins.file import files
 from snapshot.plugins.file.files import (
     Folders,
@@ -39,6 +43,7 @@ from snapshot.plugins.file.files import (
     OpenFile,
     buffer_length,
     drop_cache,
+    expect_token,
     file_token,
     find_link,
     list_files,
@@ -87,13 +92,20 @@ class FileStorage(Storage):
         self._opened: list[OpenFile] = []
         self._folders = Folders(self._root, durable=context.durable)
         self._direct_io = context.direct_io
+        self._portable = context.file_io == "portable" or not VECTORED
+        if self._portable:
+            self.capabilities = replace(self.capabilities, blocking=False)
 
-    capabilities = Capabilities(shares="link", guarded_commit=True, renames=True, blocking=True)
+    capabilities = Capabilities(shares="link", guarded_commit=True, renames=True, blocking=True, local=True)
 
     @cached_property
     def limits(self) -> Limits:  # type: ignore[override]
         """Aligned parts of one file with O_DIRECT, else any parts of several files."""
-        if self.context.direct_io == "never" or not (self.context.durable or self.context.direct_io == "always"):
+        if (
+            self._portable
+            or self.context.direct_io == "never"
+            or not (self.context.durable or self.context.direct_io == "always")
+        ):
             return _BUFFERED
         return _DIRECT if files.is_worthwhile(self._root, always=self.context.direct_io == "always") else _BUFFERED
 
@@ -138,7 +150,10 @@ class FileStorage(Storage):
 
         descriptor = self._folders.open_new(full, attempt)
         self._folders.mark_changed(os.path.dirname(full))
-        return LocalFileWriter(
+        kind = LocalFileWriter
+        if self._portable:
+            from snapshot.plugins.file.portable import PortableFileWriter as kind  # Linux needs no aiofiles
+        return kind(
             self.url.join(path),
             full,
             descriptor,
@@ -161,34 +176,41 @@ class FileStorage(Storage):
         url = self.url.join(path)
         total = sum(map(buffer_length, buffers))
         with map_exceptions(url):
-            got = await in_thread(self._read, path, offset, buffers, total, token)
-            if got is None:
-                async with self.context.memory.borrow(files.CHUNK) as bounce:
-                    around = self._reader(path).around
-                    got = await in_thread(files.read_bounced, around, offset, buffers, total, bounce)
-                if got < total:  # end of the file, or a short read: continue through the page cache
-                    got = await in_thread(self._read_rest, path, offset, buffers, total, got)
+            if self._portable:
+                from snapshot.plugins.file.portable import read_file  # Linux needs no aiofiles
+
+                got = await read_file(url, self._path(path), offset, buffers, token)
+            else:
+                got = await self._read_vectored(path, offset, buffers, total, token)
         if got < total:
             raise CorruptSnapshotError(
                 f"{url}: ends at byte {offset + got}, but bytes {offset}-{offset + total} were requested"
             )
 
+    async def _read_vectored(
+        self, path: str, offset: int, buffers: Sequence[Buffer], total: int, token: str | None
+    ) -> int:
+        got = await in_thread(self._read, path, offset, buffers, total, token)
+        if got is None:
+            async with self.context.memory.borrow(files.CHUNK) as bounce:
+                around = self._reader(path).around
+                got = await in_thread(files.read_bounced, around, offset, buffers, total, bounce)
+            if got < total:  # end of the file, or a short read: continue through the page cache
+                got = await in_thread(self._read_rest, path, offset, buffers, total, got)
+        return got
+
     def _read(self, path: str, offset: int, buffers: Sequence[Buffer], total: int, token: str | None) -> int | None:
         """Read through the page cache; return the number of bytes, or None if O_DIRECT should be used."""
         reader = self._reader(path)
-        try:
-            if token is not None and token != file_token(os.fstat(reader.descriptor)):
-                raise StorageConflictError(f"{self.url.join(path)}: replaced during the read")
-            if total >= files.WORTH and reader.goes_around(offset):
-                return None
-            return transfer_vectored(read_at, reader.descriptor, buffers, offset, total) - offset
-        finally:
-            if WINDOWS:
-                reader.close()
+        if token is not None:
+            expect_token(self.url.join(path), reader.descriptor, token)
+        if total >= files.WORTH and reader.goes_around(offset):
+            return None
+        return transfer_vectored(os.preadv, reader.descriptor, buffers, offset, total) - offset
 
     def _read_rest(self, path: str, offset: int, buffers: Sequence[Buffer], total: int, got: int) -> int:
         rest = skip_bytes(buffers, got)
-        return transfer_vectored(read_at, self._reader(path).descriptor, rest, offset + got, total - got) - offset
+        return transfer_vectored(os.preadv, self._reader(path).descriptor, rest, offset + got, total - got) - offset
 
     def _reader(self, path: str) -> OpenFile:
         """Return the open file, reopened if it was replaced.
@@ -196,8 +218,6 @@ class FileStorage(Storage):
         The old one stays open, since a thread may still read it.
         """
         full = self._path(path)
-        if WINDOWS:  # a file that is open cannot be replaced
-            return OpenFile(full, "never")
         current = os.stat(full)
         with self._lock:
             reader = self._readers.get(path)

@@ -31,7 +31,6 @@ from snapshot.io.system import (
     sync_folder,
     sync_path,
     try_lock_folder,
-    write_at,
 )
 from snapshot.io.url import URL
 from snapshot.tensors.memory import copy_memory
@@ -140,8 +139,6 @@ def write_aligned(descriptor: int, offset: int, buffers: Sequence[Buffer], total
 
 def is_cold(descriptor: int, offset: int) -> bool:
     """Return True if the bytes at an offset are missing from the page cache, tested by a non-blocking read."""
-    if not hasattr(os, "RWF_NOWAIT"):
-        return False
     try:
         os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT)
     except BlockingIOError:
@@ -359,6 +356,12 @@ def lock_folder(folder: str) -> Iterator[None]:
 def file_token(found: os.stat_result) -> str:
     """Return a token that changes whenever a file's content does."""
     return f"{found.st_ino:x}-{found.st_size:x}-{found.st_mtime_ns:x}"
+
+
+def expect_token(url: URL, descriptor: int, token: str) -> None:
+    """Raise StorageConflictError if an open file does not have this token."""
+    if token != file_token(os.fstat(descriptor)):
+        raise StorageConflictError(f"{url}: replaced during the read")
 
 
 # Folders below a root: those that were created, those to sync, and those that became empty.
@@ -694,19 +697,24 @@ class LocalFileWriter(FileWriter):
         with map_exceptions(self._url):
             await in_thread(self._write, offset, buffers)
 
-    def _write(self, offset: int, buffers: Sequence[Buffer]) -> None:
+    def _expect_room(self, offset: int, buffers: Sequence[Buffer]) -> int:
+        """Return the number of bytes in the buffers, or raise if they cannot be written here."""
         if self._closed:
             raise ValueError("the file is already finished or aborted")
         total = sum(map(buffer_length, buffers))
         if offset < 0 or offset + total > self._size:
             raise StorageError(f"{self._url}: bytes {offset}-{offset + total} do not fit a file of {self._size}")
+        return total
+
+    def _write(self, offset: int, buffers: Sequence[Buffer]) -> None:
+        total = self._expect_room(offset, buffers)
         whole = total % PAGE == 0 or offset + total == self._size
         if self._around_cache and whole and write_aligned(self._descriptor, offset, buffers, total):
             return
         if self._around_cache:
             stop_direct(self._descriptor)
             self._around_cache = False
-        end = transfer_vectored(write_at, self._descriptor, buffers, offset, total)
+        end = transfer_vectored(os.pwritev, self._descriptor, buffers, offset, total)
         if end < offset + total:
             raise OSError(errno.EIO, f"write failed: {end - offset} of {total} bytes at offset {offset} were written")
         if self._durable and total >= MiB:

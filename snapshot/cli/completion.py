@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     try:
         import shtab  # an extra, since this runs once on a machine
     except ImportError as error:
-        raise MissingExtraError(f"{error}; completion needs pip install 'snapshot-torch[cli]'") from error
+        raise MissingExtraError(f"{error}; completion needs the extra 'cli'") from error
     from snapshot.cli import parser  # circular import
 
     if arguments.shell not in shtab.SUPPORTED_SHELLS:

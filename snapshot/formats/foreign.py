@@ -431,6 +431,7 @@ class ReadOnlyStorage(Storage):
             ranged_read=has.ranged_read,
             concurrent=has.concurrent,
             blocking=has.blocking,
+            local=has.local,
         )
 
     def expect_tokens(self, tokens: Mapping[str, str]) -> None:
@@ -446,7 +447,7 @@ class ReadOnlyStorage(Storage):
             except StorageConflictError as error:
                 raise self._replacement(path) from error
             # other storages compare it with the response; a file may also be changed in place during the read
-            if known is not None and self.inner.capabilities.blocking and (await self.inner.stat(path)).token != known:
+            if known is not None and self.inner.capabilities.local and (await self.inner.stat(path)).token != known:
                 raise self._replacement(path)
             return
         for each in buffers:

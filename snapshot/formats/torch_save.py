@@ -239,7 +239,7 @@ class _Zstd:
         try:
             import zstandard  # slow import, and an optional dependency
         except ImportError as error:
-            raise MissingExtraError(f"{path}: compressed with zstd; pip install 'snapshot-torch[zstd]'") from error
+            raise MissingExtraError(f"{path}: compressed with zstd; install the extra 'zstd'") from error
         self._path = path
         self._module = zstandard
         self._stream: Any = None

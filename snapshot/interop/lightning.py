@@ -55,7 +55,7 @@ def _library() -> str:
                 raise  # installed, but a dependency is missing
         else:
             return library
-    raise MissingExtraError("Lightning is not installed: pip install 'snapshot-torch[lightning]'")
+    raise MissingExtraError("Lightning is not installed: install the extra 'lightning'")
 
 
 _NAME = _library()

@@ -25,7 +25,7 @@ class OpenTelemetryHandler:
         try:
             from opentelemetry import metrics
         except ImportError as error:
-            raise MissingExtraError("metrics need OpenTelemetry; pip install 'snapshot-torch[otel]'") from error
+            raise MissingExtraError("metrics need OpenTelemetry: install the extra 'otel'") from error
         meter = metrics.get_meter("snapshot", VERSION, meter_provider)
         units = {"bytes": "By"}
         self._counters = {

@@ -51,14 +51,19 @@ def pop_first(queue: deque[T]) -> T | None:
 
 
 async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
-    """Run a blocking function in the loop's thread pool.
-
-    A cancellation waits for the function. When this call returns or raises, no thread uses the arguments any more.
-    Otherwise a thread could still write to a released buffer or a reused descriptor.
-    """
+    """Run a blocking function in the loop's thread pool, to its end."""
     if inline():
         return function(*arguments)
-    future = asyncio.get_running_loop().run_in_executor(None, function, *arguments)
+    return await to_the_end(asyncio.get_running_loop().run_in_executor(None, function, *arguments))
+
+
+async def to_the_end(work: Awaitable[T]) -> T:
+    """Wait for work in threads. A cancellation waits for it, too, and is raised afterwards.
+
+    When this call returns or raises, no thread uses the arguments of the work any more. Otherwise a thread could still
+    write to a released buffer or a reused descriptor.
+    """
+    future = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:

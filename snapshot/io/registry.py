@@ -111,7 +111,7 @@ def _built_in(scheme: str, url: URL) -> type[Storage]:
         if extra is None:
             raise
         raise MissingExtraError(
-            f"{url}: {error}; pip install 'snapshot-torch[{extra}]' brings what {url.scheme}:// needs"
+            f"{url}: {error}; install the extra '{extra}', which has what {url.scheme}:// needs"
         ) from error
     return found
 

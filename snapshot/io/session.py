@@ -67,13 +67,19 @@ class Session:
         self.settings = Settings.current()
         events.to(self.settings.trace)
         # Remote storages need more parallel requests, and each request holds a buffer.
-        near = getattr(plugin_for(url).capabilities, "blocking", False)  # unknown if it depends on the URL
+        near = getattr(plugin_for(url).capabilities, "local", False)  # unknown if it depends on the URL
         usual = 64 * MiB if near else 256 * MiB
         limit = budget if budget is not None else self.settings.memory_budget_bytes or default_budget or usual
         expect_positive("memory_budget_bytes", limit)
         self.budget = MemoryBudget(limit, pool(limit) if pool is not None else None)
         self._context = Context(
-            durable, self.budget, shared_clients(), self.settings.direct_io, self.settings.lane_count(), resume
+            durable,
+            self.budget,
+            shared_clients(),
+            self.settings.direct_io,
+            self.settings.lane_count(),
+            resume,
+            self.settings.file_io,
         )
         self.raw = wrap(open_storage(url, options, self._context))
         """The storage of the URL."""
@@ -116,7 +122,7 @@ class Session:
 
     async def read_twice(self, path: str, read: Callable[[], Awaitable[T]]) -> T:
         """Read something, and retry if it is damaged: from other places that have it, or once more over a network."""
-        again = not self.storage.capabilities.blocking
+        again = not self.storage.capabilities.local
         while True:
             try:
                 return await read()

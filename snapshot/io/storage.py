@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
 from snapshot.errors import SnapshotError, StorageError, StorageNotFoundError
-from snapshot.io.aio import in_thread
+from snapshot.io.aio import in_thread, to_the_end
 from snapshot.io.aio import shielded as uninterrupted
 from snapshot.io.url import URL
 
@@ -37,6 +37,7 @@ __all__ = [
     "check_path",
     "in_thread",
     "map_exceptions",
+    "to_the_end",
     "uninterrupted",
 ]
 T = TypeVar("T")
@@ -78,6 +79,11 @@ class Capabilities:
 
     Then one worker thread can make many calls in a row without the loop, and digest bytes while they are in its CPU
     caches. This covers bulk calls only: `create`, the methods of a writer, and `read_into`.
+    """
+    local: bool = False
+    """Files of the operating system's file systems: a look at one takes microseconds, and no server checks the bytes.
+
+    Then bytes that do not match their digest are not requested again, and ranks do not share their looks at files.
     """
 
 
@@ -159,6 +165,8 @@ class Context:
     """The number of files that the operation intends to write in parallel."""
     resume: bool = False
     """True if the same bytes may have been written by a process that died: unfinished uploads are continued."""
+    file_io: str = "auto"
+    """System calls for bulk data in files: `auto`, or `portable` for those that every platform has."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ import errno
 import gc
 import hashlib
 import importlib
-import io
 import mmap
 import os
 import signal
@@ -15,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -26,6 +25,8 @@ from snapshot.errors import SnapshotError
 PLATFORM = sys.platform
 WINDOWS = PLATFORM == "win32"
 """Without syncs of folders, deletion of open files, and positional reads."""
+VECTORED = all(hasattr(os, name) for name in ("preadv", "pwritev", "RWF_NOWAIT"))
+"""True if this platform has the vectored calls for bulk data. Other platforms use aiofiles: see plugins/file."""
 
 
 def find_module(name: str) -> Any:
@@ -52,13 +53,9 @@ NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EM
 if WINDOWS:
     NO_LINKS.add(errno.EINVAL)
 _UNSUPPORTED = (errno.EINVAL, errno.ENOTTY, errno.EOPNOTSUPP, errno.ENOTSUP)
-_MOST_BYTES = 1 << 30
-"""Maximum bytes of a read or write: Windows counts them in 32 bits."""
 _POLL = 0.02
 TRIES = 50
 """Attempts on Windows to delete or rename a file that another process has open."""
-
-Vectored = Callable[[int, Sequence[Any], int], int]
 
 
 class Libc(NamedTuple):
@@ -94,37 +91,6 @@ def expect_linux(what: str) -> None:
 def find_signals(*names: str) -> tuple[signal.Signals, ...]:
     """Return those signals that this platform has."""
     return tuple(getattr(signal, name) for name in names if hasattr(signal, name))
-
-
-_positions = [threading.Lock() for _ in range(64)]
-"""Locks of file positions: a descriptor has one position, which all threads move."""
-
-
-def _read_at(descriptor: int, buffers: Sequence[Any], offset: int) -> int:
-    with _positions[descriptor % len(_positions)], io.FileIO(descriptor, "rb", closefd=False) as file:
-        file.seek(offset)
-        return file.readinto(_first(buffers)) or 0
-
-
-def _write_at(descriptor: int, buffers: Sequence[Any], offset: int) -> int:
-    with _positions[descriptor % len(_positions)]:
-        os.lseek(descriptor, offset, os.SEEK_SET)
-        return os.write(descriptor, _first(buffers))
-
-
-def _first(buffers: Sequence[Any]) -> memoryview:
-    """Return the first buffer that is not empty: 0 bytes would mean the end of the file."""
-    for each in buffers:
-        view = memoryview(each)
-        if view.nbytes:
-            return view.cast("B")[:_MOST_BYTES]
-    return memoryview(bytearray())
-
-
-read_at: Vectored = getattr(os, "preadv", _read_at)
-"""`os.preadv`. The substitute reads only into the first buffer; callers repeat it until all are full."""
-write_at: Vectored = getattr(os, "pwritev", _write_at)
-"""`os.pwritev`. The substitute writes only the first buffer; callers repeat it until all are written."""
 
 
 def sync_file(descriptor: int) -> None:
@@ -170,9 +136,9 @@ def allocate(descriptor: int, nbytes: int) -> None:
         os.posix_fallocate(descriptor, 0, nbytes)
         return
     zeros = bytes(min(nbytes, 1 << 20))
-    done = 0
+    done = os.lseek(descriptor, 0, os.SEEK_SET)
     while done < nbytes:
-        done += write_at(descriptor, [memoryview(zeros)[: nbytes - done]], done)
+        done += os.write(descriptor, memoryview(zeros)[: nbytes - done])
 
 
 @contextmanager

@@ -274,8 +274,9 @@ class _WithBase(ReadOnlyStorage):
         """The files that are in the base, with their names there."""
         self._sizes = sizes
         """The sizes of these files: as they are stored, and decompressed, which is what the snapshot records."""
-        both = inner.capabilities.blocking and base.capabilities.blocking
-        self.capabilities = replace(self.capabilities, blocking=both)
+        ours, other = inner.capabilities, base.capabilities
+        blocking, local = ours.blocking and other.blocking, ours.local and other.local
+        self.capabilities = replace(self.capabilities, blocking=blocking, local=local)
 
     def _of(self, path: str) -> tuple[Storage, str]:
         return (self._base, self._places[path]) if path in self._places else (self.inner, path)

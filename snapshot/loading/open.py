@@ -203,7 +203,7 @@ class UnpackingStorage(StorageWrapper):
         if file is None or file.packed is None:
             await self.inner.read_into(path, offset, buffers, token=token)
             return
-        again = not self.capabilities.blocking
+        again = not self.capabilities.local
         while True:
             damaged = file.packed.index[0]
             try:

@@ -172,7 +172,7 @@ class Reader:
 
     async def again(self) -> None:
         """Retry ranges that failed verification: from other places, or once more over a network."""
-        once_more = not self._blocking
+        once_more = not self._storage.capabilities.local
         while self._bad:
             bad = list({id(request): request for request in self._bad}.values())
             if not (self._switch_sources(request.location for request in bad) or once_more):
@@ -321,7 +321,7 @@ class Reader:
             elif stored.blocks is not None:
                 tables[stored.blocks].append(request)
         bad = await self._read_tables(tables)
-        once_more = not self._blocking
+        once_more = not self._storage.capabilities.local
         while bad and (self._switch_sources(where[0] for where in bad) or once_more):  # as in `again`
             once_more = False
             bad = await self._read_tables(bad)

@@ -129,7 +129,7 @@ def share_checks(exchange: Exchange, session: Session, document: Document, files
     all have looked: they wait for each other in `agree_on_reads`. Files of a base are not shared: each rank may have
     passed another copy of it.
     """
-    if exchange.alone or session.raw.capabilities.blocking:  # the place that all ranks have agreed on
+    if exchange.alone or session.raw.capabilities.local:  # the place that all ranks have agreed on
         return files
     ordered = sorted(each for each in files if save_id_in(each) == document.save_id)
     mine = digest_range("\n".join(ordered).encode("utf-8", "surrogatepass"))
@@ -408,7 +408,7 @@ class Restore:
         self._options = options
         self._allow_pickle = allow_pickle
         self._meter = operation.meter
-        remote = not session.storage.capabilities.blocking
+        remote = not session.storage.capabilities.local
         self._read_once = not exchange.alone and (remote if options.read_once == "auto" else bool(options.read_once))
         self._seconds: dict[str, float] = {"open": opened}
         self._touched = touched

@@ -192,7 +192,7 @@ class _Planner:
         Those of live tensors are checked when all ranges to read are known, unless that is cheap to do now.
         """
         files, needed = self._document.files, set[str]()
-        cheap = all_of_them or (self._exchange.alone and self._session.storage.capabilities.blocking)
+        cheap = all_of_them or (self._exchange.alone and self._session.storage.capabilities.local)
         for key, entries in grouped.items():
             new: Mapping[str, Any] = entries
             if not cheap:

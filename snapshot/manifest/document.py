@@ -267,7 +267,7 @@ def _check_packed(
     """Raise unless a compressed file and its table may be what an entry says."""
     if packed.codec != CODEC:
         raise UnsupportedFormatError(
-            f"{where}: {location}: unknown codec {packed.codec[:80]!r}; pip install --upgrade snapshot-torch"
+            f"{where}: {location}: unknown codec {packed.codec[:80]!r}; install a newer version of snapshot"
         )
     table, begin, end = packed.index
     held = files.get(table)
@@ -294,14 +294,14 @@ def _check_format(data: bytes, where: object) -> None:
     if found and f"snapshot/{int(found[1])}" not in OWN_FORMATS:
         raise UnsupportedFormatError(
             f"{where}: format must be {' or '.join(OWN_FORMATS)} for this version, got snapshot/{int(found[1])}; "
-            "pip install --upgrade snapshot-torch"
+            "install a newer version of snapshot"
         )
 
 
 def newer_format(error: Exception) -> UnsupportedFormatError:
     """Return the error for fields or types that this version does not know."""
     return UnsupportedFormatError(
-        f"{error}: written by a newer version, or by hand; pip install --upgrade snapshot-torch"
+        f"{error}: written by a newer version, or by hand; install a newer version of snapshot"
     )
 
 

@@ -497,7 +497,7 @@ class StagingAhead(PartStaging):
         self.stager = Stager(share.leaves, copies=True, parallel=True)
         if late.pending is not None:
             self.stager.watch(late.marks, late.owners, late.pending.versions)
-        if opening.session.storage.capabilities.blocking:
+        if opening.session.storage.capabilities.local:
             self.part_bytes = PART_AHEAD
         self._late = late.pending
         self._sink = sink

@@ -357,7 +357,7 @@ class Comparer:
             if stat.size != held.entry.stored_size:
                 raise CorruptSnapshotError(f"must have {held.entry.stored_size:,} bytes, got {stat.size:,}")
             compared.token = stat.token
-            if not (self._read_all or storage.capabilities.blocking):  # a server checks its own disks
+            if not (self._read_all or storage.capabilities.local):  # a server checks its own disks
                 return
             await storage.drop_caches([held.location])
             read = partial(self._read_back, compared)

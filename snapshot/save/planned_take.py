@@ -323,7 +323,7 @@ class Take:
         The last rank's part is a file: the leader reads it, and so finds out that all ranks have one storage. On a file
         system all parts are files: hosts may lack a mount, one by one.
         """
-        remote = not self.session.storage.capabilities.blocking
+        remote = not self.session.storage.capabilities.local
         return remote and len(leader_part) <= SENT and self._exchange.rank != self._exchange.world - 1
 
     async def _hash_files(

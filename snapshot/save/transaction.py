@@ -52,10 +52,13 @@ def pending_saves() -> set[str]:
 # names, and never files of another pending save of this process.
 
 # Save ids are 12 hexadecimal digits: a `data/train-1.json`, or a `data/2026-1-1.json`, belongs to the user.
+# A process that is killed while it puts a file leaves the temporary name.
+_TEMPORARY = r"(?:\.[0-9a-f]+\.tmp)?"
 _DATA = re.compile(
     r"data/([0-9a-f]{12})(?:-[0-9]+(?:-[0-9]+\.(?:safetensors|bin|json|stats)|\.(?:json|sha256))|\.signature)"
+    + _TEMPORARY
 )
-_CLAIM = re.compile(r"\.take-([0-9a-f]{12})(?:\.[0-9a-f]+\.tmp)?")
+_CLAIM = re.compile(r"\.take-([0-9a-f]{12})" + _TEMPORARY)
 _SAVE_ID = re.compile(rb'"save_id":"([0-9a-z]+)"')
 
 BEGINNING = 200
@@ -69,7 +72,7 @@ DAY = 24 * 3600.0
 
 def time_limit(storage: Storage) -> asyncio.Timeout:
     """Return a time limit for clean-up over a network."""
-    return asyncio.timeout(None if storage.capabilities.blocking else LAST_WORDS)
+    return asyncio.timeout(None if storage.capabilities.local else LAST_WORDS)
 
 
 def save_id_of(path: str) -> str | None:

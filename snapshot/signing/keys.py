@@ -40,7 +40,7 @@ def load_ed25519() -> Any:
     try:
         from cryptography.hazmat.primitives.asymmetric import ed25519  # slow to import, and rarely needed
     except ImportError as error:
-        raise MissingExtraError("signatures need cryptography; pip install 'snapshot-torch[sign]'") from error
+        raise MissingExtraError("signatures need cryptography: install the extra 'sign'") from error
     return ed25519
 
 
@@ -279,7 +279,7 @@ def decode_signature(data: bytes, key: VerifyingKey, where: object) -> Statement
     if line is None:
         other = _OTHER.match(data)
         if other is not None and other[1] != b"1":
-            raise SignatureError(f"{where}: has format {int(other[1])}; pip install --upgrade snapshot-torch")
+            raise SignatureError(f"{where}: has format {int(other[1])}; install a newer version of snapshot")
         raise SignatureError(f"{where}: is damaged, or not a signature")
     if bytes.fromhex(line[1].decode()) != key.raw:
         raise SignatureError(f"{where}: is by another key: must be by {key}, got ed25519:{line[1].decode()}")

@@ -41,7 +41,7 @@ class LeafStorage(StorageWrapper):
         whole = [memoryview(bytearray(offset - begin)), *views, memoryview(bytearray(stop - end))]
         whole = [view for view in whole if len(view)]
         await self.prepare(path)
-        again = not self.capabilities.blocking
+        again = not self.capabilities.local
         while True:
             await self.inner.read_into(path, begin, whole, token=token)
             tree = await in_thread(tree_of, *whole)
@@ -137,7 +137,7 @@ class SignedStorage(LeafStorage):
             return tree_of(held)
         if path not in self._leaves:
             location, begin, end = self._places[path]
-            again = not self.capabilities.blocking
+            again = not self.capabilities.local
             while True:
                 held = bytearray(end - begin)
                 await self.inner.read_into(location, begin, [held])

@@ -27,7 +27,7 @@ def load_zstd() -> Any:
     try:
         import zstandard
     except ImportError as error:
-        raise MissingExtraError("compression needs zstd; pip install 'snapshot-torch[zstd]'") from error
+        raise MissingExtraError("compression needs zstd: install the extra 'zstd'") from error
     return zstandard
 
 

@@ -246,8 +246,8 @@ class TappedStorage(Storage):
 
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
-        """Capabilities of the inner storage, except that a tap may wait for a loop."""
-        return replace(self.inner.capabilities, blocking=False)
+        """Capabilities of the inner storage, except that a tap may wait for a loop, as for a server."""
+        return replace(self.inner.capabilities, blocking=False, local=False)
 
     @property
     def limits(self) -> Limits:  # type: ignore[override]

@@ -415,7 +415,7 @@ class _Copy:
                 await self._expect_unchanged(error)
                 if not isinstance(error, CorruptSnapshotError):
                     raise
-                if again or self._source.storage.capabilities.blocking:
+                if again or self._source.storage.capabilities.local:
                     raise CorruptSnapshotError(
                         f"{self._source.url}: is damaged, and the copy was deleted: {error}", faults=error.faults
                     ) from error

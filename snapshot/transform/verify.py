@@ -505,7 +505,7 @@ class Verification:
 
         try:
             found = await actual()
-            if found != request.stored.digest and not self._session.storage.capabilities.blocking:
+            if found != request.stored.digest and not self._session.storage.capabilities.local:
                 found = await actual()
         except (CorruptSnapshotError, StorageError) as error:
             return [f"{name}{where}: {each}" for each in _damage_text(error)]

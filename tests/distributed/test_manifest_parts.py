@@ -137,7 +137,7 @@ class Remote(TappedStorage):
 
     @property
     def capabilities(self):
-        return dataclasses.replace(super().capabilities, blocking=False)
+        return dataclasses.replace(super().capabilities, blocking=False, local=False)
 
 
 def _replicas(path, lost):

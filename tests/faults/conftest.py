@@ -12,14 +12,27 @@ from tests.helpers.servers import tool, unavailable
 
 
 @pytest.fixture(scope="session")
-def forker(tmp_path_factory):
-    """An interpreter that forks for each job; if there is a compiler, with the library that lets calls fail."""
-    compiler, environment = shutil.which("cc"), {}
-    if compiler:
-        library = tmp_path_factory.mktemp("failing") / "failing_calls.so"
-        subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, SOURCE, "-ldl"], check=True)
-        environment = {"LD_PRELOAD": str(library)}
-    with Forker(**environment) as made:
+def preloaded(tmp_path_factory):
+    """The environment with the library that lets calls fail, if there is a compiler."""
+    compiler = shutil.which("cc")
+    if not compiler:
+        return {}
+    library = tmp_path_factory.mktemp("failing") / "failing_calls.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, SOURCE, "-ldl"], check=True)
+    return {"LD_PRELOAD": str(library)}
+
+
+@pytest.fixture(scope="session")
+def forker(preloaded):
+    """An interpreter that forks for each job."""
+    with Forker(**preloaded) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def portable_forker(preloaded):
+    """The same, with data files through aiofiles."""
+    with Forker(**preloaded, SNAPSHOT_FILE_IO="portable") as made:
         yield made
 
 
@@ -28,6 +41,13 @@ def shimmed(forker):
     """The same, or skip if there is no such library."""
     tool("cc", "apt-get install gcc")
     return forker
+
+
+@pytest.fixture(scope="session")
+def portable_shimmed(portable_forker):
+    """The same, with data files through aiofiles."""
+    tool("cc", "apt-get install gcc")
+    return portable_forker
 
 
 @pytest.fixture(scope="session")

@@ -6,10 +6,10 @@ import signal
 import subprocess
 import threading
 
+from aiofiles.threadpool.binary import AsyncFileIO
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from snapshot import CorruptSnapshotError, Snapshot, SnapshotNotFoundError
-from snapshot.plugins.file import files as plugin_files
 from snapshot.testing import Log, Tap, tapped
 from tests.faults.shared_folder import OURS, Place, files, fresh, state, take
 
@@ -56,8 +56,12 @@ def half_a_write():
         plain(descriptor, data[: len(data) // 2])
         die()
 
-    os.pwritev = plugin_files.write_at = half
+    async def half_of_a_file(file, data):
+        os.write(file.fileno(), data)
+
+    os.pwritev = half
     os.write = half_of_one
+    AsyncFileIO.write = half_of_a_file
 
 
 # Verbs: each is called in a fork, with a URL of a storage that has taps on it
@@ -144,7 +148,7 @@ def killed(verb, path, nth, half):
 
 
 def writes(operation):
-    return operation[0] in ("write", "commit")
+    return operation[0] in ("write", "put", "commit")
 
 
 def prepare(place, verb):

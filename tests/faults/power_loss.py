@@ -13,9 +13,9 @@ from tests.faults.mounted_disks import lose_power
 from tests.faults.shared_folder import Place, fresh, holds
 
 
-def lost(verb, path, mount, nth, direct_io):
+def lost(verb, path, mount, nth, mode):
     """In a fork: a verb in which the power is lost before its n-th operation, or right after it returns."""
-    os.environ["SNAPSHOT_DIRECT_IO"] = direct_io
+    os.environ["SNAPSHOT_FILE_IO" if mode == "portable" else "SNAPSHOT_DIRECT_IO"] = mode
     with tapped("dark", Do(nth, lambda: (lose_power(mount), die()))):
         call(verb, path, "dark+")
     lose_power(mount)
@@ -28,9 +28,9 @@ def decided(verb, operations):
     return next(nth for nth, each in enumerate(operations, 1) if each == (name, ".snapshot_metadata")) + 1
 
 
-def lose_at_operations(forker, disk, verb, *, every=1, direct_io="auto"):
+def lose_at_operations(forker, disk, verb, *, every=1, mode="auto"):
     """Lose the power at each operation of a verb (or each n-th), and after it; how often that was."""
-    place = Place(disk.mount / f"{verb}-{direct_io}")
+    place = Place(disk.mount / f"{verb}-{mode}")
     prepare(place, verb)
     operations = forker.run(logged, verb, str(place.path)).returned()
     check(place, verb, False, True)
@@ -39,7 +39,7 @@ def lose_at_operations(forker, disk, verb, *, every=1, direct_io="auto"):
     for nth in points:
         prepare(place, verb)
         disk.sync()
-        ended = forker.run(lost, verb, str(place.path), str(disk.mount), nth, direct_io)
+        ended = forker.run(lost, verb, str(place.path), str(disk.mount), nth, mode)
         assert ended.killed, ended
         disk.again()
         stands = place.stands()

@@ -11,8 +11,8 @@ from snapshot import Snapshot, SnapshotNotFoundError, StateDict
 
 # Written here once more, and not taken from the library: so that a mistake there is not one here, too.
 OURS = re.compile(
-    r"\.snapshot_metadata|\.take-[0-9a-f]{12}|data/[0-9a-f]{12}-[0-9]+(-[0-9]+\.(safetensors|bin|json)|\.json|\.sha256)"
-    r"|data/[0-9a-f]{12}\.signature"
+    r"\.snapshot_metadata|\.take-[0-9a-f]{12}"
+    r"|data/[0-9a-f]{12}(-[0-9]+(-[0-9]+\.(safetensors|bin|json)|\.json|\.sha256)|\.signature)(\.[0-9a-f]{12}\.tmp)?"
 )
 FOREIGN = [
     "notes.txt",

@@ -25,6 +25,23 @@ def test_a_call_that_fails_is_a_clear_error_and_leaves_nothing(shimmed, tmp_path
     assert tried - survived >= 3
 
 
+@pytest.mark.parametrize(("verb", "every"), [("take", 25), ("overwrite", 25), ("read", 10)])
+def test_a_call_of_the_portable_path_that_fails_is_a_clear_error(portable_shimmed, tmp_path, verb, every):
+    tried, survived = fail_everywhere(portable_shimmed, tmp_path, verb, every=every)
+    assert tried - survived >= 3
+
+
+@pytest.mark.parametrize("verb", ["overwrite", "read"])
+def test_what_is_cut_short_on_the_portable_path_is_gone_on_with(portable_shimmed, tmp_path, verb):
+    place = Place(tmp_path)
+    counts = calls_of(portable_shimmed, place, verb)
+    assert not {"preadv", "pwritev"} & set(counts), counts
+    points = [(name, nth) for name in ("write", "read") for nth in range(1, counts.get(name, 0) + 1)]
+    assert len(points) >= 3
+    for name, nth in points:
+        assert not fail_at(portable_shimmed, place, verb, name, nth, 0, PART, 1 + nth % 2 * 4), (name, nth)
+
+
 @pytest.mark.parametrize("verb", ["take", "overwrite", "read"])
 def test_what_is_cut_short_is_gone_on_with(shimmed, tmp_path, verb):
     place = Place(tmp_path)

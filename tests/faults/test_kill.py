@@ -24,6 +24,12 @@ def test_whoever_is_killed_at_an_operation_leaves_old_or_new(forker, tmp_path, v
         assert 0 < new < kills
 
 
+@pytest.mark.parametrize("verb", ["take", "overwrite"])
+def test_whoever_is_killed_on_the_portable_path_leaves_old_or_new(portable_forker, tmp_path, verb):
+    kills, new = kill_at_operations(portable_forker, tmp_path, verb, every=2)
+    assert 0 < new < kills
+
+
 def test_whoever_is_killed_while_pruning_leaves_whole_snapshots(forker, tmp_path):
     kills = kill_while_pruning(forker, tmp_path, every=2)
     assert kills > 8

@@ -22,15 +22,16 @@ pytestmark = [pytest.mark.deadly, pytest.mark.usefixtures("one_thread")]
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loss_of_power_leaves_old_or_new_and_takes_back_nothing(forker, tmp_path, kind):
     with disk(kind, tmp_path) as made:
-        for verb, every, direct_io in [
+        for verb, every, mode in [
             ("take", 12, "auto"),
             ("overwrite", 8, "auto"),
             ("overwrite", 20, "never"),
+            ("overwrite", 20, "portable"),
             ("async_overwrite", 20, "auto"),
             ("based", 12, "auto"),
             ("delete", 20, "auto"),
         ]:
-            assert lose_at_operations(forker, made, verb, every=every, direct_io=direct_io) >= 3
+            assert lose_at_operations(forker, made, verb, every=every, mode=mode) >= 3
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -271,7 +271,7 @@ def test_types_of_the_future_are_not_guessed_at(base):
         {"compression": "zstd"},
     ):
         store(MANIFEST, sign(msgspec.json.encode({**base, **change})))
-        with pytest.raises(UnsupportedFormatError, match="upgrade"):
+        with pytest.raises(UnsupportedFormatError, match="install a newer version"):
             Snapshot(URL).get_manifest()
 
 

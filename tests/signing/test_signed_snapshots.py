@@ -164,7 +164,7 @@ def test_without_cryptography_the_error_says_what_to_install(tmp_path, monkeypat
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.asymmetric", None)
     from snapshot import MissingExtraError
 
-    with pytest.raises(MissingExtraError, match=r"pip install 'snapshot-torch\[sign\]'"):
+    with pytest.raises(MissingExtraError, match="install the extra 'sign'"):
         Snapshot.take(tmp_path / "s", small(), sign=secret)
     assert not (tmp_path / "s").exists()
 
@@ -593,7 +593,7 @@ def test_a_newer_format_says_what_to_do(tmp_path, secret, public):
     Snapshot.take(path, small(), sign=secret)
     (signature,) = files_of(path, ".signature")
     signature.write_bytes(signature.read_bytes().replace(b"signature/1", b"signature/2", 1))
-    with pytest.raises(SignatureError, match="pip install --upgrade"):
+    with pytest.raises(SignatureError, match="install a newer version"):
         Snapshot(path, key=public).get_manifest()
 
 

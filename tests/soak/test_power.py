@@ -14,6 +14,6 @@ VERBS = ["take", "overwrite", "async_take", "async_overwrite", "overlapped", "de
 def test_power_lost_at_every_operation(tmp_path, kind):
     with Forker() as forker, disk(kind, tmp_path) as made:
         for verb in VERBS:
-            for direct_io in ("auto", "never"):
-                losses = lose_at_operations(forker, made, verb, direct_io=direct_io)
-                print(f"{kind} {verb} (direct_io={direct_io}): {losses} losses")
+            for mode in ("auto", "never", "portable"):
+                losses = lose_at_operations(forker, made, verb, mode=mode)
+                print(f"{kind} {verb} ({mode}): {losses} losses")

@@ -1,16 +1,22 @@
 """Files pass the contract: through the page cache and around it, synced and not; and leave nothing lying about."""
 
 import asyncio
+import itertools
 import os
+import tempfile
 import threading
+from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from snapshot.errors import CorruptSnapshotError, StorageConflictError, StorageError
 from snapshot.io.registry import open_storage
 from snapshot.io.storage import ABSENT, URL, Context
-from snapshot.plugins.file import files
+from snapshot.plugins.file import files, portable
 from snapshot.plugins.file.files import OpenFile
+from snapshot.plugins.file.portable import JOINED
 from snapshot.testing import StorageTests
 from snapshot.testing.conformance import aligned, fetch, pattern, store
 
@@ -45,6 +51,14 @@ class TestFileThroughThePageCache(TestFile):
     @pytest.fixture
     def context(self):
         return Context(direct_io="never")
+
+
+class TestFilePortable(TestFile):
+    test_a_path_that_is_no_plain_path_is_refused = None  # it is one check, tested in TestFile
+
+    @pytest.fixture
+    def context(self):
+        return Context(file_io="portable")
 
 
 class TestFileAroundThePageCache(TestFile):
@@ -89,6 +103,63 @@ def test_a_file_is_an_ordinary_file(tmp_path):
     assert (tmp_path / "root/data/file").read_bytes() == data
     assert (tmp_path / "root/small").read_bytes() == b"small"
     assert files_below(tmp_path) == [str(tmp_path / "root/data/file"), str(tmp_path / "root/small")]
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(st.integers(0, 40_000) | st.just(files.PAGE) | st.just(JOINED), min_size=1, max_size=20),
+    st.integers(0, 99),
+    st.integers(0, 5),
+)
+def test_the_portable_path_moves_buffers_of_all_lengths(lengths, before, missing):
+    """Short buffers are joined. The file may end before the last byte that is read."""
+    total = sum(lengths)
+    data = pattern(before + total)
+
+    async def use(folder):
+        storage = opened(folder, file_io="portable")
+        writer = await storage.create("file", len(data))
+        edges = list(itertools.accumulate(lengths, initial=before))
+        await writer.write(before, [data[begin:end] for begin, end in itertools.pairwise(edges)])
+        await writer.write(0, [data[:before]])
+        await writer.finish()
+        assert await fetch(storage, "file", before, lengths) == data[before:]
+        if missing:
+            with pytest.raises(CorruptSnapshotError, match=f"ends at byte {len(data)}, but"):
+                await fetch(storage, "file", before, [*lengths, missing])
+        await storage.close()
+
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(use(folder))
+        assert (Path(folder) / "file").read_bytes() == data
+
+
+def test_a_cancelled_read_on_the_portable_path_waits_until_no_thread_fills_its_buffer(tmp_path, monkeypatch):
+    (tmp_path / "file").write_bytes(pattern(MiB))
+    entered, go_on, ended = threading.Event(), threading.Event(), []
+
+    def slow(url, descriptor, token):
+        entered.set()
+        assert go_on.wait(30)
+        ended.append(True)
+
+    monkeypatch.setattr(portable, "expect_token", slow)
+
+    async def use():
+        storage = opened(tmp_path, file_io="portable")
+        buffer = bytearray(MiB)
+        reading = asyncio.create_task(storage.read_into("file", 0, [buffer], token="some"))
+        await asyncio.to_thread(entered.wait, 30)
+        reading.cancel()
+        await asyncio.sleep(0)
+        assert not reading.done()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        assert ended
+        assert bytes(buffer) == pattern(MiB)
+
+    asyncio.run(use())
 
 
 def test_what_fails_leaves_neither_files_nor_folders(tmp_path):

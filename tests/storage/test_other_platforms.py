@@ -79,3 +79,23 @@ with try_lock_folder(".", 1.0) as first:
 print("refused")
 """
     assert on(platform, "-W", "error", "-c", program) == (0, "refused\n")
+
+
+@pytest.mark.parametrize("platform", ["linux", *LACKING])
+def test_data_files_go_through_aiofiles_where_vectored_calls_are_missing(platform, tmp_path):
+    program = f"""
+import os, sys, torch
+from snapshot import Snapshot, StateDict
+def refuse(*arguments):
+    raise AssertionError("called")
+if {platform!r} != "linux":
+    os.preadv = os.pwritev = refuse
+state = {{"s": StateDict(a=torch.arange(3 << 18), b=torch.ones(5))}}
+Snapshot.take({str(tmp_path / "step")!r}, state)
+state["s"]["a"].zero_()
+Snapshot({str(tmp_path / "step")!r}).restore(state)
+assert torch.equal(state["s"]["a"], torch.arange(3 << 18))
+print("aiofiles" in sys.modules)
+"""
+    code, printed = on("" if platform == "linux" else platform, "-W", "error", "-c", program)
+    assert (code, printed) == (0, f"{platform != 'linux'}\n")

@@ -1,0 +1,59 @@
+"""The command that starts hundreds of ranks works with a few of them, and sees what goes wrong."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.scale.faults import Fault, Outcome, names_rank
+from tests.scale.job import Report
+
+TOP = Path(__file__).parents[2]
+pytestmark = pytest.mark.ranks
+GOOD = Outcome(Fault("take", "write", "kill"), 7, 7, 7, 2.5, "RankError: rank 4")
+
+
+def run(*arguments):
+    command = [sys.executable, "-m", "tests.scale", *arguments]
+    done = subprocess.run(command, cwd=TOP, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_eight_ranks_save_restore_and_lose_one_of_them():
+    printed = run("verbs", "faults", "--ranks", "8", "--timeout", "2", "--phase", "finish")
+    for name in ("take, same structure", "async_take and wait", "restore on 6 ranks", "restore on 10 ranks"):
+        assert name in printed
+    rows = [line for line in printed.splitlines() if "finish a data file" in line]
+    assert len(rows) == 4
+    assert all(row.count("7/7") == 2 and "nothing committed" in row for row in rows)
+
+
+def test_dcp_meets_the_same_faults():
+    rows = [line for line in run("compare", "--ranks", "4", "--timeout", "2").splitlines() if line.startswith("DCP")]
+    assert len(rows) == 14
+    assert any("0/3" in row for row in rows), "DCP names no culprit, or the text of an error is judged too kindly"
+
+
+@pytest.mark.parametrize("change", [{"raised": 6}, {"named": 0}, {"slowest": 15.1}])
+def test_a_survivor_that_is_late_or_does_not_know_is_not_good(change):
+    assert GOOD.is_good
+    assert not replace(GOOD, **change).is_good
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("rank 4 sent no heartbeat", True),
+        ("failed on ranks: [4]", True),
+        ("RANK=4", True),
+        ("rank 40 sent no heartbeat", False),
+        ("rank 3 failed after 4 s", False),
+        ("Connection closed by peer [127.0.0.1]:4", False),
+    ],
+)
+def test_an_error_names_a_rank_by_its_number(text, named):
+    assert names_rank(Report(1, "ended", 0.0, error="E", text=text), 4) == named
+    assert names_rank(Report(1, "ended", 0.0, error="E", culprit=4), 4)
