@@ -340,10 +340,7 @@ def check(out: Path, pairs: Sequence[tuple[str, str]]) -> Iterator[str]:
                 _run([own, "-m", "pip", "check"], folder)
                 _run([own, "-c", PROBE, version], folder)
                 _run([own, str(ROOT / "examples" / "quickstart.py")], folder)
-            said = subprocess.run(
-                [own, "-c", SAY], capture_output=True, text=True, check=True, cwd=folder
-            ).stdout.strip()
-        print(f"{said}: the wheel and the source distribution pass")
+            yield f"{_run([own, '-c', SAY], folder).strip()}: the wheel and the source distribution pass"
 
 
 SAY = "import sys, torch; print('Python', sys.version.split()[0], 'with torch', torch.__version__)"

@@ -16,7 +16,18 @@ from snapshot.cli.arguments import add_storage, handed_on, options_of
 from snapshot.cli.bench import NameList, count, device_name, header, positive
 from snapshot.errors import SnapshotError
 from snapshot.io.system import unwind_on_signals
-from tests.benchmarks import background, codecs, foreign, formats, object_store, planning_scale, ranks, scale, tiers
+from tests.benchmarks import (
+    background,
+    codecs,
+    foreign,
+    formats,
+    object_store,
+    planning_scale,
+    ranks,
+    scale,
+    tiers,
+    why,
+)
 from tests.benchmarks.background_child import TRAINED
 
 Lines = Iterable[str]
@@ -30,6 +41,7 @@ AT_A_PLACE: dict[str, tuple[str, Callable[[Workspace, float, int], Lines]]] = {
     "tiers": ("takes, steps and restores with near folders, and raw transfers", tiers.compare),
     "compression": ("ratio and speed of compression, over a slow link and to a disk", codecs.compare_compression),
     "sign": ("takes, restores and verifications with signatures, and raw I/O", codecs.compare_signatures),
+    "why": ("faults that this library and others meet: a kill, a flipped bit, a pickle, a loss of power", why.compare),
     "publish": ("weights as deltas: each stage, a publish and a pull, and raw copies", codecs.compare_deltas),
 }
 WITH_RANKS: dict[str, tuple[str, Callable[[Workspace, float, int, int], Lines]]] = {

@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.scale", description=__doc__.splitlines()[0])
     parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"some of {', '.join(TABLES)}; all by default")
     parser.add_argument("--ranks", type=int, help=f"number of ranks (256, and {COMPARED} for compare)")
-    parser.add_argument("--timeout", type=float, default=8.0, help="seconds without a heartbeat (8)")
+    parser.add_argument("--timeout", type=float, default=5.0, help="seconds without a heartbeat (5)")
     parser.add_argument("--phase", default="", help="only the faults of phases with this text")
     given = parser.parse_args(arguments)
     wanted = given.tables or list(TABLES)
