@@ -51,6 +51,8 @@ NEWEST, MORE = 4, 64
 """Folders that a search for the newest snapshot looks at first, and then at a time."""
 BEGINNING, END = 128 << 10, 4 << 10
 """Bytes at the beginning and at the end of a long manifest that are read for its head."""
+LONGEST_BEGINNING = 32 << 20
+"""Maximum of these bytes at the beginning. A manifest with a longer head is read as a whole."""
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 
 
@@ -338,9 +340,9 @@ async def list_folder(storage: Storage, prefix: str) -> list[str]:
 
 async def _read_head(session: Session, stat: FileStat) -> ManifestHead:
     """Read a manifest's head: of a long manifest by ranges, and of any other one with its digest."""
-    where, beginning = session.url.join(METADATA), BEGINNING
+    where, beginning, limit = session.url.join(METADATA), BEGINNING, session.settings.manifest_bytes
     with suppress(StorageConflictError):  # another one is there now
-        while beginning * 2 < stat.size:
+        while beginning * 2 < stat.size <= limit and beginning <= LONGEST_BEGINNING:
             first, last = bytearray(beginning), bytearray(END)
             await session.storage.read_into(METADATA, 0, [first], token=stat.token)
             await session.storage.read_into(METADATA, stat.size - END, [last], token=stat.token)
@@ -348,7 +350,7 @@ async def _read_head(session: Session, stat: FileStat) -> ManifestHead:
             if head is not None:
                 return head
             beginning *= 16
-    return decode_head(await session.storage.get(METADATA, limit=session.settings.manifest_bytes), where)
+    return decode_head(await session.storage.get(METADATA, limit=limit), where)
 
 
 async def _stat_if_there(storage: Storage, path: str) -> FileStat | None:
