@@ -166,8 +166,8 @@ class BisectReport(Report):
 
     step: int | None
     """The first bad step; None if the last one is good."""
-    last_good: int
-    """The step before it."""
+    last_good: int | None
+    """The step before it; None if the oldest one is bad already."""
     faults: tuple[str, ...]
     """A line for each bad tensor of that step. If none is bad, a line for each that was not judged."""
     examined: tuple[int, ...]
@@ -179,6 +179,8 @@ class BisectReport(Report):
         read = f"{counted(len(self.examined), 'step')} examined, {size_text(self.bytes_read)} read"
         if self.step is None:
             return f"step-{self.last_good} is good; {read}"
+        if self.last_good is None:
+            return f"step-{self.step} is bad, and is the oldest one; {read}"
         return f"step-{self.step} is the first bad one, step-{self.last_good} is good; {read}"
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 
 from snapshot.cli.arguments import add_json, add_storage, options_of
 from snapshot.cli.screen import ExitStatus, emit_report
-from snapshot.errors import SnapshotNotFoundError
+from snapshot.errors import SnapshotError, SnapshotNotFoundError
 from snapshot.io.loop import run as on_loop
 from snapshot.io.url import URL
 from snapshot.manager.bisect import CHECKS, expect_steps, find_first_bad
@@ -68,4 +68,13 @@ def _check_of(text: str) -> str | Callable[[Any], bool]:
     found = getattr(import_module(module), name, None)
     if not callable(found):
         raise ValueError(f"--check must name a function, got {text!r}")
-    return found  # type: ignore[no-any-return]
+
+    def judge(snapshot: Snapshot) -> bool:
+        try:
+            return bool(found(snapshot))
+        except SnapshotError:
+            raise
+        except Exception as error:  # of the user's function
+            raise SnapshotError(f"{text}: failed for {snapshot}: {error!r}") from error
+
+    return judge

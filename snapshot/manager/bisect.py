@@ -135,8 +135,14 @@ def find_first_bad(
     looked = [steps[-1]]
     bad = faults(steps[-1])
     if not bad:
-        always = [path for path in reader.entries(steps[0])[1] if (first := reader.look(steps[0], path)) and first.bad]
-        lines = tuple(f"{path}: has NaN or infinity in step-{steps[0]}, too, so it was not judged" for path in always)
+        looked.append(steps[0])
+        firsts = {path: reader.look(steps[0], path) for path in reader.entries(steps[0])[1]}
+        nan = {path: each.nan for path, each in firsts.items() if each is not None and each.nan}
+        if nan:
+            lines = tuple(f"{path}: {count:,} are NaN" for path, count in nan.items())
+            return BisectReport(steps[0], None, lines, tuple(looked), reader.nbytes)
+        always = [path for path, each in firsts.items() if each is not None and each.infinite]
+        lines = tuple(f"{path}: is infinite in step-{steps[0]}, too, so it was not judged" for path in always)
         return BisectReport(None, steps[-1], lines, tuple(looked), reader.nbytes)
     low, high = 0, len(steps) - 1
     while high - low > 1:

@@ -39,6 +39,7 @@ from snapshot.save.samples import (
 )
 from snapshot.state.leaves import FlatState, Leaf
 from snapshot.state.model_state import ModelState, find_local_tensor, list_parameters
+from snapshot.state.rng import RNGState
 from snapshot.tensors.memory import BY_NAME, wrap_memory
 from snapshot.tensors.statistics import ByPath, TensorStatistics
 from snapshot.text import counted, listed
@@ -77,18 +78,26 @@ def suspicions(metadata: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(map(str, found)) if isinstance(found, list) else ()
 
 
+def expect_good(guards: Guards, found: Sequence[Finding], url: URL) -> None:
+    """Raise `SuspectStateError` if a finding acts, and the choice is to refuse."""
+    acting = [str(each) for each in found if each.acts]
+    if acting and guards == "refuse":
+        raise SuspectStateError(f"{url}: not committed, since guards is 'refuse':{listed(acting)}", acting)
+
+
 def act_on(guards: Guards, found: Sequence[Finding], metadata: msgspec.Raw, url: URL) -> msgspec.Raw:
     """Return the metadata to commit, with the findings if the snapshot is suspect. Raise `SuspectStateError` to refuse.
 
     Called on the leader, with the findings of all ranks.
     """
     acting = [str(each) for each in found if each.acts]
-    if acting and guards == "refuse":
-        raise SuspectStateError(f"{url}: not committed, since guards is 'refuse':{listed(acting)}", acting)
-    if not acting or guards != "suspect":
+    expect_good(guards, found, url)
+    marked = bool(acting) and guards == "suspect"
+    if not marked and KEY.encode() not in bytes(metadata):
         return metadata
     held = decode_json(metadata, dict[str, Any], "the metadata")
-    return msgspec.Raw(msgspec.json.encode({**held, KEY: acting}))
+    held.pop(KEY, None)  # of a suspect snapshot, whose metadata was given to this take
+    return msgspec.Raw(msgspec.json.encode({**held, KEY: acting} if marked else held))
 
 
 # The parameters that optimizers change, and their moments, by their paths in the app state.
@@ -126,6 +135,7 @@ class PathsOfParameters:
 
     def __init__(self, app_state: Mapping[str, Any], flat: FlatState) -> None:
         self._flat = flat
+        self._stored = {leaf.entry for leaf in flat.leaves} | flat.shards.keys()
         self._by_id: dict[int, str] = {}
         self._by_address: dict[int, str] | None = None
         for key, stateful in app_state.items():
@@ -144,16 +154,23 @@ class PathsOfParameters:
         """True if the app state has a module with parameters."""
         return bool(self._by_id)
 
+    def name(self, parameter: torch.Tensor) -> str | None:
+        """Return the path of a parameter in its module, or None. Its state dict may use another name."""
+        return self._by_id.get(id(parameter))
+
     def find(self, parameter: torch.Tensor) -> str | None:
-        """Return the path of a parameter, or None."""
+        """Return the path under which a parameter is stored, or None."""
         found = self._by_id.get(id(parameter))
         if found is not None:
-            return found
+            found = self._flat.ties.get(found, found)
+            if found in self._stored:
+                return found
         if self._by_address is None:
             pieces = ((path, each.tensor) for path, shards in self._flat.shards.items() for each in shards.pieces)
             self._by_address = {tensor.data_ptr(): path for path, tensor in pieces}
-            self._by_address |= {leaf.address: leaf.path for leaf in self._flat.leaves}
-        return self._by_address.get(find_local_tensor(parameter).data_ptr())
+            self._by_address |= {leaf.address: leaf.path for leaf in self._flat.leaves if leaf.nbytes}
+        address = find_local_tensor(parameter).data_ptr()
+        return self._by_address.get(address) if address else None
 
 
 class Roles:
@@ -175,7 +192,8 @@ class Roles:
                     self.strangers.append((key, made[0].place, f"{encode_component(key)}/"))
                     if paths.any_module:
                         text = f"{key}: none of its {counted(len(held), 'parameter')} is of a module in the app state"
-                        acts = not _has_others(app_state) and _is_twin(held, app_state)
+                        holders = _find_holders(app_state, flat, dict)
+                        acts = not holders and _is_twin(held, app_state)
                         self.findings.append(Finding("missing" if acts else "elsewhere", text))
         members = [each for group in self.groups for each in group.members]
         parameters, states = {each.path for each in members}, {each.state for each in members}
@@ -190,10 +208,11 @@ class Roles:
         self.paths = {leaves[number].path for number in self.numbers}
         self.rotation = Rotation(leaves, self.numbers)
         numbers = {leaves[number].path: number for number in self.numbers}
-        most = max(1, MOST_NORMS // max(1, len(self.groups)))
+        few = self.groups[:MOST_NORMS]
+        most = max(1, MOST_NORMS // max(1, len(few)))
         self.measured: list[tuple[int, int]] = [
             (at, numbers[member.path])
-            for at, group in enumerate(self.groups)
+            for at, group in enumerate(few)
             for member in group.members[:: -(-len(group.members) // most) or 1]
             if member.path in numbers
         ]
@@ -206,7 +225,7 @@ class Roles:
         others = _has_others(app_state)
         self.untrained: list[str] = []
         """The parameters of modules, if the app state has no optimizer and no object that could hold its state."""
-        if not others and not self.groups and not self.strangers and not names & _OF_OPTIMIZERS:
+        if not _find_holders(app_state, flat) and not self.groups and not self.strangers and not names & _OF_OPTIMIZERS:
             self.untrained = paths.list_trained()
         self.saves_moments = bool(names & _OF_OPTIMIZERS)
         """True if the app state has the state of an optimizer."""
@@ -230,8 +249,9 @@ class Roles:
             members = []
             for position, parameter in enumerate(group["params"]):
                 path = paths.find(parameter) if parameter.requires_grad else None
-                if path is not None and (not named or path.count("/") > 1):
-                    state = below + (path.split("/", 2)[2] if named else str(count))
+                name = paths.name(parameter) or path
+                if path is not None and name is not None and (not named or name.count("/") > 1):
+                    state = below + (name.split("/", 2)[2] if named else str(count))
                     members.append(Member(path, state, position))
                 count += 1
             made.append(Group(f"{place[0]} group {number}", (*place, number), members))
@@ -243,10 +263,27 @@ _OF_SCHEDULERS = frozenset(("last_epoch", "_last_lr", "_step_count"))
 """Names that the states of optimizers, and of schedulers, have."""
 
 
+_TRAINED = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, ModelState)
+_KNOWN = (*_TRAINED, dict, torch.amp.GradScaler, torch.utils.data.DataLoader, torch.utils.data.Sampler, RNGState)
+
+
+def _find_holders(app_state: Mapping[str, Any], flat: FlatState, *more: type) -> list[str]:
+    """Return the keys of objects that may hold parameters or moments in a form of their own.
+
+    `more`: known types that count here, too.
+    """
+    paths = [leaf.path for leaf in flat.leaves if leaf.tensor.is_floating_point() and leaf.tensor.numel() > 1]
+    stored = {path.partition("/")[0] for path in (*paths, *flat.shards, *(blob.path for blob in flat.blobs))}
+    return [
+        key
+        for key, each in app_state.items()
+        if (not isinstance(each, _KNOWN) or isinstance(each, more)) and encode_component(key) in stored
+    ]
+
+
 def _has_others(app_state: Mapping[str, Any]) -> bool:
-    """Return True if an app state has objects that may hold the parameters in a form of their own."""
-    known = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, ModelState, dict)
-    others = [each for each in app_state.values() if not isinstance(each, known)]
+    """Return True if an app state has objects that may hold a schedule in a form of their own."""
+    others = [each for each in app_state.values() if not isinstance(each, _KNOWN)]
     return any(hasattr(each, "parameters") or not type(each).__module__.startswith("snapshot.") for each in others)
 
 
@@ -266,7 +303,14 @@ def _key_of(app_state: Mapping[str, Any], leaves: Sequence[Leaf]) -> tuple[Any, 
     """Return a key that changes with the objects of an app state."""
     held = [len(leaves), leaves[0].path if leaves else "", leaves[-1].path if leaves else ""]
     groups = [
-        (id(group["params"][0]), id(group["params"][-1]), len(group["params"])) if group["params"] else ()
+        (
+            id(group["params"][0]),
+            id(group["params"][-1]),
+            len(group["params"]),
+            sum(each.requires_grad for each in group["params"]),
+        )
+        if group["params"]
+        else ()
         for stateful in app_state.values()
         for optimizer in optimizers_of(stateful)
         for group in optimizer.param_groups
@@ -294,13 +338,17 @@ class Past(NamedTuple):
     """An earlier take of a run."""
 
     url: str
+    keys: frozenset[str]
     entries: Mapping[str, Any]
     rates: dict[tuple[str, int, int], float]
     counters: dict[str, int]
 
 
-_DIGITS = re.compile(r"\d+(?=[^/]*(/[^/]*)?$)")
-"""Numbers in the last two parts of a URL. Takes whose URLs differ only in them are of one run."""
+_DIGITS = re.compile(r"\d+(?=[^/]*$)|\d+(?=[^/]*/[^/\d]*$)")
+"""Numbers in the last part of a URL, or in the part before if it has none.
+
+Takes whose URLs differ only in them are of one run.
+"""
 
 
 class RunMemory:
@@ -310,6 +358,8 @@ class RunMemory:
         self.turn = 0
         self.keys: frozenset[str] = frozenset()
         """The keys of the last take, even if it was refused. So a key that is left out on purpose is missed once."""
+        self.known_keys: deque[frozenset[str]] = deque(maxlen=16)
+        """The sets of keys of earlier takes: takes of some objects may alternate with takes of all."""
         self.takes: deque[Past] = deque(maxlen=2)
         self.roles: Roles | None = None
         self.norms: dict[tuple[str, int, int], deque[float]] = {}
@@ -369,10 +419,14 @@ class GuardedTake:
         replicas: frozenset[str] = frozenset(),
         url: URL,
         verb: str,
+        turn: int = 0,
     ) -> None:
-        """Examine the values. `leaves`: those of the state that this rank writes. `replicas`: paths that all have."""
+        """Examine the values. `leaves`: those of the state that this rank writes. `replicas`: paths that all have.
+
+        `turn`: a number that all ranks share, and that differs from take to take: where replicas are sampled.
+        """
         self.policy = guards
-        self._url, self._verb = url, verb
+        self._url, self._verb, self._turn = url, verb, turn
         self.findings: list[Finding] = []
         self._keys = frozenset(app_state)
         self._memory = _memories.get().of(_DIGITS.sub("#", str(url)))
@@ -418,8 +472,11 @@ class GuardedTake:
     def _examine_keys(self) -> None:
         """Look for statefuls that the take before had, and for counters that ran back."""
         gone, known = sorted(self._memory.keys - self._keys), self._memory.keys & self._keys
+        seen = self._keys in self._memory.known_keys
         self._memory.keys = self._keys
-        if gone and known:
+        if not seen:
+            self._memory.known_keys.append(self._keys)
+        if gone and known and not seen:
             self._add([Finding("missing", f"{', '.join(gone)}: was in the app state of the take before")])
         if not self._memory.takes:
             return
@@ -437,7 +494,10 @@ class GuardedTake:
         chosen = self._roles.rotation.choose(leaves, self._memory.turn)
         bad = [leaf for leaf in find_nonfinite(chosen, self._memory.turn) if leaf.path in self._roles.paths]
         if bad:
-            counts = [f"{leaf.path} ({count_nonfinite(leaf):,} of {leaf.tensor.numel():,})" for leaf in bad[:8]]
+            counts = [
+                f"{leaf.path} ({count_nonfinite(leaf):,} of {leaf.tensor.numel():,})" if at < 2 else leaf.path
+                for at, leaf in enumerate(bad[:8])
+            ]
             self._add([Finding("nonfinite", f"NaN or infinity in {_some_of(counts, len(bad))}")])
 
     def examine_statistics(self, measured: ByPath) -> None:
@@ -481,13 +541,13 @@ class GuardedTake:
         ]
         if not held:
             return
-        held = take_some(sorted(held, key=_path), MOST_LINES, self._memory.turn)
+        held = take_some(sorted(held, key=_path), MOST_LINES, self._turn)
         digests = [xxhash.xxh3_64() for _ in range(BUCKETS)]
         for at, leaf in enumerate(held):
-            begin = self._memory.turn * LINE % max(1, leaf.nbytes - LINE + 1)
+            begin = self._turn * LINE % max(1, leaf.nbytes - LINE + 1)
             digests[at % BUCKETS].update(bytes(wrap_memory(leaf.address + begin, min(LINE, leaf.nbytes))))
         self._replicas = [leaf.path for leaf in held]
-        self.sampled = Sampled(self._memory.turn, [each.digest() for each in digests])
+        self.sampled = Sampled(self._turn, [each.digest() for each in digests])
 
     def judge(self, reports: Sequence[Report], metadata: msgspec.Raw) -> msgspec.Raw:
         """Return the metadata to commit, on the leader. Raise `SuspectStateError` to refuse.
@@ -569,7 +629,8 @@ class GuardedTake:
     def _examine_unsaved(self, first: Past, second: Past) -> None:
         """Look for modules without an optimizer, and for schedules without a scheduler. Each is reported once."""
         states, roles, reported = (first.entries, second.entries, self._entries), self._roles, self._memory.reported
-        if roles.untrained and "optimizer" not in reported:
+        alternates = not first.keys == second.keys == self._keys
+        if roles.untrained and "optimizer" not in reported and not alternates:
             moved = [path for path in roles.untrained if _differs(path, *states)]
             if moved:
                 reported.add("optimizer")
@@ -626,7 +687,7 @@ class GuardedTake:
     def _remember(self) -> None:
         kept = self._entries if len(self._entries) <= REMEMBERED else {}
         rates = {group.place: _rate_of(group, optimizer) for group, optimizer in self._groups}
-        self._memory.takes.append(Past(str(self._url), kept, rates, self._counters))
+        self._memory.takes.append(Past(str(self._url), self._keys, kept, rates, self._counters))
 
     def forget(self) -> None:
         """Release the application's optimizers."""
@@ -690,22 +751,33 @@ def _would_change(group: Group, optimizer: torch.optim.Optimizer, member: Member
     parameter = settings["params"][member.position]
     value = find_local_tensor(parameter).detach()
     state = optimizer.state.get(parameter)
-    update = _expect_update(settings, state) if isinstance(state, Mapping) else None
+    slow = type(optimizer).__name__ == "RAdam"  # its first steps are shorter than their moments say
+    update = _expect_update(settings, state) if isinstance(state, Mapping) and not slow else None
     if update is None or update.shape != value.shape or value.numel() < 2:
         return False
-    if bool((value == value.view(-1)[0] if value.is_contiguous() else value == value.max()).all()):
-        return False  # at a bound of a clamp, for example
+    size = value.abs()
+    if bool((size == size.max()).all()):
+        return False  # at the bounds of a clamp, or a sign
     return bool((update > 2 * torch.finfo(value.dtype).eps * value.abs().float()).float().mean() > 0.5)
 
 
 def _expect_update(settings: Mapping[str, Any], state: Mapping[str, Any]) -> Any:
-    """Return the size of the next update, as far as the state tells: for optimizers like Adam, and for momentum."""
+    """Return the size of the next update, as far as the state tells: for optimizers like Adam, and for momentum.
+
+    The moments of Adam are smaller in the first steps, so its number of steps must be known.
+    """
     held = {
         name: find_local_tensor(each).detach().float() for name, each in state.items() if isinstance(each, torch.Tensor)
     }
     if "exp_avg" in held and "exp_avg_sq" in held:
-        scale = held.get("max_exp_avg_sq", held["exp_avg_sq"]).sqrt() + float(settings.get("eps", 1e-8))
-        return float(settings["lr"]) * held["exp_avg"].abs() / scale
+        betas, steps = settings.get("betas"), state.get("step", settings.get("step"))
+        if steps is None or not isinstance(betas, Sequence) or len(betas) != 2 or not float(steps) > 0:
+            return None
+        first, second = (1 - float(beta) ** float(steps) for beta in betas)
+        if min(first, second) <= 0:
+            return None
+        root = held.get("max_exp_avg_sq", held["exp_avg_sq"]).sqrt() / math.sqrt(second)
+        return float(settings["lr"]) * held["exp_avg"].abs() / first / (root + float(settings.get("eps", 1e-8)))
     if "momentum_buffer" in held and "square_avg" not in held:
         return float(settings["lr"]) * held["momentum_buffer"].abs()
     return None

@@ -22,7 +22,7 @@ from snapshot.reports import TakeReport
 from snapshot.save.background_take import LateCopies, PendingCopy, StagingAhead
 from snapshot.save.begin import TakeOpening, TakeRequest, begin_take, open_dry_run, session_for_take, take_slots
 from snapshot.save.compression import choose_packing
-from snapshot.save.guards import GuardedTake
+from snapshot.save.guards import GuardedTake, expect_good
 from snapshot.save.planned_take import Take, Verify, plan_writes
 from snapshot.save.replication import RankShare, collect_rank_share
 from snapshot.save.reuse import find_unchanged, group_leaves
@@ -186,7 +186,19 @@ def start_take(
 def _guard(verb: str, opening: TakeOpening, share: RankShare, app_state: AppState, options: TakeRequest) -> GuardedTake:
     """Examine the state that is taken."""
     url = opening.session.url
-    return GuardedTake(options.guards, app_state, share.flat, share.leaves, replicas=share.replicas, url=url, verb=verb)
+    made = GuardedTake(
+        options.guards,
+        app_state,
+        share.flat,
+        share.leaves,
+        replicas=share.replicas,
+        url=url,
+        verb=verb,
+        turn=int(opening.save_id, 16),
+    )
+    if opening.exchange.world == 1:  # of several ranks, the leader knows all findings at the commit
+        expect_good(options.guards, made.findings, url)
+    return made
 
 
 def _measure(share: RankShare, guarded: GuardedTake, options: TakeRequest) -> ByPath | None:

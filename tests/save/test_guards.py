@@ -14,6 +14,7 @@ from snapshot import (
     KeepBest,
     KeepLatest,
     ModelState,
+    RNGState,
     Snapshot,
     SnapshotManager,
     StateDict,
@@ -23,6 +24,7 @@ from snapshot import (
 from snapshot.events import add_handler, remove_handler
 from snapshot.save import guards, samples
 from snapshot.save.samples import SHARE, find_nonfinite
+from snapshot.testing import recording
 from tests.helpers.trainings import TRAININGS, alarms
 
 COUNT = itertools.count()
@@ -431,7 +433,7 @@ def test_a_jump_is_told_once_until_the_norm_is_another_again(folder):
 def test_what_is_not_saved_is_told_once_and_not_if_another_object_may_save_it(folder):
     class Other:
         def state_dict(self):
-            return {"x": 1}
+            return {"x": torch.ones(3)}
 
         def load_state_dict(self, state):
             pass
@@ -450,3 +452,118 @@ def test_what_is_not_saved_is_told_once_and_not_if_another_object_may_save_it(fo
         "e": {"o": optimizer, "x": Other()},
     }.items():
         assert takes(f"{folder}/{name}", {"m": model, **more}, between, times=4) == [[]] * 4, name
+
+
+# What reviewers found
+
+
+def tied(kind):
+    """A model whose embedding and head share a weight, as GPT-2 has it, in an app state of several forms."""
+    model = nn.ModuleDict({"emb": nn.Embedding(10, 8), "mid": nn.Linear(8, 8), "head": nn.Linear(8, 10, bias=False)})
+    model["head"].weight = model["emb"].weight
+    optimizer = adam(model.parameters())
+    if kind == "named":
+        return model, {"t": ModelState(model, optimizer)}
+    if kind == "twice":
+        return model, {"a": StateDict(w=model.state_dict()), "m": model, "o": optimizer}
+    if kind == "renamed":
+        model.register_state_dict_post_hook(
+            lambda module, state, prefix, meta: [state.update({f"x.{n}": state.pop(n)}) for n in list(state)] and None
+        )
+    return model, {"m": model, "o": optimizer}
+
+
+@pytest.mark.parametrize("kind", ["plain", "named", "twice", "renamed"])
+def test_parameters_with_several_names_or_other_ones_are_examined(folder, kind):
+    model, app = tied(kind)
+    assert Snapshot.take(f"{folder}/step-1", app).report.findings == []
+    with torch.no_grad():
+        model["emb"].weight.fill_(math.nan)
+    with pytest.raises(SuspectStateError, match=r"nonfinite: NaN or infinity in .*\(80 of 80\)"):
+        Snapshot.take(f"{folder}/step-2", app, guards="refuse")
+
+
+def test_an_early_step_of_adam_that_is_below_the_resolution_is_no_alarm(folder):
+    weight = nn.Parameter(torch.linspace(1.02, 1.15, 400).bfloat16())
+    model = nn.ParameterDict({"w": weight})
+    optimizer = torch.optim.AdamW([weight], lr=3.5e-3, weight_decay=0.0)
+
+    def between(number):
+        weight.grad = torch.randn(400).sign().bfloat16() if number % 2 else torch.ones(400).bfloat16()
+        optimizer.step()
+
+    found = takes(folder, {"m": model, "o": optimizer}, between, times=12)
+    assert not [each for some in found for each in some if each == "stale"]
+
+
+@pytest.mark.parametrize("bound", [lambda p: p.clamp_(-0.01, 0.01), lambda p: p.copy_(p.sign())])
+def test_weights_at_the_two_bounds_of_a_clamp_are_no_alarm(folder, bound):
+    model = nn.Linear(16, 4, bias=False)
+    optimizer = adam(model.parameters())
+
+    def between(number):
+        model.weight.grad = -model.weight.detach().sign() + 0.01 * torch.randn(4, 16)
+        optimizer.step()
+        with torch.no_grad():
+            bound(model.weight)
+
+    found = takes(folder, {"m": model, "o": optimizer}, between, times=12)
+    assert not [each for some in found for each in some if each == "stale"]
+
+
+def test_takes_of_weights_between_takes_of_all_and_other_trials_miss_nothing(folder):
+    model = layers()
+    optimizer = adam(model.parameters())
+    whole, part = {"m": model, "o": optimizer, "p": StateDict(n=1)}, {"m": model}
+    for number in range(8):
+        step(model, optimizer)
+        report = Snapshot.take(f"{folder}/step-{number}", part if number % 2 else whole).report
+        assert [each.guard for each in report.findings] == (["missing"] if number == 1 else [])
+    Snapshot.take(f"{folder}/trial-0/step-0", whole)
+    assert Snapshot.take(f"{folder}/trial-1/step-0", {"m": model, "o": optimizer}).report.findings == []
+
+
+def test_a_clone_of_the_policy_beside_a_target_network_is_only_reported(folder):
+    policy = layers()
+    optimizer = adam(policy.parameters())
+    app = {"policy": StateDict(sd={n: v.clone() for n, v in policy.state_dict().items()}), "target": layers()}
+    report = Snapshot.take(f"{folder}/step-1", {**app, "o": optimizer}, guards="refuse").report
+    assert [each.guard for each in report.findings] == ["elsewhere"]
+
+
+def test_scalers_and_loaders_hide_nothing(folder):
+    model = layers()
+    optimizer = adam(model.parameters())
+    app = {"m": model, "scaler": torch.amp.GradScaler("cpu"), "rng": RNGState()}
+    assert takes(folder, app, lambda number: step(model, optimizer))[2] == ["unsaved"]
+    other = {**app, "m": copy.deepcopy(model), "o": optimizer}
+    assert takes(f"{folder}/b", other, lambda number: step(model, optimizer), times=1) == [["missing"]]
+
+
+def test_a_parameter_that_is_unfrozen_later_is_examined(folder):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    app = {"m": model, "o": optimizer}
+    assert Snapshot.take(f"{folder}/step-1", app).report.findings == []
+    model[0].requires_grad_(True)
+    with torch.no_grad():
+        model[0].weight.fill_(math.nan)
+    assert [each.guard for each in Snapshot.take(f"{folder}/step-2", app).report.findings] == ["nonfinite"]
+
+
+def test_the_metadata_of_a_suspect_snapshot_does_not_make_the_next_one_suspect(folder):
+    model = layers()
+    held = {guards.KEY: ["nonfinite: x"], "mine": 1}
+    snapshot = Snapshot.take(f"{folder}/step-1", {"m": model}, metadata=held)
+    assert snapshot.metadata.metadata == {"mine": 1}
+
+
+def test_a_refused_take_of_one_rank_writes_nothing(folder):
+    model = layers()
+    optimizer = adam(model.parameters())
+    with torch.no_grad():
+        model[0].weight.fill_(math.nan)
+    with recording() as log, pytest.raises(SuspectStateError):
+        Snapshot.take(f"recording+{folder}/s", {"m": model, "o": optimizer}, guards="refuse")
+    assert log.nbytes("write") == 0
