@@ -459,12 +459,13 @@ class NearCleaner(Cleaner):
         tiers.look_for_later_attempt(upto)
         if tiers.superseded:
             return
-        line = tiers.member.line
-        near = {
-            step: each
-            for step, each in folder.steps_of(tiers.member.run).items()
-            if line.standing(step, each.save_id, each.origin) == Standing.ON
-        }
+        line, near = tiers.member.line, {}
+        for step, each in folder.steps_of(tiers.member.run).items():
+            standing = line.standing(step, each.save_id, each.origin)
+            if standing == Standing.ON:
+                near[step] = each
+            elif standing == Standing.OFF and each.suspect and step < upto:
+                folder.remove(step, each.save_id)
         kept = self._plan([each for step, each in near.items() if step <= upto]).kept
         safe = len(tiers.member.hosts) == 1 or not tiers.options.replicas
         newest = max((step for step, each in status.steps.items() if safe or each.replicated), default=-1)

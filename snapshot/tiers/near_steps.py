@@ -67,6 +67,11 @@ class NearStep(NamedTuple):
         """The save id."""
         return self.head.save_id
 
+    @property
+    def suspect(self) -> tuple[str, ...]:
+        """The findings of the guards in it."""
+        return suspicions(self.head.metadata)
+
 
 class NearFolder:
     """The folder of a run on this host."""
@@ -232,7 +237,7 @@ def view_of(folder: NearFolder, key: str) -> HostView:
         found = committed.get(step)
         files = folder.files(step)
         if found is not None:
-            views.append(StepView(step, found.save_id, (*found.origin,), files, suspicions(found.head.metadata)))
+            views.append(StepView(step, found.save_id, (*found.origin,), files, found.suspect))
         elif files:
             views.append(StepView(step, "", (*NO_ORIGIN,), files))
     return HostView(key, views)

@@ -395,6 +395,11 @@ class TierSet(FarSteps):
         line = Line(member.facts)  # a step is off the line only if a publication says so
         for step, near in self.folder.steps().items():
             if line.standing(step, near.save_id, near.origin) == Standing.OFF:
+                if near.suspect:
+                    log.warning(
+                        "step-%s: the run continues without it; it stays near until a later step is taken", step
+                    )
+                    continue
                 log.warning("step-%s: removed: the run continues without it", step)
                 self.folder.remove(step, near.save_id)
         store_copy(self.folder.path, member.facts)

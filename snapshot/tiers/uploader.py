@@ -159,10 +159,10 @@ class Uploader:
                 return
             steps, line = {}, Line(self._facts)
             for step, near in self.folder.steps_of(given.run).items():
-                if line.standing(step, near.save_id, near.origin) == Standing.OFF:
-                    self._remove_off(near)
-                else:
+                if line.standing(step, near.save_id, near.origin) != Standing.OFF:
                     steps[step] = near
+                elif not near.suspect:  # a suspect one stays until the trainer takes a later step
+                    self._remove_off(near)
             for step in list(self._states):
                 if step not in steps or self._states[step].save_id != steps[step].save_id:
                     self._forget(step)
@@ -170,7 +170,11 @@ class Uploader:
             view = Line(self._facts, self._live())
             ages = {step: view.age(near.origin) for step, near in steps.items()}
             self._newest = max(ages, key=lambda step: ages[step], default=-1)
-            wanted = wanted_steps(given.upload, steps, self._asked, self._newest)
+            asked = set(self._asked)
+            if given.upload == "latest" and self._newest >= 0 and steps[self._newest].suspect:
+                good = [step for step, near in steps.items() if not near.suspect]  # a suspect one supersedes none
+                asked |= {max(good, key=lambda step: ages[step])} if good else set()
+            wanted = wanted_steps(given.upload, steps, asked, self._newest)
             for step, near in steps.items():
                 files = self.folder.files(step)
                 state = self._states.setdefault(step, StepStatus(near.save_id))
@@ -181,7 +185,7 @@ class Uploader:
                 state.total = sum(size for name, size in files.items() if name not in state.pulled)
                 state.replicated = self._replicas.is_complete(step, files)
             states = {step: each.far for step, each in self._states.items()}
-            for step in dropped_steps(given.upload, states, self._asked, self._newest):
+            for step in dropped_steps(given.upload, states, asked, self._newest):
                 self._drop(step, log.info if given.upload == "latest" else log.warning)
 
     def _live(self) -> Attempt | None:

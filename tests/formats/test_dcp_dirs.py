@@ -233,7 +233,7 @@ from snapshot import MissingExtraError, Snapshot
 try:
     Snapshot(sys.argv[1]).read_object("0/m/w")
 except MissingExtraError as error:
-    assert "pip install" in str(error), error
+    assert "install the extra" in str(error), error
     print("missing")
 """
 

@@ -75,8 +75,8 @@ def rounded(tensor):
     factors = (np.abs(rows).max(1, keepdims=True) / np.float32(127)).astype(np.float32)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         scaled = rows * np.where(factors == 0, np.float32(0), np.float32(1) / factors)
-    whole = np.nan_to_num(np.sign(scaled) * np.floor(np.abs(scaled) + np.float32(0.5)))
-    made = whole.astype(np.int8).astype(np.float32) * factors.astype(np.float16).astype(np.float32)
+        whole = np.nan_to_num(np.sign(scaled) * np.floor(np.abs(scaled) + np.float32(0.5)))
+        made = whole.astype(np.int8).astype(np.float32) * factors.astype(np.float16).astype(np.float32)
     return torch.from_numpy(made).view(tensor.shape)
 
 

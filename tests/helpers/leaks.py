@@ -31,7 +31,9 @@ def no_leak():
         if thread.name in {"snapshot-callback", "snapshot-fsspec"} and thread.name not in threads:  # about to end
             thread.join(10)
     left = {thread.name for thread in threading.enumerate()} - threads
-    assert not {name for name in left if not name.startswith(("snapshot-io", "tqdm", "Thread-"))}, left
+    assert not {
+        name for name in left if not name.startswith(("snapshot-io", "tqdm", "Thread-", "ThreadPoolExecutor-"))
+    }, left
     after = _descriptors()
     for _ in range(100):  # a thread of an earlier test may start a process at this moment
         if len(after) <= len(before):

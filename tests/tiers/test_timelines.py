@@ -439,9 +439,9 @@ def test_uploads_that_do_not_advance_are_reported(tmp_path, hosts, monkeypatch, 
                 return [each for each in told if each.name == "stalled"]
 
             [event] = until(stalled)[:1]
-            assert event.fields["steps"][0] == 20
+            assert min(event.fields["steps"]) >= 20
             assert str(far) in event.path
-            assert "step-20" in caplog.text
+            assert f"the uploads of step-{event.fields['steps'][0]}" in caplog.text
             up()
             step = next(steps)
             take_until_far(manager, step)

@@ -1,0 +1,58 @@
+"""Suspect steps in near folders: they supersede no good step, and stay until the run goes on."""
+
+import math
+
+import torch
+from torch import nn
+
+from snapshot import KeepLatest, Snapshot, StateDict, TakeOptions
+from tests.tiers.jobs import manager_of, runs_in, stop_uploaders, until
+
+SUSPECT = TakeOptions(guards="suspect")
+
+
+def training():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, {"m": model, "o": optimizer, "p": StateDict(step=0)}
+
+
+def spoil(model):
+    with torch.no_grad():
+        model.weight.fill_(math.nan)
+
+
+def test_the_last_good_step_is_uploaded_also_if_only_suspect_ones_are_newer(tmp_path, hosts):
+    far = tmp_path / "far"
+    model, app = training()
+    with manager_of(far, hosts("a"), upload="latest", keep_near=KeepLatest(1)) as manager:
+        for step in range(1, 7):
+            if step == 3:
+                spoil(model)
+            manager.take(step, app, options=SUSPECT)
+        assert manager.last_good() == 2
+        until(lambda: Snapshot(far / "step-2").exists())
+    stop_uploaders(hosts("a"))
+    with manager_of(far, hosts("b")) as manager:
+        assert manager.restore_latest(training()[1]) == 2
+
+
+def test_a_suspect_step_stays_near_until_a_later_one_is_taken(tmp_path, hosts):
+    far = tmp_path / "far"
+    model, app = training()
+    with manager_of(far, hosts("a"), upload=1, keep_near=None) as manager:
+        manager.take(1, app, options=SUSPECT)
+        manager.take(2, app, options=SUSPECT)
+        spoil(model)
+        manager.take(3, app, options=SUSPECT)
+        until(lambda: manager.where(2)["far"] == "whole")
+    stop_uploaders(hosts("a"))
+    model, app = training()
+    with manager_of(far, hosts("a"), upload=1, keep_near=KeepLatest(2)) as manager:
+        assert manager.restore_latest(app) == 2
+        [folder] = runs_in(hosts("a"))
+        assert math.isnan(Snapshot(folder / "step-3").read_object("0/m/weight").sum())
+        manager.take(4, app, options=SUSPECT)
+        until(lambda: not (folder / "step-3" / ".snapshot_metadata").exists())
+        assert manager.steps()[-1] == 4
