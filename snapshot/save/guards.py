@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 import msgspec
 import torch
 import xxhash
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from snapshot.decoding import decode_json
 from snapshot.errors import SuspectStateError
@@ -339,6 +340,8 @@ class Past(NamedTuple):
 
     url: str
     keys: frozenset[str]
+    steps: int
+    """The steps of all optimizers before it."""
     entries: Mapping[str, Any]
     rates: dict[tuple[str, int, int], float]
     counters: dict[str, int]
@@ -382,7 +385,18 @@ class _Memories:
             return memory
 
 
-_memories = PerProcess(_Memories)
+class _StepCounter:
+    """Counts the steps of all optimizers of a process."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        register_optimizer_step_post_hook(self._stepped)
+
+    def _stepped(self, *_: Any) -> None:
+        self.count += 1
+
+
+_memories, _step_counter = PerProcess(_Memories), PerProcess(_StepCounter)
 _path = attrgetter("path")
 COUNTERS = frozenset(("step", "steps", "global_step", "epoch", "iteration", "iterations", "samples", "tokens"))
 """Names of plain ints that grow during training."""
@@ -429,6 +443,7 @@ class GuardedTake:
         self._url, self._verb, self._turn = url, verb, turn
         self.findings: list[Finding] = []
         self._keys = frozenset(app_state)
+        self._steps = _step_counter.get().count if guards != "off" else 0
         self._memory = _memories.get().of(_DIGITS.sub("#", str(url)))
         self._groups: list[tuple[Group, torch.optim.Optimizer]] = []
         self._counters: dict[str, int] = {}
@@ -595,13 +610,18 @@ class GuardedTake:
         rates = [_rate_of(group, optimizer) for group, optimizer in self._groups]
         if max(rates, default=0.0) <= 0 and (rates or not self._roles.saves_moments):
             return None
-        count = 0
+        count, counts_steps = 0, False
         for path, entry in self._entries.items():
             if _digests_of(entry) and _is_floating(entry):
                 if not _is_equal(path, *states):
                     return None
-                count += 1
-        return Finding("unchanged", f"{counted(count, 'tensor')}: none changed in three takes") if count else None
+                count, counts_steps = count + 1, counts_steps or path.endswith("/step")
+        if not count:
+            return None
+        text = f"{counted(count, 'tensor')}: none changed in three takes"
+        if counts_steps and first.steps < second.steps < self._steps:
+            return Finding("stale", f"{text}, not even an optimizer's number of steps, though optimizers made steps")
+        return Finding("unchanged", text)
 
     def _examine_moments(self, group: Group | None, first: Past, second: Past) -> Finding | None:
         """Return a finding if a group's moments did not change over three takes, though its parameters did.
@@ -687,7 +707,7 @@ class GuardedTake:
     def _remember(self) -> None:
         kept = self._entries if len(self._entries) <= REMEMBERED else {}
         rates = {group.place: _rate_of(group, optimizer) for group, optimizer in self._groups}
-        self._memory.takes.append(Past(str(self._url), self._keys, kept, rates, self._counters))
+        self._memory.takes.append(Past(str(self._url), self._keys, self._steps, kept, rates, self._counters))
 
     def forget(self) -> None:
         """Release the application's optimizers."""

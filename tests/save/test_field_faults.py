@@ -70,7 +70,7 @@ class Frozen:
 
 def saves_that_repeat_the_first(run):
     app = {**run.app, "m": Frozen(run.model), "o": Frozen(run.optimizer)}
-    return run.takes(app), "unchanged: .* none changed in three takes"
+    return run.takes(app), "stale: .* none changed in three takes, not even an optimizer's number of steps"
 
 
 def moments_that_repeat_the_first(run):
