@@ -81,6 +81,7 @@ class HostKernel:
 
 @pytest.mark.skipif(triton_version() < (3, 7), reason="Triton 3.7 or newer is not installed, to interpret the kernel")
 @pytest.mark.timeout(300)  # on a busy machine
+@pytest.mark.slow
 def test_the_kernel_in_the_interpreter():
     tests = Path(__file__).with_name("on_triton.py")
     output = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests), TRITON_INTERPRET="1")
