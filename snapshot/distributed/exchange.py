@@ -396,7 +396,7 @@ class _Pauses:
     """The pauses of one wait: short ones at first. Then the store itself wakes the rank, if it can."""
 
     def __init__(self, exchange: Exchange, key: str) -> None:
-        """`key`: is set when there may be something new; empty if there is no such key."""
+        """`key`: another rank sets it when there may be something new. Empty if there is no such key."""
         self._exchange = exchange
         self._key = key
         self._began = time.monotonic()

@@ -42,7 +42,7 @@ from snapshot.state.leaves import FlatState, Leaf
 from snapshot.state.model_state import ModelState, find_local_tensor, list_parameters
 from snapshot.state.rng import RNGState
 from snapshot.tensors.memory import BY_NAME, wrap_memory
-from snapshot.tensors.statistics import ByPath, TensorStatistics
+from snapshot.tensors.statistics import ByPath, combine_statistics
 from snapshot.text import counted, listed
 
 Guards = Literal["report", "warn", "suspect", "refuse", "off"]
@@ -521,10 +521,13 @@ class GuardedTake:
 
     def _examine_measured(self, measured: ByPath) -> None:
         told = " ".join(each.text for each in self.findings if each.guard == "nonfinite")
-        bad = {path: sum(each.bad for each in held) for path, held in measured.items() if path in self._roles.paths}
-        bad = {path: count for path, count in bad.items() if count and f"{path} (" not in told}
-        if bad:
-            counts = [f"{path} ({count:,} of {_count_all(measured[path]):,})" for path, count in bad.items()]
+        whole = {path: combine_statistics(held) for path, held in measured.items() if path in self._roles.paths}
+        counts = [
+            f"{path} ({each.bad:,} of {each.count:,})"
+            for path, each in whole.items()
+            if each.bad and f"{path} (" not in told
+        ]
+        if counts:
             self._add([Finding("nonfinite", f"NaN or infinity in {_some_of(counts)}")])
 
     def _examine_norms(self, leaves: Sequence[Leaf]) -> None:
@@ -582,8 +585,7 @@ class GuardedTake:
             differ = {at for at, (a, b) in enumerate(zip(mine.digests, theirs.digests, strict=True)) if a != b}
             if differ:
                 paths = [path for at, path in enumerate(self._replicas) if at % BUCKETS in differ]
-                more = f" and {len(paths) - 3:,} more" if len(paths) > 3 else ""
-                text = f"replicas of rank {rank} differ from those of rank 0, among {', '.join(paths[:3])}{more}"
+                text = f"replicas of rank {rank} differ from those of rank 0, among {_some_of(paths, most=3)}"
                 self._add([Finding("drift", text)])
 
     def compare(self, entries: Mapping[str, Any]) -> None:
@@ -717,10 +719,6 @@ class GuardedTake:
 def _some_of(texts: Sequence[str], total: int = 0, most: int = 8) -> str:
     left = max(total, len(texts)) - min(most, len(texts))
     return f"{', '.join(texts[:most])}{f' and {left:,} more' if left else ''}"
-
-
-def _count_all(held: Sequence[TensorStatistics]) -> int:
-    return sum(each.count for each in held)
 
 
 def _rate_of(group: Group, optimizer: torch.optim.Optimizer) -> float:

@@ -65,7 +65,7 @@ def find_nonfinite(leaves: Sequence[Leaf], turn: int, *, everything: bool = Fals
             continue
         if not leaf.plain or not leaf.tensor.is_cpu:
             elsewhere.append(leaf)
-        elif leaf.nbytes >= LONG_TENSOR or leaf.address % 8 or not _BEGIN <= leaf.address < _SPACE - LONG_TENSOR:
+        elif leaf.nbytes >= LONG_TENSOR or leaf.address % 8 or not is_in_memory(leaf):
             if _long_is_nonfinite(leaf, turn):
                 found.append(leaf)
         else:

@@ -77,7 +77,7 @@ def measure_tensor(tensor: torch.Tensor) -> TensorStatistics | None:
     try:
         pieces = [_measure(piece.cpu()) if host else _measure_there(piece) for piece in _pieces(tensor, host=host)]
         return combine_statistics(each if isinstance(each, TensorStatistics) else _decode(each) for each in pieces)
-    except (RuntimeError, TypeError, NotImplementedError):
+    except (RuntimeError, TypeError, NotImplementedError):  # a dtype without conversions: torch raises any of them
         return None
 
 

@@ -1,4 +1,4 @@
-"""Twenty faults that runs of others have had, each of which a run with the default options notices."""
+"""Twenty faults from other projects' runs. With the default options, the library notices each of them."""
 
 import copy
 import gc

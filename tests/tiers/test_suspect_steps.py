@@ -1,4 +1,4 @@
-"""Suspect steps in near folders: they supersede no good step, and stay until the run goes on."""
+"""Suspect steps in near folders: they replace no good step that waits, and stay until a later take."""
 
 import math
 
