@@ -553,7 +553,7 @@ class Snapshot:
                 op.exchange,
                 self._url,
                 "restore",
-                lambda url: Session(url, self._options, budget=options.memory_budget_bytes, seal=seal),
+                partial(Session, options=self._options, budget=options.memory_budget_bytes, seal=seal),
                 keys=[signer_of(seal), *([] if base is None else [signer_of(base.seal)])],
             )
             with session:

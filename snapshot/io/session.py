@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from functools import cached_property
 from typing import Any, Protocol, Self, TypeVar
@@ -14,9 +15,11 @@ from snapshot.errors import (
 )
 from snapshot.events import emit, log
 from snapshot.io.budget import MemoryBudget, Pool
+from snapshot.io.host_share import HostShare
 from snapshot.io.loop import run, shared_clients
 from snapshot.io.registry import open_storage, plugin_for
 from snapshot.io.storage import Context, Storage
+from snapshot.io.system import fcntl
 from snapshot.io.url import URL
 from snapshot.options import MiB, Settings, expect_positive
 
@@ -57,9 +60,13 @@ class Session:
         pool: Callable[[int], Pool] | None = None,
         resume: bool = False,
         seal: Seal | None = None,
+        share: str = "",
         wrap: Callable[[Storage], Storage] = lambda opened: opened,
     ) -> None:
-        """Open the storage of a URL. `wrap` returns a layer around it, through which all is read and written."""
+        """Open the storage of a URL. `wrap` returns a layer around it, through which all is read and written.
+
+        `share`: a random name of the operation, if ranks of a host may hand on what they read from a remote storage.
+        """
         self.url = url
         self.seal = seal
         self.options = options
@@ -89,6 +96,7 @@ class Session:
         """The storage of the files, with compressed ones as if they were not."""
         self._also: tuple[Storage, ...] = ()
         """Other storages that the layers read from."""
+        self._share = HostShare(share) if share and fcntl is not None and not self.raw.capabilities.local else None
 
     @cached_property
     def packed_memory(self) -> MemoryBudget:
@@ -132,6 +140,17 @@ class Session:
                 again = False
                 emit("retry", "read", str(self.storage.url.join(path)), attempt=1, error=str(error), pause=0.0)
 
+    async def read_once_on_host(self, path: str, read: Callable[[], Awaitable[bytes]]) -> bytes:
+        """Return the bytes of a file that other ranks of this host read, too. Those of another rank are not verified.
+
+        If they prove to be damaged, the next call for the same file reads it.
+        """
+        return await (read() if self._share is None else self._share.get(path, read))
+
+    def choose_first(self, count: int) -> int:
+        """Return the number of the file to begin with, of some that other ranks of this host read, too."""
+        return secrets.randbelow(count) if self._share is not None and count else 0
+
     def __enter__(self) -> Session:
         return self
 
@@ -145,4 +164,6 @@ class Session:
                 await storage.close()
             except SnapshotError as error:
                 log.warning("%s: cannot close the storage: %s", self.url, error)
+        if self._share is not None:
+            self._share.close()
         events.save()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
+import secrets
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -405,7 +406,7 @@ async def read_manifest(session: Session) -> bytes:
 
 
 async def _decode_manifest(session: Session) -> Document:
-    data = await read_manifest(session)
+    data = await session.read_once_on_host(METADATA, partial(read_manifest, session))
     if data.lstrip()[:1] != b"{" or b'"format"' not in data[:256]:
         from snapshot.formats import torchsnapshot
 
@@ -457,12 +458,15 @@ async def read_parts(session: Session, parts: Sequence[PartEntry]) -> list[Manif
     async def read(part: PartEntry) -> ManifestPart:
         return await session.read_twice(part.location, lambda: _read_part(session, part))
 
-    return await gather_limited(parts, read, AT_ONCE)
+    first = session.choose_first(len(parts))
+    found = await gather_limited([*parts[first:], *parts[:first]], read, AT_ONCE)
+    return [*found[len(parts) - first :], *found[: len(parts) - first]]
 
 
 async def _read_part(session: Session, part: PartEntry) -> ManifestPart:
+    fetch = partial(session.storage.get, part.location, limit=session.settings.manifest_bytes)
     try:
-        data = await session.storage.get(part.location, limit=session.settings.manifest_bytes)
+        data = await session.read_once_on_host(part.location, fetch)
         return decode_part(data, part, session.storage.url.join(part.location))
     except StorageNotFoundError as error:
         raise CorruptSnapshotError(f"{error}: a part of the manifest is missing") from error
@@ -651,16 +655,21 @@ class FoundSnapshot(msgspec.Struct, array_like=True):
 
     path: str
     save_id: str
+    share: str
+    """A random name, with which the ranks of a host find each other's reads."""
 
 
 def open_restore(
-    exchange: Exchange, url: URL, verb: str, open_session: Callable[[URL], Session], *, keys: Sequence[str] = ()
+    exchange: Exchange, url: URL, verb: str, open_session: Callable[..., Session], *, keys: Sequence[str] = ()
 ) -> tuple[Session, Document]:
-    """Agree on a snapshot with the other ranks, and open it. All ranks must have the same `keys`."""
+    """Agree on a snapshot with the other ranks, and open it. All ranks must have the same `keys`.
+
+    `open_session` takes the arguments `url` and `share` of `Session`.
+    """
     held: list[tuple[Session, Document]] = []
 
-    def at(place: URL) -> tuple[Session, Document]:
-        session = open_session(place)
+    def at(place: URL, share: str = "") -> tuple[Session, Document]:
+        session = open_session(place, share=share)
         try:
             return session, run(open_document(session, None if exchange.alone else exchange.rank))
         except BaseException:
@@ -673,8 +682,9 @@ def open_restore(
     def lead(hellos: list[Hello]) -> FoundSnapshot:
         expect_same_verb(hellos)
         expect_same_keys("key", [hello.keys for hello in hellos])
-        held.append(at(url))
-        return FoundSnapshot(hellos[0].path, held[0][1].save_id)
+        share = secrets.token_hex(16)
+        held.append(at(url, share))
+        return FoundSnapshot(hellos[0].path, held[0][1].save_id, share)
 
     try:
         answer = exchange.agree(Hello(verb, url.reveal(), keys=list(keys)), lead, Hello, FoundSnapshot)
@@ -683,8 +693,8 @@ def open_restore(
             run(session.close())
         raise
     url = agreed_url(url, answer.path)
-    for _ in range(2):
-        session, document = held.pop() if held else at(url)
+    for share in (answer.share, ""):
+        session, document = held.pop() if held else at(url, share)
         if document.save_id == answer.save_id:
             return session, document
         run(session.close())

@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from snapshot import CorruptSnapshotError, RestoreError, Sharded, Snapshot, SnapshotError, StateDict
+from snapshot.io import host_share
 from snapshot.io.registry import open_storage, register
 from snapshot.io.url import URL
 from snapshot.manifest import document, parts
@@ -44,8 +47,24 @@ def _save(path, shape):
         Snapshot.take(path, {"s": state(mesh, placements)})
 
 
-def _restore(path, shape, dim=0):
+@contextlib.contextmanager
+def host_of_its_own():
+    """A folder for temporary files that no other rank sees: they cannot hand on what they read."""
+    with tempfile.TemporaryDirectory() as folder:
+        usual, tempfile.tempdir = tempfile.tempdir, folder
+        try:
+            yield
+        finally:
+            tempfile.tempdir = usual
+
+
+def _restore(path, shape, dim=0, together=False):
     """The parts that this rank read, and its count of looks at data files."""
+    with contextlib.nullcontext() if together else host_of_its_own():
+        return _restored(path, shape, dim)
+
+
+def _restored(path, shape, dim):
     mesh = init_device_mesh("cpu", shape)
     live = state(mesh, [Replicate()] * (len(shape) - 1) + [Shard(dim)], 0.0)
     with recording() as log:
@@ -77,6 +96,44 @@ def test_a_restore_into_another_layout_reads_the_parts_whose_boxes_it_meets(four
     assert high[0] == ["1.json", "2.json", "3.json"]  # its own number's first
     for read, _ in four.run(_restore, f"{folder}/s", (4,), 1):  # columns meet all rows
         assert read == [f"{rank}.json" for rank in range(4)]
+
+
+def test_ranks_of_a_host_hand_on_the_parts_that_they_read(four, folder):
+    four.run(_save, f"{folder}/s", (4,))
+    before = shared_folders()
+    found = four.run(_restore, f"{folder}/s", (4,), 1, True)  # columns meet all rows
+    assert sorted(part for read, _ in found for part in read) == [f"{rank}.json" for rank in range(4)]
+    assert shared_folders() <= before  # another test may have killed a rank
+
+
+def shared_folders():
+    return set(Path(tempfile.gettempdir()).glob(f"{host_share.PREFIX}{os.getuid()}-*"))
+
+
+def _restore_manifest(path, spoilt):
+    """The reads of the main document by this rank, if what others hand on is damaged."""
+    rank = dist.get_rank()
+    usual = Path.write_bytes
+
+    def write(self, data):
+        return usual(self, data[:-9] + bytes(9) if spoilt else data)
+
+    Path.write_bytes = write
+    try:
+        live = StateDict(x=torch.zeros(5), n=0)
+        with recording() as log:
+            Snapshot(f"recording+file://{path}").restore({"s": live})
+    finally:
+        Path.write_bytes = usual
+    assert live["x"].eq(3).all()
+    assert live["n"] == 7, rank
+    return len(log.of("get", ".snapshot_metadata"))
+
+
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_ranks_of_a_host_hand_on_the_manifest_and_verify_it(four, folder, spoilt):
+    Snapshot.take(f"{folder}/s", {"s": StateDict(x=torch.full((5,), 3.0), n=7)})
+    assert four.run(_restore_manifest, f"{folder}/s", spoilt) == ([1] * 4 if spoilt else [1, 0, 0, 0])
 
 
 def test_a_wider_job_reads_the_parts_whose_boxes_it_meets(four, two, folder):

@@ -1,0 +1,121 @@
+"""Files that the processes of a host hand on to each other."""
+
+import asyncio
+import fcntl
+import hashlib
+import os
+import tempfile
+import time
+
+import pytest
+
+from snapshot.io import host_share
+from snapshot.io.host_share import PREFIX, HostShare
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def get(share, path, data=b"read", reads=None):
+    async def read():
+        if reads is not None:
+            reads.append(path)
+        return data
+
+    return asyncio.run(share.get(path, read))
+
+
+def folder_of(temporary, token):
+    return temporary / f"{PREFIX}{os.getuid()}-{token}"
+
+
+def test_the_second_process_takes_what_the_first_has_read(temporary):
+    first, second, other = HostShare("a"), HostShare("a"), HostShare("b")
+    reads = []
+    assert get(first, "data/x", b"x" * 99, reads) == b"x" * 99
+    assert get(second, "data/x", b"y", reads) == b"x" * 99
+    assert get(second, "../etc/\udcff", b"z", reads) == b"z"
+    assert get(other, "data/x", b"y", reads) == b"y"
+    assert reads == ["data/x", "../etc/\udcff", "data/x"]
+    assert folder_of(temporary, "a").stat().st_mode & 0o777 == 0o700
+    first.close()
+    assert get(second, "more", b"m") == b"m"
+    second.close()
+    assert not folder_of(temporary, "a").exists()
+    other.close()
+    assert not list(temporary.iterdir())
+
+
+def test_bytes_that_proved_to_be_damaged_are_read(temporary):
+    first, second = HostShare("a"), HostShare("a")
+    get(first, "x", b"damaged")
+    assert get(second, "x", b"whole") == b"damaged"
+    assert get(second, "x", b"whole") == b"whole"
+
+
+def test_a_failed_read_is_tried_by_the_next(temporary):
+    first, second = HostShare("a"), HostShare("a")
+
+    async def fail():
+        raise ValueError("no network")
+
+    with pytest.raises(ValueError, match="no network"):
+        asyncio.run(first.get("x", fail))
+    assert get(second, "x", b"whole") == b"whole"
+
+
+def test_a_process_that_stands_still_holds_no_other_back(temporary, monkeypatch):
+    monkeypatch.setattr(host_share, "PATIENCE", 0.1)
+    share = HostShare("a")
+    lock = folder_of(temporary, "a") / f"{hashlib.sha256(b'x').hexdigest()}.lock"
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert get(share, "x", b"own") == b"own"
+    assert get(HostShare("a"), "x", b"next") == b"next"
+
+
+def test_without_space_each_reads_for_itself(temporary, monkeypatch):
+    def full(self, data):
+        with self.open("wb") as file:
+            file.write(data[:1])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    first, second = HostShare("a"), HostShare("a")
+    assert get(first, "x", b"one") == b"one"
+    assert get(second, "x", b"two") == b"two"
+
+
+@pytest.mark.parametrize("kind", ["open", "link", "file", "missing"])
+def test_a_folder_of_others_is_not_used(temporary, monkeypatch, kind):
+    folder = folder_of(temporary, "a")
+    if kind == "open":
+        folder.mkdir()
+        folder.chmod(0o777)
+    elif kind == "link":
+        (temporary / "elsewhere").mkdir(mode=0o700)
+        folder.symlink_to(temporary / "elsewhere")
+    elif kind == "file":
+        folder.write_bytes(b"")
+    else:
+        monkeypatch.setattr(tempfile, "tempdir", str(temporary / "missing"))
+    first, second = HostShare("a"), HostShare("a")
+    assert get(first, "x", b"one") == b"one"
+    assert get(second, "x", b"two") == b"two"
+    first.close()
+    second.close()
+
+
+def test_folders_of_killed_processes_are_deleted_after_an_hour(temporary):
+    used, killed, young = HostShare("used"), HostShare("killed"), HostShare("young")
+    for share in (killed, young):
+        get(share, "x")
+        os.close(share._users)  # as the system does
+    for token in ("used", "killed"):
+        os.utime(folder_of(temporary, token), (time.time() - 4000,) * 2)
+    HostShare("next").close()
+    assert sorted(path.name.rpartition("-")[2] for path in temporary.iterdir()) == ["used", "young"]
+    used.close()
