@@ -33,7 +33,7 @@ from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.io.storage import ABSENT, ANYTHING, Buffer, Expect, FileStat, Storage, exists
 from snapshot.io.url import URL
-from snapshot.loading.open import UnpackingStorage
+from snapshot.loading.unpacking import UnpackingStorage
 from snapshot.manifest.document import (
     METADATA,
     NEWEST_FORMAT,

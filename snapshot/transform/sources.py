@@ -28,8 +28,7 @@ from snapshot.io.storage import Buffer, Storage
 from snapshot.io.system import allocate
 from snapshot.io.url import URL
 from snapshot.loading.left_out import TABLE, find_uncovered, requests_of
-from snapshot.loading.open import MOST_TIMES, ROOM
-from snapshot.loading.read_plan import ReadPlan
+from snapshot.loading.read_plan import MOST_TIMES, ROOM, ReadPlan
 from snapshot.loading.reader import Reader, raise_faults
 from snapshot.loading.scatter import ReadRequest, copy_into, is_spread, request_all
 from snapshot.manifest.document import Document

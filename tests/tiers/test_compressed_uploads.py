@@ -15,7 +15,8 @@ from snapshot.io.budget import MemoryBudget
 from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.io.url import URL
-from snapshot.loading.open import UnpackingStorage, open_document
+from snapshot.loading.open import open_document
+from snapshot.loading.unpacking import UnpackingStorage
 from snapshot.tensors.digest import digest_range
 from snapshot.tiers.far_upload import FarStorage, FarUpload, PackedUploads, read_notes
 from snapshot.tiers.near_steps import NearFolder, copy_verified, describe_files
