@@ -56,8 +56,8 @@ from snapshot.transform.call import (
     selected_locations,
     share_whole,
 )
-from snapshot.transform.convert import StagedFiles
 from snapshot.transform.sources import CopiedFile, checked_files, copy_files_through, stat_files
+from snapshot.transform.staged_files import StagedFiles
 from snapshot.transform.target import Selection, Target, expand_chosen_trees, write_as_snapshot
 
 # Copies of other libraries' checkpoints: their own files, unchanged, with the index file last.
