@@ -6,12 +6,16 @@ it. A file of torch.save has DTensors, and one of safetensors has their local pa
 
 from __future__ import annotations
 
+import json
 import math
+import pickle
 import re
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from snapshot.decoding import decode_json
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
@@ -53,6 +57,8 @@ from snapshot.tensors.geometry import (
 )
 
 METADATA = "metadata.pkl"
+KEY = re.compile(r"[A-Za-z0-9_-]+")
+"""A name that an item may have."""
 FORMAT = "torch_checkpointing"
 _FILE = re.compile(r"(?P<item>[A-Za-z0-9_-]+)_(?P<rank>0|[1-9][0-9]{0,5})\.(?P<suffix>pt|safetensors|json|bin)")
 _KINDS = {
@@ -379,3 +385,44 @@ def _read_placement(value: Any, ndim: int, where: object) -> Copy | Split:
     if not -ndim <= dim < ndim or not 0 < strides < MOST_HOLDERS:
         raise ValueError("a placement with an invalid dimension")
     return Split(dim % ndim, strides)
+
+
+# Writing
+
+
+def encode_metadata(items: Mapping[str, Any]) -> bytes:
+    """Return the metadata of items that one rank has written whole, so that its readers can cut their tensors.
+
+    Every tensor is a replica on a mesh of that rank, as the library itself describes tensors that are not sharded.
+    """
+    made = {}
+    for key, value in items.items():
+        found: list[tuple[list[str | int], torch.Tensor]] = []
+        _collect_tensors(value, [], found)
+        described = {json.dumps(path, separators=(",", ":")): [_describe_whole(tensor)] for path, tensor in found}
+        made[key] = {"nested_path_to_metadata": described, "rank_to_layout_info": {0: None}}
+    return pickle.dumps({"version": _VERSIONS[-1], "world_size": 1, "metadata": made}, protocol=4)
+
+
+def _collect_tensors(value: Any, path: list[str | int], found: list[tuple[list[str | int], torch.Tensor]]) -> None:
+    if isinstance(value, torch.Tensor):
+        found.append((path, value))
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            if type(key) in (str, int):  # other keys have no place in the metadata
+                _collect_tensors(each, [*path, key], found)
+    elif isinstance(value, (list, tuple, deque)):
+        for number, each in enumerate(value):
+            _collect_tensors(each, [*path, number], found)
+
+
+def _describe_whole(tensor: torch.Tensor) -> dict[str, Any]:
+    mesh = {"device_type": "cpu", "mesh_data": (0,), "mesh_dim_names": None, "mesh_shape": (1,)}
+    data = {
+        "dtype": str(tensor.dtype),
+        "global_shape": list(tensor.shape),
+        "mesh_spec": mesh,
+        "placements": [{"type": "Replicate"}],
+        "stride": list(tensor.stride()),
+    }
+    return {"ranks": (0,), "sharding_metadata": {"type": "DTensorShardingMetadata", "data": data}}

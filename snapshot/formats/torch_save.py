@@ -385,12 +385,31 @@ def lay_out_archive(members: Sequence[ArchiveMember], crc32: Callable[[bytes], i
 
 
 def wrap_storages(name: str, content: bytes, storages: Sequence[ArchiveMember], identity: str) -> list[ArchiveMember]:
-    """Return the members of a torch archive, including those of its storages."""
-    first = [("data.pkl", content), (".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little")]
+    """Return the members of a torch archive, including those of its storages, in the order of the pickle.
+
+    If the archive has a version, torch may compute where a storage is, from the sizes of those that came before it in
+    the pickle. So an archive in which storages may be elsewhere has no version.
+    """
+    version = [(".format_version", b"1")] if _are_computable(storages) else []
+    first = [("data.pkl", content), *version, (".storage_alignment", b"64"), ("byteorder", b"little")]
     last = [("version", b"3\n"), (".data/serialization_id", identity.encode())]
     made = [ArchiveMember(f"{name}/{each}", len(data), data) for each, data in first]
     made += [msgspec.structs.replace(each, name=f"{name}/data/{each.name}") for each in storages]
     return made + [ArchiveMember(f"{name}/{each}", len(data), data) for each, data in last]
+
+
+def _are_computable(storages: Sequence[ArchiveMember]) -> bool:
+    """Return True if torch knows the headers of all storages: they are numbered, not empty, and begin below 4 GiB."""
+    names = [str(number) for number in range(len(storages))]
+    sizes = [each.size for each in storages]
+    return [each.name for each in storages] == names and all(sizes) and sum(sizes) + 1024 * len(sizes) < _LONG
+
+
+class LaterTensor(msgspec.Struct):
+    """A stored tensor in a state that is to be pickled."""
+
+    path: str
+    entry: Any
 
 
 class AbsentTensor(msgspec.Struct):
@@ -413,7 +432,7 @@ class _Storage(msgspec.Struct):
 class _Pickler(pickle.Pickler):
     """A pickler with the output of torch.save that does not need the tensors."""
 
-    def __init__(self, file: Any, absent: Callable[[torch.Tensor], AbsentTensor | None]) -> None:
+    def __init__(self, file: Any, absent: Callable[[Any], AbsentTensor | None]) -> None:
         super().__init__(file, protocol=2)
         self._absent = absent
         self.storages: dict[str, bytes] = {}
@@ -435,7 +454,7 @@ class _Pickler(pickle.Pickler):
         return None
 
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and (stand := self._absent(value)) is not None:
+        if isinstance(value, (torch.Tensor, LaterTensor)) and (stand := self._absent(value)) is not None:
             value = stand
         if not isinstance(value, AbsentTensor):
             return NotImplemented
@@ -466,11 +485,12 @@ def _reduce_tensor(value: AbsentTensor) -> Any:
 
 
 def pickle_state(
-    state: Any, absent: Callable[[torch.Tensor], AbsentTensor | None] = lambda _: None
+    state: Any, absent: Callable[[Any], AbsentTensor | None] = lambda _: None
 ) -> tuple[bytes, dict[str, bytes]]:
     """Return a state's pickle in the format of torch.save, and the storages of its available tensors.
 
-    `absent` returns the replacement of a tensor, or None if the tensor itself is available.
+    `absent` returns the replacement of a tensor or a LaterTensor, or None if the tensor itself is available. It is
+    called in the order of the pickle.
     """
     file = io.BytesIO()
     pickler = _Pickler(file, absent)

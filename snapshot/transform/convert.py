@@ -21,7 +21,7 @@ from snapshot.errors import (
     StorageNotFoundError,
     UnsupportedFormatError,
 )
-from snapshot.formats import dcp, deepspeed_universal, hugging_face, peft, torch_save
+from snapshot.formats import dcp, deepspeed_universal, hugging_face, peft, torch_checkpointing, torch_save
 from snapshot.formats.dcp import archive_object, encode_metadata, flatten_state
 from snapshot.formats.foreign import find_root, narrow_root
 from snapshot.formats.gguf import NewTensor, choose_kind
@@ -155,8 +155,10 @@ class Export:
         self._source = source
         self._document = document
         self._choice = choice
-        self._tied: dict[str, Any] = {}
+        self._tied: dict[str, torch_save.AbsentTensor] = {}
         """The placeholders of tensors that were seen in the present archive."""
+        self._first = 0
+        """The number of the first leaf in the present archive."""
         self._objects = Objects(source, document, allow_pickle=choice.allow_pickle, verify=choice.verify)
         view = seen_by_rank(document, choice.select, choice.exclude, choice.rename)
         self._entries = view.entries
@@ -260,9 +262,7 @@ class Export:
         plan = Plan("torch", sums={})
         plan.changed += self._changes_in_torch()
         plan.left_out += self._lose_classes()
-        state = self._state(lambda path, entry: self._absent(plan, path, entry))
-        content, held = torch_save.pickle_state(state)
-        self._add_archive(plan, name, content, held, 0)
+        self._add_state(plan, name, self._state(torch_save.LaterTensor), {})
         return plan
 
     def _changes_in_torch(self) -> Iterator[str]:
@@ -272,13 +272,29 @@ class Export:
                 yield from target.tensor_changes(path, entry, _KEPT_BY_TORCH)
         yield from target.memory_changes(self._entries, lambda *_: True)
 
-    def _add_archive(self, plan: Plan, name: str, content: bytes, held: dict[str, bytes], first: int) -> None:
-        """Add a file with one archive: a pickle, and all leaves from the `first` one."""
+    def _add_state(self, plan: Plan, name: str, value: Any, stands: StandIns, dtype: str | None = None) -> None:
+        """Add a file of torch.save with a part of a state. `dtype`: of its tensors, which are then plain."""
+        self._begin_archive(plan)
+
+        def absent(tensor: Any) -> torch_save.AbsentTensor | None:
+            if isinstance(tensor, torch_save.LaterTensor):
+                path, entry = tensor.path, tensor.entry
+            elif id(tensor) in stands:
+                _, path, entry = stands[id(tensor)]
+            else:
+                return None
+            return self._absent(plan, path, entry, dtype)
+
+        content, held = torch_save.pickle_state(value, absent)
         root = name.rpartition("/")[2].partition(".")[0] or "archive"
         extents: list[Extent] = []
-        numbers = range(first, len(plan.leaves))
+        numbers = range(self._first, len(plan.leaves))
         size = self._archive(plan, root, content, held, numbers=numbers, base=0, extents=extents)
         plan.files.append((name, FilePlan(b"", tuple(extents), size)))
+
+    def _begin_archive(self, plan: Plan) -> None:
+        self._tied = {}
+        self._first = len(plan.leaves)
 
     # DeepSpeed
 
@@ -297,13 +313,7 @@ class Export:
         made = plan_universal(state, self._source.url, stands, read)
         plan.left_out += made.left_out
         for name, value, dtype in made.files:
-            self._tied = {}
-            first = len(plan.leaves)
-
-            def absent(tensor: torch.Tensor, dtype: str | None = dtype) -> torch_save.AbsentTensor | None:
-                return self._absent(plan, *stands[id(tensor)][1:], dtype) if id(tensor) in stands else None
-
-            self._add_archive(plan, name, *torch_save.pickle_state(value, absent), first)
+            self._add_state(plan, name, value, stands, dtype)
         plan.last = lambda: made.last
         plan.markers = (
             LATEST,
@@ -311,6 +321,30 @@ class Export:
             f"{made.tag}/{deepspeed_universal.MODEL}",
         )
         plan.more = rf"{re.escape(made.tag)}/.+"
+        return plan
+
+    # torch_checkpointing
+
+    def items(self) -> Plan:
+        """Plan a folder of torch_checkpointing: a file of torch.save for each key, and the metadata."""
+        plan = Plan("torch_checkpointing", sums={}, markers=(torch_checkpointing.METADATA,))
+        plan.others = (document.METADATA, dcp.METADATA)
+        plan.more = rf"{torch_checkpointing.KEY.pattern}_\d+\.(pt|safetensors|json|bin)"
+        plan.left_out += self._lose_classes()
+        plan.changed += self._changes_in_torch()
+        state, stands = self._stand_in_state()
+        if not isinstance(state, dict):
+            plan.changed.append(f"the state: the {type(state).__name__} becomes the value of a dict, under {VALUE!r}")
+            state = {VALUE: state}
+        odd = [repr(key) for key in state if not (isinstance(key, str) and torch_checkpointing.KEY.fullmatch(key))]
+        if odd:
+            raise UnsupportedFormatError(
+                f"{self._source.url}: keys of torch_checkpointing must have only letters, digits, '-' and '_'; rename "
+                f"or exclude:{listed(odd)}"
+            )
+        for key, value in state.items():
+            self._add_state(plan, f"{key}_0.pt", value, stands)
+        plan.last = lambda: [(torch_checkpointing.METADATA, torch_checkpointing.encode_metadata(state))]
         return plan
 
     def _archive(
@@ -325,7 +359,7 @@ class Export:
         extents: list[Extent],
     ) -> int:
         """Lay out a torch archive at `base` in a file: a pickle, and the leaves of these numbers. Return its length."""
-        members = [_member_header(plan, str(number), plan.leaves[number].nbytes, number) for number in numbers]
+        members = [_member_header(plan, str(at), plan.leaves[each].nbytes, each) for at, each in enumerate(numbers)]
         members += [torch_save.ArchiveMember(key, len(data), data) for key, data in held.items()]
         found, size = torch_save.lay_out_archive(
             torch_save.wrap_storages(root, content, members, _identity()), zlib.crc32
@@ -333,7 +367,7 @@ class Export:
         self._extents(plan, found, base, extents, (number for number in numbers if plan.leaves[number].nbytes))
         return size
 
-    def _absent(self, plan: Plan, path: str, entry: e.AnyTensor, plain: str | None = None) -> Any:
+    def _absent(self, plan: Plan, path: str, entry: e.AnyTensor, plain: str | None = None) -> torch_save.AbsentTensor:
         """Return the placeholder of a tensor. `plain`: the dtype of a plain and contiguous one."""
         extra = clean_extra(entry) or e.PLAIN if plain is None else e.PLAIN
         key = repr(places_of(entry))
@@ -346,7 +380,7 @@ class Export:
             if order:
                 plan.orders[number] = order
             known = self._tied[tied] = torch_save.AbsentTensor(
-                str(number), dtype, shape, order, extra.requires_grad, extra.subclass == target.PARAMETER
+                str(number - self._first), dtype, shape, order, extra.requires_grad, extra.subclass == target.PARAMETER
             )
         return known
 
@@ -357,7 +391,6 @@ class Export:
 
     def _state(self, tensor: Callable[[str, Any], Any]) -> Any:
         """Return the nested state, with placeholders for its tensors."""
-        self._tied = {}
         values = self._objects.read({path: entry for path, entry in self._entries.items() if is_leaf_value(entry)})
         values |= {path: tensor(path, entry) for path, entry in self._entries.items() if isinstance(entry, e.TENSORS)}
         bare = find_root(self._document) is None and self._document.format == "torch.save"
@@ -456,9 +489,8 @@ class Export:
         DCP does not split tuples, so their tensors are inside the archive. They are written part by part like all
         others.
         """
-        self._tied = {}
+        self._begin_archive(plan)
         self._within: list[str] = []
-        first = len(plan.leaves)
 
         def absent(tensor: torch.Tensor) -> torch_save.AbsentTensor | None:
             if id(tensor) not in entries:
@@ -466,10 +498,10 @@ class Export:
             _, path, entry = entries[id(tensor)]
             plan.changed += target.tensor_changes(path, entry, _KEPT_BY_TORCH)
             self._within.append(path)
-            return self._absent(plan, path, entry)  # type: ignore[no-any-return]
+            return self._absent(plan, path, entry)
 
         content, held = torch_save.pickle_state(value, absent)
-        numbers = range(first, len(plan.leaves))
+        numbers = range(self._first, len(plan.leaves))
         if not self._tied:
             return 0, archive_object(value)
         return sum(plan.leaves[number].nbytes for number in numbers), _Nested(content, held, numbers)
@@ -622,6 +654,8 @@ def write_checkpoint(
             plan = export.peft(_read_adapter_config(operation, source, target))
         elif target.format == "deepspeed-universal":
             plan = export.universal()
+        elif target.format == "torch_checkpointing":
+            plan = export.items()
         elif target.format == "safetensors":
             plan = export.safetensors(name, target.shard_bytes)
         else:

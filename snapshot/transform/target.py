@@ -58,7 +58,9 @@ from snapshot.transform.call import (
 )
 from snapshot.transform.sources import CheckpointStager, expect_room, reads_ranges
 
-Format = Literal["snapshot", "safetensors", "torch", "dcp", "gguf", "peft", "deepspeed-universal"]
+Format = Literal[
+    "snapshot", "safetensors", "torch", "dcp", "gguf", "peft", "deepspeed-universal", "torch_checkpointing"
+]
 FORMATS: tuple[str, ...] = get_args(Format)
 _FORMAT_OF = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".gguf": "gguf", "": "snapshot"}
 _SUFFIX = re.compile(r"[^/]\.[A-Za-z][A-Za-z0-9_-]*$")
@@ -90,7 +92,8 @@ class Target:
         to: `"snapshot"`; `"safetensors"`: one file, or a folder as Hugging Face has it; `"torch"`: a file as
             torch.save writes it; `"dcp"`: a folder that `torch.distributed.checkpoint.load` reads; `"gguf"`: a file for
             llama.cpp; `"peft"`: the folder of an adapter; `"deepspeed-universal"`: a folder that DeepSpeed resumes from
-            on any number of ranks. By default, the suffix of `url` decides: `.safetensors`, `.pt`, `.pth` or `.gguf`;
+            on any number of ranks; `"torch_checkpointing"`: a folder that its manager loads on any number of ranks. By
+            default, the suffix of `url` decides: `.safetensors`, `.pt`, `.pth` or `.gguf`;
             without a suffix, a snapshot is written.
         overwrite: Replace an existing checkpoint. An existing snapshot stays whole until the new one is committed.
         compression: `"zstd"`: compress the data files of a snapshot. See docs/compression.md.

@@ -252,4 +252,5 @@ def test_the_table_has_all_formats():
         "GGUF",
         "PEFT",
         "DeepSpeed Universal",
+        "torch_checkpointing",
     }

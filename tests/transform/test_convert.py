@@ -3,14 +3,19 @@
 import itertools
 import json
 import os
+import tempfile
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.utils.serialization import config
 
 from snapshot import (
     CorruptSnapshotError,
@@ -42,6 +47,66 @@ def taken(tmp_path):
     app = {"model": model, "optimizer": optimizer, "more": StateDict(more)}
     Snapshot.take(tmp_path / "taken", app | {"rng": RNGState()})
     return Snapshot(tmp_path / "taken"), {key: each.state_dict() for key, each in app.items()}
+
+
+@st.composite
+def _states(draw):
+    """States of tensors that torch.save places in the order of the pickle, and of others."""
+    kinds = ["plain", "empty", "sparse", "tied", "channels", "scalar"]
+    tied = torch.arange(5.0)
+
+    def tensor(kind):
+        made = torch.rand(draw(st.integers(1, 70)))
+        return {
+            "plain": made,
+            "empty": torch.empty(0, 3),
+            "sparse": torch.eye(3).to_sparse(),
+            "tied": tied,
+            "channels": torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last),
+            "scalar": torch.tensor(2.5, dtype=torch.float64),
+        }[kind]
+
+    def level(depth):
+        names = draw(st.lists(st.text("abz/0", min_size=1, max_size=3), min_size=1, max_size=5, unique=True))
+        return {
+            name: level(depth - 1) if depth and draw(st.booleans()) else tensor(draw(st.sampled_from(kinds)))
+            for name in names
+        }
+
+    return level(2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(_states())
+def test_torch_may_compute_where_each_tensor_of_a_file_is(state):
+    if not hasattr(config.load, "calculate_storage_offsets"):
+        pytest.skip("this torch does not compute offsets")
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        Snapshot.take(f"{folder}/s", {"s": StateDict(state)})
+        Snapshot(f"{folder}/s").convert(f"{folder}/s.pt")
+        expected = Snapshot(f"{folder}/s").read_object("0")
+        patch.setenv("TORCH_SERIALIZATION_DEBUG", "1")
+        with config.patch({"load.calculate_storage_offsets": True}):
+            for options in ({}, {"mmap": True}):
+                same(_dense(torch.load(f"{folder}/s.pt", weights_only=False, **options)), _dense(expected))
+        meta = torch.load(f"{folder}/s.pt", weights_only=False, map_location="meta")
+        data = Path(folder, "s.pt").read_bytes()
+        for name, each in _tensors(meta):
+            begin = each.untyped_storage()._checkpoint_offset
+            held = dict(_tensors(expected))[name].contiguous()
+            if not held.is_contiguous() or each.stride() != held.stride() or not each.numel():
+                continue
+            assert data[begin : begin + held.nbytes] == held.numpy().tobytes(), name
+
+
+def _dense(value):
+    return {name: _dense(each) for name, each in value.items()} if isinstance(value, dict) else value.to_dense()
+
+
+def _tensors(value, path=()):
+    if isinstance(value, torch.Tensor):
+        return [(path, value)] if value.layout == torch.strided else []
+    return [found for name, each in value.items() for found in _tensors(each, (*path, name))]
 
 
 def test_to_torch_save_and_back(taken, tmp_path):
@@ -256,7 +321,10 @@ def test_the_command_asks_for_a_format_where_the_ending_says_none(tmp_path, caps
     save_file({"w": torch.randn(4, 4)}, tmp_path / "w.safetensors")
     arguments = ["convert", str(tmp_path / "w.safetensors"), str(tmp_path / name)]
     assert main(arguments) == 2
-    assert "--to {snapshot,safetensors,torch,dcp,gguf,peft,deepspeed-universal}" in capsys.readouterr().err
+    assert (
+        "--to {snapshot,safetensors,torch,dcp,gguf,peft,deepspeed-universal,torch_checkpointing}"
+        in capsys.readouterr().err
+    )
     assert os.listdir(tmp_path) == ["w.safetensors"]
     assert main([*arguments, "--to", "torch"]) == 0
     assert torch.load(tmp_path / name)["w"].shape == (4, 4)
