@@ -16,7 +16,7 @@ from snapshot.io.session import Seal, Session, signer_of
 from snapshot.io.url import URL, Location, expect_mapping, locate_source
 from snapshot.loading.choose import Accept, Cast, Mismatched, RestoreOptions, Unused
 from snapshot.loading.left_out import attach_base
-from snapshot.loading.mapping import map_document
+from snapshot.loading.mapping import map_checkpoint
 from snapshot.loading.open import (
     KnownManifest,
     checkpoint_exists,
@@ -549,22 +549,20 @@ class Snapshot:
             seal = seal or self.seal
             base = None if options.base is None else locate_source(options.base, self._options)
             began = op.seconds
-            session, document = open_restore(
+            opened = open_restore(
                 op.exchange,
                 self._url,
                 "restore",
                 partial(Session, options=self._options, budget=options.memory_budget_bytes, seal=seal),
                 keys=[signer_of(seal), *([] if base is None else [signer_of(base.seal)])],
             )
-            with session:
+            with opened.session:
                 if accept is not None:
-                    accept(document)
+                    accept(opened.document)
                 if base is not None:
-                    run(attach_base(session, document, base))
-                opened = op.seconds - began
-                restore = Restore(
-                    op, session, document, options, opened=opened, allow_pickle=self.allow_pickle, touched=touched
-                )
+                    opened, _ = run(attach_base(opened, base))
+                seconds = op.seconds - began
+                restore = Restore(op, opened, options, seconds=seconds, allow_pickle=self.allow_pickle, touched=touched)
                 report = restore.run(app_state)
             op.emit("restored", bytes=report.bytes_read, seconds=round(report.total_seconds, 3))
         return report
@@ -606,9 +604,8 @@ class Snapshot:
         """
         return self._manifest.read(
             memory_budget_bytes,
-            lambda session, document: read_object(
-                session,
-                map_document(session, document, map),
+            lambda opened: read_object(
+                map_checkpoint(opened, map),
                 path,
                 obj_out,
                 box,
@@ -630,9 +627,7 @@ class Snapshot:
         number = 0 if replicate_from_rank0 else ranks_of(self.pg).rank
         return self._manifest.read(
             None,
-            lambda session, document: read_state_dict(
-                session, map_document(session, document, map), key, number, allow_pickle=self.allow_pickle
-            ),
+            lambda opened: read_state_dict(map_checkpoint(opened, map), key, number, allow_pickle=self.allow_pickle),
         )
 
     @of_object

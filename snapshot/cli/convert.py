@@ -96,7 +96,12 @@ def map_of(arguments: argparse.Namespace, *, reverse: bool = False) -> TensorMap
 def add_target(parser: argparse.ArgumentParser, *, converts: bool) -> None:
     """Add the options of the checkpoint that a verb writes. `converts`: its format can be chosen."""
     if converts:
-        parser.add_argument("--to", choices=FORMATS, help="default: by the suffix of the name; without one, a snapshot")
+        parser.add_argument(
+            "--to",
+            choices=FORMATS,
+            metavar="FORMAT",
+            help=f"{', '.join(FORMATS)}; default: by the suffix of the name; without one, a snapshot",
+        )
         parser.add_argument(
             "--shard", type=size, default=SHARD, metavar="SIZE", help="maximum size of each of several files: 5GB"
         )

@@ -35,12 +35,11 @@ from snapshot.cli.screen import ExitStatus, as_json, complain, mute_torch_warnin
 from snapshot.cli.show import countable, widened
 from snapshot.errors import CorruptSnapshotError, SnapshotError, SnapshotNotFoundError, StorageNotFoundError
 from snapshot.io.loop import run as on_loop
-from snapshot.io.session import Session
 from snapshot.io.storage import FileStat
 from snapshot.io.system import WINDOWS
 from snapshot.io.url import URL
 from snapshot.loading.left_out import stored_of
-from snapshot.loading.open import expect_files, open_document
+from snapshot.loading.open import Opened, expect_files, open_checkpoint
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manager.root import Root
 from snapshot.manager.step_metadata import noted_metrics
@@ -120,16 +119,17 @@ def size_of(tensors: Mapping[str, tuple[str, e.AnyTensor]]) -> int:
     return sum(math.prod(entry.shape) * ITEMSIZE[entry.dtype] for _, entry in tensors.values())
 
 
-def health(session: Session, document: Document, glob: str, is_over: Callable[[], bool]) -> dict[str, Any]:
+def health(opened: Opened, glob: str, is_over: Callable[[], bool]) -> dict[str, Any]:
     """Return the health of the tensors that a glob matches: of all together, of the first ones, and of the worst ones.
 
     Raise Abandoned soon after `is_over` returned True.
     """
+    document = opened.document
     tensors = measured_tensors(document, glob)
     entries = dict(tensors.values())
     for path, entry in entries.items():
         check_tensor(path, entry, document.files)
-    on_loop(expect_files(session, document, find_locations(entries, document.files)))
+    on_loop(expect_files(opened, find_locations(entries, document.files)))
     measured = dict.fromkeys(tensors, TensorHealth())
     for batch in _batches(tensors):
         if is_over():
@@ -140,7 +140,7 @@ def health(session: Session, document: Document, glob: str, is_over: Callable[[]
             path, entry = tensors[name]
             parts.append((name, torch.empty(box.sizes, dtype=BY_NAME[entry.dtype])))
             read_plan.into_box(path, entry, box, parts[-1][1])
-        read_plan.execute(session, verify=True)
+        read_plan.execute(opened, verify=True)
         for name, part in parts:
             measured[name] += _health_of(part)
     ill = [each for each in measured.items() if each[1].nan or each[1].infinite]
@@ -270,9 +270,9 @@ class RunView:
 
     def tensors(self, step: int, glob: str) -> dict[str, Any]:
         """Return the number and size of the floating-point tensors of a step that a glob matches, and some names."""
-        with self._opened(step) as (_, document):
-            found = measured_tensors(document, glob)
-        keys = sorted({path.split("/", 2)[1] for path in document.manifest if path.count("/") > 1})
+        with self._opened(step) as opened:
+            found = measured_tensors(opened.document, glob)
+        keys = sorted({path.split("/", 2)[1] for path in opened.document.manifest if path.count("/") > 1})
         return {
             "step": step,
             "tensors": len(found),
@@ -283,10 +283,10 @@ class RunView:
 
     def health(self, step: int, glob: str, is_over: Callable[[], bool]) -> dict[str, Any]:
         """Return the health of the tensors of a step that a glob matches. Results are kept by save id."""
-        with self._opened(step) as (session, document):
-            key = document.save_id, glob
+        with self._opened(step) as opened:
+            key = opened.document.save_id, glob
             if key not in self._healths:
-                found = health(session, document, glob, is_over)
+                found = health(opened, glob, is_over)
                 for each in (*found["each"], *found["worst"]):
                     each["name"] = _short(each["name"])
                 self._healths[key] = found
@@ -295,11 +295,11 @@ class RunView:
             return {"step": step} | self._healths[key]
 
     @contextmanager
-    def _opened(self, step: int) -> Iterator[tuple[Session, Document]]:
+    def _opened(self, step: int) -> Iterator[Opened]:
         """Open a step for reading."""
         session = self._checkpoint(step).new_session(BUDGET)
         try:
-            yield session, on_loop(open_document(session))
+            yield on_loop(open_checkpoint(session))
         finally:
             on_loop(session.close())
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from functools import cached_property
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from snapshot import events
 from snapshot.errors import (
@@ -88,15 +87,10 @@ class Session:
             resume,
             self.settings.file_io,
         )
-        self.raw = wrap(open_storage(url, options, self._context))
-        """The storage of the URL."""
-        self.stored = self.raw
-        """The storage of a checkpoint's files as they are stored, verified if there is a seal."""
-        self.storage = self.raw
-        """The storage of the files, with compressed ones as if they were not."""
-        self._also: tuple[Storage, ...] = ()
-        """Other storages that the layers read from."""
-        self._share = HostShare(share) if share and fcntl is not None and not self.raw.capabilities.local else None
+        self.storage = wrap(open_storage(url, options, self._context))
+        """The storage of the URL. The files of a checkpoint are read through layers above it: see `Opened`."""
+        self._kept: list[Storage | Session] = []
+        self._share = HostShare(share) if share and fcntl is not None and not self.storage.capabilities.local else None
 
     @cached_property
     def packed_memory(self) -> MemoryBudget:
@@ -104,29 +98,14 @@ class Session:
         return self.budget.set_aside(self.budget.total // 4)
 
     def open_beside(self, url: URL) -> Storage:
-        """Open another storage for the same operation: the folder of a file."""
-        return open_storage(url, self.options, self._context)
-
-    def opened(self, stored: Storage, files: Storage, *also: Storage) -> None:
-        """Read the files of an opened checkpoint through these layers. `also`: storages to close with the session."""
-        self.stored, self.storage, self._also = stored, files, (*self._also, *also)
-
-    async def reopen(self) -> None:
-        """Read from the URL's own storage again: another checkpoint may be there now."""
-        also, self._also = self._also, ()
-        self.opened(self.raw, self.raw)
-        for each in also:
-            await each.close()
-
-    def storages(self) -> tuple[Storage, ...]:
-        """Return the storages that the session has opened, which are closed with it."""
-        return (*self._also, self.raw)
-
-    def view(self, files: Storage) -> Self:
-        """Return this session with another storage of the files. Only this one is closed."""
-        made = copy.copy(self)
-        made.opened(self.stored, files)
+        """Open another storage for the same operation, such as the folder of a file. It is closed with the session."""
+        made = open_storage(url, self.options, self._context)
+        self.keep(made)
         return made
+
+    def keep(self, opened: Storage | Session) -> None:
+        """Close a storage, or another session, when this session is closed."""
+        self._kept.append(opened)
 
     async def read_twice(self, path: str, read: Callable[[], Awaitable[T]]) -> T:
         """Read something, and retry if it is damaged: from other places that have it, or once more over a network."""
@@ -159,9 +138,9 @@ class Session:
 
     async def close(self) -> None:
         """Release the storage's resources. An error is logged: it does not undo the operation."""
-        for storage in self.storages():
+        for each in (*self._kept, self.storage):
             try:
-                await storage.close()
+                await each.close()
             except SnapshotError as error:
                 log.warning("%s: cannot close the storage: %s", self.url, error)
         if self._share is not None:

@@ -11,9 +11,9 @@ import torch
 
 from snapshot.distributed.exchange import Exchange
 from snapshot.events import warn
-from snapshot.io.session import Session
 from snapshot.io.url import Source
 from snapshot.loading.live import Twin
+from snapshot.loading.open import Opened
 from snapshot.loading.read_object import expand_objects
 from snapshot.manifest.compounds import Container, ListEntry, OrderedDictEntry
 from snapshot.manifest.document import Document, check_tree
@@ -150,12 +150,10 @@ def in_restore_order(app_state: Mapping[str, Any]) -> list[tuple[str, Any]]:
 class Chooser:
     """Selects the entries that a restore requests."""
 
-    def __init__(
-        self, exchange: Exchange, session: Session, document: Document, options: RestoreOptions, issues: RestoreIssues
-    ) -> None:
+    def __init__(self, exchange: Exchange, opened: Opened, options: RestoreOptions, issues: RestoreIssues) -> None:
         self._exchange = exchange
-        self._session = session
-        self._document = document
+        self._opened = opened
+        self._document = opened.document
         self._options = options
         self._notes = issues
         self._select, self._exclude = options.select, options.exclude
@@ -193,7 +191,7 @@ class Chooser:
                     continue
                 if not self._shared_alone(key, entries, view):
                     continue
-            expand_objects(self._session, self._document, entries, self.wanted, find_kind(stateful))
+            expand_objects(self._opened, entries, self.wanted, find_kind(stateful))
             check_tree(key, entries)
             if not self._filtered or self._choose(key, entries, view):
                 wanted[key] = entries

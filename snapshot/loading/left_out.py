@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 
 from snapshot.errors import CorruptSnapshotError, RestoreError, UnsupportedFormatError
@@ -17,7 +18,7 @@ from snapshot.io.aio import gather_limited, in_thread
 from snapshot.io.session import Session
 from snapshot.io.storage import Buffer, FileStat, Storage
 from snapshot.io.url import URL, Location
-from snapshot.loading.open import open_document
+from snapshot.loading.open import Opened, open_checkpoint
 from snapshot.loading.scatter import ReadRequest, copy_into, request_all
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import (
@@ -203,40 +204,45 @@ def _digest_tensor(tensor: torch.Tensor) -> str:
     return running.finish()[0]
 
 
-async def compare_left_out(session: Session, document: Document, left_out: Sequence[LeftOut]) -> list[str]:
+async def compare_left_out(opened: Opened, left_out: Sequence[LeftOut]) -> list[str]:
     """Compare the live tensors with the digests of what a snapshot left out. Return a line for each difference."""
-    base = document.base
+    base = opened.document.base
     if base is None:
         return []
 
     async def compare(each: LeftOut) -> str:
         return await in_thread(each.fault, base)
 
-    found = await gather_limited(left_out, compare, session.settings.lane_count())
+    found = await gather_limited(left_out, compare, opened.settings.lane_count())
     return [line for line in found if line]
 
 
-async def attach_base(session: Session, document: Document, place: Location) -> str:
-    """Read what a snapshot left out from its base, from now on. Return the save id that the base has.
+async def attach_base(opened: Opened, place: Location) -> tuple[Opened, str]:
+    """Return a snapshot whose left-out files are read from its base, and the save id that the base has.
 
     A copy of the base is accepted, too: its files have the same contents under names with another save id.
     """
+    document = opened.document
     wanted = document.base
     if wanted is None:
-        return document.save_id
-    base = Session(place.url, place.options, seal=place.seal or session.seal)
+        return opened, document.save_id
+    base = Session(place.url, place.options, seal=place.seal or opened.session.seal)
     try:
-        held = await open_document(base)
+        found = await open_checkpoint(base)
+        held = found.document
         places = _find_files(document, wanted, held, place.url)
     except BaseException:
         await base.close()
         raise
-    for location in places:
-        document.files[location].in_base = False
-    document.base = None
+    opened.session.keep(base)
+    files = {
+        location: msgspec.structs.replace(file, in_base=False) if location in places else file
+        for location, file in document.files.items()
+    }
     sizes = {each: (held.files[there].stored_size, held.files[there].size) for each, there in places.items()}
-    session.opened(session.stored, _WithBase(session.storage, base.storage, places, sizes), *base.storages())
-    return held.save_id
+    whole = msgspec.structs.replace(document, files=files, base=None)
+    storage = _WithBase(opened.storage, found.storage, places, sizes)
+    return replace(opened, document=whole, storage=storage), held.save_id
 
 
 def _find_files(document: Document, wanted: BaseReference, held: Document, url: URL) -> dict[str, str]:

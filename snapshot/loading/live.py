@@ -15,10 +15,9 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from snapshot.errors import CorruptSnapshotError
-from snapshot.io.session import Session
+from snapshot.loading.open import Opened
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e
-from snapshot.manifest.document import FileEntry
 from snapshot.manifest.entries import AnyTensor, is_leaf
 from snapshot.manifest.paths import add_parents, encode_component
 from snapshot.manifest.values import EnumEntry, Scalar, resolve_member
@@ -190,25 +189,25 @@ class Twin(NamedTuple):
     other: AnyTensor
 
 
-def compare_twins(session: Session, files: Mapping[str, FileEntry], twins: Iterable[Twin]) -> list[str]:
+def compare_twins(opened: Opened, twins: Iterable[Twin]) -> list[str]:
     """Return an error for each pair of entries with different bytes. The pairs are read part by part."""
     return [
         f"{each.partner} and {each.path}: share memory in the application, but differ in the snapshot; leave one out: "
         f"exclude=[{each.path!r}]"
         for each in twins
-        if not _have_equal_bytes(session, files, each)
+        if not _have_equal_bytes(opened, each)
     ]
 
 
-def _have_equal_bytes(session: Session, files: Mapping[str, FileEntry], twin: Twin) -> bool:
+def _have_equal_bytes(opened: Opened, twin: Twin) -> bool:
     count = math.prod(twin.entry.shape)
     for begin in range(0, count, COMPARED):
         for _, box in boxes_of_range(twin.entry.shape, begin, min(begin + COMPARED, count)):
-            reads, parts = ReadPlan(files), []
+            reads, parts = ReadPlan(opened.document.files), []
             for path, entry in ((twin.path, twin.entry), (twin.partner, twin.other)):
                 parts.append(torch.empty(box.sizes, dtype=BY_NAME[entry.dtype]))
                 reads.into_box(path, entry, box, parts[-1])
-            reads.execute(session, verify=False)
+            reads.execute(opened, verify=False)
             one, other = (view_memory(part.data_ptr(), part.nbytes) for part in parts)
             if one != other:
                 return False

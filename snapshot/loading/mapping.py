@@ -10,8 +10,7 @@ import torch
 
 from snapshot.errors import RestoreError
 from snapshot.io.loop import run
-from snapshot.io.session import Session
-from snapshot.loading.open import expect_files
+from snapshot.loading.open import Opened, expect_files
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document, check_tensor, find_locations
@@ -27,7 +26,7 @@ _COMPARED = 8 << 20
 """Bytes of a tensor that are compared at once."""
 
 
-def map_view(session: Session, document: Document, view: RankView, tensor_map: TensorMap | None) -> RankView:
+def map_view(opened: Opened, view: RankView, tensor_map: TensorMap | None) -> RankView:
     """Return a view of a checkpoint with mapped tensors.
 
     The rules name tensors below a level of the state, such as `model`. Its tensors are replaced, and everything else
@@ -45,7 +44,7 @@ def map_view(session: Session, document: Document, view: RankView, tensor_map: T
     for base, names in bases.items():
         own = {name: tensors[path] for name, path in names.items()}
         plan = tensor_map.plan({name: Spec(each.dtype, tuple(each.shape)) for name, each in own.items()})
-        _expect_equal(session, document, own, plan)
+        _expect_equal(opened, own, plan)
         made |= {_join(base, name): entry for name, entry in _map_entries(own, plan).items()}
         gone |= {*names.values(), *_find_dropped_values(known, base, tensor_map)}
     remote = {id(entry) for entry in view.elsewhere.values()}
@@ -60,23 +59,24 @@ def map_view(session: Session, document: Document, view: RankView, tensor_map: T
     return RankView(_with_containers(kept, view.entries, gone), elsewhere, view.withheld, view.gone, view.unknown)
 
 
-def map_document(session: Session, document: Document, tensor_map: TensorMap | None) -> Document:
+def map_checkpoint(opened: Opened, tensor_map: TensorMap | None) -> Opened:
     """Return a checkpoint with mapped tensors, as the state of a single rank.
 
     Tensors that only one rank has, such as those of a pipeline stage, are part of it.
     """
+    document = opened.document
     if tensor_map is None:
-        return document
+        return opened
     view = make_rank_view(document.manifest, 0, document.world_size, document.world_size)
     several = _adopt_from_ranks(document, view)
-    made = map_view(session, document, view, tensor_map)
+    made = map_view(opened, view, tensor_map)
     wrong = sorted(path for path in several if any(tensor_map.matches(name) for _, name in _names_below(path)))
     if wrong:
         raise RestoreError(f"{wrong[0]}: several ranks have a tensor of this name, each with its own values", wrong)
     for path, entry in made.elsewhere.items():
         adopt_entry(made.entries, path, entry)
     manifest = {f"0/{path}": entry for path, entry in made.entries.items()}
-    return msgspec.structs.replace(document, manifest=manifest, world_size=1)
+    return opened.with_document(msgspec.structs.replace(document, manifest=manifest, world_size=1))
 
 
 def _adopt_from_ranks(document: Document, view: RankView) -> set[str]:
@@ -170,13 +170,13 @@ def _map_entry(own: Mapping[str, e.AnyTensor], target: Target) -> e.AnyTensor:
     return e.MappedTensorEntry(target.dtype, target.shape, parts)
 
 
-def _expect_equal(session: Session, document: Document, own: Mapping[str, e.AnyTensor], plan: MapPlan) -> None:
+def _expect_equal(opened: Opened, own: Mapping[str, e.AnyTensor], plan: MapPlan) -> None:
     """Raise unless names of one tensor hold the same values. Values are read if there are no digests."""
     wrong = [
         f"{other} must equal {first}, since only one of them is used"
         for first, other in plan.equal
         if _contents(own[first]) != _contents(own[other])
-        and not (_may_be_equal(own[first], own[other]) and _are_equal(session, document, own[first], own[other]))
+        and not (_may_be_equal(own[first], own[other]) and _are_equal(opened, own[first], own[other]))
     ]
     if wrong:
         raise RestoreError(f"the tensor map does not fit: {'; '.join(wrong)}", wrong)
@@ -191,18 +191,19 @@ def _may_be_equal(first: e.AnyTensor, other: e.AnyTensor) -> bool:
     return all(a is None or b is None or a == b for a, b in digests)
 
 
-def _are_equal(session: Session, document: Document, first: e.AnyTensor, other: e.AnyTensor) -> bool:
+def _are_equal(opened: Opened, first: e.AnyTensor, other: e.AnyTensor) -> bool:
     """Read two tensors part by part, and compare their bytes."""
+    document = opened.document
     dtype = BY_NAME[first.dtype]
     for entry in (first, other):
         check_tensor("a tensor with two names", entry, document.files)
-    run(expect_files(session, document, find_locations({"first": first, "other": other}, document.files)))
+    run(expect_files(opened, find_locations({"first": first, "other": other}, document.files)))
     for box in split_shape(tuple(first.shape), _COMPARED // dtype.itemsize):
         read_plan = ReadPlan(document.files)
         held = [torch.empty(box.sizes, dtype=dtype) for _ in range(2)]
         for entry, target in zip((first, other), held, strict=True):
             read_plan.into_box("a tensor with two names", entry, box, target)
-        read_plan.execute(session, verify=True)
+        read_plan.execute(opened, verify=True)
         if not torch.equal(*(each.reshape(-1).view(torch.uint8) for each in held)):
             return False
     return True

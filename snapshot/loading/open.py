@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -40,6 +41,7 @@ from snapshot.formats.foreign import (
     refuse_folder,
 )
 from snapshot.io.aio import gather_limited, in_thread
+from snapshot.io.budget import MemoryBudget
 from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.io.storage import Storage
@@ -51,7 +53,6 @@ from snapshot.manifest.document import (
     NEWEST_FORMAT,
     Document,
     FileEntry,
-    Files,
     ForeignFile,
     PartEntry,
     decode_document,
@@ -61,18 +62,55 @@ from snapshot.manifest.document import (
 from snapshot.manifest.entries import needs_third_format
 from snapshot.manifest.parts import ManifestPart, decode_index, decode_part, decode_segment
 from snapshot.manifest.rank_view import has_path, is_rank
+from snapshot.options import Settings
 from snapshot.progress import unmetered
 from snapshot.text import listed
 
 T = TypeVar("T")
 
+
+@dataclass(frozen=True)
+class Opened:
+    """An opened checkpoint: what is in it, and the storages that its bytes are read from."""
+
+    session: Session
+    document: Document
+    stored: Storage
+    """Its files as they are stored. Their bytes are verified if there is a key."""
+    storage: Storage
+    """Its files, with compressed ones as if they were not."""
+
+    @property
+    def url(self) -> URL:
+        """Where the checkpoint is."""
+        return self.session.url
+
+    @property
+    def budget(self) -> MemoryBudget:
+        """The memory of the operation."""
+        return self.session.budget
+
+    @property
+    def settings(self) -> Settings:
+        """The settings of the operation."""
+        return self.session.settings
+
+    def with_document(self, document: Document) -> Opened:
+        """Return the checkpoint with another view of what is in it."""
+        return replace(self, document=document)
+
+    def as_stored(self) -> Opened:
+        """Return the checkpoint, with compressed files as they are stored."""
+        return replace(self, storage=self.stored)
+
+
 # Verification of the checksums in other libraries' archives, before their contents are used.
 
 
-def expect_archive_checksums(session: Session, stored: Iterable[Any], files: Files, *, whole: bool = False) -> None:
+def expect_archive_checksums(opened: Opened, stored: Iterable[Any], *, whole: bool = False) -> None:
     """Raise if stored ranges do not match the archives' checksums, or with `whole`, anything in these archives."""
-    parts = group_by_archive(zip_archive.find_archives(stored, files))
-    expect_sound_archives(session, parts, None if whole else parts)
+    parts = group_by_archive(zip_archive.find_archives(stored, opened.document.files))
+    expect_sound_archives(opened, parts, None if whole else parts)
 
 
 def group_by_archive(
@@ -86,16 +124,16 @@ def group_by_archive(
 
 
 def expect_sound_archives(
-    session: Session,
+    opened: Opened,
     archives: Collection[zip_archive.Range],
     parts: Mapping[zip_archive.Range, Sequence[tuple[int, int]]] | None,
 ) -> None:
     """Raise if the contents of archives do not match their checksums; with `parts`, those of the members there."""
     if not archives:
         return
-    faults, _ = run(zip_archive.find_faults(session.storage, session.budget, archives, unmetered, parts))
+    faults, _ = run(zip_archive.find_faults(opened.storage, opened.budget, archives, unmetered, parts))
     if faults:
-        raise CorruptSnapshotError(f"{session.url}: {len(faults)} damaged:{listed(faults)}", faults=faults)
+        raise CorruptSnapshotError(f"{opened.url}: {len(faults)} damaged:{listed(faults)}", faults=faults)
 
 
 # The manifest and its parts.
@@ -108,17 +146,17 @@ AGAIN = 10
 """Attempts for a signed snapshot that other takes keep replacing."""
 
 
-async def open_document(session: Session, rank: int | None = None) -> Document:
-    """Return the manifest with all of its parts, or with the parts that one rank needs first."""
-    document = await open_main(session)
+async def open_checkpoint(session: Session, rank: int | None = None) -> Opened:
+    """Open a checkpoint with all parts of its manifest, or with the parts that one rank needs first."""
+    opened = await open_main(session)
+    document = opened.document
     first = rank if rank is None or rank < document.world_size else 0
-    await load_parts(session, document, [part for part in document.parts if first is None or first in part.ranks])
-    return document
+    await load_parts(opened, [part for part in document.parts if first is None or first in part.ranks])
+    return opened
 
 
-async def open_main(session: Session) -> Document:
-    """Return the manifest without its parts in separate files."""
-    await session.reopen()
+async def open_main(session: Session) -> Opened:
+    """Open a checkpoint without the parts of its manifest in separate files."""
     try:
         document = await session.read_twice(METADATA, partial(_decode_manifest, session))
     except StorageError as error:
@@ -136,8 +174,7 @@ async def open_main(session: Session) -> Document:
         if found is None:
             raise await refuse_folder(session.storage) from error
         document = found
-    await read_from(session, document)
-    return document
+    return add_layers(session, document)
 
 
 async def find_foreign(session: Session) -> ForeignDocument | None:
@@ -210,13 +247,12 @@ async def _decode_manifest(session: Session) -> Document:
     return decode_document(data, session.storage.url.join(METADATA))
 
 
-async def read_from(session: Session, document: Document) -> None:
-    """Let the session read a document's files, through layers: the lowest verifies, the highest decompresses."""
-    stored, also = session.raw, []
+def add_layers(session: Session, document: Document) -> Opened:
+    """Return a checkpoint whose files are read through layers: the lowest verifies, the highest decompresses."""
+    stored = session.storage
     if isinstance(document, ForeignDocument):
         if document.place != session.url:
             stored = session.open_beside(document.place)
-            also.append(stored)
         stored = ReadOnlyStorage(stored, document.inline, links=document.format not in LINKLESS)
     if session.seal is not None:
         sizes = {location: file.stored_size for location, file in document.own_files.items()}
@@ -225,7 +261,7 @@ async def read_from(session: Session, document: Document) -> None:
     files = unpacked(session, stored, document.own_files)
     if isinstance(document, ForeignDocument) and document.derivations:
         files = DerivingStorage(files, document.derivations, document.files, session.packed_memory)
-    session.opened(stored, files, *also)
+    return Opened(session, document, stored, files)
 
 
 def unpacked(session: Session, stored: Storage, files: Mapping[str, FileEntry]) -> Storage:
@@ -235,33 +271,33 @@ def unpacked(session: Session, stored: Storage, files: Mapping[str, FileEntry]) 
     return UnpackingStorage(stored, files, session.packed_memory)
 
 
-async def load_parts(session: Session, document: Document, parts: Sequence[PartEntry]) -> None:
+async def load_parts(opened: Opened, parts: Sequence[PartEntry]) -> None:
     """Read parts of a manifest and add their entries, each part only once."""
-    for part, held in zip(parts, await read_parts(session, parts), strict=True):
+    document = opened.document
+    for part, held in zip(parts, await read_parts(opened, parts), strict=True):
         if document.format != NEWEST_FORMAT and needs_third_format(held.manifest.values()):
-            raise CorruptSnapshotError(
-                f"{session.url}: {part.location}: format must be {NEWEST_FORMAT} for its entries"
-            )
+            raise CorruptSnapshotError(f"{opened.url}: {part.location}: format must be {NEWEST_FORMAT} for its entries")
         merge(document.manifest, held.manifest, part.location)
         document.parts.remove(part)
 
 
-async def read_parts(session: Session, parts: Sequence[PartEntry]) -> list[ManifestPart]:
+async def read_parts(opened: Opened, parts: Sequence[PartEntry]) -> list[ManifestPart]:
     """Return the contents of manifest parts."""
+    session = opened.session
 
     async def read(part: PartEntry) -> ManifestPart:
-        return await session.read_twice(part.location, lambda: _read_part(session, part))
+        return await session.read_twice(part.location, lambda: _read_part(opened, part))
 
     first = session.choose_first(len(parts))
     found = await gather_limited([*parts[first:], *parts[:first]], read, AT_ONCE)
     return [*found[len(parts) - first :], *found[: len(parts) - first]]
 
 
-async def _read_part(session: Session, part: PartEntry) -> ManifestPart:
-    fetch = partial(session.storage.get, part.location, limit=session.settings.manifest_bytes)
+async def _read_part(opened: Opened, part: PartEntry) -> ManifestPart:
+    fetch = partial(opened.storage.get, part.location, limit=opened.settings.manifest_bytes)
     try:
-        data = await session.read_once_on_host(part.location, fetch)
-        return decode_part(data, part, session.storage.url.join(part.location))
+        data = await opened.session.read_once_on_host(part.location, fetch)
+        return decode_part(data, part, opened.storage.url.join(part.location))
     except StorageNotFoundError as error:
         raise CorruptSnapshotError(f"{error}: a part of the manifest is missing") from error
 
@@ -289,7 +325,7 @@ class KnownManifest:
         """Return the manifest."""
         if self._document is None:
             with self._new_session(None) as session:
-                self._document = run(open_document(session))
+                self._document = run(open_checkpoint(session)).document
         return self._document
 
     def _open_for(self, path: str) -> Document:
@@ -302,25 +338,23 @@ class KnownManifest:
         self._document = document if whole else None
         return document
 
-    def read(self, budget: int | None, read: Callable[[Session, Document], T], path: str | None = None) -> T:
+    def read(self, budget: int | None, read: Callable[[Opened], T], path: str | None = None) -> T:
         """Read with the known manifest, or with the new one if the snapshot was replaced since.
 
         `path`: the only path that is read.
         """
         known = self.open() if path is None else self._open_for(path)
-        session = self._new_session(budget)
-        try:
-            run(read_from(session, known))
-            return read(session, known)
-        except CorruptSnapshotError:
-            run(session.close())
-            session = self._new_session(budget)
-            self._document = run(open_document(session))
-            if self._document.save_id == known.save_id:
-                raise
-            return read(session, self._document)
-        finally:
-            run(session.close())
+        with self._new_session(budget) as session:
+            try:
+                return read(add_layers(session, known))
+            except CorruptSnapshotError as error:
+                damage = error
+        with self._new_session(budget) as session:
+            opened = run(open_checkpoint(session))
+            self._document = opened.document
+            if opened.document.save_id == known.save_id:
+                raise damage
+            return read(opened)
 
 
 async def open_for_path(session: Session, path: str, times: int) -> tuple[Document, bool]:
@@ -329,41 +363,43 @@ async def open_for_path(session: Session, path: str, times: int) -> tuple[Docume
     Of a long manifest, the entries are found by the indexes of its parts. `times`: how often the caller looked for a
     path; after a few times, all of the manifest is read.
     """
-    document = await open_main(session)
+    opened = await open_main(session)
+    document = opened.document
     whole = is_rank(path, document.world_size)  # all of a rank, or a key that is a number
     if not whole and times <= FEW and any(part.index is not None for part in document.parts):
-        found = await find_entries(session, document, path)
+        found = await find_entries(opened, path)
         if found is not None and has_path(found.manifest, found.world_size, path):
             return found, False
-    await load_parts(session, document, list(document.parts))
+    await load_parts(opened, list(document.parts))
     return document, True
 
 
-async def find_entries(session: Session, document: Document, path: str) -> Document | None:
+async def find_entries(opened: Opened, path: str) -> Document | None:
     """Return a document with the entries at a path and below it, on all ranks, from a manifest without its parts.
 
     Only the indexes of long parts are read, and the segments that may have the entries. Return None if that would be
     too many segments.
     """
+    document = opened.document
     number, _, rest = path.partition("/")
     names = [path, rest] if rest and is_rank(number, document.world_size) else [path]
     left = MOST_SEGMENTS
 
     async def look(part: PartEntry) -> dict[str, Any]:
         nonlocal left
-        where = session.storage.url.join(part.location)
+        where = opened.storage.url.join(part.location)
         if part.index is None:
-            [whole] = await read_parts(session, [part])
+            [whole] = await read_parts(opened, [part])
             found: dict[str, Any] = dict(whole.manifest)
         else:
             begin, end, _ = part.index
-            index = await _read_range(session, part, begin, end, lambda data: decode_index(data, part, where))
+            index = await _read_range(opened, part, begin, end, lambda data: decode_index(data, part, where))
             segments = index.find(names)
             left -= len(segments)
             found = {}
             for each in segments if left >= 0 else ():
                 decode = partial(decode_segment, segment=each, where=where)
-                found |= await _read_range(session, part, each.begin, each.end, decode)
+                found |= await _read_range(opened, part, each.begin, each.end, decode)
         return choose(found)
 
     below = tuple(f"{name}/" for name in names)
@@ -378,41 +414,42 @@ async def find_entries(session: Session, document: Document, path: str) -> Docum
     return msgspec.structs.replace(document, manifest=manifest, parts=[]) if left >= 0 else None
 
 
-async def _read_range(session: Session, part: PartEntry, begin: int, end: int, decode: Callable[[bytearray], T]) -> T:
+async def _read_range(opened: Opened, part: PartEntry, begin: int, end: int, decode: Callable[[bytearray], T]) -> T:
     async def read() -> T:
-        if not 0 <= begin < end <= part.size <= session.settings.manifest_bytes:
-            raise CorruptSnapshotError(f"{session.url}: {part.location}: a range {begin}-{end} is outside of it")
+        if not 0 <= begin < end <= part.size <= opened.settings.manifest_bytes:
+            raise CorruptSnapshotError(f"{opened.url}: {part.location}: a range {begin}-{end} is outside of it")
         data = bytearray(end - begin)
         try:
-            await session.storage.read_into(part.location, begin, [data])
+            await opened.storage.read_into(part.location, begin, [data])
         except StorageNotFoundError as error:
             raise CorruptSnapshotError(f"{error}: a part of the manifest is missing") from error
         return await in_thread(decode, data)
 
-    return await session.read_twice(part.location, read)
+    return await opened.session.read_twice(part.location, read)
 
 
-async def expect_files(session: Session, document: Document, locations: set[str], *, reads: bool = False) -> None:
+async def expect_files(opened: Opened, locations: set[str], *, reads: bool = False) -> None:
     """Raise unless every file exists and has its expected size.
 
     If the caller `reads` them next, a single one may be checked by its first response, which saves a request.
     """
+    document = opened.document
     if document.base is not None and any(document.files[each].in_base for each in locations):
         raise SnapshotError(
-            f"{session.url}: has only what differs from {document.base.url} (save id {document.base.save_id}); to "
+            f"{opened.url}: has only what differs from {document.base.url} (save id {document.base.save_id}); to "
             "restore all of it, pass restore(..., base=...); objects that did not change are in that snapshot"
         )
     if reads and len(locations) == 1 and not isinstance(document, ForeignDocument):
         [only] = locations
         size = document.files[only].stored_size
-        if size <= LARGEST_UNSEEN and session.storage.expect_size(only, size):
+        if size <= LARGEST_UNSEEN and opened.storage.expect_size(only, size):
             return
-    faults = list(dict.fromkeys((await missing_files(session, document, locations)).values()))
+    faults = list(dict.fromkeys((await missing_files(opened, locations)).values()))
     if faults:
-        raise CorruptSnapshotError(f"{session.url}: {'; '.join(faults)}", faults=faults)
+        raise CorruptSnapshotError(f"{opened.url}: {'; '.join(faults)}", faults=faults)
 
 
-async def missing_files(session: Session, document: Document, locations: set[str], *more: int) -> dict[str, str]:
+async def missing_files(opened: Opened, locations: set[str], *more: int) -> dict[str, str]:
     """Return a line for each file that is missing, is not a regular file, or has an unexpected size.
 
     `more`: further errno values that count as such a fault. Any other storage error is raised.
@@ -420,10 +457,10 @@ async def missing_files(session: Session, document: Document, locations: set[str
     damage = {errno.EISDIR, errno.ENOTDIR, errno.ELOOP, *more}
 
     async def fault(location: str) -> str | None:
-        file = document.files[location]
+        file = opened.document.files[location]
         expected = file.stored_size
         try:
-            found = (await session.storage.stat(location)).size
+            found = (await opened.storage.stat(location)).size
         except StorageNotFoundError:
             return f"{location} is missing"
         except CorruptSnapshotError as error:  # its signed hashes cannot be read
@@ -455,17 +492,17 @@ class FoundSnapshot(msgspec.Struct, array_like=True):
 
 def open_restore(
     exchange: Exchange, url: URL, verb: str, open_session: Callable[..., Session], *, keys: Sequence[str] = ()
-) -> tuple[Session, Document]:
+) -> Opened:
     """Agree on a snapshot with the other ranks, and open it. All ranks must have the same `keys`.
 
     `open_session` takes the arguments `url` and `share` of `Session`.
     """
-    held: list[tuple[Session, Document]] = []
+    held: list[Opened] = []
 
-    def at(place: URL, share: str = "") -> tuple[Session, Document]:
+    def at(place: URL, share: str = "") -> Opened:
         session = open_session(place, share=share)
         try:
-            return session, run(open_document(session, None if exchange.alone else exchange.rank))
+            return run(open_checkpoint(session, None if exchange.alone else exchange.rank))
         except BaseException:
             run(session.close())
             raise
@@ -478,20 +515,20 @@ def open_restore(
         expect_same_keys("key", [hello.keys for hello in hellos])
         share = secrets.token_hex(16)
         held.append(at(url, share))
-        return FoundSnapshot(hellos[0].path, held[0][1].save_id, share)
+        return FoundSnapshot(hellos[0].path, held[0].document.save_id, share)
 
     try:
         answer = exchange.agree(Hello(verb, url.reveal(), keys=list(keys)), lead, Hello, FoundSnapshot)
     except BaseException:
-        for session, _ in held:
-            run(session.close())
+        for each in held:
+            run(each.session.close())
         raise
     url = agreed_url(url, answer.path)
     for share in (answer.share, ""):
-        session, document = held.pop() if held else at(url, share)
-        if document.save_id == answer.save_id:
-            return session, document
-        run(session.close())
+        opened = held.pop() if held else at(url, share)
+        if opened.document.save_id == answer.save_id:
+            return opened
+        run(opened.session.close())
     raise SnapshotError(f"{url}: was replaced while the ranks opened it; restore again")
 
 

@@ -14,9 +14,8 @@ from snapshot.formats.foreign import ForeignDocument, narrow_root
 from snapshot.formats.safe_pickle import evaluate_pickle
 from snapshot.formats.to_entries import RebuiltTensor, make_entries, read_pickle
 from snapshot.io.loop import run
-from snapshot.io.session import Session
 from snapshot.loading.live import Binding, is_writable
-from snapshot.loading.open import expect_files
+from snapshot.loading.open import Opened, expect_files
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document, check_shape, check_tensor, check_tree, find_locations
@@ -42,14 +41,13 @@ LONGEST = 1 << 20
 
 
 def expand_objects(
-    session: Session,
-    document: Document,
+    opened: Opened,
     entries: dict[str, Any],
     wanted: Callable[[str], bool],
     kind: type[Kind],
 ) -> None:
     """Replace `wanted` objects of plain values by entries, for statefuls of this kind. Other objects stay unchanged."""
-    if not isinstance(document, ForeignDocument) or not kind.unfolds:
+    if not isinstance(opened.document, ForeignDocument) or not kind.unfolds:
         return
     chosen = {
         path: msgspec.structs.replace(entry, serializer="bytearray")
@@ -61,7 +59,7 @@ def expand_objects(
     }
     if not chosen:
         return
-    values = _read_values(session, document, chosen, verify=False)
+    values = _read_values(opened, chosen, verify=False)
     for path in chosen:
         try:
             content = read_pickle(values[path])
@@ -74,26 +72,22 @@ def expand_objects(
             entries.update(found)
 
 
-def _read_values(
-    session: Session, document: Document, entries: Mapping[str, e.ObjectEntry], *, verify: bool
-) -> dict[str, Any]:
+def _read_values(opened: Opened, entries: Mapping[str, e.ObjectEntry], *, verify: bool) -> dict[str, Any]:
     """Return the values of some objects by path, after a look at their files."""
-    run(expect_files(session, document, find_locations(entries, document.files)))
-    read_plan = ReadPlan(document.files)
+    run(expect_files(opened, find_locations(entries, opened.document.files)))
+    read_plan = ReadPlan(opened.document.files)
     for path, entry in entries.items():
         read_plan.new(path, entry)
-    read_plan.execute(session, verify=verify)
+    read_plan.execute(opened, verify=verify)
     return read_plan.values
 
 
-def expand_trees(
-    session: Session, document: Document, entries: dict[str, Any], wanted: Callable[[str], bool] = lambda path: True
-) -> None:
+def expand_trees(opened: Opened, entries: dict[str, Any], wanted: Callable[[str], bool] = lambda path: True) -> None:
     """Replace `wanted` trees of plain values by an entry for each value, as a selection or a new name needs them."""
     chosen = {path: entry for path, entry in entries.items() if is_tree(entry) and wanted(path)}
     if not chosen:
         return
-    values = _read_values(session, document, chosen, verify=True)
+    values = _read_values(opened, chosen, verify=True)
     made: dict[str, Any] = {}
     for path, entry in entries.items():
         if path not in chosen:
@@ -121,8 +115,7 @@ def _refuse_tensor(path: str, found: RebuiltTensor) -> e.TensorEntry:
 
 
 def read_object(
-    session: Session,
-    document: Document,
+    opened: Opened,
     path: str,
     obj_out: Any,
     box: Sequence[slice | int] | None,
@@ -131,15 +124,16 @@ def read_object(
     allow_pickle: bool,
 ) -> Any:
     """Return the object at a path of the manifest."""
-    path, tree = _find_tree(session, document, path)
+    document = opened.document
+    path, tree = _find_tree(opened, path)
     entry = tree[path]
     if box is None:
-        run(expect_files(session, document, find_locations({path: entry}, document.files), reads=True))
+        run(expect_files(opened, find_locations({path: entry}, document.files), reads=True))
     read_plan = ReadPlan(document.files, allow_pickle=allow_pickle)
     if box is not None:
-        return _read_box(session, document, read_plan, path, entry=entry, obj_out=obj_out, box=box, verify=verify)
+        return _read_box(opened, read_plan, path, entry=entry, obj_out=obj_out, box=box, verify=verify)
     if isinstance(entry, (e.Container, EnumEntry)):
-        return read_tree(session, document, read_plan, path, tree=tree, verify=verify, out=obj_out)
+        return read_tree(opened, read_plan, path, tree=tree, verify=verify, out=obj_out)
     target = find_shards(path, obj_out) if isinstance(entry, e.TENSORS) and obj_out is not None else None
     if target is not None:
         _fill_shards(read_plan, path, entry, target, document)
@@ -169,22 +163,23 @@ def read_object(
             )
     else:
         read_plan.new(path, entry)
-    _execute(session, document, read_plan, verify)
+    _execute(opened, read_plan, verify)
     return read_plan.values[path]
 
 
-def read_state_dict(session: Session, document: Document, key: str, rank: int, *, allow_pickle: bool) -> Any:
+def read_state_dict(opened: Opened, key: str, rank: int, *, allow_pickle: bool) -> Any:
     """Return the state that a rank saved under one key of the app state.
 
     A rank that did not exist gets the state that all ranks shared.
     """
+    document = opened.document
     saved = document.world_size
     if rank >= saved:
         view = make_rank_view(document.manifest, rank, saved, rank + 1)
         for below, why in view.withheld.items():
             if below.startswith(encode_component(key) + "/"):
                 raise RestoreError(
-                    f"{session.url}: {below} {why}, and rank {rank} did not exist; replicate_from_rank0=True returns "
+                    f"{opened.url}: {below} {why}, and rank {rank} did not exist; replicate_from_rank0=True returns "
                     "rank 0's state",
                     [below],
                 )
@@ -193,24 +188,23 @@ def read_state_dict(session: Session, document: Document, key: str, rank: int, *
     keys = (each.split("/") for each in document.manifest if each.count("/") == 1)
     known = [name for number, name in keys if number == str(rank)]
     try:
-        tree = _entries_below(session, document, path)
+        tree = _entries_below(opened, path)
     except RestoreError:
-        raise RestoreError(f"{session.url}: has no key {key!r}; {suggest_names(key, known)}", [key]) from None
-    return read_tree(
-        session, document, ReadPlan(document.files, allow_pickle=allow_pickle), path, tree=tree, verify=True
-    )
+        raise RestoreError(f"{opened.url}: has no key {key!r}; {suggest_names(key, known)}", [key]) from None
+    return read_tree(opened, ReadPlan(document.files, allow_pickle=allow_pickle), path, tree=tree, verify=True)
 
 
-def _find_tree(session: Session, document: Document, path: str) -> tuple[str, dict[str, Any]]:
+def _find_tree(opened: Opened, path: str) -> tuple[str, dict[str, Any]]:
     """Return the manifest path for a name with or without a rank, and the entries below it."""
+    document = opened.document
     if is_rank(path.partition("/")[0], document.world_size):
         try:
-            return path, _entries_below(session, document, path)
+            return path, _entries_below(opened, path)
         except RestoreError:  # the number may be a key of the app state
             pass
     manifest, saved = document.manifest, document.world_size
     try:
-        path = resolve_path(manifest, saved, path, str(session.url))
+        path = resolve_path(manifest, saved, path, str(opened.url))
     except RestoreError:
         above, inner = path, ""
         while "/" in above:
@@ -220,26 +214,27 @@ def _find_tree(session: Session, document: Document, path: str) -> tuple[str, di
             shared = find_rank_paths(manifest, saved, logical) if is_rank(number, saved) and logical else []
             for each in (*find_rank_paths(manifest, saved, above), *shared):
                 if is_tree(manifest[each]):
-                    full = resolve_path(manifest, saved, above, str(session.url))
-                    return _find_in_tree(session, document, full, full + inner)
+                    full = resolve_path(manifest, saved, above, str(opened.url))
+                    return _find_in_tree(opened, full, full + inner)
         raise
-    return path, _entries_below(session, document, path)
+    return path, _entries_below(opened, path)
 
 
-def _find_in_tree(session: Session, document: Document, above: str, path: str) -> tuple[str, dict[str, Any]]:
+def _find_in_tree(opened: Opened, above: str, path: str) -> tuple[str, dict[str, Any]]:
     """Return the entries at a path inside a tree of plain values."""
-    found = {above: document.manifest[above]}
-    expand_trees(session, document, found)
+    found = {above: opened.document.manifest[above]}
+    expand_trees(opened, found)
     if path not in found:
-        raise RestoreError(f"{session.url}: has no entry {path!r}; {suggest_names(path, found)}", [path])
+        raise RestoreError(f"{opened.url}: has no entry {path!r}; {suggest_names(path, found)}", [path])
     return path, {below: each for below, each in found.items() if below == path or below.startswith(f"{path}/")}
 
 
-def _entries_below(session: Session, document: Document, path: str) -> dict[str, Any]:
+def _entries_below(opened: Opened, path: str) -> dict[str, Any]:
     """Return the entries at a path and below it, as the path's rank sees them.
 
     Shared entries may be stored under another rank.
     """
+    document = opened.document
     manifest: Mapping[str, Any] = document.manifest
     number, _, logical = path.partition("/")
     entry = manifest.get(path)
@@ -253,7 +248,7 @@ def _entries_below(session: Session, document: Document, path: str) -> dict[str,
     if path not in manifest and is_rank(path, document.world_size):
         return _all_of_rank(path, manifest, document)
     if path not in manifest:
-        raise RestoreError(f"{session.url}: has no entry {path!r}; {suggest_names(path, manifest)}", [path])
+        raise RestoreError(f"{opened.url}: has no entry {path!r}; {suggest_names(path, manifest)}", [path])
     return {below: each for below, each in manifest.items() if below == path or below.startswith(prefix)}
 
 
@@ -265,8 +260,7 @@ def _all_of_rank(number: str, manifest: Mapping[str, Any], document: Document) -
 
 
 def read_tree(
-    session: Session,
-    document: Document,
+    opened: Opened,
     read_plan: ReadPlan,
     path: str,
     *,
@@ -276,19 +270,19 @@ def read_tree(
 ) -> Any:
     """Return the object at a path from its entries, and those below it."""
     check_tree(path, tree)
-    run(expect_files(session, document, find_locations(tree, document.files)))
+    run(expect_files(opened, find_locations(tree, opened.document.files)))
     places = _bind_classes(path, tree, out, read_plan)
     for below, entry in tree.items():
         if isinstance(entry, e.Container) or below in read_plan.values:
             continue
         held = places.get(below)
         if isinstance(entry, e.TENSORS) and isinstance(held, torch.Tensor):
-            check_tensor(below, entry, document.files)
+            check_tensor(below, entry, opened.document.files)
             read_plan.into(below, entry, held, live=True)
             read_plan.values[below] = held
         else:
             read_plan.new(below, entry)
-    _execute(session, document, read_plan, verify)
+    _execute(opened, read_plan, verify)
     return inflate_tree(path, tree, read_plan.values)
 
 
@@ -334,8 +328,7 @@ def _fill_shards(read_plan: ReadPlan, path: str, entry: e.AnyTensor, target: Sha
 
 
 def _read_box(
-    session: Session,
-    document: Document,
+    opened: Opened,
     read_plan: ReadPlan,
     path: str,
     *,
@@ -348,7 +341,7 @@ def _read_box(
         raise RestoreError(f"{path}: only a tensor can be read by a box, got {type(entry).__name__}", [path])
     check_shape(path, entry)
     wanted, dropped = parse_box(path, entry.shape, box)
-    check_tensor(path, entry, document.files, boxes=[wanted])
+    check_tensor(path, entry, opened.document.files, boxes=[wanted])
     made = torch.empty(wanted.sizes, dtype=BY_NAME[entry.dtype], device="cpu")
     shape = [size for axis, size in enumerate(wanted.sizes) if axis not in dropped]
     if isinstance(obj_out, torch.Tensor):
@@ -359,7 +352,7 @@ def _read_box(
         read_plan.into_box(path, entry, wanted, target, live=True)
     else:
         read_plan.into_box(path, entry, wanted, made)
-    _execute(session, document, read_plan, verify)
+    _execute(opened, read_plan, verify)
     return obj_out if isinstance(obj_out, torch.Tensor) else made.view(shape)
 
 
@@ -393,12 +386,12 @@ def _expect_fitting_out(path: str, shape: tuple[int, ...], dtype: str, out: torc
         )
 
 
-def _execute(session: Session, document: Document, read_plan: ReadPlan, verify: bool) -> None:
+def _execute(opened: Opened, read_plan: ReadPlan, verify: bool) -> None:
     partial = [
         request for request in read_plan.requests if (request.begin, request.end) != tuple(request.stored.byte_range)
     ]
     needed = {request.location for request in partial} | {
         request.stored.blocks[0] for request in partial if request.stored.blocks
     }
-    run(expect_files(session, document, needed & document.files.keys()))
-    read_plan.execute(session, verify=verify)
+    run(expect_files(opened, needed & opened.document.files.keys()))
+    read_plan.execute(opened, verify=verify)

@@ -21,8 +21,8 @@ from snapshot.formats.pickled_objects import SavedFile, find_object, is_refused,
 from snapshot.formats.to_entries import NotPlainError, read_plain_value
 from snapshot.formats.torch_save import EmbeddedLayout, decode_object, is_archived
 from snapshot.io.accelerators import accelerator_of, await_host_copies
-from snapshot.io.session import Session
 from snapshot.loading.left_out import LeftOut
+from snapshot.loading.open import Opened
 from snapshot.loading.reader import ReadResult, fetch_requests
 from snapshot.loading.scatter import (
     ReadRequest,
@@ -441,7 +441,7 @@ class ReadPlan:
 
     def execute(
         self,
-        session: Session,
+        opened: Opened,
         *,
         verify: bool,
         meter: Meter | None = None,
@@ -450,9 +450,9 @@ class ReadPlan:
         """Read everything and create the values: objects first, so that a refused one leaves live tensors unchanged."""
         meter = meter or Meter("read", None)
         self.await_targets()
-        first = fetch_requests(session, self.objects, verify, meter)
+        first = fetch_requests(opened, self.objects, verify, meter)
         self.finish_objects(all_or_none=all_or_none)
-        result = fetch_requests(session, self.requests, verify, meter)
+        result = fetch_requests(opened, self.requests, verify, meter)
         self.finish()
         result.add(first)
         return result

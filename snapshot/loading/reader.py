@@ -29,8 +29,8 @@ from snapshot.io.aio import in_thread, inline, pop_first, run_inline, shielded
 from snapshot.io.arena import SEGMENT, Pinning, Slot
 from snapshot.io.budget import MemoryBudget
 from snapshot.io.loop import cancel_all, run
-from snapshot.io.session import Session
 from snapshot.io.storage import Buffer, Storage
+from snapshot.loading.open import Opened
 from snapshot.loading.scatter import BlockCheck, ReadRequest, Unpack, open_packed, slot_bytes, unpack_whole
 from snapshot.manifest.entries import TensorEntry
 from snapshot.plan.layout import ReadPart, plan_reads
@@ -487,7 +487,7 @@ def _touched_text(names: set[str]) -> str:
 
 
 def fetch_requests(
-    session: Session, requests: Sequence[ReadRequest], verify: bool, meter: Meter, touched: set[str] | None = None
+    opened: Opened, requests: Sequence[ReadRequest], verify: bool, meter: Meter, touched: set[str] | None = None
 ) -> ReadResult:
     """Read ranges, and raise if any fails verification. `touched` collects the live tensors that are written."""
     touched = set() if touched is None else touched
@@ -495,22 +495,22 @@ def fetch_requests(
         return ReadResult(touched=touched)
     await_current_streams({request.device for request in requests})
     reader = Reader(
-        session.storage, session.budget, verify=verify, wanted_part=session.settings.part_bytes, touched=touched
+        opened.storage, opened.budget, verify=verify, wanted_part=opened.settings.part_bytes, touched=touched
     )
     result = run(reader.read(requests, meter.wrote))
-    raise_faults(session, result)
+    raise_faults(opened, result)
     return result
 
 
 TOUCHED = "\nlive tensors that were written, and may hold wrong data now:"
 
 
-def raise_faults(session: Session, result: ReadResult) -> None:
+def raise_faults(opened: Opened, result: ReadResult) -> None:
     """Raise if any range failed verification."""
     if result.faults:
         touched = sorted(result.touched)
         raise CorruptSnapshotError(
-            f"{session.url}: {len(result.faults)} damaged:{listed(result.faults)}"
+            f"{opened.url}: {len(result.faults)} damaged:{listed(result.faults)}"
             + (f"{TOUCHED}{listed(touched)}" if touched else ""),
             faults=result.faults,
             touched=touched,

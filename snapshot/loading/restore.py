@@ -24,16 +24,15 @@ from snapshot.events import log
 from snapshot.io.accelerators import await_current_streams
 from snapshot.io.aio import in_thread
 from snapshot.io.loop import run, start
-from snapshot.io.session import Session
 from snapshot.io.system import gc_paused
 from snapshot.io.url import URL
 from snapshot.loading.choose import RestoreOptions, in_restore_order
-from snapshot.loading.open import expect_archive_checksums, expect_files, remember_plan
+from snapshot.loading.open import Opened, expect_archive_checksums, expect_files, remember_plan
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.loading.reader import Reader, ReadResult, fetch_requests, raise_faults
 from snapshot.loading.restore_plan import MATCH_NAMES, RestorePlan, plan_restore, reshard_states
 from snapshot.loading.scatter import Bytes, ReadRequest
-from snapshot.manifest.document import Document, save_id_in
+from snapshot.manifest.document import save_id_in
 from snapshot.plan.layout import ReadPart, plan_reads
 from snapshot.progress import Meter
 from snapshot.reports import Line, RestoreReport
@@ -122,16 +121,16 @@ class ReadAgreement:
     """True if another rank of this host reads the same long ranges, each for itself."""
 
 
-def share_checks(exchange: Exchange, session: Session, document: Document, files: set[str]) -> set[str]:
+def share_checks(exchange: Exchange, opened: Opened, files: set[str]) -> set[str]:
     """Return the files that this rank must look at, if others need the same and look at the rest.
 
     Each look is a request if the storage is remote, and ranks with replicas need the same files. No rank reads before
     all have looked: they wait for each other in `agree_on_reads`. Files of a base are not shared: each rank may have
     passed another copy of it.
     """
-    if exchange.alone or session.raw.capabilities.local:  # the place that all ranks have agreed on
+    if exchange.alone or opened.session.storage.capabilities.local:  # the place that all ranks have agreed on
         return files
-    ordered = sorted(each for each in files if save_id_in(each) == document.save_id)
+    ordered = sorted(each for each in files if save_id_in(each) == opened.document.save_id)
     mine = digest_range("\n".join(ordered).encode("utf-8", "surrogatepass"))
     digests = exchange.agree(mine, list, str, list[str])
     alike = [rank for rank, theirs in enumerate(digests) if theirs == mine]
@@ -219,7 +218,7 @@ class BroadcastReader:
     def __init__(
         self,
         exchange: Exchange,
-        session: Session,
+        opened: Opened,
         requests: Sequence[ReadRequest],
         meter: Meter,
         touched: set[str],
@@ -229,8 +228,8 @@ class BroadcastReader:
         """Do everything that may fail on one rank alone before other ranks depend on it."""
         await_current_streams({request.device for request in requests})
         self._exchange = exchange
-        self._storage = session.storage
-        self._reader = Reader(session.storage, session.budget, verify=verify, touched=touched)
+        self._storage = opened.storage
+        self._reader = Reader(opened.storage, opened.budget, verify=verify, touched=touched)
         if verify:
             run(self._reader.prepare_checks(requests))
         ranges = sorted({SharedRange(request.location, request.begin, request.end) for request in requests})
@@ -238,8 +237,8 @@ class BroadcastReader:
         self._requests: dict[int, list[ReadRequest]] = defaultdict(list)
         for request in requests:
             self._requests[numbers[SharedRange(request.location, request.begin, request.end)]].append(request)
-        size = max(BLOCK, min(PART, session.budget.limit // 8))
-        self._parts = plan_reads(ranges, size, session.storage.limits.merge_gap)
+        size = max(BLOCK, min(PART, opened.budget.limit // 8))
+        self._parts = plan_reads(ranges, size, opened.storage.limits.merge_gap)
         self._meter = meter
         longest = max((part.end - part.begin for part in self._parts), default=0)
         self._free = [torch.empty(longest + 1, dtype=torch.uint8) for _ in range(AHEAD + 3)]
@@ -390,11 +389,10 @@ class Restore:
     def __init__(
         self,
         operation: Operation,
-        session: Session,
-        document: Document,
+        opened: Opened,
         options: RestoreOptions,
         *,
-        opened: float,
+        seconds: float,
         allow_pickle: bool,
         touched: set[str],
     ) -> None:
@@ -403,14 +401,14 @@ class Restore:
         The names of the tensors that this attempt writes are added.
         """
         self._exchange = exchange = operation.exchange
-        self._session = session
-        self._document = document
+        self._opened = opened
+        self._document = opened.document
         self._options = options
         self._allow_pickle = allow_pickle
         self._meter = operation.meter
-        remote = not session.storage.capabilities.local
+        remote = not opened.storage.capabilities.local
         self._read_once = not exchange.alone and (remote if options.read_once == "auto" else bool(options.read_once))
-        self._seconds: dict[str, float] = {"open": opened}
+        self._seconds: dict[str, float] = {"open": seconds}
         self._touched = touched
 
     @contextmanager
@@ -432,15 +430,12 @@ class Restore:
             raise
 
     def _run(self, app_state: Mapping[str, Any]) -> RestoreReport:
-        options, session, document = self._options, self._session, self._document
+        options, opened, document = self._options, self._opened, self._document
         with self._phase("plan"):
-            resharded = reshard_states(
-                self._exchange, session, document, options, app_state, allow_pickle=self._allow_pickle
-            )
+            resharded = reshard_states(self._exchange, opened, options, app_state, allow_pickle=self._allow_pickle)
             plan = plan_restore(
                 self._exchange,
-                session,
-                document,
+                opened,
                 options,
                 app_state,
                 done=resharded.keys(),
@@ -449,13 +444,13 @@ class Restore:
             )
         with self._phase("check"):
             needed = {request.location for request in plan.reads.requests} - plan.checked
-            mine = share_checks(self._exchange, session, document, needed)
+            mine = share_checks(self._exchange, opened, needed)
             only = self._exchange.alone and not plan.checked  # else another file may be missing when a byte is written
             if mine:
-                run(expect_files(session, document, mine, reads=only))
-            agreed = agree_on_reads(self._exchange, plan, session.url, once=self._read_once, atomic=options.atomic)
+                run(expect_files(opened, mine, reads=only))
+            agreed = agree_on_reads(self._exchange, plan, opened.url, once=self._read_once, atomic=options.atomic)
             if agreed.same:
-                session.storage.share_reads()
+                opened.storage.share_reads()
         result = self._read(plan.reads, agreed.common, agreed.waits)
         self._expect_all()
         plan.reads.requests, plan.reads.objects = [], []  # before the states are built, which takes memory again
@@ -478,7 +473,7 @@ class Restore:
 
     def _warn(self, lines: Sequence[Line]) -> None:
         """Log what an application may have forgotten: entries that it keeps, and keys that it did not restore."""
-        url = self._session.url
+        url = self._opened.url
         found: dict[str, list[str]] = {}
         for line in lines:
             found.setdefault(line.kind, []).append(line.path)
@@ -518,9 +513,7 @@ class Restore:
             seen = self._fetch_shared(reads.objects, common)
             reads.finish_objects()
             if self._options.atomic:
-                expect_archive_checksums(
-                    self._session, (request.stored for request in reads.requests), self._document.files
-                )
+                expect_archive_checksums(self._opened, (request.stored for request in reads.requests))
                 dry = [
                     ReadRequest(request.name, request.stored, request.location, request.begin, request.end)
                     for request in reads.requests
@@ -539,21 +532,21 @@ class Restore:
         result = self._fetch(alone)
         if common:
             relay = BroadcastReader(
-                self._exchange, self._session, together, self._meter, self._touched, verify=self._options.verify
+                self._exchange, self._opened, together, self._meter, self._touched, verify=self._options.verify
             )
             self._expect_all()  # from here on, a failing rank must not leave others waiting
             relay.run(result)
-            raise_faults(self._session, result)
+            raise_faults(self._opened, result)
         return result
 
     def _expect_all(self) -> None:
         """Wait until all ranks are this far, or raise on all of them."""
         if not self._exchange.agree(True, all, bool, bool):
-            raise SnapshotError(f"{self._session.url}: the bytes that one rank read did not reach all others")
+            raise SnapshotError(f"{self._opened.url}: the bytes that one rank read did not reach all others")
 
     def _fetch(self, requests: Sequence[ReadRequest], *, verify: bool | None = None) -> ReadResult:
         return fetch_requests(
-            self._session, requests, self._options.verify if verify is None else verify, self._meter, self._touched
+            self._opened, requests, self._options.verify if verify is None else verify, self._meter, self._touched
         )
 
     # Hand back

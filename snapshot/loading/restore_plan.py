@@ -13,13 +13,12 @@ from snapshot.distributed.exchange import Exchange
 from snapshot.errors import RestoreError, noting
 from snapshot.formats.pickled_objects import expect_no_module
 from snapshot.io.loop import run
-from snapshot.io.session import Session
 from snapshot.loading.choose import Chooser, ChosenEntries, Matched, RestoreOptions, in_restore_order
 from snapshot.loading.left_out import compare_left_out
 from snapshot.loading.live import compare_twins, find_other_owner, find_read_only_memory, find_shared_memory
 from snapshot.loading.mapping import map_view
 from snapshot.loading.match import Matcher
-from snapshot.loading.open import expect_files, load_parts
+from snapshot.loading.open import Opened, expect_files, load_parts
 from snapshot.loading.read_object import expand_trees, read_tree
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.loading.renaming import below_only_key, follow_rename, match_wrappers
@@ -77,8 +76,7 @@ class RestorePlan:
 
 def plan_restore(
     exchange: Exchange,
-    session: Session,
-    document: Document,
+    opened: Opened,
     options: RestoreOptions,
     app_state: Mapping[str, Any],
     *,
@@ -91,13 +89,14 @@ def plan_restore(
     `done`: keys that need no plan. `written`: live tensors that an earlier attempt wrote. All of them must be
     restored now.
     """
+    document = opened.document
     kinds: dict[str, Kind] = {}
     checked = set[str]()
     if options.map is not None and document.parts:
-        run(load_parts(session, document, list(document.parts)))  # a mapped tensor may need tensors of any rank
+        run(load_parts(opened, list(document.parts)))  # a mapped tensor may need tensors of any rank
 
     def plan() -> RestorePlan:
-        planner = _Planner(exchange, session, document, options, kinds=kinds, checked=checked, written=written)
+        planner = _Planner(exchange, opened, options, kinds=kinds, checked=checked, written=written)
         return planner.plan(app_state, done, allow_pickle=allow_pickle)
 
     while document.parts:  # the parts that this rank needs may be those of other ranks
@@ -107,7 +106,7 @@ def plan_restore(
             if not made.incomplete:
                 return made
             needed = find_parts(document, made) or needed
-        run(load_parts(session, document, needed))
+        run(load_parts(opened, needed))
     return plan()
 
 
@@ -142,8 +141,7 @@ class _Planner:
     def __init__(
         self,
         exchange: Exchange,
-        session: Session,
-        document: Document,
+        opened: Opened,
         options: RestoreOptions,
         *,
         kinds: dict[str, Kind],
@@ -151,14 +149,14 @@ class _Planner:
         written: frozenset[str],
     ) -> None:
         self._exchange = exchange
-        self._session = session
-        self._document = document
+        self._opened = opened
+        self._document = opened.document
         self._options = options
         self._kinds = kinds
         self._checked = checked
         self._written = written
         self._issues = RestoreIssues()
-        self._chooser = Chooser(exchange, session, document, options, self._issues)
+        self._chooser = Chooser(exchange, opened, options, self._issues)
         self._change: Change = str
         self._others: dict[str, list[int]] | None = None
 
@@ -192,7 +190,7 @@ class _Planner:
         Those of live tensors are checked when all ranges to read are known, unless that is cheap to do now.
         """
         files, needed = self._document.files, set[str]()
-        cheap = all_of_them or (self._exchange.alone and self._session.storage.capabilities.local)
+        cheap = all_of_them or (self._exchange.alone and self._opened.storage.capabilities.local)
         for key, entries in grouped.items():
             new: Mapping[str, Any] = entries
             if not cheap:
@@ -201,18 +199,18 @@ class _Planner:
             needed |= find_locations(new, files)
         needed = (needed & self._document.own_files.keys()) - self._checked
         if needed:
-            run(expect_files(self._session, self._document, needed))
+            run(expect_files(self._opened, needed))
             self._checked |= needed
 
     def _view(self, app_state: Mapping[str, Any]) -> RankView:
         """Return the snapshot as this rank sees it, with the application's names."""
-        session, document, rename = self._session, self._document, self._options.rename
+        opened, document, rename = self._opened, self._document, self._options.rename
         view = make_rank_view(document.manifest, self._exchange.rank, document.world_size, self._exchange.world)
         if document.world_size == 1 and len(document.manifest) > IN_ONE:  # not all names twice
             document.manifest = cast("dict[str, Any]", NumberedEntries(0, dict(view.entries)))
         if rename or self._options.select or self._options.exclude:
-            expand_trees(session, document, view.entries)
-        view = map_view(session, document, below_only_key(document, view, app_state), self._options.map)
+            expand_trees(opened, view.entries)
+        view = map_view(opened, below_only_key(document, view, app_state), self._options.map)
         if rename:
             self._change = compile_rename(rename, {**view.elsewhere, **view.entries})[0]
             view = follow_rename(view, rename, app_state)
@@ -242,12 +240,12 @@ class _Planner:
         """Raise if the snapshot does not fit."""
         mismatches = self._issues.mismatches
         mismatches += find_shared_memory(reads) + find_read_only_memory(reads)
-        mismatches += compare_twins(self._session, self._document.files, matched.twins)
-        mismatches += run(compare_left_out(self._session, self._document, reads.left_out))
+        mismatches += compare_twins(self._opened, matched.twins)
+        mismatches += run(compare_left_out(self._opened, reads.left_out))
         self._expect_any(view, matched)
         self._expect_written(reads, matched)
         if mismatches:
-            url = self._session.url
+            url = self._opened.url
             expect_no_module(url, self._document.manifest, allow_pickle=allow_pickle)
             more = "more " if self._written else ""
             raise RestoreError(
@@ -309,8 +307,7 @@ _LOADERS = ("torchdata.", "datasets.iterable_dataset.")
 
 def reshard_states(
     exchange: Exchange,
-    session: Session,
-    document: Document,
+    opened: Opened,
     options: RestoreOptions,
     app_state: Mapping[str, Any],
     *,
@@ -320,6 +317,7 @@ def reshard_states(
 
     The states of all ranks are read. No state is handed back yet.
     """
+    document = opened.document
     saved, now = document.world_size, exchange.world
     if saved == now:
         return {}
@@ -331,9 +329,9 @@ def reshard_states(
     if not chosen:
         return {}
     if saved > MOST_RANKS:
-        raise RestoreError(f"{session.url}: the states of {saved:,} ranks cannot be redistributed", sorted(chosen))
+        raise RestoreError(f"{opened.url}: the states of {saved:,} ranks cannot be redistributed", sorted(chosen))
     if document.parts:
-        run(load_parts(session, document, list(document.parts)))
+        run(load_parts(opened, list(document.parts)))
     change: Change = str
     if options.rename:
         known = {path.partition("/")[2]: None for path in document.manifest}
@@ -345,13 +343,13 @@ def reshard_states(
             continue
         if not isinstance(stateful, Reshardable):
             raise RestoreError(
-                f"{session.url}: {key}: is the state of a data loader on each of {saved} ranks, and now there are "
+                f"{opened.url}: {key}: is the state of a data loader on each of {saved} ranks, and now there are "
                 f"{now}; save it with snapshot.interop.torchdata.LoaderState, or give it a method "
                 "reshard_state_dict(states, rank, world), or exclude it from the restore",
                 [key],
             )
         plan = ReadPlan(document.files, allow_pickle=allow_pickle)
-        held = read_tree(session, document, plan, key, tree=tree, verify=options.verify)
+        held = read_tree(opened, plan, key, tree=tree, verify=options.verify)
         with noting(f"raised by reshard_state_dict() of app_state[{key!r}]; nothing was touched"):
             states[key] = stateful.reshard_state_dict(held, exchange.rank, now)
     return states

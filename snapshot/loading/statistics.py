@@ -5,7 +5,7 @@ from __future__ import annotations
 from snapshot.errors import CorruptSnapshotError, StorageNotFoundError
 from snapshot.io.aio import gather_limited
 from snapshot.io.loop import run
-from snapshot.io.session import Session
+from snapshot.loading.open import Opened
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document, ForeignFile
 from snapshot.tensors.digest import digest_range
@@ -21,17 +21,18 @@ AT_ONCE = 16
 """Files that are read at once."""
 
 
-def read_statistics(session: Session, document: Document) -> dict[str, TensorStatistics]:
+def read_statistics(opened: Opened) -> dict[str, TensorStatistics]:
     """Return the statistics of tensors, by their paths in the manifest. No tensor is read.
 
     The parts that ranks have of one tensor count together.
     """
+    document = opened.document
     own = (location for location, file in document.files.items() if not isinstance(file, ForeignFile))
     locations = sorted(location for location in own if location.endswith(SUFFIX))
     parts: dict[str, list[TensorStatistics]] = {}
 
     async def read(location: str) -> tuple[int, ByPath]:
-        return int(location.split("-")[1]), await _read_file(session, document, location)
+        return int(location.split("-")[1]), await _read_file(opened, location)
 
     for rank, held in run(gather_limited(locations, read, AT_ONCE)):
         for path, found in held.items():
@@ -48,10 +49,10 @@ def _find_name(document: Document, rank: int, path: str) -> str:
     return next((name for name in names if name in document.manifest), f"{rank}/{path}")
 
 
-async def _read_file(session: Session, document: Document, location: str) -> ByPath:
-    file, where = document.files[location], session.storage.url.join(location)
+async def _read_file(opened: Opened, location: str) -> ByPath:
+    file, where = opened.document.files[location], opened.storage.url.join(location)
     try:
-        data = await session.storage.get(location, limit=session.settings.manifest_bytes)
+        data = await opened.storage.get(location, limit=opened.settings.manifest_bytes)
     except StorageNotFoundError as error:
         raise CorruptSnapshotError(f"{error}: the statistics are missing") from error
     if len(data) != file.size or digest_range(data) != file.header_digest:

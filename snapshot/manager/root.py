@@ -263,9 +263,10 @@ class Root:
         """
         async with self.opened(step, seal) as session:
             try:
-                document = await open_main(session)
+                opened = await open_main(session)
+                document = opened.document
                 if isinstance(document, ForeignDocument):  # its reader may not look at all files that belong to it
-                    await expect_files(session, document, set(document.own_files))
+                    await expect_files(opened, set(document.own_files))
             except (CorruptSnapshotError, SnapshotNotFoundError, StorageNotFoundError) as error:
                 return str(error)
             except SnapshotError:

@@ -68,7 +68,7 @@ def decode_tree(path: str, data: bytes | bytearray) -> Any:
         plain = _survey(made)
         if plain is not None and _encoder.encode(made if plain else _mark(made)) == data:
             return made
-    except (*UNREADABLE, msgspec.MsgspecError, ValueError, TypeError, KeyError):
+    except (*UNREADABLE, msgspec.MsgspecError, ValueError, TypeError, KeyError, AttributeError):
         pass
     raise CorruptSnapshotError(f"{path}: not a tree of plain values in the canonical form")
 

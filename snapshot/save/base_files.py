@@ -14,10 +14,10 @@ from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageError, S
 from snapshot.events import emit, log
 from snapshot.io.aio import gather_limited, in_thread
 from snapshot.io.arena import arena_bytes
-from snapshot.io.session import Session
 from snapshot.io.system import PerProcess, drop_oldest
+from snapshot.loading.open import Opened
 from snapshot.manifest import entries as e
-from snapshot.manifest.document import BaseReference, Document, FileEntry
+from snapshot.manifest.document import BaseReference, FileEntry
 from snapshot.manifest.entries import TensorEntry
 from snapshot.plan.layout import Extent, FilePlan, Piece, plan_file
 from snapshot.save.begin import TakeOpening
@@ -53,7 +53,7 @@ class BaseFile:
     @property
     def place(self) -> str:
         """The URL of the file."""
-        return str(self.base.session.url.join(self.location))
+        return str(self.base.opened.url.join(self.location))
 
     @property
     def origin(self) -> str:
@@ -109,8 +109,7 @@ class SignedFiles(Protocol):
 class Base:
     """An earlier snapshot, opened for a take that is based on it."""
 
-    session: Session
-    document: Document
+    opened: Opened
     shares: str
     """The way in which the take's storage shares its files, as in `Capabilities.shares`; empty if it cannot."""
     files: dict[str, BaseFile]
@@ -132,10 +131,11 @@ class Base:
         }
 
 
-def open_base(session: Session, document: Document, rank: int, *, shares: str) -> Base:
+def open_base(opened: Opened, rank: int, *, shares: str) -> Base:
     """Return a base with the files that one rank wrote."""
+    document = opened.document
     elsewhere = frozenset(location for location, file in document.files.items() if file.in_base)
-    base = Base(session, document, shares, {}, elsewhere, document.base)
+    base = Base(opened, shares, {}, elsewhere, document.base)
     mine = {
         location
         for location in document.files
@@ -351,7 +351,7 @@ class Comparer:
 
     async def _read_turn(self, compared: Comparison) -> None:
         """Read a part of the base's file from the disk, another one in each take."""
-        storage, held = compared.held.base.session.storage, compared.held
+        storage, held = compared.held.base.opened.storage, compared.held
         try:
             stat = await storage.stat(held.location)
             if stat.size != held.entry.stored_size:
@@ -388,7 +388,7 @@ class Comparer:
         held = compared.held
         begin, nbytes = blocks[0][0], blocks[-1][1] - blocks[0][0]
         async with self._session.budget.slot(arena_bytes(nbytes)) as slot:
-            await held.base.session.storage.read_into(held.location, begin, [slot.view[:nbytes]])
+            await held.base.opened.storage.read_into(held.location, begin, [slot.view[:nbytes]])
 
             def digests() -> list[tuple[int, str]]:
                 return [(low, digest_range(slot.view[low - begin : high - begin])) for low, high in blocks]
@@ -439,7 +439,8 @@ async def read_tables(base: Base, ranges: Iterable[BaseRange]) -> dict[tuple[str
     """Read the tables of digests of some ranges. A damaged table is left out: its tensor counts as changed."""
     wanted = {each.stored.blocks: each.stored for each in ranges if each.stored.blocks is not None}
     runs: list[list[tuple[str, int, int]]] = []
-    for place in sorted(place for place, stored in wanted.items() if place and _is_table(base.document.files, stored)):
+    files = base.opened.document.files
+    for place in sorted(place for place, stored in wanted.items() if place and _is_table(files, stored)):
         if not runs or (runs[-1][-1][0], runs[-1][-1][2]) != place[:2]:
             runs.append([])
         runs[-1].append(place)
@@ -449,9 +450,9 @@ async def read_tables(base: Base, ranges: Iterable[BaseRange]) -> dict[tuple[str
         location, begin, end = run[0][0], run[0][1], run[-1][2]
         data = bytearray(end - begin)
         try:
-            await base.session.storage.read_into(location, begin, [data])
+            await base.opened.storage.read_into(location, begin, [data])
         except SnapshotError as error:
-            log.warning("%s: cannot be read: %s", base.session.url.join(location), error)
+            log.warning("%s: cannot be read: %s", base.opened.url.join(location), error)
             return
         for place in run:
             table = bytes(data[place[1] - begin : place[2] - begin])

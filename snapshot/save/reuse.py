@@ -25,7 +25,7 @@ from snapshot.io.session import Session
 from snapshot.io.system import PerProcess, drop_oldest
 from snapshot.io.url import URL, Location, locate_source, select_server
 from snapshot.loading.left_out import attach_base
-from snapshot.loading.open import open_document
+from snapshot.loading.open import open_checkpoint
 from snapshot.manifest.document import BaseReference, FileEntry
 from snapshot.manifest.entries import TensorEntry
 from snapshot.plan.layout import LATE, LEFT_OUT, STABLE, Extent, FilePlan, Piece, name_data_file, place_box
@@ -199,11 +199,11 @@ async def omit_frozen(
         for (_, start, length, box), each in pieces.items() if number not in changed else ():
             unchanged.omitted.append((Extent(number, 0, length, start, box), _as_stored(each.stored)))
             for location in {each.stored.location, *(each.stored.blocks or ())[:1]}:
-                unchanged.base_files[location] = _in_base(base.document.files[location])
+                unchanged.base_files[location] = _in_base(base.opened.document.files[location])
     for comparison in comparisons:
         add_use(comparison.held)
     if unchanged.base_files:
-        unchanged.reference = base.reference or BaseReference(base.document.save_id, str(base.session.url))
+        unchanged.reference = base.reference or BaseReference(base.opened.document.save_id, str(base.opened.url))
     return found.keys() - changed
 
 
@@ -391,7 +391,7 @@ class FileSharing:
         storage, held = self._session.storage, match.held
         try:
             self._packed[held.location] = await _read_packed(held)
-            await storage.share(held.base.session.storage.url.join(held.location), name, token=match.token)
+            await storage.share(held.base.opened.storage.url.join(held.location), name, token=match.token)
             size = (await storage.stat(name)).size
             if size != held.entry.stored_size:
                 raise StorageError(
@@ -419,7 +419,7 @@ async def _read_packed(held: BaseFile) -> PackedResult | None:
         return None
     location, begin, end = packed.index
     table = bytearray(end - begin)
-    await held.base.session.storage.read_into(location, begin, [table])
+    await held.base.opened.storage.read_into(location, begin, [table])
     if digest_range(table) != packed.index_digest:
         raise CorruptSnapshotError(f"{held.place}: its table of blocks is damaged")
     return PackedResult(packed.size, bytes(table), packed.digest)
@@ -442,7 +442,7 @@ def find_unchanged(
     unchanged = Unchanged(compares=options.base is not None)
     with ExitStack() as opened:
         bases = _open_bases(opening, options, unchanged.notes, opened)
-        unchanged.groups = group_leaves(share, frozen, bases[0].document.save_id if bases else None)
+        unchanged.groups = group_leaves(share, frozen, bases[0].opened.document.save_id if bases else None)
         if not bases:
             return unchanged
         opening.transaction()  # an existing snapshot is an error before anything is compared
@@ -475,7 +475,8 @@ def _open_bases(opening: TakeOpening, options: TakeRequest, notes: list[str], op
         place = Session(url, theirs, seal=base.seal or optional)
         opened.callback(_close, place)
         try:
-            document = run(open_document(place, exchange.rank))
+            found = run(open_checkpoint(place, exchange.rank))
+            document = found.document
             if isinstance(document, ForeignDocument):
                 raise UnsupportedFormatError(f"{url}: is a checkpoint of {document.format}, not a snapshot")
             if document.world_size != exchange.world:
@@ -487,9 +488,9 @@ def _open_bases(opening: TakeOpening, options: TakeRequest, notes: list[str], op
             log.warning("%s: %s", session.url, notes[-1])
             continue
         shares = session.storage.capabilities.shares if same else ""
-        bases.append(open_base(place, document, exchange.rank, shares=shares))
-        if isinstance(place.stored, SignedFiles):
-            bases[-1].signed = place.stored
+        bases.append(open_base(found, exchange.rank, shares=shares))
+        if isinstance(found.stored, SignedFiles):
+            bases[-1].signed = found.stored
         elif optional is not None:
             notes.append(f"no file is shared with the base, since this take's key does not sign it: {optional.fault}")
             log.warning("%s: %s", session.url, notes[-1])
@@ -502,10 +503,10 @@ def _find_lasting(opening: TakeOpening, base: Base, notes: list[str]) -> str | N
     Return None if it is not there, or if this take replaces it.
     """
     reference, session = base.reference, opening.session
-    save_id = base.document.save_id
+    save_id = base.opened.document.save_id
     try:
         if reference is not None:
-            save_id = run(attach_base(base.session, base.document, _place_of(base)))
+            base.opened, save_id = run(attach_base(base.opened, _place_of(base)))
         if run(committed_save_id(session.storage)) != save_id:
             return save_id
         why = f"this take replaces {session.url}"
@@ -518,10 +519,10 @@ def _find_lasting(opening: TakeOpening, base: Base, notes: list[str]) -> str | N
 
 def _place_of(base: Base) -> Location:
     """Return the place of the snapshot that has what is left out."""
-    url, options = base.session.url, base.session.options
+    url, options = base.opened.url, base.opened.session.options
     if base.reference is not None:
         url = URL.parse(base.reference.url)
-        options = options if url.scheme == base.session.url.scheme else None
+        options = options if url.scheme == base.opened.url.scheme else None
     return Location(url, options)
 
 

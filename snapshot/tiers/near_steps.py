@@ -18,7 +18,7 @@ from snapshot.events import log
 from snapshot.io.aio import gather_limited
 from snapshot.io.session import Session
 from snapshot.io.storage import Storage
-from snapshot.loading.open import read_parts
+from snapshot.loading.open import add_layers, read_parts
 from snapshot.manifest.document import (
     METADATA,
     NEWEST_FORMAT,
@@ -328,7 +328,9 @@ async def describe_files(session: Session, document: Document, locations: Sequen
     parts = [each for each in document.parts if each.location in wanted]
     ranks = {rank_of(each) for each in locations}
     needed = [each for each in document.parts if rank_of(each.location) in ranks]
-    held: list[ManifestPart] = await read_parts(session, needed) if wanted - {each.location for each in parts} else []
+    held: list[ManifestPart] = (
+        await read_parts(add_layers(session, document), needed) if wanted - {each.location for each in parts} else []
+    )
     data = {each: None for each in locations if each in document.files}
     files = checked_files(document, held, data, url=session.url, verify=True) if data else []
     return [*map(described_part, parts), *files]
@@ -365,7 +367,7 @@ async def copy_verified(
             return await writer.write(plans, [name], ahead)
 
         packing = await pack(file) if pack is not None else None
-        await copy_files_through(source, target, [file], progress, write, packing=packing)
+        await copy_files_through(source.storage, target, [file], progress, write, packing=packing)
         if renames:
             await target.storage.rename(name, file.location)
 

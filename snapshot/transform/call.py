@@ -22,7 +22,7 @@ from snapshot.io.session import Session, signer_of
 from snapshot.io.storage import Storage
 from snapshot.io.url import PER_HOST, URL
 from snapshot.loading.left_out import stored_in
-from snapshot.loading.open import expect_files, expect_sound_archives, group_by_archive, open_document
+from snapshot.loading.open import Opened, expect_files, expect_sound_archives, group_by_archive, open_checkpoint
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document, check_tensor, find_locations
@@ -194,9 +194,9 @@ def expect_sound(entries: Mapping[str, Any], document: Document) -> None:
 class Objects:
     """The values of objects that are stored outside the manifest."""
 
-    def __init__(self, session: Session, document: Document, *, allow_pickle: bool, verify: bool) -> None:
-        self._session = session
-        self._document = document
+    def __init__(self, opened: Opened, *, allow_pickle: bool, verify: bool) -> None:
+        self._opened = opened
+        self._document = opened.document
         self._allow_pickle = allow_pickle
         self._verify = verify
 
@@ -212,14 +212,14 @@ class Objects:
         ]
         if refused:
             raise UnsafeObjectError(
-                f"{self._session.url}: some objects can only be read by running a pickle; leave them out with "
+                f"{self._opened.url}: some objects can only be read by running a pickle; leave them out with "
                 f"exclude=[...], or {TRUST}:{listed(refused)}"
             )
-        run(expect_files(self._session, self._document, find_locations(entries, self._document.files)))
+        run(expect_files(self._opened, find_locations(entries, self._document.files)))
         read_plan = ReadPlan(self._document.files, allow_pickle=self._allow_pickle)
         for path, entry in entries.items():
             read_plan.new(path, entry)
-        read_plan.execute(self._session, verify=self._verify, all_or_none=all_or_none)
+        read_plan.execute(self._opened, verify=self._verify, all_or_none=all_or_none)
         return read_plan.values
 
     def bytes_of(self, entries: Mapping[str, e.ObjectEntry]) -> dict[str, bytearray]:
@@ -255,7 +255,7 @@ def clean_extra(entry: e.AnyTensor) -> e.Extra | None:
 
 
 T = TypeVar("T")
-Read = Callable[[Session], Coroutine[Any, Any, Document]]
+Read = Callable[[Session], Coroutine[Any, Any, Opened]]
 LONGEST = 300
 """The maximum length of an argument in an error."""
 AT_ONCE = 16
@@ -269,7 +269,7 @@ class Call(msgspec.Struct, array_like=True):
     arguments: dict[str, str]
 
 
-class Opened(msgspec.Struct, array_like=True):
+class FoundCheckpoint(msgspec.Struct, array_like=True):
     """A checkpoint that the leader opened. All ranks must read this one."""
 
     save_id: str
@@ -284,33 +284,33 @@ def open_sources(
     verb: str,
     arguments: Mapping[str, object],
     sessions: Sequence[Session],
-    read: Read = open_document,
-) -> list[Document]:
+    read: Read = open_checkpoint,
+) -> list[Opened]:
     """Open checkpoints. Several ranks agree on the call first, and raise unless all of them open the same saves.
 
-    From then on, a session raises if a file of another library's checkpoint was replaced.
+    From then on, reading raises if a file of another library's checkpoint was replaced.
     """
-    opened: list[Document] = []
+    opened: list[Opened] = []
 
-    def lead(calls: list[Call]) -> list[Opened]:
+    def lead(calls: list[Call]) -> list[FoundCheckpoint]:
         expect_same_calls(calls)
         opened.extend(_open_first(session, read) for session in sessions)
-        return [] if exchange.alone else [_describe(document) for document in opened]
+        return [] if exchange.alone else [_describe(each.document) for each in opened]
 
     given = {**arguments, "keys": [signer_of(session.seal) for session in sessions]}
     mine = Call(verb, {name: _text_of(value) for name, value in given.items()})
-    found = exchange.agree(mine, lead, Call, list[Opened])
+    found = exchange.agree(mine, lead, Call, list[FoundCheckpoint])
     if exchange.rank == LEADER:
         return opened
     return [_open_same(session, read, each) for session, each in zip(sessions, found, strict=True)]
 
 
-def _open_first(session: Session, read: Read) -> Document:
+def _open_first(session: Session, read: Read) -> Opened:
     """Open a checkpoint, and record which files it has."""
-    document = run(read(session))
-    if isinstance(document, ForeignDocument):
-        _keep_tokens(session, document, run(_find_tokens(session.storage, document.files.keys() - {INLINE})))
-    return document
+    opened = run(read(session))
+    if isinstance(opened.document, ForeignDocument):
+        _keep_tokens(opened, run(_find_tokens(opened.storage, opened.document.files.keys() - {INLINE})))
+    return opened
 
 
 async def _find_tokens(storage: Storage, names: Iterable[str]) -> dict[str, str]:
@@ -324,20 +324,20 @@ async def _find_tokens(storage: Storage, names: Iterable[str]) -> dict[str, str]
     return {name: token for name, token in await gather_limited(names, look, AT_ONCE) if token}
 
 
-def _open_same(session: Session, read: Read, opened: Opened) -> Document:
+def _open_same(session: Session, read: Read, found: FoundCheckpoint) -> Opened:
     """Open the checkpoint that the leader opened."""
     for _ in range(2):
-        document = run(read(session))
-        if isinstance(document, ForeignDocument):
-            _keep_tokens(session, document, opened.tokens)
-        if _describe(document) == opened:
-            return document
+        opened = run(read(session))
+        if isinstance(opened.document, ForeignDocument):
+            _keep_tokens(opened, found.tokens)
+        if _describe(opened.document) == found:
+            return opened
     raise SnapshotError(f"{session.url}: was replaced while the ranks opened it; start again")
 
 
-def _keep_tokens(session: Session, document: ForeignDocument, tokens: dict[str, str]) -> None:
-    document.tokens = tokens
-    cast(ReadOnlyStorage, session.stored).expect_tokens(tokens)
+def _keep_tokens(opened: Opened, tokens: dict[str, str]) -> None:
+    cast(ForeignDocument, opened.document).tokens = tokens
+    cast(ReadOnlyStorage, opened.stored).expect_tokens(tokens)
 
 
 def tokens_of(document: Document) -> dict[str, str]:
@@ -345,11 +345,11 @@ def tokens_of(document: Document) -> dict[str, str]:
     return document.tokens if isinstance(document, ForeignDocument) else {}
 
 
-def _describe(document: Document) -> Opened:
+def _describe(document: Document) -> FoundCheckpoint:
     if not isinstance(document, ForeignDocument):
-        return Opened(document.save_id)
+        return FoundCheckpoint(document.save_id)
     entries = digest_range(msgspec.msgpack.encode(list(document.manifest.items())))
-    return Opened(document.save_id, entries, document.tokens)
+    return FoundCheckpoint(document.save_id, entries, document.tokens)
 
 
 def expect_same_calls(calls: Sequence[Call]) -> None:
@@ -435,15 +435,15 @@ def share_runs(exchange: Exchange, items: Sequence[T], sizes: Sequence[int]) -> 
     return shares
 
 
-def expect_checksums(
-    exchange: Exchange, session: Session, document: Document, manifest: Mapping[str, Any] | None = None
-) -> None:
+def expect_checksums(exchange: Exchange, opened: Opened, manifest: Mapping[str, Any] | None = None) -> None:
     """Raise if the archives of other libraries do not match their checksums. Each rank reads a share.
 
     With the part of the manifest that is used, only its members of long archives are read.
     """
-    found = zip_archive.find_archives(stored_in(document.manifest if manifest is None else manifest), document.files)
+    found = zip_archive.find_archives(
+        stored_in(opened.document.manifest if manifest is None else manifest), opened.document.files
+    )
     parts = group_by_archive(found)
     archives = sorted(parts)
     shares = share_whole(exchange, archives, [end - begin for _, begin, end in archives])
-    expect_sound_archives(session, shares[exchange.rank], None if manifest is None else parts)
+    expect_sound_archives(opened, shares[exchange.rank], None if manifest is None else parts)

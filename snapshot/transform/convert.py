@@ -29,11 +29,10 @@ from snapshot.formats.torch_save import VALUE
 from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.io.url import URL, Location
-from snapshot.loading.mapping import map_document
-from snapshot.loading.open import expect_files
+from snapshot.loading.mapping import map_checkpoint
+from snapshot.loading.open import Opened, expect_files
 from snapshot.manifest import document
 from snapshot.manifest import entries as e
-from snapshot.manifest.document import Document
 from snapshot.manifest.entries import AnyTensor
 from snapshot.manifest.paths import decode_component
 from snapshot.plan.layout import Extent, FilePlan, group_in_order, plan_exact_file
@@ -151,15 +150,16 @@ class _Nested(msgspec.Struct):
 class Export:
     """Rank 0's view of a checkpoint, for export to another format."""
 
-    def __init__(self, source: Session, document: Document, choice: Selection) -> None:
-        self._source = source
+    def __init__(self, opened: Opened, choice: Selection) -> None:
+        document = opened.document
+        self._source = opened
         self._document = document
         self._choice = choice
         self._tied: dict[str, torch_save.AbsentTensor] = {}
         """The placeholders of tensors that were seen in the present archive."""
         self._first = 0
         """The number of the first leaf in the present archive."""
-        self._objects = Objects(source, document, allow_pickle=choice.allow_pickle, verify=choice.verify)
+        self._objects = Objects(opened, allow_pickle=choice.allow_pickle, verify=choice.verify)
         view = seen_by_rank(document, choice.select, choice.exclude, choice.rename)
         self._entries = view.entries
         expect_sound(self._entries, document)
@@ -566,7 +566,6 @@ class Export:
         own = {extent.leaf for file in files for extent in file.extents}
         source: Stager = make_stager(
             self._source,
-            self._document,
             plan.leaves,
             [origin if number in own else b"" for number, origin in enumerate(plan.origins)],
             verify=self._choice.verify,
@@ -617,8 +616,7 @@ def expect_writable(target: Target, sources: Sequence[URL]) -> None:
 
 def write_checkpoint(
     operation: Operation,
-    source: Session,
-    document: Document,
+    opened: Opened,
     choice: Selection,
     target: Target,
     *,
@@ -633,15 +631,15 @@ def write_checkpoint(
     url, exchange = target.place.url, operation.exchange
     expect_common_place(exchange, url)
     if target.format == "snapshot":
-        return write_as_snapshot(source, document, choice, target, operation, make_stager=make_stager, splits=splits)
-    export = Export(source, document, choice)
+        return write_as_snapshot(opened, choice, target, operation, make_stager=make_stager, splits=splits)
+    export = Export(opened, choice)
     name: str | None = None
     if target.format in ("torch", "gguf") or (target.format == "safetensors" and suffix_of(url) == ".safetensors"):
         above, _, name = url.location.rpartition("/")
         if not name or (not above and url.scheme != "file"):
             raise ValueError(f"{url}: must be the name of a file")
         url = URL(url.scheme, above or "/", url.query)
-    with target.open(operation, url, default_budget=source.budget.limit) as made:
+    with target.open(operation, url, default_budget=opened.budget.limit) as made:
         plan: Plan
         if target.format == "torch":
             assert name is not None
@@ -651,7 +649,7 @@ def write_checkpoint(
             assert template is not None
             plan = export.gguf(name, template, target.quantisation)
         elif target.format == "peft":
-            plan = export.peft(_read_adapter_config(operation, source, target))
+            plan = export.peft(_read_adapter_config(operation, opened, target))
         elif target.format == "deepspeed-universal":
             plan = export.universal()
         elif target.format == "torch_checkpointing":
@@ -668,15 +666,16 @@ def write_checkpoint(
         return run(work)
 
 
-def _read_adapter_config(operation: Operation, source: Session, target: Target) -> bytes:
+def _read_adapter_config(operation: Operation, source: Opened, target: Target) -> bytes:
     """Return the configuration that a target names, or the one beside the source."""
-    session, name = source, peft.CONFIG
+    storage, name = source.storage, peft.CONFIG
     if target.adapter_config is not None:
         session, name = target.open_file(operation, target.adapter_config)
+        storage = session.storage
     try:
-        return run(session.storage.get(name, limit=session.settings.manifest_bytes))
+        return run(storage.get(name, limit=source.settings.manifest_bytes))
     except StorageNotFoundError as error:
-        where = session.storage.url.join(name)
+        where = storage.url.join(name)
         raise SnapshotError(f"{where}: is missing; pass adapter_config= with that of the adapter") from error
 
 
@@ -686,14 +685,15 @@ def convert_checkpoint(operation: Operation, origin: Location, target: Target, c
     source = operation.open(origin, share=2)
     arguments = {"source": origin.url, **target.agreed(), **choice.arguments()}
     [found] = open_sources(operation.exchange, "convert", arguments, [source])
-    expand_chosen_trees(source, found, choice)
+    expand_chosen_trees(found, choice)
     template = None if target.kv_from is None else read_template(operation, target)
     tensor_map = choice.map
     if template is not None and tensor_map is None:
-        tensor_map = template.find_map(found.manifest)
-    document = map_document(source, found, tensor_map)
-    run(expect_files(source, document, selected_locations(document, choice.select, choice.exclude)))
+        tensor_map = template.find_map(found.document.manifest)
+    opened = map_checkpoint(found, tensor_map)
+    document = opened.document
+    run(expect_files(opened, selected_locations(document, choice.select, choice.exclude)))
     if choice.verify:
-        expect_checksums(operation.exchange, source, document, select_entries(document, choice.select, choice.exclude))
-    report = write_checkpoint(operation, source, document, choice, target, template=template)
+        expect_checksums(operation.exchange, opened, select_entries(document, choice.select, choice.exclude))
+    report = write_checkpoint(operation, opened, choice, target, template=template)
     return operation.done(report, "converted", bytes=report.nbytes)

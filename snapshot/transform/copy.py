@@ -31,10 +31,11 @@ from snapshot.io.storage import exists
 from snapshot.io.url import URL, Location, select_server
 from snapshot.loading.left_out import stored_in
 from snapshot.loading.open import (
+    Opened,
     expect_archive_checksums,
     expect_files,
     load_parts,
-    open_document,
+    open_checkpoint,
     open_main,
     read_parts,
 )
@@ -95,8 +96,7 @@ class _Layout:
 
 
 def copy_files(
-    source: Session,
-    document: ForeignDocument,
+    opened: Opened,
     url: URL,
     opener: Callable[[URL], Session],
     meter: Meter,
@@ -106,8 +106,10 @@ def copy_files(
     exchange: Exchange,
 ) -> CopyReport:
     """Copy a checkpoint of another library, file by file. Each rank copies a share of the files."""
-    layout = run(_find_layout(source, document, url))
-    if source.storage.url == layout.place and layout.names.keys() & {*layout.names.values(), *layout.markers}:
+    document = opened.document
+    assert isinstance(document, ForeignDocument)
+    layout = run(_find_layout(opened, document, url))
+    if opened.storage.url == layout.place and layout.names.keys() & {*layout.names.values(), *layout.markers}:
         raise ValueError(f"{url}: the destination is the source; copy to another path")
     stored = list(stored_in(document.manifest))
     target = opener(layout.place)
@@ -125,10 +127,8 @@ def copy_files(
         own = [files[number] for number in outputs.share]
         if verify:
             locations = {each.location for each in own}
-            expect_archive_checksums(
-                source, [each for each in stored if each.location in locations], document.files, whole=True
-            )
-        run(_write_files(source, layout, target, meter, files=own, outputs=outputs, overwrite=overwrite))
+            expect_archive_checksums(opened, [each for each in stored if each.location in locations], whole=True)
+        run(_write_files(opened, layout, target, meter, files=own, outputs=outputs, overwrite=overwrite))
     finally:
         run(target.close())
     checked = "checksums" if verify and zip_archive.find_archives(stored, document.files) else "sizes"
@@ -139,7 +139,7 @@ def copy_files(
 
 
 async def _write_files(
-    source: Session,
+    source: Opened,
     layout: _Layout,
     target: Session,
     meter: Meter,
@@ -157,7 +157,7 @@ async def _write_files(
     emit("start", "copy", str(target.url), bytes=nbytes)
     try:
         await copy_files_through(
-            source,
+            source.storage,
             target,
             files,
             meter.wrote,
@@ -169,7 +169,7 @@ async def _write_files(
     meter.wrote(sum(map(len, layout.markers.values())))
 
 
-async def _expect_unchanged(source: Session, layout: _Layout, cause: SnapshotError) -> None:
+async def _expect_unchanged(source: Opened, layout: _Layout, cause: SnapshotError) -> None:
     """Raise if the source was replaced meanwhile."""
     try:
         replaced = await stat_files(source.storage, layout.names) != layout.held
@@ -179,23 +179,23 @@ async def _expect_unchanged(source: Session, layout: _Layout, cause: SnapshotErr
         raise SnapshotError(f"{source.url}: was replaced while it was copied; copy again ({cause})") from cause
 
 
-async def _find_layout(source: Session, document: ForeignDocument, url: URL) -> _Layout:
+async def _find_layout(opened: Opened, document: ForeignDocument, url: URL) -> _Layout:
     """Return the files to copy and their destinations.
 
     The index is read again and compared with the opened one. So all files are of one checkpoint, unless their tokens
     change.
     """
-    storage = source.storage
+    storage = opened.storage
     locations = [location for location in document.stored_files if location != INLINE]
-    folder = document.place == source.url
+    folder = document.place == opened.url
     above, _, name = url.location.rpartition("/")
     beside = URL(url.scheme, above or "/", url.query)
-    opened = source.url.location.rpartition("/")[2]
+    alone = opened.url.location.rpartition("/")[2]
     index = found = ""
-    if not folder and locations == [opened]:
+    if not folder and locations == [alone]:
         if not name or not (above or url.scheme == "file"):
-            raise ValueError(f"{url}: must be the name of a file, since {source.url} is one file")
-        made = _Layout(beside, {opened: name})
+            raise ValueError(f"{url}: must be the name of a file, since {opened.url} is one file")
+        made = _Layout(beside, {alone: name})
     elif document.format == "dcp":
         locations += [each for each in (MEGATRON,) if each not in locations and await exists(storage, each)]
         made = _Layout(
@@ -225,11 +225,11 @@ async def _find_layout(source: Session, document: ForeignDocument, url: URL) -> 
             (METADATA, dcp.METADATA),
             more,
         )
-    await expect_files(source, document, document.files.keys() & made.names.keys())
+    await expect_files(opened, document.files.keys() & made.names.keys())
     made.held = await stat_files(storage, made.names)
     for marker in made.markers:
         there = found if marker == index else marker
-        made.markers[marker] = await storage.get(there, limit=source.settings.manifest_bytes)
+        made.markers[marker] = await storage.get(there, limit=opened.settings.manifest_bytes)
         if digest_range(made.markers[marker]) != document.save_id:
             raise SnapshotError(f"{storage.url}: was replaced while it was inspected; copy again")
     return made
@@ -255,7 +255,8 @@ def copy_checkpoint(operation: Operation, origin: Location, target: Target, choi
     source, overwrite = operation.open(origin, share=2), target.overwrite
     opener = partial(target.open, operation)
     arguments = {"source": origin.url, **target.agreed(), **choice.arguments()}
-    [document] = open_sources(exchange, "copy", arguments, [source], open_main)
+    [opened] = open_sources(exchange, "copy", arguments, [source], open_main)
+    document = opened.document
     if select_server(origin.options) == select_server(target.storage_options):
         _expect_apart(origin.url, url)
     if isinstance(document, ForeignDocument):
@@ -265,26 +266,26 @@ def copy_checkpoint(operation: Operation, origin: Location, target: Target, choi
                 "part of it or to compress it, convert it (Snapshot.convert, or `snapshot convert`)"
             )
         report = copy_files(
-            source, document, url, opener, operation.meter, overwrite=overwrite, verify=choice.verify, exchange=exchange
+            opened, url, opener, operation.meter, overwrite=overwrite, verify=choice.verify, exchange=exchange
         )
     elif choice.select or choice.exclude or target.compression:
-        report = _copy_selection(operation, source, document, choice, target)
+        report = _copy_selection(operation, opened, choice, target)
     else:
-        source = source.view(source.stored)
+        opened = opened.as_stored()
         with open_take(exchange, url, (), operation.meter, opener, overwrite=overwrite) as opening:
             opening.look_at_path()
             opening.transaction()
-            report = run(_Copy(source, document, opening, verify=choice.verify).make())
-    signed = run(_is_signed(source, document))
+            report = run(_Copy(opened, opening, verify=choice.verify).make())
+    signed = run(_is_signed(opened))
     return operation.done(replace(report, was_signed=signed), "copied", bytes=report.nbytes)
 
 
-async def _is_signed(source: Session, document: Document) -> bool:
+async def _is_signed(opened: Opened) -> bool:
     """Return True if the source has a signature, of any key. If that cannot be determined, return False."""
-    if isinstance(document, ForeignDocument):
+    if isinstance(opened.document, ForeignDocument):
         return False
     try:
-        await source.storage.stat(signature_path(document.save_id))
+        await opened.storage.stat(signature_path(opened.document.save_id))
     except StorageError:
         return False
     return True
@@ -306,20 +307,19 @@ def _expect_apart(origin: URL, url: URL) -> None:
 
 def _copy_selection(
     operation: Operation,
-    source: Session,
-    document: Document,
+    opened: Opened,
     choice: Selection,
     target: Target,
 ) -> CopyReport:
     """Copy a selection of a snapshot as a new snapshot, since files also contain other entries."""
-    run(load_parts(source, document, list(document.parts)))
-    expand_chosen_trees(source, document, choice)
-    run(expect_files(source, document, selected_locations(document, choice.select, choice.exclude)))
+    run(load_parts(opened, list(opened.document.parts)))
+    expand_chosen_trees(opened, choice)
+    run(expect_files(opened, selected_locations(opened.document, choice.select, choice.exclude)))
     if choice.verify:
-        expect_checksums(operation.exchange, source, document)
-    write_as_snapshot(source, document, choice, target, operation)
+        expect_checksums(operation.exchange, opened)
+    write_as_snapshot(opened, choice, target, operation)
     with target.open(operation, operation.url) as made:
-        written = run(open_document(made))
+        written = run(open_checkpoint(made)).document
     nbytes = sum(file.stored_size for file in written.files.values())
     checked = "digests" if choice.verify else "sizes"
     return CopyReport("snapshot", count_entries(written.manifest), len(written.files), nbytes, checked)
@@ -334,15 +334,15 @@ class _Copied(msgspec.Struct, array_like=True):
 class _Copy:
     """A copy of one whole snapshot to another storage. Each rank copies a share of the files."""
 
-    def __init__(self, source: Session, document: Document, opening: TakeOpening, *, verify: bool) -> None:
-        self._source = source
-        self._document = document
+    def __init__(self, opened: Opened, opening: TakeOpening, *, verify: bool) -> None:
+        self._source = opened
+        self._document = opened.document
         self._opening = opening
         self._exchange = opening.exchange
         self._target = opening.session
         self._meter = opening.meter
         self._verify = verify
-        own = document.own_files
+        own = opened.document.own_files
         names = sorted(own)
         self._shares = share_whole(self._exchange, names, [own[name].stored_size for name in names])
         """The files that each rank copies."""
@@ -352,7 +352,7 @@ class _Copy:
         document, own = self._document, self._document.own_files
         parts = await read_parts(self._source, document.parts)
         share = self._shares[self._exchange.rank]
-        await expect_files(self._source, document, set(share))
+        await expect_files(self._source, set(share))
         held = await stat_files(self._source.storage, share)
         tokens = {location: token for location, (_, token) in held.items()}
         files = await in_thread(
@@ -402,7 +402,7 @@ class _Copy:
         """Write this rank's files. Over a network, retry once, since bytes may be damaged in transit only."""
         for again in (False, True):
             work = copy_files_through(
-                self._source,
+                self._source.storage,
                 self._target,
                 files,
                 self._meter.wrote,

@@ -15,6 +15,7 @@ from snapshot.formats.pickled_objects import is_refused
 from snapshot.io.budget import MemoryBudget
 from snapshot.io.loop import run
 from snapshot.io.url import Location
+from snapshot.loading.open import Opened
 from snapshot.loading.read_object import expand_objects, expand_trees, is_tree
 from snapshot.loading.scatter import place_of
 from snapshot.manifest import entries as e
@@ -28,7 +29,7 @@ from snapshot.state.stateful import Kind
 from snapshot.tensors.memory import ITEMSIZE
 from snapshot.text import counted
 from snapshot.transform.call import change_of, clean_extra, expect_same_plan, open_sources
-from snapshot.transform.diff_bytes import Numbers, Pair, Side, are_comparable, as_bytes, compare_pairs
+from snapshot.transform.diff_bytes import Numbers, Pair, are_comparable, as_bytes, compare_pairs
 
 # Comparison of two entries: the differences in the manifests, and the tensors that must be read.
 
@@ -381,8 +382,7 @@ def compare_snapshots(
     a, b = (operation.open(place, share=4) for place in places)
     exchange = operation.exchange
     arguments = {"a": a.url, "b": b.url, "values": values, "select": select, "exclude": exclude, "rename": rename}
-    documents = open_sources(exchange, "diff", arguments, (a, b))
-    sides = [Side(session, document) for session, document in zip((a, b), documents, strict=True)]
+    sides = open_sources(exchange, "diff", arguments, (a, b))
     whole = bool(select or exclude or rename)
     here, there = (_read_names(a, b, whole=whole) for a, b in (sides, sides[::-1]))
     here.rename(rename)
@@ -409,7 +409,7 @@ def compare_snapshots(
     return operation.done(found, "compared", bytes=nbytes, changes=len(ordered))
 
 
-def _read_names(side: Side, other: Side, *, whole: bool) -> DiffNames:
+def _read_names(side: Opened, other: Opened, *, whole: bool) -> DiffNames:
     """Return the names of one side. Trees of plain values that are equal on both are one name, unless `whole`."""
     manifest = dict(side.document.manifest)
     there: Mapping[str, Any] = other.document.manifest
@@ -417,8 +417,8 @@ def _read_names(side: Side, other: Side, *, whole: bool) -> DiffNames:
     def differs(path: str) -> bool:
         return whole or not is_tree(there.get(path)) or getattr(manifest[path], "digest", None) != there[path].digest
 
-    expand_trees(side.session, side.document, manifest, differs)
-    expand_objects(side.session, side.document, manifest, lambda _: True, Kind)
+    expand_trees(side, manifest, differs)
+    expand_objects(side, manifest, lambda _: True, Kind)
     return DiffNames(side.document, manifest)
 
 

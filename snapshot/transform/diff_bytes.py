@@ -19,10 +19,9 @@ from snapshot.io.aio import in_thread, shielded
 from snapshot.io.arena import Slot, arena, arena_bytes
 from snapshot.io.budget import MemoryBudget
 from snapshot.io.loop import cancel_all, in_own_thread
-from snapshot.io.session import Session
-from snapshot.loading.open import expect_files
+from snapshot.loading.open import Opened, expect_files
 from snapshot.manifest import entries as e
-from snapshot.manifest.document import Document, check_tensor, find_locations
+from snapshot.manifest.document import check_tensor, find_locations
 from snapshot.plan.layout import PAGE, Extent, FilePart, FilePlan, cut_file
 from snapshot.progress import Meter
 from snapshot.reports import Values
@@ -213,14 +212,6 @@ LANES = 2
 LARGEST_PART = 32 << 20
 
 
-@dataclass(frozen=True)
-class Side:
-    """One of two checkpoints."""
-
-    session: Session
-    document: Document
-
-
 @dataclass
 class Pair:
     """Two tensors of one shape, or the bytes of two objects."""
@@ -260,7 +251,7 @@ class RankPairs(msgspec.Struct, array_like=True):
 
 
 async def compare_pairs(
-    a: Side, b: Side, pairs: Sequence[Pair], budget: MemoryBudget, meter: Meter, *, exchange: Exchange
+    a: Opened, b: Opened, pairs: Sequence[Pair], budget: MemoryBudget, meter: Meter, *, exchange: Exchange
 ) -> int:
     """Compare pairs. Each rank reads a share of them. Return the number of bytes that all ranks read."""
     numbers = share_whole(exchange, range(len(pairs)), [pair.nbytes for pair in pairs])[exchange.rank]
@@ -285,13 +276,13 @@ async def compare_pairs(
     return found.nbytes
 
 
-async def _compare_share(a: Side, b: Side, pairs: Sequence[Pair], budget: MemoryBudget, meter: Meter) -> int:
+async def _compare_share(a: Opened, b: Opened, pairs: Sequence[Pair], budget: MemoryBudget, meter: Meter) -> int:
     for side, of in ((a, "a"), (b, "b")):
         entries = {pair.name: getattr(pair, of) for pair in pairs}
         for name, entry in entries.items():
             check_tensor(name, entry, side.document.files)
             _expect_here(side, name, entry)
-        await expect_files(side.session, side.document, find_locations(entries, side.document.files))
+        await expect_files(side, find_locations(entries, side.document.files))
     meter.begin(2 * sum(pair.nbytes for pair in pairs))
     file = _file(pairs)
     here, there = (_fetched(side, pairs, of) for side, of in ((a, "a"), (b, "b")))
@@ -329,12 +320,12 @@ async def _compare_share(a: Side, b: Side, pairs: Sequence[Pair], budget: Memory
     return here.bytes_read + there.bytes_read
 
 
-def _expect_here(side: Side, name: str, entry: e.AnyTensor) -> None:
+def _expect_here(side: Opened, name: str, entry: e.AnyTensor) -> None:
     """Raise if only the base of a snapshot has the bytes of a tensor that must be read."""
     document = side.document
     if document.base is not None and any(document.files[each.location].in_base for _, each in entry.pieces()):
         raise SnapshotError(
-            f"{side.session.url}: {name} cannot be read: it was left out, and is in the base {document.base.url} "
+            f"{side.url}: {name} cannot be read: it was left out, and is in the base {document.base.url} "
             f"(save id {document.base.save_id}); compare with the base instead, or leave {name} out"
         )
 
@@ -349,10 +340,10 @@ def _file(pairs: Sequence[Pair]) -> FilePlan:
     return FilePlan(b"", tuple(extents), position)
 
 
-def _fetched(side: Side, pairs: Sequence[Pair], of: str) -> CheckpointStager:
+def _fetched(side: Opened, pairs: Sequence[Pair], of: str) -> CheckpointStager:
     nothing = torch.empty(0, device="meta")
     leaves = [Leaf(pair.name, nothing, pair.dtype, tuple(pair.a.shape), pair.nbytes) for pair in pairs]
-    return CheckpointStager(side.session, side.document, leaves, [getattr(pair, of) for pair in pairs], verify=True)
+    return CheckpointStager(side, leaves, [getattr(pair, of) for pair in pairs], verify=True)
 
 
 def _look(file: FilePlan, part: FilePart, pairs: Sequence[Pair], here: Slot, there: Slot) -> None:

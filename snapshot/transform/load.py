@@ -12,12 +12,11 @@ from snapshot.distributed.operation import Operation
 from snapshot.errors import RestoreError, SnapshotError
 from snapshot.formats.pickled_objects import is_refused
 from snapshot.io.loop import run
-from snapshot.io.session import Session
 from snapshot.io.system import gc_paused
 from snapshot.io.url import Location
 from snapshot.loading.left_out import stored_in
-from snapshot.loading.mapping import map_document
-from snapshot.loading.open import expect_archive_checksums, expect_files, open_document
+from snapshot.loading.mapping import map_checkpoint
+from snapshot.loading.open import Opened, expect_archive_checksums, expect_files, open_checkpoint
 from snapshot.loading.read_object import parse_box
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e
@@ -239,21 +238,21 @@ class Loading:
         self._values: dict[str, torch.Tensor] = {}
         self._made: dict[Any, torch.Tensor] = {}
 
-    def read(self, session: Session, meter: Meter) -> dict[str, torch.Tensor]:
+    def read(self, opened: Opened, meter: Meter) -> dict[str, torch.Tensor]:
         """Read all parts, and return the tensors by name."""
         chosen = {**self._tensors, **self._pickled}
         if self._device.type == "meta":
             chosen = self._pickled
-        run(expect_files(session, self._document, find_locations(chosen, self._document.files)))
+        run(expect_files(opened, find_locations(chosen, self._document.files)))
         if self._choice.verify:
-            expect_archive_checksums(session, stored_in(chosen), self._document.files)
+            expect_archive_checksums(opened, stored_in(chosen))
         read_plan = ReadPlan(self._document.files, allow_pickle=self._choice.allow_pickle)
         for path, entry in self._tensors.items():
             self._request(read_plan, path, entry)
         for path, entry in self._pickled.items():
             read_plan.new(path, entry)
         meter.begin(sum(each.end - each.begin for each in (*read_plan.requests, *read_plan.objects)))
-        read_plan.execute(session, verify=self._choice.verify, meter=meter)
+        read_plan.execute(opened, verify=self._choice.verify, meter=meter)
         for name, part in self._parts.items():
             self._values[name] = part.finish(self._values[name])
         for path in self._pickled:
@@ -302,9 +301,9 @@ def load_tensors(
     """Return the tensors of a checkpoint by name."""
     session = operation.open(origin)
     with gc_paused():
-        document = map_document(session, run(open_document(session)), choice.map)
-        session.storage.share_reads()  # other ranks, or the next start of a server, load the same files
-        loaded = Loading(document, choice, parts, device).read(session, operation.meter)
+        opened = map_checkpoint(run(open_checkpoint(session)), choice.map)
+        opened.storage.share_reads()  # other ranks, or the next start of a server, load the same files
+        loaded = Loading(opened.document, choice, parts, device).read(opened, operation.meter)
     nbytes = sum(tensor.nbytes for tensor in loaded.values())
     operation.emit("loaded", bytes=nbytes, seconds=round(operation.seconds, 3))
     return loaded

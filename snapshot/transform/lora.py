@@ -20,9 +20,8 @@ from snapshot.formats.peft import LoraConfig, Pair
 from snapshot.io.arena import Slot
 from snapshot.io.budget import MemoryBudget
 from snapshot.io.loop import run
-from snapshot.io.session import Session
 from snapshot.io.url import Location
-from snapshot.loading.open import expect_files
+from snapshot.loading.open import Opened, expect_files
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document, find_locations
 from snapshot.manifest.entries import AnyTensor
@@ -36,7 +35,6 @@ from snapshot.tensors.memory import BY_NAME, ITEMSIZE
 from snapshot.text import listed
 from snapshot.transform.call import expect_checksums, expect_sound, open_sources, selected_locations
 from snapshot.transform.convert import write_checkpoint
-from snapshot.transform.diff_bytes import Side
 from snapshot.transform.merge import expect_mergeable, key_of, open_origins, spellings
 from snapshot.transform.mixing import MixedStager, Piece, Run
 from snapshot.transform.sources import CheckpointStager, reads_ranges
@@ -67,7 +65,7 @@ Change = Product | AnyTensor
 """A product that is added, or a tensor that replaces another one."""
 
 
-def plan_lora(base: Side, adapter: Side, config: LoraConfig) -> dict[str, Change]:
+def plan_lora(base: Opened, adapter: Opened, config: LoraConfig) -> dict[str, Change]:
     """Return the changes by `key_of` the tensor of the base. Raise RestoreError with all that does not fit."""
     factors = _tensors_of(adapter.document)
     names = peft.sort_names(factors, adapter.session.url)
@@ -202,8 +200,8 @@ class LoraStager(MixedStager):
         leaves: Sequence[Leaf],
         origins: Sequence[Any],
         *,
-        base: Side,
-        adapter: Side,
+        base: Opened,
+        adapter: Opened,
         changes: Mapping[str, Change],
         scratch: MemoryBudget,
         verify: bool,
@@ -225,10 +223,9 @@ class LoraStager(MixedStager):
             ]
             side = base if number == 0 else adapter
             turned = orders if number in (0, 3) else None
-            sources.append(CheckpointStager(side.session, side.document, stored, own, verify=verify, orders=turned))
+            sources.append(CheckpointStager(side, stored, own, verify=verify, orders=turned))
         super().__init__(
-            base.session,
-            base.document,
+            base,
             leaves,
             origins,
             sources=sources,
@@ -372,28 +369,27 @@ def merge_lora(
     expect_mergeable(target, origins)
     sessions = open_origins(operation, origins)
     arguments = {"base": origins[0].url, "lora": origins[1].url, **target.agreed(), **choice.arguments()}
-    documents = open_sources(exchange, "merge", arguments, sessions)
-    base, adapter = (Side(session, document) for session, document in zip(sessions, documents, strict=True))
-    changes = plan_lora(base, adapter, run(_read_config(adapter.session)))
+    base, adapter = open_sources(exchange, "merge", arguments, sessions)
+    changes = plan_lora(base, adapter, run(_read_config(adapter)))
     needed = {
         f"{number}/{name}": entry
         for number, change in enumerate(changes.values())
         for name, entry in _tensors_in(change).items()
     }
     expect_sound(needed, adapter.document)
-    run(expect_files(base.session, base.document, selected_locations(base.document, choice.select, choice.exclude)))
-    run(expect_files(adapter.session, adapter.document, find_locations(needed, adapter.document.files)))
+    run(expect_files(base, selected_locations(base.document, choice.select, choice.exclude)))
+    run(expect_files(adapter, find_locations(needed, adapter.document.files)))
     if choice.verify:
         for side in (base, adapter):
-            expect_checksums(exchange, side.session, side.document)
-    scratch = MemoryBudget(operation.part(4) or base.session.budget.total)
+            expect_checksums(exchange, side)
+    scratch = MemoryBudget(operation.part(4) or base.budget.total)
 
-    def make_stager(session: Session, document: Document, *leaves: Any, **options: Any) -> LoraStager:
+    def make_stager(opened: Opened, *leaves: Any, **options: Any) -> LoraStager:
         return LoraStager(*leaves, base=base, adapter=adapter, changes=changes, scratch=scratch, **options)
 
     document, changed = _without_orders(base.document, changes)
     report = write_checkpoint(
-        operation, base.session, document, choice, target, make_stager=make_stager, splits=reads_ranges
+        operation, base.with_document(document), choice, target, make_stager=make_stager, splits=reads_ranges
     )
     report = replace(report, changed=(*report.changed, *changed))
     return operation.done(report, "merged", bytes=report.nbytes)
@@ -417,12 +413,12 @@ def _without_orders(document: Document, changes: dict[str, Change]) -> tuple[Doc
     return msgspec.structs.replace(document, manifest=manifest), lines
 
 
-async def _read_config(session: Session) -> LoraConfig:
-    where = session.storage.url.join(peft.CONFIG)
+async def _read_config(adapter: Opened) -> LoraConfig:
+    where = adapter.storage.url.join(peft.CONFIG)
     try:
-        data = await session.storage.get(peft.CONFIG, limit=session.settings.manifest_bytes)
+        data = await adapter.storage.get(peft.CONFIG, limit=adapter.settings.manifest_bytes)
     except StorageError as error:
-        if not is_absence(session.storage, error):
+        if not is_absence(adapter.storage, error):
             raise
-        raise SnapshotError(f"{where}: is missing, so {session.url} is not an adapter of PEFT") from error
+        raise SnapshotError(f"{where}: is missing, so {adapter.url} is not an adapter of PEFT") from error
     return peft.parse_config(data, where)

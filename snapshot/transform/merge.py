@@ -18,10 +18,10 @@ from snapshot.io.budget import MemoryBudget, Pool
 from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.io.url import Location
-from snapshot.loading.open import expect_files
+from snapshot.loading.open import Opened, expect_files
 from snapshot.loading.read_object import expand_trees
 from snapshot.manifest import entries as e
-from snapshot.manifest.document import Document, find_locations
+from snapshot.manifest.document import find_locations
 from snapshot.manifest.entries import AnyTensor
 from snapshot.manifest.paths import decode_component
 from snapshot.manifest.rank_view import make_rank_view, suggest_names
@@ -41,7 +41,7 @@ from snapshot.transform.call import (
     selected_locations,
 )
 from snapshot.transform.convert import expect_writable, write_checkpoint
-from snapshot.transform.diff_bytes import Pair, Side, compare_pairs
+from snapshot.transform.diff_bytes import Pair, compare_pairs
 from snapshot.transform.mixing import MixedStager, Piece, Run
 from snapshot.transform.sources import CheckpointStager, reads_ranges
 from snapshot.transform.target import Selection, Target
@@ -162,7 +162,7 @@ class _Match:
     others: tuple[e.AnyTensor, ...]
 
 
-def plan_merge(sides: Sequence[Side], choice: Selection) -> MergePlan:
+def plan_merge(sides: Sequence[Opened], choice: Selection) -> MergePlan:
     """Match the chosen tensors of the first checkpoint with those of the others, by name.
 
     A name is a path, or its components joined with dots, with or without the first one. Raise RestoreError with
@@ -184,7 +184,7 @@ def plan_merge(sides: Sequence[Side], choice: Selection) -> MergePlan:
     return plan
 
 
-def _match_names(sides: Sequence[Side], choice: Selection, misfits: list[str]) -> dict[str, list[_Match]]:
+def _match_names(sides: Sequence[Opened], choice: Selection, misfits: list[str]) -> dict[str, list[_Match]]:
     """Return the matches of each tensor of the first checkpoint, one for each of its names."""
     first = sides[0].document
     expect_matches(first, choice.select, choice.exclude)
@@ -221,7 +221,7 @@ def _add_group(plan: MergePlan, key: str, match: _Match, misfits: list[str]) -> 
         plan.equal[number].append(Pair(match.name, match.entry, other, other.dtype))
 
 
-def _add_ties(plan: MergePlan, match: _Match, twin: _Match, others: Sequence[Side], misfits: list[str]) -> None:
+def _add_ties(plan: MergePlan, match: _Match, twin: _Match, others: Sequence[Opened], misfits: list[str]) -> None:
     """Add the tensors of two names to those that must be equal, since the first checkpoint has one tensor for both."""
     for number, (one, two) in enumerate(zip(match.others, twin.others, strict=True)):
         if one.dtype != two.dtype:
@@ -245,9 +245,9 @@ def _tensors_of(path: str, entry: e.Entry) -> Iterator[tuple[str, e.AnyTensor]]:
 class _Names:
     """The tensors of one further checkpoint, by all of their names."""
 
-    def __init__(self, side: Side) -> None:
+    def __init__(self, side: Opened) -> None:
         document = side.document
-        self._where = str(side.session.url)
+        self._where = str(side.url)
         self._exact: dict[str, e.AnyTensor] = {}
         self._used: dict[str, str] = {}
         """Paths here -> paths in the first checkpoint."""
@@ -321,7 +321,7 @@ class MergeStager(MixedStager):
         leaves: Sequence[Leaf],
         origins: Sequence[Any],
         *,
-        sides: Sequence[Side],
+        sides: Sequence[Opened],
         plan: MergePlan,
         mix: Mix,
         scratch: MemoryBudget,
@@ -340,10 +340,9 @@ class MergeStager(MixedStager):
                 leaf if entry is None else msgspec.structs.replace(leaf, dtype=entry.dtype)
                 for leaf, entry in zip(leaves, own, strict=True)
             ]
-            sources.append(CheckpointStager(side.session, side.document, stored, own, verify=verify, orders=orders))
+            sources.append(CheckpointStager(side, stored, own, verify=verify, orders=orders))
         super().__init__(
-            first.session,
-            first.document,
+            first,
             leaves,
             origins,
             sources=sources,
@@ -413,10 +412,9 @@ def merge_checkpoints(
         "others": others,
         "mix": repr(mix),
     }
-    documents = open_sources(exchange, "merge", arguments, sessions)
-    sides = [Side(session, document) for session, document in zip(sessions, documents, strict=True)]
+    sides = open_sources(exchange, "merge", arguments, sessions)
     for side in sides:
-        expand_trees(side.session, side.document, side.document.manifest)
+        expand_trees(side, side.document.manifest)
     plan = plan_merge(sides, choice)
     _expect_readable(sides, plan, choice, exchange)
     scratch = MemoryBudget(operation.part(4) or sessions[0].budget.total)
@@ -425,22 +423,19 @@ def merge_checkpoints(
     if abs(total - 1) > _NEARLY and mix.keep == mix.divisor == 1:
         log.warning("%s: the weights add up to %g, not 1; they are used as given", url, total)
 
-    def make_stager(session: Session, document: Document, *leaves: Any, **options: Any) -> MergeStager:
+    def make_stager(opened: Opened, *leaves: Any, **options: Any) -> MergeStager:
         return MergeStager(*leaves, sides=sides, plan=plan, mix=mix, scratch=scratch, **options)
 
     def splits(entry: AnyTensor) -> bool:
         group = plan.group(entry)
         return all(reads_ranges(each) for each in (group.entries if group is not None else [entry]))
 
-    first = sides[0]
-    report = write_checkpoint(
-        operation, first.session, first.document, choice, target, make_stager=make_stager, splits=splits
-    )
+    report = write_checkpoint(operation, sides[0], choice, target, make_stager=make_stager, splits=splits)
     report = replace(report, changed=(*report.changed, *changed))
     return operation.done(report, "merged", bytes=report.nbytes)
 
 
-def _expect_readable(sides: Sequence[Side], plan: MergePlan, choice: Selection, exchange: Exchange) -> None:
+def _expect_readable(sides: Sequence[Opened], plan: MergePlan, choice: Selection, exchange: Exchange) -> None:
     """Raise unless all needed files exist, and match the checksums of other libraries' archives."""
     first = sides[0].document
     needed = [selected_locations(first, choice.select, choice.exclude)]
@@ -449,13 +444,13 @@ def _expect_readable(sides: Sequence[Side], plan: MergePlan, choice: Selection, 
         entries |= {pair.name: pair.b for pair in (*plan.equal[number - 1], *plan.tied[number - 1])}
         needed.append(find_locations(entries, sides[number].document.files))
     for side, locations in zip(sides, needed, strict=True):
-        run(expect_files(side.session, side.document, locations))
+        run(expect_files(side, locations))
         if choice.verify:
-            expect_checksums(exchange, side.session, side.document)
+            expect_checksums(exchange, side)
 
 
 def _compare(
-    sides: Sequence[Side], plan: MergePlan, others: str, memory: MemoryBudget, exchange: Exchange
+    sides: Sequence[Opened], plan: MergePlan, others: str, memory: MemoryBudget, exchange: Exchange
 ) -> tuple[str, ...]:
     """Compare the tensors that must be equal. Return a line for each that is taken from the first checkpoint."""
     differing: dict[str, list[str]] = {}
@@ -468,9 +463,9 @@ def _compare(
             run(compare_pairs(side, side, tied, memory, Meter("compare", None), exchange=exchange))
         for pair in equal:
             if pair.differs:
-                differing.setdefault(pair.name, []).append(str(side.session.url))
+                differing.setdefault(pair.name, []).append(str(side.url))
         torn += [
-            f"{pair.name}: are one tensor in the first source, but differ in {side.session.url}"
+            f"{pair.name}: are one tensor in the first source, but differ in {side.url}"
             for pair in tied
             if pair.differs
         ]

@@ -14,9 +14,8 @@ from snapshot.io.aio import gather_limited, in_thread, run_inline, shielded
 from snapshot.io.arena import Slot
 from snapshot.io.budget import MemoryBudget
 from snapshot.io.loop import cancel_all
-from snapshot.io.session import Session
+from snapshot.loading.open import Opened
 from snapshot.loading.read_plan import ReadPlan
-from snapshot.manifest.document import Document
 from snapshot.manifest.entries import AnyTensor
 from snapshot.plan.layout import Extent, FilePart, FilePlan
 from snapshot.save.staging import StagedPart
@@ -60,8 +59,7 @@ class MixedStager(CheckpointStager, ABC):
 
     def __init__(
         self,
-        session: Session,
-        document: Document,
+        opened: Opened,
         leaves: Sequence[Leaf],
         origins: Sequence[Any],
         *,
@@ -75,7 +73,7 @@ class MixedStager(CheckpointStager, ABC):
 
         `scratch`: the memory for their elements. See `CheckpointStager` for the others.
         """
-        super().__init__(session, document, leaves, origins, verify=verify, orders=orders, sums=sums)
+        super().__init__(opened, leaves, origins, verify=verify, orders=orders, sums=sums)
         self._scratch = scratch
         self._sources = sources
         self._blocking = all(source.is_blocking for source in sources)

@@ -28,6 +28,7 @@ from snapshot.io.storage import Buffer, Storage
 from snapshot.io.system import allocate
 from snapshot.io.url import URL
 from snapshot.loading.left_out import TABLE, find_uncovered, requests_of
+from snapshot.loading.open import Opened
 from snapshot.loading.read_plan import MOST_TIMES, ROOM, ReadPlan
 from snapshot.loading.reader import Reader, raise_faults
 from snapshot.loading.scatter import ReadRequest, copy_into, is_spread, request_all
@@ -259,7 +260,7 @@ Write = Callable[[Writer, Sequence[FilePlan], ReadAhead | None], Coroutine[Any, 
 
 
 async def copy_files_through(
-    source: Session,
+    source: Storage,
     target: Session,
     files: Sequence[CopiedFile],
     progress: Callable[[int], None],
@@ -271,7 +272,7 @@ async def copy_files_through(
 
     `write` calls the writer with the destination names.
     """
-    passing = FileStream(source.storage, files)
+    passing = FileStream(source, files)
     part = target.settings.part_bytes
     writer = Writer(
         target.storage, passing, target.budget, progress, wanted_part=part, most_files=FILES, packing=packing
@@ -282,13 +283,13 @@ async def copy_files_through(
             passing,
             target.budget,
             progress,
-            wanted_part=part or source.storage.limits.hot_part,
+            wanted_part=part or source.limits.hot_part,
             most_files=FILES,
             packing=packing,
         )
         await write(writer, passing.plans, None)
         return
-    ahead = ReadAhead(writer, passing, target.budget, source.storage.limits.parallel_parts)
+    ahead = ReadAhead(writer, passing, target.budget, source.limits.parallel_parts)
     try:
         await write(writer, passing.plans, ahead)
     finally:
@@ -347,8 +348,7 @@ class CheckpointStager(Stager):
 
     def __init__(
         self,
-        session: Session,
-        document: Document,
+        opened: Opened,
         leaves: Sequence[Leaf],
         origins: Sequence[Any],
         *,
@@ -363,8 +363,8 @@ class CheckpointStager(Stager):
         """
         super().__init__([], copies=True)
         self.leaves = leaves
-        self._session = session
-        self._document = document
+        self._opened = opened
+        self._document = opened.document
         self._origins = origins
         self._verify = verify
         self._orders = orders or {}
@@ -463,7 +463,7 @@ class CheckpointStager(Stager):
     @property
     def is_blocking(self) -> bool:
         """True if the storage has only blocking calls."""
-        return self._session.storage.capabilities.blocking
+        return self._opened.storage.capabilities.blocking
 
     async def reads_parts(self, index: int) -> bool:
         """Return True if a tensor is read part by part, not once as a whole."""
@@ -559,7 +559,7 @@ class CheckpointStager(Stager):
         """Allocate memory for a whole tensor; for a long one, in a temporary file that the system can page out."""
         dtype, count = BY_NAME[entry.dtype], math.prod(entry.shape)
         nbytes = count * dtype.itemsize
-        if nbytes + sum(each.nbytes for each in self._held.values()) <= self._session.budget.limit // 4:
+        if nbytes + sum(each.nbytes for each in self._held.values()) <= self._opened.budget.limit // 4:
             return torch.empty(entry.shape, dtype=dtype)
         try:
             with tempfile.TemporaryFile(prefix="snapshot-convert-") as file:
@@ -595,11 +595,11 @@ class CheckpointStager(Stager):
         result = await self._reader().read(read_plan.requests, unmetered)
         with self._counting:
             self.bytes_read += result.bytes_read
-        raise_faults(self._session, result)
+        raise_faults(self._opened, result)
 
     def _reader(self) -> Reader:
-        session = self._session
-        return Reader(session.storage, session.budget, verify=self._verify, wanted_part=session.settings.part_bytes)
+        opened = self._opened
+        return Reader(opened.storage, opened.budget, verify=self._verify, wanted_part=opened.settings.part_bytes)
 
     def _finish(
         self, read_plan: ReadPlan, copies: list[Callable[[], object]], file: FilePlan, part: FilePart, slot: Slot

@@ -25,9 +25,9 @@ from snapshot.formats.hugging_face import SHARD
 from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.io.url import URL, Location, expect_mapping
+from snapshot.loading.open import Opened
 from snapshot.loading.read_object import expand_trees
 from snapshot.manifest import entries as e
-from snapshot.manifest.document import Document
 from snapshot.manifest.values import EnumEntry
 from snapshot.maps.tensor_map import TensorMap
 from snapshot.options import expect_positive
@@ -347,10 +347,10 @@ class Selection:
         return str(self.dtype).removeprefix("torch.")
 
 
-def expand_chosen_trees(session: Session, document: Document, choice: Selection) -> None:
+def expand_chosen_trees(opened: Opened, choice: Selection) -> None:
     """Replace trees of plain values by an entry for each value, if a selection or a new name may need one of them."""
     if choice.select or choice.exclude or choice.rename:
-        expand_trees(session, document, document.manifest)
+        expand_trees(opened, opened.document.manifest)
 
 
 class RecordedShare(RankShare):
@@ -412,17 +412,15 @@ def _box_of(leaf: Leaf, box: Box) -> Leaf:
 class Recording:
     """A checkpoint's entries, recorded for a new snapshot."""
 
-    def __init__(
-        self, session: Session, document: Document, choice: Selection, splits: Callable[[e.AnyTensor], bool]
-    ) -> None:
+    def __init__(self, opened: Opened, choice: Selection, splits: Callable[[e.AnyTensor], bool]) -> None:
         self._splits = splits
         self.flat = Flattened()
         self.origins: list[Any] = []
         """For each leaf that is read, its entry; object tensors are in memory already."""
         self.replicated: set[str] = set()
-        self._document = document
+        self._document = opened.document
         self._choice = choice
-        self._objects = Objects(session, document, allow_pickle=choice.allow_pickle, verify=choice.verify)
+        self._objects = Objects(opened, allow_pickle=choice.allow_pickle, verify=choice.verify)
         self._seen: dict[Any, str] = {}
         self.tensors = 0
         self.common = 0
@@ -526,8 +524,7 @@ class Recording:
 
 
 def write_as_snapshot(
-    source: Session,
-    document: Document,
+    opened: Opened,
     choice: Selection,
     target: Target,
     operation: Operation,
@@ -539,9 +536,10 @@ def write_as_snapshot(
 
     `make_stager`: returns the source of the tensors' bytes. `splits`: returns True for a tensor that ranks may split.
     """
+    document = opened.document
     exchange, url = operation.exchange, target.place.url
     expect_matches(document, choice.select, choice.exclude)
-    recording = Recording(source, document, choice, splits)
+    recording = Recording(opened, choice, splits)
     entries = chosen_of_ranks(document.manifest, choice.select, choice.exclude, choice.rename)
     if choice.select or choice.exclude:
         expect_something(entries)
@@ -562,7 +560,7 @@ def write_as_snapshot(
         share = RecordedShare(exchange, recording, document.world_size)
         packing = choose_packing(target.compression, opening.session, ())
         plan = plan_writes(share, opening.session, staged=False, packing=packing)
-        stager = make_stager(source, document, share.leaves, share.origins, verify=choice.verify)
+        stager = make_stager(opened, share.leaves, share.origins, verify=choice.verify)
         metadata = add_root(document)
         take = Take(opening, share, plan, Unchanged(), stager=stager, metadata=metadata, packing=packing)
         run(take.write())

@@ -31,7 +31,7 @@ from snapshot.io.storage import Storage
 from snapshot.io.system import sync_file
 from snapshot.io.url import Location
 from snapshot.loading.left_out import TABLE, Place, find_uncovered, requests_of, stored_of
-from snapshot.loading.open import missing_files, unpacked
+from snapshot.loading.open import Opened, missing_files, unpacked
 from snapshot.loading.reader import Reader
 from snapshot.loading.scatter import ReadRequest
 from snapshot.manifest import entries as e
@@ -293,22 +293,21 @@ def verify_newest(
     resume: str | os.PathLike[str] | None = None,
 ) -> VerifyReport:
     """Verify what is there. If another take replaces it meanwhile, the new one is verified."""
-    document = _open_now(session, exchange, quick)
+    opened = _open_now(session, exchange, quick)
     for _ in range(AGAIN):
-        report = run(Verification(session, document, meter, exchange).run(quick, resume))
+        report = run(Verification(opened, meter, exchange).run(quick, resume))
         if report.ok:
             break
-        now = _open_now(session, exchange, quick)
-        if now.save_id == document.save_id and tokens_of(now) == tokens_of(document):
+        last, opened = opened.document, _open_now(session, exchange, quick)
+        if opened.document.save_id == last.save_id and tokens_of(opened.document) == tokens_of(last):
             break
-        document = now
     return report
 
 
-def _open_now(session: Session, exchange: Exchange, quick: bool) -> Document:
+def _open_now(session: Session, exchange: Exchange, quick: bool) -> Opened:
     arguments = {"url": session.url, "quick": quick}
-    [document] = open_sources(exchange, "verify", arguments, [session])
-    return document
+    [opened] = open_sources(exchange, "verify", arguments, [session])
+    return opened
 
 
 def _tree_faults(document: Document) -> list[str]:
@@ -356,10 +355,10 @@ class RankResult(msgspec.Struct, array_like=True):
 class Verification:
     """The verification of one snapshot. Each rank verifies a share of it."""
 
-    def __init__(self, session: Session, document: Document, meter: Meter, exchange: Exchange) -> None:
+    def __init__(self, opened: Opened, meter: Meter, exchange: Exchange) -> None:
         self._exchange = exchange
-        self._session = session
-        self._document = document
+        self._opened = opened
+        self._document = opened.document
         self._meter = meter
         self.faults: list[str] = []
         self._without: set[Place] = set()
@@ -399,7 +398,7 @@ class Verification:
             len(document.stored_files.keys() - {INLINE}),
             before,
             _count_in_base(document),
-            signer_of(self._session.seal),
+            signer_of(self._opened.session.seal),
         )
 
     @property
@@ -409,9 +408,9 @@ class Verification:
 
     async def _missing_files(self) -> dict[str, str]:
         """Return a line for each file that is missing or has another size. Each rank looks for a share of the files."""
-        exchange, session, document = self._exchange, self._session, self._document
-        own = set(sorted(document.own_files)[exchange.rank :: exchange.world])
-        found = await while_all_go_on(exchange, missing_files(session, document, own, errno.EIO))
+        exchange = self._exchange
+        own = set(sorted(self._document.own_files)[exchange.rank :: exchange.world])
+        found = await while_all_go_on(exchange, missing_files(self._opened, own, errno.EIO))
 
         def lead(all_: list[dict[str, str]]) -> dict[str, str]:
             return dict(sorted((name, line) for each in all_ for name, line in each.items()))
@@ -458,11 +457,11 @@ class Verification:
 
     async def _resumed(self, everything: Stretch, resume: str | os.PathLike[str]) -> int:
         """Continue an interrupted verification, and journal this one. Return the bytes that were verified before."""
-        session, document = self._session, self._document
+        opened, document = self._opened, self._document
         known = sorted(each for each in document.files if each != INLINE and each in locations_of(everything))
-        held = await stat_files(session.storage, known)
-        verified = document.save_id + signer_of(session.seal)
-        notes = await in_thread(VerifyJournal.open, resume, str(session.url), verified, held)
+        held = await stat_files(opened.storage, known)
+        verified = document.save_id + signer_of(opened.session.seal)
+        notes = await in_thread(VerifyJournal.open, resume, str(opened.url), verified, held)
         try:
             self.faults += notes.faults
             self._without |= notes.without
@@ -499,13 +498,13 @@ class Verification:
         held = bytearray(request.end - request.begin)
 
         async def actual() -> str:
-            await self._session.storage.read_into(request.location, request.begin, [held])
+            await self._opened.storage.read_into(request.location, request.begin, [held])
             self._heads += len(held)
             return digest_range(held)
 
         try:
             found = await actual()
-            if found != request.stored.digest and not self._session.storage.capabilities.local:
+            if found != request.stored.digest and not self._opened.storage.capabilities.local:
                 found = await actual()
         except (CorruptSnapshotError, StorageError) as error:
             return [f"{name}{where}: {each}" for each in _damage_text(error)]
@@ -522,8 +521,8 @@ class Verification:
         """
         if not requests:
             return [], 0
-        session = self._session
-        reader = Reader(session.storage, session.budget, verify=True, wanted_part=session.settings.part_bytes)
+        opened = self._opened
+        reader = Reader(opened.storage, opened.budget, verify=True, wanted_part=opened.settings.part_bytes)
         try:
             await reader.read(requests, progress)
         except (CorruptSnapshotError, StorageError) as error:
@@ -549,10 +548,10 @@ class Verification:
 
     async def _sum_faults(self, archives: Sequence[Place], progress: Callable[[int], None]) -> list[str]:
         """Return the faults of archives whose checksums do not match."""
-        session = self._session
+        opened = self._opened
         self._summed += sum(end - begin for _, begin, end in archives)
         try:
-            found, without = await zip_archive.find_faults(session.storage, session.budget, archives, progress)
+            found, without = await zip_archive.find_faults(opened.storage, opened.budget, archives, progress)
         except (CorruptSnapshotError, StorageError) as error:
             return _damage_text(error)
         self._without |= without
@@ -641,9 +640,9 @@ async def expect_read_back(session: Session, described: RankManifest, *, share: 
     written = {location: file for location, file in files.items() if not (file.in_base or file.age)}
     storage = session.storage
     await storage.drop_caches(list(written))
-    session = session.view(unpacked(session, session.stored, written))
     document = Document(FORMAT, "", "", 1, "", "", msgspec.Raw(b"{}"), written, [], manifest)
-    verification = Verification(session, document, Meter(verb, None), solo_exchange(verb))
+    opened = Opened(session, document, storage, unpacked(session, storage, written))
+    verification = Verification(opened, Meter(verb, None), solo_exchange(verb))
     requests = requests_of([manifest, {}], files, verification.faults)
     everything = verification.everything([each for each in requests if each.location in written], {}, {})
     chosen = everything if share == 1.0 else _sample(everything, share)

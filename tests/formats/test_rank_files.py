@@ -1,11 +1,12 @@
 """Files of torch.save by rank, with DTensors and ShardedTensors: all files are one checkpoint, and one has its boxes.
 
-torch itself writes them, on two to four ranks. The layouts of other versions are pickled by stand-ins, from the sources
-of torch 2.6, 2.9 and 2.10.
+torch itself writes them, on two to four ranks. `rank_files.zip` has files of other versions, by `write_rank_files.py`.
+Further layouts are pickled by stand-ins, from torch's sources.
 """
 
 import itertools
 import warnings
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -212,7 +213,39 @@ def test_dimensions_of_a_mesh_and_parts_of_it(four, folder):
     assert snapshot.read_object("2/rank") == 2
 
 
-# Layouts of other versions of torch, as stand-ins.
+VERSIONS = Path(__file__).with_name("rank_files.zip")
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("versions")
+    zipfile.ZipFile(VERSIONS).extractall(folder)
+    return folder
+
+
+@pytest.mark.parametrize("version", ["2.6.0", "2.7.1", "2.8.0", "2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0"])
+def test_files_of_other_versions_of_torch_are_read(versions, version, tmp_path):
+    expected = torch.load(versions / version / "dtensors-expected.pt")
+    path = versions / version / "dtensors"
+    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=7.0)
+    Snapshot(path).restore({"train": ModelState(_other(model), optimizer)})
+    moments = list(optimizer.state_dict()["state"].values())
+    _expect_equal((dict(model.state_dict()), moments), (expected["model"], expected["moments"]))
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert Snapshot(path).verify()
+
+    full = torch.load(versions / version / "fsdp1-expected.pt")["model"]
+    model, path = _other(nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))), versions / version / "fsdp1"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=7.0)
+    Snapshot(path).restore({"train": ModelState(model, optimizer)}, unused="ignore")
+    assert all(torch.equal(each, full[name]) for name, each in model.named_parameters())
+    assert all(state["exp_avg"].abs().sum() > 0 for state in optimizer.state.values())
+    Snapshot(path).convert(tmp_path / "again")
+    assert torch.equal(Snapshot(tmp_path / "again").read_object("0/model/0.weight"), full["0.weight"])
+
+
+# Further layouts, as stand-ins.
 
 
 @given(data=st.data())

@@ -51,7 +51,9 @@ def write_dtensors(rank, folder):
     folder.mkdir(parents=True, exist_ok=True)
     for name, state in (("model", model.state_dict()), ("optim", optimizer.state_dict())):
         torch.save(state, folder / f"{name}_world_size_{WORLD}_rank_{rank}.pt")
-    moments = [{name: whole(each) for name, each in state.items()} for state in optimizer.state_dict()["state"].values()]
+    moments = [
+        {name: whole(each) for name, each in state.items()} for state in optimizer.state_dict()["state"].values()
+    ]
     expected = {"model": {name: whole(each) for name, each in model.state_dict().items()}, "moments": moments}
     if rank == 0:
         torch.save(expected, folder.parent / "dtensors-expected.pt")

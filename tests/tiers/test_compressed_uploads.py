@@ -15,7 +15,7 @@ from snapshot.io.budget import MemoryBudget
 from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.io.url import URL
-from snapshot.loading.open import open_document
+from snapshot.loading.open import open_checkpoint
 from snapshot.loading.unpacking import UnpackingStorage
 from snapshot.tensors.digest import digest_range
 from snapshot.tiers.far_upload import FarStorage, FarUpload, PackedUploads, read_notes
@@ -111,7 +111,7 @@ def test_a_file_that_is_longer_than_the_memory_is_compressed_in_a_temporary_file
     packed = PackedUploads(near, target)
     packed._memory = MemoryBudget(1 << 20)
     try:
-        document = run(open_document(near))
+        document = run(open_checkpoint(near)).document
         (name,) = [name for name in document.files if name.endswith("safetensors")]
         files = run(describe_files(near, document, [name]))
         if full:
@@ -140,7 +140,7 @@ def test_a_file_is_sent_as_it_is_if_the_near_folder_has_no_room_to_compress_it(t
     packed._memory = MemoryBudget(1 << 20)
     monkeypatch.setattr("snapshot.tiers.far_upload._has_room", lambda *_: False)
     try:
-        document = run(open_document(near))
+        document = run(open_checkpoint(near)).document
         (name,) = [name for name in document.files if name.endswith("safetensors")]
         files = run(describe_files(near, document, [name]))
         run(copy_verified(near, target, files, pack=packed.pack))

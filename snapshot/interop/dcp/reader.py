@@ -40,7 +40,7 @@ from snapshot.io.session import Session
 from snapshot.io.system import gc_paused
 from snapshot.io.url import URL
 from snapshot.loading.live import Binding
-from snapshot.loading.open import expect_files, open_document, read_from
+from snapshot.loading.open import Opened, add_layers, expect_files, open_checkpoint
 from snapshot.loading.read_object import expand_trees
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e
@@ -143,8 +143,9 @@ class SnapshotReader(StorageReader):
     def _read_metadata(self, rank: int | None) -> Metadata:
         url = self._url() if rank is None else self._url().join(rank_folder(rank))
         with self._session(url) as session, gc_paused():
-            document = run(open_document(session))
-            expand_trees(session, document, document.manifest)
+            found = run(open_checkpoint(session))
+            document = found.document
+            expand_trees(found, document.manifest)
             self._opened = opened = _opened(url, document)
             meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=document.save_id, load_id=self.load_id)
             return Metadata(_described(opened), opened.names.planner_data, None, meta)
@@ -170,8 +171,14 @@ class SnapshotReader(StorageReader):
         session = self._session(opened.url)
         meter = Meter(VERB, None)
         try:
-            run(read_from(session, opened.document))
-            load = _Load(session, opened, planner, self.verify, allow_pickle=self.allow_pickle, meter=meter)
+            load = _Load(
+                add_layers(session, opened.document),
+                opened,
+                planner,
+                self.verify,
+                allow_pickle=self.allow_pickle,
+                meter=meter,
+            )
             load.read(plan.items)
         except BaseException as error:
             emit("failed", VERB, str(opened.url), error=error)
@@ -255,7 +262,7 @@ class _Load:
 
     def __init__(
         self,
-        session: Session,
+        files: Opened,
         opened: _Opened,
         planner: LoadPlanner,
         verify: bool,
@@ -263,7 +270,7 @@ class _Load:
         allow_pickle: bool,
         meter: Meter,
     ) -> None:
-        self._session = session
+        self._files = files
         self._opened = opened
         self._planner = planner
         self._verify = verify
@@ -298,8 +305,7 @@ class _Load:
             path = self._path(item)
             entry = self._opened.tensors.get(item.storage_index.fqn)
             entries |= self._tree(path) if entry is None else {path: entry}
-        document = self._opened.document
-        run(expect_files(self._session, document, find_locations(entries, document.files)))
+        run(expect_files(self._files, find_locations(entries, self._opened.document.files)))
 
     def _tree(self, path: str) -> dict[str, Any]:
         """Return the entry of an object, and those below it."""
@@ -328,7 +334,7 @@ class _Load:
                 for below, entry in tree.items():
                     if not isinstance(entry, e.Container):
                         read_plan.new(below, entry)
-        self.bytes_read += read_plan.execute(self._session, verify=self._verify, meter=self._meter).bytes_read
+        self.bytes_read += read_plan.execute(self._files, verify=self._verify, meter=self._meter).bytes_read
         return [(item, self._bytes(item, trees, read_plan.values)) for item in items]
 
     def _bytes(self, item: ReadItem, trees: dict[str, Any], values: dict[str, Any]) -> io.BytesIO:
@@ -349,7 +355,7 @@ class _Load:
         A portion has at most one read into the same memory, so that the later one wins, as with torch.
         """
         plain = _is_plain(self._planner)
-        budget = self._session.budget.limit
+        budget = self._files.budget.limit
         chosen: list[tuple[ReadItem, torch.Tensor]] = []
         places: set[int] = set()
         size = 0
@@ -367,7 +373,7 @@ class _Load:
     def _tensors(self, chosen: Sequence[tuple[ReadItem, torch.Tensor]]) -> None:
         with gc_paused():
             read_plan = self._wanted(chosen)
-        self.bytes_read += read_plan.execute(self._session, verify=self._verify, meter=self._meter).bytes_read
+        self.bytes_read += read_plan.execute(self._files, verify=self._verify, meter=self._meter).bytes_read
         for item, target in chosen:
             self._planner.commit_tensor(item, target)
 
