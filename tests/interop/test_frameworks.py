@@ -15,7 +15,7 @@ pytestmark = pytest.mark.libraries
 
 HERE = Path(__file__).parent
 CACHE = Path.home() / ".cache" / "snapshot-tests"
-NEEDED = {"on_deepspeed.py": ("deepspeed", "deepspeed-0.19.8")}
+NEEDED = {"on_deepspeed.py": ("deepspeed", "deepspeed-0.19.8"), "on_ray.py": ("ray", "ray-2.60.0")}
 """Script -> the module that it needs, and the folder with it in the cache."""
 
 
@@ -36,7 +36,7 @@ def test_a_framework_saves_and_resumes_with_snapshots(script):
     assert re.search(r"\d+ passed", ended.stdout)
 
 
-@pytest.mark.parametrize("adapter", ["deepspeed"])
+@pytest.mark.parametrize("adapter", ["deepspeed", "ray"])
 def test_an_adapter_imports_no_framework_until_it_is_needed(warm, adapter):
     shown = warm.run(f"""
 import sys
