@@ -27,7 +27,7 @@ _REAL = (
     "training.utils.config_utils", "training.utils.log_utils", "utils.common_utils", "utils.import_utils",
     "utils.slurm_utils", "utils.instantiate_utils",
 )  # fmt: skip
-_ABSENT = ("modelopt", "nvidia_resiliency_ext", "tensorboard", "omegaconf")
+_ABSENT = ("modelopt", "tensorboard", "omegaconf")
 
 
 class Bridge(missing_packages.StandIns):
@@ -64,8 +64,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     checkpointing = importlib.import_module("megatron.bridge.training.checkpointing")
     from megatron.bridge.training.state import TrainState
+    from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
     from megatron.core.dist_checkpointing.mapping import ShardedObject
-    from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
+    from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_state_machine
 
 from snapshot import Snapshot, SnapshotError, SnapshotExistsError, TakeOptions
 from snapshot.interop import megatron_bridge
@@ -75,6 +76,7 @@ from tests.interop.forked_ranks import fork_ranks
 from tests.interop.megatron_dirs import Split, sharded
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+register_allowed_target_prefix("snapshot.interop.")  # which versions since 0.5 require
 
 
 class One:
@@ -140,7 +142,7 @@ def start(folder, split, *, blank=False, kind="SnapshotCheckpointManager", **cha
         save_optim=True, load_optim=True, finetune=False, pretrained_checkpoint=None, non_persistent_ckpt_type=None,
         non_persistent_global_ckpt_dir=None, most_recent_k=-1, fully_parallel_save=False, fully_parallel_load=False,
         ckpt_assume_constant_structure=False, storage_writers_per_rank=1, save_tokenizer_assets=False, ckpt_step=None,
-        exit_on_missing_checkpoint=False, dist_ckpt_strictness="assume_ok_unexpected", load_main_params_from_ckpt=False,
+        exit_on_missing_checkpoint=False, async_strategy="mcore", also_save_hf_checkpoint=False, dist_ckpt_strictness="assume_ok_unexpected", load_main_params_from_ckpt=False,
         dist_ckpt_optim_fully_reshardable=False, distrib_optim_fully_reshardable_mem_efficient=False,
         custom_manager_class=kind and f"snapshot.interop.megatron_bridge.{kind}",
     )  # fmt: skip
@@ -149,7 +151,7 @@ def start(folder, split, *, blank=False, kind="SnapshotCheckpointManager", **cha
     config = SimpleNamespace(
         checkpoint=checkpoint, optimizer=SimpleNamespace(use_distributed_optimizer=False), peft=None, dataset=None,
         rng=SimpleNamespace(data_parallel_random_init=False), dist=SimpleNamespace(use_decentralized_pg=True),
-        model=SimpleNamespace(fp16=False, bf16=False, **sizes), logger=SimpleNamespace(log_progress=False),
+        model=SimpleNamespace(fp16=False, bf16=False, **sizes), logger=SimpleNamespace(log_progress=False, mlflow_log_artifacts=False),
         ddp=SimpleNamespace(use_megatron_fsdp=False), tokenizer=None,
     )  # fmt: skip
     saved = {"model": sizes, "checkpoint": {"save_optim": True, "save_rng": True, "fully_parallel_save": False}}
@@ -322,7 +324,7 @@ def _rerun(folder):
     split = Split(rank=0)
     manager, context, _ = start(folder, split)
     machine = get_rerun_state_machine()
-    machine.state = RerunState.RERUNNING_AGAIN_FROM_CHECKPOINT
+    machine.mode, machine.state = RerunMode.VALIDATE_RESULTS, RerunState.RERUNNING_AGAIN_FROM_CHECKPOINT
     save(manager, context, 1)
     common = checkpointing.dist_checkpointing.load_common_state_dict(folder / "iter_0000001")
     assert common["rerun_state_machine"]["state"] is RerunState.RERUNNING_AGAIN_FROM_CHECKPOINT
