@@ -3,8 +3,8 @@
     saver = SnapshotSaver("run", save_interval="100ba", keep=3)
     trainer = Trainer(..., callbacks=[saver], load_path=saver.latest())
 
-The contents are those of Composer's own checkpoints. Composer's `load_path`, `load_weights_only`, `load_ignore_keys` and
-`load_exclude_algorithms` apply to them.
+The contents are those of Composer's own checkpoints. Composer's `load_path`, `load_weights_only`, `load_ignore_keys`
+and `load_exclude_algorithms` apply to them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ try:
     from composer.utils import checkpoint as _checkpoint
     from composer.utils import create_interval_scheduler, reproducibility
 except ImportError as error:
-    raise MissingExtraError(f"Composer cannot be imported: {error}; pip install mosaicml") from error
+    _Callback, _MISSING = object, str(error)
+else:
+    _MISSING = ""
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -57,8 +59,8 @@ class SnapshotSaver(_Callback):  # type: ignore[misc]
         options: More options of the takes.
 
     Raises:
-        MissingExtraError: Composer cannot be imported, when this module is.
-        SnapshotError: The adapter does not know this version of Composer.
+        MissingExtraError: Composer cannot be imported.
+        SnapshotError: The adapter does not know this version of Composer. Or `folder` is a URL.
     """
 
     def __init__(
@@ -70,6 +72,8 @@ class SnapshotSaver(_Callback):  # type: ignore[misc]
         asynchronous: bool = True,
         options: TakeOptions = TAKE_OPTIONS,
     ) -> None:
+        if _MISSING:
+            raise MissingExtraError(f"composer cannot be imported: {_MISSING}; pip install mosaicml")
         if "://" in os.fspath(folder):
             raise SnapshotError(f"SnapshotSaver: folder must be a folder that all ranks share, got {os.fspath(folder)}")
         read_snapshots()
@@ -152,7 +156,7 @@ class _Given:
         return self._value
 
     def load_state_dict(self, state: Any) -> None:
-        raise SnapshotError("Composer loads its checkpoints itself; pass load_path to its Trainer")
+        raise SnapshotError("a snapshot of SnapshotSaver is loaded by Composer; pass load_path to its Trainer")
 
 
 def read_snapshots() -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from operator import is_

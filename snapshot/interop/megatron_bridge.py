@@ -219,7 +219,9 @@ def _load_bridge() -> Any:
     except ImportError as error:
         raise MissingExtraError(f"Megatron-Bridge cannot be imported: {error}") from error
     called = getattr(bridge, "dist_checkpointing", None)
-    parts = [f"{name}({', '.join(names)})" for name, names in _CALLED.items() if not _has_arguments(called, name, names)]
+    parts = [
+        f"{name}({', '.join(names)})" for name, names in _CALLED.items() if not _has_arguments(called, name, names)
+    ]
     parts += [n for n in ("schedule_async_save", "DefaultCheckpointManager") if not hasattr(bridge, n)]
     if parts:
         raise SnapshotError(

@@ -47,7 +47,9 @@ class Run:
         """Return the losses of a global batch of four."""
         losses, world = [], dist.get_world_size()
         for step in steps:
-            tokens = torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(step))[dist.get_rank() :: world]
+            tokens = torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(step))[
+                dist.get_rank() :: world
+            ]
             loss = self.model(input_ids=tokens, labels=tokens).loss
             loss.backward()
             self.optimizer.step()

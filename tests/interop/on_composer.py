@@ -163,5 +163,7 @@ def test_sharded_models_other_folders_and_other_versions_are_refused(tmp_path, m
 def test_without_composer_the_error_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "composer", None)
     spec = importlib.util.spec_from_file_location("again", adapter.__file__)
-    with pytest.raises(MissingExtraError, match="Composer cannot be imported"):
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with pytest.raises(MissingExtraError, match="composer cannot be imported"):
+        module.SnapshotSaver("run")

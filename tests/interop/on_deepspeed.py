@@ -1,4 +1,4 @@
-"""The checkpoint engine in the real DeepSpeed: ZeRO 0 to 3, a pipeline and experts on CPU ranks, resumed to the same bits.
+"""The checkpoint engine in the real DeepSpeed on CPU ranks, resumed to the same bits: ZeRO, a pipeline and experts.
 
 `test_frameworks.py` runs this in a process of its own, which imports DeepSpeed once."""
 
@@ -52,9 +52,7 @@ def make_engine(kind, **options):
     optimizer = torch.optim.AdamW(groups, lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     stage = {"experts": 2, "pipeline": 1}.get(kind, kind)
-    made = deepspeed.initialize(
-        model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config(stage, **more)
-    )
+    made = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config(stage, **more))
     engine = made[0]
     if options.pop("adapted", True):
         engine.checkpoint_engine = SnapshotCheckpointEngine(**options)
@@ -157,7 +155,7 @@ def _fail(folder, asynchronous):
         (folder / "bad" / FOLDER).mkdir()
         (folder / "bad" / FOLDER / "data").write_text("in the way")
     dist.barrier()
-    with pytest.raises(SnapshotError, match="data"):
+    with pytest.raises(SnapshotError, match="data"):  # noqa: PT012 - of one call or of the next
         engine.save_checkpoint(folder, tag="bad")
         train(engine, 2, range(3, 5))  # nothing is committed in a step
         engine.save_checkpoint(folder, tag="good")
@@ -189,7 +187,7 @@ def _refuse(folder):
     train(engine, 1, range(1))
     engine.save_checkpoint(folder, tag="first")
     for wrong, named in ((Note("x"), "Note"), (object(), "builtins.object"), (lambda: 1, "function")):
-        with pytest.raises(SnapshotError, match=rf"(?s)mp_rank_00_model_states.pt/note.*{named}"):
+        with pytest.raises(SnapshotError, match=rf"(?s)mp_rank_00_model_states\.pt/note.*{named}"):
             engine.save_checkpoint(folder, tag="second", client_state={"note": wrong})
         assert (folder / "latest").read_text() == "first"
         assert not Snapshot(folder / "second" / FOLDER).exists()
@@ -207,7 +205,7 @@ def _hold_files_of_deepspeed(folder):
     engine = make_engine(2)
     engine.load_checkpoint(folder)
     assert train(engine, 2, range(2, 4)) == whole
-    with pytest.raises(SnapshotExistsError, match="_states.pt: DeepSpeed itself has saved this tag"):
+    with pytest.raises(SnapshotExistsError, match=r"_states\.pt: DeepSpeed itself has saved this tag"):
         engine.save_checkpoint(folder, tag="global_step2")
     engine.save_checkpoint(folder)
     engine.save_16bit_model(folder)
