@@ -37,7 +37,7 @@ def fork_ranks(world, folder, run, *arguments):
     for each in ranks:
         each.start()
     try:
-        got = sorted(answers.get(timeout=100) for _ in ranks)
+        got = sorted(answers.get(timeout=250) for _ in ranks)
         for each in ranks:
             each.join(20)
     finally:

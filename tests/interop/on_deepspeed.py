@@ -24,13 +24,21 @@ with warnings.catch_warnings():
     from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-from snapshot import CorruptSnapshotError, Snapshot, SnapshotError, SnapshotExistsError, SnapshotNotFoundError, Target
+from snapshot import (
+    CorruptSnapshotError,
+    Snapshot,
+    SnapshotError,
+    SnapshotExistsError,
+    SnapshotNotFoundError,
+    StateDict,
+    Target,
+)
 from snapshot.interop import deepspeed as adapter
 from snapshot.interop.deepspeed import FOLDER, SnapshotCheckpointEngine, write_files
 from tests.formats.write_deepspeed_files import Model, config, make_experts, make_groups
 from tests.interop.forked_ranks import fork_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
 
 def make_pipeline():
@@ -197,6 +205,44 @@ def test_objects_that_only_a_pickle_could_hold_are_refused_by_name(tmp_path):
     fork_ranks(1, tmp_path, _refuse, tmp_path / "run")
 
 
+def _end_in_the_middle(folder):
+    engine = make_engine(1, asynchronous=True)
+    train(engine, 1, range(1))
+    engine.save_checkpoint(folder, tag="first")
+    engine.checkpoint_engine.wait()
+    optimizer, save = engine.optimizer, engine.optimizer.state_dict
+    optimizer.state_dict = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        engine.save_checkpoint(folder, tag="second")
+    optimizer.state_dict = save
+    train(engine, 1, range(1, 3))  # no step may write the files that were saved before the error
+    engine.destroy()
+    assert (folder / "latest").read_text() == "first"
+    assert not Snapshot(folder / "second" / FOLDER).exists()
+
+
+def test_a_save_that_ends_in_the_middle_is_never_committed(tmp_path):
+    fork_ranks(1, tmp_path, _end_in_the_middle, tmp_path / "run")
+
+
+def _refuse_on_one_rank(folder, asynchronous):
+    engine = make_engine(3, asynchronous=asynchronous)
+    train(engine, 3, range(1))
+    state = {"note": object() if dist.get_rank() == 1 else 1}
+    with pytest.raises(SnapshotError, match="note"):
+        engine.save_checkpoint(folder, tag="bad", client_state=state)
+    train(engine, 3, range(1, 2))
+    engine.save_checkpoint(folder, tag="good")
+    engine.checkpoint_engine.wait()
+    dist.barrier()
+    assert (folder / "latest").read_text() == "good"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_all_ranks_learn_what_one_of_them_cannot_store(tmp_path, asynchronous):
+    fork_ranks(2, tmp_path, _refuse_on_one_rank, tmp_path / "run", asynchronous)
+
+
 def _hold_files_of_deepspeed(folder):
     before = make_engine(2, adapted=False)
     train(before, 2, range(2))
@@ -298,8 +344,8 @@ def test_damage_is_found(tmp_path):
 
 
 def test_a_snapshot_cannot_name_classes_to_import(tmp_path):
-    content = {"value": adapter.SavedObject("dataclass", "os.path.Evil", {"a": 1})}
-    Snapshot.take(tmp_path / "t" / FOLDER, {"a.pt": adapter._Contents(content)})
+    content = StateDict(value=adapter.SavedObject("dataclass", "os.path.Evil", {"a": 1}))
+    Snapshot.take(tmp_path / "t" / FOLDER, {"a.pt": content})
     with pytest.raises(SnapshotError, match=r"a\.pt/value: class os\.path\.Evil is not known"):
         SnapshotCheckpointEngine().load(str(tmp_path / "t" / "a.pt"))
 

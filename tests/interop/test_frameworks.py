@@ -33,7 +33,7 @@ def is_installed(module):
 
 
 @pytest.mark.parametrize("script", NEEDED)
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(900)
 def test_a_framework_saves_and_resumes_with_snapshots(script):
     module, folder = NEEDED[script]
     place = CACHE / folder
@@ -43,7 +43,7 @@ def test_a_framework_saves_and_resumes_with_snapshots(script):
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", HERE / script],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=480, check=False,
+        capture_output=True, text=True, timeout=880, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout[-8000:]
     assert re.search(r"\d+ passed", ended.stdout)
