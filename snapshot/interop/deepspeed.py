@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from snapshot.errors import SnapshotError, SnapshotExistsError, SnapshotNotFoundError
+from snapshot.errors import CorruptSnapshotError, SnapshotError, SnapshotExistsError, SnapshotNotFoundError
 from snapshot.events import log
 from snapshot.interop.versions import expect_version
 from snapshot.save.begin import TAKE_OPTIONS, TakeOptions
@@ -252,10 +252,13 @@ def _to_object(value: Any, path: str) -> Any:
         raise SnapshotError(f"{path}: class {value.class_name} is not known, so this file cannot be loaded")
     module, _, name = value.class_name.rpartition(".")
     kind = getattr(import_module(module), name)
-    if value.kind == "Enum":
-        return kind[value["name"]]
-    held = kind.__new__(kind)
-    vars(held).update(value)
+    try:
+        if value.kind == "Enum":
+            return kind[value["name"]]
+        held = kind.__new__(kind)
+        vars(held).update(value)
+    except (KeyError, TypeError) as error:  # of another kind, or without its fields
+        raise CorruptSnapshotError(f"{path}: not an object of class {value.class_name}: {error}") from error
     return held
 
 

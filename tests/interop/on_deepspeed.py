@@ -344,10 +344,19 @@ def test_damage_is_found(tmp_path):
 
 
 def test_a_snapshot_cannot_name_classes_to_import(tmp_path):
-    content = StateDict(value=adapter.SavedObject("dataclass", "os.path.Evil", {"a": 1}))
-    Snapshot.take(tmp_path / "t" / FOLDER, {"a.pt": content})
+    stage, scaler = "deepspeed.runtime.zero.config.ZeroStageEnum", adapter._SCALERS[0]
+    wrong = {
+        "value": adapter.SavedObject("dataclass", "os.path.Evil", {"a": 1}),
+        "member": adapter.SavedObject("Enum", stage, {"name": "evil", "value": 9}),
+        "kind": adapter.SavedObject("Enum", scaler, {"name": "evil", "value": 9}),
+    }
+    for name, value in wrong.items():
+        Snapshot.take(tmp_path / name / FOLDER, {"a.pt": StateDict(**{name: value})})
+    for name in ("member", "kind"):
+        with pytest.raises(CorruptSnapshotError, match=rf"a\.pt/{name}: not an object of class deepspeed"):
+            SnapshotCheckpointEngine().load(str(tmp_path / name / "a.pt"))
     with pytest.raises(SnapshotError, match=r"a\.pt/value: class os\.path\.Evil is not known"):
-        SnapshotCheckpointEngine().load(str(tmp_path / "t" / "a.pt"))
+        SnapshotCheckpointEngine().load(str(tmp_path / "value" / "a.pt"))
 
 
 def _run_example(folder):

@@ -68,7 +68,7 @@ with warnings.catch_warnings():
     from megatron.core.dist_checkpointing.mapping import ShardedObject
     from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_state_machine
 
-from snapshot import Snapshot, SnapshotError, SnapshotExistsError, TakeOptions
+from snapshot import SavedObject, Snapshot, SnapshotError, SnapshotExistsError, TakeOptions
 from snapshot.interop import megatron_bridge
 from snapshot.interop.megatron_bridge import SnapshotCheckpointManager
 from tests.interop import megatron_dirs
@@ -335,6 +335,12 @@ def _rerun(folder):
 
 def test_megatron_s_enums_are_members_again(tmp_path):
     fork_ranks(1, tmp_path, _rerun, tmp_path / "run")
+
+
+def test_other_classes_are_not_looked_up():
+    for name, member in (("os.path.Evil", "a"), ("megatron.core.rerun_state_machine.RerunMode", "evil")):
+        with pytest.raises(SnapshotError, match="whose class or member is not known"):
+            megatron_bridge._with_members([{"a": SavedObject("Enum", name, {"name": member, "value": 1})}])
 
 
 def _options(folder):
