@@ -32,6 +32,12 @@ def test_torchtitan_s_manager_finds_and_resumes_snapshots(tmp_path, version, mod
     assert ended.returncode == 0, ended.stderr[-4000:]
 
 
+@pytest.mark.parametrize("mode", ["manager-disabled", "manager-async", "manager-async_with_pinned_mem"])
+def test_torchtitan_s_configuration_takes_the_manager(tmp_path, mode):
+    ended = run("torchtitan-0.3.0", "on_torchtitan.py", tmp_path, mode)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+
+
 def test_torchtune_s_checkpointer_finds_and_loads_snapshots(tmp_path):
     ended = run("torchtune-0.6.1", "on_torchtune.py", tmp_path)
     assert ended.returncode == 0, ended.stderr[-4000:]
