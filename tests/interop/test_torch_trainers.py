@@ -1,5 +1,5 @@
-"""torchtitan and torchtune, which save through torch.distributed.checkpoint: their own managers over snapshots, each
-in a process of its own. `.ci/run` installs them."""
+"""Trainers that `.ci/run` installs without their dependencies: their own checkpointing over snapshots, each in a
+process of its own."""
 
 import os
 import subprocess
@@ -35,6 +35,11 @@ def test_torchtitan_s_manager_finds_and_resumes_snapshots(tmp_path, version, mod
 @pytest.mark.parametrize("mode", ["manager-disabled", "manager-async", "manager-async_with_pinned_mem"])
 def test_torchtitan_s_configuration_takes_the_manager(tmp_path, mode):
     ended = run("torchtitan-0.3.0", "on_torchtitan.py", tmp_path, mode)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+
+
+def test_torchft_s_own_test_of_transports_passes():
+    ended = run("torchft-0.2.0", "on_torchft.py")
     assert ended.returncode == 0, ended.stderr[-4000:]
 
 
