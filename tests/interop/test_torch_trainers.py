@@ -43,6 +43,19 @@ def test_torchft_s_own_test_of_transports_passes():
     assert ended.returncode == 0, ended.stderr[-4000:]
 
 
+def test_verl_s_workers_receive_published_weights():
+    ended = run("verl-0.9.1", "on_verl.py")
+    assert ended.returncode == 0, ended.stderr[-4000:]
+
+
+def test_vllm_s_workers_load_published_weights(warm):
+    """With the contract that `vllm_contract` has: vLLM itself needs an accelerator."""
+    script = (
+        f"import pytest, sys\nsys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', {str(HERE / 'on_vllm.py')!r}]))"
+    )
+    assert " passed" in warm.run(script)
+
+
 def test_torchtune_s_checkpointer_finds_and_loads_snapshots(tmp_path):
     ended = run("torchtune-0.6.1", "on_torchtune.py", tmp_path)
     assert ended.returncode == 0, ended.stderr[-4000:]
