@@ -48,6 +48,11 @@ def test_verl_s_workers_receive_published_weights():
     assert ended.returncode == 0, ended.stderr[-4000:]
 
 
+def test_verl_s_manager_saves_and_resumes_snapshots():
+    ended = run("verl-0.9.1", "on_verl_manager.py")
+    assert ended.returncode == 0, ended.stderr[-4000:]
+
+
 def test_vllm_s_workers_load_published_weights(warm):
     """With the contract that `vllm_contract` has: vLLM itself needs an accelerator."""
     script = (
