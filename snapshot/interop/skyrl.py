@@ -73,10 +73,6 @@ def _saving(original: Any, options: Mapping[str, Any] | None) -> Any:
         tokenizer: Any = None,
     ) -> None:
         module = _inner(model)
-        if dist.get_rank() == 0:
-            self.save_hf_configs(self._unwrap_model(model).config, os.path.join(ckpt_dir, "huggingface"), tokenizer)
-        if getattr(self, "is_lora", False) and hasattr(module, "peft_config"):
-            self._save_lora_adapters(module, ckpt_dir)
         save_parts(
             ckpt_dir,
             {"model": module, "optimizer": optimizer, "scheduler": scheduler},
@@ -85,6 +81,11 @@ def _saving(original: Any, options: Mapping[str, Any] | None) -> Any:
             values={"client_state": dict(client_state or {}), "tag": tag, "fsdp_strategy": self.fsdp_strategy},
             storage_options=options,
         )
+        if dist.get_rank() == 0:
+            self.save_hf_configs(self._unwrap_model(model).config, os.path.join(ckpt_dir, "huggingface"), tokenizer)
+        if getattr(self, "is_lora", False) and hasattr(module, "peft_config"):
+            self._save_lora_adapters(module, ckpt_dir)
+        dist.barrier()
         self.print(f"[rank-{dist.get_rank()}]: Checkpoint saved to {ckpt_dir}")
 
     save_checkpoint.saves_snapshots = True  # type: ignore[attr-defined]

@@ -53,6 +53,17 @@ def test_verl_s_manager_saves_and_resumes_snapshots():
     assert ended.returncode == 0, ended.stderr[-4000:]
 
 
+def test_skyrl_s_strategy_saves_and_resumes_snapshots():
+    ended = run("skyrl-0.3.0", "on_skyrl.py")
+    assert ended.returncode == 0, ended.stderr[-4000:]
+
+
+@pytest.mark.timeout(300)
+def test_trl_s_trainers_save_and_resume_snapshots():
+    ended = run("trl-1.16.0/site-packages", "on_trl.py")
+    assert ended.returncode == 0, ended.stderr[-4000:]
+
+
 def test_vllm_s_workers_load_published_weights(warm):
     """With the contract that `vllm_contract` has: vLLM itself needs an accelerator."""
     script = (
