@@ -1,0 +1,270 @@
+"""DeepSpeed's checkpoints as snapshots: an engine that DeepSpeed gives its files, and asks for them.
+
+    engine.checkpoint_engine = SnapshotCheckpointEngine()
+
+Each tag is one snapshot of all ranks, with an object for each of DeepSpeed's files. Nothing of DeepSpeed is imported
+until it is needed. The order of calls is that of `DeepSpeedEngine.save_checkpoint` in DeepSpeed 0.19.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from importlib import import_module
+from operator import is_
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from snapshot.errors import SnapshotError, SnapshotExistsError, SnapshotNotFoundError
+from snapshot.events import log
+from snapshot.interop.versions import expect_version
+from snapshot.save.begin import TAKE_OPTIONS, TakeOptions
+from snapshot.saved import SavedObject, class_name
+from snapshot.snapshot import PendingSnapshot, Snapshot
+from snapshot.state.compound import find_form
+
+FOLDER = "snapshot"
+"""Folder of the snapshot in a tag's folder."""
+VERSIONS = ("0.19",)
+_NOTICE = b"snapshot: this file is in the folder 'snapshot', and SnapshotCheckpointEngine reads it\n"
+"""Content of the files that DeepSpeed lists by name before it asks for them."""
+_SCALERS = tuple(f"deepspeed.runtime.fp16.loss_scaler.{name}" for name in ("LossScaler", "DynamicLossScaler"))
+_CLASSES = (
+    *_SCALERS,
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+    "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
+)
+"""Classes in DeepSpeed's states. No other class is imported by name."""
+
+
+class SnapshotCheckpointEngine:
+    """Saves and loads the checkpoints of DeepSpeed, as each rank assigns it: `engine.checkpoint_engine = ...`.
+
+    `save_checkpoint` and `load_checkpoint` work as before, with ZeRO 0 to 3 and pipelines. A tag that was not committed
+    cannot be loaded, and `latest` does not name it. Objects that only a pickle can hold are refused by name.
+    Checkpoints that DeepSpeed wrote are loaded by DeepSpeed. `save_16bit_model` writes its file as before.
+
+    Args:
+        asynchronous: Write while training continues. `latest` then names the tag after its commit. The next
+            `save_checkpoint`, and `wait`, wait for it, and raise if it failed.
+        options: More options of the takes.
+
+    Raises:
+        MissingExtraError: DeepSpeed is not installed.
+        SnapshotError: The adapter does not know this version of DeepSpeed.
+    """
+
+    name = "SnapshotCheckpointEngine"
+
+    def __init__(self, *, asynchronous: bool = False, options: TakeOptions = TAKE_OPTIONS) -> None:
+        expect_version("deepspeed", VERSIONS, self.name)
+        self._asynchronous = asynchronous
+        self._options = options
+        self._info: Any = None
+        """DeepSpeed's description of the checkpoint that it writes."""
+        self._files: dict[str, Any] | None = None
+        """Contents by name; None if DeepSpeed does not write a tag."""
+        self._pending: PendingSnapshot | None = None
+        self._read: Snapshot | None = None
+
+    # In the order in which `save_checkpoint` calls them
+
+    def create(self, info: Any) -> None:
+        """Begin a checkpoint: `info` has its `tag`, `save_dir` and `save_latest`. Wait for the one before."""
+        self.wait()
+        foreign = next((each for each in sorted(_tag_folder(info).glob("*.pt")) if not _is_notice(each)), None)
+        if foreign is not None:
+            raise SnapshotExistsError(f"{foreign}: DeepSpeed itself has saved this tag; save under another tag")
+        self._info, self._files = info, None
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Create a folder. That of the tag is created by all ranks, even by those that write no file."""
+        os.makedirs(path, exist_ok=exist_ok)
+        if self._info is not None and self._files is None and Path(path) == _tag_folder(self._info):
+            self._files = {}
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Add a file to the checkpoint. One that is not in the tag's folder is written by torch, as before."""
+        folder, name = os.path.split(path)
+        if self._files is not None and Path(folder) == _tag_folder(self._info):
+            self._files[name] = _convert(state_dict, path, _to_saved)
+            return
+        partial_path = f"{path}.partial"
+        torch.save(state_dict, partial_path)
+        os.replace(partial_path, path)
+
+    def is_decoupled(self) -> bool:
+        """Return True if training continues during the write. DeepSpeed asks when each rank has saved its files."""
+        if self._asynchronous and self._files is not None:
+            self._begin(Snapshot.async_take_with)
+        return self._asynchronous
+
+    def commit(self, info: Any) -> bool:
+        """Write the checkpoint, and return when it is committed. Raise on all ranks if that failed."""
+        if self._files is not None:
+            self._begin(Snapshot.take_with)
+        return True
+
+    def get_commit_info(self) -> None:
+        """Return None: DeepSpeed has nothing to commit later."""
+
+    def set_commit_info(self, info: Any) -> None:
+        """Do nothing. `create` gets the same information."""
+
+    def wait(self) -> None:
+        """Wait for the checkpoint that is written in the background. Raise if it failed."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()
+
+    def cleanup(self) -> None:
+        """Wait, when the engine ends."""
+        self.wait()
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Return the contents of a file, with tensors in host memory.
+
+        Raises:
+            SnapshotNotFoundError: The tag was not committed, or has no such file.
+        """
+        file = Path(path)
+        if file.is_file() and not _is_notice(file):
+            engine = import_module("deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine")
+            return engine.TorchCheckpointEngine().load(path, map_location=map_location)
+        snapshot = self._open(file.parent)
+        if not any(name.split("/")[1:] == [file.name] for name in snapshot.get_manifest()):
+            raise SnapshotNotFoundError(f"{file}: the checkpoint in {file.parent / FOLDER} has no such file")
+        return _convert(snapshot.read_object(file.name), path, _to_object)
+
+    def is_data_parallel_writer(self, dp_rank: int) -> bool:
+        """Return True for the rank that writes what all data-parallel ranks have."""
+        return dp_rank == 0
+
+    def preserves_storage_sharing(self) -> bool:
+        """Return False: only the elements of a view are written, so DeepSpeed need not copy it first."""
+        return False
+
+    def _begin(self, take: Callable[..., Any]) -> None:
+        info, self._info = self._info, None
+        files, self._files = self._files or {}, None
+        folder = _tag_folder(info)
+        state = {name: _Contents(content) for name, content in files.items()}
+        for name in files:  # a load of a tag that is not committed then says so
+            (folder / name).write_bytes(_NOTICE)
+        request = partial(self._options.at, None, overwrite=True, metadata=None, allow_pickle="error")
+        self._read = None
+        taken = take(str(folder / FOLDER), state, None, request, self._options.timeout)
+        if isinstance(taken, PendingSnapshot):
+            self._pending = taken
+            if info.save_latest and _is_leader():
+                taken.work.add_done_callback(partial(_name_latest, info))
+
+    def _open(self, folder: Path) -> Snapshot:
+        if self._read is None or self._read.path != str(folder / FOLDER):
+            snapshot = Snapshot(folder / FOLDER)
+            if not snapshot.exists():
+                raise SnapshotNotFoundError(f"{folder}: this checkpoint was not committed; load another tag")
+            self._read = snapshot
+        return self._read
+
+
+def write_files(tag: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Write the files of a committed tag as DeepSpeed writes them, for its tools and for `Snapshot.convert`.
+
+    Args:
+        tag: The folder of the tag, such as `run/global_step100`.
+        target: A folder with the same name in a new place: `files/global_step100`. Files there are replaced.
+    """
+    engine = SnapshotCheckpointEngine()
+    folder, made = Path(tag), Path(target)
+    names = [name.split("/")[1] for name in engine._open(folder).get_manifest() if name.count("/") == 1]
+    made.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        torch.save(engine.load(str(folder / name)), made / name)
+    (made.parent / "latest").write_text(made.name)
+
+
+class _Contents:
+    """Stateful wrapper of a file's contents."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def state_dict(self) -> Any:
+        return self._value
+
+    def load_state_dict(self, state: Any) -> None:
+        raise SnapshotError("DeepSpeed restores its checkpoints itself; load them with SnapshotCheckpointEngine")
+
+
+def _tag_folder(info: Any) -> Path:
+    return Path(info.save_dir, info.tag)
+
+
+def _is_notice(file: Path) -> bool:
+    """Return True for a notice, and for the part of one that a crash left."""
+    with file.open("rb") as opened:
+        return _NOTICE.startswith(opened.read(len(_NOTICE) + 1))
+
+
+def _is_leader() -> bool:
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+
+
+def _name_latest(info: Any, work: Any) -> None:
+    """Let `latest` name a tag if it was committed."""
+    if work.cancelled() or work.exception() is not None:
+        return
+    latest = Path(info.save_dir, "latest")
+    try:
+        made = latest.with_name("latest.partial")
+        made.write_text(info.tag)
+        made.replace(latest)
+    except OSError as error:
+        log.error("%s: is committed, but %s could not be written: %s", _tag_folder(info), latest, error)
+
+
+def _to_saved(value: Any, path: str) -> Any:
+    """Return a loss scaler as a saved object. Raise for a class that a load would not know."""
+    name = class_name(type(value))
+    if name in _SCALERS:
+        return SavedObject("dataclass", name, vars(value))
+    if find_form(type(value)) is not None and name not in _CLASSES:
+        raise SnapshotError(f"{path}: an object of class {name} cannot be stored; store its fields as plain values")
+    return value
+
+
+def _to_object(value: Any, path: str) -> Any:
+    """Return a saved object of one of DeepSpeed's classes as an instance of it."""
+    if not isinstance(value, SavedObject):
+        return value
+    if value.class_name not in _CLASSES:
+        raise SnapshotError(f"{path}: class {value.class_name} is not known, so this file cannot be loaded")
+    module, _, name = value.class_name.rpartition(".")
+    kind = getattr(import_module(module), name)
+    if value.kind == "Enum":
+        return kind[value["name"]]
+    held = kind.__new__(kind)
+    vars(held).update(value)
+    return held
+
+
+def _convert(value: Any, path: str, change: Callable[[Any, str], Any]) -> Any:
+    """Return a value with changed leaves. Containers without a changed leaf are not copied."""
+    if isinstance(value, dict):
+        new = {key: _convert(old, f"{path}/{key}", change) for key, old in value.items()}
+        changed = {key: made for key, made in new.items() if made is not value[key]}
+        if changed:
+            value = copy.copy(value)
+            value.update(changed)
+        return value
+    if type(value) in (list, tuple):
+        items = [_convert(old, f"{path}/{at}", change) for at, old in enumerate(value)]
+        return value if all(map(is_, items, value)) else type(value)(items)
+    return change(value, path)

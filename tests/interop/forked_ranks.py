@@ -1,0 +1,45 @@
+"""Ranks as forks of a process that has imported a large library. Call it before any thread has been started there."""
+
+import multiprocessing
+import os
+import traceback
+import warnings
+
+import torch.distributed as dist
+
+
+def _rank(run, rank, world, store, answers, arguments):
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+    dist.init_process_group("gloo", store=dist.FileStore(str(store), world), rank=rank, world_size=world)
+    warnings.simplefilter("ignore")
+    try:
+        answers.put((rank, None, run(*arguments)))
+    except BaseException:
+        answers.put((rank, traceback.format_exc(), None))
+        raise
+
+
+def fork_ranks(world, folder, run, *arguments):
+    """Run a function on each rank, and return what each returned, in order. `folder` holds the store."""
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    store = folder / f"store-{len(list(folder.glob('store-*')))}"
+    ranks = [context.Process(target=_rank, args=(run, rank, world, store, answers, arguments)) for rank in range(world)]
+    for each in ranks:
+        each.start()
+    got = sorted(answers.get(timeout=150) for _ in ranks)
+    for each in ranks:
+        each.join(20)
+        if each.is_alive():
+            each.terminate()
+    failures = [f"rank {rank}:\n{text}" for rank, text, _ in got if text]
+    assert not failures, "\n".join(failures)
+    return [answer for _, _, answer in got]

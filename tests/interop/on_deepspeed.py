@@ -1,0 +1,319 @@
+"""The checkpoint engine in the real DeepSpeed: ZeRO 0 to 3, a pipeline and experts on CPU ranks, resumed to the same bits.
+
+`test_frameworks.py` runs this in a process of its own, which imports DeepSpeed once."""
+
+import dataclasses
+import importlib.util
+import io
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+os.environ.update(DS_ACCELERATOR="cpu", DS_BUILD_OPS="0", CUDA_VISIBLE_DEVICES="")
+
+import pytest
+import torch
+import torch.distributed as dist
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import deepspeed
+    from deepspeed.checkpoint import ds_to_universal
+    from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+from snapshot import CorruptSnapshotError, Snapshot, SnapshotError, SnapshotExistsError, SnapshotNotFoundError, Target
+from snapshot.interop import deepspeed as adapter
+from snapshot.interop.deepspeed import FOLDER, SnapshotCheckpointEngine, write_files
+from tests.formats.write_deepspeed_files import Model, config, make_experts, make_groups
+from tests.interop.forked_ranks import fork_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def make_pipeline():
+    layers = [deepspeed.pipe.LayerSpec(torch.nn.Linear, 4, 4) for _ in range(4)]
+    return deepspeed.pipe.PipelineModule(layers, num_stages=2, loss_fn=lambda y, t: (y - t).float().square().sum())
+
+
+def make_engine(kind, **options):
+    """Return an engine of DeepSpeed. `kind`: a stage of ZeRO, "experts" or "pipeline"."""
+    deepspeed.init_distributed("gloo")
+    torch.manual_seed(dist.get_rank() if kind == "experts" else 0)
+    more = {"bf16": kind != 0, **options.pop("config", {})}
+    model = {"experts": make_experts, "pipeline": make_pipeline}.get(kind, Model)()
+    groups = make_groups(model) if isinstance(model, Model) else model.parameters()
+    if kind == "experts":
+        from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+        groups = split_params_into_different_moe_groups_for_optimizer({"params": list(groups), "name": "all"})
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    stage = {"experts": 2, "pipeline": 1}.get(kind, kind)
+    made = deepspeed.initialize(
+        model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config(stage, **more)
+    )
+    engine = made[0]
+    if options.pop("adapted", True):
+        engine.checkpoint_engine = SnapshotCheckpointEngine(**options)
+    return engine
+
+
+def train(engine, kind, steps):
+    """Return the losses. Each rank has data of its own."""
+    losses = []
+    for step in steps:
+        numbers = torch.Generator().manual_seed(10 * step + (0 if kind == "pipeline" else dist.get_rank()))
+        if kind == "pipeline":
+            batch = torch.randn(2, 4, 4, generator=numbers).bfloat16()
+            losses.append(engine.train_batch(iter([(batch[0], batch[1])])).item())
+            continue
+        if kind == "experts":
+            loss = engine(torch.randn(4, 4, generator=numbers).bfloat16()).float().square().sum()
+        else:
+            loss = engine(torch.randint(0, 6, (4, 4), generator=numbers)).float().square().sum()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def expect_same(one, other, path=""):
+    assert type(one) is type(other), (path, type(one), type(other))
+    if isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype, path
+        assert torch.equal(one, other), path
+    elif isinstance(one, dict):
+        assert list(one) == list(other), path
+        for key in one:
+            expect_same(one[key], other[key], f"{path}/{key}")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other), path
+        for at, (left, right) in enumerate(zip(one, other, strict=True)):
+            expect_same(left, right, f"{path}/{at}")
+    elif adapter.class_name(type(one)) in adapter._SCALERS:
+        expect_same(vars(one), vars(other), path)
+    else:
+        assert one == other, path
+
+
+def _resume(folder, kind, asynchronous):
+    options = {"asynchronous": asynchronous}
+    engine = make_engine(kind, **options)
+    train(engine, kind, range(3))
+    given, add = {}, engine.checkpoint_engine.save
+
+    def save(state_dict, path):
+        file = io.BytesIO()
+        torch.save(state_dict, file)
+        given[path] = file
+        add(state_dict, path)
+
+    engine.checkpoint_engine.save = save
+    engine.save_checkpoint(folder, client_state={"mine": {"epoch": 1, "pair": (1, None)}})
+    whole = train(engine, kind, range(3, 6))
+    engine.checkpoint_engine.wait()
+    dist.barrier()
+    for path, file in given.items():
+        file.seek(0)
+        expect_same(torch.load(file, weights_only=False), engine.checkpoint_engine.load(path))
+    resumed = make_engine(kind, **options)
+    path, client = resumed.load_checkpoint(folder)
+    assert path is not None
+    assert client["mine"] == {"epoch": 1, "pair": (1, None)}
+    assert resumed.global_steps == 3
+    assert train(resumed, kind, range(3, 6)) == whole
+    return len(given)
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "files"),
+    [(0, 2, 1), (1, 2, 3), (2, 2, 3), (3, 2, 4), (1, 1, 2), (3, 1, 2), ("experts", 2, 7), ("pipeline", 2, None)],
+)  # fmt: skip
+def test_ranks_resume_to_the_same_bits(tmp_path, kind, world, files):
+    counts = fork_ranks(world, tmp_path, _resume, tmp_path / "run", kind, kind in (1, 3))
+    tag = tmp_path / "run" / "global_step3"
+    snapshot = Snapshot(tag / FOLDER)
+    assert snapshot.verify().ok
+    names = {path.split("/")[1] for path in snapshot.get_manifest() if path.count("/") == 1}
+    assert names == {file.name for file in tag.glob("*.pt")}
+    assert len(names) == sum(counts) == (files or sum(counts))
+    held = [entry for entry in snapshot.get_manifest().values() if getattr(entry, "serializer", "") == "torch_save"]
+    assert held == []  # pickles
+    assert (tmp_path / "run" / "latest").read_text() == "global_step3"
+
+
+def _fail(folder, asynchronous):
+    engine = make_engine(2, asynchronous=asynchronous)
+    train(engine, 2, range(1))
+    engine.save_checkpoint(folder)
+    whole = train(engine, 2, range(1, 3))
+    engine.checkpoint_engine.wait()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (folder / "bad").mkdir()
+        (folder / "bad" / FOLDER).mkdir()
+        (folder / "bad" / FOLDER / "data").write_text("in the way")
+    dist.barrier()
+    with pytest.raises(SnapshotError, match="data"):
+        engine.save_checkpoint(folder, tag="bad")
+        train(engine, 2, range(3, 5))  # nothing is committed in a step
+        engine.save_checkpoint(folder, tag="good")
+    dist.barrier()
+    assert (folder / "latest").read_text() == "global_step1"
+    resumed = make_engine(2)
+    with pytest.raises(SnapshotNotFoundError, match=r"bad: this checkpoint was not committed; load another tag"):
+        resumed.load_checkpoint(folder, tag="bad")
+    resumed.load_checkpoint(folder)
+    assert train(resumed, 2, range(1, 3)) == whole
+    engine.save_checkpoint(folder, tag="good")  # training can go on after a failure
+    engine.checkpoint_engine.wait()
+    dist.barrier()
+    assert (folder / "latest").read_text() == "good"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_tag_that_was_not_committed_is_never_the_latest_and_cannot_be_loaded(tmp_path, asynchronous):
+    fork_ranks(2, tmp_path, _fail, tmp_path / "run", asynchronous)
+
+
+@dataclasses.dataclass
+class Note:
+    text: str
+
+
+def _refuse(folder):
+    engine = make_engine(1)
+    train(engine, 1, range(1))
+    engine.save_checkpoint(folder, tag="first")
+    for wrong, named in ((Note("x"), "Note"), (object(), "builtins.object"), (lambda: 1, "function")):
+        with pytest.raises(SnapshotError, match=rf"(?s)mp_rank_00_model_states.pt/note.*{named}"):
+            engine.save_checkpoint(folder, tag="second", client_state={"note": wrong})
+        assert (folder / "latest").read_text() == "first"
+        assert not Snapshot(folder / "second" / FOLDER).exists()
+
+
+def test_objects_that_only_a_pickle_could_hold_are_refused_by_name(tmp_path):
+    fork_ranks(1, tmp_path, _refuse, tmp_path / "run")
+
+
+def _hold_files_of_deepspeed(folder):
+    before = make_engine(2, adapted=False)
+    train(before, 2, range(2))
+    before.save_checkpoint(folder)
+    whole = train(before, 2, range(2, 4))
+    engine = make_engine(2)
+    engine.load_checkpoint(folder)
+    assert train(engine, 2, range(2, 4)) == whole
+    with pytest.raises(SnapshotExistsError, match="_states.pt: DeepSpeed itself has saved this tag"):
+        engine.save_checkpoint(folder, tag="global_step2")
+    engine.save_checkpoint(folder)
+    engine.save_16bit_model(folder)
+
+
+def test_checkpoints_of_deepspeed_itself_are_read_and_never_replaced(tmp_path):
+    fork_ranks(1, tmp_path, _hold_files_of_deepspeed, tmp_path / "run")
+    assert Snapshot(tmp_path / "run" / "global_step2").exists()  # DeepSpeed's own
+    assert sorted(torch.load(tmp_path / "run" / "pytorch_model.bin")) == sorted(Model().state_dict())
+    assert not list((tmp_path / "run").rglob("*.partial"))
+
+
+def _save_both(folder, stage):
+    for name, adapted in (("adapted", True), ("plain", False)):
+        engine = make_engine(stage, adapted=adapted)
+        train(engine, stage, range(3))
+        engine.save_checkpoint(folder / name)
+
+
+def _resume_universal(folder, names, stage):
+    made = []
+    for name in names:
+        engine = make_engine(stage, adapted=False, config={"checkpoint": {"load_universal": True}})
+        engine.load_checkpoint(folder / name)
+        made.append(train(engine, stage, range(3, 6)))
+    return made
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_other_numbers_of_ranks_resume_from_the_files_as_from_those_of_deepspeed(tmp_path, stage):
+    fork_ranks(2, tmp_path, _save_both, tmp_path, stage)
+    write_files(tmp_path / "adapted" / "global_step3", tmp_path / "files" / "global_step3")
+    written = {file.name: file for file in (tmp_path / "files" / "global_step3").iterdir()}
+    plain = {file.name: file for file in (tmp_path / "plain" / "global_step3").iterdir()}
+    assert written.keys() == plain.keys()
+    for name in written if stage == 1 else []:  # with ZeRO 3, both have padding that is never written
+        expect_same(*(torch.load(each[name], weights_only=False) for each in (written, plain)))
+    Snapshot(tmp_path / "files").convert(Target(tmp_path / "by-snapshot", "deepspeed-universal"))
+    for name in ("files", "plain"):
+        tool = [sys.executable, ds_to_universal.__file__, "--inject_missing_state", "--num_extract_workers", "1"]
+        tool += ["--num_merge_workers", "1", "--input_folder", str(tmp_path / name / "global_step3")]
+        tool += ["--output_folder", str(tmp_path / f"by-tool-{name}" / "global_step3_universal")]
+        subprocess.run(tool, check=True, capture_output=True)
+    names = ("by-snapshot", "by-tool-files", "by-tool-plain")
+    [losses] = fork_ranks(1, tmp_path, _resume_universal, tmp_path, names, stage)
+    assert losses[0] == losses[1] == losses[2]
+
+
+def test_the_engine_has_all_of_deepspeeds_contract():
+    needed = {name for name in vars(CheckpointEngine) if not name.startswith("_")}
+    assert needed - set(dir(SnapshotCheckpointEngine)) == set()
+
+
+def test_an_unknown_version_is_refused(monkeypatch):
+    monkeypatch.setattr("snapshot.interop.versions.version", lambda _: "0.20.1")
+    with pytest.raises(SnapshotError, match=r"deepspeed must be of version 0\.19, got 0\.20\.1"):
+        SnapshotCheckpointEngine()
+
+
+def save_alone(folder, content):
+    """Save one file, as DeepSpeed does."""
+    engine = SnapshotCheckpointEngine()
+    info = CheckpointCommitInfo("t", str(folder), True)
+    engine.create(info)
+    engine.makedirs(folder / "t")
+    engine.save(content, str(folder / "t" / "a.pt"))
+    assert engine.commit(info)
+    return engine
+
+
+def test_the_loss_scale_of_float16_keeps_its_state(tmp_path):  # DeepSpeed has no float16 on a CPU
+    scaler = DynamicLossScaler(2.0**16, 1, 1.0, 2, False)
+    scaler.update_scale(False), scaler.update_scale(False)
+    loaded = save_alone(tmp_path, {"deep": [({"scaler": scaler},)]}).load(str(tmp_path / "t" / "a.pt"))
+    found = loaded["deep"][0][0]["scaler"]
+    assert type(found) is DynamicLossScaler
+    assert vars(found) == vars(scaler)
+
+
+def test_damage_is_found(tmp_path):
+    engine = save_alone(tmp_path, {"w": torch.arange(999.0)})
+    [file] = (tmp_path / "t" / FOLDER / "data").iterdir()
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CorruptSnapshotError):
+        engine.load(str(tmp_path / "t" / "a.pt"))
+    with pytest.raises(SnapshotNotFoundError, match="has no such file"):
+        engine.load(str(tmp_path / "t" / "b.pt"))
+
+
+def test_a_snapshot_cannot_name_classes_to_import(tmp_path):
+    content = {"value": adapter.SavedObject("dataclass", "os.path.Evil", {"a": 1})}
+    Snapshot.take(tmp_path / "t" / FOLDER, {"a.pt": adapter._Contents(content)})
+    with pytest.raises(SnapshotError, match=r"a\.pt/value: class os\.path\.Evil is not known"):
+        SnapshotCheckpointEngine().load(str(tmp_path / "t" / "a.pt"))
+
+
+def _run_example(folder):
+    path = Path(__file__).parents[2] / "examples" / "deepspeed_training.py"
+    spec = importlib.util.spec_from_file_location("example", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    deepspeed.init_distributed("gloo")
+    example.main(folder)
+
+
+def test_the_example_resumes_to_the_same_bits(tmp_path):
+    fork_ranks(2, tmp_path, _run_example, tmp_path / "run")

@@ -1,0 +1,46 @@
+"""Frameworks that are installed apart from the other packages, since they need many others: `.ci/run` installs them.
+
+Each `on_*.py` runs in a process of its own."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.libraries
+
+HERE = Path(__file__).parent
+CACHE = Path.home() / ".cache" / "snapshot-tests"
+NEEDED = {"on_deepspeed.py": ("deepspeed", "deepspeed-0.19.8"), "on_ray.py": ("ray", "ray-2.60.0")}
+"""Script -> the module that it needs, and the folder with it in the cache."""
+
+
+@pytest.mark.parametrize("script", NEEDED)
+@pytest.mark.timeout(500)
+def test_a_framework_saves_and_resumes_with_snapshots(script):
+    module, folder = NEEDED[script]
+    place = CACHE / folder
+    if importlib.util.find_spec(module) is None and not place.is_dir():
+        pytest.skip(f"{module} is neither installed nor in {place}")
+    path = os.pathsep.join([*filter(None, sys.path), str(place)])
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", HERE / script],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=480, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout[-8000:]
+    assert re.search(r"\d+ passed", ended.stdout)
+
+
+@pytest.mark.parametrize("adapter", ["deepspeed", "ray"])
+def test_an_adapter_imports_no_framework_until_it_is_needed(warm, adapter):
+    shown = warm.run(f"""
+import sys
+import snapshot.interop.{adapter}
+print([name for name in sys.modules if name.partition(".")[0] == {adapter!r}])
+""")
+    assert shown == "[]\n"
