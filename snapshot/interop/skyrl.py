@@ -43,15 +43,19 @@ def use_snapshots(strategy: Any = None, *, storage_options: Mapping[str, Any] | 
         MissingExtraError: SkyRL cannot be imported.
         SnapshotError: The strategy has other methods than those of the known version.
     """
-    if strategy is None:
-        try:
-            from skyrl.backends.skyrl_train.distributed.fsdp_strategy import FSDPStrategy as strategy
-        except ImportError as error:
-            raise MissingExtraError(f"SkyRL cannot be imported: {error}; pip install skyrl") from error
+    strategy = _skyrl_strategy() if strategy is None else strategy
     expect_parameters(strategy, METHODS, "SkyRL 0.3")
     if not hasattr(strategy.save_checkpoint, "saves_snapshots"):
         strategy.save_checkpoint = _saving(strategy.save_checkpoint, storage_options)
         strategy.load_checkpoint = _loading(strategy.load_checkpoint, storage_options)
+
+
+def _skyrl_strategy() -> Any:
+    try:
+        from skyrl.backends.skyrl_train.distributed.fsdp_strategy import FSDPStrategy
+    except ImportError as error:
+        raise MissingExtraError(f"SkyRL cannot be imported: {error}; pip install skyrl") from error
+    return FSDPStrategy
 
 
 def _inner(model: Any) -> Any:

@@ -118,8 +118,9 @@ class SnapshotTransport:
         address, _, secret = metadata.partition(" ")
         deadline = time.monotonic() + timeout.total_seconds()
         options = {"secret": secret, "timeout": max(1.0, min(self._patience, timeout.total_seconds()))}
-        before = ""
+        before: str | None = None
         while True:
+            save_id = ""
             source = Snapshot(f"peer://{address}/step-{step}", None, options, allow_pickle=self._allow_pickle)
             try:
                 save_id = source.metadata.save_id

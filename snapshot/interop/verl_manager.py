@@ -41,15 +41,19 @@ def use_snapshots(manager: Any = None, *, storage_options: Mapping[str, Any] | N
         MissingExtraError: verl cannot be imported.
         SnapshotError: The manager has other methods than those of the known version.
     """
-    if manager is None:
-        try:
-            from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager as manager
-        except ImportError as error:
-            raise MissingExtraError(f"verl cannot be imported: {error}; pip install verl") from error
+    manager = _verl_manager() if manager is None else manager
     expect_parameters(manager, METHODS, "verl 0.9")
     if not hasattr(manager.save_checkpoint, "saves_snapshots"):
         manager.save_checkpoint = _saving(manager.save_checkpoint, storage_options)
         manager.load_checkpoint = _loading(manager.load_checkpoint, storage_options)
+
+
+def _verl_manager() -> Any:
+    try:
+        from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+    except ImportError as error:
+        raise MissingExtraError(f"verl cannot be imported: {error}; pip install verl") from error
+    return FSDPCheckpointManager
 
 
 def _parts(manager: Any, contents: Any) -> dict[str, Any]:

@@ -40,6 +40,7 @@ from snapshot.state.sharded import Sharded
 from snapshot.tensors.geometry import Box
 
 KNOWN = "vLLM 0.33"
+# vLLM's methods, and their parameters
 OF_WORKER = {
     "init_transfer_engine": ("init_info",),
     "start_weight_update": (),
@@ -47,9 +48,7 @@ OF_WORKER = {
     "finish_weight_update": (),
     "shutdown": (),
 }
-"""vLLM's methods of a worker's engine, and their parameters."""
 OF_TRAINER = {"trainer_init": ("init_info", "client", "source"), "send_weights": ()}
-"""vLLM's methods of a trainer's engine."""
 expect_parameters(WeightTransferEngine, OF_WORKER, KNOWN)
 expect_parameters(TrainerWeightTransferEngine, OF_TRAINER, KNOWN)
 
