@@ -295,6 +295,21 @@ def ranks_of(pg: ProcessGroup | None) -> Ranks:
     return ranks
 
 
+def group_of_this_rank() -> ProcessGroup | None:
+    """Return a group of this rank alone, for an operation that other ranks do not take part in."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return None
+    known = _alone.get()
+    if not known or known[0] is not dist.group.WORLD:
+        known[:] = [dist.group.WORLD, dist.new_group([dist.get_rank()], use_local_synchronization=True)]
+    group: ProcessGroup = known[1]
+    return group
+
+
+_alone: PerProcess[list[Any]] = PerProcess(list, list)
+"""The default process group, and the group of this rank alone that was created under it."""
+
+
 def _is_served(store: Any) -> bool:
     """Return True if a store is a connection to a server, which answers a wait as soon as the key exists."""
     while isinstance(store, dist.distributed_c10d.PrefixStore):

@@ -16,12 +16,11 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from snapshot.distributed.group import ranks_of
+from snapshot.distributed.group import group_of_this_rank, ranks_of
 from snapshot.errors import MissingExtraError, SnapshotError
 from snapshot.io.loop import run
 from snapshot.io.url import URL
@@ -33,9 +32,6 @@ from snapshot.manifest.document import OWN_FORMATS
 from snapshot.save.begin import TAKE_OPTIONS, TakeOptions
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.state.rng import RNGState
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 KEY = "lightning"
 """Key in a snapshot's metadata for the description of Lightning's checkpoint."""
@@ -78,20 +74,6 @@ class _Given:
 
 def _app_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _Given(value) for key, value in checkpoint.items()}
-
-
-def _group() -> ProcessGroup | None:
-    """Return a group of this rank alone: in Lightning one rank saves, and every rank loads by itself."""
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return None
-    if not _alone or _alone[0] is not dist.group.WORLD:
-        _alone[:] = [dist.group.WORLD, dist.new_group([dist.get_rank()], use_local_synchronization=True)]
-    group: ProcessGroup = _alone[1]
-    return group
-
-
-_alone: list[Any] = []
-"""The default process group, and the group of this rank alone that was created under it."""
 
 
 class SnapshotCheckpointIO(_TorchCheckpointIO):  # type: ignore[misc]
@@ -139,10 +121,10 @@ class SnapshotCheckpointIO(_TorchCheckpointIO):  # type: ignore[misc]
         )
         if self._asynchronous:
             self._pending = Snapshot.async_take_with(
-                name, _app_state(checkpoint), _group(), request, self._options.timeout
+                name, _app_state(checkpoint), group_of_this_rank(), request, self._options.timeout
             )
         else:
-            Snapshot.take_with(name, _app_state(checkpoint), _group(), request, self._options.timeout)
+            Snapshot.take_with(name, _app_state(checkpoint), group_of_this_rank(), request, self._options.timeout)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None

@@ -1,4 +1,4 @@
-"""torchtitan's checkpoint manager, with snapshots instead of DCP's files. Tested with versions 0.2 and 0.3.
+"""torchtitan's checkpoint manager, with snapshots instead of DCP's files. Tested with versions 0.2 and 0.3, and main.
 
     from snapshot.interop.torchtitan import use_snapshots
 
@@ -6,6 +6,8 @@
 
 The rest of torchtitan's checkpointing is unchanged: settings, asynchronous modes, retention, and conversion from and to
 Hugging Face's format. Checkpoints that DCP wrote are found and loaded as before.
+
+Since version 0.3, `SnapshotCheckpointManager` is the choice for a configuration: see `torchtitan_manager`.
 """
 
 from __future__ import annotations
@@ -19,10 +21,19 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from snapshot.errors import MissingExtraError
+from snapshot.interop.contract import expect_parameters
 from snapshot.interop.dcp import SnapshotReader, SnapshotWriter
 from snapshot.io.loop import run
 from snapshot.io.url import URL
 from snapshot.manager.root import Root
+
+METHODS = {
+    "dcp_save": ("state_dict", "checkpoint_id", "async_mode", "enable_garbage_collection", "to_hf"),
+    "dcp_load": ("state_dict", "checkpoint_id", "from_hf", "from_quantized"),
+    "_find_load_step": ("folder",),
+}
+"""The methods of torchtitan's manager that are replaced, and their parameters."""
+KNOWN = "torchtitan 0.2 or 0.3"
 
 
 def use_snapshots(manager: Any = None, *, storage_options: Mapping[str, Any] | None = None) -> None:
@@ -35,23 +46,30 @@ def use_snapshots(manager: Any = None, *, storage_options: Mapping[str, Any] | N
 
     Raises:
         MissingExtraError: torchtitan cannot be imported.
+        SnapshotError: The manager has other methods than those of the known versions.
     """
     manager = _torchtitan_manager() if manager is None else manager
+    expect_parameters(manager, METHODS, KNOWN)
     if not hasattr(manager.dcp_save, "saves_snapshots"):
-        manager.dcp_save = _saving(manager.dcp_save, storage_options)
-        manager.dcp_load = _loading(manager.dcp_load, storage_options)
-        manager._find_load_step = _finding(manager._find_load_step, storage_options)
+        manager.dcp_save = saving_snapshots(manager.dcp_save, storage_options)
+        manager.dcp_load = loading_snapshots(manager.dcp_load, storage_options)
+        manager._find_load_step = finding_snapshots(manager._find_load_step, storage_options)
 
 
 def _torchtitan_manager() -> Any:
     try:
-        from torchtitan.components.checkpoint import CheckpointManager
+        try:
+            from torchtitan.components.checkpointer import CheckpointManager  # since 0.3
+        except ModuleNotFoundError:
+            from torchtitan.components.checkpoint import CheckpointManager
     except ImportError as error:
         raise MissingExtraError(f"torchtitan cannot be imported: {error}; pip install torchtitan") from error
     return CheckpointManager
 
 
-def _saving(original: Any, options: Mapping[str, Any] | None) -> Any:
+def saving_snapshots(original: Any, options: Mapping[str, Any] | None = None) -> Any:
+    """Return a `dcp_save` that writes snapshots. `storage_options` of the manager itself take precedence."""
+
     @functools.wraps(original)
     @torch.no_grad()
     def dcp_save(  # noqa: PLR0917 - as torchtitan calls it
@@ -64,7 +82,8 @@ def _saving(original: Any, options: Mapping[str, Any] | None) -> Any:
     ) -> Any:
         if to_hf:
             return original(self, state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
-        given: dict[str, Any] = {"storage_writer": SnapshotWriter(checkpoint_id, storage_options=options)}
+        writer = SnapshotWriter(checkpoint_id, storage_options=_options(self, options))
+        given: dict[str, Any] = {"storage_writer": writer}
         mode = str(getattr(async_mode, "value", async_mode))
         if mode == "disabled":
             save(state_dict, **given)
@@ -86,7 +105,9 @@ def _saving(original: Any, options: Mapping[str, Any] | None) -> Any:
     return dcp_save
 
 
-def _loading(original: Any, options: Mapping[str, Any] | None) -> Any:
+def loading_snapshots(original: Any, options: Mapping[str, Any] | None = None) -> Any:
+    """Return a `dcp_load` that reads snapshots, and what DCP wrote."""
+
     @functools.wraps(original)
     def dcp_load(
         self: Any, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
@@ -94,18 +115,20 @@ def _loading(original: Any, options: Mapping[str, Any] | None) -> Any:
         if from_hf:
             original(self, state_dict, checkpoint_id, from_hf, from_quantized)
             return
-        load(state_dict, storage_reader=SnapshotReader(checkpoint_id, storage_options=options))
+        load(state_dict, storage_reader=SnapshotReader(checkpoint_id, storage_options=_options(self, options)))
         if "model" in self.states:  # its names are top-level keys
             self.states["model"].load_state_dict(state_dict)
 
     return dcp_load
 
 
-def _finding(original: Any, options: Mapping[str, Any] | None) -> Any:
+def finding_snapshots(original: Any, options: Mapping[str, Any] | None = None) -> Any:
+    """Return a `_find_load_step` that finds snapshots, too."""
+
     @functools.wraps(original)
     def find_load_step(self: Any, folder: str = "") -> int:
         """Return the newest step of torchtitan's checkpoints and of snapshots, or -1."""
-        folders = run(Root(URL.parse(str(folder or self.folder)), options).folders())
+        folders = run(Root(URL.parse(str(folder or self.folder)), _options(self, options)).folders())
         newest: int = max([original(self, folder), *folders.committed])
         unreadable = [step for step in folders.unreadable if step > newest]
         if unreadable:  # resuming from an older step would silently lose steps
@@ -113,3 +136,8 @@ def _finding(original: Any, options: Mapping[str, Any] | None) -> Any:
         return newest
 
     return find_load_step
+
+
+def _options(manager: Any, options: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    own: Mapping[str, Any] | None = getattr(manager, "storage_options", options)
+    return own

@@ -1,4 +1,5 @@
-"""The real CheckpointManager of a version of torchtitan: saved, found and resumed by snapshots, in every mode.
+"""The real CheckpointManager of a version of torchtitan: saved, found and resumed by snapshots, in every mode. With
+`manager` before the mode, it is `SnapshotCheckpointManager`.
 
 python on_torchtitan.py FOLDER MODE
 """
@@ -13,6 +14,7 @@ from tests.interop.missing_packages import stand_in_for
 stand_in_for("tyro", "triton", "torchdata", "torchft")
 warnings.simplefilter("ignore")
 
+import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
@@ -22,9 +24,13 @@ from torch.distributed.checkpoint.state_dict import (  # noqa: E402
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torchtitan.components import checkpoint as titan  # noqa: E402
 
-from snapshot import Snapshot  # noqa: E402
+try:
+    from torchtitan.components import checkpointer as titan
+except ImportError:  # before 0.3
+    from torchtitan.components import checkpoint as titan
+
+from snapshot import CorruptSnapshotError, Snapshot  # noqa: E402
 from snapshot.interop.torchtitan import use_snapshots  # noqa: E402
 
 
@@ -58,10 +64,11 @@ class Counter:
 
 
 class Trainer:
-    def __init__(self, folder, mode, seed, **changes):
+    def __init__(self, folder, mode, seed, manager=titan.CheckpointManager, **changes):
         torch.manual_seed(seed)
         self.model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
         self.optimizers, self.counter = Optimizers(self.model), Counter()
+        self.noise = 0.0 if manager is titan.CheckpointManager else 1.0
         schedulers = torch.optim.lr_scheduler.StepLR(self.optimizers.optimizer, 2)
         settings = {
             "enable": True, "folder": "checkpoint", "interval": 2, "async_mode": mode, "keep_latest_k": 0,
@@ -75,8 +82,8 @@ class Trainer:
             "lr_schedulers": schedulers, "states": {"train_state": self.counter}, "sd_adapter": None,
             "base_folder": folder,
         }  # fmt: skip
-        if hasattr(titan.CheckpointManager, "Config"):  # 0.3
-            self.checkpointer = titan.CheckpointManager(titan.CheckpointManager.Config(**settings), **rest)
+        if hasattr(manager, "Config"):  # 0.3
+            self.checkpointer = manager.Config(**settings).build(**rest)
         else:
             config = type("Config", (), {"enable_ft_dataloader_checkpoints": False, **settings})
             self.checkpointer = titan.CheckpointManager(checkpoint_config=config, ft_manager=None, **rest)
@@ -88,7 +95,8 @@ class Trainer:
             self.counter.step += 1
             generator = torch.Generator().manual_seed(self.counter.step)
             self.optimizers.optimizer.zero_grad()
-            self.model(torch.randn(3, 4, generator=generator)).square().sum().backward()
+            noise = torch.rand(3, 4) * self.noise
+            self.model(torch.randn(3, 4, generator=generator) + noise).square().sum().backward()
             self.checkpointer.maybe_wait_for_staging()
             self.optimizers.optimizer.step()
             self.checkpointer.save(self.counter.step)
@@ -101,8 +109,64 @@ class Trainer:
 _OLD = not hasattr(titan.CheckpointManager, "maybe_wait_for_saving")
 
 
+def damage(step):
+    """Flip a bit of each byte of the tensors."""
+    files = [*step.rglob("*.safetensors")]
+    assert files
+    for each in files:
+        data = bytearray(each.read_bytes())
+        begin = 8 + int.from_bytes(data[:8], "little")
+        data[begin:] = bytes(byte ^ 1 for byte in data[begin:])
+        each.write_bytes(data)
+
+
+def on_manager(folder, mode):
+    """Train with `SnapshotCheckpointManager`, with damage, a failed save, and noise from the global generator."""
+    from snapshot.interop.torchtitan_manager import SnapshotCheckpointManager
+
+    class Noisy(Trainer):
+        def __init__(self, folder, seed, **changes):
+            super().__init__(folder, mode, seed, SnapshotCheckpointManager, **changes)
+
+    assert isinstance(Noisy(f"{folder}/none", 1).checkpointer, titan.BaseCheckpointManager)
+    whole = Noisy(f"{folder}/whole", 1)
+    whole.train(8)
+    cut = Noisy(folder, 1, keep_latest_k=2)
+    cut.train(6)
+    path = Path(folder) / "checkpoint"
+    committed = sorted(each.parent.name for each in path.glob("*/.snapshot_metadata"))
+    assert committed == (["step-4", "step-6"] if mode == "disabled" else ["step-2", "step-4", "step-6"])
+    resumed = Noisy(folder, 2)
+    assert resumed.checkpointer.load()
+    assert resumed.counter.step == 6
+    resumed.train(2)
+    assert resumed.weights() == whole.weights()
+    damage(path / "step-8")
+    again = Noisy(folder, 3)
+    assert again.checkpointer.load(), "damage is no reason to begin from scratch"
+    assert again.counter.step == 6
+    again.train(2)
+    assert again.weights() == whole.weights()
+    failing = Noisy(folder, 4)
+    assert failing.checkpointer.load()
+    assert failing.counter.step == 8
+    failing.counter.state_dict = lambda: {"step": torch.tensor(10), "lost": torch.empty(2, device="meta")}
+    with pytest.raises(BaseException, match="meta"):
+        failing.train(2)
+    after = Noisy(folder, 5)
+    assert after.checkpointer.load()
+    assert after.counter.step == 8
+    for each in path.glob("step-*"):
+        damage(each)
+    with pytest.raises(CorruptSnapshotError, match="all steps are damaged"):
+        Noisy(folder, 6).checkpointer.load()
+
+
 def main(folder, mode):
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store-{mode}", 1), rank=0, world_size=1)
+    if mode.startswith("manager"):
+        on_manager(folder, mode.removeprefix("manager-"))
+        return
     if mode == "dcp":  # what DCP wrote is still found and loaded
         before = Trainer(folder, "disabled", 1)
         before.train(2)

@@ -1,5 +1,5 @@
-"""torchtitan and torchtune, which save through torch.distributed.checkpoint: their own managers over snapshots, each
-in a process of its own. `.ci/run` installs them."""
+"""Trainers that `.ci/run` installs without their dependencies: their own checkpointing over snapshots, each in a
+process of its own."""
 
 import os
 import subprocess
@@ -30,6 +30,46 @@ def run(trainer, script, *arguments):
 def test_torchtitan_s_manager_finds_and_resumes_snapshots(tmp_path, version, mode):
     ended = run(f"torchtitan-{version}", "on_torchtitan.py", tmp_path, mode)
     assert ended.returncode == 0, ended.stderr[-4000:]
+
+
+@pytest.mark.parametrize("mode", ["manager-disabled", "manager-async", "manager-async_with_pinned_mem"])
+def test_torchtitan_s_configuration_takes_the_manager(tmp_path, mode):
+    ended = run("torchtitan-0.3.0", "on_torchtitan.py", tmp_path, mode)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+
+
+def test_torchft_s_own_test_of_transports_passes():
+    ended = run("torchft-0.2.0", "on_torchft.py")
+    assert ended.returncode == 0, ended.stderr[-4000:]
+
+
+def test_verl_s_workers_receive_published_weights():
+    ended = run("verl-0.9.1", "on_verl.py")
+    assert ended.returncode == 0, ended.stderr[-4000:]
+
+
+def test_verl_s_manager_saves_and_resumes_snapshots():
+    ended = run("verl-0.9.1", "on_verl_manager.py")
+    assert ended.returncode == 0, ended.stderr[-4000:]
+
+
+def test_skyrl_s_strategy_saves_and_resumes_snapshots():
+    ended = run("skyrl-0.3.0", "on_skyrl.py")
+    assert ended.returncode == 0, ended.stderr[-4000:]
+
+
+@pytest.mark.timeout(300)
+def test_trl_s_trainers_save_and_resume_snapshots():
+    ended = run("trl-1.16.0/site-packages", "on_trl.py")
+    assert ended.returncode == 0, ended.stderr[-4000:]
+
+
+def test_vllm_s_workers_load_published_weights(warm):
+    """With the contract that `vllm_contract` has: vLLM itself needs an accelerator."""
+    script = (
+        f"import pytest, sys\nsys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', {str(HERE / 'on_vllm.py')!r}]))"
+    )
+    assert " passed" in warm.run(script)
 
 
 def test_torchtune_s_checkpointer_finds_and_loads_snapshots(tmp_path):

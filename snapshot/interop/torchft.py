@@ -1,0 +1,174 @@
+"""torchft's transport of a checkpoint to a recovering replica, as a snapshot in host memory. Tested with version 0.2.
+
+    from snapshot.interop.torchft import SnapshotTransport
+
+    manager = Manager(checkpoint_transport=SnapshotTransport(), ...)
+
+The sender writes a snapshot into its host's memory, and serves it over HTTP. Receivers read it in parallel ranges, and
+verify each digest. Nothing is unpickled, in contrast to torchft's own `HTTPTransport`. Requests are signed with a
+secret, which torchft passes on with the address.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from snapshot.distributed.group import group_of_this_rank
+from snapshot.errors import CorruptSnapshotError, SnapshotError, SnapshotNotFoundError
+from snapshot.interop.contract import expect_parameters
+from snapshot.interop.layouts import describe_layouts, restore_layouts
+from snapshot.io.system import CLOEXEC, fcntl
+from snapshot.snapshot import Snapshot
+from snapshot.tiers.peers import PeerServer
+
+MEMORY = "/dev/shm"  # noqa: S108 - each folder in it is new, and only its owner can read it
+PREFIX = "snapshot-torchft-"
+LOCK = "lock"
+PAUSE = 0.02
+"""Seconds between two looks for a step that its sender has not written yet."""
+METHODS = {
+    "metadata": (),
+    "send_checkpoint": ("dst_ranks", "step", "state_dict", "timeout"),
+    "recv_checkpoint": ("src_rank", "metadata", "step", "timeout"),
+    "disallow_checkpoint": (),
+    "shutdown": ("wait",),
+}
+"""The methods of torchft's `CheckpointTransport`, and their parameters."""
+
+
+class SnapshotTransport:
+    """A `CheckpointTransport` of torchft: `Manager(checkpoint_transport=SnapshotTransport())`.
+
+    Args:
+        folder: A folder in memory with room for twice the state of this rank. It is `/dev/shm` by default, which
+            containers may limit. Folders of processes that were killed are deleted from it.
+        host: The name or address of this host for other hosts. By default, it is the name of the host.
+        allow_pickle: Send and receive objects that need a pickle, which can run any code.
+        timeout: Seconds without a byte after which a sender counts as unreachable.
+
+    A received state has new tensors on the CPU. A DTensor has the layout of its sender.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | None = None,
+        *,
+        host: str | None = None,
+        allow_pickle: bool = False,
+        timeout: float = 20.0,
+    ) -> None:
+        if "torchft" in sys.modules:
+            from torchft.checkpointing.transport import CheckpointTransport
+
+            expect_parameters(CheckpointTransport, METHODS, "torchft 0.2")
+        self._allow_pickle = allow_pickle
+        self._patience = timeout
+        parent = os.fspath(folder) if folder is not None else MEMORY if os.path.isdir(MEMORY) else tempfile.gettempdir()
+        _delete_abandoned(Path(parent))
+        self._folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        lock = os.open(self._folder / f"{LOCK}.new", os.O_RDWR | os.O_CREAT | CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.rename(self._folder / f"{LOCK}.new", self._folder / LOCK)  # before that, no other process looks at it
+        self._server = PeerServer(socket.create_server(("", 0)), str(self._folder), lambda: b"{}")
+        secret = secrets.token_hex(16)
+        self._server.accept_secret(secret)
+        port = self._server.address.rpartition(":")[2]
+        self._metadata = f"{host or socket.gethostname()}:{port} {secret}"
+        self._close = weakref.finalize(self, _close, self._server, self._folder, lock)
+
+    def metadata(self) -> str:
+        """Return the address of this sender, with its secret."""
+        return self._metadata
+
+    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta) -> None:
+        """Copy the state into memory, for receivers of this step. Afterwards, the state may change."""
+        path = self._folder / f"step-{step}"
+        for old in self._folder.glob("step-*"):
+            if old != path:
+                shutil.rmtree(old, ignore_errors=True)
+        Snapshot.take(
+            path,
+            {"state": _Given(describe_layouts(state_dict))},
+            group_of_this_rank(),
+            durable=False,
+            overwrite=True,
+            allow_pickle=True if self._allow_pickle else "error",
+        )
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
+        """Return the state of a step from its sender, verified. Wait until the sender has written it.
+
+        Raises:
+            TimeoutError: The sender has not written the step in time.
+            StorageError: The sender cannot be reached.
+            CorruptSnapshotError: Bytes differ from those that the sender wrote.
+        """
+        address, _, secret = metadata.partition(" ")
+        deadline = time.monotonic() + timeout.total_seconds()
+        options = {"secret": secret, "timeout": max(1.0, min(self._patience, timeout.total_seconds()))}
+        before: str | None = None
+        while True:
+            save_id = ""
+            source = Snapshot(f"peer://{address}/step-{step}", None, options, allow_pickle=self._allow_pickle)
+            try:
+                save_id = source.metadata.save_id
+                return restore_layouts(source.get_state_dict_for_key("state", replicate_from_rank0=True))
+            except CorruptSnapshotError:  # or the sender has sent the step again meanwhile
+                if save_id == before:
+                    raise
+                before = save_id
+            except SnapshotNotFoundError as error:
+                if time.monotonic() > deadline:
+                    seconds = timeout.total_seconds()
+                    raise TimeoutError(f"{address}: step {step} of rank {src_rank} timed out, {seconds:g} s") from error
+                time.sleep(PAUSE)
+
+    def disallow_checkpoint(self) -> None:
+        """Do nothing: receivers read a copy, which stays until the next one is sent."""
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Stop serving, and delete the copy."""
+        self._close()
+
+
+class _Given:
+    """Stateful wrapper of a state."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def state_dict(self) -> Any:
+        return self._state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        raise SnapshotError("torchft loads what it receives itself")
+
+
+def _close(server: PeerServer, folder: Path, lock: int) -> None:
+    server.close()
+    shutil.rmtree(folder, ignore_errors=True)
+    os.close(lock)
+
+
+def _delete_abandoned(parent: Path) -> None:
+    """Delete the folders whose processes have ended: nothing else frees their memory."""
+    for folder in parent.glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            lock = os.open(folder / LOCK, os.O_RDWR | CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)

@@ -1,0 +1,206 @@
+"""Weights between a trainer and the workers of inference engines that take tensors: published, pulled, and handed over.
+
+A worker pulls a version into a folder in the memory of its host, which all workers of the host share. Everything is
+verified before the engine gets its first tensor. The tensors are mapped from there, so that nothing is copied again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import tempfile
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from snapshot.errors import MissingExtraError, SnapshotError, SnapshotNotFoundError, StorageNotFoundError
+from snapshot.formats.hugging_face import INDEX
+from snapshot.io.loop import run
+from snapshot.io.session import Session
+from snapshot.io.system import CLOEXEC, fcntl
+from snapshot.io.url import URL
+from snapshot.publish.store import VersionStore
+from snapshot.publish.subscriber import Subscriber
+from snapshot.tensors.geometry import Box
+
+MEMORY = "/dev/shm"  # noqa: S108 - a folder in it is refused unless this user owns it
+PAUSE = 0.1
+"""Seconds between two looks for a version that the trainer has not published yet."""
+USERS = ".users"
+"""File that each process with the folder locks, so that the last one can delete it."""
+
+
+class WeightReader:
+    """The published versions for one worker of an inference engine.
+
+    Args:
+        url: The store of the `Publisher`.
+        folder: The local folder, shared by the workers of a host. By default, it is in the host's memory, and the last
+            worker deletes it.
+        storage_options: Options for the storage plugin.
+    """
+
+    def __init__(
+        self, url: str, folder: str | None = None, storage_options: Mapping[str, Any] | None = None, keep: int = 1
+    ) -> None:
+        try:
+            from safetensors import safe_open
+        except ImportError as error:
+            raise MissingExtraError(f"safetensors cannot be imported: {error}; pip install safetensors") from error
+        self._open = safe_open
+        self._url, self._options = URL.parse(url), dict(storage_options or {})
+        path = Path(folder) if folder is not None else _memory_folder(str(self._url))
+        self._close = weakref.finalize(self, _leave, path, _enter(path)) if folder is None else lambda: None
+        self._subscriber = Subscriber(url, path, keep=keep, storage_options=storage_options)
+
+    @staticmethod
+    def newest(url: str, storage_options: Mapping[str, Any] | None = None) -> int:
+        """Return the number of the newest version in a store, committed or not; 0 if there is none."""
+        with Session(URL.parse(url), dict(storage_options or {})) as session:
+            return max(run(VersionStore(session.storage).numbers()), default=0)
+
+    def wait_for(self, step: int | None, after: int, timeout: float) -> int:
+        """Return the newest committed version after the version `after`, of a training step. Wait until there is one.
+
+        Raises:
+            TimeoutError: There is no such version in time.
+        """
+        deadline = time.monotonic() + timeout
+        with Session(self._url, self._options) as session:
+            store = VersionStore(session.storage)
+            while True:
+                for number in reversed(run(store.numbers())):
+                    if number > after and _has_step(store, number, step):
+                        return number
+                if time.monotonic() > deadline:
+                    raise TimeoutError(
+                        f"{self._url}: no version of step {step} after version {after} within {timeout:g} s"
+                    )
+                time.sleep(PAUSE)
+
+    def pull(self, version: int) -> Path:
+        """Pull exactly one version, and verify it. Raise `SnapshotError` if it cannot be used."""
+        return self._subscriber.pull(version=version)
+
+    def current(self) -> Path:
+        """Return the version that was pulled last."""
+        found = self._subscriber.current
+        if found is None:
+            raise SnapshotNotFoundError(f"{self._url}: no version was pulled yet")
+        return found
+
+    def open(self, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+        """Open all files of a pulled version, and return its tensors one by one, mapped from the files.
+
+        The files are open when this function returns: a later pull may delete the version.
+        """
+        by_file: dict[str, list[str]] = {}
+        for name, file in json.loads((folder / INDEX).read_bytes())["weight_map"].items():
+            by_file.setdefault(file, []).append(name)
+        with ExitStack() as stack:
+            opened = [(stack.enter_context(self._open(folder / file, "pt")), by_file[file]) for file in by_file]
+            kept = stack.pop_all()
+
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            with kept:
+                for file, names in opened:
+                    for name in names:
+                        yield name, file.get_tensor(name)
+
+        return tensors()
+
+    def close(self) -> None:
+        """Leave the folder, and delete it from memory if no other process uses it."""
+        self._close()
+
+
+def _has_step(store: VersionStore, number: int, step: int | None) -> bool:
+    try:
+        found = run(store.read_index(number)).details.step
+    except StorageNotFoundError:  # not committed yet, or deleted
+        return False
+    return step is None or found == step
+
+
+def _memory_folder(url: str) -> Path:
+    parent = MEMORY if os.path.isdir(MEMORY) else tempfile.gettempdir()
+    path = Path(parent) / f"snapshot-weights-{os.getuid()}-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    found = path.lstat()
+    if path.is_symlink() or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise SnapshotError(f"{path}: must be a folder of this user alone; delete it, or pass folder=")
+    return path
+
+
+def _enter(path: Path) -> int:
+    """Return a shared lock of a folder's users."""
+    while True:
+        path.mkdir(mode=0o700, exist_ok=True)
+        lock = os.open(path / USERS, os.O_RDWR | os.O_CREAT | CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        if os.path.exists(path / USERS) and os.path.samestat(os.fstat(lock), os.stat(path / USERS)):
+            return lock
+        os.close(lock)  # the last user has just deleted it
+
+
+def _leave(path: Path, lock: int) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(path, ignore_errors=True)
+    except OSError:  # another process uses it
+        pass
+    finally:
+        os.close(lock)
+
+
+class Shares:
+    """Chooses a rank for each whole tensor that several ranks have, so that each rank publishes a part of the model.
+
+    All ranks call it for the same tensors, in one order.
+    """
+
+    def __init__(self, world: int) -> None:
+        self._loads = [0] * world
+
+    def choose(self, nbytes: int, among: Sequence[int] | None = None) -> int:
+        """Return the rank with the fewest bytes so far."""
+        chosen = min(among or range(len(self._loads)), key=self._loads.__getitem__)
+        self._loads[chosen] += nbytes
+        return chosen
+
+
+def box_of(
+    rank: int, shape: Sequence[int], owners: Sequence[int], mesh: Sequence[int], dims: Sequence[int | None]
+) -> Box | None:
+    """Return the box of a rank's piece. Return None if it has none, or a copy of an earlier rank's.
+
+    Each axis of the mesh splits a dimension as `torch.chunk` does, or has copies, which is None.
+
+    >>> box_of(3, (5, 4), (0, 1, 2, 3), (2, 2), (0, 1))
+    Box(offsets=(3, 2), sizes=(2, 2))
+    >>> box_of(3, (5, 4), (0, 1, 2, 3), (2, 2), (None, 0))
+    """
+    if rank not in owners:
+        return None
+    position, place = owners.index(rank), list[int]()
+    for size in reversed(mesh):
+        position, at = divmod(position, size)
+        place.insert(0, at)
+    offsets, sizes = [0] * len(shape), list(shape)
+    for at, count, dim in zip(place, mesh, dims, strict=True):
+        if dim is None and at:
+            return None
+        if dim is not None:
+            chunk = math.ceil(sizes[dim] / count)
+            begin = min(at * chunk, sizes[dim])
+            offsets[dim] += begin
+            sizes[dim] = min(chunk, sizes[dim] - begin)
+    return Box(tuple(offsets), tuple(sizes)) if all(sizes) else None
