@@ -344,7 +344,7 @@ def test_other_classes_are_not_looked_up(tmp_path):
         folder = tmp_path / member
         state = {"a": SavedObject("Enum", name, {"name": member, "value": 1})}
         Snapshot.take(folder, {megatron_bridge.KEY: MegatronState(state)})
-        with pytest.raises(SnapshotError, match=rf"/a: .*{name.rpartition('.')[2]}\.{member}"):
+        with pytest.raises(SnapshotError, match=rf"/a: .*{name.rpartition('.')[2]}.*{member}"):
             storage.load_common_state_dict(folder)
 
 
