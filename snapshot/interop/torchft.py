@@ -20,7 +20,6 @@ import tempfile
 import time
 import weakref
 from collections.abc import Mapping
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,13 +28,12 @@ from snapshot.distributed.group import group_of_this_rank
 from snapshot.errors import CorruptSnapshotError, SnapshotError, SnapshotNotFoundError
 from snapshot.interop.contract import expect_parameters
 from snapshot.interop.layouts import describe_layouts, restore_layouts
-from snapshot.io.system import CLOEXEC, fcntl
+from snapshot.io.shared_folder import SharedFolder, delete_abandoned
 from snapshot.snapshot import Snapshot
 from snapshot.tiers.peers import PeerServer
 
 MEMORY = "/dev/shm"  # noqa: S108 - each folder in it is new, and only its owner can read it
 PREFIX = "snapshot-torchft-"
-LOCK = "lock"
 PAUSE = 0.02
 """Seconds between two looks for a step that its sender has not written yet."""
 METHODS = {
@@ -76,17 +74,15 @@ class SnapshotTransport:
         self._allow_pickle = allow_pickle
         self._patience = timeout
         parent = os.fspath(folder) if folder is not None else MEMORY if os.path.isdir(MEMORY) else tempfile.gettempdir()
-        _delete_abandoned(Path(parent))
-        self._folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-        lock = os.open(self._folder / f"{LOCK}.new", os.O_RDWR | os.O_CREAT | CLOEXEC, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        os.rename(self._folder / f"{LOCK}.new", self._folder / LOCK)  # before that, no other process looks at it
+        delete_abandoned(Path(parent), PREFIX)  # nothing else frees the memory of processes that were killed
+        held = SharedFolder(Path(parent, PREFIX + secrets.token_hex(8)))
+        self._folder = held.path
         self._server = PeerServer(socket.create_server(("", 0)), str(self._folder), lambda: b"{}")
         secret = secrets.token_hex(16)
         self._server.accept_secret(secret)
         port = self._server.address.rpartition(":")[2]
         self._metadata = f"{host or socket.gethostname()}:{port} {secret}"
-        self._close = weakref.finalize(self, _close, self._server, self._folder, lock)
+        self._close = weakref.finalize(self, _close, self._server, held)
 
     def metadata(self) -> str:
         """Return the address of this sender, with its secret."""
@@ -156,19 +152,6 @@ class _Given:
         raise SnapshotError("torchft loads what it receives itself")
 
 
-def _close(server: PeerServer, folder: Path, lock: int) -> None:
+def _close(server: PeerServer, held: SharedFolder) -> None:
     server.close()
-    shutil.rmtree(folder, ignore_errors=True)
-    os.close(lock)
-
-
-def _delete_abandoned(parent: Path) -> None:
-    """Delete the folders whose processes have ended: nothing else frees their memory."""
-    for folder in parent.glob(f"{PREFIX}*"):
-        with suppress(OSError):
-            lock = os.open(folder / LOCK, os.O_RDWR | CLOEXEC)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(lock)
+    held.close()

@@ -10,10 +10,8 @@ import hashlib
 import json
 import math
 import os
-import shutil
 import tempfile
 import time
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,7 +23,7 @@ from snapshot.errors import MissingExtraError, SnapshotError, SnapshotNotFoundEr
 from snapshot.formats.hugging_face import INDEX
 from snapshot.io.loop import run
 from snapshot.io.session import Session
-from snapshot.io.system import CLOEXEC, fcntl
+from snapshot.io.shared_folder import SharedFolder, delete_abandoned
 from snapshot.io.url import URL
 from snapshot.publish.store import VersionStore
 from snapshot.publish.subscriber import Subscriber
@@ -34,8 +32,6 @@ from snapshot.tensors.geometry import Box
 MEMORY = "/dev/shm"  # noqa: S108 - a folder in it is refused unless this user owns it
 PAUSE = 0.1
 """Seconds between two looks for a version that the trainer has not published yet."""
-USERS = ".users"
-"""File that each process with the folder locks, so that the last one can delete it."""
 
 
 class WeightReader:
@@ -57,8 +53,8 @@ class WeightReader:
             raise MissingExtraError(f"safetensors cannot be imported: {error}; pip install safetensors") from error
         self._open = safe_open
         self._url, self._options = URL.parse(url), dict(storage_options or {})
-        path = Path(folder) if folder is not None else _memory_folder(str(self._url))
-        self._close = weakref.finalize(self, _leave, path, _enter(path)) if folder is None else lambda: None
+        self._shared = _share_memory(str(self._url)) if folder is None else None
+        path = self._shared.path if self._shared is not None else Path(os.fspath(folder or ""))
         self._subscriber = Subscriber(url, path, keep=keep, storage_options=storage_options)
 
     @staticmethod
@@ -119,7 +115,8 @@ class WeightReader:
 
     def close(self) -> None:
         """Leave the folder, and delete it from memory if no other process uses it."""
-        self._close()
+        if self._shared is not None:
+            self._shared.close()
 
 
 def _has_step(store: VersionStore, number: int, step: int | None) -> bool:
@@ -130,35 +127,15 @@ def _has_step(store: VersionStore, number: int, step: int | None) -> bool:
     return step is None or found == step
 
 
-def _memory_folder(url: str) -> Path:
+def _share_memory(url: str) -> SharedFolder:
     parent = MEMORY if os.path.isdir(MEMORY) else tempfile.gettempdir()
-    path = Path(parent) / f"snapshot-weights-{os.getuid()}-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
-    path.mkdir(mode=0o700, exist_ok=True)
-    found = path.lstat()
-    if path.is_symlink() or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise SnapshotError(f"{path}: must be a folder of this user alone; delete it, or pass folder=")
-    return path
-
-
-def _enter(path: Path) -> int:
-    """Return a shared lock of a folder's users."""
-    while True:
-        path.mkdir(mode=0o700, exist_ok=True)
-        lock = os.open(path / USERS, os.O_RDWR | os.O_CREAT | CLOEXEC, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        if os.path.exists(path / USERS) and os.path.samestat(os.fstat(lock), os.stat(path / USERS)):
-            return lock
-        os.close(lock)  # the last user has just deleted it
-
-
-def _leave(path: Path, lock: int) -> None:
+    prefix = f"snapshot-weights-{os.getuid()}-"
+    delete_abandoned(Path(parent), prefix)
+    path = Path(parent) / f"{prefix}{hashlib.sha256(url.encode()).hexdigest()[:16]}"
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(path, ignore_errors=True)
-    except OSError:  # another process uses it
-        pass
-    finally:
-        os.close(lock)
+        return SharedFolder(path)
+    except OSError as error:
+        raise SnapshotError(f"{error}; delete it, or pass folder=") from error
 
 
 class Shares:

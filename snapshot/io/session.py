@@ -90,7 +90,9 @@ class Session:
         self.storage = wrap(open_storage(url, options, self._context))
         """The storage of the URL. The files of a checkpoint are read through layers above it: see `Opened`."""
         self._kept: list[Storage | Session] = []
-        self._share = HostShare(share) if share and fcntl is not None and not self.storage.capabilities.local else None
+        near = self.storage.capabilities.local
+        self._share = None if near or seal is not None or not share or fcntl is None else HostShare(share)
+        """With a key, each rank verifies the signature of what it reads itself."""
 
     @cached_property
     def packed_memory(self) -> MemoryBudget:

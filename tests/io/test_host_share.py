@@ -4,8 +4,8 @@ import asyncio
 import fcntl
 import hashlib
 import os
+import signal
 import tempfile
-import time
 
 import pytest
 
@@ -109,13 +109,35 @@ def test_a_folder_of_others_is_not_used(temporary, monkeypatch, kind):
     second.close()
 
 
-def test_folders_of_killed_processes_are_deleted_after_an_hour(temporary):
-    used, killed, young = HostShare("used"), HostShare("killed"), HostShare("young")
-    for share in (killed, young):
-        get(share, "x")
-        os.close(share._users)  # as the system does
-    for token in ("used", "killed"):
-        os.utime(folder_of(temporary, token), (time.time() - 4000,) * 2)
+def test_folders_of_killed_processes_are_deleted(temporary):
+    used = HostShare("used")
+    get(used, "x")
+    child = os.fork()
+    if not child:
+        get(HostShare("killed"), "x")
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert len(list(temporary.iterdir())) == 2
     HostShare("next").close()
-    assert sorted(path.name.rpartition("-")[2] for path in temporary.iterdir()) == ["used", "young"]
+    assert [path.name.rpartition("-")[2] for path in temporary.iterdir()] == ["used"]
     used.close()
+    assert not list(temporary.iterdir())
+
+
+def test_processes_that_come_and_go_leave_nothing(temporary):
+    children = []
+    for _ in range(4):
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                for number in range(40):
+                    share = HostShare("a")
+                    assert get(share, f"x{number}", b"bytes") == b"bytes"
+                    share.close()
+                code = 0
+            finally:
+                os._exit(code)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
+    assert not list(temporary.iterdir())
