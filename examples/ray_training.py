@@ -1,4 +1,4 @@
-"""Train with Ray Train on two workers, lose one, and go on with one worker.
+"""Train with Ray Train on two workers, lose one, and continue with one worker.
 
     python examples/ray_training.py run
 
@@ -71,7 +71,7 @@ def main(folder: Path) -> None:
     print("Losses of the run that failed equal those of the other run, bit for bit.")
     alone = run(folder, "broken", 1, steps=8)
     assert torch.allclose(torch.tensor(alone), torch.tensor(whole), atol=1e-5), "the losses differ"
-    print("One worker went on, with the same losses but for rounding.")
+    print("One worker continued, with the same losses but for rounding.")
 
 
 if __name__ == "__main__":

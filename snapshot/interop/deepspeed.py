@@ -9,9 +9,9 @@ until it is needed. The order of calls is that of `DeepSpeedEngine.save_checkpoi
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from operator import is_
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from snapshot.errors import SnapshotError, SnapshotExistsError, SnapshotNotFoundError
+from snapshot.errors import CorruptSnapshotError, SnapshotError, SnapshotExistsError, SnapshotNotFoundError
 from snapshot.events import log
 from snapshot.interop.versions import expect_version
 from snapshot.save.begin import TAKE_OPTIONS, TakeOptions
@@ -93,15 +93,19 @@ class SnapshotCheckpointEngine:
         """Add a file to the checkpoint. One that is not in the tag's folder is written by torch, as before."""
         folder, name = os.path.split(path)
         if self._files is not None and Path(folder) == _tag_folder(self._info):
-            self._files[name] = _convert(state_dict, path, _to_saved)
+            self._files[name] = state_dict  # what cannot be stored is refused by the take, on all ranks
             return
         partial_path = f"{path}.partial"
         torch.save(state_dict, partial_path)
         os.replace(partial_path, path)
 
     def is_decoupled(self) -> bool:
-        """Return True if training continues during the write. DeepSpeed asks when each rank has saved its files."""
-        if self._asynchronous and self._files is not None:
+        """Return True if training continues during the write. `save_checkpoint` asks after its last file.
+
+        Each step asks, too. A save that ended with an error must not begin there.
+        """
+        caller = getattr(inspect.currentframe(), "f_back", None)
+        if self._asynchronous and self._files is not None and caller and caller.f_code.co_name == "save_checkpoint":
             self._begin(Snapshot.async_take_with)
         return self._asynchronous
 
@@ -154,7 +158,7 @@ class SnapshotCheckpointEngine:
         info, self._info = self._info, None
         files, self._files = self._files or {}, None
         folder = _tag_folder(info)
-        state = {name: _Contents(content) for name, content in files.items()}
+        state = {name: _Contents(content, str(folder / name)) for name, content in files.items()}
         for name in files:  # a load of a tag that is not committed then says so
             (folder / name).write_bytes(_NOTICE)
         request = partial(self._options.at, None, overwrite=True, metadata=None, allow_pickle="error")
@@ -193,11 +197,11 @@ def write_files(tag: str | os.PathLike[str], target: str | os.PathLike[str]) -> 
 class _Contents:
     """Stateful wrapper of a file's contents."""
 
-    def __init__(self, value: Any) -> None:
-        self._value = value
+    def __init__(self, value: Any, path: str) -> None:
+        self._value, self._path = value, path
 
     def state_dict(self) -> Any:
-        return self._value
+        return _convert(self._value, self._path, _to_saved)
 
     def load_state_dict(self, state: Any) -> None:
         raise SnapshotError("DeepSpeed restores its checkpoints itself; load them with SnapshotCheckpointEngine")
@@ -248,10 +252,13 @@ def _to_object(value: Any, path: str) -> Any:
         raise SnapshotError(f"{path}: class {value.class_name} is not known, so this file cannot be loaded")
     module, _, name = value.class_name.rpartition(".")
     kind = getattr(import_module(module), name)
-    if value.kind == "Enum":
-        return kind[value["name"]]
-    held = kind.__new__(kind)
-    vars(held).update(value)
+    try:
+        if value.kind == "Enum":
+            return kind[value["name"]]
+        held = kind.__new__(kind)
+        vars(held).update(value)
+    except (KeyError, TypeError) as error:  # of another kind, or without its fields
+        raise CorruptSnapshotError(f"{path}: not an object of class {value.class_name}: {error}") from error
     return held
 
 

@@ -200,8 +200,8 @@ def _with_members(value: Any) -> Any:
     if isinstance(value, SavedObject):
         module, _, name = value.class_name.rpartition(".")
         kind = getattr(sys.modules.get(module), name, None) if module.startswith("megatron.core.") else None
-        if not (isinstance(kind, type) and issubclass(kind, Enum)):
-            raise SnapshotError(f"the common state has an object of class {value.class_name}, which is not known")
+        if not (isinstance(kind, type) and issubclass(kind, Enum) and value.get("name") in kind.__members__):
+            raise SnapshotError(f"the state has {value!r}, whose class or member is not known")
         return kind[value["name"]]
     if isinstance(value, dict):
         for key, child in value.items():
@@ -219,7 +219,9 @@ def _load_bridge() -> Any:
     except ImportError as error:
         raise MissingExtraError(f"Megatron-Bridge cannot be imported: {error}") from error
     called = getattr(bridge, "dist_checkpointing", None)
-    parts = [f"{name}({', '.join(names)})" for name, names in _CALLED.items() if not _has_arguments(called, name, names)]
+    parts = [
+        f"{name}({', '.join(names)})" for name, names in _CALLED.items() if not _has_arguments(called, name, names)
+    ]
     parts += [n for n in ("schedule_async_save", "DefaultCheckpointManager") if not hasattr(bridge, n)]
     if parts:
         raise SnapshotError(

@@ -14,6 +14,7 @@ def _rank(run, rank, world, store, answers, arguments):
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
+        "NODE_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
@@ -35,11 +36,14 @@ def fork_ranks(world, folder, run, *arguments):
     ranks = [context.Process(target=_rank, args=(run, rank, world, store, answers, arguments)) for rank in range(world)]
     for each in ranks:
         each.start()
-    got = sorted(answers.get(timeout=150) for _ in ranks)
-    for each in ranks:
-        each.join(20)
-        if each.is_alive():
-            each.terminate()
+    try:
+        got = sorted(answers.get(timeout=250) for _ in ranks)
+        for each in ranks:
+            each.join(20)
+    finally:
+        for each in ranks:
+            if each.is_alive():
+                each.kill()
     failures = [f"rank {rank}:\n{text}" for rank, text, _ in got if text]
     assert not failures, "\n".join(failures)
     return [answer for _, _, answer in got]

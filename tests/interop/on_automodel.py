@@ -23,7 +23,7 @@ from snapshot import MissingExtraError, Snapshot, SnapshotError
 from snapshot.interop.automodel import use_snapshots
 from tests.interop.forked_ranks import fork_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
@@ -47,7 +47,9 @@ class Run:
         """Return the losses of a global batch of four."""
         losses, world = [], dist.get_world_size()
         for step in steps:
-            tokens = torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(step))[dist.get_rank() :: world]
+            tokens = torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(step))[
+                dist.get_rank() :: world
+            ]
             loss = self.model(input_ids=tokens, labels=tokens).loss
             loss.backward()
             self.optimizer.step()

@@ -1,4 +1,4 @@
-"""The checkpoint engine in the real DeepSpeed: ZeRO 0 to 3, a pipeline and experts on CPU ranks, resumed to the same bits.
+"""The checkpoint engine in the real DeepSpeed on CPU ranks, resumed to the same bits: ZeRO, a pipeline and experts.
 
 `test_frameworks.py` runs this in a process of its own, which imports DeepSpeed once."""
 
@@ -24,13 +24,21 @@ with warnings.catch_warnings():
     from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-from snapshot import CorruptSnapshotError, Snapshot, SnapshotError, SnapshotExistsError, SnapshotNotFoundError, Target
+from snapshot import (
+    CorruptSnapshotError,
+    Snapshot,
+    SnapshotError,
+    SnapshotExistsError,
+    SnapshotNotFoundError,
+    StateDict,
+    Target,
+)
 from snapshot.interop import deepspeed as adapter
 from snapshot.interop.deepspeed import FOLDER, SnapshotCheckpointEngine, write_files
 from tests.formats.write_deepspeed_files import Model, config, make_experts, make_groups
 from tests.interop.forked_ranks import fork_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
 
 def make_pipeline():
@@ -52,9 +60,7 @@ def make_engine(kind, **options):
     optimizer = torch.optim.AdamW(groups, lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     stage = {"experts": 2, "pipeline": 1}.get(kind, kind)
-    made = deepspeed.initialize(
-        model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config(stage, **more)
-    )
+    made = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config(stage, **more))
     engine = made[0]
     if options.pop("adapted", True):
         engine.checkpoint_engine = SnapshotCheckpointEngine(**options)
@@ -157,7 +163,7 @@ def _fail(folder, asynchronous):
         (folder / "bad" / FOLDER).mkdir()
         (folder / "bad" / FOLDER / "data").write_text("in the way")
     dist.barrier()
-    with pytest.raises(SnapshotError, match="data"):
+    with pytest.raises(SnapshotError, match="data"):  # noqa: PT012 - of one call or of the next
         engine.save_checkpoint(folder, tag="bad")
         train(engine, 2, range(3, 5))  # nothing is committed in a step
         engine.save_checkpoint(folder, tag="good")
@@ -189,7 +195,7 @@ def _refuse(folder):
     train(engine, 1, range(1))
     engine.save_checkpoint(folder, tag="first")
     for wrong, named in ((Note("x"), "Note"), (object(), "builtins.object"), (lambda: 1, "function")):
-        with pytest.raises(SnapshotError, match=rf"(?s)mp_rank_00_model_states.pt/note.*{named}"):
+        with pytest.raises(SnapshotError, match=rf"(?s)mp_rank_00_model_states\.pt/note.*{named}"):
             engine.save_checkpoint(folder, tag="second", client_state={"note": wrong})
         assert (folder / "latest").read_text() == "first"
         assert not Snapshot(folder / "second" / FOLDER).exists()
@@ -197,6 +203,44 @@ def _refuse(folder):
 
 def test_objects_that_only_a_pickle_could_hold_are_refused_by_name(tmp_path):
     fork_ranks(1, tmp_path, _refuse, tmp_path / "run")
+
+
+def _end_in_the_middle(folder):
+    engine = make_engine(1, asynchronous=True)
+    train(engine, 1, range(1))
+    engine.save_checkpoint(folder, tag="first")
+    engine.checkpoint_engine.wait()
+    optimizer, save = engine.optimizer, engine.optimizer.state_dict
+    optimizer.state_dict = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        engine.save_checkpoint(folder, tag="second")
+    optimizer.state_dict = save
+    train(engine, 1, range(1, 3))  # no step may write the files that were saved before the error
+    engine.destroy()
+    assert (folder / "latest").read_text() == "first"
+    assert not Snapshot(folder / "second" / FOLDER).exists()
+
+
+def test_a_save_that_ends_in_the_middle_is_never_committed(tmp_path):
+    fork_ranks(1, tmp_path, _end_in_the_middle, tmp_path / "run")
+
+
+def _refuse_on_one_rank(folder, asynchronous):
+    engine = make_engine(3, asynchronous=asynchronous)
+    train(engine, 3, range(1))
+    state = {"note": object() if dist.get_rank() == 1 else 1}
+    with pytest.raises(SnapshotError, match="note"):
+        engine.save_checkpoint(folder, tag="bad", client_state=state)
+    train(engine, 3, range(1, 2))
+    engine.save_checkpoint(folder, tag="good")
+    engine.checkpoint_engine.wait()
+    dist.barrier()
+    assert (folder / "latest").read_text() == "good"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_all_ranks_learn_what_one_of_them_cannot_store(tmp_path, asynchronous):
+    fork_ranks(2, tmp_path, _refuse_on_one_rank, tmp_path / "run", asynchronous)
 
 
 def _hold_files_of_deepspeed(folder):
@@ -207,7 +251,7 @@ def _hold_files_of_deepspeed(folder):
     engine = make_engine(2)
     engine.load_checkpoint(folder)
     assert train(engine, 2, range(2, 4)) == whole
-    with pytest.raises(SnapshotExistsError, match="_states.pt: DeepSpeed itself has saved this tag"):
+    with pytest.raises(SnapshotExistsError, match=r"_states\.pt: DeepSpeed itself has saved this tag"):
         engine.save_checkpoint(folder, tag="global_step2")
     engine.save_checkpoint(folder)
     engine.save_16bit_model(folder)
@@ -300,10 +344,19 @@ def test_damage_is_found(tmp_path):
 
 
 def test_a_snapshot_cannot_name_classes_to_import(tmp_path):
-    content = {"value": adapter.SavedObject("dataclass", "os.path.Evil", {"a": 1})}
-    Snapshot.take(tmp_path / "t" / FOLDER, {"a.pt": adapter._Contents(content)})
+    stage, scaler = "deepspeed.runtime.zero.config.ZeroStageEnum", adapter._SCALERS[0]
+    wrong = {
+        "value": adapter.SavedObject("dataclass", "os.path.Evil", {"a": 1}),
+        "member": adapter.SavedObject("Enum", stage, {"name": "evil", "value": 9}),
+        "kind": adapter.SavedObject("Enum", scaler, {"name": "evil", "value": 9}),
+    }
+    for name, value in wrong.items():
+        Snapshot.take(tmp_path / name / FOLDER, {"a.pt": StateDict(**{name: value})})
+    for name in ("member", "kind"):
+        with pytest.raises(CorruptSnapshotError, match=rf"a\.pt/{name}: not an object of class deepspeed"):
+            SnapshotCheckpointEngine().load(str(tmp_path / name / "a.pt"))
     with pytest.raises(SnapshotError, match=r"a\.pt/value: class os\.path\.Evil is not known"):
-        SnapshotCheckpointEngine().load(str(tmp_path / "t" / "a.pt"))
+        SnapshotCheckpointEngine().load(str(tmp_path / "value" / "a.pt"))
 
 
 def _run_example(folder):

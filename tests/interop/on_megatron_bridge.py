@@ -1,7 +1,7 @@
 """The manager in the real checkpointing of Megatron-Bridge, with real objects of Megatron-core on CPU ranks.
 
-`python -m pytest on_megatron_bridge.py`, with a folder of megatron-bridge on the path. Its module of checkpoints is real;
-what it imports beside that, such as models and loggers, is a stand-in. `test_frameworks.py` runs this."""
+Its module of checkpoints is real; what it imports beside that, such as models and loggers, is a stand-in.
+`test_frameworks.py` runs this, with a folder of megatron-bridge on the path."""
 
 import importlib
 import importlib.machinery
@@ -68,14 +68,14 @@ with warnings.catch_warnings():
     from megatron.core.dist_checkpointing.mapping import ShardedObject
     from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_state_machine
 
-from snapshot import Snapshot, SnapshotError, SnapshotExistsError, TakeOptions
+from snapshot import SavedObject, Snapshot, SnapshotError, SnapshotExistsError, TakeOptions
 from snapshot.interop import megatron_bridge
 from snapshot.interop.megatron_bridge import SnapshotCheckpointManager
 from tests.interop import megatron_dirs
 from tests.interop.forked_ranks import fork_ranks
 from tests.interop.megatron_dirs import Split, sharded
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 register_allowed_target_prefix("snapshot.interop.")  # which versions since 0.5 require
 
 
@@ -142,7 +142,8 @@ def start(folder, split, *, blank=False, kind="SnapshotCheckpointManager", **cha
         save_optim=True, load_optim=True, finetune=False, pretrained_checkpoint=None, non_persistent_ckpt_type=None,
         non_persistent_global_ckpt_dir=None, most_recent_k=-1, fully_parallel_save=False, fully_parallel_load=False,
         ckpt_assume_constant_structure=False, storage_writers_per_rank=1, save_tokenizer_assets=False, ckpt_step=None,
-        exit_on_missing_checkpoint=False, async_strategy="mcore", also_save_hf_checkpoint=False, dist_ckpt_strictness="assume_ok_unexpected", load_main_params_from_ckpt=False,
+        exit_on_missing_checkpoint=False, async_strategy="mcore", also_save_hf_checkpoint=False,
+        dist_ckpt_strictness="assume_ok_unexpected", load_main_params_from_ckpt=False,
         dist_ckpt_optim_fully_reshardable=False, distrib_optim_fully_reshardable_mem_efficient=False,
         custom_manager_class=kind and f"snapshot.interop.megatron_bridge.{kind}",
     )  # fmt: skip
@@ -151,7 +152,8 @@ def start(folder, split, *, blank=False, kind="SnapshotCheckpointManager", **cha
     config = SimpleNamespace(
         checkpoint=checkpoint, optimizer=SimpleNamespace(use_distributed_optimizer=False), peft=None, dataset=None,
         rng=SimpleNamespace(data_parallel_random_init=False), dist=SimpleNamespace(use_decentralized_pg=True),
-        model=SimpleNamespace(fp16=False, bf16=False, **sizes), logger=SimpleNamespace(log_progress=False, mlflow_log_artifacts=False),
+        model=SimpleNamespace(fp16=False, bf16=False, **sizes),
+        logger=SimpleNamespace(log_progress=False, mlflow_log_artifacts=False),
         ddp=SimpleNamespace(use_megatron_fsdp=False), tokenizer=None,
     )  # fmt: skip
     saved = {"model": sizes, "checkpoint": {"save_optim": True, "save_rng": True, "fully_parallel_save": False}}
@@ -259,7 +261,7 @@ def _fail(folder, asynchronous):
         (folder / "iter_0000002").mkdir()
         (folder / "iter_0000002" / "data").write_text("in the way")
     dist.barrier()
-    with pytest.raises(SnapshotError, match="data"):
+    with pytest.raises(SnapshotError, match="data"):  # noqa: PT012 - of one call or of the next
         save(manager, context, 2)
         manager.finalize_async_saves(context.state, blocking=True)
     dist.barrier()
@@ -333,6 +335,12 @@ def _rerun(folder):
 
 def test_megatron_s_enums_are_members_again(tmp_path):
     fork_ranks(1, tmp_path, _rerun, tmp_path / "run")
+
+
+def test_other_classes_are_not_looked_up():
+    for name, member in (("os.path.Evil", "a"), ("megatron.core.rerun_state_machine.RerunMode", "evil")):
+        with pytest.raises(SnapshotError, match="whose class or member is not known"):
+            megatron_bridge._with_members([{"a": SavedObject("Enum", name, {"name": member, "value": 1})}])
 
 
 def _options(folder):

@@ -64,7 +64,9 @@ def spoiled(config):
             progress["step"] += 1
             progress["attempts"] += 1
             options = TakeOptions(replicated=["**"])
-            adapter.report({"step": progress["step"]}, {"progress": progress}, asynchronous=True, options=options).wait()
+            adapter.report(
+                {"step": progress["step"]}, {"progress": progress}, asynchronous=True, options=options
+            ).wait()
     finally:
         collective.broadcast_from_rank_zero = broadcast
 
