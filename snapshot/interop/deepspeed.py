@@ -8,20 +8,19 @@ until it is needed. The order of calls is that of `DeepSpeedEngine.save_checkpoi
 
 from __future__ import annotations
 
-import copy
 import inspect
 import os
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from operator import is_
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from snapshot.errors import CorruptSnapshotError, SnapshotError, SnapshotExistsError, SnapshotNotFoundError
+from snapshot.errors import SnapshotError, SnapshotExistsError, SnapshotNotFoundError
 from snapshot.events import log
+from snapshot.interop.objects import build_objects, change_leaves
 from snapshot.interop.versions import expect_version
 from snapshot.save.begin import TAKE_OPTIONS, TakeOptions
 from snapshot.saved import SavedObject, class_name
@@ -144,7 +143,7 @@ class SnapshotCheckpointEngine:
         snapshot = self._open(file.parent)
         if not any(name.split("/")[1:] == [file.name] for name in snapshot.get_manifest()):
             raise SnapshotNotFoundError(f"{file}: the checkpoint in {file.parent / FOLDER} has no such file")
-        return _convert(snapshot.read_object(file.name), path, _to_object)
+        return build_objects(snapshot.read_object(file.name), path, _find_class)
 
     def is_data_parallel_writer(self, dp_rank: int) -> bool:
         """Return True for the rank that writes what all data-parallel ranks have."""
@@ -201,7 +200,7 @@ class _Contents:
         self._value, self._path = value, path
 
     def state_dict(self) -> Any:
-        return _convert(self._value, self._path, _to_saved)
+        return change_leaves(self._value, self._path, _to_saved)
 
     def load_state_dict(self, state: Any) -> None:
         raise SnapshotError("DeepSpeed restores its checkpoints itself; load them with SnapshotCheckpointEngine")
@@ -244,34 +243,6 @@ def _to_saved(value: Any, path: str) -> Any:
     return value
 
 
-def _to_object(value: Any, path: str) -> Any:
-    """Return a saved object of one of DeepSpeed's classes as an instance of it."""
-    if not isinstance(value, SavedObject):
-        return value
-    if value.class_name not in _CLASSES:
-        raise SnapshotError(f"{path}: class {value.class_name} is not known, so this file cannot be loaded")
-    module, _, name = value.class_name.rpartition(".")
-    kind = getattr(import_module(module), name)
-    try:
-        if value.kind == "Enum":
-            return kind[value["name"]]
-        held = kind.__new__(kind)
-        vars(held).update(value)
-    except (KeyError, TypeError) as error:  # of another kind, or without its fields
-        raise CorruptSnapshotError(f"{path}: not an object of class {value.class_name}: {error}") from error
-    return held
-
-
-def _convert(value: Any, path: str, change: Callable[[Any, str], Any]) -> Any:
-    """Return a value with changed leaves. Containers without a changed leaf are not copied."""
-    if isinstance(value, dict):
-        new = {key: _convert(old, f"{path}/{key}", change) for key, old in value.items()}
-        changed = {key: made for key, made in new.items() if made is not value[key]}
-        if changed:
-            value = copy.copy(value)
-            value.update(changed)
-        return value
-    if type(value) in (list, tuple):
-        items = [_convert(old, f"{path}/{at}", change) for at, old in enumerate(value)]
-        return value if all(map(is_, items, value)) else type(value)(items)
-    return change(value, path)
+def _find_class(name: str) -> Any:
+    module, _, kind = name.rpartition(".")
+    return getattr(import_module(module), kind) if name in _CLASSES else None

@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from snapshot.errors import MissingExtraError, SnapshotError
 from snapshot.interop.megatron import COMMON, MegatronState
+from snapshot.interop.objects import build_objects
 from snapshot.manifest.document import OWN_FORMATS
 from snapshot.save.begin import TAKE_OPTIONS, TakeOptions
-from snapshot.saved import SavedObject
 from snapshot.snapshot import PendingSnapshot, Snapshot
 
 KEY = "megatron"
@@ -154,7 +154,7 @@ class _Storage:
     def load_common_state_dict(self, checkpoint_dir: Any) -> Any:
         if not _is_snapshot(checkpoint_dir):
             return self._original.load_common_state_dict(checkpoint_dir)
-        return _with_members(Snapshot(checkpoint_dir).read_object(f"{KEY}/{COMMON}"))
+        return build_objects(Snapshot(checkpoint_dir).read_object(f"{KEY}/{COMMON}"), str(checkpoint_dir), _find_enum)
 
     def load(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: Any, *more: Any, strict: Any = None, **options: Any
@@ -164,7 +164,7 @@ class _Storage:
             return self._original.load(sharded_state_dict, checkpoint_dir, *more, **options)
         state = MegatronState(sharded_state_dict)
         Snapshot(checkpoint_dir).restore({KEY: state}, strict=getattr(strict, "value", strict) in _STRICT)
-        return _with_members(state.loaded)
+        return build_objects(state.loaded, str(checkpoint_dir), _find_enum)
 
 
 def _schedule(original: Callable[..., object], global_state: Any, async_request: Any) -> None:
@@ -195,21 +195,11 @@ def _is_everywhere(done: bool) -> bool:
     return bool(number.item())
 
 
-def _with_members(value: Any) -> Any:
-    """Return a state with the members of Megatron-core's enums, such as those of its rerun state machine."""
-    if isinstance(value, SavedObject):
-        module, _, name = value.class_name.rpartition(".")
-        kind = getattr(sys.modules.get(module), name, None) if module.startswith("megatron.core.") else None
-        if not (isinstance(kind, type) and issubclass(kind, Enum) and value.get("name") in kind.__members__):
-            raise SnapshotError(f"the state has {value!r}, whose class or member is not known")
-        return kind[value["name"]]
-    if isinstance(value, dict):
-        for key, child in value.items():
-            value[key] = _with_members(child)
-        return value
-    if type(value) in (list, tuple):
-        return type(value)(_with_members(child) for child in value)
-    return value
+def _find_enum(name: str) -> type | None:
+    """Return one of Megatron-core's enums, such as those of its rerun state machine. It is imported already."""
+    module, _, kind = name.rpartition(".")
+    found = getattr(sys.modules.get(module), kind, None) if module.startswith("megatron.core.") else None
+    return found if isinstance(found, type) and issubclass(found, Enum) else None
 
 
 def _load_bridge() -> Any:

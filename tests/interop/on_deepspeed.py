@@ -353,9 +353,11 @@ def test_a_snapshot_cannot_name_classes_to_import(tmp_path):
     for name, value in wrong.items():
         Snapshot.take(tmp_path / name / FOLDER, {"a.pt": StateDict(**{name: value})})
     for name in ("member", "kind"):
-        with pytest.raises(CorruptSnapshotError, match=rf"a\.pt/{name}: not an object of class deepspeed"):
+        with pytest.raises(
+            CorruptSnapshotError, match=rf"a\.pt/{name}: .* is not an object of a class that is known here"
+        ):
             SnapshotCheckpointEngine().load(str(tmp_path / name / "a.pt"))
-    with pytest.raises(SnapshotError, match=r"a\.pt/value: class os\.path\.Evil is not known"):
+    with pytest.raises(SnapshotError, match=r"a\.pt/value: <os\.path\.Evil a=1> is not an object of a class"):
         SnapshotCheckpointEngine().load(str(tmp_path / "value" / "a.pt"))
 
 
