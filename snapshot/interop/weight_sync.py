@@ -34,8 +34,8 @@ from snapshot.state.sharded import Sharded
 from snapshot.tensors.geometry import Box
 
 MEMORY = "/dev/shm"  # noqa: S108 - a folder in it is refused unless this user owns it
-PAUSE = 0.1
-"""Seconds between two looks for a version that the trainer has not published yet."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
+"""Seconds between two looks for a version that the trainer has not published yet. A store counts the requests."""
 USERS = ".users"
 """File that each process with the folder locks, so that the last one can delete it."""
 
@@ -75,7 +75,7 @@ class WeightReader:
         Raises:
             TimeoutError: There is no such version in time.
         """
-        deadline = time.monotonic() + timeout
+        deadline, pause = time.monotonic() + timeout, FIRST_PAUSE
         with Session(self._url, self._options) as session:
             store = VersionStore(session.storage)
             while True:
@@ -86,7 +86,8 @@ class WeightReader:
                     raise TimeoutError(
                         f"{self._url}: no version of step {step} after version {after} within {timeout:g} s"
                     )
-                time.sleep(PAUSE)
+                time.sleep(pause)
+                pause = min(pause * 1.5, LONGEST_PAUSE)
 
     def pull(self, version: int) -> Path:
         """Pull exactly one version, and verify it. Raise `SnapshotError` if it cannot be used."""
