@@ -58,8 +58,8 @@ def load_parts(snapshot: Snapshot, parts: Mapping[str, Any], *, rng: bool) -> di
     Random numbers are restored if the number of ranks is the same.
     """
     described = snapshot.metadata
-    values = dict(described.metadata[KEY])
-    state = _stateful(parts, adapter=values.pop("adapter"))
+    values = dict(described.metadata.get(KEY, {}))
+    state = _stateful(parts, adapter=values.pop("adapter", False))
     same = described.world_size == ranks_of(None).world
     if rng and not same:
         log.info("%s: random numbers of %d ranks do not fit", snapshot.path, described.world_size)

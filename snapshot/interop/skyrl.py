@@ -1,4 +1,4 @@
-"""SkyRL's checkpoints with FSDP2, as one snapshot instead of three files of each rank. Tested with version 0.3.
+"""SkyRL's checkpoints with FSDP2, as one snapshot instead of three files of each rank. Tested with 0.3 and 0.4.
 
     from snapshot.interop.skyrl import use_snapshots
 
@@ -44,7 +44,7 @@ def use_snapshots(strategy: Any = None, *, storage_options: Mapping[str, Any] | 
         SnapshotError: The strategy has other methods than those of the known version.
     """
     strategy = _skyrl_strategy() if strategy is None else strategy
-    expect_parameters(strategy, METHODS, "SkyRL 0.3")
+    expect_parameters(strategy, METHODS, "SkyRL 0.3 or 0.4")
     if not hasattr(strategy.save_checkpoint, "saves_snapshots"):
         strategy.save_checkpoint = _saving(strategy.save_checkpoint, storage_options)
         strategy.load_checkpoint = _loading(strategy.load_checkpoint, storage_options)
@@ -125,6 +125,6 @@ def _loading(original: Any, options: Mapping[str, Any] | None) -> Any:
         found = load_parts(snapshot, parts, rng=True)
         dist.barrier()
         ranks = {"world_size": dist.get_world_size(), "rank": dist.get_rank()}
-        return ckpt_dir, {**found, "tag": found["tag"] or tag, **ranks}
+        return ckpt_dir, {**found, "tag": found.get("tag") or tag, **ranks}
 
     return load_checkpoint

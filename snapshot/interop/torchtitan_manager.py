@@ -21,7 +21,7 @@ from snapshot.errors import CorruptSnapshotError, MissingExtraError, SnapshotErr
 from snapshot.events import log
 from snapshot.interop.contract import expect_parameters
 from snapshot.interop.torchtitan import KNOWN, METHODS, finding_snapshots, loading_snapshots, saving_snapshots
-from snapshot.io.loop import run
+from snapshot.io.loop import LoopFuture, finish_before_exit, run, start
 from snapshot.io.url import URL
 from snapshot.manager.policies import KeepLatest
 from snapshot.manager.retention import remove_unkept
@@ -72,6 +72,7 @@ class SnapshotCheckpointManager(CheckpointManager):  # type: ignore[misc]
         self.storage_options = dict(config.storage_options)
         self._damaged: dict[int, CheckpointException] = {}
         self._model_only = False
+        self._removal: LoopFuture[set[int]] | None = None
         super().__init__(config, **parts)
 
     def _load(self, step: int = -1) -> bool:
@@ -124,10 +125,13 @@ class SnapshotCheckpointManager(CheckpointManager):  # type: ignore[misc]
             log.info("%s: has no random numbers of %s", checkpoint_id, _place())
 
     def _purge_stale_checkpoints(self) -> None:
-        """Remove the steps before the newest committed ones. A step that is being written does not count."""
-        if self.keep_latest_k > 0 and dist.get_rank() == 0:
+        """Start to remove the steps before the newest committed ones. A step that is being written does not count."""
+        busy = self._removal is not None and not self._removal.done()
+        if self.keep_latest_k > 0 and dist.get_rank() == 0 and not busy:
             root = Root(URL.parse(str(self.folder)), self.storage_options)
-            run(remove_unkept(root, KeepLatest(self.keep_latest_k), self._committed()))
+            policy = KeepLatest(self.keep_latest_k)
+            self._removal = start(remove_unkept(root, policy, self._committed()))
+            finish_before_exit(self._removal)
 
 
 def _place() -> str:

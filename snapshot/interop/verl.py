@@ -115,15 +115,20 @@ class SnapshotCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[misc]
             self._reader = WeightReader(*self._read)
         version = await asyncio.to_thread(self._reader.wait_for, global_steps or 0, self._after, self._timeout)
         folder = await asyncio.to_thread(self._reader.pull, version)
-        for each in self._reader.open(folder):
-            yield each
+        for name, tensor in self._reader.open(folder):
+            yield name, _on_device(tensor)
 
     async def get_weights(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of the version that was received last."""
         if self._reader is None:
             raise SnapshotError("verl has received no weights yet; call receive_weights first")
-        for each in self._reader.open(self._reader.current()):
-            yield each
+        for name, tensor in self._reader.open(self._reader.current()):
+            yield name, _on_device(tensor)
 
     def finalize(self) -> None:
         """Do nothing: the next update's version may be a delta of this one."""
+
+
+def _on_device(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on this worker's accelerator, where verl hands it to the engine."""
+    return tensor.to(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else tensor

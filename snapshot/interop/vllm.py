@@ -15,14 +15,13 @@ them have it, they load it. So an engine never has the weights of two versions.
 
 from __future__ import annotations
 
-import math
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from vllm.distributed.weight_transfer.base import (
-    Shard,
     TrainerInitInfo,
     TrainerWeightTransferEngine,
     WeightTransferEngine,
@@ -34,10 +33,8 @@ from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import ranks_of
 from snapshot.errors import SnapshotError
 from snapshot.interop.contract import expect_parameters
-from snapshot.interop.weight_sync import Shares, WeightReader, box_of
+from snapshot.interop.weight_sync import WeightReader, state_of
 from snapshot.publish.publisher import Publisher
-from snapshot.state.sharded import Sharded
-from snapshot.tensors.geometry import Box
 
 KNOWN = "vLLM 0.33"
 # vLLM's methods, and their parameters
@@ -96,11 +93,13 @@ class SnapshotWeightTransferEngine(WeightTransferEngine[SnapshotInitInfo, Snapsh
         tensors = self._reader.open(self._reader.pull(update_info.version))
         if not update_info.load:
             return
+        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         initialize_layerwise_reload(self.model)
         self._loading = True
-        self.model.load_weights(tensors)
+        with disable_mtp_completeness_check():  # a trainer may have no weights for these layers
+            self.model.load_weights(tensors)
 
     def finish_weight_update(self) -> None:
         """Process the weights that were loaded."""
@@ -166,7 +165,7 @@ class SnapshotTrainerWeightTransferEngine(TrainerWeightTransferEngine[SnapshotTr
         with Exchange(ranks_of(None), "send_weights", None) as exchange:
             if exchange.agree(self._failed, any, bool, bool):  # what the workers have is unknown: begin again
                 self._publisher, self._failed = self._new_publisher(), False
-        pending = self._publisher.publish(self._rounds if step is None else step, self._state())
+        pending = self._publisher.publish(self._rounds if step is None else step, state_of(self.source, self.rank))
         version = pending.wait().version
         if self.is_sender:
             try:
@@ -177,25 +176,11 @@ class SnapshotTrainerWeightTransferEngine(TrainerWeightTransferEngine[SnapshotTr
 
     def _update(self, version: int) -> None:
         self.client.start_weight_update()
-        self.client.update_weights({"version": version, "load": False})  # all of them have it, or none loads it
+        try:
+            self.client.update_weights({"version": version, "load": False})  # all of them have it, or none loads it
+        except BaseException:
+            with suppress(Exception):  # the other workers still wait for an end
+                self.client.finish_weight_update()
+            raise
         self.client.update_weights({"version": version, "load": True})
         self.client.finish_weight_update(weight_version=str(version))
-
-    def _state(self) -> dict[str, Any]:
-        """Return what this rank publishes: its pieces, and its share of the whole tensors."""
-        local, shares, state = self.source.implements_iter_local(), Shares(ranks_of(None).world), {}
-        publish: dict[str, tuple[Any, Box | None]] = {}
-        for meta in self.source.metadata:
-            if local and meta.owners is not None and meta.placements is not None:
-                dims = [each.dim if isinstance(each, Shard) else None for each in meta.placements]
-                box = box_of(self.rank, meta.shape, meta.owners, meta.mesh_shape, dims)
-                publish |= {meta.name: (meta, box)} if box is not None else {}
-            elif shares.choose(math.prod(meta.shape) * meta.dtype.itemsize, meta.owners) == self.rank:
-                publish[meta.name] = meta, None
-        for name, tensor in self.source.iter_local() if local else self.source.iter_full():
-            meta, box = publish.get(name, (None, None))
-            if box is not None:
-                state[name] = Sharded(tensor.detach(), meta.shape, box.offsets)
-            elif meta is not None:
-                state[name] = tensor.detach() if local else tensor.detach().to("cpu", copy=True)  # it may be reused
-        return state

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from snapshot.distributed.group import ranks_of
 from snapshot.errors import MissingExtraError, SnapshotError, SnapshotNotFoundError, StorageNotFoundError
 from snapshot.formats.hugging_face import INDEX
 from snapshot.io.loop import run
@@ -27,11 +28,12 @@ from snapshot.io.shared_folder import SharedFolder, delete_abandoned
 from snapshot.io.url import URL
 from snapshot.publish.store import VersionStore
 from snapshot.publish.subscriber import Subscriber
+from snapshot.state.sharded import Sharded
 from snapshot.tensors.geometry import Box
 
 MEMORY = "/dev/shm"  # noqa: S108 - a folder in it is refused unless this user owns it
-PAUSE = 0.1
-"""Seconds between two looks for a version that the trainer has not published yet."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
+"""Seconds between two looks for a version that the trainer has not published yet. A store counts the requests."""
 
 
 class WeightReader:
@@ -69,7 +71,7 @@ class WeightReader:
         Raises:
             TimeoutError: There is no such version in time.
         """
-        deadline = time.monotonic() + timeout
+        deadline, pause = time.monotonic() + timeout, FIRST_PAUSE
         with Session(self._url, self._options) as session:
             store = VersionStore(session.storage)
             while True:
@@ -80,7 +82,8 @@ class WeightReader:
                     raise TimeoutError(
                         f"{self._url}: no version of step {step} after version {after} within {timeout:g} s"
                     )
-                time.sleep(PAUSE)
+                time.sleep(pause)
+                pause = min(pause * 1.5, LONGEST_PAUSE)
 
     def pull(self, version: int) -> Path:
         """Pull exactly one version, and verify it. Raise `SnapshotError` if it cannot be used."""
@@ -181,3 +184,23 @@ def box_of(
             offsets[dim] += begin
             sizes[dim] = min(chunk, sizes[dim] - begin)
     return Box(tuple(offsets), tuple(sizes)) if all(sizes) else None
+
+
+def state_of(source: Any, rank: int) -> dict[str, Any]:
+    """Return what a trainer's rank publishes of vLLM's `WeightSource`: its pieces, and its share of whole tensors."""
+    local, shares, state = source.implements_iter_local(), Shares(ranks_of(None).world), dict[str, Any]()
+    publish: dict[str, tuple[Any, Box | None]] = {}
+    for meta in source.metadata:
+        if local and meta.owners is not None and meta.placements is not None:
+            dims = [getattr(each, "dim", None) for each in meta.placements]  # a copy has none
+            box = box_of(rank, meta.shape, meta.owners, meta.mesh_shape, dims)
+            publish |= {meta.name: (meta, box)} if box is not None else {}
+        elif shares.choose(math.prod(meta.shape) * meta.dtype.itemsize, meta.owners) == rank:
+            publish[meta.name] = meta, None
+    for name, tensor in source.iter_local() if local else source.iter_full():
+        meta, box = publish.get(name, (None, None))
+        if box is not None:
+            state[name] = Sharded(tensor.detach(), meta.shape, box.offsets)
+        elif meta is not None:
+            state[name] = tensor.detach() if local else tensor.detach().to("cpu", copy=True)  # it may be reused
+    return state

@@ -1,4 +1,4 @@
-"""SkyRL's real `FSDPStrategy` of version 0.3 over snapshots: python on_skyrl.py."""
+"""SkyRL's real `FSDPStrategy` of versions 0.3 and 0.4 over snapshots: python on_skyrl.py."""
 
 import os
 import subprocess

@@ -134,6 +134,7 @@ def on_manager(folder, mode):
     cut = Noisy(folder, 1, keep_latest_k=2)
     cut.train(6)
     path = Path(folder) / "checkpoint"
+    cut.checkpointer._removal.result(20)
     committed = sorted(each.parent.name for each in path.glob("*/.snapshot_metadata"))
     assert committed == (["step-4", "step-6"] if mode == "disabled" else ["step-2", "step-4", "step-6"])
     resumed = Noisy(folder, 2)
@@ -147,6 +148,10 @@ def on_manager(folder, mode):
     assert again.counter.step == 6
     again.train(2)
     assert again.weights() == whole.weights()
+    plain = Trainer(folder, mode, 7)
+    use_snapshots()  # the two read each other's
+    assert plain.checkpointer.load()
+    assert plain.weights() == whole.weights()
     failing = Noisy(folder, 4)
     assert failing.checkpointer.load()
     assert failing.counter.step == 8

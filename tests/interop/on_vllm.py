@@ -133,7 +133,12 @@ def test_by_default_versions_are_in_memory_until_the_last_worker_leaves(tmp_path
 
 def test_several_trainer_ranks_publish_their_pieces(tmp_path):
     ranks = [
-        subprocess.Popen([sys.executable, __file__, str(tmp_path), str(rank)], stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.interop.on_vllm", str(tmp_path), str(rank)],
+            cwd=Path(__file__).parents[2],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for rank in range(2)
     ]
     errors = [each.communicate(timeout=100)[1] for each in ranks]

@@ -53,8 +53,9 @@ def test_verl_s_manager_saves_and_resumes_snapshots():
     assert ended.returncode == 0, ended.stderr[-4000:]
 
 
-def test_skyrl_s_strategy_saves_and_resumes_snapshots():
-    ended = run("skyrl-0.3.0", "on_skyrl.py")
+@pytest.mark.parametrize("version", ["0.3.0", "0.4.0"])
+def test_skyrl_s_strategy_saves_and_resumes_snapshots(version):
+    ended = run(f"skyrl-{version}", "on_skyrl.py")
     assert ended.returncode == 0, ended.stderr[-4000:]
 
 

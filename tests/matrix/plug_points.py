@@ -25,7 +25,12 @@ def known(adapter: str, table: str = "METHODS", without: Sequence[str] = ()) -> 
     """Return what an adapter itself checks: a table in its source, so that its framework need not be here."""
     for each in ast.parse((ADAPTERS / f"{adapter}.py").read_text()).body:
         if isinstance(each, ast.Assign) and [getattr(target, "id", "") for target in each.targets] == [table]:
-            return {name: taken for name, taken in ast.literal_eval(each.value).items() if name not in without}
+            found = ast.literal_eval(each.value).items()
+            return {
+                name: taken if isinstance(taken, int) else [each for each in taken if each != "self"]
+                for name, taken in found
+                if name not in without
+            }
     raise LookupError(f"{adapter}.py has no table {table}")
 
 
@@ -65,6 +70,15 @@ POINTS = (
         "ray", "ray/train/v2/api/train_fn_utils.py", "", {"report": ("metrics", "checkpoint", "checkpoint_dir_name")},
         "ray",
     ),
+    PlugPoint(
+        "nemo-automodel", "nemo_automodel/components/checkpoint/checkpointing.py", "Checkpointer",
+        known("automodel", "_HOOKS"), "automodel",
+    ),
+    PlugPoint(
+        "megatron-bridge", "megatron/bridge/training/checkpointing.py", "DefaultCheckpointManager",
+        {"save": None, "load": None, "finalize_async_saves": None}, "megatron_bridge",
+    ),
+    PlugPoint("mosaicml", "composer/core/callback.py", "Callback", {"batch_end": None, "close": None}, "composer"),
     PlugPoint("torchft", "torchft/checkpointing/transport.py", "CheckpointTransport", known("torchft"), "torchft"),
     PlugPoint("torchtitan", f"{TITAN}/dcp.py", "CheckpointManager", known("torchtitan"), "torchtitan"),
     PlugPoint(
@@ -187,7 +201,8 @@ def moved(release: Release, point: PlugPoint) -> list[str]:
 
 def download(package: str, folder: Path) -> Path | str:
     """Download the newest release of a package. Return its path, or the reason why that failed."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), package]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
+    command += ["--ignore-requires-python", package]  # the newest one may be for a newer Python
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     files = [*folder.glob("*.whl"), *folder.glob("*.tar.gz")]
     if files:
