@@ -22,7 +22,7 @@ from snapshot.io.system import CLOEXEC, fcntl
 
 PREFIX = "snapshot-share-"
 PATIENCE = 20.0
-"""Seconds that a rank waits for a file that another rank reads, before it reads the file itself."""
+"""Maximum seconds that a rank waits for a file that another rank reads, before it reads the file itself."""
 _PAUSE = 0.02
 """Maximum seconds between two looks for such a file."""
 
@@ -30,14 +30,16 @@ _PAUSE = 0.02
 class HostShare:
     """A folder for the files of one operation."""
 
-    def __init__(self, token: str) -> None:
-        """`token`: a random name of the operation that all its ranks know."""
+    def __init__(self, token: str, timeout: float = PATIENCE) -> None:
+        """`token`: a random name of the operation that all its ranks know. `timeout`: that of a silent rank."""
+        self._patience = min(PATIENCE, timeout)
         self._taken: set[str] = set()
         """The files that this process has asked for. It asks again only if their bytes were damaged."""
         self._shared: SharedFolder | None = None
-        parent, prefix = Path(tempfile.gettempdir()), f"{PREFIX}{os.getuid()}-"
-        delete_abandoned(parent, prefix)
-        with suppress(OSError):
+        prefix = f"{PREFIX}{os.getuid()}-"
+        with suppress(OSError):  # on a full disk, there is not even a folder for temporary files
+            parent = Path(tempfile.gettempdir())
+            delete_abandoned(parent, prefix)
             self._shared = SharedFolder(parent / f"{prefix}{token}")
 
     async def get(self, path: str, read: Callable[[], Awaitable[bytes]]) -> bytes:
@@ -48,7 +50,7 @@ class HostShare:
         folder = self._shared.path
         name = hashlib.sha256(path.encode("utf-8", "surrogatepass")).hexdigest()
         held, lock = folder / name, folder / f"{name}.lock"
-        end, pause = time.monotonic() + PATIENCE, _PAUSE / 8
+        end, pause = time.monotonic() + self._patience, _PAUSE / 8
         while time.monotonic() < end:
             try:
                 return await in_thread(held.read_bytes)
@@ -102,4 +104,6 @@ def _try_lock(path: Path) -> Iterator[bool | None]:
             locked = None
         yield locked
     finally:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child may have the file, too
         os.close(descriptor)

@@ -91,7 +91,9 @@ class Session:
         """The storage of the URL. The files of a checkpoint are read through layers above it: see `Opened`."""
         self._kept: list[Storage | Session] = []
         near = self.storage.capabilities.local
-        self._share = None if near or seal is not None or not share or fcntl is None else HostShare(share)
+        self._share = (
+            None if near or seal is not None or not share or fcntl is None else HostShare(share, self.settings.timeout)
+        )
         """With a key, each rank verifies the signature of what it reads itself."""
 
     @cached_property

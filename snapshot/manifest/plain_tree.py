@@ -10,6 +10,7 @@ some of them. So each of these is an object with one key that begins with `$`:
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from itertools import chain
 from math import isfinite
@@ -68,7 +69,7 @@ def decode_tree(path: str, data: bytes | bytearray) -> Any:
         plain = _survey(made)
         if plain is not None and _encoder.encode(made if plain else _mark(made)) == data:
             return made
-    except (*UNREADABLE, msgspec.MsgspecError, ValueError, TypeError, KeyError, AttributeError):
+    except (*UNREADABLE, msgspec.MsgspecError, ValueError, TypeError, KeyError, AttributeError, struct.error):
         pass
     raise CorruptSnapshotError(f"{path}: not a tree of plain values in the canonical form")
 

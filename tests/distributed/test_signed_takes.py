@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard, zeros
 
 from snapshot import Snapshot, SnapshotError, SnapshotManager, StateDict, TakeOptions
 from snapshot.errors import StorageNotFoundError
-from snapshot.testing import Fault, tapped
+from snapshot.testing import Fault, recording, tapped
 from tests.helpers.versions import distribute
 
 SHAPE = (1200, 700)
@@ -103,6 +103,16 @@ def test_a_changed_byte_is_an_error_of_all_ranks(two, folder):
     _flip(signature, -3)
     errors = two.run(_load, f"{folder}/s", 0)
     assert all("signature" in error for error in errors)
+
+
+def _load_from_afar(path):
+    with recording():
+        return _load(f"recording+file://{path}", 0)
+
+
+def test_ranks_of_one_host_check_a_remote_snapshot_themselves(two, folder):
+    two.run(_save, f"{folder}/s")
+    assert two.run(_load_from_afar, f"{folder}/s") == ["", ""]
 
 
 @pytest.mark.parametrize(

@@ -68,13 +68,37 @@ def test_a_failed_read_is_tried_by_the_next(temporary):
 
 
 def test_a_process_that_stands_still_holds_no_other_back(temporary, monkeypatch):
-    monkeypatch.setattr(host_share, "PATIENCE", 0.1)
-    share = HostShare("a")
+    monkeypatch.setattr(host_share, "PATIENCE", 10_000)  # longer than the time limit of a test
+    share = HostShare("a", timeout=0.1)
     lock = folder_of(temporary, "a") / f"{hashlib.sha256(b'x').hexdigest()}.lock"
     with lock.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert get(share, "x", b"own") == b"own"
     assert get(HostShare("a"), "x", b"next") == b"next"
+
+
+def test_a_child_that_is_forked_during_a_failed_read_holds_no_other_back(temporary, monkeypatch):
+    monkeypatch.setattr(host_share, "PATIENCE", 10_000)  # longer than the time limit of a test
+    first, second = HostShare("a", 10_000), HostShare("a", 10_000)
+    ours, theirs = os.pipe()
+    children = []
+
+    async def fail():
+        children.append(os.fork())
+        if not children[0]:
+            os.close(theirs)
+            os.read(ours, 1)  # until the parent closes its end
+            os._exit(0)
+        raise ValueError("no network")
+
+    try:
+        with pytest.raises(ValueError, match="no network"):
+            asyncio.run(first.get("x", fail))
+        assert get(second, "x", b"whole") == b"whole"
+    finally:
+        os.close(theirs)
+        os.waitpid(children[0], 0)
+        os.close(ours)
 
 
 def test_without_space_each_reads_for_itself(temporary, monkeypatch):
@@ -89,7 +113,7 @@ def test_without_space_each_reads_for_itself(temporary, monkeypatch):
     assert get(second, "x", b"two") == b"two"
 
 
-@pytest.mark.parametrize("kind", ["open", "link", "file", "missing"])
+@pytest.mark.parametrize("kind", ["open", "link", "file", "missing", "none"])
 def test_a_folder_of_others_is_not_used(temporary, monkeypatch, kind):
     folder = folder_of(temporary, "a")
     if kind == "open":
@@ -100,6 +124,9 @@ def test_a_folder_of_others_is_not_used(temporary, monkeypatch, kind):
         folder.symlink_to(temporary / "elsewhere")
     elif kind == "file":
         folder.write_bytes(b"")
+    elif kind == "none":  # as on a full disk
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(temporary / "missing")])
     else:
         monkeypatch.setattr(tempfile, "tempdir", str(temporary / "missing"))
     first, second = HostShare("a"), HostShare("a")

@@ -84,6 +84,7 @@ def test_a_changed_text_is_refused_or_another_tree(value, data):
         b'[{"$tuple":5},%s]' % b",".join([b"1"] * 2000),
         b'[{"$int":"5"},%s]' % b",".join([b"1"] * 2000),
         b'[{"$float":"zz"},%s]' % b",".join([b"1"] * 2000),
+        b'[{"$float":"7ff8"},%s]' % b",".join([b"1"] * 2000),
         b'[{"$dict":null},%s]' % b",".join([b"1"] * 2000),
         b'[{"$other":[]},%s]' % b",".join([b"1"] * 2000),
         b"[1e999,%s]" % b",".join([b"1"] * 2000),
