@@ -7,7 +7,6 @@ verified before the engine gets its first tensor. The tensors are mapped from th
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import tempfile
@@ -17,8 +16,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
+from snapshot.decoding import decode_json
 from snapshot.distributed.group import ranks_of
 from snapshot.errors import MissingExtraError, SnapshotError, SnapshotNotFoundError, StorageNotFoundError
 from snapshot.formats.hugging_face import INDEX
@@ -34,6 +35,10 @@ from snapshot.tensors.geometry import Box
 MEMORY = "/dev/shm"  # noqa: S108 - a folder in it is refused unless this user owns it
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
 """Seconds between two looks for a version that the trainer has not published yet. A store counts the requests."""
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
 
 
 class WeightReader:
@@ -102,7 +107,8 @@ class WeightReader:
         The files are open when this function returns: a later pull may delete the version.
         """
         by_file: dict[str, list[str]] = {}
-        for name, file in json.loads((folder / INDEX).read_bytes())["weight_map"].items():
+        index = decode_json((folder / INDEX).read_bytes(), _Index, folder / INDEX)
+        for name, file in index.weight_map.items():
             by_file.setdefault(file, []).append(name)
         with ExitStack() as stack:
             opened = [(stack.enter_context(self._open(folder / file, "pt")), by_file[file]) for file in by_file]
