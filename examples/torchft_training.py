@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+from torchft import Manager, Optimizer, ProcessGroupGloo
 
 from snapshot.interop.torchft import SnapshotTransport
 
@@ -41,14 +41,15 @@ def main(replica: int, steps: int = 1000, address: str | None = None) -> None:
         lighthouse_addr=address,  # by default, TORCHFT_LIGHTHOUSE
         checkpoint_transport=SnapshotTransport(host="127.0.0.1"),
     )
-    parallel = DistributedDataParallel(manager, model)
     optimizer = Optimizer(manager, inner)
     while manager.current_step() < steps:
         step = manager.current_step()
         inputs = torch.randn(32, 16, generator=torch.Generator().manual_seed(step * 10 + replica))
         optimizer.zero_grad()
-        loss = parallel(inputs).square().mean()
+        loss = model(inputs).square().mean()
         loss.backward()
+        for work in [manager.allreduce(each.grad) for each in model.parameters()]:
+            work.wait()  # torchft 0.2's own DistributedDataParallel ends the process if a replica dies meanwhile
         optimizer.step()
         weights = sum(each.double().sum().item() for each in model.parameters())
         print(f"step {manager.current_step()} of {manager.num_participants()}: weights {weights:.17g}", flush=True)
