@@ -506,12 +506,16 @@ async def _find_out(url: URL, outcome: Outcome, lost: Undecided) -> None:
     ) from lost
 
 
+SHORTEST = len(encode(e.TensorEntry("data/0123456789ab-0-0.bin", (0, 1), "int8", (), f"xxh3:{0:032}"))) + 5
+"""The least bytes of a tensor's entry in a manifest, without its path."""
+
+
 def expect_readable(session: Session, nbytes: int, what: str) -> None:
     """Raise `SnapshotError` if readers would refuse a manifest, or a part of one, with this number of bytes."""
     limit = session.settings.manifest_bytes
     if nbytes > limit:
         raise SnapshotError(
-            f"{session.url}: {what} would have {nbytes:,} bytes, and readers accept at most {limit:,}: raise "
+            f"{session.url}: {what} would have at least {nbytes:,} bytes, and readers accept at most {limit:,}: raise "
             "SNAPSHOT_MANIFEST_BYTES for the take and for all readers, or save fewer values, or longer tensors"
         )
 

@@ -22,6 +22,7 @@ from snapshot.plan.layout import LEFT_OUT, SavePlan, name_data_file
 from snapshot.reports import TakeReport
 from snapshot.save.begin import TakeOpening, TakeSigner
 from snapshot.save.commit import (
+    SHORTEST,
     RankDone,
     RankManifest,
     build_entries,
@@ -255,6 +256,11 @@ class Take:
         own = [binary, statistics, own_part_path(save_id, rank), leader_part_path(save_id, rank)]
         if self._signer is not None:
             own += self._signer.files_of(save_id, binary)
+        if self._exchange.alone:
+            leaves = self._share.leaves
+            expect_readable(
+                self.session, len(leaves) * SHORTEST + sum(len(each.path) for each in leaves), "the manifest"
+            )
         transaction.will_write([*shared, *locations, *own])
         began = time.perf_counter()
         fresh = await self._staging.write(self.writer, self.plan, transaction, locations)

@@ -27,6 +27,7 @@ from snapshot import (
 )
 from snapshot.formats.pickled_objects import load_object
 from snapshot.manifest.document import METADATA, decode_document
+from snapshot.testing import recording
 from tests.hostile.hostile_snapshots import (
     ROOM,
     Live,
@@ -292,6 +293,16 @@ def test_a_take_does_not_commit_a_manifest_that_readers_would_refuse(tmp_path, m
     monkeypatch.setenv("SNAPSHOT_MANIFEST_BYTES", "100000")
     Snapshot.take(tmp_path / "b", held)
     assert Snapshot(tmp_path / "b").verify()
+
+
+def test_a_take_of_too_many_tensors_is_refused_before_it_writes_data(tmp_path, monkeypatch):
+    held = {"s": StateDict({f"w{i}": torch.ones(2) for i in range(40)})}
+    Snapshot.take(tmp_path / "a", held)
+    nbytes = (tmp_path / "a" / ".snapshot_metadata").stat().st_size
+    monkeypatch.setenv("SNAPSHOT_MANIFEST_BYTES", str(nbytes * 3 // 4))
+    with recording() as log, pytest.raises(SnapshotError, match="raise SNAPSHOT_MANIFEST_BYTES"):
+        Snapshot.take(f"recording+file://{tmp_path}/b", held)
+    assert not log.of("create")
 
 
 # Objects
