@@ -508,6 +508,8 @@ async def _find_out(url: URL, outcome: Outcome, lost: Undecided) -> None:
 
 SHORTEST = len(encode(e.TensorEntry("data/0123456789ab-0-0.bin", (0, 1), "int8", (), f"xxh3:{0:032}"))) + 5
 """The least bytes of a tensor's entry in a manifest, without its path."""
+LONG = 1000
+"""Bytes of a long entry with its path. A take with fewer bytes in all is not measured before it writes."""
 
 
 def expect_readable(session: Session, nbytes: int, what: str) -> None:

@@ -22,6 +22,7 @@ from snapshot.plan.layout import LEFT_OUT, SavePlan, name_data_file
 from snapshot.reports import TakeReport
 from snapshot.save.begin import TakeOpening, TakeSigner
 from snapshot.save.commit import (
+    LONG,
     SHORTEST,
     RankDone,
     RankManifest,
@@ -256,10 +257,11 @@ class Take:
         own = [binary, statistics, own_part_path(save_id, rank), leader_part_path(save_id, rank)]
         if self._signer is not None:
             own += self._signer.files_of(save_id, binary)
-        shortest = sum(SHORTEST + len(each.path) for each in self._share.leaves)
-        if not self._exchange.alone:
-            shortest //= 2  # the rank's own entries and the shared ones may be in two files
-        expect_readable(self.session, shortest, "the manifest")
+        if len(self._share.leaves) * LONG > self.session.settings.manifest_bytes:
+            shortest = sum(SHORTEST + len(each.path) for each in self._share.leaves)
+            if not self._exchange.alone:
+                shortest //= 2  # the rank's own entries and the shared ones may be in two files
+            expect_readable(self.session, shortest, "the manifest")
         transaction.will_write([*shared, *locations, *own])
         began = time.perf_counter()
         fresh = await self._staging.write(self.writer, self.plan, transaction, locations)
