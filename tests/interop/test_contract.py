@@ -68,7 +68,7 @@ def test_frameworks_without_the_classes_that_are_replaced_are_an_error_by_name(m
 @pytest.mark.parametrize("name", [["save"], {"a": 1}, None, "other"])
 def test_a_member_of_another_name_is_damage(name):
     saved = SavedObject("Enum", "Stage", {"name": name})
-    with pytest.raises(CorruptSnapshotError, match="file/x: .* is not an object of a class that is known here"):
+    with pytest.raises(CorruptSnapshotError, match=r"file/x: .* is not an object of a class that is known here"):
         build_objects({"x": saved}, "file", lambda _: Enum("Stage", ["save"]))
 
 
