@@ -117,12 +117,12 @@ def test_a_folder_in_memory_belongs_to_this_user_alone(tmp_path, monkeypatch):
     reader.close()
     folder.mkdir(mode=0o755)
     os.chmod(folder, 0o755)
-    with pytest.raises(SnapshotError, match="must be a folder of this user alone"):
+    with pytest.raises(SnapshotError, match="must be a folder that only this user can change"):
         WeightReader("memory://weights/one")
     folder.rmdir()
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     folder.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(SnapshotError, match="must be a folder of this user alone"):
+    with pytest.raises(SnapshotError, match="must be a folder that only this user can change"):
         WeightReader("memory://weights/one")
 
 
