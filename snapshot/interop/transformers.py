@@ -222,7 +222,10 @@ class TrainableState:
         return {name: value for name, value in self._model.state_dict().items() if name not in frozen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned."""
+        """Load what `state_dict` returned. Raise if a part of it is missing, or is unknown."""
+        missing = [name for name in self.state_dict() if name not in state]
+        if missing:
+            raise RestoreError(f"the snapshot has no {', '.join(missing[:8])}, which the model trains", missing)
         unknown = self._model.load_state_dict(state, strict=False).unexpected_keys
         if unknown:
             raise RestoreError(f"the model has no {', '.join(unknown[:8])}", unknown)

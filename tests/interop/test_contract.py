@@ -15,10 +15,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapshot import CorruptSnapshotError, Publisher, SnapshotError, SnapshotNotFoundError
+from snapshot import (
+    CorruptSnapshotError,
+    Publisher,
+    RestoreError,
+    Snapshot,
+    SnapshotError,
+    SnapshotNotFoundError,
+)
 from snapshot.interop import automodel, torchtune, weight_sync
 from snapshot.interop.contract import expect_parameters
 from snapshot.interop.objects import build_objects
+from snapshot.interop.transformers import TrainableState
 from snapshot.interop.weight_sync import Shares, WeightReader, box_of
 from snapshot.saved import SavedObject
 
@@ -70,6 +78,24 @@ def test_a_member_of_another_name_is_damage(name):
     saved = SavedObject("Enum", "Stage", {"name": name})
     with pytest.raises(CorruptSnapshotError, match=r"file/x: .* is not an object of a class that is known here"):
         build_objects({"x": saved}, "file", lambda _: Enum("Stage", ["save"]))
+
+
+def make_adapter(*trained):
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in ("base", "one", "two")})
+    for name, layer in model.items():
+        layer.requires_grad_(name in trained)
+    return TrainableState(model)
+
+
+def test_a_trained_parameter_that_the_snapshot_lacks_is_an_error(tmp_path):
+    saved, same = make_adapter("one"), make_adapter("one")
+    Snapshot.take(tmp_path, {"model": saved})
+    Snapshot(tmp_path).restore({"model": same})
+    assert [*saved.state_dict()] == ["one.weight", "one.bias"]
+    assert torch.equal(saved.state_dict()["one.weight"], same.state_dict()["one.weight"])
+    for other in (("one", "two"), ("base", "one")):
+        with pytest.raises(RestoreError, match=r"the snapshot has no (two|base)\.weight, .*, which the model trains"):
+            Snapshot(tmp_path).restore({"model": make_adapter(*other)}, unused="ignore")
 
 
 @given(st.data())
