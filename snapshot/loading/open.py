@@ -82,7 +82,7 @@ class Opened:
 
     @property
     def url(self) -> URL:
-        """Where the checkpoint is."""
+        """The address of the checkpoint."""
         return self.session.url
 
     @property
