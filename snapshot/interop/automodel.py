@@ -42,7 +42,7 @@ def use_snapshots(checkpointer: Any = None, *, storage_options: Mapping[str, Any
         SnapshotError: The class has not the methods that are replaced.
     """
     kind = _load_checkpointer() if checkpointer is None else checkpointer
-    if hasattr(kind._do_save, "saves_snapshots"):
+    if hasattr(getattr(kind, "_do_save", None), "saves_snapshots"):
         return
     for name, arguments in _HOOKS.items():
         method = getattr(kind, name, None)

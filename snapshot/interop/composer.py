@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from snapshot.distributed.exchange import Exchange
+from snapshot.distributed.group import ranks_of
 from snapshot.errors import MissingExtraError, SnapshotError
 from snapshot.manager.manager import SnapshotManager
 from snapshot.manager.policies import Policy
@@ -55,7 +57,7 @@ class SnapshotSaver(_Callback):  # type: ignore[misc]
         save_interval: As of Composer's `CheckpointSaver`: `"1ep"`, `"100ba"`, or a function.
         keep: Number of snapshots to keep, or a policy; all by default.
         asynchronous: Continue training while a snapshot is written. The next save, or the end of training, waits for
-            it, and raises if it failed.
+            it, and raises on all ranks if it failed.
         options: More options of the takes.
 
     Raises:
@@ -110,8 +112,10 @@ class SnapshotSaver(_Callback):  # type: ignore[misc]
         self._save_if_due(state, Event.ITERATION_CHECKPOINT)
 
     def fit_end(self, state: Any, logger: Any) -> None:
-        """Wait for the last snapshot."""
-        self.wait()
+        """Wait for the last snapshot. Raise on all ranks if it failed."""
+        with Exchange(ranks_of(None), "save", self._options.timeout) as exchange:
+            self.wait()
+            exchange.agree(True, all, bool, bool)
 
     def post_close(self) -> None:
         """Wait for the last snapshot after an error, and end retention."""
@@ -130,19 +134,23 @@ class SnapshotSaver(_Callback):  # type: ignore[misc]
         if not self._is_due(state, event) or self._saved == batch:
             return
         self._saved = batch
-        self.wait()
-        content = state.state_dict()  # by all ranks together, as the next line
-        held = {"state": content, "rng": {"ranks": reproducibility.get_rng_state()}}
-        if dist.is_initialized() and dist.get_rank() > 0:
-            return
+        with Exchange(ranks_of(None), "save", self._options.timeout) as exchange:  # an error is one of all ranks
+            self.wait()
+            exchange.agree(True, all, bool, bool)
+            content = state.state_dict()  # by all ranks together, as the next line
+            held = {"state": content, "rng": {"ranks": reproducibility.get_rng_state()}}
+            if exchange.rank == 0:
+                self._take(int(batch), held)
+            exchange.agree(True, all, bool, bool)
+
+    def _take(self, batch: int, held: dict[str, Any]) -> None:
+        content = held["state"]
         noted = content["metadata"]
         content["metadata"] = {key: str(each) if isinstance(each, str) else each for key, each in noted.items()}
         if self._manager is None:
             self._manager = SnapshotManager(self.folder, keep=self._keep, pg=_only_this_rank(), signals=())
         take = self._manager.async_take if self._asynchronous else self._manager.take
-        taken = take(
-            int(batch), {key: _Given(value) for key, value in held.items()}, overwrite=True, options=self._options
-        )
+        taken = take(batch, {key: _Given(value) for key, value in held.items()}, overwrite=True, options=self._options)
         self._pending = taken if isinstance(taken, PendingSnapshot) else None
 
 

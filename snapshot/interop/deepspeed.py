@@ -158,8 +158,6 @@ class SnapshotCheckpointEngine:
         files, self._files = self._files or {}, None
         folder = _tag_folder(info)
         state = {name: _Contents(content, str(folder / name)) for name, content in files.items()}
-        for name in files:  # a load of a tag that is not committed then says so
-            (folder / name).write_bytes(_NOTICE)
         request = partial(self._options.at, None, overwrite=True, metadata=None, allow_pickle="error")
         self._read = None
         taken = take(str(folder / FOLDER), state, None, request, self._options.timeout)
@@ -200,6 +198,7 @@ class _Contents:
         self._value, self._path = value, path
 
     def state_dict(self) -> Any:
+        Path(self._path).write_bytes(_NOTICE)  # a load of a tag that is not committed then says so
         return change_leaves(self._value, self._path, _to_saved)
 
     def load_state_dict(self, state: Any) -> None:

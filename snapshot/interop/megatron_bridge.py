@@ -216,7 +216,7 @@ def _load_bridge() -> Any:
     if parts:
         raise SnapshotError(
             f"SnapshotCheckpointManager: this version of Megatron-Bridge or Megatron-core has no {', '.join(parts)}; "
-            "the manager was written for Megatron-Bridge 0.4 to 0.7"
+            "the manager was written for Megatron-Bridge 0.4 to 0.6"
         )
     return bridge
 

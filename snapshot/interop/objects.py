@@ -40,8 +40,10 @@ def build_objects(value: Any, path: str, find: Find) -> Any:
         if not isinstance(leaf, SavedObject):
             return leaf
         kind = find(leaf.class_name)
-        if kind is not None and leaf.kind == "Enum" and issubclass(kind, Enum) and leaf.get("name") in kind.__members__:
-            return kind[leaf["name"]]
+        if kind is not None and leaf.kind == "Enum" and issubclass(kind, Enum):
+            member = leaf.get("name")
+            if isinstance(member, str) and member in kind.__members__:
+                return kind[member]
         if kind is None or leaf.kind != "dataclass" or issubclass(kind, Enum):
             raise CorruptSnapshotError(f"{where}: {leaf!r} is not an object of a class that is known here")
         made = kind.__new__(kind)

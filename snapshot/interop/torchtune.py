@@ -7,7 +7,7 @@ use_snapshots()  # before the recipe creates its checkpointer, on every rank
 
 from __future__ import annotations
 
-from snapshot.errors import MissingExtraError
+from snapshot.errors import MissingExtraError, SnapshotError
 from snapshot.interop.dcp import SnapshotReader, SnapshotWriter
 
 
@@ -19,11 +19,18 @@ def use_snapshots() -> None:
 
     Raises:
         MissingExtraError: torchtune cannot be imported.
+        SnapshotError: Its checkpointers use other classes than those of the known version.
     """
     try:
         from torchtune.training.checkpointing import _checkpointer
     except ImportError as error:
         raise MissingExtraError(f"torchtune cannot be imported: {error}; pip install torchtune") from error
+    needed = ("FileSystemWriter", "FileSystemReader", "DistributedCheckpointer")
+    missing = [name for name in needed if not hasattr(_checkpointer, name)]
+    if missing:
+        raise SnapshotError(
+            f"{_checkpointer.__name__} has no {', '.join(missing)}; this version is not known, use torchtune 0.6"
+        )
     _checkpointer.FileSystemWriter = _DurableWriter
     _checkpointer.FileSystemReader = SnapshotReader
 

@@ -34,6 +34,8 @@ _HOOKS = {
     "_load_best_model": 0,
 }
 """The Trainer's methods that the mixin replaces -> their number of arguments."""
+STATE = "trainer_state.json"
+"""The Trainer's own state in a checkpoint folder. The Trainer writes it last."""
 _CHECKPOINT = re.compile(r"checkpoint-([0-9]+)")
 _PARALLEL = ("NOT_PARALLEL", "NOT_DISTRIBUTED", "DISTRIBUTED")
 _OLD = ("optimizer.pt", "optimizer.bin", "optimizer_")
@@ -61,7 +63,9 @@ class SnapshotTrainerMixin:
     args: Any
     model: Any
     state: Any
+    _get_output_dir: Any
     _pending: PendingSnapshot | None = None
+    _asynchronous = False
 
     def __init__(self, *args: Any, **options: Any) -> None:
         _check_hooks(type(self))
@@ -83,10 +87,18 @@ class SnapshotTrainerMixin:
     # In the order in which the Trainer calls them
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        limit = self.args.save_total_limit
+        limit, folder = self.args.save_total_limit, self._get_output_dir(trial=trial)
         self._wait_for_snapshot()
-        if self.snapshot_in_background and limit:
-            self.args.save_total_limit = limit + 1  # the new one may fail
+        new = os.path.join(folder, f"checkpoint-{self.state.global_step}")
+        if self.args.should_save:
+            _invalidate(new)
+        if self.snapshot_in_background and limit:  # the new one may fail, as the incomplete ones did
+            incomplete = [each for each in _list_checkpoints(folder) if each != new and not _is_complete(each)]
+            self.args.save_total_limit = limit + 1 + len(incomplete)
+        # the end of training then deletes all checkpoints but the best one, without waiting
+        self._asynchronous = self.snapshot_in_background and not (
+            limit == 1 and self.args.metric_for_best_model and not self.args.load_best_model_at_end
+        )
         try:
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
         finally:
@@ -97,7 +109,7 @@ class SnapshotTrainerMixin:
         state = self._resumable()
         if getattr(self, "is_fsdp_enabled", False):  # the Trainer writes no shards
             state["model"] = self._model_state()
-        take = Snapshot.async_take if self.snapshot_in_background else Snapshot.take
+        take = Snapshot.async_take if self._asynchronous else Snapshot.take
         saved = take(
             os.path.join(output_dir, FOLDER),
             {**state, "rng": RNGState()},
@@ -210,7 +222,10 @@ class TrainableState:
         return {name: value for name, value in self._model.state_dict().items() if name not in frozen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned."""
+        """Load what `state_dict` returned. Raise if a part of it is missing, or is unknown."""
+        missing = [name for name in self.state_dict() if name not in state]
+        if missing:
+            raise RestoreError(f"the snapshot has no {', '.join(missing[:8])}, which the model trains", missing)
         unknown = self._model.load_state_dict(state, strict=False).unexpected_keys
         if unknown:
             raise RestoreError(f"the model has no {', '.join(unknown[:8])}", unknown)
@@ -218,14 +233,32 @@ class TrainableState:
 
 def _find_last(output_dir: str) -> str | None:
     """Return the last checkpoint that is complete. A crash leaves one that lacks the Trainer's state or a commit."""
-    listed = os.listdir(output_dir) if os.path.isdir(output_dir) else []
-    numbers = sorted((int(found[1]) for found in map(_CHECKPOINT.fullmatch, listed) if found), reverse=True)
-    for checkpoint in (os.path.join(output_dir, f"checkpoint-{number}") for number in numbers):
-        begun = os.path.isdir(os.path.join(checkpoint, FOLDER)) and _snapshot_in(checkpoint) is None
-        if os.path.isfile(os.path.join(checkpoint, "trainer_state.json")) and not begun:
+    for checkpoint in _list_checkpoints(output_dir):
+        if _is_complete(checkpoint):
             return checkpoint
         log.warning("%s: is not complete, and is passed over", checkpoint)
     return None
+
+
+def _list_checkpoints(output_dir: str) -> list[str]:
+    """Return the folders of checkpoints, the last one first."""
+    listed = os.listdir(output_dir) if os.path.isdir(output_dir) else []
+    numbers = sorted((int(found[1]) for found in map(_CHECKPOINT.fullmatch, listed) if found), reverse=True)
+    return [os.path.join(output_dir, f"checkpoint-{number}") for number in numbers]
+
+
+def _is_complete(checkpoint: str) -> bool:
+    begun = os.path.isdir(os.path.join(checkpoint, FOLDER)) and _snapshot_in(checkpoint) is None
+    return os.path.isfile(os.path.join(checkpoint, STATE)) and not begun
+
+
+def _invalidate(checkpoint: str) -> None:
+    """Make a checkpoint incomplete before it is saved again: a failure must not mix its old and new parts."""
+    with suppress(FileNotFoundError):
+        os.remove(os.path.join(checkpoint, STATE))
+    snapshot = _snapshot_in(checkpoint)
+    if snapshot is not None:
+        snapshot.delete()
 
 
 def _snapshot_in(checkpoint: str) -> Snapshot | None:

@@ -96,6 +96,24 @@ def test_ranks_resume_to_the_same_bits_and_others_to_the_same_losses(tmp_path):
     assert alone == pytest.approx(average, abs=1e-5)
 
 
+def _fail(folder, asynchronous):
+    trainer, _ = start(SnapshotSaver(folder, "2ba", asynchronous=asynchronous), load=None, dropout=0.0, world=2)
+    try:
+        trainer.fit()
+    except SnapshotError as error:
+        message = str(error)
+    composer_dist.barrier()  # no rank has ended: the others have learnt of the failure
+    return message
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_all_ranks_learn_that_a_save_failed(tmp_path, asynchronous):
+    (tmp_path / "run" / "step-4").mkdir(parents=True)
+    (tmp_path / "run" / "step-4" / "data").write_text("in the way")
+    messages = fork_ranks(2, tmp_path, _fail, tmp_path / "run", asynchronous)
+    assert all("step-4" in each for each in messages), messages
+
+
 def test_the_example_resumes_to_the_same_bits(tmp_path, capsys):
     example.main(tmp_path)
     assert "bit for bit" in capsys.readouterr().out

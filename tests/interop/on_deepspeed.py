@@ -243,6 +243,31 @@ def test_all_ranks_learn_what_one_of_them_cannot_store(tmp_path, asynchronous):
     fork_ranks(2, tmp_path, _refuse_on_one_rank, tmp_path / "run", asynchronous)
 
 
+def _fill_disk_of_one_rank(folder, asynchronous):
+    engine = make_engine(3, asynchronous=asynchronous)
+    train(engine, 3, range(1))
+    write = Path.write_bytes
+
+    def write_bytes(path, content):
+        if dist.get_rank() == 1 and path.suffix == ".pt":
+            raise OSError("the disk is full")
+        return write(path, content)
+
+    Path.write_bytes = write_bytes
+    with pytest.raises((OSError, SnapshotError), match="the disk is full"):
+        engine.save_checkpoint(folder, tag="bad")
+    Path.write_bytes = write
+    engine.save_checkpoint(folder, tag="good")
+    engine.checkpoint_engine.wait()
+    dist.barrier()
+    assert (folder / "latest").read_text() == "good"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_all_ranks_learn_that_one_of_them_cannot_write_a_notice(tmp_path, asynchronous):
+    fork_ranks(2, tmp_path, _fill_disk_of_one_rank, tmp_path / "run", asynchronous)
+
+
 def _hold_files_of_deepspeed(folder):
     before = make_engine(2, adapted=False)
     train(before, 2, range(2))

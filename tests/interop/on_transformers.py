@@ -19,7 +19,7 @@ with warnings.catch_warnings():
     from transformers.utils import logging
 
 from snapshot import Snapshot, SnapshotError, SnapshotNotFoundError
-from snapshot.interop.transformers import FOLDER, SnapshotTrainerMixin
+from snapshot.interop.transformers import FOLDER, SnapshotTrainerMixin, _find_last
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
@@ -334,3 +334,56 @@ def test_a_failed_save_in_the_background_is_an_error_of_the_next_one(tmp_path):
 
     with pytest.raises(SnapshotError, match="data"):
         example.train(tmp_path, kind=Failing)
+
+
+@pytest.mark.parametrize("only_model", [False, True])
+@pytest.mark.parametrize("parent", [example.SnapshotTrainer, Background])
+def test_a_checkpoint_that_is_saved_again_never_mixes_old_and_new(tmp_path, parent, only_model):
+    class Other(parent):
+        def _save_checkpoint(self, model, trial):
+            self.args.save_only_model = only_model
+            super()._save_checkpoint(model, trial)
+
+        def _save_optimizer_and_scheduler(self, output_dir):  # its new weights are there already
+            raise OSError("the disk is full")
+
+    example.train(tmp_path, stop_at=5)
+    again = [tmp_path / f"checkpoint-{step}" for step in (2, 4)]
+    if only_model:
+        example.train(tmp_path, resume=str(again[0]), kind=Other, stop_at=4)
+    else:
+        with pytest.raises(OSError, match="the disk is full"):
+            example.train(tmp_path, resume=str(again[0]), kind=Other)
+        assert _find_last(str(tmp_path)) == str(again[0])
+    assert (again[1] / "model.safetensors").exists()
+    assert not Snapshot(again[1] / FOLDER).exists()
+
+
+def test_incomplete_checkpoints_do_not_displace_the_last_good_one(tmp_path):
+    class One(Background):
+        def __init__(self, model, arguments, **options):
+            arguments.save_total_limit = 1
+            super().__init__(model, arguments, **options)
+
+    example.train(tmp_path, stop_at=2)
+    (tmp_path / "checkpoint-3" / FOLDER).mkdir(parents=True)  # as a crash left it
+    example.train(tmp_path, resume=str(tmp_path / "checkpoint-2"), kind=One, stop_at=4)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-3", "checkpoint-4"]
+
+
+def test_the_end_of_training_deletes_no_checkpoint_that_is_being_written(tmp_path):
+    class Best(Background):
+        def __init__(self, model, arguments, **options):
+            arguments.save_total_limit, arguments.metric_for_best_model = 1, "loss"
+            super().__init__(model, arguments, **options)
+
+        def _save_checkpoint(self, model, trial):
+            self.state.best_global_step = 2
+            super()._save_checkpoint(model, trial)
+
+        def _save_optimizer_and_scheduler(self, output_dir):
+            super()._save_optimizer_and_scheduler(output_dir)
+            assert self._pending is None
+
+    example.train(tmp_path, kind=Best)
+    assert [each.name for each in tmp_path.iterdir()] == ["checkpoint-2"]

@@ -3,8 +3,10 @@
 import itertools
 import math
 import os
+import sys
 import tomllib
 import types
+from enum import Enum
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +15,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapshot import Publisher, SnapshotError, SnapshotNotFoundError
-from snapshot.interop import weight_sync
+from snapshot import (
+    CorruptSnapshotError,
+    Publisher,
+    RestoreError,
+    Snapshot,
+    SnapshotError,
+    SnapshotNotFoundError,
+)
+from snapshot.interop import automodel, torchtune, weight_sync
 from snapshot.interop.contract import expect_parameters
+from snapshot.interop.objects import build_objects
+from snapshot.interop.transformers import TrainableState
 from snapshot.interop.weight_sync import Shares, WeightReader, box_of
+from snapshot.saved import SavedObject
 
 
 class Engine:
@@ -48,6 +60,42 @@ def test_functions_with_the_known_parameters_are_accepted():
 def test_other_functions_are_an_error_by_name(methods, message):
     with pytest.raises(SnapshotError, match=message):
         expect_parameters(Engine, methods, "e 1")
+
+
+def test_frameworks_without_the_classes_that_are_replaced_are_an_error_by_name(monkeypatch):
+    with pytest.raises(SnapshotError, match=r"Engine of this version of nemo_automodel has no method _do_save"):
+        automodel.use_snapshots(Engine)
+    for name in ("torchtune", "torchtune.training", "torchtune.training.checkpointing"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    moved = types.ModuleType("torchtune.training.checkpointing._checkpointer")
+    monkeypatch.setattr(sys.modules["torchtune.training.checkpointing"], "_checkpointer", moved, raising=False)
+    with pytest.raises(SnapshotError, match=r"_checkpointer has no FileSystemWriter, .* use torchtune 0\.6"):
+        torchtune.use_snapshots()
+
+
+@pytest.mark.parametrize("name", [["save"], {"a": 1}, None, "other"])
+def test_a_member_of_another_name_is_damage(name):
+    saved = SavedObject("Enum", "Stage", {"name": name})
+    with pytest.raises(CorruptSnapshotError, match=r"file/x: .* is not an object of a class that is known here"):
+        build_objects({"x": saved}, "file", lambda _: Enum("Stage", ["save"]))
+
+
+def make_adapter(*trained):
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in ("base", "one", "two")})
+    for name, layer in model.items():
+        layer.requires_grad_(name in trained)
+    return TrainableState(model)
+
+
+def test_a_trained_parameter_that_the_snapshot_lacks_is_an_error(tmp_path):
+    saved, same = make_adapter("one"), make_adapter("one")
+    Snapshot.take(tmp_path, {"model": saved})
+    Snapshot(tmp_path).restore({"model": same})
+    assert [*saved.state_dict()] == ["one.weight", "one.bias"]
+    assert torch.equal(saved.state_dict()["one.weight"], same.state_dict()["one.weight"])
+    for other in (("one", "two"), ("base", "one")):
+        with pytest.raises(RestoreError, match=r"the snapshot has no (two|base)\.weight, .*, which the model trains"):
+            Snapshot(tmp_path).restore({"model": make_adapter(*other)}, unused="ignore")
 
 
 @given(st.data())
@@ -95,12 +143,12 @@ def test_a_folder_in_memory_belongs_to_this_user_alone(tmp_path, monkeypatch):
     reader.close()
     folder.mkdir(mode=0o755)
     os.chmod(folder, 0o755)
-    with pytest.raises(SnapshotError, match="must be a folder of this user alone"):
+    with pytest.raises(SnapshotError, match="must be a folder that only this user can change"):
         WeightReader("memory://weights/one")
     folder.rmdir()
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     folder.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(SnapshotError, match="must be a folder of this user alone"):
+    with pytest.raises(SnapshotError, match="must be a folder that only this user can change"):
         WeightReader("memory://weights/one")
 
 

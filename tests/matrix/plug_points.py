@@ -78,7 +78,15 @@ POINTS = (
         "megatron-bridge", "megatron/bridge/training/checkpointing.py", "DefaultCheckpointManager",
         {"save": None, "load": None, "finalize_async_saves": None}, "megatron_bridge",
     ),
-    PlugPoint("mosaicml", "composer/core/callback.py", "Callback", {"batch_end": None, "close": None}, "composer"),
+    PlugPoint(
+        "mosaicml", "composer/core/callback.py", "Callback",
+        {"init": ("state", "logger"), "batch_checkpoint": ("state", "logger"), "epoch_checkpoint": ("state", "logger"),
+         "iteration_checkpoint": ("state", "logger"), "fit_end": ("state", "logger"), "post_close": ()}, "composer",
+    ),
+    PlugPoint(
+        "mosaicml", "composer/utils/checkpoint.py", "",
+        {"_torch_load_with_validation": ("checkpoint_filepath", "map_location")}, "composer",
+    ),
     PlugPoint("torchft", "torchft/checkpointing/transport.py", "CheckpointTransport", known("torchft"), "torchft"),
     PlugPoint("torchtitan", f"{TITAN}/dcp.py", "CheckpointManager", known("torchtitan"), "torchtitan"),
     PlugPoint(
