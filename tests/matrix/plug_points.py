@@ -220,7 +220,10 @@ def download(package: str, folder: Path) -> Path | str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Look at the plug points, and print a line for each framework, and a sentence for what moved."""
+    """Look at the plug points, and print a line for each framework, and a sentence for what moved.
+
+    Return 1 if something moved, and 2 more if a release could not be had.
+    """
     packages = list(dict.fromkeys(point.package for point in POINTS))
     parser = argparse.ArgumentParser(prog="python -m tests.matrix.plug_points", description=__doc__, allow_abbrev=False)
     parser.add_argument("--only", action="append", metavar="PACKAGE", choices=packages, help="(default: all)")
@@ -234,6 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             path = download(package, Path(folder))
             if isinstance(path, str):
                 print(f"{package} could not be had: {path}", flush=True)
+                status |= 2  # what was not seen may have moved
                 continue
             release = Release(path)
             sentences = [each for point in POINTS if point.package == package for each in moved(release, point)]
