@@ -93,7 +93,7 @@ def test_the_status_says_if_something_moved(monkeypatch, release, tmp_path, caps
     assert main([]) == 1
     assert "has no Engine.save" in capsys.readouterr().out
     monkeypatch.setattr(plug_points, "download", lambda package, folder: "no matching distribution")
-    assert main([]) == 0
+    assert main([]) == 2
     assert capsys.readouterr().out == "framework could not be had: no matching distribution\n"
 
 
