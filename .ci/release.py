@@ -76,12 +76,12 @@ def prepare(version: str, today: str, root: Path = ROOT) -> None:
     """Set the version, and give the unreleased changes a heading with it."""
     if not re.fullmatch(r"\d+\.\d+\.\d+(rc\d+)?", version):
         raise ReleaseError(f"the version must be like 1.2.3 or 1.2.3rc1, got {version!r}")
-    _replace(root / "pyproject.toml", rf'(?m)^version = "{re.escape(_version(root))}"', f'version = "{version}"')
     changes = (root / "CHANGELOG.md").read_text()
     if f"## [{version}]" in changes:
         raise ReleaseError(f"CHANGELOG.md: already has a section {version}")
     if not _section(changes, "Unreleased"):
         raise ReleaseError("CHANGELOG.md: has no unreleased changes")
+    _replace(root / "pyproject.toml", rf'(?m)^version = "{re.escape(_version(root))}"', f'version = "{version}"')
     _replace(root / "CHANGELOG.md", r"(?m)^## \[Unreleased\]$", f"## [Unreleased]\n\n## [{version}] - {today}")
 
 
@@ -393,9 +393,15 @@ def choose_pairs() -> list[tuple[str, str]]:
     return [(found[0].path, oldest), (found[-1].path, NEWEST)]
 
 
+def _read_sums(out: Path) -> bytes:
+    if not (out / SUMS).is_file():
+        raise ReleaseError(f"{out / SUMS}: is missing")
+    return (out / SUMS).read_bytes()
+
+
 def verify_sums(out: Path) -> None:
     """Raise unless all files of a release have the digests of its list, and are in it."""
-    listed = dict(reversed(line.split("  ", 1)) for line in (out / SUMS).read_text().splitlines())
+    listed = dict(reversed(line.split("  ", 1)) for line in _read_sums(out).decode().splitlines())
     for name, wanted in listed.items():
         if not (out / name).is_file():
             raise ReleaseError(f"{out / name}: is missing")
@@ -417,7 +423,7 @@ def verify(out: Path, signers: Path, identity: str) -> None:
     """Check the signature of a release, and all digests."""
     files = ["-f", str(signers), "-s", str(out / SIGNATURE)]
     command = ["ssh-keygen", "-Y", "verify", "-n", NAMESPACE, "-I", identity, *files]
-    done = subprocess.run(command, input=(out / SUMS).read_bytes(), capture_output=True, check=False)
+    done = subprocess.run(command, input=_read_sums(out), capture_output=True, check=False)
     if done.returncode:
         raise ReleaseError(f"{out / SIGNATURE}: is not a signature by {identity}: {done.stderr.decode().strip()}")
     verify_sums(out)

@@ -59,6 +59,7 @@ def test_a_release_has_the_unreleased_changes(tmp_path):
     assert "The first version" not in notes
     with pytest.raises(release.ReleaseError, match="no unreleased changes"):
         release.prepare("0.3.0", "2026-11-26", root)
+    assert 'version = "0.2.0"' in (root / "pyproject.toml").read_text()
 
 
 @pytest.mark.parametrize(("version", "why"), [("0.2", "must be like 1.2.3"), ("0.1.0", "already has a section")])
@@ -206,6 +207,12 @@ def test_files_that_are_not_those_of_the_list_are_refused(tmp_path, what):
         (out / "b.whl").write_bytes(b"b")
     with pytest.raises(release.ReleaseError, match="whl"):
         release.verify_sums(out)
+
+
+@pytest.mark.parametrize("command", [["sign", "--key", "x"], ["verify", "--signers", "x"], ["check", "--python", "x"]])
+def test_a_folder_without_a_list_of_digests_is_an_error(tmp_path, capsys, command):
+    assert release.main([command[0], str(tmp_path), *command[1:]]) == 1
+    assert capsys.readouterr().err == f"error: {tmp_path}/SHA256SUMS: is missing\n"
 
 
 @pytest.mark.skipif(not shutil.which("ssh-keygen"), reason="needs ssh-keygen")
