@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from email.parser import HeaderParser
 from importlib import metadata
 from pathlib import Path
+from urllib.parse import quote
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -75,33 +76,34 @@ def prepare(version: str, today: str, root: Path = ROOT) -> None:
     """Set the version, and give the unreleased changes a heading with it."""
     if not re.fullmatch(r"\d+\.\d+\.\d+(rc\d+)?", version):
         raise ReleaseError(f"the version must be like 1.2.3 or 1.2.3rc1, got {version!r}")
-    _replace(root / "pyproject.toml", rf'(?m)^version = "{re.escape(_version(root))}"', f'version = "{version}"')
     changes = (root / "CHANGELOG.md").read_text()
     if f"## [{version}]" in changes:
         raise ReleaseError(f"CHANGELOG.md: already has a section {version}")
     if not _section(changes, "Unreleased"):
         raise ReleaseError("CHANGELOG.md: has no unreleased changes")
+    _replace(root / "pyproject.toml", rf'(?m)^version = "{re.escape(_version(root))}"', f'version = "{version}"')
     _replace(root / "CHANGELOG.md", r"(?m)^## \[Unreleased\]$", f"## [Unreleased]\n\n## [{version}] - {today}")
 
 
 def switch(root: Path = ROOT) -> list[str]:
     """Let the pages name the published package. Return the names of the changed files."""
-    changed = []
+    changed: dict[Path, str] = {}
     for path in (root / "README.md", *sorted((root / "docs").rglob("*.md"))):
         name = path.relative_to(root).as_posix()
         before = text = path.read_text()
         if name in SENTENCES:
             old, new = SENTENCES[name]
-            if old not in text:
+            if old not in text and new not in text:
                 raise ReleaseError(f"{name}: must have the text {old!r}; change it in .ci/release.py, too")
             text = text.replace(old, new)
         text = COMMAND.sub(rf"pip install '{NAME}[\1]'", text)
         if text != before:
-            path.write_text(text)
-            changed.append(name)
+            changed[path] = text
     if not changed:
         raise ReleaseError("the pages name the published package already")
-    return changed
+    for path, text in changed.items():
+        path.write_text(text)
+    return [path.relative_to(root).as_posix() for path in changed]
 
 
 def _version(root: Path) -> str:
@@ -132,6 +134,9 @@ def build(out: Path, *, here: bool = False, dirty: bool = False) -> list[Path]:
         raise ReleaseError("the checkout has uncommitted changes; commit them, or pass --dirty for a trial")
     if out.exists() and any(out.iterdir()):
         raise ReleaseError(f"{out}: must be empty")
+    version, changes = _version(ROOT), (ROOT / "CHANGELOG.md").read_text()
+    if not dirty:
+        check_changes(version, changes)
     epoch = int(_git("log", "-1", "--format=%ct"))
     with tempfile.TemporaryDirectory(prefix="release-") as name:
         folder = Path(name)
@@ -142,10 +147,9 @@ def build(out: Path, *, here: bool = False, dirty: bool = False) -> list[Path]:
             raise ReleaseError(f"two builds differ: {digests[0]} and {digests[1]}")
         out.mkdir(parents=True, exist_ok=True)
         kept = [Path(shutil.copy(path, out)) for path in built[0]]
-    version = _version(ROOT)
     wheel = next(path for path in kept if path.suffix == ".whl")
     (out / SBOM).write_text(json.dumps(describe_parts(wheel, kept, epoch), indent=2) + "\n")
-    (out / NOTES).write_text(write_notes(version, (ROOT / "CHANGELOG.md").read_text(), kept))
+    (out / NOTES).write_text(write_notes(version, changes, kept))
     kept += [out / SBOM, out / NOTES]
     (out / SUMS).write_text("".join(f"{digest(path)}  {path.name}\n" for path in sorted(kept)))
     return kept
@@ -222,6 +226,14 @@ def _git(*arguments: str) -> str:
 # What is in it, and what changed
 
 
+def check_changes(version: str, changes: str) -> None:
+    """Raise unless the changelog has a section of this version, and all changes are in a version."""
+    if not _section(changes, version):
+        raise ReleaseError(f"CHANGELOG.md: the section {version} must have text, got none")
+    if _section(changes, "Unreleased"):
+        raise ReleaseError(f"CHANGELOG.md: has changes that are not in {version}; run `prepare` first")
+
+
 def write_notes(version: str, changes: str, built: Iterable[Path]) -> str:
     """Return the notes of a release: its section of the changelog, and the digests."""
     sums = "\n".join(f"    {digest(path)}  {path.name}" for path in built)
@@ -238,12 +250,14 @@ def describe_parts(wheel: Path, built: Sequence[Path], epoch: int) -> dict[str, 
     The wheel contains no code of others. Its parts are what it installs, so their versions are those that were tested.
     """
     from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
 
     with zipfile.ZipFile(wheel) as archive:
         name = next(each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
         held = HeaderParser().parsestr(archive.read(name).decode())
     parts: dict[str, dict[str, object]] = {}
     needs: dict[str, list[str]] = {}
+    visited: set[tuple[object, ...]] = set()
 
     def visit(owner: str, lines: Iterable[str], extras: Sequence[str], scope: str) -> None:
         for line in lines:
@@ -257,15 +271,15 @@ def describe_parts(wheel: Path, built: Sequence[Path], epoch: int) -> dict[str, 
                 found = metadata.distribution(need.name)
             except metadata.PackageNotFoundError as error:
                 raise ReleaseError(f"{need.name}: is needed, but not installed here; install the group dev") from error
-            reference = f"pkg:pypi/{need.name.lower().replace('_', '-')}@{found.version}"
+            reference = f"pkg:pypi/{canonicalize_name(need.name)}@{quote(found.version, safe='')}"
             if reference not in needs.setdefault(owner, []):
                 needs[owner].append(reference)
-            known = parts.get(reference)
-            if known is None:
-                parts[reference] = _part(need.name, found, reference, scope)
-                visit(reference, found.requires or (), sorted(need.extras), scope)
-            elif scope == "required" and known["scope"] != scope:
-                known["scope"] = scope
+            part = parts.setdefault(reference, _part(need.name, found, reference, scope))
+            if scope == "required":
+                part["scope"] = scope
+            asked = (reference, *sorted(need.extras), scope)  # a package may be needed again, with other extras
+            if asked not in visited:
+                visited.add(asked)
                 visit(reference, found.requires or (), sorted(need.extras), scope)
 
     own = f"pkg:pypi/{NAME}@{held['Version']}"
@@ -379,9 +393,15 @@ def choose_pairs() -> list[tuple[str, str]]:
     return [(found[0].path, oldest), (found[-1].path, NEWEST)]
 
 
+def _read_sums(out: Path) -> bytes:
+    if not (out / SUMS).is_file():
+        raise ReleaseError(f"{out / SUMS}: is missing")
+    return (out / SUMS).read_bytes()
+
+
 def verify_sums(out: Path) -> None:
     """Raise unless all files of a release have the digests of its list, and are in it."""
-    listed = dict(reversed(line.split("  ", 1)) for line in (out / SUMS).read_text().splitlines())
+    listed = dict(reversed(line.split("  ", 1)) for line in _read_sums(out).decode().splitlines())
     for name, wanted in listed.items():
         if not (out / name).is_file():
             raise ReleaseError(f"{out / name}: is missing")
@@ -403,7 +423,7 @@ def verify(out: Path, signers: Path, identity: str) -> None:
     """Check the signature of a release, and all digests."""
     files = ["-f", str(signers), "-s", str(out / SIGNATURE)]
     command = ["ssh-keygen", "-Y", "verify", "-n", NAMESPACE, "-I", identity, *files]
-    done = subprocess.run(command, input=(out / SUMS).read_bytes(), capture_output=True, check=False)
+    done = subprocess.run(command, input=_read_sums(out), capture_output=True, check=False)
     if done.returncode:
         raise ReleaseError(f"{out / SIGNATURE}: is not a signature by {identity}: {done.stderr.decode().strip()}")
     verify_sums(out)

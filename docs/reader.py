@@ -224,7 +224,8 @@ class Snapshot:
         if entry["type"] == "ndarray":
             dtype = np.lib.format.descr_to_dtype(as_tuples(kind[1] if kind[0] == "record" else kind))
             data = self._read_array(name, entry["data"]).tobytes() if dtype.itemsize else b""
-            check(len(data) == math.prod(shape) * dtype.itemsize, name, f"{dtype}{shape}", f"{len(data)} bytes")
+            fits = len(data) == math.prod(shape) * dtype.itemsize and not dtype.hasobject  # bytes are not pointers
+            check(fits, name, f"{dtype}{shape}, without objects", f"{len(data)} bytes")
             return np.ndarray(shape, dtype, data).copy()
         check(kind in DTYPES, f"{name}: dtype", "known to this reader", kind)
         nbytes, dtype = math.prod(shape) * np.dtype(DTYPES[kind]).itemsize, DTYPES[kind]
@@ -285,7 +286,7 @@ def main(arguments=None):
         if options.name is not None:
             kind, value = snapshot.read(options.name)
             if options.output is None:
-                print(printable(kind), value if isinstance(value, np.ndarray) else printable(value), sep="\n")
+                print(printable(kind), value if np.ndim(value) else printable(value), sep="\n")
             else:
                 check(isinstance(value, np.ndarray), options.name, "a tensor", kind)
                 np.save(options.output, value, allow_pickle=False)

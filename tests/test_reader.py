@@ -16,7 +16,7 @@ import pytest
 import torch
 import xxhash
 
-from snapshot import Snapshot
+from snapshot import Snapshot, StateDict
 from snapshot.tensors.digest import digest_range
 from snapshot.tensors.memory import BY_NAME
 from tests.corpus.__main__ import METADATA, SNAPSHOTS, folders
@@ -399,3 +399,21 @@ def test_control_characters_do_not_reach_the_terminal(tmp_path, capsys):
     reader.main([str(folder)])
     reader.main([str(folder), "0/\x1b[2J"])
     assert "\x1b" not in capsys.readouterr().out
+
+
+def test_an_array_of_a_single_text_does_not_reach_the_terminal(tmp_path, capsys):
+    Snapshot.take(tmp_path / "x", {"s": StateDict(v=np.array("\x1b[2J"))})
+    reader.main([str(tmp_path / "x"), "0/s/v"])
+    assert capsys.readouterr().out == "<U4\n\\x1b[2J\n"
+
+
+@pytest.mark.parametrize("dtype", ["|O", [["a", "|O"]], [["a", [["b", "<i4"], ["c", "|O"]]], ["d", "<i4"]]], ids=str)
+def test_bytes_are_never_taken_for_pointers_to_objects(tmp_path, dtype):
+    """NumPy follows such pointers, so the bytes of an attacker would be read as objects of Python."""
+    Snapshot.take(tmp_path / "x", {"s": StateDict(v=np.zeros(16, "<i8"))})
+    document = json.loads((tmp_path / "x" / METADATA).read_text())
+    itemsize = 16 if len(dtype) == 2 and not isinstance(dtype, str) else 8
+    document["manifest"]["0/s/v"].update(dtype=dtype, shape=[128 // itemsize])
+    (tmp_path / "x" / METADATA).write_bytes(sealed(document))
+    with pytest.raises(reader.FormatError, match="without objects"):
+        reader.Snapshot(tmp_path / "x").read("0/s/v")

@@ -1,5 +1,6 @@
 """The script of a release: builds with equal bytes, checked digests, notes, and pages that name what exists."""
 
+import importlib.metadata
 import importlib.util
 import io
 import json
@@ -58,6 +59,7 @@ def test_a_release_has_the_unreleased_changes(tmp_path):
     assert "The first version" not in notes
     with pytest.raises(release.ReleaseError, match="no unreleased changes"):
         release.prepare("0.3.0", "2026-11-26", root)
+    assert 'version = "0.2.0"' in (root / "pyproject.toml").read_text()
 
 
 @pytest.mark.parametrize(("version", "why"), [("0.2", "must be like 1.2.3"), ("0.1.0", "already has a section")])
@@ -74,15 +76,70 @@ def test_pages_name_the_published_package_after_the_switch_and_never_before(tmp_
     texts = {path.relative_to(ROOT): path.read_text() for path in pages if "_build" not in path.parts}
     code = [path.read_text() for folder in ("snapshot", "plugins") for path in (ROOT / folder).rglob("*.py")]
     naming = re.compile(r"pip install[^\n]*snapshot-torch")
-    assert not [text for text in [*texts.values(), *code] if naming.search(text)]
+    is_published = "pip install snapshot-torch" in texts[Path("README.md")]
+    if not is_published:
+        changes = (ROOT / "CHANGELOG.md").read_text()
+        assert not [text for text in [*texts.values(), *code, changes] if naming.search(text)]
     for name, text in texts.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    changed = release.switch(tmp_path)
-    assert {"README.md", "docs/getting-started.md", "docs/storage.md"} <= set(changed)
+    if not is_published:
+        changed = release.switch(tmp_path)
+        assert {"README.md", "docs/getting-started.md", "docs/storage.md"} <= set(changed)
+    with pytest.raises(release.ReleaseError, match="name the published package already"):
+        release.switch(tmp_path)
     assert "`pip install snapshot-torch`" in (tmp_path / "README.md").read_text()
-    for name in changed:
+    for name in texts:
         assert not re.search(r"pip install -e '\.\[\w+\]'", (tmp_path / name).read_text()), name
+
+
+def test_a_switch_that_finds_an_unknown_text_changes_no_page(tmp_path):
+    shutil.copy(ROOT / "README.md", tmp_path)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/storage.md").write_text("Another sentence.")
+    with pytest.raises(release.ReleaseError, match=r"docs/storage\.md: must have the text"):
+        release.switch(tmp_path)
+    assert (tmp_path / "README.md").read_text() == (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("version", "changes", "why"),
+    [
+        ("0.1.0", CHANGES, "has changes that are not in 0.1.0"),
+        ("0.2.0", CHANGES, "must have a section 0.2.0"),
+        ("0.2.0", "## [Unreleased]\n\n## [0.2.0]\n\n## [0.1.0]\n\nFirst.\n", "must have text"),
+    ],
+)
+def test_a_release_without_its_own_notes_is_refused(version, changes, why):
+    with pytest.raises(release.ReleaseError, match=why):
+        release.check_changes(version, changes)
+    release.check_changes("0.2.0", CHANGES.replace("## [Unreleased]", "## [Unreleased]\n\n## [0.2.0]"))
+
+
+def test_a_package_that_is_needed_again_with_extras_has_their_parts(tmp_path, monkeypatch):
+    """The first of two needs lacks the extra."""
+    needs = {"first": ["second"], "second": ['third ; extra == "more"'], "third": []}
+
+    def find(name):
+        folder = tmp_path / f"{name}.dist-info"
+        folder.mkdir(exist_ok=True)
+        lines = [f"Requires-Dist: {each}" for each in needs[name]]
+        (folder / "METADATA").write_text("\n".join([f"Name: {name}", "Version: 1.0+cpu", *lines]) + "\n\n")
+        return importlib.metadata.PathDistribution(folder)
+
+    monkeypatch.setattr(release.metadata, "distribution", find)
+    with zipfile.ZipFile(tmp_path / "x.whl", "w") as made:
+        lines = [
+            "Name: x",
+            "Version: 1",
+            "License-Expression: MIT",
+            "Requires-Dist: first",
+            "Requires-Dist: second[more]",
+        ]
+        made.writestr("x-1.dist-info/METADATA", "\n".join(lines) + "\n\n")
+    bill = release.describe_parts(tmp_path / "x.whl", [], 0)
+    assert [each["name"] for each in bill["components"]] == ["first", "second", "third"]
+    assert bill["components"][0]["purl"] == "pkg:pypi/first@1.0%2Bcpu"
 
 
 def archive(path, *, mtime, order, mode):
@@ -150,6 +207,12 @@ def test_files_that_are_not_those_of_the_list_are_refused(tmp_path, what):
         (out / "b.whl").write_bytes(b"b")
     with pytest.raises(release.ReleaseError, match="whl"):
         release.verify_sums(out)
+
+
+@pytest.mark.parametrize("command", [["sign", "--key", "x"], ["verify", "--signers", "x"], ["check", "--python", "x"]])
+def test_a_folder_without_a_list_of_digests_is_an_error(tmp_path, capsys, command):
+    assert release.main([command[0], str(tmp_path), *command[1:]]) == 1
+    assert capsys.readouterr().err == f"error: {tmp_path}/SHA256SUMS: is missing\n"
 
 
 @pytest.mark.skipif(not shutil.which("ssh-keygen"), reason="needs ssh-keygen")

@@ -1,4 +1,4 @@
-"""Test the contract of the plugin, and save and restore a snapshot: `pip install . && pytest`."""
+"""Test the contract of the plugin, and save and restore a snapshot: `pip install -e ../.. . pytest && pytest`."""
 
 import pytest
 import torch

@@ -208,8 +208,7 @@ class Writer:
                 try:
                     while len(writes) >= at_once:
                         done, writes = await asyncio.wait(writes, return_when=asyncio.FIRST_COMPLETED)
-                        for each in done:
-                            each.result()
+                        await asyncio.gather(*done)  # several may have failed: it retrieves each error
                 except BaseException:
                     staged.release()
                     self._slots.release()

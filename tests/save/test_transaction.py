@@ -1,14 +1,22 @@
 """A save on storage: whatever happens to it, it is committed whole, or nothing of it is left."""
 
-import pytest
+import asyncio
+import gc
 
+import pytest
+import torch
+
+from snapshot import Snapshot, StateDict
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import SOLO
 from snapshot.errors import CommitUnknown, SnapshotExistsError, StorageError
 from snapshot.io.loop import run
 from snapshot.io.session import Session
+from snapshot.io.storage import Limits
 from snapshot.io.url import URL
 from snapshot.manifest.document import METADATA
+from snapshot.plugins.file.file_storage import FileStorage
+from snapshot.plugins.file.files import LocalFileWriter
 from snapshot.save.transaction import State, Transaction, claim_path, pending_saves
 from snapshot.testing import faulty
 
@@ -150,3 +158,26 @@ def test_an_error_before_the_claim_deletes_nothing(tmp_path):
     assert save.state is State.ABORTED
     assert left(tmp_path) == [DATA]
     assert SAVE not in pending_saves()
+
+
+def test_all_writes_that_fail_together_are_one_error_and_no_log(tmp_path, monkeypatch, caplog):
+    """Two parts of a file fail at once, as on a full disk: asyncio logs each error that no code retrieves."""
+    started: list[asyncio.Event] = []
+
+    async def fail(self, offset, buffers):
+        started.append(asyncio.Event())
+        if len(started) == 2:
+            for each in started:
+                each.set()
+        await started[-1].wait()
+        raise StorageError("the disk is full")
+
+    limits = Limits(preferred_part=1 << 20, parallel_parts=4, parts_per_file=2)
+    monkeypatch.setattr(FileStorage, "limits", limits)
+    monkeypatch.setattr(LocalFileWriter, "write", fail)
+    state = StateDict(**{f"w{number}": torch.zeros(1 << 18) for number in range(6)})
+    with pytest.raises(StorageError, match="the disk is full"):
+        Snapshot.take(tmp_path / "x", {"s": state})
+    assert len(started) == 2
+    gc.collect()
+    assert "never retrieved" not in caplog.text

@@ -106,6 +106,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"a table must be one of {', '.join(TABLES)}, got {', '.join(sorted(unknown))}")
     if given.ranks is not None and given.ranks < 4:
         parser.error(f"--ranks must be at least 4, got {given.ranks}")
+    if not any(given.phase in each.phase for each in faults.FAULTS):
+        parser.error(f"--phase must be in one of {', '.join({each.phase: 0 for each in faults.FAULTS})}")
     name_loopback()
     verdict = Verdict()
     with tempfile.TemporaryDirectory(prefix="scale-") as name:

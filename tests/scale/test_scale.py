@@ -31,6 +31,13 @@ def test_eight_ranks_save_restore_and_lose_one_of_them():
     assert all(row.count("7/7") == 2 and "nothing committed" in row for row in rows)
 
 
+def test_a_phase_that_does_not_exist_is_refused():
+    command = [sys.executable, "-m", "tests.scale", "faults", "--phase", "nothing"]
+    done = subprocess.run(command, cwd=TOP, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "--phase must be in one of before the call, state_dict," in done.stderr
+
+
 def test_dcp_meets_the_same_faults():
     rows = [
         line for line in run("compare", "--ranks", "4", "--timeout", "2").splitlines() if line.split()[:1] == ["DCP"]
