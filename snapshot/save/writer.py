@@ -208,7 +208,9 @@ class Writer:
                 try:
                     while len(writes) >= at_once:
                         done, writes = await asyncio.wait(writes, return_when=asyncio.FIRST_COMPLETED)
-                        await asyncio.gather(*done)  # several may have failed: it retrieves each error
+                        for error in [each.exception() for each in done]:  # all of them are retrieved
+                            if error is not None:
+                                raise error
                 except BaseException:
                     staged.release()
                     self._slots.release()
