@@ -305,6 +305,7 @@ def _resume_universal(folder, names, stage):
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_other_numbers_of_ranks_resume_from_the_files_as_from_those_of_deepspeed(tmp_path, stage):
     fork_ranks(2, tmp_path, _save_both, tmp_path, stage)

@@ -32,6 +32,7 @@ def cluster():
     ray.shutdown()
 
 
+@pytest.mark.slow
 def test_the_example_restarts_and_goes_on_with_another_number_of_workers(tmp_path, capsys):
     example.main(tmp_path)
     assert "bit for bit" in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """Frameworks that are installed apart from the other packages, since they need many others: `.ci/run` installs them.
 
-Each `on_*.py` runs in a process of its own."""
+Each `on_*.py` runs in a process of its own. `tests/soak/test_frameworks.py` runs its slow tests, too.
+"""
 
 import importlib.util
 import os
@@ -35,13 +36,18 @@ def is_installed(module):
 @pytest.mark.parametrize("script", NEEDED)
 @pytest.mark.timeout(900)
 def test_a_framework_saves_and_resumes_with_snapshots(script):
+    run_script(script, "not slow")
+
+
+def run_script(script, marks):
+    """Run the tests of a script that have these marks. Skip it if its framework is not there."""
     module, folder = NEEDED[script]
     place = CACHE / folder
     if not is_installed(module) and not place.is_dir():
         pytest.skip(f"{module} is neither installed nor in {place}")
     path = os.pathsep.join([*filter(None, sys.path), str(place)])
     ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", HERE / script],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", "-m", marks, HERE / script],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=880, check=False,
     )  # fmt: skip
