@@ -1,4 +1,4 @@
-"""All tests of the adapters for frameworks that are installed apart: `python -m pytest tests/soak/test_frameworks.py`."""
+"""All tests of the adapters for frameworks of their own: `python -m pytest tests/soak/test_frameworks.py`."""
 
 import pytest
 
