@@ -14,16 +14,14 @@ import inspect
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch.distributed as dist
+from typing import Any
 
 from snapshot.distributed.exchange import Exchange
-from snapshot.distributed.group import ranks_of
+from snapshot.distributed.group import group_of_this_rank, ranks_of
 from snapshot.errors import MissingExtraError, SnapshotError
+from snapshot.interop.handover import Given, is_snapshot
 from snapshot.manager.manager import SnapshotManager
 from snapshot.manager.policies import Policy
-from snapshot.manifest.document import OWN_FORMATS
 from snapshot.save.begin import TAKE_OPTIONS, TakeOptions
 from snapshot.snapshot import PendingSnapshot, Snapshot
 
@@ -37,13 +35,11 @@ except ImportError as error:
 else:
     _MISSING = ""
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 _LOADER = "_torch_load_with_validation"
 """Composer's function that returns the contents of a file."""
 _PARTS = ("state", "rng")
 """The parts of Composer's checkpoints, which are the keys of a snapshot."""
+_ADVICE = "a snapshot of SnapshotSaver is loaded by Composer; pass load_path to its Trainer"
 
 
 class SnapshotSaver(_Callback):  # type: ignore[misc]
@@ -148,23 +144,12 @@ class SnapshotSaver(_Callback):  # type: ignore[misc]
         noted = content["metadata"]
         content["metadata"] = {key: str(each) if isinstance(each, str) else each for key, each in noted.items()}
         if self._manager is None:
-            self._manager = SnapshotManager(self.folder, keep=self._keep, pg=_only_this_rank(), signals=())
+            self._manager = SnapshotManager(self.folder, keep=self._keep, pg=group_of_this_rank(), signals=())
         take = self._manager.async_take if self._asynchronous else self._manager.take
-        taken = take(batch, {key: _Given(value) for key, value in held.items()}, overwrite=True, options=self._options)
+        taken = take(
+            batch, {key: Given(value, _ADVICE) for key, value in held.items()}, overwrite=True, options=self._options
+        )
         self._pending = taken if isinstance(taken, PendingSnapshot) else None
-
-
-class _Given:
-    """Stateful wrapper of a value to save."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def state_dict(self) -> Any:
-        return self._value
-
-    def load_state_dict(self, state: Any) -> None:
-        raise SnapshotError("a snapshot of SnapshotSaver is loaded by Composer; pass load_path to its Trainer")
 
 
 def read_snapshots() -> None:
@@ -187,7 +172,7 @@ def _loading(original: Any) -> Any:
     def load(checkpoint_filepath: Any, map_location: str) -> Any:
         if not _is_snapshot(checkpoint_filepath):
             return original(checkpoint_filepath, map_location)
-        snapshot = Snapshot(os.path.realpath(checkpoint_filepath), _only_this_rank())
+        snapshot = Snapshot(os.path.realpath(checkpoint_filepath), group_of_this_rank())
         state, rng = (snapshot.get_state_dict_for_key(key, replicate_from_rank0=True) for key in _PARTS)
         return {"state": state, "rng": rng["ranks"]}
 
@@ -196,21 +181,4 @@ def _loading(original: Any) -> Any:
 
 
 def _is_snapshot(path: Any) -> bool:
-    if not os.path.isdir(path):
-        return False
-    snapshot = Snapshot(os.path.realpath(path))
-    return snapshot.exists() and snapshot.metadata.format in OWN_FORMATS
-
-
-def _only_this_rank() -> ProcessGroup | None:
-    """Return a group of this rank alone."""
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return None
-    return _group_of(dist.group.WORLD)
-
-
-@functools.lru_cache(maxsize=1)
-def _group_of(world: Any) -> ProcessGroup:
-    """Return a group of this rank alone in a default group. It is created once."""
-    group: ProcessGroup = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    return group
+    return os.path.isdir(path) and is_snapshot(os.path.realpath(path))

@@ -22,6 +22,7 @@ import torch
 
 from snapshot.distributed.group import group_of_this_rank, ranks_of
 from snapshot.errors import MissingExtraError, SnapshotError
+from snapshot.interop.handover import Given
 from snapshot.io.loop import run
 from snapshot.io.url import URL
 from snapshot.manager.policies import KeepBest, KeepLatest, Policy, checked_policy, parts
@@ -59,21 +60,11 @@ _TorchCheckpointIO: Any = importlib.import_module(f"{_NAME}.plugins.io").TorchCh
 _LightningCallback: Any = importlib.import_module(f"{_NAME}.callbacks").Callback
 
 
-class _Given:
-    """Stateful wrapper of a value to save."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def state_dict(self) -> Any:
-        return self._value
-
-    def load_state_dict(self, state: Any) -> None:
-        raise SnapshotError("Lightning restores its checkpoints itself; read them with SnapshotCheckpointIO")
+_ADVICE = "Lightning restores its checkpoints itself; read them with SnapshotCheckpointIO"
 
 
 def _app_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _Given(value) for key, value in checkpoint.items()}
+    return {key: Given(value, _ADVICE) for key, value in checkpoint.items()}
 
 
 class SnapshotCheckpointIO(_TorchCheckpointIO):  # type: ignore[misc]

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 from snapshot.errors import MissingExtraError, SnapshotError
+from snapshot.interop.handover import is_snapshot
 from snapshot.interop.megatron import COMMON, MegatronState
 from snapshot.interop.objects import build_objects
-from snapshot.manifest.document import OWN_FORMATS
 from snapshot.save.begin import TAKE_OPTIONS, TakeOptions
 from snapshot.snapshot import PendingSnapshot, Snapshot
 
@@ -134,7 +134,7 @@ class _Storage:
         return getattr(self._original, name)
 
     def check_is_distributed_checkpoint(self, checkpoint_dir: Any) -> bool:
-        return _is_snapshot(checkpoint_dir) or self._original.check_is_distributed_checkpoint(checkpoint_dir)
+        return is_snapshot(checkpoint_dir) or self._original.check_is_distributed_checkpoint(checkpoint_dir)
 
     def save(
         self,
@@ -152,14 +152,14 @@ class _Storage:
         return _Save(taken) if isinstance(taken, PendingSnapshot) else None
 
     def load_common_state_dict(self, checkpoint_dir: Any) -> Any:
-        if not _is_snapshot(checkpoint_dir):
+        if not is_snapshot(checkpoint_dir):
             return self._original.load_common_state_dict(checkpoint_dir)
         return build_objects(Snapshot(checkpoint_dir).read_object(f"{KEY}/{COMMON}"), str(checkpoint_dir), _find_enum)
 
     def load(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: Any, *more: Any, strict: Any = None, **options: Any
     ) -> Any:
-        if not _is_snapshot(checkpoint_dir):
+        if not is_snapshot(checkpoint_dir):
             options |= {} if strict is None else {"strict": strict}
             return self._original.load(sharded_state_dict, checkpoint_dir, *more, **options)
         state = MegatronState(sharded_state_dict)
@@ -177,12 +177,7 @@ def _schedule(original: Callable[..., object], global_state: Any, async_request:
 
 def _strategy(original: Callable[[Any], object], folder: Any) -> object:
     """Return no strategy for a snapshot, which `_Storage.load` reads without one."""
-    return None if _is_snapshot(folder) else original(folder)
-
-
-def _is_snapshot(folder: Any) -> bool:
-    snapshot = Snapshot(folder)
-    return snapshot.exists() and snapshot.metadata.format in OWN_FORMATS
+    return None if is_snapshot(folder) else original(folder)
 
 
 def _is_everywhere(done: bool) -> bool:

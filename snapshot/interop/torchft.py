@@ -19,14 +19,14 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from snapshot.distributed.group import group_of_this_rank
-from snapshot.errors import CorruptSnapshotError, SnapshotError, SnapshotNotFoundError
+from snapshot.errors import CorruptSnapshotError, SnapshotNotFoundError
 from snapshot.interop.contract import expect_parameters
+from snapshot.interop.handover import Given
 from snapshot.interop.layouts import describe_layouts, restore_layouts
 from snapshot.io.shared_folder import SharedFolder, delete_abandoned
 from snapshot.snapshot import Snapshot
@@ -96,7 +96,7 @@ class SnapshotTransport:
                 shutil.rmtree(old, ignore_errors=True)
         Snapshot.take(
             path,
-            {"state": _Given(describe_layouts(state_dict))},
+            {"state": Given(describe_layouts(state_dict), "torchft loads what it receives itself")},
             group_of_this_rank(),
             durable=False,
             overwrite=True,
@@ -137,19 +137,6 @@ class SnapshotTransport:
     def shutdown(self, wait: bool = True) -> None:
         """Stop serving, and delete the copy."""
         self._close()
-
-
-class _Given:
-    """Stateful wrapper of a state."""
-
-    def __init__(self, state: Any) -> None:
-        self._state = state
-
-    def state_dict(self) -> Any:
-        return self._state
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        raise SnapshotError("torchft loads what it receives itself")
 
 
 def _close(server: PeerServer, held: SharedFolder) -> None:

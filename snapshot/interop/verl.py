@@ -89,7 +89,7 @@ class SnapshotCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[misc]
         return {"after": [after] * actor_wg_world_size}, {"after": [after] * rollout_world_size}
 
     def init_process_group(self, after: int) -> None:
-        """Note the number of the newest version. There is no group between trainer and rollout."""
+        """Note the number of the newest version. Trainer and rollout form no process group."""
         self._after = after
 
     async def send_weights(

@@ -74,7 +74,7 @@ class WeightReader:
         """Return the newest committed version after the version `after`, of a training step. Wait until there is one.
 
         Raises:
-            TimeoutError: There is no such version in time.
+            TimeoutError: The trainer has not published such a version in time.
         """
         deadline, pause = time.monotonic() + timeout, FIRST_PAUSE
         with Session(self._url, self._options) as session:

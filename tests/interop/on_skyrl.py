@@ -116,7 +116,7 @@ def check_failure(folder):
 
 
 def check_skyrl_s_own(folder, own):
-    """What SkyRL itself wrote is loaded by SkyRL."""
+    """SkyRL loads what SkyRL itself wrote."""
     torch.cuda.synchronize = lambda: None
     before = Run(1)
     before.train([0])

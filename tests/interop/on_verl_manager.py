@@ -124,7 +124,7 @@ def check_failure(folder):
 
 
 def check_verl_s_own(folder, own):
-    """What verl itself wrote is loaded by verl."""
+    """verl loads what verl itself wrote."""
     before = Run(1)
     before.train([0])
     own(before.manager, str(folder / "own"), None, 1)
