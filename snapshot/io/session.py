@@ -90,11 +90,10 @@ class Session:
         self.storage = wrap(open_storage(url, options, self._context))
         """The storage of the URL. The files of a checkpoint are read through layers above it: see `Opened`."""
         self._kept: list[Storage | Session] = []
-        near = self.storage.capabilities.local
-        self._share = (
-            None if near or seal is not None or not share or fcntl is None else HostShare(share, self.settings.timeout)
-        )
-        """With a key, each rank verifies the signature of what it reads itself."""
+        self._share: HostShare | None = None
+        """What ranks of a host hand on. With a key, each rank reads and verifies everything itself."""
+        if share and seal is None and fcntl is not None and not self.storage.capabilities.local:
+            self._share = HostShare(share, self.settings.timeout)
 
     @cached_property
     def packed_memory(self) -> MemoryBudget:

@@ -39,11 +39,16 @@ def _enter(path: Path) -> int:
             lock = os.open(path / USERS, os.O_RDWR | os.O_CREAT | CLOEXEC, 0o600)
         except FileNotFoundError:  # its last user has just deleted it
             continue
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(lock), os.stat(path / USERS)):
+        kept = False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH)  # some file systems have no locks
+            with suppress(FileNotFoundError):
+                kept = os.path.samestat(os.fstat(lock), os.stat(path / USERS))
+            if kept:
                 return lock
-        os.close(lock)
+        finally:
+            if not kept:
+                os.close(lock)
 
 
 def _leave(path: Path, lock: int, owner: int) -> None:

@@ -1,5 +1,6 @@
 """Folders that several processes share, and that the last one deletes."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -57,3 +58,15 @@ def test_a_folder_that_others_can_change_is_refused(tmp_path):
     for name in ("open", "link"):
         with pytest.raises(OSError, match="only this user"):
             SharedFolder(tmp_path / name)
+
+
+def test_a_file_system_without_locks_is_an_error_that_leaves_no_descriptor(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr("snapshot.io.shared_folder.fcntl.flock", refuse)
+        with pytest.raises(OSError, match="No locks"):
+            SharedFolder(tmp_path / "a")
+    assert len(os.listdir("/proc/self/fd")) == before
