@@ -91,7 +91,7 @@ class Session:
         """The storage of the URL. The files of a checkpoint are read through layers above it: see `Opened`."""
         self._kept: list[Storage | Session] = []
         self._share: HostShare | None = None
-        """A folder in which ranks of a host hand on what they read. With a key, each rank reads and verifies everything itself."""
+        """The reads that ranks of a host hand on. With a key, each rank reads and verifies everything itself."""
         if share and seal is None and fcntl is not None and not self.storage.capabilities.local:
             self._share = HostShare(share, self.settings.timeout)
 
