@@ -99,7 +99,9 @@ class Settings:
         return count_cores()
 
     def lane_count(self) -> int:
-        return self.lanes or min(self.cores(), 4)
+        """Return the number of files that are read or written at once: more than 4 if the process has cores for it."""
+        cores = self.cores()
+        return self.lanes or max(min(cores, 4), min(cores // self.processes(), 12))
 
     def thread_count(self) -> int:
         return self.io_threads or min(self.cores() + 2, 16)

@@ -205,7 +205,7 @@ class Snapshot:
             overwrite: Replace an existing snapshot. The old one stays whole until the new one is committed.
             durable: Return only when the snapshot survives a loss of power.
             exclude: Globs to leave out.
-            memory_budget_bytes: Host memory for staging; by default 64 MiB on files, 256 MiB elsewhere.
+            memory_budget_bytes: Host memory for staging; by default 64 MiB on files, 256 MiB elsewhere or with a GPU.
             check_replicated: Also compare replicated values across ranks.
             read_back: Read the written bytes back and compare them with their digests before the commit. True for
                 all bytes, or a fraction from 0 to 1, chosen at random. On files the page cache is dropped first, so

@@ -72,8 +72,15 @@ def test_every_setting_can_come_from_the_environment(monkeypatch):
 
 
 def test_lanes_and_threads_follow_the_cores_within_bounds(monkeypatch):
-    for cores, lanes, threads in [(1, 1, 3), (2, 2, 4), (64, 4, 16)]:
+    for cores, processes, lanes, threads in [
+        (1, 1, 1, 3),
+        (2, 2, 2, 4),
+        (16, 1, 12, 16),
+        (64, 8, 8, 16),
+        (64, 64, 4, 16),
+    ]:
         monkeypatch.setattr(Settings, "cores", lambda self, cores=cores: cores)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
         assert (Settings().lane_count(), Settings().thread_count()) == (lanes, threads)
         assert (Settings(lanes=7).lane_count(), Settings(io_threads=9).thread_count()) == (7, 9)
 

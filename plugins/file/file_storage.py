@@ -101,13 +101,12 @@ class FileStorage(Storage):
     @cached_property
     def limits(self) -> Limits:  # type: ignore[override]
         """Aligned parts of one file with O_DIRECT, else any parts of several files."""
-        if (
-            self._portable
-            or self.context.direct_io == "never"
-            or not (self.context.durable or self.context.direct_io == "always")
-        ):
-            return _BUFFERED
-        return _DIRECT if files.is_worthwhile(self._root, always=self.context.direct_io == "always") else _BUFFERED
+        always = self.context.direct_io == "always"
+        wanted = self.context.direct_io != "never" and (self.context.durable or always)
+        if wanted and not self._portable and files.is_worthwhile(self._root, always=always):
+            return _DIRECT
+        lanes = self.context.lanes  # a copy of the page cache takes a core
+        return replace(_BUFFERED, parallel_parts=max(4, lanes), parallel_files=max(2, lanes // 2))
 
     def _path(self, path: str) -> str:
         check_path(path)

@@ -86,13 +86,21 @@ def await_host_copies(tensors: Iterable[torch.Tensor]) -> None:
 
     Only pinned memory takes part in copies that the host does not wait for. They may run on any stream of any device.
     """
-    accelerator = _current_accelerator()
-    initialized = accelerator is not None and getattr(torch.get_device_module(accelerator), "is_initialized", None)
-    if accelerator is None or not initialized or not initialized():
-        return
-    if any(tensor.is_cpu and tensor.is_pinned() for tensor in tensors):
+    accelerator = _initialized_accelerator()
+    if accelerator is not None and any(tensor.is_cpu and tensor.is_pinned() for tensor in tensors):
         for index in _used_devices(accelerator.type):
             torch.accelerator.synchronize(index)
+
+
+def uses_accelerator() -> bool:
+    """Return True if this process has used an accelerator."""
+    return _initialized_accelerator() is not None
+
+
+def _initialized_accelerator() -> torch.device | None:
+    accelerator = _current_accelerator()
+    is_initialized = accelerator and getattr(torch.get_device_module(accelerator), "is_initialized", None)
+    return accelerator if is_initialized and is_initialized() else None
 
 
 def _current_accelerator() -> torch.device | None:

@@ -13,6 +13,7 @@ from snapshot.errors import (
     SnapshotError,
 )
 from snapshot.events import emit, log
+from snapshot.io.accelerators import uses_accelerator
 from snapshot.io.budget import MemoryBudget, Pool
 from snapshot.io.host_share import HostShare
 from snapshot.io.loop import run, shared_clients
@@ -72,9 +73,9 @@ class Session:
         self.durable = durable
         self.settings = Settings.current()
         events.to(self.settings.trace)
-        # Remote storages need more parallel requests, and each request holds a buffer.
+        # Remote storages need more parallel requests, and each request holds a buffer. So does each copy of a GPU.
         near = getattr(plugin_for(url).capabilities, "local", False)  # unknown if it depends on the URL
-        usual = 64 * MiB if near else 256 * MiB
+        usual = 64 * MiB if near and not uses_accelerator() else 256 * MiB
         limit = budget if budget is not None else self.settings.memory_budget_bytes or default_budget or usual
         expect_positive("memory_budget_bytes", limit)
         self.budget = MemoryBudget(limit, pool(limit) if pool is not None else None)

@@ -31,7 +31,7 @@ from snapshot.loading.open import Opened, expect_archive_checksums, expect_files
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.loading.reader import Reader, ReadResult, fetch_requests, raise_faults
 from snapshot.loading.restore_plan import MATCH_NAMES, RestorePlan, plan_restore, reshard_states
-from snapshot.loading.scatter import Bytes, ReadRequest
+from snapshot.loading.scatter import ReadRequest, copy_into
 from snapshot.manifest.document import save_id_in
 from snapshot.plan.layout import ReadPart, plan_reads
 from snapshot.progress import Meter
@@ -366,10 +366,10 @@ class BroadcastReader:
                 if request.address:
                     copy_memory(request.address + segment.begin - request.begin, address + at, length)
                 elif request.place is not None:
-                    source: Any = Bytes(held if at % 16 == 0 else held[at : at + length].clone())
-                    request.place(
-                        segment.begin - request.stored.byte_range[0], source, at if at % 16 == 0 else 0, length
-                    )
+                    data = held[at : at + length]
+                    data = data if at % 16 == 0 else data.clone()
+                    for copy in request.place(segment.begin - request.stored.byte_range[0], data):
+                        copy_into(*copy)
 
 
 def _first(known: Exception | None, work: Future[None]) -> Exception | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,12 +23,11 @@ from snapshot.formats.torch_save import (
 )
 from snapshot.formats.zip_archive import MoreBytesNeeded
 from snapshot.io.accelerators import accelerator_of
-from snapshot.io.arena import Slot
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Files
 from snapshot.manifest.entries import MappedTensorEntry, ObjectEntry, TensorEntry
 from snapshot.plan.layout import ReadPart
-from snapshot.tensors.digest import BLOCK, SIZE, block_digest
+from snapshot.tensors.digest import BLOCK, SIZE
 from snapshot.tensors.geometry import (
     Box,
     Grid,
@@ -45,14 +44,16 @@ from snapshot.tensors.memory import (
     contiguous_strides,
     copy_memory,
     find_enclosing_tensor,
-    is_plain,
+    is_flat,
     measure_span,
 )
 
 # Read requests: ranges of files, with their destination and their verification.
 
-Place = Callable[[int, Slot, int, int], None]
-"""A function that copies bytes from a slot: (position in the stored range, slot, position in the slot, length)."""
+Copy = tuple[torch.Tensor, torch.Tensor]
+"""A copy to make: the destination, and the elements for it, of the same shape."""
+Place = Callable[[int, torch.Tensor], Iterable[Copy]]
+"""A function that returns the copies of some bytes: (position in the stored range, the bytes)."""
 
 
 class ReadRequest(msgspec.Struct, gc=False):
@@ -64,7 +65,7 @@ class ReadRequest(msgspec.Struct, gc=False):
     begin: int
     end: int
     address: int = 0
-    """The address of its first byte; 0 if a function places the bytes."""
+    """The address of its first byte; 0 if the bytes are copied to their places."""
     place: Place | None = None
     live: bool = False
     """True if the destination is a tensor of the application."""
@@ -117,9 +118,28 @@ class _Places:
     def __init__(self, places: list[Place]) -> None:
         self.places = places
 
-    def __call__(self, start: int, slot: Slot, at: int, length: int) -> None:
+    def __call__(self, start: int, data: torch.Tensor) -> Iterator[Copy]:
         for place in self.places:
-            place(start, slot, at, length)
+            yield from place(start, data)
+
+
+class FlatPlace:
+    """A range of an accelerator's memory that takes stored bytes as they are.
+
+    Args:
+        target: A tensor whose elements are there in C order.
+        first: The first byte in it.
+        nbytes: The length of the stored range.
+    """
+
+    __slots__ = ("_memory", "address")
+
+    def __init__(self, target: torch.Tensor, first: int, nbytes: int) -> None:
+        self._memory = target.detach().view(-1).view(torch.uint8)[first : first + nbytes]
+        self.address = self._memory.data_ptr()
+
+    def __call__(self, start: int, data: torch.Tensor) -> Sequence[Copy]:
+        return [(self._memory[start : start + data.numel()], data)]
 
 
 def request_all(
@@ -156,10 +176,9 @@ class BlockCheck:
         self.digests = bytearray(-(-nbytes // BLOCK) * SIZE)
         self.bad: str | None = None
 
-    def update(self, at: int, data: memoryview) -> None:
-        """Add whole blocks that begin at `at` bytes into the range."""
+    def update(self, at: int, made: bytes) -> None:
+        """Add the digests of whole blocks that begin at `at` bytes into the range."""
         first = at // BLOCK
-        made = b"".join(block_digest(data[begin : begin + BLOCK]) for begin in range(0, len(data), BLOCK))
         if self.table is None:
             self.digests[first * SIZE : first * SIZE + len(made)] = made
         else:
@@ -183,16 +202,6 @@ MORE = 64 << 20
 """Bytes that a compressed archive may have in addition to its tensor's elements."""
 
 
-class Bytes:
-    """A byte tensor with the interface of a slot."""
-
-    __slots__ = ("tensor",)
-    pinned = False
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-
 def unpack_stream(
     requests: Sequence[ReadRequest], layout: EmbeddedLayout, dtype: str, begin: int, held: torch.Tensor
 ) -> None:
@@ -210,7 +219,8 @@ def unpack_stream(
             part = held[low - begin : high - begin]
             if part.storage_offset() % ALIGNED:
                 part = part.clone()
-            request.place(low - request.stored.byte_range[0], Bytes(part), 0, high - low)  # type: ignore[arg-type]
+            for copy in request.place(low - request.stored.byte_range[0], part):
+                copy_into(*copy)
 
 
 def _turned(held: torch.Tensor, at: int, dtype: str, layout: EmbeddedLayout) -> torch.Tensor:
@@ -380,7 +390,8 @@ def add_requests(
 
     `target` has the box's shape.
     """
-    same = BY_NAME[stored.dtype] == target.dtype and is_plain(target)
+    flat = BY_NAME[stored.dtype] == target.dtype and is_flat(target)
+    same = flat and target.is_cpu
     if same and piece == box:  # the common case, in the fewest steps
         requests.append(request_all(path, stored, target.data_ptr(), None, live))
         return box.numel
@@ -389,12 +400,14 @@ def add_requests(
         return 0
     itemsize = ITEMSIZE[stored.dtype]
     within = shared.relative_to(box.offsets)
-    if shared == piece and same and is_flat_range(box.sizes, within):
-        first = find_flat_ranges(box.sizes, within, 0)[0][0]
-        requests.append(request_all(path, stored, target.data_ptr() + first * itemsize, None, live))
+    device = accelerator_of(target)
+    if shared == piece and flat and (same or device is not None) and is_flat_range(box.sizes, within):
+        first = find_flat_ranges(box.sizes, within, 0)[0][0] * itemsize
+        to = None if device is None else FlatPlace(target, first, stored.nbytes)
+        requests.append(request_all(path, stored, target.data_ptr() + first if to is None else 0, to, live))
+        requests[-1].device = device
         return shared.numel
     place = _make_placer(stored, piece, target, box)
-    device = accelerator_of(target)
     if shared == piece:
         requests.append(request_all(path, stored, 0, place, live))
         requests[-1].device = device
@@ -441,11 +454,10 @@ def request_grid(
         return
     target = target.detach()
 
-    def place(start: int, slot: Slot, at: int, length: int) -> None:
-        for there, held in _arrived_boxes(stored, piece, start, slot.tensor[at : at + length]):
+    def place(start: int, data: torch.Tensor) -> Iterator[Copy]:
+        for there, held in _arrived_boxes(stored, piece, start, data):
             for each in grid.clip("source", there):
-                source = each.view("source", held, there.offsets)
-                copy_into(each.view("target", target, origin), source, non_blocking=slot.pinned)
+                yield each.view("target", target, origin), each.view("source", held, there.offsets)
 
     inner = shared.relative_to(piece.offsets)
     yield from _request_box(path, stored, inner, place, live=live, device=accelerator_of(target))
@@ -548,16 +560,16 @@ def place_of(stored: e.TensorEntry) -> tuple[str, int]:
 
 
 def _make_placer(stored: e.TensorEntry, piece: Box, target: torch.Tensor, box: Box) -> Place:
-    """Return a function that copies arriving bytes of a stored piece to a tensor that represents `box`."""
+    """Return a function that places arriving bytes of a stored piece in a tensor that represents `box`."""
     target = target.detach()
 
-    def place(start: int, slot: Slot, at: int, length: int) -> None:
-        for there, source in _arrived_boxes(stored, piece, start, slot.tensor[at : at + length]):
+    def place(start: int, data: torch.Tensor) -> Iterator[Copy]:
+        for there, source in _arrived_boxes(stored, piece, start, data):
             shared = intersect(there, box)
             if shared is None:
                 continue
             within = target[shared.relative_to(box.offsets).slices()]
-            copy_into(within, source[shared.relative_to(there.offsets).slices()], non_blocking=slot.pinned)
+            yield within, source[shared.relative_to(there.offsets).slices()]
 
     return place
 
@@ -573,14 +585,43 @@ def _arrived_boxes(
         yield part.moved_by(piece.offsets), elements
 
 
-def copy_into(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
+def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy elements even if the target requires a gradient."""
-    target, source = target.detach(), source.detach()
-    bits = _BITS.get(target.dtype)
-    if bits is not None and source.dtype == target.dtype:
-        target, source = target.view(bits), source.view(bits)
+    target, source = _as_copied(target.detach(), source.detach())
     with torch.no_grad():
-        target.copy_(source, non_blocking=non_blocking)
+        target.copy_(source)
+
+
+def copy_all(copies: Sequence[Copy], *, non_blocking: bool) -> None:
+    """Copy elements to tensors of one device, in one call: many small copies would each take as long as a large one."""
+    targets, sources = zip(*(_as_copied(target.detach(), source) for target, source in copies), strict=True)
+    with torch.no_grad():
+        try:
+            torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
+        except torch.OutOfMemoryError:
+            for target, source in zip(targets, sources, strict=True):
+                _copy_in_pieces(target, source)
+
+
+def _copy_in_pieces(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy to a full device: for a strided target, torch takes as much of its memory as is copied at once."""
+    try:
+        target.copy_(source)
+    except torch.OutOfMemoryError:
+        longest = max(range(target.dim()), key=lambda axis: (target.shape[axis] > 1) * target.stride(axis), default=0)
+        if target.numel() < 2:
+            raise
+        for pieces in zip(target.tensor_split(2, longest), source.tensor_split(2, longest), strict=True):
+            _copy_in_pieces(*pieces)
+
+
+def _as_copied(target: torch.Tensor, source: torch.Tensor) -> Copy:
+    bits = _BITS.get(target.dtype)
+    return (
+        (target.view(bits), source.view(bits))
+        if bits is not None and source.dtype == target.dtype
+        else (target, source)
+    )
 
 
 # Reads of mapped tensors: the parts of stored tensors that fill a box of a mapped one.

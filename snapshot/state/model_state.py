@@ -24,6 +24,7 @@ from snapshot.state.optimizers import (
     add_live_options,
     describe_group_change,
     has_param_groups,
+    keep_option_tensors,
     restore_dtypes,
 )
 from snapshot.state.rng import RNGState
@@ -234,7 +235,8 @@ class ModelStateKind(StateOfParameters):
             return super().load_state({**state, "model": model}, strict)
         saved = optim.get("state", {})
         optim = {**optim, **self._complete_state(optim)}
-        super().load_state({**state, "model": model, "optim": optim}, strict)
+        with keep_option_tensors(self.optimizers):
+            super().load_state({**state, "model": model, "optim": optim}, strict)
         self._amend_optimizers(optim["state"], saved)
         return []
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -415,6 +416,39 @@ def add_live_options(saved: Any, live: Mapping[str, Any]) -> Any:
     return {**saved, **{name: value for name, value in live.items() if name not in saved and name != "param_names"}}
 
 
+@contextmanager
+def keep_option_tensors(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
+    """Let options that are tensors, such as a learning rate, keep their memory while a state is loaded.
+
+    torch replaces them by copies of what was loaded. A captured CUDA graph reads their old memory, and a tensor on
+    another device changes the arithmetic of the step.
+    """
+    before = [[dict(group) for group in each.param_groups] for each in optimizers]
+    yield
+    filled: set[int] = set()
+    for optimizer, groups in zip(optimizers, before, strict=True):
+        for live, group in zip(groups, optimizer.param_groups, strict=False):
+            for name, value in group.items():
+                if name not in ("params", "param_names") and name in live:
+                    group[name] = _fill_option(live[name], value, filled)
+
+
+def _fill_option(live: Any, value: Any, filled: set[int]) -> Any:
+    """Return a loaded option, in the live tensors if possible. Options that shared one may have separate values now."""
+    if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
+        value = value.to(live.device)
+        if live.shape != value.shape or live.dtype != value.dtype:
+            return value
+        if id(live) in filled:
+            return live if torch.equal(live, value) else value
+        filled.add(id(live))
+        with torch.no_grad():
+            return live.copy_(value)
+    if isinstance(live, (list, tuple)) and type(live) is type(value) and len(live) == len(value):
+        return type(value)(_fill_option(was, each, filled) for was, each in zip(live, value, strict=True))
+    return value
+
+
 def has_param_groups(optimizer: Any, state: Any) -> bool:
     """Return True if an optimizer's state is in the form of torch's optimizers.
 
@@ -475,7 +509,8 @@ class OptimizerKind(StateOfParameters):
         pairs = zip(groups, self.stateful.param_groups, strict=False)
         state = {**state, "state": numbered, "param_groups": [add_live_options(*pair) for pair in pairs]}
         try:
-            self.stateful.load_state_dict(state)
+            with keep_option_tensors(self.optimizers):
+                self.stateful.load_state_dict(state)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise RestoreError(f"{self.key}: the optimizer does not take this state: {error}", [self.key]) from error
         for index, saved in numbered.items():

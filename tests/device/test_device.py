@@ -1,4 +1,4 @@
-"""Snapshots of an accelerator: `on_fakedev.py` and `on_accelerator.py`, in a process of their own.
+"""Snapshots of an accelerator: `on_fakedev.py`, `on_accelerator.py` and `on_cuda.py`, in a process of their own.
 
 What torch was told of a device, it never forgets: other tests would meet it, too.
 """
@@ -39,4 +39,5 @@ def test_snapshots_of_an_accelerator():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.timeout(600)
 def test_snapshots_of_cuda():
-    run(Path(__file__).with_name("on_accelerator.py"), SNAPSHOT_TEST_DEVICE="cuda")
+    folder = Path(__file__).parent
+    run(folder / "on_accelerator.py", folder / "on_cuda.py", SNAPSHOT_TEST_DEVICE="cuda")
