@@ -256,6 +256,7 @@ class Reader:
         self._gap = limits.merge_gap
         self._blocking = storage.capabilities.blocking
         self._lanes = limits.parallel_parts
+        self._device_part = wanted_part or DEVICE_PART
         part = wanted_part or (limits.hot_part if self._blocking else min(limits.preferred_part, limits.largest_part))
         # Threads take their slots in turn; requests without a slot must not wait for those with one.
         self._part = max(BLOCK, min(part, budget.limit // (max(2, limits.parallel_parts) if self._blocking else 2)))
@@ -310,7 +311,7 @@ class Reader:
             self._uploads = await in_thread(partial(Uploads, requests, self._budget.total, verify=self._verify))
             if self._blocking and any(request.device is not None for request in requests):
                 self._lanes = min(self._lanes, DEVICE_LANES)
-                self._part = max(self._part, min(DEVICE_PART, self._budget.limit // (self._lanes + 1)))
+                self._part = max(BLOCK, min(self._device_part, self._budget.limit // (self._lanes + 1)))
             elif self._blocking:
                 self._lanes = min(self._lanes, HOST_LANES)
             most = SHARES if self._blocking else len(requests)
