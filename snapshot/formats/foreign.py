@@ -386,7 +386,7 @@ def is_absence(storage: Storage, error: StorageError) -> bool:
     return error.errno == errno.EACCES and not storage.capabilities.list
 
 
-def is_packed(stored: TensorEntry) -> bool:
+def is_embedded(stored: TensorEntry) -> bool:
     """Return True if a tensor's bytes are not simply those of its range."""
     return stored.serializer != "raw"
 

@@ -47,7 +47,7 @@ from snapshot.io.session import Session
 from snapshot.io.storage import Storage
 from snapshot.io.system import gc_paused
 from snapshot.io.url import URL
-from snapshot.loading.unpacking import UnpackingStorage
+from snapshot.loading.decompression import DecompressingStorage
 from snapshot.manifest.document import (
     METADATA,
     NEWEST_FORMAT,
@@ -258,17 +258,17 @@ def add_layers(session: Session, document: Document) -> Opened:
         sizes = {location: file.stored_size for location, file in document.own_files.items()}
         sizes |= {part.location: part.size for part in document.parts}
         stored = session.seal.wrap(stored, document.save_id, sizes) or stored
-    files = unpacked(session, stored, document.own_files)
+    files = decompressed_files(session, stored, document.own_files)
     if isinstance(document, ForeignDocument) and document.derivations:
         files = DerivingStorage(files, document.derivations, document.files, session.packed_memory)
     return Opened(session, document, stored, files)
 
 
-def unpacked(session: Session, stored: Storage, files: Mapping[str, FileEntry]) -> Storage:
+def decompressed_files(session: Session, stored: Storage, files: Mapping[str, FileEntry]) -> Storage:
     """Return a storage that reads compressed files as if they were not."""
     if all(file.packed is None for file in files.values()):
         return stored
-    return UnpackingStorage(stored, files, session.packed_memory)
+    return DecompressingStorage(stored, files, session.packed_memory)
 
 
 async def load_parts(opened: Opened, parts: Sequence[PartEntry]) -> None:

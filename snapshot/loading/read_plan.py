@@ -16,24 +16,24 @@ import numpy as np
 import torch
 
 from snapshot.errors import CorruptSnapshotError, UnsafeObjectError
-from snapshot.formats.foreign import is_packed
+from snapshot.formats.foreign import is_embedded
 from snapshot.formats.pickled_objects import SavedFile, find_object, is_refused, load_object, run_pickle
 from snapshot.formats.to_entries import NotPlainError, read_plain_value
 from snapshot.formats.torch_save import EmbeddedLayout, decode_object, is_archived
 from snapshot.io.accelerators import accelerator_of, await_host_copies
 from snapshot.loading.left_out import LeftOut
 from snapshot.loading.open import Opened
-from snapshot.loading.reader import ReadResult, fetch_requests
-from snapshot.loading.scatter import (
+from snapshot.loading.read_requests import (
     ReadRequest,
     SharedRanges,
+    add_embedded_requests,
     add_requests,
-    add_unpacked_requests,
     copy_into,
     place_of,
     request_all,
     request_mapped,
 )
+from snapshot.loading.reader import ReadResult, fetch_requests
 from snapshot.manifest import entries as e
 from snapshot.manifest.compounds import RANDOM, fill_generator, is_filled_by
 from snapshot.manifest.document import Files, ForeignFile, check_range, check_tensor
@@ -60,7 +60,7 @@ class MemoryClaims:
         self._unclaimed = sum(file.size for file in files.values())
         """Bytes of the files that no new value uses yet."""
         self.room = ROOM + MOST_TIMES * self._unclaimed
-        """Bytes that new values from packed tensors or views may still take."""
+        """Bytes that new values from embedded tensors or views may still take."""
 
     def claim(self, path: str, stored: e.TensorEntry | e.ObjectEntry, *what: Any) -> None:
         """Raise if new values would take more memory than the files have bytes.
@@ -70,7 +70,7 @@ class MemoryClaims:
         place = stored.location, stored.byte_range
         if not stored.nbytes:
             return
-        if isinstance(stored, e.TensorEntry) and is_packed(stored):
+        if isinstance(stored, e.TensorEntry) and is_embedded(stored):
             self.room -= math.prod(stored.shape) * ITEMSIZE[stored.dtype]
             if self.room < 0:
                 raise CorruptSnapshotError(
@@ -291,7 +291,7 @@ class ReadPlan:
             return
         first = pieces[0][1]
         place = place_of(first)
-        if live and (not (is_plain(target) and BY_NAME[entry.dtype] == target.dtype) or is_packed(first)):
+        if live and (not (is_plain(target) and BY_NAME[entry.dtype] == target.dtype) or is_embedded(first)):
             self.targets.append((path, target, place))
         filled = self._filled.setdefault(place[0], {})
         if place[1] in filled:
@@ -310,8 +310,8 @@ class ReadPlan:
             return
         if live:
             place = path, box, target.data_ptr()
-            packed = any(is_packed(stored) for _, stored in entry.pieces())
-            if not (is_plain(target) and BY_NAME[entry.dtype] == target.dtype) or packed:
+            embedded = any(is_embedded(stored) for _, stored in entry.pieces())
+            if not (is_plain(target) and BY_NAME[entry.dtype] == target.dtype) or embedded:
                 self.targets.append((path, target, (f"{path}[{box}]", 0)))
             if place in self._boxes:
                 return
@@ -416,7 +416,7 @@ class ReadPlan:
 
         The bytes are copied to a tensor of the box's shape.
         """
-        if not is_packed(stored) and not self.files[stored.location].in_base:
+        if not is_embedded(stored) and not self.files[stored.location].in_base:
             return add_requests(self.requests, path, stored, piece, target=target, box=box, live=live)
         shared = intersect(piece, box)
         if shared is None:
@@ -429,7 +429,7 @@ class ReadPlan:
         finish = self._finish  # not `self`, which holds the request: no reference cycle
 
         def opens(layout: EmbeddedLayout) -> list[ReadRequest]:
-            return add_unpacked_requests(path, stored, layout, inner, target=part, live=live, finish=finish)
+            return add_embedded_requests(path, stored, layout, inner, target=part, live=live, finish=finish)
 
         request = request_all(path, stored, 0, None, live)
         request.opens = opens

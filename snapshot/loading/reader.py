@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
 
 import msgspec
-import torch
 
 from snapshot.errors import CorruptSnapshotError, StorageNotFoundError
-from snapshot.events import emit, log
+from snapshot.events import emit
 from snapshot.formats.torch_save import (
     HEAD,
     LONGEST_HEAD,
@@ -24,176 +22,21 @@ from snapshot.formats.torch_save import (
     is_streamed,
 )
 from snapshot.formats.zip_archive import MoreBytesNeeded
-from snapshot.io.accelerators import await_current_streams, await_events, on_stream, side_stream
+from snapshot.io.accelerators import await_current_streams
 from snapshot.io.aio import in_thread, inline, pop_first, run_inline, shielded
-from snapshot.io.arena import SEGMENT, Pinning, Slot
 from snapshot.io.budget import MemoryBudget
 from snapshot.io.loop import cancel_all, run
 from snapshot.io.storage import Buffer, Storage
+from snapshot.loading.device_fills import DEVICE_LANES, DEVICE_PART, HOST_LANES, DeviceFills, PartFill
+from snapshot.loading.embedded import EmbeddedParser, locate_embedded, parse_whole
 from snapshot.loading.open import Opened
-from snapshot.loading.scatter import (
-    BlockCheck,
-    Copy,
-    FlatPlace,
-    ReadRequest,
-    Unpack,
-    copy_all,
-    copy_into,
-    open_packed,
-    slot_bytes,
-    unpack_whole,
-)
+from snapshot.loading.read_requests import BlockCheck, ReadRequest, slot_bytes
 from snapshot.manifest.entries import TensorEntry
 from snapshot.plan.layout import ReadPart, plan_reads
 from snapshot.progress import Meter, unmetered
-from snapshot.tensors.device_digest import DeviceDigests, is_usable, scratch_bytes, supports
 from snapshot.tensors.digest import BLOCK, block_digest, digest_range, digest_table
 from snapshot.tensors.memory import wrap_memory
 from snapshot.text import listed
-
-# Uploads: bytes that arrived in staging memory are copied to accelerators on side streams.
-
-DEVICE_PART = 16 << 20
-"""The length of reads for accelerators: each has steps of the interpreter that no two threads run at once."""
-HOST_LANES, DEVICE_LANES = 4, 8
-WORTH = 8 << 30
-"""Bytes for one accelerator from which it verifies them itself: the first launch of a process may take seconds."""
-
-
-class Uploads:
-    """The copies to the accelerators of some requests.
-
-    The caller has waited for the current streams of these devices. While one part is copied, other threads read.
-
-    Args:
-        limit: The memory budget, for pinned memory.
-        verify: Whether bytes are verified, by the accelerators if that is faster.
-    """
-
-    def __init__(self, requests: Sequence[ReadRequest], limit: int, *, verify: bool) -> None:
-        totals: defaultdict[torch.device, int] = defaultdict(int)
-        for request in requests:
-            if request.device is not None:
-                totals[request.device] += request.end - request.begin
-        sides = {device: side_stream(device) for device in sorted(totals, key=str)}
-        self._sides: dict[torch.device, Any] = {device: side for device, side in sides.items() if side is not None}
-        total = sum(totals.values())
-        self._pinning = Pinning(next(iter(self._sides)), limit, min(total, SEGMENT)) if self._sides else None
-        self._digesting: set[torch.device] = set()
-        for device, side in self._sides.items() if verify else ():
-            if totals[device] >= WORTH:
-                with on_stream(side):
-                    if is_usable(device):
-                        self._digesting.add(device)
-
-    def pinning(self, requests: Iterator[ReadRequest]) -> Pinning | None:
-        """Return the pinned memory that is useful for some requests; None if their bytes stay on the host."""
-        if self._pinning is None or all(request.device is None for request in requests):
-            return None
-        return self._pinning
-
-    def scratch_bytes(self, part: ReadPart, requests: Sequence[ReadRequest]) -> int:
-        """Return the memory in a part's slot, beside its bytes, for digests by accelerators."""
-        lengths = [
-            segment.end - segment.begin
-            for segment in part.segments
-            if requests[segment.request].device in self._digesting
-        ]
-        return scratch_bytes(lengths) + _ALIGNED * len(self._digesting) if lengths else 0
-
-    def part(self, slot: Slot | None, nbytes: int) -> UploadedPart:
-        """Return the copies of one part, whose bytes take `nbytes` of its slot."""
-        return UploadedPart(self._sides, self._digesting if slot is not None and slot.pinned else set(), slot, nbytes)
-
-
-_ALIGNED = 16
-
-
-class _Checked(NamedTuple):
-    """Bytes that an accelerator verifies: their request, the first byte in the file, and the bytes in host memory."""
-
-    request: ReadRequest
-    begin: int
-    share: Buffer
-    address: int
-
-
-class UploadedPart:
-    """The copies of one part to several tensors. Its slot must not be reused before they have ended."""
-
-    def __init__(
-        self, sides: dict[torch.device, Any], digesting: set[torch.device], slot: Slot | None, nbytes: int
-    ) -> None:
-        self.slot = slot
-        self._sides = sides
-        self._digesting = digesting
-        self._scratch = nbytes
-        """The first free byte of the slot, from which on the digests have memory."""
-        self._copies: defaultdict[torch.device, list[Copy]] = defaultdict(list)
-        self._checked: defaultdict[torch.device, list[_Checked]] = defaultdict(list)
-
-    def verifies(self, request: ReadRequest, begin: int, share: Buffer) -> bool:
-        """Return True if an accelerator verifies these bytes after their copy."""
-        place, device = request.place, request.device
-        if device not in self._digesting or not isinstance(place, FlatPlace) or request.stored.digest is None:
-            return False
-        address = place.address + begin - request.stored.byte_range[0]
-        if device is None or not supports(address, len(share)):
-            return False
-        self._checked[device].append(_Checked(request, begin, share, address))
-        return True
-
-    def place(self, request: ReadRequest, start: int, data: torch.Tensor) -> None:
-        """Copy bytes to the destination of their request: at once on the host, with others on an accelerator."""
-        assert request.place is not None
-        copies = request.place(start, data)
-        device = request.device
-        if device is not None and device in self._sides:
-            self._copies[device].extend(copies)
-            return
-        for copy in copies:
-            copy_into(*copy)
-
-    def finish(self) -> Iterator[tuple[_Checked, tuple[str, bytes] | None]]:
-        """Make the copies to accelerators, and wait for them, even after an error.
-
-        Return the bytes that accelerators had to verify, with their digests and tables; None if one failed.
-        """
-        used, launched = [], []
-        try:
-            for device, copies in self._copies.items():
-                assert self.slot is not None
-                side, checked = self._sides[device], self._checked[device]
-                used.append(side)
-                with on_stream(side):
-                    copy_all(copies, non_blocking=self.slot.pinned)
-                    if checked:
-                        launched.append((checked, self._launch(checked, self.slot, device)))
-        finally:
-            await_events([side.record_event() for side in used])
-        for checked, work in launched:
-            yield from zip(checked, _finish_digests(work, len(checked)), strict=True)
-
-    def _launch(self, checked: Sequence[_Checked], slot: Slot, device: torch.device) -> DeviceDigests | None:
-        lengths = [len(each.share) for each in checked]
-        scratch = slot.tensor[self._scratch :]
-        self._scratch += scratch_bytes(lengths)
-        try:
-            work = DeviceDigests([each.address for each in checked], lengths, scratch, device)
-            work.launch()
-        except Exception as error:  # noqa: BLE001 - compilers and drivers raise errors of any class
-            log.warning("%s: the host computes the digests: %s", device, error)
-            return None
-        return work
-
-
-def _finish_digests(work: DeviceDigests | None, count: int) -> Sequence[tuple[str, bytes] | None]:
-    try:
-        return work.finish() if work is not None else [None] * count
-    except RuntimeError as error:
-        log.warning("the host computes the digests: %s", error)
-        return [None] * count
-
 
 # Reading: requested ranges are read straight to their destination and verified.
 #
@@ -260,7 +103,7 @@ class Reader:
         part = wanted_part or (limits.hot_part if self._blocking else min(limits.preferred_part, limits.largest_part))
         # Threads take their slots in turn; requests without a slot must not wait for those with one.
         self._part = max(BLOCK, min(part, budget.limit // (max(2, limits.parallel_parts) if self._blocking else 2)))
-        self._uploads = Uploads((), 0, verify=False)
+        self._fills = DeviceFills((), 0, verify=False)
         self._stopped = False
         self._bad: list[ReadRequest] = []
         self.result = ReadResult(touched=set() if touched is None else touched)
@@ -308,7 +151,7 @@ class Reader:
             if any(request.opens is not None for request in requests):
                 requests, more = await self._opened(requests)
                 followed.extend(more)
-            self._uploads = await in_thread(partial(Uploads, requests, self._budget.total, verify=self._verify))
+            self._fills = await in_thread(partial(DeviceFills, requests, self._budget.total, verify=self._verify))
             if self._blocking and any(request.device is not None for request in requests):
                 self._lanes = min(self._lanes, DEVICE_LANES)
                 self._part = max(BLOCK, min(self._device_part, self._budget.limit // (self._lanes + 1)))
@@ -342,9 +185,9 @@ class Reader:
             raise
 
     async def _opened(self, requests: Sequence[ReadRequest]) -> tuple[list[ReadRequest], list[Followed]]:
-        """Locate long packed tensors and add requests for them, and return the ranges to parse sequentially.
+        """Locate long embedded tensors and add requests for them, and return the ranges to parse sequentially.
 
-        Short packed tensors are unpacked on arrival.
+        Short embedded tensors are parsed on arrival.
         """
         found: list[ReadRequest] = []
         long: list[ReadRequest] = []
@@ -371,7 +214,7 @@ class Reader:
             else:
                 raise CorruptSnapshotError(f"{request.name}: not found in {request.location}[{request.begin}:...]")
             if layout.plain:
-                found += open_packed(request, layout)
+                found += locate_embedded(request, layout)
             else:
                 followed.append((request, layout))
         return found, followed
@@ -391,7 +234,7 @@ class Reader:
 
     async def _follow(self, request: ReadRequest, layout: EmbeddedLayout | None) -> None:
         """Read a range sequentially, and deliver its contents."""
-        unpack = Unpack(request, layout)
+        parser = EmbeddedParser(request, layout)
         begin = request.begin if layout is None else layout.begin
         async with self._budget.slot(LOOK) as slot:
 
@@ -405,14 +248,14 @@ class Reader:
                     if await in_thread(step, piece) is False:
                         return
 
-            if unpack.looks:
-                await through(unpack.look)
-                await in_thread(unpack.looked)
+            if parser.looks:
+                await through(parser.look)
+                await in_thread(parser.looked)
             if request.live:
                 self.result.touched.add(request.name)
-            await through(unpack.take)
+            await through(parser.take)
             if not self._stopped:
-                await in_thread(unpack.taken)
+                await in_thread(parser.taken)
 
     async def prepare_checks(self, requests: Sequence[ReadRequest]) -> None:
         """Read and verify the digest tables of partly requested ranges, which are then checked block by block."""
@@ -483,15 +326,15 @@ class Reader:
     async def _fetch(self, part: ReadPart, requests: Sequence[ReadRequest]) -> None:
         scratch = slot_bytes(part, requests)
         if scratch:
-            pinning = self._uploads.pinning(requests[segment.request] for segment in part.segments)
-            more = self._uploads.scratch_bytes(part, requests)
+            pinning = self._fills.pinning(requests[segment.request] for segment in part.segments)
+            more = self._fills.scratch_bytes(part, requests)
             async with self._budget.slot(scratch + more, pinning) as slot:
-                await self._read(part, requests, self._uploads.part(slot, scratch))
+                await self._read(part, requests, self._fills.part(slot, scratch))
         else:
-            await self._read(part, requests, self._uploads.part(None, 0))
+            await self._read(part, requests, self._fills.part(None, 0))
 
-    async def _read(self, part: ReadPart, requests: Sequence[ReadRequest], uploads: UploadedPart) -> None:
-        slot = uploads.slot
+    async def _read(self, part: ReadPart, requests: Sequence[ReadRequest], fill: PartFill) -> None:
+        slot = fill.slot
         buffers: list[Buffer] = []
         shares: list[Buffer] = []
         places: list[int] = []
@@ -521,7 +364,7 @@ class Reader:
         await self._storage.read_into(part.location, part.begin, buffers)
         self._count(part.end - part.begin)
         if self._verify or slot is not None:
-            await in_thread(self._arrived, part, requests, shares, places, uploads)
+            await in_thread(self._arrived, part, requests, shares, places, fill)
 
     def _arrived(
         self,
@@ -529,19 +372,17 @@ class Reader:
         requests: Sequence[ReadRequest],
         shares: list[Buffer],
         places: list[int],
-        uploads: UploadedPart,
+        fill: PartFill,
     ) -> None:
         """Verify the bytes of a part, and place those that went through a slot.
 
         On the host, bytes are verified before they are placed.
         """
-        verify, placed, slot = self._verify, iter(places), uploads.slot
+        verify, placed, slot = self._verify, iter(places), fill.slot
         for segment, share in zip(part.segments, shares, strict=True):
             request = requests[segment.request]
             good = (
-                not verify
-                or uploads.verifies(request, segment.begin, share)
-                or self.good(request, segment.begin, share)
+                not verify or fill.verifies(request, segment.begin, share) or self.good(request, segment.begin, share)
             )
             if request.address or slot is None:
                 continue
@@ -552,10 +393,10 @@ class Reader:
                 self.result.touched.update((request.name, *request.also))
             data = slot.tensor[at : at + length]
             if request.opens is not None:
-                unpack_whole(request, share, data)
+                parse_whole(request, share, data)
             else:
-                uploads.place(request, segment.begin - request.stored.byte_range[0], data)
-        for checked, found in uploads.finish():
+                fill.place(request, segment.begin - request.stored.byte_range[0], data)
+        for checked, found in fill.finish():
             self.good(checked.request, checked.begin, checked.share, found)
 
     def good(self, request: ReadRequest, begin: int, share: Buffer, found: tuple[str, bytes] | None = None) -> bool:

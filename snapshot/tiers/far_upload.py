@@ -33,7 +33,7 @@ from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.io.storage import ABSENT, ANYTHING, Buffer, Expect, FileStat, Storage, exists
 from snapshot.io.url import URL
-from snapshot.loading.unpacking import UnpackingStorage
+from snapshot.loading.decompression import DecompressingStorage
 from snapshot.manifest.document import (
     METADATA,
     NEWEST_FORMAT,
@@ -217,12 +217,12 @@ class FarStorage(ReadOnlyStorage):
     def __init__(self, inner: Storage) -> None:
         super().__init__(inner, b"", links=True)
         self._packed: dict[str, FileEntry] | None = None
-        self._unpacking: Storage = inner
+        self._decompressing: Storage = inner
 
     async def read_into(self, path: str, offset: int, buffers: Sequence[Buffer], *, token: str | None = None) -> None:
         """Read a range. The far manifest says how the file is stored."""
         await self._open()
-        await self._unpacking.read_into(path, offset, buffers, token=token)
+        await self._decompressing.read_into(path, offset, buffers, token=token)
 
     async def stat(self, path: str) -> FileStat:
         """Return the size that a file has decompressed, if it is whole."""
@@ -245,7 +245,7 @@ class FarStorage(ReadOnlyStorage):
                 log.info("%s: %s", self.url, error)
             packed = {name: file for name, file in files.items() if _is_of_an_uploader(name, file)}
             if packed:
-                self._unpacking = UnpackingStorage(self.inner, packed, MemoryBudget(MEMORY))
+                self._decompressing = DecompressingStorage(self.inner, packed, MemoryBudget(MEMORY))
             self._packed = packed
         return self._packed
 

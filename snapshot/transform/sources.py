@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from snapshot.errors import CorruptSnapshotError, StorageError
-from snapshot.formats.foreign import is_packed
+from snapshot.formats.foreign import is_embedded
 from snapshot.formats.torch_save import EmbeddedLayout, is_streamed
 from snapshot.io.aio import gather_limited, in_thread, shielded
 from snapshot.io.arena import Slot, arena, arena_bytes
@@ -30,8 +30,8 @@ from snapshot.io.url import URL
 from snapshot.loading.left_out import TABLE, find_uncovered, requests_of
 from snapshot.loading.open import Opened
 from snapshot.loading.read_plan import MOST_TIMES, ROOM, ReadPlan
+from snapshot.loading.read_requests import ReadRequest, copy_into, is_spread, request_all
 from snapshot.loading.reader import Reader, raise_faults
-from snapshot.loading.scatter import ReadRequest, copy_into, is_spread, request_all
 from snapshot.manifest.document import Document
 from snapshot.manifest.entries import TENSORS, AnyTensor, MappedTensorEntry, TensorEntry
 from snapshot.manifest.parts import ManifestPart
@@ -338,7 +338,7 @@ def reads_ranges(entry: AnyTensor) -> bool:
     """Return True if any range of a tensor can be read alone, so that several ranks can share it."""
     if isinstance(entry, MappedTensorEntry):
         return False
-    return not any(is_streamed(stored) or is_packed(stored) for _, stored in entry.pieces())
+    return not any(is_streamed(stored) or is_embedded(stored) for _, stored in entry.pieces())
 
 
 class CheckpointStager(Stager):
@@ -580,7 +580,7 @@ class CheckpointStager(Stager):
             return False
         if index in self._orders or any(is_streamed(stored) for stored in pieces):
             return True
-        packed = [stored for stored in pieces if is_packed(stored) and stored.nbytes > BLOCK]
+        packed = [stored for stored in pieces if is_embedded(stored) and stored.nbytes > BLOCK]
         layouts: list[tuple[tuple[int, ...], EmbeddedLayout]] = []
         requests = []
         for stored in packed:

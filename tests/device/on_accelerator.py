@@ -30,7 +30,7 @@ from snapshot import CorruptSnapshotError, Snapshot, SnapshotError, StateDict, r
 from snapshot.io import arena as pins  # noqa: E402
 from snapshot.io.accelerators import on_stream  # noqa: E402
 from snapshot.io.arena import GRAIN, SPARE, Arena, Pinning, arena  # noqa: E402
-from snapshot.loading import reader  # noqa: E402
+from snapshot.loading import device_fills  # noqa: E402
 from snapshot.loading.reader import Reader  # noqa: E402
 from snapshot.save import background_take, staging  # noqa: E402
 from snapshot.save.staging import StagedPart, Stager  # noqa: E402
@@ -719,7 +719,7 @@ def digesting(monkeypatch):
             super().__init__(addresses, lengths, scratch, device)
             extents.extend(lengths)
 
-    for module in (staging, reader):
+    for module in (staging, device_fills):
         monkeypatch.setattr(module, "WORTH", 1)
         monkeypatch.setattr(module, "DeviceDigests", Counted)
         if FAKE:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from snapshot.loading.live import is_writable
-from snapshot.loading.scatter import copy_into
+from snapshot.loading.read_requests import copy_into
 
 SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=3)
 STRIDES = st.lists(st.integers(0, 9), min_size=3, max_size=3)

@@ -3,7 +3,7 @@
 import pytest
 
 from snapshot.io.url import URL
-from snapshot.loading.restore import ReadVote, _decide
+from snapshot.loading.shared_reads import ReadVote, _decide
 
 
 def decision(*votes, once=False):

@@ -15,8 +15,8 @@ from snapshot.io.budget import MemoryBudget
 from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.io.url import URL
+from snapshot.loading.decompression import DecompressingStorage
 from snapshot.loading.open import open_checkpoint
-from snapshot.loading.unpacking import UnpackingStorage
 from snapshot.tensors.digest import digest_range
 from snapshot.tiers.far_upload import FarStorage, FarUpload, PackedUploads, read_notes
 from snapshot.tiers.near_steps import NearFolder, copy_verified, describe_files
@@ -123,7 +123,7 @@ def test_a_file_that_is_longer_than_the_memory_is_compressed_in_a_temporary_file
         (note,) = run(read_notes(target.storage, document.save_id)).values()
         assert note.size == os.path.getsize(tmp_path / "far" / name) < files[0].size
         document.files[name].packed = note.describe(name)
-        read = UnpackingStorage(target.storage, document.files, MemoryBudget(1 << 20))
+        read = DecompressingStorage(target.storage, document.files, MemoryBudget(1 << 20))
         data = bytearray(files[0].size)
         run(read.read_into(name, 0, [data]))
         assert data == (tmp_path / "near" / name).read_bytes()

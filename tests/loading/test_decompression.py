@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapshot.loading.unpacking import _Wanted
+from snapshot.loading.decompression import _Wanted
 
 
 @given(st.integers(0, 1000), st.lists(st.integers(1, 50), min_size=1, max_size=20), st.data())

@@ -11,17 +11,10 @@ from typing import Any
 import msgspec
 import torch
 
-from snapshot.errors import CorruptSnapshotError
-from snapshot.formats.foreign import is_packed
+from snapshot.formats.foreign import is_embedded
 from snapshot.formats.torch_save import (
-    HEAD,
-    PIECE,
     EmbeddedLayout,
-    find_layout,
-    is_streamed,
-    make_decoder,
 )
-from snapshot.formats.zip_archive import MoreBytesNeeded
 from snapshot.io.accelerators import accelerator_of
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Files
@@ -42,7 +35,6 @@ from snapshot.tensors.memory import (
     BY_NAME,
     ITEMSIZE,
     contiguous_strides,
-    copy_memory,
     find_enclosing_tensor,
     is_flat,
     measure_span,
@@ -75,7 +67,7 @@ class ReadRequest(msgspec.Struct, gc=False):
     also: tuple[str, ...] = ()
     """Names of further tensors that the range is placed in."""
     opens: Callable[[EmbeddedLayout], list[ReadRequest]] | None = None
-    """For a packed tensor: returns the requests for the file itself, once its position in the range is known."""
+    """For an embedded tensor: returns the requests for the file itself, once its position in the range is known."""
 
 
 class SharedRanges:
@@ -192,178 +184,6 @@ class BlockCheck:
                 )
 
 
-# Unpacking of tensors from other libraries' archives: from file bytes to elements at their destination.
-
-ALIGNED = 16
-"""No element is longer. At multiples of it, counted from the start of a storage, no element is split."""
-ENOUGH = 64 << 10
-"""Decompressed bytes that are delivered at once."""
-MORE = 64 << 20
-"""Bytes that a compressed archive may have in addition to its tensor's elements."""
-
-
-def unpack_stream(
-    requests: Sequence[ReadRequest], layout: EmbeddedLayout, dtype: str, begin: int, held: torch.Tensor
-) -> None:
-    """Deliver the bytes that begin at `begin`, in the file or after decompression, to the requests that want them."""
-    if not layout.plain:
-        held = _turned(held, layout.begin - begin, dtype, layout)
-    end = begin + held.numel()
-    for request in requests:
-        low, high = max(request.begin, begin), min(request.end, end)
-        if low >= high:
-            continue
-        if request.address:
-            copy_memory(request.address + low - request.begin, held.data_ptr() + low - begin, high - low)
-        elif request.place is not None:
-            part = held[low - begin : high - begin]
-            if part.storage_offset() % ALIGNED:
-                part = part.clone()
-            for copy in request.place(low - request.stored.byte_range[0], part):
-                copy_into(*copy)
-
-
-def _turned(held: torch.Tensor, at: int, dtype: str, layout: EmbeddedLayout) -> torch.Tensor:
-    """Return the tensor's bytes in native byte order, conjugated and negated as saved. Elements begin at `at`."""
-    whole = ITEMSIZE[dtype]
-    size = whole // (2 if BY_NAME[dtype].is_complex else 1)
-    held = held.clone()
-    at = at % whole
-    count = max(0, held.numel() - at) // whole * whole
-    middle = held[at : at + count]
-    if layout.swapped and size > 1:
-        middle.copy_(middle.clone().view(-1, size).flip(1).reshape(-1))
-    if layout.neg:  # the last byte has the sign bit
-        middle.view(-1, size)[:, -1] ^= 0x80
-    if layout.conj:
-        middle.view(-1, whole)[:, -1] ^= 0x80
-    return held
-
-
-def unpack_whole(request: ReadRequest, share: Any, tensor: torch.Tensor) -> None:
-    """Unpack a short range whose bytes have all been read."""
-    stored = request.stored
-    assert isinstance(stored, TensorEntry)
-    if is_streamed(stored):
-        unpack = Unpack(request)
-        view = memoryview(share).cast("B")
-        for step in unpack.steps():
-            step(view)
-        return
-    try:
-        layout = find_layout(request.name, stored, share, share)
-    except MoreBytesNeeded as short:
-        raise CorruptSnapshotError(f"{request.name}: its archive refers to bytes beyond its end") from short
-    unpack_stream(open_packed(request, layout), layout, stored.dtype, request.begin, tensor)
-
-
-def open_packed(request: ReadRequest, layout: EmbeddedLayout) -> list[ReadRequest]:
-    """Return the requests for the file itself, once the position of a packed tensor is known."""
-    assert request.opens is not None
-    return request.opens(layout)
-
-
-class Unpack:
-    """Parses a range sequentially; twice, if its directory is stored at the end."""
-
-    def __init__(self, request: ReadRequest, layout: EmbeddedLayout | None = None) -> None:
-        """Start with a known layout, if given, from the first byte of the storage."""
-        assert isinstance(request.stored, TensorEntry)
-        self._request = request
-        self._stored = request.stored
-        self._decode = make_decoder(request.name, request.stored) if layout is None else bytes
-        self._layout: EmbeddedLayout | None = None
-        self._requests: list[ReadRequest] = []
-        self._head, self._tail = bytearray(), bytearray()
-        self._position = 0
-        """The position where `_held` begins."""
-        self._held = bytearray()
-        self._end = 0
-        self._most = math.prod(request.stored.shape) * ITEMSIZE[request.stored.dtype] + MORE
-        if request.stored.extra is not None and request.stored.extra.storage_offset is not None:
-            self._most += MORE * (request.end - request.begin)  # it is a part of the tensor in the archive
-        self.looks = layout is None and request.stored.serializer.endswith("+torch_save")
-        """True if the whole range must be scanned before any bytes can be delivered."""
-        if layout is not None:
-            self._begin(layout, layout.begin)
-
-    def steps(self) -> list[Callable[[memoryview], None]]:
-        """Return the functions to call with all bytes of the range, in this order."""
-        return [self._look_all, self._take_all] if self.looks else [self._take_all]
-
-    def _look_all(self, data: memoryview) -> None:
-        self.look(data)
-        self.looked()
-
-    def _take_all(self, data: memoryview) -> None:
-        self.take(data)
-        self.taken()
-
-    def look(self, data: memoryview) -> None:
-        """Scan bytes of the range without delivering any."""
-        for at in range(0, len(data), PIECE):
-            made = self._decode(bytes(data[at : at + PIECE]))
-            if len(self._head) < HEAD:
-                self._head += made[: HEAD - len(self._head)]
-            self._tail += made
-            del self._tail[:-HEAD]
-            self._position += len(made)
-            if self._position > self._most:
-                raise CorruptSnapshotError(f"{self._request.name}: decompresses to far more bytes than it has elements")
-
-    def looked(self) -> None:
-        """Finish the scan."""
-        head, tail, length = self._head, self._tail, self._position
-        if length <= HEAD:
-            tail = head
-        stored = self._stored
-        packed = msgspec.structs.replace(stored, byte_range=(0, length), serializer="torch_save")
-        try:
-            found = find_layout(self._request.name, packed, head, tail)
-        except MoreBytesNeeded as short:
-            raise CorruptSnapshotError(f"{self._request.name}: its archive is not one that torch writes") from short
-        self._decode = make_decoder(self._request.name, stored)
-        self._begin(found)
-
-    def _begin(self, layout: EmbeddedLayout, position: int = 0) -> None:
-        self._layout = layout
-        self._requests = open_packed(self._request, layout)
-        self._end = max((request.end for request in self._requests), default=0)
-        self._position = position
-
-    def take(self, data: memoryview) -> bool:
-        """Deliver the requested part of the bytes. Return True if more bytes are needed."""
-        for at in range(0, len(data), PIECE):
-            if self._layout is None:
-                head = bytes(data[: max(PIECE, HEAD)])
-                self._begin(find_layout(self._request.name, self._stored, head, b""))
-            if self._position >= self._end:
-                return False
-            self._held += self._decode(bytes(data[at : at + PIECE]))
-            if len(self._held) >= ENOUGH:
-                self._hand_on(len(self._held))
-        return self._position < self._end
-
-    def taken(self) -> None:
-        """Finish: the range has no more bytes."""
-        if self._position + len(self._held) < self._end:
-            raise CorruptSnapshotError(f"{self._request.name}: its bytes end too early")
-        self._hand_on(len(self._held), last=True)
-
-    def _hand_on(self, count: int, *, last: bool = False) -> None:
-        layout = self._layout
-        if layout is None or not count:
-            return
-        if not last:
-            count -= (self._position + count - layout.begin) % ALIGNED
-        if count <= 0:
-            return
-        held = torch.frombuffer(self._held[:count], dtype=torch.uint8)
-        unpack_stream(self._requests, layout, self._stored.dtype, self._position, held)
-        del self._held[:count]
-        self._position += count
-
-
 # Destinations of a stored range in a tensor: its own memory if possible, otherwise a copy box by box.
 
 _BITS = {
@@ -463,7 +283,7 @@ def request_grid(
     yield from _request_box(path, stored, inner, place, live=live, device=accelerator_of(target))
 
 
-def request_packed_grid(
+def request_embedded_grid(
     path: str,
     stored: e.TensorEntry,
     piece: Box,
@@ -474,7 +294,7 @@ def request_packed_grid(
     live: bool,
     finish: list[Callable[[], None]],
 ) -> Iterator[ReadRequest]:
-    """Yield the request for the elements of a grid in a packed piece, whose layout is not known yet."""
+    """Yield the request for the elements of a grid in an embedded piece, whose layout is not known yet."""
     shared = intersect(piece, grid.cover("source"))
     if shared is None or not grid.clip("source", piece):
         return
@@ -487,7 +307,7 @@ def request_packed_grid(
             return list(request_grid(path, raw, piece, grid=grid, target=target, origin=origin, live=live))
         held = torch.empty(shared.sizes, dtype=BY_NAME[stored.dtype])
         inner = shared.relative_to(piece.offsets)
-        requests = add_unpacked_requests(path, stored, layout, inner, target=held, live=live, finish=finish)
+        requests = add_embedded_requests(path, stored, layout, inner, target=held, live=live, finish=finish)
         for each in grid.clip("source", shared):
             views = each.view("target", target, origin), each.view("source", held, shared.offsets)
             finish.append(partial(copy_into, *views))
@@ -513,7 +333,7 @@ def _whole_blocks(stored: e.TensorEntry, low: int, high: int) -> tuple[int, int]
     return begin + -(-(low - begin) // BLOCK) * BLOCK, high if high == end else begin + (high - begin) // BLOCK * BLOCK
 
 
-def add_unpacked_requests(
+def add_embedded_requests(
     path: str,
     stored: e.TensorEntry,
     layout: EmbeddedLayout,
@@ -523,7 +343,7 @@ def add_unpacked_requests(
     live: bool,
     finish: list[Callable[[], None]],
 ) -> list[ReadRequest]:
-    """Return the requests for a box of a packed tensor, into a tensor of the box's shape."""
+    """Return the requests for a box of an embedded tensor, into a tensor of the box's shape."""
     itemsize = ITEMSIZE[stored.dtype]
     begin = layout.begin + layout.offset * itemsize
     requests: list[ReadRequest] = []
@@ -555,8 +375,8 @@ def place_of(stored: e.TensorEntry) -> tuple[str, int]:
     extra = stored.extra
     is_view = extra is not None and (extra.strides is not None or extra.storage_offset is not None)
     view = f" {extra.strides} {extra.storage_offset}" if extra is not None and is_view else ""
-    packed = f" {stored.serializer}" if stored.serializer != "raw" else ""
-    return stored.location + view + packed, stored.byte_range[0]
+    embedded = f" {stored.serializer}" if stored.serializer != "raw" else ""
+    return stored.location + view + embedded, stored.byte_range[0]
 
 
 def _make_placer(stored: e.TensorEntry, piece: Box, target: torch.Tensor, box: Box) -> Place:
@@ -664,8 +484,8 @@ def request_mapped(
                     continue
                 given: Any = {"grid": grid, "target": target, "origin": box.offsets, "live": live}
                 for piece, stored in pieces:
-                    if is_packed(stored):
-                        yield from request_packed_grid(path, stored, piece, finish=finish, **given)
+                    if is_embedded(stored):
+                        yield from request_embedded_grid(path, stored, piece, finish=finish, **given)
                     else:
                         yield from request_grid(path, stored, piece, **given)
 

@@ -54,7 +54,7 @@ class _Run(NamedTuple):
     stored: memoryview
 
 
-class UnpackingStorage(StorageWrapper):
+class DecompressingStorage(StorageWrapper):
     """Another storage, whose compressed files are read decompressed. All other calls see the stored files."""
 
     def __init__(self, inner: Storage, files: Mapping[str, FileEntry], memory: MemoryBudget) -> None:
