@@ -151,8 +151,10 @@ class Reader:
             if any(request.opens is not None for request in requests):
                 requests, more = await self._opened(requests)
                 followed.extend(more)
-            self._fills = await in_thread(partial(DeviceFills, requests, self._budget.total, verify=self._verify))
-            if self._blocking and any(request.device is not None for request in requests):
+            to_device = any(request.device is not None for request in requests)
+            if to_device:
+                self._fills = await in_thread(partial(DeviceFills, requests, self._budget.total, verify=self._verify))
+            if self._blocking and to_device:
                 self._lanes = min(self._lanes, DEVICE_LANES)
                 self._part = max(BLOCK, min(self._device_part, self._budget.limit // (self._lanes + 1)))
             elif self._blocking:

@@ -5,7 +5,7 @@ import logging
 import os
 import subprocess
 import sys
-import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -184,17 +184,22 @@ def test_a_device_that_fails_is_not_used(monkeypatch, caplog):
 
 def test_a_slow_device_fails_the_test(monkeypatch):
     values = DATA[: 1 << 20].copy()
-    expected = on_host(values)
+    expected, pause, now = on_host(values), 0.2, 0.0
+
+    def pass_time(seconds):
+        nonlocal now
+        now += seconds
 
     def digest(addresses, lengths, device):
-        time.sleep(pause)
+        pass_time(pause)
         return [expected] * len(lengths)
 
+    monkeypatch.setattr(device_digest, "time", types.SimpleNamespace(perf_counter=lambda: now))
     monkeypatch.setattr(device_digest, "_digest_on_device", digest)
-    pause = 0
+    monkeypatch.setattr(device_digest, "_digest_on_host", lambda values: pass_time(0.01) or on_host(values))
     device_digest._check_speed(torch.from_numpy(values), values, CPU)
-    pause = 0.2
-    with pytest.raises(RuntimeError, match=r"33,554,432 bytes must take at most .* s, got 0\.2"):
+    pause = 0.4
+    with pytest.raises(RuntimeError, match=r"33,554,432 bytes must take at most 0.32\d* s, got 0\.4"):
         device_digest._check_speed(torch.from_numpy(values), values, CPU)
     expected = on_host(values[1:])
     with pytest.raises(RuntimeError, match=r"a digest must be xxh3:\w+, got xxh3:"):
