@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
