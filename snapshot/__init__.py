@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from snapshot.publish.publisher import Publisher
     from snapshot.publish.subscriber import Subscriber
     from snapshot.reports import ConvertReport, CopyReport, Diff, RestoreReport, TakeReport, VerifyReport
-    from snapshot.save.begin import TakeOptions
+    from snapshot.save.take_request import TakeOptions
     from snapshot.saved import SavedObject
     from snapshot.snapshot import PendingSnapshot, Snapshot
     from snapshot.state.model_state import ModelState
@@ -148,7 +148,7 @@ _MODULES = {
     "snapshot.publish.publication": ("PendingPublish", "Published"),
     "snapshot.publish.publisher": ("Publisher",),
     "snapshot.publish.subscriber": ("Subscriber",),
-    "snapshot.save.begin": ("TakeOptions",),
+    "snapshot.save.take_request": ("TakeOptions",),
     "snapshot.saved": ("SavedObject",),
     "snapshot.snapshot": ("PendingSnapshot", "Snapshot"),
     "snapshot.state.model_state": ("ModelState",),

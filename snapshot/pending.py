@@ -15,7 +15,7 @@ from snapshot.errors import CancelledError, SnapshotError
 from snapshot.events import log
 from snapshot.io.loop import LIBRARY, LoopFuture, finish_before_exit
 from snapshot.progress import Meter, Progress
-from snapshot.save.background_take import PendingCopy
+from snapshot.save.step_barrier import PendingCopy
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -33,8 +33,10 @@ from snapshot.plan.layout import SavePlan
 from snapshot.plan.names import Rename
 from snapshot.progress import ProgressArgument
 from snapshot.reports import ConvertReport, CopyReport, Diff, RestoreReport, TakeReport, VerifyReport
-from snapshot.save.background_take import wait_for_copies
-from snapshot.save.begin import (
+from snapshot.save.guards import Guards
+from snapshot.save.step_barrier import wait_for_copies
+from snapshot.save.take import AppState, StartedTake, plan_take, run_take, shown_once, start_take
+from snapshot.save.take_request import (
     AllowPickle,
     BaseArgument,
     Compression,
@@ -44,8 +46,6 @@ from snapshot.save.begin import (
     WhenBusy,
     Worker,
 )
-from snapshot.save.guards import Guards
-from snapshot.save.take import AppState, StartedTake, plan_take, run_take, shown_once, start_take
 from snapshot.signing.keys import Key, load_signer
 from snapshot.signing.seal import seal_with
 from snapshot.state.leaves import Prepare

@@ -9,10 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
-from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -22,7 +20,6 @@ from snapshot.distributed.group import SOLO, Liveness, Ranks, Waker, ranks_of
 from snapshot.errors import RankError, SnapshotError, StorageError, system_limits
 from snapshot.events import warn
 from snapshot.io.loop import in_own_thread
-from snapshot.io.system import PerProcess
 from snapshot.io.url import PER_HOST, URL
 from snapshot.options import Settings, expect_positive
 
@@ -540,59 +537,3 @@ def agreed_url(url: URL, leader: str) -> URL:
         return url
     warn(f"this rank gave the path {str(url)!r}; rank 0's is used: {str(agreed)!r}")
     return agreed
-
-
-# Cached agreements of a group of ranks: the next take of the same structure needs fewer exchanges.
-
-MOST_PLANS = 8
-
-
-@dataclass(frozen=True)
-class KnownPlan:
-    """A plan that the ranks agreed on."""
-
-    structure: str
-    """A digest of all ranks' structures."""
-    paths: frozenset[str]
-    """Paths of the replicated entries."""
-    written_elsewhere: frozenset[tuple[str, int]] = frozenset()
-    """Boxes that another rank writes, as (path, number of the piece)."""
-
-
-class PlanMemory:
-    """The cached plans of one group of ranks."""
-
-    def __init__(self) -> None:
-        self._plans: dict[str, KnownPlan] = {}
-        self.restored: KnownPlan | None = None
-        """The agreed plan of the snapshot that was restored last."""
-
-    def find(self, structure: str) -> KnownPlan | None:
-        """Return the plan for this rank's structure."""
-        return self._plans.get(structure)
-
-    def keep(self, structure: str, plan: KnownPlan) -> None:
-        """Cache the plan of a committed snapshot."""
-        self._plans.pop(structure, None)
-        self._plans[structure] = plan
-        while len(self._plans) > MOST_PLANS:
-            self._plans.pop(next(iter(self._plans)))
-
-    def keep_restored(self, plan: KnownPlan) -> None:
-        """Cache the agreed plan of a restored snapshot."""
-        self.restored = plan
-
-
-_memories: PerProcess[WeakKeyDictionary[Ranks, PlanMemory]] = PerProcess(WeakKeyDictionary)
-
-
-def plan_memory(ranks: Ranks) -> PlanMemory:
-    """Return the cached plans of a group of ranks."""
-    memories = _memories.get()
-    return memories.get(ranks) or memories.setdefault(ranks, PlanMemory())
-
-
-def keep_plan(ranks: Ranks, structure: str, plan: KnownPlan) -> None:
-    """Cache the plan of a committed snapshot, for the next take of the same structure. A copy has none."""
-    if ranks.world > 1 and structure:
-        plan_memory(ranks).keep(structure, plan)

@@ -39,27 +39,27 @@ class Operation:
         self,
         place: Location,
         *,
-        share: int = 1,
+        divisor: int = 1,
         durable: bool = True,
         default_budget: int = 0,
         pool: Callable[[int], Pool] | None = None,
     ) -> Session:
-        """Open a storage until the operation ends. It may use the memory budget, divided by `share`."""
+        """Open a storage until the operation ends. It may use the memory budget, divided by `divisor`."""
         return self._sessions.enter_context(
             Session(
                 place.url,
                 place.options,
                 durable=durable,
-                budget=self.part(share),
+                budget=self.part(divisor),
                 default_budget=default_budget,
                 pool=pool,
                 seal=place.seal,
             )
         )
 
-    def part(self, share: int) -> int | None:
-        """Return the memory budget, divided by `share`. None if the caller gave none."""
-        return None if self.budget is None else max(1, self.budget // share)
+    def part(self, divisor: int) -> int | None:
+        """Return the memory budget, divided by `divisor`. None if the caller gave none."""
+        return None if self.budget is None else max(1, self.budget // divisor)
 
     @property
     def seconds(self) -> float:

@@ -22,7 +22,7 @@ from snapshot.errors import MissingExtraError, SnapshotError
 from snapshot.interop.handover import Given, is_snapshot
 from snapshot.manager.manager import SnapshotManager
 from snapshot.manager.policies import Policy
-from snapshot.save.begin import TAKE_OPTIONS, TakeOptions
+from snapshot.save.take_request import TAKE_OPTIONS, TakeOptions
 from snapshot.snapshot import PendingSnapshot, Snapshot
 
 try:

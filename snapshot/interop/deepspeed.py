@@ -22,7 +22,7 @@ from snapshot.errors import SnapshotError, SnapshotExistsError, SnapshotNotFound
 from snapshot.events import log
 from snapshot.interop.objects import build_objects, change_leaves
 from snapshot.interop.versions import expect_version
-from snapshot.save.begin import TAKE_OPTIONS, TakeOptions
+from snapshot.save.take_request import TAKE_OPTIONS, TakeOptions
 from snapshot.saved import SavedObject, class_name
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.state.compound import find_form

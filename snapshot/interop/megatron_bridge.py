@@ -24,7 +24,7 @@ from snapshot.errors import MissingExtraError, SnapshotError
 from snapshot.interop.handover import is_snapshot
 from snapshot.interop.megatron import COMMON, MegatronState
 from snapshot.interop.objects import build_objects
-from snapshot.save.begin import TAKE_OPTIONS, TakeOptions
+from snapshot.save.take_request import TAKE_OPTIONS, TakeOptions
 from snapshot.snapshot import PendingSnapshot, Snapshot
 
 KEY = "megatron"

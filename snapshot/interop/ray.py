@@ -16,8 +16,8 @@ import torch.distributed as dist
 from snapshot.errors import SnapshotError
 from snapshot.interop.versions import expect_version
 from snapshot.reports import RestoreReport
-from snapshot.save.begin import TAKE_OPTIONS, TakeOptions
 from snapshot.save.take import AppState
+from snapshot.save.take_request import TAKE_OPTIONS, TakeOptions
 from snapshot.snapshot import PendingSnapshot, Snapshot
 
 VERSIONS = ("2",)

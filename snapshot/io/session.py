@@ -60,12 +60,12 @@ class Session:
         pool: Callable[[int], Pool] | None = None,
         resume: bool = False,
         seal: Seal | None = None,
-        share: str = "",
+        handed_on: str = "",
         wrap: Callable[[Storage], Storage] = lambda opened: opened,
     ) -> None:
         """Open the storage of a URL. `wrap` returns a layer around it, through which all is read and written.
 
-        `share`: a random name of the operation, if ranks of a host may hand on what they read from a remote storage.
+        `handed_on`: a random name of the operation, if ranks of a host may hand on their reads of a remote storage.
         """
         self.url = url
         self.seal = seal
@@ -93,8 +93,8 @@ class Session:
         self._kept: list[Storage | Session] = []
         self._share: HostShare | None = None
         """The reads that ranks of a host hand on. With a key, each rank reads and verifies everything itself."""
-        if share and seal is None and fcntl is not None and not self.storage.capabilities.local:
-            self._share = HostShare(share, self.settings.timeout)
+        if handed_on and seal is None and fcntl is not None and not self.storage.capabilities.local:
+            self._share = HostShare(handed_on, self.settings.timeout)
 
     @cached_property
     def packed_memory(self) -> MemoryBudget:

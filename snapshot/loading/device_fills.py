@@ -16,8 +16,6 @@ from snapshot.loading.read_requests import Copy, FlatPlace, ReadRequest, copy_al
 from snapshot.plan.layout import ReadPart
 from snapshot.tensors.device_digest import DeviceDigests, is_usable, scratch_bytes, supports
 
-# DeviceFills: bytes that arrived in staging memory are copied to accelerators on side streams.
-
 DEVICE_PART = 16 << 20
 """The length of reads for accelerators: each has steps of the interpreter that no two threads run at once."""
 HOST_LANES, DEVICE_LANES = 4, 8

@@ -27,8 +27,6 @@ from snapshot.tensors.memory import (
     copy_memory,
 )
 
-# Unpacking of tensors from other libraries' archives: from file bytes to elements at their destination.
-
 ALIGNED = 16
 """No element is longer. At multiples of it, counted from the start of a storage, no element is split."""
 ENOUGH = 64 << 10

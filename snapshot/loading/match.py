@@ -332,7 +332,7 @@ class Matcher:
                 type(entry) is e.TensorEntry
                 and path not in skipped
                 and path not in self.matched.tied
-                and read_plan.in_place(path, entry, held, kind.exact)
+                and read_plan.request_if_equal(path, entry, held, kind.exact)
             ):
                 self.matched.restored += 1
                 continue

@@ -11,15 +11,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from snapshot.distributed.exchange import (
-    Exchange,
-    Hello,
-    KnownPlan,
-    agreed_url,
-    expect_same_keys,
-    expect_same_verb,
-    plan_memory,
-)
+from snapshot.distributed.exchange import Exchange, Hello, agreed_url, expect_same_keys, expect_same_verb
+from snapshot.distributed.known_replication import KnownReplication, replication_memory
 from snapshot.errors import (
     CorruptSnapshotError,
     SignatureError,
@@ -495,12 +488,12 @@ def open_restore(
 ) -> Opened:
     """Agree on a snapshot with the other ranks, and open it. All ranks must have the same `keys`.
 
-    `open_session` takes the arguments `url` and `share` of `Session`.
+    `open_session` takes the arguments `url` and `handed_on` of `Session`.
     """
     held: list[Opened] = []
 
-    def at(place: URL, share: str = "") -> Opened:
-        session = open_session(place, share=share)
+    def at(place: URL, handed_on: str = "") -> Opened:
+        session = open_session(place, handed_on=handed_on)
         try:
             return run(open_checkpoint(session, None if exchange.alone else exchange.rank))
         except BaseException:
@@ -537,4 +530,4 @@ def remember_plan(exchange: Exchange, document: Document) -> None:
     if exchange.alone or document.world_size != exchange.world:
         return
     paths = frozenset(path.partition("/")[2] for path, entry in document.manifest.items() if entry.replicated)
-    plan_memory(exchange.ranks).keep_restored(KnownPlan(document.structure, paths))
+    replication_memory(exchange.ranks).keep_restored(KnownReplication(document.structure, paths))

@@ -245,7 +245,7 @@ class ReadPlan:
 
     # Existing destinations
 
-    def in_place(self, path: str, entry: e.TensorEntry, held: Any, exact: bool) -> bool:
+    def request_if_equal(self, path: str, entry: e.TensorEntry, held: Any, exact: bool) -> bool:
         """Request a range straight into a live tensor's memory, if everything agrees. Return False if not.
 
         This is the common case, in the fewest steps.

@@ -380,12 +380,10 @@ class Reader:
 
         On the host, bytes are verified before they are placed.
         """
-        verify, placed, slot = self._verify, iter(places), fill.slot
+        placed, slot = iter(places), fill.slot
         for segment, share in zip(part.segments, shares, strict=True):
             request = requests[segment.request]
-            good = (
-                not verify or fill.verifies(request, segment.begin, share) or self.good(request, segment.begin, share)
-            )
+            good = fill.verifies(request, segment.begin, share) or self.is_verified(request, segment.begin, share)
             if request.address or slot is None:
                 continue
             at, length = next(placed), segment.end - segment.begin
@@ -399,9 +397,11 @@ class Reader:
             else:
                 fill.place(request, segment.begin - request.stored.byte_range[0], data)
         for checked, found in fill.finish():
-            self.good(checked.request, checked.begin, checked.share, found)
+            self.is_verified(checked.request, checked.begin, checked.share, found)
 
-    def good(self, request: ReadRequest, begin: int, share: Buffer, found: tuple[str, bytes] | None = None) -> bool:
+    def is_verified(
+        self, request: ReadRequest, begin: int, share: Buffer, found: tuple[str, bytes] | None = None
+    ) -> bool:
         """Return True if a request's bytes from `begin` on match their digests, as far as that is known yet.
 
         `found` is their digest, and the digests of their blocks if they have several.

@@ -24,8 +24,6 @@ from snapshot.state.flatten import inflate_tree
 from snapshot.state.stateful import Kind
 from snapshot.text import counted, listed
 
-# A restore on one rank: plan, check, read, place, hand back.
-
 
 class Restore:
     """A restore in progress."""

@@ -1,4 +1,8 @@
-"""Shared reads: one rank reads a range that all ranks want, and broadcasts it through the process group."""
+"""Shared reads: one rank reads a range that all ranks want, and broadcasts it through the process group.
+
+This is the only module that uses the group's collectives. It does so in the foreground, in one order on all ranks.
+A rank whose read fails sends its error in the message that the others wait for.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +35,6 @@ from snapshot.progress import Meter
 from snapshot.tensors.digest import BLOCK, digest_range, split_digests
 from snapshot.tensors.memory import copy_memory, wrap_memory
 from snapshot.text import listed
-
-# Shared reads: one rank reads a range that all ranks want, and broadcasts it through the process group.
-#
-# This is the only module that uses the group's collectives. It does so in the foreground, in one order on all ranks.
-# A rank whose read fails sends its error in the message that the others wait for.
 
 PART = 8 << 20
 AHEAD = 2
@@ -349,7 +348,7 @@ class BroadcastReader:
             at, length = segment.begin - part.begin, segment.end - segment.begin
             share = wrap_memory(address + at, length)
             for request in self._requests[segment.request]:
-                if not self._reader.good(request, segment.begin, share):
+                if not self._reader.is_verified(request, segment.begin, share):
                     continue
                 if request.live:
                     self._reader.result.touched.add(request.name)

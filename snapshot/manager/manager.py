@@ -50,9 +50,9 @@ from snapshot.manager.tiered_steps import TieredSteps
 from snapshot.manifest.document import ManifestHead
 from snapshot.options import moved_names
 from snapshot.reports import RestoreReport, TakeReport
-from snapshot.save.begin import TAKE_OPTIONS, TakeOptions
 from snapshot.save.guards import suspicions
 from snapshot.save.take import AppState
+from snapshot.save.take_request import TAKE_OPTIONS, TakeOptions
 from snapshot.signing.keys import Key
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.text import Duration

@@ -22,8 +22,8 @@ from snapshot.manager.retention import Cleaner, Inspect
 from snapshot.manager.root import Root
 from snapshot.manager.step_metadata import ManagedSnapshot, Writers, add_writer
 from snapshot.manager.takes import PendingTakes
-from snapshot.save.begin import BaseArgument, TakeOptions, TakeRequest
 from snapshot.save.take import AppState
+from snapshot.save.take_request import BaseArgument, TakeOptions, TakeRequest
 from snapshot.snapshot import PendingSnapshot, Snapshot
 
 if TYPE_CHECKING:

@@ -1,95 +1,22 @@
-"""Messages that the ranks exchange before they write, the leader's replies, and a cache of plans."""
+"""Messages that the ranks exchange before they write, and the leader's replies.
+
+Each rank sends a small record of digests. If those agree, each rank can plan alone, since it knows the state of the
+others. Only if they differ are details requested, once for each different rank.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from operator import attrgetter
-from typing import Any
 
 import msgspec
 
 from snapshot.errors import SnapshotError
-from snapshot.io.storage import Limits
-from snapshot.io.system import PerProcess, drop_oldest
 from snapshot.manifest import document
-from snapshot.plan.layout import FilePart, FilePlan, PlannedLeaf, SavePlan, cut_file, make_plan
 from snapshot.tensors.digest import digest_range, split_digests
 from snapshot.tensors.geometry import Box, boxes_overlap, is_inside
 from snapshot.text import listed
-
-# Cache of plans, so that takes of the same structure are planned once.
-
-KEPT = 8
-"""Number of cached plans, for takes that alternate."""
-_paths, _dtypes, _shapes, _origins = map(attrgetter, ("path", "dtype", "shape", "origin"))
-
-
-@dataclass(frozen=True, slots=True)
-class _CachedPlan:
-    """A plan, with its arguments and leaves."""
-
-    asked: tuple[Any, ...]
-    leaves: tuple[list[Any], ...]
-    plan: SavePlan
-    tables: int
-
-
-_cuts: PerProcess[dict[tuple[int, int], tuple[FilePlan, list[FilePart]]]] = PerProcess(dict)
-
-
-def find_parts(file: FilePlan, part_bytes: int) -> list[FilePart]:
-    """Return the parts of a file, cached for the files of cached plans."""
-    key = id(file), part_bytes
-    cuts = _cuts.get()
-    kept = cuts.get(key)
-    if kept is None or kept[0] is not file:
-        kept = cuts[key] = file, cut_file(file, part_bytes)
-        drop_oldest(cuts, 2 * KEPT)
-    return kept[1]
-
-
-class PlanCache:
-    """Cache of the latest plans."""
-
-    def __init__(self) -> None:
-        self._made: tuple[_CachedPlan, ...] = ()  # replaced as a whole, so that other threads can read it
-
-    def plan(
-        self,
-        leaves: Sequence[PlannedLeaf],
-        blob_bytes: int,
-        limits: Limits,
-        lanes: int,
-        *,
-        staged_bytes: int,
-        loads: tuple[int, ...] = (),
-        groups: bytes = b"",
-        longest: int = 0,
-    ) -> SavePlan:
-        """Return the result of `make_plan` for the same arguments, from the cache if possible."""
-        asked = (limits, lanes, groups, longest)
-        described = tuple(list(map(get, leaves)) for get in (_paths, _dtypes, _shapes, _origins))
-        for made in self._made:
-            if made.asked == asked and made.leaves == described:
-                return replace(made.plan, blob_bytes=blob_bytes + made.tables, staged_bytes=staged_bytes, loads=loads)
-        plan = make_plan(
-            leaves, blob_bytes, limits, lanes, staged_bytes=staged_bytes, loads=loads, groups=groups, longest=longest
-        )
-        if any(groups) or longest:  # the structure does not depend on the choice of files
-            usual = self.plan(leaves, blob_bytes, limits, lanes, staged_bytes=staged_bytes, loads=loads)
-            plan = replace(plan, structure=usual.structure)
-        made = _CachedPlan(asked, described, plan, plan.blob_bytes - blob_bytes)
-        self._made = (*self._made, made)[-KEPT:]
-        return plan
-
-
-# Messages that the ranks exchange before they write, and the leader's replies.
-#
-# Each rank sends a small record of digests. If those agree, each rank can plan alone, since it knows the state of the
-# others. Only if they differ are details requested, once for each different rank.
 
 FIRST = ""
 """The initial basis: everything that may be shared is shared."""

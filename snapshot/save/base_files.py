@@ -21,7 +21,8 @@ from snapshot.manifest.document import BaseReference, FileEntry
 from snapshot.manifest.entries import TensorEntry
 from snapshot.plan.layout import Extent, FilePlan, Piece, plan_file
 from snapshot.save.begin import TakeOpening
-from snapshot.save.staging import FileDigests, Stager
+from snapshot.save.digests import FileDigests
+from snapshot.save.staging import Stager
 from snapshot.state.leaves import Leaf
 from snapshot.tensors.digest import BLOCK, SIZE, FileTree, count_blocks, digest_range, digest_table
 from snapshot.tensors.geometry import Box, find_flat_ranges, is_flat_range, is_inside, whole_box

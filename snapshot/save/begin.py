@@ -1,320 +1,32 @@
-"""The arguments of a take, as one checked value."""
+"""The beginning of a take: a session for its options, and the agreement of all ranks on its path and id."""
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import secrets
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
-from importlib import import_module
 from types import TracebackType
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import msgspec
 
 from snapshot.distributed.exchange import Exchange, Hello, agreed_url, expect_same_keys, expect_same_verb
-from snapshot.errors import SnapshotBusyError, SnapshotError, SnapshotExistsError, StorageError, StorageNotFoundError
+from snapshot.errors import SnapshotError, SnapshotExistsError, StorageError, StorageNotFoundError
 from snapshot.events import emit, warn
 from snapshot.formats import dcp
 from snapshot.formats.dcp import is_notice
-from snapshot.io.aio import Latch
-from snapshot.io.arena import arena, available_memory
-from snapshot.io.budget import Pool
 from snapshot.io.loop import LoopFuture, run, start
-from snapshot.io.session import Seal, Session, signer_of
-from snapshot.io.storage import FileStat, Storage
-from snapshot.io.system import PerProcess, expect_linux
-from snapshot.io.url import URL, Location, Source, locate_source
-from snapshot.manifest.document import METADATA, measure_nesting
-from snapshot.manifest.rank_view import DEEPEST
-from snapshot.options import MiB, Settings
-from snapshot.plan.layout import SavePlan
-from snapshot.plan.names import matcher
-from snapshot.progress import Meter, ProgressArgument
-from snapshot.save.compression import expect_compression, usual_budget
-from snapshot.save.guards import Guards, expect_guards
+from snapshot.io.session import Session
+from snapshot.io.storage import FileStat
+from snapshot.io.url import URL
+from snapshot.manifest.document import METADATA
+from snapshot.progress import Meter
+from snapshot.save.compression import usual_budget
+from snapshot.save.take_request import TakeRequest
+from snapshot.save.take_slots import TakeSlot, take_slots
 from snapshot.save.transaction import PathState, State, Transaction, expect_own_manifest
-from snapshot.state.leaves import Prepare
-from snapshot.tensors.digest import FileTree, Root
-from snapshot.text import counted
-
-Staging = Literal["blocking", "overlapped"]
-Worker = Literal["thread", "process"]
-WhenBusy = Literal["wait", "raise"]
-Only = Literal["trainable"]
-AllowPickle = Literal["warn", "error", True]
-
-
-Compression = Literal["zstd", "auto"]
-BaseArgument = Source | Sequence[Source] | None
-SIGNING = "snapshot.signing"
-"""The package of keys. Like a plugin, it is imported by its name, and only for a take that is signed."""
-
-
-@runtime_checkable
-class TakeSigner(Protocol):
-    """A key that signs a take."""
-
-    def expect_signable(self, storage: Storage, *, leads: bool) -> None:
-        """Raise `ValueError` if a take with this storage cannot be signed, or if its leader has no private key."""
-        ...
-
-    def files_of(self, save_id: str, location: str) -> list[str]:
-        """Return the files that are stored beside a rank's data files. `location`: one of those."""
-        ...
-
-    async def put_leaves(self, storage: Storage, trees: Mapping[str, FileTree]) -> None:
-        """Store the hashes of files, before they are signed."""
-        ...
-
-    async def put_signature(self, storage: Storage, save_id: str, manifest: bytes, files: Mapping[str, Root]) -> None:
-        """Sign a manifest and its files."""
-        ...
-
-
-def load_signer(key: Any) -> TakeSigner:
-    """Return what signs with a key. Raise `ValueError` or `TypeError` for a wrong one."""
-    made: TakeSigner = import_module(f"{SIGNING}.keys").load_signer(key)
-    return made
-
-
-class OptionalSeal(Seal, Protocol):
-    """A seal of a base. It accepts a snapshot without a signature, and verifies one that has it."""
-
-    fault: str
-    """Why the snapshot that was opened last is not signed; empty if it is."""
-
-
-def make_optional_seal(signer: TakeSigner) -> OptionalSeal:
-    """Return the seal with which a signed take opens its base."""
-    made: OptionalSeal = import_module(f"{SIGNING}.seal").OptionalSeal(signer)
-    return made
-
-
-@dataclass(frozen=True, kw_only=True)
-class TakeOptions:
-    """The options that all takes of a run share, for `SnapshotManager.take` and `async_take`.
-
-    Each is explained at `Snapshot.take` and `Snapshot.async_take`. Wrong values raise `ValueError` or `TypeError`.
-
-    >>> from snapshot import TakeOptions
-    >>> options = TakeOptions(replicated=["model/**"], staging="overlapped")
-    """
-
-    replicated: Sequence[str] | None = None
-    prepare: Prepare | None = None
-    """As `_custom_tensor_prepare_func` of `Snapshot.take`."""
-    durable: bool = True
-    exclude: Sequence[str] = ()
-    memory_budget_bytes: int | None = None
-    check_replicated: bool = False
-    read_back: bool | float = False
-    progress: ProgressArgument = None
-    timeout: float | None = None
-    plan: SavePlan | None = None
-    base: BaseArgument = None
-    only: Only | None = None
-    compression: Compression | None = None
-    sign: Any = None
-    """The path of a PEM file with an Ed25519 key, or a key object of `cryptography`."""
-    allow_pickle: AllowPickle = "warn"
-    staging: Staging = "blocking"
-    worker: Worker = "thread"
-    when_busy: WhenBusy = "wait"
-    guards: Guards = "report"
-    statistics: bool = False
-    signer: TakeSigner | None = field(init=False)
-    """The key that `sign` names."""
-
-    def __post_init__(self) -> None:
-        for name, allowed in (("staging", Staging), ("worker", Worker), ("when_busy", WhenBusy)):
-            if getattr(self, name) not in get_args(allowed):
-                choices = " or ".join(map(repr, get_args(allowed)))
-                raise ValueError(f"{name} must be {choices}, got {getattr(self, name)!r}")
-        if self.allow_pickle not in ("warn", "error") and self.allow_pickle is not True:
-            raise ValueError(f"allow_pickle must be 'warn', 'error' or True, got {self.allow_pickle!r}")
-        expect_guards(self.guards)
-        if self.worker == "process":
-            expect_linux("worker='process'")
-        if self.only not in (None, "trainable"):
-            raise ValueError(f"only must be 'trainable' or None, got {self.only!r}")
-        _ = self.bases  # raises for a wrong one
-        expect_compression(self.compression)
-        signer = self.sign if self.sign is None or isinstance(self.sign, TakeSigner) else load_signer(self.sign)
-        object.__setattr__(self, "signer", signer)
-        matcher(self.replicated or ())
-        if not 0.0 <= self.read_back_share <= 1.0:
-            raise ValueError(f"read_back must be True, False or a fraction from 0 to 1, got {self.read_back!r}")
-
-    def at(
-        self,
-        storage_options: Mapping[str, Any] | None,
-        *,
-        overwrite: bool,
-        metadata: Mapping[str, Any] | None,
-        **changes: Any,
-    ) -> TakeRequest:
-        """Return the request of a take with these options, but for some changes. The key is not read again."""
-        shared = {each.name: getattr(self, each.name) for each in fields(TakeOptions) if each.init}
-        own = {"storage_options": storage_options, "overwrite": overwrite, "metadata": metadata}
-        return TakeRequest(**{**shared, "sign": self.signer, **own, **changes})
-
-    @property
-    def bases(self) -> list[Source]:
-        """The snapshots that the take is based on, the newest first."""
-        if self.base is None:
-            return []
-        given: list[Any] = list(self.base) if isinstance(self.base, (list, tuple)) else [self.base]
-        for each in given:
-            if not isinstance(each, (str, os.PathLike)) and not isinstance(getattr(each, "location", None), Location):
-                raise TypeError(
-                    f"base must be a path, a URL or a Snapshot, or a list of them, got {type(each).__name__}"
-                )
-        return given
-
-    @property
-    def keys(self) -> list[str]:
-        """The public keys of the take and of its bases, which must be the same on all ranks; empty texts for none."""
-        return [str(self.signer or ""), *(signer_of(locate_source(each).seal) for each in self.bases)]
-
-    @property
-    def two_copies(self) -> bool:
-        """True if the newest two snapshots must have two physical copies of what is unchanged."""
-        return isinstance(self.base, (list, tuple))
-
-    @property
-    def read_back_share(self) -> float:
-        """The fraction of the written bytes that is read back before the commit."""
-        return float(self.read_back)
-
-
-TAKE_OPTIONS = TakeOptions()
-"""The defaults."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TakeRequest(TakeOptions):
-    """All options of one take: also those that belong to its place."""
-
-    storage_options: Mapping[str, Any] | None = None
-    overwrite: bool = False
-    metadata: Mapping[str, Any] | None = None
-    metadata_json: msgspec.Raw = field(init=False)
-    """The user's metadata, as written to the manifest."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.only and not self.bases:  # a manager adds the base
-            raise ValueError("only='trainable' must have a base: the snapshot that has what is left out")
-        object.__setattr__(self, "metadata_json", encode_metadata(self.metadata))
-
-
-def encode_metadata(metadata: Mapping[str, Any] | None) -> msgspec.Raw:
-    """Encode the user's metadata for the manifest; raise `TypeError` if JSON cannot hold it."""
-    try:
-        json.dumps(metadata, allow_nan=False)  # JSON has no NaN, and msgspec would make it null
-        encoded = msgspec.json.encode(dict(metadata or {}))
-        if measure_nesting(encoded) > DEEPEST:
-            raise ValueError(f"it must nest at most {DEEPEST} levels")
-        return msgspec.Raw(encoded)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise TypeError(f"metadata must be a JSON value: {error}") from error
-
-
-# Limits on the concurrent asynchronous takes of a process: a number of slots, and one shared budget.
-
-
-class TakeSlot:
-    """A slot of one take, from its call until it is committed or failed."""
-
-    def __init__(self, take_slots: TakeSlots) -> None:
-        self._in_flight = take_slots
-
-    def pool(self, limit: int) -> Pool:
-        """Return the memory pool that all pending takes share. The newest take sets its limit."""
-        return self._in_flight.pool(limit)
-
-    def leave_after(self, work: Future[Any]) -> None:
-        """Hold the slot until the work is done."""
-        work.add_done_callback(lambda _: self.leave())
-
-    def leave(self) -> None:
-        """Release the slot. Later calls do nothing."""
-        self._in_flight.left(self)
-
-
-class TakeSlots:
-    """All slots of this process."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._taken: set[TakeSlot] = set()
-        self._waiting: list[Latch] = []
-        self._pool = Pool(0)
-
-    @contextmanager
-    def take(self, when_busy: str) -> Iterator[TakeSlot]:
-        """Take a slot, and release it if the body fails. `when_busy` decides whether to wait if none is free."""
-        most = Settings.current().pending
-        place = TakeSlot(self)
-        try:
-            while (gate := self._enter(place, most)) is not None:
-                if when_busy == "raise":
-                    raise SnapshotBusyError(
-                        f"{counted(most, 'snapshot')} {'is' if most == 1 else 'are'} already pending; wait() for "
-                        "one, save less often, or raise SNAPSHOT_PENDING"
-                    )
-                gate.wait()
-            yield place
-        except BaseException:
-            place.leave()
-            raise
-
-    def _enter(self, place: TakeSlot, most: int) -> Latch | None:
-        """Take a slot, or return a latch to wait for."""
-        with self._lock:
-            if len(self._taken) < most:
-                self._taken.add(place)
-                return None
-            self._waiting.append(Latch())
-            return self._waiting[-1]
-
-    def left(self, place: TakeSlot) -> None:
-        """Free a slot that was taken."""
-        with self._lock:
-            self._taken.discard(place)
-            waiting, self._waiting = self._waiting, []
-        for gate in waiting:
-            gate.open()
-
-    def pool(self, limit: int) -> Pool:
-        with self._lock:
-            if len(self._taken) == 1:
-                self._pool = Pool(limit)
-            else:
-                with self._pool.lock:
-                    self._pool.resize(limit)
-            return self._pool
-
-    def usual_limit(self) -> int:
-        """Return half of the host's free memory without pending takes, shared by the processes of a job."""
-        free = available_memory() + arena().kept + self._pool.used
-        return max(64 * MiB, free // 2 // Settings.processes())
-
-
-_take_slots = PerProcess(TakeSlots)
-
-
-def take_slots() -> TakeSlots:
-    """Return the slots of this process."""
-    return _take_slots.get()
-
 
 # The agreement before a take: all ranks agree on path and id, and the leader claims the path.
 
@@ -370,6 +82,10 @@ class TakeOpening:
             self._transaction.expect(self._expected.result())
             self._expected = None
         return self._transaction
+
+    def expect_path_free(self) -> None:
+        """Raise `SnapshotExistsError` if a snapshot is there that must not be overwritten."""
+        self.transaction()
 
     def path_as_given(self, given: str | os.PathLike[str]) -> str | os.PathLike[str]:
         """Return the path as this rank gave it, or the leader's if they differ."""

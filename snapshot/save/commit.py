@@ -1,13 +1,11 @@
-"""The commit of several ranks: written files become a manifest, which the leader merges and commits."""
+"""The commit of several ranks: the leader merges their manifest parts and commits the result."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -27,278 +25,21 @@ from snapshot.io.loop import cancel_all, in_own_thread, run
 from snapshot.io.session import Session
 from snapshot.io.storage import ANYTHING, Storage
 from snapshot.io.url import URL
-from snapshot.manifest import document as d
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import (
     METADATA,
-    NEWEST_FORMAT,
-    BaseReference,
-    Document,
-    FileEntry,
-    PackedFile,
     PartEntry,
     encode,
-    expect_whole_tensors,
-    format_of,
-    merge,
 )
 from snapshot.manifest.parts import ManifestPart, decode_part, encode_own_part
-from snapshot.plan.consensus import add_sums, digest_layout, sum_digests
-from snapshot.plan.layout import Extent, place_box
-from snapshot.save.begin import TakeSigner
-from snapshot.save.compression import PackedResult
+from snapshot.plan.consensus import add_sums
+from snapshot.save.describe import RankManifest, build_document
 from snapshot.save.guards import Finding, Sampled
-from snapshot.save.replication import FEW, RankShare
-from snapshot.save.reuse import Unchanged
+from snapshot.save.replication import FEW
+from snapshot.save.take_request import TakeSigner
 from snapshot.save.transaction import Transaction, clean_after_commit
-from snapshot.save.writer import WrittenFile, write_small
-from snapshot.state.leaves import Blob, Leaf
-from snapshot.tensors.digest import Root, RunningDigest, digest_bytes, digest_range
-from snapshot.tensors.split_zstd import CODEC
-from snapshot.text import VERSION, listed
-
-# Manifest building: written files become entries, entries a rank's part, and all parts the manifest.
-
-
-@dataclass(frozen=True)
-class RankManifest:
-    """The manifest part of one rank."""
-
-    own: Mapping[str, Any]
-    """Entries of this rank alone, and the shards that it wrote."""
-    shared: dict[str, Any]
-    """Replicated entries that it wrote."""
-    files: dict[str, FileEntry]
-    chunks: list[bytes | bytearray]
-    """Content of the `.bin` file that entries point into."""
-    structure: str
-    """A digest of all ranks' structures, or of the plan of a single rank."""
-    metadata: msgspec.Raw
-    """The user's metadata, from the leader."""
-    world: int
-    cut: bool
-    """True if each rank's own entries stay in a separate part."""
-    expected: frozenset[str]
-    """Paths of the replicated entries."""
-    base: BaseReference | None = None
-    """The base that has some of its files."""
-
-
-class _Binary:
-    """Content of the `.bin` file that entries point into."""
-
-    def __init__(self, location: str) -> None:
-        self.location = location
-        self.chunks: list[bytes | bytearray] = []
-        self.size = 0
-
-    def append(self, data: bytes | bytearray) -> tuple[int, int]:
-        """Append the data, and return its range in the file."""
-        self.chunks.append(data)
-        self.size += len(data)
-        return self.size - len(data), self.size
-
-
-def build_entries(
-    share: RankShare,
-    written: Sequence[WrittenFile],
-    unchanged: Unchanged,
-    binary_path: str,
-    *,
-    structure: str,
-    metadata: msgspec.Raw,
-) -> RankManifest:
-    """Return one rank's entries, and the content of its `.bin` file.
-
-    `written` are all files of this rank, including those that are shared with a base. The share releases its leaves: a
-    leaf and its entry take much memory if there are millions, so each leaf is released when its entry is there.
-    """
-    entries = share.flat.entries
-    binary = _Binary(binary_path)
-    for blob in share.blobs:
-        entries[blob.path] = _object_entry(blob, binary)
-    pieces: dict[int, list[e.Shard]] = {}
-    leaves: list[Any] = share.take_leaves()
-
-    def add(leaf: Leaf, extent: Extent, stored: e.TensorEntry) -> None:
-        if extent.box is not None or leaf.whole is not None:
-            box = place_box(leaf, extent.box)
-            pieces.setdefault(id(leaf.whole or leaf), []).append(e.Shard(box.offsets, box.sizes, stored))
-        elif leaf.wrap is not None:
-            leaf.wrap(leaf.path, stored)
-        else:
-            if leaf.extra is not None:
-                stored.extra = leaf.extra
-            entries[leaf.path] = stored
-
-    for extent, held in unchanged.omitted:
-        add(leaves[extent.leaf], extent, held)
-    for each in written:
-        where = each.location
-        for index, (extent, digest) in enumerate(zip(each.file.extents, each.digests, strict=True)):
-            leaf = leaves[extent.leaf]
-            table = each.tables.get(index, b"")
-            stored = e.TensorEntry(
-                where,
-                (extent.begin, extent.end),
-                leaf.dtype,
-                leaf.shape if extent.box is None else extent.box.sizes,
-                digest,
-                (binary.location, *binary.append(table)) if table else None,
-            )
-            add(leaf, extent, stored)
-            if extent.box is None:  # it is in no other extent
-                leaves[extent.leaf] = None if leaf.whole is None else leaf.whole
-    if pieces:
-        _add_chunked_entries([leaf for leaf in leaves if leaf is not None], pieces, entries)
-    for path, owner in share.flat.ties.items():
-        entries[path] = _entry_of_tie(entries[owner])
-    own, shared = share.entries(entries)
-    files = {each.location: _file_entry(each, binary, compare=unchanged.compares) for each in written}
-    files |= unchanged.base_files
-    if binary.chunks:
-        files[binary.location] = FileEntry(binary.size)
-    cut = share.replication.cut or (share.alone and share.world == 1 and len(entries) > d.IN_ONE)
-    structure = share.replication.structure or structure
-    return RankManifest(
-        own,
-        shared,
-        files,
-        binary.chunks,
-        structure,
-        metadata,
-        share.world,
-        cut,
-        share.replication.paths,
-        unchanged.reference,
-    )
-
-
-def describe_alone(data: bytes | bytearray) -> FileEntry:
-    """Return the entry of a file that no entry points into: its digest covers all of it, as that of a header."""
-    return FileEntry(len(data), len(data), digest_range(data))
-
-
-def _file_entry(written: WrittenFile, binary: _Binary, *, compare: bool) -> FileEntry:
-    header = digest_range(written.file.header)
-    entry = FileEntry(written.file.size, len(written.file.header), header)
-    if written.packed is not None:
-        entry.packed = describe_packed(written.packed, binary.location, binary.append(written.packed.table))
-    if compare:
-        entry.content = digest_range("".join([header, *written.digests]).encode())
-    if written.shared is not None:
-        entry.age = written.shared.entry.age + 1
-        entry.origin = written.shared.origin if written.shared.base.shares == "link" else None
-    return entry
-
-
-def describe_packed(packed: PackedResult, location: str, place: tuple[int, int]) -> PackedFile:
-    """Return the description of a compressed file whose table is at a place in another file."""
-    return PackedFile(CODEC, packed.size, (location, *place), digest_range(packed.table), packed.digest)
-
-
-def _entry_of_tie(entry: Any) -> Any:
-    """Return an entry for another name of the same tensor, with its own list of shards for the leader to extend."""
-    if isinstance(entry, e.ChunkedTensorEntry):
-        return msgspec.structs.replace(entry, chunks=list(entry.chunks))
-    if isinstance(entry, e.ShardedTensorEntry):
-        return msgspec.structs.replace(entry, shards=list(entry.shards))
-    return entry
-
-
-def _object_entry(blob: Blob, binary: _Binary) -> e.ObjectEntry:
-    data_range = binary.append(blob.data)
-    table = _digest_table(blob.data)
-    blocks = (binary.location, *binary.append(table)) if table else None
-    digest = digest_range(table) if table else digest_bytes(blob.data)
-    return e.ObjectEntry(binary.location, data_range, blob.serializer, blob.obj_type, digest, blocks)
-
-
-def _add_chunked_entries(leaves: Sequence[Leaf], pieces: Mapping[int, list[e.Shard]], entries: dict[str, Any]) -> None:
-    """Add the entries of tensors that were stored in several pieces."""
-    for whole in {id(leaf.whole or leaf): leaf.whole or leaf for leaf in leaves}.values():
-        shards = pieces.get(id(whole))
-        if shards is None:
-            continue
-        shards.sort(key=lambda shard: shard.offsets)
-        chunked = e.ChunkedTensorEntry(whole.dtype, whole.shape, shards)
-        if whole.wrap is not None:
-            whole.wrap(whole.path, chunked)
-        else:
-            chunked.extra = whole.extra
-            entries[whole.path] = chunked
-
-
-def _digest_table(data: bytes | bytearray) -> bytes:
-    """Return the digests of a blob's blocks, or nothing if it has a single block."""
-    running = RunningDigest()
-    running.update(memoryview(data))
-    return running.finish()[1]
-
-
-def shard_checksums(described: RankManifest) -> tuple[bytes, bytes]:
-    """Return this rank's terms of two checksums, which are equal over all ranks if every shard was written once.
-
-    The first covers the elements that this rank wrote. The second covers all elements of the tensors whose first
-    element this rank wrote.
-    """
-    have, expected = [], []
-    for path, entry in described.own.items():
-        if isinstance(entry, e.ShardedTensorEntry):
-            digest = digest_layout(path, "")
-            have += [digest * math.prod(shard.sizes) for shard in entry.shards]
-            if any(not any(shard.offsets) for shard in entry.shards):
-                expected.append(digest * math.prod(entry.shape))
-    return sum_digests(have), sum_digests(expected)
-
-
-def encode_for_leader(described: RankManifest) -> bytes:
-    """Encode the part that is merged into the manifest itself."""
-    own = {} if described.cut else dict(described.own.items())
-    return encode(ManifestPart(own, described.shared, described.files, described.base))
-
-
-def build_document(
-    described: RankManifest,
-    save_id: str,
-    parts: Sequence[PartEntry],
-    others: Iterable[ManifestPart],
-    *,
-    newest: bool,
-) -> Document:
-    """Return the manifest, from the leader's entries and the parts of the other ranks.
-
-    `newest`: an entry in a separate part needs the newest format.
-    """
-    manifest = {} if described.cut else dict(described.own.items())
-    manifest.update(described.shared)
-    files, base = dict(described.files), described.base
-    for rank, part in enumerate(others, 1):
-        merge(manifest, part.manifest, f"rank {rank}")
-        merge(manifest, part.shared, f"rank {rank}")
-        files.update(part.files)
-        if part.base is not None and base is not None and part.base.save_id != base.save_id:
-            raise SnapshotError(f"base: must be one snapshot on all ranks, got {base.url} and {part.base.url}")
-        base = base or part.base
-    expect_whole_tensors(manifest)
-    lost = [path for path in described.expected if f"0/{path}" not in manifest]
-    if lost:
-        raise CorruptSnapshotError(f"no rank wrote these replicated entries:{listed(sorted(lost))}")
-    created = datetime.now(UTC).isoformat(timespec="seconds")
-    return Document(
-        NEWEST_FORMAT if newest and described.cut else format_of(files, manifest),
-        VERSION,
-        save_id,
-        described.world,
-        created,
-        described.structure,
-        described.metadata,
-        files,
-        list(parts) if described.cut else [],
-        manifest,
-        base,
-    )
-
+from snapshot.save.writer import write_small
+from snapshot.tensors.digest import Root
 
 # Work that each rank does by itself: it stops if another rank fails, whose error is raised here.
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from snapshot.distributed.exchange import beside_loop, keep_plan
+from snapshot.distributed.exchange import beside_loop
+from snapshot.distributed.known_replication import remember_replication
 from snapshot.events import emit
 from snapshot.io.aio import in_thread, shielded
 from snapshot.io.budget import MemoryBudget
@@ -17,32 +18,29 @@ from snapshot.io.loop import LoopFuture, work_on
 from snapshot.io.session import Session
 from snapshot.io.system import PerProcess
 from snapshot.manifest.entries import needs_third_format
-from snapshot.plan.consensus import PlanCache
 from snapshot.plan.layout import LEFT_OUT, SavePlan, name_data_file
+from snapshot.plan.plan_cache import PlanCache
 from snapshot.reports import TakeReport
-from snapshot.save.begin import TakeOpening, TakeSigner
+from snapshot.save.begin import TakeOpening
 from snapshot.save.commit import (
     LONG,
     SHORTEST,
     RankDone,
-    RankManifest,
-    build_entries,
     commit_with_ranks,
-    describe_alone,
-    encode_for_leader,
     expect_readable,
     leader_part_path,
     own_part_path,
     raise_fault_of_another_rank,
-    shard_checksums,
     while_all_go_on,
     write_own_part,
 )
 from snapshot.save.compression import Packing, layout_of_leaves, longest_file, note_speed
+from snapshot.save.describe import RankManifest, build_entries, describe_alone, encode_for_leader, shard_checksums
 from snapshot.save.guards import GuardedTake
 from snapshot.save.replication import RankShare
 from snapshot.save.reuse import Unchanged, remember_unchanged
 from snapshot.save.staging import Stager
+from snapshot.save.take_request import TakeSigner
 from snapshot.save.transaction import State, Transaction
 from snapshot.save.writer import Writer, WrittenFile, write_small
 from snapshot.tensors.digest import SIZE, FileTree, Root, count_blocks, digest_range, root_of, tree_of
@@ -118,7 +116,7 @@ class PartStaging:
 class Take:
     """One take on this rank: its files, and the commit.
 
-    From its first step on, `write` ends everything that the opening started: session, exchange and meter.
+    From its first step on, `write_and_commit` ends everything that the opening started: session, exchange and meter.
     """
 
     def __init__(
@@ -192,11 +190,11 @@ class Take:
         """Start to write in the background, once, and return the work."""
         if self.work is None:
             self.opening.transaction()  # an existing snapshot is an error of the call
-            self.work = work_on(self.write())
+            self.work = work_on(self.write_and_commit())
             self.work.begin()
         return self.work
 
-    async def write(self) -> None:
+    async def write_and_commit(self) -> None:
         """Claim, write, commit and clean up. If a step fails, delete everything.
 
         From the commit on, nothing can be interrupted: a committed snapshot must not be deleted.
@@ -217,7 +215,9 @@ class Take:
                     )
                     if self._guarded is not None:
                         self._guarded.committed()
-                    keep_plan(self._exchange.ranks, self._share.replication.own, self._share.replication.known_plan())
+                    remember_replication(
+                        self._exchange.ranks, self._share.replication.own, self._share.replication.known_plan()
+                    )
                 except BaseException as error:  # before the other ranks get the error, and files are deleted
                     self._staging.stop(error)
                     raise

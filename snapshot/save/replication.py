@@ -14,8 +14,9 @@ import torch
 import xxhash
 from msgspec.structs import replace
 
-from snapshot.distributed.exchange import Exchange, KnownPlan, plan_memory
+from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import Ranks
+from snapshot.distributed.known_replication import KnownReplication, replication_memory
 from snapshot.errors import SnapshotError, UnsafeObjectError
 from snapshot.events import log, warn
 from snapshot.io.system import PerProcess
@@ -28,7 +29,7 @@ from snapshot.manifest.values import Scalar
 from snapshot.plan import consensus as a
 from snapshot.plan.layout import Assignment, PartitionItem, partition_items
 from snapshot.plan.names import find_unmatched, matcher
-from snapshot.save.begin import TakeRequest
+from snapshot.save.take_request import TakeRequest
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Blob, Leaf, Prepare
 from snapshot.state.model_state import ModelState
@@ -248,9 +249,9 @@ class Replication:
     own: str = ""
     """This rank's own structure."""
 
-    def known_plan(self) -> KnownPlan:
+    def known_plan(self) -> KnownReplication:
         """Return the plan that the next take of the same structure can reuse."""
-        return KnownPlan(self.structure, self.paths, self.written_elsewhere)
+        return KnownReplication(self.structure, self.paths, self.written_elsewhere)
 
 
 @dataclass
@@ -348,7 +349,7 @@ def agree_on_replicas(exchange: Exchange, flat: Flattened, rules: ReplicationRul
         return Replication("", rules.select(flat.entries), (0,))
     found = find_candidates(flat, rules)
     asks = any(piece.holders is None and not piece.replica for held in flat.shards.values() for piece in held.pieces)
-    memory = plan_memory(exchange.ranks)
+    memory = replication_memory(exchange.ranks)
     known = memory.find(found.structure) or (None if asks else memory.restored)
     basis = known.structure if known else a.FIRST
     paths = frozenset(found.items) if known is None else known.paths & found.items.keys()

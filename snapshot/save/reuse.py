@@ -43,10 +43,11 @@ from snapshot.save.base_files import (
     open_base,
     read_tables,
 )
-from snapshot.save.begin import TakeOpening, TakeRequest, make_optional_seal
+from snapshot.save.begin import TakeOpening
 from snapshot.save.compression import PackedResult
 from snapshot.save.replication import RankShare
 from snapshot.save.staging import Stager
+from snapshot.save.take_request import TakeRequest, make_optional_seal
 from snapshot.save.transaction import committed_save_id
 from snapshot.save.writer import WrittenFile
 from snapshot.state.leaves import Leaf

@@ -19,14 +19,17 @@ from snapshot.io.url import URL
 from snapshot.plan.layout import SavePlan
 from snapshot.progress import Meter, ProgressArgument
 from snapshot.reports import TakeReport
-from snapshot.save.background_take import LateCopies, PendingCopy, StagingAhead
-from snapshot.save.begin import TakeOpening, TakeRequest, begin_take, open_dry_run, session_for_take, take_slots
+from snapshot.save.background_take import LateCopies, StagingAhead
+from snapshot.save.begin import TakeOpening, begin_take, open_dry_run, session_for_take
 from snapshot.save.compression import choose_packing
 from snapshot.save.guards import GuardedTake, expect_good
 from snapshot.save.planned_take import Take, Verify, plan_writes
 from snapshot.save.replication import RankShare, collect_rank_share
 from snapshot.save.reuse import find_unchanged, group_leaves
 from snapshot.save.staging import Stager
+from snapshot.save.step_barrier import PendingCopy
+from snapshot.save.take_request import TakeRequest
+from snapshot.save.take_slots import take_slots
 from snapshot.state.model_state import find_frozen
 from snapshot.state.stateful import Stateful, check_app_state
 from snapshot.tensors.statistics import ByPath, measure_tensor
@@ -90,7 +93,7 @@ def run_take(
         meter = Meter("take", shown_once(options.progress, pg))
         with begin_take(exchange, path, options, meter) as opening:
             opening.look_at_path()
-            opening.transaction()  # raises for an existing snapshot before any state is collected
+            opening.expect_path_free()  # before any state is collected
             share = collect_rank_share(exchange, app_state, options, opening.globs)
             packing = choose_packing(options.compression, opening.session, share.leaves)
             unchanged = find_unchanged(opening, share, app_state, options)
@@ -114,7 +117,7 @@ def run_take(
                     guarded=guarded,
                     measured=measured,
                 )
-                run(take.write())
+                run(take.write_and_commit())
     return opening.path_as_given(path), take.report, options
 
 

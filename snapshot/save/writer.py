@@ -19,12 +19,13 @@ from snapshot.io.budget import MemoryBudget
 from snapshot.io.loop import cancel_all
 from snapshot.io.session import Session
 from snapshot.io.storage import FileWriter, Storage
-from snapshot.plan.consensus import find_parts
 from snapshot.plan.layout import FilePart, FilePlan, choose_part_size
+from snapshot.plan.plan_cache import find_parts
 from snapshot.progress import unmetered
 from snapshot.save.base_files import BaseFile
 from snapshot.save.compression import FilePacker, PackedResult, Packing
-from snapshot.save.staging import FileDigests, StagedPart, Stager
+from snapshot.save.digests import FileDigests
+from snapshot.save.staging import StagedPart, Stager
 from snapshot.tensors.digest import FileTree, RunningTree, tree_of
 from snapshot.tensors.memory import detach_view
 from snapshot.tensors.split_zstd import PAGE

@@ -682,7 +682,7 @@ def _read_adapter_config(operation: Operation, source: Opened, target: Target) -
 def convert_checkpoint(operation: Operation, origin: Location, target: Target, choice: Selection) -> ConvertReport:
     """Convert a checkpoint. Half of the memory is for reading it, and half for writing."""
     expect_writable(target, [origin.url])
-    source = operation.open(origin, share=2)
+    source = operation.open(origin, divisor=2)
     arguments = {"source": origin.url, **target.agreed(), **choice.arguments()}
     [found] = open_sources(operation.exchange, "convert", arguments, [source])
     expand_chosen_trees(found, choice)

@@ -252,7 +252,7 @@ def copy_checkpoint(operation: Operation, origin: Location, target: Target, choi
     if target.shard_bytes != SHARD:
         raise ValueError(f"shard_bytes cannot be set for a copy, which keeps its files, got {target.shard_bytes}")
     expect_common_place(exchange, url)
-    source, overwrite = operation.open(origin, share=2), target.overwrite
+    source, overwrite = operation.open(origin, divisor=2), target.overwrite
     opener = partial(target.open, operation)
     arguments = {"source": origin.url, **target.agreed(), **choice.arguments()}
     [opened] = open_sources(exchange, "copy", arguments, [source], open_main)

@@ -379,7 +379,7 @@ def compare_snapshots(
     """Compare two checkpoints. Half of the memory is for comparing, a quarter for reading each."""
     for name, globs in (("select", select), ("exclude", exclude)):
         expect_globs(name, globs)
-    a, b = (operation.open(place, share=4) for place in places)
+    a, b = (operation.open(place, divisor=4) for place in places)
     exchange = operation.exchange
     arguments = {"a": a.url, "b": b.url, "values": values, "select": select, "exclude": exclude, "rename": rename}
     sides = open_sources(exchange, "diff", arguments, (a, b))

@@ -386,7 +386,7 @@ def open_origins(operation: Operation, origins: Sequence[Location]) -> list[Sess
             pools.append(Pool(limit))
         return pools[0]
 
-    return [operation.open(origin, share=4, pool=shared) for origin in origins]
+    return [operation.open(origin, divisor=4, pool=shared) for origin in origins]
 
 
 OTHERS = ("equal", "first")

@@ -38,7 +38,8 @@ from snapshot.manifest.parts import ManifestPart
 from snapshot.plan.layout import Extent, FilePart, FilePlan
 from snapshot.progress import unmetered
 from snapshot.save.compression import Packing
-from snapshot.save.staging import FileDigests, StagedPart, Stager
+from snapshot.save.digests import FileDigests
+from snapshot.save.staging import StagedPart, Stager
 from snapshot.save.writer import Writer
 from snapshot.state.leaves import Leaf
 from snapshot.tensors.digest import BLOCK, RunningDigest, digest_range

@@ -172,7 +172,7 @@ class Target:
         url = URL.parse(os.fspath(path))
         above, _, name = url.location.rpartition("/")
         options = self.storage_options if url.scheme == self.place.url.scheme else None
-        return operation.open(Location(URL(url.scheme, above or "/", url.query), options), share=4), name
+        return operation.open(Location(URL(url.scheme, above or "/", url.query), options), divisor=4), name
 
     def agreed(self) -> dict[str, object]:
         """Return the arguments that must be the same on all ranks."""
@@ -563,7 +563,7 @@ def write_as_snapshot(
         stager = make_stager(opened, share.leaves, share.origins, verify=choice.verify)
         metadata = add_root(document)
         take = Take(opening, share, plan, Unchanged(), stager=stager, metadata=metadata, packing=packing)
-        run(take.write())
+        run(take.write_and_commit())
     changed = tuple(memory_changes(entries, lambda *_: True))
     return ConvertReport("snapshot", recording.tensors, take.committed_bytes, tuple(recording.uncast), changed=changed)
 

@@ -40,7 +40,8 @@ from snapshot.manifest.entries import count_entries
 from snapshot.manifest.rank_view import group_by_key, is_rank, make_rank_view, split_by_rank
 from snapshot.progress import Meter, unmetered
 from snapshot.reports import VerifyReport
-from snapshot.save.commit import RankManifest, while_all_go_on
+from snapshot.save.commit import while_all_go_on
+from snapshot.save.describe import RankManifest
 from snapshot.save.transaction import committed_save_id
 from snapshot.signing.keys import Signer, join_leaves, signature_path
 from snapshot.signing.seal import Recorder

@@ -32,7 +32,7 @@ from snapshot.io.accelerators import on_stream  # noqa: E402
 from snapshot.io.arena import GRAIN, SPARE, Arena, Pinning, arena  # noqa: E402
 from snapshot.loading import device_fills  # noqa: E402
 from snapshot.loading.reader import Reader  # noqa: E402
-from snapshot.save import background_take, staging  # noqa: E402
+from snapshot.save import background_take, digests, staging  # noqa: E402
 from snapshot.save.staging import StagedPart, Stager  # noqa: E402
 from snapshot.tensors import device_digest  # noqa: E402
 from snapshot.tensors.digest import RunningDigest  # noqa: E402
@@ -719,7 +719,8 @@ def digesting(monkeypatch):
             super().__init__(addresses, lengths, scratch, device)
             extents.extend(lengths)
 
-    for module in (staging, device_fills):
+    monkeypatch.setattr(staging, "WORTH", 1)
+    for module in (digests, device_fills):
         monkeypatch.setattr(module, "WORTH", 1)
         monkeypatch.setattr(module, "DeviceDigests", Counted)
         if FAKE:

@@ -198,10 +198,10 @@ def test_a_repeated_take_needs_two_exchanges_before_the_bytes_flow(four, folder)
 
 
 def _restarted(path, restore):
-    from snapshot.distributed import exchange
+    from snapshot.distributed import known_replication
     from snapshot.distributed.exchange import Exchange
 
-    exchange._memories.reset()
+    known_replication._memories.reset()
     state = StateDict(w=torch.ones(3000), step=3, mine=dist.get_rank())
     if restore:
         Snapshot(path).restore({"s": state})

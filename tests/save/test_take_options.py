@@ -6,7 +6,7 @@ import json
 import pytest
 
 from snapshot.io.url import URL
-from snapshot.save.begin import TakeOptions, TakeRequest
+from snapshot.save.take_request import TakeOptions, TakeRequest
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from snapshot import release_memory
 from snapshot.io.arena import arena
-from snapshot.save import background_take
-from snapshot.save.begin import take_slots
+from snapshot.save import step_barrier
+from snapshot.save.take_slots import take_slots
 from snapshot.save.transaction import pending_saves
 
 
@@ -37,14 +37,14 @@ class Leaks:
         ctypes.CDLL(None).malloc_trim(0)
         end = time.monotonic() + 10
         while (
-            arena()._out or pending_saves() or take_slots()._taken or background_take.pending_copies()
+            arena()._out or pending_saves() or take_slots()._taken or step_barrier.pending_copies()
         ) and time.monotonic() < end:
             time.sleep(0.01)
         assert arena()._out == 0, arena()
         assert not pending_saves(), pending_saves()
         assert not take_slots()._taken
         assert take_slots()._pool.used == 0
-        assert background_take.pending_copies() == ()
+        assert step_barrier.pending_copies() == ()
         self.seen.append(
             {
                 "descriptors": len(os.listdir("/proc/self/fd")), "threads": threading.active_count(),

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from snapshot import Snapshot, SnapshotError, StateDict
-from snapshot.state import flatten
+from snapshot.state import flatten_cache
 from snapshot.state.flatten import Flattened
 
 COUNT = 40
@@ -52,24 +52,24 @@ def flattened(state):
 
 @pytest.fixture(autouse=True)
 def nothing_is_remembered():
-    flatten._templates.get().kept.clear()
-    flatten._templates.get().failures.clear()
+    flatten_cache._templates.get().kept.clear()
+    flatten_cache._templates.get().failures.clear()
 
 
 def anew(state):
     """The same, as if for the first time."""
-    kept = dict(flatten._templates.get().kept)
-    flatten._templates.get().kept.clear()
+    kept = dict(flatten_cache._templates.get().kept)
+    flatten_cache._templates.get().kept.clear()
     made = flattened(state)
-    flatten._templates.get().kept.clear()
-    flatten._templates.get().kept.update(kept)
+    flatten_cache._templates.get().kept.clear()
+    flatten_cache._templates.get().kept.update(kept)
     return made
 
 
 def follows(state):
     """Whether it is flattened by what is remembered."""
     flat = Flattened()
-    return flatten.replay_state("s", state, flat)
+    return flatten_cache.replay_state("s", state, flat)
 
 
 def test_the_same_structure_is_followed_with_new_tensors_and_numbers():
@@ -187,7 +187,7 @@ def test_the_outermost_container_is_seen(kinds):
 
 def test_addresses_may_be_low(monkeypatch):
     """As those of the heap are where the interpreter is not built to lie anywhere."""
-    monkeypatch.setattr(flatten, "LOW", 1 << 62)
+    monkeypatch.setattr(flatten_cache, "LOW", 1 << 62)
     flattened(make())
     assert follows(make())
 
@@ -213,8 +213,8 @@ def test_what_differs_each_time_is_remembered_ever_more_rarely():
     remembered = []
     for i in range(20):
         flattened({f"t{i}-{k}": torch.ones(2) for k in range(COUNT)})
-        remembered.append("s" in flatten._templates.get().kept)
-        flatten._templates.get().kept.clear()
+        remembered.append("s" in flatten_cache._templates.get().kept)
+        flatten_cache._templates.get().kept.clear()
     assert [i for i, was in enumerate(remembered, 1) if was] == [1, 2, 4, 8, 16]
 
 
@@ -233,5 +233,5 @@ def test_repeated_takes_of_a_training_run_are_exact(tmp_path):
         for key, value in expected.items():
             back = Snapshot(tmp_path / str(step)).get_state_dict_for_key(key)
             assert repr(dict(back)) == repr(dict(value))
-        assert "s" not in flatten._templates.get().kept
-        assert "model" in flatten._templates.get().kept
+        assert "s" not in flatten_cache._templates.get().kept
+        assert "model" in flatten_cache._templates.get().kept

@@ -23,7 +23,7 @@ from snapshot.manager.manager import open_managers
 from snapshot.manager.retention import Cleaner
 from snapshot.plugins.file.file_storage import FileStorage
 from snapshot.save import take
-from snapshot.save.begin import TakeSlots
+from snapshot.save.take_slots import TakeSlots
 from snapshot.tiers import control, join, tier_set
 from snapshot.tiers.control import SILENT, Request, UploaderError, UploaderHungError, decode_status
 from snapshot.tiers.peers import PeerServer

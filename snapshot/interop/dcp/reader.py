@@ -389,7 +389,11 @@ class _Load:
             offsets, sizes = tuple(item.storage_offsets), tuple(item.lengths)
             if tuple(target.shape) != sizes:
                 raise RestoreError(f"{path}: target must have shape {list(sizes)}, got {list(target.shape)}", [path])
-            if type(entry) is e.TensorEntry and sizes == entry.shape and read_plan.in_place(path, entry, target, True):
+            if (
+                type(entry) is e.TensorEntry
+                and sizes == entry.shape
+                and read_plan.request_if_equal(path, entry, target, True)
+            ):
                 continue
             partial = name in opened.names.partial
             if path not in self._checked:

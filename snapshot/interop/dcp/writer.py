@@ -43,7 +43,7 @@ from snapshot.manifest.paths import encode_component
 from snapshot.plan.layout import name_data_file
 from snapshot.progress import unmetered
 from snapshot.save.begin import expect_at_path
-from snapshot.save.commit import RankManifest, build_entries
+from snapshot.save.describe import RankManifest, build_entries
 from snapshot.save.planned_take import plan_writes
 from snapshot.save.replication import RankShare, Replication, report_pickles
 from snapshot.save.reuse import Unchanged
