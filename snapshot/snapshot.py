@@ -15,8 +15,8 @@ from snapshot.io.loop import run
 from snapshot.io.session import Seal, Session, signer_of
 from snapshot.io.url import URL, Location, expect_mapping, locate_source
 from snapshot.loading.choose import Accept, Cast, Mismatched, RestoreOptions, Unused
-from snapshot.loading.left_out import attach_base
 from snapshot.loading.dequantising import dequantise_checkpoint
+from snapshot.loading.left_out import attach_base
 from snapshot.loading.mapping import map_checkpoint
 from snapshot.loading.open import (
     KnownManifest,

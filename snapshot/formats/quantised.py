@@ -40,12 +40,12 @@ class Run(NamedTuple):
 
     entry: TensorEntry
     first: int
-    count: int
+    length: int
 
     @property
     def nbytes(self) -> int:
         """Its bytes in a slot, with those that align the next one."""
-        return -(-self.count * ITEMSIZE[self.entry.dtype] // _ALIGNED) * _ALIGNED
+        return -(-self.length * ITEMSIZE[self.entry.dtype] // _ALIGNED) * _ALIGNED
 
 
 def _run_of_blocks(entry: TensorEntry, begin: int, end: int, size: int) -> Run:
@@ -75,7 +75,7 @@ class _Held:
         """Read runs of one tensor, and return their elements."""
         begin, dtype = self._used, runs[0].entry.dtype
         for run in runs:
-            end = self._used + run.count * ITEMSIZE[dtype]
+            end = self._used + run.length * ITEMSIZE[dtype]
             at = run.entry.byte_range[0] + run.first * ITEMSIZE[dtype]
             await self._storage.read_into(run.entry.location, at, [self._slot.view[self._used : end]])
             self._used = end
@@ -211,7 +211,7 @@ class FourBit(Quantised):
         runs = [_run_of_blocks(bytes_, begin, end, 2), _run_of_blocks(self.factors, begin, end, self.block)]
         if self.nested is not None:
             factors = runs[1]
-            end = factors.first + factors.count
+            end = factors.first + factors.length
             runs.append(_run_of_blocks(self.nested.factors, factors.first, end, self.nested.block))
         return runs
 
@@ -335,7 +335,7 @@ class Grouped(Quantised):
                 raise CorruptSnapshotError(
                     f"{self.name}: g_idx must be from 0 to {self.scales.shape[0] - 1}, got {lowest} to {highest}"
                 )
-        distinct, places = groups.unique(return_inverse=True)
+        distinct, places = torch.unique(groups, return_inverse=True)
         breaks = [0, *((distinct.diff() > 1).nonzero().view(-1) + 1).tolist(), len(distinct)]
         runs = [(int(distinct[low]), high - low) for low, high in pairwise(breaks)]
         words = await held.read(self._words(area))
@@ -350,7 +350,7 @@ class Grouped(Quantised):
         step = max(1, _AT_ONCE // width)
         for first in range(area.first, area.last, step):
             rows = torch.arange(first, min(first + step, area.last))
-            own, back = places[rows - area.first].unique(return_inverse=True)
+            own, back = torch.unique(places[rows - area.first], return_inverse=True)
             for left in range(0, width, _AT_ONCE):
                 right = min(width, left + _AT_ONCE)
                 zero = self._unpack_columns(zeros[own] + self._one, left, right)

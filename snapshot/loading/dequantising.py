@@ -130,7 +130,7 @@ def _expect_plain(opened: Opened, layout: Layout, entries: Mapping[str, Any]) ->
         file = files.get(entry.location) if isinstance(entry, TensorEntry) else None
         plain = type(file) is ForeignFile and file.exact and entry.serializer == "raw" and entry.extra is None
         if not plain:
-            raise ValueError(f"{layout.parts[role]} must be in a file of safetensors; convert the checkpoint to it first")
+            raise ValueError(f"{layout.parts[role]} must be in a file of safetensors; convert all to it first")
         check_stored(layout.parts[role], entry, files)
 
 

@@ -302,7 +302,7 @@ def _choose_method(declared: Any, fields: Mapping[str, Any], *, reverse: bool) -
         return declared  # type: ignore[no-any-return]
     method = _method_in(fields)
     if method not in METHODS:
-        raise ValueError(f"the config's quantization_config must be of {', '.join(METHODS)}, got {method}; pass config=")
+        raise ValueError(f"quantization_config must be of {', '.join(METHODS)}, got {method}; pass config=")
     return method
 
 

@@ -131,7 +131,8 @@ def unpack(words, bits, order=None):
     """The integers of each word in a row of words."""
     words = words.astype(np.uint32)[..., None]
     places = np.arange(32 // bits) if order is None else np.array(order)
-    return ((words >> (places * bits).astype(np.uint32)) & (2**bits - 1)).reshape(*words.shape[:-2], -1).astype(np.int64)
+    integers = (words >> (places * bits).astype(np.uint32)) & (2**bits - 1)
+    return integers.reshape(*words.shape[:-2], -1).astype(np.int64)
 
 
 def grouped(words, zeros, scales, groups, bits, first):
@@ -195,7 +196,8 @@ def test_random_blocks(tmp_path_factory, data):
         state |= {"nested_blocksize": inner, "nested_offset": 0.25, "nested_dtype": "float32"}
         tensors |= {"w.absmax": codes, "w.nested_quant_map": own, "w.nested_absmax": largest}
         factors = own[codes.int()] * largest.repeat_interleave(inner)[: len(codes)] + 0.25
-    tensors["w.quant_state.bitsandbytes__nf4"] = torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
+    text = bytearray(json.dumps(state).encode())
+    tensors["w.quant_state.bitsandbytes__nf4"] = torch.frombuffer(text, dtype=torch.uint8)
     save_file(tensors, folder / "m.safetensors")
     codes = torch.cat([packed >> 4, packed & 15], 1).view(-1)[:count].int()
     expected = (table[codes] * factors.repeat_interleave(block)[:count]).to(getattr(torch, dtype)).view(shape)
@@ -266,7 +268,7 @@ WRONG = {
     "wide zeros": ("gptq", {**groups_of(), "m.qzeros": torch.zeros(4, 5, dtype=torch.int32)}, "2, 4 or 8 bits"),
     "more zeros": ("gptq", {**groups_of(), "m.qzeros": torch.zeros(5, 4, dtype=torch.int32)}, "the same groups"),
     "no scales": ("gptq", {**groups_of(), "m.scales": torch.zeros(4, 0, dtype=torch.float16)}, "must be matrices"),
-    "int scales": ("gptq", {**groups_of(), "m.scales": torch.zeros(4, 32, dtype=torch.int16)}, "scales must be float16"),
+    "int scales": ("gptq", {**groups_of(), "m.scales": torch.zeros(4, 32, dtype=torch.int16)}, "must be float16"),
     "twice": ("gptq", {**groups_of(), "m.weight": torch.zeros(3)}, "m.weight exists, beside m.qweight"),
     "not AWQ": ("awq", groups_of(), "choose gptq"),
     "AWQ by columns": ("awq", {**groups_of(awq=True), "m.qweight": torch.zeros(32, 8, dtype=torch.int32)}, "gemm"),
@@ -296,7 +298,7 @@ def test_only_plain_files_are_read(tmp_path):
     torch.save(state, tmp_path / "m.bin")
     Snapshot.take(tmp_path / "s", {"model": StateDict(state)})
     for name in ("m.bin", "s"):
-        with pytest.raises(RestoreError, match="convert the checkpoint to it first"):
+        with pytest.raises(RestoreError, match="convert all to it first"):
             snapshot.load(tmp_path / name, map=loaded)
         Snapshot(tmp_path / name).convert(Target(tmp_path / f"{name}.safetensors", "safetensors"))
         made = snapshot.load(tmp_path / f"{name}.safetensors", map=loaded)

@@ -1,8 +1,8 @@
 """Writes small quantised checkpoints, and what the packages make of them: `write_quantised_files.py DIR`.
 
-`quantised_files.zip` has its output: for each folder the quantised `model.safetensors`, Hugging Face's `config.json`, and
-`expected.safetensors`, with the weights that the package itself computes. Run it only to add files. The packages, on a
-CPU: bitsandbytes 0.50.2 and gptqmodel 7.7.0.
+`quantised_files.zip` has its output: for each folder the quantised `model.safetensors`, Hugging Face's `config.json`,
+and `expected.safetensors`, with the weights that the package computes. Run it only to add files. The packages, on
+a CPU: bitsandbytes 0.50.2 and gptqmodel 7.7.0.
 
 bitsandbytes' own kernel for AVX-512 takes wrong factors if a row is not a multiple of the block, so its portable one
 computes these.
