@@ -29,13 +29,12 @@ from snapshot.formats.deepspeed_groups import (
     Group,
     Part,
     Tensors,
-    expect_dict,
-    expect_name,
     plain_value,
     read_inner,
 )
 from snapshot.formats.deepspeed_parts import JoinRules, join_stages
 from snapshot.formats.foreign import ForeignDocument, make_dict, make_document
+from snapshot.formats.pickle_nodes import expect_dict, expect_name
 from snapshot.formats.pickled_objects import INLINE
 from snapshot.formats.rank_files import RankFile, RankMerge
 from snapshot.formats.to_entries import limit_nodes, make_scalar

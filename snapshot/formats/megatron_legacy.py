@@ -14,9 +14,9 @@ import msgspec
 
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.formats import pickle_nodes as p
-from snapshot.formats.deepspeed_groups import expect_dict
 from snapshot.formats.deepspeed_parts import JoinRules
 from snapshot.formats.foreign import ForeignDocument, make_dict, make_document
+from snapshot.formats.pickle_nodes import expect_dict
 from snapshot.formats.rank_files import RankFile, RankMerge
 from snapshot.formats.torch_save import TorchFile, TorchFiles
 from snapshot.io.aio import gather_limited
