@@ -14,6 +14,7 @@ get their numbers in the whole model.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -150,7 +151,8 @@ class Checkpoint:
         self._parts = sorted(parts, key=lambda part: part.place)
         self._stages, self._width = (1 + max(part.place[axis] for part in self._parts) for axis in range(2))
         found = [part.place for part in self._parts]
-        if found != list(product(range(self._stages), range(self._width), range(self._experts))):
+        counts = self._stages, self._width, self._experts
+        if math.prod(counts) != len(found) or found != list(product(*map(range, counts))):
             raise CorruptSnapshotError(
                 f"{self._where}: the folder of a part is missing, got {[part.file.name for part in self._parts][:8]}"
             )

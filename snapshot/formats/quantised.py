@@ -409,6 +409,23 @@ class Layout(NamedTuple):
 
 def find_layouts(names: Collection[str], method: str) -> list[Layout]:
     """Return the quantised weights among some tensors. Raise ValueError if a tensor of one is missing."""
+    found = _match_layouts(names, method)
+    used: set[str] = set()
+    for layout in found:
+        for part in layout.parts.values():
+            if part not in names:
+                raise ValueError(f"{part} is missing")
+            if part in used:
+                raise ValueError(f"{part} is part of two weights")
+            used.add(part)
+        if layout.name in names and layout.name not in layout.parts.values():
+            raise ValueError(f"{layout.name} exists, beside {layout.main}")
+        if method == "awq" and f"{layout.main.removesuffix('.qweight')}.g_idx" in names:
+            raise ValueError(f"{layout.main} has a g_idx, as with GPTQ; choose gptq")
+    return found
+
+
+def _match_layouts(names: Collection[str], method: str) -> list[Layout]:
     found = []
     for name in names:
         if method != "bitsandbytes":
@@ -429,14 +446,6 @@ def find_layouts(names: Collection[str], method: str) -> list[Layout]:
             if f"{module}.weight_format" in names:
                 parts["weight_format"] = f"{module}.weight_format"
             found.append(Layout(f"{module}.weight", parts))
-    for layout in found:
-        for part in layout.parts.values():
-            if part not in names:
-                raise ValueError(f"{part} is missing")
-        if layout.name in names and layout.name not in layout.parts.values():
-            raise ValueError(f"{layout.name} exists, beside {layout.main}")
-        if method == "awq" and layout.main.replace(".qweight", ".g_idx") in names:
-            raise ValueError(f"{layout.main} has a g_idx, as with GPTQ; choose gptq")
     return found
 
 

@@ -66,7 +66,9 @@ def dequantise_checkpoint(opened: Opened, tensor_map: TensorMap | None) -> Opene
         for name in weight.layout.parts.values():
             del manifest[_join(weight.above, name)]
         path = _join(weight.above, weight.layout.name)
-        location = f"{weight.entries['qweight' if made.turned else 'weight'].location}/{path}"
+        location = f"{made.stored[0].location}/{path}"
+        while location in files:
+            location += "'"
         files[location] = DerivedFile(math.prod(made.shape) * ITEMSIZE[made.dtype])
         derivations[location] = made
         manifest[path] = _describe_derived(location, made)

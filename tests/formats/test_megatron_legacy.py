@@ -245,6 +245,13 @@ def test_experts_that_do_not_say_how_they_join_are_refused(tmp_path):
     _write_experts(tmp_path / "b", "grouped", 1, 2, change=narrow)
     with pytest.raises(UnsupportedFormatError, match="1 tensor-parallel ranks of experts, and 2 of other layers"):
         Snapshot(tmp_path / "b").get_manifest()
+
+    def many(state, rank, expert):
+        state["args"].expert_model_parallel_size = 1 << 40
+
+    _write_experts(tmp_path / "d", "grouped", 2, 1, change=many)
+    with pytest.raises(CorruptSnapshotError, match="the folder of a part is missing"):
+        Snapshot(tmp_path / "d").get_manifest()
     _write_experts(tmp_path / "c", "grouped", 2, 1, change=odd)
     with pytest.raises(CorruptSnapshotError, match="5 experts on 2 ranks"):
         Snapshot(tmp_path / "c").get_manifest()

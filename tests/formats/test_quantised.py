@@ -258,6 +258,11 @@ WRONG = {
     "short nested table": ("bitsandbytes", {**state_of(), "w.nested_quant_map": torch.zeros(255)}, "256 elements"),
     "no weight": ("bitsandbytes", {k: v for k, v in state_of().items() if k != "w"}, "w is missing"),
     "half nested": ("bitsandbytes", {k: v for k, v in state_of().items() if k != "w.nested_absmax"}, "is missing"),
+    "two kinds": (
+        "bitsandbytes",
+        {**INT8, **{name.replace("w", "m.weight", 1): each for name, each in state_of().items() if name != "w"}},
+        "m.weight is part of two weights",
+    ),
     "rows": ("bitsandbytes", {**INT8, "m.SCB": torch.zeros(5)}, "SCB must have 4 elements"),
     "columns": ("bitsandbytes", {**INT8, "m.weight_format": torch.tensor(2, dtype=torch.uint8)}, "stored by rows"),
     "floats": ("bitsandbytes", {**INT8, "m.weight": torch.zeros(4, 8)}, "must be int8"),
