@@ -53,7 +53,9 @@ def dequantise_checkpoint(opened: Opened, tensor_map: TensorMap | None) -> Opene
         return opened
     weights = _find_weights(opened, method)
     values = run(_read_values(opened, weights))
-    manifest: dict[str, Any] = dict(opened.document.manifest)
+    places: dict[str, str | None] = {}
+    """Path of a quantised tensor -> that of the weight that takes its place, or None."""
+    entries: dict[str, TensorEntry] = {}
     files: dict[str, Any] = dict(opened.document.files)
     derivations: dict[str, Derivation] = {}
     wrong: list[str] = []
@@ -63,16 +65,21 @@ def dequantise_checkpoint(opened: Opened, tensor_map: TensorMap | None) -> Opene
         except ValueError as error:
             wrong.append(str(error))
             continue
-        for name in weight.layout.parts.values():
-            del manifest[_join(weight.above, name)]
         path = _join(weight.above, weight.layout.name)
+        places |= {_join(weight.above, name): None for name in weight.layout.parts.values()}
+        places[_join(weight.above, weight.layout.main)] = path
         location = f"{made.stored[0].location}/{path}"
         while location in files:
             location += "'"
         files[location] = DerivedFile(math.prod(made.shape) * ITEMSIZE[made.dtype])
         derivations[location] = made
-        manifest[path] = _describe_derived(location, made)
+        entries[path] = _describe_derived(location, made)
     _expect_none(opened, wrong)
+    manifest: dict[str, Any] = {}
+    for path, entry in opened.document.manifest.items():
+        place = places.get(path, path)
+        if place is not None:
+            manifest[place] = entries.get(place, entry)
     storage = DerivingStorage(opened.storage, derivations, files, opened.session.packed_memory)
     document = msgspec.structs.replace(opened.document, manifest=manifest, files=files)
     return replace(opened, document=document, storage=storage)
