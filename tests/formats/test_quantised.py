@@ -113,7 +113,7 @@ def test_the_reverse_of_a_shipped_map_reads_what_its_config_describes(samples, t
 def test_a_weight_takes_the_place_of_its_main_tensor(tmp_path):
     state = {"a": torch.ones(2, dtype=torch.int32), **groups_of(), "z": torch.ones(2)}
     save_file(state, tmp_path / "m.safetensors")
-    stored = list(Snapshot(tmp_path / "m.safetensors").get_state_dict_for_key("0"))
+    stored = list(Snapshot(tmp_path / "m.safetensors").read_object("0"))
     expected = ["m.weight" if each == "m.qweight" else each for each in stored if each in ("a", "m.qweight", "z")]
     assert list(snapshot.load(tmp_path / "m.safetensors", map=TensorMap([], dequantise="gptq"))) == expected
 
