@@ -15,6 +15,7 @@ from snapshot.io.loop import run
 from snapshot.io.session import Seal, Session, signer_of
 from snapshot.io.url import URL, Location, expect_mapping, locate_source
 from snapshot.loading.choose import Accept, Cast, Mismatched, RestoreOptions, Unused
+from snapshot.loading.dequantising import dequantise_checkpoint
 from snapshot.loading.left_out import attach_base
 from snapshot.loading.mapping import map_checkpoint
 from snapshot.loading.open import (
@@ -561,6 +562,7 @@ class Snapshot:
                     accept(opened.document)
                 if base is not None:
                     opened, _ = run(attach_base(opened, base))
+                opened = dequantise_checkpoint(opened, options.map)
                 seconds = op.seconds - began
                 restore = Restore(op, opened, options, seconds=seconds, allow_pickle=self.allow_pickle, touched=touched)
                 report = restore.run(app_state)

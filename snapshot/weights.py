@@ -97,6 +97,7 @@ def merge(
     weights: Sequence[float] | None = None,
     ema: float | None = None,
     lora: str | os.PathLike[str] | Snapshot | None = None,
+    map: TensorMap | None = None,
     others: str = "equal",
     select: Sequence[str] = (),
     exclude: Sequence[str] = (),
@@ -127,6 +128,8 @@ def merge(
             the first source.
         lora: The folder of an adapter of PEFT, or a `Snapshot` of it. There is one source, the base model, to whose
             weights the products of the adapter are added. See docs/weights.md.
+        map: With `lora`, a map for the base model, such as one that dequantises its weights. The adapter has the new
+            names.
         others: `"equal"`: integer, bool, sparse and quantised tensors must be equal in all sources. `"first"`: those of
             the first source are kept, and the report lists the ones that differ.
         select: Globs over `<key>/<logical path>` of the first source to merge; all by default.
@@ -166,6 +169,8 @@ def merge(
         if len(paths) != 1 or weights is not None or ema is not None or others != "equal":
             raise ValueError("lora must be used with one source, and without weights, ema and others")
         paths.append(lora)
+    elif map is not None:
+        raise ValueError("map must be used with lora")
     if len(paths) < 2 or not all(isinstance(each, (str, os.PathLike, Snapshot)) for each in paths):
         raise ValueError(f"sources must be paths of at least 2 checkpoints, or Snapshot objects, got {sources!r}")
     if weights is not None and ema is not None:
@@ -177,7 +182,7 @@ def merge(
     elif ema is not None:
         mix = Mix.moving_average(ema, count)
     origins, made = [Snapshot.of(each) for each in paths], Target.of(target)
-    choice = Selection(select, exclude, None, dtype, verify, origins[0].allow_pickle)
+    choice = Selection(select, exclude, None, dtype, verify, origins[0].allow_pickle, map)
     url = made.place.url
     with operation("merge", url, pg=origins[0].pg, ranks=ranks, budget=memory_budget_bytes, progress=progress) as op:
         if lora is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from snapshot.cli.arguments import add_selection, add_storage, options_of, selection_of, work_of
-from snapshot.cli.convert import add_output, float_dtype, target_of
+from snapshot.cli.convert import add_map, add_output, float_dtype, map_of, target_of
 from snapshot.cli.locate import explain_missing
 from snapshot.cli.ranks import on_ranks
 from snapshot.cli.screen import ExitStatus, bar, emit_report
@@ -24,6 +24,10 @@ EXAMPLES = [
     ("merge run/step-100 run/step-200 run/step-300 -o soup", "the average"),
     ("merge a.safetensors b.safetensors -o c.safetensors --weights 0.7,0.3", "a weighted sum"),
     ("merge base-model --lora adapter -o merged", "a LoRA of PEFT into the weights of its base model"),
+    (
+        "merge base-4bit --lora adapter -o merged --map quantised-hf --map-config base-4bit",
+        "the same, with the base's quantised weights computed first",
+    ),
     ("merge run/step-* -o ema.safetensors --ema 0.999 --select 'model/**'", "a moving average, oldest first"),
 ]
 
@@ -45,6 +49,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--weights", type=_numbers, metavar="LIST", help="a factor for each source: 0.5,0.3,0.2")
     how.add_argument("--ema", type=float, metavar="DECAY", help="a moving average over the sources in order of time")
     how.add_argument("--lora", metavar="ADAPTER", help="one source, to which the LoRA in a folder of PEFT is added")
+    add_map(parser)
     parser.add_argument(
         "--others",
         choices=OTHERS,
@@ -75,6 +80,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
                 weights=arguments.weights,
                 ema=arguments.ema,
                 lora=lora,
+                map=map_of(arguments),
                 others=arguments.others,
                 dtype=arguments.dtype,
                 verify=arguments.verify,

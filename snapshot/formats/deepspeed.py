@@ -29,13 +29,12 @@ from snapshot.formats.deepspeed_groups import (
     Group,
     Part,
     Tensors,
-    expect_dict,
-    expect_name,
     plain_value,
     read_inner,
 )
 from snapshot.formats.deepspeed_parts import JoinRules, join_stages
 from snapshot.formats.foreign import ForeignDocument, make_dict, make_document
+from snapshot.formats.pickle_nodes import expect_dict, expect_name
 from snapshot.formats.pickled_objects import INLINE
 from snapshot.formats.rank_files import RankFile, RankMerge
 from snapshot.formats.to_entries import limit_nodes, make_scalar
@@ -57,6 +56,7 @@ _OPTIM = re.compile(
 _LAYER = re.compile(r"layer_(?P<layer>[0-9]{1,6})(-model_(?P<part>[0-9]{1,6}))?-model_states\.pt")
 _EXPERT = re.compile(r"(layer_[0-9]{1,6}_)?expert_(?P<expert>[0-9]{1,6})_mp_rank_(?P<part>[0-9]{1,6})_model_states\.pt")
 _EXPERT_OPTIMIZER = re.compile(r"expp_rank_[0-9]+_mp_rank_[0-9]+_optim_states\.pt")
+_AUTOEP = ("ds_autoep_layers", "autoep_layers")
 _LAYOUT = frozenset({"param_shapes", "frozen_param_shapes", "frozen_param_fragments", "buffer_names", "shared_params"})
 _OWN = frozenset({"model", "module", "optim", "zero"})
 _GROUPED = frozenset(
@@ -101,7 +101,10 @@ async def describe_folder(storage: Storage, names: Sequence[str], limit: int) ->
     layers = sorted((match, name) for name in names if (match := _layer_of(name)) is not None)
     experts = sorted((match, name) for name in names if (match := _expert_of(name)) is not None)
     if any(part for (_, part), _ in experts):
-        raise UnsupportedFormatError(f"{where}: experts of several tensor-parallel ranks are not read")
+        raise UnsupportedFormatError(
+            f"{where}: a checkpoint of DeepSpeed with experts of several tensor-parallel ranks is not read: its files "
+            "do not say if the ranks have parts of an expert"
+        )
     held = dict(zip([place for place, _ in layers], await open_all(name for _, name in layers), strict=True))
     more = await open_all(name for _, name in experts)
     return await read_checkpoint(where, lambda: Checkpoint(storage, parts, opened.length, held, more))
@@ -212,8 +215,11 @@ class Checkpoint:
         self._zero = self._parts[0].zero
         self._inline = bytearray()
         self._manifest: dict[str, Any] = {}
-        if self._head.get("ds_autoep_layers"):
-            raise UnsupportedFormatError(f"{storage.url}: a checkpoint of DeepSpeed with AutoEP is not read")
+        if any(self._head.get(key) for key in _AUTOEP):
+            raise UnsupportedFormatError(
+                f"{storage.url}: a checkpoint of DeepSpeed with AutoEP is not read; convert it with ds_to_universal.py "
+                "of DeepSpeed"
+            )
 
     async def read(self) -> None:
         """Read all entries."""

@@ -15,6 +15,7 @@ import msgspec
 from snapshot.errors import UnsupportedFormatError
 from snapshot.formats import pickle_nodes as p
 from snapshot.formats.flat_ranges import cut_run, join_runs
+from snapshot.formats.pickle_nodes import expect_dict, expect_list, expect_name
 from snapshot.formats.pickled_objects import INLINE
 from snapshot.formats.torch_save import TorchFile, find_raw_range
 from snapshot.io.aio import gather_limited
@@ -243,27 +244,6 @@ def _split_experts(group: Group, partitions: int) -> list[Group]:
 
 
 # Values in the pickles.
-
-
-def expect_dict(value: Any) -> dict[Any, Any]:
-    """Return a dict; raise for any other value."""
-    if not isinstance(value, dict):
-        raise ValueError(f"expected a dict, got {p.show_value(value)}")
-    return value
-
-
-def expect_list(value: Any) -> list[Any]:
-    """Return a list; raise for any other value."""
-    if type(value) is not list:
-        raise ValueError(f"expected a list, got {p.show_value(value)}")
-    return value
-
-
-def expect_name(value: Any) -> str:
-    """Return a name; raise for any other value."""
-    if type(value) is not str:
-        raise ValueError(f"a name must be a str, got {p.show_value(value)}")
-    return value
 
 
 def read_shape(value: Any) -> Shape:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from snapshot.errors import UnsupportedFormatError
-from snapshot.formats.deepspeed_groups import Tensors, expect_dict, expect_list, expect_name
+from snapshot.formats.deepspeed_groups import Tensors
 from snapshot.formats.flat_ranges import cut_run
+from snapshot.formats.pickle_nodes import expect_dict, expect_list, expect_name
 from snapshot.manifest.entries import AnyTensor, Shard, ShardedTensorEntry, TensorEntry
 from snapshot.tensors.geometry import Box, Shape, intersect, position_of, whole_box
 

@@ -10,10 +10,11 @@ import msgspec
 
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.formats.deepspeed import Checkpoint, list_models, read_checkpoint
-from snapshot.formats.deepspeed_groups import WEIGHTS, Group, expect_dict, read_inner
+from snapshot.formats.deepspeed_groups import WEIGHTS, Group, read_inner
 from snapshot.formats.deepspeed_parts import JoinRules
 from snapshot.formats.flat_ranges import cut_run
 from snapshot.formats.foreign import ForeignDocument
+from snapshot.formats.pickle_nodes import expect_dict
 from snapshot.formats.torch_save import TorchFile, TorchFiles
 from snapshot.io.aio import gather_limited
 from snapshot.io.storage import Storage

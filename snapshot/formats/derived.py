@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from snapshot.errors import CorruptSnapshotError
@@ -14,8 +14,10 @@ from snapshot.manifest.document import FileEntry
 class Derivation(Protocol):
     """The way from a stored file to the bytes of a derived one."""
 
-    source: str
-    """The stored file."""
+    @property
+    def sources(self) -> Collection[str]:
+        """The stored files."""
+        ...
 
     async def read(
         self, storage: Storage, offset: int, views: Sequence[memoryview], memory: MemoryBudget, token: str | None
@@ -55,12 +57,21 @@ class DerivingStorage(StorageWrapper):
         await found.read(self.inner, offset, views, self._memory, token)
 
     async def stat(self, path: str) -> FileStat:
-        """Return time and token of the source for a derived file. Nothing of it is stored, so its size is 0."""
+        """Return time and tokens of the sources for a derived file. Nothing of it is stored, so its size is 0."""
         found = self._derivations.get(path)
         if found is None:
             return await self.inner.stat(path)
-        source = await self.inner.stat(found.source)
-        expected = self._files[found.source].size
-        if source.size != expected:
-            raise CorruptSnapshotError(f"{found.source} must have {expected:,} bytes, got {source.size:,}")
-        return FileStat(0, source.mtime, source.token)
+        sources = {name: await self.inner.stat(name) for name in sorted(found.sources)}
+        for name, source in sources.items():
+            expected = self._files[name].size
+            if source.size != expected:
+                raise CorruptSnapshotError(f"{name} must have {expected:,} bytes, got {source.size:,}")
+        tokens = [source.token for source in sources.values()]
+        return FileStat(0, max(source.mtime for source in sources.values()), " ".join(tokens))
+
+
+def place_bytes(view: memoryview, at: int, data: memoryview) -> None:
+    """Copy those bytes that are in a view. The first one is `at` bytes after its begin, or before it."""
+    low, high = max(0, at), min(len(view), at + len(data))
+    if low < high:
+        view[low:high] = data[low - at : high - at]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from snapshot.errors import CorruptSnapshotError, StorageNotFoundError, UnsupportedFormatError
+from snapshot.formats.derived import place_bytes
 from snapshot.formats.foreign import HEAD, ForeignDocument, make_dict, make_document, refuse_file
 from snapshot.formats.hugging_face import AT_ONCE
 from snapshot.io.aio import gather_limited, in_thread
@@ -248,6 +249,11 @@ class Dequantised:
     begin: int
     """The first byte of its blocks."""
 
+    @property
+    def sources(self) -> tuple[str]:
+        """The file that has the blocks."""
+        return (self.source,)
+
     async def read(
         self, storage: Storage, offset: int, views: Sequence[memoryview], memory: MemoryBudget, token: str | None
     ) -> None:
@@ -273,10 +279,7 @@ def _fill(blocks: torch.Tensor, view: memoryview, at: int) -> None:
     for begin in range(0, len(blocks), _AT_ONCE):
         some = blocks[begin : begin + _AT_ONCE]
         dequantise(some, held[: len(some)])
-        data = held[: len(some)].view(torch.uint8).view(-1).numpy().data
-        first = at + begin * width
-        low, high = max(0, first), min(len(view), first + len(data))
-        view[low:high] = data[low - first : high - first]
+        place_bytes(view, at + begin * width, held[: len(some)].view(torch.uint8).view(-1).numpy().data)
 
 
 # Files as checkpoints: one file, or the parts of a split one.

@@ -1,22 +1,34 @@
 """Megatron's legacy checkpoints: a folder for each tensor-parallel rank and stage of a pipeline, `mp_rank_00_000`.
 
-Files do not say how the parts of a tensor join. That follows from the names of Megatron's layers. Layers are numbered
-from 0 in each stage, and get their numbers in the whole model. `model` is joined; all else belongs to the parts.
+With expert parallelism, each of its ranks has a folder, too. Files do not say how the parts of a tensor join. That
+follows from the names of Megatron's layers. Layers are numbered from 0 in each stage, and experts on each rank. They
+get their numbers in the whole model.
+
+| key | content |
+|---|---|
+| `model` | the model, joined |
+| `optim` | the optimizer's state by the names of parameters, if it can be joined |
+| `main_params` | the optimizer's float32 values of the parameters |
+| others | values of the parts, as they are |
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from itertools import groupby, product
 from typing import Any, NamedTuple
 
 import msgspec
 
-from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
+from snapshot.errors import CorruptSnapshotError, StorageError, UnsupportedFormatError
 from snapshot.formats import pickle_nodes as p
-from snapshot.formats.deepspeed_groups import expect_dict
 from snapshot.formats.deepspeed_parts import JoinRules
-from snapshot.formats.foreign import ForeignDocument, make_dict, make_document
+from snapshot.formats.foreign import ForeignDocument, is_absence, make_dict, make_document
+from snapshot.formats.megatron_optimizer import MAIN, MOMENTS, OWN_OPTIONS, NotJoinedError, PartState, read_state
+from snapshot.formats.pickle_nodes import expect_dict
 from snapshot.formats.rank_files import RankFile, RankMerge
 from snapshot.formats.torch_save import TorchFile, TorchFiles
 from snapshot.io.aio import gather_limited
@@ -29,6 +41,7 @@ from snapshot.tensors.digest import digest_range
 
 FORMAT = "megatron"
 FILE = "model_optim_rng.pt"
+FLAT = "distrib_optim.pt"
 AT_ONCE = 16
 _FOLDER = re.compile(r"mp_rank_(?P<tensor>[0-9]{2,4})(_(?P<second>[0-9]{3}))?(_(?P<third>[0-9]{3}))?/")
 _MODEL = re.compile(r"model[0-9]{0,3}")
@@ -49,12 +62,26 @@ _RULES = {
 """Rules for the names of the three ways that a tensor is cut."""
 
 
-class Part(NamedTuple):
-    """The file of a stage and tensor-parallel rank."""
+_EXPERT = re.compile(
+    r"(?P<above>(?:.*[./])?experts\.)(?:(?P<place>local_experts\.)(?P<number>[0-9]{1,6})(?P<below>\..*)"
+    r"|(?P<layer>linear_fc[12]\.(?:weight|bias))(?P<last>[0-9]{1,6}))",
+    re.DOTALL,
+)
+"""Tensors of one expert. Others below `experts.` have all experts of a rank, and do not say how they join."""
 
-    stage: int
-    rank: int
+
+class Part(NamedTuple):
+    """The files of a part."""
+
+    place: tuple[int, int, int]
+    """The stage, the tensor-parallel rank, and the rank of expert parallelism."""
     file: TorchFile
+    flat: TorchFile | None
+    """The state of the distributed optimizer."""
+
+
+Place = tuple[str, int, int]
+"""A chunk of the model, a stage, and a tensor-parallel rank."""
 
 
 def is_checkpoint(names: Iterable[str]) -> bool:
@@ -72,16 +99,17 @@ async def describe_folder(storage: Storage, names: Sequence[str], limit: int) ->
     )
     opened = TorchFiles(storage, limit)
     files = await gather_limited([f"{folder}{FILE}" for *_, folder in folders], opened.open, AT_ONCE)
+    flats = await gather_limited([f"{folder}{FLAT}" for *_, folder in folders], partial(_open_flat, opened), AT_ONCE)
     try:
-        made = Checkpoint(
-            where, [(int(a), int(b or 0), int(c or 0), file) for (a, b, c, _), file in zip(folders, files, strict=True)]
-        )
-        manifest = made.read()
+        numbers = [[int(each) for each in given if each] for *given, _ in folders]
+        made = Checkpoint(storage, list(zip(numbers, files, flats, strict=True)))
+        manifest = await made.read()
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError) as error:
         if isinstance(error, CorruptSnapshotError):
             raise
         raise CorruptSnapshotError(f"{where}: not a checkpoint of Megatron: {type(error).__name__}: {error}") from error
     keys = dict.fromkeys(decode_component(path.split("/", 2)[1]) for path in manifest)
+    files = [*files, *(each for each in flats if each is not None)]
     tokens = [f"{each.name} {each.token} {digest_range(each.content)}" for each in files]
     return make_document(
         FORMAT,
@@ -89,87 +117,121 @@ async def describe_folder(storage: Storage, names: Sequence[str], limit: int) ->
         where,
         "\n".join(tokens).encode(),
         manifest=manifest,
-        files={each.name: ForeignFile(each.size, archived=True) for each in files},
-        world_size=len(files),
+        files={each.name: ForeignFile(each.size, archived=True, lacks=made.lacks) for each in files},
+        world_size=len(folders),
         root=make_dict(keys),
         inline=bytes(made.inline) or b"\0",
     )
 
 
+async def _open_flat(opened: TorchFiles, name: str) -> TorchFile | None:
+    try:
+        return await opened.open(name)
+    except StorageError as error:
+        if not is_absence(opened.storage, error):
+            raise
+        return None
+
+
 class Checkpoint:
     """The contents of all parts, as entries."""
 
-    def __init__(self, where: object, files: Sequence[tuple[int, int, int, TorchFile]]) -> None:
-        self._where = where
-        self.head = expect_dict(files[0][3].value)
+    def __init__(self, storage: Storage, files: Sequence[tuple[Sequence[int], TorchFile, TorchFile | None]]) -> None:
+        """`files`: the numbers in a folder's name, and its files."""
+        self._storage = storage
+        self._where = storage.url
+        self.head = expect_dict(files[0][1].value)
         self.args: Mapping[str, Any] = p.read_fields(self.head.get("args"))
         """The arguments of the program that saved it."""
         self.inline = bytearray()
-        if self._read_size("expert_model_parallel_size") > 1:
-            raise UnsupportedFormatError(
-                f"{where}: a legacy checkpoint of Megatron with expert parallelism is not read"
-            )
-        self._parts = sorted(Part(stage, rank, file) for rank, stage, _, file in files)
-        self._width = 1 + max(part.rank for part in self._parts)
-        stages = 1 + max(part.stage for part in self._parts)
-        found = [(part.stage, part.rank) for part in self._parts]
-        if found != [(stage, rank) for stage in range(stages) for rank in range(self._width)]:
+        self.lacks = ""
+        """Reason why the optimizer's state is listed, but not read."""
+        self._experts = self._read_size("expert_model_parallel_size")
+        parts = (Part(self._place(numbers), file, flat) for numbers, file, flat in files)
+        self._parts = sorted(parts, key=lambda part: part.place)
+        self._stages, self._width = (1 + max(part.place[axis] for part in self._parts) for axis in range(2))
+        found = [part.place for part in self._parts]
+        counts = self._stages, self._width, self._experts
+        if math.prod(counts) != len(found) or found != list(product(*map(range, counts))):
             raise CorruptSnapshotError(
-                f"{where}: the folder of a part is missing, got {[part.file.name for part in self._parts][:8]}"
+                f"{self._where}: the folder of a part is missing, got {[part.file.name for part in self._parts][:8]}"
             )
-        self._rules = JoinRules(where, _RULES, self._width)
+        self._rules = JoinRules(self._where, _RULES, self._width)
         self._gated = self.args.get("swiglu") is True or self.args.get("gated_linear_unit") is True
         self._sums = {part.file.name: part.file.sums() for part in self._parts}
+
+    def _place(self, numbers: Sequence[int]) -> tuple[int, int, int]:
+        """Return the place of a part from the numbers in the name of its folder."""
+        rank, *more = numbers
+        if self._experts > 1 and self._read_size("pipeline_model_parallel_size") == 1:
+            more = [0, *more]
+        stage, expert = (*more, 0, 0)[:2]
+        return stage, rank, expert
 
     def _read_size(self, name: str) -> int:
         value = self.args.get(name, 1)
         return value if type(value) is int else 1
 
-    def read(self) -> dict[str, Any]:
+    async def read(self) -> dict[str, Any]:
         """Return all entries."""
-        manifest = self._read_model()
+        chunks = sorted((key for key in self.head if self._is_model(key)), key=lambda key: (len(key), key))
+        if not chunks:
+            raise ValueError("the files have no model")
+        described = {(part.file.name, chunk): self._describe(part, chunk) for part in self._parts for chunk in chunks}
+        trees: dict[Place, Mapping[str, Any]] = {}
+        for (stage, rank), held in groupby(self._parts, key=lambda part: part.place[:2]):
+            names = [part.file.name for part in held]
+            for chunk in chunks:
+                trees[chunk, stage, rank] = self._merge_experts([described[name, chunk] for name in names])
+        renamed: dict[tuple[str, int, str], str] = {}
+        model = self._join_trees(chunks, trees, renamed)
+        manifest = {f"0/{path}": _share(entry) for path, entry in _nest(model).items()}
+        if self.head.get("optimizer") is not None:
+            manifest |= await self._read_optimizer(chunks, trees, renamed, model)
         files = []
         for part in self._parts:
             values = {key: each for key, each in dict.items(expect_dict(part.file.value)) if not self._is_model(key)}
             if isinstance(values.get("args"), p.StandIn):
                 values["args"] = dict(p.read_fields(values["args"]))
+            if not self.lacks and isinstance(values.get("optimizer"), dict):
+                own = expect_dict(values.pop("optimizer"))
+                if "grad_scaler" in own:
+                    values["grad_scaler"] = own["grad_scaler"]
             items = {encode_component(key): each for key, each in values.items() if type(key) is str}
             entries = part.file.describe_items(items, self.inline)
-            own = {path.partition("/")[2]: entry for path, entry in entries.items()}
-            files.append(RankFile(part.file.name, part.file.size, b"", own, part.file.sums(), None))
+            named = {path.partition("/")[2]: entry for path, entry in entries.items()}
+            files.append(RankFile(part.file.name, part.file.size, b"", named, part.file.sums(), None))
         return manifest | RankMerge(files, self.inline).join()
 
     def _is_model(self, key: Any) -> bool:
         return type(key) is str and bool(_MODEL.fullmatch(key))
 
-    def _read_model(self) -> dict[str, Any]:
-        """Return the entries of the model, joined from all parts."""
+    def _join_trees(
+        self, chunks: Sequence[str], trees: Mapping[Place, Mapping[str, Any]], renamed: dict[tuple[str, int, str], str]
+    ) -> dict[str, Any]:
+        """Return the entries of the whole model, and add the names of all paths in it to `renamed`."""
         joined: dict[str, Any] = {}
         firsts: dict[str, int] = {}
         """Number of the first layer of a stage, by the path above its layers."""
-        chunks = sorted((key for key in self.head if self._is_model(key)), key=lambda key: (len(key), key))
-        if not chunks:
-            raise ValueError("the files have no model")
         for chunk in chunks:  # of a virtual pipeline: all stages have the first layers of each chunk
-            for stage in range(len(self._parts) // self._width):
-                parts = self._parts[stage * self._width : (stage + 1) * self._width]
-                trees = [self._describe(part, chunk) for part in parts]
-                if any(tree.keys() != trees[0].keys() for tree in trees):
+            for stage in range(self._stages):
+                held = [trees[chunk, stage, rank] for rank in range(self._width)]
+                if any(tree.keys() != held[0].keys() for tree in held):
                     raise ValueError(f"the tensor-parallel ranks of stage {stage} have different names")
                 counts: dict[str, int] = {}
-                for path, entry in trees[0].items():
+                for path, entry in held[0].items():
                     found = _LAYER.fullmatch(path)
+                    name = path
                     if found is not None:
                         counts[found[1]] = max(counts.get(found[1], 0), int(found[2]) + 1)
-                        renamed = f"{found[1]}{int(found[2]) + firsts.get(found[1], 0)}{found[3]}"
-                    else:
-                        renamed = path
+                        name = f"{found[1]}{int(found[2]) + firsts.get(found[1], 0)}{found[3]}"
+                    renamed[chunk, stage, path] = name
                     if isinstance(entry, Container):
-                        joined.setdefault(renamed, entry)
-                    elif renamed not in joined:  # others are tied to an earlier stage
-                        joined[renamed] = self._join(renamed, [tree[path] for tree in trees])
+                        joined.setdefault(name, entry)
+                    elif name not in joined:  # others are tied to an earlier stage
+                        joined[name] = self._join(name, [tree[path] for tree in held])
                 firsts |= {above: firsts.get(above, 0) + count for above, count in counts.items()}
-        return {f"0/{path}": _share(entry) for path, entry in _nest(joined).items()}
+        return joined
 
     def _describe(self, part: Part, chunk: str) -> dict[str, Any]:
         """Return the entries of a part's model, by their paths."""
@@ -177,13 +239,129 @@ class Checkpoint:
         entries = part.file.describe_items({"model": value}, self.inline, routed=chunk == "model")
         return {path.partition("/")[2]: entry for path, entry in entries.items()}
 
+    def _merge_experts(self, trees: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Return the entries of all ranks of expert parallelism. What is not of an expert is on each of them."""
+        if self._experts > 1 or (self._width > 1 and self.args.get("expert_tensor_parallel_size") is not None):
+            self._expect_known_experts(trees[0])
+        if self._experts == 1:
+            return trees[0]
+        total = self.args.get("num_experts")
+        local = total // self._experts if type(total) is int else 0
+        if local < 1 or local * self._experts != total:
+            raise ValueError(f"{p.show_value(total)} experts on {self._experts} ranks")
+        if any(tree.keys() != trees[0].keys() for tree in trees):
+            raise ValueError("the ranks of expert parallelism have different names")
+        made: dict[str, Any] = {}
+        for path in trees[0]:
+            found = _EXPERT.fullmatch(path)
+            for number, tree in enumerate(trees[:1] if found is None else trees):
+                made[path if found is None else _number_expert(found, number * local)] = tree[path]
+        return made
+
+    def _expect_known_experts(self, tree: Mapping[str, Any]) -> None:
+        """Raise unless the names say how the tensors of experts join."""
+        width = self.args.get("expert_tensor_parallel_size")
+        for path, entry in tree.items():
+            if ".experts." not in path or isinstance(entry, Container) or path.endswith("_extra_state"):
+                continue
+            if type(width) is int and width != self._width:
+                raise UnsupportedFormatError(
+                    f"{self._where}: a legacy checkpoint of Megatron with {width} tensor-parallel ranks of experts, "
+                    f"and {self._width} of other layers, is not read"
+                )
+            if self._experts > 1 and not _EXPERT.fullmatch(path):
+                raise UnsupportedFormatError(
+                    f"{self._where}: {path[:200]}: how this tensor of several experts joins is not known by its name; "
+                    "open the file of one rank"
+                )
+
+    # The optimizer
+
+    async def _read_optimizer(
+        self,
+        chunks: Sequence[str],
+        trees: Mapping[Place, Mapping[str, Any]],
+        renamed: Mapping[tuple[str, int, str], str],
+        model: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """Return the entries of the optimizer's state. If it cannot be joined, set `lacks`: they have no bytes."""
+        try:
+            if self._experts > 1:
+                raise NotJoinedError("it is one of expert parallelism")
+            found = {part.place[:2]: await self._read_part(part, chunks, trees) for part in self._parts}
+        except NotJoinedError as error:
+            self.lacks = f"the state of Megatron's optimizer is not joined: {error}; exclude optim/**"
+            shapes = {path: entry for path, entry in model.items() if self._is_parameter(path, entry)}
+            tensors = {
+                path: {key: ShardedTensorEntry("float32", tuple(entry.shape), []) for key in MOMENTS}
+                for path, entry in shapes.items()
+            }
+            return self._put_optimizer(tensors, None)
+        states: dict[str, dict[str, Any]] = {}
+        for key in dict.fromkeys(key for each in found.values() for own in each.states.values() for key in own):
+            held: dict[Place, dict[str, Any]] = {place: {} for place in trees}
+            for (chunk, stage, rank), tree in trees.items():
+                own = found[stage, rank].states
+                for path in tree:
+                    if key in own.get(f"{chunk}:{path}", {}):
+                        held[chunk, stage, rank][path] = own[f"{chunk}:{path}"][key]
+            for path, entry in self._join_trees(chunks, held, {}).items():
+                states.setdefault(path, {})[key] = entry
+        groups: dict[str, dict[str, Any]] = {}
+        for (stage, rank), part in found.items():
+            for group in part.groups if rank == 0 else ():
+                mine = groups.setdefault(str(group.get("wd_mult")), {**group, "params": []})
+                for each in group["params"]:
+                    chunk, _, path = each.partition(":")
+                    name = _dotted(renamed[chunk, stage, path])
+                    if name not in mine["params"]:
+                        mine["params"].append(name)
+        plain = [{key: each for key, each in group.items() if key not in OWN_OPTIONS} for group in groups.values()]
+        return self._put_optimizer(states, plain)
+
+    async def _read_part(
+        self, part: Part, chunks: Sequence[str], trees: Mapping[Place, Mapping[str, Any]]
+    ) -> PartState:
+        parameters = [
+            {
+                f"{chunk}:{path}": entry
+                for path, entry in trees[chunk, part.place[0], part.place[1]].items()
+                if self._is_parameter(path, entry)
+            }
+            for chunk in chunks
+        ]
+        return await read_state(self._storage, part.file, part.flat, parameters)
+
+    @staticmethod
+    def _is_parameter(path: str, entry: Any) -> bool:
+        tensor = isinstance(entry, (TensorEntry, ShardedTensorEntry))
+        return tensor and not path.endswith(("_extra_state", "expert_bias", "inv_freq"))
+
+    def _put_optimizer(
+        self, states: Mapping[str, Mapping[str, Any]], groups: list[dict[str, Any]] | None
+    ) -> dict[str, Any]:
+        main = {_dotted(path): own[MAIN] for path, own in states.items() if MAIN in own}
+        made: dict[str, Any] = {"0/optim": make_dict(["state", *(["param_groups"] if groups else [])])}
+        made["0/optim/state"] = make_dict(map(_dotted, states))
+        for path, own in states.items():
+            above = f"0/optim/state/{encode_component(_dotted(path))}"
+            kept = {key: entry for key, entry in own.items() if key != MAIN}
+            made[above] = make_dict(kept)
+            made |= {f"{above}/{encode_component(key)}": _share(entry) for key, entry in kept.items()}
+        if main:
+            made["0/main_params"] = make_dict(main)
+            made |= {f"0/main_params/{encode_component(name)}": _share(entry) for name, entry in main.items()}
+        if groups:
+            made |= self._parts[0].file.describe_items({"optim/param_groups": groups}, self.inline, routed=False)
+        return made
+
     def _join(self, path: str, entries: Sequence[Any]) -> Any:
         """Return a value of the whole model, from those of all tensor-parallel ranks."""
         name = "/".join(map(decode_component, path.split("/")))
         first = entries[0]
         tensors = [each for each in entries if isinstance(each, TensorEntry)]
-        if len(entries) == 1 or len(tensors) < len(entries) or name.endswith("_extra_state"):
-            return first  # not a tensor, or the state of Transformer Engine
+        if len(entries) == 1 or len(tensors) < len(entries) or name.endswith("_extra_state") or first.shape == ():
+            return first  # not a tensor, the state of Transformer Engine, or a step of the optimizer
         if _ROWS.fullmatch(name):
             return self._rules.join("rows", tensors)
         if _COLUMNS.fullmatch(name):
@@ -199,6 +377,18 @@ class Checkpoint:
         """Return a value that is equal for tensors with equal checksums."""
         sums = self._sums.get(entry.location, {})
         return entry.dtype, entry.shape, sums.get(entry.byte_range[0])
+
+
+def _dotted(path: str) -> str:
+    """Return the name of a parameter, without the level of the model."""
+    return ".".join(map(decode_component, path.split("/")[1:]))
+
+
+def _number_expert(found: re.Match[str], first: int) -> str:
+    """Return the path of an expert's tensor, by its number in the whole model."""
+    if found["place"]:
+        return f"{found['above']}{found['place']}{first + int(found['number'])}{found['below']}"
+    return f"{found['above']}{found['layer']}{first + int(found['last'])}"
 
 
 def _nest(entries: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 from snapshot.decoding import decode_json
 from snapshot.errors import CorruptSnapshotError, StorageError, StorageNotFoundError, UnsupportedFormatError
 from snapshot.formats import ocdbt, zarr
+from snapshot.formats.decompressors import DECOMPRESSORS
 from snapshot.formats.foreign import ForeignDocument, check_location, extend_file, is_absence, make_dict, make_document
 from snapshot.formats.hugging_face import AT_ONCE
 from snapshot.formats.ocdbt import Stored
@@ -305,14 +306,9 @@ class _Builder:
             data = await self._read(data, name)
         if data is None:
             data = bytes(itemsize)
-        elif array.packed:
-            zstd = load_zstd()
-            try:
-                if zstd.frame_content_size(data) > itemsize:
-                    raise CorruptSnapshotError(f"{where}: a number must have {itemsize} bytes")
-                data = zstd.ZstdDecompressor().decompress(data, max_output_size=itemsize)
-            except zstd.ZstdError as error:
-                raise CorruptSnapshotError(f"{where}: decompression failed: {error}") from error
+        elif array.codec:
+            decompress, packed = DECOMPRESSORS[array.codec](str(where)), data[:_LONGEST_SCALAR]
+            data = b"".join(decompress(packed[at : at + 1]) for at in range(len(packed)))
         if len(data) != itemsize:
             raise CorruptSnapshotError(f"{where}: a number must have {itemsize} bytes, got {len(data)}")
         data = bytes(reversed(data)) if array.swapped else data

@@ -212,6 +212,27 @@ def join_fields(state: Any) -> Mapping[str, Any] | None:
     return state if isinstance(state, dict) else None
 
 
+def expect_dict(value: Node) -> dict[Any, Any]:
+    """Return a dict; raise for any other value."""
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a dict, got {show_value(value)}")
+    return value
+
+
+def expect_list(value: Node) -> list[Any]:
+    """Return a list, also for a tuple; raise for any other value."""
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(f"expected a list, got {show_value(value)}")
+    return value if isinstance(value, list) else list(value)
+
+
+def expect_name(value: Node) -> str:
+    """Return a name; raise for any other value."""
+    if type(value) is not str:
+        raise ValueError(f"a name must be a str, got {show_value(value)}")
+    return value
+
+
 # Calls that have a node of their own.
 
 

@@ -23,6 +23,7 @@ from snapshot.formats import hugging_face
 from snapshot.formats import pickle_nodes as p
 from snapshot.formats.flat_ranges import cut_run
 from snapshot.formats.foreign import ForeignDocument, check_location, make_dict, make_document
+from snapshot.formats.pickle_nodes import expect_dict, expect_list, expect_name
 from snapshot.formats.pickled_objects import is_refused, locate_object
 from snapshot.formats.pickled_shards import MOST_STRIDES
 from snapshot.formats.rank_files import AT_ONCE, LACKS, RankFile, RankMerge
@@ -133,7 +134,7 @@ class Metadata:
         self._where = where
         self._left = limit_nodes(length)
         """Remaining number of values: a pickle can repeat them."""
-        fields = _expect_dict(value)
+        fields = expect_dict(value)
         self.version = str(fields.get("version"))
         if self.version not in _VERSIONS:
             raise UnsupportedFormatError(
@@ -142,7 +143,7 @@ class Metadata:
         self.world: int = fields["world_size"]
         if type(self.world) is not int or not 0 < self.world <= MOST_RANKS:
             raise ValueError(f"invalid world size {p.show_value(self.world)}")
-        self._items = {_expect_text(key): _expect_dict(each) for key, each in _expect_dict(fields["metadata"]).items()}
+        self._items = {expect_name(key): expect_dict(each) for key, each in expect_dict(fields["metadata"]).items()}
         self._known: dict[int, Sharding] = {}
         self._groups: dict[str, list[tuple[tuple[str, ...], list[tuple[Any, Any]]]]] = {}
         """For each item, the path of each tensor, and its shardings with their ranks."""
@@ -158,7 +159,7 @@ class Metadata:
         """Return the files of all items and ranks: those of the metadata, and others by the names in the folder."""
         found: dict[tuple[str, int], Item] = {}
         for key, held in self._items.items():
-            layouts = _expect_dict(held["rank_to_layout_info"])
+            layouts = expect_dict(held["rank_to_layout_info"])
             self._spend(len(layouts))
             for rank, layout in layouts.items():
                 if type(rank) is not int or not 0 <= rank < self.world:
@@ -174,8 +175,8 @@ class Metadata:
     def _make_item(self, key: str, rank: int, layout: Any) -> Item:
         if layout is None:
             return Item(key, rank, check_location(f"{key}_{rank}.pt", self._where), "pt")
-        fields = _expect_dict(layout)
-        kind = _expect_dict(fields["serialization_format"]).get("type")
+        fields = expect_dict(layout)
+        kind = expect_dict(fields["serialization_format"]).get("type")
         if type(kind) is not str or kind not in _KINDS:
             raise UnsupportedFormatError(f"{self._where}: {key[:200]}: unknown kind of file: {p.show_value(kind)}")
         return Item(key, rank, check_location(fields["file_path"], self._where), _KINDS[kind])
@@ -202,9 +203,9 @@ class Metadata:
         if key not in self._groups:
             listed = self._groups[key] = []
             held = self._items.get(key)
-            for text, groups in _expect_dict(held["nested_path_to_metadata"]).items() if held is not None else ():
-                path = decode_json(_expect_text(text).encode(), list[str | int], self._where)
-                fields = [_expect_dict(group) for group in _expect_list(groups)]
+            for text, groups in expect_dict(held["nested_path_to_metadata"]).items() if held is not None else ():
+                path = decode_json(expect_name(text).encode(), list[str | int], self._where)
+                fields = [expect_dict(group) for group in expect_list(groups)]
                 self._spend(1 + len(fields))
                 shardings = [(self._find_ranks(each["ranks"]), each["sharding_metadata"]) for each in fields]
                 listed.append((tuple(map(str, path)), shardings))
@@ -213,7 +214,7 @@ class Metadata:
     def _find_ranks(self, value: Any) -> frozenset[Any]:
         found = self._ranks.get(id(value))
         if found is None:
-            self._spend(len(_expect_list(value)))
+            self._spend(len(expect_list(value)))
             if not all(type(rank) is int for rank in value):
                 raise ValueError("ranks must be ints")
             found = self._ranks[id(value)] = frozenset(value)
@@ -223,18 +224,18 @@ class Metadata:
         """Return a sharding; None for one of another class than that of DTensors."""
         if id(packed) in self._known:
             return self._known[id(packed)]
-        fields = _expect_dict(packed)
+        fields = expect_dict(packed)
         if fields.get("type") != "DTensorShardingMetadata":
             return None
-        data = _expect_dict(fields["data"])
-        mesh = _expect_dict(data["mesh_spec"])
+        data = expect_dict(fields["data"])
+        mesh = expect_dict(data["mesh_spec"])
         shape, mesh_shape, ranks = (
             _read_sizes(each) for each in (data["global_shape"], mesh["mesh_shape"], mesh["mesh_data"])
         )
         if not 0 < len(mesh_shape) <= MOST_DIMENSIONS or not len(ranks) == math.prod(mesh_shape) <= MOST_HOLDERS:
             raise ValueError(f"a mesh of shape {mesh_shape} with {len(ranks)} ranks")
         self._spend(len(ranks))
-        placements = tuple(_read_placement(each, len(shape), self._where) for each in _expect_list(data["placements"]))
+        placements = tuple(_read_placement(each, len(shape), self._where) for each in expect_list(data["placements"]))
         strides = math.prod(each.strides for each in placements if isinstance(each, Split))
         if len(placements) != len(mesh_shape) or strides > MOST_STRIDES or len(shape) > MOST_AXES:
             raise ValueError(f"{len(placements)} placements on a mesh of shape {mesh_shape}")
@@ -349,33 +350,15 @@ def _refuse_tensor(path: str, found: Any) -> Any:
     raise ValueError("a tensor in a text")
 
 
-def _expect_dict(value: Any) -> Mapping[Any, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"expected a dict, got {p.show_value(value)}")
-    return value
-
-
-def _expect_list(value: Any) -> Sequence[Any]:
-    if not isinstance(value, (list, tuple)):
-        raise ValueError(f"expected a list, got {p.show_value(value)}")
-    return value
-
-
-def _expect_text(value: Any) -> str:
-    if type(value) is not str:
-        raise ValueError(f"expected a text, got {p.show_value(value)}")
-    return value
-
-
 def _read_sizes(value: Any) -> Shape:
-    sizes = tuple(_expect_list(value))
+    sizes = tuple(expect_list(value))
     if not all(type(each) is int and 0 <= each < 1 << 60 for each in sizes):
         raise ValueError(f"invalid sizes {p.show_value(value)}")
     return sizes
 
 
 def _read_placement(value: Any, ndim: int, where: object) -> Copy | Split:
-    fields = _expect_dict(value)
+    fields = expect_dict(value)
     kind = fields.get("type")
     if kind == "Replicate":
         return Copy()

@@ -7,7 +7,6 @@ import io
 import math
 import pickle
 import struct
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
@@ -16,8 +15,9 @@ from typing import Any
 import msgspec
 import torch
 
-from snapshot.errors import CorruptSnapshotError, MissingExtraError, UnsupportedFormatError
+from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.formats import zip_archive
+from snapshot.formats.decompressors import DECOMPRESSORS
 from snapshot.formats.foreign import HEAD as HEAD_OF_FILE
 from snapshot.formats.foreign import ForeignDocument, make_document, refuse_file, refuse_zip
 from snapshot.formats.pickled_objects import INLINE, is_refused, locate_object
@@ -69,7 +69,11 @@ class EmbeddedLayout(msgspec.Struct, gc=False, frozen=True):
 
 def is_streamed(stored: TensorEntry | ObjectEntry) -> bool:
     """Return True if the bytes can be read only in order from the first one."""
-    return stored.serializer.startswith(("zstd+", "deflate+"))
+    return _transform_of(stored) in DECOMPRESSORS
+
+
+def _transform_of(stored: TensorEntry | ObjectEntry) -> str:
+    return stored.serializer.partition("+")[0]
 
 
 def is_archived(stored: TensorEntry | ObjectEntry) -> bool:
@@ -198,65 +202,7 @@ def decode_object(path: str, stored: ObjectEntry, data: bytearray, most: int) ->
 
 def make_decoder(path: str, stored: TensorEntry | ObjectEntry) -> Callable[[bytes], bytes]:
     """Return a function that unpacks a range's bytes, given in short pieces from the first one."""
-    transform = stored.serializer.partition("+")[0]
-    if transform == "deflate":
-        return _Deflate(path)
-    if transform == "zstd":
-        return _Zstd(path)
-    raise UnsupportedFormatError(f"{path}: unknown compression {transform!r}")
-
-
-class _Deflate:
-    """Decompressor of a deflated member, including its header."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._head = b""
-        self._stream = zlib.decompressobj(-zlib.MAX_WBITS)
-        self._begun = False
-
-    def __call__(self, data: bytes) -> bytes:
-        try:
-            if not self._begun:
-                self._head += data
-                begin = (
-                    zip_archive.find_data_begin(self._head)
-                    if len(self._head) >= zip_archive.HEADER
-                    else len(self._head) + 1
-                )
-                if begin > len(self._head):
-                    return b""
-                self._begun, data = True, self._head[begin:]
-            return self._stream.decompress(data)
-        except (ValueError, zlib.error) as error:
-            raise CorruptSnapshotError(f"{self._path}: decompression failed: {error}") from error
-
-
-class _Zstd:
-    """Decompressor of consecutive zstd frames."""
-
-    def __init__(self, path: str) -> None:
-        try:
-            import zstandard  # slow import, and an optional dependency
-        except ImportError as error:
-            raise MissingExtraError(f"{path}: compressed with zstd; install the extra 'zstd'") from error
-        self._path = path
-        self._module = zstandard
-        self._stream: Any = None
-
-    def __call__(self, data: bytes) -> bytes:
-        made = b""
-        try:
-            while data:
-                if self._stream is None:
-                    self._stream = self._module.ZstdDecompressor(max_window_size=1 << 27).decompressobj()
-                made += self._stream.decompress(data)
-                data = b""
-                if self._stream.eof:
-                    data, self._stream = self._stream.unused_data, None
-        except self._module.ZstdError as error:
-            raise CorruptSnapshotError(f"{self._path}: decompression failed: {error}") from error
-        return made
+    return DECOMPRESSORS[_transform_of(stored)](path)
 
 
 # Archives in the format of torch.save, laid out before their bytes are known.

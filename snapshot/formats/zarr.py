@@ -18,6 +18,7 @@ from snapshot.tensors.memory import BY_NAME, ITEMSIZE, contiguous_strides
 
 V2 = ".zarray"
 V3 = "zarr.json"
+CODECS = ("zstd", "gzip", "zlib", "blosc")
 MOST_MISSING = 100_000
 """Maximum number of chunks of an array that are not stored, since they have only the fill value."""
 _NUMPY = re.compile(r"([<>|=])([biufc])(\d+)")
@@ -36,8 +37,8 @@ class ZarrArray(NamedTuple):
     inner: Shape
     """The shape of a chunk. It is `chunks` unless there are shards."""
     sharded: bool
-    packed: bool
-    """True if chunks are compressed with zstd."""
+    codec: str
+    """The compression of chunks: one of `CODECS`, or an empty text."""
     swapped: bool
     """True if the bytes of an element are in the other order."""
     turned: bool
@@ -100,8 +101,11 @@ def _parse_version_2(data: bytes, where: object) -> ZarrArray:
     found: _Version2 = decode_json(data, _Version2, where)
     if found.zarr_format != 2 or found.filters or found.order not in ("C", "F"):
         raise UnsupportedFormatError(f"{where}: an array of zarr with filters, or of another version")
-    if found.compressor is not None and found.compressor.get("id") != "zstd":
-        raise UnsupportedFormatError(f"{where}: arrays of zarr must be compressed with zstd, got {found.compressor}")
+    codec = "" if found.compressor is None else found.compressor.get("id")
+    if codec not in ("", *CODECS):
+        raise UnsupportedFormatError(
+            f"{where}: arrays of zarr must be compressed with {', '.join(CODECS)}, got {str(codec)[:80]!r}"
+        )
     if found.dimension_separator not in (".", "/"):
         raise CorruptSnapshotError(f"{where}: invalid separator {found.dimension_separator[:20]!r}")
     dtype, swapped = _read_dtype(found.dtype)
@@ -112,7 +116,7 @@ def _parse_version_2(data: bytes, where: object) -> ZarrArray:
         chunks,
         chunks,
         sharded=False,
-        packed=found.compressor is not None,
+        codec=codec,
         swapped=swapped,
         turned=found.order == "F" and len(chunks) > 1,
         blank=_is_blank(found.fill_value),
@@ -136,9 +140,9 @@ def _parse_version_3(data: bytes, where: object) -> ZarrArray:
             raise UnsupportedFormatError(f"{where}: shards of zarr must end with an index of bytes and crc32c")
         codecs = _read_codecs(given.get("codecs"), where)
     names = [codec.name for codec in codecs]
-    if names not in (["bytes"], ["bytes", "zstd"]):
+    if names[:1] != ["bytes"] or len(names) > 2 or names[-1] not in ("bytes", *CODECS):
         raise UnsupportedFormatError(
-            f"{where}: the codecs of zarr must be bytes and zstd, got {', '.join(names)[:200]}"
+            f"{where}: the codecs of zarr must be bytes and one of {', '.join(CODECS)}, got {', '.join(names)[:200]}"
         )
     dtype, _ = _read_dtype(found.data_type)
     separator = encoding.configuration.get("separator", "/" if encoding.name == "default" else ".")
@@ -150,7 +154,7 @@ def _parse_version_3(data: bytes, where: object) -> ZarrArray:
         chunks,
         inner,
         sharded=sharded,
-        packed="zstd" in names,
+        codec=names[1] if len(names) > 1 else "",
         swapped=codecs[0].configuration.get("endian", "little") == "big",
         turned=False,
         blank=_is_blank(found.fill_value),
@@ -273,7 +277,7 @@ def _find_in_shard(
 
 def serializer_of(array: ZarrArray) -> str:
     """Return the serializer of an array's chunks; `raw` for plain bytes."""
-    transforms = [name for name, used in (("zstd", array.packed), ("swapped", array.swapped)) if used]
+    transforms = [*([array.codec] if array.codec else []), *(["swapped"] if array.swapped else [])]
     return "+".join([*transforms, "array"]) if transforms else "raw"
 
 

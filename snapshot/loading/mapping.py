@@ -10,6 +10,7 @@ import torch
 
 from snapshot.errors import RestoreError
 from snapshot.io.loop import run
+from snapshot.loading.dequantising import dequantise_checkpoint
 from snapshot.loading.open import Opened, expect_files
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e
@@ -30,12 +31,14 @@ def map_view(opened: Opened, view: RankView, tensor_map: TensorMap | None) -> Ra
     """Return a view of a checkpoint with mapped tensors.
 
     The rules name tensors below a level of the state, such as `model`. Its tensors are replaced, and everything else
-    stays.
+    stays. Quantised weights have been replaced before, by `dequantise_checkpoint`.
     """
     if tensor_map is None:
         return view
     if not isinstance(tensor_map, TensorMap):
         raise TypeError(f"map must be a TensorMap, got {type(tensor_map).__name__}")
+    if tensor_map.dequantise is not None and not tensor_map.recipes:
+        return view
     known = {**view.elsewhere, **view.entries}
     tensors = {path: entry for path, entry in known.items() if isinstance(entry, e.TENSORS)}
     bases = _find_bases(tensors, tensor_map)
@@ -64,9 +67,10 @@ def map_checkpoint(opened: Opened, tensor_map: TensorMap | None) -> Opened:
 
     Tensors that only one rank has, such as those of a pipeline stage, are part of it.
     """
-    document = opened.document
     if tensor_map is None:
         return opened
+    opened = dequantise_checkpoint(opened, tensor_map)
+    document = opened.document
     view = make_rank_view(document.manifest, 0, document.world_size, document.world_size)
     several = _adopt_from_ranks(document, view)
     made = map_view(opened, view, tensor_map)

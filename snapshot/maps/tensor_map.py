@@ -15,7 +15,9 @@ from snapshot.text import listed
 Others = Literal["error", "keep", "drop"]
 Found = tuple[int, tuple[str, ...], tuple[int, tuple[str, ...]]] | None
 _MOST_NAMES = 1 << 20
-_FIELDS = {"tensor_map", "description", "for", "sizes", "rules", "others"}
+_FIELDS = {"tensor_map", "description", "for", "sizes", "rules", "others", "dequantise"}
+METHODS = ("awq", "bitsandbytes", "gptq", "gptq_v2")
+"""Methods of quantisation, under the names that Hugging Face's `quantization_config` has for them."""
 _SUFFIXES = (".yaml", ".yml", ".json")
 
 
@@ -53,6 +55,7 @@ class TensorMap:
         *,
         sizes: Mapping[str, int] | None = None,
         others: Others = "error",
+        dequantise: str | None = None,
     ) -> None:
         """Parse the rules.
 
@@ -60,14 +63,19 @@ class TensorMap:
             rules: The rules, in order.
             sizes: Sizes of axes, for all rules.
             others: What happens to tensors that no rule names: an error, or they are kept or dropped.
+            dequantise: `"bitsandbytes"`, `"gptq"`, `"gptq_v2"` or `"awq"`: the weights that it has quantised are
+                computed first, so the rules name plain weights. Without rules, all tensors keep their names.
 
         Raises:
             ValueError: A rule is invalid.
         """
         if others not in ("error", "keep", "drop"):
             raise ValueError(f"others must be 'error', 'keep' or 'drop', got {others!r}")
+        if dequantise is not None and dequantise not in METHODS:
+            raise ValueError(f"dequantise must be {', '.join(METHODS)}, got {dequantise!r}")
         given = check_sizes(sizes or {})
         self.others = others
+        self.dequantise = dequantise
         self.recipes = [Recipe.parse(rule, given) for rule in rules]
         self._found: dict[str, Found] = {}
         """The first rule for each name, as far as that was asked."""
@@ -107,10 +115,14 @@ class TensorMap:
         try:
             sizes = _resolve_sizes(found.get("sizes") or {}, fields)
             rules = [made for rule in found["rules"] if (made := _rule_for(rule, fields)) is not None]
-            made = TensorMap(rules, sizes=sizes, others=found.get("others", "error"))
+            method = _choose_method(found.get("dequantise"), fields, reverse=reverse)
+            made = TensorMap(rules, sizes=sizes, others=found.get("others", "error"), dequantise=method)
         except ValueError as error:
             raise ValueError(f"{text}: {error}") from None
-        return made.reversed() if reverse else made
+        if reverse:
+            made = made.reversed()
+            made.dequantise = method
+        return made
 
     @staticmethod
     def names() -> list[str]:
@@ -118,13 +130,14 @@ class TensorMap:
         return sorted(each.name.removesuffix(".yaml") for each in _shipped().iterdir() if each.name.endswith(".yaml"))
 
     def __repr__(self) -> str:
-        return f"TensorMap({self.recipes}, others={self.others!r})"
+        more = f", dequantise={self.dequantise!r}" if self.dequantise is not None else ""
+        return f"TensorMap({self.recipes}, others={self.others!r}{more})"
 
     def reversed(self) -> TensorMap:
         """Return the map from the new layout to the old one.
 
         Dropped tensors do not come back. Casts are not undone: tensors keep their dtype. Of several names of one
-        tensor, all must hold the same values.
+        tensor, all must hold the same values. Weights are not quantised again.
 
         >>> from snapshot import TensorMap
         >>> TensorMap([{"names": "a -> b", "axes": "x y -> y x"}]).reversed().rename(["b"])
@@ -272,6 +285,41 @@ def _resolve_sizes(asked: Any, fields: Mapping[str, Any]) -> dict[str, int]:
             if None not in choices:
                 raise ValueError(f"config must have {' or '.join(map(str, choices))}; pass config=")
     return sizes
+
+
+def _choose_method(declared: Any, fields: Mapping[str, Any], *, reverse: bool) -> str | None:
+    """Return the method that a map takes back, or None.
+
+    `declared`: a method, or "quantization_config" for that of the config. The reverse of a map for a model of Hugging
+    Face reads what its config describes, so it also takes back a known method there.
+    """
+    if declared is None:
+        method = _method_in(fields) if reverse else None
+        return method if method in METHODS else None
+    if reverse:
+        raise ValueError("weights cannot be quantised again, so it has no reverse")
+    if declared != "quantization_config":
+        return declared  # type: ignore[no-any-return]
+    method = _method_in(fields)
+    if method not in METHODS:
+        raise ValueError(f"quantization_config must be of {', '.join(METHODS)}, got {method}; pass config=")
+    return method
+
+
+def _method_in(fields: Mapping[str, Any]) -> str | None:
+    """Return the method in a config, with its variant if that has another layout."""
+    found = fields.get("quantization_config")
+    if not isinstance(found, Mapping):
+        return None
+    method = str(found.get("quant_method") or "")
+    if not method and (found.get("load_in_4bit") or found.get("load_in_8bit")):
+        return "bitsandbytes"
+    variants = [found.get(name) for name in ("checkpoint_format", "format", "version")]
+    variant = next((str(each).lower() for each in variants if isinstance(each, str)), "")
+    if (method, variant) == ("gptq", "gptq_v2"):
+        return "gptq_v2"
+    plain = {"gptq": ("", "gptq", "gemm"), "awq": ("", "gemm")}.get(method)
+    return method if plain is None or variant in plain else f"{method} with {variant}"
 
 
 def _evaluate(choice: Any, fields: Mapping[str, Any]) -> int | None:

@@ -242,6 +242,8 @@ class Publisher:
             raise ValueError(f"full_every must be a positive int, got {full_every!r}")
         if memory_budget_bytes is not None:
             expect_positive("memory_budget_bytes", memory_budget_bytes)
+        if names is not None and names.dequantise is not None:
+            raise ValueError("names must not dequantise: the tensors of a live model are published")
         if full_every > 1:
             load_zstd()
         self._url = URL.parse(os.fspath(url))

@@ -21,6 +21,7 @@ from snapshot.io.arena import Slot
 from snapshot.io.budget import MemoryBudget
 from snapshot.io.loop import run
 from snapshot.io.url import Location
+from snapshot.loading.mapping import map_checkpoint
 from snapshot.loading.open import Opened, expect_files
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document, find_locations
@@ -370,6 +371,7 @@ def merge_lora(
     sessions = open_origins(operation, origins)
     arguments = {"base": origins[0].url, "lora": origins[1].url, **target.agreed(), **choice.arguments()}
     base, adapter = open_sources(exchange, "merge", arguments, sessions)
+    base = map_checkpoint(base, choice.map)
     changes = plan_lora(base, adapter, run(_read_config(adapter)))
     needed = {
         f"{number}/{name}": entry

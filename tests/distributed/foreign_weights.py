@@ -27,8 +27,18 @@ def restore_mapped(path):
     return {name: each.full_tensor() for name, each in module.state_dict().items()}
 
 
-def convert(path, target, kind):
-    Snapshot(path).convert(Target(target, kind), ranks=True)
+def restore_quantised(path, method, rows, columns):
+    """Restore a quantised layer into a sharded module."""
+    module = nn.Linear(columns, rows)
+    fully_shard(module)
+    tensor_map = TensorMap(["layers.0.q_proj.{rest...} -> {rest...}"], dequantise=method)
+    Snapshot(path).restore({"model": module}, map=tensor_map, cast="same_kind")
+    return {name: each.full_tensor() for name, each in module.state_dict().items()}
+
+
+def convert(path, target, kind, method=None):
+    tensor_map = None if method is None else TensorMap([], dequantise=method)
+    Snapshot(path).convert(Target(target, kind), ranks=True, map=tensor_map)
     dist.barrier()
 
 

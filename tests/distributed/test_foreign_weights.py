@@ -4,13 +4,14 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import snapshot
 from snapshot import Snapshot
 from tests.distributed import foreign_weights as ranks
 from tests.formats.test_gguf import file_of, rounded
 from tests.formats.test_orbax import ARCHIVE, tree
+from tests.formats.test_quantised import ARCHIVE as QUANTISED_FILES
 from tests.helpers.foreign_states import same
 from tests.transform.test_lora import adapter, draw, factors
 
@@ -29,6 +30,22 @@ def test_a_sharded_module_is_filled_from_jax(two, folder):
     for name in ("ocdbt", "plain3"):
         for found in two.run(ranks.restore_mapped, f"{folder}/{name}"):
             same(found, {"weight": dense["kernel"].float().T.contiguous(), "bias": dense["bias"]})
+
+
+QUANTISED = {"nf4-nested": "bitsandbytes", "int8": "bitsandbytes", "gptq-ordered": "gptq", "awq": "awq"}
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_a_sharded_module_is_filled_from_quantised_weights(two, folder, name):
+    zipfile.ZipFile(QUANTISED_FILES).extractall(folder)
+    expected = load_file(f"{folder}/{name}/expected.safetensors")
+    weight, bias = (expected[f"layers.0.q_proj.{part}"].float() for part in ("weight", "bias"))
+    file = f"{folder}/{name}/model.safetensors"
+    for found in two.run(ranks.restore_quantised, file, QUANTISED[name], *weight.shape):
+        same(found, {"weight": weight, "bias": bias})
+    for kind in ("snapshot", "safetensors"):
+        two.run(ranks.convert, file, f"{folder}/{kind}", kind, QUANTISED[name])
+        same(dict(sorted(snapshot.load(f"{folder}/{kind}").items())), dict(sorted(expected.items())))
 
 
 @pytest.mark.parametrize("kind", ["snapshot", "safetensors", "dcp", "torch"])

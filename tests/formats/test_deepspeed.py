@@ -319,6 +319,56 @@ def test_values_that_are_not_known_are_named(tmp_path, what):
         Snapshot(tmp_path).get_manifest()
 
 
+def write_stage_3(folder, partitions, *, count=None, world=4):
+    """Write a checkpoint of ZeRO 3: a rank of each partition. MiCS has several ranks of each."""
+    whole = {"w": torch.arange(15.0).view(5, 3), "b": torch.arange(4.0) + 100}
+    for rank in range(partitions):
+        parts = []
+        for each in whole.values():
+            step = -(-each.numel() // partitions)
+            padded = torch.nn.functional.pad(each.flatten(), (0, step * partitions - each.numel()))
+            parts.append(padded[rank * step : (rank + 1) * step])
+        flat = torch.cat(parts)
+        shapes = [{name: each.shape for name, each in whole.items()}]
+        head = {"module": {name: torch.zeros(0) for name in whole}, "param_shapes": shapes, "dp_world_size": world}
+        held = {"zero_stage": 3, "fp32_flat_groups": [flat], "partition_count": partitions if count is None else count}
+        inner = {"state": {0: {"exp_avg": flat * 2, "step": 4}}, "param_groups": [{"lr": 0.5, "params": [0]}]}
+        held["optimizer_state_dict"] = inner
+        save(head, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+        save({"optimizer_state_dict": held}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    return whole
+
+
+@pytest.mark.parametrize("partitions", [1, 2, 3, 4])
+def test_the_partitions_of_one_replica_are_all_of_mics(tmp_path, partitions):
+    whole = write_stage_3(tmp_path, partitions, world=12)
+    found = Snapshot(tmp_path).read_object("0")
+    for name, each in whole.items():
+        assert torch.equal(found["model"][name], each)
+        assert torch.equal(found["optim"]["state"][name]["exp_avg"], each * 2)
+
+
+def test_partitions_that_are_not_all_here_are_refused(tmp_path):
+    write_stage_3(tmp_path, 2, count=4)
+    with pytest.raises(UnsupportedFormatError, match="cut into 4 parts on 2 ranks is not read"):
+        Snapshot(tmp_path).get_manifest()
+
+
+@pytest.mark.parametrize("key", ["ds_autoep_layers", "autoep_layers"])
+def test_autoep_is_refused_by_name(tmp_path, key):
+    write_stand_in(tmp_path, more={key: [{"moe_layer_id": 0}]})
+    with pytest.raises(UnsupportedFormatError, match="with AutoEP is not read"):
+        Snapshot(tmp_path).get_manifest()
+
+
+def test_experts_with_tensor_parallelism_are_refused_by_name(tmp_path):
+    write_stand_in(tmp_path)
+    for rank in range(2):
+        save({"m": torch.zeros(2)}, tmp_path / f"layer_0_expert_0_mp_rank_{rank:02d}_model_states.pt")
+    with pytest.raises(UnsupportedFormatError, match="experts of several tensor-parallel ranks is not read"):
+        Snapshot(tmp_path).get_manifest()
+
+
 def test_repeated_shapes_cost_no_more_than_their_bytes(tmp_path):
     names = {f"{number}": torch.Size([0]) for number in range(1000)}
     write_stand_in(

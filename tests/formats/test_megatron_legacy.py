@@ -5,12 +5,13 @@ Its training code cannot run here. The files are stand-ins, cut as Megatron-LM's
 """
 
 import argparse
+import re
 
 import pytest
 import torch
 from torch import nn
 
-from snapshot import CorruptSnapshotError, Snapshot, SnapshotError, TensorMap, UnsupportedFormatError
+from snapshot import CorruptSnapshotError, ModelState, Snapshot, SnapshotError, TensorMap, UnsupportedFormatError
 from snapshot import load as load_weights
 from tests.formats.test_remote_reads import on_s3
 
@@ -169,13 +170,91 @@ def test_equal_parts_of_unknown_names_are_copies(tmp_path):
     assert torch.equal(Snapshot(tmp_path / "x").read_object("0/model/adapter.weight"), torch.arange(2.0))
 
 
-def test_expert_parallelism_is_refused_by_name(tmp_path):
-    def change(state, rank, stage):
-        state["args"].expert_model_parallel_size = 2
+HEAD = "decoder.layers.0.mlp"
+EXPERTS = {  # the names of an expert's tensors, as Megatron-core has them
+    "sequential": "experts.local_experts.{}.linear_fc{}.weight",
+    "grouped": "experts.linear_fc{1}.weight{0}",
+}
 
-    _write(tmp_path / "x", _whole(), 2, 1, change=change)
-    with pytest.raises(UnsupportedFormatError, match="with expert parallelism is not read"):
-        Snapshot(tmp_path / "x").get_manifest()
+
+def _write_experts(folder, kind, ranks, width, stages=1, *, total=4, change=lambda state, rank, expert: None):
+    """Write two layers with experts, on ranks of expert parallelism that also have tensor-parallel ranks and stages."""
+    torch.manual_seed(0)
+    whole = {f"{HEAD}.router.weight": torch.randn(total, HIDDEN), "output_layer.weight": torch.randn(WORDS, HIDDEN)}
+    for number in range(total):
+        whole[f"{HEAD}.{EXPERTS[kind].format(number, 1)}"] = torch.randn(INNER, HIDDEN)
+        whole[f"{HEAD}.{EXPERTS[kind].format(number, 2)}"] = torch.randn(HIDDEN, INNER)
+    above = {name: each for name, each in whole.items() if name.startswith(HEAD)}
+    whole |= {name.replace("layers.0", "layers.1"): torch.randn_like(each) for name, each in above.items()}
+    local = total // ranks
+    for stage in range(stages):
+        for rank in range(width):
+            for expert in range(ranks):
+                model = {}
+                for name, each in whole.items():
+                    layer = int(name.startswith("decoder.layers.1"))
+                    if stages > 1 and layer != stage:
+                        continue
+                    own = name.replace("layers.1", "layers.0") if stages > 1 else name
+                    cut = each
+                    if ".experts." in name:
+                        numbers = re.findall("[0-9]+", name.split(".experts.")[1])
+                        number = int(numbers[0 if kind == "sequential" else 1])
+                        if number // local != expert:
+                            continue
+                        pattern = EXPERTS[kind]
+                        which = 1 if "linear_fc1" in name else 2
+                        own = own.replace(pattern.format(number, which), pattern.format(number % local, which))
+                        cut = each.chunk(width, which - 1)[rank].contiguous()
+                    elif name == "output_layer.weight":
+                        cut = each.chunk(width, 0)[rank].clone()
+                    model[own] = cut
+                args = {"expert_model_parallel_size": ranks, "num_experts": total, "expert_tensor_parallel_size": width}
+                args["pipeline_model_parallel_size"] = stages
+                state = {"args": argparse.Namespace(**args), "model": model, "checkpoint_version": 3.0}
+                change(state, rank, expert)
+                name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if stages > 1 else "") + f"_{expert:03d}" * (ranks > 1)
+                (folder / name).mkdir(parents=True)
+                torch.save(state, folder / name / "model_optim_rng.pt")
+    return whole
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+@pytest.mark.parametrize(("ranks", "width", "stages"), [(1, 1, 1), (2, 1, 1), (4, 2, 1), (2, 1, 2), (2, 2, 2)])
+def test_experts_have_their_numbers_in_the_whole_model(tmp_path, kind, ranks, width, stages):
+    whole = _write_experts(tmp_path / "x", kind, ranks, width, stages)
+    found = Snapshot(tmp_path / "x").read_object("0/model")
+    assert sorted(found) == sorted(whole)
+    assert all(torch.equal(found[name], each) for name, each in whole.items())
+    assert Snapshot(tmp_path / "x").metadata.world_size == ranks * width * stages
+
+
+def test_experts_that_do_not_say_how_they_join_are_refused(tmp_path):
+    def together(state, rank, expert):
+        state["model"][f"{HEAD}.experts.weight1"] = torch.ones(2, 2)
+
+    def narrow(state, rank, expert):
+        state["args"].expert_tensor_parallel_size = 1
+
+    def odd(state, rank, expert):
+        state["args"].num_experts = 5
+
+    _write_experts(tmp_path / "a", "grouped", 2, 1, change=together)
+    with pytest.raises(UnsupportedFormatError, match=r"experts\.weight1: how this tensor of several experts joins"):
+        Snapshot(tmp_path / "a").get_manifest()
+    _write_experts(tmp_path / "b", "grouped", 1, 2, change=narrow)
+    with pytest.raises(UnsupportedFormatError, match="1 tensor-parallel ranks of experts, and 2 of other layers"):
+        Snapshot(tmp_path / "b").get_manifest()
+
+    def many(state, rank, expert):
+        state["args"].expert_model_parallel_size = 1 << 40
+
+    _write_experts(tmp_path / "d", "grouped", 2, 1, change=many)
+    with pytest.raises(CorruptSnapshotError, match="the folder of a part is missing"):
+        Snapshot(tmp_path / "d").get_manifest()
+    _write_experts(tmp_path / "c", "grouped", 2, 1, change=odd)
+    with pytest.raises(CorruptSnapshotError, match="5 experts on 2 ranks"):
+        Snapshot(tmp_path / "c").get_manifest()
 
 
 @pytest.mark.parametrize("lost", ["mp_rank_01_000", "mp_rank_00_001"])
@@ -229,3 +308,263 @@ def test_a_folder_without_the_file_is_named(tmp_path):
     (tmp_path / "mp_rank_00" / "other.pt").write_bytes(b"x")
     with pytest.raises(SnapshotError, match=r"mp_rank_00/model_optim_rng\.pt"):
         Snapshot(tmp_path).get_manifest()
+
+
+# The optimizer: stand-ins that follow Megatron-core's `optimizer.py`, `distrib_optimizer.py` and
+# `param_and_grad_buffer.py` (0.16).
+
+
+def _moments(whole):
+    torch.manual_seed(1)
+    return {key: {name: torch.randn_like(each) for name, each in whole.items()} for key in ("exp_avg", "exp_avg_sq")}
+
+
+def _is_vector(name, tensor):
+    return tensor.ndim == 1 or name.endswith(".bias")
+
+
+def _buffer(tensors, bucket):
+    """A buffer of the distributed optimizer, without the padding of its buckets."""
+    place, begin, unpadded, buckets = 0, 0, {}, 0
+    for name, tensor in reversed(tensors.items()):
+        place = -(-place // 64) * 64
+        unpadded[name] = buckets + place - begin
+        place += tensor.numel()
+        if bucket is not None and place - begin >= bucket:
+            buckets += place - begin
+            begin = place = -(-place // 128) * 128
+    made = torch.zeros(buckets + place - begin)
+    for name, tensor in tensors.items():
+        made[unpadded[name] : unpadded[name] + tensor.numel()] = tensor.flatten()
+    return made
+
+
+def _write_trained(folder, width, stages, kind, *, virtual=1, dtype=torch.bfloat16, bucket=None, groups=2, change=None):
+    """Write parts with the state of an optimizer. Return the float32 values and the moments of the whole model."""
+    whole = {name: each for name, each in _whole().items() if "position" not in name}
+    if bucket is not None:  # the buckets do not matter if all parameters end at multiples of 64
+        whole = {name: torch.randn(128, *each.shape[1:]).repeat_interleave(64, -1) for name, each in whole.items()}
+    moments = _moments(whole)
+    main = {name: each.clone() for name, each in whole.items()}
+    sources = {"param": main, **moments}
+    own = LAYERS // stages // virtual
+
+    def name_in_part(name, first):
+        if not name.startswith("decoder.layers."):
+            return name
+        layer, rest = name.removeprefix("decoder.layers.").split(".", 1)
+        return f"decoder.layers.{int(layer) - first}.{rest}"
+
+    def change_part(state, rank, stage):
+        chunks = [state["model"]] if virtual == 1 else [state[f"model{number}"] for number in range(virtual)]
+        parts = []
+        for number, model in enumerate(chunks):
+            first = (number * stages + stage) * own
+            back = {name_in_part(name, first): name for name in whole}
+            parts.append({(number, name): back[name] for name in model})
+            for name in model:
+                model[name] = model[name].to(dtype)
+        everything = {key: name for part in parts for key, name in part.items()}
+        cut = {
+            source: {key: _cut(name, each[name], rank, width, True) for key, name in everything.items()}
+            for source, each in sources.items()
+        }
+        vectors = [key for key, name in everything.items() if _is_vector(name, whole[name])]
+        order = [[key for key in everything if key not in vectors], vectors] if groups == 2 else [list(everything)]
+        fused = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "bias_correction": True}
+        listed = [{**fused, "wd_mult": 1.0 - number, "lr_mult": 1.0} for number in range(groups)]
+        if kind == "distributed":
+            for group in listed:
+                group["step"] = 7
+            state["optimizer"] = {"optimizer": {"param_groups": listed}, "grad_scaler": {"scale": 2.0}}
+            buffers = {"buckets_coalesced": True}
+            for number in range(virtual):
+                world = {}
+                for source in sources:
+                    mine = {key: each for key, each in cut[source].items() if key[0] == number}
+                    world[source] = _buffer(mine, bucket)
+                world["numel_unpadded"] = len(world["param"])
+                buffers[number] = {(dtype, torch.float32): world}
+            state["flat"] = buffers
+        else:
+            numbers = {key: number for number, key in enumerate(key for own_ in order for key in own_)}
+            for group, own_ in zip(listed, order, strict=True):
+                group["params"] = [numbers[key] for key in own_]
+            states = {
+                number: {"step": torch.tensor(7.0), **{source: cut[source][key] for source in moments}}
+                for key, number in numbers.items()
+            }
+            inner = {"state": states, "param_groups": listed}
+            if kind == "float32":
+                state["optimizer"] = inner
+            else:
+                state["optimizer"] = {
+                    "optimizer": inner,
+                    "fp32_from_fp16_params": [[cut["param"][key] for key in own_] for own_ in order],
+                }
+        if change is not None:
+            change(state, rank, stage)
+
+    _write(folder, whole, width, stages, virtual=virtual, change=change_part)
+    for file in folder.rglob("model_optim_rng.pt"):
+        state = torch.load(file, weights_only=False)
+        if "flat" in state:
+            torch.save(state.pop("flat"), file.with_name("distrib_optim.pt"))
+            torch.save(state, file)
+    return main, moments
+
+
+PARTS = [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 2, 2)]
+
+
+@pytest.mark.parametrize("kind", ["distributed", "half", "float32"])
+@pytest.mark.parametrize(("width", "stages", "virtual"), PARTS)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_optimizer_is_joined_by_name(tmp_path, kind, width, stages, virtual, groups):
+    dtype = torch.float32 if kind == "float32" else torch.bfloat16
+    given = {"virtual": virtual, "dtype": dtype, "groups": groups}
+    main, moments = _write_trained(tmp_path / "x", width, stages, kind, **given)
+    snapshot = Snapshot(tmp_path / "x")
+    found = snapshot.read_object("0/optim")
+    assert found["state"].keys() == main.keys()
+    for name in main:
+        for key in moments:
+            assert torch.equal(found["state"][name][key], moments[key][name]), (name, key)
+        assert float(found["state"][name]["step"]) == 7
+    listed = [name for group in found["param_groups"] for name in group["params"]]
+    assert sorted(listed) == sorted(main)
+    assert all(group["lr"] == 0.1 for group in found["param_groups"])
+    if groups == 2:
+        vectors = [name for name, each in main.items() if _is_vector(name, each)]
+        assert sorted(found["param_groups"][1]["params"]) == sorted(vectors)
+    if kind != "float32":
+        kept = snapshot.read_object("0/main_params")
+        assert kept.keys() == main.keys()
+        assert all(torch.equal(kept[name], each) for name, each in main.items())
+    weights = snapshot.read_object("0/model")
+    assert all(torch.equal(weights[name], each.to(dtype)) for name, each in main.items())
+    assert snapshot.verify()
+    snapshot.convert(tmp_path / "again")
+    again = Snapshot(tmp_path / "again").read_object("0/optim/state/output_layer.weight/exp_avg")
+    assert torch.equal(again, moments["exp_avg"]["output_layer.weight"])
+    if kind == "distributed":
+        assert snapshot.read_object("0/grad_scaler") == {"scale": 2.0}
+
+
+def test_buckets_do_not_matter_for_multiples_of_64(tmp_path):
+    _, moments = _write_trained(tmp_path / "x", 2, 1, "distributed", bucket=10_000)
+    found = Snapshot(tmp_path / "x").read_object("0/optim/state")
+    for key, tensors in moments.items():
+        assert all(torch.equal(found[name][key], each) for name, each in tensors.items())
+
+
+def _chain(state, rank, stage):
+    state["optimizer"] = [state["optimizer"]]
+
+
+def _old(state, rank, stage):
+    state["flat"] = {0: {torch.float32: {"param": [torch.zeros(3)]}}}
+
+
+def _longer(state, rank, stage):
+    for world in state["flat"][0].values():
+        for key in ("param", "exp_avg", "exp_avg_sq"):
+            world[key] = torch.cat([world[key], torch.zeros(1)])
+
+
+def _turned(state, rank, stage):
+    for world in state["flat"][0].values():
+        world["param"] = world["param"].flip(0)
+
+
+def _other_dtype(state, rank, stage):
+    [(_, world)] = state["flat"][0].items()
+    state["flat"][0] = {(torch.uint8, torch.float32): world}
+
+
+def _absent(state, rank, stage):
+    del state["flat"]
+
+
+def _no_moment(state, rank, stage):
+    for world in state["flat"][0].values():
+        del world["exp_avg"]
+
+
+def _more_groups(state, rank, stage):
+    state["optimizer"]["optimizer"]["param_groups"] *= 2
+
+
+LOST = {
+    "a chain of several optimizers": _chain,
+    "as before February 2024": _old,
+    "its buckets are not known": _longer,
+    "are not those of the model": _turned,
+    "a buffer of": _other_dtype,
+    "distrib_optim.pt, which has the state of the distributed optimizer, is missing": _absent,
+    "without a flat tensor exp_avg": _no_moment,
+    "4 parameter groups": _more_groups,
+}
+
+
+@pytest.mark.parametrize("why", LOST)
+def test_an_optimizer_that_cannot_be_joined_says_why_and_the_weights_stay_readable(tmp_path, why):
+    main, _ = _write_trained(tmp_path / "x", 2, 1, "distributed", change=LOST[why])
+    snapshot = Snapshot(tmp_path / "x")
+    found = snapshot.read_object("0/model")
+    assert all(torch.equal(found[name], each.to(torch.bfloat16)) for name, each in main.items())
+    with pytest.raises(UnsupportedFormatError, match=f"is not joined: .*{re.escape(why)}.*; exclude optim"):
+        snapshot.read_object("0/optim/state/output_layer.weight/exp_avg")
+    with pytest.raises(UnsupportedFormatError, match=re.escape(why)):
+        snapshot.convert(tmp_path / "all")
+    snapshot.convert(tmp_path / "weights.safetensors", select=["model/**"])
+    snapshot.convert(tmp_path / "most", exclude=["optim/**"])
+    live = nn.ParameterDict({"w": nn.Parameter(torch.zeros(WORDS, HIDDEN, dtype=torch.bfloat16))})
+    snapshot.restore({"model": live}, rename={"model/output_layer.weight": "model/w"}, strict=False, unused="ignore")
+    assert torch.equal(live["w"], main["output_layer.weight"].to(torch.bfloat16))
+
+
+def test_numbers_that_do_not_match_the_model_are_not_joined(tmp_path):
+    def change(state, rank, stage):
+        state["optimizer"]["optimizer"]["param_groups"][0]["params"].pop()
+
+    _write_trained(tmp_path / "x", 1, 1, "half", change=change)
+    with pytest.raises(UnsupportedFormatError, match=r"a group of .* parameters, where the model has"):
+        Snapshot(tmp_path / "x").read_object("0/optim/state/output_layer.weight/exp_avg")
+
+
+def test_factored_states_are_not_joined(tmp_path):
+    def change(state, rank, stage):
+        for own in state["optimizer"]["optimizer"]["state"].values():
+            own["rows"] = torch.zeros(3)
+
+    _write_trained(tmp_path / "x", 2, 1, "half", change=change)
+    with pytest.raises(UnsupportedFormatError, match=r"rows of .* has the shape \[3\], not"):
+        Snapshot(tmp_path / "x").read_object("0/optim/state/output_layer.weight/exp_avg")
+
+
+def test_moments_restore_into_an_optimizer(tmp_path):
+    main, moments = _write_trained(tmp_path / "x", 2, 2, "distributed")
+    model = nn.Module()
+    for name, each in main.items():
+        *above, last = name.split(".")
+        held = model
+        for component in above:
+            if not hasattr(held, component):
+                held.add_module(component, nn.Module())
+            held = getattr(held, component)
+        held.register_parameter(last, nn.Parameter(torch.zeros_like(each)))
+    named = dict(model.named_parameters())
+    vectors = [each for name, each in named.items() if _is_vector(name, each)]
+    others = [each for name, each in named.items() if not _is_vector(name, each)]
+    optimizer = torch.optim.Adam([{"params": others}, {"params": vectors, "weight_decay": 0.0}])
+    state = ModelState(model, optimizer)
+    snapshot = Snapshot(tmp_path / "x")
+    snapshot.restore({"train": state}, cast="same_kind", unused="ignore")
+    snapshot.restore({"main_params": model}, unused="ignore")
+    names = dict(model.named_parameters())
+    for name, each in main.items():
+        assert torch.equal(names[name], each)
+        assert torch.equal(optimizer.state[names[name]]["exp_avg_sq"], moments["exp_avg_sq"][name])
+        assert float(optimizer.state[names[name]]["step"]) == 7
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)

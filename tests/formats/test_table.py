@@ -15,7 +15,7 @@ from torch import nn
 from snapshot import Snapshot, Target, load
 from snapshot.manifest.entries import TENSORS
 from tests.formats.test_gguf import file_of
-from tests.formats.test_megatron_legacy import _whole, _write
+from tests.formats.test_megatron_legacy import _write_trained
 from tests.helpers.storage_calls import use
 
 HERE = Path(__file__).parent
@@ -93,7 +93,7 @@ def rank_files(folder):
 
 
 def megatron_legacy(folder):
-    _write(folder, _whole(), 2, 1)
+    _write_trained(folder, 2, 1, "distributed")
     return folder
 
 

@@ -71,6 +71,56 @@ def main(out):
 
     v1.save_pytree(os.path.join(out, "v1"), {"w": jnp.arange(3.0), "deep": {"b": jnp.ones((2, 2))}})
     by_tensorstore(out)
+    with_codecs(out)
+
+
+def codec_arrays():
+    """Arrays of several sizes, some with long repetitions: name -> array and chunks."""
+    rng = np.random.default_rng(0)
+    smooth = np.cumsum(rng.standard_normal((90, 60)).round(1), axis=1).astype(np.float32)
+    tile = rng.integers(0, 255, 9000).astype(np.uint8)
+    return {
+        "small": (np.arange(35, dtype=np.float32).reshape(5, 7), [2, 3]),
+        "smooth": (smooth, [64, 60]),
+        "noise": (rng.integers(0, 60_000, (9, 77)).astype(np.uint16), [9, 77]),
+        "zeros": (np.where(np.arange(9000) == 7, 3.0, 0.0), [9000]),
+        "tiles": (np.tile(tile, 2), [18_000]),
+    }
+
+
+def with_codecs(out):
+    """Write arrays with the other codecs that TensorStore has for zarr."""
+    import json
+
+    import tensorstore as ts
+
+    kinds = {f"{name}2": {"compressor": {"id": name, "level": 6}} for name in ("gzip", "zlib")}
+    for name in ("lz4", "lz4hc", "zstd", "zlib", "blosclz"):
+        for shuffle in (0, 1, 2):
+            blosc = {"id": "blosc", "cname": name, "clevel": 5, "shuffle": shuffle}
+            kinds[f"blosc_{name}_{shuffle}_2"] = {"compressor": blosc}
+    plain = {"name": "bytes", "configuration": {"endian": "little"}}
+    kinds["gzip3"] = {"codecs": [plain, {"name": "gzip", "configuration": {"level": 5}}]}
+    blosc = {"cname": "lz4", "clevel": 5, "shuffle": "shuffle", "typesize": 4}
+    kinds["blosc3"] = {"codecs": [plain, {"name": "blosc", "configuration": blosc}]}
+    for version in "23":
+        top, leaves = os.path.join(out, f"codecs{version}"), {}
+        for kind, more in kinds.items():
+            for name, (array, chunks) in codec_arrays().items() if kind.endswith(version) else ():
+                metadata = {"shape": list(array.shape), **more}
+                if version == "2":
+                    metadata["chunks"] = chunks
+                else:
+                    metadata["chunk_grid"] = {"name": "regular", "configuration": {"chunk_shape": chunks}}
+                base = {"driver": "file", "path": f"{top}/{kind}.{name}/"}
+                spec = {"driver": "zarr" if version == "2" else "zarr3", "kvstore": base, "metadata": metadata}
+                opened = ts.open(spec, create=True, dtype=ts.dtype(array.dtype.name)).result()
+                opened.write(array).result()
+                keys = [{"key": each, "key_type": 2} for each in (kind, name)]
+                leaves[str((kind, name))] = {"key_metadata": keys, "value_metadata": {"value_type": "jax.Array"}}
+        tree = {"tree_metadata": leaves, "use_ocdbt": False, "use_zarr3": version == "3"}
+        with open(os.path.join(top, "_METADATA"), "w") as file:
+            json.dump(tree, file)
 
 
 def by_tensorstore(out):

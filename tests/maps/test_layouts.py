@@ -309,11 +309,16 @@ def test_a_map_asks_for_the_config_it_needs(tmp_path):
     with pytest.raises(ValueError, match="config must have num_attention_heads"):
         TensorMap.load("torchtitan-hf", {"model_type": "llama"})
     with pytest.raises(
-        ValueError, match="'nothing': there is no such map; there are gguf-hf, megatron-hf, torchtitan-hf"
+        ValueError, match="'nothing': there is no such map; there are gguf-hf, megatron-hf, quantised-hf, torchtitan-hf"
     ):
         TensorMap.load("nothing")
     (tmp_path / "config.json").write_text(json.dumps(SIZES | {"model_type": "llama"}))
-    assert TensorMap.load("torchtitan-hf", tmp_path).names() == ["gguf-hf", "megatron-hf", "torchtitan-hf"]
+    assert TensorMap.load("torchtitan-hf", tmp_path).names() == [
+        "gguf-hf",
+        "megatron-hf",
+        "quantised-hf",
+        "torchtitan-hf",
+    ]
 
 
 def test_a_model_that_is_not_tied_is_not_tied_by_a_map(tmp_path, folder):

@@ -4,13 +4,15 @@ import json
 import math
 import re
 import warnings
+import zipfile
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import snapshot
@@ -253,6 +255,35 @@ def test_a_tensor_in_another_memory_order_is_changed_in_place(tmp_path):
     torch.testing.assert_close(found["conv.weight"], expected)
     expected = summed(state["w.weight"], tensors["w.lora_A.weight"], tensors["w.lora_B.weight"], 1.5)
     torch.testing.assert_close(found["w.weight"], expected)
+
+
+@pytest.mark.parametrize("name", ["nf4-nested", "int8", "gptq-ordered", "awq"])
+def test_a_quantised_base_is_dequantised_first(tmp_path, name, capsys):
+    with zipfile.ZipFile(Path(__file__).parents[1] / "formats" / "quantised_files.zip") as archive:
+        archive.extractall(tmp_path)
+    folder, module = tmp_path / name, "layers.0.q_proj"
+    expected = load_file(folder / "expected.safetensors")
+    rows, columns = expected[f"{module}.weight"].shape
+    pair = factors(module, rows, columns)
+    lora = adapter(tmp_path / "lora", pair)
+    expected[f"{module}.weight"] = summed(expected[f"{module}.weight"], *pair.values(), 6 / 4)
+    given, to = ["merge", str(folder / "model.safetensors"), "-o"], tmp_path / "merged.safetensors"
+    given += [str(to), "--lora", str(lora), "--map", "quantised-hf", "--map-config", str(folder), "--memory", "1MiB"]
+    assert main(given) == 0, capsys.readouterr().err
+    same(dict(sorted(load_file(to).items())), dict(sorted(expected.items())))
+
+
+def test_a_map_gives_the_base_the_names_of_the_adapter(tmp_path, files):
+    state, lora = base(), adapter(tmp_path / "lora", factors("layers.0.q", 24, 16))
+    save_file(state, tmp_path / "base.safetensors")
+    rules = [{"names": "h.0.turned.weight -> layers.0.q.weight", "axes": "a b -> b a"}]
+    loaded = snapshot.TensorMap(rules, others="keep")
+    made = snapshot.merge([tmp_path / "base.safetensors"], tmp_path / "x.safetensors", lora=lora, map=loaded)
+    assert made.tensors == len(state)
+    expected = summed(state["h.0.turned.weight"].T.contiguous(), *factors("layers.0.q", 24, 16).values(), 6 / 4)
+    same(load_file(tmp_path / "x.safetensors")["layers.0.q.weight"], expected)
+    with pytest.raises(ValueError, match="map must be used with lora"):
+        snapshot.merge([tmp_path / "base.safetensors"] * 2, tmp_path / "y", map=loaded)
 
 
 def test_tied_weights_stay_tied(tmp_path):
