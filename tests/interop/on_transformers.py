@@ -17,7 +17,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from accelerate.state import AcceleratorState
     from peft import LoraConfig, get_peft_model
-    from transformers import GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+    from transformers import GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+    from transformers.trainer_callback import ExportableState
     from transformers.trainer_utils import rotate_checkpoints
     from transformers.utils import logging
 
@@ -380,6 +381,77 @@ def test_weights_that_are_not_written_make_the_checkpoint_incomplete(tmp_path):
     assert find_last(str(tmp_path)) == str(tmp_path / "checkpoint-2")
     with pytest.raises(SnapshotNotFoundError, match="checkpoint-4: its weights were not written to the end"):
         example.train(tmp_path, resume=str(tmp_path / "checkpoint-4"))
+
+
+class Scaled(example.SnapshotTrainer):
+    """Trains with the scaler of float16, which accelerate creates on accelerators only."""
+
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        # it doubles after two finite steps, so the scale and its count differ at each step
+        self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2)
+        self.scales = []
+
+    def training_step(self, *arguments, **options):
+        loss = super().training_step(*arguments, **options)
+        scaler = self.accelerator.scaler.state_dict()
+        self.scales.append((self.state.global_step, scaler["scale"], scaler["_growth_tracker"]))
+        return loss
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_scaler_of_float16_goes_on(tmp_path, background):
+    seen = []
+
+    class Noted(Scaled):
+        snapshot_in_background = background
+
+        def train(self, *arguments, **options):
+            result = super().train(*arguments, **options)
+            seen.append(self.scales)
+            return result
+
+    whole, weights = example.train(tmp_path / "whole", kind=Noted)
+    example.train(tmp_path / "broken", stop_at=5, kind=Noted)
+    resumed, others = example.train(tmp_path / "broken", resume=True, kind=Noted)
+    assert resumed[-2:] == whole[-2:]
+    same(weights, others)
+    assert seen[0] == [(0, 16.0, 0), (1, 16.0, 1), (2, 32.0, 0), (3, 32.0, 1), (4, 64.0, 0), (5, 64.0, 1)]
+    assert seen[2] == seen[0][4:]
+    assert Snapshot(tmp_path / "broken" / "checkpoint-4" / FOLDER).read_object("0/scaler/scale") == 64.0
+
+
+class Patience(TrainerCallback, ExportableState):
+    """A callback with state."""
+
+    def __init__(self, limit):
+        self.limit, self.steps = limit, []
+
+    def on_step_end(self, args, state, control, **_):
+        self.steps.append(state.global_step)
+
+    def state(self):
+        return {"args": {"limit": self.limit}, "attributes": {"steps": self.steps}}
+
+
+@pytest.mark.parametrize("kind", [example.SnapshotTrainer, Background])
+def test_callbacks_resume_with_their_state(tmp_path, kind):
+    class Watched(kind):
+        def __init__(self, model, arguments, **options):
+            arguments.restore_callback_states_from_checkpoint = True
+            super().__init__(model, arguments, **options)
+            self.add_callback(Patience(7 if not tmp_path.joinpath("checkpoint-2").exists() else 3))
+
+        def train(self, *arguments, **options):
+            result = super().train(*arguments, **options)
+            (found,) = (each for each in self.callback_handler.callbacks if isinstance(each, Patience))
+            seen.append((found.limit, found.steps))
+            return result
+
+    seen = []
+    example.train(tmp_path, stop_at=3, kind=Watched)
+    example.train(tmp_path, resume=True, kind=Watched)
+    assert seen == [(7, [1, 2, 3]), (7, [1, 2, 3, 4, 5, 6])]
 
 
 def test_the_end_of_training_deletes_no_checkpoint_that_is_being_written(tmp_path):

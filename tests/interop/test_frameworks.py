@@ -23,6 +23,7 @@ NEEDED = {
     "on_automodel.py": ("nemo_automodel", "nemo-automodel-0.7.0"),
     "on_composer.py": ("composer", "mosaicml-0.32.1"),
     "on_transformers_fsdp.py": ("transformers", None),
+    "on_accelerate.py": ("accelerate", None),
 }
 """Script -> the module that it needs, and the folder with it in the cache, if it is not one of the usual packages."""
 
