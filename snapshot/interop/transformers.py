@@ -7,7 +7,6 @@ Trainer saves and loads these itself. So a mixin replaces those methods. Nothing
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +16,7 @@ from typing import Any, ClassVar
 from snapshot.errors import SnapshotError, SnapshotNotFoundError
 from snapshot.events import log
 from snapshot.formats.peft import saved_name
+from snapshot.interop.contract import expect_overridden
 from snapshot.interop.handover import TrainableState
 from snapshot.interop.staged_weights import StagedWeights
 from snapshot.interop.trainer_folders import (
@@ -31,7 +31,6 @@ from snapshot.interop.trainer_folders import (
 )
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.state.rng import RNGState
-from snapshot.text import counted
 
 _HOOKS = {
     "_save_checkpoint": 2,
@@ -81,7 +80,7 @@ class SnapshotTrainerMixin:
     _asynchronous = False
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        _check_hooks(type(self))
+        expect_overridden(type(self), SnapshotTrainerMixin, _HOOKS, "transformers 5")
         self._weights = StagedWeights()
         super().__init__(*args, **options)
 
@@ -260,24 +259,4 @@ class SnapshotTrainerMixin:
             raise SnapshotError(
                 f"SnapshotTrainerMixin: training uses {found[0]}, which has its own checkpoint format; remove the "
                 "mixin, or train in one process, with DistributedDataParallel, or with FSDP2"
-            )
-
-
-def _check_hooks(kind: type) -> None:
-    """Raise unless the mixin overrides the methods of this version's Trainer: by name and number of arguments."""
-    order = kind.__mro__
-    after = order[order.index(SnapshotTrainerMixin) + 1 :]
-    before = [each for each in order if each not in after and not issubclass(each, SnapshotTrainerMixin)]
-    for name, count in _HOOKS.items():
-        hidden = [each for each in before if name in vars(each)]
-        if hidden:
-            raise TypeError(
-                f"{kind.__name__}: {hidden[0].__name__} must come after SnapshotTrainerMixin, since it defines {name}; "
-                f"write class {kind.__name__}(SnapshotTrainerMixin, {hidden[0].__name__})"
-            )
-        own = next((vars(each)[name] for each in after if name in vars(each)), None)
-        if own is None or len(inspect.signature(own).parameters) != count + 1:
-            raise SnapshotError(
-                f"{kind.__name__}: the Trainer of this version of transformers has no method {name} with "
-                f"{counted(count, 'argument')} to override; SnapshotTrainerMixin requires transformers 5"
             )

@@ -174,7 +174,7 @@ def test_bases_in_the_wrong_order_and_trainers_of_other_versions_are_told(tmp_pa
     class OfOld(SnapshotTrainerMixin, Old):
         pass
 
-    with pytest.raises(SnapshotError, match="has no method _save_checkpoint with 2 arguments"):
+    with pytest.raises(SnapshotError, match="no base class has a method _save_checkpoint with 2 arguments"):
         OfOld()
 
 
