@@ -1,4 +1,4 @@
-"""The check that a framework has the methods that an adapter overrides or calls."""
+"""The checks that a framework has the methods that an adapter overrides or calls."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from snapshot.errors import SnapshotError
+from snapshot.text import counted
 
 
 def expect_parameters(owner: Any, methods: Mapping[str, tuple[str, ...]], requires: str) -> None:
@@ -30,3 +31,28 @@ def expect_parameters(owner: Any, methods: Mapping[str, tuple[str, ...]], requir
             f"{where}.{name} must have the parameters ({', '.join(expected)}), got {got}; this version is not known, "
             f"use {requires}"
         )
+
+
+def expect_overridden(kind: type, mixin: type, methods: Mapping[str, int], requires: str) -> None:
+    """Raise unless a mixin overrides these methods in a class, which have these numbers of arguments, without `self`.
+
+    Raises:
+        TypeError: A base before the mixin has one of them.
+        SnapshotError: No base after it has one of them, or with another number of arguments.
+    """
+    order = kind.__mro__
+    after = order[order.index(mixin) + 1 :]
+    before = [each for each in order if each not in after and not issubclass(each, mixin)]
+    for name, count in methods.items():
+        hidden = [each for each in before if name in vars(each)]
+        if hidden:
+            raise TypeError(
+                f"{kind.__name__}: {hidden[0].__name__} must come after {mixin.__name__}, since it defines {name}; "
+                f"write class {kind.__name__}({mixin.__name__}, {hidden[0].__name__})"
+            )
+        own = next((vars(each)[name] for each in after if name in vars(each)), None)
+        if own is None or len(inspect.signature(own).parameters) != count + 1:
+            raise SnapshotError(
+                f"{kind.__name__}: no base class has a method {name} with {counted(count, 'argument')} to override; "
+                f"{mixin.__name__} requires {requires}"
+            )

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from snapshot.distributed.group import ranks_of
 from snapshot.errors import SnapshotError
 from snapshot.events import log
-from snapshot.interop.transformers import TrainableState
+from snapshot.interop.handover import TrainableState
 from snapshot.snapshot import Snapshot
 from snapshot.state.rng import RNGState
 

@@ -7,21 +7,31 @@ Trainer saves and loads these itself. So a mixin replaces those methods. Nothing
 
 from __future__ import annotations
 
-import inspect
 import os
-import re
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, ClassVar
 
-from snapshot.errors import RestoreError, SnapshotError, SnapshotNotFoundError
+from snapshot.errors import SnapshotError, SnapshotNotFoundError
 from snapshot.events import log
+from snapshot.formats.peft import saved_name
+from snapshot.interop.contract import expect_overridden
+from snapshot.interop.handover import TrainableState
+from snapshot.interop.staged_weights import StagedWeights
+from snapshot.interop.trainer_folders import (
+    FOLDER,
+    check_weights,
+    delete_old,
+    find_last,
+    invalidate,
+    mark_weights,
+    snapshot_in,
+    unmark_weights,
+)
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.state.rng import RNGState
-from snapshot.text import counted
 
-FOLDER = "trainer_snapshot"
-"""Folder of the snapshot in a checkpoint folder."""
 _HOOKS = {
     "_save_checkpoint": 2,
     "_save_optimizer_and_scheduler": 1,
@@ -34,9 +44,6 @@ _HOOKS = {
     "_load_best_model": 0,
 }
 """The Trainer's methods that the mixin replaces -> their number of arguments."""
-STATE = "trainer_state.json"
-"""The Trainer's own state in a checkpoint folder. The Trainer writes it last."""
-_CHECKPOINT = re.compile(r"checkpoint-([0-9]+)")
 _PARALLEL = ("NOT_PARALLEL", "NOT_DISTRIBUTED", "DISTRIBUTED")
 _OLD = ("optimizer.pt", "optimizer.bin", "optimizer_")
 
@@ -55,7 +62,11 @@ class SnapshotTrainerMixin:
     snapshot_options: ClassVar[Mapping[str, Any]] = {}
     """More arguments of `Snapshot.take`: `{"durable": False}`."""
     snapshot_in_background: ClassVar[bool] = False
-    """True to write while training continues. Until the newest checkpoint is committed, one more is kept."""
+    """True to write while training continues, also the weights. A checkpoint is complete some time after `on_save`.
+
+    Until then, one checkpoint more than `save_total_limit` is kept. With `push_to_hub`, saves are never in the
+    background.
+    """
 
     optimizer: Any
     lr_scheduler: Any
@@ -65,16 +76,18 @@ class SnapshotTrainerMixin:
     state: Any
     _get_output_dir: Any
     _pending: PendingSnapshot | None = None
+    _finished: Future[None] | None = None
     _asynchronous = False
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        _check_hooks(type(self))
+        expect_overridden(type(self), SnapshotTrainerMixin, _HOOKS, "transformers 5")
+        self._weights = StagedWeights()
         super().__init__(*args, **options)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
         """Train until the last checkpoint is committed. `True` resumes from the last one that is complete."""
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = _find_last(self.args.output_dir) or True
+            resume_from_checkpoint = find_last(self.args.output_dir) or True
         try:
             result = super().train(resume_from_checkpoint, *args, **options)  # type: ignore[misc]
         except BaseException:
@@ -82,6 +95,7 @@ class SnapshotTrainerMixin:
                 self._wait_for_snapshot()
             raise
         self._wait_for_snapshot()
+        self._weights = StagedWeights()  # it holds memory
         return result
 
     # In the order in which the Trainer calls them
@@ -91,18 +105,43 @@ class SnapshotTrainerMixin:
         self._wait_for_snapshot()
         new = os.path.join(folder, f"checkpoint-{self.state.global_step}")
         if self.args.should_save:
-            _invalidate(new)
-        if self.snapshot_in_background and limit:  # the new one may fail, as the incomplete ones did
-            incomplete = [each for each in _list_checkpoints(folder) if each != new and not _is_complete(each)]
-            self.args.save_total_limit = limit + 1 + len(incomplete)
+            invalidate(new)
         # the end of training then deletes all checkpoints but the best one, without waiting
-        self._asynchronous = self.snapshot_in_background and not (
-            limit == 1 and self.args.metric_for_best_model and not self.args.load_best_model_at_end
-        )
+        deletes = limit == 1 and self.args.metric_for_best_model and not self.args.load_best_model_at_end
+        self._asynchronous = self.snapshot_in_background and not self.args.push_to_hub and not deletes
+        if not self._asynchronous:
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            return
+        if self.args.should_save:
+            mark_weights(new)
         try:
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
         finally:
-            self.args.save_total_limit = limit
+            self._asynchronous, self.args.save_total_limit = False, limit
+        pool = ThreadPoolExecutor(1, thread_name_prefix="snapshot-trainer")
+        self._finished = pool.submit(self._finish, new, self._pending, limit, self.state.best_model_checkpoint)
+        pool.shutdown(wait=False)
+
+    def save_model(self, *args: Any, **options: Any) -> None:
+        """Save the model. In a checkpoint that is saved in the background, its tensors are only copied here."""
+        if not self._asynchronous:
+            super().save_model(*args, **options)  # type: ignore[misc]
+            return
+        with self._weights.capture():
+            super().save_model(*args, **options)  # type: ignore[misc]
+        self.args.save_total_limit = None  # old checkpoints are deleted when the new one is complete
+
+    def _finish(self, new: str, pending: PendingSnapshot | None, limit: int | None, best: str | None) -> None:
+        """Write the weights in this thread, wait for the commit, and delete old checkpoints."""
+        try:
+            self._weights.write(self.snapshot_options.get("durable", True))
+        finally:
+            if pending is not None:
+                pending.wait()
+        if self.args.should_save:
+            unmark_weights(new)
+            if limit is not None and limit > 0:
+                delete_old(os.path.dirname(new), limit, best)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self._refuse_what_is_not_ours()
@@ -121,8 +160,11 @@ class SnapshotTrainerMixin:
 
     def _wait_for_snapshot(self) -> None:
         """Wait for a checkpoint that is written in the background. Raise if it failed."""
+        finished, self._finished = self._finished, None
         pending, self._pending = self._pending, None
-        if pending is not None:
+        if finished is not None:
+            finished.result()
+        elif pending is not None:  # the rest of its checkpoint failed
             pending.wait()
 
     def _save_scaler(self, output_dir: str) -> None:
@@ -132,6 +174,7 @@ class SnapshotTrainerMixin:
         """Do nothing: the state is in the snapshot, and no random numbers are drawn between the two calls."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        check_weights(resume_from_checkpoint)
         if not self._restore_model(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
@@ -139,7 +182,7 @@ class SnapshotTrainerMixin:
         if checkpoint is None:
             return
         self._refuse_what_is_not_ours()
-        snapshot = _snapshot_in(checkpoint)
+        snapshot = snapshot_in(checkpoint)
         if snapshot is not None:
             snapshot.restore(self._resumable(), unused="ignore")
         elif any(name.startswith(_OLD) for name in os.listdir(checkpoint)):
@@ -151,13 +194,13 @@ class SnapshotTrainerMixin:
             )
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None and _snapshot_in(checkpoint) is None:
+        if checkpoint is not None and snapshot_in(checkpoint) is None:
             super()._load_scaler(checkpoint)  # type: ignore[misc]
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        snapshot = _snapshot_in(checkpoint)
+        snapshot = snapshot_in(checkpoint)
         if snapshot is None:
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
         elif (saved := snapshot.metadata.world_size) == self.args.world_size:
@@ -172,15 +215,24 @@ class SnapshotTrainerMixin:
 
     def _restore_model(self, checkpoint: str) -> bool:
         """Restore the model, and return True, if it is in the snapshot, or next to it for a model that FSDP shards."""
-        snapshot = _snapshot_in(checkpoint)
+        snapshot = snapshot_in(checkpoint)
         if snapshot is None:
             return False
-        held = "0/model" in snapshot.get_manifest()
-        if held or getattr(self, "is_fsdp_enabled", False):
-            source = snapshot if held else Snapshot(checkpoint)
-            source.restore({"model": self._model_state()}, unused="ignore")
-            return True
-        return False
+        if "0/model" in snapshot.get_manifest():
+            snapshot.restore({"model": self._model_state()}, unused="ignore")
+        elif getattr(self, "is_fsdp_enabled", False):
+            source = Snapshot(checkpoint)
+            source.restore({"model": self._model_state()}, unused="ignore", rename=self._adapter_names() or None)
+        else:
+            return False
+        return True
+
+    def _adapter_names(self) -> dict[str, str]:
+        """Return the names of a PEFT model's adapter in its file -> those in the model."""
+        adapters = getattr(self.model, "active_adapters", ())
+        names = self._model_state().state_dict() if hasattr(self.model, "peft_config") else ()
+        saved = {name: saved_name(name, each) for name in names for each in adapters[:1]}
+        return {f"model/{there}": f"model/{name}" for name, there in saved.items() if there is not None}
 
     def _model_state(self) -> Any:
         """Return the model, or of a PEFT model the adapter."""
@@ -207,80 +259,4 @@ class SnapshotTrainerMixin:
             raise SnapshotError(
                 f"SnapshotTrainerMixin: training uses {found[0]}, which has its own checkpoint format; remove the "
                 "mixin, or train in one process, with DistributedDataParallel, or with FSDP2"
-            )
-
-
-class TrainableState:
-    """The state of a model without its frozen parameters, which come from elsewhere."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return trained parameters, and buffers."""
-        frozen = {name for name, each in self._model.named_parameters(remove_duplicate=False) if not each.requires_grad}
-        return {name: value for name, value in self._model.state_dict().items() if name not in frozen}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned. Raise if a part of it is missing, or is unknown."""
-        missing = [name for name in self.state_dict() if name not in state]
-        if missing:
-            raise RestoreError(f"the snapshot has no {', '.join(missing[:8])}, which the model trains", missing)
-        unknown = self._model.load_state_dict(state, strict=False).unexpected_keys
-        if unknown:
-            raise RestoreError(f"the model has no {', '.join(unknown[:8])}", unknown)
-
-
-def _find_last(output_dir: str) -> str | None:
-    """Return the last checkpoint that is complete. A crash leaves one that lacks the Trainer's state or a commit."""
-    for checkpoint in _list_checkpoints(output_dir):
-        if _is_complete(checkpoint):
-            return checkpoint
-        log.warning("%s: is not complete, and is passed over", checkpoint)
-    return None
-
-
-def _list_checkpoints(output_dir: str) -> list[str]:
-    """Return the folders of checkpoints, the last one first."""
-    listed = os.listdir(output_dir) if os.path.isdir(output_dir) else []
-    numbers = sorted((int(found[1]) for found in map(_CHECKPOINT.fullmatch, listed) if found), reverse=True)
-    return [os.path.join(output_dir, f"checkpoint-{number}") for number in numbers]
-
-
-def _is_complete(checkpoint: str) -> bool:
-    begun = os.path.isdir(os.path.join(checkpoint, FOLDER)) and _snapshot_in(checkpoint) is None
-    return os.path.isfile(os.path.join(checkpoint, STATE)) and not begun
-
-
-def _invalidate(checkpoint: str) -> None:
-    """Make a checkpoint incomplete before it is saved again: a failure must not mix its old and new parts."""
-    with suppress(FileNotFoundError):
-        os.remove(os.path.join(checkpoint, STATE))
-    snapshot = _snapshot_in(checkpoint)
-    if snapshot is not None:
-        snapshot.delete()
-
-
-def _snapshot_in(checkpoint: str) -> Snapshot | None:
-    snapshot = Snapshot(os.path.join(checkpoint, FOLDER))
-    return snapshot if snapshot.exists() else None
-
-
-def _check_hooks(kind: type) -> None:
-    """Raise unless the mixin overrides the methods of this version's Trainer: by name and number of arguments."""
-    order = kind.__mro__
-    after = order[order.index(SnapshotTrainerMixin) + 1 :]
-    before = [each for each in order if each not in after and not issubclass(each, SnapshotTrainerMixin)]
-    for name, count in _HOOKS.items():
-        hidden = [each for each in before if name in vars(each)]
-        if hidden:
-            raise TypeError(
-                f"{kind.__name__}: {hidden[0].__name__} must come after SnapshotTrainerMixin, since it defines {name}; "
-                f"write class {kind.__name__}(SnapshotTrainerMixin, {hidden[0].__name__})"
-            )
-        own = next((vars(each)[name] for each in after if name in vars(each)), None)
-        if own is None or len(inspect.signature(own).parameters) != count + 1:
-            raise SnapshotError(
-                f"{kind.__name__}: the Trainer of this version of transformers has no method {name} with "
-                f"{counted(count, 'argument')} to override; SnapshotTrainerMixin requires transformers 5"
             )

@@ -26,6 +26,7 @@ from tests.benchmarks import (
     ranks,
     scale,
     tiers,
+    trainer,
     why,
 )
 from tests.benchmarks.background_child import TRAINED
@@ -39,6 +40,10 @@ AT_A_PLACE: dict[str, tuple[str, Callable[[Workspace, float, int], Lines]]] = {
     "maps": ("exports with tensor maps, and raw reads and writes", formats.compare_maps),
     "merge": ("a merge of three checkpoints, and a raw read of three and a write of one", formats.compare_merges),
     "tiers": ("takes, steps and restores with near folders, and raw transfers", tiers.compare),
+    "trainer": (
+        "time that saves block Hugging Face's Trainer: its own, and this library's",
+        trainer.compare,
+    ),
     "compression": ("ratio and speed of compression, over a slow link and to a disk", codecs.compare_compression),
     "sign": ("takes, restores and verifications with signatures, and raw I/O", codecs.compare_signatures),
     "why": ("faults that this library and others meet: a kill, a flipped bit, a pickle, a loss of power", why.compare),

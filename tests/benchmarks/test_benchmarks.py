@@ -1,5 +1,6 @@
 """The benchmarks of ranks, planning and stores measure what they say, and leave nothing behind."""
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -162,6 +163,17 @@ def test_a_benchmark_measures_its_rows_and_leaves_nothing(
 ) -> None:
     shown = measured(name, "--scale", "0.001", "--rounds", "1")
     assert rows <= {cells(line)[0] for line in shown.splitlines()}
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.libraries
+def test_the_trainer_is_measured_in_each_way(tmp_path: Path, measured: Callable[..., str]) -> None:
+    if importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed")
+    shown = measured("trainer", str(tmp_path), "--scale", "0.0001", "--rounds", "1")
+    rows = {cells(line)[0]: cells(line)[1:] for line in shown.splitlines()}
+    assert rows.keys() >= {"plain", "take", "background"}
+    assert all(float(rows[way][0]) > 0 for way in ("plain", "take", "background"))
     assert list(tmp_path.iterdir()) == []
 
 

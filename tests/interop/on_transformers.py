@@ -2,24 +2,30 @@
 own, which imports them once."""
 
 import importlib.util
-import multiprocessing
-import os
+import tempfile
+import threading
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from accelerate.state import AcceleratorState, DistributedType, PartialState
+    from accelerate.state import AcceleratorState
     from peft import LoraConfig, get_peft_model
-    from transformers import GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+    from transformers import GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+    from transformers.trainer_callback import ExportableState
+    from transformers.trainer_utils import rotate_checkpoints
     from transformers.utils import logging
 
 from snapshot import Snapshot, SnapshotError, SnapshotNotFoundError
-from snapshot.interop.transformers import FOLDER, SnapshotTrainerMixin, _find_last
+from snapshot.interop.trainer_folders import FOLDER, MARK, STATE, delete_old, find_last
+from snapshot.interop.transformers import SnapshotTrainerMixin
+from tests.interop.forked_ranks import fork_ranks
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
@@ -54,162 +60,19 @@ def _trainer(folder):
     same(weights, others)
 
 
-def _rank(run, rank, folder, answers):
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
-    warnings.simplefilter("ignore")
-    try:
-        run(folder)
-        answers.put((rank, None))
-    except BaseException as error:
-        answers.put((rank, repr(error)))
-        raise
-
-
-def two(run, folder):
-    """Run something as two ranks. Before all else, while no thread has been started: what is forked then is sound."""
-    context = multiprocessing.get_context("fork")
-    answers = context.Queue()
-    ranks = [context.Process(target=_rank, args=(run, rank, folder, answers)) for rank in range(2)]
-    for each in ranks:
-        each.start()
-    assert sorted(answers.get(timeout=90) for _ in ranks) == [(0, None), (1, None)]
-    for each in ranks:
-        each.join(20)
-
-
-# FSDP2. The ranks have no accelerator, so accelerate must take them for some.
-
-
 class Background(example.SnapshotTrainer):
     snapshot_in_background = True
 
 
-def _as_accelerated(make):
-    def init(self, *arguments, **options):
-        make(self, *arguments, **options)
-        if self.distributed_type is DistributedType.MULTI_CPU:
-            self.distributed_type = DistributedType.MULTI_GPU
-
-    return init
-
-
-def sharded(folder, stop_at=None, resume=False, kind=example.SnapshotTrainer, adapter=False, **more):
-    """Train eight steps of 12 samples. Return the losses, the weights, and the Trainer."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world > 1 and not hasattr(PartialState.__init__, "__wrapped__"):
-        made = _as_accelerated(PartialState.__init__)
-        made.__wrapped__ = PartialState.__init__
-        PartialState.__init__ = made
-    AcceleratorState._reset_state(reset_partial_state=True)
-    torch.manual_seed(0)
-    texts = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(0, 64, (48, 16))]
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=16, **sizes))
-    if adapter:
-        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
-    if world > 1:
-        wrapped = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
-        more |= {
-            "ddp_backend": "gloo",
-            "fsdp": True,
-            "fsdp_config": {**wrapped, "state_dict_type": "SHARDED_STATE_DICT"},
-        }
-    arguments = TrainingArguments(
-        str(folder), max_steps=8, save_steps=2, per_device_train_batch_size=12 // world, logging_steps=1,
-        learning_rate=1e-2, weight_decay=0.1, report_to=[], use_cpu=True, disable_tqdm=True,
-        **{"save_total_limit": 2, **more},
-    )  # fmt: skip
-    trainer = kind(
-        model, arguments, train_dataset=texts, eval_dataset=texts[:12], callbacks=[example.Interrupt(stop_at)]
-    )
-    trainer.train(resume_from_checkpoint=resume)
-    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-    weights = {name: value.detach() for name, value in trainer.model.named_parameters()}
-    return losses, {n: v.full_tensor() if hasattr(v, "full_tensor") else v for n, v in weights.items()}, trainer
-
-
-def _fsdp(folder):
-    for number, options in enumerate([{}, {"kind": Background}, {"adapter": True}]):
-        root = folder / str(number)
-        whole, weights, trainer = sharded(root / "whole", **options)
-        assert trainer.is_fsdp_enabled
-        sharded(root / "broken", stop_at=5, **options)
-        resumed, others, _ = sharded(root / "broken", resume=True, **options)
-        assert resumed == whole
-        same(weights, others)
-
-
-def test_ranks_of_fsdp_resume_to_the_same_bits(tmp_path):
-    two(_fsdp, tmp_path)
-    left = {number: sorted(path.name for path in (tmp_path / number / "broken").iterdir()) for number in "012"}
-    assert left == {
-        "0": ["checkpoint-6", "checkpoint-8"],
-        "1": ["checkpoint-4", "checkpoint-6", "checkpoint-8"],  # one more, while the newest was written
-        "2": ["checkpoint-6", "checkpoint-8"],
-    }
-    snapshot = Snapshot(tmp_path / "0/broken/checkpoint-8" / FOLDER)
-    assert snapshot.verify().ok
-    assert "0/model/model.embed_tokens.weight" in snapshot.get_manifest()
-    held = Snapshot(tmp_path / "2/broken/checkpoint-8" / FOLDER).get_manifest()
-    tensors = {path for path, entry in held.items() if path.startswith("0/model/") and hasattr(entry, "shape")}
-    assert tensors
-    assert all("lora_" in path for path in tensors)
-
-
-def _stopped(folder):
-    sharded(folder / "run", stop_at=5)
-
-
-def _resumed(folder):
-    losses, _, _ = sharded(folder / "run", resume=True)
-    torch.save(losses, folder / "losses.pt")
-
-
-def test_a_run_of_fsdp_resumes_on_one_rank_and_a_run_of_one_rank_with_fsdp(tmp_path):
-    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
-    two(_stopped, tmp_path / "a")
-    context = multiprocessing.get_context("fork")
-    for work, folder in ((_resumed, "a"), (_stopped, "b")):
-        alone = context.Process(target=work, args=(tmp_path / folder,))
-        alone.start()
-        alone.join(90)
-        assert alone.exitcode == 0
-    two(_resumed, tmp_path / "b")
-    one, other = (torch.load(tmp_path / name / "losses.pt") for name in "ab")
-    assert len(one) == len(other) == 8
-    assert one == pytest.approx(other, abs=1e-5)
-
-
-def _best(folder):
-    options = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "save_total_limit": 3}
-    _, weights, trainer = sharded(folder / "run", metric_for_best_model="loss", greater_is_better=True, **options)
-    best = trainer.state.best_model_checkpoint
-    saved = Snapshot(f"{best}/{FOLDER}").get_state_dict_for_key("model")
-    for name, value in weights.items():
-        assert torch.equal(value, saved[name]), name
-
-
-def test_the_best_model_of_fsdp_is_loaded(tmp_path):
-    two(_best, tmp_path)
-
-
 def test_data_parallel_ranks_resume_to_the_same_bits(tmp_path):
-    two(_trainer, tmp_path)
+    fork_ranks(2, tmp_path, _trainer, tmp_path)
     snapshot = Snapshot(tmp_path / "broken" / "checkpoint-6" / FOLDER)
     assert snapshot.verify()
     assert {path.split("/")[1] for path in snapshot.get_manifest() if path.startswith("1/")} == {"rng"}
 
 
 def test_ranks_of_accelerate_resume_to_the_same_bits(tmp_path):
-    two(loop.main, tmp_path)
+    fork_ranks(2, tmp_path, loop.main, tmp_path)
     snapshot = Snapshot(tmp_path / "broken" / "step-20")
     assert snapshot.verify()
     own = {path.split("/", 1)[1] for path in snapshot.get_manifest() if path.startswith("1/")}
@@ -311,7 +174,7 @@ def test_bases_in_the_wrong_order_and_trainers_of_other_versions_are_told(tmp_pa
     class OfOld(SnapshotTrainerMixin, Old):
         pass
 
-    with pytest.raises(SnapshotError, match="has no method _save_checkpoint with 2 arguments"):
+    with pytest.raises(SnapshotError, match="no base class has a method _save_checkpoint with 2 arguments"):
         OfOld()
 
 
@@ -354,21 +217,241 @@ def test_a_checkpoint_that_is_saved_again_never_mixes_old_and_new(tmp_path, pare
     else:
         with pytest.raises(OSError, match="the disk is full"):
             example.train(tmp_path, resume=str(again[0]), kind=Other)
-        assert _find_last(str(tmp_path)) == str(again[0])
+        assert find_last(str(tmp_path)) == str(again[0])
     assert (again[1] / "model.safetensors").exists()
     assert not Snapshot(again[1] / FOLDER).exists()
 
 
+class One(Background):
+    def __init__(self, model, arguments, **options):
+        arguments.save_total_limit = 1
+        super().__init__(model, arguments, **options)
+
+
 def test_incomplete_checkpoints_do_not_displace_the_last_good_one(tmp_path):
-    class One(Background):
-        def __init__(self, model, arguments, **options):
-            arguments.save_total_limit = 1
-            super().__init__(model, arguments, **options)
+    class Failing(One):
+        def _save_optimizer_and_scheduler(self, output_dir):
+            raise OSError("the disk is full")
 
     example.train(tmp_path, stop_at=2)
     (tmp_path / "checkpoint-3" / FOLDER).mkdir(parents=True)  # as a crash left it
-    example.train(tmp_path, resume=str(tmp_path / "checkpoint-2"), kind=One, stop_at=4)
+    with pytest.raises(OSError, match="the disk is full"):
+        example.train(tmp_path, resume=str(tmp_path / "checkpoint-2"), kind=Failing, stop_at=4)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-3", "checkpoint-4"]
+    example.train(tmp_path, resume=True, kind=One, stop_at=4)
+    assert [each.name for each in tmp_path.iterdir()] == ["checkpoint-4"]
+
+
+@pytest.mark.parametrize("kind", [example.SnapshotTrainer, Background])
+def test_old_checkpoints_are_deleted_as_the_trainer_does(tmp_path, kind):
+    class Best(kind):
+        def __init__(self, model, arguments, **options):
+            arguments.save_total_limit, arguments.metric_for_best_model = 2, "loss"
+            arguments.save_steps, self.limits = 1, []
+            super().__init__(model, arguments, **options)
+
+        def _save_checkpoint(self, model, trial):
+            self.state.best_global_step = 2
+            super()._save_checkpoint(model, trial)
+            assert self.args.save_total_limit == 2
+
+    example.train(tmp_path, kind=Best)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-6"]
+    written = torch.load(tmp_path / "checkpoint-6" / "training_args.bin", weights_only=False)
+    assert written.save_total_limit == 2
+
+
+NUMBERS = st.sets(st.integers(1, 9), min_size=1)
+
+
+@given(NUMBERS, st.integers(1, 10), st.none() | st.integers(1, 9))
+def test_the_same_checkpoints_are_deleted_as_by_the_trainer(numbers, limit, best):
+    left = []
+    for delete in (delete_old, rotate_checkpoints):
+        with tempfile.TemporaryDirectory() as folder:
+            for number in numbers:
+                checkpoint = Path(folder, f"checkpoint-{number}")
+                checkpoint.mkdir()
+                (checkpoint / STATE).touch()
+            named = f"{folder}/checkpoint-{best}" if best in numbers else None
+            delete(folder, limit, named)
+            left.append({path.name for path in Path(folder).iterdir()})
+    assert left[0] == left[1]
+
+
+# Weights that are written in the background
+
+
+def read_weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+class Slow(Background):
+    """Writes the weights only when the next step has changed them."""
+
+    changed = threading.Event()
+
+    def _finish(self, *arguments):
+        assert self.changed.wait(60)
+        super()._finish(*arguments)
+
+    def training_step(self, *arguments, **options):
+        loss = super().training_step(*arguments, **options)
+        if self.state.global_step in (3, 5):
+            self.changed.set()
+        return loss
+
+    def _save_checkpoint(self, model, trial):
+        self.changed.clear()
+        super()._save_checkpoint(model, trial)
+        if self.state.global_step == 6:  # the last step
+            self.changed.set()
+        else:
+            checkpoint = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
+            assert (checkpoint / "config.json").exists()
+            assert not (checkpoint / "model.safetensors").exists()
+            assert find_last(self.args.output_dir) != str(checkpoint)
+
+
+def test_weights_are_those_of_the_step_though_they_are_written_later(tmp_path):
+    example.train(tmp_path / "plain", kind=Trainer)
+    example.train(tmp_path / "late", kind=Slow)
+    for step in (4, 6):
+        plain, late = (tmp_path / name / f"checkpoint-{step}" for name in ("plain", "late"))
+        assert {path.name for path in late.iterdir()} >= {
+            path.name for path in plain.iterdir() if not path.name.startswith(("optimizer", "scheduler", "rng_state"))
+        }
+        same(read_weights(plain), read_weights(late))
+        same(GPT2LMHeadModel.from_pretrained(plain).state_dict(), GPT2LMHeadModel.from_pretrained(late).state_dict())
+
+
+@pytest.mark.parametrize("adapters", [1, 2])
+def test_adapters_are_written_later_too(tmp_path, adapters):
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    texts = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(0, 64, (48, 16))]
+    written = []
+    for kind in (Trainer, Background):
+        torch.manual_seed(0)
+        model = get_peft_model(LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)), config)
+        if adapters == 2:
+            model.add_adapter("other", config)
+        arguments = TrainingArguments(
+            str(tmp_path / kind.__name__), max_steps=3, save_steps=2, report_to=[], use_cpu=True, disable_tqdm=True
+        )
+        kind(model, arguments, train_dataset=texts).train()
+        root = tmp_path / kind.__name__ / "checkpoint-2"
+        written.append({path.relative_to(root): load_file(path) for path in root.rglob("adapter_model.safetensors")})
+    assert len(written[0]) == adapters
+    assert written[0].keys() == written[1].keys()
+    for name, tensors in written[0].items():
+        same(tensors, written[1][name])
+
+
+def test_a_model_without_save_pretrained_and_one_without_optimizer_are_written_later(tmp_path):
+    class Plain(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 1)
+
+        def forward(self, x):
+            return {"loss": self.layer(x).square().mean()}
+
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=2, save_steps=1, save_only_model=True, save_total_limit=1, report_to=[], use_cpu=True,
+        disable_tqdm=True,
+    )  # fmt: skip
+    model = Plain()
+    Background(model, arguments, train_dataset=[{"x": torch.ones(2)}] * 8).train()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+    same(read_weights(tmp_path / "checkpoint-2"), model.state_dict())
+    assert not (tmp_path / "checkpoint-2" / MARK).exists()
+
+
+def test_weights_that_are_not_written_make_the_checkpoint_incomplete(tmp_path):
+    class Failing(Background):
+        def _finish(self, new, *arguments):
+            if new.endswith("4"):
+                Path(new, "model.safetensors.part").mkdir()
+            super()._finish(new, *arguments)
+
+    with pytest.raises(SnapshotError, match=r"checkpoint-4/model.safetensors: the weights were not written"):
+        example.train(tmp_path, kind=Failing)
+    assert Snapshot(tmp_path / "checkpoint-4" / FOLDER).exists()
+    assert find_last(str(tmp_path)) == str(tmp_path / "checkpoint-2")
+    with pytest.raises(SnapshotNotFoundError, match="checkpoint-4: its weights were not written to the end"):
+        example.train(tmp_path, resume=str(tmp_path / "checkpoint-4"))
+
+
+class Scaled(example.SnapshotTrainer):
+    """Trains with the scaler of float16, which accelerate creates on accelerators only."""
+
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        # it doubles after two finite steps, so the scale and its count differ at each step
+        self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2)
+        self.scales = []
+
+    def training_step(self, *arguments, **options):
+        loss = super().training_step(*arguments, **options)
+        scaler = self.accelerator.scaler.state_dict()
+        self.scales.append((self.state.global_step, scaler["scale"], scaler["_growth_tracker"]))
+        return loss
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_scaler_of_float16_goes_on(tmp_path, background):
+    seen = []
+
+    class Noted(Scaled):
+        snapshot_in_background = background
+
+        def train(self, *arguments, **options):
+            result = super().train(*arguments, **options)
+            seen.append(self.scales)
+            return result
+
+    whole, weights = example.train(tmp_path / "whole", kind=Noted)
+    example.train(tmp_path / "broken", stop_at=5, kind=Noted)
+    resumed, others = example.train(tmp_path / "broken", resume=True, kind=Noted)
+    assert resumed[-2:] == whole[-2:]
+    same(weights, others)
+    assert seen[0] == [(0, 16.0, 0), (1, 16.0, 1), (2, 32.0, 0), (3, 32.0, 1), (4, 64.0, 0), (5, 64.0, 1)]
+    assert seen[2] == seen[0][4:]
+    assert Snapshot(tmp_path / "broken" / "checkpoint-4" / FOLDER).read_object("0/scaler/scale") == 64.0
+
+
+class Patience(TrainerCallback, ExportableState):
+    """A callback with state."""
+
+    def __init__(self, limit):
+        self.limit, self.steps = limit, []
+
+    def on_step_end(self, args, state, control, **_):
+        self.steps.append(state.global_step)
+
+    def state(self):
+        return {"args": {"limit": self.limit}, "attributes": {"steps": self.steps}}
+
+
+@pytest.mark.parametrize("kind", [example.SnapshotTrainer, Background])
+def test_callbacks_resume_with_their_state(tmp_path, kind):
+    class Watched(kind):
+        def __init__(self, model, arguments, **options):
+            arguments.restore_callback_states_from_checkpoint = True
+            super().__init__(model, arguments, **options)
+            self.add_callback(Patience(7 if not tmp_path.joinpath("checkpoint-2").exists() else 3))
+
+        def train(self, *arguments, **options):
+            result = super().train(*arguments, **options)
+            (found,) = (each for each in self.callback_handler.callbacks if isinstance(each, Patience))
+            seen.append((found.limit, found.steps))
+            return result
+
+    seen = []
+    example.train(tmp_path, stop_at=3, kind=Watched)
+    example.train(tmp_path, resume=True, kind=Watched)
+    assert seen == [(7, [1, 2, 3]), (7, [1, 2, 3, 4, 5, 6])]
 
 
 def test_the_end_of_training_deletes_no_checkpoint_that_is_being_written(tmp_path):

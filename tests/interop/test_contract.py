@@ -25,8 +25,8 @@ from snapshot import (
 )
 from snapshot.interop import automodel, torchtune, weight_sync
 from snapshot.interop.contract import expect_parameters
+from snapshot.interop.handover import TrainableState
 from snapshot.interop.objects import build_objects
-from snapshot.interop.transformers import TrainableState
 from snapshot.interop.weight_sync import Shares, WeightReader, box_of
 from snapshot.saved import SavedObject
 

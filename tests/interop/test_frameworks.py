@@ -22,8 +22,10 @@ NEEDED = {
     "on_megatron_bridge.py": ("megatron.bridge", "megatron-bridge-0.4.2"),
     "on_automodel.py": ("nemo_automodel", "nemo-automodel-0.7.0"),
     "on_composer.py": ("composer", "mosaicml-0.32.1"),
+    "on_transformers_fsdp.py": ("transformers", None),
+    "on_accelerate.py": ("accelerate", None),
 }
-"""Script -> the module that it needs, and the folder with it in the cache."""
+"""Script -> the module that it needs, and the folder with it in the cache, if it is not one of the usual packages."""
 
 
 def is_installed(module):
@@ -42,10 +44,10 @@ def test_a_framework_saves_and_resumes_with_snapshots(script):
 def run_script(script, marks):
     """Run the tests of a script that have these marks. Skip it if its framework is not there."""
     module, folder = NEEDED[script]
-    place = CACHE / folder
-    if not is_installed(module) and not place.is_dir():
+    place = CACHE / folder if folder else None
+    if not is_installed(module) and not (place and place.is_dir()):
         pytest.skip(f"{module} is neither installed nor in {place}")
-    path = os.pathsep.join([*filter(None, sys.path), str(place)])
+    path = os.pathsep.join(map(str, filter(None, [*sys.path, place])))
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", "-m", marks, HERE / script],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},

@@ -2,11 +2,14 @@
 process of its own."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from snapshot import Snapshot
 
 pytestmark = pytest.mark.libraries
 
@@ -76,3 +79,17 @@ def test_vllm_s_workers_load_published_weights(warm):
 def test_torchtune_s_checkpointer_finds_and_loads_snapshots(tmp_path):
     ended = run("torchtune-0.6.1", "on_torchtune.py", tmp_path)
     assert ended.returncode == 0, ended.stderr[-4000:]
+
+
+@pytest.mark.timeout(300)
+def test_torchtune_s_recipe_resumes_by_the_script_of_its_page(tmp_path):
+    losses = []
+    for changes in ([], ["resume_from_checkpoint=True"]):
+        ended = run("torchtune-0.6.1", "on_torchtune_recipe.py", tmp_path, *changes)
+        assert ended.returncode == 0, ended.stderr[-4000:]
+        newest = max((tmp_path / "out" / "logs").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        losses.append(dict(re.findall(r"Step (\d+) \| loss:(\S+)", newest.read_text())))
+    assert [*losses[0]] == [str(step) for step in range(1, 25)]
+    assert losses[1] == {str(step): losses[0][str(step)] for step in range(17, 25)}
+    for epoch in (0, 1):
+        assert Snapshot(tmp_path / "out" / f"dist_epoch_{epoch}").verify().ok

@@ -50,10 +50,14 @@ class PlugPoint:
 
 
 TITAN = "torchtitan/components/checkpointer"
+TORCHDATA = "torchdata/stateful_dataloader"
 VLLM = "vllm/distributed/weight_transfer"
 POINTS = (
     PlugPoint("transformers", "transformers/trainer.py", "Trainer", known("transformers", "_HOOKS"), "transformers"),
-    PlugPoint("accelerate", "accelerate/accelerator.py", "Accelerator", {"prepare": None}, "transformers"),
+    PlugPoint(
+        "accelerate", "accelerate/accelerator.py", "Accelerator",
+        {"prepare": None, "register_for_checkpointing": None, "load_state": ("input_dir",)}, "accelerate",
+    ),
     PlugPoint("peft", "peft/mapping_func.py", "", {"get_peft_model": ("model", "peft_config")}, "transformers"),
     PlugPoint("trl", "trl/trainer/sft_trainer.py", "SFTTrainer", {"__init__": None}, "transformers"),
     PlugPoint("trl", "trl/trainer/dpo_trainer.py", "DPOTrainer", {"__init__": None}, "transformers"),
@@ -88,6 +92,18 @@ POINTS = (
         {"_torch_load_with_validation": ("checkpoint_filepath", "map_location")}, "composer",
     ),
     PlugPoint("torchft", "torchft/checkpointing/transport.py", "CheckpointTransport", known("torchft"), "torchft"),
+    PlugPoint(
+        "torchtune", "torchtune/training/checkpointing/_checkpointer.py", "DistributedCheckpointer",
+        {"save_checkpoint": None, "load_checkpoint": None}, "torchtune",
+    ),
+    PlugPoint(
+        "torchdata", f"{TORCHDATA}/stateful_dataloader.py", "StatefulDataLoader",
+        {"state_dict": (), "load_state_dict": ("state_dict",)}, "torchdata",
+    ),
+    PlugPoint(
+        "torchdata", f"{TORCHDATA}/sampler.py", "StatefulDistributedSampler",
+        {"state_dict": (), "load_state_dict": ("state_dict",)}, "torchdata",
+    ),
     PlugPoint("torchtitan", f"{TITAN}/dcp.py", "CheckpointManager", known("torchtitan"), "torchtitan"),
     PlugPoint(
         "torchtitan", f"{TITAN}/base.py", "BaseCheckpointManager",

@@ -1,0 +1,115 @@
+"""State of an accelerator as a snapshot, in place of `accelerator.save_state`. It imports nothing of accelerate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from snapshot.errors import SnapshotError
+from snapshot.events import log
+from snapshot.interop.handover import is_snapshot
+from snapshot.snapshot import PendingSnapshot, Snapshot
+from snapshot.state.model_state import ModelState
+from snapshot.state.rng import RNGState
+
+_OWN = ("rng", "loader")
+"""Names of each rank's own state. It is restored on the same number of ranks only."""
+
+
+class _Step:
+    """The accelerator's count of batches. It decides after which ones the gradients are applied."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self._accelerator.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._accelerator.step = state["step"]
+
+
+def app_state_of(accelerator: Any) -> dict[str, Any]:
+    """Return what `accelerator.save_state` saves, as an app state.
+
+    These are the prepared models, optimizers and schedulers, the scaler, stateful data loaders, and random numbers. The
+    count of batches and all objects of `register_for_checkpointing` are included. Names of models do not depend on
+    wrappers.
+
+    Raises:
+        SnapshotError: The accelerator uses FSDP1, DeepSpeed, Megatron-LM or XLA, which have their own formats.
+    """
+    _refuse_other_formats(accelerator)
+    loaders = [each for each in accelerator._dataloaders if getattr(each, "use_stateful_dataloader", False)]  # noqa: SLF001 - accelerate has no public names
+    groups = {
+        "model": map(ModelState, accelerator._models),  # noqa: SLF001
+        "optimizer": (each.optimizer for each in accelerator._optimizers),  # noqa: SLF001
+        "scheduler": (each.scheduler for each in accelerator._schedulers),  # noqa: SLF001
+        "custom": accelerator._custom_objects,  # noqa: SLF001
+        "loader": loaders,
+    }
+    state: dict[str, Any] = {"accelerator": _Step(accelerator), "rng": RNGState()}
+    for name, group in groups.items():
+        state |= {f"{name}_{number}" if number else name: each for number, each in enumerate(group)}
+    if accelerator.scaler is not None:
+        state["scaler"] = accelerator.scaler
+    return state
+
+
+def save_state(accelerator: Any, path: Any, *, background: bool = False, **options: Any) -> Snapshot | PendingSnapshot:
+    """Save what `accelerator.save_state(path)` saves, as a snapshot. Call it on all ranks.
+
+    What is equal on all ranks is written once, and must be equal: also registered objects. With FSDP2, each rank writes
+    its shards. Hooks of `register_save_state_pre_hook` are not called.
+
+    Args:
+        accelerator: The accelerator that has prepared the objects.
+        path: Path or URL of the snapshot.
+        background: Return when the state is copied, with a `PendingSnapshot`.
+        options: More arguments of `Snapshot.take`: `overwrite=True`, or other `replicated` globs.
+
+    Raises:
+        SnapshotError: The accelerator uses FSDP1, DeepSpeed, Megatron-LM or XLA, which have their own formats.
+    """
+    state = app_state_of(accelerator)
+    if accelerator.num_processes > 1:
+        options.setdefault("replicated", [name for name, each in state.items() if _is_replicated(name, each)])
+    take: Any = Snapshot.async_take if background else Snapshot.take
+    saved: Snapshot | PendingSnapshot = take(path, state, **options)
+    return saved
+
+
+def load_state(accelerator: Any, path: Any) -> None:
+    """Restore what `save_state` saved, on any number of ranks.
+
+    Random numbers and the positions of stateful data loaders are restored on the same number of ranks only, with a log
+    line otherwise. A folder that accelerate wrote is loaded by `accelerator.load_state`.
+    """
+    state = app_state_of(accelerator)
+    if not is_snapshot(path):
+        accelerator.load_state(path)
+        return
+    snapshot = Snapshot(path)
+    saved = snapshot.metadata.world_size
+    if saved != accelerator.num_processes:
+        log.info("%s: random numbers and data of %d ranks do not fit %d", path, saved, accelerator.num_processes)
+        state = {name: each for name, each in state.items() if not name.startswith(_OWN)}
+    snapshot.restore(state, unused="ignore")
+
+
+def _is_replicated(name: str, stateful: Any) -> bool:
+    """Return True for state that is equal on all ranks, and is not known to be. DDP's buffers are those of rank 0."""
+    if isinstance(stateful, ModelState):
+        return not any(isinstance(module, DistributedDataParallel) for module in stateful.model.modules())
+    return not name.startswith(_OWN)
+
+
+def _refuse_other_formats(accelerator: Any) -> None:
+    kind = accelerator.distributed_type.name
+    version = getattr(getattr(accelerator.state, "fsdp_plugin", None), "fsdp_version", 1)
+    if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA") or (kind == "FSDP" and version != 2):
+        raise SnapshotError(
+            f"the accelerator uses {'FSDP1' if kind == 'FSDP' else kind}, which has its own checkpoint format; "
+            "call accelerator.save_state, or train in one process, with DistributedDataParallel, or with FSDP2"
+        )

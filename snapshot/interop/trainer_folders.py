@@ -1,0 +1,99 @@
+"""Checkpoint folders of Hugging Face's Trainer: which are complete, and which are deleted."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from contextlib import suppress
+
+from snapshot.errors import SnapshotNotFoundError
+from snapshot.events import log
+from snapshot.snapshot import Snapshot
+
+FOLDER = "trainer_snapshot"
+"""Folder of the snapshot in a checkpoint folder."""
+STATE = "trainer_state.json"
+"""The Trainer's own state in a checkpoint folder. The Trainer writes it last."""
+MARK = "weights-incomplete"
+"""File in a checkpoint folder while its weights are written in the background."""
+_CHECKPOINT = re.compile(r"checkpoint-([0-9]+)")
+
+
+def find_last(output_dir: str) -> str | None:
+    """Return the last checkpoint that is complete. A crash leaves one that lacks weights, state or a commit."""
+    for checkpoint in list_checkpoints(output_dir):
+        if is_complete(checkpoint):
+            return checkpoint
+        log.warning("%s: is not complete, and is passed over", checkpoint)
+    return None
+
+
+def list_checkpoints(output_dir: str) -> list[str]:
+    """Return the folders of checkpoints, the last one first."""
+    listed = os.listdir(output_dir) if os.path.isdir(output_dir) else []
+    numbers = sorted((int(found[1]) for found in map(_CHECKPOINT.fullmatch, listed) if found), reverse=True)
+    return [os.path.join(output_dir, f"checkpoint-{number}") for number in numbers]
+
+
+def is_complete(checkpoint: str) -> bool:
+    """Return True if a checkpoint has its weights, its state, and the commit of a snapshot that was begun."""
+    begun = os.path.isdir(os.path.join(checkpoint, FOLDER)) and snapshot_in(checkpoint) is None
+    return os.path.isfile(os.path.join(checkpoint, STATE)) and not begun and not _is_marked(checkpoint)
+
+
+def snapshot_in(checkpoint: str) -> Snapshot | None:
+    """Return the snapshot in a checkpoint folder; None if the Trainer alone wrote it."""
+    snapshot = Snapshot(os.path.join(checkpoint, FOLDER))
+    return snapshot if snapshot.exists() else None
+
+
+def invalidate(checkpoint: str) -> None:
+    """Make a checkpoint incomplete before it is saved again: a failure must not mix its old and new parts."""
+    with suppress(FileNotFoundError):
+        os.remove(os.path.join(checkpoint, STATE))
+    snapshot = snapshot_in(checkpoint)
+    if snapshot is not None:
+        snapshot.delete()
+
+
+def mark_weights(checkpoint: str) -> None:
+    """Mark a new checkpoint as one whose weights are not written yet."""
+    os.makedirs(checkpoint, exist_ok=True)
+    with open(os.path.join(checkpoint, MARK), "w"):
+        pass
+
+
+def unmark_weights(checkpoint: str) -> None:
+    """Remove the mark: the weights are written."""
+    with suppress(FileNotFoundError):
+        os.remove(os.path.join(checkpoint, MARK))
+
+
+def check_weights(checkpoint: str) -> None:
+    """Raise if the weights of a checkpoint are not written, or not all."""
+    if _is_marked(checkpoint):
+        raise SnapshotNotFoundError(
+            f"{checkpoint}: its weights were not written to the end; resume from an earlier checkpoint"
+        )
+
+
+def delete_old(output_dir: str, limit: int, best: str | None) -> None:
+    """Delete old checkpoints, as the Trainer does. The last `limit` complete ones are kept, the best one among them.
+
+    Incomplete ones are deleted if a newer one is complete.
+    """
+    complete = [each for each in list_checkpoints(output_dir) if is_complete(each)]
+    if not complete:
+        return
+    named_best = best and os.path.join(output_dir, os.path.basename(os.path.normpath(best)))
+    kept = [complete[0], *(each for each in complete[1:] if each == named_best)]
+    kept += [each for each in complete if each not in kept][: max(0, limit - len(kept))]
+    listed = list_checkpoints(output_dir)
+    for each in listed[listed.index(complete[0]) :]:
+        if each not in kept:
+            shutil.rmtree(each, ignore_errors=True)
+
+
+def _is_marked(checkpoint: str) -> bool:
+    return os.path.exists(os.path.join(checkpoint, MARK))
