@@ -25,7 +25,7 @@ from snapshot.errors import MissingExtraError, SnapshotError
 from snapshot.interop.handover import Given
 from snapshot.io.loop import run
 from snapshot.io.url import URL
-from snapshot.manager.policies import KeepBest, KeepLatest, Policy, checked_policy, parts
+from snapshot.manager.policies import KeepBest, KeepLatest, Policy, checked_policy, split_policy
 from snapshot.manager.retention import remove_unkept
 from snapshot.manager.root import Root
 from snapshot.manager.step_metadata import add_note, checked_metrics
@@ -365,7 +365,7 @@ class SnapshotCallback(_LightningCallback):  # type: ignore[misc]
         assert self._keep is not None
         earlier = [step for step in steps if step > newest]
         left = run(remove_unkept(self._root, self._keep, [step for step in steps if step <= newest]))
-        places = max((each.n for each in parts(self._keep) if isinstance(each, KeepLatest)), default=0)
+        places = max((each.n for each in split_policy(self._keep) if isinstance(each, KeepLatest)), default=0)
         gone = earlier[: max(0, len(earlier) - max(0, places - len(left)))]
         if gone:
             left |= run(remove_unkept(self._root, self._keep, [newest, *gone], ignored=gone))
@@ -373,7 +373,7 @@ class SnapshotCallback(_LightningCallback):  # type: ignore[misc]
 
     def _metrics(self, trainer: Any) -> dict[str, float]:
         """Return the metrics that `keep` needs, as far as the trainer has them now."""
-        names = [each.metric for each in parts(self._keep) if isinstance(each, KeepBest)] if self._keep else []
+        names = [each.metric for each in split_policy(self._keep) if isinstance(each, KeepBest)] if self._keep else []
         return checked_metrics({name: value for name, value in trainer.callback_metrics.items() if name in names})
 
     def _remember(self, path: str) -> None:

@@ -21,7 +21,7 @@ from snapshot.io.loop import LoopFuture, run
 from snapshot.io.url import URL
 from snapshot.loading.choose import RESTORE_OPTIONS, RestoreOptions
 from snapshot.manager.agreement import Channels, StepBegin, agree_on, may_be_committed
-from snapshot.manager.policies import KeepBest, Policy, checked_policy, parts
+from snapshot.manager.policies import KeepBest, Policy, checked_policy, split_policy
 from snapshot.manager.restore_latest import Fallback
 from snapshot.manager.root import Root, taken_of
 from snapshot.manager.schedule import STOP_SIGNALS, Advice, Every, Measured, Schedule, Signals
@@ -405,7 +405,7 @@ class SnapshotManager:
         if metric is not None:
             policy = KeepBest(metric, 1, mode)
         else:
-            found = [each for each in parts(self._keep) if isinstance(each, KeepBest)] if self._keep else []
+            found = [each for each in split_policy(self._keep) if isinstance(each, KeepBest)] if self._keep else []
             if not found:
                 raise ValueError(
                     "best: `keep` has no KeepBest; pass a metric, such as best('loss') or best('f1', 'max')"

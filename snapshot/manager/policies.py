@@ -38,7 +38,7 @@ class Policy(ABC):
         """Return the steps to keep. `taken` is in any order, `now` is in seconds since the epoch."""
 
     def __or__(self, other: object) -> Policy:
-        return Union((*parts(self), *parts(other))) if isinstance(other, Policy) else NotImplemented
+        return Union((*split_policy(self), *split_policy(other))) if isinstance(other, Policy) else NotImplemented
 
 
 @dataclass(frozen=True)
@@ -151,12 +151,12 @@ class Union(Policy):
         return " | ".join(map(str, self.policies))
 
 
-def parts(policy: Policy) -> tuple[Policy, ...]:
+def split_policy(policy: Policy) -> tuple[Policy, ...]:
     """Return the policies in a union, or the policy itself."""
     return policy.policies if isinstance(policy, Union) else (policy,)
 
 
-def reasons(policy: Policy | None, taken: Sequence[Taken], now: float) -> dict[int, list[str]]:
+def choose_kept(policy: Policy | None, taken: Sequence[Taken], now: float) -> dict[int, list[str]]:
     """Return the kept steps with the reasons. The newest is always kept; without a policy all are.
 
     Suspect steps are decided among themselves. So none takes the place of a good one, and none is the best.
@@ -164,12 +164,14 @@ def reasons(policy: Policy | None, taken: Sequence[Taken], now: float) -> dict[i
     suspect = [each for each in taken if each.suspect]
     if suspect:
         good = [each for each in taken if not each.suspect]
-        apart = reasons(policy, [replace(each, suspect=False, metrics={}) for each in suspect], now)
-        return reasons(policy, good, now) | {step: [f"suspect: {each}" for each in why] for step, why in apart.items()}
+        apart = choose_kept(policy, [replace(each, suspect=False, metrics={}) for each in suspect], now)
+        return choose_kept(policy, good, now) | {
+            step: [f"suspect: {each}" for each in why] for step, why in apart.items()
+        }
     if not taken:
         return {}
     found: dict[int, list[str]] = {}
-    for each in parts(policy) if policy is not None else ():
+    for each in split_policy(policy) if policy is not None else ():
         for step in each.keep(taken, now):
             found.setdefault(step, []).append(str(each))
     if policy is None:
@@ -216,7 +218,7 @@ def plan_retention(
     >>> plan_retention(KeepLatest(1), taken, 0, held={20: "pinned"}, find_needed=lambda removed: {10: "the base of 20"})
     Plan(kept={40: 'latest', 20: 'pinned', 10: 'the base of 20'}, removed=[30])
     """
-    kept = {step: ", ".join(why) for step, why in reasons(policy, list(taken), now).items()}
+    kept = {step: ", ".join(why) for step, why in choose_kept(policy, list(taken), now).items()}
     steps = {*(each.step for each in taken), *others}
     kept |= {step: held[step] for step in sorted(steps - kept.keys()) if held.get(step)}
     kept |= find_needed(sorted(steps - kept.keys()))
@@ -236,6 +238,6 @@ def checked_policy(keep: Any, *, metrics: bool = True) -> Policy | None:
         raise TypeError(
             f"keep must be a number or a policy (KeepLatest(n), KeepBest(metric), ..., or several with |), got {keep!r}"
         )
-    if keep is not None and not metrics and any(isinstance(each, KeepBest) for each in parts(keep)):
+    if keep is not None and not metrics and any(isinstance(each, KeepBest) for each in split_policy(keep)):
         raise ValueError(f"keep must be a policy without KeepBest, since versions have no metrics, got {keep}")
     return keep

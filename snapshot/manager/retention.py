@@ -18,7 +18,7 @@ from snapshot.events import emit, log
 from snapshot.io.aio import gather_limited
 from snapshot.io.loop import run
 from snapshot.io.storage import FileStat, Storage
-from snapshot.manager.policies import KeepBest, Policy, Taken, parts, plan_retention, reasons
+from snapshot.manager.policies import KeepBest, Policy, Taken, choose_kept, plan_retention, split_policy
 from snapshot.manager.root import UNREADABLE as CANNOT_READ
 from snapshot.manager.root import Root, StepFolders, taken_of
 from snapshot.manifest.document import ManifestHead, NotOurs
@@ -159,7 +159,7 @@ async def _of_snapshots(
 
     now = time.time()
     while True:
-        kept = reasons(policy, list(good.values()), now)
+        kept = choose_kept(policy, list(good.values()), now)
         found = {step: why for step, why in zip(kept, await gather_limited(kept, fault), strict=True) if why}
         if not found:
             break
@@ -209,7 +209,7 @@ async def _standings(root: Root, heads: Mapping[int, object]) -> dict[int, Stand
 def expect_metrics(root: Root, policy: Policy, taken: Collection[Taken]) -> None:
     """Raise UnknownMetric if no snapshot has the policy's metric. It may be misspelt, and the best would be lost."""
     known = sorted({name for each in taken for name in each.metrics})
-    for each in parts(policy):
+    for each in split_policy(policy):
         if isinstance(each, KeepBest) and taken and each.metric not in known:
             there = f"; known metrics: {', '.join(known)}" if known else ", nor any other metric"
             raise UnknownMetric(f"{root.url}: no snapshot has the metric {each.metric!r}{there}; nothing was removed")

@@ -16,7 +16,7 @@ from snapshot.distributed.group import ranks_of
 from snapshot.errors import SnapshotError, StorageError
 from snapshot.events import log
 from snapshot.io.loop import run
-from snapshot.manager.policies import KeepLatest, Policy, parts
+from snapshot.manager.policies import KeepLatest, Policy, split_policy
 from snapshot.manager.restore_latest import Candidates
 from snapshot.manager.retention import Cleaner, Inspect
 from snapshot.manager.root import Root
@@ -169,7 +169,7 @@ class Steps(ABC):
     def choose_base(self, steps: list[int]) -> str | list[str]:
         """Return the `base` of a take. A list of steps keeps two physical copies, unless only one step is kept."""
         urls = [self.local.step_url(step).reveal() for step in steps]
-        single = self._keep is not None and all(each == KeepLatest(1) for each in parts(self._keep))
+        single = self._keep is not None and all(each == KeepLatest(1) for each in split_policy(self._keep))
         try:
             single = single and not run(self.local.pinned(steps))
         except StorageError:

@@ -25,7 +25,7 @@ from snapshot.io.url import URL
 from snapshot.manager.policies import Policy, checked_policy
 from snapshot.manifest.document import LONGEST_HEADER
 from snapshot.maps.recipe import Target
-from snapshot.options import expect_positive, moved_names
+from snapshot.options import Settings, expect_positive, moved_names
 from snapshot.publish.build import TensorSums, sum_bytes
 from snapshot.publish.publication import Base, ExtraFiles, PendingPublish, Publication
 from snapshot.publish.shares import (
@@ -407,7 +407,7 @@ class Publisher:
         """Return the host memory for published weights."""
         if self._budget is not None:
             return self._budget
-        return total_memory() // 2 // max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or world))
+        return total_memory() // 2 // (Settings.processes() if "LOCAL_WORLD_SIZE" in os.environ else world)
 
     def __repr__(self) -> str:
         base = f", base {self._base.version}" if self._base is not None else ""

@@ -25,7 +25,7 @@ from snapshot.errors import (
 from snapshot.events import emit, log
 from snapshot.formats.hugging_face import INDEX, read_header
 from snapshot.io.storage import ABSENT, ANYTHING, Storage, exists
-from snapshot.manager.policies import Policy, Taken, plan_retention, reasons
+from snapshot.manager.policies import Policy, Taken, choose_kept, plan_retention
 from snapshot.manifest.document import LONGEST_HEADER
 from snapshot.save.transaction import DAY, commit_condition
 from snapshot.tensors.digest import digest_range
@@ -394,7 +394,7 @@ def find_retired(versions: Mapping[int, KnownVersion], keep: Policy | None, now:
     """
     full = sorted(number for number, each in versions.items() if each.base is None)
     taken = [Taken(number, versions[number].created) for number in full]
-    kept = reasons(keep, taken, now)
+    kept = choose_kept(keep, taken, now)
     held = {
         number: "follows a kept version"
         for number in versions

@@ -34,7 +34,7 @@ from snapshot.manifest.document import (
 from snapshot.manifest.parts import ManifestPart, decode_part, encode_own_part
 from snapshot.plan.consensus import add_sums
 from snapshot.save.describe import RankManifest, build_document
-from snapshot.save.guards import Finding, Sampled
+from snapshot.save.guards import Finding, SampledReplicas
 from snapshot.save.replication import FEW
 from snapshot.save.take_request import TakeSigner
 from snapshot.save.transaction import Transaction, clean_after_commit
@@ -131,7 +131,7 @@ class RankDone(msgspec.Struct, array_like=True):
     """True if its own entries need the newest format."""
     findings: list[Finding] = []
     """The findings of its guards."""
-    replicas: Sampled | None = None
+    replicas: SampledReplicas | None = None
     """Samples of values that are equal on all ranks."""
 
 

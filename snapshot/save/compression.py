@@ -101,7 +101,7 @@ class _Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledSpeed:
     """The result of compressing samples of the tensors."""
 
     ratio: float
@@ -136,7 +136,7 @@ def note_speed(session: Session, nbytes: int, seconds: float, *, stored: int, pa
     place.note(nbytes / seconds, stored / seconds, packed=packed)
 
 
-def sample(leaves: Sequence[Leaf]) -> Sampled:
+def sample(leaves: Sequence[Leaf]) -> SampledSpeed:
     """Compress blocks of the longest tensors, chosen evenly over their bytes."""
     codec, out = thread_codec(), memoryview(bytearray(BLOCK))
     total = sum(leaf.nbytes for leaf in leaves)
@@ -156,7 +156,7 @@ def sample(leaves: Sequence[Leaf]) -> Sampled:
             seconds += time.perf_counter() - began
             nbytes += len(data)
         position += leaf.nbytes
-    return Sampled(nbytes / stored, nbytes / seconds) if nbytes else Sampled(1.0, 0.0)
+    return SampledSpeed(nbytes / stored, nbytes / seconds) if nbytes else SampledSpeed(1.0, 0.0)
 
 
 def _block_of(leaf: Leaf, offset: int) -> memoryview | None:

@@ -181,7 +181,7 @@ _path = attrgetter("path")
 BUCKETS = 16
 
 
-class Sampled(msgspec.Struct, array_like=True):
+class SampledReplicas(msgspec.Struct, array_like=True):
     """Samples of a rank's replicas, which are compared with those of the other ranks."""
 
     turn: int
@@ -193,7 +193,7 @@ class Report(Protocol):
     """The report of a rank on its take."""
 
     findings: list[Finding]
-    replicas: Sampled | None
+    replicas: SampledReplicas | None
 
 
 class GuardedTake:
@@ -225,7 +225,7 @@ class GuardedTake:
         self._counters: dict[str, int] = {}
         self._replicas: list[str] = []
         self._entries: Mapping[str, Any] = {}
-        self.sampled: Sampled | None = None
+        self.sampled: SampledReplicas | None = None
         self._safely(self._examine, app_state, flat, leaves)
         self._safely(self._sample_replicas, flat, replicas)
 
@@ -341,7 +341,7 @@ class GuardedTake:
             begin = self._turn * LINE % max(1, leaf.nbytes - LINE + 1)
             digests[at % BUCKETS].update(bytes(wrap_memory(leaf.address + begin, min(LINE, leaf.nbytes))))
         self._replicas = [leaf.path for leaf in held]
-        self.sampled = Sampled(self._turn, [each.digest() for each in digests])
+        self.sampled = SampledReplicas(self._turn, [each.digest() for each in digests])
 
     def judge(self, reports: Sequence[Report], metadata: msgspec.Raw) -> msgspec.Raw:
         """Return the metadata to commit, on the leader. Raise `SuspectStateError` to refuse.

@@ -30,7 +30,7 @@ SPOT = 64
 """Bytes of a sample. A tensor has three of them."""
 
 
-class Samples:
+class SpotBytes:
     """A few bytes of each of some tensors: the first, the last, and others that differ from take to take.
 
     `torch._foreach_*` changes a `DTensor` without counting it. Such a change affects most elements, so samples show it.
@@ -40,7 +40,7 @@ class Samples:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = [each.detach() for each in tensors]
-        turn = next(Samples._takes) * 0x9E3779B1
+        turn = next(SpotBytes._takes) * 0x9E3779B1
         self._spots = [
             (0, (turn * number >> 7) % last, last - 1) for number, last in enumerate(map(_count_spots, tensors))
         ]
@@ -83,7 +83,7 @@ class PendingCopy:
         self._optimizers = frozenset(map(id, optimizers))
         self._tensors = tensors
         self.versions = list(map(count_changes, tensors))
-        self._samples = Samples(uncounted)
+        self._samples = SpotBytes(uncounted)
         self._over = Latch()
         self._lock = threading.Lock()
         self._let_go = False
@@ -137,7 +137,7 @@ class PendingCopy:
 
     def _drop(self) -> None:
         _barrier.get().discard(self)
-        self._tensors, self._samples = (), Samples(())
+        self._tensors, self._samples = (), SpotBytes(())
 
 
 class _Barrier:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from snapshot import KeepBest, KeepEvery, KeepFor, KeepLatest
-from snapshot.manager.policies import Taken, checked_policy, parts, plan_retention, reasons
+from snapshot.manager.policies import Taken, checked_policy, choose_kept, plan_retention, split_policy
 
 NOW = 1_000_000.0
 numbers = st.floats(allow_nan=True, allow_infinity=True, width=16)
@@ -40,7 +40,7 @@ def test_a_union_keeps_what_either_keeps_in_whatever_order_they_are_given(
 
 @given(taken, simple)
 def test_the_newest_is_kept_whatever_the_policy_says(there: list[Taken], policy: KeepLatest) -> None:
-    kept = reasons(policy, there, NOW)
+    kept = choose_kept(policy, there, NOW)
     assert set(kept) - policy.keep(there, NOW) <= {max((each.step for each in there), default=-1)}
     assert not there or max(each.step for each in there) in kept
     assert all(kept.values())
@@ -80,7 +80,7 @@ def test_a_plan_removes_nothing_that_is_kept_held_or_relied_on(
         return found
 
     plan = plan_retention(policy, there, NOW, others=others, held=held, find_needed=find_needed)
-    assert set(reasons(policy, there, NOW)) <= set(plan.kept)
+    assert set(choose_kept(policy, there, NOW)) <= set(plan.kept)
     assert steps & held.keys() <= set(plan.kept)
     assert all(bases[step] in (plan.kept.keys() | {None}) for step in plan.kept if bases[step] in steps)
     assert plan.removed == sorted(steps - set(plan.kept))
@@ -107,7 +107,7 @@ def test_time_counts_from_when_a_snapshot_was_taken() -> None:
 
 def test_a_union_is_flat_and_says_what_it_is() -> None:
     policy = KeepLatest(3) | (KeepBest("loss", 2) | KeepEvery(1000)) | KeepFor("7d")
-    assert [type(each) for each in parts(policy)] == [KeepLatest, KeepBest, KeepEvery, KeepFor]
+    assert [type(each) for each in split_policy(policy)] == [KeepLatest, KeepBest, KeepEvery, KeepFor]
     assert str(policy) == "latest 3 | best 2 by loss | every 1,000 | within 7.0 d"
 
 
