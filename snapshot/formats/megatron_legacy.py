@@ -287,11 +287,7 @@ class Checkpoint:
     ) -> dict[str, Any]:
         """Return the entries of the optimizer's state. If it cannot be joined, set `lacks`: they have no bytes."""
         try:
-            found = {place: PartState({}, []) for place in {part.place[:2]: None for part in self._parts}}
-            for part in self._parts:
-                own_state = await self._read_part(part, chunks, described)
-                found[part.place[:2]].states.update(own_state.states)
-                found[part.place[:2]].groups.extend(own_state.groups)
+            read = await gather_limited(self._parts, lambda part: self._read_part(part, chunks, described), AT_ONCE)
         except NotJoinedError as error:
             self.lacks = f"the state of Megatron's optimizer is not joined: {error}; exclude optim/**"
             shapes = {path: entry for path, entry in model.items() if self._is_parameter(path, entry)}
@@ -300,6 +296,11 @@ class Checkpoint:
                 for path, entry in shapes.items()
             }
             return self._put_optimizer(tensors, None)
+        found: dict[tuple[int, ...], PartState] = {}
+        for part, state in zip(self._parts, read, strict=True):
+            held_state = found.setdefault(part.place[:2], PartState({}, []))
+            held_state.states.update(state.states)
+            held_state.groups.extend(state.groups)
         states: dict[str, dict[str, Any]] = {}
         for key in dict.fromkeys(key for each in found.values() for own in each.states.values() for key in own):
             held: dict[Place, dict[str, Any]] = {place: {} for place in trees}
@@ -311,16 +312,15 @@ class Checkpoint:
             for path, entry in self._join_trees(chunks, held, {}).items():
                 states.setdefault(path, {})[key] = entry
         groups: dict[str, dict[str, Any]] = {}
+        names: dict[str, dict[str, None]] = {}
         for (stage, rank), state in found.items():
             for group in state.groups if rank == 0 else ():
-                mine = groups.setdefault(str(group.get("wd_mult")), {**group, "params": []})
+                key = str(group.get("wd_mult"))
+                groups.setdefault(key, {name: each for name, each in group.items() if name not in OWN_OPTIONS})
                 for each in group["params"]:
                     chunk, _, path = each.partition(":")
-                    name = _dotted(renamed[chunk, stage, path])
-                    if name not in mine["params"]:
-                        mine["params"].append(name)
-        plain = [{key: each for key, each in group.items() if key not in OWN_OPTIONS} for group in groups.values()]
-        return self._put_optimizer(states, plain)
+                    names.setdefault(key, {})[_dotted(renamed[chunk, stage, path])] = None
+        return self._put_optimizer(states, [{**groups[key], "params": list(own)} for key, own in names.items()])
 
     async def _read_part(
         self, part: Part, chunks: Sequence[str], described: Mapping[tuple[str, str], Mapping[str, Any]]
@@ -337,7 +337,10 @@ class Checkpoint:
         found = await read_state(self._storage, part.file, part.flat, parameters)
         if self._experts == 1:
             return found
-        names = {path: self._name_of_whole(path, part.place[2]) for path in found.states}
+        names = {path: self._name_of_whole(path, part.place[2]) for chunk in parameters for path in chunk}
+        for path, name in names.items():
+            if name is not None and path not in found.states:
+                raise NotJoinedError(f"{part.file.name} lacks the state of {path[:200]}")
         states = {name: found.states[path] for path, name in names.items() if name is not None}
         groups = []
         for group in found.groups:

@@ -268,6 +268,15 @@ def test_the_moments_of_experts_are_joined(tmp_path, kind, ranks, width, stages,
     assert sorted(group["params"]) == sorted(whole)
 
 
+def test_moments_of_experts_that_are_not_there_are_named(tmp_path):
+    whole, _ = _write_experts(tmp_path / "x", "grouped", 2, 1, trained="distributed")
+    file = tmp_path / "x" / "mp_rank_00_001" / "distrib_optim.pt"
+    torch.save([None, None], file)
+    assert sorted(Snapshot(tmp_path / "x").read_object("0/model")) == sorted(whole)
+    with pytest.raises(UnsupportedFormatError, match=r"mp_rank_00_001.* lacks the state of .*linear_fc1\.weight0"):
+        Snapshot(tmp_path / "x").read_object("0/optim/state/output_layer.weight/exp_avg")
+
+
 @pytest.mark.parametrize("kind", EXPERTS)
 @pytest.mark.parametrize(("ranks", "width", "stages"), [(1, 1, 1), (2, 1, 1), (4, 2, 1), (2, 1, 2), (2, 2, 2)])
 def test_experts_have_their_numbers_in_the_whole_model(tmp_path, kind, ranks, width, stages):
