@@ -62,9 +62,11 @@ class Blosc:
             made.append(block)
             total += len(block)
             self._done += 1
-            if total > _MOST_HELD or self._used > self._length:
-                raise ValueError("the blocks of a chunk of Blosc overlap, or are far out of order")
-        if len(self._held) > _MOST_HELD:
+            if self._used > self._length:
+                raise ValueError("the blocks of a chunk of Blosc overlap")
+            if total > _MOST_HELD:
+                break
+        if max(total, len(self._held)) > _MOST_HELD:
             raise UnsupportedFormatError(f"{self._path}: the blocks of a chunk of Blosc are far out of order")
         return b"".join(made)
 

@@ -187,7 +187,7 @@ class Checkpoint:
         model = self._join_trees(chunks, trees, renamed)
         manifest = {f"0/{path}": _share(entry) for path, entry in _nest(model).items()}
         if self.head.get("optimizer") is not None:
-            manifest |= await self._read_optimizer(chunks, trees, renamed, model)
+            manifest |= await self._read_optimizer(chunks, trees, described, renamed, model)
         files = []
         for part in self._parts:
             values = {key: each for key, each in dict.items(expect_dict(part.file.value)) if not self._is_model(key)}
@@ -281,14 +281,13 @@ class Checkpoint:
         self,
         chunks: Sequence[str],
         trees: Mapping[Place, Mapping[str, Any]],
+        described: Mapping[tuple[str, str], Mapping[str, Any]],
         renamed: Mapping[tuple[str, int, str], str],
         model: Mapping[str, Any],
     ) -> dict[str, Any]:
         """Return the entries of the optimizer's state. If it cannot be joined, set `lacks`: they have no bytes."""
         try:
-            if self._experts > 1:
-                raise NotJoinedError("it is one of expert parallelism")
-            found = {part.place[:2]: await self._read_part(part, chunks, trees) for part in self._parts}
+            read = await gather_limited(self._parts, lambda part: self._read_part(part, chunks, described), AT_ONCE)
         except NotJoinedError as error:
             self.lacks = f"the state of Megatron's optimizer is not joined: {error}; exclude optim/**"
             shapes = {path: entry for path, entry in model.items() if self._is_parameter(path, entry)}
@@ -297,6 +296,11 @@ class Checkpoint:
                 for path, entry in shapes.items()
             }
             return self._put_optimizer(tensors, None)
+        found: dict[tuple[int, ...], PartState] = {}
+        for part, state in zip(self._parts, read, strict=True):
+            held_state = found.setdefault(part.place[:2], PartState({}, []))
+            held_state.states.update(state.states)
+            held_state.groups.extend(state.groups)
         states: dict[str, dict[str, Any]] = {}
         for key in dict.fromkeys(key for each in found.values() for own in each.states.values() for key in own):
             held: dict[Place, dict[str, Any]] = {place: {} for place in trees}
@@ -308,29 +312,48 @@ class Checkpoint:
             for path, entry in self._join_trees(chunks, held, {}).items():
                 states.setdefault(path, {})[key] = entry
         groups: dict[str, dict[str, Any]] = {}
-        for (stage, rank), part in found.items():
-            for group in part.groups if rank == 0 else ():
-                mine = groups.setdefault(str(group.get("wd_mult")), {**group, "params": []})
+        names: dict[str, dict[str, None]] = {}
+        for (stage, rank), state in found.items():
+            for group in state.groups if rank == 0 else ():
+                key = str(group.get("wd_mult"))
+                groups.setdefault(key, {name: each for name, each in group.items() if name not in OWN_OPTIONS})
                 for each in group["params"]:
                     chunk, _, path = each.partition(":")
-                    name = _dotted(renamed[chunk, stage, path])
-                    if name not in mine["params"]:
-                        mine["params"].append(name)
-        plain = [{key: each for key, each in group.items() if key not in OWN_OPTIONS} for group in groups.values()]
-        return self._put_optimizer(states, plain)
+                    names.setdefault(key, {})[_dotted(renamed[chunk, stage, path])] = None
+        return self._put_optimizer(states, [{**groups[key], "params": list(own)} for key, own in names.items()])
 
     async def _read_part(
-        self, part: Part, chunks: Sequence[str], trees: Mapping[Place, Mapping[str, Any]]
+        self, part: Part, chunks: Sequence[str], described: Mapping[tuple[str, str], Mapping[str, Any]]
     ) -> PartState:
+        """Return the state of a part, by a chunk and the path in it. Experts have their numbers in the whole model."""
         parameters = [
             {
                 f"{chunk}:{path}": entry
-                for path, entry in trees[chunk, part.place[0], part.place[1]].items()
+                for path, entry in described[part.file.name, chunk].items()
                 if self._is_parameter(path, entry)
             }
             for chunk in chunks
         ]
-        return await read_state(self._storage, part.file, part.flat, parameters)
+        found = await read_state(self._storage, part.file, part.flat, parameters)
+        if self._experts == 1:
+            return found
+        names = {path: self._name_of_whole(path, part.place[2]) for chunk in parameters for path in chunk}
+        for path, name in names.items():
+            if name is not None and path not in found.states:
+                raise NotJoinedError(f"{part.file.name} lacks the state of {path[:200]}")
+        states = {name: found.states[path] for path, name in names.items() if name is not None}
+        groups = []
+        for group in found.groups:
+            own = [name for name in map(names.get, group["params"]) if name is not None]
+            groups += [{**group, "params": own}] if own else []
+        return PartState(states, groups)
+
+    def _name_of_whole(self, path: str, rank: int) -> str | None:
+        """Return the path of a parameter of a rank in the whole model; None if another rank has it, too."""
+        found = _EXPERT.fullmatch(path)
+        if found is not None:
+            return _number_expert(found, rank * (self._read_size("num_experts") // self._experts))
+        return None if rank else path
 
     @staticmethod
     def _is_parameter(path: str, entry: Any) -> bool:

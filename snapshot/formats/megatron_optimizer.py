@@ -24,6 +24,7 @@ from snapshot.io.aio import gather_limited
 from snapshot.io.storage import Storage
 from snapshot.manifest.entries import TensorEntry
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE
+from snapshot.text import counted
 
 MAIN = "param"
 """Name of the float32 values among the states."""
@@ -81,14 +82,47 @@ async def read_state(
         ValueError: The values are damaged.
     """
     known = expect_dict(file.value)["optimizer"]
-    if isinstance(known, (list, tuple)) or (flat is not None and isinstance(flat.value, (list, tuple))):
-        raise NotJoinedError("it is a chain of several optimizers")
-    held = expect_dict(known)
+    if not isinstance(known, (list, tuple)):
+        return await _read_one(storage, file, expect_dict(known), None if flat is None else (flat, flat.value), chunks)
+    owners = [_choose(chunks, experts=False), _choose(chunks, experts=True)]
+    values = [None] * len(known) if flat is None else flat.value
+    whole = isinstance(values, (list, tuple)) and len(known) == len(values) == len(owners) and all(map(any, owners))
+    if not whole:
+        raise NotJoinedError(
+            f"it is a chain of {counted(len(known), 'optimizer')}, other than those of experts and of the rest"
+        )
+    made = PartState({}, [])
+    for held, value, own in zip(known, values, owners, strict=True):
+        if flat is None or value is not None:  # another part has that of the layers without experts
+            buffers = None if flat is None else (flat, value)
+            found = await _read_one(storage, file, expect_dict(held), buffers, own)
+            made.states.update(found.states)
+            made.groups.extend(found.groups)
+    return made
+
+
+def is_expert(path: str) -> bool:
+    """Return True for a parameter of an expert."""
+    return ".experts." in path
+
+
+def _choose(chunks: Sequence[Parameters], *, experts: bool) -> list[Parameters]:
+    return [{path: each for path, each in chunk.items() if is_expert(path) == experts} for chunk in chunks]
+
+
+async def _read_one(
+    storage: Storage,
+    file: TorchFile,
+    held: Mapping[Any, Any],
+    flat: tuple[TorchFile, Any] | None,
+    chunks: Sequence[Parameters],
+) -> PartState:
+    """Return the state of one optimizer, for its parameters."""
     inner = expect_dict(held.get("optimizer", held))
     groups = [dict(expect_dict(each)) for each in expect_list(inner["param_groups"])]
     members = _sort_into_groups(groups, chunks)
     if flat is not None:
-        states = await _read_buffers(storage, flat, chunks)
+        states = await _read_buffers(storage, *flat, chunks)
         steps = {each["step"] for each in groups if "step" in each}
         if len(steps) == 1:
             for own in states.values():
@@ -113,7 +147,9 @@ def _sort_into_groups(groups: Sequence[Mapping[str, Any]], chunks: Sequence[Para
         return [everything]
     decays = [group.get("wd_mult") for group in groups]
     plain = all(
-        group.get("lr_mult", 1.0) == 1.0 and not group.get("is_expert_parallel") and not group.get("is_decoupled_lr")
+        group.get("lr_mult", 1.0) == 1.0
+        and not group.get("is_decoupled_lr")
+        and group.get("is_expert_parallel") == groups[0].get("is_expert_parallel")
         for group in groups
     )
     if sorted(map(str, decays)) != ["0.0", "1.0"] or not plain:
@@ -130,8 +166,10 @@ def _sort_into_groups(groups: Sequence[Mapping[str, Any]], chunks: Sequence[Para
 # The distributed optimizer: flat buffers.
 
 
-async def _read_buffers(storage: Storage, flat: TorchFile, chunks: Sequence[Parameters]) -> dict[str, dict[str, Any]]:
-    saved = expect_dict(flat.value)
+async def _read_buffers(
+    storage: Storage, flat: TorchFile, value: Any, chunks: Sequence[Parameters]
+) -> dict[str, dict[str, Any]]:
+    saved = expect_dict(value)
     if saved.get("buckets_coalesced") is not True:
         raise NotJoinedError("distrib_optim.pt has a tensor for each bucket, as before February 2024")
     buffers = [expect_dict(saved[number]) for number in sorted(each for each in saved if type(each) is int)]

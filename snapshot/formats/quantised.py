@@ -30,8 +30,8 @@ from snapshot.tensors.memory import BY_NAME, ITEMSIZE
 
 _LARGEST = 4 << 20
 """Maximum stored bytes that are read at once."""
-_AT_ONCE = 64 << 10
-"""Elements that are computed at once: they stay in a core's cache."""
+_AT_ONCE = 32 << 10
+"""Elements that are computed at once: they stay in a core's cache, and torch starts no threads for them."""
 _ALIGNED = 16
 
 

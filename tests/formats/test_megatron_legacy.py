@@ -5,6 +5,7 @@ Its training code cannot run here. The files are stand-ins, cut as Megatron-LM's
 """
 
 import argparse
+import itertools
 import re
 
 import pytest
@@ -177,7 +178,9 @@ EXPERTS = {  # the names of an expert's tensors, as Megatron-core has them
 }
 
 
-def _write_experts(folder, kind, ranks, width, stages=1, *, total=4, change=lambda state, rank, expert: None):
+def _write_experts(
+    folder, kind, ranks, width, stages=1, *, total=4, change=lambda state, rank, expert: None, trained=None
+):
     """Write two layers with experts, on ranks of expert parallelism that also have tensor-parallel ranks and stages."""
     torch.manual_seed(0)
     whole = {f"{HEAD}.router.weight": torch.randn(total, HIDDEN), "output_layer.weight": torch.randn(WORDS, HIDDEN)}
@@ -187,36 +190,91 @@ def _write_experts(folder, kind, ranks, width, stages=1, *, total=4, change=lamb
     above = {name: each for name, each in whole.items() if name.startswith(HEAD)}
     whole |= {name.replace("layers.0", "layers.1"): torch.randn_like(each) for name, each in above.items()}
     local = total // ranks
-    for stage in range(stages):
-        for rank in range(width):
-            for expert in range(ranks):
-                model = {}
-                for name, each in whole.items():
-                    layer = int(name.startswith("decoder.layers.1"))
-                    if stages > 1 and layer != stage:
-                        continue
-                    own = name.replace("layers.1", "layers.0") if stages > 1 else name
-                    cut = each
-                    if ".experts." in name:
-                        numbers = re.findall("[0-9]+", name.split(".experts.")[1])
-                        number = int(numbers[0 if kind == "sequential" else 1])
-                        if number // local != expert:
-                            continue
-                        pattern = EXPERTS[kind]
-                        which = 1 if "linear_fc1" in name else 2
-                        own = own.replace(pattern.format(number, which), pattern.format(number % local, which))
-                        cut = each.chunk(width, which - 1)[rank].contiguous()
-                    elif name == "output_layer.weight":
-                        cut = each.chunk(width, 0)[rank].clone()
-                    model[own] = cut
-                args = {"expert_model_parallel_size": ranks, "num_experts": total, "expert_tensor_parallel_size": width}
-                args["pipeline_model_parallel_size"] = stages
-                state = {"args": argparse.Namespace(**args), "model": model, "checkpoint_version": 3.0}
-                change(state, rank, expert)
-                name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if stages > 1 else "") + f"_{expert:03d}" * (ranks > 1)
-                (folder / name).mkdir(parents=True)
-                torch.save(state, folder / name / "model_optim_rng.pt")
+    moments = _moments(whole)
+    for stage, rank, expert in itertools.product(range(stages), range(width), range(ranks)):
+        parts = {"param": {}, "exp_avg": {}, "exp_avg_sq": {}}
+        for name in whole:
+            layer = int(name.startswith("decoder.layers.1"))
+            if stages > 1 and layer != stage:
+                continue
+            own = name.replace("layers.1", "layers.0") if stages > 1 else name
+            axis = None if name != "output_layer.weight" else 0
+            if ".experts." in name:
+                numbers = re.findall("[0-9]+", name.split(".experts.")[1])
+                number = int(numbers[0 if kind == "sequential" else 1])
+                if number // local != expert:
+                    continue
+                axis = 0 if "linear_fc1" in name else 1
+                pattern = EXPERTS[kind]
+                own = own.replace(pattern.format(number, axis + 1), pattern.format(number % local, axis + 1))
+            for source, part in parts.items():
+                each = whole[name] if source == "param" else moments[source][name]
+                part[own] = each if axis is None else each.chunk(width, axis)[rank].contiguous()
+        args = {"expert_model_parallel_size": ranks, "num_experts": total, "expert_tensor_parallel_size": width}
+        args["pipeline_model_parallel_size"] = stages
+        model = {name: each.clone() for name, each in parts["param"].items()}
+        state = {"args": argparse.Namespace(**args), "model": model, "checkpoint_version": 3.0}
+        name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if stages > 1 else "") + f"_{expert:03d}" * (ranks > 1)
+        (folder / name).mkdir(parents=True)
+        if trained is not None:
+            flat = _add_chain(state, parts, trained, first=expert == 0)
+            torch.save(flat, folder / name / "distrib_optim.pt")
+        change(state, rank, expert)
+        torch.save(state, folder / name / "model_optim_rng.pt")
+    if trained is not None:
+        return whole, moments
     return whole
+
+
+def _add_chain(state, parts, kind, *, first):
+    """Add two optimizers: of experts, and of the rest. Only the first rank has the flat buffers of the rest."""
+    chain, flats = [], []
+    for experts in (False, True):
+        own = {
+            source: {name: each for name, each in part.items() if (".experts." in name) == experts}
+            for source, part in parts.items()
+        }
+        group = {"lr": 0.1, "wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": experts}
+        if kind == "distributed":
+            chain.append({"optimizer": {"param_groups": [{**group, "step": 7}]}})
+            world = {source: _buffer(part, None) for source, part in own.items()}
+            buffers = {"buckets_coalesced": True, 0: {(torch.float32, torch.float32): world}}
+            flats.append(buffers if first or experts else None)
+            continue
+        states = {
+            number: {"step": torch.tensor(7.0), **{key: own[key][name] for key in ("exp_avg", "exp_avg_sq")}}
+            for number, name in enumerate(own["param"])
+        }
+        chain.append({"state": states, "param_groups": [{**group, "params": list(states)}]})
+    state["optimizer"] = chain
+    return flats
+
+
+@pytest.mark.parametrize("trained", ["distributed", "half"])
+@pytest.mark.parametrize(("ranks", "width", "stages"), [(2, 1, 1), (4, 2, 1), (2, 2, 2)])
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_the_moments_of_experts_are_joined(tmp_path, kind, ranks, width, stages, trained):
+    whole, moments = _write_experts(tmp_path / "x", kind, ranks, width, stages, trained=trained)
+    if trained != "distributed":
+        for file in (tmp_path / "x").rglob("distrib_optim.pt"):
+            file.unlink()
+    found = Snapshot(tmp_path / "x").read_object("0/optim")
+    assert sorted(found["state"]) == sorted(whole)
+    for name in whole:
+        assert float(found["state"][name]["step"]) == 7
+        for key, tensors in moments.items():
+            assert torch.equal(found["state"][name][key], tensors[name]), (name, key)
+    [group] = found["param_groups"]
+    assert sorted(group["params"]) == sorted(whole)
+
+
+def test_moments_of_experts_that_are_not_there_are_named(tmp_path):
+    whole, _ = _write_experts(tmp_path / "x", "grouped", 2, 1, trained="distributed")
+    file = tmp_path / "x" / "mp_rank_00_001" / "distrib_optim.pt"
+    torch.save([None, None], file)
+    assert sorted(Snapshot(tmp_path / "x").read_object("0/model")) == sorted(whole)
+    with pytest.raises(UnsupportedFormatError, match=r"mp_rank_00_001.* lacks the state of .*linear_fc1\.weight0"):
+        Snapshot(tmp_path / "x").read_object("0/optim/state/output_layer.weight/exp_avg")
 
 
 @pytest.mark.parametrize("kind", EXPERTS)
@@ -496,7 +554,7 @@ def _more_groups(state, rank, stage):
 
 
 LOST = {
-    "a chain of several optimizers": _chain,
+    "a chain of 1 optimizer, other than": _chain,
     "as before February 2024": _old,
     "its buckets are not known": _longer,
     "are not those of the model": _turned,

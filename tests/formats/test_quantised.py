@@ -19,6 +19,7 @@ from torch import nn
 import snapshot
 from snapshot import CorruptSnapshotError, RestoreError, Snapshot, StateDict, Target, TensorMap
 from snapshot.cli import main
+from tests.formats.test_remote_reads import on_s3
 from tests.helpers.foreign_states import same
 
 ARCHIVE = Path(__file__).with_name("quantised_files.zip")
@@ -108,6 +109,18 @@ def test_the_reverse_of_a_shipped_map_reads_what_its_config_describes(samples, t
         by_name(snapshot.load(tmp_path / "model.safetensors", map=found_map)),
         by_name(snapshot.load(tmp_path / "plain.safetensors", map=expected_map)),
     )
+
+
+@pytest.mark.parametrize("name", ["nf4-nested", "gptq-ordered"])
+def test_a_bucket(samples, name, moto):
+    expected = by_name(load_file(samples / name / "expected.safetensors"))
+    (samples / name / "expected.safetensors").unlink()
+    loaded = TensorMap.load("quantised-hf", samples / name)
+    with on_s3(samples / name, moto) as (_, url, options):
+        opened = Snapshot(url, storage_options=options)
+        same(by_name(snapshot.load(opened, map=loaded)), expected)
+        row = opened.read_object("0/layers.0.q_proj.weight", box=[5], map=loaded)
+        assert torch.equal(row, expected["layers.0.q_proj.weight"][5])
 
 
 def test_a_weight_takes_the_place_of_its_main_tensor(tmp_path):
