@@ -13,10 +13,12 @@ import torch
 
 from snapshot.errors import SnapshotError
 from snapshot.io.accelerators import await_host_copies
-from snapshot.io.system import sync_folder, sync_path
+from snapshot.io.system import PerProcess, sync_folder, sync_path
 
 _WRITERS = ("safetensors.torch", "transformers.modeling_utils", "peft.peft_model")
 """Modules that name safetensors' `save_file`. One that is unknown here writes its files itself, as always."""
+_capturing = PerProcess(threading.Lock)
+"""Held while `save_file` is replaced: two threads would not put it back in order."""
 
 
 class _File(NamedTuple):
@@ -35,6 +37,10 @@ class StagedWeights:
     @contextmanager
     def capture(self) -> Iterator[None]:
         """Copy the tensors that this thread hands to safetensors' `save_file`, instead of writing them."""
+        with _capturing.get():
+            yield from self._capture()
+
+    def _capture(self) -> Iterator[None]:
         self._files = []
         own, write = threading.get_ident(), _save_file()
 
@@ -79,12 +85,12 @@ class StagedWeights:
         tensor = tensor.detach()
         if type(tensor) is not torch.Tensor:  # a subclass has memory of its own kind
             return tensor.clone()
+        pinned = tensor.device.type == "cuda"
         held = self._memory.get(key)
         if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
-            pinned = tensor.device.type == "cuda"
             held = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
             self._memory[key] = held
-        return held.copy_(tensor, non_blocking=True)
+        return held.copy_(tensor, non_blocking=pinned)
 
 
 def _save_file() -> Any:

@@ -91,7 +91,7 @@ class SnapshotTrainerMixin:
         try:
             result = super().train(resume_from_checkpoint, *args, **options)  # type: ignore[misc]
         except BaseException:
-            with suppress(SnapshotError):  # it was logged, and this error is the first one
+            with suppress(SnapshotError, OSError):  # it was logged, and this error is the first one
                 self._wait_for_snapshot()
             raise
         self._wait_for_snapshot()
