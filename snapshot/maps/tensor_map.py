@@ -49,6 +49,9 @@ class TensorMap:
     {'embed': ['wte'], '3.qkv': ['3.q', '3.k', '3.v']}
     """
 
+    dequantise: str | None = None
+    """An attribute of the class, since maps were pickled before they had it."""
+
     def __init__(
         self,
         rules: Iterable[str | Mapping[str, Any]],
@@ -75,7 +78,8 @@ class TensorMap:
             raise ValueError(f"dequantise must be {', '.join(METHODS)}, got {dequantise!r}")
         given = check_sizes(sizes or {})
         self.others = others
-        self.dequantise = dequantise
+        if dequantise is not None:
+            self.dequantise = dequantise
         self.recipes = [Recipe.parse(rule, given) for rule in rules]
         self._found: dict[str, Found] = {}
         """The first rule for each name, as far as that was asked."""
