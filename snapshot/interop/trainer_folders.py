@@ -55,6 +55,7 @@ def invalidate(checkpoint: str) -> None:
     snapshot = snapshot_in(checkpoint)
     if snapshot is not None:
         snapshot.delete()
+    unmark_weights(checkpoint)  # only a save in the background marks it again
 
 
 def mark_weights(checkpoint: str) -> None:

@@ -199,6 +199,15 @@ def test_a_failed_save_in_the_background_is_an_error_of_the_next_one(tmp_path):
         example.train(tmp_path, kind=Failing)
 
 
+@pytest.mark.parametrize("kind", [example.SnapshotTrainer, Background])
+def test_a_checkpoint_with_a_mark_is_complete_when_it_is_saved_again(tmp_path, kind):
+    example.train(tmp_path, stop_at=4)
+    (tmp_path / "checkpoint-4" / MARK).touch()  # as a crash left it
+    assert find_last(str(tmp_path)) == str(tmp_path / "checkpoint-2")
+    example.train(tmp_path, resume=True, kind=kind, stop_at=4)
+    assert find_last(str(tmp_path)) == str(tmp_path / "checkpoint-4")
+
+
 @pytest.mark.parametrize("only_model", [False, True])
 @pytest.mark.parametrize("parent", [example.SnapshotTrainer, Background])
 def test_a_checkpoint_that_is_saved_again_never_mixes_old_and_new(tmp_path, parent, only_model):
