@@ -20,8 +20,8 @@ import torch
 
 from snapshot.errors import SnapshotError, SnapshotExistsError, SnapshotNotFoundError
 from snapshot.events import log
+from snapshot.interop.framework_checks import expect_version
 from snapshot.interop.objects import build_objects, change_leaves
-from snapshot.interop.versions import expect_version
 from snapshot.save.take_request import TAKE_OPTIONS, TakeOptions
 from snapshot.saved import SavedObject, class_name
 from snapshot.snapshot import PendingSnapshot, Snapshot

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from snapshot.errors import SnapshotError
-from snapshot.interop.versions import expect_version
+from snapshot.interop.framework_checks import expect_version
 from snapshot.reports import RestoreReport
 from snapshot.save.take import AppState
 from snapshot.save.take_request import TAKE_OPTIONS, TakeOptions

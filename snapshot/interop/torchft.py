@@ -25,7 +25,7 @@ from typing import Any
 
 from snapshot.distributed.group import group_of_this_rank
 from snapshot.errors import CorruptSnapshotError, SnapshotNotFoundError
-from snapshot.interop.contract import expect_parameters
+from snapshot.interop.framework_checks import expect_parameters
 from snapshot.interop.handover import Given
 from snapshot.interop.layouts import describe_layouts, restore_layouts
 from snapshot.io.shared_folder import SharedFolder, delete_abandoned

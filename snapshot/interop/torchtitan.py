@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from snapshot.errors import MissingExtraError
-from snapshot.interop.contract import expect_parameters
 from snapshot.interop.dcp import SnapshotReader, SnapshotWriter
+from snapshot.interop.framework_checks import expect_parameters
 from snapshot.io.loop import run
 from snapshot.io.url import URL
 from snapshot.manager.root import Root

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from snapshot.errors import CorruptSnapshotError, MissingExtraError, SnapshotError
 from snapshot.events import log
-from snapshot.interop.contract import expect_parameters
+from snapshot.interop.framework_checks import expect_parameters
 from snapshot.interop.torchtitan import KNOWN, METHODS, finding_snapshots, loading_snapshots, saving_snapshots
 from snapshot.io.loop import LoopFuture, finish_before_exit, run, start
 from snapshot.io.url import URL

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from snapshot.errors import SnapshotError, SnapshotNotFoundError
 from snapshot.events import log
 from snapshot.formats.peft import saved_name
-from snapshot.interop.contract import expect_overridden
+from snapshot.interop.framework_checks import expect_overridden
 from snapshot.interop.handover import TrainableState
 from snapshot.interop.staged_weights import StagedWeights
 from snapshot.interop.trainer_folders import (

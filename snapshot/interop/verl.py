@@ -22,7 +22,7 @@ from verl.checkpoint_engine.base import CheckpointEngineRegistry, CheckpointEngi
 
 from snapshot.distributed.group import ranks_of
 from snapshot.errors import SnapshotError
-from snapshot.interop.contract import expect_parameters
+from snapshot.interop.framework_checks import expect_parameters
 from snapshot.interop.weight_sync import Shares, WeightReader
 from snapshot.publish.publisher import Publisher
 

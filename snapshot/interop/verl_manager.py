@@ -17,7 +17,7 @@ from typing import Any
 from torch import distributed as dist
 
 from snapshot.errors import MissingExtraError
-from snapshot.interop.contract import expect_parameters
+from snapshot.interop.framework_checks import expect_parameters
 from snapshot.interop.rl_checkpoints import find_snapshot, load_parts, save_parts
 
 METHODS = {

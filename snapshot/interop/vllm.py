@@ -32,7 +32,7 @@ from vllm.distributed.weight_transfer.base import (
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import ranks_of
 from snapshot.errors import SnapshotError
-from snapshot.interop.contract import expect_parameters
+from snapshot.interop.framework_checks import expect_parameters
 from snapshot.interop.weight_sync import WeightReader, state_of
 from snapshot.publish.publisher import Publisher
 

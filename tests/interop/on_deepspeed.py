@@ -332,7 +332,7 @@ def test_the_engine_has_all_of_deepspeeds_contract():
 
 
 def test_an_unknown_version_is_refused(monkeypatch):
-    monkeypatch.setattr("snapshot.interop.versions.version", lambda _: "0.20.1")
+    monkeypatch.setattr("snapshot.interop.framework_checks.version", lambda _: "0.20.1")
     with pytest.raises(SnapshotError, match=r"deepspeed must be of version 0\.19, got 0\.20\.1"):
         SnapshotCheckpointEngine()
 

@@ -102,7 +102,7 @@ def test_other_storages_and_versions_are_refused(tmp_path, monkeypatch):
     files = pyarrow.fs.SubTreeFileSystem(str(tmp_path), pyarrow.fs.LocalFileSystem())
     with pytest.raises(SnapshotError, match="must be a local or shared folder, S3 or GCS, got subtree"):
         adapter.open_checkpoint(Checkpoint("run/checkpoint", files))
-    monkeypatch.setattr("snapshot.interop.versions.version", lambda _: "3.0.1")
+    monkeypatch.setattr("snapshot.interop.framework_checks.version", lambda _: "3.0.1")
     with pytest.raises(SnapshotError, match=r"ray must be of version 2, got 3\.0\.1"):
         adapter.restore({})
     monkeypatch.undo()
@@ -115,6 +115,6 @@ def test_without_ray_the_error_names_it(monkeypatch):
     def missing(name):
         raise adapter.expect_version.__globals__["PackageNotFoundError"](name)
 
-    monkeypatch.setattr("snapshot.interop.versions.version", missing)
+    monkeypatch.setattr("snapshot.interop.framework_checks.version", missing)
     with pytest.raises(MissingExtraError, match="needs ray 2, which is not installed"):
         adapter.restore({})

@@ -1,13 +1,38 @@
-"""The checks that a framework has the methods that an adapter overrides or calls."""
+"""The checks that an adapter knows a framework: its version, and the methods that it overrides or calls."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from snapshot.errors import SnapshotError
+from snapshot.errors import MissingExtraError, SnapshotError
 from snapshot.text import counted
+
+
+def expect_version(package: str, known: Sequence[str], adapter: str) -> str:
+    """Return the version of an installed package.
+
+    Args:
+        package: Its name on the index.
+        known: The beginnings of the versions that the adapter knows: `"0.19"` for 0.19 and 0.19.8.
+        adapter: The name of the adapter, for the error.
+
+    Raises:
+        MissingExtraError: The package is not installed.
+        SnapshotError: The adapter does not know this version.
+    """
+    try:
+        found = version(package)
+    except PackageNotFoundError as error:
+        raise MissingExtraError(f"{adapter} needs {package} {' or '.join(known)}, which is not installed") from error
+    if not any(found == each or found.startswith(f"{each}.") for each in known):
+        raise SnapshotError(
+            f"{adapter}: {package} must be of version {' or '.join(known)}, got {found}; install one of these, or a "
+            "newer version of snapshot"
+        )
+    return found
 
 
 def expect_parameters(owner: Any, methods: Mapping[str, tuple[str, ...]], requires: str) -> None:

@@ -24,7 +24,7 @@ from snapshot import (
     SnapshotNotFoundError,
 )
 from snapshot.interop import automodel, torchtune, weight_sync
-from snapshot.interop.contract import expect_parameters
+from snapshot.interop.framework_checks import expect_parameters
 from snapshot.interop.handover import TrainableState
 from snapshot.interop.objects import build_objects
 from snapshot.interop.weight_sync import Shares, WeightReader, box_of
