@@ -414,7 +414,16 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
 
 def copy_all(copies: Sequence[Copy], *, non_blocking: bool) -> None:
     """Copy elements to tensors of one device, in one call: many small copies would each take as long as a large one."""
-    targets, sources = zip(*(_as_copied(target.detach(), source) for target, source in copies), strict=True)
+    targets, sources = [], []
+    for copy in copies:
+        target, source = _as_copied(copy[0].detach(), copy[1])
+        if target.is_conj() or target.is_neg():  # torch copies no lists of these
+            copy_into(target, source)
+            continue
+        targets.append(target)
+        sources.append(source)
+    if not targets:
+        return
     with torch.no_grad():
         try:
             torch._foreach_copy_(targets, sources, non_blocking=non_blocking)

@@ -21,6 +21,7 @@ from snapshot.loading.restore_plan import RestorePlan, plan_restore, reshard_sta
 from snapshot.loading.shared_reads import BroadcastReader, Ranges, agree_on_reads, share_checks, split_requests
 from snapshot.reports import Line, RestoreReport
 from snapshot.state.flatten import inflate_tree
+from snapshot.state.optimizers import StateOfParameters
 from snapshot.state.stateful import Kind
 from snapshot.text import counted, listed
 
@@ -99,6 +100,10 @@ class Restore:
         with self._phase("place"):
             plan.reads.finish()
         with self._phase("hand back"):
+            filled: set[int] = set()
+            for kind in plan.kinds.values():
+                if isinstance(kind, StateOfParameters):
+                    kind.filled = filled
             for key, stateful in in_restore_order(app_state):
                 with noting(f"raised by load_state_dict() of app_state[{key!r}]; its tensors are restored"):
                     if key in resharded:

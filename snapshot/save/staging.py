@@ -276,6 +276,9 @@ class Stager:
                 address = leaves[extent.leaf].address + extent.start + begin - extent.begin
                 shares.append(wrap_memory(address, end - begin))
                 continue
+            if begin == end:  # a part of nothing else has no slot
+                shares.append(b"")
+                continue
             assert slot is not None
             assert copies is not None
             used = self._aligned(extent, used)

@@ -235,7 +235,7 @@ class ModelStateKind(StateOfParameters):
             return super().load_state({**state, "model": model}, strict)
         saved = optim.get("state", {})
         optim = {**optim, **self._complete_state(optim)}
-        with keep_option_tensors(self.optimizers):
+        with keep_option_tensors(self.optimizers, self.filled):
             super().load_state({**state, "model": model, "optim": optim}, strict)
         self._amend_optimizers(optim["state"], saved)
         return []

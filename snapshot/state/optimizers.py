@@ -246,6 +246,8 @@ class StateOfParameters(Kind):
         """The optimizers that they belong to."""
         self.groups: list[list[str]] = []
         """Their names, group by group."""
+        self.filled: set[int] = set()
+        """Addresses of options that the restore has filled: all optimizers of a restore have the same set."""
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -417,36 +419,42 @@ def add_live_options(saved: Any, live: Mapping[str, Any]) -> Any:
 
 
 @contextmanager
-def keep_option_tensors(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
-    """Let options that are tensors, such as a learning rate, keep their memory while a state is loaded.
+def keep_option_tensors(optimizers: Sequence[torch.optim.Optimizer], filled: set[int]) -> Iterator[None]:
+    """Let options that are tensors of an accelerator, such as a learning rate, keep their memory during a load.
 
-    torch replaces them by copies of what was loaded. A captured CUDA graph reads their old memory, and a tensor on
-    another device changes the arithmetic of the step.
+    torch replaces them by copies of what was loaded. A captured CUDA graph reads their old memory, and a tensor of
+    another device changes the arithmetic of the step. If no graph may contain the step, only the device is kept.
+
+    `filled`: addresses of options that the restore has filled. Options that shared memory may have separate values now.
     """
+    groups = [group for each in optimizers for group in each.param_groups]
+    filled |= {address_of_tensor(each) for group in groups for each in group["params"]}
     before = [[dict(group) for group in each.param_groups] for each in optimizers]
     yield
-    filled: set[int] = set()
-    for optimizer, groups in zip(optimizers, before, strict=True):
-        for live, group in zip(groups, optimizer.param_groups, strict=False):
+    for optimizer, live_groups in zip(optimizers, before, strict=True):
+        for live, group in zip(live_groups, optimizer.param_groups, strict=False):
+            kept = filled if live.get("capturable", True) else None
             for name, value in group.items():
                 if name not in ("params", "param_names") and name in live:
-                    group[name] = _fill_option(live[name], value, filled)
+                    group[name] = _fill_option(live[name], value, kept)
 
 
-def _fill_option(live: Any, value: Any, filled: set[int]) -> Any:
-    """Return a loaded option, in the live tensors if possible. Options that shared one may have separate values now."""
-    if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
-        value = value.to(live.device)
-        if live.shape != value.shape or live.dtype != value.dtype:
-            return value
-        if id(live) in filled:
-            return live if torch.equal(live, value) else value
-        filled.add(id(live))
-        with torch.no_grad():
-            return live.copy_(value)
-    if isinstance(live, (list, tuple)) and type(live) is type(value) and len(live) == len(value):
+def _fill_option(live: Any, value: Any, filled: set[int] | None) -> Any:
+    """Return a loaded option, in the live tensors if possible; without `filled`, only on their devices."""
+    if type(live) in (list, tuple) and type(live) is type(value) and len(live) == len(value):
         return type(value)(_fill_option(was, each, filled) for was, each in zip(live, value, strict=True))
-    return value
+    if not (isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor)):
+        return value
+    value = value.to(live.device)
+    alike = live.shape == value.shape and live.dtype == value.dtype and live.is_contiguous()
+    if filled is None or live.is_cpu or not alike or live.is_inference():
+        return value
+    address = address_of_tensor(live)
+    if address in filled:
+        return live if torch.equal(live, value) else value
+    filled.add(address)
+    with torch.no_grad():
+        return live.copy_(value)
 
 
 def has_param_groups(optimizer: Any, state: Any) -> bool:
@@ -509,7 +517,7 @@ class OptimizerKind(StateOfParameters):
         pairs = zip(groups, self.stateful.param_groups, strict=False)
         state = {**state, "state": numbered, "param_groups": [add_live_options(*pair) for pair in pairs]}
         try:
-            with keep_option_tensors(self.optimizers):
+            with keep_option_tensors(self.optimizers, self.filled):
                 self.stateful.load_state_dict(state)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise RestoreError(f"{self.key}: the optimizer does not take this state: {error}", [self.key]) from error

@@ -26,7 +26,15 @@ DEVICE = os.environ.get("SNAPSHOT_TEST_DEVICE", "fakedev")
 FAKE = DEVICE == "fakedev"
 extension = fakedev.load() if FAKE else None
 
-from snapshot import CorruptSnapshotError, Snapshot, SnapshotError, StateDict, release_memory  # noqa: E402 - the device is there before it
+from snapshot import (  # noqa: E402
+    CorruptSnapshotError,
+    ModelState,
+    Snapshot,
+    SnapshotError,
+    StateDict,
+    TensorMap,
+    release_memory,
+)
 from snapshot.io import arena as pins  # noqa: E402
 from snapshot.io.accelerators import on_stream  # noqa: E402
 from snapshot.io.arena import GRAIN, SPARE, Arena, Pinning, arena  # noqa: E402
@@ -841,6 +849,85 @@ def test_a_device_that_fails_to_digest_leaves_it_to_the_host(path, digesting, mo
 
 
 # 8: restore in place
+
+
+def rated(rate, *, capturable=True, betas=(0.5, 0.75)):
+    """An optimizer with a learning rate that is a tensor, and its model."""
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.ones(4, device=DEVICE))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, capturable=capturable, foreach=False)
+    optimizer.param_groups[0] |= {"lr": rate, "betas": betas}
+    return model, optimizer
+
+
+@pytest.mark.parametrize("wrap", [lambda model, optimizer: {"o": optimizer}, lambda *both: {"o": ModelState(*both)}])
+def test_options_that_are_tensors_keep_their_memory(path, wrap):
+    """A captured graph reads the learning rate from there, and a scheduler writes to it."""
+    rate, beta = torch.tensor(0.25, device=DEVICE), torch.tensor(0.5, device=DEVICE)
+    both = rated(rate, betas=(beta, 0.75))
+    Snapshot.take(path, wrap(*both))
+    rate.fill_(0.125)
+    beta.fill_(0.1)
+    Snapshot(path).restore(wrap(*both))
+    group = both[1].param_groups[0]
+    assert group["lr"] is rate
+    assert group["betas"][0] is beta
+    assert (rate.item(), beta.item(), group["betas"][1]) == (0.25, 0.5, 0.75)
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_options_that_shared_memory_get_their_own_values(path, capturable):
+    rates = [torch.tensor(value, device=DEVICE) for value in (0.25, 0.5)]
+    saved = [rated(rate, capturable=capturable)[1] for rate in rates]
+    Snapshot.take(path, dict(zip("ab", saved, strict=True)))
+    rate = torch.tensor(0.75, device=DEVICE)
+    live = [rated(rate, capturable=capturable)[1] for _ in range(2)]
+    Snapshot(path).restore(dict(zip("ab", live, strict=True)))
+    found = [each.param_groups[0]["lr"] for each in live]
+    assert [each.item() for each in found] == [0.25, 0.5]
+    assert all(each.device.type == DEVICE for each in found)
+    assert (found[0] is rate) is capturable
+
+
+def test_an_option_that_is_a_parameter_does_not_overwrite_it(path):
+    model, optimizer = rated(torch.tensor(0.25, device=DEVICE))
+    optimizer.param_groups[0]["anchor"] = torch.full((4,), 5.0, device=DEVICE)
+    Snapshot.take(path, {"m": model, "o": optimizer})
+    model.weight.data.fill_(9.0)
+    optimizer.param_groups[0]["anchor"] = model.weight.detach()
+    Snapshot(path).restore({"m": model, "o": optimizer})
+    assert set(model.weight.tolist()) == {1.0}
+    assert set(optimizer.param_groups[0]["anchor"].tolist()) == {5.0}
+
+
+@pytest.mark.parametrize("view", [torch.conj, torch._neg_view])
+def test_a_view_with_a_lazy_operation_is_restored(path, view):
+    values = torch.randn(300, dtype=torch.complex64)
+    Snapshot.take(path, {"state": StateDict(x=values, y=torch.ones(3))})
+    live = StateDict(x=view(torch.zeros(300, dtype=torch.complex64, device=DEVICE)), y=torch.zeros(3, device=DEVICE))
+    Snapshot(path).restore({"state": live})
+    assert torch.equal(live["x"].resolve_conj().resolve_neg().cpu(), values)
+    assert set(live["y"].tolist()) == {1.0}
+
+
+@pytest.mark.parametrize("budget", [MiB, None])
+def test_parts_of_which_a_map_skips_all_copy_nothing(path, budget):
+    whole = torch.arange(16 << 18, dtype=torch.int32).view(16, -1)
+    Snapshot.take(path, {"state": StateDict(whole=whole)})
+    rule = {"names": "whole -> a, b", "axes": "(n (p + q)) c -> (n p) c, (n q) c"}
+    half = TensorMap([rule], sizes={"p": 1, "q": 1})
+    out = torch.zeros(8, 8, dtype=torch.int32, device=DEVICE)
+    box = [slice(0, 8), slice(0, 8)]
+    Snapshot(path).read_object("0/state/a", out, box=box, map=half, memory_budget_bytes=budget)
+    assert torch.equal(out.cpu(), whole[::2, :8])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int16])
+def test_an_empty_tensor_beside_others_of_the_host(path, dtype):
+    state = StateDict(a=torch.arange(43, dtype=torch.uint8), b=torch.empty(0, 3, dtype=dtype, device=DEVICE))
+    Snapshot.take(path, {"state": state})
+    assert read(path, "b").shape == (0, 3)
+    assert torch.equal(read(path, "a"), state["a"])
 
 
 def test_a_restore_keeps_addresses_and_the_work_before_and_after_it_in_order(path):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from snapshot import ModelState, RestoreError, RNGState, Snapshot, SnapshotNotFoundError, StateDict
+from snapshot import RestoreError, RNGState, Snapshot, SnapshotNotFoundError, StateDict
 
 URL = "memory://restore"
 
@@ -437,23 +437,3 @@ def test_no_warning_on_the_plain_way():
         warnings.simplefilter("error")
         take({"net": net})
         Snapshot(URL).restore({"net": net})
-
-
-@pytest.mark.parametrize("wrap", [lambda model, optimizer: {"o": optimizer}, lambda *both: {"o": ModelState(*both)}])
-def test_options_that_are_tensors_keep_their_memory(tmp_path, wrap):
-    """A captured graph reads the learning rate from there, and a scheduler writes to it."""
-    model = torch.nn.Linear(3, 2)
-    rate, betas = torch.tensor(0.25), (torch.tensor(0.5), 0.75)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, foreach=False)
-    optimizer.param_groups[0]["betas"] = betas
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    Snapshot.take(tmp_path / "s", wrap(model, optimizer))
-    optimizer.step()
-    scheduler.step()
-    betas[0].fill_(0.1)
-    assert rate.item() == 0.125
-    Snapshot(tmp_path / "s").restore(wrap(model, optimizer))
-    group = optimizer.param_groups[0]
-    assert group["lr"] is rate
-    assert group["betas"][0] is betas[0]
-    assert (rate.item(), betas[0].item(), group["betas"][1]) == (0.25, 0.5, 0.75)
