@@ -36,7 +36,11 @@ class Settings:
     slower, and does not use direct I/O. Near folders ignore it.
     """
     lanes: int = 0
-    """Number of data files that one process writes in parallel; 0 means the number of cores, at most 4."""
+    """Number of threads for data files. 0 means the number of cores, at most 4; or up to 12, if each process has more.
+
+    Without direct I/O, half as many files are written at once, but at least 2. Reads use 4 threads, or up to 8 for an
+    accelerator.
+    """
     io_threads: int = 0
     """Number of threads for system calls and digests; 0 means the number of cores plus 2, at most 16."""
     part_bytes: int = 0
@@ -45,7 +49,7 @@ class Settings:
     """Memory for staging and read buffers of calls without a budget of their own.
 
     0 means, for an asynchronous take, half of the host's free memory, shared by the processes of a job. For all other
-    operations it means 64 MiB on files and 256 MiB elsewhere.
+    operations it means 64 MiB on files, and 256 MiB elsewhere or in a process that uses an accelerator.
     """
     arena_bytes: int = -1
     """Staging memory kept between snapshots; -1 means a quarter of the host's memory, shared by a job's processes."""
@@ -99,7 +103,7 @@ class Settings:
         return count_cores()
 
     def lane_count(self) -> int:
-        """Return the number of files that are read or written at once: more than 4 if the process has cores for it."""
+        """Return the number of threads for data files: more than 4 if each process of the job has cores for it."""
         cores = self.cores()
         return self.lanes or max(min(cores, 4), min(cores // self.processes(), 12))
 

@@ -15,7 +15,6 @@ from snapshot.io.loop import run
 from snapshot.io.session import Seal, Session, signer_of
 from snapshot.io.url import URL, Location, expect_mapping, locate_source
 from snapshot.loading.choose import Accept, Cast, Mismatched, RestoreOptions, Unused
-from snapshot.loading.dequantising import dequantise_checkpoint
 from snapshot.loading.left_out import attach_base
 from snapshot.loading.mapping import map_checkpoint
 from snapshot.loading.open import (
@@ -481,7 +480,7 @@ class Snapshot:
             verify: Verify the digest of every byte that is read.
             atomic: Verify every byte before any live tensor is written. This reads everything twice.
             memory_budget_bytes: Host memory for reads that cannot go to their destination directly. The default is 64
-                MiB for files and 256 MiB for other storages.
+                MiB for files, and 256 MiB for other storages or with a GPU.
             read_once: Whether one rank reads replicated data and sends it to the others.
             base: The base of a snapshot that was taken with `only="trainable"`, or a copy of the base. What the
                 snapshot left out is read from there. Without it, that is compared with the live tensors, and any
@@ -562,7 +561,10 @@ class Snapshot:
                     accept(opened.document)
                 if base is not None:
                     opened, _ = run(attach_base(opened, base))
-                opened = dequantise_checkpoint(opened, options.map)
+                if getattr(options.map, "dequantise", None) is not None:
+                    from snapshot.loading.dequantising import dequantise_checkpoint  # few maps need it
+
+                    opened = dequantise_checkpoint(opened, options.map)
                 seconds = op.seconds - began
                 restore = Restore(op, opened, options, seconds=seconds, allow_pickle=self.allow_pickle, touched=touched)
                 report = restore.run(app_state)
@@ -591,7 +593,7 @@ class Snapshot:
                 DTensor or ShardedTensor are filled. A dataclass instance or wrapped tensor is filled field by field,
                 and an Enum member provides its class. Ignored for types that cannot be filled.
             memory_budget_bytes: Host memory for reads that cannot go to their destination directly. The default is 64
-                MiB for files and 256 MiB for other storages.
+                MiB for files, and 256 MiB for other storages or with a GPU.
             box: A slice for each dimension; trailing dimensions may be omitted. Only that part is read. An int
                 selects one index and drops its dimension.
             map: Recipes that turn the snapshot's tensors into others; `path` is one of the new names.
@@ -677,8 +679,8 @@ class Snapshot:
             quick: Check only the manifest, and the presence and size of each file.
             resume: A local journal file. An interrupted verification continues where it stopped if it gets the same
                 file again. A verification without faults deletes the file. Each journal belongs to one snapshot.
-            memory_budget_bytes: Host memory for read buffers. The default is 64 MiB for files and 256 MiB for other
-                storages.
+            memory_budget_bytes: Host memory for read buffers. The default is 64 MiB for files, and 256 MiB for other
+                storages or with a GPU.
             progress: True for a progress bar, or a function that is called with `Progress`.
             ranks: Share the work with all ranks of `pg`, which all call. By default this process works alone.
 

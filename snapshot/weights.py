@@ -62,7 +62,7 @@ def load(
             match names, and the first match counts.
         verify: Verify the digests of the bytes that are read, and the checksums of other libraries' archives.
         memory_budget_bytes: Host memory for reads that cannot go to their destination directly. The default is 64 MiB
-            for files and 256 MiB for other storages.
+            for files, and 256 MiB for other storages or with a GPU.
         progress: True for a progress bar, or a function that is called with `Progress`.
 
     Raises:

@@ -9,7 +9,6 @@ from typing import Any
 
 from snapshot.errors import CorruptSnapshotError, MissingExtraError
 from snapshot.formats import zip_archive
-from snapshot.formats.blosc import Blosc
 
 
 class _Deflate:
@@ -89,10 +88,17 @@ class _Inflate:
 Decompressor = Callable[[bytes], bytes]
 """A function that returns the next bytes, given the next stored ones."""
 
+
+def _make_blosc(path: str) -> Decompressor:
+    from snapshot.formats.blosc import Blosc  # few files need it
+
+    return Blosc(path)
+
+
 DECOMPRESSORS: dict[str, Callable[[str], Decompressor]] = {
     "deflate": _Deflate,
     "zstd": _Zstd,
     "gzip": partial(_Inflate, form=16 + zlib.MAX_WBITS),
     "zlib": partial(_Inflate, form=zlib.MAX_WBITS),
-    "blosc": Blosc,
+    "blosc": _make_blosc,
 }

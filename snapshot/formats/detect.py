@@ -19,7 +19,7 @@ from snapshot.formats import (
     torch_save,
 )
 from snapshot.formats.dcp import NOTICE
-from snapshot.formats.foreign import HEAD, ForeignDocument, is_absence, is_part, refuse_file
+from snapshot.formats.foreign import HEAD, ForeignDocument, ReadOnlyStorage, is_absence, is_part, refuse_file
 from snapshot.formats.zip_archive import SIGNATURE
 from snapshot.io.storage import Storage
 from snapshot.io.url import URL
@@ -54,7 +54,7 @@ async def _describe_folder(
             raise
     names = await list_names(storage)
     if torch_checkpointing.METADATA in names:
-        return await torch_checkpointing.describe_folder(storage, names, limit)
+        return await torch_checkpointing.describe_folder(_without_links(storage), names, limit)
     if (found := await hugging_face.describe_folder(storage, limit)) is not None:
         return found
     if (tag := await deepspeed.read_tag(storage, names)) is not None:
@@ -73,6 +73,7 @@ async def _describe_listed(storage: Storage, names: Sequence[str], limit: int) -
 
 async def _describe_ranks(storage: Storage, names: Sequence[str], limit: int) -> ForeignDocument | None:
     """Return the checkpoint that ranks wrote with torch.save."""
+    storage = _without_links(storage)
     if megatron_legacy.is_checkpoint(names):
         return await megatron_legacy.describe_folder(storage, names, limit)
     if not deepspeed.is_checkpoint(names):
@@ -80,6 +81,11 @@ async def _describe_ranks(storage: Storage, names: Sequence[str], limit: int) ->
     if deepspeed_universal.FOLDER in names:
         return await deepspeed_universal.describe_folder(storage, names, limit)
     return await deepspeed.describe_folder(storage, names, limit)
+
+
+def _without_links(storage: Storage) -> Storage:
+    """Return a view of a folder that follows no link out of it: what a pickle holds has no digest."""
+    return ReadOnlyStorage(storage, b"", links=False)
 
 
 async def _describe_tag(url: URL, beside: Callable[[URL], Storage], limit: int) -> ForeignDocument | None:

@@ -276,7 +276,7 @@ def _few(names: Sequence[str]) -> str:
 #
 # They are generated documents, files with more bytes than the entries use, and a read-only storage.
 
-LINKLESS = ("dcp", "torchsnapshot", "orbax")
+LINKLESS = ("dcp", "torchsnapshot", "orbax", "torch_checkpointing", "deepspeed", "megatron")
 """Formats with all files in one folder, without links. (Hugging Face's cache consists of links, and a file that the
 user names may be one.)"""
 
@@ -484,6 +484,7 @@ class ReadOnlyStorage(Storage):
         return found
 
     async def get(self, path: str, *, limit: int | None = None) -> bytes:
+        self._expect_inside(path)
         return await self.inner.get(path, limit=limit)
 
     async def list(self, prefix: str = "", *, recursive: bool = True) -> list[str]:

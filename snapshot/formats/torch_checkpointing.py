@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from snapshot.decoding import decode_json
-from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
+from snapshot.errors import CorruptSnapshotError, SnapshotError, UnsupportedFormatError
 from snapshot.formats import hugging_face
 from snapshot.formats import pickle_nodes as p
 from snapshot.formats.flat_ranges import cut_run
@@ -109,7 +109,13 @@ async def describe_folder(storage: Storage, names: Sequence[str], limit: int) ->
         for item, file in zip(items, found, strict=True):
             if item.key == key:
                 files[item.rank] = file
-        manifest |= RankMerge(files, reader.inline, metadata.find_shared(key)).join()
+        try:
+            shared = metadata.find_shared(key)
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError) as error:
+            if isinstance(error, SnapshotError):
+                raise
+            raise CorruptSnapshotError(f"{where}: not metadata: {type(error).__name__}: {error}") from error
+        manifest |= RankMerge(files, reader.inline, shared).join()
     short = any(isinstance(entry, ShardedTensorEntry) and not entry.is_whole() for entry in manifest.values())
     keys = dict.fromkeys(item.key for item in items)
     lacks = LACKS if short else ""

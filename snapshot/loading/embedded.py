@@ -74,7 +74,7 @@ def _turned(held: torch.Tensor, at: int, dtype: str, layout: EmbeddedLayout) -> 
 
 
 def parse_whole(request: ReadRequest, share: Any, tensor: torch.Tensor) -> None:
-    """EmbeddedParser a short range whose bytes have all been read."""
+    """Parse a short range whose bytes have all been read, and place its elements."""
     stored = request.stored
     assert isinstance(stored, TensorEntry)
     if is_streamed(stored):

@@ -10,7 +10,6 @@ import torch
 
 from snapshot.errors import RestoreError
 from snapshot.io.loop import run
-from snapshot.loading.dequantising import dequantise_checkpoint
 from snapshot.loading.open import Opened, expect_files
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e
@@ -69,7 +68,10 @@ def map_checkpoint(opened: Opened, tensor_map: TensorMap | None) -> Opened:
     """
     if tensor_map is None:
         return opened
-    opened = dequantise_checkpoint(opened, tensor_map)
+    if isinstance(tensor_map, TensorMap) and tensor_map.dequantise is not None:
+        from snapshot.loading.dequantising import dequantise_checkpoint  # few maps need it
+
+        opened = dequantise_checkpoint(opened, tensor_map)
     document = opened.document
     view = make_rank_view(document.manifest, 0, document.world_size, document.world_size)
     several = _adopt_from_ranks(document, view)

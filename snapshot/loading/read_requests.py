@@ -127,7 +127,8 @@ class FlatPlace:
     __slots__ = ("_memory", "address")
 
     def __init__(self, target: torch.Tensor, first: int, nbytes: int) -> None:
-        self._memory = target.detach().view(-1).view(torch.uint8)[first : first + nbytes]
+        flat = target.detach().as_strided((target.numel(),), (1,))  # a single element may have any stride
+        self._memory = flat.view(torch.uint8)[first : first + nbytes]
         self.address = self._memory.data_ptr()
 
     def __call__(self, start: int, data: torch.Tensor) -> Sequence[Copy]:

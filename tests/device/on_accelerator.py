@@ -910,6 +910,13 @@ def test_a_view_with_a_lazy_operation_is_restored(path, view):
     assert set(live["y"].tolist()) == {1.0}
 
 
+def test_a_single_element_of_any_stride_is_restored(path):
+    Snapshot.take(path, {"state": StateDict(x=torch.full((1,), 2.0))})
+    live = StateDict(x=torch.zeros(4, 3, device=DEVICE)[0:1, 0])
+    Snapshot(path).restore({"state": live})
+    assert live["x"].tolist() == [2.0]
+
+
 @pytest.mark.parametrize("budget", [MiB, None])
 def test_parts_of_which_a_map_skips_all_copy_nothing(path, budget):
     whole = torch.arange(16 << 18, dtype=torch.int32).view(16, -1)

@@ -20,7 +20,14 @@ from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from snapshot import CorruptSnapshotError, ModelState, Snapshot, SnapshotError, UnsupportedFormatError
+from snapshot import (
+    CorruptSnapshotError,
+    ModelState,
+    Snapshot,
+    SnapshotError,
+    UnsafeObjectError,
+    UnsupportedFormatError,
+)
 from snapshot.tensors.geometry import Copy, Split, find_held_shards
 from tests.formats.test_remote_reads import on_s3
 from tests.formats.write_torch_checkpointing_files import make_model
@@ -232,3 +239,43 @@ def test_a_class_that_a_layout_names_is_not_imported(tmp_path):
     metadata = {"metadata": {"optim": item}, "world_size": 1, "version": "1.0"}
     (tmp_path / "metadata.pkl").write_bytes(pickle.dumps(metadata))
     assert Snapshot(tmp_path).read_object("0/optim") == {"a": [1, None, {"b": True}]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda item: item.pop("sharding_metadata"),
+        lambda item: item.pop("ranks"),
+        lambda item: item["sharding_metadata"]["data"].pop("placements"),
+        lambda item: item["sharding_metadata"]["data"]["mesh_spec"].update(mesh_shape=(3,)),
+        lambda item: item["sharding_metadata"]["data"].update(placements=[{"type": "Shard", "dim": 9}]),
+    ],
+)
+def test_damaged_metadata_of_a_shard_is_named(files, tmp_path, change):
+    shutil.copytree(files / "torch", tmp_path / "c")
+    where = tmp_path / "c/metadata.pkl"
+    metadata = pickle.loads(where.read_bytes())
+    change(next(iter(metadata["metadata"]["model"]["nested_path_to_metadata"].values()))[0])
+    where.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CorruptSnapshotError, match=r"metadata\.pkl"):
+        Snapshot(tmp_path / "c").get_manifest()
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "read"), [("layouts", "raw_0.bin", "0/raw"), ("torch", "own_0.pt", "0/own")]
+)
+def test_a_link_out_of_the_folder_is_not_followed(files, tmp_path, layout, name, read):
+    shutil.copytree(files / layout, tmp_path / "c")
+    (tmp_path / "c" / name).rename(tmp_path / name)
+    (tmp_path / "c" / name).symlink_to(tmp_path / name)
+    with pytest.raises(UnsafeObjectError, match="refusing to follow a link out of the folder"):
+        Snapshot(tmp_path / "c").read_object(read)
+
+
+def test_files_of_ranks_are_not_read_through_links(tmp_path):
+    (tmp_path / "c").mkdir()
+    torch.save({"w": torch.arange(3)}, tmp_path / "elsewhere.pt")
+    for rank in range(2):
+        (tmp_path / f"c/rank{rank}.pt").symlink_to(tmp_path / "elsewhere.pt")
+    with pytest.raises(UnsafeObjectError, match="refusing to follow a link out of the folder"):
+        Snapshot(tmp_path / "c").get_manifest()
