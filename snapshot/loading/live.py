@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from itertools import chain
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from snapshot.errors import CorruptSnapshotError
 from snapshot.loading.open import Opened
 from snapshot.loading.read_plan import ReadPlan
+from snapshot.loading.read_requests import FlatPlace, ReadRequest
 from snapshot.manifest import entries as e
 from snapshot.manifest.entries import AnyTensor, is_leaf
 from snapshot.manifest.paths import add_parents, encode_component
@@ -33,18 +35,15 @@ from snapshot.tensors.memory import BY_NAME, address_of_tensor, view_memory
 
 def find_shared_memory(read_plan: ReadPlan) -> list[str]:
     """Return an error for each pair of stored ranges that would be read into the same live memory."""
-    found: list[tuple[str, str]] = []
     requests = [request for request in read_plan.requests if request.live and request.address]
-    begins = np.fromiter((request.address for request in requests), np.uint64, len(requests))
-    ends = begins + np.fromiter((request.end - request.begin for request in requests), np.uint64, len(requests))
-    order = np.argsort(begins, kind="stable")
-    reach = np.maximum.accumulate(ends[order]) if requests else ends
-    for i in np.flatnonzero(begins[order][1:] < reach[:-1]):
-        second = requests[int(order[i + 1])]
-        first = next(requests[int(j)] for j in order[: i + 1] if ends[j] > begins[order[i + 1]])
-        same = first.address == second.address and first.stored.nbytes == second.stored.nbytes
-        if not (same and first.stored.digest is not None and first.stored.digest == second.stored.digest):
-            found.append((first.name, second.name))
+    found = _find_overlaps([(request.address, request) for request in requests])
+    # Of tensors on an accelerator, the contiguous ones are compared.
+    placed: defaultdict[torch.device | None, list[tuple[int, ReadRequest]]] = defaultdict(list)
+    for request in read_plan.requests:
+        if request.live and isinstance(request.place, FlatPlace):
+            placed[request.device].append((request.place.address, request))
+    for each_device in placed.values():
+        found += _find_overlaps(each_device)
     left_out = [each for each in read_plan.left_out if each.live]
     targets = [*read_plan.targets, *(each.as_target() for each in left_out)]
     digests = {each.path: each.stored.digest for each in left_out if each.piece == each.box}
@@ -79,6 +78,24 @@ def find_shared_memory(read_plan: ReadPlan) -> list[str]:
         f"{first} and {second}: share memory in the application, but have separate bytes in the snapshot"
         for first, second in dict.fromkeys(found)
     ]
+
+
+def _find_overlaps(placed: Sequence[tuple[int, ReadRequest]]) -> list[tuple[str, str]]:
+    """Return the names of ranges that overlap in one memory, and do not hold the same bytes."""
+    found: list[tuple[str, str]] = []
+    requests = [request for _, request in placed]
+    begins = np.fromiter((address for address, _ in placed), np.uint64, len(placed))
+    ends = begins + np.fromiter((request.end - request.begin for request in requests), np.uint64, len(placed))
+    order = np.argsort(begins, kind="stable")
+    reach = np.maximum.accumulate(ends[order]) if requests else ends
+    for i in np.flatnonzero(begins[order][1:] < reach[:-1]):
+        at = int(order[i + 1])
+        before = next(int(j) for j in order[: i + 1] if ends[j] > begins[at])
+        first, second = requests[before], requests[at]
+        same = begins[before] == begins[at] and first.stored.nbytes == second.stored.nbytes
+        if not (same and first.stored.digest is not None and first.stored.digest == second.stored.digest):
+            found.append((first.name, second.name))
+    return found
 
 
 COMPARED = 1 << 23

@@ -29,6 +29,7 @@ extension = fakedev.load() if FAKE else None
 from snapshot import (  # noqa: E402
     CorruptSnapshotError,
     ModelState,
+    RestoreError,
     Snapshot,
     SnapshotError,
     StateDict,
@@ -908,6 +909,18 @@ def test_a_view_with_a_lazy_operation_is_restored(path, view):
     Snapshot(path).restore({"state": live})
     assert torch.equal(live["x"].resolve_conj().resolve_neg().cpu(), values)
     assert set(live["y"].tolist()) == {1.0}
+
+
+def test_tensors_that_share_memory_get_no_mixture(path):
+    values = torch.arange(1000.0)
+    Snapshot.take(path, {"state": StateDict(x=values, y=torch.ones(1000), z=values.clone())})
+    memory = torch.zeros(1500, device=DEVICE)
+    with pytest.raises(RestoreError, match="share memory in the application"):
+        Snapshot(path).restore({"state": StateDict(x=memory[:1000], y=memory[500:], z=torch.zeros(1000))})
+    assert not memory.any()
+    live = StateDict(x=memory[:1000], y=torch.zeros(1000, device=DEVICE), z=memory[:1000])
+    Snapshot(path).restore({"state": live})  # these have the same bytes
+    assert torch.equal(live["z"].cpu(), values)
 
 
 def test_a_single_element_of_any_stride_is_restored(path):
