@@ -53,7 +53,7 @@ _ATTENTION = r"\w*attention[./]"
 _MLP = r"(?:mlp|shared_experts|experts|local_experts[./][0-9]+|vision_projection[./]encoder)[./]"
 _COLUMNS = re.compile(
     r"(?:.*[./])?(?:"
-    r"(?:word_embeddings|output_layer|lm_head|eh_proj|vision_model[./]embedder|vision_projection[./]encoder|"
+    r"(?:word_embeddings|word_embeddings_for_head|output_layer|lm_head|eh_proj|vision_model[./]embedder|vision_projection[./]encoder|"
     rf"{_ATTENTION}(?:linear_qkv|linear_q|linear_kv|query_key_value|query|key_value"
     rf"|linear_q_proj|linear_q_up_proj|linear_kv_up_proj)|{_MLP}(?:linear_fc1|dense_h_to_4h))"
     r"[./](?:weight|bias)[0-9]*"
@@ -425,8 +425,10 @@ class Checkpoint:
         name = _join_levels(path)
         first = entries[0]
         tensors = [each for each in entries if isinstance(each, (TensorEntry, ShardedTensorEntry))]
-        if len(entries) == 1 or len(tensors) < len(entries) or name.endswith("_extra_state") or first.shape == ():
+        if len(entries) == 1 or not tensors or name.endswith("_extra_state") or tensors[0].shape == ():
             return first  # not a tensor, the state of Transformer Engine, or a step of the optimizer
+        if len(tensors) < len(entries):
+            raise self._refuse(name, "it is a tensor on some tensor-parallel ranks only")
         if _ROWS.fullmatch(name):
             return self._rules.join("rows", tensors)
         if _REFUSED.fullmatch(name):

@@ -197,6 +197,7 @@ SHARDED = {
     "decoder.layers.0.mixer.norm.weight": 0,
     "decoder.layers.0.mixer.out_proj.weight": 1,
     "mtp.layers.0.eh_proj.weight": 0,
+    "word_embeddings_for_head.weight": 0,
     "language_model.encoder.layers.0.self_attention.dense.weight": 1,
     "language_model.encoder.layers.0.mlp.dense_4h_to_h.weight": 1,
     "decoder.layers.0.mlp.shared_experts.linear_fc2.weight": 1,
@@ -254,6 +255,14 @@ def test_values_of_unknown_names_are_compared(tmp_path, crc, view):
     _write_parts(tmp_path / "b", [{"other.weight": make(rank, same + rank)} for rank in range(2)], crc=crc)
     with pytest.raises(UnsupportedFormatError, match=r"other\.weight: .* (different tensors|cannot be compared)"):
         Snapshot(tmp_path / "b").get_manifest()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_tensor_on_some_ranks_only_is_refused(tmp_path, first):
+    parts = [{"other.weight": torch.ones(3)}, {"other.weight": 3}]
+    _write_parts(tmp_path / "x", [parts[first], parts[1 - first]])
+    with pytest.raises(UnsupportedFormatError, match=r"other\.weight: it is a tensor on some"):
+        Snapshot(tmp_path / "x").get_manifest()
 
 
 def test_parts_of_one_stored_tensor_are_not_copies(tmp_path):
