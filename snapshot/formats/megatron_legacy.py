@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby, product
 from typing import Any, NamedTuple
@@ -29,15 +30,18 @@ from snapshot.formats.deepspeed_parts import JoinRules
 from snapshot.formats.foreign import ForeignDocument, is_absence, make_dict, make_document
 from snapshot.formats.megatron_optimizer import MAIN, MOMENTS, OWN_OPTIONS, NotJoinedError, PartState, read_state
 from snapshot.formats.pickle_nodes import expect_dict
+from snapshot.formats.pickled_objects import INLINE
 from snapshot.formats.rank_files import RankFile, RankMerge
-from snapshot.formats.torch_save import TorchFile, TorchFiles
+from snapshot.formats.torch_save import TorchFile, TorchFiles, find_raw_range
+from snapshot.formats.zip_archive import read_range
 from snapshot.io.aio import gather_limited
 from snapshot.io.storage import Storage
 from snapshot.manifest.compounds import Container, DictEntry
 from snapshot.manifest.document import ForeignFile
-from snapshot.manifest.entries import ShardedTensorEntry, TensorEntry
+from snapshot.manifest.entries import PLAIN, ShardedTensorEntry, TensorEntry
 from snapshot.manifest.paths import decode_component, encode_component
 from snapshot.tensors.digest import digest_range
+from snapshot.tensors.memory import ITEMSIZE, contiguous_strides
 
 FORMAT = "megatron"
 FILE = "model_optim_rng.pt"
@@ -45,15 +49,40 @@ FLAT = "distrib_optim.pt"
 AT_ONCE = 16
 _FOLDER = re.compile(r"mp_rank_(?P<tensor>[0-9]{2,4})(_(?P<second>[0-9]{3}))?(_(?P<third>[0-9]{3}))?/")
 _MODEL = re.compile(r"model[0-9]{0,3}")
+_ATTENTION = r"\w*attention[./]"
+_MLP = r"(?:mlp|shared_experts|experts|local_experts[./][0-9]+|vision_projection[./]encoder)[./]"
 _COLUMNS = re.compile(
-    r"(.*[./])?(word_embeddings|output_layer|lm_head|linear_qkv|linear_q|linear_kv|query_key_value|query|key_value"
-    r"|linear_fc1|dense_h_to_4h)[./](weight[0-9]*|bias[0-9]*)"
+    r"(?:.*[./])?(?:"
+    r"(?:word_embeddings|word_embeddings_for_head|output_layer|lm_head|eh_proj|vision_model[./]embedder|vision_projection[./]encoder|"
+    rf"{_ATTENTION}(?:linear_qkv|linear_q|linear_kv|query_key_value|query|key_value"
+    rf"|linear_q_proj|linear_q_up_proj|linear_kv_up_proj)|{_MLP}(?:linear_fc1|dense_h_to_4h))"
+    r"[./](?:weight|bias)[0-9]*"
+    rf"|(?:mixer[./]|{_ATTENTION})(?:A_log|dt_bias)|mixer[./](?:D|norm[./]weight)"
+    r"|core_attention[./]softmax_offset)",
+    re.DOTALL,
 )
 """Tensors that are cut along their first dimension."""
-_ROWS = re.compile(r"(.*[./])?(linear_proj|linear_fc2|dense|dense_4h_to_h)[./]weight[0-9]*")
+_ROWS = re.compile(
+    rf"(?:.*[./])?(?:{_ATTENTION}(?:linear_proj|dense|out_proj)|mixer[./]out_proj|{_MLP}(?:linear_fc2|dense_4h_to_h))"
+    r"[./]weight[0-9]*",
+    re.DOTALL,
+)
 """Tensors that are cut along their second dimension."""
-_GATED = re.compile(r"(.*[./])?(linear_fc1|dense_h_to_4h)[./](weight[0-9]*|bias[0-9]*)")
+_REFUSED = re.compile(
+    rf"(?:.*[./])?(?:(?:mixer[./]|{_ATTENTION})(?:in_proj[./](?:weight|bias)|conv1d[./](?:weight|bias))"
+    r"|experts[./]weight[12])",
+    re.DOTALL,
+)
+"""Tensors of several pieces. Each rank has a part of each. Files do not have the sizes: Mamba's, and experts'."""
+_GATED = re.compile(
+    rf"(?P<above>(?:.*[./])?{_MLP})(?P<layer>linear_fc1|dense_h_to_4h)[./](?:weight|bias)(?P<number>[0-9]*)", re.DOTALL
+)
 """Tensors of two halves if the activation is gated. Each rank has a part of each half."""
+_NEXT = {"linear_fc1": "linear_fc2", "dense_h_to_4h": "dense_4h_to_h"}
+"""The layer behind the activation."""
+_OTHER_MODELS = re.compile(r"(?:.*[./])?(?:vision|image|radio|clip|audio)\w*[./].*", re.DOTALL)
+"""Tensors of models that the arguments may not describe."""
+_PIECE = 1 << 20
 _LAYER = re.compile(r"((?:.*[./])?layers\.)([0-9]{1,6})(\..*)", re.DOTALL)
 _RULES = {
     "parameter_with_row_parallelism_patterns": ["rows"],
@@ -141,7 +170,8 @@ class Checkpoint:
         self._storage = storage
         self._where = storage.url
         self.head = expect_dict(files[0][1].value)
-        self.args: Mapping[str, Any] = p.read_fields(self.head.get("args"))
+        args = self.head.get("args")
+        self.args: Mapping[str, Any] = args if isinstance(args, dict) else p.read_fields(args)
         """The arguments of the program that saved it."""
         self.inline = bytearray()
         self.lacks = ""
@@ -157,7 +187,12 @@ class Checkpoint:
                 f"{self._where}: the folder of a part is missing, got {[part.file.name for part in self._parts][:8]}"
             )
         self._rules = JoinRules(self._where, _RULES, self._width)
-        self._gated = self.args.get("swiglu") is True or self.args.get("gated_linear_unit") is True
+        self._gates: dict[str, bool] = {}
+        """True for tensors of the model that have two halves, by their names."""
+        self._copies: set[str] = set()
+        """Names of tensors of the model that are equal on all tensor-parallel ranks."""
+        self._added: dict[tuple[Any, ...], int] = {}
+        """Checksums that were computed, by the place of a tensor."""
         self._sums = {part.file.name: part.file.sums() for part in self._parts}
 
     def _place(self, numbers: Sequence[int]) -> tuple[int, int, int]:
@@ -178,6 +213,8 @@ class Checkpoint:
         if not chunks:
             raise ValueError("the files have no model")
         described = {(part.file.name, chunk): self._describe(part, chunk) for part in self._parts for chunk in chunks}
+        if self._width > 1:
+            await gather_limited(self._parts, lambda part: self._add_sums(part, chunks, described), AT_ONCE)
         trees: dict[Place, Mapping[str, Any]] = {}
         for (stage, rank), held in groupby(self._parts, key=lambda part: part.place[:2]):
             names = [part.file.name for part in held]
@@ -229,7 +266,9 @@ class Checkpoint:
                     if isinstance(entry, Container):
                         joined.setdefault(name, entry)
                     elif name not in joined:  # others are tied to an earlier stage
-                        joined[name] = self._join(name, [tree[path] for tree in held])
+                        joined[name] = self._join(
+                            name, [tree[path] for tree in held], partial(_find_next, held[0], path)
+                        )
                 firsts |= {above: firsts.get(above, 0) + count for above, count in counts.items()}
         return joined
 
@@ -378,28 +417,114 @@ class Checkpoint:
             made |= self._parts[0].file.describe_items({"optim/param_groups": groups}, self.inline, routed=False)
         return made
 
-    def _join(self, path: str, entries: Sequence[Any]) -> Any:
-        """Return a value of the whole model, from those of all tensor-parallel ranks."""
-        name = "/".join(map(decode_component, path.split("/")))
+    def _join(self, path: str, entries: Sequence[Any], find_next: Callable[[], Any]) -> Any:
+        """Return a value of the whole model, from those of all tensor-parallel ranks.
+
+        `find_next`: returns the weight of the layer behind the activation, on the first of them.
+        """
+        name = _join_levels(path)
         first = entries[0]
-        tensors = [each for each in entries if isinstance(each, TensorEntry)]
-        if len(entries) == 1 or len(tensors) < len(entries) or name.endswith("_extra_state") or first.shape == ():
+        tensors = [each for each in entries if isinstance(each, (TensorEntry, ShardedTensorEntry))]
+        if len(entries) == 1 or not tensors or name.endswith("_extra_state") or tensors[0].shape == ():
             return first  # not a tensor, the state of Transformer Engine, or a step of the optimizer
+        if len(tensors) < len(entries):
+            raise self._refuse(name, "it is a tensor on some tensor-parallel ranks only")
         if _ROWS.fullmatch(name):
             return self._rules.join("rows", tensors)
+        if _REFUSED.fullmatch(name):
+            raise self._refuse(name, "each tensor-parallel rank has several pieces of it, whose sizes are not stored")
+        if _GATED.fullmatch(name):
+            if name not in self._gates:
+                self._gates[name] = self._is_gated(name, first, find_next())
+            return self._rules.join("gated" if self._gates[name] else "columns", tensors)
         if _COLUMNS.fullmatch(name):
-            return self._rules.join("gated" if self._gated and _GATED.fullmatch(name) else "columns", tensors)
-        if len({self._identify(each) for each in tensors}) > 1:
-            raise UnsupportedFormatError(
-                f"{self._where}: {name[:200]}: the tensor-parallel ranks have different tensors, and how they join is "
-                "not known by this name; open the file of one rank, such as mp_rank_00/model_optim_rng.pt"
-            )
+            return self._rules.join("columns", tensors)
+        known = [self._identify(each) for each in tensors]
+        if None in known:
+            if name not in self._copies:
+                raise self._refuse(name, "the parts of the tensor-parallel ranks cannot be compared")
+        elif any(each != known[0] for each in known):
+            raise self._refuse(name, "the tensor-parallel ranks have different tensors")
+        self._copies.add(name)
         return first
 
-    def _identify(self, entry: TensorEntry) -> Any:
-        """Return a value that is equal for tensors with equal checksums."""
-        sums = self._sums.get(entry.location, {})
-        return entry.dtype, entry.shape, sums.get(entry.byte_range[0])
+    def _refuse(self, name: str, why: str) -> UnsupportedFormatError:
+        return UnsupportedFormatError(
+            f"{self._where}: {name[:200]}: {why}, so it is not known how they join; "
+            "open the file of one rank, such as mp_rank_00/model_optim_rng.pt"
+        )
+
+    def _is_gated(self, name: str, entry: Any, following: Any) -> bool:
+        """Return True for a tensor of two halves. Then the next layer has as many columns as each half has rows."""
+        if isinstance(following, (TensorEntry, ShardedTensorEntry)) and len(following.shape) == 2:
+            columns = following.shape[1]
+            if columns and entry.shape[0] in (columns, 2 * columns):
+                return bool(entry.shape[0] == 2 * columns)
+        fields = [self.args.get(each) for each in ("swiglu", "quick_geglu", "gated_linear_unit")]
+        if _OTHER_MODELS.fullmatch(name) or not any(type(each) is bool for each in fields):
+            raise self._refuse(name, "neither the next layer nor the arguments say if it is gated")
+        return True in fields
+
+    def _identify(self, entry: Any) -> Any:
+        """Return a value that is equal for equal tensors; None for one that cannot be compared."""
+        if not isinstance(entry, TensorEntry):
+            return None
+        form = entry.dtype, tuple(entry.shape)
+        if entry.location == INLINE:
+            return *form, bytes(self.inline[slice(*entry.byte_range)])
+        added = self._added.get(_place_of(entry))
+        if added is not None:
+            return *form, added
+        found = self._sums.get(entry.location, {}).get(entry.byte_range[0], (0, 0))
+        extra = entry.extra or PLAIN
+        plain = entry.serializer == "zip" and extra.strides in (None, contiguous_strides(entry.shape))
+        if not found[0] or (plain and found[1] != math.prod(entry.shape) * ITEMSIZE[entry.dtype]):
+            return None  # no checksum, or one of more than this tensor
+        return *form, entry.serializer, msgspec.json.encode(extra), found
+
+    async def _add_sums(
+        self, part: Part, chunks: Sequence[str], described: Mapping[tuple[str, str], Mapping[str, Any]]
+    ) -> None:
+        """Compute the checksums of tensors of unknown names that the archive does not have. Each is read once."""
+        left = part.file.size
+        for entry in (each for chunk in chunks for each in self._list_unknown(described[part.file.name, chunk])):
+            extra = entry.extra or PLAIN
+            if _place_of(entry) in self._added or extra.strides not in (None, contiguous_strides(entry.shape)):
+                continue
+            raw = await find_raw_range(self._storage, entry)
+            begin, end = raw.byte_range
+            left -= end - begin
+            if raw is entry or left < 0:  # packed; or many views of the same bytes
+                continue
+            found = 0
+            for at in range(begin, end, _PIECE):
+                found = zlib.crc32(await read_range(self._storage, raw.location, at, min(end, at + _PIECE)), found)
+            self._added[_place_of(entry)] = found
+
+    def _list_unknown(self, tree: Mapping[str, Any]) -> Iterator[TensorEntry]:
+        """Yield the tensors that must be compared, and have no checksum."""
+        for path, entry in tree.items():
+            name = _join_levels(path)
+            known = any(each.fullmatch(name) for each in (_ROWS, _COLUMNS, _REFUSED))
+            if isinstance(entry, TensorEntry) and entry.shape != () and not known and self._identify(entry) is None:
+                yield entry
+
+
+def _find_next(tree: Mapping[str, Any], path: str) -> Any:
+    """Return the weight of the layer behind the activation; None if there is none."""
+    found = _GATED.fullmatch(path)
+    if found is None:
+        return None
+    mark = path[found.end("layer")]
+    return tree.get(f"{found['above']}{_NEXT[found['layer']]}{mark}weight{found['number']}")
+
+
+def _place_of(entry: TensorEntry) -> tuple[Any, ...]:
+    return entry.location, *entry.byte_range, entry.dtype, tuple(entry.shape), (entry.extra or PLAIN).storage_offset
+
+
+def _join_levels(path: str) -> str:
+    return "/".join(map(decode_component, path.split("/")))
 
 
 def _dotted(path: str) -> str:

@@ -143,6 +143,8 @@ class Pair(NamedTuple):
     embedding: bool
     magnitude: str | None = None
     """The lengths of DoRA."""
+    saved: str | None = None
+    """The weight that the product is added to, in place of that of the base. PEFT saves that of embeddings."""
 
 
 class AdapterNames(NamedTuple):
@@ -151,7 +153,7 @@ class AdapterNames(NamedTuple):
     pairs: dict[str, Pair]
     """Module -> its factors."""
     replaced: dict[str, str]
-    """Parameter -> the tensor that replaces it: of `modules_to_save`, and trained biases."""
+    """Parameter -> the tensor that replaces it: of `modules_to_save`, trained biases, and whole embeddings."""
 
 
 def sort_names(names: Iterable[str], where: object) -> AdapterNames:
@@ -169,14 +171,20 @@ def sort_names(names: Iterable[str], where: object) -> AdapterNames:
             magnitudes[_base_name(length[1])] = name
         elif re.search(r"\.(lora_|token_adapter\.|vera_|ia3_)", name):
             odd.append(name)
-        elif not re.search(r"\.(original_module|modules_to_save)\.", name):  # written with bias="all", and not loaded
-            made.replaced[_base_name(name)] = name
+        elif re.search(r"\.(original_module|modules_to_save)\.", name):  # written with bias="all", and not loaded
+            continue
+        elif made.replaced.setdefault(_base_name(name), name) != name:
+            odd.append(name)
     for (module, embedding), factors in found.items():
         if factors.keys() != {"A", "B"} or module in made.pairs:
             odd += factors.values()
         else:
-            made.pairs[module] = Pair(factors["A"], factors["B"], embedding, magnitudes.pop(module, None))
+            own = magnitudes.pop(module, None), made.replaced.pop(f"{module}.weight", None)
+            made.pairs[module] = Pair(factors["A"], factors["B"], embedding, *own)
     odd += magnitudes.values()
+    # PEFT loads the weight of the layer below the factors, and no other.
+    saved = [pair.saved for pair in made.pairs.values() if pair.saved is not None]
+    odd += [name for name in saved if not name.endswith(".base_layer.weight")]
     if odd:
         raise UnsupportedFormatError(f"{where}: these tensors cannot be merged:{listed(sorted(odd))}")
     if not made.pairs:

@@ -60,6 +60,8 @@ class Product(NamedTuple):
     magnitude: AnyTensor | None = None
     """For DoRA: the length that each row of the result gets, or each column if it is turned."""
     turned: bool = False
+    start: AnyTensor | None = None
+    """The values that it is added to, if the adapter has them: in place of those of the base."""
 
 
 Change = Product | AnyTensor
@@ -109,11 +111,13 @@ def plan_lora(base: Opened, adapter: Opened, config: LoraConfig) -> dict[str, Ch
                 pair=pair,
                 turned=config.fan_in_fan_out,
                 magnitude=magnitude,
+                start=factors.get(pair.saved) if pair.saved is not None else None,
             )
             if isinstance(made, str):
                 misfits.append(f"{name}: {made}")
             else:
                 add(name, entry, made)
+    misfits += _list_ambiguous(names.pairs, factors, dict(changes.values()), config)
     for name, source in names.replaced.items():
         entry = find(name)
         if entry is not None and tuple(entry.shape) != tuple(factors[source].shape):
@@ -123,6 +127,32 @@ def plan_lora(base: Opened, adapter: Opened, config: LoraConfig) -> dict[str, Ch
     if misfits:
         raise RestoreError(f"{adapter.session.url}: the adapter does not fit:{listed(misfits)}", misfits)
     return {key: change for key, (_, change) in changes.items()}
+
+
+def _list_ambiguous(
+    pairs: Mapping[str, Pair], factors: Mapping[str, AnyTensor], made: Mapping[str, Change], config: LoraConfig
+) -> list[str]:
+    """Return what is wrong with square weights: they are turned by a field that PEFT stores for the last module only.
+
+    The shapes of other weights may contradict this field.
+    """
+    squares, odd = [], []
+    for module, pair in pairs.items():
+        name = f"{module}.weight"
+        change = made.get(name)
+        if not isinstance(change, Product) or pair.embedding or len(factors[pair.a].shape) != 2:
+            continue
+        if change.rows == change.columns:
+            squares.append(name)
+        elif change.turned != config.fan_in_fan_out:
+            odd.append(name)
+    return [
+        f"{name}: is square, so its shape does not say whether the inputs come first; fan_in_fan_out is "
+        f"{str(config.fan_in_fan_out).lower()}, which is wrong for {odd[0]}. PEFT stores it only for the last module. "
+        "Split the adapter in two by its right value, and merge one after the other"
+        for name in squares
+        if odd
+    ]
 
 
 def _tensors_of(document: Document) -> dict[str, AnyTensor]:
@@ -140,6 +170,7 @@ def _make_product(
     pair: Pair,
     turned: bool,
     magnitude: AnyTensor | None,
+    start: AnyTensor | None,
 ) -> Product | str:
     """Return the product that a module's weight gets, or the reason why the shapes do not fit.
 
@@ -147,6 +178,8 @@ def _make_product(
     """
     shape, rank = tuple(entry.shape), (a.shape[0] if a.shape else 0)
     wrong = f"has shape {list(shape)}, but the factors have {list(a.shape)} and {list(b.shape)}"
+    if start is not None:
+        wrong += f", and the saved base layer {start.dtype}{list(start.shape)}"
     if entry.dtype not in _FLOATS or a.dtype not in _FLOATS or a.dtype != b.dtype:
         return f"dtypes must be floating point, and the same for both factors: {entry.dtype}, {a.dtype}, {b.dtype}"
     if not rank or len(b.shape) < 2 or len(a.shape) < 2 or b.shape[1] != rank or math.prod(b.shape[2:]) != 1:
@@ -154,7 +187,8 @@ def _make_product(
     straight, swapped = (b.shape[0], *a.shape[1:]), (*a.shape[1:], b.shape[0])
     flat = len(a.shape) == 2
     turn = flat and (pair.embedding or (turned and shape == swapped) or shape != straight)
-    if shape != (swapped if turn else straight):
+    fits = start is None or (tuple(start.shape) == shape and start.dtype in _FLOATS)
+    if not fits or shape != (swapped if turn else straight):
         return wrong
     if magnitude is not None:
         if pair.embedding or not flat:
@@ -162,7 +196,7 @@ def _make_product(
         if tuple(magnitude.shape) != (b.shape[0],) or magnitude.dtype not in _FLOATS:
             return f"the magnitudes of DoRA must be {b.shape[0]} numbers, got {magnitude.dtype}{list(magnitude.shape)}"
     left, right = (_transpose(a), _transpose(b)) if turn else (b, a)
-    return Product(left, right, shape[0], rank, math.prod(shape[1:]), scale, magnitude, turn)
+    return Product(left, right, shape[0], rank, math.prod(shape[1:]), scale, magnitude, turn, start)
 
 
 def _transpose(entry: AnyTensor) -> AnyTensor:
@@ -175,8 +209,8 @@ def _tensors_in(change: Change) -> dict[str, AnyTensor]:
     """Return the tensors of the adapter that a change needs."""
     if not isinstance(change, Product):
         return {"whole": change}
-    found = {"a": change.left, "b": change.right}
-    return found if change.magnitude is None else {**found, "magnitude": change.magnitude}
+    found = {"a": change.left, "b": change.right, "magnitude": change.magnitude, "start": change.start}
+    return {name: entry for name, entry in found.items() if entry is not None}
 
 
 # The changed tensors as one source of parts.
@@ -240,7 +274,7 @@ class LoraStager(MixedStager):
     def _input(number: int, change: Change | None, origin: Any) -> AnyTensor | None:
         """Return the tensor of a source: the base, both factors, the replacement, and the magnitudes."""
         if isinstance(change, Product):
-            return (origin, change.left, change.right, None, change.magnitude)[number]
+            return (origin, change.left, change.right, change.start, change.magnitude)[number]
         return change if number == 3 else None
 
     def is_mixed(self, leaf: int) -> bool:
@@ -254,11 +288,12 @@ class LoraStager(MixedStager):
             return [none, none, none, Run(piece.first, piece.count, ITEMSIZE[change.dtype]), none]
         first, last = self._rows(piece, change)
         last, itemsize = min(last, change.rows), ITEMSIZE[change.left.dtype]
+        start = change.start
         return [
-            Run(piece.first, piece.count, ITEMSIZE[self._dtypes[piece.leaf]]),
+            none if start is not None else Run(piece.first, piece.count, ITEMSIZE[self._dtypes[piece.leaf]]),
             Run(first * change.rank, (last - first) * change.rank, itemsize),
             Run(0, change.rank * change.columns, itemsize),
-            none,
+            none if start is None else Run(piece.first, piece.count, ITEMSIZE[start.dtype]),
             none if change.magnitude is None else Run(0, change.magnitude.shape[0], ITEMSIZE[change.magnitude.dtype]),
         ]
 
@@ -298,6 +333,8 @@ class LoraStager(MixedStager):
         first, last = self._rows(piece, change)
         begin, block, columns = self._begin(piece), _block_of(change), change.columns
         base = held[0].view(BY_NAME[self._dtypes[piece.leaf]])
+        if change.start is not None:
+            base = held[3].view(BY_NAME[change.start.dtype]).to(base.dtype)
         wide = torch.promote_types(base.dtype, torch.float32)
         stored = BY_NAME[change.left.dtype]
         left = torch.zeros(last - first, change.rank, dtype=wide)

@@ -171,6 +171,153 @@ def test_equal_parts_of_unknown_names_are_copies(tmp_path):
     assert torch.equal(Snapshot(tmp_path / "x").read_object("0/model/adapter.weight"), torch.arange(2.0))
 
 
+def _write_parts(folder, parts, args=None, crc=True):
+    """Write the models of all tensor-parallel ranks."""
+    torch.serialization.set_crc32_options(crc)
+    try:
+        for rank, model in enumerate(parts):
+            path = folder / f"mp_rank_{rank:02d}"
+            path.mkdir(parents=True)
+            head = {} if args is None else {"args": args}
+            torch.save({"checkpoint_version": 3.0, "model": model, **head}, path / "model_optim_rng.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    return folder
+
+
+SHARDED = {
+    "decoder.layers.0.self_attention.linear_q_proj.weight": 0,
+    "decoder.layers.0.self_attention.linear_q_up_proj.bias": 0,
+    "decoder.layers.0.self_attention.linear_kv_up_proj.bias": 0,
+    "decoder.layers.0.cross_attention.linear_kv.bias": 0,
+    "decoder.layers.0.self_attention.core_attention.softmax_offset": 0,
+    "decoder.layers.0.mixer.D": 0,
+    "decoder.layers.0.mixer.A_log": 0,
+    "decoder.layers.0.mixer.dt_bias": 0,
+    "decoder.layers.0.mixer.norm.weight": 0,
+    "decoder.layers.0.mixer.out_proj.weight": 1,
+    "mtp.layers.0.eh_proj.weight": 0,
+    "word_embeddings_for_head.weight": 0,
+    "language_model.encoder.layers.0.self_attention.dense.weight": 1,
+    "language_model.encoder.layers.0.mlp.dense_4h_to_h.weight": 1,
+    "decoder.layers.0.mlp.shared_experts.linear_fc2.weight": 1,
+    "decoder.layers.0.self_attention.linear_proj.bias": None,
+    "decoder.layers.0.self_attention.linear_kv_down_proj.weight": None,
+    "decoder.layers.0.mlp.linear_fc2.bias": None,
+    "lm_head.dense.weight": None,
+    "pooler.dense.weight": None,
+    "vision_model.linear_proj.weight": None,
+}
+
+
+@pytest.mark.parametrize("crc", [True, False])
+def test_names_say_what_is_cut_even_if_all_parts_are_equal(tmp_path, crc):
+    made = {
+        name: torch.ones(4, 4) if name.endswith("weight") and "norm" not in name else torch.ones(4) for name in SHARDED
+    }
+    _write_parts(tmp_path / "x", [made, made], crc=crc)
+    found = Snapshot(tmp_path / "x").read_object("0/model")
+    for name, axis in SHARDED.items():
+        expected = made[name] if axis is None else torch.cat([made[name]] * 2, axis)
+        assert torch.equal(found[name], expected), name
+
+
+@pytest.mark.parametrize("equal", [True, False])
+@pytest.mark.parametrize("name", ["mixer.in_proj.weight", "mixer.conv1d.bias", "mlp.experts.weight1"])
+def test_tensors_of_several_pieces_are_refused_even_if_equal(tmp_path, name, equal):
+    parts = [{f"decoder.layers.0.{name}": torch.full((4, 4), 0.0 if equal else rank)} for rank in range(2)]
+    _write_parts(tmp_path / "x", parts)
+    with pytest.raises(UnsupportedFormatError, match=rf"{re.escape(name)}: .* has several pieces of it"):
+        Snapshot(tmp_path / "x").get_manifest()
+
+
+@pytest.mark.parametrize("crc", [True, False])
+@pytest.mark.parametrize("view", ["own", "of one tensor", "of others", "strided"])
+def test_values_of_unknown_names_are_compared(tmp_path, crc, view):
+    """Also without checksums in the archive, and if a tensor is a part of what is stored."""
+    same = torch.arange(6.0).view(2, 3)
+
+    def make(rank, values):
+        if view == "own":
+            return values.clone()
+        if view == "strided":
+            return values.T.contiguous().T
+        stored = torch.arange(20.0) + (rank if view == "of others" else 0)
+        stored[7:13] = values.flatten()
+        return stored[7:13].view(2, 3)
+
+    _write_parts(tmp_path / "a", [{"other.weight": make(rank, same)} for rank in range(2)], crc=crc)
+    if view == "strided" and not crc:
+        with pytest.raises(UnsupportedFormatError, match=r"other\.weight: .* cannot be compared"):
+            Snapshot(tmp_path / "a").get_manifest()
+    else:
+        assert torch.equal(Snapshot(tmp_path / "a").read_object("0/model/other.weight"), same)
+    _write_parts(tmp_path / "b", [{"other.weight": make(rank, same + rank)} for rank in range(2)], crc=crc)
+    with pytest.raises(UnsupportedFormatError, match=r"other\.weight: .* (different tensors|cannot be compared)"):
+        Snapshot(tmp_path / "b").get_manifest()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_tensor_on_some_ranks_only_is_refused(tmp_path, first):
+    parts = [{"other.weight": torch.ones(3)}, {"other.weight": 3}]
+    _write_parts(tmp_path / "x", [parts[first], parts[1 - first]])
+    with pytest.raises(UnsupportedFormatError, match=r"other\.weight: it is a tensor on some"):
+        Snapshot(tmp_path / "x").get_manifest()
+
+
+def test_parts_of_one_stored_tensor_are_not_copies(tmp_path):
+    whole = torch.arange(8.0)
+    _write_parts(tmp_path / "x", [{"other.weight": each} for each in whole.chunk(2)])
+    with pytest.raises(UnsupportedFormatError, match="different tensors"):
+        Snapshot(tmp_path / "x").get_manifest()
+
+
+def _cut_mlp(name, whole, following, rank, gated):
+    own = torch.cat([half.chunk(2)[rank] for half in whole.chunk(2)]) if gated else whole.chunk(2)[rank].clone()
+    made = {f"{name}.linear_fc1.weight": own, f"{name}.linear_fc1.bias": own[:, 0].clone()}
+    return made if following is None else {**made, f"{name}.linear_fc2.weight": following.chunk(2, 1)[rank].clone()}
+
+
+def test_each_layer_shows_if_it_is_gated(tmp_path):
+    """The arguments do not matter: they are absent, or of another model."""
+    whole = torch.arange(32.0).view(16, 2)
+    for number, args in enumerate([None, argparse.Namespace(swiglu=True), argparse.Namespace(swiglu=False)]):
+        parts = [
+            {
+                **_cut_mlp("decoder.layers.0.mlp", whole, torch.ones(2, 8), rank, True),
+                **_cut_mlp("vision_model.decoder.layers.0.mlp", whole, torch.ones(2, 16), rank, False),
+            }
+            for rank in range(2)
+        ]
+        found = Snapshot(_write_parts(tmp_path / str(number), parts, args)).read_object("0/model")
+        for name in ("decoder.layers.0.mlp", "vision_model.decoder.layers.0.mlp"):
+            assert torch.equal(found[f"{name}.linear_fc1.weight"], whole)
+            assert torch.equal(found[f"{name}.linear_fc1.bias"], whole[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("args", "gated"),
+    [
+        (argparse.Namespace(swiglu=True), True),
+        (argparse.Namespace(swiglu=False, quick_geglu=True), True),
+        (argparse.Namespace(swiglu=False), False),
+        ({"swiglu": True}, True),
+        (argparse.Namespace(num_layers=1), None),
+        (None, None),
+    ],
+)
+def test_without_the_next_layer_the_arguments_say_if_a_layer_is_gated(tmp_path, args, gated):
+    whole = torch.arange(32.0).view(16, 2)
+    for name in ("decoder.layers.0.mlp", "vision_model.decoder.layers.0.mlp"):
+        parts = [_cut_mlp(name, whole, None, rank, bool(gated)) for rank in range(2)]
+        folder = _write_parts(tmp_path / name, parts, args)
+        if gated is None or "vision" in name:
+            with pytest.raises(UnsupportedFormatError, match=r"linear_fc1\.weight: neither .* say if it is gated"):
+                Snapshot(folder).get_manifest()
+        else:
+            assert torch.equal(Snapshot(folder).read_object(f"0/model/{name}.linear_fc1.weight"), whole)
+
+
 HEAD = "decoder.layers.0.mlp"
 EXPERTS = {  # the names of an expert's tensors, as Megatron-core has them
     "sequential": "experts.local_experts.{}.linear_fc{}.weight",

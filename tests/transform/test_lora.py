@@ -44,7 +44,7 @@ def base(dtype=torch.float32):
         "h.0.q.weight": draw(24, 16, dtype=dtype),
         "h.0.q.bias": draw(24, dtype=dtype),
         "h.0.turned.weight": draw(16, 24, dtype=dtype),
-        "h.1.square.weight": draw(16, 16, dtype=dtype),
+        "h.1.wide.weight": draw(16, 18, dtype=dtype),
         "conv.weight": draw(6, 4, 3, 3, dtype=dtype),
         "norm.weight": draw(16, dtype=dtype),
         "steps": torch.arange(3),
@@ -79,7 +79,7 @@ def files(tmp_path):
     tensors = {
         **factors("h.0.q", 24, 16),
         **factors("h.0.turned", 24, 16, rank=2),
-        **factors("h.1.square", 16, 16),
+        **factors("h.1.wide", 16, 18),
         "embed.lora_embedding_A": draw(4, 50, seed=3),
         "embed.lora_embedding_B": draw(16, 4, seed=4),
         "conv.lora_A.weight": draw(4, 4, 3, 3, seed=5),
@@ -87,13 +87,13 @@ def files(tmp_path):
         "norm.weight": draw(16, seed=7),
         "h.0.q.base_layer.bias": draw(24, seed=8),
     }
-    folder = adapter(tmp_path / "adapter", tensors, alpha_pattern={r"h\.\d+\.square": 10, "turned": 3})
+    folder = adapter(tmp_path / "adapter", tensors, alpha_pattern={r"h\.\d+\.wide": 10, "turned": 3})
     pairs = {name: (tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"]) for name in
-             ("h.0.q", "h.0.turned", "h.1.square")}  # fmt: skip
+             ("h.0.q", "h.0.turned", "h.1.wide")}  # fmt: skip
     expected = state | {
         "h.0.q.weight": summed(state["h.0.q.weight"], *pairs["h.0.q"], 6 / 4),
         "h.0.turned.weight": summed(state["h.0.turned.weight"], *pairs["h.0.turned"], 3 / 2, turned=True),
-        "h.1.square.weight": summed(state["h.1.square.weight"], *pairs["h.1.square"], 10 / 4),
+        "h.1.wide.weight": summed(state["h.1.wide.weight"], *pairs["h.1.wide"], 10 / 4),
         "embed.weight": summed(
             state["embed.weight"],
             tensors["embed.lora_embedding_A"],
@@ -186,6 +186,58 @@ def test_rslora_divides_by_the_root_of_the_rank(tmp_path):
     snapshot.merge([tmp_path / "base.safetensors"], tmp_path / "out", lora=folder)
     expected = summed(state["a.weight"], *tensors.values(), 6 / 3)
     torch.testing.assert_close(snapshot.load(tmp_path / "out")["a.weight"], expected)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("others", [("straight", "turned"), ("turned",), ("straight",)])
+def test_a_square_matrix_is_refused_if_another_contradicts_the_configuration(tmp_path, turned, others):
+    shapes = {"straight": (8, 6), "turned": (6, 8)}
+    tensors = {**factors("square", 6, 6), **{key: each for name in others for key, each in factors(name, 8, 6).items()}}
+    folder = adapter(tmp_path / "adapter", tensors, fan_in_fan_out=turned)
+    state = {"square.weight": draw(6, 6), **{f"{name}.weight": draw(*shapes[name]) for name in others}}
+    save_file(state, tmp_path / "base.safetensors")
+    if others == (("turned",) if turned else ("straight",)):
+        snapshot.merge([tmp_path / "base.safetensors"], tmp_path / "out", lora=folder)
+        pair = tensors["square.lora_A.weight"], tensors["square.lora_B.weight"]
+        expected = summed(state["square.weight"], *pair, 6 / 4, turned=turned)
+        torch.testing.assert_close(snapshot.load(tmp_path / "out")["square.weight"], expected)
+        return
+    with pytest.raises(RestoreError, match=r"square\.weight: is square, .*Split the adapter in two"):
+        snapshot.merge([tmp_path / "base.safetensors"], tmp_path / "out", lora=folder)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["embedding", "linear", "dora"])
+def test_a_saved_base_layer_is_what_the_product_is_added_to(tmp_path, kind, stored):
+    saved = draw(3000, 40, seed=9).to(stored)
+    a, b = (draw(4, 3000), draw(40, 4)) if kind == "embedding" else (draw(4, 40), draw(3000, 4))
+    names = ("lora_embedding_A", "lora_embedding_B") if kind == "embedding" else ("lora_A.weight", "lora_B.weight")
+    tensors = {f"e.{names[0]}": a, f"e.{names[1]}": b, "e.base_layer.weight": saved}
+    if kind == "dora":
+        tensors["e.lora_magnitude_vector"] = draw(3000).abs()
+    folder = adapter(tmp_path / "adapter", tensors, use_dora=kind == "dora")
+    save_file({"e.weight": draw(3000, 40)}, tmp_path / "base.safetensors")
+    expected = summed(saved.float(), a, b, 6 / 4, turned=kind == "embedding")
+    if kind == "dora":
+        expected *= (tensors["e.lora_magnitude_vector"] / expected.norm(dim=1))[:, None]
+    for budget in (None, 1 << 20):
+        target = tmp_path / f"out{budget}"
+        snapshot.merge([tmp_path / "base.safetensors"], target, lora=folder, memory_budget_bytes=budget)
+        torch.testing.assert_close(snapshot.load(target)["e.weight"], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_saved_base_layers_that_do_not_fit_are_refused(tmp_path):
+    save_file({"a.weight": draw(8, 6)}, tmp_path / "base.safetensors")
+    folder = adapter(tmp_path / "adapter", {**factors("a", 8, 6), "a.base_layer.weight": draw(9, 6)})
+    with pytest.raises(RestoreError, match=r"a\.weight: has shape \[8, 6\], .* the saved base layer float32\[9, 6\]"):
+        snapshot.merge([tmp_path / "base.safetensors"], tmp_path / "out", lora=folder)
+    adapter(folder, {**factors("a", 8, 6), "a.weight": draw(8, 6)})
+    with pytest.raises(UnsupportedFormatError, match=r"cannot be merged:\n.*\.a\.weight"):
+        snapshot.merge([tmp_path / "base.safetensors"], tmp_path / "out", lora=folder)
+    adapter(folder, {**factors("a", 8, 6), "a.base_layer.weight": draw(8, 6), "a.weight": draw(8, 6)})
+    with pytest.raises(UnsupportedFormatError, match=r"cannot be merged:\n.*\.a\.weight"):
+        snapshot.merge([tmp_path / "base.safetensors"], tmp_path / "out", lora=folder)
 
 
 @pytest.mark.parametrize("turned", [False, True])
