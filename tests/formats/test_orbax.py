@@ -3,6 +3,7 @@
 `write_orbax_files.py` wrote them, with Orbax and TensorStore themselves.
 """
 
+import base64
 import json
 import math
 import random
@@ -275,6 +276,57 @@ def test_blocks_of_blosc_in_any_order():
         decompressor = Blosc("x")
         made = b"".join(decompressor(whole[at : at + step]) for at in range(0, len(whole), step))
         assert made == b"".join(blocks)
+
+
+NUMCODECS = {
+    ("<u1", 1003): "AgFkAesDAADrAwAALgAAABQAAAAWAAAAeF5jYBixgHHkAqaRC5hHLAAAvAMF4A==",
+    ("<u2", 1003): "AgEkAtYHAADWBwAAQQAAABQAAAASAAAAHwABAP/jHwECAP/dUAEAAQABEwAAAC8AAgIA/+MfAwIA/9xQAAMAAwA=",
+    ("<u2", 1008): (
+        "AgEkAuAHAADgBwAAbAAAABQAAABCAAAAHwABAAsv+P8BAAofPz4ACy8A/j4ACi//Dz8ADA8CAAwfwF4ACw8CAA0PfgAs"
+        "DwIALB/wQAAsDwIA//8hUAAAAAAADgAAAB8AAQD////aUAAAAAAA"
+    ),
+    ("<u4", 1001): (
+        "AgEEBKQPAACkDwAAagAAABQAAAAPAAAAIwAAAADg////3AMCAAAADwAAACMAAAAB4P///9wDAgABABMAAAAnAAABAAAA"
+        "AgDg////2AMCAgAAFQAAACkAAgAAAAIAAAAD4P///9YDAgAAAA=="
+    ),
+    ("<u8", 801): (
+        "AgGUCAgZAAAACAAAkAAAACAAAAA7AAAAcwAAAFoAAAAXAAAAKLUv/WAAB20AACAAAPgAAgDcgx/fAAsbAAAAKLUv/WAA"
+        "B40AADj//z8AwP8AAxAAvP9DxAwWFQAAACi1L/1gCABdAAAQAwACAP0VCgaABRkAAAAotS/9YAAHfQAAKAAA/v8AAxAA"
+        "vP8CxwwW"
+    ),
+}
+"""Chunks that numcodecs wrote with bitshuffle: zlib, LZ4 twice, BloscLZ, and zstd with four blocks."""
+
+
+@pytest.mark.parametrize(("dtype", "count"), NUMCODECS)
+def test_chunks_of_numcodecs_with_bitshuffle(dtype, count):
+    """A block is shuffled only if the number of its elements is a multiple of 8."""
+    made = Blosc("x")(base64.b64decode(NUMCODECS[dtype, count]))
+    assert np.array_equal(np.frombuffer(made, dtype), np.arange(count) // 251)
+
+
+def shuffle_bits(block, width):
+    """The first bits of the first bytes of all elements, then their second bits, and so on."""
+    count = len(block) // width
+    if count % 8:
+        return block
+    elements = np.frombuffer(block, np.uint8, count * width).reshape(count, width)
+    bits = [elements[:, byte] >> bit & 1 for byte in range(width) for bit in range(8)]
+    packed = [(each.reshape(-1, 8) << np.arange(8)).sum(axis=1).astype(np.uint8).tobytes() for each in bits]
+    return b"".join(packed) + block[count * width :]
+
+
+@given(st.binary(max_size=600), st.integers(1, 9), st.integers(1, 40), st.integers(1, 700))
+def test_bitshuffle_of_any_width_and_size(data, width, per_block, step):
+    size = per_block * width
+    blocks = [zlib.compress(shuffle_bits(data[at : at + size], width)) for at in range(0, len(data), size)]
+    begins = [16 + 4 * len(blocks) + sum(4 + len(each) for each in blocks[:number]) for number in range(len(blocks))]
+    body = b"".join(struct.pack("<I", len(each)) + each for each in blocks)
+    length = 16 + 4 * len(blocks) + len(body)
+    head = struct.pack("<4B3I", 2, 1, 3 << 5 | 16 | 4, width, len(data), size, length)
+    whole = head + struct.pack(f"<{len(blocks)}I", *begins) + body
+    decompressor = Blosc("x")
+    assert b"".join(decompressor(whole[at : at + step]) for at in range(0, len(whole), step)) == data
 
 
 @pytest.mark.parametrize("budget", [None, 1 << 20])
