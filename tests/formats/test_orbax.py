@@ -8,6 +8,7 @@ import json
 import math
 import random
 import struct
+import tracemalloc
 import zipfile
 import zlib
 from pathlib import Path
@@ -33,7 +34,7 @@ from snapshot import (
 )
 from snapshot.cli import main
 from snapshot.formats.blosc import Blosc
-from snapshot.formats.ocdbt import MANIFEST, crc32c, read_database
+from snapshot.formats.ocdbt import MANIFEST, _Body, _Room, crc32c, read_database
 from snapshot.formats.zarr import V2, V3, parse_array
 from snapshot.io.loop import run
 from snapshot.io.registry import open_storage
@@ -500,7 +501,12 @@ def packed(content):
         (node(0x0CDB20DE, leaf({"a": (0, 0, 1)}, ["../x"])), "a location must be a file name inside the folder"),
         (node(0x0CDB20DE, leaf({"a": (0, 0, 1)}, ["/etc/passwd"])), "a location must be a file name inside the folder"),
         (node(0x0CDB20DE, leaf({"a": b"1"}).replace(b"a", b"\xff")), "'utf-8' codec"),
-        (node(0x0CDB20DE, bytes([0]) + table() + varint(1 << 40)), "more numbers than bytes"),
+        (node(0x0CDB20DE, bytes([0]) + table() + varint(1 << 40)), "more entries than bytes"),
+        (node(0x0CDB20DE, bytes([0]) + varint(1 << 40)), "more entries than bytes"),
+        (node(0x0CDB20DE, bytes([0, 0]) + varint(20 << 20) + bytes(80 << 20), pack=True), "more entries than bytes"),
+        (node(0x0CDB20DE, bytes([0, 0]) + varint(20 << 20) + bytes(100 << 20), pack=True), "its keys take more than"),
+        (node(0x0CDB20DE, bytes([0, 0]) + varint(1 << 20) + bytes(5 << 20), pack=True), "not in order, or one appears"),
+        (node(0x0CDB20DE, leaf({"b": b"1", "a": b"2"})), "not in order, or one appears twice"),
         (node(0x0CDB20DE, bytes([0]) + b"\xff" * 20), "a number is too l"),
         (node(0x0CDB20DE, bytes([1]) + leaf({"a": b"1"})[1:]), "must have height 0, got 1"),
         (packed(BOMB), "its nodes have more than 268,435,456 bytes"),
@@ -511,6 +517,58 @@ def test_hostile_nodes_are_refused(tmp_path, data, expected):
     place(tmp_path, manifest(len(data)), data)
     with pytest.raises(CorruptSnapshotError, match=expected):
         database(tmp_path)
+
+
+def growing_keys(count):
+    """A leaf of keys, each with one byte more than the one before it."""
+    columns = [varints(*range(1, count)), b"\1" * count, b"\1" * count, bytes(2 * count)]
+    return bytes([0]) + table() + varint(count) + b"".join(columns)
+
+
+def test_growing_keys_are_read(tmp_path):
+    data = node(0x0CDB20DE, growing_keys(300))
+    place(tmp_path, manifest(len(data)), data)
+    assert database(tmp_path) == {"\1" * number: b"" for number in range(1, 301)}
+
+
+def peak_of(folder, expected):
+    """Return the memory that was taken until a database was refused."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptSnapshotError, match=expected):
+            database(folder)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_short_nodes_of_long_keys_take_little_memory(tmp_path):
+    """The keys of 320 KB have 2 GB."""
+    data = node(0x0CDB20DE, growing_keys(65_000))
+    place(tmp_path, manifest(len(data)), data)
+    assert peak_of(tmp_path, "its keys take more than 1,073,741,824 bytes of memory") < 16 << 20
+
+
+def test_long_nodes_are_decompressed_one_by_one(tmp_path, monkeypatch):
+    monkeypatch.setattr("snapshot.formats.ocdbt.MOST_DECODED", 8 << 20)
+    bomb = node(0x0CDB20DE, bytes(7 << 20), pack=True)
+    top = node(0x0CDB20DE, interior([(f"{number:02}", 2, 0, 0, len(bomb)) for number in range(16)], 1))
+    place(tmp_path, manifest(len(top), height=1, offset=len(bomb)), bomb + top)
+    assert peak_of(tmp_path, "more bytes than entries") < 24 << 20
+
+
+@given(st.lists(st.one_of(st.integers(0, 127), st.integers(0, (1 << 63) - 1)), max_size=40), st.binary(max_size=20))
+def test_columns_of_numbers(numbers, rest):
+    body = _Body(varints(*numbers) + rest, _Room(0))
+    assert body.varints(len(numbers)) == numbers
+    assert body.take(len(rest)) == rest
+    body.end()
+
+
+@pytest.mark.parametrize("data", [b"\x80" * 3, b"\1\x80\x80", b"\x80" * 9 + b"\1" * 5])
+def test_columns_of_damaged_numbers(data):
+    with pytest.raises(ValueError, match="a number is too long, or a node ends too early"):
+        _Body(data, _Room(0)).varints(3)
 
 
 def test_hostile_manifests_are_refused(tmp_path):
