@@ -651,9 +651,68 @@ HALF = struct.pack("<2f", 1, 2)
 def test_a_chunk_that_is_not_stored_is_zero(tmp_path):
     item(tmp_path, {"w": (PLAIN, {"1": HALF})})
     assert read(tmp_path)["w"].tolist() == [0, 0, 1, 2]
-    item(tmp_path / "no", {"w": (PLAIN | {"fill_value": 1.5}, {"1": HALF})})
+    for number, fill in enumerate((1.5, -0.0, "NaN", [0.0, -0.0])):
+        folder = item(tmp_path / f"{number}", {"w": (PLAIN | {"fill_value": fill}, {"1": HALF})})
+        with pytest.raises(
+            UnsupportedFormatError, match="has missing chunks, whose fill value is not zero, or is -0.0"
+        ):
+            Snapshot(folder).get_manifest()
+        item(folder / "full", {"w": (PLAIN | {"fill_value": fill}, {"0": HALF, "1": HALF})})
+        assert read(folder / "full")["w"].tolist() == [1, 2, 1, 2]
+
+
+def test_a_number_that_is_not_stored_is_zero(tmp_path):
+    leaves = {"n": {"key_metadata": [{"key": "n"}], "value_metadata": {"value_type": "scalar"}}}
+    number = PLAIN | {"shape": [], "chunks": []}
+    item(tmp_path / "yes", {"n": (number, {})}, leaves)
+    assert read(tmp_path / "yes") == {"n": 0.0}
+    item(tmp_path / "no", {"n": (number | {"fill_value": 7.0}, {})}, leaves)
     with pytest.raises(UnsupportedFormatError, match="has missing chunks, whose fill value is not zero"):
         Snapshot(tmp_path / "no").get_manifest()
+
+
+def sharded(folder, array, per_shard, damage=0):
+    """Write an array of one dimension in shards, with a chunk for each element."""
+    plain = [{"name": "bytes", "configuration": {"endian": "little"}}]
+    given = {"chunk_shape": [1], "codecs": plain, "index_codecs": [*plain, {"name": "crc32c"}]}
+    metadata = {
+        "shape": [len(array)], "data_type": "float32", "zarr_format": 3, "node_type": "array", "fill_value": 0,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [per_shard]}},
+        "chunk_key_encoding": {"name": "default"},
+        "codecs": [{"name": "sharding_indexed", "configuration": given}],
+    }  # fmt: skip
+    (folder / "w" / "c").mkdir(parents=True)
+    (folder / "w" / V3).write_text(json.dumps(metadata))
+    leaves = {"w": {"key_metadata": [{"key": "w"}]}}
+    (folder / "_METADATA").write_text(json.dumps({"tree_metadata": leaves, "use_ocdbt": False, "use_zarr3": True}))
+    for number, begin in enumerate(range(0, len(array), per_shard)):
+        values = array[begin : begin + per_shard].numpy().tobytes()
+        index = np.array([(4 * each, 4) for each in range(per_shard)], "<u8").tobytes()
+        checksum = struct.pack("<I", crc32c(index) ^ damage)
+        (folder / "w" / "c" / f"{number}").write_bytes(values + index + checksum)
+    return folder
+
+
+def test_the_index_of_a_shard_is_checked_once(tmp_path, monkeypatch):
+    array, lengths = torch.arange(2000.0), []
+
+    def count(data):
+        lengths.append(len(data))
+        return crc32c(data)
+
+    monkeypatch.setattr("snapshot.formats.zarr.crc32c", count)
+    opened = Snapshot(sharded(tmp_path / "good", array, 1000))
+    assert torch.equal(opened.read_object("0/w"), array)
+    assert lengths == [16_000] * 2
+    with pytest.raises(CorruptSnapshotError, match="the index of 'w/c/0' does not match its checksum"):
+        Snapshot(sharded(tmp_path / "bad", array, 1000, damage=1)).get_manifest()
+
+
+def test_the_indices_of_all_shards_have_a_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr("snapshot.formats.orbax._MOST_INDICES", 40_000)
+    assert Snapshot(sharded(tmp_path / "two", torch.arange(2000.0), 1000)).get_manifest()
+    with pytest.raises(UnsupportedFormatError, match="an index of a shard with 16,004 bytes, or too many of them"):
+        Snapshot(sharded(tmp_path / "three", torch.arange(3000.0), 1000)).get_manifest()
 
 
 @pytest.mark.parametrize(
