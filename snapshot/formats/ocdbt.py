@@ -22,7 +22,7 @@ MOST_DECODED = 256 << 20
 MOST_NAMED = 1 << 30
 """Maximum number of bytes in memory of all keys and paths together. That suffices for about 3 million keys."""
 _PER_NAME = 256
-"""Bytes in memory of a key or a path and what belongs to it, besides its own bytes."""
+"""Bytes in memory of what belongs to a key or a path, without its own bytes."""
 AT_ONCE = 16
 _MANIFEST_MAGIC = 0x0CDB3A2A
 _NODE_MAGIC = 0x0CDB20DE
@@ -111,7 +111,7 @@ class _Body:
         return self._data[begin : self._at]
 
     def count(self, least: int) -> int:
-        """Return a number of entries, each of which has at least so many bytes. The first may have two less."""
+        """Return a number of entries. Each must have `least` bytes, but two fewer suffice for the first."""
         count = self.varint()
         if count * least - 2 > len(self._data) - self._at:
             raise ValueError("a node has more entries than bytes")
