@@ -151,11 +151,10 @@ class Blosc:
         if self._flags & _SHUFFLED and self._width > 1:
             whole = np.frombuffer(data, np.uint8, count * self._width).reshape(self._width, count)
             return whole.T.tobytes() + data[count * self._width :]
-        if self._flags & _BITS_SHUFFLED:
-            own = count // 8 * 8
-            bits = np.unpackbits(np.frombuffer(data, np.uint8, own * self._width), bitorder="little")
-            turned = bits.reshape(8 * self._width, own).T.copy().reshape(-1)
-            return np.packbits(turned, bitorder="little").tobytes() + data[own * self._width :]
+        if self._flags & _BITS_SHUFFLED and count % 8 == 0:  # Blosc 1 copies all other blocks as they are
+            whole = np.frombuffer(data, np.uint8, count * self._width)
+            bits = np.unpackbits(whole, bitorder="little").reshape(8 * self._width, count)
+            return np.packbits(bits.T, bitorder="little").tobytes() + data[count * self._width :]
         return data
 
 

@@ -18,12 +18,20 @@ from snapshot.tensors.split_zstd import load_zstd
 
 MANIFEST = "manifest.ocdbt"
 MOST_DECODED = 256 << 20
-"""Maximum number of decompressed bytes of all nodes together. A key takes about 50 bytes."""
+"""Maximum number of decompressed bytes of all nodes together."""
+MOST_NAMED = 1 << 30
+"""Maximum number of bytes in memory of all keys and paths together. That suffices for about 3 million keys."""
+_PER_NAME = 256
+"""Bytes in memory of what belongs to a key or a path, without its own bytes."""
 AT_ONCE = 16
 _MANIFEST_MAGIC = 0x0CDB3A2A
 _NODE_MAGIC = 0x0CDB20DE
 _HEADER = 14
 _DEEPEST = 16
+_STEP = 1 << 16
+"""Number of numbers that are decoded at once."""
+_LONGEST = 9
+"""Maximum bytes of a number."""
 
 # Checksums: CRC-32C, computed in lanes, since Python has none.
 
@@ -75,11 +83,24 @@ def crc32c(data: bytes | bytearray | memoryview) -> int:
 # Nodes: a header, a body that may be compressed, and a checksum.
 
 
+class _Room:
+    """Counts the memory of names. Few bytes can be many long names, since their beginnings are shared."""
+
+    def __init__(self, most: int) -> None:
+        self._most = self._left = most
+
+    def take(self, count: int) -> None:
+        self._left -= count
+        if self._left < 0:
+            raise ValueError(f"its keys take more than {self._most:,} bytes of memory")
+
+
 class _Body:
     """Reads the columns of a node."""
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes, room: _Room) -> None:
         self._data = data
+        self._room = room
         self._at = 0
 
     def take(self, count: int) -> bytes:
@@ -88,6 +109,14 @@ class _Body:
             raise ValueError("a node ends too early")
         self._at += count
         return self._data[begin : self._at]
+
+    def count(self, least: int) -> int:
+        """Return a number of entries. Each must have `least` bytes, but two fewer suffice for the first."""
+        count = self.varint()
+        if count * least - 2 > len(self._data) - self._at:
+            raise ValueError("a node has more entries than bytes")
+        self._room.take(count * _PER_NAME)
+        return count
 
     def byte(self) -> int:
         return self.take(1)[0]
@@ -109,26 +138,55 @@ class _Body:
     def varints(self, count: int) -> list[int]:
         if count > len(self._data) - self._at:
             raise ValueError("a node has more numbers than bytes")
-        return [self.varint() for _ in range(count)]
+        made: list[int] = []
+        while len(made) < count:
+            made += self._some_varints(min(count - len(made), _STEP))
+        return made
 
-    def texts(self, count: int, *, lengths: Callable[[], list[list[int]]]) -> tuple[list[bytes], list[list[int]]]:
-        """Return texts that are stored without their common prefixes, and the further columns before them."""
+    def _some_varints(self, count: int) -> list[int]:
+        data = self._data[self._at : self._at + _LONGEST * count]
+        if data[:count].isascii() and len(data) >= count:  # each is one byte
+            self._at += count
+            return list(data[:count])
+        each = np.frombuffer(data, np.uint8)
+        ends = np.flatnonzero(each < 0x80)[:count]
+        begins = np.concatenate([[0], ends[:-1] + 1])
+        if len(ends) < count or (lengths := ends - begins + 1).max() > _LONGEST:
+            raise ValueError("a number is too long, or a node ends too early")
+        self._at += int(ends[-1]) + 1
+        places = np.arange(ends[-1] + 1) - np.repeat(begins, lengths)
+        parts = (each[: ends[-1] + 1] & 0x7F).astype(np.int64) << (7 * places)
+        found: list[int] = np.add.reduceat(parts, begins).tolist()
+        return found
+
+    def texts(
+        self, count: int, before: int, *, lengths: Callable[[], list[list[int]]], ordered: bool = True
+    ) -> tuple[list[bytes], list[list[int]]]:
+        """Return texts that are stored without their common prefixes, and the further columns before them.
+
+        `before`: the number of bytes that the caller puts before each.
+        """
         prefixes = [0, *self.varints(count - 1)] if count else []
         suffixes = self.varints(count)
+        self._room.take(sum(prefixes) + sum(suffixes) + count * before)
         more = lengths()
         found: list[bytes] = []
         previous = b""
         for prefix, suffix in zip(prefixes, suffixes, strict=True):
             if prefix > len(previous) or prefix + suffix > 65535:
                 raise ValueError("a key is too long, or longer than the key before it")
-            previous = previous[:prefix] + self.take(suffix)
-            found.append(previous)
+            text = previous[:prefix] + self.take(suffix)
+            if ordered and found and text <= previous:
+                raise ValueError("the keys of a node are not in order, or one appears twice")
+            found.append(text)
+            previous = text
         return found, more
 
     def files(self, transitive: str) -> list[_File]:
         """Return the table of data files."""
-        count = self.varint()
-        paths, (bases,) = self.texts(count, lengths=lambda: [self.varints(count)])
+        count = self.count(3)
+        paths, (bases,) = self.texts(count, 2 * len(transitive), lengths=lambda: [self.varints(count)], ordered=False)
+        self._room.take(sum(bases))
         made = []
         for path, base in zip(paths, bases, strict=True):
             if base > len(path):
@@ -174,12 +232,14 @@ def _unpack(data: bytes, magic: int, left: int) -> bytes:
         raise ValueError("a node has another length than its header says")
     if crc32c(data[:-4]) != int.from_bytes(data[-4:], "little"):
         raise ValueError("a node does not match its checksum")
-    body = _Body(data[12:-4])
+    body = _Body(data[12:14], _Room(0))
     version, method = body.varint(), body.varint()
     if version:
         raise UnsupportedFormatError(f"a database of OCDBT version {version}; this library reads version 0")
     packed = data[14:-4]
     if method == 0:
+        if len(packed) > left:
+            raise ValueError(f"its nodes have more than {MOST_DECODED:,} bytes")
         return packed
     if method != 1:
         raise UnsupportedFormatError(f"a database of OCDBT with the compression {method}; this library reads zstd")
@@ -204,7 +264,7 @@ def _parse_manifest(body: _Body) -> _Child | None:
     if body.varint():
         body.take(4)
     files = body.files("")
-    count = body.varint()
+    count = body.count(16)
     generations = body.varints(count)
     heights = body.take(count)
     ids, offsets, lengths = body.varints(count), body.varints(count), body.varints(count)
@@ -222,9 +282,9 @@ def _parse_node(body: _Body, node: _Child, values: dict[str, Value], where: obje
     if height != node.height:
         raise ValueError(f"a node must have height {node.height}, got {height}")
     files = body.files(node.file.base)
-    count = body.varint()
+    count = body.count(10 if height else 5)
     if height:
-        keys, (common,) = body.texts(count, lengths=lambda: [body.varints(count)])
+        keys, (common,) = body.texts(count, len(node.prefix), lengths=lambda: [body.varints(count)])
         ids, offsets, lengths = body.varints(count), body.varints(count), body.varints(count)
         for _ in range(3):
             body.varints(count)
@@ -235,7 +295,7 @@ def _parse_node(body: _Body, node: _Child, values: dict[str, Value], where: obje
             _Child(node.prefix + key[:length], _pick(files, file), offset, size, height - 1)
             for key, length, file, offset, size in zip(keys, common, ids, offsets, lengths, strict=True)
         ]
-    keys, _ = body.texts(count, lengths=list)
+    keys, _ = body.texts(count, len(node.prefix), lengths=list)
     sizes, kinds = body.varints(count), body.varints(count)
     if not set(kinds) <= {0, 1}:
         raise ValueError("a value has an unknown kind")
@@ -264,30 +324,33 @@ def _pick(files: list[_File], number: int) -> _File:
 async def read_database(storage: Storage, folder: str, limit: int) -> dict[str, Value]:
     """Return all keys of the newest version, with their values or where these are. `folder` ends with a slash."""
     where = storage.url.join(f"{folder}{MANIFEST}")
-    left = min(limit, MOST_DECODED)
+    left, room = min(limit, MOST_DECODED), _Room(min(limit, MOST_NAMED))
     values: dict[str, Value] = {}
 
     async def read(node: _Child) -> bytes:
         if node.height > _DEEPEST:
             raise ValueError(f"a node must have height {_DEEPEST} at most, got {node.height}")
-        if node.length > left:
-            raise ValueError(f"its nodes have more than {MOST_DECODED:,} bytes")
         data = bytearray(node.length)
         location = folder + check_location(node.file.path, where)
         await storage.read_into(location, node.offset, [data])
-        return await in_thread(_unpack, bytes(data), _NODE_MAGIC, left)
+        return bytes(data)
+
+    def add(node: _Child, data: bytes) -> tuple[list[_Child], int]:
+        body = _unpack(data, _NODE_MAGIC, left)
+        return _parse_node(_Body(body, room), node, values, where), len(body)
 
     try:
         data = await storage.get(f"{folder}{MANIFEST}", limit=limit)
-        root = _parse_manifest(_Body(_unpack(data, _MANIFEST_MAGIC, left)))
+        root = _parse_manifest(_Body(_unpack(data, _MANIFEST_MAGIC, left), room))
         nodes = [root] if root is not None else []
         while nodes:
             now, nodes = nodes[:AT_ONCE], nodes[AT_ONCE:]
-            for node, body in zip(now, await gather_limited(now, read, AT_ONCE), strict=True):
-                left -= len(body)
-                if left < 0:
-                    raise ValueError(f"its nodes have more than {MOST_DECODED:,} bytes")
-                nodes += _parse_node(_Body(body), node, values, where)
+            if sum(node.length for node in now) > left:
+                raise ValueError(f"its nodes have more than {MOST_DECODED:,} bytes")
+            for node, packed in zip(now, await gather_limited(now, read, AT_ONCE), strict=True):
+                children, size = await in_thread(add, node, packed)
+                nodes += children
+                left -= size
     except UnsupportedFormatError as error:
         raise UnsupportedFormatError(f"{where}: {error}") from None
     except CorruptSnapshotError:

@@ -17,7 +17,7 @@ from snapshot.formats.foreign import ForeignDocument, check_location, extend_fil
 from snapshot.formats.hugging_face import AT_ONCE
 from snapshot.formats.ocdbt import Stored
 from snapshot.formats.pickled_objects import INLINE
-from snapshot.io.aio import gather_limited
+from snapshot.io.aio import gather_limited, in_thread
 from snapshot.io.storage import Storage
 from snapshot.manifest.compounds import Container, DictEntry, ListEntry, TupleEntry
 from snapshot.manifest.document import ForeignFile
@@ -44,6 +44,8 @@ _DEEPEST = 100
 _LONGEST_SCALAR = 256
 _LONGEST_INDEX = 16 << 20
 """Maximum bytes of the index of a shard: 16 for each of its chunks."""
+_MOST_INDICES = 256 << 20
+"""Maximum bytes of the indices of all shards of a checkpoint."""
 _MOST_BLANK = 1 << 30
 """Maximum bytes of chunks that are not stored."""
 _EMPTY: dict[str, Any] = {
@@ -146,6 +148,7 @@ class _Builder:
         self._limit = limit
         self._root = _Node()
         self._left_blank = _MOST_BLANK
+        self._left_indices = min(limit, _MOST_INDICES)
         self.files: dict[str, ForeignFile] = {}
         self.inline = bytearray(1)
         self.metadata: dict[str, Any] = {}
@@ -240,13 +243,14 @@ class _Builder:
         tail = zarr.index_length(array)
         for key in zarr.shard_keys(array, values, name):
             value = values[key]
-            if tail > _LONGEST_INDEX:
-                raise UnsupportedFormatError(f"{where}: an index of a shard with {tail:,} bytes")
+            self._left_indices -= tail
+            if tail > _LONGEST_INDEX or self._left_indices < 0:
+                raise UnsupportedFormatError(f"{where}: an index of a shard with {tail:,} bytes, or too many of them")
             if isinstance(value, bytes):
                 indices[key] = value[-tail:]
             elif value.end - value.begin >= tail:
                 indices[key] = await self._read(value._replace(begin=value.end - tail), key)
-        chunks = list(zarr.find_chunks(array, values, indices, name, where))
+        chunks: list[zarr.Chunk] = await in_thread(list, zarr.find_chunks(array, values, indices, name, where))
         if leaf.value_metadata.value_type == "scalar" and array.shape == () and len(chunks) == 1:
             return await self._read_number(array, chunks[0], name, where)
         shards = [
@@ -262,8 +266,7 @@ class _Builder:
         sizes, strides, serializer = chunk.box.sizes, chunk.strides, zarr.serializer_of(array)
         value = chunk.value
         if value is None:
-            if not array.blank:
-                raise UnsupportedFormatError(f"{where}: has missing chunks, whose fill value is not zero")
+            _check_blank(array, where)
             value, serializer, strides = self._make_blank(array, sizes, where), "zstd+array", contiguous_strides(sizes)
         elif isinstance(value, bytes):
             begin = len(self.inline)
@@ -305,6 +308,7 @@ class _Builder:
                 raise CorruptSnapshotError(f"{where}: a number must have at most {_LONGEST_SCALAR} bytes")
             data = await self._read(data, name)
         if data is None:
+            _check_blank(array, where)
             data = bytes(itemsize)
         elif array.codec:
             decompress, packed = DECOMPRESSORS[array.codec](str(where)), data[:_LONGEST_SCALAR]
@@ -345,6 +349,11 @@ class _Builder:
             return ListEntry(len(order)) if is_list else make_dict(order)
 
         return manifest, walk("0", self._root)
+
+
+def _check_blank(array: zarr.ZarrArray, where: object) -> None:
+    if not array.blank:
+        raise UnsupportedFormatError(f"{where}: has missing chunks, whose fill value is not zero, or is -0.0")
 
 
 def _is_array(leaf: _Leaf) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from snapshot.decoding import decode_json
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
@@ -44,7 +45,7 @@ class ZarrArray(NamedTuple):
     turned: bool
     """True if the first dimension is the fastest one."""
     blank: bool
-    """True if the fill value is zero."""
+    """True if all bytes of the fill value are zero: not for -0.0."""
     prefix: str
     separator: str
 
@@ -187,7 +188,9 @@ def _read_dtype(value: Any) -> tuple[str, bool]:
 
 def _is_blank(value: Any) -> bool:
     parts = value if isinstance(value, list) else [value]
-    return all(each is None or (isinstance(each, (int, float)) and each == 0) for each in parts)
+    return all(
+        each is None or (isinstance(each, (int, float)) and each == 0 and math.copysign(1, each) > 0) for each in parts
+    )
 
 
 # Chunks: where the bytes of each box of an array are.
@@ -213,6 +216,7 @@ def find_chunks(
     counts = [-(-size // step) for size, step in zip(array.shape, array.inner, strict=True)]
     if math.prod(counts) > len(values) + len(indices) * math.prod(_per_shard(array)) + MOST_MISSING:
         raise CorruptSnapshotError(f"{where}: has {math.prod(counts):,} chunks, but only {len(values):,} values")
+    tables: dict[str, np.ndarray] = {}
     strides = contiguous_strides(array.inner)
     if array.turned:
         strides = tuple(reversed(contiguous_strides(tuple(reversed(array.inner)))))
@@ -225,7 +229,9 @@ def find_chunks(
         key = f"{name}/{array.key(outer)}"
         value = values.get(key)
         if array.sharded and value is not None:
-            value = _find_in_shard(array, value, offsets, indices.get(key), key=key, where=where)
+            if key in indices and key not in tables:
+                tables[key] = _read_index(indices[key], key, where)
+            value = _find_in_shard(array, value, offsets, tables.get(key), key=key, where=where)
         yield Chunk(Box(offsets, sizes), value, strides)
 
 
@@ -246,10 +252,17 @@ def _per_shard(array: ZarrArray) -> list[int]:
     return [whole // part for whole, part in zip(array.chunks, array.inner, strict=True)]
 
 
+def _read_index(index: bytes, key: str, where: object) -> np.ndarray:
+    """Return the begin and the length of each chunk of a shard. They are a view of the bytes."""
+    if len(index) % 16 != 4 or crc32c(index[:-4]) != int.from_bytes(index[-4:], "little"):
+        raise CorruptSnapshotError(f"{where}: the index of {key[:200]!r} does not match its checksum")
+    return np.frombuffer(index, "<u8", len(index) // 8).reshape(-1, 2)
+
+
 def _find_in_shard(
-    array: ZarrArray, value: Stored | bytes, offsets: Shape, index: bytes | None, *, key: str, where: object
+    array: ZarrArray, value: Stored | bytes, offsets: Shape, table: np.ndarray | None, *, key: str, where: object
 ) -> Stored | bytes | None:
-    """Return a chunk of a shard. A shard with one chunk needs no index: the chunk is all that precedes it."""
+    """Return a chunk of a shard. A shard with one chunk needs no table: the chunk is all that precedes it."""
     length = value.end - value.begin if isinstance(value, Stored) else len(value)
     tail = index_length(array)
     if length < tail:
@@ -260,12 +273,12 @@ def _find_in_shard(
         if not size:
             return None
     else:
-        if index is None or crc32c(index[:-4]) != int.from_bytes(index[-4:], "little"):
-            raise CorruptSnapshotError(f"{where}: the index of {key[:200]!r} does not match its checksum")
+        if table is None or len(table) != math.prod(counts):
+            raise CorruptSnapshotError(f"{where}: the index of {key[:200]!r} is missing")
         number = 0
         for count, part, at in zip(counts, array.inner, offsets, strict=True):
             number = number * count + at // part % count
-        begin, size = (int.from_bytes(index[at : at + 8], "little") for at in (16 * number, 16 * number + 8))
+        begin, size = table[number].tolist()
         if begin == size == _ABSENT:
             return None
         if begin + size > length - tail:

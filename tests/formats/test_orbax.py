@@ -3,10 +3,12 @@
 `write_orbax_files.py` wrote them, with Orbax and TensorStore themselves.
 """
 
+import base64
 import json
 import math
 import random
 import struct
+import tracemalloc
 import zipfile
 import zlib
 from pathlib import Path
@@ -32,7 +34,7 @@ from snapshot import (
 )
 from snapshot.cli import main
 from snapshot.formats.blosc import Blosc
-from snapshot.formats.ocdbt import MANIFEST, crc32c, read_database
+from snapshot.formats.ocdbt import MANIFEST, _Body, _Room, crc32c, read_database
 from snapshot.formats.zarr import V2, V3, parse_array
 from snapshot.io.loop import run
 from snapshot.io.registry import open_storage
@@ -277,6 +279,57 @@ def test_blocks_of_blosc_in_any_order():
         assert made == b"".join(blocks)
 
 
+NUMCODECS = {
+    ("<u1", 1003): "AgFkAesDAADrAwAALgAAABQAAAAWAAAAeF5jYBixgHHkAqaRC5hHLAAAvAMF4A==",
+    ("<u2", 1003): "AgEkAtYHAADWBwAAQQAAABQAAAASAAAAHwABAP/jHwECAP/dUAEAAQABEwAAAC8AAgIA/+MfAwIA/9xQAAMAAwA=",
+    ("<u2", 1008): (
+        "AgEkAuAHAADgBwAAbAAAABQAAABCAAAAHwABAAsv+P8BAAofPz4ACy8A/j4ACi//Dz8ADA8CAAwfwF4ACw8CAA0PfgAs"
+        "DwIALB/wQAAsDwIA//8hUAAAAAAADgAAAB8AAQD////aUAAAAAAA"
+    ),
+    ("<u4", 1001): (
+        "AgEEBKQPAACkDwAAagAAABQAAAAPAAAAIwAAAADg////3AMCAAAADwAAACMAAAAB4P///9wDAgABABMAAAAnAAABAAAA"
+        "AgDg////2AMCAgAAFQAAACkAAgAAAAIAAAAD4P///9YDAgAAAA=="
+    ),
+    ("<u8", 801): (
+        "AgGUCAgZAAAACAAAkAAAACAAAAA7AAAAcwAAAFoAAAAXAAAAKLUv/WAAB20AACAAAPgAAgDcgx/fAAsbAAAAKLUv/WAA"
+        "B40AADj//z8AwP8AAxAAvP9DxAwWFQAAACi1L/1gCABdAAAQAwACAP0VCgaABRkAAAAotS/9YAAHfQAAKAAA/v8AAxAA"
+        "vP8CxwwW"
+    ),
+}
+"""Chunks that numcodecs wrote with bitshuffle: zlib, LZ4 twice, BloscLZ, and zstd with four blocks."""
+
+
+@pytest.mark.parametrize(("dtype", "count"), NUMCODECS)
+def test_chunks_of_numcodecs_with_bitshuffle(dtype, count):
+    """A block is shuffled only if the number of its elements is a multiple of 8."""
+    made = Blosc("x")(base64.b64decode(NUMCODECS[dtype, count]))
+    assert np.array_equal(np.frombuffer(made, dtype), np.arange(count) // 251)
+
+
+def shuffle_bits(block, width):
+    """The first bits of the first bytes of all elements, then their second bits, and so on."""
+    count = len(block) // width
+    if count % 8:
+        return block
+    elements = np.frombuffer(block, np.uint8, count * width).reshape(count, width)
+    bits = [elements[:, byte] >> bit & 1 for byte in range(width) for bit in range(8)]
+    packed = [(each.reshape(-1, 8) << np.arange(8)).sum(axis=1).astype(np.uint8).tobytes() for each in bits]
+    return b"".join(packed) + block[count * width :]
+
+
+@given(st.binary(max_size=600), st.integers(1, 9), st.integers(1, 40), st.integers(1, 700))
+def test_bitshuffle_of_any_width_and_size(data, width, per_block, step):
+    size = per_block * width
+    blocks = [zlib.compress(shuffle_bits(data[at : at + size], width)) for at in range(0, len(data), size)]
+    begins = [16 + 4 * len(blocks) + sum(4 + len(each) for each in blocks[:number]) for number in range(len(blocks))]
+    body = b"".join(struct.pack("<I", len(each)) + each for each in blocks)
+    length = 16 + 4 * len(blocks) + len(body)
+    head = struct.pack("<4B3I", 2, 1, 3 << 5 | 16 | 4, width, len(data), size, length)
+    whole = head + struct.pack(f"<{len(blocks)}I", *begins) + body
+    decompressor = Blosc("x")
+    assert b"".join(decompressor(whole[at : at + step]) for at in range(0, len(whole), step)) == data
+
+
 @pytest.mark.parametrize("budget", [None, 1 << 20])
 @pytest.mark.parametrize("kind", ["snapshot", "torch", "dcp", "safetensors"])
 def test_long_compressed_chunks_are_converted(tmp_path, budget, kind):
@@ -448,7 +501,12 @@ def packed(content):
         (node(0x0CDB20DE, leaf({"a": (0, 0, 1)}, ["../x"])), "a location must be a file name inside the folder"),
         (node(0x0CDB20DE, leaf({"a": (0, 0, 1)}, ["/etc/passwd"])), "a location must be a file name inside the folder"),
         (node(0x0CDB20DE, leaf({"a": b"1"}).replace(b"a", b"\xff")), "'utf-8' codec"),
-        (node(0x0CDB20DE, bytes([0]) + table() + varint(1 << 40)), "more numbers than bytes"),
+        (node(0x0CDB20DE, bytes([0]) + table() + varint(1 << 40)), "more entries than bytes"),
+        (node(0x0CDB20DE, bytes([0]) + varint(1 << 40)), "more entries than bytes"),
+        (node(0x0CDB20DE, bytes([0, 0]) + varint(20 << 20) + bytes(80 << 20), pack=True), "more entries than bytes"),
+        (node(0x0CDB20DE, bytes([0, 0]) + varint(20 << 20) + bytes(100 << 20), pack=True), "its keys take more than"),
+        (node(0x0CDB20DE, bytes([0, 0]) + varint(1 << 20) + bytes(5 << 20), pack=True), "not in order, or one appears"),
+        (node(0x0CDB20DE, leaf({"b": b"1", "a": b"2"})), "not in order, or one appears twice"),
         (node(0x0CDB20DE, bytes([0]) + b"\xff" * 20), "a number is too l"),
         (node(0x0CDB20DE, bytes([1]) + leaf({"a": b"1"})[1:]), "must have height 0, got 1"),
         (packed(BOMB), "its nodes have more than 268,435,456 bytes"),
@@ -459,6 +517,58 @@ def test_hostile_nodes_are_refused(tmp_path, data, expected):
     place(tmp_path, manifest(len(data)), data)
     with pytest.raises(CorruptSnapshotError, match=expected):
         database(tmp_path)
+
+
+def growing_keys(count):
+    """A leaf of keys, each with one byte more than the one before it."""
+    columns = [varints(*range(1, count)), b"\1" * count, b"\1" * count, bytes(2 * count)]
+    return bytes([0]) + table() + varint(count) + b"".join(columns)
+
+
+def test_growing_keys_are_read(tmp_path):
+    data = node(0x0CDB20DE, growing_keys(300))
+    place(tmp_path, manifest(len(data)), data)
+    assert database(tmp_path) == {"\1" * number: b"" for number in range(1, 301)}
+
+
+def peak_of(folder, expected):
+    """Return the memory that was taken until a database was refused."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptSnapshotError, match=expected):
+            database(folder)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_short_nodes_of_long_keys_take_little_memory(tmp_path):
+    """The keys of 320 KB have 2 GB."""
+    data = node(0x0CDB20DE, growing_keys(65_000))
+    place(tmp_path, manifest(len(data)), data)
+    assert peak_of(tmp_path, "its keys take more than 1,073,741,824 bytes of memory") < 16 << 20
+
+
+def test_long_nodes_are_decompressed_one_by_one(tmp_path, monkeypatch):
+    monkeypatch.setattr("snapshot.formats.ocdbt.MOST_DECODED", 8 << 20)
+    bomb = node(0x0CDB20DE, bytes(7 << 20), pack=True)
+    top = node(0x0CDB20DE, interior([(f"{number:02}", 2, 0, 0, len(bomb)) for number in range(16)], 1))
+    place(tmp_path, manifest(len(top), height=1, offset=len(bomb)), bomb + top)
+    assert peak_of(tmp_path, "more bytes than entries") < 24 << 20
+
+
+@given(st.lists(st.one_of(st.integers(0, 127), st.integers(0, (1 << 63) - 1)), max_size=40), st.binary(max_size=20))
+def test_columns_of_numbers(numbers, rest):
+    body = _Body(varints(*numbers) + rest, _Room(0))
+    assert body.varints(len(numbers)) == numbers
+    assert body.take(len(rest)) == rest
+    body.end()
+
+
+@pytest.mark.parametrize("data", [b"\x80" * 3, b"\1\x80\x80", b"\x80" * 9 + b"\1" * 5])
+def test_columns_of_damaged_numbers(data):
+    with pytest.raises(ValueError, match="a number is too long, or a node ends too early"):
+        _Body(data, _Room(0)).varints(3)
 
 
 def test_hostile_manifests_are_refused(tmp_path):
@@ -541,9 +651,66 @@ HALF = struct.pack("<2f", 1, 2)
 def test_a_chunk_that_is_not_stored_is_zero(tmp_path):
     item(tmp_path, {"w": (PLAIN, {"1": HALF})})
     assert read(tmp_path)["w"].tolist() == [0, 0, 1, 2]
-    item(tmp_path / "no", {"w": (PLAIN | {"fill_value": 1.5}, {"1": HALF})})
+    for number, fill in enumerate((1.5, -0.0, "NaN", [0.0, -0.0])):
+        folder = item(tmp_path / f"{number}", {"w": (PLAIN | {"fill_value": fill}, {"1": HALF})})
+        with pytest.raises(UnsupportedFormatError, match="whose fill value is not zero, or is -0"):
+            Snapshot(folder).get_manifest()
+        item(folder / "full", {"w": (PLAIN | {"fill_value": fill}, {"0": HALF, "1": HALF})})
+        assert read(folder / "full")["w"].tolist() == [1, 2, 1, 2]
+
+
+def test_a_number_that_is_not_stored_is_zero(tmp_path):
+    leaves = {"n": {"key_metadata": [{"key": "n"}], "value_metadata": {"value_type": "scalar"}}}
+    number = PLAIN | {"shape": [], "chunks": []}
+    item(tmp_path / "yes", {"n": (number, {})}, leaves)
+    assert read(tmp_path / "yes") == {"n": 0.0}
+    item(tmp_path / "no", {"n": (number | {"fill_value": 7.0}, {})}, leaves)
     with pytest.raises(UnsupportedFormatError, match="has missing chunks, whose fill value is not zero"):
         Snapshot(tmp_path / "no").get_manifest()
+
+
+def sharded(folder, array, per_shard, damage=0):
+    """Write an array of one dimension in shards, with a chunk for each element."""
+    plain = [{"name": "bytes", "configuration": {"endian": "little"}}]
+    given = {"chunk_shape": [1], "codecs": plain, "index_codecs": [*plain, {"name": "crc32c"}]}
+    metadata = {
+        "shape": [len(array)], "data_type": "float32", "zarr_format": 3, "node_type": "array", "fill_value": 0,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [per_shard]}},
+        "chunk_key_encoding": {"name": "default"},
+        "codecs": [{"name": "sharding_indexed", "configuration": given}],
+    }  # fmt: skip
+    (folder / "w" / "c").mkdir(parents=True)
+    (folder / "w" / V3).write_text(json.dumps(metadata))
+    leaves = {"w": {"key_metadata": [{"key": "w"}]}}
+    (folder / "_METADATA").write_text(json.dumps({"tree_metadata": leaves, "use_ocdbt": False, "use_zarr3": True}))
+    for number, begin in enumerate(range(0, len(array), per_shard)):
+        values = array[begin : begin + per_shard].numpy().tobytes()
+        index = np.array([(4 * each, 4) for each in range(per_shard)], "<u8").tobytes()
+        checksum = struct.pack("<I", crc32c(index) ^ damage)
+        (folder / "w" / "c" / f"{number}").write_bytes(values + index + checksum)
+    return folder
+
+
+def test_the_index_of_a_shard_is_checked_once(tmp_path, monkeypatch):
+    array, lengths = torch.arange(2000.0), []
+
+    def count(data):
+        lengths.append(len(data))
+        return crc32c(data)
+
+    monkeypatch.setattr("snapshot.formats.zarr.crc32c", count)
+    opened = Snapshot(sharded(tmp_path / "good", array, 1000))
+    assert torch.equal(opened.read_object("0/w"), array)
+    assert lengths == [16_000] * 2
+    with pytest.raises(CorruptSnapshotError, match="the index of 'w/c/0' does not match its checksum"):
+        Snapshot(sharded(tmp_path / "bad", array, 1000, damage=1)).get_manifest()
+
+
+def test_the_indices_of_all_shards_have_a_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr("snapshot.formats.orbax._MOST_INDICES", 40_000)
+    assert Snapshot(sharded(tmp_path / "two", torch.arange(2000.0), 1000)).get_manifest()
+    with pytest.raises(UnsupportedFormatError, match="an index of a shard with 16,004 bytes, or too many of them"):
+        Snapshot(sharded(tmp_path / "three", torch.arange(3000.0), 1000)).get_manifest()
 
 
 @pytest.mark.parametrize(
