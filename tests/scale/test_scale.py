@@ -17,11 +17,12 @@ GOOD = Outcome(Fault("take", "write", "kill"), 7, 7, 7, 2.5, "RankError: rank 4"
 
 def run(*arguments):
     command = [sys.executable, "-m", "tests.scale", *arguments]
-    done = subprocess.run(command, cwd=TOP, capture_output=True, text=True, check=False, timeout=100)
+    done = subprocess.run(command, cwd=TOP, capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
+@pytest.mark.timeout(300)
 def test_eight_ranks_save_restore_and_lose_one_of_them():
     printed = run("verbs", "faults", "--ranks", "8", "--timeout", "2", "--phase", "finish")
     for name in ("take, same structure", "async_take and wait", "restore on 6 ranks", "restore on 10 ranks"):
@@ -38,6 +39,7 @@ def test_a_phase_that_does_not_exist_is_refused():
     assert "--phase must be in one of before the call, state_dict," in done.stderr
 
 
+@pytest.mark.timeout(300)  # fourteen faults, of some seconds each
 def test_dcp_meets_the_same_faults():
     rows = [
         line for line in run("compare", "--ranks", "4", "--timeout", "2").splitlines() if line.split()[:1] == ["DCP"]
