@@ -191,11 +191,7 @@ def decompress_lz4(data: bytes, size: int) -> bytes:
         at += 1
         length = token >> 4
         if length == 15:
-            while (more := data[at]) == 255:
-                length += more
-                at += 1
-            length += more
-            at += 1
+            length, at = _add_length(data, at, length)
         if at + length > end or len(made) + length > size:
             raise ValueError("a block of LZ4 ends too early")
         made += data[at : at + length]
@@ -206,13 +202,17 @@ def decompress_lz4(data: bytes, size: int) -> bytes:
         at += 2
         length = 4 + (token & 15)
         if length == 19:
-            while (more := data[at]) == 255:
-                length += more
-                at += 1
-            length += more
-            at += 1
+            length, at = _add_length(data, at, length)
         _repeat(made, offset, length, size)
     return bytes(made)
+
+
+def _add_length(data: bytes, at: int, length: int) -> tuple[int, int]:
+    """Return a length with the bytes from `at` on that continue it, and the position after them."""
+    while (more := data[at]) == 255:
+        length += more
+        at += 1
+    return length + more, at + 1
 
 
 def _repeat(made: bytearray, offset: int, length: int, size: int) -> None:

@@ -196,7 +196,7 @@ class FourBit(Quantised):
     weight: TensorEntry
     factors: TensorEntry
     pairs: torch.Tensor
-    """The two elements that each byte stands for, as one integer."""
+    """For each byte, its two elements as one integer."""
     block: int
     nested: Nested | None
     dtype: str

@@ -18,7 +18,9 @@ from snapshot.tensors.device_digest import DeviceDigests, is_usable, scratch_byt
 
 DEVICE_PART = 16 << 20
 """The length of reads for accelerators: each has steps of the interpreter that no two threads run at once."""
-HOST_LANES, DEVICE_LANES = 4, 8
+DEVICE_LANES = 8
+_ALIGNED = 16
+"""Memory of digests begins at a multiple of this."""
 WORTH = 8 << 30
 """Bytes for one accelerator from which it verifies them itself: the first launch of a process may take seconds."""
 
@@ -67,9 +69,6 @@ class DeviceFills:
     def part(self, slot: Slot | None, nbytes: int) -> PartFill:
         """Return the copies of one part, whose bytes take `nbytes` of its slot."""
         return PartFill(self._sides, self._digesting if slot is not None and slot.pinned else set(), slot, nbytes)
-
-
-_ALIGNED = 16
 
 
 class _Checked(NamedTuple):

@@ -10,22 +10,11 @@ import msgspec
 import torch
 
 from snapshot.errors import CorruptSnapshotError
-from snapshot.formats.torch_save import (
-    HEAD,
-    PIECE,
-    EmbeddedLayout,
-    find_layout,
-    is_streamed,
-    make_decoder,
-)
+from snapshot.formats.torch_save import HEAD, PIECE, EmbeddedLayout, find_layout, is_streamed, make_decoder
 from snapshot.formats.zip_archive import MoreBytesNeeded
 from snapshot.loading.read_requests import ReadRequest, copy_into
 from snapshot.manifest.entries import TensorEntry
-from snapshot.tensors.memory import (
-    BY_NAME,
-    ITEMSIZE,
-    copy_memory,
-)
+from snapshot.tensors.memory import BY_NAME, ITEMSIZE, copy_memory
 
 ALIGNED = 16
 """No element is longer. At multiples of it, counted from the start of a storage, no element is split."""

@@ -12,9 +12,7 @@ import msgspec
 import torch
 
 from snapshot.formats.foreign import is_embedded
-from snapshot.formats.torch_save import (
-    EmbeddedLayout,
-)
+from snapshot.formats.torch_save import EmbeddedLayout
 from snapshot.io.accelerators import accelerator_of
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Files
@@ -31,14 +29,7 @@ from snapshot.tensors.geometry import (
     is_flat_range,
     whole_box,
 )
-from snapshot.tensors.memory import (
-    BY_NAME,
-    ITEMSIZE,
-    contiguous_strides,
-    find_enclosing_tensor,
-    is_flat,
-    measure_span,
-)
+from snapshot.tensors.memory import BY_NAME, ITEMSIZE, contiguous_strides, find_enclosing_tensor, is_flat, measure_span
 
 # Read requests: ranges of files, with their destination and their verification.
 

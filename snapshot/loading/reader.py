@@ -27,7 +27,7 @@ from snapshot.io.aio import in_thread, inline, pop_first, run_inline, shielded
 from snapshot.io.budget import MemoryBudget
 from snapshot.io.loop import cancel_all, run
 from snapshot.io.storage import Buffer, Storage
-from snapshot.loading.device_fills import DEVICE_LANES, DEVICE_PART, HOST_LANES, DeviceFills, PartFill
+from snapshot.loading.device_fills import DEVICE_LANES, DEVICE_PART, DeviceFills, PartFill
 from snapshot.loading.embedded import EmbeddedParser, locate_embedded, parse_whole
 from snapshot.loading.open import Opened
 from snapshot.loading.read_requests import BlockCheck, ReadRequest, slot_bytes
@@ -51,6 +51,8 @@ SHARES = 8192
 
 Followed = tuple[ReadRequest, EmbeddedLayout | None]
 """A range that is parsed from its first byte, or from the start of its tensor's storage if that is known."""
+HOST_LANES = 4
+"""The number of threads that read files to host memory."""
 TRIES = 4
 """Maximum attempts to find an archive's directory, reading more bytes each time."""
 

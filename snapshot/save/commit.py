@@ -26,11 +26,7 @@ from snapshot.io.session import Session
 from snapshot.io.storage import ANYTHING, Storage
 from snapshot.io.url import URL
 from snapshot.manifest import entries as e
-from snapshot.manifest.document import (
-    METADATA,
-    PartEntry,
-    encode,
-)
+from snapshot.manifest.document import METADATA, PartEntry, encode
 from snapshot.manifest.parts import ManifestPart, decode_part, encode_own_part
 from snapshot.plan.consensus import add_sums
 from snapshot.save.describe import RankManifest, build_document

@@ -10,10 +10,7 @@ from typing import Any
 
 import msgspec
 
-from snapshot.errors import (
-    CorruptSnapshotError,
-    SnapshotError,
-)
+from snapshot.errors import CorruptSnapshotError, SnapshotError
 from snapshot.manifest import document as d
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import (

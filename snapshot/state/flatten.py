@@ -34,15 +34,7 @@ from snapshot.saved import SavedObject, class_name
 from snapshot.state import compound
 from snapshot.state.compound import ENUM, find_form, find_parts, holds_itself
 from snapshot.state.flatten_cache import remember_state, replay_state
-from snapshot.state.leaves import (
-    LOW,
-    SIMPLE,
-    Blob,
-    FromOneRank,
-    Leaf,
-    TensorLeaves,
-    find_dict_maker,
-)
+from snapshot.state.leaves import LOW, SIMPLE, Blob, FromOneRank, Leaf, TensorLeaves, find_dict_maker
 from snapshot.tensors import composite
 
 _DICTS = {dict, OrderedDict, defaultdict, Counter}

@@ -22,12 +22,7 @@ import torch
 from snapshot.io.system import PerProcess
 from snapshot.manifest import entries as e
 from snapshot.manifest.values import SCALARS, TYPED, Entry, Scalar, make_plain_entry
-from snapshot.state.leaves import (
-    LOW,
-    FlatState,
-    Leaf,
-    read_module_versions,
-)
+from snapshot.state.leaves import LOW, FlatState, Leaf, read_module_versions
 from snapshot.tensors.composite import is_freed
 
 FEW = 32

@@ -1,4 +1,4 @@
-"""What only a GPU can show: its optimizers, compiled steps, sharding, and a full memory. `test_device.py` runs this."""
+"""Tests that need a GPU: its optimizers, compiled steps, sharding, a full memory. `test_device.py` runs this."""
 
 import pytest
 import torch
