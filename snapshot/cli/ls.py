@@ -38,10 +38,9 @@ from snapshot.save.guards import KEY as GUARDS
 from snapshot.save.guards import suspicions
 from snapshot.snapshot import Snapshot
 from snapshot.text import counted, entries_text, size_text
-from snapshot.tiers.control import ANSWERS, ControlClient, Request, StepStatus, UploaderError
+from snapshot.tiers.control import ANSWERS, MEANINGS, ControlClient, Request, StepStatus, UploaderError, far_text
 from snapshot.tiers.near_steps import NearFolder, NearStep
 from snapshot.tiers.timeline import KEY, Line, Standing, origin_of
-from snapshot.tiers.upload_queue import MEANINGS, UploadState
 from snapshot.tiers.uploader_process import find_runs, folder_of
 
 # Steps of a run with near folders: where each of them is, as this host sees it.
@@ -114,9 +113,7 @@ def _tiered_row(
     if far_id and (near is None or near.save_id == far_id):
         far = "whole"
     else:
-        far = state.far.value if state is not None else "absent"
-        if far == UploadState.UPLOADING and state is not None:
-            far = f"uploading {min(100, 100 * state.sent // max(1, state.total))} %"
+        far = far_text(state.far, state.sent, state.total) if state is not None else "absent"
     return {"step": step, "bytes": nbytes, "near": text, "far": far}
 
 

@@ -39,7 +39,7 @@ from snapshot.manifest.document import ManifestHead
 from snapshot.reports import RestoreReport
 from snapshot.save.take import AppState
 from snapshot.snapshot import PendingSnapshot, Snapshot
-from snapshot.tiers.control import ANSWERS, Request, Status, StepStatus
+from snapshot.tiers.control import ANSWERS, Request, Status, StepStatus, UploadState
 from snapshot.tiers.facts import is_buried, limited
 from snapshot.tiers.far_upload import FarStorage
 from snapshot.tiers.join import FAR_PATIENCE, join
@@ -48,7 +48,6 @@ from snapshot.tiers.near_steps import CensusStep, HostView, NearStep
 from snapshot.tiers.peers import FAR, MOST_KEEPERS, NEAR, PEER, Place, StepSources, place_of
 from snapshot.tiers.tier_set import TierSet
 from snapshot.tiers.timeline import NO_ORIGIN, Facts, Line, Origin, Parent, Standing, origin_of
-from snapshot.tiers.upload_queue import UploadState
 from snapshot.tiers.uploader_process import leave_metrics
 
 if TYPE_CHECKING:

@@ -27,8 +27,7 @@ from snapshot.save.take_slots import TakeSlots
 from snapshot.tiers import control, join, tier_set
 from snapshot.tiers.control import SILENT, Request, UploaderError, UploaderHungError, decode_status
 from snapshot.tiers.peers import PeerServer
-from snapshot.tiers.upload_queue import Act
-from snapshot.tiers.uploader import Uploader
+from snapshot.tiers.uploader import Act, Uploader
 from snapshot.tiers.uploader_process import HANGS, LINGER, LISTENED, OFFERED, _known_address, _listen_again
 from tests.tiers.jobs import with_near
 
