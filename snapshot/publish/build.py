@@ -7,7 +7,6 @@ import errno
 import os
 import shutil
 import zlib
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -223,22 +222,23 @@ def group_by_windows(deltas: Sequence[bytes | bytearray], nbytes: int) -> list[t
 
 def _window_of(delta: bytes | bytearray | memoryview, nbytes: int) -> int:
     """Return the memory that the decompression of a frame takes."""
+    window: int = _parameters_of(delta).window_size
+    return min(window, max(nbytes, BLOCK))
+
+
+def _parameters_of(delta: bytes | bytearray | memoryview) -> Any:
+    """Return the parameters of a frame, by its header."""
     module = load_zstd()
     try:
-        window: int = module.get_frame_parameters(delta).window_size
+        return module.get_frame_parameters(delta)
     except module.ZstdError as error:
         raise CorruptSnapshotError(f"its delta is not a zstd frame: {error}") from error
-    return min(window, max(nbytes, BLOCK))
 
 
 def _open_image(zstd: Any, delta: bytes | bytearray | memoryview, nbytes: int) -> Any:
     """Return a stream of a frame's contents. Its size is checked first, and more is never decompressed."""
-    module = load_zstd()
-    try:
-        size = module.get_frame_parameters(delta).content_size
-    except module.ZstdError as error:
-        raise CorruptSnapshotError(f"its delta is not a zstd frame: {error}") from error
-    if size not in (nbytes, module.CONTENTSIZE_UNKNOWN):
+    size = _parameters_of(delta).content_size
+    if size not in (nbytes, load_zstd().CONTENTSIZE_UNKNOWN):
         raise CorruptSnapshotError(f"its delta must have {nbytes} bytes, got {size}")
     return zstd.stream_reader(delta, read_size=BLOCK)
 
@@ -421,16 +421,8 @@ class VersionBuilder:
             await gather_limited(self._tensors, check, self._session.settings.thread_count())
 
     async def _describe(self, storage: Storage, prefix: str, index: Index) -> None:
-        by_file: dict[str, list[str]] = defaultdict(list)
-        for name, file in index.files.items():
-            by_file[file].append(name)
-
-        async def header(file: str) -> tuple[dict[str, TensorEntry], int]:
-            size = (await storage.stat(prefix + file)).size
-            return (await read_header(storage, prefix + file, size, LONGEST_HEADER))[0], size
-
-        for file, (entries, size) in zip(by_file, await gather_limited(by_file, header, HEADERS), strict=True):
-            if entries.keys() != set(by_file[file]):
+        for file, names, entries, _, size in await _read_headers(storage, prefix, index):
+            if entries.keys() != set(names):
                 raise CorruptSnapshotError(f"{storage.url.join(prefix + file)}: its tensors are not those of the index")
             begin = min((entry.byte_range[0] for entry in entries.values()), default=size)
             self._shards[file] = _Shard(size, begin)
@@ -441,18 +433,9 @@ class VersionBuilder:
     async def _add_deltas(self, index: Index) -> None:
         """Read the headers of a delta's files, and check that its tensors fit."""
         folder = version_name(index.version)
-        by_file: dict[str, list[str]] = defaultdict(list)
-        for name, file in index.files.items():
-            by_file[file].append(name)
-
-        async def header(file: str) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-            path = f"{folder}/{file}"
-            size = (await self._storage.stat(path)).size
-            return await read_header(self._storage, path, size, LONGEST_HEADER)
-
-        for file, (entries, checksums) in zip(by_file, await gather_limited(by_file, header, HEADERS), strict=True):
+        for file, names, entries, checksums, _ in await _read_headers(self._storage, f"{folder}/", index):
             where = self._storage.url.join(f"{folder}/{file}")
-            for name in by_file[file]:
+            for name in names:
                 entry, tensor = entries.get(name), self._tensors.get(name)
                 if entry is None or tensor is None:
                     lacking = "the file" if entry is None else "the base"
@@ -584,6 +567,20 @@ class VersionBuilder:
         total = sum(tensor.end - tensor.begin for tensor in self._tensors.values())
         data = encode_index(newest.version, None, files, details, total_size=total)
         (self._aside / INDEX).write_bytes(data)
+
+
+async def _read_headers(
+    storage: Storage, prefix: str, index: Index
+) -> list[tuple[str, list[str], dict[str, TensorEntry], dict[str, str], int]]:
+    """Return each file of a version, with its tensors by the index, its header, the header's metadata, and its size."""
+    by_file = index.by_file()
+
+    async def read(file: str) -> tuple[str, list[str], dict[str, TensorEntry], dict[str, str], int]:
+        size = (await storage.stat(prefix + file)).size
+        entries, metadata = await read_header(storage, prefix + file, size, LONGEST_HEADER)
+        return file, by_file[file], entries, metadata, size
+
+    return await gather_limited(by_file, read, HEADERS)
 
 
 @contextmanager
