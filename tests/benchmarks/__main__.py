@@ -19,7 +19,6 @@ from snapshot.io.system import unwind_on_signals
 from tests.benchmarks import (
     background,
     codecs,
-    foreign,
     formats,
     object_store,
     planning_scale,
@@ -35,7 +34,7 @@ Lines = Iterable[str]
 AT_A_PLACE: dict[str, tuple[str, Callable[[Workspace, float, int], Lines]]] = {
     "dcp": ("torch.distributed.checkpoint with its own storage and with this library's", formats.compare_dcp),
     "formats": ("reads and conversions of other libraries' checkpoints", formats.compare_formats),
-    "foreign": ("conversions of trainers' checkpoints, their own tools, and raw I/O", foreign.compare_foreign),
+    "foreign": ("conversions of trainers' checkpoints, their own tools, and raw I/O", formats.compare_foreign),
     "load": ("tensors of a checkpoint into new memory, by this library and by others", formats.compare_loads),
     "maps": ("exports with tensor maps, and raw reads and writes", formats.compare_maps),
     "merge": ("a merge of three checkpoints, and a raw read of three and a write of one", formats.compare_merges),
