@@ -393,12 +393,9 @@ class VersionBuilder:
         return index.details.files
 
     async def _read_base(self, folder: Path) -> Index:
-        local = Session(URL.parse(os.fspath(folder)), None, durable=False)
-        try:
+        async with Session(URL.parse(os.fspath(folder)), None, durable=False) as local:
             index = decode_index(await local.storage.get(INDEX, limit=LONGEST_INDEX), 0, folder / INDEX)
             await self._describe(local.storage, "", index)
-        finally:
-            await local.close()
         return index
 
     async def verify(self) -> None:

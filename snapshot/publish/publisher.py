@@ -275,32 +275,31 @@ async def load_base(
     `names`: the tensors of all ranks. `files`: the small files of the new version. Without any, those of
     the base stay.
     """
-    session = Session(url, options)
-    local = Session(URL.parse(os.fspath(folder)), None, durable=False)
     try:
-        version = version_of(folder.name)
-        marker = LocalFolder(folder.parent, str(url)).marker(version) if version is not None else None
-        if marker is None:
-            raise SnapshotError(f"{folder}: not a version that was pulled from {url}")
-        store = VersionStore(session.storage)
-        index = await store.read(marker.version)
-        if index.digest != marker.index:
-            raise SnapshotError(f"{folder}: the store has another version {marker.version} now")
-        deltas = len(await store.chain(index, lambda *_: False)) - 1
-        here = decode_index(await local.storage.get(INDEX, limit=LONGEST_INDEX), 0, folder / INDEX)
-        if set(names) != here.files.keys():
-            raise SnapshotError(f"{folder}: has other tensors than the new version")
-        given = {name: (len(data), digest_bytes(data)) for name, data in files.items()}
-        if given and given != {name: tuple(found) for name, found in here.details.files.items()}:
-            raise SnapshotError(f"{folder}: has other files beside the weights than the new version")
-        image = HostImage(targets)
-        sums = await _read_tensors(local, here, image)
+        async with (
+            Session(url, options) as session,
+            Session(URL.parse(os.fspath(folder)), None, durable=False) as local,
+        ):
+            version = version_of(folder.name)
+            marker = LocalFolder(folder.parent, str(url)).marker(version) if version is not None else None
+            if marker is None:
+                raise SnapshotError(f"{folder}: not a version that was pulled from {url}")
+            store = VersionStore(session.storage)
+            index = await store.read(marker.version)
+            if index.digest != marker.index:
+                raise SnapshotError(f"{folder}: the store has another version {marker.version} now")
+            deltas = len(await store.chain(index, lambda *_: False)) - 1
+            here = decode_index(await local.storage.get(INDEX, limit=LONGEST_INDEX), 0, folder / INDEX)
+            if set(names) != here.files.keys():
+                raise SnapshotError(f"{folder}: has other tensors than the new version")
+            given = {name: (len(data), digest_bytes(data)) for name, data in files.items()}
+            if given and given != {name: tuple(found) for name, found in here.details.files.items()}:
+                raise SnapshotError(f"{folder}: has other files beside the weights than the new version")
+            image = HostImage(targets)
+            sums = await _read_tensors(local, here, image)
     except SnapshotError as error:
         log.warning("%s: the next version is complete: %s", url, error)
         return None
-    finally:
-        await local.close()
-        await session.close()
     return Base(marker.version, index.digest, image, sums, deltas, image.nbytes)
 
 

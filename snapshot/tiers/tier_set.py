@@ -21,9 +21,7 @@ from snapshot.events import log
 from snapshot.io.aio import gather_limited
 from snapshot.io.loop import run
 from snapshot.io.peers import STATUS
-from snapshot.io.registry import open_storage
 from snapshot.io.session import Session
-from snapshot.io.storage import Context
 from snapshot.io.url import URL
 from snapshot.manifest.document import METADATA, decode_head
 from snapshot.save.transaction import committed_save_id
@@ -244,18 +242,13 @@ class TierSet:
 
         async def ask(address: str) -> Status | None:
             options = {"secret": self.member.secret, "timeout": ANSWERS}
-            storage = open_storage(URL.parse(f"peer://{address}"), options, Context())
-            try:
+            async with Session(URL.parse(f"peer://{address}"), options) as session:
                 with contextlib.suppress(SnapshotError):
-                    return decode_status(await storage.get(STATUS))
-            finally:
-                await storage.close()
+                    return decode_status(await session.storage.get(STATUS))
             return None
 
-        async def ask_all() -> list[Status | None]:
-            return await gather_limited([each.address for each in others], ask)
-
-        return found + [each for each in run(ask_all()) if each is not None]
+        answers = run(gather_limited([each.address for each in others], ask))
+        return found + [each for each in answers if each is not None]
 
     # Restore
 

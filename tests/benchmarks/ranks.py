@@ -19,12 +19,13 @@ import torch.distributed as dist
 
 from snapshot import Snapshot, StateDict, Target, merge
 from snapshot.bench.results import align_columns
-from snapshot.bench.rounds import Workspace, alternate, available_memory
+from snapshot.bench.rounds import Workspace, alternate
 from snapshot.bench.systems import Ours
 from snapshot.bench.workloads import CASES, random_tensors
 from snapshot.cli.screen import say
 from snapshot.distributed.exchange import solo_exchange
 from snapshot.errors import SnapshotError
+from snapshot.io.arena import available_memory
 from snapshot.io.url import options_from_environment
 from snapshot.testing import tapped
 from snapshot.text import size_text
