@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from snapshot.distributed.exchange import Exchange
 from snapshot.errors import (
@@ -49,9 +49,6 @@ from snapshot.tiers.peers import FAR, MOST_KEEPERS, NEAR, PEER, Place, StepSourc
 from snapshot.tiers.tier_set import TierSet
 from snapshot.tiers.timeline import NO_ORIGIN, Facts, Line, Origin, Parent, Standing, origin_of
 from snapshot.tiers.uploader_process import leave_metrics
-
-if TYPE_CHECKING:
-    pass
 
 MOST_HELD = 4
 """Steps before the newest that wait for their replicas before older ones are removed."""
@@ -90,10 +87,6 @@ class TieredSteps(Steps):
         if self._set is None:
             raise SnapshotError("near: the ranks join in the first take or restore_latest; call one of them first")
         return self._set
-
-    def is_joined(self) -> bool:
-        """Return True if the ranks have joined."""
-        return self._set is not None
 
     def _join(self, exchange: Exchange, *, needs_far: bool = False) -> None:
         """Join the job's hosts, in the first collective call.

@@ -32,7 +32,7 @@ import msgspec
 from snapshot.decoding import decode_json
 from snapshot.errors import CorruptSnapshotError, SnapshotError
 from snapshot.events import Event, Labels, Metrics, Readings, add_handler, as_prometheus, log, remove_handler
-from snapshot.io.system import PerProcess, fcntl, libc, resource
+from snapshot.io.system import PerProcess, fcntl, lower_priority, resource
 from snapshot.options import Settings
 from snapshot.tiers.control import (
     LOCK,
@@ -232,9 +232,10 @@ LINGER = 3600.0
 LAST_WORDS = 2.0
 """Seconds that an uploader may take to end when it is asked to."""
 LONGEST_LOG = 10 << 20
+LOWEST = 19
+"""The nice value of an uploader."""
 _IDLE_CLASS = 3 << 13
 """The priority of a process whose disk access must wait for that of others, for `ioprio_set`."""
-_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 
 
 def lock_folder(folder: str) -> int | None:
@@ -362,18 +363,9 @@ def expect_own_folder(folder: str) -> None:
         raise PermissionError(errno.EPERM, "must be a folder of this user, which no other user can write to", folder)
 
 
-def lower_priority() -> None:
-    """Let all other processes go first, on the CPU and on disks."""
-    with suppress(OSError):
-        os.nice(19)
-    number = _IOPRIO_SET.get(os.uname().machine)
-    if number is not None:
-        libc.syscall(number, 1, 0, _IDLE_CLASS)
-
-
 def serve(folder: str, inherited: list[int], *, linger: float = LINGER) -> None:
     """Run an uploader until it has no work and no trainer."""
-    lower_priority()
+    lower_priority(LOWEST, _IDLE_CLASS)  # all other processes go first
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     control = socket.socket(fileno=inherited[1])

@@ -528,7 +528,7 @@ class Job:
     def tiers(self):
         """The tiers of the first rank, or None before it has joined."""
         made = self.managers[0]._steps
-        return made.joined if made.is_joined() else None
+        return made.joined if made._set is not None else None
 
     def clean(self):
         """Do the removals that are due, which are done in the background otherwise."""
@@ -549,7 +549,7 @@ class Job:
         self.settle()
         for each in self.managers:
             open_managers.discard(each)
-            if each._steps.is_joined():
+            if each._steps._set is not None:
                 link = each._steps.joined.link
                 link._closed.set()
                 if link._client is not None:
