@@ -9,7 +9,7 @@ from typing import Any
 
 from snapshot.cli.arguments import add_json, add_storage, options_of
 from snapshot.cli.listing import SharedFiles, read_below
-from snapshot.cli.locate import explain_missing, is_local_file
+from snapshot.cli.locate import explain_missing, is_local_file, snapshots_below
 from snapshot.cli.prune import add_careful, confirmed
 from snapshot.cli.screen import Column, ExitStatus, ScreenTable, complain, emit, line
 from snapshot.errors import SnapshotError, SnapshotExistsError, SnapshotNotFoundError, StorageError
@@ -141,7 +141,7 @@ def _find_shared(targets: Sequence[Target], options: Mapping[str, Any]) -> list[
         try:
             if above not in folders:
                 folder = URL(target.url.scheme, above, target.url.query)
-                folders[above] = SharedFiles(read_below(folder, options))
+                folders[above] = SharedFiles(read_below(folder, options, snapshots_below(folder, options)))
             bases.append((target, above, folders[above].dependents(name)))
             target.frees -= folders[above].remove(name).shared
         except (SnapshotError, KeyError):  # the folder cannot be listed, or the manifest cannot be read

@@ -52,7 +52,7 @@ from snapshot.tensors.geometry import Box, split_shape
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE
 from snapshot.tensors.statistics import TensorStatistics, combine_statistics, measure_tensor
 from snapshot.text import VERSION
-from snapshot.tiers.near_steps import PINNED, NearFolder, NearStep
+from snapshot.tiers.near_steps import NearFolder, NearStep
 
 # Health of tensors: norms, and numbers of values that are not finite, read part by part.
 
@@ -217,7 +217,7 @@ class RunView:
         rows = [
             _row(step, described[step])
             | places.get(step, {})
-            | {"pinned": step in pinned or self._is_pinned_near(step, near)}
+            | {"pinned": step in pinned or (step in near and near[step][0].is_pinned(step))}
             for step in sorted(chosen, reverse=True)
         ]
         return {"url": str(self.url), "near": self._near, "version": VERSION, "total": len(every), "steps": rows}
@@ -281,9 +281,6 @@ class RunView:
 
     def _near_steps(self) -> dict[int, tuple[NearFolder, NearStep]]:
         return {step: (folder, near) for folder in self._runs() for step, near in folder.steps().items()}
-
-    def _is_pinned_near(self, step: int, near: Mapping[int, tuple[NearFolder, NearStep]]) -> bool:
-        return step in near and os.path.exists(f"{near[step][0].step_path(step)}/{PINNED}")
 
     def _checkpoint(self, step: int) -> Snapshot:
         """Return a step: from the near folder if it has all files of the same save, otherwise from the root."""

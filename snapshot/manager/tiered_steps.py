@@ -671,7 +671,12 @@ class TieredRoot(Root):
         for step, found in list(self.census.items()):
             far = folders.committed.get(step)
             head = await self._head(step, far) if far is not None else None
-            if isinstance(head, ManifestHead) and head.save_id != found.save_id and not self._is_newer(found, head):
+            near = found.save_id, found.origin
+            if (
+                isinstance(head, ManifestHead)
+                and head.save_id != found.save_id
+                and not self._of_run.is_newer(step, near, (head.save_id, origin_of(head.metadata)))
+            ):
                 del self.census[step]
             else:
                 folders.committed[step] = FileStat(0, 0.0, f"near:{found.save_id}")
@@ -702,9 +707,6 @@ class TieredRoot(Root):
                     if step not in folders.committed and await is_buried(session.storage, found.save_id):
                         log.info("step-%s: passed over: it was removed from %s", step, self.url)
                         del self.census[step]
-
-    def _is_newer(self, near: CensusStep, far: ManifestHead) -> bool:
-        return self._of_run.is_newer(near.step, (near.save_id, near.origin), (far.save_id, origin_of(far.metadata)))
 
     async def fault(self, step: int, seal: Seal | None = None, *, good: bool = False) -> str | None:
         """Return why a step cannot be restored: for a near one, the files that no host has, nor the far root."""

@@ -492,7 +492,8 @@ class VersionBuilder:
                 nbytes = sum(end - begin for _, begin, end in places)
                 async with alone if nbytes > RUN else nullcontext():
                     deltas = [await self._fetch(*place) for place in places]
-                    groups = self._group(name, deltas)
+                    with self._naming(name):
+                        groups = group_by_windows(deltas, tensor.end - tensor.begin)
                     del deltas
                     while groups:
                         group, window = groups.pop(0)
@@ -511,12 +512,6 @@ class VersionBuilder:
         self.received += len(delta)
         return delta
 
-    def _group(self, name: str, deltas: Sequence[bytearray]) -> list[tuple[list[Any], int]]:
-        """Return the deltas of a tensor in groups that are applied together."""
-        tensor = self._tensors[name]
-        with self._naming(name):
-            return group_by_windows(deltas, tensor.end - tensor.begin)
-
     @contextmanager
     def _naming(self, name: str) -> Iterator[None]:
         """Name the version and the tensor in an error."""
@@ -527,7 +522,7 @@ class VersionBuilder:
             raise CorruptSnapshotError(f"{where}: {name[:200]!r}: {error}") from error
 
     def _process(
-        self, name: str, source: int, target: int | None, deltas: Sequence[bytearray], *, last: bool = True
+        self, name: str, source: int, target: int | None, deltas: Sequence[bytes | bytearray], *, last: bool = True
     ) -> str:
         """Apply deltas to a tensor. Without deltas, copy it, or only read it. After the last ones, compare its sums."""
         tensor = self._tensors[name]

@@ -95,10 +95,17 @@ def _parser() -> argparse.ArgumentParser:
         add(name, what, _at_place(_call(compare, "scale", "rounds", "world"))).add_argument(
             "--world", type=_several, default=2, metavar="N"
         )
-    add("planning", "the cost of planning with up to thousands of simulated ranks", _planning, url=False).add_argument(
-        "--worlds", type=_worlds, default=planning_scale.WORLDS, metavar="LIST"
+    add(
+        "planning",
+        "the cost of planning with up to thousands of simulated ranks",
+        lambda given: planning_scale.simulate(given.worlds),
+        url=False,
+    ).add_argument("--worlds", type=_worlds, default=planning_scale.WORLDS, metavar="LIST")
+    made = add(
+        "scale",
+        "growth with tensors and with ranks, and a model of large jobs",
+        _at_place(_call(scale.compare, "tensors", "worlds")),
     )
-    made = add("scale", "growth with tensors and with ranks, and a model of large jobs", _at_place(_scale))
     made.add_argument("--tensors", type=_counts, default=scale.SIZES, metavar="LIST")
     made.add_argument("--worlds", type=_worlds, default=scale.WORLDS, metavar="LIST")
     add("store", "S3's clients alone and this library over them, on loopback or at an s3:// URL", _store)
@@ -129,14 +136,6 @@ def _background(where: Workspace, arguments: argparse.Namespace) -> Lines:
     yield from (f"left out: {line}" for line in left_out)
     run = background.Run(where, arguments.scale, arguments.rounds, chosen, trace, arguments.device)
     yield from background.compare(run, arguments.case, figure)
-
-
-def _planning(arguments: argparse.Namespace) -> Lines:
-    return planning_scale.simulate(arguments.worlds)
-
-
-def _scale(where: Workspace, arguments: argparse.Namespace) -> Lines:
-    return scale.compare(where, arguments.tensors, arguments.worlds)
 
 
 def _store(arguments: argparse.Namespace) -> Lines:
