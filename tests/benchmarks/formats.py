@@ -434,7 +434,7 @@ def compare_maps(where: Workspace, scale: float, rounds: int) -> Iterator[str]:
     yield from draw_rows(seconds, nbytes, beside="raw read and write", more=more)
 
 
-def _save_layout(rank: int, folder: str, layers: int) -> None:
+def _save_layout(folder: str, layers: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     state = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in _layout(folder, layers)}
     Snapshot.take(folder, {"model": StateDict(**state)})
