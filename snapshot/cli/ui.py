@@ -272,7 +272,6 @@ class RunView:
 
     @contextmanager
     def _opened(self, step: int) -> Iterator[Opened]:
-        """Open a step for reading."""
         with self._checkpoint(step).new_session(BUDGET) as session:
             yield on_loop(open_checkpoint(session))
 

@@ -142,7 +142,6 @@ class MetricsServer:
             return None
 
     def text(self) -> str:
-        """Return all metrics."""
         now = time.time()
         processes: list[tuple[Labels, Readings]] = [((("process", "uploader"),), self._metrics.read())]
         for path in sorted(glob.glob(f"{glob.escape(self._uploader.folder.path)}/.metrics-*.json")):
@@ -185,7 +184,6 @@ class MetricsServer:
         }
 
     def close(self) -> None:
-        """Stop listening."""
         remove_handler(self._metrics)
         remove_handler(self._note_upload)
         self._server.shutdown()
@@ -206,7 +204,6 @@ class _Handler(BaseHTTPRequestHandler):
     endpoint: MetricsServer
 
     def do_GET(self) -> None:
-        """Answer with the metrics."""
         if self.path.partition("?")[0] != "/metrics":
             self.send_error(HTTPStatus.NOT_FOUND)
             return

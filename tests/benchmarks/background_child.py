@@ -75,7 +75,6 @@ class Way:
     """Peer that must be installed."""
 
     def make(self, payload: Payload) -> Background:
-        """Return the way for a payload."""
         return RawCopy(payload) if self.kind == "copy" else Background(self, payload)
 
     @property
@@ -92,11 +91,9 @@ class Background:
         self.system: Competitor = way.system(payload)
 
     def rows(self, name: str) -> dict[str, Begin]:
-        """Return the rows of the table."""
         return {name: partial(self.way.begin, self.system)}
 
     def load(self, where: str) -> None:
-        """Restore a save into the live tensors."""
         self.system.load(where)
 
 
