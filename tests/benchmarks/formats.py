@@ -307,8 +307,6 @@ def _remote_loads(where: Workspace, tensors: dict[str, torch.Tensor]) -> dict[st
 
 def _read_ranges(url: URL, options: dict[str, Any]) -> list[bytearray]:
     """Read one file in ranges, with the storage alone."""
-    session = Session(url, options)
-    storage = session.storage
 
     async def read() -> list[bytearray]:
         size = (await storage.stat("model.safetensors")).size
@@ -322,10 +320,9 @@ def _read_ranges(url: URL, options: dict[str, Any]) -> list[bytearray]:
 
         return await asyncio.gather(*(one(begin) for begin in range(0, size, BUFFER)))
 
-    try:
+    with Session(url, options) as session:
+        storage = session.storage
         return run(read())
-    finally:
-        run(session.close())
 
 
 # Three checkpoints that are merged, compared with a raw read of three and a durable write of one.
