@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -41,8 +40,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> ExitStatus:
     """List the attempts, after the choice if there is one."""
     far = URL.parse(given.far)
-    near = None if given.near is None else os.path.abspath(os.path.expanduser(given.near))
-    copies = [] if near is None else [each for each in find_runs(near, str(far)) if each.far == str(far)]
+    found = {} if given.near is None else find_runs(given.near, str(far))
+    copies = [each for each in found.values() if each.far == str(far)]
     with Session(far, options_of(given)) as session:
         if given.choose is not None:
             facts = on_loop(choose_attempt(session.storage, copies, given.choose, socket.gethostname(), str(far)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -41,7 +40,7 @@ from snapshot.text import counted, entries_text, size_text
 from snapshot.tiers.control import ANSWERS, MEANINGS, ControlClient, Request, StepStatus, UploaderError, far_text
 from snapshot.tiers.near_steps import NearFolder, NearStep
 from snapshot.tiers.timeline import KEY, Line, Standing, origin_of
-from snapshot.tiers.uploader_process import find_runs, folder_of
+from snapshot.tiers.uploader_process import find_runs
 
 # Steps of a run with near folders: where each of them is, as this host sees it.
 
@@ -65,10 +64,10 @@ def list_tiers(arguments: argparse.Namespace, options: Mapping[str, Any] | None)
 
 def runs_in(near: str, far: URL) -> list[NearFolder]:
     """Return the folders of the runs in a near folder that are uploaded to a far root."""
-    runs = find_runs(os.path.abspath(os.path.expanduser(near)), str(far))
+    runs = find_runs(near, str(far))
     if not runs:
         raise SnapshotNotFoundError(f"{near}: has no run that is uploaded to {far}")
-    return [NearFolder(folder_of(near, each)) for each in runs]
+    return [NearFolder(folder) for folder in runs]
 
 
 def tier_rows(folder: NearFolder, heads: Mapping[int, object], line: Line) -> Iterator[dict[str, Any]]:

@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
@@ -31,7 +32,7 @@ from snapshot.cli.listing import stored_place
 from snapshot.cli.locate import list_names, suggest
 from snapshot.cli.ls import runs_in, tier_rows
 from snapshot.cli.screen import ExitStatus, as_json, complain, mute_torch_warnings
-from snapshot.cli.show import countable
+from snapshot.cli.show import countable, widened
 from snapshot.errors import CorruptSnapshotError, SnapshotError, SnapshotNotFoundError, StorageNotFoundError
 from snapshot.io.loop import run as on_loop
 from snapshot.io.storage import FileStat
@@ -50,9 +51,9 @@ from snapshot.save.guards import suspicions
 from snapshot.snapshot import Snapshot
 from snapshot.tensors.geometry import Box, split_shape
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE
-from snapshot.tensors.statistics import TensorStatistics, combine_statistics, measure_tensor
 from snapshot.text import VERSION
 from snapshot.tiers.near_steps import NearFolder, NearStep
+from snapshot.transform.diff_bytes import STEP, l2_norm
 
 # Health of tensors: norms, and numbers of values that are not finite, read part by part.
 
@@ -66,6 +67,23 @@ WORST = 20
 
 class Abandoned(SnapshotError):
     """Raised when the caller does not wait for the result any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHealth:
+    """Norm and number of the finite values of a tensor, and the numbers of the others."""
+
+    norm: float = 0.0
+    finite: int = 0
+    nan: int = 0
+    infinite: int = 0
+
+    def __add__(self, other: TensorHealth) -> TensorHealth:
+        norm, finite = math.hypot(self.norm, other.norm), self.finite + other.finite
+        return TensorHealth(norm, finite, self.nan + other.nan, self.infinite + other.infinite)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"norm": self.norm if self.finite else math.nan, "nan": self.nan, "infinite": self.infinite}
 
 
 def measured_tensors(document: Document, glob: str) -> dict[str, tuple[str, e.AnyTensor]]:
@@ -112,7 +130,7 @@ def health(opened: Opened, glob: str, is_over: Callable[[], bool]) -> dict[str, 
     for path, entry in entries.items():
         check_tensor(path, entry, document.files)
     on_loop(expect_files(opened, find_locations(entries, document.files)))
-    found: dict[str, list[TensorStatistics]] = {name: [] for name in tensors}
+    measured = dict.fromkeys(tensors, TensorHealth())
     for batch in _batches(tensors):
         if is_over():
             raise Abandoned
@@ -124,32 +142,17 @@ def health(opened: Opened, glob: str, is_over: Callable[[], bool]) -> dict[str, 
             read_plan.into_box(path, entry, box, parts[-1][1])
         read_plan.execute(opened, verify=True)
         for name, part in parts:
-            measured = measure_tensor(_in_parts(part) if part.is_complex() else part)
-            assert measured is not None, "the dtype was checked"
-            found[name].append(measured)
-    whole = {name: combine_statistics(each) for name, each in found.items()}
-    ill = sorted((each for each in whole.items() if each[1].bad), key=lambda each: -each[1].bad)
+            measured[name] += _health_of(part)
+    ill = [each for each in measured.items() if each[1].nan or each[1].infinite]
+    ill.sort(key=lambda each: -each[1].nan - each[1].infinite)
     return {
         "tensors": len(tensors),
         "bytes": size_of(tensors),
-        **_health_json(combine_statistics(whole.values())),
-        "each": [{"name": name, **_health_json(each)} for name, each in list(whole.items())[:EACH]],
+        **sum(measured.values(), TensorHealth()).as_json(),
+        "each": [{"name": name, **found.as_json()} for name, found in list(measured.items())[:EACH]],
         "ill": len(ill),
-        "worst": [{"name": name, **_health_json(each)} for name, each in ill[:WORST]],
+        "worst": [{"name": name, **found.as_json()} for name, found in ill[:WORST]],
     }
-
-
-def _in_parts(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the real and imaginary parts of complex numbers; one NaN or infinity for a number that is not finite."""
-    pairs = torch.view_as_real(tensor)
-    finite = pairs.isfinite().all(-1)
-    others = torch.where(pairs[~finite].isnan().any(-1), math.nan, math.inf)
-    return torch.cat([pairs[finite].reshape(-1), others])
-
-
-def _health_json(found: TensorStatistics) -> dict[str, Any]:
-    norm = found.norm if found.count > found.bad else math.nan
-    return {"norm": norm, "nan": found.nan, "infinite": found.infinite}
 
 
 def _batches(tensors: Mapping[str, tuple[str, e.AnyTensor]]) -> Iterator[list[tuple[str, Box]]]:
@@ -166,6 +169,18 @@ def _batches(tensors: Mapping[str, tuple[str, e.AnyTensor]]) -> Iterator[list[tu
                 batch, nbytes = [], 0
     if batch:
         yield batch
+
+
+def _health_of(part: torch.Tensor) -> TensorHealth:
+    """Return the health of a part, whose values are widened in small steps, since that needs more memory."""
+    total = TensorHealth()
+    for step in torch.split(part.reshape(-1), STEP):
+        parts = torch.view_as_real(step) if step.is_complex() else step.reshape(-1, 1)
+        values = widened(parts).reshape(parts.shape)
+        ill, finite = values.isnan().any(1), values.isfinite().all(1)
+        good, nan = values[finite], int(ill.sum())
+        total += TensorHealth(l2_norm(good.abs()), len(good), nan, len(values) - len(good) - nan)
+    return total
 
 
 # The steps of a run as `snapshot ui` shows them: listed, checked, compared and measured. Nothing is written.
@@ -292,10 +307,13 @@ class RunView:
     def _checkpoint(self, step: int) -> Snapshot:
         """Return a step: from the near folder if it has all files of the same save, otherwise from the root."""
         folder, near = self._near_steps().get(step, (None, None))
-        if folder is not None and near is not None and self._root.save_id(step) in ("", near.save_id):
-            files = folder.files(step)
-            if all(files.get(name) == size for name, size in near.head.sizes().items()):
-                return Snapshot(folder.step_path(step))
+        if (
+            folder is not None
+            and near is not None
+            and self._root.save_id(step) in ("", near.save_id)
+            and folder.is_whole(near)
+        ):
+            return Snapshot(folder.step_path(step))
         return Snapshot(self._root.step_url(step).reveal(), storage_options=self._options)
 
 

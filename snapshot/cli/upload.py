@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import math
-import os
 import time
 
 from snapshot.cli.arguments import add_storage, options_of
@@ -13,7 +12,7 @@ from snapshot.cli.screen import ExitStatus, printable
 from snapshot.errors import SnapshotError
 from snapshot.events import log
 from snapshot.io.url import URL
-from snapshot.tiers.uploader_process import find_runs, folder_of, serve, upload_by_hand
+from snapshot.tiers.uploader_process import find_runs, serve, upload_by_hand
 
 DESCRIPTION = (
     "Upload the near steps of a run to its far root, and end when they are there. A trainer with near folders "
@@ -49,12 +48,12 @@ def run(given: argparse.Namespace) -> ExitStatus:
     if given.rate is not None and not 0 < given.rate < math.inf:
         raise ValueError(f"--rate must be a number of bytes above 0, got {given.rate}")
     far = None if given.far is None else URL.parse(given.far)
-    found = find_runs(os.path.abspath(given.near), None if far is None else str(far))
+    found = find_runs(given.near, None if far is None else str(far))
     if not found:
         raise SnapshotError(f"{given.near}: no run with near steps is here")
     status = ExitStatus.OK
-    for copy in found:
-        folder, target = folder_of(given.near, copy), copy.far if far is None else far.reveal()
+    for folder, copy in found.items():
+        target = copy.far if far is None else far.reveal()
         began = time.monotonic()
         try:
             done = upload_by_hand(folder, copy.facts, target, options_of(given), everything=given.all, rate=given.rate)

@@ -301,16 +301,10 @@ class TieredSteps(Steps):
 
     def snapshot(self, step: int) -> Snapshot:
         """Return a step: from this host, if its folder has all files, or else from the far root."""
-        if self._is_whole_here(step):
+        near = self._set.folder.steps().get(step) if self._set is not None else None
+        if self._set is not None and near is not None and self._set.folder.is_whole(near):
             return Snapshot(self.local.step_url(step).reveal(), self.pg, allow_pickle=self.allow_pickle)
         return Snapshot(self.path(step), self.pg, self.root.options, allow_pickle=self.allow_pickle)
-
-    def _is_whole_here(self, step: int) -> bool:
-        if self._set is None:
-            return False
-        found = self._set.folder.steps().get(step)
-        files = self._set.folder.files(step)
-        return found is not None and all(files.get(name) == size for name, size in found.head.sizes().items())
 
     def _near_steps(self) -> set[int]:
         """Return the near steps on the line of this run, as this host sees them."""

@@ -138,6 +138,11 @@ class NearFolder:
                         found[name] = entry.stat(follow_symlinks=False).st_size
         return found
 
+    def is_whole(self, near: NearStep) -> bool:
+        """Return True if all files of a committed step are here."""
+        files = self.files(near.step)
+        return all(files.get(name) == size for name, size in near.head.sizes().items())
+
     def remove(self, step: int, save_id: str) -> None:
         """Remove a snapshot of a step, the manifest first, but no file of another save."""
         folder = self.step_path(step)

@@ -430,23 +430,18 @@ WAITING = 20.0
 """Seconds to wait for the files of other hosts, whose uploads may run at the same time."""
 
 
-def find_runs(near: str, far: str | None) -> list[Copy]:
-    """Return the runs in a near folder, or the run itself if the folder is a run's, with their facts.
+def find_runs(near: str, far: str | None) -> dict[str, Copy]:
+    """Return the runs in a near folder, or the run itself if the folder is a run's: their facts, by the run's folder.
 
     `far` chooses the runs that were uploaded there. A single run may have been uploaded to another place. Raise
     PermissionError if another user can write to the folder.
     """
-    expect_own_folder(near)
-    own = copy_in(os.path.abspath(os.path.expanduser(near)))
-    found = [own] if own.far else read_copies(near)
-    chosen = [each for each in found if far is None or each.far == far]
-    return chosen or (found if len(found) == 1 else [])
-
-
-def folder_of(near: str, copy: Copy) -> str:
-    """Return the folder of a run that `find_runs` has found."""
     near = os.path.abspath(os.path.expanduser(near))
-    return near if os.path.basename(near) == copy.run else f"{near}/{copy.run}"
+    expect_own_folder(near)
+    own = copy_in(near)
+    found = {near: own} if own.far else {f"{near}/{each.run}": each for each in read_copies(near)}
+    chosen = {folder: each for folder, each in found.items() if far is None or each.far == far}
+    return chosen or (found if len(found) == 1 else {})
 
 
 def upload_by_hand(

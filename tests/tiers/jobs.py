@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from snapshot import Near, SnapshotManager, StateDict
 from snapshot.tiers.control import ControlClient, Request, UploaderError
-from snapshot.tiers.uploader_process import find_runs, folder_of, lock_folder, upload_by_hand
+from snapshot.tiers.uploader_process import find_runs, lock_folder, upload_by_hand
 
 ELEMENTS = 4000
 OF_NEAR = {"keep_near", "upload", "replicas", "rate", "upload_compression", "grace"}
@@ -66,8 +66,8 @@ def runs_in(near):
 
 def upload_all(near, far):
     """Upload all steps of the only run in a near folder by hand, and return their states."""
-    [copy] = find_runs(str(near), None)
-    return upload_by_hand(folder_of(str(near), copy), copy.facts, str(far), {}, everything=True, rate=None)
+    [(folder, copy)] = find_runs(str(near), None).items()
+    return upload_by_hand(folder, copy.facts, str(far), {}, everything=True, rate=None)
 
 
 def ask(folder, verb="status", **fields):

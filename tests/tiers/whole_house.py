@@ -19,7 +19,7 @@ from snapshot.io.url import URL
 from snapshot.tiers.facts import choose_attempt
 from snapshot.tiers.tier_set import FarError
 from snapshot.tiers.uploader import LOOKS
-from snapshot.tiers.uploader_process import find_runs, folder_of, upload_by_hand
+from snapshot.tiers.uploader_process import find_runs, upload_by_hand
 from tests.tiers.one_process import Job, Killed
 from tests.tiers.oracle import Take, Wrong, flipped
 from tests.tiers.watched_run import WatchedRun
@@ -408,7 +408,7 @@ class House(WatchedRun):
         self.log[-1] += (host, name)
         self.chosen = self.clock.now
         far = URL.parse(self.root.url)
-        copies = [each for each in find_runs(self.near_of(host), str(far)) if each.far == str(far)]
+        copies = [each for each in find_runs(self.near_of(host), str(far)).values() if each.far == str(far)]
         session = Session(far, self.root.options)
         trouble = self._trouble()
         try:
@@ -423,11 +423,9 @@ class House(WatchedRun):
 
     def upload_by_hand(self, host):
         self.log[-1] += (host,)
-        found = (
-            find_runs(self.near_of(host), str(URL.parse(self.root.url))) if os.path.isdir(self.near_of(host)) else []
-        )
-        for copy in found:
-            folder = folder_of(self.near_of(host), copy)
+        near = self.near_of(host)
+        found = find_runs(near, str(URL.parse(self.root.url))) if os.path.isdir(near) else {}
+        for folder, copy in found.items():
             if folder not in self.machines.processes or not self.machines.processes[folder].is_alive:
                 with contextlib.suppress(SnapshotError, Killed):
                     url, options = self.root.url, self.root.options
