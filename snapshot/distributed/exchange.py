@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import contextmanager, suppress
 from types import TracebackType
@@ -17,9 +15,9 @@ import msgspec
 from snapshot import errors
 from snapshot.decoding import decode_json, decode_msgpack
 from snapshot.distributed.group import SOLO, Liveness, Ranks, Waker, ranks_of
-from snapshot.errors import RankError, SnapshotError, StorageError, system_limits
+from snapshot.errors import RankError, SnapshotError, StorageError
 from snapshot.events import warn
-from snapshot.io.loop import in_own_thread
+from snapshot.io.loop import in_own_thread, start_in_thread
 from snapshot.io.url import PER_HOST, URL
 from snapshot.options import Settings, expect_positive
 
@@ -320,17 +318,8 @@ class Exchange:
 
     def _guard(self, work: Callable[[], T], timeout: float | None = None) -> T:
         """Run a store request. If the store fails or does not respond, blame the rank that serves it."""
-        future: Future[T] = Future()
         heard = self._heard = time.monotonic()
-
-        def talk() -> None:
-            try:
-                future.set_result(work())
-            except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
-                future.set_exception(error)
-
-        with system_limits("cannot start a thread"):
-            threading.Thread(target=talk, name="snapshot-io-store", daemon=True).start()
+        future = start_in_thread(work, "snapshot-io-store")
         patience = timeout or self.timeout
         what = f"did not respond for {patience:g} s"
         quiet = 0  # counted in quarters: time in which this process is stopped must not count

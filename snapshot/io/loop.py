@@ -12,6 +12,7 @@ import concurrent.futures
 import threading
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from snapshot.errors import system_limits
@@ -219,17 +220,22 @@ async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 async def in_own_thread(work: Callable[..., T], *args: Any) -> T:
     """Run blocking work that may wait long for other ranks in a thread outside the small pool."""
+    return await asyncio.shield(asyncio.wrap_future(start_in_thread(partial(work, *args), "snapshot-io-wait")))
+
+
+def start_in_thread(work: Callable[[], T], name: str) -> Future[T]:
+    """Start blocking work in a thread outside the small pool. It can be abandoned: nothing waits for it at the exit."""
     future: Future[T] = Future()
 
     def call() -> None:
         try:
-            future.set_result(work(*args))
+            future.set_result(work())
         except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
             future.set_exception(error)
 
     with system_limits("cannot start a thread"):
-        threading.Thread(target=call, name="snapshot-io-wait", daemon=True).start()
-    return await asyncio.shield(asyncio.wrap_future(future))
+        threading.Thread(target=call, name=name, daemon=True).start()
+    return future
 
 
 def end_threads() -> None:

@@ -12,10 +12,8 @@ request existed. The proposer reads the numbers after that, and so finds it.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,7 +24,7 @@ from snapshot.distributed.exchange import Exchange, lost_store_error
 from snapshot.distributed.group import ranks_of
 from snapshot.errors import CommitUnknown, SnapshotError
 from snapshot.events import log
-from snapshot.io.loop import run
+from snapshot.io.loop import run, start_in_thread
 from snapshot.manager.root import Root
 from snapshot.manager.steps import Steps
 from snapshot.options import Settings
@@ -135,18 +133,8 @@ class StepVote:
 
     def _guarded(self, work: Callable[[], None]) -> None:
         """Call the store in a thread that can be abandoned: a store whose server is stopped never responds."""
-        future: Future[None] = Future()
-
-        def talk() -> None:
-            try:
-                work()
-                future.set_result(None)
-            except BaseException as error:  # noqa: BLE001 - the waiting thread raises it
-                future.set_exception(error)
-
-        threading.Thread(target=talk, name="snapshot-io-store", daemon=True).start()
         try:
-            future.result(self._timeout)
+            start_in_thread(work, "snapshot-io-store").result(self._timeout)
             return
         except NotYet:
             what = f"has not responded for {self._timeout:g} s"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -40,7 +39,7 @@ from snapshot.manifest.document import (
 from snapshot.save import transaction
 from snapshot.save.guards import suspicions
 from snapshot.tiers.facts import read_facts
-from snapshot.tiers.near_steps import PINNED
+from snapshot.tiers.near_steps import PINNED, STEP
 from snapshot.tiers.timeline import Line, origin_of
 
 T = TypeVar("T")
@@ -53,7 +52,6 @@ BEGINNING, END = 128 << 10, 4 << 10
 """Bytes at the beginning and at the end of a long manifest that are read for its head."""
 LONGEST_BEGINNING = 32 << 20
 """Maximum of these bytes at the beginning. A manifest with a longer head is read as a whole."""
-_STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 
 
 def taken_of(step: int, head: ManifestHead) -> Taken:
@@ -320,7 +318,7 @@ class Root:
 
 def steps_of(list_folder: Iterable[str]) -> list[int]:
     """Return the step numbers of listed folders, ascending. Skip files, and names such as `step-007`."""
-    found = (_STEP.fullmatch(path[:-1]) for path in list_folder if path.endswith("/"))
+    found = (STEP.fullmatch(path[:-1]) for path in list_folder if path.endswith("/"))
     return sorted(int(each[1]) for each in found if each)
 
 

@@ -294,8 +294,9 @@ class Signals:
         """The signal that was received, if any."""
         self._at = 0.0
         self._pid = os.getpid()
-        self._closed = False
-        self._before: dict[int, Any] = {}
+        self.closed = False
+        self.before: dict[int, Any] = {}
+        """The handlers that were installed before these."""
         wanted = [signal.Signals(number) for number in numbers]
         if not wanted:
             return
@@ -306,10 +307,10 @@ class Signals:
             )
             return
         for number in wanted:
-            self._before[number] = signal.signal(number, self._handle)
+            self.before[number] = signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._closed or self._pid != os.getpid():  # a forked child is not the job, and must exit on a signal
+        if self.closed or self._pid != os.getpid():  # a forked child is not the job, and must exit on a signal
             self._give_up(number, frame)
         elif self.number is None:
             self.number, self._at = number, time.monotonic()
@@ -323,20 +324,11 @@ class Signals:
             self._put_back()
             self._give_up(number, frame, at_once=True)
 
-    @property
-    def is_closed(self) -> bool:
-        """True once `close` was called."""
-        return self._closed
-
-    def earlier(self, number: int) -> Any:
-        """Return the handler that was installed before this one."""
-        return self._before[number]
-
     def _earlier(self, number: int) -> Any:
         """Return the handler that was installed before, skipping those of closed managers."""
-        before = self._before[number]
-        while isinstance(owner := getattr(before, "__self__", None), Signals) and owner.is_closed:
-            before = owner.earlier(number)
+        before = self.before[number]
+        while isinstance(owner := getattr(before, "__self__", None), Signals) and owner.closed:
+            before = owner.before[number]
         return before
 
     def _chained(self, number: int) -> Callable[[int, FrameType | None], Any] | None:
@@ -356,7 +348,7 @@ class Signals:
             signal.raise_signal(number)
 
     def _put_back(self) -> None:
-        for number in self._before:
+        for number in self.before:
             if signal.getsignal(number) == self._handle:
                 before = self._earlier(number)
                 # None is a handler that was not set from Python, which Python cannot set again
@@ -367,7 +359,7 @@ class Signals:
 
         A signal that still arrives here later has the effect that it would have had without this handler.
         """
-        self._closed = True
+        self.closed = True
         if self._pid == os.getpid() and threading.current_thread() is threading.main_thread():
             self._put_back()
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -17,19 +15,18 @@ import torch
 import torch.distributed as dist
 
 from snapshot.distributed.exchange import Exchange
-from snapshot.errors import RestoreError, SnapshotError, system_limits
+from snapshot.errors import RestoreError, SnapshotError
 from snapshot.formats.hugging_face import SHARD
 from snapshot.io.accelerators import current_device_index
 from snapshot.io.aio import gather_limited, in_thread
+from snapshot.io.loop import start_in_thread
 from snapshot.io.session import Session
 from snapshot.maps.recipe import Spec, Target
 from snapshot.maps.tensor_map import TensorMap
 from snapshot.plan.layout import FilePlan, group_in_order, plan_exact_file
 from snapshot.plan.names import strip_wrappers
 from snapshot.publish.build import DeltaEncoder, EncodedDelta, TensorSums, checksum_text
-from snapshot.publish.store import (
-    version_name,
-)
+from snapshot.publish.store import version_name
 from snapshot.save.staging import Stager
 from snapshot.save.writer import Writer, WrittenFile
 from snapshot.state.leaves import Leaf
@@ -383,20 +380,14 @@ class _Link:
 
     def _finish(self, operations: list[dist.P2POp]) -> None:
         """Run the operations. Stop waiting when another rank has failed: the group's own timeout may be long."""
-        future: Future[None] = Future()
 
         def run() -> None:
-            try:
-                for work in dist.batch_isend_irecv(operations):
-                    work.wait()
-                if self._device.type != "cpu":
-                    torch.accelerator.synchronize()
-                future.set_result(None)
-            except BaseException as error:  # noqa: BLE001 - it is raised below
-                future.set_exception(error)
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+            if self._device.type != "cpu":
+                torch.accelerator.synchronize()
 
-        with system_limits("cannot start a thread"):
-            threading.Thread(target=run, name="snapshot-io-gather", daemon=True).start()
+        future = start_in_thread(run, "snapshot-io-gather")
         if not self._exchange.together(future.done):
             raise SnapshotError("another rank could not send its tensors")
         try:
