@@ -111,12 +111,6 @@ class _Handler(BaseHTTPRequestHandler):
     wbufsize = 0
     disable_nagle_algorithm = True
 
-    def do_HEAD(self) -> None:
-        self._answer()
-
-    def do_GET(self) -> None:
-        self._answer()
-
     def _answer(self) -> None:
         wanted = self.headers["Range"] or ""
         secret = self.peer.find_secret(self.headers[SIGNATURE], self.command, self.path, wanted)
@@ -131,6 +125,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.NOT_FOUND, "not a name of a file that hosts offer")
         else:
             self._send_file(secret, *found, wanted)
+
+    do_GET = do_HEAD = _answer
 
     def _refuse(self, status: HTTPStatus, why: str) -> None:
         self._send(status, why.encode())
