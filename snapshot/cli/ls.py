@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 from snapshot.cli.arguments import add_json, add_storage, count, options_of
@@ -89,15 +90,10 @@ def tier_rows(folder: NearFolder, heads: Mapping[int, object], line: Line) -> It
 def _states(folder: str) -> dict[int, StepStatus]:
     """Return what the uploader of a folder says, if it runs."""
     try:
-        client = ControlClient(folder, ANSWERS)
+        with closing(ControlClient(folder, ANSWERS)) as client:
+            return client.ask(Request("status"), ANSWERS).steps
     except UploaderError:
         return {}
-    try:
-        return client.ask(Request("status"), ANSWERS).steps
-    except UploaderError:
-        return {}
-    finally:
-        client.close()
 
 
 def _tiered_row(

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -494,11 +494,8 @@ class UploaderLink:
         silent, pid = 0, -1
         while not self._closed.wait(PERIOD):
             try:
-                client = ControlClient(self._folder, PING)
-                try:
+                with closing(ControlClient(self._folder, PING)) as client:
                     client.ask(Request("ping"), PING)
-                finally:
-                    client.close()
                 silent = 0
             except UploaderHungError:
                 found = pid_in(self._folder) or -1
