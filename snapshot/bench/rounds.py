@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import platform
@@ -29,6 +28,7 @@ from snapshot.bench.systems import SYSTEMS
 from snapshot.bench.workloads import INCREMENTAL, Case
 from snapshot.errors import StorageError
 from snapshot.io.arena import available_memory
+from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.io.storage import map_exceptions
 from snapshot.io.system import hold_signals
@@ -60,7 +60,7 @@ class Workspace:
             for folder in Path(self.url.location).iterdir():
                 shutil.rmtree(folder, ignore_errors=True)
         else:
-            asyncio.run(_clear(self.url))
+            _clear(self.url)
 
     def check_room(self, nbytes: int, what: str) -> None:
         """Raise StorageError if `nbytes` bytes do not fit."""
@@ -82,11 +82,11 @@ def place(url: str) -> Iterator[Workspace]:
             yield Workspace(URL.parse(str(folder)), local=True)
         return
     below = parsed.join(f"snapshot-bench-{uuid.uuid4().hex[:12]}")
-    asyncio.run(_probe(below))
+    _probe(below)
     try:
         yield Workspace(below, local=False)
     finally:
-        asyncio.run(_clear(below))
+        _clear(below)
 
 
 @contextmanager
@@ -116,15 +116,15 @@ def without_new_folders(folder: Path) -> Iterator[None]:
                 made.rmdir()
 
 
-async def _probe(url: URL) -> None:
-    async with Session(url, options_from_environment()) as session:
-        await session.storage.put("probe", b"probe")
-        await session.storage.delete(["probe"])
+def _probe(url: URL) -> None:
+    with Session(url, options_from_environment()) as session:
+        run(session.storage.put("probe", b"probe"))
+        run(session.storage.delete(["probe"]))
 
 
-async def _clear(url: URL) -> None:
-    async with Session(url, options_from_environment()) as session:
-        await session.storage.delete(await session.storage.list())
+def _clear(url: URL) -> None:
+    with Session(url, options_from_environment()) as session:
+        run(session.storage.delete(run(session.storage.list())))
 
 
 def describe(where: Workspace) -> dict[str, Any]:
