@@ -46,14 +46,15 @@ class PartPrefetcher:
     def __init__(
         self,
         writer: Writer,
+        source: Stager,
         budget: MemoryBudget,
         files: Sequence[FilePlan],
+        *,
         progress: Callable[[int], None],
         begin: Callable[[], object],
-        *,
         shared: bool = False,
     ) -> None:
-        self._source = writer.source
+        self._source = source
         self._in_turn = writer.packing is not None
         self._budget = budget
         self._files = files
@@ -106,27 +107,21 @@ class PartPrefetcher:
             self._stop_pinning()
 
     def _stage(self, number: int, position: int, part: FilePart) -> None:
-        size = arena_bytes(part.end - part.begin)
-        slot, staged, granted = None, None, False
+        nbytes = part.end - part.begin
+        held = self._budget.try_hold(nbytes, shared=self._shared, pinning=self._pinning)
+        if held is None:
+            self._deliver(0)  # their memory is released once they are written
+            self._begin()
+            self.open()
+            held = self._budget.hold_blocking(nbytes, shared=self._shared, pinning=self._pinning)
+        staged = None
         try:
-            granted = self._budget.try_acquire(size)
-            if not granted:
-                self._deliver(0)  # their memory is released once they are written
-                self._begin()
-                self.open()
-                self._budget.acquire_blocking(size)
-                granted = True
-            slot = arena().take(part.end - part.begin, shared=self._shared, pinning=self._pinning)
-            with span("stage", bytes=part.end - part.begin, copied=True):
-                staged = self._source.begin(self._files[number], part, slot, self._budget)
+            with span("stage", bytes=nbytes, copied=True):
+                staged = self._source.begin(self._files[number], part, held)
         except BaseException:
-            if staged is not None:
+            if staged is not None:  # an interrupt after it began
                 staged.release()
-                raise
-            if slot is not None:
-                arena().give(slot)
-            if granted:
-                self._budget.release(size)
+            held.release()
             raise
         self._arriving.append((number, position, staged))
         self._deliver(AHEAD if staged.events else 0)
@@ -287,7 +282,13 @@ class StagingAhead(PartStaging):
         budget, files = self._opening.session.budget, self._plan.files
         self._take = take
         self._prefetcher = prefetcher = PartPrefetcher(
-            take.writer, budget, files, self._opening.meter.staged, take.start, shared=self._sink is not None
+            take.writer,
+            self.stager,
+            budget,
+            files,
+            progress=self._opening.meter.staged,
+            begin=take.start,
+            shared=self._sink is not None,
         )
         now, later = range(len(files) - self._plan.late), range(len(files) - self._plan.late, len(files))
         if self._sink is None:

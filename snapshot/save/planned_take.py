@@ -39,7 +39,7 @@ from snapshot.save.describe import RankManifest, build_entries, describe_alone, 
 from snapshot.save.guards import GuardedTake
 from snapshot.save.replication import RankShare
 from snapshot.save.reuse import Unchanged, remember_unchanged
-from snapshot.save.staging import Stager
+from snapshot.save.staging import PartSource
 from snapshot.save.take_request import TakeSigner
 from snapshot.save.transaction import State, Transaction
 from snapshot.save.writer import Writer, WrittenFile, write_small
@@ -126,7 +126,7 @@ class Take:
         plan: SavePlan,
         unchanged: Unchanged,
         *,
-        stager: Stager,
+        source: PartSource,
         metadata: msgspec.Raw,
         staging: PartStaging | None = None,
         verify: Verify | None = None,
@@ -144,7 +144,7 @@ class Take:
         self._exchange = opening.exchange
         self._meter = opening.meter
         self._share = share
-        self._stager = stager
+        self._source = source
         self._staging = PartStaging() if staging is None else staging
         self._metadata = metadata
         self.unchanged = unchanged
@@ -157,7 +157,7 @@ class Take:
         self.work: LoopFuture[None] | None = None
         self.writer = Writer(
             self.session.storage,
-            stager,
+            source,
             self.session.budget,
             self._meter.wrote,
             wanted_part=self.session.settings.part_bytes or self._staging.part_bytes,
@@ -240,7 +240,7 @@ class Take:
     def _forget_tensors(self) -> None:
         """Release the application's tensors: an error or the pending snapshot must not keep them alive."""
         self._staging.forget()
-        self._stager.forget()
+        self._source.forget()
         if self._guarded is not None:
             self._guarded.forget()
         del self._share, self.writer, self._staging
@@ -316,7 +316,7 @@ class Take:
         """Build this rank's entries. The leaves are released."""
         share = self._share
         remember_unchanged(save_id, share, self.unchanged, written)
-        self._stager.forget()
+        self._source.forget()
         made = build_entries(
             share, written, self.unchanged, binary, structure=self.plan.structure, metadata=self._metadata
         )

@@ -38,7 +38,7 @@ from snapshot.manifest.paths import decode_component
 from snapshot.plan.layout import Extent, FilePlan, group_in_order, plan_exact_file
 from snapshot.progress import Meter
 from snapshot.reports import ConvertReport
-from snapshot.save.staging import Stager
+from snapshot.save.staging import PartSource
 from snapshot.save.writer import Writer
 from snapshot.state.flatten import inflate_tree
 from snapshot.state.leaves import Leaf
@@ -58,8 +58,8 @@ from snapshot.transform.call import (
     select_entries,
     selected_locations,
 )
-from snapshot.transform.gguf_target import QuantisingStager, Template, lay_out, read_template
-from snapshot.transform.sources import CheckpointStager, expect_room, reads_ranges
+from snapshot.transform.gguf_target import QuantisingSource, Template, lay_out, read_template
+from snapshot.transform.sources import CheckpointSource, expect_room, reads_ranges
 from snapshot.transform.staged_files import StagedFiles
 from snapshot.transform.target import (
     Selection,
@@ -546,7 +546,7 @@ class Export:
         *,
         overwrite: bool,
         exchange: Exchange,
-        make_stager: Callable[..., CheckpointStager] = CheckpointStager,
+        make_source: Callable[..., CheckpointSource] = CheckpointSource,
     ) -> ConvertReport:
         """Write the planned files. Each rank writes a share of them."""
         outputs = StagedFiles(
@@ -564,7 +564,7 @@ class Export:
         await outputs.begin(overwrite=overwrite)
         files = [plan.files[number][1] for number in outputs.share]
         own = {extent.leaf for file in files for extent in file.extents}
-        source: Stager = make_stager(
+        reader = make_source(
             self._source,
             plan.leaves,
             [origin if number in own else b"" for number, origin in enumerate(plan.origins)],
@@ -572,9 +572,10 @@ class Export:
             orders=plan.orders,
             sums=plan.sums,
         )
+        source: PartSource = reader
         if plan.quantised:
             memory = self._source.budget.set_aside(self._source.budget.total // 4)
-            source = QuantisingStager(source, frozenset(plan.quantised), memory)
+            source = QuantisingSource(reader, frozenset(plan.quantised), memory)
         meter.begin(sum(file.size for file in files))
         writer = Writer(target.storage, source, target.budget, meter.wrote, wanted_part=target.settings.part_bytes)
         await outputs.write(writer, files, plan.last)
@@ -620,7 +621,7 @@ def write_checkpoint(
     choice: Selection,
     target: Target,
     *,
-    make_stager: Callable[..., CheckpointStager] = CheckpointStager,
+    make_source: Callable[..., CheckpointSource] = CheckpointSource,
     splits: Callable[[AnyTensor], bool] = reads_ranges,
     template: Template | None = None,
 ) -> ConvertReport:
@@ -631,7 +632,7 @@ def write_checkpoint(
     url, exchange = target.place.url, operation.exchange
     expect_common_place(exchange, url)
     if target.format == "snapshot":
-        return write_as_snapshot(opened, choice, target, operation, make_stager=make_stager, splits=splits)
+        return write_as_snapshot(opened, choice, target, operation, make_source=make_source, splits=splits)
     export = Export(opened, choice)
     name: str | None = None
     if target.format in ("torch", "gguf") or (target.format == "safetensors" and suffix_of(url) == ".safetensors"):
@@ -661,7 +662,7 @@ def write_checkpoint(
             plan = export.dcp(lanes)
         overwrite = target.overwrite
         work = export.write(
-            plan, made, operation.meter, overwrite=overwrite, exchange=exchange, make_stager=make_stager
+            plan, made, operation.meter, overwrite=overwrite, exchange=exchange, make_source=make_source
         )
         return run(work)
 

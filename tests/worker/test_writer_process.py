@@ -49,9 +49,8 @@ class Ahead:
         if (number, position) == self._fails_at:
             raise MemoryError("no more can be staged")
         part = self._take.parts[number][position]
-        slot = arena().take(part.end - part.begin, shared=True)
-        await self._take.budget.acquire(slot.size)
-        return self._take.source.stage(self._take.files[number], part, slot, self._take.budget)
+        held = self._take.budget.hold_blocking(part.end - part.begin, shared=True)
+        return self._take.source.stage(self._take.files[number], part, held)
 
     def stop(self, error):
         self.error = error
