@@ -142,6 +142,8 @@ class Snapshot:
     @classmethod
     def of(cls, source: str | os.PathLike[str] | Snapshot) -> Snapshot:
         """Return a snapshot; a path becomes one."""
+        if not isinstance(source, (str, os.PathLike, Snapshot)):
+            raise TypeError(f"a checkpoint must be a path, a URL or a Snapshot, got {source!r}")
         return source if isinstance(source, Snapshot) else Snapshot(source)
 
     @property

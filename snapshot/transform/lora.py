@@ -398,7 +398,7 @@ def _leaf_of(leaf: Leaf, entry: AnyTensor, *, whole: bool) -> Leaf:
 # The merge.
 
 
-def merge_lora(
+def add_adapter(
     operation: Operation, origins: tuple[Location, Location], target: Target, choice: Selection
 ) -> ConvertReport:
     """Write a base with an adapter. Memory: a quarter for reading, a quarter for both, and half for writing."""
