@@ -17,11 +17,7 @@ from snapshot.io.url import URL, Location, expect_mapping, locate_source
 from snapshot.loading.choose import Accept, Cast, Mismatched, RestoreOptions, Unused
 from snapshot.loading.left_out import attach_base
 from snapshot.loading.mapping import map_checkpoint
-from snapshot.loading.open import (
-    KnownManifest,
-    checkpoint_exists,
-    open_restore,
-)
+from snapshot.loading.open import KnownManifest, checkpoint_exists, open_restore
 from snapshot.loading.read_object import read_object, read_state_dict
 from snapshot.loading.restore import Restore
 from snapshot.loading.statistics import read_statistics

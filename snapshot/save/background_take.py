@@ -263,11 +263,12 @@ class StagingAhead(PartStaging):
         self, opening: TakeOpening, share: RankShare, plan: SavePlan, late: LateCopies, sink: PartSink | None
     ) -> None:
         self.stager = Stager(share.leaves, copies=True, parallel=True)
+        super().__init__(self.stager)
         if late.pending is not None:
             self.stager.watch(late.marks, late.owners, late.pending.versions)
         if opening.session.storage.capabilities.local:
             self.part_bytes = PART_AHEAD
-        self._late = late.pending
+        self.late = late.pending
         self._sink = sink
         """A writer process that writes the data files in place of this process."""
         self._opening = opening
@@ -305,8 +306,8 @@ class StagingAhead(PartStaging):
             with system_limits("cannot start a thread"):
                 self._thread.start()
         else:
-            if self._late is not None:  # all that would be copied late is shared
-                self._late.copied()
+            if self.late is not None:  # all that would be copied late is shared
+                self.late.copied()
             self._all_staged()
         return work
 
@@ -335,17 +336,17 @@ class StagingAhead(PartStaging):
 
     def _stage_late(self, prefetcher: PartPrefetcher, files: range) -> None:
         """Stage what may be staged after the call. An error fails the writer, which waits for the parts."""
-        assert self._late is not None
+        assert self.late is not None
         if self.stager.pinning(self._opening.session.budget, 0) is not None:
             permit_capture()
         try:
             prefetcher.stage(files)
-            self._late.copied()
+            self.late.copied()
             self._all_staged()  # before the last parts can be written
             prefetcher.open()
         except BaseException as error:  # noqa: BLE001 - `wait()` raises it
             prefetcher.stop(error)
-            self._late.end()
+            self.late.end()
 
     def _all_staged(self) -> None:
         meter = self._opening.meter
@@ -370,9 +371,9 @@ class StagingAhead(PartStaging):
         )
 
     async def check(self) -> None:
-        if self._late is not None:
-            await in_thread(self._late.let_go)
-            if self._late.changed:
+        if self.late is not None:
+            await in_thread(self.late.let_go)
+            if self.late.changed:
                 raise SnapshotError(CHANGED)
 
     def stop(self, error: BaseException) -> None:
@@ -389,5 +390,5 @@ class StagingAhead(PartStaging):
             self._prefetcher.release()
 
     def forget(self) -> None:
-        if self._late is not None:
-            self._late.end()
+        if self.late is not None:
+            self.late.end()

@@ -36,7 +36,7 @@ from snapshot.plan.names import Rename, expect_globs
 from snapshot.reports import ConvertReport
 from snapshot.save.begin import open_take
 from snapshot.save.compression import choose_packing, expect_compression, usual_budget
-from snapshot.save.planned_take import Take, plan_writes
+from snapshot.save.planned_take import PartStaging, Take, plan_writes
 from snapshot.save.replication import RankShare, Replication, item_of, size_of
 from snapshot.save.reuse import Unchanged
 from snapshot.state import leaves
@@ -562,7 +562,7 @@ def write_as_snapshot(
         plan = plan_writes(share, opening.session, staged=False, packing=packing)
         source = make_source(opened, share.leaves, share.origins, verify=choice.verify)
         metadata = add_root(document)
-        take = Take(opening, share, plan, Unchanged(), source=source, metadata=metadata, packing=packing)
+        take = Take(opening, share, plan, Unchanged(), staging=PartStaging(source), metadata=metadata, packing=packing)
         run(take.write_and_commit())
     changed = tuple(memory_changes(entries, lambda *_: True))
     return ConvertReport("snapshot", recording.tensors, take.committed_bytes, tuple(recording.uncast), changed=changed)
