@@ -105,12 +105,12 @@ def plan_restore(
             made = plan()
             if not made.incomplete:
                 return made
-            needed = find_parts(document, made) or needed
+            needed = find_lacking_parts(document, made) or needed
         run(load_parts(opened, needed))
     return plan()
 
 
-def find_parts(document: Document, plan: RestorePlan) -> list[PartEntry]:
+def find_lacking_parts(document: Document, plan: RestorePlan) -> list[PartEntry]:
     """Return the parts of a manifest that have the boxes that a plan lacks; empty if that is not known."""
     holders, known = set[int](), set[str]()
     for entry, box in () if plan.lacks_names else plan.reads.lacking:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from snapshot.distributed.exchange import LEADER, Exchange, Undecided
+from snapshot.distributed.exchange import LEADER, Exchange, OutcomeUnknown
 from snapshot.errors import CommitUnknown, SnapshotError, SnapshotExistsError
 from snapshot.events import emit
 from snapshot.formats.hugging_face import SHARD
@@ -408,7 +408,7 @@ class Publication:
         exchange.note_done()
         try:
             return await in_own_thread(exchange.agree, share, lead, RankShare, Committed)
-        except Undecided as error:
+        except OutcomeUnknown as error:
             folder = self._url.join(version_name(decision.version))
             raise CommitUnknown(f"{folder}: unknown whether it is published: {error}") from error
 

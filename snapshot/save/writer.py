@@ -20,7 +20,7 @@ from snapshot.io.loop import cancel_all
 from snapshot.io.session import Session
 from snapshot.io.storage import FileWriter, Storage
 from snapshot.plan.layout import FilePart, FilePlan, choose_part_size
-from snapshot.plan.plan_cache import find_parts
+from snapshot.plan.plan_cache import cut_file_cached
 from snapshot.progress import unmetered
 from snapshot.save.base_files import BaseFile
 from snapshot.save.compression import FilePacker, PackedResult, Packing
@@ -121,7 +121,7 @@ class Writer:
     def parts(self, file: FilePlan) -> list[FilePart]:
         """Return the parts that a file is split into."""
         limits = self._storage.limits
-        return find_parts(file, choose_part_size(limits, self._budget.limit, file.size, self._wanted_part))
+        return cut_file_cached(file, choose_part_size(limits, self._budget.limit, file.size, self._wanted_part))
 
     @property
     def serial(self) -> bool:
