@@ -1,13 +1,15 @@
 """Hugging Face's Trainer with its optimizer, scheduler, scaler and random numbers in a snapshot.
 
 The snapshot is in the Trainer's checkpoint folder. The model next to it is written by `save_pretrained`, so that
-`from_pretrained` finds it. With FSDP2, the sharded model is in the snapshot, too. A callback cannot do this, since the
-Trainer saves and loads these itself. So a mixin replaces those methods. Nothing of transformers is imported here.
+`from_pretrained` finds it. With FSDP2, the sharded model is in the snapshot, too, and so is a model that
+`save_pretrained` converts. A callback cannot do this, since the Trainer saves and loads these itself. So a mixin replaces
+those methods. Nothing of transformers is imported here.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -146,7 +148,7 @@ class SnapshotTrainerMixin:
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self._refuse_what_is_not_ours()
         state = self._resumable()
-        if getattr(self, "is_fsdp_enabled", False):  # the Trainer writes no shards
+        if getattr(self, "is_fsdp_enabled", False) or self._is_converted():  # the Trainer does not load such files
             state["model"] = self._model_state()
         take = Snapshot.async_take if self._asynchronous else Snapshot.take
         saved = take(
@@ -237,6 +239,19 @@ class SnapshotTrainerMixin:
     def _model_state(self) -> Any:
         """Return the model, or of a PEFT model the adapter."""
         return TrainableState(self.model) if hasattr(self.model, "peft_config") else self.model
+
+    def _is_converted(self) -> bool:
+        """Return True if `save_pretrained` writes other names or values, such as a file's tensor for each expert.
+
+        `from_pretrained` converts them back, but the Trainer does not.
+        """
+        model = self.accelerator.unwrap_model(self.model)
+        used = getattr(model, "_weight_conversions", None)
+        if used is not None or not hasattr(model, "save_pretrained") or hasattr(model, "peft_config"):
+            return bool(used)
+        revert = getattr(sys.modules.get("transformers.modeling_utils"), "revert_weight_conversion", None)
+        nothing: dict[str, Any] = {}
+        return revert is not None and revert(model, nothing) is not nothing
 
     def _resumable(self) -> dict[str, Any]:
         """Return the state that is equal on all ranks."""

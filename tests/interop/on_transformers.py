@@ -17,7 +17,16 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from accelerate.state import AcceleratorState
     from peft import LoraConfig, get_peft_model
-    from transformers import GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+    from transformers import (
+        GPT2LMHeadModel,
+        LlamaConfig,
+        LlamaForCausalLM,
+        MixtralConfig,
+        MixtralForCausalLM,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+    )
     from transformers.trainer_callback import ExportableState
     from transformers.trainer_utils import rotate_checkpoints
     from transformers.utils import logging
@@ -332,6 +341,31 @@ def test_weights_are_those_of_the_step_though_they_are_written_later(tmp_path):
         }
         same(read_weights(plain), read_weights(late))
         same(GPT2LMHeadModel.from_pretrained(plain).state_dict(), GPT2LMHeadModel.from_pretrained(late).state_dict())
+
+
+@pytest.mark.parametrize("kind", [example.SnapshotTrainer, Background])
+@pytest.mark.parametrize("read", [False, True])
+def test_a_model_whose_files_have_other_names_resumes_to_the_same_bits(tmp_path, kind, read):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    texts = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(0, 64, (16, 16))]
+
+    def train(folder, steps, resume=False):
+        torch.manual_seed(0)
+        model = MixtralForCausalLM(MixtralConfig(vocab_size=64, num_local_experts=2, num_key_value_heads=2, **sizes))
+        if read:
+            model.save_pretrained(folder / "first")
+            model = MixtralForCausalLM.from_pretrained(folder / "first")
+        arguments = TrainingArguments(
+            str(folder), max_steps=steps, lr_scheduler_type="constant", learning_rate=1e-2, save_steps=2, report_to=[],
+            use_cpu=True, disable_tqdm=True,
+        )  # fmt: skip
+        kind(model, arguments, train_dataset=texts).train(resume_from_checkpoint=resume)
+        return model.state_dict()
+
+    whole = train(tmp_path / "whole", 4)
+    train(tmp_path / "broken", 2)
+    same(train(tmp_path / "broken", 4, resume=True), whole)
+    assert read_weights(tmp_path / "broken" / "checkpoint-4").keys() != whole.keys()
 
 
 @pytest.mark.parametrize("adapters", [1, 2])
