@@ -143,7 +143,7 @@ class SnapshotTrainerMixin:
         if self.args.should_save:
             unmark_weights(new)
             if limit is not None and limit > 0:
-                delete_old(os.path.dirname(new), limit, best)
+                delete_old(new, limit, best)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self._refuse_what_is_not_ours()
