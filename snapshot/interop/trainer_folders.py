@@ -9,6 +9,7 @@ from contextlib import suppress
 
 from snapshot.errors import SnapshotNotFoundError
 from snapshot.events import log
+from snapshot.io.system import sync_folder, sync_path
 from snapshot.snapshot import Snapshot
 
 FOLDER = "trainer_snapshot"
@@ -69,6 +70,17 @@ def unmark_weights(checkpoint: str) -> None:
     """Remove the mark: the weights are written."""
     with suppress(FileNotFoundError):
         os.remove(os.path.join(checkpoint, MARK))
+
+
+def sync_files(checkpoint: str) -> None:
+    """Flush the files of a checkpoint to disk, except those of its snapshot, which are flushed by their save."""
+    for folder, folders, files in os.walk(checkpoint):
+        folders[:] = [each for each in folders if each != FOLDER]
+        for each in files:
+            with suppress(FileNotFoundError):  # the Trainer's own mark is removed meanwhile
+                sync_path(os.path.join(folder, each))
+        sync_folder(folder)
+    sync_folder(os.path.dirname(checkpoint) or ".")
 
 
 def check_weights(checkpoint: str) -> None:

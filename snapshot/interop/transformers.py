@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any, ClassVar
 
@@ -29,6 +29,7 @@ from snapshot.interop.trainer_folders import (
     invalidate,
     mark_weights,
     snapshot_in,
+    sync_files,
     unmark_weights,
 )
 from snapshot.snapshot import PendingSnapshot, Snapshot
@@ -136,11 +137,13 @@ class SnapshotTrainerMixin:
     def _finish(self, new: str, pending: PendingSnapshot | None, limit: int | None, best: str | None) -> None:
         """Write the weights in this thread, wait for the commit, and delete old checkpoints."""
         try:
-            self._weights.write(self.snapshot_options.get("durable", True))
+            self._weights.write()
         finally:
             if pending is not None:
                 pending.wait()
         if self.args.should_save:
+            if self.snapshot_options.get("durable", True):
+                sync_files(new)
             unmark_weights(new)
             if limit is not None and limit > 0:
                 delete_old(new, limit, best)
@@ -161,9 +164,14 @@ class SnapshotTrainerMixin:
         self._pending = saved if isinstance(saved, PendingSnapshot) else None
 
     def _wait_for_snapshot(self) -> None:
-        """Wait for a checkpoint that is written in the background. Raise if it failed."""
-        finished, self._finished = self._finished, None
-        pending, self._pending = self._pending, None
+        """Wait for a checkpoint that is written in the background. Raise if it failed.
+
+        If the user interrupts this, the checkpoint is still being written, and the next call waits for it.
+        """
+        finished, pending = self._finished, self._pending
+        if finished is not None:
+            wait([finished])
+        self._finished = self._pending = None
         if finished is not None:
             finished.result()
         elif pending is not None:  # the rest of its checkpoint failed

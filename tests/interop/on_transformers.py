@@ -3,6 +3,7 @@ own, which imports them once."""
 
 import importlib.util
 import os
+import signal
 import tempfile
 import threading
 import warnings
@@ -431,6 +432,46 @@ def test_weights_that_are_not_written_make_the_checkpoint_incomplete(tmp_path):
     assert find_last(str(tmp_path)) == str(tmp_path / "checkpoint-2")
     with pytest.raises(SnapshotNotFoundError, match="checkpoint-4: its weights were not written to the end"):
         example.train(tmp_path, resume=str(tmp_path / "checkpoint-4"))
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_all_files_are_on_disk_before_old_checkpoints_are_deleted(tmp_path, monkeypatch, durable):
+    class Noted(Background):
+        snapshot_options = {"durable": durable}  # noqa: RUF012
+
+    def sync(path):
+        assert (tmp_path / Path(path).parent / MARK).exists()
+        flushed.append(str(Path(path).relative_to(tmp_path)))
+
+    flushed = []
+    monkeypatch.setattr("snapshot.interop.trainer_folders.sync_path", sync)
+    example.train(tmp_path, kind=Noted, stop_at=2)
+    expected = {f"checkpoint-2/{name}" for name in (STATE, "config.json", "model.safetensors", "training_args.bin")}
+    assert expected <= {*flushed} if durable else not flushed
+
+
+def test_an_interrupted_wait_does_not_forget_the_checkpoint(tmp_path):
+    waiting, resume, trainers = threading.Event(), threading.Event(), []
+
+    class Held(Background):
+        def _finish(self, *arguments):
+            assert waiting.wait(60)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            assert resume.wait(60)
+            super()._finish(*arguments)
+
+        def _wait_for_snapshot(self):
+            if self._finished is not None:
+                trainers.append(self)
+                waiting.set()
+            super()._wait_for_snapshot()
+
+    with pytest.raises(KeyboardInterrupt):
+        example.train(tmp_path, kind=Held, stop_at=2)
+    resume.set()
+    trainers[0]._wait_for_snapshot()
+    assert len(trainers) == 2
+    assert find_last(str(tmp_path)) == str(tmp_path / "checkpoint-2")
 
 
 class Scaled(example.SnapshotTrainer):
