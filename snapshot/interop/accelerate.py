@@ -85,8 +85,8 @@ def load_state(accelerator: Any, path: Any, **options: Any) -> None:
     """Restore what `save_state` saved, on any number of ranks.
 
     Random numbers and the positions of stateful data loaders are restored on the same number of ranks only, with a log
-    line otherwise. Saved objects that this accelerator lacks are logged, too. A folder that accelerate wrote is loaded by
-    `accelerator.load_state`. `options`: more arguments of `Snapshot.restore`.
+    line otherwise. Saved objects that this accelerator lacks are logged, too. A folder that accelerate wrote is loaded
+    by `accelerator.load_state`. `options`: more arguments of `Snapshot.restore`.
     """
     state = app_state_of(accelerator)
     if os.path.exists(os.path.join(path, "random_states_0.pkl")) and not is_snapshot(path):

@@ -94,8 +94,8 @@ def check_weights(checkpoint: str) -> None:
 def delete_old(new: str, limit: int, best: str | None) -> None:
     """Delete old checkpoints, as the Trainer does. The last `limit` complete ones are kept, the best one among them.
 
-    The order is that of their times, and `new` is the last one: a run may begin at an earlier step again. Incomplete ones
-    are deleted if the new one is complete.
+    The order is that of their times, and `new` is the last one: a run may begin at an earlier step again. Incomplete
+    ones are deleted if the new one is complete.
     """
     if not is_complete(new):
         return

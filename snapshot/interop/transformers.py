@@ -2,8 +2,8 @@
 
 The snapshot is in the Trainer's checkpoint folder. The model next to it is written by `save_pretrained`, so that
 `from_pretrained` finds it. With FSDP2, the sharded model is in the snapshot, too, and so is a model that
-`save_pretrained` converts. A callback cannot do this, since the Trainer saves and loads these itself. So a mixin replaces
-those methods. Nothing of transformers is imported here.
+`save_pretrained` converts. A callback cannot do this, since the Trainer saves and loads these itself. So a mixin
+replaces those methods. Nothing of transformers is imported here.
 """
 
 from __future__ import annotations
