@@ -15,6 +15,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any, ClassVar
 
+from snapshot.distributed.exchange import Exchange
+from snapshot.distributed.group import ranks_of
 from snapshot.errors import SnapshotError, SnapshotNotFoundError
 from snapshot.events import log
 from snapshot.formats.peft import saved_name
@@ -89,13 +91,15 @@ class SnapshotTrainerMixin:
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
         """Train until the last checkpoint is committed. `True` resumes from the last one that is complete."""
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = find_last(self.args.output_dir) or True
+        if resume_from_checkpoint is True:  # one rank looks: another one may see an older listing
+            with self._exchange("restore") as exchange:
+                found = exchange.agree(True, lambda _: find_last(self.args.output_dir) or "", bool, str)
+            resume_from_checkpoint = found or True
         try:
             result = super().train(resume_from_checkpoint, *args, **options)  # type: ignore[misc]
         except BaseException:
             with suppress(SnapshotError, OSError):  # it was logged, and this error is the first one
-                self._wait_for_snapshot()
+                self._end_writes()
             raise
         self._wait_for_snapshot()
         self._weights = StagedWeights()  # it holds memory
@@ -164,10 +168,14 @@ class SnapshotTrainerMixin:
         self._pending = saved if isinstance(saved, PendingSnapshot) else None
 
     def _wait_for_snapshot(self) -> None:
-        """Wait for a checkpoint that is written in the background. Raise if it failed.
+        """Wait until a checkpoint that is written in the background is complete. Raise on all ranks if it failed."""
+        if self._finished is not None or self._pending is not None:
+            with self._exchange("save") as exchange:
+                self._end_writes()
+                exchange.agree(True, all, bool, bool)
 
-        If the user interrupts this, the checkpoint is still being written, and the next call waits for it.
-        """
+    def _end_writes(self) -> None:
+        """Wait for this rank's part. If that is interrupted, the next call waits for it."""
         finished, pending = self._finished, self._pending
         if finished is not None:
             wait([finished])
@@ -176,6 +184,9 @@ class SnapshotTrainerMixin:
             finished.result()
         elif pending is not None:  # the rest of its checkpoint failed
             pending.wait()
+
+    def _exchange(self, verb: str) -> Exchange:
+        return Exchange(ranks_of(None), verb, self.snapshot_options.get("timeout"))
 
     def _save_scaler(self, output_dir: str) -> None:
         """Do nothing: the scaler is in the snapshot."""

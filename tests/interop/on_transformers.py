@@ -3,9 +3,9 @@ own, which imports them once."""
 
 import importlib.util
 import os
-import signal
 import tempfile
 import threading
+import time
 import warnings
 from pathlib import Path
 
@@ -34,6 +34,7 @@ with warnings.catch_warnings():
     from transformers.utils import logging
 
 from snapshot import Snapshot, SnapshotError, SnapshotNotFoundError
+from snapshot.interop import transformers as transformers_mixin
 from snapshot.interop.trainer_folders import FOLDER, MARK, STATE, delete_old, find_last
 from snapshot.interop.transformers import SnapshotTrainerMixin
 from tests.interop.forked_ranks import fork_ranks
@@ -80,6 +81,33 @@ def test_data_parallel_ranks_resume_to_the_same_bits(tmp_path):
     snapshot = Snapshot(tmp_path / "broken" / "checkpoint-6" / FOLDER)
     assert snapshot.verify()
     assert {path.split("/")[1] for path in snapshot.get_manifest() if path.startswith("1/")} == {"rng"}
+
+
+def _end_at_other_times(folder):
+    class Late(Background):
+        fails = False
+
+        def _finish(self, *arguments):
+            if self.args.process_index == 0:
+                time.sleep(0.5)  # the other rank is ready long before
+                if self.fails:
+                    raise OSError("the disk is full")
+            super()._finish(*arguments)
+
+    example.train(folder, kind=Late, stop_at=2)
+    assert find_last(str(folder)) == str(folder / "checkpoint-2")
+    looked = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers_mixin, "find_last", lambda given: looked.append(given) or find_last(given))
+        example.train(folder, kind=Late, resume=True)
+    Late.fails = True
+    with pytest.raises((OSError, SnapshotError), match="the disk is full"):
+        example.train(folder, kind=Late, stop_at=2)
+    return len(looked)
+
+
+def test_ranks_wait_for_all_parts_of_a_checkpoint_and_resume_from_the_same_one(tmp_path):
+    assert fork_ranks(2, tmp_path, _end_at_other_times, tmp_path / "run") == [1, 0]
 
 
 def test_ranks_of_accelerate_resume_to_the_same_bits(tmp_path):
@@ -450,27 +478,25 @@ def test_all_files_are_on_disk_before_old_checkpoints_are_deleted(tmp_path, monk
     assert expected <= {*flushed} if durable else not flushed
 
 
-def test_an_interrupted_wait_does_not_forget_the_checkpoint(tmp_path):
-    waiting, resume, trainers = threading.Event(), threading.Event(), []
+def test_an_interrupted_wait_does_not_forget_the_checkpoint(tmp_path, monkeypatch):
+    resume, trainers = threading.Event(), []
 
     class Held(Background):
         def _finish(self, *arguments):
-            assert waiting.wait(60)
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            trainers.append(self)
             assert resume.wait(60)
             super()._finish(*arguments)
 
-        def _wait_for_snapshot(self):
-            if self._finished is not None:
-                trainers.append(self)
-                waiting.set()
-            super()._wait_for_snapshot()
+    def interrupt(_):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
 
+    monkeypatch.setattr(transformers_mixin, "wait", interrupt)
     with pytest.raises(KeyboardInterrupt):
         example.train(tmp_path, kind=Held, stop_at=2)
+    assert find_last(str(tmp_path)) is None
     resume.set()
     trainers[0]._wait_for_snapshot()
-    assert len(trainers) == 2
     assert find_last(str(tmp_path)) == str(tmp_path / "checkpoint-2")
 
 
