@@ -7,10 +7,10 @@ import os
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageError, StorageNotFoundError
 from snapshot.io.aio import in_thread
@@ -32,6 +32,7 @@ from snapshot.plugins.file.file_storage import FileStorage
 
 # Finished files of another host of the job: ranges over HTTP, signed with the run's secret.
 
+T = TypeVar("T")
 MiB = 1 << 20
 PATIENCE = 20.0
 """Seconds without a byte after which another host counts as unreachable."""
@@ -98,38 +99,29 @@ class PeerStorage(Storage):
         return await in_thread(self._get, path, limit)
 
     def _get(self, path: str, limit: int | None) -> bytes:
-        found = b""
-
-        def read(answer: http.client.HTTPResponse) -> None:
-            nonlocal found
+        def read(answer: http.client.HTTPResponse) -> bytes:
             if limit is not None and (answer.length or 0) > limit:
                 raise StorageError(f"{self.url.join(path)}: larger than the limit of {limit:,} bytes")
             found = answer.read()
             if not is_signed(answer.headers[SIGNATURE], self._secret, "answer", self._target(path), found):
                 raise StorageError(f"{self.url.join(path)}: the answer is not signed with the secret of this run")
+            return found
 
-        self._request(path, "", read)
-        return found
+        return self._request(path, "", read)
 
     async def stat(self, path: str) -> FileStat:
         """Return the size of a file."""
-        return FileStat(await in_thread(self._size, path), 0.0, "")
-
-    def _size(self, path: str) -> int:
-        size = 0
-
-        def read(answer: http.client.HTTPResponse) -> None:
-            nonlocal size
-            size = int(answer.headers["Content-Length"])
-
-        self._request(path, "", read, "HEAD")
-        return size
+        size = await in_thread(self._request, path, "", lambda answer: int(answer.headers["Content-Length"]), "HEAD")
+        return FileStat(size, 0.0, "")
 
     def _target(self, path: str) -> str:
         return f"{self._folder}/{check_path(path)}"
 
-    def _request(self, path: str, wanted: str, use: Any, method: str = "GET") -> None:
-        """Send a request, over an idle connection if there is one. That may have ended: then over a new one."""
+    def _request(self, path: str, wanted: str, use: Callable[[http.client.HTTPResponse], T], method: str = "GET") -> T:
+        """Send a request, and return what `use` makes of the answer.
+
+        An idle connection is used if there is one. That may have ended: then a new one.
+        """
         target, url = self._target(path), self.url.join(path)
         headers = {SIGNATURE: sign(self._secret, method, target, wanted)}
         if wanted:
@@ -145,7 +137,7 @@ class PeerStorage(Storage):
                     reason = answer.read(1000).decode("utf-8", "replace").strip() or answer.reason
                     kind = StorageNotFoundError if answer.status == 404 else StorageError
                     raise kind(f"{url}: {reason}")
-                use(answer)
+                found = use(answer)
             except SnapshotError:
                 connection.close()
                 raise
@@ -159,7 +151,7 @@ class PeerStorage(Storage):
                 raise
             with self._lock:
                 self._idle.append(connection)
-            return
+            return found
 
     async def close(self) -> None:
         """Close the connections."""

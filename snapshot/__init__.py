@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from snapshot.manager.takes import Near, Tolerate
     from snapshot.maps.tensor_map import TensorMap
     from snapshot.progress import Progress
-    from snapshot.publish.publication import PendingPublish, Published
-    from snapshot.publish.publisher import Publisher
+    from snapshot.publish.publisher import PendingPublish, Published, Publisher
     from snapshot.publish.subscriber import Subscriber
     from snapshot.reports import ConvertReport, CopyReport, Diff, RestoreReport, TakeReport, VerifyReport
     from snapshot.save.take_request import TakeOptions
@@ -146,8 +145,7 @@ _MODULES = {
     ),
     "snapshot.maps.tensor_map": ("TensorMap",),
     "snapshot.progress": ("Progress",),
-    "snapshot.publish.publication": ("PendingPublish", "Published"),
-    "snapshot.publish.publisher": ("Publisher",),
+    "snapshot.publish.publisher": ("PendingPublish", "Published", "Publisher"),
     "snapshot.publish.subscriber": ("Subscriber",),
     "snapshot.save.take_request": ("TakeOptions",),
     "snapshot.saved": ("SavedObject",),

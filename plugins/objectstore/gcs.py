@@ -104,9 +104,8 @@ class GcsDriver(Driver):
 
     def _expire_token(self) -> None:
         """Expire the token, which was refused early, so that the next request renews it."""
-        credentials = self._fs.credentials.credentials
-        if getattr(credentials, "refresh_token", None) or hasattr(credentials, "service_account_email"):
-            credentials.expiry = datetime(1970, 1, 1)  # without a zone, as in google-auth
+        if self._can_renew():
+            self._fs.credentials.credentials.expiry = datetime(1970, 1, 1)  # without a zone, as in google-auth
 
     def _object(self, key: str) -> str:
         return f"/storage/v1/b/{quote(self._bucket, safe='')}/o/{quote(key, safe='')}"
@@ -248,14 +247,14 @@ class GcsDriver(Driver):
             return StorageConflictError(f"{url}: {error}")
         if error.status == 404 and "bucket" in str(error).lower():
             return BucketNotFoundError(f"{url}: {error}")
-        if error.status == 401 and self._fs.credentials.credentials is not None and not self._cannot_renew():
+        if error.status == 401 and self._can_renew():
             return TransientError(f"{url}: {error}", refused=True)
         return status_fault(error, url)
 
-    def _cannot_renew(self) -> bool:
-        """Return True if the token cannot be renewed."""
+    def _can_renew(self) -> bool:
+        """Return True if the token can be renewed."""
         credentials = self._fs.credentials.credentials
-        return not (getattr(credentials, "refresh_token", None) or hasattr(credentials, "service_account_email"))
+        return bool(getattr(credentials, "refresh_token", None)) or hasattr(credentials, "service_account_email")
 
 
 def _parse_time(text: str) -> float:

@@ -145,18 +145,15 @@ class Worker(Runner):
             started.wait()
         cpu = time.process_time() - cpu
         peak = status("VmHWM")
-        if check and self.task.operation in ("restore", "cold") and not row.endswith("O_DIRECT"):
-            self._check(row)
+        compares = check and self.task.operation in ("restore", "cold") and not row.endswith("O_DIRECT")
+        if compares and self.payload.digest() != self.digest:
+            raise RuntimeError(f"{row} restored other bytes than those saved")
         if not self.reads:
             chain = self.system.chains.get(row)
             for each in chain.cut() if chain else [where]:
                 self.remove(each)
         extra = None if peak is None or before is None else max(0, peak - before)
         return Repetition(seconds, cpu, extra, self.system.written_bytes)
-
-    def _check(self, row: str) -> None:
-        if self.payload.digest() != self.digest:
-            raise RuntimeError(f"{row} restored other bytes than those saved")
 
     def _manifest_bytes(self) -> int | None:
         manifest = Path(self.saved) / ".snapshot_metadata"

@@ -425,7 +425,9 @@ def draw_page(result: Result, goodput: Sequence[Goodput] = ()) -> str:
         for table in tables:
             body += _table_of(table)
     if goodput:
-        body += _goodput_table(goodput, goodput_title(goodput, result))
+        title = goodput_title(goodput, result)
+        body.append(f"<h2>{escape(title[:1].upper() + title[1:])}</h2>")
+        body.append(_html_table(GOODPUT, [_goodput_cells(each) for each in goodput]))
     body.append(
         f"<h2>How to read this</h2><p>{escape(' '.join(READING.split()).removeprefix('How to read this: '))}</p>"
     )
@@ -444,11 +446,6 @@ def _table_of(table: Result) -> Iterable[str]:
     marked = (("left out", table["left_out"]), ("note", table["notes"]), ("failed", table["failed"]))
     for mark, notes in marked:
         yield from (f'<p class="note">{mark}: {escape(note)}</p>' for note in notes)
-
-
-def _goodput_table(goodput: Sequence[Goodput], title: str) -> Iterable[str]:
-    yield f"<h2>{escape(title[:1].upper() + title[1:])}</h2>"
-    yield _html_table(GOODPUT, [_goodput_cells(each) for each in goodput])
 
 
 def _goodput_cells(each: Goodput) -> tuple[str, ...]:

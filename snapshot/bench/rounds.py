@@ -13,7 +13,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -28,6 +28,7 @@ from snapshot.bench.results import ResultTable, Row
 from snapshot.bench.systems import SYSTEMS
 from snapshot.bench.workloads import INCREMENTAL, Case
 from snapshot.errors import StorageError
+from snapshot.io.arena import available_memory
 from snapshot.io.registry import open_storage
 from snapshot.io.storage import map_exceptions
 from snapshot.io.system import hold_signals
@@ -91,21 +92,28 @@ def place(url: str) -> Iterator[Workspace]:
 @contextmanager
 def _folder(parsed: URL) -> Iterator[Path]:
     base = Path(parsed.location)
-    missing = [folder for folder in (base, *base.parents) if not folder.exists()]
     made: Path | None = None
+    with without_new_folders(base):
+        try:
+            with hold_signals(), map_exceptions(parsed):
+                base.mkdir(parents=True, exist_ok=True)
+                made = Path(tempfile.mkdtemp(prefix="snapshot-bench-", dir=base))
+            yield made
+        finally:
+            if made:
+                shutil.rmtree(made, ignore_errors=True)
+
+
+@contextmanager
+def without_new_folders(folder: Path) -> Iterator[None]:
+    """Remove a folder and its parents afterwards, as far as they did not exist before."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
-        with hold_signals(), map_exceptions(parsed):
-            base.mkdir(parents=True, exist_ok=True)
-            made = Path(tempfile.mkdtemp(prefix="snapshot-bench-", dir=base))
-        yield made
+        yield
     finally:
-        if made:
-            shutil.rmtree(made, ignore_errors=True)
-        for folder in missing:
-            try:
-                folder.rmdir()
-            except OSError:  # another process has written to it meanwhile
-                break
+        with suppress(OSError):  # another process has written to it meanwhile
+            for made in missing:
+                made.rmdir()
 
 
 async def _probe(url: URL) -> None:
@@ -161,14 +169,6 @@ def available_device_memory(device: str) -> int | None:
     """Return the free memory of an accelerator in bytes; None if the device is the CPU, or does not report it."""
     read = None if device == "cpu" else getattr(torch.get_device_module(device), "mem_get_info", None)
     return read(device)[0] if read else None
-
-
-def available_memory() -> int:
-    """Return the memory in bytes that is available without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return 4 << 30
 
 
 def file_system(path: Path) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from snapshot.cli.arguments import add_json, add_storage, options_of
@@ -15,7 +15,7 @@ from snapshot.io.loop import run as on_loop
 from snapshot.io.session import Session
 from snapshot.io.url import URL
 from snapshot.tiers.facts import choose_attempt, read_facts
-from snapshot.tiers.timeline import Attempt, Copy, Facts, Line
+from snapshot.tiers.timeline import Attempt, Facts, Line
 from snapshot.tiers.uploader_process import find_runs
 
 DESCRIPTION = (
@@ -43,15 +43,11 @@ def run(given: argparse.Namespace) -> ExitStatus:
     far = URL.parse(given.far)
     near = None if given.near is None else os.path.abspath(os.path.expanduser(given.near))
     copies = [] if near is None else [each for each in find_runs(near, str(far)) if each.far == str(far)]
-    session = Session(far, options_of(given))
-    try:
+    with Session(far, options_of(given)) as session:
         if given.choose is not None:
-            work = choose_attempt(session.storage, copies, given.choose, socket.gethostname(), str(far))
-            facts = on_loop(work)
+            facts = on_loop(choose_attempt(session.storage, copies, given.choose, socket.gethostname(), str(far)))
         else:
-            facts = _united(on_loop(read_facts(session.storage)), copies)
-    finally:
-        on_loop(session.close())
+            facts = on_loop(read_facts(session.storage)).with_copies(copies)
     if facts.last is None:
         raise SnapshotNotFoundError(f"{far}: has no attempts; only managers with near folders leave them")
     rows = list(_rows(facts))
@@ -59,12 +55,6 @@ def run(given: argparse.Namespace) -> ExitStatus:
     columns = [Column("number", right=True), Column("attempt"), Column("host"), began, Column("steps")]
     emit(given, {"url": str(far), "attempts": rows}, [ScreenTable(columns).fill(rows)])
     return ExitStatus.FOUND if facts.conflicts() else ExitStatus.OK
-
-
-def _united(root: Facts, copies: Sequence[Copy]) -> Facts:
-    for each in copies:
-        root = root if root.lacks(each.facts) else root.with_pending(each.facts.pending)
-    return root
 
 
 def _rows(facts: Facts) -> Iterator[dict[str, Any]]:

@@ -8,7 +8,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
-from snapshot.bench.rounds import available_memory, file_system
+from snapshot.bench.rounds import file_system, without_new_folders
 from snapshot.cli.arguments import add_json, add_storage, count, environment, options_of, size
 from snapshot.cli.screen import Column, ExitStatus, ScreenTable, emit, paint, printable, say
 from snapshot.errors import SnapshotError, StorageConflictError, StorageNotFoundError
+from snapshot.io.arena import available_memory
 from snapshot.io.loop import run as wait
 from snapshot.io.registry import open_storage
 from snapshot.io.storage import ABSENT, Storage
@@ -59,21 +60,6 @@ def existing_folder(url: URL) -> Path:
 
 
 # Tests of a storage: each operation is tried once.
-
-
-@contextmanager
-def as_it_was(url: URL) -> Iterator[None]:
-    """Remove the folders that did not exist before."""
-    folder = Path(url.location)
-    missing = []
-    if url.scheme == "file":
-        missing = [each for each in (folder, *folder.parents) if not each.exists()]
-    try:
-        yield
-    finally:
-        with suppress(OSError):  # another process has written to it meanwhile
-            for made in missing:
-                made.rmdir()
 
 
 async def try_abilities(url: URL, options: Mapping[str, Any], findings: Findings) -> bool:
@@ -417,7 +403,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
 def _examine(url: URL, options: Mapping[str, Any], arguments: argparse.Namespace, findings: Findings) -> None:
     """Test one storage."""
     open_once(url, options)  # an invalid URL or option is raised before any test
-    with as_it_was(url):
+    with without_new_folders(Path(url.location)) if url.scheme == "file" else nullcontext():
         if wait(try_abilities(url, options, findings)) and findings.ok:
             measure_speeds(url, options, arguments.size, arguments.seconds, findings)
 

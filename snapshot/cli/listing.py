@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from snapshot.cli.locate import snapshots_below, work_concurrently
+from snapshot.cli.locate import work_concurrently
 from snapshot.errors import SnapshotError
 from snapshot.io.url import URL
 from snapshot.loading.left_out import stored_in, stored_of
@@ -352,7 +352,9 @@ class Sizes:
 class SharedFiles:
     """The physical files of the snapshots of a folder."""
 
-    def __init__(self, snapshots: Mapping[str, SnapshotMetadata]) -> None:
+    def __init__(self, found: Mapping[str, SnapshotMetadata | SnapshotError]) -> None:
+        """Leave out the snapshots that cannot be read."""
+        snapshots = {name: each for name, each in found.items() if isinstance(each, SnapshotMetadata)}
         self._files: dict[str, dict[str, int]] = {}
         saves = set[str]()
         for name, metadata in snapshots.items():
@@ -399,17 +401,18 @@ def _physical_files(metadata: SnapshotMetadata, prefix: str) -> dict[str, int]:
     return {f"{prefix}{file.origin or location}": file.stored_size for location, file in files.items()}
 
 
-def read_below(url: URL, options: Mapping[str, Any] | None) -> dict[str, SnapshotMetadata]:
-    """Return the metadata of all snapshots directly below a URL, without those that cannot be read."""
+def read_below(
+    url: URL, options: Mapping[str, Any] | None, names: Sequence[str]
+) -> dict[str, SnapshotMetadata | SnapshotError]:
+    """Return the metadata of snapshots directly below a URL, or the error of reading it."""
 
-    def look(name: str) -> SnapshotMetadata | None:
+    def look(name: str) -> SnapshotMetadata | SnapshotError:
         try:
             return Snapshot(url.join(name).reveal(), storage_options=options).metadata
-        except SnapshotError:
-            return None
+        except SnapshotError as error:
+            return error
 
-    names = snapshots_below(url, options)
-    return {name: held for name, held in zip(names, work_concurrently(look, names), strict=True) if held is not None}
+    return dict(zip(names, work_concurrently(look, names), strict=True))
 
 
 def shared_bytes(metadata: SnapshotMetadata) -> int:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from snapshot.errors import SnapshotError, SnapshotNotFoundError
 from snapshot.io.loop import run
 from snapshot.io.registry import open_storage
+from snapshot.io.session import Session
 from snapshot.io.url import URL
 from snapshot.save.transaction import save_id_of
 from snapshot.snapshot import Snapshot
@@ -63,15 +64,8 @@ def is_local_file(url: URL) -> bool:
 
 def list_names(url: URL, options: Mapping[str, Any] | None) -> list[str]:
     """Return the names directly below a URL; folders end in `/`. Raise if the storage cannot list."""
-
-    async def names() -> list[str]:
-        storage = open_storage(url, options)
-        try:
-            return await storage.list(recursive=False)
-        finally:
-            await storage.close()
-
-    return run(names())
+    with Session(url, options) as session:
+        return run(session.storage.list(recursive=False))
 
 
 def snapshots_below(url: URL, options: Mapping[str, Any] | None, names: Sequence[str] | None = None) -> list[str]:

@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from snapshot.cli.arguments import add_json, add_storage, count, options_of
@@ -21,11 +20,12 @@ from snapshot.cli.listing import (
     folded,
     heaviest,
     items,
+    read_below,
     shape_text,
     shared_bytes,
     size_of,
 )
-from snapshot.cli.locate import explain_missing, snapshots_below, suggest, work_concurrently
+from snapshot.cli.locate import explain_missing, snapshots_below, suggest
 from snapshot.cli.screen import Column, ExitStatus, ScreenTable, emit, line, paint, printable, width, wrapped
 from snapshot.errors import SnapshotError, SnapshotNotFoundError
 from snapshot.io.loop import run as on_loop
@@ -38,10 +38,9 @@ from snapshot.save.guards import KEY as GUARDS
 from snapshot.save.guards import suspicions
 from snapshot.snapshot import Snapshot
 from snapshot.text import counted, entries_text, size_text
-from snapshot.tiers.control import ANSWERS, ControlClient, Request, StepStatus, UploaderError
+from snapshot.tiers.control import ANSWERS, MEANINGS, ControlClient, Request, StepStatus, UploaderError, far_text
 from snapshot.tiers.near_steps import NearFolder, NearStep
 from snapshot.tiers.timeline import KEY, Line, Standing, origin_of
-from snapshot.tiers.upload_queue import MEANINGS, UploadState
 from snapshot.tiers.uploader_process import find_runs, folder_of
 
 # Steps of a run with near folders: where each of them is, as this host sees it.
@@ -114,9 +113,7 @@ def _tiered_row(
     if far_id and (near is None or near.save_id == far_id):
         far = "whole"
     else:
-        far = state.far.value if state is not None else "absent"
-        if far == UploadState.UPLOADING and state is not None:
-            far = f"uploading {min(100, 100 * state.sent // max(1, state.total))} %"
+        far = far_text(state.far, state.sent, state.total) if state is not None else "absent"
     return {"step": step, "bytes": nbytes, "near": text, "far": far}
 
 
@@ -333,13 +330,6 @@ def _sizes_by_name(found: Sequence[ListedItem], depth: int) -> ScreenTable:
 # A folder of snapshots
 
 
-@dataclass(frozen=True)
-class _Found:
-    name: str
-    metadata: SnapshotMetadata | None
-    problem: str = ""
-
-
 def _list_folder(arguments: argparse.Namespace, options: Mapping[str, Any]) -> ExitStatus:
     """List the snapshots of a folder, such as a manager's root."""
     url = URL.parse(arguments.url)
@@ -353,16 +343,11 @@ def _list_folder(arguments: argparse.Namespace, options: Mapping[str, Any]) -> E
     if not arguments.du:
         names = [name for name in names if wanted(name)]
 
-    def look(name: str) -> _Found:
-        try:
-            return _Found(name, Snapshot(url.join(name).reveal(), storage_options=options).metadata)
-        except SnapshotError as error:
-            return _Found(name, None, str(error))
-
-    found = work_concurrently(look, names)
-    shared = SharedFiles({each.name: each.metadata for each in found if each.metadata}) if arguments.du else None
-    found = [each for each in found if wanted(each.name)]
-    content: dict[str, Any] = {"url": str(url), "snapshots": [_as_json(each, shared) for each in found]}
+    snapshots = read_below(url, options, names)
+    shared = SharedFiles(snapshots) if arguments.du else None
+    found = {name: each for name, each in snapshots.items() if wanted(name)}
+    listed = [_as_json(name, each, shared) for name, each in found.items()]
+    content: dict[str, Any] = {"url": str(url), "snapshots": listed}
     if shared is None:
         emit(arguments, content, [_steps(found)])
     else:
@@ -370,16 +355,19 @@ def _list_folder(arguments: argparse.Namespace, options: Mapping[str, Any]) -> E
         total = f"all snapshots of the folder: {size_text(apparent)} in {size_text(physical)} of storage"
         sizes = {"bytes": apparent, "physical_bytes": physical}
         emit(arguments, content | sizes, [_sizes(found, shared), total])
-    return ExitStatus.FOUND if any(each.metadata is None for each in found) else ExitStatus.OK
+    return ExitStatus.FOUND if any(isinstance(each, SnapshotError) for each in found.values()) else ExitStatus.OK
 
 
-def _as_json(found: _Found, shared: SharedFiles | None) -> dict[str, Any]:
-    if found.metadata is None:
-        return {"name": found.name, "problem": found.problem}
-    held = found.metadata
-    sizes = shared.sizes(found.name) if shared else None
+Found = Mapping[str, SnapshotMetadata | SnapshotError]
+"""The snapshots of a folder, or the errors of reading them."""
+
+
+def _as_json(name: str, held: SnapshotMetadata | SnapshotError, shared: SharedFiles | None) -> dict[str, Any]:
+    if isinstance(held, SnapshotError):
+        return {"name": name, "problem": str(held)}
+    sizes = shared.sizes(name) if shared else None
     return {
-        "name": found.name,
+        "name": name,
         "format": held.format,
         "created": held.created.isoformat(),
         "entries": held.entries,
@@ -390,20 +378,20 @@ def _as_json(found: _Found, shared: SharedFiles | None) -> dict[str, Any]:
     } | ({"own_bytes": sizes.own, "shared_bytes": sizes.shared} if sizes else {})
 
 
-def _sizes(found: Sequence[_Found], shared: SharedFiles) -> ScreenTable:
+def _sizes(found: Found, shared: SharedFiles) -> ScreenTable:
     """Return the sizes of each snapshot."""
-    name = Column("name", shrinks=True, is_name=True, style="bold")
-    table = ScreenTable([name, *(Column(each, right=True) for each in ("size", "only here", "shared"))])
-    for each in found:
-        if each.metadata is None:
-            table.add(each.name, "cannot be read", "", "", style="red")
+    column = Column("name", shrinks=True, is_name=True, style="bold")
+    table = ScreenTable([column, *(Column(each, right=True) for each in ("size", "only here", "shared"))])
+    for name, each in found.items():
+        if isinstance(each, SnapshotError):
+            table.add(name, "cannot be read", "", "", style="red")
         else:
-            sizes = shared.sizes(each.name)
-            table.add(each.name, *map(size_text, (sizes.nbytes, sizes.own, sizes.shared)))
+            sizes = shared.sizes(name)
+            table.add(name, *map(size_text, (sizes.nbytes, sizes.own, sizes.shared)))
     return table
 
 
-def _steps(found: Sequence[_Found]) -> ScreenTable:
+def _steps(found: Found) -> ScreenTable:
     table = ScreenTable(
         [
             Column("name", shrinks=True, is_name=True, style="bold"),
@@ -414,15 +402,15 @@ def _steps(found: Sequence[_Found]) -> ScreenTable:
             Column("metadata", shrinks=True, optional=True, style="dim"),
         ]
     )
-    for each in found:
-        held = each.metadata
-        if held is None:
-            table.add(each.name, "cannot be read", "", "", "", each.problem, style="red")
+    for name, held in found.items():
+        if isinstance(held, SnapshotError):
+            table.add(name, "cannot be read", "", "", "", str(held), style="red")
             continue
         taken = f"{held.created:%Y-%m-%d %H:%M}" if held.format.startswith("snapshot/") else held.format
-        noted = ", ".join(f"{key} {_short(value)}" for key, value in _flat(held.metadata))
+        values = _flat(held.metadata)
+        noted = ", ".join(f"{key} {f'{value:.6g}' if isinstance(value, float) else value}" for key, value in values)
         noted = noted[:500] if width() is None else noted
-        table.add(each.name, taken, size_text(held.nbytes), f"{held.entries:,}", str(held.world_size), noted)
+        table.add(name, taken, size_text(held.nbytes), f"{held.entries:,}", str(held.world_size), noted)
     return table
 
 
@@ -440,7 +428,3 @@ def _flat(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from _flat(value)
         else:
             yield key, value
-
-
-def _short(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -150,15 +150,11 @@ def _metrics(fate: Fate) -> str:
     return ", ".join(f"{name} {value:.6g}" for name, value in metrics.items())
 
 
-def _why(fate: Fate) -> str:
-    return f"{fate.why}: {counted(fate.files, 'file')}" if fate.what == "leftovers" else fate.why
-
-
 COLUMNS = [
     Column("step", lambda fate: f"step-{fate.step}"),
     Column("size", lambda fate: "" if fate.nbytes is None else size_text(fate.nbytes), right=True),
     Column("", lambda fate: "remove" if fate.goes else "keep"),
-    Column("why", _why, shrinks=True),
+    Column("why", lambda fate: fate.why + (f": {counted(fate.files, 'file')}" if fate.files else ""), shrinks=True),
     Column("metrics", _metrics, optional=True),
 ]
 

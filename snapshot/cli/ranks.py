@@ -46,7 +46,11 @@ def on_ranks(run: Run) -> Run:
         with _output_of_python() as stdout, _process_group() as rank:
             output = _Output(stdout)
             try:
-                status = _run_silently(run, arguments) if rank else _run_into(output, run, arguments)
+                with open(os.devnull, "w") as nothing, redirect_stdout(nothing if rank else cast("TextIO", output)):
+                    try:
+                        status = run(arguments)
+                    finally:
+                        output.flush()
             except (SnapshotError, OSError, ValueError) as error:
                 complain("error" if rank == 0 else f"rank {rank}: error", error)
                 status = ExitStatus.FAILED
@@ -107,19 +111,6 @@ def _output_of_python() -> Iterator[TextIO]:
     finally:
         os.dup2(kept, number)
         os.close(kept)
-
-
-def _run_into(output: _Output, run: Run, arguments: argparse.Namespace) -> int:
-    with redirect_stdout(cast("TextIO", output)):
-        try:
-            return run(arguments)
-        finally:
-            output.flush()
-
-
-def _run_silently(run: Run, arguments: argparse.Namespace) -> int:
-    with open(os.devnull, "w") as nothing, redirect_stdout(nothing):
-        return run(arguments)
 
 
 def expect_same_urls(urls: Sequence[str]) -> None:

@@ -244,11 +244,6 @@ def page(told: dict[str, Any]) -> str:
     return template.replace("@DATA@", data, 1)
 
 
-def _shown_ranks(ranks: Mapping[int, int], world: int) -> Iterable[int]:
-    """Return the ranks in the page: all, or those with files, since the number in a manifest may be wrong."""
-    return range(world) if world <= MOST_RANKS else sorted(ranks)
-
-
 def picture(url: str, metadata: SnapshotMetadata, manifest: dict[str, Entry]) -> dict[str, Any]:
     """Return the data of the page."""
     found = list(items(manifest, metadata.world_size))
@@ -260,6 +255,8 @@ def picture(url: str, metadata: SnapshotMetadata, manifest: dict[str, Entry]) ->
     for name, size in metadata.files.items():
         if match := _RANK.match(name):
             ranks[int(match[1])] = ranks.get(int(match[1]), 0) + size
+    # all, or those with files, since the number in a manifest may be wrong
+    shown_ranks = range(metadata.world_size) if metadata.world_size <= MOST_RANKS else sorted(ranks)
     folds = folded(found)
     with_digest, without = _digests(manifest)
     ours = metadata.format.startswith("snapshot/")
@@ -279,7 +276,7 @@ def picture(url: str, metadata: SnapshotMetadata, manifest: dict[str, Entry]) ->
         "dtypes": [
             [name, total.nbytes, total.entries] for name, total in sorted(dtypes.items(), key=lambda x: -x[1].nbytes)
         ],
-        "ranks": [[rank, ranks.get(rank, 0)] for rank in _shown_ranks(ranks, metadata.world_size)] if ranks else [],
+        "ranks": [[rank, ranks.get(rank, 0)] for rank in shown_ranks] if ranks else [],
         "shared_bytes": shared_bytes(metadata),
         "bytes_in_base": bytes_in_base(metadata),
         "base": base_url(metadata),

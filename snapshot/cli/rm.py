@@ -9,7 +9,7 @@ from typing import Any
 
 from snapshot.cli.arguments import add_json, add_storage, options_of
 from snapshot.cli.listing import SharedFiles, read_below
-from snapshot.cli.locate import explain_missing, is_local_file
+from snapshot.cli.locate import explain_missing, is_local_file, snapshots_below
 from snapshot.cli.prune import add_careful, confirmed
 from snapshot.cli.screen import Column, ExitStatus, ScreenTable, complain, emit, line
 from snapshot.errors import SnapshotError, SnapshotExistsError, SnapshotNotFoundError, StorageError
@@ -108,9 +108,8 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
 
 async def _target(url: URL, options: Mapping[str, Any], arguments: argparse.Namespace) -> Target:
     """Return the target at a URL. Raise if it must not be removed."""
-    session = Session(url, options)
-    storage = session.storage
-    try:
+    async with Session(url, options) as session:
+        storage = session.storage
         if not (storage.capabilities.list and storage.capabilities.delete):
             raise SnapshotError(f"{url}: this storage does not support removal")
         try:
@@ -126,8 +125,6 @@ async def _target(url: URL, options: Mapping[str, Any], arguments: argparse.Name
         files = [path for path in await transaction.list_save_files(storage) if path.endswith(DATA)]
         nbytes = await _size(session, files)
         return Target(url, "snapshot", len(files), nbytes, nbytes)
-    finally:
-        await session.close()
 
 
 def _find_shared(targets: Sequence[Target], options: Mapping[str, Any]) -> list[str]:
@@ -144,7 +141,7 @@ def _find_shared(targets: Sequence[Target], options: Mapping[str, Any]) -> list[
         try:
             if above not in folders:
                 folder = URL(target.url.scheme, above, target.url.query)
-                folders[above] = SharedFiles(read_below(folder, options))
+                folders[above] = SharedFiles(read_below(folder, options, snapshots_below(folder, options)))
             bases.append((target, above, folders[above].dependents(name)))
             target.frees -= folders[above].remove(name).shared
         except (SnapshotError, KeyError):  # the folder cannot be listed, or the manifest cannot be read
@@ -182,19 +179,13 @@ async def _size(session: Session, files: list[str]) -> int:
 
 
 def _remove(target: Target, options: Mapping[str, Any], older_than: float) -> None:
-    async def clear() -> None:
-        session = Session(target.url, options)
-        try:
-            if target.what == "snapshot":
-                await session.storage.delete([PINNED])
-            await transaction.delete_leftovers(session.storage, older_than)
-        finally:
-            await session.close()
-
     try:
         if target.what == "snapshot":
             Snapshot(target.url.reveal(), storage_options=options).delete()
-        on_loop(clear())
+        with Session(target.url, options) as session:
+            if target.what == "snapshot":
+                on_loop(session.storage.delete([PINNED]))
+            on_loop(transaction.delete_leftovers(session.storage, older_than))
     except (SnapshotError, OSError) as error:
         target.error = str(error)
 

@@ -16,7 +16,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
@@ -32,7 +31,7 @@ from snapshot.cli.listing import stored_place
 from snapshot.cli.locate import list_names, suggest
 from snapshot.cli.ls import runs_in, tier_rows
 from snapshot.cli.screen import ExitStatus, as_json, complain, mute_torch_warnings
-from snapshot.cli.show import countable, widened
+from snapshot.cli.show import countable
 from snapshot.errors import CorruptSnapshotError, SnapshotError, SnapshotNotFoundError, StorageNotFoundError
 from snapshot.io.loop import run as on_loop
 from snapshot.io.storage import FileStat
@@ -51,9 +50,9 @@ from snapshot.save.guards import suspicions
 from snapshot.snapshot import Snapshot
 from snapshot.tensors.geometry import Box, split_shape
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE
+from snapshot.tensors.statistics import TensorStatistics, combine_statistics, measure_tensor
 from snapshot.text import VERSION
-from snapshot.tiers.near_steps import PINNED, NearFolder, NearStep
-from snapshot.transform.diff_bytes import STEP, l2_norm
+from snapshot.tiers.near_steps import NearFolder, NearStep
 
 # Health of tensors: norms, and numbers of values that are not finite, read part by part.
 
@@ -67,23 +66,6 @@ WORST = 20
 
 class Abandoned(SnapshotError):
     """Raised when the caller does not wait for the result any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorHealth:
-    """Norm and number of the finite values of a tensor, and the numbers of the others."""
-
-    norm: float = 0.0
-    finite: int = 0
-    nan: int = 0
-    infinite: int = 0
-
-    def __add__(self, other: TensorHealth) -> TensorHealth:
-        norm, finite = math.hypot(self.norm, other.norm), self.finite + other.finite
-        return TensorHealth(norm, finite, self.nan + other.nan, self.infinite + other.infinite)
-
-    def as_json(self) -> dict[str, Any]:
-        return {"norm": self.norm if self.finite else math.nan, "nan": self.nan, "infinite": self.infinite}
 
 
 def measured_tensors(document: Document, glob: str) -> dict[str, tuple[str, e.AnyTensor]]:
@@ -130,7 +112,7 @@ def health(opened: Opened, glob: str, is_over: Callable[[], bool]) -> dict[str, 
     for path, entry in entries.items():
         check_tensor(path, entry, document.files)
     on_loop(expect_files(opened, find_locations(entries, document.files)))
-    measured = dict.fromkeys(tensors, TensorHealth())
+    found: dict[str, list[TensorStatistics]] = {name: [] for name in tensors}
     for batch in _batches(tensors):
         if is_over():
             raise Abandoned
@@ -142,17 +124,24 @@ def health(opened: Opened, glob: str, is_over: Callable[[], bool]) -> dict[str, 
             read_plan.into_box(path, entry, box, parts[-1][1])
         read_plan.execute(opened, verify=True)
         for name, part in parts:
-            measured[name] += _health_of(part)
-    ill = [each for each in measured.items() if each[1].nan or each[1].infinite]
-    ill.sort(key=lambda each: -each[1].nan - each[1].infinite)
+            measured = measure_tensor(part)
+            assert measured is not None, "the dtype was checked"
+            found[name].append(measured)
+    whole = {name: combine_statistics(each) for name, each in found.items()}
+    ill = sorted((each for each in whole.items() if each[1].bad), key=lambda each: -each[1].bad)
     return {
         "tensors": len(tensors),
         "bytes": size_of(tensors),
-        **sum(measured.values(), TensorHealth()).as_json(),
-        "each": [{"name": name, **found.as_json()} for name, found in list(measured.items())[:EACH]],
+        **_health_json(combine_statistics(whole.values())),
+        "each": [{"name": name, **_health_json(each)} for name, each in list(whole.items())[:EACH]],
         "ill": len(ill),
-        "worst": [{"name": name, **found.as_json()} for name, found in ill[:WORST]],
+        "worst": [{"name": name, **_health_json(each)} for name, each in ill[:WORST]],
     }
+
+
+def _health_json(found: TensorStatistics) -> dict[str, Any]:
+    norm = found.norm if found.count > found.bad else math.nan
+    return {"norm": norm, "nan": found.nan, "infinite": found.infinite}
 
 
 def _batches(tensors: Mapping[str, tuple[str, e.AnyTensor]]) -> Iterator[list[tuple[str, Box]]]:
@@ -169,19 +158,6 @@ def _batches(tensors: Mapping[str, tuple[str, e.AnyTensor]]) -> Iterator[list[tu
                 batch, nbytes = [], 0
     if batch:
         yield batch
-
-
-def _health_of(part: torch.Tensor) -> TensorHealth:
-    """Return the health of a part, whose values are widened in small steps, since that needs more memory."""
-    total, flat = TensorHealth(), part.detach().reshape(-1)
-    for begin in range(0, flat.numel(), STEP):
-        step = flat[begin : begin + STEP]
-        parts = torch.view_as_real(step.resolve_conj()).reshape(-1, 2) if step.is_complex() else step.reshape(-1, 1)
-        values = widened(parts).reshape(parts.shape)
-        ill, finite = values.isnan().any(1), values.isfinite().all(1)
-        good, nan = values[finite], int(ill.sum())
-        total += TensorHealth(l2_norm(good.abs()), len(good), nan, len(values) - len(good) - nan)
-    return total
 
 
 # The steps of a run as `snapshot ui` shows them: listed, checked, compared and measured. Nothing is written.
@@ -241,7 +217,7 @@ class RunView:
         rows = [
             _row(step, described[step])
             | places.get(step, {})
-            | {"pinned": step in pinned or self._is_pinned_near(step, near)}
+            | {"pinned": step in pinned or (step in near and near[step][0].is_pinned(step))}
             for step in sorted(chosen, reverse=True)
         ]
         return {"url": str(self.url), "near": self._near, "version": VERSION, "total": len(every), "steps": rows}
@@ -297,20 +273,14 @@ class RunView:
     @contextmanager
     def _opened(self, step: int) -> Iterator[Opened]:
         """Open a step for reading."""
-        session = self._checkpoint(step).new_session(BUDGET)
-        try:
+        with self._checkpoint(step).new_session(BUDGET) as session:
             yield on_loop(open_checkpoint(session))
-        finally:
-            on_loop(session.close())
 
     def _runs(self) -> list[NearFolder]:
         return [] if self._near is None else runs_in(self._near, self.url)
 
     def _near_steps(self) -> dict[int, tuple[NearFolder, NearStep]]:
         return {step: (folder, near) for folder in self._runs() for step, near in folder.steps().items()}
-
-    def _is_pinned_near(self, step: int, near: Mapping[int, tuple[NearFolder, NearStep]]) -> bool:
-        return step in near and os.path.exists(f"{near[step][0].step_path(step)}/{PINNED}")
 
     def _checkpoint(self, step: int) -> Snapshot:
         """Return a step: from the near folder if it has all files of the same save, otherwise from the root."""

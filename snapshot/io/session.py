@@ -140,6 +140,12 @@ class Session:
     def __exit__(self, *_: object) -> None:
         run(self.close())
 
+    async def __aenter__(self) -> Session:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
     async def close(self) -> None:
         """Release the storage's resources. An error is logged: it does not undo the operation."""
         for each in (*self._kept, self.storage):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import re
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, TypeVar
@@ -104,14 +104,9 @@ class Root:
         """Return the URL of a step."""
         return self.url.join(f"step-{step}")
 
-    @asynccontextmanager
-    async def opened(self, step: int | None = None, seal: Seal | None = None) -> AsyncIterator[Session]:
+    def opened(self, step: int | None = None, seal: Seal | None = None) -> Session:
         """Open the storage of the root, or of one step. With a seal, its manifest and its files are verified."""
-        session = Session(self.url if step is None else self.step_url(step), self.options, seal=seal)
-        try:
-            yield session
-        finally:
-            await session.close()
+        return Session(self.url if step is None else self.step_url(step), self.options, seal=seal)
 
     # Steps
 

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from snapshot.distributed.exchange import Exchange
 from snapshot.errors import (
@@ -39,7 +39,7 @@ from snapshot.manifest.document import ManifestHead
 from snapshot.reports import RestoreReport
 from snapshot.save.take import AppState
 from snapshot.snapshot import PendingSnapshot, Snapshot
-from snapshot.tiers.control import ANSWERS, Request, Status, StepStatus
+from snapshot.tiers.control import ANSWERS, Request, Status, StepStatus, UploadState
 from snapshot.tiers.facts import is_buried, limited
 from snapshot.tiers.far_upload import FarStorage
 from snapshot.tiers.join import FAR_PATIENCE, join
@@ -48,11 +48,7 @@ from snapshot.tiers.near_steps import CensusStep, HostView, NearStep
 from snapshot.tiers.peers import FAR, MOST_KEEPERS, NEAR, PEER, Place, StepSources, place_of
 from snapshot.tiers.tier_set import TierSet
 from snapshot.tiers.timeline import NO_ORIGIN, Facts, Line, Origin, Parent, Standing, origin_of
-from snapshot.tiers.upload_queue import UploadState
 from snapshot.tiers.uploader_process import leave_metrics
-
-if TYPE_CHECKING:
-    pass
 
 MOST_HELD = 4
 """Steps before the newest that wait for their replicas before older ones are removed."""
@@ -91,10 +87,6 @@ class TieredSteps(Steps):
         if self._set is None:
             raise SnapshotError("near: the ranks join in the first take or restore_latest; call one of them first")
         return self._set
-
-    def is_joined(self) -> bool:
-        """Return True if the ranks have joined."""
-        return self._set is not None
 
     def _join(self, exchange: Exchange, *, needs_far: bool = False) -> None:
         """Join the job's hosts, in the first collective call.
@@ -679,7 +671,12 @@ class TieredRoot(Root):
         for step, found in list(self.census.items()):
             far = folders.committed.get(step)
             head = await self._head(step, far) if far is not None else None
-            if isinstance(head, ManifestHead) and head.save_id != found.save_id and not self._is_newer(found, head):
+            near = found.save_id, found.origin
+            if (
+                isinstance(head, ManifestHead)
+                and head.save_id != found.save_id
+                and not self._of_run.is_newer(step, near, (head.save_id, origin_of(head.metadata)))
+            ):
                 del self.census[step]
             else:
                 folders.committed[step] = FileStat(0, 0.0, f"near:{found.save_id}")
@@ -710,9 +707,6 @@ class TieredRoot(Root):
                     if step not in folders.committed and await is_buried(session.storage, found.save_id):
                         log.info("step-%s: passed over: it was removed from %s", step, self.url)
                         del self.census[step]
-
-    def _is_newer(self, near: CensusStep, far: ManifestHead) -> bool:
-        return self._of_run.is_newer(near.step, (near.save_id, near.origin), (far.save_id, origin_of(far.metadata)))
 
     async def fault(self, step: int, seal: Seal | None = None, *, good: bool = False) -> str | None:
         """Return why a step cannot be restored: for a near one, the files that no host has, nor the far root."""

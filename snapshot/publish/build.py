@@ -7,7 +7,6 @@ import errno
 import os
 import shutil
 import zlib
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -223,22 +222,23 @@ def group_by_windows(deltas: Sequence[bytes | bytearray], nbytes: int) -> list[t
 
 def _window_of(delta: bytes | bytearray | memoryview, nbytes: int) -> int:
     """Return the memory that the decompression of a frame takes."""
+    window: int = _parameters_of(delta).window_size
+    return min(window, max(nbytes, BLOCK))
+
+
+def _parameters_of(delta: bytes | bytearray | memoryview) -> Any:
+    """Return the parameters of a frame, by its header."""
     module = load_zstd()
     try:
-        window: int = module.get_frame_parameters(delta).window_size
+        return module.get_frame_parameters(delta)
     except module.ZstdError as error:
         raise CorruptSnapshotError(f"its delta is not a zstd frame: {error}") from error
-    return min(window, max(nbytes, BLOCK))
 
 
 def _open_image(zstd: Any, delta: bytes | bytearray | memoryview, nbytes: int) -> Any:
     """Return a stream of a frame's contents. Its size is checked first, and more is never decompressed."""
-    module = load_zstd()
-    try:
-        size = module.get_frame_parameters(delta).content_size
-    except module.ZstdError as error:
-        raise CorruptSnapshotError(f"its delta is not a zstd frame: {error}") from error
-    if size not in (nbytes, module.CONTENTSIZE_UNKNOWN):
+    size = _parameters_of(delta).content_size
+    if size not in (nbytes, load_zstd().CONTENTSIZE_UNKNOWN):
         raise CorruptSnapshotError(f"its delta must have {nbytes} bytes, got {size}")
     return zstd.stream_reader(delta, read_size=BLOCK)
 
@@ -393,12 +393,9 @@ class VersionBuilder:
         return index.details.files
 
     async def _read_base(self, folder: Path) -> Index:
-        local = Session(URL.parse(os.fspath(folder)), None, durable=False)
-        try:
+        async with Session(URL.parse(os.fspath(folder)), None, durable=False) as local:
             index = decode_index(await local.storage.get(INDEX, limit=LONGEST_INDEX), 0, folder / INDEX)
             await self._describe(local.storage, "", index)
-        finally:
-            await local.close()
         return index
 
     async def verify(self) -> None:
@@ -421,16 +418,8 @@ class VersionBuilder:
             await gather_limited(self._tensors, check, self._session.settings.thread_count())
 
     async def _describe(self, storage: Storage, prefix: str, index: Index) -> None:
-        by_file: dict[str, list[str]] = defaultdict(list)
-        for name, file in index.files.items():
-            by_file[file].append(name)
-
-        async def header(file: str) -> tuple[dict[str, TensorEntry], int]:
-            size = (await storage.stat(prefix + file)).size
-            return (await read_header(storage, prefix + file, size, LONGEST_HEADER))[0], size
-
-        for file, (entries, size) in zip(by_file, await gather_limited(by_file, header, HEADERS), strict=True):
-            if entries.keys() != set(by_file[file]):
+        for file, names, entries, _, size in await _read_headers(storage, prefix, index):
+            if entries.keys() != set(names):
                 raise CorruptSnapshotError(f"{storage.url.join(prefix + file)}: its tensors are not those of the index")
             begin = min((entry.byte_range[0] for entry in entries.values()), default=size)
             self._shards[file] = _Shard(size, begin)
@@ -441,18 +430,9 @@ class VersionBuilder:
     async def _add_deltas(self, index: Index) -> None:
         """Read the headers of a delta's files, and check that its tensors fit."""
         folder = version_name(index.version)
-        by_file: dict[str, list[str]] = defaultdict(list)
-        for name, file in index.files.items():
-            by_file[file].append(name)
-
-        async def header(file: str) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-            path = f"{folder}/{file}"
-            size = (await self._storage.stat(path)).size
-            return await read_header(self._storage, path, size, LONGEST_HEADER)
-
-        for file, (entries, checksums) in zip(by_file, await gather_limited(by_file, header, HEADERS), strict=True):
+        for file, names, entries, checksums, _ in await _read_headers(self._storage, f"{folder}/", index):
             where = self._storage.url.join(f"{folder}/{file}")
-            for name in by_file[file]:
+            for name in names:
                 entry, tensor = entries.get(name), self._tensors.get(name)
                 if entry is None or tensor is None:
                     lacking = "the file" if entry is None else "the base"
@@ -512,7 +492,8 @@ class VersionBuilder:
                 nbytes = sum(end - begin for _, begin, end in places)
                 async with alone if nbytes > RUN else nullcontext():
                     deltas = [await self._fetch(*place) for place in places]
-                    groups = self._group(name, deltas)
+                    with self._naming(name):
+                        groups = group_by_windows(deltas, tensor.end - tensor.begin)
                     del deltas
                     while groups:
                         group, window = groups.pop(0)
@@ -531,12 +512,6 @@ class VersionBuilder:
         self.received += len(delta)
         return delta
 
-    def _group(self, name: str, deltas: Sequence[bytearray]) -> list[tuple[list[Any], int]]:
-        """Return the deltas of a tensor in groups that are applied together."""
-        tensor = self._tensors[name]
-        with self._naming(name):
-            return group_by_windows(deltas, tensor.end - tensor.begin)
-
     @contextmanager
     def _naming(self, name: str) -> Iterator[None]:
         """Name the version and the tensor in an error."""
@@ -547,7 +522,7 @@ class VersionBuilder:
             raise CorruptSnapshotError(f"{where}: {name[:200]!r}: {error}") from error
 
     def _process(
-        self, name: str, source: int, target: int | None, deltas: Sequence[bytearray], *, last: bool = True
+        self, name: str, source: int, target: int | None, deltas: Sequence[bytes | bytearray], *, last: bool = True
     ) -> str:
         """Apply deltas to a tensor. Without deltas, copy it, or only read it. After the last ones, compare its sums."""
         tensor = self._tensors[name]
@@ -584,6 +559,20 @@ class VersionBuilder:
         total = sum(tensor.end - tensor.begin for tensor in self._tensors.values())
         data = encode_index(newest.version, None, files, details, total_size=total)
         (self._aside / INDEX).write_bytes(data)
+
+
+async def _read_headers(
+    storage: Storage, prefix: str, index: Index
+) -> list[tuple[str, list[str], dict[str, TensorEntry], dict[str, str], int]]:
+    """Return each file of a version, with its tensors by the index, its header, the header's metadata, and its size."""
+    by_file = index.by_file()
+
+    async def read(file: str) -> tuple[str, list[str], dict[str, TensorEntry], dict[str, str], int]:
+        size = (await storage.stat(prefix + file)).size
+        entries, metadata = await read_header(storage, prefix + file, size, LONGEST_HEADER)
+        return file, by_file[file], entries, metadata, size
+
+    return await gather_limited(by_file, read, HEADERS)
 
 
 @contextmanager

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections import defaultdict
+import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from snapshot.distributed.exchange import Exchange
+from snapshot.distributed.exchange import LEADER, Exchange, OutcomeUnknown
 from snapshot.distributed.group import ranks_of
-from snapshot.errors import CorruptSnapshotError, SnapshotError
+from snapshot.errors import CommitUnknown, CorruptSnapshotError, SnapshotError, SnapshotExistsError
 from snapshot.events import emit, log, warn
 from snapshot.formats.hugging_face import INDEX, read_header
-from snapshot.io.aio import gather_limited, in_thread
+from snapshot.io.aio import gather_limited, in_thread, shielded
 from snapshot.io.arena import total_memory
-from snapshot.io.loop import refuse_on_loop, run, work_on
+from snapshot.io.loop import in_own_thread, refuse_on_loop, run, work_on
 from snapshot.io.registry import open_storage
 from snapshot.io.session import Session
 from snapshot.io.url import URL
@@ -26,20 +27,35 @@ from snapshot.manager.policies import Policy, checked_policy
 from snapshot.manifest.document import LONGEST_HEADER
 from snapshot.maps.recipe import Target
 from snapshot.options import Settings, expect_positive, moved_names
+from snapshot.pending import PendingWork
 from snapshot.publish.build import TensorSums, sum_bytes
-from snapshot.publish.publication import Base, ExtraFiles, PendingPublish, Publication
 from snapshot.publish.shares import (
     HostImage,
+    RankShare,
     RankState,
     SharePlan,
+    ShareUpload,
     expect_equal,
     find_pieces,
     flatten_tensors,
     gather_pieces,
     plan_shares,
 )
-from snapshot.publish.store import LONGEST_INDEX, KnownVersion, VersionStore, decode_index, version_of
-from snapshot.publish.subscriber import LocalFolder, check_hooks
+from snapshot.publish.store import (
+    LONGEST_FILE,
+    LONGEST_INDEX,
+    WEIGHTS,
+    Details,
+    Index,
+    KnownVersion,
+    VersionStore,
+    check_file_name,
+    decode_index,
+    encode_index,
+    version_name,
+    version_of,
+)
+from snapshot.publish.subscriber import LocalFolder, check_hooks, start_hooks
 from snapshot.tensors.digest import digest_bytes, digest_range
 from snapshot.tensors.split_zstd import load_zstd
 from snapshot.text import size_text
@@ -109,6 +125,139 @@ def expect_same_plans(exchange: Exchange, plan: str) -> None:
         exchange.agree(plan, lead, str, bool)
 
 
+# A version that is published in the background.
+
+SLACK = 1 << 20
+"""Maximum bytes of the deltas after a complete version, beyond the bytes of that version."""
+
+
+class Published(NamedTuple):
+    """A published version."""
+
+    version: int
+    step: int
+    base: int | None
+    """The version that it is a delta of; None for a complete version."""
+
+
+class PendingPublish(PendingWork[Published]):
+    """A version that is published in the background. `wait()` raises its error."""
+
+    _noun = "publication"
+    _success = "published"
+
+    def begin(self) -> None:
+        """Start the work."""
+        self.work.begin()
+
+    def settle(self) -> None:
+        """Wait until the work is over, however it ends."""
+        self.work.settled()
+
+    def wait(self, timeout: float | None = None) -> Published:
+        """Wait until the version is published, and return its number. Raise `SnapshotError` on every rank if it failed.
+
+        Raise `TimeoutError` after `timeout` seconds. The work continues, and can be waited for again.
+        """
+        if not self.done():
+            self._check_process()
+        return self._result(timeout)
+
+    def __repr__(self) -> str:
+        if not self.done():
+            return f"PendingPublish({self.path!r}, running)"
+        failed = self.work.cancelled() or self.work.exception() is not None
+        return f"PendingPublish({self.path!r}, {'failed' if failed else 'published'})"
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The last published version, as this rank needs it for a delta."""
+
+    version: int
+    index: str
+    """Digest of its index."""
+    image: HostImage
+    sums: Mapping[str, TensorSums]
+    deltas: int
+    """Number of deltas since the last complete version."""
+    full: int
+    """Bytes of this rank's files of that version."""
+    stored: int = 0
+    """Bytes of this rank's files of the deltas."""
+
+
+class ExtraFiles:
+    """The small files of a model, such as its config: contents by name, or a local folder that has them."""
+
+    def __init__(self, given: str | os.PathLike[str] | Mapping[str, bytes] | None) -> None:
+        self._folder: Path | None = None
+        self._contents: dict[str, bytes] = {}
+        if given is None:
+            return
+        if isinstance(given, Mapping):
+            for name, data in given.items():
+                if not isinstance(name, str) or not isinstance(data, bytes | bytearray | memoryview):
+                    raise TypeError(f"files must be bytes by name, got {name!r}: {type(data).__name__}")
+                self._contents[check_file_name(name, "files")] = bytes(data)
+        else:
+            self._folder = Path(given)
+            if not self._folder.is_dir():
+                raise ValueError(f"files must be a local folder, got {str(given)!r}")
+        refused = [name for name in self._contents if name.endswith(WEIGHTS)]
+        if refused:
+            raise ValueError(f"files must not have weights, got {refused[0]!r}")
+
+    def read(self) -> dict[str, bytes]:
+        """Return the contents by name. Weights and hidden files of a folder are left out."""
+        found = dict(self._contents)
+        if self._folder is not None:
+            for path in sorted(self._folder.iterdir()):
+                if path.is_file() and not path.name.startswith(".") and not path.name.endswith(WEIGHTS):
+                    if path.stat().st_size > LONGEST_FILE:
+                        raise SnapshotError(f"{path}: is too large for a file beside the weights")
+                    found[path.name] = path.read_bytes()
+        return found
+
+
+class Ready(msgspec.Struct, array_like=True):
+    """A rank's state before it encodes."""
+
+    base: int
+    """The version that it can encode a delta of; 0 if none."""
+    surplus: int
+    """Bytes of its deltas since the last complete version, less those of that version."""
+
+
+class Decision(msgspec.Struct, array_like=True):
+    """The leader's decision about the version."""
+
+    version: int
+    base: int
+    """The version to encode a delta of; 0 for a complete version."""
+    attempt: str
+
+
+class Committed(msgspec.Struct, array_like=True):
+    """The leader's answer after the commit: the digest of the index."""
+
+    index: str
+
+
+class Publication(NamedTuple):
+    """One rank's part of one publication."""
+
+    exchange: Exchange
+    step: int
+    image: HostImage
+    names: Collection[str]
+    """The tensors of all ranks."""
+    base: Base | None
+    """The version that this rank can encode a delta of."""
+    keeps: bool
+    """True if the image may stay in memory, as the base of the next version."""
+
+
 # The base of a restarted publisher: a version in a local folder, where a subscriber has pulled it.
 
 
@@ -126,44 +275,41 @@ async def load_base(
     `names`: the tensors of all ranks. `files`: the small files of the new version. Without any, those of
     the base stay.
     """
-    session = Session(url, options)
-    local = Session(URL.parse(os.fspath(folder)), None, durable=False)
     try:
-        version = version_of(folder.name)
-        marker = LocalFolder(folder.parent, str(url)).marker(version) if version is not None else None
-        if marker is None:
-            raise SnapshotError(f"{folder}: not a version that was pulled from {url}")
-        store = VersionStore(session.storage)
-        index = await store.read(marker.version)
-        if index.digest != marker.index:
-            raise SnapshotError(f"{folder}: the store has another version {marker.version} now")
-        deltas = len(await store.chain(index, lambda *_: False)) - 1
-        here = decode_index(await local.storage.get(INDEX, limit=LONGEST_INDEX), 0, folder / INDEX)
-        if set(names) != here.files.keys():
-            raise SnapshotError(f"{folder}: has other tensors than the new version")
-        given = {name: (len(data), digest_bytes(data)) for name, data in files.items()}
-        if given and given != {name: tuple(found) for name, found in here.details.files.items()}:
-            raise SnapshotError(f"{folder}: has other files beside the weights than the new version")
-        image = HostImage(targets)
-        sums = await _read_tensors(local, here.files, here.details.digests, image)
+        async with (
+            Session(url, options) as session,
+            Session(URL.parse(os.fspath(folder)), None, durable=False) as local,
+        ):
+            version = version_of(folder.name)
+            marker = LocalFolder(folder.parent, str(url)).marker(version) if version is not None else None
+            if marker is None:
+                raise SnapshotError(f"{folder}: not a version that was pulled from {url}")
+            store = VersionStore(session.storage)
+            index = await store.read(marker.version)
+            if index.digest != marker.index:
+                raise SnapshotError(f"{folder}: the store has another version {marker.version} now")
+            deltas = len(await store.chain(index, lambda *_: False)) - 1
+            here = decode_index(await local.storage.get(INDEX, limit=LONGEST_INDEX), 0, folder / INDEX)
+            if set(names) != here.files.keys():
+                raise SnapshotError(f"{folder}: has other tensors than the new version")
+            given = {name: (len(data), digest_bytes(data)) for name, data in files.items()}
+            if given and given != {name: tuple(found) for name, found in here.details.files.items()}:
+                raise SnapshotError(f"{folder}: has other files beside the weights than the new version")
+            image = HostImage(targets)
+            sums = await _read_tensors(local, here, image)
     except SnapshotError as error:
         log.warning("%s: the next version is complete: %s", url, error)
         return None
-    finally:
-        await local.close()
-        await session.close()
     return Base(marker.version, index.digest, image, sums, deltas, image.nbytes)
 
 
-async def _read_tensors(
-    local: Session, files: Mapping[str, str], digests: Mapping[str, str], image: HostImage
-) -> dict[str, TensorSums]:
+async def _read_tensors(local: Session, index: Index, image: HostImage) -> dict[str, TensorSums]:
     """Read and verify the tensors of an image."""
-    by_file: dict[str, list[str]] = defaultdict(list)
-    for name in image.targets:
-        by_file[files[name]].append(name)
     sums: dict[str, TensorSums] = {}
-    for file, names in by_file.items():
+    for file, in_file in index.by_file().items():
+        names = [name for name in in_file if name in image.targets]
+        if not names:
+            continue
         size = (await local.storage.stat(file)).size
         entries, _ = await read_header(local.storage, file, size, LONGEST_HEADER)
 
@@ -174,14 +320,15 @@ async def _read_tensors(
             data = image.bytes(name)
             await local.storage.read_into(file, entry.byte_range[0], [data])
             sums[name] = await in_thread(sum_bytes, data)
-            if sums[name].digest != digests.get(name, sums[name].digest):
-                raise CorruptSnapshotError(f"{file}: {name}: its digest must be {digests[name]}")
+            expected = index.details.digests.get(name, sums[name].digest)
+            if sums[name].digest != expected:
+                raise CorruptSnapshotError(f"{file}: {name}: its digest must be {expected}")
 
         await gather_limited(names, read, local.settings.thread_count())
     return sums
 
 
-# Publisher: the weights of a training loop as numbered versions in a store, full or as deltas.
+# The publisher, with one publication at a time in the background.
 
 
 class Publisher:
@@ -302,43 +449,24 @@ class Publisher:
             own, held = find_pieces(flatten_tensors(state))
             marks, plan, plan_digest = self._plan(exchange, step, own)
             if self._resumed is not None:
-                self._base = self._load_base(self._resumed, plan, exchange.rank)
+                files = self._files.read() if exchange.rank == LEADER else {}  # the leader writes them
+                owned, names = plan.owned(exchange.rank), plan.targets.keys()
+                self._base = run(load_base(self._url, self._options, self._resumed, owned, names=names, files=files))
                 self._resumed = None
             image = self._take_image(plan, exchange.rank)
             expect_same_plans(exchange, plan_digest)
             self._planned = marks, plan, plan_digest  # on all ranks, or on none
             expect_equal(exchange, plan, held)
             gather_pieces(exchange, plan, held, image)
-            publication = Publication(
-                self._url,
-                self._options,
-                exchange,
-                publisher=self._id,
-                step=step,
-                image=image,
-                names=plan.targets.keys(),
-                base=self._base,
-                keeps=self._may_keep(image, exchange),
-                files=self._files,
-                full_every=self._full_every,
-                keep=self._keep,
-                notify=self._notify,
-                known=self._known,
-            )
+            base = self._base
+            if base is not None and not (base.image.fits(image.targets) and base.deltas + 1 < self._full_every):
+                base = None
+            keeps = self._may_keep(image, exchange)
+            publication = Publication(exchange, step, image, plan.targets.keys(), base, keeps)
             pending = PendingPublish(str(self._url), work_on(self._run(publication)))
             pending.begin()
         self._pending = pending
         return pending
-
-    async def _run(self, publication: Publication) -> Any:
-        """Publish in the background. Only a committed version becomes the base of the next."""
-        before, self._base = self._base, None
-        found = await publication.run()
-        if publication.keeps:
-            self._base, self._spare = publication.next_base, before.image if before is not None else None
-        elif publication.image.nbytes <= self._limit(publication.world):
-            self._spare = publication.image
-        return found
 
     def _prepare(self) -> None:
         """Wait for the publication before. Raise for a call that the other ranks have given up."""
@@ -352,12 +480,6 @@ class Publisher:
             self._owed -= 1
             raise SnapshotError(f"{self._url}: the other ranks have given up this call: this rank was too late")
         self._calls += 1
-
-    def _load_base(self, folder: Path, plan: SharePlan, rank: int) -> Base | None:
-        files = self._files.read() if rank == 0 else {}  # the leader writes them
-        return run(
-            load_base(self._url, self._options, folder, plan.owned(rank), names=plan.targets.keys(), files=files)
-        )
 
     def _plan(self, exchange: Exchange, step: int, own: RankState) -> tuple[list[str], SharePlan, str]:
         """Agree on the call and the tensors of all ranks. Return the plan of the last call if it fits."""
@@ -384,7 +506,7 @@ class Publisher:
         spare, self._spare = self._spare, None
         if spare is not None and spare.fits(targets):
             return spare
-        del spare
+        del spare  # its memory is free for the new image
         return HostImage(targets)
 
     def _may_keep(self, image: HostImage, exchange: Exchange) -> bool:
@@ -409,6 +531,130 @@ class Publisher:
             return self._budget
         return total_memory() // 2 // (Settings.processes() if "LOCAL_WORLD_SIZE" in os.environ else world)
 
+    # In the background: claim a number, encode, write, commit, and delete old versions. The ranks communicate through
+    # the store of their process group, never through its collectives.
+
+    async def _run(self, publication: Publication) -> Published:
+        """Publish. Only a committed version becomes the base of the next.
+
+        An error on one rank is raised on all of them, and the files of the attempt are deleted.
+        """
+        began = time.monotonic()
+        exchange, _, image, _, base, keeps = publication
+        before, self._base = self._base, None
+        session = Session(self._url, self._options)
+        store = VersionStore(session.storage, self._known)
+        upload: ShareUpload | None = None
+        try:
+            emit("start", "publish", str(self._url), step=publication.step)
+            decision = await self._agree(publication, store)
+            upload = ShareUpload(session, decision.version, decision.attempt, exchange.rank, image)
+            if decision.base:
+                assert base is not None
+                await upload.write_delta(base.image, base.sums)
+            else:
+                await upload.write_full()
+            details = Details(self._id, publication.step, time.time())
+            if exchange.rank == LEADER and not decision.base:
+                details.files = await upload.write_extra(await in_thread(self._files.read))
+            await session.storage.settle()
+            committed = await self._commit(publication, store, decision, upload.share, details)
+        except BaseException as error:
+            emit("failed", "publish", str(self._url), error=error)
+            await shielded(_abort(exchange, error, store, upload))
+            raise
+        else:
+            share, found = upload.share, Published(decision.version, publication.step, decision.base or None)
+            folder = str(self._url.join(version_name(found.version)))
+            emit(
+                "committed",
+                "publish",
+                folder,
+                bytes=share.nbytes,
+                stored=share.stored,
+                base=found.base,
+                seconds=time.monotonic() - began,
+            )
+            if exchange.rank == LEADER:
+                await store.retire(self._keep, self._id)
+                if self._notify:
+                    message = {
+                        "source_dir": str(self._url),
+                        "target_version": found.version,
+                        "version_dir": folder,
+                        "step": found.step,
+                        "base_version": found.base,
+                    }
+                    start_hooks(self._notify, "publish", message)
+        finally:
+            await in_own_thread(exchange.close)
+            await session.close()
+        if keeps:
+            self._base = Base(found.version, committed.index, image, upload.sums, 0, share.stored)
+            if decision.base and base is not None:
+                deltas, stored = base.deltas + 1, base.stored + share.stored
+                self._base = replace(self._base, deltas=deltas, full=base.full, stored=stored)
+            self._spare = before.image if before is not None else None
+        elif image.nbytes <= self._limit(exchange.world):
+            self._spare = image
+        return found
+
+    async def _agree(self, publication: Publication, store: VersionStore) -> Decision:
+        """Let the leader choose the number, and decide if the version is a delta."""
+
+        def lead(ranks: list[Ready]) -> Decision:
+            attempt = secrets.token_hex(6)
+            version = run(store.claim(self._id, attempt))
+            bases = {ready.base for ready in ranks}
+            base = bases.pop() if len(bases) == 1 else 0
+            if base and base + 1 != version:  # readers apply deltas one by one, without gaps
+                base = 0
+            if sum(ready.surplus for ready in ranks) > SLACK:
+                base = 0
+            return Decision(version, base, attempt)
+
+        base = publication.base
+        ready = Ready(base.version, base.stored - base.full) if base is not None else Ready(0, 0)
+        return await in_own_thread(publication.exchange.agree, ready, lead, Ready, Decision)
+
+    async def _commit(
+        self, publication: Publication, store: VersionStore, decision: Decision, share: RankShare, details: Details
+    ) -> Committed:
+        """Wait for all ranks, and let the leader store the index."""
+        exchange, names = publication.exchange, set(publication.names)
+
+        def lead(shares: list[RankShare]) -> Committed:
+            files: dict[str, str] = {}
+            for each in shares:
+                files.update(each.files)
+                details.digests.update(each.digests)
+            base = decision.base or None
+            if (files.keys() != names) if base is None else not files.keys() <= names:
+                raise SnapshotError(f"the ranks must write {len(names)} tensors, got {len(files)}")
+            if base is not None and publication.base is not None:
+                details.base = publication.base.index
+            total = sum(each.nbytes for each in shares)
+            data = encode_index(decision.version, base, files, details, total_size=total)
+            exchange.commit()
+            run(shielded(store.commit(decision.version, data, base)))
+            return Committed(digest_range(data))
+
+        exchange.note_done()
+        try:
+            return await in_own_thread(exchange.agree, share, lead, RankShare, Committed)
+        except OutcomeUnknown as error:
+            folder = self._url.join(version_name(decision.version))
+            raise CommitUnknown(f"{folder}: unknown whether it is published: {error}") from error
+
     def __repr__(self) -> str:
         base = f", base {self._base.version}" if self._base is not None else ""
         return f"Publisher({str(self._url)!r}{base})"
+
+
+async def _abort(exchange: Exchange, error: BaseException, store: VersionStore, upload: ShareUpload | None) -> None:
+    """Tell the other ranks, and delete the files unless the index may be stored."""
+    ruled_out = await in_own_thread(exchange.fail, error)
+    leads = exchange.rank == LEADER
+    if upload is not None and not isinstance(error, CommitUnknown) and (ruled_out or leads):
+        claim = leads and not isinstance(error, SnapshotExistsError)
+        await store.delete_attempt(upload.version, upload.written, claim=claim)

@@ -7,6 +7,7 @@ import re
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import msgspec
@@ -82,6 +83,13 @@ class Index(NamedTuple):
     digest: str
     """Digest of the index itself."""
     metadata: dict[str, Any]
+
+    def by_file(self) -> dict[str, list[str]]:
+        """Return the tensors of each file."""
+        found: dict[str, list[str]] = {}
+        for name, file in self.files.items():
+            found.setdefault(file, []).append(name)
+        return found
 
 
 class _Document(msgspec.Struct):
@@ -346,14 +354,10 @@ class VersionStore:
             log.warning("%s: cannot delete old versions: %s", self.storage.url, error)
 
     async def _learn(self, number: int) -> None:
-        try:
+        with suppress(StorageNotFoundError, CorruptSnapshotError, UnsupportedFormatError):  # it is left alone
             index = await self.read_index(number)
             created = index.details.time or (await self.storage.stat(f"{version_name(number)}/{INDEX}")).mtime
             self._known[number] = KnownVersion(index.base, created)
-        except StorageNotFoundError:
-            return
-        except (CorruptSnapshotError, UnsupportedFormatError):  # it is left alone
-            return
 
     async def _is_leftover(self, number: int, newest: int, publisher: str) -> bool:
         """Return True if a folder without an index belongs to a publisher of this library that has failed."""

@@ -508,7 +508,9 @@ class _Pull:
             return
         here = {marker.version: marker for marker in self._local.versions()}
         while True:
-            chain = await self._store.chain(index, lambda number, digest: _matches(here.get(number), digest))
+            chain = await self._store.chain(
+                index, lambda number, digest: number in here and digest in ("", here[number].index)
+            )
             base = chain[0].base
             if base is not None and not await self._is_sound(base):
                 del here[base]
@@ -595,7 +597,3 @@ def expect_apart(url: URL, folder: Path) -> None:
     store, local = Path(os.path.realpath(url.location)), Path(os.path.realpath(folder))
     if store == local or store in local.parents or local in store.parents:
         raise ValueError(f"{folder}: the local folder and the store {url} must not contain each other")
-
-
-def _matches(marker: Marker | None, digest: str) -> bool:
-    return marker is not None and digest in ("", marker.index)

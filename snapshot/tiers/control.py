@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import signal
@@ -12,7 +11,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,70 @@ from snapshot.decoding import decode_json
 from snapshot.errors import CorruptSnapshotError, SnapshotError
 from snapshot.events import emit, log
 from snapshot.tiers.timeline import Facts
-from snapshot.tiers.upload_queue import UploadState
 
 ADDRESS = "SNAPSHOT_PEER_ADDRESS"
 """Environment variable: the address of this host in the job's network, on which it offers files to other hosts."""
+
+
+Upload = str | int | None
+"""`"latest"`, the distance of steps, or None."""
+
+
+class UploadState(StrEnum):
+    """The state of a near step on its way to the far root. `where`, `ls`, `ui` and metrics use these words."""
+
+    KEPT = "kept near"
+    """It is not wanted far."""
+    QUEUED = "queued"
+    """It is wanted far, and another step is sent first, or the far root cannot be reached."""
+    UPLOADING = "uploading"
+    WAITING = "waiting"
+    """The files of this host were sent. Those of other hosts are missing."""
+    WHOLE = "whole"
+    DROPPED = "dropped"
+    """A newer step is uploaded instead."""
+    OUTDATED = "outdated"
+    """It was removed from the far root, or a newer snapshot of the step is there."""
+    DAMAGED = "damaged"
+    """A file is damaged, and no other host has it undamaged."""
+    UNDECIDED = "undecided"
+    """The attempt that took it is not known to the far root."""
+    FORKED = "forked"
+    """Another attempt was published instead of the one that took it. A person must choose."""
+    DELETED = "deleted"
+    """The far root does not have the run any more."""
+
+    @property
+    def is_open(self) -> bool:
+        """True if there is work left."""
+        return self in (UploadState.QUEUED, UploadState.UPLOADING, UploadState.WAITING)
+
+    @property
+    def is_stuck(self) -> bool:
+        """True if a person, or a new fact, must change it."""
+        return self in (UploadState.UNDECIDED, UploadState.FORKED, UploadState.DELETED)
+
+
+def far_text(state: UploadState, sent: int, total: int) -> str:
+    """Return the state of an upload as text, with the share of the bytes that were sent.
+
+    >>> far_text(UploadState.UPLOADING, 41, 100)
+    'uploading 41 %'
+    """
+    return f"{state} {min(100, 100 * sent // max(1, total))} %" if state == UploadState.UPLOADING else state.value
+
+
+MEANINGS = {
+    UploadState.QUEUED: "wanted far; another step is sent first, or the far root cannot be reached",
+    UploadState.WAITING: "the files of this host were sent, and those of other hosts are missing",
+    UploadState.DROPPED: "a newer step is uploaded instead of this one",
+    UploadState.OUTDATED: "removed from the far root, or another snapshot of the step is there",
+    UploadState.DAMAGED: "a file is damaged, and no other host has it undamaged",
+    UploadState.UNDECIDED: "the far root does not know the attempt that took the step",
+    UploadState.FORKED: "another attempt was published instead; `snapshot attempts` shows both",
+    UploadState.DELETED: "the run was deleted in the far root",
+}
+"""Explanations of the states that do not explain themselves, for people."""
 
 
 class Host(msgspec.Struct, array_like=True):
@@ -111,7 +171,7 @@ class Registration(msgspec.Struct):
     far: str
     """The far root, with its secrets."""
     options: dict[str, Any]
-    upload: str | int | None
+    upload: Upload
     replicas: int
     hosts: list[Host]
     index: int
@@ -176,7 +236,7 @@ def decode_status(data: bytes) -> Status:
     return status
 
 
-@contextlib.contextmanager
+@contextmanager
 def short_path(folder: str, name: str) -> Iterator[str]:
     """Return a path of a file that is short enough for a socket, however long the folder's is."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -188,7 +248,7 @@ def short_path(folder: str, name: str) -> Iterator[str]:
 
 def listen(folder: str) -> socket.socket:
     """Create the control socket, for this user only."""
-    with contextlib.suppress(FileNotFoundError):
+    with suppress(FileNotFoundError):
         os.unlink(f"{folder}/{SOCKET}")
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with short_path(folder, SOCKET) as path:
@@ -208,7 +268,7 @@ def _expect_same_user(connected: socket.socket) -> None:
 
 def pid_in(folder: str) -> int | None:
     """Return the process of a folder's uploader, if the lock names one that runs for this folder."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
+    with suppress(OSError, ValueError, IndexError):
         pid = int(Path(f"{folder}/{LOCK}").read_text("ascii").split()[0])
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         return pid if b"upload" in words and os.fsencode(folder) in words else None
@@ -217,9 +277,17 @@ def pid_in(folder: str) -> int | None:
 
 def has_served(folder: str, pid: int) -> bool:
     """Return True if the process of a folder's uploader has begun to answer requests."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         return Path(f"{folder}/{LOCK}").read_bytes().split() == [str(pid).encode(), SERVES]
     return False
+
+
+def kill_hung(folder: str, pid: int) -> None:
+    """Kill the uploader of a folder, which hangs. The next one continues its work."""
+    log.warning("%s: its uploader (process %d) hangs, and is replaced", folder, pid)
+    emit("replaced", "upload", folder, pid=pid)
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 class ControlClient:
@@ -262,7 +330,7 @@ class ControlClient:
 
     def close(self) -> None:
         """Close the connection."""
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             self._lines.close()
             self._socket.close()
 
@@ -318,7 +386,7 @@ class ControlServer:
     def close(self) -> None:
         """Stop listening."""
         self._closed = True
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
 
@@ -446,10 +514,7 @@ class UploaderLink:
         if silent == 1:
             log.warning("%s: its uploader%s does not answer", self._folder, self._named())
         elif silent >= SILENT and pid > 0 and may_end and not self._closed.is_set():
-            log.warning("%s: its uploader%s hangs, and is replaced", self._folder, self._named())
-            emit("replaced", "upload", self._folder, pid=pid)
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            kill_hung(self._folder, pid)
             self.register()
 
     def _named(self) -> str:

@@ -221,9 +221,7 @@ async def sync_facts(storage: Storage, copy: Facts, names: Collection[str]) -> t
 async def choose_attempt(storage: Storage, copies: Sequence[Copy], name: str, host: str, far: str) -> Facts:
     """Publish the choice of a person: the line of the run continues one attempt, and leaves all pending other ones."""
     root = await mend_facts(storage, copies)
-    united = root
-    for each in copies:
-        united = united if root.lacks(each.facts) else united.with_pending(each.facts.pending)
+    united = root.with_copies(copies)
     chosen = united.find(name)
     if chosen is None:
         known = ", ".join(each.name for each in (*united.published, *united.pending))

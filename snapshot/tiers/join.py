@@ -16,12 +16,11 @@ from snapshot.errors import BucketNotFoundError, RunDeletedError, RunForkedError
 from snapshot.events import log
 from snapshot.io.loop import run
 from snapshot.io.peers import host_of
-from snapshot.io.registry import open_storage
 from snapshot.io.session import Session
-from snapshot.io.storage import ANYTHING, Context, Storage
+from snapshot.io.storage import ANYTHING, Storage
 from snapshot.io.url import URL
 from snapshot.manifest.document import METADATA, decode_head
-from snapshot.tiers.control import Host, Registration, UploaderError, hosts_of, job_address
+from snapshot.tiers.control import Host, Registration, Upload, UploaderError, hosts_of, job_address
 from snapshot.tiers.facts import (
     TRIES,
     limited,
@@ -44,7 +43,6 @@ from snapshot.tiers.timeline import (
     new_name,
     settle_run,
 )
-from snapshot.tiers.upload_queue import Upload
 from snapshot.tiers.uploader_process import ensure_uploader, expect_own_folder
 
 FAR_PATIENCE = 20.0
@@ -204,15 +202,14 @@ def _arrive(options: TierOptions) -> Arrived:
 def _lead(arrived: Sequence[Arrived], options: TierOptions, patience: float, *, needs_far: bool) -> Joined:
     """Find the run: by the facts in the far root, else by those of the hosts, else it is a new one."""
     hosts = [each.copies for each in arrived]
-    session, fault = Session(options.far, options.options), ""
+    fault = ""
     try:
-        found = run(limited(_settle(session.storage, hosts, str(options.far)), patience))
+        with Session(options.far, options.options) as session:
+            found = run(limited(_settle(session.storage, hosts, str(options.far)), patience))
     except StorageError as error:
         if needs_far or isinstance(error, BucketNotFoundError):  # a bucket that does not exist will not come back
             raise
         found, fault = settle_run(None, hosts, str(options.far)), str(error)
-    finally:
-        run(session.close())
     named = hosts_of([(each.key, each.name) for each in arrived])
     return Joined(found.run or new_name(), found.facts, found.birth, named, secrets.token_hex(16), fault)
 
@@ -256,27 +253,22 @@ def begin_attempt(
     pending = Begun(facts.with_pending([attempt]), attempt)
     if not far:
         return pending
-    session = Session(options.far, options.options)
-    try:
-        root = run(limited(read_facts(session.storage), patience))
-        if root.lacks(facts):
-            raise RunDeletedError(f"{options.far}: the run was deleted there; begin a new one in a new process")
-        names = [attempt.name]
-        return Begun(
-            run(limited(publish_pending(session.storage, root.with_pending(pending.facts.pending), names), patience)),
-            attempt,
-        )
-    except RunForkedError:
-        found = run(limited(read_facts(session.storage), patience))
-        if any(each.name != attempt.name for each in facts.pending):
-            raise  # this job, or the one before it, has made takes
-        member.facts = found
-        return None
-    except StorageError as error:
-        log.warning("%s: cannot be reached: %s", options.far, error)
-        return pending
-    finally:
-        run(session.close())
+    with Session(options.far, options.options) as session:
+        try:
+            root = run(limited(read_facts(session.storage), patience))
+            if root.lacks(facts):
+                raise RunDeletedError(f"{options.far}: the run was deleted there; begin a new one in a new process")
+            united = root.with_pending(pending.facts.pending)
+            return Begun(run(limited(publish_pending(session.storage, united, [attempt.name]), patience)), attempt)
+        except RunForkedError:
+            found = run(limited(read_facts(session.storage), patience))
+            if any(each.name != attempt.name for each in facts.pending):
+                raise  # this job, or the one before it, has made takes
+            member.facts = found
+            return None
+        except StorageError as error:
+            log.warning("%s: cannot be reached: %s", options.far, error)
+            return pending
 
 
 def _start(near: str, member: Membership) -> Ready:
@@ -304,17 +296,15 @@ def fetch_manifests(folder: NearFolder, member: Membership, manifests: Mapping[i
         own = committed.get(step)
         if (own is not None and own.save_id == save_id) or not any(save_id in name for name in folder.files(step)):
             continue
-        near = Session(URL("near", folder.step_path(step)), None)
         try:
             for host in keepers:
                 data = read_manifest(member, step, host) if host != member.index else None
                 if data is not None and decode_head(data, METADATA).save_id == save_id:
-                    run(near.storage.put(METADATA, data, expect=ANYTHING))
+                    with Session(URL("near", folder.step_path(step)), None) as near:
+                        run(near.storage.put(METADATA, data, expect=ANYTHING))
                     break
         except SnapshotError as error:
             log.info("step-%s: %s", step, error)
-        finally:
-            run(near.close())
 
 
 def read_manifest(member: Membership, step: int, host: int) -> bytes | None:
@@ -322,8 +312,5 @@ def read_manifest(member: Membership, step: int, host: int) -> bytes | None:
     address = member.hosts[host].address
     if not address:
         return None
-    storage = open_storage(URL.parse(f"peer://{address}/step-{step}"), {"secret": member.secret}, Context())
-    try:
-        return run(storage.get(METADATA))
-    finally:
-        run(storage.close())
+    with Session(URL.parse(f"peer://{address}/step-{step}"), {"secret": member.secret}) as session:
+        return run(session.storage.get(METADATA))

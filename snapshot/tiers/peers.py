@@ -1,4 +1,4 @@
-"""Files of other hosts: the server that offers this host's files, and the places of a near step's files."""
+"""Files of other hosts: the server that offers this host's files, the places of a near step's files, and replicas."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -20,12 +21,13 @@ from snapshot.io.aio import in_thread
 from snapshot.io.loop import run, shared_clients
 from snapshot.io.peers import SIGNATURE, STATUS, is_signed, parse_target, sign
 from snapshot.io.registry import open_storage
-from snapshot.io.storage import Buffer, Capabilities, Context, Storage
+from snapshot.io.session import Session
+from snapshot.io.storage import ABSENT, Buffer, Capabilities, Context, Storage
 from snapshot.io.url import URL
-from snapshot.manifest.document import METADATA, decode_head
-from snapshot.tiers.control import Host
+from snapshot.manifest.document import METADATA, Document, decode_document, decode_head
+from snapshot.tiers.control import Host, Registration, Status, decode_status, partners
 from snapshot.tiers.far_upload import FarStorage
-from snapshot.tiers.near_steps import CensusStep
+from snapshot.tiers.near_steps import PULLED, CensusStep, NearFolder, NearStep, copy_verified, describe_files, is_intact
 
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})")
 PATIENCE = 120.0
@@ -41,7 +43,8 @@ class PeerServer:
 
     def __init__(self, listening: socket.socket, folder: str, describe: Callable[[], bytes]) -> None:
         self._folder = folder
-        self._describe = describe
+        self.describe = describe
+        """Returns the status of this host."""
         self.secrets: list[str] = []
         """The secrets of the run that are valid: those of a trainer that died may still be in use."""
         handler = type("Handler", (_Handler,), {"peer": self})
@@ -64,10 +67,6 @@ class PeerServer:
     def find_secret(self, signature: str | None, method: str, target: str, wanted: str) -> str | None:
         """Return the secret that a request is signed with, or None."""
         return next((each for each in self.secrets if is_signed(signature, each, method, target, wanted)), None)
-
-    def describe(self) -> bytes:
-        """Return the status of this host."""
-        return self._describe()
 
     def open(self, step: str, name: str) -> int:
         """Open a file for reading, without following links."""
@@ -128,24 +127,21 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self.connection.settimeout(PATIENCE)
         if self.path == f"/{STATUS}":
-            self._send_signed(secret, self.peer.describe())
+            self._send(HTTPStatus.OK, self.peer.describe(), secret)
         elif (found := parse_target(self.path)) is None:
             self._refuse(HTTPStatus.NOT_FOUND, "not a name of a file that hosts offer")
         else:
             self._send_file(secret, *found, wanted)
 
     def _refuse(self, status: HTTPStatus, why: str) -> None:
-        data = why.encode()
+        self._send(status, why.encode())
+
+    def _send(self, status: HTTPStatus, data: bytes, secret: str = "") -> None:
+        """Send data, signed if there is a secret."""
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
-
-    def _send_signed(self, secret: str, data: bytes) -> None:
-        self.send_response(HTTPStatus.OK)
-        self.send_header("Content-Length", str(len(data)))
-        self.send_header(SIGNATURE, sign(secret, "answer", self.path, data))
+        if secret:
+            self.send_header(SIGNATURE, sign(secret, "answer", self.path, data))
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(data)
@@ -158,7 +154,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         with os.fdopen(descriptor, "rb") as file:
             if not wanted and self.command == "GET":  # manifests and their parts
-                self._send_signed(secret, file.read())
+                self._send(HTTPStatus.OK, file.read(), secret)
                 return
             size = os.fstat(descriptor).st_size
             found = _RANGE.fullmatch(wanted)
@@ -318,3 +314,155 @@ class WaitingStorage(ReadOnlyStorage):
     async def read_into(self, path: str, offset: int, buffers: Sequence[Buffer], *, token: str | None = None) -> None:
         """Let the loop read, and wait in a thread."""
         await in_thread(lambda: run(self.inner.read_into(path, offset, buffers, token=token)))
+
+
+# Replicas: a host fetches its partners' files, verifies every digest, and keeps them beside its own.
+
+
+class Replicas:
+    """The replicas that one host keeps."""
+
+    def __init__(self, folder: NearFolder) -> None:
+        self._folder = folder
+        self._registration: Registration | None = None
+        self._known: dict[str, Status] = {}
+        """The last status of each partner, by address."""
+
+    def register(self, registration: Registration) -> None:
+        """Serve another job: its hosts may have other addresses."""
+        self._registration = registration
+        self._known = {}
+
+    def _partners(self) -> list[str]:
+        given = self._registration
+        if given is None:
+            return []
+        found = partners(given.index, len(given.hosts), given.replicas)
+        return [given.hosts[each].address for each in found if given.hosts[each].address]
+
+    def _session(self, address: str, step: int | None = None) -> Session:
+        assert self._registration is not None
+        below = "" if step is None else f"/step-{step}"
+        return Session(URL.parse(f"peer://{address}{below}"), {"secret": self._registration.secret})
+
+    def pulled(self, step: int, files: Collection[str]) -> list[str]:
+        """Return the files of a step that are replicas."""
+        try:
+            with open(f"{self._folder.step_path(step)}/{PULLED}", encoding="ascii") as file:
+                return sorted(set(file.read().split()).intersection(files))
+        except OSError:
+            return []
+
+    def is_complete(self, step: int, here: Mapping[str, int]) -> bool:
+        """Return True if the replicas that this host must keep of a step are `here`, as far as partners answered."""
+        for address in self._partners():
+            known = self._known.get(address)
+            theirs = known.steps.get(step) if known is not None else None
+            if theirs is None:
+                return False
+            if any(here.get(name) != size for name, size in _own(theirs.files, theirs.pulled).items()):
+                return False
+        return True
+
+    def pull(self) -> int:
+        """Fetch the partners' new files, the newest step first. Return the number of files."""
+        count = 0
+        for address in self._partners():
+            try:
+                with self._session(address) as session:
+                    status = decode_status(run(session.storage.get(STATUS, limit=1 << 28)))
+            except SnapshotError as error:
+                log.debug("%s", error)
+                continue
+            self._known[address] = status
+            oldest = min(self._folder.steps(), default=-1)
+            for step in sorted((step for step in status.steps if step >= oldest), reverse=True):
+                theirs = status.steps[step]
+                here = self._folder.files(step)
+                wanted = {
+                    name
+                    for name, size in _own(theirs.files, theirs.pulled).items()
+                    if here.get(name) != size and theirs.save_id in name
+                }
+                if wanted:
+                    count += self._pull_step(address, step, theirs.save_id, wanted)
+        return count
+
+    def _pull_step(self, address: str, step: int, save_id: str, wanted: set[str]) -> int:
+        path = self._folder.step_path(step)
+        with self._session(address, step) as source, Session(URL("near", path), None, durable=False) as near:
+            document = self._manifest(source, near, step, save_id)
+            if document is None:
+                return 0
+            wanted &= {*document.own_files, *(each.location for each in document.parts)}
+            with open(f"{path}/{PULLED}", "a", encoding="ascii") as file:
+                file.writelines(f"{name}\n" for name in sorted(wanted))
+            parts = sorted(name for name in wanted if name.endswith(".json"))
+            for some in (parts, sorted(wanted.difference(parts))):  # parts describe the other files
+                if some:
+                    files = run(describe_files(near if some is not parts else source, document, some))
+                    run(copy_verified(source, near, files))
+            if self._folder.steps().get(step) is None:  # it was removed meanwhile
+                self._folder.remove(step, save_id)
+                return 0
+            emit("replicated", "upload", path, step=step, files=len(wanted), source=address)
+            return len(wanted)
+
+    def _manifest(self, source: Session, near: Session, step: int, save_id: str) -> Document | None:
+        """Return the manifest of a partner's step, and keep it here. None if this host has another snapshot there."""
+        own = self._folder.steps().get(step)
+        if own is not None and own.save_id != save_id:
+            return None
+        data = run((near if own is not None else source).storage.get(METADATA))
+        document = decode_document(data, source.url.join(METADATA))
+        if document.save_id != save_id:
+            return None
+        if own is None:
+            run(near.storage.put(METADATA, data, expect=ABSENT))
+        return document
+
+
+def _own(files: dict[str, int], pulled: Collection[str]) -> dict[str, int]:
+    return {name: size for name, size in files.items() if name not in pulled}
+
+
+def heal_step(folder: NearFolder, near: NearStep, files: Collection[str], given: Registration) -> set[str]:
+    """Replace the damaged ones of a step's files by copies from other hosts or the far root.
+
+    Return those that are damaged still.
+    """
+    name = f"step-{near.step}"
+    others = [each.address for at, each in enumerate(given.hosts) if at != given.index and each.address]
+    places = [Session(URL.parse(f"peer://{address}/{name}"), {"secret": given.secret}) for address in others]
+    places.append(Session(URL.parse(given.far).join(name), given.options, wrap=FarStorage))
+    path = folder.step_path(near.step)
+    with ExitStack() as stack:
+        for each in places:
+            stack.enter_context(each)
+        session = stack.enter_context(Session(URL("near", path), None))
+        with open(f"{path}/{METADATA}", "rb") as file:
+            document = decode_document(file.read(), f"{path}/{METADATA}")
+        damaged = run(_find_damaged(session, document, files))
+        for name in sorted(damaged):
+            for place in places:
+                with suppress(SnapshotError):
+                    described = run(describe_files(place if name.endswith(".json") else session, document, [name]))
+                    run(copy_verified(place, session, described))
+                    emit("healed", "upload", f"{path}/{name}", step=near.step, source=str(place.url))
+                    log.warning("%s/%s: was damaged, and is replaced by the copy at %s", path, name, place.url)
+                    damaged = damaged - {name}
+                    break
+        return damaged
+
+
+async def _find_damaged(session: Session, document: Document, files: Collection[str]) -> set[str]:
+    """Return the files that are missing, or whose bytes do not match their digests."""
+    damaged = set()
+    for name in sorted(files):
+        try:
+            for each in await describe_files(session, document, [name]):
+                if not await is_intact(session.storage, each):
+                    damaged.add(name)
+        except SnapshotError:
+            damaged.add(name)
+    return damaged

@@ -148,6 +148,12 @@ class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
             self.number, self.published, tuple(sorted(found.values(), key=lambda each: (each.number, each.name)))
         )
 
+    def with_copies(self, copies: Iterable[Copy]) -> Facts:
+        """Return the facts of a root with what hosts know. Copies of a run that was deleted there are left out."""
+        return self.with_pending(
+            [attempt for each in copies if not self.lacks(each.facts) for attempt in each.facts.pending]
+        )
+
     def with_published(self, *attempts: Attempt) -> Facts:
         """Return the facts after the next publication."""
         names = {each.name for each in attempts}
@@ -320,11 +326,9 @@ def settle_run(root: Facts | None, hosts: Sequence[Sequence[Copy]], far: str) ->
         facts = facts.without_vain(stepped)
         facts.expect_no_fork()
         return Settled(run, facts)
-    united, stepped = root, set()
-    for each in (copy for copies in hosts for copy in copies):
-        if not root.lacks(each.facts):
-            united = united.with_pending(each.facts.pending)
-            stepped |= each.stepped
+    every = [copy for copies in hosts for copy in copies]
+    united = root.with_copies(every)
+    stepped = set().union(*(each.stepped for each in every if not root.lacks(each.facts)))
     needed = united.with_ancestors(stepped)
     facts = Facts(root.number, root.published).with_pending(needed)
     facts.expect_no_fork()

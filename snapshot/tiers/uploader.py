@@ -9,20 +9,172 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
 
 import msgspec
 
 from snapshot.errors import CorruptSnapshotError, RunDeletedError, RunForkedError, SnapshotError
 from snapshot.events import emit, log
 from snapshot.io.loop import run
-from snapshot.tiers.control import Registration, Request, Status, StepStatus
+from snapshot.tiers.control import Registration, Request, Status, StepStatus, Upload, UploadState
 from snapshot.tiers.facts import read_copy, store_copy, sync_facts
 from snapshot.tiers.far_upload import FarUpload, OpenUploads, Outdated, Undecided, is_begun
 from snapshot.tiers.near_steps import NearFolder, NearStep
-from snapshot.tiers.replicas import Replicas, heal_step
+from snapshot.tiers.peers import Replicas, heal_step
 from snapshot.tiers.timeline import Attempt, Facts, Line, Standing
-from snapshot.tiers.upload_queue import Act, Action, QueueView, UploadState, dropped_steps, next_action, wanted_steps
+
+# What an uploader does next, as pure functions of facts and time.
+
+MOST_QUEUED = 8
+"""Steps that wait for an upload. The oldest of more are dropped, so that a near folder stays bounded."""
+JOINS = 10.0
+"""Seconds between two searches for steps that only other hosts upload."""
+LOOKS = 30.0
+"""Seconds between two looks for the choice of a person, while steps are forked."""
+
+
+class Act(StrEnum):
+    """An action of an uploader."""
+
+    TIDY = "tidy"
+    """Delete what was uploaded in vain, and close what is not used any more."""
+    LOOK = "look"
+    """Read the facts of the far root, and search for steps that a host has begun there."""
+    SEND = "send"
+    """Advance the upload of a step."""
+    WAIT = "wait"
+    END = "end"
+    """End the process: nothing is left to do, and no trainer is there."""
+
+
+class Action(NamedTuple):
+    """The next action of an uploader."""
+
+    act: Act
+    step: int = -1
+    seconds: float = 0.0
+    """The time to wait, unless a request arrives."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueueView:
+    """All that decides what an uploader does next. Times are of one monotonic clock."""
+
+    states: Mapping[int, UploadState] = field(default_factory=dict)
+    is_registered: bool = True
+    is_tidy: bool = True
+    has_looked: bool = False
+    """True if the far root was read since the last action."""
+    begun: Collection[int] = ()
+    """Steps that some host has begun in the far root, or that wait for files."""
+    last: int | None = None
+    """The step that had the last turn."""
+    vain: Collection[int] = ()
+    """Steps that wait for files of other hosts, which have not sent them for long."""
+    is_alone: bool = True
+    """True if the job has one host."""
+    looked: float = 0.0
+    """Time of the last look at steps that are not wanted here."""
+    free: float = 0.0
+    """Time before which the far root is not tried again."""
+    jobs: int = 0
+    """The number of jobs with a trainer on this host."""
+    ends: float = float("inf")
+    """Time after which an uploader without work and without a trainer ends."""
+
+
+def next_action(view: QueueView, now: float) -> Action:
+    """Return what an uploader does next.
+
+    >>> next_action(QueueView(states={10: UploadState.QUEUED}), 1.0).act
+    <Act.LOOK: 'look'>
+    >>> next_action(QueueView(states={10: UploadState.QUEUED}, has_looked=True), 1.0)
+    Action(act=<Act.SEND: 'send'>, step=10, seconds=0.0)
+    >>> next_action(QueueView(states={10: UploadState.WHOLE}, ends=0.5), 1.0).act
+    <Act.END: 'end'>
+    """
+    if not view.is_tidy:
+        return Action(Act.TIDY)
+    states = view.states.values()
+    open_ = [step for step, state in view.states.items() if state.is_open]
+    if not set(open_).difference(view.vain) and not view.jobs and now > view.ends:
+        return Action(Act.END)
+    if not view.is_registered or now < view.free:
+        return Action(Act.WAIT, seconds=view.free - now if view.is_registered else 0.5)
+    if open_ and view.has_looked:
+        step = choose_next(open_, view.begun, view.last)
+        assert step is not None
+        return Action(Act.SEND, step)
+    joins = not view.is_alone and (UploadState.KEPT in states or UploadState.DROPPED in states)
+    stuck = view.jobs > 0 and any(state.is_stuck for state in states)
+    due = (joins and now - view.looked > JOINS) or (stuck and now - view.looked > LOOKS)
+    if open_ or (due and not view.has_looked):
+        return Action(Act.LOOK)
+    return Action(Act.WAIT, seconds=1.0)
+
+
+def wanted_steps(upload: Upload, steps: Collection[int], asked: Collection[int], newest: int) -> list[int]:
+    """Return the near steps that are wanted far, ascending. `newest`: the step that was taken last.
+
+    >>> wanted_steps("latest", [10, 20, 30], [10], 30)
+    [10, 30]
+    >>> wanted_steps(20, [10, 20, 30, 40], [], 40)
+    [20, 40]
+    >>> wanted_steps(None, [10, 20], [], 20)
+    []
+    """
+    wanted = {step for step in asked if step in steps}
+    if upload == "latest" and newest in steps:
+        wanted.add(newest)
+    elif isinstance(upload, int):
+        wanted |= {step for step in steps if step % upload == 0}
+    return sorted(wanted)
+
+
+def choose_next(wanted: Collection[int], begun: Collection[int], last: int | None = None) -> int | None:
+    """Return the step to upload next: those that some host has begun, and the newest wanted other one, in turns.
+
+    Hosts finish what others have begun, so that all upload the same steps. Those that wait for a lost host must not
+    hold up others. `last`: the step that had the last turn.
+
+    >>> choose_next([10, 30], [10]), choose_next([10, 30], [10], 30), choose_next([10, 30], [])
+    (30, 10, 30)
+    >>> choose_next([10, 30], [30]), choose_next([10, 20, 30], [20, 30], 30), choose_next([10, 20, 30], [20, 30], 20)
+    (30, 20, 10)
+    """
+    newest = max(set(wanted).difference(begun), default=-1)
+    turns = sorted({*begun, newest} - {-1})
+    if not turns:
+        return None
+    if last is None or (newest == turns[-1] and newest != last):
+        return turns[-1]
+    return max((step for step in turns if step < last), default=turns[-1])
+
+
+def dropped_steps(upload: Upload, states: Mapping[int, UploadState], asked: Collection[int], newest: int) -> list[int]:
+    """Return the steps that are wanted no more: superseded ones, and the oldest of too many that wait.
+
+    A step that is being sent is not dropped, except with "latest" for a later one that is whole. `states`: the state of
+    each step, as an uploader has it.
+
+    >>> words = {10: "waiting", 20: "queued", 30: "whole", 40: "queued", 50: "queued"}
+    >>> states = {step: UploadState(word) for step, word in words.items()}
+    >>> dropped_steps("latest", states, [], 50)
+    [10, 20, 40]
+    """
+    free = sorted(step for step in states if step not in asked and step != newest)
+    queued = [step for step in free if states[step] == "queued"]
+    if upload != "latest":
+        return queued[:-MOST_QUEUED]
+    whole = max((step for step, state in states.items() if state == "whole"), default=-1)
+    superseded = [step for step in free if step < whole and states[step] in ("uploading", "waiting", "damaged")]
+    return sorted({*queued, *superseded})
+
+
+# The work itself.
 
 LONGEST_PAUSE = 30.0
 """Seconds between two tries to reach a far root that does not answer."""
@@ -51,6 +203,11 @@ class Uploader:
         """Time of the last look at the far root."""
         self._has_looked = False
         self._begun: list[int] = []
+        self._newest = -1
+        """The step that was taken last."""
+        self._current: int | None = None
+        """The step that is being uploaded in this moment."""
+        self._last: int | None = None
         self._free = 0.0
         """Time before which the far root is not tried again."""
         self.ends = float("inf")
@@ -162,7 +319,9 @@ class Uploader:
                 if line.standing(step, near.save_id, near.origin) != Standing.OFF:
                     steps[step] = near
                 elif not near.suspect:  # a suspect one stays until the trainer takes a later step
-                    self._remove_off(near)
+                    log.warning("step-%s: removed: a later attempt began with an older step", step)
+                    self._forget(step)
+                    self.folder.remove(step, near.save_id)
             for step in list(self._states):
                 if step not in steps or self._states[step].save_id != steps[step].save_id:
                     self._forget(step)
@@ -208,11 +367,6 @@ class Uploader:
         given = took[-1] if took else self._registration
         return given is not None and given.is_alone()
 
-    def _remove_off(self, near: NearStep) -> None:
-        log.warning("step-%s: removed: a later attempt began with an older step", near.step)
-        self._forget(near.step)
-        self.folder.remove(near.step, near.save_id)
-
     def _drop(self, step: int, say: Callable[..., None] = log.warning) -> None:
         """Give up an upload. The newest step is never given up."""
         state = self._states.get(step)
@@ -224,11 +378,6 @@ class Uploader:
         upload = self._open.get(step)
         if upload is not None and step != self._current:
             self._open.end(step)
-
-    _newest = -1
-    """The step that was taken last."""
-    _current: int | None = None
-    """The step that is being uploaded in this moment."""
 
     def _forget(self, step: int) -> None:
         state = self._states.pop(step, None)
@@ -340,8 +489,6 @@ class Uploader:
                     each.far, each.error = state, str(error)
                     self._open.end(step)
 
-    _last: int | None = None
-
     def _send(self, step: int) -> None:
         """Advance the upload of a step."""
         with self._lock:
@@ -356,7 +503,8 @@ class Uploader:
         try:
             waited = time.monotonic() - self._waiting_since.get(step, began)
             commits = given.index == 0 or waited > 2 + given.index % 64  # the first host, unless it is slow
-            here = self._to_send(state, waited)
+            # this host's own files, and later those of a host that does not send them
+            here = [name for name in state.files if waited > OTHERS or name not in state.pulled]
             whole = run(upload.advance(self._facts, here, names=self._names(), commits=commits))
         except Outdated as error:
             log.warning("%s", error)
@@ -412,10 +560,6 @@ class Uploader:
                 state.far, now = UploadState.WAITING, time.monotonic()
                 if now - self._waiting_since.setdefault(step, now) > VAIN:
                     self._vain.add(step)
-
-    def _to_send(self, state: StepStatus, waited: float) -> list[str]:
-        """Return the files to send: this host's own, and later those of a host that does not send them."""
-        return [name for name in state.files if waited > OTHERS or name not in state.pulled]
 
     def _heal(self, step: int, files: set[str]) -> bool:
         """Replace damaged files by the copies of other hosts or of the far step. Return True if none is left."""

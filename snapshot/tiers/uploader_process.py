@@ -7,7 +7,6 @@ is an address in the trainer's environment: numbers and the names of verbs, with
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import glob
 import os
@@ -20,7 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import datetime
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -32,13 +31,14 @@ import msgspec
 
 from snapshot.decoding import decode_json
 from snapshot.errors import CorruptSnapshotError, SnapshotError
-from snapshot.events import Event, Labels, Metrics, Readings, add_handler, as_prometheus, emit, log, remove_handler
-from snapshot.io.system import PerProcess, fcntl, libc, resource
+from snapshot.events import Event, Labels, Metrics, Readings, add_handler, as_prometheus, log, remove_handler
+from snapshot.io.system import PerProcess, fcntl, lower_priority, resource
 from snapshot.options import Settings
 from snapshot.tiers.control import (
     LOCK,
     LOG,
     SERVES,
+    STARTS,
     ControlClient,
     ControlServer,
     Host,
@@ -47,6 +47,8 @@ from snapshot.tiers.control import (
     Status,
     UploaderError,
     UploaderHungError,
+    UploadState,
+    kill_hung,
     listen,
     pid_in,
 )
@@ -54,8 +56,7 @@ from snapshot.tiers.facts import copy_in, read_copies
 from snapshot.tiers.near_steps import NearStep
 from snapshot.tiers.peers import PeerServer
 from snapshot.tiers.timeline import Copy, Facts
-from snapshot.tiers.upload_queue import Act, UploadState
-from snapshot.tiers.uploader import Uploader
+from snapshot.tiers.uploader import Act, Uploader
 
 ADDRESS = ".metrics.address"
 """File with the address of the endpoint."""
@@ -224,8 +225,6 @@ OFFERED = ".uploader.address"
 """File with the address on which an uploader offers files; empty if it offers none."""
 LISTENED = ".uploader.listened"
 """File with the last address on which an uploader of the folder has offered files, which other hosts know."""
-STARTS = 30.0
-"""Seconds to wait for an uploader that begins or ends."""
 HANGS = 5.0
 """Seconds that an uploader may take to answer that it ends."""
 LINGER = 3600.0
@@ -233,9 +232,10 @@ LINGER = 3600.0
 LAST_WORDS = 2.0
 """Seconds that an uploader may take to end when it is asked to."""
 LONGEST_LOG = 10 << 20
+LOWEST = 19
+"""The nice value of an uploader."""
 _IDLE_CLASS = 3 << 13
 """The priority of a process whose disk access must wait for that of others, for `ioprio_set`."""
-_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 
 
 def lock_folder(folder: str) -> int | None:
@@ -260,43 +260,34 @@ def ensure_uploader(folder: str, address: str | None, seconds: float = STARTS) -
         if lock is not None:
             offered = _start(folder, lock, address)
             return ControlClient(folder, seconds), offered
-        with contextlib.suppress(UploaderError, OSError):
+        with suppress(UploaderError, OSError):
             client = ControlClient(folder, seconds)
             offered = _known_address(folder)
             if address is None or _is_reached_by_others(offered, address):
                 return client, offered
-            with contextlib.closing(client):  # it was started for a job on one host, or without a network
+            with closing(client):  # it was started for a job on one host, or without a network
                 try:
                     client.ask(Request("stop"), min(seconds, HANGS))
                 except UploaderHungError:
-                    _kill(folder)
+                    if (pid := pid_in(folder)) is not None:
+                        kill_hung(folder, pid)
         if time.monotonic() > end:
             raise UploaderError(f"{folder}: its uploader neither answers nor ends")
         time.sleep(0.05)  # it is ending, or beginning
-
-
-def _kill(folder: str) -> None:
-    """Kill the uploader of a folder, which hangs. The next one continues its work."""
-    pid = pid_in(folder)
-    if pid is not None:
-        log.warning("%s: its uploader (process %d) hangs, and is replaced", folder, pid)
-        emit("replaced", "upload", folder, pid=pid)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 def _start(folder: str, lock: int, address: str | None) -> str:
     """Start an uploader as a detached process. Return the address on which it offers files."""
     peers = _listen_again(folder, address) if address is not None else None
     offered = "{}:{}".format(*peers.getsockname()[:2]) if peers is not None else ""
-    with contextlib.suppress(OSError):  # the folder may be full
+    with suppress(OSError):  # the folder may be full
         Path(f"{folder}/{OFFERED}").write_text(offered, "ascii")
         if offered:
             Path(f"{folder}/{LISTENED}").write_text(offered, "ascii")
     control = listen(folder)
     inherited = [lock, control.fileno(), *([peers.fileno()] if peers is not None else [])]
     log_path = f"{folder}/{LOG}"
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         if os.path.getsize(log_path) > LONGEST_LOG:
             os.replace(log_path, f"{log_path}.1")
     package = str(Path(__file__).parents[2])
@@ -350,7 +341,7 @@ def _listen_again(folder: str, address: str) -> socket.socket:
     host, _, port = _known_address(folder, LISTENED).rpartition(":")
     if host == address and port.isdecimal():
         for _ in range(20):  # its last process may be ending
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 return _bound(address, int(port))
             time.sleep(0.05)
     return _bound(address, 0)
@@ -372,18 +363,9 @@ def expect_own_folder(folder: str) -> None:
         raise PermissionError(errno.EPERM, "must be a folder of this user, which no other user can write to", folder)
 
 
-def lower_priority() -> None:
-    """Let all other processes go first, on the CPU and on disks."""
-    with contextlib.suppress(OSError):
-        os.nice(19)
-    number = _IOPRIO_SET.get(os.uname().machine)
-    if number is not None:
-        libc.syscall(number, 1, 0, _IDLE_CLASS)
-
-
 def serve(folder: str, inherited: list[int], *, linger: float = LINGER) -> None:
     """Run an uploader until it has no work and no trainer."""
-    lower_priority()
+    lower_priority(LOWEST, _IDLE_CLASS)  # all other processes go first
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     control = socket.socket(fileno=inherited[1])

@@ -12,7 +12,6 @@ import importlib
 import mmap
 import os
 import pickle
-import platform
 import signal
 import socket
 import sys
@@ -28,7 +27,7 @@ from snapshot.io.aio import shielded
 from snapshot.io.budget import MemoryBudget, Pool
 from snapshot.io.loop import cancel_all, run
 from snapshot.io.session import Session
-from snapshot.io.system import libc
+from snapshot.io.system import lower_priority
 from snapshot.io.url import URL
 from snapshot.plan.layout import FilePart, FilePlan, cut_file
 from snapshot.save.compression import Packing
@@ -57,18 +56,7 @@ if TYPE_CHECKING:
 NICE = 10
 PATIENCE = 60.0
 """Seconds for clean-up after the parent has exited."""
-_IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "riscv64": 30, "ppc64le": 273, "s390x": 282}
 _LOWEST_BEST_EFFORT = 2 << 13 | 7
-
-
-def lower_priority() -> None:
-    """Give training priority for CPU and disk; continue if the system does not allow it."""
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, max(NICE, os.getpriority(os.PRIO_PROCESS, 0)))
-    number = _IOPRIO_SET.get(platform.machine())
-    if number is not None:
-        with contextlib.suppress(AttributeError):
-            libc.syscall(number, 1, 0, _LOWEST_BEST_EFFORT)
 
 
 class Lent(StagedPart):
@@ -244,7 +232,7 @@ def _imitate_parent(begin: Begin) -> None:
 def main(descriptor: int) -> None:
     """Run a writer process until its parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    lower_priority()
+    lower_priority(NICE, _LOWEST_BEST_EFFORT)
     torch.set_num_threads(1)
 
     async def serve() -> None:

@@ -19,7 +19,6 @@ from snapshot.io.system import unwind_on_signals
 from tests.benchmarks import (
     background,
     codecs,
-    foreign,
     formats,
     object_store,
     planning_scale,
@@ -35,7 +34,7 @@ Lines = Iterable[str]
 AT_A_PLACE: dict[str, tuple[str, Callable[[Workspace, float, int], Lines]]] = {
     "dcp": ("torch.distributed.checkpoint with its own storage and with this library's", formats.compare_dcp),
     "formats": ("reads and conversions of other libraries' checkpoints", formats.compare_formats),
-    "foreign": ("conversions of trainers' checkpoints, their own tools, and raw I/O", foreign.compare_foreign),
+    "foreign": ("conversions of trainers' checkpoints, their own tools, and raw I/O", formats.compare_foreign),
     "load": ("tensors of a checkpoint into new memory, by this library and by others", formats.compare_loads),
     "maps": ("exports with tensor maps, and raw reads and writes", formats.compare_maps),
     "merge": ("a merge of three checkpoints, and a raw read of three and a write of one", formats.compare_merges),
@@ -96,10 +95,17 @@ def _parser() -> argparse.ArgumentParser:
         add(name, what, _at_place(_call(compare, "scale", "rounds", "world"))).add_argument(
             "--world", type=_several, default=2, metavar="N"
         )
-    add("planning", "the cost of planning with up to thousands of simulated ranks", _planning, url=False).add_argument(
-        "--worlds", type=_worlds, default=planning_scale.WORLDS, metavar="LIST"
+    add(
+        "planning",
+        "the cost of planning with up to thousands of simulated ranks",
+        lambda given: planning_scale.simulate(given.worlds),
+        url=False,
+    ).add_argument("--worlds", type=_worlds, default=planning_scale.WORLDS, metavar="LIST")
+    made = add(
+        "scale",
+        "growth with tensors and with ranks, and a model of large jobs",
+        _at_place(_call(scale.compare, "tensors", "worlds")),
     )
-    made = add("scale", "growth with tensors and with ranks, and a model of large jobs", _at_place(_scale))
     made.add_argument("--tensors", type=_counts, default=scale.SIZES, metavar="LIST")
     made.add_argument("--worlds", type=_worlds, default=scale.WORLDS, metavar="LIST")
     add("store", "S3's clients alone and this library over them, on loopback or at an s3:// URL", _store)
@@ -130,14 +136,6 @@ def _background(where: Workspace, arguments: argparse.Namespace) -> Lines:
     yield from (f"left out: {line}" for line in left_out)
     run = background.Run(where, arguments.scale, arguments.rounds, chosen, trace, arguments.device)
     yield from background.compare(run, arguments.case, figure)
-
-
-def _planning(arguments: argparse.Namespace) -> Lines:
-    return planning_scale.simulate(arguments.worlds)
-
-
-def _scale(where: Workspace, arguments: argparse.Namespace) -> Lines:
-    return scale.compare(where, arguments.tensors, arguments.worlds)
 
 
 def _store(arguments: argparse.Namespace) -> Lines:

@@ -6,10 +6,10 @@ It responds to the requests of a snapshot, checks nothing, and is for benchmarks
 
 from __future__ import annotations
 
-import socket
 import sys
 import threading
 from hashlib import md5
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from urllib.parse import parse_qs, unquote
 from xml.sax.saxutils import escape
@@ -19,10 +19,14 @@ LONG = 1 << 16
 _numbers = count(1)
 
 
-class Store:
+class Store(ThreadingHTTPServer):
     """Objects by their path, and uploads by their name."""
 
+    daemon_threads = True
+    request_queue_size = 256
+
     def __init__(self, *, discard: bool) -> None:
+        super().__init__(("127.0.0.1", 0), Connection)
         self.discard = discard
         self.objects: dict[str, list[memoryview]] = {}
         self.uploads: dict[str, dict[int, memoryview]] = {}
@@ -38,91 +42,36 @@ def _whole(parts: list[memoryview], begin: int, end: int) -> list[memoryview]:
     return found
 
 
-class Connection(threading.Thread):
+class Connection(BaseHTTPRequestHandler):
     """Serves the requests of one client, one after the other."""
 
-    def __init__(self, store: Store, sock: socket.socket) -> None:
-        super().__init__(daemon=True)
-        self.store = store
-        self.sock = sock
-        self.rest = bytearray()
-        self.scrap = memoryview(bytearray(1 << 20))
+    server: Store
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
 
-    def run(self) -> None:
-        """Serve until the client closes the connection."""
-        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        try:
-            while self._one():
-                pass
-        except OSError:
-            pass
-        finally:
-            self.sock.close()
-
-    def _one(self) -> bool:
-        while (end := self.rest.find(b"\r\n\r\n")) < 0:
-            got = self.sock.recv(LONG)
-            if not got:
-                return False
-            self.rest += got
-        lines = self.rest[:end].decode("latin-1").split("\r\n")
-        del self.rest[: end + 4]
-        method, target, _ = lines[0].split(" ")
-        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
-        path, _, query = target.partition("?")
-        if headers.get("expect"):
-            self.sock.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-        bulk = method == "PUT" and int(headers.get("content-length", 0)) > LONG
-        body = self._body(int(headers.get("content-length", 0)), keep=not (bulk and self.store.discard))
-        self._answer(method, unquote(path), parse_qs(query, keep_blank_values=True), headers, body)
-        return True
-
-    def _body(self, length: int, *, keep: bool) -> memoryview:
-        if not keep:
-            left = length - len(self.rest)
-            self.rest.clear()
-            while left > 0:
-                left -= self.sock.recv_into(self.scrap, min(left, len(self.scrap)))
-            return memoryview(b"\0")[:0]
-        held = memoryview(bytearray(length))
-        at = min(len(self.rest), length)
-        held[:at] = self.rest[:at]
-        del self.rest[:at]
-        while at < length:
-            got = self.sock.recv_into(held[at:])
-            if not got:
-                raise ConnectionResetError
-            at += got
-        return held
-
-    def _send(self, status: int, body: bytes = b"", **headers: str) -> None:
-        told = {"Content-Length": str(len(body)), **{name.replace("_", "-"): text for name, text in headers.items()}}
-        head = "".join(f"{name}: {text}\r\n" for name, text in told.items())
-        self.sock.sendall(f"HTTP/1.1 {status} X\r\n{head}\r\n".encode() + body)
-
-    def _answer(
-        self, method: str, path: str, query: dict[str, list[str]], headers: dict[str, str], body: memoryview
-    ) -> None:
-        store = self.store
-        if method == "PUT" and "uploadId" in query:
+    def _answer(self) -> None:
+        path, _, text = self.path.partition("?")
+        path, query, store = unquote(path), parse_qs(text, keep_blank_values=True), self.server
+        body = self._body(int(self.headers.get("Content-Length", 0)))
+        if self.command == "PUT" and "uploadId" in query:
             store.uploads[query["uploadId"][0]][int(query["partNumber"][0])] = body
             self._send(200, ETag=f'"{next(_numbers):032x}"')
-        elif method == "PUT":
+        elif self.command == "PUT":
             store.objects[path] = [body]
             self._send(200, ETag=f'"{md5(body[:LONG], usedforsecurity=False).hexdigest()}"')
-        elif method == "POST" and "uploads" in query:
+        elif self.command == "POST" and "uploads" in query:
             name = f"upload{next(_numbers)}"
             store.uploads[name] = {}
             self._xml("InitiateMultipartUploadResult", f"<UploadId>{name}</UploadId>")
-        elif method == "POST" and "uploadId" in query:
+        elif self.command == "POST" and "uploadId" in query:
             parts = store.uploads.pop(query["uploadId"][0])
             store.objects[path] = [part for _, part in sorted(parts.items())]
             self._xml("CompleteMultipartUploadResult", f'<ETag>"{next(_numbers):032x}"</ETag>')
-        elif method == "POST":
+        elif self.command == "POST":
             for name in bytes(body).decode().split("<Key>")[1:]:
                 store.objects.pop(f"{path.rstrip('/')}/{name.partition('</Key>')[0]}", None)
             self._xml("DeleteResult", "")
-        elif method == "DELETE":
+        elif self.command == "DELETE":
             store.uploads.pop(query.get("uploadId", [""])[0], None)
             store.objects.pop(path, None)
             self._send(204)
@@ -130,48 +79,62 @@ class Connection(threading.Thread):
             bucket = path.rstrip("/") + "/"
             begin = bucket + query.get("prefix", [""])[0]
             keys = sorted(key[len(bucket) :] for key in list(store.objects) if key.startswith(begin))
-            self._xml(
-                "ListBucketResult",
-                "<IsTruncated>false</IsTruncated>"
-                + "".join(f"<Contents><Key>{escape(key)}</Key></Contents>" for key in keys),
-            )
+            found = "".join(f"<Contents><Key>{escape(key)}</Key></Contents>" for key in keys)
+            self._xml("ListBucketResult", f"<IsTruncated>false</IsTruncated>{found}")
         else:
-            self._get(method, path, headers)
+            self._get(path)
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _answer
+
+    def _body(self, length: int) -> memoryview:
+        """Return the body of the request; none of a long one that is discarded."""
+        kept = not (self.command == "PUT" and length > LONG and self.server.discard)
+        view = memoryview(bytearray(length if kept else min(length, 1 << 20)))
+        at = 0
+        while at < length:
+            got = self.rfile.readinto1(view[at:] if kept else view[: length - at])  # type: ignore[attr-defined]
+            if not got:
+                raise ConnectionResetError
+            at += got
+        return view if kept else view[:0]
+
+    def _send(self, status: int, body: bytes = b"", length: int | None = None, **headers: str) -> None:
+        self.send_response_only(status)
+        for name, text in {"Content-Length": str(len(body) if length is None else length), **headers}.items():
+            self.send_header(name.replace("_", "-"), text)
+        self.end_headers()
+        self.wfile.write(body)
 
     def _xml(self, name: str, content: str) -> None:
         text = f'<?xml version="1.0"?><{name} xmlns="http://s3.amazonaws.com/doc/2006-03-01/">{content}</{name}>'
         self._send(200, text.encode(), Content_Type="application/xml")
 
-    def _get(self, method: str, path: str, headers: dict[str, str]) -> None:
-        parts = self.store.objects.get(path)
+    def _get(self, path: str) -> None:
+        parts = self.server.objects.get(path)
         if parts is None:
-            self._send(404, b"" if method == "HEAD" else b"<Error><Code>NoSuchKey</Code></Error>")
+            self._send(404, b"" if self.command == "HEAD" else b"<Error><Code>NoSuchKey</Code></Error>")
             return
         total = sum(map(len, parts))
         begin, end, status = 0, total, 200
-        told = {"ETag": f'"{md5(path.encode(), usedforsecurity=False).hexdigest()}"', "Last-Modified": DATE}
-        if "range" in headers:
-            first, _, last = headers["range"].removeprefix("bytes=").partition("-")
+        told = {"ETag": f'"{md5(path.encode(), usedforsecurity=False).hexdigest()}"', "Last_Modified": DATE}
+        if wanted := self.headers["Range"]:
+            first, _, last = wanted.removeprefix("bytes=").partition("-")
             begin, end, status = int(first), min(int(last) + 1 if last else total, total), 206
-            told["Content-Range"] = f"bytes {begin}-{end - 1}/{total}"
-        head = "".join(f"{name}: {text}\r\n" for name, text in told.items())
-        self.sock.sendall(f"HTTP/1.1 {status} X\r\nContent-Length: {end - begin}\r\n{head}\r\n".encode())
-        if method == "GET":
+            told["Content_Range"] = f"bytes {begin}-{end - 1}/{total}"
+        self._send(status, length=end - begin, **told)
+        if self.command == "GET":
             for piece in _whole(parts, begin, end):
-                self.sock.sendall(piece)
+                self.wfile.write(piece)
+
+    def log_message(self, *_: object) -> None:
+        """Log nothing."""
 
 
 def main() -> None:
     """Serve until standard input is closed, which ends with the parent."""
-    listener = socket.create_server(("127.0.0.1", 0), backlog=256)
     store = Store(discard="--discard" in sys.argv)
-
-    def serve() -> None:
-        while True:
-            Connection(store, listener.accept()[0]).start()
-
-    threading.Thread(target=serve, daemon=True).start()
-    print(listener.getsockname()[1], flush=True)
+    threading.Thread(target=store.serve_forever, daemon=True).start()
+    print(store.server_address[1], flush=True)
     sys.stdin.read()
 
 

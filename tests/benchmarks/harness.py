@@ -7,36 +7,31 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
 import os
-import shutil
-import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from snapshot.bench.results import align_columns
 from snapshot.bench.rounds import Workspace, alternate
+from snapshot.cli.arguments import environment
 from snapshot.errors import SnapshotError
-from snapshot.io.system import hold_signals
 from snapshot.testing import Operation, Tap
+from tests.helpers.rank_pool import Died, Pool
 
 GB = 10**9
 BUFFER = 8 << 20
 
 Work = Callable[[], Any]
 """Work of a row. If it returns a float, these are its seconds."""
+LONGEST = 24 * 3600
+"""Seconds that a job of ranks may take."""
 Seconds = Mapping[str, list[float]]
 """Seconds of the counted repetitions, by row."""
 
@@ -185,87 +180,26 @@ def measure_process(work: str, *, prepare: str = "", **names: Any) -> tuple[floa
 # Ranks.
 
 
-class Ranks:
+class Ranks(Pool):
     """Processes that are the ranks of one process group on gloo, each with one torch thread."""
 
-    def __init__(self, processes: list[Any], pipes: list[Any]) -> None:
-        self._processes, self._pipes = processes, pipes
-
-    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Run a module's function on all ranks, with the rank in front of the arguments. Return the results."""
-        for rank, pipe in enumerate(self._pipes):
-            try:
-                pipe.send((function, arguments))
-            except BrokenPipeError:
-                raise self._ended(rank) from None
-        return self.receive()
-
-    def receive(self) -> list[Any]:
-        """Return the result of each rank. Raise the first error, or SnapshotError if a rank ends."""
-        found: dict[int, Any] = {}
-        while len(found) < len(self._pipes):
-            waiting = [rank for rank in range(len(self._pipes)) if rank not in found]
-            connection.wait([each for rank in waiting for each in (self._pipes[rank], self._processes[rank].sentinel)])
-            for rank in waiting:
-                if self._pipes[rank].poll():
-                    try:
-                        found[rank], failure = self._pipes[rank].recv()
-                    except EOFError:
-                        raise self._ended(rank) from None
-                    if failure:
-                        raise SnapshotError(f"rank {rank}: {failure}")
-                elif not self._processes[rank].is_alive():
-                    raise self._ended(rank)
-        return [found[rank] for rank in range(len(self._pipes))]
-
-    def _ended(self, rank: int) -> SnapshotError:
-        self._processes[rank].join()
-        return SnapshotError(f"rank {rank} ended with exit status {self._processes[rank].exitcode}")
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = LONGEST) -> list[Any]:
+        """Return the results of a module's function on all ranks. Raise SnapshotError if one fails, or a rank ends."""
+        self.start(function, *arguments)
+        found: list[Any] = self.finish(timeout, until_death=True)
+        for rank, each in enumerate(found):
+            if isinstance(each, Died):
+                raise SnapshotError(f"rank {rank} ended with exit status {each.code}")
+        for rank, each in enumerate(found):
+            if isinstance(each, BaseException):
+                raise SnapshotError(f"rank {rank}: {type(each).__name__}: {each}")
+        return found
 
 
 @contextmanager
 def start_ranks(world: int) -> Iterator[Ranks]:
-    """Start ranks, and end their processes with the context."""
-    context = multiprocessing.get_context("spawn")
-    processes: list[Any] = []
-    pipes: list[Any] = []
-    folder = tempfile.mkdtemp(prefix="snapshot-bench-store-")
-    try:
-        for rank in range(world):
-            with hold_signals():
-                here, there = context.Pipe()
-                arguments = (rank, world, f"{folder}/store", there)
-                process = context.Process(target=_serve_rank, args=arguments, name=f"rank-{rank}", daemon=True)
-                process.start()
-                processes.append(process)
-                pipes.append(here)
-                there.close()
-        ranks = Ranks(processes, pipes)
-        ranks.receive()
+    """Start ranks in interpreters of their own, and end them with the context."""
+    with environment({"LOCAL_WORLD_SIZE": str(world)}):
+        ranks = Ranks(world, timeout=LONGEST, method="spawn")
+    with ranks:
         yield ranks
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _serve_rank(rank: int, world: int, store: str, pipe: Any) -> None:
-    """Run the functions that the parent sends, until it has ended."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the terminal reaches all: the parent ends its ranks
-    os.dup2(2, 1)  # output of libraries is not a part of the table
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ["LOCAL_WORLD_SIZE"] = str(world)
-    torch.set_num_threads(1)  # the ranks share the machine's cores
-    try:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-        pipe.send((None, ""))
-        while True:
-            function, arguments = pipe.recv()
-            try:
-                response = function(rank, *arguments), ""
-            except Exception as error:  # noqa: BLE001 - the parent raises it
-                response = None, f"{type(error).__name__}: {error}"
-            pipe.send(response)
-    except (EOFError, BrokenPipeError):  # the parent has ended
-        pass

@@ -19,12 +19,13 @@ import torch.distributed as dist
 
 from snapshot import Snapshot, StateDict, Target, merge
 from snapshot.bench.results import align_columns
-from snapshot.bench.rounds import Workspace, alternate, available_memory
+from snapshot.bench.rounds import Workspace, alternate
 from snapshot.bench.systems import Ours
 from snapshot.bench.workloads import CASES, random_tensors
 from snapshot.cli.screen import say
 from snapshot.distributed.exchange import solo_exchange
 from snapshot.errors import SnapshotError
+from snapshot.io.arena import available_memory
 from snapshot.io.url import options_from_environment
 from snapshot.testing import tapped
 from snapshot.text import size_text
@@ -115,15 +116,16 @@ def compare_replicas(where: Workspace, scale: float, rounds: int, world: int) ->
     yield "bytes: written to storage, or read from it, by all ranks; most/mean: of the bytes that each rank wrote"
 
 
-def _prepare(rank: int, where: str, scale: float) -> int:
+def _prepare(where: str, scale: float) -> int:
     payload = CASE.make(scale)
     _HELD.update(where=where, payload=payload, app_state=Ours(payload).app_state, solo=dist.new_group([0]))
     return payload.nbytes()
 
 
-def _save_or_restore(rank: int, job: Job) -> Result:
+def _save_or_restore(job: Job) -> Result:
     """Run one repetition. All ranks begin together, and only the verb is timed."""
     payload, app_state = _HELD["payload"], _HELD["app_state"]
+    rank = dist.get_rank()
     takes_part = not (job.alone and rank)
     digest = payload.digest() if job.check else ""
     if job.check and job.verb == "restore" and takes_part:
@@ -215,15 +217,15 @@ def _write_parts(folder: Path, name: str, tensors: list[Any]) -> None:
     (parts / "model.safetensors.index.json").write_text(f'{{"weight_map": {index}}}'.replace("'", '"'))
 
 
-def _bind(rank: int) -> None:
+def _bind() -> None:
     """Give the rank one core, and a link of its own."""
     cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    os.sched_setaffinity(0, {cores[dist.get_rank() % len(cores)]})
     _HELD["link"] = ExitStack()
     _HELD["link"].enter_context(tapped("linked", Link(LINK)))
 
 
-def _share(rank: int, job: str, folder: str) -> None:
+def _share(job: str, folder: str) -> None:
     """Run this rank's share of a job."""
     root = Path(folder)
     a, b, made = root / "a", root / "b", root / "made"
@@ -236,7 +238,7 @@ def _share(rank: int, job: str, folder: str) -> None:
         exchange = solo_exchange("raw")
         exchange.world = dist.get_world_size()
         files = sorted((a / "data").iterdir())
-        own = share_whole(exchange, files, [file.stat().st_size for file in files])[rank]
+        own = share_whole(exchange, files, [file.stat().st_size for file in files])[dist.get_rank()]
         transfer(own, made if job == "raw copy" else None, durable=True)
     elif job == "cp":
         Snapshot(origin).copy(made, ranks=True)

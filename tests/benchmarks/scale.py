@@ -140,7 +140,7 @@ def _sharded(shape: tuple[int, ...], dim: int = 0) -> dict[str, Any]:
     return {"s": StateDict({name: distribute_tensor(torch.ones(size, size), mesh, placements) for name in names})}
 
 
-def _requests(rank: int, path: str, shape: tuple[int, ...], verb: str) -> Counter[str]:
+def _requests(path: str, shape: tuple[int, ...], verb: str) -> Counter[str]:
     """Return the requests of this rank."""
     document.IN_ONE = 10  # so that each rank has a part of the manifest, as in a large job
     state = _sharded(shape, 1 if verb == "reshard" else 0)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,13 @@ from snapshot.bench.workloads import CASES
 from snapshot.io.url import URL
 from tests.benchmarks import background
 from tests.benchmarks.__main__ import main
+from tests.benchmarks.background import Panel, Row, Table, draw, said, saving, training
 from tests.benchmarks.background_child import HELD, WAYS, RawCopy, Training, family
-from tests.benchmarks.background_report import Panel, Row, Table, draw, said, saving, training
+from tests.benchmarks.conftest import Begin
 from tests.helpers.warm_interpreter import Failed, Warm
 
 pytestmark = pytest.mark.bench
 
-ROOT = Path(__file__).parents[2]
 OURS = ["snapshot: blocking, thread", "snapshot: overlapped, thread", "snapshot: overlapped, process"]
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -89,37 +90,14 @@ def test_each_way_is_measured_alone_and_beside_training_traced_and_drawn(
     ],
 )
 def test_what_cannot_be_measured_is_status_2_with_its_reason(
-    arguments: list[str],
-    reason: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], reason: str, refused: Callable[..., None]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    try:
-        status = main(["background", *arguments])
-    except SystemExit as stop:  # argparse's
-        status = stop.code
-    assert status == 2
-    assert reason in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
+    refused(main, ["background", *arguments], reason)
 
 
-IN_A_FORK = """
-import os, sys
-
-sys.path.insert(0, os.environ["PYTHONPATH"])  # the warm interpreter has begun without it
-from tests.benchmarks.__main__ import main
-
-folder, *arguments = sys.argv[1:]
-os.chdir(folder)
-raise SystemExit(main(["background", *arguments]))
-"""
-
-
-def test_an_interruption_leaves_neither_files_nor_processes(tmp_path: Path, warm: Warm) -> None:
+def test_an_interruption_leaves_neither_files_nor_processes(tmp_path: Path, begin: Begin, warm: Warm) -> None:
     arguments = ["--case", "train", "--scale", "0.001", "--rounds", "100000", "--peers", "none"]
-    pid, printed = running = warm.start(IN_A_FORK, tmp_path, *arguments, PYTHONPATH=str(ROOT))
+    pid, printed = running = begin("tests.benchmarks.__main__", "background", *arguments)
     while not (started := psutil.Process(pid).children()):
         assert psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
         time.sleep(0.01)

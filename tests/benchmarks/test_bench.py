@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,35 +19,17 @@ from snapshot.bench.results import compute_goodput, draw_page, draw_result, good
 from snapshot.bench.workloads import CASES
 from snapshot.cli import main
 from snapshot.cli.bench import header
+from tests.benchmarks.conftest import ROOT, Begin
 from tests.helpers.processes import command_line
 from tests.helpers.warm_interpreter import Failed, Warm
 
 TINY = ["--case", "small", "--scale", "0.001", "--rounds", "1"]
-ROOT = Path(__file__).parents[2]
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "snapshot", "bench", *arguments]
-
-
-def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(ROOT)}
-
-
-IN_A_FORK = """
-import os, sys
-from snapshot.cli import main
-
-folder, *arguments = sys.argv[1:]
-os.chdir(folder)
-raise SystemExit(main(["bench", *arguments]))
-"""
 
 
 @pytest.fixture
-def bench(tmp_path: Path, warm: Warm) -> Callable[..., str]:
-    """What the command prints when it is run in the test's folder, from which nothing is imported by chance."""
-    return lambda *arguments: warm.run(IN_A_FORK, tmp_path, *arguments, PYTHONPATH=str(ROOT))
+def bench(begin: Begin, warm: Warm) -> Callable[..., str]:
+    """What the command prints."""
+    return lambda *arguments: warm.finish(begin("snapshot.cli", "bench", *arguments))
 
 
 @pytest.mark.bench
@@ -135,10 +116,10 @@ def test_a_whole_cycle_of_takes_with_one_base_has_one_that_writes_everything(
 @pytest.mark.bench
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interruption_leaves_neither_files_nor_processes(
-    tmp_path: Path, warm: Warm, number: int, status: int
+    tmp_path: Path, begin: Begin, warm: Warm, number: int, status: int
 ) -> None:
     arguments = ["--case", "small", "--scale", "0.001", "--rounds", "100000", "--only", "take", "--peers", "none"]
-    pid, printed = running = warm.start(IN_A_FORK, tmp_path, *arguments, PYTHONPATH=str(ROOT))
+    pid, printed = running = begin("snapshot.cli", "bench", *arguments)
     while "snapshot bench" not in Path(printed).read_text():  # from here on the place exists
         assert psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
         time.sleep(0.01)
@@ -168,16 +149,9 @@ def test_an_interruption_leaves_neither_files_nor_processes(
     ],
 )
 def test_what_cannot_run_is_status_2_with_its_reason(
-    arguments: list[str],
-    reason: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], reason: str, refused: Callable[..., None]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["bench", *arguments]) == 2
-    assert reason in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
+    refused(main, ["bench", *arguments], reason)
 
 
 def test_a_place_that_is_no_folder_is_one_line_of_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,42 +14,15 @@ import pytest
 from snapshot.bench.workloads import CASES
 from tests.benchmarks import planning_scale
 from tests.benchmarks.__main__ import main
+from tests.benchmarks.conftest import ROOT
 from tests.helpers.processes import command_line
-from tests.helpers.warm_interpreter import Warm
 
 pytestmark = pytest.mark.bench
-
-ROOT = Path(__file__).parents[2]
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "tests.benchmarks", *arguments]
-
-
-def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(ROOT)}
-
-
-IN_A_FORK = """
-import os, sys
-
-from tests.benchmarks.__main__ import main
-
-folder, *arguments = sys.argv[1:]
-os.chdir(folder)
-raise SystemExit(main(arguments))
-"""
 
 
 def cells(line: str) -> list[str]:
     """Return the cells of a row: there are at least two spaces between the name and the rest."""
     return re.split(r"\s{2,}", line.strip())
-
-
-@pytest.fixture
-def measured(tmp_path: Path, warm: Warm) -> Callable[..., str]:
-    """What a benchmark prints when it is run in the test's folder, from which nothing is imported by chance."""
-    return lambda *arguments: warm.run(IN_A_FORK, tmp_path, *arguments, PYTHONPATH=str(ROOT))
 
 
 def test_a_store_is_measured_beside_the_client_alone(tmp_path: Path, measured: Callable[..., str]) -> None:
@@ -89,8 +62,10 @@ def test_several_ranks_write_one_replica_together_and_read_it_once(
 
 def test_a_rank_that_ends_ends_the_measurement(tmp_path: Path) -> None:
     arguments = ["ranks", "--world", "2", "--scale", "0.001", "--rounds", "100000"]
+    command = [sys.executable, "-m", "tests.benchmarks", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
-        command(*arguments), cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as running:
         try:
             assert running.stdout
@@ -188,17 +163,6 @@ def test_the_trainer_is_measured_in_each_way(tmp_path: Path, measured: Callable[
     ],
 )
 def test_what_cannot_run_is_status_2_with_its_reason(
-    arguments: list[str],
-    reason: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], reason: str, refused: Callable[..., None]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    try:
-        status = main(arguments)
-    except SystemExit as stop:  # argparse's
-        status = stop.code
-    assert status == 2
-    assert reason in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
+    refused(main, arguments, reason)

@@ -8,7 +8,7 @@ import torch
 
 from snapshot import Snapshot, SnapshotError, StateDict
 from snapshot.cli import main
-from snapshot.manager.bisect import find_first_bad
+from snapshot.cli.bisect import find_first_bad
 from snapshot.testing import recording
 
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from snapshot import Snapshot, SnapshotManager, StateDict
 from snapshot.cli import main, ui
 from snapshot.cli.ui import CHANGES, NAMES, Abandoned, PageServer, RunView
+from snapshot.tensors import statistics
 from tests.helpers.servers import request
 
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>"
@@ -317,7 +318,7 @@ def test_the_health_of_a_step(client):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.float8_e4m3fn])
 def test_health_of_each_dtype_in_many_parts(tmp_path, monkeypatch, dtype):
     monkeypatch.setattr(ui, "AT_ONCE", 64)
-    monkeypatch.setattr(ui, "STEP", 5)
+    monkeypatch.setattr(statistics, "PIECE", 5)
     values = torch.randn(7, 13).to(dtype)
     values[3, 5] = math.nan
     if dtype != torch.float8_e4m3fn:  # which has no infinity

@@ -186,10 +186,11 @@ class Pool:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died, as will be seen
                 self._pipes[rank].send_bytes(request)
 
-    def finish(self, timeout=60, ranks=None):
+    def finish(self, timeout=60, ranks=None, until_death=False):
         """Wait for the run that was started, on all ranks or on some; their outcomes.
 
-        The others' can be had later: of a rank that was stopped, say.
+        The others' can be had later: of a rank that was stopped, say. With `until_death`, the others of a rank that
+        died are not waited for, and have no outcome.
         """
         __tracebackhide__ = True
         wanted = list(range(self.world) if ranks is None else ranks)
@@ -202,6 +203,8 @@ class Pool:
                 raise Hang(self._hang(timeout))
             for rank in {sources[source] for source in ready}:
                 self._collect(rank)
+            if until_death and any(isinstance(each, Died) for each in self._results):
+                break
         return [self._results[rank] for rank in wanted]
 
     def kill(self, rank):

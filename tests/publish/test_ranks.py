@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from snapshot import Publisher, RankError, Sharded, SnapshotError, StorageError, Subscriber, TensorMap
-from snapshot.publish import publication
+from snapshot.publish import shares
 from snapshot.testing.storages import faulty
 from tests.helpers.rank_pool import Died
 from tests.publish import engine
@@ -161,7 +161,7 @@ def die_while_encoding(url, victim):
         import os
         import signal
 
-        publication.ShareUpload.write_delta = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        shares.ShareUpload.write_delta = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     try:
         publisher.publish(1, shared_state(1)).wait()
     except SnapshotError as error:
@@ -188,7 +188,6 @@ def fail_in_gather(url, victim):
     publisher = Publisher(url, timeout=20)
     state = shared_state(0)
     if rank == victim:
-        from snapshot.publish import shares
 
         def fail(*_):
             raise MemoryError("no memory")

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from snapshot import CorruptSnapshotError, Snapshot, StateDict
-from snapshot.manager.bisect import find_first_bad
+from snapshot.cli.bisect import find_first_bad
 from snapshot.manifest.document import METADATA
 from snapshot.tensors.statistics import PIECE, combine_statistics, measure_tensor
 from snapshot.testing import recording

@@ -53,7 +53,7 @@ def begin(far, near, options):
 def attempt():
     """The name of this job's attempt, and its run."""
     tiers = _Self.manager._steps
-    if not tiers.is_joined():
+    if tiers._set is None:
         return None, None
     member = tiers.joined.member
     return (member.attempt.name if member.attempt is not None else None), member.run

@@ -27,8 +27,7 @@ from snapshot.save.take_slots import TakeSlots
 from snapshot.tiers import control, join, tier_set
 from snapshot.tiers.control import SILENT, Request, UploaderError, UploaderHungError, decode_status
 from snapshot.tiers.peers import PeerServer
-from snapshot.tiers.upload_queue import Act
-from snapshot.tiers.uploader import Uploader
+from snapshot.tiers.uploader import Act, Uploader
 from snapshot.tiers.uploader_process import HANGS, LINGER, LISTENED, OFFERED, _known_address, _listen_again
 from tests.tiers.jobs import with_near
 
@@ -529,7 +528,7 @@ class Job:
     def tiers(self):
         """The tiers of the first rank, or None before it has joined."""
         made = self.managers[0]._steps
-        return made.joined if made.is_joined() else None
+        return made.joined if made._set is not None else None
 
     def clean(self):
         """Do the removals that are due, which are done in the background otherwise."""
@@ -550,7 +549,7 @@ class Job:
         self.settle()
         for each in self.managers:
             open_managers.discard(each)
-            if each._steps.is_joined():
+            if each._steps._set is not None:
                 link = each._steps.joined.link
                 link._closed.set()
                 if link._client is not None:

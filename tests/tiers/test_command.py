@@ -9,7 +9,7 @@ import pytest
 from snapshot import Snapshot
 from snapshot.cli import main
 from snapshot.cli.ui import RunView
-from snapshot.tiers.upload_queue import MEANINGS, UploadState
+from snapshot.tiers.control import MEANINGS, UploadState
 from tests.tiers.jobs import ELEMENTS, holds, manager_of, runs_in, state, stop_uploaders
 
 pytestmark = pytest.mark.slow

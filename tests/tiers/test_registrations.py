@@ -5,10 +5,9 @@ import torch
 
 from snapshot import Snapshot, StateDict
 from snapshot.tiers import uploader as uploader_module
-from snapshot.tiers.control import Host, Registration, Request
+from snapshot.tiers.control import Host, Registration, Request, UploadState
 from snapshot.tiers.timeline import KEY, Attempt, Facts, Origin, Parent
-from snapshot.tiers.upload_queue import Act, UploadState
-from snapshot.tiers.uploader import Uploader
+from snapshot.tiers.uploader import Act, Uploader
 
 RUN = "c" * 12
 FIRST = Attempt("a" * 12, RUN, 1)

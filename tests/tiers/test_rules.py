@@ -6,19 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from snapshot.tiers.control import hosts_of, job_address, partners
+from snapshot.tiers.control import UploadState, hosts_of, job_address, partners
 from snapshot.tiers.near_steps import HostView, StepView, take_census
 from snapshot.tiers.timeline import NO_ORIGIN, Attempt, Facts, Line, Parent, origin_of
-from snapshot.tiers.upload_queue import (
-    MOST_QUEUED,
-    Act,
-    QueueView,
-    UploadState,
-    choose_next,
-    dropped_steps,
-    next_action,
-    wanted_steps,
-)
+from snapshot.tiers.uploader import MOST_QUEUED, Act, QueueView, choose_next, dropped_steps, next_action, wanted_steps
 
 steps = some.sets(some.integers(0, 50))
 

@@ -8,9 +8,8 @@ import pytest
 from snapshot import SnapshotExistsError, TakeOptions
 from snapshot.io.storage import ANYTHING
 from snapshot.tiers import facts
-from snapshot.tiers.control import Request
+from snapshot.tiers.control import Request, UploadState
 from snapshot.tiers.timeline import Line, Standing
-from snapshot.tiers.upload_queue import UploadState
 from tests.tiers.one_process import Job, Machines
 from tests.tiers.oracle import FolderRoot, Wrong
 from tests.tiers.whole_house import House, state, value_of

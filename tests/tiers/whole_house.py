@@ -18,7 +18,7 @@ from snapshot.io.session import Session
 from snapshot.io.url import URL
 from snapshot.tiers.facts import choose_attempt
 from snapshot.tiers.tier_set import FarError
-from snapshot.tiers.upload_queue import LOOKS
+from snapshot.tiers.uploader import LOOKS
 from snapshot.tiers.uploader_process import find_runs, folder_of, upload_by_hand
 from tests.tiers.one_process import Job, Killed
 from tests.tiers.oracle import Take, Wrong, flipped
