@@ -158,6 +158,7 @@ def test_nothing_to_write_and_nothing_but_a_header(tmp_path):
     assert content(tmp_path / "empty") == content(tmp_path / "thread")
 
 
+@pytest.mark.slow
 def test_descriptors_and_segments_stay_few(tmp_path):
     def take(number):
         run(Take(tmp_path / str(number), odd(number)).by_process())
