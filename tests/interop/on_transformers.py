@@ -34,6 +34,7 @@ with warnings.catch_warnings():
     from transformers.utils import logging
 
 from snapshot import Snapshot, SnapshotError, SnapshotNotFoundError
+from snapshot.distributed.group import ranks_of
 from snapshot.interop import transformers as transformers_mixin
 from snapshot.interop.trainer_folders import FOLDER, MARK, STATE, delete_old, find_last
 from snapshot.interop.transformers import SnapshotTrainerMixin
@@ -100,6 +101,7 @@ def _end_at_other_times(folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transformers_mixin, "find_last", lambda given: looked.append(given) or find_last(given))
         example.train(folder, kind=Late, resume=True)
+    assert not ranks_of(None).connected()[1]._calls  # no call goes on, whose heartbeat is sent
     Late.fails = True
     with pytest.raises((OSError, SnapshotError), match="the disk is full"):
         example.train(folder, kind=Late, stop_at=2)
@@ -402,6 +404,9 @@ def test_a_model_whose_files_have_other_names_resumes_to_the_same_bits(tmp_path,
     train(tmp_path / "broken", 2)
     same(train(tmp_path / "broken", 4, resume=True), whole)
     assert read_weights(tmp_path / "broken" / "checkpoint-4").keys() != whole.keys()
+    Snapshot(tmp_path / "broken" / "checkpoint-4" / FOLDER).delete()  # as without the mixin
+    with pytest.raises(SnapshotError, match="checkpoint-4: its weights have other names than those of the model"):
+        train(tmp_path / "broken", 4, resume=str(tmp_path / "broken" / "checkpoint-4"))
 
 
 @pytest.mark.parametrize("adapters", [1, 2])
