@@ -263,8 +263,10 @@ class SnapshotTrainerMixin:
         `from_pretrained` converts them back, but the Trainer does not.
         """
         model = self.accelerator.unwrap_model(self.model)
+        if not hasattr(model, "save_pretrained") or hasattr(model, "peft_config"):  # adapters are not converted
+            return False
         used = getattr(model, "_weight_conversions", None)
-        if used is not None or not hasattr(model, "save_pretrained") or hasattr(model, "peft_config"):
+        if used is not None:
             return bool(used)
         revert = getattr(sys.modules.get("transformers.modeling_utils"), "revert_weight_conversion", None)
         nothing: dict[str, Any] = {}
