@@ -15,8 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any, ClassVar
 
-from snapshot.distributed.exchange import Exchange
-from snapshot.distributed.group import ranks_of
+from snapshot.distributed.exchange import call_of
 from snapshot.errors import SnapshotError, SnapshotNotFoundError
 from snapshot.events import log
 from snapshot.formats.peft import saved_name
@@ -92,7 +91,7 @@ class SnapshotTrainerMixin:
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
         """Train until the last checkpoint is committed. `True` resumes from the last one that is complete."""
         if resume_from_checkpoint is True:  # one rank looks: another one may see an older listing
-            with self._exchange("restore") as exchange:
+            with call_of("restore", None, ranks=True) as exchange:
                 found = exchange.agree(True, lambda _: find_last(self.args.output_dir) or "", bool, str)
             resume_from_checkpoint = found or True
         try:
@@ -170,7 +169,7 @@ class SnapshotTrainerMixin:
     def _wait_for_snapshot(self) -> None:
         """Wait until a checkpoint that is written in the background is complete. Raise on all ranks if it failed."""
         if self._finished is not None or self._pending is not None:
-            with self._exchange("save") as exchange:
+            with call_of("save", None, ranks=True, timeout=self.snapshot_options.get("timeout")) as exchange:
                 self._end_writes()
                 exchange.agree(True, all, bool, bool)
 
@@ -185,9 +184,6 @@ class SnapshotTrainerMixin:
         elif pending is not None:  # the rest of its checkpoint failed
             pending.wait()
 
-    def _exchange(self, verb: str) -> Exchange:
-        return Exchange(ranks_of(None), verb, self.snapshot_options.get("timeout"))
-
     def _save_scaler(self, output_dir: str) -> None:
         """Do nothing: the scaler is in the snapshot."""
 
@@ -197,6 +193,7 @@ class SnapshotTrainerMixin:
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         check_weights(resume_from_checkpoint)
         if not self._restore_model(resume_from_checkpoint):
+            self._expect_same_names(resume_from_checkpoint)
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -232,6 +229,7 @@ class SnapshotTrainerMixin:
     def _load_best_model(self) -> None:
         self._wait_for_snapshot()
         if not self._restore_model(self.state.best_model_checkpoint):
+            self._expect_same_names(self.state.best_model_checkpoint)
             super()._load_best_model()  # type: ignore[misc]
 
     def _restore_model(self, checkpoint: str) -> bool:
@@ -265,12 +263,22 @@ class SnapshotTrainerMixin:
         `from_pretrained` converts them back, but the Trainer does not.
         """
         model = self.accelerator.unwrap_model(self.model)
+        if not hasattr(model, "save_pretrained") or hasattr(model, "peft_config"):  # adapters are not converted
+            return False
         used = getattr(model, "_weight_conversions", None)
-        if used is not None or not hasattr(model, "save_pretrained") or hasattr(model, "peft_config"):
+        if used is not None:
             return bool(used)
         revert = getattr(sys.modules.get("transformers.modeling_utils"), "revert_weight_conversion", None)
         nothing: dict[str, Any] = {}
         return revert is not None and revert(model, nothing) is not nothing
+
+    def _expect_same_names(self, checkpoint: str) -> None:
+        """Raise if the Trainer would load only some of the weights of a checkpoint, with a warning."""
+        if not getattr(self, "is_fsdp_enabled", False) and self._is_converted():
+            raise SnapshotError(
+                f"{checkpoint}: its weights have other names than those of the model, since save_pretrained converts "
+                "them, and the Trainer does not convert them back; load them with from_pretrained"
+            )
 
     def _resumable(self) -> dict[str, Any]:
         """Return the state that is equal on all ranks."""

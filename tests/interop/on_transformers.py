@@ -34,6 +34,7 @@ with warnings.catch_warnings():
     from transformers.utils import logging
 
 from snapshot import Snapshot, SnapshotError, SnapshotNotFoundError
+from snapshot.distributed.group import ranks_of
 from snapshot.interop import transformers as transformers_mixin
 from snapshot.interop.trainer_folders import FOLDER, MARK, STATE, delete_old, find_last
 from snapshot.interop.transformers import SnapshotTrainerMixin
@@ -100,6 +101,7 @@ def _end_at_other_times(folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transformers_mixin, "find_last", lambda given: looked.append(given) or find_last(given))
         example.train(folder, kind=Late, resume=True)
+    assert not ranks_of(None).connected()[1]._calls  # no call goes on, whose heartbeat is sent
     Late.fails = True
     with pytest.raises((OSError, SnapshotError), match="the disk is full"):
         example.train(folder, kind=Late, stop_at=2)
@@ -402,6 +404,32 @@ def test_a_model_whose_files_have_other_names_resumes_to_the_same_bits(tmp_path,
     train(tmp_path / "broken", 2)
     same(train(tmp_path / "broken", 4, resume=True), whole)
     assert read_weights(tmp_path / "broken" / "checkpoint-4").keys() != whole.keys()
+    Snapshot(tmp_path / "broken" / "checkpoint-4" / FOLDER).delete()  # as without the mixin
+    with pytest.raises(SnapshotError, match="checkpoint-4: its weights have other names than those of the model"):
+        train(tmp_path / "broken", 4, resume=str(tmp_path / "broken" / "checkpoint-4"))
+
+
+def test_the_adapters_of_a_model_whose_files_have_other_names_are_loaded_from_their_files(tmp_path):
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = MixtralForCausalLM(MixtralConfig(vocab_size=64, num_local_experts=2, num_key_value_heads=2, **sizes))
+    model.save_pretrained(tmp_path / "base")
+    texts = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(0, 64, (16, 16))]
+
+    def train(seed, steps, resume=False):
+        torch.manual_seed(seed)
+        model = get_peft_model(MixtralForCausalLM.from_pretrained(tmp_path / "base"), config)
+        model.add_adapter("frozen", LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+        arguments = TrainingArguments(
+            str(tmp_path / "run"), max_steps=steps, save_steps=2, report_to=[], use_cpu=True, disable_tqdm=True
+        )
+        example.SnapshotTrainer(model, arguments, train_dataset=texts).train(resume_from_checkpoint=resume)
+        return {name: value for name, value in model.state_dict().items() if ".frozen." in name}
+
+    first = train(0, 2)
+    assert first
+    same(train(1, 4, resume=True), first)
+    assert "0/model" not in Snapshot(tmp_path / "run" / "checkpoint-4" / FOLDER).get_manifest()
 
 
 @pytest.mark.parametrize("adapters", [1, 2])
