@@ -155,7 +155,6 @@ class MemoryStorage(Storage):
                 _tree.get().files.pop(key, None)
 
     async def rename(self, source: str, path: str) -> None:
-        """Rename a file in one step."""
         old, new = self._key(source), self._key(path)
         with _tree.get().lock:
             if old not in _tree.get().files:

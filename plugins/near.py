@@ -110,7 +110,6 @@ class PeerStorage(Storage):
         return self._request(path, "", read)
 
     async def stat(self, path: str) -> FileStat:
-        """Return the size of a file."""
         size = await in_thread(self._request, path, "", lambda answer: int(answer.headers["Content-Length"]), "HEAD")
         return FileStat(size, 0.0, "")
 
@@ -154,7 +153,6 @@ class PeerStorage(Storage):
             return found
 
     async def close(self) -> None:
-        """Close the connections."""
         with self._lock:
             idle, self._idle = self._idle, []
         for each in idle:
@@ -166,11 +164,9 @@ class PeerStorage(Storage):
         return StorageError(f"{self.url}: another host's files can only be read")
 
     async def create(self, path: str, size: int) -> FileWriter:
-        """Refuse."""
         raise self._refuse()
 
     async def put(self, path: str, data: bytes, *, expect: Expect = "") -> str:
-        """Refuse."""
         raise self._refuse()
 
     async def list(self, prefix: str = "", *, recursive: bool = True) -> list[str]:
@@ -178,7 +174,6 @@ class PeerStorage(Storage):
         raise self._refuse()
 
     async def delete(self, paths: Sequence[str]) -> None:
-        """Refuse."""
         raise self._refuse()
 
 

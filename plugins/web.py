@@ -40,7 +40,6 @@ class HttpDriver(Driver):
         return f"{self._base}/{quote(key)}" + (f"?{self._query}" if self._query else "")
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._session.close()
 
     async def head(self, key: str) -> FileStat:
@@ -61,7 +60,6 @@ class HttpDriver(Driver):
             return _stat(answer, total or 0)
 
     async def read(self, key: str, sink: ResponseSink) -> None:
-        """Send a `GET` with a range."""
         headers = {"Range": sink.range} if sink.range else {}
         answer = await self._session.get(self._url(key), headers=headers)
         async with released_response(answer):

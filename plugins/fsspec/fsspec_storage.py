@@ -414,7 +414,6 @@ class FsspecStorage(Storage):
         )
 
     async def close(self) -> None:
-        """Release the file systems."""
         await self._client.close()
 
     def _require(self, capability: str) -> None:

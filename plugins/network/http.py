@@ -198,7 +198,6 @@ class RequestBody:
         return self._position
 
     def tell(self) -> int:
-        """Return the position of the next byte."""
         return self._position
 
     def seekable(self) -> bool:
@@ -322,7 +321,6 @@ class StatusError(Exception):
 
     @classmethod
     def of(cls, response: aiohttp.ClientResponse, detail: str = "") -> StatusError:
-        """Return the error for a response."""
         return cls(response.status, response.reason or "", response.headers.get("Retry-After", ""), detail)
 
 

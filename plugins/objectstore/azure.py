@@ -122,7 +122,6 @@ class AzureDriver(Driver):
         self._container = f"{endpoint.rstrip('/')}/{quote(container)}"
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._session.close()
         if self._credential is not None:
             await self._credential.close()
@@ -158,13 +157,11 @@ class AzureDriver(Driver):
             yield answer
 
     async def head(self, key: str) -> FileStat:
-        """Send `Get Blob Properties`."""
         async with self._send("HEAD", key) as answer:
             told = answer.headers
             return FileStat(int(told["Content-Length"]), _parse_time(told["Last-Modified"]), told["ETag"])
 
     async def read(self, key: str, sink: ResponseSink) -> None:
-        """Send `Get Blob`."""
         wanted = {"x-ms-range": sink.range, "If-Match": sink.token}
         async with self._send("GET", key, headers={name: value for name, value in wanted.items() if value}) as answer:
             at, total = parse_content_range(answer.headers.get("Content-Range"), answer.content_length)

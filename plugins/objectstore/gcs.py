@@ -64,7 +64,6 @@ class GcsDriver(Driver):
         self._renewing = asyncio.Lock()
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._session.close()
 
     async def _headers(self, more: Mapping[str, str]) -> dict[str, str]:
@@ -252,7 +251,6 @@ class GcsDriver(Driver):
         return status_fault(error, url)
 
     def _can_renew(self) -> bool:
-        """Return True if the token can be renewed."""
         credentials = self._fs.credentials.credentials
         return bool(getattr(credentials, "refresh_token", None)) or hasattr(credentials, "service_account_email")
 

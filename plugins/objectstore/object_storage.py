@@ -511,7 +511,6 @@ class ObjectWriter(FileWriter):
         return name
 
     async def finish(self) -> None:
-        """Complete the upload."""
         if self._over:
             raise ValueError(f"{self._url}: already finished or aborted")
         if not self._size:

@@ -116,7 +116,6 @@ class S3Driver(Driver):
         return FileStat(found["ContentLength"], found["LastModified"].timestamp(), found["ETag"])
 
     async def read(self, key: str, sink: ResponseSink) -> None:
-        """Send `GetObject`."""
         wanted = {"Range": sink.range, "IfMatch": sink.token}
         found = await self._call("get_object", Key=key, **{name: value for name, value in wanted.items() if value})
         at, total = parse_content_range(found.get("ContentRange"), found["ContentLength"])
@@ -127,7 +126,6 @@ class S3Driver(Driver):
             await drain_into(answer, sink)
 
     async def list(self, prefix: str, recursive: bool, following: Any) -> Page:
-        """Send `ListObjectsV2`."""
         more = {"ContinuationToken": following} if following else {}
         if not recursive:
             more["Delimiter"] = "/"
@@ -158,7 +156,6 @@ class S3Driver(Driver):
         return str(made["ETag"])
 
     async def begin(self, key: str, size: int) -> str:
-        """Send `CreateMultipartUpload`."""
         algorithm = {"ChecksumAlgorithm": "CRC32"} if self._checksum else {}
         return str((await self._call("create_multipart_upload", Key=key, **algorithm))["UploadId"])
 
@@ -169,7 +166,6 @@ class S3Driver(Driver):
         return " ".join([made["ETag"], *checksum.values()])
 
     async def complete(self, key: str, upload: str, parts: Mapping[int, str]) -> None:
-        """Send `CompleteMultipartUpload`."""
         told = []
         for number, said in parts.items():
             etag, _, checksum = said.partition(" ")
@@ -177,7 +173,6 @@ class S3Driver(Driver):
         await self._call("complete_multipart_upload", Key=key, UploadId=upload, MultipartUpload={"Parts": told})
 
     async def abandon(self, key: str, upload: str) -> None:
-        """Send `AbortMultipartUpload`."""
         try:
             await self._call("abort_multipart_upload", Key=key, UploadId=upload)
         except failures.ClientError as error:
@@ -223,7 +218,6 @@ class S3Driver(Driver):
         return etag.strip('"') == made.hexdigest()
 
     async def delete(self, keys: Sequence[str]) -> None:
-        """Send `DeleteObjects`."""
         told = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
         for failed in (await self._call("delete_objects", Delete=told)).get("Errors", ()):
             if failed.get("Code") not in _MISSING:
@@ -234,7 +228,6 @@ class S3Driver(Driver):
         return {"CopySource": {"Bucket": self._bucket, "Key": source}, "CopySourceIfMatch": token}
 
     async def copy(self, source: str, token: str, key: str, attempt: Attempt) -> None:
-        """Send `CopyObject`."""
         await self._call("copy_object", Key=key, **self._version(source, token))
 
     async def copy_part(

@@ -78,12 +78,10 @@ class Runner(ABC):
         """Run a requested repetition. Return its measurements."""
 
     def fresh(self) -> str:
-        """Return a new place."""
         self.count += 1
         return f"{self.task.where}/{os.getpid()}-{self.count}"
 
     def remove(self, where: str) -> None:
-        """Remove the files of a repetition."""
         if self.local:
             shutil.rmtree(where, ignore_errors=True)
         else:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from snapshot.io.accelerators import on_stream
-from snapshot.io.system import libc
+from snapshot.io.system import libc, sync_folder, sync_path
 
 Bytes = npt.NDArray[np.uint8]
 Call = Callable[[int, Any, int], int]
@@ -105,7 +105,7 @@ def write_streams(tensors: Sequence[torch.Tensor], folder: Path, durable: bool, 
 
     _each(lane, [(index, run) for index, (_, run) in enumerate(cut(views(tensors), lanes))])
     if durable:
-        sync_folder(folder)
+        sync_folder(str(folder))
 
 
 def write_direct(tensors: Sequence[torch.Tensor], folder: Path, durable: bool) -> None:
@@ -130,7 +130,7 @@ def write_direct(tensors: Sequence[torch.Tensor], folder: Path, durable: bool) -
         if durable:
             os.fsync(fd)
     if durable:
-        sync_folder(folder)
+        sync_folder(str(folder))
 
 
 def read_streams(tensors: Sequence[torch.Tensor], file: Path, lanes: int) -> None:
@@ -240,7 +240,7 @@ def write_staged(
 
     _each(work, [(index, run) for index, (_, run) in enumerate(cut(device_views(tensors), len(lanes)))])
     if durable:
-        sync_folder(folder)
+        sync_folder(str(folder))
 
 
 def read_staged(tensors: Sequence[torch.Tensor], file: Path, lanes: Sequence[StagedLane], direct: bool = False) -> None:
@@ -294,12 +294,6 @@ def measure_link(device: torch.device) -> dict[str, Any]:
     return {"pinned": here.is_pinned(), **speeds}
 
 
-def sync_folder(folder: Path) -> None:
-    """Sync a folder, so that its names survive a power loss."""
-    with _opened(folder, os.O_RDONLY | os.O_DIRECTORY) as fd:
-        os.fsync(fd)
-
-
 @contextmanager
 def _opened(path: Path, flags: int) -> Iterator[int]:
     fd = os.open(path, flags, 0o600)
@@ -348,9 +342,8 @@ def sync_tree(where: str) -> None:
     """Sync all files and folders of a tree, as the user of a saver without sync must do."""
     for folder, _, names in os.walk(where):
         for name in names:
-            with open(Path(folder) / name, "rb") as file:
-                os.fsync(file.fileno())
-        sync_folder(Path(folder))
+            sync_path(f"{folder}/{name}")
+        sync_folder(folder)
 
 
 # Removal of files from the page cache, so that a read measures the device.
@@ -368,12 +361,9 @@ def drop(folder: Path) -> None:
     """
     files = [file for file in folder.rglob("*") if file.is_file()]
     for file in files:
-        fd = os.open(file, os.O_RDONLY)
-        try:
+        with _opened(file, os.O_RDONLY) as fd:
             os.fsync(fd)  # a dirty page cannot be dropped
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
     if _resident(files) > 0.01 and os.geteuid() == 0:
         Path("/proc/sys/vm/drop_caches").write_text("1")
     share = _resident(files)

@@ -55,7 +55,6 @@ class Row:
     """Bytes of the data files that this library wrote."""
 
     def add(self, repetition: dict[str, Any]) -> None:
-        """Add one repetition."""
         self.seconds.append(repetition["seconds"])
         self.cpu_seconds.append(repetition["cpu_seconds"])
         self.peak_extra_bytes.append(repetition["peak_extra_bytes"])
@@ -63,7 +62,6 @@ class Row:
             self.written_bytes.append(repetition["written_bytes"])
 
     def peak(self) -> int | None:
-        """Return the highest peak of all repetitions."""
         return max((peak for peak in self.peak_extra_bytes if peak is not None), default=None)
 
 
@@ -113,7 +111,6 @@ class ResultTable:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the table for programs."""
         raw = self.raw()
         return {
             "case": self.case,
@@ -130,7 +127,6 @@ class ResultTable:
         }
 
     def as_text(self) -> str:
-        """Return the table for people."""
         moves = self.operation != "open"
         size = f"{_size(self.nbytes)} in {self.tensors:,} tensors"
         if self.manifest_bytes is not None and not moves:
@@ -359,7 +355,6 @@ class Goodput:
         return DAY * lost_share(self.interval - self.blocked, self.blocked, self.mtbf, rest)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the values for programs."""
         names = ("case", "system", "way", "blocked", "lag", "restore", "interval", "lost")
         return {name: getattr(self, name) for name in names}
 

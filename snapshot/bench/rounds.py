@@ -29,7 +29,7 @@ from snapshot.bench.systems import SYSTEMS
 from snapshot.bench.workloads import INCREMENTAL, Case
 from snapshot.errors import StorageError
 from snapshot.io.arena import available_memory
-from snapshot.io.registry import open_storage
+from snapshot.io.session import Session
 from snapshot.io.storage import map_exceptions
 from snapshot.io.system import hold_signals
 from snapshot.io.url import URL, options_from_environment
@@ -117,20 +117,14 @@ def without_new_folders(folder: Path) -> Iterator[None]:
 
 
 async def _probe(url: URL) -> None:
-    storage = open_storage(url, options_from_environment())
-    try:
-        await storage.put("probe", b"probe")
-        await storage.delete(["probe"])
-    finally:
-        await storage.close()
+    async with Session(url, options_from_environment()) as session:
+        await session.storage.put("probe", b"probe")
+        await session.storage.delete(["probe"])
 
 
 async def _clear(url: URL) -> None:
-    storage = open_storage(url, options_from_environment())
-    try:
-        await storage.delete(await storage.list())
-    finally:
-        await storage.close()
+    async with Session(url, options_from_environment()) as session:
+        await session.storage.delete(await session.storage.list())
 
 
 def describe(where: Workspace) -> dict[str, Any]:

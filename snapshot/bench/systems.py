@@ -349,11 +349,9 @@ class DCP(Competitor):
         self.caching_writer: Any = None
 
     def writer(self, where: str, durable: bool) -> Any:
-        """Return the storage of a save."""
         return self.library.FileSystemWriter(where, sync_files=durable)
 
     def reader(self, where: str) -> Any:
-        """Return the storage of a restore."""
         return self.library.FileSystemReader(where)
 
     def save(self, where: str, durable: bool = False) -> None:

@@ -37,7 +37,6 @@ class Payload:
         return next((each.device for each in self.tensors.values() if each.device.type != "cpu"), CPU)
 
     def nbytes(self) -> int:
-        """Return the size of the tensors in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def digest(self) -> str:

@@ -367,7 +367,6 @@ class SharedFiles:
         self._holders = Counter(file for held in self._files.values() for file in held)
 
     def sizes(self, name: str) -> Sizes:
-        """Return the sizes of a snapshot."""
         held = self._files[name]
         own = sum(size for file, size in held.items() if self._holders[file] == 1)
         return Sizes(sum(held.values()), own)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from snapshot.cli.listing import (
 )
 from snapshot.cli.locate import open_all
 from snapshot.cli.screen import ExitStatus, as_json, bar, printable, wrapped
+from snapshot.io.system import store_file
 from snapshot.io.url import URL
 from snapshot.loading.left_out import stored_of
 from snapshot.manifest.document import SnapshotMetadata
@@ -222,19 +222,9 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
             found = snapshot.verify(progress=shown)
         told["verified"] = {"ok": found.ok, "text": str(found).partition("\n")[0], "faults": list(found.faults[:200])}
         status = ExitStatus.OK if found else ExitStatus.FOUND
-    _write(Path(targets[0]), page(told))
+    store_file(targets[0], page(told).encode())
     print(wrapped(printable(f"{targets[0]}: {entries_text(told['objects'])} of {told['url']}")))
     return status
-
-
-def _write(target: Path, text: str) -> None:
-    """Write the page atomically."""
-    aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(target)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def page(told: dict[str, Any]) -> str:

@@ -65,7 +65,6 @@ class Target:
     """Why the removal failed."""
 
     def as_json(self, *, dry_run: bool) -> dict[str, Any]:
-        """Return the target and the result, for programs."""
         removed = {"frees": self.frees, "removed": not (dry_run or self.error)}
         made = {"url": str(self.url), "what": self.what, "files": self.files, "bytes": self.nbytes, **removed}
         return made | ({"error": self.error} if self.error else {})

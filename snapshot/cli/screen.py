@@ -196,7 +196,6 @@ class ScreenTable:
         return self
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines of the table, fitted."""
         kept = list(range(len(self.columns)))
         texts = [[column.name, *(row[i] for row, _ in self.rows)] for i, column in enumerate(self.columns)]
         widths = [max(map(cells, each)) for each in texts]

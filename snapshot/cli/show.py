@@ -58,7 +58,6 @@ class ValueStatistics:
         return {_SHORT.get(name, name): value for name, value in asdict(self).items()}
 
     def lines(self) -> list[str]:
-        """Return lines for people."""
         of = " of absolute values" if self.magnitude else ""
         made = [f"  {'count':<10} {self.count:,}, {self.zero:,} zero, {self.nan:,} NaN, {self.infinite:,} infinite"]
         if self.least is not None and self.most is not None:

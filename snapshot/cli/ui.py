@@ -124,7 +124,7 @@ def health(opened: Opened, glob: str, is_over: Callable[[], bool]) -> dict[str, 
             read_plan.into_box(path, entry, box, parts[-1][1])
         read_plan.execute(opened, verify=True)
         for name, part in parts:
-            measured = measure_tensor(part)
+            measured = measure_tensor(_in_parts(part) if part.is_complex() else part)
             assert measured is not None, "the dtype was checked"
             found[name].append(measured)
     whole = {name: combine_statistics(each) for name, each in found.items()}
@@ -137,6 +137,14 @@ def health(opened: Opened, glob: str, is_over: Callable[[], bool]) -> dict[str, 
         "ill": len(ill),
         "worst": [{"name": name, **_health_json(each)} for name, each in ill[:WORST]],
     }
+
+
+def _in_parts(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the real and imaginary parts of complex numbers; one NaN or infinity for a number that is not finite."""
+    pairs = torch.view_as_real(tensor)
+    finite = pairs.isfinite().all(-1)
+    others = torch.where(pairs[~finite].isnan().any(-1), math.nan, math.inf)
+    return torch.cat([pairs[finite].reshape(-1), others])
 
 
 def _health_json(found: TensorStatistics) -> dict[str, Any]:
@@ -272,7 +280,6 @@ class RunView:
 
     @contextmanager
     def _opened(self, step: int) -> Iterator[Opened]:
-        """Open a step for reading."""
         with self._checkpoint(step).new_session(BUDGET) as session:
             yield on_loop(open_checkpoint(session))
 

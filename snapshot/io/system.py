@@ -10,6 +10,7 @@ import importlib
 import mmap
 import os
 import platform
+import secrets
 import signal
 import sys
 import tempfile
@@ -199,6 +200,22 @@ def link(source: str, target: str) -> None:
 def replace_file(source: str, target: str) -> None:
     """Rename a file, over another one if there is one. Windows refuses that while a process reads one of them."""
     _patiently(lambda: os.replace(source, target))
+
+
+def store_file(path: str, data: bytes, *, durable: bool = False) -> None:
+    """Write a file aside, and rename it, so that a reader finds the old bytes or the new ones."""
+    aside = f"{path}.{secrets.token_hex(4)}.tmp"
+    try:
+        with open(aside, "wb") as file:
+            file.write(data)
+            if durable:
+                file.flush()
+                sync_file(file.fileno())
+        replace_file(aside, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(aside)
+        raise
 
 
 def remove_file(path: str) -> None:

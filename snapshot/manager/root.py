@@ -101,7 +101,6 @@ class Root:
         """The line of a run with near folders, as of the last list of the folders."""
 
     def step_url(self, step: int) -> URL:
-        """Return the URL of a step."""
         return self.url.join(f"step-{step}")
 
     def opened(self, step: int | None = None, seal: Seal | None = None) -> Session:
@@ -313,7 +312,6 @@ class Root:
                     await session.storage.delete([PINNED])
 
     async def pinned(self, steps: Iterable[int]) -> set[int]:
-        """Return the subset of steps that are pinned."""
         steps = list(steps)
         async with self.opened() as session:
             found = await gather_limited(steps, lambda step: _stat_if_there(session.storage, f"step-{step}/{PINNED}"))

@@ -58,7 +58,6 @@ class Schedule:
 
     @property
     def given(self) -> bool:
-        """True if there is a schedule."""
         return self.continuous or self.steps is not None or self.seconds is not None
 
     def began(self, step: int) -> None:
@@ -67,7 +66,6 @@ class Schedule:
         self._since = time.monotonic()
 
     def committed(self, step: int) -> None:
-        """Record a committed step."""
         self._committed, self._promise = step, (step, time.monotonic())
 
     def overdue(self, step: int, *, busy: bool) -> str:
@@ -201,7 +199,6 @@ class Measured:
         self._last_call = 0.0
 
     def at_step(self, step: int) -> None:
-        """Record the step that the loop is at."""
         now = time.monotonic()
         if self._first is None or step < self._first[1]:
             self._first, self._paused = (now, step), 0.0

@@ -123,11 +123,9 @@ class Steps(ABC):
         """Return the place of a take. `fault` as for `check`."""
 
     def take(self, begun: Begun, app_state: AppState) -> Snapshot:
-        """Take a step."""
         return Snapshot.take_with(begun.place.path, app_state, self.pg, begun.request, begun.timeout)
 
     def async_take(self, begun: Begun, app_state: AppState) -> PendingSnapshot:
-        """Take a step in the background."""
         return Snapshot.async_take_with(begun.place.path, app_state, self.pg, begun.request, begun.timeout)
 
     def committed(self, begun: Begun, began: float, base: str) -> None:
@@ -194,7 +192,6 @@ class Steps(ABC):
         return url.location if url.scheme == "file" else url.reveal()
 
     def numbers(self) -> list[int]:
-        """Return the committed steps, ascending."""
         return run(self.root.on_line(run(self.root.folders()).committed))
 
     @abstractmethod
@@ -202,15 +199,12 @@ class Steps(ABC):
         """Return where a step is."""
 
     def pin(self, step: int) -> None:
-        """Keep a step until it is unpinned."""
         run(self.root.pin(step))
 
     def unpin(self, step: int) -> None:
-        """Remove a step's pin."""
         run(self.root.unpin(step))
 
     def pinned(self) -> set[int]:
-        """Return the pinned steps."""
         return run(self.root.pinned(run(self.root.folders()).committed))
 
     def upload_seconds(self) -> float:
@@ -218,7 +212,6 @@ class Steps(ABC):
         return 0.0
 
     def close(self) -> None:
-        """Finish the removals."""
         if self.cleaner is not None:
             self.cleaner.close()
 
@@ -254,7 +247,6 @@ class PlainSteps(Steps):
         """Return at once: takes are written to the root."""
 
     def candidates(self, begin: Callable[[], Exchange], *, offline: bool) -> Candidates:
-        """Return the steps in the root."""
         leads = ranks_of(self.pg).rank == 0
         if leads and self.cleaner is not None:
             with suppress(SnapshotError):  # the restore reports it

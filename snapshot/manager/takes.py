@@ -297,11 +297,9 @@ class Tolerance:
         """Failures since the last take that was committed."""
 
     def succeeded(self) -> None:
-        """Record a committed take."""
         self.failures = 0
 
     def failed(self, path: str, error: BaseException) -> None:
-        """Record a failed take."""
         self.failures += 1
         if self._warns:
             log.warning("%s: the take failed (%d in a row): %s", path, self.failures, error)

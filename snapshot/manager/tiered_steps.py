@@ -353,7 +353,6 @@ class TieredSteps(Steps):
         super().unpin(step)
 
     def pinned(self) -> set[int]:
-        """Return the pinned steps, near and far."""
         near = run(self.local.pinned(self._near_steps())) if self._set is not None else set[int]()
         return near | super().pinned()
 
@@ -736,7 +735,6 @@ class TieredRoot(Root):
         return [name for name, is_good in zip(names, answers, strict=True) if not is_good]
 
     async def token(self, step: int) -> str | None:
-        """Return the version token of a step."""
         found = self.census.get(step)
         return await super().token(step) if found is None else f"near:{found.save_id}"
 

@@ -150,9 +150,7 @@ def _xor(left: Bytes, right: Bytes, out: Bytes) -> None:
 class Source(Protocol):
     """A function that fills a buffer with the bytes from an offset on."""
 
-    def __call__(self, offset: int, buffer: memoryview) -> None:
-        """Fill the buffer."""
-        ...
+    def __call__(self, offset: int, buffer: memoryview) -> None: ...
 
 
 class DeltaDecoder:

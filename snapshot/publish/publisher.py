@@ -147,7 +147,6 @@ class PendingPublish(PendingWork[Published]):
     _success = "published"
 
     def begin(self) -> None:
-        """Start the work."""
         self.work.begin()
 
     def settle(self) -> None:

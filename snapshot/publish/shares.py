@@ -84,7 +84,6 @@ class SharePlan(NamedTuple):
     """Pairs of sources that must have the same bytes, with the plan that brings both to one rank."""
 
     def owned(self, rank: int) -> dict[str, Target]:
-        """Return the targets that a rank owns."""
         return {name: target for name, target in self.targets.items() if self.owners[name] == rank}
 
 
@@ -248,7 +247,6 @@ class HostImage:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the buffer."""
         return self._buffer.numel()
 
     def fits(self, targets: Mapping[str, Target]) -> bool:
@@ -256,7 +254,6 @@ class HostImage:
         return describe_targets(self.targets) == describe_targets(targets)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a view of a target's memory."""
         target = self.targets[name]
         begin = self._places[name]
         flat = self._buffer[begin : begin + target_bytes(target)]
@@ -443,7 +440,6 @@ class ShareUpload:
         self.share = RankShare({}, {}, image.nbytes, 0)
 
     async def write_full(self) -> None:
-        """Write all owned tensors."""
         leaves = [self._image.leaf(name) for name in self._image.targets]
         files = [plan_exact_file(leaves, group) for group in group_in_order([leaf.nbytes for leaf in leaves], SHARD)]
         for found in await self._write(leaves, files):

@@ -191,7 +191,6 @@ class LocalFolder:
             raise raised from error
 
     def folder(self, version: int) -> Path:
-        """Return the path of a version."""
         return self.path / version_name(version)
 
     def marker(self, version: int) -> Marker | None:
@@ -580,7 +579,6 @@ class Failure(NamedTuple):
 
     @staticmethod
     def after(before: Failure | None, index: Index, reason: str) -> Failure:
-        """Return the record of a failure."""
         again = before is not None and before.digest == index.digest
         pause = min(before.pause * 2, LONGEST_PAUSE) if again and before is not None else FIRST_PAUSE
         return Failure(index.digest, reason, time.monotonic() + pause, pause)

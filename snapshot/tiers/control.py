@@ -329,7 +329,6 @@ class ControlClient:
             raise UploaderError(f"{self._folder}: {error}") from error
 
     def close(self) -> None:
-        """Close the connection."""
         with suppress(OSError):
             self._lines.close()
             self._socket.close()
@@ -384,7 +383,6 @@ class ControlServer:
             self._registered[job] += change
 
     def close(self) -> None:
-        """Stop listening."""
         self._closed = True
         with suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)

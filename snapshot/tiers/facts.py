@@ -28,6 +28,7 @@ from snapshot.io.aio import gather_limited
 from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.io.storage import ABSENT, ANYTHING, Storage
+from snapshot.io.system import store_file
 from snapshot.io.url import URL
 from snapshot.loading.open import is_foreign
 from snapshot.save import transaction
@@ -270,17 +271,7 @@ def store_copy(folder: str, facts: Facts) -> None:
         for name, data in _files_of(facts):
             path = f"{folder}/{FOLDER}/{name}"
             if not os.path.exists(path) or _read(path) != data:
-                aside = f"{path}.{secrets.token_hex(4)}.tmp"
-                try:
-                    with open(aside, "wb") as file:
-                        file.write(data)
-                        file.flush()
-                        os.fsync(file.fileno())
-                    os.replace(aside, path)
-                except OSError:
-                    with suppress(OSError):
-                        os.unlink(aside)
-                    raise
+                store_file(path, data, durable=True)
         _remove_old_copies(folder, facts)
     except OSError as error:
         log.warning("%s: the facts of the run are not stored: %s", folder, error)

@@ -539,7 +539,6 @@ class OpenUploads:
         return self._root
 
     def begin(self, folder: NearFolder, near: NearStep, state: StepStatus, given: Registration) -> FarUpload:
-        """Begin the upload of a step."""
         slow = partial(Throttled, rate=given.rate) if given.rate else (lambda opened: opened)
         source = Session(URL("near", folder.step_path(near.step)), None, budget=BUDGET, wrap=slow)
         far = URL.parse(given.far).join(f"step-{near.step}")
@@ -587,7 +586,6 @@ class OpenUploads:
             run(session.close())
 
     def close(self) -> None:
-        """Close all sessions."""
         with self._lock:
             for step in list(self._sessions):
                 self.release(step)

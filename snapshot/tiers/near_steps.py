@@ -64,7 +64,6 @@ class NearStep(NamedTuple):
 
     @property
     def save_id(self) -> str:
-        """The save id."""
         return self.head.save_id
 
     @property
@@ -81,7 +80,6 @@ class NearFolder:
         self._heads: dict[int, tuple[tuple[int, int, int], ManifestHead | None]] = {}
 
     def step_path(self, step: int) -> str:
-        """Return the folder of a step."""
         return f"{self.path}/step-{step}"
 
     def steps(self) -> dict[int, NearStep]:
@@ -193,7 +191,6 @@ class NearFolder:
         return match is not None and int(match[1]) > int(NEWEST_FORMAT.rpartition("/")[2])
 
     def is_pinned(self, step: int) -> bool:
-        """Return True if a step is pinned."""
         return os.path.exists(f"{self.step_path(step)}/{PINNED}")
 
     def remove_damaged(self, step: int, why: str) -> None:

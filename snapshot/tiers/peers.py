@@ -72,7 +72,6 @@ class PeerServer:
         return os.open(f"{self._folder}/{step}/{name}", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def close(self) -> None:
-        """Stop serving."""
         self._server.shutdown()
         self._server.server_close()
 
@@ -290,7 +289,6 @@ class StepSources:
             self.counts[tier] += nbytes
 
     def close(self) -> None:
-        """Close the storages."""
         for each in [*self._peers.values(), *([self._far] if self._far is not None else [])]:
             try:
                 run(each.close())

@@ -108,7 +108,6 @@ class TierSet:
     # Takes
 
     def url_of(self, step: int) -> str:
-        """Return the URL of a near step."""
         return URL("near", self.folder.step_path(step)).reveal()
 
     def note(self, *, replaces: bool) -> dict[str, Any]:
@@ -151,7 +150,6 @@ class TierSet:
                 os.unlink(path)
 
     def failed_near(self) -> None:
-        """Record that a near take failed."""
         self._probing = True
 
     # Upload

@@ -128,7 +128,6 @@ class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.pending[-1] if self.pending and self.pending[-1].number > self.number else self.tip
 
     def has(self, name: str) -> bool:
-        """Return True if an attempt is published."""
         return any(each.name == name for each in self.published)
 
     def find(self, name: str) -> Attempt | None:
@@ -292,7 +291,6 @@ class Copy(NamedTuple):
 
     @property
     def far(self) -> str:
-        """The far root of the run."""
         known = (*self.facts.published, *self.facts.pending)
         return next((each.far for each in reversed(known) if each.run == self.run), "")
 

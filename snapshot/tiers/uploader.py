@@ -289,7 +289,6 @@ class Uploader:
                 store_copy(self.folder.path, found)
 
     def status(self) -> Status:
-        """Return the state."""
         with self._lock:
             run_id = self._registration.run if self._registration is not None else ""
             states, number = dict(self._states), self._facts.number
@@ -490,7 +489,6 @@ class Uploader:
                     self._open.end(step)
 
     def _send(self, step: int) -> None:
-        """Advance the upload of a step."""
         with self._lock:
             given, state, near = self._registration, self._states.get(step), self.folder.steps().get(step)
             if given is None or state is None or near is None or near.save_id != state.save_id:
@@ -585,5 +583,4 @@ class Uploader:
         return 2.0
 
     def close(self) -> None:
-        """Close all sessions."""
         self._open.close()

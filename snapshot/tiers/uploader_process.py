@@ -32,7 +32,7 @@ import msgspec
 from snapshot.decoding import decode_json
 from snapshot.errors import CorruptSnapshotError, SnapshotError
 from snapshot.events import Event, Labels, Metrics, Readings, add_handler, as_prometheus, log, remove_handler
-from snapshot.io.system import PerProcess, fcntl, lower_priority, resource
+from snapshot.io.system import PerProcess, fcntl, lower_priority, resource, store_file
 from snapshot.options import Settings
 from snapshot.tiers.control import (
     LOCK,
@@ -82,11 +82,8 @@ class RankMetrics:
         now = time.monotonic()
         if event.name in ENDINGS or now - self._last > EVERY:
             self._last = now
-            aside = f"{self._path}.{threading.get_ident()}"
             try:
-                with open(aside, "wb") as file:
-                    file.write(msgspec.json.encode(self._metrics.read()))
-                os.replace(aside, self._path)
+                store_file(self._path, msgspec.json.encode(self._metrics.read()))
             except OSError as error:  # a full disk must not disturb training
                 log.debug("%s: %s", self._path, error)
 
@@ -142,7 +139,6 @@ class MetricsServer:
             return None
 
     def text(self) -> str:
-        """Return all metrics."""
         now = time.time()
         processes: list[tuple[Labels, Readings]] = [((("process", "uploader"),), self._metrics.read())]
         for path in sorted(glob.glob(f"{glob.escape(self._uploader.folder.path)}/.metrics-*.json")):
@@ -185,7 +181,6 @@ class MetricsServer:
         }
 
     def close(self) -> None:
-        """Stop listening."""
         remove_handler(self._metrics)
         remove_handler(self._note_upload)
         self._server.shutdown()
@@ -206,7 +201,6 @@ class _Handler(BaseHTTPRequestHandler):
     endpoint: MetricsServer
 
     def do_GET(self) -> None:
-        """Answer with the metrics."""
         if self.path.partition("?")[0] != "/metrics":
             self.send_error(HTTPStatus.NOT_FOUND)
             return

@@ -84,7 +84,6 @@ class FileLane(Message):
 
     @classmethod
     def of(cls, file: FilePlan, location: str, parts: Sequence[FilePart], kinds: bytes = b"") -> FileLane:
-        """Create the message for a file."""
         begin = file.extents[0].begin if file.extents else file.size
         ends = array.array("Q", [extent.end for extent in file.extents]).tobytes()
         return cls(location, file.size, parts[0].end if parts else 1, begin, ends, kinds)
@@ -202,7 +201,6 @@ class Failed(Message):
 
     @classmethod
     def of(cls, take: int, error: BaseException) -> Failed:
-        """Create the message for an error."""
         theirs = (each for each in type(error).__mro__ if getattr(errors, each.__name__, None) is each)
         kind = next(theirs, SnapshotError)
         text = str(error) if isinstance(error, kind) else f"{type(error).__name__}: {error}"
@@ -421,7 +419,6 @@ class WriterProcess:
 
     @property
     def pid(self) -> int:
-        """The process id."""
         return self._process.pid
 
     @property

@@ -270,7 +270,6 @@ class Table:
 
 
 def saving(table: Table, rounds: int) -> Iterator[str]:
-    """Yield the table of saves without training."""
     yield (
         f"\n{table.case}: saved with nothing beside it "
         f"({size_text(table.nbytes)} in {table.tensors:,} tensors, {rounds} rounds after the first)"
@@ -358,7 +357,6 @@ def said(table: Table) -> Iterator[str]:
 
 
 def title(table: Table) -> str:
-    """Return the title of the figure."""
     return f"Seconds of each training step, while {size_text(table.nbytes)} are saved in the background"
 
 
@@ -443,7 +441,6 @@ class _Scales:
         return LEFT + (seconds - self.first) / (self.last - self.first) * (WIDTH - LEFT - RIGHT)
 
     def tall(self, seconds: float) -> float:
-        """Return the height of a stroke."""
         return seconds / self.most * PLOT
 
 

@@ -11,11 +11,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -75,7 +77,6 @@ class Way:
     """Peer that must be installed."""
 
     def make(self, payload: Payload) -> Background:
-        """Return the way for a payload."""
         return RawCopy(payload) if self.kind == "copy" else Background(self, payload)
 
     @property
@@ -92,11 +93,9 @@ class Background:
         self.system: Competitor = way.system(payload)
 
     def rows(self, name: str) -> dict[str, Begin]:
-        """Return the rows of the table."""
         return {name: partial(self.way.begin, self.system)}
 
     def load(self, where: str) -> None:
-        """Restore a save into the live tensors."""
         self.system.load(where)
 
 
@@ -354,28 +353,18 @@ def helpers() -> int:
     """Return the memory of the processes that this one started, without shared memory, which is counted here."""
     held = 0
     for pid in family(os.getpid()):
-        lines = _lines(f"/proc/{pid}/status")
-        sizes = {line.split(":")[0]: int(line.split()[1]) << 10 for line in lines if line.endswith(" kB")}
-        held += max(0, sizes.get("VmHWM", 0) - sizes.get("RssShmem", 0) - sizes.get("RssFile", 0))
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+            sizes = {line.split(":")[0]: int(line.split()[1]) << 10 for line in lines if line.endswith(" kB")}
+            held += max(0, sizes.get("VmHWM", 0) - sizes.get("RssShmem", 0) - sizes.get("RssFile", 0))
     return held
 
 
 def family(parent: int) -> list[int]:
     """Return the processes that a process started, and those that they started."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal() and (lines := _lines(f"{entry}/stat")):
-            children.setdefault(int(lines[0].rpartition(")")[2].split()[1]), []).append(int(entry.name))
-    found = [parent]
-    for pid in found:
-        found += children.get(pid, [])
-    return found[1:]
-
-
-def _lines(file: str) -> list[str]:
     try:
-        return Path(file).read_text().splitlines()
-    except OSError:  # the process has ended
+        return [each.pid for each in psutil.Process(parent).children(recursive=True)]
+    except psutil.NoSuchProcess:
         return []
 
 

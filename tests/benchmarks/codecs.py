@@ -52,7 +52,6 @@ WAYS: dict[str, Any] = {"not compressed": None, "zstd": "zstd", "auto": "auto"}
 
 
 def compare_compression(where: Workspace, scale: float, rounds: int) -> Iterator[str]:
-    """Yield the lines of a report."""
     state = _train()
     yield from _compress_blocks(state, rounds)
     app, nbytes = _app(state, scale)
@@ -165,7 +164,6 @@ LANES = 2
 
 
 def compare_signatures(where: Workspace, scale: float, rounds: int) -> Iterator[str]:
-    """Yield the lines of a report."""
     data = memoryview(bytearray(torch.randint(256, (64 << 20,), dtype=torch.uint8).numpy().tobytes()))
     stages: dict[str, Work] = {
         "SHA-256, one call": lambda: hashlib.sha256(data).digest(),
@@ -237,7 +235,6 @@ LAYERS_OF_WEIGHTS = 32
 
 
 def compare_deltas(where: Workspace, scale: float, rounds: int) -> Iterator[str]:
-    """Yield the lines of a report."""
     nbytes = int(GB * scale) // (2 * LAYERS_OF_WEIGHTS) * 2 * LAYERS_OF_WEIGHTS
     for kind in ("last bit", "any bits"):
         yield from _encode_and_apply(kind, min(nbytes, GB // 4), rounds)

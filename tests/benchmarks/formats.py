@@ -97,7 +97,6 @@ class DCPWithSnapshot(DCP):
 
 
 def compare_dcp(where: Workspace, scale: float, rounds: int) -> Iterator[str]:
-    """Yield the lines of the tables."""
     folder = folder_of(where)
     for name in ("small", "large"):
         case = CASES[name]
@@ -143,7 +142,6 @@ def _time_restores(rows: dict[str, Work], payload: Payload, rounds: int) -> dict
 
 
 def compare_formats(where: Workspace, scale: float, rounds: int) -> Iterator[str]:
-    """Yield the lines of the tables."""
     folder = folder_of(where)
     for name in ("train", "small"):
         case = CASES[name]
@@ -215,7 +213,6 @@ def model(scale: float, seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def compare_loads(where: Workspace, scale: float, rounds: int) -> Iterator[str]:
-    """Yield the lines of the tables."""
     folder = Path(where.text())
     short = {f"adapter.{number}": torch.full((32, 32), float(number)) for number in range(round(20_000 * scale))}
     for title, tensors in (("weights of a language model", model(scale)), ("short tensors", short)):
@@ -310,8 +307,6 @@ def _remote_loads(where: Workspace, tensors: dict[str, torch.Tensor]) -> dict[st
 
 def _read_ranges(url: URL, options: dict[str, Any]) -> list[bytearray]:
     """Read one file in ranges, with the storage alone."""
-    session = Session(url, options)
-    storage = session.storage
 
     async def read() -> list[bytearray]:
         size = (await storage.stat("model.safetensors")).size
@@ -325,10 +320,9 @@ def _read_ranges(url: URL, options: dict[str, Any]) -> list[bytearray]:
 
         return await asyncio.gather(*(one(begin) for begin in range(0, size, BUFFER)))
 
-    try:
+    with Session(url, options) as session:
+        storage = session.storage
         return run(read())
-    finally:
-        run(session.close())
 
 
 # Three checkpoints that are merged, compared with a raw read of three and a durable write of one.
@@ -339,7 +333,6 @@ RAW = "raw read and write"
 
 
 def compare_merges(where: Workspace, scale: float, rounds: int) -> Iterator[str]:
-    """Yield the lines of the tables."""
     folder = folder_of(where)
     sources = [folder / f"{number}.safetensors" for number in range(COUNT)]
     for number, file in enumerate(sources):
@@ -529,7 +522,6 @@ def write_zero(folder: Path, stage: int, scale: float) -> None:
 
 
 def compare_foreign(where: Workspace, scale: float, rounds: int) -> Iterator[str]:
-    """Yield the lines of the tables."""
     folder = folder_of(where)
     if not DEEPSPEED:
         yield "  zero_to_fp32 is left out: pip install deepspeed"

@@ -46,7 +46,6 @@ def _loopback(*arguments: str) -> Iterator[dict[str, Any]]:
 
 
 async def _upload(driver: Any, key: str, parts: list[memoryview]) -> None:
-    """Upload one object, by the client alone."""
     from snapshot.plugins.network.http import RequestBody  # a plugin's, and those are imported by who needs them
 
     upload, at_once, done = await driver.begin(key, 0), asyncio.Semaphore(AT_ONCE), {}
@@ -133,7 +132,6 @@ class _Bench:
         return took
 
     def restore(self, engine: str, budget: int | None = None, *, verify: bool = True) -> float:
-        """Return the seconds of a restore."""
         began = time.perf_counter()
         snapshot = Snapshot(self.made[0], storage_options={**self.source, "engine": engine})
         snapshot.restore(self.state, verify=verify, memory_budget_bytes=budget)
@@ -185,7 +183,6 @@ def _peaks(bench: _Bench) -> Iterator[str]:
 
 
 def compare(url: str | None, options: Mapping[str, Any], scale: float, rounds: int) -> Iterator[str]:
-    """Yield the lines of the tables."""
     if url is not None:
         yield from _measured(_Bench(f"{url.rstrip('/')}/{secrets.token_hex(4)}", options, options, scale), rounds)
         return

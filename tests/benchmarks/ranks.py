@@ -76,7 +76,6 @@ _HELD: dict[str, Any] = {}
 
 
 def compare_replicas(where: Workspace, scale: float, rounds: int, world: int) -> Iterator[str]:
-    """Yield the lines of the table."""
     if where.url.scheme == "memory":
         raise ValueError(f"{where.url}: is the memory of one process, and ranks need a storage that all of them see")
     model = CASE.nbytes(scale)
@@ -170,7 +169,6 @@ JOBS = ("raw copy", "raw read", *RAW, *LINKED)
 
 
 def compare_shares(where: Workspace, scale: float, rounds: int, world: int) -> Iterator[str]:
-    """Yield the lines of the table."""
     folder = folder_of(where)
     length = max(1, int(FILE * scale) // 4)
     nbytes = FILES * length * 4

@@ -72,7 +72,6 @@ def _operations(folder: Path, count: int) -> dict[str, Callable[[], object]]:
 
 
 def _measure(work: Callable[[], object]) -> Cost:
-    """Run an operation in a forked child."""
     here, there = multiprocessing.Pipe(duplex=False)
     child = os.fork()
     if not child:
@@ -141,7 +140,6 @@ def _sharded(shape: tuple[int, ...], dim: int = 0) -> dict[str, Any]:
 
 
 def _requests(path: str, shape: tuple[int, ...], verb: str) -> Counter[str]:
-    """Return the requests of this rank."""
     document.IN_ONE = 10  # so that each rank has a part of the manifest, as in a large job
     state = _sharded(shape, 1 if verb == "reshard" else 0)
     with recording() as log:
@@ -265,7 +263,6 @@ def compare_models(us: dict[str, float]) -> Iterator[str]:
 
 
 def compare(where: Workspace, sizes: Sequence[int], worlds: Sequence[int]) -> Iterator[str]:
-    """Yield all tables."""
     us: dict[str, float] = {}
     for line in compare_sizes(where, sizes):
         yield line

@@ -39,7 +39,6 @@ HOSTS = 1024
 
 
 def compare(where: Workspace, scale: float, rounds: int) -> Iterator[str]:
-    """Yield the lines of a report."""
     folder, nbytes = folder_of(where), int(GiB * scale)
     with tempfile.TemporaryDirectory(dir=MEMORY) as memory:
         yield from _takes(Path(memory), folder, nbytes, rounds)

@@ -164,7 +164,6 @@ class Trial:
         self.path = folder / "checkpoint"
 
     def start(self, verb: str, version: float = 0.0) -> subprocess.Popen[str]:
-        """Start the process of a verb."""
         command = [sys.executable, "-m", "tests.benchmarks.why", self.system, verb, str(self.path), str(version)]
         environment = {**os.environ, MARK: str(self.folder / "mark"), "JAX_PLATFORMS": "cpu"}
         return subprocess.Popen(
@@ -182,7 +181,6 @@ class Trial:
         return " ".join(lines[1:-1]), float(lines[-1].split()[1])
 
     def save(self, version: float) -> float:
-        """Save, and return the seconds."""
         said, seconds = self.run("save", version)
         if said:
             raise RuntimeError(f"{self.system}: cannot save: {said}")
@@ -298,7 +296,6 @@ ROWS_OF_TABLE = {
 
 
 def compare(where: Workspace, scale: float, rounds: int) -> Iterator[str]:
-    """Yield the lines of the table."""
     if not where.local:
         raise ValueError(f"{where.url}: must be a folder")
     rows = max(1000, int(ROWS * scale))
