@@ -170,16 +170,8 @@ class Export:
     def safetensors(self, name: str | None, shard: int) -> Plan:
         """Plan one file of this name, or a folder in Hugging Face's layout."""
         plan = Plan("safetensors")
-        refused = []
-        for name_of, path, entry, dtype in self._named_tensors(plan):
-            if dtype not in SAFETENSORS:
-                refused.append(f"{path}: {dtype}")
-            plan.leaf(name_of, dtype, tuple(entry.shape), entry)
+        self._add_named(plan, list(self._named_tensors(plan)))
         sizes = [leaf.nbytes for leaf in plan.leaves]
-        if refused:
-            raise UnsupportedFormatError(
-                f"{self._source.url}: safetensors does not support these dtypes; cast or exclude them:{listed(refused)}"
-            )
         if name is not None:
             plan.files.append((name, plan_exact_file(plan.leaves, range(len(sizes)))))
             return plan
@@ -198,6 +190,16 @@ class Export:
         index = {"metadata": {"total_size": sum(sizes)}, "weight_map": located}
         plan.last = lambda: [(hugging_face.INDEX, json.dumps(index, indent=2).encode())]
         return plan
+
+    def _add_named(self, plan: Plan, tensors: Sequence[tuple[str, str, e.AnyTensor, str]]) -> None:
+        """Add the leaves of a file of safetensors: name, path, entry and dtype."""
+        refused = [f"{path}: {dtype}" for _, path, _, dtype in tensors if dtype not in SAFETENSORS]
+        if refused:
+            raise UnsupportedFormatError(
+                f"{self._source.url}: safetensors does not support these dtypes; cast or exclude them:{listed(refused)}"
+            )
+        for name, _, entry, dtype in tensors:
+            plan.leaf(name, dtype, tuple(entry.shape), entry)
 
     def _named_tensors(self, plan: Plan) -> Iterator[tuple[str, str, e.AnyTensor, str]]:
         """Yield name, path, entry and new dtype of each tensor, for a format that has only tensors."""
@@ -239,18 +241,9 @@ class Export:
         plan = Plan("peft", markers=(peft.CONFIG,), others=(document.METADATA, dcp.METADATA, *hugging_face.NAMES))
         tensors = list(self._named_tensors(plan))
         saved = peft.choose_saved([name for name, *_ in tensors], config, self._source.url)
-        refused = []
-        for name, path, entry, dtype in tensors:
-            if name not in saved:
-                plan.left_out.append(f"{path}: is not of the adapter")
-                continue
-            if dtype not in SAFETENSORS:
-                refused.append(f"{path}: {dtype}")
-            plan.leaf(saved[name], dtype, tuple(entry.shape), entry)
-        if refused:
-            raise UnsupportedFormatError(
-                f"{self._source.url}: safetensors does not support these dtypes; cast or exclude them:{listed(refused)}"
-            )
+        plan.left_out += [f"{path}: is not of the adapter" for name, path, *_ in tensors if name not in saved]
+        own = [(saved[name], path, entry, dtype) for name, path, entry, dtype in tensors if name in saved]
+        self._add_named(plan, own)
         plan.files.append((peft.WEIGHTS, plan_exact_file(plan.leaves, range(len(plan.leaves)))))
         plan.last = lambda: [(peft.CONFIG, config)]
         return plan
@@ -332,10 +325,7 @@ class Export:
         plan.more = rf"{torch_checkpointing.KEY.pattern}_\d+\.(pt|safetensors|json|bin)"
         plan.left_out += self._lose_classes()
         plan.changed += self._changes_in_torch()
-        state, stands = self._stand_in_state()
-        if not isinstance(state, dict):
-            plan.changed.append(f"the state: the {type(state).__name__} becomes the value of a dict, under {VALUE!r}")
-            state = {VALUE: state}
+        state, stands = self._stand_in_dict(plan)
         odd = [repr(key) for key in state if not (isinstance(key, str) and torch_checkpointing.KEY.fullmatch(key))]
         if odd:
             raise UnsupportedFormatError(
@@ -411,6 +401,14 @@ class Export:
 
         return self._state(stand), stands
 
+    def _stand_in_dict(self, plan: Plan) -> tuple[dict[Any, Any], StandIns]:
+        """Return the same for a format that has only dicts."""
+        state, stands = self._stand_in_state()
+        if isinstance(state, dict):
+            return state, stands
+        plan.changed.append(f"the state: the {type(state).__name__} becomes the value of a dict, under {VALUE!r}")
+        return {VALUE: state}, stands
+
     def _extents(
         self, plan: Plan, found: Sequence[torch_save.Frame | int], base: int, extents: list[Extent], sized: Any
     ) -> None:
@@ -446,10 +444,7 @@ class Export:
             raise UnsupportedFormatError(
                 f"{self._source.url}: DCP cannot load these dtypes; exclude them:{listed(narrow)}"
             )
-        state, entries = self._stand_in_state()
-        if not isinstance(state, dict):
-            plan.changed.append(f"the state: the {type(state).__name__} becomes the value of a dict, under {VALUE!r}")
-            state = {VALUE: state}
+        state, entries = self._stand_in_dict(plan)
         flat, paths = flatten_state(state)
         left_out, changed = target.container_changes(state, paths)
         plan.left_out += left_out
