@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,76 +27,24 @@ from snapshot.state.sharded import Shards, allocate_like, find_shards
 from snapshot.state.stateful import ModuleAdapter, RestoreAdapter, find_names_beneath
 from snapshot.tensors.memory import BY_NAME, address_of_tensor
 
-# Matching an optimizer: its class, options, dtypes and shapes, before any of its state is placed.
-
-
-@dataclass
-class OptimizerMatch:
-    """The result of an optimizer's comparison."""
-
-    goes_on: bool = True
-    """False if nothing of the stateful is restored."""
-    left: bool = False
-    """True if a part of the saved state was not restored."""
-    shapes: bool = False
-    """True if a mismatch is about a shape."""
-
-
-def match_optimizer(
-    adapter: StateOfParameters,
-    entries: dict[str, Any],
-    lines: list[str],
-    options: RestoreOptions,
-    *,
-    beside: Callable[[Any], bool],
-    notes: RestoreIssues,
-    unfit: set[int],
-) -> OptimizerMatch:
-    """Compare an optimizer with the saved one. `lines` has the reasons already known why it cannot take the state."""
-    why = adapter.describe_mismatch(entries)
-    lines = [why] if why else lines
-    if lines and not options.strict:
-        reasons = "; ".join(line.removeprefix(f"{adapter.base}: ") for line in lines)
-        notes.add("skipped", adapter.base, f"left unchanged: {reasons}")
-        return OptimizerMatch(goes_on=not adapter.drop_optimizer(entries), left=True)
-    if lines:
-        notes.mismatches += [f"{line}; strict=False leaves the optimizer unchanged" for line in lines]
-        return OptimizerMatch()
-    found = OptimizerMatch()
-    for line, path, detail in adapter.make_notes():
-        notes.add(line, path, detail)
-    notes.mismatches += adapter.choose_dtypes(options.cast, CASTS[options.cast], beside)
-    for name, what in adapter.find_other_shapes(entries, unfit).items():
-        path = f"{adapter.base}/state/{name}"
-        if options.mismatched == "skip":
-            adapter.drop_state(name, entries)
-            notes.add("skipped", path, f"{what}; left unchanged")
-            found.left = True
-        else:
-            found.shapes = True
-            notes.mismatches.append(f"{path}: {what}")
-    return found
-
-
 # Matching of leaves: stored tensors, arrays and objects with their live counterparts.
 
 
 class LeafMatcher:
     """Finds the place of single leaves."""
 
-    def __init__(self, options: RestoreOptions, issues: RestoreIssues, matched: Matched) -> None:
+    def __init__(self, options: RestoreOptions, issues: RestoreIssues, matched: Matched, reads: ReadPlan) -> None:
         self._options = options
         self._casts = CASTS[options.cast]
         self._notes = issues
         self.matched = matched
+        self._reads = reads
 
-    def match_tensor(
-        self, adapter: RestoreAdapter, path: str, entry: e.AnyTensor, held: torch.Tensor, read_plan: ReadPlan
-    ) -> None:
+    def match_tensor(self, adapter: RestoreAdapter, path: str, entry: e.AnyTensor, held: torch.Tensor) -> None:
         """Match a saved tensor with a live one: filled in place, cast, replaced, or an error."""
         notes = self._notes
         if isinstance(held, UninitializedTensorMixin):
-            self._make_new(read_plan, path, entry)
+            self._make_new(path, entry)
             return
         if held.is_meta:
             notes.mismatches.append(f"{path}: is on the meta device; give it memory first: module.to_empty(device=...)")
@@ -105,7 +52,7 @@ class LeafMatcher:
         extra = entry.extra or e.PLAIN
         if not adapter.exact and extra.subclass != _subclass_name(held):
             notes.add("replaced", path, f"a {extra.subclass or 'plain tensor'} instead of a {type(held).__name__}")
-            self._make_new(read_plan, path, entry, held.device)
+            self._make_new(path, entry, held.device)
             return
         if held.shape != entry.shape or not is_writable(held):
             what = (
@@ -114,27 +61,27 @@ class LeafMatcher:
                 else "the application's tensor has overlapping elements, or another layout"
             )
             if adapter.exact:
-                self._misfit(path, what, held, read_plan)
+                self._misfit(path, what, held)
             else:
                 notes.add("replaced", path, what)
-                self._make_new(read_plan, path, entry, held.device)
+                self._make_new(path, entry, held.device)
             return
         fits = self._fits_dtype(adapter, path, entry, held.dtype)
         if fits is None:
-            self._make_new(read_plan, path, entry, held.device)
+            self._make_new(path, entry, held.device)
         if not fits:
             return
         if isinstance(entry, e.ShardedTensorEntry) and len(entry.shards) > 1:
             notes.add("resharded", path, "from shards to one tensor")
-        check_tensor(path, entry, read_plan.files, partial=read_plan.partial)
-        read_plan.into(path, entry, held, live=True)
-        read_plan.values[path] = held
+        check_tensor(path, entry, self._reads.files, partial=self._reads.partial)
+        self._reads.into(path, entry, held, live=True)
+        self._reads.values[path] = held
 
-    def _misfit(self, path: str, what: str, held: Any, read_plan: ReadPlan) -> None:
+    def _misfit(self, path: str, what: str, held: Any) -> None:
         """Report a tensor that cannot be restored, or leave it unchanged."""
         if self._options.mismatched == "skip":
             self._notes.add("skipped", path, f"{what}; left unchanged")
-            read_plan.values[path] = held
+            self._reads.values[path] = held
             self.matched.unfit.add(path)
             self.matched.unfit_memory |= {address_of_tensor(held)} if isinstance(held, torch.Tensor) else set()
             self.matched.restored -= 1
@@ -161,9 +108,7 @@ class LeafMatcher:
         self._notes.add("cast", path, what)
         return True
 
-    def match_shards(
-        self, adapter: RestoreAdapter, path: str, entry: e.AnyTensor, held: Any, read_plan: ReadPlan
-    ) -> bool:
+    def match_shards(self, adapter: RestoreAdapter, path: str, entry: e.AnyTensor, held: Any) -> bool:
         """Match a saved tensor with a live sharded one. Return False if this rank holds no such tensor."""
         try:
             made = adapter.find_like(path, entry.shape) if held is MISSING else None
@@ -184,43 +129,43 @@ class LeafMatcher:
         elif not all(is_writable(piece.tensor) for piece in target.pieces):
             what = "the application's tensor has overlapping elements"
         if what is not None:  # never replaced: a whole tensor may exceed one rank's memory
-            self._misfit(path, what, held, read_plan)
+            self._misfit(path, what, held)
         elif self._fits_dtype(adapter, path, entry, target.dtype, exact=True):
-            self._place_shards(path, entry, target, read_plan, live=made is None)
-            read_plan.values[path] = value
+            self._place_shards(path, entry, target, live=made is None)
+            self._reads.values[path] = value
         return True
 
-    def _place_shards(self, path: str, entry: e.AnyTensor, target: Shards, read_plan: ReadPlan, *, live: bool) -> None:
+    def _place_shards(self, path: str, entry: e.AnyTensor, target: Shards, *, live: bool) -> None:
         boxes = {(box.offsets, box.sizes) for box, _ in entry.pieces()}
         if not all((piece.box.offsets, piece.box.sizes) in boxes for piece in target.pieces if piece.box.numel):
             was = "shards" if isinstance(entry, e.ShardedTensorEntry) else "one tensor"
             self._notes.add("resharded", path, f"from {was} of another layout" if was == "shards" else f"from {was}")
         wanted = [piece.box for piece in target.pieces]
-        check_tensor(path, entry, read_plan.files, partial=read_plan.partial, boxes=wanted)
+        check_tensor(path, entry, self._reads.files, partial=self._reads.partial, boxes=wanted)
         for piece in target.pieces:
-            read_plan.into_box(path, entry, piece.box, piece.tensor, live=live)
+            self._reads.into_box(path, entry, piece.box, piece.tensor, live=live)
 
-    def match_other(self, adapter: RestoreAdapter, path: str, entry: e.Entry, held: Any, read_plan: ReadPlan) -> None:
+    def match_other(self, adapter: RestoreAdapter, path: str, entry: e.Entry, held: Any) -> None:
         """Match any other pair: arrays, generators, objects, and tensors of several parts."""
         if isinstance(entry, e.TENSORS) and isinstance(held, torch.Tensor):
-            self.match_tensor(adapter, path, entry, held, read_plan)
+            self.match_tensor(adapter, path, entry, held)
             return
         if type(entry) is e.NDArrayEntry and not entry.scalar and _array_fits(held, entry, path):
-            read_plan.into_array(path, entry, held)
+            self._reads.into_array(path, entry, held)
             return
         if (
             isinstance(entry, e.TensorPartsEntry)
             and isinstance(held, torch.Generator)
-            and read_plan.into_generator(path, entry, held)
+            and self._reads.into_generator(path, entry, held)
         ):
             return
-        if isinstance(entry, e.ObjectEntry) and read_plan.into_random(path, entry, held):
+        if isinstance(entry, e.ObjectEntry) and self._reads.into_random(path, entry, held):
             return
         shape = entry.shape if isinstance(entry, e.TENSORS) else ()
         if type(entry) is e.TensorPartsEntry and isinstance(held, torch.Tensor):
             saved = entry.params.get("shape")
             if adapter.by_name and saved is not None and list(held.shape) != saved:
-                self._misfit(path, f"the snapshot has {saved}, the application {list(held.shape)}", held, read_plan)
+                self._misfit(path, f"the snapshot has {saved}, the application {list(held.shape)}", held)
                 return
             if not adapter.by_name:
                 self._notes.add("replaced", path, f"a new {entry.kind} tensor")
@@ -231,18 +176,17 @@ class LeafMatcher:
             dtype = self._dtype(adapter, path, entry)
             if dtype is not None and dtype is not BY_NAME.get(entry.dtype):
                 self._fits_dtype(adapter, path, entry, dtype, exact=True)
-        self._make_new(read_plan, path, entry, adapter.choose_device(path, shape), dtype)
+        self._make_new(path, entry, adapter.choose_device(path, shape), dtype)
 
     def _make_new(
         self,
-        read_plan: ReadPlan,
         path: str,
         entry: e.Entry,
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
     ) -> None:
         """Create a new value. A tensor that was a view of another one's memory gets memory of its own."""
-        read_plan.new(path, entry, device, dtype)
+        self._reads.new(path, entry, device, dtype)
         shares = entry.extra.shares if isinstance(entry, e.TENSORS) and entry.extra is not None else None
         if shares is not None:
             self._notes.add("changed", path, f"shared memory with {shares}, now has its own")
@@ -289,6 +233,7 @@ class Matcher:
         options: RestoreOptions,
         chosen: ChosenEntries,
         view: RankView,
+        reads: ReadPlan,
         *,
         wanted: Callable[[str], bool],
         beside: Callable[[Any], bool],
@@ -313,9 +258,10 @@ class Matcher:
         self._notes = issues
         self.matched = Matched(lacking=chosen.lacking, states=dict(chosen.states), skipped=set(chosen.skipped))
         """The result, once all keys were added."""
-        self._leaves = LeafMatcher(options, issues, self.matched)
+        self._reads = reads
+        self._leaves = LeafMatcher(options, issues, self.matched, reads)
 
-    def add(self, adapter: RestoreAdapter, entries: dict[str, Any], read_plan: ReadPlan) -> bool:
+    def add(self, adapter: RestoreAdapter, entries: dict[str, Any]) -> bool:
         """Match the entries of one stateful. Return False if all of it is left unchanged."""
         if not self._match_structure(adapter, entries):
             return False
@@ -328,7 +274,7 @@ class Matcher:
         self.matched.unfit_memory.update(map(address_of_tensor, binding.unfit))
         if adapter.exact:
             self.matched.lacking = self.matched.lacking or any(path not in entries for path in adapter.live)
-        skipped = self.matched.skipped
+        skipped, reads = self.matched.skipped, self._reads
         live = adapter.find_places(entries, skipped) if isinstance(adapter, StateOfParameters) else adapter.live
         for path, entry in entries.items():
             held = live.get(path, MISSING)
@@ -336,7 +282,7 @@ class Matcher:
                 type(entry) is e.TensorEntry
                 and path not in skipped
                 and path not in self.matched.tied
-                and read_plan.request_if_equal(path, entry, held, adapter.exact)
+                and reads.request_if_equal(path, entry, held, adapter.exact)
             ):
                 self.matched.restored += 1
                 continue
@@ -345,25 +291,25 @@ class Matcher:
                     self._notes.mismatches.append(f"{path}: the snapshot has a {entry.type}, the application a tensor")
                 continue
             if path in skipped or path in self.matched.tied:
-                read_plan.values |= {path: held} if held is not MISSING else {}
+                reads.values |= {path: held} if held is not MISSING else {}
                 continue
             self.matched.restored += 1
             if isinstance(entry, Scalar):
                 if isinstance(held, torch.Tensor):
                     self._leaves.replace(adapter, path, entry)
-                read_plan.values[path] = entry.value()
+                reads.values[path] = entry.value()
                 continue
             if (
                 isinstance(entry, e.TENSORS)
                 and type(held) not in _PLAIN
-                and self._leaves.match_shards(adapter, path, entry, held, read_plan)
+                and self._leaves.match_shards(adapter, path, entry, held)
             ):
                 continue
             if type(entry) is e.TensorEntry and isinstance(held, torch.Tensor):
-                self._leaves.match_tensor(adapter, path, entry, held, read_plan)
+                self._leaves.match_tensor(adapter, path, entry, held)
             else:
-                self._leaves.match_other(adapter, path, entry, held, read_plan)
-        binding.expect_filled(read_plan.values)
+                self._leaves.match_other(adapter, path, entry, held)
+        binding.expect_filled(reads.values)
         return True
 
     def _match_structure(self, adapter: RestoreAdapter, entries: dict[str, Any]) -> bool:
@@ -403,18 +349,34 @@ class Matcher:
         return True
 
     def _match_optimizer(self, adapter: StateOfParameters, entries: dict[str, Any], lines: list[str]) -> bool:
-        found = match_optimizer(
-            adapter,
-            entries,
-            lines,
-            self._options,
-            beside=self._beside,
-            notes=self._notes,
-            unfit=self.matched.unfit_memory,
-        )
-        self.matched.left |= found.left
-        self.matched.shapes |= found.shapes
-        return found.goes_on
+        """Compare an optimizer with the saved one: its class, options, dtypes and shapes, before any state is placed.
+
+        `lines` has the reasons already known why it cannot take the state. Return False if nothing is restored.
+        """
+        options, notes, matched = self._options, self._notes, self.matched
+        why = adapter.describe_mismatch(entries)
+        lines = [why] if why else lines
+        if lines and not options.strict:
+            reasons = "; ".join(line.removeprefix(f"{adapter.base}: ") for line in lines)
+            notes.add("skipped", adapter.base, f"left unchanged: {reasons}")
+            matched.left = True
+            return not adapter.drop_optimizer(entries)
+        if lines:
+            notes.mismatches += [f"{line}; strict=False leaves the optimizer unchanged" for line in lines]
+            return True
+        for line, path, detail in adapter.make_notes():
+            notes.add(line, path, detail)
+        notes.mismatches += adapter.choose_dtypes(options.cast, CASTS[options.cast], self._beside)
+        for name, what in adapter.find_other_shapes(entries, matched.unfit_memory).items():
+            path = f"{adapter.base}/state/{name}"
+            if options.mismatched == "skip":
+                adapter.drop_state(name, entries)
+                notes.add("skipped", path, f"{what}; left unchanged")
+                matched.left = True
+            else:
+                matched.shapes = True
+                notes.mismatches.append(f"{path}: {what}")
+        return True
 
     def _match_missing(self, adapter: RestoreAdapter, entries: dict[str, Any]) -> None:
         """Raise or report names that the snapshot lacks, and names that only the snapshot has."""

@@ -223,6 +223,7 @@ class _Planner:
             self._options,
             chosen,
             view,
+            reads,
             wanted=self._chooser.wanted,
             beside=find_other_owner(adapters, grouped, chosen.skipped),
             holders=self._holders,
@@ -232,7 +233,7 @@ class _Planner:
         )
         keys = [key for key, _ in in_restore_order(app_state) if key in grouped]
         for key in sorted(keys, key=lambda key: isinstance(adapters[key], OptimizerAdapter)):  # models come first
-            if not matcher.add(adapters[key], grouped[key], reads):
+            if not matcher.add(adapters[key], grouped[key]):
                 del grouped[key]
         return matcher.matched
 
