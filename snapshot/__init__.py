@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from snapshot.state.sharded import Sharded
     from snapshot.state.stateful import Reshardable, StateDict, Stateful
     from snapshot.transform.target import Target
-    from snapshot.weights import load, merge
+    from snapshot.weights import load, merge, merge_lora
 
 __all__ = [
     "Snapshot",
@@ -100,6 +100,7 @@ __all__ = [
     "release_memory",
     "load",
     "merge",
+    "merge_lora",
 ]
 
 _MODULES = {
@@ -161,6 +162,7 @@ _MODULES = {
     "snapshot.weights": (
         "load",
         "merge",
+        "merge_lora",
     ),
 }
 """The module that each public name is imported from on first use, so that the command's help does not import torch."""

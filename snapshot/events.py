@@ -188,7 +188,7 @@ INCIDENTS = frozenset(
 Labels = tuple[tuple[str, str], ...]
 
 
-class Change(NamedTuple):
+class MetricChange(NamedTuple):
     """An increase of a counter, or a duration."""
 
     name: str
@@ -196,22 +196,22 @@ class Change(NamedTuple):
     labels: Labels
 
 
-def changes_of(event: Event) -> Iterator[Change]:
+def changes_of(event: Event) -> Iterator[MetricChange]:
     """Yield what an event changes."""
     verb, fields = ("verb", event.verb), event.fields
     if event.name in ENDINGS or event.name == "failed":
         outcome = "ok" if event.name in ENDINGS and fields.get("ok", True) else "failed"
-        yield Change("operations", 1, (("outcome", outcome), verb))
+        yield MetricChange("operations", 1, (("outcome", outcome), verb))
         if event.name in ENDINGS:
-            yield Change("bytes", float(fields.get("bytes", 0)), (verb,))
+            yield MetricChange("bytes", float(fields.get("bytes", 0)), (verb,))
             if "seconds" in fields:
-                yield Change(DURATION, float(fields["seconds"]), (("phase", "done"), verb))
+                yield MetricChange(DURATION, float(fields["seconds"]), (("phase", "done"), verb))
     elif event.name in ("blocked", "staged"):
-        yield Change(DURATION, float(fields.get("seconds", 0)), (("phase", event.name), verb))
+        yield MetricChange(DURATION, float(fields.get("seconds", 0)), (("phase", event.name), verb))
     elif event.name == "retry":
-        yield Change("retries", 1, (verb,))
+        yield MetricChange("retries", 1, (verb,))
     elif event.name in INCIDENTS:
-        yield Change("incidents", 1, (("event", event.name),))
+        yield MetricChange("incidents", 1, (("event", event.name),))
 
 
 class Readings(msgspec.Struct):

@@ -17,11 +17,7 @@ from snapshot.io.url import URL, Location, expect_mapping, locate_source
 from snapshot.loading.choose import Accept, Cast, Mismatched, RestoreOptions, Unused
 from snapshot.loading.left_out import attach_base
 from snapshot.loading.mapping import map_checkpoint
-from snapshot.loading.open import (
-    KnownManifest,
-    checkpoint_exists,
-    open_restore,
-)
+from snapshot.loading.open import KnownManifest, checkpoint_exists, open_restore
 from snapshot.loading.read_object import read_object, read_state_dict
 from snapshot.loading.restore import Restore
 from snapshot.loading.statistics import read_statistics
@@ -142,6 +138,8 @@ class Snapshot:
     @classmethod
     def of(cls, source: str | os.PathLike[str] | Snapshot) -> Snapshot:
         """Return a snapshot; a path becomes one."""
+        if not isinstance(source, (str, os.PathLike, Snapshot)):
+            raise TypeError(f"a checkpoint must be a path, a URL or a Snapshot, got {source!r}")
         return source if isinstance(source, Snapshot) else Snapshot(source)
 
     @property

@@ -86,7 +86,11 @@ def load(
 
 
 @moved_names(
-    {**TO_TARGET, **dict.fromkeys(("source_options", "allow_pickle", "key"), SOURCE)},
+    {
+        **TO_TARGET,
+        **dict.fromkeys(("source_options", "allow_pickle", "key"), SOURCE),
+        **dict.fromkeys(("lora", "map"), "it to merge_lora(base, adapter, target)"),
+    },
     2,
     "Target(url, to) as the target",
 )
@@ -96,8 +100,6 @@ def merge(
     *,
     weights: Sequence[float] | None = None,
     ema: float | None = None,
-    lora: str | os.PathLike[str] | Snapshot | None = None,
-    map: TensorMap | None = None,
     others: str = "equal",
     select: Sequence[str] = (),
     exclude: Sequence[str] = (),
@@ -126,10 +128,6 @@ def merge(
             The default is the average: the sum, divided by the number of sources.
         ema: The decay of an exponential moving average: `average = ema * average + (1 - ema) * next`, beginning with
             the first source.
-        lora: The folder of an adapter of PEFT, or a `Snapshot` of it. There is one source, the base model, to whose
-            weights the products of the adapter are added. See docs/weights.md.
-        map: With `lora`, a map for the base model, such as one that dequantises its weights. The adapter has the new
-            names.
         others: `"equal"`: integer, bool, sparse and quantised tensors must be equal in all sources. `"first"`: those of
             the first source are kept, and the report lists the ones that differ.
         select: Globs over `<key>/<logical path>` of the first source to merge; all by default.
@@ -157,20 +155,10 @@ def merge(
     >>> snapshot.load("memory://docs/soup")
     {'weight': tensor([1.5000, 1.5000, 1.5000])}
     """
-    from snapshot.transform.lora import merge_lora
     from snapshot.transform.merge import Mix, merge_checkpoints
-    from snapshot.transform.target import (
-        Selection,  # training jobs do not pay for these imports
-        Target,
-    )
+    from snapshot.transform.target import Selection, Target  # training jobs do not pay for these imports
 
     paths = [] if isinstance(sources, (str, os.PathLike)) or not isinstance(sources, Iterable) else list(sources)
-    if lora is not None:
-        if len(paths) != 1 or weights is not None or ema is not None or others != "equal":
-            raise ValueError("lora must be used with one source, and without weights, ema and others")
-        paths.append(lora)
-    elif map is not None:
-        raise ValueError("map must be used with lora")
     if len(paths) < 2 or not all(isinstance(each, (str, os.PathLike, Snapshot)) for each in paths):
         raise ValueError(f"sources must be paths of at least 2 checkpoints, or Snapshot objects, got {sources!r}")
     if weights is not None and ema is not None:
@@ -182,9 +170,55 @@ def merge(
     elif ema is not None:
         mix = Mix.moving_average(ema, count)
     origins, made = [Snapshot.of(each) for each in paths], Target.of(target)
-    choice = Selection(select, exclude, None, dtype, verify, origins[0].allow_pickle, map)
+    choice = Selection(select, exclude, None, dtype, verify, origins[0].allow_pickle)
     url = made.place.url
     with operation("merge", url, pg=origins[0].pg, ranks=ranks, budget=memory_budget_bytes, progress=progress) as op:
-        if lora is not None:
-            return merge_lora(op, (origins[0].location, origins[1].location), made, choice)
         return merge_checkpoints(op, [each.location for each in origins], made, choice, mix=mix, others=others)
+
+
+def merge_lora(
+    base: str | os.PathLike[str] | Snapshot,
+    adapter: str | os.PathLike[str] | Snapshot,
+    target: str | os.PathLike[str] | Target,
+    *,
+    map: TensorMap | None = None,
+    select: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    dtype: torch.dtype | None = None,
+    verify: bool = True,
+    memory_budget_bytes: int | None = None,
+    progress: ProgressArgument = None,
+    ranks: bool = False,
+) -> ConvertReport:
+    """Add a LoRA of PEFT to the weights of its base model, within the memory budget.
+
+    The result has the structure of the base model. docs/weights.md describes the arithmetic, and what is refused.
+
+    Args:
+        base: The base model: the path of anything that `Snapshot` opens, or a `Snapshot`.
+        adapter: The folder of the adapter, or a `Snapshot` of it.
+        target: The destination: a path whose suffix tells the format, or a `Target` with its format and options.
+        map: A map for the base model, such as one that dequantises its weights. The adapter has the new names.
+        select: Globs over `<key>/<logical path>` of the base model to keep; all by default.
+        exclude: Globs to leave out.
+        dtype: Cast floating-point tensors of the result to this dtype, instead of the base model's dtype.
+        verify: Verify every digest, and the checksums of other libraries' formats.
+        memory_budget_bytes: Host memory: a quarter for reading, a quarter for mixing, and half for writing.
+        progress: True for a progress bar, or a function that is called with `Progress`.
+        ranks: Share the work with all ranks of the base's `pg`, or of the default process group; every rank calls.
+
+    Raises:
+        RestoreError: The adapter does not fit. `mismatches` lists every reason; nothing was written.
+        SnapshotExistsError: The destination exists; nothing was written.
+        CorruptSnapshotError: A source is damaged; nothing was committed.
+        UnsupportedFormatError: The format cannot hold a tensor, or the adapter is of a kind that cannot be merged;
+            nothing was written.
+    """
+    from snapshot.transform.lora import add_adapter
+    from snapshot.transform.target import Selection, Target  # training jobs do not pay for these imports
+
+    model, made = Snapshot.of(base), Target.of(target)
+    choice = Selection(select, exclude, None, dtype, verify, model.allow_pickle, map)
+    url = made.place.url
+    with operation("merge", url, pg=model.pg, ranks=ranks, budget=memory_budget_bytes, progress=progress) as op:
+        return add_adapter(op, (model.location, Snapshot.of(adapter).location), made, choice)

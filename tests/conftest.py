@@ -21,8 +21,9 @@ from tests.helpers.servers import azurite, gcs, moto, nginx, sshd, webdav, weed 
 from tests.helpers.warm_interpreter import Warm
 
 HERE = Path(__file__).parent
-TIERS = "servers or ranks or deadly or libraries or device or bench or examples or slow"
+TIERS = "servers or ranks or deadly or libraries or device or bench or examples or slow or nightly"
 FAST = f"smoke or not ({TIERS})"
+NIGHTLY = tuple(line for line in (HERE / "nightly.txt").read_text().splitlines() if line and line[0] != "#")
 SERVERS = {"browser", "moto", "weed", "gcs", "azurite", "nginx", "webdav", "sshd"}
 
 # A machine that is busy with something else is slow, and no test says anything about time.
@@ -86,12 +87,20 @@ def pytest_collection_modifyitems(items):
             item.add_marker("servers")
         if used & {*POOLS, "fresh_pool"}:
             item.add_marker("ranks")
+        if name_below(item).startswith(NIGHTLY):
+            item.add_marker("nightly")
 
     def place(item):
-        path = item.path.relative_to(HERE).as_posix() if HERE in item.path.parents else ""
+        path = name_below(item)
         return next((i for i, first in enumerate(FIRST) if path.startswith(first)), len(FIRST))
 
     items.sort(key=place)
+
+
+def name_below(item):
+    """Return the name of a test below this folder, with its module; empty if it is elsewhere."""
+    below = HERE in item.path.parents
+    return item.path.relative_to(HERE).as_posix() + item.nodeid[item.nodeid.index("::") :] if below else ""
 
 
 def pytest_terminal_summary(terminalreporter):

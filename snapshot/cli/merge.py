@@ -13,7 +13,7 @@ from snapshot.errors import SnapshotNotFoundError
 from snapshot.io.url import URL
 from snapshot.snapshot import Snapshot
 from snapshot.transform.merge import OTHERS
-from snapshot.weights import merge
+from snapshot.weights import merge, merge_lora
 
 DESCRIPTION = (
     "Write the average, a weighted sum, or an exponential moving average of checkpoints. They may have different "
@@ -66,26 +66,29 @@ def add(parser: argparse.ArgumentParser) -> None:
 @on_ranks
 def run(arguments: argparse.Namespace) -> ExitStatus:
     """Merge, and print the report."""
+    if arguments.lora is not None and (len(arguments.sources) != 1 or arguments.others != OTHERS[0]):
+        raise ValueError("--lora must be used with one source, and without --others")
+    if arguments.lora is None and arguments.map is not None:
+        raise ValueError("--map must be used with --lora")
     options = options_of(arguments, "src")
     pickles = arguments.allow_pickle
     try:
         opened = [Snapshot(each, storage_options=options, allow_pickle=pickles) for each in arguments.sources]
         lora = arguments.lora and Snapshot(arguments.lora, storage_options=options, allow_pickle=pickles)
+        target = target_of(arguments, arguments.output)
         with bar("merge", ranks=arguments.ranks) as show:
-            report = merge(
-                opened,
-                target_of(arguments, arguments.output),
+            shared = {
                 **selection_of(arguments),
                 **work_of(arguments),
-                weights=arguments.weights,
-                ema=arguments.ema,
-                lora=lora,
-                map=map_of(arguments),
-                others=arguments.others,
-                dtype=arguments.dtype,
-                verify=arguments.verify,
-                progress=show,
-            )
+                "dtype": arguments.dtype,
+                "verify": arguments.verify,
+                "progress": show,
+            }
+            if lora is not None:
+                report = merge_lora(opened[0], lora, target, map=map_of(arguments), **shared)
+            else:
+                how = {"weights": arguments.weights, "ema": arguments.ema, "others": arguments.others}
+                report = merge(opened, target, **how, **shared)
     except SnapshotNotFoundError as error:
         given = [*arguments.sources, *([arguments.lora] if arguments.lora else [])]
         missing = (source for source in given if str(error).startswith(f"{URL.parse(source)}:"))

@@ -73,7 +73,7 @@ class RankFault(msgspec.Struct):
         return RankError(f"rank {self.rank} {text}", rank=self.rank, kind=self.kind)
 
 
-class Undecided(Exception):
+class OutcomeUnknown(Exception):
     """Raised if the store cannot tell this rank whether the leader committed: the storage must be checked."""
 
 
@@ -226,7 +226,7 @@ class Exchange:
                 if done():
                     return
                 if not self._open:
-                    raise Undecided("the call is over")  # this rank was interrupted
+                    raise OutcomeUnknown("the call is over")  # this rank was interrupted
                 self._heard = time.monotonic()
                 fault = None if pauses.are_frequent and look % FAULTS else self._fault()
                 if fault is not None:
@@ -245,7 +245,7 @@ class Exchange:
             what = f"did not call within {self.timeout:g} s"
         standing = self._decide(RankFault(silent, "", f"{what} ({self._verb})", absent=absent))
         if standing is None:
-            raise Undecided(f"rank {silent} {what}")
+            raise OutcomeUnknown(f"rank {silent} {what}")
         raise standing.error()
 
     # Decision
@@ -279,7 +279,7 @@ class Exchange:
         fault = self._fault_of(error, shared=False)
         try:
             return self._guard(lambda: self._decide(fault), min(self.timeout, LAST_WORDS)) is not None
-        except (SnapshotError, Undecided):  # the store failed; this rank's own error is being raised
+        except (SnapshotError, OutcomeUnknown):  # the store failed; this rank's own error is being raised
             return not self.posted
 
     def _fault_of(self, error: BaseException, *, shared: bool) -> RankFault:
@@ -326,7 +326,7 @@ class Exchange:
         while quiet < 4:
             try:
                 return future.result(patience / 4)
-            except (SnapshotError, Undecided):
+            except (SnapshotError, OutcomeUnknown):
                 raise
             except RuntimeError as error:
                 if error is self._led:
@@ -341,7 +341,7 @@ class Exchange:
                     quiet, heard = 0, self._heard
         self._abandoned = True
         if self.posted:
-            raise Undecided(f"the store of the process group {what}")
+            raise OutcomeUnknown(f"the store of the process group {what}")
         raise lost_store_error(what)
 
     def close(self) -> None:
@@ -351,7 +351,7 @@ class Exchange:
             self._heart.end(self.timeout)
             try:
                 self._guard(self._leave, min(self.timeout, LAST_WORDS))
-            except (SnapshotError, Undecided):
+            except (SnapshotError, OutcomeUnknown):
                 return  # the store has ended, with its keys
 
     def _leave(self) -> None:

@@ -19,7 +19,7 @@ from snapshot.formats import (
     torch_save,
 )
 from snapshot.formats.dcp import NOTICE
-from snapshot.formats.foreign import HEAD, ForeignDocument, ReadOnlyStorage, is_absence, is_part, refuse_file
+from snapshot.formats.foreign import HEAD, ForeignDocument, ForeignStorage, is_absence, is_part, refuse_file
 from snapshot.formats.zip_archive import SIGNATURE
 from snapshot.io.storage import Storage
 from snapshot.io.url import URL
@@ -85,7 +85,7 @@ async def _describe_ranks(storage: Storage, names: Sequence[str], limit: int) ->
 
 def _without_links(storage: Storage) -> Storage:
     """Return a view of a folder that follows no link out of it: what a pickle holds has no digest."""
-    return ReadOnlyStorage(storage, b"", links=False)
+    return ForeignStorage(storage, b"", links=False)
 
 
 async def _describe_tag(url: URL, beside: Callable[[URL], Storage], limit: int) -> ForeignDocument | None:

@@ -22,7 +22,7 @@ from snapshot.errors import (
     UnsupportedFormatError,
 )
 from snapshot.formats.pickled_objects import INLINE
-from snapshot.io.storage import ABSENT, Buffer, Capabilities, Expect, FileStat, FileWriter, Storage, check_path
+from snapshot.io.storage import Buffer, FileStat, ReadOnlyStorage, Storage, check_path
 from snapshot.io.url import URL
 from snapshot.manifest.compounds import (
     Container,
@@ -410,29 +410,15 @@ def extend_file(files: dict[str, ForeignFile], location: str, end: int) -> None:
         known.size = max(known.size, end)
 
 
-class ReadOnlyStorage(Storage):
-    """Read-only view of another storage, with additional bytes that are in no file."""
+class ForeignStorage(ReadOnlyStorage):
+    """The files of another library's checkpoint, and bytes that are in no file."""
 
     def __init__(self, inner: Storage, inline: bytes, *, links: bool) -> None:
         """Wrap a storage; with `links`, files may be links to other folders."""
-        self.inner = inner
+        super().__init__(inner)
         self._inside: set[str] | None = None if links or inner.url.scheme != "file" else set()
         self._inline = inline
         self._tokens: Mapping[str, str] = {}
-        self.url, self.options, self.context = inner.url, inner.options, inner.context
-        self.limits = inner.limits
-        has = inner.capabilities
-        self.capabilities = Capabilities(
-            write=False,
-            delete=False,
-            atomic_put=False,
-            conditional_put=False,
-            list=has.list,
-            ranged_read=has.ranged_read,
-            concurrent=has.concurrent,
-            blocking=has.blocking,
-            local=has.local,
-        )
 
     def expect_tokens(self, tokens: Mapping[str, str]) -> None:
         """Raise from now on if a file has another token: it was replaced."""
@@ -472,9 +458,6 @@ class ReadOnlyStorage(Storage):
             )
         self._inside.add(path)
 
-    def share_reads(self) -> None:
-        self.inner.share_reads()
-
     async def stat(self, path: str) -> FileStat:
         if path == INLINE:
             return FileStat(len(self._inline), 0.0, "")
@@ -486,21 +469,3 @@ class ReadOnlyStorage(Storage):
     async def get(self, path: str, *, limit: int | None = None) -> bytes:
         self._expect_inside(path)
         return await self.inner.get(path, limit=limit)
-
-    async def list(self, prefix: str = "", *, recursive: bool = True) -> list[str]:
-        return await self.inner.list(prefix, recursive=recursive)
-
-    async def close(self) -> None:
-        await self.inner.close()
-
-    def _make_refusal(self) -> StorageError:
-        return StorageError(f"{self.url}: written by another library, so it is read-only")
-
-    async def create(self, path: str, size: int) -> FileWriter:
-        raise self._make_refusal()
-
-    async def put(self, path: str, data: bytes, *, expect: Expect = ABSENT) -> str:
-        raise self._make_refusal()
-
-    async def delete(self, paths: Sequence[str]) -> None:
-        raise self._make_refusal()

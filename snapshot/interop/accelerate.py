@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
@@ -80,22 +81,23 @@ def save_state(accelerator: Any, path: Any, *, background: bool = False, **optio
     return saved
 
 
-def load_state(accelerator: Any, path: Any) -> None:
+def load_state(accelerator: Any, path: Any, **options: Any) -> None:
     """Restore what `save_state` saved, on any number of ranks.
 
     Random numbers and the positions of stateful data loaders are restored on the same number of ranks only, with a log
-    line otherwise. A folder that accelerate wrote is loaded by `accelerator.load_state`.
+    line otherwise. Saved objects that this accelerator lacks are logged, too. A folder that accelerate wrote is loaded
+    by `accelerator.load_state`. `options`: more arguments of `Snapshot.restore`.
     """
     state = app_state_of(accelerator)
-    if not is_snapshot(path):
+    if os.path.exists(os.path.join(path, "random_states_0.pkl")) and not is_snapshot(path):
         accelerator.load_state(path)
         return
     snapshot = Snapshot(path)
     saved = snapshot.metadata.world_size
     if saved != accelerator.num_processes:
         log.info("%s: random numbers and data of %d ranks do not fit %d", path, saved, accelerator.num_processes)
-        state = {name: each for name, each in state.items() if not name.startswith(_OWN)}
-    snapshot.restore(state, unused="ignore")
+        options["exclude"] = [*options.get("exclude", ()), "rng/**", "loader*/**"]
+    snapshot.restore(state, **options)
 
 
 def _is_replicated(name: str, stateful: Any) -> bool:

@@ -16,8 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from snapshot.distributed.exchange import Exchange
-from snapshot.distributed.group import group_of_this_rank, ranks_of
+from snapshot.distributed.exchange import call_of
+from snapshot.distributed.group import group_of_this_rank
 from snapshot.errors import MissingExtraError, SnapshotError
 from snapshot.interop.handover import Given, is_snapshot
 from snapshot.manager.manager import SnapshotManager
@@ -109,7 +109,7 @@ class SnapshotSaver(_Callback):  # type: ignore[misc]
 
     def fit_end(self, state: Any, logger: Any) -> None:
         """Wait for the last snapshot. Raise on all ranks if it failed."""
-        with Exchange(ranks_of(None), "save", self._options.timeout) as exchange:
+        with call_of("save", None, ranks=True, timeout=self._options.timeout) as exchange:
             self.wait()
             exchange.agree(True, all, bool, bool)
 
@@ -130,7 +130,7 @@ class SnapshotSaver(_Callback):  # type: ignore[misc]
         if not self._is_due(state, event) or self._saved == batch:
             return
         self._saved = batch
-        with Exchange(ranks_of(None), "save", self._options.timeout) as exchange:  # an error is one of all ranks
+        with call_of("save", None, ranks=True, timeout=self._options.timeout) as exchange:  # ranks share errors
             self.wait()
             exchange.agree(True, all, bool, bool)
             content = state.state_dict()  # by all ranks together, as the next line

@@ -18,7 +18,7 @@ from snapshot.manifest.paths import decode_component, encode_component
 from snapshot.state.flatten import MISSING
 from snapshot.state.leaves import FromOneRank
 from snapshot.state.sharded import LocalPiece, Shards
-from snapshot.state.stateful import Kind
+from snapshot.state.stateful import RestoreAdapter
 from snapshot.tensors import composite
 from snapshot.tensors.geometry import Box, Shape, is_inside
 from snapshot.text import with_article
@@ -261,7 +261,7 @@ _SHARD = "%2Fshard_"
 """Substring that only the paths of objects have."""
 
 
-class _MegatronKind(Kind):
+class _MegatronAdapter(RestoreAdapter):
     """Restore of a `MegatronState`.
 
     Tensors are filled in place, box by box, and must exist. Objects are those of the requested positions, from any
@@ -397,7 +397,7 @@ class MegatronState:
     {'iteration': 7}
     """
 
-    __snapshot_kind__ = _MegatronKind
+    __snapshot_kind__ = _MegatronAdapter
 
     def __init__(
         self,

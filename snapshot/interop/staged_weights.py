@@ -13,7 +13,7 @@ import torch
 
 from snapshot.errors import SnapshotError
 from snapshot.io.accelerators import await_host_copies
-from snapshot.io.system import PerProcess, sync_folder, sync_path
+from snapshot.io.system import PerProcess
 
 _WRITERS = ("safetensors.torch", "transformers.modeling_utils", "peft.peft_model")
 """Modules that name safetensors' `save_file`. One that is unknown here writes its files itself, as always."""
@@ -67,17 +67,13 @@ class StagedWeights:
                 setattr(module, name, write)
         await_host_copies(self._memory.values())
 
-    def write(self, durable: bool) -> None:
+    def write(self) -> None:
         """Write the files. Each has its name when it is whole."""
         files, self._files = self._files, []
         for path, tensors, metadata in files:
             try:
                 _save_file()(tensors, f"{path}.part", metadata)
-                if durable:
-                    sync_path(f"{path}.part")
                 os.replace(f"{path}.part", path)
-                if durable:
-                    sync_folder(os.path.dirname(path))
             except Exception as error:  # safetensors has exceptions of its own
                 raise SnapshotError(f"{path}: the weights were not written: {type(error).__name__}: {error}") from error
 

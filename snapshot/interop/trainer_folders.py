@@ -9,6 +9,7 @@ from contextlib import suppress
 
 from snapshot.errors import SnapshotNotFoundError
 from snapshot.events import log
+from snapshot.io.system import sync_folder, sync_path
 from snapshot.snapshot import Snapshot
 
 FOLDER = "trainer_snapshot"
@@ -71,6 +72,17 @@ def unmark_weights(checkpoint: str) -> None:
         os.remove(os.path.join(checkpoint, MARK))
 
 
+def sync_files(checkpoint: str) -> None:
+    """Flush the files of a checkpoint to disk, except those of its snapshot, which are flushed by their save."""
+    for folder, folders, files in os.walk(checkpoint):
+        folders[:] = [each for each in folders if each != FOLDER]
+        for each in files:
+            with suppress(FileNotFoundError):  # the Trainer's own mark is removed meanwhile
+                sync_path(os.path.join(folder, each))
+        sync_folder(folder)
+    sync_folder(os.path.dirname(checkpoint) or ".")
+
+
 def check_weights(checkpoint: str) -> None:
     """Raise if the weights of a checkpoint are not written, or not all."""
     if _is_marked(checkpoint):
@@ -79,21 +91,27 @@ def check_weights(checkpoint: str) -> None:
         )
 
 
-def delete_old(output_dir: str, limit: int, best: str | None) -> None:
+def delete_old(new: str, limit: int, best: str | None) -> None:
     """Delete old checkpoints, as the Trainer does. The last `limit` complete ones are kept, the best one among them.
 
-    Incomplete ones are deleted if a newer one is complete.
+    The order is that of their times, and `new` is the last one: a run may begin at an earlier step again. Incomplete
+    ones are deleted if the new one is complete.
     """
-    complete = [each for each in list_checkpoints(output_dir) if is_complete(each)]
-    if not complete:
+    if not is_complete(new):
         return
-    named_best = best and os.path.join(output_dir, os.path.basename(os.path.normpath(best)))
-    kept = [complete[0], *(each for each in complete[1:] if each == named_best)]
-    kept += [each for each in complete if each not in kept][: max(0, limit - len(kept))]
-    listed = list_checkpoints(output_dir)
-    for each in listed[listed.index(complete[0]) :]:
+    folder, name = os.path.split(new)
+    listed = [each for each in list_checkpoints(folder) if os.path.basename(each) != name]
+    complete = sorted(filter(is_complete, listed), key=_time_of, reverse=True)
+    named_best = best and os.path.join(folder, os.path.basename(os.path.normpath(best)))
+    kept = [each for each in complete if each == named_best]
+    kept += [each for each in complete if each not in kept][: max(0, limit - 1 - len(kept))]
+    for each in listed:
         if each not in kept:
             shutil.rmtree(each, ignore_errors=True)
+
+
+def _time_of(checkpoint: str) -> float:
+    return os.path.getmtime(os.path.join(checkpoint, STATE))
 
 
 def _is_marked(checkpoint: str) -> bool:

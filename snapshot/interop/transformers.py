@@ -1,18 +1,21 @@
 """Hugging Face's Trainer with its optimizer, scheduler, scaler and random numbers in a snapshot.
 
 The snapshot is in the Trainer's checkpoint folder. The model next to it is written by `save_pretrained`, so that
-`from_pretrained` finds it. With FSDP2, the sharded model is in the snapshot, too. A callback cannot do this, since the
-Trainer saves and loads these itself. So a mixin replaces those methods. Nothing of transformers is imported here.
+`from_pretrained` finds it. With FSDP2, the sharded model is in the snapshot, too, and so is a model that
+`save_pretrained` converts. A callback cannot do this, since the Trainer saves and loads these itself. So a mixin
+replaces those methods. Nothing of transformers is imported here.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any, ClassVar
 
+from snapshot.distributed.exchange import call_of
 from snapshot.errors import SnapshotError, SnapshotNotFoundError
 from snapshot.events import log
 from snapshot.formats.peft import saved_name
@@ -27,6 +30,7 @@ from snapshot.interop.trainer_folders import (
     invalidate,
     mark_weights,
     snapshot_in,
+    sync_files,
     unmark_weights,
 )
 from snapshot.snapshot import PendingSnapshot, Snapshot
@@ -86,13 +90,15 @@ class SnapshotTrainerMixin:
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
         """Train until the last checkpoint is committed. `True` resumes from the last one that is complete."""
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = find_last(self.args.output_dir) or True
+        if resume_from_checkpoint is True:  # one rank looks: another one may see an older listing
+            with call_of("restore", None, ranks=True) as exchange:
+                found = exchange.agree(True, lambda _: find_last(self.args.output_dir) or "", bool, str)
+            resume_from_checkpoint = found or True
         try:
             result = super().train(resume_from_checkpoint, *args, **options)  # type: ignore[misc]
         except BaseException:
             with suppress(SnapshotError, OSError):  # it was logged, and this error is the first one
-                self._wait_for_snapshot()
+                self._end_writes()
             raise
         self._wait_for_snapshot()
         self._weights = StagedWeights()  # it holds memory
@@ -134,19 +140,21 @@ class SnapshotTrainerMixin:
     def _finish(self, new: str, pending: PendingSnapshot | None, limit: int | None, best: str | None) -> None:
         """Write the weights in this thread, wait for the commit, and delete old checkpoints."""
         try:
-            self._weights.write(self.snapshot_options.get("durable", True))
+            self._weights.write()
         finally:
             if pending is not None:
                 pending.wait()
         if self.args.should_save:
+            if self.snapshot_options.get("durable", True):
+                sync_files(new)
             unmark_weights(new)
             if limit is not None and limit > 0:
-                delete_old(os.path.dirname(new), limit, best)
+                delete_old(new, limit, best)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self._refuse_what_is_not_ours()
         state = self._resumable()
-        if getattr(self, "is_fsdp_enabled", False):  # the Trainer writes no shards
+        if getattr(self, "is_fsdp_enabled", False) or self._is_converted():  # the Trainer does not load such files
             state["model"] = self._model_state()
         take = Snapshot.async_take if self._asynchronous else Snapshot.take
         saved = take(
@@ -159,9 +167,18 @@ class SnapshotTrainerMixin:
         self._pending = saved if isinstance(saved, PendingSnapshot) else None
 
     def _wait_for_snapshot(self) -> None:
-        """Wait for a checkpoint that is written in the background. Raise if it failed."""
-        finished, self._finished = self._finished, None
-        pending, self._pending = self._pending, None
+        """Wait until a checkpoint that is written in the background is complete. Raise on all ranks if it failed."""
+        if self._finished is not None or self._pending is not None:
+            with call_of("save", None, ranks=True, timeout=self.snapshot_options.get("timeout")) as exchange:
+                self._end_writes()
+                exchange.agree(True, all, bool, bool)
+
+    def _end_writes(self) -> None:
+        """Wait for this rank's part. If that is interrupted, the next call waits for it."""
+        finished, pending = self._finished, self._pending
+        if finished is not None:
+            wait([finished])
+        self._finished = self._pending = None
         if finished is not None:
             finished.result()
         elif pending is not None:  # the rest of its checkpoint failed
@@ -176,6 +193,7 @@ class SnapshotTrainerMixin:
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         check_weights(resume_from_checkpoint)
         if not self._restore_model(resume_from_checkpoint):
+            self._expect_same_names(resume_from_checkpoint)
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -211,6 +229,7 @@ class SnapshotTrainerMixin:
     def _load_best_model(self) -> None:
         self._wait_for_snapshot()
         if not self._restore_model(self.state.best_model_checkpoint):
+            self._expect_same_names(self.state.best_model_checkpoint)
             super()._load_best_model()  # type: ignore[misc]
 
     def _restore_model(self, checkpoint: str) -> bool:
@@ -237,6 +256,29 @@ class SnapshotTrainerMixin:
     def _model_state(self) -> Any:
         """Return the model, or of a PEFT model the adapter."""
         return TrainableState(self.model) if hasattr(self.model, "peft_config") else self.model
+
+    def _is_converted(self) -> bool:
+        """Return True if `save_pretrained` writes other names or values, such as a file's tensor for each expert.
+
+        `from_pretrained` converts them back, but the Trainer does not.
+        """
+        model = self.accelerator.unwrap_model(self.model)
+        if not hasattr(model, "save_pretrained") or hasattr(model, "peft_config"):  # adapters are not converted
+            return False
+        used = getattr(model, "_weight_conversions", None)
+        if used is not None:
+            return bool(used)
+        revert = getattr(sys.modules.get("transformers.modeling_utils"), "revert_weight_conversion", None)
+        nothing: dict[str, Any] = {}
+        return revert is not None and revert(model, nothing) is not nothing
+
+    def _expect_same_names(self, checkpoint: str) -> None:
+        """Raise if the Trainer would load only some of the weights of a checkpoint, with a warning."""
+        if not getattr(self, "is_fsdp_enabled", False) and self._is_converted():
+            raise SnapshotError(
+                f"{checkpoint}: its weights have other names than those of the model, since save_pretrained converts "
+                "them, and the Trainer does not convert them back; load them with from_pretrained"
+            )
 
     def _resumable(self) -> dict[str, Any]:
         """Return the state that is equal on all ranks."""

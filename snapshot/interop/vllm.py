@@ -29,8 +29,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from snapshot.distributed.exchange import Exchange
-from snapshot.distributed.group import ranks_of
+from snapshot.distributed.exchange import call_of
 from snapshot.errors import SnapshotError
 from snapshot.interop.framework_checks import expect_parameters
 from snapshot.interop.weight_sync import WeightReader, state_of
@@ -162,7 +161,7 @@ class SnapshotTrainerWeightTransferEngine(TrainerWeightTransferEngine[SnapshotTr
         `step` is the number of this call by default. All trainer ranks call it.
         """
         self._rounds += 1
-        with Exchange(ranks_of(None), "send_weights", None) as exchange:
+        with call_of("send_weights", None, ranks=True) as exchange:
             if exchange.agree(self._failed, any, bool, bool):  # what the workers have is unknown: begin again
                 self._publisher, self._failed = self._new_publisher(), False
         pending = self._publisher.publish(self._rounds if step is None else step, state_of(self.source, self.rank))

@@ -383,8 +383,12 @@ class Segment:
             else:
                 threads.append(thread)
         populate_share(*shares[0])
-        for thread in threads:
-            thread.join()
+        while any(thread.is_alive() for thread in threads):
+            try:
+                for thread in threads:
+                    thread.join()
+            except BaseException as error:  # noqa: BLE001 - raised below: memory must not be given back during the work
+                errors.append(error)
         if errors:
             raise errors[0]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from snapshot.io.aio import Latch, inline
-from snapshot.io.arena import Pinning, Slot, arena
+from snapshot.io.arena import Pinning, Slot, arena, arena_bytes
 
 
 class BudgetStatistics(NamedTuple):
@@ -76,6 +76,36 @@ class Pool:
             request.budget.took(request.nbytes)
             request.granted = True
             request.wake()
+
+
+class HeldSlot:
+    """A slot of the arena that is charged to a budget, until it is released."""
+
+    __slots__ = ("_budget", "_nbytes", "_pinning", "_shared", "_slot")
+
+    def __init__(self, budget: MemoryBudget, nbytes: int, shared: bool, pinning: Pinning | None) -> None:
+        """Hold bytes that were acquired."""
+        self._budget = budget
+        self._nbytes = nbytes
+        self._shared = shared
+        self._pinning = pinning
+        self._slot: Slot | None = None
+
+    @property
+    def slot(self) -> Slot:
+        """The slot. Its memory is allocated when it is first used."""
+        if self._slot is None:
+            self._slot = arena().take(self._nbytes, shared=self._shared, pinning=self._pinning)
+        return self._slot
+
+    def release(self) -> None:
+        """Return the memory, and release its bytes. Later calls do nothing."""
+        slot, self._slot = self._slot, None
+        nbytes, self._nbytes = self._nbytes, 0
+        if slot is not None:
+            arena().give(slot)
+        if nbytes:
+            self._budget.release(nbytes)
 
 
 class MemoryBudget:
@@ -198,6 +228,23 @@ class MemoryBudget:
                 self._pool.waiting.remove(request)
                 request.wake()
             self._pool.serve()
+
+    async def hold(self, nbytes: int, *, pinning: Pinning | None = None) -> HeldSlot:
+        """Acquire the bytes of a slot; wait until they are free. The caller releases them."""
+        size = arena_bytes(nbytes)
+        await self.acquire(size)
+        return HeldSlot(self, size, False, pinning)
+
+    def hold_blocking(self, nbytes: int, *, shared: bool = False, pinning: Pinning | None = None) -> HeldSlot:
+        """As `hold`, in a thread that does not run the loop. A `shared` slot is seen by other processes."""
+        size = arena_bytes(nbytes)
+        self.acquire_blocking(size)
+        return HeldSlot(self, size, shared, pinning)
+
+    def try_hold(self, nbytes: int, *, shared: bool = False, pinning: Pinning | None = None) -> HeldSlot | None:
+        """As `hold_blocking`, or return None if the bytes are not free."""
+        size = arena_bytes(nbytes)
+        return HeldSlot(self, size, shared, pinning) if self.try_acquire(size) else None
 
     @asynccontextmanager
     async def borrow(self, nbytes: int) -> AsyncIterator[memoryview]:

@@ -457,3 +457,55 @@ class StorageWrapper(Storage):
 
     async def close(self) -> None:
         await self.inner.close()
+
+
+class ReadOnlyStorage(Storage):
+    """Another storage, for reading only."""
+
+    def __init__(self, inner: Storage) -> None:
+        self.inner = inner
+        self.url, self.options, self.context = inner.url, inner.options, inner.context
+        self.limits = inner.limits
+        has = inner.capabilities
+        self.capabilities = Capabilities(
+            write=False,
+            delete=False,
+            atomic_put=False,
+            conditional_put=False,
+            list=has.list,
+            ranged_read=has.ranged_read,
+            concurrent=has.concurrent,
+            blocking=has.blocking,
+            local=has.local,
+        )
+
+    async def read_into(self, path: str, offset: int, buffers: Sequence[Buffer], *, token: str | None = None) -> None:
+        await self.inner.read_into(path, offset, buffers, token=token)
+
+    def share_reads(self) -> None:
+        self.inner.share_reads()
+
+    async def stat(self, path: str) -> FileStat:
+        return await self.inner.stat(path)
+
+    async def get(self, path: str, *, limit: int | None = None) -> bytes:
+        return await self.inner.get(path, limit=limit)
+
+    async def list(self, prefix: str = "", *, recursive: bool = True) -> list[str]:
+        return await self.inner.list(prefix, recursive=recursive)
+
+    async def close(self) -> None:
+        await self.inner.close()
+
+    async def create(self, path: str, size: int) -> FileWriter:
+        raise self._refusal
+
+    async def put(self, path: str, data: bytes, *, expect: Expect = ABSENT) -> str:
+        raise self._refusal
+
+    async def delete(self, paths: Sequence[str]) -> None:
+        raise self._refusal
+
+    @property
+    def _refusal(self) -> StorageError:
+        return StorageError(f"{self.url}: is open for reading only")

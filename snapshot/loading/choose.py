@@ -25,7 +25,7 @@ from snapshot.plan.names import Rename, find_unmatched, matcher
 from snapshot.progress import ProgressArgument
 from snapshot.reports import RestoreIssues
 from snapshot.state.flatten import ChosenState
-from snapshot.state.model_state import find_kind
+from snapshot.state.model_state import find_adapter
 from snapshot.state.rng import RNGState
 from snapshot.text import counted
 
@@ -191,7 +191,7 @@ class Chooser:
                     continue
                 if not self._shared_alone(key, entries, view):
                     continue
-            expand_objects(self._opened, entries, self.wanted, find_kind(stateful))
+            expand_objects(self._opened, entries, self.wanted, find_adapter(stateful))
             check_tree(key, entries)
             if not self._filtered or self._choose(key, entries, view):
                 wanted[key] = entries

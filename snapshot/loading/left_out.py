@@ -12,11 +12,11 @@ import msgspec
 import torch
 
 from snapshot.errors import CorruptSnapshotError, RestoreError, UnsupportedFormatError
-from snapshot.formats.foreign import ForeignDocument, ReadOnlyStorage, is_embedded
+from snapshot.formats.foreign import ForeignDocument, is_embedded
 from snapshot.formats.pickled_objects import INLINE
 from snapshot.io.aio import gather_limited, in_thread
 from snapshot.io.session import Session
-from snapshot.io.storage import Buffer, FileStat, Storage
+from snapshot.io.storage import Buffer, FileStat, ReadOnlyStorage, Storage
 from snapshot.io.url import URL, Location
 from snapshot.loading.open import Opened, open_checkpoint
 from snapshot.loading.read_requests import ReadRequest, copy_into, request_all
@@ -274,7 +274,7 @@ class _WithBase(ReadOnlyStorage):
     def __init__(
         self, inner: Storage, base: Storage, places: Mapping[str, str], sizes: Mapping[str, tuple[int, int]]
     ) -> None:
-        super().__init__(inner, b"", links=True)
+        super().__init__(inner)
         self._base = base
         self._places = places
         """The files that are in the base, with their names there."""

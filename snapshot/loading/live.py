@@ -28,7 +28,7 @@ from snapshot.saved import class_name
 from snapshot.state import compound
 from snapshot.state.compound import find_form
 from snapshot.state.flatten import collect_leaves, flatten_context
-from snapshot.state.stateful import Kind
+from snapshot.state.stateful import RestoreAdapter
 from snapshot.tensors.geometry import boxes_of_range
 from snapshot.tensors.memory import BY_NAME, address_of_tensor, view_memory
 
@@ -153,7 +153,7 @@ def is_writable(tensor: torch.Tensor) -> bool:
 
 
 def find_other_owner(
-    kinds: Mapping[str, Kind], grouped: Mapping[str, Mapping[str, Any]], skipped: set[str]
+    adapters: Mapping[str, RestoreAdapter], grouped: Mapping[str, Mapping[str, Any]], skipped: set[str]
 ) -> Callable[[Any], bool]:
     """Return a function that returns True if one of the statefuls restores the memory of a live tensor."""
 
@@ -162,14 +162,14 @@ def find_other_owner(
         return {
             address_of_tensor(held)
             for key, entries in grouped.items()
-            for path, held in kinds[key].live.items()
+            for path, held in adapters[key].live.items()
             if isinstance(held, torch.Tensor) and path in entries and path not in skipped
         }
 
     return lambda tensor: address_of_tensor(tensor) in addresses()
 
 
-def find_tied(kind: Kind, names: Iterable[str], present: Iterable[str]) -> dict[str, str]:
+def find_tied(adapter: RestoreAdapter, names: Iterable[str], present: Iterable[str]) -> dict[str, str]:
     """Return each name whose live tensor is also that of a present name, with the first such name.
 
     Parameters without memory on this rank, such as empty shards, are the same one if the module says so.
@@ -177,12 +177,12 @@ def find_tied(kind: Kind, names: Iterable[str], present: Iterable[str]) -> dict[
     names = list(names)
     if not names:
         return {}
-    model = kind.stateful
+    model = adapter.stateful
     same = model.named_parameters(remove_duplicate=False) if isinstance(model, torch.nn.Module) else ()
-    objects = {f"{kind.key}/{encode_component(name)}": id(each) for name, each in same}
+    objects = {f"{adapter.key}/{encode_component(name)}": id(each) for name, each in same}
 
     def identities(path: str) -> list[Any]:
-        held = kind.live.get(path)
+        held = adapter.live.get(path)
         found: list[Any] = [objects[path]] if path in objects else []
         if isinstance(held, torch.Tensor) and held.layout is torch.strided and not is_lazy(held):
             lazy = held.is_conj(), held.is_neg()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,59 +24,8 @@ from snapshot.state import leaves
 from snapshot.state.flatten import MISSING, ChosenState
 from snapshot.state.optimizers import StateOfParameters
 from snapshot.state.sharded import Shards, allocate_like, find_shards
-from snapshot.state.stateful import Kind, ModuleKind, find_names_beneath
+from snapshot.state.stateful import ModuleAdapter, RestoreAdapter, find_names_beneath
 from snapshot.tensors.memory import BY_NAME, address_of_tensor
-
-# Matching an optimizer: its class, options, dtypes and shapes, before any of its state is placed.
-
-
-@dataclass
-class OptimizerMatch:
-    """The result of an optimizer's comparison."""
-
-    goes_on: bool = True
-    """False if nothing of the stateful is restored."""
-    left: bool = False
-    """True if a part of the saved state was not restored."""
-    shapes: bool = False
-    """True if a mismatch is about a shape."""
-
-
-def match_optimizer(
-    kind: StateOfParameters,
-    entries: dict[str, Any],
-    lines: list[str],
-    options: RestoreOptions,
-    *,
-    beside: Callable[[Any], bool],
-    notes: RestoreIssues,
-    unfit: set[int],
-) -> OptimizerMatch:
-    """Compare an optimizer with the saved one. `lines` has the reasons already known why it cannot take the state."""
-    why = kind.describe_mismatch(entries)
-    lines = [why] if why else lines
-    if lines and not options.strict:
-        reasons = "; ".join(line.removeprefix(f"{kind.base}: ") for line in lines)
-        notes.add("skipped", kind.base, f"left unchanged: {reasons}")
-        return OptimizerMatch(goes_on=not kind.drop_optimizer(entries), left=True)
-    if lines:
-        notes.mismatches += [f"{line}; strict=False leaves the optimizer unchanged" for line in lines]
-        return OptimizerMatch()
-    found = OptimizerMatch()
-    for line, path, detail in kind.make_notes():
-        notes.add(line, path, detail)
-    notes.mismatches += kind.choose_dtypes(options.cast, CASTS[options.cast], beside)
-    for name, what in kind.find_other_shapes(entries, unfit).items():
-        path = f"{kind.base}/state/{name}"
-        if options.mismatched == "skip":
-            kind.drop_state(name, entries)
-            notes.add("skipped", path, f"{what}; left unchanged")
-            found.left = True
-        else:
-            found.shapes = True
-            notes.mismatches.append(f"{path}: {what}")
-    return found
-
 
 # Matching of leaves: stored tensors, arrays and objects with their live counterparts.
 
@@ -85,25 +33,26 @@ def match_optimizer(
 class LeafMatcher:
     """Finds the place of single leaves."""
 
-    def __init__(self, options: RestoreOptions, issues: RestoreIssues, matched: Matched) -> None:
+    def __init__(self, options: RestoreOptions, issues: RestoreIssues, matched: Matched, reads: ReadPlan) -> None:
         self._options = options
         self._casts = CASTS[options.cast]
         self._notes = issues
         self.matched = matched
+        self._reads = reads
 
-    def match_tensor(self, kind: Kind, path: str, entry: e.AnyTensor, held: torch.Tensor, read_plan: ReadPlan) -> None:
+    def match_tensor(self, adapter: RestoreAdapter, path: str, entry: e.AnyTensor, held: torch.Tensor) -> None:
         """Match a saved tensor with a live one: filled in place, cast, replaced, or an error."""
         notes = self._notes
         if isinstance(held, UninitializedTensorMixin):
-            self._make_new(read_plan, path, entry)
+            self._make_new(path, entry)
             return
         if held.is_meta:
             notes.mismatches.append(f"{path}: is on the meta device; give it memory first: module.to_empty(device=...)")
             return
         extra = entry.extra or e.PLAIN
-        if not kind.exact and extra.subclass != _subclass_name(held):
+        if not adapter.exact and extra.subclass != _subclass_name(held):
             notes.add("replaced", path, f"a {extra.subclass or 'plain tensor'} instead of a {type(held).__name__}")
-            self._make_new(read_plan, path, entry, held.device)
+            self._make_new(path, entry, held.device)
             return
         if held.shape != entry.shape or not is_writable(held):
             what = (
@@ -111,28 +60,28 @@ class LeafMatcher:
                 if held.shape != entry.shape
                 else "the application's tensor has overlapping elements, or another layout"
             )
-            if kind.exact:
-                self._misfit(path, what, held, read_plan)
+            if adapter.exact:
+                self._misfit(path, what, held)
             else:
                 notes.add("replaced", path, what)
-                self._make_new(read_plan, path, entry, held.device)
+                self._make_new(path, entry, held.device)
             return
-        fits = self._fits_dtype(kind, path, entry, held.dtype)
+        fits = self._fits_dtype(adapter, path, entry, held.dtype)
         if fits is None:
-            self._make_new(read_plan, path, entry, held.device)
+            self._make_new(path, entry, held.device)
         if not fits:
             return
         if isinstance(entry, e.ShardedTensorEntry) and len(entry.shards) > 1:
             notes.add("resharded", path, "from shards to one tensor")
-        check_tensor(path, entry, read_plan.files, partial=read_plan.partial)
-        read_plan.into(path, entry, held, live=True)
-        read_plan.values[path] = held
+        check_tensor(path, entry, self._reads.files, partial=self._reads.partial)
+        self._reads.into(path, entry, held, live=True)
+        self._reads.values[path] = held
 
-    def _misfit(self, path: str, what: str, held: Any, read_plan: ReadPlan) -> None:
+    def _misfit(self, path: str, what: str, held: Any) -> None:
         """Report a tensor that cannot be restored, or leave it unchanged."""
         if self._options.mismatched == "skip":
             self._notes.add("skipped", path, f"{what}; left unchanged")
-            read_plan.values[path] = held
+            self._reads.values[path] = held
             self.matched.unfit.add(path)
             self.matched.unfit_memory |= {address_of_tensor(held)} if isinstance(held, torch.Tensor) else set()
             self.matched.restored -= 1
@@ -142,14 +91,14 @@ class LeafMatcher:
             self._notes.mismatches.append(f"{path}: {what}")
 
     def _fits_dtype(
-        self, kind: Kind, path: str, entry: e.AnyTensor, dtype: torch.dtype, *, exact: bool = False
+        self, adapter: RestoreAdapter, path: str, entry: e.AnyTensor, dtype: torch.dtype, *, exact: bool = False
     ) -> bool | None:
         """Return True if the dtype fits, None if the leaf is to be replaced, and False if it is an error."""
         saved = BY_NAME.get(entry.dtype)
         if saved is dtype or saved is None:
             return True
         what = f"the snapshot has {entry.dtype}, the application {str(dtype).removeprefix('torch.')}"
-        if not (kind.exact or exact):
+        if not (adapter.exact or exact):
             self._notes.add("replaced", path, what)
             return None
         if not self._casts(saved, dtype):
@@ -159,11 +108,11 @@ class LeafMatcher:
         self._notes.add("cast", path, what)
         return True
 
-    def match_shards(self, kind: Kind, path: str, entry: e.AnyTensor, held: Any, read_plan: ReadPlan) -> bool:
+    def match_shards(self, adapter: RestoreAdapter, path: str, entry: e.AnyTensor, held: Any) -> bool:
         """Match a saved tensor with a live sharded one. Return False if this rank holds no such tensor."""
         try:
-            made = kind.find_like(path, entry.shape) if held is MISSING else None
-            dtype = self._dtype(kind, path, entry) if made is not None else None
+            made = adapter.find_like(path, entry.shape) if held is MISSING else None
+            dtype = self._dtype(adapter, path, entry) if made is not None else None
             value = held if made is None or dtype is None else allocate_like(made, dtype)
             target = None if value is MISSING else find_shards(path, value)
         except SnapshotError as error:
@@ -180,77 +129,76 @@ class LeafMatcher:
         elif not all(is_writable(piece.tensor) for piece in target.pieces):
             what = "the application's tensor has overlapping elements"
         if what is not None:  # never replaced: a whole tensor may exceed one rank's memory
-            self._misfit(path, what, held, read_plan)
-        elif self._fits_dtype(kind, path, entry, target.dtype, exact=True):
-            self._place_shards(path, entry, target, read_plan, live=made is None)
-            read_plan.values[path] = value
+            self._misfit(path, what, held)
+        elif self._fits_dtype(adapter, path, entry, target.dtype, exact=True):
+            self._place_shards(path, entry, target, live=made is None)
+            self._reads.values[path] = value
         return True
 
-    def _place_shards(self, path: str, entry: e.AnyTensor, target: Shards, read_plan: ReadPlan, *, live: bool) -> None:
+    def _place_shards(self, path: str, entry: e.AnyTensor, target: Shards, *, live: bool) -> None:
         boxes = {(box.offsets, box.sizes) for box, _ in entry.pieces()}
         if not all((piece.box.offsets, piece.box.sizes) in boxes for piece in target.pieces if piece.box.numel):
             was = "shards" if isinstance(entry, e.ShardedTensorEntry) else "one tensor"
             self._notes.add("resharded", path, f"from {was} of another layout" if was == "shards" else f"from {was}")
         wanted = [piece.box for piece in target.pieces]
-        check_tensor(path, entry, read_plan.files, partial=read_plan.partial, boxes=wanted)
+        check_tensor(path, entry, self._reads.files, partial=self._reads.partial, boxes=wanted)
         for piece in target.pieces:
-            read_plan.into_box(path, entry, piece.box, piece.tensor, live=live)
+            self._reads.into_box(path, entry, piece.box, piece.tensor, live=live)
 
-    def match_other(self, kind: Kind, path: str, entry: e.Entry, held: Any, read_plan: ReadPlan) -> None:
+    def match_other(self, adapter: RestoreAdapter, path: str, entry: e.Entry, held: Any) -> None:
         """Match any other pair: arrays, generators, objects, and tensors of several parts."""
         if isinstance(entry, e.TENSORS) and isinstance(held, torch.Tensor):
-            self.match_tensor(kind, path, entry, held, read_plan)
+            self.match_tensor(adapter, path, entry, held)
             return
         if type(entry) is e.NDArrayEntry and not entry.scalar and _array_fits(held, entry, path):
-            read_plan.into_array(path, entry, held)
+            self._reads.into_array(path, entry, held)
             return
         if (
             isinstance(entry, e.TensorPartsEntry)
             and isinstance(held, torch.Generator)
-            and read_plan.into_generator(path, entry, held)
+            and self._reads.into_generator(path, entry, held)
         ):
             return
-        if isinstance(entry, e.ObjectEntry) and read_plan.into_random(path, entry, held):
+        if isinstance(entry, e.ObjectEntry) and self._reads.into_random(path, entry, held):
             return
         shape = entry.shape if isinstance(entry, e.TENSORS) else ()
         if type(entry) is e.TensorPartsEntry and isinstance(held, torch.Tensor):
             saved = entry.params.get("shape")
-            if kind.by_name and saved is not None and list(held.shape) != saved:
-                self._misfit(path, f"the snapshot has {saved}, the application {list(held.shape)}", held, read_plan)
+            if adapter.by_name and saved is not None and list(held.shape) != saved:
+                self._misfit(path, f"the snapshot has {saved}, the application {list(held.shape)}", held)
                 return
-            if not kind.by_name:
+            if not adapter.by_name:
                 self._notes.add("replaced", path, f"a new {entry.kind} tensor")
         elif held is not MISSING and not isinstance(entry, e.ObjectEntry):
-            self.replace(kind, path, entry)
+            self.replace(adapter, path, entry)
         dtype = None
         if isinstance(entry, e.TENSORS):
-            dtype = self._dtype(kind, path, entry)
+            dtype = self._dtype(adapter, path, entry)
             if dtype is not None and dtype is not BY_NAME.get(entry.dtype):
-                self._fits_dtype(kind, path, entry, dtype, exact=True)
-        self._make_new(read_plan, path, entry, kind.choose_device(path, shape), dtype)
+                self._fits_dtype(adapter, path, entry, dtype, exact=True)
+        self._make_new(path, entry, adapter.choose_device(path, shape), dtype)
 
     def _make_new(
         self,
-        read_plan: ReadPlan,
         path: str,
         entry: e.Entry,
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
     ) -> None:
         """Create a new value. A tensor that was a view of another one's memory gets memory of its own."""
-        read_plan.new(path, entry, device, dtype)
+        self._reads.new(path, entry, device, dtype)
         shares = entry.extra.shares if isinstance(entry, e.TENSORS) and entry.extra is not None else None
         if shares is not None:
             self._notes.add("changed", path, f"shared memory with {shares}, now has its own")
 
-    def _dtype(self, kind: Kind, path: str, entry: e.AnyTensor) -> torch.dtype | None:
+    def _dtype(self, adapter: RestoreAdapter, path: str, entry: e.AnyTensor) -> torch.dtype | None:
         """Return the dtype of a new tensor: the saved one, unless a cast parameter's optimizer state needs another."""
-        chosen = kind.choose_state_dtype(path, entry) if isinstance(kind, StateOfParameters) else None
+        chosen = adapter.choose_state_dtype(path, entry) if isinstance(adapter, StateOfParameters) else None
         return chosen or BY_NAME.get(entry.dtype)
 
-    def replace(self, kind: Kind, path: str, entry: e.Entry) -> None:
+    def replace(self, adapter: RestoreAdapter, path: str, entry: e.Entry) -> None:
         """Handle an entry of another kind than the live value: an error for a module, a new value otherwise."""
-        if kind.by_name and isinstance(kind.live.get(path), torch.Tensor):
+        if adapter.by_name and isinstance(adapter.live.get(path), torch.Tensor):
             self._notes.mismatches.append(f"{path}: the snapshot has a {entry.type}, the application a tensor")
         else:
             self._notes.add("replaced", path, f"a new {'tensor' if isinstance(entry, e.TENSORS) else entry.type}")
@@ -285,6 +233,7 @@ class Matcher:
         options: RestoreOptions,
         chosen: ChosenEntries,
         view: RankView,
+        reads: ReadPlan,
         *,
         wanted: Callable[[str], bool],
         beside: Callable[[Any], bool],
@@ -309,105 +258,130 @@ class Matcher:
         self._notes = issues
         self.matched = Matched(lacking=chosen.lacking, states=dict(chosen.states), skipped=set(chosen.skipped))
         """The result, once all keys were added."""
-        self._leaves = LeafMatcher(options, issues, self.matched)
+        self._reads = reads
+        self._leaves = LeafMatcher(options, issues, self.matched, reads)
 
-    def add(self, kind: Kind, entries: dict[str, Any], read_plan: ReadPlan) -> bool:
+    def add(self, adapter: RestoreAdapter, entries: dict[str, Any]) -> bool:
         """Match the entries of one stateful. Return False if all of it is left unchanged."""
-        if not self._match_structure(kind, entries):
+        if not self._match_structure(adapter, entries):
             return False
-        self._match_twins(kind, entries)
+        self._match_twins(adapter, entries)
         left = self.matched.skipped if self._options.mismatched == "skip" else None
         binding = Binding(
-            kind.live, kind.compounds, self._notes, exact=kind.exact, skipped=self.matched.skipped, left=left
+            adapter.live, adapter.compounds, self._notes, exact=adapter.exact, skipped=self.matched.skipped, left=left
         )
         binding.bind(entries)
         self.matched.unfit_memory.update(map(address_of_tensor, binding.unfit))
-        if kind.exact:
-            self.matched.lacking = self.matched.lacking or any(path not in entries for path in kind.live)
-        skipped = self.matched.skipped
-        live = kind.find_places(entries, skipped) if isinstance(kind, StateOfParameters) else kind.live
+        if adapter.exact:
+            self.matched.lacking = self.matched.lacking or any(path not in entries for path in adapter.live)
+        skipped, reads = self.matched.skipped, self._reads
+        live = adapter.find_places(entries, skipped) if isinstance(adapter, StateOfParameters) else adapter.live
         for path, entry in entries.items():
             held = live.get(path, MISSING)
             if (
                 type(entry) is e.TensorEntry
                 and path not in skipped
                 and path not in self.matched.tied
-                and read_plan.request_if_equal(path, entry, held, kind.exact)
+                and reads.request_if_equal(path, entry, held, adapter.exact)
             ):
                 self.matched.restored += 1
                 continue
             if isinstance(entry, e.Container):
-                if isinstance(held, torch.Tensor) and kind.by_name:
+                if isinstance(held, torch.Tensor) and adapter.by_name:
                     self._notes.mismatches.append(f"{path}: the snapshot has a {entry.type}, the application a tensor")
                 continue
             if path in skipped or path in self.matched.tied:
-                read_plan.values |= {path: held} if held is not MISSING else {}
+                reads.values |= {path: held} if held is not MISSING else {}
                 continue
             self.matched.restored += 1
             if isinstance(entry, Scalar):
                 if isinstance(held, torch.Tensor):
-                    self._leaves.replace(kind, path, entry)
-                read_plan.values[path] = entry.value()
+                    self._leaves.replace(adapter, path, entry)
+                reads.values[path] = entry.value()
                 continue
             if (
                 isinstance(entry, e.TENSORS)
                 and type(held) not in _PLAIN
-                and self._leaves.match_shards(kind, path, entry, held, read_plan)
+                and self._leaves.match_shards(adapter, path, entry, held)
             ):
                 continue
             if type(entry) is e.TensorEntry and isinstance(held, torch.Tensor):
-                self._leaves.match_tensor(kind, path, entry, held, read_plan)
+                self._leaves.match_tensor(adapter, path, entry, held)
             else:
-                self._leaves.match_other(kind, path, entry, held, read_plan)
-        binding.expect_filled(read_plan.values)
+                self._leaves.match_other(adapter, path, entry, held)
+        binding.expect_filled(reads.values)
         return True
 
-    def _match_structure(self, kind: Kind, entries: dict[str, Any]) -> bool:
+    def _match_structure(self, adapter: RestoreAdapter, entries: dict[str, Any]) -> bool:
         """Compare containers and names, before any leaf. Return False if the whole stateful is left unchanged."""
-        if not kind.by_name:
-            self._match_withheld(kind)
-        adopted = kind.find_adopted(entries, self._elsewhere)
+        if not adapter.by_name:
+            self._match_withheld(adapter)
+        adopted = adapter.find_adopted(entries, self._elsewhere)
         for path in adopted:
             adopt_entry(entries, path, self._elsewhere[path])
         if not all(map(self._wanted, adopted)):
-            self._choose_again(kind.key, entries)
-        choice = self.matched.states.get(kind.key)
-        needed = choice is None or not choice.skipped.intersection(kind.needs)
-        lines = kind.find_mismatches(entries) if needed else []
-        if isinstance(kind, StateOfParameters) and not kind.optimizers and kind.base in entries:
+            self._choose_again(adapter.key, entries)
+        choice = self.matched.states.get(adapter.key)
+        needed = choice is None or not choice.skipped.intersection(adapter.needs)
+        lines = adapter.find_mismatches(entries) if needed else []
+        if isinstance(adapter, StateOfParameters) and not adapter.optimizers and adapter.base in entries:
             if self._options.unused == "error":
-                self._notes.mismatches.append(f"{kind.base}: app_state has no optimizer for it, and unused is 'error'")
+                self._notes.mismatches.append(
+                    f"{adapter.base}: app_state has no optimizer for it, and unused is 'error'"
+                )
             kind_of_line = "unexpected" if self._options.unused == "ignore" else "unused"
-            self._notes.add(kind_of_line, kind.base, "the application passes no optimizer for it")
-            kind.drop_optimizer(entries)
-        if isinstance(kind, StateOfParameters) and kind.optimizers:
-            if (choice is None or choice.includes(kind.base)) and not self._match_optimizer(kind, entries, lines):
+            self._notes.add(kind_of_line, adapter.base, "the application passes no optimizer for it")
+            adapter.drop_optimizer(entries)
+        if isinstance(adapter, StateOfParameters) and adapter.optimizers:
+            if (choice is None or choice.includes(adapter.base)) and not self._match_optimizer(adapter, entries, lines):
                 return False
         else:
             self._notes.mismatches += lines
-        self._match_kept(kind, entries)
-        self._match_missing(kind, entries)
-        if kind.by_name:
-            self._match_names(kind, entries)
+        self._match_kept(adapter, entries)
+        self._match_missing(adapter, entries)
+        if adapter.by_name:
+            self._match_names(adapter, entries)
         elif choice is not None:
             try:
-                choice.merge(kind.key, entries, dict.fromkeys(entries), kind.state)
+                choice.merge(adapter.key, entries, dict.fromkeys(entries), adapter.state)
             except RestoreError as error:
                 self._notes.mismatches.append(str(error))
         return True
 
-    def _match_optimizer(self, kind: StateOfParameters, entries: dict[str, Any], lines: list[str]) -> bool:
-        found = match_optimizer(
-            kind, entries, lines, self._options, beside=self._beside, notes=self._notes, unfit=self.matched.unfit_memory
-        )
-        self.matched.left |= found.left
-        self.matched.shapes |= found.shapes
-        return found.goes_on
+    def _match_optimizer(self, adapter: StateOfParameters, entries: dict[str, Any], lines: list[str]) -> bool:
+        """Compare an optimizer with the saved one: its class, options, dtypes and shapes, before any state is placed.
 
-    def _match_missing(self, kind: Kind, entries: dict[str, Any]) -> None:
+        `lines` has the reasons already known why it cannot take the state. Return False if nothing is restored.
+        """
+        options, notes, matched = self._options, self._notes, self.matched
+        why = adapter.describe_mismatch(entries)
+        lines = [why] if why else lines
+        if lines and not options.strict:
+            reasons = "; ".join(line.removeprefix(f"{adapter.base}: ") for line in lines)
+            notes.add("skipped", adapter.base, f"left unchanged: {reasons}")
+            matched.left = True
+            return not adapter.drop_optimizer(entries)
+        if lines:
+            notes.mismatches += [f"{line}; strict=False leaves the optimizer unchanged" for line in lines]
+            return True
+        for line, path, detail in adapter.make_notes():
+            notes.add(line, path, detail)
+        notes.mismatches += adapter.choose_dtypes(options.cast, CASTS[options.cast], self._beside)
+        for name, what in adapter.find_other_shapes(entries, matched.unfit_memory).items():
+            path = f"{adapter.base}/state/{name}"
+            if options.mismatched == "skip":
+                adapter.drop_state(name, entries)
+                notes.add("skipped", path, f"{what}; left unchanged")
+                matched.left = True
+            else:
+                matched.shapes = True
+                notes.mismatches.append(f"{path}: {what}")
+        return True
+
+    def _match_missing(self, adapter: RestoreAdapter, entries: dict[str, Any]) -> None:
         """Raise or report names that the snapshot lacks, and names that only the snapshot has."""
-        missing = [path for path in kind.find_missing(entries) if self._wanted(path)]
-        tied = find_tied(kind, missing, (path for path in kind.live if self._restores(path, entries)))
+        missing = [path for path in adapter.find_missing(entries) if self._wanted(path)]
+        tied = find_tied(adapter, missing, (path for path in adapter.live if self._restores(path, entries)))
         for path in missing:
             if path in tied:
                 continue
@@ -416,7 +390,7 @@ class Matcher:
                 self._notes.add_wrong_name(f"{path}: {why}")
             else:
                 self._notes.add("missing", path, "left unchanged")
-        for path in kind.find_unexpected(entries):
+        for path in adapter.find_unexpected(entries):
             if not self._strict:
                 self._notes.add("unexpected", path)
                 remove_entry(entries, path)
@@ -426,12 +400,12 @@ class Matcher:
             else:
                 self._notes.add_wrong_name(f"{path}: is in the snapshot, not in the application")
 
-    def _match_twins(self, kind: Kind, entries: Mapping[str, Any]) -> None:
+    def _match_twins(self, adapter: RestoreAdapter, entries: Mapping[str, Any]) -> None:
         """Restore one of two entries for the same live tensor. Entries with digests are compared by those."""
-        present = [path for path in kind.live if self._restores(path, entries) and path not in self.matched.tied]
-        if kind.models is None or not present or _has_digest(entries[present[0]]):
+        present = [path for path in adapter.live if self._restores(path, entries) and path not in self.matched.tied]
+        if adapter.models is None or not present or _has_digest(entries[present[0]]):
             return
-        for path, partner in find_tied(kind, present, present).items():
+        for path, partner in find_tied(adapter, present, present).items():
             entry, other = entries[path], entries[partner]
             if _describe(entry) == _describe(other) is not None:
                 self.matched.tied.add(path)
@@ -442,10 +416,10 @@ class Matcher:
     def _restores(self, path: str, entries: Mapping[str, Any]) -> bool:
         return path not in self.matched.skipped and isinstance(entries.get(path), e.TENSORS)
 
-    def _match_kept(self, kind: Kind, entries: Mapping[str, Any]) -> None:
+    def _match_kept(self, adapter: RestoreAdapter, entries: Mapping[str, Any]) -> None:
         """Keep keys that the snapshot lacks, or remove them if requested. A key of another rank only is a mismatch."""
-        gone = self.matched.dropped[kind.key] = []
-        for path, key in kind.find_kept(entries).items():
+        gone = self.matched.dropped[adapter.key] = []
+        for path, key in adapter.find_kept(entries).items():
             if not self._wanted(path):
                 continue
             self.matched.lacking = True
@@ -470,32 +444,32 @@ class Matcher:
             self._notes.add("skipped", path, "not requested")
         self.matched.skipped |= choice.skipped
 
-    def _match_withheld(self, kind: Kind) -> None:
+    def _match_withheld(self, adapter: RestoreAdapter) -> None:
         """Report entries that this rank cannot have, such as half of an optimizer's state."""
         for path, why in self._withheld.items():
-            if path.startswith(f"{kind.key}/") and self._wanted(path):
-                if kind.exact or (self._strict and kind.wants_entry(path)):
+            if path.startswith(f"{adapter.key}/") and self._wanted(path):
+                if adapter.exact or (self._strict and adapter.wants_entry(path)):
                     self._notes.mismatches.append(f"{path}: {why}")
                 else:
                     self._notes.add("skipped", path, why)
 
-    def _match_names(self, kind: Kind, entries: dict[str, Any]) -> None:
+    def _match_names(self, adapter: RestoreAdapter, entries: dict[str, Any]) -> None:
         """Compare a module's names with the snapshot's. Names without a match are errors, or left out and reported."""
-        saved = find_names_beneath(kind.key, entries)
-        if saved is None or not isinstance(kind.state, dict):
-            self._notes.mismatches.append(f"{kind.key}: the snapshot holds no module's state under this key")
+        saved = find_names_beneath(adapter.key, entries)
+        if saved is None or not isinstance(adapter.state, dict):
+            self._notes.mismatches.append(f"{adapter.key}: the snapshot holds no module's state under this key")
             return
-        here = {f"{kind.key}/{encode_component(name)}": None for name in kind.state}
+        here = {f"{adapter.key}/{encode_component(name)}": None for name in adapter.state}
         there = set(saved)
         for path in [path for path in here if path not in there and path in self._elsewhere]:
             adopt_entry(entries, path, self._elsewhere[path])
             saved.append(path)
             there.add(path)
-        kept = kind.kept_names if isinstance(kind, ModuleKind) else set()
-        here_alone = (path for name, path in zip(kind.state, here, strict=True) if name not in kept)
+        kept = adapter.kept_names if isinstance(adapter, ModuleAdapter) else set()
+        here_alone = (path for name, path in zip(adapter.state, here, strict=True) if name not in kept)
         missing = [path for path in here_alone if path not in there and self._wanted(path)]
         of_both = (path for path in here if path in there and self._restores(path, entries))
-        for path, partner in find_tied(kind, missing, of_both).items():
+        for path, partner in find_tied(adapter, missing, of_both).items():
             adopt_entry(entries, path, entries[partner])
             self.matched.tied.add(path)
             saved.append(path)
@@ -517,11 +491,11 @@ class Matcher:
             if path not in self.matched.skipped:
                 self._notes.add("unexpected", path)
         away = set(unexpected)
-        depth = kind.key.count("/") + 2
+        depth = adapter.key.count("/") + 2
         for below in [each for each in entries if "/".join(each.split("/", depth)[:depth]) in away] if away else ():
             del entries[below]
-        top = entries[kind.key]
-        entries[kind.key] = top.without_children(path not in here for path in saved)
+        top = entries[adapter.key]
+        entries[adapter.key] = top.without_children(path not in here for path in saved)
 
 
 def _has_digest(entry: e.AnyTensor) -> bool:

@@ -28,7 +28,7 @@ from snapshot.formats.derived import DerivingStorage
 from snapshot.formats.foreign import (
     LINKLESS,
     ForeignDocument,
-    ReadOnlyStorage,
+    ForeignStorage,
     UnknownFormatError,
     is_absence,
     refuse_folder,
@@ -246,7 +246,7 @@ def add_layers(session: Session, document: Document) -> Opened:
     if isinstance(document, ForeignDocument):
         if document.place != session.url:
             stored = session.open_beside(document.place)
-        stored = ReadOnlyStorage(stored, document.inline, links=document.format not in LINKLESS)
+        stored = ForeignStorage(stored, document.inline, links=document.format not in LINKLESS)
     if session.seal is not None:
         sizes = {location: file.stored_size for location, file in document.own_files.items()}
         sizes |= {part.location: part.size for part in document.parts}

@@ -27,7 +27,7 @@ from snapshot.reports import RestoreIssues
 from snapshot.state import leaves
 from snapshot.state.flatten import Flattened, collect_leaves, inflate_tree
 from snapshot.state.sharded import Shards, find_shards
-from snapshot.state.stateful import Kind
+from snapshot.state.stateful import RestoreAdapter
 from snapshot.tensors.geometry import Box
 from snapshot.tensors.memory import BY_NAME, NAMES
 from snapshot.text import counted, listed, with_article
@@ -44,10 +44,10 @@ def expand_objects(
     opened: Opened,
     entries: dict[str, Any],
     wanted: Callable[[str], bool],
-    kind: type[Kind],
+    adapter: type[RestoreAdapter],
 ) -> None:
     """Replace `wanted` objects of plain values by entries, for statefuls of this kind. Other objects stay unchanged."""
-    if not isinstance(opened.document, ForeignDocument) or not kind.unfolds:
+    if not isinstance(opened.document, ForeignDocument) or not adapter.unfolds:
         return
     chosen = {
         path: msgspec.structs.replace(entry, serializer="bytearray")

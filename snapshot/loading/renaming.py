@@ -18,9 +18,9 @@ from snapshot.manifest.rank_view import RankView, group_by_key, remove_entry, re
 from snapshot.manifest.values import Entry, IntEntry, StrEntry, make_scalar_entry
 from snapshot.plan.names import OWN, Change, Rename, compile_rename, match_names
 from snapshot.reports import RestoreIssues
-from snapshot.state.model_state import ModelState, ModelStateKind, find_kind, make_kind
+from snapshot.state.model_state import ModelState, ModelStateAdapter, find_adapter, make_adapter
 from snapshot.state.optimizers import SavedOptimizer
-from snapshot.state.stateful import Kind, ModuleKind, find_names_beneath
+from snapshot.state.stateful import ModuleAdapter, RestoreAdapter, find_names_beneath
 from snapshot.text import listed
 
 # Flat optimizer states, as torch's `flatten_optimizer_state_dict` writes them, converted to nested ones.
@@ -74,30 +74,30 @@ def _nest_optimizer(view: RankView, base: str) -> RankView:
     return view
 
 
-def _name_optimizer(view: RankView, kind: ModelStateKind, notes: RestoreIssues) -> RankView:
+def _name_optimizer(view: RankView, adapter: ModelStateAdapter, notes: RestoreIssues) -> RankView:
     """Return a view in which an optimizer's state that was saved by number has the names of its parameters.
 
     Optimizers of torch number their parameters in the order of the groups, which is the same in the application.
     """
-    if not isinstance(view.entries.get(f"{kind.base}/param_groups/0/params/0"), IntEntry):
+    if not isinstance(view.entries.get(f"{adapter.base}/param_groups/0/params/0"), IntEntry):
         return view
-    saved = SavedOptimizer.from_entries(kind.base, view.entries)
-    listed = f"{kind.base}/param_groups"
+    saved = SavedOptimizer.from_entries(adapter.base, view.entries)
+    listed = f"{adapter.base}/param_groups"
     numbers = [name for group in saved.groups for name in group] if saved else []
     paths = [
         f"{listed}/{i}/params/{at}" for i, group in enumerate(saved.groups if saved else ()) for at in range(len(group))
     ]
     if len(set(numbers)) < len(numbers) or not all(isinstance(view.entries.get(path), IntEntry) for path in paths):
         return view
-    lengths = [[len(group) for group in groups] for groups in (saved.groups, kind.groups)]  # type: ignore[union-attr]
+    lengths = [[len(group) for group in groups] for groups in (saved.groups, adapter.groups)]  # type: ignore[union-attr]
     if lengths[0] != lengths[1]:
         notes.mismatches.append(
             f"{listed}: the snapshot numbers the parameters, in groups of {lengths[0]}, and the optimizer has "
             f"{lengths[1]}"
         )
         return view
-    names = dict(zip(numbers, (name for group in kind.groups for name in group), strict=True))
-    made = rename_view(view, make_optimizer_change(f"{kind.base}/", names))
+    names = dict(zip(numbers, (name for group in adapter.groups for name in group), strict=True))
+    made = rename_view(view, make_optimizer_change(f"{adapter.base}/", names))
     for path, number in zip(paths, numbers, strict=True):
         entry = make_scalar_entry(decode_component(names[number]))
         assert entry is not None
@@ -204,36 +204,36 @@ def _third_component(path: str) -> str:
 def match_wrappers(
     view: RankView,
     ordered: Sequence[tuple[str, Any]],
-    kinds: dict[str, Kind],
+    adapters: dict[str, RestoreAdapter],
     notes: RestoreIssues,
     asked: Callable[[str], bool],
 ) -> RankView:
     """Return a view in which models have the application's names, if only wrappers make the difference.
 
-    Adds the kinds of models to `kinds`, since their names are needed. `asked` returns True for keys that are restored.
+    Adds the models' adapters to `adapters`, since their names are needed. `asked` returns True for restored keys.
     """
     saved = {path.partition("/")[0] for path in (*view.entries, *view.elsewhere)}
     for key, stateful in ordered:
-        below = find_kind(stateful).models
+        below = find_adapter(stateful).models
         if below is None or key not in saved or not asked(key):
             continue
-        if key not in kinds:
-            kinds[key] = make_kind(key, stateful)
-        view = _match_model(view, kinds[key], f"{key}{below}", notes)
-        kind = kinds[key]
-        if isinstance(kind, ModelStateKind) and _is_flat(view.entries.get(kind.base)):
-            view = _nest_optimizer(view, kind.base)
-            kind.forget_groups()
-        elif isinstance(kind, ModelStateKind) and kind.groups:
-            view = _name_optimizer(view, kind, notes)
+        if key not in adapters:
+            adapters[key] = make_adapter(key, stateful)
+        view = _match_model(view, adapters[key], f"{key}{below}", notes)
+        adapter = adapters[key]
+        if isinstance(adapter, ModelStateAdapter) and _is_flat(view.entries.get(adapter.base)):
+            view = _nest_optimizer(view, adapter.base)
+            adapter.forget_groups()
+        elif isinstance(adapter, ModelStateAdapter) and adapter.groups:
+            view = _name_optimizer(view, adapter, notes)
     return view
 
 
-def _match_model(view: RankView, kind: Kind, base: str, notes: RestoreIssues) -> RankView:
+def _match_model(view: RankView, adapter: RestoreAdapter, base: str, notes: RestoreIssues) -> RankView:
     prefix = f"{base}/"
     there = [path.removeprefix(prefix) for path in find_names_beneath(base, view.entries) or ()]
     there += [path[len(prefix) :].partition("/")[0] for path in view.elsewhere if path.startswith(prefix)]
-    found = match_names(there, kind.list_model_names())
+    found = match_names(there, adapter.list_model_names())
     for live, saved in found.ambiguous:
         names, candidates = (
             sep.join(prefix + each for each in names) for sep, names in ((" and ", live), (" or ", saved))
@@ -246,14 +246,14 @@ def _match_model(view: RankView, kind: Kind, base: str, notes: RestoreIssues) ->
         view.elsewhere.pop(prefix + name, None)
         if prefix + name in view.entries:
             remove_entry(view.entries, prefix + name)
-    if isinstance(kind, ModuleKind):
+    if isinstance(adapter, ModuleAdapter):
         for name in found.kept:
             notes.add("kept", prefix + name, f"belongs to a wrapper ({_owner_of_name(name)}) that the snapshot lacks")
-            kind.kept_names.add(decode_component(name))
+            adapter.kept_names.add(decode_component(name))
     if not found.names:
         return view
     texts = " and ".join(f"'{wrapper}.'" for wrapper in found.wrappers)
-    notes.add("renamed", kind.key, f"names matched without {texts}")
+    notes.add("renamed", adapter.key, f"names matched without {texts}")
 
     def change(path: str) -> str:
         if not path.startswith(prefix):
@@ -262,7 +262,7 @@ def _match_model(view: RankView, kind: Kind, base: str, notes: RestoreIssues) ->
         return f"{prefix}{found.names.get(name, name)}{slash}{rest}"
 
     view = rename_view(view, change)
-    return _rename_optimizer(view, kind.key, found.names) if isinstance(kind.stateful, ModelState) else view
+    return _rename_optimizer(view, adapter.key, found.names) if isinstance(adapter.stateful, ModelState) else view
 
 
 def _owner_of_name(name: str) -> str:

@@ -22,7 +22,7 @@ from snapshot.loading.shared_reads import BroadcastReader, Ranges, agree_on_read
 from snapshot.reports import Line, RestoreReport
 from snapshot.state.flatten import inflate_tree
 from snapshot.state.optimizers import StateOfParameters
-from snapshot.state.stateful import Kind
+from snapshot.state.stateful import RestoreAdapter
 from snapshot.text import counted, listed
 
 
@@ -101,15 +101,15 @@ class Restore:
             plan.reads.finish()
         with self._phase("hand back"):
             filled: set[int] = set()
-            for kind in plan.kinds.values():
-                if isinstance(kind, StateOfParameters):
-                    kind.filled = filled
+            for adapter in plan.adapters.values():
+                if isinstance(adapter, StateOfParameters):
+                    adapter.filled = filled
             for key, stateful in in_restore_order(app_state):
                 with noting(f"raised by load_state_dict() of app_state[{key!r}]; its tensors are restored"):
                     if key in resharded:
                         stateful.load_state_dict(resharded[key])
                     elif key in plan.grouped:
-                        self._hand_back(plan, plan.kinds[key])
+                        self._hand_back(plan, plan.adapters[key])
         self._expect_all()
         remember_plan(self._exchange, document)
         lines = plan.issues.lines
@@ -198,15 +198,15 @@ class Restore:
 
     # Hand back
 
-    def _hand_back(self, plan: RestorePlan, kind: Kind) -> None:
+    def _hand_back(self, plan: RestorePlan, adapter: RestoreAdapter) -> None:
         """Give a stateful its state."""
-        entries, values = plan.grouped[kind.key], plan.reads.values
-        choice = plan.matched.states.get(kind.key)
-        if choice is None or kind.by_name:
-            state = inflate_tree(kind.key, entries, values)
+        entries, values = plan.grouped[adapter.key], plan.reads.values
+        choice = plan.matched.states.get(adapter.key)
+        if choice is None or adapter.by_name:
+            state = inflate_tree(adapter.key, entries, values)
         else:
-            state = choice.merge(kind.key, entries, values, kind.state)
-        kind.drop_keys(plan.matched.dropped.get(kind.key, ()))
+            state = choice.merge(adapter.key, entries, values, adapter.state)
+        adapter.drop_keys(plan.matched.dropped.get(adapter.key, ()))
         strict = self._options.strict and not (self._options.select or self._options.exclude)
-        for path in kind.load_state(state, strict):
+        for path in adapter.load_state(state, strict):
             plan.issues.add("skipped", path, "the application has no such name")

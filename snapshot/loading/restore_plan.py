@@ -38,10 +38,10 @@ from snapshot.manifest.rank_view import (
 from snapshot.manifest.values import NoneEntry, Scalar
 from snapshot.plan.names import Change, compile_rename, matcher
 from snapshot.reports import RestoreIssues
-from snapshot.state.model_state import make_kind
-from snapshot.state.optimizers import OptimizerKind
+from snapshot.state.model_state import make_adapter
+from snapshot.state.optimizers import OptimizerAdapter
 from snapshot.state.sharded import Sharded
-from snapshot.state.stateful import Kind, Reshardable
+from snapshot.state.stateful import Reshardable, RestoreAdapter
 from snapshot.text import listed
 
 # The plan of a restore: all decisions that need no data. Mismatches are raised here.
@@ -54,7 +54,7 @@ SKIP_SHAPES = "\n(to leave tensors of another shape unchanged: mismatched='skip'
 class RestorePlan:
     """The steps of a restore."""
 
-    kinds: dict[str, Kind]
+    adapters: dict[str, RestoreAdapter]
     """Key -> the way its state is handed back."""
     grouped: dict[str, dict[str, Any]]
     """Key -> path -> entry."""
@@ -90,13 +90,13 @@ def plan_restore(
     restored now.
     """
     document = opened.document
-    kinds: dict[str, Kind] = {}
+    adapters: dict[str, RestoreAdapter] = {}
     checked = set[str]()
     if options.map is not None and document.parts:
         run(load_parts(opened, list(document.parts)))  # a mapped tensor may need tensors of any rank
 
     def plan() -> RestorePlan:
-        planner = _Planner(exchange, opened, options, kinds=kinds, checked=checked, written=written)
+        planner = _Planner(exchange, opened, options, adapters=adapters, checked=checked, written=written)
         return planner.plan(app_state, done, allow_pickle=allow_pickle)
 
     while document.parts:  # the parts that this rank needs may be those of other ranks
@@ -105,12 +105,12 @@ def plan_restore(
             made = plan()
             if not made.incomplete:
                 return made
-            needed = find_parts(document, made) or needed
+            needed = find_lacking_parts(document, made) or needed
         run(load_parts(opened, needed))
     return plan()
 
 
-def find_parts(document: Document, plan: RestorePlan) -> list[PartEntry]:
+def find_lacking_parts(document: Document, plan: RestorePlan) -> list[PartEntry]:
     """Return the parts of a manifest that have the boxes that a plan lacks; empty if that is not known."""
     holders, known = set[int](), set[str]()
     for entry, box in () if plan.lacks_names else plan.reads.lacking:
@@ -144,7 +144,7 @@ class _Planner:
         opened: Opened,
         options: RestoreOptions,
         *,
-        kinds: dict[str, Kind],
+        adapters: dict[str, RestoreAdapter],
         checked: set[str],
         written: frozenset[str],
     ) -> None:
@@ -152,7 +152,7 @@ class _Planner:
         self._opened = opened
         self._document = opened.document
         self._options = options
-        self._kinds = kinds
+        self._adapters = adapters
         self._checked = checked
         self._written = written
         self._issues = RestoreIssues()
@@ -161,21 +161,21 @@ class _Planner:
         self._others: dict[str, list[int]] | None = None
 
     def plan(self, app_state: Mapping[str, Any], done: Collection[str], *, allow_pickle: bool) -> RestorePlan:
-        document, kinds = self._document, self._kinds
+        document, adapters = self._document, self._adapters
         view = self._view(app_state)
         app_state = {key: each for key, each in app_state.items() if encode_component(key) not in done}
         chosen = self._chooser.choose(view, app_state, done)
         grouped = chosen.grouped
         for key, stateful in in_restore_order(app_state):
-            if key in grouped and key not in kinds:
-                kinds[key] = make_kind(key, stateful)
+            if key in grouped and key not in adapters:
+                adapters[key] = make_adapter(key, stateful)
         for key, entries in grouped.items() if len(document.manifest) > IN_ONE else ():
-            kinds[key].live = _share_names(kinds[key].live, entries)
+            adapters[key].live = _share_names(adapters[key].live, entries)
         self._expect_files(grouped)
         reads = ReadPlan(document.files, allow_pickle=allow_pickle, partial=bool(document.parts))
         matched = self._match(app_state, view, chosen, reads)
         lacks = chosen.incomplete or matched.lacking or bool(chosen.unknown)
-        made = RestorePlan(kinds, grouped, reads, self._checked, matched, self._issues, chosen.unknown, lacks)
+        made = RestorePlan(adapters, grouped, reads, self._checked, matched, self._issues, chosen.unknown, lacks)
         if not (made.incomplete and document.parts):
             try:
                 self._expect_fit(view, reads, matched, allow_pickle=allow_pickle)
@@ -194,7 +194,7 @@ class _Planner:
         for key, entries in grouped.items():
             new: Mapping[str, Any] = entries
             if not cheap:
-                live = self._kinds[key].live
+                live = self._adapters[key].live
                 new = {path: entry for path, entry in entries.items() if not _fills_live(entry, live.get(path))}
             needed |= find_locations(new, files)
         needed = (needed & self._document.own_files.keys()) - self._checked
@@ -214,25 +214,26 @@ class _Planner:
         if rename:
             self._change = compile_rename(rename, {**view.elsewhere, **view.entries})[0]
             view = follow_rename(view, rename, app_state)
-        return match_wrappers(view, in_restore_order(app_state), self._kinds, self._issues, self._chooser.may_want)
+        return match_wrappers(view, in_restore_order(app_state), self._adapters, self._issues, self._chooser.may_want)
 
     def _match(self, app_state: Mapping[str, Any], view: RankView, chosen: ChosenEntries, reads: ReadPlan) -> Matched:
         """Find the place of each requested entry."""
-        kinds, grouped = self._kinds, chosen.grouped
+        adapters, grouped = self._adapters, chosen.grouped
         matcher = Matcher(
             self._options,
             chosen,
             view,
+            reads,
             wanted=self._chooser.wanted,
-            beside=find_other_owner(kinds, grouped, chosen.skipped),
+            beside=find_other_owner(adapters, grouped, chosen.skipped),
             holders=self._holders,
             several=not self._exchange.alone,
             every=self._document.world_size == 1,
             issues=self._issues,
         )
         keys = [key for key, _ in in_restore_order(app_state) if key in grouped]
-        for key in sorted(keys, key=lambda key: isinstance(kinds[key], OptimizerKind)):  # models come first
-            if not matcher.add(kinds[key], grouped[key], reads):
+        for key in sorted(keys, key=lambda key: isinstance(adapters[key], OptimizerAdapter)):  # models come first
+            if not matcher.add(adapters[key], grouped[key]):
                 del grouped[key]
         return matcher.matched
 

@@ -145,7 +145,7 @@ def agree_on_reads(exchange: Exchange, plan: RestorePlan, url: URL, *, once: boo
         if go.once and exchange.rank in go.speakers:
             wishes.requests = b"".join(named)
         if go.names:
-            wishes.names = b"".join(_digest(path.encode()) for kind in plan.kinds.values() for path in kind.live)
+            wishes.names = b"".join(_digest(path.encode()) for kind in plan.adapters.values() for path in kind.live)
             wishes.unexpected = list(plan.matched.unexpected)
         common = exchange.agree(wishes, lambda all_: _common_ranges(all_, go.speakers, url), ReadSet, bytes)
         if go.once and len(go.speakers) > 1:

@@ -29,7 +29,7 @@ class _CachedPlan:
 _cuts: PerProcess[dict[tuple[int, int], tuple[FilePlan, list[FilePart]]]] = PerProcess(dict)
 
 
-def find_parts(file: FilePlan, part_bytes: int) -> list[FilePart]:
+def cut_file_cached(file: FilePlan, part_bytes: int) -> list[FilePart]:
     """Return the parts of a file, cached for the files of cached plans."""
     key = id(file), part_bytes
     cuts = _cuts.get()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from snapshot.distributed.exchange import LEADER, Exchange, Undecided
+from snapshot.distributed.exchange import LEADER, Exchange, OutcomeUnknown
 from snapshot.distributed.group import ranks_of
 from snapshot.errors import CommitUnknown, CorruptSnapshotError, SnapshotError, SnapshotExistsError
 from snapshot.events import emit, log, warn
@@ -641,7 +641,7 @@ class Publisher:
         exchange.note_done()
         try:
             return await in_own_thread(exchange.agree, share, lead, RankShare, Committed)
-        except Undecided as error:
+        except OutcomeUnknown as error:
             folder = self._url.join(version_name(decision.version))
             raise CommitUnknown(f"{folder}: unknown whether it is published: {error}") from error
 

@@ -46,14 +46,15 @@ class PartPrefetcher:
     def __init__(
         self,
         writer: Writer,
+        source: Stager,
         budget: MemoryBudget,
         files: Sequence[FilePlan],
+        *,
         progress: Callable[[int], None],
         begin: Callable[[], object],
-        *,
         shared: bool = False,
     ) -> None:
-        self._source = writer.source
+        self._source = source
         self._in_turn = writer.packing is not None
         self._budget = budget
         self._files = files
@@ -106,27 +107,21 @@ class PartPrefetcher:
             self._stop_pinning()
 
     def _stage(self, number: int, position: int, part: FilePart) -> None:
-        size = arena_bytes(part.end - part.begin)
-        slot, staged, granted = None, None, False
+        nbytes = part.end - part.begin
+        held = self._budget.try_hold(nbytes, shared=self._shared, pinning=self._pinning)
+        if held is None:
+            self._deliver(0)  # their memory is released once they are written
+            self._begin()
+            self.open()
+            held = self._budget.hold_blocking(nbytes, shared=self._shared, pinning=self._pinning)
+        staged = None
         try:
-            granted = self._budget.try_acquire(size)
-            if not granted:
-                self._deliver(0)  # their memory is released once they are written
-                self._begin()
-                self.open()
-                self._budget.acquire_blocking(size)
-                granted = True
-            slot = arena().take(part.end - part.begin, shared=self._shared, pinning=self._pinning)
-            with span("stage", bytes=part.end - part.begin, copied=True):
-                staged = self._source.begin(self._files[number], part, slot, self._budget)
+            with span("stage", bytes=nbytes, copied=True):
+                staged = self._source.begin(self._files[number], part, held)
         except BaseException:
-            if staged is not None:
+            if staged is not None:  # an interrupt after it began
                 staged.release()
-                raise
-            if slot is not None:
-                arena().give(slot)
-            if granted:
-                self._budget.release(size)
+            held.release()
             raise
         self._arriving.append((number, position, staged))
         self._deliver(AHEAD if staged.events else 0)
@@ -268,11 +263,12 @@ class StagingAhead(PartStaging):
         self, opening: TakeOpening, share: RankShare, plan: SavePlan, late: LateCopies, sink: PartSink | None
     ) -> None:
         self.stager = Stager(share.leaves, copies=True, parallel=True)
+        super().__init__(self.stager)
         if late.pending is not None:
             self.stager.watch(late.marks, late.owners, late.pending.versions)
         if opening.session.storage.capabilities.local:
             self.part_bytes = PART_AHEAD
-        self._late = late.pending
+        self.late = late.pending
         self._sink = sink
         """A writer process that writes the data files in place of this process."""
         self._opening = opening
@@ -287,7 +283,13 @@ class StagingAhead(PartStaging):
         budget, files = self._opening.session.budget, self._plan.files
         self._take = take
         self._prefetcher = prefetcher = PartPrefetcher(
-            take.writer, budget, files, self._opening.meter.staged, take.start, shared=self._sink is not None
+            take.writer,
+            self.stager,
+            budget,
+            files,
+            progress=self._opening.meter.staged,
+            begin=take.start,
+            shared=self._sink is not None,
         )
         now, later = range(len(files) - self._plan.late), range(len(files) - self._plan.late, len(files))
         if self._sink is None:
@@ -304,8 +306,8 @@ class StagingAhead(PartStaging):
             with system_limits("cannot start a thread"):
                 self._thread.start()
         else:
-            if self._late is not None:  # all that would be copied late is shared
-                self._late.copied()
+            if self.late is not None:  # all that would be copied late is shared
+                self.late.copied()
             self._all_staged()
         return work
 
@@ -334,17 +336,17 @@ class StagingAhead(PartStaging):
 
     def _stage_late(self, prefetcher: PartPrefetcher, files: range) -> None:
         """Stage what may be staged after the call. An error fails the writer, which waits for the parts."""
-        assert self._late is not None
+        assert self.late is not None
         if self.stager.pinning(self._opening.session.budget, 0) is not None:
             permit_capture()
         try:
             prefetcher.stage(files)
-            self._late.copied()
+            self.late.copied()
             self._all_staged()  # before the last parts can be written
             prefetcher.open()
         except BaseException as error:  # noqa: BLE001 - `wait()` raises it
             prefetcher.stop(error)
-            self._late.end()
+            self.late.end()
 
     def _all_staged(self) -> None:
         meter = self._opening.meter
@@ -369,9 +371,9 @@ class StagingAhead(PartStaging):
         )
 
     async def check(self) -> None:
-        if self._late is not None:
-            await in_thread(self._late.let_go)
-            if self._late.changed:
+        if self.late is not None:
+            await in_thread(self.late.let_go)
+            if self.late.changed:
                 raise SnapshotError(CHANGED)
 
     def stop(self, error: BaseException) -> None:
@@ -388,5 +390,5 @@ class StagingAhead(PartStaging):
             self._prefetcher.release()
 
     def forget(self) -> None:
-        if self._late is not None:
-            self._late.end()
+        if self.late is not None:
+            self.late.end()

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from snapshot.distributed.exchange import LEADER, Exchange, Undecided
+from snapshot.distributed.exchange import LEADER, Exchange, OutcomeUnknown
 from snapshot.errors import (
     CommitUnknown,
     CorruptSnapshotError,
@@ -69,7 +69,7 @@ async def raise_fault_of_another_rank(exchange: Exchange, error: BaseException) 
 
 
 def _first_fault(exchange: Exchange) -> SnapshotError | None:
-    with contextlib.suppress(SnapshotError, Undecided):
+    with contextlib.suppress(SnapshotError, OutcomeUnknown):
         return exchange.given_up()
     return None
 
@@ -212,14 +212,14 @@ async def commit_together(
             return await shielded(_await(agreed))
         except CommitUnknown:
             raise
-        except (SnapshotError, Undecided):
+        except (SnapshotError, OutcomeUnknown):
             raise error from None
-    except Undecided as error:
+    except OutcomeUnknown as error:
         await _find_out(url, outcome, error)
         return None
 
 
-async def _find_out(url: URL, outcome: Outcome, lost: Undecided) -> None:
+async def _find_out(url: URL, outcome: Outcome, lost: OutcomeUnknown) -> None:
     """Find out whether the commit happened, if the leader was lost after all ranks had written.
 
     If the commit needs the leader's claim, deleting the claim decides it. Otherwise only the storage shows the result.

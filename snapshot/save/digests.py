@@ -16,8 +16,8 @@ import torch
 
 from snapshot.events import log
 from snapshot.io.accelerators import await_events
-from snapshot.io.arena import Slot, arena, arena_bytes
-from snapshot.io.budget import MemoryBudget
+from snapshot.io.arena import arena_bytes
+from snapshot.io.budget import HeldSlot, MemoryBudget
 from snapshot.io.storage import Buffer
 from snapshot.plan.layout import FilePart, FilePlan
 from snapshot.save.device_copies import DeviceCopies
@@ -51,7 +51,7 @@ class _Running:
     work: DeviceDigests
     ranges: Sequence[_Range]
     event: Any
-    slot: Slot
+    held: HeldSlot
 
 
 class ExtentDigests:
@@ -89,26 +89,22 @@ class ExtentDigests:
                 return
         lengths = [each.nbytes for each in ranges]
         nbytes = scratch_bytes(lengths)
-        size = arena_bytes(nbytes)
-        if not self._budget.try_acquire(size):
+        held = self._budget.try_hold(nbytes, pinning=copies.pinning(self._budget, arena_bytes(nbytes)))
+        if held is None:
             return
-        slot = None
         try:
-            slot = arena().take(nbytes, pinning=copies.pinning(self._budget, size))
-            if not slot.pinned:
+            if not held.slot.pinned:
                 raise RuntimeError("no pinned memory for the table")
             with copies.stream(device):
-                work = DeviceDigests([each.address for each in ranges], lengths, slot.tensor, device)
+                work = DeviceDigests([each.address for each in ranges], lengths, held.slot.tensor, device)
                 work.launch()
             (event,) = copies.mark({device})
-            self._running.append(_Running(work, ranges, event, slot))
+            self._running.append(_Running(work, ranges, event, held))
         except BaseException as error:  # compilers and drivers raise errors of any class
             try:
                 await_events(copies.mark({device}))
             finally:
-                if slot is not None:
-                    arena().give(slot)
-                self._budget.release(size)
+                held.release()
             if not isinstance(error, Exception):
                 raise
             log.warning("%s: the host computes the digests: %s", device, error)
@@ -125,11 +121,7 @@ class ExtentDigests:
                 except RuntimeError as error:
                     log.warning("the host computes the digests: %s", error)
                 finally:
-                    self._release(running.slot)
-
-    def _release(self, slot: Slot) -> None:
-        arena().give(slot)
-        self._budget.release(slot.size)
+                    running.held.release()
 
     def of_file(self, file: FilePlan) -> Known:
         """Return the digests of one file's extents."""

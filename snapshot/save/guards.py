@@ -189,7 +189,7 @@ class SampledReplicas(msgspec.Struct, array_like=True):
     """A digest for each bucket of replicas."""
 
 
-class Report(Protocol):
+class RankFindings(Protocol):
     """The report of a rank on its take."""
 
     findings: list[Finding]
@@ -343,7 +343,7 @@ class GuardedTake:
         self._replicas = [leaf.path for leaf in held]
         self.sampled = SampledReplicas(self._turn, [each.digest() for each in digests])
 
-    def judge(self, reports: Sequence[Report], metadata: msgspec.Raw) -> msgspec.Raw:
+    def judge(self, reports: Sequence[RankFindings], metadata: msgspec.Raw) -> msgspec.Raw:
         """Return the metadata to commit, on the leader. Raise `SuspectStateError` to refuse.
 
         Replicas that differ are a finding of the leader.
@@ -352,7 +352,7 @@ class GuardedTake:
         found = dict.fromkeys([*self.findings, *(each for report in reports for each in report.findings)])
         return act_on(self.policy, list(found), metadata, self._url)
 
-    def _compare_replicas(self, reports: Sequence[Report]) -> None:
+    def _compare_replicas(self, reports: Sequence[RankFindings]) -> None:
         mine = self.sampled
         for rank, report in enumerate(reports):
             theirs = report.replicas

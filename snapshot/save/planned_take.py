@@ -39,7 +39,8 @@ from snapshot.save.describe import RankManifest, build_entries, describe_alone, 
 from snapshot.save.guards import GuardedTake
 from snapshot.save.replication import RankShare
 from snapshot.save.reuse import Unchanged, remember_unchanged
-from snapshot.save.staging import Stager
+from snapshot.save.staging import PartSource
+from snapshot.save.step_barrier import PendingCopy
 from snapshot.save.take_request import TakeSigner
 from snapshot.save.transaction import State, Transaction
 from snapshot.save.writer import Writer, WrittenFile, write_small
@@ -96,6 +97,16 @@ class PartStaging:
     part_bytes = 0
     """The wanted length of parts; 0 if the storage decides."""
 
+    late: PendingCopy | None = None
+    """The tensors that are copied after the call."""
+
+    def __init__(self, source: PartSource) -> None:
+        self.source = source
+
+    def stage(self, take: Take) -> LoopFuture[None]:
+        """Stage what must be staged in the call, and start the take in the background."""
+        return take.start()
+
     async def write(self, writer: Writer, plan: SavePlan, transaction: Transaction, to: Sequence[str]) -> WrittenFiles:
         """Write the data files to these locations."""
         return await writer.write(plan.files, to)
@@ -126,9 +137,8 @@ class Take:
         plan: SavePlan,
         unchanged: Unchanged,
         *,
-        stager: Stager,
+        staging: PartStaging,
         metadata: msgspec.Raw,
-        staging: PartStaging | None = None,
         verify: Verify | None = None,
         packing: MemoryBudget | None = None,
         signer: TakeSigner | None = None,
@@ -144,8 +154,7 @@ class Take:
         self._exchange = opening.exchange
         self._meter = opening.meter
         self._share = share
-        self._stager = stager
-        self._staging = PartStaging() if staging is None else staging
+        self.staging = staging
         self._metadata = metadata
         self.unchanged = unchanged
         self._verify = verify
@@ -157,10 +166,10 @@ class Take:
         self.work: LoopFuture[None] | None = None
         self.writer = Writer(
             self.session.storage,
-            stager,
+            staging.source,
             self.session.budget,
             self._meter.wrote,
-            wanted_part=self.session.settings.part_bytes or self._staging.part_bytes,
+            wanted_part=self.session.settings.part_bytes or staging.part_bytes,
             packing=self._packing(packing, share) if packing is not None else None,
             signed=signer is not None,
         )
@@ -207,7 +216,7 @@ class Take:
                     manifest, done = await while_all_go_on(self._exchange, self._write_files(transaction))
                     if self._verify is not None:
                         await while_all_go_on(self._exchange, self._verify(self.session, manifest))
-                    await self._staging.check()
+                    await self.staging.check()
                     await self.unchanged.expect_base()
                     judge = None if self._guarded is None else self._guarded.judge
                     self.committed_bytes = await commit_with_ranks(
@@ -219,7 +228,7 @@ class Take:
                         self._exchange.ranks, self._share.replication.own, self._share.replication.known_plan()
                     )
                 except BaseException as error:  # before the other ranks get the error, and files are deleted
-                    self._staging.stop(error)
+                    self.staging.stop(error)
                     raise
         except BaseException as error:
             if transaction.state not in (State.SENT, State.REFUSED, State.COMMITTED):  # the error already has a note
@@ -227,7 +236,7 @@ class Take:
             await raise_fault_of_another_rank(self._exchange, error)
             raise
         finally:
-            await self._staging.end()
+            await self.staging.end()
             self._forget_tensors()
             await shielded(beside_loop(self._exchange, self._exchange.close))
             await shielded(self.session.close())
@@ -239,11 +248,11 @@ class Take:
 
     def _forget_tensors(self) -> None:
         """Release the application's tensors: an error or the pending snapshot must not keep them alive."""
-        self._staging.forget()
-        self._stager.forget()
+        self.staging.forget()
+        self.staging.source.forget()
         if self._guarded is not None:
             self._guarded.forget()
-        del self._share, self.writer, self._staging
+        del self._share, self.writer, self.staging
 
     async def _write_files(self, transaction: Transaction) -> tuple[RankManifest, RankDone]:
         """Write the data files, and the files that describe them to the leader."""
@@ -264,7 +273,7 @@ class Take:
             expect_readable(self.session, shortest, "the manifest")
         transaction.will_write([*shared, *locations, *own])
         began = time.perf_counter()
-        fresh = await self._staging.write(self.writer, self.plan, transaction, locations)
+        fresh = await self.staging.write(self.writer, self.plan, transaction, locations)
         stored = sum(each.file.size if each.packed is None else each.packed.size for each in fresh)
         packed = self.writer.packing is not None
         note_speed(
@@ -316,7 +325,7 @@ class Take:
         """Build this rank's entries. The leaves are released."""
         share = self._share
         remember_unchanged(save_id, share, self.unchanged, written)
-        self._stager.forget()
+        self.staging.source.forget()
         made = build_entries(
             share, written, self.unchanged, binary, structure=self.plan.structure, metadata=self._metadata
         )

@@ -1,4 +1,4 @@
-"""Staging: the bytes of one planned part, as buffers for a storage; copies and digests on accelerators.
+"""The sources of a writer's parts. Tensors are staged: their bytes become buffers for a storage.
 
 A CPU tensor's own memory is the buffer if possible (`slot` is None). Otherwise the part is assembled in a slot of
 the arena. Strided tensors and accelerator tensors always go through a slot, box by box, so no full copy is ever
@@ -7,7 +7,7 @@ allocated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import compress
 from typing import Any
@@ -18,8 +18,8 @@ from snapshot.errors import SnapshotError
 from snapshot.events import span
 from snapshot.io.accelerators import await_events, await_host_copies
 from snapshot.io.aio import in_thread
-from snapshot.io.arena import Pinning, Slot, arena, arena_bytes
-from snapshot.io.budget import MemoryBudget
+from snapshot.io.arena import Pinning, Slot
+from snapshot.io.budget import HeldSlot, MemoryBudget
 from snapshot.io.storage import Buffer
 from snapshot.plan.layout import Extent, FilePart, FilePlan, cut_file
 from snapshot.save.device_copies import DeviceCopies, PartCopies
@@ -35,18 +35,15 @@ DIGESTED = 4 << 20
 class StagedPart:
     """A part's bytes in host memory, and the memory to release after they are written."""
 
-    __slots__ = ("_budget", "_shares", "buffers", "events", "slot")
+    __slots__ = ("_shares", "buffers", "events", "held")
 
-    def __init__(
-        self, buffers: list[Buffer], shares: list[Buffer] | None, slot: Slot | None, budget: MemoryBudget | None
-    ) -> None:
+    def __init__(self, buffers: list[Buffer], shares: list[Buffer] | None, held: HeldSlot | None) -> None:
         self.events: Sequence[Any] = ()
         """They occur when the bytes have arrived from accelerators."""
         self.buffers = buffers
         """The buffers to write, in order."""
         self._shares = shares
-        self.slot = slot
-        self._budget = budget
+        self.held = held
 
     def shares(self, file: FilePlan, part: FilePart) -> Sequence[Buffer]:
         """Return the bytes of each extent in this part, in order, for digesting."""
@@ -65,23 +62,60 @@ class StagedPart:
 
     def release(self) -> None:
         """Release the memory. Later calls do nothing."""
-        slot, self.slot = self.slot, None
+        held, self.held = self.held, None
         self.buffers, self._shares = [], []
         try:
             self.arrive()  # a copy may still write to the slot
         finally:
-            if slot is not None and self._budget is not None:
-                arena().give(slot)
-                self._budget.release(slot.size)
+            if held is not None:
+                held.release()
 
 
-class Stager:
+class PartSource:
+    """A source of parts: in a subclass, `read_part` fills each part's slot. The parts of a file are read in order."""
+
+    waits = True
+    """True if `read_part` waits for an event loop, so that a thread alone cannot call it."""
+
+    def needs_slot(self, file: FilePlan, part: FilePart) -> int:
+        """Return the slot bytes that a part takes; 0 if other memory suffices."""
+        return part.end - part.begin
+
+    def pinning(self, budget: MemoryBudget, total: int) -> Pinning | None:
+        """Return the pinned memory to stage in, for an operation that copies `total` bytes; None if none is useful."""
+        return None
+
+    def digests(self, file: FilePlan) -> FileDigests:
+        """Return an object that digests a file's parts as they arrive."""
+        return FileDigests(file)
+
+    def forget(self) -> None:
+        """Release all tensors."""
+
+    async def read_part(self, file: FilePlan, part: FilePart, slot: Slot) -> None:
+        """Fill a slot with the bytes of a part."""
+        raise NotImplementedError(type(self).__name__)
+
+    async def fetch(
+        self, file: FilePlan, part: FilePart, held: HeldSlot | None, then: Callable[[StagedPart], object] | None = None
+    ) -> StagedPart:
+        """Bring a part into host memory, and call `then` with it in a thread. An error leaves the slot to the caller.
+
+        `held` is None if the part needs no slot.
+        """
+        assert held is not None
+        slot = held.slot
+        await self.read_part(file, part, slot)
+        staged = StagedPart([slot.view[: part.end - part.begin]], None, held)
+        if then is not None:
+            await in_thread(then, staged)
+        return staged
+
+
+class Stager(PartSource):
     """The tensors of one take, as a source of parts."""
 
-    fetches = False
-    """True if parts are read from elsewhere by `fetch`, instead of staged."""
     waits = False
-    """True if `fetch` waits for an event loop, so that a thread alone cannot call it."""
 
     def __init__(self, leaves: Sequence[Leaf], *, copies: bool, parallel: bool = False) -> None:
         self.leaves: Sequence[Leaf] = leaves
@@ -96,7 +130,6 @@ class Stager:
         self._devices = DeviceCopies([leaf.tensor for leaf in leaves if not leaf.plain])
 
     def needs_slot(self, file: FilePlan, part: FilePart) -> int:
-        """Return the slot bytes that staging a part takes; 0 if its tensors' own memory suffices."""
         if self.copies:
             return part.end - part.begin
         plain, used = self.plain, 0
@@ -106,7 +139,6 @@ class Stager:
         return used
 
     def pinning(self, budget: MemoryBudget, total: int) -> Pinning | None:
-        """Return the pinned memory to stage in, for an operation that copies `total` bytes; None if none is useful."""
         return self._devices.pinning(budget, total)
 
     def digest_ahead(self, files: Sequence[FilePlan], budget: MemoryBudget) -> None:
@@ -129,26 +161,39 @@ class Stager:
         if self._ahead is not None:
             self._ahead.finish()
 
-    def stage(self, file: FilePlan, part: FilePart, slot: Slot | None, budget: MemoryBudget | None) -> StagedPart:
+    def stage(self, file: FilePlan, part: FilePart, held: HeldSlot | None) -> StagedPart:
         """Bring a part into host memory. With a slot for the whole part, everything is copied."""
-        with span("stage", bytes=part.end - part.begin, copied=slot is not None):
-            staged = self.begin(file, part, slot, budget)
+        with span("stage", bytes=part.end - part.begin, copied=held is not None):
+            staged = self.begin(file, part, held)
             self.end(file, part, staged)
         return staged
 
-    def begin(self, file: FilePlan, part: FilePart, slot: Slot | None, budget: MemoryBudget | None) -> StagedPart:
+    async def fetch(
+        self, file: FilePlan, part: FilePart, held: HeldSlot | None, then: Callable[[StagedPart], object] | None = None
+    ) -> StagedPart:
+        """Stage a part in a thread, and call `then` with it there, while its bytes are in a CPU cache."""
+
+        def stage() -> StagedPart:
+            staged = self.stage(file, part, held)
+            if then is not None:
+                then(staged)
+            return staged
+
+        return await in_thread(stage)
+
+    def begin(self, file: FilePlan, part: FilePart, held: HeldSlot | None) -> StagedPart:
         """Start to stage a part. The bytes of accelerators may arrive later; until `end`, it must not be released."""
         header = file.header[part.begin : part.end] if part.begin < len(file.header) else b""
-        if slot is None:
+        if held is None:
             return self._borrow(file, part, header)
         if self._watched:  # memory that was freed must not be read
             self._check(file, part)
-        copies = PartCopies(self._devices, slot)
+        copies = PartCopies(self._devices, held.slot)
         try:
             if self.copies:
-                staged = self._copy(file, part, header, slot=slot, budget=budget, copies=copies)
+                staged = self._copy(file, part, header, held, copies)
             else:
-                staged = self._borrow(file, part, header, slot=slot, budget=budget, copies=copies)
+                staged = self._borrow(file, part, header, held, copies)
             staged.events = copies.end()
         except BaseException:
             copies.wait()
@@ -161,10 +206,6 @@ class Stager:
         if self._watched:
             self._check(file, part)
 
-    async def fetch(self, file: FilePlan, part: FilePart, slot: Slot, budget: MemoryBudget) -> StagedPart:
-        """Return a part whose bytes come from another storage."""
-        return await in_thread(self.stage, file, part, slot, budget)
-
     def digest_file(
         self, file: FilePlan, budget: MemoryBudget, expected: Sequence[tuple[str | None, bytes]] | None = None
     ) -> FileDigests | None:
@@ -174,22 +215,12 @@ class Stager:
             if digests.has(part):
                 continue
             needed = self.needs_slot(file, part)
-            if needed:
-                budget.acquire_blocking(arena_bytes(needed))
-            slot = None
+            held = budget.hold_blocking(needed, pinning=self.pinning(budget, 0)) if needed else None
             try:
-                slot = arena().take(needed, pinning=self.pinning(budget, 0)) if needed else None
-                staged = self.stage(file, part, slot, budget)
-            except BaseException:
-                if slot is not None:
-                    arena().give(slot)
-                if needed:
-                    budget.release(arena_bytes(needed))
-                raise
-            try:
-                digests.digest_part(part, staged.shares(file, part))
+                digests.digest_part(part, self.stage(file, part, held).shares(file, part))
             finally:
-                staged.release()
+                if held is not None:
+                    held.release()
             if expected is not None and not digests.agree_with(expected):
                 return None
         return None if expected is not None and not digests.agree_with(expected) else digests
@@ -199,7 +230,6 @@ class Stager:
         self.parallel = False
 
     def digests(self, file: FilePlan) -> FileDigests:
-        """Return an object that digests a file's parts as they arrive."""
         return FileDigests(file, self._ahead.of_file(file) if self._ahead is not None else {})
 
     def watch(self, late: bytes, owners: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
@@ -231,16 +261,8 @@ class Stager:
                     'committed; call wait_staged() before such changes, or use staging="blocking"'
                 )
 
-    def _copy(
-        self,
-        file: FilePlan,
-        part: FilePart,
-        header: bytes,
-        *,
-        slot: Slot,
-        budget: MemoryBudget | None,
-        copies: PartCopies,
-    ) -> StagedPart:
+    def _copy(self, file: FilePlan, part: FilePart, header: bytes, held: HeldSlot, copies: PartCopies) -> StagedPart:
+        slot = held.slot
         if header:
             slot.view[: len(header)] = header
         base, whole = slot.address - part.begin, slot.view
@@ -255,16 +277,14 @@ class Stager:
                     continue
             begin, end = max(begin, part_begin), min(end, part_end)
             self._fill(leaves[extent.leaf], extent, begin, end, copies=copies, slot=slot, at=begin - part_begin)
-        return StagedPart([whole[: part_end - part_begin]], None, slot, budget)
+        return StagedPart([whole[: part_end - part_begin]], None, held)
 
     def _borrow(
         self,
         file: FilePlan,
         part: FilePart,
         header: bytes,
-        *,
-        slot: Slot | None = None,
-        budget: MemoryBudget | None = None,
+        held: HeldSlot | None = None,
         copies: PartCopies | None = None,
     ) -> StagedPart:
         shares: list[Buffer] = []
@@ -279,13 +299,14 @@ class Stager:
             if begin == end:  # a part of nothing else has no slot
                 shares.append(b"")
                 continue
-            assert slot is not None
+            assert held is not None
             assert copies is not None
+            slot = held.slot
             used = self._aligned(extent, used)
             self._fill(leaves[extent.leaf], extent, begin, end, copies=copies, slot=slot, at=used)
             shares.append(slot.view[used : used + end - begin])
             used += end - begin
-        return StagedPart([header, *shares] if header else list(shares), shares, slot, budget)
+        return StagedPart([header, *shares] if header else list(shares), shares, held)
 
     def _aligned(self, extent: Extent, at: int) -> int:
         """Return the next position in a slot at which elements of an extent's dtype may begin."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -23,13 +23,14 @@ from snapshot.save.background_take import LateCopies, StagingAhead
 from snapshot.save.begin import TakeOpening, begin_take, open_dry_run, session_for_take
 from snapshot.save.compression import choose_packing
 from snapshot.save.guards import GuardedTake, expect_good
-from snapshot.save.planned_take import Take, Verify, plan_writes
+from snapshot.save.planned_take import PartStaging, Take, Verify, plan_writes
 from snapshot.save.replication import RankShare, collect_rank_share
 from snapshot.save.reuse import find_unchanged, group_leaves
 from snapshot.save.staging import Stager
 from snapshot.save.step_barrier import PendingCopy
 from snapshot.save.take_request import TakeRequest
 from snapshot.save.take_slots import take_slots
+from snapshot.save.writer import PartSink
 from snapshot.state.model_state import find_frozen
 from snapshot.state.stateful import Stateful, check_app_state
 from snapshot.tensors.statistics import ByPath, measure_tensor
@@ -91,33 +92,11 @@ def run_take(
         options = make_options()
         check_app_state(app_state)
         meter = Meter("take", shown_once(options.progress, pg))
-        with begin_take(exchange, path, options, meter) as opening:
+        with begin_take(exchange, path, options, meter) as opening, ExitStack() as opened:
             opening.look_at_path()
             opening.expect_path_free()  # before any state is collected
-            share = collect_rank_share(exchange, app_state, options, opening.globs)
-            packing = choose_packing(options.compression, opening.session, share.leaves)
-            unchanged = find_unchanged(opening, share, app_state, options)
-            guarded = _guard("take", opening, share, app_state, options)
-            measured = _measure(share, guarded, options)
-            plan = plan_writes(
-                share, opening.session, staged=False, groups=unchanged.groups, expected=options.plan, packing=packing
-            )
-            stager = Stager(share.leaves, copies=opening.session.storage.limits.alignment > 1)
-            with stager.digesting(plan.files, opening.session.budget):
-                take = Take(
-                    opening,
-                    share,
-                    plan,
-                    unchanged,
-                    stager=stager,
-                    metadata=options.metadata_json,
-                    verify=verify_written(options.read_back_share, "take"),
-                    packing=packing,
-                    signer=options.signer,
-                    guarded=guarded,
-                    measured=measured,
-                )
-                run(take.write_and_commit())
+            take = _assemble(opened, opening, app_state, options)
+            run(take.write_and_commit())
     return opening.path_as_given(path), take.report, options
 
 
@@ -149,44 +128,60 @@ def start_take(
             take_slots().take(options.when_busy) as slot,
             gc_paused(),
             begin_take(exchange, path, options, meter, slot) as opening,
+            ExitStack() as opened,
         ):
             opening.look_at_path()
-            share = collect_rank_share(exchange, app_state, options, opening.globs)
-            packing = choose_packing(options.compression, opening.session, share.leaves)
-            overlapped = options.staging == "overlapped" and options.prepare is None
-            with LateCopies(opening, share, app_state if overlapped else None) as late:
-                unchanged = find_unchanged(opening, share, app_state, options)
-                groups = unchanged.groups_with(late.marks)
-                guarded = _guard("async_take", opening, share, app_state, options)
-                measured = _measure(share, guarded, options)
-                plan = plan_writes(
-                    share, opening.session, staged=True, groups=groups, expected=options.plan, packing=packing
-                )
-                with StagingAhead(opening, share, plan, late, sink) as staging:
-                    take = Take(
-                        opening,
-                        share,
-                        plan,
-                        unchanged,
-                        stager=staging.stager,
-                        staging=staging,
-                        metadata=options.metadata_json,
-                        verify=verify_written(options.read_back_share, "async_take"),
-                        packing=packing,
-                        signer=options.signer,
-                        guarded=guarded,
-                        measured=measured,
-                    )
-                    report = take.report
-                    work = staging.stage(take)
-                    slot.leave_after(work)
-                    place = opening.path_as_given(path)
-                    return make(
-                        StartedTake(place, options.storage_options, report, work, meter, late.pending, opening.save_id)
-                    )
+            take = _assemble(opened, opening, app_state, options, background=True, sink=sink)
+            report, late = take.report, take.staging.late  # which a take that has ended forgets
+            work = take.staging.stage(take)
+            slot.leave_after(work)
+            place = opening.path_as_given(path)
+            return make(StartedTake(place, options.storage_options, report, work, meter, late, opening.save_id))
 
 
-def _guard(verb: str, opening: TakeOpening, share: RankShare, app_state: AppState, options: TakeRequest) -> GuardedTake:
+def _assemble(
+    opened: ExitStack,
+    opening: TakeOpening,
+    app_state: AppState,
+    options: TakeRequest,
+    *,
+    background: bool = False,
+    sink: PartSink | None = None,
+) -> Take:
+    """Collect, agree, share, compare and plan. `opened`: what an error in the rest of the call ends."""
+    session, verb = opening.session, opening.meter.verb
+    share = collect_rank_share(opening.exchange, app_state, options, opening.globs)
+    packing = choose_packing(options.compression, session, share.leaves)
+    overlapped = background and options.staging == "overlapped" and options.prepare is None
+    late = opened.enter_context(LateCopies(opening, share, app_state if overlapped else None))
+    unchanged = find_unchanged(opening, share, app_state, options)
+    guarded = _guard(opening, share, app_state, options)
+    measured = _measure(share, guarded, options)
+    groups = unchanged.groups_with(late.marks)
+    plan = plan_writes(share, session, staged=background, groups=groups, expected=options.plan, packing=packing)
+    staging: PartStaging
+    if background:
+        staging = opened.enter_context(StagingAhead(opening, share, plan, late, sink))
+    else:
+        stager = Stager(share.leaves, copies=session.storage.limits.alignment > 1)
+        opened.enter_context(stager.digesting(plan.files, session.budget))
+        staging = PartStaging(stager)
+    return Take(
+        opening,
+        share,
+        plan,
+        unchanged,
+        staging=staging,
+        metadata=options.metadata_json,
+        verify=verify_written(options.read_back_share, verb),
+        packing=packing,
+        signer=options.signer,
+        guarded=guarded,
+        measured=measured,
+    )
+
+
+def _guard(opening: TakeOpening, share: RankShare, app_state: AppState, options: TakeRequest) -> GuardedTake:
     """Examine the state that is taken."""
     url = opening.session.url
     made = GuardedTake(
@@ -196,7 +191,7 @@ def _guard(verb: str, opening: TakeOpening, share: RankShare, app_state: AppStat
         share.leaves,
         replicas=share.replicas,
         url=url,
-        verb=verb,
+        verb=opening.meter.verb,
         turn=int(opening.save_id, 16),
     )
     if opening.exchange.world == 1:  # of several ranks, the leader knows all findings at the commit

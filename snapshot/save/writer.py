@@ -14,18 +14,18 @@ from typing import Any, Protocol
 
 from snapshot.events import span
 from snapshot.io.aio import gather_limited, in_thread, run_inline, shielded
-from snapshot.io.arena import SEGMENT, arena, arena_bytes
+from snapshot.io.arena import SEGMENT, arena
 from snapshot.io.budget import MemoryBudget
 from snapshot.io.loop import cancel_all
 from snapshot.io.session import Session
 from snapshot.io.storage import FileWriter, Storage
 from snapshot.plan.layout import FilePart, FilePlan, choose_part_size
-from snapshot.plan.plan_cache import find_parts
+from snapshot.plan.plan_cache import cut_file_cached
 from snapshot.progress import unmetered
 from snapshot.save.base_files import BaseFile
 from snapshot.save.compression import FilePacker, PackedResult, Packing
 from snapshot.save.digests import FileDigests
-from snapshot.save.staging import StagedPart, Stager
+from snapshot.save.staging import PartSource, StagedPart
 from snapshot.tensors.digest import FileTree, RunningTree, tree_of
 from snapshot.tensors.memory import detach_view
 from snapshot.tensors.split_zstd import PAGE
@@ -90,7 +90,7 @@ class Writer:
     def __init__(
         self,
         storage: Storage,
-        source: Stager,
+        source: PartSource,
         budget: MemoryBudget,
         progress: Progress,
         *,
@@ -121,7 +121,7 @@ class Writer:
     def parts(self, file: FilePlan) -> list[FilePart]:
         """Return the parts that a file is split into."""
         limits = self._storage.limits
-        return find_parts(file, choose_part_size(limits, self._budget.limit, file.size, self._wanted_part))
+        return cut_file_cached(file, choose_part_size(limits, self._budget.limit, file.size, self._wanted_part))
 
     @property
     def serial(self) -> bool:
@@ -295,49 +295,17 @@ class Writer:
             raise
 
     async def _next(self, file: FilePlan, part: FilePart, digests: FileDigests) -> StagedPart:
-        needed = self.source.needs_slot(file, part)
-        if not needed:
-            return await in_thread(self._stage, file, part, 0, digests)
-        size = arena_bytes(needed)
-        await self._budget.acquire(size)
-        staged: list[StagedPart] = []
-
-        def stage() -> None:
-            staged.append(self._stage(file, part, needed, digests))
-
+        source, held = self.source, None
+        needed = source.needs_slot(file, part)
+        if needed:
+            pinning = source.pinning(self._budget, min(self._total, SEGMENT))
+            held = await self._budget.hold(needed, pinning=pinning)
         try:
-            if self.source.fetches:
-                return await self._fetch(file, part, needed, digests)
-            await in_thread(stage)
+            return await source.fetch(file, part, held, partial(_digest_part, digests, file, part))
         except BaseException:
-            if staged:  # a cancellation waited for it
-                staged[0].release()
-            else:
-                self._budget.release(size)
+            if held is not None:
+                held.release()
             raise
-        return staged[0]
-
-    async def _fetch(self, file: FilePlan, part: FilePart, needed: int, digests: FileDigests) -> StagedPart:
-        slot = arena().take(needed)  # not in a thread: a cancellation would leak the slot
-        try:
-            staged = await self.source.fetch(file, part, slot, self._budget)
-            await in_thread(_digest_part, digests, file, part, staged)
-        except BaseException:
-            arena().give(slot)
-            raise
-        return staged
-
-    def _stage(self, file: FilePlan, part: FilePart, needed: int, digests: FileDigests) -> StagedPart:
-        pinning = self.source.pinning(self._budget, min(self._total, SEGMENT)) if needed else None
-        slot = arena().take(needed, pinning=pinning) if needed else None
-        try:
-            staged = self.source.stage(file, part, slot, self._budget)
-            _digest_part(digests, file, part, staged)
-        except BaseException:
-            if slot is not None:
-                arena().give(slot)
-            raise
-        return staged
 
     async def _write(self, writer: FileWriter, location: str, part: FilePart, staged: StagedPart) -> None:
         with span("write", file=location, begin=part.begin, bytes=part.end - part.begin):

@@ -79,7 +79,7 @@ _OTHERWISE = ("__getnewargs__", "__getnewargs_ex__", "__snapshot_shards__", "__c
 """Methods of classes with their own pickling or sharding."""
 
 
-def find_parts(value: Any) -> dict[str, Any] | None:
+def find_components(value: Any) -> dict[str, Any] | None:
     """Return the attributes or inner tensors of a value; None for a value without such parts."""
     if type(value) in NAMESPACES:
         return read_attributes(value)

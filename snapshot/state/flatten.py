@@ -32,7 +32,7 @@ from snapshot.manifest.rank_view import DEEPEST
 from snapshot.manifest.values import LONGEST_NAME, TYPED, Scalar, make_enum_entry, make_plain_entry
 from snapshot.saved import SavedObject, class_name
 from snapshot.state import compound
-from snapshot.state.compound import ENUM, find_form, find_parts, holds_itself
+from snapshot.state.compound import ENUM, find_components, find_form, holds_itself
 from snapshot.state.flatten_cache import remember_state, replay_state
 from snapshot.state.leaves import LOW, SIMPLE, Blob, FromOneRank, Leaf, TensorLeaves, find_dict_maker
 from snapshot.tensors import composite
@@ -64,7 +64,7 @@ def _collect_leaves(
             _collect_leaves(f"{path}/{i}", child, found, compounds, within)
         return
     if kind not in _DICTS:
-        parts = find_parts(value) if within or not holds_itself(value) else None
+        parts = find_components(value) if within or not holds_itself(value) else None
         if parts is None:
             found[path] = value
         if parts is not None or find_form(kind) is ENUM:
@@ -150,7 +150,7 @@ class ChosenState:
         entry = entries[path]
         names = entry.components()
         if isinstance(entry, Compound):
-            held = find_parts(live) or {}
+            held = find_components(live) or {}
             children = [
                 self.merge(f"{path}/{name}", entries, values, held.get(key, MISSING))
                 for name, key in zip(names, entry.list_names(), strict=True)

@@ -1,4 +1,4 @@
-"""A model and its optimizer under torch's parallelism-independent names, and the kind of each stateful."""
+"""A model and its optimizer under torch's parallelism-independent names, and the adapter of each stateful."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from snapshot.manifest.compounds import Container
 from snapshot.manifest.paths import decode_component, encode_component
 from snapshot.state.leaves import Leaf
 from snapshot.state.optimizers import (
-    OptimizerKind,
+    OptimizerAdapter,
     StateOfParameters,
     add_live_options,
     describe_group_change,
@@ -29,7 +29,7 @@ from snapshot.state.optimizers import (
 )
 from snapshot.state.rng import RNGState
 from snapshot.state.sharded import Shards
-from snapshot.state.stateful import Kind, ModuleKind, RNGKind, StateDict, StateDictKind
+from snapshot.state.stateful import ModuleAdapter, RestoreAdapter, RNGAdapter, StateDict, StateDictAdapter
 from snapshot.tensors.memory import address_of_tensor
 
 # A model and its optimizer under torch's parallelism-independent names.
@@ -155,7 +155,7 @@ def _has_peers() -> bool:
 # `ModelState` as a stateful: a model and its optimizers, restored together under the names of parameters.
 
 
-class ModelStateKind(StateOfParameters):
+class ModelStateAdapter(StateOfParameters):
     """A model and its optimizer under names that do not depend on their parallelism."""
 
     models = "/model"
@@ -287,28 +287,32 @@ def _list_parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 # The kind of each stateful object.
 
-_KINDS: tuple[tuple[type, type[Kind]], ...] = (
-    (RNGState, RNGKind),
-    (torch.nn.Module, ModuleKind),
-    (torch.optim.Optimizer, OptimizerKind),
-    (ModelState, ModelStateKind),
-    (StateDict, StateDictKind),
+_ADAPTERS: tuple[tuple[type, type[RestoreAdapter]], ...] = (
+    (RNGState, RNGAdapter),
+    (torch.nn.Module, ModuleAdapter),
+    (torch.optim.Optimizer, OptimizerAdapter),
+    (ModelState, ModelStateAdapter),
+    (StateDict, StateDictAdapter),
 )
 
 
-def find_kind(stateful: Any) -> type[Kind]:
-    """Return the kind of a stateful, without reading its state."""
-    own: type[Kind] | None = getattr(type(stateful), "__snapshot_kind__", None)
-    return own or next((kind for of, kind in _KINDS if isinstance(stateful, of)), Kind)
+def find_adapter(stateful: Any) -> type[RestoreAdapter]:
+    """Return the adapter of a stateful, without reading its state."""
+    own: type[RestoreAdapter] | None = getattr(type(stateful), "__snapshot_kind__", None)
+    return own or next((adapter for of, adapter in _ADAPTERS if isinstance(stateful, of)), RestoreAdapter)
 
 
-def make_kind(key: str, stateful: Any) -> Kind:
-    """Return a stateful wrapped in its kind, with its current state."""
-    kind = find_kind(stateful)
-    if kind is OptimizerKind:
+def make_adapter(key: str, stateful: Any) -> RestoreAdapter:
+    """Return a stateful in its adapter, with its current state."""
+    adapter = find_adapter(stateful)
+    if adapter is OptimizerAdapter:
         state = stateful.state_dict()
-        return OptimizerKind(key, stateful, state) if has_param_groups(stateful, state) else Kind(key, stateful, state)
-    return kind(key, stateful)
+        return (
+            OptimizerAdapter(key, stateful, state)
+            if has_param_groups(stateful, state)
+            else RestoreAdapter(key, stateful, state)
+        )
+    return adapter(key, stateful)
 
 
 # Tensors that only an optimizer's `step()` changes: they may be copied until the next step.

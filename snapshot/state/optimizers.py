@@ -17,7 +17,7 @@ from snapshot.manifest.paths import encode_component
 from snapshot.manifest.values import Scalar
 from snapshot.saved import class_name
 from snapshot.state.flatten import MISSING
-from snapshot.state.stateful import Kind
+from snapshot.state.stateful import RestoreAdapter
 from snapshot.tensors.memory import BY_NAME, NAMES, address_of_tensor
 
 # Comparison of saved and live optimizers: the state of each parameter, and the options.
@@ -219,7 +219,7 @@ def _join_names(names: Iterable[str]) -> str:
 # without state is restored in the same way.
 
 
-class StateOfParameters(Kind):
+class StateOfParameters(RestoreAdapter):
     """A stateful that holds the state of an optimizer, parameter by parameter."""
 
     exact = True
@@ -465,7 +465,7 @@ def has_param_groups(optimizer: Any, state: Any) -> bool:
     return isinstance(state, Mapping) and "param_groups" in state and hasattr(optimizer, "param_groups")
 
 
-class OptimizerKind(StateOfParameters):
+class OptimizerAdapter(StateOfParameters):
     """One of torch's optimizers."""
 
     def __init__(self, key: str, stateful: torch.optim.Optimizer, state: Any = MISSING) -> None:

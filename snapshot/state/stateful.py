@@ -1,4 +1,4 @@
-"""Objects with `state_dict()` and `load_state_dict()`, and how each kind of them restores its state."""
+"""Objects with `state_dict()` and `load_state_dict()`, and the adapters that restore them."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ def _keyword_name(key: str) -> str:
     return key if key.isidentifier() else "value"
 
 
-class Kind:
-    """A stateful that receives exactly the state that it saved."""
+class RestoreAdapter:
+    """The part of a stateful in a restore. This one receives exactly the state that it saved."""
 
     by_name = False
     """True if names are matched one by one; a name without a match is an error or left out."""
@@ -168,7 +168,7 @@ class Kind:
         return []
 
 
-class StateDictKind(Kind):
+class StateDictAdapter(RestoreAdapter):
     """A `StateDict`: its own keys are set one by one, with the saved values."""
 
     def find_mismatches(self, entries: Mapping[str, Any]) -> list[str]:
@@ -192,7 +192,7 @@ class StateDictKind(Kind):
             del self.stateful[key]
 
 
-class RNGKind(Kind):
+class RNGAdapter(RestoreAdapter):
     """The RNG state: its values are copies, so none is filled in place. Missing generators are reported."""
 
     def __init__(self, key: str, stateful: RNGState) -> None:
@@ -203,7 +203,7 @@ class RNGKind(Kind):
         return [f"{self.key}/{name}" for name in self.stateful.load_state_dict(state)]
 
 
-class ModuleKind(Kind):
+class ModuleAdapter(RestoreAdapter):
     """A module."""
 
     by_name = True

@@ -25,13 +25,12 @@ from snapshot.errors import (
     StorageNotFoundError,
 )
 from snapshot.events import emit, log
-from snapshot.formats.foreign import ReadOnlyStorage
 from snapshot.io.aio import gather_limited, in_thread
 from snapshot.io.arena import arena_bytes
 from snapshot.io.budget import MemoryBudget
 from snapshot.io.loop import run
 from snapshot.io.session import Session
-from snapshot.io.storage import ABSENT, ANYTHING, Buffer, Expect, FileStat, Storage, exists
+from snapshot.io.storage import ABSENT, ANYTHING, Buffer, Expect, FileStat, ReadOnlyStorage, Storage, exists
 from snapshot.io.url import URL
 from snapshot.loading.decompression import DecompressingStorage
 from snapshot.manifest.document import (
@@ -63,7 +62,7 @@ class Throttled(ReadOnlyStorage):
     """Another storage, for reading only, at no more than `rate` bytes per second."""
 
     def __init__(self, inner: Storage, rate: float) -> None:
-        super().__init__(inner, b"", links=True)
+        super().__init__(inner)
         self._rate = rate
         self._lock = threading.Lock()
         self._free = time.monotonic()
@@ -215,7 +214,7 @@ class FarStorage(ReadOnlyStorage):
     """A far step, whose files are seen as those of the near step: without what an uploader compressed."""
 
     def __init__(self, inner: Storage) -> None:
-        super().__init__(inner, b"", links=True)
+        super().__init__(inner)
         self._packed: dict[str, FileEntry] | None = None
         self._decompressing: Storage = inner
 

@@ -16,13 +16,12 @@ import msgspec
 
 from snapshot.errors import SnapshotError
 from snapshot.events import emit, log
-from snapshot.formats.foreign import ReadOnlyStorage
 from snapshot.io.aio import in_thread
 from snapshot.io.loop import run, shared_clients
 from snapshot.io.peers import SIGNATURE, STATUS, is_signed, parse_target, sign
 from snapshot.io.registry import open_storage
 from snapshot.io.session import Session
-from snapshot.io.storage import ABSENT, Buffer, Capabilities, Context, Storage
+from snapshot.io.storage import ABSENT, Buffer, Capabilities, Context, ReadOnlyStorage, Storage
 from snapshot.io.url import URL
 from snapshot.manifest.document import METADATA, Document, decode_document, decode_head
 from snapshot.tiers.control import Host, Registration, Status, decode_status, partners
@@ -302,7 +301,7 @@ class WaitingStorage(ReadOnlyStorage):
     """A storage that waits on the event loop, for callers that wait only in threads."""
 
     def __init__(self, inner: Storage) -> None:
-        super().__init__(inner, b"", links=True)
+        super().__init__(inner)
         self.capabilities = Capabilities(write=False, delete=False, atomic_put=False, blocking=True)
 
     async def read_into(self, path: str, offset: int, buffers: Sequence[Buffer], *, token: str | None = None) -> None:

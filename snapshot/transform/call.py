@@ -14,7 +14,7 @@ import torch
 from snapshot.distributed.exchange import LEADER, Exchange, expect_same_verb
 from snapshot.errors import RestoreError, SnapshotError, StorageError, UnsafeObjectError
 from snapshot.formats import zip_archive
-from snapshot.formats.foreign import ForeignDocument, ReadOnlyStorage
+from snapshot.formats.foreign import ForeignDocument, ForeignStorage
 from snapshot.formats.pickled_objects import INLINE, TRUST, is_refused
 from snapshot.io.aio import gather_limited
 from snapshot.io.loop import run
@@ -337,7 +337,7 @@ def _open_same(session: Session, read: Read, found: FoundCheckpoint) -> Opened:
 
 def _keep_tokens(opened: Opened, tokens: dict[str, str]) -> None:
     cast(ForeignDocument, opened.document).tokens = tokens
-    cast(ReadOnlyStorage, opened.stored).expect_tokens(tokens)
+    cast(ForeignStorage, opened.stored).expect_tokens(tokens)
 
 
 def tokens_of(document: Document) -> dict[str, str]:

@@ -38,7 +38,7 @@ from snapshot.manifest.paths import decode_component
 from snapshot.plan.layout import Extent, FilePlan, group_in_order, plan_exact_file
 from snapshot.progress import Meter
 from snapshot.reports import ConvertReport
-from snapshot.save.staging import Stager
+from snapshot.save.staging import PartSource
 from snapshot.save.writer import Writer
 from snapshot.state.flatten import inflate_tree
 from snapshot.state.leaves import Leaf
@@ -58,8 +58,8 @@ from snapshot.transform.call import (
     select_entries,
     selected_locations,
 )
-from snapshot.transform.gguf_target import QuantisingStager, Template, lay_out, read_template
-from snapshot.transform.sources import CheckpointStager, expect_room, reads_ranges
+from snapshot.transform.gguf_target import QuantisingSource, Template, lay_out, read_template
+from snapshot.transform.sources import CheckpointSource, expect_room, reads_ranges
 from snapshot.transform.staged_files import StagedFiles
 from snapshot.transform.target import (
     Selection,
@@ -170,16 +170,8 @@ class Export:
     def safetensors(self, name: str | None, shard: int) -> Plan:
         """Plan one file of this name, or a folder in Hugging Face's layout."""
         plan = Plan("safetensors")
-        refused = []
-        for name_of, path, entry, dtype in self._named_tensors(plan):
-            if dtype not in SAFETENSORS:
-                refused.append(f"{path}: {dtype}")
-            plan.leaf(name_of, dtype, tuple(entry.shape), entry)
+        self._add_named(plan, list(self._named_tensors(plan)))
         sizes = [leaf.nbytes for leaf in plan.leaves]
-        if refused:
-            raise UnsupportedFormatError(
-                f"{self._source.url}: safetensors does not support these dtypes; cast or exclude them:{listed(refused)}"
-            )
         if name is not None:
             plan.files.append((name, plan_exact_file(plan.leaves, range(len(sizes)))))
             return plan
@@ -198,6 +190,16 @@ class Export:
         index = {"metadata": {"total_size": sum(sizes)}, "weight_map": located}
         plan.last = lambda: [(hugging_face.INDEX, json.dumps(index, indent=2).encode())]
         return plan
+
+    def _add_named(self, plan: Plan, tensors: Sequence[tuple[str, str, e.AnyTensor, str]]) -> None:
+        """Add the leaves of a file of safetensors: name, path, entry and dtype."""
+        refused = [f"{path}: {dtype}" for _, path, _, dtype in tensors if dtype not in SAFETENSORS]
+        if refused:
+            raise UnsupportedFormatError(
+                f"{self._source.url}: safetensors does not support these dtypes; cast or exclude them:{listed(refused)}"
+            )
+        for name, _, entry, dtype in tensors:
+            plan.leaf(name, dtype, tuple(entry.shape), entry)
 
     def _named_tensors(self, plan: Plan) -> Iterator[tuple[str, str, e.AnyTensor, str]]:
         """Yield name, path, entry and new dtype of each tensor, for a format that has only tensors."""
@@ -239,18 +241,9 @@ class Export:
         plan = Plan("peft", markers=(peft.CONFIG,), others=(document.METADATA, dcp.METADATA, *hugging_face.NAMES))
         tensors = list(self._named_tensors(plan))
         saved = peft.choose_saved([name for name, *_ in tensors], config, self._source.url)
-        refused = []
-        for name, path, entry, dtype in tensors:
-            if name not in saved:
-                plan.left_out.append(f"{path}: is not of the adapter")
-                continue
-            if dtype not in SAFETENSORS:
-                refused.append(f"{path}: {dtype}")
-            plan.leaf(saved[name], dtype, tuple(entry.shape), entry)
-        if refused:
-            raise UnsupportedFormatError(
-                f"{self._source.url}: safetensors does not support these dtypes; cast or exclude them:{listed(refused)}"
-            )
+        plan.left_out += [f"{path}: is not of the adapter" for name, path, *_ in tensors if name not in saved]
+        own = [(saved[name], path, entry, dtype) for name, path, entry, dtype in tensors if name in saved]
+        self._add_named(plan, own)
         plan.files.append((peft.WEIGHTS, plan_exact_file(plan.leaves, range(len(plan.leaves)))))
         plan.last = lambda: [(peft.CONFIG, config)]
         return plan
@@ -332,10 +325,7 @@ class Export:
         plan.more = rf"{torch_checkpointing.KEY.pattern}_\d+\.(pt|safetensors|json|bin)"
         plan.left_out += self._lose_classes()
         plan.changed += self._changes_in_torch()
-        state, stands = self._stand_in_state()
-        if not isinstance(state, dict):
-            plan.changed.append(f"the state: the {type(state).__name__} becomes the value of a dict, under {VALUE!r}")
-            state = {VALUE: state}
+        state, stands = self._stand_in_dict(plan)
         odd = [repr(key) for key in state if not (isinstance(key, str) and torch_checkpointing.KEY.fullmatch(key))]
         if odd:
             raise UnsupportedFormatError(
@@ -411,6 +401,14 @@ class Export:
 
         return self._state(stand), stands
 
+    def _stand_in_dict(self, plan: Plan) -> tuple[dict[Any, Any], StandIns]:
+        """Return the same for a format that has only dicts."""
+        state, stands = self._stand_in_state()
+        if isinstance(state, dict):
+            return state, stands
+        plan.changed.append(f"the state: the {type(state).__name__} becomes the value of a dict, under {VALUE!r}")
+        return {VALUE: state}, stands
+
     def _extents(
         self, plan: Plan, found: Sequence[torch_save.Frame | int], base: int, extents: list[Extent], sized: Any
     ) -> None:
@@ -446,10 +444,7 @@ class Export:
             raise UnsupportedFormatError(
                 f"{self._source.url}: DCP cannot load these dtypes; exclude them:{listed(narrow)}"
             )
-        state, entries = self._stand_in_state()
-        if not isinstance(state, dict):
-            plan.changed.append(f"the state: the {type(state).__name__} becomes the value of a dict, under {VALUE!r}")
-            state = {VALUE: state}
+        state, entries = self._stand_in_dict(plan)
         flat, paths = flatten_state(state)
         left_out, changed = target.container_changes(state, paths)
         plan.left_out += left_out
@@ -546,7 +541,7 @@ class Export:
         *,
         overwrite: bool,
         exchange: Exchange,
-        make_stager: Callable[..., CheckpointStager] = CheckpointStager,
+        make_source: Callable[..., CheckpointSource] = CheckpointSource,
     ) -> ConvertReport:
         """Write the planned files. Each rank writes a share of them."""
         outputs = StagedFiles(
@@ -564,7 +559,7 @@ class Export:
         await outputs.begin(overwrite=overwrite)
         files = [plan.files[number][1] for number in outputs.share]
         own = {extent.leaf for file in files for extent in file.extents}
-        source: Stager = make_stager(
+        reader = make_source(
             self._source,
             plan.leaves,
             [origin if number in own else b"" for number, origin in enumerate(plan.origins)],
@@ -572,9 +567,10 @@ class Export:
             orders=plan.orders,
             sums=plan.sums,
         )
+        source: PartSource = reader
         if plan.quantised:
             memory = self._source.budget.set_aside(self._source.budget.total // 4)
-            source = QuantisingStager(source, frozenset(plan.quantised), memory)
+            source = QuantisingSource(reader, frozenset(plan.quantised), memory)
         meter.begin(sum(file.size for file in files))
         writer = Writer(target.storage, source, target.budget, meter.wrote, wanted_part=target.settings.part_bytes)
         await outputs.write(writer, files, plan.last)
@@ -620,7 +616,7 @@ def write_checkpoint(
     choice: Selection,
     target: Target,
     *,
-    make_stager: Callable[..., CheckpointStager] = CheckpointStager,
+    make_source: Callable[..., CheckpointSource] = CheckpointSource,
     splits: Callable[[AnyTensor], bool] = reads_ranges,
     template: Template | None = None,
 ) -> ConvertReport:
@@ -631,7 +627,7 @@ def write_checkpoint(
     url, exchange = target.place.url, operation.exchange
     expect_common_place(exchange, url)
     if target.format == "snapshot":
-        return write_as_snapshot(opened, choice, target, operation, make_stager=make_stager, splits=splits)
+        return write_as_snapshot(opened, choice, target, operation, make_source=make_source, splits=splits)
     export = Export(opened, choice)
     name: str | None = None
     if target.format in ("torch", "gguf") or (target.format == "safetensors" and suffix_of(url) == ".safetensors"):
@@ -661,7 +657,7 @@ def write_checkpoint(
             plan = export.dcp(lanes)
         overwrite = target.overwrite
         work = export.write(
-            plan, made, operation.meter, overwrite=overwrite, exchange=exchange, make_stager=make_stager
+            plan, made, operation.meter, overwrite=overwrite, exchange=exchange, make_source=make_source
         )
         return run(work)
 

@@ -25,7 +25,7 @@ from snapshot.manifest.rank_view import MOST_RANKS, is_rank
 from snapshot.manifest.values import Scalar
 from snapshot.plan.names import Rename, expect_globs, find_unmatched, matcher
 from snapshot.reports import Change, Diff
-from snapshot.state.stateful import Kind
+from snapshot.state.stateful import RestoreAdapter
 from snapshot.tensors.memory import ITEMSIZE
 from snapshot.text import counted
 from snapshot.transform.call import change_of, clean_extra, expect_same_plan, open_sources
@@ -418,7 +418,7 @@ def _read_names(side: Opened, other: Opened, *, whole: bool) -> DiffNames:
         return whole or not is_tree(there.get(path)) or getattr(manifest[path], "digest", None) != there[path].digest
 
     expand_trees(side, manifest, differs)
-    expand_objects(side, manifest, lambda _: True, Kind)
+    expand_objects(side, manifest, lambda _: True, RestoreAdapter)
     return DiffNames(side.document, manifest)
 
 

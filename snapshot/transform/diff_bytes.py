@@ -29,7 +29,7 @@ from snapshot.save.commit import while_all_go_on
 from snapshot.state.leaves import Leaf
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE
 from snapshot.transform.call import share_whole
-from snapshot.transform.sources import CheckpointStager
+from snapshot.transform.sources import CheckpointSource
 
 # Statistics of the difference of two tensors, computed part by part.
 
@@ -285,7 +285,7 @@ async def _compare_share(a: Opened, b: Opened, pairs: Sequence[Pair], budget: Me
         await expect_files(side, find_locations(entries, side.document.files))
     meter.begin(2 * sum(pair.nbytes for pair in pairs))
     file = _file(pairs)
-    here, there = (_fetched(side, pairs, of) for side, of in ((a, "a"), (b, "b")))
+    here, there = (_make_source(side, pairs, of) for side, of in ((a, "a"), (b, "b")))
     wanted = min(LARGEST_PART, budget.limit // (2 * LANES))
     parts = iter(cut_file(file, max(PAGE * 16, wanted // PAGE * PAGE)))
 
@@ -298,8 +298,8 @@ async def _compare_share(a: Opened, b: Opened, pairs: Sequence[Pair], budget: Me
                 for _ in range(2):
                     slots.append(arena().take(part.end - part.begin))
                 reads = [
-                    asyncio.create_task(fetched.fetch(file, part, slot, budget))
-                    for fetched, slot in zip((here, there), slots, strict=True)
+                    asyncio.create_task(source.read_part(file, part, slot))
+                    for source, slot in zip((here, there), slots, strict=True)
                 ]
                 try:
                     await asyncio.gather(*reads)
@@ -340,10 +340,10 @@ def _file(pairs: Sequence[Pair]) -> FilePlan:
     return FilePlan(b"", tuple(extents), position)
 
 
-def _fetched(side: Opened, pairs: Sequence[Pair], of: str) -> CheckpointStager:
+def _make_source(side: Opened, pairs: Sequence[Pair], of: str) -> CheckpointSource:
     nothing = torch.empty(0, device="meta")
     leaves = [Leaf(pair.name, nothing, pair.dtype, tuple(pair.a.shape), pair.nbytes) for pair in pairs]
-    return CheckpointStager(side, leaves, [getattr(pair, of) for pair in pairs], verify=True)
+    return CheckpointSource(side, leaves, [getattr(pair, of) for pair in pairs], verify=True)
 
 
 def _look(file: FilePlan, part: FilePart, pairs: Sequence[Pair], here: Slot, there: Slot) -> None:

@@ -24,8 +24,9 @@ from snapshot.manifest import entries as e
 from snapshot.manifest.paths import decode_component
 from snapshot.maps.tensor_map import TensorMap
 from snapshot.plan.layout import Extent, FilePart, FilePlan
-from snapshot.save.staging import StagedPart, Stager
+from snapshot.save.staging import PartSource
 from snapshot.text import listed
+from snapshot.transform.sources import CheckpointSource
 from snapshot.transform.target import Target
 
 # The template: a file of GGUF whose key-values the new file gets, such as those of the tokenizer.
@@ -150,20 +151,16 @@ _AT_ONCE = 16 << 10
 """Blocks whose elements are held at once, if the budget allows."""
 
 
-class QuantisingStager(Stager):
+class QuantisingSource(PartSource):
     """Another source of parts, whose leaves are written as blocks of Q8_0. They are float32 leaves of that source."""
 
-    fetches = waits = True
-
-    def __init__(self, inner: Stager, quantised: frozenset[int], memory: MemoryBudget) -> None:
-        super().__init__([], copies=True)
-        self.leaves = inner.leaves
+    def __init__(self, inner: CheckpointSource, quantised: frozenset[int], memory: MemoryBudget) -> None:
         self._inner = inner
         self._quantised = quantised
         self._memory = memory
         self._at_once = max(1, min(_AT_ONCE, memory.limit // (2 * 4 * BLOCK)))
 
-    async def fetch(self, file: FilePlan, part: FilePart, slot: Slot, budget: MemoryBudget) -> StagedPart:
+    async def read_part(self, file: FilePlan, part: FilePart, slot: Slot) -> None:
         """Compute the blocks of a part in its slot, and read the rest of it from the source."""
         plain = []
         for extent in file.extents[part.first : part.last]:
@@ -173,14 +170,14 @@ class QuantisingStager(Stager):
             for run_of_blocks in _cut_blocks(extent, part, self._at_once):
                 await self._compute(extent.leaf, run_of_blocks, slot)
         whole = FilePlan(file.header, tuple(plain), file.size)
-        return await self._inner.fetch(whole, FilePart(part.begin, part.end, 0, len(plain)), slot, budget)
+        await self._inner.read_part(whole, FilePart(part.begin, part.end, 0, len(plain)), slot)
 
     async def _compute(self, leaf: int, blocks: _Blocks, slot: Slot) -> None:
         """Read the elements of blocks, and write the requested bytes of the blocks to a slot."""
         nbytes = blocks.number * BLOCK * 4
         async with self._memory.slot(nbytes + blocks.number * BLOCK_BYTES) as scratch:
             file = FilePlan(b"", (Extent(leaf, 0, nbytes, blocks.first * BLOCK * 4),), nbytes)
-            await self._inner.fetch(file, FilePart(0, nbytes, 0, 1), scratch, self._memory)
+            await self._inner.read_part(file, FilePart(0, nbytes, 0, 1), scratch)
             await in_thread(self._round, leaf, blocks, scratch, slot)
 
     def _round(self, leaf: int, blocks: _Blocks, scratch: Slot, slot: Slot) -> None:
@@ -190,7 +187,9 @@ class QuantisingStager(Stager):
         try:
             gguf.quantise(source, target.view(blocks.number, BLOCK_BYTES))
         except ValueError as error:
-            raise UnsupportedFormatError(f"{self.leaves[leaf].path}: {error}; exclude it, or write float16") from error
+            raise UnsupportedFormatError(
+                f"{self._inner.leaves[leaf].path}: {error}; exclude it, or write float16"
+            ) from error
         slot.tensor[blocks.at : blocks.at + blocks.length] = target[blocks.skip : blocks.skip + blocks.length]
 
 

@@ -29,7 +29,6 @@ from snapshot.manifest.entries import AnyTensor
 from snapshot.manifest.rank_view import make_rank_view, suggest_names
 from snapshot.plan.layout import FilePart, FilePlan
 from snapshot.reports import ConvertReport
-from snapshot.save.staging import StagedPart
 from snapshot.state.leaves import Leaf
 from snapshot.tensors.geometry import Factor, Grid, position_of
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE
@@ -37,8 +36,8 @@ from snapshot.text import listed
 from snapshot.transform.call import expect_checksums, expect_sound, open_sources, selected_locations
 from snapshot.transform.convert import write_checkpoint
 from snapshot.transform.merge import expect_mergeable, key_of, open_origins, spellings
-from snapshot.transform.mixing import MixedStager, Piece, Run
-from snapshot.transform.sources import CheckpointStager, reads_ranges
+from snapshot.transform.mixing import MixedSource, Piece, Run
+from snapshot.transform.sources import CheckpointSource, reads_ranges
 from snapshot.transform.target import Selection, Target
 
 # The plan: the change of each tensor of the base.
@@ -223,7 +222,7 @@ _AT_ONCE = 1 << 20
 """Maximum number of elements that are computed at once, if a row is that long."""
 
 
-class LoraStager(MixedStager):
+class LoraSource(MixedSource):
     """The leaves of the base, with the changes of an adapter.
 
     As in PEFT, a product is computed in float32, or in float64 if the base has it. It is multiplied by the scale and
@@ -243,7 +242,7 @@ class LoraStager(MixedStager):
         orders: dict[int, tuple[int, ...]] | None = None,
         sums: dict[int, int] | None = None,
     ) -> None:
-        """`scratch`: the memory for elements of both. See `CheckpointStager` for the others."""
+        """`scratch`: the memory for elements of both. See `CheckpointSource` for the others."""
         self._changes = [changes.get(key_of(each)) if isinstance(each, e.TENSORS) else None for each in origins]
         self._dtypes = [origin.dtype if isinstance(origin, e.TENSORS) else "uint8" for origin in origins]
         sources = []
@@ -258,7 +257,7 @@ class LoraStager(MixedStager):
             ]
             side = base if number == 0 else adapter
             turned = orders if number in (0, 3) else None
-            sources.append(CheckpointStager(side, stored, own, verify=verify, orders=turned))
+            sources.append(CheckpointSource(side, stored, own, verify=verify, orders=turned))
         super().__init__(
             base,
             leaves,
@@ -348,7 +347,7 @@ class LoraStager(MixedStager):
 
     # DoRA: each row is scaled to a given length, so all of it is read before any of it is written.
 
-    async def fetch(self, file: FilePlan, part: FilePart, slot: Slot, budget: MemoryBudget) -> StagedPart:
+    async def read_part(self, file: FilePlan, part: FilePart, slot: Slot) -> None:
         """Mix a part into a slot. The lengths of the rows that it has are measured first."""
         for extent in file.extents[part.first : part.last]:
             change = self._changes[extent.leaf]
@@ -356,7 +355,7 @@ class LoraStager(MixedStager):
                 async with self._measuring:
                     if extent.leaf not in self._factors:
                         self._factors[extent.leaf] = await self._measure(extent.leaf, change)
-        return await super().fetch(file, part, slot, budget)
+        await super().read_part(file, part, slot)
 
     async def _measure(self, leaf: int, change: Product) -> torch.Tensor:
         """Return the factors of all rows: the magnitudes, divided by the lengths of the sums."""
@@ -399,7 +398,7 @@ def _leaf_of(leaf: Leaf, entry: AnyTensor, *, whole: bool) -> Leaf:
 # The merge.
 
 
-def merge_lora(
+def add_adapter(
     operation: Operation, origins: tuple[Location, Location], target: Target, choice: Selection
 ) -> ConvertReport:
     """Write a base with an adapter. Memory: a quarter for reading, a quarter for both, and half for writing."""
@@ -423,12 +422,12 @@ def merge_lora(
             expect_checksums(exchange, side)
     scratch = MemoryBudget(operation.part(4) or base.budget.total)
 
-    def make_stager(opened: Opened, *leaves: Any, **options: Any) -> LoraStager:
-        return LoraStager(*leaves, base=base, adapter=adapter, changes=changes, scratch=scratch, **options)
+    def make_source(opened: Opened, *leaves: Any, **options: Any) -> LoraSource:
+        return LoraSource(*leaves, base=base, adapter=adapter, changes=changes, scratch=scratch, **options)
 
     document, changed = _without_orders(base.document, changes)
     report = write_checkpoint(
-        operation, base.with_document(document), choice, target, make_stager=make_stager, splits=reads_ranges
+        operation, base.with_document(document), choice, target, make_source=make_source, splits=reads_ranges
     )
     report = replace(report, changed=(*report.changed, *changed))
     return operation.done(report, "merged", bytes=report.nbytes)

@@ -42,8 +42,8 @@ from snapshot.transform.call import (
 )
 from snapshot.transform.convert import expect_writable, write_checkpoint
 from snapshot.transform.diff_bytes import Pair, compare_pairs
-from snapshot.transform.mixing import MixedStager, Piece, Run
-from snapshot.transform.sources import CheckpointStager, reads_ranges
+from snapshot.transform.mixing import MixedSource, Piece, Run
+from snapshot.transform.sources import CheckpointSource, reads_ranges
 from snapshot.transform.target import Selection, Target
 
 # Arithmetic of a merge: tensors of several checkpoints become one, element by element, in order of the checkpoints.
@@ -313,7 +313,7 @@ def spellings(path: str) -> tuple[str, ...]:
 # The checkpoints as one source of parts.
 
 
-class MergeStager(MixedStager):
+class MergeSource(MixedSource):
     """The first checkpoint's leaves, with the values that the mix of all checkpoints gives."""
 
     def __init__(
@@ -329,7 +329,7 @@ class MergeStager(MixedStager):
         orders: dict[int, tuple[int, ...]] | None = None,
         sums: dict[int, int] | None = None,
     ) -> None:
-        """`scratch`: the memory for elements of all checkpoints. See `CheckpointStager` for the others."""
+        """`scratch`: the memory for elements of all checkpoints. See `CheckpointSource` for the others."""
         first = sides[0]
         self._groups: list[Group | None] = [plan.group(origin) for origin in origins]
         self._mix = mix
@@ -340,7 +340,7 @@ class MergeStager(MixedStager):
                 leaf if entry is None else msgspec.structs.replace(leaf, dtype=entry.dtype)
                 for leaf, entry in zip(leaves, own, strict=True)
             ]
-            sources.append(CheckpointStager(side, stored, own, verify=verify, orders=orders))
+            sources.append(CheckpointSource(side, stored, own, verify=verify, orders=orders))
         super().__init__(
             first,
             leaves,
@@ -423,14 +423,14 @@ def merge_checkpoints(
     if abs(total - 1) > _NEARLY and mix.keep == mix.divisor == 1:
         log.warning("%s: the weights add up to %g, not 1; they are used as given", url, total)
 
-    def make_stager(opened: Opened, *leaves: Any, **options: Any) -> MergeStager:
-        return MergeStager(*leaves, sides=sides, plan=plan, mix=mix, scratch=scratch, **options)
+    def make_source(opened: Opened, *leaves: Any, **options: Any) -> MergeSource:
+        return MergeSource(*leaves, sides=sides, plan=plan, mix=mix, scratch=scratch, **options)
 
     def splits(entry: AnyTensor) -> bool:
         group = plan.group(entry)
         return all(reads_ranges(each) for each in (group.entries if group is not None else [entry]))
 
-    report = write_checkpoint(operation, sides[0], choice, target, make_stager=make_stager, splits=splits)
+    report = write_checkpoint(operation, sides[0], choice, target, make_source=make_source, splits=splits)
     report = replace(report, changed=(*report.changed, *changed))
     return operation.done(report, "merged", bytes=report.nbytes)
 

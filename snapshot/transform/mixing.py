@@ -18,10 +18,9 @@ from snapshot.loading.open import Opened
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest.entries import AnyTensor
 from snapshot.plan.layout import Extent, FilePart, FilePlan
-from snapshot.save.staging import StagedPart
 from snapshot.state.leaves import Leaf
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE
-from snapshot.transform.sources import CheckpointStager
+from snapshot.transform.sources import CheckpointSource
 
 _ALIGNED = 64
 _BLOCK = 256 << 10
@@ -54,7 +53,7 @@ class Run(NamedTuple):
         return self.numel * self.itemsize
 
 
-class MixedStager(CheckpointStager, ABC):
+class MixedSource(CheckpointSource, ABC):
     """A checkpoint's leaves, some of them mixed from elements of several sources. Subclasses say how."""
 
     def __init__(
@@ -63,7 +62,7 @@ class MixedStager(CheckpointStager, ABC):
         leaves: Sequence[Leaf],
         origins: Sequence[Any],
         *,
-        sources: Sequence[CheckpointStager],
+        sources: Sequence[CheckpointSource],
         scratch: MemoryBudget,
         verify: bool,
         orders: dict[int, tuple[int, ...]] | None = None,
@@ -71,7 +70,7 @@ class MixedStager(CheckpointStager, ABC):
     ) -> None:
         """Store the sources. Each has a leaf of the same number for each mixed one.
 
-        `scratch`: the memory for their elements. See `CheckpointStager` for the others.
+        `scratch`: the memory for their elements. See `CheckpointSource` for the others.
         """
         super().__init__(opened, leaves, origins, verify=verify, orders=orders, sums=sums)
         self._scratch = scratch
@@ -90,15 +89,14 @@ class MixedStager(CheckpointStager, ABC):
     def mix(self, piece: Piece, held: Sequence[torch.Tensor], target: torch.Tensor) -> None:
         """Compute a piece from the bytes of its inputs."""
 
-    async def fetch(self, file: FilePlan, part: FilePart, slot: Slot, budget: MemoryBudget) -> StagedPart:
+    async def read_part(self, file: FilePlan, part: FilePart, slot: Slot) -> None:
         """Mix a part into a slot, and read the rest of it from the checkpoint."""
         batches = list(self._batches(file, part))
         await gather_limited(batches, lambda batch: self._merge(batch, slot), _AT_ONCE)
-        staged = await super().fetch(file, part, slot, budget)
+        await super().read_part(file, part, slot)
         self.bytes_read += sum(source.bytes_read for source in self._sources)
         for source in self._sources:
             source.bytes_read = 0
-        return staged
 
     async def _want(
         self, read_plan: ReadPlan, index: int, entry: AnyTensor, first: int, **place: Any
@@ -167,10 +165,10 @@ class MixedStager(CheckpointStager, ABC):
                 position = -(-end // _ALIGNED) * _ALIGNED
         async with self._scratch.slot(position) as scratch:
 
-            def read(number: int) -> Coroutine[Any, Any, StagedPart]:
+            def read(number: int) -> Coroutine[Any, Any, None]:
                 file = FilePlan(b"", tuple(files[number]), position)
                 part = FilePart(0, position, 0, len(file.extents))
-                return self._sources[number].fetch(file, part, scratch, self._scratch)
+                return self._sources[number].read_part(file, part, scratch)
 
             if await self._is_blocking(files):
                 await in_thread(self._read_all, read, batch, places, scratch, work)
@@ -192,7 +190,7 @@ class MixedStager(CheckpointStager, ABC):
 
     def _read_all(
         self,
-        read: Callable[[int], Coroutine[Any, Any, StagedPart]],
+        read: Callable[[int], Coroutine[Any, Any, None]],
         batch: Sequence[Piece],
         places: Sequence[Sequence[slice]],
         scratch: Slot,

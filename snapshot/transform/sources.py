@@ -20,7 +20,7 @@ from snapshot.errors import CorruptSnapshotError, StorageError
 from snapshot.formats.foreign import is_embedded
 from snapshot.formats.torch_save import EmbeddedLayout, is_streamed
 from snapshot.io.aio import gather_limited, in_thread, shielded
-from snapshot.io.arena import Slot, arena, arena_bytes
+from snapshot.io.arena import Slot
 from snapshot.io.budget import MemoryBudget
 from snapshot.io.loop import cancel_all
 from snapshot.io.session import Session
@@ -39,7 +39,7 @@ from snapshot.plan.layout import Extent, FilePart, FilePlan
 from snapshot.progress import unmetered
 from snapshot.save.compression import Packing
 from snapshot.save.digests import FileDigests
-from snapshot.save.staging import StagedPart, Stager
+from snapshot.save.staging import PartSource, StagedPart
 from snapshot.save.writer import Writer
 from snapshot.state.leaves import Leaf
 from snapshot.tensors.digest import BLOCK, RunningDigest, digest_range
@@ -129,27 +129,19 @@ def _begin_of(each: CheckedRange) -> int:
     return each.begin
 
 
-class FileStream(Stager):
+class FileStream(PartSource):
     """The bytes of files on another storage."""
 
-    fetches = True
-
     def __init__(self, storage: Storage, files: Sequence[CopiedFile]) -> None:
-        super().__init__([], copies=True)
         self._storage = storage
         self.waits = not storage.capabilities.blocking
         self.plans = [file.plan() for file in files]
         self._files = {id(plan): file for plan, file in zip(self.plans, files, strict=True)}
 
-    def needs_slot(self, file: FilePlan, part: FilePart) -> int:
-        return part.end - part.begin
-
-    async def fetch(self, file: FilePlan, part: FilePart, slot: Slot, budget: MemoryBudget) -> StagedPart:
-        """Read a part into a slot."""
+    async def read_part(self, file: FilePlan, part: FilePart, slot: Slot) -> None:
         passed = self._files[id(file)]
         view = slot.view[: part.end - part.begin]
         await self._storage.read_into(passed.location, part.begin, [view], token=passed.token)
-        return StagedPart([view], None, slot, budget)
 
     def digests(self, file: FilePlan) -> FileDigests:
         return Checked(file, self._files[id(file)])
@@ -224,18 +216,11 @@ class ReadAhead:
         return staged
 
     async def _read(self, number: int, part: FilePart) -> StagedPart:
-        nbytes = part.end - part.begin
-        size = arena_bytes(nbytes)
-        await self._budget.acquire(size)
+        held = await self._budget.hold(part.end - part.begin)
         try:
-            slot = arena().take(nbytes)  # not in a thread: a cancellation would leak the slot
-            try:
-                return await self._source.fetch(self._source.plans[number], part, slot, self._budget)
-            except BaseException:
-                arena().give(slot)
-                raise
+            return await self._source.fetch(self._source.plans[number], part, held)
         except BaseException:
-            self._budget.release(size)
+            held.release()
             raise
 
     def stop(self, error: BaseException) -> None:
@@ -342,10 +327,8 @@ def reads_ranges(entry: AnyTensor) -> bool:
     return not any(is_streamed(stored) or is_embedded(stored) for _, stored in entry.pieces())
 
 
-class CheckpointStager(Stager):
+class CheckpointSource(PartSource):
     """Leaves that are read from a checkpoint part by part, or whose bytes are given or computed when written."""
-
-    fetches = waits = True
 
     def __init__(
         self,
@@ -362,7 +345,6 @@ class CheckpointStager(Stager):
         `orders`: for permuted leaves, the order of their dimensions in the entry. `sums`: collects the CRC32 of each
         leaf's bytes.
         """
-        super().__init__([], copies=True)
         self.leaves = leaves
         self._opened = opened
         self._document = opened.document
@@ -382,11 +364,7 @@ class CheckpointStager(Stager):
         self._parted: set[int] = set()
         """Leaves that are read part by part."""
 
-    def needs_slot(self, file: FilePlan, part: FilePart) -> int:
-        return part.end - part.begin
-
-    async def fetch(self, file: FilePlan, part: FilePart, slot: Slot, budget: MemoryBudget) -> StagedPart:
-        """Read a part into a slot. The parts of one file are fetched in order."""
+    async def read_part(self, file: FilePlan, part: FilePart, slot: Slot) -> None:
         if part.begin < len(file.header):
             header = file.header[part.begin : part.end]
             slot.view[: len(header)] = header
@@ -414,7 +392,6 @@ class CheckpointStager(Stager):
             self._left[index] -= count
             if not self._left[index]:
                 del self._held[index]
-        return StagedPart([slot.view[: part.end - part.begin]], None, slot, budget)
 
     async def _want(
         self,

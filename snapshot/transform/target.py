@@ -36,7 +36,7 @@ from snapshot.plan.names import Rename, expect_globs
 from snapshot.reports import ConvertReport
 from snapshot.save.begin import open_take
 from snapshot.save.compression import choose_packing, expect_compression, usual_budget
-from snapshot.save.planned_take import Take, plan_writes
+from snapshot.save.planned_take import PartStaging, Take, plan_writes
 from snapshot.save.replication import RankShare, Replication, item_of, size_of
 from snapshot.save.reuse import Unchanged
 from snapshot.state import leaves
@@ -56,7 +56,7 @@ from snapshot.transform.call import (
     is_foreign_object,
     places_of,
 )
-from snapshot.transform.sources import CheckpointStager, expect_room, reads_ranges
+from snapshot.transform.sources import CheckpointSource, expect_room, reads_ranges
 
 Format = Literal[
     "snapshot", "safetensors", "torch", "dcp", "gguf", "peft", "deepspeed-universal", "torch_checkpointing"
@@ -529,12 +529,12 @@ def write_as_snapshot(
     target: Target,
     operation: Operation,
     *,
-    make_stager: Callable[..., CheckpointStager] = CheckpointStager,
+    make_source: Callable[..., CheckpointSource] = CheckpointSource,
     splits: Callable[[e.AnyTensor], bool] = reads_ranges,
 ) -> ConvertReport:
     """Write a checkpoint as a snapshot with the same ranks. The ranks of the operation share the tensors.
 
-    `make_stager`: returns the source of the tensors' bytes. `splits`: returns True for a tensor that ranks may split.
+    `make_source`: returns the source of the tensors' bytes. `splits`: returns True for a tensor that ranks may split.
     """
     document = opened.document
     exchange, url = operation.exchange, target.place.url
@@ -560,9 +560,9 @@ def write_as_snapshot(
         share = RecordedShare(exchange, recording, document.world_size)
         packing = choose_packing(target.compression, opening.session, ())
         plan = plan_writes(share, opening.session, staged=False, packing=packing)
-        stager = make_stager(opened, share.leaves, share.origins, verify=choice.verify)
+        source = make_source(opened, share.leaves, share.origins, verify=choice.verify)
         metadata = add_root(document)
-        take = Take(opening, share, plan, Unchanged(), stager=stager, metadata=metadata, packing=packing)
+        take = Take(opening, share, plan, Unchanged(), staging=PartStaging(source), metadata=metadata, packing=packing)
         run(take.write_and_commit())
     changed = tuple(memory_changes(entries, lambda *_: True))
     return ConvertReport("snapshot", recording.tensors, take.committed_bytes, tuple(recording.uncast), changed=changed)

@@ -502,8 +502,8 @@ class WriterProcess:
                 # The error is from the staging thread: here it would end the loop, or look like a cancellation of this
                 # task.
                 raise SnapshotError(f"staging was interrupted: {error!r}") from error
-            slot = staged.slot
-            assert slot is not None
+            assert staged.held is not None
+            slot = staged.held.slot
             assert slot.segment is not None
             take.lent[file, position] = staged
             self._show(slot.segment)

@@ -31,7 +31,7 @@ from snapshot.io.system import lower_priority
 from snapshot.io.url import URL
 from snapshot.plan.layout import FilePart, FilePlan, cut_file
 from snapshot.save.compression import Packing
-from snapshot.save.staging import StagedPart, Stager
+from snapshot.save.staging import PartSource, StagedPart
 from snapshot.save.writer import Writer, WrittenFile
 from snapshot.worker.client import (
     Begin,
@@ -65,7 +65,7 @@ class Lent(StagedPart):
     __slots__ = ("_give_back",)
 
     def __init__(self, view: memoryview, give_back: Free, channel: MessageChannel) -> None:
-        super().__init__([view], None, None, None)
+        super().__init__([view], None, None)
         self._give_back: tuple[MessageChannel, Free] | None = (channel, give_back)
 
     def release(self) -> None:
@@ -120,7 +120,7 @@ class RemoteWriter(Writer):
     def __init__(
         self, storage: Storage, budget: MemoryBudget, progress: Progress, part_bytes: Sequence[tuple[FilePlan, int]]
     ) -> None:
-        super().__init__(storage, Stager((), copies=True), budget, progress)  # all parts are already staged
+        super().__init__(storage, PartSource(), budget, progress)  # all parts are already staged
         self._part_bytes = {id(file): nbytes for file, nbytes in part_bytes}
 
     def parts(self, file: FilePlan) -> list[FilePart]:

@@ -66,6 +66,7 @@ def test_a_table_names_what_it_is_measured_on(tmp_path: Path, bench: Callable[..
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_storage_that_is_no_file_system_has_no_raw_baselines(tmp_path: Path, bench: Callable[..., str]) -> None:
     shown = bench("memory://bench", *TINY, "--only", "take,cold", "--json")
     (table,) = json.loads(shown)["tables"]

@@ -43,7 +43,7 @@ def convert(path, target, kind, method=None):
 
 
 def merge(path, adapter, target):
-    snapshot.merge([path], target, lora=adapter, ranks=True)
+    snapshot.merge_lora(path, adapter, target, ranks=True)
     dist.barrier()
 
 

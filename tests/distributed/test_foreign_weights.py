@@ -63,6 +63,6 @@ def test_ranks_share_a_merge(two, folder, target):
     save_file(state, f"{folder}/base.safetensors")
     lora = adapter(Path(folder, "adapter"), {**factors("a", 3000, 700, rank=16), **factors("b", 500, 700)})
     two.run(ranks.merge, f"{folder}/base.safetensors", str(lora), f"{folder}/{target}")
-    snapshot.merge([f"{folder}/base.safetensors"], f"{folder}/alone", lora=lora)
+    snapshot.merge_lora(f"{folder}/base.safetensors", lora, f"{folder}/alone")
     same(snapshot.load(f"{folder}/{target}"), snapshot.load(f"{folder}/alone"))
     assert not Snapshot.diff(f"{folder}/{target}", f"{folder}/alone")

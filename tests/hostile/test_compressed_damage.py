@@ -43,6 +43,7 @@ def test_the_snapshot_is_compressed_and_whole(arrays):
     assert Snapshot("memory://packed").verify()
 
 
+@pytest.mark.slow
 def test_flipped_bytes_of_every_file_are_found(arrays):
     """Every byte of headers, tables and manifest, and every seventh of the values."""
     met = 0

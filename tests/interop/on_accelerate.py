@@ -16,7 +16,7 @@ with warnings.catch_warnings():
     from accelerate.utils import DataLoaderConfiguration
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-from snapshot import PendingSnapshot, Snapshot, SnapshotError
+from snapshot import PendingSnapshot, Snapshot, SnapshotError, SnapshotNotFoundError
 from snapshot.interop.accelerate import app_state_of, load_state, save_state
 from tests.interop.forked_ranks import fork_ranks
 
@@ -218,8 +218,28 @@ def test_a_folder_of_accelerate_is_loaded_by_accelerate(tmp_path):
     load_state(other.accelerator, tmp_path / "theirs")
     assert other.weights() == run.weights()
     assert other.accelerator.step == CUT
-    with pytest.raises(ValueError, match="folder does not exist"):
-        load_state(other.accelerator, tmp_path / "nothing")
+
+
+def test_a_folder_without_a_commit_is_named(tmp_path):
+    run = Run()
+    save_state(run.accelerator, tmp_path / "saved")
+    (tmp_path / "saved" / ".snapshot_metadata").unlink()
+    for name in ("saved", "nothing"):
+        with pytest.raises(SnapshotNotFoundError, match=name):
+            load_state(run.accelerator, tmp_path / name)
+
+
+def test_registered_objects_that_are_not_restored_are_logged(tmp_path, caplog):
+    run = Run()
+    run.accelerator.register_for_checkpointing(Counter())
+    save_state(run.accelerator, tmp_path / "saved")
+    load_state(run.accelerator, tmp_path / "saved")
+    assert "custom_1" not in caplog.text
+    load_state(Run().accelerator, tmp_path / "saved")
+    assert "custom_1" in caplog.text
+    caplog.clear()
+    load_state(Run().accelerator, tmp_path / "saved", unused="ignore")
+    assert "custom_1" not in caplog.text
 
 
 def test_the_app_state_is_for_all_verbs(tmp_path):

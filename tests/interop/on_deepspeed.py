@@ -39,6 +39,8 @@ from tests.formats.write_deepspeed_files import Model, config, make_experts, mak
 from tests.interop.forked_ranks import fork_ranks
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+SLOW = pytest.mark.slow
+"""Only `tests/soak/test_frameworks.py` runs them."""
 
 
 def make_pipeline():
@@ -136,8 +138,13 @@ def _resume(folder, kind, asynchronous):
 
 @pytest.mark.parametrize(
     ("kind", "world", "files"),
-    [(0, 2, 1), (1, 2, 3), (2, 2, 3), (3, 2, 4), (1, 1, 2), (3, 1, 2), ("experts", 2, 7), ("pipeline", 2, None)],
-)  # fmt: skip
+    [
+        (0, 2, 1),
+        (2, 2, 3),
+        ("pipeline", 2, None),
+        *(pytest.param(*each, marks=SLOW) for each in [(1, 2, 3), (3, 2, 4), (1, 1, 2), (3, 1, 2), ("experts", 2, 7)]),
+    ],
+)
 def test_ranks_resume_to_the_same_bits(tmp_path, kind, world, files):
     counts = fork_ranks(world, tmp_path, _resume, tmp_path / "run", kind, kind in (1, 3))
     tag = tmp_path / "run" / "global_step3"
@@ -180,7 +187,7 @@ def _fail(folder, asynchronous):
     assert (folder / "latest").read_text() == "good"
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=SLOW), True])
 def test_a_tag_that_was_not_committed_is_never_the_latest_and_cannot_be_loaded(tmp_path, asynchronous):
     fork_ranks(2, tmp_path, _fail, tmp_path / "run", asynchronous)
 
@@ -238,7 +245,7 @@ def _refuse_on_one_rank(folder, asynchronous):
     assert (folder / "latest").read_text() == "good"
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=SLOW), True])
 def test_all_ranks_learn_what_one_of_them_cannot_store(tmp_path, asynchronous):
     fork_ranks(2, tmp_path, _refuse_on_one_rank, tmp_path / "run", asynchronous)
 
@@ -263,6 +270,7 @@ def _fill_disk_of_one_rank(folder, asynchronous):
     assert (folder / "latest").read_text() == "good"
 
 
+@SLOW
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_all_ranks_learn_that_one_of_them_cannot_write_a_notice(tmp_path, asynchronous):
     fork_ranks(2, tmp_path, _fill_disk_of_one_rank, tmp_path / "run", asynchronous)
@@ -305,7 +313,7 @@ def _resume_universal(folder, names, stage):
     return made
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("stage", [1, 3])
 def test_other_numbers_of_ranks_resume_from_the_files_as_from_those_of_deepspeed(tmp_path, stage):
     fork_ranks(2, tmp_path, _save_both, tmp_path, stage)

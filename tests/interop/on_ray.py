@@ -90,6 +90,7 @@ def alone(config):
     adapter.report({}, {"progress": StateDict(step=0)})
 
 
+@pytest.mark.slow
 def test_workers_without_a_process_group_are_refused(tmp_path):
     trainer = DataParallelTrainer(
         alone, scaling_config=ScalingConfig(num_workers=2), run_config=RunConfig("run", str(tmp_path))

@@ -2,8 +2,10 @@
 own, which imports them once."""
 
 import importlib.util
+import os
 import tempfile
 import threading
+import time
 import warnings
 from pathlib import Path
 
@@ -17,12 +19,23 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from accelerate.state import AcceleratorState
     from peft import LoraConfig, get_peft_model
-    from transformers import GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+    from transformers import (
+        GPT2LMHeadModel,
+        LlamaConfig,
+        LlamaForCausalLM,
+        MixtralConfig,
+        MixtralForCausalLM,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+    )
     from transformers.trainer_callback import ExportableState
     from transformers.trainer_utils import rotate_checkpoints
     from transformers.utils import logging
 
 from snapshot import Snapshot, SnapshotError, SnapshotNotFoundError
+from snapshot.distributed.group import ranks_of
+from snapshot.interop import transformers as transformers_mixin
 from snapshot.interop.trainer_folders import FOLDER, MARK, STATE, delete_old, find_last
 from snapshot.interop.transformers import SnapshotTrainerMixin
 from tests.interop.forked_ranks import fork_ranks
@@ -69,6 +82,34 @@ def test_data_parallel_ranks_resume_to_the_same_bits(tmp_path):
     snapshot = Snapshot(tmp_path / "broken" / "checkpoint-6" / FOLDER)
     assert snapshot.verify()
     assert {path.split("/")[1] for path in snapshot.get_manifest() if path.startswith("1/")} == {"rng"}
+
+
+def _end_at_other_times(folder):
+    class Late(Background):
+        fails = False
+
+        def _finish(self, *arguments):
+            if self.args.process_index == 0:
+                time.sleep(0.5)  # the other rank is ready long before
+                if self.fails:
+                    raise OSError("the disk is full")
+            super()._finish(*arguments)
+
+    example.train(folder, kind=Late, stop_at=2)
+    assert find_last(str(folder)) == str(folder / "checkpoint-2")
+    looked = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers_mixin, "find_last", lambda given: looked.append(given) or find_last(given))
+        example.train(folder, kind=Late, resume=True)
+    assert not ranks_of(None).connected()[1]._calls  # no call goes on, whose heartbeat is sent
+    Late.fails = True
+    with pytest.raises((OSError, SnapshotError), match="the disk is full"):
+        example.train(folder, kind=Late, stop_at=2)
+    return len(looked)
+
+
+def test_ranks_wait_for_all_parts_of_a_checkpoint_and_resume_from_the_same_one(tmp_path):
+    assert fork_ranks(2, tmp_path, _end_at_other_times, tmp_path / "run") == [1, 0]
 
 
 def test_ranks_of_accelerate_resume_to_the_same_bits(tmp_path):
@@ -270,20 +311,26 @@ def test_old_checkpoints_are_deleted_as_the_trainer_does(tmp_path, kind):
     assert written.save_total_limit == 2
 
 
-NUMBERS = st.sets(st.integers(1, 9), min_size=1)
+NUMBERS = st.lists(st.integers(1, 9), min_size=1, unique=True)
 
 
 @given(NUMBERS, st.integers(1, 10), st.none() | st.integers(1, 9))
 def test_the_same_checkpoints_are_deleted_as_by_the_trainer(numbers, limit, best):
+    """The numbers are in the order of the saves: a run may begin at an earlier step again."""
     left = []
-    for delete in (delete_old, rotate_checkpoints):
+    for by_trainer in (True, False):
         with tempfile.TemporaryDirectory() as folder:
-            for number in numbers:
-                checkpoint = Path(folder, f"checkpoint-{number}")
-                checkpoint.mkdir()
-                (checkpoint / STATE).touch()
+            for time, number in enumerate(numbers):
+                new = Path(folder, f"checkpoint-{number}")
+                new.mkdir()
+                (new / STATE).touch()
+                for each in (new / STATE, new):
+                    os.utime(each, (time, time))
             named = f"{folder}/checkpoint-{best}" if best in numbers else None
-            delete(folder, limit, named)
+            if by_trainer:
+                rotate_checkpoints(folder, limit, named, use_mtime=True)
+            else:
+                delete_old(str(new), limit, named)
             left.append({path.name for path in Path(folder).iterdir()})
     assert left[0] == left[1]
 
@@ -332,6 +379,57 @@ def test_weights_are_those_of_the_step_though_they_are_written_later(tmp_path):
         }
         same(read_weights(plain), read_weights(late))
         same(GPT2LMHeadModel.from_pretrained(plain).state_dict(), GPT2LMHeadModel.from_pretrained(late).state_dict())
+
+
+@pytest.mark.parametrize("kind", [example.SnapshotTrainer, Background])
+@pytest.mark.parametrize("read", [False, True])
+def test_a_model_whose_files_have_other_names_resumes_to_the_same_bits(tmp_path, kind, read):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    texts = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(0, 64, (16, 16))]
+
+    def train(folder, steps, resume=False):
+        torch.manual_seed(0)
+        model = MixtralForCausalLM(MixtralConfig(vocab_size=64, num_local_experts=2, num_key_value_heads=2, **sizes))
+        if read:
+            model.save_pretrained(folder / "first")
+            model = MixtralForCausalLM.from_pretrained(folder / "first")
+        arguments = TrainingArguments(
+            str(folder), max_steps=steps, lr_scheduler_type="constant", learning_rate=1e-2, save_steps=2, report_to=[],
+            use_cpu=True, disable_tqdm=True,
+        )  # fmt: skip
+        kind(model, arguments, train_dataset=texts).train(resume_from_checkpoint=resume)
+        return model.state_dict()
+
+    whole = train(tmp_path / "whole", 4)
+    train(tmp_path / "broken", 2)
+    same(train(tmp_path / "broken", 4, resume=True), whole)
+    assert read_weights(tmp_path / "broken" / "checkpoint-4").keys() != whole.keys()
+    Snapshot(tmp_path / "broken" / "checkpoint-4" / FOLDER).delete()  # as without the mixin
+    with pytest.raises(SnapshotError, match="checkpoint-4: its weights have other names than those of the model"):
+        train(tmp_path / "broken", 4, resume=str(tmp_path / "broken" / "checkpoint-4"))
+
+
+def test_the_adapters_of_a_model_whose_files_have_other_names_are_loaded_from_their_files(tmp_path):
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = MixtralForCausalLM(MixtralConfig(vocab_size=64, num_local_experts=2, num_key_value_heads=2, **sizes))
+    model.save_pretrained(tmp_path / "base")
+    texts = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(0, 64, (16, 16))]
+
+    def train(seed, steps, resume=False):
+        torch.manual_seed(seed)
+        model = get_peft_model(MixtralForCausalLM.from_pretrained(tmp_path / "base"), config)
+        model.add_adapter("frozen", LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+        arguments = TrainingArguments(
+            str(tmp_path / "run"), max_steps=steps, save_steps=2, report_to=[], use_cpu=True, disable_tqdm=True
+        )
+        example.SnapshotTrainer(model, arguments, train_dataset=texts).train(resume_from_checkpoint=resume)
+        return {name: value for name, value in model.state_dict().items() if ".frozen." in name}
+
+    first = train(0, 2)
+    assert first
+    same(train(1, 4, resume=True), first)
+    assert "0/model" not in Snapshot(tmp_path / "run" / "checkpoint-4" / FOLDER).get_manifest()
 
 
 @pytest.mark.parametrize("adapters", [1, 2])
@@ -390,6 +488,44 @@ def test_weights_that_are_not_written_make_the_checkpoint_incomplete(tmp_path):
     assert find_last(str(tmp_path)) == str(tmp_path / "checkpoint-2")
     with pytest.raises(SnapshotNotFoundError, match="checkpoint-4: its weights were not written to the end"):
         example.train(tmp_path, resume=str(tmp_path / "checkpoint-4"))
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_all_files_are_on_disk_before_old_checkpoints_are_deleted(tmp_path, monkeypatch, durable):
+    class Noted(Background):
+        snapshot_options = {"durable": durable}  # noqa: RUF012
+
+    def sync(path):
+        assert (tmp_path / Path(path).parent / MARK).exists()
+        flushed.append(str(Path(path).relative_to(tmp_path)))
+
+    flushed = []
+    monkeypatch.setattr("snapshot.interop.trainer_folders.sync_path", sync)
+    example.train(tmp_path, kind=Noted, stop_at=2)
+    expected = {f"checkpoint-2/{name}" for name in (STATE, "config.json", "model.safetensors", "training_args.bin")}
+    assert expected <= {*flushed} if durable else not flushed
+
+
+def test_an_interrupted_wait_does_not_forget_the_checkpoint(tmp_path, monkeypatch):
+    resume, trainers = threading.Event(), []
+
+    class Held(Background):
+        def _finish(self, *arguments):
+            trainers.append(self)
+            assert resume.wait(60)
+            super()._finish(*arguments)
+
+    def interrupt(_):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(transformers_mixin, "wait", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        example.train(tmp_path, kind=Held, stop_at=2)
+    assert find_last(str(tmp_path)) is None
+    resume.set()
+    trainers[0]._wait_for_snapshot()
+    assert find_last(str(tmp_path)) == str(tmp_path / "checkpoint-2")
 
 
 class Scaled(example.SnapshotTrainer):

@@ -27,7 +27,7 @@ def test_the_file_has_the_values_of_the_call(tmp_path):
         with torch.no_grad():
             for each in live.values():
                 each.add_(1)
-        weights.write(durable=step == 1)
+        weights.write()
         read = load_file(tmp_path / str(step))
         assert {name: (each.dtype, each.unique().tolist()) for name, each in read.items()} == {
             "w": (torch.float32, [step]),
@@ -45,7 +45,7 @@ def test_memory_is_used_again_and_replaced_by_shape_and_dtype(tmp_path):
             for number, each in enumerate(tensors):
                 save({"w": each}, tmp_path / str(number))
         held = {number: memory.data_ptr() for (number, _), memory in weights._memory.items()}
-        weights.write(durable=False)
+        weights.write()
         for number, each in enumerate(tensors):
             assert load_file(tmp_path / str(number))["w"].equal(each)
         return held
@@ -68,7 +68,7 @@ def test_what_was_captured_before_an_error_is_dropped(tmp_path):
     assert safetensors.torch.save_file is ORIGINAL
     with weights.capture():
         save({"w": torch.ones(1)}, tmp_path / "second")
-    weights.write(durable=False)
+    weights.write()
     assert [path.name for path in tmp_path.iterdir()] == ["second"]
 
 
@@ -78,7 +78,7 @@ def test_other_threads_write_at_once_and_capture_one_after_the_other(tmp_path):
         for _ in range(50):
             with weights.capture():
                 save({"w": torch.full((4,), value)}, tmp_path / name)
-            weights.write(durable=False)
+            weights.write()
 
     def write():
         for _ in range(50):
@@ -105,4 +105,4 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
     with weights.capture():
         save({"w": torch.ones(1)}, tmp_path / "folder" / "model.safetensors")
     with pytest.raises(SnapshotError, match=r"folder/model.safetensors: the weights were not written: \w+"):
-        weights.write(durable=True)
+        weights.write()

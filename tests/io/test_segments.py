@@ -61,6 +61,31 @@ def test_an_error_of_any_thread_is_raised_after_all_have_ended(monkeypatch):
     assert calls == [4 * MiB] * 4
 
 
+def test_an_interrupt_is_raised_after_all_have_ended(monkeypatch):
+    monkeypatch.setattr(arena, "_POPULATED", 8 * MiB)
+    monkeypatch.setenv("SNAPSHOT_LANES", "2")
+    interrupted, ended, join = threading.Event(), [], threading.Thread.join
+
+    def populate(address, nbytes):
+        if threading.current_thread() is not threading.main_thread():
+            assert interrupted.wait(60)
+            ended.append(nbytes)
+        return True
+
+    def interrupt(thread):
+        if not interrupted.is_set():
+            interrupted.set()
+            raise KeyboardInterrupt
+        join(thread)
+
+    monkeypatch.setattr(arena, "populate_pages", populate)
+    segment = Segment(16 * MiB, GRAIN, shared=False)
+    monkeypatch.setattr(threading.Thread, "join", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        segment.populate(0, 16 * MiB)
+    assert ended == [8 * MiB]
+
+
 def test_without_further_threads_one_allocates_all(monkeypatch):
     monkeypatch.setattr(arena, "_POPULATED", 4 * MiB)
     monkeypatch.setenv("SNAPSHOT_LANES", "4")

@@ -172,7 +172,7 @@ def test_without_cryptography_the_error_says_what_to_install(tmp_path, monkeypat
 # Found
 
 
-@pytest.mark.parametrize("way", ["take", "compressed"])
+@pytest.mark.parametrize("way", ["take", pytest.param("compressed", marks=pytest.mark.slow)])
 def test_every_changed_byte_is_found(tmp_path, secret, public, way):
     path = tmp_path / "s"
     WAYS[way](path, small(), secret)

@@ -105,6 +105,7 @@ assert compiled.asm["cubin"]
 
 @pytest.mark.skipif(triton_version() < (3, 2), reason="Triton 3.2 or newer is not installed, to compile the kernel")
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_the_kernel_is_compiled_without_a_device(tmp_path):
     """The interpreter accepts what the compiler refuses, such as a name with two types."""
     run_python("-W", "error", "-W", "ignore::DeprecationWarning", "-c", COMPILE, TRITON_CACHE_DIR=str(tmp_path))

@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 from torch import nn
 
@@ -23,6 +24,7 @@ def spoil(model):
         model.weight.fill_(math.nan)
 
 
+@pytest.mark.slow
 def test_the_last_good_step_is_uploaded_also_if_only_suspect_ones_are_newer(tmp_path, hosts):
     far = tmp_path / "far"
     model, app = training()
@@ -38,6 +40,7 @@ def test_the_last_good_step_is_uploaded_also_if_only_suspect_ones_are_newer(tmp_
         assert manager.restore_latest(training()[1]) == 2
 
 
+@pytest.mark.slow
 def test_a_suspect_step_stays_near_until_a_later_one_is_taken(tmp_path, hosts):
     far = tmp_path / "far"
     model, app = training()

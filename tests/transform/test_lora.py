@@ -141,7 +141,7 @@ def test_a_base_of_any_format_is_merged_to_any_other(tmp_path, files, kind, to):
     source = tmp_path / {"safetensors": "base.safetensors", "torch": "base.pt"}.get(kind, "base")
     write(kind, state, source)
     target = Target(tmp_path / {"safetensors": "out.safetensors", "torch": "out.pt"}.get(to, "out"), to)
-    report = snapshot.merge([source], target, lora=folder, select=["model/**"] if kind == "torch" else ())
+    report = snapshot.merge_lora(source, folder, target, select=["model/**"] if kind == "torch" else ())
     assert report.tensors == len(state)
     close(snapshot.load(target.url), expected)
 
@@ -155,7 +155,7 @@ def test_parts_and_budgets_do_not_change_the_bits(tmp_path, dtype):
     found = []
     for number, budget in enumerate((None, 1 << 20, 7 << 20)):
         path = tmp_path / f"{number}.safetensors"
-        snapshot.merge([tmp_path / "base.safetensors"], path, lora=folder, memory_budget_bytes=budget)
+        snapshot.merge_lora(tmp_path / "base.safetensors", folder, path, memory_budget_bytes=budget)
         found.append(snapshot.load(path))
     same(found[1], found[0])
     same(found[2], found[0])
@@ -170,7 +170,7 @@ def test_parts_and_budgets_do_not_change_the_bits(tmp_path, dtype):
 def test_a_cast_follows_the_merge(tmp_path, files):
     state, folder, expected = files
     save_file(state, tmp_path / "base.safetensors")
-    snapshot.merge([tmp_path / "base.safetensors"], tmp_path / "out", lora=folder, dtype=torch.bfloat16)
+    snapshot.merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out", dtype=torch.bfloat16)
     found = snapshot.load(tmp_path / "out")
     for name, each in found.items():
         wanted = expected[name].to(torch.bfloat16) if expected[name].is_floating_point() else expected[name]
@@ -183,7 +183,7 @@ def test_rslora_divides_by_the_root_of_the_rank(tmp_path):
     folder = adapter(tmp_path / "adapter", tensors, use_rslora=True)
     state = {"a.weight": draw(8, 6)}
     save_file(state, tmp_path / "base.safetensors")
-    snapshot.merge([tmp_path / "base.safetensors"], tmp_path / "out", lora=folder)
+    snapshot.merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out")
     expected = summed(state["a.weight"], *tensors.values(), 6 / 3)
     torch.testing.assert_close(snapshot.load(tmp_path / "out")["a.weight"], expected)
 
@@ -197,13 +197,13 @@ def test_a_square_matrix_is_refused_if_another_contradicts_the_configuration(tmp
     state = {"square.weight": draw(6, 6), **{f"{name}.weight": draw(*shapes[name]) for name in others}}
     save_file(state, tmp_path / "base.safetensors")
     if others == (("turned",) if turned else ("straight",)):
-        snapshot.merge([tmp_path / "base.safetensors"], tmp_path / "out", lora=folder)
+        snapshot.merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out")
         pair = tensors["square.lora_A.weight"], tensors["square.lora_B.weight"]
         expected = summed(state["square.weight"], *pair, 6 / 4, turned=turned)
         torch.testing.assert_close(snapshot.load(tmp_path / "out")["square.weight"], expected)
         return
     with pytest.raises(RestoreError, match=r"square\.weight: is square, .*Split the adapter in two"):
-        snapshot.merge([tmp_path / "base.safetensors"], tmp_path / "out", lora=folder)
+        snapshot.merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -223,7 +223,7 @@ def test_a_saved_base_layer_is_what_the_product_is_added_to(tmp_path, kind, stor
         expected *= (tensors["e.lora_magnitude_vector"] / expected.norm(dim=1))[:, None]
     for budget in (None, 1 << 20):
         target = tmp_path / f"out{budget}"
-        snapshot.merge([tmp_path / "base.safetensors"], target, lora=folder, memory_budget_bytes=budget)
+        snapshot.merge_lora(tmp_path / "base.safetensors", folder, target, memory_budget_bytes=budget)
         torch.testing.assert_close(snapshot.load(target)["e.weight"], expected, rtol=1e-4, atol=1e-5)
 
 
@@ -231,13 +231,13 @@ def test_saved_base_layers_that_do_not_fit_are_refused(tmp_path):
     save_file({"a.weight": draw(8, 6)}, tmp_path / "base.safetensors")
     folder = adapter(tmp_path / "adapter", {**factors("a", 8, 6), "a.base_layer.weight": draw(9, 6)})
     with pytest.raises(RestoreError, match=r"a\.weight: has shape \[8, 6\], .* the saved base layer float32\[9, 6\]"):
-        snapshot.merge([tmp_path / "base.safetensors"], tmp_path / "out", lora=folder)
+        snapshot.merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out")
     adapter(folder, {**factors("a", 8, 6), "a.weight": draw(8, 6)})
     with pytest.raises(UnsupportedFormatError, match=r"cannot be merged:\n.*\.a\.weight"):
-        snapshot.merge([tmp_path / "base.safetensors"], tmp_path / "out", lora=folder)
+        snapshot.merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out")
     adapter(folder, {**factors("a", 8, 6), "a.base_layer.weight": draw(8, 6), "a.weight": draw(8, 6)})
     with pytest.raises(UnsupportedFormatError, match=r"cannot be merged:\n.*\.a\.weight"):
-        snapshot.merge([tmp_path / "base.safetensors"], tmp_path / "out", lora=folder)
+        snapshot.merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out")
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -246,7 +246,7 @@ def test_a_square_matrix_is_turned_as_the_configuration_says(tmp_path, turned):
     folder = adapter(tmp_path / "adapter", tensors, fan_in_fan_out=turned)
     state = {"a.weight": draw(6, 6)}
     save_file(state, tmp_path / "base.safetensors")
-    snapshot.merge([tmp_path / "base.safetensors"], tmp_path / "out", lora=folder)
+    snapshot.merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out")
     expected = summed(state["a.weight"], *tensors.values(), 6 / 4, turned=turned)
     torch.testing.assert_close(snapshot.load(tmp_path / "out")["a.weight"], expected)
 
@@ -265,7 +265,7 @@ def test_dora_scales_rows_to_their_magnitudes(tmp_path, dtype, turned):
     found = []
     for number, budget in enumerate((None, 1 << 20)):
         path = tmp_path / f"{number}.safetensors"
-        snapshot.merge([tmp_path / "base.safetensors"], path, lora=folder, memory_budget_bytes=budget)
+        snapshot.merge_lora(tmp_path / "base.safetensors", folder, path, memory_budget_bytes=budget)
         found.append(snapshot.load(path))
     same(found[0], found[1])
     product = tensors["a.lora_B.weight"] @ tensors["a.lora_A.weight"] * 1.5
@@ -289,7 +289,7 @@ def test_dora_that_does_not_fit_is_refused_by_name(tmp_path):
     )):  # fmt: skip
         folder = adapter(tmp_path / str(number), tensors, use_dora=use)
         with pytest.raises(RestoreError, match=expected):
-            snapshot.merge([tmp_path / "base.safetensors"], tmp_path / "out", lora=folder)
+            snapshot.merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out")
 
 
 def test_a_tensor_in_another_memory_order_is_changed_in_place(tmp_path):
@@ -298,7 +298,7 @@ def test_a_tensor_in_another_memory_order_is_changed_in_place(tmp_path):
     tensors = {"conv.lora_A.weight": draw(4, 4, 3, 3, seed=5), "conv.lora_B.weight": draw(6, 4, 1, 1, seed=6)}
     tensors |= factors("w", 6, 8)
     folder = adapter(tmp_path / "adapter", tensors)
-    report = snapshot.merge([tmp_path / "base"], tmp_path / "out.pt", lora=folder)
+    report = snapshot.merge_lora(tmp_path / "base", folder, tmp_path / "out.pt")
     assert "model/conv.weight: the memory layout becomes contiguous" in report.changed
     found = torch.load(tmp_path / "out.pt")["model"]
     expected = summed(
@@ -330,11 +330,11 @@ def test_a_map_gives_the_base_the_names_of_the_adapter(tmp_path, files):
     save_file(state, tmp_path / "base.safetensors")
     rules = [{"names": "h.0.turned.weight -> layers.0.q.weight", "axes": "a b -> b a"}]
     loaded = snapshot.TensorMap(rules, others="keep")
-    made = snapshot.merge([tmp_path / "base.safetensors"], tmp_path / "x.safetensors", lora=lora, map=loaded)
+    made = snapshot.merge_lora(tmp_path / "base.safetensors", lora, tmp_path / "x.safetensors", map=loaded)
     assert made.tensors == len(state)
     expected = summed(state["h.0.turned.weight"].T.contiguous(), *factors("layers.0.q", 24, 16).values(), 6 / 4)
     same(load_file(tmp_path / "x.safetensors")["layers.0.q.weight"], expected)
-    with pytest.raises(ValueError, match="map must be used with lora"):
+    with pytest.raises(TypeError, match=r"map= has moved: pass it to merge_lora\(base, adapter, target\)"):
         snapshot.merge([tmp_path / "base.safetensors"] * 2, tmp_path / "y", map=loaded)
 
 
@@ -342,13 +342,13 @@ def test_tied_weights_stay_tied(tmp_path):
     weight = draw(10, 6)
     Snapshot.take(tmp_path / "base", {"model": StateDict({"embed.weight": weight, "head.weight": weight})})
     tensors = factors("head", 10, 6)
-    snapshot.merge([tmp_path / "base"], tmp_path / "out", lora=adapter(tmp_path / "adapter", tensors))
+    snapshot.merge_lora(tmp_path / "base", adapter(tmp_path / "adapter", tensors), tmp_path / "out")
     found = snapshot.load(tmp_path / "out")
     assert found["embed.weight"].data_ptr() == found["head.weight"].data_ptr()
     torch.testing.assert_close(found["head.weight"], summed(weight, *tensors.values(), 6 / 4))
     both = adapter(tmp_path / "both", {**tensors, "embed.weight": draw(10, 6)})
     with pytest.raises(RestoreError, match=r"embed\.weight: is the same tensor as head\.weight, which is changed, too"):
-        snapshot.merge([tmp_path / "base"], tmp_path / "again", lora=both)
+        snapshot.merge_lora(tmp_path / "base", both, tmp_path / "again")
 
 
 def test_misfits_are_listed_together_before_anything_is_written(tmp_path):
@@ -364,7 +364,7 @@ def test_misfits_are_listed_together_before_anything_is_written(tmp_path):
         "embed.lora_B.weight": draw(50, 4),
     }
     with pytest.raises(RestoreError) as caught:
-        snapshot.merge([tmp_path / "base.safetensors"], tmp_path / "out", lora=adapter(tmp_path / "adapter", tensors))
+        snapshot.merge_lora(tmp_path / "base.safetensors", adapter(tmp_path / "adapter", tensors), tmp_path / "out")
     found = "\n".join(caught.value.mismatches)
     for line in (
         r"h.0.q.weight: has shape [24, 16], but the factors have [4, 15] and [24, 4]",
@@ -401,7 +401,7 @@ def test_what_is_not_a_plain_lora_is_refused_by_name(tmp_path, config, expected)
     save_file({"a.weight": draw(8, 6)}, tmp_path / "base.safetensors")
     folder = adapter(tmp_path / "adapter", factors("a", 8, 6), **config)
     with pytest.raises(UnsupportedFormatError, match=expected):
-        snapshot.merge([tmp_path / "base.safetensors"], tmp_path / "out", lora=folder)
+        snapshot.merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -418,7 +418,7 @@ def test_tensors_of_other_kinds_are_refused_by_name(tmp_path, name):
     save_file({"a.weight": draw(8, 6)}, tmp_path / "base.safetensors")
     tensors = {name: draw(8, 6)} | factors("b", 8, 6)
     with pytest.raises(UnsupportedFormatError, match=rf"these tensors cannot be merged:\n  {PREFIX}{name}"):
-        snapshot.merge([tmp_path / "base.safetensors"], tmp_path / "out", lora=adapter(tmp_path / "adapter", tensors))
+        snapshot.merge_lora(tmp_path / "base.safetensors", adapter(tmp_path / "adapter", tensors), tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -430,7 +430,7 @@ def test_a_damaged_configuration_is_called_corrupt(tmp_path, content):
     folder = adapter(tmp_path / "adapter", factors("a", 8, 6))
     (folder / "adapter_config.json").write_bytes(content)
     with pytest.raises(CorruptSnapshotError, match=r"adapter_config\.json"):
-        snapshot.merge([tmp_path / "base.safetensors"], tmp_path / "out", lora=folder)
+        snapshot.merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out")
 
 
 @given(st.text("ab.\\d+*^$[]09(|)?{}", max_size=30), st.text("ab.019", max_size=40))
@@ -465,18 +465,20 @@ def test_an_adapter_needs_its_configuration(tmp_path):
     folder = adapter(tmp_path / "adapter", factors("a", 8, 6))
     (folder / "adapter_config.json").unlink()
     with pytest.raises(SnapshotError, match=r"adapter_config\.json: is missing, so .* is not an adapter of PEFT"):
-        snapshot.merge([tmp_path / "base.safetensors"], tmp_path / "out", lora=folder)
+        snapshot.merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out")
 
 
 def test_arguments_that_do_not_fit_are_refused(tmp_path):
     folder = adapter(tmp_path / "adapter", factors("a", 8, 6))
     save_file({"a.weight": draw(8, 6)}, tmp_path / "base.safetensors")
     path = tmp_path / "base.safetensors"
-    for sources, more in (([path, path], {}), ([path], {"ema": 0.5}), ([path], {"weights": [1]}), (str(path), {})):
-        with pytest.raises(ValueError, match="lora must be used with one source"):
-            snapshot.merge(sources, tmp_path / "out", lora=folder, **more)
+    with pytest.raises(TypeError, match=r"lora= has moved: pass it to merge_lora\(base, adapter, target\)"):
+        snapshot.merge([path], tmp_path / "out", lora=folder)
+    for base_model, lora in (([path], folder), (path, None)):
+        with pytest.raises(TypeError, match="a checkpoint must be a path, a URL or a Snapshot, got"):
+            snapshot.merge_lora(base_model, lora, tmp_path / "out")
     with pytest.raises(SnapshotNotFoundError):
-        snapshot.merge([path], tmp_path / "out", lora=tmp_path / "nothing")
+        snapshot.merge_lora(path, tmp_path / "nothing", tmp_path / "out")
 
 
 def test_the_command_merges(tmp_path, files, capsys):
@@ -528,7 +530,7 @@ def test_dora_is_merged_as_peft_merges_it(tmp_path, dtype):
         fresh = Block().to(dtype)
         fresh.load_state_dict(snapshot.load(tmp_path / "base.safetensors"))
         merged = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter").merge_and_unload().state_dict()
-    snapshot.merge([tmp_path / "base.safetensors"], tmp_path / "out.safetensors", lora=tmp_path / "adapter")
+    snapshot.merge_lora(tmp_path / "base.safetensors", tmp_path / "adapter", tmp_path / "out.safetensors")
     same(dict(sorted(snapshot.load(tmp_path / "out.safetensors").items())), dict(sorted(merged.items())))
 
 
@@ -556,7 +558,7 @@ def test_the_bits_are_those_of_peft(tmp_path, dtype, stored, rslora, bias):
         fresh = Block().to(dtype)
         fresh.load_state_dict(snapshot.load(tmp_path / "base.safetensors"))
         merged = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter").merge_and_unload().state_dict()
-    snapshot.merge([tmp_path / "base.safetensors"], tmp_path / "out.safetensors", lora=tmp_path / "adapter")
+    snapshot.merge_lora(tmp_path / "base.safetensors", tmp_path / "adapter", tmp_path / "out.safetensors")
     found = snapshot.load(tmp_path / "out.safetensors")
     assert found.keys() == merged.keys()
     for name, each in merged.items():

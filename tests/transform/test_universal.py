@@ -229,7 +229,7 @@ def _take_sharded(path):
 
 
 def _convert(path, target):
-    return Snapshot(path).convert(Target(target, TO)).files
+    return Snapshot(path).convert(Target(target, TO), ranks=True).files
 
 
 def test_shards_of_two_ranks_are_written_by_two_ranks(two, tmp_path):

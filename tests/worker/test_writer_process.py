@@ -49,9 +49,8 @@ class Ahead:
         if (number, position) == self._fails_at:
             raise MemoryError("no more can be staged")
         part = self._take.parts[number][position]
-        slot = arena().take(part.end - part.begin, shared=True)
-        await self._take.budget.acquire(slot.size)
-        return self._take.source.stage(self._take.files[number], part, slot, self._take.budget)
+        held = self._take.budget.hold_blocking(part.end - part.begin, shared=True)
+        return self._take.source.stage(self._take.files[number], part, held)
 
     def stop(self, error):
         self.error = error
@@ -159,6 +158,7 @@ def test_nothing_to_write_and_nothing_but_a_header(tmp_path):
     assert content(tmp_path / "empty") == content(tmp_path / "thread")
 
 
+@pytest.mark.slow
 def test_descriptors_and_segments_stay_few(tmp_path):
     def take(number):
         run(Take(tmp_path / str(number), odd(number)).by_process())
