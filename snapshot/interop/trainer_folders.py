@@ -17,8 +17,10 @@ FOLDER = "trainer_snapshot"
 STATE = "trainer_state.json"
 """The Trainer's own state in a checkpoint folder. The Trainer writes it last."""
 MARK = "weights-incomplete"
-"""File in a checkpoint folder while its weights are written in the background."""
-_CHECKPOINT = re.compile(r"checkpoint-([0-9]+)")
+"""File in a checkpoint folder until all of it is written, and flushed to disk."""
+_ASIDE = "old-"
+"""Beginning of the name of a checkpoint's folder while it is saved again."""
+_CHECKPOINT = re.compile(rf"({_ASIDE})?checkpoint-([0-9]+)")
 
 
 def find_last(output_dir: str) -> str | None:
@@ -31,10 +33,11 @@ def find_last(output_dir: str) -> str | None:
 
 
 def list_checkpoints(output_dir: str) -> list[str]:
-    """Return the folders of checkpoints, the last one first."""
+    """Return the folders of checkpoints, the last one first. The old one follows one that is saved again."""
     listed = os.listdir(output_dir) if os.path.isdir(output_dir) else []
-    numbers = sorted((int(found[1]) for found in map(_CHECKPOINT.fullmatch, listed) if found), reverse=True)
-    return [os.path.join(output_dir, f"checkpoint-{number}") for number in numbers]
+    found = [match for match in map(_CHECKPOINT.fullmatch, listed) if match]
+    found.sort(key=lambda match: (int(match[2]), match[1] is None), reverse=True)
+    return [os.path.join(output_dir, match[0]) for match in found]
 
 
 def is_complete(checkpoint: str) -> bool:
@@ -49,25 +52,37 @@ def snapshot_in(checkpoint: str) -> Snapshot | None:
     return snapshot if snapshot.exists() else None
 
 
-def invalidate(checkpoint: str) -> None:
-    """Make a checkpoint incomplete before it is saved again: a failure must not mix its old and new parts."""
+def set_aside(checkpoint: str) -> None:
+    """Keep a complete checkpoint under another name until it is saved again, which may fail.
+
+    Another checkpoint stays incomplete: a failure must not mix its old and new parts.
+    """
+    if is_complete(checkpoint):
+        shutil.rmtree(_aside(checkpoint), ignore_errors=True)
+        os.rename(checkpoint, _aside(checkpoint))
+        return
     with suppress(FileNotFoundError):
         os.remove(os.path.join(checkpoint, STATE))
     snapshot = snapshot_in(checkpoint)
     if snapshot is not None:
         snapshot.delete()
-    unmark_weights(checkpoint)  # only a save in the background marks it again
+    unmark_weights(checkpoint)
+
+
+def _aside(checkpoint: str) -> str:
+    folder, name = os.path.split(checkpoint)
+    return os.path.join(folder, _ASIDE + name)
 
 
 def mark_weights(checkpoint: str) -> None:
-    """Mark a new checkpoint as one whose weights are not written yet."""
+    """Mark a new checkpoint as one that is not written to the end."""
     os.makedirs(checkpoint, exist_ok=True)
     with open(os.path.join(checkpoint, MARK), "w"):
         pass
 
 
 def unmark_weights(checkpoint: str) -> None:
-    """Remove the mark: the weights are written."""
+    """Remove the mark: all is written."""
     with suppress(FileNotFoundError):
         os.remove(os.path.join(checkpoint, MARK))
 
@@ -94,10 +109,15 @@ def check_weights(checkpoint: str) -> None:
 def delete_old(new: str, limit: int, best: str | None) -> None:
     """Delete old checkpoints, as the Trainer does. The last `limit` complete ones are kept, the best one among them.
 
+    Without a limit, only the one is deleted that has been saved again.
+
     The order is that of their times, and `new` is the last one: a run may begin at an earlier step again. Incomplete
     ones are deleted if the new one is complete.
     """
     if not is_complete(new):
+        return
+    shutil.rmtree(_aside(new), ignore_errors=True)
+    if limit < 1:
         return
     folder, name = os.path.split(new)
     listed = [each for each in list_checkpoints(folder) if os.path.basename(each) != name]

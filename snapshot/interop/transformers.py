@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, ClassVar
 
 from snapshot.distributed.exchange import call_of
@@ -27,8 +27,8 @@ from snapshot.interop.trainer_folders import (
     check_weights,
     delete_old,
     find_last,
-    invalidate,
     mark_weights,
+    set_aside,
     snapshot_in,
     sync_files,
     unmark_weights,
@@ -81,7 +81,7 @@ class SnapshotTrainerMixin:
     _get_output_dir: Any
     _pending: PendingSnapshot | None = None
     _finished: Future[None] | None = None
-    _asynchronous = False
+    _saving = _asynchronous = False
 
     def __init__(self, *args: Any, **options: Any) -> None:
         expect_overridden(type(self), SnapshotTrainerMixin, _HOOKS, "transformers 5")
@@ -111,34 +111,33 @@ class SnapshotTrainerMixin:
         self._wait_for_snapshot()
         new = os.path.join(folder, f"checkpoint-{self.state.global_step}")
         if self.args.should_save:
-            invalidate(new)
+            set_aside(new)
+            if not self.args.push_to_hub:  # the Trainer uploads the folder with all that is in it
+                mark_weights(new)
         # the end of training then deletes all checkpoints but the best one, without waiting
         deletes = limit == 1 and self.args.metric_for_best_model and not self.args.load_best_model_at_end
-        self._asynchronous = self.snapshot_in_background and not self.args.push_to_hub and not deletes
-        if not self._asynchronous:
-            super()._save_checkpoint(model, trial)  # type: ignore[misc]
-            return
-        if self.args.should_save:
-            mark_weights(new)
+        background = self.snapshot_in_background and not self.args.push_to_hub and not deletes
+        self._saving, self._asynchronous = True, background
         try:
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
         finally:
-            self._asynchronous, self.args.save_total_limit = False, limit
+            self._saving, self._asynchronous, self.args.save_total_limit = False, False, limit
+        if not background:
+            self._finish(new, None, limit, self.state.best_model_checkpoint)
+            return
         pool = ThreadPoolExecutor(1, thread_name_prefix="snapshot-trainer")
         self._finished = pool.submit(self._finish, new, self._pending, limit, self.state.best_model_checkpoint)
         pool.shutdown(wait=False)
 
     def save_model(self, *args: Any, **options: Any) -> None:
         """Save the model. In a checkpoint that is saved in the background, its tensors are only copied here."""
-        if not self._asynchronous:
+        with self._weights.capture() if self._asynchronous else nullcontext():
             super().save_model(*args, **options)  # type: ignore[misc]
-            return
-        with self._weights.capture():
-            super().save_model(*args, **options)  # type: ignore[misc]
-        self.args.save_total_limit = None  # old checkpoints are deleted when the new one is complete
+        if self._saving:
+            self.args.save_total_limit = None  # old checkpoints are deleted when the new one is complete
 
     def _finish(self, new: str, pending: PendingSnapshot | None, limit: int | None, best: str | None) -> None:
-        """Write the weights in this thread, wait for the commit, and delete old checkpoints."""
+        """Write the weights that are left, wait for the commit, flush all to disk, and delete old checkpoints."""
         try:
             self._weights.write()
         finally:
@@ -148,8 +147,7 @@ class SnapshotTrainerMixin:
             if self.snapshot_options.get("durable", True):
                 sync_files(new)
             unmark_weights(new)
-            if limit is not None and limit > 0:
-                delete_old(new, limit, best)
+            delete_old(new, limit or 0, best)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self._refuse_what_is_not_ours()

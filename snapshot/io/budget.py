@@ -212,7 +212,15 @@ class MemoryBudget:
         with self._pool.lock:
             self._give_back(nbytes)
 
+    def close(self) -> None:
+        """Release what an interrupted call still holds, since the pool may be shared. Later releases do nothing."""
+        with self._pool.lock:
+            self._give_back(self._used)
+        if self._reserve is not None:
+            self._reserve.close()
+
     def _give_back(self, nbytes: int) -> None:
+        nbytes = min(nbytes, self._used)
         self._used -= nbytes
         self._pool.used -= nbytes
         self._pool.serve()

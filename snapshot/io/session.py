@@ -153,6 +153,7 @@ class Session:
                 await each.close()
             except SnapshotError as error:
                 log.warning("%s: cannot close the storage: %s", self.url, error)
+        self.budget.close()
         if self._share is not None:
             self._share.close()
         events.save()

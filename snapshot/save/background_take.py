@@ -135,8 +135,8 @@ class PartPrefetcher:
             with self._lock:
                 if self._error is not None:
                     raise self._error
+                self._staged[number, position] = staged  # first: an interrupt must not lose it
                 self._arriving.popleft()
-                self._staged[number, position] = staged
                 wake = None if self._closed else self._waiting.pop((number, position), None)
             if wake is not None:
                 wake()

@@ -36,7 +36,7 @@ with warnings.catch_warnings():
 from snapshot import Snapshot, SnapshotError, SnapshotNotFoundError
 from snapshot.distributed.group import ranks_of
 from snapshot.interop import transformers as transformers_mixin
-from snapshot.interop.trainer_folders import FOLDER, MARK, STATE, delete_old, find_last
+from snapshot.interop.trainer_folders import FOLDER, MARK, STATE, delete_old, find_last, sync_files
 from snapshot.interop.transformers import SnapshotTrainerMixin
 from tests.interop.forked_ranks import fork_ranks
 
@@ -267,7 +267,13 @@ def test_a_checkpoint_that_is_saved_again_never_mixes_old_and_new(tmp_path, pare
     else:
         with pytest.raises(OSError, match="the disk is full"):
             example.train(tmp_path, resume=str(again[0]), kind=Other)
-        assert find_last(str(tmp_path)) == str(again[0])
+        old = find_last(str(tmp_path))  # also a failure of the only checkpoint must not lose it
+        assert old == str(tmp_path / "old-checkpoint-4")
+        assert Snapshot(Path(old) / FOLDER).verify()
+        example.train(tmp_path, resume=True, kind=parent)
+        assert find_last(str(tmp_path)) == str(tmp_path / "checkpoint-6")
+        return
+    assert {each.name for each in tmp_path.iterdir()} == {each.name for each in again}
     assert (again[1] / "model.safetensors").exists()
     assert not Snapshot(again[1] / FOLDER).exists()
 
@@ -309,6 +315,28 @@ def test_old_checkpoints_are_deleted_as_the_trainer_does(tmp_path, kind):
     assert sorted(each.name for each in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-6"]
     written = torch.load(tmp_path / "checkpoint-6" / "training_args.bin", weights_only=False)
     assert written.save_total_limit == 2
+
+
+@pytest.mark.parametrize("kind", [example.SnapshotTrainer, Background])
+def test_old_checkpoints_are_deleted_when_the_new_one_is_on_disk(tmp_path, kind, monkeypatch):
+    kept = {}
+
+    def flush(new):
+        assert find_last(str(tmp_path)) != new  # a loss of power leaves it incomplete
+        kept[Path(new).name] = sorted(each.name for each in tmp_path.iterdir())
+        sync_files(new)
+
+    class Durable(kind):
+        snapshot_options = {}  # noqa: RUF012
+
+        def __init__(self, model, arguments, **options):
+            arguments.save_total_limit = 1
+            super().__init__(model, arguments, **options)
+
+    monkeypatch.setattr(transformers_mixin, "sync_files", flush)
+    example.train(tmp_path, kind=Durable, stop_at=4)
+    assert kept == {"checkpoint-2": ["checkpoint-2"], "checkpoint-4": ["checkpoint-2", "checkpoint-4"]}
+    assert [each.name for each in tmp_path.iterdir()] == ["checkpoint-4"]
 
 
 NUMBERS = st.lists(st.integers(1, 9), min_size=1, unique=True)

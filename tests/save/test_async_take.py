@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import threading
+from collections import deque
 
 import pytest
 import torch
@@ -23,7 +24,9 @@ from snapshot import (
 )
 from snapshot.events import add_handler, remove_handler
 from snapshot.io.arena import arena
+from snapshot.io.budget import HeldSlot
 from snapshot.save.background_take import PartPrefetcher
+from snapshot.save.take_slots import take_slots
 from snapshot.testing import faulty, stalling
 from tests.helpers.warm_interpreter import Failed
 
@@ -254,6 +257,31 @@ def test_an_interrupted_call_leaves_nothing_under_way(tmp_path, monkeypatch):
         assert not (tmp_path / name).exists()
         assert " 0 in use" in repr(arena())
     Snapshot.async_take(tmp_path / "next", live, when_busy="raise").wait(30)
+
+
+def test_an_interrupted_call_gives_its_memory_back_to_the_budget_that_takes_share(monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HeldSlot, "__init__", interrupted)  # its bytes are acquired
+        with pytest.raises(KeyboardInterrupt):
+            Snapshot.async_take("memory://interrupted", state(), memory_budget_bytes=4 << 20)
+    assert take_slots().pool(4 << 20).used == 0
+    Snapshot.async_take("memory://next", state(), memory_budget_bytes=1, overwrite=True).wait(30)
+
+
+def test_a_part_that_is_handed_to_the_writer_survives_an_interrupt(monkeypatch):
+    class Interrupted(deque):
+        def popleft(self):
+            super().popleft()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("snapshot.save.background_take.deque", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            Snapshot.async_take("memory://interrupted", state())
+    assert " 0 in use" in repr(arena())
 
 
 def test_a_failed_call_takes_no_place(monkeypatch):
