@@ -62,6 +62,7 @@ NAMES = [
     "release_memory",
     "load",
     "merge",
+    "merge_lora",
 ]
 
 
