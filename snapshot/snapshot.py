@@ -189,7 +189,8 @@ class Snapshot:
     ) -> Snapshot:
         """Save the application's state and return when it is committed.
 
-        CPU tensors are written from their own memory. The commit is atomic: all of the state, or nothing.
+        The commit is atomic: all of the state, or nothing. CPU tensors are written from their own memory. Where a file
+        system is written with direct I/O, they are copied to aligned memory, part by part.
 
         Args:
             path: The destination. It must not hold a snapshot, unless `overwrite` is set.

@@ -23,7 +23,7 @@ from snapshot.io.loop import LoopFuture, in_own_thread
 from snapshot.plan.layout import FilePart, FilePlan, SavePlan
 from snapshot.save.begin import TakeOpening
 from snapshot.save.planned_take import PartStaging, Take, WrittenFiles
-from snapshot.save.replication import RankShare
+from snapshot.save.rank_share import RankShare
 from snapshot.save.staging import StagedPart, Stager
 from snapshot.save.step_barrier import PendingCopy
 from snapshot.save.transaction import Transaction

@@ -1,4 +1,7 @@
-"""The commit of several ranks: the leader merges their manifest parts and commits the result."""
+"""The agreement on a commit, of one rank or several: the leader merges the parts of the manifest.
+
+`transaction.py` then puts the manifest, which commits the take.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ from snapshot.manifest.parts import ManifestPart, decode_part, encode_own_part
 from snapshot.plan.consensus import add_sums
 from snapshot.save.describe import RankManifest, build_document
 from snapshot.save.guards import Finding, SampledReplicas
-from snapshot.save.replication import FEW
+from snapshot.save.rank_share import FEW
 from snapshot.save.take_request import TakeSigner
 from snapshot.save.transaction import Transaction, clean_after_commit
 from snapshot.save.writer import write_small

@@ -29,7 +29,7 @@ from snapshot.manifest.parts import ManifestPart
 from snapshot.plan.consensus import digest_layout, sum_digests
 from snapshot.plan.layout import Extent, place_box
 from snapshot.save.compression import PackedResult
-from snapshot.save.replication import RankShare
+from snapshot.save.rank_share import RankShare
 from snapshot.save.reuse import Unchanged
 from snapshot.save.writer import WrittenFile
 from snapshot.state.leaves import Blob, Leaf

@@ -37,7 +37,7 @@ from snapshot.save.commit import (
 from snapshot.save.compression import Packing, layout_of_leaves, longest_file, note_speed
 from snapshot.save.describe import RankManifest, build_entries, describe_alone, encode_for_leader, shard_checksums
 from snapshot.save.guards import GuardedTake
-from snapshot.save.replication import RankShare
+from snapshot.save.rank_share import RankShare
 from snapshot.save.reuse import Unchanged, remember_unchanged
 from snapshot.save.staging import PartSource
 from snapshot.save.step_barrier import PendingCopy

@@ -45,7 +45,7 @@ from snapshot.save.base_files import (
 )
 from snapshot.save.begin import TakeOpening
 from snapshot.save.compression import PackedResult
-from snapshot.save.replication import RankShare
+from snapshot.save.rank_share import RankShare
 from snapshot.save.staging import Stager
 from snapshot.save.take_request import TakeRequest, make_optional_seal
 from snapshot.save.transaction import committed_save_id

@@ -1,8 +1,8 @@
 """The sources of a writer's parts. Tensors are staged: their bytes become buffers for a storage.
 
-A CPU tensor's own memory is the buffer if possible (`slot` is None). Otherwise the part is assembled in a slot of
-the arena. Strided tensors and accelerator tensors always go through a slot, box by box, so no full copy is ever
-allocated.
+A CPU tensor's own memory is the buffer if possible. Otherwise the part is assembled in a slot of the arena, which is
+held for it. Strided tensors and accelerator tensors always go through a slot, box by box, so no full copy is ever
+allocated. `device_copies.py` has the copies from accelerators.
 """
 
 from __future__ import annotations

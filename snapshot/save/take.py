@@ -24,7 +24,7 @@ from snapshot.save.begin import TakeOpening, begin_take, open_dry_run, session_f
 from snapshot.save.compression import choose_packing
 from snapshot.save.guards import GuardedTake, expect_good
 from snapshot.save.planned_take import PartStaging, Take, Verify, plan_writes
-from snapshot.save.replication import RankShare, collect_rank_share
+from snapshot.save.rank_share import RankShare, collect_rank_share
 from snapshot.save.reuse import find_unchanged, group_leaves
 from snapshot.save.staging import Stager
 from snapshot.save.step_barrier import PendingCopy

@@ -1,7 +1,8 @@
 """Writing: each file is a lane, which stages and digests its parts in order, and writes several at once.
 
 Digests are computed in order within a lane, so a block may span two parts. Lanes run in parallel, so all cores are
-used. This module knows nothing about manifests.
+used. A storage whose calls block, and which takes the parts of a file in order, has a faster way: one thread writes a
+whole file (`_serial`). This module knows nothing about manifests.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from snapshot.tensors.split_zstd import PAGE
 Progress = Callable[[int], None]
 
 
-class StagedParts(Protocol):
+class PartsAhead(Protocol):
     """Parts that are staged ahead of the writer."""
 
     async def get(self, number: int, position: int) -> StagedPart:
@@ -59,7 +60,7 @@ class PartSink(Protocol):
         locations: Sequence[str],
         parts: Sequence[Sequence[FilePart]],
         *,
-        staging: StagedParts,
+        staging: PartsAhead,
         progress: Progress,
         packing: Packing | None,
         signed: bool,
@@ -130,7 +131,7 @@ class Writer:
         return blocking and self._storage.limits.parts_per_file == 1
 
     async def write(
-        self, files: Sequence[FilePlan], locations: Sequence[str], staging: StagedParts | None = None
+        self, files: Sequence[FilePlan], locations: Sequence[str], staging: PartsAhead | None = None
     ) -> list[WrittenFile]:
         """Write all files. If one fails, abort and delete all of them."""
         self._total = sum(file.size for file in files)
@@ -192,7 +193,7 @@ class Writer:
         await writer.finish()
         return WrittenFile(file, location, digests.digests, digests.tables, tree=digests.finish_tree())
 
-    async def _lane(self, number: int, file: FilePlan, location: str, staging: StagedParts | None) -> WrittenFile:
+    async def _lane(self, number: int, file: FilePlan, location: str, staging: PartsAhead | None) -> WrittenFile:
         writer = await shielded(self._storage.create(location, file.size))
         self._open.append(writer)
         this = asyncio.current_task()
@@ -227,7 +228,7 @@ class Writer:
         return WrittenFile(file, location, digests.digests, digests.tables, tree=digests.finish_tree())
 
     async def _packed(
-        self, number: int, file: FilePlan, location: str, staging: StagedParts | None, packing: Packing
+        self, number: int, file: FilePlan, location: str, staging: PartsAhead | None, packing: Packing
     ) -> WrittenFile:
         """Compress a file in memory, then write it: a storage must know its size first."""
         async with packing.room(PAGE + file.size) as room:

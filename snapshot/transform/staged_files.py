@@ -30,7 +30,7 @@ from snapshot.io.storage import Storage, exists
 from snapshot.plan.layout import FilePlan
 from snapshot.save.commit import commit_together, expect_written, raise_fault_of_another_rank, while_all_go_on
 from snapshot.save.transaction import DAY
-from snapshot.save.writer import StagedParts, Writer
+from snapshot.save.writer import PartsAhead, Writer
 from snapshot.text import counted
 from snapshot.transform.call import AT_ONCE, digest_plan, expect_equal_plans, share_whole
 
@@ -145,7 +145,7 @@ class StagedFiles:
         writer: Writer,
         files: Sequence[FilePlan],
         last: Callable[[], list[tuple[str, bytes]]],
-        staging: StagedParts | None = None,
+        staging: PartsAhead | None = None,
     ) -> None:
         """Write this rank's files, and publish all files when every rank has written its own.
 

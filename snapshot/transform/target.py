@@ -37,7 +37,8 @@ from snapshot.reports import ConvertReport
 from snapshot.save.begin import open_take
 from snapshot.save.compression import choose_packing, expect_compression, usual_budget
 from snapshot.save.planned_take import PartStaging, Take, plan_writes
-from snapshot.save.replication import RankShare, Replication, item_of, size_of
+from snapshot.save.rank_share import RankShare, item_of, size_of
+from snapshot.save.replication import Replication
 from snapshot.save.reuse import Unchanged
 from snapshot.state import leaves
 from snapshot.state.flatten import Flattened

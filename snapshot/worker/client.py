@@ -42,7 +42,7 @@ from snapshot.io.url import URL
 from snapshot.plan.layout import Extent, FilePart, FilePlan
 from snapshot.save.compression import PackedResult, Packing
 from snapshot.save.staging import StagedPart
-from snapshot.save.writer import Progress, StagedParts, WrittenFile
+from snapshot.save.writer import PartsAhead, Progress, WrittenFile
 from snapshot.tensors.digest import FileTree
 from snapshot.text import counted
 
@@ -433,7 +433,7 @@ class WriterProcess:
         locations: Sequence[str],
         parts: Sequence[Sequence[FilePart]],
         *,
-        staging: StagedParts,
+        staging: PartsAhead,
         progress: Progress,
         packing: Packing | None = None,
         signed: bool = False,
@@ -490,7 +490,7 @@ class WriterProcess:
             for file, at, (digests, tables, packed, tree) in zip(files, locations, finished.files, strict=True)
         ]
 
-    async def _pump(self, take: _Take, file: int, count: int, staging: StagedParts) -> None:
+    async def _pump(self, take: _Take, file: int, count: int, staging: PartsAhead) -> None:
         """Send a file's parts in order, as they are staged."""
         for position in range(count):
             try:

@@ -23,7 +23,8 @@ from snapshot.manifest.parts import ManifestPart, decode_part, encode_own_part
 from snapshot.plan.consensus import ConsensusReply, RankRecord, compare_records, settle_details
 from snapshot.plan.layout import FilePlan, make_plan, name_data_file
 from snapshot.save.describe import RankManifest, build_document, build_entries, encode_for_leader
-from snapshot.save.replication import RankShare, Replication, ReplicationRules, agree_on_replicas
+from snapshot.save.rank_share import RankShare
+from snapshot.save.replication import Replication, ReplicationRules, agree_on_replicas
 from snapshot.save.reuse import Unchanged
 from snapshot.save.writer import WrittenFile
 from snapshot.state.flatten import Flattened

@@ -125,7 +125,7 @@ def test_long_tensors_are_sampled_in_turn():
 
 
 def flattened(app):
-    from snapshot.save.replication import collect_state
+    from snapshot.save.collect import collect_state
 
     return collect_state(app, None, (), ())
 

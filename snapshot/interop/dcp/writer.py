@@ -43,9 +43,11 @@ from snapshot.manifest.paths import encode_component
 from snapshot.plan.layout import name_data_file
 from snapshot.progress import unmetered
 from snapshot.save.begin import expect_at_path
+from snapshot.save.collect import report_pickles
 from snapshot.save.describe import RankManifest, build_entries
 from snapshot.save.planned_take import plan_writes
-from snapshot.save.replication import RankShare, Replication, report_pickles
+from snapshot.save.rank_share import RankShare
+from snapshot.save.replication import Replication
 from snapshot.save.reuse import Unchanged
 from snapshot.save.staging import Stager
 from snapshot.save.transaction import Transaction, claim_path, delete_save, time_limit

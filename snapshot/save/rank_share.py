@@ -1,0 +1,222 @@
+"""A rank's share of a take: the leaves that it writes, its own and its part of the replicated ones, and its entries.
+
+The shares of all ranks form the snapshot. No two ranks write the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+from msgspec.structs import replace
+
+from snapshot.distributed.exchange import Exchange
+from snapshot.manifest import entries as e
+from snapshot.manifest.parts import NumberedEntries
+from snapshot.manifest.values import Scalar
+from snapshot.plan.layout import Assignment, PartitionItem, partition_items
+from snapshot.save.collect import collect_state
+from snapshot.save.replication import Replication, ReplicationRules, agree_on_replicas, check_replicas, holders_of
+from snapshot.save.take_request import TakeRequest
+from snapshot.state.flatten import Flattened
+from snapshot.state.leaves import Blob, Leaf
+from snapshot.state.sharded import LocalPiece, Shards
+from snapshot.tensors.memory import ITEMSIZE, NAMES
+
+FEW, SHORT = 64, 64 << 10
+"""Maximum entries and bytes of objects of a state that is small."""
+_nbytes = attrgetter("nbytes")
+
+
+class RankShare:
+    """The leaves and entries that this rank writes."""
+
+    def __init__(self, exchange: Exchange, flat: Flattened, replication: Replication) -> None:
+        self._exchange = exchange
+        self.world = exchange.world
+        self.flat = flat
+        self.replication = replication
+        self.leaves: list[Leaf] = []
+        self.loads = list(replication.loads)
+        """Bytes that each rank writes."""
+        self._choose_plain()
+        self._meshes: dict[int, tuple[Any, Any]] = {}
+        for path, shards in flat.shards.items():
+            self._header(path, shards)
+        self._choose_pieces()
+        writes_shared = exchange.rank == 0
+        self.blobs: list[Blob] = [blob for blob in flat.blobs if writes_shared or blob.path not in replication.paths]
+
+    @property
+    def alone(self) -> bool:
+        """True if no other rank writes."""
+        return self._exchange.alone
+
+    def _choose_plain(self) -> None:
+        """Choose the leaves of this rank alone, and its share of the replicated ones."""
+        flat, paths = self.flat, self.replication.paths
+        if self._exchange.alone:
+            self.leaves = list(flat.leaves)
+            self.loads = [self.nbytes]
+            return
+        common: dict[str, list[Leaf]] = {}
+        by_path = {leaf.path: leaf for leaf in flat.leaves}
+        for leaf in flat.leaves:
+            if leaf.entry in paths:
+                common.setdefault(leaf.entry, []).append(leaf)
+            else:
+                self.leaves.append(leaf)
+        for path, owner in list(flat.ties.items()):
+            if (path in paths) != (
+                owner in paths
+            ):  # only one of two tied names is replicated: the other one gets its own bytes
+                del flat.ties[path]
+                again = by_path[owner].copy_for(path)
+                if path in paths:
+                    common[path] = [again]
+                else:
+                    self.leaves.append(again)
+        for path in self.replication.from_leader & common.keys():
+            group = common.pop(path)
+            self.loads[0] += sum(leaf.nbytes for leaf in group)
+            self.leaves += group if self._exchange.rank == 0 else []
+        groups = [common[path] for path in sorted(common)]
+        items = [item_of(group) for group in groups]
+        for rank, share in enumerate(partition_items(items, self.loads)):
+            for dealt in share:
+                self.loads[rank] += size_of(items, dealt)
+                if rank == self._exchange.rank:
+                    group = groups[dealt.item]
+                    self.leaves += group if dealt.box is None else [group[0].take_box(dealt.box)]
+
+    def _header(self, path: str, shards: Shards) -> None:
+        """Add the entry of a sharded tensor, without shards yet. Every holder has such an entry."""
+        shape, dtype, mesh = shards.shape, NAMES[shards.dtype], None
+        if not shards.is_open:
+            held = shards.mesh if shards.mesh is not None else shards.ranks
+            if id(held) not in self._meshes:  # tensors of one mesh share its entry
+                self._meshes[id(held)] = held, e.Mesh.from_lists(self._numbered(held))
+            mesh = self._meshes[id(held)][1]
+        if shards.kind == "DTensor":
+            self.flat.entries[path] = e.DTensorEntry(dtype, shape, [], mesh, shards.placements)
+        else:
+            self.flat.entries[path] = e.ShardedTensorEntry(dtype, shape, [], mesh)
+
+    def _choose_pieces(self) -> None:
+        """Choose this rank's share of the boxes that it holds. One of a box's holders writes it."""
+        groups: dict[tuple[int, ...], list[tuple[str, LocalPiece]]] = {}
+        for path in sorted(self.flat.shards):
+            for number, piece in enumerate(self.flat.shards[path].pieces):
+                if (
+                    not piece.replica
+                    and (path, number) not in self.replication.written_elsewhere
+                    and path not in self.flat.ties
+                ):
+                    groups.setdefault(holders_of(self._exchange, piece), []).append((path, piece))
+        for ranks, pieces in groups.items():
+            share: Sequence[Assignment] = [Assignment(index, None) for index in range(len(pieces))]
+            if len(ranks) > 1:
+                items = [PartitionItem(piece.box.sizes, piece.tensor.element_size()) for _, piece in pieces]
+                share = partition_items(items, [0] * len(ranks))[ranks.index(self._exchange.rank)]
+            for dealt in share:
+                path, piece = pieces[dealt.item]
+                leaf = self._leaf(path, piece)
+                self.leaves.append(leaf if dealt.box is None else leaf.take_box(dealt.box))
+
+    def _leaf(self, path: str, piece: LocalPiece) -> Leaf:
+        entries = self.flat.entries  # no reference to `self`, so that the leaf can be freed
+
+        def wrap(path: str, stored: e.TensorEntry | e.ChunkedTensorEntry) -> None:
+            entry: Any = entries[path]
+            entry.shards += [e.Shard(box.offsets, box.sizes, tensor) for box, tensor in stored.pieces()]
+
+        whole = Leaf(path, piece.tensor, NAMES[piece.tensor.dtype], self.flat.shards[path].shape, 0, wrap=wrap)
+        return Leaf.box_of(whole, piece.box, piece.tensor)
+
+    def _numbered(self, mesh: Any) -> Any:
+        """Return a mesh in the rank numbers of this call."""
+        if isinstance(mesh, (list, tuple)):
+            return [self._numbered(each) for each in mesh]
+        return mesh if self._exchange.alone else self._exchange.ranks.number(mesh)
+
+    @property
+    def replicas(self) -> frozenset[str]:
+        """The paths of values that should be equal on all ranks."""
+        known = self.replication
+        return frozenset() if self._exchange.alone else known.paths - known.from_leader
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank writes."""
+        return sum(map(_nbytes, self.leaves))
+
+    @property
+    def is_small(self) -> bool:
+        """True if all entries are computed in less time than another thread needs to begin."""
+        return len(self.flat.entries) <= FEW and sum(len(blob.data) for blob in self.blobs) <= SHORT
+
+    def take_leaves(self) -> list[Leaf]:
+        """Return the leaves, once: this object does not refer to them afterwards."""
+        leaves = self.leaves
+        self.leaves, self.flat.leaves, self.flat.seen = [], [], {}
+        return leaves
+
+    # The manifest
+
+    def entries(self, written: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
+        """Return this rank's manifest entries: its own and sharded ones, and the replicated ones."""
+        rank, paths, shards = self._exchange.rank, self.replication.paths, self.flat.shards
+        if self._exchange.alone and not shards and not paths:
+            return NumberedEntries(0, written), {}
+        own: dict[str, Any] = {}
+        common: dict[str, Any] = {}
+        for path, made in written.items():
+            entry = made
+            if entry is None or (isinstance(entry, e.TensorPartsEntry) and not entry.parts):
+                continue  # another rank writes it
+            if path in shards:
+                own[f"{self._lowest(shards[path])}/{path}"] = entry
+            elif path in self.flat.once and path not in paths and not self._exchange.alone:
+                common[f"0/{path}"] = replace(entry, replicated=True)
+            elif path not in paths:
+                own[f"{rank}/{path}"] = entry
+            elif rank == 0 or not isinstance(entry, (Scalar, e.Container)):
+                if not (self._exchange.alone and isinstance(entry, e.Container)):
+                    entry = replace(entry, replicated=True)  # a copy: flattening may reuse the entry
+                common[f"0/{path}"] = entry
+        return own, common
+
+    def _lowest(self, shards: Shards) -> int:
+        """Return the rank under whose number a sharded tensor is listed: its first holder, or 0 if unknown."""
+        if shards.is_open or self._exchange.alone:
+            return 0
+        return self._exchange.ranks.numbers(shards.ranks or ())[0]
+
+
+def item_of(leaves: Sequence[Leaf]) -> PartitionItem:
+    """Return the leaves of one entry as an item that ranks share. Only a single leaf may be split."""
+    first = leaves[0]
+    if len(leaves) == 1 and first.splits:
+        return PartitionItem(first.shape, ITEMSIZE[first.dtype])
+    return PartitionItem((sum(leaf.nbytes for leaf in leaves),), 1, splits=False)
+
+
+def size_of(items: Sequence[PartitionItem], dealt: Assignment) -> int:
+    """Return the bytes of an item, or of a box of it."""
+    item = items[dealt.item]
+    return item.nbytes if dealt.box is None else dealt.box.numel * item.itemsize
+
+
+def collect_rank_share(
+    exchange: Exchange, app_state: Mapping[str, Any], options: TakeRequest, globs: Sequence[str]
+) -> RankShare:
+    """Collect the application's state, and agree with the other ranks on who writes shared values.
+
+    `globs`: the `replicated` globs that all ranks gave.
+    """
+    flat = collect_state(app_state, options.prepare, options.exclude, globs, options.allow_pickle)
+    replication = agree_on_replicas(exchange, flat, ReplicationRules(app_state, globs, exchange.ranks))
+    if options.check_replicated:
+        check_replicas(exchange, flat, replication)
+    return RankShare(exchange, flat, replication)
