@@ -16,9 +16,6 @@ except PackageNotFoundError:  # imported from a checkout that is not installed
     VERSION = "0+unknown"
 
 
-# Numbers, sizes and lists as text.
-
-
 def size_text(nbytes: float) -> str:
     """Format a number of bytes for people.
 

@@ -370,7 +370,7 @@ def _wrote(handle: Any, data: bytes) -> Callable[[ConnectedChain], Any]:
     return lambda _: handle.write(data)
 
 
-# Files in any file system of fsspec: SFTP, WebDAV, Hugging Face, archives, caches, and chains of them.
+# Files in any file system of fsspec
 #
 # All calls use the blocking interface, in this library's threads. A synchronous file system is called by one thread.
 # The asynchronous ones run on fsspec's loop, and several threads wait for them. Awaiting them on this library's loop

@@ -179,7 +179,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-# Measurement of one operation by `snapshot bench`: children alternate, so that noise affects all equally.
+# Measurement of one operation by `snapshot bench`
 
 Seated = TypeVar("Seated")
 AnyChild = TypeVar("AnyChild", bound="Child")

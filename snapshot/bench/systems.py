@@ -73,7 +73,7 @@ class Chain:
         return cut
 
 
-# Measured systems: this library, the raw baselines, and other libraries for saving PyTorch state.
+# Measured systems
 #
 # Every system restores into the same live tensors. If a peer returns new tensors, they are copied into the live ones
 # with `copy_`, as its user must do. Additional costs of its `load_state_dict` are not counted.

@@ -345,7 +345,7 @@ def _measured(
     return nbytes / (taken - began), nbytes / (restored - taken)
 
 
-# `snapshot doctor`: test which operations work at a URL, how fast, and what would help.
+# `snapshot doctor`
 
 EXTRAS = {
     "s3": ("s3fs", "aiobotocore", "obstore"),

@@ -112,7 +112,7 @@ def _tiered_row(
     return {"step": step, "bytes": nbytes, "near": text, "far": far}
 
 
-# `snapshot ls`: list the contents of a snapshot, or the snapshots in a folder.
+# `snapshot ls`
 
 FOLDED = 40
 """Maximum number of lines for one key, unless all are requested."""

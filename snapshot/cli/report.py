@@ -165,7 +165,7 @@ def _decoded(path: Path) -> list[Any]:
     return found
 
 
-# `snapshot report`: an HTML page about a snapshot: sizes, distribution over ranks, and the timeline of its take.
+# `snapshot report`
 
 SMALLEST = 1 / 4000
 """Share of the parent below which parts are drawn together."""

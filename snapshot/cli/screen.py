@@ -48,7 +48,7 @@ def mute_torch_warnings() -> Iterator[None]:
         yield
 
 
-# Output for people: tables that fit their terminal, colours, a progress bar, a question.
+# Output for people
 #
 # In a pipe all output is plain, complete text. Names come from snapshots, which may be hostile, so they are escaped:
 # none can move the cursor.

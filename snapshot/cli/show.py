@@ -159,7 +159,7 @@ _DIRECT = {
 }
 
 
-# `snapshot show`: one object of a snapshot: its description, its statistics, and some of its values.
+# `snapshot show`
 
 AT_ONCE = 32 << 20
 """Bytes of a tensor that are read at once."""

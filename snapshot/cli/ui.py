@@ -602,7 +602,7 @@ def _glob(query: dict[str, str]) -> str:
     return text
 
 
-# `snapshot ui`: a local page over the steps of a run: metrics, sizes, places, differences, health of tensors.
+# `snapshot ui`
 
 
 DESCRIPTION = (

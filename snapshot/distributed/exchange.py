@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-# A call that several ranks make together: small exchanges through the store, one decision, and shared failure.
-#
 # Every rank posts; the leader gathers and replies. A failure on one rank becomes the call's decision by compare-and-
 # set, and all other ranks find it where they wait. The leader's decision to commit uses the same key. The first
 # decision wins.

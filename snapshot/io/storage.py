@@ -15,8 +15,6 @@ from snapshot.io.aio import in_thread, to_the_end
 from snapshot.io.aio import shielded as uninterrupted
 from snapshot.io.url import URL
 
-# The storage contract: the interface between the library and every storage plugin.
-#
 # A plugin stores named files under one root. The contract is small, asynchronous and zero-copy: the caller owns all
 # buffers, and a plugin only transfers bytes out of or into them.
 

@@ -136,7 +136,7 @@ class Matched:
     """Shared module names that this rank does not use, but another rank may."""
 
 
-# Selection: the entries of a snapshot that a restore requests, by key, globs and rank.
+# Selection
 #
 # Nothing is compared with the application's tensors here.
 

@@ -220,7 +220,7 @@ def _array_fits(held: Any, entry: e.NDArrayEntry, path: str) -> bool:
     )
 
 
-# Matching: finds each entry's place in the application, and every mismatch.
+# Matching
 #
 # This reads no data and writes no live tensor.
 

@@ -38,8 +38,6 @@ from snapshot.tensors.digest import BLOCK, block_digest, digest_range, digest_ta
 from snapshot.tensors.memory import wrap_memory
 from snapshot.text import listed
 
-# Reading: requested ranges are read straight to their destination and verified.
-#
 # A request with an address is read into it. Other requests go through a slot, and are copied once they are verified
 # as far as possible. Every byte of storage is fetched once.
 

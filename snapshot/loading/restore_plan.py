@@ -44,8 +44,6 @@ from snapshot.state.sharded import Sharded
 from snapshot.state.stateful import Reshardable, RestoreAdapter
 from snapshot.text import listed
 
-# The plan of a restore: all decisions that need no data. Mismatches are raised here.
-
 MATCH_NAMES = "\n(to match other names: rename={...}; to restore only what matches: strict=False)"
 SKIP_SHAPES = "\n(to leave tensors of another shape unchanged: mismatched='skip')"
 

@@ -57,8 +57,6 @@ from snapshot.tensors.geometry import (
 )
 from snapshot.tensors.memory import ITEMSIZE
 
-# Kinds of entries in a manifest, with the behaviour that depends on the kind.
-#
 # Entries are tagged by `type`, and written without default values. They are plain values: nothing here does I/O.
 
 __all__ = [

@@ -360,7 +360,7 @@ def _parse_group(rest: Iterator[str], whole: str, *, inside: bool = False) -> Ax
     return (Sum(tuple(plain)),)
 
 
-# Recipes: which tensors of one layout become which tensors of another, and how.
+# Recipes
 
 NOTHING = "-"
 """In place of a name: the part of a sum that is not kept, such as padding. In the reverse, that part is empty."""

@@ -261,7 +261,7 @@ def _expect_end(stream: Any) -> None:
         raise CorruptSnapshotError("its delta is longer than the tensor")
 
 
-# A local version from a store: downloaded files, or the files of a local version with deltas applied, all verified.
+# A local version from a store
 
 PIECE = 8 << 20
 """Bytes of each request of a download."""

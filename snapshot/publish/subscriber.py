@@ -319,7 +319,7 @@ _EXCHANGE = 2
 """RENAME_EXCHANGE."""
 
 
-# Subscriber: published versions from a store into a local folder, for inference engines.
+# Subscriber
 
 RETRIES = 5
 """Maximum number of listings of the store, if versions are deleted during a pull."""

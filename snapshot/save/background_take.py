@@ -198,7 +198,7 @@ class PartPrefetcher:
             staged.release()
 
 
-# A take in the background: staged by the call, written while the application continues.
+# A take in the background
 
 PART_AHEAD = 32 << 20
 """Bytes of a part that is staged long before it is written.

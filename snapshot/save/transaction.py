@@ -295,7 +295,7 @@ async def delete_if_unchanged(
     return True
 
 
-# A save on storage: claim the path, write, commit or abort, clean up.
+# A save on storage
 #
 # Until the manifest may have been sent, the save can be undone; later it cannot.
 

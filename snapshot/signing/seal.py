@@ -180,7 +180,7 @@ class RecordingStorage(LeafStorage):
         return {path: FileTree(self.sizes[path], bytes(leaves)) for path, leaves in self._leaves.items()}
 
 
-# Checks of a session: a manifest and its files must be signed, or are recorded to be signed.
+# Checks of a session
 
 KEPT = 4
 """Number of verified statements that a seal keeps: those of several threads."""

@@ -54,7 +54,7 @@ def read_module_versions(metadata: Any) -> dict[str, dict[str, Any]] | None:
     }
 
 
-# Leaves of a flattened state: tensors and bytes to store, under logical paths.
+# Leaves of a flattened state
 
 Wrap = Callable[[str, e.TensorEntry | e.ChunkedTensorEntry], None]
 

@@ -15,8 +15,6 @@ from snapshot.saved import SavedObject, class_name
 from snapshot.tensors.memory import prefer_huge_pages
 from snapshot.text import counted
 
-# Tensors with more state than their bytes: memory order, subclasses, sparse layouts, quantisation.
-
 _PARAMETER = "torch.nn.parameter.Parameter"
 _COMPRESSED: dict[torch.layout, tuple[str, str, str]] = {
     torch.sparse_csr: ("sparse_csr", "crow_indices", "col_indices"),

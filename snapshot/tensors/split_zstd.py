@@ -47,7 +47,7 @@ def new_compressor() -> Any:
     )
 
 
-# The codec `split+zstd`: blocks of numbers, losslessly smaller.
+# The codec `split+zstd`
 #
 # The bytes of floating-point numbers look random, but their exponents repeat. So each number is rotated left by one
 # bit: then its exponent fills a byte, and the sign is its last bit. The bytes of equal significance of all numbers

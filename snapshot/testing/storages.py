@@ -224,7 +224,7 @@ def _matches(operation: Operation, name: str, path: str) -> bool:
     return fnmatchcase(operation.name, name) and fnmatchcase(operation.path, path)
 
 
-# Storages that record, fail, corrupt or stall: any storage, with taps on its operations.
+# Storages that record, fail, corrupt or stall
 #
 # with recording() as log, faulty(on="write", path="data/*", nth=2, error=OSError(28, "No space left on device")):
 # Snapshot.take("recording+faulty+file:///tmp/run", app_state)

@@ -235,7 +235,7 @@ async def _find_layout(opened: Opened, document: ForeignDocument, url: URL) -> _
     return made
 
 
-# Copies of checkpoints: a snapshot with a commit of its own, other libraries' checkpoints file by file.
+# Copies of checkpoints
 #
 # A whole snapshot is copied byte for byte. Its files get new names at the destination, as those of a take do. So the
 # files of two copies, or of an interrupted copy, never collide.

@@ -283,7 +283,7 @@ def _freeze(held: dict[Any, str]) -> Iterable[Any]:
     return tuple(sorted(held.items()))
 
 
-# Comparison of two checkpoints: by their manifests if possible, otherwise by reading.
+# Comparison of two checkpoints
 #
 # Names are compared without ranks, since a replicated or sharded tensor is the same on every rank. Entries of a
 # single rank are compared rank by rank.

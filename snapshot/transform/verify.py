@@ -260,7 +260,7 @@ def cut_requests(requests: Iterable[ReadRequest], length: int = 0) -> Iterator[R
             yield ReadRequest(request.name, request.stored, request.location, begin, end)
 
 
-# Verification: compares every byte of a snapshot with its digest.
+# Verification
 
 AGAIN = 10
 """Attempts for a snapshot that other saves keep replacing."""

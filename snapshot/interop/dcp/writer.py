@@ -299,7 +299,7 @@ def _is_archive(data: bytes) -> bool:
     return data.startswith(b"PK\3\4")
 
 
-# `dcp.save` with this library's write engine: the result is a snapshot.
+# `dcp.save` with this library's write engine
 #
 # The coordinator claims the path during planning, and commits in `finish`. In between, every rank writes its data
 # files and reports them to the coordinator in its results. DCP notifies no rank if another one has failed. So a rank
