@@ -1,4 +1,7 @@
-"""Patterns of tensor names, whose placeholders stand for layers, experts and everything else that is numbered."""
+"""Patterns of tensor names, whose placeholders stand for layers, experts and everything else that is numbered.
+
+`NamePattern` stays in this module, since pickles in snapshots name it.
+"""
 
 from __future__ import annotations
 
