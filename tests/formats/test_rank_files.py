@@ -321,6 +321,16 @@ def test_tensors_that_lie_about_their_boxes_are_refused(tmp_path, change):
         Snapshot(tmp_path / "x.pt").get_manifest()
 
 
+def test_a_box_without_its_storage_is_damage(versions, tmp_path):
+    path = max((versions / "2.13.0" / "dtensors").iterdir())
+    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(tmp_path / path.name, "w") as damaged:
+        for name in archive.namelist():
+            if "/data/" not in name:
+                damaged.writestr(name, archive.read(name))
+    with pytest.raises(CorruptSnapshotError, match=r"the storage data/\d+ is missing"):
+        Snapshot(tmp_path / path.name).get_manifest()
+
+
 # Folders.
 
 
