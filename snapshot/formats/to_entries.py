@@ -328,14 +328,14 @@ class _Tree:
                 return self._stored(path, tensor)
             array = make_numpy_value(value)
             shards = self._shards.read(value) if array is None else None
+            if shards is not None:
+                return self._make_sharded(path, shards)
         except p.NotKnownError as error:
             return make_refused_entry(str(error))
         except (ValueError, TypeError, OverflowError) as error:
             raise CorruptSnapshotError(f"{self._where}: {path}: {error}") from error
         if array is not None:
             return self._make_array(array)
-        if shards is not None:
-            return self._make_sharded(path, shards)
         if isinstance(value, p.StandIn):
             name = name_kind(value) or value.name
             return make_refused_entry(f"{MODULE} {name}" if _is_module(value) else name)

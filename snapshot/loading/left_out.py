@@ -302,6 +302,10 @@ class _WithBase(ReadOnlyStorage):
             storage, name = self._of(path)
             await storage.drop_caches([name])
 
+    def switch_source(self, path: str) -> bool:
+        storage, name = self._of(path)
+        return storage.switch_source(name)
+
     def share_reads(self) -> None:
         self.inner.share_reads()
         self._base.share_reads()

@@ -321,6 +321,17 @@ def test_tensors_that_lie_about_their_boxes_are_refused(tmp_path, change):
         Snapshot(tmp_path / "x.pt").get_manifest()
 
 
+def test_a_box_without_its_storage_is_damage(tmp_path):
+    local = torch.ones(2, 3)
+    save({"w": dtensor(local, (4, 3), (placement(Split(0)),), tensor_mesh([0, 1], [0]))}, tmp_path / "whole.pt")
+    with zipfile.ZipFile(tmp_path / "whole.pt") as archive, zipfile.ZipFile(tmp_path / "x.pt", "w") as damaged:
+        for each in archive.infolist():
+            if each.file_size != local.nbytes:
+                damaged.writestr(each, archive.read(each))
+    with pytest.raises(CorruptSnapshotError, match=r"x\.pt: .*w: the storage data/\d+ is missing"):
+        Snapshot(tmp_path / "x.pt").get_manifest()
+
+
 # Folders.
 
 

@@ -8,9 +8,13 @@ import torch
 from torch import nn
 
 from snapshot import RestoreError, Snapshot, SnapshotError, StateDict, StorageError
+from snapshot.io import loop
+from snapshot.io.registry import open_storage
+from snapshot.io.url import URL
 from snapshot.manifest.document import METADATA
 from snapshot.testing import Log, tapped
 from tests.save.test_based_takes import WIDTH, Run, expect_whole, files
+from tests.tiers.jobs import flip
 
 
 @pytest.fixture
@@ -30,6 +34,42 @@ def test_what_is_trained_comes_back_where_the_rest_is_equal(trained, tmp_path):
     trained.step()
     report = Snapshot(tmp_path / "adapter").restore(trained.state)
     assert not report.missing
+    assert all(value.equal(values[name]) for name, value in trained.values().items())
+
+
+class Places:
+    """The places of a snapshot's files: this host's folder, then another one."""
+
+    remote = False
+
+    def __init__(self, other):
+        self.other = open_storage(URL.parse(str(other)))
+        self.save_id = Snapshot(other).metadata.save_id
+
+    def places(self, path):
+        return [None, self.other]
+
+    def size(self, path):
+        return None
+
+    def passed(self, path, place, error):
+        pass
+
+    def count(self, place, nbytes):
+        pass
+
+
+def test_a_damaged_near_file_is_read_from_another_place_also_beside_a_base(trained, tmp_path):
+    values = trained.values()
+    shutil.copytree(tmp_path / "adapter", tmp_path / "far")
+    for path in files(tmp_path / "adapter").values():
+        if path.suffix == ".safetensors":
+            flip(path)
+    trained.step()
+    places = Places(tmp_path / "far")
+    near = Snapshot(f"near://{tmp_path}/adapter", storage_options={"sources": places})
+    near.restore(trained.state, base=Snapshot(tmp_path / "base"))
+    loop.run(places.other.close())
     assert all(value.equal(values[name]) for name, value in trained.values().items())
 
 
