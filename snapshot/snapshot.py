@@ -546,7 +546,7 @@ class Snapshot:
             options.check()
             check_app_state(app_state)
             seal = seal or self.seal
-            base = None if options.base is None else locate_source(options.base, self._options)
+            base = None if options.base is None else locate_source(options.base, self.location)
             began = op.seconds
             opened = open_restore(
                 op.exchange,

@@ -145,11 +145,12 @@ def expect_mapping(options: Any) -> Mapping[str, Any]:
     raise TypeError(f"storage_options must be a mapping, got {with_article(type(options).__name__)}")
 
 
-def locate_source(source: Source, options: Mapping[str, Any] | None = None) -> Location:
-    """Return the place of a snapshot. A path has the `options`."""
-    if isinstance(source, (str, os.PathLike)):
-        return Location(URL.parse(os.fspath(source)), options)
-    return source.location
+def locate_source(source: Source, beside: Location | None = None) -> Location:
+    """Return the place of a snapshot. A path has the options of another place, if that has the same scheme."""
+    if not isinstance(source, (str, os.PathLike)):
+        return source.location
+    url = URL.parse(os.fspath(source))
+    return Location(url, beside.options if beside is not None and beside.url.scheme == url.scheme else None)
 
 
 def options_from_environment() -> dict[str, Any]:

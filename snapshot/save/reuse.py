@@ -467,10 +467,8 @@ def _open_bases(opening: TakeOpening, options: TakeRequest, notes: list[str], op
     session, exchange = opening.session, opening.exchange
     bases: list[Base] = []
     for source in options.bases[:2]:
-        base = locate_source(source, options.storage_options)
+        base = locate_source(source, Location(session.url, options.storage_options))
         url, theirs = base.url, base.options
-        if theirs is options.storage_options and url.scheme != session.url.scheme:
-            theirs = None  # they are for the take's storage
         same = url.scheme == session.url.scheme and select_server(theirs) == select_server(options.storage_options)
         optional = make_optional_seal(options.signer) if options.signer is not None else None
         place = Session(url, theirs, seal=base.seal or optional)

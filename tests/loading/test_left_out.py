@@ -68,7 +68,7 @@ def test_a_damaged_near_file_is_read_from_another_place_also_beside_a_base(train
     trained.step()
     places = Places(tmp_path / "far")
     near = Snapshot(f"near://{tmp_path}/adapter", storage_options={"sources": places})
-    near.restore(trained.state, base=Snapshot(tmp_path / "base"))
+    near.restore(trained.state, base=tmp_path / "base")  # which has no options of near folders
     loop.run(places.other.close())
     assert all(value.equal(values[name]) for name, value in trained.values().items())
 
