@@ -202,7 +202,7 @@ def test_an_optimizer_without_its_model_gets_the_saved_dtypes(warm):
 
 @pytest.fixture
 def unrecorded(monkeypatch):
-    monkeypatch.setattr("snapshot.save.replication._record_optimizer", lambda *_: None)
+    monkeypatch.setattr("snapshot.save.collect._record_optimizer", lambda *_: None)
 
 
 @pytest.mark.parametrize("recorded", [True, False])
