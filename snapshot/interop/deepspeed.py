@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import threading
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -70,6 +71,8 @@ class SnapshotCheckpointEngine:
         self._files: dict[str, Any] | None = None
         """Contents by name; None if DeepSpeed does not write a tag."""
         self._pending: PendingSnapshot | None = None
+        self._named = threading.Event()
+        """Set when `latest` names the pending tag, or will not."""
         self._read: Snapshot | None = None
 
     # In the order in which `save_checkpoint` calls them
@@ -125,6 +128,7 @@ class SnapshotCheckpointEngine:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.wait()
+            self._named.wait()
 
     def cleanup(self) -> None:
         """Wait, when the engine ends."""
@@ -162,9 +166,9 @@ class SnapshotCheckpointEngine:
         self._read = None
         taken = take(str(folder / FOLDER), state, None, request, self._options.timeout)
         if isinstance(taken, PendingSnapshot):
-            self._pending = taken
-            if info.save_latest and _is_leader():
-                taken.work.add_done_callback(partial(_name_latest, info))
+            self._pending, self._named = taken, threading.Event()
+            names = info.save_latest and _is_leader()
+            taken.work.add_done_callback(partial(_name_latest, info if names else None, self._named))
 
     def _open(self, folder: Path) -> Snapshot:
         if self._read is None or self._read.path != str(folder / FOLDER):
@@ -219,17 +223,18 @@ def _is_leader() -> bool:
     return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
 
-def _name_latest(info: Any, work: Any) -> None:
-    """Let `latest` name a tag if it was committed."""
-    if work.cancelled() or work.exception() is not None:
-        return
-    latest = Path(info.save_dir, "latest")
+def _name_latest(info: Any, named: threading.Event, work: Any) -> None:
+    """Let `latest` name a tag if it was committed; None for a rank or a tag without. Set the event in the end."""
+    latest = Path(info.save_dir if info else "", "latest")
     try:
-        made = latest.with_name("latest.partial")
-        made.write_text(info.tag)
-        made.replace(latest)
+        if info is not None and not work.cancelled() and work.exception() is None:
+            made = latest.with_name("latest.partial")
+            made.write_text(info.tag)
+            made.replace(latest)
     except OSError as error:
         log.error("%s: is committed, but %s could not be written: %s", _tag_folder(info), latest, error)
+    finally:
+        named.set()
 
 
 def _to_saved(value: Any, path: str) -> Any:

@@ -8,6 +8,7 @@ import io
 import os
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -248,6 +249,26 @@ def _refuse_on_one_rank(folder, asynchronous):
 @pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=SLOW), True])
 def test_all_ranks_learn_what_one_of_them_cannot_store(tmp_path, asynchronous):
     fork_ranks(2, tmp_path, _refuse_on_one_rank, tmp_path / "run", asynchronous)
+
+
+def _name_late(folder):
+    name = adapter._name_latest
+
+    def late(*arguments):
+        time.sleep(0.3)  # the wait for the tag ends before this, if it waits for nothing else
+        name(*arguments)
+
+    adapter._name_latest = late
+    engine = make_engine(1, asynchronous=True)
+    train(engine, 1, range(1))
+    engine.save_checkpoint(folder, tag="first")
+    engine.checkpoint_engine.wait()
+    assert (folder / "latest").read_text() == "first"
+    engine.destroy()
+
+
+def test_latest_names_a_tag_when_the_wait_for_it_ends(tmp_path):
+    fork_ranks(1, tmp_path, _name_late, tmp_path / "run")
 
 
 def _fill_disk_of_one_rank(folder, asynchronous):
