@@ -469,3 +469,7 @@ class ForeignStorage(ReadOnlyStorage):
     async def get(self, path: str, *, limit: int | None = None) -> bytes:
         self._expect_inside(path)
         return await self.inner.get(path, limit=limit)
+
+    @property
+    def _refusal(self) -> StorageError:
+        return StorageError(f"{self.url}: written by another library, so it is read-only")

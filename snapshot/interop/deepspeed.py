@@ -23,6 +23,7 @@ from snapshot.errors import SnapshotError, SnapshotExistsError, SnapshotNotFound
 from snapshot.events import log
 from snapshot.interop.framework_checks import expect_version
 from snapshot.interop.objects import build_objects, change_leaves
+from snapshot.io.system import store_file
 from snapshot.save.take_request import TAKE_OPTIONS, TakeOptions
 from snapshot.saved import SavedObject, class_name
 from snapshot.snapshot import PendingSnapshot, Snapshot
@@ -168,7 +169,7 @@ class SnapshotCheckpointEngine:
         if isinstance(taken, PendingSnapshot):
             self._pending, self._named = taken, threading.Event()
             names = info.save_latest and _is_leader()
-            taken.work.add_done_callback(partial(_name_latest, info if names else None, self._named))
+            taken.work.add_done_callback(partial(_end_tag, info if names else None, self._named))
 
     def _open(self, folder: Path) -> Snapshot:
         if self._read is None or self._read.path != str(folder / FOLDER):
@@ -223,18 +224,21 @@ def _is_leader() -> bool:
     return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
 
-def _name_latest(info: Any, named: threading.Event, work: Any) -> None:
-    """Let `latest` name a tag if it was committed; None for a rank or a tag without. Set the event in the end."""
-    latest = Path(info.save_dir if info else "", "latest")
+def _end_tag(info: Any, named: threading.Event, work: Any) -> None:
+    """Let `latest` name a tag that was committed, and set the event. `info`: None if this rank names no tag."""
     try:
         if info is not None and not work.cancelled() and work.exception() is None:
-            made = latest.with_name("latest.partial")
-            made.write_text(info.tag)
-            made.replace(latest)
-    except OSError as error:
-        log.error("%s: is committed, but %s could not be written: %s", _tag_folder(info), latest, error)
+            _name_latest(info)
     finally:
         named.set()
+
+
+def _name_latest(info: Any) -> None:
+    latest = os.path.join(info.save_dir, "latest")
+    try:
+        store_file(latest, info.tag.encode())
+    except OSError as error:
+        log.error("%s: is committed, but %s could not be written: %s", _tag_folder(info), latest, error)
 
 
 def _to_saved(value: Any, path: str) -> Any:

@@ -40,7 +40,6 @@ from snapshot.save.guards import GuardedTake
 from snapshot.save.rank_share import RankShare
 from snapshot.save.reuse import Unchanged, remember_unchanged
 from snapshot.save.staging import PartSource
-from snapshot.save.step_barrier import PendingCopy
 from snapshot.save.take_request import TakeSigner
 from snapshot.save.transaction import State, Transaction
 from snapshot.save.writer import Writer, WrittenFile, write_small
@@ -97,15 +96,8 @@ class PartStaging:
     part_bytes = 0
     """The wanted length of parts; 0 if the storage decides."""
 
-    late: PendingCopy | None = None
-    """The tensors that are copied after the call."""
-
     def __init__(self, source: PartSource) -> None:
         self.source = source
-
-    def stage(self, take: Take) -> LoopFuture[None]:
-        """Stage what must be staged in the call, and start the take in the background."""
-        return take.start()
 
     async def write(self, writer: Writer, plan: SavePlan, transaction: Transaction, to: Sequence[str]) -> WrittenFiles:
         """Write the data files to these locations."""

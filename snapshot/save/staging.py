@@ -93,7 +93,7 @@ class PartSource:
         """Release all tensors."""
 
     async def read_part(self, file: FilePlan, part: FilePart, slot: Slot) -> None:
-        """Fill a slot with the bytes of a part."""
+        """Fill a slot with the bytes of a part. A source whose parts are all staged ahead of the writer needs none."""
         raise NotImplementedError(type(self).__name__)
 
     async def fetch(

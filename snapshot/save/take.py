@@ -132,11 +132,12 @@ def start_take(
         ):
             opening.look_at_path()
             take = _assemble(opened, opening, app_state, options, background=True, sink=sink)
-            report, late = take.report, take.staging.late  # which a take that has ended forgets
-            work = take.staging.stage(take)
+            report, staging = take.report, take.staging
+            assert isinstance(staging, StagingAhead)
+            work = staging.stage(take)
             slot.leave_after(work)
             place = opening.path_as_given(path)
-            return make(StartedTake(place, options.storage_options, report, work, meter, late, opening.save_id))
+            return make(StartedTake(place, options.storage_options, report, work, meter, staging.late, opening.save_id))
 
 
 def _assemble(

@@ -33,6 +33,7 @@ from snapshot.tiers.facts import (
     store_copy,
 )
 from snapshot.tiers.near_steps import NearFolder
+from snapshot.tiers.peers import open_peer
 from snapshot.tiers.timeline import (
     Attempt,
     Copy,
@@ -312,5 +313,5 @@ def read_manifest(member: Membership, step: int, host: int) -> bytes | None:
     address = member.hosts[host].address
     if not address:
         return None
-    with Session(URL.parse(f"peer://{address}/step-{step}"), {"secret": member.secret}) as session:
+    with open_peer(address, member.secret, step) as session:
         return run(session.storage.get(METADATA))

@@ -312,6 +312,12 @@ class WaitingStorage(ReadOnlyStorage):
 # Replicas: a host fetches its partners' files, verifies every digest, and keeps them beside its own.
 
 
+def open_peer(address: str, secret: str, step: int | None = None) -> Session:
+    """Open what another host offers: one of its steps, or the host itself. The caller closes it."""
+    below = "" if step is None else f"/step-{step}"
+    return Session(URL.parse(f"peer://{address}{below}"), {"secret": secret})
+
+
 class Replicas:
     """The replicas that one host keeps."""
 
@@ -335,8 +341,7 @@ class Replicas:
 
     def _session(self, address: str, step: int | None = None) -> Session:
         assert self._registration is not None
-        below = "" if step is None else f"/step-{step}"
-        return Session(URL.parse(f"peer://{address}{below}"), {"secret": self._registration.secret})
+        return open_peer(address, self._registration.secret, step)
 
     def pulled(self, step: int, files: Collection[str]) -> list[str]:
         """Return the files of a step that are replicas."""
@@ -426,7 +431,7 @@ def heal_step(folder: NearFolder, near: NearStep, files: Collection[str], given:
     """
     name = f"step-{near.step}"
     others = [each.address for at, each in enumerate(given.hosts) if at != given.index and each.address]
-    places = [Session(URL.parse(f"peer://{address}/{name}"), {"secret": given.secret}) for address in others]
+    places = [open_peer(address, given.secret, near.step) for address in others]
     places.append(Session(URL.parse(given.far).join(name), given.options, wrap=FarStorage))
     path = folder.step_path(near.step)
     with ExitStack() as stack:
