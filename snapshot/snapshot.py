@@ -184,7 +184,7 @@ class Snapshot:
         compression: Compression | None = None,
         sign: Key | None = None,
         allow_pickle: AllowPickle = "warn",
-        guards: Guards = "report",
+        guards: Guards = "suspect",
         statistics: bool = False,
     ) -> Snapshot:
         """Save the application's state and return when it is committed.
@@ -225,8 +225,9 @@ class Snapshot:
                 object of `cryptography`. Ranks other than 0 may pass the public key. See docs/signatures.md.
             allow_pickle: The action for objects that only a pickle can hold, which a restore refuses by default:
                 `"warn"`, `"error"`, or True to store them without a word. Message and error name each object.
-            guards: The action if the state looks wrong, such as NaN in a parameter: `"report"` it, `"warn"`, commit it
-                as `"suspect"`, or `"refuse"` to commit. `"off"` does not look. See docs/guards.md.
+            guards: The action if the state looks wrong, such as NaN in a parameter: commit it as `"suspect"`, which a
+                manager keeps apart from good steps, only `"report"` it, or `"refuse"` to commit. `"off"` does not look.
+                See docs/guards.md.
             statistics: Also store the norm, range, and counts of NaN and zero of each tensor, for `get_statistics`.
 
         Raises:
@@ -302,7 +303,7 @@ class Snapshot:
         compression: Compression | None = None,
         sign: Key | None = None,
         allow_pickle: AllowPickle = "warn",
-        guards: Guards = "report",
+        guards: Guards = "suspect",
         statistics: bool = False,
         staging: Staging = "blocking",
         worker: Worker = "thread",

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from snapshot.cli.locate import work_concurrently
+from snapshot.cli.screen import line, paint
 from snapshot.errors import SnapshotError
 from snapshot.io.url import URL
 from snapshot.loading.left_out import stored_in, stored_of
@@ -18,10 +19,20 @@ from snapshot.manifest.document import OWN_FORMATS, SnapshotMetadata
 from snapshot.manifest.entries import is_leaf
 from snapshot.manifest.rank_view import is_rank
 from snapshot.manifest.values import Entry, Scalar
+from snapshot.save.guards import noted_findings, suspicions
 from snapshot.snapshot import Snapshot
 from snapshot.tensors.composite import KIND as GENERATOR
 from snapshot.tensors.memory import ITEMSIZE
 from snapshot.text import size_text
+
+
+def describe_findings(metadata: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each finding of the guards in a snapshot's metadata."""
+    for each in suspicions(metadata):
+        yield paint("suspect", "red") + line(f"suspect: {each}").removeprefix("suspect")
+    for each in noted_findings(metadata):
+        yield paint("found", "yellow") + line(f"found: {each}").removeprefix("found")
+
 
 # A manifest as lines for people: an item for each object, folds of similar items, and totals.
 

@@ -16,6 +16,7 @@ from snapshot.cli.listing import (
     by_key,
     bytes_in_base,
     common_value,
+    describe_findings,
     describe_sharing,
     folded,
     heaviest,
@@ -35,7 +36,7 @@ from snapshot.manager.step_metadata import NOTE, WRITER
 from snapshot.manifest.document import ManifestHead, SnapshotMetadata
 from snapshot.plan.names import matcher
 from snapshot.save.guards import KEY as GUARDS
-from snapshot.save.guards import suspicions
+from snapshot.save.guards import NOTED, noted_findings, suspicions
 from snapshot.snapshot import Snapshot
 from snapshot.text import counted, entries_text, size_text
 from snapshot.tiers.control import ANSWERS, MEANINGS, ControlClient, Request, StepStatus, UploaderError, far_text
@@ -224,10 +225,10 @@ def _head(name: str, metadata: SnapshotMetadata, found: Sequence[ListedItem]) ->
         parts.append(f"written by {metadata.format}".rstrip())
     name = printable(name)
     yield paint(name, "bold") + line(f"{name}: {', '.join(parts)}").removeprefix(name)
-    for each in suspicions(metadata.metadata):
-        yield paint("suspect", "red") + line(f"suspect: {each}").removeprefix("suspect")
-    if metadata.metadata:
-        text = json.dumps(metadata.metadata, ensure_ascii=False)
+    yield from describe_findings(metadata.metadata)
+    user = {key: each for key, each in metadata.metadata.items() if key not in (GUARDS, NOTED)}
+    if user:
+        text = json.dumps(user, ensure_ascii=False)
         yield line(f"metadata: {text if len(text) <= 500 else text[:500] + '...'}")
 
 
@@ -370,6 +371,7 @@ def _as_json(name: str, held: SnapshotMetadata | SnapshotError, shared: SharedFi
         "world_size": held.world_size,
         "metadata": held.metadata,
         "suspect": list(suspicions(held.metadata)),
+        "findings": list(noted_findings(held.metadata)),
     } | ({"own_bytes": sizes.own, "shared_bytes": sizes.shared} if sizes else {})
 
 
@@ -416,6 +418,9 @@ def _flat(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             continue
         if key == GUARDS:
             yield "suspect:", "; ".join(suspicions(metadata))
+            continue
+        if key == NOTED:
+            yield "found:", "; ".join(noted_findings(metadata))
             continue
         if key == NOTE and isinstance(value, Mapping):
             yield from _flat({name: each for name, each in value.items() if name != WRITER})

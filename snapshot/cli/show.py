@@ -15,7 +15,7 @@ import torch
 from torch._tensor_str import PRINT_OPTS
 
 from snapshot.cli.arguments import add_json, add_pickle, add_storage, options_of
-from snapshot.cli.listing import base_url, is_in_base, items, shape_text, value_text
+from snapshot.cli.listing import base_url, describe_findings, is_in_base, items, shape_text, value_text
 from snapshot.cli.locate import open_all
 from snapshot.cli.screen import ExitStatus, bar, emit, line, mute_torch_warnings, paint, printable, width, wrapped
 from snapshot.io.url import URL
@@ -23,6 +23,7 @@ from snapshot.manifest import entries as e
 from snapshot.manifest.rank_view import resolve_path
 from snapshot.manifest.values import Entry, Scalar
 from snapshot.progress import Progress
+from snapshot.save.guards import noted_findings, suspicions
 from snapshot.snapshot import Snapshot
 from snapshot.tensors.geometry import split_shape, whole_box
 from snapshot.tensors.memory import ITEMSIZE
@@ -224,7 +225,10 @@ def _run(arguments: argparse.Namespace) -> ExitStatus:
         text = value_text(entry, LONGEST) if isinstance(entry, Scalar) else _repr(snapshot.read_object(path))
         told["value"] = text
         lines = [text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text):,} characters)"]
-    emit(arguments, told, _screen(told, lines))
+    metadata = snapshot.metadata.metadata
+    found = {"suspect": [*suspicions(metadata)], "findings": [*noted_findings(metadata)]}
+    value = told | {name: texts for name, texts in found.items() if texts}
+    emit(arguments, value, [*_screen(told, lines), *describe_findings(metadata)])
     return ExitStatus.OK
 
 

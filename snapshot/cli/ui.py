@@ -47,7 +47,7 @@ from snapshot.manifest import entries as e
 from snapshot.manifest.document import METADATA, Document, ManifestHead, check_tensor, find_locations
 from snapshot.manifest.rank_view import is_shared
 from snapshot.plan.names import WILDCARDS, compile_glob, matcher
-from snapshot.save.guards import suspicions
+from snapshot.save.guards import noted_findings, suspicions
 from snapshot.snapshot import Snapshot
 from snapshot.tensors.geometry import Box, split_shape
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE
@@ -321,10 +321,11 @@ def _row(step: int, head: object) -> dict[str, Any]:
     """Return the properties of a step by its manifest, or by a text or an error about it."""
     if not isinstance(head, ManifestHead):
         return {"step": step, "metrics": {}, "problem": _short(str(head))}
-    metrics, suspect = noted_metrics(head.metadata), suspicions(head.metadata)
+    metrics, suspect, found = noted_metrics(head.metadata), suspicions(head.metadata), noted_findings(head.metadata)
     return {
         "step": step,
         **({"problem": _short(f"suspect: {'; '.join(suspect)}")} if suspect else {}),
+        **({"found": _short(f"found: {'; '.join(found)}")} if found else {}),
         "taken": head.created,
         "metrics": {_short(name, 100): metrics[name] for name in list(metrics)[:METRICS]},
         "bytes": head.nbytes,

@@ -18,7 +18,6 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 import msgspec
 import torch
 import xxhash
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from snapshot.decoding import decode_json
 from snapshot.errors import SuspectStateError
@@ -27,11 +26,24 @@ from snapshot.io.system import PerProcess
 from snapshot.io.url import URL
 from snapshot.manifest import entries as e
 from snapshot.manifest.values import IntEntry
-from snapshot.save.parameter_roles import Group, Member, Roles, key_of, optimizers_of
+from snapshot.save.parameter_roles import (
+    Group,
+    Member,
+    Roles,
+    Stranger,
+    count_steps,
+    find_holders,
+    has_masters,
+    is_twin,
+    key_of,
+    optimizers_of,
+)
 from snapshot.save.samples import (
     LINE,
     MOST_LINES,
+    SHORT_ELSEWHERE,
     count_nonfinite,
+    find_in_whole,
     find_nonfinite,
     is_in_memory,
     measure_squares,
@@ -39,13 +51,15 @@ from snapshot.save.samples import (
 )
 from snapshot.state.leaves import FlatState, Leaf
 from snapshot.state.model_state import find_local_tensor
-from snapshot.tensors.memory import BY_NAME, wrap_memory
+from snapshot.tensors.memory import BY_NAME, NAMES, is_plain, wrap_memory
 from snapshot.tensors.statistics import ByPath, combine_statistics
 from snapshot.text import counted, listed
 
-Guards = Literal["report", "warn", "suspect", "refuse", "off"]
+Guards = Literal["suspect", "report", "refuse", "off"]
 KEY = "snapshot.guards"
-"""Key in a snapshot's metadata, with the findings of a suspect one."""
+"""Key in a snapshot's metadata, with the findings that make it suspect."""
+NOTED = "snapshot.findings"
+"""Key in a snapshot's metadata, with all other findings."""
 ACTING = ("nonfinite", "stale", "missing")
 """Guards from which a policy follows. All others only report."""
 
@@ -72,8 +86,17 @@ def expect_guards(guards: Any) -> None:
 
 
 def suspicions(metadata: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the findings in a snapshot's metadata: empty unless it is suspect."""
-    found = metadata.get(KEY)
+    """Return the findings in a snapshot's metadata that make it suspect: empty unless it is."""
+    return _texts_of(metadata, KEY)
+
+
+def noted_findings(metadata: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the findings in a snapshot's metadata that do not make it suspect."""
+    return _texts_of(metadata, NOTED)
+
+
+def _texts_of(metadata: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    found = metadata.get(key)
     return tuple(map(str, found)) if isinstance(found, list) else ()
 
 
@@ -84,19 +107,16 @@ def expect_good(guards: Guards, found: Sequence[Finding], url: URL) -> None:
         raise SuspectStateError(f"{url}: not committed, since guards is 'refuse':{listed(acting)}", acting)
 
 
-def act_on(guards: Guards, found: Sequence[Finding], metadata: msgspec.Raw, url: URL) -> msgspec.Raw:
-    """Return the metadata to commit, with the findings if the snapshot is suspect. Raise `SuspectStateError` to refuse.
-
-    Called on the leader, with the findings of all ranks.
-    """
-    acting = [str(each) for each in found if each.acts]
-    expect_good(guards, found, url)
-    marked = bool(acting) and guards == "suspect"
-    if not marked and KEY.encode() not in bytes(metadata):
+def note_findings(guards: Guards, found: Sequence[Finding], metadata: msgspec.Raw) -> msgspec.Raw:
+    """Return the metadata to commit, with the findings of all ranks."""
+    noted = {KEY: [str(each) for each in found if each.acts and guards == "suspect"]}
+    noted[NOTED] = [text for text in map(str, found) if text not in noted[KEY]]
+    if not found and not any(key.encode() in bytes(metadata) for key in noted):
         return metadata
     held = decode_json(metadata, dict[str, Any], "the metadata")
-    held.pop(KEY, None)  # of a suspect snapshot, whose metadata was given to this take
-    return msgspec.Raw(msgspec.json.encode({**held, KEY: acting} if marked else held))
+    for key in noted:  # the metadata of an earlier snapshot, whose findings are not those of this one
+        held.pop(key, None)
+    return msgspec.Raw(msgspec.json.encode(held | {key: texts for key, texts in noted.items() if texts}))
 
 
 # What a run's earlier takes were like.
@@ -113,14 +133,30 @@ JUMP = math.log(2)
 """The change of a norm that is a jump, if it is also ten times what is usual."""
 
 
+class Entries:
+    """The entries of one rank's part of a take, by path, with the digests of those that were asked for."""
+
+    def __init__(self, entries: Mapping[str, Any]) -> None:
+        self.all = entries
+        self._digests: dict[str, Any] = {}
+
+    def digests_of(self, path: str) -> Any:
+        """Return the digests of a tensor, or None if there is none, or not all of its bytes have one."""
+        if path not in self._digests:
+            entry = self.all.get(path)
+            found = [stored.digest for _, stored in entry.pieces()] if isinstance(entry, e.TENSORS) else [None]
+            self._digests[path] = None if None in found else found
+        return self._digests[path]
+
+
 class Past(NamedTuple):
     """An earlier take of a run."""
 
     url: str
     keys: frozenset[str]
-    steps: int
-    """The steps of all optimizers before it."""
-    entries: Mapping[str, Any]
+    steps: tuple[float, bool]
+    """As `count_steps` returned."""
+    entries: Entries
     rates: dict[tuple[str, int, int], float]
     counters: dict[str, int]
 
@@ -145,8 +181,8 @@ class RunMemory:
         self.roles: Roles | None = None
         self.norms: dict[tuple[str, int, int], deque[float]] = {}
         """The logarithms of the last norms of each group."""
-        self.reported: set[str] = set()
-        """Findings that are not repeated."""
+        self.logged: set[str] = set()
+        """Findings that do not act, and that were logged: without their numbers, since each is logged once."""
 
 
 class _Memories:
@@ -163,22 +199,12 @@ class _Memories:
             return memory
 
 
-class _StepCounter:
-    """Counts the steps of all optimizers of a process."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        register_optimizer_step_post_hook(self._stepped)
-
-    def _stepped(self, *_: Any) -> None:
-        self.count += 1
-
-
-_memories, _step_counter = PerProcess(_Memories), PerProcess(_StepCounter)
+_memories = PerProcess(_Memories)
 _path = attrgetter("path")
 
 
 BUCKETS = 16
+_NUMBERS = re.compile(r"\d+")
 
 
 class SampledReplicas(msgspec.Struct, array_like=True):
@@ -219,12 +245,14 @@ class GuardedTake:
         self._url, self._verb, self._turn = url, verb, turn
         self.findings: list[Finding] = []
         self._keys = frozenset(app_state)
-        self._steps = _step_counter.get().count if guards != "off" else 0
+        self._steps = 0.0, False
         self._memory = _memories.get().of(_DIGITS.sub("#", str(url)))
         self._groups: list[tuple[Group, torch.optim.Optimizer]] = []
         self._counters: dict[str, int] = {}
         self._replicas: list[str] = []
-        self._entries: Mapping[str, Any] = {}
+        self._entries = Entries({})
+        self._mastered: set[str] = set()
+        """Keys of optimizers that have masters of parameters in the app state."""
         self.sampled: SampledReplicas | None = None
         self._safely(self._examine, app_state, flat, leaves)
         self._safely(self._sample_replicas, flat, replicas)
@@ -249,7 +277,9 @@ class GuardedTake:
             self._groups.append((group, optimizers_of(app_state[key])[number]))
         ints = ((path, flat.entries.get(path)) for path in self._roles.counters)
         self._counters = {path: entry.value() for path, entry in ints if isinstance(entry, IntEntry)}
-        self._add([Finding(*each) for each in self._roles.findings])
+        self._steps = count_steps(app_state)
+        for stranger in self._roles.strangers:
+            self._examine_parameters(stranger, app_state, flat)
         self._examine_keys()
         self._examine_values(leaves)
 
@@ -257,8 +287,19 @@ class GuardedTake:
         for each in found:
             self.findings.append(each)
             emit("guard", self._verb, str(self._url), guard=each.guard, text=each.text)
-            if self.policy in ("warn", "suspect"):
-                log.warning("%s: %s", self._url, each)
+
+    def _examine_parameters(self, stranger: Stranger, app_state: Mapping[str, Any], flat: FlatState) -> None:
+        """Look for an optimizer that trains other parameters than those of the modules in the app state."""
+        optimizer = optimizers_of(app_state[stranger.key])[stranger.place[1]]
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if not self._roles.any_module:
+            return
+        if has_masters(optimizer, app_state):
+            self._mastered.add(stranger.key)
+            return
+        text = f"{stranger.key}: none of its {counted(len(held), 'parameter')} is of a module in the app state"
+        acts = not find_holders(app_state, flat, dict) and is_twin(held, app_state)
+        self._add([Finding("missing" if acts else "elsewhere", text)])
 
     def _examine_keys(self) -> None:
         """Look for statefuls that the take before had, and for counters that ran back."""
@@ -278,12 +319,18 @@ class GuardedTake:
                 self._add([Finding("counter", text)])
 
     def _examine_values(self, leaves: Sequence[Leaf]) -> None:
-        if not self._roles.numbers:
+        roles, memory = self._roles, self._memory
+        if not roles.numbers and not roles.unstored:
             return
-        self._memory.turn += 1
+        memory.turn += 1
         self._examine_norms(leaves)
-        chosen = self._roles.rotation.choose(leaves, self._memory.turn)
-        bad = [leaf for leaf in find_nonfinite(chosen, self._memory.turn) if leaf.path in self._roles.paths]
+        unstored = [_leaf_of(name, tensor) for name, held in roles.unstored if (tensor := held()) is not None]
+        some = take_some([leaf for leaf in unstored if leaf is not None], MOST_LINES, memory.turn)
+        found = find_nonfinite(roles.rotation.choose(leaves, memory.turn), memory.turn)
+        found += find_in_whole(roles.rotation.choose_whole(leaves))
+        found = [leaf for leaf in found if leaf.path in roles.paths] + find_nonfinite(some, memory.turn)
+        found += find_in_whole([leaf for leaf in some if leaf.nbytes <= SHORT_ELSEWHERE])
+        bad = list({leaf.path: leaf for leaf in found}.values())
         if bad:
             counts = [
                 f"{leaf.path} ({count_nonfinite(leaf):,} of {leaf.tensor.numel():,})" if at < 2 else leaf.path
@@ -349,8 +396,20 @@ class GuardedTake:
         Replicas that differ are a finding of the leader.
         """
         self._safely(self._compare_replicas, reports)
-        found = dict.fromkeys([*self.findings, *(each for report in reports for each in report.findings)])
-        return act_on(self.policy, list(found), metadata, self._url)
+        found = list(dict.fromkeys([*self.findings, *(each for report in reports for each in report.findings)]))
+        expect_good(self.policy, found, self._url)
+        self._log(found)
+        return note_findings(self.policy, found, metadata)
+
+    def _log(self, found: Sequence[Finding]) -> None:
+        """Log what acts for each take, since it says what the snapshot is, and everything else once in a run."""
+        for each in found:
+            text = _NUMBERS.sub("#", str(each))
+            if each.acts:
+                log.warning("%s: %s%s", self._url, "suspect: " if self.policy == "suspect" else "", each)
+            elif text not in self._memory.logged:
+                self._memory.logged.add(text)
+                log.warning("%s: %s", self._url, each)
 
     def _compare_replicas(self, reports: Sequence[RankFindings]) -> None:
         mine = self.sampled
@@ -369,11 +428,12 @@ class GuardedTake:
         self._safely(self._compare, entries)
 
     def _compare(self, entries: Mapping[str, Any]) -> None:
-        self._entries = entries
+        self._entries = Entries(entries)
         if len(self._memory.takes) == 2:
             first, second = self._memory.takes
             found = [self._examine_group(group, optimizer, first, second) for group, optimizer in self._groups]
-            found += [self._examine_stranger(key, below, first, second) for key, _, below in self._roles.strangers]
+            strangers = [each for each in self._roles.strangers if each.key not in self._mastered]
+            found += [self._examine_stranger(each.key, each.below, first, second) for each in strangers]
             found += [self._examine_state(first, second)]
             found += [self._examine_moments(group, first, second) for group, _ in self._groups]
             found += [] if self._groups else [self._examine_moments(None, first, second)]
@@ -383,21 +443,23 @@ class GuardedTake:
     def _examine_state(self, first: Past, second: Past) -> Finding | None:
         """Return a finding if no tensor changed over three takes of different steps."""
         states = first.entries, second.entries, self._entries
-        if len({first.url, second.url, str(self._url)}) < 3:
+        steps = [each[0] for each in (first.steps, second.steps, self._steps)]
+        idle = self._steps[1] and steps[0] == steps[1] == steps[2]  # all optimizers count their steps, and made none
+        if idle or len({first.url, second.url, str(self._url)}) < 3:
             return None
         rates = [_rate_of(group, optimizer) for group, optimizer in self._groups]
         if max(rates, default=0.0) <= 0 and (rates or not self._roles.saves_moments):
             return None
         count, counts_steps = 0, False
-        for path, entry in self._entries.items():
-            if _digests_of(entry) and _is_floating(entry):
+        for path, entry in self._entries.all.items():
+            if self._entries.digests_of(path) and _is_floating(entry):
                 if not _is_equal(path, *states):
                     return None
                 count, counts_steps = count + 1, counts_steps or path.endswith("/step")
         if not count:
             return None
         text = f"{counted(count, 'tensor')}: none changed in three takes"
-        if counts_steps and first.steps < second.steps < self._steps:
+        if counts_steps and steps[0] < steps[1] < steps[2]:
             return Finding("stale", f"{text}, not even an optimizer's number of steps, though optimizers made steps")
         return Finding("unchanged", text)
 
@@ -411,40 +473,40 @@ class GuardedTake:
         if group is not None:
             moments = (path for each in group.members for path in _list_moments(each.state))
         elif self._roles.saves_moments:
-            moments = (path for path in self._entries if path.rpartition("/")[2] in _MOMENTS)
+            moments = (path for path in self._entries.all if path.rpartition("/")[2] in _MOMENTS)
         name = ""
         for path in moments:
-            if _digests_of(self._entries.get(path)) is not None:
+            if self._entries.digests_of(path) is not None:
                 if not _is_equal(path, *states):
                     return None
                 name = path if group is None else group.name
-        others = (path for path in self._entries if path.rpartition("/")[2] not in _MOMENTS)
+        others = (path for path in self._entries.all if path.rpartition("/")[2] not in _MOMENTS)
         parameters = others if group is None else (each.path for each in group.members)
         if not name or not any(_differs(path, *states) for path in parameters):
             return None
         return Finding("unchanged", f"{name}: moments did not change in three takes, though parameters did")
 
     def _examine_unsaved(self, first: Past, second: Past) -> None:
-        """Look for modules without an optimizer, and for schedules without a scheduler. Each is reported once."""
-        states, roles, reported = (first.entries, second.entries, self._entries), self._roles, self._memory.reported
+        """Look for modules without an optimizer, and for schedules without a scheduler."""
+        states, roles = (first.entries, second.entries, self._entries), self._roles
         alternates = not first.keys == second.keys == self._keys
-        if roles.untrained and "optimizer" not in reported and not alternates:
+        if roles.untrained and not alternates:
             moved = [path for path in roles.untrained if _differs(path, *states)]
             if moved:
-                reported.add("optimizer")
                 text = f"{', '.join(moved[:3])}: changes from take to take, and the app state has no optimizer"
                 self._add([Finding("unsaved", text)])
         for group in roles.list_scheduled(self._groups):
             rates = [each.rates.get(group.place) for each in (first, second)]
-            if "scheduler" not in reported and None not in rates and rates[0] != rates[1]:
-                reported.add("scheduler")
+            if None not in rates and rates[0] != rates[1]:
                 text = f"{group.name}: its learning rate follows a schedule, and the app state has no scheduler"
                 self._add([Finding("unsaved", text)])
+                break
 
     def _examine_stranger(self, key: str, below: str, first: Past, second: Past) -> Finding | None:
         """Return a finding if nothing but an optimizer of unknown parameters changed over three takes."""
         states = first.entries, second.entries, self._entries
-        tensors = {path for path, entry in self._entries.items() if _digests_of(entry) and _is_floating(entry)}
+        held = self._entries
+        tensors = {path for path, entry in held.all.items() if held.digests_of(path) and _is_floating(entry)}
         others = {path for path in tensors if not path.startswith(below)}
         if not others or not all(_is_equal(path, *states) for path in others):
             return None
@@ -463,8 +525,8 @@ class GuardedTake:
             return None
         held = []
         for each in group.members:
-            if _digests_of(self._entries.get(each.path)) is None:
-                continue  # another rank writes it
+            if self._entries.digests_of(each.path) is None:
+                continue  # another rank writes it, or it is stored under another name
             if not _is_equal(each.path, *states):
                 return None
             held.append(each)
@@ -483,7 +545,7 @@ class GuardedTake:
         self._safely(self._remember)
 
     def _remember(self) -> None:
-        kept = self._entries if len(self._entries) <= REMEMBERED else {}
+        kept = self._entries if len(self._entries.all) <= REMEMBERED else Entries({})
         rates = {group.place: _rate_of(group, optimizer) for group, optimizer in self._groups}
         self._memory.takes.append(Past(str(self._url), self._keys, self._steps, kept, rates, self._counters))
 
@@ -497,6 +559,15 @@ def _some_of(texts: Sequence[str], total: int = 0, most: int = 8) -> str:
     return f"{', '.join(texts[:most])}{f' and {left:,} more' if left else ''}"
 
 
+def _leaf_of(path: str, parameter: torch.Tensor) -> Leaf | None:
+    """Return the local part of a live parameter as a leaf; None for one whose elements have no plain memory."""
+    tensor = find_local_tensor(parameter).detach()
+    if type(tensor) is not torch.Tensor or tensor.dtype not in NAMES or tensor.numel() < 2:
+        return None
+    name, address = NAMES[tensor.dtype], tensor.data_ptr()
+    return Leaf(path, tensor, name, tuple(tensor.shape), tensor.nbytes, address, is_plain(tensor))
+
+
 def _rate_of(group: Group, optimizer: torch.optim.Optimizer) -> float:
     """Return a group's learning rate; 0.0 if it has none that is a number."""
     try:
@@ -505,23 +576,16 @@ def _rate_of(group: Group, optimizer: torch.optim.Optimizer) -> float:
         return 0.0
 
 
-def _digests_of(entry: Any) -> Any:
-    if isinstance(entry, e.TENSORS):
-        found = [stored.digest for _, stored in entry.pieces()]
-        return None if None in found else found
-    return None
-
-
 def _is_floating(entry: Any) -> bool:
     return bool(BY_NAME[entry.dtype].is_floating_point)
 
 
-def _is_equal(path: str, *states: Mapping[str, Any]) -> bool:
-    found = [_digests_of(each.get(path)) for each in states]
+def _is_equal(path: str, *states: Entries) -> bool:
+    found = [each.digests_of(path) for each in states]
     return found[0] is not None and all(each == found[0] for each in found)
 
 
-def _has_moved(below: str, *states: Mapping[str, Any]) -> bool:
+def _has_moved(below: str, *states: Entries) -> bool:
     """Return True if some state of a parameter changed from each take to the next."""
     return any(_differs(path, *states) for path in _list_moments(below))
 
@@ -533,9 +597,9 @@ def _list_moments(below: str) -> list[str]:
     return [f"{below}/{name}" for name in _MOMENTS]
 
 
-def _differs(path: str, *states: Mapping[str, Any]) -> bool:
+def _differs(path: str, *states: Entries) -> bool:
     """Return True if a tensor changed from each take to the next."""
-    found = [_digests_of(each.get(path)) for each in states]
+    found = [each.digests_of(path) for each in states]
     return None not in found and bool(found[0] != found[1] != found[2])
 
 

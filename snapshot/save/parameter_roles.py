@@ -5,20 +5,18 @@ They are found once, and again if the objects of the app state change. Nothing h
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from snapshot.manifest.paths import encode_component
 from snapshot.manifest.values import IntEntry
-from snapshot.save.samples import (
-    Rotation,
-)
+from snapshot.save.samples import Rotation
 from snapshot.state.leaves import FlatState, Leaf
 from snapshot.state.model_state import ModelState, find_local_tensor, list_parameters
 from snapshot.state.rng import RNGState
-from snapshot.text import counted
 
 MOST_NORMS = 64
 """Parameters whose norms a take measures."""
@@ -30,6 +28,7 @@ class Member(NamedTuple):
     """A parameter of a group."""
 
     path: str
+    """The path under which it is stored. Empty if the module's state dict has a copy of it under another name."""
     state: str
     """The path of the optimizer's state for it."""
     position: int
@@ -45,10 +44,55 @@ class Group(NamedTuple):
     members: list[Member]
 
 
+class Stranger(NamedTuple):
+    """An optimizer of which no parameter is in a module of the app state, nor stored."""
+
+    key: str
+    place: tuple[str, int, int]
+    """The place of its first group."""
+    below: str
+    """The beginning of the paths of its state."""
+
+
 def optimizers_of(stateful: Any) -> list[torch.optim.Optimizer]:
     """Return the optimizers of a stateful: itself, or those of a `ModelState`."""
-    found = stateful.optimizers if isinstance(stateful, ModelState) else [stateful]
+    return _only_optimizers(stateful.optimizers if isinstance(stateful, ModelState) else [stateful])
+
+
+def _only_optimizers(found: Any) -> list[torch.optim.Optimizer]:
     return [each for each in found if isinstance(each, torch.optim.Optimizer) and hasattr(each, "param_groups")]
+
+
+def count_steps(app_state: Mapping[str, Any]) -> tuple[float, bool]:
+    """Return the number of steps that the optimizers of an app state have counted, and True if each of them counts.
+
+    These are the optimizers in the app state, and those in attributes of its other objects.
+    """
+    found = [each for stateful in app_state.values() for each in optimizers_of(stateful) or _find_held(stateful)]
+    counts = [max(_list_counts(each), default=None) for each in found]
+    return sum(each or 0.0 for each in counts), bool(counts) and None not in counts
+
+
+def _find_held(stateful: Any) -> list[torch.optim.Optimizer]:
+    """Return the optimizers in attributes of an object that saves them in a form of its own."""
+    if isinstance(stateful, _KNOWN):
+        return []
+    found: list[torch.optim.Optimizer] = []
+    for each in getattr(stateful, "__dict__", {}).values():
+        held = each.values() if isinstance(each, dict) else each
+        found += _only_optimizers(held if isinstance(each, (list, tuple, dict)) else [each])
+    return found
+
+
+def _list_counts(optimizer: torch.optim.Optimizer) -> Iterator[float]:
+    """Yield the numbers of steps in the state of the first and the last parameters of the groups."""
+    for group in optimizer.param_groups:
+        held = group["params"]
+        states = [optimizer.state[each] for each in (*held[:1], *held[-1:]) if each in optimizer.state]
+        for state in (group, *states):
+            count = state.get("step") if isinstance(state, Mapping) else None
+            if isinstance(count, (int, float)) or (isinstance(count, torch.Tensor) and count.numel() == 1):
+                yield float(count)
 
 
 class PathsOfParameters:
@@ -59,12 +103,15 @@ class PathsOfParameters:
         self._stored = {leaf.entry for leaf in flat.leaves} | flat.shards.keys()
         self._by_id: dict[int, str] = {}
         self._by_address: dict[int, str] | None = None
-        for key, stateful in app_state.items():
-            module = stateful.model if isinstance(stateful, ModelState) else stateful
-            if isinstance(module, torch.nn.Module):
-                below = f"{encode_component(key)}/" + ("model/" if module is not stateful else "")
-                for name, parameter in list_parameters(module, unwrapped=module is not stateful):
-                    self._by_id.setdefault(id(parameter), below + encode_component(name))
+        self.of_modules: dict[str, list[torch.nn.Parameter]] = {}
+        """The parameters of each module of the app state, by its key."""
+        for key, module in modules_of(app_state):
+            named = app_state[key] is not module
+            below = f"{encode_component(key)}/" + ("model/" if named else "")
+            self.of_modules[key] = []
+            for name, parameter in list_parameters(module, unwrapped=named):
+                self._by_id.setdefault(id(parameter), below + encode_component(name))
+                self.of_modules[key].append(parameter)
 
     def list_trained(self) -> list[str]:
         """Return the paths of all parameters of modules."""
@@ -100,33 +147,30 @@ class Roles:
     def __init__(self, known: tuple[Any, ...], app_state: Mapping[str, Any], flat: FlatState, leaves: Sequence[Leaf]):
         self.known = known
         self.groups: list[Group] = []
-        self.findings: list[tuple[str, str]] = []
-        """The guard and the text of each sign that parameters are not saved."""
-        self.strangers: list[tuple[str, tuple[str, int, int], str]] = []
-        """Optimizers whose parameters were not found, with the beginning of the paths of their state."""
+        self.strangers: list[Stranger] = []
         paths = PathsOfParameters(app_state, flat)
+        states: list[str] = []
         for key, stateful in app_state.items():
+            below = f"{encode_component(key)}/" + ("optim/state" if isinstance(stateful, ModelState) else "state")
             for number, optimizer in enumerate(optimizers_of(stateful)):
                 made = self._list_groups(optimizer, (key, number), paths, named=isinstance(stateful, ModelState))
                 self.groups += made
+                states += [f"{below}/", f"{below}."]
                 held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-                if held and not any(group.members for group in made):
-                    self.strangers.append((key, made[0].place, f"{encode_component(key)}/"))
-                    if paths.any_module:
-                        text = f"{key}: none of its {counted(len(held), 'parameter')} is of a module in the app state"
-                        holders = _find_holders(app_state, flat, dict)
-                        acts = not holders and _is_twin(held, app_state)
-                        self.findings.append(("missing" if acts else "elsewhere", text))
-        members = [each for group in self.groups for each in group.members]
-        parameters, states = {each.path for each in members}, {each.state for each in members}
+                if held and not any(paths.name(each) or paths.find(each) for each in held):
+                    self.strangers.append(Stranger(key, made[0].place, f"{encode_component(key)}/"))
+        self.any_module = paths.any_module
+        self.unstored: list[tuple[str, weakref.ref[torch.Tensor]]] = []
+        """Trained parameters of modules whose state dict has copies under other names, and what they are called."""
+        parameters = {each.path for group in self.groups for each in group.members if each.path}
+        parameters |= self._find_trained(app_state, paths)
+        below_states = tuple(states)
         self.numbers = [
             number
             for number, leaf in enumerate(leaves)
-            if members
-            and (leaf.path in parameters or leaf.path.rpartition("/")[0] in states)
-            and leaf.tensor.numel() > 1
+            if (leaf.path in parameters or leaf.path.startswith(below_states)) and leaf.tensor.numel() > 1
         ]
-        """The numbers of the leaves that are parameters of the groups, or their moments."""
+        """The numbers of the leaves that are trained parameters, or moments of optimizers."""
         self.paths = {leaves[number].path for number in self.numbers}
         self.rotation = Rotation(leaves, self.numbers)
         numbers = {leaves[number].path: number for number in self.numbers}
@@ -147,12 +191,40 @@ class Roles:
         others = _has_others(app_state)
         self.untrained: list[str] = []
         """The parameters of modules, if the app state has no optimizer and no object that could hold its state."""
-        if not _find_holders(app_state, flat) and not self.groups and not self.strangers and not names & _OF_OPTIMIZERS:
+        if not find_holders(app_state, flat) and not self.groups and not self.strangers and not names & _OF_OPTIMIZERS:
             self.untrained = paths.list_trained()
         self.saves_moments = bool(names & _OF_OPTIMIZERS)
         """True if the app state has the state of an optimizer."""
         self.unscheduled = not others and not names & _OF_SCHEDULERS
         """True if the app state has no scheduler and no object that could hold its state."""
+
+    def _find_trained(self, app_state: Mapping[str, Any], paths: PathsOfParameters) -> set[str]:
+        """Return the paths of trained parameters that no group has, and record those that are not stored.
+
+        A module of which no optimizer of the app state has a parameter is trained by one elsewhere: by one that has
+        copies of the parameters, or by one that is not saved.
+        """
+        held = {
+            id(parameter)
+            for stateful in app_state.values()
+            for optimizer in optimizers_of(stateful)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        covered = {key for key, each in paths.of_modules.items() if any(id(parameter) in held for parameter in each)}
+        alone = bool(self.strangers) or not covered
+        found: set[str] = set()
+        for key, parameters in paths.of_modules.items():
+            for parameter in parameters:
+                trained = id(parameter) in held if key in covered else alone
+                if not trained or not parameter.requires_grad:
+                    continue
+                path = paths.find(parameter)
+                if path is not None:
+                    found.add(path)
+                else:
+                    self.unstored.append((paths.name(parameter) or key, weakref.ref(parameter)))
+        return found
 
     def list_scheduled(self, optimizers: Sequence[tuple[Group, torch.optim.Optimizer]]) -> list[Group]:
         """Return the groups whose learning rate a scheduler sets, if none is in the app state."""
@@ -172,9 +244,9 @@ class Roles:
             for position, parameter in enumerate(group["params"]):
                 path = paths.find(parameter) if parameter.requires_grad else None
                 name = paths.name(parameter) or path
-                if path is not None and name is not None and (not named or name.count("/") > 1):
+                if parameter.requires_grad and name is not None and (not named or name.count("/") > 1):
                     state = below + (name.split("/", 2)[2] if named else str(count))
-                    members.append(Member(path, state, position))
+                    members.append(Member(path or "", state, position))
                 count += 1
             made.append(Group(f"{place[0]} group {number}", (*place, number), members))
         return made
@@ -189,7 +261,7 @@ _TRAINED = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRS
 _KNOWN = (*_TRAINED, dict, torch.amp.GradScaler, torch.utils.data.DataLoader, torch.utils.data.Sampler, RNGState)
 
 
-def _find_holders(app_state: Mapping[str, Any], flat: FlatState, *more: type) -> list[str]:
+def find_holders(app_state: Mapping[str, Any], flat: FlatState, *more: type) -> list[str]:
     """Return the keys of objects that may hold parameters or moments in a form of their own.
 
     `more`: known types that count here, too.
@@ -209,12 +281,58 @@ def _has_others(app_state: Mapping[str, Any]) -> bool:
     return any(hasattr(each, "parameters") or not type(each).__module__.startswith("snapshot.") for each in others)
 
 
-def _is_twin(parameters: Sequence[torch.Tensor], app_state: Mapping[str, Any]) -> bool:
+def modules_of(app_state: Mapping[str, Any]) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield the modules of an app state, by key: also the model of a `ModelState`."""
+    for key, each in app_state.items():
+        module = each.model if isinstance(each, ModelState) else each
+        if isinstance(module, torch.nn.Module):
+            yield key, module
+
+
+def is_twin(parameters: Sequence[torch.Tensor], app_state: Mapping[str, Any]) -> bool:
     """Return True if a module has parameters of the same shapes and dtypes: probably a copy of the trained one."""
     wanted = sorted((str(each.shape), str(each.dtype)) for each in parameters)
-    modules = (each.model if isinstance(each, ModelState) else each for each in app_state.values())
-    found = (each for each in modules if isinstance(each, torch.nn.Module))
-    return any(sorted((str(p.shape), str(p.dtype)) for p in each.parameters()) == wanted for each in found)
+    return any(
+        sorted((str(each.shape), str(each.dtype)) for each in module.parameters()) == wanted
+        for _, module in modules_of(app_state)
+    )
+
+
+MOST_COMPARED = 16
+"""Pairs of parameters that are compared to find out whether one is a master of the other."""
+COMPARED = 64
+"""Elements of each that are compared."""
+
+
+def has_masters(optimizer: torch.optim.Optimizer, app_state: Mapping[str, Any]) -> bool:
+    """Return True if an optimizer has masters of a module's parameters: copies that it trains, with equal values.
+
+    A copy of the same dtype on the same device is a master only if the optimizer has changed it.
+    """
+    masters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return any(_are_masters(masters, module, bool(optimizer.state)) for _, module in modules_of(app_state))
+
+
+def _are_masters(masters: Sequence[torch.Tensor], module: torch.nn.Module, stepped: bool) -> bool:
+    trained = [each for each in module.parameters() if each.requires_grad]
+    if [each.shape for each in trained] != [each.shape for each in masters]:
+        return False
+    pairs = list(zip(masters, trained, strict=True))
+    if not stepped and all(a.dtype == b.dtype and a.device == b.device for a, b in pairs):
+        return False
+    some = pairs[:: -(-len(pairs) // MOST_COMPARED) or 1]
+    return all(_has_equal_begin(find_local_tensor(a), find_local_tensor(b)) for a, b in some)
+
+
+def _has_equal_begin(master: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Return True if the first elements are equal, but for rounding to the dtype of the parameter."""
+    if master.shape != parameter.shape or not parameter.is_floating_point():
+        return False
+    a, b = (each.detach().reshape(-1)[:COMPARED].double().cpu() for each in (master, parameter))
+    if master.dtype == parameter.dtype:
+        return torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
+    rounding = torch.finfo(parameter.dtype)
+    return torch.allclose(a, b, rtol=rounding.eps, atol=rounding.smallest_normal, equal_nan=True)
 
 
 def _is_counter(path: str) -> bool:
@@ -237,4 +355,5 @@ def key_of(app_state: Mapping[str, Any], leaves: Sequence[Leaf]) -> tuple[Any, .
         for optimizer in optimizers_of(stateful)
         for group in optimizer.param_groups
     ]
-    return (*held, *((key, id(stateful)) for key, stateful in app_state.items()), *groups)
+    modules = [id(next(module.parameters(), None)) for _, module in modules_of(app_state)]
+    return (*held, *((key, id(stateful)) for key, stateful in app_state.items()), *groups, *modules)

@@ -1,4 +1,8 @@
-"""Samples of tensors: a few elements of many, and a run of each long one, at places that change from take to take."""
+"""Samples of tensors, at places that change from take to take.
+
+Of short tensors, those that fit into a number of bytes are read as a whole, in turn. Of many others, a few elements are
+read, and of each long one a run.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +27,13 @@ MOST_LINES = 256
 """Short tensors that one take reads."""
 MOST_ELSEWHERE = 256
 """Tensors on accelerators that one take reads."""
+MOST_WHOLE = 512
+"""Short tensors that one take reads as a whole."""
+WHOLE_BYTES = 1 << 20
+"""Bytes of short tensors that one take reads as a whole, beside `1 / SHARE` of all bytes."""
+SHORT_ELSEWHERE = 16 << 10
+"""A tensor with strides or on an accelerator is read as a whole if it has at most this number of bytes."""
+SCRATCH = 256 << 10
 _SPACE = 1 << 47
 """Bytes of the address space of a process."""
 _BEGIN = 1 << 16
@@ -42,6 +53,7 @@ class _Space(threading.local):
 
     def __init__(self) -> None:
         self.arrays: dict[str, Any] = {}
+        self.scratch = np.empty(SCRATCH, np.uint8)
 
     def of(self, kind: str) -> Any:
         if kind not in self.arrays:
@@ -88,6 +100,8 @@ class Rotation:
 
     def __init__(self, leaves: Sequence[Leaf], numbers: Sequence[int]) -> None:
         """`numbers`: the positions of those leaves that matter."""
+        self._whole_at = 0
+        """The position in `_lines` where the next whole tensors begin."""
         self._always: list[int] = []
         self._lines: list[int] = []
         self._elsewhere: list[int] = []
@@ -97,11 +111,21 @@ class Rotation:
                 self._elsewhere.append(number)
             else:
                 (self._always if leaf.nbytes >= LONG_TENSOR else self._lines).append(number)
+        self._ends = np.cumsum([leaves[number].nbytes for number in self._lines])
+        self._budget = WHOLE_BYTES + sum(leaves[number].nbytes for number in numbers) // SHARE
 
     def choose(self, leaves: Sequence[Leaf], turn: int) -> list[Leaf]:
         """Return the leaves to sample in a turn."""
         lines, elsewhere = take_some(self._lines, MOST_LINES, turn), take_some(self._elsewhere, MOST_ELSEWHERE, turn)
         return [leaves[number] for number in (*self._always, *lines, *elsewhere)]
+
+    def choose_whole(self, leaves: Sequence[Leaf]) -> list[Leaf]:
+        """Return the short leaves that the next take reads as a whole."""
+        begin = self._whole_at
+        reach = (int(self._ends[begin - 1]) if begin else 0) + self._budget
+        end = min(max(begin + 1, int(np.searchsorted(self._ends, reach, side="right"))), begin + MOST_WHOLE)
+        self._whole_at = end if end < len(self._lines) else 0
+        return [leaves[number] for number in self._lines[begin:end]]
 
 
 def _find_in_lines(dtype: str, leaves: list[Leaf], turn: int) -> list[Leaf]:
@@ -117,6 +141,40 @@ def _find_in_lines(dtype: str, leaves: list[Leaf], turn: int) -> list[Leaf]:
     values = _space.of(kind)[addresses[:, None] + places]
     bad = ((values & bits) == bits).any(axis=1) & (counts > 0)
     return [leaves[at] for at in np.flatnonzero(bad)]
+
+
+def find_in_whole(leaves: Sequence[Leaf]) -> list[Leaf]:
+    """Return those of short leaves in host memory that have NaN or infinity in any element."""
+    by_dtype: dict[str, list[Leaf]] = {}
+    found: list[Leaf] = []
+    for leaf in leaves:
+        if leaf.dtype in _EXPONENTS and leaf.nbytes and leaf.plain:
+            if leaf.address % 8 == 0 and _BEGIN <= leaf.address < _SPACE - LONG_TENSOR:
+                by_dtype.setdefault(leaf.dtype, []).append(leaf)
+            elif count_nonfinite(leaf):
+                found.append(leaf)
+    for dtype, held in by_dtype.items():
+        kind, bits = _EXPONENTS[dtype]
+        size, begin = int(kind[1]), 0
+        space, scratch = _space.of(kind), _space.scratch.view(f"<{kind}")
+        firsts = (np.fromiter(map(_address, held), np.int64, len(held)) - _BEGIN) // size
+        counts = np.fromiter(map(_nbytes, held), np.int64, len(held)) // size
+        parts = [space[first:last] for first, last in zip(firsts.tolist(), (firsts + counts).tolist(), strict=True)]
+        ends = np.cumsum(counts)
+        while begin < len(parts):  # as many as the scratch memory holds, which stays in the cache of the processor
+            reach = len(scratch) + (int(ends[begin - 1]) if begin else 0)
+            end = max(begin + 1, int(np.searchsorted(ends, reach, side="right")))
+            if _has_all_bits(parts[begin:end], bits, scratch):
+                found += [leaf for leaf in held[begin:end] if count_nonfinite(leaf)]
+            begin = end
+    return found
+
+
+def _has_all_bits(parts: Sequence[Any], bits: int, scratch: Any) -> bool:
+    """Return True if an element has all of the bits. Several parts fit into `scratch`, and one may be longer."""
+    [part] = parts if len(parts) == 1 else [np.concatenate(parts, out=scratch[: sum(map(len, parts))])]
+    pieces = (part[at : at + len(scratch)] for at in range(0, len(part), len(scratch)))
+    return any(np.bitwise_and(piece, bits, out=scratch[: len(piece)]).max() == bits for piece in pieces)
 
 
 def _long_is_nonfinite(leaf: Leaf, turn: int) -> bool:
@@ -138,8 +196,12 @@ def _find_elsewhere(leaves: list[Leaf], turn: int) -> list[Leaf]:
         tensor = leaf.tensor.detach()
         if tensor.numel() == 0 or tensor.is_meta:
             continue
-        flat = tensor.view(-1) if tensor.is_contiguous() else tensor[tuple(turn % n for n in tensor.shape[:-1])]
-        length = min(flat.numel(), LINE)
+        short = leaf.nbytes <= SHORT_ELSEWHERE
+        if short or tensor.is_contiguous():
+            flat = tensor.reshape(-1)
+        else:
+            flat = tensor[tuple(turn % n for n in tensor.shape[:-1])]
+        length = flat.numel() if short else min(flat.numel(), LINE)
         begin = turn * length % max(1, flat.numel() - length + 1)
         together.setdefault((tensor.device, tensor.dtype), []).append((leaf, flat[begin : begin + length]))
     found: list[Leaf] = []

@@ -108,7 +108,7 @@ class TakeOptions:
     staging: Staging = "blocking"
     worker: Worker = "thread"
     when_busy: WhenBusy = "wait"
-    guards: Guards = "report"
+    guards: Guards = "suspect"
     statistics: bool = False
     signer: TakeSigner | None = field(init=False)
     """The key that `sign` names."""

@@ -233,6 +233,135 @@ def as_one():
     return {"t": ModelState(model, optimizer)}, lambda number: learn(model, optimizer)
 
 
+def critics():
+    """A GAN of which only the generator is saved, while its critic makes seven steps for each of it."""
+    g, d = net(16, 16, 4), net(4, 16, 1)
+    of_g, of_d = torch.optim.Adam(g.parameters(), lr=1e-3), torch.optim.Adam(d.parameters(), lr=1e-3)
+
+    def between(number):
+        learn(d, of_d, torch.randn(8, 4))
+        if number % 7 == 6:
+            learn(g, of_g)
+
+    return {"g": g, "o": of_g}, between
+
+
+def frozen_critic():
+    """A GAN that is saved while the parameters of its critic do not require gradients."""
+    g, d = net(16, 16, 4), net(4, 16, 1)
+    of_g, of_d = torch.optim.Adam(g.parameters(), lr=1e-3), torch.optim.Adam(d.parameters(), lr=1e-3)
+
+    def between(number):
+        d.requires_grad_(True)
+        learn(d, of_d, torch.randn(8, 4))
+        d.requires_grad_(False)
+        learn(g, of_g)
+
+    return {"g": g, "d": d, "og": of_g, "od": of_d}, between
+
+
+def meta_learning():
+    """MAML: inner optimizers of copies make steps between the steps of the outer one."""
+    model = net(16, 16, 4)
+    outer = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+    def between(number):
+        fast = copy.deepcopy(model)
+        learn(fast, torch.optim.Adam(fast.parameters(), lr=1e-2), steps=3)
+        if number % 4 == 3:
+            for slow, quick in zip(model.parameters(), fast.parameters(), strict=True):
+                slow.grad = slow.detach() - quick.detach()
+            outer.step()
+
+    return {"m": model, "o": outer}, between
+
+
+class Masters(torch.optim.AdamW):
+    """An optimizer of float32 copies, from which it sets the parameters after each step."""
+
+    def __init__(self, parameters, **options):
+        self.parameters = list(parameters)
+        super().__init__([nn.Parameter(each.detach().float()) for each in self.parameters], **options)
+
+    def step(self):
+        masters = self.param_groups[0]["params"]
+        for master, parameter in zip(masters, self.parameters, strict=True):
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+        super().step()
+        with torch.no_grad():
+            for master, parameter in zip(masters, self.parameters, strict=True):
+                parameter.copy_(master)
+
+    def zero_grad(self, set_to_none=True):
+        for each in self.parameters:
+            each.grad = None
+
+
+def masters(dtype=torch.bfloat16, rate=1e-3):
+    model = net(16, 16, 4).to(dtype)
+    optimizer = Masters(model.parameters(), lr=rate)
+    return {"m": model, "o": optimizer}, lambda number: learn(model, optimizer, torch.randn(8, 16).to(dtype))
+
+
+def masters_on_the_host():
+    """Masters of the same dtype, as of optimizers that are offloaded."""
+    return masters(torch.float32)
+
+
+def masters_below_the_resolution():
+    return masters(rate=1e-8)
+
+
+class Renaming(nn.Module):
+    """A module whose state dict has copies, under other names."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+    def state_dict(self, **options):
+        return {f"weights.{name}": each.clone() for name, each in self.inner.state_dict().items()}
+
+
+def renamed():
+    model = Renaming(net(16, 16, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return {"m": model, "o": optimizer}, lambda number: learn(model, optimizer)
+
+
+def fused_and_scaled():
+    """A loss scaler whose skipped steps are calls of a fused optimizer."""
+    model = net(16, 16, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=1)
+
+    def between(number):
+        loss = (model(torch.randn(8, 16)) ** 2).mean()
+        scaler.scale(loss * (math.inf if number % 8 > 2 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    return {"m": model, "o": optimizer}, between
+
+
+def without_gradients():
+    """Steps in phases in which nothing has a gradient."""
+    model = net(16, 16, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def between(number):
+        if number % 8 < 3:
+            learn(model, optimizer)
+        else:
+            optimizer.step()
+
+    return {"m": model, "o": optimizer}, between
+
+
 TRAININGS = {
     **{
         f"{kind.__name__} {options}": lambda kind=kind, options=options: plain(kind, **options)
@@ -256,7 +385,9 @@ TRAININGS = {
         make.__name__: make
         for make in (
             embedding, sparse_embedding, experts, adversaries, frozen_phases, warm_up, accumulation, scaled, averaged,
-            tiny_rates, masks, temperature, restarts, adapters, converged, idle, as_one,
+            tiny_rates, masks, temperature, restarts, adapters, converged, idle, as_one, critics, frozen_critic,
+            meta_learning, masters, masters_on_the_host, masters_below_the_resolution, renamed, fused_and_scaled,
+            without_gradients,
         )
     },
 }  # fmt: skip
