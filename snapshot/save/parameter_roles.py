@@ -45,7 +45,7 @@ class Group(NamedTuple):
 
 
 class Stranger(NamedTuple):
-    """An optimizer of which no parameter is in a module of the app state, nor stored."""
+    """An optimizer whose parameters are neither in a module of the app state nor stored."""
 
     key: str
     place: tuple[str, int, int]
@@ -201,8 +201,8 @@ class Roles:
     def _find_trained(self, app_state: Mapping[str, Any], paths: PathsOfParameters) -> set[str]:
         """Return the paths of trained parameters that no group has, and record those that are not stored.
 
-        A module of which no optimizer of the app state has a parameter is trained by one elsewhere: by one that has
-        copies of the parameters, or by one that is not saved.
+        If no optimizer of the app state has a parameter of a module, another one trains it: one that has copies of the
+        parameters, or one that is not saved.
         """
         held = {
             id(parameter)
