@@ -69,10 +69,26 @@ def test_a_suspect_step_is_marked_in_listings(tmp_path, capsys):
     with torch.no_grad():
         model.weight.fill_(math.nan)
     app = {"m": model, "o": torch.optim.SGD(model.parameters(), lr=0.1)}
-    Snapshot.take(tmp_path / "step-1", app, guards="suspect")
+    Snapshot.take(tmp_path / "step-1", app)
     assert main(["ls", str(tmp_path)]) == 0
     assert "suspect: nonfinite: NaN or infinity" in capsys.readouterr().out
     assert main(["ls", str(tmp_path / "step-1"), "--json"]) == 0
     capsys.readouterr()
     assert main(["ls", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["snapshots"][0]["suspect"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "mark", "key"), [("suspect", "suspect", "suspect"), ("report", "found", "findings")]
+)
+def test_ls_and_show_of_a_snapshot_have_its_findings(tmp_path, capsys, choice, mark, key):
+    model = torch.nn.Linear(8, 8)
+    with torch.no_grad():
+        model.weight.fill_(math.nan)
+    app = {"m": model, "o": torch.optim.SGD(model.parameters(), lr=0.1)}
+    Snapshot.take(tmp_path / "step-1", app, guards=choice)
+    for verb in (["ls", str(tmp_path)], ["ls", str(tmp_path / "step-1")], ["show", str(tmp_path / "step-1"), "m/bias"]):
+        assert main(verb) == 0
+        assert f"{mark}: nonfinite: NaN or infinity in m/weight" in capsys.readouterr().out
+    assert main(["show", str(tmp_path / "step-1"), "m/bias", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[key] == ["nonfinite: NaN or infinity in m/weight (64 of 64)"]
