@@ -9,6 +9,7 @@ import torch
 from snapshot import Snapshot, SnapshotError, StateDict
 from snapshot.cli import main
 from snapshot.cli.bisect import find_first_bad
+from snapshot.cli.ui import RunView
 from snapshot.testing import recording
 
 
@@ -78,10 +79,9 @@ def test_a_suspect_step_is_marked_in_listings(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["snapshots"][0]["suspect"]
 
 
-@pytest.mark.parametrize(
-    ("choice", "mark", "key"), [("suspect", "suspect", "suspect"), ("report", "found", "findings")]
-)
-def test_ls_and_show_of_a_snapshot_have_its_findings(tmp_path, capsys, choice, mark, key):
+@pytest.mark.parametrize(("choice", "key"), [("suspect", "suspect"), ("report", "findings")])
+def test_ls_show_and_ui_have_the_findings_of_a_snapshot(tmp_path, capsys, choice, key):
+    mark, problem = {"suspect": ("suspect", "problem"), "report": ("found", "found")}[choice]
     model = torch.nn.Linear(8, 8)
     with torch.no_grad():
         model.weight.fill_(math.nan)
@@ -92,3 +92,4 @@ def test_ls_and_show_of_a_snapshot_have_its_findings(tmp_path, capsys, choice, m
         assert f"{mark}: nonfinite: NaN or infinity in m/weight" in capsys.readouterr().out
     assert main(["show", str(tmp_path / "step-1"), "m/bias", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[key] == ["nonfinite: NaN or infinity in m/weight (64 of 64)"]
+    assert RunView(str(tmp_path)).steps(9)["steps"][0][problem].startswith(f"{mark}: nonfinite: NaN")
