@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from snapshot.decoding import decode_json
 from snapshot.errors import CorruptSnapshotError, StorageError, StorageNotFoundError, UnsupportedFormatError
+from snapshot.events import log
 from snapshot.formats import torch_save
 from snapshot.formats.foreign import (
     HEAD,
@@ -25,9 +26,11 @@ from snapshot.formats.foreign import (
 from snapshot.formats.zip_archive import SIGNATURE
 from snapshot.io.aio import gather_limited
 from snapshot.io.storage import Storage
+from snapshot.io.url import URL
 from snapshot.manifest.document import LONGEST_HEADER, ForeignFile
-from snapshot.manifest.entries import TensorEntry
+from snapshot.manifest.entries import Shard, ShardedTensorEntry, TensorEntry
 from snapshot.manifest.paths import encode_component
+from snapshot.tensors.geometry import Box, boxes_overlap
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE, SAFETENSORS
 from snapshot.text import counted, listed
 
@@ -55,6 +58,8 @@ class _Item(msgspec.Struct, gc=False):
 async def describe_file(storage: Storage, name: str, size: int, limit: int) -> ForeignDocument:
     """Return the checkpoint of a single file."""
     entries, metadata = await read_header(storage, name, size, limit)
+    if _is_shard(name, metadata, storage.url):
+        raise UnsupportedFormatError(f"{storage.url.join(name)}: a part of a checkpoint of DCP; open its folder")
     token = (await storage.stat(name)).token
     return make_document(
         "safetensors",
@@ -130,7 +135,9 @@ NAMES = (INDEX, ALONE, TORCH_INDEX, TORCH_ALONE)
 """Names of weights in the order in which they are looked up."""
 MORE = ("adapter_model.safetensors", "adapter_model.bin", "diffusion_pytorch_model.bin")
 """Names of single files with the weights of adapters and of parts of pipelines."""
-_PART = re.compile(r".*-\d+-of-\d+\.safetensors", re.DOTALL)
+_PART = re.compile(r".*-\d+-of-\d+(\.[^.]+)?\.safetensors", re.DOTALL)
+_INDEX = re.compile(r".*\.(safetensors|bin)\.index(\.[^.]+)?\.json", re.DOTALL)
+"""Names of indices. That of a variant, such as `fp16`, has the name of the variant before its suffix."""
 AT_ONCE = 16
 SHARD = 5_000_000_000
 """Maximum length of each file of several, as in Hugging Face's libraries."""
@@ -191,8 +198,10 @@ async def _expect_archive(storage: Storage, name: str, size: int) -> None:
 
 
 async def _describe_listed(storage: Storage, names: list[str], limit: int) -> ForeignDocument | None:
-    indices = [name for name in names if name.endswith((".safetensors.index.json", ".bin.index.json"))]
+    indices = [name for name in names if _INDEX.fullmatch(name)]
     files = [name for name in names if name.endswith(".safetensors")]
+    if not indices and files and all(map(SHARD_FILE.fullmatch, files)):
+        return await _describe_shards(storage, sorted(files), limit)
     if len(indices) == 1:
         return await _describe_named(storage, indices[0], limit)
     if len(files) == 1 and not indices:
@@ -218,13 +227,14 @@ async def _describe_together(storage: Storage, files: Sequence[str], limit: int)
             f"them:{listed(files)}"
         )
 
-    async def read(name: str) -> tuple[dict[str, TensorEntry], dict[str, str], int, str]:
-        found = await storage.stat(name)
-        return (*await read_header(storage, name, found.size, limit), found.size, found.token)
-
-    read_files = dict(zip(files, await gather_limited(files, read, AT_ONCE), strict=True))
+    read_files = await _read_headers(storage, files, limit)
     entries: dict[str, TensorEntry] = {}
-    for name, (own, *_) in read_files.items():
+    for name, (own, metadata, *_) in read_files.items():
+        if _is_shard(name, metadata, storage.url):
+            raise UnsupportedFormatError(
+                f"{storage.url}: {name} is a part of a checkpoint of DCP, and other files are not; put the parts "
+                f"into a folder of their own:{listed(files)}"
+            )
         if twice := sorted(own.keys() & entries.keys()):
             raise UnsupportedFormatError(
                 f"{storage.url}: has {len(files)} safetensors files but no index for them, and {name} and "
@@ -232,6 +242,24 @@ async def _describe_together(storage: Storage, files: Sequence[str], limit: int)
                 f"of them:{listed(files)}"
             )
         entries |= own
+    return _document_of(storage, read_files, entries)
+
+
+_ReadFiles = Mapping[str, tuple[dict[str, TensorEntry], dict[str, str], int, str]]
+"""Name -> the tensors and the metadata in the file's header, its size, and its token."""
+
+
+async def _read_headers(storage: Storage, files: Sequence[str], limit: int) -> _ReadFiles:
+    async def read(name: str) -> tuple[dict[str, TensorEntry], dict[str, str], int, str]:
+        found = await storage.stat(name)
+        return (*await read_header(storage, name, found.size, limit), found.size, found.token)
+
+    return dict(zip(files, await gather_limited(files, read, AT_ONCE), strict=True))
+
+
+def _document_of(
+    storage: Storage, read_files: _ReadFiles, entries: Mapping[str, TensorEntry | ShardedTensorEntry]
+) -> ForeignDocument:
     return make_document(
         "safetensors",
         "",
@@ -242,6 +270,80 @@ async def _describe_together(storage: Storage, files: Sequence[str], limit: int)
         metadata=next((metadata for _, metadata, _, _ in read_files.values() if metadata), {}),
         root=make_dict(entries),
     )
+
+
+# Parts of tensors, as DCP's `HuggingFaceStorageWriter(save_distributed=True)` writes them: each rank has its own files.
+
+SHARD_FILE = re.compile(r"shard-(?P<rank>\d+)-model-(?P<part>\d+)-of-(?P<parts>\d+)\.safetensors")
+SHARDING = "DCP_SHARDING_INFO"
+"""Key in the metadata of a header, with the offsets of each tensor of the file in the whole one."""
+
+
+class _Saved(msgspec.Struct):
+    saved_offsets: list[int]
+
+
+def _is_shard(name: str, metadata: Mapping[str, str], url: URL) -> bool:
+    """Return True if a file has parts of tensors. Files of whole tensors may have the key, too."""
+    offsets = _read_offsets(metadata, url.join(name))
+    return bool(offsets) and (SHARD_FILE.fullmatch(name) is not None or any(map(any, offsets.values())))
+
+
+def _read_offsets(metadata: Mapping[str, str], where: URL) -> dict[str, list[int]]:
+    if SHARDING not in metadata:
+        return {}
+    found: dict[str, _Saved] = decode_json(metadata[SHARDING].encode(), dict[str, _Saved], f"{where}: {SHARDING}")
+    return {name: each.saved_offsets for name, each in found.items()}
+
+
+async def _describe_shards(storage: Storage, files: Sequence[str], limit: int) -> ForeignDocument:
+    """Return the checkpoint whose ranks wrote these files. Parts that are missing are errors, as far as they show."""
+    matches = [match for match in map(SHARD_FILE.fullmatch, files) if match is not None]
+    if len({match["parts"] for match in matches}) > 1:
+        raise UnsupportedFormatError(f"{storage.url}: these parts are of different saves:{listed(files)}")
+    absent = {*range(1, int(matches[0]["parts"]) + 1)} - {int(match["part"]) for match in matches}
+    if absent:
+        raise CorruptSnapshotError(
+            f"{storage.url}: files of {len(absent)} of {int(matches[0]['parts'])} parts are missing, such as "
+            f"model-{min(absent):05}"
+        )
+    read_files = await _read_headers(storage, files, limit)
+    shards: dict[str, list[Shard]] = {}
+    for name, (own, metadata, _, _) in read_files.items():
+        where = storage.url.join(name)
+        offsets = _read_offsets(metadata, where)
+        for tensor, entry in own.items():
+            begin = offsets.get(tensor)
+            if begin is None or len(begin) != len(entry.shape) or any(each < 0 for each in begin):
+                raise CorruptSnapshotError(
+                    f"{where}: {SHARDING} must have the offsets of {tensor[:200]!r}, got {begin}"
+                )
+            shards.setdefault(tensor, []).append(Shard(tuple(begin), entry.shape, entry))
+    return _document_of(storage, read_files, {name: _join(name, held, storage.url) for name, held in shards.items()})
+
+
+def _join(name: str, shards: Sequence[Shard], url: URL) -> TensorEntry | ShardedTensorEntry:
+    """Return the tensor of some parts, whose shape follows from them."""
+    first = shards[0].tensor
+    if {(len(each.sizes), each.tensor.dtype) for each in shards} != {(len(first.shape), first.dtype)}:
+        raise CorruptSnapshotError(
+            f"{url}: the parts of {name[:200]!r} have different dtypes, or numbers of dimensions"
+        )
+    ends = [[begin + size for begin, size in zip(each.offsets, each.sizes, strict=True)] for each in shards]
+    shape = tuple(map(max, zip(*ends, strict=True)))
+    held = [each for each in shards if each.tensor.nbytes]
+    if len(shards) == 1 and shards[0].sizes == shape:
+        return first
+    entry = ShardedTensorEntry(first.dtype, shape, list(held))
+    try:
+        overlap = boxes_overlap([Box(each.offsets, each.sizes) for each in held])
+    except ValueError as error:
+        raise CorruptSnapshotError(f"{url}: {name[:200]!r}: {error}") from error
+    if overlap or not entry.is_whole():
+        raise CorruptSnapshotError(
+            f"{url}: the parts of {name[:200]!r} {'overlap' if overlap else 'leave gaps, so a file is missing'}"
+        )
+    return entry
 
 
 async def describe_index(storage: Storage, name: str, limit: int) -> ForeignDocument | None:
@@ -255,9 +357,16 @@ async def describe_index(storage: Storage, name: str, limit: int) -> ForeignDocu
     wanted: dict[str, list[str]] = {}
     for tensor, location in index.weight_map.items():
         wanted.setdefault(check_location(location, where), []).append(tensor)
-    reader = _IndexReader(storage, where, limit)
+    reader = _IndexReader(storage, where, limit, index.weight_map.keys())
     await gather_limited(wanted.items(), lambda item: reader.read_file(*item), AT_ONCE)
     manifest = {path: entry for each in wanted for path, entry in reader.entries[each].items()}
+    if reader.unlisted:
+        log.warning(
+            "%s: does not list %s, which its files have; they are read, too:%s",
+            where,
+            counted(len(reader.unlisted), "tensor"),
+            listed([f"{tensor[:200]} in {location}" for tensor, location in sorted(reader.unlisted.items())]),
+        )
     return make_document(
         reader.format,
         "",
@@ -266,7 +375,7 @@ async def describe_index(storage: Storage, name: str, limit: int) -> ForeignDocu
         manifest=manifest,
         files=reader.files,
         metadata=next((reader.metadata[each] for each in wanted if reader.metadata.get(each)), {}),
-        root=make_dict(index.weight_map),
+        root=make_dict([*index.weight_map, *sorted(reader.unlisted)]),
         inline=bytes(reader.inline),
         index=name,
     )
@@ -275,7 +384,11 @@ async def describe_index(storage: Storage, name: str, limit: int) -> ForeignDocu
 class _IndexReader:
     """Reads the descriptions of the files that an index names."""
 
-    def __init__(self, storage: Storage, where: object, limit: int) -> None:
+    def __init__(self, storage: Storage, where: object, limit: int, known: Collection[str]) -> None:
+        """`known`: all names in the index."""
+        self._known = known
+        self.unlisted: dict[str, str] = {}
+        """Names that files have and the index lacks, and the file of each."""
         self._storage = storage
         self._where = where
         self._limit = limit
@@ -288,12 +401,13 @@ class _IndexReader:
         self.inline = bytearray()
 
     async def read_file(self, location: str, names: list[str]) -> None:
-        """Add the tensors of these names in a file."""
+        """Add the tensors of these names in a file, and of those that the index lacks."""
         try:
             size = (await self._storage.stat(location)).size
             if location.endswith(".safetensors"):
                 entries, self.metadata[location] = await read_header(self._storage, location, size, self._limit)
-                found = {f"0/{encode_component(name)}": entries[name] for name in names}
+                chosen = [*names, *self._add_unlisted(location, entries)]
+                found = {f"0/{encode_component(name)}": entries[name] for name in chosen}
             else:
                 found = await self._read_archive(location, size, names)
         except StorageNotFoundError as error:
@@ -303,6 +417,16 @@ class _IndexReader:
                 f"{self._where}: {str(error.args[0])[:200]!r} is missing in {location}"
             ) from error
         self.files[location], self.entries[location] = ForeignFile(size), found
+
+    def _add_unlisted(self, location: str, names: Iterable[Any]) -> list[str]:
+        found = [name for name in names if isinstance(name, str) and name not in self._known]
+        for name in found:
+            if name in self.unlisted:
+                raise CorruptSnapshotError(
+                    f"{self._where}: does not list {name[:200]!r}, which {self.unlisted[name]} and {location} both have"
+                )
+            self.unlisted[name] = location
+        return found
 
     async def _read_archive(self, location: str, size: int, names: list[str]) -> dict[str, Any]:
         await _expect_archive(self._storage, location, size)
@@ -315,6 +439,7 @@ class _IndexReader:
         self.format = torch_save.FORMAT
         if not isinstance(saved.value, dict):
             raise CorruptSnapshotError(f"{self._storage.url.join(location)}: must have a dict of tensors")
+        chosen = [*names, *self._add_unlisted(location, saved.value)]
         return saved.describe_items(
-            {encode_component(name): dict.__getitem__(saved.value, name) for name in names}, self.inline
+            {encode_component(name): dict.__getitem__(saved.value, name) for name in chosen}, self.inline
         )

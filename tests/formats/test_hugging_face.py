@@ -280,3 +280,109 @@ def test_several_indices_are_several_checkpoints(tmp_path):
     ):
         Snapshot(tmp_path).get_manifest()
     assert snapshot.load(tmp_path / "a.safetensors.index.json")["x"].all()
+
+
+# Parts that the ranks of DCP's HuggingFaceStorageWriter wrote
+
+
+def _write_parts(folder):
+    """Write a sharded model three times. Return the whole state."""
+    from torch.distributed.checkpoint import save
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.fsdp import fully_shard
+
+    made = model()
+    whole = {name: each.clone() for name, each in made.state_dict().items()}
+    fully_shard(made)
+    state = made.state_dict()
+    files = {name: 1 + at % 2 for at, name in enumerate(state)}
+    floats = {name: each for name, each in state.items() if each.is_floating_point()}  # torch merges no others
+    save(state, storage_writer=HuggingFaceStorageWriter(f"{folder}/one", save_distributed=True))
+    save(state, storage_writer=HuggingFaceStorageWriter(f"{folder}/two", files, save_distributed=True))
+    merged = HuggingFaceStorageWriter(f"{folder}/merged", save_distributed=True, enable_consolidation=True)
+    save(floats, storage_writer=merged)
+    return whole
+
+
+def test_parts_of_the_writer_of_dcp_are_joined(two, tmp_path):
+    whole = two.run(_write_parts, str(tmp_path))[0]
+    floats = {name: each for name, each in whole.items() if each.is_floating_point()}
+    for name, expected in {"one": whole, "two": whole, "merged": floats, "merged/sharded": floats}.items():
+        equal(snapshot.load(tmp_path / name), expected)
+    parts = sorted((tmp_path / "one").iterdir())
+    assert len(parts) == 2
+    for part in parts:
+        with pytest.raises(Unsupported, match="a part of a checkpoint of DCP; open its folder"):
+            Snapshot(part).get_manifest()
+    (tmp_path / "two" / "shard-00001-model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CorruptSnapshotError, match="leave gaps, so a file is missing"):
+        Snapshot(tmp_path / "two").get_manifest()
+    (tmp_path / "two" / "shard-00002-model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CorruptSnapshotError, match="files of 1 of 2 parts are missing, such as model-00002"):
+        Snapshot(tmp_path / "two").get_manifest()
+    for part in parts:
+        part.rename(part.with_name(f"{part.name[6:11]}.safetensors"))
+    with pytest.raises(Unsupported, match="is a part of a checkpoint of DCP, and other files are not"):
+        Snapshot(tmp_path / "one").get_manifest()
+
+
+@pytest.mark.parametrize(
+    ("information", "fault"),
+    [
+        ({"w": {"saved_offsets": [0]}}, "must have the offsets of 'w', got"),
+        ({"w": {"saved_offsets": [-1, 0]}}, "must have the offsets of 'w', got"),
+        ({"v": {"saved_offsets": [0, 0]}}, "must have the offsets of 'w', got None"),
+        ({"w": 1}, "DCP_SHARDING_INFO"),
+        ([], "DCP_SHARDING_INFO"),
+    ],
+)
+def test_invalid_offsets_of_parts_are_damage(tmp_path, information, fault):
+    file = tmp_path / "shard-00001-model-00001-of-00001.safetensors"
+    save_file({"w": torch.ones(2, 3)}, file, {"DCP_SHARDING_INFO": json.dumps(information)})
+    with pytest.raises(CorruptSnapshotError, match=fault):
+        Snapshot(tmp_path).get_manifest()
+
+
+def test_parts_that_overlap_or_differ_are_damage(tmp_path):
+    for rank, (value, begin) in enumerate([(torch.ones(2, 3), 0), (torch.ones(2, 3), 1)], 1):
+        information = {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [begin, 0]}})}
+        save_file({"w": value}, tmp_path / f"shard-{rank:05}-model-00001-of-00001.safetensors", information)
+    with pytest.raises(CorruptSnapshotError, match="the parts of 'w' overlap"):
+        Snapshot(tmp_path).get_manifest()
+    information = {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [2, 0]}})}
+    save_file({"w": value.half()}, tmp_path / "shard-00002-model-00001-of-00001.safetensors", information)
+    with pytest.raises(CorruptSnapshotError, match="the parts of 'w' have different dtypes"):
+        Snapshot(tmp_path).get_manifest()
+
+
+# Indices
+
+
+@pytest.mark.parametrize("part", ["model.fp16-{:05}-of-00002.safetensors", "model-{:05}-of-00002.fp16.safetensors"])
+def test_parts_of_a_variant_open_by_their_index(tmp_path, part):
+    state = {"a": torch.randn(3), "b": torch.randn(2)}
+    located = {name: part.format(at) for at, name in enumerate(state, 1)}
+    for name, file in located.items():
+        save_file({name: state[name]}, tmp_path / file)
+    with pytest.raises(Unsupported, match="no index for them"):
+        Snapshot(tmp_path).get_manifest()
+    (tmp_path / "model.safetensors.index.fp16.json").write_text(json.dumps({"weight_map": located}))
+    equal(snapshot.load(tmp_path), state)
+    equal(snapshot.load(tmp_path / "model.safetensors.index.fp16.json"), state)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_a_tensor_that_the_index_lacks_is_read_and_reported(tmp_path, caplog, suffix):
+    state = {"a": torch.randn(3), "b": torch.randn(2)}
+    store = save_file if suffix == "safetensors" else torch.save
+    store(state, tmp_path / f"part.{suffix}")
+    stem = "model" if suffix == "safetensors" else "pytorch_model"
+    index = tmp_path / f"{stem}.{suffix}.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": f"part.{suffix}"}}))
+    equal(snapshot.load(tmp_path), state)
+    assert f"does not list 1 tensor, which its files have; they are read, too:\n  b in part.{suffix}" in caplog.text
+    state = {"b": torch.randn(2), "c": torch.randn(1)}
+    store(state, tmp_path / f"more.{suffix}")
+    index.write_text(json.dumps({"weight_map": {"a": f"part.{suffix}", "c": f"more.{suffix}"}}))
+    with pytest.raises(CorruptSnapshotError, match=r"does not list 'b', which .* both have"):
+        Snapshot(tmp_path).get_manifest()
