@@ -342,3 +342,20 @@ def test_a_process_that_saves(two, folder):
     assert two.run(in_process, folder, timeout=110) == [2, 2]
     assert Snapshot(folder).verify()
     two.restart()  # each has a process of its own now
+
+
+def switching(folder, order):
+    """Save with the writer of torch and with this library's in turn, by planners that share their cached plans."""
+    kind = type(f"Kept{order}", (DefaultSavePlanner,), {})  # torch keeps plans by the class's name
+    systems = {"torch": Theirs(), "snapshot": Ours()}
+    for step, name in enumerate(order.split()):
+        place, state = f"{folder}/{step}", {"w": spread(torch.arange(35.0).view(7, 5) + step), "step": step}
+        save(state, systems[name].writer(place), planner=kind(enable_plan_caching=True), checkpoint_id=place)
+        found = load(like(state), systems[name].reader(place), checkpoint_id=place)
+        assert found["w"].to_local().equal(state["w"].to_local())
+        assert found["step"] == step
+
+
+@pytest.mark.parametrize("order", ["torch snapshot torch snapshot snapshot", "snapshot torch snapshot torch torch"])
+def test_writers_may_take_turns_with_planners_that_keep_plans(two, folder, order):
+    two.run(switching, folder, order)

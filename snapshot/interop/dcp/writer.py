@@ -310,10 +310,16 @@ class Ticket:
     """Message of the coordinator to each rank, sent with its plan.
 
     A planner that caches plans returns an old plan, with the ticket of the save that it was created for. The new ticket
-    arrived with the plan that was discarded. So each ticket is recorded when it is unpickled, for that thread.
+    arrived with the plan that was discarded. So each ticket is recorded when it is unpickled, for that thread. Planners
+    of one class share their cache, so the plan may also be that of another writer, and another writer may get this one.
     """
 
     __slots__ = ("arrived", "rank", "save_id", "where")
+
+    @property
+    def prefix(self) -> str:
+        """The beginning of file names, for torch's `FileSystemWriter`: what its own plan would have."""
+        return f"__{self.rank}_"
 
     def __init__(self, save_id: str, rank: int, where: str) -> None:
         self.save_id, self.rank, self.where = save_id, rank, where
@@ -607,9 +613,10 @@ class SnapshotWriter(StorageWriter):
         if self._save is not None:
             rank = given.rank if isinstance(given, Ticket) else self._rank
             return Ticket(self._save.transaction.save_id, rank, self._save.where)
-        if not isinstance(given, Ticket):
+        since = given.arrived if isinstance(given, Ticket) else self._since  # else the cached plan of another writer
+        ticket = newest if newest is not None and newest.arrived > since else given
+        if not isinstance(ticket, Ticket):
             raise SnapshotError("the plan must come from SnapshotWriter.prepare_global_plan; another one replaced it")
-        ticket = newest if newest is not None and newest.arrived > given.arrived else given
         where = str(self._url())
         if ticket.where != where:  # a planner that caches plans hid this from the coordinator
             raise SnapshotError(f"this rank must save to {ticket.where} like the coordinator, got {where}")
