@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import io
 import math
 import pickle
@@ -33,6 +34,7 @@ from snapshot.manifest.entries import ObjectEntry, Shard, ShardedTensorEntry, Te
 from snapshot.manifest.paths import decode_component, encode_component
 from snapshot.manifest.values import NoneEntry
 from snapshot.tensors.geometry import MOST_AXES
+from snapshot.tensors.memory import ITEMSIZE
 
 # Checkpoints of torch.distributed.checkpoint (DCP).
 #
@@ -176,6 +178,11 @@ class _Metadata:
             if place is None and not math.prod(sizes):
                 continue
             begin, end, location, transform = self._find_range(place, name)
+            if not transform and 0 < end - begin == math.prod(sizes) * ITEMSIZE[dtype]:  # an archive is longer
+                raise UnsupportedFormatError(
+                    f"{self._where}: {name[:200]}: was saved with SerializationFormat.SAFETENSORS, and the metadata "
+                    f"lacks its position; {location} is a file of safetensors"
+                )
             kind = f"{transform}+torch_save" if transform else "torch_save"
             stored = TensorEntry(location, (begin, end), dtype, sizes, serializer=kind)
             if grid is None:
@@ -396,4 +403,20 @@ def encode_metadata(
         else:
             described[name] = m.BytesStorageMetadata()
             stored[m.MetadataIndex(name)] = where
-    return pickle.dumps(m.Metadata(described, planner_data=dict(paths), storage_data=stored))
+    file = io.BytesIO()
+    _MetadataPickler(file).dump(m.Metadata(described, planner_data=dict(paths), storage_data=stored))
+    return file.getvalue()
+
+
+class _MetadataPickler(pickle.Pickler):
+    """Pickles the properties of a tensor with the five fields that every version of torch reads.
+
+    Torch 2.15 has a sixth field, the strides, and earlier versions cannot read its pickles.
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        from torch.distributed.checkpoint.metadata import TensorProperties
+
+        if type(value) is not TensorProperties:
+            return NotImplemented
+        return copyreg.__newobj__, (TensorProperties,), value.__getstate__()[:5]  # type: ignore[attr-defined]

@@ -20,7 +20,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from snapshot import CorruptSnapshotError, ModelState, Snapshot, StateDict, UnsafeObjectError
+from snapshot import (
+    CorruptSnapshotError,
+    ModelState,
+    Snapshot,
+    StateDict,
+    Target,
+    UnsafeObjectError,
+    UnsupportedFormatError,
+)
 from snapshot.formats.dcp import archive_object
 from snapshot.testing import recording
 from tests.helpers.foreign_states import DTYPES, bits, of_dtype, same
@@ -444,3 +452,40 @@ def test_flat_ranges_of_another_shape_are_refused(tmp_path, shape):
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CorruptSnapshotError, match="flat ranges of"):
         Snapshot(tmp_path).get_manifest()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_serialisation_of_safetensors_is_unsupported_and_not_damage(tmp_path, count):
+    from torch.distributed.checkpoint.filesystem import SerializationFormat
+
+    state = {f"t{at}": torch.arange(6.0) + at for at in range(count)}
+    writer = dcp.FileSystemWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save(state, storage_writer=writer, no_dist=True)
+    with pytest.raises(UnsupportedFormatError, match=r"SAFETENSORS, .* __0_0\.distcp is a file of safetensors"):
+        Snapshot(tmp_path).get_manifest()
+
+
+class _SixFields(m.TensorProperties):
+    """The properties of torch 2.15, which pickles the strides, too."""
+
+    def __getstate__(self):
+        return (*super().__getstate__()[:5], (1,))
+
+
+def test_dcp_metadata_has_the_fields_that_every_torch_reads(tmp_path, monkeypatch):
+    Snapshot.take(tmp_path / "s", {"s": StateDict(x=torch.arange(6.0))})
+    monkeypatch.setattr(m, "TensorProperties", _SixFields)
+    Snapshot(tmp_path / "s").convert(Target(tmp_path / "dcp", "dcp"))
+    monkeypatch.undo()
+    data = (tmp_path / "dcp" / ".metadata").read_bytes()
+    states = []
+
+    class Reader(pickle.Unpickler):
+        def find_class(self, module, name):
+            if name != "_SixFields":
+                return super().find_class(module, name)
+            return type("Properties", (), {"__setstate__": lambda self, state: states.append(state)})
+
+    Reader(io.BytesIO(data)).load()
+    assert [len(state) for state in states] == [5]
