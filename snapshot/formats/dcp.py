@@ -419,4 +419,4 @@ class _MetadataPickler(pickle.Pickler):
 
         if type(value) is not TensorProperties:
             return NotImplemented
-        return copyreg.__newobj__, (TensorProperties,), value.__getstate__()[:5]  # type: ignore[attr-defined]
+        return copyreg.__newobj__, (TensorProperties,), value.__getstate__()[:5]  # type: ignore[attr-defined,no-untyped-call]

@@ -23,7 +23,7 @@ from snapshot.saved import class_name
 from snapshot.state import leaves
 from snapshot.state.flatten import MISSING, ChosenState
 from snapshot.state.optimizers import StateOfParameters
-from snapshot.state.sharded import Shards, allocate_like, find_shards
+from snapshot.state.sharded import Shards, allocate_like, describes_parts, find_shards
 from snapshot.state.stateful import ModuleAdapter, RestoreAdapter, find_names_beneath
 from snapshot.tensors.memory import BY_NAME, address_of_tensor
 
@@ -282,6 +282,7 @@ class Matcher:
                 type(entry) is e.TensorEntry
                 and path not in skipped
                 and path not in self.matched.tied
+                and not describes_parts(held)
                 and reads.request_if_equal(path, entry, held, adapter.exact)
             ):
                 self.matched.restored += 1
@@ -301,7 +302,7 @@ class Matcher:
                 continue
             if (
                 isinstance(entry, e.TENSORS)
-                and type(held) not in _PLAIN
+                and (type(held) not in _PLAIN or describes_parts(held))
                 and self._leaves.match_shards(adapter, path, entry, held)
             ):
                 continue

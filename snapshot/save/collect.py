@@ -16,6 +16,7 @@ from snapshot.manifest.entries import DictEntry, Extra
 from snapshot.manifest.paths import encode_component, encode_key
 from snapshot.plan.names import find_unmatched, matcher
 from snapshot.state.flatten import Flattened
+from snapshot.state.foreign_parts import read_state
 from snapshot.state.leaves import Leaf, Prepare
 from snapshot.state.model_state import ModelState
 from snapshot.state.optimizers import has_param_groups, make_record
@@ -38,7 +39,7 @@ def collect_state(
     rng = {key: value.state_dict() for key, value in app_state.items() if isinstance(value, RNGState)}
     try:
         for key in sorted(app_state):
-            state = rng[key] if key in rng else app_state[key].state_dict()
+            state = rng[key] if key in rng else read_state(key, app_state[key])
             flat.add(encode_component(key), state)
             _record_optimizer(flat, encode_component(key), app_state[key], state)
     finally:

@@ -35,6 +35,7 @@ from snapshot.state import compound
 from snapshot.state.compound import ENUM, find_components, find_form, holds_itself
 from snapshot.state.flatten_cache import remember_state, replay_state
 from snapshot.state.leaves import LOW, SIMPLE, Blob, FromOneRank, Leaf, TensorLeaves, find_dict_maker
+from snapshot.state.sharded import describes_parts
 from snapshot.tensors import composite
 
 _DICTS = {dict, OrderedDict, defaultdict, Counter}
@@ -320,6 +321,7 @@ class Flattened(TensorLeaves):
             if (
                 dtype is None
                 or not child.is_cpu
+                or describes_parts(child)
                 or child.layout is not strided
                 or child.is_nested
                 or child.requires_grad

@@ -23,6 +23,7 @@ from snapshot.io.system import PerProcess
 from snapshot.manifest import entries as e
 from snapshot.manifest.values import SCALARS, TYPED, Entry, Scalar, make_plain_entry
 from snapshot.state.leaves import LOW, FlatState, Leaf, read_module_versions
+from snapshot.state.sharded import describes_parts
 from snapshot.tensors.composite import is_freed
 
 FEW = 32
@@ -84,6 +85,8 @@ class TensorTraits:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.addresses = list(map(torch.Tensor.data_ptr, tensors))  # raises, unless all are strided
+        if any(map(describes_parts, tensors)):
+            raise _Unlike
         shapes: dict[Any, Any] = {}  # one object for each shape, since there may be millions
         self.shapes = [shapes.setdefault(shape, shape) for shape in map(_shape, tensors)]  # raises for what is nested
         self.dtypes = list(map(_dtype, tensors))

@@ -20,7 +20,8 @@ from snapshot.errors import CorruptSnapshotError, SnapshotError
 from snapshot.manifest import entries as e
 from snapshot.manifest.values import Entry
 from snapshot.state.compound import is_wrapped_local
-from snapshot.state.sharded import Shards, find_shards, wait_for_tensor
+from snapshot.state.foreign_parts import refuse_empty
+from snapshot.state.sharded import Shards, describes_parts, find_shards, wait_for_tensor
 from snapshot.tensors import composite
 from snapshot.tensors.geometry import Box
 from snapshot.tensors.memory import BY_NAME, NAMES, is_plain, view_memory
@@ -385,6 +386,8 @@ class TensorLeaves(FlatState, ABC):
 
     def _add_tensor(self, path: str, tensor: torch.Tensor, depth: int = 0) -> None:
         """Add a plain tensor in the fewest attribute reads, which dominate the cost."""
+        if describes_parts(tensor) and self._add_sharded(path, tensor):
+            return
         if self._prepare is not None:
             if self._note_prepared(path, tensor):
                 return
@@ -463,7 +466,10 @@ class TensorLeaves(FlatState, ABC):
     def _add_tensor_like(self, path: str, tensor: torch.Tensor) -> None:
         """Add a subclass of Tensor: stored as its data with the name of its class, if it has no other state."""
         tensor = wait_for_tensor(tensor)
-        if type(tensor) is not torch.nn.Parameter and not is_wrapped_local(tensor) and self._add_sharded(path, tensor):
+        if type(tensor) is torch.nn.Parameter and not tensor.numel():
+            refuse_empty([(path, tensor)])
+        is_parameter = type(tensor) is torch.nn.Parameter and not describes_parts(tensor)
+        if not is_parameter and not is_wrapped_local(tensor) and self._add_sharded(path, tensor):
             return
         subclass = composite.plain_subclass_name(tensor)
         if subclass is None:

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from snapshot.errors import SnapshotError
 from snapshot.manifest.compounds import Container
 from snapshot.manifest.paths import decode_component, encode_component
+from snapshot.state.foreign_parts import read_state
 from snapshot.state.leaves import Leaf
 from snapshot.state.optimizers import (
     OptimizerAdapter,
@@ -306,7 +307,7 @@ def make_adapter(key: str, stateful: Any) -> RestoreAdapter:
     """Return a stateful in its adapter, with its current state."""
     adapter = find_adapter(stateful)
     if adapter is OptimizerAdapter:
-        state = stateful.state_dict()
+        state = read_state(key, stateful)
         return (
             OptimizerAdapter(key, stateful, state)
             if has_param_groups(stateful, state)

@@ -17,6 +17,7 @@ from snapshot.manifest.paths import encode_component
 from snapshot.manifest.values import Scalar
 from snapshot.saved import class_name
 from snapshot.state.flatten import MISSING
+from snapshot.state.sharded import shape_of_whole
 from snapshot.state.stateful import RestoreAdapter
 from snapshot.tensors.memory import BY_NAME, NAMES, address_of_tensor
 
@@ -343,7 +344,7 @@ class StateOfParameters(RestoreAdapter):
             if held is MISSING or path in skipped:
                 continue
             dtype = BY_NAME.get(entry.dtype) if name not in self._cast else self.choose_state_dtype(path, entry)
-            if not (isinstance(held, torch.Tensor) and held.dtype is dtype and held.shape == entry.shape):
+            if not (isinstance(held, torch.Tensor) and held.dtype is dtype and shape_of_whole(held) == entry.shape):
                 gone.append(path)
         for path, held in self.live.items():
             if (
@@ -364,12 +365,13 @@ class StateOfParameters(RestoreAdapter):
         known = knows_shapes(self.optimizers)
         for path, entry, name, what in self._tensors:
             parameter = self.parameters.get(name)
-            if not isinstance(parameter, torch.Tensor) or parameter.shape == entry.shape or name in found:
+            shape = shape_of_whole(parameter) if isinstance(parameter, torch.Tensor) else entry.shape
+            if shape == entry.shape or name in found:
                 continue
-            wanted = find_expected_shape(what, parameter.shape) if known else None
+            wanted: Sequence[int] | None = find_expected_shape(what, torch.Size(shape)) if known else None
             if wanted is None:
                 held = self.live.get(path)
-                wanted = held.shape if isinstance(held, torch.Tensor) else entry.shape
+                wanted = shape_of_whole(held) if isinstance(held, torch.Tensor) else entry.shape
             if tuple(wanted) != tuple(entry.shape):
                 found[name] = f"the snapshot has {what} of {list(entry.shape)}, the application {list(wanted)}"
         for name in self.parameters if unfit else ():
@@ -391,7 +393,7 @@ class StateOfParameters(RestoreAdapter):
     def find_like(self, path: str, shape: tuple[int, ...]) -> Any | None:
         found = self._find_in_state(path)
         parameter = self.parameters.get(found[0]) if found else None
-        return parameter if parameter is not None and tuple(parameter.shape) == shape and shape else None
+        return parameter if parameter is not None and shape_of_whole(parameter) == shape and shape else None
 
     def choose_device(self, path: str, shape: tuple[int, ...]) -> torch.device | str:
         parameter = self.find_like(path, shape)

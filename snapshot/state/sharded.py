@@ -122,8 +122,8 @@ def find_shards(path: str, value: Any) -> Shards | None:
 
     Nothing here communicates. Raises SnapshotError if the boxes cannot be determined.
     """
-    if isinstance(value, Sharded):
-        return _read_wrapper(path, value)
+    if isinstance(value, Sharded) or describes_parts(value):
+        return _read_wrapper(path, value) if isinstance(value, Sharded) else _read_described(path, value)
     if _is_instance(value, "torch.distributed.tensor", "DTensor"):
         return _read_dtensor(path, value)
     if _is_instance(value, "torch.distributed._shard.sharded_tensor", "ShardedTensor"):
@@ -138,13 +138,71 @@ def find_shards(path: str, value: Any) -> Shards | None:
     return None
 
 
+_FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+"""Fields of torch's protocol `CheckpointableTensor`."""
+
+
+def describes_parts(value: Any) -> bool:
+    """Return True for a tensor whose own fields say that it has parts of a larger one.
+
+    These are the fields of torch's protocol `CheckpointableTensor`. A plain tensor may have them as attributes.
+    """
+    return getattr(value, "global_offsets", None) is not None and isinstance(value, torch.Tensor)
+
+
+def _read_described(path: str, value: torch.Tensor) -> Shards:
+    """Return the parts that a tensor describes: boxes of the larger tensor, and where each is in this one."""
+    missing = [name for name in _FIELDS if getattr(value, name, None) is None]
+    if missing:
+        raise SnapshotError(
+            f"{path}: has global_offsets, so it is a part of a larger tensor, but it lacks {', '.join(missing)}; set "
+            f"all of {', '.join(_FIELDS)}, or delete global_offsets"
+        )
+    try:
+        shape, begins, locals_, sizes = (
+            tuple(map(int, value.global_shape)),  # type: ignore[attr-defined]
+            *([tuple(map(int, each)) for each in getattr(value, name)] for name in _FIELDS[1:]),
+        )
+        boxes = list(zip(begins, locals_, sizes, strict=True))
+    except (TypeError, ValueError) as error:
+        raise SnapshotError(
+            f"{path}: {', '.join(_FIELDS[1:])} must have equal lengths, and consist of integers: {error}"
+        ) from error
+    whole = _expect_plain(path, value)
+    parts = []
+    for begin, at, size in boxes:
+        box, place = Box(begin, size), Box(at, size)
+        for each, inside in ((box, shape), (place, tuple(whole.shape))):
+            if not is_inside(each, inside):
+                raise SnapshotError(
+                    f"{path}: the part of sizes {each.sizes} at {each.offsets} is not within a tensor of shape {inside}"
+                )
+        parts.append((box, whole[place.slices()]))
+    pieces = _make_pieces(path, parts, None)
+    return _make_shards(value.dtype, shape, pieces, None, layout="", requires_grad=value.requires_grad)
+
+
+def shape_of_whole(tensor: torch.Tensor) -> Shape:
+    """Return the shape of the tensor that a tensor has parts of, or its own."""
+    return tuple(map(int, tensor.global_shape if describes_parts(tensor) else tensor.shape))  # type: ignore[attr-defined]
+
+
+def copy_description(source: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return another view of a tensor that has the fields which describe parts."""
+    made = tensor.detach()
+    for name in _FIELDS:
+        setattr(made, name, getattr(source, name, None))
+    return made
+
+
 def allocate_like(value: Any, dtype: torch.dtype) -> Any:
     """Return an uninitialised tensor with the layout of a live one, as optimizers create their state.
 
     For a DTensor, the new tensor has the same mesh and placements, and new local memory on the same device.
     """
     with torch.no_grad():
-        return torch.empty_like(value, dtype=dtype, requires_grad=False)
+        made = torch.empty_like(value, dtype=dtype, requires_grad=False)
+    return copy_description(value, made) if describes_parts(value) else made
 
 
 def _read_wrapper(path: str, value: Sharded) -> Shards:
@@ -222,13 +280,17 @@ def _read_placements(path: str, value: Any, mesh_shape: Shape) -> tuple[geometry
 def read_placement(path: str, placement: Any, ndim: int) -> geometry.Placement:
     """Return a placement of torch's, for a tensor with `ndim` dimensions, as a value of this library."""
     types = sys.modules["torch.distributed.tensor.placement_types"]
-    if isinstance(placement, types._StridedShard):  # in some versions a Shard, too
+    kind = type(placement)  # a subclass may cut in another way
+    if kind is types._StridedShard:
         return geometry.Split(placement.dim % ndim, int(placement.split_factor))
-    if isinstance(placement, types.Shard):
+    if kind is types.Shard:
         return geometry.Split(placement.dim % ndim)
-    if isinstance(placement, types.Replicate):
+    if kind is types.Replicate:
         return geometry.Copy()
-    raise SnapshotError(f"{path}: unknown placement {placement!r}")
+    raise SnapshotError(
+        f"{path}: unknown placement {placement!r} of the class {class_name(kind)}; give the tensor another placement "
+        "(`redistribute`), or save its local part as Sharded(...)"
+    )
 
 
 def _find_held_shards(

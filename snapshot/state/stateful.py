@@ -12,6 +12,7 @@ from snapshot.events import warn
 from snapshot.manifest.entries import DictEntry
 from snapshot.manifest.paths import decode_key, encode_component
 from snapshot.state.flatten import MISSING, collect_leaves
+from snapshot.state.foreign_parts import read_state
 from snapshot.state.rng import RNGState
 
 
@@ -121,7 +122,7 @@ class RestoreAdapter:
 
     def read_state(self) -> Any:
         """Return the current state of the stateful."""
-        return self.stateful.state_dict()
+        return read_state(self.key, self.stateful)
 
     def find_mismatches(self, entries: Mapping[str, Any]) -> list[str]:
         """Return the reasons, known only to the stateful, why it cannot take this state."""
