@@ -209,7 +209,7 @@ class Snapshot:
             read_back: Read the written bytes back and compare them with their digests before the commit. True for
                 all bytes, or a fraction from 0 to 1, chosen at random. On files the page cache is dropped first, so
                 that the disk is read.
-            metadata: Any JSON value; it is returned as `snapshot.metadata.metadata`.
+            metadata: A mapping of JSON values; it is returned as `snapshot.metadata.metadata`.
             progress: True for a progress bar, or a function that is called with `Progress`.
             timeout: Seconds without a heartbeat after which another rank counts as dead.
             plan: A plan that `Snapshot.plan` returned for the same structure.

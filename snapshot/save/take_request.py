@@ -197,12 +197,14 @@ class TakeRequest(TakeOptions):
 
 
 def encode_metadata(metadata: Mapping[str, Any] | None) -> msgspec.Raw:
-    """Encode the user's metadata for the manifest; raise `TypeError` if JSON cannot hold it."""
+    """Encode the user's metadata for the manifest; raise `TypeError` if it is not a mapping that JSON can hold."""
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise TypeError(f"metadata must be a mapping, got {type(metadata).__name__}")
     try:
-        json.dumps(metadata, allow_nan=False)  # JSON has no NaN, and msgspec would make it null
+        json.dumps(dict(metadata or {}), allow_nan=False)  # JSON has no NaN, and msgspec would make it null
         encoded = msgspec.json.encode(dict(metadata or {}))
         if measure_nesting(encoded) > DEEPEST:
             raise ValueError(f"it must nest at most {DEEPEST} levels")
         return msgspec.Raw(encoded)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise TypeError(f"metadata must be a JSON value: {error}") from error
+        raise TypeError(f"metadata must be a mapping of JSON values: {error}") from error

@@ -27,6 +27,12 @@ def test_how_much_is_read_back_is_a_share(given, share):
     assert TakeOptions(read_back=given).read_back_share == share
 
 
+@pytest.mark.parametrize("metadata", [[], ["a"], [("step", 3)], "ab", 3, ()])
+def test_metadata_must_be_a_mapping(metadata):
+    with pytest.raises(TypeError, match=f"metadata must be a mapping, got {type(metadata).__name__}"):
+        TakeRequest(metadata=metadata)
+
+
 def test_metadata_are_encoded_at_once_or_refused():
     assert json.loads(bytes(TakeRequest(metadata={"step": 3}).metadata_json)) == {"step": 3}
     with pytest.raises((TypeError, ValueError)):
