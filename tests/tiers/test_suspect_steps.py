@@ -41,6 +41,24 @@ def test_the_last_good_step_is_uploaded_also_if_only_suspect_ones_are_newer(tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("upload", [None, 1000, "latest"])
+def test_the_end_of_a_job_waits_for_the_newest_good_step_and_for_the_newest(tmp_path, hosts, upload):
+    far = tmp_path / "far"
+    model, app = training()
+    with manager_of(far, hosts("a"), upload=upload, keep_near=None) as manager:
+        for step in range(1, 5):
+            if step == 3:
+                spoil(model)
+            manager.take(step, app, options=SUSPECT)
+    assert Snapshot(far / "step-2").exists()
+    assert Snapshot(far / "step-4").exists()
+    assert upload == "latest" or not Snapshot(far / "step-3").exists()
+    stop_uploaders(hosts("a"))
+    with manager_of(far, hosts("b")) as manager:
+        assert manager.restore_latest(training()[1]) == 2
+
+
+@pytest.mark.slow
 def test_a_suspect_step_stays_near_until_a_later_one_is_taken(tmp_path, hosts):
     far = tmp_path / "far"
     model, app = training()
