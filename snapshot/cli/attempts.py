@@ -20,7 +20,8 @@ from snapshot.tiers.uploader_process import find_runs
 DESCRIPTION = (
     "List the attempts of a run with near folders: which of them the run consists of, and up to which step. If two "
     "jobs continued the run without seeing each other, it has forked, and a person chooses one of them. The steps "
-    "of the other one are then removed."
+    "of the other one are then removed. Attempts that this host has seen published, and that the root lacks now, are "
+    "shown as rolled back."
 )
 EXAMPLES = [
     ("attempts s3://bucket/run --near /nvme/run", "with what this host knows"),

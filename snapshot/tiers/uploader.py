@@ -329,8 +329,9 @@ class Uploader:
             ages = {step: view.age(near.origin) for step, near in steps.items()}
             self._newest = max(ages, key=lambda step: ages[step], default=-1)
             asked = set(self._asked)
-            if given.upload == "latest" and self._newest >= 0 and steps[self._newest].suspect:
-                good = [step for step, near in steps.items() if not near.suspect]  # a suspect one supersedes none
+            if self._newest >= 0 and steps[self._newest].suspect:  # it supersedes none
+                among = steps if given.upload == "latest" else wanted_steps(given.upload, steps, asked, self._newest)
+                good = [step for step in among if not steps[step].suspect]
                 asked |= {max(good, key=lambda step: ages[step])} if good else set()
             wanted = wanted_steps(given.upload, steps, asked, self._newest)
             for step, near in steps.items():
