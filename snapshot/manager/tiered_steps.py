@@ -281,12 +281,12 @@ class TieredSteps(Steps):
         steps = list(tiers.folder.steps_of(tiers.member.run).values())
         on = (each for each in steps if line.standing(each.step, each.save_id, each.origin) == Standing.ON)
         good = [each for each in on if not each.suspect]
-        for these in (good, steps):
-            newest = max(these, key=lambda each: line.age(each.origin), default=None)
-            if newest is None or tiers.is_older_than_restored(newest):
+        last = [max(these, key=lambda each: line.age(each.origin)) for these in (good, steps) if these]
+        for each in last[-1:] if last[:1] == last[1:] else last:
+            if tiers.is_older_than_restored(each):
                 continue
             try:
-                tiers.wait_far(newest.step, newest.save_id, max(0.0, end - time.monotonic()))
+                tiers.wait_far(each.step, each.save_id, max(0.0, end - time.monotonic()))
             except (SnapshotError, TimeoutError) as error:
                 log.warning("%s; the uploader continues, if this host does", error)
 
