@@ -152,8 +152,12 @@ class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def with_copies(self, copies: Iterable[Copy]) -> Facts:
         """Return the facts of a root with what hosts know. Copies of a run that was deleted there are left out."""
-        kept = [each.facts for each in copies if not self.lacks(each.facts) or self.was_rolled_back(each)]
-        return self.with_pending([attempt for each in kept for attempt in (*each.published, *each.pending)])
+        found = list[Attempt]()
+        for each in copies:
+            lost = each.facts.published if self.was_rolled_back(each) else ()
+            if lost or not self.lacks(each.facts):
+                found += (*lost, *each.facts.pending)
+        return self.with_pending(found)
 
     def with_published(self, *attempts: Attempt) -> Facts:
         """Return the facts after the next publication."""
