@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/ddp.py FOLDER
 
 Kill it at any time, and run the same command again. All ranks call `take` and `restore`, like a collective. Every rank
-has the model; it is written once, and the ranks share the work.
+has the model and the optimizer; they are written once, and the ranks share the work.
 """
 
 import argparse
@@ -34,7 +34,6 @@ def train(folder: Path, steps: int) -> None:
     torch.manual_seed(1 + rank)  # from here on, each rank draws its own batches
 
     app_state = {"model": model, "optimizer": optimizer, "progress": progress, "rng": RNGState()}
-    replicated = ["optimizer"]  # the model is detected, because it is a DistributedDataParallel
 
     snapshot = newest_snapshot(folder)
     if snapshot:
@@ -53,7 +52,7 @@ def train(folder: Path, steps: int) -> None:
         if rank == 0:
             print(f"step {progress['step']}: loss {total.item() / dist.get_world_size():.9f}", flush=True)
         if progress["step"] % SAVE_EVERY == 0:
-            Snapshot.take(folder / f"step-{progress['step']}", app_state, replicated=replicated)
+            Snapshot.take(folder / f"step-{progress['step']}", app_state)
 
 
 if __name__ == "__main__":

@@ -91,7 +91,10 @@ class CancelledError(SnapshotError):
 
 
 class RunForkedError(SnapshotError):
-    """Two jobs continued one run without seeing each other. A person must choose one: `snapshot attempts`."""
+    """Two jobs continued one run without seeing each other, or its root was rolled back.
+
+    A person must choose the attempt that the run continues: `snapshot attempts`.
+    """
 
 
 class RunDeletedError(SnapshotError):

@@ -51,7 +51,7 @@ def report(
         asynchronous: Continue training while the snapshot is written. If that fails, Ray ends the worker, as its own
             `CheckpointUploadMode.ASYNC` does.
         storage_options: Options for the storage plugin.
-        options: More options of the take. With `DistributedDataParallel`, pass `TakeOptions(replicated=["**"])`.
+        options: More options of the take, such as `TakeOptions(replicated=[...])` for values that all workers have.
 
     Raises:
         MissingExtraError: Ray is not installed.

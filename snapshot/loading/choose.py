@@ -298,7 +298,7 @@ class Chooser:
         what = (missing or withheld)[0]
         self._notes.mismatches.append(
             f"{key}: {what} {view.withheld.get(what, 'belongs to other ranks alone')}, and rank {self._exchange.rank} "
-            "did not exist when the snapshot was taken; save values that are equal on all ranks with replicated=[...]"
+            "did not exist when the snapshot was taken"
         )
         return False
 

@@ -198,7 +198,7 @@ def find_tied(adapter: RestoreAdapter, names: Iterable[str], present: Iterable[s
 
 
 class Twin(NamedTuple):
-    """Two entries without digests for one live tensor, which can be restored if their bytes are equal."""
+    """Two entries whose bytes must be equal, but whose digests do not show it."""
 
     path: str
     entry: AnyTensor
@@ -212,11 +212,12 @@ def compare_twins(opened: Opened, twins: Iterable[Twin]) -> list[str]:
         f"{each.partner} and {each.path}: share memory in the application, but differ in the snapshot; leave one out: "
         f"exclude=[{each.path!r}]"
         for each in twins
-        if not _have_equal_bytes(opened, each)
+        if not have_equal_bytes(opened, each, verify=False)
     ]
 
 
-def _have_equal_bytes(opened: Opened, twin: Twin) -> bool:
+def have_equal_bytes(opened: Opened, twin: Twin, *, verify: bool) -> bool:
+    """Return True if two entries have the same bytes. They are read part by part."""
     count = math.prod(twin.entry.shape)
     for begin in range(0, count, COMPARED):
         for _, box in boxes_of_range(twin.entry.shape, begin, min(begin + COMPARED, count)):
@@ -224,7 +225,7 @@ def _have_equal_bytes(opened: Opened, twin: Twin) -> bool:
             for path, entry in ((twin.path, twin.entry), (twin.partner, twin.other)):
                 parts.append(torch.empty(box.sizes, dtype=BY_NAME[entry.dtype]))
                 reads.into_box(path, entry, box, parts[-1])
-            reads.execute(opened, verify=False)
+            reads.execute(opened, verify=verify)
             one, other = (view_memory(part.data_ptr(), part.nbytes) for part in parts)
             if one != other:
                 return False

@@ -19,6 +19,7 @@ from snapshot.loading.live import compare_twins, find_other_owner, find_read_onl
 from snapshot.loading.mapping import map_view
 from snapshot.loading.match import Matcher
 from snapshot.loading.open import Opened, expect_files, load_parts
+from snapshot.loading.own_copies import OwnCopies
 from snapshot.loading.read_object import expand_trees, read_tree
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.loading.renaming import below_only_key, follow_rename, match_wrappers
@@ -45,6 +46,10 @@ from snapshot.state.stateful import Reshardable, RestoreAdapter
 from snapshot.text import listed
 
 MATCH_NAMES = "\n(to match other names: rename={...}; to restore only what matches: strict=False)"
+SAVE_REPLICATED = (
+    "\n(for any number of ranks, save what is equal on all of them with replicated={0}, or in a SnapshotManager with "
+    "options=TakeOptions(replicated={0}); to leave it unchanged on all ranks: exclude={0})"
+)
 SKIP_SHAPES = "\n(to leave tensors of another shape unchanged: mismatched='skip')"
 
 
@@ -90,11 +95,14 @@ def plan_restore(
     document = opened.document
     adapters: dict[str, RestoreAdapter] = {}
     checked = set[str]()
+    copies = OwnCopies(opened)
     if options.map is not None and document.parts:
         run(load_parts(opened, list(document.parts)))  # a mapped tensor may need tensors of any rank
 
     def plan() -> RestorePlan:
-        planner = _Planner(exchange, opened, options, adapters=adapters, checked=checked, written=written)
+        planner = _Planner(
+            exchange, opened, options, adapters=adapters, checked=checked, written=written, copies=copies
+        )
         return planner.plan(app_state, done, allow_pickle=allow_pickle)
 
     while document.parts:  # the parts that this rank needs may be those of other ranks
@@ -145,6 +153,7 @@ class _Planner:
         adapters: dict[str, RestoreAdapter],
         checked: set[str],
         written: frozenset[str],
+        copies: OwnCopies,
     ) -> None:
         self._exchange = exchange
         self._opened = opened
@@ -153,6 +162,7 @@ class _Planner:
         self._adapters = adapters
         self._checked = checked
         self._written = written
+        self._copies = copies
         self._issues = RestoreIssues()
         self._chooser = Chooser(exchange, opened, options, self._issues)
         self._change: Change = str
@@ -172,7 +182,8 @@ class _Planner:
         self._expect_files(grouped)
         reads = ReadPlan(document.files, allow_pickle=allow_pickle, partial=bool(document.parts))
         matched = self._match(app_state, view, chosen, reads)
-        lacks = chosen.incomplete or matched.lacking or bool(chosen.unknown)
+        withheld = self._is_new and any(path.partition("/")[0] in grouped for path in view.withheld)
+        lacks = chosen.incomplete or matched.lacking or bool(chosen.unknown) or withheld
         made = RestorePlan(adapters, grouped, reads, self._checked, matched, self._issues, chosen.unknown, lacks)
         if not (made.incomplete and document.parts):
             try:
@@ -203,7 +214,13 @@ class _Planner:
     def _view(self, app_state: Mapping[str, Any]) -> RankView:
         """Return the snapshot as this rank sees it, with the application's names."""
         opened, document, rename = self._opened, self._document, self._options.rename
-        view = make_rank_view(document.manifest, self._exchange.rank, document.world_size, self._exchange.world)
+        view = make_rank_view(
+            document.manifest,
+            self._exchange.rank,
+            document.world_size,
+            self._exchange.world,
+            self._copies.are_equal,
+        )
         if document.world_size == 1 and len(document.manifest) > IN_ONE:  # not all names twice
             document.manifest = cast("dict[str, Any]", NumberedEntries(0, dict(view.entries)))
         if rename or self._options.select or self._options.exclude:
@@ -245,14 +262,25 @@ class _Planner:
         self._expect_written(reads, matched)
         if mismatches:
             url = self._opened.url
+            own = self._find_own_keys(view)
             expect_no_module(url, self._document.manifest, allow_pickle=allow_pickle)
             more = "more " if self._written else ""
             raise RestoreError(
                 f"{url}: does not fit the application, and nothing {more}was touched:"
                 f"{listed(mismatches, 100)}{MATCH_NAMES if self._issues.names else ''}"
-                f"{SKIP_SHAPES if matched.shapes else ''}",
+                f"{SKIP_SHAPES if matched.shapes else ''}{SAVE_REPLICATED.format(own) if own else ''}",
                 mismatches,
             )
+
+    @property
+    def _is_new(self) -> bool:
+        """True if this rank did not exist when the snapshot was taken."""
+        return self._exchange.rank >= self._document.world_size
+
+    def _find_own_keys(self, view: RankView) -> list[str]:
+        """Return the keys that do not fit since other ranks had values of their own, and this rank is new."""
+        keys = sorted({path.partition("/")[0] for path in view.withheld} if self._is_new else ())
+        return [key for key in keys if any(line.startswith((f"{key}:", f"{key}/")) for line in self._issues.mismatches)]
 
     def _holders(self, path: str) -> list[int]:
         """Return up to ten other ranks that had their own entry at a path."""

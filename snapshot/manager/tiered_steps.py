@@ -269,20 +269,26 @@ class TieredSteps(Steps):
             self.near_cleaner.committed(begun.step, began, base)
 
     def flush(self) -> None:
-        """Wait until the newest near step is far, at most for the grace. After a failure the uploader continues."""
-        if self._set is None or self._set.member.fault:
+        """Wait until the newest good near step is far, then the newest, both at most for the grace.
+
+        A suspect one alone would leave nothing to resume from if the host is lost. After a failure the uploader
+        continues.
+        """
+        tiers = self._set
+        if tiers is None or tiers.member.fault:
             return
-        line = self._set.member.line
-        steps = self._set.folder.steps_of(self._set.member.run).values()
-        if not steps:
-            return
-        newest = max(steps, key=lambda each: line.age(each.origin))
-        if self._set.is_older_than_restored(newest):
-            return
-        try:
-            self._set.wait_far(newest.step, newest.save_id, self._grace)
-        except (SnapshotError, TimeoutError) as error:
-            log.warning("%s; the uploader continues, if this host does", error)
+        line, end = tiers.member.line, time.monotonic() + self._grace
+        steps = list(tiers.folder.steps_of(tiers.member.run).values())
+        on = (each for each in steps if line.standing(each.step, each.save_id, each.origin) == Standing.ON)
+        good = [each for each in on if not each.suspect]
+        last = [max(these, key=lambda each: line.age(each.origin)) for these in (good, steps) if these]
+        for each in last[-1:] if last[:1] == last[1:] else last:
+            if tiers.is_older_than_restored(each):
+                continue
+            try:
+                tiers.wait_far(each.step, each.save_id, max(0.0, end - time.monotonic()))
+            except (SnapshotError, TimeoutError) as error:
+                log.warning("%s; the uploader continues, if this host does", error)
 
     # Restore
 

@@ -31,11 +31,15 @@ class RankView:
     """Names to rename that this rank does not have."""
 
 
-def make_rank_view(manifest: Mapping[str, Any], rank: int, saved: int, now: int) -> RankView:
+def make_rank_view(
+    manifest: Mapping[str, Any], rank: int, saved: int, now: int, are_equal: Callable[[str], bool] | None = None
+) -> RankView:
     """Return the view of rank `rank` of `now` on a snapshot of `saved` ranks.
 
     The view has the rank's own entries, and the replicated and sharded ones of all. A rank that did not exist gets rank
     0's containers with only the shared entries. The state of a single-rank snapshot is visible to all ranks.
+
+    `are_equal`: returns True if all ranks stored the same value at a path, which then counts as shared.
     """
     if saved == 1:
         entries = {path[2:]: entry for path, entry in manifest.items() if path.startswith("0/")}
@@ -57,6 +61,8 @@ def make_rank_view(manifest: Mapping[str, Any], rank: int, saved: int, now: int)
         elif rank >= saved and number == "0":
             if isinstance(entry, Container):
                 view.entries[logical] = entry
+            elif are_equal is not None and are_equal(logical):
+                view.entries[logical] = msgspec.structs.replace(entry, replicated=True)
             else:
                 view.withheld[logical] = "belongs to rank 0 alone"
         elif _parse_rank(path, number, saved) >= now and not isinstance(entry, Container):

@@ -6,17 +6,20 @@ The shares of all ranks form the snapshot. No two ranks write the same bytes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
 from msgspec.structs import replace
 
 from snapshot.distributed.exchange import Exchange
+from snapshot.io.session import Session
 from snapshot.manifest import entries as e
 from snapshot.manifest.parts import NumberedEntries
 from snapshot.manifest.values import Scalar
 from snapshot.plan.layout import Assignment, PartitionItem, partition_items
 from snapshot.save.collect import collect_state
+from snapshot.save.leaf_digests import digest_leaves
 from snapshot.save.replication import Replication, ReplicationRules, agree_on_replicas, check_replicas, holders_of
 from snapshot.save.take_request import TakeRequest
 from snapshot.state.flatten import Flattened
@@ -209,14 +212,15 @@ def size_of(items: Sequence[PartitionItem], dealt: Assignment) -> int:
 
 
 def collect_rank_share(
-    exchange: Exchange, app_state: Mapping[str, Any], options: TakeRequest, globs: Sequence[str]
+    exchange: Exchange, session: Session, app_state: Mapping[str, Any], options: TakeRequest, globs: Sequence[str]
 ) -> RankShare:
     """Collect the application's state, and agree with the other ranks on who writes shared values.
 
     `globs`: the `replicated` globs that all ranks gave.
     """
     flat = collect_state(app_state, options.prepare, options.exclude, globs, options.allow_pickle)
-    replication = agree_on_replicas(exchange, flat, ReplicationRules(app_state, globs, exchange.ranks))
+    digest = partial(digest_leaves, session)
+    replication = agree_on_replicas(exchange, flat, ReplicationRules(app_state, globs, exchange.ranks), digest)
     if options.check_replicated:
-        check_replicas(exchange, flat, replication)
+        check_replicas(exchange, flat, replication, digest)
     return RankShare(exchange, flat, replication)

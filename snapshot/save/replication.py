@@ -1,16 +1,17 @@
 """Replication: which values all ranks have, and which rank writes each.
 
 Candidates are values that match the globs, values that `DistributedDataParallel` keeps equal, and small values with
-equal bits. Values that all ranks have are recorded and written once. The result is cached while the structure stays
-the same.
+equal bits. The optimizer's state of a parameter under `DistributedDataParallel` is a candidate if the digests of its
+bytes are equal. Values that all ranks have are recorded and written once. The result is cached while the structure
+stays the same.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -20,21 +21,22 @@ from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import Ranks
 from snapshot.distributed.known_replication import KnownReplication, replication_memory
 from snapshot.errors import SnapshotError
-from snapshot.events import warn
+from snapshot.events import log, warn
+from snapshot.io.system import PerProcess
 from snapshot.manifest import entries as e
 from snapshot.manifest.paths import encode_component
 from snapshot.manifest.plain_tree import PLAIN_TREE
 from snapshot.manifest.values import Scalar
 from snapshot.plan import consensus
 from snapshot.plan.names import matcher
+from snapshot.save.parameter_roles import optimizers_of
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Leaf
-from snapshot.state.model_state import ModelState
+from snapshot.state.model_state import ModelState, list_parameters
 from snapshot.state.rng import RNGState
 from snapshot.state.sharded import LocalPiece, Shards
 from snapshot.tensors.digest import digest_range, split_digests
-from snapshot.tensors.geometry import split_shape
-from snapshot.tensors.memory import ITEMSIZE, NAMES, is_plain, wrap_memory
+from snapshot.tensors.memory import NAMES, wrap_memory
 from snapshot.text import listed
 
 
@@ -46,6 +48,7 @@ class ReplicationRules:
         self._inferred: dict[str, bool] = {}
         for key, stateful in app_state.items():
             self._inferred |= _of_ddp(encode_component(key), stateful, ranks)
+        self._moments = _moments_of_ddp(app_state, ranks)
         self._any = bool(globs or self._inferred)
         self.own = tuple(encode_component(key) for key, stateful in app_state.items() if isinstance(stateful, RNGState))
         """Keys that are never shared: every rank has its own random state."""
@@ -70,6 +73,39 @@ class ReplicationRules:
         """Return True if the leader's value is saved."""
         return self._inferred.get(path, False)
 
+    def find_moment(self, path: str) -> Moment | None:
+        """Return what a path has the state of, if that is a parameter under `DistributedDataParallel`."""
+        if not self._moments:
+            return None
+        found, above = self._moments.get(path.rpartition(".")[0]), path  # the name in a flat state dict
+        while found is None and above:
+            above = above.rpartition("/")[0]
+            found = self._moments.get(above)
+        return found
+
+
+class Moment(NamedTuple):
+    """A parameter that `DistributedDataParallel` keeps equal, and the optimizer that has a state for it."""
+
+    optimizer: str
+    parameter: str
+
+
+def _list_ddp(stateful: Any, ranks: Ranks) -> Iterator[tuple[str, Any]]:
+    """Yield each `DistributedDataParallel` of a stateful whose process group has the calling ranks, and its prefix.
+
+    Others have groups with their own models, or a group without some of the calling ranks.
+    """
+    parallel = sys.modules.get("torch.nn.parallel.distributed")
+    model = stateful.model if isinstance(stateful, ModelState) else stateful
+    if parallel is None or not isinstance(model, torch.nn.Module):
+        return
+    for prefix, module in model.named_modules():
+        if isinstance(module, parallel.DistributedDataParallel):
+            members = torch.distributed.get_process_group_ranks(module.process_group)
+            if tuple(members) == ranks.members:
+                yield prefix, module
+
 
 def _of_ddp(key: str, stateful: Any, ranks: Ranks) -> dict[str, bool]:
     """Return the names that `DistributedDataParallel` keeps equal on all ranks of this group.
@@ -77,19 +113,10 @@ def _of_ddp(key: str, stateful: Any, ranks: Ranks) -> dict[str, bool]:
     These are the parameters, and the buffers, which it broadcasts from its first rank before each forward pass. So the
     first rank's buffers are saved.
     """
-    parallel = sys.modules.get("torch.nn.parallel.distributed")
     named = isinstance(stateful, ModelState)
-    model = stateful.model if named else stateful
-    if parallel is None or not isinstance(model, torch.nn.Module):
-        return {}
     found: dict[str, bool] = {}
     below = f"{key}/model" if named else key
-    for prefix, module in model.named_modules():
-        if not isinstance(module, parallel.DistributedDataParallel):
-            continue
-        members = torch.distributed.get_process_group_ranks(module.process_group)
-        if tuple(members) != ranks.members:
-            continue  # several groups with their own models, or a group without some of the calling ranks
+    for prefix, module in _list_ddp(stateful, ranks):
         start = f"{prefix}.module." if prefix else "module."
         if named:  # names belong to the wrapped model
             start = f"{prefix}." if prefix else ""
@@ -100,6 +127,34 @@ def _of_ddp(key: str, stateful: Any, ranks: Ranks) -> dict[str, bool]:
         for name, _ in module.module.named_buffers(remove_duplicate=False):
             if module.broadcast_buffers and name not in ignored:
                 found[f"{below}/{encode_component(start + name)}"] = True
+    return found
+
+
+def _moments_of_ddp(app_state: Mapping[str, Any], ranks: Ranks) -> dict[str, Moment]:
+    """Return the paths of the optimizers' state for parameters that `DistributedDataParallel` keeps equal."""
+    equal: dict[int, str] = {}
+    for key, stateful in app_state.items():
+        for prefix, module in _list_ddp(stateful, ranks):
+            for name, parameter in module.module.named_parameters(remove_duplicate=False):
+                if name not in module.parameters_to_ignore:
+                    equal.setdefault(id(parameter), f"{key}/{prefix}.{name}")
+    found: dict[str, Moment] = {}
+    for key, stateful in app_state.items() if equal else ():
+        below, optimizers = encode_component(key), optimizers_of(stateful)
+        for number, optimizer in enumerate(optimizers):
+            name = key if len(optimizers) == 1 else f"{key} (optimizer {number})"
+            held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+            if isinstance(stateful, ModelState):
+                mine = equal.keys() & held
+                for text, parameter in list_parameters(stateful.model, unwrapped=True):
+                    if id(parameter) in mine:
+                        moment = Moment(name, equal[id(parameter)])
+                        found[f"{below}/optim/state/{encode_component(text)}"] = moment
+                        found[f"{below}/optim/{encode_component(f'state.{text}')}"] = moment
+            else:
+                found |= {
+                    f"{below}/state/{at}": Moment(name, equal[each]) for at, each in enumerate(held) if each in equal
+                }
     return found
 
 
@@ -139,12 +194,15 @@ class ReplicaCandidates:
     """Path -> a digest of everything that must be equal."""
     names: dict[str, bytes] = field(default_factory=dict)
     """Path of a value that matches a glob -> a digest of its name alone."""
+    moments: dict[str, list[str]] = field(default_factory=dict)
+    """Optimizer -> the paths of its state. They are replicated together, or not at all."""
     structure: str = ""
 
     def sketch(self, paths: frozenset[str]) -> bytes:
         """Return digests of values that are not replicated, to detect that all ranks have one of them now."""
-        left = sorted(path for path in self.items if path not in paths)[:SKETCH]
-        return b"".join(self.items[path] for path in left)
+        first = {min(held) for held in self.moments.values()}  # one path stands for all of an optimizer's
+        left = sorted((path not in first, path) for path in self.items if path not in paths)[:SKETCH]
+        return b"".join(self.items[path] for _, path in left)
 
     def digest(self, paths: frozenset[str] | None = None) -> str:
         """Return a digest of all candidates, or of some."""
@@ -153,10 +211,15 @@ class ReplicaCandidates:
         return digest_range(b"".join(sorted(chosen)))
 
 
-def find_candidates(flat: Flattened, rules: ReplicationRules) -> ReplicaCandidates:
+DigestLeaves = Callable[[Sequence[Leaf]], list[str]]
+"""Returns a digest of all bytes of each leaf."""
+
+
+def find_candidates(flat: Flattened, rules: ReplicationRules, digest: DigestLeaves) -> ReplicaCandidates:
     """Find the replication candidates of this rank."""
     found = ReplicaCandidates()
     structure: list[str] = []
+    moments: dict[str, str] = {}
     leaves = _by_path(flat)
     blobs = {blob.path: blob for blob in flat.blobs}
     for path, entry in flat.entries.items():
@@ -187,11 +250,39 @@ def find_candidates(flat: Flattened, rules: ReplicationRules) -> ReplicaCandidat
                 found.items[path] = _digest(text.encode())
             elif all(leaf.nbytes <= SMALL for leaf in held):
                 found.items[path] = _digest(text.encode() + b"".join(map(bytes_of, held)))
+            elif (moment := rules.find_moment(path)) is not None:
+                found.moments.setdefault(moment.optimizer, []).append(path)
+                moments[path] = f"{text}\0{moment.parameter}"  # ranks may number other parameters, as ZeRO's do
+    _add_moments(found, moments, flat, leaves, digest)
     for path, shards in flat.shards.items():
         boxes = [(piece.box, piece.replica) for piece in shards.pieces]
         structure.append(f"{path}\0{shards.layout}\0{shards.dtype}\0{shards.shape}\0{boxes}")
     found.structure = digest_range("\n".join(structure).encode("utf-8", "surrogatepass"))
     return found
+
+
+def _add_moments(
+    found: ReplicaCandidates,
+    moments: Mapping[str, str],
+    flat: Flattened,
+    leaves: Mapping[str, Sequence[Leaf]],
+    digest: DigestLeaves,
+) -> None:
+    """Add the state of optimizers, with one digest for all of an optimizer's.
+
+    Most of it has no use on other ranks without the rest.
+    """
+    if not moments:
+        return
+    owners = {path: flat.ties.get(path, path) for path in moments}
+    needed = [leaf for owner in dict.fromkeys(owners.values()) for leaf in leaves[owner]]
+    known: dict[str, str] = {}
+    for leaf, each in zip(needed, digest(needed), strict=True):
+        known[leaf.entry] = known.get(leaf.entry, "") + each
+    for paths in found.moments.values():
+        together = _digest("\n".join(f"{moments[path]}\0{known[owners[path]]}" for path in sorted(paths)).encode())
+        for path in paths:
+            found.items[path] = _digest(moments[path].encode() + together)
 
 
 def _by_path(flat: Flattened) -> dict[str, list[Leaf]]:
@@ -220,11 +311,13 @@ def bytes_of(leaf: Leaf) -> bytes:
     return bytes(wrap_memory(made.data_ptr(), leaf.nbytes))
 
 
-def agree_on_replicas(exchange: Exchange, flat: Flattened, rules: ReplicationRules) -> Replication:
+def agree_on_replicas(
+    exchange: Exchange, flat: Flattened, rules: ReplicationRules, digest: DigestLeaves
+) -> Replication:
     """Agree with the other ranks on the replicated entries."""
     if exchange.alone:
         return Replication("", rules.select(flat.entries), (0,))
-    found = find_candidates(flat, rules)
+    found = find_candidates(flat, rules, digest)
     asks = any(piece.holders is None and not piece.replica for held in flat.shards.values() for piece in held.pieces)
     memory = replication_memory(exchange.ranks)
     known = memory.find(found.structure) or (None if asks else memory.restored)
@@ -254,6 +347,8 @@ def agree_on_replicas(exchange: Exchange, flat: Flattened, rules: ReplicationRul
         raise SnapshotError("the ranks cannot agree on replicated values: their states change during the save")
     if basis != answer.structure:
         _warn_of_differences(flat, rules, paths)
+    if exchange.rank == 0:
+        _log_own_moments(found, paths)
     return Replication(
         answer.structure,
         paths,
@@ -378,24 +473,38 @@ def _warn_of_differences(flat: Flattened, rules: ReplicationRules, paths: frozen
         warn(f"replicated: ignored for sharded tensors, whose layout defines their replicas:{listed(sharded)}")
 
 
-def check_replicas(exchange: Exchange, flat: Flattened, shared: Replication) -> None:
+_logged: PerProcess[set[str]] = PerProcess(set)
+"""Optimizers whose state was found to differ: a run logs each one only once."""
+
+
+def _log_own_moments(found: ReplicaCandidates, paths: frozenset[str]) -> None:
+    logged = _logged.get()
+    for optimizer, held in found.moments.items():
+        if not paths.issuperset(held) and optimizer not in logged:
+            logged.add(optimizer)
+            log.warning(
+                "%s: its state differs between the ranks, though DistributedDataParallel keeps the parameters equal; "
+                "each rank's own state is saved, and only the same number of ranks, or fewer, can restore it",
+                optimizer,
+            )
+
+
+def check_replicas(exchange: Exchange, flat: Flattened, shared: Replication, digest: DigestLeaves) -> None:
     """Compare replicated values and shared boxes across ranks by digests of all bytes. Raise if they differ."""
     if exchange.alone:
         return
-    mine: dict[str, str] = {}
+    compared: dict[str, Leaf] = {}
     leaves = _by_path(flat)
     for path in shared.paths - shared.from_leader:
         for leaf in leaves.get(flat.ties.get(path, path), ()):
-            mine[path + leaf.path.removeprefix(leaf.entry).replace("%[", "[")] = leaf_digest(leaf)
+            compared[path + leaf.path.removeprefix(leaf.entry).replace("%[", "[")] = leaf
     for path, shards in flat.shards.items():
         for piece in shards.pieces:
             if len(holders_of(exchange, piece)) > 1:
                 among = ", ".join(map(str, holders_of(exchange, piece)))
-                name, dtype = f"{path}[{piece.box}] (on the ranks {among})", NAMES[piece.tensor.dtype]
-                plain = is_plain(piece.tensor)
-                mine[name] = leaf_digest(
-                    Leaf(name, piece.tensor, dtype, piece.box.sizes, piece.tensor.nbytes, 0, plain)
-                )
+                whole = Leaf(path, piece.tensor, NAMES[piece.tensor.dtype], shards.shape, 0)
+                compared[f"{path}[{piece.box}] (on the ranks {among})"] = Leaf.box_of(whole, piece.box, piece.tensor)
+    mine = dict(zip(compared, digest(list(compared.values())), strict=True))
 
     def lead(all_: list[dict[str, str]]) -> bool:
         seen: dict[str, tuple[int, str]] = {}
@@ -410,15 +519,3 @@ def check_replicas(exchange: Exchange, flat: Flattened, shared: Replication) -> 
         return True
 
     exchange.agree(mine, lead, dict[str, str], bool)
-
-
-def leaf_digest(leaf: Leaf) -> str:
-    """Return a digest of all of a tensor's bytes, computed piece by piece."""
-    running = xxhash.xxh3_128()
-    for box in split_shape(leaf.shape, max(1, PIECE // ITEMSIZE[leaf.dtype])):
-        running.update(bytes_of(leaf.take_box(box)) if box.sizes else bytes_of(leaf))
-    return running.hexdigest()
-
-
-PIECE = 8 << 20
-"""Bytes that are compared at once."""

@@ -151,7 +151,7 @@ def _assemble(
 ) -> Take:
     """Collect, agree, share, compare and plan. `opened`: what an error in the rest of the call ends."""
     session, verb = opening.session, opening.meter.verb
-    share = collect_rank_share(opening.exchange, app_state, options, opening.globs)
+    share = collect_rank_share(opening.exchange, session, app_state, options, opening.globs)
     packing = choose_packing(options.compression, session, share.leaves)
     overlapped = background and options.staging == "overlapped" and options.prepare is None
     late = opened.enter_context(LateCopies(opening, share, app_state if overlapped else None))
@@ -224,7 +224,7 @@ def plan_take(
             exchange, URL.parse(os.fspath(path)), options.replicated or (), partial(session_for_take, options)
         )
         with session:
-            share = collect_rank_share(exchange, app_state, options, globs)
+            share = collect_rank_share(exchange, session, app_state, options, globs)
             groups = group_leaves(share, find_frozen(app_state, share.leaves), None)
             plan = plan_writes(share, session, staged=False, groups=groups)
         exchange.close()

@@ -51,7 +51,8 @@ class UploadState(StrEnum):
     UNDECIDED = "undecided"
     """The attempt that took it is not known to the far root."""
     FORKED = "forked"
-    """Another attempt was published instead of the one that took it. A person must choose."""
+    """Another attempt was published instead of the one that took it, or the root was rolled back. A person must choose.
+    """
     DELETED = "deleted"
     """The far root does not have the run any more."""
 
@@ -82,7 +83,7 @@ MEANINGS = {
     UploadState.OUTDATED: "removed from the far root, or another snapshot of the step is there",
     UploadState.DAMAGED: "a file is damaged, and no other host has it undamaged",
     UploadState.UNDECIDED: "the far root does not know the attempt that took the step",
-    UploadState.FORKED: "another attempt was published instead; `snapshot attempts` shows both",
+    UploadState.FORKED: "another attempt was published instead, or the root was rolled back: see `snapshot attempts`",
     UploadState.DELETED: "the run was deleted in the far root",
 }
 """Explanations of the states that do not explain themselves, for people."""

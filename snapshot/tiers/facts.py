@@ -31,6 +31,7 @@ from snapshot.io.storage import ABSENT, ANYTHING, Storage
 from snapshot.io.system import store_file
 from snapshot.io.url import URL
 from snapshot.loading.open import is_foreign
+from snapshot.manifest.document import METADATA, decode_head
 from snapshot.save import transaction
 from snapshot.save.transaction import committed_save_id
 from snapshot.tiers.near_steps import STEP, NearFolder
@@ -47,6 +48,7 @@ from snapshot.tiers.timeline import (
     encode_facts,
     forked_error,
     new_name,
+    origin_of,
 )
 
 T = TypeVar("T")
@@ -188,6 +190,25 @@ async def _expect_record(storage: Storage, path: str) -> None:
         raise RunDeletedError(f"{storage.url}: the run was deleted there") from error
 
 
+async def find_left(storage: Storage, root: Facts, copies: Sequence[Copy]) -> list[Copy]:
+    """Return the copies of hosts. Mark those of runs that have steps in a root that lost its facts."""
+    if root.published or not any(each.facts.published for each in copies):
+        return list(copies)
+    names = list[str]()
+    with suppress(StorageNotFoundError):
+        names = await storage.list("", recursive=False)
+    steps = sorted((int(found[1]) for name in names if (found := STEP.fullmatch(name.rstrip("/")))), reverse=True)
+    runs = set[str]()
+    for step in steps:
+        with suppress(StorageNotFoundError, CorruptSnapshotError):
+            path = f"step-{step}/{METADATA}"
+            head = decode_head(await storage.get(path), storage.url.join(path))
+            runs.add(origin_of(head.metadata).run)
+        if runs.issuperset(each.run for each in copies):
+            break
+    return [each._replace(left=each.run in runs) for each in copies]
+
+
 async def publish_pending(storage: Storage, facts: Facts, names: Collection[str]) -> Facts:
     """Publish the pending attempts with these names, and their pending ancestors. `facts`: the root's, just read.
 
@@ -209,8 +230,10 @@ async def sync_facts(storage: Storage, copy: Facts, names: Collection[str]) -> t
 
     Raises:
         RunDeletedError: The root lacks what was published before.
+        RolledBackError: It has only a part of that.
     """
     root = await read_facts(storage)
+    root.expect_no_rollback([Copy("", copy)], storage.url)
     if root.lacks(copy):
         raise RunDeletedError(f"{storage.url}: the run was deleted there, so nothing is uploaded to it")
     try:
@@ -220,8 +243,15 @@ async def sync_facts(storage: Storage, copy: Facts, names: Collection[str]) -> t
 
 
 async def choose_attempt(storage: Storage, copies: Sequence[Copy], name: str, host: str, far: str) -> Facts:
-    """Publish the choice of a person: the line of the run continues one attempt, and leaves all pending other ones."""
+    """Publish the choice of a person: the line of the run continues one attempt, and leaves all pending other ones.
+
+    If the root was rolled back, it has all that the hosts have seen published afterwards.
+    """
     root = await mend_facts(storage, copies)
+    copies = await find_left(storage, root, copies)
+    lost = [each.facts.number for each in copies if root.was_rolled_back(each)]
+    while root.number < max(lost, default=0):  # a number that a host knows must not get another meaning
+        root = await publish(storage, Facts(root.number, root.published))
     united = root.with_copies(copies)
     chosen = united.find(name)
     if chosen is None:

@@ -23,6 +23,7 @@ from snapshot.manifest.document import METADATA, decode_head
 from snapshot.tiers.control import Host, Registration, Upload, UploaderError, hosts_of, job_address
 from snapshot.tiers.facts import (
     TRIES,
+    find_left,
     limited,
     mark_used,
     mend_facts,
@@ -40,6 +41,7 @@ from snapshot.tiers.timeline import (
     Facts,
     Line,
     Parent,
+    RolledBackError,
     Settled,
     new_name,
     settle_run,
@@ -152,7 +154,8 @@ def join(exchange: Exchange, options: TierOptions, patience: float, *, needs_far
 
     Raises:
         StorageError: The far root cannot be read, and is needed.
-        RunForkedError: The hosts have steps of an attempt that another one was published instead of.
+        RunForkedError: The hosts have steps of an attempt that another one was published instead of, or have seen facts
+            that the root lacks now.
     """
     mine = _arrive(options)
 
@@ -219,7 +222,7 @@ async def _settle(storage: Storage, hosts: Sequence[Sequence[Copy]], far: str) -
     """Find the run in a root that can be read. Publish what the hosts' jobs could not, and the birth of a new run."""
     for again in range(TRIES):
         root = await mend_facts(storage, [copy for copies in hosts for copy in copies])
-        found = settle_run(root, hosts, far)
+        found = settle_run(root, [await find_left(storage, root, copies) for copies in hosts], far)
         try:
             names = [each.name for each in found.facts.pending]
             facts = await publish_pending(storage, found.facts, names)
@@ -257,10 +260,13 @@ def begin_attempt(
     with Session(options.far, options.options) as session:
         try:
             root = run(limited(read_facts(session.storage), patience))
+            root.expect_no_rollback([Copy(member.run, facts)], options.far)
             if root.lacks(facts):
                 raise RunDeletedError(f"{options.far}: the run was deleted there; begin a new one in a new process")
             united = root.with_pending(pending.facts.pending)
             return Begun(run(limited(publish_pending(session.storage, united, [attempt.name]), patience)), attempt)
+        except RolledBackError:
+            raise
         except RunForkedError:
             found = run(limited(read_facts(session.storage), patience))
             if any(each.name != attempt.name for each in facts.pending):

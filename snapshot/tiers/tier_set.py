@@ -43,7 +43,7 @@ from snapshot.tiers.facts import limited, publish_pending, read_copy, read_facts
 from snapshot.tiers.join import Begun, Keepers, Membership, TierOptions, begin_attempt, fetch_manifests, read_manifest
 from snapshot.tiers.near_steps import CensusStep, HostView, NearFolder, NearStep, take_census, view_of
 from snapshot.tiers.peers import Place, StepSources, heal_step
-from snapshot.tiers.timeline import Facts, Line, Origin, Parent, Standing, forked_error, note_of
+from snapshot.tiers.timeline import Copy, Facts, Line, Origin, Parent, Standing, forked_error, note_of
 from snapshot.tiers.uploader_process import ensure_uploader
 
 FAULTS = {
@@ -317,16 +317,18 @@ class TierSet:
 
         Raises:
             StorageError: The root cannot be read.
-            RunForkedError: An attempt with steps was not published, but another one.
+            RunForkedError: An attempt with steps was not published, but another one; or the root was rolled back.
             RunDeletedError: The root does not have the run any more.
         """
+        known = self.member.facts  # before the root is read, which may have more
         with Session(self.options.far, self.options.options) as session:
             root = run(limited(read_facts(session.storage), patience))
-            if root.lacks(self.member.facts):
+            root.expect_no_rollback([Copy(self.member.run, known)], self.options.far)
+            if root.lacks(known):
                 raise RunDeletedError(
                     f"{self.options.far}: the run was deleted there; begin a new one in a new process"
                 )
-            united = root.with_pending(self.member.facts.pending)
+            united = root.with_pending(known.pending)
             found = run(limited(publish_pending(session.storage, united, attempts), patience))
         self.member.facts = Facts(found.number, found.published)
 

@@ -135,9 +135,12 @@ class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
         return next((each for each in (*self.published, *self.pending) if each.name == name), None)
 
     def unite(self, other: Facts) -> Facts:
-        """Return what two parties know together. Published facts are supersets of earlier ones."""
-        newest = max(self, other, key=lambda each: (each.number, len(each.published)))
-        return Facts(newest.number, newest.published).with_pending([*self.pending, *other.pending])
+        """Return what two parties know together. Published facts are supersets of earlier ones.
+
+        If the root was rolled back, they are not: what only the party with the lower number has is pending then.
+        """
+        newest, older = sorted((self, other), key=lambda each: (each.number, len(each.published)), reverse=True)
+        return Facts(newest.number, newest.published).with_pending([*self.pending, *other.pending, *older.published])
 
     def with_pending(self, attempts: Iterable[Attempt]) -> Facts:
         """Return the facts with further attempts that may not be published yet."""
@@ -149,9 +152,12 @@ class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def with_copies(self, copies: Iterable[Copy]) -> Facts:
         """Return the facts of a root with what hosts know. Copies of a run that was deleted there are left out."""
-        return self.with_pending(
-            [attempt for each in copies if not self.lacks(each.facts) for attempt in each.facts.pending]
-        )
+        found = list[Attempt]()
+        for each in copies:
+            lost = each.facts.published if self.was_rolled_back(each) else ()
+            if lost or not self.lacks(each.facts):
+                found += (*lost, *each.facts.pending)
+        return self.with_pending(found)
 
     def with_published(self, *attempts: Attempt) -> Facts:
         """Return the facts after the next publication."""
@@ -191,8 +197,33 @@ class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
         return Facts(self.number, self.published).with_pending(kept)
 
     def lacks(self, copy: Facts) -> bool:
-        """Return True if these, the facts of a root, lack what a host has seen published: the run was deleted."""
+        """Return True if these, the facts of a root, lack what a host has seen published.
+
+        The run was deleted there, or the root was rolled back.
+        """
         return copy.tip is not None and not self.has(copy.tip.name)
+
+    def was_rolled_back(self, copy: Copy) -> bool:
+        """Return True if these, the facts of a root, are older than a host's copy: the run was not deleted there.
+
+        Other attempts may have been published since, instead of those that are missing.
+        """
+        return self.lacks(copy.facts) and (copy.left or any(self.has(each.name) for each in copy.facts.published))
+
+    def expect_no_rollback(self, copies: Iterable[Copy], where: object) -> None:
+        """Raise RolledBackError if the root `where`, which has these facts, was rolled back.
+
+        Nothing is published again without a person: the root may have been put back on purpose, or is being deleted.
+        """
+        for each in copies:
+            tip = each.facts.tip
+            if tip is not None and self.was_rolled_back(each):
+                there = f"ends with attempt {self.tip.name}" if self.tip is not None else "has none"
+                raise RolledBackError(
+                    f"{where}: the root was rolled back: a host has seen attempt {tip.name} of {tip.host or 'a job'} "
+                    f"published, and the root {there}; the near steps are kept; choose the attempt that the run "
+                    "continues: snapshot attempts FAR --near NEAR --choose NAME"
+                )
 
     def with_ancestors(self, names: Collection[str]) -> list[Attempt]:
         """Return the pending attempts among some names, and their pending ancestors, by number."""
@@ -213,6 +244,10 @@ def forked_error(one: Attempt, other: Attempt | None) -> RunForkedError:
         f"the run has forked: attempt {one.name} of {one.host or 'a host'} continued it without the far root, and so "
         f"did {there}; the near steps are kept; choose one: snapshot attempts FAR --near NEAR --choose NAME"
     )
+
+
+class RolledBackError(RunForkedError):
+    """The far root shows older facts of the run than a host has seen published. A person must choose."""
 
 
 class Cut(NamedTuple):
@@ -288,6 +323,8 @@ class Copy(NamedTuple):
     """The attempts that have steps there."""
     used: int = 0
     """A number that is greater for a run that was used later on the host."""
+    left: bool = False
+    """True if the root has no facts, and steps of the run."""
 
     @property
     def far(self) -> str:
@@ -310,7 +347,8 @@ def settle_run(root: Facts | None, hosts: Sequence[Sequence[Copy]], far: str) ->
     """Return the run that a job continues. `root`: the facts of the far root; None if it cannot be read.
 
     Raises:
-        RunForkedError: Hosts have steps of attempts that other attempts were published instead of.
+        RunForkedError: Hosts have steps of attempts that other attempts were published instead of, or the root was
+            rolled back.
     """
     if root is None:
         recent = [max(copies, key=lambda each: each.used).run for copies in hosts if copies]
@@ -325,6 +363,7 @@ def settle_run(root: Facts | None, hosts: Sequence[Sequence[Copy]], far: str) ->
         facts.expect_no_fork()
         return Settled(run, facts)
     every = [copy for copies in hosts for copy in copies]
+    root.expect_no_rollback(every, far)
     united = root.with_copies(every)
     stepped = set().union(*(each.stepped for each in every if not root.lacks(each.facts)))
     needed = united.with_ancestors(stepped)

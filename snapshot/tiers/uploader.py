@@ -24,7 +24,7 @@ from snapshot.tiers.facts import read_copy, store_copy, sync_facts
 from snapshot.tiers.far_upload import FarUpload, OpenUploads, Outdated, Undecided, is_begun
 from snapshot.tiers.near_steps import NearFolder, NearStep
 from snapshot.tiers.peers import Replicas, heal_step
-from snapshot.tiers.timeline import Attempt, Facts, Line, Standing
+from snapshot.tiers.timeline import Attempt, Facts, Line, RolledBackError, Standing
 
 # What an uploader does next, as pure functions of facts and time.
 
@@ -329,8 +329,9 @@ class Uploader:
             ages = {step: view.age(near.origin) for step, near in steps.items()}
             self._newest = max(ages, key=lambda step: ages[step], default=-1)
             asked = set(self._asked)
-            if given.upload == "latest" and self._newest >= 0 and steps[self._newest].suspect:
-                good = [step for step, near in steps.items() if not near.suspect]  # a suspect one supersedes none
+            if self._newest >= 0 and steps[self._newest].suspect:  # it supersedes none
+                among = steps if given.upload == "latest" else wanted_steps(given.upload, steps, asked, self._newest)
+                good = [step for step in among if not steps[step].suspect]
                 asked |= {max(good, key=lambda step: ages[step])} if good else set()
             wanted = wanted_steps(given.upload, steps, asked, self._newest)
             for step, near in steps.items():
@@ -448,6 +449,9 @@ class Uploader:
         except RunDeletedError as error:
             self._stick(UploadState.DELETED, error)
             return
+        except RolledBackError as error:
+            self._stick(UploadState.FORKED, error)
+            return
         self._learn(facts)
         with self._lock:
             line = Line(self._facts)
@@ -484,7 +488,7 @@ class Uploader:
             for step, each in self._states.items():
                 found = near.get(step)
                 on = found is not None and line.standing(step, found.save_id, found.origin) == Standing.ON
-                if state == UploadState.DELETED or not on:
+                if isinstance(error, (RunDeletedError, RolledBackError)) or not on:
                     each.far, each.error = state, str(error)
                     self._open.end(step)
 

@@ -24,13 +24,13 @@ from snapshot.plan.consensus import ConsensusReply, RankRecord, compare_records,
 from snapshot.plan.layout import FilePlan, make_plan, name_data_file
 from snapshot.save.describe import RankManifest, build_document, build_entries, encode_for_leader
 from snapshot.save.rank_share import RankShare
-from snapshot.save.replication import Replication, ReplicationRules, agree_on_replicas
+from snapshot.save.replication import Replication, ReplicationRules, agree_on_replicas, bytes_of
 from snapshot.save.reuse import Unchanged
 from snapshot.save.writer import WrittenFile
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Leaf
 from snapshot.state.sharded import LocalPiece, Shards
-from snapshot.tensors.digest import BLOCK, SIZE, count_blocks, digest_range
+from snapshot.tensors.digest import BLOCK, SIZE, count_blocks, digest_bytes, digest_range
 from snapshot.tensors.geometry import Box
 from snapshot.text import size_text
 
@@ -144,6 +144,10 @@ KINDS: dict[str, tuple[Callable[[int, int], Flattened], list[str]]] = {
 }
 
 
+def _digest(leaves: Sequence[Leaf]) -> list[str]:
+    return [digest_bytes(bytes_of(leaf)) for leaf in leaves]
+
+
 class _Simulation:
     def __init__(self, kind: str, world: int) -> None:
         self.make, self.globs = KINDS[kind]
@@ -160,7 +164,7 @@ class _Simulation:
         shared = None
         began = time.perf_counter()
         with contextlib.suppress(_Asked):
-            shared = agree_on_replicas(exchange, flat, ReplicationRules({}, self.globs, ranks))
+            shared = agree_on_replicas(exchange, flat, ReplicationRules({}, self.globs, ranks), _digest)
         return exchange.said[-1], shared, flat, time.perf_counter() - began
 
     def agree(self, members: tuple[int, ...]) -> None:

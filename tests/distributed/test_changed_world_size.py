@@ -14,6 +14,8 @@ def _save(path, replicated):
     rank = dist.get_rank()
     torch.manual_seed(rank)
     state = StateDict(step=5, lr=[0.1, 0.2], small=torch.arange(4), big=torch.arange(1000.0), name="run")
+    if replicated is None:
+        state |= {"big": torch.arange(1000.0) + rank, "equal": torch.arange(1000.0)}
     mine = StateDict(position=rank, step=5)
     Snapshot.take(path, {"s": state, "mine": mine, "rng": RNGState()}, replicated=replicated)
 
@@ -52,6 +54,7 @@ def test_a_tensor_of_each_rank_alone_is_left_out_of_a_new_rank_s_dict(four, two,
     two.run(_save, f"{folder}/s", None)
     for rank, (app, lines) in enumerate(four.run(_load, f"{folder}/s", ["s"])):
         assert ("big" in app["s"]) == (rank < 2)
+        assert app["s"]["equal"].equal(torch.arange(1000.0))
         assert [line[:2] for line in lines] == ([] if rank < 2 else [["skipped", "s/big:"]])
 
 

@@ -25,6 +25,7 @@ MENDS = {
     "a fork is an error",
     "an old number is looked at again after compaction",
     "the root is looked at again after a commit",
+    "a root that was rolled back is a fork",
 }
 
 
@@ -80,6 +81,8 @@ class State(NamedTuple):
     faults: int = 0
     dead: frozenset = frozenset()
     """Attempts of deleted roots. (For invariants only, as all below.)"""
+    lost: frozenset = frozenset()
+    """Attempts that a root has lost when it was rolled back."""
     truth: tuple = ()
     """The attempts whose publication succeeded, in the order in which that happened."""
     promised: frozenset = frozenset()
@@ -179,6 +182,17 @@ class Model:
     def is_deleted(self, s, known):
         return tip_of(known) >= 0 and tip_of(known) not in ids(s.published)
 
+    def was_rolled_back(self, s, known):
+        """True if a part of what a host has seen published is left."""
+        return self.is_deleted(s, known) and bool(set(ids(known)) & set(ids(s.published)))
+
+    def _is_fork(self, s, known):
+        return self.was_rolled_back(s, known) and self.has("a root that was rolled back is a fork")
+
+    def _missing(self, s, host):
+        """The attempts that a host knows, and that the root lacks."""
+        return (set(ids(host.known)) | host.pending) - set(ids(s.published))
+
     def without_vain(self, s, host):
         """The pending attempts of a host, by number, without those in conflict that have no steps."""
         kept = {attempt for _, attempt in host.near} & host.pending
@@ -193,7 +207,7 @@ class Model:
 
     # Trainers
 
-    def start(self, s, t, h):  # noqa: PLR0911 - each return is an outcome
+    def start(self, s, t, h):  # noqa: PLR0911, PLR0912 - each return is an outcome
         """Join on a host, choose a step, and name the attempt that continues it."""
         trainer, host = s.trainers[t], s.hosts[h]
         if trainer.phase != "off" or len(s.attempts) >= ATTEMPTS:
@@ -213,6 +227,8 @@ class Model:
         if s.is_down:  # it invents a run, and finds no step in it
             self._expect_best(s, h, None)
             return self._go_on(s, t, h, None, -1, 1, (), "run")
+        if self._is_fork(s, host.known):
+            return s._replace(trainers=put(s.trainers, t, Trainer("over", h)))
         if self.is_deleted(s, host.known):
             alone = all(each.host != h or each.phase in ("off", "over") for each in s.trainers)
             if not alone or s.uploaders[h].phase not in ("idle", "end"):
@@ -324,6 +340,8 @@ class Model:
         up, host = s.uploaders[h], s.hosts[h]
         if up.phase != "idle" or s.is_down or not (host.known or host.pending):
             return None
+        if self._is_fork(s, host.known):
+            return s._replace(uploaders=put(s.uploaders, h, up._replace(forked=True)))
         if self.is_deleted(s, host.known) and self.has("a deleted root is never created again"):
             phase = "end" if self.has("an uploader whose run was deleted ends") else "idle"
             return s._replace(uploaders=put(s.uploaders, h, up._replace(phase=phase)))
@@ -364,6 +382,8 @@ class Model:
         up = s.uploaders[h]
         if up.phase != "sent" or s.is_down:
             return None
+        if self._is_fork(s, s.hosts[h].known):
+            return s._replace(uploaders=put(s.uploaders, h, Uploader(forked=True)))
         if self._gone(s, h):
             return s._replace(uploaders=put(s.uploaders, h, Uploader("end")))
         cuts = line_of(s.attempts, s.published)
@@ -393,7 +413,9 @@ class Model:
         if self._gone(s, h):
             if self.has("the root is looked at again after a commit"):
                 s = s._replace(far=s.far - {up.step}, junk=False)
-            return s._replace(uploaders=put(s.uploaders, h, Uploader("end")))
+            forked = self._is_fork(s, s.hosts[h].known)
+            ended = Uploader(forked=True) if forked else Uploader("end")
+            return s._replace(uploaders=put(s.uploaders, h, ended))
         on = standing(line_of(s.attempts, s.published), s.published, up.step) == "on"
         if not on and self.has("the line is checked again after a commit"):
             return s._replace(far=s.far - {up.step}, uploaders=put(s.uploaders, h, Uploader()))
@@ -437,15 +459,18 @@ class Model:
         if (
             not up.forked
             or s.is_down
-            or not host.pending
+            or not self._missing(s, host)
             or len(s.attempts) >= ATTEMPTS
-            or self.is_deleted(s, host.known)
+            or (self.is_deleted(s, host.known) and not self._is_fork(s, host.known))
         ):
             return None
-        last = max(host.pending, key=lambda each: s.attempts[each].number)
+        missing = sorted(self._missing(s, host), key=lambda each: (s.attempts[each].number, each))
+        if self._is_fork(s, host.known):  # a number that a host knows must not get another meaning
+            filled = ((),) * max(0, len(host.known) - len(s.published))
+            s = s._replace(published=(*s.published, *filled), truth=(*s.truth, *filled))
         made = len(s.attempts)
-        attempts = (*s.attempts, Attempt(last, STEPS + 1, len(s.published) + 1))
-        file = (*sorted(host.pending, key=lambda each: (s.attempts[each].number, each)), made)
+        attempts = (*s.attempts, Attempt(missing[-1], STEPS + 1, len(s.published) + 1))
+        file = (*missing, made)
         s = s._replace(attempts=attempts, published=(*s.published, file), truth=(*s.truth, file))
         return s._replace(uploaders=put(s.uploaders, h, Uploader()))
 
@@ -466,6 +491,22 @@ class Model:
             dead |= {made} if each.parent in dead else set()
         return s._replace(
             published=(), far=frozenset(), floor=0, faults=s.faults + 1, dead=dead, truth=(), promised=frozenset()
+        )
+
+    def roll_back(self, s):
+        """Put back a backup of the root: without the last fact, and what was uploaded of it."""
+        if s.is_down or len(s.published) - 1 <= s.floor:
+            return None
+        published = s.published[:-1]
+        kept = set(ids(published))
+        return s._replace(
+            published=published,
+            truth=s.truth[:-1],
+            far=frozenset(each for each in s.far if each[1] in kept),
+            faults=s.faults + 1,
+            lost=s.lost | (set(ids(s.published)) - kept),
+            promised=frozenset(),
+            taken=frozenset((h, each) for h, each in s.taken if each in s.hosts[h].near),
         )
 
     def lose_host(self, s, h):
@@ -517,7 +558,7 @@ class Model:
             if on and (newest is None or newest[0] < each[0]):
                 raise Wrong(f"{each} was promised to be far, and {newest} is")
         for each in s.far:
-            if standing(cuts, s.published, each) == "undecided" and not s.junk and each[1] not in s.dead:
+            if standing(cuts, s.published, each) == "undecided" and not s.junk and each[1] not in s.dead | s.lost:
                 raise Wrong(f"{each} is far, and no publication decides about it")
 
     def expect_ends(self, s):
@@ -534,7 +575,7 @@ class Model:
             raise Wrong("an uploader never ends")
         for h, host in enumerate(s.hosts):
             up, cuts = s.uploaders[h], line_of(s.attempts, s.published)
-            if self.is_deleted(s, host.known) and up.phase != "end":
+            if self.is_deleted(s, host.known) and up.phase != "end" and not up.forked:
                 raise Wrong("an uploader never ends: its run was deleted")
             left = [e for e in host.near if standing(cuts, s.published, e) == "undecided" and e[1] not in s.dead]
             if left and not up.forked and up.phase != "end":
@@ -542,7 +583,7 @@ class Model:
             on = [e for e in host.near if standing(cuts, s.published, e) == "on"]
             newest = best_of(cuts, s.published, s.far)
             taken = on and any(e[0] == max(on)[0] for e in s.far)
-            if on and not taken and up.phase == "idle" and (newest is None or newest[0] < max(on)[0]):
+            if on and not taken and up.phase == "idle" and not up.forked and (newest is None or newest[0] < max(on)[0]):
                 raise Wrong(f"{max(on)} is on the line, and is never uploaded")
 
     # Exploration
@@ -565,6 +606,7 @@ class Model:
         if free:
             yield ("go_down",), self.go_down(s)
             yield ("delete_root",), self.delete_root(s)
+            yield ("roll_back",), self.roll_back(s)
             for h in range(2):
                 yield ("lose_host", h), self.lose_host(s, h)
                 yield ("kill_uploader", h), self.kill_uploader(s, h)
@@ -584,14 +626,23 @@ def canonical(s):
     )
     found = []
     for each in (s, swapped):
-        trainers = tuple(sorted(each.trainers))
+        trainers = tuple(sorted(each.trainers, key=_key_of_trainer))
         found.append(each._replace(trainers=trainers))
     return min(found, key=_key)
 
 
+def _files(known):
+    """Files of facts in a form that can be sorted: a choice publishes several attempts."""
+    return tuple(file if isinstance(file, tuple) else (file,) for file in known)
+
+
+def _key_of_trainer(trainer):
+    return trainer._replace(known=_files(trainer.known))
+
+
 def _key(s):
-    hosts = tuple((e.known, tuple(sorted(e.pending)), tuple(sorted(e.near))) for e in s.hosts)
-    return hosts, s.uploaders, s.trainers, tuple(sorted(s.taken))
+    hosts = tuple((_files(e.known), tuple(sorted(e.pending)), tuple(sorted(e.near))) for e in s.hosts)
+    return hosts, s.uploaders, tuple(map(_key_of_trainer, s.trainers)), tuple(sorted(s.taken))
 
 
 def explore(model, depth, first=()):

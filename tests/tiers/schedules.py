@@ -32,6 +32,7 @@ from snapshot.tiers.timeline import (
     Line,
     Origin,
     Parent,
+    RolledBackError,
     Standing,
     settle_run,
 )
@@ -110,14 +111,14 @@ class Code:
                 self._go_on(t, h, facts, found, "run")
                 return
             root = run(mend_facts(self.root, [copy]))
-            if root.lacks(copy.facts):
+            if root.lacks(copy.facts) and not root.was_rolled_back(copy):
                 shutil.rmtree(self.copy_of(h), ignore_errors=True)
                 self.near[h] = set()
                 self.uploaders[h] = SimpleNamespace(phase="idle", step=None, forked=False)
             settled = settle_run(root, [[copy]], FAR).facts
             facts = run(publish_pending(self.root, settled, [each.name for each in settled.pending]))
         except RunForkedError:
-            self.phases[t] = "over"
+            self.phases[t], self.trainers[t] = "over", SimpleNamespace(h=h)
             return
         store_copy(self.copy_of(h), self.known(h).unite(facts))
         self._go_on(t, h, facts, self.best(facts, self.near[h] | self.far), "chosen")
@@ -139,7 +140,7 @@ class Code:
         trainer = self.trainers[t]
         try:
             root = run(read_facts(self.root))
-            if root.lacks(trainer.facts):
+            if root.lacks(trainer.facts):  # it was deleted, or rolled back
                 self.phases[t] = "over"
                 return
             self.lost = lost
@@ -193,6 +194,8 @@ class Code:
             facts, fork = run(sync_facts(self.root, self.known(h), names))
         except RunDeletedError:
             return None
+        except RolledBackError as error:
+            return self.known(h), error
         store_copy(self.copy_of(h), self.known(h).unite(facts))
         return facts, fork
 
@@ -215,7 +218,9 @@ class Code:
     def commit(self, h):
         up = self.uploaders[h]
         found = run(read_facts(self.root))
-        if found.lacks(self.known(h)):
+        if found.was_rolled_back(Copy(RUN, self.known(h))):
+            up.phase, up.forked = "idle", True
+        elif found.lacks(self.known(h)):
             up.phase = "end"
         elif self.standing(found, up.step) != Standing.ON:
             up.phase = "idle"
@@ -242,7 +247,8 @@ class Code:
         found = run(read_facts(self.root))
         if found.lacks(self.known(h)):
             self.far.discard(up.step)
-            up.phase = "end"
+            up.forked = found.was_rolled_back(Copy(RUN, self.known(h)))
+            up.phase = "idle" if up.forked else "end"
             return
         if self.standing(found, up.step) != Standing.ON:
             self.far.discard(up.step)
@@ -272,8 +278,10 @@ class Code:
 
     def choose(self, h):
         facts = self.known(h)
-        last = max(facts.pending, key=lambda each: each.number)
         copy = Copy(RUN, facts)
+        root = run(read_facts(self.root))
+        pending = root.with_copies([copy]).pending
+        last = max(pending, key=lambda each: (each.number, self.names.index(each.name)))
         found = run(choose_attempt(self.root, [copy], last.name, str(h), FAR))
         self.names.append(found.tip.name)
         self.uploaders[h] = SimpleNamespace(phase="idle", step=None, forked=False)
@@ -287,6 +295,11 @@ class Code:
     def delete_root(self):
         run(self.root.delete(run(self.root.list(""))))
         self.far = set()
+
+    def roll_back(self):
+        run(self.root.delete(run(self.root.list(f"{FOLDER}/"))[-1:]))
+        kept = {each.name for each in run(read_facts(self.root)).published}
+        self.far = {each for each in self.far if each[1] in kept}
 
     def lose_host(self, h):
         shutil.rmtree(self.copy_of(h), ignore_errors=True)
@@ -338,9 +351,13 @@ def seen_in(s):
     }
 
 
-def run_schedule(seed, folder, length=25, **given):
-    """Run one random schedule against both. Raise Wrong if they differ, or if an invariant does not hold."""
-    chance, model, s = random.Random(seed), Model(), State()
+def run_schedule(seed, folder, length=25, first=(), **given):
+    """Run one random schedule against both. Raise Wrong if they differ, or if an invariant does not hold.
+
+    `first`: the actions that it begins with.
+    """
+    chance, model, s = random.Random(seed), Model(faults=4 if first else 2), State()
+    begins = iter(first)
     code, done = Code(folder, **given), []
     fresh = (f"{each:012x}" for each in itertools.count())  # in the order of the model: ties are decided by name
     real, timeline.new_name = timeline.new_name, lambda: next(fresh)
@@ -350,6 +367,9 @@ def run_schedule(seed, folder, length=25, **given):
             possible = [(action, made) for action, made in model.actions(s) if made is not None and made != s]
             if not possible:
                 break
+            wanted = next(begins, None)
+            if wanted is not None:
+                possible = [each for each in possible if each[0] == wanted]
             names = sorted({action[0] for action, _ in possible})
             name = chance.choice(names)
             action, s = chance.choice([each for each in possible if each[0][0] == name])

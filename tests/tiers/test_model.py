@@ -26,6 +26,27 @@ FIRST = {
 """Traces that begin with these actions, since the fault is deeper than all others."""
 
 
+ROLLED_BACK = [
+    ("start", 0, 0),
+    ("publish_own", 0),
+    ("take", 0),
+    ("stop", 0),
+    ("start", 0, 0),
+    ("publish_own", 0),
+    ("take", 0),
+    ("roll_back",),
+]
+"""A root that lacks the attempt of a step which a host has."""
+NEXT_JOB = [("start", 1, 1), ("publish_own", 1), ("take", 1)]
+"""Another host, which has not seen the lost attempt, continues the run."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("then", [[], NEXT_JOB, [("look", 0), ("choose", 0)]])
+def test_no_trace_after_a_roll_back_is_wrong(then):
+    assert explore(Model(faults=3), 6, [*ROLLED_BACK, *then]) > 4_000
+
+
 @pytest.mark.slow
 def test_no_trace_with_two_faults_is_wrong():
     assert explore(Model(), DEEP) > 60_000
@@ -44,3 +65,9 @@ def test_the_code_makes_the_transitions_of_the_model(tmp_path, seed):
     """Random schedules run on both, and are compared after each action. tests/soak runs thousands."""
     for each in range(seed * 40, seed * 40 + 40):
         assert run_schedule(each, tmp_path / "world")
+
+
+@pytest.mark.parametrize("then", [[], NEXT_JOB, [("look", 0), ("choose", 0)]])
+def test_the_code_makes_the_transitions_of_the_model_after_a_roll_back(tmp_path, then):
+    for each in range(30):
+        assert run_schedule(each, tmp_path / "world", first=[*ROLLED_BACK, *then])

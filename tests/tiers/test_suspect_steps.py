@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 from snapshot import KeepLatest, Snapshot, StateDict, TakeOptions
+from snapshot.tiers.uploader import MOST_QUEUED
 from tests.tiers.jobs import manager_of, runs_in, stop_uploaders, until
+from tests.tiers.test_timelines import down
 
 SUSPECT = TakeOptions(guards="suspect")
 
@@ -38,6 +40,43 @@ def test_the_last_good_step_is_uploaded_also_if_only_suspect_ones_are_newer(tmp_
     stop_uploaders(hosts("a"))
     with manager_of(far, hosts("b")) as manager:
         assert manager.restore_latest(training()[1]) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("upload", [None, 1000, "latest"])
+def test_the_end_of_a_job_waits_for_the_newest_good_step_and_for_the_newest(tmp_path, hosts, upload):
+    far = tmp_path / "far"
+    model, app = training()
+    with manager_of(far, hosts("a"), upload=upload, keep_near=None) as manager:
+        for step in range(1, 5):
+            if step == 3:
+                spoil(model)
+            manager.take(step, app, options=SUSPECT)
+    assert Snapshot(far / "step-2").exists()
+    assert Snapshot(far / "step-4").exists()
+    assert upload == "latest" or not Snapshot(far / "step-3").exists()
+    stop_uploaders(hosts("a"))
+    with manager_of(far, hosts("b")) as manager:
+        assert manager.restore_latest(training()[1]) == 2
+
+
+@pytest.mark.slow
+def test_many_suspect_steps_that_wait_do_not_drop_the_good_one(tmp_path, hosts):
+    far = tmp_path / "far"
+    model, app = training()
+    with manager_of(far, hosts("a"), upload=1, keep_near=None, grace=0) as manager:
+        manager.take(1, app, options=SUSPECT)
+        until(lambda: manager.where(1)["far"] == "whole")
+        up = down(far)
+        manager.take(2, app, options=SUSPECT)
+        spoil(model)
+        for step in range(3, 6 + MOST_QUEUED):
+            manager.take(step, app, options=SUSPECT)
+        assert manager.where(3)["far"] == "dropped"
+        assert manager.where(2)["far"] in ("queued", "uploading")
+        up()
+        manager._steps.joined.link.register()
+        until(lambda: manager.where(2)["far"] == "whole")
 
 
 @pytest.mark.slow

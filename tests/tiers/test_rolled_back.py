@@ -1,0 +1,133 @@
+"""A root that lacks facts which a host has seen published, though the run was not deleted: a person must choose."""
+
+import shutil
+
+import pytest
+
+from snapshot import Snapshot
+from snapshot.cli import main
+from snapshot.errors import CorruptSnapshotError, RunForkedError
+from tests.tiers.jobs import flip, holds, manager_of, runs_in, state, stop_uploaders, until
+from tests.tiers.test_timelines import delete, facts_in, restored, take_until_far
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def rolled(tmp_path, hosts):
+    """A root that was put back after a job had taken step 20 near, and the name of that job's attempt."""
+    far, backup = tmp_path / "far", tmp_path / "backup"
+    with manager_of(far, hosts("a"), upload=None) as manager:
+        manager.take(10, state(10))
+    stop_uploaders(hosts("a"))
+    shutil.copytree(far, backup)
+    with manager_of(far, hosts("a"), upload=None, keep_near=None, grace=0) as manager:
+        assert manager.restore_latest(state(-1)) == 10
+        manager.take(20, state(20))
+    stop_uploaders(hosts("a"))
+    name = facts_in(far).tip.name
+    delete(far)
+    backup.rename(far)
+    return far, name
+
+
+def attempts(far, near, *more):
+    return main(["attempts", str(far), "--near", str(near), *more])
+
+
+def test_a_committed_near_step_is_not_passed_over_in_silence(rolled, hosts, capsys):
+    far, lost = rolled
+    for _ in range(2):
+        with manager_of(far, hosts("a")) as manager, pytest.raises(RunForkedError, match="was rolled back") as caught:
+            manager.restore_latest(state(-1))
+        assert lost in str(caught.value)
+        with manager_of(far, hosts("a")) as manager, pytest.raises(RunForkedError, match="was rolled back"):
+            manager.take(30, state(30))
+    assert (runs_in(hosts("a"))[0] / "step-20").exists()
+    assert facts_in(far).number == 1  # nothing is published without a person
+    assert attempts(far, hosts("a")) == 1
+    assert "rolled back" in next(line for line in capsys.readouterr().out.splitlines() if lost in line)
+    assert attempts(far, hosts("a"), "--choose", lost) == 0
+    live = state(-1)
+    with manager_of(far, hosts("a")) as manager:
+        assert manager.restore_latest(live) == 20
+        assert holds(live, 20)
+        take_until_far(manager, 30)
+    assert restored(far, hosts("b")) == 30
+
+
+def test_a_root_that_was_put_back_on_purpose_is_kept(rolled, hosts):
+    far, _ = rolled
+    assert attempts(far, hosts("a"), "--choose", facts_in(far).tip.name) == 0
+    assert restored(far, hosts("a")) == 10
+    until(lambda: not (runs_in(hosts("a"))[0] / "step-20").exists())  # it is off the line now
+
+
+@pytest.mark.parametrize("more", [1, 4])
+def test_a_host_is_told_that_another_one_has_continued_the_older_root(rolled, hosts, more):
+    """With as many facts as it has seen, or with more."""
+    far, lost = rolled
+    with manager_of(far, hosts("b")) as manager:
+        for step in range(10, 10 + more):
+            assert manager.restore_latest(state(-1)) == step
+            manager.take(step + 1, state(step + 1))
+    with manager_of(far, hosts("a")) as manager, pytest.raises(RunForkedError, match="was rolled back"):
+        manager.restore_latest(state(-1))
+    assert attempts(far, hosts("a"), "--choose", lost) == 0
+    assert restored(far, hosts("a")) == 20
+
+
+def test_a_running_job_is_told(tmp_path, hosts):
+    far, backup = tmp_path / "far", tmp_path / "backup"
+    with manager_of(far, hosts("a"), upload=None) as manager:
+        manager.take(10, state(10))
+    stop_uploaders(hosts("a"))
+    shutil.copytree(far, backup)
+    with manager_of(far, hosts("a"), upload=1, keep_near=None, grace=0) as manager:
+        assert manager.restore_latest(state(-1)) == 10
+        take_until_far(manager, 20)
+        delete(far)
+        backup.rename(far)
+        with pytest.raises(RunForkedError, match="was rolled back"):
+            manager.async_take(30, state(30)).wait("far", timeout=40)
+        assert manager.where(30)["far"] == "forked"
+        name = manager._steps.joined.member.attempt.name
+    assert attempts(far, hosts("a"), "--choose", name) == 0
+    assert restored(far, hosts("a")) == 30
+
+
+def test_facts_that_a_rule_of_the_bucket_deleted_are_missed(tmp_path, hosts):
+    far = tmp_path / "far"
+    with manager_of(far, hosts("a"), upload=None, grace=0) as manager:
+        manager.async_take(10, state(10)).wait("far", timeout=40)
+        manager.take(20, state(20))
+    stop_uploaders(hosts("a"))
+    name = facts_in(far).tip.name
+    shutil.rmtree(far / ".run")
+    with manager_of(far, hosts("a")) as manager, pytest.raises(RunForkedError, match="has none"):
+        manager.restore_latest(state(-1))
+    assert attempts(far, hosts("a"), "--choose", name) == 0
+    assert restored(far, hosts("a")) == 20
+    stop_uploaders(hosts("a"))
+    delete(far)  # all of it: the run is deleted
+    assert restored(far, hosts("a")) is None
+
+
+def test_the_deletion_of_a_damaged_fact_is_told_to_a_host_that_has_seen_it(tmp_path, hosts):
+    far = tmp_path / "far"
+    with manager_of(far, hosts("a"), upload=1) as manager:
+        take_until_far(manager, 10)
+        assert manager.restore_latest(state(-1)) == 10
+        take_until_far(manager, 20)
+    stop_uploaders(hosts("a"))
+    newest = max((far / ".run").iterdir())
+    flip(newest, 30)
+    with manager_of(far, hosts("b")) as manager, pytest.raises(CorruptSnapshotError, match="delete the file"):
+        manager.restore_latest(state(-1))
+    newest.unlink()
+    with manager_of(far, hosts("b")) as manager:
+        assert manager.restore_latest(state(-1)) == 10
+        take_until_far(manager, 15)
+    with manager_of(far, hosts("a")) as manager, pytest.raises(RunForkedError, match="was rolled back"):
+        manager.restore_latest(state(-1))
+    assert Snapshot(far / "step-20").exists()
