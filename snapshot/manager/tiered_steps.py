@@ -44,11 +44,11 @@ from snapshot.tiers.facts import is_buried, limited
 from snapshot.tiers.far_upload import FarStorage
 from snapshot.tiers.join import FAR_PATIENCE, join
 from snapshot.tiers.join import Begun as BegunAttempt
-from snapshot.tiers.near_steps import CensusStep, HostView, NearStep
+from snapshot.tiers.near_steps import CensusStep, HostView, NearFolder, NearStep
 from snapshot.tiers.peers import FAR, MOST_KEEPERS, NEAR, PEER, Place, StepSources, place_of
 from snapshot.tiers.tier_set import TierSet
 from snapshot.tiers.timeline import NO_ORIGIN, Facts, Line, Origin, Parent, Standing, origin_of
-from snapshot.tiers.uploader_process import leave_metrics
+from snapshot.tiers.uploader_process import find_runs, leave_metrics
 
 MOST_HELD = 4
 """Steps before the newest that wait for their replicas before older ones are removed."""
@@ -307,17 +307,39 @@ class TieredSteps(Steps):
 
     def snapshot(self, step: int) -> Snapshot:
         """Return a step: from this host, if its folder has all files, or else from the far root."""
-        near = self._set.folder.steps().get(step) if self._set is not None else None
-        if self._set is not None and near is not None and self._set.folder.is_whole(near):
-            return Snapshot(self.local.step_url(step).reveal(), self.pg, allow_pickle=self.allow_pickle)
+        folder, _, _ = self._near_view() or (None, "", None)
+        near = folder.steps().get(step) if folder is not None else None
+        if folder is not None and near is not None and folder.is_whole(near):
+            url = Root(URL("near", folder.path), None).step_url(step)
+            return Snapshot(url.reveal(), self.pg, allow_pickle=self.allow_pickle)
         return Snapshot(self.path(step), self.pg, self.root.options, allow_pickle=self.allow_pickle)
+
+    def _near_view(self) -> tuple[NearFolder, str, Line] | None:
+        """Return the near folder of this run on this host, the run and its line.
+
+        Before the ranks join, this is the run that the host used last, as its copy of the facts describes it.
+        """
+        if self._set is not None:
+            return self._set.folder, self._set.member.run, self._set.member.line
+        try:
+            found = find_runs(self.options.near, str(self.options.far))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            log.warning("%s: the near steps are left out: %s", self.options.near, error)
+            return None
+        if not found:
+            return None
+        path, copy = max(found.items(), key=lambda item: item[1].used)
+        return NearFolder(path), copy.run, Line(copy.facts, copy.facts.last)
 
     def _near_steps(self) -> set[int]:
         """Return the near steps on the line of this run, as this host sees them."""
-        if self._set is None:
+        view = self._near_view()
+        if view is None:
             return set()
-        line = self._set.member.line
-        steps = self._set.folder.steps_of(self._set.member.run).items()
+        folder, run_name, line = view
+        steps = folder.steps_of(run_name).items()
         return {step for step, each in steps if line.standing(step, each.save_id, each.origin) == Standing.ON}
 
     def numbers(self) -> list[int]:

@@ -98,3 +98,23 @@ def test_a_suspect_step_stays_near_until_a_later_one_is_taken(tmp_path, hosts):
         manager.take(4, app, options=SUSPECT)
         until(lambda: not (folder / "step-3" / ".snapshot_metadata").exists())
         assert manager.steps()[-1] == 4
+
+
+@pytest.mark.slow
+def test_a_manager_that_has_not_joined_looks_at_the_near_steps(tmp_path, hosts):
+    far = tmp_path / "far"
+    model, app = training()
+    with manager_of(far, hosts("a"), upload=None, keep_near=None) as manager:
+        assert manager.steps() == []
+        assert manager.last_good() is None
+        for step in (1, 2, 3):
+            if step == 3:
+                spoil(model)
+            manager.take(step, app)
+        stop_uploaders(hosts("a"))
+        other = manager_of(far, hosts("a"))  # as another process would
+        assert other.steps() == [1, 2, 3]
+        assert other.last_good() == 2
+        assert "NaN" in other.suspect(3)[0]
+        assert Snapshot(far / "step-2").exists() is False
+        other.close()
