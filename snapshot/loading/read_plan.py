@@ -7,10 +7,10 @@ read into a slot, and copied with strides, a cast or a device transfer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -84,6 +84,19 @@ class MemoryClaims:
             raise CorruptSnapshotError(f"{path}: its bytes also belong to other values")
 
 
+class LiveTarget(NamedTuple):
+    """A tensor of the application that gets stored elements."""
+
+    name: str
+    tensor: torch.Tensor
+    pieces: list[tuple[Box, e.TensorEntry]] | None
+    """The stored pieces of the entry; None for a mapped tensor."""
+    box: Box
+    """The box of the entry that the tensor is."""
+    source: Hashable = None
+    """Of a mapped tensor: its entry."""
+
+
 class ReadPlan:
     """Collects the ranges to read for one operation."""
 
@@ -104,8 +117,8 @@ class ReadPlan:
         self._finish: list[Callable[[], None]] = []
         self._finish_objects: list[Callable[[], None]] = []
         self._made: dict[tuple[Any, ...], torch.Tensor] = {}
-        self.targets: list[tuple[str, torch.Tensor, tuple[str, int]]] = []
-        """Live tensors that are filled through a slot, with their source."""
+        self.targets: list[LiveTarget] = []
+        """Live tensors to fill, but those of `request_if_equal`."""
         self._whole: dict[str, bytearray | SavedFile] = {}
         """Files whose pickles are run: their bytes, then their contents."""
         self._boxes: dict[tuple[Any, ...], torch.Tensor] = {}
@@ -289,10 +302,9 @@ class ReadPlan:
         if not pieces:
             self.lacking.append((entry, whole_box(entry.shape)))
             return
-        first = pieces[0][1]
-        place = place_of(first)
-        if live and (not (is_plain(target) and BY_NAME[entry.dtype] == target.dtype) or is_embedded(first)):
-            self.targets.append((path, target, place))
+        place = place_of(pieces[0][1])
+        if live:
+            self.targets.append(LiveTarget(path, target, pieces, whole_box(entry.shape)))
         filled = self._filled.setdefault(place[0], {})
         if place[1] in filled:
             if self._again(entry, pieces, target, *self._first(filled[place[1]])):
@@ -308,15 +320,14 @@ class ReadPlan:
         if isinstance(entry, e.MappedTensorEntry):
             self._add_mapped(path, entry, target, box, live)
             return
+        pieces = entry.pieces()
         if live:
             place = path, box, target.data_ptr()
-            embedded = any(is_embedded(stored) for _, stored in entry.pieces())
-            if not (is_plain(target) and BY_NAME[entry.dtype] == target.dtype) or embedded:
-                self.targets.append((path, target, (f"{path}[{box}]", 0)))
+            self.targets.append(LiveTarget(path, target, pieces, box))
             if place in self._boxes:
                 return
             self._boxes[place] = target
-        self.add_pieces(path, entry, entry.pieces(), target, box, live=live)
+        self.add_pieces(path, entry, pieces, target, box, live=live)
 
     def add_pieces(
         self,
@@ -338,10 +349,10 @@ class ReadPlan:
     def _add_mapped(self, path: str, entry: e.MappedTensorEntry, target: torch.Tensor, box: Box, live: bool) -> None:
         place = id(entry), box, target.data_ptr()
         if live:
+            self.targets.append(LiveTarget(path, target, None, box, id(entry)))
             if place in self._boxes:
                 return
             self._boxes[place] = target
-            self.targets.append((path, target, (f"{path}[{box}]", 0)))
         first, add = len(self.requests), partial(self.add_pieces, path, entry, live=live)
         self.requests += request_mapped(path, entry, target, box, self.files, add=add, finish=self._finish, live=live)
         self._ranges.join(self.requests, first)
