@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from snapshot.errors import CorruptSnapshotError, UnsafeObjectError
+from snapshot.errors import CorruptSnapshotError, RestoreError, UnsafeObjectError
 from snapshot.formats.foreign import is_embedded
 from snapshot.formats.pickled_objects import SavedFile, find_object, is_refused, load_object, run_pickle
 from snapshot.formats.to_entries import NotPlainError, read_plain_value
@@ -44,6 +44,7 @@ from snapshot.tensors import composite
 from snapshot.tensors.digest import BLOCK
 from snapshot.tensors.geometry import Box, intersect, whole_box
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE, NAMES, address_of, is_plain
+from snapshot.text import listed
 
 # Claims on stored bytes: new values must not take far more memory than the files have bytes.
 
@@ -124,6 +125,8 @@ class ReadPlan:
         self._boxes: dict[tuple[Any, ...], torch.Tensor] = {}
         self._filled: dict[str, dict[int, ReadRequest | tuple[Any, torch.Tensor]]] = {}
         """By location and begin: the request that fills a live tensor, or an entry and the tensor for it."""
+        self._kept: list[tuple[str, torch.UntypedStorage, int]] = []
+        """Names, memory and addresses of `request_if_equal`: no memory is freed if a tensor gets another one."""
         self._generators: dict[int, Any] = {}
         """The live generators that are filled."""
         self._claims = MemoryClaims(files)
@@ -286,6 +289,7 @@ class ReadPlan:
             or not (address := held.data_ptr())
         ):
             return False
+        self._kept.append((path, held.untyped_storage(), address))
         filled[begin] = request = ReadRequest(path, entry, location, begin, end, address, None, True)
         self.requests.append(request)
         self.values[path] = held
@@ -304,6 +308,7 @@ class ReadPlan:
             return
         place = place_of(pieces[0][1])
         if live:
+            target = target.detach()  # its memory is kept, even if the application's tensor gets another one
             self.targets.append(LiveTarget(path, target, pieces, whole_box(entry.shape)))
         filled = self._filled.setdefault(place[0], {})
         if place[1] in filled:
@@ -322,6 +327,7 @@ class ReadPlan:
             return
         pieces = entry.pieces()
         if live:
+            target = target.detach()
             place = path, box, target.data_ptr()
             self.targets.append(LiveTarget(path, target, pieces, box))
             if place in self._boxes:
@@ -347,6 +353,7 @@ class ReadPlan:
             self.lacking.append((entry, box))
 
     def _add_mapped(self, path: str, entry: e.MappedTensorEntry, target: torch.Tensor, box: Box, live: bool) -> None:
+        target = target.detach() if live else target
         place = id(entry), box, target.data_ptr()
         if live:
             self.targets.append(LiveTarget(path, target, None, box, id(entry)))
@@ -488,5 +495,22 @@ class ReadPlan:
 
     def finish(self) -> None:
         """Create the values that need several reads, after all bytes were read and verified."""
+        self._expect_in_place()
         for each in self._finish:
             each()
+
+    def _expect_in_place(self) -> None:
+        """Raise if live tensors have other memory than that which was filled."""
+        kept, self._kept = self._kept, []
+        places = chain(
+            ((name, address) for name, _, address in kept),
+            ((each.name, each.tensor.data_ptr()) for each in self.targets if each.tensor.layout is torch.strided),
+        )
+        values: dict[str, Any] = self.values
+        lines = [
+            f"{name}: its memory was replaced during the restore, so it may have other values"
+            for name, address in places
+            if type(values.get(name)) in (torch.Tensor, torch.nn.Parameter) and values[name].data_ptr() != address
+        ]
+        if lines:
+            raise RestoreError(f"another thread changed tensors; restore again when none does:{listed(lines)}", lines)
