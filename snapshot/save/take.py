@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from importlib import import_module
@@ -176,6 +177,7 @@ def _assemble(
         unchanged,
         staging=staging,
         metadata=options.metadata_json,
+        later=options.metadata if isinstance(options.metadata, Future) else None,
         verify=verify_written(options.read_back_share, verb),
         packing=packing,
         signer=options.signer,
