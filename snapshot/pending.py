@@ -153,7 +153,10 @@ class PendingTake(PendingWork[None], Generic[T]):
                 except Exception:  # noqa: BLE001 - a callback's fault is never the snapshot's
                     log.exception("%s: a done callback failed", self.path)
 
-            threading.Thread(target=run, name="snapshot-callback", daemon=True).start()
+            try:
+                threading.Thread(target=run, name="snapshot-callback", daemon=True).start()
+            except RuntimeError:  # the interpreter exits
+                run()
 
         self.work.add_done_callback(call)
 

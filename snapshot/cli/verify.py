@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import Any
 
 from snapshot.cli.arguments import add_json, add_storage, add_work, options_of, work_of
@@ -11,6 +12,7 @@ from snapshot.cli.ranks import expect_same_urls, on_ranks
 from snapshot.cli.screen import ExitStatus, bar, complain, emit_report
 from snapshot.errors import CorruptSnapshotError, SnapshotError, SnapshotNotFoundError
 from snapshot.formats.foreign import UnknownFormatError
+from snapshot.interop.weight_digests import FOLDER, KEY, compare_weights
 from snapshot.io.url import URL
 from snapshot.reports import VerifyReport
 from snapshot.snapshot import Snapshot
@@ -99,13 +101,53 @@ def _verify_one(url: str, options: dict[str, Any], arguments: argparse.Namespace
                 quick=arguments.quick, resume=arguments.resume, progress=show, **work_of(arguments)
             )
     except SnapshotNotFoundError:
-        raise
+        report = VerifyReport(0, 0, 0.0)
+        if (whole := _add_inner_snapshot(url, report, options, arguments)) is report:
+            raise
+        return _emit(arguments, url, whole)
     except CorruptSnapshotError as error:
         report = VerifyReport(0, 0, 0.0, (str(error),))
     except (SnapshotError, OSError) as error:
         if not (isinstance(error, UnknownFormatError) and url.endswith(ENDINGS)):
             return _complain(error)
         report = VerifyReport(0, 0, 0.0, (str(error),))  # by its name it is a checkpoint
+    if report.unverifiable or not report.ok:
+        report = _add_inner_snapshot(url, report, options, arguments)
+    return _emit(arguments, url, report)
+
+
+def _add_inner_snapshot(
+    url: str, report: VerifyReport, options: dict[str, Any], arguments: argparse.Namespace
+) -> VerifyReport:
+    """Add the snapshot in a Trainer's checkpoint folder, which has the digests of the weights next to it.
+
+    Return the same report if there is none.
+    """
+    folder = URL.parse(url)
+    try:
+        inner = Snapshot(folder.join(FOLDER).reveal(), storage_options=options, key=arguments.key)
+        if not inner.exists():
+            return report
+        with bar("verify", ranks=arguments.ranks) as show:
+            more = inner.verify(quick=arguments.quick, progress=show, **work_of(arguments))
+        metadata = inner.metadata.metadata
+        weights = compare_weights(folder, options, metadata, quick=arguments.quick)
+    except CorruptSnapshotError as error:
+        return replace(report, faults=(*report.faults, str(error)))
+    except (SnapshotError, OSError):  # such as a file, or a storage that cannot tell
+        return report
+    return replace(
+        more,
+        entries=report.entries + more.entries,
+        bytes_read=more.bytes_read + max(report.bytes_read, weights.nbytes),
+        seconds=round(report.seconds + more.seconds, 3),
+        faults=(*report.faults, *more.faults, *weights.faults),
+        files=report.files + more.files,
+        unverifiable=more.unverifiable + (0 if KEY in metadata else report.unverifiable),
+    )
+
+
+def _emit(arguments: argparse.Namespace, url: str, report: VerifyReport) -> ExitStatus:
     good = report.ok and not (arguments.strict and report.unverifiable)
     emit_report(arguments, url, report, "" if good else "yellow" if report.ok else "red")
     return ExitStatus.OK if good else ExitStatus.FOUND

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from contextlib import suppress
 
-from snapshot.errors import SnapshotNotFoundError
+from snapshot.errors import CorruptSnapshotError, SnapshotError, SnapshotNotFoundError
 from snapshot.events import log
+from snapshot.interop.weight_digests import FOLDER, compare_weights
 from snapshot.io.system import sync_folder, sync_path
+from snapshot.io.url import URL
 from snapshot.snapshot import Snapshot
+from snapshot.text import listed
 
-FOLDER = "trainer_snapshot"
-"""Folder of the snapshot in a checkpoint folder."""
 STATE = "trainer_state.json"
 """The Trainer's own state in a checkpoint folder. The Trainer writes it last."""
 MARK = "weights-incomplete"
@@ -23,13 +25,34 @@ _ASIDE = "old-"
 _CHECKPOINT = re.compile(rf"({_ASIDE})?checkpoint-([0-9]+)")
 
 
-def find_last(output_dir: str) -> str | None:
-    """Return the last checkpoint that is complete. A crash leaves one that lacks weights, state or a commit."""
+def find_last(output_dir: str, *, weights: bool = True) -> str | None:
+    """Return the last checkpoint that is complete and undamaged. A crash leaves one that lacks a part.
+
+    All bytes with digests are read. Without `weights`, those of the weights are not.
+    """
     for checkpoint in list_checkpoints(output_dir):
-        if is_complete(checkpoint):
+        if not is_complete(checkpoint):
+            log.warning("%s: is not complete, and is passed over", checkpoint)
+            continue
+        faults = find_damage(checkpoint, weights=weights)
+        if not faults:
             return checkpoint
-        log.warning("%s: is not complete, and is passed over", checkpoint)
+        log.warning("%s: is damaged, and is passed over:%s", checkpoint, listed(faults, 10))
     return None
+
+
+def find_damage(checkpoint: str, *, weights: bool = True) -> Sequence[str]:
+    """Return a line for each damaged or changed part of a checkpoint's snapshot and weights."""
+    snapshot = snapshot_in(checkpoint)
+    if snapshot is None:
+        return ()
+    try:
+        faults = list(snapshot.verify().faults)
+        if weights:
+            faults += compare_weights(URL.parse(checkpoint), None, snapshot.metadata.metadata).faults
+    except SnapshotError as error:  # its manifest is damaged, for example
+        return (str(error),)
+    return faults
 
 
 def list_checkpoints(output_dir: str) -> list[str]:
@@ -103,6 +126,17 @@ def check_weights(checkpoint: str) -> None:
     if _is_marked(checkpoint):
         raise SnapshotNotFoundError(
             f"{checkpoint}: its weights were not written to the end; resume from an earlier checkpoint"
+        )
+
+
+def expect_weights(checkpoint: str) -> None:
+    """Raise if the weights of a checkpoint are not those that were saved. Older checkpoints have no digests of them."""
+    snapshot = snapshot_in(checkpoint)
+    faults = compare_weights(URL.parse(checkpoint), None, snapshot.metadata.metadata).faults if snapshot else ()
+    if faults:
+        raise CorruptSnapshotError(
+            f"{checkpoint}: its weights are damaged, or were changed after the save; resume from another checkpoint; "
+            f"if they were changed on purpose, set snapshot_verify_weights = False:{listed(faults, 10)}"
         )
 
 

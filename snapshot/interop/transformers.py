@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any, ClassVar
 
 from snapshot.distributed.exchange import call_of
@@ -23,9 +24,9 @@ from snapshot.interop.framework_checks import expect_overridden
 from snapshot.interop.handover import TrainableState
 from snapshot.interop.staged_weights import StagedWeights
 from snapshot.interop.trainer_folders import (
-    FOLDER,
     check_weights,
     delete_old,
+    expect_weights,
     find_last,
     mark_weights,
     set_aside,
@@ -33,6 +34,8 @@ from snapshot.interop.trainer_folders import (
     sync_files,
     unmark_weights,
 )
+from snapshot.interop.weight_digests import FOLDER, digest_weights
+from snapshot.io.loop import is_exiting
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.state.rng import RNGState
 
@@ -72,6 +75,9 @@ class SnapshotTrainerMixin:
     background.
     """
 
+    snapshot_verify_weights: ClassVar[bool] = True
+    """False to load weights that were changed on purpose after the save, without a comparison with their digests."""
+
     optimizer: Any
     lr_scheduler: Any
     accelerator: Any
@@ -81,6 +87,8 @@ class SnapshotTrainerMixin:
     _get_output_dir: Any
     _pending: PendingSnapshot | None = None
     _finished: Future[None] | None = None
+    _metadata: Future[Mapping[str, Any]] | None = None
+    _verified: str | None = None
     _saving = _asynchronous = False
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -89,11 +97,17 @@ class SnapshotTrainerMixin:
         super().__init__(*args, **options)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
-        """Train until the last checkpoint is committed. `True` resumes from the last one that is complete."""
+        """Train until the last checkpoint is committed.
+
+        `True` resumes from the last one that is complete and undamaged. A damaged one that is named is an error.
+        """
+        self._verified = None
         if resume_from_checkpoint is True:  # one rank looks: another one may see an older listing
+            find = find_last if self.snapshot_verify_weights else partial(find_last, weights=False)
             with call_of("restore", None, ranks=True) as exchange:
-                found = exchange.agree(True, lambda _: find_last(self.args.output_dir) or "", bool, str)
+                found = exchange.agree(True, lambda _: find(self.args.output_dir) or "", bool, str)
             resume_from_checkpoint = found or True
+            self._verified = found or None
         try:
             result = super().train(resume_from_checkpoint, *args, **options)  # type: ignore[misc]
         except BaseException:
@@ -116,17 +130,22 @@ class SnapshotTrainerMixin:
                 mark_weights(new)
         # the end of training then deletes all checkpoints but the best one, without waiting
         deletes = limit == 1 and self.args.metric_for_best_model and not self.args.load_best_model_at_end
-        background = self.snapshot_in_background and not self.args.push_to_hub and not deletes
+        background = self.snapshot_in_background and not self.args.push_to_hub and not deletes and not is_exiting()
+        self._metadata = Future() if background else None
         self._saving, self._asynchronous = True, background
         try:
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        except BaseException:
+            self._give_metadata(SnapshotError(f"{new}: another part of the checkpoint failed"))
+            raise
         finally:
             self._saving, self._asynchronous, self.args.save_total_limit = False, False, limit
         if not background:
             self._finish(new, None, limit, self.state.best_model_checkpoint)
             return
         pool = ThreadPoolExecutor(1, thread_name_prefix="snapshot-trainer")
-        self._finished = pool.submit(self._finish, new, self._pending, limit, self.state.best_model_checkpoint)
+        arguments = new, self._pending, limit, self.state.best_model_checkpoint
+        self._finished = pool.submit(self._finish_in_background, *arguments)
         pool.shutdown(wait=False)
 
     def save_model(self, *args: Any, **options: Any) -> None:
@@ -136,13 +155,22 @@ class SnapshotTrainerMixin:
         if self._saving:
             self.args.save_total_limit = None  # old checkpoints are deleted when the new one is complete
 
+    def _finish_in_background(self, new: str, pending: PendingSnapshot | None, *arguments: Any) -> None:
+        try:
+            self._finish(new, pending, *arguments)
+        except BaseException as error:
+            self._give_metadata(error if isinstance(error, SnapshotError) else SnapshotError(f"{new}: {error}"))
+            if pending is not None:
+                with suppress(SnapshotError):  # it fails for the same reason
+                    pending.wait()
+            raise
+
     def _finish(self, new: str, pending: PendingSnapshot | None, limit: int | None, best: str | None) -> None:
         """Write the weights that are left, wait for the commit, flush all to disk, and delete old checkpoints."""
-        try:
-            self._weights.write()
-        finally:
-            if pending is not None:
-                pending.wait()
+        self._weights.write()
+        if pending is not None:
+            self._give_metadata(self._metadata_of(new) if self.args.should_save else {})
+            pending.wait()
         if self.args.should_save:
             if self.snapshot_options.get("durable", True):
                 sync_files(new)
@@ -154,15 +182,33 @@ class SnapshotTrainerMixin:
         state = self._resumable()
         if getattr(self, "is_fsdp_enabled", False) or self._is_converted():  # the Trainer does not load such files
             state["model"] = self._model_state()
+        options = {**self.snapshot_options, "metadata": self._metadata}  # the weights are written later
+        if not self._asynchronous:
+            options["metadata"] = self._metadata_of(output_dir) if self.args.should_save else None
         take = Snapshot.async_take if self._asynchronous else Snapshot.take
         saved = take(
             os.path.join(output_dir, FOLDER),
             {**state, "rng": RNGState()},
             replicated=[*state] if self.args.world_size > 1 else None,
             overwrite=True,
-            **self.snapshot_options,
+            **options,
         )
         self._pending = saved if isinstance(saved, PendingSnapshot) else None
+
+    def _metadata_of(self, checkpoint: str) -> dict[str, Any]:
+        """Return the metadata of the options, and the digests of the weights, whose files are whole."""
+        return {**(self.snapshot_options.get("metadata") or {}), **digest_weights(checkpoint)}
+
+    def _give_metadata(self, found: Mapping[str, Any] | SnapshotError) -> None:
+        """Give a snapshot in the background its metadata, or the reason that it has none. The commit waits for it."""
+        later = self._metadata
+        if later is None or later.done():
+            return
+        with suppress(InvalidStateError):  # the snapshot failed meanwhile
+            if isinstance(found, SnapshotError):
+                later.set_exception(found)
+            else:
+                later.set_result(found)
 
     def _wait_for_snapshot(self) -> None:
         """Wait until a checkpoint that is written in the background is complete. Raise on all ranks if it failed."""
@@ -179,8 +225,9 @@ class SnapshotTrainerMixin:
         self._finished = self._pending = None
         if finished is not None:
             finished.result()
-        elif pending is not None:  # the rest of its checkpoint failed
-            pending.wait()
+        elif pending is not None:  # the rest of its checkpoint failed, with an error of its own
+            with suppress(SnapshotError):
+                pending.wait()
 
     def _save_scaler(self, output_dir: str) -> None:
         """Do nothing: the scaler is in the snapshot."""
@@ -190,6 +237,7 @@ class SnapshotTrainerMixin:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         check_weights(resume_from_checkpoint)
+        self._expect_weights(resume_from_checkpoint)
         if not self._restore_model(resume_from_checkpoint):
             self._expect_same_names(resume_from_checkpoint)
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
@@ -226,9 +274,19 @@ class SnapshotTrainerMixin:
 
     def _load_best_model(self) -> None:
         self._wait_for_snapshot()
+        self._expect_weights(self.state.best_model_checkpoint)
         if not self._restore_model(self.state.best_model_checkpoint):
             self._expect_same_names(self.state.best_model_checkpoint)
             super()._load_best_model()  # type: ignore[misc]
+
+    def _expect_weights(self, checkpoint: str) -> None:
+        """Raise on all ranks if the weights of a checkpoint are not those that were saved."""
+        if not self.snapshot_verify_weights or checkpoint == self._verified:
+            return
+        with call_of("restore", None, ranks=True) as exchange:
+            if self.args.should_save:  # the others read the same files
+                expect_weights(checkpoint)
+            exchange.agree(True, all, bool, bool)
 
     def _restore_model(self, checkpoint: str) -> bool:
         """Restore the model, and return True, if it is in the snapshot, or next to it for a model that FSDP shards."""

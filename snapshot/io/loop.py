@@ -2,6 +2,10 @@
 
 It is created on first use, and again in a forked child. The public API is synchronous: it submits coroutines and waits.
 So it works in notebooks, in threads, and inside a running event loop.
+
+It also works while the interpreter exits: in `atexit` handlers, and in threads that outlive the main thread. The
+threads of the pool are daemons, unlike those of `concurrent.futures`, which end before that. If no thread can be
+started any more, as in Python 3.12, the calling thread does the work.
 """
 
 from __future__ import annotations
@@ -12,10 +16,12 @@ import concurrent.futures
 import threading
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from snapshot.errors import system_limits
+from snapshot.errors import SnapshotError, system_limits
 from snapshot.events import log
 from snapshot.io.aio import Latch
 from snapshot.io.registry import SharedClients
@@ -28,37 +34,96 @@ LIBRARY = ("snapshot-io", "snapshot-loop")
 """The name prefix of the library's threads."""
 
 
+_Task = tuple[Future[Any], Callable[[], Any]]
+
+
+class _Pool(ThreadPoolExecutor):
+    """Daemon threads for blocking calls. asyncio accepts only this class as a default executor.
+
+    All threads are started at once: one that fails to start later would fail work that is already queued. With a
+    count of 0, the calling thread does the work.
+    """
+
+    def __init__(self, count: int) -> None:
+        super().__init__(max(1, count), thread_name_prefix="snapshot-io")
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._workers: list[threading.Thread] = []
+        for number in range(count):
+            worker = threading.Thread(target=self._serve, name=f"snapshot-io_{number}", daemon=True)
+            worker.start()
+            self._workers.append(worker)
+
+    def submit(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        future: Future[T] = Future()
+        task = future, partial(function, *args, **kwargs)
+        if self._workers:
+            self._tasks.put(task)
+        else:
+            _perform(*task)
+        return future
+
+    def _serve(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            _perform(*task)
+            del task  # a result must not be kept until the next task
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        for _ in self._workers:
+            self._tasks.put(None)
+        for worker in self._workers if wait else ():
+            worker.join()
+
+
+def _perform(future: Future[T], function: Callable[[], T]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = function()
+    except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
+        future.set_exception(error)
+        del future  # its traceback refers to this frame
+    else:
+        future.set_result(result)
+
+
 class _Loop:
     def __init__(self) -> None:
         with system_limits("cannot create the library's I/O loop"):
             self.loop = asyncio.new_event_loop()
-        count = Settings.current().thread_count()
-        self.pool = ThreadPoolExecutor(count, thread_name_prefix="snapshot-io")
         self.clients = SharedClients()
-        self.thread = threading.Thread(target=self._run, name="snapshot-loop", daemon=True)
+        self.thread: threading.Thread | None = threading.Thread(target=self._run, name="snapshot-loop", daemon=True)
+        self.turn = threading.RLock()
+        """Without a thread of its own, held by the thread that runs the loop."""
+        pool: _Pool | None = None
         try:
             with system_limits("cannot start the threads of the library's I/O loop"):
-                _start_threads(self.pool, count)
-                self.thread.start()
+                try:
+                    pool = _Pool(Settings.current().thread_count())
+                    self.thread.start()
+                except RuntimeError:
+                    if not is_exiting():
+                        raise
+                    pool, self.thread = _Pool(0), None
         except BaseException:
-            self.pool.shutdown(wait=False)
+            if pool is not None:
+                pool.shutdown(wait=False)
             self.loop.close()
             raise
-        self.loop.set_default_executor(self.pool)
+        self.pool = pool
+        self.loop.set_default_executor(pool)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
 
-
-def _start_threads(pool: ThreadPoolExecutor, count: int) -> None:
-    """Start all threads of a pool now: a thread that fails to start later would fail work that is already queued."""
-    ready = threading.Event()
-    try:
-        for _ in range(count):
-            pool.submit(ready.wait)
-    finally:
-        ready.set()
+    def run_until(self, work: LoopFuture[Any]) -> None:
+        """Run the loop in the calling thread until some work is over, if the loop has no thread."""
+        if self.thread is not None:
+            return
+        with self.turn:
+            if not work.done():
+                work.add_done_callback(lambda _: self.loop.stop())
+                self.loop.run_forever()
 
 
 _loop = PerProcess(_Loop)  # threads do not survive a fork: a child creates its own
@@ -75,11 +140,12 @@ class LoopFuture(Future[T]):
     Unlike the futures of `run_coroutine_threadsafe`, a cancelled one is done only after its clean-up.
     """
 
-    def __init__(self, work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, work: Coroutine[Any, Any, T], made: _Loop) -> None:
         super().__init__()
         self._over = Latch()
         self._callbacks: list[Callable[[Future[T]], object]] = []
-        self._loop = loop
+        self._made = made
+        self._loop = made.loop
         self._work = work
         self._task: asyncio.Task[T] | None = None
         self._started = False
@@ -139,7 +205,7 @@ class LoopFuture(Future[T]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the work, and return its exception, or `CancelledError` if it was cancelled."""
-        if not self._over.wait(timeout):
+        if not self.settled(timeout):
             raise TimeoutError
         if self.cancelled():
             raise concurrent.futures.CancelledError
@@ -148,6 +214,7 @@ class LoopFuture(Future[T]):
 
     def settled(self, timeout: float | None = None) -> bool:
         """Wait until the work is over, however it ends. Return False after a timeout."""
+        self._made.run_until(self)
         return self._over.wait(timeout)
 
     def add_done_callback(self, function: Callable[[Future[T]], object]) -> None:
@@ -177,7 +244,7 @@ class LoopFuture(Future[T]):
 
 def work_on(work: Coroutine[Any, Any, T]) -> LoopFuture[T]:
     """Return work for the loop that has not been started."""
-    return LoopFuture(work, _loop.get().loop)
+    return LoopFuture(work, _loop.get())
 
 
 def start(work: Coroutine[Any, Any, T]) -> LoopFuture[T]:
@@ -191,24 +258,38 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     """Run work on the loop and wait for it. If the wait is interrupted, cancel the work and wait for its clean-up."""
     try:
         refuse_on_loop()
-    except RuntimeError:
+    except (RuntimeError, SnapshotError):
         work.close()
         raise
-    future = LoopFuture(work, _loop.get().loop)
+    future = LoopFuture(work, _loop.get())
+    ends = ends_at_exit()
     try:
+        if ends:
+            _abandoned.get().add(future)
         future.begin()
         return future.result()
-    except BaseException:
+    except BaseException as error:
         if not future.done():
             future.cancel()
             future.settled(60)
+        if ends and isinstance(error, concurrent.futures.CancelledError):
+            expect_time()
         raise
+    finally:
+        _abandoned.get().discard(future)
 
 
 def refuse_on_loop() -> None:
-    """Raise if this thread runs the loop, which would wait for itself."""
-    if threading.current_thread() is _loop.get().thread:
+    """Raise if this thread runs the loop, which would wait for itself, or if the exit of the interpreter ends it."""
+    expect_time()
+    made = _loop.made()
+    if made is not None and threading.current_thread() is made.thread:
         raise RuntimeError("must not block on the library's own I/O loop, such as in a callback")
+
+
+def works_here() -> bool:
+    """Return True if the loop has no thread, so that nothing is done before the caller waits for it."""
+    return _loop.get().thread is None
 
 
 async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
@@ -244,7 +325,7 @@ def end_threads() -> None:
     No other thread may use the library meanwhile: its work would never be done. Raises RuntimeError if work is running.
     """
     made = _loop.made()
-    if made is None:
+    if made is None or made.thread is None:
         return
     if threading.current_thread() is made.thread:
         raise RuntimeError("must not end the library's threads on its own I/O loop, such as in a callback")
@@ -271,19 +352,69 @@ _unfinished: PerProcess[set[LoopFuture[Any]]] = PerProcess(set)
 
 
 def finish_before_exit(future: LoopFuture[Any]) -> None:
-    """Make the interpreter's exit wait for background work, instead of losing it."""
+    """Make the interpreter's exit wait for background work, instead of losing it. Wait here if it exits already."""
+    if is_exiting():
+        future.settled()
+        return
     unfinished = _unfinished.get()
     unfinished.add(future)
     future.add_done_callback(unfinished.discard)
 
 
+# The exit of the interpreter. When the main thread has ended, `threading` calls its exit functions, and waits for all
+# threads that are not daemons. Then `atexit` calls its own. Daemons end at any later moment, in the midst of an
+# operation. In C++, that aborts the process. So work of daemons is cancelled first.
+
+_abandoned: PerProcess[set[LoopFuture[Any]]] = PerProcess(set)
+"""The work that daemon threads of the application wait for."""
+
+
+def is_exiting() -> bool:
+    """Return True if the interpreter exits: the main thread has ended, or calls functions of `atexit`."""
+    return bool(getattr(threading, "_SHUTTING_DOWN", False))
+
+
+def ends_at_exit() -> bool:
+    """Return True in a thread that ends while it works if the interpreter exits: a daemon of the application."""
+    thread = threading.current_thread()
+    return thread.daemon and not thread.name.startswith("snapshot-")
+
+
+def expect_time() -> None:
+    """Raise if the interpreter exits and does not wait for this thread."""
+    if is_exiting() and ends_at_exit():
+        raise SnapshotError(
+            "cannot work in a daemon thread while the interpreter exits: it does not wait for such threads; save in "
+            "another thread, or join this one before the program ends"
+        )
+
+
+def before_exit(function: Callable[[], object]) -> None:
+    """Call a function when the main thread has ended, before functions that were registered earlier."""
+    register = getattr(threading, "_register_atexit", atexit.register)
+    with suppress(RuntimeError):  # the interpreter exits already
+        register(function)
+
+
 def _wait_at_exit() -> None:
     for work in list(_unfinished.get()):
         work.settled()
+    abandoned = list(_abandoned.get())
+    for work in abandoned:
+        work.cancel()
+    for work in abandoned:
+        work.settled(60)
+    _close_clients()
+
+
+def _close_clients() -> None:
     made = _loop.made()
-    if made is not None:
-        concurrent.futures.wait([asyncio.run_coroutine_threadsafe(made.clients.close(), made.loop)], timeout=5)
+    if made is None:
+        return
+    future = LoopFuture(made.clients.close(), made)
+    future.begin()
+    future.settled(5)
 
 
-# The pool refuses new work once `threading` exits, which happens before `atexit`. So wait at `threading`'s exit.
-getattr(threading, "_register_atexit", atexit.register)(_wait_at_exit)
+atexit.register(_close_clients)  # of saves while the interpreter exits
+before_exit(_wait_at_exit)

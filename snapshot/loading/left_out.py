@@ -171,12 +171,6 @@ class LeftOut(NamedTuple):
     """The box that the target is."""
     live: bool
 
-    def as_target(self) -> tuple[str, torch.Tensor, tuple[str, int]]:
-        """Return the name, the tensor that must have the values, and their source: a key of its memory."""
-        shared = intersect(self.piece, self.box)
-        part = self.target if shared is None else self.target.detach()[shared.relative_to(self.box.offsets).slices()]
-        return self.path, part, (self.stored.location, self.stored.byte_range[0])
-
     def fault(self, base: BaseReference) -> str:
         """Return why the target does not have what the base has, or ''."""
         where = f"{base.url} (save id {base.save_id})"

@@ -1,12 +1,11 @@
-"""Live values: whether their memory can be written, which of them share memory, and the class that an entry gets."""
+"""Live values: whether their memory can be written, which of them are tied, and the class that an entry gets."""
 
 from __future__ import annotations
 
 import functools
 import math
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from itertools import chain
 from typing import Any, NamedTuple
@@ -18,7 +17,6 @@ from torch.nn.parameter import is_lazy
 from snapshot.errors import CorruptSnapshotError
 from snapshot.loading.open import Opened
 from snapshot.loading.read_plan import ReadPlan
-from snapshot.loading.read_requests import FlatPlace, ReadRequest
 from snapshot.manifest import entries as e
 from snapshot.manifest.entries import AnyTensor, is_leaf
 from snapshot.manifest.paths import add_parents, encode_component
@@ -32,72 +30,6 @@ from snapshot.state.stateful import RestoreAdapter
 from snapshot.tensors.geometry import boxes_of_range
 from snapshot.tensors.memory import BY_NAME, address_of_tensor, view_memory
 
-
-def find_shared_memory(read_plan: ReadPlan) -> list[str]:
-    """Return an error for each pair of stored ranges that would be read into the same live memory."""
-    requests = [request for request in read_plan.requests if request.live and request.address]
-    found = _find_overlaps([(request.address, request) for request in requests])
-    # Of tensors on an accelerator, the contiguous ones are compared.
-    placed: defaultdict[torch.device | None, list[tuple[int, ReadRequest]]] = defaultdict(list)
-    for request in read_plan.requests:
-        if request.live and isinstance(request.place, FlatPlace):
-            placed[request.device].append((request.place.address, request))
-    for each_device in placed.values():
-        found += _find_overlaps(each_device)
-    left_out = [each for each in read_plan.left_out if each.live]
-    targets = [*read_plan.targets, *(each.as_target() for each in left_out)]
-    digests = {each.path: each.stored.digest for each in left_out if each.piece == each.box}
-    spans = [
-        (
-            request.address,
-            request.end - request.begin + request.address,
-            request.name,
-            (request.location, request.begin),
-            True,
-            request.stored.digest if request.end - request.begin == request.stored.nbytes else None,
-        )
-        for request in (requests if targets else ())
-    ]
-    for name, target, source in targets:
-        if target.device.type == "cpu":
-            begin = target.data_ptr()
-            steps = sum((n - 1) * stride for n, stride in zip(target.shape, target.stride(), strict=True))
-            end = begin + (steps + 1) * target.element_size()
-            dense = end - begin == target.nbytes
-            spans.append((begin, end, name, source, dense, digests.get(name)))
-    reached: tuple[int, int, str, tuple[str, int], bool, str | None] | None = None
-    for span in sorted(spans, key=lambda span: span[:5]):
-        # two strided tensors may interleave without sharing elements
-        close = reached and span[0] < reached[1] and (span[:2] == reached[:2] or reached[4] or span[4])
-        alike = reached and span[:2] == reached[:2] and span[5] is not None and span[5] == reached[5]
-        own = reached and span[2] == reached[2]  # a mapped tensor is filled in several ways
-        if reached and close and span[3] != reached[3] and not alike and not own:
-            found.append((reached[2], span[2]))
-        reached = span if reached is None or span[1] > reached[1] else reached
-    return [
-        f"{first} and {second}: share memory in the application, but have separate bytes in the snapshot"
-        for first, second in dict.fromkeys(found)
-    ]
-
-
-def _find_overlaps(placed: Sequence[tuple[int, ReadRequest]]) -> list[tuple[str, str]]:
-    """Return the names of ranges that overlap in one memory, and do not hold the same bytes."""
-    found: list[tuple[str, str]] = []
-    requests = [request for _, request in placed]
-    begins = np.fromiter((address for address, _ in placed), np.uint64, len(placed))
-    ends = begins + np.fromiter((request.end - request.begin for request in requests), np.uint64, len(placed))
-    order = np.argsort(begins, kind="stable")
-    reach = np.maximum.accumulate(ends[order]) if requests else ends
-    for i in np.flatnonzero(begins[order][1:] < reach[:-1]):
-        at = int(order[i + 1])
-        before = next(int(j) for j in order[: i + 1] if ends[j] > begins[at])
-        first, second = requests[before], requests[at]
-        same = begins[before] == begins[at] and first.stored.nbytes == second.stored.nbytes
-        if not (same and first.stored.digest is not None and first.stored.digest == second.stored.digest):
-            found.append((first.name, second.name))
-    return found
-
-
 COMPARED = 1 << 23
 """Elements of two stored tensors that are compared at once."""
 FEW = 256
@@ -109,8 +41,11 @@ def find_read_only_memory(read_plan: ReadPlan) -> list[str]:
 
     Writing to such memory would kill the process.
     """
-    live = [request for request in read_plan.requests if request.live and request.address]
-    targets = [(target.data_ptr(), name) for name, target, _ in read_plan.targets if target.device.type == "cpu"]
+    requests = [request for request in read_plan.requests if request.live]
+    live = [request for request in requests if request.address]
+    kept = {each.path for each in read_plan.left_out} - {request.name for request in requests}  # only compared
+    targets = [(each.tensor.data_ptr(), each.name) for each in read_plan.targets if each.tensor.is_cpu]
+    targets = [each for each in targets if each[1] not in kept] if kept else targets
     names = [request.name for request in live] + [name for _, name in targets]
     if len(names) <= FEW and all(map(_is_allocated, map(read_plan.values.get, names))):
         return []

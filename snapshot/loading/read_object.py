@@ -17,6 +17,7 @@ from snapshot.io.loop import run
 from snapshot.loading.live import Binding, is_writable
 from snapshot.loading.open import Opened, expect_files
 from snapshot.loading.read_plan import ReadPlan
+from snapshot.loading.shared_memory import find_shared_memory
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document, check_shape, check_tensor, check_tree, find_locations
 from snapshot.manifest.paths import encode_component
@@ -282,6 +283,8 @@ def read_tree(
             read_plan.values[below] = held
         else:
             read_plan.new(below, entry)
+    if lines := find_shared_memory(read_plan):
+        raise RestoreError(f"{path}: does not fit obj_out:{listed(lines)}", lines)
     _execute(opened, read_plan, verify)
     return inflate_tree(path, tree, read_plan.values)
 

@@ -7,15 +7,15 @@ read into a slot, and copied with strides, a cast or a device transfer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from snapshot.errors import CorruptSnapshotError, UnsafeObjectError
+from snapshot.errors import CorruptSnapshotError, RestoreError, UnsafeObjectError
 from snapshot.formats.foreign import is_embedded
 from snapshot.formats.pickled_objects import SavedFile, find_object, is_refused, load_object, run_pickle
 from snapshot.formats.to_entries import NotPlainError, read_plain_value
@@ -44,6 +44,7 @@ from snapshot.tensors import composite
 from snapshot.tensors.digest import BLOCK
 from snapshot.tensors.geometry import Box, intersect, whole_box
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE, NAMES, address_of, is_plain
+from snapshot.text import listed
 
 # Claims on stored bytes: new values must not take far more memory than the files have bytes.
 
@@ -84,6 +85,19 @@ class MemoryClaims:
             raise CorruptSnapshotError(f"{path}: its bytes also belong to other values")
 
 
+class LiveTarget(NamedTuple):
+    """A tensor of the application that gets stored elements."""
+
+    name: str
+    tensor: torch.Tensor
+    pieces: list[tuple[Box, e.TensorEntry]] | None
+    """The stored pieces of the entry; None for a mapped tensor."""
+    box: Box
+    """The box of the entry that the tensor is."""
+    source: Hashable = None
+    """Of a mapped tensor: its entry."""
+
+
 class ReadPlan:
     """Collects the ranges to read for one operation."""
 
@@ -104,13 +118,15 @@ class ReadPlan:
         self._finish: list[Callable[[], None]] = []
         self._finish_objects: list[Callable[[], None]] = []
         self._made: dict[tuple[Any, ...], torch.Tensor] = {}
-        self.targets: list[tuple[str, torch.Tensor, tuple[str, int]]] = []
-        """Live tensors that are filled through a slot, with their source."""
+        self.targets: list[LiveTarget] = []
+        """Live tensors to fill, but those of `request_if_equal`."""
         self._whole: dict[str, bytearray | SavedFile] = {}
         """Files whose pickles are run: their bytes, then their contents."""
         self._boxes: dict[tuple[Any, ...], torch.Tensor] = {}
         self._filled: dict[str, dict[int, ReadRequest | tuple[Any, torch.Tensor]]] = {}
         """By location and begin: the request that fills a live tensor, or an entry and the tensor for it."""
+        self._kept: list[tuple[str, torch.UntypedStorage, int]] = []
+        """Names, memory and addresses of `request_if_equal`: no memory is freed if a tensor gets another one."""
         self._generators: dict[int, Any] = {}
         """The live generators that are filled."""
         self._claims = MemoryClaims(files)
@@ -273,6 +289,7 @@ class ReadPlan:
             or not (address := held.data_ptr())
         ):
             return False
+        self._kept.append((path, held.untyped_storage(), address))
         filled[begin] = request = ReadRequest(path, entry, location, begin, end, address, None, True)
         self.requests.append(request)
         self.values[path] = held
@@ -289,10 +306,10 @@ class ReadPlan:
         if not pieces:
             self.lacking.append((entry, whole_box(entry.shape)))
             return
-        first = pieces[0][1]
-        place = place_of(first)
-        if live and (not (is_plain(target) and BY_NAME[entry.dtype] == target.dtype) or is_embedded(first)):
-            self.targets.append((path, target, place))
+        place = place_of(pieces[0][1])
+        if live:
+            target = target.detach()  # its memory is kept, even if the application's tensor gets another one
+            self.targets.append(LiveTarget(path, target, pieces, whole_box(entry.shape)))
         filled = self._filled.setdefault(place[0], {})
         if place[1] in filled:
             if self._again(entry, pieces, target, *self._first(filled[place[1]])):
@@ -308,15 +325,15 @@ class ReadPlan:
         if isinstance(entry, e.MappedTensorEntry):
             self._add_mapped(path, entry, target, box, live)
             return
+        pieces = entry.pieces()
         if live:
+            target = target.detach()
             place = path, box, target.data_ptr()
-            embedded = any(is_embedded(stored) for _, stored in entry.pieces())
-            if not (is_plain(target) and BY_NAME[entry.dtype] == target.dtype) or embedded:
-                self.targets.append((path, target, (f"{path}[{box}]", 0)))
+            self.targets.append(LiveTarget(path, target, pieces, box))
             if place in self._boxes:
                 return
             self._boxes[place] = target
-        self.add_pieces(path, entry, entry.pieces(), target, box, live=live)
+        self.add_pieces(path, entry, pieces, target, box, live=live)
 
     def add_pieces(
         self,
@@ -336,12 +353,13 @@ class ReadPlan:
             self.lacking.append((entry, box))
 
     def _add_mapped(self, path: str, entry: e.MappedTensorEntry, target: torch.Tensor, box: Box, live: bool) -> None:
+        target = target.detach() if live else target
         place = id(entry), box, target.data_ptr()
         if live:
+            self.targets.append(LiveTarget(path, target, None, box, id(entry)))
             if place in self._boxes:
                 return
             self._boxes[place] = target
-            self.targets.append((path, target, (f"{path}[{box}]", 0)))
         first, add = len(self.requests), partial(self.add_pieces, path, entry, live=live)
         self.requests += request_mapped(path, entry, target, box, self.files, add=add, finish=self._finish, live=live)
         self._ranges.join(self.requests, first)
@@ -477,5 +495,22 @@ class ReadPlan:
 
     def finish(self) -> None:
         """Create the values that need several reads, after all bytes were read and verified."""
+        self._expect_in_place()
         for each in self._finish:
             each()
+
+    def _expect_in_place(self) -> None:
+        """Raise if live tensors have other memory than that which was filled."""
+        kept, self._kept = self._kept, []
+        places = chain(
+            ((name, address) for name, _, address in kept),
+            ((each.name, each.tensor.data_ptr()) for each in self.targets if each.tensor.layout is torch.strided),
+        )
+        values: dict[str, Any] = self.values
+        lines = [
+            f"{name}: its memory was replaced during the restore, so it may have other values"
+            for name, address in places
+            if type(values.get(name)) in (torch.Tensor, torch.nn.Parameter) and values[name].data_ptr() != address
+        ]
+        if lines:
+            raise RestoreError(f"another thread changed tensors; restore again when none does:{listed(lines)}", lines)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 import weakref
 from collections.abc import Iterable, Mapping
@@ -17,7 +16,7 @@ from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import ranks_of
 from snapshot.errors import CorruptSnapshotError, SnapshotError, SnapshotNotFoundError
 from snapshot.events import emit, log
-from snapshot.io.loop import LoopFuture, run
+from snapshot.io.loop import LoopFuture, before_exit, run
 from snapshot.io.url import URL
 from snapshot.loading.choose import RESTORE_OPTIONS, RestoreOptions
 from snapshot.manager.agreement import Channels, StepBegin, agree_on, may_be_committed
@@ -552,4 +551,4 @@ def _close_all() -> None:
 
 
 # before the event loop's own exit hook, since closing a manager needs the loop
-getattr(threading, "_register_atexit", lambda function: None)(_close_all)
+before_exit(_close_all)

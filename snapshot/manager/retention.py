@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from snapshot.errors import CorruptSnapshotError, OtherWriterError, SnapshotError, StorageError, StorageNotFoundError
 from snapshot.events import emit, log
 from snapshot.io.aio import gather_limited
-from snapshot.io.loop import run
+from snapshot.io.loop import is_exiting, run
 from snapshot.io.storage import FileStat, Storage
 from snapshot.manager.policies import KeepBest, Policy, Taken, choose_kept, plan_retention, split_policy
 from snapshot.manager.root import UNREADABLE as CANNOT_READ
@@ -457,7 +457,7 @@ class Cleaner:
     def _request(self, upto: int) -> None:
         """Request removals. The caller has the lock."""
         self._wanted = upto if self._wanted is None else max(upto, self._wanted)
-        if self._thread is None:
+        if self._thread is None and not is_exiting():
             self._thread = threading.Thread(target=self._work, name="snapshot-cleaner", daemon=True)
             try:
                 self._thread.start()

@@ -265,7 +265,7 @@ class StagingAhead(PartStaging):
         self.stager = Stager(share.leaves, copies=True, parallel=True)
         super().__init__(self.stager)
         if late.pending is not None:
-            self.stager.watch(late.marks, late.owners, late.pending.versions)
+            self.stager.watch(late.marks, late.owners, late.pending)
         if opening.session.storage.capabilities.local:
             self.part_bytes = PART_AHEAD
         self.late = late.pending

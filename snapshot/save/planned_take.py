@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -40,7 +43,7 @@ from snapshot.save.guards import GuardedTake
 from snapshot.save.rank_share import RankShare
 from snapshot.save.reuse import Unchanged, remember_unchanged
 from snapshot.save.staging import PartSource
-from snapshot.save.take_request import TakeSigner
+from snapshot.save.take_request import TakeSigner, encode_metadata
 from snapshot.save.transaction import State, Transaction
 from snapshot.save.writer import Writer, WrittenFile, write_small
 from snapshot.tensors.digest import SIZE, FileTree, Root, count_blocks, digest_range, root_of, tree_of
@@ -131,6 +134,7 @@ class Take:
         *,
         staging: PartStaging,
         metadata: msgspec.Raw,
+        later: Future[Mapping[str, Any]] | None = None,
         verify: Verify | None = None,
         packing: MemoryBudget | None = None,
         signer: TakeSigner | None = None,
@@ -148,6 +152,8 @@ class Take:
         self._share = share
         self.staging = staging
         self._metadata = metadata
+        self._later = later
+        """Metadata that is known before the commit."""
         self.unchanged = unchanged
         self._verify = verify
         self._guarded = guarded
@@ -208,6 +214,9 @@ class Take:
                     manifest, done = await while_all_go_on(self._exchange, self._write_files(transaction))
                     if self._verify is not None:
                         await while_all_go_on(self._exchange, self._verify(self.session, manifest))
+                    if self._later is not None and self._exchange.rank == 0:
+                        known = await while_all_go_on(self._exchange, self._await_metadata(self._later))
+                        manifest = replace(manifest, metadata=known)
                     await self.staging.check()
                     await self.unchanged.expect_base()
                     judge = None if self._guarded is None else self._guarded.judge
@@ -237,6 +246,10 @@ class Take:
         self.emit(
             "committed", bytes=self.plan.total_bytes, shared_bytes=self.unchanged.nbytes, seconds=round(seconds, 3)
         )
+
+    async def _await_metadata(self, later: Future[Mapping[str, Any]]) -> msgspec.Raw:
+        found: Mapping[str, Any] = await asyncio.wrap_future(later)
+        return encode_metadata(found)
 
     def _forget_tensors(self) -> None:
         """Release the application's tensors: an error or the pending snapshot must not keep them alive."""

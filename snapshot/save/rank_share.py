@@ -23,7 +23,7 @@ from snapshot.save.leaf_digests import digest_leaves
 from snapshot.save.replication import Replication, ReplicationRules, agree_on_replicas, check_replicas, holders_of
 from snapshot.save.take_request import TakeRequest
 from snapshot.state.flatten import Flattened
-from snapshot.state.leaves import Blob, Leaf
+from snapshot.state.leaves import Blob, Leaf, hold_memory
 from snapshot.state.sharded import LocalPiece, Shards
 from snapshot.tensors.memory import ITEMSIZE, NAMES
 
@@ -48,6 +48,8 @@ class RankShare:
         for path, shards in flat.shards.items():
             self._header(path, shards)
         self._choose_pieces()
+        known = len(flat.leaves) if self._exchange.alone else 0
+        flat.memory = hold_memory(flat.leaves) + hold_memory(self.leaves[known:])
         writes_shared = exchange.rank == 0
         self.blobs: list[Blob] = [blob for blob in flat.blobs if writes_shared or blob.path not in replication.paths]
 
@@ -162,7 +164,7 @@ class RankShare:
     def take_leaves(self) -> list[Leaf]:
         """Return the leaves, once: this object does not refer to them afterwards."""
         leaves = self.leaves
-        self.leaves, self.flat.leaves, self.flat.seen = [], [], {}
+        self.leaves, self.flat.leaves, self.flat.seen, self.flat.memory = [], [], {}, []
         return leaves
 
     # The manifest

@@ -8,11 +8,13 @@ allocated. `device_copies.py` has the copies from accelerators.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import compress
 from typing import Any
 
+import msgspec
 import torch
+from msgspec.structs import replace
 
 from snapshot.errors import SnapshotError
 from snapshot.events import span
@@ -24,6 +26,7 @@ from snapshot.io.storage import Buffer
 from snapshot.plan.layout import Extent, FilePart, FilePlan, cut_file
 from snapshot.save.device_copies import DeviceCopies, PartCopies
 from snapshot.save.digests import WORTH, ExtentDigests, FileDigests
+from snapshot.save.step_barrier import PendingCopy
 from snapshot.state.leaves import Leaf
 from snapshot.state.model_state import count_changes
 from snapshot.tensors.memory import SHORT, copy_memory, copy_memory_short, view_memory, wrap_memory
@@ -112,6 +115,29 @@ class PartSource:
         return staged
 
 
+class _Watched(msgspec.Struct, gc=False):
+    """The state of a late leaf when the call returned."""
+
+    owner: torch.Tensor
+    """The optimizer's tensor, whose versions count the changes."""
+    version: int
+    tensor: torch.Tensor
+    """The application's tensor, which may get another memory."""
+    storage: torch.UntypedStorage
+    """The memory of the leaf, which is kept."""
+    begin: int
+    nbytes: int
+
+    def is_changed(self, address: int) -> bool:
+        """Return True if the values may have changed, or if the memory was replaced or freed."""
+        return (
+            count_changes(self.owner) != self.version
+            or self.tensor.data_ptr() != address
+            or self.storage.data_ptr() != self.begin
+            or self.storage.nbytes() != self.nbytes
+        )
+
+
 class Stager(PartSource):
     """The tensors of one take, as a source of parts."""
 
@@ -123,7 +149,8 @@ class Stager(PartSource):
         """True if every part is assembled in a slot: it must be aligned, or outlive the call."""
         self.parallel = parallel
         """True if the staging thread may copy with torch's thread pool."""
-        self._watched: dict[int, tuple[torch.Tensor, int]] = {}
+        self._watched: dict[int, _Watched] = {}
+        self._copying: AbstractContextManager[object] = nullcontext()
         self._ahead: ExtentDigests | None = None
         self.plain = [leaf.plain for leaf in leaves]
         await_host_copies(leaf.tensor for leaf in leaves if leaf.address)
@@ -186,8 +213,13 @@ class Stager(PartSource):
         header = file.header[part.begin : part.end] if part.begin < len(file.header) else b""
         if held is None:
             return self._borrow(file, part, header)
-        if self._watched:  # memory that was freed must not be read
+        if not self._watched:
+            return self._begin(file, part, header, held)
+        with self._copying:  # memory that was freed must not be read, and none is freed meanwhile
             self._check(file, part)
+            return self._begin(file, part, header, held)
+
+    def _begin(self, file: FilePlan, part: FilePart, header: bytes, held: HeldSlot) -> StagedPart:
         copies = PartCopies(self._devices, held.slot)
         try:
             if self.copies:
@@ -232,12 +264,26 @@ class Stager(PartSource):
     def digests(self, file: FilePlan) -> FileDigests:
         return FileDigests(file, self._ahead.of_file(file) if self._ahead is not None else {})
 
-    def watch(self, late: bytes, owners: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
-        """Require the marked leaves to be unchanged when they are staged: `owners` must still have these `versions`."""
-        for leaf in compress(self.leaves, late):
-            self._devices.keep_memory(leaf.tensor)
-        watched = zip(owners, versions, strict=True)
-        self._watched = dict(zip(compress(range(len(late)), late), watched, strict=True))
+    def watch(self, late: bytes, owners: Sequence[torch.Tensor], pending: PendingCopy) -> None:
+        """Require the marked leaves to be unchanged when they are staged: `owners` must still have their versions.
+
+        Their memory is kept, even if the application gives its tensors another one.
+        """
+        leaves = list(self.leaves)
+        numbers = list(compress(range(len(late)), late))
+        tensors = [leaves[number].tensor for number in numbers]
+        storages = list(map(torch.Tensor.untyped_storage, tensors))
+        begins = list(map(torch.UntypedStorage.data_ptr, storages))
+        sizes = map(torch.UntypedStorage.nbytes, storages)
+        watched = map(_Watched, owners, pending.versions, tensors, storages, begins, sizes)
+        self._watched = dict(zip(numbers, watched, strict=True))
+        self._copying = pending.protect(begins)
+        for number in numbers:
+            leaf = leaves[number]
+            if not leaf.plain:  # the bytes of others are read by their address
+                self._devices.keep_memory(leaf.tensor)
+                leaves[number] = replace(leaf, tensor=leaf.tensor.detach())
+        self.leaves = leaves
 
     def forget(self) -> None:
         """Release all tensors. The result of a concurrent staging thread is discarded."""
@@ -252,10 +298,9 @@ class Stager(PartSource):
             if extent.leaf not in watched:
                 continue
             leaf = leaves[extent.leaf]
-            owner, version = watched[extent.leaf]
-            if count_changes(owner) != version or leaf.tensor.data_ptr() != leaf.address:
+            if watched[extent.leaf].is_changed(leaf.address):
                 path = leaf.path
-                del leaf, leaves, owner, watched  # the error must not keep the tensors alive
+                del leaf, leaves, watched  # the error must not keep the tensors alive
                 raise SnapshotError(
                     f"{path}: changed outside an optimizer's step() before it was copied, so nothing was "
                     'committed; call wait_staged() before such changes, or use staging="blocking"'

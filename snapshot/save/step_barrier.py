@@ -1,8 +1,9 @@
 """The optimizer barrier: `step()` waits until pending snapshots have copied the tensors that it changes.
 
-The wait is one global hook that torch calls before the hooks of any optimizer. Loading a state dict waits, too.
-Torch has no hook for that, so two methods are wrapped while an overlapped take is pending. The hook is removed with
-the first step after the last take, if it is the only global hook. Otherwise it stays and does nothing.
+The wait is one global hook that torch calls before the hooks of any optimizer. Loading a state dict waits, too, and
+resizing a storage waits for the part that is being copied. Torch has no hook for these, so their methods are wrapped
+while an overlapped take is pending. The hook is removed with the first step after the last take, if it is the only
+global hook. Otherwise it stays and does nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -40,6 +42,7 @@ class SpotBytes:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = [each.detach() for each in tensors]
+        self._sizes = [each.untyped_storage().nbytes() for each in self._tensors]
         turn = next(SpotBytes._takes) * 0x9E3779B1
         self._spots = [
             (0, (turn * number >> 7) % last, last - 1) for number, last in enumerate(map(_count_spots, tensors))
@@ -47,8 +50,9 @@ class SpotBytes:
         self._taken = self._take()
 
     def differ(self) -> bool:
-        """Return True if the tensors have other bytes now."""
-        return self._take() != self._taken
+        """Return True if the tensors have other bytes now, or none."""
+        sizes = [each.untyped_storage().nbytes() for each in self._tensors]
+        return sizes != self._sizes or self._take() != self._taken
 
     def _take(self) -> list[bytes]:
         found: list[bytes] = []
@@ -86,6 +90,8 @@ class PendingCopy:
         self._samples = SpotBytes(uncounted)
         self._over = Latch()
         self._lock = threading.Lock()
+        self._copying = threading.Lock()
+        self._storages: frozenset[int] = frozenset()
         self._let_go = False
         self.changed = False
         """True if the tensors were changed before a change was permitted."""
@@ -104,6 +110,15 @@ class PendingCopy:
         return any(
             find_storage_begin(find_local_tensor(each)) in bases for each in tensors if isinstance(each, torch.Tensor)
         )
+
+    def protect(self, storages: Iterable[int]) -> threading.Lock:
+        """Return a lock for a thread that copies from storages with these addresses: while held, none is resized."""
+        self._storages = frozenset(storages)
+        return self._copying
+
+    def while_copied(self, storage: torch.UntypedStorage) -> AbstractContextManager[object]:
+        """Return the lock if a storage is one that is copied."""
+        return self._copying if storage.data_ptr() in self._storages else nullcontext()
 
     def begin(self) -> None:
         """Make optimizer steps and `load_state_dict` calls wait from now on."""
@@ -147,17 +162,18 @@ class _Barrier:
         self._lock = threading.Lock()
         self.pending: tuple[PendingCopy, ...] = ()
         self._hook: RemovableHandle | None = None
-        self._loads: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {}
-        """For each class: its `load_state_dict`, and the wrapper in its place."""
+        self._wrapped: dict[tuple[Any, str], tuple[Callable[..., Any], Callable[..., Any]]] = {}
+        """For each class and name: its method, and the wrapper in its place."""
 
     def add(self, copy: PendingCopy) -> None:
         with self._lock:
             if self._hook is None:
                 self._hook = register_optimizer_step_pre_hook(self._before_step)
-            for kind in (torch.nn.Module, torch.optim.Optimizer):
-                if kind not in self._loads or kind.load_state_dict is not self._loads[kind][1]:
-                    self._loads[kind] = kind.load_state_dict, _waiting(kind.load_state_dict)
-                    kind.load_state_dict = self._loads[kind][1]  # type: ignore[method-assign]
+            for kind, name, wrap in _WRAPPED:
+                method = getattr(kind, name)
+                if (kind, name) not in self._wrapped or method is not self._wrapped[kind, name][1]:
+                    self._wrapped[kind, name] = method, wrap(method)
+                    setattr(kind, name, self._wrapped[kind, name][1])
             self.pending = (*self.pending, copy)
 
     def discard(self, copy: PendingCopy) -> None:
@@ -167,10 +183,10 @@ class _Barrier:
                 self._unwrap()
 
     def _unwrap(self) -> None:
-        for kind, (original, wrapper) in list(self._loads.items()):
-            if kind.load_state_dict is wrapper:  # otherwise other code has wrapped it again
-                kind.load_state_dict = original
-                del self._loads[kind]
+        for (kind, name), (original, wrapper) in list(self._wrapped.items()):
+            if getattr(kind, name) is wrapper:  # otherwise other code has wrapped it again
+                setattr(kind, name, original)
+                del self._wrapped[kind, name]
 
     def _unhook(self) -> None:
         """Remove the step hook from within it.
@@ -239,3 +255,24 @@ def _waiting(load: Callable[..., R]) -> Callable[..., R]:
         return load(*args, **kwargs)
 
     return load_state_dict
+
+
+def _between_parts(resize: Callable[..., R]) -> Callable[..., R]:
+    """Let a storage be resized only while no thread copies from it. The next part then finds that it changed."""
+
+    @functools.wraps(resize)
+    def resize_(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> R:
+        with ExitStack() as held:
+            for copy in pending_copies():
+                held.enter_context(copy.while_copied(storage))
+            return resize(storage, *args, **kwargs)
+
+    return resize_
+
+
+_WRAPPED: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
+    (torch.nn.Module, "load_state_dict", _waiting),
+    (torch.optim.Optimizer, "load_state_dict", _waiting),
+    (torch.UntypedStorage, "resize_", _between_parts),
+)
+"""The methods that are wrapped while a copy is pending."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from importlib import import_module
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import ranks_of
 from snapshot.events import emit
-from snapshot.io.loop import LoopFuture, refuse_on_loop, run
+from snapshot.io.loop import LoopFuture, is_exiting, refuse_on_loop, run, works_here
 from snapshot.io.system import gc_paused
 from snapshot.io.url import URL
 from snapshot.plan.layout import SavePlan
@@ -121,7 +122,7 @@ def start_take(
         options = make_options()
         check_app_state(app_state)
         sink = None
-        if options.worker == "process":
+        if options.worker == "process" and not is_exiting():
             sink = import_module(WORKER).start_writer(URL.parse(os.fspath(path)), options.storage_options)
         meter = Meter("async_take", shown_once(options.progress, pg))
         with (
@@ -131,13 +132,15 @@ def start_take(
             ExitStack() as opened,
         ):
             opening.look_at_path()
-            take = _assemble(opened, opening, app_state, options, background=True, sink=sink)
+            take = _assemble(opened, opening, app_state, options, background=not works_here(), sink=sink)
             report, staging = take.report, take.staging
-            assert isinstance(staging, StagingAhead)
-            work = staging.stage(take)
+            if isinstance(staging, StagingAhead):
+                work, late = staging.stage(take), staging.late
+            else:
+                work, late = take.start(), None
             slot.leave_after(work)
             place = opening.path_as_given(path)
-            return make(StartedTake(place, options.storage_options, report, work, meter, staging.late, opening.save_id))
+            return make(StartedTake(place, options.storage_options, report, work, meter, late, opening.save_id))
 
 
 def _assemble(
@@ -153,7 +156,7 @@ def _assemble(
     session, verb = opening.session, opening.meter.verb
     share = collect_rank_share(opening.exchange, session, app_state, options, opening.globs)
     packing = choose_packing(options.compression, session, share.leaves)
-    overlapped = background and options.staging == "overlapped" and options.prepare is None
+    overlapped = background and options.staging == "overlapped" and options.prepare is None and not is_exiting()
     late = opened.enter_context(LateCopies(opening, share, app_state if overlapped else None))
     unchanged = find_unchanged(opening, share, app_state, options)
     guarded = _guard(opening, share, app_state, options)
@@ -174,6 +177,7 @@ def _assemble(
         unchanged,
         staging=staging,
         metadata=options.metadata_json,
+        later=options.metadata if isinstance(options.metadata, Future) else None,
         verify=verify_written(options.read_back_share, verb),
         packing=packing,
         signer=options.signer,

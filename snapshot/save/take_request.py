@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, fields
 from importlib import import_module
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
@@ -185,7 +186,8 @@ class TakeRequest(TakeOptions):
 
     storage_options: Mapping[str, Any] | None = None
     overwrite: bool = False
-    metadata: Mapping[str, Any] | None = None
+    metadata: Mapping[str, Any] | Future[Mapping[str, Any]] | None = None
+    """A future is for an adapter, whose metadata is known only before the commit. The leader waits for it."""
     metadata_json: msgspec.Raw = field(init=False)
     """The user's metadata, as written to the manifest."""
 
@@ -193,7 +195,8 @@ class TakeRequest(TakeOptions):
         super().__post_init__()
         if self.only and not self.bases:  # a manager adds the base
             raise ValueError("only='trainable' must have a base: the snapshot that has what is left out")
-        object.__setattr__(self, "metadata_json", encode_metadata(self.metadata))
+        known = None if isinstance(self.metadata, Future) else self.metadata
+        object.__setattr__(self, "metadata_json", encode_metadata(known))
 
 
 def encode_metadata(metadata: Mapping[str, Any] | None) -> msgspec.Raw:

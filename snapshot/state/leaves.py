@@ -7,7 +7,7 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,6 +152,8 @@ class FlatState:
         """Paths that this rank stores for all: see `FromOneRank`."""
         self.seen: dict[int, Leaf | list[Leaf]] = {}
         """Address -> the leaf, or leaves, whose memory begins there."""
+        self.memory: list[torch.UntypedStorage] = []
+        """The memory of the leaves, which is read by address."""
 
 
 # The results of a prepare function, which may change a tensor's dtype but not its shape.
@@ -605,6 +607,25 @@ class TensorLeaves(FlatState, ABC):
 
 
 def refuse_freed(path: str, tensor: torch.Tensor) -> None:
-    """Raise if a tensor has lost its memory."""
+    """Raise if a tensor has no memory, or lost it."""
+    if tensor._is_zerotensor():
+        raise SnapshotError(f"{path}: is a zero tensor of autograd, which has no memory; save tensor.clone() instead")
     if composite.is_freed(tensor):
         raise SnapshotError(f"{path}: its memory was freed, so it has no data to save")
+
+
+def hold_memory(leaves: Sequence[Leaf]) -> list[torch.UntypedStorage]:
+    """Return the storages of leaves: while they are kept, the leaves' addresses can be read.
+
+    Another thread may give a tensor another memory at any time. Raise if that happened since its address was recorded.
+    """
+    held = [leaf for leaf in leaves if leaf.address]
+    tensors = [leaf.tensor for leaf in held]
+    storages = list(map(torch.Tensor.untyped_storage, tensors))
+    for leaf, address in zip(held, map(torch.Tensor.data_ptr, tensors), strict=True):
+        if address != leaf.address:
+            raise SnapshotError(
+                f"{leaf.path}: its memory was replaced while the state was collected, by another thread or another "
+                "state_dict(); return a clone of the tensor, or take the snapshot when nothing replaces it"
+            )
+    return storages

@@ -72,7 +72,7 @@ def is_same_view(twin: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 def is_freed(tensor: torch.Tensor) -> bool:
     """Return True if a tensor with elements has no memory, as when a sharded module has freed it."""
-    return tensor.untyped_storage().nbytes() == 0
+    return tensor.untyped_storage().nbytes() == 0 or tensor._is_zerotensor()
 
 
 def _is_plain(kind: type[torch.Tensor]) -> bool:

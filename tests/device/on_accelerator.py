@@ -923,6 +923,19 @@ def test_tensors_that_share_memory_get_no_mixture(path):
     assert torch.equal(live["z"].cpu(), values)
 
 
+def test_strided_tensors_that_share_some_elements_get_no_mixture(path):
+    Snapshot.take(path, {"state": StateDict(x=torch.ones(6, 6), y=torch.zeros(6, 6))})
+    memory = torch.full((8, 12), 7.0, device=DEVICE)
+    for view in (memory[1:7, 1:7], memory.t()[:6, :6], memory[:6, 1::2]):
+        with pytest.raises(RestoreError, match="share memory in the application"):
+            Snapshot(path).restore({"state": StateDict(x=memory[:6, :6], y=view)}, atomic=True)
+    assert set(memory.flatten().tolist()) == {7.0}
+    for x, y in [(memory[:6, 0::2], memory[:6, 1::2]), (memory[:6, :6], memory[:6, 6:])]:
+        memory.fill_(7.0)
+        Snapshot(path).restore({"state": StateDict(x=x, y=y)})
+        assert (set(x.flatten().tolist()), set(y.flatten().tolist())) == ({1.0}, {0.0})
+
+
 def test_a_single_element_of_any_stride_is_restored(path):
     Snapshot.take(path, {"state": StateDict(x=torch.full((1,), 2.0))})
     live = StateDict(x=torch.zeros(4, 3, device=DEVICE)[0:1, 0])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -34,10 +34,13 @@ with warnings.catch_warnings():
     from transformers.utils import logging
 
 from snapshot import Snapshot, SnapshotError, SnapshotNotFoundError
+from snapshot.__main__ import main
 from snapshot.distributed.group import ranks_of
 from snapshot.interop import transformers as transformers_mixin
-from snapshot.interop.trainer_folders import FOLDER, MARK, STATE, delete_old, find_last, sync_files
+from snapshot.interop.trainer_folders import MARK, STATE, delete_old, find_last, sync_files
 from snapshot.interop.transformers import SnapshotTrainerMixin
+from snapshot.interop.weight_digests import FOLDER, KEY, compare_weights, digest_weights
+from snapshot.io.url import URL
 from tests.interop.forked_ranks import fork_ranks
 
 pytestmark = [
@@ -183,12 +186,142 @@ def test_damage_is_found_before_training_goes_on(tmp_path):
         example.train(tmp_path, resume=True)
 
 
+def flip(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def metadata_of(checkpoint):
+    return Snapshot(checkpoint / FOLDER).metadata.metadata
+
+
+@pytest.mark.parametrize("kind", [example.SnapshotTrainer, Background])
+def test_a_flipped_bit_in_the_weights_is_found_and_the_checkpoint_before_is_resumed(tmp_path, whole, caplog, kind):
+    losses, weights = whole
+    example.train(tmp_path, stop_at=4, kind=kind)
+    last = tmp_path / "checkpoint-4"
+    assert list(metadata_of(last)[KEY]) == ["model.safetensors"]
+    assert main(["verify", str(last)]) == 0
+    flip(last / "model.safetensors")
+    assert main(["verify", str(last)]) == 1
+    assert main(["verify", "--quick", str(last)]) == 0
+    with pytest.raises(SnapshotError, match=r"(?s)checkpoint-4: its weights are damaged.*model\.safetensors: digest"):
+        example.train(tmp_path, resume=str(last), kind=kind)
+    resumed, others = example.train(tmp_path, resume=True, kind=kind)
+    assert "checkpoint-4: is damaged, and is passed over" in caplog.text
+    assert resumed[-4:] == losses[-4:]
+    same(weights, others)
+    assert main(["verify", str(tmp_path / "checkpoint-6")]) == 0
+
+
+def _fall_back(folder):
+    def one_rank(act):
+        if torch.distributed.get_rank() == 0:
+            act()
+        torch.distributed.barrier()
+
+    example.train(folder, stop_at=4)
+    one_rank(lambda: flip(folder / "checkpoint-4" / "model.safetensors"))
+    with pytest.raises(SnapshotError, match="its weights are damaged"):
+        example.train(folder, resume=str(folder / "checkpoint-4"))
+    seen = []
+
+    class Noted(example.SnapshotTrainer):
+        def _load_from_checkpoint(self, checkpoint, *arguments):
+            seen.append(checkpoint)
+            super()._load_from_checkpoint(checkpoint, *arguments)
+
+    example.train(folder, resume=True, kind=Noted)
+    return seen
+
+
+def test_all_ranks_fall_back_to_the_same_checkpoint_and_raise_for_a_named_one(tmp_path):
+    assert fork_ranks(2, tmp_path, _fall_back, tmp_path / "run") == [[str(tmp_path / "run" / "checkpoint-2")]] * 2
+
+
+def test_damaged_weights_are_not_loaded_as_the_best_ones(tmp_path):
+    class Best(example.SnapshotTrainer):
+        def _save_checkpoint(self, *arguments):
+            super()._save_checkpoint(*arguments)
+            self.state.best_model_checkpoint = str(tmp_path / "checkpoint-6")
+
+        def train(self, *arguments, **options):
+            super().train(*arguments, **options)
+            self._load_best_model()
+            flip(tmp_path / "checkpoint-6" / "model.safetensors")
+            self._load_best_model()
+
+    with pytest.raises(SnapshotError, match="checkpoint-6: its weights are damaged"):
+        example.train(tmp_path, kind=Best)
+
+
+def test_a_damaged_snapshot_is_passed_over_too(tmp_path):
+    example.train(tmp_path, stop_at=4)
+    flip(max((tmp_path / "checkpoint-4" / FOLDER / "data").iterdir(), key=lambda each: each.stat().st_size))
+    assert find_last(str(tmp_path)) == str(tmp_path / "checkpoint-2")
+    flip(tmp_path / "checkpoint-2" / "model.safetensors")
+    assert find_last(str(tmp_path)) is None
+    with pytest.raises(SnapshotError, match="damaged"):
+        example.train(tmp_path, resume=True)
+
+
+def test_weights_that_were_changed_on_purpose_are_loaded_if_the_class_says_so(tmp_path):
+    class Trusting(example.SnapshotTrainer):
+        snapshot_verify_weights = False
+
+    example.train(tmp_path, stop_at=4)
+    last = tmp_path / "checkpoint-4"
+    held = load_file(last / "model.safetensors")
+    save_file({name: each + 1 for name, each in held.items()}, last / "model.safetensors", {"format": "pt"})
+    example.train(tmp_path / "other", stop_at=2)
+    assert find_last(str(tmp_path), weights=False) == str(last)
+    assert find_last(str(tmp_path)) == str(tmp_path / "checkpoint-2")
+    losses, _ = example.train(tmp_path, resume=str(last), kind=Trusting)
+    assert len(losses) == 6
+
+
+def test_checkpoints_without_digests_are_resumed_and_a_link_is_followed(tmp_path):
+    """As those that were written before the digests."""
+
+    class Older(example.SnapshotTrainer):
+        def _metadata_of(self, checkpoint):
+            return {}
+
+    example.train(tmp_path / "run", stop_at=4, kind=Older)
+    last = tmp_path / "run" / "checkpoint-4"
+    flip(last / "model.safetensors")
+    assert find_last(str(tmp_path / "run")) == str(last)
+    example.train(tmp_path / "newer", stop_at=4)
+    (tmp_path / "link").symlink_to(tmp_path / "newer" / "checkpoint-4")
+    example.train(tmp_path / "run", resume=str(tmp_path / "link"))
+    flip(tmp_path / "newer" / "checkpoint-4" / "model.safetensors")
+    with pytest.raises(SnapshotError, match="link: its weights are damaged"):
+        example.train(tmp_path / "run", resume=str(tmp_path / "link"))
+
+
+def test_files_in_folders_below_and_missing_ones_are_compared(tmp_path):
+    names = ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "other/adapter_model.safetensors"]
+    for name in [*names, "config.json", "training_args.bin", f"{FOLDER}/data/0.safetensors"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(name.encode() * 100_000)
+    metadata = digest_weights(str(tmp_path))
+    assert sorted(metadata[KEY]) == names
+    (tmp_path / names[0]).unlink()
+    (tmp_path / names[1]).write_bytes(b"{}")
+    flip(tmp_path / names[2])
+    faults = compare_weights(URL.parse(str(tmp_path)), None, metadata).faults
+    assert [fault.split(":")[0] for fault in faults] == names
+    with pytest.raises(SnapshotError, match="the digests of its weights are damaged"):
+        compare_weights(URL.parse(str(tmp_path)), None, {KEY: {"a": 1}})
+
+
 def test_options_reach_the_take(tmp_path):
     class Noted(example.SnapshotTrainer):
         snapshot_options = {"durable": False, "metadata": {"by": "a test"}}  # noqa: RUF012
 
     example.train(tmp_path, stop_at=2, kind=Noted)
-    assert Snapshot(tmp_path / "checkpoint-2" / FOLDER).metadata.metadata == {"by": "a test"}
+    assert Snapshot(tmp_path / "checkpoint-2" / FOLDER).metadata.metadata["by"] == "a test"
 
 
 def test_what_saves_in_a_way_of_its_own_is_refused(tmp_path):
@@ -512,7 +645,7 @@ def test_weights_that_are_not_written_make_the_checkpoint_incomplete(tmp_path):
 
     with pytest.raises(SnapshotError, match=r"checkpoint-4/model.safetensors: the weights were not written"):
         example.train(tmp_path, kind=Failing)
-    assert Snapshot(tmp_path / "checkpoint-4" / FOLDER).exists()
+    assert not Snapshot(tmp_path / "checkpoint-4" / FOLDER).exists()
     assert find_last(str(tmp_path)) == str(tmp_path / "checkpoint-2")
     with pytest.raises(SnapshotNotFoundError, match="checkpoint-4: its weights were not written to the end"):
         example.train(tmp_path, resume=str(tmp_path / "checkpoint-4"))

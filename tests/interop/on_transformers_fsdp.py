@@ -16,8 +16,8 @@ with warnings.catch_warnings():
     from transformers.utils import logging
 
 from snapshot import Snapshot
-from snapshot.interop.trainer_folders import FOLDER
 from snapshot.interop.transformers import SnapshotTrainerMixin
+from snapshot.interop.weight_digests import FOLDER
 from tests.interop.forked_ranks import fork_ranks
 
 pytestmark = [

@@ -1,13 +1,17 @@
 """Live tensors as targets of a restore: which can be written in place, and how elements get there."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from snapshot import RestoreError, Snapshot, StateDict
 from snapshot.loading.live import is_writable
 from snapshot.loading.read_requests import copy_into
+from snapshot.testing import stalling
 
 SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=3)
 STRIDES = st.lists(st.integers(0, 9), min_size=3, max_size=3)
@@ -43,3 +47,20 @@ def test_elements_are_copied_to_the_bit_also_where_a_gradient_is_wanted(dtype):
     copy_into(target, source)
     assert torch.equal(target.detach().view(torch.uint8), source.view(torch.uint8))
     assert not target.grad_fn
+
+
+@pytest.mark.parametrize("length", [1 << 10, 1 << 20])
+def test_memory_that_is_replaced_during_a_restore_is_an_error(length):
+    """The bytes were read into the old memory, which must not be anything else's by then."""
+    Snapshot.take("memory://replaced", {"s": StateDict(a=torch.ones(length), b=torch.ones(3))}, overwrite=True)
+    live = StateDict(a=torch.zeros(length), b=torch.zeros(3))
+    with stalling(on="read_into", path="*.safetensors") as stall, ThreadPoolExecutor(1) as pool:
+        restored = pool.submit(Snapshot("stalling+memory://replaced").restore, {"s": live})
+        stall.wait_reached()
+        live["a"].data = torch.full((length,), 2.0)
+        others = [torch.full((length,), 3.0) for _ in range(8)]
+        stall.release()
+        with pytest.raises(RestoreError, match="s/a: its memory was replaced during the restore"):
+            restored.result(30)
+    assert all(each.eq(3).all() for each in others)
+    assert live["a"].eq(2).all()

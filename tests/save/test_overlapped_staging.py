@@ -4,6 +4,7 @@ where it must, and nowhere else."""
 import contextlib
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
@@ -14,7 +15,10 @@ from torch.optim import optimizer as torch_optimizer
 
 from snapshot import ModelState, Snapshot, SnapshotError, StateDict, StorageError
 from snapshot.io.arena import arena
+from snapshot.save import staging
 from snapshot.save.staging import Stager
+from snapshot.save.step_barrier import SpotBytes
+from snapshot.tensors.memory import view_memory
 from snapshot.testing import faulty, stalling
 
 KiB = 1 << 10
@@ -718,3 +722,178 @@ def test_what_is_given_up_has_its_memory_back_when_the_wait_is_over(monkeypatch)
     assert pending.cancel()
     assert go_on.is_set()
     assert " 0 in use" in repr(arena())
+
+
+def _replaced_data(tensor):
+    tensor.data = torch.zeros_like(tensor)
+
+
+def _set(tensor):
+    with torch.no_grad():
+        tensor.set_(torch.zeros(3))
+
+
+def _freed(tensor):
+    tensor.untyped_storage().resize_(0)
+
+
+def _moved(tensor):
+    tensor.untyped_storage().resize_(tensor.nbytes * 2)
+
+
+@pytest.mark.parametrize("whose", ["moment", "parameter"])
+@pytest.mark.parametrize("replace", [_replaced_data, _set, _freed, _moved])
+def test_memory_that_is_replaced_before_its_copy_is_not_read(replace, whose):
+    if whose == "parameter" and replace is _replaced_data:
+        pytest.skip("the snapshot has that memory: test_memory_that_is_exchanged_is_the_snapshots_own")
+    model = Net()
+    app = trained(model, torch.optim.Adam(model.parameters()))
+    tensors = [
+        parameter if whose == "parameter" else app["optim"].state[parameter]["exp_avg"]
+        for parameter in model.parameters()
+    ]
+    with stalling(on="write", times=None) as stall:
+        pending = Snapshot.async_take(
+            "stalling+memory://replaced", app, staging="overlapped", memory_budget_bytes=SMALL_BUDGET, overwrite=True
+        )
+        assert not pending.staged()
+        for tensor in tensors:
+            replace(tensor)
+        stall.release()
+        with pytest.raises(SnapshotError, match=r"(model|optim)/\S+: changed outside.*wait_staged"):
+            pending.wait(30)
+    assert not Snapshot("memory://replaced").exists()
+
+
+def while_copied(monkeypatch, act):
+    """Call a function once, with the address and length, before a late part's bytes are copied by their address."""
+    calls = iter([act])
+    copy = staging.copy_memory
+
+    def copy_memory(to, begin, nbytes):
+        if threading.current_thread().name == "snapshot-io-stage":
+            for each in calls:
+                each(begin, nbytes)
+        copy(to, begin, nbytes)
+
+    monkeypatch.setattr(staging, "copy_memory", copy_memory)
+
+
+def test_memory_that_is_replaced_during_its_copy_is_kept(monkeypatch):
+    """Here a moment gets other memory, and new tensors would take the old memory, if that were free."""
+    model = Net()
+    app = trained(model, torch.optim.Adam(model.parameters()))
+    moments = [app["optim"].state[each]["exp_avg"] for each in model.parameters()]
+    before = {each.data_ptr(): each.clone() for each in moments}
+    read = []
+
+    def act(begin, nbytes):
+        for each in moments:
+            _replaced_data(each)
+        held = [torch.full((nbytes,), 7, dtype=torch.uint8) for _ in range(20)]
+        if begin in before:
+            read.append(bytes(view_memory(begin, nbytes)) == before[begin].numpy().tobytes()[:nbytes])
+        del held
+
+    for each in model.parameters():  # so that the first late copy is that of a moment
+        each.requires_grad_(False)
+    while_copied(monkeypatch, act)
+    with pytest.raises(SnapshotError, match=r"optim/\S+: changed outside"):
+        Snapshot.async_take("memory://replaced", app, staging="overlapped", overwrite=True).wait(30)
+    assert read == [True]
+
+
+def test_memory_is_not_freed_during_its_copy(monkeypatch):
+    model = Net()
+    app = trained(model, torch.optim.Adam(model.parameters()))
+    threads = []
+
+    def act(begin, nbytes):
+        def free():
+            for each in model.parameters():
+                _freed(each)
+
+        threads.append(threading.Thread(target=free))
+        threads[0].start()
+        threads[0].join(0.2)
+        blocked.append(threads[0].is_alive())
+
+    def ended(self, *arguments):
+        if threads:  # the memory is freed between the copy and its check
+            threads[0].join(30)
+        return end(self, *arguments)
+
+    end, blocked = Stager.end, []
+    monkeypatch.setattr(Stager, "end", ended)
+    while_copied(monkeypatch, act)
+    with pytest.raises(SnapshotError, match=r"(model|optim)/\S+: changed outside"):
+        Snapshot.async_take("memory://freed", app, staging="overlapped", overwrite=True).wait(30)
+    assert blocked == [True]
+    assert not any(each.untyped_storage().nbytes() for each in model.parameters())
+    assert "resize_" not in vars(torch.UntypedStorage) or not hasattr(torch.UntypedStorage.resize_, "__wrapped__")
+
+
+def test_a_change_during_the_copy_of_a_part_is_found_at_its_end(monkeypatch):
+    model = Net()
+    app = trained(model, torch.optim.Adam(model.parameters()))
+
+    def act(begin, nbytes):
+        for parameter in model.parameters():
+            parameter.detach().mul_(2)
+            app["optim"].state[parameter]["exp_avg"].mul_(2)
+
+    ends = []
+    end = Stager.end
+
+    def noted(self, *arguments):
+        try:
+            return end(self, *arguments)
+        except SnapshotError as error:
+            ends.append(str(error))
+            raise
+
+    monkeypatch.setattr(Stager, "end", noted)
+    while_copied(monkeypatch, act)
+    with pytest.raises(SnapshotError, match=r"(model|optim)/\S+: changed outside"):
+        Snapshot.async_take("memory://during", app, staging="overlapped", overwrite=True).wait(30)
+    assert len(ends) == 1
+
+
+def test_samples_of_freed_memory_differ():
+    tensor = torch.ones(1000)
+    samples = SpotBytes([tensor, torch.ones(10)])
+    assert not samples.differ()
+    tensor.untyped_storage().resize_(0)
+    assert samples.differ()
+
+
+def test_a_take_in_the_call_reads_the_memory_that_it_began_with():
+    state = StateDict(**{f"t{number}": torch.full((1 << 18,), float(number)) for number in range(8)})
+    with stalling(on="write") as stall, ThreadPoolExecutor(1) as pool:
+        taken = pool.submit(Snapshot.take, "stalling+memory://in-the-call", {"s": state}, overwrite=True)
+        stall.wait_reached()
+        for tensor in state.values():
+            tensor.data = torch.full((1 << 18,), -1.0)
+        held = [torch.full((1 << 18,), -2.0) for _ in range(16)]
+        stall.release()
+        taken.result(30)
+        del held
+    for number in range(8):
+        assert Snapshot("memory://in-the-call").read_object(f"0/s/t{number}").eq(number).all()
+
+
+def test_memory_that_another_state_dict_replaces_is_an_error():
+    class Offloading:
+        def __init__(self, tensor):
+            self.tensor = tensor
+
+        def state_dict(self):
+            self.tensor.data = torch.zeros(3)
+            return {}
+
+        def load_state_dict(self, state):
+            raise NotImplementedError
+
+    tensor = torch.ones(1 << 18)
+    with pytest.raises(SnapshotError, match="a/t: its memory was replaced while the state was collected"):
+        Snapshot.take("memory://collected", {"a": StateDict(t=tensor), "b": Offloading(tensor)}, overwrite=True)

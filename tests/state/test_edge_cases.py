@@ -117,6 +117,20 @@ def test_freed_memory_is_an_error(kind):
         take({"t": tensor})
 
 
+@pytest.mark.parametrize("shape", [(4,), (2, 3)])
+def test_a_zero_tensor_without_memory_is_an_error(shape):
+    zeros = torch._efficientzerotensor(shape)
+    for _ in range(2):  # the second one finds the first one's plan
+        with pytest.raises(SnapshotError, match=r"s/t: is a zero tensor of autograd.*clone"):
+            take({"t": zeros})
+    with pytest.raises(SnapshotError, match=r"s/t: is a zero tensor of autograd"):
+        take({"t": zeros.t()})
+    take({"t": torch.zeros(shape)})
+    with pytest.raises(SnapshotError, match=r"s/t: is a zero tensor of autograd"):
+        take({"t": zeros})
+    take({"t": zeros.clone()})
+
+
 class Tagged(torch.Tensor):
     pass
 

@@ -1,0 +1,98 @@
+"""Digests of the weights in a Trainer's checkpoint folder, in the metadata of the snapshot there.
+
+Other libraries write these files, without digests. A changed bit in them would otherwise be trained with.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from snapshot.errors import CorruptSnapshotError, StorageError, StorageNotFoundError
+from snapshot.io.aio import gather_limited, in_thread
+from snapshot.io.loop import run
+from snapshot.io.session import Session
+from snapshot.io.storage import Storage
+from snapshot.io.url import URL
+from snapshot.tensors.digest import RunningDigest
+
+FOLDER = "trainer_snapshot"
+"""Folder of the snapshot in a checkpoint folder."""
+KEY = "snapshot.weights"
+"""Key in the snapshot's metadata: the names of the files next to it, each with its size and digest."""
+_ENDINGS = (".safetensors", ".bin", ".index.json")
+_NO_WEIGHTS = "training_args.bin"
+_PIECE = 4 << 20
+_AT_ONCE = 4
+
+
+class Compared(NamedTuple):
+    """The result of a comparison of files with their digests."""
+
+    faults: list[str]
+    nbytes: int
+
+
+def digest_weights(checkpoint: str) -> dict[str, Any]:
+    """Return metadata with the digests of the weights in a checkpoint folder, and in the folders below it."""
+    files = {}
+    for folder, folders, names in os.walk(checkpoint):
+        folders[:] = sorted(each for each in folders if folder != checkpoint or each != FOLDER)
+        for name in sorted(names):
+            if name.endswith(_ENDINGS) and name != _NO_WEIGHTS:
+                path = os.path.join(folder, name)
+                files[os.path.relpath(path, checkpoint).replace(os.sep, "/")] = _digest_file(path)
+    return {KEY: files} if files else {}
+
+
+def _digest_file(path: str) -> tuple[int, str]:
+    digest, size, piece = RunningDigest(), 0, memoryview(bytearray(_PIECE))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(piece):
+            digest.update(piece[:count])
+            size += count
+    return size, digest.finish()[0]
+
+
+def compare_weights(
+    checkpoint: URL, options: Mapping[str, Any] | None, metadata: Mapping[str, Any], *, quick: bool = False
+) -> Compared:
+    """Compare the files of a checkpoint folder with the digests in its snapshot's metadata. Older ones have none.
+
+    `quick`: compare only their sizes.
+    """
+    held = metadata.get(KEY, {})
+    try:
+        files = {str(name): (int(size), str(digest)) for name, (size, digest) in held.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CorruptSnapshotError(f"{checkpoint}: the digests of its weights are damaged: {error}") from error
+    if not files:
+        return Compared([], 0)
+    with Session(checkpoint, options) as session:
+        found = run(_compare_files(session.storage, files, quick))
+    return Compared([line for line in found if line], 0 if quick else sum(size for size, _ in files.values()))
+
+
+async def _compare_files(storage: Storage, files: Mapping[str, tuple[int, str]], quick: bool) -> list[str]:
+    async def compare(name: str) -> str:
+        expected, wanted = files[name]
+        try:
+            size = (await storage.stat(name)).size
+            if size != expected:
+                return f"{name}: must have {expected} bytes as saved, got {size}"
+            if quick:
+                return ""
+            digest, piece = RunningDigest(), memoryview(bytearray(min(size, _PIECE)))
+            for begin in range(0, size, _PIECE):
+                part = piece[: min(_PIECE, size - begin)]
+                await storage.read_into(name, begin, [part])
+                await in_thread(digest.update, part)
+        except StorageNotFoundError:
+            return f"{name}: is missing"
+        except StorageError as error:
+            return f"{name}: cannot be read: {error}"
+        found = digest.finish()[0]
+        return "" if found == wanted else f"{name}: digest must be {wanted} as saved, got {found}"
+
+    return await gather_limited(files, compare, _AT_ONCE)
