@@ -83,7 +83,10 @@ def refuse_empty(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 def _describe_moments(optimizer: torch.optim.Optimizer, state: Any) -> None:
     """Let the state of each parameter that describes parts describe them, where it has the parameter's shape."""
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    groups = getattr(optimizer, "param_groups", None)
+    if not isinstance(groups, list):
+        return
+    parameters = [each for group in groups for each in group["params"]]
     if not any(map(describes_parts, parameters)) or not isinstance(state.get("state"), dict):
         return
     numbers = [number for group in state.get("param_groups", ()) for number in group["params"]]

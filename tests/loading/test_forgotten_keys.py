@@ -106,7 +106,7 @@ def test_checkpoints_of_other_libraries_too(tmp_path, caplog):
 
 def test_an_average_that_stays_initialised_is_logged(caplog):
     model = torch.nn.Linear(2, 2)
-    snapshot = Snapshot.take(URL, {"model": model}, overwrite=True)
+    snapshot = Snapshot.take(f"{URL}/average", {"model": model}, overwrite=True)
     live = torch.nn.ModuleDict({"ema": torch.nn.Linear(2, 2)})
     live.weight, live.bias = torch.nn.Parameter(torch.zeros(2, 2)), torch.nn.Parameter(torch.zeros(2))
     report = snapshot.restore({"model": live}, strict=False)
