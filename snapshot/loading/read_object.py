@@ -144,16 +144,12 @@ def read_object(
         check_tensor(path, entry, document.files)
         read_plan.into(path, entry, obj_out, live=True)
         read_plan.values[path] = obj_out
-    elif isinstance(obj_out, np.ndarray) and type(entry) is e.NDArrayEntry and obj_out.flags.c_contiguous:
-        if not obj_out.flags.writeable:
-            raise RestoreError(f"{path}: obj_out must be writable", [path])
-        if obj_out.shape != entry.shape or leaves.read_dtype(path, entry.dtype) != obj_out.dtype:
-            raise RestoreError(
-                f"{path}: obj_out must be {entry.dtype}{list(entry.shape)}, "
-                f"got {obj_out.dtype.str}{list(obj_out.shape)}",
-                [path],
-            )
+    elif isinstance(obj_out, np.ndarray) and type(entry) is e.NDArrayEntry:
+        _expect_fitting_array(path, entry, obj_out)
         read_plan.into_array(path, entry, obj_out)
+    elif isinstance(entry, (*e.TENSORS, e.NDArrayEntry)) and isinstance(obj_out, (torch.Tensor, np.ndarray)):
+        kind = "an array" if isinstance(entry, e.NDArrayEntry) else "a tensor"
+        raise RestoreError(f"{path}: obj_out must be {kind}, got a {type(obj_out).__name__}", [path])
     elif isinstance(entry, e.ObjectEntry) and read_plan.into_random(path, entry, obj_out):
         pass  # the live generator is the value
     elif isinstance(obj_out, torch.Generator) and type(entry) is e.TensorPartsEntry:
@@ -166,6 +162,16 @@ def read_object(
         read_plan.new(path, entry)
     _execute(opened, read_plan, verify)
     return read_plan.values[path]
+
+
+def _expect_fitting_array(path: str, entry: e.NDArrayEntry, obj_out: np.ndarray[Any, Any]) -> None:
+    if not obj_out.flags.writeable:
+        raise RestoreError(f"{path}: obj_out must be writable", [path])
+    if obj_out.shape != entry.shape or leaves.read_dtype(path, entry.dtype) != obj_out.dtype:
+        raise RestoreError(
+            f"{path}: obj_out must be {entry.dtype}{list(entry.shape)}, got {obj_out.dtype.str}{list(obj_out.shape)}",
+            [path],
+        )
 
 
 def read_state_dict(opened: Opened, key: str, rank: int, *, allow_pickle: bool) -> Any:

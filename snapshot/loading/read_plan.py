@@ -127,7 +127,7 @@ class ReadPlan:
         """By location and begin: the request that fills a live tensor, or an entry and the tensor for it."""
         self._kept: list[tuple[str, torch.UntypedStorage, int]] = []
         """Names, memory and addresses of `request_if_equal`: no memory is freed if a tensor gets another one."""
-        self._generators: dict[int, Any] = {}
+        self._generators: dict[int, tuple[Any, Any]] = {}
         """The live generators that are filled."""
         self._claims = MemoryClaims(files)
         self._ranges = SharedRanges()
@@ -365,14 +365,31 @@ class ReadPlan:
         self._ranges.join(self.requests, first)
 
     def into_array(self, path: str, entry: e.NDArrayEntry, array: np.ndarray[Any, Any]) -> None:
-        """Fill a C-ordered array of the entry's dtype and shape."""
+        """Fill an array of the entry's dtype and shape: in place if it is C-ordered, otherwise by a copy at the end."""
+        if not array.flags.c_contiguous:
+
+            def finish() -> None:
+                np.copyto(array, self.values[path], casting="no")
+                self.values[path] = array
+
+            self.new(path, entry)
+            self._finish.append(finish)
+            return
         check_tensor(path, entry.data, self.files)
         self.into(path, entry.data, leaves.wrap_array(array).view(BY_NAME[entry.data.dtype]), live=True)
         self.values[path] = array
 
     def into_generator(self, path: str, entry: e.TensorPartsEntry, generator: torch.Generator) -> bool:
-        """Set a generator's state. Return False, without a change, if it is for another kind of device."""
+        """Set a generator's state.
+
+        Return False, without a change, if it is for another kind of device, or if another entry has another state for
+        the same generator.
+        """
         if entry.kind != composite.KIND or composite.read_device(path, entry.params).type != generator.device.type:
+            return False
+        stored = entry.parts.get("state")
+        identity = (stored.digest or (stored.location, stored.byte_range)) if type(stored) is e.TensorEntry else path
+        if self._generators.setdefault(id(generator), (generator, identity))[1] != identity:
             return False
         state = self._generator_state(path, entry)
 
@@ -390,7 +407,7 @@ class ReadPlan:
         """
         if entry.serializer != RANDOM or not is_filled_by(live, entry.obj_type) or id(live) in self._generators:
             return False
-        self._generators[id(live)] = live
+        self._generators[id(live)] = live, path
         self._new_object(path, entry)
         self._finish.append(lambda: self.values.update({path: fill_generator(live, self.values[path])}))
         return True

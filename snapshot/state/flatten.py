@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import datetime
 import io
+import pickle
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -478,13 +481,26 @@ class Flattened(TensorLeaves):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                torch.save(value, held)
+                torch.save(value, held, pickle_module=_PICKLE)
         except Exception as error:
             raise SnapshotError(
                 f"{path}: a {class_name(type(value))} cannot be stored, not even pickled: {error}"
             ) from error
         self.pickled.append(f"{path} ({class_name(type(value))})")
         self._add_blob(path, held.getvalue(), "torch_save", type(value))
+
+
+class _Pickler(pickle.Pickler):
+    """Keeps the second of two equal times, `fold=1`, which torch's protocol of pickles has no place for."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, (datetime.time, datetime.datetime)) and value.fold:
+            return value.__reduce_ex__(4)
+        return NotImplemented
+
+
+_PICKLE = SimpleNamespace(__name__="pickle", Pickler=_Pickler)
+"""What `torch.save` pickles with."""
 
 
 class _Context(Flattened):

@@ -1,5 +1,6 @@
 """read_object, boxes, state dicts and manifests: reading without a live application."""
 
+import datetime
 import os
 
 import numpy as np
@@ -229,3 +230,58 @@ def test_the_prepare_function_s_result_is_what_is_saved():
     assert torch.equal(Snapshot(URL).read_object("0/s/w"), weight.to(torch.bfloat16))
     with pytest.raises(ValueError, match="not the shape"):
         Snapshot.take(URL, {"s": StateDict(w=weight)}, None, None, None, lambda p, t, _: t[:1], overwrite=True)
+
+
+def _outs(like):
+    """Arrays like one in other layouts of memory."""
+    shape = like.shape
+    yield np.zeros(shape, like.dtype, order="F")
+    yield np.zeros((2, 2 * shape[1]), like.dtype)[:, ::2]
+    yield np.zeros(shape, like.dtype)[::-1]
+    yield np.zeros(shape, like.dtype)[:, ::-1]
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("dtype", ["i8", "f4", "M8[s]", ">i4", "U3"])
+def test_obj_out_of_any_layout_is_filled(order, dtype):
+    array = np.arange(6).reshape(2, 3).astype(dtype).copy(order)
+    snapshot = take(a=array, t=torch.ones(2, 3))
+    for out in _outs(array):
+        assert snapshot.read_object("0/s/a", out) is out
+        assert (out == array).all()
+    fixed = np.zeros((2, 3), dtype)[::-1]
+    fixed.flags.writeable = False
+    for wrong, fault in ((np.zeros((3, 2), dtype)[::-1], "obj_out must be"), (fixed, "obj_out must be writable")):
+        with pytest.raises(RestoreError, match=fault):
+            snapshot.read_object("0/s/a", wrong)
+
+
+def test_obj_out_of_another_kind_is_an_error():
+    snapshot = take(a=np.arange(4), t=torch.arange(4))
+    with pytest.raises(RestoreError, match="s/a: obj_out must be an array, got a Tensor"):
+        snapshot.read_object("0/s/a", torch.zeros(4, dtype=torch.int64))
+    with pytest.raises(RestoreError, match="s/t: obj_out must be a tensor, got a ndarray"):
+        snapshot.read_object("0/s/t", np.zeros(4, np.int64))
+
+
+def test_a_generator_with_two_names_and_two_saved_states_gets_one_of_them():
+    def generator(seed):
+        return torch.Generator().manual_seed(seed)
+
+    snapshot = take(a=generator(1), b=generator(2), c=generator(1))
+    live = generator(9)
+    state = StateDict(a=live, b=live, c=live)
+    report = snapshot.restore({"s": state})
+    assert state["a"] is state["c"] is live
+    for name, seed in (("a", 1), ("b", 2), ("c", 1)):
+        assert state[name].get_state().equal(generator(seed).get_state())
+    assert [line.path for line in report.replaced] == ["s/b"]
+
+
+def test_the_second_of_two_equal_times_stays_it_in_a_pickled_key():
+    day = datetime.datetime(2020, 1, 1, 2, fold=1)
+    keys = [datetime.time(1, 2, fold=1), day, day.replace(tzinfo=datetime.UTC, hour=3), datetime.time(5)]
+    with pytest.warns(UserWarning, match="stored as pickles"):
+        snapshot = take(x=dict.fromkeys(keys, 1))
+    found = Snapshot(snapshot.path, allow_pickle=True).read_object("0/s/x")
+    assert [(each, each.fold) for each in found] == [(each, each.fold) for each in keys]
