@@ -519,15 +519,20 @@ class ReadPlan:
     def _expect_in_place(self) -> None:
         """Raise if live tensors have other memory than that which was filled."""
         kept, self._kept = self._kept, []
-        places = chain(
-            ((name, address) for name, _, address in kept),
-            ((each.name, each.tensor.data_ptr()) for each in self.targets if each.tensor.layout is torch.strided),
-        )
-        values: dict[str, Any] = self.values
+        plain, values = (torch.Tensor, torch.nn.Parameter), self.values
+        replaced = [
+            name for name, _, address in kept if type(values.get(name)) in plain and values[name].data_ptr() != address
+        ]
+        replaced += [  # a target may be a part of the value
+            each.name
+            for each in self.targets
+            if each.tensor.layout is torch.strided
+            and type(values.get(each.name)) in plain
+            and each.tensor.untyped_storage().data_ptr() != values[each.name].untyped_storage().data_ptr()
+        ]
         lines = [
             f"{name}: its memory was replaced during the restore, so it may have other values"
-            for name, address in places
-            if type(values.get(name)) in (torch.Tensor, torch.nn.Parameter) and values[name].data_ptr() != address
+            for name in dict.fromkeys(replaced)
         ]
         if lines:
             raise RestoreError(f"another thread changed tensors; restore again when none does:{listed(lines)}", lines)

@@ -9,7 +9,7 @@ stays the same.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from snapshot.plan import consensus
 from snapshot.plan.names import matcher
 from snapshot.save.parameter_roles import optimizers_of
 from snapshot.state.flatten import Flattened
+from snapshot.state.foreign_parts import find_marked_names
 from snapshot.state.leaves import Leaf
 from snapshot.state.model_state import ModelState, list_parameters
 from snapshot.state.rng import RNGState
@@ -49,6 +50,7 @@ class ReplicationRules:
         for key, stateful in app_state.items():
             self._inferred |= _of_ddp(encode_component(key), stateful, ranks)
         self._moments = _moments_of_ddp(app_state, ranks)
+        self._split = _find_split(app_state) if globs else ()
         self._any = bool(globs or self._inferred)
         self.own = tuple(encode_component(key) for key, stateful in app_state.items() if isinstance(stateful, RNGState))
         """Keys that are never shared: every rank has its own random state."""
@@ -73,6 +75,14 @@ class ReplicationRules:
         """Return True if the leader's value is saved."""
         return self._inferred.get(path, False)
 
+    def may_be_split(self, path: str, leaves: Sequence[Leaf]) -> bool:
+        """Return True if a mark says that ranks of a tensor parallelism have different parts of it.
+
+        Megatron marks such parameters. It also does so if the parallelism has one rank, so their bytes decide.
+        """
+        marked = any(getattr(leaf.tensor, "tensor_model_parallel", False) is True for leaf in leaves)
+        return marked or f"{path}/".startswith(self._split)
+
     def find_moment(self, path: str) -> Moment | None:
         """Return what a path has the state of, if that is a parameter under `DistributedDataParallel`."""
         if not self._moments:
@@ -82,6 +92,20 @@ class ReplicationRules:
             above = above.rpartition("/")[0]
             found = self._moments.get(above)
         return found
+
+
+def _find_split(app_state: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the beginnings of the paths of parameters that Megatron marks as split, and of their moments."""
+    found: list[str] = []
+    for key, stateful in app_state.items():
+        below = encode_component(key)
+        if isinstance(stateful, torch.nn.Module):
+            found += [f"{below}/{encode_component(name)}/" for name in find_marked_names(stateful).split]
+        groups = getattr(stateful, "param_groups", ()) if isinstance(stateful, torch.optim.Optimizer) else ()
+        parameters = [each for group in groups for each in group["params"]]
+        marked = (getattr(each, "tensor_model_parallel", False) is True for each in parameters)
+        found += [f"{below}/state/{number}/" for number, each in enumerate(marked) if each]
+    return tuple(found)
 
 
 class Moment(NamedTuple):
@@ -219,8 +243,7 @@ def find_candidates(flat: Flattened, rules: ReplicationRules, digest: DigestLeav
     """Find the replication candidates of this rank."""
     found = ReplicaCandidates()
     structure: list[str] = []
-    moments: dict[str, str] = {}
-    leaves = _by_path(flat)
+    tensors: list[str] = []
     blobs = {blob.path: blob for blob in flat.blobs}
     for path, entry in flat.entries.items():
         if path in flat.shards or rules.is_private(path):
@@ -243,22 +266,46 @@ def find_candidates(flat: Flattened, rules: ReplicationRules, digest: DigestLeav
             found.items[path] = _digest(text.encode())
             structure.append(text)
         else:
-            held = leaves.get(flat.ties.get(path, path), [])
-            text = f"{_identity_of(path, flat.ties.get(path, path), held)}\0{rules.is_led(path)}"
-            structure.append(f"{text}\0{wanted}")
-            if wanted:
-                found.items[path] = _digest(text.encode())
-            elif all(leaf.nbytes <= SMALL for leaf in held):
-                found.items[path] = _digest(text.encode() + b"".join(map(bytes_of, held)))
-            elif (moment := rules.find_moment(path)) is not None:
-                found.moments.setdefault(moment.optimizer, []).append(path)
-                moments[path] = f"{text}\0{moment.parameter}"  # ranks may number other parameters, as ZeRO's do
-    _add_moments(found, moments, flat, leaves, digest)
+            tensors.append(path)
+    structure += _add_tensors(found, tensors, flat, rules, digest)
     for path, shards in flat.shards.items():
         boxes = [(piece.box, piece.replica) for piece in shards.pieces]
         structure.append(f"{path}\0{shards.layout}\0{shards.dtype}\0{shards.shape}\0{boxes}")
     found.structure = digest_range("\n".join(structure).encode("utf-8", "surrogatepass"))
     return found
+
+
+def _add_tensors(
+    found: ReplicaCandidates,
+    paths: Sequence[str],
+    flat: Flattened,
+    rules: ReplicationRules,
+    digest: DigestLeaves,
+) -> list[str]:
+    """Add the candidates among tensors. Return a text for each tensor's place in the structure."""
+    structure: list[str] = []
+    moments: dict[str, str] = {}
+    split: dict[str, str] = {}
+    leaves = _by_path(flat)
+    for path in paths:
+        held = leaves.get(flat.ties.get(path, path), [])
+        wanted = rules.is_replicated(path)
+        text = f"{_identity_of(path, flat.ties.get(path, path), held)}\0{rules.is_led(path)}"
+        structure.append(f"{text}\0{wanted}")
+        if wanted and rules.may_be_split(path, held):
+            split[path] = text
+        elif wanted:
+            found.items[path] = _digest(text.encode())
+        elif all(leaf.nbytes <= SMALL for leaf in held):
+            found.items[path] = _digest(text.encode() + b"".join(map(bytes_of, held)))
+        elif (moment := rules.find_moment(path)) is not None:
+            found.moments.setdefault(moment.optimizer, []).append(path)
+            moments[path] = f"{text}\0{moment.parameter}"  # ranks may number other parameters, as ZeRO's do
+    _add_moments(found, moments, flat, leaves, digest)
+    for path, known in _digest_paths(split, flat, leaves, digest).items():
+        found.items[path] = _digest(f"{split[path]}\0{known}".encode())
+        found.names[path] = _digest(f"{path}\0tensor".encode())
+    return structure
 
 
 def _add_moments(
@@ -274,15 +321,23 @@ def _add_moments(
     """
     if not moments:
         return
-    owners = {path: flat.ties.get(path, path) for path in moments}
-    needed = [leaf for owner in dict.fromkeys(owners.values()) for leaf in leaves[owner]]
-    known: dict[str, str] = {}
-    for leaf, each in zip(needed, digest(needed), strict=True):
-        known[leaf.entry] = known.get(leaf.entry, "") + each
+    known = _digest_paths(moments, flat, leaves, digest)
     for paths in found.moments.values():
-        together = _digest("\n".join(f"{moments[path]}\0{known[owners[path]]}" for path in sorted(paths)).encode())
+        together = _digest("\n".join(f"{moments[path]}\0{known[path]}" for path in sorted(paths)).encode())
         for path in paths:
             found.items[path] = _digest(moments[path].encode() + together)
+
+
+def _digest_paths(
+    paths: Collection[str], flat: Flattened, leaves: Mapping[str, Sequence[Leaf]], digest: DigestLeaves
+) -> dict[str, str]:
+    """Return a digest of all bytes of each path."""
+    owners = {path: flat.ties.get(path, path) for path in paths}
+    needed = [leaf for owner in dict.fromkeys(owners.values()) for leaf in leaves[owner]]
+    known: dict[str, str] = {}
+    for leaf, each in zip(needed, digest(needed) if needed else (), strict=True):
+        known[leaf.entry] = known.get(leaf.entry, "") + each
+    return {path: known.get(owner, "") for path, owner in owners.items()}
 
 
 def _by_path(flat: Flattened) -> dict[str, list[Leaf]]:
@@ -389,7 +444,7 @@ def _exchange_details(
     if differ:
         raise SnapshotError(
             "declared as replicated, but not equal on all ranks:"
-            + listed([f"{path} (here {_value_text(flat.entries[path])})" for path in differ])
+            + listed([f"{path} ({_value_text(flat.entries[path])})" for path in differ])
         )
     paths = frozenset(path for path, item in found.items.items() if item in common)
     spare = frozenset((path, number) for rank, path, number in settlement.spare if rank == exchange.rank)
@@ -397,7 +452,9 @@ def _exchange_details(
 
 
 def _value_text(entry: Any) -> str:
-    return str(entry.readable or entry.serialized_value)[:80]
+    if not isinstance(entry, Scalar):
+        return "a part, by its attribute tensor_model_parallel; leave it out of replicated"
+    return f"here {entry.readable or entry.serialized_value}"[:80]
 
 
 def _layout_sums(exchange: Exchange, flat: Flattened) -> tuple[bytes, bytes]:

@@ -205,3 +205,34 @@ def _in_strange_order(folder):
 
 def test_a_placement_of_an_unknown_class_is_refused(two, tmp_path):
     two.run(_in_strange_order, str(tmp_path / "s"))
+
+
+def _split_by_megatron(folder, parallel):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 400)
+    model.weight.tensor_model_parallel = True
+    if parallel:
+        with torch.no_grad():
+            model.weight.add_(dist.get_rank())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for each in model.parameters():
+        each.grad = torch.ones_like(each)
+    optimizer.step()
+    app = {"m": model, "o": optimizer, "s": StateDict(w=model.weight)}
+    if not parallel:
+        Snapshot.take(folder, app, replicated=["**"])
+        return Snapshot(folder).read_object("m/weight").equal(model.weight)
+    with pytest.raises(SnapshotError, match=r"not equal on all ranks:\n.*m/weight \(a part, by its attribute"):
+        Snapshot.take(folder, app, replicated=["**"])
+    with torch.no_grad():
+        model.weight.add_(-dist.get_rank())
+    optimizer.state[model.weight]["momentum_buffer"].add_(dist.get_rank())
+    with pytest.raises(SnapshotError, match="o/state/0/momentum_buffer"):
+        Snapshot.take(folder, app, replicated=["**"])
+    Snapshot.take(folder, app, replicated=["m/bias"])
+    return True
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_parameters_that_megatron_splits_are_not_replicas(two, tmp_path, parallel):
+    assert two.run(_split_by_megatron, str(tmp_path / "s"), parallel) == [True, True]
