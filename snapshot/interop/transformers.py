@@ -35,7 +35,7 @@ from snapshot.interop.trainer_folders import (
     unmark_weights,
 )
 from snapshot.interop.weight_digests import FOLDER, digest_weights
-from snapshot.io.loop import is_exiting
+from snapshot.io.loop import is_exiting, start_in_thread
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.state.rng import RNGState
 
@@ -184,7 +184,7 @@ class SnapshotTrainerMixin:
             state["model"] = self._model_state()
         options = {**self.snapshot_options, "metadata": self._metadata}  # the weights are written later
         if not self._asynchronous:
-            options["metadata"] = self._metadata_of(output_dir) if self.args.should_save else None
+            options["metadata"] = self._begin_metadata(output_dir) if self.args.should_save else None
         take = Snapshot.async_take if self._asynchronous else Snapshot.take
         saved = take(
             os.path.join(output_dir, FOLDER),
@@ -194,6 +194,11 @@ class SnapshotTrainerMixin:
             **options,
         )
         self._pending = saved if isinstance(saved, PendingSnapshot) else None
+
+    def _begin_metadata(self, checkpoint: str) -> Mapping[str, Any] | Future[dict[str, Any]]:
+        """Read the weights in a thread while the snapshot is written, whose commit waits for the digests."""
+        read = partial(self._metadata_of, checkpoint)
+        return read() if is_exiting() else start_in_thread(read, "snapshot-io-weights")
 
     def _metadata_of(self, checkpoint: str) -> dict[str, Any]:
         """Return the metadata of the options, and the digests of the weights, whose files are whole."""

@@ -115,6 +115,31 @@ def test_ranks_wait_for_all_parts_of_a_checkpoint_and_resume_from_the_same_one(t
     assert fork_ranks(2, tmp_path, _end_at_other_times, tmp_path / "run") == [1, 0]
 
 
+def _fall_back(folder):
+    def one_rank(act):
+        if torch.distributed.get_rank() == 0:
+            act()
+        torch.distributed.barrier()
+
+    example.train(folder, stop_at=4)
+    one_rank(lambda: flip(folder / "checkpoint-4" / "model.safetensors"))
+    with pytest.raises(SnapshotError, match="its weights are damaged"):
+        example.train(folder, resume=str(folder / "checkpoint-4"))
+    seen = []
+
+    class Noted(example.SnapshotTrainer):
+        def _load_from_checkpoint(self, checkpoint, *arguments):
+            seen.append(checkpoint)
+            super()._load_from_checkpoint(checkpoint, *arguments)
+
+    example.train(folder, resume=True, kind=Noted)
+    return seen
+
+
+def test_all_ranks_fall_back_to_the_same_checkpoint_and_raise_for_a_named_one(tmp_path):
+    assert fork_ranks(2, tmp_path, _fall_back, tmp_path / "run") == [[str(tmp_path / "run" / "checkpoint-2")]] * 2
+
+
 def test_ranks_of_accelerate_resume_to_the_same_bits(tmp_path):
     fork_ranks(2, tmp_path, loop.main, tmp_path)
     snapshot = Snapshot(tmp_path / "broken" / "step-20")
@@ -213,31 +238,6 @@ def test_a_flipped_bit_in_the_weights_is_found_and_the_checkpoint_before_is_resu
     assert resumed[-4:] == losses[-4:]
     same(weights, others)
     assert main(["verify", str(tmp_path / "checkpoint-6")]) == 0
-
-
-def _fall_back(folder):
-    def one_rank(act):
-        if torch.distributed.get_rank() == 0:
-            act()
-        torch.distributed.barrier()
-
-    example.train(folder, stop_at=4)
-    one_rank(lambda: flip(folder / "checkpoint-4" / "model.safetensors"))
-    with pytest.raises(SnapshotError, match="its weights are damaged"):
-        example.train(folder, resume=str(folder / "checkpoint-4"))
-    seen = []
-
-    class Noted(example.SnapshotTrainer):
-        def _load_from_checkpoint(self, checkpoint, *arguments):
-            seen.append(checkpoint)
-            super()._load_from_checkpoint(checkpoint, *arguments)
-
-    example.train(folder, resume=True, kind=Noted)
-    return seen
-
-
-def test_all_ranks_fall_back_to_the_same_checkpoint_and_raise_for_a_named_one(tmp_path):
-    assert fork_ranks(2, tmp_path, _fall_back, tmp_path / "run") == [[str(tmp_path / "run" / "checkpoint-2")]] * 2
 
 
 def test_damaged_weights_are_not_loaded_as_the_best_ones(tmp_path):
