@@ -152,6 +152,7 @@ class AzureDriver(Driver):
         answered = await self._pipeline.run(request, stream=True)
         answer: aiohttp.ClientResponse = answered.http_response.internal_response
         async with released_response(answer):
+            self.note_date(answer.headers.get("Date"))
             if answer.status >= 300:
                 raise Refusal(answer, read_message(await answer.content.read(4000)))
             yield answer
@@ -159,7 +160,7 @@ class AzureDriver(Driver):
     async def head(self, key: str) -> FileStat:
         async with self._send("HEAD", key) as answer:
             told = answer.headers
-            return FileStat(int(told["Content-Length"]), _parse_time(told["Last-Modified"]), told["ETag"])
+            return self.describe(int(told["Content-Length"]), _parse_time(told["Last-Modified"]), told["ETag"])
 
     async def read(self, key: str, sink: ResponseSink) -> None:
         wanted = {"x-ms-range": sink.range, "If-Match": sink.token}

@@ -94,6 +94,7 @@ class GcsDriver(Driver):
         sent = {} if path.startswith("http") else {**(params or {}), **self._billing}
         answer = await self._session.request(method, url, params=sent, data=data, headers=told)
         async with released_response(answer):
+            self.note_date(answer.headers.get("Date"))
             if answer.status >= 300 and answer.status not in good:
                 if answer.status == 401:
                     self._expire_token()
@@ -117,7 +118,7 @@ class GcsDriver(Driver):
         """Send `objects.get`."""
         async with self._send("GET", self._object(key), {"fields": "size,updated,generation"}) as answer:
             found = await answer.json(content_type=None)
-        return FileStat(int(found["size"]), _parse_time(found["updated"]), str(found["generation"]))
+        return self.describe(int(found["size"]), _parse_time(found["updated"]), str(found["generation"]))
 
     async def read(self, key: str, sink: ResponseSink) -> None:
         """Send `objects.get` for the media."""

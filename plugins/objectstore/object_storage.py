@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Any, Generic, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -60,6 +61,25 @@ class Driver(ABC):
 
     batch = 1
     """Maximum keys of one `delete`."""
+    _date = ""
+    _dated: tuple[float, float] | None = None
+    """The time of the last dated answer, by the server's clock and by this machine's monotonic one."""
+
+    def note_date(self, date: str | None) -> None:
+        """Record the `Date` of an answer."""
+        if date and date != self._date:
+            self._date = date
+            with contextlib.suppress(ValueError):
+                self._dated = parsedate_to_datetime(date).timestamp(), time.monotonic()
+
+    def now(self) -> float:
+        """Return the time by the server's clock; by this machine's if no answer had a date."""
+        return time.time() if self._dated is None else self._dated[0] + time.monotonic() - self._dated[1]
+
+    def describe(self, size: int, mtime: float, token: str) -> FileStat:
+        """Return what an answer says of an object. Both times are by the server's clock."""
+        return FileStat(size, mtime, token, self.now())
+
     largest_copy = 1 << 60
     """Maximum bytes of one `copy`, and of one `copy_part` of a longer object."""
 
@@ -685,7 +705,8 @@ class ObjectStorage(ConnectedStorage[D]):
     async def sweep(self, prefix: str, older_than: float) -> Sequence[str]:
         """Abort the uploads of killed processes."""
         found = await self.send_request("list uploads", prefix, lambda driver, _: driver.uploads(self._root + prefix))
-        old = [(key, upload) for key, upload, began in found if began < time.time() - older_than]
+        now = (await self.driver()).now()
+        old = [(key, upload) for key, upload, began in found if began < now - older_than]
         for key, upload in old:
             await self.send_request("abort", key[len(self._root) :], partial(abandon_upload, key, upload))
         return sorted({key[len(self._root) :] for key, _ in old})

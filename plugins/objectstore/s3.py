@@ -93,6 +93,7 @@ class S3Driver(Driver):
                 self._bucket_seen = time.monotonic()
             raise
         self._bucket_seen = time.monotonic()
+        self.note_date(found["ResponseMetadata"].get("HTTPHeaders", {}).get("date"))
         return found
 
     async def close(self) -> None:
@@ -113,7 +114,7 @@ class S3Driver(Driver):
                 raise
             (await self._call("get_object", Key=key, Range="bytes=0-0"))["Body"].close()
             raise
-        return FileStat(found["ContentLength"], found["LastModified"].timestamp(), found["ETag"])
+        return self.describe(found["ContentLength"], found["LastModified"].timestamp(), found["ETag"])
 
     async def read(self, key: str, sink: ResponseSink) -> None:
         wanted = {"Range": sink.range, "IfMatch": sink.token}

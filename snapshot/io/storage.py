@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import mmap
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -176,6 +177,13 @@ class FileStat:
     """Modification time in seconds since the epoch."""
     token: str
     """Changes with the content: an ETag, a generation, or inode, size and time."""
+    now: float | None = field(default=None, compare=False)
+    """Time of the answer by the clock that `mtime` is of; None if that is this machine's clock."""
+
+    @property
+    def age(self) -> float:
+        """Seconds since the modification. The clock of a server may differ from this machine's."""
+        return (time.time() if self.now is None else self.now) - self.mtime
 
 
 class _Expectation:

@@ -372,9 +372,8 @@ class VersionStore:
             weights = [name.rpartition("/")[2] for name in names if name.endswith(WEIGHTS)]
             if not weights or not all(OWN_FILE.fullmatch(name) for name in weights):
                 return False
-        oldest = time.time() - DAY
         for name in names:
-            if (await self.storage.stat(name)).mtime > oldest:
+            if (await self.storage.stat(name)).age < DAY:
                 return False
         return not await exists(self.storage, f"{folder}/{INDEX}")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from enum import Enum, auto
 from types import TracebackType
@@ -149,7 +148,7 @@ async def _remove_claims(
 async def is_younger_than(storage: Storage, claim: str, older_than: float) -> bool:
     """Return True if a claim is younger than `older_than` seconds."""
     try:
-        return (await storage.stat(claim)).mtime > time.time() - older_than
+        return (await storage.stat(claim)).age < older_than
     except StorageNotFoundError:
         return False
 

@@ -7,7 +7,6 @@ import errno
 import os
 import re
 import secrets
-import time
 from collections.abc import Collection, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -410,7 +409,7 @@ async def _remove_old(root: Storage) -> None:
     if len(found) > MANY:
         found = sorted(found, key=lambda _: secrets.randbits(32))[:MANY]
         stats = await gather_limited(found, root.stat)
-        old = [path for path, stat in zip(found, stats, strict=True) if stat.mtime < time.time() - LASTS]
+        old = [path for path, stat in zip(found, stats, strict=True) if stat.age > LASTS]
         await root.delete(old)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
@@ -238,7 +237,7 @@ class StagedFiles:
             replaced = not set(self._markers).isdisjoint(self._standing)
             gone = [name for name in found if replaced and self._more.fullmatch(name) and name not in kept]
             for name in found:
-                if name.startswith(ASIDE) and (await storage.stat(name)).mtime < time.time() - DAY:
+                if name.startswith(ASIDE) and (await storage.stat(name)).age > DAY:
                     gone.append(name)
             if gone:
                 await storage.delete(gone)

@@ -746,7 +746,7 @@ def _moved(tensor):
 def test_memory_that_is_replaced_before_its_copy_is_not_read(replace, whose):
     if whose == "parameter" and replace is _replaced_data:
         pytest.skip("the snapshot has that memory: test_memory_that_is_exchanged_is_the_snapshots_own")
-    model = Net()
+    model, url = Net(), f"{replace.__name__}-{whose}"
     app = trained(model, torch.optim.Adam(model.parameters()))
     tensors = [
         parameter if whose == "parameter" else app["optim"].state[parameter]["exp_avg"]
@@ -754,7 +754,7 @@ def test_memory_that_is_replaced_before_its_copy_is_not_read(replace, whose):
     ]
     with stalling(on="write", times=None) as stall:
         pending = Snapshot.async_take(
-            "stalling+memory://replaced", app, staging="overlapped", memory_budget_bytes=SMALL_BUDGET, overwrite=True
+            f"stalling+memory://replaced/{url}", app, staging="overlapped", memory_budget_bytes=SMALL_BUDGET
         )
         assert not pending.staged()
         for tensor in tensors:
@@ -762,7 +762,7 @@ def test_memory_that_is_replaced_before_its_copy_is_not_read(replace, whose):
         stall.release()
         with pytest.raises(SnapshotError, match=r"(model|optim)/\S+: changed outside.*wait_staged"):
             pending.wait(30)
-    assert not Snapshot("memory://replaced").exists()
+    assert not Snapshot(f"memory://replaced/{url}").exists()
 
 
 def while_copied(monkeypatch, act):

@@ -3,6 +3,7 @@
 import asyncio
 import datetime
 import sys
+import time
 import traceback
 
 import pytest
@@ -13,6 +14,7 @@ from snapshot.errors import MissingExtraError, StorageConflictError, StorageNotF
 from snapshot.io.budget import MemoryBudget
 from snapshot.io.registry import open_storage
 from snapshot.io.storage import ABSENT, URL, Context
+from snapshot.save import transaction
 from snapshot.testing import StorageTests
 from snapshot.testing.conformance import BulkFileTests, fetch, pattern, store
 from tests.helpers.fault_proxy import FaultProxy
@@ -454,6 +456,29 @@ def test_a_condition_of_one_job_is_kept_against_another(weed):
         with pytest.raises(StorageConflictError):
             await storage.put("file", b"third", expect=token)
         assert await storage.get("file") == b"second"
+        await storage.close()
+
+    asyncio.run(work())
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("days", [-2, 2])
+def test_the_age_of_a_claim_is_by_the_clock_of_the_server(moto, monkeypatch, days):
+    """A host whose clock is two days ahead leaves the files of a running take alone."""
+    url, now = URL.parse(f"s3://{moto.bucket()}/s"), time.time
+    save_id = "0123456789ab"
+
+    async def work():
+        storage = open_storage(url, options(moto, engine="s3fs"), Context())
+        await storage.put(f".take-{save_id}", b"claim", expect=ABSENT)
+        await storage.put(f"data/{save_id}-0-0.bin", b"data", expect=ABSENT)
+        monkeypatch.setattr(time, "time", lambda: now() + days * 24 * 3600)
+        assert abs((await storage.stat(f".take-{save_id}")).age) < 600
+        assert await transaction.is_busy(storage)
+        assert await transaction.find_leftovers(storage) == []
+        assert await transaction.find_leftovers(storage, -600) != []
+        await (await storage.driver()).begin("data/x", 1)
+        assert list(await storage.sweep("", 3600)) == []
         await storage.close()
 
     asyncio.run(work())
