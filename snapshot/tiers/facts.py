@@ -224,6 +224,17 @@ async def publish_pending(storage: Storage, facts: Facts, names: Collection[str]
     return facts
 
 
+async def publish_if_writable(storage: Storage, facts: Facts, names: Collection[str]) -> Facts:
+    """As `publish_pending`. In a root that can be read and not written, the attempts stay pending."""
+    try:
+        return await publish_pending(storage, facts, names)
+    except StorageError as error:
+        log.warning("%s: cannot be written, so attempts and uploads wait: %s", storage.url, error)
+        waiting = Facts(facts.number, facts.published).with_pending(facts.with_ancestors(names))
+        waiting.expect_no_fork()
+        return waiting
+
+
 async def sync_facts(storage: Storage, copy: Facts, names: Collection[str]) -> tuple[Facts, RunForkedError | None]:
     """Read the root, and publish the pending attempts with these names. Return the facts, and the fork if there is one.
 

@@ -28,6 +28,7 @@ from snapshot.tiers.facts import (
     mark_used,
     mend_facts,
     publish,
+    publish_if_writable,
     publish_pending,
     read_copies,
     read_facts,
@@ -219,20 +220,27 @@ def _lead(arrived: Sequence[Arrived], options: TierOptions, patience: float, *, 
 
 
 async def _settle(storage: Storage, hosts: Sequence[Sequence[Copy]], far: str) -> Settled:
-    """Find the run in a root that can be read. Publish what the hosts' jobs could not, and the birth of a new run."""
+    """Find the run in a root that can be read. Publish what the hosts' jobs could not, and the birth of a new run.
+
+    If the root cannot be written, nothing is published yet.
+    """
     for again in range(TRIES):
         root = await mend_facts(storage, [copy for copies in hosts for copy in copies])
         found = settle_run(root, [await find_left(storage, root, copies) for copies in hosts], far)
         try:
             names = [each.name for each in found.facts.pending]
-            facts = await publish_pending(storage, found.facts, names)
+            facts = await publish_if_writable(storage, found.facts, names)
             if found.run:
                 return Settled(found.run, facts)
             if facts.tip is not None:
                 log.warning("%s: is a copy of another root, so a new run begins", storage.url)
             parent = Parent(facts.tip.name, None) if facts.tip is not None else None
             birth = facts.next_attempt(new_name(), parent, host=socket.gethostname(), far=far)
-            return Settled(birth.run, await publish(storage, facts, birth), birth)
+            try:
+                return Settled(birth.run, await publish(storage, facts, birth), birth)
+            except StorageError as error:
+                log.warning("%s: cannot be written, so attempts and uploads wait: %s", storage.url, error)
+                return Settled(birth.run, facts.with_pending([birth]), birth)
         except (RunForkedError, RunDeletedError):  # another job began a moment ago
             if again + 1 == TRIES:
                 raise

@@ -39,7 +39,7 @@ from snapshot.tiers.control import (
     far_text,
     job_address,
 )
-from snapshot.tiers.facts import limited, publish_pending, read_copy, read_facts, store_copy
+from snapshot.tiers.facts import limited, publish_if_writable, read_copy, read_facts, store_copy
 from snapshot.tiers.join import Begun, Keepers, Membership, TierOptions, begin_attempt, fetch_manifests, read_manifest
 from snapshot.tiers.near_steps import CensusStep, HostView, NearFolder, NearStep, take_census, view_of
 from snapshot.tiers.peers import Place, StepSources, heal_step
@@ -329,8 +329,8 @@ class TierSet:
                     f"{self.options.far}: the run was deleted there; begin a new one in a new process"
                 )
             united = root.with_pending(known.pending)
-            found = run(limited(publish_pending(session.storage, united, attempts), patience))
-        self.member.facts = Facts(found.number, found.published)
+            found = run(limited(publish_if_writable(session.storage, united, attempts), patience))
+        self.member.facts = Facts(found.number, found.published).with_pending(found.with_ancestors(attempts))
 
     def begin(self, parent_of: Callable[[Facts], Parent | None], *, far: bool = True) -> Begun | None:
         """Begin an attempt of this job, on the leader. None if another one was published since the facts were read."""

@@ -222,3 +222,44 @@ def test_a_bucket_that_does_not_exist_is_an_error_of_the_first_call(moto, tmp_pa
             getattr(manager, first)(*([1] if first == "take" else []), state(1))
     finally:
         manager.close()
+
+
+DENIED = b"<Error><Code>AccessDenied</Code><Message>read-only</Message></Error>"
+
+
+@pytest.mark.slow
+def test_a_root_that_can_be_read_and_not_written_lets_jobs_restore_and_go_on(bucket, proxy, tmp_path, caplog):
+    near, other = tmp_path / "near", tmp_path / "other"
+    with job(bucket, near, upload="latest") as manager:
+        manager.take(1, state(1))
+        until(lambda: manager.where(1)["far"] == "whole")
+    with proxy.fault("PUT", "*", status=403, body=DENIED, times=None):
+        for folder, found in ((near, 1), (other, 1), (near, 2)):
+            live = state(-1)
+            with job(bucket, folder, upload="latest", grace=0.0) as manager:
+                assert manager.restore_latest(live) == found
+                assert holds(live, found)
+                if folder is near:
+                    manager.take(found + 1, state(found + 1))
+            stop_uploaders(folder)
+    assert "cannot be written, so attempts and uploads wait" in caplog.text
+    live = state(-1)
+    with job(bucket, near, upload="latest") as manager:
+        assert manager.restore_latest(live) == 3
+        manager.take(4, state(4))
+        until(lambda: manager.where(4)["far"] == "whole")
+    assert is_uploaded(bucket, 4, 4)
+
+
+@pytest.mark.slow
+def test_a_new_run_begins_in_a_root_that_cannot_be_written_yet(bucket, proxy, tmp_path):
+    near = tmp_path / "near"
+    with proxy.fault("PUT", "*", status=403, body=DENIED, times=None), job(bucket, near, grace=0.0) as manager:
+        assert manager.restore_latest(state(-1)) is None
+        manager.take(1, state(1))
+    stop_uploaders(near)
+    with job(bucket, near, upload="latest") as manager:
+        assert manager.restore_latest(state(-1)) == 1
+        manager.take(2, state(2))
+        until(lambda: manager.where(2)["far"] == "whole")
+    assert is_uploaded(bucket, 2, 2)
