@@ -59,14 +59,16 @@ async def _describe_folder(
         return found
     if (tag := await deepspeed.read_tag(storage, names)) is not None:
         return await _describe_tag(url.join(tag), beside, limit)
-    return await _describe_listed(storage, names, limit)
+    return await _describe_listed(storage, names, beside, limit)
 
 
-async def _describe_listed(storage: Storage, names: Sequence[str], limit: int) -> ForeignDocument | None:
+async def _describe_listed(
+    storage: Storage, names: Sequence[str], beside: Callable[[URL], Storage], limit: int
+) -> ForeignDocument | None:
     """Return the checkpoint in a folder that is recognised by the names in it."""
     if (found := await _describe_ranks(storage, names, limit)) is not None:
         return found
-    if (found := await orbax.describe_folder(storage, names, limit)) is not None:
+    if (found := await orbax.describe_folder(storage, names, beside, limit)) is not None:
         return found
     return await gguf.describe_folder(storage, names, limit)
 

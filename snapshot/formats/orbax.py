@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ import torch
 
 from snapshot.decoding import decode_json
 from snapshot.errors import CorruptSnapshotError, StorageError, StorageNotFoundError, UnsupportedFormatError
+from snapshot.events import log
 from snapshot.formats import ocdbt, zarr
 from snapshot.formats.decompressors import DECOMPRESSORS
 from snapshot.formats.foreign import ForeignDocument, check_location, extend_file, is_absence, make_dict, make_document
@@ -19,6 +21,7 @@ from snapshot.formats.ocdbt import Stored
 from snapshot.formats.pickled_objects import INLINE
 from snapshot.io.aio import gather_limited, in_thread
 from snapshot.io.storage import Storage
+from snapshot.io.url import URL
 from snapshot.manifest.compounds import Container, DictEntry, ListEntry, TupleEntry
 from snapshot.manifest.document import ForeignFile
 from snapshot.manifest.entries import ChunkedTensorEntry, Extra, Shard, TensorEntry
@@ -36,12 +39,18 @@ STEP = "_CHECKPOINT_METADATA"
 V1 = "orbax.checkpoint"
 """An empty file in the folders that the newer interface saves. A single item there may have any name."""
 _STRINGS = "_strings.json"
+COMMITTED = "commit_success.txt"
+"""The file that ends a save. Earlier versions write it only to storages without renames."""
 _UNFINISHED = ".orbax-checkpoint-tmp"
+_NUMBERED = re.compile(r"(.*?)([0-9]+)/?")
+_LOOKED_AT = 4
+"""Number of earlier steps in which `COMMITTED` is looked for."""
 _DEFAULT = "default"
 """The item whose name is not a part of the names of its leaves, if a step has no other."""
 _SEQUENCE = 1
 _DEEPEST = 100
 _LONGEST_SCALAR = 256
+_LONGEST_STEP = 1 << 20
 _LONGEST_INDEX = 16 << 20
 """Maximum bytes of the index of a shard: 16 for each of its chunks."""
 _MOST_INDICES = 256 << 20
@@ -80,26 +89,30 @@ class _Tree(msgspec.Struct):
     custom_metadata: Any = None
 
 
-async def describe_folder(storage: Storage, names: Sequence[str], limit: int) -> ForeignDocument | None:
+class _StepTimes(msgspec.Struct):
+    """The times in `STEP`. Orbax adds the second one when it commits."""
+
+    init_timestamp_nsecs: int | None = None
+    commit_timestamp_nsecs: int | None = None
+
+    @property
+    def are_known(self) -> bool:
+        return self.init_timestamp_nsecs is not None
+
+
+async def describe_folder(
+    storage: Storage, names: Sequence[str], beside: Callable[[URL], Storage], limit: int
+) -> ForeignDocument | None:
     """Return the checkpoint of a folder with these names: an item, or a step with items. None if it is neither."""
     if not {TREE, STEP, V1}.intersection(names):
         return None
-    if _UNFINISHED in storage.url.location.rpartition("/")[2]:
+    if _UNFINISHED in storage.url.location.rpartition("/")[2] or not await _is_finished(storage, names, beside):
         raise UnsupportedFormatError(f"{storage.url}: is a save of Orbax that was not finished")
     if TREE in names:
         return await _describe_items(storage, {"": ""}, TREE, limit)
     folders = [name for name in names if name.endswith("/")]
 
-    async def is_item(folder: str) -> bool:
-        try:
-            await storage.stat(f"{folder}{TREE}")
-        except StorageError as error:
-            if not is_absence(storage, error):
-                raise
-            return False
-        return True
-
-    found = await gather_limited(folders, is_item, AT_ONCE)
+    found = await gather_limited(folders, lambda folder: _exists(storage, f"{folder}{TREE}"), AT_ONCE)
     items = {folder.rstrip("/"): folder for folder, there in zip(folders, found, strict=True) if there}
     if not items:
         raise UnsupportedFormatError(f"{storage.url}: a checkpoint of Orbax without a tree of arrays ({TREE})")
@@ -130,6 +143,60 @@ async def _describe_items(storage: Storage, items: Mapping[str, str], marker: st
         inline=bytes(made.inline),
         index=marker,
     )
+
+
+async def _is_finished(storage: Storage, names: Sequence[str], beside: Callable[[URL], Storage]) -> bool:
+    """Return False for a save that ended before its commit, on a storage without renames.
+
+    The times of its step tell that. If it has none, a step before it that has a file of its commit does.
+    """
+    if COMMITTED in names:
+        return True
+    times = await _read_times(storage, names)
+    if times.are_known:
+        return times.commit_timestamp_nsecs is not None
+    url = storage.url
+    above, _, name = url.location.rstrip("/").rpartition("/")
+    own = _NUMBERED.fullmatch(name)
+    if not above:
+        return True
+    root = beside(URL(url.scheme, above, url.query))
+    try:
+        around = await root.list(recursive=False) if root.capabilities.list else []
+        times = await _read_times(root, around)  # this folder is an item of a step
+        if times.are_known or COMMITTED in around:
+            return COMMITTED in around or times.commit_timestamp_nsecs is not None
+        others = [match for match in map(_NUMBERED.fullmatch, around) if match is not None]
+        before = [each for each in others if own and each[1] == own[1] and int(each[2]) < int(own[2])]
+        for each in sorted(before, key=lambda each: -int(each[2]))[:_LOOKED_AT]:
+            if await _exists(root, f"{each[1]}{each[2]}/{COMMITTED}"):
+                return False
+    except StorageError as error:
+        log.info("%s: cannot tell if the save was finished: %s", url, error)
+    finally:
+        await root.close()
+    return True
+
+
+async def _read_times(storage: Storage, names: Sequence[str]) -> _StepTimes:
+    if STEP not in names:
+        return _StepTimes()
+    try:
+        data = await storage.get(STEP, limit=_LONGEST_STEP)
+        found: _StepTimes = decode_json(data, _StepTimes, storage.url.join(STEP))
+    except CorruptSnapshotError:
+        return _StepTimes()
+    return found
+
+
+async def _exists(storage: Storage, path: str) -> bool:
+    try:
+        await storage.stat(path)
+    except StorageError as error:
+        if not is_absence(storage, error):
+            raise
+        return False
+    return True
 
 
 class _Node:

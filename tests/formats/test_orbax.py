@@ -7,6 +7,7 @@ import base64
 import json
 import math
 import random
+import shutil
 import struct
 import tracemalloc
 import zipfile
@@ -826,3 +827,53 @@ def walk(value):
         yield value
         for each in value.values() if isinstance(value, dict) else value:
             yield from walk(each)
+
+
+def test_nodes_and_values_in_files_of_their_own_are_read(files):
+    found = Snapshot(files / "split")
+    assert found.read_object("0/w").equal(torch.arange(3000.0).view(30, 100))
+    assert found.read_object("0/b/c").equal(torch.ones(5))
+    assert found.verify()
+
+
+def _copy(files, folder):
+    shutil.copytree(files / "committed", folder)
+    return folder
+
+
+def _drop_times(step):
+    """Let a step be one of an earlier version, whose metadata has no times."""
+    (step / "_CHECKPOINT_METADATA").write_text("{}")
+
+
+UNFINISHED = "is a save of Orbax that was not finished"
+
+
+@pytest.mark.parametrize("times", [True, False])
+def test_a_save_that_ended_before_its_commit_is_not_a_checkpoint(files, tmp_path, times):
+    root = _copy(files, tmp_path / "run")
+    if not times:
+        _drop_times(root / "3"), _drop_times(root / "4")
+    assert Snapshot(root / "3").read_object("0/w").equal(torch.arange(3.0))
+    assert Snapshot(root / "3" / "default").read_object("0/w").equal(torch.arange(3.0))
+    with pytest.raises(UnsupportedFormatError, match=UNFINISHED):
+        Snapshot(root / "4").get_manifest()
+    if times:  # without them, nothing tells it of an item
+        with pytest.raises(UnsupportedFormatError, match=UNFINISHED):
+            Snapshot(root / "4" / "default").get_manifest()
+    for lost in ("default/_METADATA", "default/manifest.ocdbt"):  # it ended even earlier
+        (root / "4" / lost).unlink()
+        with pytest.raises(UnsupportedFormatError, match=UNFINISHED):
+            Snapshot(root / "4").get_manifest()
+
+
+def test_a_finished_save_of_an_earlier_version_needs_no_file_of_its_commit(files, tmp_path):
+    root = _copy(files, tmp_path / "run")
+    (root / "3" / "commit_success.txt").unlink()
+    assert Snapshot(root / "3").read_object("0/w").equal(torch.arange(3.0))
+    (root / "3").rename(root / "5")  # a later step has one, so the version was changed in between
+    (root / "4" / "commit_success.txt").write_text("")
+    _drop_times(root / "4")
+    (root / "5").rename(root / "2")
+    _drop_times(root / "2")
+    assert Snapshot(root / "2").read_object("0/w").equal(torch.arange(3.0))

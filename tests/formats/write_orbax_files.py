@@ -72,6 +72,42 @@ def main(out):
     v1.save_pytree(os.path.join(out, "v1"), {"w": jnp.arange(3.0), "deep": {"b": jnp.ones((2, 2))}})
     by_tensorstore(out)
     with_codecs(out)
+    with_commit_files(out)
+    split(out)
+
+
+def with_commit_files(out):
+    """Steps as on a storage without renames: a file commits each, and the last save ends before it."""
+    from orbax.checkpoint import options as choices
+    from orbax.checkpoint._src.path import atomicity
+
+    mode = choices.AtomicityOptions(mode=choices.AtomicityMode.COMMIT_FILE)
+    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False, atomicity_options=mode)
+    manager = ocp.CheckpointManager(os.path.join(out, "committed"), options=options)
+    manager.save(3, args=ocp.args.StandardSave({"w": jnp.arange(3.0)}))
+
+    async def end(self):
+        raise KeyboardInterrupt
+
+    atomicity.CommitFileTemporaryPath.finalize, finalize = end, atomicity.CommitFileTemporaryPath.finalize
+    try:
+        manager.save(4, args=ocp.args.StandardSave({"w": jnp.arange(4.0)}))
+    except KeyboardInterrupt:
+        atomicity.CommitFileTemporaryPath.finalize = finalize
+
+
+def split(out):
+    """A database whose nodes and values are in files of their own."""
+    from orbax.checkpoint._src.serialization import tensorstore_utils
+
+    options = tensorstore_utils.OcdbtKvStoreWriteOptions
+    plain = options.__init__
+    options.__init__ = lambda self, *given, **named: plain(
+        self, *given, **(named | {"store_ocdbt_metadata_and_values_separately": True})
+    )
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as saver:
+        saver.save(os.path.join(out, "split"), {"w": jnp.arange(3000.0).reshape(30, 100), "b": {"c": jnp.ones(5)}})
+    options.__init__ = plain
 
 
 def codec_arrays():
