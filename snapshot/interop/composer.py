@@ -13,15 +13,17 @@ import functools
 import inspect
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from snapshot.distributed.exchange import call_of
 from snapshot.distributed.group import group_of_this_rank
 from snapshot.errors import MissingExtraError, SnapshotError
 from snapshot.interop.handover import Given, is_snapshot
+from snapshot.io.loop import run
+from snapshot.io.url import URL
 from snapshot.manager.manager import SnapshotManager
 from snapshot.manager.policies import Policy
+from snapshot.manager.root import Root
 from snapshot.save.take_request import TAKE_OPTIONS, TakeOptions
 from snapshot.snapshot import PendingSnapshot, Snapshot
 
@@ -85,10 +87,12 @@ class SnapshotSaver(_Callback):  # type: ignore[misc]
         self._saved: Any = None
 
     def latest(self) -> str | None:
-        """Return the newest committed snapshot for `Trainer(load_path=...)`, or None if there is none."""
-        numbered = {each: each.name.removeprefix("step-") for each in Path(self.folder).glob("step-*")}
-        found = sorted((each for each, text in numbered.items() if text.isdecimal()), key=lambda e: int(numbered[e]))
-        return next((str(each) for each in reversed(found) if _is_snapshot(each)), None)
+        """Return the snapshot that was taken last, for `Trainer(load_path=...)`, or None if there is none.
+
+        Suspect snapshots are passed over, with a log line.
+        """
+        step = run(Root(URL.parse(self.folder), None).find_last_taken())
+        return None if step is None else os.path.join(self.folder, f"step-{step}")
 
     def init(self, state: Any, logger: Any) -> None:
         """Raise if ranks have parts of the model, before training starts."""

@@ -240,16 +240,17 @@ class SnapshotCallback(_LightningCallback):  # type: ignore[misc]
         self._resumed: Snapshot | None = None
 
     def latest(self) -> str | None:
-        """Return the newest committed snapshot for `fit(ckpt_path=...)`, or None if there is none.
+        """Return the snapshot that was taken last, for `fit(ckpt_path=...)`, or None if there is none.
 
-        Raises SnapshotError if `folder` is a URL: name its snapshots explicitly.
+        A higher step may be older: it was abandoned if a run has continued from a step before it. Suspect snapshots are
+        passed over, with a log line. Raises SnapshotError if `folder` is a URL: name its snapshots explicitly.
         """
         if "://" in self.folder:
             raise SnapshotError(
                 f"{self.folder}: latest() supports local folders only; name the snapshot to resume from"
             )
-        found = sorted(Path(self.folder).glob("step-*"), key=_step, reverse=True)
-        return next((str(path) for path in found if _step(path) >= 0 and Snapshot(path).exists()), None)
+        step = run(self._root.find_last_taken())
+        return None if step is None else os.path.join(self.folder, f"step-{step}")
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Raise if the snapshots of this run could not be resumed, before training starts."""

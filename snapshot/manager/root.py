@@ -210,6 +210,22 @@ class Root:
         head = None if stat is None else await self._head(step, stat)
         return set(head.copies().values()) if isinstance(head, ManifestHead) else set()
 
+    async def find_last_taken(self) -> int | None:
+        """Return the step that was taken last, or None if there is none. Suspect steps are logged and passed over.
+
+        A higher step may be older: it was abandoned if a run has continued from a step before it.
+        """
+        committed = (await self.folders()).committed
+        heads = (await self.heads(committed)).items()
+        known = {step: head for step, head in heads if isinstance(head, ManifestHead)}
+        for step in sorted(known, key=lambda each: (known[each].created, committed[each].mtime, each), reverse=True):
+            head = known[step]
+            why = why_suspect(suspicions(head.metadata))
+            if why is None:
+                return step
+            log.warning("%s: passed over: %s", self.step_url(step), why)
+        return None
+
     async def heads(self, committed: Mapping[int, FileStat]) -> dict[int, ManifestHead | SnapshotError]:
         """Return the manifest heads of several steps, or the error for a damaged, foreign or unreadable one."""
         for gone in self._heads.keys() - committed.keys():

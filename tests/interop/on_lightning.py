@@ -4,6 +4,7 @@ imports it once."""
 import importlib.util
 import multiprocessing
 import os
+import shutil
 import sys
 import warnings
 from collections import OrderedDict
@@ -286,6 +287,22 @@ def test_what_was_being_saved_when_training_fails_is_finished(tmp_path):
         fitted(8, [callback], [SnapshotCheckpointIO()], model=Fails)
     assert callback.latest() == str(tmp_path / "step-3")
     assert Snapshot(tmp_path / "step-3").verify()
+
+
+def test_latest_is_what_was_taken_last_and_not_an_abandoned_or_a_suspect_step(tmp_path, caplog):
+    callback = SnapshotCallback(tmp_path, every_n_steps=1)
+    fitted(4, [callback], [SnapshotCheckpointIO()])
+    again = SnapshotCallback(tmp_path, every_n_steps=1)
+    shutil.rmtree(tmp_path / "step-3")
+    fitted(3, [again], [SnapshotCheckpointIO()], str(tmp_path / "step-2"))
+    assert (tmp_path / "step-4").exists()
+    assert again.latest() == str(tmp_path / "step-3")
+    bad = torch.nn.Linear(2, 2)
+    with torch.no_grad():
+        bad.weight.fill_(float("nan"))
+    Snapshot.take(tmp_path / "step-9", {"m": bad, "o": torch.optim.SGD(bad.parameters(), lr=0.1)})
+    assert again.latest() == str(tmp_path / "step-3")
+    assert "step-9: passed over: is suspect" in caplog.text
 
 
 def test_what_could_not_be_resumed_is_refused_before_it_begins(tmp_path):
