@@ -14,6 +14,7 @@ from torch import nn
 
 from snapshot import KeepBest, Snapshot, SnapshotExistsError, SnapshotManager, StateDict
 from snapshot import events as happening
+from tests.helpers.faulty import Cached
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guards.md"
 
@@ -54,27 +55,13 @@ class Training:
         return found
 
 
-class Frozen:
-    """A stateful that returns what its first save had: a cache that nothing refreshes."""
-
-    def __init__(self, inner):
-        self.inner, self.held = inner, None
-
-    def state_dict(self):
-        self.held = self.held or copy.deepcopy(self.inner.state_dict())
-        return self.held
-
-    def load_state_dict(self, state):
-        self.inner.load_state_dict(state)
-
-
 def saves_that_repeat_the_first(run):
-    app = {**run.app, "m": Frozen(run.model), "o": Frozen(run.optimizer)}
+    app = {**run.app, "m": Cached(run.model), "o": Cached(run.optimizer)}
     return run.takes(app), "stale: .* none changed in three takes, not even an optimizer's number of steps"
 
 
 def moments_that_repeat_the_first(run):
-    return run.takes({**run.app, "o": Frozen(run.optimizer)}), "unchanged: .* moments did not change in three takes"
+    return run.takes({**run.app, "o": Cached(run.optimizer)}), "unchanged: .* moments did not change in three takes"
 
 
 def parameters_that_the_model_no_longer_has(run):
