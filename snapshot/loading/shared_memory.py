@@ -18,6 +18,10 @@ MOST_PAIRS = 1 << 20
 """Pairs of interleaved tensors that are compared in one restore."""
 MOST_WORK = 1 << 16
 """Candidates that NumPy examines to decide whether two strided tensors share an element."""
+MANY = 32
+"""Tensors in one range of memory whose bytes are marked, instead of comparing all pairs."""
+MOST_MARKED = 1 << 28
+"""Bytes of memory that are marked at once, to find one that two tensors have."""
 
 
 def find_shared_memory(read_plan: ReadPlan) -> list[str]:
@@ -60,6 +64,8 @@ def _find_clusters(places: Sequence[LiveTarget | ReadRequest]) -> list[list[Live
 def _compare_all(cluster: Sequence[LiveTarget | ReadRequest], lines: dict[str, None], left: int) -> int:
     """Add an error for each place that conflicts with an earlier one. Return the number of pairs that may follow."""
     distinct = {view.key: view for view in map(_view_of, reversed(cluster))}  # the first name is kept
+    if len(distinct) > MANY and _are_disjoint(list(distinct.values())):
+        return left
     known: dict[Hashable, bool | None] = {}
     before: list[_View] = []
     for view in reversed(distinct.values()):
@@ -165,13 +171,29 @@ class _Memory:
 
 
 def _share_elements(first: _View, second: _View) -> bool | None:
-    """Return True if two views have a byte in common; None if that cannot be decided within `MOST_WORK`."""
+    """Return True if two views have a byte in common; None if that would take too long, or too much memory."""
     one, other = (np.asarray(_Memory(_splice(each))) for each in (first, second))
     work: Any = MOST_WORK  # NumPy's types know only two constants
     try:
         return np.shares_memory(one, other, max_work=work)
     except (np.exceptions.TooHardError, OverflowError):
+        disjoint = _are_disjoint([first, second])
+        return None if disjoint is None else not disjoint
+
+
+def _are_disjoint(views: Sequence[_View]) -> bool | None:
+    """Return True if no byte is in two views, by marks of all their bytes; None if these are too many."""
+    begin, end = min(view.begin for view in views), max(view.end for view in views)
+    if end - begin > MOST_MARKED:
         return None
+    marks = np.zeros(end - begin, bool)
+    for view in views:
+        part = _splice(view)
+        place: Any = np.ndarray(part.shape, bool, marks, view.begin - begin, part.strides)
+        if place.any():
+            return False
+        place[...] = True
+    return True
 
 
 def _splice(view: _View) -> _View:

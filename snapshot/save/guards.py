@@ -37,6 +37,7 @@ from snapshot.save.parameter_roles import (
     is_twin,
     key_of,
     optimizers_of,
+    stores_live_steps,
 )
 from snapshot.save.samples import (
     LINE,
@@ -51,6 +52,7 @@ from snapshot.save.samples import (
 )
 from snapshot.state.leaves import FlatState, Leaf
 from snapshot.state.model_state import find_local_tensor
+from snapshot.tensors.composite import is_freed
 from snapshot.tensors.memory import BY_NAME, NAMES, is_plain, wrap_memory
 from snapshot.tensors.statistics import ByPath, combine_statistics
 from snapshot.text import counted, listed
@@ -136,8 +138,10 @@ JUMP = math.log(2)
 class Entries:
     """The entries of one rank's part of a take, by path, with the digests of those that were asked for."""
 
-    def __init__(self, entries: Mapping[str, Any]) -> None:
+    def __init__(self, entries: Mapping[str, Any], samples: Mapping[str, float] | None = None) -> None:
         self.all = entries
+        self.samples = samples or {}
+        """Moments that another rank writes, by path: a number that changes with a sample."""
         self._digests: dict[str, Any] = {}
 
     def digests_of(self, path: str) -> Any:
@@ -246,6 +250,8 @@ class GuardedTake:
         self.findings: list[Finding] = []
         self._keys = frozenset(app_state)
         self._steps = 0.0, False
+        self._stores_steps = False
+        self._samples: dict[str, float] = {}
         self._memory = _memories.get().of(_DIGITS.sub("#", str(url)))
         self._groups: list[tuple[Group, torch.optim.Optimizer]] = []
         self._counters: dict[str, int] = {}
@@ -278,6 +284,8 @@ class GuardedTake:
         ints = ((path, flat.entries.get(path)) for path in self._roles.counters)
         self._counters = {path: entry.value() for path, entry in ints if isinstance(entry, IntEntry)}
         self._steps = count_steps(app_state)
+        self._stores_steps = stores_live_steps(app_state, flat)
+        self._samples = self._sample_moments(flat, leaves)
         for stranger in self._roles.strangers:
             self._examine_parameters(stranger, app_state, flat)
         self._examine_keys()
@@ -352,6 +360,17 @@ class GuardedTake:
         ]
         if counts:
             self._add([Finding("nonfinite", f"NaN or infinity in {_some_of(counts)}")])
+
+    def _sample_moments(self, flat: FlatState, leaves: Sequence[Leaf]) -> dict[str, float]:
+        """Return samples of moments that another rank writes, of the parameters that this rank writes."""
+        written = {leaf.path for leaf in leaves}
+        if len(leaves) == len(flat.leaves):
+            return {}
+        held = {leaf.path: leaf for leaf in flat.leaves if leaf.path not in written}
+        members = (member for group, _ in self._groups for member in group.members if member.path in written)
+        paths = [path for member in members for path in _list_moments(member.state) if path in held]
+        squares = measure_squares([held[path] for path in paths])
+        return {path: float(each) for path, each in zip(paths, squares, strict=True) if not math.isnan(each)}
 
     def _examine_norms(self, leaves: Sequence[Leaf]) -> None:
         """Look for groups whose norm is far from that of the last takes."""
@@ -428,12 +447,12 @@ class GuardedTake:
         self._safely(self._compare, entries)
 
     def _compare(self, entries: Mapping[str, Any]) -> None:
-        self._entries = Entries(entries)
+        self._entries = Entries(entries, self._samples)
         if len(self._memory.takes) == 2:
             first, second = self._memory.takes
             found = [self._examine_group(group, optimizer, first, second) for group, optimizer in self._groups]
             strangers = [each for each in self._roles.strangers if each.key not in self._mastered]
-            found += [self._examine_stranger(each.key, each.below, first, second) for each in strangers]
+            found += [self._examine_stranger(each, first, second) for each in strangers]
             found += [self._examine_state(first, second)]
             found += [self._examine_moments(group, first, second) for group, _ in self._groups]
             found += [] if self._groups else [self._examine_moments(None, first, second)]
@@ -459,7 +478,7 @@ class GuardedTake:
         if not count:
             return None
         text = f"{counted(count, 'tensor')}: none changed in three takes"
-        if counts_steps and steps[0] < steps[1] < steps[2]:
+        if counts_steps and steps[0] < steps[1] < steps[2] and not self._stores_steps:
             return Finding("stale", f"{text}, not even an optimizer's number of steps, though optimizers made steps")
         return Finding("unchanged", text)
 
@@ -502,17 +521,24 @@ class GuardedTake:
                 self._add([Finding("unsaved", text)])
                 break
 
-    def _examine_stranger(self, key: str, below: str, first: Past, second: Past) -> Finding | None:
-        """Return a finding if nothing but an optimizer of unknown parameters changed over three takes."""
+    def _examine_stranger(self, stranger: Stranger, first: Past, second: Past) -> Finding | None:
+        """Return a finding if nothing but an optimizer of unknown parameters changed over three takes.
+
+        Its steps must be long enough to be seen: its parameters may be masters, of modules with a lower precision.
+        """
         states = first.entries, second.entries, self._entries
         held = self._entries
         tensors = {path for path, entry in held.all.items() if held.digests_of(path) and _is_floating(entry)}
-        others = {path for path in tensors if not path.startswith(below)}
+        others = {path for path in tensors if not path.startswith(stranger.below)}
         if not others or not all(_is_equal(path, *states) for path in others):
             return None
         if not any(_has_moved(path.rpartition("/")[0], *states) for path in tensors - others):
             return None
-        text = f"{key}: its moments changed in three takes, and no tensor of the rest of the app state did"
+        eps = max(torch.finfo(BY_NAME[held.all[path].dtype]).eps for path in others)
+        mine = [each for each in self._groups if each[0].place[:2] == stranger.place[:2]]
+        if not any(_list_rates(*each, first, second)[0] > 0 and _would_be_seen(*each, eps) for each in mine):
+            return None
+        text = f"{stranger.key}: its moments changed in three takes, and no tensor of the rest of the app state did"
         return Finding("stale", text)
 
     def _examine_group(
@@ -520,8 +546,8 @@ class GuardedTake:
     ) -> Finding | None:
         """Return a finding if a group did not change over three takes, though its optimizer moved."""
         states = first.entries, second.entries, self._entries
-        rates = [_rate_of(group, optimizer), *(each.rates.get(group.place, 0.0) for each in (first, second))]
-        if min(rates) <= 0:
+        lowest, rate = _list_rates(group, optimizer, first, second)
+        if lowest <= 0:
             return None
         held = []
         for each in group.members:
@@ -537,7 +563,7 @@ class GuardedTake:
         return Finding(
             "stale",
             f"{group.name}: {counted(len(held), 'parameter')} did not change in three takes, though the moments did, "
-            f"and the learning rate is {rates[0]:g}: {some}",
+            f"and the learning rate is {rate:g}: {some}",
         )
 
     def committed(self) -> None:
@@ -560,9 +586,14 @@ def _some_of(texts: Sequence[str], total: int = 0, most: int = 8) -> str:
 
 
 def _leaf_of(path: str, parameter: torch.Tensor) -> Leaf | None:
-    """Return the local part of a live parameter as a leaf; None for one whose elements have no plain memory."""
+    """Return the local part of a live parameter as a leaf; None for one whose elements have no plain memory.
+
+    A module that stores copies may have freed its parameters.
+    """
     tensor = find_local_tensor(parameter).detach()
     if type(tensor) is not torch.Tensor or tensor.dtype not in NAMES or tensor.numel() < 2:
+        return None
+    if tensor.layout is not torch.strided or tensor.is_meta or is_freed(tensor):
         return None
     name, address = NAMES[tensor.dtype], tensor.data_ptr()
     return Leaf(path, tensor, name, tuple(tensor.shape), tensor.nbytes, address, is_plain(tensor))
@@ -576,6 +607,12 @@ def _rate_of(group: Group, optimizer: torch.optim.Optimizer) -> float:
         return 0.0
 
 
+def _list_rates(group: Group, optimizer: torch.optim.Optimizer, first: Past, second: Past) -> tuple[float, float]:
+    """Return the lowest learning rate of a group in three takes, and that of this one."""
+    rate = _rate_of(group, optimizer)
+    return min(rate, *(each.rates.get(group.place, 0.0) for each in (first, second))), rate
+
+
 def _is_floating(entry: Any) -> bool:
     return bool(BY_NAME[entry.dtype].is_floating_point)
 
@@ -587,7 +624,10 @@ def _is_equal(path: str, *states: Entries) -> bool:
 
 def _has_moved(below: str, *states: Entries) -> bool:
     """Return True if some state of a parameter changed from each take to the next."""
-    return any(_differs(path, *states) for path in _list_moments(below))
+    return any(
+        _differs(path, *states) or _is_changing([each.samples.get(path) for each in states])
+        for path in _list_moments(below)
+    )
 
 
 _MOMENTS = ("exp_avg", "momentum_buffer")
@@ -599,7 +639,10 @@ def _list_moments(below: str) -> list[str]:
 
 def _differs(path: str, *states: Entries) -> bool:
     """Return True if a tensor changed from each take to the next."""
-    found = [each.digests_of(path) for each in states]
+    return _is_changing([each.digests_of(path) for each in states])
+
+
+def _is_changing(found: Sequence[Any]) -> bool:
     return None not in found and bool(found[0] != found[1] != found[2])
 
 
@@ -617,6 +660,23 @@ def _would_change(group: Group, optimizer: torch.optim.Optimizer, member: Member
     if bool((size == size.max()).all()):
         return False  # at the bounds of a clamp, or a sign
     return bool((update > 2 * torch.finfo(value.dtype).eps * value.abs().float()).float().mean() > 0.5)
+
+
+MOST_SEEN = 16
+"""Parameters of a group whose next steps are computed."""
+
+
+def _would_be_seen(group: Group, optimizer: torch.optim.Optimizer, eps: float) -> bool:
+    """Return True if the next step would change some values in a copy of lower precision, or if that is not known."""
+    settings = optimizer.param_groups[group.place[2]]
+    for parameter in settings["params"][:MOST_SEEN]:
+        state, value = optimizer.state.get(parameter), find_local_tensor(parameter).detach()
+        update = _expect_update(settings, state) if isinstance(state, Mapping) else None
+        if update is None or update.shape != value.shape:
+            return True
+        if bool((update > 2 * eps * value.abs().float()).float().mean() > 0.01):
+            return True
+    return False
 
 
 def _expect_update(settings: Mapping[str, Any], state: Mapping[str, Any]) -> Any:

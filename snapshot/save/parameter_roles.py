@@ -5,7 +5,9 @@ They are found once, and again if the objects of the app state change. Nothing h
 
 from __future__ import annotations
 
+import itertools
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -68,9 +70,27 @@ def count_steps(app_state: Mapping[str, Any]) -> tuple[float, bool]:
 
     These are the optimizers in the app state, and those in attributes of its other objects.
     """
-    found = [each for stateful in app_state.values() for each in optimizers_of(stateful) or _find_held(stateful)]
-    counts = [max(_list_counts(each), default=None) for each in found]
+    counts = [max(_list_counts(each), default=None) for each in _find_all(app_state)]
     return sum(each or 0.0 for each in counts), bool(counts) and None not in counts
+
+
+MOST_COUNTS = 64
+"""Stored numbers of steps that are compared with those of optimizers."""
+
+
+def stores_live_steps(app_state: Mapping[str, Any], flat: FlatState) -> bool:
+    """Return True if a stored number of steps is that of an optimizer: then its state is not an old copy.
+
+    The other optimizers may not be saved, or make no steps.
+    """
+    stored = (leaf.tensor for leaf in flat.leaves if leaf.path.endswith("/step") and leaf.tensor.numel() == 1)
+    some = list(itertools.islice(stored, MOST_COUNTS))
+    live = {count for each in _find_all(app_state) for count in _list_counts(each)} if some else set()
+    return any(float(each) in live for each in some)
+
+
+def _find_all(app_state: Mapping[str, Any]) -> list[torch.optim.Optimizer]:
+    return [each for stateful in app_state.values() for each in optimizers_of(stateful) or _find_held(stateful)]
 
 
 def _find_held(stateful: Any) -> list[torch.optim.Optimizer]:
@@ -299,29 +319,42 @@ def is_twin(parameters: Sequence[torch.Tensor], app_state: Mapping[str, Any]) ->
 
 
 MOST_COMPARED = 16
-"""Pairs of parameters that are compared to find out whether one is a master of the other."""
+"""Parameters of an optimizer that are compared with those of modules, to find out whether they are masters."""
 COMPARED = 64
 """Elements of each that are compared."""
 
 
 def has_masters(optimizer: torch.optim.Optimizer, app_state: Mapping[str, Any]) -> bool:
-    """Return True if an optimizer has masters of a module's parameters: copies that it trains, with equal values.
+    """Return True if an optimizer has masters of the modules' parameters: copies that it trains, with equal values.
 
-    A copy of the same dtype on the same device is a master only if the optimizer has changed it.
+    A copy of the same dtype on the same device is a master only if the optimizer has changed it. The order may differ,
+    as with groups that have a weight decay of their own.
     """
     masters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return any(_are_masters(masters, module, bool(optimizer.state)) for _, module in modules_of(app_state))
+    by_shape: dict[torch.Size, list[torch.Tensor]] = {}
+    for _, module in modules_of(app_state):
+        for each in module.parameters():
+            if each.requires_grad:
+                by_shape.setdefault(each.shape, []).append(each)
+    if not masters or any(each.shape not in by_shape for each in masters):
+        return False
+    seen: Counter[torch.Size] = Counter()
+    some, step = [], -(-len(masters) // MOST_COMPARED)
+    for at, master in enumerate(masters):
+        if at % step == 0:
+            some.append((master, seen[master.shape]))
+        seen[master.shape] += 1
+    return all(_is_master(master, by_shape[master.shape], at, bool(optimizer.state)) for master, at in some)
 
 
-def _are_masters(masters: Sequence[torch.Tensor], module: torch.nn.Module, stepped: bool) -> bool:
-    trained = [each for each in module.parameters() if each.requires_grad]
-    if [each.shape for each in trained] != [each.shape for each in masters]:
-        return False
-    pairs = list(zip(masters, trained, strict=True))
-    if not stepped and all(a.dtype == b.dtype and a.device == b.device for a, b in pairs):
-        return False
-    some = pairs[:: -(-len(pairs) // MOST_COMPARED) or 1]
-    return all(_has_equal_begin(find_local_tensor(a), find_local_tensor(b)) for a, b in some)
+def _is_master(master: torch.Tensor, parameters: Sequence[torch.Tensor], at: int, stepped: bool) -> bool:
+    """Return True if one of the parameters of its shape has the values of a master: first, that at its position."""
+    at %= len(parameters)
+    return any(
+        _has_equal_begin(find_local_tensor(master), find_local_tensor(each))
+        for each in (*parameters[at:], *parameters[:at])
+        if stepped or master.dtype != each.dtype or master.device != each.device
+    )
 
 
 def _has_equal_begin(master: torch.Tensor, parameter: torch.Tensor) -> bool:

@@ -44,8 +44,10 @@ _EXPONENTS: dict[str, tuple[str, int]] = {
     "float64": ("u8", 0x7FF0000000000000),
     "bfloat16": ("u2", 0x7F80),
     "float16": ("u2", 0x7C00),
+    "complex64": ("u4", 0x7F800000),
+    "complex128": ("u8", 0x7FF0000000000000),
 }
-"""Dtype -> the integers of its size, and the bits that are all set in NaN and infinity."""
+"""Dtype -> the integers of the size of its numbers, and the bits that are all set in NaN and infinity."""
 
 
 class _Space(threading.local):
@@ -184,7 +186,9 @@ def _long_is_nonfinite(leaf: Leaf, turn: int) -> bool:
     length = min(count, max(LINE, count // SHARE))
     begin = turn * length % max(1, count - length + 1)
     if leaf.address % 8 or not is_in_memory(leaf):
-        return not bool(torch.isfinite(leaf.tensor.detach().view(-1)[begin : begin + length]).all())
+        flat = leaf.tensor.detach().view(-1)
+        flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+        return not bool(torch.isfinite(flat[begin : begin + length]).all())
     first = (leaf.address - _BEGIN) // size + begin
     return bool(((_space.of(kind)[first : first + length] & bits) == bits).any())
 
@@ -244,7 +248,7 @@ def measure_squares(leaves: Sequence[Leaf]) -> Any:
     for held in elsewhere.values():
         flats = [leaves[at].tensor.detach().view(-1) for at in held[:MOST_ELSEWHERE]]
         middles = [max(0, (flat.numel() - LINE) // 2) for flat in flats]
-        samples = [flat[begin : begin + LINE].float() for flat, begin in zip(flats, middles, strict=True)]
+        samples = [flat[begin : begin + LINE].abs().float() for flat, begin in zip(flats, middles, strict=True)]
         values = torch.cat(samples).double().cpu().square().numpy()
         ends = np.cumsum([sample.numel() for sample in samples])
         means[held[:MOST_ELSEWHERE]] = [part.mean() for part in np.split(values, ends[:-1])]
@@ -252,7 +256,8 @@ def measure_squares(leaves: Sequence[Leaf]) -> Any:
 
 
 def _as_floats(dtype: str, words: Any) -> Any:
-    """Return the bits of floating point numbers as float64."""
+    """Return the bits of floating point numbers as float64. Those of complex numbers become their parts."""
+    dtype = {"complex64": "float32", "complex128": "float64"}.get(dtype, dtype)
     if dtype == "bfloat16":
         words = words.astype("<u4") << 16
         dtype = "float32"

@@ -1,9 +1,9 @@
 """The optimizer barrier: `step()` waits until pending snapshots have copied the tensors that it changes.
 
-The wait is one global hook that torch calls before the hooks of any optimizer. Loading a state dict waits, too, and
-resizing a storage waits for the part that is being copied. Torch has no hook for these, so their methods are wrapped
-while an overlapped take is pending. The hook is removed with the first step after the last take, if it is the only
-global hook. Otherwise it stays and does nothing.
+The wait is one global hook that torch calls before the hooks of any optimizer. Loading a state dict waits, too.
+Resizing or sharing a storage waits for the part that is being copied. Torch has no hook for these, so their methods are
+wrapped while an overlapped take is pending. The hook is removed with the first step after the last take, if it is the
+only global hook. Otherwise it stays and does nothing.
 """
 
 from __future__ import annotations
@@ -112,13 +112,13 @@ class PendingCopy:
         )
 
     def protect(self, storages: Iterable[int]) -> threading.Lock:
-        """Return a lock for a thread that copies from storages with these addresses: while held, none is resized."""
+        """Return a lock for a thread that copies from storages with these addresses: while held, none is moved."""
         self._storages = frozenset(storages)
         return self._copying
 
-    def while_copied(self, storage: torch.UntypedStorage) -> AbstractContextManager[object]:
-        """Return the lock if a storage is one that is copied."""
-        return self._copying if storage.data_ptr() in self._storages else nullcontext()
+    def while_copied(self, begin: int) -> AbstractContextManager[object]:
+        """Return the lock if a storage that begins at an address is one that is copied."""
+        return self._copying if begin in self._storages else nullcontext()
 
     def begin(self) -> None:
         """Make optimizer steps and `load_state_dict` calls wait from now on."""
@@ -257,22 +257,38 @@ def _waiting(load: Callable[..., R]) -> Callable[..., R]:
     return load_state_dict
 
 
-def _between_parts(resize: Callable[..., R]) -> Callable[..., R]:
-    """Let a storage be resized only while no thread copies from it. The next part then finds that it changed."""
+def _find_memory(owner: torch.Tensor | torch.UntypedStorage) -> int:
+    """Return the address of a storage, also of an empty view; 0 for a tensor that has none of its own."""
+    try:
+        return (owner if isinstance(owner, torch.UntypedStorage) else owner.untyped_storage()).data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return 0
 
-    @functools.wraps(resize)
-    def resize_(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> R:
+
+def _between_parts(move: Callable[..., R]) -> Callable[..., R]:
+    """Let a storage get another memory only while no thread copies from it. The next part then finds that it changed.
+
+    Its own memory is freed then. `Tensor.share_memory_` and queues of processes share storages, which moves them.
+    """
+
+    @functools.wraps(move)
+    def wrapper(owner: torch.Tensor | torch.UntypedStorage, *args: Any, **kwargs: Any) -> R:
+        begin = _find_memory(owner)
         with ExitStack() as held:
             for copy in pending_copies():
-                held.enter_context(copy.while_copied(storage))
-            return resize(storage, *args, **kwargs)
+                held.enter_context(copy.while_copied(begin))
+            return move(owner, *args, **kwargs)
 
-    return resize_
+    return wrapper
 
 
 _WRAPPED: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (torch.nn.Module, "load_state_dict", _waiting),
     (torch.optim.Optimizer, "load_state_dict", _waiting),
     (torch.UntypedStorage, "resize_", _between_parts),
+    (torch.UntypedStorage, "_share_fd_cpu_", _between_parts),
+    (torch.UntypedStorage, "_share_filename_cpu_", _between_parts),
+    (torch.Tensor, "resize_", _between_parts),
+    (torch.Tensor, "resize_as_", _between_parts),
 )
 """The methods that are wrapped while a copy is pending."""

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from snapshot import ModelState, StateDict
-from tests.helpers.trainings import Masters, Renaming, learn, net
+from tests.helpers.trainings import FlatMasters, Masters, Renaming, learn, net
 
 NAN, INF = math.nan, math.inf
 
@@ -159,6 +159,32 @@ def masters_that_reach_no_parameter():
     return {"m": model, "o": optimizer}, lambda number: learn(trained, optimizer, torch.randn(8, 16).to(torch.bfloat16))
 
 
+def flat_masters_that_reach_no_parameter():
+    model = net(16, 16, 4).to(torch.bfloat16)
+    optimizer = FlatMasters(model.parameters(), lr=1e-3)
+    trained = copy.deepcopy(model)
+    optimizer.parameters = list(trained.parameters())
+    return {"m": model, "o": optimizer}, lambda number: learn(trained, optimizer, torch.randn(8, 16).to(torch.bfloat16))
+
+
+def complex_numbers(dtype=torch.complex64):
+    model = nn.ParameterList([torch.randn(8, 8, dtype=dtype)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def between(number):
+        (model[0] @ torch.randn(8, 8, dtype=dtype)).abs().mean().backward()
+        optimizer.step()
+        if number == 1:
+            with torch.no_grad():
+                torch.view_as_real(model[0])[5, 3, 1] = NAN
+
+    return {"m": model, "o": optimizer}, between
+
+
+def complex_numbers_of_double_precision():
+    return complex_numbers(torch.complex128)
+
+
 def renamed_copies():
     model = Renaming(net(16, 16, 4))
     optimizer = adam(model)
@@ -279,7 +305,8 @@ FAULTY = {
     all_of_it: 1, one_bias: 1, one_element: 1, one_element_of_a_moment: 2, row_of_a_moment: 1,
     half_precision_overflow: 1, double_precision: 1, transposed: 1, long_tensor: 1, tied_weights: 1,
     rate_that_explodes: 2, as_one: 1, row_of_an_embedding: 1, adapter: 1, critic_only: 2,
-    masters_of_nothing_finite: 1, masters_that_reach_no_parameter: 2, renamed_copies: 1, weights_alone: 1,
+    masters_of_nothing_finite: 1, masters_that_reach_no_parameter: 2, flat_masters_that_reach_no_parameter: 2,
+    complex_numbers: 1, complex_numbers_of_double_precision: 1, renamed_copies: 1, weights_alone: 1,
     copy_is_saved: 0, parameters_replaced: 0, weights_that_come_back: 2, cached_weights: 2, cached_everything: 2,
     cached_in_a_list: 2, forgotten_object: 2,
 }  # fmt: skip

@@ -279,17 +279,17 @@ def meta_learning():
 class Masters(torch.optim.AdamW):
     """An optimizer of float32 copies, from which it sets the parameters after each step."""
 
-    def __init__(self, parameters, **options):
+    def __init__(self, parameters, groups=lambda masters: masters, **options):
         self.parameters = list(parameters)
-        super().__init__([nn.Parameter(each.detach().float()) for each in self.parameters], **options)
+        self.masters = [nn.Parameter(each.detach().float().clone()) for each in self.parameters]
+        super().__init__(groups(self.masters), **options)
 
     def step(self):
-        masters = self.param_groups[0]["params"]
-        for master, parameter in zip(masters, self.parameters, strict=True):
+        for master, parameter in zip(self.masters, self.parameters, strict=True):
             master.grad = None if parameter.grad is None else parameter.grad.float()
         super().step()
         with torch.no_grad():
-            for master, parameter in zip(masters, self.parameters, strict=True):
+            for master, parameter in zip(self.masters, self.parameters, strict=True):
                 parameter.copy_(master)
 
     def zero_grad(self, set_to_none=True):
@@ -310,6 +310,88 @@ def masters_on_the_host():
 
 def masters_below_the_resolution():
     return masters(rate=1e-8)
+
+
+def by_decay(masters):
+    return [{"params": [each for each in masters if (each.ndim > 1) == long]} for long in (True, False)]
+
+
+def masters_in_groups(dtype=torch.float32, rate=1e-3):
+    """Masters of two modules, in groups with a weight decay and without: in another order than the parameters."""
+    a, b = net(16, 16, 16).to(dtype), net(16, 16, 4).to(dtype)
+    model = nn.Sequential(a, b)
+    optimizer = Masters(model.parameters(), by_decay, lr=rate)
+    return {"a": a, "b": b, "o": optimizer}, lambda number: learn(model, optimizer, torch.randn(8, 16).to(dtype))
+
+
+def masters_in_groups_below_the_resolution():
+    return masters_in_groups(torch.bfloat16, 1e-9)
+
+
+class FlatMasters(torch.optim.AdamW):
+    """An optimizer of one float32 vector, from which it sets the parameters after each step."""
+
+    def __init__(self, parameters, **options):
+        self.parameters = list(parameters)
+        self.flat = nn.Parameter(torch.cat([each.detach().float().view(-1) for each in self.parameters]))
+        super().__init__([self.flat], **options)
+
+    def step(self):
+        self.flat.grad = torch.cat([each.grad.float().view(-1) for each in self.parameters])
+        super().step()
+        with torch.no_grad():
+            parts = self.flat.split([each.numel() for each in self.parameters])
+            for part, parameter in zip(parts, self.parameters, strict=True):
+                parameter.copy_(part.view_as(parameter))
+
+    def zero_grad(self, set_to_none=True):
+        for each in self.parameters:
+            each.grad = None
+
+
+def flat_masters(rate=1e-3):
+    model = net(16, 16, 4).to(torch.bfloat16)
+    optimizer = FlatMasters(model.parameters(), lr=rate)
+    return {"m": model, "o": optimizer}, lambda number: learn(model, optimizer, torch.randn(8, 16).to(torch.bfloat16))
+
+
+def flat_masters_below_the_resolution():
+    return flat_masters(1e-9)
+
+
+def flat_masters_that_warm_up():
+    app, train = flat_masters()
+    schedule = torch.optim.lr_scheduler.LambdaLR(app["o"], lambda number: max(0, number - 6) / 10)
+
+    def between(number):
+        train(number)
+        schedule.step()
+
+    return {**app, "s": schedule}, between
+
+
+def trainer_with_critic():
+    """An object that has the optimizers of a GAN, and saves the generator only."""
+    g, d = net(16, 16, 4), net(4, 16, 1)
+    of_g, of_d = torch.optim.Adam(g.parameters(), lr=1e-3), torch.optim.Adam(d.parameters(), lr=1e-3)
+
+    class Trainer:
+        def __init__(self):
+            self.optimizers = [of_g, of_d]
+
+        def state_dict(self):
+            return {"g": g.state_dict(), "o": of_g.state_dict()}
+
+        def load_state_dict(self, state):
+            g.load_state_dict(state["g"])
+            of_g.load_state_dict(state["o"])
+
+    def between(number):
+        learn(d, of_d, torch.randn(8, 4))
+        if number % 7 == 1:
+            learn(g, of_g)
+
+    return {"trainer": Trainer()}, between
 
 
 class Renaming(nn.Module):
@@ -386,8 +468,9 @@ TRAININGS = {
         for make in (
             embedding, sparse_embedding, experts, adversaries, frozen_phases, warm_up, accumulation, scaled, averaged,
             tiny_rates, masks, temperature, restarts, adapters, converged, idle, as_one, critics, frozen_critic,
-            meta_learning, masters, masters_on_the_host, masters_below_the_resolution, renamed, fused_and_scaled,
-            without_gradients,
+            meta_learning, masters, masters_on_the_host, masters_below_the_resolution, masters_in_groups,
+            masters_in_groups_below_the_resolution, flat_masters, flat_masters_below_the_resolution,
+            flat_masters_that_warm_up, trainer_with_critic, renamed, fused_and_scaled, without_gradients,
         )
     },
 }  # fmt: skip

@@ -120,9 +120,32 @@ def test_views_that_take_too_long_to_compare_are_an_error(monkeypatch):
     _, live = live_views(views)
     for name in ("MOST_PAIRS", "MOST_WORK"):
         with monkeypatch.context() as patch:
+            patch.setattr("snapshot.loading.shared_memory.MOST_MARKED", 0)
             patch.setattr(f"snapshot.loading.shared_memory.{name}", 0)
             with pytest.raises(RestoreError, match="cannot tell if these strided tensors share memory"):
                 Snapshot(URL).restore({"s": named(live)})
+
+
+def test_what_numpy_cannot_decide_is_marked(monkeypatch):
+    monkeypatch.setattr("snapshot.loading.shared_memory.MOST_WORK", 0)
+    test_views_that_interleave_are_restored("chessboard")
+    test_views_with_a_common_element_are_an_error_and_unchanged("windows", {})
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_thousands_of_columns_of_one_matrix(twice):
+    """They interleave, or one is there twice."""
+    values = torch.arange(2500.0).expand(3, -1)
+    Snapshot.take(URL, {"s": named(values.T.contiguous())}, overwrite=True)
+    memory = torch.zeros(3, 2500)
+    state = named([memory[:, 1500 if number == 1501 and twice else number] for number in range(2500)])
+    if twice:
+        with pytest.raises(RestoreError, match="share memory"):
+            Snapshot(URL).restore({"s": state})
+        assert not memory.any()
+    else:
+        Snapshot(URL).restore({"s": state})
+        assert torch.equal(memory, values)
 
 
 def random_view(random, memory):
