@@ -284,7 +284,7 @@ class GuardedTake:
         ints = ((path, flat.entries.get(path)) for path in self._roles.counters)
         self._counters = {path: entry.value() for path, entry in ints if isinstance(entry, IntEntry)}
         self._steps = count_steps(app_state)
-        self._stores_steps = stores_live_steps(app_state, flat)
+        self._stores_steps = len(memory.takes) == 2 and stores_live_steps(app_state, flat)
         self._samples = self._sample_moments(flat, leaves)
         for stranger in self._roles.strangers:
             self._examine_parameters(stranger, app_state, flat)
@@ -363,9 +363,9 @@ class GuardedTake:
 
     def _sample_moments(self, flat: FlatState, leaves: Sequence[Leaf]) -> dict[str, float]:
         """Return samples of moments that another rank writes, of the parameters that this rank writes."""
-        written = {leaf.path for leaf in leaves}
         if len(leaves) == len(flat.leaves):
             return {}
+        written = {leaf.path for leaf in leaves}
         held = {leaf.path: leaf for leaf in flat.leaves if leaf.path not in written}
         members = (member for group, _ in self._groups for member in group.members if member.path in written)
         paths = [path for member in members for path in _list_moments(member.state) if path in held]

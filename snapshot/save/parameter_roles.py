@@ -84,9 +84,11 @@ def stores_live_steps(app_state: Mapping[str, Any], flat: FlatState) -> bool:
     The other optimizers may not be saved, or make no steps.
     """
     stored = (leaf.tensor for leaf in flat.leaves if leaf.path.endswith("/step") and leaf.tensor.numel() == 1)
-    some = list(itertools.islice(stored, MOST_COUNTS))
-    live = {count for each in _find_all(app_state) for count in _list_counts(each)} if some else set()
-    return any(float(each) in live for each in some)
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for each in itertools.islice(stored, MOST_COUNTS):
+        by_device.setdefault(each.device, []).append(each.detach().reshape(()).double())
+    live = {count for each in _find_all(app_state) for count in _list_counts(each)} if by_device else set()
+    return any(not live.isdisjoint(torch.stack(held).tolist()) for held in by_device.values())
 
 
 def _find_all(app_state: Mapping[str, Any]) -> list[torch.optim.Optimizer]:
