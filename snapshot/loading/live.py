@@ -76,6 +76,9 @@ def is_writable(tensor: torch.Tensor) -> bool:
     """Return True if a tensor can be written in place: strided, with memory, and without overlapping elements."""
     if tensor.layout is not torch.strided or tensor.is_quantized or (tensor.nbytes and not tensor.data_ptr()):
         return False
+    storage = tensor.untyped_storage()
+    if tensor.data_ptr() + tensor.nbytes > storage.data_ptr() + storage.nbytes():
+        return False  # it was shrunk
     if tensor.is_contiguous():
         return True
     reach = 0

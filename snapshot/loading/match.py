@@ -58,7 +58,7 @@ class LeafMatcher:
             what = (
                 f"the snapshot has {list(entry.shape)}, the application {list(held.shape)}"
                 if held.shape != entry.shape
-                else "the application's tensor has overlapping elements, or another layout"
+                else "the application's tensor has overlapping elements, another layout, or less memory than elements"
             )
             if adapter.exact:
                 self._misfit(path, what, held)

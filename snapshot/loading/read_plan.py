@@ -289,7 +289,10 @@ class ReadPlan:
             or not (address := held.data_ptr())
         ):
             return False
-        self._kept.append((path, held.untyped_storage(), address))
+        storage = held.untyped_storage()
+        if address + end - begin > storage.data_ptr() + storage.nbytes():
+            return False  # it was shrunk, which is told later
+        self._kept.append((path, storage, address))
         filled[begin] = request = ReadRequest(path, entry, location, begin, end, address, None, True)
         self.requests.append(request)
         self.values[path] = held

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import add
 from typing import Any
 
 import msgspec
@@ -622,7 +623,10 @@ def hold_memory(leaves: Sequence[Leaf]) -> list[torch.UntypedStorage]:
     held = [leaf for leaf in leaves if leaf.address]
     tensors = [leaf.tensor for leaf in held]
     storages = list(map(torch.Tensor.untyped_storage, tensors))
-    for leaf, address in zip(held, map(torch.Tensor.data_ptr, tensors), strict=True):
+    ends = map(add, map(torch.UntypedStorage.data_ptr, storages), map(torch.UntypedStorage.nbytes, storages))
+    for leaf, address, end in zip(held, map(torch.Tensor.data_ptr, tensors), ends, strict=True):
+        if address + leaf.nbytes > end:
+            raise SnapshotError(f"{leaf.path}: its storage was shrunk, so it has only a part of its data")
         if address != leaf.address:
             raise SnapshotError(
                 f"{leaf.path}: its memory was replaced while the state was collected, by another thread or another "

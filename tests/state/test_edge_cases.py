@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from snapshot import CorruptSnapshotError, RNGState, Snapshot, SnapshotError, StateDict
+from snapshot import CorruptSnapshotError, RestoreError, RNGState, Snapshot, SnapshotError, StateDict
 from snapshot.manifest.entries import TensorEntry
 from snapshot.state import leaves
 from snapshot.state.flatten import Flattened
@@ -291,3 +291,29 @@ def test_few_of_many_boxes_are_compared(monkeypatch):
 
 def test_plain_tensors_are_plain_entries():
     assert type(take({"t": torch.ones(2)}).get_manifest()["0/s/t"]) is TensorEntry
+
+
+def _shrunk(offset, turned):
+    """A tensor whose storage was shrunk, and has only a part of it."""
+    whole = torch.randn(200_064)
+    tensor = whole[offset : offset + 64]
+    tensor = tensor.view(8, 8).t() if turned else tensor
+    whole.untyped_storage().resize_((offset + 10) * 4)
+    return tensor
+
+
+@pytest.mark.parametrize("offset", [0, 200_000])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_tensor_whose_storage_was_shrunk_is_neither_read_nor_written(tmp_path, offset, turned):
+    with pytest.raises(SnapshotError, match=r"s/w: its storage was shrunk|s/w: its memory was freed"):
+        Snapshot.take(tmp_path / "s", {"s": StateDict(w=_shrunk(offset, turned))})
+    whole = torch.randn(8, 8) if turned else torch.randn(64)
+    Snapshot.take(tmp_path / "t", {"s": StateDict(w=whole)})
+    live = StateDict(w=_shrunk(offset, turned))
+    report = Snapshot(tmp_path / "t").restore({"s": live})
+    assert live["w"].equal(whole)
+    assert [line.path for line in report.replaced] == ["s/w"]
+    module = torch.nn.Module()
+    module.w = torch.nn.Parameter(_shrunk(offset, turned))
+    with pytest.raises(RestoreError, match="less memory than elements"):
+        Snapshot(tmp_path / "t").restore({"s": module})
