@@ -28,7 +28,7 @@ from snapshot.state.compound import find_form
 from snapshot.state.flatten import collect_leaves, flatten_context
 from snapshot.state.stateful import RestoreAdapter
 from snapshot.tensors.geometry import boxes_of_range
-from snapshot.tensors.memory import BY_NAME, address_of_tensor, view_memory
+from snapshot.tensors.memory import BY_NAME, address_of_tensor, measure_span, view_memory
 
 COMPARED = 1 << 23
 """Elements of two stored tensors that are compared at once."""
@@ -77,7 +77,8 @@ def is_writable(tensor: torch.Tensor) -> bool:
     if tensor.layout is not torch.strided or tensor.is_quantized or (tensor.nbytes and not tensor.data_ptr()):
         return False
     storage = tensor.untyped_storage()
-    if tensor.data_ptr() + tensor.nbytes > storage.data_ptr() + storage.nbytes():
+    span = measure_span(tuple(tensor.shape), tensor.stride()) * tensor.itemsize
+    if tensor.data_ptr() + span > storage.data_ptr() + storage.nbytes():
         return False  # it was shrunk
     if tensor.is_contiguous():
         return True

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import ranks_of
+from snapshot.errors import SnapshotError
 from snapshot.events import emit
 from snapshot.io.loop import LoopFuture, is_exiting, refuse_on_loop, run, works_here
 from snapshot.io.system import gc_paused
@@ -123,7 +124,11 @@ def start_take(
         check_app_state(app_state)
         sink = None
         if options.worker == "process" and not is_exiting():
-            sink = import_module(WORKER).start_writer(URL.parse(os.fspath(path)), options.storage_options)
+            try:
+                worker = import_module(WORKER)
+            except OSError as error:  # there are no more descriptors, for example
+                raise SnapshotError(f"worker='process': the writer cannot be started: {error}") from error
+            sink = worker.start_writer(URL.parse(os.fspath(path)), options.storage_options)
         meter = Meter("async_take", shown_once(options.progress, pg))
         with (
             take_slots().take(options.when_busy) as slot,

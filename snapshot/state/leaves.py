@@ -25,7 +25,7 @@ from snapshot.state.foreign_parts import refuse_empty
 from snapshot.state.sharded import Shards, describes_parts, find_shards, wait_for_tensor
 from snapshot.tensors import composite
 from snapshot.tensors.geometry import Box
-from snapshot.tensors.memory import BY_NAME, NAMES, is_plain, view_memory
+from snapshot.tensors.memory import BY_NAME, NAMES, is_plain, measure_span, view_memory
 
 # The entries of dicts, by their type, with the details that restore each exactly.
 
@@ -625,7 +625,10 @@ def hold_memory(leaves: Sequence[Leaf]) -> list[torch.UntypedStorage]:
     storages = list(map(torch.Tensor.untyped_storage, tensors))
     ends = map(add, map(torch.UntypedStorage.data_ptr, storages), map(torch.UntypedStorage.nbytes, storages))
     for leaf, address, end in zip(held, map(torch.Tensor.data_ptr, tensors), ends, strict=True):
-        if address + leaf.nbytes > end:
+        span = (
+            leaf.nbytes if leaf.plain else measure_span(leaf.shape, leaf.tensor.stride()) * leaf.tensor.element_size()
+        )
+        if address + span > end:
             raise SnapshotError(f"{leaf.path}: its storage was shrunk, so it has only a part of its data")
         if address != leaf.address:
             raise SnapshotError(
