@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from snapshot.distributed.exchange import Exchange, call_of
 from snapshot.events import emit
 from snapshot.io.budget import Pool
-from snapshot.io.loop import refuse_on_loop
+from snapshot.io.loop import at_work
 from snapshot.io.session import Session
 from snapshot.io.url import URL, Location
 from snapshot.options import expect_positive
@@ -99,8 +99,7 @@ def operation(
 
     An error that leaves it is sent to the other ranks, and emitted as `failed`.
     """
-    refuse_on_loop()
-    with call_of(verb, pg, ranks=ranks, timeout=timeout) as exchange:
+    with at_work(), call_of(verb, pg, ranks=ranks, timeout=timeout) as exchange:
         made = Operation(verb, url, exchange, Meter(verb, progress), budget)
         try:
             expect_positive("memory_budget_bytes", budget)

@@ -13,10 +13,13 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures
+import math
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+import time
+from asyncio import events
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -116,14 +119,27 @@ class _Loop:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
 
-    def run_until(self, work: LoopFuture[Any]) -> None:
+    def run_until(self, work: LoopFuture[Any], timeout: float | None) -> None:
         """Run the loop in the calling thread until some work is over, if the loop has no thread."""
         if self.thread is not None:
             return
-        with self.turn:
-            if not work.done():
-                work.add_done_callback(lambda _: self.loop.stop())
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        if not self.turn.acquire(timeout=-1 if timeout is None else timeout):
+            return
+        outer = events._get_running_loop()  # noqa: SLF001 - the caller may be in a coroutine of the application
+        try:
+            events._set_running_loop(None)  # noqa: SLF001
+            work.add_done_callback(lambda _: self.loop.stop())
+            while (
+                not work.done() and (left := end - time.monotonic()) > 0
+            ):  # other work, which was given up, may stop it
+                timer = self.loop.call_later(left, self.loop.stop) if left < math.inf else None
                 self.loop.run_forever()
+                if timer is not None:
+                    timer.cancel()
+        finally:
+            events._set_running_loop(outer)  # noqa: SLF001
+            self.turn.release()
 
 
 _loop = PerProcess(_Loop)  # threads do not survive a fork: a child creates its own
@@ -214,7 +230,7 @@ class LoopFuture(Future[T]):
 
     def settled(self, timeout: float | None = None) -> bool:
         """Wait until the work is over, however it ends. Return False after a timeout."""
-        self._made.run_until(self)
+        self._made.run_until(self, timeout)
         return self._over.wait(timeout)
 
     def add_done_callback(self, function: Callable[[Future[T]], object]) -> None:
@@ -266,6 +282,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     try:
         if ends:
             _abandoned.get().add(future)
+            expect_time()  # the exit may have begun meanwhile, and does not look again
         future.begin()
         return future.result()
     except BaseException as error:
@@ -305,7 +322,10 @@ async def in_own_thread(work: Callable[..., T], *args: Any) -> T:
 
 
 def start_in_thread(work: Callable[[], T], name: str) -> Future[T]:
-    """Start blocking work in a thread outside the small pool. It can be abandoned: nothing waits for it at the exit."""
+    """Start blocking work in a thread outside the small pool. It can be abandoned: nothing waits for it at the exit.
+
+    If no thread can be started any more, since the interpreter exits, do the work here.
+    """
     future: Future[T] = Future()
 
     def call() -> None:
@@ -315,8 +335,23 @@ def start_in_thread(work: Callable[[], T], name: str) -> Future[T]:
             future.set_exception(error)
 
     with system_limits("cannot start a thread"):
-        threading.Thread(target=call, name=name, daemon=True).start()
+        try:
+            threading.Thread(target=call, name=name, daemon=True).start()
+        except RuntimeError:
+            if not is_exiting():
+                raise
+            call()
     return future
+
+
+def can_start_threads() -> bool:
+    """Return False if the interpreter exits, and starts no more threads and processes, as in Python 3.12."""
+    if is_exiting():
+        try:
+            threading.Thread(target=int, name="snapshot-probe", daemon=True).start()
+        except RuntimeError:
+            return False
+    return True
 
 
 def end_threads() -> None:
@@ -363,7 +398,8 @@ def finish_before_exit(future: LoopFuture[Any]) -> None:
 
 # The exit of the interpreter. When the main thread has ended, `threading` calls its exit functions, and waits for all
 # threads that are not daemons. Then `atexit` calls its own. Daemons end at any later moment, in the midst of an
-# operation. In C++, that aborts the process. So work of daemons is cancelled first.
+# operation. In C++, such as a copy of torch, that aborts the process. So work of daemons is cancelled first, and they
+# leave the library.
 
 _abandoned: PerProcess[set[LoopFuture[Any]]] = PerProcess(set)
 """The work that daemon threads of the application wait for."""
@@ -377,6 +413,8 @@ def is_exiting() -> bool:
 def ends_at_exit() -> bool:
     """Return True in a thread that ends while it works if the interpreter exits: a daemon of the application."""
     thread = threading.current_thread()
+    if thread is threading.main_thread():  # also of a child that a daemon has forked
+        return False
     return thread.daemon and not thread.name.startswith("snapshot-")
 
 
@@ -387,6 +425,32 @@ def expect_time() -> None:
             "cannot work in a daemon thread while the interpreter exits: it does not wait for such threads; save in "
             "another thread, or join this one before the program ends"
         )
+
+
+LEAVES = 10.0
+"""Seconds that the exit waits for daemons to leave the library. They may wait for other ranks."""
+_at_work: PerProcess[set[Latch]] = PerProcess(set)
+"""What daemon threads of the application open when they leave the library."""
+
+
+@contextmanager
+def at_work() -> Iterator[None]:
+    """Do the work of a call. The exit of the interpreter waits until a daemon has left it, which it does soon then.
+
+    Raises as `refuse_on_loop`.
+    """
+    refuse_on_loop()
+    if not ends_at_exit():
+        yield
+        return
+    left, working = Latch(), _at_work.get()
+    try:
+        working.add(left)
+        expect_time()  # the exit may have begun meanwhile, and does not look again
+        yield
+    finally:
+        working.discard(left)
+        left.open()
 
 
 def before_exit(function: Callable[[], object]) -> None:
@@ -404,6 +468,9 @@ def _wait_at_exit() -> None:
         work.cancel()
     for work in abandoned:
         work.settled(60)
+    end = time.monotonic() + LEAVES
+    for left in list(_at_work.get()):
+        left.wait(max(0.0, end - time.monotonic()))
     _close_clients()
 
 

@@ -15,7 +15,7 @@ from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import ranks_of
 from snapshot.errors import SnapshotError
 from snapshot.events import emit
-from snapshot.io.loop import LoopFuture, is_exiting, refuse_on_loop, run, works_here
+from snapshot.io.loop import LoopFuture, at_work, is_exiting, run, works_here
 from snapshot.io.system import gc_paused
 from snapshot.io.url import URL
 from snapshot.plan.layout import SavePlan
@@ -88,9 +88,9 @@ def run_take(
     with (
         _timed("take", path),
         Exchange(ranks_of(pg), "take", timeout) as exchange,
+        at_work(),
         gc_paused(),
     ):
-        refuse_on_loop()
         options = make_options()
         check_app_state(app_state)
         meter = Meter("take", shown_once(options.progress, pg))
@@ -115,8 +115,8 @@ def start_take(
 
     `make_options`: as for `run_take`.
     """
-    refuse_on_loop()
     with (
+        at_work(),
         _timed("async_take", path),
         Exchange(ranks_of(pg), "async_take", timeout) as exchange,
     ):

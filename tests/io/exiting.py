@@ -3,9 +3,11 @@
 It prints a line for each step that worked. With several threads, it ends in any order.
 """
 
+import asyncio
 import atexit
 import sys
 import threading
+import time
 
 import torch
 
@@ -54,6 +56,11 @@ def work(name):
         elif verb == "small":  # more bytes than the budget
             Snapshot.async_take(path, app(), memory_budget_bytes=1 << 20).wait()
             check(path)
+        elif verb == "verify":
+            Snapshot.take(path, app())
+            assert Snapshot(path).verify().ok
+        elif verb == "nested":  # in an event loop of the application
+            asyncio.run(take_in_coroutine(path))
         elif verb == "manager":
             manager = SnapshotManager(path, keep=1)
             for step in range(3):
@@ -62,6 +69,11 @@ def work(name):
             manager.close()
             assert SnapshotManager(path).restore_latest(app()) == 3
         print(name, verb, flush=True)
+
+
+async def take_in_coroutine(path):
+    Snapshot.take(path, app())
+    await asyncio.sleep(0)
 
 
 def outlive():
@@ -99,6 +111,22 @@ def save_forever():
         print("forever", "refused" if "while the interpreter exits" in str(error) else error, flush=True)
 
 
+class Slow:
+    """A state that is still collected when the interpreter exits."""
+
+    def state_dict(self):
+        collecting.set()
+        while not threading._SHUTTING_DOWN:
+            time.sleep(0.01)
+        x = torch.zeros(1 << 22)
+        for _ in range(200):  # some time in C++
+            x = x.clone()
+        return {"x": x}
+
+    def load_state_dict(self, state):
+        """Nothing is restored."""
+
+
 def start(thread, begin=threading.Thread.start):
     """Refuse new threads as Python 3.12 does."""
     if threading._SHUTTING_DOWN:
@@ -110,6 +138,10 @@ saved = threading.Event()
 if "forever" in where:
     threading.Thread(target=save_forever, daemon=True).start()
     saved.wait(30)
+collecting = threading.Event()
+if "slow" in where:
+    threading.Thread(target=Snapshot.async_take, args=(f"{folder}/slow", {"slow": Slow()}), daemon=True).start()
+    collecting.wait(30)
 if "threadless" in where:
     threading.Thread.start = start
 ready, refused = threading.Event(), threading.Event()

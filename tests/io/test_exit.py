@@ -8,7 +8,7 @@ import pytest
 
 from snapshot import Snapshot
 
-VERBS = ["take", "async", "unawaited", "overlapped", "small", "manager"]
+VERBS = ["take", "async", "unawaited", "overlapped", "small", "verify", "nested", "manager"]
 KEPT = {"manager": "manager/step-3"}
 """Where a verb leaves a snapshot, if not under its own name."""
 
@@ -27,3 +27,36 @@ def test_saves_work_in_exit_handlers_and_in_threads_that_outlive_the_main_one(tm
             assert Snapshot(str(tmp_path / f"{name}-{KEPT.get(verb, verb)}")).verify().ok
     assert "daemon refused" in lines
     assert ("forever refused" in lines) == ("forever" in threads)
+
+
+def test_the_exit_waits_until_a_daemon_has_left_the_library(tmp_path):
+    """It may be in the midst of a copy of torch, whose end aborts the process."""
+    program = Path(__file__).with_name("exiting.py")
+    command = [sys.executable, str(program), str(tmp_path), "slow", "take"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stderr
+    assert Snapshot(str(tmp_path / "slow")).verify().ok
+
+
+def test_the_child_of_a_daemon_thread_saves_while_it_exits(tmp_path):
+    """Its main thread is a daemon."""
+    program = f"""
+import atexit, multiprocessing, threading, torch
+from snapshot import Snapshot, StateDict
+def save():
+    Snapshot.take({str(tmp_path / "saved")!r}, {{"s": StateDict(x=torch.ones(3))}})
+def end():
+    threading._shutdown()
+    save()
+def fork():
+    child = multiprocessing.get_context("fork").Process(target=end)
+    child.start()
+    child.join()
+    print("code", child.exitcode)
+daemon = threading.Thread(target=fork, daemon=True)
+daemon.start()
+daemon.join()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=180, check=False)
+    assert "code 0" in done.stdout, done.stderr
+    assert Snapshot(str(tmp_path / "saved")).verify().ok
