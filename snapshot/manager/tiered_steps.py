@@ -25,7 +25,7 @@ from snapshot.errors import (
 )
 from snapshot.events import emit, log
 from snapshot.io.aio import gather_limited
-from snapshot.io.loop import run
+from snapshot.io.loop import can_start_threads, run
 from snapshot.io.session import Seal
 from snapshot.io.storage import FileStat
 from snapshot.io.url import URL
@@ -134,6 +134,7 @@ class TieredSteps(Steps):
         """
         self._leads = exchange.rank == 0
         self._join(exchange)
+        self.joined.reopen()
         self._begin_attempt(exchange)
         return {**metadata, **self.joined.note(replaces=replaces)}, self._near_fault(step, replaces=replaces)
 
@@ -275,7 +276,7 @@ class TieredSteps(Steps):
         continues.
         """
         tiers = self._set
-        if tiers is None or tiers.member.fault:
+        if tiers is None or tiers.member.fault or not can_start_threads():  # then none was taken since the last time
             return
         line, end = tiers.member.line, time.monotonic() + self._grace
         steps = list(tiers.folder.steps_of(tiers.member.run).values())

@@ -517,6 +517,10 @@ class UploaderLink:
         pid = pid_in(self._folder)
         return f" (process {pid})" if pid is not None else ""
 
+    @property
+    def is_closed(self) -> bool:
+        return self._closed.is_set()
+
     def close(self) -> None:
         """Report that this trainer has ended, and close the connection."""
         self._closed.set()

@@ -19,7 +19,7 @@ from snapshot.errors import (
 )
 from snapshot.events import log
 from snapshot.io.aio import gather_limited
-from snapshot.io.loop import run
+from snapshot.io.loop import can_start_threads, run
 from snapshot.io.peers import STATUS
 from snapshot.io.session import Session
 from snapshot.io.url import URL
@@ -78,7 +78,7 @@ class TierSet:
         """Seconds to wait for the far root."""
         self.member = member
         self.folder = NearFolder(member.folder)
-        self.link = UploaderLink(member.folder, self._connect, lambda: member.registration(options))
+        self.link = self._open_link()
         self._order = 0
         self._probing = False
         """True if the last near take failed, so that the next one tries the folder first."""
@@ -87,12 +87,21 @@ class TierSet:
         """Why this job must not go on: another one has continued the run."""
         self.last_bytes = 0
         """Bytes of this host's share of the last take."""
-        if not member.fault:
-            self.link.register()
-            if member.leads:
-                self.link.watch()
 
     # Uploader
+
+    def _open_link(self) -> UploaderLink:
+        link = UploaderLink(self.member.folder, self._connect, lambda: self.member.registration(self.options))
+        if not self.member.fault and can_start_threads():
+            link.register()
+            if self.member.leads:
+                link.watch()
+        return link
+
+    def reopen(self) -> None:
+        """Report to the uploader that this trainer goes on after `close`, as in a handler at the interpreter's exit."""
+        if self.link.is_closed:
+            self.link = self._open_link()
 
     def ask(self, request: Request, seconds: float = STARTS) -> Status:
         """Send a request to this host's uploader. If it died, start it again."""
@@ -126,6 +135,8 @@ class TierSet:
         self.is_full = False
         if self.member.fault:
             return self.member.fault
+        if not can_start_threads():
+            return f"{self.member.folder}: the interpreter exits, and cannot start an uploader"
         try:
             free = self.free_bytes()
             if free < self.last_bytes * SPARE:

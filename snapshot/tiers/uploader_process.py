@@ -302,6 +302,8 @@ def _start(folder: str, lock: int, address: str | None) -> str:
         os.ftruncate(lock, 0)
         os.pwrite(lock, str(process.pid).encode(), 0)  # so that a trainer can replace it if it hangs
         threading.Thread(target=process.wait, name="snapshot-uploader", daemon=True).start()  # else it stays a zombie
+    except RuntimeError as error:  # the interpreter exits
+        raise UploaderError(f"{folder}: cannot start its uploader: {error}") from error
     finally:
         os.close(lock)
         control.close()

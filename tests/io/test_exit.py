@@ -8,8 +8,8 @@ import pytest
 
 from snapshot import Snapshot
 
-VERBS = ["take", "async", "unawaited", "overlapped", "small", "verify", "nested", "manager"]
-KEPT = {"manager": "manager/step-3"}
+VERBS = ["take", "async", "unawaited", "overlapped", "small", "verify", "nested", "manager", "near"]
+KEPT = {"manager": "manager/step-3", "near": "near/far/step-1"}
 """Where a verb leaves a snapshot, if not under its own name."""
 
 

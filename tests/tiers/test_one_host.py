@@ -344,3 +344,14 @@ def test_near_must_not_be_the_root(tmp_path):
         SnapshotManager("memory://x", near=str(tmp_path), signals=())
     with pytest.raises(TypeError, match="JSON"):
         SnapshotManager("s3://b/x", near=str(tmp_path), storage_options={"a": object()}, signals=())
+
+
+def test_a_closed_manager_that_goes_on_tells_the_uploader(tmp_path, hosts):
+    """As in an exit handler, before which the library has closed all managers."""
+    far = tmp_path / "far"
+    manager = manager_of(far, hosts("a"), upload=None, grace=20)
+    manager.take(10, state(10))
+    manager.close()
+    manager.take(20, state(20))
+    manager.close()
+    assert Snapshot(far / "step-20").exists()
