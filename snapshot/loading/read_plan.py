@@ -291,7 +291,7 @@ class ReadPlan:
             return False
         storage = held.untyped_storage()
         if address + end - begin > storage.data_ptr() + storage.nbytes():
-            return False  # it was shrunk, which is told later
+            return False  # it was shrunk, which the caller reports
         self._kept.append((path, storage, address))
         filled[begin] = request = ReadRequest(path, entry, location, begin, end, address, None, True)
         self.requests.append(request)

@@ -500,7 +500,7 @@ class _Pickler(pickle.Pickler):
 
 
 _PICKLE = SimpleNamespace(__name__="pickle", Pickler=_Pickler)
-"""What `torch.save` pickles with."""
+"""The pickle module for `torch.save`."""
 
 
 class _Context(Flattened):

@@ -625,14 +625,14 @@ def hold_memory(leaves: Sequence[Leaf]) -> list[torch.UntypedStorage]:
     storages = list(map(torch.Tensor.untyped_storage, tensors))
     ends = map(add, map(torch.UntypedStorage.data_ptr, storages), map(torch.UntypedStorage.nbytes, storages))
     for leaf, address, end in zip(held, map(torch.Tensor.data_ptr, tensors), ends, strict=True):
-        span = (
-            leaf.nbytes if leaf.plain else measure_span(leaf.shape, leaf.tensor.stride()) * leaf.tensor.element_size()
-        )
-        if address + span > end:
-            raise SnapshotError(f"{leaf.path}: its storage was shrunk, so it has only a part of its data")
         if address != leaf.address:
             raise SnapshotError(
                 f"{leaf.path}: its memory was replaced while the state was collected, by another thread or another "
                 "state_dict(); return a clone of the tensor, or take the snapshot when nothing replaces it"
             )
+        span = (
+            leaf.nbytes if leaf.plain else measure_span(leaf.shape, leaf.tensor.stride()) * leaf.tensor.element_size()
+        )
+        if address + span > end:
+            raise SnapshotError(f"{leaf.path}: its storage was shrunk, so it has only a part of its data")
     return storages
