@@ -430,7 +430,7 @@ def expect_time() -> None:
 LEAVES = 10.0
 """Seconds that the exit waits for daemons to leave the library. They may wait for other ranks."""
 _at_work: PerProcess[set[Latch]] = PerProcess(set)
-"""What daemon threads of the application open when they leave the library."""
+"""Latches that daemon threads of the application open when they leave the library."""
 
 
 @contextmanager

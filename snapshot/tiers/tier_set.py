@@ -99,7 +99,7 @@ class TierSet:
         return link
 
     def reopen(self) -> None:
-        """Report to the uploader that this trainer goes on after `close`, as in a handler at the interpreter's exit."""
+        """Report to the uploader that this trainer continues after `close`, as in a handler at the interpreter's exit."""
         if self.link.is_closed:
             self.link = self._open_link()
 
