@@ -12,7 +12,7 @@ from snapshot.cli.ranks import expect_same_urls, on_ranks
 from snapshot.cli.screen import ExitStatus, bar, complain, emit_report
 from snapshot.errors import CorruptSnapshotError, SnapshotError, SnapshotNotFoundError
 from snapshot.formats.foreign import UnknownFormatError
-from snapshot.interop.weight_digests import FOLDER, KEY, compare_weights
+from snapshot.interop.weight_digests import FOLDER, KEY, compare_weights, has_begun
 from snapshot.io.url import URL
 from snapshot.reports import VerifyReport
 from snapshot.snapshot import Snapshot
@@ -127,7 +127,8 @@ def _add_inner_snapshot(
     try:
         inner = Snapshot(folder.join(FOLDER).reveal(), storage_options=options, key=arguments.key)
         if not inner.exists():
-            return report
+            begun = has_begun(folder, options)
+            return replace(report, faults=(*report.faults, f"{FOLDER}: is not committed")) if begun else report
         with bar("verify", ranks=arguments.ranks) as show:
             more = inner.verify(quick=arguments.quick, progress=show, **work_of(arguments))
         metadata = inner.metadata.metadata

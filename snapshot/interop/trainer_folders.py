@@ -2,47 +2,63 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 from snapshot.errors import CorruptSnapshotError, SnapshotError, SnapshotNotFoundError
 from snapshot.events import log
-from snapshot.interop.weight_digests import FOLDER, compare_weights
+from snapshot.interop.weight_digests import FOLDER, STATE, compare_weights
 from snapshot.io.system import sync_folder, sync_path
 from snapshot.io.url import URL
 from snapshot.snapshot import Snapshot
 from snapshot.text import listed
 
-STATE = "trainer_state.json"
-"""The Trainer's own state in a checkpoint folder. The Trainer writes it last."""
 MARK = "weights-incomplete"
 """File in a checkpoint folder until all of it is written, and flushed to disk."""
 _ASIDE = "old-"
 """Beginning of the name of a checkpoint's folder while it is saved again."""
+_OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer_")
+"""Beginnings of the names of optimizers' files that the Trainer writes without the mixin."""
 _CHECKPOINT = re.compile(rf"({_ASIDE})?checkpoint-([0-9]+)")
 
 
-def find_last(output_dir: str, *, weights: bool = True) -> str | None:
+def find_last(output_dir: str, *, weights: bool = True, damaged: set[str] | None = None) -> str | None:
     """Return the last checkpoint that is complete and undamaged. A crash leaves one that lacks a part.
 
-    All bytes with digests are read. Without `weights`, those of the weights are not.
+    All bytes with digests are read. Without `weights`, those of the weights and of the Trainer's state are not.
+
+    `damaged`: the damaged ones that were passed over are added to it.
     """
     for checkpoint in list_checkpoints(output_dir):
         if not is_complete(checkpoint):
             log.warning("%s: is not complete, and is passed over", checkpoint)
             continue
+        if snapshot_in(checkpoint) is None and not has_optimizer(checkpoint):
+            log.warning("%s: has no state of an optimizer, and is passed over", checkpoint)
+            continue
         faults = find_damage(checkpoint, weights=weights)
         if not faults:
             return checkpoint
         log.warning("%s: is damaged, and is passed over:%s", checkpoint, listed(faults, 10))
+        if damaged is not None:
+            damaged.add(checkpoint)
     return None
 
 
+def has_optimizer(checkpoint: str) -> bool:
+    """Return True if the Trainer itself has written an optimizer's state."""
+    return any(name.startswith(_OPTIMIZERS) for name in os.listdir(checkpoint))
+
+
 def find_damage(checkpoint: str, *, weights: bool = True) -> Sequence[str]:
-    """Return a line for each damaged or changed part of a checkpoint's snapshot and weights."""
+    """Return a line for each damaged or changed part of a checkpoint's snapshot, weights and settings."""
+    torn = [name for name in sorted(os.listdir(checkpoint)) if name.endswith(".json") and _is_torn(checkpoint, name)]
+    if torn:
+        return [f"{name}: is not JSON" for name in torn]
     snapshot = snapshot_in(checkpoint)
     if snapshot is None:
         return ()
@@ -53,6 +69,15 @@ def find_damage(checkpoint: str, *, weights: bool = True) -> Sequence[str]:
     except SnapshotError as error:  # its manifest is damaged, for example
         return (str(error),)
     return faults
+
+
+def _is_torn(checkpoint: str, name: str) -> bool:
+    try:
+        with open(os.path.join(checkpoint, name), encoding="utf-8") as file:
+            json.load(file)
+    except ValueError:
+        return True
+    return False
 
 
 def list_checkpoints(output_dir: str) -> list[str]:
@@ -130,23 +155,23 @@ def check_weights(checkpoint: str) -> None:
 
 
 def expect_weights(checkpoint: str) -> None:
-    """Raise if the weights of a checkpoint are not those that were saved. Older checkpoints have no digests of them."""
+    """Raise if the weights or the state of a checkpoint are not those that were saved. Older ones have no digests."""
     snapshot = snapshot_in(checkpoint)
     faults = compare_weights(URL.parse(checkpoint), None, snapshot.metadata.metadata).faults if snapshot else ()
     if faults:
         raise CorruptSnapshotError(
-            f"{checkpoint}: its weights are damaged, or were changed after the save; resume from another checkpoint; "
-            f"if they were changed on purpose, set snapshot_verify_weights = False:{listed(faults, 10)}"
+            f"{checkpoint}: its weights or its state are damaged, or were changed after the save; resume from another "
+            f"checkpoint; if they were changed on purpose, set snapshot_verify_weights = False:{listed(faults, 10)}"
         )
 
 
-def delete_old(new: str, limit: int, best: str | None) -> None:
+def delete_old(new: str, limit: int, best: str | None, damaged: Collection[str] = ()) -> None:
     """Delete old checkpoints, as the Trainer does. The last `limit` complete ones are kept, the best one among them.
 
     Without a limit, only the one is deleted that has been saved again.
 
     The order is that of their times, and `new` is the last one: a run may begin at an earlier step again. Incomplete
-    ones are deleted if the new one is complete.
+    ones, and those that are known as damaged, are deleted if the new one is complete.
     """
     if not is_complete(new):
         return
@@ -155,7 +180,8 @@ def delete_old(new: str, limit: int, best: str | None) -> None:
         return
     folder, name = os.path.split(new)
     listed = [each for each in list_checkpoints(folder) if os.path.basename(each) != name]
-    complete = sorted(filter(is_complete, listed), key=_time_of, reverse=True)
+    complete = [each for each in listed if each not in damaged and is_complete(each)]
+    complete.sort(key=_time_of, reverse=True)
     named_best = best and os.path.join(folder, os.path.basename(os.path.normpath(best)))
     kept = [each for each in complete if each == named_best]
     kept += [each for each in complete if each not in kept][: max(0, limit - 1 - len(kept))]

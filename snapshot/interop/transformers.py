@@ -28,13 +28,14 @@ from snapshot.interop.trainer_folders import (
     delete_old,
     expect_weights,
     find_last,
+    has_optimizer,
     mark_weights,
     set_aside,
     snapshot_in,
     sync_files,
     unmark_weights,
 )
-from snapshot.interop.weight_digests import FOLDER, digest_weights
+from snapshot.interop.weight_digests import FOLDER, KEY, STATE_KEY, digest_state, digest_weights
 from snapshot.io.loop import is_exiting, start_in_thread
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.state.rng import RNGState
@@ -52,7 +53,6 @@ _HOOKS = {
 }
 """The Trainer's methods that the mixin replaces -> their number of arguments."""
 _PARALLEL = ("NOT_PARALLEL", "NOT_DISTRIBUTED", "DISTRIBUTED")
-_OLD = ("optimizer.pt", "optimizer.bin", "optimizer_")
 
 
 class SnapshotTrainerMixin:
@@ -94,6 +94,8 @@ class SnapshotTrainerMixin:
     def __init__(self, *args: Any, **options: Any) -> None:
         expect_overridden(type(self), SnapshotTrainerMixin, _HOOKS, "transformers 5")
         self._weights = StagedWeights()
+        self._damaged = set[str]()
+        self._said: dict[str, str] = {}
         super().__init__(*args, **options)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
@@ -103,7 +105,7 @@ class SnapshotTrainerMixin:
         """
         self._verified = None
         if resume_from_checkpoint is True:  # one rank looks: another one may see an older listing
-            find = find_last if self.snapshot_verify_weights else partial(find_last, weights=False)
+            find = partial(find_last, weights=self.snapshot_verify_weights, damaged=self._damaged)
             with call_of("restore", None, ranks=True) as exchange:
                 found = exchange.agree(True, lambda _: find(self.args.output_dir) or "", bool, str)
             resume_from_checkpoint = found or True
@@ -175,13 +177,15 @@ class SnapshotTrainerMixin:
             if self.snapshot_options.get("durable", True):
                 sync_files(new)
             unmark_weights(new)
-            delete_old(new, limit or 0, best)
+            self._damaged.discard(new)
+            delete_old(new, limit or 0, best, self._damaged)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self._refuse_what_is_not_ours()
         state = self._resumable()
         if getattr(self, "is_fsdp_enabled", False) or self._is_converted():  # the Trainer does not load such files
             state["model"] = self._model_state()
+        self._said = digest_state(self.state)  # training changes it while the snapshot is written
         options = {**self.snapshot_options, "metadata": self._metadata}  # the weights are written later
         if not self._asynchronous:
             options["metadata"] = self._begin_metadata(output_dir) if self.args.should_save else None
@@ -201,8 +205,10 @@ class SnapshotTrainerMixin:
         return read() if is_exiting() else start_in_thread(read, "snapshot-io-weights")
 
     def _metadata_of(self, checkpoint: str) -> dict[str, Any]:
-        """Return the metadata of the options, and the digests of the weights, whose files are whole."""
-        return {**(self.snapshot_options.get("metadata") or {}), **digest_weights(checkpoint)}
+        """Return the metadata of the options, and the digests of the state and the weights, whose files are whole."""
+        given = self.snapshot_options.get("metadata") or {}
+        kept = {name: each for name, each in given.items() if name not in (KEY, STATE_KEY)}
+        return {**kept, **self._said, **digest_weights(checkpoint)}
 
     def _give_metadata(self, found: Mapping[str, Any] | SnapshotError) -> None:
         """Give a snapshot in the background its metadata, or the reason that it has none. The commit waits for it."""
@@ -254,7 +260,7 @@ class SnapshotTrainerMixin:
         snapshot = snapshot_in(checkpoint)
         if snapshot is not None:
             snapshot.restore(self._resumable(), unused="ignore")
-        elif any(name.startswith(_OLD) for name in os.listdir(checkpoint)):
+        elif has_optimizer(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         else:
             raise SnapshotNotFoundError(

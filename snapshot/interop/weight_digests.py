@@ -1,11 +1,14 @@
-"""Digests of the weights in a Trainer's checkpoint folder, in the metadata of the snapshot there.
+"""Digests of the weights in a Trainer's checkpoint folder, and of its state, in the metadata of the snapshot there.
 
 Other libraries write these files, without digests. A changed bit in them would otherwise be trained with.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -21,7 +24,13 @@ FOLDER = "trainer_snapshot"
 """Folder of the snapshot in a checkpoint folder."""
 KEY = "snapshot.weights"
 """Key in the snapshot's metadata: the names of the files next to it, each with its size and digest."""
-_ENDINGS = (".safetensors", ".bin", ".index.json")
+STATE = "trainer_state.json"
+"""The Trainer's own state in a checkpoint folder. The Trainer writes it last."""
+STATE_KEY = "snapshot.trainer_state"
+"""Key in the snapshot's metadata: the digest of what that file says, but for the states of callbacks."""
+_CALLBACKS = "stateful_callbacks"
+"""Part of the state that the Trainer fills in when the snapshot is committed."""
+_WEIGHTS = re.compile(r".+\.(safetensors|bin|pt|pth|index\.([^.]+\.)?json)")
 _NO_WEIGHTS = "training_args.bin"
 _PIECE = 4 << 20
 _AT_ONCE = 4
@@ -40,10 +49,37 @@ def digest_weights(checkpoint: str) -> dict[str, Any]:
     for folder, folders, names in os.walk(checkpoint):
         folders[:] = sorted(each for each in folders if folder != checkpoint or each != FOLDER)
         for name in sorted(names):
-            if name.endswith(_ENDINGS) and name != _NO_WEIGHTS:
+            if _WEIGHTS.fullmatch(name) and name != _NO_WEIGHTS:
                 path = os.path.join(folder, name)
                 files[os.path.relpath(path, checkpoint).replace(os.sep, "/")] = _digest_file(path)
     return {KEY: files} if files else {}
+
+
+def digest_state(state: object) -> dict[str, str]:
+    """Return metadata with the digest of a Trainer's state."""
+    if not dataclasses.is_dataclass(state):
+        return {}
+    said = {each.name: getattr(state, each.name) for each in dataclasses.fields(state) if each.name != _CALLBACKS}
+    try:
+        return {STATE_KEY: _digest_said(json.loads(json.dumps(said)))}
+    except (TypeError, ValueError):  # the Trainer cannot write it either
+        return {}
+
+
+def _digest_said(said: Mapping[str, Any]) -> str:
+    digest = RunningDigest()
+    kept = {name: value for name, value in said.items() if name != _CALLBACKS}
+    digest.update(memoryview(json.dumps(kept, sort_keys=True).encode()))
+    return digest.finish()[0]
+
+
+def _find_state_fault(data: bytes, wanted: str) -> str:
+    """Return what is wrong with a file of a Trainer's state, or ''."""
+    try:
+        found = _digest_said(json.loads(data))
+    except (AttributeError, ValueError) as error:
+        return f"{STATE}: cannot be read: {error}"
+    return "" if found == wanted else f"{STATE}: digest of its values must be {wanted} as saved, got {found}"
 
 
 def _digest_file(path: str) -> tuple[int, str]:
@@ -58,20 +94,37 @@ def _digest_file(path: str) -> tuple[int, str]:
 def compare_weights(
     checkpoint: URL, options: Mapping[str, Any] | None, metadata: Mapping[str, Any], *, quick: bool = False
 ) -> Compared:
-    """Compare the files of a checkpoint folder with the digests in its snapshot's metadata. Older ones have none.
+    """Compare a checkpoint's weights and state with the digests in its snapshot's metadata. Older ones have none.
 
     `quick`: compare only their sizes.
     """
-    held = metadata.get(KEY, {})
+    held, state = metadata.get(KEY, {}), metadata.get(STATE_KEY)
     try:
         files = {str(name): (int(size), str(digest)) for name, (size, digest) in held.items()}
     except (AttributeError, TypeError, ValueError) as error:
         raise CorruptSnapshotError(f"{checkpoint}: the digests of its weights are damaged: {error}") from error
-    if not files:
+    if not files and state is None:
         return Compared([], 0)
     with Session(checkpoint, options) as session:
         found = run(_compare_files(session.storage, files, quick))
+        if state is not None:
+            found.append(run(_compare_state(session.storage, state)))
     return Compared([line for line in found if line], 0 if quick else sum(size for size, _ in files.values()))
+
+
+def has_begun(checkpoint: URL, options: Mapping[str, Any] | None) -> bool:
+    """Return True if there are files of a snapshot in a checkpoint folder, committed or not."""
+    with Session(checkpoint.join(FOLDER), options) as session:
+        return bool(run(session.storage.list("", recursive=False)))
+
+
+async def _compare_state(storage: Storage, wanted: str) -> str:
+    try:
+        return _find_state_fault(await storage.get(STATE), wanted)
+    except StorageNotFoundError:
+        return f"{STATE}: is missing"
+    except StorageError as error:
+        return f"{STATE}: cannot be read: {error}"
 
 
 async def _compare_files(storage: Storage, files: Mapping[str, tuple[int, str]], quick: bool) -> list[str]:

@@ -3,6 +3,7 @@ own, which imports them once."""
 
 import importlib.util
 import os
+import shutil
 import tempfile
 import threading
 import time
@@ -37,9 +38,9 @@ from snapshot import Snapshot, SnapshotError, SnapshotNotFoundError
 from snapshot.__main__ import main
 from snapshot.distributed.group import ranks_of
 from snapshot.interop import transformers as transformers_mixin
-from snapshot.interop.trainer_folders import MARK, STATE, delete_old, find_last, sync_files
+from snapshot.interop.trainer_folders import MARK, delete_old, find_last, sync_files
 from snapshot.interop.transformers import SnapshotTrainerMixin
-from snapshot.interop.weight_digests import FOLDER, KEY, compare_weights, digest_weights
+from snapshot.interop.weight_digests import FOLDER, KEY, STATE, STATE_KEY, compare_weights, digest_weights
 from snapshot.io.url import URL
 from tests.interop.forked_ranks import fork_ranks
 
@@ -102,7 +103,7 @@ def _end_at_other_times(folder):
     assert find_last(str(folder)) == str(folder / "checkpoint-2")
     looked = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transformers_mixin, "find_last", lambda given: looked.append(given) or find_last(given))
+        patch.setattr(transformers_mixin, "find_last", lambda given, **_: looked.append(given) or find_last(given))
         example.train(folder, kind=Late, resume=True)
     assert not ranks_of(None).connected()[1]._calls  # no call goes on, whose heartbeat is sent
     Late.fails = True
@@ -123,7 +124,7 @@ def _fall_back(folder):
 
     example.train(folder, stop_at=4)
     one_rank(lambda: flip(folder / "checkpoint-4" / "model.safetensors"))
-    with pytest.raises(SnapshotError, match="its weights are damaged"):
+    with pytest.raises(SnapshotError, match="its weights or its state are damaged"):
         example.train(folder, resume=str(folder / "checkpoint-4"))
     seen = []
 
@@ -231,7 +232,9 @@ def test_a_flipped_bit_in_the_weights_is_found_and_the_checkpoint_before_is_resu
     flip(last / "model.safetensors")
     assert main(["verify", str(last)]) == 1
     assert main(["verify", "--quick", str(last)]) == 0
-    with pytest.raises(SnapshotError, match=r"(?s)checkpoint-4: its weights are damaged.*model\.safetensors: digest"):
+    with pytest.raises(
+        SnapshotError, match=r"(?s)checkpoint-4: its weights or its state are damaged.*model\.safetensors: digest"
+    ):
         example.train(tmp_path, resume=str(last), kind=kind)
     resumed, others = example.train(tmp_path, resume=True, kind=kind)
     assert "checkpoint-4: is damaged, and is passed over" in caplog.text
@@ -252,7 +255,7 @@ def test_damaged_weights_are_not_loaded_as_the_best_ones(tmp_path):
             flip(tmp_path / "checkpoint-6" / "model.safetensors")
             self._load_best_model()
 
-    with pytest.raises(SnapshotError, match="checkpoint-6: its weights are damaged"):
+    with pytest.raises(SnapshotError, match="checkpoint-6: its weights or its state are damaged"):
         example.train(tmp_path, kind=Best)
 
 
@@ -264,6 +267,64 @@ def test_a_damaged_snapshot_is_passed_over_too(tmp_path):
     assert find_last(str(tmp_path)) is None
     with pytest.raises(SnapshotError, match="damaged"):
         example.train(tmp_path, resume=True)
+
+
+def _tear(file):
+    file.write_bytes(file.read_bytes()[:300])
+
+
+@pytest.mark.parametrize("kind", [example.SnapshotTrainer, Background])
+def test_a_changed_or_torn_state_is_found_and_so_is_the_loss_of_the_snapshot(tmp_path, whole, kind):
+    losses, _ = whole
+    example.train(tmp_path / "run", stop_at=4, kind=kind)
+
+    def change(checkpoint):
+        text = (checkpoint / STATE).read_text()
+        (checkpoint / STATE).write_text(text.replace('"global_step": 4', '"global_step": 5'))
+
+    damages = {
+        change: "trainer_state.json: digest of its values",
+        lambda checkpoint: _tear(checkpoint / STATE): "trainer_state.json: cannot be read",
+        lambda checkpoint: _tear(checkpoint / "config.json"): None,
+        lambda checkpoint: shutil.rmtree(checkpoint / FOLDER): None,
+        lambda checkpoint: (checkpoint / FOLDER / ".snapshot_metadata").unlink(): "",
+    }
+    for number, (damage, named) in enumerate(damages.items()):
+        run = tmp_path / str(number)
+        shutil.copytree(tmp_path / "run", run)
+        assert main(["verify", str(run / "checkpoint-4")]) == 0
+        damage(run / "checkpoint-4")
+        assert find_last(str(run)) == str(run / "checkpoint-2")
+        assert main(["verify", str(run / "checkpoint-4")]) == (0 if named is None else 1)
+        if named:
+            with pytest.raises(SnapshotError, match=f"(?s)its weights or its state are damaged.*{named}"):
+                example.train(run, resume=str(run / "checkpoint-4"), kind=kind)
+    assert example.train(tmp_path / "0", resume=True, kind=kind)[0][-4:] == losses[-4:]
+
+
+def test_a_damaged_checkpoint_does_not_count_for_the_limit(tmp_path):
+    class EndsAfterOne(example.SnapshotTrainer):
+        def _save_checkpoint(self, *arguments):
+            super()._save_checkpoint(*arguments)
+            self.control.should_training_stop = True
+
+    example.train(tmp_path, stop_at=4)
+    flip(tmp_path / "checkpoint-4" / "model.safetensors")
+    shutil.copytree(tmp_path / "checkpoint-4", tmp_path / "checkpoint-6")
+    example.train(tmp_path, resume=True, kind=EndsAfterOne)
+    assert {each.name for each in tmp_path.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
+    assert find_last(str(tmp_path)) == str(tmp_path / "checkpoint-4")
+
+
+def test_metadata_of_the_user_does_not_replace_the_digests(tmp_path):
+    class Same(example.SnapshotTrainer):
+        snapshot_options = {"metadata": {KEY: {"a": 1}, STATE_KEY: 1, "by": "a test"}}  # noqa: RUF012
+
+    example.train(tmp_path, stop_at=2, kind=Same)
+    found = metadata_of(tmp_path / "checkpoint-2")
+    assert list(found[KEY]) == ["model.safetensors"]
+    assert found["by"] == "a test"
+    assert find_last(str(tmp_path)) == str(tmp_path / "checkpoint-2")
 
 
 def test_weights_that_were_changed_on_purpose_are_loaded_if_the_class_says_so(tmp_path):
@@ -296,12 +357,13 @@ def test_checkpoints_without_digests_are_resumed_and_a_link_is_followed(tmp_path
     (tmp_path / "link").symlink_to(tmp_path / "newer" / "checkpoint-4")
     example.train(tmp_path / "run", resume=str(tmp_path / "link"))
     flip(tmp_path / "newer" / "checkpoint-4" / "model.safetensors")
-    with pytest.raises(SnapshotError, match="link: its weights are damaged"):
+    with pytest.raises(SnapshotError, match="link: its weights or its state are damaged"):
         example.train(tmp_path / "run", resume=str(tmp_path / "link"))
 
 
 def test_files_in_folders_below_and_missing_ones_are_compared(tmp_path):
-    names = ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "other/adapter_model.safetensors"]
+    names = ["head.pt", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+    names += ["other/adapter_model.safetensors", "other/model.safetensors.index.fp16.json"]
     for name in [*names, "config.json", "training_args.bin", f"{FOLDER}/data/0.safetensors"]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(name.encode() * 100_000)
@@ -309,7 +371,8 @@ def test_files_in_folders_below_and_missing_ones_are_compared(tmp_path):
     assert sorted(metadata[KEY]) == names
     (tmp_path / names[0]).unlink()
     (tmp_path / names[1]).write_bytes(b"{}")
-    flip(tmp_path / names[2])
+    for name in names[2:]:
+        flip(tmp_path / name)
     faults = compare_weights(URL.parse(str(tmp_path)), None, metadata).faults
     assert [fault.split(":")[0] for fault in faults] == names
     with pytest.raises(SnapshotError, match="the digests of its weights are damaged"):
