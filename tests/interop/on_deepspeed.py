@@ -25,6 +25,9 @@ with warnings.catch_warnings():
     from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
+# It is optional, and compiled on first use: a rank that is killed meanwhile leaves a lock that others wait for.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
 from snapshot import (
     CorruptSnapshotError,
     Snapshot,
