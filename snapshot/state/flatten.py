@@ -500,7 +500,7 @@ class _Pickler(pickle.Pickler):
 
 
 _PICKLE = SimpleNamespace(__name__="pickle", Pickler=_Pickler)
-"""What `torch.save` pickles with."""
+"""The module that `torch.save` pickles with."""
 
 
 class _Context(Flattened):
