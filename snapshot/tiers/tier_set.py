@@ -334,7 +334,10 @@ class TierSet:
         known = self.member.facts  # before the root is read, which may have more
         with Session(self.options.far, self.options.options) as session:
             root = run(limited(read_facts(session.storage), patience))
-            root.expect_no_rollback([Copy(self.member.run, known)], self.options.far)
+            seen = (
+                [known] if self.member.fault else [known, read_copy(self.member.folder)]
+            )  # by later jobs on this host
+            root.expect_no_rollback([Copy(self.member.run, each) for each in seen], self.options.far)
             if root.lacks(known):
                 raise RunDeletedError(
                     f"{self.options.far}: the run was deleted there; begin a new one in a new process"

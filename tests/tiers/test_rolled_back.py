@@ -131,3 +131,17 @@ def test_the_deletion_of_a_damaged_fact_is_told_to_a_host_that_has_seen_it(tmp_p
     with manager_of(far, hosts("a")) as manager, pytest.raises(RunForkedError, match="was rolled back"):
         manager.restore_latest(state(-1))
     assert Snapshot(far / "step-20").exists()
+
+
+def test_a_job_is_told_of_what_a_later_one_on_its_host_has_seen(tmp_path, hosts):
+    far, backup = tmp_path / "far", tmp_path / "backup"
+    with manager_of(far, hosts("a"), upload=None, keep_near=None, grace=0) as manager:
+        manager.async_take(10, state(10)).wait("far", timeout=40)
+        shutil.copytree(far, backup)
+        with manager_of(far, hosts("a"), upload=None, keep_near=None, grace=0) as later:
+            assert later.restore_latest(state(-1)) == 10
+            later.take(20, state(20))
+        delete(far)
+        backup.rename(far)
+        with pytest.raises(RunForkedError, match="was rolled back"):
+            manager.restore_latest(state(-1))
