@@ -23,6 +23,13 @@ _ASIDE = "old-"
 """Beginning of the name of a checkpoint's folder while it is saved again."""
 _OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer_")
 """Beginnings of the names of optimizers' files that the Trainer writes without the mixin."""
+NOTICE = (
+    b"\x80\x02cSnapshotTrainerMixin of the library snapshot has saved this checkpoint: resume it with a Trainer "
+    b"that has the mixin\nNotice\n."
+)
+"""A pickle of a class that does not exist. Loading it raises an error with this text; no code runs."""
+_NOTICES = ("optimizer.pt", "scheduler.pt")
+"""Files that the Trainer alone loads. Without both, it would resume with a new optimizer, and say nothing."""
 _CHECKPOINT = re.compile(rf"({_ASIDE})?checkpoint-([0-9]+)")
 
 
@@ -51,7 +58,24 @@ def find_last(output_dir: str, *, weights: bool = True, damaged: set[str] | None
 
 def has_optimizer(checkpoint: str) -> bool:
     """Return True if the Trainer itself has written an optimizer's state."""
-    return any(name.startswith(_OPTIMIZERS) for name in os.listdir(checkpoint))
+    return any(
+        name.startswith(_OPTIMIZERS) and not _is_notice(os.path.join(checkpoint, name))
+        for name in os.listdir(checkpoint)
+    )
+
+
+def put_notices(checkpoint: str) -> None:
+    """Write files that make the Trainer alone, without the mixin, raise an error that names the mixin."""
+    for name in _NOTICES:
+        with open(os.path.join(checkpoint, name), "wb") as file:
+            file.write(NOTICE)
+
+
+def _is_notice(path: str) -> bool:
+    if not os.path.isfile(path):
+        return False
+    with open(path, "rb") as file:
+        return file.read(len(NOTICE) + 1) == NOTICE
 
 
 def find_damage(checkpoint: str, *, weights: bool = True) -> Sequence[str]:
@@ -106,8 +130,11 @@ def set_aside(checkpoint: str) -> None:
     Another checkpoint stays incomplete: a failure must not mix its old and new parts.
     """
     if is_complete(checkpoint):
-        shutil.rmtree(_aside(checkpoint), ignore_errors=True)
+        _remove(_aside(checkpoint))
         os.rename(checkpoint, _aside(checkpoint))
+        return
+    if os.path.islink(checkpoint):  # what it points to is missing, or not complete
+        os.remove(checkpoint)
         return
     with suppress(FileNotFoundError):
         os.remove(os.path.join(checkpoint, STATE))
@@ -115,6 +142,36 @@ def set_aside(checkpoint: str) -> None:
     if snapshot is not None:
         snapshot.delete()
     unmark_weights(checkpoint)
+
+
+def put_back(output_dir: str) -> None:
+    """Give the checkpoints back their names that a crash has left aside, unless they were saved again to the end."""
+    for aside in list_checkpoints(output_dir):
+        folder, name = os.path.split(aside)
+        checkpoint = os.path.join(folder, name.removeprefix(_ASIDE))
+        if aside != checkpoint and is_complete(aside):
+            if is_complete(checkpoint):
+                _remove(aside)
+            else:
+                _remove(checkpoint)
+                with suppress(FileNotFoundError):  # another process does the same
+                    os.rename(aside, checkpoint)
+
+
+def present_name(checkpoint: str) -> str:
+    """Return the name of a checkpoint after `put_back`, which may have given it another one."""
+    folder, name = os.path.split(os.path.normpath(checkpoint))
+    usual = os.path.join(folder, name.removeprefix(_ASIDE))
+    return checkpoint if os.path.isdir(checkpoint) else usual
+
+
+def _remove(checkpoint: str) -> None:
+    """Remove a checkpoint, or a link to one, as far as possible."""
+    if os.path.islink(checkpoint):
+        with suppress(OSError):
+            os.remove(checkpoint)
+    else:
+        shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def _aside(checkpoint: str) -> str:
@@ -129,10 +186,12 @@ def mark_weights(checkpoint: str) -> None:
         pass
 
 
-def unmark_weights(checkpoint: str) -> None:
-    """Remove the mark: all is written."""
+def unmark_weights(checkpoint: str, *, durable: bool = False) -> None:
+    """Remove the mark: all is written. `durable`: return when the removal is on disk."""
     with suppress(FileNotFoundError):
         os.remove(os.path.join(checkpoint, MARK))
+    if durable:
+        sync_folder(checkpoint)
 
 
 def sync_files(checkpoint: str) -> None:
@@ -175,7 +234,7 @@ def delete_old(new: str, limit: int, best: str | None, damaged: Collection[str] 
     """
     if not is_complete(new):
         return
-    shutil.rmtree(_aside(new), ignore_errors=True)
+    _remove(_aside(new))
     if limit < 1:
         return
     folder, name = os.path.split(new)
@@ -187,7 +246,7 @@ def delete_old(new: str, limit: int, best: str | None, damaged: Collection[str] 
     kept += [each for each in complete if each not in kept][: max(0, limit - 1 - len(kept))]
     for each in listed:
         if each not in kept:
-            shutil.rmtree(each, ignore_errors=True)
+            _remove(each)
 
 
 def _time_of(checkpoint: str) -> float:

@@ -30,6 +30,9 @@ from snapshot.interop.trainer_folders import (
     find_last,
     has_optimizer,
     mark_weights,
+    present_name,
+    put_back,
+    put_notices,
     set_aside,
     snapshot_in,
     sync_files,
@@ -104,12 +107,16 @@ class SnapshotTrainerMixin:
         `True` resumes from the last one that is complete and undamaged. A damaged one that is named is an error.
         """
         self._verified = None
-        if resume_from_checkpoint is True:  # one rank looks: another one may see an older listing
+        if resume_from_checkpoint:
             find = partial(find_last, weights=self.snapshot_verify_weights, damaged=self._damaged)
+            looks = resume_from_checkpoint is True
             with call_of("restore", None, ranks=True) as exchange:
-                found = exchange.agree(True, lambda _: find(self.args.output_dir) or "", bool, str)
-            resume_from_checkpoint = found or True
+                if self.args.should_save:
+                    put_back(self.args.output_dir)
+                # one rank looks: another one may see an older listing
+                found = exchange.agree(True, lambda _: (looks and find(self.args.output_dir)) or "", bool, str)
             self._verified = found or None
+            resume_from_checkpoint = (found or True) if looks else present_name(str(resume_from_checkpoint))
         try:
             result = super().train(resume_from_checkpoint, *args, **options)  # type: ignore[misc]
         except BaseException:
@@ -174,9 +181,10 @@ class SnapshotTrainerMixin:
             self._give_metadata(self._metadata_of(new) if self.args.should_save else {})
             pending.wait()
         if self.args.should_save:
-            if self.snapshot_options.get("durable", True):
+            durable = bool(self.snapshot_options.get("durable", True))
+            if durable:
                 sync_files(new)
-            unmark_weights(new)
+            unmark_weights(new, durable=durable)  # before older ones are deleted
             self._damaged.discard(new)
             delete_old(new, limit or 0, best, self._damaged)
 
@@ -185,6 +193,8 @@ class SnapshotTrainerMixin:
         state = self._resumable()
         if getattr(self, "is_fsdp_enabled", False) or self._is_converted():  # the Trainer does not load such files
             state["model"] = self._model_state()
+        if self.args.should_save:
+            put_notices(output_dir)
         self._said = digest_state(self.state)  # training changes it while the snapshot is written
         options = {**self.snapshot_options, "metadata": self._metadata}  # the weights are written later
         if not self._asynchronous:

@@ -37,6 +37,7 @@ with warnings.catch_warnings():
 from snapshot import Snapshot, SnapshotError, SnapshotNotFoundError
 from snapshot.__main__ import main
 from snapshot.distributed.group import ranks_of
+from snapshot.interop import trainer_folders
 from snapshot.interop import transformers as transformers_mixin
 from snapshot.interop.trainer_folders import MARK, delete_old, find_last, sync_files
 from snapshot.interop.transformers import SnapshotTrainerMixin
@@ -468,6 +469,7 @@ def test_a_checkpoint_that_is_saved_again_never_mixes_old_and_new(tmp_path, pare
         assert Snapshot(Path(old) / FOLDER).verify()
         example.train(tmp_path, resume=True, kind=parent)
         assert find_last(str(tmp_path)) == str(tmp_path / "checkpoint-6")
+        assert not Path(old).exists()
         return
     assert {each.name for each in tmp_path.iterdir()} == {each.name for each in again}
     assert (again[1] / "model.safetensors").exists()
@@ -533,6 +535,98 @@ def test_old_checkpoints_are_deleted_when_the_new_one_is_on_disk(tmp_path, kind,
     example.train(tmp_path, kind=Durable, stop_at=4)
     assert kept == {"checkpoint-2": ["checkpoint-2"], "checkpoint-4": ["checkpoint-2", "checkpoint-4"]}
     assert [each.name for each in tmp_path.iterdir()] == ["checkpoint-4"]
+
+
+@pytest.mark.parametrize("again", ["failed", "complete"])
+@pytest.mark.parametrize("named", [None, "checkpoint-4", "old-checkpoint-4"])
+def test_a_checkpoint_that_a_crash_left_aside_gets_its_name_back(tmp_path, named, again):
+    """It may be the best one, which later saves keep by its name."""
+
+    class Best(example.SnapshotTrainer):
+        def __init__(self, model, arguments, **options):
+            arguments.save_total_limit, arguments.metric_for_best_model = 2, "loss"
+            arguments.save_steps = 1
+            super().__init__(model, arguments, **options)
+
+        def _save_checkpoint(self, model, trial):
+            self.state.best_global_step, self.state.best_model_checkpoint = 4, str(tmp_path / "checkpoint-4")
+            super()._save_checkpoint(model, trial)
+
+    example.train(tmp_path, stop_at=5)
+    aside = tmp_path / "old-checkpoint-4"
+    shutil.copytree(tmp_path / "checkpoint-4", aside)
+    weights = (aside / "model.safetensors").read_bytes()
+    if again == "failed":
+        (tmp_path / "checkpoint-4" / MARK).touch()  # as a crash left it
+    example.train(tmp_path, resume=str(tmp_path / named) if named else True, kind=Best)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["checkpoint-4", "checkpoint-6"]
+    assert (tmp_path / "checkpoint-4" / "model.safetensors").read_bytes() == weights
+    assert find_last(str(tmp_path)) == str(tmp_path / "checkpoint-6")
+
+
+@pytest.mark.parametrize("kind", [example.SnapshotTrainer, Background])
+def test_checkpoints_that_are_links_do_not_end_the_training(tmp_path, kind):
+    """The links are removed, and what they point to stays."""
+
+    class Limited(kind):
+        def __init__(self, model, arguments, **options):
+            arguments.save_total_limit = 1
+            super().__init__(model, arguments, **options)
+
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    example.train(out, stop_at=3)
+    (out / "checkpoint-2").rename(elsewhere)
+    (out / "checkpoint-2").symlink_to(elsewhere)
+    (out / "checkpoint-4").symlink_to(tmp_path / "missing")
+    (out / "old-checkpoint-2").symlink_to(elsewhere)
+    (out / "old-checkpoint-4").symlink_to(tmp_path / "missing")
+    example.train(out, resume=str(elsewhere), kind=Limited, stop_at=4)
+    assert [each.name for each in out.iterdir()] == ["checkpoint-4"]
+    assert find_last(str(out)) == str(out / "checkpoint-4")
+    assert Snapshot(elsewhere / FOLDER).verify()
+    (out / "checkpoint-4").rename(tmp_path / "four")
+    (out / "checkpoint-4").symlink_to(tmp_path / "four")
+    example.train(out, resume=str(elsewhere), kind=Limited, stop_at=4)  # it is saved again
+    assert not (out / "checkpoint-4").is_symlink()
+    assert [each.name for each in out.iterdir()] == ["checkpoint-4"]
+    assert find_last(str(tmp_path / "out")) == str(out / "checkpoint-4")
+
+
+def test_the_mark_is_removed_from_the_disk_before_old_checkpoints_are(tmp_path, monkeypatch):
+    """Else a loss of power could leave an incomplete checkpoint, and no other."""
+    flushed, real = [], trainer_folders.sync_folder
+
+    def sync_folder(path):
+        if os.path.basename(path).startswith("checkpoint-"):
+            flushed.append((os.path.basename(path), (Path(path) / MARK).exists()))
+        real(path)
+
+    class Durable(One):
+        snapshot_options = {}  # noqa: RUF012
+
+    def delete(new, *arguments):
+        assert flushed[-1] == (os.path.basename(new), False)
+        delete_old(new, *arguments)
+
+    monkeypatch.setattr(trainer_folders, "sync_folder", sync_folder)
+    monkeypatch.setattr(transformers_mixin, "delete_old", delete)
+    example.train(tmp_path, kind=Durable, stop_at=4)
+    assert [each.name for each in tmp_path.iterdir()] == ["checkpoint-4"]
+
+
+def test_the_plain_trainer_does_not_resume_with_a_new_optimizer(tmp_path):
+    """Its error names the mixin. The mixin passes over the files that lead to it."""
+
+    class Plain(Trainer):
+        pass
+
+    example.train(tmp_path, stop_at=2)
+    with pytest.raises(Exception, match="SnapshotTrainerMixin of the library snapshot has saved this checkpoint"):
+        example.train(tmp_path, resume=True, kind=Plain)
+    shutil.rmtree(tmp_path / "checkpoint-2" / FOLDER)  # then nothing is left to resume with
+    assert find_last(str(tmp_path)) is None
+    with pytest.raises(SnapshotNotFoundError, match="nor an optimizer's state"):
+        example.train(tmp_path, resume=str(tmp_path / "checkpoint-2"))
 
 
 NUMBERS = st.lists(st.integers(1, 9), min_size=1, unique=True)
