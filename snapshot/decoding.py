@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from typing import Any
 
 import msgspec
@@ -32,6 +33,14 @@ def decode_json(data: bytes | memoryview | msgspec.Raw | str, kind: Any, what: o
     try:
         return _json_decoder(kind).decode(data)
     except UNREADABLE as error:
+        raise CorruptSnapshotError(f"{what}: {error}") from error
+
+
+def decode_json_of_python(data: bytes | str, what: object) -> Any:
+    """Return JSON of Python's own module, which may have NaN and Infinity. Raise as `decode_json` does."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
         raise CorruptSnapshotError(f"{what}: {error}") from error
 
 

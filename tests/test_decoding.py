@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from snapshot import CorruptSnapshotError, Publisher, RestoreError, Snapshot, StateDict, TensorMap
 from snapshot.cli import main
-from snapshot.decoding import decode_json, decode_msgpack, decode_yaml
+from snapshot.decoding import decode_json, decode_json_of_python, decode_msgpack, decode_yaml
 from snapshot.errors import SnapshotError
 from snapshot.io.url import read_options
 from snapshot.manifest import document
@@ -40,6 +40,13 @@ def test_a_damaged_text_is_not_a_unicode_error(decode):
 def test_deep_nesting_is_refused():
     with pytest.raises(CorruptSnapshotError):
         decode_json(b"[" * 100_000, list, "here")
+
+
+def test_json_that_python_has_written_may_have_nan():
+    assert decode_json_of_python(b'{"loss": Infinity}', "here") == {"loss": float("inf")}
+    for damaged in (b"{", b"[" * 100_000, b'"\xff"', b""):
+        with pytest.raises(CorruptSnapshotError, match="here"):
+            decode_json_of_python(damaged, "here")
 
 
 FILES = {

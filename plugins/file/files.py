@@ -197,7 +197,7 @@ class OpenFile:
 
     def __init__(self, full: str, mode: str) -> None:
         self.descriptor = open_regular(full)
-        self.around = -1
+        self.around = -1  # the last field that `__del__` needs
         opened = os.fstat(self.descriptor)
         self.identity = _identity(opened)
         self._full = full
@@ -240,10 +240,16 @@ class OpenFile:
 
     def close(self) -> None:
         """Close the descriptors; errors do not matter after reading."""
-        for descriptor in (self.descriptor, self.around):
+        descriptors, self.descriptor, self.around = (self.descriptor, self.around), -1, -1
+        for descriptor in descriptors:
             if descriptor >= 0:
                 with contextlib.suppress(OSError):
                     os.close(descriptor)
+
+    def __del__(self) -> None:
+        """Close what an interruption between two calls has left open."""
+        if hasattr(self, "around"):
+            self.close()
 
 
 def open_regular(full: str, flags: int = 0) -> int:
@@ -747,3 +753,8 @@ class LocalFileWriter(FileWriter):
         if not self._closed:
             self._closed = True
             os.close(self._descriptor)
+
+    def __del__(self) -> None:
+        """Close what an interruption has left open, such as of a call that has just created the file."""
+        with contextlib.suppress(AttributeError, OSError):  # half created
+            self._close()

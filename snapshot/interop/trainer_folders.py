@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 
+from snapshot.decoding import decode_json_of_python
 from snapshot.errors import CorruptSnapshotError, SnapshotError, SnapshotNotFoundError
 from snapshot.events import log
 from snapshot.interop.weight_digests import FOLDER, STATE, compare_weights
@@ -96,10 +96,11 @@ def find_damage(checkpoint: str, *, weights: bool = True) -> Sequence[str]:
 
 
 def _is_torn(checkpoint: str, name: str) -> bool:
+    with open(os.path.join(checkpoint, name), "rb") as file:
+        data = file.read()
     try:
-        with open(os.path.join(checkpoint, name), encoding="utf-8") as file:
-            json.load(file)
-    except ValueError:
+        decode_json_of_python(data, name)
+    except CorruptSnapshotError:
         return True
     return False
 

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from snapshot.decoding import decode_json_of_python
 from snapshot.errors import CorruptSnapshotError, StorageError, StorageNotFoundError
 from snapshot.io.aio import gather_limited, in_thread
 from snapshot.io.loop import run
@@ -61,7 +62,7 @@ def digest_state(state: object) -> dict[str, str]:
         return {}
     said = {each.name: getattr(state, each.name) for each in dataclasses.fields(state) if each.name != _CALLBACKS}
     try:
-        return {STATE_KEY: _digest_said(json.loads(json.dumps(said)))}
+        return {STATE_KEY: _digest_said(decode_json_of_python(json.dumps(said), STATE))}
     except (TypeError, ValueError):  # the Trainer cannot write it either
         return {}
 
@@ -76,9 +77,10 @@ def _digest_said(said: Mapping[str, Any]) -> str:
 def _find_state_fault(data: bytes, wanted: str) -> str:
     """Return what is wrong with a file of a Trainer's state, or ''."""
     try:
-        found = _digest_said(json.loads(data))
-    except (AttributeError, ValueError) as error:
-        return f"{STATE}: cannot be read: {error}"
+        said = decode_json_of_python(data, STATE)
+    except CorruptSnapshotError as error:
+        return str(error)
+    found = _digest_said(said) if isinstance(said, dict) else "none"
     return "" if found == wanted else f"{STATE}: digest of its values must be {wanted} as saved, got {found}"
 
 

@@ -1,6 +1,7 @@
 """Files pass the contract: through the page cache and around it, synced and not; and leave nothing lying about."""
 
 import asyncio
+import gc
 import itertools
 import os
 import tempfile
@@ -320,3 +321,53 @@ def test_direct_io_is_for_local_file_systems_unless_it_is_asked_for(tmp_path, mo
         reader = OpenFile(str(tmp_path / "data"), mode)
         assert reader.goes_around(0) == wanted
         reader.close()
+
+
+def opened_in(folder):
+    """Return the names of the open files in a folder."""
+    gc.collect()
+    links = [f"/proc/self/fd/{each}" for each in os.listdir("/proc/self/fd")]
+    found = [os.readlink(each) for each in links if os.path.islink(each)]
+    return sorted(os.path.basename(each).split(" ")[0] for each in found if each.startswith(f"{folder}/"))
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="lists open files in /proc")
+@pytest.mark.parametrize("portable_path", [False, True])
+def test_a_file_whose_creation_is_cancelled_is_closed(tmp_path, monkeypatch, portable_path):
+    """An interruption cancels the call, whose thread then returns the new file to nobody."""
+    created, go_on, real = threading.Event(), threading.Event(), files.Folders.mark_changed
+
+    def wait(self, folder):
+        created.set()
+        assert go_on.wait(60)
+        return real(self, folder)
+
+    monkeypatch.setattr(files.Folders, "mark_changed", wait)
+    context = Context(file_io="portable" if portable_path else "auto")
+
+    async def cancel():
+        storage = open_storage(URL.parse(str(tmp_path)), None, context)
+        creation = asyncio.ensure_future(storage.create("data/new", 10))
+        await asyncio.to_thread(created.wait, 60)
+        assert opened_in(tmp_path) == ["new"]
+        creation.cancel()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await creation
+        await storage.close()
+
+    asyncio.run(cancel())
+    assert opened_in(tmp_path) == []
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="lists open files in /proc")
+def test_files_of_a_storage_that_is_never_closed_are_closed_with_it(tmp_path):
+    (tmp_path / "a").write_bytes(pattern(100))
+
+    async def read():
+        storage = open_storage(URL.parse(str(tmp_path)), None, Context())
+        await fetch(storage, "a", 0, [100])
+        assert opened_in(tmp_path) == ["a"]
+
+    asyncio.run(read())
+    assert opened_in(tmp_path) == []
