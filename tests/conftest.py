@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
 
 from snapshot import events
 from tests.helpers.browser import browser  # noqa: F401 - a fixture
@@ -26,9 +27,15 @@ FAST = f"smoke or not ({TIERS})"
 NIGHTLY = tuple(line for line in (HERE / "nightly.txt").read_text().splitlines() if line and line[0] != "#")
 SERVERS = {"browser", "moto", "weed", "gcs", "azurite", "nginx", "webdav", "sshd"}
 
-# A machine that is busy with something else is slow, and no test says anything about time.
-settings.register_profile("snapshot", deadline=None)
-settings.load_profile("snapshot")
+# Random searches try the same examples in each run, unless SNAPSHOT_TEST_RANDOM is set, as in nightly runs. There, a
+# failure prints how to repeat it. What such a run finds becomes an example of the test. No search has a time limit per
+# example: a machine that is busy with something else is slow.
+settings.register_profile("fixed", deadline=None, derandomize=True, database=None)
+settings.register_profile("random", deadline=None, print_blob=True)
+settings.load_profile("random" if os.environ.get("SNAPSHOT_TEST_RANDOM") else "fixed")
+if not os.environ.get("SNAPSHOT_TEST_RANDOM") and hasattr(providers, "is_local_module_file"):
+    # Else it also tries the constants in all modules that this process has happened to import.
+    providers.is_local_module_file = lambda _: False
 
 # gcsfs reads this when it is imported. Without it, the first call to an emulator waits a minute for gRPC.
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from snapshot import CorruptSnapshotError, SnapshotError
-from snapshot.errors import UnsafeObjectError
+from snapshot.errors import UnsafeObjectError, UnsupportedFormatError
 from snapshot.formats import torch_save, zip_archive
 from snapshot.formats.safe_pickle import evaluate_pickle as load_pickle
 from snapshot.manifest.entries import TensorEntry
@@ -203,6 +203,14 @@ def test_values_that_are_shared_often_are_unpickled_as_pickle_does_it(value, pro
     assert repr(load_pickle(data, "here")) == repr(pickle.loads(data))
 
 
+@pytest.mark.parametrize("name", ["builtins complex", "builtins set", "torch Size", "collections OrderedDict"])
+def test_a_known_value_that_is_created_as_an_object_is_of_an_unknown_class(name):
+    """NEWOBJ creates it without the call that gives it its value."""
+    module, kind = name.split()
+    with pytest.raises(UnsupportedFormatError, match=f"an object of {module}.{kind} that is created without a call"):
+        load_pickle(b"\x80\x02c" + f"{module}\n{kind}\n".encode() + b")\x81.", "here")
+
+
 @settings(max_examples=300)
 @given(st.binary(max_size=60), st.integers(0, 100), VALUES)
 def test_any_bytes_are_a_pickle_or_an_error_of_ours(data, at, value):
@@ -211,7 +219,7 @@ def test_any_bytes_are_a_pickle_or_an_error_of_ours(data, at, value):
     for each in (data, b"\x80\x02" + data + b".", good[:at] + data[:3] + good[at + 1 :]):
         try:
             repr(load_pickle(each, "here"))
-        except (CorruptSnapshotError, UnsafeObjectError):
+        except (CorruptSnapshotError, UnsafeObjectError, UnsupportedFormatError):  # the last: of an unknown class
             pass
         except RecursionError:
             pytest.fail("it nests without end")

@@ -189,7 +189,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step_with_a_snapshot(three, 
 def _comes_at_its_own_pace(root):
     """No collective at all: ranks drift apart, and are still to stop at the same call."""
     rank = dist.get_rank()
-    chance = random.Random(os.getpid())
+    chance = random.Random(rank)
     pace = (0, 1e-4, 4e-3)[rank]
     with manager_of(root, signals=(signal.SIGTERM,)) as manager:
         calls = 1

@@ -11,12 +11,14 @@ from tests.soak.namespaces import is_permitted
 from tests.soak.real_runs import describe, run_schedules
 from tests.tiers.oracle import BucketRoot, Wrong
 from tests.tiers.schedules import run_schedule
+from tests.tiers.spoiled_house import SpoiledHouse
 from tests.tiers.whole_house import House
 
 SCHEDULES, CHUNK = int(os.environ.get("SOAK_SCHEDULES", "10000")), 500
 REAL = int(os.environ.get("SOAK_REAL", "500"))
 HOUSES = int(os.environ.get("SOAK_HOUSES", "9500"))
 BUCKET_HOUSES = int(os.environ.get("SOAK_BUCKET_HOUSES", "500"))
+SPOILED_HOUSES = int(os.environ.get("SOAK_SPOILED_HOUSES", "1000"))
 BUCKETS = int(os.environ.get("SOAK_BUCKETS", "500"))
 
 
@@ -75,6 +77,15 @@ def test_random_schedules_of_a_whole_run(tmp_path, first):
     for seed in range(first, last):
         tally.play(House(seed, tmp_path / "house"))
     tally.report(f"seeds {first} to {last - 1}")
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("rolls", [False, True])
+def test_random_schedules_with_suspect_steps_and_a_root_that_is_put_back(tmp_path, rolls):
+    tally = Tally()
+    for seed in range(SPOILED_HOUSES):
+        tally.play(SpoiledHouse(seed, tmp_path / "house", rolls=rolls))
+    tally.report(f"seeds 0 to {SPOILED_HOUSES - 1}, with suspect steps{' and roll-backs' if rolls else ''}")
 
 
 @pytest.mark.timeout(36000)

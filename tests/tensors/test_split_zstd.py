@@ -33,6 +33,12 @@ CODEC = BlockCodec()
 RANDOM = np.random.default_rng(0)
 
 
+@pytest.fixture(autouse=True)
+def _same_numbers():
+    """Each test has the same numbers, whichever ran before."""
+    RANDOM.bit_generator.state = np.random.default_rng(0).bit_generator.state
+
+
 def encoded(data, kind):
     out = memoryview(bytearray(len(data)))
     return bytes(out[: CODEC.encode(data, kind, out)])

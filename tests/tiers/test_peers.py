@@ -1,6 +1,7 @@
 """Files that a host offers to others: in ranges, for signed requests, by names and never by paths."""
 
 import asyncio
+import contextlib
 import http.client
 import os
 import socket
@@ -163,16 +164,19 @@ def test_a_host_that_ends_in_the_middle_is_a_storage_error(folder):
     import threading
 
     def serve():
-        for _ in range(2):
-            connection, _ = listening.accept()
-            connection.recv(10_000)
-            connection.sendall(b"HTTP/1.1 206 x\r\nContent-Length: 100\r\n\r\nabc")
-            connection.close()
+        with contextlib.suppress(OSError):  # the listener was shut down
+            while True:
+                connection, _ = listening.accept()
+                connection.recv(10_000)
+                connection.sendall(b"HTTP/1.1 206 x\r\nContent-Length: 100\r\n\r\nabc")
+                connection.close()
 
-    thread = threading.Thread(target=serve, daemon=True)
+    thread = threading.Thread(target=serve)
     thread.start()
     with pytest.raises(StorageError):
         use(address, lambda storage: storage.read_into(NAME, 0, [bytearray(100)]))
+    listening.shutdown(socket.SHUT_RDWR)  # it ends the accept; a close would leave it waiting
+    thread.join()
     listening.close()
 
 

@@ -12,6 +12,7 @@ from snapshot.tiers.control import Request, UploadState
 from snapshot.tiers.timeline import Line, Standing
 from tests.tiers.one_process import Job, Machines
 from tests.tiers.oracle import FolderRoot, Wrong
+from tests.tiers.spoiled_house import SpoiledHouse
 from tests.tiers.whole_house import House, state, value_of
 
 QUICK = 8
@@ -32,6 +33,12 @@ def test_random_schedules_of_a_whole_run(tmp_path):
     """tests/soak plays thousands."""
     for seed in range(QUICK):
         House(seed, tmp_path / "house").play()
+
+
+@pytest.mark.parametrize("rolls", [False, True])
+def test_random_schedules_with_suspect_steps_and_a_root_that_is_put_back(tmp_path, rolls):
+    for seed in range(QUICK // 2):
+        SpoiledHouse(seed, tmp_path / "house", rolls=rolls).play()
 
 
 # The oracle

@@ -218,13 +218,16 @@ class WatchedRun:
             self.is_good_near(take, name, hosts) or (far and self.is_good_far(take, name)) for name in take.files
         )
 
+    def promised(self, take):
+        """Return True if a restore must find a take, or a newer one."""
+        return take.files and (take.is_near or take.is_far)
+
     def required(self, line, hosts, *, far):
         """Return the newest step on a line that was promised, and is available to hosts; -1 if there is none."""
         found = [
             take.step
             for take in self.takes.values()
-            if (take.is_near or take.is_far)
-            and take.files
+            if self.promised(take)
             and line.has(take.step, take.attempt, take.save_id)
             and self.is_available(take, hosts, far=far)
         ]
@@ -240,9 +243,7 @@ class WatchedRun:
             "steps": {
                 key
                 for key, take in self.takes.items()
-                if take.files
-                and (take.is_near or take.is_far)
-                and self.is_available(take, job.hosts, far=not self.root.is_down)
+                if self.promised(take) and self.is_available(take, job.hosts, far=not self.root.is_down)
             },
             "offline": self._offline_line(job.hosts),
         }

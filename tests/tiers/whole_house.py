@@ -46,6 +46,10 @@ def value_of(live):
 class House(WatchedRun):
     """A run, and the random actions on it."""
 
+    def state(self, value):
+        """Return an app state with a value."""
+        return state(value)
+
     # Actions
 
     def act(self, name, work, *given):
@@ -91,7 +95,7 @@ class House(WatchedRun):
         self.look()
         before, length, trouble = self._requirements(job), len(self.truth), self._trouble()
         forks, old = self.forks_on(job.hosts), job.attempt
-        lives = [state(-1) for _ in job.managers]
+        lives = [self.state(-1) for _ in job.managers]
         began = self.clock.now
         with self.using(job):
             found, errors = job.together(lambda rank, each: each.restore_latest(lives[rank], offline=offline))
@@ -166,7 +170,9 @@ class House(WatchedRun):
         self.log[-1] += (f"job {job.name}", verb, step, take.value)
         with self.using(job):
             found, errors = job.together(
-                lambda rank, each: getattr(each, verb)(step, state(take.value), options=TakeOptions(replicated=["**"]))
+                lambda rank, each: getattr(each, verb)(
+                    step, self.state(take.value), options=TakeOptions(replicated=["**"])
+                )
             )
             job.settle()
         self._learn_attempt(job)
