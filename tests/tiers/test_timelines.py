@@ -303,7 +303,8 @@ def test_a_replaced_trainer_cannot_bring_its_facts_back(tmp_path, hosts):
         attempt = main_job._steps.joined.member.attempt.name
         up = down(far)
         stop_uploaders(hosts("a"))
-        zombie.where(10)  # starts the uploader
+        with contextlib.suppress(StorageError):  # it may look into the far root
+            zombie.where(10)  # starts the uploader
         [folder] = runs_in(hosts("a"))
         assert read_copy(str(folder)).has(attempt)
         with pytest.raises(SnapshotError, match="another job has continued this run from step 10"):
