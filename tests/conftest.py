@@ -24,7 +24,16 @@ from tests.helpers.warm_interpreter import Warm
 HERE = Path(__file__).parent
 TIERS = "servers or ranks or deadly or libraries or device or bench or examples or slow or nightly"
 FAST = f"smoke or not ({TIERS})"
-NIGHTLY = tuple(line for line in (HERE / "nightly.txt").read_text().splitlines() if line and line[0] != "#")
+
+
+def read_names(file):
+    """Return the beginnings of names of tests in a list beside this module."""
+    return tuple(line for line in (HERE / file).read_text().splitlines() if line and line[0] != "#")
+
+
+NIGHTLY, SLOW = read_names("nightly.txt"), frozenset(read_names("slow.txt"))
+EXAMPLES = 25
+"""Most examples of a random search in the fast tier."""
 SERVERS = {"browser", "moto", "weed", "gcs", "azurite", "nginx", "webdav", "sshd"}
 
 # Random searches try the same examples in each run, unless SNAPSHOT_TEST_RANDOM is set, as in nightly runs. There, a
@@ -94,14 +103,26 @@ def pytest_collection_modifyitems(items):
             item.add_marker("servers")
         if used & {*POOLS, "fresh_pool"}:
             item.add_marker("ranks")
-        if name_below(item).startswith(NIGHTLY):
+        name = name_below(item)
+        if name in SLOW or name.partition("[")[0] in SLOW:
+            item.add_marker("slow")
+        if name.startswith(NIGHTLY):
             item.add_marker("nightly")
+        if item.config.option.markexpr == FAST and getattr(item.obj, "is_hypothesis_test", False):
+            limit_examples(item.obj)
 
     def place(item):
         path = name_below(item)
         return next((i for i, first in enumerate(FIRST) if path.startswith(first)), len(FIRST))
 
     items.sort(key=place)
+
+
+def limit_examples(test):
+    """Let a random search try few examples. The other tiers try all."""
+    test = getattr(test, "__func__", test)
+    given = test._hypothesis_internal_use_settings
+    test._hypothesis_internal_use_settings = settings(given, max_examples=min(given.max_examples, EXAMPLES))
 
 
 def name_below(item):

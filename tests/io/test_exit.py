@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from snapshot import Snapshot
+from tests.tiers.jobs import stop_uploaders
 
 VERBS = ["take", "async", "unawaited", "overlapped", "small", "verify", "nested", "manager", "near"]
 KEPT = {"manager": "manager/step-3", "near": "near/far/step-1"}
@@ -18,13 +19,14 @@ def test_saves_work_in_exit_handlers_and_in_threads_that_outlive_the_main_one(tm
     """Either with the threads of a save before, or without any, as in a first save with Python 3.12."""
     program = Path(__file__).with_name("exiting.py")
     command = [sys.executable, str(program), str(tmp_path), f"atexit,daemon,outlives,{threads}", ",".join(VERBS)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
     lines = done.stdout.splitlines()
     for name in ("outlives", "atexit"):
         assert [line for line in lines if line.startswith(name)] == [f"{name} {verb}" for verb in VERBS]
         for verb in VERBS:
             assert Snapshot(str(tmp_path / f"{name}-{KEPT.get(verb, verb)}")).verify().ok
+        stop_uploaders(tmp_path / f"{name}-near" / "near")  # they stay for an hour
     assert "daemon refused" in lines
     assert ("forever refused" in lines) == ("forever" in threads)
 
@@ -33,7 +35,7 @@ def test_the_exit_waits_until_a_daemon_has_left_the_library(tmp_path):
     """It may be in the midst of a copy of torch, whose end aborts the process."""
     program = Path(__file__).with_name("exiting.py")
     command = [sys.executable, str(program), str(tmp_path), "slow", "take"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert Snapshot(str(tmp_path / "slow")).verify().ok
 
@@ -57,6 +59,6 @@ daemon = threading.Thread(target=fork, daemon=True)
 daemon.start()
 daemon.join()
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
     assert "code 0" in done.stdout, done.stderr
     assert Snapshot(str(tmp_path / "saved")).verify().ok

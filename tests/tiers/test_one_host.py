@@ -287,10 +287,11 @@ NEAR = ("upload", "replicas", "rate", "grace", "compression")
 
 
 @pytest.mark.smoke
-def test_failed_takes_are_survived_up_to_a_number(tmp_path, hosts, told):
+@pytest.mark.parametrize("on_error", [Tolerate(3), "warn"], ids=["Tolerate", "warn"])
+def test_failed_takes_are_survived_up_to_a_number(tmp_path, told, on_error):
     (tmp_path / "blocked").write_text("a file")
     live = state(1)
-    with SnapshotManager(str(tmp_path / "blocked/far"), on_error=Tolerate(3), signals=()) as manager:
+    with SnapshotManager(str(tmp_path / "blocked/far"), on_error=on_error, signals=()) as manager:
         assert manager.take(1, live).path.endswith("step-1")
         with pytest.raises(StorageError):
             manager.async_take(2, live).wait()
