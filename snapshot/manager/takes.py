@@ -87,7 +87,7 @@ class Tolerate:
     """For `SnapshotManager(on_error=...)`: failed takes are logged, and training continues.
 
     Args:
-        failures: Number of failed takes in a row, the last of which raises. Fewer are only logged.
+        failures: Number of failed takes in a row that raises. Fewer are only logged.
     """
 
     failures: int = 3
