@@ -343,7 +343,7 @@ class SnapshotManager:
             options = replace(options, timeout=self._timeout)
         self._pendings.moved_on()
         begin = partial(self._exchange, "restore_latest", timeout)
-        found = self._steps.candidates(begin, offline=offline)
+        found = self._steps.candidates(begin, offline=offline, good=good)
         fallback = Fallback(found, begin, self._steps.using, good=good)
         try:
             step, damaged = fallback.restore(app_state, options, key)

@@ -177,7 +177,7 @@ class Steps(ABC):
     # Restore
 
     @abstractmethod
-    def candidates(self, begin: Callable[[], Exchange], *, offline: bool) -> Candidates:
+    def candidates(self, begin: Callable[[], Exchange], *, offline: bool, good: bool) -> Candidates:
         """Return the steps that a restore chooses from. `begin` begins a collective call."""
 
     # Query
@@ -246,7 +246,7 @@ class PlainSteps(Steps):
     def flush(self) -> None:
         """Return at once: takes are written to the root."""
 
-    def candidates(self, begin: Callable[[], Exchange], *, offline: bool) -> Candidates:
+    def candidates(self, begin: Callable[[], Exchange], *, offline: bool, good: bool) -> Candidates:
         leads = ranks_of(self.pg).rank == 0
         if leads and self.cleaner is not None:
             with suppress(SnapshotError):  # the restore reports it

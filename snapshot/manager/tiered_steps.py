@@ -37,6 +37,7 @@ from snapshot.manager.steps import Begun, RunOptions, Steps, TakePlace
 from snapshot.manager.takes import Near
 from snapshot.manifest.document import ManifestHead
 from snapshot.reports import RestoreReport
+from snapshot.save.guards import suspicions
 from snapshot.save.take import AppState
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.tiers.control import ANSWERS, Request, Status, StepStatus, UploadState
@@ -293,7 +294,7 @@ class TieredSteps(Steps):
 
     # Restore
 
-    def candidates(self, begin: Callable[[], Exchange], *, offline: bool) -> Candidates:
+    def candidates(self, begin: Callable[[], Exchange], *, offline: bool, good: bool) -> Candidates:
         """Join the hosts, and return the steps on all tiers."""
         self._pendings.settle()  # they belong to the attempt that ends here
         with begin() as exchange:
@@ -301,7 +302,7 @@ class TieredSteps(Steps):
             patience = min(FAR_PATIENCE, exchange.timeout)
             exchange.close()
         return TieredCandidates(
-            self, TieredRoot(self.root.url, self.options.options, self.joined, patience, offline=offline)
+            self, TieredRoot(self.root.url, self.options.options, self.joined, patience, offline=offline, good=good)
         )
 
     # Query
@@ -636,13 +637,25 @@ class TieredRoot(Root):
     """The far root and the near folders of all hosts, as one root."""
 
     def __init__(
-        self, url: URL, options: Mapping[str, Any] | None, tiers: TierSet, patience: float, *, offline: bool
+        self,
+        url: URL,
+        options: Mapping[str, Any] | None,
+        tiers: TierSet,
+        patience: float,
+        *,
+        offline: bool,
+        good: bool,
     ) -> None:
-        """`patience`: seconds to wait for the far root. `offline`: go on without it, if it cannot be read."""
+        """Prepare it.
+
+        `patience`: seconds to wait for the far root. `offline`: go on without it, if it cannot be read. `good`: of two
+        snapshots of a step, one that is not suspect is chosen first.
+        """
         super().__init__(url, options)
         self._tiers = tiers
         self._patience = patience
         self._offline = offline
+        self._good = good
         self.views: list[HostView] = []
         """The steps of each rank's host."""
         self.census: dict[int, CensusStep] = {}
@@ -672,7 +685,7 @@ class TieredRoot(Root):
             self.far_answers = False
         facts = self._tiers.member.facts
         self._of_run = Line(facts, facts.last)
-        self.census = self._tiers.census(self.views, self._of_run)
+        self.census = self._tiers.census(self.views, self._of_run, good=self._good)
 
     async def newest(self, before: int | None) -> StepFolders:
         """Return all steps at once: near and far ones are compared with each other."""
@@ -693,17 +706,20 @@ class TieredRoot(Root):
         for step, found in list(self.census.items()):
             far = folders.committed.get(step)
             head = await self._head(step, far) if far is not None else None
-            near = found.save_id, found.origin
-            if (
-                isinstance(head, ManifestHead)
-                and head.save_id != found.save_id
-                and not self._of_run.is_newer(step, near, (head.save_id, origin_of(head.metadata)))
-            ):
+            if isinstance(head, ManifestHead) and head.save_id != found.save_id and not self._is_before(found, head):
                 del self.census[step]
             else:
                 folders.committed[step] = FileStat(0, 0.0, f"near:{found.save_id}")
         folders.committed = dict(sorted(folders.committed.items()))
         return folders
+
+    def _is_before(self, near: CensusStep, far: ManifestHead) -> bool:
+        """Return True if the near snapshot of a step is chosen, and not the other one in the far root."""
+        origin = origin_of(far.metadata)
+        on = self._of_run.standing(near.step, far.save_id, origin) == Standing.ON
+        if on and self._good and bool(near.suspect) != bool(suspicions(far.metadata)):
+            return not near.suspect
+        return self._of_run.is_newer(near.step, (near.save_id, near.origin), (far.save_id, origin))
 
     async def line(self) -> Line:
         """Return the line that this restore follows."""

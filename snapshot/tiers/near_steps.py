@@ -273,11 +273,12 @@ class CensusStep:
 
 
 def take_census(
-    views: Sequence[HostView], line: Line, sizes_of: Callable[[CensusStep], dict[str, int]]
+    views: Sequence[HostView], line: Line, sizes_of: Callable[[CensusStep], dict[str, int]], *, good: bool = True
 ) -> list[CensusStep]:
     """Return the snapshots on the line of a run, with the holders of their files.
 
-    There is one for each step: the newest. `sizes_of` reads the manifest of one; it is empty if no host can read it.
+    There is one for each step: the newest. With `good`, it is the newest that is not suspect, if there is one.
+    `sizes_of` reads the manifest of one; it is empty if no host can read it.
 
     >>> a = HostView("a", [StepView(1, "s", ("r", 1, "t", 1, False), {"x": 1})])
     >>> b = HostView("b", [StepView(1, "", ("", 0, "", 0, False), {"x": 1, "y": 2})])
@@ -288,13 +289,17 @@ def take_census(
     (1, [], 0)
     """
     best: dict[int, CensusStep] = {}
+
+    def rank(origin: Origin, suspect: Sequence[str]) -> tuple[bool, tuple[int, int]]:
+        return not (good and suspect), line.age(origin)
+
     for at, view in enumerate(views):
         for each in view.steps:
             origin = Origin(*each.origin)
             if not origin.attempt or line.standing(each.step, each.save_id, origin) != Standing.ON:
                 continue
             known = best.get(each.step)
-            if known is None or line.age(origin) > line.age(known.origin):
+            if known is None or rank(origin, each.suspect) > rank(known.origin, known.suspect):
                 known = best[each.step] = CensusStep(each.step, each.save_id, origin, suspect=each.suspect)
             if known.save_id == each.save_id:
                 known.keepers.add(at)

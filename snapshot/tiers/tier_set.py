@@ -276,10 +276,13 @@ class TierSet:
             self.link.await_registration()
         return view_of(self.folder, member.hosts[member.index].key)
 
-    def census(self, views: Sequence[HostView], line: Line) -> dict[int, CensusStep]:
-        """Return the near steps on a line of this run by their numbers. `views`: one of each rank."""
+    def census(self, views: Sequence[HostView], line: Line, *, good: bool) -> dict[int, CensusStep]:
+        """Return the near steps on a line of this run by their numbers. `views`: one of each rank.
+
+        `good`: of two snapshots of a step, one that is not suspect is chosen first.
+        """
         firsts = [views[host.ranks[0]] for host in self.member.hosts]
-        return {each.step: each for each in take_census(firsts, line, self._sizes_of)}
+        return {each.step: each for each in take_census(firsts, line, self._sizes_of, good=good)}
 
     def _sizes_of(self, step: CensusStep) -> dict[str, int]:
         """Return the files of a snapshot by its manifest, from the nearest host that has it undamaged.

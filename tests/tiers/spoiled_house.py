@@ -9,8 +9,9 @@ import shutil
 
 import torch
 
+from snapshot.tiers.uploader import LOOKS
 from tests.tiers.oracle import Wrong, near_facts, read_facts
-from tests.tiers.whole_house import House, state
+from tests.tiers.whole_house import NEVER_FAR, House, state
 
 SUSPECT = 0.35
 
@@ -80,6 +81,7 @@ class SpoiledHouse(House):
     def stop(self, job, *, kill):
         """End a job. Its newest good step must be far then, if it had time and nothing was in the way."""
         checked = not kill and job in self.jobs and job.grace and not self.root.is_down and job.tiers is not None
+        checked = checked and self.clock.now - self.chosen > LOOKS  # else the uploader may not have seen the choice
         trouble = self._trouble()
         super().stop(job, kill=kill)
         shared = any({*each.hosts} & {*job.hosts} for each in self.jobs)
@@ -142,6 +144,10 @@ class SpoiledHouse(House):
         if lost and is_quiet and self.lost_on(job.hosts) and self._restored() > before:
             raise Wrong(f"restored, although {[each['name'] for each in lost]} are lost, as {job.hosts} know")
         self.events["restore with a lost attempt"] += bool(lost)
+
+    def _expect_far_error(self, job, take, error, timeout, trouble):
+        if not (isinstance(error, NEVER_FAR) and self.lost_on(job.hosts)):  # nothing is uploaded until a person chooses
+            super()._expect_far_error(job, take, error, timeout, trouble)
 
     def _restored(self):
         return self.events["restored"] + self.events["restored nothing"]

@@ -113,6 +113,20 @@ def test_steps_that_are_not_on_the_line_are_left_out():
     assert [each.step for each in take_census(views, line, lambda _: {"x": 1})] == [4]
 
 
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(
+    ("suspect", "good", "chosen"), [("b", True, "a"), ("b", False, "b"), ("ab", True, "b"), ("", True, "b")]
+)
+def test_a_good_snapshot_of_a_step_is_chosen_before_a_later_suspect_one(suspect, good, chosen, order):
+    line = Line(Facts(2, (Attempt("a", "r", 1), Attempt("b", "r", 2, Parent("a", None)))))
+    views = [
+        HostView(name, [StepView(7, name, ("r", 1, name, 1, False), {"x": 1}, ("NaN",) if name in suspect else ())])
+        for name in "ab"
+    ]
+    [found] = take_census(views[::order], line, lambda _: {"x": 1}, good=good)
+    assert found.save_id == chosen
+
+
 VIEWS = some.builds(
     QueueView,
     states=some.dictionaries(some.integers(0, 9), STATES, max_size=4),

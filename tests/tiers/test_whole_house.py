@@ -4,6 +4,7 @@ import logging
 import shutil
 
 import pytest
+import torch
 
 from snapshot import SnapshotExistsError, TakeOptions
 from snapshot.io.storage import ANYTHING
@@ -176,6 +177,43 @@ def test_a_step_of_another_attempt_on_another_host_is_not_replaced(run):
     assert isinstance(errors[1], SnapshotExistsError)
     assert "another attempt has taken the step" in str(errors[0])
     assert restored(begin("b", upload=None)) == (10, 1)
+
+
+@pytest.mark.parametrize("place", ["near", "far"])
+@pytest.mark.parametrize("later", ["good", "suspect"])
+def test_of_two_jobs_that_took_a_step_the_good_one_is_restored(run, tmp_path, place, later):
+    """They do not see each other's hosts, and the later attempt is of the other one."""
+
+    def app(value, weight):
+        model = torch.nn.Linear(4, 1)
+        torch.nn.init.constant_(model.weight, weight)
+        return {**state(value), "model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+    machines, begin = run
+    jobs, pendings = {host: begin(host, upload=None) for host in "ab"}, {}
+    kinds = [("a", 1, 0.5), ("b", 2, float("nan"))]
+    kinds = kinds if later == "suspect" else kinds[::-1]
+    for host, _, _ in kinds:
+        assert restored(jobs[host]) == (None, -1)
+    for host, value, weight in kinds:
+        made = app(value, weight)
+        [pendings[host]], errors = jobs[host].together(
+            lambda _, each, made=made: each.async_take(10, made, options=SAME)
+        )
+        assert errors == [None]
+        pendings[host].wait()
+    if place == "far":
+        pendings["a"].wait("far", timeout=60)
+    for job in jobs.values():
+        job.kill()
+    if place == "far":
+        process_of(machines, "a").kill()
+        shutil.rmtree(tmp_path / "a")
+    last = begin("b" if place == "far" else "ab", upload=None, replicas=0)
+    lives = [app(-1, 0.0) for _ in last.managers]
+    found, errors = last.together(lambda rank, each: each.restore_latest(lives[rank]))
+    assert errors == [None] * len(errors)
+    assert {(step, value_of(live)) for step, live in zip(found, lives, strict=True)} == {(10, 1)}
 
 
 def test_a_dropped_step_is_uploaded_if_the_run_goes_back_to_it(run, tmp_path):
