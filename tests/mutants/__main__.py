@@ -1,0 +1,169 @@
+"""Which faults the tests find: `python -m tests.mutants`, from a checkout.
+
+    python -m tests.mutants reach FOLDER                     runs the fast tier, and notes which tests reach each line
+    python -m tests.mutants reach FOLDER -m "not nightly"    the same for the tests of `.ci/run`
+    python -m tests.mutants draw FOLDER --count 200 --seed 1
+
+`draw` changes the code at random places, one at a time, in copies of the tree. It runs the tests that reach the line,
+the quickest first, until one fails. It prints the mutants that no test found, by file and line. A line that no test
+reaches counts, too. Code for accelerators is left out (`LEFT_OUT`), and so are mutants that are listed in
+equivalent.txt with the reason why they change nothing. It takes some hours for 200 mutants on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Lock
+
+from tests.mutants.drawing import Mutant, draw_mutants
+
+ROOT = Path(__file__).parents[2]
+LEFT_OUT = (
+    "snapshot/tensors/device", "snapshot/tensors/kernel", "snapshot/io/arena.py", "snapshot/interop/", "snapshot/cli/",
+    "snapshot/testing/", "snapshot/bench", "snapshot/formats/", "snapshot/worker/",
+)  # fmt: skip
+"""Beginnings of the names of modules that are not changed: they need a GPU, a framework, or a person who looks."""
+MOST_TESTS, MOST_SECONDS = 120, 240
+"""The most tests that a mutant meets, and the most seconds."""
+EQUIVALENT = Path(__file__).with_name("equivalent.txt")
+FOUND, MISSED, SLOW = "found", "not found", "not found in time"
+
+
+def modules() -> list[str]:
+    """Return the modules that are changed."""
+    shown = subprocess.run(
+        ["git", "ls-files", "snapshot/*.py", "plugins/*.py"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    return sorted(each for each in shown if not each.startswith(LEFT_OUT))
+
+
+def reach(folder: Path, marks: str | None) -> int:
+    """Run a tier with the plugin that notes lines."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.mutants.reach"]
+    command += ["-m", marks, "tests", "snapshot"] if marks is not None else []
+    environment = {**os.environ, "SNAPSHOT_TEST_REACH": str(folder.resolve())}
+    return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+
+
+def read_reach(folder: Path) -> tuple[dict[str, float], dict[tuple[str, int], list[str]]]:
+    """Return the seconds of each test, and the tests that reach each line."""
+    seconds: dict[str, float] = {}
+    reached: dict[tuple[str, int], list[str]] = defaultdict(list)
+    for file in sorted(folder.glob("*.json")):
+        times, found = json.loads(file.read_text())
+        seconds |= times
+        for path, lines in found.items():
+            for line, tests in lines.items():
+                reached[path, int(line)] += tests
+    return seconds, reached
+
+
+class Trees:
+    """Copies of the checkout, one for each worker."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._free: list[Path] = []
+        self._lock = Lock()
+
+    def take(self) -> Path:
+        with self._lock:
+            if self._free:
+                return self._free.pop()
+            made = Path(tempfile.mkdtemp(dir=self._folder)) / "tree"
+        subprocess.run(["git", "clone", "-q", str(ROOT), str(made)], check=True)
+        return made
+
+    def give_back(self, tree: Path) -> None:
+        with self._lock:
+            self._free.append(tree)
+
+
+def judge(mutant: Mutant, tests: Sequence[str], trees: Trees) -> str:
+    """Run tests against a mutant, and say whether one of them finds it. A time-out finds nothing."""
+    if not tests:
+        return MISSED
+    tree = trees.take()
+    path = tree / mutant.path
+    source = path.read_text()
+    try:
+        path.write_text(mutant.apply(source))
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", *tests]
+        environment = {**os.environ, "PYTHONPATH": str(tree)}
+        ended = subprocess.run(
+            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=MOST_SECONDS, check=False
+        )
+        if ended.returncode == 0:
+            return MISSED
+        return SLOW if "Timeout" in ended.stdout else FOUND
+    except subprocess.TimeoutExpired:
+        return SLOW
+    finally:
+        path.write_text(source)
+        trees.give_back(tree)
+
+
+def interval(found: int, count: int) -> tuple[float, float]:
+    """Return Wilson's 95 % interval of a share.
+
+    >>> [round(each, 2) for each in interval(160, 200)]
+    [0.74, 0.85]
+    """
+    if not count:
+        return 0.0, 1.0
+    z, share = 1.96, found / count
+    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count)) / (1 + z * z / count)
+    return middle - half, middle + half
+
+
+def draw(folder: Path, count: int, seed: int, workers: int) -> int:
+    """Judge random mutants, and print those that were not found."""
+    seconds, reached = read_reach(folder)
+    equivalent = {line.partition("  ")[0] for line in EQUIVALENT.read_text().splitlines() if line and line[0] != "#"}
+    drawn = [each for each in draw_mutants(ROOT, modules(), count, seed) if str(each) not in equivalent]
+    tally: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(workers) as pool:
+        trees = Trees(Path(scratch))
+
+        def one(mutant: Mutant) -> tuple[Mutant, str, int]:
+            tests = sorted(set(reached[mutant.path, mutant.line]), key=lambda each: seconds.get(each, 0.0))[:MOST_TESTS]
+            return mutant, judge(mutant, tests, trees), len(tests)
+
+        for mutant, verdict, met in pool.map(one, drawn):
+            tally[verdict] += 1
+            if verdict != FOUND:
+                print(f"{mutant}  ({verdict}, {met} tests)", flush=True)
+    low, high = interval(tally[FOUND], sum(tally.values()))
+    print(f"{tally[FOUND]} of {sum(tally.values())} found: 95 % interval {low:.0%} to {high:.0%}; {dict(tally)}")
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description="Which faults the tests find.")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    for verb in ("reach", "draw"):
+        verbs.add_parser(verb).add_argument("folder", type=Path, help="folder with what `reach` has noted")
+    verbs.choices["reach"].add_argument("-m", dest="marks", help="marks of the tests; by default the fast tier")
+    verbs.choices["draw"].add_argument("--count", type=int, default=200)
+    verbs.choices["draw"].add_argument("--seed", type=int, required=True)
+    verbs.choices["draw"].add_argument("--workers", type=int, default=2)
+    given = parser.parse_args(arguments)
+    if given.verb == "reach":
+        return reach(given.folder, given.marks)
+    return draw(given.folder, given.count, given.seed, given.workers)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
