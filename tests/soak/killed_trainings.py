@@ -135,7 +135,7 @@ class Composer:
 
     def train(self, folder, steps):
         saver = self.on.SnapshotSaver(folder, "1ba", keep=2, asynchronous=self.kind == "async", options=FAST)
-        return self.on.train(saver, fail_at=steps)
+        return self.on.train(saver, fail_at=steps + 1)[:-1]  # the batch that fails is not saved
 
     def newest(self, folder):
         path = self.on.SnapshotSaver(folder, "1ba").latest()
