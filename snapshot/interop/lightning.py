@@ -13,7 +13,7 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ import torch
 from snapshot.distributed.group import group_of_this_rank, ranks_of
 from snapshot.errors import MissingExtraError, SnapshotError
 from snapshot.interop.handover import Given
-from snapshot.interop.new_folders import NewFolder, remove_folder
+from snapshot.interop.new_folders import NewFolder, hide_folder, remove_folder
 from snapshot.io.loop import run
 from snapshot.io.url import URL
 from snapshot.manager.policies import KeepBest, KeepLatest, Policy, checked_policy, split_policy
@@ -122,7 +122,7 @@ class SnapshotCheckpointIO(_TorchCheckpointIO):  # type: ignore[misc]
         if self._asynchronous:
             self._named = Future()
             self._pending = Snapshot.async_take_with(name, state, group, request, self._options.timeout)
-            self._pending.work.add_done_callback(partial(_end_save, new, self._named))
+            self._pending.work.add_done_callback(partial(_end_save, new, self._doomed, self._named))
         else:
             Snapshot.take_with(name, state, group, request, self._options.timeout)
             if new is not None:
@@ -147,11 +147,14 @@ class SnapshotCheckpointIO(_TorchCheckpointIO):  # type: ignore[misc]
         return checkpoint
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint. While one is being written, defer the removal until that is committed."""
-        if self._pending is not None:
-            self._doomed.append(os.fspath(path))
-        else:
-            self._remove(os.fspath(path))
+        """Remove a checkpoint. While one is being written, defer the removal until that is committed.
+
+        It loses its name then, so that a crash leaves no checkpoint that Lightning does not know. The next save removes
+        its files.
+        """
+        self._doomed.append(os.fspath(path))
+        if self._pending is None or self._named.done():
+            self._settle()
 
     def teardown(self) -> None:
         """Wait for the pending checkpoint."""
@@ -169,13 +172,12 @@ class SnapshotCheckpointIO(_TorchCheckpointIO):  # type: ignore[misc]
     def _remove(self, path: str) -> None:
         if os.path.islink(path):
             os.unlink(path)  # what it names is another checkpoint
-            return
-        if not _is_ours(self._snapshot(path)):
-            super().remove_checkpoint(path)
-        elif os.path.isdir(path):
+        elif "://" not in path and not os.path.isfile(path):
             remove_folder(path)
-        else:
+        elif _is_ours(self._snapshot(path)):
             self._snapshot(path).delete()
+        else:
+            super().remove_checkpoint(path)
 
     def _snapshot(self, path: str | os.PathLike[str], *, allow_pickle: bool = False) -> Snapshot:
         found = Snapshot(_place(path), storage_options=self._storage_options, allow_pickle=allow_pickle)
@@ -184,11 +186,14 @@ class SnapshotCheckpointIO(_TorchCheckpointIO):  # type: ignore[misc]
         return found
 
 
-def _end_save(new: NewFolder | None, named: Future[None], work: Any) -> None:
-    """Give a checkpoint its name if it was committed."""
+def _end_save(new: NewFolder | None, doomed: Sequence[str], named: Future[None], work: Any) -> None:
+    """Give a checkpoint its name if it was committed, and take it from those that Lightning has removed meanwhile."""
     try:
-        if new is not None and not work.cancelled() and work.exception() is None:
-            new.name()
+        if not work.cancelled() and work.exception() is None:
+            if new is not None:
+                new.name()
+            for path in [each for each in doomed if "://" not in each]:
+                hide_folder(path)
         named.set_result(None)
     except Exception as error:  # noqa: BLE001 - the next save raises it
         named.set_exception(error)
@@ -389,7 +394,7 @@ class SnapshotCallback(_LightningCallback):  # type: ignore[misc]
         """
         assert self._keep is not None
         earlier = [step for step in steps if step > newest]
-        left = run(remove_unkept(self._root, self._keep, [step for step in steps if step <= newest]))
+        left = run(remove_unkept(self._root, self._keep, [step for step in steps if step <= newest], leftovers=True))
         places = max((each.n for each in split_policy(self._keep) if isinstance(each, KeepLatest)), default=0)
         gone = earlier[: max(0, len(earlier) - max(0, places - len(left)))]
         if gone:

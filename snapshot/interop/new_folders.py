@@ -8,6 +8,8 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
+from snapshot.errors import SnapshotNotFoundError
+from snapshot.interop.handover import is_snapshot
 from snapshot.io.system import sync_folder
 from snapshot.save.transaction import DAY
 from snapshot.snapshot import Snapshot
@@ -31,12 +33,12 @@ class NewFolder:
         Remove what crashes have left of other folders: of removals, and of saves that began a day ago.
         """
         name = os.fspath(path)
-        if "://" in name or (os.path.exists(name) and not os.path.islink(name)):
+        if "://" in name:
             return None
         whole = os.path.abspath(name)
         aside = _aside(whole, _SAVED)
-        _clean(os.path.dirname(aside), os.path.basename(aside))
-        return cls(whole, aside)
+        _clean(aside)
+        return None if os.path.exists(whole) and not os.path.islink(whole) else cls(whole, aside)
 
     def name(self) -> None:
         """Give the committed checkpoint its name."""
@@ -48,17 +50,29 @@ class NewFolder:
         _leave(self.aside)
 
 
+def hide_folder(path: str) -> None:
+    """Take a checkpoint its name, so that only its files are left to remove. Do nothing for a link, or a file."""
+    whole = os.path.abspath(path)
+    aside = _aside(whole, _REMOVED)
+    if os.path.isdir(whole) and not os.path.islink(whole):
+        shutil.rmtree(aside, ignore_errors=True)
+        os.makedirs(os.path.dirname(aside), exist_ok=True)
+        os.rename(whole, aside)
+
+
 def remove_folder(path: str) -> None:
-    """Remove the checkpoint in a folder. Files that do not belong to it stay there."""
+    """Remove a checkpoint. Files that do not belong to a snapshot stay, under its name."""
+    hide_folder(path)
     aside = _aside(os.path.abspath(path), _REMOVED)
-    shutil.rmtree(aside, ignore_errors=True)
-    os.makedirs(os.path.dirname(aside), exist_ok=True)
-    os.rename(path, aside)
-    Snapshot(aside).delete()
-    with suppress(OSError):
-        os.rmdir(aside)
-    if os.path.isdir(aside):
-        os.rename(aside, path)
+    if is_snapshot(aside):
+        with suppress(SnapshotNotFoundError):  # another process does the same
+            Snapshot(aside).delete()
+        with suppress(OSError):
+            os.rmdir(aside)
+        if os.path.isdir(aside):
+            os.rename(aside, path)
+    else:
+        shutil.rmtree(aside, ignore_errors=True)
     _leave(aside)
 
 
@@ -67,12 +81,14 @@ def _aside(path: str, kind: str) -> str:
     return os.path.join(folder, UNFINISHED, kind + name)
 
 
-def _clean(folder: str, spared: str) -> None:
+def _clean(aside: str) -> None:
+    folder, spared = os.path.split(aside)
     for each in os.listdir(folder) if os.path.isdir(folder) else ():
         path = os.path.join(folder, each)
         with suppress(FileNotFoundError):
-            if each != spared and (each.startswith(_REMOVED) or time.time() - os.path.getmtime(path) > DAY):
+            if each.startswith(_REMOVED) or (each != spared and time.time() - os.path.getmtime(path) > DAY):
                 shutil.rmtree(path)
+    _leave(aside)
 
 
 def _leave(aside: str) -> None:

@@ -49,6 +49,15 @@ def kill_ranks(world, folder, run, *arguments):
     return [each.exitcode for each in ranks]
 
 
+def kill_fork(run, *arguments):
+    """Call a function in a fork that is killed."""
+    process = multiprocessing.get_context("fork").Process(target=run, args=arguments)
+    process.start()
+    process.join(100)
+    process.kill()
+    assert process.exitcode == -signal.SIGKILL
+
+
 def die_at(event, matches):
     """Kill this process at the first audit event for which `matches(*its arguments)` is true."""
 
