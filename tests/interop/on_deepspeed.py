@@ -36,6 +36,7 @@ from snapshot import (
     SnapshotExistsError,
     SnapshotNotFoundError,
     StateDict,
+    TakeOptions,
     Target,
 )
 from snapshot.interop import deepspeed as adapter
@@ -309,6 +310,49 @@ def test_a_job_that_is_killed_while_latest_is_written_resumes_from_the_tag_befor
     fork_ranks(1, tmp_path, _go_on, run)
     assert (run / "latest").read_text() == "third"
     assert not list(run.glob("latest.*"))
+
+
+def _die_on_one_rank(folder, doomed, event, asynchronous):
+    engine = make_engine(2, asynchronous=asynchronous, options=TakeOptions(timeout=3))
+    train(engine, 2, range(1))
+    engine.save_checkpoint(folder, tag="first")
+    engine.checkpoint_engine.wait()
+    dist.barrier()
+    if dist.get_rank() == doomed:
+        die_at(event, lambda path, *_: str(path).startswith(str(folder / "second" / FOLDER)))
+    train(engine, 2, range(1, 2))
+    engine.save_checkpoint(folder, tag="second")
+    engine.checkpoint_engine.wait()
+    dist.barrier()
+
+
+def _go_on_together(folder, whole):
+    engine = make_engine(2)
+    engine.load_checkpoint(folder)
+    losses = train(engine, 2, range(engine.global_steps, 4))
+    engine.save_checkpoint(folder, tag="second")
+    assert losses == whole[dist.get_rank()][-len(losses) :]
+    return len(losses)
+
+
+def _train_whole():
+    return train(make_engine(2), 2, range(4))
+
+
+@SLOW
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(("doomed", "event"), [(0, "open"), (1, "open"), (0, "os.link")])
+def test_ranks_of_which_one_is_killed_resume_from_the_tag_that_latest_names(tmp_path, doomed, event, asynchronous):
+    run = tmp_path / "run"
+    ended = kill_ranks(2, tmp_path, _die_on_one_rank, run, doomed, event, asynchronous)
+    assert ended[doomed] == -signal.SIGKILL
+    assert ended[1 - doomed] != 0
+    assert (run / "latest").read_text() == "first"
+    whole = fork_ranks(2, tmp_path, _train_whole)
+    assert fork_ranks(2, tmp_path, _go_on_together, run, whole) == [3, 3]
+    assert Snapshot(run / "second" / FOLDER).verify().ok
+    left = [each.name for each in (run / "second" / FOLDER).iterdir()]
+    assert sorted(left) == [".snapshot_metadata", "data"]
 
 
 def _fill_disk_of_one_rank(folder, asynchronous):
