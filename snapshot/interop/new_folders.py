@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-from snapshot.errors import SnapshotNotFoundError
+from snapshot.errors import SnapshotError, SnapshotNotFoundError
 from snapshot.interop.handover import is_snapshot
 from snapshot.io.system import sync_folder
 from snapshot.save.transaction import DAY
@@ -41,12 +41,16 @@ class NewFolder:
         return None if os.path.exists(whole) and not os.path.islink(whole) else cls(whole, aside)
 
     def name(self) -> None:
-        """Give the committed checkpoint its name."""
-        folder = os.path.dirname(self.path)
-        if os.path.islink(self.path):
-            os.unlink(self.path)  # what it names is another checkpoint
-        os.rename(self.aside, self.path)
-        sync_folder(folder)
+        """Give the committed checkpoint its name. Raise SnapshotError if that fails."""
+        try:
+            if os.path.islink(self.path):
+                os.unlink(self.path)  # what it names is another checkpoint
+            os.rename(self.aside, self.path)
+            sync_folder(os.path.dirname(self.path))
+        except OSError as error:
+            raise SnapshotError(
+                f"{self.path}: the checkpoint is committed, but {self.aside} cannot be renamed: {error}; rename it"
+            ) from error
         _leave(self.aside)
 
 

@@ -1,5 +1,6 @@
 """Trainings of Lightning, Composer and DeepSpeed that are killed at a call to the file system, and resumed as the
-documentation says. `python -m tests.soak.killed_trainings NAME FOLDER EVERY`, under the library of failing_calls.c.
+documentation says. `python -m tests.soak.killed_trainings NAME FOLDER EVERY [SECONDS]`, under the library of
+failing_calls.c.
 
 Each training is a fork of one process that has imported the framework. What the framework names as its newest
 checkpoint must be whole, not older than what stood before, and resume to the same bits. What the killed process left
@@ -27,10 +28,10 @@ os.environ.update(DS_ACCELERATOR="cpu", DS_BUILD_OPS="0", CUDA_VISIBLE_DEVICES="
 os.environ.update(SNAPSHOT_IO_THREADS="1", SNAPSHOT_LANES="1")
 warnings.simplefilter("ignore")
 
-import torch
+import torch  # noqa: E402 - it reads the environment
 
-from snapshot import Snapshot, TakeOptions
-from tests.faults.failing_calls import DIE, DIE_HALFWAY
+from snapshot import Snapshot, TakeOptions  # noqa: E402
+from tests.faults.failing_calls import DIE, DIE_HALFWAY  # noqa: E402
 
 CHANGING = {"create", "mkdir", "rmdir", "unlink", "symlink", "rename", "link", "utime", "ftruncate", "fsync", "write"}
 CHANGING |= {"pwritev", "close"}
@@ -48,7 +49,7 @@ def forked(function, *arguments):
         signal.alarm(100)
         try:
             answer = (function(*arguments), "")
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - whatever it is, the campaign is told
             answer = (None, traceback.format_exc())
         with open(theirs, "wb") as file:
             file.write(pickle.dumps(answer))
@@ -146,7 +147,7 @@ class Composer(Job):
         self.on, self.kind = on_composer, kind
 
     def train(self, folder, steps):
-        saver = self.on.SnapshotSaver(folder, "1ba", keep=2, asynchronous=self.kind == "async", options=FAST)
+        saver = self.on.SnapshotSaver(folder, "1ba", keep=2, asynchronous=self.kind == "async")
         return self.on.train(saver, fail_at=steps + 1)[:-1]  # the batch that fails is not saved
 
     def newest(self, folder):
@@ -200,10 +201,11 @@ JOBS = {
 
 
 def files(folder):
-    """The folders and files, without the random part of their names; of the data files how many."""
-    found = sorted(path.relative_to(folder) for path in folder.rglob("*"))
-    plain = [str(each) for each in found if each.parent.name != "data"]
-    return plain + [f"{each}: {len(list((folder / each).iterdir()))} files" for each in found if each.name == "data"]
+    """The files, without the random part of their names; of the data files how many. A folder may be empty."""
+    found = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file() or path.is_symlink())
+    data = sorted({path.parent for path in found if path.parent.name == "data"})
+    plain = [str(each) for each in found if each.parent not in data]
+    return plain + [f"{each}: {len(list((folder / each).iterdir()))} files" for each in data]
 
 
 def resumed(job, folder, whole):
@@ -218,7 +220,10 @@ def resumed(job, folder, whole):
 
 
 def campaign(name, folder, every, seconds=1e9):
-    """Kill at calls, each `every`-th, and after random times. Return how many of each were killed, and the faults."""
+    """Kill at each `every`-th call, and after random times. Return how many of each were killed, and the faults.
+
+    `seconds`: begin no kill later than that.
+    """
     kind, how = JOBS[name]
     job = kind(how)
     logging.disable(logging.WARNING)
@@ -260,10 +265,8 @@ def campaign(name, folder, every, seconds=1e9):
         try:
             left = forked(resumed, job, place, whole)
             assert job.is_clean(left, expected), f"left: {sorted(set(left) ^ set(expected))}"
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - all are told at the end
             faults.append((label, str(error)[-1500:]))
-            if os.environ.get("SHOW"):
-                print(label, str(error)[-int(os.environ["SHOW"]) :], flush=True)
     return {"job": name, "calls": len(calls), **counts, "points": len(points), "faults": faults}
 
 
