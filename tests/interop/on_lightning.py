@@ -5,6 +5,7 @@ import importlib.util
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import warnings
 from collections import OrderedDict
@@ -36,7 +37,7 @@ from snapshot import (
     UnsafeObjectError,
 )
 from snapshot.interop.lightning import SnapshotCallback, SnapshotCheckpointIO
-from tests.interop.forked_ranks import die_at, kill_fork
+from tests.interop.forked_ranks import die_at, fork_ranks, kill_fork, kill_ranks
 
 pytestmark = [pytest.mark.filterwarnings("ignore:" + text) for text in (
     "The 'train_dataloader' does not have many workers",
@@ -133,6 +134,35 @@ def test_data_parallel_ranks_resume_to_the_same_bits_each_with_its_own_random_nu
     assert snapshot.verify()
     assert {path.split("/")[1] for path in snapshot.get_manifest() if path.startswith("1/")} == {"rng"}
     assert Snapshot(tmp_path / "alone").metadata.world_size == 1
+
+
+def _ranks(folder, steps, doomed=None):
+    """On each of two ranks. `doomed`: the one that is killed while step 10 is saved."""
+    os.environ |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test", "MASTER_PORT": "1"}
+    if doomed == dist.get_rank():
+        die_at("open", lambda path, *_: "step-10" in str(path) and "/data/" in str(path))
+    torch.manual_seed(0)
+    model = example.Model()
+    model.on_train_start = lambda: torch.manual_seed(dist.get_rank()) if not model.trainer.ckpt_path else None
+    callback = SnapshotCallback(folder, every_n_steps=5, keep=2, options=TakeOptions(timeout=3))
+    trainer = pl.Trainer(
+        max_steps=steps, max_epochs=-1, callbacks=[callback], plugins=[SnapshotCheckpointIO()],
+        enable_checkpointing=False, strategy="ddp", devices=2, num_nodes=1, use_distributed_sampler=False, **QUIET,
+    )  # fmt: skip
+    trainer.fit(model, ckpt_path=callback.latest())
+    return model.losses
+
+
+def test_ranks_of_which_one_is_killed_resume_from_the_snapshot_before(tmp_path):
+    whole = fork_ranks(2, tmp_path, _ranks, tmp_path / "whole", 15)
+    folder = tmp_path / "run"
+    ended = kill_ranks(2, tmp_path, _ranks, folder, 15, 1)
+    assert ended[1] == -signal.SIGKILL
+    assert ended[0] != 0
+    assert [each.parent.name for each in folder.glob("*/.snapshot_metadata")] == ["step-5"]
+    assert fork_ranks(2, tmp_path, _ranks, folder, 15) == [each[5:] for each in whole]
+    assert steps_in(folder) == ["step-10", "step-15"]
+    assert not list(folder.rglob(".take-*"))
 
 
 def _keep_last(folder, steps, asynchronous):
