@@ -11,6 +11,8 @@ from tests.faults.conftest import preloaded  # noqa: F401 - a fixture
 from tests.helpers.servers import tool
 from tests.interop.test_frameworks import CACHE, NEEDED, is_installed, run_script
 
+SECONDS = 300
+"""Time for the kills of one training."""
 KILLED = {
     # name in killed_trainings.py -> the script whose framework it needs
     "lightning-callback": None,
@@ -39,12 +41,12 @@ def test_a_training_that_is_killed_anywhere_resumes_to_the_same_bits(preloaded, 
         pytest.skip(f"{module} is neither installed nor in {place}")
     path = os.pathsep.join(map(str, filter(None, [*sys.path, place])))
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.soak.killed_trainings", name, tmp_path, "3", "700"],
+        [sys.executable, "-m", "tests.soak.killed_trainings", name, tmp_path, "3", str(SECONDS)],
         env={**os.environ, **preloaded, "PYTHONPATH": path},
         capture_output=True, text=True, timeout=880, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr[-4000:]
-    told = json.loads(ended.stdout[ended.stdout.index("\n{") :])
+    told = json.loads(ended.stdout[ended.stdout.rindex('{\n "job"') :])
     print({key: value for key, value in told.items() if key != "faults"})
     assert told["faults"] == []
     assert told["call"] > 5
