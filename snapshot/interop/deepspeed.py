@@ -103,14 +103,15 @@ class SnapshotCheckpointEngine:
         os.replace(partial_path, path)
 
     def is_decoupled(self) -> bool:
-        """Return True if training continues during the write. `save_checkpoint` asks after its last file.
+        """Return True, so that DeepSpeed never writes `latest`: it would empty the file first, and a crash may follow.
 
-        Each step asks, too. A save that ended with an error must not begin there.
+        `save_checkpoint` asks after its last file. The checkpoint is written here, or its write begins. Each step asks,
+        too. A save that ended with an error must not begin there.
         """
         caller = getattr(inspect.currentframe(), "f_back", None)
-        if self._asynchronous and self._files is not None and caller and caller.f_code.co_name == "save_checkpoint":
-            self._begin(Snapshot.async_take_with)
-        return self._asynchronous
+        if self._files is not None and caller and caller.f_code.co_name == "save_checkpoint":
+            self._begin(Snapshot.async_take_with if self._asynchronous else Snapshot.take_with)
+        return True
 
     def commit(self, info: Any) -> bool:
         """Write the checkpoint, and return when it is committed. Raise on all ranks if that failed."""
@@ -166,10 +167,12 @@ class SnapshotCheckpointEngine:
         request = partial(self._options.at, None, overwrite=True, metadata=None, allow_pickle="error")
         self._read = None
         taken = take(str(folder / FOLDER), state, None, request, self._options.timeout)
+        names = info.save_latest and _is_leader()
         if isinstance(taken, PendingSnapshot):
             self._pending, self._named = taken, threading.Event()
-            names = info.save_latest and _is_leader()
             taken.work.add_done_callback(partial(_end_tag, info if names else None, self._named))
+        elif names:
+            _write_latest(info)
 
     def _open(self, folder: Path) -> Snapshot:
         if self._read is None or self._read.path != str(folder / FOLDER):
@@ -234,11 +237,17 @@ def _end_tag(info: Any, named: threading.Event, work: Any) -> None:
 
 
 def _name_latest(info: Any) -> None:
-    latest = os.path.join(info.save_dir, "latest")
     try:
-        store_file(latest, info.tag.encode())
+        _write_latest(info)
     except OSError as error:
-        log.error("%s: is committed, but %s could not be written: %s", _tag_folder(info), latest, error)
+        log.error("%s: is committed, but `latest` could not be written: %s", _tag_folder(info), error)
+
+
+def _write_latest(info: Any) -> None:
+    """Replace `latest`, and remove the new ones that a crash has left beside it."""
+    for left in Path(info.save_dir).glob("latest.????????.tmp"):
+        left.unlink(missing_ok=True)
+    store_file(os.path.join(info.save_dir, "latest"), info.tag.encode(), durable=True)
 
 
 def _to_saved(value: Any, path: str) -> Any:

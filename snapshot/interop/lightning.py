@@ -13,7 +13,8 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import torch
 from snapshot.distributed.group import group_of_this_rank, ranks_of
 from snapshot.errors import MissingExtraError, SnapshotError
 from snapshot.interop.handover import Given
+from snapshot.interop.new_folders import NewFolder, hide_folder, remove_folder
 from snapshot.io.loop import run
 from snapshot.io.url import URL
 from snapshot.manager.policies import KeepBest, KeepLatest, Policy, checked_policy, split_policy
@@ -74,6 +76,9 @@ class SnapshotCheckpointIO(_TorchCheckpointIO):  # type: ignore[misc]
     (`0/state_dict/layer.weight`). Loading returns an equal dictionary, including types. Checkpoints that Lightning
     itself wrote are read and removed as before.
 
+    Lightning takes every folder with a checkpoint's name for a whole one. So a new folder gets its name when it is
+    committed, and loses it before its files are removed. Until then it is in the folder `.unfinished` beside it.
+
     Args:
         asynchronous: Continue training while a checkpoint is written. A checkpoint that Lightning wants to remove
             meanwhile is kept until the new one is committed.
@@ -96,6 +101,8 @@ class SnapshotCheckpointIO(_TorchCheckpointIO):  # type: ignore[misc]
         self._storage_options = storage_options
         self._options = options
         self._pending: PendingSnapshot | None = None
+        self._named: Future[None] = Future()
+        """Set when the pending checkpoint has its name, or will not get it."""
         self._doomed: list[str] = []
 
     def save_checkpoint(
@@ -103,19 +110,23 @@ class SnapshotCheckpointIO(_TorchCheckpointIO):  # type: ignore[misc]
     ) -> None:
         """Save Lightning's checkpoint, and replace an existing one."""
         self._settle()
-        name = _place(path)
+        new = NewFolder.of(path)
+        name = _place(path) if new is None else new.aside
         request = partial(
             self._options.at,
             storage_options or self._storage_options,
             overwrite=True,
             metadata={KEY: {"keys": list(checkpoint)}},
         )
+        state, group = _app_state(checkpoint), group_of_this_rank()
         if self._asynchronous:
-            self._pending = Snapshot.async_take_with(
-                name, _app_state(checkpoint), group_of_this_rank(), request, self._options.timeout
-            )
+            self._named = Future()
+            self._pending = Snapshot.async_take_with(name, state, group, request, self._options.timeout)
+            self._pending.work.add_done_callback(partial(_end_save, new, self._doomed, self._named))
         else:
-            Snapshot.take_with(name, _app_state(checkpoint), group_of_this_rank(), request, self._options.timeout)
+            Snapshot.take_with(name, state, group, request, self._options.timeout)
+            if new is not None:
+                new.name()
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
@@ -136,11 +147,14 @@ class SnapshotCheckpointIO(_TorchCheckpointIO):  # type: ignore[misc]
         return checkpoint
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint. While one is being written, defer the removal until that is committed."""
-        if self._pending is not None:
-            self._doomed.append(os.fspath(path))
-        else:
-            self._remove(os.fspath(path))
+        """Remove a checkpoint. While one is being written, defer the removal until that is committed.
+
+        It loses its name then, so that a crash leaves no checkpoint that Lightning does not know. The next save removes
+        its files.
+        """
+        self._doomed.append(os.fspath(path))
+        if self._pending is None or self._named.done():
+            self._settle()
 
     def teardown(self) -> None:
         """Wait for the pending checkpoint."""
@@ -151,23 +165,38 @@ class SnapshotCheckpointIO(_TorchCheckpointIO):  # type: ignore[misc]
         doomed, self._doomed = self._doomed, []
         if pending is not None:
             pending.wait()  # if it raises, the old checkpoints are kept
+            self._named.result()
         for path in doomed:
             self._remove(path)
 
     def _remove(self, path: str) -> None:
-        snapshot = self._snapshot(path)
-        if not _is_ours(snapshot):
+        if os.path.islink(path):
+            os.unlink(path)  # what it names is another checkpoint
+        elif "://" not in path and not os.path.isfile(path):
+            remove_folder(path)
+        elif _is_ours(self._snapshot(path)):
+            self._snapshot(path).delete()
+        else:
             super().remove_checkpoint(path)
-            return
-        snapshot.delete()
-        if os.path.isdir(path) and not os.listdir(path):
-            os.rmdir(path)
 
     def _snapshot(self, path: str | os.PathLike[str], *, allow_pickle: bool = False) -> Snapshot:
         found = Snapshot(_place(path), storage_options=self._storage_options, allow_pickle=allow_pickle)
         if found.path != os.fspath(path) and not found.exists():  # this library's own memory, as of SnapshotCallback
             return Snapshot(path, storage_options=self._storage_options, allow_pickle=allow_pickle)
         return found
+
+
+def _end_save(new: NewFolder | None, doomed: Sequence[str], named: Future[None], work: Any) -> None:
+    """Give a checkpoint its name if it was committed, and take it from those that Lightning has removed meanwhile."""
+    try:
+        if not work.cancelled() and work.exception() is None:
+            if new is not None:
+                new.name()
+            for path in [each for each in doomed if "://" not in each]:
+                hide_folder(path)
+        named.set_result(None)
+    except Exception as error:  # noqa: BLE001 - the next save raises it
+        named.set_exception(error)
 
 
 def _place(path: str | os.PathLike[str]) -> str:
@@ -365,7 +394,7 @@ class SnapshotCallback(_LightningCallback):  # type: ignore[misc]
         """
         assert self._keep is not None
         earlier = [step for step in steps if step > newest]
-        left = run(remove_unkept(self._root, self._keep, [step for step in steps if step <= newest]))
+        left = run(remove_unkept(self._root, self._keep, [step for step in steps if step <= newest], leftovers=True))
         places = max((each.n for each in split_policy(self._keep) if isinstance(each, KeepLatest)), default=0)
         gone = earlier[: max(0, len(earlier) - max(0, places - len(left)))]
         if gone:

@@ -295,15 +295,21 @@ async def remove_steps(
 
 
 async def remove_unkept(
-    root: Root, policy: Policy | None, among: Collection[int], ignored: Collection[int] = ()
+    root: Root,
+    policy: Policy | None,
+    among: Collection[int],
+    ignored: Collection[int] = (),
+    *,
+    leftovers: bool = False,
 ) -> set[int]:
     """Remove those of some steps that a policy does not keep, and return the ones that are left.
 
-    `ignored`: steps that the policy does not count, and so does not keep. A failure is logged, since the steps only
-    cost space.
+    `ignored`: steps that the policy does not count, and so does not keep. `leftovers`: also remove those of interrupted
+    takes and removals of all other steps. A failure is logged, since the steps only cost space.
     """
     try:
-        fates = await survey_steps(root, policy, among=among, damaged=ignored)
+        others = await _list_uncommitted(root) if leftovers else []
+        fates = await survey_steps(root, policy, among={*among, *others}, damaged=ignored)
         done = await remove_steps(root, fates)
     except SnapshotError as error:
         log.warning("%s: failed to remove old snapshots: %s", root.url, error)
@@ -312,6 +318,14 @@ async def remove_unkept(
     return {fate.step for fate in fates if fate.what != "leftovers"} - {
         fate.step for fate in done.fates if fate.what == "snapshot"
     }
+
+
+async def _list_uncommitted(root: Root) -> list[int]:
+    """Return the steps whose folders have no snapshot, if the storage can list them."""
+    async with root.opened() as session:
+        if not session.storage.capabilities.list:
+            return []
+    return (await root.examine(await root.numbers())).others
 
 
 def log_failures(root: Root, done: Removed) -> None:

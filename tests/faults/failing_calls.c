@@ -1,10 +1,11 @@
-/* Stands between a program and its C library, and lets chosen calls below a folder fail, end short, or lose their answer.
-   Loaded by LD_PRELOAD; armed by the program itself, through ctypes. */
+/* Stands between a program and its C library, and lets chosen calls below a folder fail, end short, lose their answer, or
+   be the last thing that the process does. Loaded by LD_PRELOAD; armed by the program itself, through ctypes. */
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -13,7 +14,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum { FAIL, PART, AFTER, NOTHING };
+enum { FAIL, PART, AFTER, NOTHING, DIE, DIE_HALFWAY };
 
 static char chosen[32], below[4096];
 static int armed, first, times_, error_, how_, hits_;
@@ -30,6 +31,11 @@ void arm(const char *call, const char *folder, int nth, int times, int error, in
 int disarm(void) { __atomic_store_n(&armed, 0, __ATOMIC_SEQ_CST); return hits_; }
 const char *calls(void) { return log_; }
 
+static __attribute__((noreturn)) void die(void) {
+    kill(getpid(), SIGKILL);
+    for (;;) pause(); /* another thread may be the one that the signal meets first */
+}
+
 static int met;
 static int chooses(const char *call, const char *path) {
     if (!__atomic_load_n(&armed, __ATOMIC_SEQ_CST) || !path || strncmp(path, below, strlen(below))) return 0;
@@ -45,6 +51,7 @@ static int chooses(const char *call, const char *path) {
         int yes = first > 0 && met >= first && met < first + times_;
         hits_ += yes;
         __atomic_store_n(&lock, 0, __ATOMIC_SEQ_CST);
+        if (yes && how_ == DIE) die();
         return yes;
     }
     return 0;
@@ -66,15 +73,19 @@ static int chooses_fd(const char *call, int fd) {
 #define PLAIN(type, call, name, parameters, arguments, choice)                  \
     type name parameters {                                                      \
         if (!(choice)) return NEXT(name) arguments;                             \
-        if (how_ == AFTER) { NEXT(name) arguments; }                            \
+        if (how_ >= AFTER) { NEXT(name) arguments; }                            \
+        if (how_ == DIE_HALFWAY) die();                                         \
         FAILING                                                                 \
     }
 PLAIN(int, "mkdir", mkdir, (const char *p, mode_t m), (p, m), chooses("mkdir", p))
 PLAIN(int, "rmdir", rmdir, (const char *p), (p), chooses("rmdir", p))
 PLAIN(int, "unlink", unlink, (const char *p), (p), chooses("unlink", p))
+PLAIN(int, "symlink", symlink, (const char *p, const char *q), (p, q), chooses("symlink", q))
 PLAIN(int, "rename", rename, (const char *p, const char *q), (p, q), chooses("rename", p))
 PLAIN(int, "link", link, (const char *p, const char *q), (p, q), chooses("link", p))
 PLAIN(int, "link", linkat, (int d, const char *p, int e, const char *q, int f), (d, p, e, q, f), chooses("link", p))
+PLAIN(int, "unlink", unlinkat, (int d, const char *p, int f), (d, p, f),
+      *p == '/' ? chooses("unlink", p) : chooses_fd("unlink", d))
 PLAIN(int, "utime", utimensat, (int d, const char *p, const struct timespec t[2], int f), (d, p, t, f),
       chooses("utime", p))
 PLAIN(int, "ftruncate", ftruncate64, (int fd, off64_t n), (fd, n), chooses_fd("ftruncate", fd))
@@ -86,6 +97,7 @@ PLAIN(int, "stat", lstat64, (const char *p, struct stat64 *s), (p, s), chooses("
 int close(int fd) { /* it is closed, whatever is said of it */
     int chosen_ = chooses_fd("close", fd), done = NEXT(close)(fd);
     if (!chosen_) return done;
+    if (how_ == DIE_HALFWAY) die();
     FAILING
 }
 static int opening(const char *p, int flags) {
@@ -96,7 +108,10 @@ int open64(const char *p, int flags, ...) {
     va_start(rest, flags);
     mode_t mode = va_arg(rest, mode_t);
     va_end(rest);
-    if (opening(p, flags)) FAILING
+    if (opening(p, flags)) {
+        if (how_ == DIE_HALFWAY) { NEXT(open64)(p, flags, mode); die(); }
+        FAILING
+    }
     return NEXT(open64)(p, flags, mode);
 }
 DIR *opendir(const char *p) {
@@ -108,6 +123,7 @@ DIR *opendir(const char *p) {
         if (!chooses_fd(call, fd)) return NEXT(name) arguments;                 \
         if (how_ == NOTHING) return 0;                                          \
         if (how_ == PART) { part; return NEXT(name) arguments; }                \
+        if (how_ == DIE_HALFWAY) { part; NEXT(name) arguments; die(); }         \
         if (how_ == AFTER) { NEXT(name) arguments; }                            \
         FAILING                                                                 \
     }

@@ -20,7 +20,7 @@ from tests.faults.mounted_disks import lose_power
 from tests.faults.shared_folder import Place, fresh
 
 SOURCE = Path(__file__).parent / "failing_calls.c"
-FAIL, PART, AFTER, NOTHING = range(4)
+FAIL, PART, AFTER, NOTHING, DIE, DIE_HALFWAY = range(6)
 COMMITTED = "committed nevertheless"
 
 SPACE = (errno.ENOSPC, errno.EDQUOT)

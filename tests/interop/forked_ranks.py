@@ -2,6 +2,8 @@
 
 import multiprocessing
 import os
+import signal
+import sys
 import traceback
 import warnings
 
@@ -28,14 +30,48 @@ def _rank(run, rank, world, store, answers, arguments):
         raise
 
 
-def fork_ranks(world, folder, run, *arguments):
-    """Run a function on each rank, and return what each returned, in order. `folder` holds the store."""
+def _start(world, folder, run, arguments):
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
     store = folder / f"store-{len(list(folder.glob('store-*')))}"
     ranks = [context.Process(target=_rank, args=(run, rank, world, store, answers, arguments)) for rank in range(world)]
     for each in ranks:
         each.start()
+    return ranks, answers
+
+
+def kill_ranks(world, folder, run, *arguments):
+    """Run a function on each rank, and return how each ended: a negative signal, or 1 after an error."""
+    ranks, _ = _start(world, folder, run, arguments)
+    for each in ranks:
+        each.join(100)
+        each.kill()
+    return [each.exitcode for each in ranks]
+
+
+def kill_fork(run, *arguments):
+    """Call a function in a fork that is killed."""
+    process = multiprocessing.get_context("fork").Process(target=run, args=arguments)
+    process.start()
+    process.join(100)
+    process.kill()
+    assert process.exitcode == -signal.SIGKILL
+
+
+def die_at(event, matches):
+    """Kill this process at the first audit event for which `matches(*its arguments)` is true."""
+
+    def hook(name, arguments):
+        if name == event and matches(*arguments):
+            os.kill(os.getpid(), signal.SIGKILL)
+            signal.pause()
+
+    sys.addaudithook(hook)
+
+
+def fork_ranks(world, folder, run, *arguments):
+    """Run a function on each rank, and return what each returned, in order. `folder` holds the store."""
+    ranks, answers = _start(world, folder, run, arguments)
     try:
         got = sorted(answers.get(timeout=250) for _ in ranks)
         for each in ranks:

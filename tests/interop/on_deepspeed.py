@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import io
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -35,12 +36,13 @@ from snapshot import (
     SnapshotExistsError,
     SnapshotNotFoundError,
     StateDict,
+    TakeOptions,
     Target,
 )
 from snapshot.interop import deepspeed as adapter
 from snapshot.interop.deepspeed import FOLDER, SnapshotCheckpointEngine, write_files
 from tests.formats.write_deepspeed_files import Model, config, make_experts, make_groups
-from tests.interop.forked_ranks import fork_ranks
+from tests.interop.forked_ranks import die_at, fork_ranks, kill_ranks
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 SLOW = pytest.mark.slow
@@ -272,6 +274,85 @@ def _name_late(folder):
 
 def test_latest_names_a_tag_when_the_wait_for_it_ends(tmp_path):
     fork_ranks(1, tmp_path, _name_late, tmp_path / "run")
+
+
+def _die_at_latest(folder, asynchronous):
+    engine = make_engine(1, asynchronous=asynchronous)
+    train(engine, 1, range(1))
+    engine.save_checkpoint(folder, tag="first")
+    engine.checkpoint_engine.wait()
+
+    def empties(path, mode, flags):
+        if path == str(folder / "latest") and flags & os.O_TRUNC:
+            os.truncate(path, 0)  # as the call would, before it returns
+            return True
+        return False
+
+    die_at("open", empties)
+    die_at("os.rename", lambda source, target, *_: target == str(folder / "latest"))
+    train(engine, 1, range(1, 2))
+    engine.save_checkpoint(folder, tag="second")
+    engine.checkpoint_engine.wait()
+
+
+def _go_on(folder):
+    engine = make_engine(1)
+    engine.load_checkpoint(folder)
+    assert engine.global_steps == 1
+    engine.save_checkpoint(folder, tag="third")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_job_that_is_killed_while_latest_is_written_resumes_from_the_tag_before(tmp_path, asynchronous):
+    run = tmp_path / "run"
+    assert kill_ranks(1, tmp_path, _die_at_latest, run, asynchronous) == [-signal.SIGKILL]
+    assert (run / "latest").read_text() == "first"
+    fork_ranks(1, tmp_path, _go_on, run)
+    assert (run / "latest").read_text() == "third"
+    assert not list(run.glob("latest.*"))
+
+
+def _die_on_one_rank(folder, doomed, event, asynchronous):
+    engine = make_engine(2, asynchronous=asynchronous, options=TakeOptions(timeout=3))
+    train(engine, 2, range(1))
+    engine.save_checkpoint(folder, tag="first")
+    engine.checkpoint_engine.wait()
+    dist.barrier()
+    if dist.get_rank() == doomed:
+        die_at(event, lambda path, *_: str(path).startswith(str(folder / "second" / FOLDER)))
+    train(engine, 2, range(1, 2))
+    engine.save_checkpoint(folder, tag="second")
+    engine.checkpoint_engine.wait()
+    dist.barrier()
+
+
+def _go_on_together(folder, whole):
+    engine = make_engine(2)
+    engine.load_checkpoint(folder)
+    losses = train(engine, 2, range(engine.global_steps, 4))
+    engine.save_checkpoint(folder, tag="second")
+    assert losses == whole[dist.get_rank()][-len(losses) :]
+    return len(losses)
+
+
+def _train_whole():
+    return train(make_engine(2), 2, range(4))
+
+
+@SLOW
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(("doomed", "event"), [(0, "open"), (1, "open"), (0, "os.link")])
+def test_ranks_of_which_one_is_killed_resume_from_the_tag_that_latest_names(tmp_path, doomed, event, asynchronous):
+    run = tmp_path / "run"
+    ended = kill_ranks(2, tmp_path, _die_on_one_rank, run, doomed, event, asynchronous)
+    assert ended[doomed] == -signal.SIGKILL
+    assert ended[1 - doomed] != 0
+    assert (run / "latest").read_text() == "first"
+    whole = fork_ranks(2, tmp_path, _train_whole)
+    assert fork_ranks(2, tmp_path, _go_on_together, run, whole) == [3, 3]
+    assert Snapshot(run / "second" / FOLDER).verify().ok
+    left = [each.name for each in (run / "second" / FOLDER).iterdir()]
+    assert sorted(left) == [".snapshot_metadata", "data"]
 
 
 def _fill_disk_of_one_rank(folder, asynchronous):

@@ -5,6 +5,7 @@ import importlib.util
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import warnings
 from collections import OrderedDict
@@ -36,6 +37,7 @@ from snapshot import (
     UnsafeObjectError,
 )
 from snapshot.interop.lightning import SnapshotCallback, SnapshotCheckpointIO
+from tests.interop.forked_ranks import die_at, fork_ranks, kill_fork, kill_ranks
 
 pytestmark = [pytest.mark.filterwarnings("ignore:" + text) for text in (
     "The 'train_dataloader' does not have many workers",
@@ -45,6 +47,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore:" + text) for text in (
     "Checkpoint directory .* exists and is not empty",
     "The dirpath has changed",
     "Be aware that when using `ckpt_path`",
+    ".*there is no last checkpoint available",
 )]  # fmt: skip
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning_trainer.py"
 spec = importlib.util.spec_from_file_location("lightning_trainer", EXAMPLE)
@@ -131,6 +134,75 @@ def test_data_parallel_ranks_resume_to_the_same_bits_each_with_its_own_random_nu
     assert snapshot.verify()
     assert {path.split("/")[1] for path in snapshot.get_manifest() if path.startswith("1/")} == {"rng"}
     assert Snapshot(tmp_path / "alone").metadata.world_size == 1
+
+
+def _ranks(folder, steps, doomed=None):
+    """On each of two ranks. `doomed`: the one that is killed while step 10 is saved."""
+    os.environ |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test", "MASTER_PORT": "1"}
+    if doomed == dist.get_rank():
+        die_at("open", lambda path, *_: "step-10" in str(path) and "/data/" in str(path))
+    torch.manual_seed(0)
+    model = example.Model()
+    model.on_train_start = lambda: torch.manual_seed(dist.get_rank()) if not model.trainer.ckpt_path else None
+    callback = SnapshotCallback(folder, every_n_steps=5, keep=2, options=TakeOptions(timeout=3))
+    trainer = pl.Trainer(
+        max_steps=steps, max_epochs=-1, callbacks=[callback], plugins=[SnapshotCheckpointIO()],
+        enable_checkpointing=False, strategy="ddp", devices=2, num_nodes=1, use_distributed_sampler=False, **QUIET,
+    )  # fmt: skip
+    trainer.fit(model, ckpt_path=callback.latest())
+    return model.losses
+
+
+def test_ranks_of_which_one_is_killed_resume_from_the_snapshot_before(tmp_path):
+    whole = fork_ranks(2, tmp_path, _ranks, tmp_path / "whole", 15)
+    folder = tmp_path / "run"
+    ended = kill_ranks(2, tmp_path, _ranks, folder, 15, 1)
+    assert ended[1] == -signal.SIGKILL
+    assert ended[0] != 0
+    assert [each.parent.name for each in folder.glob("*/.snapshot_metadata")] == ["step-5"]
+    assert fork_ranks(2, tmp_path, _ranks, folder, 15) == [each[5:] for each in whole]
+    assert steps_in(folder) == ["step-10", "step-15"]
+    assert not list(folder.rglob(".take-*"))
+
+
+def _keep_last(folder, steps, asynchronous):
+    """Train with Lightning's own checkpoints, from the last one on. Return how many steps that took."""
+
+    class Steady(example.Model):
+        def training_step(self, batch):
+            self.log("score", float(self.global_step))
+            return super().training_step(batch)
+
+    keeper = ModelCheckpoint(
+        folder, filename="{step}", save_top_k=1, monitor="score", mode="max", save_last=True, every_n_train_steps=1
+    )
+    plugin = SnapshotCheckpointIO(asynchronous=asynchronous, options=TakeOptions(durable=False))
+    return len(fitted(steps, [keeper], [plugin], "last", Steady).losses)
+
+
+def _die_in(event, part, folder, steps, asynchronous):
+    die_at(event, lambda path, *_: part in str(path) and "/data/" in str(path))
+    _keep_last(folder, steps, asynchronous)
+
+
+def test_a_checkpoint_that_was_cut_off_is_not_the_last_one_and_nothing_of_it_stays(tmp_path):
+    crashes = [
+        # where a crash is, whether saves are asynchronous, steps that are trained again, a checkpoint of the first run
+        # that is whole, and that Lightning does not know: it did not save `last` after it
+        ("open", "last.ckpt", False, 4, "step=1.ckpt"),
+        ("open", "last.ckpt", True, 4, "step=1.ckpt"),
+        ("open", "step=1.ckpt", False, 4, None),
+        ("open", "step=1.ckpt", True, 4, None),
+        ("os.remove", "step=1.ckpt", False, 3, "step=2.ckpt"),
+    ]
+    for number, (event, part, asynchronous, *_) in enumerate(crashes):  # before this process has threads
+        kill_fork(_die_in, event, part, tmp_path / f"{number}", 3, asynchronous)
+    for number, (_, _, asynchronous, steps, whole) in enumerate(crashes):
+        folder = tmp_path / f"{number}"
+        assert _keep_last(folder, 4, asynchronous) == steps
+        left = sorted(each.name for each in folder.iterdir())
+        assert left == sorted(["last.ckpt", "step=4.ckpt", *([whole] if whole else [])]), folder
+        assert all(Snapshot(each).verify().ok for each in folder.iterdir()), folder
 
 
 def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path, capsys):
@@ -240,6 +312,48 @@ def test_a_checkpoint_comes_back_as_it_was_to_the_type(tmp_path):
     Snapshot.take(tmp_path / "other", {"s": StateDict(x=1)})
     with pytest.raises(SnapshotError, match="not a Lightning checkpoint"):
         plugin.load_checkpoint(tmp_path / "other")
+
+
+def test_a_link_is_removed_and_replaced_without_the_checkpoint_that_it_names(tmp_path):
+    plugin = SnapshotCheckpointIO()
+    plugin.save_checkpoint({"epoch": 1}, tmp_path / "one.ckpt")
+    link = tmp_path / "last.ckpt"
+    link.symlink_to("one.ckpt")
+    plugin.save_checkpoint({"epoch": 2}, link)
+    assert plugin.load_checkpoint(tmp_path / "one.ckpt") == {"epoch": 1}
+    assert plugin.load_checkpoint(link) == {"epoch": 2}
+    plugin.remove_checkpoint(link)
+    link.symlink_to("one.ckpt")
+    plugin.remove_checkpoint(link)
+    assert not link.is_symlink()
+    assert plugin.load_checkpoint(tmp_path / "one.ckpt") == {"epoch": 1}
+
+
+def test_files_of_others_stay_when_a_checkpoint_is_removed(tmp_path):
+    plugin = SnapshotCheckpointIO()
+    plugin.save_checkpoint({"epoch": 1}, tmp_path / "one.ckpt")
+    (tmp_path / "one.ckpt" / "notes.txt").write_text("mine")
+    plugin.remove_checkpoint(tmp_path / "one.ckpt")
+    assert [each.name for each in tmp_path.rglob("*")] == ["one.ckpt", "notes.txt"]
+
+
+def test_a_removed_checkpoint_has_no_name_as_soon_as_the_new_one_is_committed(tmp_path):
+    plugin = SnapshotCheckpointIO(asynchronous=True)
+    plugin.save_checkpoint({"epoch": 1}, tmp_path / "one")
+    plugin.save_checkpoint({"state_dict": torch.zeros(8 << 20)}, tmp_path / "two")
+    plugin.remove_checkpoint(tmp_path / "one")
+    plugin._named.result(60)
+    assert sorted(each.name for each in tmp_path.iterdir()) in ([".unfinished", "two"], ["two"])
+    plugin.teardown()
+    assert [each.name for each in tmp_path.iterdir()] == ["two"]
+
+
+def test_the_callback_removes_what_is_left_of_steps_that_it_does_not_know(tmp_path):
+    Snapshot.take(tmp_path / "step-1", {"s": StateDict(x=torch.ones(3))})
+    (tmp_path / "step-1" / ".snapshot_metadata").unlink()  # as when a removal was interrupted
+    callback = SnapshotCallback(tmp_path, every_n_steps=2, keep=1)
+    fitted(4, [callback], [SnapshotCheckpointIO()])
+    assert [each.name for each in tmp_path.iterdir()] == ["step-4"]
 
 
 class Odd:
