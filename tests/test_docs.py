@@ -54,9 +54,11 @@ def outputs(page: str) -> dict[int, str]:
 
 
 def without_measures(text: str) -> str:
-    """Replace what differs between two runs or two machines: fractions, durations, rates and line breaks."""
+    """Replace what differs between two runs or two machines: fractions, durations, rates, means of what has ended."""
     return re.sub(
-        r"[\d,.]+ (?:µs|ms|s|min|h)\b|\d[\d,]*\.\d+%?|[KMG]iB/s|(?<=every )[\d,]+", "#", " ".join(text.split())
+        r"[\d,.]+ (?:µs|ms|s|min|h)\b|\d[\d,]*\.\d+%?|[KMG]iB/s|(?<=every )[\d,]+|(?<=mean of )\d+",
+        "#",
+        " ".join(text.split()),
     )
 
 
