@@ -11,7 +11,7 @@ from contextlib import suppress
 from snapshot.decoding import decode_json_of_python
 from snapshot.errors import CorruptSnapshotError, SnapshotError, SnapshotNotFoundError
 from snapshot.events import log
-from snapshot.interop.weight_digests import FOLDER, STATE, compare_weights
+from snapshot.interop.weight_digests import FOLDER, NOTICES, STATE, STATE_DIGEST, compare_weights
 from snapshot.io.system import sync_folder, sync_path
 from snapshot.io.url import URL
 from snapshot.snapshot import Snapshot
@@ -28,8 +28,6 @@ NOTICE = (
     b"that has the mixin\nNotice\n."
 )
 """A pickle of a class that does not exist. Loading it raises an error with this text; no code runs."""
-_NOTICES = ("optimizer.pt", "scheduler.pt")
-"""Files that the Trainer alone loads. Without both, it would resume with a new optimizer, and say nothing."""
 _CHECKPOINT = re.compile(rf"({_ASIDE})?checkpoint-([0-9]+)")
 
 
@@ -45,7 +43,7 @@ def find_last(output_dir: str, *, weights: bool = True, damaged: set[str] | None
             log.warning("%s: is not complete, and is passed over", checkpoint)
             continue
         if snapshot_in(checkpoint) is None and not has_optimizer(checkpoint):
-            log.warning("%s: has no state of an optimizer, and is passed over", checkpoint)
+            log.warning("%s: has no state of an optimizer and a scheduler, and is passed over", checkpoint)
             continue
         faults = find_damage(checkpoint, weights=weights)
         if not faults:
@@ -57,16 +55,14 @@ def find_last(output_dir: str, *, weights: bool = True, damaged: set[str] | None
 
 
 def has_optimizer(checkpoint: str) -> bool:
-    """Return True if the Trainer itself has written an optimizer's state."""
-    return any(
-        name.startswith(_OPTIMIZERS) and not _is_notice(os.path.join(checkpoint, name))
-        for name in os.listdir(checkpoint)
-    )
+    """Return True if the Trainer itself has written an optimizer's state and a scheduler's. It loads none alone."""
+    own = {name for name in os.listdir(checkpoint) if not _is_notice(os.path.join(checkpoint, name))}
+    return NOTICES[1] in own and any(name.startswith(_OPTIMIZERS) for name in own)
 
 
 def put_notices(checkpoint: str) -> None:
     """Write files that make the Trainer alone, without the mixin, raise an error that names the mixin."""
-    for name in _NOTICES:
+    for name in NOTICES:
         with open(os.path.join(checkpoint, name), "wb") as file:
             file.write(NOTICE)
 
@@ -137,8 +133,9 @@ def set_aside(checkpoint: str) -> None:
     if os.path.islink(checkpoint):  # what it points to is missing, or not complete
         os.remove(checkpoint)
         return
-    with suppress(FileNotFoundError):
-        os.remove(os.path.join(checkpoint, STATE))
+    for name in (STATE, STATE_DIGEST):
+        with suppress(FileNotFoundError):
+            os.remove(os.path.join(checkpoint, name))
     snapshot = snapshot_in(checkpoint)
     if snapshot is not None:
         snapshot.delete()

@@ -41,7 +41,7 @@ from snapshot.interop import trainer_folders
 from snapshot.interop import transformers as transformers_mixin
 from snapshot.interop.trainer_folders import MARK, delete_old, find_last, sync_files
 from snapshot.interop.transformers import SnapshotTrainerMixin
-from snapshot.interop.weight_digests import FOLDER, KEY, STATE, STATE_KEY, compare_weights, digest_weights
+from snapshot.interop.weight_digests import FOLDER, KEY, STATE, STATE_DIGEST, STATE_KEY, compare_weights, digest_weights
 from snapshot.io.url import URL
 from tests.interop.forked_ranks import fork_ranks
 
@@ -168,7 +168,10 @@ def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path, capsys):
     assert "bit for bit" in capsys.readouterr().out
     left = {file.name for file in (tmp_path / "broken" / "checkpoint-6").iterdir()}
     assert {FOLDER, "model.safetensors", "trainer_state.json"} <= left
-    assert not {name for name in left if name.startswith(("optimizer", "scheduler", "scaler", "rng_state"))}
+    assert not {name for name in left if name.startswith(("scaler", "rng_state"))}
+    for notice in ("optimizer.pt", "scheduler.pt"):  # no state: one damaged or lost is no fault
+        (tmp_path / "broken" / "checkpoint-6" / notice).write_bytes(b"torn")
+    assert find_last(str(tmp_path / "broken")) == str(tmp_path / "broken" / "checkpoint-6")
     assert {file.name for file in (tmp_path / "broken").iterdir()} == {"checkpoint-4", "checkpoint-6"}
     snapshot = Snapshot(tmp_path / "broken" / "checkpoint-6" / FOLDER)
     assert snapshot.verify()
@@ -625,7 +628,7 @@ def test_the_plain_trainer_does_not_resume_with_a_new_optimizer(tmp_path):
         example.train(tmp_path, resume=True, kind=Plain)
     shutil.rmtree(tmp_path / "checkpoint-2" / FOLDER)  # then nothing is left to resume with
     assert find_last(str(tmp_path)) is None
-    with pytest.raises(SnapshotNotFoundError, match="nor an optimizer's state"):
+    with pytest.raises(SnapshotNotFoundError, match="nor the state of an optimizer"):
         example.train(tmp_path, resume=str(tmp_path / "checkpoint-2"))
 
 
@@ -915,6 +918,36 @@ def test_callbacks_resume_with_their_state(tmp_path, kind):
     example.train(tmp_path, stop_at=3, kind=Watched)
     example.train(tmp_path, resume=True, kind=Watched)
     assert seen == [(7, [1, 2, 3]), (7, [1, 2, 3, 4, 5, 6])]
+
+
+@pytest.mark.parametrize("kind", [example.SnapshotTrainer, Background])
+def test_changed_states_of_callbacks_are_found(tmp_path, kind):
+    class Watched(kind):
+        def __init__(self, model, arguments, **options):
+            super().__init__(model, arguments, **options)
+            self.add_callback(Patience(7))
+
+    example.train(tmp_path, stop_at=4, kind=Watched)
+    last = tmp_path / "checkpoint-4"
+    assert find_last(str(tmp_path)) == str(last)
+    text, digest = (last / STATE).read_text(), (last / STATE_DIGEST).read_text()
+    (last / STATE_DIGEST).write_text("")
+    assert main(["verify", str(last)]) == 1
+    (last / STATE_DIGEST).write_text(digest)
+    (last / STATE).write_text(text.replace('"limit": 7', '"limit": 3'))
+    assert find_last(str(tmp_path)) == str(tmp_path / "checkpoint-2")
+    assert main(["verify", str(last)]) == 1
+    with pytest.raises(SnapshotError, match=r"trainer_state\.json: digest of its values"):
+        example.train(tmp_path, resume=str(last), kind=Watched)
+    (last / STATE_DIGEST).unlink()  # as in older checkpoints
+    assert find_last(str(tmp_path)) == str(last)
+
+
+def test_an_optimizer_without_a_scheduler_is_not_resumed_with_new_ones(tmp_path):
+    example.train(tmp_path, stop_at=3, kind=Trainer)
+    (tmp_path / "checkpoint-2" / "scheduler.pt").unlink()
+    with pytest.raises(SnapshotNotFoundError, match="nor the state of an optimizer and a scheduler"):
+        example.train(tmp_path, resume=True)
 
 
 def test_the_end_of_training_deletes_no_checkpoint_that_is_being_written(tmp_path):
