@@ -288,7 +288,7 @@ def test_a_changed_or_torn_state_is_found_and_so_is_the_loss_of_the_snapshot(tmp
 
     damages = {
         change: "trainer_state.json: digest of its values",
-        lambda checkpoint: _tear(checkpoint / STATE): "trainer_state.json: cannot be read",
+        lambda checkpoint: _tear(checkpoint / STATE): "trainer_state.json: Unterminated string",
         lambda checkpoint: _tear(checkpoint / "config.json"): None,
         lambda checkpoint: shutil.rmtree(checkpoint / FOLDER): None,
         lambda checkpoint: (checkpoint / FOLDER / ".snapshot_metadata").unlink(): "",
