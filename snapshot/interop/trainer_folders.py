@@ -78,7 +78,7 @@ def find_damage(checkpoint: str, *, weights: bool = True) -> Sequence[str]:
     """Return a line for each damaged or changed part of a checkpoint's snapshot, weights and settings."""
     torn = [name for name in sorted(os.listdir(checkpoint)) if name.endswith(".json") and _is_torn(checkpoint, name)]
     if torn:
-        return [f"{name}: is not JSON" for name in torn]
+        return [f"{name}: is not JSON, or cannot be read" for name in torn]
     snapshot = snapshot_in(checkpoint)
     if snapshot is None:
         return ()
@@ -92,11 +92,13 @@ def find_damage(checkpoint: str, *, weights: bool = True) -> Sequence[str]:
 
 
 def _is_torn(checkpoint: str, name: str) -> bool:
-    with open(os.path.join(checkpoint, name), "rb") as file:
-        data = file.read()
+    path = os.path.join(checkpoint, name)
+    if not os.path.isfile(path):
+        return False
     try:
-        decode_json_of_python(data, name)
-    except CorruptSnapshotError:
+        with open(path, "rb") as file:
+            decode_json_of_python(file.read(), name)
+    except (CorruptSnapshotError, OSError):
         return True
     return False
 
@@ -142,18 +144,25 @@ def set_aside(checkpoint: str) -> None:
     unmark_weights(checkpoint)
 
 
-def put_back(output_dir: str) -> None:
-    """Give the checkpoints back their names that a crash has left aside, unless they were saved again to the end."""
+def put_back(output_dir: str, *, weights: bool = True) -> None:
+    """Give the checkpoints back their names that a crash has left aside, unless they were saved again to the end.
+
+    One that was saved again is read first: the old one is the better one if it is damaged.
+    """
     for aside in list_checkpoints(output_dir):
         folder, name = os.path.split(aside)
         checkpoint = os.path.join(folder, name.removeprefix(_ASIDE))
-        if aside != checkpoint and is_complete(aside):
-            if is_complete(checkpoint):
+        if aside == checkpoint or not is_complete(aside):
+            continue
+        if is_complete(checkpoint):
+            if not find_damage(checkpoint, weights=weights):
                 _remove(aside)
-            else:
-                _remove(checkpoint)
-                with suppress(FileNotFoundError):  # another process does the same
-                    os.rename(aside, checkpoint)
+                continue
+            if find_damage(aside, weights=weights):
+                continue  # none is better
+        _remove(checkpoint)
+        with suppress(FileNotFoundError):  # another process does the same
+            os.rename(aside, checkpoint)
 
 
 def present_name(checkpoint: str) -> str:

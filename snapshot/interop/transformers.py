@@ -112,7 +112,7 @@ class SnapshotTrainerMixin:
             looks = resume_from_checkpoint is True
             with call_of("restore", None, ranks=True) as exchange:
                 if self.args.should_save:
-                    put_back(self.args.output_dir)
+                    put_back(self.args.output_dir, weights=self.snapshot_verify_weights)
                 # one rank looks: another one may see an older listing
                 found = exchange.agree(True, lambda _: (looks and find(self.args.output_dir)) or "", bool, str)
             self._verified = found or None

@@ -39,7 +39,7 @@ from snapshot.__main__ import main
 from snapshot.distributed.group import ranks_of
 from snapshot.interop import trainer_folders
 from snapshot.interop import transformers as transformers_mixin
-from snapshot.interop.trainer_folders import MARK, delete_old, find_last, sync_files
+from snapshot.interop.trainer_folders import MARK, delete_old, find_last, put_back, sync_files
 from snapshot.interop.transformers import SnapshotTrainerMixin
 from snapshot.interop.weight_digests import FOLDER, KEY, STATE, STATE_DIGEST, STATE_KEY, compare_weights, digest_weights
 from snapshot.io.url import URL
@@ -565,6 +565,28 @@ def test_a_checkpoint_that_a_crash_left_aside_gets_its_name_back(tmp_path, named
     assert sorted(each.name for each in tmp_path.iterdir()) == ["checkpoint-4", "checkpoint-6"]
     assert (tmp_path / "checkpoint-4" / "model.safetensors").read_bytes() == weights
     assert find_last(str(tmp_path)) == str(tmp_path / "checkpoint-6")
+
+
+def test_an_old_checkpoint_is_kept_until_its_successor_was_read(tmp_path):
+    example.train(tmp_path, stop_at=3)
+    last, aside = tmp_path / "checkpoint-2", tmp_path / "old-checkpoint-2"
+    good = (last / "model.safetensors").read_bytes()
+    for damaged, left in (([last], [last]), ([last, aside], [last, aside]), ([], [last])):
+        shutil.rmtree(aside, ignore_errors=True)
+        shutil.copytree(last, aside)
+        for each in damaged:
+            flip(each / "model.safetensors")
+        put_back(str(tmp_path))
+        assert sorted(tmp_path.iterdir()) == left
+        assert ((last / "model.safetensors").read_bytes() == good) == (aside not in damaged)
+        (last / "model.safetensors").write_bytes(good)
+
+
+def test_what_looks_like_json_and_is_no_file_is_no_damage(tmp_path):
+    example.train(tmp_path, stop_at=3)
+    (tmp_path / "checkpoint-2" / "folder.json").mkdir()
+    (tmp_path / "checkpoint-2" / "link.json").symlink_to(tmp_path / "missing")
+    assert find_last(str(tmp_path)) == str(tmp_path / "checkpoint-2")
 
 
 @pytest.mark.parametrize("kind", [example.SnapshotTrainer, Background])
