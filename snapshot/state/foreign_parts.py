@@ -57,7 +57,11 @@ def read_state(key: str, stateful: Any) -> Any:
 
     Raise `SnapshotError` for parameters whose elements are elsewhere.
     """
-    state = stateful.state_dict()
+    return describe_state(key, stateful, stateful.state_dict())
+
+
+def describe_state(key: str, stateful: Any, state: Any) -> Any:
+    """As `read_state`, for a state dict that was read in another way."""
     if not isinstance(state, Mapping):
         return state
     if isinstance(stateful, torch.nn.Module):
@@ -81,7 +85,9 @@ def _describe_parameters(key: str, module: torch.nn.Module, state: Any) -> None:
 
 def _describe_attributes(key: str, stateful: Any, state: Any) -> None:
     """Mark the tensors of a state dict that are those of marked parameters, or of their moments."""
-    attributes = list(getattr(stateful, "__dict__", {}).values())
+    attributes: list[Any] = []
+    for each in getattr(stateful, "__dict__", {}).values():
+        attributes += each if type(each) in (list, tuple) else each.values() if type(each) is dict else [each]
     found = [find_marked_names(each) for each in attributes if isinstance(each, torch.nn.Module)]
     if not any(map(any, found)):
         return

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from snapshot import Snapshot, SnapshotError, StateDict
+from snapshot import ModelState, Snapshot, SnapshotError, StateDict
 from snapshot.state.sharded import find_shards
 
 FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
@@ -253,13 +253,13 @@ class Wrapper:
         self.optimizer.load_state_dict(state["optimizer"])
 
 
-def _wrapped(folder, restore=False):
+def _wrapped(folder, maker, restore=False):
     rank = dist.get_rank()
     model = Part(2, rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model.weight.grad = torch.full((2, 3), float(restore)) if restore else WHOLE[2 * rank : 2 * rank + 2]
     optimizer.step()
-    app = {"a": Wrapper(model, optimizer)}
+    app = {"a": maker(model, optimizer)}
     if restore:
         Snapshot(folder).restore(app)
     else:
@@ -267,12 +267,16 @@ def _wrapped(folder, restore=False):
     return model.weight.detach().clone(), optimizer.state[model.weight]["momentum_buffer"].clone()
 
 
-def test_a_stateful_around_a_module_loses_no_parts(two, tmp_path):
+@pytest.mark.parametrize(
+    ("maker", "moment"),
+    [(Wrapper, "optimizer/state/0/momentum_buffer"), (ModelState, "optim/state/weight/momentum_buffer")],
+)
+def test_a_stateful_around_a_module_loses_no_parts(two, tmp_path, maker, moment):
     folder = str(tmp_path / "s")
-    saved = two.run(_wrapped, folder)
+    saved = two.run(_wrapped, folder, maker)
     held = Snapshot(folder).get_manifest()
-    assert [held[f"0/a/{name}"].shape for name in ("model/weight", "optimizer/state/0/momentum_buffer")] == [(4, 3)] * 2
-    restored = two.run(_wrapped, folder, True)
+    assert [held[f"0/a/{name}"].shape for name in ("model/weight", moment)] == [(4, 3)] * 2
+    restored = two.run(_wrapped, folder, maker, True)
     for a, b in zip(saved, restored, strict=True):
         assert all(x.equal(y) for x, y in zip(a, b, strict=True))
 
