@@ -23,7 +23,7 @@ class MarkedNames(NamedTuple):
     """The names of a module's parameters and buffers that are parts of larger tensors, and these tensors."""
 
     described: Mapping[str, torch.Tensor]
-    """Those with the fields of torch's `CheckpointableTensor`."""
+    """Tensors with the fields of torch's `CheckpointableTensor`."""
     empty: Mapping[str, torch.Tensor]
     """Parameters of DeepSpeed's ZeRO-3, whose elements are in a tensor of their own."""
     split: Mapping[str, torch.Tensor]
@@ -53,7 +53,7 @@ def is_split(tensor: torch.Tensor) -> bool:
 def read_state(key: str, stateful: Any) -> Any:
     """Return a state dict. The tensors of parameters that describe parts describe them, too, and so do their moments.
 
-    Those of modules and optimizers in the attributes of a stateful are found by their memory.
+    The tensors of modules and optimizers in the attributes of a stateful are found by their memory.
 
     Raise `SnapshotError` for parameters whose elements are elsewhere.
     """
