@@ -11,7 +11,7 @@ from contextlib import suppress
 from snapshot.decoding import decode_json_of_python
 from snapshot.errors import CorruptSnapshotError, SnapshotError, SnapshotNotFoundError
 from snapshot.events import log
-from snapshot.interop.weight_digests import FOLDER, STATE, compare_weights
+from snapshot.interop.weight_digests import FOLDER, NOTICES, STATE, STATE_DIGEST, compare_weights
 from snapshot.io.system import sync_folder, sync_path
 from snapshot.io.url import URL
 from snapshot.snapshot import Snapshot
@@ -28,8 +28,6 @@ NOTICE = (
     b"that has the mixin\nNotice\n."
 )
 """A pickle of a class that does not exist. Loading it raises an error with this text; no code runs."""
-_NOTICES = ("optimizer.pt", "scheduler.pt")
-"""Files that the Trainer alone loads. Without both, it would resume with a new optimizer, and say nothing."""
 _CHECKPOINT = re.compile(rf"({_ASIDE})?checkpoint-([0-9]+)")
 
 
@@ -45,7 +43,7 @@ def find_last(output_dir: str, *, weights: bool = True, damaged: set[str] | None
             log.warning("%s: is not complete, and is passed over", checkpoint)
             continue
         if snapshot_in(checkpoint) is None and not has_optimizer(checkpoint):
-            log.warning("%s: has no state of an optimizer, and is passed over", checkpoint)
+            log.warning("%s: has no state of an optimizer and a scheduler, and is passed over", checkpoint)
             continue
         faults = find_damage(checkpoint, weights=weights)
         if not faults:
@@ -57,16 +55,14 @@ def find_last(output_dir: str, *, weights: bool = True, damaged: set[str] | None
 
 
 def has_optimizer(checkpoint: str) -> bool:
-    """Return True if the Trainer itself has written an optimizer's state."""
-    return any(
-        name.startswith(_OPTIMIZERS) and not _is_notice(os.path.join(checkpoint, name))
-        for name in os.listdir(checkpoint)
-    )
+    """Return True if the Trainer itself has written an optimizer's state and a scheduler's. It loads none alone."""
+    own = {name for name in os.listdir(checkpoint) if not _is_notice(os.path.join(checkpoint, name))}
+    return NOTICES[1] in own and any(name.startswith(_OPTIMIZERS) for name in own)
 
 
 def put_notices(checkpoint: str) -> None:
     """Write files that make the Trainer alone, without the mixin, raise an error that names the mixin."""
-    for name in _NOTICES:
+    for name in NOTICES:
         with open(os.path.join(checkpoint, name), "wb") as file:
             file.write(NOTICE)
 
@@ -82,7 +78,7 @@ def find_damage(checkpoint: str, *, weights: bool = True) -> Sequence[str]:
     """Return a line for each damaged or changed part of a checkpoint's snapshot, weights and settings."""
     torn = [name for name in sorted(os.listdir(checkpoint)) if name.endswith(".json") and _is_torn(checkpoint, name)]
     if torn:
-        return [f"{name}: is not JSON" for name in torn]
+        return [f"{name}: is not JSON, or cannot be read" for name in torn]
     snapshot = snapshot_in(checkpoint)
     if snapshot is None:
         return ()
@@ -96,11 +92,13 @@ def find_damage(checkpoint: str, *, weights: bool = True) -> Sequence[str]:
 
 
 def _is_torn(checkpoint: str, name: str) -> bool:
-    with open(os.path.join(checkpoint, name), "rb") as file:
-        data = file.read()
+    path = os.path.join(checkpoint, name)
+    if not os.path.isfile(path):
+        return False
     try:
-        decode_json_of_python(data, name)
-    except CorruptSnapshotError:
+        with open(path, "rb") as file:
+            decode_json_of_python(file.read(), name)
+    except (CorruptSnapshotError, OSError):
         return True
     return False
 
@@ -137,26 +135,34 @@ def set_aside(checkpoint: str) -> None:
     if os.path.islink(checkpoint):  # what it points to is missing, or not complete
         os.remove(checkpoint)
         return
-    with suppress(FileNotFoundError):
-        os.remove(os.path.join(checkpoint, STATE))
+    for name in (STATE, STATE_DIGEST):
+        with suppress(FileNotFoundError):
+            os.remove(os.path.join(checkpoint, name))
     snapshot = snapshot_in(checkpoint)
     if snapshot is not None:
         snapshot.delete()
     unmark_weights(checkpoint)
 
 
-def put_back(output_dir: str) -> None:
-    """Give the checkpoints back their names that a crash has left aside, unless they were saved again to the end."""
+def put_back(output_dir: str, *, weights: bool = True) -> None:
+    """Give the checkpoints back their names that a crash has left aside, unless they were saved again to the end.
+
+    One that was saved again is read first: the old one is the better one if it is damaged.
+    """
     for aside in list_checkpoints(output_dir):
         folder, name = os.path.split(aside)
         checkpoint = os.path.join(folder, name.removeprefix(_ASIDE))
-        if aside != checkpoint and is_complete(aside):
-            if is_complete(checkpoint):
+        if aside == checkpoint or not is_complete(aside):
+            continue
+        if is_complete(checkpoint):
+            if not find_damage(checkpoint, weights=weights):
                 _remove(aside)
-            else:
-                _remove(checkpoint)
-                with suppress(FileNotFoundError):  # another process does the same
-                    os.rename(aside, checkpoint)
+                continue
+            if find_damage(aside, weights=weights):
+                continue  # none is better
+        _remove(checkpoint)
+        with suppress(FileNotFoundError):  # another process does the same
+            os.rename(aside, checkpoint)
 
 
 def present_name(checkpoint: str) -> str:

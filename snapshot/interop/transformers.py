@@ -38,7 +38,7 @@ from snapshot.interop.trainer_folders import (
     sync_files,
     unmark_weights,
 )
-from snapshot.interop.weight_digests import FOLDER, KEY, STATE_KEY, digest_state, digest_weights
+from snapshot.interop.weight_digests import FOLDER, KEY, STATE_KEY, digest_state, digest_weights, put_state_digest
 from snapshot.io.loop import is_exiting, start_in_thread
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.state.rng import RNGState
@@ -112,7 +112,7 @@ class SnapshotTrainerMixin:
             looks = resume_from_checkpoint is True
             with call_of("restore", None, ranks=True) as exchange:
                 if self.args.should_save:
-                    put_back(self.args.output_dir)
+                    put_back(self.args.output_dir, weights=self.snapshot_verify_weights)
                 # one rank looks: another one may see an older listing
                 found = exchange.agree(True, lambda _: (looks and find(self.args.output_dir)) or "", bool, str)
             self._verified = found or None
@@ -144,6 +144,8 @@ class SnapshotTrainerMixin:
         self._saving, self._asynchronous = True, background
         try:
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            if self.args.should_save:
+                put_state_digest(new, self.state)  # the Trainer has added the states of callbacks
         except BaseException:
             self._give_metadata(SnapshotError(f"{new}: another part of the checkpoint failed"))
             raise
@@ -274,8 +276,8 @@ class SnapshotTrainerMixin:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         else:
             raise SnapshotNotFoundError(
-                f"{checkpoint}: has neither {FOLDER!r} nor an optimizer's state, so training cannot resume there; "
-                "to start a new training with its weights, load them with from_pretrained"
+                f"{checkpoint}: has neither {FOLDER!r} nor the state of an optimizer and a scheduler, so training "
+                "cannot resume there; to start a new training with its weights, load them with from_pretrained"
             )
 
     def _load_scaler(self, checkpoint: str | None) -> None:

@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from snapshot.decoding import decode_json_of_python
@@ -29,10 +30,14 @@ STATE = "trainer_state.json"
 """The Trainer's own state in a checkpoint folder. The Trainer writes it last."""
 STATE_KEY = "snapshot.trainer_state"
 """Key in the snapshot's metadata: the digest of what that file says, but for the states of callbacks."""
+STATE_DIGEST = "trainer_state.digest"
+"""File in a checkpoint folder with the digest of all that the Trainer's state says. Older checkpoints have none."""
 _CALLBACKS = "stateful_callbacks"
 """Part of the state that the Trainer fills in when the snapshot is committed."""
 _WEIGHTS = re.compile(r".+\.(safetensors|bin|pt|pth|index\.([^.]+\.)?json)")
-_NO_WEIGHTS = "training_args.bin"
+NOTICES = ("optimizer.pt", "scheduler.pt")
+"""Files that the Trainer alone loads. Without both, it would resume with a new optimizer, and say nothing."""
+_NO_WEIGHTS = ("training_args.bin", *NOTICES)
 _PIECE = 4 << 20
 _AT_ONCE = 4
 
@@ -50,38 +55,59 @@ def digest_weights(checkpoint: str) -> dict[str, Any]:
     for folder, folders, names in os.walk(checkpoint):
         folders[:] = sorted(each for each in folders if folder != checkpoint or each != FOLDER)
         for name in sorted(names):
-            if _WEIGHTS.fullmatch(name) and name != _NO_WEIGHTS:
+            if _WEIGHTS.fullmatch(name) and name not in _NO_WEIGHTS:
                 path = os.path.join(folder, name)
                 files[os.path.relpath(path, checkpoint).replace(os.sep, "/")] = _digest_file(path)
     return {KEY: files} if files else {}
 
 
 def digest_state(state: object) -> dict[str, str]:
-    """Return metadata with the digest of a Trainer's state."""
+    """Return metadata with the digest of a Trainer's state, but for the states of callbacks."""
+    digest = _digest_fields(state, but=_CALLBACKS)
+    return {STATE_KEY: digest} if digest else {}
+
+
+def put_state_digest(checkpoint: str, state: object) -> None:
+    """Write the digest of a Trainer's state, with the states of callbacks, next to the file of the state."""
+    digest = _digest_fields(state)
+    if digest:
+        with open(os.path.join(checkpoint, STATE_DIGEST), "w", encoding="ascii") as file:
+            file.write(digest)
+
+
+def _digest_fields(state: object, but: str = "") -> str:
     if not dataclasses.is_dataclass(state):
-        return {}
-    said = {each.name: getattr(state, each.name) for each in dataclasses.fields(state) if each.name != _CALLBACKS}
+        return ""
+    said = {each.name: getattr(state, each.name) for each in dataclasses.fields(state) if each.name != but}
     try:
-        return {STATE_KEY: _digest_said(decode_json_of_python(json.dumps(said), STATE))}
+        return _digest_said(decode_json_of_python(json.dumps(said), STATE))
     except (TypeError, ValueError):  # the Trainer cannot write it either
-        return {}
+        return ""
 
 
-def _digest_said(said: Mapping[str, Any]) -> str:
+def _digest_said(said: Mapping[str, Any], but: str = "") -> str:
     digest = RunningDigest()
-    kept = {name: value for name, value in said.items() if name != _CALLBACKS}
+    kept = {name: value for name, value in said.items() if name != but}
     digest.update(memoryview(json.dumps(kept, sort_keys=True).encode()))
     return digest.finish()[0]
 
 
-def _find_state_fault(data: bytes, wanted: str) -> str:
-    """Return what is wrong with a file of a Trainer's state, or ''."""
+def _find_state_fault(data: bytes, wanted: str, whole: str) -> str:
+    """Return what is wrong with a file of a Trainer's state, or ''.
+
+    `wanted`: its digest but for the states of callbacks. `whole`: its digest with them; '' if unknown.
+    """
     try:
         said = decode_json_of_python(data, STATE)
     except CorruptSnapshotError as error:
         return str(error)
-    found = _digest_said(said) if isinstance(said, dict) else "none"
-    return "" if found == wanted else f"{STATE}: digest of its values must be {wanted} as saved, got {found}"
+    if not isinstance(said, dict):
+        return f"{STATE}: must be a mapping, got a {type(said).__name__}"
+    for digest, but in ((wanted, _CALLBACKS), (whole, "")):
+        found = _digest_said(said, but)
+        if digest and found != digest:
+            return f"{STATE}: digest of its values must be {digest} as saved, got {found}"
+    return ""
 
 
 def _digest_file(path: str) -> tuple[int, str]:
@@ -121,8 +147,11 @@ def has_begun(checkpoint: URL, options: Mapping[str, Any] | None) -> bool:
 
 
 async def _compare_state(storage: Storage, wanted: str) -> str:
+    whole = ""
     try:
-        return _find_state_fault(await storage.get(STATE), wanted)
+        with suppress(StorageNotFoundError):
+            whole = (await storage.get(STATE_DIGEST)).decode("ascii", "replace") or "none"  # an empty file is torn
+        return _find_state_fault(await storage.get(STATE), wanted, whole)
     except StorageNotFoundError:
         return f"{STATE}: is missing"
     except StorageError as error:

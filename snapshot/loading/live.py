@@ -82,8 +82,17 @@ def is_writable(tensor: torch.Tensor) -> bool:
         return False  # it was shrunk
     if tensor.is_contiguous():
         return True
-    reach = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+    return _is_apart(tensor.stride(), tensor.shape, 0)
+
+
+def has_overlaps(array: np.ndarray[Any, Any]) -> bool:
+    """Return True if elements of an array may share memory, so that it cannot hold any values."""
+    return bool(array.size) and not _is_apart(map(abs, array.strides), array.shape, array.itemsize - 1)
+
+
+def _is_apart(strides: Iterable[int], shape: Iterable[int], reach: int) -> bool:
+    """Return True if elements do not overlap. `reach`: the distance from an element's first unit to its last one."""
+    for stride, size in sorted(zip(strides, shape, strict=True)):
         if size > 1:
             if stride <= reach:
                 return False

@@ -14,7 +14,7 @@ from snapshot.formats.foreign import ForeignDocument, narrow_root
 from snapshot.formats.safe_pickle import evaluate_pickle
 from snapshot.formats.to_entries import RebuiltTensor, make_entries, read_pickle
 from snapshot.io.loop import run
-from snapshot.loading.live import Binding, is_writable
+from snapshot.loading.live import Binding, has_overlaps, is_writable
 from snapshot.loading.open import Opened, expect_files
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.loading.shared_memory import find_shared_memory
@@ -167,6 +167,8 @@ def read_object(
 def _expect_fitting_array(path: str, entry: e.NDArrayEntry, obj_out: np.ndarray[Any, Any]) -> None:
     if not obj_out.flags.writeable:
         raise RestoreError(f"{path}: obj_out must be writable", [path])
+    if has_overlaps(obj_out):
+        raise RestoreError(f"{path}: obj_out must be an array without overlapping elements", [path])
     if obj_out.shape != entry.shape or leaves.read_dtype(path, entry.dtype) != obj_out.dtype:
         raise RestoreError(
             f"{path}: obj_out must be {entry.dtype}{list(entry.shape)}, got {obj_out.dtype.str}{list(obj_out.shape)}",
@@ -348,6 +350,8 @@ def _read_box(
 ) -> Any:
     if not isinstance(entry, e.TENSORS):
         raise RestoreError(f"{path}: only a tensor can be read by a box, got {type(entry).__name__}", [path])
+    if isinstance(obj_out, np.ndarray):
+        raise RestoreError(f"{path}: obj_out must be a tensor, got a {type(obj_out).__name__}", [path])
     check_shape(path, entry)
     wanted, dropped = parse_box(path, entry.shape, box)
     check_tensor(path, entry, opened.document.files, boxes=[wanted])

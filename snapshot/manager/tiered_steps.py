@@ -224,7 +224,8 @@ class TieredSteps(Steps):
         except SnapshotError as error:
             if not self._can_degrade(error):
                 raise
-            self.joined.publish_attempt()
+            with suppress(StorageError):  # it is raised on one rank, and the next take raises it on all
+                self.joined.publish_attempt()
             far = replace(begun, place=self.place_of(begun.step, str(error), "take"))
             snapshot = super().take(far, app_state)
         self._took(snapshot)

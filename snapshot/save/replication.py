@@ -31,7 +31,7 @@ from snapshot.plan import consensus
 from snapshot.plan.names import matcher
 from snapshot.save.parameter_roles import optimizers_of
 from snapshot.state.flatten import Flattened
-from snapshot.state.foreign_parts import find_marked_names
+from snapshot.state.foreign_parts import find_marked_names, is_split
 from snapshot.state.leaves import Leaf
 from snapshot.state.model_state import ModelState, list_parameters
 from snapshot.state.rng import RNGState
@@ -80,7 +80,7 @@ class ReplicationRules:
 
         Megatron marks such parameters. It also does so if the parallelism has one rank, so their bytes decide.
         """
-        marked = any(getattr(leaf.tensor, "tensor_model_parallel", False) is True for leaf in leaves)
+        marked = any(is_split(leaf.tensor) for leaf in leaves)
         return marked or f"{path}/".startswith(self._split)
 
     def find_moment(self, path: str) -> Moment | None:
@@ -103,7 +103,7 @@ def _find_split(app_state: Mapping[str, Any]) -> tuple[str, ...]:
             found += [f"{below}/{encode_component(name)}/" for name in find_marked_names(stateful).split]
         groups = getattr(stateful, "param_groups", ()) if isinstance(stateful, torch.optim.Optimizer) else ()
         parameters = [each for group in groups for each in group["params"]]
-        marked = (getattr(each, "tensor_model_parallel", False) is True for each in parameters)
+        marked = map(is_split, parameters)
         found += [f"{below}/state/{number}/" for number, each in enumerate(marked) if each]
     return tuple(found)
 

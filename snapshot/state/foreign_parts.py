@@ -1,74 +1,128 @@
 """Parameters that are parts of larger tensors, by the marks of other libraries.
 
 A module's `state_dict()` has detached tensors, which have lost the attributes of the parameters. So the live parameters
-are looked at, once for each module.
+are looked at in each take and restore: another library may mark them, or replace them, at any time.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 
 from snapshot.errors import SnapshotError
-from snapshot.io.system import PerProcess
-from snapshot.state.sharded import copy_description, describes_parts
+from snapshot.state.sharded import copy_description, describes_parts, mark_parts
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_SPLIT = "tensor_model_parallel"
 
 
 class MarkedNames(NamedTuple):
-    """The names of a module's parameters that are parts of larger tensors."""
+    """The names of a module's parameters and buffers that are parts of larger tensors, and these tensors."""
 
-    first: int
-    """The id of the first parameter. Other parameters are looked at again."""
-    described: tuple[str, ...]
-    """Parameters with the fields of torch's `CheckpointableTensor`."""
-    empty: tuple[str, ...]
+    described: Mapping[str, torch.Tensor]
+    """Tensors with the fields of torch's `CheckpointableTensor`."""
+    empty: Mapping[str, torch.Tensor]
     """Parameters of DeepSpeed's ZeRO-3, whose elements are in a tensor of their own."""
-    split: tuple[str, ...]
+    split: Mapping[str, torch.Tensor]
     """Parameters that Megatron splits over the ranks of its tensor parallelism."""
 
 
-_known: PerProcess[weakref.WeakKeyDictionary[torch.nn.Module, MarkedNames]] = PerProcess(weakref.WeakKeyDictionary)
+_NOTHING = MarkedNames({}, {}, {})
 
 
 def find_marked_names(module: torch.nn.Module) -> MarkedNames:
-    """Return the names of parameters with marks of other libraries."""
-    known, first = _known.get().get(module), id(next(module.parameters(), None))
-    if known is None or known.first != first:
-        named = list(module.named_parameters(remove_duplicate=False))
-        known = MarkedNames(
-            first,
-            tuple(name for name, each in named if describes_parts(each)),
-            tuple(name for name, each in named if hasattr(each, "ds_id")),
-            tuple(name for name, each in named if getattr(each, "tensor_model_parallel", False) is True),
-        )
-        _known.get()[module] = known
-    return known
+    """Return the parameters and buffers with marks of other libraries."""
+    if not any(type(each) not in _PLAIN or each.__dict__ for each in chain(module.parameters(), module.buffers())):
+        return _NOTHING  # without their names, which take longer
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return MarkedNames(
+        {name: each for name, each in named if describes_parts(each)},
+        {name: each for name, each in named if hasattr(each, "ds_id")},
+        {name: each for name, each in named if is_split(each)},
+    )
+
+
+def is_split(tensor: torch.Tensor) -> bool:
+    """Return True for a parameter that Megatron splits over ranks."""
+    return getattr(tensor, _SPLIT, False) is True
 
 
 def read_state(key: str, stateful: Any) -> Any:
     """Return a state dict. The tensors of parameters that describe parts describe them, too, and so do their moments.
 
+    The tensors of modules and optimizers in the attributes of a stateful are found by their memory.
+
     Raise `SnapshotError` for parameters whose elements are elsewhere.
     """
-    state = stateful.state_dict()
-    if isinstance(stateful, torch.nn.Module) and isinstance(state, Mapping):
+    return describe_state(key, stateful, stateful.state_dict())
+
+
+def describe_state(key: str, stateful: Any, state: Any) -> Any:
+    """As `read_state`, for a state dict that was read in another way."""
+    if not isinstance(state, Mapping):
+        return state
+    if isinstance(stateful, torch.nn.Module):
         _describe_parameters(key, stateful, state)
-    elif isinstance(stateful, torch.optim.Optimizer) and isinstance(state, Mapping):
+    elif isinstance(stateful, torch.optim.Optimizer):
         _describe_moments(stateful, state)
+    else:
+        _describe_attributes(key, stateful, state)
     return state
 
 
 def _describe_parameters(key: str, module: torch.nn.Module, state: Any) -> None:
     marked = find_marked_names(module)
     if marked.empty:
-        refuse_empty((f"{key}/{name}", module.get_parameter(name)) for name in marked.empty)
-    for name in marked.described:
-        held, parameter = state.get(name), module.get_parameter(name)
-        if isinstance(held, torch.Tensor) and not describes_parts(held) and held.data_ptr() == parameter.data_ptr():
-            state[name] = copy_description(parameter, held)
+        refuse_empty((f"{key}/{name}", each) for name, each in marked.empty.items())
+    for name, each in marked.described.items():
+        held = state.get(name)
+        if isinstance(held, torch.Tensor) and not describes_parts(held) and held.data_ptr() == each.data_ptr():
+            state[name] = copy_description(each, held)
+
+
+def _describe_attributes(key: str, stateful: Any, state: Any) -> None:
+    """Mark the tensors of a state dict that are those of marked parameters, or of their moments."""
+    attributes: list[Any] = []
+    for each in getattr(stateful, "__dict__", {}).values():
+        attributes += each if type(each) in (list, tuple) else each.values() if type(each) is dict else [each]
+    found = [find_marked_names(each) for each in attributes if isinstance(each, torch.nn.Module)]
+    if not any(map(any, found)):
+        return
+    marked = [each for names in found for each in (*names.described.values(), *names.split.values())]
+    sources = {(each.data_ptr(), each.shape): each for each in marked}
+    for optimizer in (each for each in attributes if isinstance(each, torch.optim.Optimizer)):
+        for parameter in (each for each in marked if each in optimizer.state):
+            for moment in optimizer.state[parameter].values():
+                if isinstance(moment, torch.Tensor) and moment.shape == parameter.shape:
+                    sources[moment.data_ptr(), moment.shape] = parameter
+    empty = {name: each for names in found for name, each in names.empty.items()}
+    for path, value in _list_values(key, state):
+        if not isinstance(value, torch.Tensor) or type(value) not in _PLAIN:
+            continue
+        if not value.numel() and (name := path.rpartition("/")[2]) in empty:
+            refuse_empty([(path, empty[name])])
+        source = sources.get((value.data_ptr(), value.shape)) if value.numel() else None
+        if source is None or source is value:
+            continue
+        if describes_parts(source) and not describes_parts(value):
+            mark_parts(source, value)
+        if is_split(source):
+            setattr(value, _SPLIT, True)
+
+
+def _list_values(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the values in nested dicts, lists and tuples with their paths."""
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from _list_values(f"{path}/{name}", each)
+    elif isinstance(value, list | tuple):
+        for at, each in enumerate(value):
+            yield from _list_values(f"{path}/{at}", each)
+    else:
+        yield path, value
 
 
 def refuse_empty(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:

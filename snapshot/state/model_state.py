@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from snapshot.errors import SnapshotError
 from snapshot.manifest.compounds import Container
 from snapshot.manifest.paths import decode_component, encode_component
-from snapshot.state.foreign_parts import read_state
+from snapshot.state.foreign_parts import describe_state, read_state
 from snapshot.state.leaves import Leaf
 from snapshot.state.optimizers import (
     OptimizerAdapter,
@@ -29,7 +29,7 @@ from snapshot.state.optimizers import (
     restore_dtypes,
 )
 from snapshot.state.rng import RNGState
-from snapshot.state.sharded import Shards
+from snapshot.state.sharded import Shards, shape_of_whole
 from snapshot.state.stateful import ModuleAdapter, RestoreAdapter, RNGAdapter, StateDict, StateDictAdapter
 from snapshot.tensors.memory import address_of_tensor
 
@@ -179,7 +179,7 @@ class ModelStateAdapter(StateOfParameters):
 
     def read_state(self) -> Any:
         """Return the state by parameter, independent of the options."""
-        return self.stateful.nested_state_dict()
+        return describe_state(self.key, self.stateful, self.stateful.nested_state_dict())
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -196,7 +196,7 @@ class ModelStateAdapter(StateOfParameters):
     def find_other_shapes(self, entries: Mapping[str, Any], unfit: set[int]) -> dict[str, str]:
         for name, held in self.parameters.items():
             shape = getattr(entries.get(f"{self.key}/model/{name}"), "shape", None)
-            if shape is not None and isinstance(held, torch.Tensor) and tuple(shape) != tuple(held.shape):
+            if shape is not None and isinstance(held, torch.Tensor) and tuple(shape) != shape_of_whole(held):
                 unfit = unfit | {address_of_tensor(held)}
         return super().find_other_shapes(entries, unfit)
 

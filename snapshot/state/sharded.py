@@ -140,36 +140,50 @@ def find_shards(path: str, value: Any) -> Shards | None:
 
 _FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 """Fields of torch's protocol `CheckpointableTensor`."""
+_OFFSETS = _FIELDS[1:3]
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def describes_parts(value: Any) -> bool:
     """Return True for a tensor whose own fields say that it has parts of a larger one.
 
-    These are the fields of torch's protocol `CheckpointableTensor`. A plain tensor may have them as attributes.
+    These are the fields of torch's protocol `CheckpointableTensor`. A plain tensor may have them as attributes. Only
+    offsets count, since `global_shape` and `local_sizes` do not say that there are other parts.
     """
-    return getattr(value, "global_offsets", None) is not None and isinstance(value, torch.Tensor)
+    if type(value) in _PLAIN and not value.__dict__:
+        return False  # most tensors, at once
+    try:
+        told = getattr(value, "global_offsets", None)
+        if told is None:
+            told = getattr(value, "local_offsets", None)
+    except Exception:  # noqa: BLE001 - a property that fails: it is called again where the path is known
+        return isinstance(value, torch.Tensor)
+    return told is not None and isinstance(value, torch.Tensor)
 
 
 def _read_described(path: str, value: torch.Tensor) -> Shards:
     """Return the parts that a tensor describes: boxes of the larger tensor, and where each is in this one."""
-    missing = [name for name in _FIELDS if getattr(value, name, None) is None]
+    try:
+        fields: dict[str, Any] = {name: getattr(value, name, None) for name in _FIELDS}
+    except Exception as error:
+        raise SnapshotError(f"{path}: a property that describes its parts has failed: {error!r}") from error
+    missing = [name for name, each in fields.items() if each is None]
     if missing:
         raise SnapshotError(
-            f"{path}: has global_offsets, so it is a part of a larger tensor, but it lacks {', '.join(missing)}; set "
-            f"all of {', '.join(_FIELDS)}, or delete global_offsets"
+            f"{path}: has {next(each for each in _OFFSETS if fields[each] is not None)}, so it is a part of a larger "
+            f"tensor, but it lacks {', '.join(missing)}; set all of {', '.join(_FIELDS)}, or delete all"
         )
+    shape, *lists = fields.values()
     try:
-        shape, begins, locals_, sizes = (
-            tuple(map(int, value.global_shape)),  # type: ignore[attr-defined]
-            *([tuple(map(int, each)) for each in getattr(value, name)] for name in _FIELDS[1:]),
-        )
-        boxes = list(zip(begins, locals_, sizes, strict=True))
+        shape = _to_integers(shape)
+        boxes = list(zip(*([_to_integers(part) for part in each] for each in lists), strict=True))
     except (TypeError, ValueError) as error:
         raise SnapshotError(
             f"{path}: {', '.join(_FIELDS[1:])} must have equal lengths, and consist of integers: {error}"
         ) from error
     whole = _expect_plain(path, value)
-    parts = []
+    parts: list[tuple[Box, torch.Tensor]] = []
+    places: list[Box] = []
     for begin, at, size in boxes:
         box, place = Box(begin, size), Box(at, size)
         for each, inside in ((box, shape), (place, tuple(whole.shape))):
@@ -177,7 +191,10 @@ def _read_described(path: str, value: torch.Tensor) -> Shards:
                 raise SnapshotError(
                     f"{path}: the part of sizes {each.sizes} at {each.offsets} is not within a tensor of shape {inside}"
                 )
+        places.append(place)
         parts.append((box, whole[place.slices()]))
+    if geometry.boxes_overlap([each for each in places if each.numel]):
+        raise SnapshotError(f"{path}: its parts must be apart in its memory, got {', '.join(map(str, places[:8]))}")
     pieces = _make_pieces(path, parts, None)
     return _make_shards(value.dtype, shape, pieces, None, layout="", requires_grad=value.requires_grad)
 
@@ -189,10 +206,14 @@ def shape_of_whole(tensor: torch.Tensor) -> Shape:
 
 def copy_description(source: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Return another view of a tensor that has the fields which describe parts."""
-    made = tensor.detach()
+    return mark_parts(source, tensor.detach())
+
+
+def mark_parts(source: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Give a tensor the fields of another one that describe parts."""
     for name in _FIELDS:
-        setattr(made, name, getattr(source, name, None))
-    return made
+        setattr(tensor, name, getattr(source, name, None))
+    return tensor
 
 
 def allocate_like(value: Any, dtype: torch.dtype) -> Any:
@@ -428,12 +449,17 @@ def _make_box(offsets: Iterable[int], sizes: Iterable[int]) -> Box:
 
 def _expect_integers(name: str, given: Iterable[Any]) -> Shape:
     try:
-        values = tuple(given)
-        if any(isinstance(number, bool) for number in values):
-            raise TypeError("must be integers, got a bool")
-        return tuple(operator.index(number) for number in values)
+        return _to_integers(given)
     except TypeError as error:
         raise TypeError(f"Sharded: `{name}` must be integers, got {given!r}") from error
+
+
+def _to_integers(given: Iterable[Any]) -> Shape:
+    """Return integers of any class as those of Python. Raise TypeError for bool and float, also in texts."""
+    values = tuple(given)
+    if any(isinstance(number, bool) for number in values):
+        raise TypeError(f"must be integers, got a bool in {values}")
+    return tuple(operator.index(number) for number in values)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

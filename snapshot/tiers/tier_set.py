@@ -354,11 +354,18 @@ class TierSet:
         return begin_attempt(self.options, self.member, parent_of, self.patience, far=far)
 
     def publish_attempt(self) -> None:
-        """Publish this job's attempt before a take that is written far, else no reader there would know it."""
+        """Publish this job's attempt before a take that is written far, else all restores would pass over the step.
+
+        Raise `StorageError` on the leader if that cannot be done.
+        """
         member, attempt = self.member, self.member.attempt
         if member.leads and member.index == 0 and attempt is not None and not member.facts.has(attempt.name):
-            with contextlib.suppress(StorageError):  # the take reports it
-                self.read_far({attempt.name}, self.patience)
+            self.read_far({attempt.name}, self.patience)
+            if not self.member.facts.has(attempt.name):
+                raise StorageError(
+                    f"{self.options.far}: this job's attempt cannot be published there, so restores would pass over a "
+                    "step that is written directly to it; allow writes below .run/, or use a near folder"
+                )
 
     def began(self, begun: Begun, manifests: Mapping[int, Keepers]) -> None:
         """Go on with an attempt that the leader has begun. Remove the steps that are off its line.

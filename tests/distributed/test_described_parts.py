@@ -1,11 +1,12 @@
 """Tensors that describe themselves as parts of larger ones, by the protocols of other libraries."""
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from snapshot import Snapshot, SnapshotError, StateDict
+from snapshot import ModelState, Snapshot, SnapshotError, StateDict
 from snapshot.state.sharded import find_shards
 
 FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
@@ -236,3 +237,113 @@ def _split_by_megatron(folder, parallel):
 @pytest.mark.parametrize("parallel", [True, False])
 def test_parameters_that_megatron_splits_are_not_replicas(two, tmp_path, parallel):
     assert two.run(_split_by_megatron, str(tmp_path / "s"), parallel) == [True, True]
+
+
+class Wrapper:
+    """A stateful that nests the states of its attributes, as in torch's tutorials."""
+
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self):
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state):
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+def _wrapped(folder, maker, restore=False):
+    rank = dist.get_rank()
+    model = Part(2, rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model.weight.grad = torch.full((2, 3), float(restore)) if restore else WHOLE[2 * rank : 2 * rank + 2]
+    optimizer.step()
+    app = {"a": maker(model, optimizer)}
+    if restore:
+        Snapshot(folder).restore(app)
+    else:
+        Snapshot.take(folder, app, replicated=["**"])
+    return model.weight.detach().clone(), optimizer.state[model.weight]["momentum_buffer"].clone()
+
+
+@pytest.mark.parametrize(
+    ("maker", "moment"),
+    [(Wrapper, "optimizer/state/0/momentum_buffer"), (ModelState, "optim/state/weight/momentum_buffer")],
+)
+def test_a_stateful_around_a_module_loses_no_parts(two, tmp_path, maker, moment):
+    folder = str(tmp_path / "s")
+    saved = two.run(_wrapped, folder, maker)
+    held = Snapshot(folder).get_manifest()
+    assert [held[f"0/a/{name}"].shape for name in ("model/weight", moment)] == [(4, 3)] * 2
+    restored = two.run(_wrapped, folder, maker, True)
+    for a, b in zip(saved, restored, strict=True):
+        assert all(x.equal(y) for x, y in zip(a, b, strict=True))
+
+
+def test_marks_that_come_after_a_take_are_seen(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    app = {"m": model}
+    Snapshot.take(tmp_path / "s", app, overwrite=True)
+    described(model[0].weight, (4, 3), ((0, 0), (0, 0), (4, 3)))
+    model[2].weight = nn.Parameter(described(torch.zeros(2, 4), (2, 4), ((0, 0), (0, 0), (2, 4))))
+    described(model[2].weight, (2, 4), ((0, 0), (0, 0), (2, 4)))
+    described(model[1].running_mean, (4,), ((0,), (0,), (4,)))
+    Snapshot.take(tmp_path / "s", app, overwrite=True)
+    held = Snapshot(tmp_path / "s").get_manifest()
+    for name in ("0.weight", "2.weight", "1.running_mean"):
+        assert held[f"0/m/{name}"].type == "ShardedTensor"
+    model[2].bias.ds_id, model[2].bias.ds_numel = 0, 2
+    model[2].bias.data = torch.empty(0)
+    for each in (app, {"a": Wrapper(model, torch.optim.SGD(model.parameters()))}):
+        with pytest.raises(SnapshotError, match="bias: is a parameter of DeepSpeed's ZeRO-3"):
+            Snapshot.take(tmp_path / "s", each, overwrite=True)
+
+
+class Failing(WithProperties):
+    """A subclass whose description cannot be computed."""
+
+    @property
+    def local_sizes(self):
+        raise RuntimeError("no mesh")
+
+
+class FailingAtOnce(WithProperties):
+    """A subclass whose first field cannot be computed."""
+
+    @property
+    def global_offsets(self):
+        raise RuntimeError("no mesh")
+
+
+@pytest.mark.parametrize(
+    ("value", "fault"),
+    [
+        (described(torch.zeros(4), (4,), ((0.5,), (0,), (4,))), "w: .* consist of integers: 'float' object"),
+        (described(torch.zeros(4), (4.9,), ((0,), (0,), (4,))), "w: .* consist of integers: 'float' object"),
+        (described(torch.zeros(4), ("4",), ((0,), (0,), (4,))), "w: .* consist of integers: 'str' object"),
+        (described(torch.zeros(4), (4,), ((False,), (0,), (4,))), "w: .* consist of integers: .*a bool"),
+        (described(torch.zeros(4), (8,), ((0,), (0,), (4,)), ((4,), (0,), (4,))), "w: its parts must be apart"),
+        (torch.zeros(2, 3).as_subclass(Failing), r"w: a property .* has failed: RuntimeError\('no mesh'\)"),
+        (torch.zeros(2, 3).as_subclass(FailingAtOnce), r"w: a property .* has failed: RuntimeError\('no mesh'\)"),
+    ],
+)
+def test_a_description_with_other_values_is_refused(tmp_path, monkeypatch, value, fault):
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    with pytest.raises(SnapshotError, match=fault):
+        Snapshot.take(tmp_path / "s", {"s": StateDict(w=value)})
+
+
+def test_integers_of_numpy_describe_parts(tmp_path):
+    value = torch.arange(4.0)
+    for name, each in zip(FIELDS, ([4], [[0]], [[0]], [[4]]), strict=True):
+        setattr(value, name, np.array(each))
+    Snapshot.take(tmp_path / "s", {"s": StateDict(w=value)})
+    assert Snapshot(tmp_path / "s").read_object("0/s/w").equal(torch.arange(4.0))
+
+
+def test_local_offsets_alone_are_refused(tmp_path):
+    value = torch.zeros(4)
+    value.global_shape, value.local_offsets = (8,), ((0,),)
+    with pytest.raises(SnapshotError, match=r"w: has local_offsets, .* lacks global_offsets, local_sizes"):
+        Snapshot.take(tmp_path / "s", {"s": StateDict(w=value)})

@@ -39,9 +39,9 @@ from snapshot.__main__ import main
 from snapshot.distributed.group import ranks_of
 from snapshot.interop import trainer_folders
 from snapshot.interop import transformers as transformers_mixin
-from snapshot.interop.trainer_folders import MARK, delete_old, find_last, sync_files
+from snapshot.interop.trainer_folders import MARK, delete_old, find_last, put_back, sync_files
 from snapshot.interop.transformers import SnapshotTrainerMixin
-from snapshot.interop.weight_digests import FOLDER, KEY, STATE, STATE_KEY, compare_weights, digest_weights
+from snapshot.interop.weight_digests import FOLDER, KEY, STATE, STATE_DIGEST, STATE_KEY, compare_weights, digest_weights
 from snapshot.io.url import URL
 from tests.interop.forked_ranks import fork_ranks
 
@@ -168,7 +168,10 @@ def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path, capsys):
     assert "bit for bit" in capsys.readouterr().out
     left = {file.name for file in (tmp_path / "broken" / "checkpoint-6").iterdir()}
     assert {FOLDER, "model.safetensors", "trainer_state.json"} <= left
-    assert not {name for name in left if name.startswith(("optimizer", "scheduler", "scaler", "rng_state"))}
+    assert not {name for name in left if name.startswith(("scaler", "rng_state"))}
+    for notice in ("optimizer.pt", "scheduler.pt"):  # no state: one damaged or lost is no fault
+        (tmp_path / "broken" / "checkpoint-6" / notice).write_bytes(b"torn")
+    assert find_last(str(tmp_path / "broken")) == str(tmp_path / "broken" / "checkpoint-6")
     assert {file.name for file in (tmp_path / "broken").iterdir()} == {"checkpoint-4", "checkpoint-6"}
     snapshot = Snapshot(tmp_path / "broken" / "checkpoint-6" / FOLDER)
     assert snapshot.verify()
@@ -285,7 +288,7 @@ def test_a_changed_or_torn_state_is_found_and_so_is_the_loss_of_the_snapshot(tmp
 
     damages = {
         change: "trainer_state.json: digest of its values",
-        lambda checkpoint: _tear(checkpoint / STATE): "trainer_state.json: cannot be read",
+        lambda checkpoint: _tear(checkpoint / STATE): "trainer_state.json: Unterminated string",
         lambda checkpoint: _tear(checkpoint / "config.json"): None,
         lambda checkpoint: shutil.rmtree(checkpoint / FOLDER): None,
         lambda checkpoint: (checkpoint / FOLDER / ".snapshot_metadata").unlink(): "",
@@ -564,6 +567,28 @@ def test_a_checkpoint_that_a_crash_left_aside_gets_its_name_back(tmp_path, named
     assert find_last(str(tmp_path)) == str(tmp_path / "checkpoint-6")
 
 
+def test_an_old_checkpoint_is_kept_until_its_successor_was_read(tmp_path):
+    example.train(tmp_path, stop_at=3)
+    last, aside = tmp_path / "checkpoint-2", tmp_path / "old-checkpoint-2"
+    good = (last / "model.safetensors").read_bytes()
+    for damaged, left in (([last], [last]), ([last, aside], [last, aside]), ([], [last])):
+        shutil.rmtree(aside, ignore_errors=True)
+        shutil.copytree(last, aside)
+        for each in damaged:
+            flip(each / "model.safetensors")
+        put_back(str(tmp_path))
+        assert sorted(tmp_path.iterdir()) == left
+        assert ((last / "model.safetensors").read_bytes() == good) == (aside not in damaged)
+        (last / "model.safetensors").write_bytes(good)
+
+
+def test_what_looks_like_json_and_is_no_file_is_no_damage(tmp_path):
+    example.train(tmp_path, stop_at=3)
+    (tmp_path / "checkpoint-2" / "folder.json").mkdir()
+    (tmp_path / "checkpoint-2" / "link.json").symlink_to(tmp_path / "missing")
+    assert find_last(str(tmp_path)) == str(tmp_path / "checkpoint-2")
+
+
 @pytest.mark.parametrize("kind", [example.SnapshotTrainer, Background])
 def test_checkpoints_that_are_links_do_not_end_the_training(tmp_path, kind):
     """The links are removed, and what they point to stays."""
@@ -625,7 +650,7 @@ def test_the_plain_trainer_does_not_resume_with_a_new_optimizer(tmp_path):
         example.train(tmp_path, resume=True, kind=Plain)
     shutil.rmtree(tmp_path / "checkpoint-2" / FOLDER)  # then nothing is left to resume with
     assert find_last(str(tmp_path)) is None
-    with pytest.raises(SnapshotNotFoundError, match="nor an optimizer's state"):
+    with pytest.raises(SnapshotNotFoundError, match="nor the state of an optimizer"):
         example.train(tmp_path, resume=str(tmp_path / "checkpoint-2"))
 
 
@@ -915,6 +940,36 @@ def test_callbacks_resume_with_their_state(tmp_path, kind):
     example.train(tmp_path, stop_at=3, kind=Watched)
     example.train(tmp_path, resume=True, kind=Watched)
     assert seen == [(7, [1, 2, 3]), (7, [1, 2, 3, 4, 5, 6])]
+
+
+@pytest.mark.parametrize("kind", [example.SnapshotTrainer, Background])
+def test_changed_states_of_callbacks_are_found(tmp_path, kind):
+    class Watched(kind):
+        def __init__(self, model, arguments, **options):
+            super().__init__(model, arguments, **options)
+            self.add_callback(Patience(7))
+
+    example.train(tmp_path, stop_at=4, kind=Watched)
+    last = tmp_path / "checkpoint-4"
+    assert find_last(str(tmp_path)) == str(last)
+    text, digest = (last / STATE).read_text(), (last / STATE_DIGEST).read_text()
+    (last / STATE_DIGEST).write_text("")
+    assert main(["verify", str(last)]) == 1
+    (last / STATE_DIGEST).write_text(digest)
+    (last / STATE).write_text(text.replace('"limit": 7', '"limit": 3'))
+    assert find_last(str(tmp_path)) == str(tmp_path / "checkpoint-2")
+    assert main(["verify", str(last)]) == 1
+    with pytest.raises(SnapshotError, match=r"trainer_state\.json: digest of its values"):
+        example.train(tmp_path, resume=str(last), kind=Watched)
+    (last / STATE_DIGEST).unlink()  # as in older checkpoints
+    assert find_last(str(tmp_path)) == str(last)
+
+
+def test_an_optimizer_without_a_scheduler_is_not_resumed_with_new_ones(tmp_path):
+    example.train(tmp_path, stop_at=3, kind=Trainer)
+    (tmp_path / "checkpoint-2" / "scheduler.pt").unlink()
+    with pytest.raises(SnapshotNotFoundError, match="nor the state of an optimizer and a scheduler"):
+        example.train(tmp_path, resume=True)
 
 
 def test_the_end_of_training_deletes_no_checkpoint_that_is_being_written(tmp_path):

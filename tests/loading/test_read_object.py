@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.lib.stride_tricks import as_strided
 
 from snapshot import RestoreError, Snapshot, StateDict
 from snapshot.plan import layout
@@ -262,6 +263,20 @@ def test_obj_out_of_another_kind_is_an_error():
         snapshot.read_object("0/s/a", torch.zeros(4, dtype=torch.int64))
     with pytest.raises(RestoreError, match="s/t: obj_out must be a tensor, got a ndarray"):
         snapshot.read_object("0/s/t", np.zeros(4, np.int64))
+    with pytest.raises(RestoreError, match="s/t: obj_out must be a tensor, got a ndarray"):
+        snapshot.read_object("0/s/t", np.zeros(2, np.int64), box=[slice(0, 2)])
+
+
+@pytest.mark.parametrize("strides", [(0, 8), (8, 8), (-8, 8), (4, 8), (16, 4)])
+def test_an_array_with_overlapping_elements_cannot_be_filled(strides):
+    saved = np.arange(6).reshape(3, 2)
+    held = as_strided(np.zeros(9, np.int64)[4:], (3, 2), strides)
+    live = StateDict(a=held)
+    snapshot = take(a=saved)
+    with pytest.raises(RestoreError, match="s/a: obj_out must be an array without overlapping elements"):
+        snapshot.read_object("0/s/a", held)
+    snapshot.restore({"s": live})
+    assert (live["a"] == saved).all()
 
 
 def test_a_generator_with_two_names_and_two_saved_states_gets_one_of_them():

@@ -251,6 +251,23 @@ def test_a_root_that_can_be_read_and_not_written_lets_jobs_restore_and_go_on(buc
     assert is_uploaded(bucket, 4, 4)
 
 
+def test_no_step_is_written_directly_to_a_root_where_no_restore_would_find_it(bucket, proxy, tmp_path):
+    """The near folder cannot be used, and other users' facts cannot be written."""
+    near = tmp_path / "near"
+    near.touch()
+    with job(bucket, near) as manager:
+        manager.take(1, state(1))
+    with proxy.fault("PUT", "*/.run/*", status=403, body=DENIED, times=None), job(bucket, near) as manager:
+        assert manager.restore_latest(state(-1)) == 1
+        with pytest.raises(StorageError, match="this job's attempt cannot be published there"):
+            manager.take(2, state(2))
+    with job(bucket, near) as manager:
+        assert manager.restore_latest(state(-1)) == 1
+        manager.take(2, state(2))
+    with job(bucket, near) as manager:
+        assert manager.restore_latest(state(-1)) == 2
+
+
 @pytest.mark.slow
 def test_a_new_run_begins_in_a_root_that_cannot_be_written_yet(bucket, proxy, tmp_path):
     near = tmp_path / "near"
