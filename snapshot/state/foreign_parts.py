@@ -14,9 +14,12 @@ import torch
 
 from snapshot.errors import SnapshotError
 from snapshot.state.sharded import copy_description, describes_parts, mark_parts
+from snapshot.tensors.memory import address_of_tensor
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _SPLIT = "tensor_model_parallel"
+_LONGEST = 1000
+"""Elements of the longest list in a stateful that may have modules. Longer ones are data, and cost time."""
 
 
 class MarkedNames(NamedTuple):
@@ -79,38 +82,49 @@ def _describe_parameters(key: str, module: torch.nn.Module, state: Any) -> None:
         refuse_empty((f"{key}/{name}", each) for name, each in marked.empty.items())
     for name, each in marked.described.items():
         held = state.get(name)
-        if isinstance(held, torch.Tensor) and not describes_parts(held) and held.data_ptr() == each.data_ptr():
+        if not isinstance(held, torch.Tensor) or describes_parts(held):
+            continue
+        if address_of_tensor(held) == address_of_tensor(each):
             state[name] = copy_description(each, held)
 
 
 def _describe_attributes(key: str, stateful: Any, state: Any) -> None:
     """Mark the tensors of a state dict that are those of marked parameters, or of their moments."""
-    attributes: list[Any] = []
-    for each in getattr(stateful, "__dict__", {}).values():
-        attributes += each if type(each) in (list, tuple) else each.values() if type(each) is dict else [each]
+    attributes = _list_attributes(stateful)
     found = [find_marked_names(each) for each in attributes if isinstance(each, torch.nn.Module)]
     if not any(map(any, found)):
         return
     marked = [each for names in found for each in (*names.described.values(), *names.split.values())]
-    sources = {(each.data_ptr(), each.shape): each for each in marked}
+    sources = {(address_of_tensor(each), each.shape): each for each in marked}
     for optimizer in (each for each in attributes if isinstance(each, torch.optim.Optimizer)):
         for parameter in (each for each in marked if each in optimizer.state):
             for moment in optimizer.state[parameter].values():
                 if isinstance(moment, torch.Tensor) and moment.shape == parameter.shape:
-                    sources[moment.data_ptr(), moment.shape] = parameter
+                    sources[address_of_tensor(moment), moment.shape] = parameter
     empty = {name: each for names in found for name, each in names.empty.items()}
     for path, value in _list_values(key, state):
         if not isinstance(value, torch.Tensor) or type(value) not in _PLAIN:
             continue
         if not value.numel() and (name := path.rpartition("/")[2]) in empty:
             refuse_empty([(path, empty[name])])
-        source = sources.get((value.data_ptr(), value.shape)) if value.numel() else None
+        source = sources.get((address_of_tensor(value), value.shape)) if value.numel() else None
         if source is None or source is value:
             continue
         if describes_parts(source) and not describes_parts(value):
             mark_parts(source, value)
         if is_split(source):
             setattr(value, _SPLIT, True)
+
+
+def _list_attributes(stateful: Any) -> list[Any]:
+    """Return the attributes of an object, and the elements of those that are containers."""
+    found: list[Any] = []
+    for each in getattr(stateful, "__dict__", {}).values():
+        if type(each) not in (list, tuple, dict):
+            found.append(each)
+        elif len(each) <= _LONGEST:
+            found += each.values() if type(each) is dict else each
+    return found
 
 
 def _list_values(path: str, value: Any) -> Iterator[tuple[str, Any]]:
