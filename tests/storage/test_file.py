@@ -367,7 +367,7 @@ def test_files_of_a_storage_that_is_never_closed_are_closed_with_it(tmp_path):
     async def read():
         storage = open_storage(URL.parse(str(tmp_path)), None, Context())
         await fetch(storage, "a", 0, [100])
-        assert opened_in(tmp_path) == ["a"]
+        assert opened_in(tmp_path) == ([] if storage._portable else ["a"])  # that path opens it for each read
 
     asyncio.run(read())
     assert opened_in(tmp_path) == []
