@@ -41,8 +41,9 @@ SERVERS = {"browser", "moto", "weed", "gcs", "azurite", "nginx", "webdav", "sshd
 # example: a machine that is busy with something else is slow.
 settings.register_profile("fixed", deadline=None, derandomize=True, database=None)
 settings.register_profile("random", deadline=None, print_blob=True)
-settings.load_profile("random" if os.environ.get("SNAPSHOT_TEST_RANDOM") else "fixed")
-if not os.environ.get("SNAPSHOT_TEST_RANDOM") and hasattr(providers, "is_local_module_file"):
+PROFILE = "random" if os.environ.get("SNAPSHOT_TEST_RANDOM") else "fixed"
+settings.load_profile(PROFILE)
+if PROFILE == "fixed" and hasattr(providers, "is_local_module_file"):
     # Else it also tries the constants in all modules that this process has happened to import.
     providers.is_local_module_file = lambda _: False
 

@@ -1,15 +1,19 @@
-"""The list of the tests that only `.ci/run --all` runs."""
+"""The lists of the tests that only `.ci/run --all` runs, and of those that the fast tier leaves out."""
 
 import re
 from pathlib import Path
 
-from tests.conftest import NIGHTLY
+import pytest
+
+from tests.conftest import NIGHTLY, SLOW
 
 HERE = Path(__file__).parent
 
 
-def test_each_line_begins_the_name_of_a_test():
-    for line in NIGHTLY:
-        module, _, name = line.partition("::")
+@pytest.mark.parametrize("names", [NIGHTLY, SLOW], ids=["nightly", "slow"])
+def test_each_line_begins_the_name_of_a_test(names):
+    for line in names:
+        module, *classes, name = line.partition("[")[0].split("::") if "::" in line else (line, "")
         source = (HERE / module).read_text()
-        assert not name or re.search(rf"^def {re.escape(name.partition('[')[0])}\(", source, re.MULTILINE), line
+        indent = "    " * len(classes)
+        assert not name or re.search(rf"^{indent}def {re.escape(name)}\(", source, re.MULTILINE), line

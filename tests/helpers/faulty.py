@@ -151,20 +151,16 @@ def masters_of_nothing_finite():
     return {"m": model, "o": optimizer}, between
 
 
-def masters_that_reach_no_parameter():
+def masters_that_reach_no_parameter(kind=Masters):
     model = net(16, 16, 4).to(torch.bfloat16)
-    optimizer = Masters(model.parameters(), lr=1e-3)
+    optimizer = kind(model.parameters(), lr=1e-3)
     trained = copy.deepcopy(model)
     optimizer.parameters = list(trained.parameters())
     return {"m": model, "o": optimizer}, lambda number: learn(trained, optimizer, torch.randn(8, 16).to(torch.bfloat16))
 
 
 def flat_masters_that_reach_no_parameter():
-    model = net(16, 16, 4).to(torch.bfloat16)
-    optimizer = FlatMasters(model.parameters(), lr=1e-3)
-    trained = copy.deepcopy(model)
-    optimizer.parameters = list(trained.parameters())
-    return {"m": model, "o": optimizer}, lambda number: learn(trained, optimizer, torch.randn(8, 16).to(torch.bfloat16))
+    return masters_that_reach_no_parameter(FlatMasters)
 
 
 def complex_numbers(dtype=torch.complex64):
