@@ -6,8 +6,11 @@ all tiers.
 """
 
 import contextlib
+import gc
 import os
+import re
 import signal
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -24,6 +27,8 @@ from tests.helpers.warm_interpreter import Warm
 HERE = Path(__file__).parent
 TIERS = "servers or ranks or deadly or libraries or device or bench or examples or slow or nightly"
 FAST = f"smoke or not ({TIERS})"
+OTHER_TIER = re.compile(rf"^pytestmark = .*\bmark\.({TIERS.replace(' or ', '|')})\b", re.MULTILINE)
+"""A module all of whose tests are of another tier than the fast one."""
 
 
 def read_names(file):
@@ -77,8 +82,47 @@ WORKERS = 3
 
 def pytest_configure(config):
     """Choose the fast tier if neither tests nor marks are named on the command line."""
-    if config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.markexpr:
+    config.pluginmanager.register(Unneeded())
+    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return
+    if not config.option.markexpr:
         config.option.markexpr = FAST
+    # Each worker looks at other folders first, so that they compile the modules of a fresh clone together and not all
+    # of them each. `pytest_collection_modifyitems` gives all workers one order.
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    if hasattr(config, "workerinput"):
+        folders = sorted(str(each) for each in HERE.iterdir() if each.is_dir() and (each / "__init__.py").exists())
+        folders = [each for each in folders if Path(each).name not in config.getini("norecursedirs")]
+        modules = sorted(str(each) for each in HERE.glob("test_*.py"))
+        number, count = int(config.workerinput["workerid"].removeprefix("gw")), config.workerinput["workercount"]
+        paths = [*folders, *modules, str(HERE.parent / "snapshot")]
+        first = len(paths) * number // count
+        config.args = paths[first:] + paths[:first]
+
+
+class Unneeded:
+    """A plugin that does not import modules without a test: some import a whole framework."""
+
+    def pytest_ignore_collect(self, collection_path, config):
+        """Ignore modules of the library without a doctest, and in the fast tier modules that are of another tier."""
+        if collection_path.suffix != ".py":
+            return None
+        text = collection_path.read_text()
+        if HERE not in collection_path.parents:
+            return True if ">>>" not in text else None
+        other = config.option.markexpr == FAST and OTHER_TIER.search(text) and "mark.smoke" not in text
+        return True if other else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Collect without the garbage collector, which would look at thousands of tests again and again, here and later."""
+    gc.disable()
+    found = yield
+    gc.enable()
+    gc.freeze()
+    return found
 
 
 def pytest_xdist_auto_num_workers(config):
@@ -97,7 +141,7 @@ def pytest_ignore_collect(collection_path):
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items):
-    """Mark the tests that use servers or ranks, and put long modules in front."""
+    """Mark the tests that use servers or ranks, and put long modules in front. The order is that of the paths."""
     for item in items:
         used = {*getattr(item, "fixturenames", ()), *_texts_in_parameters(item)}
         if used & SERVERS:
@@ -116,7 +160,7 @@ def pytest_collection_modifyitems(items):
         path = name_below(item)
         return next((i for i, first in enumerate(FIRST) if path.startswith(first)), len(FIRST))
 
-    items.sort(key=place)
+    items.sort(key=lambda item: (place(item), str(item.path)))
 
 
 def limit_examples(test):

@@ -1,38 +1,55 @@
-"""CPU time of each test, and the list of the tests that are too slow for the fast tier: tests/slow.txt.
+"""Costs of each test, and the list of the tests that are too slow for the fast tier: tests/slow.txt.
 
     SNAPSHOT_TEST_COSTS=FILE python -m pytest -p tests.costs      adds a line to FILE for each test
     python -m tests.costs FILE...                                 writes tests/slow.txt
 
-A test is too slow if it takes more than `MOST` seconds of CPU time, with its child processes: the least time, if it was
-measured several times. If all cases of a function are too slow, the cheapest one stays if it takes less than `CASE`.
-So a run still meets most functions. Wall times say little: they depend on other work.
+The cost of a test is its CPU time, with that of all processes below this one, or a quarter of its time by the clock if
+that is more: other tests run while it waits. If it was measured several times, the least cost counts. A test is too
+slow if it costs more than `MOST` seconds. If all cases of a function are too slow, the cheapest one stays if it costs
+less than `CASE`. So a run still meets most functions.
 """
 
 import json
 import os
-import resource
 import sys
+import time
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
 MOST, CASE = 0.15, 0.4
+WAITING = 0.25
+"""Cost of a second of waiting."""
 LIST = Path(__file__).with_name("slow.txt")
 
 
 def _cpu_seconds():
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in used)
+    """Return the CPU time that this process and all below it have used, with children that have ended."""
+    found, children = {}, defaultdict(list)
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        found[pid := int(path.parent.name)] = sum(map(int, fields[11:15]))
+        children[int(fields[1])].append(pid)
+    pending, ticks = [os.getpid()], 0
+    while pending:
+        pid = pending.pop()
+        ticks += found.get(pid, 0)
+        pending += children[pid]
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item):
-    """Add the CPU seconds of a test to the file."""
-    before = _cpu_seconds()
+    """Add the cost of a test to the file."""
+    before, began = _cpu_seconds(), time.monotonic()
     yield
+    used, waited = _cpu_seconds() - before, time.monotonic() - began
     with open(os.environ["SNAPSHOT_TEST_COSTS"], "a") as file:
-        file.write(json.dumps([item.nodeid, round(_cpu_seconds() - before, 4)]) + "\n")
+        file.write(json.dumps([item.nodeid, round(max(used, waited * WAITING), 4)]) + "\n")
 
 
 def read_costs(files):
