@@ -20,7 +20,7 @@ def test_each_line_begins_the_name_of_a_test(names):
         if classes:  # its tests may be those of a suite
             source += Path(conformance.__file__).read_text()
         indent = "    " * len(classes)
-        assert not name or re.search(rf"^{indent}def {re.escape(name)}\(", source, re.MULTILINE), line
+        assert not name or re.search(rf"^{indent}(async )?def {re.escape(name)}\(", source, re.MULTILINE), line
 
 
 def test_flaky_tests_have_a_date_and_a_cause(tmp_path, monkeypatch):
