@@ -174,7 +174,8 @@ class Pool:
             self._open()
         module = sys.modules[(function.func if isinstance(function, functools.partial) else function).__module__]
         file = getattr(module, "__file__", None)
-        request = pickle.dumps((module.__name__, file, pickle.dumps((function, args))))
+        test = os.environ.get("PYTEST_CURRENT_TEST", "")
+        request = pickle.dumps((test, module.__name__, file, pickle.dumps((function, args))))
         self._results = [None] * self.world
         self._traces = {}
         self.seconds = [None] * self.world
@@ -324,7 +325,10 @@ def _work(rank, pipe, folder, environment):
             request = pipe.recv_bytes()
         except EOFError:
             os._exit(0)
-        pipe.send_bytes(_answer(request))
+        answer = _answer(request)
+        if reach := sys.modules.get("tests.mutants.reach"):
+            reach.write_child()
+        pipe.send_bytes(answer)
 
 
 def _answer(request):
@@ -333,7 +337,7 @@ def _answer(request):
     trace = ""
     told = []
     try:
-        name, file, call = pickle.loads(request)
+        os.environ["PYTEST_CURRENT_TEST"], name, file, call = pickle.loads(request)
         _load(name, file)
         function, args = pickle.loads(call)
         with warnings.catch_warnings(record=True) as told:
