@@ -127,7 +127,8 @@ def judge(mutant: Mutant, tests: Sequence[str], trees: Trees) -> str:
         path.write_text(mutant.apply(source))
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-o", "timeout=100"]
         environment = {**os.environ, "PYTHONPATH": str(tree)}
-        command += tests
+        (tree.parent / "tests").write_text("\n".join(tests))  # they may be too many for a command
+        command += [f"@{tree.parent / 'tests'}"]
         ended = subprocess.run(
             command,
             cwd=tree,
