@@ -32,11 +32,14 @@ OTHER_TIER = re.compile(rf"^pytestmark = .*\bmark\.({TIERS.replace(' or ', '|')}
 
 
 def read_names(file):
-    """Return the beginnings of names of tests in a list beside this module."""
-    return tuple(line for line in (HERE / file).read_text().splitlines() if line and line[0] != "#")
+    """Return the lines of a list beside this module: a module, a function, or one of its cases or their beginning."""
+    return frozenset(line for line in (HERE / file).read_text().splitlines() if line and line[0] != "#")
 
 
-NIGHTLY, SLOW = read_names("nightly.txt"), frozenset(read_names("slow.txt"))
+NIGHTLY, SLOW = read_names("nightly.txt"), read_names("slow.txt")
+CASES = tuple(line for line in NIGHTLY if "[" in line)
+COLLECTED = pytest.StashKey[list[str]]()
+"""Names of all tests, if all modules were collected."""
 EXAMPLES = 25
 """Most examples of a random search in the fast tier."""
 SERVERS = {"browser", "moto", "weed", "gcs", "azurite", "nginx", "webdav", "sshd"}
@@ -140,8 +143,10 @@ def pytest_ignore_collect(collection_path):
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Mark the tests that use servers or ranks, and put long modules in front. The order is that of the paths."""
+    if config.option.markexpr != FAST and any(Path(each).resolve() == HERE for each in config.args):
+        config.stash[COLLECTED] = [name_below(item) for item in items]
     for item in items:
         used = {*getattr(item, "fixturenames", ()), *_texts_in_parameters(item)}
         if used & SERVERS:
@@ -149,9 +154,10 @@ def pytest_collection_modifyitems(items):
         if used & {*POOLS, "fresh_pool"}:
             item.add_marker("ranks")
         name = name_below(item)
-        if name in SLOW or name.partition("[")[0] in SLOW:
+        whole = {name, name.partition("[")[0], name.partition("::")[0]}
+        if whole & SLOW:
             item.add_marker("slow")
-        if name.startswith(NIGHTLY):
+        if whole & NIGHTLY or name.startswith(CASES):
             item.add_marker("nightly")
         if item.config.option.markexpr == FAST and getattr(item.obj, "is_hypothesis_test", False):
             limit_examples(item.obj)
