@@ -1,8 +1,8 @@
 """The tiers of the tests, and fixtures that all rooms share: ranks, servers, a warm interpreter.
 
 `python -m pytest` runs the fast tier: all tests without a tier's mark (see `[tool:pytest]` in setup.cfg), and those
-marked `smoke`. If files or folders are named, all of their tests run: `python -m pytest tests/storage`. `.ci/run` runs
-all tiers.
+that smoke.txt names. If files or folders are named, all of their tests run: `python -m pytest tests/storage`.
+`.ci/run` runs all tiers but those of nightly.txt.
 """
 
 import contextlib
@@ -36,8 +36,9 @@ def read_names(file):
     return frozenset(line for line in (HERE / file).read_text().splitlines() if line and line[0] != "#")
 
 
-NIGHTLY, SLOW = read_names("nightly.txt"), read_names("slow.txt")
+NIGHTLY, SLOW, SMOKE = read_names("nightly.txt"), read_names("slow.txt"), read_names("smoke.txt")
 CASES = tuple(line for line in NIGHTLY if "[" in line)
+SMOKING = {line.partition("::")[0] for line in SMOKE}
 COLLECTED = pytest.StashKey[list[str]]()
 """Names of all tests, if all modules were collected."""
 EXAMPLES = 25
@@ -114,8 +115,9 @@ class Unneeded:
         text = collection_path.read_text()
         if HERE not in collection_path.parents:
             return True if ">>>" not in text else None
-        other = config.option.markexpr == FAST and OTHER_TIER.search(text) and "mark.smoke" not in text
-        return True if other else None
+        if config.option.markexpr != FAST or collection_path.relative_to(HERE).as_posix() in SMOKING:
+            return None
+        return True if OTHER_TIER.search(text) else None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -157,6 +159,8 @@ def pytest_collection_modifyitems(config, items):
         whole = {name, name.partition("[")[0], name.partition("::")[0]}
         if whole & SLOW:
             item.add_marker("slow")
+        if whole & SMOKE:
+            item.add_marker("smoke")
         if whole & NIGHTLY or name.startswith(CASES):
             item.add_marker("nightly")
         if item.config.option.markexpr == FAST and getattr(item.obj, "is_hypothesis_test", False):

@@ -1,4 +1,4 @@
-"""The lists of tests: those of `.ci/run --all` alone, those that the fast tier leaves out, and flaky ones."""
+"""The lists of tests: those of `.ci/run --all` alone, those that the fast tier leaves out or adds, and flaky ones."""
 
 import re
 from pathlib import Path
@@ -7,13 +7,15 @@ import pytest
 
 from snapshot.testing import conformance
 from tests import flaky
-from tests.conftest import COLLECTED, NIGHTLY, SLOW
+from tests.conftest import COLLECTED, NIGHTLY, SLOW, SMOKE
 
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("lines", [pytest.param(NIGHTLY, id="nightly"), pytest.param(SLOW, id="slow")])
-def test_each_line_of_nightly_txt_and_slow_txt_names_tests(lines, request):
+@pytest.mark.parametrize(
+    "lines", [pytest.param(NIGHTLY, id="nightly"), pytest.param(SLOW, id="slow"), pytest.param(SMOKE, id="smoke")]
+)
+def test_each_line_of_nightly_slow_and_smoke_txt_names_tests(lines, request):
     names = request.config.stash.get(COLLECTED, ())
     for line in lines:
         module, *classes, name = line.partition("[")[0].split("::") if "::" in line else (line, "")

@@ -10,8 +10,6 @@ from snapshot import Sharded, Snapshot, SnapshotError, StateDict
 from snapshot.plugins.file import files
 from snapshot.plugins.file.files import drop_cache, open_direct
 
-pytestmark = pytest.mark.smoke
-
 
 def _state(value, own):
     return {"s": StateDict(shared=torch.full((100_000,), value), own=torch.full((1000,), float(own)), step=int(value))}

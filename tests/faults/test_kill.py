@@ -14,9 +14,7 @@ SAMPLED = {
 }  # all of theirs are in tests/soak
 
 
-@pytest.mark.parametrize(
-    "verb", [pytest.param(each, marks=pytest.mark.smoke) if each == "take" else each for each in VERBS]
-)
+@pytest.mark.parametrize("verb", VERBS)
 def test_whoever_is_killed_at_an_operation_leaves_old_or_new(forker, tmp_path, verb):
     kills, new = kill_at_operations(forker, tmp_path, verb, every=SAMPLED.get(verb, 1))
     assert kills >= 2

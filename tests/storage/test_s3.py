@@ -81,7 +81,6 @@ def assert_same(a, b):
             assert same, (key, name)
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_snapshot_goes_there_and_back(moto, engine):
     url, given = f"s3://{moto.bucket()}/run/step-1", options(moto, engine=engine)
@@ -256,7 +255,6 @@ def test_the_uploads_of_a_killed_process_are_swept(weed):
     asyncio.run(work())
 
 
-@pytest.mark.smoke
 def test_of_two_takes_at_once_one_wins(moto):
     url = f"s3://{moto.bucket()}/s"
     first = Snapshot.async_take(url, state(fill=1), storage_options=options(moto))
@@ -461,7 +459,6 @@ def test_a_condition_of_one_job_is_kept_against_another(weed):
     asyncio.run(work())
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("days", [-2, 2])
 def test_the_age_of_a_claim_is_by_the_clock_of_the_server(moto, monkeypatch, days):
     """A host whose clock is two days ahead leaves the files of a running take alone."""

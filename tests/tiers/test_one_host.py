@@ -17,7 +17,6 @@ def names(told):
     return [each.name for each in told]
 
 
-@pytest.mark.smoke
 def test_a_take_is_committed_near_and_then_far(tmp_path, hosts):
     live = state(10)
     with manager_of(tmp_path / "far", hosts("a")) as manager:
@@ -40,7 +39,6 @@ def test_a_take_is_committed_near_and_then_far(tmp_path, hosts):
         assert holds(live, 10)
 
 
-@pytest.mark.smoke
 def test_a_restore_reads_the_near_copy(tmp_path, hosts):
     with manager_of(tmp_path / "far", hosts("a")) as manager:
         manager.take(10, state(10))
@@ -90,7 +88,6 @@ def test_only_what_is_asked_for_is_uploaded_with_none(tmp_path, hosts):
     }  # the exit saves the last
 
 
-@pytest.mark.smoke
 def test_a_damaged_near_file_is_read_from_far_and_healed(tmp_path, hosts, told):
     with manager_of(tmp_path / "far", hosts("a"), keep_near=None) as manager:
         manager.take(10, state(10))
@@ -181,7 +178,6 @@ def test_two_jobs_share_one_uploader(tmp_path, hosts):
     assert Snapshot(str(tmp_path / "far/step-20")).verify()
 
 
-@pytest.mark.smoke
 def test_an_older_attempt_is_never_published(tmp_path, hosts):
     """A host that returns has a step that the run has left behind: neither its uploader nor a restore uses it."""
     with manager_of(tmp_path / "far", hosts("a"), upload=None, grace=0, keep_near=None) as manager:
@@ -286,7 +282,6 @@ def test_an_exception_saves_what_the_hook_allows_and_flushes(tmp_path, hosts):
 NEAR = ("upload", "replicas", "rate", "grace", "compression")
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("on_error", [Tolerate(3), "warn"], ids=["Tolerate", "warn"])
 def test_failed_takes_are_survived_up_to_a_number(tmp_path, told, on_error):
     (tmp_path / "blocked").write_text("a file")
