@@ -6,6 +6,7 @@ import types
 from pathlib import Path
 
 import snapshot
+from tests.helpers import signatures
 
 ROOT = Path(__file__).parents[1]
 NAMES = [
@@ -69,6 +70,11 @@ NAMES = [
 def test_the_package_exports_these_names():
     assert sorted(snapshot.__all__) == sorted(NAMES)
     assert all(getattr(snapshot, name) is not None for name in NAMES)
+
+
+def test_parameters_and_defaults_of_public_names_are_those_of_signatures_txt():
+    """A changed default changes what users get: change the file, too, and the changelog."""
+    assert list(signatures.find_signatures()) == signatures.FILE.read_text().splitlines()
 
 
 def test_nothing_else_is_a_public_attribute_of_the_package():
