@@ -103,7 +103,7 @@ def equal(a, b, path=""):
     elif type(a).__eq__ is object.__eq__ and hasattr(a, "__dict__"):
         equal(vars(a), vars(b), path)
     else:
-        assert a == b or a != a, path  # noqa: PLR0124 - NaN
+        assert a == b or (a != a and b != b), path  # noqa: PLR0124 - NaN
 
 
 @pytest.mark.filterwarnings("ignore")
