@@ -219,10 +219,8 @@ def load(name):
     return json.loads((FOLDER / f"{name}.json").read_text())
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", [name for name in MAKERS if name != "blocks"])  # zstd's frames may differ
 def test_the_library_makes_the_same_vectors(name):
-    if name == "blocks":
-        pytest.skip("zstd's frames may differ between versions: they are only read")
     if name == "signatures":
         pytest.importorskip("cryptography")
     assert json.loads(json.dumps(MAKERS[name]())) == load(name)

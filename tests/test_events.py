@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -18,16 +19,17 @@ STATE = {"s": StateDict(x=torch.arange(1000.0))}
 
 
 def test_a_take_tells_what_it_does_with_bytes_and_seconds(tmp_path, told):
+    began = time.perf_counter()
     Snapshot.async_take(tmp_path / "s", STATE).wait()
+    longest = time.perf_counter() - began + 0.001  # events round to milliseconds
     named = {event.name: event for event in told}
     assert sorted(named) == ["blocked", "committed", "staged", "start"]
     assert (told[0].name, len(told)) == ("start", 4)
-    assert 0 <= named["staged"].fields["seconds"] <= named["committed"].fields["seconds"]
-    assert told.pop(told.index(named["blocked"])).fields["seconds"] >= 0
+    assert 0 <= named["staged"].fields["seconds"] <= named["committed"].fields["seconds"] <= longest
+    assert 0 <= told.pop(told.index(named["blocked"])).fields["seconds"] <= longest
     assert {event.verb for event in told} == {"async_take"}
     assert {event.path for event in told} == {str(tmp_path / "s")}
     assert all(event.fields["bytes"] >= 4000 for event in told)
-    assert named["committed"].fields["seconds"] >= 0
 
 
 def test_one_that_fails_says_why(tmp_path, told):

@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+from snapshot_sqlite import SqliteStorage
 
 from snapshot import Snapshot, StateDict
 from snapshot.testing import StorageTests, faulty
 
 
 class TestSqlite(StorageTests):
+    capabilities = SqliteStorage.capabilities
+
     @pytest.fixture
     def url(self, tmp_path):
         return f"sqlite://{tmp_path}/test.db/run/step-1"

@@ -10,13 +10,13 @@ import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from snapshot.errors import CorruptSnapshotError, StorageConflictError, StorageError, StorageNotFoundError
 from snapshot.io.registry import open_storage
-from snapshot.io.storage import ABSENT, ANYTHING, Context, Expect, Limits, Storage
+from snapshot.io.storage import ABSENT, ANYTHING, Capabilities, Context, Expect, Limits, Storage
 from snapshot.io.url import URL
 
 # Whole files through a storage, in parts within its limits: a minimal write engine for tests.
@@ -93,18 +93,36 @@ DEADLINE = 60.0
 Test = Callable[..., Coroutine[Any, Any, None]]
 
 
-def on_loop(*needed: str) -> Callable[[Test], Callable[..., None]]:
+TESTED = ("write", "list", "delete", "ranged_read", "conditional_put", "concurrent", "shares", "guarded_commit")
+"""Capabilities that decide which tests apply to a storage."""
+UNDECLARED_RAISE = ("write", "list", "delete", "ranged_read", "conditional_put", "shares")
+"""Capabilities without which a method raises."""
+
+
+def on_loop(*needed: str, unless_all: Sequence[str] = ()) -> Callable[[Test], Callable[..., None]]:
     """Run an asynchronous test on its own event loop, on which its storage is closed, too.
 
-    Skip the test if the storage lacks a capability in `needed`.
+    The test applies to a storage with all capabilities in `needed`, but not to one with all of those in `unless_all`.
     """
+
+    def why_not(capabilities: Capabilities) -> str:
+        """Return why the test does not apply, or an empty text if it does."""
+        for name in needed:
+            if not getattr(capabilities, name):
+                return f"does not declare {name!r}"
+        if unless_all and all(getattr(capabilities, name) for name in unless_all):
+            return "declares all of them"
+        return ""
 
     def wrap(test: Test) -> Callable[..., None]:
         @functools.wraps(test)
         def run(self: OpenedStorage, storage: Storage, **fixtures: Any) -> None:
-            for name in needed:
-                if not getattr(storage.capabilities, name):
-                    pytest.skip(f"{type(storage).__name__} does not declare {name!r}")
+            if self.capabilities is not None:
+                for name in TESTED:
+                    declared, found = getattr(self.capabilities, name), getattr(storage.capabilities, name)
+                    assert bool(declared) == bool(found), f"{type(self).__name__}: {name} must be {found!r}"
+            elif reason := why_not(storage.capabilities):
+                pytest.skip(f"{type(storage).__name__} {reason}")
 
             async def body() -> None:
                 try:
@@ -114,9 +132,17 @@ def on_loop(*needed: str) -> Callable[[Test], Callable[..., None]]:
 
             asyncio.run(body())
 
+        run.why_not = why_not  # type: ignore[attr-defined]
         return run
 
     return wrap
+
+
+class _NotCollected:
+    """Placeholder of a test that does not apply to a storage. Pytest collects only what can be called."""
+
+
+NOT_COLLECTED = _NotCollected()
 
 
 def names(error: pytest.ExceptionInfo[BaseException], storage: Storage, path: str) -> None:
@@ -126,6 +152,24 @@ def names(error: pytest.ExceptionInfo[BaseException], storage: Storage, path: st
 
 class OpenedStorage:
     """Fixtures of the conformance tests: a plugin's tests override `url`, and others if needed."""
+
+    capabilities: ClassVar[Capabilities | None] = None
+    """Capabilities of the storage under test, usually `MyStorage.capabilities`.
+
+    Then tests that do not apply to the storage are not collected, and a storage with other capabilities fails. If None,
+    such tests are skipped when they run.
+    """
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        for name in {name for base in cls.__mro__ for name in vars(base) if name.startswith("test_")}:
+            found = (vars(base)[name] for base in cls.__mro__ if name in vars(base))
+            test = next(each for each in found if each is not NOT_COLLECTED)
+            why_not = getattr(test, "why_not", None)
+            if why_not is not None and cls.capabilities is not None and why_not(cls.capabilities):
+                setattr(cls, name, NOT_COLLECTED)
+            elif getattr(cls, name) is NOT_COLLECTED:  # a base class has other capabilities
+                setattr(cls, name, test)
 
     @pytest.fixture
     def url(self) -> str:
@@ -632,7 +676,7 @@ class StorageTests(BulkFileTests, SmallFileTests, SharedFileTests):
         await writer.finish()
         assert await storage.get("data/file") == b"done"
 
-    @on_loop()
+    @on_loop(unless_all=UNDECLARED_RAISE)
     async def test_what_is_not_declared_raises(self, storage: Storage) -> None:
         attempts: dict[str, Callable[[], Awaitable[object]]] = {
             "write": lambda: storage.create("data/file", 1),
@@ -642,11 +686,10 @@ class StorageTests(BulkFileTests, SmallFileTests, SharedFileTests):
             "shares": lambda: storage.share(storage.url.join("file"), "shared"),
             "ranged_read": lambda: fetch(storage, "file", 1, [1]),
         }
-        undeclared = [name for name in attempts if not getattr(storage.capabilities, name)]
-        if not undeclared:
-            pytest.skip(f"{type(storage).__name__} declares all of them")
         await self.place(storage, "file", b"..")
-        for name in undeclared:
+        for name in UNDECLARED_RAISE:
+            if getattr(storage.capabilities, name):
+                continue
             with pytest.raises(StorageError):
                 await attempts[name]()
 

@@ -57,8 +57,13 @@ def typed(key):
 
 def bits(tensor):
     tensor = tensor.detach()
-    if tensor.layout is not torch.strided:
-        return None
+    if tensor.layout is torch.sparse_coo:
+        return tensor.is_coalesced(), bits(tensor._indices()), bits(tensor._values())
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return bits(tensor.crow_indices()), bits(tensor.col_indices()), bits(tensor.values())
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return bits(tensor.ccol_indices()), bits(tensor.row_indices()), bits(tensor.values())
+    assert tensor.layout is torch.strided, tensor.layout
     if tensor.is_quantized:
         return tensor.int_repr().numpy().tobytes()
     plain = tensor

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from snapshot import Snapshot, StateDict, Target
+from snapshot import Snapshot, SnapshotExistsError, StateDict, Target
 from snapshot.cli import main
 from snapshot.io.url import select_server
 from snapshot.testing import faulty
@@ -85,6 +85,8 @@ def test_that_something_is_there_is_said_in_the_words_of_the_command(taken, tmp_
         assert "--overwrite" in err
         assert "overwrite=True" not in err
         assert "take to" not in err
+    with pytest.raises(SnapshotExistsError, match="pass overwrite=True"):
+        taken.copy(tmp_path / "copy")
 
 
 KEYS = {"part_bytes": "8MiB", "timeout": 3, "concurrency": 2, "account_key": "x", "client_kwargs": {"retries": 1}}

@@ -1,24 +1,9 @@
-"""What the command prints: its own options in errors, folded differences, the ends of names."""
+"""What the command prints: folded differences, the ends of names."""
 
-import pytest
 import torch
 
-from snapshot import Snapshot, SnapshotExistsError, StateDict
+from snapshot import Snapshot, StateDict
 from snapshot.cli import main
-
-
-def test_the_command_names_its_own_options(tmp_path, capsys):
-    Snapshot.take(tmp_path / "a", {"s": StateDict(x=1)})
-    Snapshot.take(tmp_path / "b", {"s": StateDict(x=1)})
-    assert main(["cp", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
-    said = capsys.readouterr().err
-    assert "--overwrite" in said
-    assert "overwrite=True" not in said
-    assert main(["convert", str(tmp_path / "a"), str(tmp_path / "c.pt"), "--to", "torch"]) == 0
-    assert main(["convert", str(tmp_path / "a"), str(tmp_path / "c.pt"), "--to", "torch"]) == 2
-    assert "--overwrite" in capsys.readouterr().err
-    with pytest.raises(SnapshotExistsError, match="pass overwrite=True"):
-        Snapshot.take(tmp_path / "a", {"s": StateDict(x=1)})
 
 
 def test_a_diff_folds_names_that_differ_in_numbers(tmp_path, capsys):

@@ -41,7 +41,7 @@ def same(a: Any, b: Any, path: str = "") -> None:
         for number, pair in enumerate(zip(a, b, strict=True)):
             same(*pair, f"{path}/{number}")
     else:
-        assert a == b or a != a, (path, a, b)  # noqa: PLR0124 - NaN
+        assert a == b or (a != a and b != b), (path, a, b)  # noqa: PLR0124 - NaN
 
 
 def bits(tensor: torch.Tensor) -> bytes:

@@ -241,6 +241,10 @@ def work(number, folder):
 def test_the_same_comes_of_it_as_with_torchs_own_storage(number, two, folder):
     for theirs, ours in two.run(work, number, folder, timeout=100):
         assert ours == theirs
+        if USAGES[number] is a_missing_key:
+            assert ours == ("raised", [(1, "RuntimeError")])
+        else:
+            assert ours[0] == "returned"
 
 
 def saved(folder, **options):

@@ -103,14 +103,14 @@ def equal(a, b, path=""):
     elif type(a).__eq__ is object.__eq__ and hasattr(a, "__dict__"):
         equal(vars(a), vars(b), path)
     else:
-        assert a == b or a != a, path  # noqa: PLR0124 - NaN
+        assert a == b or (a != a and b != b), path  # noqa: PLR0124 - NaN
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("name", "kind"), [pytest.param(name, kind, id=name) for name, kind in classes()])
+@pytest.mark.parametrize(
+    ("name", "kind"), [pytest.param(name, kind, id=name) for name, kind in classes() if name not in NOT_BUILT]
+)
 def test_what_a_take_accepts_restores_into_itself(name, kind):
-    if name in NOT_BUILT:
-        pytest.skip("cannot be built alone")
     model = model_of()
     optimizer = optimizer_of(kind, model)
     for seed in range(2):

@@ -14,6 +14,7 @@ from snapshot.io.registry import open_storage
 from snapshot.io.storage import ABSENT, URL, Context
 from snapshot.plugins.network import retry
 from snapshot.plugins.objectstore import azure
+from snapshot.plugins.objectstore.azure import AzureStorage
 from snapshot.testing import StorageTests
 from snapshot.testing.conformance import fetch, pattern, store
 from tests.helpers.fault_proxy import FaultProxy
@@ -23,6 +24,8 @@ MiB = 1 << 20
 
 
 class TestAzure(StorageTests):
+    capabilities = AzureStorage.capabilities
+
     @pytest.fixture
     def url(self, azurite):
         return f"az://{azurite.container()}/folder"

@@ -16,6 +16,7 @@ from snapshot.errors import CorruptSnapshotError, StorageConflictError, StorageE
 from snapshot.io.registry import open_storage
 from snapshot.io.storage import ABSENT, URL, Context
 from snapshot.plugins.file import files, portable
+from snapshot.plugins.file.file_storage import FileStorage
 from snapshot.plugins.file.files import OpenFile
 from snapshot.plugins.file.portable import JOINED
 from snapshot.testing import StorageTests
@@ -24,13 +25,21 @@ from snapshot.testing.conformance import aligned, fetch, pattern, store
 MiB = 1 << 20
 
 
-class TestFile(StorageTests):
+class FileTests(StorageTests):
+    capabilities = FileStorage.capabilities
+
     @pytest.fixture
     def url(self, tmp_path):
         return str(tmp_path / "root")
 
 
+class TestFile(FileTests):
+    test_one_write_takes_thousands_of_buffers = None  # its parts are aligned, and so one buffer each
+
+
 class TestFileUrl(StorageTests):
+    capabilities = FileStorage.capabilities
+    test_one_write_takes_thousands_of_buffers = None  # its parts are aligned, and so one buffer each
     test_a_path_that_is_no_plain_path_is_refused = None  # it is one check, tested in TestFile
 
     @pytest.fixture
@@ -38,7 +47,7 @@ class TestFileUrl(StorageTests):
         return f"{tmp_path.as_uri()}/a%20folder"
 
 
-class TestFileNotDurable(TestFile):
+class TestFileNotDurable(FileTests):
     test_a_path_that_is_no_plain_path_is_refused = None  # it is one check, tested in TestFile
 
     @pytest.fixture
@@ -46,7 +55,7 @@ class TestFileNotDurable(TestFile):
         return Context(durable=False)
 
 
-class TestFileThroughThePageCache(TestFile):
+class TestFileThroughThePageCache(FileTests):
     test_a_path_that_is_no_plain_path_is_refused = None  # it is one check, tested in TestFile
 
     @pytest.fixture
@@ -54,7 +63,7 @@ class TestFileThroughThePageCache(TestFile):
         return Context(direct_io="never")
 
 
-class TestFilePortable(TestFile):
+class TestFilePortable(FileTests):
     test_a_path_that_is_no_plain_path_is_refused = None  # it is one check, tested in TestFile
 
     @pytest.fixture
@@ -62,7 +71,8 @@ class TestFilePortable(TestFile):
         return Context(file_io="portable")
 
 
-class TestFileAroundThePageCache(TestFile):
+class TestFileAroundThePageCache(FileTests):
+    test_one_write_takes_thousands_of_buffers = None  # its parts are aligned, and so one buffer each
     test_a_path_that_is_no_plain_path_is_refused = None  # it is one check, tested in TestFile
 
     @pytest.fixture

@@ -26,19 +26,25 @@ from snapshot.errors import (
     StorageNotFoundError,
 )
 from snapshot.io.registry import open_storage, plugin_for
-from snapshot.io.storage import URL
+from snapshot.io.storage import URL, Capabilities
 from snapshot.plugins.fsspec.fsspec_storage import FsspecStorage
 from snapshot.testing import StorageTests, Tap, conformance, tapped
 from snapshot.testing.conformance import fetch, pattern, store
 
+WRITES = Capabilities(conditional_put=False)
+READS = Capabilities(write=False, delete=False, conditional_put=False)
+
 
 class TestMemory(StorageTests):
+    capabilities = WRITES
+
     @pytest.fixture
     def url(self):
         return f"fsspec+memory://{secrets.token_hex(8)}/run"
 
 
 class TestLocal(StorageTests):
+    capabilities = WRITES
     test_a_path_that_is_no_plain_path_is_refused = None  # it is one check, tested in TestMemory
 
     @pytest.fixture
@@ -47,6 +53,7 @@ class TestLocal(StorageTests):
 
 
 class TestWebDav(StorageTests):
+    capabilities = WRITES
     test_a_path_that_is_no_plain_path_is_refused = None  # it is one check, tested in TestMemory
 
     @pytest.fixture
@@ -64,6 +71,7 @@ class TestWebDav(StorageTests):
 
 
 class TestSftp(StorageTests):
+    capabilities = WRITES
     test_a_path_that_is_no_plain_path_is_refused = None  # it is one check, tested in TestMemory
 
     @pytest.fixture
@@ -78,6 +86,7 @@ class TestSftp(StorageTests):
 class TestCache(StorageTests):
     """A cache is for reading: small files are read behind it, since they are what changes."""
 
+    capabilities = READS
     test_a_path_that_is_no_plain_path_is_refused = None  # it is one check, tested in TestMemory
 
     @pytest.fixture
@@ -89,6 +98,8 @@ class TestCache(StorageTests):
 
 
 class TestZip(StorageTests):
+    capabilities = READS
+
     @pytest.fixture
     def url(self, tmp_path):
         with zipfile.ZipFile(tmp_path / "a.zip", "w") as file:

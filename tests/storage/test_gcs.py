@@ -15,6 +15,7 @@ from snapshot import CorruptSnapshotError, Snapshot, SnapshotExistsError, StateD
 from snapshot.errors import StorageConflictError
 from snapshot.io.storage import ABSENT
 from snapshot.plugins.network import retry
+from snapshot.plugins.objectstore.object_storage import ObjectStorage
 from snapshot.testing import StorageTests
 from snapshot.testing.conformance import fetch, pattern, store
 from tests.helpers.fault_proxy import FaultProxy
@@ -25,6 +26,7 @@ MiB = 1 << 20
 
 
 class TestGcs(StorageTests):
+    capabilities = ObjectStorage.capabilities
     test_a_path_that_is_no_plain_path_is_refused = None  # it is one check, tested in TestAzure
 
     @pytest.fixture

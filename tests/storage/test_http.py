@@ -14,6 +14,7 @@ from snapshot.events import add_handler, remove_handler
 from snapshot.io.registry import open_storage
 from snapshot.io.storage import URL
 from snapshot.plugins.network import retry
+from snapshot.plugins.web import HttpStorage
 from snapshot.testing import StorageTests
 from snapshot.testing.conformance import fetch, pattern
 from tests.helpers import storage_calls
@@ -44,6 +45,8 @@ def folder(tmp_path):
 
 
 class TestHttp(StorageTests):
+    capabilities = HttpStorage.capabilities
+
     @pytest.fixture
     def url(self, nginx, folder, place):
         self.put = lambda path, data: place(f"{folder}/{path}", data)

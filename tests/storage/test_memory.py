@@ -9,6 +9,7 @@ import pytest
 from snapshot.errors import StorageError, StorageNotFoundError
 from snapshot.io.registry import open_storage
 from snapshot.io.storage import URL, Context
+from snapshot.plugins.memory import MemoryStorage
 from snapshot.testing import StorageTests
 from snapshot.testing.conformance import fetch, store
 
@@ -16,12 +17,15 @@ _numbers = itertools.count()
 
 
 class TestMemory(StorageTests):
+    capabilities = MemoryStorage.capabilities
+
     @pytest.fixture
     def url(self):
         return f"memory://conformance-{next(_numbers)}"
 
 
 class TestMemoryBelowAName(StorageTests):
+    capabilities = MemoryStorage.capabilities
     test_a_path_that_is_no_plain_path_is_refused = None  # it is one check, tested in TestMemory
 
     @pytest.fixture

@@ -47,11 +47,8 @@ def engine(request):
     return request.param
 
 
-@pytest.fixture
-def one_engine(engine):
-    """For what is done by s3fs's client, whatever the engine."""
-    if engine != "s3fs":
-        pytest.skip("which is done by s3fs's client, whatever the engine")
+one_engine = pytest.mark.parametrize("engine", ["s3fs"], indirect=True)
+"""For what is done by s3fs's client, whatever the engine."""
 
 
 @pytest.fixture
@@ -152,7 +149,8 @@ WRITE_FAULTS = [
 
 
 @pytest.mark.parametrize(("method", "path", "fault"), WRITE_FAULTS)
-def test_a_take_outlives_what_passes(one_engine, moto, proxy, place, retries, method, path, fault):
+@one_engine
+def test_a_take_outlives_what_passes(moto, proxy, place, retries, method, path, fault):
     url, options = place
     with proxy.fault(method=method, path=path, **fault):
         Snapshot.take(url, state(), storage_options=options | patience(fault))
@@ -164,7 +162,8 @@ def test_a_take_outlives_what_passes(one_engine, moto, proxy, place, retries, me
 
 
 @pytest.mark.parametrize("fault", [{"reset_before": True}, {"lose_answer": True}])
-def test_a_take_outlives_a_fault_at_any_request(one_engine, moto, proxy, place, fault):
+@one_engine
+def test_a_take_outlives_a_fault_at_any_request(moto, proxy, place, fault):
     url, options = place
     Snapshot.take(url, state(), storage_options=options)
     requests = len(proxy.requests)
@@ -176,7 +175,8 @@ def test_a_take_outlives_a_fault_at_any_request(one_engine, moto, proxy, place, 
         assert whole(moto, (f"{url}-{nth}", options))
 
 
-def test_an_overwrite_outlives_a_lost_answer_to_its_commit(one_engine, moto, proxy, place):
+@one_engine
+def test_an_overwrite_outlives_a_lost_answer_to_its_commit(moto, proxy, place):
     url, options = place
     Snapshot.take(url, state(fill=1), storage_options=options)
     with proxy.fault(method="PUT", path=MANIFEST, lose_answer=True):
@@ -185,7 +185,8 @@ def test_an_overwrite_outlives_a_lost_answer_to_its_commit(one_engine, moto, pro
     assert len(left(moto, place)[0]) == 3
 
 
-def test_a_lost_answer_does_not_hide_that_another_was_faster(one_engine, moto, proxy, place):
+@one_engine
+def test_a_lost_answer_does_not_hide_that_another_was_faster(moto, proxy, place):
     """Our own put is recognised by its bytes: somebody else's is not."""
     url, options = place
     direct = clean(moto, options)
@@ -209,7 +210,8 @@ def test_a_lost_answer_does_not_hide_that_another_was_faster(one_engine, moto, p
     ("path", "fault"),
     [(PARTS, {"status": 503}), (PARTS, {"hang": True}), (PARTS, {"status": 403}), (MANIFEST, {"status": 403})],
 )
-def test_a_take_that_cannot_be_done_leaves_nothing(one_engine, moto, proxy, place, path, fault):
+@one_engine
+def test_a_take_that_cannot_be_done_leaves_nothing(moto, proxy, place, path, fault):
     url, options = place
     with proxy.fault(path=path, method="P*", times=None, **fault) as made, pytest.raises(StorageError, match="s3://"):
         impatiently(made, lambda patience: Snapshot.take(url, state(), storage_options=options | patience))
@@ -219,7 +221,8 @@ def test_a_take_that_cannot_be_done_leaves_nothing(one_engine, moto, proxy, plac
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("fault", [{"status": 503}, {"hang": True}])
-def test_a_commit_without_an_answer_is_unknown_and_keeps_its_data(one_engine, moto, proxy, place, fault, overwrite):
+@one_engine
+def test_a_commit_without_an_answer_is_unknown_and_keeps_its_data(moto, proxy, place, fault, overwrite):
     """The manifest may still arrive, held up by some gateway: data that is not there then would be a lost snapshot."""
     url, options = place
     if overwrite:
@@ -242,7 +245,8 @@ def test_a_commit_without_an_answer_is_unknown_and_keeps_its_data(one_engine, mo
         assert Snapshot(url, storage_options=clean(moto, options)).verify()
 
 
-def test_a_refusal_after_a_commit_without_an_answer_makes_it_no_more_certain(one_engine, moto, proxy, place):
+@one_engine
+def test_a_refusal_after_a_commit_without_an_answer_makes_it_no_more_certain(moto, proxy, place):
     url, options = place
     with (
         proxy.fault(method="PUT", path=MANIFEST, hang=True),
@@ -254,7 +258,8 @@ def test_a_refusal_after_a_commit_without_an_answer_makes_it_no_more_certain(one
 
 
 @pytest.mark.parametrize("look", [{"status": 403}, {"status": 503}, {"hang": True}])
-def test_a_commit_that_succeeded_is_never_taken_back(one_engine, moto, proxy, place, look):
+@one_engine
+def test_a_commit_that_succeeded_is_never_taken_back(moto, proxy, place, look):
     """Its answer is lost, and what stands there cannot be looked at."""
     url, options = place
 
@@ -270,14 +275,16 @@ def test_a_commit_that_succeeded_is_never_taken_back(one_engine, moto, proxy, pl
     assert whole(moto, place)
 
 
-def test_a_claim_that_may_not_be_deleted_is_left(one_engine, moto, proxy, place):
+@one_engine
+def test_a_claim_that_may_not_be_deleted_is_left(moto, proxy, place):
     url, options = place
     with proxy.fault(path="*delete*", method="POST", status=403, times=None):
         Snapshot.take(url, state(), storage_options=options)
     assert whole(moto, place)
 
 
-def test_a_take_that_is_cancelled_leaves_nothing(one_engine, moto, proxy, place):
+@one_engine
+def test_a_take_that_is_cancelled_leaves_nothing(moto, proxy, place):
     url, options = place
     fault = proxy.fault(path=PARTS, method="PUT", hang=True, times=None)
     pending = Snapshot.async_take(url, state(), storage_options=options)
@@ -289,7 +296,8 @@ def test_a_take_that_is_cancelled_leaves_nothing(one_engine, moto, proxy, place)
 
 
 @pytest.mark.timeout(SOON, func_only=True)
-def test_a_server_that_is_not_there_is_told_when_the_deadline_is_over(one_engine, place):
+@one_engine
+def test_a_server_that_is_not_there_is_told_when_the_deadline_is_over(place):
     url, options = place
     with pytest.raises(StorageError, match=r"s3://.*failed after \d+ attempts") as caught:
         Snapshot.take(url, state(), storage_options=options | {"endpoint_url": "http://127.0.0.1:9"} | IMPATIENT)
@@ -297,7 +305,8 @@ def test_a_server_that_is_not_there_is_told_when_the_deadline_is_over(one_engine
 
 
 @pytest.mark.timeout(20, func_only=True)
-def test_a_name_that_no_server_has_is_told_at_once(one_engine, place):
+@one_engine
+def test_a_name_that_no_server_has_is_told_at_once(place):
     url, options = place
     given = options | {"endpoint_url": "http://no-such-host.invalid"}
     with pytest.raises(StorageError, match="s3://"):
@@ -337,7 +346,8 @@ def test_credentials_that_ran_out_are_renewed(proxy, place, renewing, method, pa
 
 
 @pytest.mark.timeout(15, func_only=True)
-def test_credentials_that_never_come_are_not_waited_for(one_engine, place, tmp_path, monkeypatch):
+@one_engine
+def test_credentials_that_never_come_are_not_waited_for(place, tmp_path, monkeypatch):
     config = tmp_path / "config"
     config.write_text("[profile silent]\ncredential_process = sleep 60\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
@@ -348,7 +358,8 @@ def test_credentials_that_never_come_are_not_waited_for(one_engine, place, tmp_p
 
 
 @pytest.mark.timeout(10, func_only=True)
-def test_credentials_that_nobody_renews_are_told_at_once(one_engine, proxy, place):
+@one_engine
+def test_credentials_that_nobody_renews_are_told_at_once(proxy, place):
     url, options = place
     expired = b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
     with proxy.fault(times=None, status=400, body=expired), pytest.raises(StorageError, match="ExpiredToken"):
@@ -450,7 +461,8 @@ def test_a_restore_that_cannot_be_done_is_an_error(proxy, taken, fault):
         impatiently(made, lambda patience: Snapshot(taken[0], storage_options=taken[1] | patience).restore(live))
 
 
-def test_a_bit_that_flips_on_the_way_up_is_found_before_the_commit(moto, proxy, place, one_engine):
+@one_engine
+def test_a_bit_that_flips_on_the_way_up_is_found_before_the_commit(moto, proxy, place):
     """moto checks nothing that it is sent; where a part flips, the store holds what nobody has written."""
     url, options = place
     with proxy.fault(method="PUT", path=DATA, flip=2_345_678, side="request") as made:

@@ -7,7 +7,7 @@ import pytest
 from snapshot.errors import StorageConflictError, StorageError, StorageNotFoundError
 from snapshot.io.storage import URL
 from snapshot.plugins.network.retry import RetryPolicy
-from snapshot.plugins.objectstore.s3 import S3Driver
+from snapshot.plugins.objectstore.s3 import S3Driver, S3Storage
 from snapshot.testing.conformance import SharedFileTests, fetch, pattern, store
 from tests.helpers.fault_proxy import FaultProxy
 from tests.helpers.storage_calls import use
@@ -17,6 +17,8 @@ MiB = 1 << 20
 
 
 class TestMoto(SharedFileTests):
+    capabilities = S3Storage.capabilities
+
     @pytest.fixture
     def url(self, moto):
         return f"s3://{moto.bucket()}/some/folder"

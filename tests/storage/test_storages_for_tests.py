@@ -9,7 +9,8 @@ import pytest
 
 from snapshot.errors import CorruptSnapshotError, StorageError, StorageNotFoundError
 from snapshot.io.registry import open_storage, schemes
-from snapshot.io.storage import URL, Context, Limits
+from snapshot.io.storage import URL, Capabilities, Context, Limits
+from snapshot.plugins.file.file_storage import FileStorage
 from snapshot.plugins.memory import MemoryStorage
 from snapshot.testing import (
     Damage,
@@ -39,12 +40,39 @@ def opened(url):
 class TestTappedFile(StorageTests):
     """The whole contract, through taps that do nothing."""
 
+    capabilities = FileStorage.capabilities
+    test_one_write_takes_thousands_of_buffers = None  # its parts are aligned, and so one buffer each
     test_a_path_that_is_no_plain_path_is_refused = None  # FileStorage checks it
 
     @pytest.fixture
     def url(self, tmp_path):
         with recording(), stalling(on="never"):
             yield f"recording+stalling+{(tmp_path / 'a root').as_uri()}"
+
+
+def collected(**capabilities):
+    """Return the names of the tests that apply to a storage, and a class of such tests."""
+    declared = {"capabilities": Capabilities(**capabilities)} if capabilities else {}
+    made = type("Declared", (StorageTests,), declared)
+    return {name for name in dir(made) if name.startswith("test_") and callable(getattr(made, name))}, made
+
+
+def test_only_tests_that_apply_to_the_declared_capabilities_are_collected():
+    every, _ = collected()
+    reading, made = collected(write=False, shares="")
+    everything, _ = collected(shares="copy", guarded_commit=True)
+    assert "test_what_is_not_declared_raises" in reading
+    assert not {"test_what_was_put_is_got", "test_a_share_overwrites_nothing"} & reading
+    assert everything == every - {"test_what_is_not_declared_raises"}
+    again = type("Again", (made,), {"capabilities": Capabilities(), "test_what_was_put_is_got": None})
+    assert again.test_what_was_written_is_read is StorageTests.test_what_was_written_is_read
+    assert again.test_what_was_put_is_got is None
+
+
+def test_a_storage_with_other_capabilities_than_its_tests_declare_fails():
+    _, made = collected(write=False)
+    with pytest.raises(AssertionError, match="Declared: write must be True"):
+        made().test_closing_twice_is_harmless(memory())
 
 
 def test_a_tapped_storage_answers_as_the_inner_one_does():

@@ -13,6 +13,7 @@ from snapshot.io.peers import SIGNATURE, STATUS, sign
 from snapshot.io.registry import open_storage
 from snapshot.io.storage import Context
 from snapshot.io.url import URL
+from snapshot.plugins.file.file_storage import FileStorage
 from snapshot.testing import StorageTests
 from snapshot.tiers.peers import PeerServer
 
@@ -22,6 +23,9 @@ CONTENT = os.urandom(3 << 20)
 
 class TestNearStorage(StorageTests):
     """A near folder without other places is a folder."""
+
+    capabilities = FileStorage.capabilities
+    test_one_write_takes_thousands_of_buffers = None  # its parts are aligned, and so one buffer each
 
     @pytest.fixture
     def url(self, tmp_path):
