@@ -13,7 +13,7 @@ from snapshot.io.registry import open_storage
 from snapshot.io.url import URL
 from snapshot.manifest.document import METADATA
 from snapshot.testing import Log, tapped
-from tests.save.test_based_takes import WIDTH, Run, expect_whole, files
+from tests.save.frozen_training import WIDTH, Run, expect_whole, files
 from tests.tiers.jobs import flip
 
 

@@ -23,7 +23,7 @@ from snapshot.publish.store import VersionStore
 from snapshot.publish.subscriber import MARKER
 from snapshot.testing.storages import recording
 from tests.publish import engine
-from tests.publish.test_pull import Run, expect_loaded, flip, names_of
+from tests.publish.published_runs import Run, expect_loaded, flip, names_of
 
 
 @pytest.mark.parametrize("place", [".", "inside/local", "..", "link"])

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from snapshot import Snapshot
 from snapshot import events as happening
 from snapshot.errors import SnapshotError
+from tests.tiers.host_steps import restore, take_steps
 from tests.tiers.jobs import data_files, flip, holds, manager_of, rank, runs_in, state, stop_uploaders, until
-from tests.tiers.test_hosts import restore, take_steps
 
 
 @pytest.fixture

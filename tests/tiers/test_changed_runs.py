@@ -17,8 +17,8 @@ from snapshot import events as happening
 from snapshot.errors import CorruptSnapshotError
 from snapshot.tiers.tier_set import TierSet
 from snapshot.tiers.timeline import decode_record
+from tests.tiers.host_steps import restore
 from tests.tiers.jobs import ask, data_files, flip, holds, manager_of, rank, runs_in, state, stop_uploaders, until
-from tests.tiers.test_hosts import restore
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ from snapshot import Snapshot
 from snapshot.cli import main
 from snapshot.errors import CorruptSnapshotError, RunForkedError
 from tests.tiers.jobs import flip, holds, manager_of, runs_in, state, stop_uploaders, until
-from tests.tiers.test_timelines import delete, facts_in, restored, take_until_far
+from tests.tiers.timeline_steps import delete, facts_in, restored, take_until_far
 
 pytestmark = pytest.mark.slow
 

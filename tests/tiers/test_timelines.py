@@ -22,7 +22,6 @@ from snapshot.plugins.file.file_storage import FileStorage
 from snapshot.tiers import tier_set
 from snapshot.tiers.control import Request
 from snapshot.tiers.facts import read_copy
-from snapshot.tiers.timeline import decode_facts
 from snapshot.tiers.uploader_process import ensure_uploader
 from tests.helpers.fault_proxy import FaultProxy
 from tests.tiers.jobs import (
@@ -38,6 +37,7 @@ from tests.tiers.jobs import (
     stop_uploaders,
     until,
 )
+from tests.tiers.timeline_steps import delete, down, facts_in, restored, take_until_far
 
 pytestmark = pytest.mark.slow
 
@@ -54,43 +54,6 @@ def bucket(moto, proxy):
     region = {"region_name": moto.region}
     options = {"key": moto.key, "secret": moto.secret, "endpoint_url": proxy.url, "client_kwargs": region}
     return f"s3://{moto.bucket()}/run", {**options, "timeout": 1, "deadline": 1}
-
-
-def take_until_far(manager, *steps):
-    for step in steps:
-        manager.take(step, state(step))
-        until(lambda step=step: manager.where(step)["far"] == "whole")
-
-
-def delete(folder):
-    """Delete a folder that an uploader may write to meanwhile."""
-    until(lambda: shutil.rmtree(folder, ignore_errors=True) or not folder.exists())
-
-
-def down(far):
-    """Let the far root fail from now on: a file in its place. Return a function that brings it back."""
-    away = far.with_name("away")
-    far.rename(away)
-    far.write_text("down")
-
-    def up():
-        far.unlink()
-        away.rename(far)
-
-    return up
-
-
-def facts_in(far):
-    newest = max((far / ".run").iterdir())
-    return decode_facts(newest.read_bytes(), newest)
-
-
-def restored(far, near, **options):
-    live = state(-1)
-    with manager_of(far, near, **options) as manager:
-        step = manager.restore_latest(live)
-        assert step is None or holds(live, step)
-        return step
 
 
 # A root that cannot be read
