@@ -20,8 +20,8 @@ from snapshot import CorruptSnapshotError, Snapshot, SnapshotError, StateDict, U
 from snapshot.tensors.geometry import Split
 from tests.formats.deepspeed_archive import write_stand_in
 from tests.formats.torch_checkpointing_metadata import write_metadata
-from tests.helpers.foreign_states import bits
 from tests.helpers.stand_in_pickles import dtensor, placement, save, tensor_mesh
+from tests.helpers.states import equal
 from tests.helpers.versions import ALONE
 from tests.hostile.hostile_snapshots import Live, bounded, contents, shown, store
 from tests.hostile.pickle_opcodes import FLOATS, PROTO, archive, doubling, get, name_of, put, text
@@ -130,19 +130,6 @@ def exercise(url, key="all", path="0"):
     except SnapshotError:
         assert not live.given
     return found, good
-
-
-def equal(a, b):
-    """Whether two values are the same, whatever they are."""
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return (a.dtype, a.shape) == (b.dtype, b.shape) and bits(a) == bits(b)
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(equal(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(equal, a, b))
-    return a.tobytes() == b.tobytes() if isinstance(a, np.ndarray) else a == b
 
 
 @pytest.mark.parametrize("write", FORMATS, ids=lambda each: each.__name__)

@@ -50,9 +50,3 @@ class Run:
 
     def index(self, version):
         return self.store / f"weight_v{version:06d}" / "model.safetensors.index.json"
-
-
-def flip(path, place=-1):
-    data = bytearray(path.read_bytes())
-    data[place] ^= 1
-    path.write_bytes(data)

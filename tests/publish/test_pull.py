@@ -16,8 +16,9 @@ from snapshot.io.loop import _unfinished, in_own_thread
 from snapshot.publish.store import VersionStore
 from snapshot.publish.subscriber import MARKER
 from snapshot.testing.storages import faulty
+from tests.helpers.states import flip
 from tests.publish.models import model
-from tests.publish.published_runs import Run, expect_loaded, flip, loaded, names_of
+from tests.publish.published_runs import Run, expect_loaded, loaded, names_of
 
 
 def test_each_version_arrives_by_its_delta(tmp_path, told):
