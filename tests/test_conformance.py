@@ -29,7 +29,7 @@ from snapshot.tensors.digest import BLOCK, RunningDigest, digest_bytes, digest_r
 from snapshot.tensors.split_zstd import BlockCodec, BlockTable
 from tests.corpus.__main__ import SNAPSHOTS
 from tests.corpus.cases import SECRET
-from tests.test_reader import reader
+from tests.helpers.format_reader import reader
 
 FOLDER = Path(__file__).parents[1] / "docs/conformance"
 KINDS: dict[str, type[Scalar]] = {kind.__struct_config__.tag: kind for kind in AnyEntry.__args__}

@@ -2,14 +2,12 @@
 
 import ast
 import copy
-import importlib.util
 import json
 import random
 import shutil
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,17 +18,14 @@ from snapshot import Snapshot, StateDict
 from snapshot.tensors.digest import digest_range
 from snapshot.tensors.memory import BY_NAME
 from tests.corpus.__main__ import METADATA, SNAPSHOTS, folders
-from tests.corpus.test_corpus import skip_if_older
+from tests.corpus.requirements import skip_if_older
+from tests.helpers.format_reader import PATH, reader
 
-PATH = Path(__file__).parents[1] / "docs/reader.py"
 MOST_LINES = 300
 ALLOWED = {"numpy", "xxhash", "zstandard"}
 IN_BASE = {"frozen/trainable"}
 
 RECORD = np.dtype([("stored", "<u4"), ("length", "<u4"), ("sum", "<u8")])
-spec = importlib.util.spec_from_file_location("reader", PATH)
-reader = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(reader)
 
 
 def leaves(snapshot):

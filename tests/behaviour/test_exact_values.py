@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from snapshot import Snapshot, StateDict
 from snapshot.tensors.memory import BY_NAME
+from tests.helpers.states import bits, equal
 
 # what torch itself can hold no values of: shells of one to seven bits
 STORABLE = sorted(name for name in BY_NAME if not re.fullmatch(r"bits.*|u?int[1-7]", name))
@@ -23,53 +24,6 @@ def round_trip(value, path="memory://exact"):
     """What `value` is after it was saved, and read back without a template."""
     Snapshot.take(path, {"state": StateDict(value=value)}, overwrite=True)
     return Snapshot(path).get_state_dict_for_key("state")["value"]
-
-
-def same(a, b):  # noqa: PLR0911 - a line per kind
-    """Equal in type and in every bit."""
-    if isinstance(a, torch.Tensor):
-        return (
-            type(a) is type(b)
-            and a.dtype == b.dtype
-            and a.shape == b.shape
-            and a.layout == b.layout
-            and a.requires_grad == b.requires_grad
-            and bits(a) == bits(b)
-        )
-    if isinstance(a, (np.ndarray, np.generic)):
-        return type(a) is type(b) and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, dict):
-        return list(map(typed, a)) == list(map(typed, b)) and all(map(same, a.values(), b.values()))
-    if isinstance(a, (list, tuple, collections.deque)):
-        return len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, float):
-        return struct.pack("d", a) == struct.pack("d", b)
-    if isinstance(a, complex):
-        return same(a.real, b.real) and same(a.imag, b.imag)
-    return a == b
-
-
-def typed(key):
-    return type(key), key
-
-
-def bits(tensor):
-    tensor = tensor.detach()
-    if tensor.layout is torch.sparse_coo:
-        return tensor.is_coalesced(), bits(tensor._indices()), bits(tensor._values())
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return bits(tensor.crow_indices()), bits(tensor.col_indices()), bits(tensor.values())
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return bits(tensor.ccol_indices()), bits(tensor.row_indices()), bits(tensor.values())
-    assert tensor.layout is torch.strided, tensor.layout
-    if tensor.is_quantized:
-        return tensor.int_repr().numpy().tobytes()
-    plain = tensor
-    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        plain = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
-    return plain.view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def noise(shape, dtype):
@@ -84,7 +38,7 @@ def noise(shape, dtype):
 def test_every_dtype_and_shape(name, shape):
     tensor = noise(shape, BY_NAME[name])
     back = round_trip(tensor)
-    assert same(tensor, back)
+    assert equal(tensor, back)
 
 
 @pytest.mark.parametrize("name", STORABLE)
@@ -111,7 +65,7 @@ def test_a_conjugate_of_every_complex_dtype_is_exact_or_an_error_of_torch(name):
         with pytest.raises(NotImplementedError):
             tensor.conj().clone()  # torch 2.15 cannot copy it either
         return
-    assert same(torch.view_as_real(back), expected)
+    assert equal(torch.view_as_real(back), expected)
 
 
 def views():
@@ -139,7 +93,7 @@ def views():
 @pytest.mark.parametrize("name", sorted(views()))
 def test_views_come_back_equal(name):
     view = views()[name]
-    assert same(view, round_trip(view))
+    assert equal(view, round_trip(view))
 
 
 @pytest.mark.parametrize("name", ["channels last", "channels last 3d", "permuted", "transposed"])
@@ -187,7 +141,7 @@ def test_quantised_tensors(dtype):
         torch.quantize_per_tensor(torch.empty(0, 3), 0.1, 3, dtype),
     ):
         back = round_trip(tensor)
-        assert same(tensor, back)
+        assert equal(tensor, back)
         assert torch.equal(tensor.dequantize(), back.dequantize())
         assert tensor.qscheme() == back.qscheme()
 
@@ -221,7 +175,7 @@ def test_parameters_and_requires_grad():
         torch.nn.Buffer(torch.randn(3)),
     ):
         back = round_trip(value)
-        assert same(value, back)
+        assert equal(value, back)
 
 
 class Marked(torch.Tensor):
@@ -243,7 +197,7 @@ def test_tied_weights_are_stored_once_and_tied_again():
     assert snapshot.metadata.nbytes < 4096 + 4000 + 2000 + 4000 + 1
     back = snapshot.get_state_dict_for_key("state")["value"]
     assert back["a"] is back["b"] is back["c"]["d"]
-    assert same(back, state)
+    assert equal(back, state)
 
 
 def test_overlapping_views_are_stored_apart():
@@ -280,7 +234,7 @@ def test_overlapping_views_are_stored_apart():
 )
 def test_numpy_arrays_and_scalars_without_a_pickle(array):
     back = round_trip(array)
-    assert same(array, back)
+    assert equal(array, back)
     if isinstance(array, np.ndarray) and array.ndim > 1 and array.flags.f_contiguous:
         assert back.flags.f_contiguous == array.flags.f_contiguous
 
@@ -333,13 +287,13 @@ def test_nested_containers_keep_types_keys_and_order(value):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         back = round_trip(value)
-    assert same(value, back)
+    assert equal(value, back)
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.dictionaries(keys, st.integers(0, 9).map(lambda n: torch.full((n,), n)), min_size=2, max_size=6))
 def test_names_never_collide(value):
-    assert same(value, round_trip(value))
+    assert equal(value, round_trip(value))
 
 
 def test_sets_counters_and_other_containers():
@@ -352,26 +306,26 @@ def test_sets_counters_and_other_containers():
         collections.defaultdict(int, {True: 1}),
     ):
         back = round_trip(value)
-        assert same(value, back)
+        assert equal(value, back)
         if isinstance(value, collections.defaultdict):
             assert back.default_factory is value.default_factory
 
 
 def test_empty_containers_stay():
-    assert same(round_trip({"a": {}, "b": [], "c": (), "d": set()}), {"a": {}, "b": [], "c": (), "d": set()})
+    assert equal(round_trip({"a": {}, "b": [], "c": (), "d": set()}), {"a": {}, "b": [], "c": (), "d": set()})
 
 
 def test_long_values_stand_in_data_files():
     value = {"s": "é" * 100_000, "b": bytes(range(256)) * 2000, "a": bytearray(b"x" * 20_000), "big": 7**20_000}
     back = round_trip(value)
-    assert same(back, value)
+    assert equal(back, value)
     assert Snapshot("memory://exact").verify().ok
 
 
 def test_nan_payloads_are_kept():
     odd = struct.unpack("d", struct.pack("Q", 0x7FF8DEADBEEF0001))[0]
-    assert same(round_trip(odd), odd)
-    assert same(round_trip(-0.0), -0.0)
+    assert equal(round_trip(odd), odd)
+    assert equal(round_trip(-0.0), -0.0)
 
 
 def test_deep_nesting_is_refused_kindly():
@@ -488,7 +442,7 @@ def test_schedulers_come_back():
         saved = {k: v for k, v in scheduler.state_dict().items() if k != "lr_lambdas"}
         Snapshot.take("memory://exact", {"s": scheduler}, overwrite=True)
         back = Snapshot("memory://exact").get_state_dict_for_key("s")
-        assert same({k: v for k, v in back.items() if k != "lr_lambdas"}, saved)
+        assert equal({k: v for k, v in back.items() if k != "lr_lambdas"}, saved)
         Snapshot("memory://exact").restore({"s": scheduler})
 
 

@@ -22,6 +22,7 @@ from snapshot import (
 )
 from snapshot.manifest.document import METADATA
 from snapshot.testing import faulty, recording
+from tests.helpers.states import flip
 
 
 def state():
@@ -204,14 +205,6 @@ def test_every_flipped_byte_is_found(tmp_path):
                 assert live["s"]["b"] == 0
         path.write_bytes(content)
     assert Snapshot(tmp_path / "s").verify().ok
-
-
-def flip(path, at):
-    with open(path, "r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 1]))
 
 
 def test_a_flipped_byte_names_entry_file_range_and_digests(tmp_path):

@@ -93,7 +93,7 @@ def expect(command, marked, told, status):
     return told
 
 
-def flip(snapshot):
+def damage_data(snapshot):
     """Change one bit of a snapshot's data."""
     file = next((snapshot / "data").glob("*.safetensors"))
     content = bytearray(file.read_bytes())
@@ -112,7 +112,7 @@ def replayed(page, made):
         def replay(block):
             if block[2]:
                 verb, _, rest = block[2].partition(" ")
-                flip(Path(folder) / rest) if verb == "flip" else expect(rest, 0, *printed(rest, folder, made))
+                damage_data(Path(folder) / rest) if verb == "flip" else expect(rest, 0, *printed(rest, folder, made))
                 return block[0]
             lines = []
             found = commands(block[1])

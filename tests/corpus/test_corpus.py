@@ -13,6 +13,7 @@ from tests.corpus import states
 from tests.corpus.__main__ import CONTENTS, METADATA, SNAPSHOTS, SUMS, features, folders, sums
 from tests.corpus.cases import CASES, SECRET
 from tests.corpus.contents import describe
+from tests.corpus.requirements import skip_if_older
 from tests.helpers.versions import VERSION
 
 NAMES = sorted(path.stem for path in CONTENTS.glob("*.json"))
@@ -34,13 +35,6 @@ def snapshots(name):
 
 def as_json(value):
     return json.loads(json.dumps(describe(value)))
-
-
-def skip_if_older(name):
-    if name == "configs":
-        pytest.importorskip("omegaconf")
-    if name == "newer_dtypes" and VERSION < (2, 13):
-        pytest.skip("this torch lacks a dtype of the snapshot")
 
 
 def test_no_file_has_changed():

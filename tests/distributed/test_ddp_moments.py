@@ -13,7 +13,7 @@ from snapshot import ModelState, RestoreError, RNGState, Snapshot, SnapshotManag
 from snapshot.distributed import known_replication
 from snapshot.manifest import document
 from snapshot.plan import layout
-from tests.distributed.test_replication import written
+from tests.distributed.written_bytes import written
 
 
 def _train(form, steps=1, seed=0):

@@ -9,11 +9,11 @@ from safetensors.torch import load_file, save_file
 import snapshot
 from snapshot import Snapshot
 from tests.distributed import foreign_weights as ranks
-from tests.formats.test_gguf import file_of, rounded
-from tests.formats.test_orbax import ARCHIVE, tree
-from tests.formats.test_quantised import ARCHIVE as QUANTISED_FILES
+from tests.formats.gguf_files import file_of, rounded
+from tests.formats.orbax_items import ARCHIVE, tree
+from tests.formats.quantised_archive import ARCHIVE as QUANTISED_FILES
 from tests.helpers.foreign_states import same
-from tests.transform.test_lora import adapter, draw, factors
+from tests.transform.adapters import adapter, draw, factors
 
 
 def test_a_sharded_module_is_filled_from_blocks(two, folder):

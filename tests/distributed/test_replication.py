@@ -1,6 +1,5 @@
 """What counts as the same on all ranks, how it is found out in few exchanges, and how the work is shared."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -9,11 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from snapshot import RestoreError, Snapshot, SnapshotError, StateDict, SuspectStateError
-
-
-def written(path):
-    files = json.loads(Path(path, ".snapshot_metadata").read_bytes())["files"]
-    return sum(each["size"] - each.get("header", 0) for each in files.values())
+from tests.distributed.written_bytes import written
 
 
 def _globs(path):

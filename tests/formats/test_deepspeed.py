@@ -7,7 +7,6 @@ import math
 import pickle
 import shutil
 import zipfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,15 +23,11 @@ from snapshot.formats.deepspeed_groups import Group, cut_parameter
 from snapshot.formats.deepspeed_parts import JoinRules
 from snapshot.formats.flat_ranges import join_runs
 from snapshot.manifest.entries import ShardedTensorEntry, TensorEntry
-from tests.formats.test_remote_reads import on_s3
+from tests.formats.deepspeed_archive import ARCHIVE, READ, expected_of, write_stand_in
+from tests.formats.remote_copies import on_s3
 from tests.formats.write_deepspeed_files import Model, make_groups
 from tests.helpers.stand_in_pickles import New, save
 from tests.hostile.hostile_snapshots import store
-
-ARCHIVE = Path(__file__).with_name("deepspeed_files.zip")
-STAGES = ["stage1", "stage2", "stage2-float32", "stage3", "stage3-groups"]
-UNIVERSAL = ["stage2", "stage3"]
-READ = [*STAGES, *(f"{name}-universal" for name in UNIVERSAL)]
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +35,6 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("deepspeed")
     zipfile.ZipFile(ARCHIVE).extractall(folder)
     return folder
-
-
-def expected_of(files, name):
-    return torch.load(files / f"{name.removesuffix('-universal')}.expected.pt")
 
 
 @pytest.mark.parametrize("name", READ)
@@ -254,24 +245,6 @@ def test_the_file_that_names_the_newest_tag_leads_nowhere_else(tmp_path, tag):
 
 
 # Values that DeepSpeed does not write.
-
-
-def write_stand_in(folder, **changes):
-    """Write a checkpoint of ZeRO 2 with one rank, and changes of it."""
-    shapes = changes.get("shapes", [{"w": torch.Size([2, 3])}])
-    flat = changes.get("flat", torch.arange(6.0))
-    held = {
-        "zero_stage": New("deepspeed.runtime.zero.config ZeroStageEnum", changes.get("stage", 2)),
-        "single_partition_of_fp32_groups": changes.get("groups", [flat]),
-        "base_optimizer_state": {
-            "state": changes.get("state", {0: {"exp_avg": torch.ones(6), "step": 4}}),
-            "param_groups": changes.get("param_groups", [{"lr": 0.5, "params": [0]}]),
-        },
-        "param_alignment_paddings": changes.get("paddings", [[0]]),
-    }
-    module = changes.get("module", {"w": torch.arange(6.0).view(2, 3)})
-    save({"module": module, "param_shapes": shapes, **changes.get("more", {})}, folder / "mp_rank_00_model_states.pt")
-    save({"optimizer_state_dict": held}, folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
 
 
 def test_a_stand_in_is_read(tmp_path):

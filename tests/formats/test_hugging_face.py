@@ -7,7 +7,6 @@ from zipfile import ZipFile
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import nn
 
 import snapshot
 from snapshot import CorruptSnapshotError, RestoreError, Snapshot, SnapshotNotFoundError, Target, UnsafeObjectError
@@ -16,32 +15,8 @@ from snapshot.formats.hugging_face import describe_folder
 from snapshot.io.loop import run as run_soon
 from snapshot.io.registry import open_storage
 from snapshot.io.storage import URL, Context
+from tests.formats.hugging_face_folders import INDEX, model, write
 from tests.helpers.foreign_states import same
-
-INDEX = "pytorch_model.bin.index.json"
-
-
-def model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
-
-
-def write(folder, parts=2, state=None):
-    """Write what `save_pretrained(safe_serialization=False)` writes."""
-    state = model().state_dict() if state is None else state
-    folder.mkdir(parents=True, exist_ok=True)
-    if parts == 1:
-        torch.save(state, folder / "pytorch_model.bin")
-        return state
-    names, located = list(state), {}
-    for part in range(parts):
-        file = f"pytorch_model-{part + 1:05d}-of-{parts:05d}.bin"
-        chosen = names[part::parts]
-        torch.save({name: state[name] for name in chosen}, folder / file)
-        located |= dict.fromkeys(chosen, file)
-    index = {"metadata": {"total_size": 1}, "weight_map": {name: located[name] for name in names}}
-    (folder / INDEX).write_text(json.dumps(index))
-    return state
 
 
 def equal(got, expected):

@@ -12,7 +12,6 @@ import struct
 import tracemalloc
 import zipfile
 import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -40,9 +39,9 @@ from snapshot.formats.zarr import V2, V3, parse_array
 from snapshot.io.loop import run
 from snapshot.io.registry import open_storage
 from snapshot.io.storage import URL, Context
+from tests.formats.orbax_items import ARCHIVE, item, tree
 from tests.helpers.foreign_states import same
 
-ARCHIVE = Path(__file__).with_name("orbax_files.zip")
 TREES = ["ocdbt", "plain", "zarr3", "plain3"]
 zstandard = pytest.importorskip("zstandard")
 
@@ -52,27 +51,6 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("orbax")
     zipfile.ZipFile(ARCHIVE).extractall(folder)
     return folder
-
-
-def tree():
-    return {
-        "params": {
-            "dense": {"kernel": torch.arange(32, dtype=torch.bfloat16).view(8, 4), "bias": torch.arange(4.0)},
-        },
-        "opt": [torch.arange(64.0).view(16, 4) / 8, {"count": torch.tensor(7, dtype=torch.int32)}, (), None],
-        "step": 5,
-        "lr": 0.5,
-        "flag": True,
-        "name": "hello",
-        "none": None,
-        "empty": {},
-        "array": torch.arange(6).view(2, 3),
-        "zero": torch.zeros(8, 8),
-        "narrow": torch.arange(4.0).to(torch.float8_e4m3fn),
-        "complex": torch.ones(2, dtype=torch.complex64),
-        "a.b/c": torch.ones(3),
-        "long": torch.arange(3000.0).view(30, 100),
-    }
 
 
 def keys_of(opened):
@@ -630,19 +608,6 @@ def test_no_damaged_database_harms(tmp_path_factory, data):
 
 
 # Arrays of zarr, and trees
-
-
-def item(folder, arrays, leaves=None, **more):
-    """Write an item of plain folders: name -> (metadata, chunks)."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, (metadata, chunks) in arrays.items():
-        (folder / name).mkdir()
-        (folder / name / V2).write_text(metadata if isinstance(metadata, str) else json.dumps(metadata))
-        for key, content in chunks.items():
-            (folder / name / key).write_bytes(content)
-    leaves = leaves or {name: {"key_metadata": [{"key": name}]} for name in arrays}
-    (folder / "_METADATA").write_text(json.dumps({"tree_metadata": leaves, "use_ocdbt": False, **more}))
-    return folder
 
 
 PLAIN = {"shape": [4], "chunks": [2], "dtype": "<f4", "compressor": None, "fill_value": 0, "zarr_format": 2}

@@ -6,7 +6,6 @@ the public formulas, in NumPy.
 
 import json
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,10 +18,10 @@ from torch import nn
 import snapshot
 from snapshot import CorruptSnapshotError, RestoreError, Snapshot, StateDict, Target, TensorMap
 from snapshot.cli import main
-from tests.formats.test_remote_reads import on_s3
+from tests.formats.quantised_archive import ARCHIVE
+from tests.formats.remote_copies import on_s3
 from tests.helpers.foreign_states import same
 
-ARCHIVE = Path(__file__).with_name("quantised_files.zip")
 with zipfile.ZipFile(ARCHIVE) as _archive:
     SAMPLES = sorted({name.partition("/")[0] for name in _archive.namelist()})
 

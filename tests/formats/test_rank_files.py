@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from snapshot import CorruptSnapshotError, ModelState, Snapshot, SnapshotError, StateDict, UnsupportedFormatError
 from snapshot import load as load_weights
 from snapshot.tensors.geometry import Copy, Split, find_held_shards
-from tests.formats.test_remote_reads import on_s3
+from tests.formats.remote_copies import on_s3
 from tests.helpers.stand_in_pickles import Call, Name, New, dtensor, layout_mesh, placement, save, tensor_mesh
 from tests.hostile.hostile_snapshots import store
 

@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 from zstandard import ZstdCompressor
 
 from snapshot import Snapshot, StateDict
-from tests.formats.test_gguf import file_of, rounded
-from tests.formats.test_orbax import item
+from tests.formats.gguf_files import file_of, rounded
+from tests.formats.orbax_items import item
+from tests.formats.remote_copies import on_s3
 from tests.helpers.fault_proxy import FaultProxy
 from tests.helpers.versions import ALONE
 
@@ -75,25 +76,6 @@ def chunked(tensor):
         for number, each in enumerate(tensor.split(rows))
     }
     return metadata, parts
-
-
-@contextlib.contextmanager
-def on_s3(folder, moto):
-    import boto3
-
-    client = boto3.client(
-        "s3", endpoint_url=moto.url, aws_access_key_id=moto.key, aws_secret_access_key=moto.secret,
-        region_name=moto.region,
-    )  # fmt: skip
-    bucket = moto.bucket()
-    for file in (each for each in folder.rglob("*") if each.is_file()):
-        client.put_object(Bucket=bucket, Key=f"a/{file.relative_to(folder)}", Body=file.read_bytes())
-    client.close()
-    with FaultProxy(moto.url) as proxy:
-        yield proxy, f"s3://{bucket}/a", {
-            "key": moto.key, "secret": moto.secret, "endpoint_url": proxy.url,
-            "client_kwargs": {"region_name": moto.region},
-        }  # fmt: skip
 
 
 @contextlib.contextmanager

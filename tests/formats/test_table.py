@@ -14,8 +14,9 @@ from torch import nn
 
 from snapshot import Snapshot, Target, load
 from snapshot.manifest.entries import TENSORS
-from tests.formats.test_gguf import file_of
-from tests.formats.test_megatron_legacy import _write_trained
+from tests.formats.gguf_files import file_of
+from tests.formats.megatron_legacy_folders import _write_trained
+from tests.helpers.states import equal
 from tests.helpers.storage_calls import use
 
 HERE = Path(__file__).parent
@@ -124,13 +125,6 @@ def table():
 COLUMNS, ROWS = table()
 
 
-def same(a, b):
-    """Equal in dtype, shape and bytes."""
-    if (a.dtype, a.shape) != (b.dtype, b.shape):
-        return False
-    return a.contiguous().view(-1).view(torch.uint8).equal(b.contiguous().view(-1).view(torch.uint8))
-
-
 def tensors_of(path):
     return {
         name: entry
@@ -141,7 +135,7 @@ def tensors_of(path):
 
 def expect_equal(found, expected):
     assert found.keys() == expected.keys()
-    assert all(same(found[name], expected[name]) for name in expected)
+    assert all(equal(found[name], expected[name]) for name in expected)
 
 
 def opens(path, folder):
@@ -230,7 +224,7 @@ def _parts(paths):
             if name in names:
                 pieces = expected.chunk(dist.get_world_size())
                 expected = pieces[dist.get_rank()] if dist.get_rank() < len(pieces) else expected[:0]
-            assert same(part.to_local(), expected), (path, name)
+            assert equal(part.to_local(), expected), (path, name)
 
 
 def test_all_formats_load_onto_a_mesh(three, tmp_path):

@@ -1,6 +1,5 @@
 """Snapshots that torchsnapshot wrote, the released version and its last nightly: read as it reads them."""
 
-import collections
 import json
 import os
 import warnings
@@ -11,13 +10,10 @@ import torch
 import torch.distributed as dist
 
 from snapshot import CorruptSnapshotError, RNGState, Snapshot, StateDict, UnsafeObjectError
-from tests.helpers.foreign_states import DTYPES, bits, of_dtype, same
+from tests.formats.torchsnapshot_states import everything
+from tests.helpers.foreign_states import bits, same
 
 NIGHTLY = Path(os.environ.get("SNAPSHOT_TEST_NIGHTLY", Path.home() / ".cache/snapshot-tests/nightly"))
-KNOWN = [
-    dtype for dtype in DTYPES if (dtype.itemsize > 1 and "uint" not in str(dtype)) or dtype in (torch.int8, torch.uint8)
-] + [torch.bool]
-"""What torchsnapshot can hold, of those."""
 
 
 def theirs():
@@ -27,30 +23,6 @@ def theirs():
         warnings.simplefilter("ignore")
         import torchsnapshot
     return torchsnapshot
-
-
-def everything():
-    """An entry of each type, and keys that are hard to write down."""
-    torch.manual_seed(0)
-    return {
-        "dtypes": {str(dtype): of_dtype(dtype, 4, 4) for dtype in KNOWN},
-        "ordered": collections.OrderedDict(b=1, a=torch.ones(2)),
-        "list": [1, [2, torch.zeros(2)], {"x": 3}, *range(12)],
-        "empty": {"dict": {}, "list": [], "nested": [[], {}]},
-        "keys": {1: "one", "a/b": "slash", "50%": "percent", "%2F": "escape", "é ü": "u", 2: {"x": torch.ones(1)}},
-        "ints": [1, -5, 1 << 80],
-        "floats": [1.5, float("inf"), -0.0, 1e-310],
-        "bytes": b"\0\xff",
-        "flags": [True, False],
-        "text": "é\nx",
-        "tuple": (1, (2.5, "x")),
-        "none": None,
-        "set": {1, 2},
-        "big": torch.arange(5000.0).view(100, 50),
-        "scalar": torch.tensor(2.0),
-        "turned": torch.arange(6.0).view(2, 3).t(),
-        "view": torch.arange(100.0)[10:20],
-    }
 
 
 def take(path, app_state, **options):
@@ -304,7 +276,7 @@ assert torchsnapshot.__file__.startswith(nightly), torchsnapshot.__file__
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, Replicate, distribute_tensor
 from torchsnapshot import knobs
-from tests.formats.test_torchsnapshot import everything
+from tests.formats.torchsnapshot_states import everything
 dist.init_process_group("gloo", store=dist.FileStore(folder + ".store", 1), rank=0, world_size=1)
 mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
 state = everything()

@@ -21,7 +21,7 @@ from snapshot import (
     UnsupportedFormatError,
 )
 from snapshot.formats.foreign import UnknownFormatError
-from tests.formats.test_hugging_face import write
+from tests.formats.hugging_face_folders import write
 from tests.helpers.versions import ALONE
 
 ARCHIVE = Path(__file__).with_name("foreign_files.zip")

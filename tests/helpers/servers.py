@@ -398,3 +398,12 @@ def sshd(tmp_path_factory):
     (folder / "sshd_config").write_text(config)
     with running(program, "-D -e -f sshd_config", lambda: server.sftp("pwd"), folder):
         yield server
+
+
+@pytest.fixture
+def proxy(moto):
+    """A proxy before moto, which makes requests fail. Modules with another server define their own."""
+    from tests.helpers.fault_proxy import FaultProxy
+
+    with FaultProxy(moto.url) as proxy:
+        yield proxy

@@ -2,7 +2,6 @@
 and nothing that a pickle says is run."""
 
 import contextlib
-import io
 import json
 import os
 import pickle
@@ -19,12 +18,13 @@ from safetensors.torch import save_file
 
 from snapshot import CorruptSnapshotError, Snapshot, SnapshotError, StateDict, UnsafeObjectError, UnsupportedFormatError
 from snapshot.tensors.geometry import Split
-from tests.formats.test_deepspeed import write_stand_in
-from tests.formats.test_torch_checkpointing import write_metadata
-from tests.helpers.foreign_states import bits
+from tests.formats.deepspeed_archive import write_stand_in
+from tests.formats.torch_checkpointing_metadata import write_metadata
 from tests.helpers.stand_in_pickles import dtensor, placement, save, tensor_mesh
+from tests.helpers.states import equal
 from tests.helpers.versions import ALONE
 from tests.hostile.hostile_snapshots import Live, bounded, contents, shown, store
+from tests.hostile.pickle_opcodes import FLOATS, PROTO, archive, doubling, get, name_of, put, text
 
 STRIDE = int(os.environ.get("SNAPSHOT_TEST_STRIDE", "67"))
 """Of how many bytes one is flipped; 1 in a soak."""
@@ -132,19 +132,6 @@ def exercise(url, key="all", path="0"):
     return found, good
 
 
-def equal(a, b):
-    """Whether two values are the same, whatever they are."""
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return (a.dtype, a.shape) == (b.dtype, b.shape) and bits(a) == bits(b)
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(equal(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(equal, a, b))
-    return a.tobytes() == b.tobytes() if isinstance(a, np.ndarray) else a == b
-
-
 @pytest.mark.parametrize("write", FORMATS, ids=lambda each: each.__name__)
 def test_a_byte_that_was_flipped_is_an_error_or_is_found_or_changes_nothing(tmp_path, write):
     name = write(tmp_path)
@@ -182,26 +169,6 @@ def test_a_byte_that_was_flipped_is_an_error_or_is_found_or_changes_nothing(tmp_
 
 # Pickles
 
-PROTO = b"\x80\x02"
-FLOATS = [("data/0", struct.pack("<4f", 1, 2, 3, 4))]
-
-
-def archive(content, members=FLOATS, method=zipfile.ZIP_STORED):
-    made = io.BytesIO()
-    with zipfile.ZipFile(made, "w", method) as file:
-        file.writestr("a/data.pkl", content)
-        for name, data in members:
-            file.writestr(f"a/{name}", data)
-    return made.getvalue()
-
-
-def name_of(module, name):
-    return f"c{module}\n{name}\n".encode()
-
-
-def text(value):
-    return b"X" + struct.pack("<I", len(value)) + value.encode()
-
 
 def number(value):
     data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
@@ -227,22 +194,6 @@ def attack(folder, content, room=1 << 30):
     (folder / "x.pt").write_bytes(content)
     with bounded(room):
         return exercise(folder / "x.pt")[0]
-
-
-def put(index):
-    return b"r" + struct.pack("<I", index) + b"0"
-
-
-def get(index):
-    return b"j" + struct.pack("<I", index)
-
-
-def doubling(first, last, join):
-    """Values that each hold the one before twice: a few bytes that stand for 2 ** 200."""
-    made = first + put(0)
-    for index in range(200):
-        made += join(get(index)) + put(index + 1)
-    return made + get(200) + last
 
 
 def pairs(count, key):

@@ -14,7 +14,7 @@ from snapshot.formats import pickle_nodes, to_entries
 from snapshot.formats.pickled_objects import _is_modest, is_refused, load_object
 from snapshot.formats.safe_pickle import evaluate_pickle
 from snapshot.formats.torch_save import read_tensor
-from tests.hostile.test_hostile_formats import PROTO, doubling, get, name_of, put, text
+from tests.hostile.pickle_opcodes import PROTO, doubling, get, name_of, put, text
 
 
 def tower(levels, first=0):

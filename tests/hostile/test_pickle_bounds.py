@@ -13,7 +13,7 @@ from snapshot import CorruptSnapshotError, Snapshot, SnapshotError
 from snapshot.formats.pickled_objects import load_object
 from tests.helpers.foreign_states import same
 from tests.hostile.hostile_snapshots import bounded
-from tests.hostile.test_hostile_formats import archive
+from tests.hostile.pickle_opcodes import archive
 
 ROOM = 500 << 20
 """Of address space: threads take some hundred MiB without using them."""

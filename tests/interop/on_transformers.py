@@ -124,7 +124,7 @@ def _fall_back(folder):
         torch.distributed.barrier()
 
     example.train(folder, stop_at=4)
-    one_rank(lambda: flip(folder / "checkpoint-4" / "model.safetensors"))
+    one_rank(lambda: flip_middle(folder / "checkpoint-4" / "model.safetensors"))
     with pytest.raises(SnapshotError, match="its weights or its state are damaged"):
         example.train(folder, resume=str(folder / "checkpoint-4"))
     seen = []
@@ -216,7 +216,7 @@ def test_damage_is_found_before_training_goes_on(tmp_path):
         example.train(tmp_path, resume=True)
 
 
-def flip(file):
+def flip_middle(file):
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
@@ -233,7 +233,7 @@ def test_a_flipped_bit_in_the_weights_is_found_and_the_checkpoint_before_is_resu
     last = tmp_path / "checkpoint-4"
     assert list(metadata_of(last)[KEY]) == ["model.safetensors"]
     assert main(["verify", str(last)]) == 0
-    flip(last / "model.safetensors")
+    flip_middle(last / "model.safetensors")
     assert main(["verify", str(last)]) == 1
     assert main(["verify", "--quick", str(last)]) == 0
     with pytest.raises(
@@ -256,7 +256,7 @@ def test_damaged_weights_are_not_loaded_as_the_best_ones(tmp_path):
         def train(self, *arguments, **options):
             super().train(*arguments, **options)
             self._load_best_model()
-            flip(tmp_path / "checkpoint-6" / "model.safetensors")
+            flip_middle(tmp_path / "checkpoint-6" / "model.safetensors")
             self._load_best_model()
 
     with pytest.raises(SnapshotError, match="checkpoint-6: its weights or its state are damaged"):
@@ -265,9 +265,9 @@ def test_damaged_weights_are_not_loaded_as_the_best_ones(tmp_path):
 
 def test_a_damaged_snapshot_is_passed_over_too(tmp_path):
     example.train(tmp_path, stop_at=4)
-    flip(max((tmp_path / "checkpoint-4" / FOLDER / "data").iterdir(), key=lambda each: each.stat().st_size))
+    flip_middle(max((tmp_path / "checkpoint-4" / FOLDER / "data").iterdir(), key=lambda each: each.stat().st_size))
     assert find_last(str(tmp_path)) == str(tmp_path / "checkpoint-2")
-    flip(tmp_path / "checkpoint-2" / "model.safetensors")
+    flip_middle(tmp_path / "checkpoint-2" / "model.safetensors")
     assert find_last(str(tmp_path)) is None
     with pytest.raises(SnapshotError, match="damaged"):
         example.train(tmp_path, resume=True)
@@ -313,7 +313,7 @@ def test_a_damaged_checkpoint_does_not_count_for_the_limit(tmp_path):
             self.control.should_training_stop = True
 
     example.train(tmp_path, stop_at=4)
-    flip(tmp_path / "checkpoint-4" / "model.safetensors")
+    flip_middle(tmp_path / "checkpoint-4" / "model.safetensors")
     shutil.copytree(tmp_path / "checkpoint-4", tmp_path / "checkpoint-6")
     example.train(tmp_path, resume=True, kind=EndsAfterOne)
     assert {each.name for each in tmp_path.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
@@ -355,12 +355,12 @@ def test_checkpoints_without_digests_are_resumed_and_a_link_is_followed(tmp_path
 
     example.train(tmp_path / "run", stop_at=4, kind=Older)
     last = tmp_path / "run" / "checkpoint-4"
-    flip(last / "model.safetensors")
+    flip_middle(last / "model.safetensors")
     assert find_last(str(tmp_path / "run")) == str(last)
     example.train(tmp_path / "newer", stop_at=4)
     (tmp_path / "link").symlink_to(tmp_path / "newer" / "checkpoint-4")
     example.train(tmp_path / "run", resume=str(tmp_path / "link"))
-    flip(tmp_path / "newer" / "checkpoint-4" / "model.safetensors")
+    flip_middle(tmp_path / "newer" / "checkpoint-4" / "model.safetensors")
     with pytest.raises(SnapshotError, match="link: its weights or its state are damaged"):
         example.train(tmp_path / "run", resume=str(tmp_path / "link"))
 
@@ -376,7 +376,7 @@ def test_files_in_folders_below_and_missing_ones_are_compared(tmp_path):
     (tmp_path / names[0]).unlink()
     (tmp_path / names[1]).write_bytes(b"{}")
     for name in names[2:]:
-        flip(tmp_path / name)
+        flip_middle(tmp_path / name)
     faults = compare_weights(URL.parse(str(tmp_path)), None, metadata).faults
     assert [fault.split(":")[0] for fault in faults] == names
     with pytest.raises(SnapshotError, match="the digests of its weights are damaged"):
@@ -575,7 +575,7 @@ def test_an_old_checkpoint_is_kept_until_its_successor_was_read(tmp_path):
         shutil.rmtree(aside, ignore_errors=True)
         shutil.copytree(last, aside)
         for each in damaged:
-            flip(each / "model.safetensors")
+            flip_middle(each / "model.safetensors")
         put_back(str(tmp_path))
         assert sorted(tmp_path.iterdir()) == left
         assert ((last / "model.safetensors").read_bytes() == good) == (aside not in damaged)

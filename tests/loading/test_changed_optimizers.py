@@ -10,6 +10,7 @@ from torch import nn, optim
 
 from snapshot import ModelState, RestoreError, Snapshot, StateDict
 from snapshot.state.optimizers import _STATE
+from tests.helpers.states import equal
 
 URL = "memory://optimizers"
 PLAIN = {
@@ -89,16 +90,6 @@ def step(net, optimizer, seed):
             group["capturable"] = flag
 
 
-def same(a, b):
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return isinstance(b, dict) and list(a) == list(b) and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    return type(a) is type(b) and a == b
-
-
 @pytest.fixture(autouse=True)
 def quiet():
     with warnings.catch_warnings():
@@ -126,7 +117,7 @@ def test_the_next_steps_are_those_after_torch_s_own_load_state_dict(case, warm, 
     report = Snapshot(URL).restore(
         {"net": ours, "optim": our_optimizer}, cast="error" if wanted == torch.float32 else "same_kind"
     )
-    assert same(our_optimizer.state_dict(), their_optimizer.state_dict())
+    assert equal(our_optimizer.state_dict(), their_optimizer.state_dict())
     if wanted == torch.float32:
         assert not report.lines
     fused_here = case[1].get("fused") and wanted != torch.float32  # torch's fused kernels on CPUs want one dtype
@@ -137,8 +128,8 @@ def test_the_next_steps_are_those_after_torch_s_own_load_state_dict(case, warm, 
             assert fused_here or wanted != torch.float32
             return  # torch itself cannot go on in this dtype
         step(ours, our_optimizer, 100 + number)
-        assert same(dict(ours.state_dict()), dict(theirs.state_dict()))
-        assert same(our_optimizer.state_dict(), their_optimizer.state_dict())
+        assert equal(dict(ours.state_dict()), dict(theirs.state_dict()))
+        assert equal(our_optimizer.state_dict(), their_optimizer.state_dict())
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["fresh", "warm"])
@@ -240,12 +231,12 @@ def test_another_optimizer_is_one_mismatch(first, second, text, whole, warm, rec
     assert text in line
     assert (f"saved by {first.__name__} with" in line) is recorded
     assert "strict=False leaves the optimizer unchanged" in line
-    assert same(dict(other.state_dict()), dict(before[0]))
+    assert equal(dict(other.state_dict()), dict(before[0]))
     report = Snapshot(URL).restore(state_of(other, another), strict=False)
     assert text in str(report)
-    assert same(dict(other.state_dict()), dict(net.state_dict()))
+    assert equal(dict(other.state_dict()), dict(net.state_dict()))
     if warm or not whole:  # ModelState makes the state of a fresh optimizer
-        assert same(another.state_dict(), before[1])
+        assert equal(another.state_dict(), before[1])
 
 
 def test_an_optimizer_without_state_is_told_by_its_options():
@@ -310,10 +301,10 @@ def test_a_new_head_may_be_left_with_its_optimizer_state(whole):
     assert len(caught.value.mismatches) == 4
     report = Snapshot(URL).restore(state_of(other, another), strict=False, mismatched="skip")
     assert len(report.skipped) == 4
-    assert same(dict(other[1].state_dict()), dict(before))
-    assert same(dict(other[0].state_dict()), dict(net[0].state_dict()))
-    assert same(another.state_dict()["state"][2], kept)
-    assert same(another.state_dict()["state"][0], optimizer.state_dict()["state"][0])
+    assert equal(dict(other[1].state_dict()), dict(before))
+    assert equal(dict(other[0].state_dict()), dict(net[0].state_dict()))
+    assert equal(another.state_dict()["state"][2], kept)
+    assert equal(another.state_dict()["state"][0], optimizer.state_dict()["state"][0])
     another.step()
     if not whole:
         fresh = optim.AdamW(other.parameters(), lr=0.1)
@@ -403,17 +394,17 @@ def test_several_optimizers_are_compared_parameter_by_parameter(strict):
         if strict:
             with pytest.raises(RestoreError, match=r"saved by SGD, AdamW with|parameters are in other groups"):
                 Snapshot(URL).restore({"all": ModelState(other, others)})
-            assert same(dict(other.state_dict()), before[0])
+            assert equal(dict(other.state_dict()), before[0])
         else:
             report = Snapshot(URL).restore({"all": ModelState(other, others)}, strict=False)
             assert "left unchanged" in str(report.skipped[0])
-            assert same(dict(other.state_dict()), dict(net.state_dict()))
-        assert same([each.state_dict() for each in others], before[1])
+            assert equal(dict(other.state_dict()), dict(net.state_dict()))
+        assert equal([each.state_dict() for each in others], before[1])
         for each in others:
             each.step()
     other, others = several(["ab", "c"], optim.SGD, optim.AdamW)
     Snapshot(URL).restore({"all": ModelState(other, others)})
-    assert same([each.state_dict() for each in others], [each.state_dict() for each in optimizers])
+    assert equal([each.state_dict() for each in others], [each.state_dict() for each in optimizers])
 
 
 def test_other_groups_of_a_model_state_are_a_mismatch():
@@ -452,14 +443,14 @@ def test_flat_states_are_restored_like_nested_ones(there, here, warm):
     if not warm:
         another = optim.AdamW(other.parameters(), lr=0.7)
     Snapshot(URL).restore(state_of(other, another, here))
-    assert same(another.state_dict()["state"], optimizer.state_dict()["state"])
+    assert equal(another.state_dict()["state"], optimizer.state_dict()["state"])
     assert another.param_groups[0]["lr"] == 0.1
     third, sgd = trained(optim.SGD, torch.bfloat16, momentum=0.9)
     before = copy.deepcopy(sgd.state_dict())
     with pytest.raises(RestoreError, match="saved by AdamW with exp_avg, exp_avg_sq, step; SGD has momentum_buffer"):
         Snapshot(URL).restore(state_of(third, sgd, here))
     Snapshot(URL).restore(state_of(third, sgd, here), strict=False)
-    assert same(sgd.state_dict(), before)
+    assert equal(sgd.state_dict(), before)
 
 
 class Lion(optim.Optimizer):
@@ -543,7 +534,7 @@ def test_a_fresh_optimizer_stays_fresh_where_nothing_is_restored_into_it(several
     net, optimizers = made()
     Snapshot.take(URL, {"all": ModelState(net, optimizers, options)}, overwrite=True)
     assert not any(each.state for each in optimizers)
-    assert same(dict(trained_for(net, optimizers, 3)), dict(expected))
+    assert equal(dict(trained_for(net, optimizers, 3)), dict(expected))
     trained_net, trained_optimizers = net, optimizers
     net, optimizers = made()
     report = Snapshot(URL).restore({"all": ModelState(net, optimizers, options)})
@@ -573,7 +564,7 @@ def test_the_state_of_what_is_frozen_now_is_restored(warm, then):
         another = optim.AdamW(other.parameters(), lr=0.1)
     other.bias.requires_grad_(False)
     Snapshot(URL).restore({"all": ModelState(other, another)})
-    assert same(another.state_dict()["state"], optimizer.state_dict()["state"])
+    assert equal(another.state_dict()["state"], optimizer.state_dict()["state"])
 
 
 @pytest.mark.parametrize("flat", [False, True])

@@ -105,7 +105,7 @@ def test_a_run_to_which_an_ema_was_added_resumes(tmp_path):
             manager.restore_latest({"net": net}, strickt=False)
 
 
-def _flip(folder, at=-1):
+def _flip_in_only_file(folder, at=-1):
     (file,) = sorted((folder / "data").glob("*.safetensors"))
     data = bytearray(file.read_bytes())
     data[at] ^= 1
@@ -123,7 +123,7 @@ def test_what_a_corrupt_step_left_in_a_live_tensor_is_never_kept(tmp_path, kind)
     with SnapshotManager(tmp_path) as manager:
         manager.take(1, {"s": first} | ({"more": StateDict(z=1)} if kind == "StateDict" else {}))
         manager.take(2, {"s": first, "more": second})
-        _flip(tmp_path / "step-2")
+        _flip_in_only_file(tmp_path / "step-2")
         with pytest.raises(RestoreError, match=r"more/w.*holds bytes of a damaged snapshot"):
             manager.restore_latest({"s": first, "more": holder()}, options=RestoreOptions(strict=False))
         live = holder()
@@ -136,7 +136,7 @@ def test_what_the_older_step_overwrites_is_restored(tmp_path):
     with SnapshotManager(tmp_path) as manager:
         for step in (1, 2):
             manager.take(step, {"s": StateDict(w=torch.full((300_000,), float(step)), step=step)})
-        _flip(tmp_path / "step-2")
+        _flip_in_only_file(tmp_path / "step-2")
         live = StateDict(w=torch.zeros(300_000), step=0, new=5)
         assert manager.restore_latest({"s": live}) == 1
         assert live["w"].eq(1).all()

@@ -13,8 +13,8 @@ from snapshot.io.registry import open_storage
 from snapshot.io.url import URL
 from snapshot.manifest.document import METADATA
 from snapshot.testing import Log, tapped
-from tests.save.test_based_takes import WIDTH, Run, expect_whole, files
-from tests.tiers.jobs import flip
+from tests.save.frozen_training import WIDTH, Run, expect_whole, files
+from tests.tiers.jobs import flip_keeping_time
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_a_damaged_near_file_is_read_from_another_place_also_beside_a_base(train
     shutil.copytree(tmp_path / "adapter", tmp_path / "far")
     for path in files(tmp_path / "adapter").values():
         if path.suffix == ".safetensors":
-            flip(path)
+            flip_keeping_time(path)
     trained.step()
     places = Places(tmp_path / "far")
     near = Snapshot(f"near://{tmp_path}/adapter", storage_options={"sources": places})

@@ -16,7 +16,7 @@ from snapshot import (
     StorageError,
     TakeOptions,
 )
-from tests.save.test_based_takes import Run, entries, expect_whole, files
+from tests.save.frozen_training import Run, entries, expect_whole, files
 
 
 def copies(root, steps):

@@ -13,7 +13,7 @@ from snapshot.io.storage import URL
 from snapshot.testing.storages import TappedStorage
 from tests.faults.killed_jobs import Kill
 from tests.publish import engine
-from tests.publish.test_pull import expect_loaded
+from tests.publish.published_runs import expect_loaded
 
 pytestmark = pytest.mark.deadly
 CONTEXT = multiprocessing.get_context("forkserver")

@@ -22,8 +22,9 @@ from snapshot.publish import subscriber as notify
 from snapshot.publish.store import VersionStore
 from snapshot.publish.subscriber import MARKER
 from snapshot.testing.storages import recording
+from tests.helpers.states import flip
 from tests.publish import engine
-from tests.publish.test_pull import Run, expect_loaded, flip, names_of
+from tests.publish.published_runs import Run, expect_loaded, names_of
 
 
 @pytest.mark.parametrize("place", [".", "inside/local", "..", "link"])

@@ -5,8 +5,8 @@ import torch
 
 from snapshot import Publisher, SnapshotError, SnapshotNotFoundError, Subscriber
 from snapshot.publish.store import CLAIM, VersionStore, version_name
-from tests.publish.test_pull import expect_loaded
-from tests.storage.test_s3 import options
+from tests.publish.published_runs import expect_loaded
+from tests.storage.s3_options import options
 
 
 @pytest.fixture

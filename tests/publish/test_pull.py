@@ -10,63 +10,15 @@ from typing import ClassVar
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from snapshot import CorruptSnapshotError, Publisher, SnapshotError, SnapshotNotFoundError, StorageError, Subscriber
 from snapshot.io.loop import _unfinished, in_own_thread
 from snapshot.publish.store import VersionStore
 from snapshot.publish.subscriber import MARKER
 from snapshot.testing.storages import faulty
-from tests.publish.test_publish import model, train
-
-
-def names_of(told, *wanted):
-    return [event.name for event in told if event.name in wanted]
-
-
-def loaded(folder):
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    state = {}
-    for file in set(index["weight_map"].values()):
-        state |= load_file(folder / file)
-    assert state.keys() == index["weight_map"].keys()
-    return state
-
-
-def expect_loaded(folder, state):
-    found = loaded(folder)
-    assert found.keys() == state.keys()
-    assert all(torch.equal(found[name], state[name]) for name in state)
-
-
-class Run:
-    """A store with some versions, and the state of each."""
-
-    def __init__(self, folder, versions, **options):
-        self.store = folder / "store"
-        self.net = model()
-        self.publisher = Publisher(self.store, files={"config.json": b'{"x": 1}'}, **options)
-        self.states = {}
-        self.publish(versions)
-
-    def publish(self, count=1):
-        for _ in range(count):
-            train(self.net)
-            version = self.publisher.publish(10 * (len(self.states) + 1), self.net).wait().version
-            self.states[version] = {name: tensor.clone() for name, tensor in self.net.state_dict().items()}
-
-    def shard(self, version):
-        [file] = (self.store / f"weight_v{version:06d}").glob("*.safetensors")
-        return file
-
-    def index(self, version):
-        return self.store / f"weight_v{version:06d}" / "model.safetensors.index.json"
-
-
-def flip(path, place=-1):
-    data = bytearray(path.read_bytes())
-    data[place] ^= 1
-    path.write_bytes(data)
+from tests.helpers.states import flip
+from tests.publish.models import model
+from tests.publish.published_runs import Run, expect_loaded, loaded, names_of
 
 
 def test_each_version_arrives_by_its_delta(tmp_path, told):

@@ -24,6 +24,7 @@ from snapshot.manifest.document import FORMAT, PACKED_FORMAT
 from snapshot.tensors.digest import BLOCK
 from snapshot.tensors.memory import BY_NAME
 from snapshot.testing import faulty, recording
+from tests.helpers.states import bits, equal
 
 MiB = 1 << 20
 
@@ -53,18 +54,6 @@ def state(rows=700):
     }
 
 
-def same(a, b):
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and bits(a) == bits(b)
-    if isinstance(a, list):
-        return all(map(same, a, b))
-    return a == b
-
-
-def bits(tensor):
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
-
-
 def blank(like):
     return {
         "s": StateDict(
@@ -80,10 +69,10 @@ def expect_same(path, app, **given):
     live = blank(app)
     Snapshot(path).restore(live, **given)
     for name, value in app["s"].items():
-        assert same(value, live["s"][name]), name
+        assert equal(value, live["s"][name]), name
     new = Snapshot(path).get_state_dict_for_key("s")
     for name, value in app["s"].items():
-        assert same(value, new[name]), name
+        assert equal(value, new[name]), name
     assert Snapshot(path).verify()
 
 
@@ -192,7 +181,7 @@ def test_a_row_costs_two_blocks_and_the_table(tmp_path):
     with recording() as log:
         view = Snapshot(f"recording+file://{tmp_path}/s")
         row = view.read_object("0/s/long", box=(slice(12_345, 12_346),))
-    assert same(row, app["s"]["long"][12_345:12_346])
+    assert equal(row, app["s"]["long"][12_345:12_346])
     reads = [each for each in log.operations if each.name == "read_into" and each.path.endswith("safetensors")]
     assert sum(each.nbytes for each in reads) <= 2 * BLOCK + 4096
     assert sum(each.nbytes for each in log.operations if each.path.endswith(".bin")) < 64 << 10
@@ -210,7 +199,7 @@ def test_any_box_is_the_same_as_that_of_the_whole(tmp_path, seed):
             for at, size in zip(low, whole.shape, strict=True)
         ]
         box = tuple(slice(at, at + n) for at, n in zip(low, length, strict=True))
-        assert same(Snapshot(tmp_path / "s").read_object("0/s/t", box=box), whole[box])
+        assert equal(Snapshot(tmp_path / "s").read_object("0/s/t", box=box), whole[box])
 
 
 # Copies and conversions
@@ -233,7 +222,7 @@ def test_copies_and_conversions(tmp_path):
     Snapshot(tmp_path / "z").convert(Target(tmp_path / "z.safetensors", "safetensors"), select=["s/weight"])
     Snapshot(tmp_path / "z").copy(tmp_path / "part", select=["s/weight"])
     for place in ("z.safetensors", "part"):
-        assert same(Snapshot(tmp_path / place).get_manifest() and read_weight(tmp_path / place), app["s"]["weight"])
+        assert equal(Snapshot(tmp_path / place).get_manifest() and read_weight(tmp_path / place), app["s"]["weight"])
     with pytest.raises(ValueError, match="no other library reads"):
         Snapshot(tmp_path / "z").convert(Target(tmp_path / "no", "dcp", compression="zstd"))
 

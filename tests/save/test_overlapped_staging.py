@@ -9,7 +9,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -22,6 +21,7 @@ from snapshot.save.staging import Stager
 from snapshot.save.step_barrier import SpotBytes
 from snapshot.tensors.memory import view_memory
 from snapshot.testing import faulty, stalling
+from tests.helpers.states import equal
 
 KiB = 1 << 10
 SMALL_BUDGET = 2 << 20
@@ -62,18 +62,6 @@ def contents(url, app):
     return {key: Snapshot(url).get_state_dict_for_key(key) for key in app}
 
 
-def same(a, b):
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, np.ndarray):
-        return np.array_equal(a, b)
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b
-
-
 @contextmanager
 def held_up(app, **options):
     """A pending snapshot that cannot go on, as long as the writes of its storage stall; checked at the end."""
@@ -88,7 +76,7 @@ def held_up(app, **options):
             stall.release()
     pending.wait(30)
     assert pending.staged()
-    assert same(contents("memory://overlapped", app), expected)
+    assert equal(contents("memory://overlapped", app), expected)
 
 
 @contextmanager
@@ -307,7 +295,7 @@ def test_weights_that_a_forward_pass_renorms_are_copied_by_the_call():
         assert not torch.equal(model[0].weight, expected["model"]["0.weight"])
         stall.release()
     pending.wait(30)
-    assert same(contents("memory://renormed", {"model": model}), expected)
+    assert equal(contents("memory://renormed", {"model": model}), expected)
 
 
 def test_storages_that_hold_something_else_are_copied_by_the_call():
@@ -326,7 +314,7 @@ def test_storages_that_hold_something_else_are_copied_by_the_call():
         flat.add_(1)
         stall.release()
     pending.wait(30)
-    assert same(contents("memory://flat", app), expected)
+    assert equal(contents("memory://flat", app), expected)
 
 
 def _data(model, app):
@@ -585,7 +573,7 @@ def test_an_interrupted_wait_leaves_all_as_it_was(where):
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, old)
         assert not pending.staged()
-        assert same(dict(model.state_dict()), before)
+        assert equal(dict(model.state_dict()), before)
 
 
 def test_several_at_once_are_each_of_their_own_moment(tmp_path):
@@ -598,7 +586,7 @@ def test_several_at_once_are_each_of_their_own_moment(tmp_path):
         backward(model)
         app["optim"].step()
     for each, values in zip(pending, expected, strict=True):
-        assert same(dict(each.wait(60).get_state_dict_for_key("model")), values)
+        assert equal(dict(each.wait(60).get_state_dict_for_key("model")), values)
 
 
 def test_several_threads_with_models_of_their_own(tmp_path):
@@ -645,7 +633,7 @@ def test_one_that_nobody_waits_for_is_finished_at_exit(tmp_path, warm):
     script = SCRIPT + "Snapshot.async_take(sys.argv[1], app, staging='overlapped', memory_budget_bytes=4 << 20)"
     warm.run(script, tmp_path / "s", tmp_path / "p")
     assert Snapshot(tmp_path / "s").verify()
-    assert same(dict(Snapshot(tmp_path / "s").get_state_dict_for_key("model")), dict(torch.load(tmp_path / "p")))
+    assert equal(dict(Snapshot(tmp_path / "s").get_state_dict_for_key("model")), dict(torch.load(tmp_path / "p")))
 
 
 def test_a_forked_child_does_not_wait_for_its_parents_snapshot(tmp_path, warm):
@@ -667,7 +655,7 @@ pending.wait()
 """
     )
     warm.run(script, tmp_path / "s", tmp_path / "p")
-    assert same(dict(Snapshot(tmp_path / "s").get_state_dict_for_key("model")), dict(torch.load(tmp_path / "p")))
+    assert equal(dict(Snapshot(tmp_path / "s").get_state_dict_for_key("model")), dict(torch.load(tmp_path / "p")))
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import torch
 from snapshot import CorruptSnapshotError, Near, SignatureError, Snapshot, SnapshotManager, StateDict, TakeOptions
 from snapshot.save.base_files import Comparer
 from snapshot.testing import Log, tapped
+from tests.helpers.states import flip
 
 
 def state(changed):
@@ -18,12 +19,6 @@ def state(changed):
             kept=torch.arange(800_000, dtype=torch.float32), changed=torch.full((300_000,), float(changed)), n=changed
         ),
     }
-
-
-def flip(file, at):
-    data = bytearray(file.read_bytes())
-    data[at] ^= 1
-    file.write_bytes(data)
 
 
 def frozen_file(path):

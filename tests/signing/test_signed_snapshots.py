@@ -27,6 +27,7 @@ from snapshot.manifest.document import decode_document, encode
 from snapshot.signing.keys import Signer, Statement
 from snapshot.testing import Log, faulty, tapped
 from snapshot.transform.verify import Verification
+from tests.helpers.states import flip
 
 BIG = 600_000
 """Elements of the long tensor: its file has several leaves."""
@@ -56,12 +57,6 @@ def loaded(path, key, elements=BIG, **options):
 
 def files_of(path, ending=""):
     return sorted(each for each in (path / "data").iterdir() if each.name.endswith(ending))
-
-
-def flip(file, at):
-    data = bytearray(file.read_bytes())
-    data[at] ^= 1 << at % 8
-    file.write_bytes(data)
 
 
 def faults(path, key):

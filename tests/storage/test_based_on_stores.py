@@ -5,8 +5,8 @@ import pytest
 from snapshot import Snapshot
 from snapshot.plugins.objectstore.s3 import S3Driver
 from tests.helpers.fault_proxy import FaultProxy
-from tests.save.test_based_takes import Run, expect_whole
-from tests.storage.test_s3 import options
+from tests.save.frozen_training import Run, expect_whole
+from tests.storage.s3_options import options
 
 MiB = 1 << 20
 

@@ -8,7 +8,6 @@ import torch
 
 from snapshot import CorruptSnapshotError, Snapshot, SnapshotExistsError, SnapshotManager, StateDict
 from snapshot.save.transaction import read_beginning
-from tests.helpers.fault_proxy import FaultProxy
 from tests.helpers.storage_calls import PATIENT, use
 
 pytestmark = pytest.mark.servers
@@ -20,12 +19,6 @@ def documented():
     text = PAGE.read_text().partition("### Requests on S3")[2].partition("## ")[0]
     rows = re.findall(r"^\| (.*?) \| (\d+) \|", text, re.MULTILINE)
     return {name.replace("`", ""): int(count) for name, count in rows}
-
-
-@pytest.fixture
-def proxy(moto):
-    with FaultProxy(moto.url) as proxy:
-        yield proxy
 
 
 def test_each_call_sends_the_documented_requests(moto, proxy):

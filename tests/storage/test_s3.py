@@ -19,20 +19,11 @@ from snapshot.save import transaction
 from snapshot.testing import StorageTests
 from snapshot.testing.conformance import BulkFileTests, fetch, pattern, store
 from tests.helpers.fault_proxy import FaultProxy
+from tests.storage.s3_options import options
 
 MiB = 1 << 20
 ENGINES = [pytest.param("s3fs", id="s3fs"), pytest.param(None, id="obstore")]
 """Who reads bulk bytes: obstore, unless the client that s3fs makes is asked for."""
-
-
-def options(server, **more):
-    return {
-        "key": server.key,
-        "secret": server.secret,
-        "endpoint_url": server.url,
-        "client_kwargs": {"region_name": server.region},
-        **more,
-    }
 
 
 class TestObstore(BulkFileTests):

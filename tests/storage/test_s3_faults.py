@@ -19,7 +19,6 @@ from snapshot import (
 from snapshot.events import add_handler, remove_handler
 from snapshot.io.registry import open_storage
 from snapshot.io.storage import URL
-from tests.helpers.fault_proxy import FaultProxy
 from tests.helpers.storage_calls import PATIENT, patience
 
 MiB = 1 << 20
@@ -58,12 +57,6 @@ def in_turn(engine, request):
     turn = "s3fs" if called.params["path"] == MANIFEST else ENGINES[called.indices["fault"] % 2]
     if engine != turn and not os.environ.get("SNAPSHOT_TEST_EVERY"):
         pytest.skip("the other engine meets it")
-
-
-@pytest.fixture
-def proxy(moto):
-    with FaultProxy(moto.url) as proxy:
-        yield proxy
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from snapshot.plugins.objectstore.s3 import S3Driver, S3Storage
 from snapshot.testing.conformance import SharedFileTests, fetch, pattern, store
 from tests.helpers.fault_proxy import FaultProxy
 from tests.helpers.storage_calls import use
-from tests.storage.test_s3 import options
+from tests.storage.s3_options import options
 
 MiB = 1 << 20
 

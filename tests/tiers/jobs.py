@@ -111,7 +111,7 @@ def data_files(near, step):
     return sorted(path for folder in runs_in(near) for path in (folder / f"step-{step}" / "data").glob("*-*"))
 
 
-def flip(path, at=-5):
+def flip_keeping_time(path, at=-5):
     """Flip a bit of a file, and leave its time as it was."""
     path = Path(path)
     seen = path.stat()

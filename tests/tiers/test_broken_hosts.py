@@ -12,8 +12,18 @@ import torch.distributed as dist
 from snapshot import Snapshot
 from snapshot import events as happening
 from snapshot.errors import SnapshotError
-from tests.tiers.jobs import data_files, flip, holds, manager_of, rank, runs_in, state, stop_uploaders, until
-from tests.tiers.test_hosts import restore, take_steps
+from tests.tiers.host_steps import restore, take_steps
+from tests.tiers.jobs import (
+    data_files,
+    flip_keeping_time,
+    holds,
+    manager_of,
+    rank,
+    runs_in,
+    state,
+    stop_uploaders,
+    until,
+)
 
 
 @pytest.fixture
@@ -151,7 +161,7 @@ def test_damage_on_one_host_is_healed_from_the_other(replicated):
     own = [path for path in data_files(near / "a", 20) if "-0-" in path.name and path.suffix == ".safetensors"]
     good = [path.read_bytes() for path in own]
     for path in own:
-        flip(path)
+        flip_keeping_time(path)
     found = two.run(_restored, far, near, "ab", timeout=60)
     assert [each[:3] for each in found] == [(20, True, 20)] * 2
     assert found[0][3]["peer"] > 0
@@ -163,7 +173,7 @@ def test_damage_on_all_hosts_is_healed_from_the_far_root(replicated):
     two, far, near = replicated
     for name in "ab":
         for path in data_files(near / name, 20):
-            flip(path)
+            flip_keeping_time(path)
     found = two.run(_restored, far, near, "ab", timeout=60)
     assert [each[:3] for each in found] == [(20, True, 20)] * 2
     assert found[0][3]["far"] > 0
@@ -172,7 +182,7 @@ def test_damage_on_all_hosts_is_healed_from_the_far_root(replicated):
 def test_damage_everywhere_leads_to_an_older_step(replicated):
     two, far, near = replicated
     for path in (*data_files(near / "a", 20), *data_files(near / "b", 20), *(far / "step-20/data").iterdir()):
-        flip(path)
+        flip_keeping_time(path)
     found = two.run(_restored, far, near, "ab", timeout=60)
     assert [each[:3] for each in found] == [(10, True, 10)] * 2
 

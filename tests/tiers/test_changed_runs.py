@@ -17,8 +17,19 @@ from snapshot import events as happening
 from snapshot.errors import CorruptSnapshotError
 from snapshot.tiers.tier_set import TierSet
 from snapshot.tiers.timeline import decode_record
-from tests.tiers.jobs import ask, data_files, flip, holds, manager_of, rank, runs_in, state, stop_uploaders, until
-from tests.tiers.test_hosts import restore
+from tests.tiers.host_steps import restore
+from tests.tiers.jobs import (
+    ask,
+    data_files,
+    flip_keeping_time,
+    holds,
+    manager_of,
+    rank,
+    runs_in,
+    state,
+    stop_uploaders,
+    until,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -310,7 +321,7 @@ def test_a_damaged_fact_is_written_again(tmp_path, hosts):
     with manager_of(far, hosts("a")) as manager:
         manager.take(1, state(1))
     [fact] = (far / ".run").iterdir()
-    flip(fact, 30)
+    flip_keeping_time(fact, 30)
     with manager_of(far, hosts("a")) as manager:
         live = state(-1)
         assert manager.restore_latest(live) == 1

@@ -21,7 +21,7 @@ from snapshot.tensors.digest import digest_range
 from snapshot.tiers.far_upload import FarStorage, FarUpload, PackedUploads, read_notes
 from snapshot.tiers.near_steps import NearFolder, copy_verified, describe_files
 from snapshot.tiers.timeline import Facts
-from tests.tiers.jobs import data_files, flip, holds, manager_of, rank, stop_uploaders
+from tests.tiers.jobs import data_files, flip_keeping_time, holds, manager_of, rank, stop_uploaders
 from tests.tiers.jobs import state as job_state
 
 pytestmark = pytest.mark.slow  # each test starts an uploader
@@ -87,12 +87,12 @@ def test_restores_read_the_near_files_and_the_far_ones_where_they_lack(tmp_path,
     assert sources["near"] > 0
     assert sources["far"] == 0
     assert restored(tmp_path, hosts("b"))["far"] > 0  # a host without near files
-    for damage in (flip, os.unlink):
+    for damage in (flip_keeping_time, os.unlink):
         damaged = next(path for path in data_files(hosts("a"), 10) if path.suffix == ".safetensors")
         good = damaged.read_bytes()
         damage(damaged)
         assert restored(tmp_path, hosts("a"))["far"] > 0
-        if damage is flip:
+        if damage is flip_keeping_time:
             assert damaged.read_bytes() == good  # healed from the compressed file
 
 
@@ -190,13 +190,13 @@ def test_a_step_that_its_take_compressed_is_sent_as_it_is(tmp_path, hosts):
         (near,) = hosts("a").rglob("step-10")
         assert nbytes(near) == nbytes(tmp_path / "far" / "step-10")
     restored(tmp_path, hosts("a"))
-    for damage in (flip, os.unlink):
+    for damage in (flip_keeping_time, os.unlink):
         for suffix in (".safetensors", ".bin"):
             damaged = next(path for path in data_files(hosts("a"), 10) if path.suffix == suffix)
             good = damaged.read_bytes()
             damage(damaged)
             assert restored(tmp_path, hosts("a"))["far"] > 0
-            if damage is flip:
+            if damage is flip_keeping_time:
                 assert damaged.read_bytes() == good
             damaged.write_bytes(good)
     shutil.rmtree(hosts("a"))

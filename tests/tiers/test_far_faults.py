@@ -7,7 +7,6 @@ import pytest
 
 from snapshot import KeepLatest, Snapshot
 from snapshot.errors import BucketNotFoundError, SnapshotError, StorageError
-from tests.helpers.fault_proxy import FaultProxy
 from tests.tiers.jobs import (
     ask,
     data_files,
@@ -25,12 +24,6 @@ MiB = 1 << 20
 LARGE = 5 * MiB  # elements: 20 MiB for each of two tensors
 PARTS = "*partNumber=*"
 MANIFEST = "*.snapshot_metadata"
-
-
-@pytest.fixture
-def proxy(moto):
-    with FaultProxy(moto.url) as proxy:
-        yield proxy
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from snapshot.events import (
 )
 from snapshot.tiers.uploader import Uploader
 from snapshot.tiers.uploader_process import MetricsServer
-from tests.tiers.jobs import flip, manager_of, stop_uploaders
+from tests.tiers.jobs import flip_keeping_time, manager_of, stop_uploaders
 
 SAMPLE = re.compile(r'([a-z_]+)(?:\{((?:[a-z]+="(?:[^"\\\n]|\\.)*",?)*)\})? (\S+)')
 DASHBOARD = Path(__file__).parents[2] / "docs/_static/grafana.json"
@@ -110,7 +110,7 @@ def test_events_that_count_nothing_change_nothing():
 def test_a_verify_that_found_faults_has_failed(tmp_path, damaged, outcome):
     taken = Snapshot.take(str(tmp_path / "snap"), {"s": StateDict(x=torch.arange(1000))})
     if damaged:
-        flip(max((tmp_path / "snap").rglob("*"), key=lambda path: path.stat().st_size))
+        flip_keeping_time(max((tmp_path / "snap").rglob("*"), key=lambda path: path.stat().st_size))
     metrics = Metrics()
     add_handler(metrics)
     try:

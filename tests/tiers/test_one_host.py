@@ -9,7 +9,17 @@ import torch
 from snapshot import KeepLatest, Near, Snapshot, SnapshotExistsError, SnapshotManager, TakeOptions, Tolerate
 from snapshot.errors import SnapshotError, StorageError
 from snapshot.tiers.control import Request
-from tests.tiers.jobs import data_files, flip, holds, manager_of, runs_in, state, stop_uploaders, until, upload_all
+from tests.tiers.jobs import (
+    data_files,
+    flip_keeping_time,
+    holds,
+    manager_of,
+    runs_in,
+    state,
+    stop_uploaders,
+    until,
+    upload_all,
+)
 
 pytestmark = pytest.mark.slow  # each test starts an uploader
 
@@ -94,7 +104,7 @@ def test_a_damaged_near_file_is_read_from_far_and_healed(tmp_path, hosts, told):
         manager.take(10, state(10))
     damaged = next(path for path in data_files(hosts("a"), 10) if path.suffix == ".safetensors")
     good = damaged.read_bytes()
-    flip(damaged)
+    flip_keeping_time(damaged)
     with manager_of(tmp_path / "far", hosts("a")) as manager:
         live = state(-1)
         assert manager.restore_latest(live) == 10
@@ -112,7 +122,7 @@ def test_what_no_tier_has_whole_is_not_restored(tmp_path, hosts, fault):
             manager.take(step, state(step)), until(lambda step=step: manager.where(step)["far"] == "whole")
     for path in (*data_files(hosts("a"), 20), *(tmp_path / "far/step-20/data").iterdir()):
         if fault == "flip":
-            flip(path)
+            flip_keeping_time(path)
         elif fault == "cut":
             path.chmod(0o644), os.truncate(path, 8)
         else:
@@ -133,7 +143,7 @@ def test_damage_is_not_uploaded(tmp_path, hosts):
         pending = manager.async_take(10, state(10))
         pending.wait()
         for path in data_files(hosts("a"), 10):
-            flip(path)
+            flip_keeping_time(path)
         with pytest.raises(SnapshotError, match="damaged"):
             pending.wait("far", timeout=40)
         assert manager.where(10)["far"] == "damaged"

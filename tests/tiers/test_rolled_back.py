@@ -7,8 +7,8 @@ import pytest
 from snapshot import Snapshot
 from snapshot.cli import main
 from snapshot.errors import CorruptSnapshotError, RunForkedError
-from tests.tiers.jobs import flip, holds, manager_of, runs_in, state, stop_uploaders, until
-from tests.tiers.test_timelines import delete, facts_in, restored, take_until_far
+from tests.tiers.jobs import flip_keeping_time, holds, manager_of, runs_in, state, stop_uploaders, until
+from tests.tiers.timeline_steps import delete, facts_in, restored, take_until_far
 
 pytestmark = pytest.mark.slow
 
@@ -121,7 +121,7 @@ def test_the_deletion_of_a_damaged_fact_is_told_to_a_host_that_has_seen_it(tmp_p
         take_until_far(manager, 20)
     stop_uploaders(hosts("a"))
     newest = max((far / ".run").iterdir())
-    flip(newest, 30)
+    flip_keeping_time(newest, 30)
     with manager_of(far, hosts("b")) as manager, pytest.raises(CorruptSnapshotError, match="delete the file"):
         manager.restore_latest(state(-1))
     newest.unlink()

@@ -9,7 +9,7 @@ from torch import nn
 from snapshot import KeepLatest, Snapshot, StateDict, TakeOptions
 from snapshot.tiers.uploader import MOST_QUEUED
 from tests.tiers.jobs import manager_of, runs_in, stop_uploaders, until
-from tests.tiers.test_timelines import down
+from tests.tiers.timeline_steps import down
 
 SUSPECT = TakeOptions(guards="suspect")
 

@@ -22,13 +22,11 @@ from snapshot.plugins.file.file_storage import FileStorage
 from snapshot.tiers import tier_set
 from snapshot.tiers.control import Request
 from snapshot.tiers.facts import read_copy
-from snapshot.tiers.timeline import decode_facts
 from snapshot.tiers.uploader_process import ensure_uploader
-from tests.helpers.fault_proxy import FaultProxy
 from tests.tiers.jobs import (
     ask,
     data_files,
-    flip,
+    flip_keeping_time,
     holds,
     is_dead,
     is_unlocked,
@@ -38,14 +36,9 @@ from tests.tiers.jobs import (
     stop_uploaders,
     until,
 )
+from tests.tiers.timeline_steps import delete, down, facts_in, restored, take_until_far
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def proxy(moto):
-    with FaultProxy(moto.url) as proxy:
-        yield proxy
 
 
 @pytest.fixture
@@ -54,43 +47,6 @@ def bucket(moto, proxy):
     region = {"region_name": moto.region}
     options = {"key": moto.key, "secret": moto.secret, "endpoint_url": proxy.url, "client_kwargs": region}
     return f"s3://{moto.bucket()}/run", {**options, "timeout": 1, "deadline": 1}
-
-
-def take_until_far(manager, *steps):
-    for step in steps:
-        manager.take(step, state(step))
-        until(lambda step=step: manager.where(step)["far"] == "whole")
-
-
-def delete(folder):
-    """Delete a folder that an uploader may write to meanwhile."""
-    until(lambda: shutil.rmtree(folder, ignore_errors=True) or not folder.exists())
-
-
-def down(far):
-    """Let the far root fail from now on: a file in its place. Return a function that brings it back."""
-    away = far.with_name("away")
-    far.rename(away)
-    far.write_text("down")
-
-    def up():
-        far.unlink()
-        away.rename(far)
-
-    return up
-
-
-def facts_in(far):
-    newest = max((far / ".run").iterdir())
-    return decode_facts(newest.read_bytes(), newest)
-
-
-def restored(far, near, **options):
-    live = state(-1)
-    with manager_of(far, near, **options) as manager:
-        step = manager.restore_latest(live)
-        assert step is None or holds(live, step)
-        return step
 
 
 # A root that cannot be read
@@ -258,7 +214,7 @@ def test_a_damaged_attempt_does_not_hide_its_steps(tmp_path, hosts, how):
     if how == "lost":
         path.unlink()
     else:
-        flip(path, path.read_bytes().index(b",12," if how == "step" else b"/far") + 2)
+        flip_keeping_time(path, path.read_bytes().index(b",12," if how == "step" else b"/far") + 2)
     with manager_of(far, hosts("a"), upload=1, keep_near=None) as manager:
         assert manager.restore_latest(state(-1)) == 20
         assert manager.steps() == [10, 12, 20]
@@ -360,7 +316,7 @@ def left(tmp_path, hosts):
 def test_an_abandoned_step_below_a_good_one_is_not_restored(left, hosts, plain):
     """One rotten bit in the newest step must not lead to a timeline that the run has left."""
     for path in (left / "step-40/data").iterdir():
-        flip(path)
+        flip_keeping_time(path)
     live, options = state(-1), {} if plain else {"near": hosts("c")}
     with SnapshotManager(left, signals=(), **options) as manager:
         assert manager.steps() == [10, 20, 40]
@@ -463,7 +419,7 @@ def test_a_damaged_fact_is_not_replaced_by_one_of_a_deleted_run(tmp_path, hosts)
         assert manager.restore_latest(state(-1)) is None
         take_until_far(manager, 5)
     stop_uploaders(hosts("a"))
-    flip(far / ".run/00000001.json", 30)
+    flip_keeping_time(far / ".run/00000001.json", 30)
     assert restored(far, hosts("a")) == 5
 
 
@@ -526,7 +482,7 @@ def test_a_near_step_with_a_damaged_manifest_is_removed_between_steps_that_are_k
     with manager_of(tmp_path / "far", hosts("a"), keep_near=policy) as manager:
         take_until_far(manager, 100, 110, 200)
         for step in (110, 200):
-            flip(runs_in(hosts("a"))[0] / f"step-{step}/.snapshot_metadata")
+            flip_keeping_time(runs_in(hosts("a"))[0] / f"step-{step}/.snapshot_metadata")
         take_until_far(manager, 210, 220, 230)
     left = {path.name for path in runs_in(hosts("a"))[0].glob("step-*")}
     assert left == {"step-100", "step-200", "step-220", "step-230"}  # other hosts may have the manifest of step 200
@@ -542,7 +498,7 @@ def test_a_near_step_with_a_damaged_manifest_is_taken_again(tmp_path, hosts, at)
         stop_uploaders(hosts("a"))
     stop_uploaders(hosts("a"))
     shutil.rmtree(far / "step-20", ignore_errors=True)
-    flip(runs_in(hosts("a"))[0] / "step-20/.snapshot_metadata", at)
+    flip_keeping_time(runs_in(hosts("a"))[0] / "step-20/.snapshot_metadata", at)
     with manager_of(far, hosts("a")) as manager:
         assert manager.restore_latest(state(-1)) == 10
         manager.take(20, state(22))

@@ -26,10 +26,10 @@ from snapshot import (
     load,
     merge,
 )
-from snapshot.io.storage import Capabilities
 from snapshot.plugins.memory import MemoryStorage
 from snapshot.testing import faulty, recording
 from tests.helpers.foreign_states import same
+from tests.transform.plain_storage import Plain
 
 
 def _held(mesh, rank, fill):
@@ -103,12 +103,6 @@ def test_a_sequence_loses_and_gains_nothing_by_a_new_name(tmp_path, rename):
     with pytest.raises(RestoreError, match="sequence"):
         Snapshot(tmp_path / "s").convert(tmp_path / "t", rename=rename)
     assert not (tmp_path / "t").exists()
-
-
-class Plain(MemoryStorage):
-    """Cannot rename, as object stores cannot."""
-
-    capabilities = Capabilities(durable=False, shares="copy", guarded_commit=True)
 
 
 @pytest.fixture

@@ -30,12 +30,7 @@ from snapshot.cli import main
 from snapshot.formats.peft import match_pattern, parse_config
 from tests.helpers.foreign_states import same
 from tests.helpers.versions import ALONE
-
-PREFIX = "base_model.model."
-
-
-def draw(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape) + seed)).to(dtype)
+from tests.transform.adapters import PREFIX, adapter, draw, factors
 
 
 def base(dtype=torch.float32):
@@ -48,21 +43,6 @@ def base(dtype=torch.float32):
         "conv.weight": draw(6, 4, 3, 3, dtype=dtype),
         "norm.weight": draw(16, dtype=dtype),
         "steps": torch.arange(3),
-    }
-
-
-def adapter(folder, tensors, **config):
-    folder.mkdir(exist_ok=True)
-    save_file({f"{PREFIX}{name}": each for name, each in tensors.items()}, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, **config}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
-
-
-def factors(module, rows, columns, rank=4, dtype=torch.float32):
-    return {
-        f"{module}.lora_A.weight": draw(rank, columns, dtype=dtype, seed=1),
-        f"{module}.lora_B.weight": draw(rows, rank, dtype=dtype, seed=2),
     }
 
 

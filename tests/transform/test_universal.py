@@ -17,10 +17,10 @@ from snapshot import ModelState, Snapshot, SnapshotExistsError, StateDict, Targe
 from snapshot.cli import main
 from snapshot.plugins.memory import MemoryStorage
 from snapshot.testing import faulty
-from tests.formats.test_deepspeed import ARCHIVE, READ, expected_of
+from tests.formats.deepspeed_archive import ARCHIVE, READ, expected_of
 from tests.formats.write_deepspeed_files import Model, make_groups
 from tests.helpers.foreign_states import same
-from tests.transform.test_convert_targets import Plain
+from tests.transform.plain_storage import Plain
 
 TO = "deepspeed-universal"
 MOMENTS = ("exp_avg", "exp_avg_sq")

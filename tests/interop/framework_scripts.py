@@ -1,0 +1,46 @@
+"""Scripts that run with frameworks, and where those are installed."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+CACHE = Path.home() / ".cache" / "snapshot-tests"
+NEEDED = {
+    "on_deepspeed.py": ("deepspeed", "deepspeed-0.19.8"),
+    "on_ray.py": ("ray", "ray-2.60.0"),
+    "on_megatron_bridge.py": ("megatron.bridge", "megatron-bridge-0.4.2"),
+    "on_automodel.py": ("nemo_automodel", "nemo-automodel-0.7.0"),
+    "on_composer.py": ("composer", "mosaicml-0.32.1"),
+    "on_transformers_fsdp.py": ("transformers", None),
+    "on_accelerate.py": ("accelerate", None),
+}
+"""Script -> the module that it needs, and the folder with it in the cache, if it is not one of the usual packages."""
+
+
+def is_installed(module):
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # nor is its parent
+        return False
+
+
+def run_script(script, marks):
+    """Run the tests of a script that have these marks. Skip it if its framework is not there."""
+    module, folder = NEEDED[script]
+    place = CACHE / folder if folder else None
+    if not is_installed(module) and not (place and place.is_dir()):
+        pytest.skip(f"{module} is neither installed nor in {place}")
+    path = os.pathsep.join(map(str, filter(None, [*sys.path, place])))
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", "-m", marks, HERE / script],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=880, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout[-8000:]
+    assert re.search(r"\d+ passed", ended.stdout)
