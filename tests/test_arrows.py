@@ -81,11 +81,11 @@ def edges_of_plugins():
     return graph(PLUGINS)
 
 
-def test_every_room_has_its_floor():
+def test_imports_every_package_has_a_layer():
     assert {room_of(name) for name in KNOWN if name not in FACE} == set(FLOOR)
 
 
-def test_no_module_imports_a_plugin():
+def test_imports_no_module_imports_a_plugin():
     assert [name for name, found in edges_of_library().items() if any(".plugins" in each for each in found)] == []
 
 
@@ -100,7 +100,7 @@ def test_imports_point_down():
     assert wrong == []
 
 
-def test_the_core_imports_nothing_optional():
+def test_imports_of_the_core_are_not_optional():
     assert [
         (name, other)
         for name, found in edges_of_library().items()
@@ -109,24 +109,24 @@ def test_the_core_imports_nothing_optional():
     ] == []
 
 
-def test_there_are_no_circles():
+def test_imports_have_no_cycles():
     assert circles({name: found for name, found in edges_of_library().items() if name not in FACE}) == {}
     assert circles(edges_of_plugins()) == {}
 
 
-def test_plugins_know_little_of_the_library():
+def test_imports_of_plugins_are_limited():
     outside = {room_of(other) for found in edges_of_plugins().values() for other in found} - {"plugins"}
     assert outside <= PLUGINS_USE
 
 
-def test_a_module_can_be_read_in_one_go():
+def test_modules_have_at_most_900_lines():
     """No module of the library, or of its plugins, is longer than 900 lines."""
     files = [*KNOWN.values(), *PLUGINS.values()]
     long = {str(path.relative_to(ROOT)): count for path in files if (count := len(path.read_text().splitlines())) > 900}
     assert long == {}
 
 
-def test_the_map_points_at_what_is_there():
+def test_design_md_places_exist():
     """A place such as `loading/open.py: expect_files` in docs/design.md is in that file."""
     text = (ROOT / "docs" / "design.md").read_text().partition("## The rooms")[0]
     places = re.findall(r"`([\w/]+\.py)(?:: ([\w.]+))?`", text)

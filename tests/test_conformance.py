@@ -220,13 +220,13 @@ def load(name):
 
 
 @pytest.mark.parametrize("name", [name for name in MAKERS if name != "blocks"])  # zstd's frames may differ
-def test_the_library_makes_the_same_vectors(name):
+def test_conformance_vectors_are_made_by_the_library(name):
     if name == "signatures":
         pytest.importorskip("cryptography")
     assert json.loads(json.dumps(MAKERS[name]())) == load(name)
 
 
-def test_the_reader_makes_the_same_digests():
+def test_conformance_digests_of_the_reader_are_equal():
     vectors = load("digests")
     for each in vectors["ranges"]:
         data = pattern(each["length"])
@@ -236,7 +236,7 @@ def test_the_reader_makes_the_same_digests():
         assert reader.digest(pattern(each["length"])) == each["digest"]
 
 
-def test_blocks_decode():
+def test_conformance_blocks_decode():
     pytest.importorskip("zstandard")
     for each in load("blocks")["blocks"]:
         data = base64.b64decode(each["data"]) if "data" in each else bytes(each["zeros"])
@@ -254,7 +254,7 @@ def encode_and_decode(data, kind):
 
 
 @pytest.mark.parametrize("number", range(7))
-def test_blocks_are_refused(number):
+def test_conformance_damaged_blocks_are_refused(number):
     pytest.importorskip("zstandard")
     vectors = load("blocks")["refused"]
     assert len(vectors) == 7
@@ -266,7 +266,7 @@ def test_blocks_are_refused(number):
         reader.decode_block(stored, size, kind)
 
 
-def test_the_table_is_that_of_a_file_in_the_corpus():
+def test_conformance_block_table_is_that_of_a_corpus_file():
     vector = load("blocks")["table"]
     assert vector == make_table()
     stored = base64.b64decode(vector["stored"])
@@ -275,7 +275,7 @@ def test_the_table_is_that_of_a_file_in_the_corpus():
     assert sum(each["length"] for each in vector["records"]) == vector["size"]
 
 
-def test_the_signature_verifies():
+def test_conformance_signature_verifies():
     ed25519 = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ed25519")
     vectors = load("signatures")
     key = load_key(ed25519.Ed25519PublicKey.from_public_bytes(bytes.fromhex(vectors["public_key"])))
@@ -287,13 +287,13 @@ def test_the_signature_verifies():
     }
 
 
-def test_components_decode():
+def test_conformance_path_components_decode():
     for each in load("paths")["components"]:
         assert decode_component(each["component"]) == each["text"]
         assert reader.read_text("str", each["component"], escaped=True) == each["text"]
 
 
-def test_texts_have_their_values():
+def test_conformance_serialized_values_decode():
     for each, value in zip(load("texts")["values"], (*VALUES, math.nan), strict=True):
         fields = {name: field for name, field in each.items() if name in ("serialized_value", "escaped")}
         found = KINDS[each["type"]](**fields).value()
@@ -306,7 +306,7 @@ def test_texts_have_their_values():
 
 
 @pytest.mark.parametrize("number", range(len(REFUSED)))
-def test_texts_are_refused(number):
+def test_conformance_invalid_serialized_values_are_refused(number):
     each = load("texts")["refused"][number]
     with pytest.raises(SnapshotError):
         KINDS[each["type"]](each["serialized_value"]).value()

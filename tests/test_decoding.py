@@ -25,24 +25,24 @@ from snapshot.transform import verify
 
 
 @given(data=st.binary(max_size=40), kind=st.sampled_from([dict[str, int], list[str], Claim, Marker]))
-def test_any_bytes_are_decoded_or_refused_by_one_error(data, kind):
+def test_decode_json_and_msgpack_of_any_bytes_raise_one_error(data, kind):
     for decode in (decode_json, decode_msgpack):
         with contextlib.suppress(CorruptSnapshotError):
             decode(data, kind, "here")
 
 
 @pytest.mark.parametrize("decode", [decode_json, decode_msgpack])
-def test_a_damaged_text_is_not_a_unicode_error(decode):
+def test_decode_json_and_msgpack_of_invalid_utf_8_raise_corrupt_snapshot_error(decode):
     with pytest.raises(CorruptSnapshotError, match="here"):
         decode(b'"\xff"' if decode is decode_json else b"\xa1\xff", str, "here")
 
 
-def test_deep_nesting_is_refused():
+def test_decode_json_refuses_deep_nesting():
     with pytest.raises(CorruptSnapshotError):
         decode_json(b"[" * 100_000, list, "here")
 
 
-def test_json_that_python_has_written_may_have_nan():
+def test_decode_json_of_python_accepts_infinity():
     assert decode_json_of_python(b'{"loss": Infinity}', "here") == {"loss": float("inf")}
     for damaged in (b"{", b"[" * 100_000, b'"\xff"', b""):
         with pytest.raises(CorruptSnapshotError, match="here"):
@@ -74,7 +74,7 @@ def small_files(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_flipped_bit_is_one_kind_of_error(name, small_files):
+def test_decode_of_a_flipped_bit_raises_snapshot_error(name, small_files):
     read, data = FILES[name][0], small_files[name]
     read(data)
     for at in range(8 * len(data)):
@@ -88,7 +88,7 @@ USERS_OF_JSON = {"bench", "cli/arguments.py", "cli/report.py", "io/url.py", "wor
 """Modules that decode what a user or this process itself has just written, with errors of their own."""
 
 
-def test_all_files_are_decoded_by_one_function():
+def test_decode_functions_are_used_for_all_files():
     """Each reader that calls msgspec itself would have to know its errors."""
     root = Path(document.__file__).parents[1]
     direct = re.compile(r"msgspec\.(json|msgpack)\.(decode|Decoder)|json\.loads?\(|yaml\.(safe_)?load")
@@ -110,7 +110,7 @@ def aliases(depth=9):
     return "\n".join([*lines, f"rules: *a{depth - 1}"])
 
 
-def test_aliases_are_refused_with_a_short_message(tmp_path):
+def test_decode_yaml_refuses_aliases_with_a_short_message(tmp_path):
     (tmp_path / "map.yaml").write_text(aliases())
     with pytest.raises(ValueError, match="YAML aliases") as caught:
         TensorMap.load(str(tmp_path / "map.yaml"))
@@ -122,13 +122,13 @@ def test_aliases_are_refused_with_a_short_message(tmp_path):
         decode_yaml(aliases(), "here")
 
 
-def test_invalid_yaml_names_the_line_and_shows_no_secret():
+def test_decode_yaml_error_names_the_line_and_shows_no_secret():
     with pytest.raises(CorruptSnapshotError, match=r"here: not YAML \(line 2\)") as caught:
         decode_yaml("a: 1\nkey: secret: [\n", "here")
     assert "secret" not in str(caught.value)
 
 
-def test_yaml_creates_no_objects():
+def test_decode_yaml_creates_no_objects():
     with pytest.raises(CorruptSnapshotError):
         decode_yaml("!!python/object/apply:os.system [echo]", "here")
 
@@ -146,7 +146,7 @@ def crowded(request, tmp_path):
     return tmp_path / "s"
 
 
-def test_a_verification_looks_at_few_views(crowded, monkeypatch):
+def test_verify_of_a_manifest_with_many_ranks_builds_few_views(crowded, monkeypatch):
     views = []
     real = verify.make_rank_view
     monkeypatch.setattr(verify, "make_rank_view", lambda *given: views.append(given[1]) or real(*given))
@@ -155,7 +155,7 @@ def test_a_verification_looks_at_few_views(crowded, monkeypatch):
     assert len(views) <= verify.MOST_VIEWS // verify.EMPTY_VIEW + 1
 
 
-def test_other_verbs_do_not_count_ranks(crowded, tmp_path, capsys):
+def test_read_object_and_diff_of_a_manifest_with_many_ranks_are_quick(crowded, tmp_path, capsys):
     snapshot = Snapshot(crowded)
     assert snapshot.read_object("s/x").sum() == 3
     assert snapshot.read_object("0/s/n") == 1
@@ -178,11 +178,11 @@ class Sampler(StateDict):
         return states[0]
 
 
-def test_states_of_too_many_ranks_are_not_redistributed(crowded):
+def test_reshardable_state_of_too_many_ranks_is_refused(crowded):
     with pytest.raises(RestoreError, match="ranks cannot be redistributed"):
         Snapshot(crowded).restore({"s": Sampler(x=torch.zeros(3), n=0)})
 
 
-def test_json_of_a_report_is_small(crowded, capsys):
+def test_cli_ls_json_of_a_manifest_with_many_ranks_is_small(crowded, capsys):
     assert main(["ls", str(crowded), "--json"]) == 0
     assert len(capsys.readouterr().out) < 10_000

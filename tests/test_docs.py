@@ -92,7 +92,7 @@ def run_page(
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_the_code_of_a_page_runs_from_top_to_bottom(
+def test_docs_page_code_runs_from_top_to_bottom(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_page(page, tmp_path, monkeypatch, lambda: capsys.readouterr().out)
@@ -100,7 +100,7 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(
 
 @pytest.mark.examples
 @pytest.mark.timeout(400)
-def test_the_tutorial_runs_against_a_server(
+def test_docs_tutorial_runs_against_a_server(
     moto: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     moto.request("PUT", "/tutorial")
@@ -112,7 +112,7 @@ def test_the_tutorial_runs_against_a_server(
     assert len(outputs("docs/tutorial.md")) == 5
 
 
-def test_there_are_examples_of_what_users_meet_first() -> None:
+def test_docstrings_of_snapshot_have_examples() -> None:
     finder = doctest.DocTestFinder()
     shown = [test.name for test in finder.find(snapshot.Snapshot) if test.examples]
     assert "Snapshot" in shown
@@ -131,18 +131,18 @@ def reachable(page: Path) -> set[Path]:
     return found
 
 
-def test_every_page_is_reached_from_the_index() -> None:
+def test_docs_pages_are_reachable_from_the_index() -> None:
     pages = {page for page in DOCS.rglob("*.md") if "_build" not in page.parts}
     assert reachable(DOCS / "index.md") | {DOCS / "index.md"} == pages
 
 
-def test_navigation_shows_the_titles_of_pages() -> None:
+def test_docs_toctree_shows_the_titles_of_pages() -> None:
     trees = [tree for page in DOCS.rglob("*.md") for _, tree in blocks(str(page.relative_to(ROOT)), r"\{toctree\}")]
     assert trees
     assert [line for tree in trees for line in tree.splitlines() if "<" in line] == []
 
 
-def test_every_setting_and_error_is_in_the_reference() -> None:
+def test_docs_reference_has_every_setting_and_error() -> None:
     assert "snapshot.options.Settings" in (DOCS / "reference/options.md").read_text()
     assert ".. automodule:: snapshot.errors" in (DOCS / "reference/errors.md").read_text()
     reference = "\n".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
@@ -153,14 +153,14 @@ def test_every_setting_and_error_is_in_the_reference() -> None:
     assert [name for name in names if f"`{name}`" not in overview] == []
 
 
-def test_every_page_of_the_reference_lists_exceptions() -> None:
+def test_docs_reference_pages_list_exceptions() -> None:
     pages = [page for page in (DOCS / "reference").glob("*.md") if "{eval-rst}" in page.read_text()]
     without = {page.stem for page in pages if "\n## Exceptions\n" not in page.read_text()}
     assert without == {"errors", "options"}
 
 
 @pytest.mark.parametrize("name", ["Snapshot", "PendingSnapshot", "SnapshotManager"])
-def test_the_exceptions_of_every_method_are_in_the_reference(name: str) -> None:
+def test_docs_reference_lists_the_exceptions_of_every_method(name: str) -> None:
     page = re.sub(r"(?<!^)([A-Z])", r"-\1", name).lower()
     table = (DOCS / "reference" / f"{page}.md").read_text().partition("## Class")[0]
     kind = getattr(snapshot, name)
@@ -182,7 +182,7 @@ def test_the_exceptions_of_every_method_are_in_the_reference(name: str) -> None:
     assert [method for method in methods if f"`{method}`" not in table] == []
 
 
-def test_troubleshooting_names_every_error() -> None:
+def test_docs_troubleshooting_names_every_error() -> None:
     text = (DOCS / "troubleshooting.md").read_text()
     errors = importlib.import_module("snapshot.errors")
     names = [
@@ -192,12 +192,12 @@ def test_troubleshooting_names_every_error() -> None:
     assert [name for name in names if f"`{name}`" not in text] == []
 
 
-def test_the_figure_shows_the_result_that_is_stored_next_to_it() -> None:
+def test_docs_benchmark_figure_shows_the_stored_result() -> None:
     result = json.loads((DOCS / "_static/benchmark.json").read_text())
     assert (DOCS / "_static/benchmark.svg").read_text() == draw_case(result, "train")
 
 
-def test_code_fits_on_a_page() -> None:
+def test_docs_code_lines_fit_the_page_width() -> None:
     pages = [
         page
         for page in ("README.md", *(str(path.relative_to(ROOT)) for path in DOCS.rglob("*.md")))
@@ -212,7 +212,7 @@ def test_code_fits_on_a_page() -> None:
     ] == []
 
 
-def test_a_link_without_a_page_or_an_anchor_is_found(tmp_path: Path) -> None:
+def test_docs_broken_links_finds_missing_pages_and_anchors(tmp_path: Path) -> None:
     (tmp_path / "a.html").write_text(
         '<p id="here"></p><a href="b.html#there">b</a><a href="#here">a</a><img src="c.svg">'
     )

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 STATE = {"s": StateDict(x=torch.arange(1000.0))}
 
 
-def test_a_take_tells_what_it_does_with_bytes_and_seconds(tmp_path, told):
+def test_events_of_async_take_have_bytes_and_seconds(tmp_path, told):
     began = time.perf_counter()
     Snapshot.async_take(tmp_path / "s", STATE).wait()
     longest = time.perf_counter() - began + 0.001  # events round to milliseconds
@@ -32,7 +32,7 @@ def test_a_take_tells_what_it_does_with_bytes_and_seconds(tmp_path, told):
     assert all(event.fields["bytes"] >= 4000 for event in told)
 
 
-def test_one_that_fails_says_why(tmp_path, told):
+def test_event_of_a_failed_take_has_the_reason(tmp_path, told):
     fault = faulty(on="create", error=PermissionError(13, "Permission denied"))
     with fault, pytest.raises(StorageError, match="Permission denied") as caught:
         Snapshot.take(f"faulty+file://{tmp_path / 's'}", STATE)
@@ -45,7 +45,7 @@ def test_one_that_fails_says_why(tmp_path, told):
     assert [(event.name, event.fields.get("error")) for event in told] == [("failed", refused.value), ("blocked", None)]
 
 
-def test_each_verb_writes_one_line_to_the_log(tmp_path, caplog):
+def test_log_has_one_line_per_operation(tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="snapshot"):
         snapshot = Snapshot.take(tmp_path / "s", STATE)
         snapshot.restore(STATE)
@@ -56,7 +56,7 @@ def test_each_verb_writes_one_line_to_the_log(tmp_path, caplog):
     assert all(str(tmp_path / "s") in line for line in lines)
 
 
-def test_handlers_of_installed_packages_are_called_and_fail_nothing(tmp_path):
+def test_event_handlers_of_installed_packages_are_called_and_cannot_fail_a_take(tmp_path):
     package = tmp_path / "site"
     info = package / "listens-1.dist-info"
     info.mkdir(parents=True)

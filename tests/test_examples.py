@@ -31,7 +31,7 @@ def quickstart() -> ModuleType:
     return module
 
 
-def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path, warm: Warm) -> None:
+def test_quickstart_example_resumes_exactly(tmp_path: Path, warm: Warm) -> None:
     shown = warm.run(QUICKSTART, PYTHONPATH=str(ROOT), TMPDIR=str(tmp_path))
     assert "resumed from step-30" in shown
     assert "bit for bit the same" in shown
@@ -39,7 +39,7 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path, warm: Warm) -> No
     assert left == []
 
 
-def test_the_comparison_sees_one_bit(quickstart: ModuleType, tmp_path: Path) -> None:
+def test_quickstart_example_comparison_finds_one_bit(quickstart: ModuleType, tmp_path: Path) -> None:
     weight = torch.zeros(3)
     for name, last in (("a", 0.0), ("same", 0.0), ("b", -0.5)):
         weight[2] = last
@@ -49,7 +49,7 @@ def test_the_comparison_sees_one_bit(quickstart: ModuleType, tmp_path: Path) -> 
     assert quickstart.differences(tmp_path / "a", tmp_path / "b") == ["weight"]
 
 
-def test_the_example_forgets_nothing_that_matters(quickstart: ModuleType, tmp_path: Path) -> None:
+def test_quickstart_example_without_rng_state_differs(quickstart: ModuleType, tmp_path: Path) -> None:
     """Without the random numbers the resumed run must differ: else the example would show nothing."""
     quickstart.train(tmp_path / "whole", None)
     whole = Snapshot(tmp_path / "whole" / f"step-{quickstart.STEPS}").read_object("0/progress/losses")
@@ -95,7 +95,7 @@ def ranks(warm: Warm, world: int, example: str, *arguments: object) -> list[str]
         return [line for each in started for line in warm.finish(each).splitlines()]
 
 
-def test_data_parallel_training_resumes_to_the_same_losses_on_every_rank(tmp_path: Path, warm: Warm) -> None:
+def test_ddp_example_resumes_exactly(tmp_path: Path, warm: Warm) -> None:
     whole = torchrun(2, "ddp.py", tmp_path, "--steps", 6)
     shutil.rmtree(tmp_path / "step-6")
     resumed = ranks(warm, 2, "ddp.py", tmp_path, "--steps", 6)
@@ -108,7 +108,7 @@ def test_data_parallel_training_resumes_to_the_same_losses_on_every_rank(tmp_pat
     assert own == {"rng"}  # all else is the same on both, and stands once
 
 
-def test_fsdp2_training_goes_on_with_another_number_of_ranks(tmp_path: Path, warm: Warm) -> None:
+def test_fsdp2_example_resumes_on_another_number_of_ranks(tmp_path: Path, warm: Warm) -> None:
     assert ranks(warm, 2, "fsdp2.py", tmp_path, "--steps", 5)[-1].endswith(", saved")
     resumed = ranks(warm, 1, "fsdp2.py", tmp_path, "--steps", 10)
     assert resumed[0].startswith("resumed at step 5; ")
@@ -117,7 +117,7 @@ def test_fsdp2_training_goes_on_with_another_number_of_ranks(tmp_path: Path, war
     assert Snapshot(tmp_path / "latest").metadata.world_size == 1
 
 
-def test_what_three_ranks_saved_two_restore_and_one_process_reads(tmp_path: Path, warm: Warm) -> None:
+def test_reshard_example_of_three_ranks_restores_on_two_and_in_one_process(tmp_path: Path, warm: Warm) -> None:
     assert ranks(warm, 3, "reshard.py", tmp_path) == ["saved by 3 ranks"]
     restored = ranks(warm, 2, "reshard.py", tmp_path)
     assert restored[0] == "saved by 3 ranks, restored by 2:"
@@ -126,7 +126,7 @@ def test_what_three_ranks_saved_two_restore_and_one_process_reads(tmp_path: Path
     assert read == ["read (10000, 64), and row 4321 of it: 276544 to 276607"]
 
 
-def test_a_loop_of_ones_own_resumes_in_the_middle_of_an_epoch(tmp_path: Path, warm: Warm) -> None:
+def test_bare_loop_example_resumes_in_the_middle_of_an_epoch(tmp_path: Path, warm: Warm) -> None:
     shown = warm.run(ROOT / "examples" / "bare_loop.py", tmp_path, PYTHONPATH=str(ROOT))
     assert "bit for bit" in shown
     assert Snapshot(tmp_path / "broken" / "step-20").verify()

@@ -39,7 +39,7 @@ def test_flaky_tests_have_a_date_and_a_cause(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("listed", "status"), [(True, 0), (False, 1)])
-def test_a_run_with_a_failed_test_passes_only_if_it_is_listed(listed, status, tmp_path, monkeypatch, capsys):
+def test_flaky_list_decides_if_a_run_with_a_failed_test_passes(listed, status, tmp_path, monkeypatch, capsys):
     name = "tests/test_nightly.py::test_flaky_tests_have_a_date_and_a_cause"
     monkeypatch.setattr(flaky, "LIST", tmp_path / "flaky.txt")
     flaky.LIST.write_text(f"{name.removeprefix('tests/')}  2026-01-31  chance\n" if listed else "")
@@ -49,7 +49,7 @@ def test_a_run_with_a_failed_test_passes_only_if_it_is_listed(listed, status, tm
     assert "passes alone" in capsys.readouterr().out
 
 
-def test_a_run_that_crashed_has_failed(tmp_path):
+def test_flaky_main_fails_if_a_worker_crashed(tmp_path):
     (tmp_path / "log").write_text("worker 'gw0' crashed while running ...")
     (tmp_path / "lastfailed").write_text("{}")
     assert flaky.main(tmp_path / "log", tmp_path / "lastfailed") == 1

@@ -13,7 +13,7 @@ def bare(monkeypatch):
         monkeypatch.delenv(f"SNAPSHOT_{field.name.upper()}", raising=False)
 
 
-def test_without_an_environment_the_defaults_are_in_force():
+def test_settings_without_environment_are_the_defaults():
     assert Settings.current() == Settings()
 
 
@@ -29,7 +29,7 @@ def test_without_an_environment_the_defaults_are_in_force():
         ("SNAPSHOT_TIMEOUT", "60", "timeout", 60.0),
     ],
 )
-def test_a_variable_sets_the_field_that_it_is_named_after(monkeypatch, name, text, field, value):
+def test_settings_are_read_from_environment_variables(monkeypatch, name, text, field, value):
     monkeypatch.setenv(name, text)
     assert Settings.current() == dataclasses.replace(Settings(), **{field: value})
 
@@ -43,25 +43,25 @@ def test_a_variable_sets_the_field_that_it_is_named_after(monkeypatch, name, tex
         ("SNAPSHOT_TIMEOUT", "soon", "a number"),
     ],
 )
-def test_a_value_of_the_wrong_kind_names_the_variable(monkeypatch, name, text, what):
+def test_settings_error_for_a_wrong_value_names_the_variable(monkeypatch, name, text, what):
     monkeypatch.setenv(name, text)
     with pytest.raises(ValueError, match=f"{name} must be {what}, got '{text}'"):
         Settings.current()
 
 
-def test_a_mode_that_is_not_known_names_those_that_are(monkeypatch):
+def test_settings_snapshot_direct_io_refuses_unknown_modes(monkeypatch):
     monkeypatch.setenv("SNAPSHOT_DIRECT_IO", "sometimes")
     with pytest.raises(ValueError, match="SNAPSHOT_DIRECT_IO must be auto, always or never, got 'sometimes'"):
         Settings.current()
 
 
-def test_calls_for_files_that_are_not_known_name_those_that_are(monkeypatch):
+def test_settings_snapshot_file_io_refuses_unknown_values(monkeypatch):
     monkeypatch.setenv("SNAPSHOT_FILE_IO", "never")
     with pytest.raises(ValueError, match="SNAPSHOT_FILE_IO must be auto or portable, got 'never'"):
         Settings.current()
 
 
-def test_every_setting_can_come_from_the_environment(monkeypatch):
+def test_settings_all_have_an_environment_variable(monkeypatch):
     texts = {field.name: "never" for field in dataclasses.fields(Settings) if field.type == "str"}
     texts["file_io"] = "portable"
     for field in dataclasses.fields(Settings):
@@ -71,7 +71,7 @@ def test_every_setting_can_come_from_the_environment(monkeypatch):
         assert getattr(current, field.name) == texts.get(field.name, 1)
 
 
-def test_lanes_and_threads_follow_the_cores_within_bounds(monkeypatch):
+def test_settings_lanes_and_threads_follow_the_cores_within_bounds(monkeypatch):
     for cores, processes, lanes, threads in [
         (1, 1, 1, 3),
         (2, 2, 2, 4),
@@ -85,11 +85,11 @@ def test_lanes_and_threads_follow_the_cores_within_bounds(monkeypatch):
         assert (Settings(lanes=7).lane_count(), Settings(io_threads=9).thread_count()) == (7, 9)
 
 
-def test_there_is_at_least_one_core():
+def test_settings_cores_is_at_least_one():
     assert Settings().cores() >= 1
 
 
-def test_settings_are_values():
+def test_settings_are_comparable_and_immutable():
     assert Settings(lanes=2) == Settings(lanes=2)
     with pytest.raises(dataclasses.FrozenInstanceError):
         Settings().lanes = 3  # type: ignore[misc]

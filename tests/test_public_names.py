@@ -67,7 +67,7 @@ NAMES = [
 ]
 
 
-def test_the_package_exports_these_names():
+def test_public_names_of_the_package_are_these():
     assert sorted(snapshot.__all__) == sorted(NAMES)
     assert all(getattr(snapshot, name) is not None for name in NAMES)
 
@@ -77,7 +77,7 @@ def test_parameters_and_defaults_of_public_names_are_those_of_signatures_txt():
     assert list(signatures.find_signatures()) == signatures.FILE.read_text().splitlines()
 
 
-def test_nothing_else_is_a_public_attribute_of_the_package():
+def test_public_names_are_the_only_public_attributes_of_the_package():
     extra = {
         name
         for name, value in vars(snapshot).items()
@@ -86,7 +86,7 @@ def test_nothing_else_is_a_public_attribute_of_the_package():
     assert extra - {"annotations", "TYPE_CHECKING", "Any", "import_module"} == set()
 
 
-def test_the_public_modules_are_there():
+def test_public_modules_exist():
     text = (ROOT / "docs" / "reference" / "index.md").read_text()
     modules = {
         name for line in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) for name in re.findall(r"`([\w.]+)`", line)
@@ -96,7 +96,7 @@ def test_the_public_modules_are_there():
         assert importlib.util.find_spec(name) is not None, name
 
 
-def test_each_public_name_is_in_the_reference():
+def test_public_names_are_all_in_the_reference():
     pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
     errors = set(vars(importlib.import_module("snapshot.errors")))  # whose page lists all
     assert [

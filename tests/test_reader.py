@@ -61,7 +61,7 @@ def bytes_of(tensor):
 # The file itself
 
 
-def test_the_reader_is_short_and_needs_neither_torch_nor_the_library():
+def test_reader_py_is_short_and_imports_neither_torch_nor_snapshot():
     text = PATH.read_text()
     assert len(text.splitlines()) < MOST_LINES
     nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.Import, ast.ImportFrom))]
@@ -70,7 +70,7 @@ def test_the_reader_is_short_and_needs_neither_torch_nor_the_library():
     assert {name.partition(".")[0] for name in names} - sys.stdlib_module_names <= ALLOWED
 
 
-def test_the_reader_knows_all_dtypes():
+def test_reader_py_knows_all_dtypes():
     assert set(BY_NAME) <= set(reader.DTYPES)
     assert {name: np.dtype(reader.DTYPES[name]).itemsize for name in BY_NAME} == {
         name: dtype.itemsize for name, dtype in BY_NAME.items()
@@ -81,7 +81,7 @@ def test_the_reader_knows_all_dtypes():
 
 
 @pytest.mark.parametrize("name", folders())
-def test_everything_in_the_corpus_equals_what_the_library_reads(name):
+def test_reader_py_reads_the_corpus_like_the_library(name):
     skip_if_older(name)
     folder = SNAPSHOTS / name
     snapshot, library = reader.Snapshot(folder), Snapshot(folder)
@@ -149,7 +149,7 @@ def run(*arguments):
     )
 
 
-def test_the_command_lists_prints_and_saves(tmp_path):
+def test_reader_py_command_lists_prints_and_saves(tmp_path):
     listed = run(SNAPSHOTS / "tensors")
     assert "0/shapes/deep Tensor float32 [2, 1, 3, 1, 2]" in listed.stdout.splitlines()
     shown = run(SNAPSHOTS / "two_ranks", "0/model/uneven")
@@ -161,7 +161,7 @@ def test_the_command_lists_prints_and_saves(tmp_path):
     assert run(SNAPSHOTS / "values", "0/flat/float").stdout == "float\n0.1\n"
 
 
-def test_the_command_explains_errors(tmp_path):
+def test_reader_py_command_explains_errors(tmp_path):
     missing = run(tmp_path)
     assert missing.returncode == 1
     assert missing.stderr == f"{tmp_path}/.snapshot_metadata must be a file of at most 1 GiB, got another, or none\n"
@@ -182,7 +182,7 @@ def copy_of(name, folder):
 
 
 @pytest.mark.parametrize("name", ["tensors", "long_tensors", "values", "newest_parts", "compressed/first"])
-def test_a_flipped_byte_is_noticed_or_not_used(name, tmp_path):
+def test_reader_py_notices_a_flipped_byte_or_does_not_use_it(name, tmp_path):
     """Return the original contents or an error, for a byte anywhere. No damage of a manifest is ever ignored."""
     folder = copy_of(name, tmp_path)
     expected = contents(folder)
@@ -210,7 +210,7 @@ def test_a_flipped_byte_is_noticed_or_not_used(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["tensors", "newest_parts", "compressed/first"])
-def test_a_missing_or_longer_file_is_noticed(name, tmp_path):
+def test_reader_py_notices_a_missing_or_longer_file(name, tmp_path):
     folder = copy_of(name, tmp_path)
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         data = path.read_bytes()
@@ -288,7 +288,7 @@ def sealed(document):
 
 
 @pytest.mark.parametrize("name", ["arrays", "composed", "two_ranks", "values", "long_tensors", "compressed/first"])
-def test_hostile_manifests_raise_only_the_error(name, tmp_path):
+def test_reader_py_hostile_manifests_raise_only_format_error(name, tmp_path):
     folder = copy_of(name, tmp_path)
     document = json.loads((folder / METADATA).read_text())
     chance = random.Random(name)
@@ -311,14 +311,14 @@ def test_hostile_manifests_raise_only_the_error(name, tmp_path):
      b'{"format":"snapshot/1","format":"snapshot/1"}', b'{"format":"snapshot/4"}', b'{"format":NaN}'],
     ids=range(12),
 )  # fmt: skip
-def test_a_document_that_is_not_a_manifest_is_refused(data, tmp_path):
+def test_reader_py_refuses_a_document_that_is_not_a_manifest(data, tmp_path):
     for body in (data, b'%s,"digest":"%s"}' % (data[:-1], digest_range(data[:-1]).encode())):
         (tmp_path / METADATA).write_bytes(body)
         with pytest.raises(reader.FormatError):
             reader.Snapshot(tmp_path)
 
 
-def test_a_small_file_cannot_claim_a_large_tensor(tmp_path):
+def test_reader_py_refuses_a_small_file_that_claims_a_large_tensor(tmp_path):
     folder = copy_of("two_ranks", tmp_path)
     document = json.loads((folder / METADATA).read_text())
     entry = document["manifest"]["0/model/even"]
@@ -330,7 +330,7 @@ def test_a_small_file_cannot_claim_a_large_tensor(tmp_path):
         reader.Snapshot(folder).read("0/model/even")
 
 
-def test_overlapping_boxes_and_gaps_are_refused(tmp_path):
+def test_reader_py_refuses_overlapping_boxes_and_gaps(tmp_path):
     folder = copy_of("two_ranks", tmp_path)
     text = (folder / METADATA).read_text()
     for offsets, error in (([3, 0], "overlap"), ([5, 0], "a box must be in"), ([-4, 0], "a box must be in")):
@@ -346,7 +346,7 @@ def test_overlapping_boxes_and_gaps_are_refused(tmp_path):
         reader.Snapshot(folder).read("0/model/even")
 
 
-def test_hostile_tables_and_blocks_raise_only_the_error(tmp_path):
+def test_reader_py_hostile_tables_and_blocks_raise_only_format_error(tmp_path):
     """Damage a compressed file or its table, and give both the digests and sums that belong to them."""
     folder = copy_of("compressed/first", tmp_path)
     document = json.loads((folder / METADATA).read_text())
@@ -374,7 +374,7 @@ def test_hostile_tables_and_blocks_raise_only_the_error(tmp_path):
     assert refused > 100
 
 
-def test_a_file_outside_of_the_folder_is_not_read(tmp_path):
+def test_reader_py_does_not_read_a_file_outside_of_the_folder(tmp_path):
     folder = copy_of("tensors", tmp_path)
     document = json.loads((folder / METADATA).read_text())
     [location] = document["files"]
@@ -386,7 +386,7 @@ def test_a_file_outside_of_the_folder_is_not_read(tmp_path):
             reader.Snapshot(folder).read("0/shapes/one")
 
 
-def test_control_characters_do_not_reach_the_terminal(tmp_path, capsys):
+def test_reader_py_prints_no_control_characters(tmp_path, capsys):
     folder = copy_of("tensors", tmp_path)
     document = json.loads((folder / METADATA).read_text())
     document["manifest"]["0/\x1b[2J"] = {"type": "str", "serialized_value": "\x1b]0;x\x07"}
@@ -396,14 +396,14 @@ def test_control_characters_do_not_reach_the_terminal(tmp_path, capsys):
     assert "\x1b" not in capsys.readouterr().out
 
 
-def test_an_array_of_a_single_text_does_not_reach_the_terminal(tmp_path, capsys):
+def test_reader_py_prints_no_control_characters_of_a_string_array(tmp_path, capsys):
     Snapshot.take(tmp_path / "x", {"s": StateDict(v=np.array("\x1b[2J"))})
     reader.main([str(tmp_path / "x"), "0/s/v"])
     assert capsys.readouterr().out == "<U4\n\\x1b[2J\n"
 
 
 @pytest.mark.parametrize("dtype", ["|O", [["a", "|O"]], [["a", [["b", "<i4"], ["c", "|O"]]], ["d", "<i4"]]], ids=str)
-def test_bytes_are_never_taken_for_pointers_to_objects(tmp_path, dtype):
+def test_reader_py_refuses_object_dtypes(tmp_path, dtype):
     """NumPy follows such pointers, so the bytes of an attacker would be read as objects of Python."""
     Snapshot.take(tmp_path / "x", {"s": StateDict(v=np.zeros(16, "<i8"))})
     document = json.loads((tmp_path / "x" / METADATA).read_text())

@@ -48,7 +48,7 @@ def checkout(folder, changes=CHANGES):
     return folder
 
 
-def test_a_release_has_the_unreleased_changes(tmp_path):
+def test_release_prepare_moves_the_unreleased_changes(tmp_path):
     root = checkout(tmp_path)
     release.prepare("0.2.0", "2026-11-25", root)
     assert 'version = "0.2.0" # the one place' in (root / "pyproject.toml").read_text()
@@ -63,14 +63,14 @@ def test_a_release_has_the_unreleased_changes(tmp_path):
 
 
 @pytest.mark.parametrize(("version", "why"), [("0.2", "must be like 1.2.3"), ("0.1.0", "already has a section")])
-def test_a_version_that_cannot_be_is_refused_and_changes_nothing(tmp_path, version, why):
+def test_release_prepare_refuses_an_invalid_version_and_changes_nothing(tmp_path, version, why):
     root = checkout(tmp_path)
     with pytest.raises(release.ReleaseError, match=why):
         release.prepare(version, "2026-11-25", root)
     assert (root / "CHANGELOG.md").read_text() == CHANGES
 
 
-def test_pages_name_the_published_package_after_the_switch_and_never_before(tmp_path):
+def test_release_switch_makes_docs_name_the_published_package(tmp_path):
     """Before, another person could publish something under this name."""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     texts = {path.relative_to(ROOT): path.read_text() for path in pages if "_build" not in path.parts}
@@ -93,7 +93,7 @@ def test_pages_name_the_published_package_after_the_switch_and_never_before(tmp_
         assert not re.search(r"pip install -e '\.\[\w+\]'", (tmp_path / name).read_text()), name
 
 
-def test_a_switch_that_finds_an_unknown_text_changes_no_page(tmp_path):
+def test_release_switch_with_an_unknown_text_changes_no_page(tmp_path):
     shutil.copy(ROOT / "README.md", tmp_path)
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs/storage.md").write_text("Another sentence.")
@@ -110,13 +110,13 @@ def test_a_switch_that_finds_an_unknown_text_changes_no_page(tmp_path):
         ("0.2.0", "## [Unreleased]\n\n## [0.2.0]\n\n## [0.1.0]\n\nFirst.\n", "must have text"),
     ],
 )
-def test_a_release_without_its_own_notes_is_refused(version, changes, why):
+def test_release_check_changes_refuses_a_release_without_notes(version, changes, why):
     with pytest.raises(release.ReleaseError, match=why):
         release.check_changes(version, changes)
     release.check_changes("0.2.0", CHANGES.replace("## [Unreleased]", "## [Unreleased]\n\n## [0.2.0]"))
 
 
-def test_a_package_that_is_needed_again_with_extras_has_their_parts(tmp_path, monkeypatch):
+def test_release_describe_parts_of_a_package_required_again_with_extras(tmp_path, monkeypatch):
     """The first of two needs lacks the extra."""
     needs = {"first": ["second"], "second": ['third ; extra == "more"'], "third": []}
 
@@ -158,7 +158,7 @@ def wheel(path, *, mtime, order, mode):
             made.writestr(info, name)
 
 
-def test_archives_do_not_depend_on_when_and_where_they_were_built(tmp_path):
+def test_release_archives_do_not_depend_on_build_time_and_place(tmp_path):
     names = ["a", "b", "x.dist-info/RECORD"]
     for number, (mtime, order, mode) in enumerate([(1985, names, 0o664), (2020, names[::-1], 0o600)]):
         archive(tmp_path / f"{number}.tar.gz", mtime=mtime, order=order, mode=mode)
@@ -179,7 +179,7 @@ def test_archives_do_not_depend_on_when_and_where_they_were_built(tmp_path):
         )
 
 
-def test_a_link_in_a_source_distribution_is_refused(tmp_path):
+def test_release_refuses_a_link_in_a_source_distribution(tmp_path):
     with tarfile.open(tmp_path / "x.tar.gz", "w:gz") as made:
         member = tarfile.TarInfo("x-1/link")
         member.type, member.linkname = tarfile.SYMTYPE, "/etc/passwd"
@@ -196,7 +196,7 @@ def released(folder):
 
 
 @pytest.mark.parametrize("what", ["changed", "missing", "added"])
-def test_files_that_are_not_those_of_the_list_are_refused(tmp_path, what):
+def test_release_verify_sums_refuses_changed_missing_and_added_files(tmp_path, what):
     out = released(tmp_path / "dist")
     release.verify_sums(out)
     if what == "changed":
@@ -210,13 +210,13 @@ def test_files_that_are_not_those_of_the_list_are_refused(tmp_path, what):
 
 
 @pytest.mark.parametrize("command", [["sign", "--key", "x"], ["verify", "--signers", "x"], ["check", "--python", "x"]])
-def test_a_folder_without_a_list_of_digests_is_an_error(tmp_path, capsys, command):
+def test_release_sign_and_verify_without_sha256sums_is_an_error(tmp_path, capsys, command):
     assert release.main([command[0], str(tmp_path), *command[1:]]) == 1
     assert capsys.readouterr().err == f"error: {tmp_path}/SHA256SUMS: is missing\n"
 
 
 @pytest.mark.skipif(not shutil.which("ssh-keygen"), reason="needs ssh-keygen")
-def test_a_signature_is_of_one_key_and_one_list(tmp_path, capsys):
+def test_release_signature_is_of_one_key_and_one_list(tmp_path, capsys):
     for name in ("ours", "other"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name], check=True)
     for name in ("ours", "other"):
@@ -233,7 +233,7 @@ def test_a_signature_is_of_one_key_and_one_list(tmp_path, capsys):
     assert release.main([*verify, str(tmp_path / "signers-ours")]) == 1
 
 
-def test_the_workflow_runs_steps_that_exist():
+def test_release_workflow_runs_steps_that_exist():
     jobs = yaml.safe_load((ROOT / ".ci" / "release.yml").read_text())["jobs"]
     lines = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
     steps = re.findall(r"python \.ci/release\.py (\w+ dist)((?: --\w+)*)", "\n".join(lines))
@@ -244,7 +244,7 @@ def test_the_workflow_runs_steps_that_exist():
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_two_builds_have_the_same_bytes_and_a_list_of_their_parts(tmp_path):
+def test_release_build_is_reproducible_and_lists_its_parts(tmp_path):
     out = tmp_path / "dist"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     command = [sys.executable, str(ROOT / ".ci" / "release.py"), "build", str(out), "--here", "--dirty"]

@@ -11,7 +11,7 @@ import snapshot
 from snapshot import Snapshot
 
 
-def test_the_version_is_where_users_look():
+def test_version_attribute_equals_the_package_version():
     assert snapshot.__version__ == snapshot.text.VERSION
     assert "__version__" in dir(snapshot)
 
@@ -21,21 +21,21 @@ METHODS += ["copy", "delete"]
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_call_on_the_class_names_the_mistake(name):
+def test_calling_a_snapshot_method_on_the_class_raises_type_error(name):
     with pytest.raises(TypeError, match=rf"{name}\(\) must be called on a snapshot.*Snapshot\('run/step-1'\)\.{name}"):
         getattr(Snapshot, name)("run/step-1", {"model": torch.nn.Linear(1, 1)})
     with pytest.raises(TypeError, match="must be called on a snapshot, not on the class"):
         getattr(Snapshot, name)({"model": torch.nn.Linear(1, 1)})
 
 
-def test_a_call_on_the_class_with_named_arguments_does_so_too():
+def test_calling_a_snapshot_method_on_the_class_with_keywords_raises_type_error():
     with pytest.raises(TypeError, match="must be called on a snapshot"):
         Snapshot.restore(path="run/step-1", app_state={})
     with pytest.raises(TypeError, match="must be called on a snapshot"):
         Snapshot.exists()
 
 
-def test_an_empty_app_state_warns(tmp_path):
+def test_take_and_restore_warn_about_an_empty_app_state(tmp_path):
     with pytest.warns(UserWarning, match="app_state is empty"):
         taken = Snapshot.take(tmp_path / "s", {})
     with pytest.warns(UserWarning, match="app_state is empty"):
@@ -47,7 +47,7 @@ def small():
 
 
 @pytest.mark.parametrize("key", ["model", "average"])
-def test_an_average_starts_from_a_plain_model(key):
+def test_averaged_model_is_restored_from_a_plain_model(key):
     model = small()
     taken = Snapshot.take("memory://average", {"model": model}, overwrite=True)
     average = AveragedModel(small())
@@ -58,7 +58,7 @@ def test_an_average_starts_from_a_plain_model(key):
     assert [line.path for line in report.kept] == [f"{key}/n_averaged"]
 
 
-def test_an_average_goes_on_from_an_average():
+def test_averaged_model_is_restored_from_an_averaged_model():
     average = AveragedModel(small())
     average.update_parameters(small())
     taken = Snapshot.take("memory://average", {"model": average}, overwrite=True)
@@ -70,7 +70,7 @@ def test_an_average_goes_on_from_an_average():
 # A server that does not respond
 
 
-def test_a_silent_server_is_logged_once_for_all_requests(caplog, monkeypatch):
+def test_retry_logs_a_silent_server_once_for_all_requests(caplog, monkeypatch):
     """The pauses are shortened, so that the test need not wait."""
     import asyncio
 
@@ -109,7 +109,7 @@ def test_a_silent_server_is_logged_once_for_all_requests(caplog, monkeypatch):
     assert "still waiting" in line
 
 
-def test_a_server_that_answers_is_not_logged(caplog, monkeypatch):
+def test_retry_does_not_log_a_server_that_answers(caplog, monkeypatch):
     import asyncio
 
     from snapshot.io.storage import URL

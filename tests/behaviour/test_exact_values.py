@@ -35,7 +35,7 @@ def noise(shape, dtype):
 
 @pytest.mark.parametrize("name", STORABLE)
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0, 2), (5, 7)], ids=str)
-def test_every_dtype_and_shape(name, shape):
+def test_every_dtype_and_shape_is_restored_exactly(name, shape):
     tensor = noise(shape, BY_NAME[name])
     back = round_trip(tensor)
     assert equal(tensor, back)
@@ -55,7 +55,7 @@ def test_every_dtype_is_restored_in_place(name):
 
 
 @pytest.mark.parametrize("name", [name for name in STORABLE if BY_NAME[name].is_complex])
-def test_a_conjugate_of_every_complex_dtype_is_exact_or_an_error_of_torch(name):
+def test_conjugate_view_of_every_complex_dtype_is_exact_or_raises_torch_s_error(name):
     tensor = noise((5, 2), BY_NAME[name])
     pairs = torch.view_as_real(tensor)
     expected = torch.stack([pairs[..., 0], -pairs[..., 1]], -1)
@@ -91,7 +91,7 @@ def views():
 
 
 @pytest.mark.parametrize("name", sorted(views()))
-def test_views_come_back_equal(name):
+def test_strided_views_are_restored_equal(name):
     view = views()[name]
     assert equal(view, round_trip(view))
 
@@ -103,7 +103,7 @@ def test_dense_memory_formats_are_kept(name):
 
 
 @pytest.mark.parametrize("name", sorted(set(views()) - {"expanded", "expanded scalar"}))
-def test_views_are_filled_in_place(name):
+def test_strided_views_are_restored_in_place(name):
     live = views()[name]
     saved = live.clone()
     state = StateDict(t=live)
@@ -114,7 +114,7 @@ def test_views_are_filled_in_place(name):
     assert torch.equal(live, saved)
 
 
-def test_a_strided_tensor_fills_only_its_own_elements():
+def test_restore_in_place_of_a_strided_tensor_writes_only_its_own_elements():
     base = torch.zeros(6, 8)
     state = StateDict(t=base[::2, 1::3])
     Snapshot.take("memory://exact", {"state": StateDict(t=torch.ones(3, 3))}, overwrite=True)
@@ -123,7 +123,7 @@ def test_a_strided_tensor_fills_only_its_own_elements():
     assert base[::2, 1::3].sum() == 9
 
 
-def test_a_live_tensor_whose_elements_share_memory_is_replaced_and_reported():
+def test_restore_replaces_and_reports_an_expanded_tensor():
     state = StateDict(t=torch.zeros(4, 1).expand(4, 5))
     Snapshot.take("memory://exact", {"state": StateDict(t=torch.arange(20.0).view(4, 5))}, overwrite=True)
     report = Snapshot("memory://exact").restore({"state": state})
@@ -133,7 +133,7 @@ def test_a_live_tensor_whose_elements_share_memory_is_replaced_and_reported():
 
 @pytest.mark.filterwarnings("ignore:.*quant.*:UserWarning", "ignore:.*quant.*:DeprecationWarning")
 @pytest.mark.parametrize("dtype", [torch.qint8, torch.quint8, torch.qint32])
-def test_quantised_tensors(dtype):
+def test_quantised_tensors_are_restored_exactly(dtype):
     plain = torch.randn(4, 6)
     for tensor in (
         torch.quantize_per_tensor(plain, 0.1, 3, dtype),
@@ -148,7 +148,7 @@ def test_quantised_tensors(dtype):
 
 @pytest.mark.filterwarnings("ignore:.*beta state.*:UserWarning")
 @pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc])
-def test_compressed_sparse_tensors(layout):
+def test_compressed_sparse_tensors_are_restored_exactly(layout):
     dense = torch.tensor([[0, 1, 0, 2], [3, 0, 0, 0], [0, 0, 0, 0], [4.0, 5, 6, 7]])
     blocks = (2, 2) if layout in (torch.sparse_bsr, torch.sparse_bsc) else None
     tensor = dense.to_sparse(layout=layout, blocksize=blocks)
@@ -157,7 +157,7 @@ def test_compressed_sparse_tensors(layout):
     assert torch.equal(back.to_dense(), dense)
 
 
-def test_sparse_coo_tensors_coalesced_or_not():
+def test_sparse_coo_tensors_are_restored_coalesced_or_not():
     indices = torch.tensor([[0, 0, 1], [2, 2, 0]])
     loose = torch.sparse_coo_tensor(indices, torch.tensor([1.0, 2, 3]), (2, 3), check_invariants=True)
     for tensor in (loose, loose.coalesce(), torch.sparse_coo_tensor(size=(2, 3), check_invariants=True)):
@@ -167,7 +167,7 @@ def test_sparse_coo_tensors_coalesced_or_not():
         assert torch.equal(back._values(), tensor._values())
 
 
-def test_parameters_and_requires_grad():
+def test_parameters_and_buffers_keep_requires_grad():
     for value in (
         torch.nn.Parameter(torch.randn(3)),
         torch.nn.Parameter(torch.arange(3), requires_grad=False),
@@ -182,7 +182,7 @@ class Marked(torch.Tensor):
     """A subclass that is plain data."""
 
 
-def test_plain_subclasses():
+def test_plain_tensor_subclasses_keep_their_type():
     value = torch.randn(3).as_subclass(Marked)
     back = round_trip(value)
     assert type(back) is Marked
@@ -200,7 +200,7 @@ def test_tied_weights_are_stored_once_and_tied_again():
     assert equal(back, state)
 
 
-def test_overlapping_views_are_stored_apart():
+def test_overlapping_views_are_stored_separately():
     base = torch.arange(10.0)
     back = round_trip({"a": base[:6], "b": base[4:]})
     back["a"].zero_()
@@ -232,14 +232,14 @@ def test_overlapping_views_are_stored_apart():
     ],
     ids=lambda array: f"{array.dtype}{array.shape}",
 )
-def test_numpy_arrays_and_scalars_without_a_pickle(array):
+def test_numpy_arrays_and_scalars_are_stored_without_a_pickle(array):
     back = round_trip(array)
     assert equal(array, back)
     if isinstance(array, np.ndarray) and array.ndim > 1 and array.flags.f_contiguous:
         assert back.flags.f_contiguous == array.flags.f_contiguous
 
 
-def test_numpy_arrays_are_filled_in_place():
+def test_numpy_arrays_are_restored_in_place():
     live = np.arange(5.0)
     state = StateDict(a=live)
     Snapshot.take("memory://exact", {"state": state}, overwrite=True)
@@ -292,11 +292,11 @@ def test_nested_containers_keep_types_keys_and_order(value):
 
 @settings(max_examples=100, deadline=None)
 @given(st.dictionaries(keys, st.integers(0, 9).map(lambda n: torch.full((n,), n)), min_size=2, max_size=6))
-def test_names_never_collide(value):
+def test_state_dict_keys_never_collide(value):
     assert equal(value, round_trip(value))
 
 
-def test_sets_counters_and_other_containers():
+def test_sets_counters_deques_and_defaultdicts_are_restored():
     for value in (
         {1, "a", None, (1, 2)},
         frozenset([1, frozenset([2])]),
@@ -311,24 +311,24 @@ def test_sets_counters_and_other_containers():
             assert back.default_factory is value.default_factory
 
 
-def test_empty_containers_stay():
+def test_empty_containers_are_restored():
     assert equal(round_trip({"a": {}, "b": [], "c": (), "d": set()}), {"a": {}, "b": [], "c": (), "d": set()})
 
 
-def test_long_values_stand_in_data_files():
+def test_long_strings_bytes_and_integers_are_stored_in_data_files():
     value = {"s": "é" * 100_000, "b": bytes(range(256)) * 2000, "a": bytearray(b"x" * 20_000), "big": 7**20_000}
     back = round_trip(value)
     assert equal(back, value)
     assert Snapshot("memory://exact").verify().ok
 
 
-def test_nan_payloads_are_kept():
+def test_nan_payloads_and_negative_zero_are_kept():
     odd = struct.unpack("d", struct.pack("Q", 0x7FF8DEADBEEF0001))[0]
     assert equal(round_trip(odd), odd)
     assert equal(round_trip(-0.0), -0.0)
 
 
-def test_deep_nesting_is_refused_kindly():
+def test_deeply_nested_and_cyclic_containers_are_refused():
     deep = []
     for _ in range(600):
         deep = [deep]
@@ -341,7 +341,7 @@ def test_deep_nesting_is_refused_kindly():
 
 
 @pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # LBFGS of torch 2.8
-def test_nothing_is_pickled_for_torch_s_own_objects():
+def test_torch_objects_are_stored_without_a_pickle():
     model = torch.nn.Sequential(
         torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten(), torch.nn.LazyLinear(2)
     )
@@ -407,7 +407,7 @@ def schedulers():
 
 
 @pytest.mark.parametrize("name", optimizers())
-def test_a_fresh_optimizer_continues_bit_identically(name):
+def test_optimizer_restored_into_a_new_one_continues_bit_identically(name):
     trained = stepped(name)
     weights = StateDict(weights=[p.detach().clone() for p in trained.param_groups[0]["params"]])
     Snapshot.take("memory://exact", {"optimizer": trained}, overwrite=True)
@@ -424,7 +424,7 @@ def test_a_fresh_optimizer_continues_bit_identically(name):
         assert torch.equal(a, b)
 
 
-def test_optimizer_state_keeps_its_dtype_where_torch_would_cast():
+def test_optimizer_state_keeps_its_dtype_if_torch_would_cast_it():
     parameter = torch.nn.Parameter(torch.randn(4, dtype=torch.bfloat16))
     optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
     optimizer.state[parameter]["momentum_buffer"] = torch.randn(4, dtype=torch.float32)
@@ -437,7 +437,7 @@ def test_optimizer_state_keeps_its_dtype_where_torch_would_cast():
     assert torch.equal(state["momentum_buffer"], saved)
 
 
-def test_schedulers_come_back():
+def test_lr_schedulers_are_restored():
     for scheduler in schedulers():
         saved = {k: v for k, v in scheduler.state_dict().items() if k != "lr_lambdas"}
         Snapshot.take("memory://exact", {"s": scheduler}, overwrite=True)
@@ -446,7 +446,7 @@ def test_schedulers_come_back():
         Snapshot("memory://exact").restore({"s": scheduler})
 
 
-def test_a_module_s_versions_are_kept():
+def test_module_state_dict_keeps_its_version_metadata():
     model = torch.nn.BatchNorm1d(3)
     Snapshot.take("memory://exact", {"m": model}, overwrite=True)
     back = Snapshot("memory://exact").get_state_dict_for_key("m")
@@ -454,7 +454,7 @@ def test_a_module_s_versions_are_kept():
     assert list(back) == list(model.state_dict())
 
 
-def test_a_nan_key_and_other_odd_dicts_are_pickled_with_a_warning():
+def test_dicts_with_nan_tuple_or_bytes_keys_are_pickled_with_a_warning():
     for value in ({math.nan: 1}, {(1, 2): torch.ones(2)}, {b"x": 1}):
         with pytest.warns(UserWarning, match="stored as pickles"):
             back = round_trip(value)
@@ -469,7 +469,7 @@ class Custom:
         self.x = 1
 
 
-def test_objects_are_pickled_with_a_warning_and_read_back_only_if_allowed():
+def test_custom_objects_are_pickled_with_a_warning_and_read_only_with_allow_pickle():
     from snapshot import UnsafeObjectError
 
     state = StateDict(point=Point(1, 2), custom=Custom())
@@ -482,7 +482,7 @@ def test_objects_are_pickled_with_a_warning_and_read_back_only_if_allowed():
     assert state["custom"].x == 1
 
 
-def test_an_optimizer_that_names_its_state_otherwise_comes_back():
+def test_optimizer_with_other_state_keys_is_restored():
     class Lookahead(torch.optim.SGD):
         def state_dict(self):
             held = super().state_dict()
@@ -503,7 +503,7 @@ def test_an_optimizer_that_names_its_state_otherwise_comes_back():
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("make", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
-def test_sparse_parameters(make, grad):
+def test_sparse_parameters_are_restored(make, grad):
     held = torch.nn.Parameter(make(torch.eye(3)), requires_grad=grad)
     Snapshot.take("memory://sparse-parameter", {"s": StateDict(p=held)}, overwrite=True)
     back = Snapshot("memory://sparse-parameter").get_state_dict_for_key("s")["p"]

@@ -64,7 +64,7 @@ def files(path):
 # Bad input
 
 
-def test_values_that_are_not_stateful(tmp_path):
+def test_take_refuses_values_that_are_not_stateful(tmp_path):
     for bad in (torch.ones(2), {"x": 1}, 3, StateDict, None):
         with pytest.raises(TypeError, match="'weights'"):
             Snapshot.take(tmp_path / "s", {"ok": StateDict(), "weights": bad})
@@ -77,7 +77,7 @@ def test_values_that_are_not_stateful(tmp_path):
     assert not (tmp_path / "s").exists()
 
 
-def test_a_path_that_holds_a_snapshot(tmp_path):
+def test_take_raises_snapshot_exists_error_if_the_path_holds_a_snapshot(tmp_path):
     Snapshot.take(tmp_path, state())
     before = files(tmp_path)
     for take in (Snapshot.take, Snapshot.async_take):
@@ -89,7 +89,7 @@ def test_a_path_that_holds_a_snapshot(tmp_path):
     whole(tmp_path)
 
 
-def test_overwrite_replaces_and_cleans(tmp_path):
+def test_take_with_overwrite_replaces_the_snapshot_and_deletes_old_files(tmp_path):
     Snapshot.take(tmp_path, state())
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "data" / "notes.txt").write_text("mine")
@@ -100,7 +100,7 @@ def test_overwrite_replaces_and_cleans(tmp_path):
     assert list(Snapshot(tmp_path).get_state_dict_for_key("s")) == ["x"]
 
 
-def test_missing_snapshots(tmp_path):
+def test_methods_of_a_missing_snapshot_raise_snapshot_not_found_error(tmp_path):
     for verb in (
         lambda s: s.get_manifest(),
         lambda s: s.metadata,
@@ -115,7 +115,7 @@ def test_missing_snapshots(tmp_path):
     assert not (tmp_path / "nothing").exists()
 
 
-def test_unknown_objects_name_the_nearest(tmp_path):
+def test_restore_error_for_an_unknown_key_names_the_nearest_one(tmp_path):
     Snapshot.take(tmp_path, state())
     with pytest.raises(RestoreError, match="did you mean '0/big/x'"):
         Snapshot(tmp_path).read_object("0/bigg/x")
@@ -123,7 +123,7 @@ def test_unknown_objects_name_the_nearest(tmp_path):
         Snapshot(tmp_path).get_state_dict_for_key("smal")
 
 
-def test_paths_that_cannot_be(tmp_path):
+def test_impossible_paths_raise_storage_error(tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(StorageError, match="file"):
         Snapshot.take(tmp_path / "file" / "below", state())
@@ -137,7 +137,7 @@ def test_paths_that_cannot_be(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
-def test_no_permission(tmp_path, warm):
+def test_take_and_restore_without_file_permission_raise_an_error(tmp_path, warm):
     folder = tmp_path / "theirs"
     folder.mkdir(mode=0o755)
     os.chmod(tmp_path, 0o755)
@@ -158,14 +158,14 @@ else: sys.exit("no error")
     assert files(tmp_path) == []
 
 
-def test_metadata_that_json_cannot_hold(tmp_path):
+def test_take_refuses_metadata_that_is_not_json(tmp_path):
     with pytest.raises(TypeError, match="JSON"):
         Snapshot.take(tmp_path / "s", state(), metadata={"x": object()})
     Snapshot.take(tmp_path / "s", state(), metadata={"loss": 0.5, "tags": ["a", None]})
     assert Snapshot(tmp_path / "s").metadata.metadata == {"loss": 0.5, "tags": ["a", None]}
 
 
-def test_a_state_dict_that_raises_leaves_nothing(tmp_path):
+def test_take_leaves_no_files_if_state_dict_raises(tmp_path):
     class Bad(StateDict):
         def state_dict(self):
             raise RuntimeError("mine")
@@ -183,7 +183,7 @@ def data_files(path):
     return [name for name in files(path) if name.startswith("data/")]
 
 
-def test_every_flipped_byte_is_found(tmp_path):
+def test_verify_finds_every_flipped_byte(tmp_path):
     small = {"s": StateDict(a=torch.arange(50.0), b=[1, "x", 2.5], t="é" * 17_000)}
     Snapshot.take(tmp_path / "s", small)
     for name in files(tmp_path / "s"):
@@ -207,7 +207,7 @@ def test_every_flipped_byte_is_found(tmp_path):
     assert Snapshot(tmp_path / "s").verify().ok
 
 
-def test_a_flipped_byte_names_entry_file_range_and_digests(tmp_path):
+def test_corrupt_snapshot_error_names_entry_file_range_and_digests(tmp_path):
     Snapshot.take(tmp_path, state())
     entry = Snapshot(tmp_path).get_manifest()["0/small/t3"]
     flip(tmp_path / entry.location, entry.byte_range[0] + 5)
@@ -228,7 +228,7 @@ def test_a_flipped_byte_names_entry_file_range_and_digests(tmp_path):
     Snapshot(tmp_path).restore(zeros(), verify=False)
 
 
-def test_load_state_dict_is_called_nowhere_after_damage(tmp_path):
+def test_restore_does_not_call_load_state_dict_after_damage(tmp_path):
     class Spy(StateDict):
         def load_state_dict(self, state_dict):
             raise AssertionError("was called")
@@ -242,7 +242,7 @@ def test_load_state_dict_is_called_nowhere_after_damage(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["0/big/x", "0/small/t3", "0/small/text"])
-def test_atomic_touches_nothing_before_every_byte_is_verified(tmp_path, name):
+def test_restore_atomic_changes_nothing_before_every_byte_is_verified(tmp_path, name):
     Snapshot.take(tmp_path, state())
     entry = Snapshot(tmp_path).get_manifest()[name]
     flip(tmp_path / entry.location, entry.byte_range[1] - 1)
@@ -273,7 +273,7 @@ def damage_size(path, how):
 
 
 @pytest.mark.parametrize("how", ["truncated", "emptied", "extended", "missing", "a folder"])
-def test_damaged_sizes_touch_nothing(tmp_path, how):
+def test_restore_changes_nothing_if_a_data_file_has_a_wrong_size(tmp_path, how):
     Snapshot.take(tmp_path / "s", state())
     for name in data_files(tmp_path / "s"):
         shutil.copytree(tmp_path / "s", tmp_path / "t")
@@ -288,7 +288,7 @@ def test_damaged_sizes_touch_nothing(tmp_path, how):
         shutil.rmtree(tmp_path / "t")
 
 
-def test_swapped_files_are_found(tmp_path):
+def test_restore_finds_swapped_data_files(tmp_path):
     for name, value in (("a", 1.0), ("b", 2.0)):
         Snapshot.take(tmp_path / name, {"s": StateDict(x=torch.full((1000,), value))})
     (one,), (two,) = (list((tmp_path / name / "data").iterdir()) for name in "ab")
@@ -298,7 +298,7 @@ def test_swapped_files_are_found(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["truncated", "emptied", "extended"])
-def test_a_damaged_manifest(tmp_path, how):
+def test_restore_refuses_a_damaged_manifest(tmp_path, how):
     Snapshot.take(tmp_path, state())
     damage_size(tmp_path / METADATA, how)
     live = zeros()
@@ -352,7 +352,7 @@ def entry_of(document, name="0/big/x"):
         (lambda d: msgspec.json.format(msgspec.json.encode(d))[:-1].rstrip(), CorruptSnapshotError, "canonical"),
     ],
 )  # fmt: skip
-def test_manifests_with_nonsense_in_them(tmp_path, change, error, text):
+def test_restore_refuses_invalid_values_in_a_manifest(tmp_path, change, error, text):
     Snapshot.take(tmp_path, state())
     rewrite(tmp_path, change)
     live = zeros()
@@ -385,7 +385,7 @@ STEPS = [
 
 @pytest.mark.parametrize(("on", "nth"), STEPS)
 @pytest.mark.parametrize("take", [Snapshot.take, take_and_wait])
-def test_a_full_disk_at_each_step_leaves_nothing_and_the_next_take_works(tmp_path, on, nth, take):
+def test_take_on_a_full_disk_leaves_no_files_and_the_next_take_works(tmp_path, on, nth, take):
     with faulty(on=on, nth=nth, error=StorageError(*ENOSPC.args)), pytest.raises(StorageError, match="No space left"):
         take(f"faulty+file://{tmp_path}/s", state())
     assert not (tmp_path / "s").exists()
@@ -394,7 +394,7 @@ def test_a_full_disk_at_each_step_leaves_nothing_and_the_next_take_works(tmp_pat
 
 
 @pytest.mark.parametrize("on", ["put", "create", "write", "finish", "commit"])
-def test_a_failed_overwrite_leaves_the_old_snapshot_whole(tmp_path, on):
+def test_take_with_overwrite_keeps_the_old_snapshot_if_it_fails(tmp_path, on):
     Snapshot.take(tmp_path / "s", state())
     before = files(tmp_path / "s")
     path = f"faulty+file://{tmp_path}/s"
@@ -404,7 +404,7 @@ def test_a_failed_overwrite_leaves_the_old_snapshot_whole(tmp_path, on):
     whole(tmp_path / "s")
 
 
-def test_a_file_size_limit_is_an_error(tmp_path, warm):
+def test_take_at_a_file_size_limit_raises_storage_error(tmp_path, warm):
     script = f"""
 import signal, resource, torch
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -418,7 +418,7 @@ else: raise SystemExit("no error")
     assert files(tmp_path) == []
 
 
-def test_a_cleaning_that_fails_does_not_fail_the_take(tmp_path):
+def test_take_succeeds_if_deleting_old_files_fails(tmp_path):
     Snapshot.take(tmp_path / "s", state())
     with faulty(on="delete", error=StorageError("busy")):
         Snapshot.take(f"faulty+file://{tmp_path}/s", {"s": StateDict(x=1)}, overwrite=True)
@@ -427,7 +427,7 @@ def test_a_cleaning_that_fails_does_not_fail_the_take(tmp_path):
     assert files(tmp_path / "s") == [METADATA]
 
 
-def test_a_read_that_fails_names_url_and_cause(tmp_path):
+def test_restore_names_url_and_cause_of_a_failed_read(tmp_path):
     Snapshot.take(tmp_path / "s", state())
     error = StorageError(errno.EIO, "Input/output error")
     with (
@@ -437,7 +437,7 @@ def test_a_read_that_fails_names_url_and_cause(tmp_path):
         Snapshot(f"faulty+file://{tmp_path}/s").restore(zeros())
 
 
-def test_a_bit_that_flips_on_the_way_in(tmp_path):
+def test_restore_raises_if_every_read_flips_a_bit(tmp_path):
     Snapshot.take(tmp_path / "s", state())
     with (
         faulty(on="read_into", path="data/*", flip=4000, times=None),
@@ -446,13 +446,13 @@ def test_a_bit_that_flips_on_the_way_in(tmp_path):
         Snapshot(f"faulty+file://{tmp_path}/s").restore(zeros())
 
 
-def test_a_bit_that_flips_once_on_the_way_in_is_read_again(tmp_path):
+def test_restore_reads_again_if_one_read_flips_a_bit(tmp_path):
     Snapshot.take(tmp_path / "s", state())
     with faulty(on="read_into", path="data/*", flip=4000):
         whole(f"faulty+file://{tmp_path}/s")
 
 
-def test_delete_cleans_leftovers_and_touches_nothing_else(tmp_path):
+def test_delete_removes_leftover_files_and_nothing_else(tmp_path):
     Snapshot.take(tmp_path / "s", state())
     (tmp_path / "s" / ".take-0123456789ab").touch()
     (tmp_path / "s" / "data" / "0123456789ab-0-0.bin").touch()
@@ -474,7 +474,7 @@ def test_delete_removes_the_manifest_first():
     assert log.of("delete")[0].path == METADATA
 
 
-def test_the_manifest_is_put_last_of_all_files():
+def test_take_commits_the_manifest_after_all_data_files():
     with recording() as log:
         Snapshot.take("recording+memory://order", state())
     names = [operation.name for operation in log.of() if operation.name in ("finish", "commit", "put")]
@@ -482,7 +482,7 @@ def test_the_manifest_is_put_last_of_all_files():
     assert names[-1] == "commit"
 
 
-def test_two_takes_to_one_path_one_is_told(tmp_path):
+def test_take_raises_snapshot_exists_error_if_another_take_committed_first(tmp_path):
     class Meanwhile(StateDict):
         def state_dict(self):
             if not Snapshot(tmp_path / "s").exists():
@@ -497,7 +497,7 @@ def test_two_takes_to_one_path_one_is_told(tmp_path):
     assert len(files(tmp_path / "t")) == len(before)
 
 
-def test_a_storage_that_cannot_be_closed_undoes_nothing_that_was_done(tmp_path, caplog):
+def test_take_restore_and_delete_succeed_if_the_storage_fails_to_close(tmp_path, caplog):
     path = f"faulty+file://{tmp_path}/s"
     with faulty(on="close", times=None, error=StorageError("busy")):
         Snapshot.take(path, state())

@@ -12,7 +12,7 @@ from snapshot import RestoreError, Snapshot, StateDict
 from snapshot.testing import recording
 
 
-def test_each_byte_is_read_once_however_many_keys():
+def test_restore_of_many_keys_reads_each_byte_once():
     state = {f"key{i}": StateDict(x=torch.full((5000,), float(i))) for i in range(8)}
     with recording() as log:
         Snapshot.take("recording+memory://keys", state, overwrite=True)
@@ -23,7 +23,7 @@ def test_each_byte_is_read_once_however_many_keys():
 
 
 @pytest.mark.timeout(60, func_only=True)  # a peer takes minutes
-def test_many_keys_of_few_tensors_are_quick():
+def test_take_and_restore_of_many_keys_with_small_tensors_are_quick():
     state = {f"key{i}": StateDict(**{f"t{j}": torch.ones(4) for j in range(50)}) for i in range(100)}
     with recording() as log:
         for _ in range(3):
@@ -34,7 +34,7 @@ def test_many_keys_of_few_tensors_are_quick():
         assert len(log.of("read_into")) <= 2, "requests for each key, or for each tensor"
 
 
-def test_names_that_look_like_chunks_do_not_overwrite_each_other(monkeypatch, tmp_path):
+def test_data_files_of_keys_that_look_like_chunk_names_do_not_collide(monkeypatch, tmp_path):
     from snapshot.plan import layout
 
     monkeypatch.setattr(layout, "LARGEST_FILE", 4000)
@@ -49,20 +49,20 @@ def test_names_that_look_like_chunks_do_not_overwrite_each_other(monkeypatch, tm
     assert all(torch.equal(back[name], value) for name, value in values.items())
 
 
-def test_a_path_that_was_used_before_can_be_used_again(tmp_path):
+def test_async_take_with_overwrite_reuses_a_path(tmp_path):
     for i in range(3):
         Snapshot.async_take(tmp_path / "s", {"s": StateDict(x=torch.full((10,), i))}, overwrite=True).wait()
         assert Snapshot(tmp_path / "s").read_object("0/s/x").eq(i).all()
         assert len(os.listdir(tmp_path / "s" / "data")) == 1
 
 
-def test_a_dtype_is_never_cast_in_silence():
+def test_restore_never_casts_a_dtype_silently():
     Snapshot.take("memory://cast", {"m": torch.nn.Linear(2, 2)}, overwrite=True)
     with pytest.raises(RestoreError, match="bfloat16"):
         Snapshot("memory://cast").restore({"m": torch.nn.Linear(2, 2, dtype=torch.bfloat16)})
 
 
-def test_an_int_costs_few_bytes():
+def test_take_stores_an_int_in_few_bytes():
     small = Snapshot.take("memory://small", {"s": StateDict(a=1)}, overwrite=True)
     with recording() as log:
         Snapshot.take("recording+memory://ints", {"s": StateDict(**{f"k{i}": i for i in range(101)})}, overwrite=True)
@@ -70,7 +70,7 @@ def test_an_int_costs_few_bytes():
     assert small.metadata.nbytes == 0
 
 
-def test_bfloat16_and_a_lone_zero_element_tensor():
+def test_restore_of_bfloat16_and_zero_element_tensors():
     values = {"b": torch.randn(5).bfloat16(), "e": torch.empty(0), "e2": torch.empty(2, 0, dtype=torch.bool)}
     Snapshot.take("memory://bf16", {"s": StateDict(**values)}, overwrite=True)
     live = StateDict(b=torch.zeros(5).bfloat16(), e=torch.empty(0), e2=torch.empty(2, 0, dtype=torch.bool))
@@ -94,7 +94,7 @@ def test_storage_options_reach_the_plugin():
         Snapshot("memory://options", None, {"colour": "red"}).exists()
 
 
-def test_names_that_torchsnapshot_s_users_know():
+def test_snapshot_attributes_known_from_torchsnapshot_exist():
     snapshot = Snapshot.take(
         "memory://names", {"s": StateDict(w=torch.ones(2), n=1, f=0.5, t="x", b=b"y", l=[None])}, overwrite=True
     )

@@ -26,7 +26,7 @@ ODD = {
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("kind", ODD)
 @pytest.mark.parametrize("verb", ["take", "async_take", "restore"])
-def test_nothing_keeps_what_was_saved_or_restored(kind, verb):
+def test_take_async_take_and_restore_keep_no_references_to_tensors(kind, verb):
     """Leaves and wants are hidden from the garbage collector: a cycle through one of them is never collected."""
     known = []
 

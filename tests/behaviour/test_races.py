@@ -24,7 +24,7 @@ def whole(path):
 
 
 @pytest.mark.parametrize("operation", ["commit", "list", "delete"])
-def test_a_cancel_during_or_after_the_commit_takes_nothing_back(tmp_path, operation):
+def test_cancel_during_or_after_the_commit_undoes_nothing(tmp_path, operation):
     Snapshot.take(tmp_path, state(1))
     with stalling(on=operation) as stall:
         pending = Snapshot.async_take(f"stalling+file://{tmp_path}", state(2), overwrite=True)
@@ -41,7 +41,7 @@ def test_a_cancel_during_or_after_the_commit_takes_nothing_back(tmp_path, operat
     whole(tmp_path)
 
 
-def test_a_clean_spares_what_another_take_has_committed(tmp_path, monkeypatch):
+def test_take_cleaning_keeps_what_another_take_committed(tmp_path, monkeypatch):
     real, other = transaction.list_save_files, []
 
     async def slow(storage):
@@ -62,7 +62,7 @@ def test_a_clean_spares_what_another_take_has_committed(tmp_path, monkeypatch):
     assert value_of(tmp_path) == 2
 
 
-def test_a_delete_leaves_no_manifest_without_its_data(tmp_path, warm):
+def test_delete_during_a_commit_leaves_no_manifest_without_its_data(tmp_path, warm):
     path = f"stalling+file://{tmp_path}/s"
     Snapshot.take(tmp_path / "s", state(1))
     script = f"""
@@ -81,7 +81,7 @@ Snapshot({str(tmp_path / "s")!r}).delete()
     assert not (tmp_path / "s").exists()
 
 
-def test_claims_left_by_a_crash_are_cleaned(tmp_path):
+def test_take_removes_claim_files_left_by_a_crash(tmp_path):
     Snapshot.take(tmp_path, state(1))
     for name in (".take-0123456789ab", ".take-0123456789ab.00ff00.tmp"):
         (tmp_path / name).touch()
@@ -89,7 +89,7 @@ def test_claims_left_by_a_crash_are_cleaned(tmp_path):
     assert sorted(os.listdir(tmp_path)) == [".snapshot_metadata", "data"]
 
 
-def test_reading_goes_on_with_a_snapshot_that_was_replaced(tmp_path):
+def test_snapshot_object_reads_on_after_its_path_was_overwritten(tmp_path):
     Snapshot.take(tmp_path, state(1))
     snapshot = Snapshot(tmp_path)
     snapshot.get_manifest()
@@ -98,7 +98,7 @@ def test_reading_goes_on_with_a_snapshot_that_was_replaced(tmp_path):
     assert snapshot.get_state_dict_for_key("s")["x"][0] == 2
 
 
-def test_a_relative_path_is_of_the_folder_of_the_call(tmp_path, monkeypatch):
+def test_async_take_resolves_a_relative_path_at_the_call(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pending = Snapshot.async_take("rel", state(1))
     (tmp_path / "other").mkdir()
@@ -126,7 +126,7 @@ def test_cancel_and_wait_from_a_progress_callback():
     assert seen == [True]
 
 
-def test_a_fork_cannot_wait_for_its_parent_s_snapshot(tmp_path, warm):
+def test_pending_snapshot_wait_raises_in_a_forked_child(tmp_path, warm):
     script = f"""
 import os, torch
 from snapshot import Snapshot, SnapshotError, StateDict
@@ -147,7 +147,7 @@ raise SystemExit(code)
 
 @pytest.mark.parametrize("budget", [1, 64, 100_000, 1_000_000, 33_333_333])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex128])
-def test_any_budget_makes_progress_with_any_element(budget, dtype):
+def test_memory_budget_bytes_of_any_size_works_with_any_element(budget, dtype):
     tensor = torch.arange(600_000).to(dtype).view(300_000, 2)[:, 0]
     for take in (Snapshot.take, lambda *a, **k: Snapshot.async_take(*a, **k).wait()):
         take("memory://budget", {"s": StateDict(t=tensor)}, memory_budget_bytes=budget, overwrite=True)

@@ -68,5 +68,5 @@ for name, verb in verbs.items():
 
 
 @pytest.mark.parametrize("which", ["descriptors", "threads", "memory", "file size"])
-def test_a_limit_of_the_system_is_an_error_of_the_library(tmp_path, warm, which):
+def test_system_limits_raise_an_error_of_the_library(tmp_path, warm, which):
     warm.run(textwrap.dedent(SCRIPT), which, tmp_path)

@@ -33,7 +33,7 @@ OURS = ["snapshot: blocking, thread", "snapshot: overlapped, thread", "snapshot:
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def test_each_way_is_measured_alone_and_beside_training_traced_and_drawn(
+def test_background_benchmark_measures_traces_and_draws_each_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(background, "BUDGETED", ("single",))
@@ -89,13 +89,15 @@ def test_each_way_is_measured_alone_and_beside_training_traced_and_drawn(
         (["--figure", "no/such/folder.svg"], "no/such/folder.svg"),
     ],
 )
-def test_what_cannot_be_measured_is_status_2_with_its_reason(
+def test_background_benchmark_exits_2_with_the_reason_if_it_cannot_measure(
     arguments: list[str], reason: str, refused: Callable[..., None]
 ) -> None:
     refused(main, ["background", *arguments], reason)
 
 
-def test_an_interruption_leaves_neither_files_nor_processes(tmp_path: Path, begin: Begin, warm: Warm) -> None:
+def test_background_benchmark_leaves_no_files_or_processes_if_interrupted(
+    tmp_path: Path, begin: Begin, warm: Warm
+) -> None:
     arguments = ["--case", "train", "--scale", "0.001", "--rounds", "100000", "--peers", "none"]
     pid, printed = running = begin("tests.benchmarks.__main__", "background", *arguments)
     while not (started := psutil.Process(pid).children()):
@@ -112,7 +114,7 @@ def test_an_interruption_leaves_neither_files_nor_processes(tmp_path: Path, begi
 
 @pytest.mark.filterwarnings("ignore")  # peers' own
 @pytest.mark.parametrize("name", ["snapshot: blocking, thread", "DCP", "DCP, async staging", "torchsnapshot"])
-def test_what_a_system_saved_it_brings_back(name: str, tmp_path: Path) -> None:
+def test_background_benchmark_systems_restore_what_they_saved(name: str, tmp_path: Path) -> None:
     if WAYS[name].peer and not installed(WAYS[name].peer):
         pytest.skip("not installed")
     payload = HELD["params"].make(0.002)
@@ -132,7 +134,7 @@ def test_what_a_system_saved_it_brings_back(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["train", "params"])
-def test_a_step_changes_what_is_saved_and_its_work_is_calibrated(case: str) -> None:
+def test_background_training_step_changes_the_payload_and_is_calibrated(case: str) -> None:
     payload = HELD[case].make(0.001)
     before = payload.digest()
     loop = Training(payload, 0.001)
@@ -143,7 +145,7 @@ def test_a_step_changes_what_is_saved_and_its_work_is_calibrated(case: str) -> N
     assert waited[0] != payload.digest()  # it was called before the optimizer changed anything
 
 
-def test_the_cases_are_as_large_as_they_say() -> None:
+def test_background_cases_are_as_large_as_they_say() -> None:
     for case in HELD.values():
         assert case.make(0.001).nbytes() == pytest.approx(case.nbytes(0.001), rel=0.1)
     assert "params" not in CASES  # which other operations would measure
@@ -154,7 +156,7 @@ def repetition(blocked: float, staged: float, done: float, counts: bool = True) 
     return {"blocked": blocked, "staged": staged, "done": done, "peak": 64 << 20, "counts": counts}
 
 
-def test_the_first_save_stands_apart_and_others_are_put_beside_the_bars() -> None:
+def test_background_table_reports_the_first_save_apart_from_the_others() -> None:
     ready = {"bytes": 1 << 20, "tensors": 1, "synced": "files"}
     table = Table("train")
     table.row("copy", "raw copy", ready | {"kind": "copy"}).saved = [repetition(0.1, 0.1, 0.1)]
@@ -165,7 +167,7 @@ def test_the_first_save_stands_apart_and_others_are_put_beside_the_bars() -> Non
     assert line.split() == ["ours", "9000.0", "200.0", "2.00", "400.0", "3.000", "1.50", "2.00", "64", "files"]
 
 
-def test_steps_are_told_apart_by_when_they_were() -> None:
+def test_background_table_classifies_steps_by_their_time() -> None:
     table = Table("train")
     row = table.row("ours", OURS[1], {"bytes": 1, "tensors": 1, "synced": "files", "kind": "ours"})
     quiet = [(-0.3, -0.2), (-0.2, -0.1), (-0.1, 0.0)]
@@ -179,7 +181,7 @@ def test_steps_are_told_apart_by_when_they_were() -> None:
     assert line.split() == ["ours", "50.0", "100.0", "200.0", "2.00", "3", "-", "0.600", "NO"]
 
 
-def test_a_failure_of_ours_is_a_fault_and_one_of_a_peer_is_a_line() -> None:
+def test_background_benchmark_fails_if_snapshot_fails_but_not_if_a_peer_does() -> None:
     class Fails:
         def ask(self, **question: Any) -> dict[str, Any]:
             raise ChildFailed("no luck")
@@ -192,14 +194,14 @@ def test_a_failure_of_ours_is_a_fault_and_one_of_a_peer_is_a_line() -> None:
     assert list(said(table)) == ["  left out: DCP: no luck", f"  FAILED: {OURS[0]}: no luck"]
 
 
-def test_peers_that_were_not_asked_for_or_have_no_folder_take_no_part() -> None:
+def test_background_systems_leaves_out_peers_not_requested_or_without_a_folder() -> None:
     assert [name for name in background.systems((), local=True)[0] if WAYS[name].peer] == []
     chosen, left_out = background.systems(("dcp",), local=False)
     assert [name for name in chosen if WAYS[name].peer] == []
     assert left_out == [f"{name}: needs a file system" for name in ("DCP", "DCP, process", "DCP, async staging")]
 
 
-def test_the_raw_copies_copy_everything(tmp_path: Path) -> None:
+def test_background_raw_copy_copies_everything(tmp_path: Path) -> None:
     payload = HELD["single"].make(0.001)
     copy = RawCopy(payload)
     rows = copy.rows("raw copy")
@@ -210,7 +212,7 @@ def test_the_raw_copies_copy_everything(tmp_path: Path) -> None:
         assert torch.equal(copy.copies[0], payload.tensors["state.tensor"])
 
 
-def test_the_processes_of_a_process_are_found() -> None:
+def test_background_benchmark_finds_the_child_processes_of_a_process() -> None:
     program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(1, flush=True); input()'])"
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout
@@ -221,7 +223,7 @@ def test_the_processes_of_a_process_are_found() -> None:
         child.communicate(b"\n")
 
 
-def test_a_figure_is_valid_whatever_it_shows() -> None:
+def test_background_figure_is_valid_svg_for_any_content() -> None:
     for panels in ([], [Panel("<&>", 0.0, 0.0, [])], [Panel("one", 0.5, 1.0, [(-1.0, 0.0), (0.5, 0.9), (1.0, 1.1)])]):
         drawn = ET.fromstring(draw("1 < 2", panels))
         assert "prefers-color-scheme: dark" in "".join(drawn.itertext())

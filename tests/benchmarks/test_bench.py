@@ -33,9 +33,7 @@ def bench(begin: Begin, warm: Warm) -> Callable[..., str]:
 
 
 @pytest.mark.bench
-def test_json_holds_each_system_beside_the_raw_baselines_and_nothing_is_left(
-    tmp_path: Path, bench: Callable[..., str]
-) -> None:
+def test_cli_bench_json_holds_each_system_and_the_raw_baselines(tmp_path: Path, bench: Callable[..., str]) -> None:
     shown = bench(*TINY, "--only", "take,restore", "--peers", "torch.save", "--json")
     found = json.loads(shown)
     assert set(found) == {"host", "settings", "tables"}
@@ -55,7 +53,7 @@ def test_json_holds_each_system_beside_the_raw_baselines_and_nothing_is_left(
 
 
 @pytest.mark.bench
-def test_a_table_names_what_it_is_measured_on(tmp_path: Path, bench: Callable[..., str]) -> None:
+def test_cli_bench_table_names_the_path_and_the_case(tmp_path: Path, bench: Callable[..., str]) -> None:
     place = tmp_path / "made" / "for it"
     shown = bench(str(place), *TINY, "--only", "take", "--peers", "none")
     assert f"on {place}/snapshot-bench-" in shown
@@ -67,7 +65,9 @@ def test_a_table_names_what_it_is_measured_on(tmp_path: Path, bench: Callable[..
 
 
 @pytest.mark.slow
-def test_a_storage_that_is_no_file_system_has_no_raw_baselines(tmp_path: Path, bench: Callable[..., str]) -> None:
+def test_cli_bench_of_a_storage_without_a_file_system_has_no_raw_baselines(
+    tmp_path: Path, bench: Callable[..., str]
+) -> None:
     shown = bench("memory://bench", *TINY, "--only", "take,cold", "--json")
     (table,) = json.loads(shown)["tables"]
     assert [row["name"] for row in table["rows"]] == ["snapshot"]
@@ -78,7 +78,7 @@ def test_a_storage_that_is_no_file_system_has_no_raw_baselines(tmp_path: Path, b
 
 @pytest.mark.bench
 @pytest.mark.parametrize(("state", "least", "most"), [("lora", 0.001, 0.02), ("half", 0.45, 0.55), ("full", 1.0, 1.1)])
-def test_takes_with_bases_are_compared_with_full_ones(
+def test_cli_bench_incremental_compares_takes_with_a_base_with_full_takes(
     tmp_path: Path, bench: Callable[..., str], state: str, least: float, most: float
 ) -> None:
     options = ["--incremental", state, "--scale", "0.02", "--only", "take", "--rounds", "2"]
@@ -99,9 +99,7 @@ def test_takes_with_bases_are_compared_with_full_ones(
 
 
 @pytest.mark.bench
-def test_a_whole_cycle_of_takes_with_one_base_has_one_that_writes_everything(
-    tmp_path: Path, bench: Callable[..., str]
-) -> None:
+def test_cli_bench_incremental_has_one_full_take_per_cycle(tmp_path: Path, bench: Callable[..., str]) -> None:
     shown = bench(
         "--incremental", "lora", "--scale", "0.02", "--only", "take", "--report", "r.json", "--report", "r.html"
     )
@@ -116,7 +114,7 @@ def test_a_whole_cycle_of_takes_with_one_base_has_one_that_writes_everything(
 
 @pytest.mark.bench
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interruption_leaves_neither_files_nor_processes(
+def test_cli_bench_leaves_no_files_or_processes_if_interrupted(
     tmp_path: Path, begin: Begin, warm: Warm, number: int, status: int
 ) -> None:
     arguments = ["--case", "small", "--scale", "0.001", "--rounds", "100000", "--only", "take", "--peers", "none"]
@@ -149,13 +147,15 @@ def test_an_interruption_leaves_neither_files_nor_processes(
         (["nowhere://at/all"], "no storage plugin for the scheme 'nowhere'"),
     ],
 )
-def test_what_cannot_run_is_status_2_with_its_reason(
+def test_cli_bench_exits_2_with_the_reason_if_it_cannot_run(
     arguments: list[str], reason: str, refused: Callable[..., None]
 ) -> None:
     refused(main, ["bench", *arguments], reason)
 
 
-def test_a_place_that_is_no_folder_is_one_line_of_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cli_bench_of_a_path_that_is_not_a_folder_prints_one_error_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "file"
     file.write_text("mine")
     assert main(["bench", str(file)]) == 2
@@ -166,14 +166,14 @@ def test_a_place_that_is_no_folder_is_one_line_of_error(tmp_path: Path, capsys: 
     assert file.read_text() == "mine"
 
 
-def test_the_command_without_a_verb_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cli_without_a_verb_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert main(["--help"]) == 0
     assert "bench" in capsys.readouterr().out
 
 
 @given(st.lists(st.integers(0, 50), max_size=20), st.integers(1, 5))
-def test_cutting_into_lanes_loses_no_byte(sizes: list[int], lanes: int) -> None:
+def test_raw_io_cut_into_lanes_loses_no_byte(sizes: list[int], lanes: int) -> None:
     total = sum(sizes)
     whole = np.arange(total, dtype=np.uint8)
     buffers = np.split(whole, np.cumsum(sizes)[:-1]) if sizes else []
@@ -189,7 +189,7 @@ def test_cutting_into_lanes_loses_no_byte(sizes: list[int], lanes: int) -> None:
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
-def test_the_raw_baselines_move_every_byte(tmp_path: Path, lanes: int) -> None:
+def test_raw_io_streams_move_every_byte(tmp_path: Path, lanes: int) -> None:
     tensors = [torch.rand(300) for _ in range(1500)] + [torch.tensor(1.5), torch.rand(3_000_000)]
     wanted = [tensor.clone() for tensor in tensors]
     raw_io.write_streams(tensors, tmp_path, durable=True, lanes=lanes)
@@ -202,7 +202,7 @@ def test_the_raw_baselines_move_every_byte(tmp_path: Path, lanes: int) -> None:
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
-def test_the_raw_copies_copy_everything(lanes: int) -> None:
+def test_raw_io_copies_copy_everything(lanes: int) -> None:
     tensors = [torch.rand(3), torch.tensor(2.5), torch.rand(1001)]
     by_threads, by_torch = ([torch.zeros_like(tensor) for tensor in tensors] for _ in range(2))
     raw_io.copy_streams(tensors, by_threads, lanes)
@@ -211,7 +211,7 @@ def test_the_raw_copies_copy_everything(lanes: int) -> None:
     assert all(map(torch.equal, tensors, by_torch))
 
 
-def test_a_direct_write_is_cut_to_its_length(tmp_path: Path) -> None:
+def test_raw_io_write_direct_truncates_the_file_to_its_length(tmp_path: Path) -> None:
     tensors = [torch.rand(5), torch.rand(3_000_000), torch.rand(7)]
     try:
         raw_io.write_direct(tensors, tmp_path, durable=False)
@@ -221,7 +221,7 @@ def test_a_direct_write_is_cut_to_its_length(tmp_path: Path) -> None:
     raw_io.read_direct(tmp_path / "0.raw", lanes=2)
 
 
-def test_a_dropped_file_is_not_in_memory(tmp_path: Path) -> None:
+def test_raw_io_drop_evicts_a_file_from_the_page_cache(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(bytes(1 << 20))
     assert raw_io._resident([file]) == 1
@@ -232,13 +232,13 @@ def test_a_dropped_file_is_not_in_memory(tmp_path: Path) -> None:
     assert raw_io._resident([file]) < 0.01
 
 
-def test_every_case_is_as_large_as_it_says() -> None:
+def test_bench_cases_are_as_large_as_they_say() -> None:
     for name in ("large", "small", "train"):
         made = CASES[name].make(0.001)
         assert made.nbytes() == pytest.approx(CASES[name].nbytes(0.001), rel=0.1)
 
 
-def test_a_wiped_payload_is_told_from_what_it_was() -> None:
+def test_bench_payload_digest_changes_after_wipe() -> None:
     made = CASES["keys"].make(0.01)
     before = made.digest()
     made.wipe()
@@ -246,7 +246,7 @@ def test_a_wiped_payload_is_told_from_what_it_was() -> None:
     assert CASES["keys"].make(0.01).digest() == before
 
 
-def test_results_of_an_accelerator_say_its_name_and_the_speed_of_its_link() -> None:
+def test_bench_report_of_an_accelerator_names_the_device_and_link_speed() -> None:
     result = json.loads((ROOT / "docs/_static/benchmark.json").read_text())
     speeds = {"pinned": True, "to_host_gb_per_second": 55.25, "to_device_gb_per_second": 7.0}
     device = {"device": "cuda:1", "name": "NVIDIA <X>", **speeds}

@@ -25,7 +25,9 @@ def cells(line: str) -> list[str]:
     return re.split(r"\s{2,}", line.strip())
 
 
-def test_a_store_is_measured_beside_the_client_alone(tmp_path: Path, measured: Callable[..., str]) -> None:
+def test_store_benchmark_measures_the_storage_beside_the_client_alone(
+    tmp_path: Path, measured: Callable[..., str]
+) -> None:
     shown = measured("store", "--scale", "0.02", "--rounds", "1")
     rows = [cells(line)[0] for line in shown.splitlines() if line.startswith("  ")]
     assert rows.count("the client alone") == 1
@@ -35,7 +37,7 @@ def test_a_store_is_measured_beside_the_client_alone(tmp_path: Path, measured: C
     assert list(tmp_path.iterdir()) == []
 
 
-def test_several_ranks_write_one_replica_together_and_read_it_once(
+def test_ranks_benchmark_writes_a_replica_together_and_reads_it_once(
     tmp_path: Path, measured: Callable[..., str]
 ) -> None:
     shown = measured("ranks", "--world", "2", "--scale", "0.01", "--rounds", "1")
@@ -60,7 +62,7 @@ def test_several_ranks_write_one_replica_together_and_read_it_once(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_rank_that_ends_ends_the_measurement(tmp_path: Path) -> None:
+def test_ranks_benchmark_ends_if_a_rank_ends(tmp_path: Path) -> None:
     arguments = ["ranks", "--world", "2", "--scale", "0.001", "--rounds", "100000"]
     command = [sys.executable, "-m", "tests.benchmarks", *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -85,7 +87,7 @@ def test_a_rank_that_ends_ends_the_measurement(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_costs_of_planning_are_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_planning_benchmark_prints_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(planning_scale, "ENTRIES", 50)
     assert main(["planning", "--worlds", "2,4"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -96,7 +98,7 @@ def test_the_costs_of_planning_are_a_table(monkeypatch: pytest.MonkeyPatch, caps
     assert len(rows) == 2 * len({row[0] for row in rows})
 
 
-def test_growth_is_a_table_of_each_kind(tmp_path: Path, measured: Callable[..., str]) -> None:
+def test_scale_benchmark_prints_a_table_of_each_kind(tmp_path: Path, measured: Callable[..., str]) -> None:
     shown = measured("scale", str(tmp_path), "--tensors", "20,40", "--worlds", "2")
     lines = [line for line in shown.splitlines() if line.startswith("|")]
     first = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -108,7 +110,7 @@ def test_growth_is_a_table_of_each_kind(tmp_path: Path, measured: Callable[..., 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_deltas_of_weights_are_measured_by_stage_and_as_a_whole(tmp_path: Path, measured: Callable[..., str]) -> None:
+def test_publish_benchmark_measures_deltas_by_stage_and_in_total(tmp_path: Path, measured: Callable[..., str]) -> None:
     shown = measured("publish", str(tmp_path), "--scale", "0.004", "--rounds", "1")
     for stage in ("XOR", "adler32", "encode: all stages", "apply: all stages", "pull: apply", "copy of the files"):
         assert stage in shown
@@ -116,7 +118,7 @@ def test_deltas_of_weights_are_measured_by_stage_and_as_a_whole(tmp_path: Path, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_dcp_is_measured_with_each_storage(tmp_path: Path, measured: Callable[..., str]) -> None:
+def test_dcp_benchmark_measures_each_storage(tmp_path: Path, measured: Callable[..., str]) -> None:
     shown = measured("dcp", "--scale", "0.001", "--rounds", "1")
     assert [shown.count(name) for name in ("\n    nothing ", "\n    torch ", "\n    snapshot ")] == [4, 10, 6]
     assert list(tmp_path.iterdir()) == []
@@ -133,7 +135,7 @@ def test_dcp_is_measured_with_each_storage(tmp_path: Path, measured: Callable[..
         ("tiers", {"blocked, with tiers", "while a step is uploaded", "from memory", "from another host"}),
     ],
 )
-def test_a_benchmark_measures_its_rows_and_leaves_nothing(
+def test_benchmark_prints_its_rows_and_leaves_no_files(
     name: str, rows: set[str], tmp_path: Path, measured: Callable[..., str]
 ) -> None:
     shown = measured(name, "--scale", "0.001", "--rounds", "1")
@@ -142,7 +144,7 @@ def test_a_benchmark_measures_its_rows_and_leaves_nothing(
 
 
 @pytest.mark.libraries
-def test_the_trainer_is_measured_in_each_way(tmp_path: Path, measured: Callable[..., str]) -> None:
+def test_trainer_benchmark_measures_each_way_of_saving(tmp_path: Path, measured: Callable[..., str]) -> None:
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
     shown = measured("trainer", str(tmp_path), "--scale", "0.0001", "--rounds", "1")
@@ -162,7 +164,7 @@ def test_the_trainer_is_measured_in_each_way(tmp_path: Path, measured: Callable[
         (["planning", "--worlds", "2,few"], "invalid _worlds value"),
     ],
 )
-def test_what_cannot_run_is_status_2_with_its_reason(
+def test_benchmarks_exit_2_with_the_reason_if_they_cannot_run(
     arguments: list[str], reason: str, refused: Callable[..., None]
 ) -> None:
     refused(main, arguments, reason)

@@ -21,7 +21,7 @@ def alone(monkeypatch):
     monkeypatch.delenv("SNAPSHOT_STORAGE_OPTIONS", raising=False)
 
 
-def test_options_come_from_the_environment_a_file_and_arguments_later_ones_over_earlier(tmp_path, monkeypatch):
+def test_storage_options_from_environment_file_and_arguments_override_in_that_order(tmp_path, monkeypatch):
     file = tmp_path / "options.yaml"
     file.write_text("region: eu\nclient:\n  retries: 3\n  proxy: null\n")
     monkeypatch.setenv("SNAPSHOT_STORAGE_OPTIONS", '{"region": "us", "token": "t", "client": {"trace": true}}')
@@ -34,7 +34,7 @@ def test_options_come_from_the_environment_a_file_and_arguments_later_ones_over_
     }
 
 
-def test_the_environment_may_name_a_file(tmp_path, monkeypatch):
+def test_storage_options_environment_variable_may_name_a_file(tmp_path, monkeypatch):
     file = tmp_path / "options.json"
     file.write_text('{"region": "eu"}')
     monkeypatch.setenv("SNAPSHOT_STORAGE_OPTIONS", str(file))
@@ -44,7 +44,7 @@ def test_the_environment_may_name_a_file(tmp_path, monkeypatch):
         options_of(parsed())
 
 
-def test_each_of_two_urls_has_options_of_its_own_over_those_of_both():
+def test_src_o_and_dst_o_storage_options_override_o():
     arguments = parsed("-o", "a=1", "-o", "b=1", "--src-o", "a=2", "--dst-o", "b=3", prefixes=("src", "dst"))
     assert options_of(arguments, "src") == {"a": 2, "b": 1}
     assert options_of(arguments, "dst") == {"a": 1, "b": 3}
@@ -57,33 +57,33 @@ def test_each_of_two_urls_has_options_of_its_own_over_those_of_both():
         ('"1"', "1"), ("[1, 2]", [1, 2]), ("NaN", "NaN"), ("Infinity", "Infinity"), ("{", "{"),
     ],
 )  # fmt: skip
-def test_a_value_is_json_if_it_reads_as_that(text, value):
+def test_storage_option_value_is_parsed_as_json_if_it_is_json(text, value):
     assert assignment(f"k={text}") == (["k"], value)
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists, max_leaves=5))
-def test_any_json_comes_through(value):
+def test_storage_option_value_may_be_any_json(value):
     assert assignment(f"a.b={json.dumps(value)}") == (["a", "b"], value)
 
 
 @pytest.mark.parametrize("text", ["a", "=1", "a..b=1", ".a=1", ""])
-def test_what_is_no_option_is_refused_without_being_shown(text):
+def test_invalid_storage_option_is_refused_without_printing_it(text):
     with pytest.raises(argparse.ArgumentTypeError, match="KEY=VALUE"):
         assignment(text)
 
 
-def test_text_below_a_value_takes_its_place():
+def test_storage_option_below_a_scalar_replaces_the_scalar():
     assert options_of(parsed("-o", "a=1", "-o", "a.b=2")) == {"a": {"b": 2}}
     assert options_of(parsed("-o", "a.b=2", "-o", "a=1")) == {"a": 1}
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1x", "MiB", "", "1 2", "nan", "1e3", "0.0001"])
-def test_what_is_no_size_is_refused(text):
+def test_invalid_size_argument_is_refused(text):
     with pytest.raises(argparse.ArgumentTypeError, match="invalid size"):
         size(text)
 
 
-def test_sizes_durations_and_counts_are_read():
+def test_size_duration_and_count_arguments_are_parsed():
     assert [size(text) for text in ("1", "1B", "2k", "2KB", "2KiB", "1.5 MiB", "1T")] == [
         1, 1, 2048, 2000, 2048, 3 << 19, 1 << 40
     ]  # fmt: skip

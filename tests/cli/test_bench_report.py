@@ -13,7 +13,7 @@ RESULT = json.loads((Path(__file__).parents[2] / "docs/_static/benchmark.json").
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def test_a_figure_has_a_bar_for_each_system_and_the_fastest_raw_row():
+def test_bench_report_figure_has_a_bar_for_each_system_and_the_fastest_raw_row():
     figure = ElementTree.fromstring(draw_case(RESULT, "train"))
     (table,) = [table for table in RESULT["tables"] if table["operation"] == "take"]
     bars = find_bars(table)
@@ -26,7 +26,7 @@ def test_a_figure_has_a_bar_for_each_system_and_the_fastest_raw_row():
     assert all(width > 0 for width in widths)
 
 
-def test_names_cannot_break_a_page_or_a_figure():
+def test_bench_report_escapes_hostile_names():
     hostile = json.loads(json.dumps(RESULT).replace("torchsnapshot", "</script><b>&"))
     ElementTree.fromstring(draw_result(hostile))
     page = draw_page(hostile, compute_goodput(hostile, 3600))
@@ -34,7 +34,7 @@ def test_names_cannot_break_a_page_or_a_figure():
     assert "&lt;/script&gt;&lt;b&gt;&amp;" in page
 
 
-def test_a_page_has_every_table_and_loads_nothing():
+def test_bench_report_page_has_every_table_and_loads_nothing():
     page = draw_page(RESULT, compute_goodput(RESULT, 3600))
     assert page.count("<h3>") == len(RESULT["tables"])
     assert "Training time lost, with a failure every" in page
@@ -42,7 +42,7 @@ def test_a_page_has_every_table_and_loads_nothing():
 
 
 @pytest.mark.parametrize(("blocked", "lag", "restore", "mtbf"), [(2.0, 0.0, 1.0, 3600), (0.1, 5.0, 2.0, 600)])
-def test_the_best_interval_loses_least(blocked, lag, restore, mtbf):
+def test_goodput_best_interval_loses_least_time(blocked, lag, restore, mtbf):
     best = Goodput("case", "system", "blocking", blocked, lag, restore, mtbf)
 
     def lost(interval):
@@ -52,13 +52,13 @@ def test_the_best_interval_loses_least(blocked, lag, restore, mtbf):
     assert all(best.lost <= lost(best.interval * factor) for factor in (0.5, 0.9, 1.1, 2) if factor > 1 or not lag)
 
 
-def test_an_interval_is_not_shorter_than_a_save():
+def test_goodput_interval_is_not_shorter_than_a_save():
     slow = Goodput("case", "system", "asynchronous", 0.001, 50.0, 1.0, 3600)
     assert slow.interval == pytest.approx(50.001)
     assert Goodput("case", "system", "blocking", 1e6, 0.0, 1.0, 10).lost == DAY, "a day has no more to lose"
 
 
-def test_systems_without_a_restore_or_a_save_are_left_out():
+def test_goodput_leaves_out_systems_without_a_save_or_restore():
     found = compute_goodput(RESULT, 3600)
     assert {(each.system, each.way) for each in found} >= {("snapshot", "blocking"), ("snapshot", "asynchronous")}
     assert not any(each.system == "raw" for each in found)
@@ -75,13 +75,13 @@ def test_systems_without_a_restore_or_a_save_are_left_out():
         (["--goodput", "mtbf=soon"], "got 'mtbf=soon'"),
     ],
 )
-def test_bad_arguments_are_found_before_anything_is_measured(arguments, message, capsys):
+def test_cli_bench_checks_arguments_before_measuring(arguments, message, capsys):
     assert main(["bench", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.bench
-def test_reports_of_a_run(tmp_path, capsys):
+def test_cli_bench_report_writes_html_svg_and_json(tmp_path, capsys):
     reports = [tmp_path / f"bench.{ending}" for ending in ("html", "svg", "json")]
     options = [each for report in reports for each in ("--report", str(report))]
     only = ["--case", "keys", "--only", "take,restore", "--peers", "none", "--rounds", "1", "--scale", "0.1"]
@@ -92,25 +92,25 @@ def test_reports_of_a_run(tmp_path, capsys):
     assert json.loads(reports[2].read_text())["goodput"]["mtbf"] == 10_800
 
 
-def test_a_bar_is_of_the_defaults_and_not_of_a_faster_variant():
+def test_bench_report_bar_shows_the_defaults_and_not_a_faster_variant():
     (table,) = [table for table in RESULT["tables"] if table["operation"] == "restore"]
     variants = {row["name"]: row["min"] for row in table["rows"] if row["system"] == "snapshot"}
     assert variants["snapshot, verify=False"] < variants["snapshot"]
     assert {bar[0]: bar[2] for bar in find_bars(table)}["snapshot"] == variants["snapshot"]
 
 
-def test_goodput_without_a_save_or_a_restore_is_refused_before_anything_is_measured(capsys, tmp_path):
+def test_cli_bench_goodput_without_a_save_or_restore_is_refused_before_measuring(capsys, tmp_path):
     assert main(["bench", str(tmp_path), "--only", "durable", "--goodput", "mtbf=3h"]) == 2
     assert "--goodput needs a save and a restore" in capsys.readouterr().err
 
 
-def test_a_report_that_cannot_be_written_is_refused(capsys, tmp_path):
+def test_cli_bench_report_that_cannot_be_written_is_refused(capsys, tmp_path):
     (tmp_path / "x.html").mkdir()
     assert main(["bench", "--report", str(tmp_path / "x.html")]) == 2
     assert "x.html: cannot be written" in capsys.readouterr().err
 
 
-def test_a_default_that_failed_is_not_replaced_by_a_variant():
+def test_bench_report_does_not_replace_a_failed_default_with_a_variant():
     (table,) = [table for table in RESULT["tables"] if table["operation"] == "restore"]
     rows = [row for row in table["rows"] if row["name"] != "snapshot"]
     assert "snapshot" not in [bar[0] for bar in find_bars({**table, "rows": rows})]

@@ -26,7 +26,7 @@ def make(root, bad_from, steps=range(10, 170, 10), value=math.nan):
 
 
 @pytest.mark.parametrize("bad_from", [20, 30, 90, 150, 160])
-def test_the_first_bad_step_is_found_in_few_reads(tmp_path, bad_from):
+def test_bisect_finds_the_first_bad_step_with_few_reads(tmp_path, bad_from):
     steps = make(tmp_path, bad_from)
     with recording() as log:
         report = find_first_bad(steps, lambda step: Snapshot(f"recording+file://{tmp_path}/step-{step}"))
@@ -37,7 +37,7 @@ def test_the_first_bad_step_is_found_in_few_reads(tmp_path, bad_from):
     assert data < 9 * 40 * 30 * 4 + 2 * 5000 * 4  # the constant tensor is read once
 
 
-def test_norms_are_compared_with_the_first_step(tmp_path):
+def test_bisect_norm_compares_with_the_first_step(tmp_path):
     steps = make(tmp_path, 90, value=1e9)
     at = lambda step: Snapshot(tmp_path / f"step-{step}")  # noqa: E731
     assert find_first_bad(steps, at).step is None
@@ -53,7 +53,7 @@ def is_early(snapshot):
     return snapshot.read_object("s/n") < 50
 
 
-def test_the_command(tmp_path, capsys):
+def test_cli_bisect_prints_the_first_bad_and_last_good_step(tmp_path, capsys):
     make(tmp_path, 90)
     assert main(["bisect", str(tmp_path)]) == 1
     assert "step-90 is the first bad one, step-80 is good" in capsys.readouterr().out
@@ -65,7 +65,7 @@ def test_the_command(tmp_path, capsys):
     assert main(["bisect", str(tmp_path / "nothing")]) == 2
 
 
-def test_a_suspect_step_is_marked_in_listings(tmp_path, capsys):
+def test_cli_ls_marks_a_suspect_step(tmp_path, capsys):
     model = torch.nn.Linear(8, 8)
     with torch.no_grad():
         model.weight.fill_(math.nan)
@@ -80,7 +80,7 @@ def test_a_suspect_step_is_marked_in_listings(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("choice", "key"), [("suspect", "suspect"), ("report", "findings")])
-def test_ls_show_and_ui_have_the_findings_of_a_snapshot(tmp_path, capsys, choice, key):
+def test_cli_ls_show_and_ui_print_the_findings_of_a_snapshot(tmp_path, capsys, choice, key):
     mark, problem = {"suspect": ("suspect", "problem"), "report": ("found", "found")}[choice]
     model = torch.nn.Linear(8, 8)
     with torch.no_grad():

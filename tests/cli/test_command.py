@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 NAMES = list(VERBS)
 
 
-def test_the_verbs_are_all_there():
+def test_cli_has_all_verbs():
     assert {
         "ls",
         "show",
@@ -35,7 +35,7 @@ def test_the_verbs_are_all_there():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_verb_has_help_with_examples_and_a_page(name, capsys, monkeypatch):
+def test_cli_help_of_each_verb_has_examples_and_a_docs_page(name, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert main([name, "--help"]) == 0
     out = capsys.readouterr().out
@@ -47,7 +47,7 @@ def test_each_verb_has_help_with_examples_and_a_page(name, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "completion"])  # which has no URL
-def test_each_verb_takes_storage_options(name):
+def test_cli_verbs_accept_storage_options(name):
     (verbs,) = (each for each in parser()._actions if each.dest == "==SUPPRESS==" or each.choices)
     flags = {flag for action in verbs.choices[name]._actions for flag in action.option_strings}
     assert {"-o", "--options"} <= flags
@@ -55,7 +55,7 @@ def test_each_verb_takes_storage_options(name):
         assert {"--src-o", "--dst-o"} <= flags
 
 
-def test_without_a_verb_help_is_printed_and_version_says_which_it_is(capsys):
+def test_cli_without_a_verb_prints_help_and_version_prints_the_version(capsys):
     assert main([]) == 2
     assert "VERB" in capsys.readouterr().err
     assert main(["--version"]) == 0
@@ -71,7 +71,7 @@ print(status, *sorted({"torch", "numpy"} & sys.modules.keys()), file=sys.stderr)
 
 
 @pytest.mark.parametrize("words", [["--version"], ["--help"], ["-h"], ["completion", "--help"]], ids=" ".join)
-def test_help_and_version_do_not_import_torch(words):
+def test_cli_help_and_version_do_not_import_torch(words):
     found = subprocess.run(
         [sys.executable, "-c", IMPORTED, *words],
         check=True,
@@ -84,7 +84,7 @@ def test_help_and_version_do_not_import_torch(words):
     assert "snapshot" in found.stdout
 
 
-def test_help_names_all_verbs_with_what_they_do(capsys, monkeypatch):
+def test_cli_help_lists_all_verbs_with_descriptions(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["--help"]) == 0
     told = " ".join(capsys.readouterr().out.split())
@@ -104,7 +104,7 @@ def test_help_names_all_verbs_with_what_they_do(capsys, monkeypatch):
     ],
     ids=" ".join,
 )
-def test_options_are_never_abbreviated(words, capsys, tmp_path, monkeypatch):
+def test_cli_options_cannot_be_abbreviated(words, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(words) == 2
     shortened = next(each for each in words if each.startswith("--"))
@@ -112,7 +112,7 @@ def test_options_are_never_abbreviated(words, capsys, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_shell_completes(shell, capsys):
+def test_cli_completion_scripts_are_valid_for_each_shell(shell, capsys):
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
     assert all(name in script for name in NAMES)
@@ -121,7 +121,7 @@ def test_a_shell_completes(shell, capsys):
         subprocess.run([found, "-n"], input=script, text=True, check=True, timeout=60)
 
 
-def test_bash_completes_verbs_options_and_files(capsys, tmp_path):
+def test_cli_completion_in_bash_completes_verbs_options_and_files(capsys, tmp_path):
     assert main(["completion", "bash"]) == 0
     script = tmp_path / "completion"
     script.write_text(capsys.readouterr().out)
@@ -140,7 +140,7 @@ def test_bash_completes_verbs_options_and_files(capsys, tmp_path):
     assert shown == ["show", "run", "--quick"]
 
 
-def test_completion_without_its_library_says_what_to_install(capsys, monkeypatch):
+def test_cli_completion_without_shtab_names_the_extra_to_install(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert main(["completion", "bash"]) == 2
     assert "the extra 'cli'" in capsys.readouterr().err
@@ -154,7 +154,7 @@ def asked(verb, url):
 
 
 @pytest.mark.parametrize("verb", LOOKS, ids=lambda verb: verb[0])
-def test_of_what_is_not_there_it_says_what_is(root, tmp_path, capsys, monkeypatch, verb):
+def test_cli_error_for_a_missing_snapshot_says_what_is_at_the_path(root, tmp_path, capsys, monkeypatch, verb):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "file.txt").write_text("not a checkpoint")
@@ -184,7 +184,7 @@ def test_of_what_is_not_there_it_says_what_is(root, tmp_path, capsys, monkeypatc
         assert "a folder of 3 snapshots: model.pt, step-9, step-100; name one of them" in capsys.readouterr().err
 
 
-def test_what_it_does_not_know_is_named_without_its_value(capsys):
+def test_cli_error_for_an_unknown_option_does_not_print_its_value(capsys):
     for rest in (["--src-o", "key=SECRET"], ["--nonsense=SECRET"], ["-o", "region=eu", "--src-o", "SECRET"]):
         assert main(["show", "run", "path", *rest]) == 2
         out, err = capsys.readouterr()
@@ -196,7 +196,7 @@ def test_what_it_does_not_know_is_named_without_its_value(capsys):
     assert err.endswith("error: too many arguments\n")
 
 
-def test_a_server_that_is_not_there_is_given_up_soon(capsys, monkeypatch):
+def test_cli_gives_up_an_unreachable_server_soon(capsys, monkeypatch):
     monkeypatch.setattr("snapshot.cli.locate.SOON", 2.5)
     for verb in (["ls"], ["show", "x"]):
         assert asked(verb, "http://127.0.0.1:1/x") == 2
@@ -205,7 +205,7 @@ def test_a_server_that_is_not_there_is_given_up_soon(capsys, monkeypatch):
         assert all(line.startswith(("snapshot: retry: ", "snapshot: error: ")) for line in err)
 
 
-def test_a_fault_of_the_command_is_no_difference_that_it_found(capsys, monkeypatch):
+def test_cli_internal_error_exits_2_and_not_1(capsys, monkeypatch):
     def run(arguments):
         raise RuntimeError("of ours")
 
@@ -224,7 +224,7 @@ def test_a_fault_of_the_command_is_no_difference_that_it_found(capsys, monkeypat
         ("--version", "true"),
     ],
 )
-def test_a_reader_that_has_seen_enough_is_no_error(tmp_path, words, reader):
+def test_cli_output_pipe_closed_early_is_not_an_error(tmp_path, words, reader):
     Snapshot.take(tmp_path / "s", {"s": StateDict({f"n{i}": torch.zeros(1) for i in range(20_000)})}, durable=False)
     command = f"{sys.executable} -m snapshot {words.format(url=tmp_path / 's')} | {reader}; echo ${{PIPESTATUS[0]}}"
     found = subprocess.run(
@@ -242,7 +242,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path, words, reader):
     assert status == "141" or "--flat" not in words
 
 
-def test_a_pipe_that_nobody_reads_is_status_141(monkeypatch, root):
+def test_cli_output_pipe_without_a_reader_exits_141(monkeypatch, root):
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as pipe:
@@ -251,7 +251,7 @@ def test_a_pipe_that_nobody_reads_is_status_141(monkeypatch, root):
         monkeypatch.undo()
 
 
-def test_warnings_and_log_lines_are_one_line_each(capsys, monkeypatch):
+def test_cli_prints_each_warning_and_log_record_on_one_line(capsys, monkeypatch):
     import logging
     import warnings
 

@@ -18,7 +18,7 @@ def taken(tmp_path):
     return Snapshot.take(tmp_path / "run" / "step-1", {"m": StateDict(w=torch.ones(3000), b=torch.zeros(2), step=1)})
 
 
-def test_a_copy_is_there_and_a_second_one_only_if_that_is_meant(taken, tmp_path, capsys):
+def test_cli_cp_copies_and_refuses_to_overwrite_without_the_option(taken, tmp_path, capsys):
     target = str(tmp_path / "copy")
     assert main(["cp", taken.path, target, "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
@@ -31,12 +31,12 @@ def test_a_copy_is_there_and_a_second_one_only_if_that_is_meant(taken, tmp_path,
     assert (made["url"], made["checked"], made["files"]) == (target, "sizes", 1)
 
 
-def test_a_part(taken, tmp_path, capsys):
+def test_cli_cp_select_and_exclude_copy_a_part(taken, tmp_path, capsys):
     assert main(["cp", taken.path, str(tmp_path / "part"), "--select", "m/*", "--exclude", "m/w"]) == 0
     assert set(Snapshot(tmp_path / "part").get_manifest()) == {"0/m", "0/m/b", "0/m/step"}
 
 
-def test_each_of_two_storages_has_its_options(taken, capsys):
+def test_cli_cp_src_o_and_dst_o_go_to_their_storages(taken, capsys):
     url = "memory://cp/there"
     assert main(["cp", taken.path, url, "--dst-o", "nonsense=1"]) == 2
     assert "nonsense" in capsys.readouterr().err
@@ -53,7 +53,7 @@ def test_each_of_two_storages_has_its_options(taken, capsys):
         ("http://127.0.0.1:9/x", ""),
     ],
 )
-def test_what_is_not_meant_is_status_2(taken, tmp_path, capsys, target, said):
+def test_cli_cp_exits_2_if_the_destination_is_refused(taken, tmp_path, capsys, target, said):
     assert main(["cp", taken.path, target.format(run=tmp_path / "run")]) == 2
     err = capsys.readouterr().err
     assert err.startswith("snapshot: error: ")
@@ -61,13 +61,13 @@ def test_what_is_not_meant_is_status_2(taken, tmp_path, capsys, target, said):
     assert said in err
 
 
-def test_a_folder_of_snapshots_is_told_from_one(taken, tmp_path, capsys):
+def test_cli_cp_of_a_folder_of_snapshots_asks_to_name_one(taken, tmp_path, capsys):
     taken.copy(tmp_path / "run" / "step-2")
     assert main(["cp", str(tmp_path / "run"), str(tmp_path / "all")]) == 2
     assert "a folder of 2 snapshots: step-1, step-2; name one of them" in capsys.readouterr().err
 
 
-def test_damage_is_named_and_nothing_is_left(capsys, tmp_path):
+def test_cli_cp_names_damage_and_leaves_no_files(capsys, tmp_path):
     Snapshot.take("memory://cp/damaged", {"m": StateDict(w=torch.ones(3000))}, overwrite=True)
     with faulty(on="read_into", path="data/*", flip=50_000, times=None):
         assert main(["cp", "faulty+memory://cp/damaged", str(tmp_path / "t")]) == 2
@@ -75,7 +75,7 @@ def test_damage_is_named_and_nothing_is_left(capsys, tmp_path):
     assert not list((tmp_path / "t").rglob("*.*"))
 
 
-def test_that_something_is_there_is_said_in_the_words_of_the_command(taken, tmp_path, capsys):
+def test_cli_cp_and_convert_to_an_existing_path_name_the_overwrite_option(taken, tmp_path, capsys):
     for verb, name in (("cp", "copy"), ("convert", "made"), ("convert", "made.safetensors")):
         arguments = [verb, taken.path, str(tmp_path / name), "--select", "m/[wb]"]
         assert main(arguments) == 0
@@ -92,7 +92,7 @@ def test_that_something_is_there_is_said_in_the_words_of_the_command(taken, tmp_
 KEYS = {"part_bytes": "8MiB", "timeout": 3, "concurrency": 2, "account_key": "x", "client_kwargs": {"retries": 1}}
 
 
-def test_how_a_storage_is_used_makes_no_other_place_of_it(taken, tmp_path):
+def test_select_server_ignores_options_that_do_not_choose_a_server(taken, tmp_path):
     assert select_server(KEYS) == select_server(None) == {}
     for other in ({"endpoint_url": "http://a"}, {"client_kwargs": {"endpoint_url": "http://a"}}, {"profile": "x"}):
         assert select_server({**KEYS, **other}) not in ({}, select_server({"account_name": "x"}))
@@ -106,7 +106,7 @@ def test_how_a_storage_is_used_makes_no_other_place_of_it(taken, tmp_path):
 
 
 @pytest.mark.parametrize(("number", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
-def test_a_signal_ends_it_soon_and_leaves_nothing_and_the_same_again_copies(taken, tmp_path, warm, number, status):
+def test_cli_cp_interrupted_by_a_signal_leaves_no_files_and_can_be_repeated(taken, tmp_path, warm, number, status):
     script = f"""
 import asyncio, os, signal, sys
 from snapshot.cli import main

@@ -28,12 +28,12 @@ def told(capsys, *words, status=1):
     return json.loads(capsys.readouterr().out)
 
 
-def test_the_same_is_status_0(two, capsys):
+def test_cli_diff_of_equal_snapshots_exits_0(two, capsys):
     found = told(capsys, two[0], two[0], status=0)
     assert (found["same"], found["equal"], found["entries_read"]) == (True, 5, 0)
 
 
-def test_what_differs_is_a_line_each_and_status_1(two, capsys):
+def test_cli_diff_prints_a_line_per_difference_and_exits_1(two, capsys):
     assert main(["diff", *two]) == 1
     out, err = capsys.readouterr()
     assert out.splitlines() == [
@@ -47,7 +47,7 @@ def test_what_differs_is_a_line_each_and_status_1(two, capsys):
     assert err == ""
 
 
-def test_json_is_one_object_with_all_of_it(two, capsys):
+def test_cli_diff_json_is_one_object(two, capsys):
     found = told(capsys, *two, "--values")
     assert (found["same"], found["equal"], found["changed"], found["renamed"]) == (False, 1, 2, 1)
     assert found["entries_read"] == 1
@@ -55,7 +55,7 @@ def test_json_is_one_object_with_all_of_it(two, capsys):
     assert (values["differing"], values["largest"], values["norm"]) == (2, 4.0, 5.0)
 
 
-def test_parts_and_names(two, capsys):
+def test_cli_diff_select_and_rename(two, capsys):
     found = told(capsys, *two, "--select", "m/w", "--memory", "1MiB")
     assert [(change["path"], change["what"]) for change in found["changes"]] == [("m/w", ["bytes"])]
     found = told(capsys, *two, "--rename", "m/gone=m/evil\x1b[2J", "--select", "m/evil*")
@@ -63,7 +63,7 @@ def test_parts_and_names(two, capsys):
     assert main(["diff", *two, "--exclude", "m/[!s]*", "--exclude", "m/step"]) == 0
 
 
-def test_a_terminal_has_colours_and_no_more_than_a_few_screens(terminal, tmp_path):
+def test_cli_diff_on_a_terminal_is_coloured_and_limited(terminal, tmp_path):
     for name, value in (("a", 1), ("b", 2)):
         Snapshot.take(
             tmp_path / name, {"m": StateDict({f"k{chr(97 + i // 26)}{chr(97 + i % 26)}": value for i in range(300)})}
@@ -90,7 +90,7 @@ def test_a_terminal_has_colours_and_no_more_than_a_few_screens(terminal, tmp_pat
         (["{a}"], "required: B"),
     ],
 )
-def test_what_cannot_be_compared_is_status_2_and_says_why(two, capsys, arguments, said):
+def test_cli_diff_exits_2_if_the_inputs_cannot_be_compared(two, capsys, arguments, said):
     root = two[0].removesuffix("/a")
     assert main(["diff", *(each.format(root=root, a=two[0], b=two[1]) for each in arguments)]) == 2
     assert said in capsys.readouterr().err

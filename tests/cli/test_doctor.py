@@ -21,7 +21,7 @@ def doctor(capsys, *argv, status=0):
     return told, {check["check"]: check for check in told["checks"]}
 
 
-def test_a_folder_that_works(tmp_path, capsys):
+def test_cli_doctor_of_a_working_folder(tmp_path, capsys):
     told, checks = doctor(capsys, tmp_path / "new" / "run")
     assert told["ok"]
     assert all(checks[name]["ok"] for name in ("write", "read", "list", "condition", "delete"))
@@ -31,7 +31,7 @@ def test_a_folder_that_works(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_a_url_it_looks_at_the_machine(capsys):
+def test_cli_doctor_without_a_url_checks_the_machine(capsys):
     told, checks = doctor(capsys)
     assert set(checks) == {"versions", "machine", "extras"}
     assert told["speeds"] == []
@@ -53,7 +53,7 @@ the defaults # #
 """
 
 
-def test_people_read_a_line_for_each_check_and_settings_to_paste(tmp_path, capsys):
+def test_cli_doctor_prints_a_line_for_each_check_and_settings_to_export(tmp_path, capsys):
     assert main(["doctor", str(tmp_path), "--size", "1MiB", "--seconds", "1"]) == 0
     text = re.sub(r"[\d.]+ (ms|\w+/s)", "#", re.sub(r" +", " ", capsys.readouterr().out))
     text = re.sub(r"(versions|machine|extras|place) .*", r"\1 #", text)
@@ -64,7 +64,7 @@ def test_people_read_a_line_for_each_check_and_settings_to_paste(tmp_path, capsy
 @pytest.mark.parametrize(
     ("on", "check"), [("put", "write"), ("get", "read"), ("read_into", "read"), ("list", "list"), ("delete", "delete")]
 )
-def test_what_fails_is_named_and_status_1(capsys, on, check):
+def test_cli_doctor_exits_1_and_names_the_failed_check(capsys, on, check):
     with faulty(on=on, error=PermissionError(13, "Permission denied"), times=None):
         told, checks = doctor(capsys, "faulty+memory://doctor", status=1)
     assert not told["ok"]
@@ -73,7 +73,7 @@ def test_what_fails_is_named_and_status_1(capsys, on, check):
     assert told["speeds"] == []
 
 
-def test_a_storage_that_lies_about_conditions_is_found_out(capsys):
+def test_cli_doctor_finds_a_storage_that_ignores_conditional_puts(capsys):
     class Lying(MemoryStorage):
         async def put(self, path, data, *, expect=None):
             return await super().put(path, data)
@@ -86,20 +86,20 @@ def test_a_storage_that_lies_about_conditions_is_found_out(capsys):
     assert "overwrite each other" in checks["condition"]["text"]
 
 
-def test_what_is_for_reading_is_said_to_be(capsys):
+def test_cli_doctor_reports_a_read_only_storage(capsys):
     _, checks = doctor(capsys, "https://127.0.0.1:1/x", "-o", "deadline=0.1", status=1)
     assert checks["write"]["ok"] is None
     assert checks["read"]["ok"] is False
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_without_permission(tmp_path, capsys):
+def test_cli_doctor_of_a_folder_without_permission(tmp_path, capsys):
     tmp_path.chmod(0o500)
     _, checks = doctor(capsys, tmp_path / "run", status=1)
     assert "Permission denied" in checks["write"]["text"]
 
 
-def test_a_url_with_a_typo_could_not_be_looked_at(capsys):
+def test_cli_doctor_suggests_the_scheme_for_a_misspelled_url(capsys):
     assert main(["doctor", "s4://bucket"]) == 2
     assert "did you mean s3://" in capsys.readouterr().err
 
@@ -132,7 +132,7 @@ def speeds(capsys, tmp_path):
     return json.loads(capsys.readouterr().out)
 
 
-def test_measurements_that_agree_are_made_twice_and_advised_by(tmp_path, capsys, measured):
+def test_doctor_speed_measures_twice_if_measurements_agree_and_gives_advice(tmp_path, capsys, measured):
     made = measured(lambda name, turn: ((300.0 if name == "1 always" else 200.0) + turn, 50.0))
     told = speeds(capsys, tmp_path)
     assert lengths(made) == {doctor_speed.FEWEST}
@@ -140,14 +140,14 @@ def test_measurements_that_agree_are_made_twice_and_advised_by(tmp_path, capsys,
     assert all(each["agrees"] and each["repeats"] == 2 for each in told["speeds"])
 
 
-def test_what_does_not_agree_yet_is_measured_again(tmp_path, capsys, measured):
+def test_doctor_speed_repeats_measurements_that_do_not_agree(tmp_path, capsys, measured):
     made = measured(lambda name, turn: ([90.0, 200.0, 50.0, 195.0][turn] if name == "1 always" else 200.0, 50.0))
     told = speeds(capsys, tmp_path)
     assert {name: len(turns) for name, turns in made.items() if len(turns) != 2} == {"1 always": 4}
     assert told["settings"] == ["none: no tried setting is clearly better than the defaults"]
 
 
-def test_a_machine_that_is_too_noisy_gets_no_advice(tmp_path, capsys, measured):
+def test_doctor_speed_gives_no_advice_on_a_noisy_machine(tmp_path, capsys, measured):
     made = measured(lambda name, turn: (100.0 * 1.2**turn * (9 if name == "1 always" else 1), 50.0))
     told = speeds(capsys, tmp_path)
     assert lengths(made) == {doctor_speed.MOST}
@@ -156,7 +156,7 @@ def test_a_machine_that_is_too_noisy_gets_no_advice(tmp_path, capsys, measured):
     assert not any(each["agrees"] for each in told["speeds"])
 
 
-def test_what_was_measured_once_is_no_advice(tmp_path, capsys, measured, monkeypatch):
+def test_doctor_speed_gives_no_advice_from_one_measurement(tmp_path, capsys, measured, monkeypatch):
     clock = iter(range(0, 10**9, 60_000))
     monkeypatch.setattr(
         doctor_speed, "time", SimpleNamespace(perf_counter=time.perf_counter, monotonic=lambda: next(clock))
@@ -167,7 +167,7 @@ def test_what_was_measured_once_is_no_advice(tmp_path, capsys, measured, monkeyp
     assert told["settings"] == ["none: no time to measure twice; pass more --seconds"]
 
 
-def test_a_place_far_away_goes_by_its_reads_too():
+def test_doctor_speed_of_a_remote_storage_compares_reads_too():
     trial = doctor_speed.Trial("x", write=[100.0, 99.0], read=[100.0, 50.0])
     assert trial.agrees(doctor_speed.FILE)
     assert not trial.agrees(doctor_speed.REMOTE)

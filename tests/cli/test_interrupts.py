@@ -18,14 +18,14 @@ def send(number: int) -> None:
     ("number", "raised"),
     [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit), (signal.SIGHUP, SystemExit)],
 )
-def test_a_signal_unwinds_the_stack(number: int, raised: type[BaseException]) -> None:
+def test_unwind_on_signals_raises_and_restores_the_handler(number: int, raised: type[BaseException]) -> None:
     before = signal.getsignal(number)
     with pytest.raises(raised), unwind_on_signals():
         send(number)
     assert signal.getsignal(number) is before
 
 
-def test_a_signal_waits_until_what_was_made_is_noted() -> None:
+def test_hold_signals_delays_a_signal_until_the_block_ends() -> None:
     noted = []
 
     def make() -> None:
@@ -41,7 +41,7 @@ def test_a_signal_waits_until_what_was_made_is_noted() -> None:
     assert stopped.value.code == 143
 
 
-def test_a_second_signal_does_not_interrupt_the_cleaning() -> None:
+def test_unwind_on_signals_ignores_a_second_signal_during_cleaning() -> None:
     cleaned = []
 
     @contextmanager
@@ -57,7 +57,7 @@ def test_a_second_signal_does_not_interrupt_the_cleaning() -> None:
     assert cleaned == [True]
 
 
-def test_a_use_after_one_that_was_struck_can_be_struck_again() -> None:
+def test_unwind_on_signals_can_be_used_again_after_a_signal() -> None:
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt), unwind_on_signals():
             send(signal.SIGINT)

@@ -22,7 +22,7 @@ def ls(capsys, *argv):
 
 
 @newer_adamw
-def test_a_folder_lists_its_snapshots_in_the_order_of_their_numbers(root, capsys):
+def test_cli_ls_of_a_folder_lists_snapshots_in_numeric_order(root, capsys):
     (line,) = ls(capsys, root, "--json")
     found = {each["name"]: each for each in json.loads(line)["snapshots"]}
     assert list(found) == ["model.pt", "step-9", "step-100"]
@@ -31,7 +31,7 @@ def test_a_folder_lists_its_snapshots_in_the_order_of_their_numbers(root, capsys
     assert found["model.pt"]["format"].startswith("torch.save")
 
 
-def test_a_step_that_cannot_be_read_is_shown_as_that_and_is_status_1(root, tmp_path, capsys):
+def test_cli_ls_shows_an_unreadable_step_and_exits_1(root, tmp_path, capsys):
     shutil.copytree(root / "step-9", tmp_path / "step-9")
     shutil.copytree(root / "step-9", tmp_path / "step-10")
     manifest = tmp_path / "step-10" / ".snapshot_metadata"
@@ -42,14 +42,14 @@ def test_a_step_that_cannot_be_read_is_shown_as_that_and_is_status_1(root, tmp_p
     assert lines[1].startswith("step-9 ")
 
 
-def test_names_are_escaped_and_empty_containers_are_shown(root, capsys):
+def test_cli_ls_escapes_names_and_shows_empty_containers(root, capsys):
     lines = ls(capsys, root / "step-100")
     assert "\x1b" not in "".join(lines)
     assert any("a\\x1b[2Jb" in line for line in lines)
     assert any(line.split() == ["progress/nothing", "dict", "empty"] for line in lines)
 
 
-def test_flat_has_a_line_for_each_object_with_its_whole_name(root, capsys):
+def test_cli_ls_flat_prints_a_line_per_object_with_its_full_name(root, capsys):
     lines = ls(capsys, root / "step-100", "--flat")
     names = [line.split()[0] for line in lines[1:]]
     assert len(names) == len(set(names))
@@ -57,7 +57,7 @@ def test_flat_has_a_line_for_each_object_with_its_whole_name(root, capsys):
     assert "model" not in names
 
 
-def test_the_sizes_add_up_and_shared_bytes_count_once(root, capsys):
+def test_cli_ls_sizes_add_up_and_count_shared_bytes_once(root, capsys):
     (line,) = ls(capsys, root / "step-100", "--json")
     told = json.loads(line)
     found = {each["path"]: each for each in told["items"]}
@@ -68,14 +68,14 @@ def test_the_sizes_add_up_and_shared_bytes_count_once(root, capsys):
     assert found["progress/losses/1"]["value"] == "0.5"
 
 
-def test_globs_choose_and_one_that_matches_nothing_is_an_error(root, capsys):
+def test_cli_ls_globs_select_names_and_an_unmatched_glob_is_an_error(root, capsys):
     lines = ls(capsys, root / "step-100", "--flat", "progress/*", "model/0.*")
     assert {line.split()[0].partition("/")[0] for line in lines[1:]} == {"progress", "model"}
     assert main(["ls", str(root / "step-100"), "modell/**"]) == 2
     assert "'modell/**' matches nothing" in capsys.readouterr().err
 
 
-def test_du_shows_what_takes_the_space_largest_first(root, capsys):
+def test_cli_ls_du_prints_the_largest_first(root, capsys):
     lines = ls(capsys, root / "step-100", "--du", "--depth", "1")[3:]
     assert [line.split()[-1] for line in lines] == ["optimizer/", "model/", "progress/"]
     shares = [float(line.split()[2].rstrip("%")) for line in lines]
@@ -96,17 +96,17 @@ progress/                        0 B  6 entries
 """
 
 
-def test_a_tree_shows_containers_above_what_is_in_them(root, capsys):
+def test_cli_ls_tree_shows_containers_above_their_items(root, capsys):
     assert ls(capsys, root / "step-100", "--tree", "progress/**")[2:] == TREE.splitlines()[1:]
 
 
-def test_checkpoints_of_others_are_listed_alike(root, capsys):
+def test_cli_ls_lists_checkpoints_of_other_formats(root, capsys):
     lines = ls(capsys, root / "model.pt")
     assert lines[0].endswith("written by torch.save")
     assert any(line.startswith("{1..12}.0.weight") and line.endswith("x 12") for line in lines)
 
 
-def test_thousands_of_names_stay_readable(tmp_path, capsys):
+def test_cli_ls_folds_thousands_of_names(tmp_path, capsys):
     letters = "abcdefghijklmnopqrstuvwxyz"
     many = {f"{a}{b}": torch.zeros(1) for a in letters for b in letters}
     Snapshot.take(tmp_path / "s", {"m": StateDict(many)}, durable=False)
@@ -118,7 +118,7 @@ def test_thousands_of_names_stay_readable(tmp_path, capsys):
 
 @pytest.mark.parametrize("columns", [40, 60, 100])
 @pytest.mark.parametrize("shape", [[], ["--tree"], ["--flat"], ["--du"]])
-def test_it_fits_a_narrow_terminal(root, terminal, columns, shape):
+def test_cli_ls_fits_a_narrow_terminal(root, terminal, columns, shape):
     screen = terminal(columns)
     assert main(["ls", str(root / "step-100"), *shape]) == 0
     lines = screen.text().splitlines()
@@ -127,14 +127,14 @@ def test_it_fits_a_narrow_terminal(root, terminal, columns, shape):
     assert widest <= max(columns, 48)  # name, dtype, shape and size are always there
 
 
-def test_names_that_are_alike_but_for_a_sign_are_not_folded(tmp_path, capsys):
+def test_cli_ls_does_not_fold_names_that_differ_in_a_sign(tmp_path, capsys):
     state = {name: torch.ones(2) for name in ("w#", "w1", "w2", "w##", "#1")}
     Snapshot.take(tmp_path / "s", {"s": StateDict(state)}, durable=False)
     names = [line.split()[0] for line in ls(capsys, tmp_path / "s") if line.startswith("  ")]
     assert names == ["s/w#", "s/w{1..2}", "s/w##", "s/#1"]
 
 
-def test_no_data_file_is_opened(root, capsys):
+def test_cli_ls_opens_no_data_file(root, capsys):
     with recording("recording") as log:
         ls(capsys, f"recording+file://{root / 'step-100'}")
     assert not log.of("read_into", "data/*")
@@ -145,7 +145,7 @@ def tensor(location="data/0123456789ab-0-0.bin", begin=0, shape=(4,), **more):
     return TensorEntry(location, (begin, begin + 4 * shape[0]), "float32", shape, **more)
 
 
-def test_what_several_ranks_had_is_said():
+def test_ls_items_describe_shards_and_replicas_of_ranks():
     shards = [Shard((4 * i,), (4,), tensor(begin=100 * i)) for i in range(2)]
     found = list(
         items(
@@ -170,7 +170,7 @@ def test_what_several_ranks_had_is_said():
     ]  # fmt: skip
 
 
-def test_what_takes_the_space_is_counted_by_the_first_parts_of_names():
+def test_ls_totals_count_bytes_by_the_first_parts_of_names():
     def item(path, nbytes):
         return ListedItem(path, path, 0, "Tensor", "float32", (1,), nbytes, "", "")
 
@@ -180,7 +180,7 @@ def test_what_takes_the_space_is_counted_by_the_first_parts_of_names():
     ]  # fmt: skip
 
 
-def test_only_numbers_without_a_gap_are_folded():
+def test_ls_folds_only_numbers_without_a_gap():
     def names(*paths):
         return [fold.name for fold in folded(ListedItem(p, p, 0, "Tensor", "float32", (1,), 4, "", "") for p in paths)]
 
@@ -194,7 +194,7 @@ def test_only_numbers_without_a_gap_are_folded():
     ]  # fmt: skip
 
 
-def test_what_a_folded_name_stands_for_is_what_there_is(root):
+def test_ls_folded_names_expand_to_the_names_in_the_snapshot(root):
     """A shell makes the names of it: each is in the snapshot, and together they are all that is there."""
     snapshot = Snapshot(root / "step-100")
     found = list(items(snapshot.get_manifest(), 1))
@@ -205,7 +205,7 @@ def test_what_a_folded_name_stands_for_is_what_there_is(root):
     assert len(folds) < len(found) / 3
 
 
-def test_every_name_that_is_printed_can_be_read_and_shown(root, capsys):
+def test_cli_ls_prints_names_that_read_object_and_show_accept(root, capsys):
     snapshot = Snapshot(root / "step-9")
     lines = ls(capsys, root / "step-9", "--flat")[1:]
     for line in lines:
@@ -217,7 +217,7 @@ def test_every_name_that_is_printed_can_be_read_and_shown(root, capsys):
         capsys.readouterr()
 
 
-def test_keys_that_are_numbers_have_names_that_can_be_read(tmp_path, capsys):
+def test_cli_ls_names_of_numeric_keys_can_be_read(tmp_path, capsys):
     state = {"0": StateDict(w=torch.ones(1), x=1), "w": StateDict(v=torch.zeros(2)), "1": StateDict()}
     state["w"]["0"] = {"w": 5}
     snapshot = Snapshot.take(tmp_path / "s", {**state, "0/0": StateDict(w=7)}, durable=False)
@@ -237,12 +237,12 @@ def test_keys_that_are_numbers_have_names_that_can_be_read(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("glob", ["model/0.*", "0/model/0.*"])
-def test_globs_take_names_with_their_rank_and_without(root, capsys, glob):
+def test_cli_ls_globs_match_names_with_and_without_the_rank(root, capsys, glob):
     lines = ls(capsys, root / "step-9", "--flat", glob)
     assert [line.split()[0] for line in lines[1:]] == ["model/0.weight"]
 
 
-def test_all_verbs_count_entries_files_and_bytes_alike(root, tmp_path, capsys):
+def test_cli_verbs_count_entries_files_and_bytes_alike(root, tmp_path, capsys):
     """One snapshot, as each verb tells of it."""
     snapshot = Snapshot(root / "step-9")
 
@@ -269,7 +269,7 @@ def test_all_verbs_count_entries_files_and_bytes_alike(root, tmp_path, capsys):
     assert f"{listed['entries']} entries of" in capsys.readouterr().out
 
 
-def test_a_folder_of_interrupted_takes_alone_says_so(tmp_path, capsys):
+def test_cli_ls_of_a_folder_of_only_interrupted_takes_says_so(tmp_path, capsys):
     for step, name in ((5, ".take-0123456789ab"), (10, "data/0123456789ab-0-0.safetensors")):
         place = tmp_path / "run" / f"step-{step}" / name
         place.parent.mkdir(parents=True)

@@ -30,7 +30,7 @@ def sources(tmp_path, monkeypatch):
         (["--ema", "0.5"], (0 * 0.5 + 1 * 0.5) * 0.5 + 2 * 0.5),
     ],
 )
-def test_ways(sources, capsys, arguments, expected):
+def test_cli_merge_methods(sources, capsys, arguments, expected):
     command = ["merge", "0", "1.safetensors", "2", "-o", "out.safetensors", "--others", "first", *arguments]
     assert main(command) == 0
     out = capsys.readouterr().out
@@ -44,7 +44,7 @@ def test_ways(sources, capsys, arguments, expected):
     assert main([*command, "--overwrite"]) == 0
 
 
-def test_json_dtype_and_format(sources, capsys):
+def test_cli_merge_json_dtype_and_format(sources, capsys):
     arguments = [
         "--select",
         "model/w",
@@ -75,7 +75,7 @@ def test_json_dtype_and_format(sources, capsys):
         (["0", "1", "--weights", "1,2,3"], "weights must be 2 finite numbers"),
     ],
 )
-def test_refusals(sources, capsys, arguments, text):
+def test_cli_merge_refuses_invalid_arguments(sources, capsys, arguments, text):
     assert main(["merge", *arguments, "-o", "out"]) == 2
     assert text in " ".join(capsys.readouterr().err.split())
     assert not Path("out").exists()

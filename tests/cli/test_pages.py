@@ -17,7 +17,7 @@ def made(tmp_path_factory):
 
 @newer_adamw
 @pytest.mark.parametrize("name", [name for name in pages.names() if name not in pages.MACHINES])
-def test_a_page_shows_what_its_commands_print(name, made, monkeypatch):
+def test_docs_page_shows_what_its_commands_print(name, made, monkeypatch):
     monkeypatch.delenv("SNAPSHOT_STORAGE_OPTIONS", raising=False)
     monkeypatch.setenv("NO_COLOR", "1")
     page = (pages.PAGES / f"{name}.md").read_text()
@@ -38,18 +38,18 @@ CONSOLE = "```console\n$ {command}\n{shown}```\n"
         ("snapshot ls nowhere", "$ ls\n$ echo $?\n2\n"),
     ],
 )
-def test_a_page_cannot_show_a_failure_that_it_does_not_mark(made, command, shown):
+def test_docs_page_cannot_show_a_failed_command_without_marking_it(made, command, shown):
     with pytest.raises(pages.PageError, match="exit status"):
         pages.replayed(CONSOLE.format(command=command, shown=shown), made)
     with pytest.raises(pages.PageError, match="exit status"):
         pages.replayed("% $ snapshot ls nowhere\n", made)
 
 
-def test_a_failure_that_is_marked_is_shown(made):
+def test_docs_page_shows_a_failed_command_that_is_marked(made):
     page = pages.replayed(CONSOLE.format(command="snapshot ls nowhere", shown="$ echo $?\n2\n"), made)
     assert "there is no snapshot here" in page
     assert page.endswith("$ echo $?\n2\n```\n")
 
 
-def test_the_script_leaves_three_steps(made):
+def test_docs_page_script_leaves_three_steps(made):
     assert sorted(os.listdir(made / "run")) == ["step-100", "step-200", "step-300"]

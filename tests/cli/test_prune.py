@@ -48,7 +48,7 @@ def fates(capsys, *argv):
     return {each["step"]: each for each in json.loads(capsys.readouterr().out)["steps"]}
 
 
-def test_a_dry_run_shows_what_would_go_and_why_the_rest_stays(run, capsys):
+def test_cli_prune_dry_run_shows_what_would_be_removed_and_why_the_rest_stays(run, capsys):
     found = fates(capsys, run, "--keep-latest", 1, "--keep-best", "loss")
     assert {step: (each["goes"], each["why"]) for step, each in found.items()} == {
         5: (True, "an interrupted take"), 7: (False, "not a snapshot of this library"),
@@ -59,7 +59,7 @@ def test_a_dry_run_shows_what_would_go_and_why_the_rest_stays(run, capsys):
     assert there(run) == [5, 7, 10, 20, 30, 40, 50]
 
 
-def test_with_yes_it_removes_just_that(run, capsys):
+def test_cli_prune_yes_removes_only_what_the_dry_run_showed(run, capsys):
     assert prune(run, "--keep-latest", 1, "--keep-best", "loss:1:min", "--yes") == 0
     assert "removed 2 snapshots and leftovers in 1 folder" in capsys.readouterr().out
     assert there(run) == [7, 20, 40, 50]
@@ -71,14 +71,14 @@ def test_with_yes_it_removes_just_that(run, capsys):
     assert "to remove: nothing, 0 B; to keep: 2 snapshots" in capsys.readouterr().out
 
 
-def test_without_a_policy_only_leftovers_go(run, capsys):
+def test_cli_prune_without_a_policy_removes_only_leftovers(run, capsys):
     assert prune(run, "--yes") == 0
     assert there(run) == [7, 10, 20, 30, 40, 50]
     assert prune(run, "--yes", "--older-than", "0") == 0
     assert there(run) == [7, 10, 20, 30, 40]
 
 
-def test_leftovers_beside_a_snapshot_go_and_it_stays_whole(run):
+def test_cli_prune_removes_leftovers_beside_a_snapshot_and_keeps_the_snapshot(run):
     stale = run / "step-20" / "data" / "ba9876543210-0-0.bin"
     stale.write_bytes(b"x")
     mine = run / "step-20" / "data" / "mine.bin"
@@ -89,7 +89,7 @@ def test_leftovers_beside_a_snapshot_go_and_it_stays_whole(run):
     assert Snapshot(run / "step-20").verify()
 
 
-def test_a_damaged_manifest_keeps_its_data(run, capsys):
+def test_cli_prune_keeps_the_data_of_a_damaged_manifest(run, capsys):
     os.truncate(run / "step-20" / ".snapshot_metadata", 300)
     before = sorted((run / "step-20").rglob("*"))
     assert prune(run, "--keep-latest", 1, "--yes", "--older-than", 0) == 0
@@ -97,7 +97,7 @@ def test_a_damaged_manifest_keeps_its_data(run, capsys):
     assert sorted((run / "step-20").rglob("*")) == before
 
 
-def test_what_is_not_whole_counts_for_nothing_and_stays(run, capsys):
+def test_cli_prune_does_not_count_or_remove_a_damaged_snapshot(run, capsys):
     (next((run / "step-40" / "data").glob("*.safetensors"))).unlink()
     found = fates(capsys, run, "--keep-latest", 1)
     assert (found[40]["what"], found[40]["goes"]) == ("damaged", False)
@@ -105,28 +105,28 @@ def test_what_is_not_whole_counts_for_nothing_and_stays(run, capsys):
     assert {step: found[step]["goes"] for step in (10, 20, 30)} == {10: True, 20: True, 30: False}
 
 
-def test_what_is_none_of_ours_neither_counts_nor_goes(run):
+def test_cli_prune_does_not_count_or_remove_foreign_files(run):
     (run / "step-60").mkdir()
     (run / "step-60" / ".snapshot_metadata").write_text("my own notes")
     assert prune(run, "--keep-latest", 1, "--yes") == 0
     assert there(run) == [7, 40, 50, 60]
 
 
-def test_a_metric_that_no_step_has_is_an_error_that_names_those_there_are(run, capsys):
+def test_cli_prune_keep_best_with_an_unknown_metric_names_the_known_metrics(run, capsys):
     before = there(run)
     assert prune(run, "--keep-best", "los", "--yes") == 2
     assert "no snapshot has the metric 'los'; known metrics: loss" in capsys.readouterr().err
     assert there(run) == before
 
 
-def test_older_than_goes_for_takes_beside_a_snapshot_too(run, capsys):
+def test_cli_prune_older_than_applies_to_takes_beside_a_snapshot(run, capsys):
     (run / "step-10" / ".take-0123456789ab").touch()
     assert not fates(capsys, run, "--keep-latest", 1)[10]["goes"]
     assert prune(run, "--keep-latest", 1, "--yes", "--older-than", 0) == 0
     assert there(run) == [7, 40]
 
 
-def test_pinned_ones_and_those_of_each_policy_stay(run, capsys):
+def test_cli_prune_keeps_pinned_steps_and_those_of_each_policy(run, capsys):
     SnapshotManager(run, signals=()).pin(10)
     found = fates(capsys, run, "--keep-every", 30, "--keep-for", "0.000001s", "--keep-best", "loss:9:max")
     assert {step: each["goes"] for step, each in found.items() if each["what"] == "snapshot"} == {
@@ -140,7 +140,7 @@ def test_pinned_ones_and_those_of_each_policy_stay(run, capsys):
     assert found[20]["bytes"] > 4000
 
 
-def test_without_a_terminal_and_without_yes_it_refuses(run, capsys, monkeypatch):
+def test_cli_prune_without_a_terminal_or_yes_refuses(run, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     assert prune(run, "--keep-latest", 1) == 2
     assert "pass --yes" in capsys.readouterr().err
@@ -148,7 +148,7 @@ def test_without_a_terminal_and_without_yes_it_refuses(run, capsys, monkeypatch)
 
 
 @pytest.mark.parametrize(("answer", "status"), [("y\n", 0), ("\n", 1), ("", 1), ("nonsense\n", 1)])
-def test_at_a_terminal_it_asks(run, capsys, monkeypatch, answer, status):
+def test_cli_prune_asks_at_a_terminal(run, capsys, monkeypatch, answer, status):
     typed = io.StringIO(answer)
     typed.isatty = lambda: True
     monkeypatch.setattr("sys.stdin", typed)
@@ -158,7 +158,7 @@ def test_at_a_terminal_it_asks(run, capsys, monkeypatch, answer, status):
     assert (10 in there(run)) == bool(status)
 
 
-def test_what_cannot_be_removed_is_said_and_is_status_1(run, capsys):
+def test_cli_prune_exits_1_if_a_removal_fails(run, capsys):
     url = f"faulty+file://{run}"
     with faulty(on="delete", path=".snapshot_metadata", times=1, error=PermissionError(13, "Permission denied")):
         assert prune(url, "--keep-latest", 2, "--yes") == 1
@@ -168,7 +168,7 @@ def test_what_cannot_be_removed_is_said_and_is_status_1(run, capsys):
     assert "removed 1 snapshot and leftovers in 1 folder" in out
 
 
-def test_a_root_without_steps_is_an_error_that_says_what_is_there(run, tmp_path, capsys):
+def test_cli_prune_of_a_root_without_steps_says_what_is_there(run, tmp_path, capsys):
     assert prune(tmp_path, "--keep-latest", 1) == 2
     assert "found run/" in capsys.readouterr().err
     assert prune(run / "step-20", "--keep-latest", 1) == 2
@@ -192,11 +192,11 @@ def test_a_root_without_steps_is_an_error_that_says_what_is_there(run, tmp_path,
         [],
     ],
 )
-def test_what_it_does_not_understand_is_status_2(argv, capsys):
+def test_cli_prune_exits_2_if_arguments_are_invalid(argv, capsys):
     assert prune(*(["x", *argv] if argv else [])) == 2
 
 
-def test_a_metrics_name_may_hold_colons():
+def test_cli_prune_keep_best_metric_may_contain_colons():
     from snapshot.cli.prune import best
 
     assert str(best("val:loss:2:max")) == "best 2 by val:loss"

@@ -28,7 +28,7 @@ def take(step, value):
     Snapshot.take(f"run/step-{step}", state)
 
 
-def test_versions_are_published_and_pulled(run, tmp_path):
+def test_cli_publish_and_pull_versions(run, tmp_path):
     take(100, 1.0)
     take(200, 2.0)
     status, shown = run("publish", "run/step-100", "policy", "--select", "model/**", "--delta", "base")
@@ -46,7 +46,7 @@ def test_versions_are_published_and_pulled(run, tmp_path):
     assert "delta of version 2" in shown.out
 
 
-def test_a_delta_does_not_continue_beyond_full_every(run):
+def test_cli_publish_delta_restarts_at_full_every(run):
     take(1, 1.0)
     words = (
         "publish",
@@ -63,14 +63,14 @@ def test_a_delta_does_not_continue_beyond_full_every(run):
     assert [json.loads(run(*words)[1].out)["base"] for _ in range(5)] == [None, 1, None, 3, None]
 
 
-def test_keep_is_the_number_of_complete_versions(run, tmp_path):
+def test_cli_publish_keep_is_the_number_of_complete_versions(run, tmp_path):
     take(1, 1.0)
     for _ in range(3):
         assert run("publish", "run/step-1", "policy", "--select", "model/**", "--keep", "1")[0] == 0
     assert sorted(path.name for path in (tmp_path / "policy").glob("weight_*")) == ["weight_v000003"]
 
 
-def test_a_delta_of_other_tensors_is_complete(run):
+def test_cli_publish_delta_of_other_tensors_is_a_complete_version(run):
     take(1, 1.0)
     run("publish", "run/step-1", "policy", "--select", "model/a")
     status, shown = run("publish", "run/step-1", "policy", "--select", "model/**", "--delta", "base")
@@ -79,7 +79,7 @@ def test_a_delta_of_other_tensors_is_complete(run):
     assert "the next version is complete" in shown.err
 
 
-def test_a_folder_of_hugging_face_brings_its_config(run, tmp_path):
+def test_cli_publish_of_a_hugging_face_folder_includes_its_config(run, tmp_path):
     (tmp_path / "llama").mkdir()
     save_file({"w": torch.arange(5)}, tmp_path / "llama" / "model.safetensors", {"format": "pt"})
     (tmp_path / "llama" / "config.json").write_text('{"model_type": "x"}')
@@ -88,7 +88,7 @@ def test_a_folder_of_hugging_face_brings_its_config(run, tmp_path):
     assert (tmp_path / "local" / "current" / "config.json").read_text() == '{"model_type": "x"}'
 
 
-def test_a_damaged_version_falls_back_with_status_1(run, tmp_path):
+def test_cli_pull_of_a_damaged_version_falls_back_and_exits_1(run, tmp_path):
     take(1, 1.0)
     run("publish", "run/step-1", "policy", "--select", "model/**")
     run("publish", "run/step-1", "policy", "--select", "model/**")
@@ -98,7 +98,7 @@ def test_a_damaged_version_falls_back_with_status_1(run, tmp_path):
     assert "fell back from" in shown.err
 
 
-def test_follow_prints_each_version_and_survives_errors(run, monkeypatch, tmp_path):
+def test_cli_pull_follow_prints_each_version_and_survives_errors(run, monkeypatch, tmp_path):
     take(1, 1.0)
     turns = iter(
         [
@@ -138,7 +138,7 @@ def test_follow_prints_each_version_and_survives_errors(run, monkeypatch, tmp_pa
         (("pull", "policy", "local", "--follow", "--step", "1"), "--follow pulls the latest version"),
     ],
 )
-def test_errors(run, words, message):
+def test_cli_publish_and_pull_errors(run, words, message):
     status, shown = run(*words)
     assert status == 2
     assert message in shown.err

@@ -65,7 +65,7 @@ def ranks(warm, *arguments, world=2, script=COMMAND, each=None):
 
 @pytest.mark.ranks
 @pytest.mark.timeout(120)
-def test_torchrun_copies_and_verifies_with_one_report(source, tmp_path):
+def test_cli_ranks_under_torchrun_copy_and_verify_with_one_report(source, tmp_path):
     for arguments, said in (
         (("cp", "--ranks", source / "hf", tmp_path / "copy"), "files of safetensors"),
         (("verify", "--ranks", source / "one"), "every byte matches its digest"),
@@ -80,7 +80,7 @@ def test_torchrun_copies_and_verifies_with_one_report(source, tmp_path):
 
 @pytest.mark.ranks
 @pytest.mark.timeout(120)
-def test_torchrun_ends_all_ranks_if_one_is_killed_and_nothing_is_left(source, tmp_path):
+def test_cli_ranks_under_torchrun_all_end_if_one_is_killed(source, tmp_path):
     Snapshot(source / "one").copy(tmp_path / "one")
     script = (
         "import os, sys, asyncio\n"
@@ -112,7 +112,7 @@ def test_torchrun_ends_all_ranks_if_one_is_killed_and_nothing_is_left(source, tm
     assert main(["cp", str(tmp_path / "one"), str(tmp_path / "t")]) == 0
 
 
-def test_all_ranks_have_the_status_and_rank_0_prints(source, tmp_path, warm):
+def test_cli_ranks_share_the_exit_status_and_rank_0_prints(source, tmp_path, warm):
     copied = ranks(warm, "cp", "--ranks", source / "one", tmp_path / "copy")
     assert [status for status, _ in copied] == [0, 0]
     assert copied[1][1] == ""
@@ -145,7 +145,7 @@ def test_all_ranks_have_the_status_and_rank_0_prints(source, tmp_path, warm):
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_the_other_verbs_share_their_work(source, tmp_path, warm, arguments, status):
+def test_cli_ranks_share_the_work_of_convert_and_other_verbs(source, tmp_path, warm, arguments, status):
     given = [each.format(source, to=tmp_path) for each in arguments]
     found = ranks(warm, *given)
     assert [each for each, _ in found] == [status, status], found
@@ -159,7 +159,7 @@ def test_the_other_verbs_share_their_work(source, tmp_path, warm, arguments, sta
         assert Snapshot.diff(made, made.replace(str(tmp_path), f"{tmp_path}/alone")).same
 
 
-def test_command_lines_that_differ_are_refused(source, tmp_path, warm):
+def test_cli_ranks_with_different_command_lines_are_refused(source, tmp_path, warm):
     each = [["cp", "--ranks", source / "one", tmp_path / name] for name in ("a", "b")]
     found = ranks(warm, each=each)
     assert [status for status, _ in found] == [2, 2]
@@ -168,7 +168,7 @@ def test_command_lines_that_differ_are_refused(source, tmp_path, warm):
     assert not (tmp_path / "a").exists()
 
 
-def test_ranks_that_verify_other_urls_are_refused_before_any_work(source, tmp_path, warm):
+def test_cli_ranks_verify_of_different_urls_is_refused_before_any_work(source, tmp_path, warm):
     one, other = source / "one", source / "hf"
     found = ranks(warm, each=[["verify", "--ranks", one], ["verify", "--ranks", one, other]])
     assert [status for status, _ in found] == [2, 2]
@@ -192,7 +192,7 @@ def test_ranks_that_verify_other_urls_are_refused_before_any_work(source, tmp_pa
     assert found[0][1].count("every byte") >= 1
 
 
-def test_a_closed_pipe_ends_all_ranks_silently(source, warm):
+def test_cli_ranks_end_silently_if_the_output_pipe_is_closed(source, warm):
     script = (
         "import os, sys\nfrom snapshot.cli import main\n"
         "if os.environ['RANK'] == '0':\n"
@@ -205,7 +205,7 @@ def test_a_closed_pipe_ends_all_ranks_silently(source, warm):
     assert found[1] == (0, "")
 
 
-def test_what_native_code_prints_is_not_in_the_output(source, tmp_path, warm):
+def test_cli_ranks_output_has_nothing_that_native_code_prints(source, tmp_path, warm):
     script = (
         "import os, sys\nimport torch.distributed as dist\nfrom snapshot.cli import main\n"
         "join = dist.init_process_group\n"
@@ -222,12 +222,12 @@ def test_what_native_code_prints_is_not_in_the_output(source, tmp_path, warm):
     assert (tmp_path / "1").read_text() == "end"
 
 
-def test_a_closed_standard_error_changes_nothing(source, warm):
+def test_cli_ranks_work_with_standard_error_closed(source, warm):
     script = "import os, sys\nos.close(2)\nsys.stderr = None\n" + COMMAND
     assert [status for status, _ in ranks(warm, "verify", "--ranks", source / "one", script=script)] == [0, 0]
 
 
-def test_the_memory_is_shared_by_the_ranks_of_a_host(source, tmp_path, warm):
+def test_cli_ranks_of_a_host_share_the_memory_budget(source, tmp_path, warm):
     script = (
         "import sys\nfrom snapshot.cli import main\nfrom snapshot.io import session\n"
         "seen, made = [], session.MemoryBudget\n"
@@ -238,7 +238,7 @@ def test_the_memory_is_shared_by_the_ranks_of_a_host(source, tmp_path, warm):
         assert f"[{4 << 20}]" in text
 
 
-def test_without_the_environment_of_torchrun_it_says_what_to_do(source, capsys, monkeypatch):
+def test_cli_ranks_without_the_torchrun_environment_explain_what_to_do(source, capsys, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "0")
@@ -248,7 +248,7 @@ def test_without_the_environment_of_torchrun_it_says_what_to_do(source, capsys, 
     assert "torchrun" in said
 
 
-def test_a_command_in_the_environment_of_a_job_works_alone(source, tmp_path, capsys, monkeypatch):
+def test_cli_without_ranks_works_alone_in_the_environment_of_a_job(source, tmp_path, capsys, monkeypatch):
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "9")):
         monkeypatch.setenv(name, value)
     for arguments in (

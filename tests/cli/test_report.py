@@ -24,7 +24,7 @@ def leaves(node):
     return sum(map(leaves, node["c"])) if node["c"] else node["b"]
 
 
-def test_all_bytes_are_in_the_picture(root, tmp_path, capsys):
+def test_cli_report_shows_all_bytes(root, tmp_path, capsys):
     text, data = page(capsys, tmp_path, root / "step-100")
     assert data["bytes"] == data["tree"]["b"] == leaves(data["tree"])
     assert data["bytes"] == sum(nbytes for _, nbytes, _ in data["dtypes"]) == sum(row[5] for row in data["rows"])
@@ -36,7 +36,7 @@ def test_all_bytes_are_in_the_picture(root, tmp_path, capsys):
     assert re.findall(r"(?:src|href)=|https?://|@import|url\(", text) == []
 
 
-def test_a_hostile_name_stays_a_name(tmp_path, capsys):
+def test_cli_report_escapes_a_hostile_name(tmp_path, capsys):
     name = "</script><script>alert(1)</script><!--"
     Snapshot.take(tmp_path / "s", {"s": StateDict({name: torch.ones(3)})}, metadata={name: name})
     text, data = page(capsys, tmp_path, tmp_path / "s")
@@ -44,7 +44,7 @@ def test_a_hostile_name_stays_a_name(tmp_path, capsys):
     assert "alert(1)" in data["rows"][0][0]
 
 
-def test_it_says_what_a_verification_found(root, tmp_path, capsys):
+def test_cli_report_verify_shows_the_result(root, tmp_path, capsys):
     _, data = page(capsys, tmp_path, root / "step-100", "--verify")
     assert data["verified"]["ok"]
     Snapshot.take(tmp_path / "s", {"s": StateDict(x=torch.ones(3000))})
@@ -57,7 +57,7 @@ def test_it_says_what_a_verification_found(root, tmp_path, capsys):
     assert data["verified"]["faults"][0].startswith("0/s/x: ")
 
 
-def test_it_draws_the_timeline_of_a_take(tmp_path, capsys, monkeypatch):
+def test_cli_report_trace_draws_the_timeline_of_a_take(tmp_path, capsys, monkeypatch):
     trace = tmp_path / "trace.json"
     monkeypatch.setenv("SNAPSHOT_TRACE", str(trace))
     Snapshot.take(tmp_path / "s", {"s": StateDict(x=torch.ones(3000))})
@@ -70,7 +70,7 @@ def test_it_draws_the_timeline_of_a_take(tmp_path, capsys, monkeypatch):
     assert page(capsys, tmp_path, tmp_path / "s", "--trace", trace)[1]["spans"] == data["spans"]
 
 
-def test_of_a_trace_of_several_takes_that_of_the_snapshot_is_drawn(tmp_path, capsys, monkeypatch):
+def test_cli_report_trace_of_several_takes_draws_that_of_the_snapshot(tmp_path, capsys, monkeypatch):
     trace = tmp_path / "trace.json"
     monkeypatch.setenv("SNAPSHOT_TRACE", str(trace))
     for name in ("a", "b", "c"):
@@ -95,7 +95,7 @@ def test_of_a_trace_of_several_takes_that_of_the_snapshot_is_drawn(tmp_path, cap
     assert {span[1].split(",")[0].removeprefix("take ") for span in data["spans"]} == ids
 
 
-def test_spans_are_labelled_by_rank_and_take():
+def test_report_spans_are_labelled_by_rank_and_take():
     def span(name, process, begin, **fields):
         return Span(name, process, f"{name} 1", begin, 5, fields)
 
@@ -126,7 +126,7 @@ def test_spans_are_labelled_by_rank_and_take():
 @pytest.mark.parametrize(
     "content", ["", "[", "nothing", "[]", "{}", '[{"ph": "X"}]', '[{"ph": "X", "ts": "a"}]', "[1]"]
 )
-def test_what_is_no_timeline_is_an_error(root, tmp_path, capsys, content):
+def test_cli_report_trace_that_is_not_a_timeline_is_an_error(root, tmp_path, capsys, content):
     (tmp_path / "t").write_text(content)
     target = tmp_path / "r.html"
     assert main(["report", str(root / "step-9"), "-o", str(target), "--trace", str(tmp_path / "t")]) == 2
@@ -134,7 +134,7 @@ def test_what_is_no_timeline_is_an_error(root, tmp_path, capsys, content):
     assert not target.exists()
 
 
-def test_options_of_the_storage_and_the_file_are_told_apart(root, tmp_path, capsys):
+def test_cli_report_o_accepts_storage_options_and_the_output_file(root, tmp_path, capsys):
     url = str(root / "step-9")
     assert main(["report", url, "-o", "nonsense=1", "-o", str(tmp_path / "r.html")]) == 2
     assert "nonsense" in capsys.readouterr().err
@@ -146,7 +146,7 @@ def test_options_of_the_storage_and_the_file_are_told_apart(root, tmp_path, caps
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a=b.html"]
 
 
-def test_others_checkpoints_and_empty_ones_have_pages(root, tmp_path, capsys):
+def test_cli_report_of_other_formats_and_empty_snapshots(root, tmp_path, capsys):
     _, data = page(capsys, tmp_path, root / "model.pt")
     assert data["format"] == "torch.save"
     assert data["digests"] == [0, data["digests"][1]]
@@ -154,7 +154,7 @@ def test_others_checkpoints_and_empty_ones_have_pages(root, tmp_path, capsys):
     assert page(capsys, tmp_path, tmp_path / "s")[1]["bytes"] == 0
 
 
-def test_very_many_parts_are_drawn_together():
+def test_report_tree_draws_very_many_parts_together():
     found = [ListedItem(f"m/{i}", f"m/{i}", 0, "Tensor", "float32", (1,), 1 + i % 3, "", "") for i in range(10_000)]
     tree = _tree(found)
     assert leaves(tree) == sum(item.nbytes for item in found)
@@ -162,7 +162,7 @@ def test_very_many_parts_are_drawn_together():
     assert _tree([]) == {"n": "", "b": 0, "c": []}
 
 
-def test_a_name_may_also_be_the_beginning_of_others():
+def test_report_tree_with_a_name_that_is_a_prefix_of_others():
     found = [
         ListedItem(path, path, 0, "Tensor", "float32", (1,), 8, "", "") for path in ("m/a", "m/a.b", "m/a.b.c", "m")
     ]

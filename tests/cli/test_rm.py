@@ -22,7 +22,7 @@ def rm(*argv):
     return main(["rm", *map(str, argv)])
 
 
-def test_with_yes_the_snapshot_goes_and_other_files_stay(taken, capsys):
+def test_cli_rm_yes_removes_the_snapshot_and_keeps_other_files(taken, capsys):
     (taken / "data" / "0123456789ab-0-0.bin").write_bytes(b"x")  # nobody claims it
     (taken / "notes.txt").write_text("mine")
     assert rm(taken, "--yes") == 0
@@ -32,14 +32,14 @@ def test_with_yes_the_snapshot_goes_and_other_files_stay(taken, capsys):
     (taken / "notes.txt").unlink()
 
 
-def test_a_dry_run_removes_nothing(taken, capsys):
+def test_cli_rm_dry_run_removes_nothing(taken, capsys):
     assert rm(taken, "--dry-run", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["what"], found["removed"]) == ("snapshot", False)
     assert Snapshot(taken).verify()
 
 
-def test_a_base_is_not_removed_before_the_snapshots_that_need_it(tmp_path, capsys):
+def test_cli_rm_keeps_a_base_that_other_snapshots_need(tmp_path, capsys):
     model = torch.nn.Linear(200, 200).requires_grad_(False)
     base = Snapshot.take(tmp_path / "base", {"m": model})
     Snapshot.take(tmp_path / "adapter", {"m": model}, base=base, only="trainable")
@@ -51,14 +51,14 @@ def test_a_base_is_not_removed_before_the_snapshots_that_need_it(tmp_path, capsy
     assert not base.exists()
 
 
-def test_json_says_what_was_removed(taken, capsys):
+def test_cli_rm_json_lists_what_was_removed(taken, capsys):
     assert rm(taken, f"{taken}/", "--yes", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["url"], found["what"], found["files"], found["removed"]) == (str(taken), "snapshot", 1, True)
     assert not taken.exists()
 
 
-def test_without_a_terminal_it_refuses_and_at_one_it_asks(taken, capsys, monkeypatch):
+def test_cli_rm_refuses_without_a_terminal_and_asks_at_one(taken, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     assert rm(taken) == 2
     assert "--yes" in capsys.readouterr().err
@@ -72,7 +72,7 @@ def test_without_a_terminal_it_refuses_and_at_one_it_asks(taken, capsys, monkeyp
     assert not taken.exists()
 
 
-def test_a_pinned_one_stays_unless_that_is_said(taken, capsys):
+def test_cli_rm_keeps_a_pinned_snapshot_without_the_pinned_option(taken, capsys):
     SnapshotManager(taken.parent, signals=()).pin(1)
     assert rm(taken, "--yes") == 2
     assert "pinned by a manager" in capsys.readouterr().err
@@ -80,7 +80,7 @@ def test_a_pinned_one_stays_unless_that_is_said(taken, capsys):
     assert not taken.exists()
 
 
-def test_leftovers_of_an_interrupted_take_go_when_they_are_old_enough(taken, capsys):
+def test_cli_rm_removes_leftovers_of_an_interrupted_take_when_old_enough(taken, capsys):
     (taken / ".snapshot_metadata").unlink()
     save_id = next((taken / "data").iterdir()).name[:12]
     (taken / f".take-{save_id}").touch()
@@ -91,14 +91,14 @@ def test_leftovers_of_an_interrupted_take_go_when_they_are_old_enough(taken, cap
     assert not taken.exists()
 
 
-def test_a_snapshot_that_is_just_being_replaced_is_left_alone(taken, capsys):
+def test_cli_rm_refuses_a_snapshot_that_is_being_overwritten(taken, capsys):
     (taken / ".take-0123456789ab").touch()
     assert rm(taken, "--yes") == 2
     assert "a take is running here" in capsys.readouterr().err
     assert Snapshot(taken).verify()
 
 
-def test_what_is_no_snapshot_of_ours_is_left_alone_and_so_is_all_beside_it(taken, tmp_path, capsys):
+def test_cli_rm_refuses_checkpoints_of_other_formats(taken, tmp_path, capsys):
     torch.save({"x": torch.zeros(3)}, tmp_path / "model.pt")
     other = tmp_path / "other"
     other.mkdir()
@@ -116,7 +116,7 @@ def test_what_is_no_snapshot_of_ours_is_left_alone_and_so_is_all_beside_it(taken
     assert other.exists()
 
 
-def test_what_cannot_be_removed_is_said_and_is_status_1(taken, capsys):
+def test_cli_rm_exits_1_if_a_removal_fails(taken, capsys):
     with faulty(on="delete", times=None, error=PermissionError(13, "Permission denied")):
         assert rm(f"faulty+file://{taken}", "--yes") == 1
     assert "removal failed" in capsys.readouterr().err

@@ -13,26 +13,26 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 
 
 @given(TEXTS)
-def test_what_is_printed_is_printable(text):
+def test_printable_text_is_printable(text):
     shown = printable(text)
     assert shown.isprintable()
     assert shown == text or not text.isprintable()
 
 
 @given(TEXTS.map(printable), st.integers(3, 50))
-def test_a_text_is_cut_in_its_middle_to_the_cells_there_are(text, most):
+def test_fit_cuts_text_in_the_middle_to_the_given_cells(text, most):
     cut = fit(text, most)
     assert cells(cut) <= most
     assert cut == text or (cells(text) > most and ("…" in cut or "~" in cut))
 
 
-def test_wide_and_combining_characters_are_counted_as_they_are_shown():
+def test_cells_counts_wide_and_combining_characters():
     assert [cells(text) for text in ("abc", "日本", "e\u0301", "")] == [3, 4, 1, 0]
     assert unicodedata.east_asian_width("日") == "W"
 
 
 @given(st.lists(st.tuples(TEXTS, st.integers(0, 10**12), TEXTS), min_size=1, max_size=8))
-def test_in_a_pipe_a_table_is_whole_and_aligned(rows):
+def test_screen_table_in_a_pipe_is_complete_and_aligned(rows):
     table = ScreenTable([Column("name", shrinks=True), Column("size", right=True), Column("note", optional=True)])
     for name, number, note in rows:
         table.add(name, str(number), note)
@@ -47,7 +47,7 @@ def test_in_a_pipe_a_table_is_whole_and_aligned(rows):
 
 
 @pytest.mark.parametrize("columns", [20, 40, 41, 60, 80, 200])
-def test_on_a_terminal_a_table_is_no_wider_than_it(columns, terminal):
+def test_screen_table_is_no_wider_than_the_terminal(columns, terminal):
     terminal(columns)
     table = ScreenTable(
         [
@@ -66,7 +66,7 @@ def test_on_a_terminal_a_table_is_no_wider_than_it(columns, terminal):
     assert ("shares" in lines[1]) == (columns >= 60)
 
 
-def test_colours_are_for_terminals_and_can_be_had_or_not(terminal, monkeypatch, capsys):
+def test_paint_uses_colours_on_a_terminal_or_with_force_color(terminal, monkeypatch, capsys):
     assert paint("x", "red") == "x"
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert coloured()
@@ -78,12 +78,12 @@ def test_colours_are_for_terminals_and_can_be_had_or_not(terminal, monkeypatch, 
     assert paint("x", "red") == "x"
 
 
-def test_json_holds_nothing_that_a_reader_refuses():
+def test_as_json_holds_only_valid_json():
     value = {"a": [float("nan"), -float("inf"), 1.5, None, True], 3: (1, {"b": complex(1, 2)})}
     assert json.loads(as_json(value)) == {"a": ["nan", "-inf", 1.5, None, True], "3": [1, {"b": "(1+2j)"}]}
 
 
-def test_nobody_says_yes_without_a_terminal(monkeypatch):
+def test_ask_answers_no_without_a_terminal(monkeypatch):
     monkeypatch.setattr("sys.stdin", None)
     assert not ask("remove it?")
     monkeypatch.undo()

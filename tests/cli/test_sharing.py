@@ -31,7 +31,7 @@ def on_disk(root):
     return sum({(each.st_dev, each.st_ino): each.st_size for each in stats}.values())
 
 
-def test_a_folder_has_an_apparent_and_a_physical_size(steps, capsys):
+def test_cli_ls_du_shows_an_apparent_and_a_physical_size(steps, capsys):
     taken, root = steps
     found = json.loads(told(capsys, "ls", root, "--du", "--json"))
     assert found["bytes"] == sum(each.metadata.nbytes for each in taken)
@@ -41,7 +41,7 @@ def test_a_folder_has_an_apparent_and_a_physical_size(steps, capsys):
         assert LAYER <= each["shared_bytes"] < LAYER + 8192
 
 
-def test_sizes_of_some_snapshots_count_what_all_others_share(steps, capsys):
+def test_cli_ls_du_of_some_snapshots_counts_bytes_shared_with_all_others(steps, capsys):
     _, root = steps
     found = json.loads(told(capsys, "ls", root, "step-1", "--du", "--json"))
     (one,) = found["snapshots"]
@@ -49,27 +49,27 @@ def test_sizes_of_some_snapshots_count_what_all_others_share(steps, capsys):
     assert found["physical_bytes"] == on_disk(root)
 
 
-def test_snapshots_that_share_nothing_have_their_sizes_alone(root, tmp_path, capsys):
+def test_cli_ls_du_of_snapshots_that_share_no_bytes(root, tmp_path, capsys):
     found = json.loads(told(capsys, "ls", root, "--du", "--json"))
     assert {each["shared_bytes"] for each in found["snapshots"]} == {0}
     assert found["bytes"] == found["physical_bytes"] == sum(each["bytes"] for each in found["snapshots"])
     assert "shared_bytes" not in json.loads(told(capsys, "ls", root, "--json"))["snapshots"][0]
 
 
-def test_a_copy_by_another_tool_has_its_own_bytes(steps, tmp_path, capsys):
+def test_cli_ls_du_counts_the_bytes_of_a_copy_by_another_tool(steps, tmp_path, capsys):
     _, root = steps
     shutil.copytree(root / "step-2", root / "backup")
     found = json.loads(told(capsys, "ls", root, "--du", "--json"))
     assert found["physical_bytes"] == on_disk(root)
 
 
-def test_an_unreadable_snapshot_is_told_beside_the_others(steps, capsys):
+def test_cli_ls_du_lists_an_unreadable_snapshot_beside_the_others(steps, capsys):
     _, root = steps
     (root / "step-1" / ".snapshot_metadata").write_bytes(b'{"format":"snapshot/1",broken')
     assert "cannot be read" in told(capsys, "ls", root, "--du", status=1)
 
 
-def test_on_another_storage_the_manifests_tell_the_same(capsys):
+def test_cli_ls_du_computes_shared_bytes_from_manifests_on_other_storages(capsys):
     model = tuned()
     Snapshot.take("memory://sharing/a", {"model": model}, base=[])
     later = Snapshot.take("memory://sharing/b", {"model": model}, base="memory://sharing/a")
@@ -79,7 +79,7 @@ def test_on_another_storage_the_manifests_tell_the_same(capsys):
     assert "1.0 MiB in " in told(capsys, "ls", "memory://sharing", "--du")
 
 
-def test_a_removal_says_what_it_frees(steps, capsys):
+def test_cli_rm_prints_the_bytes_it_frees(steps, capsys):
     taken, root = steps
     sizes = [each.metadata.nbytes for each in taken]
     rows = [json.loads(line) for line in told(capsys, "rm", *root.iterdir(), "--dry-run", "--json").splitlines()]
@@ -94,7 +94,7 @@ def test_a_removal_says_what_it_frees(steps, capsys):
     assert "freed" not in told(capsys, "rm", root / "step-1", "--yes").splitlines()[-1]
 
 
-def test_the_head_of_a_listing_mentions_shared_bytes(steps, capsys):
+def test_cli_ls_header_shows_shared_bytes(steps, capsys):
     taken, root = steps
     assert "shared with earlier" not in told(capsys, "ls", root / "step-0")
     assert re.search(
@@ -104,7 +104,7 @@ def test_the_head_of_a_listing_mentions_shared_bytes(steps, capsys):
     assert (found["shared_bytes"], found["bytes_in_base"]) == (taken[2].report.shared_bytes, 0)
 
 
-def test_verbs_mention_what_is_left_to_the_base(tmp_path, capsys):
+def test_cli_verbs_show_what_is_left_to_the_base(tmp_path, capsys):
     (base, lean), _ = take_steps(tmp_path, 2, only="trainable")
     said = " ".join(told(capsys, "ls", lean.path).split())
     assert f"256.0 KiB left to the base {base.path}, taken" in said
@@ -116,7 +116,7 @@ def test_verbs_mention_what_is_left_to_the_base(tmp_path, capsys):
     assert "values" in told(capsys, "show", lean.path, "model/trained.weight")
 
 
-def test_a_page_has_shared_bytes_their_age_and_the_base(steps, tmp_path, capsys):
+def test_cli_report_page_has_shared_bytes_their_age_and_the_base(steps, tmp_path, capsys):
     taken, root = steps
 
     def page(path):

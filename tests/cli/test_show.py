@@ -43,7 +43,7 @@ def told(capsys, path, *argv):
     return json.loads(show(capsys, path, *argv, "--json"))
 
 
-def test_a_tensor_is_described(held, capsys):
+def test_cli_show_describes_a_tensor(held, capsys):
     path, state = held
     shown = show(capsys, path, "s/big")
     assert shown.startswith("0/s/big\n")
@@ -57,7 +57,7 @@ def test_a_tensor_is_described(held, capsys):
     assert sum(found["statistics"]["histogram"]) == 300_000
 
 
-def test_what_is_not_finite_is_counted_and_left_out_of_the_rest(held, capsys):
+def test_cli_show_statistics_count_nan_and_infinity_apart(held, capsys):
     found = told(capsys, held[0], "s/odd")["statistics"]
     assert (found["count"], found["nan"], found["infinite"], found["zero"]) == (6, 1, 2, 1)
     assert (found["min"], found["max"], found["mean"]) == (-3.0, 1.0, pytest.approx(-2 / 3))
@@ -70,14 +70,14 @@ def test_what_is_not_finite_is_counted_and_left_out_of_the_rest(held, capsys):
         ("tiny", 1, 1), ("same", 7, 7), ("array", 0, 5), ("sparse", 1, 1), ("wide", float(2**64 - 1), float(2**64 - 1)),
     ],
 )  # fmt: skip
-def test_every_kind_of_tensor_has_statistics(held, capsys, name, least, most):
+def test_cli_show_has_statistics_for_every_kind_of_tensor(held, capsys, name, least, most):
     found = told(capsys, held[0], f"s/{name}")["statistics"]
     assert (found["min"], found["max"]) == (least, most)
     assert sum(found["histogram"]) == (found["count"] if least is not None else 0)
     assert show(capsys, held[0], f"s/{name}")
 
 
-def test_other_values_are_shown(held, capsys):
+def test_cli_show_prints_values_that_are_not_tensors(held, capsys):
     path, _ = held
     assert show(capsys, path, "s/words").endswith("['a', {'b': None}]\n")
     assert "2026-01-01" in show(capsys, path, "s/when")
@@ -86,7 +86,7 @@ def test_other_values_are_shown(held, capsys):
     assert "  big\n" in show(capsys, path, "s")
 
 
-def test_only_what_is_asked_for_is_read(held, capsys):
+def test_cli_show_box_reads_only_the_box(held, capsys):
     path, state = held
     with recording("recording") as log:
         found = told(capsys, f"recording+file://{path}", "s/big", "--box", "500:502,:4", "--no-stats")
@@ -95,7 +95,7 @@ def test_only_what_is_asked_for_is_read(held, capsys):
     assert log.nbytes("read_into", "data/*.safetensors") < 300_000
 
 
-def test_a_long_tensor_is_read_part_by_part(held, capsys, monkeypatch):
+def test_cli_show_reads_a_long_tensor_in_parts(held, capsys, monkeypatch):
     path, _ = held
     whole = told(capsys, path, "s/big")["statistics"]
     monkeypatch.setattr(show_module, "AT_ONCE", 64 << 10)
@@ -121,7 +121,7 @@ def test_a_long_tensor_is_read_part_by_part(held, capsys, monkeypatch):
         (["s/sparse", "--box", "0"], "box"),
     ],
 )
-def test_what_cannot_be_shown_is_status_2(held, capsys, argv, message):
+def test_cli_show_exits_2_if_the_object_cannot_be_shown(held, capsys, argv, message):
     assert main(["show", str(held[0]), *argv]) == 2
     out, err = capsys.readouterr()
     assert message in err
@@ -133,7 +133,7 @@ FLOATS = st.floats(width=32) | st.floats(-10, 10)
 
 
 @given(st.lists(st.lists(FLOATS, max_size=20), min_size=1, max_size=5))
-def test_parts_add_up_to_the_whole(parts):
+def test_show_statistics_of_parts_equal_those_of_the_whole(parts):
     tensors = [torch.tensor(part, dtype=torch.float64) for part in parts]
     found = statistics(lambda: iter(tensors))
     whole = torch.cat(tensors)
@@ -150,7 +150,7 @@ def test_parts_add_up_to_the_whole(parts):
     assert sum(found.histogram) == good.numel()
 
 
-def test_the_largest_numbers_have_a_histogram():
+def test_show_statistics_of_the_largest_numbers_have_a_histogram():
     most = torch.finfo(torch.float64).max
     found = statistics(lambda: iter([torch.tensor([-most, 0.0, most], dtype=torch.float64)]))
     assert (found.least, found.most, sum(found.histogram)) == (-most, most, 3)
@@ -167,7 +167,7 @@ def odd(tmp_path_factory):
     return path, raw, list(state)
 
 
-def test_what_torch_cannot_compute_with_is_shown_as_its_bits_and_has_no_statistics(odd, capsys):
+def test_cli_show_prints_bits_without_statistics_for_dtypes_torch_cannot_compute(odd, capsys):
     path, raw, names = odd
     assert len(names) > 3
     for name in names:
@@ -180,7 +180,7 @@ def test_what_torch_cannot_compute_with_is_shown_as_its_bits_and_has_no_statisti
         assert found["values"] == raw.view(kind)[2:4, 1:3].tolist()
 
 
-def test_boxes_of_what_torch_cannot_copy_are_read(odd):
+def test_read_object_box_of_dtypes_that_torch_cannot_copy(odd):
     path, raw, names = odd
     for name in names:
         box = (slice(1, 7), slice(1, 3))
@@ -190,7 +190,7 @@ def test_boxes_of_what_torch_cannot_copy_are_read(odd):
         assert torch.equal(made.view(kind), raw.view(kind)[box])
 
 
-def test_a_box_beyond_the_tensor_is_an_error_and_one_that_is_partly_within_says_what_it_shows(held, capsys):
+def test_cli_show_box_beyond_the_tensor_is_an_error_and_a_partial_one_is_clipped(held, capsys):
     path, state = held
     for box in ("5000:6000", "0:2,300:", "3:3", "4:2"):
         assert main(["show", str(path), "s/big", "--no-stats", "--box", box]) == 2
@@ -202,7 +202,7 @@ def test_a_box_beyond_the_tensor_is_an_error_and_one_that_is_partly_within_says_
     assert "values[0:0" in show(capsys, path, "s/none", "--no-stats", "--box", ":")
 
 
-def test_what_torch_warns_of_by_itself_is_kept_from_who_looks(tmp_path, warm):
+def test_cli_show_hides_warnings_of_torch(tmp_path, warm):
     script = f"""
 import sys, warnings
 import torch
@@ -222,7 +222,7 @@ assert main(["diff", "{tmp_path}/a", "{tmp_path}/b", "--values"]) == 1
     assert "1 of 2 differ, at most by 3.60555" in printed
 
 
-def test_what_cannot_print_itself_is_told_by_its_type():
+def test_cli_show_of_a_value_whose_repr_fails_prints_its_type():
     class Silent:
         def __repr__(self):
             raise RuntimeError("unknown quantizer")

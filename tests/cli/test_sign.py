@@ -19,7 +19,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_signed_snapshots_are_verified_with_the_public_key(folder, capsys):
+def test_cli_verify_key_verifies_signed_snapshots(folder, capsys):
     assert main(["sign", "run/a", "run/b", "--key", "key"]) == 0
     assert main(["verify", "run", "--key", "key.pub"]) == 0
     capsys.readouterr()
@@ -31,7 +31,7 @@ def test_signed_snapshots_are_verified_with_the_public_key(folder, capsys):
     assert json.loads(capsys.readouterr().out)["signer"] == ""
 
 
-def test_one_that_is_not_signed_is_a_fault_and_the_others_are_verified(folder, capsys):
+def test_cli_verify_key_reports_an_unsigned_snapshot_and_verifies_the_others(folder, capsys):
     assert main(["sign", "run/b", "--key", "key"]) == 0
     capsys.readouterr()
     assert main(["verify", "run", "--key", "key.pub"]) == 1
@@ -54,7 +54,7 @@ def test_one_that_is_not_signed_is_a_fault_and_the_others_are_verified(folder, c
         (["run/a", "--key", "key", "--new-key", "more"], "not allowed with"),
     ],
 )
-def test_mistakes_are_errors(folder, capsys, given, text):
+def test_cli_sign_refuses_invalid_arguments(folder, capsys, given, text):
     held = (folder / "key").read_bytes()
     capsys.readouterr()
     assert main(["sign", *given]) == 2
@@ -64,14 +64,14 @@ def test_mistakes_are_errors(folder, capsys, given, text):
     assert not (folder / "more").exists()
 
 
-def test_an_existing_public_key_is_not_replaced(folder, capsys):
+def test_cli_sign_new_key_does_not_replace_a_public_key(folder, capsys):
     (folder / "key").unlink()
     assert main(["sign", "--new-key", "key"]) == 2
     assert "key.pub" in capsys.readouterr().err
     assert not (folder / "key").exists()
 
 
-def test_a_copy_says_that_it_is_not_signed(folder, capsys):
+def test_cli_cp_of_a_signed_snapshot_says_that_the_copy_is_not_signed(folder, capsys):
     assert main(["sign", "run/a", "--key", "key"]) == 0
     assert main(["cp", "run/a", "copy"]) == 0
     assert "the source is signed, the copy is not" in " ".join(capsys.readouterr().out.split())

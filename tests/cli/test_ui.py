@@ -87,7 +87,7 @@ def client(root):
 # Who may ask
 
 
-def test_the_first_address_sets_a_cookie_that_later_requests_need(client):
+def test_cli_ui_first_address_sets_a_cookie_that_later_requests_need(client):
     answer = request("GET", client.server.address)
     assert answer.status == 200
     cookie, *attributes = answer.headers["Set-Cookie"].split("; ")
@@ -98,7 +98,7 @@ def test_the_first_address_sets_a_cookie_that_later_requests_need(client):
 
 @pytest.mark.parametrize("path", ["/", "/api/steps?most=1", "/favicon.ico", "/?token=", "/?token=é", "/?token=%ff%00"])
 @pytest.mark.parametrize("cookie", ["", "snapshot-ui=x", "{cookie}=x", "{cookie}", "x={token}"])
-def test_without_the_token_nothing_is_answered(client, path, cookie):
+def test_cli_ui_answers_nothing_without_the_token(client, path, cookie):
     server = client.server
     with socket.create_connection(server.server_address) as raw:
         cookie = cookie.format(cookie=server.cookie, token=server.token)
@@ -115,16 +115,16 @@ def test_without_the_token_nothing_is_answered(client, path, cookie):
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "127.0.0.1@evil", "", "0.0.0.0"]
 )
-def test_another_host_is_refused(client, host):
+def test_cli_ui_refuses_another_host_header(client, host):
     assert "must be for 127.0.0.1" in client.get("/", 403, Host=host)["error"]
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:99"])
-def test_a_forwarded_port_is_allowed(client, host):
+def test_cli_ui_allows_a_forwarded_port(client, host):
     assert client.get("/api/steps?most=1", Host=host)["total"] == 5
 
 
-def test_another_site_is_refused(client):
+def test_cli_ui_refuses_requests_from_another_site(client):
     for site in ("cross-site", "same-site"):
         assert "another site" in client.get("/api/steps?most=1", 403, **{"Sec-Fetch-Site": site})["error"]
     first = request("GET", client.server.address, headers={"Sec-Fetch-Site": "cross-site"})
@@ -132,12 +132,12 @@ def test_another_site_is_refused(client):
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD"])
-def test_only_get_is_answered(client, method):
+def test_cli_ui_answers_only_get(client, method):
     assert request(method, client.url, headers=client.headers).status == 405
     assert request(method, client.url).status == 403
 
 
-def test_what_is_no_request_gets_an_error_without_a_traceback(client, capfd):
+def test_cli_ui_answers_an_invalid_request_without_a_traceback(client, capfd):
     for sent in (
         b"nonsense\r\n\r\n",
         b"BREW / HTTP/1.1\r\nHost: localhost\r\n\r\n",
@@ -152,7 +152,7 @@ def test_what_is_no_request_gets_an_error_without_a_traceback(client, capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_the_page_needs_nothing_else_and_allows_nothing_else(client):
+def test_cli_ui_page_loads_nothing_and_sets_a_content_security_policy(client):
     answers = [request("GET", client.server.address) for _ in range(2)]
     nonces = set()
     for answer in answers:
@@ -185,11 +185,11 @@ def test_the_page_needs_nothing_else_and_allows_nothing_else(client):
         "steps?" + "&".join(f"a{i}=1" for i in range(20)),
     ],
 )
-def test_an_invalid_parameter_is_refused(client, path):
+def test_cli_ui_refuses_an_invalid_parameter(client, path):
     assert client.get(f"/api/{path}", 400)["error"]
 
 
-def test_an_unknown_path_is_refused(client):
+def test_cli_ui_refuses_an_unknown_path(client):
     for path in ("/api/nothing", "/../etc/passwd", "/api"):
         assert "no such page" in client.get(path, 404)["error"]
 
@@ -197,7 +197,7 @@ def test_an_unknown_path_is_refused(client):
 # Steps
 
 
-def test_the_steps_are_listed_with_all_that_is_known(client, root):
+def test_ui_steps_lists_the_steps_with_their_details(client, root):
     told = client.get("/api/steps?most=200")
     assert (told["url"], told["near"], told["total"]) == (str(root), None, 5)
     steps = {step["step"]: step for step in told["steps"]}
@@ -212,7 +212,7 @@ def test_the_steps_are_listed_with_all_that_is_known(client, root):
     assert [step["step"] for step in client.get("/api/steps?most=2")["steps"]] == [40, 30]
 
 
-def test_shared_bytes_are_those_of_an_earlier_step(tmp_path):
+def test_ui_steps_shared_bytes_are_those_of_an_earlier_step(tmp_path):
     frozen = StateDict(x=torch.randn(1 << 20))
     with SnapshotManager(tmp_path, incremental=True, signals=()) as manager:
         for step in (1, 2, 3, 4):
@@ -222,7 +222,7 @@ def test_shared_bytes_are_those_of_an_earlier_step(tmp_path):
     assert shared[-1] == 0
 
 
-def test_of_thousands_of_steps_the_newest_are_shown(tmp_path):
+def test_ui_steps_shows_the_newest_of_thousands_of_steps(tmp_path):
     for step in range(3000):
         (tmp_path / f"step-{step}").mkdir()
     Snapshot.take(tmp_path / "step-2999", state(1))
@@ -231,14 +231,14 @@ def test_of_thousands_of_steps_the_newest_are_shown(tmp_path):
     assert [step["step"] for step in told["steps"] if "bytes" in step] == [2999]
 
 
-def test_a_root_without_steps_is_empty_and_a_missing_one_an_error(tmp_path):
+def test_ui_steps_of_an_empty_root_is_empty_and_a_missing_root_is_an_error(tmp_path):
     assert RunView(str(tmp_path)).steps(9)["steps"] == []
     assert RunView("memory://nothing/run").steps(9)["total"] == 0
     with served(tmp_path / "nowhere") as client:
         assert "no such folder" in client.get("/api/steps?most=9", 404)["error"]
 
 
-def test_a_check_finds_what_is_missing_or_was_removed(client, root):
+def test_ui_check_finds_missing_or_removed_data(client, root):
     client.get("/api/steps?most=9")
     assert client.get("/api/check?step=10") == {"step": 10, "fault": ""}
     for file in (root / "step-30" / "data").iterdir():
@@ -249,12 +249,12 @@ def test_a_check_finds_what_is_missing_or_was_removed(client, root):
     assert "is not in the root" in client.get("/api/check?step=99", 404)["error"]
 
 
-def test_a_secret_in_a_url_is_not_shown():
+def test_ui_steps_hides_a_secret_in_the_url():
     view = RunView("memory://key:secret@bucket/run")
     assert view.steps(1)["url"] == "memory://key:***@bucket/run"
 
 
-def test_nothing_is_written(client, root):
+def test_cli_ui_writes_nothing(client, root):
     def tree():
         return {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in [root, *root.rglob("*")]}
 
@@ -274,7 +274,7 @@ def test_nothing_is_written(client, root):
 # Differences
 
 
-def test_two_steps_are_compared(client):
+def test_ui_diff_compares_two_steps(client):
     told = client.get("/api/diff?a=10&b=20")
     assert {change["path"]: change["values"] for change in told["changes"]} == dict.fromkeys(
         ("model/weight", "model/tied", "model/steps")
@@ -287,13 +287,13 @@ def test_two_steps_are_compared(client):
     assert client.get("/api/diff?a=10&b=10")["same"]
 
 
-def test_a_step_that_vanished_is_an_error_of_the_comparison(client, root):
+def test_ui_diff_of_a_step_that_was_removed_is_an_error(client, root):
     client.get("/api/steps?most=9")
     shutil.rmtree(root / "step-20")
     assert "step-20" in client.get("/api/diff?a=10&b=20", 404)["error"]
 
 
-def test_a_long_comparison_is_cut(tmp_path):
+def test_ui_diff_with_many_changes_is_cut(tmp_path):
     for step in (1, 2):
         Snapshot.take(tmp_path / f"step-{step}", {"s": StateDict({f"k{i}": i * step for i in range(CHANGES + 50)})})
     told = RunView(str(tmp_path)).diff(1, 2, values=False)
@@ -303,7 +303,7 @@ def test_a_long_comparison_is_cut(tmp_path):
 # Health
 
 
-def test_the_health_of_a_step(client):
+def test_ui_health_of_a_step(client):
     told = client.get("/api/health?step=20&glob=model/**")
     assert (told["tensors"], told["nan"], told["infinite"], told["worst"]) == (2, 0, 0, [])  # tied ones count once
     assert told["norm"] == pytest.approx(math.sqrt(11 * 400 + 1 + 25))
@@ -315,7 +315,7 @@ def test_the_health_of_a_step(client):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.float8_e4m3fn])
-def test_health_of_each_dtype_in_many_parts(tmp_path, monkeypatch, dtype):
+def test_ui_health_of_each_dtype_in_many_parts(tmp_path, monkeypatch, dtype):
     monkeypatch.setattr(ui, "AT_ONCE", 64)
     monkeypatch.setattr(ui, "STEP", 5)
     values = torch.randn(7, 13).to(dtype)
@@ -330,12 +330,12 @@ def test_health_of_each_dtype_in_many_parts(tmp_path, monkeypatch, dtype):
     assert told["norm"] == pytest.approx(math.hypot(1.0, wide[wide.isfinite()].norm().item()), rel=1e-5)
 
 
-def test_a_tensor_without_a_finite_value_has_no_norm(tmp_path):
+def test_ui_health_of_a_tensor_without_a_finite_value_has_no_norm(tmp_path):
     Snapshot.take(tmp_path / "step-1", {"s": StateDict(x=torch.full((3,), math.nan))})
     assert math.isnan(RunView(str(tmp_path)).health(1, "**", bool)["norm"])
 
 
-def test_health_is_kept_by_save_id(client, root):
+def test_ui_health_is_cached_by_save_id(client, root):
     first = client.get("/api/health?step=30&glob=**")
     for file in (root / "step-30" / "data").iterdir():
         content = bytearray(file.read_bytes())
@@ -354,14 +354,14 @@ def take_of_ranks(path):
     Snapshot.take(path, {"m": StateDict(own=own, same=same, sharded=sharded)}, replicated=["m/same"])
 
 
-def test_tensors_of_several_ranks_count_once(two, tmp_path):
+def test_ui_health_counts_tensors_of_several_ranks_once(two, tmp_path):
     two.run(take_of_ranks, tmp_path / "step-1")
     told = RunView(str(tmp_path)).health(1, "m/*", bool)
     norms = {"m/same": 2.0, "m/sharded": torch.arange(30.0).norm().item(), "0/m/own": 18**0.5, "1/m/own": 32**0.5}
     assert {each["name"]: each["norm"] for each in told["each"]} == pytest.approx(norms)
 
 
-def test_what_only_the_base_has_is_left_out(tmp_path):
+def test_ui_health_leaves_out_tensors_of_the_base(tmp_path):
     frozen, adapter = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)
     state = {"frozen": frozen, "adapter": adapter}
     base = Snapshot.take(tmp_path / "step-1", state)
@@ -370,7 +370,7 @@ def test_what_only_the_base_has_is_left_out(tmp_path):
     assert [view.health(step, "**", bool)["tensors"] for step in (1, 2)] == [4, 2]
 
 
-def test_the_tensors_of_a_step_are_listed(tmp_path):
+def test_ui_tensors_lists_the_tensors_of_a_step(tmp_path):
     Snapshot.take(tmp_path / "step-1", {"s": StateDict({f"k{i}": torch.ones(2) for i in range(NAMES + 9)}, n=1)})
     told = RunView(str(tmp_path)).tensors(1, "**")
     assert (told["tensors"], told["bytes"], len(told["names"])) == (NAMES + 9, 8 * (NAMES + 9), NAMES)
@@ -378,7 +378,7 @@ def test_the_tensors_of_a_step_are_listed(tmp_path):
     assert RunView(str(tmp_path)).tensors(1, "s/k1")["names"] == ["s/k1"]
 
 
-def test_memory_for_health_does_not_grow_with_the_tensor(tmp_path, one_thread):
+def test_ui_health_memory_does_not_grow_with_the_tensor(tmp_path, one_thread):
     for step, elements in ((1, 9), (2, 96 << 20)):
         Snapshot.take(tmp_path / f"step-{step}", {"s": StateDict(x=torch.ones(elements, dtype=torch.bfloat16))})
     view = RunView(str(tmp_path))
@@ -395,7 +395,7 @@ def test_memory_for_health_does_not_grow_with_the_tensor(tmp_path, one_thread):
     assert peak() - before < 100 << 20
 
 
-def test_a_computation_ends_when_its_page_does(client):
+def test_ui_health_is_abandoned_if_its_page_is_closed(client):
     with pytest.raises(Abandoned):
         client.server.view.health(10, "**", lambda: True)
     begun, go_on = threading.Event(), threading.Event()
@@ -421,7 +421,7 @@ def test_a_computation_ends_when_its_page_does(client):
 # The command
 
 
-def test_what_cannot_be_served_is_an_error(root, tmp_path, capsys):
+def test_cli_ui_exits_with_an_error_if_the_run_cannot_be_served(root, tmp_path, capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -455,7 +455,7 @@ def command(*words):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_it_without_a_word(root, number, status):
+def test_cli_ui_ends_silently_on_a_signal(root, number, status):
     with command(root) as (process, address):
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+/\?token=[\w-]{43}", address)
         assert request("GET", address).status == 200
@@ -475,7 +475,7 @@ ROWS = """
 """
 
 
-def test_a_browser_shows_the_page(root, browser):
+def test_cli_ui_in_a_browser_shows_the_page(root, browser):
     with served(root) as client:
         browser.log()
         browser.open(client.server.address)
@@ -512,7 +512,7 @@ def test_a_browser_shows_the_page(root, browser):
         assert browser.log() == []
 
 
-def test_a_browser_shows_errors_and_goes_on(root, browser):
+def test_cli_ui_in_a_browser_shows_errors_and_continues(root, browser):
     with served(root) as client:
         browser.open(client.server.address)
         browser.until(ROWS)
@@ -540,7 +540,7 @@ def test_a_browser_shows_errors_and_goes_on(root, browser):
     assert "may have ended" in browser.until("return document.getElementById('error').textContent")
 
 
-def test_a_name_with_wildcards_means_one_tensor_and_hostile_keys_are_not_offered(tmp_path):
+def test_ui_health_glob_characters_in_a_name_match_one_tensor(tmp_path):
     key = "*a" * 24 + "b"
     weights = {"w[0]": torch.full((2,), math.nan), "w0": torch.ones(2), "h*": torch.ones(3), "hx": torch.ones(9)}
     Snapshot.take(
@@ -553,7 +553,7 @@ def test_a_name_with_wildcards_means_one_tensor_and_hostile_keys_are_not_offered
         assert "wildcards" in client.get(f"/api/tensors?step=1&glob={key}/**", 400)["error"]
 
 
-def test_parts_of_complex_numbers_decide(tmp_path):
+def test_ui_health_of_complex_tensors_counts_their_parts(tmp_path):
     values = torch.tensor([complex(math.inf, math.nan), complex(1.7e308, 1.7e308), 3 + 4j], dtype=torch.complex128)
     Snapshot.take(tmp_path / "step-1", {"s": StateDict(a=values, b=values.conj(), c=torch.tensor([3 + 4j]))})
     with served(tmp_path) as client:
@@ -562,7 +562,7 @@ def test_parts_of_complex_numbers_decide(tmp_path):
     assert found["s/c"]["norm"] == 5.0
 
 
-def test_a_broken_address_is_an_error_without_a_traceback(client, capfd):
+def test_cli_ui_refuses_a_malformed_url_without_a_traceback(client, capfd):
     with socket.create_connection(("127.0.0.1", client.server.server_port)) as peer:
         peer.sendall(b"GET http://[ HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
         assert peer.recv(100).startswith(b"HTTP/1.0 403")

@@ -30,7 +30,9 @@ def damage(path: Path, name: str = "0/s/x") -> Path:
     return path
 
 
-def test_a_damaged_one_is_status_1_and_names_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cli_verify_of_damaged_data_exits_1_and_names_the_entry(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = damage(taken(tmp_path / "s"))
     entry = Snapshot(path).get_manifest()["0/s/x"]
     assert main(["verify", "--json", str(path)]) == 1
@@ -39,7 +41,7 @@ def test_a_damaged_one_is_status_1_and_names_what_it_is(tmp_path: Path, capsys: 
     assert fault.startswith(f"0/s/x: {place}: digest must be {entry.digest}, got xxh3:")
 
 
-def test_a_damaged_manifest_is_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cli_verify_of_a_damaged_manifest_exits_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = taken(tmp_path / "s")
     manifest = path / ".snapshot_metadata"
     manifest.write_bytes(manifest.read_bytes().replace(b"float32", b"float64"))
@@ -47,7 +49,7 @@ def test_a_damaged_manifest_is_status_1(tmp_path: Path, capsys: pytest.CaptureFi
     assert "1 fault" in capsys.readouterr().out
 
 
-def test_one_that_is_not_there_is_status_2_and_the_others_are_looked_at(
+def test_cli_verify_of_a_missing_snapshot_exits_2_and_verifies_the_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good, bad = taken(tmp_path / "good"), damage(taken(tmp_path / "bad"))
@@ -59,7 +61,7 @@ def test_one_that_is_not_there_is_status_2_and_the_others_are_looked_at(
     assert [line.partition(":")[0] for line in out.splitlines() if line[0] != " "] == [str(bad), str(good)]
 
 
-def test_json_is_a_line_for_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cli_verify_json_prints_a_line_per_snapshot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good, bad = taken(tmp_path / "good"), damage(taken(tmp_path / "bad"))
     assert main(["verify", "--json", str(good), str(bad)]) == 1
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
@@ -68,7 +70,7 @@ def test_json_is_a_line_for_each(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert (second["url"], second["ok"], len(second["faults"])) == (str(bad), False, 1)
 
 
-def test_it_works_on_every_storage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cli_verify_works_on_every_storage(capsys: pytest.CaptureFixture[str]) -> None:
     Snapshot.take("memory://command/s", {"s": StateDict(x=torch.ones(3))}, overwrite=True)
     assert main(["verify", "memory://command/s", "--memory", "16777216"]) == 0
     with faulty(on="read_into", flip=3, times=None):
@@ -77,13 +79,13 @@ def test_it_works_on_every_storage(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], ["--memory", "much", "x"], ["--options", "[]", "x"], ["--nonsense", "x"]])
-def test_what_it_does_not_understand_is_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_cli_verify_exits_2_if_arguments_are_invalid(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", *arguments]) == 2
     assert "usage: snapshot" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_the_installed_command_gives_the_status_to_its_shell(tmp_path: Path) -> None:
+def test_cli_verify_in_a_subprocess_exits_1_for_a_damaged_snapshot(tmp_path: Path) -> None:
     path = damage(taken(tmp_path / "s"))
     done = subprocess.run(
         [sys.executable, "-m", "snapshot", "verify", path], cwd=ROOT, capture_output=True, text=True, check=False
@@ -92,7 +94,7 @@ def test_the_installed_command_gives_the_status_to_its_shell(tmp_path: Path) -> 
     assert "1 fault" in done.stdout
 
 
-def test_quick_says_that_no_byte_was_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cli_verify_quick_says_that_no_bytes_were_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = damage(taken(tmp_path / "s"))
     assert main(["verify", "--quick", str(path)]) == 0
     capsys.readouterr()
@@ -104,7 +106,9 @@ def test_quick_says_that_no_byte_was_compared(tmp_path: Path, capsys: pytest.Cap
     assert found["faults"] == [f"{entry.location} is missing (holds 0/s/x and 1 more)"]
 
 
-def test_what_has_no_digest_is_never_a_bare_ok(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cli_verify_of_a_file_without_digests_is_not_a_plain_ok(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = str(tmp_path / "x.safetensors")
     assert main(["convert", str(taken(tmp_path / "s")), path]) == 0
     capsys.readouterr()
@@ -114,7 +118,7 @@ def test_what_has_no_digest_is_never_a_bare_ok(tmp_path: Path, capsys: pytest.Ca
     assert main(["verify", "--strict", str(tmp_path / "s")]) == 0
 
 
-def test_one_that_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cli_verify_resume_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, notes = taken(tmp_path / "s"), str(tmp_path / "notes")
     assert main(["verify", "--resume", notes, str(damage(path))]) == 1
     assert main(["verify", "--resume", notes, str(path)]) == 1
@@ -129,13 +133,13 @@ def test_one_that_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFix
     assert "choose another file" in capsys.readouterr().err
 
 
-def test_hostile_names_are_shown_and_not_obeyed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cli_verify_escapes_hostile_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Snapshot.take(tmp_path / "s", {"s": StateDict({"a\x1b[2J": torch.ones(9)})})
     assert main(["verify", str(damage(tmp_path / "s", "0/s/a\x1b[2J"))]) == 1
     assert "0/s/a\\x1b[2J: data/" in capsys.readouterr().out
 
 
-def test_what_is_no_checkpoint_is_status_2_and_a_known_one_that_is_damaged_is_status_1(
+def test_cli_verify_of_an_unknown_format_exits_2_and_of_a_damaged_known_one_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file.txt").write_text("something else")
@@ -148,7 +152,7 @@ def test_what_is_no_checkpoint_is_status_2_and_a_known_one_that_is_damaged_is_st
 
 
 @pytest.mark.parametrize(("number", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
-def test_a_signal_ends_it_soon_and_the_same_again_goes_on(
+def test_cli_verify_resume_continues_after_a_signal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], warm: Warm, number: str, status: int
 ) -> None:
     state = StateDict(**{f"t{i}": torch.full((1 << 16,), float(i)) for i in range(40)})
@@ -176,7 +180,7 @@ sys.exit(main(["verify", "--resume", "{tmp_path}/notes", "{tmp_path}/s"]))
     assert json.loads(capsys.readouterr().out)["bytes_before"] >= 3 * (256 << 10)
 
 
-def test_of_a_folder_all_snapshots_are_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cli_verify_of_a_folder_verifies_all_its_snapshots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with SnapshotManager(tmp_path / "run", keep=None, signals=()) as manager:
         for step in (1, 2, 10):
             manager.take(step, {"s": StateDict(x=torch.arange(1000), step=step)})
@@ -218,7 +222,7 @@ SECRET = "hunter2-my-token"
     ids=["text", "json", "zip", "safetensors", "pickle", "yaml"],
 )
 @pytest.mark.parametrize("name", ["file.txt", "file.pt", "s/.snapshot_metadata", "s/.metadata", "s/model.safetensors"])
-def test_what_is_no_checkpoint_is_never_quoted(
+def test_cli_errors_never_quote_a_file_that_is_not_a_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes
 ) -> None:
     file = tmp_path / name

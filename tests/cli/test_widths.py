@@ -50,7 +50,7 @@ VERBS = [
 
 @pytest.mark.parametrize("columns", [40, 80])
 @pytest.mark.parametrize(("words", "status"), VERBS, ids=[" ".join(words) for words, _ in VERBS])
-def test_no_line_is_longer_than_the_terminal_is_wide(run, terminal, monkeypatch, columns, words, status):
+def test_cli_output_lines_are_no_longer_than_the_terminal_is_wide(run, terminal, monkeypatch, columns, words, status):
     monkeypatch.chdir(run)
     screen = terminal(columns)
     assert main(words) == status
@@ -60,7 +60,7 @@ def test_no_line_is_longer_than_the_terminal_is_wide(run, terminal, monkeypatch,
 
 
 @pytest.mark.parametrize("columns", [40, 80])
-def test_names_and_sizes_are_there_at_any_width(run, terminal, monkeypatch, columns):
+def test_cli_ls_shows_names_and_sizes_at_any_width(run, terminal, monkeypatch, columns):
     monkeypatch.chdir(run)
     screen = terminal(columns)
     assert main(["ls", "step-1"]) == 0

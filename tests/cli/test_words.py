@@ -6,7 +6,7 @@ from snapshot import Snapshot, StateDict
 from snapshot.cli import main
 
 
-def test_a_diff_folds_names_that_differ_in_numbers(tmp_path, capsys):
+def test_cli_diff_folds_names_that_differ_in_numbers(tmp_path, capsys):
     layers = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(12)))
     Snapshot.take(tmp_path / "a", {"model": layers, "s": StateDict(step=1)})
     with torch.no_grad():
@@ -25,7 +25,7 @@ def test_a_diff_folds_names_that_differ_in_numbers(tmp_path, capsys):
     assert capsys.readouterr().out.count('"path"') == 25
 
 
-def test_names_keep_their_ends_on_a_narrow_terminal(tmp_path, terminal):
+def test_cli_ls_keeps_the_ends_of_names_on_a_narrow_terminal(tmp_path, terminal):
     state = {f"encoder.attention.projection.{name}": torch.ones(3) for name in ("weight", "bias")}
     Snapshot.take(tmp_path / "s", {"model": StateDict(state)})
     screen = terminal(40)

@@ -37,12 +37,12 @@ def as_json(value):
     return json.loads(json.dumps(describe(value)))
 
 
-def test_no_file_has_changed():
+def test_corpus_files_match_their_checksums():
     assert sums() == SUMS.read_text().splitlines()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_snapshot_reads_bit_for_bit(name):
+def test_corpus_snapshot_is_read_bit_for_bit(name):
     skip_if_older(name)
     for folder, ranks in snapshots(name):
         snapshot = opened(folder)
@@ -57,14 +57,14 @@ def test_a_snapshot_reads_bit_for_bit(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_snapshot_verifies(name):
+def test_corpus_snapshot_verifies(name):
     for folder, _ in snapshots(name):
         report = opened(folder).verify()
         assert report.ok, report
         assert not report.unverifiable
 
 
-def test_signed_snapshots_verify_with_their_key():
+def test_corpus_signed_snapshot_verifies_with_its_key():
     ed25519 = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ed25519")
     public = ed25519.Ed25519PrivateKey.from_private_bytes(SECRET).public_key()
     for folder, ranks in snapshots("signed"):
@@ -73,7 +73,7 @@ def test_signed_snapshots_verify_with_their_key():
         assert describe(found) == ranks["0"]["model"]
 
 
-def test_a_saved_model_restores_into_a_live_one():
+def test_corpus_snapshot_restores_into_a_live_model_and_optimizer():
     model = states.model_of()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     with torch.no_grad():
@@ -89,7 +89,7 @@ def test_a_saved_model_restores_into_a_live_one():
     assert progress["step"] == 3
 
 
-def test_a_snapshot_restores_with_its_base():
+def test_corpus_snapshot_restores_with_its_base():
     model = states.model_of(5)
     with torch.no_grad():
         for each in model.parameters():
@@ -99,7 +99,7 @@ def test_a_snapshot_restores_with_its_base():
     assert describe(model.state_dict()) == contents["trainable"]["0"]["model"]
 
 
-def test_a_root_restores_its_newest_step():
+def test_corpus_run_restores_its_newest_step():
     with SnapshotManager(str(SNAPSHOTS / "run"), signals=()) as manager:
         assert manager.steps() == [10, 20]
         assert manager.best("loss", "min") == 20
@@ -109,7 +109,7 @@ def test_a_root_restores_its_newest_step():
         assert live["progress"]["step"] == 20
 
 
-def test_pickles_find_the_classes_of_the_library():
+def test_corpus_pickles_find_the_classes_of_the_library():
     words = opened(SNAPSHOTS / "pickles").read_object("0/objects/library")
     assert type(words) is states.Words
     assert words[0]["state"]["step"] == 1
@@ -132,7 +132,7 @@ OTHER_BYTES = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=MARKS.get(name, ())) for name in NAMES if name not in OTHER_BYTES]
 )
-def test_a_take_writes_the_same_bytes(name, tmp_path, request):
+def test_corpus_take_writes_the_same_bytes(name, tmp_path, request):
     """Only ids, times, versions, and what depends on them may differ."""
     skip_if_older(name)
     if VERSION != (2, 13):
@@ -166,13 +166,13 @@ def text_of(folder):
     return (folder / METADATA).read_text("utf-8", "surrogatepass")
 
 
-def test_a_compressed_snapshot_can_have_the_newest_format():
+def test_corpus_compressed_snapshot_can_have_format_snapshot_3():
     head = json.loads((SNAPSHOTS / "newest_compressed" / METADATA).read_bytes())
     assert head["format"] == "snapshot/3"
     assert any("packed" in file for file in head["files"].values())
 
 
-def test_the_corpus_has_every_type_of_entry():
+def test_corpus_holds_every_entry_type_and_format():
     held = set().union(*map(features, folders().values()))
     types = {each.__struct_config__.tag for each in AnyEntry.__args__}
     assert {f"type {each}" for each in types} <= held

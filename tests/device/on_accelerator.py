@@ -98,7 +98,7 @@ def read(path, name):
 
 
 @pytest.mark.parametrize("option", [{}, {"capturable": True}])
-def test_what_a_graph_may_change_is_copied_in_the_call(path, option):
+def test_async_take_copies_state_that_a_cuda_graph_may_change_during_the_call(path, option):
     """SGD on a device, and any optimizer that is capturable: a replayed graph runs no hook and counts nothing."""
     weight = torch.nn.Parameter(torch.ones(300_000, device=DEVICE))
     kind = torch.optim.Adam if option else torch.optim.SGD
@@ -113,7 +113,7 @@ def test_what_a_graph_may_change_is_copied_in_the_call(path, option):
 
 
 @only_cuda
-def test_a_replayed_graph_does_not_mix_a_snapshot(path):
+def test_async_take_during_a_replayed_cuda_graph_is_consistent(path):
     weights = [torch.nn.Parameter(torch.zeros(1 << 22, device=DEVICE)) for _ in range(8)]
     module = torch.nn.ParameterList(weights)
     optimizer = torch.optim.AdamW(weights, lr=1.0, capturable=True, weight_decay=0.0)
@@ -137,7 +137,7 @@ def test_a_replayed_graph_does_not_mix_a_snapshot(path):
         assert len(values) == 1
 
 
-def test_a_snapshot_during_the_capture_of_a_graph_is_an_error(path, monkeypatch):
+def test_take_during_cuda_graph_capture_raises(path, monkeypatch):
     state = {"state": StateDict(weight=torch.ones(10, device=DEVICE))}
     if FAKE:
         monkeypatch.setattr(torch.fakedev, "is_current_stream_capturing", lambda: True)
@@ -177,7 +177,7 @@ def adam(numel):
     return module, optimizer
 
 
-def test_memory_that_is_freed_before_its_copy_is_an_error_and_no_mixture(path, monkeypatch):
+def test_overlapped_staging_raises_if_memory_is_freed_before_its_copy(path, monkeypatch):
     go_on = held_up(monkeypatch)
     module, optimizer = adam(300_000)
     pending = Snapshot.async_take(path, {"state": module, "optim": optimizer}, staging="overlapped")
@@ -194,7 +194,7 @@ def test_memory_that_is_freed_before_its_copy_is_an_error_and_no_mixture(path, m
 
 
 @only_fake
-def test_memory_that_is_freed_during_its_copy_is_not_reused(path, monkeypatch):
+def test_overlapped_staging_memory_freed_during_its_copy_is_not_reused(path, monkeypatch):
     """The copies wait in their stream; the application frees the weight, and allocates as much again."""
     begun, freed, end = threading.Event(), threading.Event(), Stager.end
 
@@ -217,7 +217,7 @@ def test_memory_that_is_freed_during_its_copy_is_not_reused(path, monkeypatch):
         pending.wait()
 
 
-def test_state_that_was_offloaded_and_brought_back_is_the_new_one(tmp_path):
+def test_take_of_state_that_was_offloaded_and_brought_back_saves_the_new_values(tmp_path):
     """The same names, in other memory, as an offloading trainer leaves them."""
     state = StateDict(weight=torch.full((100_000,), 1.0, device=DEVICE))
     Snapshot.take(str(tmp_path / "1"), {"state": state})
@@ -234,7 +234,7 @@ def test_state_that_was_offloaded_and_brought_back_is_the_new_one(tmp_path):
 # 4: streams
 
 
-def test_the_work_of_another_stream_counts_once_it_is_joined(path):
+def test_take_includes_work_of_another_stream_once_it_is_joined(path):
     tensor = torch.zeros(200_000, device=DEVICE)
     side = torch.Stream(device=DEVICE)
     side.wait_stream(torch.accelerator.current_stream())
@@ -245,7 +245,7 @@ def test_the_work_of_another_stream_counts_once_it_is_joined(path):
     assert set(read(path, "tensor").tolist()) == {5.0}
 
 
-def test_a_caller_on_a_stream_of_its_own_gets_its_own_work(path):
+def test_async_take_on_a_side_stream_includes_the_work_of_that_stream(path):
     tensor = torch.zeros(200_000, device=DEVICE)
     side = torch.Stream(device=DEVICE)
     side.wait_stream(torch.accelerator.current_stream())
@@ -259,7 +259,7 @@ def test_a_caller_on_a_stream_of_its_own_gets_its_own_work(path):
 
 
 @pytest.mark.timeout(600)
-def test_no_element_is_of_another_moment(tmp_path):
+def test_async_take_saves_all_tensors_from_one_moment(tmp_path):
     """Each tensor is filled with the step's number; the next step begins at once."""
     tensors = {str(i): torch.zeros(size, device=DEVICE) for i, size in enumerate([5, 1000, 300_000, 2_000_000])}
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1, device=DEVICE))])
@@ -288,7 +288,7 @@ def test_no_element_is_of_another_moment(tmp_path):
     torch.accelerator.synchronize()
 
 
-def test_threads_on_one_stream_keep_their_own(path):
+def test_on_stream_in_several_threads_keeps_the_current_stream_of_each(path):
     """Each enters and leaves it while others are inside."""
     side, wrong = torch.Stream(device=DEVICE), []
 
@@ -322,7 +322,7 @@ def many(total, seed=0):
 @only_fake
 @pytest.mark.parametrize("worker", ["thread", "process"])
 @pytest.mark.parametrize("budget", [16 * MiB, 64 * MiB])
-def test_what_is_pinned_stays_within_the_budget(path, budget, worker):
+def test_pinned_memory_stays_within_memory_budget_bytes(path, budget, worker):
     tensors = many(160 * MiB)
     app = {"state": StateDict(tensors)}
     Snapshot.async_take(path, app, memory_budget_bytes=budget, worker=worker, durable=False).wait()
@@ -339,7 +339,7 @@ def test_what_is_pinned_stays_within_the_budget(path, budget, worker):
 
 
 @only_fake
-def test_a_second_take_pins_nothing(tmp_path):
+def test_pinned_memory_is_reused_by_a_second_take(tmp_path):
     app = {"state": StateDict(many(32 * MiB))}
     Snapshot.async_take(str(tmp_path / "1"), app).wait()
     before = extension.counts()["registrations"]
@@ -349,7 +349,7 @@ def test_a_second_take_pins_nothing(tmp_path):
 
 @only_fake
 @pytest.mark.parametrize("worker", ["thread", "process"])
-def test_a_driver_that_pins_nothing_only_costs_time(path, worker, caplog):
+def test_pinned_memory_refused_by_the_driver_is_logged_and_async_take_still_works(path, worker, caplog):
     extension.refuse_pin()
     tensors = many(8 * MiB)
     Snapshot.async_take(path, {"state": StateDict(tensors)}, worker=worker).wait()
@@ -360,7 +360,7 @@ def test_a_driver_that_pins_nothing_only_costs_time(path, worker, caplog):
 
 
 @only_fake
-def test_an_accelerator_that_registers_nothing_gets_torchs_pinned_memory(path, monkeypatch):
+def test_pinned_memory_of_torch_is_used_without_cuda_host_register(path, monkeypatch):
     monkeypatch.delattr(torch.fakedev, "cudart")
     tensor = torch.randn(100_000, device=DEVICE)
     Snapshot.take(path, {"state": StateDict(tensor=tensor)})
@@ -369,7 +369,7 @@ def test_an_accelerator_that_registers_nothing_gets_torchs_pinned_memory(path, m
     assert release_memory() >= GRAIN
 
 
-def test_a_forked_child_leaves_pinned_memory_alone(path):
+def test_pinned_memory_is_left_alone_by_a_forked_child(path):
     tensor = torch.randn(100_000, device=DEVICE)
     Snapshot.take(path, {"state": StateDict(tensor=tensor)})
     before = pinned_bytes()
@@ -388,7 +388,7 @@ def test_a_forked_child_leaves_pinned_memory_alone(path):
     assert torch.equal(read(path, "tensor"), tensor.cpu())
 
 
-def test_a_child_of_a_fork_does_not_unmap_its_own_memory(path):
+def test_pinned_memory_released_in_a_forked_child_does_not_unmap_its_own_memory(path):
     """The range of a pinned segment is free in the child, and its own memory may be there."""
     slot = arena().take(8 * MiB, pinning=Pinning(torch.device(DEVICE, 0), 64 * MiB, 64 * MiB))
     assert slot.pinned
@@ -409,7 +409,7 @@ def test_a_child_of_a_fork_does_not_unmap_its_own_memory(path):
 
 
 @only_fake
-def test_an_interrupt_while_memory_is_pinned_leaves_nothing_registered(monkeypatch):
+def test_pinned_memory_is_unregistered_after_an_interrupt(monkeypatch):
     real = torch.fakedev.cudart()
 
     def slowly(*arguments):
@@ -427,7 +427,7 @@ def test_an_interrupt_while_memory_is_pinned_leaves_nothing_registered(monkeypat
 
 
 @only_fake
-def test_a_driver_that_is_busy_with_a_graph_is_asked_again(monkeypatch):
+def test_pinned_memory_is_registered_again_after_a_busy_driver(monkeypatch):
     real, answers = torch.fakedev.cudart(), [900]
 
     def busy(*arguments):
@@ -445,7 +445,7 @@ def test_a_driver_that_is_busy_with_a_graph_is_asked_again(monkeypatch):
 
 
 @only_fake
-def test_memory_that_stays_registered_stays_mapped(monkeypatch):
+def test_pinned_memory_that_cannot_be_unregistered_stays_mapped(monkeypatch):
     real = torch.fakedev.cudart()
     module = types.SimpleNamespace(cudaHostRegister=real.cudaHostRegister, cudaHostUnregister=lambda address: 900)
     monkeypatch.setattr(torch.fakedev, "cudart", lambda: module)
@@ -462,7 +462,7 @@ def test_memory_that_stays_registered_stays_mapped(monkeypatch):
 
 
 @only_fake
-def test_released_memory_stays_released(path):
+def test_release_memory_stops_pin_ahead(path):
     arena().pin_ahead(False, Pinning(torch.device(DEVICE, 0), 2 << 30, 2 << 30))
     deadline = time.monotonic() + 30
     while not pinned_bytes() and time.monotonic() < deadline:
@@ -473,7 +473,7 @@ def test_released_memory_stays_released(path):
 
 
 @only_fake
-def test_pinning_ahead_counts_the_segments_that_it_can_use():
+def test_pin_ahead_counts_the_segments_that_it_can_use():
     """Others may be in use: those that another process cannot see, for example."""
     own, device = Arena(keep=1 << 40), torch.device(DEVICE, 0)
     private = [own.take(32 * MiB, pinning=Pinning(device, 256 * MiB, 100 * MiB)) for _ in range(3)]
@@ -489,7 +489,7 @@ def test_pinning_ahead_counts_the_segments_that_it_can_use():
 
 @only_fake
 @pytest.mark.parametrize("how", ["take", "async_take"])
-def test_a_small_operation_pins_little(path, how):
+def test_pinned_memory_of_a_small_take_or_restore_is_small(path, how):
     tensor = torch.ones(100, device=DEVICE)
     done = getattr(Snapshot, how)(path, {"state": StateDict(tensor=tensor)})
     if how == "async_take":
@@ -499,7 +499,7 @@ def test_a_small_operation_pins_little(path, how):
 
 
 @only_fake
-def test_torchs_pinned_memory_is_used_after_a_take_that_could_not(path, monkeypatch):
+def test_pinned_memory_of_torch_is_used_by_threads_after_a_writer_process_could_not(path, monkeypatch):
     """A writer process cannot see it; later takes of threads can use it."""
     monkeypatch.delattr(torch.fakedev, "cudart")
     state = {"state": StateDict(tensor=torch.randn(100_000, device=DEVICE))}
@@ -510,7 +510,7 @@ def test_torchs_pinned_memory_is_used_after_a_take_that_could_not(path, monkeypa
 
 
 @only_fake
-def test_an_error_while_a_part_is_released_does_not_keep_the_others(path, monkeypatch):
+def test_staged_part_that_fails_on_release_does_not_keep_other_slots(path, monkeypatch):
     tensors = {str(i): torch.ones(4 * MiB, device=DEVICE) for i in range(6)}
     failed, arrive = [], StagedPart.arrive
 
@@ -527,7 +527,7 @@ def test_an_error_while_a_part_is_released_does_not_keep_the_others(path, monkey
 
 
 @only_fake
-def test_an_interrupt_between_two_steps_gives_no_slot_back_too_early(path, monkeypatch):
+def test_async_take_interrupted_between_two_steps_releases_no_slot_too_early(path, monkeypatch):
     @contextlib.contextmanager
     def interrupted(name, **fields):
         yield
@@ -540,7 +540,7 @@ def test_an_interrupt_between_two_steps_gives_no_slot_back_too_early(path, monke
     assert "0 in use" in repr(arena())
 
 
-def test_pinned_slots_of_any_size_are_apart_and_come_back():
+def test_pinned_slots_of_any_size_do_not_overlap_and_are_returned():
     own = Arena(keep=1 << 40)
     pinning = Pinning(torch.device(DEVICE, 0), 48 * MiB, 1 << 40)
     generator = np.random.default_rng(1)
@@ -563,7 +563,7 @@ def test_pinned_slots_of_any_size_are_apart_and_come_back():
     assert not any(segment.pinned for segment in own._segments)
 
 
-def test_memory_lies_near_the_device(tmp_path, monkeypatch):
+def test_pinned_memory_is_allocated_on_the_numa_node_of_the_device(tmp_path, monkeypatch):
     class Properties:
         pci_domain_id, pci_bus_id, pci_device_id = 0, 0x3B, 0
 
@@ -584,7 +584,7 @@ def test_memory_lies_near_the_device(tmp_path, monkeypatch):
 
 
 @only_cuda
-def test_a_take_between_collectives_under_way(path, tmp_path):
+def test_take_between_running_nccl_collectives(path, tmp_path):
     import torch.distributed as dist
 
     store = dist.FileStore(str(tmp_path / "store"), 1)
@@ -644,7 +644,7 @@ def bits(tensor):
 
 
 @pytest.mark.parametrize("how", ["take", "async_take", "parts"])
-def test_any_layout_crosses_exactly_and_without_memory_of_the_device(path, how):
+def test_take_of_tensors_of_any_layout_is_exact_and_allocates_no_device_memory(path, how):
     tensors = strange()
     # An element of each size before the others, so that tensors begin at odd places, too.
     tensors |= {f"odd {i}": torch.ones(i, dtype=torch.uint8, device=DEVICE) for i in (1, 3, 7)}
@@ -672,7 +672,7 @@ def test_any_layout_crosses_exactly_and_without_memory_of_the_device(path, how):
 
 @only_fake
 @pytest.mark.parametrize("how", ["take", "async_take"])
-def test_small_tensors_are_copied_together(path, monkeypatch, how):
+def test_take_copies_small_tensors_in_one_foreach_call(path, monkeypatch, how):
     calls, copy = [], torch._foreach_copy_
     monkeypatch.setattr(torch, "_foreach_copy_", lambda *a, **k: calls.append(len(a[0])) or copy(*a, **k))
     tensors = {str(i): torch.full((i % 50 + 1,), float(i), device=DEVICE) for i in range(2000)}
@@ -688,7 +688,7 @@ def test_small_tensors_are_copied_together(path, monkeypatch, how):
 
 
 @only_fake
-def test_the_next_copies_are_queued_while_one_runs(path):
+def test_async_take_queues_the_next_copies_while_one_runs(path):
     """Each part is one copy here; the stream must never be empty between two of them."""
     tensor = torch.zeros(24 * MiB, dtype=torch.uint8, device=DEVICE)
     Snapshot.async_take(path, {"state": StateDict(tensor=tensor)}, memory_budget_bytes=64 * MiB).wait()
@@ -748,7 +748,7 @@ def mixed():
 
 @pytest.mark.parametrize("budget", [None, 8 * MiB])
 @pytest.mark.parametrize("how", ["take", "async_take"])
-def test_the_device_digests_what_it_holds(path, digesting, how, budget):
+def test_device_digests_are_computed_by_take(path, digesting, how, budget):
     tensors = mixed()
     fill(tensors["5"], 4.0)
     done = getattr(Snapshot, how)(path, {"state": StateDict(tensors)}, memory_budget_bytes=budget)
@@ -774,7 +774,7 @@ def damage(path, at):
 
 
 @pytest.mark.parametrize("budget", [None, 2 * MiB])
-def test_the_device_verifies_what_it_receives(path, digesting, budget):
+def test_device_digests_verify_a_restore(path, digesting, budget):
     tensors = mixed()
     fill(tensors["5"], 4.0)
     Snapshot.take(path, {"state": StateDict(tensors)})
@@ -792,7 +792,7 @@ def test_the_device_verifies_what_it_receives(path, digesting, budget):
 
 @only_fake
 @pytest.mark.parametrize("where", ["launch", "finish"])
-def test_a_device_that_fails_to_verify_leaves_it_to_the_host(path, digesting, monkeypatch, caplog, where):
+def test_device_digests_that_fail_in_a_restore_fall_back_to_the_host(path, digesting, monkeypatch, caplog, where):
     tensors = mixed()
     fill(tensors["5"], 4.0)
     Snapshot.take(path, {"state": StateDict(tensors)})
@@ -811,7 +811,7 @@ def test_a_device_that_fails_to_verify_leaves_it_to_the_host(path, digesting, mo
 
 
 @only_fake
-def test_a_byte_that_changes_on_its_way_to_the_host_is_found(path, digesting, monkeypatch):
+def test_device_digests_find_a_byte_changed_on_the_way_to_the_host(path, digesting, monkeypatch):
     tensor = torch.zeros(1_000_000, device=DEVICE)
     end = Stager.end
 
@@ -826,7 +826,7 @@ def test_a_byte_that_changes_on_its_way_to_the_host_is_found(path, digesting, mo
 
 @only_fake
 @pytest.mark.parametrize("how", ["take", "async_take"])
-def test_a_take_that_fails_gives_the_memory_of_the_digests_back(path, digesting, monkeypatch, how):
+def test_device_digests_memory_is_released_if_take_fails(path, digesting, monkeypatch, how):
     def fail(*arguments):
         raise RuntimeError("in the middle")
 
@@ -839,7 +839,7 @@ def test_a_take_that_fails_gives_the_memory_of_the_digests_back(path, digesting,
 
 @only_fake
 @pytest.mark.parametrize("where", ["launch", "finish"])
-def test_a_device_that_fails_to_digest_leaves_it_to_the_host(path, digesting, monkeypatch, caplog, where):
+def test_device_digests_that_fail_in_a_take_fall_back_to_the_host(path, digesting, monkeypatch, caplog, where):
     def fail(self):
         raise RuntimeError("no")
 
@@ -862,7 +862,7 @@ def rated(rate, *, capturable=True, betas=(0.5, 0.75)):
 
 
 @pytest.mark.parametrize("wrap", [lambda model, optimizer: {"o": optimizer}, lambda *both: {"o": ModelState(*both)}])
-def test_options_that_are_tensors_keep_their_memory(path, wrap):
+def test_restore_of_optimizer_options_that_are_tensors_keeps_their_memory(path, wrap):
     """A captured graph reads the learning rate from there, and a scheduler writes to it."""
     rate, beta = torch.tensor(0.25, device=DEVICE), torch.tensor(0.5, device=DEVICE)
     both = rated(rate, betas=(beta, 0.75))
@@ -877,7 +877,7 @@ def test_options_that_are_tensors_keep_their_memory(path, wrap):
 
 
 @pytest.mark.parametrize("capturable", [False, True])
-def test_options_that_shared_memory_get_their_own_values(path, capturable):
+def test_restore_of_optimizer_options_that_shared_memory_gives_each_its_value(path, capturable):
     rates = [torch.tensor(value, device=DEVICE) for value in (0.25, 0.5)]
     saved = [rated(rate, capturable=capturable)[1] for rate in rates]
     Snapshot.take(path, dict(zip("ab", saved, strict=True)))
@@ -890,7 +890,7 @@ def test_options_that_shared_memory_get_their_own_values(path, capturable):
     assert (found[0] is rate) is capturable
 
 
-def test_an_option_that_is_a_parameter_does_not_overwrite_it(path):
+def test_restore_of_an_optimizer_option_that_is_a_parameter_does_not_overwrite_it(path):
     model, optimizer = rated(torch.tensor(0.25, device=DEVICE))
     optimizer.param_groups[0]["anchor"] = torch.full((4,), 5.0, device=DEVICE)
     Snapshot.take(path, {"m": model, "o": optimizer})
@@ -902,7 +902,7 @@ def test_an_option_that_is_a_parameter_does_not_overwrite_it(path):
 
 
 @pytest.mark.parametrize("view", [torch.conj, torch._neg_view])
-def test_a_view_with_a_lazy_operation_is_restored(path, view):
+def test_restore_into_a_conj_or_neg_view(path, view):
     values = torch.randn(300, dtype=torch.complex64)
     Snapshot.take(path, {"state": StateDict(x=values, y=torch.ones(3))})
     live = StateDict(x=view(torch.zeros(300, dtype=torch.complex64, device=DEVICE)), y=torch.zeros(3, device=DEVICE))
@@ -911,7 +911,7 @@ def test_a_view_with_a_lazy_operation_is_restored(path, view):
     assert set(live["y"].tolist()) == {1.0}
 
 
-def test_tensors_that_share_memory_get_no_mixture(path):
+def test_restore_refuses_tensors_that_share_memory(path):
     values = torch.arange(1000.0)
     Snapshot.take(path, {"state": StateDict(x=values, y=torch.ones(1000), z=values.clone())})
     memory = torch.zeros(1500, device=DEVICE)
@@ -923,7 +923,7 @@ def test_tensors_that_share_memory_get_no_mixture(path):
     assert torch.equal(live["z"].cpu(), values)
 
 
-def test_strided_tensors_that_share_some_elements_get_no_mixture(path):
+def test_restore_refuses_strided_tensors_that_share_some_elements(path):
     Snapshot.take(path, {"state": StateDict(x=torch.ones(6, 6), y=torch.zeros(6, 6))})
     memory = torch.full((8, 12), 7.0, device=DEVICE)
     for view in (memory[1:7, 1:7], memory.t()[:6, :6], memory[:6, 1::2]):
@@ -936,7 +936,7 @@ def test_strided_tensors_that_share_some_elements_get_no_mixture(path):
         assert (set(x.flatten().tolist()), set(y.flatten().tolist())) == ({1.0}, {0.0})
 
 
-def test_a_single_element_of_any_stride_is_restored(path):
+def test_restore_of_a_single_element_of_any_stride(path):
     Snapshot.take(path, {"state": StateDict(x=torch.full((1,), 2.0))})
     live = StateDict(x=torch.zeros(4, 3, device=DEVICE)[0:1, 0])
     Snapshot(path).restore({"state": live})
@@ -944,7 +944,7 @@ def test_a_single_element_of_any_stride_is_restored(path):
 
 
 @pytest.mark.parametrize("budget", [MiB, None])
-def test_parts_of_which_a_map_skips_all_copy_nothing(path, budget):
+def test_read_object_with_a_tensor_map_that_skips_whole_parts_copies_none_of_them(path, budget):
     whole = torch.arange(16 << 18, dtype=torch.int32).view(16, -1)
     Snapshot.take(path, {"state": StateDict(whole=whole)})
     rule = {"names": "whole -> a, b", "axes": "(n (p + q)) c -> (n p) c, (n q) c"}
@@ -956,14 +956,14 @@ def test_parts_of_which_a_map_skips_all_copy_nothing(path, budget):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int16])
-def test_an_empty_tensor_beside_others_of_the_host(path, dtype):
+def test_take_of_an_empty_device_tensor_beside_host_tensors(path, dtype):
     state = StateDict(a=torch.arange(43, dtype=torch.uint8), b=torch.empty(0, 3, dtype=dtype, device=DEVICE))
     Snapshot.take(path, {"state": state})
     assert read(path, "b").shape == (0, 3)
     assert torch.equal(read(path, "a"), state["a"])
 
 
-def test_a_restore_keeps_addresses_and_the_work_before_and_after_it_in_order(path):
+def test_restore_keeps_data_pointers_and_stream_order(path):
     tensor = torch.randn(3_000_000, device=DEVICE)
     expected = tensor.cpu()
     Snapshot.take(path, {"state": StateDict(tensor=tensor)})
@@ -983,7 +983,7 @@ def test_a_restore_keeps_addresses_and_the_work_before_and_after_it_in_order(pat
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("size", [1000, 300_000])
-def test_tensors_of_another_format_are_restored_after_the_work_before(path, size, own):
+def test_restore_from_dcp_files_waits_for_queued_device_work(path, size, own):
     """Each tensor is an archive in DCP's files: its place is known once the archive was opened."""
     dcp.save(
         {"state": {"w": torch.full((size,), 3.0), "v": torch.full((size,), 4.0)}}, checkpoint_id=path, no_dist=True
@@ -1000,7 +1000,7 @@ def test_tensors_of_another_format_are_restored_after_the_work_before(path, size
 
 
 @only_fake
-def test_a_restore_goes_through_pinned_memory_and_copies_while_it_reads(path):
+def test_restore_uses_pinned_memory_and_copies_while_reading(path):
     tensors = {str(i): torch.randn(MiB, device=DEVICE) for i in range(8)}
     Snapshot.take(path, {"state": StateDict(tensors)})
     release_memory()
@@ -1016,7 +1016,7 @@ def test_a_restore_goes_through_pinned_memory_and_copies_while_it_reads(path):
         assert torch.equal(restored["state"][name].cpu(), tensor.cpu())
 
 
-def test_a_restore_that_fails_leaves_no_copy_behind(path, monkeypatch):
+def test_restore_that_fails_leaves_no_copy_running(path, monkeypatch):
     """The slot of a part is used again: none of its copies may still run."""
     tensors = {str(i): torch.randn(MiB, device=DEVICE) for i in range(16)}
     Snapshot.take(path, {"state": StateDict(tensors)})
@@ -1037,7 +1037,7 @@ def test_a_restore_that_fails_leaves_no_copy_behind(path, monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["take", "async_take"])
-def test_an_offloaded_tensor_is_read_when_its_copy_has_ended(path, how):
+def test_take_waits_for_the_copy_of_an_offloaded_tensor(path, how):
     """CPU offloading copies on a stream that the current one does not wait for."""
     source = torch.zeros(1_000_000, device=DEVICE)
     offloaded = torch.full((1_000_000,), -1.0).pin_memory()
@@ -1053,7 +1053,7 @@ def test_an_offloaded_tensor_is_read_when_its_copy_has_ended(path, how):
 
 
 @pytest.mark.skipif(not FAKE and torch.cuda.device_count() < 2, reason="needs two devices")
-def test_an_offloaded_tensor_of_another_device_than_the_current_one(path):
+def test_take_of_an_offloaded_tensor_of_another_device_than_the_current_one(path):
     other = torch.device(DEVICE, 1)
     source = torch.full((1_000_000,), 3.0, device=other)
     offloaded = torch.full((1_000_000,), -1.0).pin_memory()
@@ -1063,7 +1063,7 @@ def test_an_offloaded_tensor_of_another_device_than_the_current_one(path):
     assert set(read(path, "offloaded").unique().tolist()) == {3.0}
 
 
-def test_a_copy_that_still_runs_does_not_overwrite_a_second_name(path):
+def test_restore_waits_for_a_running_copy_into_a_tied_tensor(path):
     weight = torch.full((300_000,), 3.0)
     Snapshot.take(path, {"state": StateDict(a=weight, b=weight)})
     a, b = torch.zeros(300_000), torch.zeros(300_000).pin_memory()
@@ -1079,7 +1079,7 @@ def test_a_copy_that_still_runs_does_not_overwrite_a_second_name(path):
 
 
 @pytest.mark.parametrize("how", ["restore", "read_object"])
-def test_a_copy_that_still_runs_does_not_overwrite_what_is_restored(path, how):
+def test_restore_waits_for_a_running_copy_into_its_target(path, how):
     live = torch.full((1_000_000,), 7.0).pin_memory()
     Snapshot.take(path, {"state": StateDict(live=live)})
     source = torch.zeros(1_000_000, device=DEVICE)
@@ -1108,7 +1108,7 @@ def adapted():
 
 @pytest.mark.parametrize("device_digests", [False, True])
 @pytest.mark.parametrize("how", ["take", "async_take"])
-def test_frozen_tensors_of_a_device_are_shared(path, request, how, device_digests):
+def test_base_shares_frozen_tensors_of_a_device(path, request, how, device_digests):
     counted = request.getfixturevalue("digesting") if device_digests else None
     model = adapted()
     base = Snapshot.take(f"{path}/a", {"m": model})
@@ -1131,7 +1131,7 @@ def test_frozen_tensors_of_a_device_are_shared(path, request, how, device_digest
     release_memory()
 
 
-def test_frozen_tensors_of_a_device_are_left_out_and_compared(path):
+def test_base_with_only_trainable_omits_and_compares_frozen_tensors_of_a_device(path):
     model = adapted()
     base = Snapshot.take(f"{path}/a", {"m": model})
     made = Snapshot.take(f"{path}/b", {"m": model}, base=base, only="trainable")

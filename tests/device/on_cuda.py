@@ -69,7 +69,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("staging", ["blocking", "overlapped"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_a_step_after_the_call_is_not_in_the_snapshot(tmp_path, request, kind, staging, sharded):
+def test_async_take_does_not_include_an_optimizer_step_after_the_call(tmp_path, request, kind, staging, sharded):
     """Steps begin at once after the call, and again before it has ended."""
     if sharded:
         if kind == "fused sgd":
@@ -110,7 +110,7 @@ def test_a_step_after_the_call_is_not_in_the_snapshot(tmp_path, request, kind, s
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_a_sharded_run_goes_on_bit_for_bit(path, group, offload):
+def test_restore_of_an_fsdp2_run_continues_bit_for_bit(path, group, offload):
     """FSDP2, with parameters that are freed after the forward pass, or that live in pinned memory of the host."""
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
@@ -151,7 +151,7 @@ def test_a_sharded_run_goes_on_bit_for_bit(path, group, offload):
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_a_compiled_run_goes_on_bit_for_bit(path, mode):
+def test_restore_of_a_compiled_run_continues_bit_for_bit(path, mode):
     model = layers(3, 512)
     compiled = torch.compile(model, mode=mode)
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3, device="cuda"), capturable=True)
@@ -178,7 +178,7 @@ def test_a_compiled_run_goes_on_bit_for_bit(path, mode):
         assert train(range(5, 12)) == expected
 
 
-def test_a_captured_step_goes_on_after_a_restore_into_its_memory(path):
+def test_restore_into_the_memory_of_a_cuda_graph_continues(path):
     weight = torch.nn.Parameter(torch.zeros(1 << 20, device="cuda"))
     optimizer = torch.optim.Adam([weight], lr=0.1, capturable=True)
     weight.grad = torch.ones_like(weight)
@@ -208,7 +208,7 @@ def test_a_captured_step_goes_on_after_a_restore_into_its_memory(path):
 # Memory of the device
 
 
-def test_a_full_gpu_is_saved_and_restored(path):
+def test_take_and_restore_on_a_full_gpu(path):
     """No more than a few MiB are free: neither a save nor a restore takes memory of the device."""
     state = {str(i): torch.full((64 * MiB // 4,), float(i), device="cuda") for i in range(16)}
     state["strided"] = torch.arange(32 * MiB // 4, device="cuda", dtype=torch.int32).view(2048, -1).t()
@@ -256,7 +256,7 @@ def test_a_full_gpu_is_saved_and_restored(path):
         torch.float64,
     ],
 )
-def test_every_dtype_comes_back_into_its_place(path, dtype):
+def test_restore_in_place_of_every_dtype_on_a_gpu(path, dtype):
     generator = torch.Generator("cuda").manual_seed(3)
     raw = torch.randint(0, 2 if dtype is torch.bool else 256, (4096 * 64,), generator=generator, device="cuda")
     base = raw.to(torch.uint8).view(dtype).view(64, -1)
@@ -273,7 +273,7 @@ def test_every_dtype_comes_back_into_its_place(path, dtype):
         assert torch.equal(left.view(torch.uint8), right.view(torch.uint8)), name
 
 
-def test_random_numbers_of_the_gpu_go_on(path):
+def test_rng_state_restores_the_random_numbers_of_a_gpu(path):
     torch.cuda.manual_seed(5)
     torch.rand(10, device="cuda")
     Snapshot.take(path, {"rng": RNGState()})
@@ -282,7 +282,7 @@ def test_random_numbers_of_the_gpu_go_on(path):
     assert torch.equal(torch.rand(1000, device="cuda"), expected)
 
 
-def test_a_scaler_goes_on(path):
+def test_grad_scaler_is_restored(path):
     scaler = torch.amp.GradScaler("cuda", init_scale=8.0)
     weight = torch.nn.Parameter(torch.ones(10, device="cuda"))
     optimizer = torch.optim.SGD([weight], lr=0.1)
@@ -308,7 +308,7 @@ class Rows(torch.utils.data.Dataset):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # a fork beside threads
-def test_workers_of_a_loader_are_forked_meanwhile(path):
+def test_async_take_with_forked_data_loader_workers(path):
     state = {str(i): torch.full((16 * MiB,), float(i), device="cuda") for i in range(8)}
     pending = Snapshot.async_take(path, {"state": StateDict(state)}, durable=False)
     loader = torch.utils.data.DataLoader(Rows(), num_workers=3, batch_size=8, pin_memory=True)
@@ -320,7 +320,7 @@ def test_workers_of_a_loader_are_forked_meanwhile(path):
 
 
 @pytest.mark.parametrize("worker", ["thread", "process"])
-def test_a_gigabyte_is_exact_by_each_worker(path, worker):
+def test_async_take_of_a_gigabyte_is_exact_with_each_worker(path, worker):
     """Digests of the device, several segments, the writer's shared pinned memory."""
     generator = torch.Generator("cuda").manual_seed(4)
     make = lambda: torch.randint(-(2**31), 2**31, (50_000_003,), generator=generator, device="cuda", dtype=torch.int32)  # noqa: E731
@@ -332,7 +332,7 @@ def test_a_gigabyte_is_exact_by_each_worker(path, worker):
     assert Snapshot(path).verify()
 
 
-def test_published_weights_are_those_of_the_call(tmp_path):
+def test_publisher_publishes_the_weights_of_the_moment_of_the_call(tmp_path):
     state = {"weight": torch.zeros(1 << 22, device="cuda")}
     publisher, subscriber = Publisher(str(tmp_path / "w")), Subscriber(str(tmp_path / "w"), str(tmp_path / "local"))
     for number in range(1, 6):

@@ -68,7 +68,7 @@ def assert_same(a, b):
 # The device itself
 
 
-def test_modules_and_adamw_train_there():
+def test_fakedev_trains_modules_with_adamw():
     network = model()
     optimizer = torch.optim.AdamW(network.parameters(), lr=0.05)
     losses = train(network, optimizer, steps=20)
@@ -78,14 +78,14 @@ def test_modules_and_adamw_train_there():
     assert state["exp_avg"].device == torch.device("fakedev:0")
 
 
-def test_the_host_cannot_take_its_tensors_for_its_own():
+def test_fakedev_tensors_cannot_be_read_by_the_host():
     tensor = torch.ones(3, device="fakedev")
     with pytest.raises(TypeError, match="can't convert fakedev:0 device type tensor to numpy"):
         tensor.numpy()
     assert not tensor.is_cpu
 
 
-def test_copies_wait_in_their_stream(counts):
+def test_fakedev_copies_wait_in_their_stream(counts):
     source, target = torch.arange(6.0, device="fakedev"), torch.zeros(6, pin_memory=True)
     side = torch.Stream(device="fakedev")
     with side:
@@ -98,7 +98,7 @@ def test_copies_wait_in_their_stream(counts):
     assert counts()["to_host"] == 1
 
 
-def test_an_allocation_can_be_refused():
+def test_fakedev_can_refuse_an_allocation():
     extension.refuse_allocation(2)
     torch.empty(1, device="fakedev")
     with pytest.raises(torch.OutOfMemoryError):
@@ -109,7 +109,7 @@ def test_an_allocation_can_be_refused():
 # Snapshots of what lives there
 
 
-def test_what_was_taken_there_is_restored_there(path):
+def test_restore_of_a_model_and_optimizer_on_a_device(path):
     network = model(seed=1)
     optimizer = torch.optim.AdamW(network.parameters())
     train(network, optimizer)
@@ -128,7 +128,7 @@ def test_what_was_taken_there_is_restored_there(path):
 
 
 @pytest.mark.parametrize(("taken", "restored"), [("fakedev", "cpu"), ("cpu", "fakedev"), ("fakedev:0", "fakedev:1")])
-def test_a_snapshot_is_restored_on_another_device(path, taken, restored):
+def test_restore_on_another_device(path, taken, restored):
     network = model(seed=1, device=taken)
     optimizer = torch.optim.AdamW(network.parameters())
     train(network, optimizer)
@@ -169,7 +169,7 @@ def placed(tensor):
 
 
 @pytest.mark.parametrize("kind", TENSORS)
-def test_a_tensor_of_any_layout_comes_back_exactly(path, kind):
+def test_restore_of_a_device_tensor_of_any_layout_is_exact(path, kind):
     torch.manual_seed(0)
     tensor = TENSORS[kind]()
     there = placed(tensor)
@@ -181,7 +181,7 @@ def test_a_tensor_of_any_layout_comes_back_exactly(path, kind):
     assert_same(state["tensor"].resolve_conj(), tensor.resolve_conj())
 
 
-def test_tensors_of_two_devices_and_the_host_lie_in_one_snapshot(path):
+def test_take_of_tensors_of_two_devices_and_the_host(path):
     devices = ["fakedev:0", "fakedev:1", "cpu"]
     Snapshot.take(path, {"state": StateDict({str(i): torch.full((100,), i, device=d) for i, d in enumerate(devices)})})
     state = StateDict({str(i): torch.zeros(100, dtype=torch.int64, device=d) for i, d in enumerate(devices)})
@@ -191,13 +191,13 @@ def test_tensors_of_two_devices_and_the_host_lie_in_one_snapshot(path):
         assert state[str(i)].tolist() == [i] * 100
 
 
-def test_tied_weights_are_copied_once(path, counts):
+def test_take_copies_tied_weights_of_a_device_once(path, counts):
     weight = torch.randn(256, 256, device="fakedev")
     Snapshot.take(path, {"state": StateDict(a=weight, b=weight)})
     assert weight.nbytes <= counts()["to_host_bytes"] < 1.5 * weight.nbytes
 
 
-def test_every_byte_crosses_once_and_no_device_memory_is_taken(path, counts):
+def test_take_and_restore_copy_each_byte_once_and_allocate_no_device_memory(path, counts):
     tensors = {str(i): torch.randn(64, 1024, device="fakedev") for i in range(8)}
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     extension.reset()
@@ -212,7 +212,7 @@ def test_every_byte_crosses_once_and_no_device_memory_is_taken(path, counts):
     assert counts()["peak_bytes"] == held
 
 
-def test_a_tensor_larger_than_the_budget_crosses_in_parts(path):
+def test_take_and_restore_copy_a_tensor_larger_than_memory_budget_bytes_in_parts(path):
     tensor = torch.randn(10 * MiB, device="fakedev")
     Snapshot.take(path, {"state": StateDict(tensor=tensor)}, memory_budget_bytes=16 * MiB)
     state = StateDict(tensor=torch.zeros_like(tensor))
@@ -220,7 +220,7 @@ def test_a_tensor_larger_than_the_budget_crosses_in_parts(path):
     assert_same(state["tensor"], tensor)
 
 
-def test_one_object_is_read_to_the_host_or_into_the_device(path):
+def test_read_object_reads_to_the_host_or_into_a_device_tensor(path):
     tensor = torch.randn(100, 10, device="fakedev")
     Snapshot.take(path, {"state": StateDict(tensor=tensor)})
     read = Snapshot(path).read_object("0/state/tensor")
@@ -243,7 +243,7 @@ def pending_copy(size=100_000, value=7.0):
 
 
 @pytest.mark.parametrize("how", ["take", "async_take"])
-def test_a_snapshot_waits_for_what_the_stream_still_has_to_do(path, how):
+def test_take_waits_for_work_queued_in_the_stream(path, how):
     state = StateDict(tensor=pending_copy())
     taken = getattr(Snapshot, how)(path, {"state": state})
     if how == "async_take":
@@ -252,7 +252,7 @@ def test_a_snapshot_waits_for_what_the_stream_still_has_to_do(path, how):
 
 
 @pytest.mark.parametrize("how", ["fill", "copy"])
-def test_what_changes_after_async_take_is_not_in_it(path, how):
+def test_async_take_does_not_include_changes_after_the_call(path, how):
     tensor = torch.full((300_000,), 1.0, device="fakedev")
     other = torch.full((300_000,), 2.0).pin_memory()
     pending = Snapshot.async_take(path, {"state": StateDict(tensor=tensor)})
@@ -266,7 +266,7 @@ def test_what_changes_after_async_take_is_not_in_it(path, how):
     assert set(tensor.tolist()) == {2.0}
 
 
-def test_training_goes_on_after_async_take(path):
+def test_async_take_lets_training_continue(path):
     network = model()
     optimizer = torch.optim.AdamW(network.parameters())
     train(network, optimizer)
@@ -282,7 +282,7 @@ def test_training_goes_on_after_async_take(path):
     assert train(other, fresh, seed=1) == after
 
 
-def test_several_snapshots_are_under_way_at_once(tmp_path):
+def test_async_take_several_times_at_once(tmp_path):
     tensor = torch.zeros(200_000, device="fakedev")
     pending = []
     for step in range(3):
@@ -292,7 +292,7 @@ def test_several_snapshots_are_under_way_at_once(tmp_path):
         assert set(each.wait().read_object("0/state/tensor").tolist()) == {float(step)}
 
 
-def test_a_restore_is_in_place_when_it_returns(path):
+def test_restore_is_complete_when_it_returns(path):
     tensor = torch.randn(300_000, device="fakedev")
     Snapshot.take(path, {"state": StateDict(tensor=tensor)})
     state = StateDict(tensor=torch.zeros_like(tensor))
@@ -302,7 +302,7 @@ def test_a_restore_is_in_place_when_it_returns(path):
     assert_same(state["tensor"], tensor)
 
 
-def test_the_callers_stream_and_device_stay_what_they_were(path):
+def test_take_and_restore_keep_the_current_stream_and_device(path):
     side = torch.Stream(device="fakedev")
     with side:
         Snapshot.take(path, {"state": StateDict(tensor=torch.ones(10, device="fakedev:1"))})
@@ -313,7 +313,7 @@ def test_the_callers_stream_and_device_stay_what_they_were(path):
 # What goes wrong
 
 
-def test_a_device_without_memory_is_an_error_and_the_next_try_succeeds(path):
+def test_take_and_restore_without_device_memory_raise_and_can_be_repeated(path):
     network = model(seed=1)
     optimizer = torch.optim.AdamW(network.parameters())
     train(network, optimizer)
@@ -327,7 +327,7 @@ def test_a_device_without_memory_is_an_error_and_the_next_try_succeeds(path):
     assert_same(fresh.state_dict(), optimizer.state_dict())
 
 
-def test_random_numbers_of_the_device_continue(path):
+def test_rng_state_restores_the_random_numbers_of_a_device(path):
     torch.manual_seed(3)
     generators = torch.fakedev.generators
     Snapshot.take(path, {"rng": RNGState()})
@@ -338,7 +338,7 @@ def test_random_numbers_of_the_device_continue(path):
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_tensors_are_loaded_there_whole_and_in_parts(path, verify):
+def test_load_reads_whole_tensors_and_parts_to_a_device(path, verify):
     held = {"long": torch.randn(3000, 700), "short": torch.arange(5), "half": torch.randn(64, 9).bfloat16()}
     Snapshot.take(path, {"model": StateDict(held)})
     Snapshot(path).convert(Target(f"{path}.safetensors", "safetensors"))

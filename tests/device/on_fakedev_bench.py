@@ -44,7 +44,7 @@ def worker(tmp_path):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_case_has_the_same_names_and_sizes_on_a_device(case):
+def test_bench_case_has_the_same_names_and_sizes_on_a_device(case):
     there, here = CASES[case].make(SCALE, torch.device(DEVICE)), CASES[case].make(SCALE)
     assert there.device == torch.device(DEVICE)
     assert {name: each.shape for name, each in there.tensors.items()} == {
@@ -58,7 +58,7 @@ def test_a_case_has_the_same_names_and_sizes_on_a_device(case):
 
 @pytest.mark.parametrize("system", ["raw", "snapshot", "torch.save", "safetensors", "dcp"])
 @pytest.mark.parametrize("operation", ["take", "restore", "async"])
-def test_every_repetition_ends_with_an_idle_device(worker, system, operation):
+def test_bench_repetition_ends_with_an_idle_device(worker, system, operation):
     measured = worker(system, operation, "train" if operation == "restore" else "small")
     if not measured.ways:
         return
@@ -69,7 +69,7 @@ def test_every_repetition_ends_with_an_idle_device(worker, system, operation):
 
 
 @pytest.mark.parametrize("system", ["snapshot", "dcp"])
-def test_an_asynchronous_save_has_the_bytes_of_the_device(worker, system, tmp_path):
+def test_bench_async_save_has_the_bytes_of_the_device(worker, system, tmp_path):
     measured = worker(system, "async", "train")
     saved = measured.payload.digest()
     for row, start in measured.ways.items():
@@ -79,7 +79,7 @@ def test_an_asynchronous_save_has_the_bytes_of_the_device(worker, system, tmp_pa
         assert measured.payload.digest() == saved, row
 
 
-def test_dcp_of_an_older_torch_keeps_its_memory_in_the_writer(worker, monkeypatch):
+def test_bench_dcp_of_an_older_torch_keeps_its_staging_memory(worker, monkeypatch):
     monkeypatch.delattr("torch.distributed.checkpoint.staging.DefaultStager")
     measured = worker("dcp", "async")
     assert list(measured.ways) == ["dcp"]
@@ -88,7 +88,7 @@ def test_dcp_of_an_older_torch_keeps_its_memory_in_the_writer(worker, monkeypatc
     assert measured.system.caching_writer.state_dict_cache
 
 
-def test_queued_work_counts_unless_a_row_overlaps_it(worker):
+def test_bench_time_includes_queued_work_unless_a_row_overlaps_it(worker):
     measured = worker("raw", "async")
     (tensor, *_) = measured.payload.tensors.values()
     source = torch.zeros(tensor.shape, pin_memory=True)
@@ -107,7 +107,7 @@ def test_queued_work_counts_unless_a_row_overlaps_it(worker):
 @pytest.mark.parametrize("pinned", [True, False])
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("count", [1, 3])
-def test_raw_files_and_tensors_have_all_bytes(tmp_path, monkeypatch, pinned, direct, count):
+def test_raw_io_files_and_tensors_of_a_device_have_all_bytes(tmp_path, monkeypatch, pinned, direct, count):
     if not pinned:
         monkeypatch.setattr(torch, "empty", _without_pinning(torch.empty))
     tensors = [torch.rand(size, device=DEVICE) for size in (1, 3, 50_000, 1024, 7)] + [torch.tensor(1.5)]
@@ -129,7 +129,7 @@ def test_raw_files_and_tensors_have_all_bytes(tmp_path, monkeypatch, pinned, dir
         raw_io.read_staged([*tensors, tensors[0]], tmp_path / "whole", lanes, direct)
 
 
-def test_raw_copies_have_all_bytes(worker):
+def test_raw_io_copies_of_a_device_have_all_bytes(worker):
     measured = worker("raw", "async", "small")
     measured.repeat("raw copy, each tensor", check=False)
     assert on_disk(measured.system.copies) == on_disk(measured.payload.tensors.values())
@@ -146,7 +146,7 @@ def _without_pinning(empty):
 
 
 @pytest.mark.parametrize("pinned", [True, False])
-def test_the_speed_of_the_link_is_measured(monkeypatch, pinned):
+def test_measure_device_measures_the_speed_of_the_link(monkeypatch, pinned):
     monkeypatch.setattr(raw_io, "LINK_PIECE", 1 << 20)
     if not pinned:
         monkeypatch.setattr(torch, "empty", _without_pinning(torch.empty))
@@ -156,7 +156,7 @@ def test_the_speed_of_the_link_is_measured(monkeypatch, pinned):
     assert found["to_device_gb_per_second"] > 0
 
 
-def test_systems_share_the_memory_of_the_device(monkeypatch):
+def test_bench_group_systems_by_device_memory(monkeypatch):
     systems = ["raw", "snapshot", "torch.save", "dcp"]
     assert group_systems(systems, ["raw"], 1 << 20, DEVICE) == [systems]
     monkeypatch.setattr(torch.fakedev, "mem_get_info", lambda device: (4 << 30, 8 << 30), raising=False)
@@ -164,14 +164,14 @@ def test_systems_share_the_memory_of_the_device(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["fakedev:2", "fakedev:", "cuda", "meta"])
-def test_a_device_that_torch_cannot_use_is_refused(tmp_path, capsys, name):
+def test_cli_bench_device_that_torch_cannot_use_is_refused(tmp_path, capsys, name):
     assert main(["bench", str(tmp_path), "--device", name]) == 2
     printed = capsys.readouterr()
     assert f"argument --device: must be one of cpu, fakedev:0, fakedev:1, got '{name}'" in printed.err
     assert not printed.out
 
 
-def test_a_device_without_memory_is_refused(tmp_path, capsys):
+def test_cli_bench_device_without_memory_is_refused(tmp_path, capsys):
     extension.refuse_allocation(1)
     assert main(["bench", str(tmp_path), "--device", "fakedev"]) == 2
     assert "argument --device: fakedev:0: cannot be used: fakedev out of memory" in capsys.readouterr().err

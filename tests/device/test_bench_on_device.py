@@ -35,13 +35,13 @@ def path_of_imports(tmp_path: Path) -> str:
     return os.pathsep.join([str(ROOT), str(package.parent)])
 
 
-def test_systems_on_an_accelerator() -> None:
+def test_bench_systems_on_an_accelerator() -> None:
     done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).with_name("on_fakedev_bench.py")))
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
 
 
-def test_the_command_measures_on_an_accelerator(tmp_path: Path, path_of_imports: str) -> None:
+def test_cli_bench_device_measures_on_an_accelerator(tmp_path: Path, path_of_imports: str) -> None:
     report = tmp_path / "bench.html"
     place = tmp_path / "place"
     small = ["--case", "small", "--scale", "0.001", "--rounds", "1", "--only", "restore", "--peers", "none"]

@@ -30,7 +30,7 @@ def run(*arguments, **environment):
 
 @pytest.mark.skipif(bool(fakedev.missing()), reason=f"the fake accelerator cannot be built: {fakedev.missing()}")
 @pytest.mark.timeout(600)  # a compiler may have to read all of torch's headers first
-def test_snapshots_of_an_accelerator():
+def test_take_and_restore_on_an_accelerator():
     folder = Path(__file__).parent
     run(folder / "on_fakedev.py", folder / "on_accelerator.py")
 
@@ -38,6 +38,6 @@ def test_snapshots_of_an_accelerator():
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.timeout(600)
-def test_snapshots_of_cuda():
+def test_take_and_restore_on_cuda():
     folder = Path(__file__).parent
     run(folder / "on_accelerator.py", folder / "on_cuda.py", SNAPSHOT_TEST_DEVICE="cuda")

@@ -65,7 +65,7 @@ def _chain(path, kind, takes, verb):
 
 @pytest.mark.parametrize("verb", ["take", "async_take"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_each_rank_shares_its_own_files(two, folder, kind, verb):
+def test_base_lets_each_rank_share_its_own_files(two, folder, kind, verb):
     told = two.run(_chain, folder, kind, 3, verb)
     frozen = 4 * (WIDTH * WIDTH + WIDTH) * 4
     for number in (1, 2):
@@ -94,7 +94,7 @@ def _other_world(path):
     return made.report.shared_bytes, made.report.notes
 
 
-def test_another_number_of_ranks_writes_in_full_and_says_so(two, folder):
+def test_base_of_another_world_size_is_not_shared_and_a_note_says_so(two, folder):
     Snapshot.take(f"{folder}/base", {"model": ModelState(Net())})
     for shared, notes in two.run(_other_world, folder):
         assert shared == 0
@@ -112,7 +112,7 @@ def _adapter(path, kind):
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_frozen_shards_are_left_out_and_come_back_in_another_world(two, folder, kind):
+def test_only_trainable_omits_frozen_shards_and_restores_on_other_world_sizes(two, folder, kind):
     assert sum(two.run(_adapter, folder, kind)) == 4 * (WIDTH * WIDTH + WIDTH) * 4
     net = Net(seed=9)
     state = {"model": ModelState(net)}
@@ -136,7 +136,7 @@ def _vanishes(path):
     return made.report.shared_bytes
 
 
-def test_a_rank_whose_files_are_gone_writes_and_the_other_one_shares(two, folder):
+def test_base_with_missing_files_of_one_rank_is_shared_by_the_other(two, folder):
     first, second = two.run(_vanishes, folder)
     assert first > 0
     assert second == 0
@@ -152,7 +152,7 @@ def _managed(path):
     return made.report.shared_bytes
 
 
-def test_a_manager_of_several_ranks_shares(two, folder):
+def test_snapshot_manager_incremental_shares_files_of_several_ranks(two, folder):
     assert sum(two.run(_managed, folder)) > 4 * WIDTH * WIDTH * 4
     for step in (1, 2, 3):
         assert Snapshot(f"{folder}/step-{step}").verify()

@@ -78,7 +78,7 @@ def expect_other_ranks_name(outcomes, which, cause):
 
 
 @given(st.lists(st.integers(0, 1000), max_size=60), st.integers(1, 9))
-def test_no_rank_has_more_than_its_share_and_one_item(sizes, world):
+def test_share_gives_no_rank_more_than_its_share_and_one_item(sizes, world):
     exchange = solo_exchange("verify")
     exchange.world = world
     for share in (share_whole, share_runs):
@@ -92,7 +92,7 @@ def test_no_rank_has_more_than_its_share_and_one_item(sizes, world):
 # Copies
 
 
-def test_a_copy_of_many_ranks_is_the_copy_of_one(two, source, folder):
+def test_copy_by_many_ranks_equals_the_copy_by_one(two, source, folder):
     made = two.run(ranks.call, "copy", f"tapped+file://{source}", f"tapped+file://{folder}/two")
     reports = [report for report, *_ in made]
     alone = Snapshot(source).copy(f"{folder}/one")
@@ -107,7 +107,7 @@ def test_a_copy_of_many_ranks_is_the_copy_of_one(two, source, folder):
 
 
 @pytest.mark.parametrize("kind", ["compressed", "incremental", "of many parts"])
-def test_snapshots_of_other_kinds_are_copied_as_they_are(two, folder, kind):
+def test_copy_by_ranks_of_compressed_incremental_and_large_manifest_snapshots(two, folder, kind):
     two.run(ranks.save, f"{folder}/a")
     if kind == "compressed":
         two.run(partial(ranks.save, compression="zstd"), f"{folder}/source")
@@ -136,7 +136,7 @@ def test_snapshots_of_other_kinds_are_copied_as_they_are(two, folder, kind):
     [{"select": ["s", "more"]}, {"compression": "zstd"}, {"exclude": ["s/long", "s/tied"], "compression": "zstd"}],
     ids=str,
 )
-def test_a_selection_is_written_by_all_ranks(two, source, folder, options):
+def test_copy_of_a_selection_is_written_by_all_ranks(two, source, folder, options):
     made = two.run(partial(ranks.call, "copy", **options), f"tapped+file://{source}", f"{folder}/two")
     alone = ranks._copy(source, f"{folder}/one", **options)
     assert Snapshot.diff(f"{folder}/one", f"{folder}/two").same
@@ -152,7 +152,7 @@ def test_a_selection_is_written_by_all_ranks(two, source, folder, options):
         expect_balance(list(shares.values()), MiB)
 
 
-def test_a_checkpoint_of_another_library_is_shared_by_files(two, source, folder):
+def test_copy_by_ranks_of_another_format_is_shared_by_files(two, source, folder):
     Snapshot(source).convert(
         Target(f"{folder}/hf", "safetensors", shard_bytes=3 * MiB), select=["s"], exclude=["s/words"]
     )
@@ -163,7 +163,7 @@ def test_a_checkpoint_of_another_library_is_shared_by_files(two, source, folder)
         assert (Path(folder) / "two" / name).read_bytes() == (Path(folder) / "hf" / name).read_bytes()
 
 
-def test_what_exists_is_an_error_on_all_ranks(two, source):
+def test_copy_by_ranks_to_an_existing_snapshot_raises_on_all(two, source):
     outcomes = two.outcomes(ranks.call, "copy", source, f"{source}-2")
     assert not any(isinstance(each, BaseException) for each in outcomes), outcomes
     outcomes = two.outcomes(ranks.call, "copy", source, f"{source}-2")
@@ -172,7 +172,7 @@ def test_what_exists_is_an_error_on_all_ranks(two, source):
     assert Snapshot(f"{source}-2").verify()
 
 
-def test_ranks_that_call_with_other_arguments_are_refused(two, source, folder):
+def test_copy_and_verify_with_different_arguments_per_rank_are_refused(two, source, folder):
     for verb, one, other in (
         ("copy", (source, f"{folder}/a"), (source, f"{folder}/b")),
         ("verify", (source,), (f"{folder}/other",)),
@@ -190,7 +190,7 @@ def test_ranks_that_call_with_other_arguments_are_refused(two, source, folder):
 
 
 @pytest.mark.parametrize("verb", ["copy", "verify", "convert"])
-def test_a_source_that_is_replaced_while_ranks_open_it_is_an_error(two, four, source, folder, verb):
+def test_copy_verify_and_convert_raise_if_the_source_is_replaced_while_ranks_open_it(two, four, source, folder, verb):
     four.run(ranks.save, f"{folder}/other")
     for path in Path(folder, "other", "data").iterdir():
         path.rename(f"{source}/data/{path.name}")
@@ -208,7 +208,7 @@ def test_a_source_that_is_replaced_while_ranks_open_it_is_an_error(two, four, so
 @pytest.mark.parametrize(("which", "at"), [(0, "read_into"), (1, "read_into"), (1, "stat")])
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("verb", ["copy", "convert", "merge", "diff"])
-def test_files_of_another_library_that_are_replaced_while_ranks_read_are_an_error(
+def test_copy_convert_merge_and_diff_raise_if_foreign_files_change_while_ranks_read(
     two, tmp_path, verb, in_place, which, at
 ):
     folder = tmp_path
@@ -232,7 +232,7 @@ def test_files_of_another_library_that_are_replaced_while_ranks_read_are_an_erro
 
 
 @pytest.mark.parametrize(("verb", "to"), [("copy", ""), ("convert", "snapshot"), ("convert", "safetensors")])
-def test_a_destination_that_ranks_do_not_share_is_an_error(two, source, verb, to):
+def test_copy_and_convert_to_a_destination_not_shared_by_ranks_raise(two, source, verb, to):
     options = {"to": to, "shard_bytes": 3 * MiB, "select": ["s"]} if to else {}
     outcomes = two.outcomes(partial(ranks.call, verb, **options), source, f"memory://bulk/{verb}-{to}")
     for outcome in outcomes:
@@ -245,7 +245,7 @@ def test_a_destination_that_ranks_do_not_share_is_an_error(two, source, verb, to
 
 
 @pytest.mark.parametrize("verb", ["convert", "diff"])
-def test_functions_that_rename_otherwise_on_another_rank_are_refused(two, source, folder, verb):
+def test_rename_functions_that_differ_between_ranks_are_refused(two, source, folder, verb):
     two.run(ranks.save, f"{folder}/other", 2.0)
     arguments = (source, f"{folder}/other" if verb == "diff" else f"{folder}/made")
     options = {"values": True} if verb == "diff" else {}
@@ -256,7 +256,7 @@ def test_functions_that_rename_otherwise_on_another_rank_are_refused(two, source
     assert not Path(f"{folder}/made").exists()
 
 
-def test_without_ranks_a_verb_of_one_rank_waits_for_no_other(two, source, folder):
+def test_copy_and_verify_on_one_rank_alone_wait_for_no_other(two, source, folder):
     copied, _ = two.run(partial(ranks.call_alone, which=0), "copy", source, f"{folder}/copy")
     assert copied.format == "snapshot"
     assert two.run(partial(ranks.call_alone, which=1), "verify", f"{folder}/copy")[1].ok
@@ -266,7 +266,7 @@ def test_without_ranks_a_verb_of_one_rank_waits_for_no_other(two, source, folder
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_full_disk_on_one_rank_fails_all_and_leaves_nothing(two, source, folder, which):
+def test_copy_with_a_full_disk_on_one_rank_fails_on_all_and_leaves_no_files(two, source, folder, which):
     fault = {"on": "write", "path": "data/*", "error": OSError(28, "No space left on device")}
     target = f"tapped+file://{folder}/copy"
     outcomes = two.outcomes(partial(ranks.call_with_fault, which=which, fault=fault), "copy", source, target)
@@ -278,7 +278,7 @@ def test_a_full_disk_on_one_rank_fails_all_and_leaves_nothing(two, source, folde
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_damage_that_one_rank_finds_fails_the_copy_of_all(two, source, folder, which):
+def test_copy_fails_on_all_ranks_if_one_finds_damage(two, source, folder, which):
     fault = {"on": "read_into", "path": "data/*", "flip": 9000, "times": None}
     outcomes = two.outcomes(
         partial(ranks.call_with_fault, which=which, fault=fault), "copy", f"tapped+file://{source}", f"{folder}/copy"
@@ -288,7 +288,7 @@ def test_damage_that_one_rank_finds_fails_the_copy_of_all(two, source, folder, w
     assert not Path(f"{folder}/copy").exists() or files(f"{folder}/copy") == []
 
 
-def test_bytes_that_are_damaged_once_on_the_way_are_read_again(two, source, folder):
+def test_copy_by_ranks_reads_again_bytes_damaged_once_in_transfer(two, source, folder):
     fault = {"on": "read_into", "path": "data/*", "flip": 9000}
     two.run(partial(ranks.call_with_fault, which=1, fault=fault), "copy", f"tapped+file://{source}", f"{folder}/copy")
     assert Snapshot(f"{folder}/copy").verify()
@@ -304,7 +304,7 @@ def test_bytes_that_are_damaged_once_on_the_way_are_read_again(two, source, fold
         ("verify", 1, "read_into"),
     ],
 )
-def test_a_rank_that_is_killed_is_named_and_the_next_call_works(fresh_pool, source, folder, verb, which, on):
+def test_bulk_verbs_name_a_killed_rank_and_the_next_call_works(fresh_pool, source, folder, verb, which, on):
     url, target = f"tapped+file://{source}", f"tapped+file://{folder}/made"
     arguments = (url,) if verb == "verify" else (url, target)
     with fresh_pool(3) as pool:
@@ -325,7 +325,7 @@ def test_a_rank_that_is_killed_is_named_and_the_next_call_works(fresh_pool, sour
 
 
 @pytest.mark.parametrize("verb", ["copy", "convert", "verify"])
-def test_a_rank_uses_no_more_memory_than_its_budget(two, source, folder, verb):
+def test_memory_budget_bytes_limits_each_rank_in_copy_convert_and_verify(two, source, folder, verb):
     arguments = (source,) if verb == "verify" else (source, f"{folder}/made")
     peaks = two.run(partial(ranks.peak_budget, verb, memory_budget_bytes=4 * MiB), *arguments)
     assert all(peak <= 4 * MiB for peak in peaks), peaks
@@ -334,7 +334,7 @@ def test_a_rank_uses_no_more_memory_than_its_budget(two, source, folder, verb):
 # Verification
 
 
-def test_ranks_verify_each_range_once_and_report_the_same(two, four, source):
+def test_verify_by_ranks_reads_each_range_once_and_reports_the_same(two, four, source):
     alone = Snapshot(source).verify()
     for pool in (two, four):
         made = pool.run(ranks.call, "verify", f"tapped+file://{source}")
@@ -347,7 +347,7 @@ def test_ranks_verify_each_range_once_and_report_the_same(two, four, source):
 
 
 @pytest.mark.parametrize("form", ["torch", "dcp", "safetensors"])
-def test_ranks_report_the_bytes_of_other_formats_as_one_process_does(two, tmp_path, form):
+def test_verify_by_ranks_of_other_formats_reports_the_bytes_of_one_process(two, tmp_path, form):
     state = {f"w{n}": torch.randn(100_000 * (n + 1)) for n in range(9)}
     Snapshot.take(tmp_path / "from", {"m": StateDict(**state, words=[b"x" * 400_000])}, durable=False)
     origin = tmp_path / ("made.pt" if form == "torch" else "made")
@@ -358,7 +358,7 @@ def test_ranks_report_the_bytes_of_other_formats_as_one_process_does(two, tmp_pa
         assert report.bytes_read == alone.bytes_read
 
 
-def test_a_range_beyond_a_fair_share_is_cut_and_damage_in_it_is_named(two, folder):
+def test_verify_by_ranks_splits_a_large_range_and_names_damage_in_it(two, folder):
     Snapshot.take(f"{folder}/one", {"m": StateDict(w=torch.randn(4_000_000), b=torch.randn(1000))}, durable=False)
     made = two.run(ranks.verify_in_pieces, f"tapped+file://{folder}/one")
     assert all(report.ok for report, *_ in made)
@@ -378,7 +378,7 @@ def test_a_range_beyond_a_fair_share_is_cut_and_damage_in_it_is_named(two, folde
 
 
 @pytest.mark.parametrize("quick", [False, True])
-def test_ranks_report_the_faults_of_one_process(two, source, quick):
+def test_verify_by_ranks_reports_the_faults_of_one_process(two, source, quick):
     data = sorted((each for each in Path(source, "data").iterdir() if each.suffix == ".safetensors"), key=str)
     for number, path in enumerate(data):
         held = bytearray(path.read_bytes())
@@ -396,7 +396,7 @@ def test_ranks_report_the_faults_of_one_process(two, source, quick):
         assert report.quick == quick
 
 
-def test_ranks_cannot_share_a_journal(two, source, folder):
+def test_verify_resume_cannot_be_shared_by_ranks(two, source, folder):
     outcomes = two.outcomes(partial(ranks.call, "verify", resume=f"{folder}/journal"), source)
     assert all(isinstance(each, ValueError) and "resume must be None" in str(each) for each in outcomes)
 
@@ -405,7 +405,7 @@ def test_ranks_cannot_share_a_journal(two, source, folder):
 
 
 @pytest.mark.parametrize("to", ["snapshot", "safetensors", "dcp", "torch"])
-def test_a_conversion_of_many_ranks_has_the_values_of_one(two, folder, to):
+def test_convert_by_ranks_has_the_values_of_one_process(two, folder, to):
     source = f"{folder}/source"
     two.run(partial(ranks.save, more=5_000_000), source)
     options = {"select": ["s"], "exclude": ["s/words"], "shard_bytes": 3 * MiB}
@@ -431,7 +431,7 @@ def test_a_conversion_of_many_ranks_has_the_values_of_one(two, folder, to):
 
 @pytest.mark.parametrize("form", ["dcp", "torch", "safetensors"])
 @pytest.mark.parametrize("mapped", [False, True])
-def test_other_formats_become_a_snapshot(two, source, folder, form, mapped):
+def test_convert_by_ranks_of_other_formats_to_a_snapshot(two, source, folder, form, mapped):
     origin = f"{folder}/from.pt" if form == "torch" else f"{folder}/from"
     Snapshot(source).convert(Target(origin, form), select=["s"], exclude=["s/words", "s/step"])
     two.run(partial(ranks.call, "convert", mapped=mapped), origin, f"{folder}/two")
@@ -442,7 +442,7 @@ def test_other_formats_become_a_snapshot(two, source, folder, form, mapped):
     assert all(one[name].equal(other[name]) for name in one)
 
 
-def test_a_failed_export_leaves_nothing(two, source, folder):
+def test_convert_by_ranks_that_fails_leaves_no_files(two, source, folder):
     fault = {"on": "write", "path": "*", "error": OSError(28, "No space left on device")}
     outcomes = two.outcomes(
         partial(ranks.call_with_fault, which=1, fault=fault, to="safetensors", shard_bytes=3 * MiB, select=["s"]),
@@ -456,7 +456,7 @@ def test_a_failed_export_leaves_nothing(two, source, folder):
 
 
 @pytest.mark.parametrize("to", ["snapshot", "safetensors"])
-def test_a_merge_of_many_ranks_is_that_of_one(two, folder, to):
+def test_merge_by_ranks_equals_the_merge_by_one(two, folder, to):
     two.run(ranks.save, f"{folder}/a")
     two.run(ranks.save, f"{folder}/b", 3.0)
     options = {"exclude": ["own", "more", "s/words"], "shard_bytes": 3 * MiB}
@@ -468,7 +468,7 @@ def test_a_merge_of_many_ranks_is_that_of_one(two, folder, to):
     assert load(f"{folder}/two", select=["**/w1"]).popitem()[1].equal(ranks.tensors()["w1"] * 2)
 
 
-def test_ranks_find_the_differences_of_one_process(two, folder):
+def test_diff_by_ranks_finds_the_differences_of_one_process(two, folder):
     two.run(ranks.save, f"{folder}/a")
     two.run(ranks.save, f"{folder}/b", 3.0)
     alone = Snapshot.diff(f"{folder}/a", f"{folder}/b", values=True)

@@ -27,7 +27,7 @@ def _load(path, keys):
     return {key: dict(value) for key, value in app.items() if key != "rng"}, [str(line).split() for line in report]
 
 
-def test_new_ranks_get_what_all_shared(four, two, folder):
+def test_restore_on_more_ranks_gives_new_ranks_the_replicated_values(four, two, folder):
     two.run(_save, f"{folder}/s", ["s/big"])
     got = four.run(_load, f"{folder}/s", ["s", "mine", "rng"])
     for rank, (app, lines) in enumerate(got):
@@ -42,7 +42,7 @@ def test_new_ranks_get_what_all_shared(four, two, folder):
         assert sorted(line[:2] for line in lines) == sorted(skipped)
 
 
-def test_fewer_ranks_are_told_what_is_left(four, two, folder):
+def test_restore_on_fewer_ranks_reports_skipped_keys(four, two, folder):
     four.run(_save, f"{folder}/s", ["s/big"])
     (_, first), (app, second) = two.run(_load, f"{folder}/s", ["s", "mine"])
     assert app["mine"]["position"] == 1
@@ -50,7 +50,7 @@ def test_fewer_ranks_are_told_what_is_left(four, two, folder):
     assert second == []
 
 
-def test_a_tensor_of_each_rank_alone_is_left_out_of_a_new_rank_s_dict(four, two, folder):
+def test_restore_on_more_ranks_leaves_rank_specific_tensors_out_of_a_new_rank(four, two, folder):
     two.run(_save, f"{folder}/s", None)
     for rank, (app, lines) in enumerate(four.run(_load, f"{folder}/s", ["s"])):
         assert ("big" in app["s"]) == (rank < 2)
@@ -71,7 +71,7 @@ def _module(path, wrap, restore):
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def test_ddp_is_replicated_without_being_asked(four, two, folder):
+def test_ddp_module_is_replicated_without_replicated_globs(four, two, folder):
     saved = four.run(_module, f"{folder}/s", True, False)
     entries = Snapshot(f"{folder}/s").get_manifest()
     assert all(path.startswith("0/") for path in entries)
@@ -80,7 +80,7 @@ def test_ddp_is_replicated_without_being_asked(four, two, folder):
         assert all(each[name].equal(value) for each in restored), name
 
 
-def test_a_module_that_is_not_replicated_is_an_error_on_new_ranks(four, two, folder):
+def test_restore_of_a_module_not_replicated_raises_on_new_ranks(four, two, folder):
     two.run(_module, f"{folder}/s", False, False)
     outcomes = four.outcomes(_module, f"{folder}/s", False, True)
     for error in outcomes[2:]:
@@ -89,7 +89,7 @@ def test_a_module_that_is_not_replicated_is_an_error_on_new_ranks(four, two, fol
     assert [type(error).__name__ for error in outcomes[:2]] == ["RankError"] * 2
 
 
-def test_a_snapshot_of_one_rank_is_for_all(two, folder):
+def test_restore_of_a_one_rank_snapshot_on_several_ranks(two, folder):
     state = StateDict(x=torch.arange(3000), step=1)
     Snapshot.take(f"{folder}/s", {"s": state, "mine": StateDict(position=0)})
     for app, _ in two.run(_load, f"{folder}/s", ["s", "mine"]):
@@ -136,7 +136,7 @@ def _load_whole(path, options):
         ({"select": ["state/model/second.*"]}, {"first.weight": -9, "first.bias": -8}),
     ],
 )
-def test_of_what_only_other_ranks_had_that_is_restored_which_was_asked_for(four, folder, options, left):
+def test_restore_of_objects_that_only_other_ranks_had(four, folder, options, left):
     four.run(_save_stages, f"{folder}/s")
     expected = {"first.weight": 0, "first.bias": 1, "second.weight": 10, "second.bias": 11, **left}
     for found, skipped in four.run(_load_whole, f"{folder}/s", options):
@@ -165,7 +165,7 @@ def _once(path, once, restore):
 
 
 @pytest.mark.parametrize("once", [True, False])
-def test_what_all_want_is_read_once(four, folder, once):
+def test_read_once_reads_what_all_ranks_want_once(four, folder, once):
     four.run(_once, f"{folder}/s", None, False)
     read = four.run(_once, f"{folder}/s", once, True)
     one = 5 * 300_000 * 4 + 400_000
@@ -178,7 +178,7 @@ def _load_into_keys(path, options):
     return dict(live), sorted(str(line).split(":")[0] for line in report)
 
 
-def test_a_key_of_another_rank_is_never_kept_silently(four, two, folder):
+def test_restore_into_a_key_of_another_rank_is_never_kept_silently(four, two, folder):
     two.run(_save, f"{folder}/s", ["s/big"])
     outcomes = four.outcomes(_load_into_keys, f"{folder}/s", {})
     for error in outcomes[2:]:
@@ -206,7 +206,7 @@ def _pair(path, take, cast):
     return rank, {str(value.dtype) for state in optimizer.state.values() for value in state.values()}
 
 
-def test_an_optimizer_is_cast_on_all_ranks(four, two, folder):
+def test_restore_casts_an_optimizer_on_all_ranks(four, two, folder):
     two.run(_pair, f"{folder}/s", True, "error")
     assert all(isinstance(each, RestoreError) for each in four.outcomes(_pair, f"{folder}/s", False, "error"))
     for rank, (number, dtypes) in enumerate(four.run(_pair, f"{folder}/s", False, "same_kind")):
@@ -220,7 +220,7 @@ def _lacking(path, what):
     return [str(line).split(":")[0] for line in report]
 
 
-def test_a_key_that_the_snapshot_lacks_is_left_alone_on_all_ranks(two, folder):
+def test_restore_of_a_key_missing_in_the_snapshot_is_left_alone_on_all_ranks(two, folder):
     two.run(_save, f"{folder}/s", None)
     assert two.run(_lacking, f"{folder}/s", "key") == [["missing    ema"]] * 2
     for error in two.outcomes(_lacking, f"{folder}/s", "nothing"):
@@ -244,7 +244,7 @@ def _wrapped(path, take):
     ]
 
 
-def test_a_wrapped_model_restores_into_a_sharded_one(four, two, folder):
+def test_restore_of_a_ddp_model_into_a_sharded_one(four, two, folder):
     expected = two.run(_wrapped, f"{folder}/s", True)[0]
     for found, lines in four.run(_wrapped, f"{folder}/s", False):
         assert lines == ["renamed    net: names matched without 'module.'"]
@@ -260,7 +260,7 @@ def _own_keys(path, take, strict):
     return dict(live), [str(line) for line in report]
 
 
-def test_a_key_that_only_another_rank_had_is_an_error(two, folder):
+def test_restore_of_a_key_that_only_another_rank_had_raises(two, folder):
     two.run(_own_keys, f"{folder}/s", True, True)
     error, _ = two.outcomes(_own_keys, f"{folder}/s", False, True)
     assert "p/only1: belongs to rank 1 alone" in str(error)

@@ -44,7 +44,7 @@ def _load(path, dim):
 
 
 @pytest.mark.parametrize("way", ["take", "async_take"])
-def test_other_ranks_restore_what_was_compressed(four, two, folder, way):
+def test_compressed_snapshot_restores_on_another_world_size(four, two, folder, way):
     two.run(_save, f"{folder}/s", way)
     snapshot = Snapshot(f"{folder}/s")
     assert snapshot.metadata.format == "snapshot/2"
@@ -59,7 +59,7 @@ def test_other_ranks_restore_what_was_compressed(four, two, folder, way):
     assert not Snapshot.diff(f"{folder}/plain", f"{folder}/s")
 
 
-def test_ranks_share_what_they_compressed(two, folder):
+def test_base_shares_compressed_files_of_ranks(two, folder):
     two.run(_save, f"{folder}/s", "take")
     two.run(_save, f"{folder}/t", "take", f"{folder}/s")
     assert all(

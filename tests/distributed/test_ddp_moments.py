@@ -75,7 +75,7 @@ def _same(left, right):
 
 
 @pytest.mark.parametrize("form", ["keys", "state", "flat"])
-def test_equal_moments_are_stored_once_and_fit_any_number_of_ranks(two, four, folder, form):
+def test_ddp_optimizer_state_that_is_equal_is_stored_once_and_fits_any_world_size(two, four, folder, form):
     first, second = two.run(_save, folder, form)
     assert _same(first, second)
     assert [path for path in _entries(folder) if path.startswith("1/")] == []
@@ -86,7 +86,7 @@ def test_equal_moments_are_stored_once_and_fit_any_number_of_ranks(two, four, fo
 
 
 @pytest.mark.parametrize("how", ["blocking", "overlapped", "process"])
-def test_takes_in_the_background_store_equal_moments_once(two, folder, how):
+def test_ddp_optimizer_state_that_is_equal_is_stored_once_by_async_take(two, folder, how):
     first, _ = two.run(_save, folder, "keys", how)
     assert [path for path in _entries(folder) if path.startswith("1/")] == []
     assert all(_same(each, first) for each in two.run(_load, folder, "keys"))
@@ -134,7 +134,7 @@ def _flap(path, incremental):
 
 
 @pytest.mark.parametrize("incremental", [False, True])
-def test_moments_that_appear_differ_and_become_equal_again(two, folder, incremental):
+def test_ddp_optimizer_state_that_starts_to_differ_and_becomes_equal_again(two, folder, incremental):
     two.restart()
     first, second = two.run(_flap, folder, incremental)
     assert len(first) == 1
@@ -172,7 +172,7 @@ def _exchanges(path):
     return counted
 
 
-def test_moments_that_change_need_no_more_exchanges(two, folder):
+def test_ddp_optimizer_state_that_changes_needs_no_more_exchanges(two, folder):
     assert two.run(_exchanges, folder) == [[3, 3, 3, 3]] * 2
 
 
@@ -191,7 +191,7 @@ def _sharded_optimizer(path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_state_of_other_parameters_on_each_rank_is_never_shared(two, folder):
+def test_optimizer_state_of_different_parameters_per_rank_is_never_replicated(two, folder):
     two.run(_sharded_optimizer, f"{folder}/step-1")
     assert {f"{rank}/optimizer/state/0/exp_avg" for rank in range(2)} <= _entries(folder).keys()
 
@@ -209,7 +209,7 @@ def _stages(path):
     Snapshot.take(f"{path}/stage-{rank // 2}", app, pg=groups[rank // 2])
 
 
-def test_moments_of_groups_with_models_of_their_own_stay_apart(four, folder):
+def test_optimizer_state_of_groups_with_separate_models_is_not_replicated(four, folder):
     four.run(_stages, folder)
     assert {f"{rank}/optimizer/state/0/momentum_buffer" for rank in range(4)} <= _entries(folder).keys()
     assert not any(path.startswith("1/") for path in Snapshot(f"{folder}/stage-1").get_manifest())
@@ -218,7 +218,7 @@ def test_moments_of_groups_with_models_of_their_own_stay_apart(four, folder):
 # Checkpoints with a copy of each rank, as earlier versions stored them
 
 
-def test_equal_copies_of_each_rank_restore_on_more_and_fewer_ranks(two, four, folder):
+def test_ddp_optimizer_state_stored_per_rank_restores_on_more_and_fewer_ranks(two, four, folder):
     first, _ = two.run(_save, folder, "inner")
     assert {"1/model/0.weight", "1/first/state/0/exp_avg"} <= _entries(folder).keys()
     for strict in (True, False):
@@ -244,7 +244,7 @@ def _one_differs(path):
     Snapshot.take(f"{path}/step-1", app)
 
 
-def test_copies_that_differ_are_an_error_that_names_the_remedy(two, four, folder):
+def test_ddp_optimizer_state_copies_that_differ_raise_and_the_error_names_a_remedy(two, four, folder):
     two.run(_one_differs, folder)
     for strict in (True, False):
         for error in four.outcomes(_load, folder, "inner", strict)[2:]:
@@ -272,7 +272,7 @@ def _split(path, take):
     return live["big"].equal(big), [str(line) for line in report]
 
 
-def test_copies_that_ranks_split_in_other_ways_are_compared_by_reading(two, four, folder):
+def test_ddp_optimizer_state_copies_in_different_boxes_are_compared_by_reading(two, four, folder):
     two.run(_split, folder, True)
     entries = _entries(folder)
     boxes = [[box for box, _ in entries[f"{rank}/s/big"].pieces()] for rank in range(2)]
@@ -289,7 +289,7 @@ def _in_parts(path, take):
         document.IN_ONE = usual
 
 
-def test_copies_in_parts_of_a_large_manifest(two, four, folder):
+def test_ddp_optimizer_state_copies_in_a_manifest_of_several_parts(two, four, folder):
     first, _ = two.run(_in_parts, folder, True)
     assert list(Path(folder, "step-1", "data").glob("*-1.json"))
     assert all(_same(each, first) for each in four.run(_in_parts, folder, False))
@@ -301,7 +301,7 @@ def _damaged(path):
         return manager.restore_latest(app), _bits(*live)
 
 
-def test_a_damaged_copy_is_not_restored_on_any_rank(two, four, folder):
+def test_ddp_optimizer_state_with_a_damaged_copy_is_not_restored_on_any_rank(two, four, folder):
     first, _ = two.run(_save, folder, "inner")
     two.run(_second, folder)
     stored = _entries(folder, 2)["0/first/state/0/exp_avg"]
@@ -327,7 +327,7 @@ def _random(path, take):
     return [str(line) for line in Snapshot(f"{path}/step-1").restore(app)]
 
 
-def test_equal_random_states_stay_those_of_each_rank(two, four, folder):
+def test_rng_state_that_is_equal_on_ranks_is_not_replicated(two, four, folder):
     two.run(_random, folder, True)
     skipped = ["skipped    rng: this rank did not exist when the snapshot was taken"]
     assert four.run(_random, folder, False) == [[], [], skipped, skipped]

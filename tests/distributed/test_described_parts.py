@@ -90,7 +90,7 @@ def _restore(folder, maker):
 
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("replicated", [None, ["**"]])
-def test_the_parts_of_all_ranks_are_one_tensor(two, tmp_path, maker, replicated):
+def test_described_parts_of_all_ranks_form_one_tensor(two, tmp_path, maker, replicated):
     folder = str(tmp_path / "s")
     two.run(_save, folder, maker, replicated)
     assert Snapshot(folder).get_manifest()["0/s/w"].shape == (4, 3)
@@ -103,7 +103,7 @@ def test_the_parts_of_all_ranks_are_one_tensor(two, tmp_path, maker, replicated)
     assert whole["w"].equal(WHOLE)
 
 
-def test_a_whole_tensor_restores_into_parts(tmp_path, two):
+def test_described_parts_are_restored_from_a_whole_tensor(tmp_path, two):
     folder = str(tmp_path / "s")
     Snapshot.take(folder, {"s": StateDict(w=WHOLE, n=1)})
     for maker in MAKERS:
@@ -135,7 +135,7 @@ def _train(folder, world, restore=False):
     return [each.detach().clone() for each in (model.weight, state["exp_avg"], state["exp_avg_sq"])]
 
 
-def test_parameters_of_modules_and_their_moments_describe_parts(two, tmp_path):
+def test_described_parts_of_module_parameters_and_their_optimizer_state(two, tmp_path):
     folder = str(tmp_path / "s")
     saved = two.run(_train, folder, 2)
     held = Snapshot(folder).get_manifest()
@@ -163,7 +163,7 @@ def test_parameters_of_modules_and_their_moments_describe_parts(two, tmp_path):
         ({"global_shape": "x"}, "w: .* must have equal lengths, and consist of integers"),
     ],
 )
-def test_a_wrong_description_is_an_error(tmp_path, change, fault):
+def test_described_part_with_invalid_attributes_is_refused(tmp_path, change, fault):
     value = described(torch.zeros(2, 3), (4, 3), ((0, 0), (0, 0), (2, 3)))
     for name, each in change.items():
         setattr(value, name, each)
@@ -172,7 +172,7 @@ def test_a_wrong_description_is_an_error(tmp_path, change, fault):
     assert not (tmp_path / "s").exists() or not [each for each in (tmp_path / "s").rglob("*") if each.is_file()]
 
 
-def test_a_tensor_that_begins_to_describe_parts_is_read_again():
+def test_described_part_attributes_added_after_a_take_are_read():
     state = {f"t{at}": torch.zeros(2, 3) for at in range(200)}
     for _ in range(3):
         Snapshot.take("memory://described/s", {"s": StateDict(**state)}, overwrite=True)
@@ -181,7 +181,7 @@ def test_a_tensor_that_begins_to_describe_parts_is_read_again():
     assert Snapshot("memory://described/s").get_manifest()["0/s/t7"].type == "ShardedTensor"
 
 
-def test_an_empty_parameter_of_zero_3_is_refused(tmp_path):
+def test_zero_3_empty_parameter_is_refused(tmp_path):
     model = nn.Linear(3, 2)
     model.weight.ds_id, model.weight.ds_numel = 0, 6
     model.weight.data = torch.empty(0)
@@ -204,7 +204,7 @@ def _in_strange_order(folder):
         Snapshot.take(folder, {"s": StateDict(w=value)})
 
 
-def test_a_placement_of_an_unknown_class_is_refused(two, tmp_path):
+def test_placement_of_an_unknown_class_is_refused(two, tmp_path):
     two.run(_in_strange_order, str(tmp_path / "s"))
 
 
@@ -235,7 +235,7 @@ def _split_by_megatron(folder, parallel):
 
 
 @pytest.mark.parametrize("parallel", [True, False])
-def test_parameters_that_megatron_splits_are_not_replicas(two, tmp_path, parallel):
+def test_megatron_tensor_parallel_parameters_are_not_replicated(two, tmp_path, parallel):
     assert two.run(_split_by_megatron, str(tmp_path / "s"), parallel) == [True, True]
 
 
@@ -271,7 +271,7 @@ def _wrapped(folder, maker, restore=False):
     ("maker", "moment"),
     [(Wrapper, "optimizer/state/0/momentum_buffer"), (ModelState, "optim/state/weight/momentum_buffer")],
 )
-def test_a_stateful_around_a_module_loses_no_parts(two, tmp_path, maker, moment):
+def test_described_parts_of_a_stateful_around_a_module(two, tmp_path, maker, moment):
     folder = str(tmp_path / "s")
     saved = two.run(_wrapped, folder, maker)
     held = Snapshot(folder).get_manifest()
@@ -281,7 +281,7 @@ def test_a_stateful_around_a_module_loses_no_parts(two, tmp_path, maker, moment)
         assert all(x.equal(y) for x, y in zip(a, b, strict=True))
 
 
-def test_marks_that_come_after_a_take_are_seen(tmp_path):
+def test_described_part_attributes_added_to_a_module_after_a_take_are_read(tmp_path):
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     app = {"m": model}
     Snapshot.take(tmp_path / "s", app, overwrite=True)
@@ -328,13 +328,13 @@ class FailingAtOnce(WithProperties):
         (torch.zeros(2, 3).as_subclass(FailingAtOnce), r"w: a property .* has failed: RuntimeError\('no mesh'\)"),
     ],
 )
-def test_a_description_with_other_values_is_refused(tmp_path, monkeypatch, value, fault):
+def test_described_part_with_inconsistent_values_is_refused(tmp_path, monkeypatch, value, fault):
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     with pytest.raises(SnapshotError, match=fault):
         Snapshot.take(tmp_path / "s", {"s": StateDict(w=value)})
 
 
-def test_integers_of_numpy_describe_parts(tmp_path):
+def test_described_part_attributes_may_be_numpy_integers(tmp_path):
     value = torch.arange(4.0)
     for name, each in zip(FIELDS, ([4], [[0]], [[0]], [[4]]), strict=True):
         setattr(value, name, np.array(each))
@@ -342,7 +342,7 @@ def test_integers_of_numpy_describe_parts(tmp_path):
     assert Snapshot(tmp_path / "s").read_object("0/s/w").equal(torch.arange(4.0))
 
 
-def test_local_offsets_alone_are_refused(tmp_path):
+def test_described_part_with_local_offsets_alone_is_refused(tmp_path):
     value = torch.zeros(4)
     value.global_shape, value.local_offsets = (8,), ((0,),)
     with pytest.raises(SnapshotError, match=r"w: has local_offsets, .* lacks global_offsets, local_sizes"):

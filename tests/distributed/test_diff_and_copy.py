@@ -17,7 +17,7 @@ def _save(path, dim, change):
     Snapshot.take(path, {"s": state, "own": StateDict(position=rank, seen=[rank])}, replicated=["s/big"])
 
 
-def test_other_ranks_and_other_shards_are_no_difference(two, four, folder):
+def test_diff_ignores_other_world_sizes_and_shards(two, four, folder):
     two.run(_save, f"{folder}/two", 0, 0)
     two.run(_save, f"{folder}/again", 0, 0)
     two.run(_save, f"{folder}/columns", 1, 0)
@@ -42,7 +42,7 @@ def test_other_ranks_and_other_shards_are_no_difference(two, four, folder):
     }
 
 
-def test_a_copy_has_the_files_of_all_ranks(two, folder):
+def test_copy_by_one_process_has_the_files_of_all_ranks(two, folder):
     two.run(_save, f"{folder}/two", 0, 0)
     report = Snapshot(f"{folder}/two").copy(f"{folder}/copy")
     copy = Snapshot(f"{folder}/copy")
@@ -65,7 +65,7 @@ def _partly(path, who):
     Snapshot.take(path, {"s": StateDict(state if rank in who else {"y": 1})})
 
 
-def test_what_one_rank_has_lost_is_a_difference(two, folder):
+def test_diff_reports_an_object_missing_on_one_rank(two, folder):
     two.run(_partly, f"{folder}/both", (0, 1))
     two.run(_partly, f"{folder}/first", (0,))
     two.run(_partly, f"{folder}/second", (1,))

@@ -61,7 +61,7 @@ def _round_trip(verb, path, options):
 @pytest.mark.parametrize("what", [what for what in ranks.TAKES if "text" not in what])
 @either_verb
 @either_rank
-def test_what_one_rank_meets_before_it_writes_all_are_told(two, folder, which, verb, what):
+def test_take_error_on_one_rank_before_writing_is_reported_on_all(two, folder, which, verb, what):
     path = f"{folder}/s"
     _, error, cause = ranks.TAKES[what]
     outcomes = two.outcomes(ranks.take_where, which, what, verb, path, SOON, timeout=SOON)
@@ -73,7 +73,7 @@ def test_what_one_rank_meets_before_it_writes_all_are_told(two, folder, which, v
 
 @pytest.mark.parametrize("what", [what for what in ranks.TAKES if "text" in what])
 @either_rank
-def test_an_error_whose_text_cannot_be_sent_is_told_all_the_same(two, folder, which, what):
+def test_take_error_whose_text_cannot_be_sent_is_reported_on_all_ranks(two, folder, which, what):
     _, error, cause = ranks.TAKES[what]
     outcomes = two.outcomes(ranks.take_where, which, what, "take", f"{folder}/s", 3, timeout=SOON)
     assert type(outcomes[which]) is error, repr(outcomes[which])
@@ -91,7 +91,7 @@ def test_an_error_whose_text_cannot_be_sent_is_told_all_the_same(two, folder, wh
     ],
 )
 @either_verb
-def test_a_disk_that_is_full_for_one_rank_fails_all_and_leaves_nothing(two, folder, which, verb, on):
+def test_take_with_a_full_disk_on_one_rank_fails_on_all_and_leaves_no_files(two, folder, which, verb, on):
     path = f"{folder}/s"
     outcomes = two.outcomes(ranks.take_with_fault, which, on, verb, path, timeout=SOON)
     assert isinstance(outcomes[which], StorageError), repr(outcomes[which])
@@ -101,7 +101,7 @@ def test_a_disk_that_is_full_for_one_rank_fails_all_and_leaves_nothing(two, fold
     works(two, path, verb)
 
 
-def test_a_rank_whose_folder_the_leader_removes_names_the_leader(two, folder):
+def test_take_whose_folder_is_removed_by_a_failed_leader_names_the_leader(two, folder):
     path = f"{folder}/s"
     outcomes = two.outcomes(ranks.take_bereft, path)
     assert isinstance(outcomes[0], StorageError), repr(outcomes[0])
@@ -110,7 +110,7 @@ def test_a_rank_whose_folder_the_leader_removes_names_the_leader(two, folder):
 
 
 @either_rank
-def test_a_rank_that_is_interrupted_while_it_writes_is_named(two, folder, which):
+def test_take_interrupted_on_one_rank_names_that_rank(two, folder, which):
     path = f"{folder}/s"
     outcomes = two.outcomes(ranks.take_and_act, which, "finish", "interrupt", "take", path, SOON, timeout=SOON)
     assert isinstance(outcomes[which], KeyboardInterrupt), repr(outcomes[which])
@@ -120,7 +120,7 @@ def test_a_rank_that_is_interrupted_while_it_writes_is_named(two, folder, which)
 
 
 @either_rank
-def test_a_rank_of_four_that_fails_is_named_by_three(four, folder, which):
+def test_async_take_failing_on_one_of_four_ranks_is_named_by_the_others(four, folder, which):
     path = f"{folder}/s"
     outcomes = four.outcomes(ranks.take_with_fault, which, "finish", "async_take", path)
     assert isinstance(outcomes[which], StorageError)
@@ -151,7 +151,7 @@ def taken(two, folder):
     ],
 )
 @either_rank
-def test_what_does_not_fit_one_rank_touches_no_rank_s_tensors(two, taken, which, what, error):
+def test_restore_error_on_one_rank_changes_no_tensors_on_any(two, taken, which, what, error):
     outcomes = two.run(ranks.restore_where, which, what, taken, timeout=SOON)
     kinds = [outcome and outcome[:2] for outcome in outcomes]
     assert kinds[which] == (error, None)
@@ -162,7 +162,7 @@ def test_what_does_not_fit_one_rank_touches_no_rank_s_tensors(two, taken, which,
 
 
 @either_rank
-def test_a_load_state_dict_that_raises_is_told_to_all(two, taken, which):
+def test_restore_error_in_load_state_dict_is_reported_on_all_ranks(two, taken, which):
     outcomes = two.run(ranks.restore_where, which, "its load_state_dict raises", taken)
     assert outcomes[which][:2] == ("RuntimeError", None)
     assert outcomes[1 - which][:2] == ("RankError", which)
@@ -172,7 +172,7 @@ def test_a_load_state_dict_that_raises_is_told_to_all(two, taken, which):
 
 @pytest.mark.parametrize("read_once", [False, True])
 @either_rank
-def test_a_damaged_file_that_one_rank_alone_reads_reaches_no_load_state_dict(two, taken, which, read_once):
+def test_restore_of_a_damaged_file_that_one_rank_reads_calls_no_load_state_dict(two, taken, which, read_once):
     entry = Snapshot(taken).get_manifest()[f"{which}/s/own"]
     with open(f"{taken}/{entry.location}", "r+b") as file:
         file.seek(entry.byte_range[0])
@@ -189,7 +189,7 @@ def test_a_damaged_file_that_one_rank_alone_reads_reaches_no_load_state_dict(two
 
 @pytest.mark.parametrize("read_once", [False, True])
 @either_rank
-def test_a_disk_that_fails_one_rank_fails_the_restore_of_all(two, taken, which, read_once):
+def test_restore_with_a_disk_error_on_one_rank_fails_on_all(two, taken, which, read_once):
     outcomes = two.run(_restore, which, "its disk fails", taken, {"read_once": read_once, "timeout": 3}, timeout=SOON)
     assert outcomes[which][:2] == ("StorageError", None)
     assert outcomes[1 - which][:2] == ("RankError", which)
@@ -202,7 +202,7 @@ def _restore(which, what, path, options):
     return ranks.restore_where(which, what, path, **options)
 
 
-def test_a_snapshot_that_is_not_there_is_not_found_by_all(two, folder):
+def test_restore_of_a_missing_snapshot_raises_not_found_on_all_ranks(two, folder):
     outcomes = two.outcomes(ranks.different_verbs, ("restore", "restore"), f"{folder}/none")
     assert [type(outcome) for outcome in outcomes] == [SnapshotNotFoundError] * 2
 
@@ -210,7 +210,7 @@ def test_a_snapshot_that_is_not_there_is_not_found_by_all(two, folder):
 # Death
 
 
-def test_ranks_that_come_back_after_a_death_take_at_the_same_path(fresh_pool, folder):
+def test_take_by_restarted_ranks_at_the_same_path_after_a_rank_died(fresh_pool, folder):
     path = f"{folder}/s"
     pool = fresh_pool(2)
     works(pool, path)
@@ -229,7 +229,7 @@ def _overwrite_and_die(which, path):
 
 
 @pytest.mark.parametrize(("which", "point"), [(0, "calling"), (1, "write")])
-def test_ranks_of_which_one_was_stopped_take_again(two, folder, which, point):
+def test_take_works_again_after_one_rank_was_stopped(two, folder, which, point):
     path = f"{folder}/s"
     verb = "take" if point == "write" else "async_take"
     two.start(ranks.take_and_act, which, point, "stop", verb, path, SHORT)
@@ -247,7 +247,7 @@ def test_ranks_of_which_one_was_stopped_take_again(two, folder, which, point):
 
 
 @pytest.mark.parametrize(("which", "verb"), [(0, "take"), (1, "async_take")])
-def test_a_rank_that_does_not_call_is_named_and_can_call_later(two, folder, which, verb):
+def test_take_names_a_rank_that_does_not_call_and_the_rank_can_call_later(two, folder, which, verb):
     path = f"{folder}/s"
     outcomes = two.outcomes(ranks.take_if_called, [which], verb, path, SHORT, timeout=SHORT + SOON)
     assert outcomes[which] is None
@@ -257,7 +257,7 @@ def test_a_rank_that_does_not_call_is_named_and_can_call_later(two, folder, whic
 
 
 @pytest.mark.parametrize("absent", [[3], [0, 1], [1, 3]], ids=str)
-def test_ranks_that_did_not_call_can_all_call_later(four, folder, absent):
+def test_take_that_several_ranks_did_not_call_works_when_all_call_later(four, folder, absent):
     path = f"{folder}/s"
     outcomes = four.outcomes(ranks.take_if_called, absent, "take", path, SHORT)
     for rank, outcome in enumerate(outcomes):
@@ -267,7 +267,7 @@ def test_ranks_that_did_not_call_can_all_call_later(four, folder, absent):
     works(four, path, timeout=3)
 
 
-def test_each_rank_in_turn_may_miss_a_call(two, folder):
+def test_take_missed_by_each_rank_in_turn_works_afterwards(two, folder):
     path = f"{folder}/s"
     for absent in (0, 1, 1, 0):
         outcomes = two.outcomes(ranks.take_if_called, [absent], "take", path, 0.4)
@@ -275,7 +275,7 @@ def test_each_rank_in_turn_may_miss_a_call(two, folder):
     works(two, path)
 
 
-def test_a_timeout_of_nothing_is_an_error(two, folder):
+def test_take_refuses_an_invalid_timeout(two, folder):
     path = f"{folder}/s"
     for timeout in (0, -1, float("nan")):
         assert [type(each) for each in two.outcomes(ranks.bad_timeout, timeout, path)] == [ValueError] * 2
@@ -290,7 +290,7 @@ def test_a_timeout_of_nothing_is_an_error(two, folder):
 # The leader's end
 
 
-def test_a_leader_that_is_stopped_before_the_manifest_commits_nothing_later(two, folder):
+def test_take_whose_leader_is_stopped_before_the_manifest_commits_nothing_later(two, folder):
     path = f"{folder}/s"
     two.start(ranks.take_and_act, 0, "commit", "stop", "async_take", path, SHORT)
     [other] = two.finish(30, ranks=[1])
@@ -308,7 +308,7 @@ def test_a_leader_that_is_stopped_before_the_manifest_commits_nothing_later(two,
 
 
 @pytest.mark.parametrize(("which", "verb"), [(0, "async_take")])
-def test_a_rank_that_is_slow_is_waited_for_and_commits_nothing_early(two, folder, which, verb):
+def test_take_waits_for_a_slow_rank_and_commits_nothing_early(two, folder, which, verb):
     path = f"{folder}/s"
     works(two, path)
     before = save_id(path)
@@ -324,14 +324,14 @@ def _slow_overwrite(which, verb, path):
 
 
 @either_verb
-def test_a_take_returns_when_its_commit_is_there_for_all(two, folder, verb):
+def test_take_returns_on_all_ranks_after_the_commit(two, folder, verb):
     assert two.run(ranks.slow_commit, verb, f"{folder}/s") == [True, True]
 
 
 # In the background
 
 
-def test_two_takes_are_in_flight_at_once(two, folder):
+def test_async_take_twice_at_once_on_two_ranks(two, folder):
     first, second = f"{folder}/first", f"{folder}/second"
     assert two.run(ranks.two_at_once, first, second) == [(False, True)] * 2
     for path, value in ((first, 1), (second, 2)):
@@ -341,7 +341,7 @@ def test_two_takes_are_in_flight_at_once(two, folder):
 
 @pytest.mark.parametrize("run", [ranks.cancel_on, ranks.cancel_while_waiting])
 @either_rank
-def test_a_cancel_on_one_rank_fails_the_take_of_all(two, folder, which, run):
+def test_cancel_on_one_rank_fails_the_take_of_all(two, folder, which, run):
     path = f"{folder}/s"
     outcomes = two.outcomes(run, which, path)
     assert isinstance(outcomes[which], CancelledError), repr(outcomes[which])
@@ -366,7 +366,7 @@ assert not pending.done() or not rank
 
 
 @pytest.mark.ranks
-def test_what_is_pending_is_finished_at_exit(tmp_path):
+def test_async_take_pending_at_exit_is_finished(tmp_path):
     command = [sys.executable, "-W", "ignore", "-c", EXIT]
     jobs = [
         subprocess.Popen([*command, str(rank), tmp_path / "store", tmp_path / "s"], stderr=subprocess.PIPE)
@@ -382,7 +382,7 @@ def test_what_is_pending_is_finished_at_exit(tmp_path):
 
 
 @either_verb
-def test_a_path_that_holds_a_snapshot_is_refused_by_all_and_nothing_is_written(two, taken, verb):
+def test_take_to_an_existing_snapshot_is_refused_by_all_ranks_and_writes_nothing(two, taken, verb):
     before = files(taken)
     outcomes = two.outcomes(ranks.exists_already, taken, verb)
     assert [type(outcome) for outcome in outcomes] == [SnapshotExistsError] * 2
@@ -392,7 +392,7 @@ def test_a_path_that_holds_a_snapshot_is_refused_by_all_and_nothing_is_written(t
 
 
 @either_verb
-def test_a_take_that_was_overtaken_is_told_so_on_all_ranks(two, taken, folder, verb):
+def test_take_raises_on_all_ranks_if_another_take_committed_first(two, taken, folder, verb):
     path, manifest = f"{folder}/other", Path(taken, ".snapshot_metadata").read_bytes()
     outcomes = two.outcomes(ranks.overtaken, verb, path, manifest)
     assert [type(outcome) for outcome in outcomes] == [SnapshotExistsError] * 2
@@ -404,7 +404,7 @@ def test_a_take_that_was_overtaken_is_told_so_on_all_ranks(two, taken, folder, v
 @pytest.mark.parametrize(
     "verbs", [("take", "restore"), ("restore", "take"), ("take", "async_take"), ("async_take", "take")], ids=str
 )
-def test_ranks_that_call_different_verbs_are_told_so(two, folder, verbs):
+def test_ranks_that_call_different_methods_raise(two, folder, verbs):
     path = f"{folder}/s"
     outcomes = two.outcomes(ranks.different_verbs, verbs, path, timeout=SOON)
     for outcome in outcomes:
@@ -415,7 +415,7 @@ def test_ranks_that_call_different_verbs_are_told_so(two, folder, verbs):
 
 
 @either_verb
-def test_the_path_of_rank_0_counts_and_the_others_are_warned(two, folder, verb):
+def test_take_uses_the_path_of_rank_0_and_warns_the_others(two, folder, verb):
     assert two.run(ranks.paths_of_their_own, verb, folder) == [(f"{folder}/0", 2)] * 2
     assert [len(warned) for warned in two.warnings] == [0, 1]
     assert f"{folder}/0" in two.warnings[1][0]
@@ -423,7 +423,7 @@ def test_the_path_of_rank_0_counts_and_the_others_are_warned(two, folder, verb):
     assert not Path(f"{folder}/1").exists()
 
 
-def test_a_path_is_used_again_first_in_the_background_then_not(two, folder):
+def test_take_and_async_take_of_ranks_reuse_a_path(two, folder):
     path = f"{folder}/s"
     works(two, path, "async_take")
     first = save_id(path)
@@ -437,7 +437,7 @@ def test_a_path_is_used_again_first_in_the_background_then_not(two, folder):
 # Groups
 
 
-def test_a_group_without_global_rank_0(four, folder):
+def test_process_group_without_global_rank_0_takes_and_fails(four, folder):
     path = f"{folder}/s"
     assert four.run(ranks.in_group, (1, 2, 3), path) == [None, ([], 3), ([], 3), ([], 3)]
     outcomes = four.outcomes(ranks.fails_in_group, (1, 2, 3), 2, f"{folder}/t")
@@ -448,7 +448,7 @@ def test_a_group_without_global_rank_0(four, folder):
     assert not Path(f"{folder}/t").exists()
 
 
-def test_who_is_no_member_of_the_group_is_told_so(four, folder):
+def test_process_group_that_does_not_contain_the_rank_is_refused(four, folder):
     path = f"{folder}/s"
     outcomes = four.outcomes(ranks.everyone_calls, (1, 2, 3), path)
     assert isinstance(outcomes[0], SnapshotError)
@@ -457,7 +457,7 @@ def test_who_is_no_member_of_the_group_is_told_so(four, folder):
     assert Snapshot(path).metadata.world_size == 3
 
 
-def test_a_group_of_one_takes_alone(two, folder):
+def test_process_group_of_one_rank_takes_alone(two, folder):
     assert two.run(ranks.alone_each, folder) == [([], 1)] * 2
 
 
@@ -465,7 +465,7 @@ def test_a_group_of_one_takes_alone(two, folder):
 
 
 @pytest.mark.parametrize("failing", [False, True])
-def test_keys_do_not_pile_up_in_the_store(fresh_pool, folder, failing):
+def test_store_keys_do_not_pile_up(fresh_pool, folder, failing):
     pool = fresh_pool(2, store="tcp")
     [before, _] = pool.run(_count, f"{folder}/s", 10, failing)
     [after, _] = pool.run(_count, f"{folder}/s", 30, failing)

@@ -16,7 +16,7 @@ from tests.helpers.foreign_states import same
 from tests.transform.adapters import adapter, draw, factors
 
 
-def test_a_sharded_module_is_filled_from_blocks(two, folder):
+def test_gguf_restores_into_a_sharded_module(two, folder):
     weight, bias = draw(40, 64), draw(40)
     Path(folder, "m.gguf").write_bytes(file_of({"weight": (weight, "Q8_0"), "bias": bias}))
     for found in two.run(ranks.restore, f"{folder}/m.gguf"):
@@ -24,7 +24,7 @@ def test_a_sharded_module_is_filled_from_blocks(two, folder):
     assert two.run(ranks.verify, f"{folder}/m.gguf") == [True, True]
 
 
-def test_a_sharded_module_is_filled_from_jax(two, folder):
+def test_orbax_restores_into_a_sharded_module(two, folder):
     zipfile.ZipFile(ARCHIVE).extractall(folder)
     dense = tree()["params"]["dense"]
     for name in ("ocdbt", "plain3"):
@@ -36,7 +36,7 @@ QUANTISED = {"nf4-nested": "bitsandbytes", "int8": "bitsandbytes", "gptq-ordered
 
 
 @pytest.mark.parametrize("name", QUANTISED)
-def test_a_sharded_module_is_filled_from_quantised_weights(two, folder, name):
+def test_quantised_weights_restore_into_a_sharded_module(two, folder, name):
     zipfile.ZipFile(QUANTISED_FILES).extractall(folder)
     expected = load_file(f"{folder}/{name}/expected.safetensors")
     weight, bias = (expected[f"layers.0.q_proj.{part}"].float() for part in ("weight", "bias"))
@@ -49,7 +49,7 @@ def test_a_sharded_module_is_filled_from_quantised_weights(two, folder, name):
 
 
 @pytest.mark.parametrize("kind", ["snapshot", "safetensors", "dcp", "torch"])
-def test_ranks_share_a_conversion(two, folder, kind):
+def test_gguf_convert_is_shared_by_ranks(two, folder, kind):
     tensors = {f"w{number}": (draw(300 + number, 320), "Q8_0") for number in range(5)}
     Path(folder, "m.gguf").write_bytes(file_of(tensors))
     two.run(ranks.convert, f"{folder}/m.gguf", f"{folder}/{'out.pt' if kind == 'torch' else 'out'}", kind)
@@ -58,7 +58,7 @@ def test_ranks_share_a_conversion(two, folder, kind):
 
 
 @pytest.mark.parametrize("target", ["out", "out.safetensors"])
-def test_ranks_share_a_merge(two, folder, target):
+def test_merge_lora_is_shared_by_ranks(two, folder, target):
     state = {"a.weight": draw(3000, 700), "b.weight": draw(500, 700), "c": draw(9)}
     save_file(state, f"{folder}/base.safetensors")
     lora = adapter(Path(folder, "adapter"), {**factors("a", 3000, 700, rank=16), **factors("b", 500, 700)})

@@ -10,7 +10,7 @@ from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import Heartbeat, Ranks
 
 
-def test_the_thread_of_the_heartbeats_ends_with_its_group():
+def test_heartbeat_thread_ends_with_its_process_group():
     """One thread for each group that was ever destroyed would go on sending to its store."""
     heart = Heartbeat(dist.HashStore(), 0, 2)
     heart.begin(60)
@@ -23,7 +23,7 @@ def test_the_thread_of_the_heartbeats_ends_with_its_group():
     assert not thread.is_alive()
 
 
-def test_a_request_to_the_store_that_times_out_is_not_a_silent_rank():
+def test_store_timeout_is_not_reported_as_a_silent_rank():
     """The store's own error says more than that it did not respond."""
     store, met = dist.HashStore(), threading.Barrier(2)
 

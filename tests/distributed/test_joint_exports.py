@@ -43,7 +43,9 @@ def staged(path):
 
 
 @pytest.mark.parametrize(("on", "nth", "published"), [("rename", 1, True), ("rename", 3, True), ("stat", 8, False)])
-def test_a_leader_that_stops_while_it_publishes_loses_no_checkpoint(fresh_pool, tmp_path, source, on, nth, published):
+def test_convert_whose_leader_stops_while_publishing_loses_no_checkpoint(
+    fresh_pool, tmp_path, source, on, nth, published
+):
     call, *arguments = export(source, tmp_path, which=0, number=signal.SIGSTOP, on=on, nth=nth, timeout=4.0)
     with fresh_pool(2) as pool:
         pool.start(call, *arguments)
@@ -63,7 +65,7 @@ def test_a_leader_that_stops_while_it_publishes_loses_no_checkpoint(fresh_pool, 
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("to", ["safetensors", "torch"])
-def test_a_leader_that_is_killed_after_the_last_file_has_published(fresh_pool, tmp_path, source, to, overwrite):
+def test_convert_whose_leader_is_killed_after_the_last_file_has_published(fresh_pool, tmp_path, source, to, overwrite):
     options = {"to": to}
     call, verb, origin, place = export(source, tmp_path, which=0, number=signal.SIGKILL, on="list", **options)
     if to == "torch":
@@ -83,7 +85,7 @@ def test_a_leader_that_is_killed_after_the_last_file_has_published(fresh_pool, t
 
 
 @pytest.mark.parametrize("to", ["safetensors", "torch"])
-def test_a_leader_that_is_killed_before_has_not_published(fresh_pool, tmp_path, source, to):
+def test_convert_whose_leader_is_killed_before_the_rename_has_not_published(fresh_pool, tmp_path, source, to):
     call, verb, origin, place = export(source, tmp_path, which=0, number=signal.SIGKILL, on="rename", to=to)
     if to == "torch":
         place += "/one.pt"
@@ -95,7 +97,7 @@ def test_a_leader_that_is_killed_before_has_not_published(fresh_pool, tmp_path, 
 
 
 @pytest.mark.parametrize("nth", [1, 2, 4])
-def test_an_interrupted_leader_publishes_what_it_began(fresh_pool, tmp_path, source, nth):
+def test_convert_whose_leader_is_interrupted_publishes_what_it_began(fresh_pool, tmp_path, source, nth):
     call, *arguments = export(
         source, tmp_path, which=0, number=signal.SIGINT, on="rename", nth=nth, then=0.5, timeout=30.0
     )
@@ -108,7 +110,7 @@ def test_an_interrupted_leader_publishes_what_it_began(fresh_pool, tmp_path, sou
 
 
 @pytest.mark.parametrize(("verb", "path"), [("copy", "data/*.safetensors"), ("convert", "data/*-0.json")])
-def test_a_job_that_lost_to_another_names_the_cause(fresh_pool, tmp_path, source, verb, path):
+def test_copy_and_convert_that_lose_to_another_job_name_the_cause(fresh_pool, tmp_path, source, verb, path):
     on = {"copy": "stat", "convert": "get"}[verb]
     call = partial(ranks.call_with_signal, which=0, number=signal.SIGSTOP, on=on, path=path, notes=str(tmp_path))
     with fresh_pool(2) as pool:
@@ -127,7 +129,7 @@ def test_a_job_that_lost_to_another_names_the_cause(fresh_pool, tmp_path, source
     assert Snapshot(tmp_path / "lost").verify()
 
 
-def test_other_ranks_name_the_failure_of_the_leader(two, tmp_path, source):
+def test_convert_names_the_failure_of_the_leader_on_other_ranks(two, tmp_path, source):
     outcomes = two.outcomes(ranks.export_while_the_leader_fails, str(source), str(tmp_path / "other"))
     assert isinstance(outcomes[0], StorageError)
     assert "No space left" in str(outcomes[0])

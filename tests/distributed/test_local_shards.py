@@ -49,7 +49,7 @@ def _prepare(path, what):
 
 
 @pytest.mark.parametrize("ranks", ["two", "four"])
-def test_a_prepare_function_gets_the_local_tensors(ranks, request, folder):
+def test_prepare_function_receives_local_shards(ranks, request, folder):
     seen = request.getfixturevalue(ranks).run(_prepare, f"{folder}/s", None)
     for number, each in enumerate(seen):
         assert all(plain for _, plain, _, _ in each)
@@ -83,7 +83,7 @@ def _prepare_badly(path, kind):
     ("kind", "text"),
     [("shape", "not the shape"), ("dtypes", "s/d"), ("sparse", "must return a plain, dense tensor")],
 )
-def test_what_a_prepare_function_may_not_do_to_shards(two, folder, kind, text):
+def test_prepare_function_may_not_change_shape_or_kind_of_shards(two, folder, kind, text):
     assert any(text in each for each in two.run(_prepare_badly, f"{folder}/s", kind))
     assert not Snapshot(f"{folder}/s").exists()
 
@@ -120,7 +120,7 @@ def _take(path):
 
 
 @pytest.mark.parametrize("ranks", ["two", "four"])
-def test_an_object_is_read_into_what_each_rank_holds(two, ranks, request, folder):
+def test_read_object_into_local_shards(two, ranks, request, folder):
     two.run(_take, f"{folder}/s")
     request.getfixturevalue(ranks).run(_read, f"{folder}/s", None)
 
@@ -141,7 +141,7 @@ def _ranged(path):
     return log.nbytes("read_into")
 
 
-def test_only_the_ranges_that_a_rank_holds_are_read(two, folder):
+def test_read_object_reads_only_the_ranges_of_the_local_shards(two, folder):
     assert all(2 << 20 <= nbytes < (2 << 20) + 20_000 for nbytes in two.run(_ranged, f"{folder}/s"))
 
 
@@ -167,7 +167,7 @@ def _wrapped(path):
     assert torch.equal(other._local_tensor.codes, quantised(5 + rank).codes)
 
 
-def test_a_sharded_tensor_whose_local_part_is_wrapped_is_each_rank_s_own(two, folder):
+def test_sharded_tensor_with_a_wrapped_local_tensor_is_stored_per_rank(two, folder):
     two.run(_wrapped, f"{folder}/s")
 
 
@@ -190,7 +190,7 @@ def _values(path):
     assert live["generator"].initial_seed() == rank
 
 
-def test_values_of_several_ranks(two, folder):
+def test_replicated_and_rank_specific_wrapped_values_are_restored(two, folder):
     two.run(_values, f"{folder}/s")
     manifest = Snapshot(f"{folder}/s").get_manifest()
     assert "1/s/same" not in manifest
@@ -220,7 +220,7 @@ def _on_more_ranks(path, take):
     return None
 
 
-def test_ranks_that_were_not_there_get_them_too(two, four, folder):
+def test_replicated_wrapped_values_are_restored_on_new_ranks(two, four, folder):
     two.run(_on_more_ranks, f"{folder}/s", True)
     four.run(_on_more_ranks, f"{folder}/s", False)
     assert not any(path.startswith("1/s/c") for path in Snapshot(f"{folder}/s").get_manifest())

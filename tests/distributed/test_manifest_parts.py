@@ -74,14 +74,14 @@ def _restored(path, shape, dim):
     return sorted(Path(each.path).name.partition("-")[2] for each in log.of("get", "data/*")), len(log.of("stat"))
 
 
-def test_a_restore_into_the_same_layout_reads_its_own_part(four, folder):
+def test_manifest_parts_read_by_a_restore_into_the_same_layout_are_those_of_the_rank(four, folder):
     four.run(_save, f"{folder}/s", (4,))
     found = four.run(_restore, f"{folder}/s", (4,))
     assert [parts for parts, _ in found] == [[f"{rank}.json"] for rank in range(4)]
     assert [stats for _, stats in found] == [1] * 4
 
 
-def test_a_restore_of_replicas_reads_the_parts_of_those_that_may_have_written_them(four, folder):
+def test_manifest_parts_read_by_a_restore_of_replicas_are_those_of_possible_writers(four, folder):
     four.run(_save, f"{folder}/s", (2, 2))
     found = four.run(_restore, f"{folder}/s", (2, 2))
     for rank, (read, stats) in enumerate(found):
@@ -89,7 +89,7 @@ def test_a_restore_of_replicas_reads_the_parts_of_those_that_may_have_written_th
         assert stats <= 2
 
 
-def test_a_restore_into_another_layout_reads_the_parts_whose_boxes_it_meets(four, two, folder):
+def test_manifest_parts_read_by_a_restore_into_another_layout_are_those_of_its_boxes(four, two, folder):
     four.run(_save, f"{folder}/s", (4,))
     low, high = two.run(_restore, f"{folder}/s", (2,))
     assert low[0] == ["0.json", "1.json"]
@@ -98,7 +98,7 @@ def test_a_restore_into_another_layout_reads_the_parts_whose_boxes_it_meets(four
         assert read == [f"{rank}.json" for rank in range(4)]
 
 
-def test_ranks_of_a_host_hand_on_the_parts_that_they_read(four, folder):
+def test_manifest_parts_are_shared_by_ranks_of_a_host(four, folder):
     four.run(_save, f"{folder}/s", (4,))
     before = shared_folders()
     found = four.run(_restore, f"{folder}/s", (4,), 1, True)  # columns meet all rows
@@ -131,12 +131,12 @@ def _restore_manifest(path, spoilt):
 
 
 @pytest.mark.parametrize("spoilt", [False, True])
-def test_ranks_of_a_host_hand_on_the_manifest_and_verify_it(four, folder, spoilt):
+def test_manifest_is_shared_and_verified_by_ranks_of_a_host(four, folder, spoilt):
     Snapshot.take(f"{folder}/s", {"s": StateDict(x=torch.full((5,), 3.0), n=7)})
     assert four.run(_restore_manifest, f"{folder}/s", spoilt) == ([1] * 4 if spoilt else [1, 0, 0, 0])
 
 
-def test_a_wider_job_reads_the_parts_whose_boxes_it_meets(four, two, folder):
+def test_manifest_parts_read_on_more_ranks_are_those_of_their_boxes(four, two, folder):
     two.run(_save, f"{folder}/s", (2,))
     found = four.run(_restore, f"{folder}/s", (4,))
     assert [parts for parts, _ in found] == [["0.json"]] + [["0.json", "1.json"]] * 3
@@ -161,7 +161,7 @@ def _mislead(path, wrong):
 
 
 @pytest.mark.parametrize("wrong", [["S(1)"], ["S(9)"], ["R"], ["R", "S(0)"], ["?"], ["_S(0,7)"], [], None])
-def test_placements_are_a_hint_only(four, two, folder, wrong):
+def test_manifest_part_placements_are_only_a_hint(four, two, folder, wrong):
     four.run(_mislead, f"{folder}/s", wrong)
     two.run(_restore, f"{folder}/s", (2,))  # right in any case
 
@@ -179,7 +179,7 @@ def _boxes(path, ranks):
     assert all(live[name].tensor.equal(value.tensor) for name, value in held.items())
 
 
-def test_boxes_without_placements_are_found_in_all_parts(four, two, folder):
+def test_manifest_parts_are_all_read_for_boxes_without_placements(four, two, folder):
     four.run(_boxes, f"{folder}/s", 4)
     two.run(_boxes, f"{folder}/s", 4)
 
@@ -214,7 +214,7 @@ def _replicas(path, lost):
     return [each.path for each in Remote.log.of("stat", "data/*")]
 
 
-def test_ranks_that_need_the_same_files_share_the_looks_at_them(four, folder):
+def test_stat_of_data_files_is_shared_by_ranks_that_need_the_same_files(four, folder):
     four.run(_replicas, f"{folder}/s", False)
     looks = [path for paths in four.run(_replicas, f"{folder}/s", False) for path in paths]
     files = [f"data/{path.name}" for path in Path(folder, "s", "data").glob("*.safetensors")]
@@ -241,7 +241,7 @@ def _take_remote(path):
     ]
 
 
-def test_short_parts_for_the_leader_go_through_the_store_of_the_ranks(four, folder):
+def test_manifest_parts_that_are_short_are_sent_to_the_leader_through_the_store(four, folder):
     leader, long, short, last = four.run(_take_remote, f"{folder}/s")
     assert (long, short, last) == (["1-0.json"], [], ["3-0.json"])
     assert sorted(leader) == ["1-0.json", "3-0.json"]
@@ -262,7 +262,7 @@ def _different(path):
     return len(Remote.log.of("stat", "data/*"))
 
 
-def test_ranks_that_need_different_files_look_at_their_own(two, folder):
+def test_stat_of_data_files_is_not_shared_by_ranks_that_need_different_files(two, folder):
     assert all(looks > 0 for looks in two.run(_different, f"{folder}/s"))
 
 
@@ -300,7 +300,7 @@ def _read(path, name, **options):
     return found, [*log.of("get", "data/*.json"), *log.of("read_into", "data/*.json")]
 
 
-def test_one_object_of_a_long_manifest_is_found_by_the_index(tmp_path):
+def test_manifest_index_finds_one_object_of_a_long_manifest(tmp_path):
     with indexed_manifests():
         Snapshot.take(tmp_path / "s", {"t": tall()})
     for name in ("0/t/layers/l7/w", "t/layers/l7/w"):
@@ -320,7 +320,7 @@ def test_one_object_of_a_long_manifest_is_found_by_the_index(tmp_path):
     assert snapshot.verify()
 
 
-def test_objects_of_many_ranks_are_found_by_the_indexes(four, folder):
+def test_manifest_indexes_find_objects_of_many_ranks(four, folder):
     four.run(_save_indexed, f"{folder}/s", (4,))
     for name, value in values().items():
         found, reads = _read(f"{folder}/s", f"s/{name}")
@@ -341,7 +341,7 @@ def test_objects_of_many_ranks_are_found_by_the_indexes(four, folder):
 
 
 @pytest.mark.parametrize("where", ["index", "segment", "missing"])
-def test_damage_of_an_index_or_a_segment_is_an_error(tmp_path, where):
+def test_manifest_index_or_segment_that_is_damaged_is_an_error(tmp_path, where):
     with indexed_manifests():
         Snapshot.take(tmp_path / "s", {"t": tall()})
     [path] = (tmp_path / "s" / "data").glob("*.json")
@@ -355,7 +355,7 @@ def test_damage_of_an_index_or_a_segment_is_an_error(tmp_path, where):
         Snapshot(tmp_path / "s").read_object("t/layers/l7/n")
 
 
-def test_a_key_that_is_a_number_is_read_as_without_an_index(tmp_path):
+def test_manifest_index_reads_numeric_keys_like_a_manifest_without_one(tmp_path):
     app = {"0": StateDict(a=torch.ones(3)), "t": tall()}
     with indexed_manifests():
         Snapshot.take(tmp_path / "s", app)

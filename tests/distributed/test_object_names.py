@@ -24,7 +24,7 @@ def taken(two, folder):
     return Snapshot(f"{folder}/s")
 
 
-def test_what_is_unambiguous_needs_no_rank(taken):
+def test_read_object_needs_no_rank_for_an_unambiguous_name(taken):
     for prefix in ("", "0/", "1/"):
         assert taken.read_object(f"{prefix}s/same").equal(torch.ones(3))
         assert taken.read_object(f"{prefix}s/cut").equal(torch.tensor([0.0, 0.0, 1.0, 1.0]))
@@ -32,7 +32,7 @@ def test_what_is_unambiguous_needs_no_rank(taken):
     assert taken.read_object("s/alone").equal(torch.arange(2.0))
 
 
-def test_what_each_rank_has_for_itself_needs_one(taken):
+def test_read_object_needs_a_rank_for_a_rank_specific_name(taken):
     assert [float(taken.read_object(f"{rank}/s/own")[0]) for rank in (0, 1)] == [0, 1]
     for name in ("s/own", "s"):
         with pytest.raises(RestoreError, match=f"'{name}' needs a rank") as caught:
@@ -45,7 +45,7 @@ def test_what_each_rank_has_for_itself_needs_one(taken):
         taken.read_object("0/s/alone")
 
 
-def test_show_and_ls_print_names_that_they_take(taken, capsys):
+def test_cli_show_and_ls_print_names_that_read_object_accepts(taken, capsys):
     assert main(["ls", taken.path, "--flat"]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
     assert {"s/same", "s/cut", "s/alone", "0/s/own", "1/s/own", "both/a"} <= set(names)
@@ -65,6 +65,6 @@ def test_show_and_ls_print_names_that_they_take(taken, capsys):
 @pytest.mark.parametrize(
     ("glob", "names"), [("1/s/*", {"s/same", "s/cut", "s/alone", "1/s/own"}), ("s/own", {"0/s/own", "1/s/own"})]
 )
-def test_globs_with_a_rank_choose_what_it_has(taken, capsys, glob, names):
+def test_cli_ls_glob_with_a_rank_selects_the_names_of_that_rank(taken, capsys, glob, names):
     assert main(["ls", taken.path, "--flat", glob]) == 0
     assert {line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]} == names

@@ -45,7 +45,7 @@ def _there_and_back(url, given):
     return None
 
 
-def test_two_ranks_write_replicas_once_and_read_them_once(two, moto):
+def test_s3_take_of_two_ranks_writes_and_reads_replicas_once(two, moto):
     url = f"s3://{moto.bucket()}/run/step-1"
     with FaultProxy(moto.url) as proxy:
         refused = two.run(_there_and_back, url, options(moto, proxy.url) | {"deadline": 30, "timeout": 30})
@@ -65,7 +65,7 @@ def _failing(url, given):
     return None
 
 
-def test_a_rank_whose_store_fails_stops_the_other(two, moto):
+def test_s3_take_with_a_failing_store_on_one_rank_stops_the_other(two, moto):
     url = f"s3://{moto.bucket()}/s"
     with FaultProxy(moto.url) as proxy:
         given = options(moto, proxy.url)
@@ -77,7 +77,7 @@ def test_a_rank_whose_store_fails_stops_the_other(two, moto):
     assert not Snapshot(url, storage_options=options(moto, moto.url)).exists()
 
 
-def test_a_fault_that_passes_is_nothing_to_the_other(two, moto):
+def test_s3_take_retries_a_transient_fault_on_one_rank(two, moto):
     url = f"s3://{moto.bucket()}/s"
     with FaultProxy(moto.url) as proxy:
         proxy.fault(method="PUT", path="*/data/*-1-*", status=503)
@@ -102,7 +102,7 @@ def _take(path):
     Snapshot.take(path, state(), replicated=["s/shared"], durable=False)
 
 
-def test_ranks_share_copies_and_conversions_to_and_from_a_bucket(two, moto, folder):
+def test_s3_copy_and_convert_are_shared_by_ranks(two, moto, folder):
     two.run(_take, f"{folder}/source")
     url, given = f"s3://{moto.bucket()}/run", options(moto, moto.url) | {"deadline": 30, "timeout": 30}
     reports = two.run(_share_verbs, folder, url, given)

@@ -94,7 +94,7 @@ def same(a, b):
 @pytest.mark.parametrize(
     ("was", "to"), [("fsdp", "tp+fsdp"), ("tp+fsdp", "fsdp"), ("hsdp", "ddp"), ("ddp", "hsdp"), ("tp+fsdp", "tp+fsdp")]
 )
-def test_a_model_state_restores_into_another_parallelism(four, two, folder, was, to):
+def test_model_state_restores_into_another_parallelism(four, two, folder, was, to):
     saved = four.run(_save, f"{folder}/s", was)
     for restored in [*four.run(_load, f"{folder}/s", to), *two.run(_load, f"{folder}/s", "fsdp")]:
         same(saved[0], restored)
@@ -134,7 +134,7 @@ def _pipeline(path, layers, restore):
     return None
 
 
-def test_a_pipeline_s_layers_restore_into_another_number_of_stages(four, two, folder):
+def test_pipeline_layers_restore_into_another_number_of_stages(four, two, folder):
     four.run(_pipeline, f"{folder}/s", 8, False)
     assert two.run(_pipeline, f"{folder}/s", 8, True) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert Snapshot(f"{folder}/s").read_object("0/one/w")[:, 2, 4].tolist() == list(range(8))
@@ -205,7 +205,7 @@ def _blocks(path, restore):
         assert tensor.equal(whole[row : row + 3, column : column + 4])
 
 
-def test_what_implements_the_checkpointable_protocol_is_sharded(two, folder):
+def test_checkpointable_protocol_tensor_is_sharded(two, folder):
     two.run(_blocks, f"{folder}/s", False)
     two.run(_blocks, f"{folder}/s", True)
     assert Snapshot(f"{folder}/s").read_object("0/s/b").equal(torch.arange(48.0).view(6, 8))
@@ -223,7 +223,7 @@ def _wrong(path, kind):
     ("kind", "text"),
     [("overlap", "overlap"), ("hole", "12 of 15"), ("shape", r"\[5, 3\] on rank 1"), ("replica", "6 of 12")],
 )
-def test_boxes_that_do_not_make_a_tensor_are_an_error_before_anything_is_written(two, folder, kind, text):
+def test_boxes_that_do_not_form_a_tensor_are_refused_before_writing(two, folder, kind, text):
     for error in two.outcomes(_wrong, f"{folder}/s", kind):
         assert isinstance(error, SnapshotError)
         assert re.search(text, str(error))
@@ -251,7 +251,7 @@ def _partial(path):
     Snapshot.take(path, {"s": StateDict(w=DTensor.from_local(torch.ones(2), mesh, [Partial()]))})
 
 
-def test_a_tensor_that_is_not_reduced_yet_is_an_error(two, folder):
+def test_partial_dtensor_is_refused(two, folder):
     for error in two.outcomes(_partial, f"{folder}/s"):
         assert "not reduced" in str(error)
 
@@ -272,7 +272,7 @@ def _submesh(path, restore):
     assert tensor.to_local().equal(whole[rank % 2 * 2 : rank % 2 * 2 + 2])
 
 
-def test_tensors_of_one_name_on_several_meshes_are_kept_apart(four, two, folder):
+def test_dtensors_of_one_name_on_several_meshes_are_kept_apart(four, two, folder):
     four.run(_submesh, f"{folder}/s", False)
     four.run(_submesh, f"{folder}/s", True)
     snapshot = Snapshot(f"{folder}/s")
@@ -295,7 +295,7 @@ def _fsdp1(path, restore):
         return {name: value.detach().clone() for name, value in model.module.named_parameters()}
 
 
-def test_fsdp1_with_sharded_state_dicts(two, folder):
+def test_fsdp1_sharded_state_dict_is_restored(two, folder):
     saved = two.run(_fsdp1, f"{folder}/s", False)[0]
     for restored in two.run(_fsdp1, f"{folder}/s", True):
         same(saved, restored)
@@ -315,7 +315,7 @@ def _async(path):
 
 
 @needs_fsdp
-def test_an_asynchronous_take_is_of_the_moment_of_the_call_on_all_ranks(four, folder):
+def test_async_take_saves_the_moment_of_the_call_on_all_ranks(four, folder):
     four.run(_async, f"{folder}/s")
     assert Snapshot(f"{folder}/s-2").verify()
 
@@ -379,7 +379,7 @@ def _overlapped(path, kind, worker):
 
 @pytest.mark.parametrize("worker", ["thread", "process"])
 @pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=needs_fsdp)])
-def test_what_overlaps_is_of_the_moment_of_the_call_on_all_ranks(two, folder, kind, worker):
+def test_overlapped_staging_saves_the_moment_of_the_call_on_all_ranks(two, folder, kind, worker):
     assert two.run(_overlapped, folder, kind, worker) == [True, True]
     for number in range(3):
         taken, expected = (Snapshot(f"{folder}/{number}{text}") for text in ("", "-expected"))
@@ -465,7 +465,7 @@ def _steps_beside_copies(path, name):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_no_optimizer_tears_a_sharded_state_while_it_is_copied(two, folder, name):
+def test_overlapped_staging_of_sharded_state_is_consistent_with_any_optimizer(two, folder, name):
     two.run(_steps_beside_copies, folder, name)
 
 
@@ -498,7 +498,7 @@ def _changed_uncounted(path, change):
 
 
 @pytest.mark.parametrize("change", ["foreach", "data", "local", "counted"])
-def test_a_change_of_a_sharded_tensor_outside_a_step_is_seen(two, folder, change):
+def test_overlapped_staging_detects_a_sharded_tensor_changed_outside_a_step(two, folder, change):
     found = two.run(_changed_uncounted, folder, change)
     assert all("wait_staged" in each for each in found), found
     assert not [each for each in Path(folder).rglob("*") if each.is_file()]
@@ -514,7 +514,7 @@ def _broken_shard(path):
     return [str(each) for each in Snapshot.take(path, app).report.findings]
 
 
-def test_a_guard_reads_the_shards_of_each_rank(two, folder):
+def test_guard_checks_the_shards_of_each_rank(two, folder):
     first, second = two.run(_broken_shard, f"{folder}/s")
     assert first == []
     assert second[0].startswith("nonfinite: NaN or infinity in train/model/first.weight (")

@@ -31,7 +31,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_processes_of_their_own(tmp_path, size):
+def test_take_and_restore_in_processes_started_separately(tmp_path, size):
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
     ranks = [
         subprocess.Popen([*command, str(rank), str(size), tmp_path / "store", tmp_path / "s"]) for rank in range(size)
@@ -50,7 +50,7 @@ def _apart(path):
     return Snapshot(f"{path}-{rank}", mine).metadata.world_size
 
 
-def test_each_rank_may_have_a_snapshot_of_its_own(two, folder):
+def test_process_group_of_each_rank_alone_takes_a_snapshot_each(two, folder):
     assert two.run(_apart, f"{folder}/s") == [1, 1]
 
 
@@ -69,12 +69,12 @@ def _some(path):
     return sorted(Snapshot(path).get_manifest())
 
 
-def test_a_group_need_not_hold_the_first_rank(four, folder):
+def test_process_group_without_the_first_rank(four, folder):
     _, *entries = four.run(_some, f"{folder}/s")
     assert entries[0] == ["0/s", "0/s/same", "0/s/x", "1/s/x", "2/s/x"]
 
 
-def test_a_group_that_is_made_again_on_the_same_store_meets_nothing_of_the_first():
+def test_process_group_recreated_on_the_same_store_ignores_old_keys():
     """Torch's own second meeting on one store may hang, so these ranks are ours alone."""
     store = dist.HashStore()
 
@@ -121,6 +121,6 @@ def _late(path):
     return len(looks)
 
 
-def test_a_rank_that_waits_looks_less_and_less_often(two, folder):
+def test_rank_that_waits_polls_the_store_less_and_less_often(two, folder):
     waited, _ = two.run(_late, f"{folder}/s")
     assert waited < 400  # one look in 4 ms would be 2,000

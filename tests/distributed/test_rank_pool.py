@@ -72,19 +72,19 @@ def disagrees():
     dist.distributed_c10d._world.group_count += dist.get_rank()
 
 
-def test_values_come_back_in_the_order_of_the_ranks(four):
+def test_rank_pool_returns_values_in_rank_order(four):
     assert four.run(ranks) == [(rank, torch.tensor([6])) for rank in range(4)]
     assert four.run(functools.partial(ranks, offset=1)) == [(rank, torch.tensor([10])) for rank in range(4)]
     assert len(four.seconds) == 4
 
 
-def test_workers_are_forked_by_a_process_of_one_thread(two):
+def test_rank_pool_workers_are_forked_by_a_single_threaded_process(two):
     (first, *same), (second, *others) = two.run(surroundings)
     assert [first, second] == two.pids
     assert same == others == [1, 1, "lo"]
 
 
-def test_an_exception_is_raised_with_the_traces_of_all_ranks(four):
+def test_rank_pool_run_raises_with_the_traces_of_all_ranks(four):
     with pytest.raises(AssertionError) as caught:
         four.run(fails, (1, 3))
     assert isinstance(caught.value.__cause__, Traces)
@@ -99,13 +99,13 @@ def test_an_exception_is_raised_with_the_traces_of_all_ranks(four):
     assert four.output(1) == ""
 
 
-def test_outcomes_tell_values_and_exceptions_apart(two):
+def test_rank_pool_outcomes_separates_values_and_exceptions(two):
     fine, failed = two.outcomes(fails, (1,))
     assert fine == "fine"
     assert isinstance(failed, AssertionError)
 
 
-def test_exceptions_keep_their_class_attributes_and_causes(two):
+def test_rank_pool_exceptions_keep_class_attributes_and_causes(two):
     for error in two.outcomes(raises, "library"):
         assert type(error) is RankError
         assert (str(error), error.rank) == ("rank 1 failed", 1)
@@ -113,14 +113,14 @@ def test_exceptions_keep_their_class_attributes_and_causes(two):
         assert error.__cause__.filename == "/some/file"
 
 
-def test_an_exception_that_cannot_be_sent_has_a_stand_in(two):
+def test_rank_pool_replaces_an_exception_that_cannot_be_pickled(two):
     for rank, error in enumerate(two.outcomes(raises, "own")):
         assert type(error) is Remote
         assert (error.type_name, error.text) == ("Unsendable", f"no pickle of rank {rank}")
         assert (error.rank, error.faults) == (rank, ("a", "b"))
 
 
-def test_warnings_are_listed_for_each_rank(two):
+def test_rank_pool_lists_warnings_per_rank(two):
     two.run(warns)
     assert two.warnings == [[], ["ResourceWarning: mind the gap"] * 2]
     two.run(ranks)
@@ -128,7 +128,7 @@ def test_warnings_are_listed_for_each_rank(two):
 
 
 @pytest.mark.parametrize("store", ["file", "tcp"])
-def test_a_killed_rank_is_noticed_at_once(fresh_pool, store):
+def test_rank_pool_notices_a_killed_rank_at_once(fresh_pool, store):
     pool = fresh_pool(2, store=store)
     alive, died = pool.outcomes(ends, functools.partial(os.kill, pool.pids[1], signal.SIGKILL), timeout=10)
     assert alive == "alive"
@@ -141,12 +141,12 @@ def test_a_killed_rank_is_noticed_at_once(fresh_pool, store):
     assert pool.healthy()
 
 
-def test_a_rank_that_exits_is_told_from_one_that_was_killed(fresh_pool):
+def test_rank_pool_distinguishes_exited_and_killed_ranks(fresh_pool):
     died = fresh_pool(2).outcomes(ends, functools.partial(os._exit, 3))[1]
     assert (died.signal, died.code) == (None, 3)
 
 
-def test_a_rank_can_be_killed_in_the_middle_of_a_run(fresh_pool):
+def test_rank_pool_can_kill_a_rank_during_a_run(fresh_pool):
     pool = fresh_pool(3)
     pool.start(meets, 2)
     assert pool.finish(ranks=[2]) == [None]
@@ -157,7 +157,7 @@ def test_a_rank_can_be_killed_in_the_middle_of_a_run(fresh_pool):
     assert isinstance(second, RuntimeError)
 
 
-def test_a_stopped_rank_goes_on_when_it_is_told_to(fresh_pool):
+def test_rank_pool_stopped_rank_continues_after_cont(fresh_pool):
     pool = fresh_pool(2)
     pool.stop(1)
     assert not pool.healthy()
@@ -171,7 +171,7 @@ def test_a_stopped_rank_goes_on_when_it_is_told_to(fresh_pool):
 
 
 @pytest.mark.timeout(10, func_only=True)
-def test_a_hang_ends_with_the_stacks_of_the_ranks(fresh_pool):
+def test_rank_pool_hang_shows_the_stacks_of_the_ranks(fresh_pool):
     pool = fresh_pool(2)
     with pytest.raises(Hang) as caught:
         pool.run(meets, 1, timeout=0.5)
@@ -182,29 +182,29 @@ def test_a_hang_ends_with_the_stacks_of_the_ranks(fresh_pool):
     assert not pool.healthy()
 
 
-def test_a_stopped_rank_is_a_hang_too(fresh_pool):
+def test_rank_pool_reports_a_stopped_rank_as_a_hang(fresh_pool):
     pool = fresh_pool(2)
     pool.stop(1)
     with pytest.raises(Hang, match=r"ranks \[1\] of 2"):
         pool.outcomes(fails, (), timeout=0.2)
 
 
-def test_a_broken_pool_is_left_behind(two):
+def test_rank_pool_outcomes_of_a_killed_rank_is_died(two):
     two.kill(0)
     assert isinstance(two.outcomes(ranks)[0], Died)
 
 
-def test_a_broken_pool_is_mended_for_the_next_test(two):
+def test_rank_pool_is_repaired_for_the_next_test(two):
     assert two.run(fails, ()) == ["fine", "fine"]
 
 
-def test_ranks_that_disagree_are_not_healthy(fresh_pool):
+def test_rank_pool_healthy_is_false_if_ranks_disagree(fresh_pool):
     pool = fresh_pool(2)
     assert pool.healthy()
     pool.run(disagrees)
     assert not pool.healthy()
 
 
-def test_spawned_ranks_hash_differently(fresh_pool):
+def test_rank_pool_spawned_ranks_have_different_hash_seeds(fresh_pool):
     one, other = fresh_pool(2, method="spawn").run(hash, "name")
     assert one != other

@@ -23,7 +23,7 @@ def _off_the_mesh(path):
     assert live.to_local().equal(tensor.to_local())
 
 
-def test_ranks_may_hold_a_tensor_of_a_mesh_that_they_are_not_in(four, folder):
+def test_dtensor_of_a_mesh_without_this_rank_is_saved(four, folder):
     four.run(_off_the_mesh, f"{folder}/s")
     assert Snapshot(f"{folder}/s").read_object("0/s/d").equal(torch.arange(8.0))
 
@@ -72,7 +72,7 @@ def _unlike(path, globs):
 
 
 @pytest.mark.parametrize("globs", [None, ["s/**"]])
-def test_values_of_equal_bytes_that_are_not_the_same_stay_apart(two, folder, globs):
+def test_replicated_values_of_equal_bytes_but_other_types_are_kept_apart(two, folder, globs):
     two.run(_unlike, f"{folder}/s", globs)
 
 
@@ -83,7 +83,7 @@ def _gathered_on_one(path):
     Snapshot.take(path, {"m": ModelState(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))})
 
 
-def test_options_that_give_rank_0_alone_the_state_are_refused(two, folder):
+def test_model_state_options_that_give_state_to_rank_0_alone_are_refused(two, folder):
     for error in two.outcomes(_gathered_on_one, f"{folder}/s"):
         assert "full_state_dict with cpu_offload" in str(error)
 
@@ -95,7 +95,7 @@ def _not_strict(path, strict):
     return [line.path for line in Snapshot(path).restore({"m": smaller}, strict=strict).unexpected]
 
 
-def test_names_that_no_rank_has_a_use_for_are_an_error_or_reported(two, folder):
+def test_restore_strict_reports_names_unused_on_all_ranks(two, folder):
     assert two.run(_not_strict, f"{folder}/s", False) == [["m/1.weight", "m/1.bias"]] * 2
     for error in two.outcomes(_not_strict, f"{folder}/s", True):
         assert isinstance(error, RestoreError)
@@ -116,7 +116,7 @@ def _comes_and_goes(path):
     return shared
 
 
-def test_what_is_equal_again_is_shared_again(two, folder):
+def test_replicated_values_that_become_equal_again_are_shared_again(two, folder):
     assert two.run(_comes_and_goes, f"{folder}/s") == [[True, False, True, True, False]] * 2
 
 
@@ -135,7 +135,7 @@ def _check(path, kind):
 
 
 @pytest.mark.parametrize("kind", ["tied", "dtensor"])
-def test_check_replicated_looks_at_ties_and_at_boxes_that_several_hold(two, folder, kind):
+def test_check_replicated_compares_tied_tensors_and_dtensor_boxes(two, folder, kind):
     for error in two.outcomes(_check, f"{folder}/s", kind):
         assert isinstance(error, SnapshotError)
         assert "s/b" in str(error)
@@ -151,7 +151,7 @@ def _for_all(path, arguments, take):
     return float(state[f"k{rank}"]["x"].sum())
 
 
-def test_include_and_rename_are_judged_for_all_ranks(two, folder):
+def test_select_and_rename_are_checked_for_all_ranks(two, folder):
     two.run(_for_all, f"{folder}/s", {}, True)
     assert two.run(_for_all, f"{folder}/s", {"select": ["k0"]}, False) == [3, 0]
     assert two.run(_for_all, f"{folder}/s", {"rename": {"k0/y": "k0/z"}}, False) == [3, 3]
@@ -171,7 +171,7 @@ def _private(path, arguments, take):
     return float(live["a"].sum()), live["l"], live["o"]["p"]
 
 
-def test_what_is_private_can_be_left_out_on_new_ranks(two, four, folder):
+def test_select_and_exclude_leave_out_rank_specific_values_on_new_ranks(two, four, folder):
     two.run(_private, f"{folder}/s", {}, True)
     assert any(isinstance(each, RestoreError) for each in four.outcomes(_private, f"{folder}/s", {}, False))
     for arguments in ({"exclude": ["s/l"]}, {"select": ["s/a", "s/o/p"]}):
@@ -192,7 +192,7 @@ def _other_shape(path, change):
 
 
 @pytest.mark.parametrize("change", ["shape", "dtype"])
-def test_a_known_plan_does_not_hide_boxes_that_no_longer_fit(two, folder, change):
+def test_boxes_that_no_longer_fit_are_found_with_a_cached_plan(two, folder, change):
     for number, kind, text in two.run(_other_shape, f"{folder}/s", change):
         assert number == 1
         assert kind == "SnapshotError"
@@ -205,7 +205,7 @@ def _prepared(path):
     Snapshot.take(path, {"s": StateDict(w=part)}, None, None, None, lambda name, tensor, tracing: tensor.half())
 
 
-def test_a_prepare_function_is_given_the_boxes(two, folder):
+def test_prepare_function_receives_boxes(two, folder):
     two.run(_prepared, f"{folder}/s")
     read = Snapshot(f"{folder}/s").read_object("0/s/w")
     assert read.dtype == torch.float16
@@ -224,7 +224,7 @@ def _objects(path, take):
     return report.bytes_read
 
 
-def test_long_objects_are_read_once_too(four, folder):
+def test_read_once_reads_long_objects_once(four, folder):
     four.run(_objects, f"{folder}/s", True)
     assert sum(four.run(_objects, f"{folder}/s", False)) < 1.01 * (5_000_000 + (4 << 19)) + 10_000
 
@@ -244,7 +244,7 @@ def _for_key(path, take):
     return None
 
 
-def test_a_key_s_state_is_that_of_the_rank_that_asks(two, four, folder):
+def test_get_state_dict_for_key_returns_the_state_of_this_rank(two, four, folder):
     two.run(_for_key, f"{folder}/s", True)
     four.run(_for_key, f"{folder}/s", False)
 
@@ -259,7 +259,7 @@ def _too_large(path, take):
         Snapshot(path).restore({"s": state})
 
 
-def test_a_sharded_tensor_of_another_shape_is_an_error_not_a_whole_tensor(two, folder):
+def test_restore_of_a_sharded_tensor_with_another_shape_raises(two, folder):
     two.run(_too_large, f"{folder}/s", True)
     assert any(isinstance(error, RestoreError) for error in two.outcomes(_too_large, f"{folder}/s", False))
 
@@ -293,7 +293,7 @@ def _cut(path, kind):
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("replicated", [0, 1, 2, 3, 4, 5]), ("stages", [2, 3])])
-def test_what_stands_in_other_ranks_parts_of_a_large_manifest_is_found(two, folder, kind, expected):
+def test_manifest_parts_of_other_ranks_are_searched(two, folder, kind, expected):
     assert two.run(_cut, f"{folder}/s", kind) == [expected] * 2
 
 
@@ -306,7 +306,7 @@ def _again(path):
         assert Snapshot(f"{path}-{number}").read_object("0/s/w").eq(number).all()
 
 
-def test_boxes_that_two_ranks_hold_are_spared_when_other_things_change(two, folder):
+def test_boxes_held_by_two_ranks_are_planned_again_if_other_tensors_change(two, folder):
     two.run(_again, f"{folder}/s")
 
 
@@ -319,7 +319,7 @@ def _tied_boxes(path):
     Snapshot.take(path, {"s": state})
 
 
-def test_a_box_tied_to_a_replica_is_written(two, folder):
+def test_box_tied_to_a_replica_is_written(two, folder):
     two.run(_tied_boxes, f"{folder}/s")
     for name in ("embed", "head"):
         assert Snapshot(f"{folder}/s").read_object(f"0/s/{name}").eq(7).all()
@@ -335,7 +335,7 @@ def _stages_of_one_name(path):
     Snapshot.take(path, {"s": StateDict(w=tensor)}, check_replicated=True)
 
 
-def test_stages_that_use_one_name_are_not_compared_with_each_other(four, folder):
+def test_pipeline_stages_with_one_name_are_not_compared(four, folder):
     four.run(_stages_of_one_name, f"{folder}/s")
     assert [float(Snapshot(f"{folder}/s").read_object(f"{rank}/s/w").mean()) for rank in (0, 2)] == [0, 1]
 
@@ -347,7 +347,7 @@ def _stages_from_one(path):
     return stage[f"l{rank}"].weight.detach().clone()
 
 
-def test_a_snapshot_of_one_rank_restores_into_stages(two, folder):
+def test_pipeline_stages_are_restored_from_a_one_rank_snapshot(two, folder):
     whole = nn.ModuleDict({f"l{i}": nn.Linear(2, 2) for i in (0, 1)})
     Snapshot.take(f"{folder}/s", {"m": whole})
     for rank, weight in enumerate(two.run(_stages_from_one, f"{folder}/s")):
@@ -362,5 +362,5 @@ def _empty_objects(path):
     return live["data"], float(live["w"].mean())
 
 
-def test_empty_objects_are_read_together_with_the_rest(two, folder):
+def test_read_once_reads_empty_objects_with_the_rest(two, folder):
     assert two.run(_empty_objects, f"{folder}/s") == [(bytearray(b""), 1.0)] * 2

@@ -28,7 +28,7 @@ def _load(path, failing, nth):
 
 @pytest.mark.parametrize("nth", [1, 2])
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_rank_that_cannot_read_fails_all_ranks_at_once(two, folder, failing, nth):
+def test_read_once_fails_on_all_ranks_if_one_cannot_read(two, folder, failing, nth):
     """It fails while the parts that it received before are still being copied."""
     two.run(_save, f"{folder}/s")
     for _ in range(3):

@@ -26,7 +26,7 @@ def _globs(path):
     return "only" in state
 
 
-def test_only_globs_that_all_gave_count_and_only_for_what_all_hold_alike(two, folder):
+def test_replicated_globs_count_only_if_all_ranks_gave_them_and_hold_equal_values(two, folder):
     assert two.run(_globs, f"{folder}/s") == [True, False]
     entries = Snapshot(f"{folder}/s").get_manifest()
     assert entries["0/s/a"].replicated
@@ -46,7 +46,7 @@ def _differs(path, tensor, check):
     Snapshot.take(path, {"s": StateDict(same=1, x=value)}, replicated=["s/**"], check_replicated=check)
 
 
-def test_inline_values_that_differ_are_an_error_that_names_them(two, folder):
+def test_replicated_inline_values_that_differ_raise_and_are_named(two, folder):
     for error in two.outcomes(_differs, f"{folder}/s", False, False):
         assert isinstance(error, SnapshotError)
         assert "s/x" in str(error)
@@ -73,7 +73,7 @@ def _ignored(path):
     return sorted(Snapshot(path).get_manifest())
 
 
-def test_ddp_shares_all_but_what_it_was_told_to_ignore(two, folder):
+def test_ddp_module_replicates_all_but_ignored_parameters(two, folder):
     entries = two.run(_ignored, f"{folder}/s")[0]
     assert [path for path in entries if path.startswith("1/")] == ["1/model/module.2.weight"]
     # buffers are copied from the first rank before each forward pass, so its are the ones that count
@@ -97,7 +97,7 @@ def _stage_groups(path):
         assert value.equal(kept[name])
 
 
-def test_stages_of_equal_names_with_ddp_groups_of_their_own_are_not_mixed_up(four, folder):
+def test_ddp_groups_of_pipeline_stages_with_equal_names_are_kept_apart(four, folder):
     four.run(_stage_groups, f"{folder}/s")
 
 
@@ -110,7 +110,7 @@ def _balance(path, sizes):
 
 
 @pytest.mark.parametrize("sizes", [[4_000_000], [500_000, 90_000, 90_000, 30_000, 30_000] + [300] * 30, [70_000] * 9])
-def test_work_is_balanced_and_one_huge_tensor_is_split(four, folder, sizes):
+def test_replicated_work_is_balanced_and_a_huge_tensor_is_split(four, folder, sizes):
     loads = four.run(_balance, f"{folder}/s", sizes)
     assert all(each == loads[0] for each in loads)
     data = Path(folder, "s", "data")
@@ -132,7 +132,7 @@ def _tied(path, glob):
 
 
 @pytest.mark.parametrize(("glob", "times"), [(["s/**"], 2), (["s/a"], 5), (["s/b"], 5)])
-def test_tied_weights_are_written_once_if_both_names_are_shared(two, folder, glob, times):
+def test_tied_weights_are_written_once_if_both_names_are_replicated(two, folder, glob, times):
     two.run(_tied, f"{folder}/s", glob)
     assert 120_000 * times <= written(f"{folder}/s") < 120_000 * times + 10_000
 
@@ -184,7 +184,7 @@ def _exchanges(path, change):
     return counted
 
 
-def test_a_repeated_take_needs_two_exchanges_before_the_bytes_flow(four, folder):
+def test_take_repeated_needs_two_exchanges_before_writing(four, folder):
     for counted in four.run(_exchanges, f"{folder}/s", False):
         # hello, records, (details, records,) and the commit
         assert counted == [5, 5, 3, 3, 4]
@@ -216,7 +216,7 @@ def _restarted(path, restore):
     return counted
 
 
-def test_a_job_that_restored_a_snapshot_reuses_the_plan_that_took_it(two, folder):
+def test_take_after_a_restore_reuses_the_plan_of_the_snapshot(two, folder):
     assert two.run(_restarted, f"{folder}/s", False) == [5, 5]
     assert two.run(_restarted, f"{folder}/s", True) == [3, 3]
 
@@ -246,7 +246,7 @@ def _cut(path, ranks):
         document.IN_ONE = usual
 
 
-def test_each_rank_s_own_part_of_a_large_manifest_stays_apart(four, two, folder):
+def test_manifest_parts_of_each_rank_stay_separate(four, two, folder):
     four.run(_cut, f"{folder}/s", 4)
     names = {path.name.partition("-")[2] for path in Path(folder, "s", "data").glob("*.json")}
     assert names == {"0.json", "1.json", "2.json", "3.json"}
@@ -266,7 +266,7 @@ def _trees(path):
     return state == {"equal": equal, "own": own}
 
 
-def test_equal_trees_of_plain_values_are_stored_once_and_any_number_of_ranks_has_them(two, folder):
+def test_replicated_trees_of_plain_values_are_stored_once(two, folder):
     assert two.run(_trees, f"{folder}/t") == [True, True]
     entries = Snapshot(f"{folder}/t").get_manifest()
     assert entries["0/s/equal"].replicated
@@ -287,7 +287,7 @@ def _partly_replicated(path):
     Snapshot.take(path, {"s": StateDict(rows=rows)}, replicated=["s/rows/*/same"])
 
 
-def test_a_glob_for_some_values_of_a_tree_holds(two, folder):
+def test_replicated_glob_for_some_values_of_a_tree(two, folder):
     two.run(_partly_replicated, f"{folder}/p")
     entries = Snapshot(f"{folder}/p").get_manifest()
     assert entries["0/s/rows/7/same"].replicated
@@ -308,7 +308,7 @@ def _broken_on_one(path, guards):
     return [str(each) for each in report.findings]
 
 
-def test_a_bad_state_on_one_rank_counts_for_all(two, folder):
+def test_guard_on_one_rank_marks_the_snapshot_for_all(two, folder):
     first, second = two.run(_broken_on_one, f"{folder}/s", "suspect")
     assert first == []
     assert "NaN or infinity in m/weight" in second[0]
@@ -325,7 +325,7 @@ def _drifted(path, change):
     return [str(each) for each in Snapshot.take(path, {"s": state}, replicated=["s/**"]).report.findings]
 
 
-def test_replicas_that_drift_are_reported_by_the_leader(two, folder):
+def test_guard_drift_of_replicas_is_reported_by_the_leader(two, folder):
     assert two.run(_drifted, f"{folder}/step-1", False) == [[], []]
     first, second = two.run(_drifted, f"{folder}/step-2", True)
     assert second == []

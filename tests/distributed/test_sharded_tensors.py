@@ -78,12 +78,12 @@ def boxes(shards):
     ],
 )
 @pytest.mark.parametrize("shape", [(16, 8), (13, 5), (3, 2), (1, 1), (0, 4)])
-def test_the_pieces_of_a_dtensor_are_its_parts_of_the_whole(mesh, placements, shape):
+def test_dtensor_pieces_are_parts_of_the_whole(mesh, placements, shape):
     dense = numbers(*shape)
     check(dense, lambda: spread(dense, init_device_mesh("cpu", mesh), *placements))
 
 
-def test_a_dtensor_tells_of_its_mesh_and_who_holds_the_same():
+def test_dtensor_shards_describe_mesh_and_holders():
     dense = numbers(8, 3)
     found = check(dense, lambda: spread(dense, init_device_mesh("cpu", (2, 4)), Replicate(), Shard(0)))[5]
     assert found.kind == "DTensor"
@@ -94,7 +94,7 @@ def test_a_dtensor_tells_of_its_mesh_and_who_holds_the_same():
     assert found.layout == "DTensor float32 [8, 3] on [[0, 1, 2, 3], [4, 5, 6, 7]] as R, S(0)"
 
 
-def test_writing_to_a_piece_writes_to_the_live_dtensor():
+def test_dtensor_pieces_are_views_of_the_live_tensor():
     with world(3):
         live = spread(numbers(8, 4), init_device_mesh("cpu", (8,)), Shard(0)).requires_grad_()
         found = find_shards("here", live)
@@ -103,12 +103,12 @@ def test_writing_to_a_piece_writes_to_the_live_dtensor():
         assert live.to_local().eq(-1).all()
 
 
-def test_a_scalar_dtensor_is_one_box():
+def test_dtensor_scalar_is_one_box():
     dense = torch.tensor(3.0)
     assert boxes(check(dense, lambda: spread(dense, init_device_mesh("cpu", (8,)), Replicate()))[0]) == [""]
 
 
-def test_a_rank_outside_the_mesh_holds_no_pieces_but_knows_the_rest():
+def test_dtensor_on_a_rank_outside_the_mesh_has_no_pieces():
     dense = numbers(5, 2)
     for rank in (1, 6):
         with world(rank):
@@ -118,7 +118,7 @@ def test_a_rank_outside_the_mesh_holds_no_pieces_but_knows_the_rest():
         assert found.shape == (5, 2)
 
 
-def test_a_local_part_may_be_strided():
+def test_dtensor_local_tensor_may_be_strided():
     with world(1):
         local = numbers(6, 4).t()
         found = find_shards(
@@ -128,7 +128,7 @@ def test_a_local_part_may_be_strided():
         assert found.pieces[0].tensor.stride() == local.stride()
 
 
-def test_a_local_part_that_is_still_under_way_is_waited_for():
+def test_dtensor_async_local_tensor_is_awaited():
     dense = numbers(4, 2)
     with world(2):
         mesh = init_device_mesh("cpu", (8,))
@@ -139,7 +139,7 @@ def test_a_local_part_that_is_still_under_way_is_waited_for():
         assert piece.tensor.data_ptr() == pending._local_tensor.elem.data_ptr()
 
 
-def test_a_tensor_that_is_not_reduced_is_refused():
+def test_dtensor_with_partial_placement_is_refused():
     with world(0):
         mesh = init_device_mesh("cpu", (8,))
         partial = DTensor.from_local(numbers(2), mesh, [Partial()], run_check=False)
@@ -147,7 +147,7 @@ def test_a_tensor_that_is_not_reduced_is_refused():
             find_shards("model/x", partial)
 
 
-def test_a_local_part_of_another_shape_than_the_mesh_implies_is_refused():
+def test_dtensor_local_shape_that_contradicts_the_mesh_is_refused():
     with world(1):
         mesh = init_device_mesh("cpu", (8,))
         odd = DTensor.from_local(numbers(3, 2), mesh, [Shard(0)], run_check=False, shape=(16, 2), stride=(2, 1))
@@ -166,7 +166,7 @@ def fsdp_of_tp(dense, mesh_shape, placement=None):
     return linear.weight
 
 
-def test_fsdp_of_a_tensor_parallel_weight():
+def test_dtensor_fsdp_of_a_tensor_parallel_weight():
     dense = numbers(16, 3)
     found = check(dense, lambda: fsdp_of_tp(dense, (4, 2)))
     assert found[3].placements == ["_S(0,2)", "S(0)"]
@@ -174,7 +174,7 @@ def test_fsdp_of_a_tensor_parallel_weight():
     assert found[3].requires_grad
 
 
-def test_fsdp_with_replicas_of_a_tensor_parallel_weight():
+def test_dtensor_hsdp_of_a_tensor_parallel_weight():
     dense = numbers(16, 3)
     found = check(dense, lambda: fsdp_of_tp(dense, (2, 2, 2)))
     assert found[3].placements == ["R", "_S(0,2)", "S(0)"]
@@ -182,24 +182,24 @@ def test_fsdp_with_replicas_of_a_tensor_parallel_weight():
 
 
 @pytest.mark.parametrize("rows", [9, 11, 15, 3, 1])
-def test_fsdp_of_a_tensor_parallel_weight_that_does_not_divide_evenly(rows):
+def test_dtensor_fsdp_of_an_unevenly_divided_tensor_parallel_weight(rows):
     dense = numbers(rows, 3)
     check(dense, lambda: fsdp_of_tp(dense, (4, 2)))
 
 
-def test_fsdp_across_what_is_tensor_parallel():
+def test_dtensor_fsdp_on_another_axis_than_tensor_parallel():
     dense = numbers(9, 7)
     found = check(dense, lambda: fsdp_of_tp(dense, (4, 2), Shard(1)))
     assert found[0].placements == ["S(0)", "S(1)"]
 
 
-def test_a_local_part_that_may_be_either_of_two_is_refused():
+def test_dtensor_with_an_ambiguous_local_tensor_is_refused():
     dense = numbers(38, 1)
     with world(3 * 4 + 2, 16), pytest.raises(SnapshotError, match="is ambiguous"):
         find_shards("here", fsdp_of_tp(dense, (4, 4)))
 
 
-def test_a_dtensor_whose_mesh_cuts_in_another_order():
+def test_dtensor_with_another_shard_order():
     spec = pytest.importorskip("torch.distributed.tensor._dtensor_spec")
     if not hasattr(spec, "ShardOrderEntry"):
         pytest.skip("this torch knows no such order")
@@ -218,7 +218,7 @@ def test_a_dtensor_whose_mesh_cuts_in_another_order():
     assert check(dense, make)[0].placements == ["_S(0,2)", "S(0)"]
 
 
-def test_new_optimizer_state_is_laid_out_as_its_parameter():
+def test_allocate_like_places_optimizer_state_like_its_parameter():
     dense = numbers(9, 3)
     for rank in range(8):
         with world(rank):
@@ -232,7 +232,7 @@ def test_new_optimizer_state_is_laid_out_as_its_parameter():
     assert allocate_like(dense, torch.int8).dtype == torch.int8
 
 
-def test_new_optimizer_state_outside_the_mesh_is_empty():
+def test_allocate_like_outside_the_mesh_is_empty():
     with world(6):
         outside = spread(numbers(5, 2), DeviceMesh("cpu", [0, 1, 5]), Shard(0))
         assert find_shards("new", allocate_like(outside, torch.float32)).pieces == []
@@ -253,7 +253,7 @@ def sharded_tensor(dense, rank, placed, group=None):
     return ShardedTensor._init_from_local_shards_and_global_metadata(local, metadata, process_group=group)
 
 
-def test_a_sharded_tensor_may_have_several_shards_on_a_rank():
+def test_sharded_tensor_with_several_shards_on_a_rank():
     dense = numbers(10, 3)
     placed = [(0, 2, 1), (2, 5, 0), (5, 6, 1), (6, 10, 3)]
     found = check(dense, lambda: sharded_tensor(dense, dist.get_rank(), placed), size=4)
@@ -265,7 +265,7 @@ def test_a_sharded_tensor_may_have_several_shards_on_a_rank():
     assert found[1].mesh is found[1].placements is None
 
 
-def test_the_ranks_of_a_sharded_tensor_in_a_subgroup_are_global_ones():
+def test_sharded_tensor_of_a_subgroup_has_global_ranks():
     dense = numbers(4, 3)
     with world(5):
         group = dist.new_group([4, 5])
@@ -274,7 +274,7 @@ def test_the_ranks_of_a_sharded_tensor_in_a_subgroup_are_global_ones():
     assert found.pieces[0].holders == (5,)
 
 
-def test_writing_to_a_piece_writes_to_the_live_sharded_tensor():
+def test_sharded_tensor_pieces_are_views_of_the_live_tensor():
     dense = numbers(4, 3)
     with world(1):
         live = sharded_tensor(dense, 1, [(0, 2, 0), (2, 4, 1)])
@@ -299,7 +299,7 @@ class Table:
         return part
 
 
-def test_a_class_with_the_protocol_of_checkpoints_has_several_boxes():
+def test_checkpointable_protocol_class_has_several_boxes():
     parts = [((0, 0), numbers(2, 3)), ((4, 1), numbers(1, 2)), ((5, 0), numbers(0, 3))]
     found = find_shards("here", Table((5, 3), parts))
     assert found.kind == "ShardedTensor"
@@ -309,7 +309,7 @@ def test_a_class_with_the_protocol_of_checkpoints_has_several_boxes():
     assert found.layout == ""
 
 
-def test_the_parts_of_such_a_class_must_lie_within_it_and_be_of_one_dtype():
+def test_checkpointable_protocol_boxes_must_be_within_the_shape_and_of_one_dtype():
     with pytest.raises(SnapshotError, match=r"here: .*not within"):
         find_shards("here", Table((2, 3), [((1, 0), numbers(2, 3))]))
     with pytest.raises(SnapshotError, match=r"here: .*several dtypes"):
@@ -317,7 +317,7 @@ def test_the_parts_of_such_a_class_must_lie_within_it_and_be_of_one_dtype():
 
 
 @lists_of_boxes
-def test_a_dtensor_whose_local_part_is_a_list_of_boxes():
+def test_dtensor_with_local_shards_wrapper_has_several_boxes():
     from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
     with world(1, 2):
@@ -331,7 +331,7 @@ def test_a_dtensor_whose_local_part_is_a_list_of_boxes():
     assert found.pieces[0].holders is None
 
 
-def test_a_tensor_may_be_named_a_box_of_a_larger_one():
+def test_sharded_marks_a_tensor_as_a_box_of_a_larger_one():
     weight = torch.nn.Parameter(numbers(4, 3))
     found = find_shards("here", Sharded(weight.unsqueeze(0), (24, 4, 3), (5, 0, 0), replica=2))
     (piece,) = found.pieces
@@ -344,7 +344,7 @@ def test_a_tensor_may_be_named_a_box_of_a_larger_one():
     assert weight.eq(0).all()
 
 
-def test_a_box_may_be_empty():
+def test_sharded_box_may_be_empty():
     assert find_shards("here", Sharded(numbers(0, 3), (4, 3), (4, 0))).pieces == []
 
 
@@ -363,22 +363,22 @@ def test_a_box_may_be_empty():
         ((numbers(2).to_sparse(), (4,), (0,)), TypeError, "plain and dense"),
     ],
 )
-def test_a_box_that_cannot_be_is_refused(arguments, error, text):
+def test_sharded_refuses_an_invalid_box(arguments, error, text):
     with pytest.raises(error, match=text):
         Sharded(*arguments)
 
 
-def test_a_dtensor_is_no_box():
+def test_sharded_refuses_a_dtensor():
     with world(0), pytest.raises(TypeError, match=r"plain and dense, got a torch\.distributed\.tensor\.DTensor"):
         Sharded(spread(numbers(8), init_device_mesh("cpu", (8,)), Shard(0)), (8,), (0,))
 
 
-def test_other_values_are_not_sharded():
+def test_find_shards_returns_none_for_other_values():
     for value in (numbers(2), torch.nn.Parameter(numbers(2)), 3, object(), [], torch.nn.Linear, torch):
         assert find_shards("here", value) is None
 
 
-def test_nothing_is_imported_to_find_that_a_value_is_not_sharded():
+def test_find_shards_imports_nothing_for_plain_values():
     script = """
 import sys, torch
 from snapshot.state.sharded import find_shards

@@ -78,7 +78,7 @@ def _flip(file, at):
 
 
 @pytest.mark.parametrize("key", ["private", "only the leader"])
-def test_other_ranks_restore_what_was_signed(four, two, folder, key):
+def test_signed_snapshot_of_ranks_restores_on_another_world_size(four, two, folder, key):
     assert two.run(_save, f"{folder}/s", key) == ["", ""]
     assert Snapshot(f"{folder}/s", key=KEY.public_key()).verify()
     assert four.run(_load, f"{folder}/s", 1) == [""] * 4
@@ -97,7 +97,7 @@ def test_other_ranks_restore_what_was_signed(four, two, folder, key):
     assert names == {each.name: each.read_bytes() for each in Path(folder, "s", "data").iterdir()}
 
 
-def test_a_changed_byte_is_an_error_of_all_ranks(two, folder):
+def test_signature_with_a_changed_byte_raises_on_all_ranks(two, folder):
     two.run(_save, f"{folder}/s")
     (signature,) = Path(folder, "s", "data").glob("*.signature")
     _flip(signature, -3)
@@ -110,7 +110,7 @@ def _load_from_afar(path):
         return _load(f"recording+file://{path}", 0)
 
 
-def test_ranks_of_one_host_check_a_remote_snapshot_themselves(two, folder):
+def test_signed_remote_snapshot_is_verified_by_each_rank_of_a_host(two, folder):
     two.run(_save, f"{folder}/s")
     assert two.run(_load_from_afar, f"{folder}/s") == ["", ""]
 
@@ -124,12 +124,12 @@ def test_ranks_of_one_host_check_a_remote_snapshot_themselves(two, folder):
         ("public", "sign must be a private key on rank 0, got a public one"),
     ],
 )
-def test_ranks_must_agree_to_sign(two, folder, key, error):
+def test_sign_must_be_the_same_on_all_ranks(two, folder, key, error):
     assert all(error in found for found in two.run(_save, f"{folder}/s", key))
     assert not any(path for path in Path(folder, "s").rglob("*") if path.is_file())
 
 
-def test_parts_of_a_long_manifest_are_covered(two, folder):
+def test_signature_covers_the_parts_of_a_long_manifest(two, folder):
     two.run(_save_many, f"{folder}/s")
     parts = sorted(Path(folder, "s", "data").glob("*.json"))
     assert len(parts) == 2
@@ -144,7 +144,7 @@ def test_parts_of_a_long_manifest_are_covered(two, folder):
     assert snapshot.verify()
 
 
-def test_ranks_sign_what_they_share_with_a_base(two, folder):
+def test_signature_of_ranks_covers_files_shared_with_a_base(two, folder):
     two.run(_save, f"{folder}/s")
     assert two.run(_save, f"{folder}/t", "private", f"{folder}/s") == ["", ""]
     assert all(
@@ -165,7 +165,7 @@ def _keyed_base(path, base):
     return ""
 
 
-def test_ranks_must_agree_on_the_key_of_a_base(two, folder):
+def test_key_of_a_base_must_be_the_same_on_all_ranks(two, folder):
     two.run(_save, f"{folder}/s")
     assert all("no key on rank 0" in error for error in two.run(_keyed_base, f"{folder}/t", f"{folder}/s"))
     assert not Path(folder, "t").exists() or not any(Path(folder, "t").rglob("*.safetensors"))
@@ -188,7 +188,7 @@ def _save_replicated(path):
 
 @pytest.mark.parametrize("other", [False, True])
 @pytest.mark.parametrize("keyed", [[0], [1]])
-def test_ranks_must_agree_on_the_key_of_a_restore(two, folder, keyed, other):
+def test_key_of_a_restore_must_be_the_same_on_all_ranks(two, folder, keyed, other):
     """Otherwise a rank without the key would read bytes for one that has it, once for all ranks."""
     two.run(_save_replicated, f"{folder}/s")
     file = max(Path(folder, "s", "data").glob("*-0-*.safetensors"), key=lambda each: each.stat().st_size)
@@ -222,7 +222,7 @@ def _latest_hidden(root):
         return _latest(f"hidden+file://{root}", "same")
 
 
-def test_a_step_that_only_another_rank_finds_unsigned_is_passed_over(two, folder):
+def test_restore_latest_skips_a_step_that_only_another_rank_finds_unsigned(two, folder):
     two.run(_take_steps, folder)
     assert two.run(_latest, folder, "same") == [(2, 2), (2, 2)]
     assert two.run(_latest_hidden, folder) == [(1, 1), (1, 1)]

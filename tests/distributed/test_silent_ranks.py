@@ -79,7 +79,7 @@ def template(tmp_path_factory):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("verb", TABLE)
-def test_a_rank_that_falls_silent_is_named_by_all_and_one_that_is_slow_is_waited_for(template, tmp_path, verb):
+def test_silent_rank_is_named_by_all_and_a_slow_one_is_waited_for(template, tmp_path, verb):
     cases = [_case(template, verb, *row) for row in TABLE[verb]]
     faults = attempt(cases, tmp_path, template)
     assert not faults, "\n".join(faults)
@@ -92,7 +92,7 @@ def _case(template, verb, world, which, glob, act, **options):
 
 
 @pytest.mark.timeout(300)
-def test_a_rank_that_falls_silent_is_named_though_it_serves_the_store(template, tmp_path):
+def test_silent_rank_that_serves_the_store_is_named(template, tmp_path):
     rows = [
         ("take", 0, "call", "die"),
         ("take", 0, "state_dict", "die"),
@@ -108,7 +108,7 @@ def test_a_rank_that_falls_silent_is_named_though_it_serves_the_store(template, 
     assert not faults, "\n".join(faults)
 
 
-def test_a_relay_that_breaks_for_one_rank_ends_for_all(four, folder):
+def test_store_connection_lost_on_one_rank_fails_all_ranks(four, folder):
     four.run(ranks.take_all, f"{folder}/s")
     outcomes = four.outcomes(ranks.break_off, 2, f"{folder}/s", SOON)
     four.restart()

@@ -37,7 +37,7 @@ def _replicated(path):
     return state["step"], state["mine"], float(state["own"].mean())
 
 
-def test_replicas_are_written_once_and_each_rank_gets_its_own(four, folder):
+def test_take_of_ranks_writes_replicas_once_and_restores_rank_specific_values(four, folder):
     path = f"{folder}/s"
     assert four.run(_replicated, path) == [(3, rank, float(rank)) for rank in range(4)]
     one = 16 * 64 * 1024 * 4
@@ -79,7 +79,7 @@ def _sharded(path, to):
 
 @pytest.mark.parametrize("to", ["one", "cols", "rep", "two", "hsdp", "same"])
 @pytest.mark.parametrize("was", ["one", "cols", "rep", "two", "hsdp", "same"])
-def test_any_layout_restores_into_any_other(four, folder, was, to):
+def test_restore_of_any_sharding_layout_into_any_other(four, folder, was, to):
     path = f"{folder}/s-{was}"
     lines = four.run(_sharded, path, to)
     if was == to:
@@ -104,7 +104,7 @@ def _beside_collectives(path):
     return float(total) >= 20
 
 
-def test_training_s_collectives_run_while_snapshots_are_written(two, folder):
+def test_async_take_beside_running_collectives(two, folder):
     assert two.run(_beside_collectives, f"{folder}/s") == [True, True]
     assert all(Snapshot(f"{folder}/s-{i}").verify() for i in range(3))
 
@@ -119,7 +119,7 @@ def _read_back(path, damaged):
         Snapshot.take(f"faulty+file://{path}", {"s": state}, replicated=["s/shared"], read_back=True)
 
 
-def test_what_one_rank_reads_back_otherwise_is_committed_by_none(two, folder):
+def test_read_back_mismatch_on_one_rank_commits_nothing(two, folder):
     for damaged in (0, 1):
         errors = two.outcomes(_read_back, f"{folder}/s", damaged)
         assert all("nothing was committed" in str(error) for error in errors), errors

@@ -24,7 +24,7 @@ def _take_and_restore(path):
     return bool((state["shared"] == 7).all()), state["own"][0].item(), state["step"], list(map(str, report))
 
 
-def test_two_ranks_restore_what_they_share_and_what_each_owns(two, folder):
+def test_take_and_restore_of_shared_and_own_values_on_two_ranks(two, folder):
     path = f"{folder}/s"
     assert two.run(_take_and_restore, path) == [(True, 0.0, 7, []), (True, 1.0, 7, [])]
     snapshot = Snapshot(path)
@@ -45,7 +45,7 @@ def _take_of_a_rank_that_fails(path):
     Snapshot.async_take(path, broken, overwrite=True).wait()
 
 
-def test_a_rank_that_fails_is_named_on_both_and_the_old_snapshot_stays(two, folder):
+def test_take_failing_on_one_rank_names_it_and_keeps_the_old_snapshot(two, folder):
     path = f"{folder}/s"
     two.run(_take_and_restore, path)
     errors = two.outcomes(_take_of_a_rank_that_fails, path)
@@ -83,7 +83,7 @@ def _restore_cold(path, saved_sharded, restored_sharded):
     return _count_direct_reads(path, _value(restored_sharded))
 
 
-def test_ranks_of_a_host_read_what_they_share_through_the_page_cache(two, folder):
+def test_restore_on_ranks_of_a_host_reads_shared_files_through_the_page_cache(two, folder):
     if sum(two.run(_restore_cold, f"{folder}/sharded", True, True)) == 0:
         pytest.skip("no file here is ever cold, or O_DIRECT is not used")
     assert two.run(_restore_cold, f"{folder}/shared", False, False) == [0, 0]

@@ -53,7 +53,7 @@ def wait(seconds, *, failing=-1, look=60.0):
 
 
 @pytest.mark.parametrize("failing", [-1, 0, 2])
-def test_the_store_wakes_waiting_ranks(fresh_pool, failing):
+def test_store_wakes_waiting_ranks(fresh_pool, failing):
     pool = fresh_pool(3, store="tcp")
     for _ in range(3):
         found = pool.run(partial(wait, 1.0, failing=failing))
@@ -84,12 +84,12 @@ def several(calls):
     return sum(each.name == "snapshot-waker" for each in threading.enumerate())
 
 
-def test_several_waits_at_once_take_a_few_threads(fresh_pool):
+def test_store_waits_at_once_use_few_threads(fresh_pool):
     pool = fresh_pool(2, store="tcp")
     assert max(pool.run(several, WAKERS + 2)) <= WAKERS
     assert max(pool.run(several, 1)) <= WAKERS
 
 
-def test_a_store_in_a_file_is_asked_as_before(two):
+def test_file_store_is_polled_by_waiting_ranks(two):
     found = two.run(partial(wait, 0.2, look=0.5))
     assert all(late < 30 for _, late, _ in found)

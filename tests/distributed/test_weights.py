@@ -27,7 +27,7 @@ def _load(path):
     return got["w"].to_local(), got["w"].full_tensor()
 
 
-def test_sharded_checkpoints_are_merged_and_loaded_by_other_ranks(two, four, folder):
+def test_merge_and_load_of_sharded_checkpoints_on_other_ranks(two, four, folder):
     for seed in range(3):
         two.run(_save, f"{folder}/{seed}", seed)
     sources = [f"{folder}/{seed}" for seed in range(3)]

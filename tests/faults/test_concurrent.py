@@ -33,7 +33,7 @@ def place(tmp_path, where):
 
 @pytest.mark.parametrize(("where", "every"), [("files", 4), ("threads", 6), ("memory", 6)])
 @pytest.mark.parametrize("one", sorted({one for one, _, _ in PAIRS}))
-def test_whoever_comes_between_two_steps(crowd, place, one, every):
+def test_concurrent_take_delete_and_restore_between_two_steps_of_another_process(crowd, place, one, every):
     pairs = [pair for pair in PAIRS if pair[0] == one]
     rounds, faults = between(crowd, place, pairs, every=every)
     assert rounds >= len(pairs)
@@ -41,20 +41,20 @@ def test_whoever_comes_between_two_steps(crowd, place, one, every):
 
 
 @pytest.mark.parametrize("where", ["files", "memory"])
-def test_two_who_are_in_the_middle_while_a_third_cleans(crowd, place):
+def test_concurrent_takes_while_a_third_process_cleans(crowd, place):
     _, faults = three(crowd, place, rounds=20, seed=1)
     assert not faults, "\n".join(faults)
 
 
 @pytest.mark.parametrize(("where", "rounds"), [("files", 25), ("threads", 10), ("memory", 10)])
-def test_several_at_once(crowd, place, rounds):
+def test_concurrent_takes_restores_and_deletes_at_one_path(crowd, place, rounds):
     told, faults = together(crowd, place, rounds=rounds, seed=2)
     assert sum(told.values()) >= 2 * rounds
     assert not faults, "\n".join(faults)
 
 
 @pytest.mark.parametrize("where", ["threads"])
-def test_threads_at_places_of_their_own_do_not_meet(crowd, tmp_path):
+def test_concurrent_threads_at_separate_paths_do_not_interfere(crowd, tmp_path):
     places = [Place(f"file://{tmp_path}/{number}") for number in range(len(crowd))]
     for place in places:
         place.prepare(None)
@@ -68,7 +68,7 @@ def test_threads_at_places_of_their_own_do_not_meet(crowd, tmp_path):
 
 @pytest.mark.parametrize("where", ["files"])
 @pytest.mark.parametrize("own", ["elsewhere", "there"])
-def test_a_fork_while_a_snapshot_is_pending(processes, place, own):
+def test_async_take_pending_during_a_fork(processes, place, own):
     place.prepare(5)
     told = forked(processes[0], place, own)
     assert told["child"] == 0, "the child failed"

@@ -20,19 +20,19 @@ pytestmark = [pytest.mark.deadly, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.mark.parametrize(("verb", "every"), [("take", 15), ("overwrite", 16), ("delete", 9), ("read", 15)])
-def test_a_call_that_fails_is_a_clear_error_and_leaves_nothing(shimmed, tmp_path, verb, every):
+def test_failed_system_call_is_an_error_and_leaves_no_files(shimmed, tmp_path, verb, every):
     tried, survived = fail_everywhere(shimmed, tmp_path, verb, every=every)
     assert tried - survived >= 3
 
 
 @pytest.mark.parametrize(("verb", "every"), [("take", 25), ("overwrite", 25), ("read", 10)])
-def test_a_call_of_the_portable_path_that_fails_is_a_clear_error(portable_shimmed, tmp_path, verb, every):
+def test_failed_system_call_on_the_portable_path_is_an_error(portable_shimmed, tmp_path, verb, every):
     tried, survived = fail_everywhere(portable_shimmed, tmp_path, verb, every=every)
     assert tried - survived >= 3
 
 
 @pytest.mark.parametrize("verb", ["overwrite", "read"])
-def test_what_is_cut_short_on_the_portable_path_is_gone_on_with(portable_shimmed, tmp_path, verb):
+def test_short_write_or_read_on_the_portable_path_is_continued(portable_shimmed, tmp_path, verb):
     place = Place(tmp_path)
     counts = calls_of(portable_shimmed, place, verb)
     assert not {"preadv", "pwritev"} & set(counts), counts
@@ -43,7 +43,7 @@ def test_what_is_cut_short_on_the_portable_path_is_gone_on_with(portable_shimmed
 
 
 @pytest.mark.parametrize("verb", ["take", "overwrite", "read"])
-def test_what_is_cut_short_is_gone_on_with(shimmed, tmp_path, verb):
+def test_short_write_or_read_is_continued(shimmed, tmp_path, verb):
     place = Place(tmp_path)
     counts = calls_of(shimmed, place, verb)
     tried = 0
@@ -54,14 +54,14 @@ def test_what_is_cut_short_is_gone_on_with(shimmed, tmp_path, verb):
     assert tried >= 2
 
 
-def test_writes_that_do_nothing_are_an_error(shimmed, tmp_path):
+def test_write_that_returns_zero_is_an_error(shimmed, tmp_path):
     place = Place(tmp_path)
     for name in ("write", "pwritev"):
         assert fail_at(shimmed, place, "overwrite", name, 1, errno.EIO, NOTHING, 1000)
 
 
 @pytest.mark.parametrize("verb", ["overwrite", "read"])
-def test_calls_that_a_signal_interrupts_are_made_again(shimmed, tmp_path, verb):
+def test_interrupted_system_call_is_repeated(shimmed, tmp_path, verb):
     place = Place(tmp_path)
     counts = calls_of(shimmed, place, verb)
     for name in INTERRUPTIBLE:
@@ -69,13 +69,13 @@ def test_calls_that_a_signal_interrupts_are_made_again(shimmed, tmp_path, verb):
             assert not fail_at(shimmed, place, verb, name, 1, errno.EINTR, FAIL, 2), name
 
 
-def test_an_answer_that_a_network_lost_is_no_other_take(shimmed, tmp_path):
+def test_lost_response_of_link_or_rename_is_not_another_take(shimmed, tmp_path):
     place = Place(tmp_path)
     assert not fail_at(shimmed, place, "take", "link", 1, errno.EEXIST, AFTER)
     assert not fail_at(shimmed, place, "overwrite", "rename", 1, errno.ENOENT, AFTER)
 
 
-def test_a_sync_that_fails_once_is_not_believed_the_next_time(shimmed, tmp_path):
+def test_failed_fsync_is_not_trusted_the_next_time(shimmed, tmp_path):
     place = Place(tmp_path)
     count = calls_of(shimmed, place, "overwrite")["fsync"]
     for nth in range(1, count + 1):
@@ -83,7 +83,7 @@ def test_a_sync_that_fails_once_is_not_believed_the_next_time(shimmed, tmp_path)
 
 
 @pytest.mark.parametrize("worker", [False, True])
-def test_a_process_without_descriptors_says_so_and_leaves_nothing(forker, tmp_path, worker):
+def test_no_free_file_descriptors_is_an_error_and_leaves_no_files(forker, tmp_path, worker):
     place = Place(tmp_path)
     failed = 0
     for verb in ["async_overwrite"] if worker else ["take", "async_overwrite", "read"]:
@@ -105,7 +105,7 @@ def test_a_process_without_descriptors_says_so_and_leaves_nothing(forker, tmp_pa
 
 
 @pytest.mark.parametrize("verb", ["take", "async_overwrite", "read"])
-def test_signals_all_the_time_disturb_nothing(forker, tmp_path, verb):
+def test_signals_during_take_and_restore_do_no_harm(forker, tmp_path, verb):
     place = Place(tmp_path)
     prepare(place, verb)
     if verb == "take":
@@ -118,7 +118,7 @@ def test_signals_all_the_time_disturb_nothing(forker, tmp_path, verb):
 
 
 @pytest.mark.parametrize(("verb", "every"), [("take", 2), ("overwrite", 3), ("async_overwrite", 5), ("read", 4)])
-def test_a_folder_that_is_removed_under_us(forker, tmp_path, verb, every):
+def test_snapshot_folder_removed_during_a_take_or_restore(forker, tmp_path, verb, every):
     place = Place(tmp_path / "here", foreign=False)
     prepare(place, verb)
     operations = forker.run(logged, verb, str(place.path)).returned()
@@ -147,7 +147,7 @@ def test_a_folder_that_is_removed_under_us(forker, tmp_path, verb, every):
 
 
 @pytest.mark.parametrize(("kind", "options", "elements"), [("tmpfs", "size=3m", 2_000_000), ("ext4", "", 20_000_000)])
-def test_a_disk_that_is_really_full(forker, tmp_path, kind, options, elements):
+def test_disk_that_is_full_fails_take_and_leaves_no_files(forker, tmp_path, kind, options, elements):
     with disk(kind, tmp_path, options=options) as made:
         place = Place(made.mount / "here")
         take(place.path, 1)
@@ -165,7 +165,7 @@ def test_a_disk_that_is_really_full(forker, tmp_path, kind, options, elements):
         place.goes_on(place.stands(), by_delete=False)
 
 
-def test_a_disk_that_is_for_reading_only(forker, tmp_path):
+def test_disk_that_is_read_only_fails_take_and_delete(forker, tmp_path):
     with disk("ext4", tmp_path) as made:
         place = Place(made.mount / "here")
         for verb in ("take", "overwrite", "async_overwrite", "delete"):
@@ -180,7 +180,7 @@ def test_a_disk_that_is_for_reading_only(forker, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["ext4", "xfs"])
-def test_a_disk_that_dies_in_the_middle(forker, tmp_path, kind):
+def test_disk_that_fails_during_a_take(forker, tmp_path, kind):
     with disk(kind, tmp_path) as made:
         place = Place(made.mount / "here")
         prepare(place, "overwrite")
@@ -197,7 +197,7 @@ def test_a_disk_that_dies_in_the_middle(forker, tmp_path, kind):
             place.goes_on(stands, by_delete=False)
 
 
-def test_what_is_removed_right_after_its_commit_was_committed(tmp_path, monkeypatch):
+def test_take_whose_files_are_removed_right_after_the_commit_succeeds(tmp_path, monkeypatch):
     publish = FileStorage._publish
 
     def then_gone(self, aside, path, expect):
@@ -212,7 +212,9 @@ def test_what_is_removed_right_after_its_commit_was_committed(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("worker", ["thread", "process"])
-def test_what_is_removed_before_its_commit_is_not_committed(writer_process, tmp_path, monkeypatch, worker):
+def test_take_whose_data_files_are_removed_before_the_commit_does_not_commit(
+    writer_process, tmp_path, monkeypatch, worker
+):
     expect_claim = Transaction._expect_claim
 
     async def gone(transaction):

@@ -236,7 +236,7 @@ def put(path, nbytes):
 
 
 @pytest.mark.parametrize("kind", ["length", "chunked", "close"])
-def test_a_long_answer_arrives_as_it_was_sent(proxy, kind):
+def test_fault_proxy_passes_a_long_response_unchanged(proxy, kind):
     status, _, body = ask(proxy, "GET", f"/{kind}/{len(LONG)}")
     assert status == 200
     assert body == LONG
@@ -244,21 +244,21 @@ def test_a_long_answer_arrives_as_it_was_sent(proxy, kind):
     assert (passed.status, passed.request_bytes, passed.response_bytes) == (200, 0, len(LONG))
 
 
-def test_a_long_request_arrives_as_it_was_sent(proxy, target):
+def test_fault_proxy_passes_a_long_request_unchanged(proxy, target):
     status, _, digest = ask(proxy, "PUT", "/it", LONG)
     assert (status, digest.decode()) == (200, hashlib.sha256(LONG).hexdigest())
     assert target.came["/it"] == LONG
     assert [(each.request_bytes, each.response_bytes) for each in proxy.requests] == [(len(LONG), 64)]
 
 
-def test_a_chunked_request_arrives_as_it_was_sent(proxy, target):
+def test_fault_proxy_passes_a_chunked_request_unchanged(proxy, target):
     pieces = [LONG[:1], LONG[1:70_000], LONG[70_000:3_000_000], LONG[3_000_000:3_000_002]]
     assert ask(proxy, "PUT", "/it", iter(pieces))[0] == 200
     assert target.came["/it"] == LONG[:3_000_002]
     assert proxy.requests[0].request_bytes == 3_000_002
 
 
-def test_every_byte_of_a_head_and_of_a_chunked_body_passes_as_it_is():
+def test_fault_proxy_passes_headers_and_chunked_bodies_byte_for_byte():
     """Signatures cover them: so no header is added, left out, or written in another way."""
     request = (
         b"POST /a%20b//c?x=1&y HTTP/1.1\r\nhOsT:  elsewhere:1 \r\nX-Two: 1\r\nX-Two: 2\r\n"
@@ -277,7 +277,7 @@ def test_every_byte_of_a_head_and_of_a_chunked_body_passes_as_it_is():
     assert (passed.request_bytes, passed.response_bytes, passed.fault) == (15, 3, None)
 
 
-def test_a_connection_is_kept_for_request_after_request(proxy, target):
+def test_fault_proxy_keeps_a_connection_alive(proxy, target):
     with client(proxy) as connection:
         for number in range(20):
             method, body = ("PUT", b"x" * number) if number % 3 else ("GET", None)
@@ -289,7 +289,7 @@ def test_a_connection_is_kept_for_request_after_request(proxy, target):
     until(lambda: not proxy.open_connections)
 
 
-def test_requests_may_be_sent_ahead_of_the_answers(proxy):
+def test_fault_proxy_passes_pipelined_requests(proxy):
     with raw(proxy, get("/length/3") + get("/chunked/4") + get("/length/5", "Connection: close")) as connection:
         answers, end = all_of(connection)
     assert end == "end"
@@ -297,7 +297,7 @@ def test_requests_may_be_sent_ahead_of_the_answers(proxy):
     assert [each.response_bytes for each in proxy.requests] == [3, 4, 5]
 
 
-def test_answers_without_a_body_leave_the_connection_usable(proxy):
+def test_fault_proxy_response_without_a_body_keeps_the_connection_usable(proxy):
     with client(proxy) as connection:
         for method, path in [
             ("HEAD", "/length/1000"),
@@ -313,7 +313,7 @@ def test_answers_without_a_body_leave_the_connection_usable(proxy):
     assert (proxy.connections, proxy.count()) == (1, 4)
 
 
-def test_a_client_that_waits_to_be_told_to_continue_is_told_by_the_target(proxy, target):
+def test_fault_proxy_passes_100_continue_of_the_target(proxy, target):
     with raw(proxy, put("/it", 5).replace(b"\r\n\r\n", b"\r\nExpect: 100-continue\r\n\r\n")) as connection:
         assert connection.recv(1 << 16) == b"HTTP/1.1 100 Continue\r\n\r\n"
         connection.sendall(b"hello")
@@ -321,7 +321,7 @@ def test_a_client_that_waits_to_be_told_to_continue_is_told_by_the_target(proxy,
     assert target.came["/it"] == b"hello"
 
 
-def test_and_by_the_proxy_if_the_target_is_not_asked(proxy, target):
+def test_fault_proxy_sends_100_continue_if_the_target_is_not_asked(proxy, target):
     proxy.fault(status=503)
     with raw(proxy, put("/it", 5).replace(b"\r\n\r\n", b"\r\nExpect: 100-continue\r\n\r\n")) as connection:
         assert connection.recv(1 << 16) == b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -330,7 +330,7 @@ def test_and_by_the_proxy_if_the_target_is_not_asked(proxy, target):
     assert target.seen == []
 
 
-def test_many_clients_at_once(proxy):
+def test_fault_proxy_with_many_clients_at_once(proxy):
     with ThreadPoolExecutor(16) as pool:
         answers = list(pool.map(lambda number: ask(proxy, "GET", f"/length/{number}")[2], range(100_000, 100_064)))
     assert answers == [content(number) for number in range(100_000, 100_064)]
@@ -338,7 +338,7 @@ def test_many_clients_at_once(proxy):
     assert 1 <= proxy.peak <= 16
 
 
-def test_a_target_that_can_not_be_reached_is_a_502():
+def test_fault_proxy_answers_502_if_the_target_is_unreachable():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with FaultProxy(f"http://127.0.0.1:{port}") as proxy, client(proxy) as connection:
@@ -350,13 +350,13 @@ def test_a_target_that_can_not_be_reached_is_a_502():
         assert [each.status for each in proxy.requests] == [502, 502]
 
 
-def test_what_is_not_http_is_refused(proxy):
+def test_fault_proxy_resets_a_connection_that_is_not_http(proxy):
     with raw(proxy, b"\x16\x03\x01 a greeting\r\n\r\n") as connection:
         assert all_of(connection) == (b"", "reset")
     assert proxy.requests == []
 
 
-def test_a_target_that_ends_a_connection_between_requests_is_asked_on_another():
+def test_fault_proxy_reconnects_to_a_target_that_closed_between_requests():
     with scripted() as (listener, proxy), raw(proxy) as connection:
         for _ in range(2):
             connection.sendall(get("/"))
@@ -367,7 +367,7 @@ def test_a_target_that_ends_a_connection_between_requests_is_asked_on_another():
         assert (proxy.connections, proxy.count()) == (1, 2)
 
 
-def test_an_answer_ahead_of_the_request_s_end_gets_through():
+def test_fault_proxy_passes_a_response_sent_before_the_end_of_the_request():
     with scripted() as (listener, proxy), raw(proxy, put("/it", 1000)) as connection, accepted(listener) as at_target:
         at_target.sendall(b"HTTP/1.1 403 Forbidden\r\nConnection: close\r\nContent-Length: 2\r\n\r\nno")
         assert head_of(connection).startswith(b"HTTP/1.1 403 ")
@@ -377,7 +377,7 @@ def test_an_answer_ahead_of_the_request_s_end_gets_through():
 
 
 @pytest.mark.parametrize("reset", [False, True])
-def test_a_target_that_leaves_is_seen_to_leave_as_it_did(reset):
+def test_fault_proxy_passes_on_how_the_target_closes(reset):
     with scripted() as (listener, proxy), raw(proxy, get("/")) as connection:
         with accepted(listener) as at_target:
             if not reset:
@@ -390,7 +390,7 @@ def test_a_target_that_leaves_is_seen_to_leave_as_it_did(reset):
 # ---- what is to go wrong
 
 
-def test_a_status_is_answered_in_the_target_s_place(proxy, target):
+def test_fault_proxy_status_is_sent_instead_of_the_response(proxy, target):
     fault = proxy.fault(method="PUT", status=503, body=b"<Code>SlowDown</Code>", headers={"Retry-After": "1"})
     with client(proxy) as connection:
         connection.request("PUT", "/it", LONG[:5_000_000])
@@ -405,7 +405,7 @@ def test_a_status_is_answered_in_the_target_s_place(proxy, target):
     assert proxy.requests[0].request_bytes == 5_000_000
 
 
-def test_a_status_without_a_body_has_none(proxy):
+def test_fault_proxy_status_of_a_head_request_has_no_body(proxy):
     proxy.fault(status=503, body=b"four", times=None)
     with client(proxy) as connection:
         for _ in range(2):
@@ -416,7 +416,7 @@ def test_a_status_without_a_body_has_none(proxy):
 
 @pytest.mark.parametrize("kind", ["length", "chunked", "close"])
 @pytest.mark.parametrize("at", [0, 1, 100_000, 3_000_000])
-def test_an_answer_is_reset_at_a_byte(proxy, kind, at):
+def test_fault_proxy_reset_at_resets_a_response_at_a_byte(proxy, kind, at):
     fault = proxy.fault(path=f"/{kind}/*", reset_at=at)
     with client(proxy) as connection:
         connection.request("GET", f"/{kind}/4000000")
@@ -429,7 +429,7 @@ def test_an_answer_is_reset_at_a_byte(proxy, kind, at):
     assert ask(proxy, "GET", f"/{kind}/3")[2] == content(3)
 
 
-def test_a_slow_reader_gets_every_byte_that_comes_before_the_reset(proxy):
+def test_fault_proxy_reset_at_delivers_every_byte_before_the_reset(proxy):
     """A reset throws away what the client's kernel has not yet: the proxy waits until it has."""
     proxy.fault(reset_at=20_000_000)
     with raw(proxy, get("/length/30000000")) as connection:
@@ -439,7 +439,7 @@ def test_a_slow_reader_gets_every_byte_that_comes_before_the_reset(proxy):
     assert body_of(answer) == content(20_000_000)
 
 
-def test_an_answer_is_ended_in_order_at_a_byte(proxy):
+def test_fault_proxy_close_at_ends_a_response_at_a_byte(proxy):
     fault = proxy.fault(close_at=100_000)
     with pytest.raises(http.client.IncompleteRead) as caught:
         ask(proxy, "GET", "/length/4000000")
@@ -447,7 +447,7 @@ def test_an_answer_is_ended_in_order_at_a_byte(proxy):
     assert (fault.hits, proxy.requests[0].response_bytes) == (1, 100_000)
 
 
-def test_a_request_is_reset_before_an_answer(proxy, target):
+def test_fault_proxy_reset_before_resets_before_a_response(proxy, target):
     proxy.fault(reset_before=True)
     with raw(proxy, get("/length/3")) as connection:
         assert all_of(connection) == (b"", "reset")
@@ -456,7 +456,7 @@ def test_a_request_is_reset_before_an_answer(proxy, target):
 
 
 @pytest.mark.parametrize("at", [0, 1, 100_000])
-def test_a_request_is_reset_at_a_byte_of_its_body(proxy, target, at):
+def test_fault_proxy_reset_upload_at_resets_a_request_at_a_byte(proxy, target, at):
     proxy.fault(reset_upload_at=at)
     with raw(proxy, put("/it", 1_000_000) + content(at)) as connection:
         assert all_of(connection) == (b"", "reset")
@@ -466,14 +466,14 @@ def test_a_request_is_reset_at_a_byte_of_its_body(proxy, target, at):
 
 
 @pytest.mark.parametrize("bit", [0, 8 * 700_000 + 3, 8 * 1_000_000 + 5])
-def test_a_bit_is_turned_over_on_the_way_back(proxy, bit):
+def test_fault_proxy_flip_changes_a_bit_of_a_response(proxy, bit):
     proxy.fault(flip=bit)
     spoilt = bytearray(content(1_000_000))
     spoilt[bit // 8 % len(spoilt)] ^= 1 << bit % 8
     assert ask(proxy, "GET", "/length/1000000")[2] == spoilt
 
 
-def test_a_bit_is_turned_over_on_the_way_there(proxy, target):
+def test_fault_proxy_flip_changes_a_bit_of_a_request(proxy, target):
     proxy.fault(flip=8 * 600_000, side="request", times=2)
     spoilt = bytearray(content(1_000_000))
     spoilt[600_000] ^= 1
@@ -482,7 +482,7 @@ def test_a_bit_is_turned_over_on_the_way_there(proxy, target):
     assert target.came == {"/it": spoilt, "/chunked": spoilt}
 
 
-def test_a_request_hangs_until_it_is_released(proxy, target):
+def test_fault_proxy_hang_holds_a_request_until_release(proxy, target):
     fault = proxy.fault(hang=True)
     with raw(proxy, put("/it", 5) + b"hello") as connection:
         fault.wait_reached()
@@ -494,7 +494,7 @@ def test_a_request_hangs_until_it_is_released(proxy, target):
     assert ask(proxy, "GET", "/length/3")[2] == content(3)
 
 
-def test_a_client_that_leaves_a_hanging_request_ends_it(proxy):
+def test_fault_proxy_hang_ends_if_the_client_closes(proxy):
     fault = proxy.fault(hang=True)
     with raw(proxy, get("/length/3")):
         fault.wait_reached()
@@ -503,7 +503,7 @@ def test_a_client_that_leaves_a_hanging_request_ends_it(proxy):
     assert (proxy.under_way, proxy.count()) == (0, 1)
 
 
-def test_an_answer_hangs_at_a_byte_and_goes_on_when_it_is_released(proxy):
+def test_fault_proxy_hang_at_holds_a_response_at_a_byte_until_release(proxy):
     fault = proxy.fault(hang_at=100_000)
     with raw(proxy, get("/length/3000000", "Connection: close")) as connection:
         head_of(connection)
@@ -514,7 +514,7 @@ def test_an_answer_hangs_at_a_byte_and_goes_on_when_it_is_released(proxy):
         assert all_of(connection) == (content(3_000_000)[100_000:], "end")
 
 
-def test_an_answer_is_lost_after_the_target_did_it(proxy, target):
+def test_fault_proxy_lose_answer_drops_the_response_after_the_target_acted(proxy, target):
     proxy.fault(method="PUT", lose_answer=True)
     with raw(proxy, put("/it", 5) + b"hello") as connection:
         assert all_of(connection) == (b"", "reset")
@@ -522,7 +522,7 @@ def test_an_answer_is_lost_after_the_target_did_it(proxy, target):
     assert [(each.status, each.response_bytes) for each in proxy.requests] == [(0, 0)]
 
 
-def test_an_answer_is_lost_and_the_connection_stays_open(proxy, target):
+def test_fault_proxy_lose_answer_hang_keeps_the_connection_open(proxy, target):
     fault = proxy.fault(method="PUT", lose_answer="hang")
     with raw(proxy, put("/it", 5) + b"hello") as connection:
         fault.wait_reached()
@@ -532,7 +532,7 @@ def test_an_answer_is_lost_and_the_connection_stays_open(proxy, target):
         assert all_of(connection) == (b"", "end")
 
 
-def test_a_request_is_delayed(proxy, target, pauses):
+def test_fault_proxy_delay_delays_a_request(proxy, target, pauses):
     fault = proxy.fault(delay=0.2)
     with raw(proxy, get("/length/3", "Connection: close")) as connection:
         fault.wait_reached()
@@ -541,7 +541,7 @@ def test_a_request_is_delayed(proxy, target, pauses):
     assert [each for each in pauses if each] == [0.2]
 
 
-def test_a_range_is_ignored(proxy, target):
+def test_fault_proxy_ignore_range_returns_the_whole_body(proxy, target):
     assert ask(proxy, "GET", "/length/10", Range="bytes=2-4")[::2] == (206, content(10)[2:5])
     fault = proxy.fault(ignore_range=True, times=None, must_happen=False)
     assert ask(proxy, "GET", "/length/10", Range="bytes=2-4")[::2] == (200, content(10))
@@ -549,7 +549,7 @@ def test_a_range_is_ignored(proxy, target):
     assert (fault.hits, fault.met) == (1, 2)  # there was nothing to ignore in the second
 
 
-def test_an_answer_is_cut_and_says_that_it_is_whole(proxy):
+def test_fault_proxy_truncate_cuts_a_response_and_adjusts_its_length(proxy):
     proxy.fault(truncate=1000, nth=2)
     proxy.fault(truncate=1000, method="HEAD", must_happen=False)
     with client(proxy) as connection:
@@ -564,7 +564,7 @@ def test_an_answer_is_cut_and_says_that_it_is_whole(proxy):
 # ---- which, and how many
 
 
-def test_faults_choose_requests_by_method_path_header_and_number(proxy):
+def test_fault_proxy_faults_match_method_path_header_and_number(proxy):
     by_query = proxy.fault("GET", "*?part=2", status=501)
     by_header = proxy.fault(path=lambda request: "range" in request.headers, nth=2, times=2, status=502)
     always = proxy.fault("P*", times=None, status=504)
@@ -577,13 +577,13 @@ def test_faults_choose_requests_by_method_path_header_and_number(proxy):
     assert ask(proxy, "PUT", "/it")[0] == 200
 
 
-def test_a_request_that_two_faults_would_choose_leaves_the_next_to_the_second(proxy):
+def test_fault_proxy_request_that_two_faults_match_uses_the_first(proxy):
     proxy.fault(status=501, times=2)
     proxy.fault(status=502)
     assert [ask(proxy, "GET", "/length/3")[0] for _ in range(4)] == [501, 501, 502, 200]
 
 
-def test_a_fault_that_never_happened_fails_the_test(target):
+def test_fault_proxy_fault_that_never_happened_fails_the_test(target):
     def use(**fault):
         with FaultProxy(target.url) as proxy:
             proxy.fault(**fault)
@@ -603,14 +603,14 @@ def test_a_fault_that_never_happened_fails_the_test(target):
         proxy.check()  # that one is over, and was told of
 
 
-def test_a_fault_as_a_context_is_over_at_its_end(proxy):
+def test_fault_proxy_fault_as_a_context_manager_ends_with_it(proxy):
     with proxy.fault(status=503, times=None) as fault:
         assert ask(proxy, "GET", "/length/3")[0] == 503
     assert ask(proxy, "GET", "/length/3")[0] == 200
     assert fault.hits == 1
 
 
-def test_a_callable_that_fails_is_told_of(target):
+def test_fault_proxy_reports_a_failing_callable(target):
     def wrong(request):
         raise KeyError("wrong")
 
@@ -633,13 +633,13 @@ def test_a_callable_that_fails_is_told_of(target):
         {"no": 1},
     ],
 )
-def test_a_fault_is_exactly_one_thing(proxy, wrong):
+def test_fault_proxy_fault_must_have_exactly_one_effect(proxy, wrong):
     with pytest.raises(ValueError, match=r"exactly one|cannot be combined|side must be"):
         proxy.fault(**wrong)
 
 
 @pytest.mark.parametrize("wrong", ["https://127.0.0.1:1", "127.0.0.1:1", "http://127.0.0.1:1/path"])
-def test_a_target_is_a_host_and_a_port(wrong):
+def test_fault_proxy_target_must_be_http_host_and_port(wrong):
     with pytest.raises(ValueError, match="target must be http://host:port"):
         FaultProxy(wrong)
 
@@ -647,7 +647,7 @@ def test_a_target_is_a_host_and_a_port(wrong):
 # ---- limits and counters
 
 
-def test_more_requests_at_once_than_may_be_are_refused(proxy):
+def test_fault_proxy_concurrency_refuses_more_requests(proxy):
     proxy.concurrency = 2
     with proxy.fault(hang=True, times=2) as fault, raw(proxy, get("/1")), raw(proxy, get("/2")):
         until(lambda: fault.hits == 2)
@@ -663,7 +663,7 @@ def test_more_requests_at_once_than_may_be_are_refused(proxy):
     assert (proxy.requests, proxy.peak, proxy.refused) == ([], 0, 0)
 
 
-def test_bandwidth_holds_for_both_directions_together(proxy):
+def test_fault_proxy_bandwidth_limits_both_directions_together(proxy):
     proxy.bandwidth = 10_000_000
     with ThreadPoolExecutor(2) as pool:
         answer = pool.submit(ask, proxy, "GET", "/length/2000000")
@@ -673,7 +673,7 @@ def test_bandwidth_holds_for_both_directions_together(proxy):
     assert ask(proxy, "GET", "/length/30000000")[2] == content(30_000_000)
 
 
-def test_what_passes_is_paced_by_the_bandwidth(proxy, monkeypatch):
+def test_fault_proxy_bandwidth_paces_the_bytes(proxy, monkeypatch):
     now = 0.0
 
     async def sleep(seconds):
@@ -707,7 +707,7 @@ def pauses(monkeypatch):
     return made
 
 
-def test_latency_holds_for_every_request(proxy, pauses):
+def test_fault_proxy_latency_applies_to_every_request(proxy, pauses):
     proxy.latency = 0.1
     with client(proxy) as connection:
         for _ in range(2):
@@ -719,7 +719,7 @@ def test_latency_holds_for_every_request(proxy, pauses):
 # ---- the end
 
 
-def test_closing_ends_all_that_hangs_and_leaves_nothing(target):
+def test_fault_proxy_close_ends_hanging_requests_and_leaves_no_threads(target):
     until(lambda: not serving())
     descriptors = len(os.listdir("/proc/self/fd"))
     threads = threading.active_count()
@@ -749,7 +749,7 @@ def test_closing_ends_all_that_hangs_and_leaves_nothing(target):
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == (descriptors, threads)
 
 
-def test_a_proxy_that_is_closed_at_once_leaves_nothing(target):
+def test_fault_proxy_closed_at_once_leaves_nothing(target):
     for _ in range(20):
         proxy = FaultProxy(target.url)
         with raw(proxy, get("/length/3")):

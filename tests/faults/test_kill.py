@@ -15,7 +15,7 @@ SAMPLED = {
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_whoever_is_killed_at_an_operation_leaves_old_or_new(forker, tmp_path, verb):
+def test_kill_at_a_storage_operation_leaves_the_old_or_the_new_snapshot(forker, tmp_path, verb):
     kills, new = kill_at_operations(forker, tmp_path, verb, every=SAMPLED.get(verb, 1))
     assert kills >= 2
     if verb != "read":
@@ -23,17 +23,17 @@ def test_whoever_is_killed_at_an_operation_leaves_old_or_new(forker, tmp_path, v
 
 
 @pytest.mark.parametrize("verb", ["take", "overwrite"])
-def test_whoever_is_killed_on_the_portable_path_leaves_old_or_new(portable_forker, tmp_path, verb):
+def test_kill_on_the_portable_path_leaves_the_old_or_the_new_snapshot(portable_forker, tmp_path, verb):
     kills, new = kill_at_operations(portable_forker, tmp_path, verb, every=2)
     assert 0 < new < kills
 
 
-def test_whoever_is_killed_while_pruning_leaves_whole_snapshots(forker, tmp_path):
+def test_kill_during_prune_leaves_complete_snapshots(forker, tmp_path):
     kills = kill_while_pruning(forker, tmp_path, every=2)
     assert kills > 8
 
 
 @pytest.mark.parametrize(("verb", "every"), [("take", 12), ("overwrite", 14), ("delete", 10)])
-def test_whoever_is_killed_at_a_system_call_leaves_old_or_new(forker, strace, tmp_path, verb, every):
+def test_kill_at_a_system_call_leaves_the_old_or_the_new_snapshot(forker, strace, tmp_path, verb, every):
     kills, _ = kill_at_system_calls(forker, tmp_path / "here", verb, tmp_path / "log", every=every, offset=every // 2)
     assert kills >= 3

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.deadly, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_loss_of_power_leaves_old_or_new_and_takes_back_nothing(forker, tmp_path, kind):
+def test_power_loss_leaves_the_old_or_the_new_snapshot(forker, tmp_path, kind):
     with disk(kind, tmp_path) as made:
         for verb, every, mode in [
             ("take", 12, "auto"),
@@ -35,7 +35,7 @@ def test_a_loss_of_power_leaves_old_or_new_and_takes_back_nothing(forker, tmp_pa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_folders_above_a_snapshot_survive_with_it(forker, tmp_path, kind):
+def test_power_loss_keeps_new_folders_above_a_snapshot(forker, tmp_path, kind):
     with disk(kind, tmp_path) as made:
         for by_user in (False, True):
             path = made.mount / f"runs-{by_user}/of/today/step-1"
@@ -45,7 +45,7 @@ def test_folders_above_a_snapshot_survive_with_it(forker, tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_not_durable_may_be_lost_and_says_so(forker, tmp_path, kind):
+def test_power_loss_after_a_take_that_is_not_durable_may_lose_it(forker, tmp_path, kind):
     with disk(kind, tmp_path) as made:
         found = []
         for survives in (False, True):
@@ -59,7 +59,7 @@ def test_what_is_not_durable_may_be_lost_and_says_so(forker, tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_was_deleted_does_not_come_back(forker, tmp_path, kind):
+def test_power_loss_does_not_restore_a_deleted_snapshot(forker, tmp_path, kind):
     with disk(kind, tmp_path) as made:
         path = made.mount / "step-1"  # of which nothing is left, and not even its folder
         Snapshot.take(path, {"s": StateDict(x=1)})
@@ -70,7 +70,7 @@ def test_what_was_deleted_does_not_come_back(forker, tmp_path, kind):
 
 @pytest.mark.parametrize("how", ["dcp", "safetensors", "torch", "copy", "dcp.save"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_other_formats_are_durable_when_they_are_written(forker, tmp_path, kind, how):
+def test_power_loss_after_convert_and_copy_keeps_other_formats(forker, tmp_path, kind, how):
     sources = {version: numbered_source(tmp_path, version) for version in (1, 2)}
     with disk(kind, tmp_path) as made:
         for overwrite in (False, True):

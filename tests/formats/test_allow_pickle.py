@@ -41,7 +41,7 @@ def saved(tmp_path):
     return tmp_path / "x.pt"
 
 
-def test_what_is_refused_is_named_with_what_to_do(saved):
+def test_unsafe_object_error_names_the_class_and_allow_pickle(saved):
     assert Snapshot(saved).read_object("0/model/w").equal(torch.arange(6.0))
     for path in ("0", "0/config", "0/list"):
         with pytest.raises(UnsafeObjectError, match=r"Config.*Snapshot\(path, allow_pickle=True\)"):
@@ -52,7 +52,7 @@ def test_what_is_refused_is_named_with_what_to_do(saved):
         Snapshot(saved).convert(saved.with_name("s"))
 
 
-def test_allowed_pickles_make_all_objects_of_the_file(saved):
+def test_allow_pickle_creates_all_objects_of_a_torch_file(saved):
     snapshot = Snapshot(saved, allow_pickle=True)
     found = snapshot.read_object("0")
     assert found["config"].width == 3
@@ -76,7 +76,7 @@ def test_allowed_pickles_make_all_objects_of_the_file(saved):
     assert w.equal(torch.arange(6.0))
 
 
-def test_allowed_pickles_are_converted(saved, tmp_path):
+def test_allow_pickle_lets_convert_store_objects(saved, tmp_path):
     with pytest.raises(UnsafeObjectError):
         Snapshot(saved).convert(tmp_path / "s")
     Snapshot(saved, allow_pickle=True).convert(tmp_path / "s", exclude=["default", "twice"])
@@ -85,7 +85,7 @@ def test_allowed_pickles_are_converted(saved, tmp_path):
     assert Snapshot(tmp_path / "s", allow_pickle=True).read_object("0/list")[1][1].width == 5
 
 
-def test_a_pickled_module_is_called_one(tmp_path):
+def test_unsafe_object_error_names_a_pickled_module(tmp_path):
     model = Model()
     torch.save(model, tmp_path / "m.pt")
     torch.save({"model": model, "epoch": 3}, tmp_path / "n.pt")
@@ -105,7 +105,7 @@ def test_a_pickled_module_is_called_one(tmp_path):
         Snapshot(tmp_path / "m.pt", allow_pickle=True).restore({"model": Model()})
 
 
-def test_a_manager_passes_the_argument_on(tmp_path):
+def test_allow_pickle_of_snapshot_manager_is_passed_on(tmp_path):
     with pytest.warns(UserWarning, match="pickle"):
         SnapshotManager(tmp_path, signals=()).take(1, {"s": StateDict(config=Config(4))})
     with pytest.raises(UnsafeObjectError, match=r"SnapshotManager\(root, allow_pickle=True\)"):

@@ -105,7 +105,7 @@ def saved(tmp_path_factory):
     return folder
 
 
-def test_tensors_of_every_dtype_and_layout_come_back(saved):
+def test_dcp_tensors_of_every_dtype_and_layout_are_read(saved):
     snapshot = Snapshot(saved)
     expected = plain(tensors())
     found = snapshot.read_object("0/t")
@@ -126,7 +126,7 @@ def load_like(value):
     return torch.zeros_like(value)
 
 
-def test_boxes_are_parts_of_what_is_there(saved):
+def test_dcp_read_object_box_reads_a_part(saved):
     snapshot = Snapshot(saved)
     for name, view in tensors()["views"].items():
         box = [slice(size // 3, size - size // 4) for size in view.shape]
@@ -135,7 +135,7 @@ def test_boxes_are_parts_of_what_is_there(saved):
     same(snapshot.read_object("0/t/long/torch.float32", out), tensors()["long"]["torch.float32"])
 
 
-def test_objects_come_back_without_a_pickle_being_run(saved):
+def test_dcp_objects_are_read_without_running_a_pickle(saved):
     snapshot = Snapshot(saved)
     same(snapshot.read_object("0/o"), OBJECTS)
     live = StateDict(dict.fromkeys(OBJECTS) | {"set": OBJECTS["set"]})
@@ -148,7 +148,7 @@ class Odd:
     pass
 
 
-def test_what_only_a_pickle_makes_is_refused_before_anything_is_touched(tmp_path):
+def test_dcp_objects_that_need_a_pickle_are_refused_before_restore_changes_anything(tmp_path):
     save({"m": {"w": torch.ones(2), "odd": Odd()}}, tmp_path / "c", **ALONE)
     live = StateDict(w=torch.zeros(2), odd=None)
     with pytest.raises(UnsafeObjectError):
@@ -158,14 +158,14 @@ def test_what_only_a_pickle_makes_is_refused_before_anything_is_touched(tmp_path
     assert live["w"].all()
 
 
-def test_odd_names_and_keys(tmp_path):
+def test_dcp_names_with_dots_slashes_and_empty_keys(tmp_path):
     state = {"a": {"x.y": torch.ones(1), "p/q": torch.zeros(1), "%": 3, "é": 4, "": 5}, "b.c": torch.full((2,), 7.0)}
     save(state, tmp_path / "c", **ALONE)
     same(Snapshot(tmp_path / "c").read_object("0"), state)
 
 
 @pytest.mark.parametrize("planner", [{}, None], ids=["empty", "none"])
-def test_without_planner_data_names_are_flat(tmp_path, planner):
+def test_dcp_without_planner_data_has_flat_names(tmp_path, planner):
     save({"model": {"w": torch.ones(2)}, "step": 3, "l": [4, torch.zeros(1)]}, tmp_path / "c", **ALONE)
     file = tmp_path / "c" / ".metadata"
     metadata = pickle.loads(file.read_bytes())
@@ -188,7 +188,7 @@ def trained(seed=0):
     return model, optimizer
 
 
-def test_plain_modules_and_model_state(tmp_path):
+def test_dcp_restores_into_modules_and_model_state(tmp_path):
     model, optimizer = trained()
     save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "plain", **ALONE)
     fresh, again = trained(1)
@@ -209,7 +209,7 @@ def compressed(state, folder):
     save(state, folder, **ALONE, storage_writer=dcp.FileSystemWriter(str(folder), _extensions=[ZStandard()]))
 
 
-def test_compressed_items(tmp_path):
+def test_dcp_compressed_items_are_read(tmp_path):
     pytest.importorskip("zstandard")
     torch.manual_seed(0)
     state = {
@@ -246,13 +246,13 @@ except MissingExtraError as error:
 """
 
 
-def test_without_zstandard_the_error_names_what_to_install(tmp_path, warm):
+def test_dcp_compressed_without_zstandard_names_what_to_install(tmp_path, warm):
     pytest.importorskip("zstandard")
     compressed({"m": {"w": torch.ones(10)}}, tmp_path / "c")
     assert "missing" in warm.run(WITHOUT, tmp_path / "c")
 
 
-def test_the_common_state_of_older_megatron_is_read_with_it(tmp_path):
+def test_dcp_common_pt_of_older_megatron_is_read(tmp_path):
     save({"model.w": torch.ones(4)}, tmp_path / "c", **ALONE)
     torch.save({"iteration": 7, "args": {"lr": 0.5}, "rng": torch.arange(3)}, tmp_path / "c" / "common.pt")
     same(
@@ -261,7 +261,7 @@ def test_the_common_state_of_older_megatron_is_read_with_it(tmp_path):
     )
 
 
-def test_listing_and_a_row_read_little(tmp_path):
+def test_dcp_listing_and_a_row_read_few_bytes(tmp_path):
     big = torch.arange(16 << 20, dtype=torch.float32).view(4096, 4096)
     save({"m": {"w": big, "v": torch.ones(1000), "n": 3}}, tmp_path / "c", **ALONE)
     torch.save({"m": {"w": big, "v": torch.ones(1000)}}, tmp_path / "x.pt")
@@ -329,7 +329,7 @@ def _read(folder):
     return {name: each.full_tensor() for name, each in model.state_dict().items()}
 
 
-def test_shards_of_two_ranks_in_another_placement_and_whole(two, tmp_path):
+def test_dcp_shards_of_two_ranks_restore_into_another_placement(two, tmp_path):
     folder = str(tmp_path / "c")
     expected, _ = two.run(_write, folder)[0]
     assert any(name.startswith("__1_") for name in os.listdir(folder))
@@ -350,7 +350,7 @@ def test_shards_of_two_ranks_in_another_placement_and_whole(two, tmp_path):
     assert snapshot.verify()
 
 
-def test_megatron_s_directory_is_one_of_these(two, tmp_path):
+def test_dcp_directory_of_megatron_is_read(two, tmp_path):
     pytest.importorskip("megatron")
     from tests.interop.megatron_dirs import write_directory
 
@@ -362,7 +362,7 @@ def test_megatron_s_directory_is_one_of_these(two, tmp_path):
     assert snapshot.verify()
 
 
-def test_an_archive_of_an_older_torch_has_no_alignment_and_is_found(tmp_path):
+def test_dcp_archive_of_an_older_torch_without_alignment_is_read(tmp_path):
     """Headers of other lengths than today's: where the bytes begin is looked up, and not known."""
     import zipfile
 
@@ -418,7 +418,7 @@ def _write_flat_ranges(folder, tensors, transform=lambda data: data, descriptors
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_flat_ranges_of_megatron_s_optimizer_are_parts_of_a_shaped_tensor(tmp_path, packed):
+def test_dcp_flat_ranges_of_the_megatron_optimizer_form_a_shaped_tensor(tmp_path, packed):
     transform, descriptors = (lambda data: data), None
     if packed:
         zstandard = pytest.importorskip("zstandard")
@@ -445,7 +445,7 @@ def test_flat_ranges_of_megatron_s_optimizer_are_parts_of_a_shaped_tensor(tmp_pa
 
 
 @pytest.mark.parametrize("shape", [(4, 13), (4,), (4, 6), (0, 12)])
-def test_flat_ranges_of_another_shape_are_refused(tmp_path, shape):
+def test_dcp_flat_ranges_of_another_shape_are_refused(tmp_path, shape):
     _write_flat_ranges(tmp_path, {"x": (torch.arange(48.0).view(4, 12), (2, 3), [3])})
     metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
     metadata.mcore_data["x"]["nd_reformulated_orig_global_shape"] = shape
@@ -455,7 +455,7 @@ def test_flat_ranges_of_another_shape_are_refused(tmp_path, shape):
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_the_serialisation_of_safetensors_is_unsupported_and_not_damage(tmp_path, count):
+def test_dcp_safetensors_serialization_is_unsupported_and_not_corrupt(tmp_path, count):
     from torch.distributed.checkpoint.filesystem import SerializationFormat
 
     state = {f"t{at}": torch.arange(6.0) + at for at in range(count)}

@@ -38,7 +38,7 @@ def files(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", READ)
-def test_weights_and_moments_are_those_of_deepspeed_s_own_tools(files, name):
+def test_deepspeed_weights_and_optimizer_state_equal_those_of_its_own_tools(files, name):
     expected, found = expected_of(files, name), Snapshot(files / name).read_object("0")
     assert list(found["model"]) == list(Model().state_dict())
     for key, weight in expected["weights"].items():
@@ -83,7 +83,7 @@ class _Anything:
 
 
 @pytest.mark.parametrize("name", ["tensor-parallel", "pipeline", "experts"])
-def test_model_parallel_parts_and_experts_are_joined(files, name):
+def test_deepspeed_model_parallel_parts_and_experts_are_joined(files, name):
     snapshot = Snapshot(files / name)
     found = snapshot.read_object("0")
     assert snapshot.verify()
@@ -150,20 +150,20 @@ def _expect_equal(got, expected):
 
 @pytest.mark.parametrize("by", ["objects", "ModelState"])
 @pytest.mark.parametrize("name", READ)
-def test_one_process_goes_on(files, name, by):
+def test_deepspeed_restores_in_one_process(files, name, by):
     _expect_equal(_restore(files / name, "plain", by), expected_of(files, name))
 
 
 @pytest.mark.parametrize("name", ["stage2", "stage3", "stage3-universal"])
 @pytest.mark.parametrize(("kind", "by"), [("fsdp2", "ModelState"), ("fsdp2", "objects"), ("ddp", "ModelState")])
-def test_any_number_of_ranks_goes_on(files, two, three, name, kind, by):
+def test_deepspeed_restores_on_any_world_size(files, two, three, name, kind, by):
     for pool in (two, three):
         for got in pool.run(_restore, str(files / name), kind, by):
             _expect_equal(got, expected_of(files, name))
 
 
 @pytest.mark.parametrize("name", ["stage2", "stage3", "stage3-universal"])
-def test_all_verbs(files, name, tmp_path):
+def test_deepspeed_verify_read_load_convert_and_copy(files, name, tmp_path):
     snapshot, expected = Snapshot(files / name), expected_of(files, name)
     report = snapshot.verify()
     assert report
@@ -182,7 +182,7 @@ def test_all_verbs(files, name, tmp_path):
     assert Snapshot(tmp_path / "again").read_object("0/epoch") == 3
 
 
-def test_without_zero_the_optimizer_is_that_of_the_file(files):
+def test_deepspeed_without_zero_restores_the_optimizer(files):
     model = Model()
     optimizer = torch.optim.AdamW(make_groups(model))
     Snapshot(files / "stage0").restore({"t": ModelState(model, optimizer)}, unused="ignore")
@@ -191,12 +191,12 @@ def test_without_zero_the_optimizer_is_that_of_the_file(files):
     assert torch.equal(optimizer.state[model.norm.bias]["exp_avg"], saved["optimizer"]["state"][3]["exp_avg"])
 
 
-def test_a_tag_is_opened_by_its_own_name_too(files):
+def test_deepspeed_tag_folder_can_be_opened(files):
     assert Snapshot(files / "stage3" / "step2").read_object("0/epoch") == 3
     assert Snapshot(files / "stage3-universal" / "step2_universal").read_object("0/epoch") == 3
 
 
-def test_a_file_in_memory_and_in_a_bucket(files, moto):
+def test_deepspeed_in_memory_and_in_a_bucket(files, moto):
     folder = files / "stage2"
     for file in folder.rglob("*"):
         if file.is_file():
@@ -209,7 +209,7 @@ def test_a_file_in_memory_and_in_a_bucket(files, moto):
 
 
 @pytest.mark.parametrize("name", ["stage2", "stage3", "stage2-universal"])
-def test_damage_is_found(files, name, tmp_path):
+def test_deepspeed_damage_is_found_by_verify(files, name, tmp_path):
     shutil.copytree(files / name, tmp_path / "x")
     file = max((tmp_path / "x").rglob("*out.weight/fp32.pt" if "universal" in name else "*optim_states.pt"))
     last = expected_of(files, name)["weights"]["out.weight"].detach().flatten()[-2:].numpy().tobytes()
@@ -222,14 +222,14 @@ def test_damage_is_found(files, name, tmp_path):
         Snapshot(tmp_path / "x").convert(tmp_path / "y")
 
 
-def test_a_missing_rank_is_named(files, tmp_path):
+def test_deepspeed_missing_rank_file_is_named(files, tmp_path):
     shutil.copytree(files / "stage2" / "step2", tmp_path / "x")
     (tmp_path / "x" / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink()
     with pytest.raises(CorruptSnapshotError, match=r"zero_pp_rank_0_mp_rank_00_optim_states\.pt is missing$"):
         Snapshot(tmp_path / "x").get_manifest()
 
 
-def test_a_missing_last_rank_is_damage(files, tmp_path):
+def test_deepspeed_missing_last_rank_is_corrupt(files, tmp_path):
     shutil.copytree(files / "stage2" / "step2", tmp_path / "x")
     (tmp_path / "x" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
     with pytest.raises(CorruptSnapshotError, match=r"out\.weight: the partitions have 4 of 35 elements"):
@@ -237,7 +237,7 @@ def test_a_missing_last_rank_is_damage(files, tmp_path):
 
 
 @pytest.mark.parametrize("tag", ["", "..", "../x", "/etc", "x"])
-def test_the_file_that_names_the_newest_tag_leads_nowhere_else(tmp_path, tag):
+def test_deepspeed_latest_file_cannot_point_outside_the_folder(tmp_path, tag):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "latest").write_text(tag)
     with pytest.raises(SnapshotError, match="no snapshot found"):
@@ -247,7 +247,7 @@ def test_the_file_that_names_the_newest_tag_leads_nowhere_else(tmp_path, tag):
 # Values that DeepSpeed does not write.
 
 
-def test_a_stand_in_is_read(tmp_path):
+def test_deepspeed_synthetic_checkpoint_is_read(tmp_path):
     write_stand_in(tmp_path, more={"model": "of the client", "optim": 3})
     found = Snapshot(tmp_path).read_object("0")
     assert torch.equal(found["model"]["w"], torch.arange(6.0).view(2, 3))
@@ -270,7 +270,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("what", LIES)
-def test_values_that_do_not_fit_are_refused_when_the_folder_is_opened(tmp_path, what):
+def test_deepspeed_inconsistent_values_are_refused(tmp_path, what):
     write_stand_in(tmp_path, **LIES[what])
     with pytest.raises(CorruptSnapshotError):
         Snapshot(tmp_path).get_manifest()
@@ -285,7 +285,7 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("what", UNKNOWN)
-def test_values_that_are_not_known_are_named(tmp_path, what):
+def test_deepspeed_unknown_values_are_named(tmp_path, what):
     changes, expected = UNKNOWN[what]
     write_stand_in(tmp_path, **changes)
     with pytest.raises(UnsupportedFormatError, match=expected):
@@ -313,7 +313,7 @@ def write_stage_3(folder, partitions, *, count=None, world=4):
 
 
 @pytest.mark.parametrize("partitions", [1, 2, 3, 4])
-def test_the_partitions_of_one_replica_are_all_of_mics(tmp_path, partitions):
+def test_deepspeed_mics_partitions_of_one_replica_are_complete(tmp_path, partitions):
     whole = write_stage_3(tmp_path, partitions, world=12)
     found = Snapshot(tmp_path).read_object("0")
     for name, each in whole.items():
@@ -321,20 +321,20 @@ def test_the_partitions_of_one_replica_are_all_of_mics(tmp_path, partitions):
         assert torch.equal(found["optim"]["state"][name]["exp_avg"], each * 2)
 
 
-def test_partitions_that_are_not_all_here_are_refused(tmp_path):
+def test_deepspeed_incomplete_partitions_are_refused(tmp_path):
     write_stage_3(tmp_path, 2, count=4)
     with pytest.raises(UnsupportedFormatError, match="cut into 4 parts on 2 ranks is not read"):
         Snapshot(tmp_path).get_manifest()
 
 
 @pytest.mark.parametrize("key", ["ds_autoep_layers", "autoep_layers"])
-def test_autoep_is_refused_by_name(tmp_path, key):
+def test_deepspeed_autoep_is_refused(tmp_path, key):
     write_stand_in(tmp_path, more={key: [{"moe_layer_id": 0}]})
     with pytest.raises(UnsupportedFormatError, match="with AutoEP is not read"):
         Snapshot(tmp_path).get_manifest()
 
 
-def test_experts_with_tensor_parallelism_are_refused_by_name(tmp_path):
+def test_deepspeed_experts_with_tensor_parallelism_are_refused(tmp_path):
     write_stand_in(tmp_path)
     for rank in range(2):
         save({"m": torch.zeros(2)}, tmp_path / f"layer_0_expert_0_mp_rank_{rank:02d}_model_states.pt")
@@ -342,7 +342,7 @@ def test_experts_with_tensor_parallelism_are_refused_by_name(tmp_path):
         Snapshot(tmp_path).get_manifest()
 
 
-def test_repeated_shapes_cost_no_more_than_their_bytes(tmp_path):
+def test_deepspeed_repeated_shapes_are_refused_without_much_memory(tmp_path):
     names = {f"{number}": torch.Size([0]) for number in range(1000)}
     write_stand_in(
         tmp_path,
@@ -360,7 +360,7 @@ def test_repeated_shapes_cost_no_more_than_their_bytes(tmp_path):
 
 
 @given(data=st.data())
-def test_slices_of_a_group_form_its_parameters(data):
+def test_deepspeed_slices_of_a_group_form_its_parameters(data):
     sizes = data.draw(st.lists(st.lists(st.integers(1, 5), max_size=3).map(tuple), min_size=1, max_size=5))
     paddings = [data.draw(st.integers(0, 3)) for _ in sizes]
     ranks = data.draw(st.integers(1, 4))
@@ -409,13 +409,13 @@ def test_slices_of_a_group_form_its_parameters(data):
 
 
 @given(numel=st.integers(0, 50), count=st.integers(1, 8))
-def test_parts_of_a_parameter_cover_it_once(numel, count):
+def test_deepspeed_cut_parameter_covers_it_once(numel, count):
     slices, step = cut_parameter(numel, count)
     assert [index for each in slices for index in range(each.begin, each.begin + each.numel)] == list(range(numel))
     assert all(each.at == 0 and each.numel <= step for each in slices)
 
 
-def test_a_tensor_with_attributes_of_its_program_is_a_tensor(tmp_path):
+def test_torch_file_tensors_with_attributes_are_read(tmp_path):
     weight = torch.arange(4.0)
     weight.tensor_model_parallel = True
     parameter = torch.nn.Parameter(torch.ones(2))
@@ -492,7 +492,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("name", CUTS)
-def test_tensor_parallel_parts_join_as_they_were_cut(name):
+def test_deepspeed_tensor_parallel_parts_are_joined(name):
     whole = torch.arange(math.prod(SHAPES.get(name, (4, 6)))).view(SHAPES.get(name, (4, 6)))
     entries, held = _pieces("f", CUTS[name](whole))
     joined = JoinRules("x", PATTERNS, 2).join(name, entries)
@@ -500,12 +500,12 @@ def test_tensor_parallel_parts_join_as_they_were_cut(name):
 
 
 @pytest.mark.parametrize("pattern", ["(a+)+$", "(a|aa)*", "a.*b.*c.*d", "[a-z]*", "a{1000}", "x" * 2000])
-def test_patterns_that_could_take_long_are_refused(pattern):
+def test_deepspeed_parameter_patterns_that_could_be_slow_are_refused(pattern):
     with pytest.raises(UnsupportedFormatError, match="must have simple patterns"):
         JoinRules("x", {"tp_replicated_parameter_patterns": [pattern]}, 2)
 
 
-def test_parts_that_do_not_fit_are_refused():
+def test_deepspeed_parts_that_do_not_fit_are_refused():
     rules = JoinRules("x", PATTERNS, 2)
     entries, _ = _pieces("f", [torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 4, dtype=torch.int64)])
     with pytest.raises(ValueError, match="do not fit each other"):
@@ -515,7 +515,7 @@ def test_parts_that_do_not_fit_are_refused():
         rules.join("layers.1.down.bias", entries)
 
 
-def test_tensor_parallel_ranks_without_rules_are_refused(files, tmp_path):
+def test_deepspeed_tensor_parallel_ranks_without_rules_are_refused(files, tmp_path):
     shutil.copytree(files / "tensor-parallel" / "step2", tmp_path / "x")
     for rank in range(2):
         path = tmp_path / "x" / f"mp_rank_0{rank}_model_states.pt"
@@ -526,7 +526,7 @@ def test_tensor_parallel_ranks_without_rules_are_refused(files, tmp_path):
         Snapshot(tmp_path / "x").get_manifest()
 
 
-def test_a_missing_model_parallel_part_is_named(files, tmp_path):
+def test_deepspeed_missing_model_parallel_file_is_named(files, tmp_path):
     shutil.copytree(files / "pipeline" / "step2", tmp_path / "x")
     (tmp_path / "x" / "mp_rank_00_model_states.pt").unlink()
     with pytest.raises(CorruptSnapshotError, match=r"mp_rank_00_model_states\.pt is missing$"):

@@ -59,7 +59,7 @@ def written(tmp_path):
     return tmp_path / "m.gguf", expected
 
 
-def test_it_is_listed_read_restored_and_verified(written):
+def test_gguf_is_listed_read_restored_and_verified(written):
     path, state = written
     opened = Snapshot(path)
     assert opened.exists()
@@ -81,7 +81,7 @@ def test_it_is_listed_read_restored_and_verified(written):
     assert report.unverifiable == 4
 
 
-def test_the_folder_is_opened_converted_compared_merged_and_copied(written, tmp_path):
+def test_gguf_folder_is_converted_compared_merged_and_copied(written, tmp_path):
     path, state = written
     folder = path.parent
     for target, kind in (("a.safetensors", "safetensors"), ("b.pt", "torch"), ("c", "dcp"), ("d", "snapshot")):
@@ -95,7 +95,7 @@ def test_the_folder_is_opened_converted_compared_merged_and_copied(written, tmp_
     assert not Snapshot.diff(path, tmp_path / "copy.gguf")
 
 
-def test_a_long_tensor_is_read_within_a_small_budget(tmp_path):
+def test_gguf_long_tensor_is_read_with_a_small_memory_budget_bytes(tmp_path):
     tensor = torch.randn(3000, 320, generator=torch.Generator().manual_seed(1))
     (tmp_path / "m.gguf").write_bytes(file_of({"w": (tensor, "Q8_0")}))
     loaded = snapshot.load(tmp_path / "m.gguf", memory_budget_bytes=1 << 20)["w"]
@@ -104,7 +104,7 @@ def test_a_long_tensor_is_read_within_a_small_budget(tmp_path):
     assert torch.equal(snapshot.load(tmp_path / "out")["w"], rounded(tensor))
 
 
-def test_other_types_are_listed_and_refused_by_name(tmp_path):
+def test_gguf_unknown_tensor_types_are_listed_and_refused(tmp_path):
     data = bytearray(file_of({"a": torch.ones(4, 32), "b": torch.ones(2, 256)}))
     place = data.index(text("b")) + len(text("b")) + 4 + 16
     data[place : place + 4] = struct.pack("<I", 12)
@@ -131,7 +131,7 @@ def test_other_types_are_listed_and_refused_by_name(tmp_path):
     assert main(["ls", str(tmp_path / "m.gguf")]) == 0
 
 
-def test_the_parts_of_a_split_file_are_one_checkpoint(tmp_path):
+def test_gguf_split_files_are_one_checkpoint(tmp_path):
     count = pair("sp1it.count", 2, struct.pack("<H", 2))
     parts = [{"a": torch.arange(6.0).view(2, 3)}, {"b": torch.ones(5)}]
     for number, tensors in enumerate(parts, 1):
@@ -156,7 +156,7 @@ def test_the_parts_of_a_split_file_are_one_checkpoint(tmp_path):
         Snapshot(tmp_path / "m-00001-of-00002.gguf").get_manifest()
 
 
-def test_a_file_that_became_shorter_is_named(written):
+def test_gguf_file_that_became_shorter_is_corrupt(written):
     path, _ = written
     opened = Snapshot(path)
     opened.get_manifest()
@@ -173,7 +173,7 @@ TINY = st.floats(-(2.0**-100), 2.0**-100, width=32)
 
 
 @given(st.lists(st.one_of(floats, st.just(0.0), TINY), min_size=32, max_size=32))
-def test_blocks_are_rounded_as_ggml_rounds_them(values):
+def test_gguf_q8_0_blocks_are_rounded_like_ggml(values):
     source = torch.tensor([values], dtype=torch.float32)
     blocks = torch.empty(1, BLOCK_BYTES, dtype=torch.uint8)
     quantise(source, blocks)
@@ -183,7 +183,7 @@ def test_blocks_are_rounded_as_ggml_rounds_them(values):
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan, 1e8])
-def test_values_that_blocks_cannot_hold_are_refused(tmp_path, value):
+def test_gguf_q8_0_refuses_infinite_nan_and_too_large_values(tmp_path, value):
     with pytest.raises(ValueError, match="too large for Q8_0, or not finite"):
         blocks_of(torch.full((1, 32), value))
 
@@ -193,7 +193,7 @@ def test_values_that_blocks_cannot_hold_are_refused(tmp_path, value):
 
 @settings(max_examples=300)
 @given(st.data())
-def test_a_damaged_header_never_harms(tmp_path_factory, data):
+def test_gguf_damaged_header_is_refused(tmp_path_factory, data):
     values = pair("general.alignment", UINT32, struct.pack("<I", 32))
     values |= pair("tokens", ARRAY, struct.pack("<IQ", TEXT, 2) + text("a") + text("bc"))
     values |= pair("nested", ARRAY, struct.pack("<IQIQf", ARRAY, 1, FLOAT32, 1, 1.5))
@@ -232,7 +232,7 @@ def nest(depth):
         (pair("general.alignment", TEXT, text("8")), "invalid alignment 8"),
     ],
 )
-def test_hostile_values_are_refused(tmp_path, change, expected):
+def test_gguf_hostile_values_are_refused(tmp_path, change, expected):
     (tmp_path / "m.gguf").write_bytes(file_of({"w": torch.ones(2, 2)}, change))
     with pytest.raises(CorruptSnapshotError, match=expected):
         Snapshot(tmp_path / "m.gguf").get_manifest()
@@ -256,14 +256,14 @@ def info(name, shape, kind, offset):
         ([text("w") + struct.pack("<I", 5)], "must have at most 4 dimensions, got 5"),
     ],
 )
-def test_hostile_tensors_are_refused(tmp_path, infos, expected):
+def test_gguf_hostile_tensor_infos_are_refused(tmp_path, infos, expected):
     head = b"GGUF" + struct.pack("<IQQ", 3, len(infos), 0) + b"".join(infos)
     (tmp_path / "m.gguf").write_bytes(head + bytes(-len(head) % 32) + bytes(512))
     with pytest.raises(CorruptSnapshotError, match=expected):
         Snapshot(tmp_path / "m.gguf").get_manifest()
 
 
-def test_other_versions_and_byte_orders_are_named(tmp_path):
+def test_gguf_unknown_versions_and_big_endian_are_named(tmp_path):
     for version, expected in ((b"\1\0\0\0", "of version 1"), (b"\0\0\0\3", "big-endian")):
         (tmp_path / "m.gguf").write_bytes(b"GGUF" + version + bytes(64))
         with pytest.raises(UnsupportedFormatError, match=rf"m\.gguf: a GGUF file {expected}"):
@@ -362,7 +362,7 @@ KINDS = [("llama", "", "llama"), ("qwen2", "", "qwen2"), ("qwen3", "", "qwen3"),
 
 
 @pytest.mark.parametrize(("kind", "experts", "named"), KINDS, ids=["llama", "qwen2", "qwen3", "mixtral", "qwen3moe"])
-def test_a_model_is_written_under_ggufs_names_and_comes_back(tmp_path, kind, experts, named):
+def test_gguf_convert_of_a_model_and_back(tmp_path, kind, experts, named):
     state = hugging_face(kind, experts)
     (tmp_path / "kv.gguf").write_bytes(file_of({}, values_of(named, 3 if experts else 0)))
     save_file(state, tmp_path / "model.safetensors")
@@ -382,7 +382,7 @@ def test_a_model_is_written_under_ggufs_names_and_comes_back(tmp_path, kind, exp
 
 
 @pytest.mark.parametrize("budget", [None, 1 << 20])
-def test_matrices_are_rounded_to_blocks(tmp_path, budget):
+def test_gguf_convert_rounds_matrices_to_q8_0_blocks(tmp_path, budget):
     state = hugging_face()
     state["model.embed_tokens.weight"] = torch.randn(7001, 320, generator=torch.Generator().manual_seed(3))
     state["lm_head.weight"] = torch.randn(50, 50)
@@ -399,7 +399,7 @@ def test_matrices_are_rounded_to_blocks(tmp_path, budget):
     assert (kept["general.file_type"], kept["general.quantization_version"]) == (7, 2)
 
 
-def test_tables_of_the_template_are_copied_and_its_names_are_expected(tmp_path):
+def test_gguf_convert_copies_tables_of_kv_from_and_expects_its_names(tmp_path):
     state = hugging_face()
     expected = expected_of(state, "llama") | {"rope_freqs.weight": torch.arange(4.0)}
     del expected["output.weight"]
@@ -419,7 +419,7 @@ def test_tables_of_the_template_are_copied_and_its_names_are_expected(tmp_path):
     assert not (tmp_path / "n.gguf").exists()
 
 
-def test_what_gguf_cannot_hold_is_refused_before_anything_is_written(tmp_path):
+def test_gguf_convert_refuses_tensors_it_cannot_store(tmp_path):
     (tmp_path / "kv.gguf").write_bytes(file_of({}, values_of("llama")))
     for tensors, expected in (
         ({"blk.0.w.weight": torch.ones(2, 2, dtype=torch.float64)}, r"float64\[2, 2\]"),
@@ -437,7 +437,7 @@ def test_what_gguf_cannot_hold_is_refused_before_anything_is_written(tmp_path):
     assert not (tmp_path / "m.gguf").exists()
 
 
-def test_arguments_that_do_not_fit_are_refused(tmp_path):
+def test_gguf_convert_refuses_invalid_arguments(tmp_path):
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     opened = Snapshot(tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="kv_from must be a file of GGUF for to='gguf'"):
@@ -457,7 +457,7 @@ def test_arguments_that_do_not_fit_are_refused(tmp_path):
         opened.convert(Target(tmp_path / "m.gguf", kv_from=tmp_path / "model.safetensors"))
 
 
-def test_the_command_writes_it(tmp_path, capsys):
+def test_gguf_cli_convert(tmp_path, capsys):
     save_file(hugging_face(), tmp_path / "model.safetensors")
     (tmp_path / "kv.gguf").write_bytes(file_of({}, values_of("llama")))
     arguments = ["--kv-from", str(tmp_path / "kv.gguf"), "--quantisation", "Q8_0", "--json"]
@@ -469,7 +469,7 @@ def test_the_command_writes_it(tmp_path, capsys):
 # The package gguf, and transformers
 
 
-def test_ggufs_own_files_are_read(tmp_path):
+def test_gguf_files_of_the_gguf_package_are_read(tmp_path):
     gguf = pytest.importorskip("gguf")
     kinds = gguf.GGMLQuantizationType
     writer = gguf.GGUFWriter(str(tmp_path / "m.gguf"), "llama")
@@ -498,7 +498,7 @@ def test_ggufs_own_files_are_read(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16, "Q8_0"], ids=str)
-def test_gguf_and_transformers_read_what_is_written(tmp_path, dtype):
+def test_gguf_and_transformers_read_converted_files(tmp_path, dtype):
     gguf, transformers = pytest.importorskip("gguf"), pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=8,
@@ -538,6 +538,6 @@ def test_gguf_and_transformers_read_what_is_written(tmp_path, dtype):
             same(fresh.state_dict()[name], each if each.dim() == 1 or dtype is None else each.to(dtype).float())
 
 
-def test_a_vector_stays_float32():
+def test_gguf_vectors_stay_float32():
     assert choose_kind("bfloat16", (32,), "Q8_0") == "float32"
     assert choose_kind("bfloat16", (2, 31), "Q8_0") == "bfloat16"

@@ -31,7 +31,7 @@ def folder(request, tmp_path):
     return tmp_path / "hf"
 
 
-def test_it_is_listed_read_restored_and_verified(folder):
+def test_pytorch_model_bin_is_listed_read_restored_and_verified(folder):
     state = model().state_dict()
     opened = Snapshot(folder)
     assert opened.exists()
@@ -48,7 +48,7 @@ def test_it_is_listed_read_restored_and_verified(folder):
     equal(snapshot.load(folder), state)
 
 
-def test_it_is_converted_compared_merged_and_copied(folder, tmp_path):
+def test_pytorch_model_bin_is_converted_compared_merged_and_copied(folder, tmp_path):
     state = dict(model().state_dict())
     for target, kind in (("a.safetensors", "safetensors"), ("b.pt", "torch"), ("c", "dcp"), ("d", "snapshot")):
         Snapshot(folder).convert(Target(tmp_path / target, kind))
@@ -64,7 +64,7 @@ def test_it_is_converted_compared_merged_and_copied(folder, tmp_path):
     assert Snapshot.diff(folder, write(tmp_path / "new", 1, {**state, "2.bias": torch.zeros(4)}) and tmp_path / "new")
 
 
-def test_a_copy_replaces_what_would_be_opened_instead_of_it(folder, tmp_path):
+def test_pytorch_model_bin_copy_replaces_files_that_would_be_opened_first(folder, tmp_path):
     (tmp_path / "old").mkdir()
     save_file({"w": torch.ones(2)}, tmp_path / "old" / "model.safetensors")
     with pytest.raises(snapshot.SnapshotExistsError, match=r"model\.safetensors: exists already"):
@@ -73,26 +73,26 @@ def test_a_copy_replaces_what_would_be_opened_instead_of_it(folder, tmp_path):
     equal(snapshot.load(tmp_path / "old"), model().state_dict())
 
 
-def test_the_index_itself_may_be_named(tmp_path):
+def test_pytorch_model_bin_index_can_be_opened(tmp_path):
     state = write(tmp_path)
     same(dict(Snapshot(tmp_path / INDEX).read_object("0")), dict(state))
     Snapshot(tmp_path / INDEX).copy(tmp_path / "to" / "x.bin.index.json")
     same(dict(Snapshot(tmp_path / "to").read_object("0")), dict(state))
 
 
-def test_safetensors_are_preferred(tmp_path):
+def test_pytorch_model_bin_is_ignored_beside_safetensors(tmp_path):
     write(tmp_path, 1)
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     assert list(snapshot.load(tmp_path)) == ["w"]
 
 
 @pytest.mark.parametrize("name", ["adapter_model.bin", "diffusion_pytorch_model.bin", "adapter_model.safetensors"])
-def test_adapters_and_parts_of_pipelines_are_opened(tmp_path, name):
+def test_hugging_face_adapters_and_pipeline_parts_are_opened(tmp_path, name):
     (save_file if name.endswith("s") else torch.save)({"w": torch.ones(2)}, tmp_path / name)
     assert snapshot.load(tmp_path)["w"].all()
 
 
-def test_a_model_that_transformers_saved_is_restored(tmp_path, monkeypatch):
+def test_hugging_face_model_saved_by_transformers_is_restored(tmp_path, monkeypatch):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
@@ -129,7 +129,7 @@ class Harm:
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_no_pickle_is_run(tmp_path, parts):
+def test_pytorch_model_bin_runs_no_pickle(tmp_path, parts):
     mark = tmp_path / "ran"
     state = dict(write(tmp_path / "m", parts, {"a": torch.ones(2), "harm": Harm(str(mark)), "b": torch.ones(3)}))
     opened = Snapshot(tmp_path / "m")
@@ -149,7 +149,7 @@ def change(folder, **weights):
 
 
 @pytest.mark.parametrize("name", ["../out.bin", "/etc/passwd", "a/../b.bin", "s3://b/x.bin", ""])
-def test_an_index_cannot_name_files_elsewhere(tmp_path, name):
+def test_pytorch_model_bin_index_cannot_name_files_outside_the_folder(tmp_path, name):
     write(tmp_path / "m")
     torch.save({"w": torch.ones(2)}, tmp_path / "out.bin")
     change(tmp_path / "m", w=name)
@@ -157,7 +157,7 @@ def test_an_index_cannot_name_files_elsewhere(tmp_path, name):
         Snapshot(tmp_path / "m").get_manifest()
 
 
-def test_a_file_or_a_name_that_is_missing_is_named(tmp_path):
+def test_pytorch_model_bin_missing_file_or_tensor_is_named(tmp_path):
     write(tmp_path)
     change(tmp_path, w="pytorch_model-00001-of-00002.bin")
     with pytest.raises(CorruptSnapshotError, match=r"'w' is missing in pytorch_model-00001-of-00002\.bin"):
@@ -170,7 +170,7 @@ def test_a_file_or_a_name_that_is_missing_is_named(tmp_path):
         Snapshot(tmp_path).get_manifest()
 
 
-def test_a_part_of_another_format_is_named(tmp_path):
+def test_pytorch_model_bin_part_in_another_format_is_named(tmp_path):
     write(tmp_path)
     torch.save({"w": torch.ones(2)}, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
     change(tmp_path, w="old.bin")
@@ -182,13 +182,13 @@ def test_a_part_of_another_format_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"[]", b"{}", b'{"weight_map": 3}', b'{"weight_map": {"w": 3}}', b"\xff{", b""])
-def test_a_file_that_is_only_named_like_an_index_is_refused(tmp_path, content):
+def test_pytorch_model_bin_invalid_index_is_refused(tmp_path, content):
     (tmp_path / INDEX).write_bytes(content)
     with pytest.raises(CorruptSnapshotError, match="not an index of weights"):
         Snapshot(tmp_path).get_manifest()
 
 
-def test_the_pickles_of_all_files_share_one_limit(tmp_path):
+def test_pytorch_model_bin_pickles_of_all_files_share_one_limit(tmp_path):
     write(tmp_path, 3, {f"{index}": torch.ones(1) for index in range(90)})
     storage = open_storage(URL.parse(str(tmp_path)), {}, Context())
     longest = max(len(file.read(file.namelist()[0])) for file in map(ZipFile, tmp_path.glob("*.bin")))
@@ -199,7 +199,7 @@ def test_the_pickles_of_all_files_share_one_limit(tmp_path):
         run_soon(describe_folder(storage, limit))
 
 
-def test_a_truncated_file_is_damaged(tmp_path):
+def test_pytorch_model_bin_truncated_file_is_corrupt(tmp_path):
     write(tmp_path, 1)
     data = (tmp_path / "pytorch_model.bin").read_bytes()
     (tmp_path / "pytorch_model.bin").write_bytes(data[: len(data) // 2])
@@ -207,13 +207,13 @@ def test_a_truncated_file_is_damaged(tmp_path):
         Snapshot(tmp_path).get_manifest()
 
 
-def test_a_folder_without_any_is_not_found(tmp_path):
+def test_hugging_face_folder_without_weights_is_not_found(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(SnapshotNotFoundError, match="no snapshot found"):
         Snapshot(tmp_path).get_manifest()
 
 
-def test_several_files_without_an_index_are_one_checkpoint(tmp_path):
+def test_safetensors_files_without_an_index_are_one_checkpoint(tmp_path):
     parts = {"a.safetensors": {"x": torch.ones(2)}, "b.safetensors": {"y": torch.zeros(3), "z": torch.arange(4)}}
     for name, tensors in parts.items():
         save_file(tensors, tmp_path / name, {"format": "pt"} if name.startswith("b") else None)
@@ -235,7 +235,7 @@ def test_several_files_without_an_index_are_one_checkpoint(tmp_path):
         Snapshot(tmp_path).get_manifest()
 
 
-def test_numbered_parts_need_their_index(tmp_path):
+def test_safetensors_numbered_parts_need_their_index(tmp_path):
     for number in (1, 2):
         save_file({f"x{number}": torch.ones(2)}, tmp_path / f"model-{number:05d}-of-00002.safetensors")
     with pytest.raises(
@@ -244,7 +244,7 @@ def test_numbered_parts_need_their_index(tmp_path):
         Snapshot(tmp_path).get_manifest()
 
 
-def test_several_indices_are_several_checkpoints(tmp_path):
+def test_safetensors_folder_with_several_indices_is_refused(tmp_path):
     for name in ("a", "b"):
         save_file({"x": torch.ones(2)}, tmp_path / f"{name}.safetensors")
         (tmp_path / f"{name}.safetensors.index.json").write_text(
@@ -279,7 +279,7 @@ def _write_parts(folder):
     return whole
 
 
-def test_parts_of_the_writer_of_dcp_are_joined(two, tmp_path):
+def test_dcp_hugging_face_writer_shards_are_joined(two, tmp_path):
     whole = two.run(_write_parts, str(tmp_path))[0]
     floats = {name: each for name, each in whole.items() if each.is_floating_point()}
     for name, expected in {"one": whole, "two": whole, "merged": floats, "merged/sharded": floats}.items():
@@ -311,14 +311,14 @@ def test_parts_of_the_writer_of_dcp_are_joined(two, tmp_path):
         ([], "DCP_SHARDING_INFO"),
     ],
 )
-def test_invalid_offsets_of_parts_are_damage(tmp_path, information, fault):
+def test_dcp_hugging_face_writer_invalid_offsets_are_corrupt(tmp_path, information, fault):
     file = tmp_path / "shard-00001-model-00001-of-00001.safetensors"
     save_file({"w": torch.ones(2, 3)}, file, {"DCP_SHARDING_INFO": json.dumps(information)})
     with pytest.raises(CorruptSnapshotError, match=fault):
         Snapshot(tmp_path).get_manifest()
 
 
-def test_parts_that_overlap_or_differ_are_damage(tmp_path):
+def test_dcp_hugging_face_writer_shards_that_overlap_or_differ_are_corrupt(tmp_path):
     for rank, (value, begin) in enumerate([(torch.ones(2, 3), 0), (torch.ones(2, 3), 1)], 1):
         information = {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [begin, 0]}})}
         save_file({"w": value}, tmp_path / f"shard-{rank:05}-model-00001-of-00001.safetensors", information)
@@ -334,7 +334,7 @@ def test_parts_that_overlap_or_differ_are_damage(tmp_path):
 
 
 @pytest.mark.parametrize("part", ["model.fp16-{:05}-of-00002.safetensors", "model-{:05}-of-00002.fp16.safetensors"])
-def test_parts_of_a_variant_open_by_their_index(tmp_path, part):
+def test_hugging_face_variant_is_opened_by_its_index(tmp_path, part):
     state = {"a": torch.randn(3), "b": torch.randn(2)}
     located = {name: part.format(at) for at, name in enumerate(state, 1)}
     for name, file in located.items():
@@ -347,7 +347,7 @@ def test_parts_of_a_variant_open_by_their_index(tmp_path, part):
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
-def test_a_tensor_that_the_index_lacks_is_read_and_reported(tmp_path, caplog, suffix):
+def test_hugging_face_tensor_missing_in_the_index_is_read_and_reported(tmp_path, caplog, suffix):
     state = {"a": torch.randn(3), "b": torch.randn(2)}
     store = save_file if suffix == "safetensors" else torch.save
     store(state, tmp_path / f"part.{suffix}")

@@ -31,7 +31,7 @@ from tests.formats.remote_copies import on_s3
 
 @pytest.mark.parametrize(("width", "stages", "virtual"), [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (2, 2, 2)])
 @pytest.mark.parametrize("gated", [True, False])
-def test_the_model_is_whole(tmp_path, width, stages, virtual, gated):
+def test_megatron_legacy_parts_form_the_whole_model(tmp_path, width, stages, virtual, gated):
     whole = _whole(gated=gated)
     _write(tmp_path / "x", whole, width, stages, gated=gated, virtual=virtual)
     snapshot = Snapshot(tmp_path / "x")
@@ -47,7 +47,7 @@ def test_the_model_is_whole(tmp_path, width, stages, virtual, gated):
     assert torch.equal(part, whole["decoder.layers.3.mlp.linear_fc2.weight"][2, 3:6])
 
 
-def test_nested_names_of_older_versions(tmp_path):
+def test_megatron_legacy_nested_names_of_older_versions(tmp_path):
     whole = _whole()
     _write(tmp_path / "x", whole, 2, 2, nested=True)
     found = Snapshot(tmp_path / "x").read_object("0/model")["language_model"]
@@ -56,7 +56,7 @@ def test_nested_names_of_older_versions(tmp_path):
         assert torch.equal(found[head][rest], each)
 
 
-def test_all_verbs(tmp_path, moto):
+def test_megatron_legacy_load_convert_verify_and_copy(tmp_path, moto):
     whole = _whole()
     _write(tmp_path / "x", whole, 2, 2)
     snapshot = Snapshot(tmp_path / "x")
@@ -82,7 +82,7 @@ def test_all_verbs(tmp_path, moto):
     assert torch.equal(model.output_layer.weight, whole["output_layer.weight"])
 
 
-def test_the_map_for_hugging_face_applies_to_the_joined_model(tmp_path):
+def test_megatron_legacy_tensor_map_to_hugging_face(tmp_path):
     whole = {name: each for name, each in _whole().items() if "position" not in name}
     whole = {name: each for name, each in whole.items() if not name.endswith(".bias") or "qkv" in name}
     _write(tmp_path / "x", whole, 2, 2)
@@ -98,7 +98,7 @@ def test_the_map_for_hugging_face_applies_to_the_joined_model(tmp_path):
     assert torch.equal(found["lm_head.weight"], whole["output_layer.weight"][: WORDS - 1])
 
 
-def test_parts_of_unknown_names_are_refused_if_they_differ(tmp_path):
+def test_megatron_legacy_parts_with_unknown_names_are_refused_if_they_differ(tmp_path):
     def change(state, rank, stage):
         state["model"]["adapter.weight"] = torch.full((2,), float(rank))
 
@@ -109,7 +109,7 @@ def test_parts_of_unknown_names_are_refused_if_they_differ(tmp_path):
         Snapshot(tmp_path / "x").get_manifest()
 
 
-def test_equal_parts_of_unknown_names_are_copies(tmp_path):
+def test_megatron_legacy_equal_parts_with_unknown_names_are_copies(tmp_path):
     def change(state, rank, stage):
         state["model"]["adapter.weight"] = torch.arange(2.0)
 
@@ -157,7 +157,7 @@ SHARDED = {
 
 
 @pytest.mark.parametrize("crc", [True, False])
-def test_names_say_what_is_cut_even_if_all_parts_are_equal(tmp_path, crc):
+def test_megatron_legacy_names_decide_what_is_split_even_if_parts_are_equal(tmp_path, crc):
     made = {
         name: torch.ones(4, 4) if name.endswith("weight") and "norm" not in name else torch.ones(4) for name in SHARDED
     }
@@ -170,7 +170,7 @@ def test_names_say_what_is_cut_even_if_all_parts_are_equal(tmp_path, crc):
 
 @pytest.mark.parametrize("equal", [True, False])
 @pytest.mark.parametrize("name", ["mixer.in_proj.weight", "mixer.conv1d.bias", "mlp.experts.weight1"])
-def test_tensors_of_several_pieces_are_refused_even_if_equal(tmp_path, name, equal):
+def test_megatron_legacy_tensors_of_several_pieces_are_refused(tmp_path, name, equal):
     parts = [{f"decoder.layers.0.{name}": torch.full((4, 4), 0.0 if equal else rank)} for rank in range(2)]
     _write_parts(tmp_path / "x", parts)
     with pytest.raises(UnsupportedFormatError, match=rf"{re.escape(name)}: .* has several pieces of it"):
@@ -179,7 +179,7 @@ def test_tensors_of_several_pieces_are_refused_even_if_equal(tmp_path, name, equ
 
 @pytest.mark.parametrize("crc", [True, False])
 @pytest.mark.parametrize("view", ["own", "of one tensor", "of others", "strided"])
-def test_values_of_unknown_names_are_compared(tmp_path, crc, view):
+def test_megatron_legacy_values_of_unknown_names_are_compared(tmp_path, crc, view):
     """Also without checksums in the archive, and if a tensor is a part of what is stored."""
     same = torch.arange(6.0).view(2, 3)
 
@@ -204,14 +204,14 @@ def test_values_of_unknown_names_are_compared(tmp_path, crc, view):
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_tensor_on_some_ranks_only_is_refused(tmp_path, first):
+def test_megatron_legacy_tensor_on_some_ranks_only_is_refused(tmp_path, first):
     parts = [{"other.weight": torch.ones(3)}, {"other.weight": 3}]
     _write_parts(tmp_path / "x", [parts[first], parts[1 - first]])
     with pytest.raises(UnsupportedFormatError, match=r"other\.weight: it is a tensor on some"):
         Snapshot(tmp_path / "x").get_manifest()
 
 
-def test_parts_of_one_stored_tensor_are_not_copies(tmp_path):
+def test_megatron_legacy_parts_of_one_storage_are_not_copies(tmp_path):
     whole = torch.arange(8.0)
     _write_parts(tmp_path / "x", [{"other.weight": each} for each in whole.chunk(2)])
     with pytest.raises(UnsupportedFormatError, match="different tensors"):
@@ -224,7 +224,7 @@ def _cut_mlp(name, whole, following, rank, gated):
     return made if following is None else {**made, f"{name}.linear_fc2.weight": following.chunk(2, 1)[rank].clone()}
 
 
-def test_each_layer_shows_if_it_is_gated(tmp_path):
+def test_megatron_legacy_gated_mlp_is_detected_per_layer(tmp_path):
     """The arguments do not matter: they are absent, or of another model."""
     whole = torch.arange(32.0).view(16, 2)
     for number, args in enumerate([None, argparse.Namespace(swiglu=True), argparse.Namespace(swiglu=False)]):
@@ -252,7 +252,7 @@ def test_each_layer_shows_if_it_is_gated(tmp_path):
         (None, None),
     ],
 )
-def test_without_the_next_layer_the_arguments_say_if_a_layer_is_gated(tmp_path, args, gated):
+def test_megatron_legacy_gated_mlp_of_a_single_layer_is_read_from_args(tmp_path, args, gated):
     whole = torch.arange(32.0).view(16, 2)
     for name in ("decoder.layers.0.mlp", "vision_model.decoder.layers.0.mlp"):
         parts = [_cut_mlp(name, whole, None, rank, bool(gated)) for rank in range(2)]
@@ -346,7 +346,7 @@ def _add_chain(state, parts, kind, *, first):
 @pytest.mark.parametrize("trained", ["distributed", "half"])
 @pytest.mark.parametrize(("ranks", "width", "stages"), [(2, 1, 1), (4, 2, 1), (2, 2, 2)])
 @pytest.mark.parametrize("kind", EXPERTS)
-def test_the_moments_of_experts_are_joined(tmp_path, kind, ranks, width, stages, trained):
+def test_megatron_legacy_optimizer_state_of_experts_is_joined(tmp_path, kind, ranks, width, stages, trained):
     whole, moments = _write_experts(tmp_path / "x", kind, ranks, width, stages, trained=trained)
     if trained != "distributed":
         for file in (tmp_path / "x").rglob("distrib_optim.pt"):
@@ -361,7 +361,7 @@ def test_the_moments_of_experts_are_joined(tmp_path, kind, ranks, width, stages,
     assert sorted(group["params"]) == sorted(whole)
 
 
-def test_moments_of_experts_that_are_not_there_are_named(tmp_path):
+def test_megatron_legacy_missing_optimizer_state_of_experts_is_named(tmp_path):
     whole, _ = _write_experts(tmp_path / "x", "grouped", 2, 1, trained="distributed")
     file = tmp_path / "x" / "mp_rank_00_001" / "distrib_optim.pt"
     torch.save([None, None], file)
@@ -372,7 +372,7 @@ def test_moments_of_experts_that_are_not_there_are_named(tmp_path):
 
 @pytest.mark.parametrize("kind", EXPERTS)
 @pytest.mark.parametrize(("ranks", "width", "stages"), [(1, 1, 1), (2, 1, 1), (4, 2, 1), (2, 1, 2), (2, 2, 2)])
-def test_experts_have_their_numbers_in_the_whole_model(tmp_path, kind, ranks, width, stages):
+def test_megatron_legacy_experts_are_numbered_in_the_whole_model(tmp_path, kind, ranks, width, stages):
     whole = _write_experts(tmp_path / "x", kind, ranks, width, stages)
     found = Snapshot(tmp_path / "x").read_object("0/model")
     assert sorted(found) == sorted(whole)
@@ -380,7 +380,7 @@ def test_experts_have_their_numbers_in_the_whole_model(tmp_path, kind, ranks, wi
     assert Snapshot(tmp_path / "x").metadata.world_size == ranks * width * stages
 
 
-def test_experts_that_do_not_say_how_they_join_are_refused(tmp_path):
+def test_megatron_legacy_ambiguous_experts_are_refused(tmp_path):
     def together(state, rank, expert):
         state["model"][f"{HEAD}.experts.weight1"] = torch.ones(2, 2)
 
@@ -409,7 +409,7 @@ def test_experts_that_do_not_say_how_they_join_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("lost", ["mp_rank_01_000", "mp_rank_00_001"])
-def test_a_missing_part_is_damage(tmp_path, lost):
+def test_megatron_legacy_missing_part_is_corrupt(tmp_path, lost):
     _write(tmp_path / "x", _whole(), 2, 2)
     (tmp_path / "x" / lost / "model_optim_rng.pt").unlink()
     (tmp_path / "x" / lost).rmdir()
@@ -418,7 +418,7 @@ def test_a_missing_part_is_damage(tmp_path, lost):
 
 
 @pytest.mark.parametrize("what", ["no model", "names", "shape", "value"])
-def test_parts_that_do_not_fit_are_refused(tmp_path, what):
+def test_megatron_legacy_parts_that_do_not_fit_are_refused(tmp_path, what):
     def change(state, rank, stage):
         if what == "no model":
             del state["model"]
@@ -434,7 +434,7 @@ def test_parts_that_do_not_fit_are_refused(tmp_path, what):
         Snapshot(tmp_path / "x").get_manifest()
 
 
-def test_a_bucket(tmp_path, moto):
+def test_megatron_legacy_in_a_bucket(tmp_path, moto):
     whole = _whole()
     _write(tmp_path / "x", whole, 2, 1)
     flat = tmp_path / "flat"
@@ -454,7 +454,7 @@ def test_a_bucket(tmp_path, moto):
         assert torch.equal(found, whole["output_layer.weight"])
 
 
-def test_a_folder_without_the_file_is_named(tmp_path):
+def test_megatron_legacy_folder_without_model_optim_rng_is_named(tmp_path):
     (tmp_path / "mp_rank_00").mkdir()
     (tmp_path / "mp_rank_00" / "other.pt").write_bytes(b"x")
     with pytest.raises(SnapshotError, match=r"mp_rank_00/model_optim_rng\.pt"):
@@ -471,7 +471,7 @@ PARTS = [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 2, 2)]
 @pytest.mark.parametrize("kind", ["distributed", "half", "float32"])
 @pytest.mark.parametrize(("width", "stages", "virtual"), PARTS)
 @pytest.mark.parametrize("groups", [1, 2])
-def test_the_optimizer_is_joined_by_name(tmp_path, kind, width, stages, virtual, groups):
+def test_megatron_legacy_optimizer_is_joined_by_name(tmp_path, kind, width, stages, virtual, groups):
     dtype = torch.float32 if kind == "float32" else torch.bfloat16
     given = {"virtual": virtual, "dtype": dtype, "groups": groups}
     main, moments = _write_trained(tmp_path / "x", width, stages, kind, **given)
@@ -502,7 +502,7 @@ def test_the_optimizer_is_joined_by_name(tmp_path, kind, width, stages, virtual,
         assert snapshot.read_object("0/grad_scaler") == {"scale": 2.0}
 
 
-def test_buckets_do_not_matter_for_multiples_of_64(tmp_path):
+def test_megatron_legacy_bucket_size_does_not_matter_for_multiples_of_64(tmp_path):
     _, moments = _write_trained(tmp_path / "x", 2, 1, "distributed", bucket=10_000)
     found = Snapshot(tmp_path / "x").read_object("0/optim/state")
     for key, tensors in moments.items():
@@ -559,7 +559,7 @@ LOST = {
 
 
 @pytest.mark.parametrize("why", LOST)
-def test_an_optimizer_that_cannot_be_joined_says_why_and_the_weights_stay_readable(tmp_path, why):
+def test_megatron_legacy_optimizer_that_cannot_be_joined_leaves_weights_readable(tmp_path, why):
     main, _ = _write_trained(tmp_path / "x", 2, 1, "distributed", change=LOST[why])
     snapshot = Snapshot(tmp_path / "x")
     found = snapshot.read_object("0/model")
@@ -575,7 +575,7 @@ def test_an_optimizer_that_cannot_be_joined_says_why_and_the_weights_stay_readab
     assert torch.equal(live["w"], main["output_layer.weight"].to(torch.bfloat16))
 
 
-def test_numbers_that_do_not_match_the_model_are_not_joined(tmp_path):
+def test_megatron_legacy_optimizer_with_another_number_of_parameters_is_refused(tmp_path):
     def change(state, rank, stage):
         state["optimizer"]["optimizer"]["param_groups"][0]["params"].pop()
 
@@ -584,7 +584,7 @@ def test_numbers_that_do_not_match_the_model_are_not_joined(tmp_path):
         Snapshot(tmp_path / "x").read_object("0/optim/state/output_layer.weight/exp_avg")
 
 
-def test_factored_states_are_not_joined(tmp_path):
+def test_megatron_legacy_factored_optimizer_state_is_refused(tmp_path):
     def change(state, rank, stage):
         for own in state["optimizer"]["optimizer"]["state"].values():
             own["rows"] = torch.zeros(3)
@@ -594,7 +594,7 @@ def test_factored_states_are_not_joined(tmp_path):
         Snapshot(tmp_path / "x").read_object("0/optim/state/output_layer.weight/exp_avg")
 
 
-def test_moments_restore_into_an_optimizer(tmp_path):
+def test_megatron_legacy_restores_into_an_optimizer(tmp_path):
     main, moments = _write_trained(tmp_path / "x", 2, 2, "distributed")
     model = nn.Module()
     for name, each in main.items():

@@ -70,7 +70,7 @@ def in_order(value):
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_a_tree_is_read_and_verified(files, name):
+def test_orbax_tree_is_read_and_verified(files, name):
     opened = Snapshot(files / name)
     assert opened.exists()
     assert opened.metadata.format == "orbax"
@@ -83,7 +83,7 @@ def test_a_tree_is_read_and_verified(files, name):
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_a_tree_is_restored_converted_compared_and_copied(files, name, tmp_path):
+def test_orbax_tree_is_restored_converted_compared_and_copied(files, name, tmp_path):
     params = StateDict(dense={"kernel": torch.empty(8, 4, dtype=torch.bfloat16), "bias": torch.empty(4)})
     Snapshot(files / name).restore({"params": params}, select=["params/**"])
     dense = tree()["params"]["dense"]
@@ -107,7 +107,7 @@ def test_a_tree_is_restored_converted_compared_and_copied(files, name, tmp_path)
         Snapshot(files / name).copy(tmp_path / "copy")
 
 
-def test_a_map_brings_it_into_a_module_of_torch(files):
+def test_orbax_restores_into_a_torch_module_with_a_tensor_map(files):
     linear = nn.Linear(8, 4)
     rules = [{"names": "dense.kernel -> weight", "axes": "i o -> o i"}, "dense.bias -> bias"]
     tensor_map = TensorMap(rules, others="drop")
@@ -117,7 +117,7 @@ def test_a_map_brings_it_into_a_module_of_torch(files):
     assert torch.equal(linear.bias, dense["bias"])
 
 
-def test_steps_and_items_are_opened(files, tmp_path):
+def test_orbax_steps_and_items_are_opened(files, tmp_path):
     three = torch.arange(3.0)
     same(read(files / "manager" / "3"), {"w": three})
     same(read(files / "manager" / "3" / "default"), {"w": three})
@@ -136,13 +136,13 @@ def test_steps_and_items_are_opened(files, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["chunks", "chunks3"])
-def test_arrays_of_several_chunks_are_read(files, name):
+def test_orbax_arrays_of_several_chunks_are_read(files, name):
     same(read(files / name), {"w": torch.arange(35.0).view(5, 7)})
 
 
 @pytest.mark.parametrize("name", ["odd2", "odd3", "deep2", "deep3"])
 @pytest.mark.parametrize("budget", [None, 1 << 20])
-def test_what_tensorstore_writes_is_read(files, name, budget, tmp_path):
+def test_orbax_arrays_written_by_tensorstore_are_read(files, name, budget, tmp_path):
     expected = {}
     for key in ("edge2", "turned2", "big2", "plain2", "edge3", "shards3"):
         if key.endswith(name[-1]):
@@ -175,7 +175,7 @@ def codec_arrays():
 
 
 @pytest.mark.parametrize("version", "23")
-def test_all_codecs_of_tensorstore_are_read(files, version, tmp_path):
+def test_orbax_codecs_of_tensorstore_are_read(files, version, tmp_path):
     opened, arrays = Snapshot(files / f"codecs{version}"), codec_arrays()
     found = opened.read_object("0")
     kinds = sorted(found)
@@ -196,7 +196,7 @@ BLOSC_KINDS = ["lz4", "zstd", "zlib", "blosclz"]
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_no_damaged_chunk_of_blosc_harms(files, data):
+def test_blosc_damaged_chunks_are_refused(files, data):
     kind, shuffle = data.draw(st.sampled_from(BLOSC_KINDS)), data.draw(st.integers(0, 2))
     name = data.draw(st.sampled_from(["smooth", "noise", "tiles"]))
     folder = files / "codecs2" / f"blosc_{kind}_{shuffle}_2.{name}"
@@ -215,7 +215,7 @@ def test_no_damaged_chunk_of_blosc_harms(files, data):
     assert made < 1 << 32
 
 
-def test_blocks_of_blosc_that_are_the_same_bytes_are_refused():
+def test_blosc_blocks_at_the_same_offset_are_refused():
     """Each block of 16 MiB is 2 KiB long, and all of them are at one place."""
     block = zstandard.ZstdCompressor(write_content_size=True).compress(bytes(16 << 20))
     body, count = struct.pack("<I", len(block)) + block, 200
@@ -234,7 +234,7 @@ def test_blocks_of_blosc_that_are_the_same_bytes_are_refused():
         ({11: 255}, "huge blocks"),
     ],
 )
-def test_headers_of_blosc_are_checked(change, expected):
+def test_blosc_headers_are_checked(change, expected):
     head = bytearray(struct.pack("<4B3I", 2, 1, 1 << 5, 4, 4096, 4096, 100) + bytes(84))
     for place, value in change.items():
         head[place] = value
@@ -242,7 +242,7 @@ def test_headers_of_blosc_are_checked(change, expected):
         Blosc("x")(bytes(head))
 
 
-def test_blocks_of_blosc_in_any_order():
+def test_blosc_blocks_in_any_order_are_read():
     """Threads of Blosc write blocks in the order in which they end."""
     blocks = [bytes([number]) * 4096 for number in range(6)]
     packed = [zlib.compress(each) for each in blocks]
@@ -279,7 +279,7 @@ NUMCODECS = {
 
 
 @pytest.mark.parametrize(("dtype", "count"), NUMCODECS)
-def test_chunks_of_numcodecs_with_bitshuffle(dtype, count):
+def test_blosc_chunks_of_numcodecs_with_bitshuffle_are_read(dtype, count):
     """A block is shuffled only if the number of its elements is a multiple of 8."""
     made = Blosc("x")(base64.b64decode(NUMCODECS[dtype, count]))
     assert np.array_equal(np.frombuffer(made, dtype), np.arange(count) // 251)
@@ -297,7 +297,7 @@ def shuffle_bits(block, width):
 
 
 @given(st.binary(max_size=600), st.integers(1, 9), st.integers(1, 40), st.integers(1, 700))
-def test_bitshuffle_of_any_width_and_size(data, width, per_block, step):
+def test_blosc_bitshuffle_of_any_width_and_size(data, width, per_block, step):
     size = per_block * width
     blocks = [zlib.compress(shuffle_bits(data[at : at + size], width)) for at in range(0, len(data), size)]
     begins = [16 + 4 * len(blocks) + sum(4 + len(each) for each in blocks[:number]) for number in range(len(blocks))]
@@ -311,7 +311,7 @@ def test_bitshuffle_of_any_width_and_size(data, width, per_block, step):
 
 @pytest.mark.parametrize("budget", [None, 1 << 20])
 @pytest.mark.parametrize("kind", ["snapshot", "torch", "dcp", "safetensors"])
-def test_long_compressed_chunks_are_converted(tmp_path, budget, kind):
+def test_orbax_long_compressed_chunks_are_converted(tmp_path, budget, kind):
     """Each is decompressed once as a whole, and written in the order of the tensor."""
     tensor = torch.randn(900, 700, generator=torch.Generator().manual_seed(0))
     chunks = {}
@@ -331,14 +331,14 @@ def test_long_compressed_chunks_are_converted(tmp_path, budget, kind):
     assert torch.equal(snapshot.load(tmp_path / "mean")["w"], tensor)
 
 
-def test_it_is_read_from_any_storage(files):
+def test_orbax_is_read_from_any_storage(files):
     for name in ("ocdbt", "plain3"):
         url = f"memory://orbax/{name}"
         Snapshot(files / name).copy(url)
         same(in_order(read(url)), in_order(tree()))
 
 
-def test_links_out_of_the_folder_are_not_followed(files, tmp_path):
+def test_orbax_links_out_of_the_folder_are_not_followed(files, tmp_path):
     (tmp_path / "secret").write_bytes((files / "plain" / "zero" / "0.0").read_bytes())
     Snapshot(files / "plain").copy(tmp_path / "plain")
     (tmp_path / "plain" / "zero" / "0.0").unlink()
@@ -347,7 +347,7 @@ def test_links_out_of_the_folder_are_not_followed(files, tmp_path):
         Snapshot(tmp_path / "plain").read_object("0/zero")
 
 
-def test_damaged_data_is_called_corrupt(files, tmp_path):
+def test_orbax_damaged_data_is_corrupt(files, tmp_path):
     Snapshot(files / "plain").copy(tmp_path / "plain")
     whole = (tmp_path / "plain" / "long" / "0.0").read_bytes()
     (tmp_path / "plain" / "long" / "0.0").write_bytes(b"\0" + whole[1:])
@@ -366,7 +366,7 @@ def test_damaged_data_is_called_corrupt(files, tmp_path):
 
 
 @given(st.binary(max_size=3000))
-def test_the_checksum_is_that_of_the_other_implementation(data):
+def test_crc32c_equals_google_crc32c(data):
     other = pytest.importorskip("google_crc32c")
     assert crc32c(data) == other.value(data)
 
@@ -440,7 +440,7 @@ def database(folder):
 
 
 @pytest.mark.parametrize("pack", [False, True])
-def test_a_tree_of_nodes_is_read(tmp_path, pack):
+def test_ocdbt_tree_of_nodes_is_read(tmp_path, pack):
     leaves = [
         node(0x0CDB20DE, leaf({"1": b"one", "2": (0, 5, 9)}), pack=pack),
         node(0x0CDB20DE, leaf({"": b"b"}), pack=pack),
@@ -492,7 +492,7 @@ def packed(content):
         (packed(b"\x28\xb5\x2f\xfd" + bytes(30)), "decompression failed"),
     ],
 )  # fmt: skip
-def test_hostile_nodes_are_refused(tmp_path, data, expected):
+def test_ocdbt_hostile_nodes_are_refused(tmp_path, data, expected):
     place(tmp_path, manifest(len(data)), data)
     with pytest.raises(CorruptSnapshotError, match=expected):
         database(tmp_path)
@@ -504,7 +504,7 @@ def growing_keys(count):
     return bytes([0]) + table() + varint(count) + b"".join(columns)
 
 
-def test_growing_keys_are_read(tmp_path):
+def test_ocdbt_growing_keys_are_read(tmp_path):
     data = node(0x0CDB20DE, growing_keys(300))
     place(tmp_path, manifest(len(data)), data)
     assert database(tmp_path) == {"\1" * number: b"" for number in range(1, 301)}
@@ -521,14 +521,14 @@ def peak_of(folder, expected):
         tracemalloc.stop()
 
 
-def test_short_nodes_of_long_keys_take_little_memory(tmp_path):
+def test_ocdbt_nodes_with_long_keys_use_little_memory(tmp_path):
     """The keys of 320 KB have 2 GB."""
     data = node(0x0CDB20DE, growing_keys(65_000))
     place(tmp_path, manifest(len(data)), data)
     assert peak_of(tmp_path, "its keys take more than 1,073,741,824 bytes of memory") < 16 << 20
 
 
-def test_long_nodes_are_decompressed_one_by_one(tmp_path, monkeypatch):
+def test_ocdbt_long_nodes_are_decompressed_one_by_one(tmp_path, monkeypatch):
     monkeypatch.setattr("snapshot.formats.ocdbt.MOST_DECODED", 8 << 20)
     bomb = node(0x0CDB20DE, bytes(7 << 20), pack=True)
     top = node(0x0CDB20DE, interior([(f"{number:02}", 2, 0, 0, len(bomb)) for number in range(16)], 1))
@@ -537,7 +537,7 @@ def test_long_nodes_are_decompressed_one_by_one(tmp_path, monkeypatch):
 
 
 @given(st.lists(st.one_of(st.integers(0, 127), st.integers(0, (1 << 63) - 1)), max_size=40), st.binary(max_size=20))
-def test_columns_of_numbers(numbers, rest):
+def test_ocdbt_varints_are_read(numbers, rest):
     body = _Body(varints(*numbers) + rest, _Room(0))
     assert body.varints(len(numbers)) == numbers
     assert body.take(len(rest)) == rest
@@ -545,12 +545,12 @@ def test_columns_of_numbers(numbers, rest):
 
 
 @pytest.mark.parametrize("data", [b"\x80" * 3, b"\1\x80\x80", b"\x80" * 9 + b"\1" * 5])
-def test_columns_of_damaged_numbers(data):
+def test_ocdbt_damaged_varints_are_refused(data):
     with pytest.raises(ValueError, match="a number is too long, or a node ends too early"):
         _Body(data, _Room(0)).varints(3)
 
 
-def test_hostile_manifests_are_refused(tmp_path):
+def test_ocdbt_hostile_manifests_are_refused(tmp_path):
     data = node(0x0CDB20DE, leaf({"a": b"1"}))
     for body, expected in (
         (manifest(1 << 50), "its nodes have more than 268,435,456 bytes"),
@@ -567,7 +567,7 @@ def test_hostile_manifests_are_refused(tmp_path):
         database(tmp_path)
 
 
-def test_a_node_that_refers_to_itself_ends(tmp_path):
+def test_ocdbt_node_that_refers_to_itself_is_refused(tmp_path):
     """Each level doubles the keys: the sum of all nodes is limited."""
     parts, begin = [], 0
     last = node(0x0CDB20DE, leaf({f"{number}": b"" for number in range(1000)}))
@@ -591,7 +591,7 @@ def test_a_node_that_refers_to_itself_ends(tmp_path):
 
 @settings(max_examples=200)
 @given(st.data())
-def test_no_damaged_database_harms(tmp_path_factory, data):
+def test_ocdbt_damaged_database_is_refused(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("fuzz")
     body = bytearray(leaf({"a": b"12", "ab": (0, 0, 3), "b/c": b""}, ["d/x", "d/y"]))
     top = bytearray(manifest(0))
@@ -614,7 +614,7 @@ PLAIN = {"shape": [4], "chunks": [2], "dtype": "<f4", "compressor": None, "fill_
 HALF = struct.pack("<2f", 1, 2)
 
 
-def test_a_chunk_that_is_not_stored_is_zero(tmp_path):
+def test_zarr_chunk_that_is_not_stored_has_the_fill_value(tmp_path):
     item(tmp_path, {"w": (PLAIN, {"1": HALF})})
     assert read(tmp_path)["w"].tolist() == [0, 0, 1, 2]
     for number, fill in enumerate((1.5, -0.0, "NaN", [0.0, -0.0])):
@@ -625,7 +625,7 @@ def test_a_chunk_that_is_not_stored_is_zero(tmp_path):
         assert read(folder / "full")["w"].tolist() == [1, 2, 1, 2]
 
 
-def test_a_number_that_is_not_stored_is_zero(tmp_path):
+def test_zarr_scalar_that_is_not_stored_is_zero(tmp_path):
     leaves = {"n": {"key_metadata": [{"key": "n"}], "value_metadata": {"value_type": "scalar"}}}
     number = PLAIN | {"shape": [], "chunks": []}
     item(tmp_path / "yes", {"n": (number, {})}, leaves)
@@ -657,7 +657,7 @@ def sharded(folder, array, per_shard, damage=0):
     return folder
 
 
-def test_the_index_of_a_shard_is_checked_once(tmp_path, monkeypatch):
+def test_zarr_shard_index_is_checked_once(tmp_path, monkeypatch):
     array, lengths = torch.arange(2000.0), []
 
     def count(data):
@@ -672,7 +672,7 @@ def test_the_index_of_a_shard_is_checked_once(tmp_path, monkeypatch):
         Snapshot(sharded(tmp_path / "bad", array, 1000, damage=1)).get_manifest()
 
 
-def test_the_indices_of_all_shards_have_a_limit(tmp_path, monkeypatch):
+def test_zarr_shard_indices_have_a_size_limit(tmp_path, monkeypatch):
     monkeypatch.setattr("snapshot.formats.orbax._MOST_INDICES", 40_000)
     assert Snapshot(sharded(tmp_path / "two", torch.arange(2000.0), 1000)).get_manifest()
     with pytest.raises(UnsupportedFormatError, match="an index of a shard with 16,004 bytes, or too many of them"):
@@ -692,7 +692,7 @@ def test_the_indices_of_all_shards_have_a_limit(tmp_path, monkeypatch):
         ({"shape": "x"}, r"w/\.zarray"),
     ],
 )
-def test_hostile_arrays_are_refused(tmp_path, change, expected):
+def test_zarr_hostile_arrays_are_refused(tmp_path, change, expected):
     item(tmp_path, {"w": (PLAIN | change, {"7": HALF})})
     with pytest.raises(CorruptSnapshotError, match=expected):
         Snapshot(tmp_path).get_manifest()
@@ -703,13 +703,13 @@ def test_hostile_arrays_are_refused(tmp_path, change, expected):
     [{"filters": [{"id": "delta"}]}, {"compressor": {"id": "bz2"}}, {"zarr_format": 9}, {"order": "X"}],
     ids=str,
 )
-def test_other_arrays_are_named(tmp_path, change):
+def test_zarr_unsupported_arrays_are_named(tmp_path, change):
     item(tmp_path, {"w": (PLAIN | change, {"0": HALF, "1": HALF})})
     with pytest.raises(UnsupportedFormatError, match=r"w/\.zarray: .*zarr"):
         Snapshot(tmp_path).get_manifest()
 
 
-def test_a_dtype_that_torch_lacks_is_listed_and_refused_by_name(tmp_path):
+def test_zarr_dtype_that_torch_lacks_is_listed_and_refused(tmp_path):
     item(tmp_path, {"w": (PLAIN | {"dtype": "float128"}, {"0": HALF, "1": HALF}), "v": (PLAIN, {"0": HALF, "1": HALF})})
     assert Snapshot(tmp_path).get_manifest()["0/w"].dtype == "float128"
     with pytest.raises(UnsupportedFormatError, match="w: tensors of type float128 are listed, but not read"):
@@ -721,13 +721,13 @@ def read_only(path, key):
     return Snapshot(path).read_object(f"0/{key}")
 
 
-def test_a_chunk_that_is_too_short_is_corrupt(tmp_path):
+def test_zarr_chunk_that_is_too_short_is_corrupt(tmp_path):
     item(tmp_path, {"w": (PLAIN, {"0": HALF[:4], "1": HALF})})
     with pytest.raises(CorruptSnapshotError, match="a chunk has 4 bytes, not those of its shape"):
         Snapshot(tmp_path).get_manifest()
 
 
-def test_a_compressed_array_takes_no_more_memory_than_allowed(tmp_path):
+def test_zarr_compressed_array_uses_no_more_memory_than_allowed(tmp_path):
     size = 3 << 30
     metadata = PLAIN | {"shape": [size], "chunks": [size], "dtype": "|u1", "compressor": {"id": "zstd"}}
     item(tmp_path, {"w": (metadata, {"0": zstandard.ZstdCompressor().compress(bytes(1000))})})
@@ -757,7 +757,7 @@ def test_a_compressed_array_takes_no_more_memory_than_allowed(tmp_path):
         ({"w": 1}, "_METADATA"),
     ],
 )
-def test_hostile_trees_are_refused(tmp_path, leaves, expected):
+def test_orbax_hostile_trees_are_refused(tmp_path, leaves, expected):
     item(tmp_path, {"w": (PLAIN, {"0": HALF, "1": HALF})}, leaves)
     with pytest.raises(SnapshotError, match=expected):
         Snapshot(tmp_path).get_manifest()
@@ -765,7 +765,7 @@ def test_hostile_trees_are_refused(tmp_path, leaves, expected):
 
 @settings(max_examples=200)
 @given(st.sampled_from([V2, V3]), st.integers(0, 2**32))
-def test_no_damaged_metadata_harms(name, seed):
+def test_zarr_damaged_metadata_is_refused(name, seed):
     """Values of the wrong kind, anywhere in the metadata of an array."""
     chance = random.Random(seed)
     third = {
@@ -794,7 +794,7 @@ def walk(value):
             yield from walk(each)
 
 
-def test_nodes_and_values_in_files_of_their_own_are_read(files):
+def test_orbax_nodes_and_values_in_separate_files_are_read(files):
     found = Snapshot(files / "split")
     assert found.read_object("0/w").equal(torch.arange(3000.0).view(30, 100))
     assert found.read_object("0/b/c").equal(torch.ones(5))
@@ -815,7 +815,7 @@ UNFINISHED = "is a save of Orbax that was not finished"
 
 
 @pytest.mark.parametrize("times", [True, False])
-def test_a_save_that_ended_before_its_commit_is_not_a_checkpoint(files, tmp_path, times):
+def test_orbax_save_without_a_commit_is_not_a_checkpoint(files, tmp_path, times):
     root = _copy(files, tmp_path / "run")
     if not times:
         _drop_times(root / "3"), _drop_times(root / "4")
@@ -832,7 +832,7 @@ def test_a_save_that_ended_before_its_commit_is_not_a_checkpoint(files, tmp_path
             Snapshot(root / "4").get_manifest()
 
 
-def test_a_finished_save_of_an_earlier_version_needs_no_file_of_its_commit(files, tmp_path):
+def test_orbax_save_of_an_earlier_version_needs_no_commit_file(files, tmp_path):
     root = _copy(files, tmp_path / "run")
     (root / "3" / "commit_success.txt").unlink()
     assert Snapshot(root / "3").read_object("0/w").equal(torch.arange(3.0))

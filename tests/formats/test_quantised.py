@@ -38,7 +38,7 @@ def by_name(state):
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_every_verb_gives_the_bits_of_the_package(samples, tmp_path, name, capsys):
+def test_dequantise_gives_the_bits_of_the_package_with_every_verb(samples, tmp_path, name, capsys):
     folder, file = samples / name, samples / name / "model.safetensors"
     expected = by_name(load_file(folder / "expected.safetensors"))
     loaded = TensorMap.load("quantised-hf", folder)
@@ -67,7 +67,7 @@ def test_every_verb_gives_the_bits_of_the_package(samples, tmp_path, name, capsy
     same(state["weight"], weight)
 
 
-def test_rules_apply_to_the_plain_weights(samples):
+def test_dequantise_then_tensor_map_rules_apply_to_the_weights(samples):
     folder = samples / "gptq"
     weight = load_file(folder / "expected.safetensors")["layers.0.q_proj.weight"]
     rules = [
@@ -82,7 +82,7 @@ def test_rules_apply_to_the_plain_weights(samples):
     assert "dequantise" not in repr(TensorMap(rules, dequantise="gptq").reversed())
 
 
-def test_the_reverse_of_a_shipped_map_reads_what_its_config_describes(samples, tmp_path):
+def test_dequantise_with_the_reverse_of_a_shipped_tensor_map(samples, tmp_path):
     names = ["self_attn.q_proj", "mlp.up_proj"]
     state, expected = {}, {}
     for name in names:
@@ -111,7 +111,7 @@ def test_the_reverse_of_a_shipped_map_reads_what_its_config_describes(samples, t
 
 
 @pytest.mark.parametrize("name", ["nf4-nested", "gptq-ordered"])
-def test_a_bucket(samples, name, moto):
+def test_dequantise_from_a_bucket(samples, name, moto):
     expected = by_name(load_file(samples / name / "expected.safetensors"))
     (samples / name / "expected.safetensors").unlink()
     loaded = TensorMap.load("quantised-hf", samples / name)
@@ -122,7 +122,7 @@ def test_a_bucket(samples, name, moto):
         assert torch.equal(row, expected["layers.0.q_proj.weight"][5])
 
 
-def test_a_weight_takes_the_place_of_its_main_tensor(tmp_path):
+def test_dequantise_puts_a_weight_in_the_place_of_its_main_tensor(tmp_path):
     state = {"a": torch.ones(2, dtype=torch.int32), **groups_of(), "z": torch.ones(2)}
     save_file(state, tmp_path / "m.safetensors")
     stored = list(Snapshot(tmp_path / "m.safetensors").read_object("0"))
@@ -130,7 +130,7 @@ def test_a_weight_takes_the_place_of_its_main_tensor(tmp_path):
     assert list(snapshot.load(tmp_path / "m.safetensors", map=TensorMap([], dequantise="gptq"))) == expected
 
 
-def test_the_parts_of_a_weight_may_be_in_several_files(samples, tmp_path):
+def test_dequantise_reads_parts_of_a_weight_from_several_files(samples, tmp_path):
     state = load_file(samples / "nf4-nested" / "model.safetensors")
     files = {name: f"model-0000{1 + number % 3}-of-00003.safetensors" for number, name in enumerate(sorted(state))}
     for file in set(files.values()):
@@ -173,7 +173,7 @@ def grouped(words, zeros, scales, groups, bits, first):
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_random_groups(tmp_path_factory, data):
+def test_dequantise_random_groups(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("random")
     generator = np.random.default_rng(data.draw(st.integers(0, 1 << 30)))
     method = data.draw(st.sampled_from(["gptq", "gptq_v2", "awq"]))
@@ -200,7 +200,7 @@ def test_random_groups(tmp_path_factory, data):
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_random_blocks(tmp_path_factory, data):
+def test_dequantise_random_blocks(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("random")
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1 << 30)))
     shape = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))
@@ -302,7 +302,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_does_not_fit_is_an_error_before_anything_is_computed(tmp_path, case):
+def test_dequantise_refuses_inconsistent_tensors_before_computing(tmp_path, case):
     method, state, text = WRONG[case]
     save_file(state, tmp_path / "m.safetensors")
     with pytest.raises(RestoreError, match=text):
@@ -310,7 +310,7 @@ def test_what_does_not_fit_is_an_error_before_anything_is_computed(tmp_path, cas
 
 
 @pytest.mark.parametrize("wrong", [-1, 4, -(1 << 31), (1 << 31) - 1])
-def test_a_group_out_of_range_is_damage(tmp_path, wrong):
+def test_dequantise_g_idx_out_of_range_is_corrupt(tmp_path, wrong):
     state = groups_of()
     state["m.g_idx"][17] = wrong
     save_file(state, tmp_path / "m.safetensors")
@@ -318,7 +318,7 @@ def test_a_group_out_of_range_is_damage(tmp_path, wrong):
         snapshot.load(tmp_path / "m.safetensors", map=TensorMap([], dequantise="gptq"))
 
 
-def test_only_plain_files_are_read(tmp_path):
+def test_dequantise_reads_only_safetensors_files(tmp_path):
     state, loaded = groups_of(), TensorMap([], dequantise="gptq")
     torch.save(state, tmp_path / "m.bin")
     Snapshot.take(tmp_path / "s", {"model": StateDict(state)})
@@ -330,7 +330,7 @@ def test_only_plain_files_are_read(tmp_path):
         same(made, {"m.weight": torch.full((32, 64), -1.0, dtype=torch.float16)})
 
 
-def test_too_many_tables_are_refused(tmp_path, monkeypatch):
+def test_dequantise_refuses_too_many_tables(tmp_path, monkeypatch):
     monkeypatch.setattr("snapshot.loading.dequantising._MOST_TABLES", 3)
     state = {}
     for number in range(3):
@@ -355,7 +355,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("case", CONFIGS)
-def test_the_method_of_a_config(case):
+def test_dequantise_method_is_chosen_by_the_quantization_config(case):
     method, config = CONFIGS[case]
     given = {"quantization_config": config}
     if method is not None:
@@ -365,7 +365,7 @@ def test_the_method_of_a_config(case):
         TensorMap.load("quantised-hf", given)
 
 
-def test_wrong_arguments(tmp_path):
+def test_dequantise_refuses_invalid_arguments(tmp_path):
     with pytest.raises(ValueError, match="dequantise must be awq"):
         TensorMap([], dequantise="gguf")
     with pytest.raises(ValueError, match="cannot be quantised again"):

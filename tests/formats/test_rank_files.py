@@ -103,7 +103,7 @@ def _expect_equal(got, expected):
 
 @pytest.mark.parametrize("by", ["objects", "ModelState"])
 @pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
-def test_verl_s_files_are_one_checkpoint_for_any_number_of_ranks(two, three, folder, kind, by):
+def test_rank_files_of_verl_restore_on_any_world_size(two, three, folder, kind, by):
     expected = two.run(_write_verl, folder)[0]
     _expect_equal(_restore(folder, "plain", by), expected)
     for pool in (two, three):
@@ -111,7 +111,7 @@ def test_verl_s_files_are_one_checkpoint_for_any_number_of_ranks(two, three, fol
             _expect_equal(got, expected)
 
 
-def test_everything_that_reads_a_checkpoint_reads_all_files(two, folder, tmp_path):
+def test_rank_files_are_all_read_by_every_verb(two, folder, tmp_path):
     full, moments = two.run(_write_verl, folder)[0]
     snapshot = Snapshot(folder)
     assert snapshot.metadata.world_size == 2
@@ -152,7 +152,7 @@ def _write_fsdp1(path):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_the_sharded_state_of_fsdp1_is_read(two, folder):
+def test_rank_files_of_fsdp1_sharded_state_are_read(two, folder):
     full = two.run(_write_fsdp1, folder)[0]
     names, live = list(full), StateDict(model={}, optim={}, step=0)
     Snapshot(folder).restore({"all": live})
@@ -169,7 +169,7 @@ def test_the_sharded_state_of_fsdp1_is_read(two, folder):
 
 @pytest.mark.parametrize("write", [_write_verl, _write_fsdp1])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_one_file_opens_as_the_boxes_that_it_has(two, folder, write):
+def test_rank_file_opened_alone_has_its_boxes(two, folder, write):
     full = two.run(write, folder)[0]
     full = full[0] if isinstance(full, tuple) else full
     file = max(Path(folder).glob("*rank*1.pt"), key=lambda each: "model" in each.name)
@@ -202,7 +202,7 @@ def _write_mixed(path):
     torch.save(state, Path(path, f"{dist.get_rank()}_rank_{dist.get_rank()}.pt".partition("_")[2]))
 
 
-def test_dimensions_of_a_mesh_and_parts_of_it(four, folder):
+def test_rank_files_with_several_mesh_dimensions_and_submeshes(four, folder):
     four.run(_write_mixed, folder)
     snapshot = Snapshot(folder)
     for name, expected in (("both", torch.arange(35.0).view(7, 5)), ("cross", torch.arange(35.0).view(7, 5))):
@@ -224,7 +224,7 @@ def versions(tmp_path_factory):
 
 
 @pytest.mark.parametrize("version", ["2.6.0", "2.7.1", "2.8.0", "2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0"])
-def test_files_of_other_versions_of_torch_are_read(versions, version, tmp_path):
+def test_rank_files_of_other_torch_versions_are_read(versions, version, tmp_path):
     expected = torch.load(versions / version / "dtensors-expected.pt")
     path = versions / version / "dtensors"
     model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
@@ -249,7 +249,7 @@ def test_files_of_other_versions_of_torch_are_read(versions, version, tmp_path):
 
 
 @given(data=st.data())
-def test_boxes_of_any_mesh_form_the_whole_tensor(tmp_path_factory, data):
+def test_rank_files_boxes_of_any_mesh_form_the_whole_tensor(tmp_path_factory, data):
     mesh_shape = tuple(data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
     shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
     make = data.draw(st.sampled_from([tensor_mesh, layout_mesh]))
@@ -271,7 +271,7 @@ def test_boxes_of_any_mesh_form_the_whole_tensor(tmp_path_factory, data):
     assert snapshot.verify()
 
 
-def test_the_names_of_torch_2_0_are_known(tmp_path):
+def test_rank_files_names_of_torch_2_0_are_known(tmp_path):
     mesh = tensor_mesh([0], [0])
     save(
         {"w": dtensor(torch.ones(2), (2,), (placement(Copy()),), mesh, "torch.distributed._tensor")},
@@ -280,7 +280,7 @@ def test_the_names_of_torch_2_0_are_known(tmp_path):
     assert torch.equal(Snapshot(tmp_path / "x.pt").read_object("0/w"), torch.ones(2))
 
 
-def test_what_is_not_known_is_named(tmp_path):
+def test_rank_files_unknown_placements_and_classes_are_named(tmp_path):
     partial = New("torch.distributed.tensor.placement_types Partial", state={"reduce_op": "sum"})
     other = New("some.library PackedTensor")
     saved = {
@@ -300,7 +300,7 @@ def test_what_is_not_known_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("change", ["coordinate", "placement", "mesh", "strides", "local", "order"])
-def test_tensors_that_lie_about_their_boxes_are_refused(tmp_path, change):
+def test_rank_files_tensors_with_inconsistent_boxes_are_refused(tmp_path, change):
     mesh, placements, local = tensor_mesh([0, 1], [0]), [placement(Split(0))], torch.ones(2, 3)
     value = dtensor(local, (4, 3), tuple(placements), mesh)
     spec = value.arguments[3][1]["_spec"]
@@ -321,7 +321,7 @@ def test_tensors_that_lie_about_their_boxes_are_refused(tmp_path, change):
         Snapshot(tmp_path / "x.pt").get_manifest()
 
 
-def test_a_box_without_its_storage_is_damage(tmp_path):
+def test_rank_files_box_without_its_storage_is_corrupt(tmp_path):
     local = torch.ones(2, 3)
     save({"w": dtensor(local, (4, 3), (placement(Split(0)),), tensor_mesh([0, 1], [0]))}, tmp_path / "whole.pt")
     with zipfile.ZipFile(tmp_path / "whole.pt") as archive, zipfile.ZipFile(tmp_path / "x.pt", "w") as damaged:
@@ -342,14 +342,14 @@ def _part(rank, world, folder, name="model", suffix="pt"):
     save({"w": value, "all": torch.arange(3), "own": rank}, folder / f"{name}_world_size_{world}_rank_{rank}.{suffix}")
 
 
-def test_a_missing_file_is_named(tmp_path):
+def test_rank_files_missing_file_is_named(tmp_path):
     _part(0, 3, tmp_path)
     _part(2, 3, tmp_path)
     with pytest.raises(CorruptSnapshotError, match=r"model_world_size_3_rank_1\.pt is missing$"):
         Snapshot(tmp_path).get_manifest()
 
 
-def test_two_numbers_of_ranks_are_not_one_checkpoint(tmp_path):
+def test_rank_files_of_two_world_sizes_are_refused(tmp_path):
     for rank in range(2):
         _part(rank, 2, tmp_path)
     _part(0, 1, tmp_path)
@@ -357,7 +357,7 @@ def test_two_numbers_of_ranks_are_not_one_checkpoint(tmp_path):
         Snapshot(tmp_path).get_manifest()
 
 
-def test_boxes_of_ranks_without_files_are_missing_and_not_damage(tmp_path):
+def test_rank_files_boxes_of_absent_ranks_are_missing_and_not_corrupt(tmp_path):
     for rank in range(2):
         _part(rank, 4, tmp_path)
         (tmp_path / f"model_world_size_4_rank_{rank}.pt").rename(tmp_path / f"rank_{rank}.pt")
@@ -367,14 +367,14 @@ def test_boxes_of_ranks_without_files_are_missing_and_not_damage(tmp_path):
         snapshot.read_object("0/w")
 
 
-def test_files_of_ranks_beside_another_file_are_not_the_checkpoint(tmp_path):
+def test_rank_files_beside_another_file_are_not_opened(tmp_path):
     torch.save({"w": torch.ones(2)}, tmp_path / "model.pt")
     torch.save({"rng": torch.ones(2)}, tmp_path / "rng_rank0.pt")
     with pytest.raises(SnapshotError, match="has the files"):
         Snapshot(tmp_path).get_manifest()
 
 
-def test_equal_values_are_shared_and_others_belong_to_their_rank(tmp_path):
+def test_rank_files_equal_values_are_replicated_and_others_rank_specific(tmp_path):
     for rank in range(2):
         _part(rank, 2, tmp_path)
     snapshot = Snapshot(tmp_path)
@@ -385,7 +385,7 @@ def test_equal_values_are_shared_and_others_belong_to_their_rank(tmp_path):
     assert snapshot.read_object("0/model/w").tolist() == [0, 0, 1, 1]
 
 
-def test_files_in_memory_and_in_a_bucket(tmp_path, moto):
+def test_rank_files_in_memory_and_in_a_bucket(tmp_path, moto):
     folder = tmp_path / "f"
     folder.mkdir()
     for rank in range(2):

@@ -45,7 +45,7 @@ def equal(found, expected):
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
-def test_conjugate_and_negative_views_have_the_values_that_they_had(tmp_path, method):
+def test_torch_file_conj_and_neg_views_are_read(tmp_path, method):
     held = with_bits()
     torch.save(held, tmp_path / "a.pt")
     repacked(tmp_path / "a.pt", tmp_path / "b.pt", method)
@@ -63,7 +63,7 @@ def test_conjugate_and_negative_views_have_the_values_that_they_had(tmp_path, me
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
-def test_the_other_byte_order_is_read_compressed_or_not(tmp_path, method):
+def test_torch_file_of_the_other_byte_order_is_read(tmp_path, method):
     held = {"short": torch.rand(7), "long": torch.rand(LONG), "whole": torch.arange(5, dtype=torch.int32)}
     held["neg"] = torch.rand(40, dtype=torch.cfloat).conj().imag
     torch.save(held, tmp_path / "a.pt")
@@ -71,7 +71,7 @@ def test_the_other_byte_order_is_read_compressed_or_not(tmp_path, method):
     equal(Snapshot(tmp_path / "b.pt").read_object("0"), held)
 
 
-def test_dcp_s_archives_keep_conjugate_and_negative_views(tmp_path):
+def test_dcp_conj_and_neg_views_are_read(tmp_path):
     held = with_bits()
     objects = {"objects": (held["conj"], held["neg"], np.arange(3))}  # which torch's careful reader refuses
     with pytest.warns(UserWarning, match="single process"):
@@ -131,14 +131,14 @@ NONE = collections.OrderedDict()
         ),
     ],
 )
-def test_what_is_not_known_of_a_tensor_is_refused(tmp_path, make):
+def test_torch_file_unknown_rebuild_functions_are_refused(tmp_path, make):
     w = torch.arange(4.0)
     saved(tmp_path / "x.pt", make(w), w=w)
     with pytest.raises(UnsafeObjectError):
         Snapshot(tmp_path / "x.pt").read_object("0")
 
 
-def test_subclasses_of_arrays_are_refused_and_not_flattened(tmp_path):
+def test_torch_file_numpy_array_subclasses_are_refused(tmp_path):
     for number, value in enumerate([np.array([1, 2]).view(np.recarray), np.ma.masked_array([1, 2], [True, False])]):
         torch.save({"a": value}, tmp_path / f"{number}.pt")
         with pytest.raises(UnsafeObjectError):
@@ -155,14 +155,14 @@ class Named:
         return (), {"size": 3}
 
 
-def test_an_object_that_is_created_with_named_arguments_leaves_the_rest_readable(tmp_path):
+def test_torch_file_object_created_with_keyword_arguments_leaves_the_rest_readable(tmp_path):
     torch.save({"w": torch.arange(3.0), "o": Named(size=3)}, tmp_path / "x.pt", pickle_protocol=4)
     assert torch.equal(Snapshot(tmp_path / "x.pt").read_object("0/w"), torch.arange(3.0))
     with pytest.raises(UnsafeObjectError, match="Named"):
         Snapshot(tmp_path / "x.pt").read_object("0/o")
 
 
-def test_an_intact_pickle_of_an_unknown_class_is_unsupported_and_named(tmp_path):
+def test_torch_file_with_an_unknown_class_is_unsupported_and_named(tmp_path):
     w = torch.arange(4.0)
     saved(tmp_path / "x.pt", w, w=w)
     with zipfile.ZipFile(tmp_path / "x.pt") as archive:

@@ -103,7 +103,7 @@ def place(request):
 @pytest.mark.parametrize(
     "write", [torch_file, dcp_folder, hugging_face, torch_parts, gguf_file], ids=lambda each: each.__name__
 )
-def test_what_is_far_away_is_listed_read_in_part_and_restored(tmp_path, place, write):
+def test_foreign_checkpoint_on_s3_or_http_is_listed_read_in_part_and_restored(tmp_path, place, write):
     folder = tmp_path / "f"
     folder.mkdir()
     name = write(folder)
@@ -125,7 +125,7 @@ def test_what_is_far_away_is_listed_read_in_part_and_restored(tmp_path, place, w
     assert total[1] - parts[1] < sum(file.stat().st_size for file in folder.iterdir()) + MiB
 
 
-def test_blocks_of_gguf_are_read_by_ranges(tmp_path, place):
+def test_gguf_blocks_are_read_by_ranges(tmp_path, place):
     long = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0))
     folder = tmp_path / "f"
     folder.mkdir()
@@ -139,7 +139,7 @@ def test_blocks_of_gguf_are_read_by_ranges(tmp_path, place):
         assert torch.equal(snapshot.read_object("0/long"), rounded(long))
 
 
-def test_arrays_of_orbax_are_read_from_an_object_store(tmp_path, moto):
+def test_orbax_arrays_are_read_from_an_object_store(tmp_path, moto):
     pytest.importorskip("boto3")
     folder = tmp_path / "f"
     orbax_folder(folder)

@@ -25,7 +25,7 @@ def tensors():
     }
 
 
-def test_a_file_is_opened_by_what_is_in_it(tmp_path):
+def test_safetensors_file_is_recognised_by_its_content(tmp_path):
     save_file(tensors(), tmp_path / "weights.bin", metadata={"format": "pt", "note": "x"})
     snapshot = Snapshot(tmp_path / "weights.bin")
     same(dict(sorted(snapshot.read_object("0").items())), dict(sorted(tensors().items())))
@@ -40,7 +40,7 @@ def test_a_file_is_opened_by_what_is_in_it(tmp_path):
     assert Snapshot(folder).read_object("0/w").all()
 
 
-def test_several_files_with_an_index_are_one_checkpoint(tmp_path):
+def test_safetensors_files_with_an_index_are_one_checkpoint(tmp_path):
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4), nn.Linear(4, 3))
     state = model.state_dict()
     names = list(state)
@@ -63,7 +63,7 @@ def test_several_files_with_an_index_are_one_checkpoint(tmp_path):
         Snapshot(tmp_path).get_manifest()
 
 
-def test_several_files_without_an_index_are_not_guessed_at(tmp_path):
+def test_safetensors_files_with_equal_names_and_no_index_are_refused(tmp_path):
     for name in ("a", "b"):
         save_file({"w": torch.ones(2)}, tmp_path / f"{name}.safetensors")
     with pytest.raises(UnsupportedFormatError, match="no index"):
@@ -93,27 +93,27 @@ BAD = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_a_header_that_lies_is_refused(tmp_path, what):
+def test_safetensors_inconsistent_header_is_refused(tmp_path, what):
     header, length = BAD[what]
     (tmp_path / "x").write_bytes(written(header, bytes(length)))
     with pytest.raises((CorruptSnapshotError, UnsupportedFormatError)):
         Snapshot(tmp_path / "x").get_manifest()
 
 
-def test_a_dtype_that_nobody_knows_is_named(tmp_path):
+def test_safetensors_unknown_dtype_is_named(tmp_path):
     (tmp_path / "x").write_bytes(written({"a": {"dtype": "F3", "shape": [8], "data_offsets": [0, 3]}}, bytes(3)))
     with pytest.raises(UnsupportedFormatError, match="F3"):
         Snapshot(tmp_path / "x").get_manifest()
 
 
 @pytest.mark.parametrize("name", ["../out.safetensors", "/etc/passwd", "a/../b", "s3://b/x", 3])
-def test_an_index_cannot_name_files_elsewhere(tmp_path, name):
+def test_safetensors_index_cannot_name_files_outside_the_folder(tmp_path, name):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
     with pytest.raises((CorruptSnapshotError, FileNotFoundError)):
         Snapshot(tmp_path).get_manifest()
 
 
-def test_every_verb_works_on_it_in_memory_too():
+def test_safetensors_every_verb_works_in_memory():
     from safetensors.torch import save
 
     from snapshot.io.loop import run
@@ -130,7 +130,7 @@ def test_every_verb_works_on_it_in_memory_too():
 
 
 @pytest.mark.parametrize("length", [640, 896, 1152, 1408, 640 + (1 << 16)])
-def test_a_header_whose_length_looks_like_a_pickle_is_read(length, tmp_path):
+def test_safetensors_header_length_that_looks_like_a_pickle_is_read(length, tmp_path):
     """The first two bytes of such a file are those of a pickle."""
     base = {"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}, "__metadata__": {"x": ""}}
     base["__metadata__"]["x"] = "y" * (length - len(json.dumps(base)))

@@ -26,13 +26,13 @@ TAKEN = settings(max_examples=150)
 
 @TAKEN
 @given(SHAPES)
-def test_contiguous_strides_are_torch_s(shape):
+def test_contiguous_strides_equal_those_of_torch(shape):
     assert contiguous_strides(shape) == torch.empty(shape).stride()
 
 
 @TAKEN
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), max_size=4))
-def test_a_view_s_span_is_how_far_it_reaches(axes):
+def test_measure_span_is_the_extent_of_a_view(axes):
     shape, strides = tuple(size for size, _ in axes), tuple(step for _, step in axes)
     reached = [sum(i * s for i, s in zip(index, strides, strict=True)) for index in np.ndindex(shape)]
     assert measure_span(shape, strides) == 1 + max(reached)
@@ -54,7 +54,7 @@ def _boxed(held, shape, strides):
 
 @TAKEN
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 24)), max_size=4))
-def test_a_view_is_the_box_that_it_is_said_to_be_or_none(axes):
+def test_boxed_view_is_the_requested_view_or_none(axes):
     shape, strides = tuple(size for size, _ in axes), tuple(step for _, step in axes)
     held = torch.arange(measure_span(shape, strides))
     made = _boxed(held, shape, strides)
@@ -64,7 +64,7 @@ def test_a_view_is_the_box_that_it_is_said_to_be_or_none(axes):
 
 @TAKEN
 @given(st.data())
-def test_slices_and_permutations_are_boxes_always(data):
+def test_boxed_view_exists_for_slices_and_permutations(data):
     sizes = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
     base = torch.arange(math.prod(sizes)).view(sizes)
     lows = [data.draw(st.integers(0, size - 1)) for size in sizes]
@@ -82,7 +82,7 @@ MEMBERS = st.dictionaries(NAMES, st.binary(max_size=300), min_size=1, max_size=6
 
 @TAKEN
 @given(MEMBERS, st.sampled_from([zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED]))
-def test_archives_of_zipfile_are_read(members, method):
+def test_zip_archive_reads_archives_of_zipfile(members, method):
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w", method) as file:
         for name, data in members.items():
@@ -100,7 +100,7 @@ def test_archives_of_zipfile_are_read(members, method):
 
 @TAKEN
 @given(MEMBERS, st.booleans())
-def test_archives_that_are_laid_out_are_zipfile_s(members, late):
+def test_zip_archive_layout_is_read_by_zipfile(members, late):
     """With checksums that are known at once, or late."""
     sums = {name: zlib.crc32(data) for name, data in members.items()}
     made = [
@@ -124,7 +124,7 @@ def test_archives_that_are_laid_out_are_zipfile_s(members, late):
 
 @TAKEN
 @given(st.binary(max_size=200))
-def test_any_bytes_are_no_archive_or_lie_in_themselves(data):
+def test_zip_archive_of_any_bytes_is_refused_or_consistent(data):
     for tail in (data, data + b"PK\5\6" + bytes(18), data + b"PK\5\6" + data[:18].ljust(18, b"\1")):
         try:
             begin, end = zip_archive.find_directory(tail, len(tail))
@@ -135,7 +135,7 @@ def test_any_bytes_are_no_archive_or_lie_in_themselves(data):
             pass
 
 
-def test_the_lengths_of_long_members_stand_apart():
+def test_zip_archive_reads_zip64_lengths():
     def item(extra):
         numbers = 0, 0, 0, 0, 0, 0, 7, 0xFFFFFFFF, 0xFFFFFFFF, 1, len(extra), 0, 0, 0, 0, 0xFFFFFFFF
         return struct.pack("<4s6H3L5H2L", b"PK\1\2", *numbers) + b"a" + extra
@@ -150,7 +150,7 @@ def test_the_lengths_of_long_members_stand_apart():
 
 @TAKEN
 @given(st.binary(max_size=100))
-def test_any_bytes_in_the_place_of_an_archive_with_a_tensor(data):
+def test_torch_save_find_layout_accepts_or_refuses_any_bytes(data):
     file = io.BytesIO()
     torch.save(torch.arange(3.0), file)
     good = file.getvalue()
@@ -187,7 +187,7 @@ VALUES = st.recursive(
 
 @settings(max_examples=300)
 @given(VALUES, st.sampled_from([2, 3, 4, 5]))
-def test_plain_values_are_unpickled_as_pickle_does_it(value, protocol):
+def test_load_pickle_equals_pickle_for_plain_values(value, protocol):
     data = pickle.dumps([value, value, (value,)], protocol)
     found = load_pickle(data, "here")
     assert found == pickle.loads(data)
@@ -197,14 +197,14 @@ def test_plain_values_are_unpickled_as_pickle_does_it(value, protocol):
 
 @TAKEN
 @given(VALUES, st.sampled_from([2, 4]))
-def test_values_that_are_shared_often_are_unpickled_as_pickle_does_it(value, protocol):
+def test_load_pickle_equals_pickle_for_shared_values(value, protocol):
     shared = (1, 2)
     data = pickle.dumps([value, [shared] * 40], protocol)
     assert repr(load_pickle(data, "here")) == repr(pickle.loads(data))
 
 
 @pytest.mark.parametrize("name", ["builtins complex", "builtins set", "torch Size", "collections OrderedDict"])
-def test_a_known_value_that_is_created_as_an_object_is_of_an_unknown_class(name):
+def test_load_pickle_refuses_known_types_created_without_a_call(name):
     """NEWOBJ creates it without the call that gives it its value."""
     module, kind = name.split()
     with pytest.raises(UnsupportedFormatError, match=f"an object of {module}.{kind} that is created without a call"):
@@ -213,7 +213,7 @@ def test_a_known_value_that_is_created_as_an_object_is_of_an_unknown_class(name)
 
 @settings(max_examples=300)
 @given(st.binary(max_size=60), st.integers(0, 100), VALUES)
-def test_any_bytes_are_a_pickle_or_an_error_of_ours(data, at, value):
+def test_load_pickle_of_any_bytes_returns_or_raises_an_error_of_the_library(data, at, value):
     good = pickle.dumps(value, 4)
     at = at % len(good)
     for each in (data, b"\x80\x02" + data + b".", good[:at] + data[:3] + good[at + 1 :]):

@@ -197,7 +197,7 @@ CHECKS = {
 
 @pytest.mark.parametrize("column", CHECKS)
 @pytest.mark.parametrize("name", SAMPLES)
-def test_a_cell_of_the_table_holds(name, column, tmp_path):
+def test_formats_table_in_interop_md_is_correct(name, column, tmp_path):
     source, work = tmp_path / "source", tmp_path / "work"
     source.mkdir()
     work.mkdir()
@@ -227,7 +227,7 @@ def _parts(paths):
             assert equal(part.to_local(), expected), (path, name)
 
 
-def test_all_formats_load_onto_a_mesh(three, tmp_path):
+def test_formats_table_formats_load_onto_a_mesh(three, tmp_path):
     held = [name for name in SAMPLES if ROWS[name][COLUMNS.index("sharded")] == "yes"]
     assert len(held) == len(SAMPLES)
     paths = []
@@ -238,7 +238,7 @@ def test_all_formats_load_onto_a_mesh(three, tmp_path):
     three.run(_parts, paths)
 
 
-def test_the_table_has_all_formats():
+def test_formats_table_lists_all_formats():
     assert list(ROWS) == list(SAMPLES)
     assert set(COLUMNS) == {*CHECKS, "sharded", "written"}
     assert {name for name in ROWS if ROWS[name][COLUMNS.index("written")] == "yes"} == {

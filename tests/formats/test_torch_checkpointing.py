@@ -68,19 +68,19 @@ def _expect_equal(got, expected):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_one_process_goes_on(files, layout):
+def test_torch_checkpointing_restores_in_one_process(files, layout):
     _expect_equal(_restore(files / layout, "plain"), torch.load(files / "expected.pt"))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_number_of_ranks_goes_on(files, two, three, layout):
+def test_torch_checkpointing_restores_on_any_world_size(files, two, three, layout):
     for pool in (two, three):
         for got in pool.run(_restore, str(files / layout), "fsdp2"):
             _expect_equal(got, torch.load(files / "expected.pt"))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_all_verbs(files, layout, tmp_path):
+def test_torch_checkpointing_verify_read_load_and_convert(files, layout, tmp_path):
     snapshot, expected = Snapshot(files / layout), torch.load(files / "expected.pt")["model"]
     report = snapshot.verify()
     assert report
@@ -98,7 +98,7 @@ def test_all_verbs(files, layout, tmp_path):
     assert not Snapshot.diff(files / layout, tmp_path / "copy", values=True)
 
 
-def test_values_of_one_rank_and_of_all(files):
+def test_torch_checkpointing_rank_specific_and_replicated_values(files):
     torch_files, layouts = Snapshot(files / "torch"), Snapshot(files / "layouts")
     assert [torch_files.read_object(f"{rank}/own/rng").tolist() for rank in range(2)] == [[0] * 3, [1] * 3]
     assert torch_files.read_object("own/epoch") == 2
@@ -109,14 +109,14 @@ def test_values_of_one_rank_and_of_all(files):
     assert layouts.read_object("1/raw") == b"bytes"
 
 
-def test_a_bucket(files, moto):
+def test_torch_checkpointing_in_a_bucket(files, moto):
     with on_s3(files / "torch", moto) as (_, url, options):
         snapshot = Snapshot(url, storage_options=options)
         weight = torch.load(files / "expected.pt")["model"]["0.weight"]
         assert torch.equal(snapshot.read_object("0/model/0.weight"), weight)
 
 
-def test_a_missing_file_is_named(files, tmp_path):
+def test_torch_checkpointing_missing_file_is_named(files, tmp_path):
     shutil.copytree(files / "torch", tmp_path / "x")
     (tmp_path / "x" / "model_1.pt").unlink()
     with pytest.raises(SnapshotError, match=r"model_1\.pt"):
@@ -127,7 +127,7 @@ def test_a_missing_file_is_named(files, tmp_path):
 
 
 @given(data=st.data())
-def test_local_parts_of_any_mesh_form_the_whole_tensor(tmp_path_factory, data):
+def test_torch_checkpointing_local_parts_of_any_mesh_form_the_whole_tensor(tmp_path_factory, data):
     mesh_shape = tuple(data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=2)))
     tensors = {}
     for name in ("a", "b.c"):
@@ -172,7 +172,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("what", LIES)
-def test_metadata_that_lies_is_refused(tmp_path, what):
+def test_torch_checkpointing_inconsistent_metadata_is_refused(tmp_path, what):
     path, value = LIES[what]
     (tmp_path / "x").mkdir()
     write_metadata(tmp_path / "x", WHOLE, change=lambda metadata, item: _change(metadata, item, path, value))
@@ -188,14 +188,14 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("what", UNKNOWN)
-def test_what_is_not_known_is_named(tmp_path, what):
+def test_torch_checkpointing_unknown_values_are_named(tmp_path, what):
     path, value, expected = UNKNOWN[what]
     write_metadata(tmp_path, WHOLE, change=lambda metadata, item: _change(metadata, item, path, value))
     with pytest.raises(UnsupportedFormatError, match=expected):
         Snapshot(tmp_path).get_manifest()
 
 
-def test_a_class_that_a_layout_names_is_not_imported(tmp_path):
+def test_torch_checkpointing_class_named_in_a_layout_is_not_imported(tmp_path):
     (tmp_path / "optim_0.json").write_text('{"a": [1, null, {"b": true}]}')
     kind = {"type": "JsonSerialization", "cls": "antigravity.X"}
     layout = {0: {"file_path": "optim_0.json", "serialization_format": kind}}
@@ -215,7 +215,7 @@ def test_a_class_that_a_layout_names_is_not_imported(tmp_path):
         lambda item: item["sharding_metadata"]["data"].update(placements=[{"type": "Shard", "dim": 9}]),
     ],
 )
-def test_damaged_metadata_of_a_shard_is_named(files, tmp_path, change):
+def test_torch_checkpointing_damaged_shard_metadata_is_named(files, tmp_path, change):
     shutil.copytree(files / "torch", tmp_path / "c")
     where = tmp_path / "c/metadata.pkl"
     metadata = pickle.loads(where.read_bytes())
@@ -228,7 +228,7 @@ def test_damaged_metadata_of_a_shard_is_named(files, tmp_path, change):
 @pytest.mark.parametrize(
     ("layout", "name", "read"), [("layouts", "raw_0.bin", "0/raw"), ("torch", "own_0.pt", "0/own")]
 )
-def test_a_link_out_of_the_folder_is_not_followed(files, tmp_path, layout, name, read):
+def test_torch_checkpointing_link_out_of_the_folder_is_not_followed(files, tmp_path, layout, name, read):
     shutil.copytree(files / layout, tmp_path / "c")
     (tmp_path / "c" / name).rename(tmp_path / name)
     (tmp_path / "c" / name).symlink_to(tmp_path / name)
@@ -236,7 +236,7 @@ def test_a_link_out_of_the_folder_is_not_followed(files, tmp_path, layout, name,
         Snapshot(tmp_path / "c").read_object(read)
 
 
-def test_files_of_ranks_are_not_read_through_links(tmp_path):
+def test_rank_files_that_are_links_are_refused(tmp_path):
     (tmp_path / "c").mkdir()
     torch.save({"w": torch.arange(3)}, tmp_path / "elsewhere.pt")
     for rank in range(2):

@@ -27,7 +27,7 @@ def saved(tmp_path):
     return tmp_path / "x.pt"
 
 
-def test_all_comes_back_as_torch_load_gives_it(saved):
+def test_torch_file_is_read_like_torch_load(saved):
     expected = torch.load(saved, weights_only=False)
     snapshot = Snapshot(saved)
     assert snapshot.exists()
@@ -38,13 +38,13 @@ def test_all_comes_back_as_torch_load_gives_it(saved):
     assert snapshot.metadata.format == "torch.save"
 
 
-def test_numpy_s_arrays_and_scalars_come_back_without_a_pickle(tmp_path):
+def test_torch_file_numpy_arrays_and_scalars_are_read_without_a_pickle(tmp_path):
     held = with_numpy()
     torch.save(held | {"big": np.arange(3, dtype=">i4")}, tmp_path / "n.pt")
     same(Snapshot(tmp_path / "n.pt").read_object("0"), held | {"big": np.arange(3, dtype="i4")})  # as torch.load has it
 
 
-def test_a_part_of_a_view_is_the_part_of_what_torch_load_gives(saved):
+def test_torch_file_box_of_a_view_equals_that_of_torch_load(saved):
     expected = torch.load(saved, weights_only=False)["views"]
     snapshot = Snapshot(saved)
     for name, view in expected.items():
@@ -54,7 +54,7 @@ def test_a_part_of_a_view_is_the_part_of_what_torch_load_gives(saved):
         assert torch.equal(snapshot.read_object(f"0/views/{name}", out), view), name
 
 
-def test_a_row_is_read_by_its_range(tmp_path):
+def test_torch_file_row_is_read_by_its_range(tmp_path):
     big = torch.arange(4_000_000, dtype=torch.float32).view(4000, 1000)
     torch.save({"w": big, "t": big.t()}, tmp_path / "x.pt")
     with recording() as log:
@@ -64,7 +64,7 @@ def test_a_row_is_read_by_its_range(tmp_path):
     assert log.nbytes("read_into") < 2 << 20
 
 
-def test_live_tensors_are_filled_in_place_cast_and_renamed(tmp_path):
+def test_torch_file_restores_in_place_with_cast_and_rename(tmp_path):
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     torch.save({"model": model.state_dict(), "epoch": 3}, tmp_path / "c.pt")
     other = nn.ModuleDict({"body": nn.Linear(4, 3).double(), "head": nn.Linear(3, 2).double()})
@@ -76,7 +76,7 @@ def test_live_tensors_are_filled_in_place_cast_and_renamed(tmp_path):
     assert torch.equal(other["head"].weight, model[1].weight.double())
 
 
-def test_one_stateful_takes_the_whole_and_two_do_not(tmp_path):
+def test_torch_file_restores_whole_into_one_stateful_only(tmp_path):
     model = nn.Linear(3, 2)
     torch.save(model.state_dict(), tmp_path / "m.pt")
     other = nn.Linear(3, 2)
@@ -89,13 +89,13 @@ def test_one_stateful_takes_the_whole_and_two_do_not(tmp_path):
 
 
 @pytest.mark.parametrize("value", [torch.arange(5), [torch.ones(2), 3], (1, 2)], ids=["tensor", "list", "tuple"])
-def test_what_is_no_dict_can_be_read_too(tmp_path, value):
+def test_torch_file_that_holds_no_dict_is_read(tmp_path, value):
     torch.save(value, tmp_path / "v.pt")
     found = Snapshot(tmp_path / "v.pt").read_object("0" if isinstance(value, (list, tuple)) else "0/value")
     same(found, value)
 
 
-def test_an_optimizer_goes_on_from_it(tmp_path):
+def test_torch_file_restores_an_optimizer(tmp_path):
     def stepped():
         torch.manual_seed(0)
         model = nn.Linear(5, 5)
@@ -118,7 +118,7 @@ class Custom:
         self.x = torch.ones(2)
 
 
-def test_what_only_a_pickle_would_make_is_named_and_the_rest_is_read(tmp_path):
+def test_torch_file_objects_that_need_a_pickle_are_named_and_the_rest_is_read(tmp_path):
     torch.save({"w": torch.ones(3), "args": Custom(), "odd": {(1, 2): 3}}, tmp_path / "u.pt")
     snapshot = Snapshot(tmp_path / "u.pt")
     assert snapshot.get_manifest()["0/args"].obj_type.endswith(".Custom")
@@ -133,7 +133,7 @@ def test_what_only_a_pickle_would_make_is_named_and_the_rest_is_read(tmp_path):
     assert live["w"].all()
 
 
-def test_sparse_and_quantised_tensors_are_refused_by_name(tmp_path):
+def test_torch_file_sparse_and_quantised_tensors_are_refused(tmp_path):
     torch.save({"s": torch.eye(3).to_sparse(), "w": torch.ones(1)}, tmp_path / "s.pt")
     snapshot = Snapshot(tmp_path / "s.pt")
     with pytest.raises(UnsafeObjectError, match=r"0/s: a .*_rebuild_sparse_tensor"):
@@ -142,7 +142,7 @@ def test_sparse_and_quantised_tensors_are_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize("swap", [False, True], ids=["deflated", "big-endian"])
-def test_compressed_members_and_the_other_byte_order_are_followed(tmp_path, swap):
+def test_torch_file_compressed_or_big_endian_is_read(tmp_path, swap):
     tensors = {"a": torch.randn(300_000), "b": torch.randn(700, 300).t(), "c": torch.arange(7, dtype=torch.int32)}
     torch.save(tensors, tmp_path / "plain.pt")
     method = zipfile.ZIP_STORED if swap else zipfile.ZIP_DEFLATED
@@ -159,7 +159,7 @@ def test_compressed_members_and_the_other_byte_order_are_followed(tmp_path, swap
     assert snapshot.verify()
 
 
-def test_verify_finds_a_flipped_byte_and_atomic_touches_nothing(saved):
+def test_torch_file_verify_finds_a_flipped_byte_and_atomic_changes_nothing(saved):
     content = bytearray(saved.read_bytes())
     entry = Snapshot(saved).get_manifest()["0/long"]
     content[entry.byte_range[0] + 500_000] ^= 4
@@ -173,7 +173,7 @@ def test_verify_finds_a_flipped_byte_and_atomic_touches_nothing(saved):
     assert not live["long"].any()
 
 
-def test_a_file_that_was_written_without_checksums_says_so(tmp_path):
+def test_torch_file_without_checksums_is_unverifiable(tmp_path):
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -186,7 +186,7 @@ def test_a_file_that_was_written_without_checksums_says_so(tmp_path):
     assert "could only be read" in str(report)
 
 
-def test_old_files_and_programs_get_a_clear_refusal(tmp_path):
+def test_torch_file_of_old_torch_or_torchscript_is_refused(tmp_path):
     torch.save({"a": torch.ones(3)}, tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)
     with pytest.raises(UnsupportedFormatError, match=r"before torch 1\.6"):
         Snapshot(tmp_path / "legacy.pt").get_manifest()
@@ -203,7 +203,7 @@ def test_old_files_and_programs_get_a_clear_refusal(tmp_path):
         Snapshot(tmp_path / "text").get_manifest()
 
 
-def test_nothing_of_others_is_replaced_or_deleted(saved):
+def test_torch_file_is_not_overwritten_or_deleted(saved):
     content = saved.read_bytes()
     with pytest.raises(Exception, match="x"):
         Snapshot(saved).delete()
@@ -212,7 +212,7 @@ def test_nothing_of_others_is_replaced_or_deleted(saved):
     assert saved.read_bytes() == content
 
 
-def test_containers_of_all_kinds_keep_their_kind(tmp_path):
+def test_torch_file_containers_keep_their_type(tmp_path):
     value = {
         "default": collections.defaultdict(list, {"a": [1]}),
         "counter": collections.Counter("abca"),
@@ -239,7 +239,7 @@ def _trained():
     return model, optimizer
 
 
-def test_an_optimizer_saved_by_number_restores_into_a_model_state(tmp_path):
+def test_torch_file_numbered_optimizer_state_restores_into_model_state(tmp_path):
     model, optimizer = _trained()
     torch.save({"model": model.state_dict(), "optim": optimizer.state_dict(), "epoch": 3}, tmp_path / "x.pt")
     live, other = _trained()
@@ -251,14 +251,14 @@ def test_an_optimizer_saved_by_number_restores_into_a_model_state(tmp_path):
     assert [group["lr"] for group in other.param_groups] == [0.001, 0.5]
 
 
-def test_numbers_in_other_groups_are_refused(tmp_path):
+def test_torch_file_numbered_optimizer_state_of_other_groups_is_refused(tmp_path):
     model, optimizer = _trained()
     torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, tmp_path / "x.pt")
     with pytest.raises(RestoreError, match=r"in groups of \[2, 2\], and the optimizer has \[4\]"):
         Snapshot(tmp_path / "x.pt").restore({"t": ModelState(model, torch.optim.Adam(model.parameters()))})
 
 
-def test_a_conversion_compares_the_checksums_of_what_it_selects(tmp_path):
+def test_torch_file_convert_verifies_the_checksums_of_selected_tensors(tmp_path):
     state = {name: torch.full((5 << 20,), value, dtype=torch.uint8) for name, value in (("a", 1), ("b", 2))}
     torch.save(state, tmp_path / "x.pt")
     data = bytearray((tmp_path / "x.pt").read_bytes())

@@ -42,7 +42,7 @@ def taken(request, tmp_path):
     return tmp_path / "s", state
 
 
-def test_every_type_of_entry_comes_back_as_it_was(taken):
+def test_torchsnapshot_every_entry_type_is_read(taken):
     path, state = taken
     snapshot = Snapshot(path)
     kinds = {entry["type"] for entry in json.loads((path / ".snapshot_metadata").read_text())["manifest"].values()}
@@ -58,7 +58,7 @@ def test_every_type_of_entry_comes_back_as_it_was(taken):
     assert (path / "batched").exists() == any("batched" in e for e in map(str, path.rglob("*")))
 
 
-def test_what_torchsnapshot_restores_is_what_we_restore(taken):
+def test_torchsnapshot_restore_equals_that_of_torchsnapshot(taken):
     path, state = taken
     library = theirs()
     blank = {name: torch.zeros_like(each) if isinstance(each, torch.Tensor) else each for name, each in state.items()}
@@ -72,7 +72,7 @@ def test_what_torchsnapshot_restores_is_what_we_restore(taken):
     same(dict(live), dict(other))
 
 
-def test_a_box_of_a_chunked_tensor_and_one_of_a_slab(taken):
+def test_torchsnapshot_box_of_a_chunked_tensor_and_of_a_slab(taken):
     path, state = taken
     snapshot = Snapshot(path)
     assert len(snapshot.get_manifest()["0/m/big"].pieces()) == 5
@@ -83,7 +83,7 @@ def test_a_box_of_a_chunked_tensor_and_one_of_a_slab(taken):
     assert snapshot.read_object("0/m/keys/a%2Fb") == "slash"
 
 
-def test_the_random_numbers_go_on(taken):
+def test_torchsnapshot_rng_state_is_restored(taken):
     path, _ = taken
     state = theirs().RNGState().state_dict()["rng_state"]
     Snapshot(path).restore({"rng": RNGState()})
@@ -97,7 +97,7 @@ def test_the_random_numbers_go_on(taken):
     assert state.shape == saved.shape
 
 
-def test_the_same_manifest_in_yaml(taken):
+def test_torchsnapshot_yaml_manifest_is_read(taken):
     yaml = pytest.importorskip("yaml")
     theirs()
     from torchsnapshot.manifest import SnapshotMetadata
@@ -110,7 +110,7 @@ def test_the_same_manifest_in_yaml(taken):
     same(Snapshot(path).read_object("0/m"), state)
 
 
-def test_quantised_tensors_need_a_pickle_and_say_so(tmp_path):
+def test_torchsnapshot_quantised_tensors_need_allow_pickle(tmp_path):
     library = theirs()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -128,7 +128,7 @@ class Odd:
         self.x = 1
 
 
-def test_objects_are_not_unpickled_unless_that_is_allowed(tmp_path):
+def test_torchsnapshot_objects_need_allow_pickle(tmp_path):
     library = theirs()
     take(tmp_path / "s", {"m": library.StateDict(odd=Odd(), w=torch.ones(2))})
     live = StateDict(odd=None, w=torch.zeros(2))
@@ -151,12 +151,12 @@ class Leaf:
 
 
 @pytest.mark.parametrize("value", [torch.arange(3), (1, 2)], ids=["tensor", "tuple"])
-def test_a_state_dict_that_is_a_leaf(tmp_path, value):
+def test_torchsnapshot_state_dict_that_is_a_leaf_is_read(tmp_path, value):
     take(tmp_path / "s", {"x": Leaf(value)})
     same(Snapshot(tmp_path / "s").read_object("0/x"), value)
 
 
-def test_a_file_that_is_missing_or_short_is_named(taken):
+def test_torchsnapshot_missing_or_short_file_is_named(taken):
     path, _ = taken
     file = max(
         (each for each in path.rglob("*") if each.is_file() and each.name[0] != "."), key=lambda f: f.stat().st_size
@@ -230,7 +230,7 @@ def _read_by_two(folder):
     assert bits(other["own"]) == bits(live["own"])
 
 
-def test_shards_of_two_ranks_in_other_cuts_and_in_one_process(two, tmp_path):
+def test_torchsnapshot_shards_of_two_ranks_restore_into_other_shards(two, tmp_path):
     theirs()
     two.run(_write, str(tmp_path / "s"))
     two.run(_read_by_two, str(tmp_path / "s"))
@@ -254,7 +254,7 @@ def _read_from_one(folder):
     assert live["n"] == 3
 
 
-def test_one_rank_s_snapshot_on_two(two, tmp_path):
+def test_torchsnapshot_of_one_rank_restores_on_two(two, tmp_path):
     library = theirs()
     take(tmp_path / "s", {"m": library.StateDict(w=torch.ones(4, 4), n=3)})
     _read_from_one(str(tmp_path / "s"))
@@ -292,7 +292,7 @@ dist.destroy_process_group()
 """
 
 
-def test_the_nightly_s_snapshots_are_read_as_well(tmp_path, warm):
+def test_torchsnapshot_nightly_snapshots_are_read(tmp_path, warm):
     theirs()
     if not (NIGHTLY / "torchsnapshot").is_dir():
         pytest.skip(f"there is no torchsnapshot-nightly in {NIGHTLY}: pip install --no-deps --target it")

@@ -68,7 +68,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_a_format_that_is_not_read_is_named(files, name):
+def test_unsupported_format_is_named(files, name):
     with pytest.raises(UnsupportedFormatError) as caught:
         Snapshot(files / name).get_manifest()
     assert str(caught.value).startswith(f"{files / name}: {NAMED[name]}")
@@ -77,7 +77,7 @@ def test_a_format_that_is_not_read_is_named(files, name):
 
 
 @pytest.mark.parametrize("name", [*NAMES, *FOLDERS])
-def test_nothing_intact_is_called_corrupt(files, name):
+def test_unsupported_format_error_never_calls_an_intact_file_corrupt(files, name):
     opened = Snapshot(files / name)
     if opened.exists():
         assert opened.verify()
@@ -87,7 +87,7 @@ def test_nothing_intact_is_called_corrupt(files, name):
 
 
 @pytest.mark.parametrize("version", ["1.6.0", "1.12.1"])
-def test_files_of_old_versions_of_torch_are_read(files, version):
+def test_torch_file_of_old_torch_versions_is_read(files, version):
     expected = torch.arange(6.0).view(2, 3)
     live = StateDict(model={}, optimizer={}, epoch=0)
     Snapshot(files / "torch" / f"torch-{version}.pt").restore({"s": live})
@@ -99,27 +99,27 @@ def test_files_of_old_versions_of_torch_are_read(files, version):
     assert live["epoch"] == 3
 
 
-def test_adapters_of_peft_are_opened(files):
+def test_peft_adapters_are_opened(files):
     for folder in ("peft", "peft_bin"):
         found = Snapshot(files / folder).read_object("0")
         assert [tuple(each.shape) for each in found.values()] == [(1, 4), (4, 1)]
 
 
 @pytest.mark.parametrize("folder", ["orbax_plain"])
-def test_the_folder_of_a_run_names_its_steps(files, folder):
+def test_orbax_run_folder_error_names_its_steps(files, folder):
     step = {"orbax_plain": "5"}[folder]
     with pytest.raises(SnapshotNotFoundError, match=f"of a run, with the steps {step}; open .*/{folder}/{step}$"):
         Snapshot(files / folder).get_manifest()
 
 
-def test_the_ranks_of_an_unfinished_torchsnapshot_are_no_steps(tmp_path):
+def test_unfinished_torchsnapshot_rank_folders_are_not_steps(tmp_path):
     for name in ("0", "1", "replicated"):
         (tmp_path / name).mkdir()
     with pytest.raises(SnapshotNotFoundError, match="no snapshot found, or it was never committed"):
         Snapshot(tmp_path).get_manifest()
 
 
-def test_a_run_of_this_library_names_the_newest_committed_steps(tmp_path):
+def test_snapshot_not_found_error_for_a_run_names_the_newest_committed_steps(tmp_path):
     for step in range(1, 12):
         Snapshot.take(tmp_path / f"step-{step}", {"s": StateDict(a=step)})
     (tmp_path / "step-11" / ".snapshot_metadata").unlink()
@@ -145,7 +145,7 @@ FOUND = {
 
 @pytest.mark.parametrize("what", FOUND)
 @pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_a_folder_names_what_can_be_opened_in_it(tmp_path, scheme, what):
+def test_snapshot_not_found_error_names_what_can_be_opened_in_the_folder(tmp_path, scheme, what):
     names, expected = FOUND[what]
     with pytest.raises(
         SnapshotNotFoundError, match=f"no snapshot found: the folder (has |is of a run, with )?{expected}"
@@ -167,7 +167,7 @@ UNREAD = {
 
 @pytest.mark.parametrize("what", UNREAD)
 @pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_a_folder_is_recognised_by_its_names(tmp_path, scheme, what):
+def test_unsupported_format_of_a_folder_is_recognised_by_file_names(tmp_path, scheme, what):
     names, expected = UNREAD[what]
     with pytest.raises(UnsupportedFormatError, match=expected):
         Snapshot(placed(tmp_path, scheme, what, names)).get_manifest()
@@ -202,7 +202,7 @@ HEADS = {
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_a_file_is_recognised_by_its_first_bytes(tmp_path, name):
+def test_unsupported_format_of_a_file_is_recognised_by_its_first_bytes(tmp_path, name):
     head, expected = HEADS[name]
     (tmp_path / name).write_bytes(head)
     with pytest.raises(UnsupportedFormatError, match=f"{name}: {expected}"):
@@ -221,7 +221,7 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_an_unknown_file_is_not_called_corrupt(tmp_path, name):
+def test_unknown_format_file_is_not_called_corrupt(tmp_path, name):
     content, expected = UNKNOWN[name]
     if content is None:
         with zipfile.ZipFile(tmp_path / name, "w") as archive:
@@ -235,7 +235,7 @@ def test_an_unknown_file_is_not_called_corrupt(tmp_path, name):
     assert not Snapshot(tmp_path / name).exists()
 
 
-def test_a_damaged_archive_of_torch_is_still_called_corrupt(tmp_path):
+def test_torch_file_that_is_a_damaged_archive_is_corrupt(tmp_path):
     write(tmp_path, 1)
     content = (tmp_path / "pytorch_model.bin").read_bytes()
     place = content.rindex(b"/data.pkl")
@@ -248,7 +248,7 @@ def test_a_damaged_archive_of_torch_is_still_called_corrupt(tmp_path):
             Snapshot(tmp_path / name).get_manifest()
 
 
-def test_one_file_of_a_dcp_checkpoint_is_named(tmp_path):
+def test_dcp_single_file_is_refused_and_the_folder_named(tmp_path):
     dcp.save({"a": torch.ones(3), "b": torch.ones(4, 4), "c": 3}, checkpoint_id=tmp_path, **ALONE)
     assert Snapshot(tmp_path).exists()
     for name in ("__0_0.distcp", ".metadata"):
@@ -256,13 +256,13 @@ def test_one_file_of_a_dcp_checkpoint_is_named(tmp_path):
             Snapshot(tmp_path / name).get_manifest()
 
 
-def test_a_snapshot_is_taken_beside_files_of_other_libraries(files, tmp_path):
+def test_take_beside_files_of_other_libraries(files, tmp_path):
     shutil.copytree(files / "tf_checkpoint", tmp_path / "s")
     Snapshot.take(tmp_path / "s", {"s": StateDict(a=1)})
     assert Snapshot(tmp_path / "s").read_object("0/s/a") == 1
 
 
-def test_objects_that_only_a_pickle_creates_leave_the_rest_readable(tmp_path):
+def test_torch_file_objects_that_only_a_pickle_creates_leave_the_rest_readable(tmp_path):
     cycle = []
     cycle.append(cycle)
     torch.save({"cycle": cycle, "attribute": Attribute(), "again": Again(), "w": torch.ones(2)}, tmp_path / "x.pt")

@@ -37,14 +37,14 @@ def arrays():
     return {path.removeprefix("packed/"): file.content for path, file in files.items() if path.startswith("packed/")}
 
 
-def test_the_snapshot_is_compressed_and_whole(arrays):
+def test_compressed_snapshot_under_test_is_compressed_and_verifies(arrays):
     document = Snapshot("memory://packed")._manifest.open()
     assert sum(file.packed is not None for file in document.files.values()) == 1
     assert Snapshot("memory://packed").verify()
 
 
 @pytest.mark.slow
-def test_flipped_bytes_of_every_file_are_found(arrays):
+def test_compressed_snapshot_verify_finds_flipped_bytes_of_every_file(arrays):
     """Every byte of headers, tables and manifest, and every seventh of the values."""
     met = 0
     for path, array in arrays.items():
@@ -61,7 +61,7 @@ def test_flipped_bytes_of_every_file_are_found(arrays):
     assert Snapshot("memory://packed").verify()
 
 
-def test_no_damage_comes_back_as_a_value(arrays):
+def test_compressed_snapshot_damage_is_never_returned_as_a_value(arrays):
     right = state()["s"]
     for path, array in arrays.items():
         if path == METADATA:
@@ -76,7 +76,7 @@ def test_no_damage_comes_back_as_a_value(arrays):
                     assert torch.equal(found[name], value) if name != "text" else found[name] == value
 
 
-def test_a_file_that_lacks_its_end_is_damage(arrays):
+def test_compressed_file_without_its_end_is_corrupt(arrays):
     Snapshot.take("memory://short", state(), compression="zstd", overwrite=True)
     for path, data in list(contents().items()):
         if path.startswith("short/data"):
@@ -164,13 +164,13 @@ def not_compressed(document, file, location):
     ],
     ids=lambda change: change.__name__,
 )
-def test_a_manifest_that_claims_what_is_not_there_is_refused_before_anything_is_read(change):
+def test_compressed_manifest_with_false_claims_is_refused_before_reading(change):
     url = rewritten(change)
     with bounded(), pytest.raises((CorruptSnapshotError, UnsupportedFormatError)):
         Snapshot(url).get_state_dict_for_key("s")
 
 
-def test_a_small_file_cannot_claim_a_huge_tensor():
+def test_compressed_small_file_cannot_claim_a_huge_tensor():
     """A forged table, with its digest, for 2 TiB of zeros in a few thousand bytes."""
 
     def bomb(document, file, location):
@@ -188,7 +188,7 @@ def test_a_small_file_cannot_claim_a_huge_tensor():
         Snapshot(rewritten(bomb)).read_object("0/s/moment")
 
 
-def test_a_forged_table_of_the_right_size_is_refused():
+def test_compressed_forged_table_of_the_right_size_is_refused():
     def lie(document, file, location):
         packed = file["packed"]
         path, begin, end = packed["index"]

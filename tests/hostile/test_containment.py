@@ -31,7 +31,7 @@ def state(value=1.0):
 
 
 @given(st.text(st.sampled_from("./\\ab\0%~:"), max_size=12))
-def test_a_name_of_a_file_stays_below_its_root_or_is_refused(path):
+def test_check_path_stays_below_the_root_or_raises(path):
     try:
         checked = check_path(path)
     except ValueError:
@@ -51,7 +51,7 @@ def test_a_name_of_a_file_stays_below_its_root_or_is_refused(path):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("where", ["entry", "blocks", "file", "part"])
-def test_a_manifest_names_no_file_but_its_own(where, location):
+def test_manifest_cannot_name_files_of_others(where, location):
     Snapshot.take("memory://places/s", {"s": StateDict(x=torch.zeros(100_000))}, overwrite=True)
     Snapshot.take("memory://other", state(), overwrite=True)
     document = document_of("places/s")
@@ -76,7 +76,7 @@ def test_a_manifest_names_no_file_but_its_own(where, location):
 
 @settings(max_examples=50)
 @given(st.text(max_size=20))
-def test_only_names_as_we_make_them_are_names_of_data_files(name):
+def test_manifest_data_file_names_must_have_the_format_of_the_library(name):
     body = {
         "format": "snapshot/1", "version": "", "save_id": "a", "world_size": 1, "created": "", "structure": "",
         "metadata": {}, "files": {f"data/{name}": {"size": 1}}, "parts": [], "manifest": {},
@@ -102,7 +102,7 @@ def outside(tmp_path):
 
 
 @pytest.mark.parametrize("verb", ["take", "async_take", "delete"])
-def test_a_linked_data_folder_is_not_written_or_deleted_through(tmp_path, outside, verb):
+def test_linked_data_folder_is_not_written_or_deleted_through(tmp_path, outside, verb):
     Snapshot.take(tmp_path / "s", state())
     for file in (tmp_path / "s" / "data").iterdir():
         file.unlink()
@@ -119,7 +119,7 @@ def test_a_linked_data_folder_is_not_written_or_deleted_through(tmp_path, outsid
 
 
 @pytest.mark.parametrize("verb", ["take", "delete"])
-def test_linked_files_are_replaced_or_removed_and_what_they_lead_to_is_not(tmp_path, outside, verb):
+def test_linked_files_are_replaced_or_removed_but_not_their_targets(tmp_path, outside, verb):
     Snapshot.take(tmp_path / "s", state())
     names = [".take-0123456789ab", "data/0123456789ab-0-0.bin", "data/0123456789ab-0-7.safetensors", METADATA]
     for name in names:
@@ -134,7 +134,7 @@ def test_linked_files_are_replaced_or_removed_and_what_they_lead_to_is_not(tmp_p
     assert not any((tmp_path / "s" / name).is_symlink() for name in names)
 
 
-def test_a_link_as_the_root_is_the_user_s_own(tmp_path):
+def test_linked_root_folder_is_allowed(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     Snapshot.take(tmp_path / "link" / "s", state())
@@ -164,7 +164,7 @@ class Rights(Tap):
 
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o027, 0o002])
 @pytest.mark.parametrize("worker", ["thread", "process"])
-def test_files_and_folders_have_the_rights_of_the_umask_at_every_step(writer_process, tmp_path, umask, worker):
+def test_file_and_folder_permissions_follow_the_umask(writer_process, tmp_path, umask, worker):
     before = os.umask(umask)
     rights = Rights(tmp_path / "deep")
     try:
@@ -186,7 +186,7 @@ def test_files_and_folders_have_the_rights_of_the_umask_at_every_step(writer_pro
 
 
 @pytest.mark.slow
-def test_no_program_is_started_nothing_unpickled_and_nothing_written_outside_of_the_folder(tmp_path):
+def test_take_and_restore_start_no_program_and_write_only_in_the_folder(tmp_path):
     """Python's own audit events tell: a shell is never asked, and one process started if that was wanted."""
     script = Path(__file__).with_name("audited_process.py")
     done = subprocess.run(
@@ -219,7 +219,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_secrets_are_in_no_error_no_log_no_event_and_no_repr(place, caplog):
+def test_secrets_are_in_no_error_log_event_or_repr(place, caplog):
     if place.startswith("gs"):
         pytest.importorskip("gcsfs")
     url, options = PLACES[place]
@@ -250,7 +250,7 @@ def test_secrets_are_in_no_error_no_log_no_event_and_no_repr(place, caplog):
     assert not lines
 
 
-def test_the_manifest_knows_nothing_of_where_it_lies(tmp_path, monkeypatch):
+def test_manifest_has_no_host_name_path_or_secret(tmp_path, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     monkeypatch.setenv("HOME", "/home/of-somebody")
     monkeypatch.setattr(socket, "gethostname", lambda: "name-of-a-host")
@@ -261,7 +261,7 @@ def test_the_manifest_knows_nothing_of_where_it_lies(tmp_path, monkeypatch):
         assert text.encode() not in written
 
 
-def test_options_are_not_shown_by_the_command(tmp_path, capfd, monkeypatch):
+def test_cli_does_not_print_storage_options(tmp_path, capfd, monkeypatch):
     from snapshot.cli import main
 
     file = tmp_path / "options"

@@ -18,7 +18,7 @@ def small():
     return Snapshot("memory://small"), take_to_memory("small")
 
 
-def test_the_snapshot_that_is_damaged_below_is_small_and_whole(small):
+def test_corruption_test_snapshot_is_small_and_verifies(small):
     snapshot, arrays = small
     assert 16 << 10 <= sum(map(len, arrays.values())) <= 48 << 10
     assert snapshot.verify()
@@ -29,7 +29,7 @@ def test_the_snapshot_that_is_damaged_below_is_small_and_whole(small):
     assert covered == sum(len(array) for path, array in arrays.items() if path != METADATA)
 
 
-def test_every_flipped_byte_is_found_and_only_what_it_belongs_to_is_named(small):
+def test_verify_finds_every_flipped_byte_and_names_only_its_entry(small):
     snapshot, arrays = small
     parts = ranges(snapshot)
     for nth in range(max(end - begin for _, begin, end, _ in parts)):
@@ -44,7 +44,7 @@ def test_every_flipped_byte_is_found_and_only_what_it_belongs_to_is_named(small)
     assert snapshot.verify()
 
 
-def test_every_flipped_byte_of_the_manifest_is_found_before_anything_is_touched(small):
+def test_verify_and_restore_find_every_flipped_byte_of_the_manifest(small):
     snapshot, arrays = small
     live = blank()
     for at in range(len(arrays[METADATA])):
@@ -58,7 +58,7 @@ def test_every_flipped_byte_of_the_manifest_is_found_before_anything_is_touched(
     assert not live["s"].given
 
 
-def test_no_flipped_byte_of_the_data_comes_back_as_a_value(small):
+def test_flipped_data_bytes_are_never_returned_as_values(small):
     snapshot, arrays = small
     for location, begin, end, name in ranges(snapshot):
         if name == location:
@@ -73,7 +73,7 @@ def test_no_flipped_byte_of_the_data_comes_back_as_a_value(small):
             assert name[2:] in raised.value.touched or name == "0/s/long"
 
 
-def test_damage_that_restore_meets_touches_nothing_if_it_is_atomic(small):
+def test_restore_atomic_changes_nothing_if_it_finds_damage(small):
     snapshot, arrays = small
     met = 0
     for location, begin, end, _ in ranges(snapshot):
@@ -83,7 +83,7 @@ def test_damage_that_restore_meets_touches_nothing_if_it_is_atomic(small):
     assert met > 20
 
 
-def test_what_reads_one_object_meets_its_damage_alone(small):
+def test_read_object_reports_only_its_own_damage(small):
     snapshot, arrays = small
     entry = snapshot.get_manifest()["0/s/t3"]
     with flipped(arrays[entry.location], entry.byte_range[0]):
@@ -98,7 +98,7 @@ def test_what_reads_one_object_meets_its_damage_alone(small):
             snapshot.get_state_dict_for_key("s")
 
 
-def test_a_restore_that_a_disk_ends_names_what_it_wrote_to(tmp_path):
+def test_restore_error_after_a_disk_fault_names_what_was_written_to(tmp_path):
     Snapshot.take(tmp_path / "s", {"s": StateDict(**{f"t{i}": torch.full((1 << 20,), 1.0) for i in range(8)})})
     met = 0
     for nth in (2, 3, 4):
@@ -113,7 +113,7 @@ def test_a_restore_that_a_disk_ends_names_what_it_wrote_to(tmp_path):
 
 
 @pytest.mark.parametrize("where", ["begin", "middle", "end"])
-def test_a_long_tensor_is_checked_block_by_block_and_so_is_their_table(where):
+def test_long_tensor_digests_are_verified_block_by_block_and_so_is_their_table(where):
     long = torch.arange(300_000, dtype=torch.int32)  # five blocks of 256 KiB
     Snapshot.take("memory://long", {"s": StateDict(x=long)}, overwrite=True)
     from snapshot.plugins import memory
@@ -156,7 +156,7 @@ def taken(tmp_path_factory):
     return folder / "s"
 
 
-def test_every_file_cut_anywhere_is_found_before_anything_is_touched(taken):
+def test_truncated_or_extended_files_are_found_before_anything_is_changed(taken):
     snapshot = Snapshot(taken)
     for path in files_of(taken):
         whole = path.read_bytes()
@@ -184,7 +184,7 @@ def damaged_in_length(snapshot, path):
         assert any(path.name in fault for fault in snapshot.verify().faults)
 
 
-def test_every_sector_of_zeros_is_found(taken):
+def test_zeroed_sectors_are_found(taken):
     snapshot = Snapshot(taken)
     for path in files_of(taken):
         whole = path.read_bytes()
@@ -252,7 +252,7 @@ def become_unlike_itself(path):
     ],
 )
 @pytest.mark.timeout(60)
-def test_a_file_that_is_no_longer_itself_is_found(taken, tmp_path, damage):
+def test_missing_or_replaced_files_are_found(taken, tmp_path, damage):
     for path in files_of(taken):
         shutil.copytree(taken, tmp_path / "s")
         damage(tmp_path / "s" / path.relative_to(taken))
@@ -261,7 +261,7 @@ def test_a_file_that_is_no_longer_itself_is_found(taken, tmp_path, damage):
         shutil.rmtree(tmp_path / "s")
 
 
-def test_files_of_one_length_that_were_swapped_are_found(tmp_path):
+def test_swapped_files_of_equal_length_are_found(tmp_path):
     for name in ("a", "b"):
         torch.manual_seed(ord(name))
         Snapshot.take(tmp_path / name, {"s": StateDict(x=torch.randn(1000), text="é" * 9000)})
@@ -278,14 +278,14 @@ def test_files_of_one_length_that_were_swapped_are_found(tmp_path):
     assert Snapshot(tmp_path / "a").verify()
 
 
-def test_a_manifest_of_another_snapshot_names_files_that_are_not_there(taken, tmp_path):
+def test_manifest_of_another_snapshot_is_refused(taken, tmp_path):
     Snapshot.take(tmp_path / "other", state())
     shutil.copytree(taken, tmp_path / "s")
     shutil.copy(tmp_path / "other" / METADATA, tmp_path / "s" / METADATA)
     assert look(Snapshot(tmp_path / "s"))
 
 
-def test_a_damage_that_heals_is_seen_no_more(taken):
+def test_verify_and_restore_succeed_after_damage_is_repaired(taken):
     snapshot = Snapshot(taken)
     path = files_of(taken)[1]
     whole = path.read_bytes()

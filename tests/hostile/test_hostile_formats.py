@@ -133,7 +133,7 @@ def exercise(url, key="all", path="0"):
 
 
 @pytest.mark.parametrize("write", FORMATS, ids=lambda each: each.__name__)
-def test_a_byte_that_was_flipped_is_an_error_or_is_found_or_changes_nothing(tmp_path, write):
+def test_foreign_format_flipped_bytes_are_found_or_change_nothing(tmp_path, write):
     name = write(tmp_path)
     files = {f"flip/{each.relative_to(tmp_path)}": each.read_bytes() for each in tmp_path.rglob("*") if each.is_file()}
     for path in list(contents()):
@@ -271,7 +271,7 @@ SLOW = {"nested key in memory", "alike complex", "alike negative ints", "nested 
 
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("what", [what for what in BOMBS if STRIDE == 1 or what not in SLOW])
-def test_a_pickle_that_stands_for_far_more_than_it_has_bytes(tmp_path, what):
+def test_torch_and_dcp_pickle_bombs_are_refused(tmp_path, what):
     attack(tmp_path, archive(BOMBS[what]))
     # the same where DCP has its metadata, and in an object
     (tmp_path / "d").mkdir()
@@ -292,7 +292,7 @@ DANGEROUS = [
 
 
 @pytest.mark.parametrize(("module", "name"), DANGEROUS, ids=lambda each: each)
-def test_nothing_that_a_pickle_names_is_called(tmp_path, module, name):
+def test_torch_and_dcp_pickles_call_no_function_they_name(tmp_path, module, name):
     mark = tmp_path / "ran"
     for argument in (f"touch {mark}", f"open({str(mark)!r}, 'w')", str(mark)):
         harm = name_of(module, name) + text(argument) + b"\x85R"
@@ -323,7 +323,7 @@ NAMED = [
 ]  # fmt: skip
 
 
-def test_stand_ins_that_are_given_anything_stay_harmless(tmp_path):
+def test_pickle_stand_ins_with_wrong_arguments_are_harmless(tmp_path):
     """Every stand-in, made of wrong arguments, and given a wrong state; and the classes themselves."""
     fields = saved(name=b"K\1", factory=b"K\1", maxlen=b"K\1", items=b"K\1", __class__=b"K\1", __dict__=b"K\1")[2:-1]
     states = [fields, b"K\1", b"N" + fields + b"\x86", fields + fields + b"\x86", b")", b"}"]
@@ -366,7 +366,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("what", LIES)
-def test_tensors_that_lie_about_themselves_are_refused_when_the_file_is_opened(tmp_path, what):
+def test_torch_file_tensors_with_false_metadata_are_refused_when_opened(tmp_path, what):
     (tmp_path / "x.pt").write_bytes(archive(saved(w=tensor(**LIES[what]))))
     live = StateDict(w=torch.zeros(4))
     for verb in (lambda s: s.get_manifest(), lambda s: s.restore({"s": live}), lambda s: s.verify()):
@@ -375,7 +375,7 @@ def test_tensors_that_lie_about_themselves_are_refused_when_the_file_is_opened(t
     assert not live["w"].any()
 
 
-def test_views_that_would_fill_any_memory_are_not_made(tmp_path):
+def test_torch_file_expanded_views_that_fill_memory_are_refused(tmp_path):
     for shape, strides in (((1 << 33,), (0,)), ((1 << 20, 1 << 20), (0, 0)), ((1 << 59, 1 << 59, 0), (1, 1, 1))):
         (tmp_path / "x.pt").write_bytes(archive(saved(w=tensor(shape, strides))))
         with bounded(), pytest.raises(CorruptSnapshotError):
@@ -400,7 +400,7 @@ def directory(content):
     return begin, items
 
 
-def test_directories_that_lie(tmp_path):
+def test_zip_directories_with_false_values_are_refused(tmp_path):
     good = archive(saved(w=tensor()))
     _, items = directory(good)
     lies = []
@@ -424,7 +424,7 @@ def test_directories_that_lie(tmp_path):
             assert not Snapshot(tmp_path / "x.pt").verify(), number_of
 
 
-def test_members_that_stand_twice_or_over_each_other(tmp_path):
+def test_zip_members_that_are_duplicated_or_overlap_are_refused(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert attack(tmp_path, archive(saved(w=tensor()), [*FLOATS, *FLOATS])) is None
@@ -441,7 +441,7 @@ def test_members_that_stand_twice_or_over_each_other(tmp_path):
         exercise(tmp_path / "x.pt")
 
 
-def test_bombs_of_compressed_bytes_are_not_unpacked(tmp_path):
+def test_zip_deflate_bombs_are_not_decompressed(tmp_path):
     zeros = bytes(64 << 20)
     content = archive(saved(w=tensor()), [("data/0", zeros)], zipfile.ZIP_DEFLATED)
     with bounded(200 << 20):
@@ -459,7 +459,7 @@ def _put(folder, content):
     return folder / "x.pt"
 
 
-def test_a_bomb_of_zstd_is_not_unpacked(tmp_path):
+def test_dcp_zstd_bomb_is_not_decompressed(tmp_path):
     zstandard = pytest.importorskip("zstandard")
     bomb = zstandard.compress(bytes(400 << 20))
     for value in (torch.ones(4), 7):
@@ -568,7 +568,7 @@ def not_stored(metadata):
     ],
     ids=lambda each: each.__name__,
 )  # fmt: skip
-def test_dcp_metadata_that_lies_is_refused_before_anything_is_touched(tmp_path, change):
+def test_dcp_metadata_with_false_boxes_is_refused_before_restore_changes_anything(tmp_path, change):
     dcp.save({"m": {"w": torch.ones(3, 4), "n": 3}}, checkpoint_id=tmp_path, **ALONE)
     metadata = _metadata(tmp_path)
     change(metadata)
@@ -584,7 +584,7 @@ def test_dcp_metadata_that_lies_is_refused_before_anything_is_touched(tmp_path, 
         assert not Snapshot(tmp_path).verify()
 
 
-def test_names_that_were_nested_in_an_impossible_way(tmp_path):
+def test_dcp_impossible_nesting_of_names_is_refused(tmp_path):
     dcp.save({"m": {"w": torch.ones(3), "n": 3}}, checkpoint_id=tmp_path, **ALONE)
     good = _metadata(tmp_path)
     long = ("m",) * 399
@@ -601,7 +601,7 @@ def test_names_that_were_nested_in_an_impossible_way(tmp_path):
             assert len(repr(Snapshot(tmp_path).get_manifest())) < 1_000_000
 
 
-def test_a_link_to_another_file_is_followed_only_where_ours_are(tmp_path):
+def test_dcp_link_to_another_file_is_read_or_refused(tmp_path):
     """A folder may hold links, as a user may make them; what they lead to is read as what it should be, or refused."""
     dcp.save({"m": {"w": torch.ones(3)}}, checkpoint_id=tmp_path / "c", **ALONE)
     (tmp_path / "c" / "__0_0.distcp").unlink()
@@ -681,7 +681,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_manifests_of_torchsnapshot_that_lie_are_refused(tmp_path, what):
+def test_torchsnapshot_hostile_manifests_are_refused(tmp_path, what):
     (tmp_path / "0" / "m").mkdir(parents=True)
     (tmp_path / "0" / "m" / "w").write_bytes(struct.pack("<4f", 1, 2, 3, 4))
     (tmp_path / ".snapshot_metadata").write_text(json.dumps(HOSTILE[what]))
@@ -693,7 +693,7 @@ def test_manifests_of_torchsnapshot_that_lie_are_refused(tmp_path, what):
         exercise(tmp_path, "m", "0/m")
 
 
-def test_what_torchsnapshot_would_write_and_what_is_odd_but_right(tmp_path):
+def test_torchsnapshot_unusual_but_valid_manifests_are_read(tmp_path):
     (tmp_path / "0" / "m").mkdir(parents=True)
     (tmp_path / "0" / "m" / "w").write_bytes(struct.pack("<4f", 1, 2, 3, 4))
     twice = {"type": "ShardedTensor", "shards": [*SHARDS, *SHARDS]}
@@ -730,7 +730,7 @@ TEXTS = {
 
 @pytest.mark.timeout(30, func_only=True)
 @pytest.mark.parametrize("what", TEXTS)
-def test_yaml_that_was_made_to_do_harm(tmp_path, what):
+def test_torchsnapshot_hostile_yaml_is_refused(tmp_path, what):
     pytest.importorskip("yaml")
     (tmp_path / ".snapshot_metadata").write_bytes(TEXTS[what])
     with bounded(), pytest.raises(SnapshotError):
@@ -738,7 +738,7 @@ def test_yaml_that_was_made_to_do_harm(tmp_path, what):
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_checksum_of_the_pickle_itself_is_compared(tmp_path):
+def test_torch_file_checksum_of_the_pickle_is_verified(tmp_path):
     content = archive(saved(n=b"K\x07"))
     at = content.index(b"K\x07")
     found = attack(tmp_path, content[:at] + b"K\x08" + content[at + 2 :])

@@ -38,7 +38,7 @@ def entries_of(node, length=1000, *, plain=True):
 
 
 @pytest.mark.timeout(60)
-def test_a_set_of_repeated_frozensets_is_counted_each_time():
+def test_pickle_set_of_repeated_frozensets_is_refused():
     with pytest.raises(CorruptSnapshotError, match="too many repeated values"):
         entries_of({frozen_tower(22)})
     deep = frozenset()
@@ -49,7 +49,7 @@ def test_a_set_of_repeated_frozensets_is_counted_each_time():
     assert len(entries_of({frozen_tower(5), (1, (2, frozenset([3])))})) > 60
 
 
-def test_containers_that_are_refused_count_too(monkeypatch):
+def test_pickle_containers_that_are_refused_count_too(monkeypatch):
     read = []
     monkeypatch.setattr(
         to_entries, "make_scalar", lambda value, make=to_entries.make_scalar: read.append(0) or make(value)
@@ -73,7 +73,7 @@ BAD = PROTO + name_of("builtins", "bytearray") + b"J" + struct.pack("<i", 1 << 2
         {"archive/version": b"3"},
     ],
 )
-def test_pickles_that_torch_finds_by_another_case_are_not_run(members):
+def test_torch_file_pickle_members_in_another_case_are_refused(members):
     held = io.BytesIO()
     with zipfile.ZipFile(held, "w") as file:
         for name, data in {**members, "archive/byteorder": b"little"}.items():
@@ -87,12 +87,12 @@ def doubled_lists(last):
 
 
 @pytest.mark.timeout(20)
-def test_a_key_with_a_list_is_refused_without_its_text():
+def test_pickle_key_with_a_list_is_refused_without_its_repr():
     with pytest.raises(CorruptSnapshotError, match="a key with a list"):
         evaluate_pickle(PROTO + b"}" + doubled_lists(b"\x85K\1s."), "x")
 
 
-def test_keys_with_one_long_text_take_no_memory_each():
+def test_pickle_keys_that_share_a_long_text_use_little_memory():
     keys = b"".join(get(0) + b"M" + struct.pack("<H", index) + b"\x86K\1s" for index in range(300))
     content = PROTO + b"}" + text("x" * 200_000) + put(0) + keys + b"."
     tracemalloc.start()
@@ -103,7 +103,7 @@ def test_keys_with_one_long_text_take_no_memory_each():
         tracemalloc.stop()
 
 
-def test_keys_that_are_hashed_again_count_again():
+def test_pickle_keys_that_are_hashed_again_count_again():
     key = b"(" + b"K\1" * 10_000 + b"tK\1s"
     again = (get(1) + get(0) + b"\x85R") * 100
     content = PROTO + b"}" + key + put(0) + name_of("collections", "OrderedDict") + put(1) + b"](" + again + b"e."
@@ -112,14 +112,14 @@ def test_keys_that_are_hashed_again_count_again():
 
 
 @pytest.mark.timeout(20)
-def test_an_encoding_that_is_a_list_of_lists_is_shown_shortly():
+def test_pickle_encode_of_a_list_of_lists_has_a_short_error():
     content = PROTO + name_of("_codecs", "encode") + text("a") + doubled_lists(b"\x86R.")
     with pytest.raises(CorruptSnapshotError, match="encodes a text in a list"):
         evaluate_pickle(content, "x")
 
 
 @pytest.mark.timeout(60)
-def test_frozensets_with_repetitions_are_not_compared():
+def test_pickle_frozensets_with_repetitions_are_not_compared():
     one, first = tower(16)
     other, second = tower(16, first + 1)
     content = PROTO + one + other + b"(" + get(first) + get(second) + b"\x91."
@@ -135,7 +135,7 @@ def state_dict(versions):
     return made
 
 
-def test_module_versions_that_state_dicts_share_count_for_each():
+def test_pickle_module_versions_shared_by_state_dicts_count_for_each():
     versions = {f"m{number}": {"version": 1} for number in range(400)}
     assert len(entries_of([state_dict(versions) for _ in range(5)])) == 6
     with pytest.raises(CorruptSnapshotError, match="too many repeated values"):
@@ -145,12 +145,12 @@ def test_module_versions_that_state_dicts_share_count_for_each():
     assert to_entries.make_container(state_dict(long))[0].module_versions is None
 
 
-def test_open_marks_count_as_the_lists_that_they_are():
+def test_pickle_open_marks_count_as_lists():
     with pytest.raises(CorruptSnapshotError, match="bytes of memory"):
         evaluate_pickle(PROTO + b"(" * 3_000_000 + b"N.", "x")
 
 
-def test_fields_of_records_that_are_set_again_count_again():
+def test_pickle_record_fields_that_are_set_again_count_again():
     fields = b"}(" + b"".join(text(f"k{number}") + b"K\1" for number in range(3000)) + b"u" + put(0)
     record = name_of("torch.distributed.checkpoint.metadata", "Metadata") + b")\x81"
     assert len(evaluate_pickle(PROTO + fields + record + (get(0) + b"b") * 10 + b".", "x").state) == 3000
@@ -160,7 +160,7 @@ def test_fields_of_records_that_are_set_again_count_again():
         evaluate_pickle(PROTO + record + b"}K\1K\1sb.", "x")
 
 
-def test_attributes_that_objects_share_are_not_copied():
+def test_pickle_attributes_shared_by_objects_are_not_copied():
     first, second = {"a": 1, "b": 1}, {"b": 2}
     fields = pickle_nodes.read_fields(pickle_nodes.StandIn(pickle_nodes.Name("a.b"), (), (first, second)))
     assert dict(fields) == {"a": 1, "b": 2}
@@ -168,7 +168,7 @@ def test_attributes_that_objects_share_are_not_copied():
     assert fields["later"] == 3
 
 
-def test_the_result_of_a_call_is_not_called_before_torch_runs_a_pickle():
+def test_pickle_that_calls_the_result_of_a_call_is_not_given_to_torch():
     called = name_of("a", "b") + b")R"
     content = PROTO + called + name_of("builtins", "bytearray") + b"\x85R."
     assert not _is_modest("x", content, len(content))
@@ -176,13 +176,13 @@ def test_the_result_of_a_call_is_not_called_before_torch_runs_a_pickle():
     assert _is_modest("x", content, len(content))
 
 
-def test_a_parameter_in_a_parameter_is_refused():
+def test_pickle_parameter_in_a_parameter_is_refused():
     function = name_of("torch._utils", "_rebuild_parameter") + put(0)
     with pytest.raises(CorruptSnapshotError, match="a parameter in a parameter"):
         read_tensor(PROTO + function + get(0) * 3000 + b"K\1" + b"\x89}\x87R" * 3000 + b".")
 
 
-def test_members_over_each_other_are_named(tmp_path):
+def test_torch_file_overlapping_members_are_named(tmp_path):
     torch.save({"a": torch.ones(3)}, tmp_path / "x.pt")
     data = bytearray((tmp_path / "x.pt").read_bytes())
     first = data.index(b"PK\1\2")
@@ -204,7 +204,7 @@ def test_members_over_each_other_are_named(tmp_path):
         ("a.None", False, True),
     ],
 )
-def test_factories_of_values_of_objects(name, plain, refused):
+def test_pickle_default_dict_factories_are_plain_or_refused(name, plain, refused):
     made = pickle_nodes.DefaultDict(a=1)
     made.factory = pickle_nodes.Name(name)
     assert is_refused(entries_of(made, plain=plain)["0"]) == refused

@@ -72,14 +72,14 @@ def attack(document, base=None, note=""):
         return exercise(URL, changed(document, base) if base else (), note)
 
 
-def test_the_good_snapshot_is_read_by_every_verb(base):
+def test_hostile_test_base_snapshot_is_read_by_every_verb(base):
     kinds = {entry["type"] for entry in base["manifest"].values()}
     assert len(kinds) >= 37
     assert exercise(URL, list(base["manifest"])) > len(base["manifest"])
     assert Snapshot(URL).verify()
 
 
-def test_manifests_that_were_changed_here_and_there(base):
+def test_manifest_with_random_changes_raises_an_error_of_the_library(base):
     read = 0
     for seed in range(100):
         document = spoil(base, random.Random(seed))
@@ -89,7 +89,7 @@ def test_manifests_that_were_changed_here_and_there(base):
 
 @settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(st.binary(max_size=300), st.booleans())
-def test_any_bytes_are_no_manifest(data, signed):
+def test_manifest_of_any_bytes_is_refused(data, signed):
     with pytest.raises(SnapshotError):
         decode_document(sign(data + b"}") if signed else data, "here")
 
@@ -103,7 +103,7 @@ def few():
 
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))  # the soak does it for minutes
 @given(data=st.data())
-def test_a_good_manifest_with_other_bytes_somewhere(few, data):
+def test_manifest_with_other_bytes_somewhere_raises_an_error_of_the_library(few, data):
     body = few
     at, length = data.draw(st.integers(0, len(body) - 1)), data.draw(st.integers(0, 20))
     new = data.draw(st.binary(max_size=10) | st.sampled_from([b"1e400", b"-1", b'"', b"[[[[", b"null", b"9" * 20]))
@@ -127,7 +127,7 @@ def test_a_good_manifest_with_other_bytes_somewhere(few, data):
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["tensor", "sharded", "array", "sparse"])
-def test_a_short_manifest_that_claims_much(base, name, shape):
+def test_manifest_with_huge_shapes_is_refused(base, name, shape):
     entry = base["manifest"][f"0/state/{name}"]
     for each in [entry, *entry.get("parts", {}).values(), entry.get("data", {})]:
         each["shape"] = shape
@@ -140,7 +140,7 @@ def test_a_short_manifest_that_claims_much(base, name, shape):
         Snapshot(URL).read_object(f"0/state/{name}", box=[slice(0, 1)] * len(shape))
 
 
-def test_lengths_that_no_memory_could_hold(base):
+def test_manifest_with_huge_lengths_is_refused(base):
     """Containers, files, headers, parts and tables that are said to be longer than anything."""
     entries = base["manifest"]
     for holder, key in [
@@ -157,7 +157,7 @@ def test_lengths_that_no_memory_could_hold(base):
         attack({**base, "parts": [{**part, "ranks": ranks}]})
 
 
-def test_bytes_that_many_values_claim_are_given_to_none(base):
+def test_manifest_bytes_claimed_by_many_values_are_refused(base):
     """A megabyte of file that a few kilobytes of manifest read again and again would fill any memory."""
     long = torch.zeros(1 << 22, dtype=torch.uint8)
     Snapshot.take("memory://claims", {"s": StateDict(x=long)}, overwrite=True)
@@ -182,7 +182,7 @@ def test_bytes_that_many_values_claim_are_given_to_none(base):
         assert "belong to two things" in str(Snapshot("memory://claims").verify())
 
 
-def test_what_nests_deep_ends_soon(base):
+def test_manifest_with_deep_nesting_is_refused_soon(base):
     body = msgspec.json.encode({**base, "metadata": "HERE"})
     for depth in (510, 900, 10_000, 1_000_000):
         for brackets in (b"[" * depth + b"]" * depth, b'{"a":' * depth + b"1" + b"}" * depth):
@@ -195,7 +195,7 @@ def test_what_nests_deep_ends_soon(base):
         attack(document)
 
 
-def test_a_path_of_ten_thousand_components_is_refused_kindly(base, tmp_path):
+def test_take_of_ten_thousand_nested_dicts_is_refused(base, tmp_path):
     deep = value = {}
     for _ in range(10_000):
         value["k"] = {}
@@ -218,7 +218,7 @@ def test_a_path_of_ten_thousand_components_is_refused_kindly(base, tmp_path):
 
 
 @pytest.mark.timeout(30)
-def test_names_of_nothing_lead_nowhere_for_ever(base):
+def test_manifest_with_empty_names_is_refused(base):
     one, none = {"type": "tuple", "length": 1}, {"type": "list", "length": 0}
     for entries in ({"0/": one, "0//0": none}, {"0/": one, "0//0": {**none, "type": "set"}}, {"0": one, "0/0": none}):
         attack({**base, "manifest": entries, "files": {}})
@@ -228,7 +228,7 @@ def test_names_of_nothing_lead_nowhere_for_ever(base):
             Snapshot(URL).restore({"": Live()})
 
 
-def test_metadata_that_nests_too_deep_is_refused_when_it_is_saved(tmp_path):
+def test_take_metadata_with_deep_nesting_is_refused(tmp_path):
     with pytest.raises(TypeError, match="at most 500 levels"):
         Snapshot.take(tmp_path / "s", {"s": StateDict(x=1)}, metadata={"a": nested(600)})
     assert not (tmp_path / "s").exists()
@@ -237,7 +237,7 @@ def test_metadata_that_nests_too_deep_is_refused_when_it_is_saved(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999", "01", "0x10", "1_000", "+1", ".5", "--1"])
-def test_what_json_does_not_call_a_number(base, text):
+def test_manifest_with_nan_or_infinity_is_refused(base, text):
     body = msgspec.json.encode({**base, "world_size": 987654})
     for spoilt in (
         body.replace(b"987654", text.encode()),
@@ -250,7 +250,7 @@ def test_what_json_does_not_call_a_number(base, text):
 
 
 @pytest.mark.parametrize("where", ["top", "files", "manifest", "entry"])
-def test_keys_that_stand_twice(base, where):
+def test_manifest_with_duplicate_keys_is_refused(base, where):
     body = encoded(base)
     first = next(iter(base["manifest"]))
     key, value = {
@@ -266,7 +266,7 @@ def test_keys_that_stand_twice(base, where):
         Snapshot(URL).verify()
 
 
-def test_types_of_the_future_are_not_guessed_at(base):
+def test_manifest_with_unknown_types_is_refused(base):
     for change in (
         {"manifest": {**base["manifest"], "0/state/new": {"type": "hologram", "location": "x"}}},
         {
@@ -282,13 +282,13 @@ def test_types_of_the_future_are_not_guessed_at(base):
             Snapshot(URL).get_manifest()
 
 
-def test_a_manifest_over_the_limit_is_not_read(base, monkeypatch):
+def test_manifest_larger_than_snapshot_manifest_bytes_is_not_read(base, monkeypatch):
     monkeypatch.setenv("SNAPSHOT_MANIFEST_BYTES", "1000")
     with pytest.raises(SnapshotError, match="1,000 allowed"):
         Snapshot(URL).get_manifest()
 
 
-def test_a_take_does_not_commit_a_manifest_that_readers_would_refuse(tmp_path, monkeypatch):
+def test_take_does_not_commit_a_manifest_larger_than_snapshot_manifest_bytes(tmp_path, monkeypatch):
     held = {"s": StateDict({f"w{i}": torch.ones(2) for i in range(40)})}
     Snapshot.take(tmp_path / "a", held)
     monkeypatch.setenv("SNAPSHOT_MANIFEST_BYTES", "3000")
@@ -301,7 +301,7 @@ def test_a_take_does_not_commit_a_manifest_that_readers_would_refuse(tmp_path, m
     assert Snapshot(tmp_path / "b").verify()
 
 
-def test_a_take_of_too_many_tensors_is_refused_before_it_writes_data(tmp_path, monkeypatch):
+def test_take_of_too_many_tensors_is_refused_before_it_writes_data(tmp_path, monkeypatch):
     held = {"s": StateDict({f"w{i}": torch.ones(2) for i in range(40)})}
     Snapshot.take(tmp_path / "a", held)
     nbytes = (tmp_path / "a" / ".snapshot_metadata").stat().st_size
@@ -354,7 +354,7 @@ def pickled(value):
     return file.getvalue()
 
 
-def test_a_malicious_object_does_not_run(tmp_path):
+def test_malicious_pickle_does_not_run(tmp_path):
     path = with_pickle(tmp_path, pickled(Harm(harm)))
     live = {"s": StateDict(x=torch.zeros(3), odd="mine")}
     report = Snapshot(path).verify()
@@ -378,7 +378,7 @@ def test_a_malicious_object_does_not_run(tmp_path):
     Harm.ran = False
 
 
-def test_no_position_lets_pickles_in():
+def test_allow_pickle_must_be_a_keyword_argument():
     with pytest.raises(TypeError):
         Snapshot("memory://x", None, None, True)
 
@@ -409,7 +409,7 @@ def overlapping(data):
 
 
 @pytest.mark.parametrize("allow", [False, True])
-def test_archives_that_grow_when_they_are_read_are_refused(tmp_path, allow):
+def test_pickle_archives_that_are_zip_bombs_are_refused(tmp_path, allow):
     zeros = pickled(torch.zeros(1 << 24))
     for bomb in (deflated(zeros), deflated(pickled(slice(2))), overlapping(pickled(torch.zeros(1000)))):
         assert len(bomb) < 1 << 20
@@ -419,13 +419,13 @@ def test_archives_that_grow_when_they_are_read_are_refused(tmp_path, allow):
 
 
 @pytest.mark.parametrize("size", [1 << 34, 1 << 40, 1 << 62])
-def test_pickles_that_ask_for_memory_are_refused(tmp_path, size):
+def test_pickles_that_allocate_much_memory_are_refused(tmp_path, size):
     path = with_pickle(tmp_path, pickled(Harm(bytearray, size)))
     with bounded(), pytest.raises(CorruptSnapshotError, match="bytearray"):
         Snapshot(path).read_object("0/s/odd")
 
 
-def test_honest_objects_with_bytearrays_and_large_numbers_are_read(tmp_path):
+def test_pickles_with_bytearrays_and_large_numbers_are_read(tmp_path):
     value = {
         "a": bytearray(b"xyz"),
         "b": bytearray(),
@@ -440,7 +440,7 @@ def test_honest_objects_with_bytearrays_and_large_numbers_are_read(tmp_path):
 
 @settings(max_examples=200, suppress_health_check=list(HealthCheck))
 @given(st.data())
-def test_pickles_of_any_bytes(data):
+def test_pickles_of_any_bytes_raise_an_error_of_the_library(data):
     good = pickled({"a": torch.ones(2), "b": bytearray(b"x"), "c": [1, {2}]})
     at = data.draw(st.integers(0, len(good) - 1))
     new = data.draw(st.binary(max_size=6))
@@ -449,7 +449,7 @@ def test_pickles_of_any_bytes(data):
         load_object("odd", bytearray(spoilt), "torch_save", "slice", allow_pickle=False)
 
 
-def test_a_tensor_class_that_is_not_imported_is_not_imported(base):
+def test_tensor_subclass_module_that_is_not_imported_stays_so(base):
     entry = base["manifest"]["0/state/tensor"]
     entry["extra"] = {"subclass": "this.Module"}
     assert "this" not in sys.modules  # it would print
@@ -482,11 +482,11 @@ def archived(data):
     return out.getvalue()
 
 
-def test_bytes_by_an_opcode_of_their_own(tmp_path):
+def test_pickle_bytearray_opcode_uses_little_memory(tmp_path):
     takes_little(with_pickle(tmp_path, archived(b"\x80\x05\x96" + struct.pack("<Q", 4 << 30) + b".")))
 
 
-def test_bytes_that_another_function_makes(tmp_path):
+def test_pickle_bytearray_by_another_function_uses_little_memory(tmp_path):
     nested_call = Harm(torch._tensor._rebuild_from_type_v2, bytearray, bytearray, (4 << 30,), {})
     twice = Harm(
         torch._tensor._rebuild_from_type_v2, torch._tensor._rebuild_from_type_v2, torch.Tensor,
@@ -496,7 +496,7 @@ def test_bytes_that_another_function_makes(tmp_path):
         takes_little(with_pickle(tmp_path, pickled(harm_)))
 
 
-def test_archives_that_two_readers_read_differently(tmp_path):
+def test_pickle_archives_that_two_readers_read_differently_use_little_memory(tmp_path):
     legacy = io.BytesIO()
     torch.save(Harm(bytearray, 4 << 30), legacy, _use_new_zipfile_serialization=False)
     takes_little(with_pickle(tmp_path, legacy.getvalue() + pickled(1)))
@@ -519,14 +519,14 @@ class Newly(tuple):
         return tuple(self), {"k": 1}
 
 
-def test_an_honest_pickle_of_any_kind_is_read_if_that_is_asked_for(tmp_path):
+def test_allow_pickle_reads_any_object(tmp_path):
     path = with_pickle(tmp_path, pickled(Newly(1, 2)))
     assert Snapshot(path, allow_pickle=True).read_object("0/s/odd") == (1, 2)
     with pytest.raises(UnsafeObjectError, match="allow_pickle"):
         Snapshot(path).read_object("0/s/odd")
 
 
-def test_an_honest_pickle_without_checksums_is_read(tmp_path):
+def test_pickle_without_checksums_is_read(tmp_path):
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -536,7 +536,7 @@ def test_an_honest_pickle_without_checksums_is_read(tmp_path):
     assert Snapshot(with_pickle(tmp_path, data)).read_object("0/s/odd")["b"] == b"x"
 
 
-def test_paths_without_containers_nest_no_deeper_than_others(base):
+def test_manifest_paths_without_containers_are_limited_in_depth(base):
     base["manifest"]["0/" + "a/" * 60_000 + "b"] = {"type": "int", "serialized_value": "1"}
     store(MANIFEST, sign(encoded(base)))
     for rename in ({"state/x": "state/y"}, lambda path: path):
@@ -544,7 +544,7 @@ def test_paths_without_containers_nest_no_deeper_than_others(base):
             Snapshot(URL).restore({"state": Live()}, rename=rename)
 
 
-def test_boxes_that_wind_around_each_other_are_not_compared_for_hours(base):
+def test_manifest_boxes_that_are_slow_to_compare_are_refused(base):
     boxes, begin = [], 0
     for n in range(1500):  # each pair of bars crosses the middle of the next
         boxes += [((n, n), (1, 3000 - n)), ((n + 1, n), (3000 - n, 1))]
@@ -563,7 +563,7 @@ def test_boxes_that_wind_around_each_other_are_not_compared_for_hours(base):
         Snapshot(URL).read_object("0/state/sharded")
 
 
-def test_a_part_that_is_named_twice_is_not_read(base):
+def test_manifest_part_that_is_named_twice_is_refused(base):
     part = {"location": "data/x-0.json", "size": 1, "digest": "xxh3:" + "0" * 32, "ranks": [0], "count": 1}
     store(MANIFEST, sign(encoded({**base, "parts": [part, part]})))
     with pytest.raises(CorruptSnapshotError, match="twice"):
@@ -571,7 +571,7 @@ def test_a_part_that_is_named_twice_is_not_read(base):
 
 
 @pytest.mark.parametrize("place", ["state", "param_groups", "param_groups/0/params/0", "state/0", "state/0/step"])
-def test_state_that_no_optimizer_takes_is_an_error_of_ours(place):
+def test_restore_of_invalid_optimizer_state_raises_an_error_of_the_library(place):
     app = {key: value for key, value in rich().items() if key != "state"}
     Snapshot.take("memory://wrong", app, overwrite=True)
     document = document_of("wrong")
@@ -583,7 +583,7 @@ def test_state_that_no_optimizer_takes_is_an_error_of_ours(place):
         Snapshot("memory://wrong").restore(live)
 
 
-def test_ranks_are_numbered_in_plain_figures(base):
+def test_manifest_ranks_must_be_plain_numbers(base):
     for number in ("9" * 5000, "\u0660", "00", "+1", " 1"):
         document = {
             **base,
@@ -595,7 +595,7 @@ def test_ranks_are_numbered_in_plain_figures(base):
             Snapshot(URL).get_state_dict_for_key("state")
 
 
-def test_keys_whose_hashes_collide_are_refused(base):
+def test_manifest_keys_whose_hashes_collide_are_refused(base):
     step = (1 << 61) - 1
     keys = [{"int": hex(step * n)} for n in range(8, 20_008)]
     manifest = {"0/s": {"type": "dict", "keys": keys}}
@@ -605,20 +605,20 @@ def test_keys_whose_hashes_collide_are_refused(base):
         Snapshot(URL).get_state_dict_for_key("s")
 
 
-def test_honest_keys_of_few_hashes_are_read():
+def test_manifest_keys_with_few_hashes_are_read():
     odd = {1 << i: i for i in range(3000)} | {2.0**-i: i for i in range(1, 1000)}
     Snapshot.take("memory://odd", {"s": StateDict(odd=odd)}, overwrite=True)
     assert Snapshot("memory://odd").get_state_dict_for_key("s")["odd"] == odd
     assert Snapshot("memory://odd").verify()
 
 
-def test_verify_finds_containers_that_lack_what_they_name(base):
+def test_verify_finds_containers_with_missing_members(base):
     del base["manifest"]["0/state/tensor"]
     store(MANIFEST, sign(encoded(base)))
     assert "its containers must have" in str(Snapshot(URL).verify())
 
 
-def test_a_class_that_a_module_makes_when_asked_is_not_asked_for(base):
+def test_tensor_subclass_that_a_module_creates_on_access_is_not_looked_up(base):
     before = set(sys.modules)
     base["manifest"]["0/state/tensor"]["extra"] = {"subclass": "torch._inductor"}
     store(MANIFEST, sign(encoded(base)))
@@ -634,7 +634,7 @@ ODD_NAMES = ["__metadata__", '"', "\\", "\0", "[0:1]", "%5B", "\ud800", "a/b"]
 
 @settings(max_examples=30)
 @given(st.dictionaries(st.text(max_size=8) | st.sampled_from(ODD_NAMES), st.integers(0, 3)))
-def test_the_safetensors_library_reads_files_of_any_names(names):
+def test_safetensors_library_reads_data_files_with_any_names(names):
     Snapshot.take(
         "memory://names", {"s": StateDict({k: torch.full((n,), n) for k, n in names.items()})}, overwrite=True
     )

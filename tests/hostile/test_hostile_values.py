@@ -62,7 +62,7 @@ def refused(document, path, *, error=CorruptSnapshotError):
 
 
 @pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in BAD.items() for text in texts])
-def test_a_text_that_is_no_value_of_its_type(base, name, text):
+def test_typed_value_with_invalid_text_is_refused(base, name, text):
     base["manifest"][f"0/state/typed/{name}"]["serialized_value"] = text
     refused(
         base, f"0/state/typed/{name}", error=SnapshotError if name in ("zone", "datetime") else CorruptSnapshotError
@@ -79,13 +79,13 @@ def test_a_text_that_is_no_value_of_its_type(base, name, text):
     ],
     ids=str,
 )
-def test_members_that_cannot_be(base, change):
+def test_enum_member_entry_that_is_invalid_is_refused(base, change):
     base["manifest"]["0/state/member"].update(change)
     refused(base, "0/state/member")
 
 
 @pytest.mark.parametrize("change", [{"held": "int", "serialized_value": "3"}, {"name": "GREEN", "held": None}], ids=str)
-def test_members_that_the_class_has_not_are_mismatches(base, change):
+def test_enum_member_that_the_class_lacks_is_a_mismatch(base, change):
     entry = base["manifest"]["0/state/member"]
     entry.update(change)
     if entry["held"] is None:
@@ -103,12 +103,12 @@ def test_members_that_the_class_has_not_are_mismatches(base, change):
     [["lr", "weight", 5], ["lr", "weight", "weight"], ["lr", "weight", {"bool": "True"}], ["lr", "weight"]],
     ids=str,
 )
-def test_fields_that_cannot_be(base, keys):
+def test_dataclass_entry_with_invalid_fields_is_refused(base, keys):
     base["manifest"]["0/state/config"]["keys"] = keys
     refused(base, "0/state/config", error=SnapshotError)
 
 
-def test_names_that_would_reach_into_an_object_are_no_fields(base):
+def test_dataclass_entry_cannot_set_dunder_attributes(base):
     """What is neither a field nor an attribute of the live one is never set."""
     names = ["__class__", "__dict__", "__init__"]
     manifest = base["manifest"]
@@ -128,7 +128,7 @@ def test_names_that_would_reach_into_an_object_are_no_fields(base):
     assert {line.path for line in report.unexpected} == {f"state/config/{name}" for name in names}
 
 
-def test_classes_are_only_names(base):
+def test_dataclass_and_enum_entries_import_no_module(base):
     """No module is imported, and nothing is looked up."""
     for path in ("0/state/config", "0/state/member"):
         base["manifest"][path]["obj_type"] = "antigravity.Thing"
@@ -140,7 +140,7 @@ def test_classes_are_only_names(base):
     assert read["config"].class_name == "antigravity.Thing"
 
 
-def test_files_in_memory_and_generators_that_cannot_be(base):
+def test_bytes_io_and_generator_entries_that_are_invalid_are_refused(base):
     entry = base["manifest"]["0/state/generator"]
     for change in ({"device": "cuda:x"}, {"device": 5}, {}):
         base["manifest"]["0/state/generator"] = {**entry, "params": change}
@@ -157,12 +157,12 @@ def test_files_in_memory_and_generators_that_cannot_be(base):
 
 
 @pytest.mark.parametrize("length", [0, 2, 4, 1 << 60])
-def test_slices_of_other_lengths(base, length):
+def test_slice_entry_of_another_length_is_refused(base, length):
     base["manifest"]["0/state/typed/slice"]["length"] = length
     refused(base, "0/state/typed/slice")
 
 
-def test_dataclasses_in_dataclasses_without_end(base):
+def test_dataclass_entries_nested_without_end_are_refused(base):
     manifest = base["manifest"]
     path = "0/state/config/weight"
     del manifest[path]
@@ -173,7 +173,7 @@ def test_dataclasses_in_dataclasses_without_end(base):
     refused(base, "0/state/config", error=SnapshotError)
 
 
-def test_a_generator_keeps_its_state_if_what_is_stored_is_none(base):
+def test_generator_keeps_its_state_if_the_stored_state_is_invalid(base):
     live = torch.Generator().manual_seed(5)
     store(MANIFEST, sign(encoded(base)))
     document = document_of("values/s")

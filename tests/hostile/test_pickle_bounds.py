@@ -37,7 +37,7 @@ def listed(what, length):
 
 @pytest.mark.parametrize("what", LISTS)
 @pytest.mark.parametrize("length", [300_000, 5_000_000, 50_000_000])
-def test_a_compressed_pickle_is_bounded_by_what_is_stored(tmp_path, what, length):
+def test_pickle_memory_is_bounded_by_compressed_size(tmp_path, what, length):
     (tmp_path / "x.pt").write_bytes(archive(listed(what, length), method=zipfile.ZIP_DEFLATED))
     assert (tmp_path / "x.pt").stat().st_size < 100_000
     with bounded(ROOM):
@@ -48,7 +48,7 @@ def test_a_compressed_pickle_is_bounded_by_what_is_stored(tmp_path, what, length
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", LISTS)
-def test_a_pickle_that_is_stored_takes_a_few_hundred_times_its_length_at_most(tmp_path, what):
+def test_pickle_memory_is_bounded_by_stored_size(tmp_path, what):
     (tmp_path / "x.pt").write_bytes(archive(listed(what, 400_000)))
     with bounded(ROOM):
         Snapshot(tmp_path / "x.pt").exists()
@@ -58,7 +58,7 @@ def test_a_pickle_that_is_stored_takes_a_few_hundred_times_its_length_at_most(tm
 
 
 @pytest.mark.parametrize(("length", "stored"), [(2_000_000, 2_000_000), (50_000_000, 5_000)])
-def test_pickles_of_objects_are_bounded_too(length, stored):
+def test_pickle_object_memory_is_bounded(length, stored):
     data = bytearray(archive(listed("sets", length)))
     with bounded(ROOM), pytest.raises(CorruptSnapshotError, match=r"memory|inflates"):
         load_object("x", data, "torch_save", "set", allow_pickle=False, stored=stored)
@@ -87,7 +87,7 @@ def long_paths(_):
 
 
 @pytest.mark.parametrize(("make", "size"), [(shared_chunks, 0), (shared_chunks, 1), (long_paths, 0)])
-def test_metadata_of_dcp_that_repeats_itself_is_refused(tmp_path, make, size):
+def test_dcp_metadata_with_repeated_values_is_refused(tmp_path, make, size):
     (tmp_path / ".metadata").write_bytes(pickle.dumps(make(size)))
     (tmp_path / "__0_0.distcp").write_bytes(bytes(100))
     with bounded(ROOM), pytest.raises(SnapshotError, match="too many repeated values"):
@@ -96,7 +96,7 @@ def test_metadata_of_dcp_that_repeats_itself_is_refused(tmp_path, make, size):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
-def test_the_state_of_a_real_optimizer_opens(tmp_path, method):
+def test_torch_file_with_a_real_optimizer_state_is_read(tmp_path, method):
     parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(5_000)]
     optimizer = torch.optim.Adam(parameters)
     for parameter in parameters:

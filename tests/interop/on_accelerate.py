@@ -145,7 +145,7 @@ def _two(folder, options):
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_ranks_resume_to_the_same_bits_and_on_other_numbers_of_ranks(tmp_path, sharded):
+def test_accelerate_load_state_resumes_exactly_and_on_other_world_sizes(tmp_path, sharded):
     saved, other = fork_ranks(2, tmp_path, _two, tmp_path, {"sharded": sharded, "stateful": False})
     assert saved == other
     for world in (1, 3):
@@ -178,13 +178,13 @@ def _with_buffers(folder):
     return model.module[1].running_mean.tolist(), snapshot.read_object("0/model_1/model/1.running_mean").tolist()
 
 
-def test_buffers_are_those_of_the_first_rank_and_frozen_models_are_written_once(tmp_path):
+def test_accelerate_save_state_saves_buffers_of_rank_0_and_frozen_models_once(tmp_path):
     (first, saved), (second, _) = fork_ranks(2, tmp_path, _with_buffers, tmp_path / "saved")
     assert first != second
     assert saved == first
 
 
-def test_a_loop_resumes_in_the_middle_of_an_epoch_to_the_same_bits(tmp_path):
+def test_accelerate_load_state_resumes_in_the_middle_of_an_epoch(tmp_path):
     whole, weights = _whole({})
     _saved(tmp_path / "saved", {})
     losses, others = _resumed(tmp_path / "saved", {})
@@ -192,14 +192,14 @@ def test_a_loop_resumes_in_the_middle_of_an_epoch_to_the_same_bits(tmp_path):
     assert others == weights
 
 
-def test_a_save_in_the_background_has_the_state_of_the_call(tmp_path):
+def test_accelerate_save_state_in_the_background_saves_the_moment_of_the_call(tmp_path):
     whole, weights = _whole({})
     _saved(tmp_path / "saved", {}, background=True)
     losses, others = _resumed(tmp_path / "saved", {})
     assert (losses, others) == (whole[CUT:], weights)
 
 
-def test_the_scaler_is_saved_and_restored(tmp_path):
+def test_accelerate_grad_scaler_is_saved_and_restored(tmp_path):
     run = Run()
     run.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     run.accelerator.scaler.scale(torch.ones(()))  # it is created when it is first used
@@ -210,7 +210,7 @@ def test_the_scaler_is_saved_and_restored(tmp_path):
     assert other.accelerator.scaler.get_scale() == 1024.0
 
 
-def test_a_folder_of_accelerate_is_loaded_by_accelerate(tmp_path):
+def test_accelerate_load_state_of_a_folder_of_accelerate_itself(tmp_path):
     run = Run()
     run.train(CUT)
     run.accelerator.save_state(str(tmp_path / "theirs"))
@@ -220,7 +220,7 @@ def test_a_folder_of_accelerate_is_loaded_by_accelerate(tmp_path):
     assert other.accelerator.step == CUT
 
 
-def test_a_folder_without_a_commit_is_named(tmp_path):
+def test_accelerate_load_state_of_an_uncommitted_folder_raises(tmp_path):
     run = Run()
     save_state(run.accelerator, tmp_path / "saved")
     (tmp_path / "saved" / ".snapshot_metadata").unlink()
@@ -229,7 +229,7 @@ def test_a_folder_without_a_commit_is_named(tmp_path):
             load_state(run.accelerator, tmp_path / name)
 
 
-def test_registered_objects_that_are_not_restored_are_logged(tmp_path, caplog):
+def test_accelerate_registered_objects_that_are_not_restored_are_logged(tmp_path, caplog):
     run = Run()
     run.accelerator.register_for_checkpointing(Counter())
     save_state(run.accelerator, tmp_path / "saved")
@@ -242,7 +242,7 @@ def test_registered_objects_that_are_not_restored_are_logged(tmp_path, caplog):
     assert "custom_1" not in caplog.text
 
 
-def test_the_app_state_is_for_all_verbs(tmp_path):
+def test_accelerate_app_state_of_works_with_take_and_other_verbs(tmp_path):
     run = Run()
     run.train(2)
     state = app_state_of(run.accelerator)
@@ -252,7 +252,7 @@ def test_the_app_state_is_for_all_verbs(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
-def test_formats_of_other_libraries_are_refused(tmp_path, kind):
+def test_accelerate_with_fsdp1_deepspeed_or_megatron_is_refused(tmp_path, kind):
     run = Run()
     run.accelerator.state.distributed_type = DistributedType[kind]
     named = "FSDP1" if kind == "FSDP" else kind

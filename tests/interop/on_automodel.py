@@ -93,7 +93,7 @@ def _load(folder, settings):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_ranks_resume_to_the_same_bits_and_others_to_the_same_losses(tmp_path, asynchronous):
+def test_automodel_resumes_exactly_and_on_another_world_size(tmp_path, asynchronous):
     folder = tmp_path / "epoch_0_step_2"
     (_, whole), _ = fork_ranks(2, tmp_path, _save, folder, {"is_async": asynchronous})
     for part in ("model", "optim"):
@@ -102,7 +102,7 @@ def test_ranks_resume_to_the_same_bits_and_others_to_the_same_losses(tmp_path, a
     assert fork_ranks(1, tmp_path, _load, folder, {})[0] == pytest.approx(whole, abs=1e-5)
 
 
-def test_with_safetensors_automodel_writes_the_model(tmp_path):
+def test_automodel_with_safetensors_writes_the_model_itself(tmp_path):
     folder = tmp_path / "epoch_0_step_2"
     settings = {"model_save_format": "safetensors"}
     (_, whole), _ = fork_ranks(2, tmp_path, _save, folder, dict(settings))
@@ -111,14 +111,14 @@ def test_with_safetensors_automodel_writes_the_model(tmp_path):
     assert fork_ranks(2, tmp_path, _load, folder, settings)[0] == whole
 
 
-def test_checkpoints_of_dcp_are_loaded(tmp_path):
+def test_automodel_loads_checkpoints_of_dcp(tmp_path):
     folder = tmp_path / "epoch_0_step_2"
     (_, whole), _ = fork_ranks(2, tmp_path, _save, folder, {"snapshots": False})
     assert (folder / "optim" / ".metadata").exists()
     assert fork_ranks(2, tmp_path, _load, folder, {})[0] == whole
 
 
-def test_another_version_is_refused_by_name(monkeypatch):
+def test_automodel_unknown_version_is_refused(monkeypatch):
     class Checkpointer(checkpointing.Checkpointer):
         def _do_load(self, state_dict, path):
             pass

@@ -89,7 +89,7 @@ def _whole(world):
     return train(dropout=0.0, world=world)
 
 
-def test_ranks_resume_to_the_same_bits_and_others_to_the_same_losses(tmp_path):
+def test_composer_resumes_exactly_and_on_another_world_size(tmp_path):
     whole = fork_ranks(2, tmp_path, _whole, 2)
     fork_ranks(2, tmp_path, _save, tmp_path / "run")
     Snapshot(tmp_path / "run" / "step-4").copy(tmp_path / "other" / "step-4")
@@ -110,14 +110,14 @@ def _fail(folder, asynchronous):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_all_ranks_learn_that_a_save_failed(tmp_path, asynchronous):
+def test_composer_failed_save_is_reported_on_all_ranks(tmp_path, asynchronous):
     (tmp_path / "run" / "step-4").mkdir(parents=True)
     (tmp_path / "run" / "step-4" / "data").write_text("in the way")
     messages = fork_ranks(2, tmp_path, _fail, tmp_path / "run", asynchronous)
     assert all("step-4" in each for each in messages), messages
 
 
-def test_the_example_resumes_to_the_same_bits(tmp_path, capsys):
+def test_composer_example_resumes_exactly(tmp_path, capsys):
     example.main(tmp_path)
     assert "bit for bit" in capsys.readouterr().out
     assert sorted(each.name for each in (tmp_path / "broken").glob("step-*")) == ["step-10", "step-12", "step-8"]
@@ -128,7 +128,7 @@ def test_the_example_resumes_to_the_same_bits(tmp_path, capsys):
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("at", [3, 4, 5, 7])
-def test_any_batch_resumes_to_the_same_bits(tmp_path, at, asynchronous):
+def test_composer_resumes_exactly_at_any_batch(tmp_path, at, asynchronous):
     whole = train()
     saver = SnapshotSaver(tmp_path / "run", "1ba", asynchronous=asynchronous, options=TakeOptions(durable=False))
     train(saver, fail_at=at + 1)
@@ -137,7 +137,7 @@ def test_any_batch_resumes_to_the_same_bits(tmp_path, at, asynchronous):
     assert train(saver) == whole[at:]
 
 
-def test_a_save_that_failed_is_not_the_latest_and_ends_the_next_save(tmp_path):
+def test_composer_failed_save_is_not_the_latest_and_fails_the_next_save(tmp_path):
     saver = SnapshotSaver(tmp_path / "run", "2ba")
     (tmp_path / "run" / "step-4").mkdir(parents=True)
     (tmp_path / "run" / "step-4" / "data").write_text("in the way")
@@ -149,7 +149,7 @@ def test_a_save_that_failed_is_not_the_latest_and_ends_the_next_save(tmp_path):
     assert saver.latest() == str(tmp_path / "run" / "step-2")
 
 
-def test_composer_s_own_files_and_load_options_work_as_before(tmp_path):
+def test_composer_own_checkpoints_and_load_options_still_work(tmp_path):
     whole = train(own=str(tmp_path / "own"))
     saver = SnapshotSaver(tmp_path / "run", "4ba")
     [own] = map(str, (tmp_path / "own").glob("*-ba4-rank0.pt"))
@@ -165,12 +165,12 @@ def test_composer_s_own_files_and_load_options_work_as_before(tmp_path):
     trainer.close()
 
 
-def test_only_the_newest_are_kept(tmp_path):
+def test_composer_keep_keeps_the_newest_snapshots(tmp_path):
     train(SnapshotSaver(tmp_path / "run", "1ba", keep=2))
     assert sorted(each.name for each in (tmp_path / "run").glob("step-*")) == ["step-7", "step-8"]
 
 
-def test_sharded_models_other_folders_and_other_versions_are_refused(tmp_path, monkeypatch):
+def test_composer_sharded_models_and_unknown_versions_are_refused(tmp_path, monkeypatch):
     saver = SnapshotSaver(tmp_path)
     with pytest.raises(SnapshotError, match="sharded by FSDP or TP"):
         saver.init(SimpleNamespace(fsdp_config=SimpleNamespace()), None)
@@ -181,7 +181,7 @@ def test_sharded_models_other_folders_and_other_versions_are_refused(tmp_path, m
         SnapshotSaver(tmp_path)
 
 
-def test_without_composer_the_error_names_it(monkeypatch):
+def test_composer_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "composer", None)
     spec = importlib.util.spec_from_file_location("again", adapter.__file__)
     module = importlib.util.module_from_spec(spec)

@@ -151,7 +151,7 @@ def _resume(folder, kind, asynchronous):
         *(pytest.param(*each, marks=SLOW) for each in [(1, 2, 3), (3, 2, 4), (1, 1, 2), (3, 1, 2), ("experts", 2, 7)]),
     ],
 )
-def test_ranks_resume_to_the_same_bits(tmp_path, kind, world, files):
+def test_deepspeed_engine_resumes_exactly(tmp_path, kind, world, files):
     counts = fork_ranks(world, tmp_path, _resume, tmp_path / "run", kind, kind in (1, 3))
     tag = tmp_path / "run" / "global_step3"
     snapshot = Snapshot(tag / FOLDER)
@@ -194,7 +194,7 @@ def _fail(folder, asynchronous):
 
 
 @pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=SLOW), True])
-def test_a_tag_that_was_not_committed_is_never_the_latest_and_cannot_be_loaded(tmp_path, asynchronous):
+def test_deepspeed_uncommitted_tag_is_never_latest_and_cannot_be_loaded(tmp_path, asynchronous):
     fork_ranks(2, tmp_path, _fail, tmp_path / "run", asynchronous)
 
 
@@ -214,7 +214,7 @@ def _refuse(folder):
         assert not Snapshot(folder / "second" / FOLDER).exists()
 
 
-def test_objects_that_only_a_pickle_could_hold_are_refused_by_name(tmp_path):
+def test_deepspeed_objects_that_need_a_pickle_are_refused(tmp_path):
     fork_ranks(1, tmp_path, _refuse, tmp_path / "run")
 
 
@@ -234,7 +234,7 @@ def _end_in_the_middle(folder):
     assert not Snapshot(folder / "second" / FOLDER).exists()
 
 
-def test_a_save_that_ends_in_the_middle_is_never_committed(tmp_path):
+def test_deepspeed_save_that_ends_early_is_never_committed(tmp_path):
     fork_ranks(1, tmp_path, _end_in_the_middle, tmp_path / "run")
 
 
@@ -252,7 +252,7 @@ def _refuse_on_one_rank(folder, asynchronous):
 
 
 @pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=SLOW), True])
-def test_all_ranks_learn_what_one_of_them_cannot_store(tmp_path, asynchronous):
+def test_deepspeed_object_that_one_rank_cannot_store_is_reported_on_all(tmp_path, asynchronous):
     fork_ranks(2, tmp_path, _refuse_on_one_rank, tmp_path / "run", asynchronous)
 
 
@@ -272,7 +272,7 @@ def _name_late(folder):
     engine.destroy()
 
 
-def test_latest_names_a_tag_when_the_wait_for_it_ends(tmp_path):
+def test_deepspeed_latest_names_a_tag_after_the_wait_for_it(tmp_path):
     fork_ranks(1, tmp_path, _name_late, tmp_path / "run")
 
 
@@ -303,7 +303,7 @@ def _go_on(folder):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_job_that_is_killed_while_latest_is_written_resumes_from_the_tag_before(tmp_path, asynchronous):
+def test_deepspeed_killed_while_latest_is_written_resumes_from_the_tag_before(tmp_path, asynchronous):
     run = tmp_path / "run"
     assert kill_ranks(1, tmp_path, _die_at_latest, run, asynchronous) == [-signal.SIGKILL]
     assert (run / "latest").read_text() == "first"
@@ -342,7 +342,7 @@ def _train_whole():
 @SLOW
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(("doomed", "event"), [(0, "open"), (1, "open"), (0, "os.link")])
-def test_ranks_of_which_one_is_killed_resume_from_the_tag_that_latest_names(tmp_path, doomed, event, asynchronous):
+def test_deepspeed_rank_killed_resumes_from_the_tag_in_latest(tmp_path, doomed, event, asynchronous):
     run = tmp_path / "run"
     ended = kill_ranks(2, tmp_path, _die_on_one_rank, run, doomed, event, asynchronous)
     assert ended[doomed] == -signal.SIGKILL
@@ -377,7 +377,7 @@ def _fill_disk_of_one_rank(folder, asynchronous):
 
 @SLOW
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_all_ranks_learn_that_one_of_them_cannot_write_a_notice(tmp_path, asynchronous):
+def test_deepspeed_rank_that_cannot_write_a_notice_is_reported_on_all(tmp_path, asynchronous):
     fork_ranks(2, tmp_path, _fill_disk_of_one_rank, tmp_path / "run", asynchronous)
 
 
@@ -395,7 +395,7 @@ def _hold_files_of_deepspeed(folder):
     engine.save_16bit_model(folder)
 
 
-def test_checkpoints_of_deepspeed_itself_are_read_and_never_replaced(tmp_path):
+def test_deepspeed_own_checkpoints_are_read_and_never_replaced(tmp_path):
     fork_ranks(1, tmp_path, _hold_files_of_deepspeed, tmp_path / "run")
     assert Snapshot(tmp_path / "run" / "global_step2").exists()  # DeepSpeed's own
     assert sorted(torch.load(tmp_path / "run" / "pytorch_model.bin")) == sorted(Model().state_dict())
@@ -420,7 +420,7 @@ def _resume_universal(folder, names, stage):
 
 @SLOW
 @pytest.mark.parametrize("stage", [1, 3])
-def test_other_numbers_of_ranks_resume_from_the_files_as_from_those_of_deepspeed(tmp_path, stage):
+def test_deepspeed_files_resume_on_another_world_size(tmp_path, stage):
     fork_ranks(2, tmp_path, _save_both, tmp_path, stage)
     write_files(tmp_path / "adapted" / "global_step3", tmp_path / "files" / "global_step3")
     written = {file.name: file for file in (tmp_path / "files" / "global_step3").iterdir()}
@@ -439,12 +439,12 @@ def test_other_numbers_of_ranks_resume_from_the_files_as_from_those_of_deepspeed
     assert losses[0] == losses[1] == losses[2]
 
 
-def test_the_engine_has_all_of_deepspeeds_contract():
+def test_deepspeed_checkpoint_engine_implements_the_whole_interface():
     needed = {name for name in vars(CheckpointEngine) if not name.startswith("_")}
     assert needed - set(dir(SnapshotCheckpointEngine)) == set()
 
 
-def test_an_unknown_version_is_refused(monkeypatch):
+def test_deepspeed_unknown_version_is_refused(monkeypatch):
     monkeypatch.setattr("snapshot.interop.framework_checks.version", lambda _: "0.20.1")
     with pytest.raises(SnapshotError, match=r"deepspeed must be of version 0\.19, got 0\.20\.1"):
         SnapshotCheckpointEngine()
@@ -461,7 +461,7 @@ def save_alone(folder, content):
     return engine
 
 
-def test_the_loss_scale_of_float16_keeps_its_state(tmp_path):  # DeepSpeed has no float16 on a CPU
+def test_deepspeed_dynamic_loss_scaler_is_saved_and_restored(tmp_path):  # DeepSpeed has no float16 on a CPU
     scaler = DynamicLossScaler(2.0**16, 1, 1.0, 2, False)
     scaler.update_scale(False), scaler.update_scale(False)
     loaded = save_alone(tmp_path, {"deep": [({"scaler": scaler},)]}).load(str(tmp_path / "t" / "a.pt"))
@@ -470,7 +470,7 @@ def test_the_loss_scale_of_float16_keeps_its_state(tmp_path):  # DeepSpeed has n
     assert vars(found) == vars(scaler)
 
 
-def test_damage_is_found(tmp_path):
+def test_deepspeed_damage_is_found_on_load(tmp_path):
     engine = save_alone(tmp_path, {"w": torch.arange(999.0)})
     [file] = (tmp_path / "t" / FOLDER / "data").iterdir()
     data = bytearray(file.read_bytes())
@@ -482,7 +482,7 @@ def test_damage_is_found(tmp_path):
         engine.load(str(tmp_path / "t" / "b.pt"))
 
 
-def test_a_snapshot_cannot_name_classes_to_import(tmp_path):
+def test_deepspeed_snapshot_cannot_name_classes_to_import(tmp_path):
     stage, scaler = "deepspeed.runtime.zero.config.ZeroStageEnum", adapter._SCALERS[0]
     wrong = {
         "value": adapter.SavedObject("dataclass", "os.path.Evil", {"a": 1}),
@@ -509,5 +509,5 @@ def _run_example(folder):
     example.main(folder)
 
 
-def test_the_example_resumes_to_the_same_bits(tmp_path):
+def test_deepspeed_example_resumes_exactly(tmp_path):
     fork_ranks(2, tmp_path, _run_example, tmp_path / "run")

@@ -117,7 +117,7 @@ def _rank(rank, folder, answers):
         raise
 
 
-def test_data_parallel_ranks_resume_to_the_same_bits_each_with_its_own_random_numbers(tmp_path):
+def test_lightning_ddp_resumes_exactly_with_random_numbers_per_rank(tmp_path):
     """First of all, while no thread has been started: what is forked then is sound."""
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
@@ -153,7 +153,7 @@ def _ranks(folder, steps, doomed=None):
     return model.losses
 
 
-def test_ranks_of_which_one_is_killed_resume_from_the_snapshot_before(tmp_path):
+def test_lightning_rank_killed_resumes_from_the_snapshot_before(tmp_path):
     whole = fork_ranks(2, tmp_path, _ranks, tmp_path / "whole", 15)
     folder = tmp_path / "run"
     ended = kill_ranks(2, tmp_path, _ranks, folder, 15, 1)
@@ -185,7 +185,7 @@ def _die_in(event, part, folder, steps, asynchronous):
     _keep_last(folder, steps, asynchronous)
 
 
-def test_a_checkpoint_that_was_cut_off_is_not_the_last_one_and_nothing_of_it_stays(tmp_path):
+def test_lightning_checkpoint_io_removes_an_interrupted_checkpoint(tmp_path):
     crashes = [
         # where a crash is, whether saves are asynchronous, steps that are trained again, a checkpoint of the first run
         # that is whole, and that Lightning does not know: it did not save `last` after it
@@ -205,7 +205,7 @@ def test_a_checkpoint_that_was_cut_off_is_not_the_last_one_and_nothing_of_it_sta
         assert all(Snapshot(each).verify().ok for each in folder.iterdir()), folder
 
 
-def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path, capsys):
+def test_lightning_example_resumes_exactly(tmp_path, capsys):
     example.main(tmp_path)
     assert "bit for bit" in capsys.readouterr().out
     assert sorted(path.name for path in (tmp_path / "broken").iterdir() if Snapshot(path).exists()) == [
@@ -220,7 +220,7 @@ def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path, capsys):
     assert not [path for path, entry in snapshot.get_manifest().items() if type(entry).__name__ == "ObjectEntry"]
 
 
-def test_without_the_random_numbers_the_run_would_be_another(tmp_path, monkeypatch):
+def test_lightning_without_rng_state_would_not_resume_exactly(tmp_path, monkeypatch):
     whole = example.train(tmp_path / "whole", 10)
     monkeypatch.setattr(SnapshotCallback, "on_train_start", lambda *_: None)
     example.train(tmp_path / "broken", 7)
@@ -244,7 +244,7 @@ def fitted(steps, callbacks, plugins, ckpt_path=None, model=Shuffled, **options)
     return made
 
 
-def test_a_run_saved_at_an_epochs_end_goes_on_with_the_next_order(tmp_path):
+def test_lightning_resume_at_the_end_of_an_epoch_uses_the_next_order(tmp_path):
     def run(folder, steps):
         callback = SnapshotCallback(folder, every_n_steps=4)
         return fitted(steps, [callback], [SnapshotCheckpointIO()], callback.latest())
@@ -257,7 +257,7 @@ def test_a_run_saved_at_an_epochs_end_goes_on_with_the_next_order(tmp_path):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_lightnings_own_checkpoints_are_snapshots_and_resume_as_files_do(tmp_path, asynchronous):
+def test_lightning_checkpoint_io_saves_model_checkpoints_as_snapshots(tmp_path, asynchronous):
     def run(folder, plugin):
         keeper = ModelCheckpoint(folder, filename="{step}", save_top_k=1, monitor=None, every_n_train_steps=4)
         fitted(8, [keeper], [plugin])
@@ -298,7 +298,7 @@ def everything():
     }
 
 
-def test_a_checkpoint_comes_back_as_it_was_to_the_type(tmp_path):
+def test_lightning_checkpoint_io_keeps_the_types_of_a_checkpoint(tmp_path):
     plugin = SnapshotCheckpointIO()
     plugin.save_checkpoint(everything(), tmp_path / "c")
     same(plugin.load_checkpoint(tmp_path / "c"), everything())
@@ -314,7 +314,7 @@ def test_a_checkpoint_comes_back_as_it_was_to_the_type(tmp_path):
         plugin.load_checkpoint(tmp_path / "other")
 
 
-def test_a_link_is_removed_and_replaced_without_the_checkpoint_that_it_names(tmp_path):
+def test_lightning_checkpoint_io_removes_and_replaces_links_only(tmp_path):
     plugin = SnapshotCheckpointIO()
     plugin.save_checkpoint({"epoch": 1}, tmp_path / "one.ckpt")
     link = tmp_path / "last.ckpt"
@@ -329,7 +329,7 @@ def test_a_link_is_removed_and_replaced_without_the_checkpoint_that_it_names(tmp
     assert plugin.load_checkpoint(tmp_path / "one.ckpt") == {"epoch": 1}
 
 
-def test_files_of_others_stay_when_a_checkpoint_is_removed(tmp_path):
+def test_lightning_remove_checkpoint_keeps_files_of_others(tmp_path):
     plugin = SnapshotCheckpointIO()
     plugin.save_checkpoint({"epoch": 1}, tmp_path / "one.ckpt")
     (tmp_path / "one.ckpt" / "notes.txt").write_text("mine")
@@ -337,7 +337,7 @@ def test_files_of_others_stay_when_a_checkpoint_is_removed(tmp_path):
     assert [each.name for each in tmp_path.rglob("*")] == ["one.ckpt", "notes.txt"]
 
 
-def test_a_removed_checkpoint_has_no_name_as_soon_as_the_new_one_is_committed(tmp_path):
+def test_lightning_remove_checkpoint_acts_as_soon_as_the_new_one_is_committed(tmp_path):
     plugin = SnapshotCheckpointIO(asynchronous=True)
     plugin.save_checkpoint({"epoch": 1}, tmp_path / "one")
     plugin.save_checkpoint({"state_dict": torch.zeros(8 << 20)}, tmp_path / "two")
@@ -348,7 +348,7 @@ def test_a_removed_checkpoint_has_no_name_as_soon_as_the_new_one_is_committed(tm
     assert [each.name for each in tmp_path.iterdir()] == ["two"]
 
 
-def test_the_callback_removes_what_is_left_of_steps_that_it_does_not_know(tmp_path):
+def test_lightning_callback_removes_leftovers_of_unknown_steps(tmp_path):
     Snapshot.take(tmp_path / "step-1", {"s": StateDict(x=torch.ones(3))})
     (tmp_path / "step-1" / ".snapshot_metadata").unlink()  # as when a removal was interrupted
     callback = SnapshotCallback(tmp_path, every_n_steps=2, keep=1)
@@ -365,7 +365,7 @@ class Odd:
     __hash__ = None
 
 
-def test_what_needs_a_pickle_is_named_and_read_only_if_told_to(tmp_path):
+def test_lightning_checkpoint_io_names_objects_that_need_allow_pickle(tmp_path):
     with pytest.warns(UserWarning, match=r"stored as pickles.*\s+hyper_parameters/odd \(.*Odd\)"):
         SnapshotCheckpointIO().save_checkpoint({"hyper_parameters": {"odd": Odd()}}, tmp_path / "c")
     with pytest.raises(UnsafeObjectError, match="hyper_parameters/odd"):
@@ -377,7 +377,7 @@ def test_what_needs_a_pickle_is_named_and_read_only_if_told_to(tmp_path):
         assert plugin.load_checkpoint(tmp_path / "c", **options) == {"hyper_parameters": {"odd": Odd()}}
 
 
-def test_an_asynchronous_save_that_fails_is_told_and_leaves_what_it_was_to_replace(tmp_path):
+def test_lightning_checkpoint_io_asynchronous_failure_keeps_the_old_checkpoint(tmp_path):
     plugin = SnapshotCheckpointIO(asynchronous=True)
     plugin.save_checkpoint({"epoch": 1}, tmp_path / "one")
     plugin.save_checkpoint({"state_dict": torch.zeros(8 << 20)}, tmp_path / "two")
@@ -389,7 +389,7 @@ def test_an_asynchronous_save_that_fails_is_told_and_leaves_what_it_was_to_repla
     assert not Snapshot(tmp_path / "two").exists()
 
 
-def test_what_was_being_saved_when_training_fails_is_finished(tmp_path):
+def test_lightning_callback_finishes_a_pending_save_if_training_fails(tmp_path):
     class Fails(Shuffled):
         def training_step(self, batch):
             if self.global_step == 3:
@@ -403,7 +403,7 @@ def test_what_was_being_saved_when_training_fails_is_finished(tmp_path):
     assert Snapshot(tmp_path / "step-3").verify()
 
 
-def test_latest_is_what_was_taken_last_and_not_an_abandoned_or_a_suspect_step(tmp_path, caplog):
+def test_lightning_callback_latest_ignores_abandoned_and_suspect_steps(tmp_path, caplog):
     callback = SnapshotCallback(tmp_path, every_n_steps=1)
     fitted(4, [callback], [SnapshotCheckpointIO()])
     again = SnapshotCallback(tmp_path, every_n_steps=1)
@@ -419,7 +419,7 @@ def test_latest_is_what_was_taken_last_and_not_an_abandoned_or_a_suspect_step(tm
     assert "step-9: passed over: is suspect" in caplog.text
 
 
-def test_what_could_not_be_resumed_is_refused_before_it_begins(tmp_path):
+def test_lightning_callback_refuses_invalid_arguments_and_strategies(tmp_path):
     with pytest.raises(ValueError, match="every_n_steps"):
         SnapshotCallback(tmp_path)
     with pytest.raises(ValueError, match="keep must be at least 1"):
@@ -440,7 +440,7 @@ def test_what_could_not_be_resumed_is_refused_before_it_begins(tmp_path):
         SnapshotCallback(tmp_path, every_n_steps=1).setup(Trainer(), None, "fit")
 
 
-def test_nothing_is_saved_between_the_batches_of_one_step(tmp_path):
+def test_lightning_callback_does_not_save_during_gradient_accumulation(tmp_path):
     def run(folder, steps):
         callback = SnapshotCallback(folder, every_n_seconds=0)
         options = {"accumulate_grad_batches": 2}
@@ -455,7 +455,7 @@ def test_nothing_is_saved_between_the_batches_of_one_step(tmp_path):
     same(dict(whole.state_dict()), dict(resumed.state_dict()))
 
 
-def test_the_random_state_is_that_of_the_save(tmp_path):
+def test_lightning_callback_saves_the_rng_state(tmp_path):
     fitted(4, [SnapshotCallback(tmp_path, every_n_steps=4)], [SnapshotCheckpointIO()])
     expected = torch.rand(3)
     torch.manual_seed(99)
@@ -472,7 +472,7 @@ def kept_two(folder, steps, ckpt_path=None):
     fitted(steps, [callback], [SnapshotCheckpointIO()], ckpt_path or callback.latest())
 
 
-def test_as_many_as_are_to_be_kept_are_left_by_each_run_that_resumes(tmp_path, monkeypatch):
+def test_lightning_callback_keep_counts_snapshots_of_resumed_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "run"
     for steps in (4, 7, 9):
@@ -482,7 +482,7 @@ def test_as_many_as_are_to_be_kept_are_left_by_each_run_that_resumes(tmp_path, m
     assert steps_in(folder) == ["step-10", "step-9"]
 
 
-def test_a_policy_keeps_the_best_and_pinned_snapshots(tmp_path):
+def test_lightning_callback_keep_policy_keeps_best_and_pinned_snapshots(tmp_path):
     class Rated(example.Model):
         def training_step(self, batch, index=None):
             loss = super().training_step(batch)
@@ -501,21 +501,21 @@ def test_a_policy_keeps_the_best_and_pinned_snapshots(tmp_path):
     assert steps_in(tmp_path) == ["step-3", "step-8"]
 
 
-def test_what_another_folder_holds_is_not_removed_by_a_run_that_goes_on_from_it(tmp_path):
+def test_lightning_callback_resumed_from_another_folder_removes_nothing_there(tmp_path):
     kept_two(tmp_path / "base", 3)
     kept_two(tmp_path / "tuned", 7, str(tmp_path / "base" / "step-3"))
     assert steps_in(tmp_path / "tuned") == ["step-6", "step-7"]
     assert steps_in(tmp_path / "base") == ["step-2", "step-3"]
 
 
-def test_a_run_that_begins_anew_in_its_folder_counts_each_snapshot_once(tmp_path):
+def test_lightning_callback_keep_in_a_restarted_run_counts_each_snapshot_once(tmp_path):
     callback = SnapshotCallback(tmp_path, every_n_steps=1, keep=3, options=TakeOptions(durable=False))
     for steps in (2, 4):  # the second writes the first's again
         fitted(steps, [callback], [SnapshotCheckpointIO()])
     assert steps_in(tmp_path) == ["step-2", "step-3", "step-4"]
 
 
-def test_a_shorter_run_that_begins_anew_keeps_its_own_snapshots(tmp_path):
+def test_lightning_callback_keep_in_a_shorter_restarted_run_keeps_its_snapshots(tmp_path):
     callback = SnapshotCallback(tmp_path, every_n_steps=1, keep=2, options=TakeOptions(durable=False))
     fitted(6, [callback], [SnapshotCheckpointIO()])
     assert steps_in(tmp_path) == ["step-5", "step-6"]
@@ -525,7 +525,7 @@ def test_a_shorter_run_that_begins_anew_keeps_its_own_snapshots(tmp_path):
     assert steps_in(tmp_path) == ["step-2", "step-3"]
 
 
-def test_pytorch_lightning_has_classes_of_its_own(tmp_path, monkeypatch):
+def test_pytorch_lightning_package_is_supported(tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "lightning"]:
         monkeypatch.delitem(sys.modules, name)  # as where only the other has been imported
     with warnings.catch_warnings():
@@ -558,7 +558,7 @@ def test_pytorch_lightning_has_classes_of_its_own(tmp_path, monkeypatch):
     assert Snapshot(tmp_path / "step-4").read_object("0/global_step") == 4
 
 
-def test_without_lightning_the_error_says_what_to_install(monkeypatch):
+def test_lightning_missing_package_is_named(monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] in ("lightning", "pytorch_lightning")]:
         monkeypatch.delitem(sys.modules, name)
 
@@ -591,7 +591,7 @@ class Few(pl.LightningModule):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_root_in_memory_is_seen_by_lightning_and_resumed_from(asynchronous):
+def test_lightning_checkpoint_io_with_a_memory_root(asynchronous):
     import fsspec
 
     def trainer():
@@ -614,7 +614,7 @@ def test_a_root_in_memory_is_seen_by_lightning_and_resumed_from(asynchronous):
     assert not fsspec.filesystem("memory").exists(f"{saved[0]}/.snapshot_metadata")
 
 
-def test_a_snapshot_of_the_callback_in_memory_is_resumed_from():
+def test_lightning_callback_with_a_memory_root():
     callback = SnapshotCallback("memory://lightning-callback", every_n_steps=1)
     settings = {"plugins": [SnapshotCheckpointIO()], "callbacks": [callback], **QUIET, "enable_checkpointing": False}
     model, other = Few(), Few()
@@ -626,7 +626,7 @@ def test_a_snapshot_of_the_callback_in_memory_is_resumed_from():
 
 
 @pytest.mark.parametrize("wrong", ["how to save", 3, ["a"]])
-def test_storage_options_must_be_a_mapping(tmp_path, wrong):
+def test_lightning_checkpoint_io_storage_options_must_be_a_mapping(tmp_path, wrong):
     trainer = pl.Trainer(max_epochs=1, plugins=[SnapshotCheckpointIO()], default_root_dir=tmp_path, **QUIET)
     trainer.fit(Few())
     with pytest.raises(TypeError, match=r"^storage_options must be a mapping, got (a|an) (str|int|list)$"):
@@ -634,7 +634,7 @@ def test_storage_options_must_be_a_mapping(tmp_path, wrong):
     assert not (tmp_path / "x.ckpt").exists()
 
 
-def test_no_thread_outlives_a_test_that_ends_them(tmp_path):
+def test_lightning_end_threads_ends_all_threads(tmp_path):
     import threading
 
     from snapshot.testing import end_threads

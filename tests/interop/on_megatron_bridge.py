@@ -228,7 +228,7 @@ def _load(folder, split, step, options):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_bridge_saves_and_loads_snapshots(tmp_path, asynchronous):
+def test_megatron_bridge_saves_and_loads_snapshots(tmp_path, asynchronous):
     options = {"async_save": True} if asynchronous else {"most_recent_k": 2}
     saved = fork_ranks(2, tmp_path, _save, tmp_path / "run", {"tensor": 2}, (1, 2, 3), options)
     assert saved == [[f"iter_000000{step}" for step in ((1, 2, 3) if asynchronous else (2, 3))]] * 2
@@ -240,7 +240,7 @@ def test_bridge_saves_and_loads_snapshots(tmp_path, asynchronous):
 
 
 @pytest.mark.parametrize(("world", "split"), [(1, {}), (2, {"pipeline": 2}), (4, {"tensor": 2, "pipeline": 2})])
-def test_another_split_on_another_number_of_ranks_loads_the_same(tmp_path, world, split):
+def test_megatron_bridge_loads_on_another_split_and_world_size(tmp_path, world, split):
     fork_ranks(2, tmp_path, _save, tmp_path / "run", {"tensor": 2, "padded": 16}, (4,), {})
     fork_ranks(world, tmp_path, _load_without_objects, tmp_path / "run", split, 4)
 
@@ -277,7 +277,7 @@ def _fail(folder, asynchronous):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_the_trackers_never_name_what_was_not_committed(tmp_path, asynchronous):
+def test_megatron_bridge_trackers_never_name_an_uncommitted_checkpoint(tmp_path, asynchronous):
     fork_ranks(2, tmp_path, _fail, tmp_path / "run", asynchronous)
 
 
@@ -296,7 +296,7 @@ def _wait_together(folder):
     assert (folder / "latest_checkpointed_iteration.txt").read_text() == "1"
 
 
-def test_all_ranks_finalize_in_the_same_step(tmp_path):
+def test_megatron_bridge_finalizes_in_the_same_step_on_all_ranks(tmp_path):
     fork_ranks(2, tmp_path, _wait_together, tmp_path / "run")
 
 
@@ -318,7 +318,7 @@ def _read_own(folder):
         save(manager, start(folder, split)[1], 6)
 
 
-def test_checkpoints_that_megatron_wrote_are_loaded_and_never_replaced(tmp_path):
+def test_megatron_bridge_own_checkpoints_are_loaded_and_never_replaced(tmp_path):
     (tmp_path / "run").mkdir()
     fork_ranks(2, tmp_path, _read_own, tmp_path / "run")
 
@@ -334,11 +334,11 @@ def _rerun(folder):
     assert checkpointing.dist_checkpointing.load_content_metadata(preloaded_state_dict=common) is not None
 
 
-def test_megatron_s_enums_are_members_again(tmp_path):
+def test_megatron_bridge_enums_are_restored_as_members(tmp_path):
     fork_ranks(1, tmp_path, _rerun, tmp_path / "run")
 
 
-def test_other_classes_are_not_looked_up(tmp_path):
+def test_megatron_bridge_unknown_classes_are_not_imported(tmp_path):
     storage = megatron_bridge._Storage(None)
     for name, member in (("os.path.Evil", "a"), ("megatron.core.rerun_state_machine.RerunMode", "evil")):
         folder = tmp_path / member
@@ -359,11 +359,11 @@ def _options(folder):
         start(folder, Split(rank=0), ckpt_format="fsdp_dtensor")
 
 
-def test_a_subclass_has_options_of_its_own(tmp_path):
+def test_megatron_bridge_subclass_may_set_options(tmp_path):
     fork_ranks(1, tmp_path, _options, tmp_path / "run")
 
 
-def test_another_version_is_refused_by_name(monkeypatch):
+def test_megatron_bridge_unknown_version_is_refused(monkeypatch):
     monkeypatch.setattr(checkpointing, "dist_checkpointing", SimpleNamespace(save=lambda state: None))
     with pytest.raises(SnapshotError, match=r"has no save\(sharded_state_dict, .*written for Megatron-Bridge 0\.4"):
         SnapshotCheckpointManager(SimpleNamespace(ckpt_format="torch_dist"))

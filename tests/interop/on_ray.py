@@ -33,7 +33,7 @@ def cluster():
 
 
 @pytest.mark.slow
-def test_the_example_restarts_and_goes_on_with_another_number_of_workers(tmp_path, capsys):
+def test_ray_example_restarts_with_another_number_of_workers(tmp_path, capsys):
     example.main(tmp_path)
     assert "bit for bit" in capsys.readouterr().out
     for folder in (tmp_path / "whole").glob("checkpoint_2*"):
@@ -72,7 +72,7 @@ def spoiled(config):
         collective.broadcast_from_rank_zero = broadcast
 
 
-def test_a_save_that_fails_in_the_background_is_never_resumed_from(tmp_path):
+def test_ray_failed_background_save_is_never_resumed_from(tmp_path):
     trainer = TorchTrainer(
         spoiled,
         scaling_config=ScalingConfig(num_workers=2),
@@ -91,7 +91,7 @@ def alone(config):
 
 
 @pytest.mark.slow
-def test_workers_without_a_process_group_are_refused(tmp_path):
+def test_ray_workers_without_a_process_group_are_refused(tmp_path):
     trainer = DataParallelTrainer(
         alone, scaling_config=ScalingConfig(num_workers=2), run_config=RunConfig("run", str(tmp_path))
     )
@@ -99,7 +99,7 @@ def test_workers_without_a_process_group_are_refused(tmp_path):
         trainer.fit()
 
 
-def test_other_storages_and_versions_are_refused(tmp_path, monkeypatch):
+def test_ray_unknown_storages_and_versions_are_refused(tmp_path, monkeypatch):
     files = pyarrow.fs.SubTreeFileSystem(str(tmp_path), pyarrow.fs.LocalFileSystem())
     with pytest.raises(SnapshotError, match="must be a local or shared folder, S3 or GCS, got subtree"):
         adapter.open_checkpoint(Checkpoint("run/checkpoint", files))
@@ -112,7 +112,7 @@ def test_other_storages_and_versions_are_refused(tmp_path, monkeypatch):
         adapter.restore({})
 
 
-def test_without_ray_the_error_names_it(monkeypatch):
+def test_ray_missing_package_is_named(monkeypatch):
     def missing(name):
         raise adapter.expect_version.__globals__["PackageNotFoundError"](name)
 

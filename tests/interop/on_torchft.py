@@ -27,10 +27,10 @@ class Test(unittest.TestCase):
     def test_torchft_s_own_test_of_transports_passes(self):
         run_multi_recovery_test(self, lambda rank, world: SnapshotTransport(host="127.0.0.1"), torch.device("cpu"))
 
-    def test_the_contract_has_no_other_methods(self):
+    def test_torchft_checkpoint_transport_has_no_other_abstract_methods(self):
         assert CheckpointTransport.__abstractmethods__ <= METHODS.keys()
 
-    def test_a_replica_that_is_killed_and_restarted_has_the_weights_of_the_other(self):
+    def test_torchft_killed_replica_restarts_with_the_weights_of_the_other(self):
         lighthouse = LighthouseServer(
             bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=500, heartbeat_timeout_ms=1000
         )
@@ -78,7 +78,7 @@ class Replica:
 
 
 class Contract(unittest.TestCase):
-    def test_an_unknown_version_is_an_error_by_name(self):
+    def test_torchft_unknown_version_is_refused(self):
         before, CheckpointTransport.recv_checkpoint = CheckpointTransport.recv_checkpoint, lambda self, src, step: None
         try:
             with pytest.raises(SnapshotError, match=r"recv_checkpoint must have the parameters .*use torchft 0.2"):

@@ -82,7 +82,7 @@ class Background(example.SnapshotTrainer):
     snapshot_in_background = True
 
 
-def test_data_parallel_ranks_resume_to_the_same_bits(tmp_path):
+def test_trainer_ddp_resumes_exactly(tmp_path):
     fork_ranks(2, tmp_path, _trainer, tmp_path)
     snapshot = Snapshot(tmp_path / "broken" / "checkpoint-6" / FOLDER)
     assert snapshot.verify()
@@ -113,7 +113,7 @@ def _end_at_other_times(folder):
     return len(looked)
 
 
-def test_ranks_wait_for_all_parts_of_a_checkpoint_and_resume_from_the_same_one(tmp_path):
+def test_trainer_ranks_wait_for_all_files_and_resume_from_the_same_checkpoint(tmp_path):
     assert fork_ranks(2, tmp_path, _end_at_other_times, tmp_path / "run") == [1, 0]
 
 
@@ -138,11 +138,11 @@ def _fall_back(folder):
     return seen
 
 
-def test_all_ranks_fall_back_to_the_same_checkpoint_and_raise_for_a_named_one(tmp_path):
+def test_trainer_ranks_fall_back_to_the_same_checkpoint(tmp_path):
     assert fork_ranks(2, tmp_path, _fall_back, tmp_path / "run") == [[str(tmp_path / "run" / "checkpoint-2")]] * 2
 
 
-def test_ranks_of_accelerate_resume_to_the_same_bits(tmp_path):
+def test_accelerate_ranks_resume_exactly(tmp_path):
     fork_ranks(2, tmp_path, loop.main, tmp_path)
     snapshot = Snapshot(tmp_path / "broken" / "step-20")
     assert snapshot.verify()
@@ -150,7 +150,7 @@ def test_ranks_of_accelerate_resume_to_the_same_bits(tmp_path):
     assert {path.split("/")[0] for path in own} == {"rng", "progress"}  # the losses are each rank's own
 
 
-def test_a_loop_with_accelerate_resumes_to_the_same_bits(tmp_path, capsys):
+def test_accelerate_loop_resumes_exactly(tmp_path, capsys):
     loop.main(tmp_path)
     assert "bit for bit" in capsys.readouterr().out
     assert Snapshot(tmp_path / "broken" / "step-20").read_object("0/progress/epoch") == 2
@@ -163,7 +163,7 @@ def whole(tmp_path_factory):
     return example.train(tmp_path_factory.mktemp("whole"))
 
 
-def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path, capsys):
+def test_trainer_example_resumes_exactly(tmp_path, capsys):
     example.main(tmp_path)
     assert "bit for bit" in capsys.readouterr().out
     left = {file.name for file in (tmp_path / "broken" / "checkpoint-6").iterdir()}
@@ -179,7 +179,7 @@ def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path, capsys):
     GPT2LMHeadModel.from_pretrained(tmp_path / "broken" / "checkpoint-6")
 
 
-def test_without_the_random_numbers_the_run_would_be_another(tmp_path, whole):
+def test_trainer_without_rng_state_would_not_resume_exactly(tmp_path, whole):
     class Forgets(example.SnapshotTrainer):
         def _load_rng_state(self, checkpoint):
             pass
@@ -189,7 +189,7 @@ def test_without_the_random_numbers_the_run_would_be_another(tmp_path, whole):
     assert resumed[-4:] != whole[0][-4:]
 
 
-def test_a_checkpoint_of_the_trainer_itself_is_read_as_before(tmp_path, whole):
+def test_trainer_own_checkpoint_is_resumed(tmp_path, whole):
     losses, weights = whole
     example.train(tmp_path / "broken", stop_at=3, kind=Trainer)
     assert (tmp_path / "broken" / "checkpoint-2" / "optimizer.pt").exists()
@@ -199,14 +199,14 @@ def test_a_checkpoint_of_the_trainer_itself_is_read_as_before(tmp_path, whole):
     assert Snapshot(tmp_path / "broken" / "checkpoint-6" / FOLDER).exists()
 
 
-def test_a_checkpoint_without_the_optimizers_state_is_an_error_not_a_fresh_optimizer(tmp_path):
+def test_trainer_checkpoint_without_optimizer_state_is_refused(tmp_path):
     example.train(tmp_path, stop_at=3)
     Snapshot(tmp_path / "checkpoint-2" / FOLDER).delete()
     with pytest.raises(SnapshotNotFoundError, match="checkpoint-2: has neither 'trainer_snapshot' nor"):
         example.train(tmp_path, resume=True)
 
 
-def test_damage_is_found_before_training_goes_on(tmp_path):
+def test_trainer_damaged_snapshot_is_found_before_training_continues(tmp_path):
     example.train(tmp_path, stop_at=3)
     file = max((tmp_path / "checkpoint-2" / FOLDER / "data").iterdir(), key=lambda each: each.stat().st_size)
     data = bytearray(file.read_bytes())
@@ -227,7 +227,7 @@ def metadata_of(checkpoint):
 
 
 @pytest.mark.parametrize("kind", [example.SnapshotTrainer, Background])
-def test_a_flipped_bit_in_the_weights_is_found_and_the_checkpoint_before_is_resumed(tmp_path, whole, caplog, kind):
+def test_trainer_damaged_weights_are_found_and_the_checkpoint_before_is_resumed(tmp_path, whole, caplog, kind):
     losses, weights = whole
     example.train(tmp_path, stop_at=4, kind=kind)
     last = tmp_path / "checkpoint-4"
@@ -247,7 +247,7 @@ def test_a_flipped_bit_in_the_weights_is_found_and_the_checkpoint_before_is_resu
     assert main(["verify", str(tmp_path / "checkpoint-6")]) == 0
 
 
-def test_damaged_weights_are_not_loaded_as_the_best_ones(tmp_path):
+def test_trainer_damaged_weights_are_not_loaded_as_best_model(tmp_path):
     class Best(example.SnapshotTrainer):
         def _save_checkpoint(self, *arguments):
             super()._save_checkpoint(*arguments)
@@ -263,7 +263,7 @@ def test_damaged_weights_are_not_loaded_as_the_best_ones(tmp_path):
         example.train(tmp_path, kind=Best)
 
 
-def test_a_damaged_snapshot_is_passed_over_too(tmp_path):
+def test_trainer_find_last_skips_a_damaged_snapshot(tmp_path):
     example.train(tmp_path, stop_at=4)
     flip_middle(max((tmp_path / "checkpoint-4" / FOLDER / "data").iterdir(), key=lambda each: each.stat().st_size))
     assert find_last(str(tmp_path)) == str(tmp_path / "checkpoint-2")
@@ -278,7 +278,7 @@ def _tear(file):
 
 
 @pytest.mark.parametrize("kind", [example.SnapshotTrainer, Background])
-def test_a_changed_or_torn_state_is_found_and_so_is_the_loss_of_the_snapshot(tmp_path, whole, kind):
+def test_trainer_changed_trainer_state_json_or_missing_snapshot_is_found(tmp_path, whole, kind):
     losses, _ = whole
     example.train(tmp_path / "run", stop_at=4, kind=kind)
 
@@ -306,7 +306,7 @@ def test_a_changed_or_torn_state_is_found_and_so_is_the_loss_of_the_snapshot(tmp
     assert example.train(tmp_path / "0", resume=True, kind=kind)[0][-4:] == losses[-4:]
 
 
-def test_a_damaged_checkpoint_does_not_count_for_the_limit(tmp_path):
+def test_trainer_damaged_checkpoint_does_not_count_for_save_total_limit(tmp_path):
     class EndsAfterOne(example.SnapshotTrainer):
         def _save_checkpoint(self, *arguments):
             super()._save_checkpoint(*arguments)
@@ -320,7 +320,7 @@ def test_a_damaged_checkpoint_does_not_count_for_the_limit(tmp_path):
     assert find_last(str(tmp_path)) == str(tmp_path / "checkpoint-4")
 
 
-def test_metadata_of_the_user_does_not_replace_the_digests(tmp_path):
+def test_trainer_snapshot_options_metadata_does_not_replace_digests(tmp_path):
     class Same(example.SnapshotTrainer):
         snapshot_options = {"metadata": {KEY: {"a": 1}, STATE_KEY: 1, "by": "a test"}}  # noqa: RUF012
 
@@ -331,7 +331,7 @@ def test_metadata_of_the_user_does_not_replace_the_digests(tmp_path):
     assert find_last(str(tmp_path)) == str(tmp_path / "checkpoint-2")
 
 
-def test_weights_that_were_changed_on_purpose_are_loaded_if_the_class_says_so(tmp_path):
+def test_trainer_snapshot_verify_weights_false_loads_changed_weights(tmp_path):
     class Trusting(example.SnapshotTrainer):
         snapshot_verify_weights = False
 
@@ -346,7 +346,7 @@ def test_weights_that_were_changed_on_purpose_are_loaded_if_the_class_says_so(tm
     assert len(losses) == 6
 
 
-def test_checkpoints_without_digests_are_resumed_and_a_link_is_followed(tmp_path):
+def test_trainer_checkpoints_without_digests_and_links_are_resumed(tmp_path):
     """As those that were written before the digests."""
 
     class Older(example.SnapshotTrainer):
@@ -365,7 +365,7 @@ def test_checkpoints_without_digests_are_resumed_and_a_link_is_followed(tmp_path
         example.train(tmp_path / "run", resume=str(tmp_path / "link"))
 
 
-def test_files_in_folders_below_and_missing_ones_are_compared(tmp_path):
+def test_trainer_digests_cover_files_in_subfolders_and_missing_files(tmp_path):
     names = ["head.pt", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
     names += ["other/adapter_model.safetensors", "other/model.safetensors.index.fp16.json"]
     for name in [*names, "config.json", "training_args.bin", f"{FOLDER}/data/0.safetensors"]:
@@ -383,7 +383,7 @@ def test_files_in_folders_below_and_missing_ones_are_compared(tmp_path):
         compare_weights(URL.parse(str(tmp_path)), None, {KEY: {"a": 1}})
 
 
-def test_options_reach_the_take(tmp_path):
+def test_trainer_snapshot_options_are_passed_to_take(tmp_path):
     class Noted(example.SnapshotTrainer):
         snapshot_options = {"durable": False, "metadata": {"by": "a test"}}  # noqa: RUF012
 
@@ -391,7 +391,7 @@ def test_options_reach_the_take(tmp_path):
     assert Snapshot(tmp_path / "checkpoint-2" / FOLDER).metadata.metadata["by"] == "a test"
 
 
-def test_what_saves_in_a_way_of_its_own_is_refused(tmp_path):
+def test_trainer_with_fsdp1_or_other_own_formats_is_refused(tmp_path):
     class Sharded(example.SnapshotTrainer):
         def _save_optimizer_and_scheduler(self, output_dir):
             self.is_fsdp_enabled = True
@@ -401,7 +401,7 @@ def test_what_saves_in_a_way_of_its_own_is_refused(tmp_path):
         example.train(tmp_path, stop_at=3, kind=Sharded)
 
 
-def test_bases_in_the_wrong_order_and_trainers_of_other_versions_are_told(tmp_path):
+def test_trainer_mixin_wrong_base_order_and_unknown_versions_are_refused(tmp_path):
     class Backwards(Trainer, SnapshotTrainerMixin):
         pass
 
@@ -419,7 +419,7 @@ def test_bases_in_the_wrong_order_and_trainers_of_other_versions_are_told(tmp_pa
         OfOld()
 
 
-def test_a_checkpoint_that_was_not_committed_is_passed_over(tmp_path, whole, caplog):
+def test_trainer_uncommitted_checkpoint_is_skipped(tmp_path, whole, caplog):
     example.train(tmp_path, stop_at=5)
     (tmp_path / "checkpoint-4" / FOLDER / ".snapshot_metadata").unlink()
     resumed, weights = example.train(tmp_path, resume=True)
@@ -428,7 +428,7 @@ def test_a_checkpoint_that_was_not_committed_is_passed_over(tmp_path, whole, cap
     assert "checkpoint-4: is not complete, and is passed over" in caplog.text
 
 
-def test_a_failed_save_in_the_background_is_an_error_of_the_next_one(tmp_path):
+def test_trainer_failed_background_save_is_raised_by_the_next_one(tmp_path):
     class Failing(Background):
         def _save_optimizer_and_scheduler(self, output_dir):
             folder = Path(output_dir) / FOLDER
@@ -441,7 +441,7 @@ def test_a_failed_save_in_the_background_is_an_error_of_the_next_one(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [example.SnapshotTrainer, Background])
-def test_a_checkpoint_with_a_mark_is_complete_when_it_is_saved_again(tmp_path, kind):
+def test_trainer_checkpoint_with_a_mark_is_complete_after_it_is_saved_again(tmp_path, kind):
     example.train(tmp_path, stop_at=4)
     (tmp_path / "checkpoint-4" / MARK).touch()  # as a crash left it
     assert find_last(str(tmp_path)) == str(tmp_path / "checkpoint-2")
@@ -451,7 +451,7 @@ def test_a_checkpoint_with_a_mark_is_complete_when_it_is_saved_again(tmp_path, k
 
 @pytest.mark.parametrize("only_model", [False, True])
 @pytest.mark.parametrize("parent", [example.SnapshotTrainer, Background])
-def test_a_checkpoint_that_is_saved_again_never_mixes_old_and_new(tmp_path, parent, only_model):
+def test_trainer_checkpoint_saved_again_never_mixes_old_and_new_files(tmp_path, parent, only_model):
     class Other(parent):
         def _save_checkpoint(self, model, trial):
             self.args.save_only_model = only_model
@@ -485,7 +485,7 @@ class One(Background):
         super().__init__(model, arguments, **options)
 
 
-def test_incomplete_checkpoints_do_not_displace_the_last_good_one(tmp_path):
+def test_trainer_incomplete_checkpoints_do_not_displace_the_last_good_one(tmp_path):
     class Failing(One):
         def _save_optimizer_and_scheduler(self, output_dir):
             raise OSError("the disk is full")
@@ -500,7 +500,7 @@ def test_incomplete_checkpoints_do_not_displace_the_last_good_one(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [example.SnapshotTrainer, Background])
-def test_old_checkpoints_are_deleted_as_the_trainer_does(tmp_path, kind):
+def test_trainer_save_total_limit_deletes_like_the_plain_trainer(tmp_path, kind):
     class Best(kind):
         def __init__(self, model, arguments, **options):
             arguments.save_total_limit, arguments.metric_for_best_model = 2, "loss"
@@ -519,7 +519,7 @@ def test_old_checkpoints_are_deleted_as_the_trainer_does(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", [example.SnapshotTrainer, Background])
-def test_old_checkpoints_are_deleted_when_the_new_one_is_on_disk(tmp_path, kind, monkeypatch):
+def test_trainer_save_total_limit_deletes_after_the_new_checkpoint_is_synced(tmp_path, kind, monkeypatch):
     kept = {}
 
     def flush(new):
@@ -542,7 +542,7 @@ def test_old_checkpoints_are_deleted_when_the_new_one_is_on_disk(tmp_path, kind,
 
 @pytest.mark.parametrize("again", ["failed", "complete"])
 @pytest.mark.parametrize("named", [None, "checkpoint-4", "old-checkpoint-4"])
-def test_a_checkpoint_that_a_crash_left_aside_gets_its_name_back(tmp_path, named, again):
+def test_trainer_checkpoint_renamed_by_a_crash_gets_its_name_back(tmp_path, named, again):
     """It may be the best one, which later saves keep by its name."""
 
     class Best(example.SnapshotTrainer):
@@ -567,7 +567,7 @@ def test_a_checkpoint_that_a_crash_left_aside_gets_its_name_back(tmp_path, named
     assert find_last(str(tmp_path)) == str(tmp_path / "checkpoint-6")
 
 
-def test_an_old_checkpoint_is_kept_until_its_successor_was_read(tmp_path):
+def test_trainer_old_checkpoint_is_kept_until_its_successor_is_read(tmp_path):
     example.train(tmp_path, stop_at=3)
     last, aside = tmp_path / "checkpoint-2", tmp_path / "old-checkpoint-2"
     good = (last / "model.safetensors").read_bytes()
@@ -582,7 +582,7 @@ def test_an_old_checkpoint_is_kept_until_its_successor_was_read(tmp_path):
         (last / "model.safetensors").write_bytes(good)
 
 
-def test_what_looks_like_json_and_is_no_file_is_no_damage(tmp_path):
+def test_trainer_folders_and_links_named_json_are_not_damage(tmp_path):
     example.train(tmp_path, stop_at=3)
     (tmp_path / "checkpoint-2" / "folder.json").mkdir()
     (tmp_path / "checkpoint-2" / "link.json").symlink_to(tmp_path / "missing")
@@ -590,7 +590,7 @@ def test_what_looks_like_json_and_is_no_file_is_no_damage(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [example.SnapshotTrainer, Background])
-def test_checkpoints_that_are_links_do_not_end_the_training(tmp_path, kind):
+def test_trainer_save_total_limit_removes_links_and_not_their_targets(tmp_path, kind):
     """The links are removed, and what they point to stays."""
 
     class Limited(kind):
@@ -617,7 +617,7 @@ def test_checkpoints_that_are_links_do_not_end_the_training(tmp_path, kind):
     assert find_last(str(tmp_path / "out")) == str(out / "checkpoint-4")
 
 
-def test_the_mark_is_removed_from_the_disk_before_old_checkpoints_are(tmp_path, monkeypatch):
+def test_trainer_mark_is_removed_durably_before_old_checkpoints(tmp_path, monkeypatch):
     """Else a loss of power could leave an incomplete checkpoint, and no other."""
     flushed, real = [], trainer_folders.sync_folder
 
@@ -639,7 +639,7 @@ def test_the_mark_is_removed_from_the_disk_before_old_checkpoints_are(tmp_path, 
     assert [each.name for each in tmp_path.iterdir()] == ["checkpoint-4"]
 
 
-def test_the_plain_trainer_does_not_resume_with_a_new_optimizer(tmp_path):
+def test_trainer_without_the_mixin_refuses_to_resume_with_a_new_optimizer(tmp_path):
     """Its error names the mixin. The mixin passes over the files that lead to it."""
 
     class Plain(Trainer):
@@ -658,7 +658,7 @@ NUMBERS = st.lists(st.integers(1, 9), min_size=1, unique=True)
 
 
 @given(NUMBERS, st.integers(1, 10), st.none() | st.integers(1, 9))
-def test_the_same_checkpoints_are_deleted_as_by_the_trainer(numbers, limit, best):
+def test_trainer_folders_delete_the_same_checkpoints_as_the_trainer(numbers, limit, best):
     """The numbers are in the order of the saves: a run may begin at an earlier step again."""
     left = []
     for by_trainer in (True, False):
@@ -712,7 +712,7 @@ class Slow(Background):
             assert find_last(self.args.output_dir) != str(checkpoint)
 
 
-def test_weights_are_those_of_the_step_though_they_are_written_later(tmp_path):
+def test_trainer_background_weights_are_those_of_the_step(tmp_path):
     example.train(tmp_path / "plain", kind=Trainer)
     example.train(tmp_path / "late", kind=Slow)
     for step in (4, 6):
@@ -726,7 +726,7 @@ def test_weights_are_those_of_the_step_though_they_are_written_later(tmp_path):
 
 @pytest.mark.parametrize("kind", [example.SnapshotTrainer, Background])
 @pytest.mark.parametrize("read", [False, True])
-def test_a_model_whose_files_have_other_names_resumes_to_the_same_bits(tmp_path, kind, read):
+def test_trainer_model_with_other_file_names_resumes_exactly(tmp_path, kind, read):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     texts = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(0, 64, (16, 16))]
 
@@ -752,7 +752,7 @@ def test_a_model_whose_files_have_other_names_resumes_to_the_same_bits(tmp_path,
         train(tmp_path / "broken", 4, resume=str(tmp_path / "broken" / "checkpoint-4"))
 
 
-def test_the_adapters_of_a_model_whose_files_have_other_names_are_loaded_from_their_files(tmp_path):
+def test_trainer_adapters_of_a_model_with_other_file_names_are_loaded(tmp_path):
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = MixtralForCausalLM(MixtralConfig(vocab_size=64, num_local_experts=2, num_key_value_heads=2, **sizes))
@@ -776,7 +776,7 @@ def test_the_adapters_of_a_model_whose_files_have_other_names_are_loaded_from_th
 
 
 @pytest.mark.parametrize("adapters", [1, 2])
-def test_adapters_are_written_later_too(tmp_path, adapters):
+def test_trainer_background_writes_adapters(tmp_path, adapters):
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     texts = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(0, 64, (48, 16))]
@@ -798,7 +798,7 @@ def test_adapters_are_written_later_too(tmp_path, adapters):
         same(tensors, written[1][name])
 
 
-def test_a_model_without_save_pretrained_and_one_without_optimizer_are_written_later(tmp_path):
+def test_trainer_background_writes_models_without_save_pretrained_or_optimizer(tmp_path):
     class Plain(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -818,7 +818,7 @@ def test_a_model_without_save_pretrained_and_one_without_optimizer_are_written_l
     assert not (tmp_path / "checkpoint-2" / MARK).exists()
 
 
-def test_weights_that_are_not_written_make_the_checkpoint_incomplete(tmp_path):
+def test_trainer_background_unwritten_weights_make_the_checkpoint_incomplete(tmp_path):
     class Failing(Background):
         def _finish(self, new, *arguments):
             if new.endswith("4"):
@@ -834,7 +834,7 @@ def test_weights_that_are_not_written_make_the_checkpoint_incomplete(tmp_path):
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_all_files_are_on_disk_before_old_checkpoints_are_deleted(tmp_path, monkeypatch, durable):
+def test_trainer_background_syncs_all_files_before_old_checkpoints_are_deleted(tmp_path, monkeypatch, durable):
     class Noted(Background):
         snapshot_options = {"durable": durable}  # noqa: RUF012
 
@@ -849,7 +849,7 @@ def test_all_files_are_on_disk_before_old_checkpoints_are_deleted(tmp_path, monk
     assert expected <= {*flushed} if durable else not flushed
 
 
-def test_an_interrupted_wait_does_not_forget_the_checkpoint(tmp_path, monkeypatch):
+def test_trainer_background_interrupted_wait_keeps_the_checkpoint(tmp_path, monkeypatch):
     resume, trainers = threading.Event(), []
 
     class Held(Background):
@@ -888,7 +888,7 @@ class Scaled(example.SnapshotTrainer):
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_the_scaler_of_float16_goes_on(tmp_path, background):
+def test_trainer_grad_scaler_is_restored(tmp_path, background):
     seen = []
 
     class Noted(Scaled):
@@ -923,7 +923,7 @@ class Patience(TrainerCallback, ExportableState):
 
 
 @pytest.mark.parametrize("kind", [example.SnapshotTrainer, Background])
-def test_callbacks_resume_with_their_state(tmp_path, kind):
+def test_trainer_callbacks_are_restored(tmp_path, kind):
     class Watched(kind):
         def __init__(self, model, arguments, **options):
             arguments.restore_callback_states_from_checkpoint = True
@@ -943,7 +943,7 @@ def test_callbacks_resume_with_their_state(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", [example.SnapshotTrainer, Background])
-def test_changed_states_of_callbacks_are_found(tmp_path, kind):
+def test_trainer_changed_callback_states_are_found(tmp_path, kind):
     class Watched(kind):
         def __init__(self, model, arguments, **options):
             super().__init__(model, arguments, **options)
@@ -965,14 +965,14 @@ def test_changed_states_of_callbacks_are_found(tmp_path, kind):
     assert find_last(str(tmp_path)) == str(last)
 
 
-def test_an_optimizer_without_a_scheduler_is_not_resumed_with_new_ones(tmp_path):
+def test_trainer_optimizer_without_a_scheduler_is_not_resumed(tmp_path):
     example.train(tmp_path, stop_at=3, kind=Trainer)
     (tmp_path / "checkpoint-2" / "scheduler.pt").unlink()
     with pytest.raises(SnapshotNotFoundError, match="nor the state of an optimizer and a scheduler"):
         example.train(tmp_path, resume=True)
 
 
-def test_the_end_of_training_deletes_no_checkpoint_that_is_being_written(tmp_path):
+def test_trainer_background_end_of_training_deletes_no_pending_checkpoint(tmp_path):
     class Best(Background):
         def __init__(self, model, arguments, **options):
             arguments.save_total_limit, arguments.metric_for_best_model = 1, "loss"

@@ -108,7 +108,7 @@ def _fsdp(folder):
         same(weights, others)
 
 
-def test_ranks_of_fsdp_resume_to_the_same_bits(tmp_path):
+def test_trainer_fsdp2_resumes_exactly(tmp_path):
     fork_ranks(2, tmp_path, _fsdp, tmp_path)
     left = {number: sorted(path.name for path in (tmp_path / number / "broken").iterdir()) for number in "012"}
     assert left == {
@@ -160,7 +160,7 @@ def resume_on(worlds, folder, saved_on, **options):
     return results
 
 
-def test_a_run_of_fsdp_resumes_on_one_rank_and_a_run_of_one_rank_with_fsdp(tmp_path):
+def test_trainer_fsdp2_resumes_on_one_rank_and_the_reverse(tmp_path):
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
     one = resume_on([1], tmp_path / "a", 2)[1]
     two = resume_on([2], tmp_path / "b", 1)[2]
@@ -168,7 +168,7 @@ def test_a_run_of_fsdp_resumes_on_one_rank_and_a_run_of_one_rank_with_fsdp(tmp_p
 
 
 @pytest.mark.parametrize("saved_on", [1, 2])
-def test_an_adapter_resumes_with_fsdp_and_without(tmp_path, saved_on):
+def test_trainer_fsdp2_resumes_an_adapter(tmp_path, saved_on):
     whole = train_on(saved_on, tmp_path / "whole", adapter=True)
     resumed = resume_on([1, 2], tmp_path, saved_on, adapter=True)
     assert resumed[saved_on] == whole
@@ -176,7 +176,7 @@ def test_an_adapter_resumes_with_fsdp_and_without(tmp_path, saved_on):
 
 
 @pytest.mark.slow
-def test_a_run_of_two_ranks_resumes_on_one_to_four(tmp_path):
+def test_trainer_fsdp2_of_two_ranks_resumes_on_one_to_four(tmp_path):
     losses, weights = train_on(2, tmp_path / "whole")
     resumed = resume_on([1, 2, 3, 4], tmp_path, 2)
     assert resumed[2] == (losses, weights)
@@ -193,5 +193,5 @@ def _best(folder):
         assert torch.equal(value, saved[name]), name
 
 
-def test_the_best_model_of_fsdp_is_loaded(tmp_path):
+def test_trainer_fsdp2_loads_the_best_model(tmp_path):
     fork_ranks(2, tmp_path, _best, tmp_path)

@@ -57,7 +57,7 @@ def assert_step(received, step):
     assert all(found[name].equal(expected[name]) for name in expected)
 
 
-async def test_each_update_is_received_exactly(folder):
+async def test_verl_engine_receives_each_update_exactly(folder):
     actor, rollouts = new_engine(folder, is_master=True), [new_engine(folder) for _ in range(2)]
     for step in (10, 20, 20, 30):  # a step is repeated after a rollback
         build_group([actor], rollouts)
@@ -72,7 +72,7 @@ async def test_each_update_is_received_exactly(folder):
     assert_step([each async for each in rollouts[0].get_weights()], 30)
 
 
-async def test_a_restarted_trainer_s_step_is_not_taken_from_the_run_before(folder):
+async def test_verl_engine_ignores_a_step_of_the_run_before_a_restart(folder):
     actor = new_engine(folder, is_master=True)
     build_group([actor], [])
     await actor.send_weights(weights_of(1), global_steps=5)
@@ -85,7 +85,7 @@ async def test_a_restarted_trainer_s_step_is_not_taken_from_the_run_before(folde
     assert_step(await waiting, 2)
 
 
-async def test_damage_is_an_error_before_the_first_tensor(folder):
+async def test_verl_engine_finds_damage_before_the_first_tensor(folder):
     actor, rollout = new_engine(folder, is_master=True), new_engine(folder)
     build_group([actor], [rollout])
     await actor.send_weights(weights_of(1), global_steps=1)
@@ -97,7 +97,7 @@ async def test_damage_is_an_error_before_the_first_tensor(folder):
         await anext(rollout.receive_weights(global_steps=1))
 
 
-async def test_a_version_that_does_not_come_is_an_error_by_name(folder):
+async def test_verl_engine_times_out_if_no_version_is_published(folder):
     rollout = CheckpointEngineRegistry.new(
         "snapshot", bucket_size=0, url=str(folder / "store"), folder=str(folder / "memory"), timeout=0.2
     )
@@ -106,7 +106,7 @@ async def test_a_version_that_does_not_come_is_an_error_by_name(folder):
         await receive(rollout, 3)
 
 
-async def test_all_ranks_of_the_actor_publish_a_part(folder):
+async def test_verl_engine_ranks_of_the_actor_publish_a_part_each(folder):
     ranks = [subprocess.Popen([sys.executable, __file__, str(folder), str(rank)]) for rank in range(2)]
     assert [each.wait(100) for each in ranks] == [0, 0]
     rollout = new_engine(folder)

@@ -52,7 +52,7 @@ def run(tmp_path):
     return Run(tmp_path)
 
 
-def test_workers_have_each_version_exactly(run):
+def test_vllm_workers_receive_each_version_exactly(run):
     for version in range(1, 5):
         run.sender.send_weights()
         assert run.all_show(run.model)
@@ -64,7 +64,7 @@ def test_workers_have_each_version_exactly(run):
     assert sorted(deltas) == [0, 1, 1, 1], "the first version is complete"
 
 
-def test_a_damaged_version_changes_no_worker(run):
+def test_vllm_damaged_version_changes_no_worker(run):
     run.sender.send_weights()
     before = Trained()
     run.model.step()
@@ -86,7 +86,7 @@ def test_a_damaged_version_changes_no_worker(run):
     assert run.all_show(run.model)
 
 
-def test_if_one_worker_cannot_pull_none_loads(run):
+def test_vllm_no_worker_loads_if_one_cannot_pull(run):
     run.sender.send_weights()
     before = Trained()
     run.model.step()
@@ -100,7 +100,7 @@ def test_if_one_worker_cannot_pull_none_loads(run):
     assert run.all_show(run.model)
 
 
-def test_a_version_that_was_not_published_is_an_error(run):
+def test_vllm_unpublished_version_is_an_error(run):
     run.sender.send_weights()
     worker = run.workers[0]
     worker.start_weight_update()
@@ -109,14 +109,14 @@ def test_a_version_that_was_not_published_is_an_error(run):
     assert run.all_show(run.model)
 
 
-def test_whole_tensors_are_copied_since_a_source_may_use_its_memory_again(tmp_path):
+def test_vllm_whole_tensors_are_copied(tmp_path):
     run = Run(tmp_path)
     run.sender.source = vllm.ModuleSource(run.model, local=False)
     run.sender.send_weights()
     assert run.all_show(run.model)
 
 
-def test_by_default_versions_are_in_memory_until_the_last_worker_leaves(tmp_path):
+def test_vllm_versions_are_in_memory_until_the_last_worker_closes(tmp_path):
     one, other = vllm.Worker(), vllm.Worker()
     info = SnapshotTrainerInitInfo(rank=0, url=str(tmp_path / "store"))
     client = vllm.Client(one, other)
@@ -131,7 +131,7 @@ def test_by_default_versions_are_in_memory_until_the_last_worker_leaves(tmp_path
     assert not folder.exists()
 
 
-def test_several_trainer_ranks_publish_their_pieces(tmp_path):
+def test_vllm_trainer_ranks_publish_their_pieces(tmp_path):
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.interop.on_vllm", str(tmp_path), str(rank)],
@@ -145,7 +145,7 @@ def test_several_trainer_ranks_publish_their_pieces(tmp_path):
     assert [each.returncode for each in ranks] == [0, 0], errors
 
 
-def test_an_unknown_version_of_vllm_is_an_error_by_name():
+def test_vllm_unknown_version_is_refused():
     script = (
         "from tests.interop import vllm_contract as vllm\n"
         "vllm.WeightTransferEngine.receive_weights = lambda self, info, stream: None\n"

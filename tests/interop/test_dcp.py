@@ -53,7 +53,7 @@ def failure(work, *args, **options):
 # What is written
 
 
-def test_what_is_saved_stands_where_it_stood_in_the_state(folder):
+def test_dcp_save_keeps_the_paths_of_the_state(folder):
     made, optimizer = trained()
     save({"model": made.state_dict(), "optim": optimizer.state_dict(), "a/b": {"c%": 1}}, SnapshotWriter(folder))
     snapshot = Snapshot(folder)
@@ -67,27 +67,27 @@ def test_what_is_saved_stands_where_it_stood_in_the_state(folder):
     assert told(dict(other.state_dict())) == told(dict(made.state_dict()))
 
 
-def test_numbers_and_tensors_are_stored_without_a_pickle(folder):
+def test_dcp_save_stores_numbers_and_tensors_without_a_pickle(folder):
     save(STATE, SnapshotWriter(folder))
     assert not any(b"PK\x03\x04" in Path(folder, name).read_bytes() for name in left(folder))
     assert [name.rpartition(".")[2] for name in left(folder)] == ["metadata", "snapshot_metadata", "safetensors"]
 
 
-def test_a_state_that_is_no_nested_one_has_its_names_at_the_top(folder):
+def test_dcp_save_of_a_flat_state_dict_has_names_at_the_top(folder):
     state = dict(model().state_dict())
     save({**state, "more": {"x": torch.ones(2)}}, SnapshotWriter(folder), planner=DefaultSavePlanner(False))
     assert set(Snapshot(folder).get_manifest()) == {*(f"0/{name}" for name in state), "0/more", "0/more/x"}
     assert SnapshotReader(folder).read_metadata().planner_data is None
 
 
-def test_tied_tensors_are_stored_once(folder):
+def test_dcp_save_stores_tied_tensors_once(folder):
     weight = torch.rand(1000)
     save({"a": weight, "b": weight, "c": weight.view(10, 100)}, SnapshotWriter(folder))
     entries = Snapshot(folder).get_manifest()
     assert entries["0/a"].byte_range == entries["0/b"].byte_range != entries["0/c"].byte_range
 
 
-def test_objects_that_nothing_else_can_hold_are_pickled_with_a_warning(folder):
+def test_dcp_save_pickles_other_objects_with_a_warning(folder):
     state = {"odd": SimpleNamespace(a=3), "l": [SimpleNamespace(), 2]}
     with pytest.warns(UserWarning, match="stored as pickles.*\n  odd .*\n  l/0"):
         save(state, SnapshotWriter(folder))
@@ -95,7 +95,7 @@ def test_objects_that_nothing_else_can_hold_are_pickled_with_a_warning(folder):
     assert load({"odd": 0, "l": []}, SnapshotReader(folder, allow_pickle=True)) == state
 
 
-def test_bytes_of_which_torch_refuses_to_make_anything_are_kept_as_they_are(folder):
+def test_dcp_save_keeps_bytes_that_torch_cannot_load(folder):
     class Custom(DefaultSavePlanner):
         def transform_object(self, write_item, object):  # noqa: A002 - it is torch's name
             return super().transform_object(write_item, object)
@@ -106,7 +106,7 @@ def test_bytes_of_which_torch_refuses_to_make_anything_are_kept_as_they_are(fold
     assert load({"step": 0}, SnapshotReader(folder)) == {"step": 5}
 
 
-def test_a_large_manifest_lies_in_parts(folder, monkeypatch):
+def test_dcp_save_writes_a_large_manifest_in_parts(folder, monkeypatch):
     monkeypatch.setattr(d, "IN_ONE", 50)
     state = {"t": {f"{i}": torch.full((3,), float(i)) for i in range(100)}}
     save(state, SnapshotWriter(folder))
@@ -143,7 +143,7 @@ class Placed(DefaultSavePlanner):
         ["a", 1.5],
     ],
 )
-def test_a_planners_data_survive_whatever_they_are(folder, planner_data):
+def test_dcp_planner_data_is_saved(folder, planner_data):
     state = {"a": torch.ones(2), "b": [1, 2]}
     save(state, SnapshotWriter(folder), planner=Placed(planner_data))
     read = SnapshotReader(folder).read_metadata()
@@ -153,14 +153,14 @@ def test_a_planners_data_survive_whatever_they_are(folder, planner_data):
     assert Snapshot(folder).verify()
 
 
-def test_a_planners_data_that_are_more_than_values_are_left_out_with_a_warning(folder):
+def test_dcp_planner_data_that_is_not_plain_is_left_out_with_a_warning(folder):
     with pytest.warns(UserWarning, match=r"planner_data \(dict\) is not plain"):
         save({"a": torch.ones(2)}, SnapshotWriter(folder), planner=Placed({"a": torch.ones(1)}))
     assert SnapshotReader(folder).read_metadata().planner_data is None
     assert told(load({"a": torch.zeros(2)}, SnapshotReader(folder))) == told({"a": torch.ones(2)})
 
 
-def test_a_record_of_names_that_makes_no_sense_is_refused(folder):
+def test_dcp_metadata_with_invalid_names_is_refused(folder):
     note = {"items": {"a": "0/nowhere"}}
     for record in (note, {"top": 5}, {"planner_data": {"keys": {"a": 5}}}, {"planner_data": {"entries": {"x": {}}}}):
         Snapshot.take(folder, {"s": StateDict(a=1)}, metadata={names.KEY: record}, overwrite=True)
@@ -168,7 +168,7 @@ def test_a_record_of_names_that_makes_no_sense_is_refused(folder):
             SnapshotReader(folder).read_metadata()
 
 
-def test_a_tensor_of_more_than_the_files_hold_is_refused_before_anyone_makes_one(folder):
+def test_dcp_load_of_a_tensor_larger_than_its_files_is_refused_before_allocating(folder):
     save({"a": torch.ones(3)}, SnapshotWriter(folder))
     document = d.decode_document(Path(folder, d.METADATA).read_bytes(), folder)
     document.manifest["0/a"].shape = (1 << 40,)
@@ -177,7 +177,7 @@ def test_a_tensor_of_more_than_the_files_hold_is_refused_before_anyone_makes_one
         SnapshotReader(folder).read_metadata()
 
 
-def test_a_save_that_begins_before_the_last_one_has_ended_takes_that_back(folder):
+def test_dcp_save_started_before_the_last_one_ended_cancels_that(folder):
     writer = SnapshotWriter(folder)
 
     class Impatient(DefaultSavePlanner):
@@ -193,7 +193,7 @@ def test_a_save_that_begins_before_the_last_one_has_ended_takes_that_back(folder
 # What is read
 
 
-def test_what_was_taken_without_dcp_loads_by_the_names_that_dcp_gives(folder):
+def test_dcp_load_of_a_snapshot_taken_without_dcp(folder):
     made, optimizer = trained()
     state = StateDict(
         step=3, names=["a", "b"], tensors=[torch.ones(2), {"x": 5}], t=(1, torch.ones(1)), empty={}, n={1: 2}
@@ -220,7 +220,7 @@ def test_what_was_taken_without_dcp_loads_by_the_names_that_dcp_gives(folder):
     assert names.items() >= dcp._nested_dict.flatten_state_dict(made_again)[1].items()
 
 
-def test_what_torchs_own_storage_wrote_is_read_too(folder):
+def test_dcp_load_with_snapshot_reader_of_torch_s_own_files(folder):
     made, optimizer = trained()
     state = {"model": dict(made.state_dict()), "optim": optimizer.state_dict(), "step": 3, "tuple": (1, "x")}
     save(state, dcp.FileSystemWriter(folder))
@@ -229,7 +229,7 @@ def test_what_torchs_own_storage_wrote_is_read_too(folder):
     assert told(load(emptied(state), reader)) == told(load(emptied(state), dcp.FileSystemReader(folder)))
 
 
-def test_whoever_names_no_storage_gets_ours_where_it_is_put_in_torchs_place(folder, monkeypatch):
+def test_dcp_save_without_a_storage_uses_snapshot_writer_if_patched_in(folder, monkeypatch):
     monkeypatch.setattr(dcp._storage_utils, "FileSystemWriter", SnapshotWriter)
     monkeypatch.setattr(dcp._storage_utils, "FileSystemReader", SnapshotReader)
     with quiet():
@@ -240,7 +240,7 @@ def test_whoever_names_no_storage_gets_ours_where_it_is_put_in_torchs_place(fold
     assert told(into) == told(STATE)
 
 
-def test_a_bit_that_flipped_is_an_error_unless_nobody_is_to_look(folder):
+def test_dcp_load_finds_a_flipped_bit_unless_verify_is_false(folder):
     state = {"a": torch.rand(100_000)}
     save(state, SnapshotWriter(folder))
     with faulty(on="read_into", path="data/*", flip=4000, times=None):
@@ -250,7 +250,7 @@ def test_a_bit_that_flipped_is_an_error_unless_nobody_is_to_look(folder):
         assert load(emptied(state), SnapshotReader(f"faulty+file://{folder}", verify=False))["a"].any()
 
 
-def test_a_file_that_is_gone_is_found_before_a_tensor_is_touched(folder):
+def test_dcp_load_finds_a_missing_file_before_changing_a_tensor(folder):
     save(STATE, SnapshotWriter(folder))
     os.unlink(f"{folder}/{next(name for name in left(folder) if name.startswith('data'))}")
     into = emptied(STATE)
@@ -258,7 +258,7 @@ def test_a_file_that_is_gone_is_found_before_a_tensor_is_touched(folder):
     assert not into["model"]["w"].any()
 
 
-def test_a_box_of_a_long_tensor_reads_only_its_blocks(folder):
+def test_dcp_load_of_a_box_reads_only_its_blocks(folder):
     state = {"a": torch.rand(1000, 4096)}
     save(state, SnapshotWriter(folder))
 
@@ -277,7 +277,7 @@ def test_a_box_of_a_long_tensor_reads_only_its_blocks(folder):
     assert log.nbytes("read_into", "*.safetensors") <= 1 << 20
 
 
-def test_a_planner_that_asks_for_what_is_not_there_is_told_so(folder):
+def test_dcp_load_of_unknown_items_of_a_planner_is_refused(folder):
     save(STATE, SnapshotWriter(folder))
 
     class Wrong(DefaultLoadPlanner):
@@ -303,7 +303,7 @@ def test_a_planner_that_asks_for_what_is_not_there_is_told_so(folder):
         assert what in str(error)
 
 
-def test_a_reader_that_other_metadata_are_given_looks_for_itself(folder):
+def test_dcp_snapshot_reader_given_other_metadata_reads_its_own(folder):
     save(STATE, SnapshotWriter(folder))
     other = SnapshotReader(folder).read_metadata()
     reader = SnapshotReader(folder)
@@ -316,7 +316,7 @@ def test_a_reader_that_other_metadata_are_given_looks_for_itself(folder):
 
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("on", ["put", "create", "write", "finish", "stat", "commit"])
-def test_a_storage_that_fails_at_any_step_leaves_nothing(folder, on, before):
+def test_dcp_save_on_a_failing_storage_leaves_no_files(folder, on, before):
     if before:
         save(STATE, SnapshotWriter(folder))
     held = left(folder)
@@ -329,7 +329,7 @@ def test_a_storage_that_fails_at_any_step_leaves_nothing(folder, on, before):
     assert set(Snapshot(folder).get_manifest()) == {"0/b"}
 
 
-def test_a_save_that_is_not_finished_is_taken_back_when_its_writer_goes(folder):
+def test_dcp_save_that_is_not_finished_is_undone_when_its_writer_is_deleted(folder):
     class Late(DefaultSavePlanner):
         def finish_plan(self, new_plan):
             raise OSError("planned")
@@ -356,7 +356,7 @@ def _telling(close, done):
     return closed
 
 
-def test_a_commit_that_another_save_was_faster_with_loses_nothing(folder):
+def test_dcp_save_raises_if_another_save_committed_first(folder):
     writer = SnapshotWriter(folder)
 
     class Racing(DefaultSavePlanner):
@@ -370,7 +370,7 @@ def test_a_commit_that_another_save_was_faster_with_loses_nothing(folder):
     assert len(left(folder)) == 3
 
 
-def test_a_writer_without_a_path_or_a_plan_says_what_it_lacks(folder, caplog):
+def test_dcp_snapshot_writer_without_a_path_or_plan_raises(folder, caplog):
     with pytest.raises(CheckpointException, match="no path"):
         save(STATE, SnapshotWriter())
     with pytest.raises(CheckpointException, match="AssertionError" if HIDES_ERRORS else "no path"):
@@ -385,7 +385,7 @@ def test_a_writer_without_a_path_or_a_plan_says_what_it_lacks(folder, caplog):
 # What it is
 
 
-def test_writer_and_reader_are_configuration_that_can_be_sent(folder):
+def test_dcp_snapshot_writer_and_reader_can_be_pickled(folder):
     writer = pickle.loads(pickle.dumps(SnapshotWriter(folder, overwrite=False, durable=False, storage_options={})))
     save(STATE, writer)
     assert (writer.overwrite, writer.durable, writer.checkpoint_id) == (False, False, folder)
@@ -397,7 +397,7 @@ def test_writer_and_reader_are_configuration_that_can_be_sent(folder):
     assert repr(SnapshotReader("s3://key:secret@bucket")) == "SnapshotReader('s3://key:***@bucket')"
 
 
-def test_any_storage_that_is_known_can_be_named():
+def test_dcp_validate_checkpoint_id_accepts_known_storages():
     for kind in (SnapshotWriter, SnapshotReader):
         assert kind.validate_checkpoint_id("memory://x")
         assert kind.validate_checkpoint_id("relative/path")
@@ -407,7 +407,7 @@ def test_any_storage_that_is_known_can_be_named():
     assert told(load(emptied(STATE), SnapshotReader(), checkpoint_id="memory://dcp/any")) == told(STATE)
 
 
-def test_what_ranks_tell_is_short_text():
+def test_dcp_write_results_of_ranks_are_small():
     state = {f"t{i}": torch.ones(2) for i in range(1000)}
     told_of = []
 
@@ -428,7 +428,7 @@ class Copying(DefaultSavePlanner):
         return object.clone() if isinstance(object, torch.Tensor) else super().transform_object(write_item, object)
 
 
-def test_what_a_planner_makes_is_asked_for_in_portions(folder):
+def test_dcp_save_requests_planner_tensors_in_portions(folder):
     alive, most = weakref.WeakSet(), []
     state = {f"t{i}": torch.full((1 << 18,), float(i)) for i in range(16)}
 
@@ -463,7 +463,7 @@ class Split(Copying):
 
 
 @pytest.mark.parametrize("budget", [1 << 18, 1 << 26])
-def test_shards_of_one_tensor_come_together_whatever_portions_they_are_written_in(folder, budget):
+def test_dcp_save_joins_shards_written_in_different_portions(folder, budget):
     state = {"w": torch.rand(6, 1 << 16)}
     save(state, SnapshotWriter(folder, memory_budget_bytes=budget), planner=Split())
     entry = Snapshot(folder).get_manifest()["0/w"]
@@ -473,7 +473,7 @@ def test_shards_of_one_tensor_come_together_whatever_portions_they_are_written_i
     assert told(load(emptied(state), SnapshotReader(folder))) == told(state)
 
 
-def test_a_tool_that_looks_for_dcp_s_metadata_gets_a_loud_answer(tmp_path):
+def test_dcp_metadata_file_in_a_snapshot_explains_the_format(tmp_path):
     """Trainers begin anew where there is no `.metadata`: so there is one, which says what is there."""
     path = tmp_path / "step-1"
     save({"w": torch.ones(3)}, SnapshotWriter(path))
@@ -491,7 +491,7 @@ def test_a_tool_that_looks_for_dcp_s_metadata_gets_a_loud_answer(tmp_path):
     assert not path.exists()
 
 
-def test_a_notice_without_its_snapshot_is_no_checkpoint(tmp_path):
+def test_dcp_metadata_file_without_a_snapshot_is_no_checkpoint(tmp_path):
     path = tmp_path / "step-1"
     save({"w": torch.ones(3)}, SnapshotWriter(path))
     (path / ".snapshot_metadata").unlink()
@@ -502,13 +502,13 @@ def test_a_notice_without_its_snapshot_is_no_checkpoint(tmp_path):
     assert Snapshot(path).verify()
 
 
-def test_a_real_dcp_checkpoint_is_still_refused_as_a_target(tmp_path):
+def test_dcp_checkpoint_of_torch_is_refused_as_a_take_path(tmp_path):
     save({"w": torch.ones(3)}, dcp.FileSystemWriter(tmp_path / "dcp"))
     with pytest.raises(SnapshotExistsError, match=r"holds a checkpoint of torch\.distributed\.checkpoint"):
         Snapshot.take(tmp_path / "dcp", {"s": StateDict(w=torch.ones(1))}, overwrite=True)
 
 
-def test_the_arguments_of_torch_s_writer_are_taken(tmp_path, caplog):
+def test_dcp_snapshot_writer_accepts_the_arguments_of_file_system_writer(tmp_path, caplog):
     with caplog.at_level("INFO", "snapshot"):
         writer = SnapshotWriter(
             tmp_path / "a", thread_count=16, single_file_per_rank=False, sync_files=False, per_thread_copy_ahead=5,
@@ -537,7 +537,7 @@ class Settings:
     weight: torch.Tensor
 
 
-def test_a_dataclass_of_a_snapshot_is_one_object_to_dcp(folder):
+def test_dcp_load_of_a_dataclass_is_one_object(folder):
     held = {"c": Settings(0.5, torch.ones(2)), "l": [Settings(1.0, torch.zeros(1)), 3], "w": torch.ones(3)}
     Snapshot.take(folder, {"s": StateDict(held)})
     made = {"s": {"c": 0, "l": [0], "w": torch.zeros(3)}}

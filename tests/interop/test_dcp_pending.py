@@ -55,7 +55,7 @@ def expect_one(folder, value):
 
 
 @pytest.mark.parametrize("verb", ["take", "convert", "copy"])
-def test_a_pending_save_is_spared(tmp_path, verb):
+def test_dcp_save_pending_is_kept_by_another_take_convert_or_copy(tmp_path, verb):
     folder = tmp_path / "s"
     take(folder, 0)
     take(tmp_path / "other", 1)
@@ -77,7 +77,7 @@ def test_a_pending_save_is_spared(tmp_path, verb):
     assert not pending_saves()
 
 
-def test_the_next_save_takes_the_place_of_one_that_may_have_ended(tmp_path):
+def test_dcp_save_replaces_one_that_may_have_ended(tmp_path):
     """DCP tells a writer nothing when another rank has failed: its claim would stay."""
     folder = tmp_path / "s"
     with pytest.raises(CheckpointException) as raised:
@@ -93,7 +93,7 @@ def test_the_next_save_takes_the_place_of_one_that_may_have_ended(tmp_path):
 
 
 @pytest.mark.parametrize("verb", ["convert", "copy"])
-def test_a_pending_copy_is_spared(tmp_path, verb):
+def test_pending_copy_and_convert_are_kept_by_a_dcp_save(tmp_path, verb):
     folder = tmp_path / "s"
     take(folder, 0)
     take(tmp_path / "other", 2)
@@ -110,7 +110,7 @@ def test_a_pending_copy_is_spared(tmp_path, verb):
     expect_one(folder, 1)
 
 
-def test_a_save_that_was_given_up_is_spared_no_longer(tmp_path):
+def test_dcp_save_that_was_abandoned_is_no_longer_kept(tmp_path):
     class Late(DefaultSavePlanner):
         def finish_plan(self, new_plan):
             raise OSError("planned")

@@ -238,7 +238,7 @@ def work(number, folder):
 
 
 @pytest.mark.parametrize("number", range(len(USAGES)), ids=lambda number: USAGES[number].__name__)
-def test_the_same_comes_of_it_as_with_torchs_own_storage(number, two, folder):
+def test_dcp_on_two_ranks_equals_torch_s_own_storage(number, two, folder):
     for theirs, ours in two.run(work, number, folder, timeout=100):
         assert ours == theirs
         if USAGES[number] is a_missing_key:
@@ -254,7 +254,7 @@ def saved(folder, **options):
     )
 
 
-def test_what_two_ranks_saved_is_one_snapshot_that_anyone_reads(two, folder):
+def test_dcp_save_of_two_ranks_is_one_snapshot(two, folder):
     two.run(saved, folder)
     snapshot = Snapshot(folder)
     assert snapshot.verify()
@@ -277,7 +277,7 @@ def taken(folder):
     return told(load({"model": like(state)}, SnapshotReader(folder))) == told({"model": state})
 
 
-def test_what_several_ranks_took_loads_on_each_of_them(two, folder):
+def test_dcp_load_on_ranks_of_a_snapshot_taken_by_several(two, folder):
     assert two.run(taken, folder) == [True, True]
 
 
@@ -295,7 +295,7 @@ def left(folder):
 @pytest.mark.parametrize("where", ["write", "plan"])
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("before", [False, True])
-def test_a_rank_that_fails_leaves_nothing_and_the_old_snapshot_whole(two, folder, rank, where, before):
+def test_dcp_save_failing_on_one_rank_keeps_the_old_snapshot(two, folder, rank, where, before):
     if before:
         two.run(saved, folder)
     held = left(folder)
@@ -315,7 +315,7 @@ def apart(folder):
         save({"w": spread(torch.ones(7, 5))}, SnapshotWriter(f"{folder}/{dist.get_rank()}"))
 
 
-def test_ranks_that_give_different_paths_are_told_so(two, folder):
+def test_dcp_save_with_different_paths_per_rank_is_refused(two, folder):
     two.run(apart, folder)
     assert left(folder) == []
 
@@ -326,7 +326,7 @@ def shadow(folder):
         save({"a": torch.ones(2)}, SnapshotWriter(folder), use_collectives=False)
 
 
-def test_what_ranks_save_alone_does_not_hide_behind_what_all_saved(two, folder):
+def test_dcp_save_of_one_rank_alone_is_not_hidden_by_values_of_all(two, folder):
     two.run(shadow, folder)
 
 
@@ -342,7 +342,7 @@ def in_process(folder):
 
 
 @pytest.mark.skipif(not hasattr(dcp.state_dict_saver, "AsyncCheckpointerType"), reason="this torch has no such type")
-def test_a_process_that_saves(two, folder):
+def test_dcp_async_save_in_a_process(two, folder):
     assert two.run(in_process, folder, timeout=110) == [2, 2]
     assert Snapshot(folder).verify()
     two.restart()  # each has a process of its own now
@@ -361,5 +361,5 @@ def switching(folder, order):
 
 
 @pytest.mark.parametrize("order", ["torch snapshot torch snapshot snapshot", "snapshot torch snapshot torch torch"])
-def test_writers_may_take_turns_with_planners_that_keep_plans(two, folder, order):
+def test_dcp_snapshot_writer_alternates_with_torch_and_cached_plans(two, folder, order):
     two.run(switching, folder, order)

@@ -329,7 +329,7 @@ def metadata(system, where):
 
 
 @pytest.mark.parametrize("work", USAGES, ids=lambda work: work.__name__)
-def test_the_same_comes_of_it_as_with_torchs_own_storage(work, tmp_path):
+def test_dcp_usages_equal_torch_s_own_storage(work, tmp_path):
     theirs = outcome(work, Theirs(), tmp_path)
     ours = outcome(work, Ours(), tmp_path)
     if ours[0] == "raised" and theirs[0] == "returned":

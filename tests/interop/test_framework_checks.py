@@ -40,7 +40,7 @@ class Engine:
     def run(self, *arguments, **options): ...
 
 
-def test_functions_with_the_known_parameters_are_accepted():
+def test_expect_parameters_accepts_the_known_parameters():
     expect_parameters(Engine, {"save": ("path", "step"), "build": ("count",), "run": ()}, "engine 1")
     expect_parameters(types.SimpleNamespace(run=lambda path: None, __name__="engine"), {"run": ("path",)}, "engine 1")
 
@@ -57,12 +57,12 @@ def test_functions_with_the_known_parameters_are_accepted():
         ),
     ],
 )
-def test_other_functions_are_an_error_by_name(methods, message):
+def test_expect_parameters_refuses_other_functions(methods, message):
     with pytest.raises(SnapshotError, match=message):
         expect_parameters(Engine, methods, "e 1")
 
 
-def test_frameworks_without_the_classes_that_are_replaced_are_an_error_by_name(monkeypatch):
+def test_framework_without_the_replaced_classes_is_refused(monkeypatch):
     with pytest.raises(SnapshotError, match=r"Engine of this version of nemo_automodel has no method _do_save"):
         automodel.use_snapshots(Engine)
     for name in ("torchtune", "torchtune.training", "torchtune.training.checkpointing"):
@@ -74,7 +74,7 @@ def test_frameworks_without_the_classes_that_are_replaced_are_an_error_by_name(m
 
 
 @pytest.mark.parametrize("name", [["save"], {"a": 1}, None, "other"])
-def test_a_member_of_another_name_is_damage(name):
+def test_build_objects_refuses_an_unknown_enum_member(name):
     saved = SavedObject("Enum", "Stage", {"name": name})
     with pytest.raises(CorruptSnapshotError, match=r"file/x: .* is not an object of a class that is known here"):
         build_objects({"x": saved}, "file", lambda _: Enum("Stage", ["save"]))
@@ -87,7 +87,7 @@ def make_adapter(*trained):
     return TrainableState(model)
 
 
-def test_a_trained_parameter_that_the_snapshot_lacks_is_an_error(tmp_path):
+def test_trainable_state_parameter_missing_in_the_snapshot_is_an_error(tmp_path):
     saved, same = make_adapter("one"), make_adapter("one")
     Snapshot.take(tmp_path, {"model": saved})
     Snapshot(tmp_path).restore({"model": same})
@@ -99,7 +99,7 @@ def test_a_trained_parameter_that_the_snapshot_lacks_is_an_error(tmp_path):
 
 
 @given(st.data())
-def test_boxes_are_those_of_torch_chunk_and_form_the_tensor_once(data):
+def test_framework_boxes_are_those_of_torch_chunk(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
     mesh = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     dims = tuple(data.draw(st.one_of(st.none(), st.integers(0, len(shape) - 1))) for _ in mesh)
@@ -126,7 +126,7 @@ def test_boxes_are_those_of_torch_chunk_and_form_the_tensor_once(data):
 
 
 @given(st.lists(st.integers(0, 1000), max_size=50), st.integers(1, 5))
-def test_shares_are_balanced(sizes, world):
+def test_framework_shares_are_balanced(sizes, world):
     shares, loads = Shares(world), [0] * world
     for size in sizes:
         loads[shares.choose(size)] += size
@@ -134,7 +134,7 @@ def test_shares_are_balanced(sizes, world):
     assert Shares(4).choose(1, (2, 3)) == 2
 
 
-def test_a_folder_in_memory_belongs_to_this_user_alone(tmp_path, monkeypatch):
+def test_weight_reader_memory_folder_is_private(tmp_path, monkeypatch):
     monkeypatch.setattr(weight_sync, "MEMORY", str(tmp_path))
     WeightReader("memory://weights/one").close()
     assert [*tmp_path.iterdir()] == []
@@ -152,7 +152,7 @@ def test_a_folder_in_memory_belongs_to_this_user_alone(tmp_path, monkeypatch):
         WeightReader("memory://weights/one")
 
 
-def test_opened_tensors_outlive_the_version(tmp_path):
+def test_weight_reader_tensors_outlive_their_version(tmp_path):
     publisher = Publisher(tmp_path / "store", full_every=1)
     reader = WeightReader(str(tmp_path / "store"), str(tmp_path / "local"))
     with pytest.raises(SnapshotNotFoundError, match="no version was pulled yet"):
@@ -167,7 +167,7 @@ def test_opened_tensors_outlive_the_version(tmp_path):
     assert found["b"].shape == (0, 3)
 
 
-def test_vllm_finds_the_plug_in_by_an_entry_point():
+def test_vllm_plugin_is_registered_as_an_entry_point():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     module, _, function = project["entry-points"]["vllm.general_plugins"]["snapshot"].partition(":")
     register = getattr(__import__(module, fromlist=[function]), function)

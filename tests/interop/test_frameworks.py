@@ -12,7 +12,7 @@ pytestmark = pytest.mark.libraries
 
 @pytest.mark.parametrize("script", NEEDED)
 @pytest.mark.timeout(900)
-def test_a_framework_saves_and_resumes_with_snapshots(script):
+def test_interop_frameworks_save_and_resume_with_snapshots(script):
     run_script(script, "not slow")
 
 
@@ -20,7 +20,7 @@ def test_a_framework_saves_and_resumes_with_snapshots(script):
     ("adapter", "package"),
     [("deepspeed", "deepspeed"), ("ray", "ray"), ("megatron_bridge", "megatron"), ("automodel", "nemo_automodel")],
 )
-def test_an_adapter_imports_no_framework_until_it_is_needed(warm, adapter, package):
+def test_interop_adapter_does_not_import_its_framework(warm, adapter, package):
     shown = warm.run(f"""
 import sys
 import snapshot.interop.{adapter}

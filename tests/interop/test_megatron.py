@@ -87,7 +87,7 @@ def _other_splits(path, saved, others):
 
 
 @pytest.mark.parametrize("saved", [{"tensor": 2}, {"pipeline": 2}, {"data": 2}])
-def test_what_one_split_saved_every_other_restores(two, tmp_path, saved):
+def test_megatron_state_restores_into_every_other_split(two, tmp_path, saved):
     others = [{"tensor": 2}, {"pipeline": 2}, {"data": 2}]
     two.run(_other_splits, str(tmp_path / "s"), saved, others)
     snapshot = Snapshot(tmp_path / "s")
@@ -110,7 +110,7 @@ def _one_rank_saves(path):
         restored(path, Split(**other, rank=dist.get_rank()))
 
 
-def test_what_one_rank_saved_two_restore(two, tmp_path):
+def test_megatron_state_of_one_rank_restores_on_two(two, tmp_path):
     two.run(_one_rank_saves, str(tmp_path / "s"))
 
 
@@ -131,7 +131,7 @@ def _in_place(path):
     same(stateful.loaded, unwrapped({**sharded(split)[0], "iteration": 8}))
 
 
-def test_tensors_are_restored_in_place_and_taken_again(two, tmp_path):
+def test_megatron_state_restores_tensors_in_place(two, tmp_path):
     two.run(_in_place, str(tmp_path / "s"))
 
 
@@ -159,7 +159,7 @@ def _against_megatron(folder, saved, wanted):
         ({"tensor": 2, "padded": 14}, {"tensor": 2, "padded": 40}),  # so that the second rank has only padding
     ],
 )
-def test_a_restore_gives_what_megatrons_own_load_gives(two, tmp_path, saved, wanted):
+def test_megatron_state_restore_equals_megatron_s_own_load(two, tmp_path, saved, wanted):
     two.run(_against_megatron, str(tmp_path), saved, wanted)
 
 
@@ -172,7 +172,7 @@ def _from_megatrons(folder, wanted):
 
 
 @pytest.mark.parametrize("wanted", [{"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "padded": 20}])
-def test_a_directory_of_megatrons_own_is_restored_as_megatron_loads_it(two, tmp_path, wanted):
+def test_megatron_directory_restores_like_megatron_s_own_load(two, tmp_path, wanted):
     two.run(_from_megatrons, str(tmp_path / "theirs"), wanted)
 
 
@@ -185,7 +185,7 @@ def _converted(folder):
     restored(f"{folder}-ours", Split(tensor=2, rank=rank))
 
 
-def test_a_directory_of_megatrons_own_is_restored_from_what_it_was_converted_to(two, tmp_path):
+def test_megatron_directory_restores_from_its_conversion(two, tmp_path):
     two.run(_converted, str(tmp_path / "theirs"))
 
 
@@ -201,7 +201,7 @@ def _nothing_common(folder):
     assert stateful.loaded == {"o": [5]} == load(state(None), folder)
 
 
-def test_a_directory_with_objects_alone_is_restored_as_megatron_loads_it(two, tmp_path):
+def test_megatron_directory_with_only_objects_restores(two, tmp_path):
     two.run(_nothing_common, str(tmp_path / "theirs"))
 
 
@@ -212,7 +212,7 @@ def _all_but_one_object(folder):
     assert stateful.loaded["plain"] == {"dict": {"a": 1}, "list": ["here"], "one": [[7]], "int": 5, "none": None}
 
 
-def test_a_list_that_is_not_asked_for_stays_what_it_was(two, tmp_path):
+def test_megatron_directory_list_that_is_not_selected_is_unchanged(two, tmp_path):
     two.run(_all_but_one_object, str(tmp_path / "theirs"))
 
 
@@ -233,7 +233,7 @@ def _planned(path):
     return plan.bytes_per_rank
 
 
-def test_a_plan_is_made_once_and_written_asynchronously_with_nothing_to_poll(two, tmp_path):
+def test_megatron_state_plan_is_reused_for_async_take(two, tmp_path):
     loads = two.run(_planned, str(tmp_path / "s"))
     assert loads[0] == loads[1]
     assert Snapshot(tmp_path / "s-0").verify()
@@ -249,7 +249,7 @@ def _unfit(path):
     Snapshot.take(path, {"megatron": MegatronState(changed)}, plan=plan)
 
 
-def test_a_plan_that_does_not_fit_any_more_is_an_error_on_all_ranks(two, tmp_path):
+def test_megatron_state_plan_that_no_longer_fits_raises_on_all_ranks(two, tmp_path):
     first, second = two.outcomes(_unfit, str(tmp_path / "s"))
     assert isinstance(first, SnapshotError)
     assert isinstance(second, SnapshotError | ValueError)
@@ -263,7 +263,7 @@ def _other_plan(path):
     Snapshot.take(path, {"megatron": other}, plan=plan)
 
 
-def test_a_plan_for_another_dtype_says_so(two, tmp_path):
+def test_megatron_state_plan_for_another_dtype_is_refused(two, tmp_path):
     outcomes = two.outcomes(_other_plan, str(tmp_path / "s"))
     assert any("the plan must be for the same names, shapes, dtypes" in str(error) for error in outcomes)
     assert all(isinstance(error, ValueError | RankError) for error in outcomes)
@@ -277,7 +277,7 @@ def _no_main_replica(path):
     Snapshot.take(path, {"megatron": MegatronState({"weight": part})})
 
 
-def test_a_tensor_whose_main_replica_nobody_has_is_an_error_not_a_loss(two, tmp_path):
+def test_megatron_state_tensor_without_a_main_replica_is_refused(two, tmp_path):
     for error in two.outcomes(_no_main_replica, str(tmp_path / "s")):
         assert isinstance(error, SnapshotError)
         assert "megatron/weight: the parts with replica=0 have 0 of 3 elements" in str(error)
@@ -289,7 +289,7 @@ def _two_mains(path):
     Snapshot.take(path, {"m": MegatronState({"rng": ShardedObject("rng", {"of": dist.get_rank()}, (1,), (0,))})})
 
 
-def test_an_object_of_which_two_ranks_have_the_main_replica_is_an_error(two, tmp_path):
+def test_megatron_state_object_with_two_main_replicas_is_refused(two, tmp_path):
     for error in two.outcomes(_two_mains, str(tmp_path / "s")):
         assert isinstance(error, SnapshotError)
         assert "m/rng%2Fshard_0_1/of" in str(error)
@@ -319,7 +319,7 @@ def _names_differ(path):
     return [str(line) for line in report.lines]
 
 
-def test_names_that_are_missing_are_all_named_and_may_be_renamed(two, tmp_path):
+def test_megatron_state_missing_names_are_listed_and_can_be_renamed(two, tmp_path):
     for rank, lines in enumerate(two.run(_names_differ, str(tmp_path / "s"))):
         assert any(f"m/rng%2Fshard_{rank}_3: the application has no such name" in line for line in lines), lines
 
@@ -349,7 +349,7 @@ def _odd_structures(path):
         Snapshot(path).restore({"m": MegatronState(shorter)})
 
 
-def test_lists_that_mix_tensors_and_values_empty_containers_and_other_keys_come_back(two, tmp_path):
+def test_megatron_state_mixed_lists_and_empty_containers_are_restored(two, tmp_path):
     two.run(_odd_structures, str(tmp_path / "s"))
 
 
@@ -373,7 +373,7 @@ def _parts_of_it(path):
     same(stateful.loaded["model"]["layers.1.out.weight"], unwrapped(sharded(split)[0])["model"]["layers.1.out.weight"])
 
 
-def test_a_part_may_be_restored_and_content_metadata_kept(two, tmp_path):
+def test_megatron_state_select_restores_a_part_and_keeps_content_metadata(two, tmp_path):
     two.run(_parts_of_it, str(tmp_path / "s"))
 
 
@@ -392,11 +392,11 @@ def _without_data(path):
     same(stateful.loaded, unwrapped(state))
 
 
-def test_tensors_without_data_are_given_memory_by_a_restore_and_refused_by_a_take(two, tmp_path):
+def test_megatron_state_tensors_without_data_are_allocated_by_restore(two, tmp_path):
     two.run(_without_data, str(tmp_path / "s"))
 
 
-def test_megatron_is_not_imported_for_a_state_dict_without_its_objects(warm):
+def test_megatron_is_not_imported_for_a_plain_state_dict(warm):
     script = """
 import sys
 from snapshot import Snapshot

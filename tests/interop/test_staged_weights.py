@@ -17,7 +17,7 @@ def save(tensors, path):
     safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
 
 
-def test_the_file_has_the_values_of_the_call(tmp_path):
+def test_staged_weights_write_the_values_of_the_capture(tmp_path):
     weights = StagedWeights()
     live = {"w": torch.zeros(3, requires_grad=True), "half": torch.zeros(2, 2, dtype=torch.bfloat16)}
     for step in range(3):
@@ -37,7 +37,7 @@ def test_the_file_has_the_values_of_the_call(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"]
 
 
-def test_memory_is_used_again_and_replaced_by_shape_and_dtype(tmp_path):
+def test_staged_weights_reuse_memory_by_shape_and_dtype(tmp_path):
     weights = StagedWeights()
 
     def stage(*tensors):
@@ -55,7 +55,7 @@ def test_memory_is_used_again_and_replaced_by_shape_and_dtype(tmp_path):
     stage(torch.ones(5, dtype=torch.int32), torch.ones(2, 3))
 
 
-def test_what_was_captured_before_an_error_is_dropped(tmp_path):
+def test_staged_weights_captured_before_an_error_are_dropped(tmp_path):
     weights = StagedWeights()
 
     def fail():
@@ -72,7 +72,7 @@ def test_what_was_captured_before_an_error_is_dropped(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["second"]
 
 
-def test_other_threads_write_at_once_and_capture_one_after_the_other(tmp_path):
+def test_staged_weights_capture_in_one_thread_at_a_time(tmp_path):
     def capture(name, value):
         weights = StagedWeights()
         for _ in range(50):
@@ -100,7 +100,7 @@ def test_other_threads_write_at_once_and_capture_one_after_the_other(tmp_path):
         assert load_file(tmp_path / str(value))["w"].eq(value).all()
 
 
-def test_a_file_that_cannot_be_written_is_named(tmp_path):
+def test_staged_weights_name_a_file_that_cannot_be_written(tmp_path):
     weights = StagedWeights()
     with weights.capture():
         save({"w": torch.ones(1)}, tmp_path / "folder" / "model.safetensors")

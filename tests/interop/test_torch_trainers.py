@@ -30,13 +30,13 @@ def run(trainer, script, *arguments):
 
 @pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem", "dcp"])
 @pytest.mark.parametrize("version", ["0.2.0", "0.3.0"])
-def test_torchtitan_s_manager_finds_and_resumes_snapshots(tmp_path, version, mode):
+def test_torchtitan_checkpoint_manager_finds_and_resumes_snapshots(tmp_path, version, mode):
     ended = run(f"torchtitan-{version}", "on_torchtitan.py", tmp_path, mode)
     assert ended.returncode == 0, ended.stderr[-4000:]
 
 
 @pytest.mark.parametrize("mode", ["manager-disabled", "manager-async", "manager-async_with_pinned_mem"])
-def test_torchtitan_s_configuration_takes_the_manager(tmp_path, mode):
+def test_torchtitan_configuration_accepts_the_manager(tmp_path, mode):
     ended = run("torchtitan-0.3.0", "on_torchtitan.py", tmp_path, mode)
     assert ended.returncode == 0, ended.stderr[-4000:]
 
@@ -46,29 +46,29 @@ def test_torchft_s_own_test_of_transports_passes():
     assert ended.returncode == 0, ended.stderr[-4000:]
 
 
-def test_verl_s_workers_receive_published_weights():
+def test_verl_workers_receive_published_weights():
     ended = run("verl-0.9.1", "on_verl.py")
     assert ended.returncode == 0, ended.stderr[-4000:]
 
 
-def test_verl_s_manager_saves_and_resumes_snapshots():
+def test_verl_checkpoint_manager_saves_and_resumes_snapshots():
     ended = run("verl-0.9.1", "on_verl_manager.py")
     assert ended.returncode == 0, ended.stderr[-4000:]
 
 
 @pytest.mark.parametrize("version", ["0.3.0", "0.4.0"])
-def test_skyrl_s_strategy_saves_and_resumes_snapshots(version):
+def test_skyrl_strategy_saves_and_resumes_snapshots(version):
     ended = run(f"skyrl-{version}", "on_skyrl.py")
     assert ended.returncode == 0, ended.stderr[-4000:]
 
 
 @pytest.mark.timeout(300)
-def test_trl_s_trainers_save_and_resume_snapshots():
+def test_trl_trainers_save_and_resume_snapshots():
     ended = run("trl-1.16.0/site-packages", "on_trl.py")
     assert ended.returncode == 0, ended.stderr[-4000:]
 
 
-def test_vllm_s_workers_load_published_weights(warm):
+def test_vllm_workers_load_published_weights(warm):
     """With the contract that `vllm_contract` has: vLLM itself needs an accelerator."""
     script = (
         f"import pytest, sys\nsys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', {str(HERE / 'on_vllm.py')!r}]))"
@@ -76,13 +76,13 @@ def test_vllm_s_workers_load_published_weights(warm):
     assert " passed" in warm.run(script)
 
 
-def test_torchtune_s_checkpointer_finds_and_loads_snapshots(tmp_path):
+def test_torchtune_checkpointer_finds_and_loads_snapshots(tmp_path):
     ended = run("torchtune-0.6.1", "on_torchtune.py", tmp_path)
     assert ended.returncode == 0, ended.stderr[-4000:]
 
 
 @pytest.mark.timeout(300)
-def test_torchtune_s_recipe_resumes_by_the_script_of_its_page(tmp_path):
+def test_torchtune_recipe_resumes_as_documented(tmp_path):
     losses = []
     for changes in ([], ["resume_from_checkpoint=True"]):
         ended = run("torchtune-0.6.1", "on_torchtune_recipe.py", tmp_path, *changes)

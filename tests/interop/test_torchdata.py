@@ -22,7 +22,7 @@ def flat(lists):
     [(0, 0), pytest.param(2, 0, marks=pytest.mark.slow), pytest.param(0, 2, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("stateful", [True, False])
-def test_every_sample_is_seen_once_on_any_number_of_replicas(four, two, folder, workers, then, stateful):
+def test_loader_state_on_any_number_of_replicas_yields_each_sample_once(four, two, folder, workers, then, stateful):
     options = {"stateful": stateful, "dataset": loaders.Counted}
     seen = four.run(loaders.begin_map, f"{folder}/s", 2, 96, 4, workers, options, timeout=60)[0]
     assert len(flat(seen)) == 32
@@ -35,14 +35,14 @@ def test_every_sample_is_seen_once_on_any_number_of_replicas(four, two, folder, 
     assert rest[0] == loaders.numbers(whole)[16:]
 
 
-def test_more_replicas_than_before(two, four, folder):
+def test_loader_state_on_more_replicas(two, four, folder):
     seen = two.run(loaders.begin_map, f"{folder}/s", 3, 64, 4, 0, {})[0]
     rest, _, _ = four.run(loaders.continue_map, f"{folder}/s", 64, 2, 0, "raise", {})[0]
     assert sorted(flat(seen) + flat(rest)) == list(range(64))
 
 
 @pytest.mark.parametrize("remainder", ["raise", "repeat", "skip"])
-def test_a_remainder_is_an_error_or_repeated_or_skipped(two, four, folder, remainder):
+def test_loader_state_remainder_raises_repeats_or_skips(two, four, folder, remainder):
     seen = flat(two.run(loaders.begin_map, f"{folder}/s", 3, 64, 3, 0, {})[0])
     found = four.run(loaders.continue_map, f"{folder}/s", 64, 2, 0, remainder, {})[0]
     if remainder == "raise":
@@ -61,7 +61,7 @@ def test_a_remainder_is_an_error_or_repeated_or_skipped(two, four, folder, remai
         assert len(seen) + len(rest) == 62
 
 
-def test_an_epoch_that_ended_stays_ended(two, four, folder):
+def test_loader_state_after_an_epoch_stays_at_its_end(two, four, folder):
     seen = two.run(loaders.begin_map, f"{folder}/s", 8, 64, 4, 0, {})[0]
     assert sorted(flat(seen)) == list(range(64))
     rest, _, _ = four.run(loaders.continue_map, f"{folder}/s", 64, 4, 0, "raise", {})[0]
@@ -72,7 +72,7 @@ def test_an_epoch_that_ended_stays_ended(two, four, folder):
 @pytest.mark.parametrize("batch", [4, None])
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("stateful", [True, False])
-def test_after_the_end_of_an_epoch_the_next_one_is_whole(workers, then, batch, replicas, stateful):
+def test_loader_state_after_an_epoch_starts_a_whole_one(workers, then, batch, replicas, stateful):
     """torchdata's own state of a StatefulDistributedSampler without workers skips the next epoch."""
     states = []
     for replica in range(replicas):
@@ -85,7 +85,7 @@ def test_after_the_end_of_an_epoch_the_next_one_is_whole(workers, then, batch, r
         assert sorted(loaders.numbers(again.loader)) == list(range(24))
 
 
-def test_the_end_of_an_epoch_with_a_sampler_of_another_library_needs_the_same_workers():
+def test_loader_state_after_an_epoch_with_a_foreign_sampler_needs_equal_workers():
     class Own(list):
         """A batch sampler."""
 
@@ -99,7 +99,7 @@ def test_the_end_of_an_epoch_with_a_sampler_of_another_library_needs_the_same_wo
 
 
 @pytest.mark.parametrize("change", ["length", "seed"])
-def test_another_order_of_samples_is_an_error(two, four, folder, change):
+def test_loader_state_with_another_length_or_seed_is_refused(two, four, folder, change):
     two.run(loaders.begin_map, f"{folder}/s", 2, 64, 4, 0, {})
     length, options = (60, {}) if change == "length" else (64, {"seed": 6})
     text, _, _ = four.run(loaders.continue_map, f"{folder}/s", length, 4, 0, "raise", options)[0]
@@ -110,26 +110,26 @@ def test_another_order_of_samples_is_an_error(two, four, folder, change):
     ("workers", "then"),
     [(0, 0), pytest.param(2, 0, marks=pytest.mark.slow), pytest.param(0, 2, marks=pytest.mark.slow)],
 )
-def test_an_iterable_dataset_redistributes_its_shards(four, two, folder, workers, then):
+def test_loader_state_of_an_iterable_dataset_redistributes_its_shards(four, two, folder, workers, then):
     seen = four.run(loaders.begin_stripes, f"{folder}/s", 2, 16, 5, 2, workers, timeout=60)[0]
     rest = two.run(loaders.continue_stripes, f"{folder}/s", 16, 5, 3, then, timeout=60)[0]
     assert sorted(flat(seen) + flat(rest)) == sorted(1000 * s + n for s in range(16) for n in range(5))
 
 
-def test_an_iterable_dataset_that_cannot_redistribute_is_an_error(four, two, folder):
+def test_loader_state_of_an_iterable_dataset_without_redistribution_is_refused(four, two, folder):
     four.run(loaders.begin_stripes, f"{folder}/s", 2, 16, 5, 2, 0)
     text = two.run(loaders.continue_stripes, f"{folder}/s", 16, 5, 3, 0, loaders.Fixed)[0]
     assert "the data of 4 replicas cannot be redistributed over 2: use a map-style dataset" in text
 
 
-def test_ranks_of_a_group_read_the_same_data(four, two, folder):
+def test_loader_state_gives_ranks_of_a_group_the_same_data(four, two, folder):
     seen = four.run(loaders.save_groups, f"{folder}/s")[0]
     assert seen[0] == seen[1]
     rest = two.run(loaders.continue_groups, f"{folder}/s")[0]
     assert sorted(seen[0] + seen[2] + flat(rest)) == list(range(48))
 
 
-def test_a_bare_loader_on_another_number_of_ranks_is_an_error(two, four, folder):
+def test_data_loader_without_loader_state_on_another_world_size_is_refused(two, four, folder):
     two.run(loaders.save_bare, f"{folder}/s")
     for pool in (four, None):
         found = pool.run(loaders.restore_bare, f"{folder}/s")[0] if pool else loaders.restore_bare(f"{folder}/s")
@@ -139,7 +139,7 @@ def test_a_bare_loader_on_another_number_of_ranks_is_an_error(two, four, folder)
     assert "must be one of LoaderState" in four.run(loaders.restore_bare, f"{folder}/s", True)[0]
 
 
-def test_one_process_continues_where_it_was(tmp_path):
+def test_loader_state_continues_in_one_process(tmp_path):
     loader = loaders.map_loader(40, 4, replica=(0, 1))
     it = iter(loader)
     seen = loaders.numbers([next(it), next(it)])
@@ -157,7 +157,7 @@ def test_one_process_continues_where_it_was(tmp_path):
     [(0, 1), pytest.param(2, 0, marks=pytest.mark.slow), pytest.param(2, 3, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("batch", [4, None])
-def test_another_number_of_workers_continues_in_the_same_order(workers, then, batch):
+def test_loader_state_on_another_number_of_workers_keeps_the_order(workers, then, batch):
     def loader(number):
         return loaders.make_loader(loaders.Counted(48), batch_size=batch, shuffle=True, num_workers=number)
 
@@ -175,7 +175,7 @@ def test_another_number_of_workers_continues_in_the_same_order(workers, then, ba
 
 
 @pytest.mark.parametrize(("workers", "then"), [(0, 1), pytest.param(2, 3, marks=pytest.mark.slow)])
-def test_an_iterable_dataset_of_one_replica_on_other_workers(workers, then):
+def test_loader_state_of_an_iterable_dataset_on_another_number_of_workers(workers, then):
     begun = loaders.make_loader(loaders.Stripes(6, 4), batch_size=2, num_workers=workers)
     it = iter(begun)
     seen = loaders.numbers([next(it) for _ in range(4)])
@@ -184,14 +184,14 @@ def test_an_iterable_dataset_of_one_replica_on_other_workers(workers, then):
     assert sorted(seen + loaders.numbers(again)) == sorted(1000 * stream + n for stream in range(6) for n in range(4))
 
 
-def test_an_iterable_dataset_that_cannot_redistribute_needs_the_same_workers():
+def test_loader_state_without_redistribution_needs_equal_workers():
     begun = LoaderState(loaders.make_loader(loaders.Fixed(6, 4), batch_size=2))
     again = LoaderState(loaders.make_loader(loaders.Fixed(6, 4), batch_size=2, num_workers=2))
     with pytest.raises(ValueError, match=r"that of 0 workers, and the loader has 2: .* pass num_workers=0"):
         again.load_state_dict(begun.state_dict())
 
 
-def test_workers_change_only_if_each_step_was_saved():
+def test_loader_state_with_snapshot_every_n_steps_cannot_change_workers():
     begun = loaders.make_loader(loaders.Numbers(12), batch_size=2, num_workers=1, snapshot_every_n_steps=3)
     it = iter(begun)
     next(it)
@@ -201,7 +201,7 @@ def test_workers_change_only_if_each_step_was_saved():
 
 
 @pytest.mark.parametrize("batch", [2, None])
-def test_a_take_right_after_a_restore_has_the_same_place(tmp_path, batch):
+def test_loader_state_taken_right_after_a_restore_is_unchanged(tmp_path, batch):
     loader = loaders.map_loader(20, batch, replica=(0, 1))
     it = iter(loader)
     seen = loaders.numbers([next(it), next(it), next(it)])
@@ -213,14 +213,14 @@ def test_a_take_right_after_a_restore_has_the_same_place(tmp_path, batch):
 
 
 @pytest.mark.parametrize("stateful", [True, False])
-def test_samples_without_batches_are_redistributed(four, two, folder, stateful):
+def test_loader_state_without_batches_is_redistributed(four, two, folder, stateful):
     options = {"stateful": stateful}
     seen = four.run(loaders.begin_map, f"{folder}/s", 3, 48, None, 0, options)[0]
     rest, _, _ = two.run(loaders.continue_map, f"{folder}/s", 48, None, 0, "raise", options)[0]
     assert sorted(flat(seen) + flat(rest)) == list(range(48))
 
 
-def test_a_sampler_with_an_order_of_its_own_is_an_error(four, two, folder):
+def test_loader_state_with_a_custom_sampler_is_refused(four, two, folder):
     four.run(loaders.begin_map, f"{folder}/s", 2, 48, 3, 0, {"kind": loaders.Chunked})
     text, _, _ = two.run(loaders.continue_map, f"{folder}/s", 48, 3, 0, "raise", {"kind": loaders.Chunked})[0]
     assert "the data of 4 replicas cannot be redistributed over 2" in text
@@ -235,7 +235,7 @@ def test_a_sampler_with_an_order_of_its_own_is_an_error(four, two, folder):
         ({"remainder": "drop"}, "remainder must be one of 'raise', 'repeat', 'skip', got 'drop'"),
     ],
 )
-def test_wrong_arguments(options, text):
+def test_loader_state_refuses_invalid_arguments(options, text):
     with pytest.raises(ValueError, match=text):
         LoaderState(loaders.map_loader(4, 1, replica=(0, 1)), **options)
 
@@ -243,7 +243,7 @@ def test_wrong_arguments(options, text):
 # The protocol
 
 
-def test_any_stateful_may_redistribute_its_state(four, two, folder):
+def test_reshardable_redistributes_the_state_of_any_stateful(four, two, folder):
     four.run(loaders.save_own, f"{folder}/s")
     everything = [10 * rank + n for rank in range(4) for n in range(3)]
     assert two.run(loaders.restore_own, f"{folder}/s", {}) == [
@@ -263,17 +263,17 @@ def test_any_stateful_may_redistribute_its_state(four, two, folder):
     four.run(loaders.restore_own, f"{folder}/s", {})
 
 
-def test_the_same_number_of_ranks_redistributes_nothing(four, folder):
+def test_reshardable_on_the_same_world_size_is_not_redistributed(four, folder):
     four.run(loaders.save_own, f"{folder}/s")
     assert four.run(loaders.restore_own, f"{folder}/s", {})[3] == ([30, 31, 32], [], 1)
 
 
-def test_a_rank_without_a_state_gives_none(four, two, folder):
+def test_reshardable_state_missing_on_one_rank(four, two, folder):
     four.run(loaders.save_own, f"{folder}/s", (0, 1, 3))
     assert two.run(loaders.restore_own, f"{folder}/s", {})[1] == ("one is missing", 0, [10, 11, 12], [(1, 2, 4)])
 
 
-def test_a_key_that_no_rank_saved_is_the_usual_error(two, folder):
+def test_reshardable_key_that_no_rank_saved_is_an_error(two, folder):
     two.run(loaders.save_own, f"{folder}/s", ())
     with pytest.raises(RestoreError, match="own: the snapshot has no such key"):
         Snapshot(f"{folder}/s").restore({"own": loaders.Own(), "s": StateDict(x=0)})

@@ -59,13 +59,13 @@ def assert_same(one, other):
         assert one == other
 
 
-def test_a_received_state_is_equal_in_types_and_bits(transport):
+def test_torchft_recv_checkpoint_returns_an_equal_state(transport):
     state = make_state()
     transport.send_checkpoint([1], 7, state, SECONDS)
     assert_same(transport.recv_checkpoint(0, transport.metadata(), 7, SECONDS), state)
 
 
-def test_a_state_may_change_once_it_was_sent(transport):
+def test_torchft_send_checkpoint_copies_the_state(transport):
     state = {"weight": torch.zeros(1000)}
     transport.send_checkpoint([1, 2], 1, state, SECONDS)
     transport.disallow_checkpoint()
@@ -73,7 +73,7 @@ def test_a_state_may_change_once_it_was_sent(transport):
     assert not transport.recv_checkpoint(0, transport.metadata(), 1, SECONDS)["weight"].any()
 
 
-def test_a_receiver_waits_for_its_step_and_gets_no_other(transport):
+def test_torchft_recv_checkpoint_waits_for_its_step(transport):
     transport.send_checkpoint([1], 1, {"step": 1}, SECONDS)
     found = []
     receiver = threading.Thread(
@@ -87,7 +87,7 @@ def test_a_receiver_waits_for_its_step_and_gets_no_other(transport):
         transport.recv_checkpoint(0, transport.metadata(), 1, timedelta(milliseconds=10))
 
 
-def test_a_step_that_is_sent_again_is_whole(transport):
+def test_torchft_send_checkpoint_of_a_step_again_is_never_mixed(transport):
     """A receiver sees one of the two states, and no mixture."""
     sizes = [(1.0, 400), (2.0, 401)]
     stop = threading.Event()
@@ -110,7 +110,7 @@ def test_a_step_that_is_sent_again_is_whole(transport):
         sender.join()
 
 
-def test_damage_on_the_way_is_an_error(transport, tmp_path):
+def test_torchft_recv_checkpoint_finds_damage(transport, tmp_path):
     transport.send_checkpoint([1], 3, {"weight": torch.rand(5000)}, SECONDS)
     (file,) = tmp_path.glob("*/step-3/data/*.safetensors")
     data = bytearray(file.read_bytes())
@@ -120,14 +120,14 @@ def test_damage_on_the_way_is_an_error(transport, tmp_path):
         transport.recv_checkpoint(0, transport.metadata(), 3, SECONDS)
 
 
-def test_requests_without_the_secret_are_refused(transport):
+def test_torchft_recv_checkpoint_without_the_secret_is_refused(transport):
     transport.send_checkpoint([1], 3, {"weight": torch.rand(5)}, SECONDS)
     address = transport.metadata().partition(" ")[0]
     with pytest.raises(StorageError, match="not signed"):
         transport.recv_checkpoint(0, f"{address} guessed", 3, timedelta(seconds=1))
 
 
-def test_objects_that_need_a_pickle_are_refused_unless_they_are_allowed(transport, tmp_path):
+def test_torchft_objects_that_need_allow_pickle_are_refused(transport, tmp_path):
     state = {"odd": Path}
     with pytest.raises(Exception, match="pickle"):
         transport.send_checkpoint([1], 1, state, SECONDS)
@@ -139,7 +139,7 @@ def test_objects_that_need_a_pickle_are_refused_unless_they_are_allowed(transpor
         other.shutdown()
 
 
-def test_a_shard_keeps_its_layout(transport, tmp_path):
+def test_torchft_recv_checkpoint_keeps_the_layout_of_a_dtensor(transport, tmp_path):
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
         # the second of two ranks, which the first one need not know of
@@ -166,7 +166,7 @@ sys.stdin.read()
 """
 
 
-def test_a_sender_that_is_killed_is_an_error_and_leaves_no_memory(transport, tmp_path):
+def test_torchft_killed_sender_is_an_error_and_leaves_no_memory(transport, tmp_path):
     with subprocess.Popen(
         [sys.executable, "-c", SENDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as sender:

@@ -26,13 +26,13 @@ def started(warm):
 
 @pytest.mark.parametrize("script", NEEDED)
 @pytest.mark.timeout(300)
-def test_trainers_save_and_resume_with_snapshots(warm, started, script):
+def test_lightning_and_transformers_save_and_resume_with_snapshots(warm, started, script):
     if missing(script):
         pytest.skip(f"{', '.join(missing(script))} is not installed")
     assert " passed" in warm.finish(started[script])
 
 
-def test_the_module_for_transformers_imports_it_when_it_is_needed(warm):
+def test_transformers_is_not_imported_with_its_adapter(warm):
     shown = warm.run("""
 import sys
 import snapshot.interop.transformers

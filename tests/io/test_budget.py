@@ -10,7 +10,7 @@ from snapshot.io.arena import GRAIN, Arena, available_memory, total_memory
 from snapshot.io.budget import MemoryBudget, Pool
 
 
-def test_bytes_are_granted_in_the_order_of_asking():
+def test_memory_budget_grants_requests_in_order():
     async def main():
         budget = MemoryBudget(10, Pool(10, reserve=False))
         await budget.acquire(8)
@@ -35,7 +35,7 @@ def test_bytes_are_granted_in_the_order_of_asking():
     asyncio.run(main())
 
 
-def test_more_than_all_is_granted_when_nothing_else_is_held():
+def test_memory_budget_grants_more_than_its_limit_if_nothing_else_is_held():
     budget = MemoryBudget(10, Pool(10, reserve=False))
     assert budget.try_acquire(100)
     assert not budget.try_acquire(1)
@@ -43,7 +43,7 @@ def test_more_than_all_is_granted_when_nothing_else_is_held():
     assert budget.try_acquire(1)
 
 
-def test_a_cancelled_request_is_no_loss():
+def test_memory_budget_cancelled_request_is_not_lost():
     async def main():
         budget = MemoryBudget(10, Pool(10, reserve=False))
         await budget.acquire(10)
@@ -58,7 +58,7 @@ def test_a_cancelled_request_is_no_loss():
     asyncio.run(main())
 
 
-def test_a_failure_wakes_everybody():
+def test_memory_budget_failure_wakes_all_waiters():
     budget = MemoryBudget(10, Pool(10, reserve=False))
     budget.acquire_blocking(10)
     errors = []
@@ -80,7 +80,7 @@ def test_a_failure_wakes_everybody():
         budget.try_acquire(1)
 
 
-def test_operations_that_share_a_pool_hold_no_more_than_it_together_and_fail_apart():
+def test_memory_budget_operations_share_a_pool_and_fail_separately():
     pool = Pool(10, reserve=False)
     one, other = MemoryBudget(10, pool), MemoryBudget(10, pool)
     assert one.try_acquire(6)
@@ -101,7 +101,7 @@ def test_operations_that_share_a_pool_hold_no_more_than_it_together_and_fail_apa
     assert other.try_acquire(4)
 
 
-def test_bytes_that_were_granted_just_before_a_failure_are_given_back():
+def test_memory_budget_bytes_granted_before_a_failure_are_returned():
     async def main():
         pool = Pool(10, reserve=False)
         one, other = MemoryBudget(10, pool), MemoryBudget(10, pool)
@@ -118,7 +118,7 @@ def test_bytes_that_were_granted_just_before_a_failure_are_given_back():
     asyncio.run(main())
 
 
-def test_what_storages_bounce_does_not_queue_behind_slots():
+def test_memory_budget_borrow_does_not_wait_behind_slots():
     async def main():
         budget = MemoryBudget(16 << 20)
         await budget.acquire(budget.limit)
@@ -133,7 +133,7 @@ def test_what_storages_bounce_does_not_queue_behind_slots():
     asyncio.run(main())
 
 
-def test_a_thread_without_a_loop_waits_by_itself():
+def test_memory_budget_acquire_without_a_loop_blocks():
     budget = MemoryBudget(10, Pool(10, reserve=False))
     budget.acquire_blocking(10)
     thread = threading.Thread(target=run_inline, args=(budget.acquire, 5))
@@ -145,7 +145,7 @@ def test_a_thread_without_a_loop_waits_by_itself():
     assert budget.statistics().used == 5
 
 
-def test_the_arena_keeps_and_bounds_what_it_keeps():
+def test_arena_keeps_memory_up_to_its_limit():
     arena = Arena(keep=3 * GRAIN)
     slots = [arena.take(GRAIN) for _ in range(5)]
     addresses = {slot.address for slot in slots}
@@ -159,11 +159,11 @@ def test_the_arena_keeps_and_bounds_what_it_keeps():
     assert arena.release() == 0
 
 
-def test_slots_are_memory_that_tensors_and_views_share():
+def test_arena_slot_tensor_and_view_share_memory():
     slot = Arena(keep=0).take(100)
     slot.view[:3] = b"abc"
     assert bytes(slot.tensor[:3].tolist()) == b"abc"
 
 
-def test_the_host_has_memory():
+def test_available_memory_is_at_most_total_memory():
     assert 0 < available_memory() <= total_memory()

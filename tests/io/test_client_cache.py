@@ -30,7 +30,7 @@ class Maker:
         return number, close
 
 
-def test_one_client_serves_all_who_want_the_same():
+def test_shared_clients_creates_one_client_per_key():
     async def work():
         make, clients = Maker(), SharedClients(kept=60)
         assert await asyncio.gather(*(clients.get("a", make) for _ in range(5))) == [1] * 5
@@ -45,7 +45,7 @@ def test_one_client_serves_all_who_want_the_same():
     asyncio.run(work())
 
 
-def test_an_unused_client_is_closed_after_a_while():
+def test_shared_clients_closes_an_unused_client_later():
     async def work():
         make, clients = Maker(), SharedClients(kept=0.01)
         await clients.get("a", make)
@@ -62,7 +62,7 @@ def test_an_unused_client_is_closed_after_a_while():
     asyncio.run(work())
 
 
-def test_what_could_not_be_made_is_made_anew():
+def test_shared_clients_retries_a_client_that_could_not_be_created():
     async def work():
         make, clients = Maker(OSError("no")), SharedClients()
         for _ in range(2):
@@ -75,7 +75,7 @@ def test_what_could_not_be_made_is_made_anew():
     asyncio.run(work())
 
 
-def test_who_gives_up_waiting_spoils_nothing_for_others():
+def test_shared_clients_cancelled_wait_does_not_affect_others():
     async def work():
         make, clients = Maker(), SharedClients(kept=60)
         make.go_on.clear()

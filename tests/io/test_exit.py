@@ -15,7 +15,7 @@ KEPT = {"manager": "manager/step-3", "near": "near/far/step-1"}
 
 
 @pytest.mark.parametrize("threads", ["before,forever", "threadless"])
-def test_saves_work_in_exit_handlers_and_in_threads_that_outlive_the_main_one(tmp_path, threads):
+def test_take_and_restore_work_in_atexit_handlers_and_outliving_threads(tmp_path, threads):
     """Either with the threads of a save before, or without any, as in a first save with Python 3.12."""
     program = Path(__file__).with_name("exiting.py")
     command = [sys.executable, str(program), str(tmp_path), f"atexit,daemon,outlives,{threads}", ",".join(VERBS)]
@@ -31,7 +31,7 @@ def test_saves_work_in_exit_handlers_and_in_threads_that_outlive_the_main_one(tm
     assert ("forever refused" in lines) == ("forever" in threads)
 
 
-def test_the_exit_waits_until_a_daemon_has_left_the_library(tmp_path):
+def test_exit_waits_until_a_daemon_thread_has_left_take(tmp_path):
     """It may be in the midst of a copy of torch, whose end aborts the process."""
     program = Path(__file__).with_name("exiting.py")
     command = [sys.executable, str(program), str(tmp_path), "slow", "take"]
@@ -40,7 +40,7 @@ def test_the_exit_waits_until_a_daemon_has_left_the_library(tmp_path):
     assert Snapshot(str(tmp_path / "slow")).verify().ok
 
 
-def test_the_child_of_a_daemon_thread_saves_while_it_exits(tmp_path):
+def test_take_at_exit_of_a_process_forked_by_a_daemon_thread(tmp_path):
     """Its main thread is a daemon."""
     program = f"""
 import atexit, multiprocessing, threading, torch

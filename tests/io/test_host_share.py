@@ -32,7 +32,7 @@ def folder_of(temporary, token):
     return temporary / f"{PREFIX}{os.getuid()}-{token}"
 
 
-def test_the_second_process_takes_what_the_first_has_read(temporary):
+def test_host_share_second_process_gets_what_the_first_read(temporary):
     first, second, other = HostShare("a"), HostShare("a"), HostShare("b")
     reads = []
     assert get(first, "data/x", b"x" * 99, reads) == b"x" * 99
@@ -49,14 +49,14 @@ def test_the_second_process_takes_what_the_first_has_read(temporary):
     assert not list(temporary.iterdir())
 
 
-def test_bytes_that_proved_to_be_damaged_are_read(temporary):
+def test_host_share_damaged_bytes_are_read_again(temporary):
     first, second = HostShare("a"), HostShare("a")
     get(first, "x", b"damaged")
     assert get(second, "x", b"whole") == b"damaged"
     assert get(second, "x", b"whole") == b"whole"
 
 
-def test_a_failed_read_is_tried_by_the_next(temporary):
+def test_host_share_failed_read_is_repeated_by_the_next_process(temporary):
     first, second = HostShare("a"), HostShare("a")
 
     async def fail():
@@ -67,7 +67,7 @@ def test_a_failed_read_is_tried_by_the_next(temporary):
     assert get(second, "x", b"whole") == b"whole"
 
 
-def test_a_process_that_stands_still_holds_no_other_back(temporary, monkeypatch):
+def test_host_share_stopped_process_does_not_block_others(temporary, monkeypatch):
     monkeypatch.setattr(host_share, "PATIENCE", 10_000)  # longer than the time limit of a test
     share = HostShare("a", timeout=0.1)
     lock = folder_of(temporary, "a") / f"{hashlib.sha256(b'x').hexdigest()}.lock"
@@ -77,7 +77,7 @@ def test_a_process_that_stands_still_holds_no_other_back(temporary, monkeypatch)
     assert get(HostShare("a"), "x", b"next") == b"next"
 
 
-def test_a_child_that_is_forked_during_a_failed_read_holds_no_other_back(temporary, monkeypatch):
+def test_host_share_child_forked_during_a_failed_read_does_not_block_others(temporary, monkeypatch):
     monkeypatch.setattr(host_share, "PATIENCE", 10_000)  # longer than the time limit of a test
     first, second = HostShare("a", 10_000), HostShare("a", 10_000)
     ours, theirs = os.pipe()
@@ -101,7 +101,7 @@ def test_a_child_that_is_forked_during_a_failed_read_holds_no_other_back(tempora
         os.close(ours)
 
 
-def test_without_space_each_reads_for_itself(temporary, monkeypatch):
+def test_host_share_without_disk_space_reads_in_each_process(temporary, monkeypatch):
     def full(self, data):
         with self.open("wb") as file:
             file.write(data[:1])
@@ -114,7 +114,7 @@ def test_without_space_each_reads_for_itself(temporary, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["open", "link", "file", "missing", "none"])
-def test_a_folder_of_others_is_not_used(temporary, monkeypatch, kind):
+def test_host_share_foreign_folder_is_not_used(temporary, monkeypatch, kind):
     folder = folder_of(temporary, "a")
     if kind == "open":
         folder.mkdir()
@@ -136,7 +136,7 @@ def test_a_folder_of_others_is_not_used(temporary, monkeypatch, kind):
     second.close()
 
 
-def test_folders_of_killed_processes_are_deleted(temporary):
+def test_host_share_folders_of_killed_processes_are_deleted(temporary):
     used = HostShare("used")
     get(used, "x")
     child = os.fork()
@@ -151,7 +151,7 @@ def test_folders_of_killed_processes_are_deleted(temporary):
     assert not list(temporary.iterdir())
 
 
-def test_processes_that_come_and_go_leave_nothing(temporary):
+def test_host_share_leaves_no_files_after_many_processes(temporary):
     children = []
     for _ in range(4):
         child = os.fork()

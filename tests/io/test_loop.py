@@ -17,7 +17,7 @@ from snapshot.io.loop import run, start
 from snapshot.io.system import gc_paused
 
 
-def test_a_cancelled_work_is_done_only_when_its_cleaning_is():
+def test_loop_start_future_ends_after_the_cleanup_of_cancelled_work():
     began, cleaned = threading.Event(), []
 
     async def work():
@@ -38,7 +38,7 @@ def test_a_cancelled_work_is_done_only_when_its_cleaning_is():
     assert not future.cancel()
 
 
-def test_what_must_not_be_interrupted_is_not():
+def test_loop_shielded_work_is_not_interrupted():
     async def main():
         ended = []
 
@@ -58,7 +58,7 @@ def test_what_must_not_be_interrupted_is_not():
     asyncio.run(main())
 
 
-def test_a_cancelled_thread_is_waited_for():
+def test_loop_in_thread_waits_for_a_cancelled_thread():
     async def main():
         inside, go, ended = threading.Event(), threading.Event(), []
 
@@ -81,7 +81,7 @@ def test_a_cancelled_thread_is_waited_for():
     asyncio.run(main())
 
 
-def test_driving_without_a_loop():
+def test_loop_run_inline_drives_a_coroutine_without_a_loop():
     async def fine(x):
         return await in_thread(lambda: x + 1)
 
@@ -94,7 +94,7 @@ def test_driving_without_a_loop():
     assert run_inline(fine, 2) == 3
 
 
-def test_blocking_calls_on_the_loop_itself_are_refused():
+def test_take_on_the_io_loop_is_refused():
     async def inside():
         Snapshot.take("memory://inside", {"s": StateDict(x=1)}, overwrite=True)
 
@@ -102,7 +102,7 @@ def test_blocking_calls_on_the_loop_itself_are_refused():
         run(inside())
 
 
-def test_the_collector_rests_and_comes_back():
+def test_gc_paused_disables_and_restores_the_garbage_collector():
     assert gc.isenabled()
     with gc_paused():
         assert not gc.isenabled()
@@ -122,7 +122,7 @@ def test_the_collector_rests_and_comes_back():
     assert gc.isenabled()
 
 
-def test_events_reach_handlers_whose_faults_fail_nothing(caplog):
+def test_add_handler_receives_events_and_its_errors_are_ignored(caplog):
     seen = []
 
     def bad(event):
@@ -145,7 +145,7 @@ def test_events_reach_handlers_whose_faults_fail_nothing(caplog):
     assert "take memory://events" in caplog.text
 
 
-def test_a_progress_bar_and_a_failing_callback(capsys):
+def test_progress_bar_and_a_failing_progress_callback(capsys):
     def bad(progress):
         raise RuntimeError("mine")
 
@@ -155,7 +155,7 @@ def test_a_progress_bar_and_a_failing_callback(capsys):
     assert "take" in capsys.readouterr().err
 
 
-def test_work_that_is_cancelled_before_its_first_step_still_cleans_up():
+def test_loop_start_cancelled_before_its_first_step_cleans_up():
     cleaned = []
 
     async def work():
@@ -173,7 +173,7 @@ def test_work_that_is_cancelled_before_its_first_step_still_cleans_up():
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_child_that_was_forked_in_the_middle_of_a_verb_collects_garbage_and_takes_on_its_own(tmp_path):
+def test_take_in_a_child_forked_during_a_take_works_with_garbage_collection(tmp_path):
     class Forks(StateDict):
         def state_dict(self):
             self.child = os.fork()
@@ -228,6 +228,6 @@ print("all ended")
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory", "fsspec+memory"])
-def test_idle_threads_are_ended_and_started_again(tmp_path, warm, scheme):
+def test_end_threads_ends_idle_threads_and_they_start_again(tmp_path, warm, scheme):
     place = tmp_path if scheme == "file" else f"{scheme}://ended/s"
     assert warm.run(ENDED.replace("PLACE", str(place))) == "all ended\n"

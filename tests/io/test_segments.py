@@ -31,7 +31,7 @@ def supported():
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("lanes", [1, 3])
 @pytest.mark.parametrize("size", [GRAIN, 9 * MiB, 25 * MiB + GRAIN])
-def test_all_pages_of_a_range_are_allocated(monkeypatch, size, lanes, shared):
+def test_segment_allocates_all_pages(monkeypatch, size, lanes, shared):
     monkeypatch.setattr(arena, "_POPULATED", 8 * MiB)
     monkeypatch.setenv("SNAPSHOT_LANES", str(lanes))
     segment = Segment(size + GRAIN, GRAIN, shared=shared)
@@ -43,7 +43,7 @@ def test_all_pages_of_a_range_are_allocated(monkeypatch, size, lanes, shared):
     segment.close()
 
 
-def test_an_error_of_any_thread_is_raised_after_all_have_ended(monkeypatch):
+def test_segment_allocation_error_is_raised_after_all_threads_ended(monkeypatch):
     monkeypatch.setattr(arena, "_POPULATED", 4 * MiB)
     monkeypatch.setenv("SNAPSHOT_LANES", "4")
     calls = []
@@ -61,7 +61,7 @@ def test_an_error_of_any_thread_is_raised_after_all_have_ended(monkeypatch):
     assert calls == [4 * MiB] * 4
 
 
-def test_an_interrupt_is_raised_after_all_have_ended(monkeypatch):
+def test_segment_allocation_interrupt_is_raised_after_all_threads_ended(monkeypatch):
     monkeypatch.setattr(arena, "_POPULATED", 8 * MiB)
     monkeypatch.setenv("SNAPSHOT_LANES", "2")
     interrupted, ended, join = threading.Event(), [], threading.Thread.join
@@ -86,7 +86,7 @@ def test_an_interrupt_is_raised_after_all_have_ended(monkeypatch):
     assert ended == [8 * MiB]
 
 
-def test_without_further_threads_one_allocates_all(monkeypatch):
+def test_segment_allocation_works_if_no_thread_can_be_started(monkeypatch):
     monkeypatch.setattr(arena, "_POPULATED", 4 * MiB)
     monkeypatch.setenv("SNAPSHOT_LANES", "4")
 

@@ -10,7 +10,7 @@ import pytest
 from snapshot.io.shared_folder import SharedFolder, delete_abandoned
 
 
-def test_the_last_process_deletes_the_folder(tmp_path):
+def test_shared_folder_is_deleted_by_the_last_process(tmp_path):
     first, second = SharedFolder(tmp_path / "a"), SharedFolder(tmp_path / "a")
     (tmp_path / "a" / "file").write_bytes(b"x")
     first.close()
@@ -20,7 +20,7 @@ def test_the_last_process_deletes_the_folder(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
-def test_a_forked_child_that_ends_leaves_the_folder_to_its_parent(tmp_path):
+def test_shared_folder_is_kept_if_a_forked_child_ends(tmp_path):
     code = """
 import os, sys
 from pathlib import Path
@@ -38,7 +38,7 @@ assert held.path.is_dir()
     assert not list(tmp_path.iterdir())  # the parent has ended
 
 
-def test_only_abandoned_folders_of_the_prefix_are_deleted(tmp_path):
+def test_delete_abandoned_deletes_only_abandoned_folders_of_the_prefix(tmp_path):
     used = SharedFolder(tmp_path / "a-1")
     (tmp_path / "a-3").mkdir()  # no process has had it
     child = os.fork()
@@ -51,7 +51,7 @@ def test_only_abandoned_folders_of_the_prefix_are_deleted(tmp_path):
     used.close()
 
 
-def test_a_folder_that_others_can_change_is_refused(tmp_path):
+def test_shared_folder_that_others_can_write_is_refused(tmp_path):
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o770)
     (tmp_path / "link").symlink_to(tmp_path)
@@ -60,7 +60,7 @@ def test_a_folder_that_others_can_change_is_refused(tmp_path):
             SharedFolder(tmp_path / name)
 
 
-def test_a_file_system_without_locks_is_an_error_that_leaves_no_descriptor(tmp_path, monkeypatch):
+def test_shared_folder_without_file_locks_raises_and_closes_its_descriptor(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 

@@ -36,7 +36,7 @@ def in_threads(work):
         return list(pool.map(run, range(THREADS)))
 
 
-def test_each_item_of_a_shared_queue_is_returned_once():
+def test_pop_first_from_a_shared_queue_returns_each_item_once():
     queue = deque(range(5000))
 
     def take(_):
@@ -45,7 +45,7 @@ def test_each_item_of_a_shared_queue_is_returned_once():
     assert sorted(item for found in in_threads(take) for item in found) == list(range(5000))
 
 
-def test_a_bounded_cache_can_be_filled_by_several_threads():
+def test_drop_oldest_bounds_a_cache_filled_by_several_threads():
     kept = {}
 
     def fill(number):
@@ -58,7 +58,7 @@ def test_a_bounded_cache_can_be_filled_by_several_threads():
     assert len(kept) == 16
 
 
-def test_speeds_are_noted_and_read_at_the_same_time():
+def test_compression_speeds_are_noted_and_read_by_several_threads():
     place = _Place()
     place.note(1.0, 1.0, packed=False)
 
@@ -72,7 +72,7 @@ def test_speeds_are_noted_and_read_at_the_same_time():
     assert place.takes == THREADS * 500
 
 
-def test_handlers_of_packages_are_loaded_before_any_thread_goes_on(monkeypatch):
+def test_event_handlers_of_packages_are_loaded_before_any_thread_continues(monkeypatch):
     heard = deque()
 
     class Point:
@@ -91,7 +91,7 @@ def test_handlers_of_packages_are_loaded_before_any_thread_goes_on(monkeypatch):
     assert sorted(event.path for event in heard) == [f"memory://{number}" for number in range(THREADS)]
 
 
-def test_threads_restore_and_count_each_read_once(tmp_path):
+def test_restore_in_several_threads_counts_each_read_once(tmp_path):
     state = {f"w{number}": torch.full((1 << 18,), float(number)) for number in range(24)}
     Snapshot.take(str(tmp_path / "s"), {"s": StateDict(**state)})
 

@@ -7,7 +7,7 @@ from snapshot import Snapshot, StateDict
 from snapshot.io.accelerators import current_device_index
 
 
-def test_torch_may_raise_if_there_is_no_accelerator(monkeypatch):
+def test_take_works_if_torch_raises_without_an_accelerator(monkeypatch):
     def raises():
         raise RuntimeError("Cannot access accelerator device when none is available.")
 
@@ -17,7 +17,7 @@ def test_torch_may_raise_if_there_is_no_accelerator(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["current_device_idx", "current_device_index"])  # before torch 2.7, and after
-def test_the_current_device_index_has_two_names(monkeypatch, name):
+def test_current_device_index_supports_both_torch_names(monkeypatch, name):
     for each in ("current_device_idx", "current_device_index"):
         monkeypatch.delattr(torch.accelerator, each, raising=False)
     monkeypatch.setattr(torch.accelerator, name, lambda: 3, raising=False)

@@ -37,7 +37,7 @@ def named(case):
     return f"{case[0]}-{'-'.join(case[1])}" if case[1] else case[0]
 
 
-def test_the_table_of_state_has_every_optimizer_of_torch():
+def test_optimizer_state_table_lists_every_optimizer_of_torch():
     classes = {
         name
         for name, value in vars(optim).items()
@@ -101,7 +101,7 @@ def quiet():
 @pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("warm", [False, True], ids=["fresh", "warm"])
 @pytest.mark.parametrize("case", CASES, ids=named)
-def test_the_next_steps_are_those_after_torch_s_own_load_state_dict(case, warm, wanted):
+def test_optimizer_steps_after_restore_equal_those_after_torch_load_state_dict(case, warm, wanted):
     net, optimizer = made(case, torch.float32)
     for number in range(3):
         step(net, optimizer, number)
@@ -134,7 +134,7 @@ def test_the_next_steps_are_those_after_torch_s_own_load_state_dict(case, warm, 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["fresh", "warm"])
 @pytest.mark.parametrize("whole", [False, True], ids=["optimizer", "ModelState"])
-def test_state_in_another_dtype_than_its_parameter_comes_back_in_it(warm, whole):
+def test_optimizer_state_in_another_dtype_than_its_parameter_is_restored_in_it(warm, whole):
     """A bfloat16 model whose moments are float32: torch's own load_state_dict would round them."""
     net = nn.Linear(4, 3).bfloat16()
     optimizer = optim.Adam(net.parameters(), foreach=False)
@@ -167,7 +167,7 @@ def trained(cls, dtype=torch.float32, **options):
     return net, optimizer
 
 
-def test_a_dtype_that_is_not_allowed_is_one_mismatch_of_the_optimizer():
+def test_optimizer_dtype_mismatch_is_one_mismatch():
     net, optimizer = trained(optim.AdamW)
     Snapshot.take(URL, {"net": net, "optim": optimizer}, overwrite=True)
     other = nn.Linear(4, 3).bfloat16()
@@ -181,7 +181,7 @@ def test_a_dtype_that_is_not_allowed_is_one_mismatch_of_the_optimizer():
 
 
 @pytest.mark.parametrize("warm", [False, True])
-def test_an_optimizer_without_its_model_gets_the_saved_dtypes(warm):
+def test_optimizer_restored_without_its_model_gets_the_saved_dtypes(warm):
     net, optimizer = trained(optim.AdamW)
     Snapshot.take(URL, {"net": net, "optim": optimizer}, overwrite=True)
     _, other = trained(optim.AdamW, torch.bfloat16)
@@ -211,7 +211,7 @@ def unrecorded(monkeypatch):
         (optim.RMSprop, optim.Adam, "with square_avg, step; Adam has exp_avg, exp_avg_sq, max_exp_avg_sq, step"),
     ],
 )
-def test_another_optimizer_is_one_mismatch(first, second, text, whole, warm, recorded, request):
+def test_optimizer_of_another_class_is_one_mismatch(first, second, text, whole, warm, recorded, request):
     if not recorded:
         request.getfixturevalue("unrecorded")
 
@@ -239,7 +239,7 @@ def test_another_optimizer_is_one_mismatch(first, second, text, whole, warm, rec
         assert equal(another.state_dict(), before[1])
 
 
-def test_an_optimizer_without_state_is_told_by_its_options():
+def test_optimizer_without_state_is_identified_by_its_options():
     net = nn.Linear(2, 2)
     Snapshot.take(URL, {"optim": optim.AdamW(net.parameters())}, overwrite=True)
     with pytest.raises(RestoreError, match=r"saved by AdamW with the options amsgrad, betas, eps; SGD has dampening"):
@@ -251,7 +251,7 @@ class FusedAdam(optim.AdamW):
 
 
 @pytest.mark.parametrize("saved", [optim.Adam, FusedAdam])
-def test_another_class_with_the_same_names_is_a_line(saved):
+def test_optimizer_of_another_class_with_equal_state_names_is_reported_as_changed(saved):
     net, optimizer = trained(saved)
     Snapshot.take(URL, {"optim": optimizer}, overwrite=True)
     other = optim.AdamW(net.parameters())
@@ -263,7 +263,7 @@ def test_another_class_with_the_same_names_is_a_line(saved):
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["optimizer", "ModelState"])
-def test_an_option_that_the_snapshot_lacks_keeps_its_default(whole):
+def test_optimizer_option_missing_in_the_snapshot_keeps_its_default(whole):
     def state_of(net, optimizer):
         return {"optim": ModelState(net, optimizer)} if whole else {"optim": optimizer}
 
@@ -280,7 +280,7 @@ def test_an_option_that_the_snapshot_lacks_keeps_its_default(whole):
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["optimizer", "ModelState"])
-def test_a_new_head_may_be_left_with_its_optimizer_state(whole):
+def test_mismatched_skip_leaves_a_new_head_with_its_optimizer_state(whole):
     def pair(width):
         net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, width))
         optimizer = optim.AdamW(net.parameters(), lr=0.1)
@@ -313,7 +313,7 @@ def test_a_new_head_may_be_left_with_its_optimizer_state(whole):
         fresh.step()
 
 
-def test_a_grown_optimizer_is_left_as_it_is_unless_strict():
+def test_optimizer_with_more_parameters_is_unchanged_with_strict_false():
     net, optimizer = trained(optim.SGD, momentum=0.9)
     Snapshot.take(URL, {"net": net, "optim": optimizer}, overwrite=True)
     grown = nn.Sequential(net, nn.Linear(3, 1))
@@ -325,14 +325,14 @@ def test_a_grown_optimizer_is_left_as_it_is_unless_strict():
     assert another.param_groups[0]["lr"] == 0.7
 
 
-def test_moments_in_a_state_dict_of_one_s_own_are_not_cast():
+def test_state_dict_tensors_named_like_optimizer_state_are_not_cast():
     Snapshot.take(URL, {"s": StateDict(optim={"exp_avg": torch.ones(3, dtype=torch.float64)})}, overwrite=True)
     live = StateDict(optim={"exp_avg": torch.zeros(3)})
     Snapshot(URL).restore({"s": live})
     assert live["optim"]["exp_avg"].dtype == torch.float64
 
 
-def test_a_conversion_that_casts_records_the_new_dtypes(tmp_path):
+def test_convert_with_dtype_records_the_new_optimizer_dtypes(tmp_path):
     net, optimizer = trained(optim.AdamW)
     Snapshot.take(tmp_path / "s", {"net": net, "optim": optimizer}).convert(tmp_path / "half", dtype=torch.bfloat16)
     other = nn.Linear(4, 3).bfloat16()
@@ -345,7 +345,7 @@ def test_a_conversion_that_casts_records_the_new_dtypes(tmp_path):
 
 
 @pytest.mark.parametrize("warm", [False, True])
-def test_state_that_the_snapshot_lacks_does_not_stay_in_a_model_state(warm):
+def test_model_state_drops_optimizer_state_missing_in_the_snapshot(warm):
     """The first layer was frozen when it was saved, and has no state: a warm optimizer forgets what it had."""
 
     def made(frozen):
@@ -385,7 +385,7 @@ def several(split, *classes):
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_several_optimizers_are_compared_parameter_by_parameter(strict):
+def test_model_state_with_several_optimizers_is_compared_per_parameter(strict):
     net, optimizers = several(["ab", "c"], optim.SGD, optim.AdamW)
     Snapshot.take(URL, {"all": ModelState(net, optimizers)}, overwrite=True)
     for split, classes in ((["a", "bc"], (optim.SGD, optim.AdamW)), (["c", "ab"], (optim.SGD, optim.AdamW))):
@@ -407,7 +407,7 @@ def test_several_optimizers_are_compared_parameter_by_parameter(strict):
     assert equal([each.state_dict() for each in others], [each.state_dict() for each in optimizers])
 
 
-def test_other_groups_of_a_model_state_are_a_mismatch():
+def test_model_state_with_other_param_groups_is_a_mismatch():
     def grouped(*sizes):
         net = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(4)))
         params = iter(net.parameters())
@@ -429,7 +429,7 @@ def test_other_groups_of_a_model_state_are_a_mismatch():
 
 @pytest.mark.parametrize(("there", "here"), [(False, True), (True, False), (True, True)])
 @pytest.mark.parametrize("warm", [False, True])
-def test_flat_states_are_restored_like_nested_ones(there, here, warm):
+def test_model_state_flatten_optimizer_state_dict_restores_like_nested(there, here, warm):
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
     def state_of(net, optimizer, flat):
@@ -466,7 +466,7 @@ class Lion(optim.Optimizer):
 
 
 @pytest.mark.parametrize("warm", [False, True])
-def test_what_is_not_known_of_an_optimizer_is_not_claimed(warm):
+def test_optimizer_of_another_library_is_reported_or_refused_by_its_state_names(warm):
     net, optimizer = trained(optim.AdamW)
     Snapshot.take(URL, {"optim": optimizer}, overwrite=True)
     _, live = trained(Lion)
@@ -488,7 +488,7 @@ class OwnStep(optim.AdamW):
 @pytest.mark.parametrize("cls", [OwnStep, optim.AdamW])
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("key", ["a", "z"], ids=["optimizer first", "model first"])
-def test_the_state_of_a_head_that_is_left_is_left_by_any_optimizer(cls, warm, key):
+def test_mismatched_skip_leaves_the_state_of_a_head_in_any_optimizer(cls, warm, key):
     def pair(width):
         net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, width))
         optimizer = cls(net.parameters(), lr=0.1)
@@ -511,7 +511,7 @@ def test_the_state_of_a_head_that_is_left_is_left_by_any_optimizer(cls, warm, ke
 
 @pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("flat", [False, True])
-def test_a_fresh_optimizer_stays_fresh_where_nothing_is_restored_into_it(several, flat):
+def test_model_state_fresh_optimizer_stays_fresh_if_nothing_is_restored(several, flat):
     """Torch takes a step of zeros to make a place for state; training must not go on from there."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
@@ -555,7 +555,7 @@ def test_a_fresh_optimizer_stays_fresh_where_nothing_is_restored_into_it(several
 
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("then", [False, True])
-def test_the_state_of_what_is_frozen_now_is_restored(warm, then):
+def test_model_state_restores_the_state_of_frozen_parameters(warm, then):
     net, optimizer = trained(optim.AdamW)
     net.bias.requires_grad_(not then)
     Snapshot.take(URL, {"all": ModelState(net, optimizer)}, overwrite=True)
@@ -568,7 +568,7 @@ def test_the_state_of_what_is_frozen_now_is_restored(warm, then):
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_a_rename_of_all_paths_renames_an_optimizer_once(flat):
+def test_rename_function_renames_an_optimizer_once(flat):
     import re
 
     from torch.distributed.checkpoint.state_dict import StateDictOptions

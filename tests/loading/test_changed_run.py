@@ -18,7 +18,7 @@ def take(state):
 # Keys of a StateDict
 
 
-def test_a_state_dict_keeps_its_own_new_keys_only():
+def test_restore_state_dict_keeps_only_its_own_new_keys():
     take({"s": StateDict(step=3, nested={"a": 1})})
     live = StateDict(step=0, best=5, nested={"a": 0, "b": 2})
     data = live.state_dict()
@@ -28,7 +28,7 @@ def test_a_state_dict_keeps_its_own_new_keys_only():
     assert [str(line) for line in report.kept] == ["kept       s/best: the snapshot lacks it"]
 
 
-def test_what_only_the_snapshot_has_is_added():
+def test_restore_state_dict_adds_keys_that_only_the_snapshot_has():
     take({"s": StateDict(step=3, more=torch.ones(2))})
     live = StateDict(step=0)
     assert not Snapshot(URL).restore({"s": live}).kept
@@ -36,14 +36,14 @@ def test_what_only_the_snapshot_has_is_added():
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_keys_that_are_no_strings_are_kept_or_dropped_too(exact):
+def test_restore_state_dict_keeps_or_drops_keys_that_are_not_strings(exact):
     take({"s": StateDict({1: "one", "1": "text"})})
     live = StateDict({2: "two", "1": "", 1: "", None: 0})
     Snapshot(URL).restore({"s": live}, exact=exact)
     assert live == {1: "one", "1": "text", **({} if exact else {2: "two", None: 0})}
 
 
-def test_a_key_that_was_not_asked_for_is_not_said_to_be_kept_and_is_not_dropped():
+def test_restore_exact_with_select_does_not_drop_other_keys():
     take({"s": StateDict(step=3)})
     live = StateDict(step=0, best=5)
     report = Snapshot(URL).restore({"s": live}, select=["s/step"], exact=True)
@@ -54,7 +54,7 @@ def test_a_key_that_was_not_asked_for_is_not_said_to_be_kept_and_is_not_dropped(
 # Whole keys
 
 
-def test_a_key_that_the_snapshot_lacks_is_reported_unless_strict():
+def test_restore_strict_false_reports_a_key_missing_in_the_snapshot():
     net = nn.Linear(2, 2)
     take({"net": net})
     ema = nn.Linear(2, 2)
@@ -67,7 +67,7 @@ def test_a_key_that_the_snapshot_lacks_is_reported_unless_strict():
 
 
 @pytest.mark.parametrize("live", [{"other": StateDict(a=1)}, {"other": nn.Linear(2, 2)}, {"net": nn.Conv2d(1, 1, 1)}])
-def test_nothing_that_matches_is_an_error_strict_or_not(live):
+def test_restore_that_matches_nothing_raises_even_with_strict_false(live):
     take({"net": nn.Sequential(nn.Linear(2, 2)), "more": StateDict(x=1)})
     for strict in (True, False):
         with pytest.raises(RestoreError):
@@ -76,7 +76,7 @@ def test_nothing_that_matches_is_an_error_strict_or_not(live):
         Snapshot(URL).restore(live, strict=False)
 
 
-def test_names_are_listed_in_full_up_to_ten():
+def test_restore_error_lists_up_to_ten_names():
     take({f"key{i}": StateDict() for i in range(10)})
     with pytest.raises(RestoreError) as caught:
         Snapshot(URL).restore({"zzz": StateDict()})
@@ -90,7 +90,7 @@ def test_names_are_listed_in_full_up_to_ten():
     assert caught.value.mismatches[0].endswith("key09, …")
 
 
-def test_a_run_to_which_an_ema_was_added_resumes(tmp_path):
+def test_restore_latest_with_strict_false_resumes_with_a_new_ema(tmp_path):
     net, progress = nn.Linear(2, 2), StateDict(step=1)
     with SnapshotManager(tmp_path) as manager:
         manager.take(1, {"net": net, "progress": progress})
@@ -113,7 +113,7 @@ def _flip_in_only_file(folder, at=-1):
 
 
 @pytest.mark.parametrize("kind", ["module", "StateDict"])
-def test_what_a_corrupt_step_left_in_a_live_tensor_is_never_kept(tmp_path, kind):
+def test_restore_latest_after_a_corrupt_step_keeps_no_tensor_of_it(tmp_path, kind):
     """The newest step is corrupt and was read into a tensor that the older step does not have."""
 
     def holder():
@@ -132,7 +132,7 @@ def test_what_a_corrupt_step_left_in_a_live_tensor_is_never_kept(tmp_path, kind)
         )  # not touched at all
 
 
-def test_what_the_older_step_overwrites_is_restored(tmp_path):
+def test_restore_latest_after_a_corrupt_step_restores_what_the_older_step_has(tmp_path):
     with SnapshotManager(tmp_path) as manager:
         for step in (1, 2):
             manager.take(step, {"s": StateDict(w=torch.full((300_000,), float(step)), step=step)})
@@ -151,7 +151,7 @@ def pair(width, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("wrap", [lambda net: net, ModelState], ids=["module", "ModelState"])
-def test_a_new_head_is_left_as_it_is_if_asked_for(wrap):
+def test_mismatched_skip_leaves_a_new_head_unchanged(wrap):
     saved = pair(2)
     take({"net": wrap(saved)})
     live = pair(7)
@@ -170,12 +170,12 @@ def test_a_new_head_is_left_as_it_is_if_asked_for(wrap):
     assert torch.equal(live[1].weight, before["1.weight"])
 
 
-def test_a_choice_that_there_is_not_is_an_error():
+def test_mismatched_with_an_unknown_value_raises():
     with pytest.raises(ValueError, match="mismatched must be 'error' or 'skip', got 'ignore'"):
         Snapshot(take({"net": pair(2)}).path).restore({"net": pair(2)}, mismatched="ignore")
 
 
-def test_model_state_reports_what_is_missing_unless_strict():
+def test_model_state_with_strict_false_reports_what_is_missing():
     saved = nn.Sequential(nn.Linear(3, 3))
     optimizer = torch.optim.AdamW(saved.parameters(), lr=0.5)
     take({"all": ModelState(saved, optimizer)})
@@ -194,7 +194,7 @@ def test_model_state_reports_what_is_missing_unless_strict():
 # Renames
 
 
-def test_a_prefix_moves_all_below():
+def test_rename_prefix_moves_everything_below():
     class Old(nn.Module):
         def __init__(self):
             super().__init__()
@@ -214,7 +214,7 @@ def test_a_prefix_moves_all_below():
     assert torch.equal(new.ab.weight, old.ab.weight)
 
 
-def test_globs_capture_what_their_wildcards_match():
+def test_rename_globs_capture_wildcards():
     take({"m": StateDict({f"layers.{i}.attn.{w}": torch.full((2,), float(i)) for i in range(12) for w in "qk"})})
     live = StateDict({f"h.{i}.att.{w}": torch.zeros(2) for i in range(12) for w in "qk"})
     Snapshot(URL).restore({"m": live}, rename={"m/layers.*.attn.*": "m/h.*.att.*"}, exact=True)
@@ -234,7 +234,7 @@ def test_globs_capture_what_their_wildcards_match():
         ({"m/w": "m/v"}, RestoreError, "rename gives two entries the name 'm/v'"),
     ],
 )
-def test_a_rename_that_cannot_be_followed_is_a_clear_error(rename, error, text):
+def test_rename_that_is_invalid_raises(rename, error, text):
     take({"m": StateDict(w=torch.ones(2), v=torch.ones(2))})
     live = StateDict(w=torch.zeros(2), v=torch.zeros(2))
     with pytest.raises(error, match=text):
@@ -242,7 +242,7 @@ def test_a_rename_that_cannot_be_followed_is_a_clear_error(rename, error, text):
     assert live["w"].eq(0).all()
 
 
-def test_a_model_s_new_names_are_its_optimizer_s():
+def test_rename_of_a_model_in_model_state_renames_its_optimizer():
     saved = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     first = torch.optim.SGD(saved.parameters(), lr=0.1, momentum=0.9)
     saved(torch.ones(1, 2)).sum().backward()
@@ -258,7 +258,7 @@ def test_a_model_s_new_names_are_its_optimizer_s():
     assert torch.equal(second.state[live["b"].weight]["momentum_buffer"], expected)
 
 
-def test_paths_of_a_foreign_file_are_those_that_its_errors_list(tmp_path):
+def test_rename_of_a_foreign_file_uses_the_paths_of_its_errors(tmp_path):
     from safetensors.torch import save_file
 
     save_file({"model.0.weight": torch.ones(2, 2), "model.0.bias": torch.ones(2)}, tmp_path / "model.safetensors")
@@ -282,7 +282,7 @@ def test_paths_of_a_foreign_file_are_those_that_its_errors_list(tmp_path):
 
 @pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_read_only_memory_map_is_an_error_and_no_crash(tmp_path, warm, many, dtype):
+def test_restore_into_a_read_only_memory_map_raises(tmp_path, warm, many, dtype):
     """In a process of its own: without the check, it dies."""
     script = f"""
         import mmap, warnings
@@ -317,7 +317,7 @@ def test_a_read_only_memory_map_is_an_error_and_no_crash(tmp_path, warm, many, d
     warm.run(textwrap.dedent(script))
 
 
-def test_views_of_one_memory_that_come_back_apart_are_in_the_report():
+def test_restore_reports_shared_memory_that_is_restored_separately():
     whole = torch.arange(10.0)
     snapshot = take({"s": StateDict(t=whole, view=whole[1:], tied=whole)})
     report = snapshot.restore({"s": (fresh := StateDict())})
@@ -343,7 +343,7 @@ def test_views_of_one_memory_that_come_back_apart_are_in_the_report():
         ({"l/0": "l/5"}, "elements of a sequence cannot be moved"),
     ],
 )
-def test_a_bad_rename_is_never_taken_for_damage(tmp_path, rename, text):
+def test_restore_latest_with_a_wrong_rename_does_not_treat_a_step_as_damaged(tmp_path, rename, text):
     """Else a good step would be passed over, and the next take would write over it."""
     one, two = nn.Sequential(nn.Linear(4, 6)), nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
 
@@ -363,7 +363,7 @@ def test_a_bad_rename_is_never_taken_for_damage(tmp_path, rename, text):
             manager.take(2, {"m": two, "l": Listed()})
 
 
-def test_a_prefix_that_is_a_level_above_its_new_name():
+def test_rename_prefix_to_the_level_above():
     saved = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     take({"m": nn.ModuleDict({"inner": saved})})
     live = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -371,7 +371,7 @@ def test_a_prefix_that_is_a_level_above_its_new_name():
     assert torch.equal(live[1].weight, saved[1].weight)
 
 
-def test_the_optimizer_of_a_model_state_that_has_none_is_a_line():
+def test_model_state_without_an_optimizer_reports_the_saved_one_as_unused():
     saved = nn.Linear(2, 2)
     take({"m": ModelState(saved, torch.optim.AdamW(saved.parameters()))})
     live = nn.Linear(2, 2)

@@ -7,7 +7,7 @@ from snapshot.loading.decompression import _Wanted
 
 
 @given(st.integers(0, 1000), st.lists(st.integers(1, 50), min_size=1, max_size=20), st.data())
-def test_any_part_of_a_range_is_found_in_its_buffers(begin, lengths, data):
+def test_wanted_range_is_found_in_several_buffers(begin, lengths, data):
     buffers = [bytearray(length) for length in lengths]
     wanted = _Wanted(begin, [memoryview(each) for each in buffers])
     assert wanted.end == begin + sum(lengths)

@@ -24,7 +24,7 @@ def warned(caplog):
     return [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
 
 
-def test_a_forgotten_key_is_in_the_report_and_in_one_log_line(snapshot, caplog):
+def test_unused_key_is_in_the_report_and_logged_once(snapshot, caplog):
     report = snapshot.restore({"model": torch.nn.Linear(2, 2)})
     assert [line.path for line in report.unused] == ["optimizer", "rng"]
     assert "unused     optimizer" in str(report)
@@ -33,12 +33,12 @@ def test_a_forgotten_key_is_in_the_report_and_in_one_log_line(snapshot, caplog):
     assert "unused='ignore'" in line
 
 
-def test_all_keys_that_are_restored_are_silent(snapshot, caplog):
+def test_unused_is_empty_if_all_keys_are_restored(snapshot, caplog):
     assert not snapshot.restore(app_state()).unused
     assert not warned(caplog)
 
 
-def test_it_may_be_an_error_before_anything_is_touched(snapshot):
+def test_unused_error_raises_before_anything_is_changed(snapshot):
     model = torch.nn.Linear(2, 2)
     before = model.weight.clone()
     with pytest.raises(RestoreError, match="optimizer: is in the snapshot, not in app_state") as caught:
@@ -49,19 +49,19 @@ def test_it_may_be_an_error_before_anything_is_touched(snapshot):
         snapshot.restore({"model": model}, unused="error", strict=False)
 
 
-def test_it_may_be_silenced(snapshot, caplog):
+def test_unused_ignore_is_silent(snapshot, caplog):
     report = snapshot.restore({"model": torch.nn.Linear(2, 2)}, unused="ignore")
     assert not report.unused
     assert not warned(caplog)
 
 
 @pytest.mark.parametrize("how", [{"select": ["model/**"]}, {"exclude": ["optimizer/**", "rng/**"]}])
-def test_keys_that_were_left_out_on_purpose_are_silent(snapshot, caplog, how):
+def test_unused_does_not_report_keys_left_out_with_select_or_exclude(snapshot, caplog, how):
     assert not snapshot.restore({"model": torch.nn.Linear(2, 2)}, unused="error", **how).unused
     assert not warned(caplog)
 
 
-def test_a_forgotten_optimizer_of_a_model_state(caplog):
+def test_unused_reports_the_optimizer_of_a_model_state(caplog):
     model = torch.nn.Linear(2, 2)
     state = ModelState(model, torch.optim.AdamW(model.parameters()))
     snapshot = Snapshot.take(URL, {"train": state}, overwrite=True)
@@ -73,17 +73,17 @@ def test_a_forgotten_optimizer_of_a_model_state(caplog):
     assert not snapshot.restore({"train": ModelState(model)}, unused="ignore").unused
 
 
-def test_a_renamed_key_counts_under_its_new_name(snapshot):
+def test_unused_reports_renamed_keys_under_their_new_name(snapshot):
     report = snapshot.restore({"net": torch.nn.Linear(2, 2)}, rename={"model": "net"})
     assert [line.path for line in report.unused] == ["optimizer", "rng"]
 
 
-def test_a_wrong_choice_is_refused(snapshot):
+def test_unused_with_an_invalid_value_raises(snapshot):
     with pytest.raises(ValueError, match="unused must be 'warn', 'error' or 'ignore', got 'no'"):
         snapshot.restore({"model": torch.nn.Linear(2, 2)}, unused="no")
 
 
-def test_a_manager_says_it_too(tmp_path, caplog):
+def test_unused_keys_are_reported_by_restore_latest(tmp_path, caplog):
     with SnapshotManager(str(tmp_path), signals=()) as manager:
         manager.take(1, app_state())
         assert manager.restore_latest({"model": torch.nn.Linear(2, 2)}) == 1
@@ -93,7 +93,7 @@ def test_a_manager_says_it_too(tmp_path, caplog):
             manager.restore_latest({"model": torch.nn.Linear(2, 2)}, options=RestoreOptions(unused="error"))
 
 
-def test_checkpoints_of_other_libraries_too(tmp_path, caplog):
+def test_unused_keys_of_other_formats_are_reported(tmp_path, caplog):
     model = torch.nn.Linear(2, 2)
     torch.save({"model": model.state_dict(), "epoch": 3}, tmp_path / "old.pt")
     report = Snapshot(tmp_path / "old.pt").restore({"model": model})
@@ -104,7 +104,7 @@ def test_checkpoints_of_other_libraries_too(tmp_path, caplog):
     assert not warned(caplog)
 
 
-def test_an_average_that_stays_initialised_is_logged(caplog):
+def test_restore_logs_an_average_that_keeps_its_initial_values(caplog):
     model = torch.nn.Linear(2, 2)
     snapshot = Snapshot.take(f"{URL}/average", {"model": model}, overwrite=True)
     live = torch.nn.ModuleDict({"ema": torch.nn.Linear(2, 2)})
@@ -137,7 +137,7 @@ def _take_more(folder):
     Snapshot.take(folder, {"a": StateDict(x=1), f"only{rank}": StateDict(y=rank)}, replicated=["a/**"])
 
 
-def test_a_key_of_a_rank_that_no_longer_exists_is_unused(two, folder, caplog):
+def test_unused_reports_keys_of_ranks_that_no_longer_exist(two, folder, caplog):
     two.run(_take_more, folder)
     report = Snapshot(folder).restore({"a": StateDict(x=0)}, strict=False)
     assert [line.path for line in report.unused] == ["only0", "only1"]
@@ -146,7 +146,7 @@ def test_a_key_of_a_rank_that_no_longer_exists_is_unused(two, folder, caplog):
         Snapshot(folder).restore({"a": StateDict(x=0)}, unused="error")
 
 
-def test_each_rank_reports_and_all_refuse(two, folder):
+def test_unused_is_reported_by_each_rank_and_refused_by_all(two, folder):
     for paths, text in two.run(_restore_part, folder):
         assert paths == ["b"]
         assert "b: is in the snapshot" in text

@@ -29,7 +29,7 @@ def trained(tmp_path):
     return run
 
 
-def test_what_is_trained_comes_back_where_the_rest_is_equal(trained, tmp_path):
+def test_only_trainable_restores_what_was_saved_if_the_rest_is_equal(trained, tmp_path):
     values = trained.values()
     trained.step()
     report = Snapshot(tmp_path / "adapter").restore(trained.state)
@@ -59,7 +59,7 @@ class Places:
         pass
 
 
-def test_a_damaged_near_file_is_read_from_another_place_also_beside_a_base(trained, tmp_path):
+def test_only_trainable_reads_a_damaged_near_file_from_the_far_root(trained, tmp_path):
     values = trained.values()
     shutil.copytree(tmp_path / "adapter", tmp_path / "far")
     for path in files(tmp_path / "adapter").values():
@@ -74,7 +74,7 @@ def test_a_damaged_near_file_is_read_from_another_place_also_beside_a_base(train
 
 
 @pytest.mark.parametrize("layout", ["plain", "strided"])
-def test_a_difference_is_an_error_before_anything_is_touched(trained, tmp_path, layout):
+def test_only_trainable_restore_changes_nothing_if_frozen_tensors_differ(trained, tmp_path, layout):
     weight = trained.frozen[1].weight
     if layout == "strided":
         weight.data = weight.data.t().contiguous().t()
@@ -91,7 +91,7 @@ def test_a_difference_is_an_error_before_anything_is_touched(trained, tmp_path, 
     assert trained.head.weight.equal(head)
 
 
-def test_the_base_provides_what_was_left_out(trained, tmp_path):
+def test_only_trainable_restore_with_base_reads_omitted_tensors(trained, tmp_path):
     values = trained.values()
     Snapshot(tmp_path / "base").copy(tmp_path / "copied")
     for base in ("base", "copied", Snapshot(tmp_path / "base")):
@@ -103,7 +103,7 @@ def test_the_base_provides_what_was_left_out(trained, tmp_path):
         assert all(value.equal(values[name]) for name, value in trained.values().items())
 
 
-def test_a_compressed_base_provides_what_was_left_out(tmp_path):
+def test_only_trainable_restore_with_a_compressed_base(tmp_path):
     """Its files have other sizes than the snapshot records."""
     run = Run()
     Snapshot.take(tmp_path / "base", run.state, compression="zstd")
@@ -120,7 +120,7 @@ def test_a_compressed_base_provides_what_was_left_out(tmp_path):
         Snapshot(tmp_path / "adapter").restore(run.state, base=tmp_path / "base")
 
 
-def test_another_snapshot_is_no_base(trained, tmp_path):
+def test_only_trainable_restore_refuses_another_snapshot_as_base(trained, tmp_path):
     other = Run()
     other.frozen[0].weight.data += 1
     Snapshot.take(tmp_path / "other", {**other.state, "more": StateDict(x=torch.ones(3))})
@@ -131,7 +131,7 @@ def test_another_snapshot_is_no_base(trained, tmp_path):
         Snapshot(tmp_path / "adapter").restore(trained.state, base=tmp_path / "missing")
 
 
-def test_a_damaged_base_is_found_when_it_is_read(trained, tmp_path):
+def test_only_trainable_restore_finds_a_damaged_base(trained, tmp_path):
     (frozen,) = (each for each in files(tmp_path / "base").values() if each.stat().st_size > 1 << 20)
     with frozen.open("r+b") as file:
         file.seek(200_000)
@@ -141,7 +141,7 @@ def test_a_damaged_base_is_found_when_it_is_read(trained, tmp_path):
         Snapshot(tmp_path / "adapter").restore(trained.state, base=tmp_path / "base")
 
 
-def test_what_cannot_be_compared_needs_the_base(trained, tmp_path):
+def test_only_trainable_restore_of_other_dtypes_or_single_objects_needs_base(trained, tmp_path):
     """New tensors, other dtypes, and single objects."""
     snapshot = Snapshot(tmp_path / "adapter")
     trained.frozen.to(torch.float64)
@@ -156,7 +156,7 @@ def test_what_cannot_be_compared_needs_the_base(trained, tmp_path):
         snapshot.restore({"model": StateDict()})
 
 
-def test_only_frozen_and_equal_parameters_are_left_out(tmp_path):
+def test_only_trainable_omits_only_frozen_and_equal_parameters(tmp_path):
     """Buffers, averages, and a half that is frozen today but was trained, are all saved."""
     norm = nn.BatchNorm1d(WIDTH * 100).requires_grad_(False)
     generator, teacher = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
@@ -183,7 +183,7 @@ def test_only_frozen_and_equal_parameters_are_left_out(tmp_path):
     assert other["table"].any()
 
 
-def test_a_snapshot_of_what_is_trained_is_a_base_itself(trained, tmp_path):
+def test_only_trainable_snapshot_can_be_a_base(trained, tmp_path):
     trained.step()
     later = Snapshot.take(tmp_path / "later", trained.state, base=tmp_path / "adapter", only="trainable")
     assert later.report.omitted_bytes == 4 * (WIDTH * WIDTH + WIDTH) * 4
@@ -197,7 +197,7 @@ def test_a_snapshot_of_what_is_trained_is_a_base_itself(trained, tmp_path):
     expect_whole(tmp_path / "full", values)
 
 
-def test_a_base_that_is_missing_saves_everything(tmp_path):
+def test_only_trainable_with_a_missing_base_saves_everything(tmp_path):
     run = Run()
     made = Snapshot.take(tmp_path / "s", run.state, base=tmp_path / "none", only="trainable")
     assert made.report.omitted_bytes == 0
@@ -205,7 +205,7 @@ def test_a_base_that_is_missing_saves_everything(tmp_path):
     expect_whole(tmp_path / "s", run.values())
 
 
-def test_tied_and_split_parameters_are_left_out_whole(tmp_path, monkeypatch):
+def test_only_trainable_omits_tied_and_split_parameters_completely(tmp_path, monkeypatch):
     monkeypatch.setattr("snapshot.plan.layout.CUT", 1 << 18)
     monkeypatch.setattr("snapshot.plan.layout.LARGEST_FILE", 1 << 18)
     model = nn.Module()
@@ -224,7 +224,7 @@ def test_tied_and_split_parameters_are_left_out_whole(tmp_path, monkeypatch):
     assert model.a.equal(value)
 
 
-def test_a_snapshot_that_replaces_its_base_leaves_nothing_out(trained, tmp_path):
+def test_only_trainable_overwriting_its_base_omits_nothing(trained, tmp_path):
     values = trained.values()
     for path in ("base", "adapter"):
         made = Snapshot.take(tmp_path / "base", trained.state, base=tmp_path / path, only="trainable", overwrite=True)
@@ -236,7 +236,7 @@ def test_a_snapshot_that_replaces_its_base_leaves_nothing_out(trained, tmp_path)
 
 
 @pytest.mark.parametrize("what", ["missing", "short", "rotten", "no table"])
-def test_a_tensor_that_the_base_has_lost_is_saved(tmp_path, what):
+def test_only_trainable_saves_a_tensor_that_the_base_has_lost(tmp_path, what):
     run = Run(layers=1)  # short enough to be read whole
     run.state["long"] = nn.Linear(WIDTH, 2 * WIDTH).requires_grad_(False)
     base = Snapshot.take(tmp_path / "base", run.state)
@@ -261,14 +261,14 @@ def test_a_tensor_that_the_base_has_lost_is_saved(tmp_path, what):
     assert run.state["long"].weight.equal(weight)
 
 
-def test_the_base_of_a_base_that_is_gone_is_not_relied_on(trained, tmp_path):
+def test_only_trainable_does_not_rely_on_a_deleted_base_of_the_base(trained, tmp_path):
     shutil.rmtree(tmp_path / "base")
     made = Snapshot.take(tmp_path / "later", trained.state, base=tmp_path / "adapter", only="trainable")
     assert made.report.omitted_bytes == 0
     expect_whole(tmp_path / "later", trained.values())
 
 
-def test_memory_that_is_shared_with_a_restored_tensor_is_an_error(tmp_path):
+def test_only_trainable_restore_into_memory_shared_with_an_omitted_tensor_raises(tmp_path):
     model = nn.Module()
     model.a = nn.Parameter(torch.zeros(100), requires_grad=False)
     model.b = nn.Parameter(torch.zeros(100))
@@ -281,7 +281,7 @@ def test_memory_that_is_shared_with_a_restored_tensor_is_an_error(tmp_path):
     assert not model.a.any()
 
 
-def test_a_base_that_is_removed_during_the_take_fails_it(tmp_path):
+def test_only_trainable_take_fails_if_its_base_is_deleted(tmp_path):
     run = Run()
     Snapshot.take(tmp_path / "base", run.state)
 
@@ -297,7 +297,7 @@ def test_a_base_that_is_removed_during_the_take_fails_it(tmp_path):
 
 @pytest.mark.parametrize("when", [("read_into", METADATA), ("stat", "*")])
 @pytest.mark.parametrize("replaced", [False, True])
-def test_a_base_that_is_removed_during_the_comparison_is_noticed(tmp_path, when, replaced):
+def test_only_trainable_take_notices_a_base_deleted_while_it_compares(tmp_path, when, replaced):
     run = Run()
     Snapshot.take(tmp_path / "base", run.state)
 
@@ -324,7 +324,7 @@ def test_a_base_that_is_removed_during_the_comparison_is_noticed(tmp_path, when,
         expect_whole(tmp_path / "s", run.values())
 
 
-def test_what_is_left_out_is_not_written_if_nothing_can_be_shared(tmp_path):
+def test_only_trainable_omits_tensors_even_if_no_files_can_be_shared(tmp_path):
     run = Run()
     Snapshot.take("memory://left-out/base", run.state, overwrite=True)
     Snapshot.take(tmp_path / "base", run.state)
@@ -335,7 +335,7 @@ def test_what_is_left_out_is_not_written_if_nothing_can_be_shared(tmp_path):
         made.restore(run.state)
 
 
-def test_the_base_of_a_base_on_another_storage_has_no_options_of_this_one(tmp_path):
+def test_only_trainable_base_of_a_base_on_another_storage_gets_no_storage_options(tmp_path):
     run = Run()
     Snapshot.take(tmp_path / "base", run.state)
     first = Snapshot.take("memory://left-out/a", run.state, base=tmp_path / "base", only="trainable", overwrite=True)
@@ -349,7 +349,7 @@ def test_the_base_of_a_base_on_another_storage_has_no_options_of_this_one(tmp_pa
 
 @pytest.mark.parametrize("name", ["get", "stat", "read_into", "drop_caches"])
 @pytest.mark.parametrize("nth", [1, 2, 3])
-def test_a_base_that_breaks_in_the_middle_never_fails_a_take(tmp_path, name, nth):
+def test_only_trainable_take_does_not_fail_if_its_base_cannot_be_read(tmp_path, name, nth):
     run = Run()
     Snapshot.take(tmp_path / "base", run.state)
 
@@ -367,7 +367,7 @@ def test_a_base_that_breaks_in_the_middle_never_fails_a_take(tmp_path, name, nth
             expect_whole(tmp_path / str(only), run.values())
 
 
-def test_equal_bytes_in_one_memory_fit(tmp_path):
+def test_only_trainable_restore_of_equal_bytes_into_one_memory(tmp_path):
     model = nn.Module()
     model.left_out = nn.Parameter(torch.zeros(100), requires_grad=False)
     model.x = nn.Parameter(torch.ones(100))

@@ -18,7 +18,7 @@ STRIDES = st.lists(st.integers(0, 9), min_size=3, max_size=3)
 
 
 @given(SIZES, STRIDES)
-def test_what_can_be_written_has_no_two_elements_in_one_place(sizes, strides):
+def test_is_writable_tensors_have_no_two_elements_in_one_place(sizes, strides):
     strides = strides[: len(sizes)]
     tensor = torch.zeros(100).as_strided(sizes, strides)
     places = {int(np.dot(index, strides)) for index in np.ndindex(*sizes)}
@@ -27,19 +27,19 @@ def test_what_can_be_written_has_no_two_elements_in_one_place(sizes, strides):
 
 
 @pytest.mark.parametrize("make", [lambda t: t, lambda t: t.t(), lambda t: t[::2], lambda t: t[:, 1:3], lambda t: t[:0]])
-def test_plain_views_can_be_written(make):
+def test_is_writable_accepts_plain_views(make):
     assert is_writable(make(torch.zeros(6, 4)))
 
 
 @pytest.mark.parametrize(
     "tensor", [torch.zeros(1, 3).expand(4, 3), torch.zeros(2, 2).to_sparse(), torch.zeros(3, device="meta")]
 )
-def test_what_is_repeated_sparse_or_without_memory_cannot(tensor):
+def test_is_writable_refuses_expanded_sparse_and_meta_tensors(tensor):
     assert not is_writable(tensor)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint16, torch.complex64])
-def test_elements_are_copied_to_the_bit_also_where_a_gradient_is_wanted(dtype):
+def test_copy_into_is_exact_even_with_requires_grad(dtype):
     source = torch.arange(48, dtype=torch.uint8).view(dtype)
     target = torch.zeros(len(source), dtype=dtype)
     if dtype.is_floating_point and dtype.itemsize > 1:
@@ -50,7 +50,7 @@ def test_elements_are_copied_to_the_bit_also_where_a_gradient_is_wanted(dtype):
 
 
 @pytest.mark.parametrize("length", [1 << 10, 1 << 20])
-def test_memory_that_is_replaced_during_a_restore_is_an_error(length):
+def test_restore_raises_if_live_memory_is_replaced_during_it(length):
     """The bytes were read into the old memory, which must not be anything else's by then."""
     Snapshot.take("memory://replaced", {"s": StateDict(a=torch.ones(length), b=torch.ones(3))}, overwrite=True)
     live = StateDict(a=torch.zeros(length), b=torch.zeros(3))

@@ -110,7 +110,7 @@ def equal(a, b, path=""):
 @pytest.mark.parametrize(
     ("name", "kind"), [pytest.param(name, kind, id=name) for name, kind in classes() if name not in NOT_BUILT]
 )
-def test_what_a_take_accepts_restores_into_itself(name, kind):
+def test_optimizers_of_torch_and_other_libraries_restore_exactly(name, kind):
     model = model_of()
     optimizer = optimizer_of(kind, model)
     for seed in range(2):
@@ -162,7 +162,7 @@ class Hidden(Around):
 
 @pytest.mark.parametrize("kind", [Around, Hidden])
 @pytest.mark.parametrize("staging", ["blocking", "overlapped"])
-def test_an_optimizer_without_param_groups_is_restored_as_it_is(kind, staging):
+def test_optimizer_without_param_groups_is_restored_unchanged(kind, staging):
     model = model_of()
     outer = kind(torch.optim.AdamW(model.parameters()))
     step(model, outer.inner, 1)
@@ -178,7 +178,7 @@ def test_an_optimizer_without_param_groups_is_restored_as_it_is(kind, staging):
     equal(expected, target.state_dict())
 
 
-def test_a_state_that_is_not_an_optimizers_is_still_refused():
+def test_optimizer_restore_from_another_kind_of_state_is_refused():
     snapshot = Snapshot.take("memory://optimizers/none", {"optimizer": StateDict(x=1)}, overwrite=True)
     with pytest.raises(RestoreError, match="no optimizer's parameter groups"):
         snapshot.restore({"optimizer": torch.optim.SGD(model_of().parameters())})

@@ -16,7 +16,7 @@ def take(**values):
 
 
 @pytest.mark.parametrize("how", [{"select": ["s/x"]}, {"exclude": ["s/hist", "s/d", "s/empty"]}])
-def test_what_is_left_out_stays_whole(how):
+def test_select_and_exclude_leave_other_values_unchanged(how):
     take(x=1, hist=[1, 2], d={"a": 1}, empty={})
     live = StateDict(x=0, hist=[7, 8, 9], d={"b": 2}, extra=5, empty={"c": 3})
     report = Snapshot(URL).restore({"s": live}, **how)
@@ -24,7 +24,7 @@ def test_what_is_left_out_stays_whole(how):
     assert {line.path for line in report.skipped} == {"s/hist/0", "s/hist/1", "s/d/a", "s/empty"}
 
 
-def test_parts_of_containers():
+def test_select_of_parts_of_containers():
     take(d={"a": 1, "b": {"c": 2, "d": 3}}, pair=(1, torch.ones(2)))
     live = StateDict(d={"a": 0, "b": collections.OrderedDict(c=0, d=0, e=0)}, pair=(0, torch.zeros(2)))
     Snapshot(URL).restore({"s": live}, select=["s/d/b/c", "s/pair/1"])
@@ -33,7 +33,7 @@ def test_parts_of_containers():
     assert live["pair"][1].tolist() == [1, 1]
 
 
-def test_a_sequence_that_cannot_hold_a_part_is_found_before_anything_is_touched():
+def test_select_of_a_part_of_a_sequence_of_another_length_raises_before_changes():
     take(a=torch.ones(3), hist=[1, 2])
     live = StateDict(a=torch.zeros(3), hist=[])
     with pytest.raises(RestoreError, match="s/hist: a partial restore needs"):
@@ -41,7 +41,7 @@ def test_a_sequence_that_cannot_hold_a_part_is_found_before_anything_is_touched(
     assert live["a"].sum() == 0
 
 
-def test_an_optimizer_keeps_its_moments_where_they_are_left_out():
+def test_exclude_of_optimizer_state_keeps_it():
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.Adam([weight], lr=0.5)
     Snapshot.take(URL, {"o": optimizer}, overwrite=True)
@@ -54,7 +54,7 @@ def test_an_optimizer_keeps_its_moments_where_they_are_left_out():
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
-def test_an_include_that_matches_nothing_is_an_error():
+def test_select_that_matches_nothing_raises():
     take(x=1)
     with pytest.raises(RestoreError, match="'s/typo' matches nothing"):
         Snapshot(URL).restore({"s": StateDict(x=0)}, select=["s/typo"])
@@ -74,7 +74,7 @@ def test_rename_keeps_the_type_of_keys():
     assert state["d"] == {2: "x"}
 
 
-def test_a_module_s_kinds_are_checked_before_anything_is_touched():
+def test_restore_checks_the_kinds_of_module_entries_before_changing_anything():
     class Odd(torch.nn.Linear):
         def __init__(self, value):
             super().__init__(2, 2)
@@ -92,7 +92,7 @@ def test_a_module_s_kinds_are_checked_before_anything_is_touched():
         assert torch.equal(live.weight, before)
 
 
-def test_something_that_is_no_optimizer_s_state_is_found_before_anything_is_touched():
+def test_restore_of_invalid_optimizer_state_raises_before_changing_anything():
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
     weight.grad = torch.ones(3)
@@ -103,7 +103,7 @@ def test_something_that_is_no_optimizer_s_state_is_found_before_anything_is_touc
     assert optimizer.state[weight]["momentum_buffer"].sum() == 3
 
 
-def test_nested_optimizer_state_keeps_its_dtype():
+def test_restore_keeps_the_dtype_of_nested_optimizer_state():
     weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     optimizer.state[weight] = {"hist": [torch.full((2,), 0.1)], "d": {"x": torch.full((2,), 0.1)}, "n": 3}
@@ -114,7 +114,7 @@ def test_nested_optimizer_state_keeps_its_dtype():
     assert torch.equal(fresh.state[weight]["d"]["x"], torch.full((2,), 0.1))
 
 
-def test_groups_with_a_shared_tensor_learning_rate():
+def test_restore_of_param_groups_with_a_shared_tensor_learning_rate():
     weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     groups = [{"params": [weights[0]], "lr": torch.tensor(0.1)}, {"params": [weights[1]], "lr": torch.tensor(0.2)}]
     Snapshot.take(URL, {"o": torch.optim.Adam(groups)}, overwrite=True)
@@ -123,7 +123,7 @@ def test_groups_with_a_shared_tensor_learning_rate():
     assert [group["lr"].item() for group in fresh.param_groups] == pytest.approx([0.1, 0.2])
 
 
-def test_live_tensors_without_memory_or_with_shared_elements():
+def test_restore_into_tensors_without_memory_or_with_shared_elements():
     freed = torch.ones(1000)
     freed.untyped_storage().resize_(0)
     windows = torch.zeros(5).as_strided((3, 3), (1, 1))
@@ -137,7 +137,7 @@ def test_live_tensors_without_memory_or_with_shared_elements():
         Snapshot(URL).read_object("0/s/windows", torch.zeros(5).as_strided((3, 3), (1, 1)))
 
 
-def test_a_matrix_and_its_column_that_were_apart():
+def test_restore_into_a_matrix_and_its_column_that_were_separate_raises():
     take(full=torch.zeros(4, 4), col=torch.ones(4))
     base = torch.full((4, 4), 7.0)
     with pytest.raises(RestoreError, match="share memory"):
@@ -145,7 +145,7 @@ def test_a_matrix_and_its_column_that_were_apart():
     assert base.eq(7).all()
 
 
-def test_equal_bytes_may_go_to_one_memory():
+def test_restore_of_equal_bytes_into_one_memory():
     weight = torch.nn.Parameter(torch.arange(6.0))
     state = {"m": torch.nn.ParameterDict({"w": weight}), "s": StateDict(w=weight)}
     Snapshot.take(URL, state, overwrite=True)
@@ -155,7 +155,7 @@ def test_equal_bytes_may_go_to_one_memory():
     assert torch.equal(weight.detach(), torch.arange(6.0))
 
 
-def test_read_only_arrays_are_not_written():
+def test_read_object_refuses_a_read_only_array():
     take(n=np.arange(3))
     frozen = bytes(24)
     with pytest.raises(RestoreError, match="must be writable"):
@@ -163,7 +163,7 @@ def test_read_only_arrays_are_not_written():
     assert frozen == bytes(24)
 
 
-def test_structured_arrays_are_filled():
+def test_read_object_fills_a_structured_array():
     array = np.array([(1, 2.5)], dtype=[("a", "i4"), ("b", "f8")])
     take(n=array)
     out = np.zeros(1, dtype=array.dtype)
@@ -171,7 +171,7 @@ def test_structured_arrays_are_filled():
     assert out.tolist() == array.tolist()
 
 
-def test_a_parameter_over_a_plain_tensor_is_replaced_and_reported():
+def test_restore_replaces_and_reports_a_tensor_saved_as_a_parameter():
     take(p=torch.nn.Parameter(torch.ones(2)), n=3)
     live = StateDict(p=torch.zeros(2), n=torch.zeros(1))
     report = Snapshot(URL).restore({"s": live})
@@ -180,12 +180,12 @@ def test_a_parameter_over_a_plain_tensor_is_replaced_and_reported():
     assert {line.path for line in report.replaced} == {"s/p", "s/n"}
 
 
-def test_metadata_holds_no_nan():
+def test_take_metadata_refuses_infinity():
     with pytest.raises(TypeError, match="JSON"):
         Snapshot.take(URL, {"s": StateDict()}, overwrite=True, metadata={"loss": float("inf")})
 
 
-def test_a_default_device_changes_nothing():
+def test_restore_ignores_a_default_device():
     snapshot = take(t=torch.arange(6.0).view(2, 3), a=np.zeros((0, 2)))
     with torch.device("meta"):
         assert snapshot.read_object("0/s/t", box=[0]).tolist() == [0, 1, 2]

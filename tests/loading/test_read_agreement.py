@@ -24,15 +24,15 @@ def decide(*votes, once=False):
         ([("a", ""), ("a", "")], []),
     ],
 )
-def test_ranks_of_one_host_with_equal_reads_share_them(votes, same):
+def test_read_agreement_ranks_of_a_host_with_equal_reads_share_them(votes, same):
     assert decide(*votes) == same
 
 
-def test_reads_that_are_shared_by_messages_need_no_cache():
+def test_read_once_needs_no_page_cache_agreement():
     assert decide(("a", "x"), ("a", "x"), once=True) == []
 
 
-def test_only_ranks_that_read_once_send_what_they_read():
+def test_read_agreement_speakers_are_only_ranks_that_read_once():
     votes = [("a", "x"), ("b", "y"), ("c", "x")]
     assert decision(*votes, once=True).speakers == [0, 1]
     assert decision(*votes).speakers == [0], "the reply to thousands of ranks must stay short"

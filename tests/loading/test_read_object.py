@@ -21,7 +21,7 @@ def take(**values):
     return Snapshot.take(URL, {"s": StateDict(**values)}, overwrite=True)
 
 
-def test_objects_of_every_kind():
+def test_read_object_of_every_kind():
     snapshot = take(t=torch.arange(6.0).view(2, 3), n=3, text="x", nested={"a": [1, torch.ones(2)]}, none=None)
     assert torch.equal(snapshot.read_object("0/s/t"), torch.arange(6.0).view(2, 3))
     assert snapshot.read_object("0/s/n") == 3
@@ -32,7 +32,7 @@ def test_objects_of_every_kind():
     assert list(snapshot.read_object("0/s")) == ["t", "n", "text", "nested", "none"]
 
 
-def test_obj_out_is_filled_and_returned():
+def test_read_object_obj_out_is_filled_and_returned():
     snapshot = take(t=torch.arange(6.0).view(2, 3), a=np.arange(4), n=3, h=torch.ones(3))
     for out in (
         torch.zeros(2, 3),
@@ -55,7 +55,7 @@ def test_obj_out_is_filled_and_returned():
 
 
 @pytest.mark.parametrize("budget", [1 << 20, 16 << 20, None])
-def test_a_budget_keeps_shape_and_value(budget):
+def test_read_object_memory_budget_bytes_keeps_shape_and_value(budget):
     tensor = torch.randn(1000, 1500)
     snapshot = take(t=tensor)
     for out in (None, torch.zeros(1000, 1500), torch.zeros(1500, 1000).t()):
@@ -64,7 +64,7 @@ def test_a_budget_keeps_shape_and_value(budget):
         assert torch.equal(back, tensor)
 
 
-def test_reading_leaks_no_descriptors(tmp_path):
+def test_read_object_leaks_no_file_descriptors(tmp_path):
     snapshot = Snapshot.take(tmp_path / "s", {"s": StateDict(t=torch.ones(1000))})
     snapshot.read_object("0/s/t")
     before = len(os.listdir("/proc/self/fd"))
@@ -74,7 +74,7 @@ def test_reading_leaks_no_descriptors(tmp_path):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_one_row_of_a_large_tensor_reads_little():
+def test_read_object_box_of_one_row_reads_few_bytes():
     tensor = torch.arange(16 << 20, dtype=torch.int32).view(4096, 4096)
     with recording() as log:
         snapshot = Snapshot.take("recording+memory://rows", {"s": StateDict(t=tensor)}, overwrite=True)
@@ -91,7 +91,7 @@ def test_one_row_of_a_large_tensor_reads_little():
 
 @settings(max_examples=30, deadline=None)
 @given(st.data())
-def test_any_box_of_any_tensor(data):
+def test_read_object_any_box_of_any_tensor(data):
     shape = tuple(data.draw(st.lists(st.integers(0, 40), max_size=3)))
     tensor = torch.arange(int(np.prod(shape)), dtype=torch.int32).view(shape)
     cut = data.draw(st.sampled_from([None, 64, 1000]))
@@ -117,7 +117,7 @@ def test_any_box_of_any_tensor(data):
     assert torch.equal(out, expected)
 
 
-def test_boxes_of_large_tensors_are_verified_by_block(tmp_path):
+def test_read_object_box_is_verified_by_block(tmp_path):
     tensor = torch.randn(1 << 20)
     snapshot = Snapshot.take(tmp_path, {"s": StateDict(t=tensor)})
     entry = snapshot.get_manifest()["0/s/t"]
@@ -136,7 +136,7 @@ def test_boxes_of_large_tensors_are_verified_by_block(tmp_path):
     assert any("digests" in fault for fault in snapshot.verify().faults)
 
 
-def test_bad_boxes():
+def test_read_object_invalid_boxes_raise():
     snapshot = take(t=torch.ones(3, 4), n=3)
     with pytest.raises(ValueError, match="must have step 1"):
         snapshot.read_object("0/s/t", box=[slice(0, 3, 2)])
@@ -148,7 +148,7 @@ def test_bad_boxes():
         snapshot.read_object("0/s/n", box=[0])
 
 
-def test_a_cut_tensor_reads_whole_and_restores(monkeypatch):
+def test_read_object_of_a_tensor_split_over_files(monkeypatch):
     monkeypatch.setattr(layout, "LARGEST_FILE", 5000)
     tensor = torch.randn(60, 50)
     tied = {"a": tensor, "b": tensor, "p": torch.nn.Parameter(tensor.clone())}
@@ -167,7 +167,7 @@ def test_a_cut_tensor_reads_whole_and_restores(monkeypatch):
     assert snapshot.verify().ok
 
 
-def test_the_manifest_is_a_copy():
+def test_get_manifest_returns_a_copy():
     snapshot = take(t=torch.ones(3))
     first = snapshot.get_manifest()
     first["0/s/t"].dtype = "float64"
@@ -175,7 +175,7 @@ def test_the_manifest_is_a_copy():
     assert snapshot.get_manifest()["0/s/t"].dtype == "float32"
 
 
-def test_metadata():
+def test_snapshot_metadata_has_user_metadata_and_world_size():
     snapshot = Snapshot.take(URL, {"s": StateDict(x=1)}, overwrite=True, metadata={"loss": 1.5})
     found = snapshot.metadata
     assert found.metadata == {"loss": 1.5}
@@ -185,7 +185,7 @@ def test_metadata():
     assert found.created.tzinfo is not None
 
 
-def test_a_plan_is_a_dry_run_that_can_be_taken_with(tmp_path):
+def test_plan_is_a_dry_run_whose_result_take_can_use(tmp_path):
     state = {"s": StateDict(t=torch.ones(1000), u=torch.ones(5, dtype=torch.int8), text="x" * 20_000)}
     plan = Snapshot.plan(state, path=tmp_path / "s")
     assert not (tmp_path / "s").exists()
@@ -199,7 +199,7 @@ def test_a_plan_is_a_dry_run_that_can_be_taken_with(tmp_path):
     assert not (tmp_path / "t").exists()
 
 
-def test_exclude_and_replicated():
+def test_take_exclude_and_replicated():
     net = torch.nn.Linear(3, 2)
     state = {"net": net, "s": StateDict(a={"x": torch.ones(2), "y": torch.ones(2)}, b=[1, 2], tied=net.weight.detach())}
     snapshot = Snapshot.take(URL, state, overwrite=True, exclude=["net/weight", "s/a/x"], replicated=["net"])
@@ -218,7 +218,7 @@ def test_exclude_and_replicated():
         Snapshot.take(URL, state, overwrite=True, exclude="net/weight")
 
 
-def test_the_prepare_function_s_result_is_what_is_saved():
+def test_custom_tensor_prepare_func_result_is_saved():
     seen = []
 
     def prepare(path, tensor, tracing):
@@ -244,7 +244,7 @@ def _outs(like):
 
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("dtype", ["i8", "f4", "M8[s]", ">i4", "U3"])
-def test_obj_out_of_any_layout_is_filled(order, dtype):
+def test_read_object_obj_out_of_any_layout_is_filled(order, dtype):
     array = np.arange(6).reshape(2, 3).astype(dtype).copy(order)
     snapshot = take(a=array, t=torch.ones(2, 3))
     for out in _outs(array):
@@ -257,7 +257,7 @@ def test_obj_out_of_any_layout_is_filled(order, dtype):
             snapshot.read_object("0/s/a", wrong)
 
 
-def test_obj_out_of_another_kind_is_an_error():
+def test_read_object_obj_out_of_another_kind_raises():
     snapshot = take(a=np.arange(4), t=torch.arange(4))
     with pytest.raises(RestoreError, match="s/a: obj_out must be an array, got a Tensor"):
         snapshot.read_object("0/s/a", torch.zeros(4, dtype=torch.int64))
@@ -268,7 +268,7 @@ def test_obj_out_of_another_kind_is_an_error():
 
 
 @pytest.mark.parametrize("strides", [(0, 8), (8, 8), (-8, 8), (4, 8), (16, 4)])
-def test_an_array_with_overlapping_elements_cannot_be_filled(strides):
+def test_read_object_obj_out_with_overlapping_elements_raises(strides):
     saved = np.arange(6).reshape(3, 2)
     held = as_strided(np.zeros(9, np.int64)[4:], (3, 2), strides)
     live = StateDict(a=held)
@@ -279,7 +279,7 @@ def test_an_array_with_overlapping_elements_cannot_be_filled(strides):
     assert (live["a"] == saved).all()
 
 
-def test_a_generator_with_two_names_and_two_saved_states_gets_one_of_them():
+def test_restore_of_a_generator_with_two_names_and_two_saved_states():
     def generator(seed):
         return torch.Generator().manual_seed(seed)
 
@@ -293,7 +293,7 @@ def test_a_generator_with_two_names_and_two_saved_states_gets_one_of_them():
     assert [line.path for line in report.replaced] == ["s/b"]
 
 
-def test_the_second_of_two_equal_times_stays_it_in_a_pickled_key():
+def test_pickled_key_keeps_the_fold_of_a_time():
     day = datetime.datetime(2020, 1, 1, 2, fold=1)
     keys = [datetime.time(1, 2, fold=1), day, day.replace(tzinfo=datetime.UTC, hour=3), datetime.time(5)]
     with pytest.warns(UserWarning, match="stored as pickles"):

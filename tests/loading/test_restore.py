@@ -28,7 +28,7 @@ def equal(a, b):
     return list(a) == list(b) and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_a_module_is_filled_in_place():
+def test_restore_fills_a_module_in_place():
     net = model()
     saved = weights(net)
     take({"net": net})
@@ -43,7 +43,7 @@ def test_a_module_is_filled_in_place():
     assert "restored 4 entries" in str(report)
 
 
-def test_a_subset_may_be_restored():
+def test_restore_of_a_subset_of_keys():
     net, progress = model(), StateDict(step=3)
     take({"net": net, "progress": progress})
     progress["step"] = 9
@@ -55,13 +55,13 @@ def test_a_subset_may_be_restored():
     assert not equal(weights(net), saved)
 
 
-def test_an_unknown_key_is_an_error_that_lists_those_there_are():
+def test_restore_error_for_an_unknown_key_lists_the_known_keys():
     take({"net": model(), "progress": StateDict()})
     with pytest.raises(RestoreError, match="progress"):
         Snapshot(URL).restore({"progres": StateDict()})
 
 
-def test_a_missing_snapshot():
+def test_restore_of_a_missing_snapshot_raises_not_found():
     with pytest.raises(SnapshotNotFoundError, match="no snapshot found"):
         Snapshot("memory://nowhere").restore({"net": model()})
     with pytest.raises(FileNotFoundError):
@@ -69,7 +69,7 @@ def test_a_missing_snapshot():
     assert not Snapshot("memory://nowhere").exists()
 
 
-def test_all_mismatches_are_reported_at_once_and_nothing_is_touched():
+def test_restore_error_lists_all_mismatches_and_changes_nothing():
     take({"net": model(4), "other": model(4)})
     net, other = model(5), model(4, torch.float64)
     before, other_before = weights(net), weights(other)
@@ -84,7 +84,7 @@ def test_all_mismatches_are_reported_at_once_and_nothing_is_touched():
     assert len(raised.value.mismatches) == 3 + 4
 
 
-def test_strict_lists_missing_and_unexpected_names():
+def test_restore_strict_lists_missing_and_unexpected_names():
     take({"net": torch.nn.Linear(3, 4)})
     live = torch.nn.Sequential(torch.nn.Linear(3, 4, bias=False))
     with pytest.raises(RestoreError) as raised:
@@ -96,7 +96,7 @@ def test_strict_lists_missing_and_unexpected_names():
     ]
 
 
-def test_not_strict_restores_what_matches_and_reports_the_rest():
+def test_restore_strict_false_restores_what_matches_and_reports_the_rest():
     saved = torch.nn.Linear(3, 4)
     take({"net": saved})
     live = torch.nn.Linear(3, 4, bias=False)
@@ -115,7 +115,7 @@ def test_not_strict_restores_what_matches_and_reports_the_rest():
     ("any", torch.float32, torch.int64, True),
     ("error", torch.float32, torch.bfloat16, False),
 ])  # fmt: skip
-def test_casts(cast, saved, live, works):
+def test_restore_cast_options(cast, saved, live, works):
     values = torch.tensor([1.5, -2.25, 1e5]).to(saved)
     source, target = torch.nn.Module(), torch.nn.Module()
     source.register_buffer("x", values)
@@ -131,14 +131,14 @@ def test_casts(cast, saved, live, works):
         assert target.x.sum() == 0
 
 
-def test_an_unknown_cast_is_an_error():
+def test_restore_cast_with_an_unknown_value_raises():
     take({"net": model()})
     with pytest.raises(ValueError, match="'same_kind'"):
         Snapshot(URL).restore({"net": model()}, cast="all")
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_state_dict_keeps_what_the_snapshot_lacks_unless_it_is_to_be_exact(exact, caplog):
+def test_restore_exact_drops_state_dict_keys_that_the_snapshot_lacks(exact, caplog):
     kept = torch.zeros(3)
     state = StateDict(a=1, t=torch.ones(3), gone=torch.ones(2), nested={"x": [torch.ones(1), 2]})
     take({"s": state})
@@ -159,7 +159,7 @@ def test_a_state_dict_keeps_what_the_snapshot_lacks_unless_it_is_to_be_exact(exa
     assert [line.path for line in report.removed] == (["s/added"] if exact else [])
 
 
-def test_include_and_exclude():
+def test_restore_select_and_exclude():
     state = {"net": model(), "progress": StateDict(step=1, best=2.0)}
     take(state)
     net, progress = model(), StateDict(step=10, best=20.0)
@@ -173,7 +173,7 @@ def test_include_and_exclude():
     assert {line.path for line in report.skipped} == {"net/0.bias", "net/1.bias", "progress/best"}
 
 
-def test_a_key_of_which_nothing_is_wanted_is_left_alone():
+def test_restore_does_not_load_a_key_of_which_nothing_is_selected():
     class Loud(StateDict):
         def load_state_dict(self, state_dict):
             raise AssertionError
@@ -184,7 +184,7 @@ def test_a_key_of_which_nothing_is_wanted_is_left_alone():
     assert live["a"]["x"] == 1
 
 
-def test_rename_by_a_dict_and_by_a_function():
+def test_restore_rename_with_a_dict_and_a_function():
     net = torch.nn.Linear(3, 4)
     take({"net": net, "s": StateDict(old={"x": 1, "y": torch.ones(2)}, z=3)})
     live = torch.nn.Sequential(torch.nn.Linear(3, 4))
@@ -202,7 +202,7 @@ def test_rename_by_a_dict_and_by_a_function():
     assert torch.equal(again[0].weight, net.weight)
 
 
-def test_rename_errors():
+def test_restore_rename_errors():
     take({"s": StateDict(a=1, b=2)})
     with pytest.raises(RestoreError, match="two entries the name 's/b'"):
         Snapshot(URL).restore({"s": StateDict()}, rename={"s/a": "s/b"})
@@ -210,7 +210,7 @@ def test_rename_errors():
         Snapshot(URL).restore({"s": StateDict()}, rename={"s/aa": "s/c"})
 
 
-def test_two_entries_for_one_live_memory_are_an_error():
+def test_restore_of_two_entries_into_one_memory_raises():
     take({"s": StateDict(a=torch.ones(10), b=torch.zeros(10))})
     shared = torch.full((10,), 7.0)
     for live in (StateDict(a=shared, b=shared), StateDict(a=shared, b=shared.view(10))):
@@ -223,7 +223,7 @@ def test_two_entries_for_one_live_memory_are_an_error():
     assert base.eq(7).all()
 
 
-def test_two_entries_for_one_strided_or_cast_memory_are_an_error():
+def test_restore_of_two_entries_into_one_strided_or_cast_memory_raises():
     take({"s": StateDict(a=torch.ones(4, 4), b=torch.zeros(4, 4))})
     shared = torch.full((4, 4), 7.0).t()
     with pytest.raises(RestoreError, match="share memory in the application"):
@@ -231,7 +231,7 @@ def test_two_entries_for_one_strided_or_cast_memory_are_an_error():
     assert shared.eq(7).all()
 
 
-def test_tied_weights_restore_tied_and_untied():
+def test_restore_of_tied_weights_into_tied_and_untied_modules():
     class Tied(torch.nn.Module):
         def __init__(self, tied):
             super().__init__()
@@ -249,7 +249,7 @@ def test_tied_weights_restore_tied_and_untied():
         assert torch.equal(live.b.weight, saved.a.weight)
 
 
-def test_optimizer_mismatches_are_found_before_anything_is_touched():
+def test_restore_finds_optimizer_mismatches_before_changing_anything():
     net = model()
     optimizer = torch.optim.Adam(net.parameters())
     net(torch.randn(2, 3)).sum().backward()
@@ -283,7 +283,7 @@ def test_rng_state_after_restore_equals_that_after_take():
     assert draw() == after_take
 
 
-def test_rng_with_a_pending_gaussian():
+def test_rng_state_with_a_pending_gaussian():
     np.random.standard_normal(1)
     random.gauss(0, 1)
     take({"rng": RNGState()})
@@ -292,7 +292,7 @@ def test_rng_with_a_pending_gaussian():
     assert (np.random.standard_normal(3).tolist(), random.gauss(0, 1)) == first
 
 
-def test_a_generator_of_a_device_that_is_not_here_is_reported():
+def test_rng_state_of_an_absent_device_is_reported():
     class Cluster(RNGState):
         def state_dict(self):
             return super().state_dict() | {"cuda:7": torch.zeros(16, dtype=torch.uint8)}
@@ -302,7 +302,7 @@ def test_a_generator_of_a_device_that_is_not_here_is_reported():
     assert [line.path for line in report.skipped] == ["rng/cuda:7"]
 
 
-def test_statefuls_are_visited_in_order_and_rng_last():
+def test_take_and_restore_visit_statefuls_in_order_and_rng_state_last():
     seen = []
 
     class Spy(StateDict):
@@ -331,7 +331,7 @@ def test_statefuls_are_visited_in_order_and_rng_last():
     assert seen == ["a", "b", "c", "A", "B", "C", "RNG"]
 
 
-def test_a_failing_load_state_dict_names_its_key():
+def test_restore_error_in_load_state_dict_names_its_key():
     class Bad(StateDict):
         def load_state_dict(self, state_dict):
             raise KeyError("mine")
@@ -342,7 +342,7 @@ def test_a_failing_load_state_dict_names_its_key():
     assert any("'bad'" in note for note in raised.value.__notes__)
 
 
-def test_lazy_and_meta_modules():
+def test_take_refuses_a_lazy_module_and_restore_initialises_it():
     net = torch.nn.LazyLinear(2)
     with pytest.raises(Exception, match="net/weight: is not initialised yet"):
         take({"net": net})
@@ -356,7 +356,7 @@ def test_lazy_and_meta_modules():
         take({"net": torch.nn.Linear(3, 2, device="meta")})
 
 
-def test_extra_state_of_modules():
+def test_module_extra_state_is_restored():
     class Counting(torch.nn.Linear):
         count = 0
 
@@ -375,7 +375,7 @@ def test_extra_state_of_modules():
     assert live.count == 5
 
 
-def test_a_module_with_state_dict_hooks():
+def test_module_with_state_dict_hooks_is_restored():
     net = model()
     net._register_state_dict_hook(lambda m, state, prefix, _: state.update({"extra.x": torch.ones(2)}))
     net.register_load_state_dict_pre_hook(lambda m, state, *_: state.pop("extra.x", None))
@@ -386,7 +386,7 @@ def test_a_module_with_state_dict_hooks():
     assert net[0].weight.abs().sum() > 0
 
 
-def test_large_and_cut_tensors_in_a_small_budget():
+def test_restore_of_large_tensors_with_a_small_memory_budget_bytes():
     torch.manual_seed(0)
     big = torch.randn(3000, 1000)
     take({"s": StateDict(big=big, t=big.t(), half=big.to(torch.float16))})
@@ -411,7 +411,7 @@ def test_restore_reads_each_byte_once_and_only_what_is_asked_for():
     assert report.bytes_read <= 404_000
 
 
-def test_a_callable_progress_sees_all_bytes():
+def test_progress_callback_receives_all_bytes():
     seen = []
     take({"s": StateDict(x=torch.randn(1000))}, progress=seen.append)
     assert seen[-1].done == seen[-1].total
@@ -420,7 +420,7 @@ def test_a_callable_progress_sees_all_bytes():
     assert seen[-1].done == 4000
 
 
-def test_restoring_with_grad_and_in_inference_mode():
+def test_restore_in_inference_mode_keeps_autograd_working():
     net = model()
     saved = weights(net)
     take({"net": net})
@@ -431,7 +431,7 @@ def test_restoring_with_grad_and_in_inference_mode():
     assert equal(weights(net), saved)
 
 
-def test_no_warning_on_the_plain_way():
+def test_take_and_restore_of_a_module_do_not_warn():
     net = model()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -47,7 +47,7 @@ def live_views(views):
 
 @pytest.mark.parametrize("options", [{}, {"atomic": True}, {"strict": True}])
 @pytest.mark.parametrize("name", OVERLAPPING)
-def test_views_with_a_common_element_are_an_error_and_unchanged(name, options):
+def test_restore_into_overlapping_views_raises_and_changes_nothing(name, options):
     views = OVERLAPPING[name]
     Snapshot.take(URL, {"s": named(view.clone() + number for number, view in enumerate(views))}, overwrite=True)
     memory, live = live_views(views)
@@ -57,7 +57,7 @@ def test_views_with_a_common_element_are_an_error_and_unchanged(name, options):
 
 
 @pytest.mark.parametrize("name", INTERLEAVED)
-def test_views_that_interleave_are_restored(name):
+def test_restore_into_interleaved_views(name):
     views = INTERLEAVED[name]
     Snapshot.take(URL, {"s": named(views)}, overwrite=True)
     memory, live = live_views(views)
@@ -66,7 +66,7 @@ def test_views_that_interleave_are_restored(name):
     assert set(memory[sum(view.numel() for view in views) :].tolist()) <= {-1.0}
 
 
-def test_a_take_stores_what_each_overlapping_view_holds():
+def test_take_of_overlapping_views_stores_what_each_holds():
     for views in [*OVERLAPPING.values(), *INTERLEAVED.values()]:
         Snapshot.take(URL, {"s": named(views)}, overwrite=True)
         state = StateDict()
@@ -74,7 +74,7 @@ def test_a_take_stores_what_each_overlapping_view_holds():
         assert all(map(torch.equal, state.values(), views))
 
 
-def test_buffers_that_are_overlapping_windows_are_an_error():
+def test_restore_into_overlapping_buffers_raises():
     module = torch.nn.Module()
     memory = torch.zeros(10, 4)
     module.register_buffer("first", memory[:6, :3])
@@ -84,7 +84,7 @@ def test_buffers_that_are_overlapping_windows_are_an_error():
         Snapshot(URL).restore({"m": module})
 
 
-def test_windows_of_one_stored_tensor_are_an_error():
+def test_restore_of_tied_tensors_into_overlapping_windows_raises():
     tied = torch.arange(8.0)
     Snapshot.take(URL, {"s": StateDict(a=tied, b=tied)}, overwrite=True)
     memory = torch.zeros(12)
@@ -93,7 +93,7 @@ def test_windows_of_one_stored_tensor_are_an_error():
     assert not memory.any()
 
 
-def test_overlapping_destinations_of_converted_values_are_an_error():
+def test_restore_with_cast_into_overlapping_tensors_raises():
     def module(a, b):
         made = torch.nn.Module()
         made.register_buffer("a", a)
@@ -107,14 +107,14 @@ def test_overlapping_destinations_of_converted_values_are_an_error():
     assert memory.eq(7).all()
 
 
-def test_equal_bytes_may_have_one_strided_destination():
+def test_restore_of_equal_bytes_into_one_strided_tensor():
     Snapshot.take(URL, {"s": StateDict(a=FLAT[::2].clone(), b=FLAT[::2].clone())}, overwrite=True)
     live = torch.zeros(24)[::2]
     Snapshot(URL).restore({"s": StateDict(a=live, b=live)})
     assert torch.equal(live, FLAT[::2])
 
 
-def test_views_that_take_too_long_to_compare_are_an_error(monkeypatch):
+def test_restore_into_views_that_are_slow_to_compare_raises(monkeypatch):
     views = INTERLEAVED["thirds"]
     Snapshot.take(URL, {"s": named(views)}, overwrite=True)
     _, live = live_views(views)
@@ -126,14 +126,14 @@ def test_views_that_take_too_long_to_compare_are_an_error(monkeypatch):
                 Snapshot(URL).restore({"s": named(live)})
 
 
-def test_what_numpy_cannot_decide_is_marked(monkeypatch):
+def test_restore_into_views_that_numpy_cannot_compare_marks_bytes(monkeypatch):
     monkeypatch.setattr("snapshot.loading.shared_memory.MOST_WORK", 0)
-    test_views_that_interleave_are_restored("chessboard")
-    test_views_with_a_common_element_are_an_error_and_unchanged("windows", {})
+    test_restore_into_interleaved_views("chessboard")
+    test_restore_into_overlapping_views_raises_and_changes_nothing("windows", {})
 
 
 @pytest.mark.parametrize("twice", [False, True])
-def test_thousands_of_columns_of_one_matrix(twice):
+def test_restore_into_thousands_of_columns_of_one_matrix(twice):
     """They interleave, or one is there twice."""
     values = torch.arange(2500.0).expand(3, -1)
     Snapshot.take(URL, {"s": named(values.T.contiguous())}, overwrite=True)
@@ -172,7 +172,7 @@ def bytes_of(view):
     return set(numbers.reshape(-1).as_strided(shape, steps, view.storage_offset() * view.itemsize).flatten().tolist())
 
 
-def test_random_views_are_decided_as_by_a_mark_of_every_byte():
+def test_restore_into_random_views_equals_a_byte_by_byte_check():
     chance = random.Random(51)
     outcomes = []
     for number_of_round in range(400):

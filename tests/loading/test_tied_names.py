@@ -35,7 +35,7 @@ def saved_name(saved):
     return next(name for name in Snapshot(saved).read_object("0") if name != "scale")
 
 
-def test_a_tied_name_is_restored_with_its_tensor(saved):
+def test_tied_name_missing_in_the_checkpoint_is_restored_with_its_tensor(saved):
     live = Tied(seed=1)
     report = Snapshot(saved).restore({"model": live})
     assert torch.equal(live.head.weight, Tied().embed.weight)
@@ -45,11 +45,11 @@ def test_a_tied_name_is_restored_with_its_tensor(saved):
     assert not report.lines
 
 
-def test_nothing_is_called_missing_without_strict(saved):
+def test_tied_name_is_not_reported_as_missing_with_strict_false(saved):
     assert not Snapshot(saved).restore({"model": Tied(seed=1)}, strict=False).missing
 
 
-def test_names_that_are_not_tied_are_missing(saved):
+def test_names_that_are_not_tied_are_reported_as_missing(saved):
     live = Tied(tied=False, seed=1)
     before = {name: each.clone() for name, each in live.state_dict().items()}
     with pytest.raises(RestoreError, match="is in the application, not in the snapshot"):
@@ -57,7 +57,7 @@ def test_names_that_are_not_tied_are_missing(saved):
     assert all(torch.equal(each, before[name]) for name, each in live.state_dict().items())
 
 
-def test_views_of_the_same_memory_are_not_tied(saved):
+def test_tied_names_are_not_views_of_the_same_memory(saved):
     live = Tied(tied=False, seed=1)
     flat = live.embed.weight.data.view(-1)
     live.head.weight = nn.Parameter(flat[:10].view(2, 5))
@@ -65,14 +65,14 @@ def test_views_of_the_same_memory_are_not_tied(saved):
         Snapshot(saved).restore({"model": live})
 
 
-def test_a_name_that_is_excluded_restores_no_other(saved):
+def test_tied_name_that_is_excluded_restores_no_other(saved):
     name = saved_name(saved)
     with pytest.raises(RestoreError, match="is in the application, not in the snapshot"):
         Snapshot(saved).restore({"model": Tied(seed=1)}, exclude=[f"model/{name}"])
 
 
 @pytest.mark.parametrize("kind", ["atomic", "cast", "snapshot", "rename"])
-def test_it_holds_however_it_is_restored(saved, tmp_path, kind):
+def test_tied_name_is_restored_with_atomic_cast_rename_and_other_options(saved, tmp_path, kind):
     live, options, place = Tied(seed=1), {}, saved
     if kind == "cast":
         live, options = live.double(), {"cast": "same_kind"}
@@ -89,7 +89,7 @@ def test_it_holds_however_it_is_restored(saved, tmp_path, kind):
     assert torch.equal(live.head.weight, Tied().embed.weight.to(live.head.weight.dtype))
 
 
-def test_a_model_state_is_restored_too(tmp_path):
+def test_tied_name_in_a_model_state_is_restored(tmp_path):
     live = Tied()
     torch.save({"model": {"embed.weight": live.embed.weight.detach().clone(), "scale": live.scale}}, tmp_path / "x.pt")
     other = Tied(seed=1)
@@ -120,7 +120,7 @@ def written(folder, kind, state):
         ("module", "safetensors"),  # which has no names of statefuls
     ],
 )
-def test_a_checkpoint_with_both_names_is_restored_if_their_bytes_are_equal(tmp_path, monkeypatch, kind, of):
+def test_tied_names_both_in_the_checkpoint_with_equal_bytes_are_restored(tmp_path, monkeypatch, kind, of):
     monkeypatch.setattr("snapshot.loading.live.COMPARED", 4)  # in several parts
     path, live = written(tmp_path, kind, Tied().state_dict()), Tied(seed=1)
     options = {"cast": "same_kind"} if of == "double" else {}
@@ -136,7 +136,7 @@ def test_a_checkpoint_with_both_names_is_restored_if_their_bytes_are_equal(tmp_p
 
 
 @pytest.mark.parametrize("kind", ["dcp", "safetensors", "torch"])
-def test_a_checkpoint_with_both_names_is_an_error_if_their_bytes_differ(tmp_path, monkeypatch, kind):
+def test_tied_names_both_in_the_checkpoint_with_different_bytes_raise(tmp_path, monkeypatch, kind):
     monkeypatch.setattr("snapshot.loading.live.COMPARED", 4)
     state = Tied().state_dict()
     state["head.weight"] = state["head.weight"].clone()
@@ -153,14 +153,14 @@ def test_a_checkpoint_with_both_names_is_an_error_if_their_bytes_differ(tmp_path
     assert torch.equal(live.head.weight, Tied().embed.weight)
 
 
-def test_names_that_share_a_storage_are_read_once(tmp_path):
+def test_tied_names_that_share_a_storage_are_read_once(tmp_path):
     torch.save(Tied().state_dict(), tmp_path / "both.pt")
     live = Tied(seed=1)
     Snapshot(tmp_path / "both.pt").restore({"model": live})
     assert torch.equal(live.head.weight, Tied().embed.weight)
 
 
-def test_parameters_without_memory_are_tied_by_the_module(tmp_path):
+def test_tied_parameters_without_memory_are_recognised_by_the_module(tmp_path):
     save_file({"embed.weight": torch.empty(0, 3), "scale": torch.ones(3)}, tmp_path / "empty.safetensors")
     live = Tied()
     live.embed = nn.Embedding(0, 3, dtype=torch.float32)
@@ -171,14 +171,14 @@ def test_parameters_without_memory_are_tied_by_the_module(tmp_path):
         Snapshot(tmp_path / "empty.safetensors").restore({"model": live})
 
 
-def test_lazy_parameters_are_not_tied(tmp_path):
+def test_tied_names_are_not_recognised_for_lazy_parameters(tmp_path):
     save_file({"embed.weight": torch.ones(5, 3)}, tmp_path / "lazy.safetensors")
     live = nn.ModuleDict({"embed": nn.Embedding(5, 3), "head": nn.LazyLinear(5, bias=False)})
     with pytest.raises(RestoreError, match=r"head\.weight: is in the application, not in the snapshot"):
         Snapshot(tmp_path / "lazy.safetensors").restore({"model": live})
 
 
-def test_a_plain_state_keeps_what_the_checkpoint_lacks(saved):
+def test_state_dict_keeps_tied_keys_that_the_checkpoint_lacks(saved):
     held = torch.ones(5, 3)
     live = StateDict(**{"embed.weight": held, "head.weight": held, "epoch": 3})
     Snapshot(saved).restore({"s": live})
@@ -187,7 +187,7 @@ def test_a_plain_state_keeps_what_the_checkpoint_lacks(saved):
 
 
 @pytest.mark.parametrize("view", ["conj", "_neg_view"])
-def test_a_lazy_view_of_a_name_is_not_the_name(tmp_path, view):
+def test_tied_name_is_not_a_conj_or_neg_view(tmp_path, view):
     class Both(nn.Module):
         def __init__(self):
             super().__init__()

@@ -123,9 +123,7 @@ class InTurns(StepVote):
     extended=st.booleans(),
     wishers=st.lists(st.integers(1, 15), min_size=4, max_size=4),
 )
-def test_all_ranks_act_at_the_same_calls_and_none_before_there_was_a_wish(
-    world, seed, longest, weights, acts, extended, wishers
-):
+def test_step_vote_all_ranks_act_at_the_same_calls(world, seed, longest, weights, acts, extended, wishers):
     chance = random.Random(seed)
     at_once = Interleaved(world, chance, weights, extended)
     # who wishes in which epoch, and for how many of its calls it has none yet
@@ -155,7 +153,7 @@ def test_all_ranks_act_at_the_same_calls_and_none_before_there_was_a_wish(
     assert all(first_wish)
 
 
-def test_a_rank_that_comes_late_acts_where_the_others_did():
+def test_step_vote_late_rank_acts_at_the_call_of_the_others():
     store = Store()
     ranks = [StepVote(store, "q", rank, 2, 60) for rank in range(2)]
     at = next(call for call in range(1, 1000) if ranks[0].ask(True))
@@ -163,7 +161,7 @@ def test_a_rank_that_comes_late_acts_where_the_others_did():
     assert answers == [False] * (at - 1) + [True]
 
 
-def test_most_calls_touch_no_store_and_a_wish_is_noticed_within_a_bounded_number(monkeypatch):
+def test_step_vote_uses_the_store_rarely_and_notices_a_request_within_a_bound(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(agreement.time, "monotonic", lambda: now[0])
     store = Store()
@@ -188,7 +186,7 @@ def test_most_calls_touch_no_store_and_a_wish_is_noticed_within_a_bounded_number
     assert all(each in ([True, True], [False, False]) for each in answers)
 
 
-def test_keys_of_what_is_over_do_not_pile_up():
+def test_step_vote_keys_do_not_pile_up():
     store = Store()
     ranks = [StepVote(store, "q", rank, 2, 60) for rank in range(2)]
     acted = 0
@@ -200,7 +198,7 @@ def test_keys_of_what_is_over_do_not_pile_up():
     assert len(store.values) < 2 + 2 * (2 * MOST + 2)
 
 
-def test_a_store_that_is_gone_or_silent_is_an_error_and_no_hang():
+def test_step_vote_raises_rank_error_if_the_store_is_unreachable():
     class Gone(Store):
         def set(self, key, value):
             raise RuntimeError("Connection reset by peer")

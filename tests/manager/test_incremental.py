@@ -27,7 +27,7 @@ def copies(root, steps):
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("keep", [KeepLatest(2), KeepLatest(3) | KeepEvery(4), KeepLatest(1) | KeepBest("loss", 1)])
-def test_every_kept_step_is_whole_and_two_copies_remain(tmp_path, keep, asynchronous):
+def test_incremental_keeps_every_kept_step_complete_and_two_copies(tmp_path, keep, asynchronous):
     run, kept, shared = Run(), {}, 0
     with SnapshotManager(tmp_path, keep=keep, incremental=True, signals=()) as manager:
         for step in range(1, 11):
@@ -48,7 +48,7 @@ def test_every_kept_step_is_whole_and_two_copies_remain(tmp_path, keep, asynchro
         expect_whole(tmp_path / f"step-{step}", kept[step])
 
 
-def test_a_manager_that_keeps_one_step_shares_with_it(tmp_path):
+def test_incremental_with_one_kept_step_shares_with_it(tmp_path):
     run = Run()
     with SnapshotManager(tmp_path, keep=KeepLatest(1), incremental=True, signals=()) as manager:
         for step in range(1, 4):
@@ -60,7 +60,7 @@ def test_a_manager_that_keeps_one_step_shares_with_it(tmp_path):
     assert not list(Path(tmp_path).glob("step-1"))
 
 
-def test_prune_keeps_the_last_second_copy(tmp_path, capsys):
+def test_incremental_prune_keeps_the_last_second_copy(tmp_path, capsys):
     """Steps 1, 3 and 5 have one copy, and 2 and 4 the other one: whatever the policy says, both remain."""
     run = Run()
     with SnapshotManager(tmp_path, incremental=True, signals=()) as manager:
@@ -93,7 +93,7 @@ def test_prune_keeps_the_base_of_a_kept_step(tmp_path):
     assert all(value.equal(values[name]) for name, value in run.values().items())
 
 
-def test_a_restore_never_lands_on_the_same_rotten_bytes(tmp_path, caplog):
+def test_incremental_restore_latest_never_falls_back_to_the_same_damaged_bytes(tmp_path, caplog):
     run = Run()
     with SnapshotManager(tmp_path, incremental=True, signals=()) as manager:
         for step in range(1, 6):
@@ -116,7 +116,7 @@ def test_a_restore_never_lands_on_the_same_rotten_bytes(tmp_path, caplog):
     assert manager.restore_latest(run.state) == 6
 
 
-def test_an_overwritten_step_is_not_its_own_base(tmp_path):
+def test_incremental_overwritten_step_is_not_its_own_base(tmp_path):
     run = Run()
     with SnapshotManager(tmp_path, incremental=True, signals=()) as manager:
         for step in (1, 2, 3):
@@ -126,7 +126,7 @@ def test_an_overwritten_step_is_not_its_own_base(tmp_path):
     expect_whole(tmp_path / "step-3", run.values())
 
 
-def test_a_base_stays_for_steps_that_are_pinned_or_later(tmp_path):
+def test_prune_keeps_a_base_of_pinned_or_later_steps(tmp_path):
     run = Run()
     with SnapshotManager(tmp_path, keep=KeepLatest(2), signals=()) as manager:
         for step in (10, 20, 30):
@@ -146,7 +146,7 @@ def test_a_base_stays_for_steps_that_are_pinned_or_later(tmp_path):
     assert manager.steps() == [10, 20, 50, 60], "20 is pinned, and needs 10"
 
 
-def test_a_base_stays_while_a_take_is_based_on_it(tmp_path):
+def test_prune_keeps_a_base_while_a_take_uses_it(tmp_path):
     run = Run()
     with SnapshotManager(tmp_path, keep=KeepLatest(1), signals=()) as manager:
         manager.take(10, run.state)
@@ -160,7 +160,7 @@ def test_a_base_stays_while_a_take_is_based_on_it(tmp_path):
     assert manager.steps() == [10, 30]
 
 
-def test_rotten_bytes_are_not_shared_after_a_fallback(tmp_path):
+def test_incremental_does_not_share_damaged_bytes_after_a_fallback(tmp_path):
     """Steps 1, 3 and 5 have one physical copy, which is damaged: step 6 must not be based on 3."""
     run = Run()
     with SnapshotManager(tmp_path, incremental=True, signals=()) as manager:
@@ -176,7 +176,7 @@ def test_rotten_bytes_are_not_shared_after_a_fallback(tmp_path):
             assert manager.take(step, run.state).verify()
 
 
-def test_pinned_steps_have_two_copies_even_if_one_step_is_kept(tmp_path):
+def test_incremental_pinned_steps_have_two_copies_even_if_one_step_is_kept(tmp_path):
     run = Run()
     with SnapshotManager(tmp_path, keep=KeepLatest(1), incremental=True, signals=()) as manager:
         for step in range(1, 6):
@@ -188,7 +188,7 @@ def test_pinned_steps_have_two_copies_even_if_one_step_is_kept(tmp_path):
     assert len(copies(tmp_path, manager.steps())) >= 2
 
 
-def test_a_root_that_cannot_be_listed_does_not_stop_a_take(tmp_path, caplog):
+def test_incremental_take_works_if_the_root_cannot_be_listed(tmp_path, caplog):
     run = Run()
     with SnapshotManager(tmp_path, incremental=True, signals=()) as manager:
         manager.take(1, run.state)
@@ -203,7 +203,7 @@ def test_a_root_that_cannot_be_listed_does_not_stop_a_take(tmp_path, caplog):
     expect_whole(tmp_path / "step-2", run.values())
 
 
-def test_a_second_copy_that_left_something_out_keeps_its_base(tmp_path):
+def test_incremental_second_copy_with_omitted_tensors_keeps_its_base(tmp_path):
     run = Run()
     other = StateDict(still=torch.randn(300, 300))
     state = {**run.state, "other": other}

@@ -106,7 +106,7 @@ def damage(root, step, how="flip"):
 
 
 @pytest.mark.parametrize("where", ["file", "memory"])
-def test_steps_are_folders_of_plain_numbers_and_all_else_is_left_alone(where, tmp_path):
+def test_manager_steps_are_folders_of_plain_numbers(where, tmp_path):
     root = str(tmp_path) if where == "file" else f"memory://{tmp_path.name}"
     with manager_of(root, keep=KeepLatest(1)) as manager:
         assert manager.steps() == []
@@ -123,7 +123,7 @@ def test_steps_are_folders_of_plain_numbers_and_all_else_is_left_alone(where, tm
     assert manager.snapshot(100).verify()
 
 
-def test_metrics_come_back_as_they_were_and_the_best_is_found_by_them(tmp_path):
+def test_manager_metrics_are_exact_and_best_uses_them(tmp_path):
     manager = manager_of(tmp_path, keep=KeepBest("loss") | KeepEvery(1))
     losses = [0.5, math.nan, math.inf, -math.inf, -0.0, 1e-320, 0.1, 7]
     for step, loss in enumerate(losses):
@@ -161,14 +161,14 @@ def test_metrics_come_back_as_they_were_and_the_best_is_found_by_them(tmp_path):
         ([0.5], "must map names to numbers"),
     ],
 )
-def test_what_is_no_metric_is_refused_before_anything_is_written(metrics, message, tmp_path):
+def test_manager_refuses_invalid_metrics_before_writing(metrics, message, tmp_path):
     with pytest.raises(TypeError, match=message):
         manager_of(tmp_path).take(1, state(), metrics=metrics)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("step", [-1, True, 1.0, "1", None, 10**18])
-def test_what_is_no_step_is_refused(step, tmp_path):
+def test_manager_refuses_invalid_steps(step, tmp_path):
     manager = manager_of(tmp_path, every=1)
     for call in (
         lambda: manager.take(step, state()),
@@ -181,7 +181,7 @@ def test_what_is_no_step_is_refused(step, tmp_path):
     assert manager.steps() == [3]
 
 
-def test_other_arguments_that_make_no_sense_are_refused(tmp_path):
+def test_manager_refuses_invalid_arguments(tmp_path):
     for keep in ("3", True, 2.5):
         with pytest.raises(TypeError, match="keep must be a number or a policy"):
             manager_of(tmp_path, keep=keep)
@@ -211,7 +211,7 @@ def test_other_arguments_that_make_no_sense_are_refused(tmp_path):
         manager_of(tmp_path).take(1, state(), metadata={"snapshot.manager": 1})
 
 
-def test_a_step_that_is_there_is_not_written_over_unless_that_is_asked_for(tmp_path):
+def test_manager_take_of_an_existing_step_needs_overwrite(tmp_path):
     manager = filled(tmp_path, 5)
     with pytest.raises(SnapshotExistsError, match="step-5"):
         manager.take(5, state(6))
@@ -220,7 +220,7 @@ def test_a_step_that_is_there_is_not_written_over_unless_that_is_asked_for(tmp_p
     assert manager.snapshot(5).read_object("0/s/value") == 6
 
 
-def test_a_take_of_a_step_that_is_being_saved_waits_for_that(tmp_path):
+def test_manager_take_of_a_step_that_is_being_saved_waits(tmp_path):
     with stalling(on="write", path="*data/*", nth=1, times=1) as stall:
         manager = manager_of(f"stalling+file://{tmp_path}")
         pending = manager.async_take(5, state(5))
@@ -232,7 +232,7 @@ def test_a_take_of_a_step_that_is_being_saved_waits_for_that(tmp_path):
         assert manager.take(5, state(6), overwrite=True).read_object("0/s/value") == 6
 
 
-def test_one_that_failed_in_the_background_is_taken_again(tmp_path, faulty):
+def test_manager_take_repeats_a_step_whose_async_take_failed(tmp_path, faulty):
     manager = manager_of(f"faulty+file://{tmp_path}")
     with faulty(on="write", error=OSError(28, "No space left on device")):
         pending = manager.async_take(5, state(5))
@@ -255,7 +255,7 @@ def changed(manager):
 
 
 @pytest.mark.parametrize("how", [*changed(None), "nothing"])
-def test_an_earlier_take_of_a_step_counts_only_while_nothing_has_changed(how, tmp_path):
+def test_manager_take_of_a_step_taken_earlier_is_skipped_only_if_nothing_changed(how, tmp_path):
     manager = manager_of(tmp_path)
     manager.take(5, state(5))
     manager.async_take(10, state(10)).wait()
@@ -269,7 +269,7 @@ def test_an_earlier_take_of_a_step_counts_only_while_nothing_has_changed(how, tm
 
 
 @pytest.mark.parametrize("error", [MemoryError("none left"), CommitUnknown("look again")])
-def test_what_failed_in_any_way_stands_in_nobodys_way(error, tmp_path, monkeypatch):
+def test_manager_take_after_a_failed_async_take_of_any_kind(error, tmp_path, monkeypatch):
     manager = manager_of(tmp_path)
     pending = manager.async_take(7, state(7))
     pending.wait()
@@ -308,14 +308,14 @@ def strange(tmp_path):
     return tmp_path
 
 
-def test_what_is_no_manifest_of_ours_neither_counts_nor_goes(strange):
+def test_manager_prune_ignores_folders_with_a_foreign_manifest(strange):
     before = sorted(path for step in range(3, 8) for path in (strange / f"step-{step}").rglob("*"))
     filled(strange, 8, keep=KeepLatest(2))
     assert manager_of(strange).steps() == [2, 3, 4, 5, 6, 7, 8]
     assert sorted(path for step in range(3, 8) for path in (strange / f"step-{step}").rglob("*")) == before
 
 
-def test_what_is_no_manifest_of_ours_is_passed_over_and_never_replaced(strange):
+def test_manager_restore_latest_skips_and_take_never_replaces_a_foreign_manifest(strange):
     for step in (5, 6, 7):
         shutil.rmtree(strange / f"step-{step}")
     manager = manager_of(strange)
@@ -326,7 +326,7 @@ def test_what_is_no_manifest_of_ours_is_passed_over_and_never_replaced(strange):
     assert (strange / "step-3" / ".snapshot_metadata").read_bytes() == STRANGE["notes"]
 
 
-def test_what_is_not_whole_counts_for_no_policy_and_stays(tmp_path, caplog):
+def test_manager_prune_does_not_count_or_remove_damaged_steps(tmp_path, caplog):
     filled(tmp_path, 10, 20, 30, 40)
     damage(tmp_path, 30, "gone")
     damage(tmp_path, 40, "cut")
@@ -340,7 +340,7 @@ def test_what_is_not_whole_counts_for_no_policy_and_stays(tmp_path, caplog):
     assert caplog.text.count("step-30: kept, and ignored by policies: damaged: ") == 1
 
 
-def test_a_metric_that_no_step_has_removes_nothing_and_is_said_once(tmp_path, caplog):
+def test_manager_keep_best_with_an_unknown_metric_removes_nothing_and_logs_once(tmp_path, caplog):
     with manager_of(tmp_path, keep=KeepLatest(1) | KeepBest("val")) as manager:
         for step in range(4):
             manager.take(step, state(), metrics={"val/loss": step})
@@ -362,7 +362,7 @@ def between(monkeypatch, name, work):
     monkeypatch.setattr(transaction, name, later)
 
 
-def test_what_was_replaced_since_its_removal_was_decided_stays(tmp_path, monkeypatch):
+def test_manager_prune_keeps_a_step_replaced_since_the_decision(tmp_path, monkeypatch):
     filled(tmp_path, 1)
 
     async def replaced():
@@ -377,7 +377,7 @@ def test_what_was_replaced_since_its_removal_was_decided_stays(tmp_path, monkeyp
     assert Snapshot(tmp_path / "step-1").verify()
 
 
-def test_what_is_pinned_while_it_is_about_to_be_removed_stays(tmp_path, monkeypatch):
+def test_manager_prune_keeps_a_step_pinned_since_the_decision(tmp_path, monkeypatch):
     manager = filled(tmp_path, 1)
     between(monkeypatch, "delete_if_unchanged", lambda: manager._steps.root.pin(1))
     filled(tmp_path, 2, keep=KeepLatest(1))
@@ -385,7 +385,7 @@ def test_what_is_pinned_while_it_is_about_to_be_removed_stays(tmp_path, monkeypa
     assert manager.snapshot(1).verify()
 
 
-def test_a_pin_of_what_is_removed_meanwhile_is_an_error_and_no_pin_is_left(tmp_path, monkeypatch):
+def test_manager_pin_of_a_step_removed_meanwhile_raises_and_leaves_no_pin(tmp_path, monkeypatch):
     manager = filled(tmp_path, 1)
     put = FileStorage.put
 
@@ -403,7 +403,7 @@ def test_a_pin_of_what_is_removed_meanwhile_is_an_error_and_no_pin_is_left(tmp_p
     assert manager.pinned() == []
 
 
-def test_what_the_policy_does_not_keep_goes_after_the_next_commit(tmp_path, told):
+def test_manager_keep_removes_other_steps_after_the_next_commit(tmp_path, told):
     with manager_of(tmp_path, keep=KeepLatest(2) | KeepBest("loss") | KeepEvery(40)) as manager:
         for step in range(10, 101, 10):
             take = manager.take if step % 20 else manager.async_take
@@ -422,14 +422,14 @@ def test_what_the_policy_does_not_keep_goes_after_the_next_commit(tmp_path, told
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"step-{step}" for step in manager.steps())
 
 
-def test_what_is_old_goes_by_the_time_it_was_taken(tmp_path):
+def test_manager_keep_for_uses_the_time_of_the_take(tmp_path):
     filled(tmp_path, 1, 2)
     time.sleep(0.3)
     filled(tmp_path, 3, keep=KeepFor(0.3))
     assert manager_of(tmp_path).steps() == [3]
 
 
-def test_all_stay_without_a_policy_and_nothing_goes_before_a_commit(tmp_path, faulty):
+def test_manager_without_keep_removes_nothing_and_never_removes_before_a_commit(tmp_path, faulty):
     filled(tmp_path, 1, 2, 3)
     with manager_of(f"faulty+file://{tmp_path}", keep=KeepLatest(1)) as manager:
         with faulty(on="commit", error=OSError(5, "Input/output error")), pytest.raises(StorageError):
@@ -441,7 +441,7 @@ def test_all_stay_without_a_policy_and_nothing_goes_before_a_commit(tmp_path, fa
     assert manager.steps() == [1, 2, 3]
 
 
-def test_what_is_not_durable_makes_nothing_superfluous(tmp_path):
+def test_manager_prune_removes_nothing_after_a_take_that_is_not_durable(tmp_path):
     with manager_of(tmp_path, keep=KeepLatest(1)) as manager:
         manager.take(1, state())
         manager.take(2, state(), options=TakeOptions(durable=False))
@@ -452,13 +452,13 @@ def test_what_is_not_durable_makes_nothing_superfluous(tmp_path):
     assert manager.steps() == [4]
 
 
-def test_later_steps_are_none_of_its_business(tmp_path):
+def test_manager_prune_ignores_later_steps(tmp_path):
     filled(tmp_path, 10, 20, 30)
     filled(tmp_path, 15, keep=KeepLatest(1))
     assert manager_of(tmp_path).steps() == [15, 20, 30]
 
 
-def test_pinned_ones_stay_also_for_another_process_until_they_are_unpinned(tmp_path):
+def test_manager_pin_keeps_a_step_for_other_processes_until_unpin(tmp_path):
     manager = filled(tmp_path, 1, 2)
     manager.pin(1)
     assert manager.pinned() == [1]
@@ -475,7 +475,7 @@ def test_pinned_ones_stay_also_for_another_process_until_they_are_unpinned(tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["step-4"]
 
 
-def test_what_another_library_wrote_is_never_removed(tmp_path):
+def test_manager_prune_never_removes_checkpoints_of_other_libraries(tmp_path):
     (tmp_path / "step-1").mkdir()
     (tmp_path / "step-1" / ".metadata").write_bytes(b"somebody's")
     (tmp_path / "step-2").mkdir()
@@ -495,7 +495,7 @@ def test_what_another_library_wrote_is_never_removed(tmp_path):
     assert Snapshot(elsewhere).verify()
 
 
-def test_a_removal_that_fails_is_logged_and_made_up_for_later(tmp_path, told, caplog, faulty):
+def test_manager_prune_logs_a_failed_removal_and_repeats_it(tmp_path, told, caplog, faulty):
     filled(tmp_path, 1, 2)
     with manager_of(f"faulty+file://{tmp_path}", keep=KeepLatest(1)) as manager:
         with faulty(on="delete", path="*snapshot_metadata", times=None, error=OSError(13, "Permission denied")):
@@ -513,7 +513,7 @@ def test_a_removal_that_fails_is_logged_and_made_up_for_later(tmp_path, told, ca
 
 
 @pytest.mark.parametrize("nth", [1, 2])
-def test_a_removal_that_is_cut_off_anywhere_is_ended_by_the_next(tmp_path, nth, faulty):
+def test_manager_prune_finishes_an_interrupted_removal(tmp_path, nth, faulty):
     filled(tmp_path, 1)
     with manager_of(f"faulty+file://{tmp_path}", keep=KeepLatest(1)) as manager:
         with faulty(on="delete", nth=nth, times=None, error=OSError(5, "Input/output error")):
@@ -525,7 +525,7 @@ def test_a_removal_that_is_cut_off_anywhere_is_ended_by_the_next(tmp_path, nth, 
     assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
 
 
-def test_data_that_a_removal_left_goes_and_a_take_that_may_still_run_elsewhere_is_left_alone(tmp_path):
+def test_manager_prune_removes_leftover_data_but_not_that_of_a_possible_take(tmp_path):
     filled(tmp_path, 1, 2, 3, 4)
     for step in (1, 2, 3):
         (tmp_path / f"step-{step}" / ".snapshot_metadata").unlink()
@@ -541,14 +541,14 @@ def test_data_that_a_removal_left_goes_and_a_take_that_may_still_run_elsewhere_i
     assert manager_of(tmp_path).steps() == [4, 5]
 
 
-def test_a_step_at_which_a_take_may_be_running_is_not_removed(tmp_path):
+def test_manager_prune_keeps_a_step_at_which_a_take_may_run(tmp_path):
     filled(tmp_path, 1, 2)
     (tmp_path / "step-1" / ".take-0123456789ab").touch()
     filled(tmp_path, 3, keep=KeepLatest(1))
     assert manager_of(tmp_path).steps() == [1, 3]
 
 
-def test_one_with_a_damaged_manifest_stays(tmp_path):
+def test_manager_prune_keeps_a_step_with_a_damaged_manifest(tmp_path):
     filled(tmp_path, 1, 2)
     manifest = tmp_path / "step-1" / ".snapshot_metadata"
     manifest.write_bytes(manifest.read_bytes().replace(b"float32", b"float64"))
@@ -556,7 +556,7 @@ def test_one_with_a_damaged_manifest_stays(tmp_path):
     assert manager_of(tmp_path).steps() == [1, 3]
 
 
-def test_manifests_are_read_once(tmp_path):
+def test_manager_reads_each_manifest_once(tmp_path):
     with recording() as log, manager_of(f"recording+file://{tmp_path}", keep=KeepLatest(3)) as manager:
         for step in range(4):
             manager.take(step, state())
@@ -570,7 +570,7 @@ def test_manifests_are_read_once(tmp_path):
     assert len(reads) <= 12
 
 
-def test_a_step_that_is_committed_after_a_later_one_is_removed_too(tmp_path):
+def test_manager_prune_removes_a_step_committed_after_a_later_one(tmp_path):
     with (
         stalling(on="write", path="*data/*", nth=1, times=1) as stall,
         manager_of(f"stalling+file://{tmp_path}", keep=KeepLatest(1)) as manager,
@@ -583,7 +583,7 @@ def test_a_step_that_is_committed_after_a_later_one_is_removed_too(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
 
 
-def test_after_a_rollback_an_earlier_step_counts_as_the_newest(tmp_path):
+def test_manager_prune_after_a_rollback_treats_an_earlier_step_as_the_newest(tmp_path):
     """A later step that was committed before this take began does not make the new step an old one."""
     with manager_of(tmp_path, keep=KeepLatest(1)) as manager:
         manager.take(30, state(30))
@@ -618,7 +618,7 @@ def late(monkeypatch):
 @pytest.mark.parametrize("later", [[30], [15, 30]])
 @pytest.mark.parametrize("held", ["survey_steps", "remove_steps"])
 @pytest.mark.parametrize("verb", ["take", "async_take"])
-def test_removals_that_are_late_spare_the_step_of_a_rollback_and_its_base(tmp_path, late, later, held, verb):
+def test_manager_prune_that_is_late_keeps_the_step_of_a_rollback_and_its_base(tmp_path, late, later, held, verb):
     app = partly_frozen()
     waiting, go_on = late(held)
     Snapshot.take(tmp_path / "step-10", app)
@@ -638,7 +638,7 @@ def test_removals_that_are_late_spare_the_step_of_a_rollback_and_its_base(tmp_pa
     assert again["m"]["frozen"].weight.equal(app["m"]["frozen"].weight)
 
 
-def test_removals_that_are_late_spare_the_base_of_a_later_step(tmp_path, late):
+def test_manager_prune_that_is_late_keeps_the_base_of_a_later_step(tmp_path, late):
     app = partly_frozen()
     waiting, go_on = late("remove_steps")
     Snapshot.take(tmp_path / "step-20", app)
@@ -650,7 +650,7 @@ def test_removals_that_are_late_spare_the_base_of_a_later_step(tmp_path, late):
     assert sorted(os.listdir(tmp_path)) == ["step-20", "step-40"]
 
 
-def test_the_step_of_a_rollback_that_is_committed_before_the_later_one_stays(tmp_path):
+def test_manager_prune_keeps_a_rollback_step_committed_before_the_later_one(tmp_path):
     with (
         stalling(on="write", path="*data/*", nth=1, times=1) as stall,
         manager_of(f"stalling+file://{tmp_path}", keep=KeepLatest(1)) as manager,
@@ -663,7 +663,7 @@ def test_the_step_of_a_rollback_that_is_committed_before_the_later_one_stays(tmp
     assert sorted(os.listdir(tmp_path)) == ["step-25", "step-30"]
 
 
-def test_a_step_that_is_committed_late_does_not_end_the_sparing_of_another(tmp_path, late):
+def test_manager_prune_keeps_a_rollback_step_if_another_commits_late(tmp_path, late):
     waiting, go_on = late("survey_steps")
     with (
         stalling(on="write", path="*data/*", nth=1, times=1) as stall,
@@ -680,7 +680,7 @@ def test_a_step_that_is_committed_late_does_not_end_the_sparing_of_another(tmp_p
     assert sorted(os.listdir(tmp_path)) == ["step-25", "step-30"]
 
 
-def test_a_manager_that_is_not_closed_ends_its_work_with_the_interpreter(tmp_path, warm):
+def test_manager_that_is_not_closed_finishes_at_interpreter_exit(tmp_path, warm):
     script = f"""
 import torch
 from snapshot import KeepLatest, SnapshotManager, StateDict
@@ -696,7 +696,7 @@ for step in range(4):
 
 
 @pytest.mark.parametrize("how", ["flip", "cut", "gone", "manifest"])
-def test_restore_latest_falls_back_past_what_is_damaged_and_says_so(how, tmp_path, told, caplog):
+def test_restore_latest_falls_back_from_a_damaged_step_and_logs_it(how, tmp_path, told, caplog):
     manager = filled(tmp_path, 10, 20, 30)
     damage(tmp_path, 30, how)
     app = state(-1)
@@ -715,7 +715,7 @@ def test_restore_latest_falls_back_past_what_is_damaged_and_says_so(how, tmp_pat
         manager.take(30, state(32))
 
 
-def test_what_was_found_damaged_counts_for_no_policy(tmp_path):
+def test_manager_prune_does_not_count_steps_found_damaged_by_restore_latest(tmp_path):
     filled(tmp_path, 10, 20, 30)
     damage(tmp_path, 20)
     damage(tmp_path, 30)
@@ -725,7 +725,7 @@ def test_what_was_found_damaged_counts_for_no_policy(tmp_path):
     assert manager.steps() == [10, 40]
 
 
-def test_nothing_there_is_none_and_what_is_unfinished_is_told(tmp_path, caplog):
+def test_restore_latest_returns_none_without_steps_and_logs_unfinished_ones(tmp_path, caplog):
     assert manager_of(tmp_path / "none").restore_latest(state()) is None
     assert caplog.text == ""
     (tmp_path / "step-5").mkdir()
@@ -733,7 +733,7 @@ def test_nothing_there_is_none_and_what_is_unfinished_is_told(tmp_path, caplog):
     assert "there is no finished snapshot in step-5" in caplog.text
 
 
-def test_all_damaged_is_an_error_that_names_each_and_what_was_written_to(tmp_path):
+def test_restore_latest_with_all_steps_damaged_names_each(tmp_path):
     manager = filled(tmp_path, 10, 20, 30)
     damage(tmp_path, 10, "flip")
     damage(tmp_path, 20, "gone")
@@ -752,7 +752,7 @@ def test_all_damaged_is_an_error_that_names_each_and_what_was_written_to(tmp_pat
     assert app["s"]["x"].eq(7).all()
 
 
-def test_what_does_not_fit_and_a_storage_that_fails_are_no_reasons_to_fall_back(tmp_path, faulty):
+def test_restore_latest_does_not_fall_back_for_mismatches_or_storage_errors(tmp_path, faulty):
     manager = filled(f"faulty+file://{tmp_path}", 10, 20)
     app = {"s": StateDict(x=torch.zeros(8), value=0), "more": StateDict(y=1)}
     with pytest.raises(RestoreError, match="more"):
@@ -763,7 +763,7 @@ def test_what_does_not_fit_and_a_storage_that_fails_are_no_reasons_to_fall_back(
         manager.restore_latest(state())
 
 
-def test_a_step_that_vanishes_while_it_is_chosen_is_passed_over(tmp_path, monkeypatch):
+def test_restore_latest_skips_a_step_that_vanishes(tmp_path, monkeypatch):
     manager = filled(tmp_path, 10, 20)
     restore = Snapshot.restore_with
 
@@ -776,7 +776,7 @@ def test_a_step_that_vanishes_while_it_is_chosen_is_passed_over(tmp_path, monkey
     assert manager.restore_latest(state()) == 10
 
 
-def test_what_another_process_prunes_is_not_damaged_and_what_is_newer_is_taken(tmp_path, monkeypatch):
+def test_restore_latest_takes_a_newer_step_if_another_process_prunes(tmp_path, monkeypatch):
     manager = filled(tmp_path, 10)
     fault = Root.fault
 
@@ -790,7 +790,7 @@ def test_what_another_process_prunes_is_not_damaged_and_what_is_newer_is_taken(t
     assert manager._steps.damaged == set()
 
 
-def test_a_step_that_cannot_be_looked_at_is_in_nobodys_way(tmp_path, caplog):
+def test_restore_latest_skips_a_step_that_cannot_be_read(tmp_path, caplog):
     manager = filled(tmp_path, 10, 20, 30)
     (tmp_path / "step-15" / ".snapshot_metadata").mkdir(parents=True)
     assert manager.steps() == [10, 20, 30]
@@ -804,7 +804,7 @@ def test_a_step_that_cannot_be_looked_at_is_in_nobodys_way(tmp_path, caplog):
         manager.restore_latest(state())
 
 
-def test_latest_with_verify_passes_over_what_does_not(tmp_path, caplog):
+def test_manager_latest_with_verify_skips_damaged_steps(tmp_path, caplog):
     manager = filled(tmp_path, 10, 20, 30, 40)
     damage(tmp_path, 40, "manifest")
     damage(tmp_path, 30)
@@ -813,7 +813,7 @@ def test_latest_with_verify_passes_over_what_does_not(tmp_path, caplog):
     assert caplog.text.count("verification failed") == 2
 
 
-def test_a_storage_that_cannot_list_says_so_and_gives_a_step_that_is_named(tmp_path):
+def test_manager_on_a_storage_without_listing_raises_but_opens_a_named_step(tmp_path):
     import functools
     import http.server
     import threading
@@ -838,7 +838,7 @@ def test_a_storage_that_cannot_list_says_so_and_gives_a_step_that_is_named(tmp_p
         thread.join()
 
 
-def test_it_works_on_object_stores(moto):
+def test_manager_on_an_object_store(moto):
     options = {
         "key": moto.key,
         "secret": moto.secret,
@@ -861,7 +861,7 @@ def test_it_works_on_object_stores(moto):
 # When
 
 
-def test_by_steps_it_is_time_when_a_multiple_was_passed_since_the_last_one(tmp_path):
+def test_should_take_every_n_steps(tmp_path):
     manager = manager_of(tmp_path, every=10)
     assert [step for step in range(35) if manager.should_take(step) and manager.take(step, state())] == [10, 20, 30]
     manager = manager_of(tmp_path, every=10)
@@ -876,7 +876,7 @@ def test_by_steps_it_is_time_when_a_multiple_was_passed_since_the_last_one(tmp_p
     assert manager.should_take(60)
 
 
-def test_a_take_that_failed_is_due_again(tmp_path, faulty):
+def test_should_take_is_true_again_after_a_failed_take(tmp_path, faulty):
     manager = manager_of(f"faulty+file://{tmp_path}", every=10)
     assert manager.should_take(10)
     with faulty(on="write", error=OSError(28, "No space left on device")), pytest.raises(StorageError):
@@ -884,7 +884,7 @@ def test_a_take_that_failed_is_due_again(tmp_path, faulty):
     assert manager.should_take(11)
 
 
-def test_by_time_and_continuously(tmp_path):
+def test_should_take_every_timedelta_and_continuously(tmp_path):
     manager = manager_of(tmp_path, every=timedelta(milliseconds=50))
     step = 0
     assert not manager.should_take(step)
@@ -906,7 +906,7 @@ def test_by_time_and_continuously(tmp_path):
 # Advice
 
 
-def test_the_advised_interval_loses_least():
+def test_daly_interval_loses_least():
     for cost, mtbf in ((60.0, 86400.0), (1.0, 3600.0), (300.0, 7200.0), (0.01, 1e6)):
         best = daly_interval(cost, mtbf)
         losses = {factor: lost_share(best * factor, cost, mtbf, 0.0) for factor in (0.5, 0.8, 1.0, 1.25, 2.0)}
@@ -914,7 +914,7 @@ def test_the_advised_interval_loses_least():
     assert daly_interval(100.0, 10.0) == 10.0
 
 
-def test_advice_is_from_what_was_measured_and_prints_well(tmp_path, monkeypatch):
+def test_advice_uses_measurements_and_prints_them(tmp_path, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     measured = Measured()
@@ -948,7 +948,7 @@ def test_advice_is_from_what_was_measured_and_prints_well(tmp_path, monkeypatch)
         measured.advice(0)
 
 
-def test_a_manager_measures_as_it_goes(tmp_path):
+def test_manager_measures_for_advice(tmp_path):
     manager = manager_of(tmp_path, every=2)
     with pytest.raises(SnapshotError, match="no take of this manager"):
         manager.advice("12h")
@@ -964,7 +964,7 @@ def test_a_manager_measures_as_it_goes(tmp_path):
     assert advice.step > 0
 
 
-def test_it_says_what_it_is(tmp_path, caplog):
+def test_manager_repr_and_log_line(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         assert repr(manager_of(tmp_path)) == f"<SnapshotManager {tmp_path}: keep all>"
         assert (
@@ -976,7 +976,7 @@ def test_it_says_what_it_is(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("wrong", [{"durable": False}, None, RestoreOptions()])
-def test_options_of_another_kind_are_an_error(tmp_path, wrong):
+def test_manager_take_options_of_another_type_raise(tmp_path, wrong):
     with SnapshotManager(tmp_path, signals=()) as manager:
         for take in (manager.take, manager.async_take):
             with pytest.raises(TypeError, match=r"options must be TakeOptions\(...\), got"):
@@ -990,7 +990,7 @@ def test_options_of_another_kind_are_an_error(tmp_path, wrong):
         assert manager.steps() == []
 
 
-def test_a_search_for_the_newest_step_looks_from_the_newest_down(tmp_path):
+def test_restore_latest_searches_from_the_newest_step_down(tmp_path):
     with manager_of(tmp_path) as manager:
         for step in (0, 100):
             manager.take(step, state(step))
@@ -1007,7 +1007,7 @@ def test_a_search_for_the_newest_step_looks_from_the_newest_down(tmp_path):
     assert live["s"]["value"] == 0
 
 
-def test_a_damaged_step_that_would_not_fit_either_is_passed_over():
+def test_restore_latest_skips_a_damaged_step_that_would_not_fit():
     root = f"memory://{os.urandom(4).hex()}"
     with manager_of(root) as manager:
         manager.take(1, {"m": StateDict(x=torch.ones(1 << 18), y=torch.ones(3))})
@@ -1025,7 +1025,7 @@ def test_a_damaged_step_that_would_not_fit_either_is_passed_over():
     assert live.x.eq(1).all()
 
 
-def test_a_run_without_commits_is_told_so(tmp_path, caplog):
+def test_manager_reports_a_run_without_commits_as_overdue(tmp_path, caplog):
     seen = []
 
     def handler(event):

@@ -28,7 +28,7 @@ simple = st.one_of(
 
 
 @given(taken, simple, simple)
-def test_a_union_keeps_what_either_keeps_in_whatever_order_they_are_given(
+def test_policy_union_keeps_what_either_keeps_in_any_order(
     there: list[Taken], first: KeepLatest, second: KeepLatest
 ) -> None:
     union = (first | second).keep(there, NOW)
@@ -39,7 +39,7 @@ def test_a_union_keeps_what_either_keeps_in_whatever_order_they_are_given(
 
 
 @given(taken, simple)
-def test_the_newest_is_kept_whatever_the_policy_says(there: list[Taken], policy: KeepLatest) -> None:
+def test_choose_kept_always_keeps_the_newest(there: list[Taken], policy: KeepLatest) -> None:
     kept = choose_kept(policy, there, NOW)
     assert set(kept) - policy.keep(there, NOW) <= {max((each.step for each in there), default=-1)}
     assert not there or max(each.step for each in there) in kept
@@ -47,7 +47,7 @@ def test_the_newest_is_kept_whatever_the_policy_says(there: list[Taken], policy:
 
 
 @given(taken, st.integers(1, 5), st.sampled_from(["min", "max"]))
-def test_nothing_is_better_than_the_best_and_nan_is_never_it(there: list[Taken], n: int, mode: str) -> None:
+def test_keep_best_keeps_the_best_and_never_nan(there: list[Taken], n: int, mode: str) -> None:
     kept = KeepBest("loss", n, mode).keep(there, NOW)
     values = {each.step: each.metrics["loss"] for each in there if "loss" in each.metrics}
     real = {step: value for step, value in values.items() if not math.isnan(value)}
@@ -58,12 +58,12 @@ def test_nothing_is_better_than_the_best_and_nan_is_never_it(there: list[Taken],
 
 
 @given(taken, st.integers(1, 5))
-def test_the_latest_are_those_of_the_highest_steps(there: list[Taken], n: int) -> None:
+def test_keep_latest_keeps_the_highest_steps(there: list[Taken], n: int) -> None:
     assert KeepLatest(n).keep(there, NOW) == set(sorted(each.step for each in there)[-n:])
 
 
 @given(taken, simple, st.sets(st.integers(0, 60)), st.dictionaries(st.integers(0, 60), st.just("pinned")), st.data())
-def test_a_plan_removes_nothing_that_is_kept_held_or_relied_on(
+def test_retention_plan_removes_nothing_that_is_kept_held_or_a_base(
     there: list[Taken], policy: KeepLatest, others: set[int], held: dict[int, str], data: st.DataObject
 ) -> None:
     steps = {each.step for each in there} | others
@@ -86,26 +86,26 @@ def test_a_plan_removes_nothing_that_is_kept_held_or_relied_on(
     assert plan.removed == sorted(steps - set(plan.kept))
 
 
-def test_a_number_keeps_the_latest() -> None:
+def test_checked_policy_turns_a_number_into_keep_latest() -> None:
     assert checked_policy(3) == KeepLatest(3) == checked_policy(KeepLatest(3))
     assert checked_policy(None) is None
     with pytest.raises(ValueError, match="without KeepBest, since versions have no metrics"):
         checked_policy(KeepLatest(1) | KeepBest("loss"), metrics=False)
 
 
-def test_of_equally_good_ones_the_later_is_better() -> None:
+def test_keep_best_prefers_the_later_of_equal_steps() -> None:
     there = [Taken(step, 0, {"loss": 1.0}) for step in (3, 1, 2)]
     assert KeepBest("loss").keep(there, NOW) == {3}
     assert KeepBest("loss", mode="max").keep(there, NOW) == {3}
 
 
-def test_time_counts_from_when_a_snapshot_was_taken() -> None:
+def test_keep_for_counts_from_the_time_of_the_take() -> None:
     there = [Taken(1, NOW - 7200), Taken(2, NOW - 3600), Taken(3, NOW)]
     assert KeepFor("1h").keep(there, NOW) == {2, 3} == KeepFor(timedelta(hours=1)).keep(there, NOW)
     assert KeepFor(10).keep(there, NOW) == {3}
 
 
-def test_a_union_is_flat_and_says_what_it_is() -> None:
+def test_policy_union_is_flat_and_has_a_description() -> None:
     policy = KeepLatest(3) | (KeepBest("loss", 2) | KeepEvery(1000)) | KeepFor("7d")
     assert [type(each) for each in split_policy(policy)] == [KeepLatest, KeepBest, KeepEvery, KeepFor]
     assert str(policy) == "latest 3 | best 2 by loss | every 1,000 | within 7.0 d"
@@ -127,6 +127,6 @@ def test_a_union_is_flat_and_says_what_it_is() -> None:
         lambda: KeepLatest(1) | 3,
     ],
 )
-def test_what_is_no_policy_is_refused(made: object) -> None:
+def test_policies_refuse_invalid_arguments(made: object) -> None:
     with pytest.raises((ValueError, TypeError)):
         made()  # type: ignore[operator]

@@ -7,7 +7,7 @@ from snapshot import SnapshotManager
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_run_that_is_told_to_stop_ends_with_the_same_bits(tmp_path, warm):
+def test_preemption_example_resumes_exactly(tmp_path, warm):
     shown = warm.run(ROOT / "examples" / "preemption.py", tmp_path, PYTHONPATH=str(ROOT)).splitlines()
     assert shown[:2] == ["stopping: saved step 33", "resumed from step 33"]
     assert "bit for bit" in shown[2]

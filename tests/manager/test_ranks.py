@@ -57,7 +57,7 @@ def _takes_and_removes(root):
     return manager.steps(), manager.metrics(40), [event.name for event in told].count("pruned") > 0, same, again[0]
 
 
-def test_one_rank_removes_and_rank_0s_metrics_are_kept(three, folder):
+def test_manager_prune_runs_on_one_rank_and_metrics_are_those_of_rank_0(three, folder):
     found = three.run(_takes_and_removes, folder)
     assert [each[:3] for each in found] == [([30, 40], {"rank": 0.0}, rank == 0) for rank in range(3)]
     # it is this manager's own asynchronous take, which is waited for
@@ -75,7 +75,7 @@ def _disagrees(root):
     return steps, metrics, there, manager.steps()
 
 
-def test_ranks_that_give_different_steps_all_raise_and_nothing_is_written(three, folder):
+def test_manager_take_with_different_steps_per_rank_raises_on_all(three, folder):
     for rank, (steps, metrics, there, left) in enumerate(three.run(_disagrees, folder)):
         assert steps[0] == "SnapshotError"
         assert "rank 1 5, rank 2 6" in steps[1]
@@ -109,7 +109,7 @@ def _falls_back(root, atomic):
 
 
 @pytest.mark.parametrize("atomic", [False, True])
-def test_if_one_rank_finds_damage_all_restore_the_same_older_step(three, folder, atomic):
+def test_restore_latest_on_ranks_falls_back_to_the_same_step(three, folder, atomic):
     for rank, (restored, value, misfit, none_left) in enumerate(three.run(_falls_back, folder, atomic)):
         assert restored == 20
         assert value == (200 + rank, 20)
@@ -137,7 +137,7 @@ def _asks(root, every, calls):
 
 
 @pytest.mark.parametrize("every", [40, "0.1s", "continuous"])
-def test_all_ranks_take_at_the_same_steps(three, folder, every):
+def test_should_take_is_true_at_the_same_steps_on_all_ranks(three, folder, every):
     first, *others = three.run(_asks, folder, every, 300)
     assert others == [first] * 2
     assert len(first) > 1
@@ -170,7 +170,7 @@ def _trains(root, mine):
 
 
 @pytest.mark.parametrize("signalled", [(2,), (0, 1)])
-def test_a_signal_to_one_rank_stops_all_at_the_same_step_with_a_snapshot(three, folder, signalled):
+def test_should_stop_after_a_signal_to_one_rank_stops_all_at_the_same_step(three, folder, signalled):
     for run in range(2):
         three.start(_trains, f"{folder}/run", f"{folder}/{run}-{{}}")
         for rank in signalled:
@@ -201,7 +201,7 @@ def _comes_at_its_own_pace(root):
     return calls
 
 
-def test_ranks_of_very_different_pace_stop_at_the_same_call(three, folder):
+def test_should_stop_on_ranks_of_different_speed_is_true_at_the_same_call(three, folder):
     first, *others = three.run(_comes_at_its_own_pace, folder)
     assert others == [first] * 2
     assert first > 50
@@ -218,7 +218,7 @@ def _waits_for_the_end(root):
             time.sleep(0.01)
 
 
-def test_a_second_signal_ends_a_rank_at_once(three, folder):
+def test_second_signal_ends_a_rank_at_once(three, folder):
     three.start(_waits_for_the_end, folder, ranks=[1])
     for mark in ("ready", "told"):
         appears(f"{folder}/{mark}")

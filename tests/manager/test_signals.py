@@ -27,7 +27,7 @@ def handlers():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_sets_the_flag_and_reaches_who_handled_it_before(number, tmp_path):
+def test_should_stop_after_a_signal_and_the_previous_handler_is_called(number, tmp_path):
     seen = []
     before = signal.signal(number, lambda got, frame: seen.append(got))
     with SnapshotManager(tmp_path) as manager:
@@ -41,7 +41,7 @@ def test_a_signal_sets_the_flag_and_reaches_who_handled_it_before(number, tmp_pa
     signal.signal(number, before)
 
 
-def test_what_comes_within_a_second_is_the_same_request(tmp_path):
+def test_should_stop_counts_signals_within_a_second_as_one(tmp_path):
     """A launcher and its ranks are both signalled, and the launcher passes it on."""
     with SnapshotManager(tmp_path) as manager:
         for _ in range(3):
@@ -49,7 +49,7 @@ def test_what_comes_within_a_second_is_the_same_request(tmp_path):
         assert manager.should_stop()
 
 
-def test_who_set_a_handler_since_keeps_it(tmp_path):
+def test_manager_close_keeps_a_signal_handler_set_later(tmp_path):
     manager = SnapshotManager(tmp_path)
     ours = signal.getsignal(signal.SIGTERM)
     seen = []
@@ -65,19 +65,19 @@ def test_who_set_a_handler_since_keeps_it(tmp_path):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def test_several_managers_see_the_same_signal(tmp_path):
+def test_should_stop_of_several_managers_sees_the_same_signal(tmp_path):
     with SnapshotManager(tmp_path / "a") as first, SnapshotManager(tmp_path / "b") as second:
         os.kill(os.getpid(), signal.SIGTERM)
         assert first.should_stop()
         assert second.should_stop()
 
 
-def test_a_manager_that_nobody_holds_takes_no_signals():
+def test_manager_that_is_garbage_collected_restores_the_signal_handler():
     SnapshotManager("memory://forgotten")
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_outside_of_the_main_thread_it_says_that_signals_are_not_seen(tmp_path, caplog):
+def test_manager_outside_of_the_main_thread_warns_that_signals_are_not_seen(tmp_path, caplog):
     made = []
     with caplog.at_level(logging.WARNING):
         thread = threading.Thread(target=lambda: made.append(SnapshotManager(tmp_path)))
@@ -88,12 +88,12 @@ def test_outside_of_the_main_thread_it_says_that_signals_are_not_seen(tmp_path, 
     made[0].close()
 
 
-def test_without_signals_none_are_touched(tmp_path):
+def test_manager_with_signals_empty_sets_no_handler(tmp_path):
     with SnapshotManager(tmp_path, signals=()):
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_a_manager_that_was_closed_before_a_later_one_ends_nothing(tmp_path):
+def test_manager_closed_before_a_later_one_does_not_end_the_process_on_a_signal(tmp_path):
     first = SnapshotManager(tmp_path / "a")
     second = SnapshotManager(tmp_path / "b")
     first.close()
@@ -105,7 +105,7 @@ def test_a_manager_that_was_closed_before_a_later_one_ends_nothing(tmp_path):
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_a_closed_one_that_somebody_elses_handler_calls_ends_nothing_either(tmp_path):
+def test_manager_closed_but_called_by_another_handler_does_not_end_the_process(tmp_path):
     first = SnapshotManager(tmp_path / "a")
     ours = signal.getsignal(signal.SIGTERM)
 
@@ -120,7 +120,7 @@ def test_a_closed_one_that_somebody_elses_handler_calls_ends_nothing_either(tmp_
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def test_a_signal_while_it_closes_ends_nothing_before_the_last_snapshot_is_there(tmp_path):
+def test_manager_close_finishes_the_last_snapshot_if_a_signal_arrives(tmp_path):
     with stalling(on="write", path="*data/*", nth=1, times=1) as stall:
         with SnapshotManager(f"stalling+file://{tmp_path}") as manager:
             manager.async_take(1, {"s": StateDict(x=torch.zeros(8))})
@@ -161,7 +161,7 @@ with SnapshotManager(sys.argv[1]) as manager:
 """
 
 
-def test_workers_of_a_data_loader_live_on_when_the_whole_group_is_signalled(tmp_path, warm):
+def test_ignore_stop_signals_keeps_data_loader_workers_alive(tmp_path, warm):
     assert warm.run(WORKERS, tmp_path) == ""
     assert (tmp_path / "step-1").exists()
 
@@ -189,7 +189,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow  # a fork server imports torch
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_a_worker_ends_if_its_parent_ends_it(method, tmp_path):
+def test_ignore_stop_signals_workers_end_if_their_parent_ends_them(method, tmp_path):
     (tmp_path / "script.py").write_text(ENDED)
     found = subprocess.run(
         [sys.executable, tmp_path / "script.py", method], capture_output=True, text=True, check=False
@@ -223,13 +223,13 @@ print("never", flush=True)
 """
 
 
-def test_a_second_signal_ends_the_process_at_once_and_a_forked_child_is_not_the_job(warm):
+def test_second_signal_ends_the_process_at_once_but_not_a_forked_child(warm):
     started = warm.start(CHILD)
     with pytest.raises(Exception, match=r"exit status -10:\ngoes on\n$"):  # SIGUSR1
         warm.finish(started)
 
 
-def test_a_second_signal_ends_it_even_if_the_handler_that_was_there_returns(warm):
+def test_second_signal_ends_the_process_even_if_the_previous_handler_returns(warm):
     started = warm.start(CHILD, "handler")
     with pytest.raises(Exception, match=r"exit status -15:\ntheirs\ngoes on\ntheirs\n$"):
         warm.finish(started)

@@ -29,7 +29,7 @@ def steps_in(root):
     return sorted(int(path.name[5:]) for path in root.glob("step-*"))
 
 
-def test_two_managers_at_once_stop_instead_of_pruning_each_others_steps(tmp_path, caplog):
+def test_other_writer_error_stops_two_managers_from_pruning_each_other(tmp_path, caplog):
     one, other = manager_of(tmp_path), manager_of(tmp_path)
     take(one, 10)
     take(other, 20)
@@ -44,7 +44,7 @@ def test_two_managers_at_once_stop_instead_of_pruning_each_others_steps(tmp_path
     one.close(), other.close()
 
 
-def test_steps_from_before_a_manager_began_are_its_own(tmp_path):
+def test_manager_owns_steps_taken_before_it_began(tmp_path):
     with manager_of(tmp_path) as one:
         take(one, 10, 20)
     with manager_of(tmp_path) as other:
@@ -53,7 +53,7 @@ def test_steps_from_before_a_manager_began_are_its_own(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["restore_latest", "snapshot"])
-def test_a_restore_takes_a_run_over(tmp_path, how):
+def test_manager_restore_takes_over_a_run(tmp_path, how):
     with manager_of(tmp_path) as one, manager_of(tmp_path) as other:
         take(one, 10)
         if how == "snapshot":
@@ -71,7 +71,7 @@ def test_a_restore_takes_a_run_over(tmp_path, how):
         assert writer_of(Snapshot(tmp_path / "step-60").metadata.metadata).ancestors[-1] != before.attempt
 
 
-def test_a_restore_of_one_step_takes_a_run_over_that_this_job_had_begun(tmp_path):
+def test_manager_restore_of_one_step_takes_over_a_run_of_its_own_job(tmp_path):
     with manager_of(tmp_path) as one:
         take(one, 10)
         with manager_of(tmp_path) as other:
@@ -82,7 +82,7 @@ def test_a_restore_of_one_step_takes_a_run_over_that_this_job_had_begun(tmp_path
     assert steps_in(tmp_path) == [30, 40]
 
 
-def test_a_replaced_job_that_still_writes_stops_the_new_one(tmp_path):
+def test_other_writer_error_stops_a_new_job_if_the_replaced_one_still_writes(tmp_path):
     with manager_of(tmp_path) as zombie, manager_of(tmp_path) as new:
         take(zombie, 10)
         assert new.restore_latest(state()) == 10
@@ -96,7 +96,7 @@ def test_a_replaced_job_that_still_writes_stops_the_new_one(tmp_path):
         assert steps_in(tmp_path) == [30, 40]
 
 
-def test_restores_of_the_same_job_are_its_own(tmp_path):
+def test_manager_restores_its_own_steps_without_other_writer_error(tmp_path):
     with manager_of(tmp_path) as manager:
         take(manager, 10, 20)
         assert manager.restore_latest(state()) == 20
@@ -106,7 +106,7 @@ def test_restores_of_the_same_job_are_its_own(tmp_path):
     assert steps_in(tmp_path) == [30, 40]
 
 
-def test_without_keep_nothing_is_listed(tmp_path, monkeypatch):
+def test_manager_without_keep_lists_nothing(tmp_path, monkeypatch):
     with manager_of(tmp_path, keep=None) as one, manager_of(tmp_path, keep=None) as other:
         monkeypatch.setattr(Root, "folders", None)
         one.take(10, state(10))
@@ -114,7 +114,7 @@ def test_without_keep_nothing_is_listed(tmp_path, monkeypatch):
         one.take(30, state(30))
 
 
-def test_readers_write_nothing_and_a_copied_root_has_no_live_writer(tmp_path):
+def test_manager_restore_writes_nothing_and_a_copied_root_has_no_live_writer(tmp_path):
     root, copy = tmp_path / "run", tmp_path / "copy"
     with manager_of(root) as one:
         take(one, 10)

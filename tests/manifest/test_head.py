@@ -41,19 +41,19 @@ def manifests(draw, *, with_base=None):
 
 
 @given(manifests(), st.integers(0, 4000), st.integers(0, 4000))
-def test_the_ends_give_the_same_head_or_none(data, first, last):
+def test_decode_head_of_ends_equals_decode_head_or_is_none(data, first, last):
     beginning, end = data[: max(first, 80)], data[-max(last, 1) :]
     head = decode_head_of_ends(beginning, end, "here")
     assert head is None or head == decode_head(data, "here")
 
 
 @given(manifests())
-def test_the_whole_manifest_gives_its_head(data):
+def test_decode_head_of_ends_of_the_whole_manifest_gives_its_head(data):
     assert decode_head_of_ends(data, data, "here") == decode_head(data, "here")
 
 
 @given(manifests(), st.data())
-def test_no_flipped_bit_changes_the_base_or_the_save_id(data, draw):
+def test_decode_head_of_ends_finds_a_flipped_bit_in_base_or_save_id(data, draw):
     bit = draw.draw(st.integers(0, 8 * len(data) - 1))
     damaged = bytearray(data)
     damaged[bit // 8] ^= 1 << bit % 8
@@ -68,7 +68,7 @@ def test_no_flipped_bit_changes_the_base_or_the_save_id(data, draw):
 
 
 @pytest.mark.parametrize("number", [1, 1000])
-def test_many_beginnings_of_entries_in_the_metadata_take_no_longer(number):
+def test_decode_head_of_ends_takes_no_longer_for_misleading_metadata(number):
     inner = {"x": 1, "manifest": {"y": 2}}
     metadata = msgspec.Raw(msgspec.json.encode({"all": [inner] * number}))
     data = encode(Document("snapshot/1", "0.1", SAVE, 1, "2026-01-02T03:04:05+00:00", "", metadata, {}, [], {}, None))

@@ -24,7 +24,7 @@ def holders(mesh, placements, shape=(12, 5)):
         (Mesh(0, (100_000,), (1,)), ["S(0)"], {3, 4, 5, 6}),
     ],
 )
-def test_the_holders_of_a_box(mesh, placements, expected):
+def test_holders_of_a_box(mesh, placements, expected):
     assert holders(mesh, placements) >= expected
     assert len(holders(mesh, placements)) <= 4
 
@@ -37,7 +37,7 @@ def test_the_holders_of_a_box(mesh, placements, expected):
         Mesh(0, (1 << 62,), (1,)), Mesh(0, (1 << 40, 1 << 40), (1, 1)),
     ],
 )  # fmt: skip
-def test_a_mesh_that_is_none_gives_no_hint(mesh):
+def test_holders_of_an_invalid_mesh_are_unknown(mesh):
     for placements in (["S(0)"], ["R"], ["S(0)", "R"]):
         assert holders(mesh, placements) == set()
 
@@ -49,11 +49,11 @@ def test_a_mesh_that_is_none_gives_no_hint(mesh):
         ["s(0)"], ["S(999)"],
     ],
 )  # fmt: skip
-def test_placements_that_are_none_give_no_hint(placements):
+def test_holders_of_invalid_placements_are_unknown(placements):
     assert holders(Mesh(0, (4,), (1,)), placements) == set()
 
 
-def test_steps_that_lie_give_a_wrong_hint_at_most():
+def test_holders_of_a_mesh_with_wrong_steps_are_only_a_wrong_hint():
     assert holders(Mesh(0, (4,), (0,)), ["S(0)"]) == {0}
     assert holders(Mesh(-5, (4,), (-7,)), ["S(0)"]) == {-12, -19}
     assert holders(Mesh(0, (4,), ()), ["S(0)"]) == {0}

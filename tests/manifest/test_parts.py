@@ -46,7 +46,7 @@ def found_by_index(encoded, part, names):
 
 @settings(max_examples=150, deadline=None)
 @given(NAMES, st.data())
-def test_the_index_finds_each_name_and_all_below_it(names, data):
+def test_manifest_part_index_finds_each_name_and_all_below_it(names, data):
     held = entries(names, ("0", "10", "3"))
     encoded = encode_own_part(held)
     part = encoded.describe("data/aaaaaaaaaaaa-0.json", [0])
@@ -60,7 +60,7 @@ def test_the_index_finds_each_name_and_all_below_it(names, data):
 
 @settings(max_examples=200, deadline=None)
 @given(NAMES, st.data())
-def test_a_changed_byte_is_always_noticed(names, data):
+def test_manifest_part_changed_byte_is_always_found(names, data):
     encoded = encode_own_part(entries(names))
     part = encoded.describe("data/aaaaaaaaaaaa-0.json", [0])
     changed = bytearray(encoded.data)
@@ -79,7 +79,7 @@ def test_a_changed_byte_is_always_noticed(names, data):
                 decode_segment(changed[each.begin : each.end], each, "p")
 
 
-def test_a_short_part_has_no_index(monkeypatch):
+def test_manifest_part_that_is_short_has_no_index(monkeypatch):
     monkeypatch.setattr(parts, "INDEXED", 4 << 20)
     held = entries("abc")
     encoded = encode_own_part(held)
@@ -127,13 +127,13 @@ def _emptied(index):
 
 
 @pytest.mark.parametrize("change", [_moved, _dropped, _renamed, _numbered, _emptied])
-def test_an_index_that_says_something_else_than_the_part_is_refused(change):
+def test_manifest_part_index_that_contradicts_the_part_is_refused(change):
     encoded, part = rebuilt(change)
     with pytest.raises(CorruptSnapshotError, match="index"):
         decode_part(encoded.data, part, "p")
 
 
-def test_an_index_is_where_the_manifest_says():
+def test_manifest_part_index_must_be_where_the_manifest_says():
     encoded, part = rebuilt(lambda index: index)
     assert decode_part(encoded.data, part, "p").manifest == HELD
     for place in (None, (0, 5, part.index[2]), (part.index[0], part.index[1] - 1, part.index[2])):
@@ -141,21 +141,21 @@ def test_an_index_is_where_the_manifest_says():
             decode_part(encoded.data, msgspec.structs.replace(part, index=place), "p")
 
 
-def test_segments_outside_of_the_part_are_refused():
+def test_manifest_part_segments_outside_of_the_part_are_refused():
     encoded, part = rebuilt(lambda index: PartIndex(index.numbers, [Segment("0/a", 0, 1 << 60, "xxh3:0")]))
     begin, end, _ = part.index
     with pytest.raises(CorruptSnapshotError, match="before the index"):
         decode_index(encoded.data[begin:end], part, "p")
 
 
-def test_one_long_entry_is_a_segment():
+def test_manifest_part_with_one_long_entry_is_one_segment():
     held = {"0/a": StrEntry("x" * 5000), "0/b": IntEntry("1")}
     encoded = encode_own_part(held)
     part = encoded.describe("data/aaaaaaaaaaaa-0.json", [0])
     assert found_by_index(encoded, part, ["a"]) == {"0/a": held["0/a"]}
 
 
-def test_a_container_with_many_names_does_not_cut_its_part_into_single_entries():
+def test_manifest_part_with_many_names_in_a_container_has_long_segments():
     held = {"0/a": DictEntry([f"{number:0300}" for number in range(100)])}
     held |= {f"0/a/{number:0300}": IntEntry(str(number)) for number in range(100)}
     alone = {f"a/{name}": entry for name, entry in held.items() if name != "0/a"}
@@ -170,7 +170,7 @@ def decoded_index(encoded):
 
 
 @given(NAMES)
-def test_entries_under_a_number_are_encoded_like_those_with_it(names):
+def test_numbered_entries_are_encoded_like_those_with_the_number(names):
     held = {name: IntEntry(str(number)) for number, name in enumerate(names)}
     numbered = NumberedEntries(12, held)
     whole = {f"12/{name}": entry for name, entry in held.items()}

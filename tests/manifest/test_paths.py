@@ -18,7 +18,7 @@ keys = texts | st.integers(-(2**70), 2**70) | st.booleans() | st.none() | st.flo
 
 
 @given(texts)
-def test_components_have_an_inverse(text):
+def test_encode_component_has_an_inverse(text):
     made = encode_component(text)
     assert decode_component(made) == text
     assert "/" not in made
@@ -26,26 +26,26 @@ def test_components_have_an_inverse(text):
 
 
 @given(st.lists(texts, unique=True))
-def test_components_are_injective(found):
+def test_encode_component_is_injective(found):
     assert len({encode_component(text) for text in found}) == len(found)
     assert len({quote_path(encode_component(text)) for text in found}) == len(found)
 
 
 @given(st.dictionaries(keys, st.none()))
-def test_a_dict_s_keys_never_meet(found):
+def test_key_component_is_unique_for_the_keys_of_a_dict(found):
     tagged = find_tagged_keys(found)
     made = [key_component(encode_key(key), i in tagged) for i, key in enumerate(found)]
     assert len(set(made)) == len(made)
 
 
 @given(keys)
-def test_keys_come_back_as_what_they_were(key):
+def test_decode_key_returns_the_original_key(key):
     back = decode_key(encode_key(key))
     assert type(back) is type(key)
     assert repr(back) == repr(key)
 
 
-def test_what_cannot_be_a_key():
+def test_encode_key_returns_none_for_unsupported_keys():
     assert encode_key((1, 2)) is None
     assert encode_key(b"x") is None
     assert encode_key(float("nan")) is None

@@ -15,7 +15,7 @@ def shard(begin, size):
     return e.Shard((begin,), (size,), e.TensorEntry("data/a-0-0.safetensors", (0, size * 4), "float32", (size,)))
 
 
-def test_an_own_entry_goes_before_what_others_shared():
+def test_rank_view_prefers_an_own_entry_to_replicated_ones():
     one = e.IntEntry("1")
     manifest = {
         "0/s": e.DictEntry(["x"]), "0/s/x": e.ShardedTensorEntry("float32", (4,), [shard(0, 4)]),
@@ -26,12 +26,12 @@ def test_an_own_entry_goes_before_what_others_shared():
 
 
 @pytest.mark.parametrize("path", ["2/s", "x/s", "-1/s", "/s", "²/s"])
-def test_an_entry_of_no_rank_is_damage(path):
+def test_rank_view_refuses_an_entry_without_a_rank(path):
     with pytest.raises(CorruptSnapshotError, match="must begin with a rank"):
         make_rank_view({"0/s": e.DictEntry([]), path: e.IntEntry("1")}, 0, 2, 2)
 
 
-def test_names_come_and_go_with_their_entries():
+def test_adopt_and_remove_entry_update_the_keys_of_containers():
     entries = {"s": e.DictEntry(["a"]), "s/a": e.IntEntry("1")}
     adopt_entry(entries, "s/b%2Fc/d", e.IntEntry("2"))
     assert entries["s"].keys == ["a", "b/c"]
@@ -41,7 +41,7 @@ def test_names_come_and_go_with_their_entries():
 
 
 @given(st.integers(0, 50), st.lists(st.tuples(st.integers(1, 4), st.integers(1, 9)), min_size=1, max_size=3))
-def test_a_mesh_of_equal_steps_is_short_and_knows_its_ranks(begin, axes):
+def test_mesh_with_equal_steps_is_encoded_shortly_and_knows_its_ranks(begin, axes):
     ranks = np.full(tuple(size for size, _ in axes), begin)
     for axis, (size, step) in enumerate(axes):
         ranks = ranks + np.arange(size).reshape([-1 if each == axis else 1 for each in range(len(axes))]) * step
@@ -50,13 +50,13 @@ def test_a_mesh_of_equal_steps_is_short_and_knows_its_ranks(begin, axes):
 
 
 @pytest.mark.parametrize("shape", [(8192,), (1024, 8), (2, 3, 4), (1, 5, 1)])
-def test_the_meshes_that_people_make_are_short(shape):
+def test_mesh_of_common_shapes_is_encoded_shortly(shape):
     ranks = np.arange(np.prod(shape)).reshape(shape)
     for part in (ranks, ranks[..., 0] if len(shape) > 1 else ranks, ranks[-1:]):
         assert isinstance(e.Mesh.from_lists(part.tolist()), e.Mesh)
 
 
-def test_any_other_mesh_stands_as_it_is():
+def test_mesh_of_other_ranks_is_stored_as_lists():
     ranks = [[3, 1], [0, 2]]
     assert e.Mesh.from_lists(ranks) == ranks
     assert [rank for rank in range(6) if e.ShardedTensorEntry("float32", (4,), [], ranks).is_held_by(rank)] == [
@@ -67,7 +67,7 @@ def test_any_other_mesh_stands_as_it_is():
     ]
 
 
-def test_parts_of_one_tensor_come_together_and_all_else_has_one_owner():
+def test_merge_joins_the_shards_of_a_tensor():
     made = {"0/w": e.ShardedTensorEntry("float32", (4,), [shard(2, 2)])}
     merge(made, {"0/w": e.ShardedTensorEntry("float32", (4,), [shard(0, 2)])}, "rank 1")
     expect_whole_tensors(made)

@@ -64,7 +64,7 @@ def boxes(draw, shape):
 
 @settings(max_examples=300, deadline=None)
 @given(layouts(), st.data())
-def test_grids_are_what_the_pattern_says(layout, data):
+def test_tensor_map_axes_grid_equals_the_pattern(layout, data):
     sizes, left, right = layout
     pattern = AxesPattern.parse(f"{text_of(left)} -> {text_of(right)}")
     grid = make_grid(pattern.sources[0], pattern.targets[0], sizes, (0, 0), ({}, {}))
@@ -99,7 +99,7 @@ def test_grids_are_what_the_pattern_says(layout, data):
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 3), min_size=2, max_size=4), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))
-def test_sums_are_concatenations_within_an_axis(lengths, groups, width, columns):
+def test_tensor_map_axes_sums_are_concatenations(lengths, groups, width, columns):
     terms = [f"t{number}" for number in range(len(lengths))]
     names = ", ".join(terms)
     axes = f"(g ({' + '.join(terms)}) d) c -> {', '.join(f'(g {term} d) c' for term in terms)}"
@@ -124,7 +124,7 @@ def assert_maps(tensor_map, sources, wanted):
         assert torch.equal(made, wanted[name])
 
 
-def test_scalars_and_empty_tensors_have_grids():
+def test_tensor_map_axes_of_scalars_and_empty_tensors():
     for shape in ((), (0,), (3, 0, 2), (1, 1)):
         grid = Grid.identity(shape)
         for each in (grid, grid.simplified()):
@@ -151,6 +151,6 @@ def test_scalars_and_empty_tensors_have_grids():
         ("a, b -> (a + b)", "must have 1 and 1 tensors, as the names do, got 2 and 1"),
     ],
 )
-def test_wrong_axes_are_refused(axes, error):
+def test_tensor_map_axes_that_are_wrong_are_refused(axes, error):
     with pytest.raises(ValueError, match=error):
         TensorMap([{"names": "x -> y", "axes": axes}])

@@ -167,7 +167,7 @@ class Tensors:
         ("qwen3_moe", {}),
     ],
 )
-def test_megatron_and_hugging_face_compute_the_same(kind, changes, tmp_path, folder):
+def test_tensor_map_megatron_hf_models_compute_the_same(kind, changes, tmp_path, folder):
     theirs = hugging_face(kind, **changes)
     source = folder(theirs)
     tensor_map = TensorMap.load("megatron-hf", theirs.config.to_dict() | {"transformer_impl": "local"})
@@ -185,7 +185,7 @@ def test_megatron_and_hugging_face_compute_the_same(kind, changes, tmp_path, fol
     assert torch.equal(logits_of(again.eval()), logits_of(theirs))
 
 
-def test_a_padded_vocabulary_is_cut(tmp_path, folder):
+def test_tensor_map_megatron_hf_cuts_a_padded_vocabulary(tmp_path, folder):
     theirs = hugging_face("llama")
     source = folder(theirs)
     tensor_map = TensorMap.load("megatron-hf", source)
@@ -200,7 +200,7 @@ def test_a_padded_vocabulary_is_cut(tmp_path, folder):
     assert all(torch.equal(want[name], got[name]) for name in want)
 
 
-def test_layers_of_a_distributed_checkpoint_are_stacked(tmp_path, folder):
+def test_tensor_map_megatron_hf_stacks_layers_of_a_distributed_checkpoint(tmp_path, folder):
     source = folder(hugging_face("mixtral"))
     tensor_map = TensorMap.load("megatron-hf", source)
     Snapshot(str(source)).convert(str(tmp_path / "own"), map=tensor_map.reversed())
@@ -281,7 +281,7 @@ def titan_logits(state, config):
     ("kind", "changes"),
     [("llama", {}), ("llama", {"tie_word_embeddings": True}), ("qwen3", {}), ("qwen3_moe", {})],
 )
-def test_torchtitan_and_hugging_face_compute_the_same(kind, changes, tmp_path, folder):
+def test_tensor_map_torchtitan_hf_models_compute_the_same(kind, changes, tmp_path, folder):
     theirs = hugging_face(kind, **changes)
     source = folder(theirs)
     tensor_map = TensorMap.load("torchtitan-hf", theirs.config)
@@ -301,7 +301,7 @@ def test_torchtitan_and_hugging_face_compute_the_same(kind, changes, tmp_path, f
 # Arguments
 
 
-def test_a_map_asks_for_the_config_it_needs(tmp_path):
+def test_tensor_map_load_names_the_config_it_needs(tmp_path):
     with pytest.raises(ValueError, match=r"model_type must be one of llama.*got None; pass config="):
         TensorMap.load("torchtitan-hf")
     with pytest.raises(ValueError, match=r"model_type must be one of .*got 'gpt2'"):
@@ -321,7 +321,7 @@ def test_a_map_asks_for_the_config_it_needs(tmp_path):
     ]
 
 
-def test_a_model_that_is_not_tied_is_not_tied_by_a_map(tmp_path, folder):
+def test_tensor_map_does_not_tie_a_model_that_is_not_tied(tmp_path, folder):
     source = folder(hugging_face("llama"))
     config = json.loads((source / "config.json").read_text())
     forward = TensorMap.load("torchtitan-hf", config | {"tie_word_embeddings": True})
@@ -332,7 +332,7 @@ def test_a_model_that_is_not_tied_is_not_tied_by_a_map(tmp_path, folder):
 
 
 @pytest.mark.parametrize("name", ["torchtitan-hf", "megatron-hf"])
-def test_tied_weights_that_a_file_has_twice_are_one(name, tmp_path):
+def test_tensor_map_accepts_tied_weights_stored_twice(name, tmp_path):
     config = SIZES | {"model_type": "qwen3", "tie_word_embeddings": True}
     embed = torch.randn(120, 64)
     state = StateDict({"model.embed_tokens.weight": embed, "lm_head.weight": embed.clone()})
@@ -342,7 +342,7 @@ def test_tied_weights_that_a_file_has_twice_are_one(name, tmp_path):
     assert got.keys() <= {"tok_embeddings.weight", "lm_head.weight", "embedding.word_embeddings.weight"}
 
 
-def test_a_folder_without_some_experts_is_refused(tmp_path):
+def test_tensor_map_refuses_a_folder_without_some_experts(tmp_path):
     config = SIZES | {"model_type": "qwen3_moe", "num_experts": 4}
     state = {f"model.layers.0.mlp.experts.{e}.gate_proj.weight": torch.randn(4, 4) for e in range(3)}
     held = Snapshot.take(str(tmp_path / "taken"), {"model": StateDict(state)})

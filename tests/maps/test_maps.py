@@ -92,7 +92,7 @@ def checkpoint(request, tmp_path):
     return Snapshot(str(place))
 
 
-def test_every_format_is_read_with_a_map(checkpoint):
+def test_tensor_map_reads_every_format(checkpoint):
     want = targets(sources())
     live = {name: torch.zeros_like(each) for name, each in want.items()}
     live["head"] = live["embed"]
@@ -109,7 +109,7 @@ def test_every_format_is_read_with_a_map(checkpoint):
     assert torch.equal(part, want["m.1.turned"][5:77, 3:9])
 
 
-def test_the_whole_state_is_made_of_new_tensors(tmp_path):
+def test_tensor_map_get_state_dict_for_key_returns_new_tensors(tmp_path):
     got = taken(tmp_path / "taken").get_state_dict_for_key("model", map=MAP)
     assert_same(got, targets(sources()))
     assert got["embed"] is got["head"]
@@ -117,7 +117,7 @@ def test_the_whole_state_is_made_of_new_tensors(tmp_path):
 
 @pytest.mark.parametrize("to", ["safetensors", "torch", "dcp", "snapshot"])
 @pytest.mark.parametrize("budget", [1 << 20, None])
-def test_every_format_is_written_with_a_map(to, budget, tmp_path):
+def test_tensor_map_convert_writes_every_format(to, budget, tmp_path):
     place = str(tmp_path / ("made.pt" if to == "torch" else "made"))
     report = taken(tmp_path / "taken").convert(
         Target(place, to, shard_bytes=1 << 20), map=MAP, select=["model/**"], memory_budget_bytes=budget
@@ -131,7 +131,7 @@ def test_every_format_is_written_with_a_map(to, budget, tmp_path):
     assert_same(got, want)
 
 
-def test_the_reverse_brings_back_what_was_not_dropped_or_rounded(tmp_path):
+def test_tensor_map_reversed_restores_what_was_not_dropped_or_rounded(tmp_path):
     taken(tmp_path / "taken").convert(str(tmp_path / "there"), map=MAP)
     Snapshot(str(tmp_path / "there")).convert(str(tmp_path / "back"), map=MAP.reversed())
     got = Snapshot(str(tmp_path / "back")).get_state_dict_for_key("model")
@@ -142,7 +142,7 @@ def test_the_reverse_brings_back_what_was_not_dropped_or_rounded(tmp_path):
     assert Snapshot(str(tmp_path / "back")).read_object("optim/step") == 4
 
 
-def test_names_of_one_tensor_must_hold_the_same_values(tmp_path):
+def test_tensor_map_names_of_one_tensor_must_have_equal_values(tmp_path):
     value = torch.randn(4)
     back = TensorMap(["emb -> a, b"]).reversed()
     same = Snapshot.take(str(tmp_path / "same"), {"model": StateDict(a=value, b=value.clone())})
@@ -162,7 +162,7 @@ def test_names_of_one_tensor_must_hold_the_same_values(tmp_path):
     assert torch.equal(one.get_state_dict_for_key("model", map=back)["emb"], value)
 
 
-def test_a_state_that_does_not_fit_is_refused_with_all_reasons(tmp_path):
+def test_tensor_map_that_does_not_fit_is_refused_with_all_reasons(tmp_path):
     source = sources()
     del source["layers.0.e.1.w3"]
     source["layers.1.qkv.weight"] = torch.randn(7, 3)
@@ -186,13 +186,13 @@ def test_a_state_that_does_not_fit_is_refused_with_all_reasons(tmp_path):
 
 
 @pytest.mark.parametrize(("others", "kept"), [("keep", True), ("drop", False)])
-def test_tensors_without_a_rule_are_kept_or_dropped(others, kept, tmp_path):
+def test_tensor_map_others_keeps_or_drops_tensors_without_a_rule(others, kept, tmp_path):
     snapshot = Snapshot.take(str(tmp_path / "taken"), {"model": StateDict(a=torch.ones(2), b=torch.zeros(2), c=5)})
     got = snapshot.get_state_dict_for_key("model", map=TensorMap(["a -> x"], others=others))
     assert got.keys() == ({"x", "b", "c"} if kept else {"x", "c"})
 
 
-def test_nested_states_become_flat(tmp_path):
+def test_tensor_map_flattens_nested_states(tmp_path):
     state = {"layers": {"0": {"w": torch.ones(2)}, "1": {"w": torch.zeros(2)}}, "step": 3}
     snapshot = Snapshot.take(str(tmp_path / "taken"), {"model": StateDict(**state)})
     got = snapshot.get_state_dict_for_key("model", map=TensorMap(["layers.{i}.w -> h.{i}"]))
@@ -202,7 +202,7 @@ def test_nested_states_become_flat(tmp_path):
         lists.get_state_dict_for_key("model", map=TensorMap(["all.0 -> x"]))
 
 
-def test_a_damaged_source_is_found(tmp_path):
+def test_tensor_map_finds_a_damaged_source(tmp_path):
     snapshot = taken(tmp_path / "taken")
     for path in (tmp_path / "taken/data").iterdir():
         data = bytearray(path.read_bytes())
@@ -213,7 +213,7 @@ def test_a_damaged_source_is_found(tmp_path):
     assert not list(tmp_path.glob("made/*.safetensors"))
 
 
-def test_a_live_tensor_that_the_map_casts_keeps_its_dtype(tmp_path):
+def test_tensor_map_cast_keeps_the_dtype_of_a_live_tensor(tmp_path):
     snapshot = Snapshot.take(str(tmp_path / "taken"), {"model": StateDict(a=torch.randn(4))})
     live = StateDict(b=torch.zeros(4, dtype=torch.float64))
     tensor_map = TensorMap([{"names": "a -> b", "dtype": "bfloat16"}])
@@ -223,7 +223,7 @@ def test_a_live_tensor_that_the_map_casts_keeps_its_dtype(tmp_path):
 
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
-def test_parts_of_any_size_are_exact(data, tmp_path_factory):
+def test_tensor_map_parts_of_any_size_are_exact(data, tmp_path_factory):
     """Chunks, budgets and boxes at random: the bytes are those of one big assignment."""
     folder = tmp_path_factory.mktemp("parts")
     torch.manual_seed(0)
@@ -247,7 +247,7 @@ def test_parts_of_any_size_are_exact(data, tmp_path_factory):
     assert torch.equal(made.read_object("b"), want_b)
 
 
-def test_load_takes_a_map(checkpoint):
+def test_tensor_map_in_load(checkpoint):
     keys = {path.split("/")[1] for path in checkpoint.get_manifest()}
     got = snapshot.load(checkpoint.path, map=MAP, select=["model/**"] if "model" in keys else ())
     assert_same({name.removeprefix("model."): each for name, each in got.items()}, targets(sources()))
@@ -294,7 +294,7 @@ def save_stages(folder):
     Snapshot.take(folder, {"model": StateDict(**own)})
 
 
-def test_shards_are_read_into_other_shards(two, tmp_path):
+def test_tensor_map_reads_shards_into_other_shards(two, tmp_path):
     folder = str(tmp_path / "sharded")
     two.run(save_sharded, folder)
     two.run(restore_sharded, folder)
@@ -303,7 +303,7 @@ def test_shards_are_read_into_other_shards(two, tmp_path):
     assert_same({path[2:]: made.read_object(path) for path in made.get_manifest()}, targets(sources()))
 
 
-def test_stages_of_a_pipeline_become_one_model(two, tmp_path):
+def test_tensor_map_joins_pipeline_stages(two, tmp_path):
     folder = str(tmp_path / "stages")
     two.run(save_stages, folder)
     Snapshot(folder).convert(Target(str(tmp_path / "made"), "safetensors"), map=MAP)
@@ -315,7 +315,7 @@ def save_own(folder):
     Snapshot.take(folder, {"model": StateDict(a=torch.full((2,), float(dist.get_rank())))})
 
 
-def test_tensors_that_each_rank_has_for_itself_are_not_mixed_up(two, tmp_path):
+def test_tensor_map_refuses_rank_specific_tensors_of_one_name(two, tmp_path):
     folder = str(tmp_path / "own")
     two.run(save_own, folder)
     with pytest.raises(RestoreError, match="model/a: several ranks have a tensor of this name"):
@@ -325,7 +325,7 @@ def test_tensors_that_each_rank_has_for_itself_are_not_mixed_up(two, tmp_path):
 # Files and the command
 
 
-def test_the_command_converts_with_a_map_from_a_file(tmp_path, capsys):
+def test_tensor_map_cli_convert_with_a_map_file(tmp_path, capsys):
     taken(tmp_path / "taken")
     (tmp_path / "map.json").write_text(json.dumps({"tensor_map": 1, "rules": RULES}))
     given = ["convert", str(tmp_path / "taken"), str(tmp_path / "made"), "--map", str(tmp_path / "map.json")]
@@ -366,19 +366,19 @@ def test_the_command_converts_with_a_map_from_a_file(tmp_path, capsys):
         ("tensor_map: 1\nrules: [{names: a -> b, dtype: float4_e2m1fn_x2}]", "dtype must be a floating-point dtype"),
     ],
 )
-def test_a_wrong_file_is_refused(content, error, tmp_path):
+def test_tensor_map_load_refuses_an_invalid_file(content, error, tmp_path):
     (tmp_path / "map.yaml").write_text(content)
     with pytest.raises(ValueError, match=error):
         TensorMap.load(tmp_path / "map.yaml")
 
 
-def test_two_rules_must_not_make_one_tensor(tmp_path):
+def test_tensor_map_refuses_two_rules_for_one_tensor(tmp_path):
     snapshot = Snapshot.take(str(tmp_path / "taken"), {"model": StateDict(a=torch.ones(2), b=torch.zeros(2))})
     with pytest.raises(RestoreError, match="x: two rules make a tensor of this name"):
         snapshot.get_state_dict_for_key("model", map=TensorMap(["a -> x", "b -> x"]))
 
 
-def test_memory_stays_within_the_budget(tmp_path):
+def test_tensor_map_memory_stays_within_memory_budget_bytes(tmp_path):
     """A tensor of 256 MiB is split, turned and stacked with a budget of 16 MiB."""
     torch.manual_seed(0)
     value = torch.randn(8192, 8192)
@@ -404,7 +404,7 @@ def test_memory_stays_within_the_budget(tmp_path):
     assert torch.equal(made.read_object("b"), parts[:, 1].reshape(4096, 8192))
 
 
-def test_odd_tensors_are_mapped_or_refused(tmp_path):
+def test_tensor_map_unusual_tensors_are_mapped_or_refused(tmp_path):
     value = torch.randn(6, 4)
     state = StateDict(
         bits=torch.arange(24, dtype=torch.int16).view(torch.uint16).view(6, 4),
@@ -434,7 +434,7 @@ def test_odd_tensors_are_mapped_or_refused(tmp_path):
         sparse.get_state_dict_for_key("model", map=TensorMap(["a -> x", "b -> y"]))
 
 
-def test_padding_is_empty_in_the_reverse_also_if_its_size_is_known(tmp_path):
+def test_tensor_map_reversed_leaves_padding_empty(tmp_path):
     held = Snapshot.take(str(tmp_path / "taken"), {"model": StateDict(e2=torch.ones(3, 2))})
     rule = {"names": "e -> e2, -", "axes": "(v + p) c -> v c, p c"}
     for sizes in ({}, {"p": 4}):
@@ -446,7 +446,7 @@ def test_padding_is_empty_in_the_reverse_also_if_its_size_is_known(tmp_path):
             held.get_state_dict_for_key("model", map=unfilled)
 
 
-def test_a_stack_has_the_size_that_is_given(tmp_path):
+def test_tensor_map_stack_has_the_given_size(tmp_path):
     held = Snapshot.take(
         str(tmp_path / "taken"), {"model": StateDict({f"x.{i}.w": torch.full((2,), float(i)) for i in range(3)})}
     )
@@ -458,7 +458,7 @@ def test_a_stack_has_the_size_that_is_given(tmp_path):
         held.get_state_dict_for_key("model", map=TensorMap([rule | {"sizes": {"e": 2}}]))
 
 
-def test_names_that_are_alike_are_refused(tmp_path):
+def test_tensor_map_refuses_ambiguous_names(tmp_path):
     state = StateDict({"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}})
     held = Snapshot.take(str(tmp_path / "taken"), {"model": state})
     with pytest.raises(RestoreError, match=r"would both be named 'a\.b'"):
@@ -466,7 +466,7 @@ def test_names_that_are_alike_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (1 << 40, 0)])
-def test_an_axis_is_taken_apart_into_a_sensible_number_of_tensors(shape, tmp_path):
+def test_tensor_map_refuses_to_split_an_axis_into_too_many_tensors(shape, tmp_path):
     file = tmp_path / "made.safetensors"
     header = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
     file.write_bytes(len(header).to_bytes(8, "little") + header)
@@ -475,7 +475,7 @@ def test_an_axis_is_taken_apart_into_a_sensible_number_of_tensors(shape, tmp_pat
 
 
 @pytest.mark.parametrize("axes", ["a b -> i a b", "a b -> a i b", "a b -> a b i"])
-def test_many_tensors_become_one_and_are_read_once(axes, tmp_path):
+def test_tensor_map_stack_of_many_tensors_reads_each_once(axes, tmp_path):
     state = {f"x.{i}": torch.randn(64, 32) for i in range(200)}
     held = Snapshot.take(str(tmp_path / "taken"), {"model": StateDict(state)})
     there = TensorMap([{"names": "x.{i} -> x", "axes": axes}])
@@ -491,7 +491,7 @@ def test_many_tensors_become_one_and_are_read_once(axes, tmp_path):
     assert report.bytes_read < 2 * want.nbytes
 
 
-def test_sizes_of_a_rule_may_be_fields_of_the_config(tmp_path):
+def test_tensor_map_sizes_may_be_config_fields(tmp_path):
     rule = {"names": "x -> y", "axes": "(h d) -> h d", "sizes": {"h": "num_attention_heads"}}
     (tmp_path / "map.json").write_text(json.dumps({"tensor_map": 1, "rules": [rule]}))
     held = Snapshot.take(str(tmp_path / "taken"), {"model": StateDict(x=torch.arange(6.0))})
@@ -499,7 +499,7 @@ def test_sizes_of_a_rule_may_be_fields_of_the_config(tmp_path):
     assert torch.equal(held.get_state_dict_for_key("model", map=tensor_map)["y"], torch.arange(6.0).view(2, 3))
 
 
-def test_a_number_in_a_name_costs_no_memory(tmp_path):
+def test_tensor_map_large_number_in_a_name_uses_no_memory(tmp_path):
     tracemalloc.start()
     try:
         for sizes, name in (({}, "e.9999999.w"), ({"e": 10**9}, "e.1.w")):
@@ -511,7 +511,7 @@ def test_a_number_in_a_name_costs_no_memory(tmp_path):
         tracemalloc.stop()
 
 
-def test_a_quotient_of_config_fields_must_be_whole(tmp_path):
+def test_tensor_map_quotient_of_config_fields_must_be_whole(tmp_path):
     (tmp_path / "map.json").write_text(
         json.dumps({"tensor_map": 1, "sizes": {"d": "hidden / heads"}, "rules": ["a -> b"]})
     )

@@ -12,21 +12,21 @@ from packaging.specifiers import SpecifierSet
 from tests.matrix.__main__ import Interpreter, Result, claims, find, main, probe, required, table
 
 
-def test_the_claims_are_read_from_the_project():
+def test_matrix_claims_are_read_from_pyproject():
     minors, oldest, claimed = claims()
     assert "3.11" in minors
     assert oldest.count(".") == 2
     assert "3.12.1" not in claimed
 
 
-def test_an_interpreter_reports_its_version():
+def test_matrix_probe_reports_the_version_of_an_interpreter():
     found = probe(sys.executable)
     assert found.version == ".".join(map(str, sys.version_info[:3]))
     assert probe("/no/such/python") is None
     assert Interpreter("python", "3.14.2", True).name == "3.14t"
 
 
-def test_packages_are_left_out_wherever_they_are_required():
+def test_matrix_required_leaves_out_packages():
     every, some = required([]), required(["GCSFS", "ninja"])
     assert sorted(re.split(r"[^a-z]", each)[0] for each in set(every) - set(some)) == ["gcsfs", "ninja"]
     assert set(some) < set(every)
@@ -35,7 +35,7 @@ def test_packages_are_left_out_wherever_they_are_required():
         required(["no_such_package"])
 
 
-def test_only_claimed_interpreters_are_used(tmp_path, monkeypatch):
+def test_matrix_find_uses_only_claimed_interpreters(tmp_path, monkeypatch):
     here = probe(sys.executable)
     link = tmp_path / f"python{here.name}"
     link.symlink_to(sys.executable)
@@ -46,7 +46,7 @@ def test_only_claimed_interpreters_are_used(tmp_path, monkeypatch):
     assert find("3.1", SpecifierSet(">=3")) == "not installed"
 
 
-def test_the_table_has_one_row_for_each_pair():
+def test_matrix_table_has_one_row_per_pair():
     rows = [
         Result("3.11.7", "2.6.0", {"passed": 10, "failed": 0, "skipped": 2}, "passed"),
         Result("3.14t", "2.6.0", {}, "could not be had: not installed", "yes"),
@@ -59,7 +59,7 @@ def test_the_table_has_one_row_for_each_pair():
 
 
 @pytest.mark.parametrize("name", ["3.12.3", "python3.13", "3", ""])
-def test_a_python_is_a_version_or_a_path(name, capsys):
+def test_matrix_python_option_is_a_version_or_a_path(name, capsys):
     with pytest.raises(SystemExit):
         main(["--python", name])
     assert "must be a version such as 3.13 or 3.14t, or a path with a /" in capsys.readouterr().err
@@ -117,7 +117,7 @@ def is_gone(pid):
 
 
 @pytest.mark.parametrize(("status", "outcome"), [("exit 0", "passed"), ("exit 1", "failed: see")])
-def test_a_pair_is_run_and_counted_and_leaves_nothing(stub, tmp_path, capsys, status, outcome):
+def test_matrix_runs_and_counts_a_pair_and_leaves_no_files(stub, tmp_path, capsys, status, outcome):
     assert stub(status) == int(outcome != "passed")
     row = capsys.readouterr().out.splitlines()[1]
     assert re.fullmatch(r"3\.99\.1 +yes +2\.9\.0 +10 +3 +4 +" + outcome + ".*", row)
@@ -126,7 +126,7 @@ def test_a_pair_is_run_and_counted_and_leaves_nothing(stub, tmp_path, capsys, st
     )
 
 
-def test_the_newest_torch_is_what_pip_takes(stub, tmp_path, capsys):
+def test_matrix_torch_newest_installs_what_pip_chooses(stub, tmp_path, capsys):
     assert stub("exit 0", "--torch", "newest") == 0
     assert [row.split()[2] for row in capsys.readouterr().out.splitlines()[1:3]] == ["2.9.0", "9.9.9"]
     log = (tmp_path / "logs/python-3.99.1t-torch-newest.log").read_text()
@@ -134,13 +134,13 @@ def test_the_newest_torch_is_what_pip_takes(stub, tmp_path, capsys):
     assert "install --quiet torch==9.9.9 --editable . " in log
 
 
-def test_tests_that_take_too_long_are_ended_and_have_failed(stub, monkeypatch, capsys):
+def test_matrix_ends_tests_that_take_too_long(stub, monkeypatch, capsys):
     monkeypatch.setattr("tests.matrix.__main__.LONGEST", 2.0)
     assert stub("exec sleep 60") == 1
     assert "failed: see" in capsys.readouterr().out
 
 
-def test_a_signal_ends_the_tests_and_shows_what_has_run(stub, tmp_path, capsys):
+def test_matrix_interrupted_by_a_signal_prints_its_results(stub, tmp_path, capsys):
     # once the script has noted the command in the log, it waits for it
     noted = f"until grep -q -e '-m pytest' {tmp_path}/logs/*; do sleep 0.05; done"
     with pytest.raises(SystemExit):
@@ -148,14 +148,14 @@ def test_a_signal_ends_the_tests_and_shows_what_has_run(stub, tmp_path, capsys):
     assert "Python" in capsys.readouterr().out
 
 
-def test_a_pair_that_cannot_be_installed_is_reported_and_leaves_nothing(stub, tmp_path, capsys):
+def test_matrix_reports_a_pair_that_cannot_be_installed(stub, tmp_path, capsys):
     assert stub("exit 0", "--python", "/no/such/python", "--quick") == 0
     assert "could not be had: does not start" in capsys.readouterr().out
     assert main(["--python", "/no/such/python"]) == 1, "no test ran"
 
 
 @pytest.mark.slow
-def test_a_failed_installation_is_reported(tmp_path, monkeypatch, capsys):
+def test_matrix_reports_a_failed_installation(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PIP_NO_INDEX", "1")  # no network
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     assert main(["--python", sys.executable, "--torch", "0.0.1", "--logs", str(tmp_path / "logs")]) == 1

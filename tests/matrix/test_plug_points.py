@@ -40,7 +40,7 @@ def release(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["whl", "tar.gz"])
-def test_a_release_that_is_as_known_says_nothing(release, kind):
+def test_plug_points_of_a_known_release_have_not_moved(release, kind):
     found = release({"framework/engine.py": AS_KNOWN}, kind)
     assert found.version == "9.1.0"
     assert moved(found, POINT) == []
@@ -74,18 +74,18 @@ def test_a_release_that_is_as_known_says_nothing(release, kind):
         ),
     ],
 )
-def test_what_moved_is_said_in_a_sentence(release, files, sentence):
+def test_plug_points_that_moved_are_reported(release, files, sentence):
     assert moved(release(files), POINT) == [sentence]
 
 
-def test_a_function_of_a_module_and_a_number_of_parameters_are_found(release):
+def test_plug_points_of_module_functions_and_parameter_counts(release):
     found = release({"framework/engine.py": "def save(path, step=None): ...\n"})
     assert moved(found, PlugPoint("framework", "framework/engine.py", "", {"save": 2}, "x")) == []
     (sentence,) = moved(found, PlugPoint("framework", "framework/engine.py", "", {"save": 3}, "x"))
     assert sentence.endswith("save takes (path, step) now, and snapshot.interop.x knows 3 parameters.")
 
 
-def test_the_status_says_if_something_moved(monkeypatch, release, tmp_path, capsys):
+def test_plug_points_exit_status_reports_a_move(monkeypatch, release, tmp_path, capsys):
     release({"framework/engine.py": AS_KNOWN.replace("save", "store")}).close()
     (made,) = tmp_path.glob("*.whl")
     monkeypatch.setattr(plug_points, "POINTS", (POINT,))
@@ -97,6 +97,6 @@ def test_the_status_says_if_something_moved(monkeypatch, release, tmp_path, caps
     assert capsys.readouterr().out == "framework could not be had: no matching distribution\n"
 
 
-def test_each_table_of_an_adapter_is_looked_at():
+def test_plug_points_list_each_adapter():
     assert {point.adapter for point in POINTS} >= {"transformers", "torchtitan", "torchft", "verl", "skyrl", "vllm"}
     assert all(point.functions for point in POINTS)

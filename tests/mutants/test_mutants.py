@@ -9,11 +9,11 @@ ROOT = Path(__file__).parents[2]
 MODULES = ["snapshot/plan/layout.py", "snapshot/text.py"]
 
 
-def test_the_examples_hold():
+def test_mutants_doctests_pass():
     assert doctest.testmod(drawing).failed == 0
 
 
-def test_drawn_mutants_change_one_place_and_compile():
+def test_mutants_drawn_change_one_place_and_compile():
     drawn = drawing.draw_mutants(ROOT, MODULES, 40, 7)
     assert len(drawn) == 40
     assert drawn == drawing.draw_mutants(ROOT, MODULES, 40, 7)

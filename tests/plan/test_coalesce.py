@@ -30,7 +30,7 @@ def wants(draw):
 
 
 @given(wants(), st.sampled_from([1, BLOCK, 2 * BLOCK, 8 << 20]), st.sampled_from([0, 100, 10_000]))
-def test_every_wanted_byte_is_fetched_once(found, part_bytes, gap):
+def test_plan_reads_fetches_every_wanted_byte_once(found, part_bytes, gap):
     parts = plan_reads(found, part_bytes, gap)
     got = dict.fromkeys(range(len(found)), 0)
     for part in parts:
@@ -49,7 +49,7 @@ def test_every_wanted_byte_is_fetched_once(found, part_bytes, gap):
     assert got == {i: want.end - want.begin for i, want in enumerate(found)}
 
 
-def test_close_ranges_are_one_request():
+def test_plan_reads_joins_close_ranges():
     found = [Wanted("a", i * 100, i * 100 + 90) for i in range(1000)]
     assert len(plan_reads(found, 8 << 20, 10)) == 1
     assert len(plan_reads(found, 8 << 20, 9)) == 1000

@@ -32,20 +32,20 @@ def record(**changes):
     return RankRecord(**{**plain, "load": 1, "entries": 1, "boxes": False, **changes})
 
 
-def test_ranks_that_are_alike_need_no_more():
+def test_compare_records_of_equal_ranks_is_settled():
     answer = compare_records([record(load=rank) for rank in range(5)])
     assert answer.settled
     assert answer.loads == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("change", [{"agreed": "b", "candidates": "d"}, {"basis": "old"}, {"boxes": True}])
-def test_a_difference_is_asked_for_and_only_of_one_of_each_kind(change):
+def test_compare_records_requests_details_from_one_rank_of_each_kind(change):
     answer = compare_records([record(), record(), record(**change), record(**change)])
     assert not answer.settled
     assert answer.speakers == ([0, 2] if "candidates" in change else [0])
 
 
-def test_a_plan_that_is_known_counts_only_for_the_structure_that_it_was_made_for():
+def test_compare_records_accepts_a_cached_plan_only_for_its_structure():
     known = compare_records([record(), record()]).structure
     assert compare_records([record(basis=known)] * 2).settled
     assert not compare_records([record(basis=known), record(basis=known, structure="new")]).settled
@@ -53,14 +53,14 @@ def test_a_plan_that_is_known_counts_only_for_the_structure_that_it_was_made_for
 
 
 @given(st.lists(st.sets(st.integers(0, 30)), min_size=1, max_size=6))
-def test_what_counts_is_what_all_have(held):
+def test_settle_details_keeps_items_that_all_ranks_have(held):
     details = [Details(b"".join(map(digest, sorted(items)))) for items in held]
     common = settle_details(details, range(len(held))).items
     assert common == b"".join(map(digest, sorted(set.intersection(*map(set, held)))))
 
 
 @given(st.dictionaries(st.sampled_from("abcdef"), st.sets(st.integers(0, 4), min_size=1)), st.data())
-def test_sharded_tensors_that_one_holder_lacks_are_found(tensors, data):
+def test_consensus_finds_a_sharded_tensor_that_one_holder_lacks(tensors, data):
     def sums(lacks):
         have, expected = [[] for _ in range(5)], [[] for _ in range(5)]
         for path, holders in tensors.items():
@@ -85,7 +85,7 @@ def boxes(*held, shape=(6, 4), dtype="float32"):
 
 
 @given(st.integers(1, 24), st.integers(1, 4), st.data())
-def test_boxes_that_fill_a_tensor_are_good_and_copies_are_spared(most, world, data):
+def test_consensus_accepts_boxes_that_fill_a_tensor_and_writes_copies_once(most, world, data):
     parts = split_shape((6, 4), most)
     owners = [data.draw(st.sets(st.integers(0, world - 1), min_size=1)) for _ in parts]
     details = [
@@ -99,7 +99,7 @@ def test_boxes_that_fill_a_tensor_are_good_and_copies_are_spared(most, world, da
             settle_details(lacking, [])
 
 
-def test_layouts_that_contradict_each_other_are_named():
+def test_settle_details_names_layouts_that_contradict_each_other():
     mine = Details(layouts={"w": ("S(0)", [0, 1])})
     with pytest.raises(SnapshotError, match="rank 1 lacks the tensor"):
         settle_details([mine, Details()], [])

@@ -28,14 +28,14 @@ from snapshot.plan.names import compile_glob, find_unmatched, matcher
         ("**", "with\nnewline", True),
     ],
 )
-def test_what_matches(glob, path, matches):
+def test_compile_glob_matches_paths(glob, path, matches):
     assert bool(compile_glob(glob).match(path)) is matches
 
 
-def test_one_string_is_no_list():
+def test_matcher_refuses_a_single_string():
     with pytest.raises(TypeError, match="one string"):
         matcher("model")
 
 
-def test_unmatched_globs():
+def test_find_unmatched_returns_globs_without_a_match():
     assert find_unmatched(["a", "b/*"], ["a", "c"]) == ["b/*"]

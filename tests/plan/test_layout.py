@@ -31,7 +31,7 @@ leaves = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(leaves, st.sampled_from([500, 5000, 1 << 40]), st.integers(1, 4), st.sampled_from([100, 1 << 40]))
-def test_every_byte_of_every_leaf_is_planned_once(found, largest, lanes, worth):
+def test_layout_plans_every_byte_of_every_leaf_once(found, largest, lanes, worth):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout, "LARGEST_FILE", largest)
         patch.setattr(layout, "WORTH_A_FILE", worth)
@@ -63,7 +63,7 @@ def test_every_byte_of_every_leaf_is_planned_once(found, largest, lanes, worth):
 
 
 @given(leaves, st.integers(1, 5000))
-def test_parts_cover_a_file_and_name_their_extents(found, length):
+def test_layout_cut_file_covers_a_file_and_names_its_extents(found, length):
     for file in make_plan(found, 0, Limits(), 2, staged_bytes=0).files:
         position = 0
         seen = {}
@@ -78,7 +78,7 @@ def test_parts_cover_a_file_and_name_their_extents(found, length):
             assert seen.get(index, 0) == extent.end - extent.begin
 
 
-def test_lanes_are_balanced_and_one_large_tensor_is_cut():
+def test_layout_balances_lanes_and_cuts_a_large_tensor():
     for sizes in ([256] * 4, [1024], [700, 100, 100, 50], [1] * 1000, [300] + [1] * 300):
         found = [leaf(i, "uint8", (size, MiB)) for i, size in enumerate(sizes)]
         for lanes in (2, 4):
@@ -88,7 +88,7 @@ def test_lanes_are_balanced_and_one_large_tensor_is_cut():
             assert max(loads) / (sum(loads) / lanes) < 1.2, (sizes, lanes, loads)
 
 
-def test_small_payloads_and_serial_storages_take_one_file():
+def test_layout_uses_one_file_for_small_payloads_and_serial_storages():
     assert len(make_plan([leaf(0, "uint8", (MiB,))] * 3, 0, Limits(), 2, staged_bytes=0).files) == 1
     assert (
         len(
@@ -101,7 +101,7 @@ def test_small_payloads_and_serial_storages_take_one_file():
     assert make_plan([], 0, Limits(), 2, staged_bytes=0).files == ()
 
 
-def test_equal_structures_make_equal_plans():
+def test_layout_of_equal_structures_is_equal():
     found = [leaf(i, "float32", (i, 3)) for i in range(50)]
     assert make_plan(found, 0, Limits(), 2, staged_bytes=0) == make_plan(found, 0, Limits(), 2, staged_bytes=0)
     other = [leaf(i, "float32", (3, i)) for i in range(50)]
@@ -111,7 +111,7 @@ def test_equal_structures_make_equal_plans():
     )
 
 
-def test_parts_grow_with_the_file_where_each_request_has_a_price():
+def test_layout_part_size_grows_with_the_file():
     limits = Limits(most_parts=10_000, preferred_part=16 * MiB, grown_part=128 * MiB, parallel_parts=16)
     sizes = [choose_part_size(limits, 4096 * MiB, size * MiB) // MiB for size in (1, 512, 1024, 4096, 1 << 20)]
     assert sizes == [16, 16, 32, 128, 128]
@@ -124,7 +124,7 @@ def test_parts_grow_with_the_file_where_each_request_has_a_price():
     st.integers(1, 1 << 30), st.integers(1, 1 << 42), st.sampled_from([1, 512, 4096]),
     st.integers(1, 16 * MiB), st.integers(1, 10_000),
 )  # fmt: skip
-def test_part_sizes_respect_the_storage_and_the_budget(budget, file_size, multiple, smallest, most):
+def test_layout_part_size_respects_limits_and_budget(budget, file_size, multiple, smallest, most):
     limits = Limits(smallest_part=smallest, most_parts=most, multiple=multiple)
     size = choose_part_size(limits, budget, file_size)
     assert size % multiple == 0

@@ -13,7 +13,7 @@ items = st.lists(st.builds(PartitionItem, shapes, st.sampled_from([1, 2, 4, 8]),
 
 
 @given(items, st.lists(st.integers(0, 1 << 20), min_size=1, max_size=6))
-def test_every_element_is_dealt_once(given_items, loads):
+def test_partition_items_assigns_every_element_once(given_items, loads):
     shares = partition_items(given_items, loads)
     assert len(shares) == len(loads)
     for number, item in enumerate(given_items):
@@ -25,7 +25,7 @@ def test_every_element_is_dealt_once(given_items, loads):
 
 
 @given(items, st.integers(1, 6))
-def test_pieces_are_flat_ranges_and_no_shorter_than_need_be(given_items, world):
+def test_partition_items_cuts_flat_ranges_of_a_minimum_length(given_items, world):
     for share in partition_items(given_items, [0] * world):
         for dealt in share:
             if dealt.box is not None:
@@ -45,7 +45,7 @@ def loads_of(given_items, loads):
     return made
 
 
-def test_a_transformer_s_tensors_are_in_balance_over_eight_ranks():
+def test_partition_items_balances_a_transformer_over_eight_ranks():
     width = 768
     layer = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width), *[(width,)] * 8]
     tensors = [PartitionItem(shape, 4) for shape in [(50_257, width), (1024, width), *layer * 12]]
@@ -54,15 +54,15 @@ def test_a_transformer_s_tensors_are_in_balance_over_eight_ranks():
         assert max(loads) <= 1.1 * sum(loads) / 8
 
 
-def test_one_huge_tensor_is_split():
+def test_partition_items_splits_one_huge_tensor():
     loads = loads_of([PartitionItem((1 << 14, 1 << 10), 4)], [0] * 8)
     assert max(loads) == min(loads) == (1 << 26) // 8
 
 
-def test_who_has_more_of_its_own_gets_less():
+def test_partition_items_gives_less_to_ranks_with_own_data():
     assert loads_of([PartitionItem((1 << 22,), 1)], [1 << 22, 0]) == [1 << 22, 1 << 22]
 
 
-def test_many_ranks_get_no_more_pieces_than_thousands():
+def test_partition_items_for_thousands_of_ranks_has_few_pieces():
     shares = partition_items([PartitionItem((1 << 20, 1 << 10), 4)] * 20, [0] * 8192)
     assert sum(map(len, shares)) < 9000

@@ -41,7 +41,7 @@ def wrapped_models(draw):
 
 
 @given(wrapped_models())
-def test_wherever_wrappers_are_each_name_finds_its_own(models):
+def test_match_names_finds_names_with_and_without_wrapper_prefixes(models):
     saved, live = models
     matched = match_names(saved.values(), live.values())
     assert not matched.ambiguous
@@ -50,13 +50,13 @@ def test_wherever_wrappers_are_each_name_finds_its_own(models):
 
 
 @given(models(), models())
-def test_without_wrappers_nothing_is_matched_by_guess(one, other):
+def test_match_names_does_not_guess_without_wrapper_prefixes(one, other):
     matched = match_names([".".join(name) for name in one], [".".join(name) for name in other])
     assert not matched.names
     assert not matched.ambiguous
 
 
-def test_names_that_are_long_or_many_are_quick_to_match():
+def test_match_names_is_quick_for_long_or_many_names():
     deep = [".".join(["module"] * 3000 + ["w"])]
     assert match_names(deep, ["w"]).names == {deep[0]: "w"}
     saved = [f"module.layers.{i}.w{j}" for i in range(300) for j in range(100)]
@@ -80,7 +80,7 @@ def test_names_that_are_long_or_many_are_quick_to_match():
         ({"m/h.[0-3].*": "m/first.*"}, "m/h.3.w", "m/first.w"),
     ],
 )
-def test_what_a_rename_does(rename, path, expected):
+def test_compile_rename_of_prefixes_and_globs(rename, path, expected):
     known = ["m", "m/a", "m/a/deep", "m/enc.0.w", "m/encoder.w", "m/h.3.w", "m/deep", "m/deep/w", "m/literal*"]
     if expected is None:
         with pytest.raises(ValueError, match="same wildcards"):

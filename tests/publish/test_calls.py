@@ -63,7 +63,7 @@ def call_differently(url, kind):
         ("meta", "plain: a published tensor must have values, got a tensor on the meta device"),
     ],
 )
-def test_calls_that_do_not_fit_are_an_error_on_all_ranks(two, tmp_path, kind, message):
+def test_publish_calls_that_differ_between_ranks_raise_on_all(two, tmp_path, kind, message):
     found = two.run(call_differently, str(tmp_path), kind)
     for rank, (first, second) in enumerate(found):
         with pytest.raises(SnapshotError if rank == 0 else (SnapshotError, ValueError, TypeError), match=message):
@@ -83,7 +83,7 @@ def publish_late(url, late):
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_a_late_rank_never_mixes_steps_and_catches_up(two, tmp_path, late):
+def test_publish_with_a_late_rank_never_mixes_steps(two, tmp_path, late):
     for outcomes in two.run(publish_late, str(tmp_path), late):
         assert [each[0] for each in outcomes[2:]] == [1, 2]
         assert all(issubclass(each[0], SnapshotError) for each in outcomes[:2])
@@ -109,7 +109,7 @@ def publish_after_failed_gather(url, victim):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_after_a_failed_gather_the_next_version_is_published(two, tmp_path, victim):
+def test_publish_after_a_failed_gather_works(two, tmp_path, victim):
     for rank, (first, *others) in enumerate(two.run(publish_after_failed_gather, str(tmp_path), victim)):
         assert first[0] is (MemoryError if rank == victim else RankError)
         assert others == [(1, 2, None), (2, 3, 1)]
@@ -131,7 +131,7 @@ def publish_ties(url, other, sharded):
 
 
 @pytest.mark.parametrize("sharded", [True, False])
-def test_ties_of_a_map_are_published_and_names_of_one_tensor_must_be_equal(two, tmp_path, sharded):
+def test_publish_of_tensor_map_ties_needs_equal_tensors(two, tmp_path, sharded):
     assert two.run(publish_ties, str(tmp_path), 1.0, sharded) == [(1, 1, None)] * 2
     found = engine.read(tmp_path, 1)
     assert found.keys() == {"embed", "lm_head", "both"}
@@ -144,7 +144,7 @@ def test_ties_of_a_map_are_published_and_names_of_one_tensor_must_be_equal(two, 
     assert Subscriber(tmp_path, str(tmp_path) + "-local").pull().name == "weight_v000001"
 
 
-def test_ties_of_one_rank(tmp_path):
+def test_publish_of_ties_on_one_rank(tmp_path):
     state = {"embed": torch.ones(3), "tok": torch.zeros(3), "out": torch.zeros(3)}
     publisher = Publisher(tmp_path, names=TIES)
     publisher.publish(1, state).wait()
@@ -157,7 +157,7 @@ def test_ties_of_one_rank(tmp_path):
 
 
 @pytest.mark.deadly
-def test_a_forked_child_starts_anew(tmp_path):
+def test_publish_in_a_forked_child(tmp_path):
     publisher = Publisher(tmp_path)
     pending = publisher.publish(1, {"a": torch.randn(8 << 20)})
     child = os.fork()

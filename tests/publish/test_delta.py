@@ -44,7 +44,7 @@ SIZES = st.sampled_from([0, 1, 7, 8, 100, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK
 
 
 @given(SIZES, st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(1, 255)), max_size=6))
-def test_a_delta_brings_the_base_to_the_new_bytes(size, changes):
+def test_delta_encoder_and_decoder_are_exact(size, changes):
     base = np.random.default_rng(size).integers(0, 256, size, np.uint8)
     new = base.copy()
     for place, value in changes:
@@ -63,7 +63,7 @@ def test_a_delta_brings_the_base_to_the_new_bytes(size, changes):
     assert applied(base.tobytes(), [found.compressed], **expected) == new.tobytes()
 
 
-def test_several_deltas_are_applied_at_once():
+def test_delta_decoder_applies_several_deltas_at_once():
     states = [np.random.default_rng(seed).integers(0, 256, 2 * BLOCK + 5, np.uint8) for seed in range(4)]
     encoder = DeltaEncoder()
     sums, deltas = sums_of(states[0].tobytes()), []
@@ -86,12 +86,12 @@ def test_several_deltas_are_applied_at_once():
         (zstandard.ZstdCompressor(write_content_size=False).compress(bytes(99)), "ends before"),
     ],
 )
-def test_a_delta_that_does_not_fit_is_refused(delta, message):
+def test_delta_that_is_invalid_is_refused(delta, message):
     with pytest.raises(CorruptSnapshotError, match=message):
         applied(bytes(100), [delta])
 
 
-def test_a_result_with_another_checksum_or_digest_is_refused():
+def test_delta_result_with_another_checksum_or_digest_is_refused():
     base, new = bytes(1000), b"\1" * 1000
     found = DeltaEncoder().encode(array(new), array(base), sums_of(base))
     with pytest.raises(CorruptSnapshotError, match="its checksum must be 00000001"):
@@ -100,7 +100,7 @@ def test_a_result_with_another_checksum_or_digest_is_refused():
         applied(base, [found.compressed], digest="xxh3:00")
 
 
-def test_sparse_changes_are_small():
+def test_delta_of_sparse_changes_is_small():
     """One percent of the elements of a bfloat16 tensor, changed by the last bit, is below 2 % of its bytes."""
     rng = np.random.default_rng(0)
     base = rng.integers(0, 65536, 4 << 20, np.uint16)
@@ -118,7 +118,7 @@ def wide(payload, window_log=26):
     return stream.compress(payload) + stream.flush()
 
 
-def test_large_windows_are_not_open_together():
+def test_delta_large_zstd_windows_are_not_open_together():
     payload = bytes(1 << 20)
     deltas = [wide(payload) for _ in range(64)]
     groups = group_by_windows(deltas, 1 << 30)
@@ -132,7 +132,7 @@ def test_large_windows_are_not_open_together():
         group_by_windows([b"no frame"], 100)
 
 
-def test_decompressors_with_large_windows_are_not_kept():
+def test_delta_decompressors_with_large_windows_are_not_kept():
     decoder = DeltaDecoder()
     held = bytearray(1 << 21)
 

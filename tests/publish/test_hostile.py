@@ -59,13 +59,13 @@ def pull_all(store, tmp_path, version):
 @pytest.mark.parametrize(
     "name", ["../x.safetensors", "/etc/x", "a/b.safetensors", ".hidden", "", "..", "a\\b", "a\0b", "é" * 150]
 )
-def test_file_names_must_be_plain(store, tmp_path, name):
+def test_pull_refuses_file_names_outside_of_the_folder(store, tmp_path, name):
     write_index(store, 2, {"weight": name}, {"total_size": 1})
     with pytest.raises(CorruptSnapshotError, match="must be a plain name inside the folder"):
         pull_all(store, tmp_path, 2)
 
 
-def test_names_of_further_files_must_be_plain(store, tmp_path):
+def test_pull_refuses_names_of_further_files_outside_of_the_folder(store, tmp_path):
     index = json.loads((store / "weight_v000001" / "model.safetensors.index.json").read_text())
     own = json.loads(index["metadata"]["snapshot"])
     for name in ("../../evil", "model.safetensors.index.json", next(iter(index["weight_map"].values()))):
@@ -76,13 +76,13 @@ def test_names_of_further_files_must_be_plain(store, tmp_path):
 
 
 @pytest.mark.parametrize("base", [2, 3, 999999])
-def test_a_chain_that_does_not_go_back_is_refused(store, tmp_path, base):
+def test_pull_refuses_a_delta_chain_that_does_not_go_back(store, tmp_path, base):
     write_delta(store, 2, base, b"")
     with pytest.raises(CorruptSnapshotError, match="base_version must be below 2"):
         pull_all(store, tmp_path, 2)
 
 
-def test_a_base_that_is_missing(store, tmp_path):
+def test_pull_refuses_a_delta_whose_base_is_missing(store, tmp_path):
     write_delta(store, 9, 7, b"")
     with pytest.raises(CorruptSnapshotError, match="weight_v000007"):
         pull_all(store, tmp_path, 9)
@@ -101,13 +101,13 @@ def test_a_base_that_is_missing(store, tmp_path):
         (b"\x28\xb5\x2f\xfd" + bytes(50), {}, r"zstd frame|decompress|ends before"),
     ],
 )
-def test_deltas_that_do_not_fit_are_refused(store, tmp_path, payload, options, message):
+def test_pull_refuses_deltas_that_do_not_fit(store, tmp_path, payload, options, message):
     write_delta(store, 2, 1, payload, **options)
     with pytest.raises(CorruptSnapshotError, match=message):
         pull_all(store, tmp_path, 2)
 
 
-def test_a_delta_of_another_publisher_is_applied(store, tmp_path):
+def test_pull_applies_a_delta_of_another_publisher(store, tmp_path):
     """One without our digests, with a checksum alone."""
     new = torch.arange(100.0)
     content = new.view(torch.uint8).numpy().tobytes()
@@ -118,7 +118,7 @@ def test_a_delta_of_another_publisher_is_applied(store, tmp_path):
 
 
 @pytest.mark.parametrize("key", CONTRACT)
-def test_other_encodings_are_refused(store, tmp_path, key):
+def test_pull_refuses_unknown_delta_encodings(store, tmp_path, key):
     write_delta(store, 2, 1, b"", **{key: "other"})
     with pytest.raises(CorruptSnapshotError, match=f"{key} must be '{CONTRACT[key]}', got 'other'"):
         pull_all(store, tmp_path, 2)
@@ -126,14 +126,14 @@ def test_other_encodings_are_refused(store, tmp_path, key):
         decode_index((store / "weight_v000002" / "model.safetensors.index.json").read_bytes(), 2, "x")
 
 
-def test_headers_are_bounded(store, tmp_path):
+def test_pull_refuses_a_huge_safetensors_header(store, tmp_path):
     [shard] = (store / "weight_v000001").glob("*.safetensors")
     shard.write_bytes(struct.pack("<Q", 1 << 60) + bytes(100))
     with pytest.raises(CorruptSnapshotError, match="invalid header length"):
         pull_all(store, tmp_path, 1)
 
 
-def test_an_index_of_any_size_is_bounded(store, tmp_path):
+def test_pull_refuses_a_huge_index(store, tmp_path):
     path = store / "weight_v000001" / "model.safetensors.index.json"
     with open(path, "r+b") as file:
         file.truncate(1 << 40)  # sparse
@@ -141,7 +141,7 @@ def test_an_index_of_any_size_is_bounded(store, tmp_path):
         pull_all(store, tmp_path, 1)
 
 
-def test_tensors_must_be_those_of_the_index(store, tmp_path):
+def test_pull_refuses_tensors_that_differ_from_the_index(store, tmp_path):
     index = json.loads((store / "weight_v000001" / "model.safetensors.index.json").read_text())
     [file] = set(index["weight_map"].values())
     write_index(store, 1, {"weight": file, "more": file}, {})
@@ -152,13 +152,13 @@ def test_tensors_must_be_those_of_the_index(store, tmp_path):
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 1}}', "[" * 100_000, "\xff"]
 )
-def test_an_index_that_is_none(store, tmp_path, text):
+def test_pull_refuses_an_invalid_index(store, tmp_path, text):
     (store / "weight_v000001" / "model.safetensors.index.json").write_text(text, "latin-1")
     with pytest.raises(CorruptSnapshotError, match="not an index of safetensors files"):
         pull_all(store, tmp_path, 1)
 
 
-def test_a_chain_of_large_windows_is_applied_one_by_one(tmp_path, monkeypatch):
+def test_pull_applies_a_delta_chain_with_large_zstd_windows(tmp_path, monkeypatch):
     """Each frame asks for more memory than all together may have."""
     size = 20 << 20
     Publisher(tmp_path / "store").publish(1, {"weight": torch.zeros(size, dtype=torch.uint8)}).wait()

@@ -71,7 +71,7 @@ def died(function, *args):
 
 
 @pytest.mark.parametrize("full_every", [50, 2])
-def test_a_publisher_that_is_killed(tmp_path, full_every):
+def test_publish_killed_at_any_step_leaves_the_last_version(tmp_path, full_every):
     """With `full_every=2`, the version is complete, and older ones are deleted after it."""
     kills, last = 0, set()
     while True:
@@ -94,7 +94,7 @@ def test_a_publisher_that_is_killed(tmp_path, full_every):
     assert kills >= 6
 
 
-def test_a_subscriber_that_is_killed(tmp_path):
+def test_pull_killed_at_any_step_leaves_the_last_version(tmp_path):
     store = tmp_path / "store"
     publisher = Publisher(store, files={"config.json": b"{}"})
     for version in (1, 2, 3):

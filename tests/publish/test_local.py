@@ -28,7 +28,7 @@ from tests.publish.published_runs import Run, expect_loaded, names_of
 
 
 @pytest.mark.parametrize("place", [".", "inside/local", "..", "link"])
-def test_a_folder_in_or_around_the_store_is_refused(tmp_path, place):
+def test_subscriber_folder_in_or_around_the_store_is_refused(tmp_path, place):
     store = tmp_path / "a" / "store"
     publisher = Publisher(store)
     publisher.publish(1, {"a": torch.ones(2)}).wait()
@@ -46,7 +46,7 @@ def test_a_folder_in_or_around_the_store_is_refused(tmp_path, place):
 
 
 @pytest.mark.parametrize("lost", ["shard", "index", "config.json", "size"])
-def test_a_local_version_that_lost_a_file_is_built_again(tmp_path, told, lost):
+def test_pull_rebuilds_a_local_version_that_lost_a_file(tmp_path, told, lost):
     run = Run(tmp_path, 1)
     subscriber = Subscriber(run.store, tmp_path / "local")
 
@@ -68,7 +68,7 @@ def test_a_local_version_that_lost_a_file_is_built_again(tmp_path, told, lost):
     assert sorted(each.name for each in (tmp_path / "local").glob("weight*")) == ["weight_v000002"]
 
 
-def test_a_folder_that_is_not_ours_stays(tmp_path):
+def test_pull_keeps_a_folder_of_others(tmp_path):
     run = Run(tmp_path, 1)
     precious = tmp_path / "local" / "weight_v000001" / "precious.txt"
     precious.parent.mkdir(parents=True)
@@ -78,7 +78,7 @@ def test_a_folder_that_is_not_ours_stays(tmp_path):
     assert precious.read_text() == "x"
 
 
-def test_a_folder_in_the_place_of_the_link_is_an_error_before_the_download(tmp_path):
+def test_pull_with_a_folder_named_current_raises_before_the_download(tmp_path):
     run = Run(tmp_path, 1)
     (tmp_path / "local" / "current").mkdir(parents=True)
     with (
@@ -103,7 +103,7 @@ def _die_in_exchange(store, folder, after):
 
 @pytest.mark.deadly
 @pytest.mark.parametrize("after", [False, True])
-def test_a_kill_while_a_version_is_replaced_leaves_a_usable_link(tmp_path, after):
+def test_pull_killed_while_a_version_is_replaced_leaves_a_usable_link(tmp_path, after):
     run = Run(tmp_path, 1)
     subscriber = Subscriber(run.store, tmp_path / "local")
     subscriber.pull()
@@ -120,7 +120,7 @@ def test_a_kill_while_a_version_is_replaced_leaves_a_usable_link(tmp_path, after
     assert sorted(os.listdir(tmp_path / "local")) == [".snapshot-pull.lock", "current", "weight_v000001"]
 
 
-def test_without_an_atomic_exchange_versions_are_renamed(tmp_path, monkeypatch):
+def test_pull_without_an_atomic_exchange_renames_versions(tmp_path, monkeypatch):
     monkeypatch.setattr(local, "exchange_paths", lambda *_: False)
     run = Run(tmp_path, 1)
     Subscriber(run.store, tmp_path / "local").pull()
@@ -130,7 +130,7 @@ def test_without_an_atomic_exchange_versions_are_renamed(tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path / "local")) == [".snapshot-pull.lock", "current", "weight_v000001"]
 
 
-def test_local_damage_with_an_unusable_store_keeps_the_link(tmp_path, told):
+def test_pull_with_local_damage_and_an_unusable_store_keeps_the_link(tmp_path, told):
     run = Run(tmp_path, 1)
     subscriber = Subscriber(run.store, tmp_path / "local")
     folder = subscriber.pull()
@@ -149,7 +149,7 @@ def test_local_damage_with_an_unusable_store_keeps_the_link(tmp_path, told):
     assert names_of(told, "damaged") == ["damaged"] * 2
 
 
-def test_a_damaged_version_is_not_downloaded_again_at_once(tmp_path, told, monkeypatch):
+def test_pull_does_not_download_a_damaged_version_again_at_once(tmp_path, told, monkeypatch):
     run = Run(tmp_path, 2, full_every=1)
     content = run.shard(2).read_bytes()
     flip(run.shard(2))
@@ -166,7 +166,7 @@ def test_a_damaged_version_is_not_downloaded_again_at_once(tmp_path, told, monke
         expect_loaded(subscriber.pull(), run.states[2])
 
 
-def test_versions_of_other_publishers_with_one_file_are_pulled_and_stay(tmp_path):
+def test_pull_versions_of_other_publishers_with_one_file(tmp_path):
     store = tmp_path / "store"
     foreign = store / "weight_v000001"
     foreign.mkdir(parents=True)
@@ -193,7 +193,7 @@ def test_versions_of_other_publishers_with_one_file_are_pulled_and_stay(tmp_path
     assert subscriber.pull().name == "weight_v000004"
 
 
-def test_leftovers_of_a_killed_publisher_are_deleted(tmp_path):
+def test_publish_deletes_leftovers_of_a_killed_publisher(tmp_path):
     dead = tmp_path / "weight_v000001"
     dead.mkdir()
     old = time.time() - 90_000
@@ -205,7 +205,7 @@ def test_leftovers_of_a_killed_publisher_are_deleted(tmp_path):
     assert sorted(engine.versions(tmp_path)) == [2]
 
 
-def test_foreign_weights_beside_the_weights_are_left_out(tmp_path, told):
+def test_pull_leaves_out_foreign_weights_beside_the_index(tmp_path, told):
     run = Run(tmp_path, 1)
     document = json.loads(run.index(1).read_text())
     del document["metadata"]["snapshot"]
@@ -223,7 +223,7 @@ def test_foreign_weights_beside_the_weights_are_left_out(tmp_path, told):
     assert names_of(told, "left_out") == ["left_out"] * 2
 
 
-def test_a_long_chain_is_applied_in_parts(tmp_path, monkeypatch):
+def test_pull_applies_a_long_delta_chain_in_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "RUN", 20_000)
     run = Run(tmp_path, 9)
     held = []
@@ -242,7 +242,7 @@ def test_a_long_chain_is_applied_in_parts(tmp_path, monkeypatch):
     expect_loaded(other.pull(), run.states[9])
 
 
-def test_a_chain_that_is_longer_than_the_weights_ends(tmp_path):
+def test_publish_ends_a_delta_chain_longer_than_the_weights(tmp_path):
     publisher = Publisher(tmp_path)
     state = {"a": torch.randint(0, 256, (3 << 20,), dtype=torch.uint8)}
     found = []
@@ -252,7 +252,7 @@ def test_a_chain_that_is_longer_than_the_weights_ends(tmp_path):
     assert found == [None, 1, 2, None, 4, 5, None, 7]
 
 
-def test_a_forked_child_does_not_keep_the_lock(tmp_path, monkeypatch):
+def test_pull_lock_is_not_kept_by_a_forked_child(tmp_path, monkeypatch):
     run = Run(tmp_path, 1)
     children = []
     chain = VersionStore.chain
@@ -308,7 +308,7 @@ def receiver():
         each.close()
 
 
-def test_receivers_that_respond_badly_are_events(tmp_path, told, receiver, monkeypatch):
+def test_publish_notify_reports_bad_responses_as_events(tmp_path, told, receiver, monkeypatch):
     monkeypatch.setattr(notify, "DEADLINE", 1.0)
     urls = [
         receiver(b"garbage\r\n\r\n"),
@@ -326,13 +326,13 @@ def test_receivers_that_respond_badly_are_events(tmp_path, told, receiver, monke
 
 
 @pytest.mark.parametrize("url", ["http://user:pw@host/x", "http://host:99999/x", "http://host/a b", "ftp://host", "x"])
-def test_urls_of_hooks_are_checked_first(tmp_path, url):
+def test_publish_notify_urls_are_checked(tmp_path, url):
     with pytest.raises(ValueError, match="notify") as caught:
         Publisher(tmp_path, notify=[url])
     assert "pw" not in str(caught.value)
 
 
-def test_a_delta_without_a_usable_version_is_complete(tmp_path):
+def test_cli_publish_delta_without_a_usable_version_is_complete(tmp_path):
     store = tmp_path / "store"
     Publisher(store).publish(1, {"a": torch.ones(5)}).wait()
     for file in (store / "weight_v000001").glob("*.safetensors"):

@@ -14,7 +14,7 @@ def place(moto):
     return f"s3://{moto.bucket()}/policy", options(moto)
 
 
-def test_versions_in_s3(place, tmp_path):
+def test_publish_and_pull_versions_on_s3(place, tmp_path):
     url, given = place
     torch.manual_seed(0)
     state = {"large": torch.randn(12 << 20, dtype=torch.float32).to(torch.bfloat16), "small": torch.ones(5)}
@@ -32,7 +32,7 @@ def test_versions_in_s3(place, tmp_path):
     assert fresh.pull().name == "weight_v000005"
 
 
-def test_two_publishers_at_one_url(place, tmp_path):
+def test_publish_by_two_publishers_at_one_s3_url(place, tmp_path):
     url, given = place
     one, two = (Publisher(url, storage_options=given) for _ in range(2))
     pending = [publisher.publish(turn, {"a": torch.full((9,), turn)}) for turn in range(3) for publisher in (one, two)]
@@ -42,7 +42,7 @@ def test_two_publishers_at_one_url(place, tmp_path):
     expect_loaded(folder, {"a": torch.full((9,), 2)})
 
 
-def test_a_publication_whose_claim_was_removed_is_not_committed(place, tmp_path, monkeypatch):
+def test_publish_whose_claim_was_removed_is_not_committed(place, tmp_path, monkeypatch):
     url, given = place
     expect = VersionStore._expect_claim
 

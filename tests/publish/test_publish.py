@@ -35,7 +35,7 @@ def expect_state(found, module):
         assert content.tobytes() == tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def test_an_engine_reads_all_versions(tmp_path):
+def test_publish_versions_are_read_by_an_engine(tmp_path):
     net = model()
     publisher = Publisher(tmp_path, full_every=4, keep=10)
     kinds = []
@@ -47,7 +47,7 @@ def test_an_engine_reads_all_versions(tmp_path):
     assert kinds == [None, 1, 2, 3, None, 5, 6, 7, None, 9]
 
 
-def test_unchanged_tensors_are_not_in_a_delta(tmp_path):
+def test_publish_delta_has_no_unchanged_tensors(tmp_path):
     net = model()
     publisher = Publisher(tmp_path)
     publisher.publish(1, net).wait()
@@ -62,7 +62,7 @@ def test_unchanged_tensors_are_not_in_a_delta(tmp_path):
     expect_state(engine.read(tmp_path, 3), net)
 
 
-def test_training_may_change_the_weights_after_the_call(tmp_path):
+def test_publish_does_not_include_changes_after_the_call(tmp_path):
     net = model()
     publisher = Publisher(tmp_path)
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
@@ -73,7 +73,7 @@ def test_training_may_change_the_weights_after_the_call(tmp_path):
         assert content.tobytes() == before[name].view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def test_a_restarted_publisher_begins_with_a_complete_version(tmp_path):
+def test_publish_after_a_restart_begins_with_a_complete_version(tmp_path):
     net = model()
     first = Publisher(tmp_path)
     assert [first.publish(step, net).wait()[:] for step in (5, 6)] == [(1, 5, None), (2, 6, 1)]
@@ -81,7 +81,7 @@ def test_a_restarted_publisher_begins_with_a_complete_version(tmp_path):
     assert [second.publish(step, net).wait()[:] for step in (5, 6)] == [(3, 5, None), (4, 6, 3)]
 
 
-def test_two_publishers_in_turns_publish_complete_versions(tmp_path):
+def test_publish_by_two_publishers_in_turns_writes_complete_versions(tmp_path):
     """A delta whose number does not follow its base would not be applied by engines."""
     net, other = model(), model(1)
     one, two = Publisher(tmp_path), Publisher(tmp_path)
@@ -93,7 +93,7 @@ def test_two_publishers_in_turns_publish_complete_versions(tmp_path):
     expect_state(engine.read(tmp_path, 5), net)
 
 
-def test_two_publishers_at_once_lose_nothing(tmp_path):
+def test_publish_by_two_publishers_at_once_loses_nothing(tmp_path):
     net, other = model(), model(1)
     one, two = Publisher(tmp_path), Publisher(tmp_path)
     for turn in range(5):
@@ -103,7 +103,7 @@ def test_two_publishers_at_once_lose_nothing(tmp_path):
         expect_state(engine.read(tmp_path, versions[1]), other)
 
 
-def test_nested_states_and_odd_tensors(tmp_path):
+def test_publish_nested_states_and_unusual_tensors(tmp_path):
     state = {
         "a": {"b": torch.arange(6).view(2, 3).t(), "step": 3, "name": "x"},
         "module.c": torch.tensor(1.5),
@@ -129,7 +129,7 @@ def test_nested_states_and_odd_tensors(tmp_path):
     assert loaded["empty"].shape == (0, 4)
 
 
-def test_another_set_of_tensors_makes_a_complete_version(tmp_path):
+def test_publish_of_another_set_of_tensors_is_a_complete_version(tmp_path):
     publisher = Publisher(tmp_path)
     publisher.publish(1, {"a": torch.zeros(3)}).wait()
     assert publisher.publish(2, {"a": torch.zeros(4)}).wait().base is None
@@ -138,7 +138,7 @@ def test_another_set_of_tensors_makes_a_complete_version(tmp_path):
     assert publisher.publish(5, {"a": torch.zeros(4).double(), "b": torch.zeros(1)}).wait().base == 4
 
 
-def test_a_small_budget_makes_complete_versions_with_one_warning(tmp_path, told):
+def test_publish_small_memory_budget_bytes_writes_complete_versions_and_warns_once(tmp_path, told):
     net = model()
     publisher = Publisher(tmp_path, memory_budget_bytes=1000)
     with pytest.warns(UserWarning, match="raise memory_budget_bytes"):
@@ -147,7 +147,7 @@ def test_a_small_budget_makes_complete_versions_with_one_warning(tmp_path, told)
     assert [event.name for event in told].count("full_only") == 1
 
 
-def test_old_versions_are_deleted_with_their_chains(tmp_path):
+def test_publish_keep_deletes_old_versions_with_their_chains(tmp_path):
     net = model()
     publisher = Publisher(tmp_path, full_every=3, keep=2, files={"config.json": b"{}"})
     left = []
@@ -161,7 +161,7 @@ def test_old_versions_are_deleted_with_their_chains(tmp_path):
     assert sorted(each.name for each in tmp_path.iterdir()) == [f"weight_v{number:06d}" for number in left[9]]
 
 
-def test_a_policy_decides_about_complete_versions(tmp_path):
+def test_publish_keep_policy_counts_complete_versions(tmp_path):
     net = model()
     store, local = tmp_path / "store", tmp_path / "local"
     publisher = Publisher(store, full_every=2, keep=KeepEvery(3) | KeepLatest(1))
@@ -176,7 +176,7 @@ def test_a_policy_decides_about_complete_versions(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [Publisher, partial(Subscriber, folder="local")])
-def test_a_wrong_keep_is_refused(tmp_path, monkeypatch, kind):
+def test_publish_and_pull_refuse_an_invalid_keep(tmp_path, monkeypatch, kind):
     monkeypatch.chdir(tmp_path)
     for keep, error in (("2", TypeError), (0, ValueError), (KeepBest("loss"), ValueError)):
         with pytest.raises(error, match="keep must be"):
@@ -186,7 +186,7 @@ def test_a_wrong_keep_is_refused(tmp_path, monkeypatch, kind):
 
 
 @pytest.mark.parametrize("operation", ["create", "write", "finish", "put", "commit"])
-def test_a_failed_publish_leaves_no_files_and_the_next_is_complete(tmp_path, operation):
+def test_publish_that_fails_leaves_no_files_and_the_next_is_complete(tmp_path, operation):
     net = model()
     url = f"faulty+file://{tmp_path}"
     error = OSError(errno.ENOSPC, "No space left on device")
@@ -207,7 +207,7 @@ def test_a_failed_publish_leaves_no_files_and_the_next_is_complete(tmp_path, ope
         assert publisher.publish(3, net).wait()[:] == (3, 3, None)
 
 
-def test_wrong_arguments_are_refused(tmp_path):
+def test_publish_refuses_invalid_arguments(tmp_path):
     with pytest.raises(ValueError, match="full_every must be a positive int, got 0"):
         Publisher(tmp_path, full_every=0)
     with pytest.raises(ValueError, match="notify must be http"):
@@ -247,7 +247,7 @@ class Nested(torch.nn.Module):
         ({"module": torch.zeros(2)}, {"module"}),
     ],
 )
-def test_only_prefixes_of_wrappers_are_left_out_of_names(tmp_path, state, names):
+def test_publish_strips_only_wrapper_prefixes_from_names(tmp_path, state, names):
     Publisher(tmp_path).publish(1, state).wait()
     assert engine.read(tmp_path, 1).keys() == names
 
@@ -261,27 +261,27 @@ def test_only_prefixes_of_wrappers_are_left_out_of_names(tmp_path, state, names)
         ({"\ud800": torch.ones(2)}, "must have a name that UTF-8 can encode"),
     ],
 )
-def test_tensors_that_cannot_be_published_are_named(tmp_path, state, message):
+def test_publish_names_tensors_that_cannot_be_published(tmp_path, state, message):
     with pytest.raises((SnapshotError, ValueError), match=message):
         Publisher(tmp_path).publish(1, state)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("files", [{"config.json": "text"}, {1: b""}])
-def test_further_files_must_be_bytes_by_name(tmp_path, files):
+def test_publish_files_must_be_bytes_by_name(tmp_path, files):
     with pytest.raises(TypeError, match="files must be bytes by name"):
         Publisher(tmp_path, files=files)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_are_named(tmp_path):
+def test_publish_refuses_nested_tensors(tmp_path):
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     with pytest.raises(SnapshotError, match="got a nested tensor"):
         Publisher(tmp_path).publish(1, {"a": nested})
 
 
 @pytest.mark.parametrize(("files", "removed", "base"), [({}, [], 1), ({"new": 1}, [], None), ({}, ["old"], None)])
-def test_a_restarted_publisher_continues_only_what_is_the_same(files, removed, base, tmp_path):
+def test_publish_resumed_continues_with_deltas_only_for_equal_tensors_and_files(files, removed, base, tmp_path):
     config = {"config.json": json.dumps({}).encode()}
     state = {"a": torch.randn(100), "old": torch.ones(50)}
     Publisher(tmp_path / "store", files=config).publish(1, state).wait()

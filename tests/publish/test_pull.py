@@ -21,7 +21,7 @@ from tests.publish.models import model
 from tests.publish.published_runs import Run, expect_loaded, loaded, names_of
 
 
-def test_each_version_arrives_by_its_delta(tmp_path, told):
+def test_pull_applies_the_delta_of_each_version(tmp_path, told):
     run = Run(tmp_path, 1, full_every=10)
     subscriber = Subscriber(run.store, tmp_path / "local")
     assert subscriber.current is None
@@ -37,7 +37,7 @@ def test_each_version_arrives_by_its_delta(tmp_path, told):
     assert pulled[1]["received"] < pulled[0]["received"] / 10
 
 
-def test_a_chain_is_applied_at_once(tmp_path, told):
+def test_pull_applies_a_delta_chain_at_once(tmp_path, told):
     run = Run(tmp_path, 2, full_every=10)
     subscriber = Subscriber(run.store, tmp_path / "local")
     subscriber.pull()
@@ -71,12 +71,12 @@ def test_pull_by_step_and_by_version(tmp_path):
     assert subscriber.current.name == f"weight_v{again:06d}"
 
 
-def test_nothing_published(tmp_path):
+def test_pull_without_versions_raises_not_found(tmp_path):
     with pytest.raises(SnapshotNotFoundError, match="no version is published"):
         Subscriber(tmp_path / "store", tmp_path / "local").pull()
 
 
-def test_a_pull_never_edits_files_that_an_engine_has_mapped(tmp_path):
+def test_pull_never_changes_files_that_are_memory_mapped(tmp_path):
     run = Run(tmp_path, 1)
     subscriber = Subscriber(run.store, tmp_path / "local", keep=1)
     subscriber.pull()
@@ -88,7 +88,7 @@ def test_a_pull_never_edits_files_that_an_engine_has_mapped(tmp_path):
     assert sorted(each.name for each in (tmp_path / "local").glob("weight*")) == ["weight_v000004"]
 
 
-def test_unchanged_files_are_linked(tmp_path):
+def test_pull_links_unchanged_files(tmp_path):
     publisher = Publisher(tmp_path / "store")
     state = {"a": torch.zeros(1000), "b": torch.zeros(1000)}
     publisher.publish(1, state).wait()
@@ -104,7 +104,7 @@ def test_unchanged_files_are_linked(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["shard", "index", "gone"])
-def test_a_damaged_newest_version_falls_back_to_the_one_before(tmp_path, told, damage):
+def test_pull_of_a_damaged_newest_version_falls_back(tmp_path, told, damage):
     run = Run(tmp_path, 4)
     if damage == "shard":
         flip(run.shard(4))
@@ -122,7 +122,7 @@ def test_a_damaged_newest_version_falls_back_to_the_one_before(tmp_path, told, d
     assert subscriber.current.name == "weight_v000003"
 
 
-def test_a_missing_link_falls_back_to_the_last_version_below_it(tmp_path, told):
+def test_pull_with_a_missing_delta_falls_back_to_the_version_below_it(tmp_path, told):
     run = Run(tmp_path, 6)
     run.shard(3).unlink()
     run.index(3).unlink()
@@ -130,7 +130,7 @@ def test_a_missing_link_falls_back_to_the_last_version_below_it(tmp_path, told):
     assert names_of(told, "fell_back") == ["fell_back"] * 3
 
 
-def test_a_damaged_chain_falls_back_to_the_last_full_version_and_then_to_older_ones(tmp_path):
+def test_pull_with_a_damaged_chain_falls_back_to_the_last_complete_version(tmp_path):
     run = Run(tmp_path, 8, full_every=3, keep=5)  # 1, 4 and 7 are full
     flip(run.shard(8))
     expect_loaded(Subscriber(run.store, tmp_path / "a").pull(), run.states[7])
@@ -140,7 +140,7 @@ def test_a_damaged_chain_falls_back_to_the_last_full_version_and_then_to_older_o
     expect_loaded(Subscriber(run.store, tmp_path / "c").pull(), run.states[3])
 
 
-def test_all_damaged(tmp_path):
+def test_pull_with_all_versions_damaged_raises(tmp_path):
     run = Run(tmp_path, 2)
     flip(run.shard(1))
     with pytest.raises(CorruptSnapshotError, match="no usable version") as caught:
@@ -149,7 +149,7 @@ def test_all_damaged(tmp_path):
     assert sorted(os.listdir(tmp_path / "local")) == [".snapshot-pull.lock"]
 
 
-def test_a_damaged_local_version_is_replaced_by_the_full_one(tmp_path):
+def test_pull_replaces_a_damaged_local_version_by_the_complete_one(tmp_path):
     run = Run(tmp_path, 2)
     subscriber = Subscriber(run.store, tmp_path / "local")
     [file] = subscriber.pull().glob("*.safetensors")
@@ -158,7 +158,7 @@ def test_a_damaged_local_version_is_replaced_by_the_full_one(tmp_path):
     expect_loaded(subscriber.pull(), run.states[3])
 
 
-def test_after_a_reboot_local_versions_are_verified_again(tmp_path, told):
+def test_pull_after_a_reboot_verifies_local_versions(tmp_path, told):
     run = Run(tmp_path, 2)
     subscriber = Subscriber(run.store, tmp_path / "local")
     folder = subscriber.pull()
@@ -177,7 +177,7 @@ def test_after_a_reboot_local_versions_are_verified_again(tmp_path, told):
     assert names_of(told, "damaged", "pulled") == ["pulled", "damaged", "pulled"]
 
 
-def test_the_folder_of_another_store_is_refused(tmp_path):
+def test_pull_into_the_folder_of_another_store_is_refused(tmp_path):
     run, other = Run(tmp_path / "one", 2), Run(tmp_path / "two", 3)
     folder = Subscriber(run.store, tmp_path / "local").pull()
     with pytest.raises(SnapshotError, match=f"has versions of {run.store}, got {other.store}; use another folder"):
@@ -186,7 +186,7 @@ def test_the_folder_of_another_store_is_refused(tmp_path):
     expect_loaded(folder, run.states[2])
 
 
-def test_a_store_that_was_published_anew_replaces_local_versions(tmp_path):
+def test_pull_from_a_recreated_store_replaces_local_versions(tmp_path):
     run = Run(tmp_path, 2)
     subscriber = Subscriber(run.store, tmp_path / "local")
     subscriber.pull()
@@ -196,7 +196,7 @@ def test_a_store_that_was_published_anew_replaces_local_versions(tmp_path):
     expect_loaded(subscriber.pull(), anew.states[3])
 
 
-def test_a_store_that_is_down_changes_nothing(tmp_path):
+def test_pull_from_an_unreachable_store_changes_nothing(tmp_path):
     run = Run(tmp_path, 2)
     local = tmp_path / "local"
     before = Subscriber(run.store, local).pull()
@@ -208,7 +208,7 @@ def test_a_store_that_is_down_changes_nothing(tmp_path):
     assert Subscriber(run.store, local).current == before
 
 
-def test_leftovers_of_killed_pulls_are_removed(tmp_path):
+def test_pull_removes_leftovers_of_killed_pulls(tmp_path):
     run = Run(tmp_path, 1)
     local = tmp_path / "local"
     (local / ".pull-0123" / "sub").mkdir(parents=True)
@@ -217,14 +217,14 @@ def test_leftovers_of_killed_pulls_are_removed(tmp_path):
     assert sorted(each.name for each in local.iterdir()) == [".snapshot-pull.lock", "current", "weight_v000001"]
 
 
-def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
+def test_pull_into_an_unwritable_folder_raises(tmp_path):
     run = Run(tmp_path, 1)
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="Not a directory"):
         Subscriber(run.store, tmp_path / "file" / "local").pull()
 
 
-def test_a_full_disk_is_an_error_and_the_last_version_stays(tmp_path, monkeypatch):
+def test_pull_on_a_full_disk_raises_and_keeps_the_last_version(tmp_path, monkeypatch):
     run = Run(tmp_path, 1)
     local = tmp_path / "local"
     before = Subscriber(run.store, local).pull()
@@ -251,7 +251,7 @@ def _pull(store, local, ready, found):
     found.put(str(Subscriber(store, local).pull()))
 
 
-def test_one_process_of_a_host_pulls_and_the_others_get_the_result(tmp_path):
+def test_pull_by_several_processes_of_a_host_downloads_once(tmp_path):
     run = Run(tmp_path, 3)
     context = multiprocessing.get_context("forkserver")
     ready, found = context.Barrier(4), context.Queue()
@@ -264,7 +264,7 @@ def test_one_process_of_a_host_pulls_and_the_others_get_the_result(tmp_path):
     expect_loaded(tmp_path / "local" / "current", run.states[3])
 
 
-def test_a_pull_beside_retention_gets_a_newer_version(tmp_path, monkeypatch, told):
+def test_pull_gets_a_newer_version_if_retention_deletes_the_one_being_read(tmp_path, monkeypatch, told):
     """Versions that disappear while they are read are not an error: a newer one replaced them."""
     run = Run(tmp_path, 2, full_every=2, keep=1)
     chain = VersionStore.chain
@@ -304,7 +304,7 @@ def engine_server():
         thread.join()
 
 
-def test_hooks_tell_engines_and_never_fail_the_call(tmp_path, engine_server, told, caplog):
+def test_publish_notify_calls_engines_and_never_fails(tmp_path, engine_server, told, caplog):
     urls = [f"{engine_server}/pull_weights", f"{engine_server}/broken?token=secret", "http://127.0.0.1:9/gone"]
     publisher = Publisher(tmp_path / "store", notify=urls)
     assert publisher.publish(7, model()).wait().version == 1

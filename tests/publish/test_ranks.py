@@ -75,7 +75,7 @@ def expect_version(store, version, step, folder=None):
 
 
 @pytest.mark.parametrize("world", ["two", "four"])
-def test_tensors_of_all_ranks_are_published_once(request, tmp_path, world):
+def test_publish_by_ranks_writes_each_tensor_once(request, tmp_path, world):
     pool = request.getfixturevalue(world)
     outcomes = pool.run(publish, str(tmp_path / "store"), 4)
     assert outcomes == [[(1, 0, None), (2, 1, 1), (3, 2, 2), (4, 3, 3)]] * pool.world
@@ -98,7 +98,7 @@ def publish_changed(url):
     return [*found, publisher.publish(3, state).wait()[:], publisher.publish(4, state).wait()[:]]
 
 
-def test_a_change_on_one_rank_makes_a_complete_version(two, tmp_path):
+def test_publish_with_a_change_of_structure_on_one_rank_is_a_complete_version(two, tmp_path):
     expected = [(1, 1, None), (2, 2, 1), (3, 3, None), (4, 4, 3)]
     assert two.run(publish_changed, str(tmp_path)) == [expected] * 2
     assert engine.read(tmp_path, 4).keys() == {"a", "of_0", "of_1", "more"}
@@ -117,7 +117,7 @@ def publish_hole(url):
 @pytest.mark.parametrize(
     ("function", "message"), [(publish_misfit, r"a: float32\[4\] on rank 1"), (publish_hole, "must form the whole")]
 )
-def test_states_that_do_not_fit_are_an_error_on_all_ranks(two, tmp_path, function, message):
+def test_publish_of_states_that_do_not_fit_raises_on_all_ranks(two, tmp_path, function, message):
     for outcome in two.outcomes(function, str(tmp_path)):
         with pytest.raises(SnapshotError, match=message):
             raise outcome
@@ -143,7 +143,7 @@ def publish_failing(folder, failing):
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_rank_that_cannot_write_fails_the_version_on_all_and_the_next_is_complete(two, tmp_path, failing):
+def test_publish_failing_on_one_rank_raises_on_all_and_the_next_is_complete(two, tmp_path, failing):
     for rank, (first, error, second, third) in enumerate(two.run(publish_failing, str(tmp_path), failing)):
         assert error[1] == ("StorageError" if rank == failing else "RankError")
         assert "No space left" in error[2]
@@ -171,7 +171,7 @@ def die_while_encoding(url, victim):
 
 @pytest.mark.deadly
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_dies_leaves_the_last_version(fresh_pool, tmp_path, victim):
+def test_publish_with_a_dying_rank_leaves_the_last_version(fresh_pool, tmp_path, victim):
     pool = fresh_pool(2)
     outcomes = pool.outcomes(die_while_encoding, str(tmp_path), victim)
     assert isinstance(outcomes[victim], Died)
@@ -201,7 +201,7 @@ def fail_in_gather(url, victim):
 
 
 @pytest.mark.deadly
-def test_a_rank_that_fails_to_send_does_not_block_the_others(fresh_pool, tmp_path):
+def test_publish_with_a_rank_that_fails_to_send_does_not_block_the_others(fresh_pool, tmp_path):
     outcomes = fresh_pool(2).outcomes(fail_in_gather, str(tmp_path), 1)
     assert outcomes == ["RankError", "MemoryError"]
     assert not list(tmp_path.glob("weight*"))
@@ -233,7 +233,7 @@ def publish_mapped(url):
 
 
 @pytest.mark.parametrize("world", ["two", "three"])
-def test_a_map_is_applied_to_shards(request, tmp_path, world):
+def test_publish_with_a_tensor_map_of_shards(request, tmp_path, world):
     pool = request.getfixturevalue(world)
     assert pool.run(publish_mapped, str(tmp_path)) == [[None, 1, 2]] * pool.world
     for step in range(3):
@@ -252,7 +252,7 @@ def resume(url, folder):
     return publisher.publish(1, shared_state(1)).wait()[:]
 
 
-def test_restarted_ranks_continue_from_a_pulled_version(two, tmp_path):
+def test_publish_by_restarted_ranks_continues_from_a_pulled_version(two, tmp_path):
     store = str(tmp_path / "store")
     two.run(publish, store, 1)
     folder = str(Subscriber(store, tmp_path / "local").pull())
@@ -267,7 +267,7 @@ def publish_while_one_cannot_read(url, folder):
     return resume(url, folder if dist.get_rank() else folder + "-missing")
 
 
-def test_a_rank_that_cannot_continue_makes_a_complete_version(two, tmp_path):
+def test_publish_with_a_rank_that_cannot_continue_is_a_complete_version(two, tmp_path):
     store = str(tmp_path / "store")
     two.run(publish, store, 1)
     folder = str(Subscriber(store, tmp_path / "local").pull())

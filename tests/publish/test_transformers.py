@@ -10,7 +10,7 @@ pytestmark = pytest.mark.libraries
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_complete_and_pulled_versions_are_loaded_by_transformers(tmp_path):
+def test_publish_and_pull_versions_are_loaded_by_transformers(tmp_path):
     config = transformers.LlamaConfig(
         vocab_size=128,
         hidden_size=64,

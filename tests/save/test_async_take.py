@@ -35,7 +35,7 @@ def state(value=1.0):
     return {"s": StateDict(big=torch.full((300_000,), value), small=torch.full((3,), value), n=int(value))}
 
 
-def test_what_changes_after_the_call_does_not_reach_the_snapshot():
+def test_async_take_does_not_include_changes_after_the_call():
     live = state(1.0)
     with stalling(on="write") as stall:
         pending = Snapshot.async_take("stalling+memory://async", live, overwrite=True)
@@ -58,7 +58,7 @@ def test_what_changes_after_the_call_does_not_reach_the_snapshot():
     assert snapshot.exists is not None
 
 
-def test_strided_numpy_and_scalar_values_are_of_the_moment_too():
+def test_async_take_copies_strided_numpy_and_scalar_values_at_the_call():
     import numpy as np
 
     base, array, inner = torch.zeros(10, 10), np.zeros(5), {"list": [1, 2]}
@@ -77,7 +77,7 @@ def test_strided_numpy_and_scalar_values_are_of_the_moment_too():
     assert back["d"] == {"list": [1, 2]}
 
 
-def test_several_in_flight_and_repeated_paths(tmp_path):
+def test_async_take_several_at_once_and_at_repeated_paths(tmp_path):
     live = state()
     pending = []
     for i in range(5):
@@ -93,7 +93,7 @@ def test_several_in_flight_and_repeated_paths(tmp_path):
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_a_budget_smaller_than_the_payload(tmp_path, durable):
+def test_async_take_with_memory_budget_bytes_smaller_than_the_state(tmp_path, durable):
     live = {"s": StateDict(**{f"t{i}": torch.full((1 << 20,), float(i)) for i in range(20)})}
     for name, one in (("many", False), ("one", True)):
         if one:
@@ -109,14 +109,14 @@ def test_a_budget_smaller_than_the_payload(tmp_path, durable):
             assert all(back[f"t{i}"].eq(i).all() for i in range(20))
 
 
-def test_a_failure_under_a_small_budget_reaches_the_caller(tmp_path):
+def test_async_take_failure_with_a_small_memory_budget_bytes_is_raised(tmp_path):
     live = {"s": StateDict(t=torch.ones(20 << 20))}
     with faulty(on="write", nth=2, error=StorageError("broken")), pytest.raises(StorageError, match="broken"):
         Snapshot.async_take(f"faulty+file://{tmp_path}/s", live, memory_budget_bytes=16 << 20).wait()
     assert not (tmp_path / "s").exists()
 
 
-def test_a_failure_is_raised_by_wait_leaves_nothing_and_is_logged(tmp_path, caplog):
+def test_async_take_failure_is_raised_by_wait_logged_and_leaves_no_files(tmp_path, caplog):
     with caplog.at_level(logging.ERROR, "snapshot"), faulty(on="finish", error=StorageError("broken")):
         pending = Snapshot.async_take(f"faulty+file://{tmp_path}/s", state())
         called = threading.Event()
@@ -139,7 +139,7 @@ class OwnError(Exception):
 
 @pytest.mark.parametrize("error", [OwnError("mine"), TimeoutError("too late"), MemoryError("no room")])
 @pytest.mark.parametrize("on", ["write", "finish", "put"])
-def test_an_error_of_a_plugin_s_own_is_raised_as_the_library_s(tmp_path, error, on):
+def test_async_take_wraps_an_error_of_a_storage_plugin_in_snapshot_error(tmp_path, error, on):
     with faulty(on=on, error=error):
         pending = Snapshot.async_take(f"faulty+file://{tmp_path}/s", state())
         with pytest.raises(SnapshotError, match=str(error)) as caught:
@@ -148,7 +148,7 @@ def test_an_error_of_a_plugin_s_own_is_raised_as_the_library_s(tmp_path, error, 
     assert not (tmp_path / "s").exists()
 
 
-def test_cancel_leaves_nothing(tmp_path):
+def test_async_take_cancel_leaves_no_files(tmp_path):
     with stalling(on="finish") as stall:
         pending = Snapshot.async_take(f"stalling+file://{tmp_path}/s", state())
         stall.wait_reached()
@@ -165,7 +165,7 @@ def test_cancel_leaves_nothing(tmp_path):
     assert Snapshot(tmp_path / "t").exists()
 
 
-def test_waiting_with_a_timeout_may_go_on():
+def test_async_take_wait_with_a_timeout_can_be_repeated():
     with stalling(on="commit") as stall:
         pending = Snapshot.async_take("stalling+memory://slow", state(), overwrite=True)
         with pytest.raises(TimeoutError, match=r"not committed after 0\.01"):
@@ -179,7 +179,7 @@ def test_waiting_with_a_timeout_may_go_on():
     assert "committed" in repr(pending)
 
 
-def test_progress_tells_of_the_last_seconds_and_of_all_of_them(monkeypatch):
+def test_progress_speed_is_of_the_last_seconds_and_of_all(monkeypatch):
     from snapshot import progress
 
     clock = iter([0.0, 1.0, 2.0, 6.0, 6.5, 8.0, 100.0])
@@ -198,7 +198,7 @@ def test_progress_tells_of_the_last_seconds_and_of_all_of_them(monkeypatch):
     assert (meter.now().rate, meter.now().seconds) == (0, 8)
 
 
-def test_another_one_waits_or_is_refused_if_too_many_are_under_way(monkeypatch):
+def test_async_take_when_busy_waits_or_raises_snapshot_busy_error(monkeypatch):
     monkeypatch.setenv("SNAPSHOT_PENDING", "2")
     with stalling(on="commit", times=None) as stall:
         first = [Snapshot.async_take(f"stalling+memory://busy-{i}", state(), overwrite=True) for i in range(2)]
@@ -214,13 +214,13 @@ def test_another_one_waits_or_is_refused_if_too_many_are_under_way(monkeypatch):
     Snapshot.async_take("memory://busy-2", state(), when_busy="raise", overwrite=True).wait(30)
 
 
-def test_no_place_at_all_is_refused(monkeypatch):
+def test_async_take_with_snapshot_pending_zero_is_refused(monkeypatch):
     monkeypatch.setenv("SNAPSHOT_PENDING", "0")
     with pytest.raises(ValueError, match="SNAPSHOT_PENDING must be at least 1, got 0"):
         Snapshot.async_take("memory://never", state())
 
 
-def test_a_handler_that_would_wait_for_itself_is_refused(monkeypatch):
+def test_async_take_in_an_event_handler_that_would_wait_for_itself_is_refused(monkeypatch):
     monkeypatch.setenv("SNAPSHOT_PENDING", "1")
     raised = []
 
@@ -239,7 +239,7 @@ def test_a_handler_that_would_wait_for_itself_is_refused(monkeypatch):
     assert raised
 
 
-def test_an_interrupted_call_leaves_nothing_under_way(tmp_path, monkeypatch):
+def test_async_take_interrupted_in_the_call_leaves_nothing_pending(tmp_path, monkeypatch):
     """Wherever it was: also when all was begun, and only the answer was not yet given."""
     live = state()
     for name in ("PendingSnapshot", "Meter"):
@@ -259,7 +259,7 @@ def test_an_interrupted_call_leaves_nothing_under_way(tmp_path, monkeypatch):
     Snapshot.async_take(tmp_path / "next", live, when_busy="raise").wait(30)
 
 
-def test_an_interrupted_call_gives_its_memory_back_to_the_budget_that_takes_share(monkeypatch):
+def test_async_take_interrupted_in_the_call_returns_its_memory_budget(monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
@@ -271,7 +271,7 @@ def test_an_interrupted_call_gives_its_memory_back_to_the_budget_that_takes_shar
     Snapshot.async_take("memory://next", state(), memory_budget_bytes=1, overwrite=True).wait(30)
 
 
-def test_a_part_that_is_handed_to_the_writer_survives_an_interrupt(monkeypatch):
+def test_async_take_interrupted_while_handing_over_a_part_releases_its_memory(monkeypatch):
     class Interrupted(deque):
         def popleft(self):
             super().popleft()
@@ -284,7 +284,7 @@ def test_a_part_that_is_handed_to_the_writer_survives_an_interrupt(monkeypatch):
     assert " 0 in use" in repr(arena())
 
 
-def test_a_failed_call_takes_no_place(monkeypatch):
+def test_async_take_that_fails_in_the_call_does_not_count_as_pending(monkeypatch):
     monkeypatch.setenv("SNAPSHOT_PENDING", "1")
     Snapshot.take("memory://there", state(), overwrite=True)
     for _ in range(3):
@@ -295,7 +295,7 @@ def test_a_failed_call_takes_no_place(monkeypatch):
     Snapshot.async_take("memory://there", state(), when_busy="raise", overwrite=True).wait(30)
 
 
-def test_what_is_under_way_shares_one_budget():
+def test_async_takes_at_once_share_one_memory_budget():
     live = {"s": StateDict(**{f"t{i}": torch.full((1 << 20,), float(i)) for i in range(8)})}
     budget = 24 << 20
     with stalling(on="write", times=None) as stall:
@@ -318,14 +318,14 @@ def test_what_is_under_way_shares_one_budget():
     assert all(Snapshot("memory://two").get_state_dict_for_key("s")[f"t{i}"].eq(i).all() for i in range(8))
 
 
-def test_staging_memory_is_kept_and_given_back():
+def test_release_memory_frees_staging_memory_kept_by_async_take():
     release_memory()
     Snapshot.async_take("memory://kept", state(), overwrite=True).wait(30)
     assert release_memory() >= 1 << 20
     assert release_memory() == 0
 
 
-def test_a_timeline_is_written(tmp_path, monkeypatch):
+def test_snapshot_trace_writes_a_timeline(tmp_path, monkeypatch):
     monkeypatch.setenv("SNAPSHOT_TRACE", str(tmp_path / "trace.json"))
     Snapshot.async_take(tmp_path / "a", state()).wait(30)
     Snapshot.take(tmp_path / "b", state())
@@ -343,7 +343,7 @@ def test_a_timeline_is_written(tmp_path, monkeypatch):
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(sorted(row)))
 
 
-def test_callbacks_are_called_with_the_pending_snapshot_and_may_fail(caplog):
+def test_add_done_callback_receives_the_pending_snapshot_and_may_fail(caplog):
     seen, both = [], threading.Semaphore(0)
 
     def bad(_):
@@ -363,14 +363,14 @@ def test_callbacks_are_called_with_the_pending_snapshot_and_may_fail(caplog):
     pending.wait()
 
 
-def test_an_existing_snapshot_is_found_by_the_call_itself():
+def test_async_take_raises_snapshot_exists_error_in_the_call():
     Snapshot.take("memory://there", state(), overwrite=True)
     with pytest.raises(SnapshotExistsError):
         Snapshot.async_take("memory://there", state())
 
 
 @pytest.mark.parametrize("end", ["", "raise SystemExit(0)", "raise RuntimeError('mine')"])
-def test_an_unawaited_snapshot_is_finished_at_exit(tmp_path, warm, end):
+def test_async_take_without_wait_is_finished_at_exit(tmp_path, warm, end):
     script = f"""
 import torch
 from snapshot import Snapshot, StateDict
@@ -382,7 +382,7 @@ Snapshot.async_take({str(tmp_path / "s")!r}, {{"s": StateDict(x=torch.arange(8_0
     assert Snapshot(tmp_path / "s").verify().ok
 
 
-def test_what_failed_at_exit_is_logged(tmp_path, warm):
+def test_async_take_failure_at_exit_is_logged(tmp_path, warm):
     script = f"""
 import torch, os
 from snapshot import Snapshot, StateDict, StorageError
@@ -394,14 +394,14 @@ with tapped("faulty", Fault(on="finish", error=StorageError("broken at the end")
     assert not (tmp_path / "s").exists()
 
 
-def test_other_stagings_and_workers_are_refused_by_name():
+def test_async_take_refuses_unknown_staging_and_worker():
     with pytest.raises(ValueError, match=r"staging must be .* got 'overlaped'"):
         Snapshot.async_take("memory://x", state(), staging="overlaped")
     with pytest.raises(ValueError, match="worker"):
         Snapshot.async_take("memory://x", state(), worker="fork")
 
 
-def test_inside_a_running_event_loop():
+def test_async_take_inside_a_running_event_loop():
     import asyncio
 
     async def main():
@@ -413,7 +413,7 @@ def test_inside_a_running_event_loop():
     assert asyncio.run(main()) == 3
 
 
-def test_from_several_threads():
+def test_take_and_restore_in_several_threads():
     errors = []
 
     def work(i):
@@ -435,7 +435,7 @@ def test_from_several_threads():
     assert not errors
 
 
-def test_a_forked_child_takes_snapshots_of_its_own(tmp_path, warm):
+def test_take_and_async_take_in_a_forked_child(tmp_path, warm):
     script = f"""
 import os, torch
 from snapshot import Snapshot, StateDict
@@ -454,7 +454,7 @@ pending.wait()
         assert Snapshot(tmp_path / name).verify().ok
 
 
-def test_an_interrupt_while_the_path_is_looked_at_leaves_no_descriptor_open(tmp_path, monkeypatch):
+def test_async_take_interrupted_while_it_looks_at_the_path_leaks_no_descriptor(tmp_path, monkeypatch):
     Snapshot.take(tmp_path / "s", state())
 
     def interrupted(*_, **__):

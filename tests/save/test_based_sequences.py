@@ -102,7 +102,7 @@ class Run:
 
 @settings(max_examples=60, deadline=None)
 @given(actions)
-def test_every_snapshot_holds_what_was_live(sequence):
+def test_base_takes_after_random_changes_equal_full_takes(sequence):
     folder = tempfile.mkdtemp()
     try:
         run = Run(folder)

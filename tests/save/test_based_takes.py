@@ -23,7 +23,7 @@ def inodes(path):
 
 
 @pytest.mark.parametrize("verb", ["take", "async_take", "overlapped", "process"])
-def test_the_file_of_frozen_parameters_is_shared_and_all_else_is_written(tmp_path, verb, writer_process):
+def test_base_shares_the_file_of_frozen_parameters_and_writes_all_else(tmp_path, verb, writer_process):
     run, kept, base = Run(), {}, None
     for number in range(4):
         run.step()
@@ -52,7 +52,7 @@ def test_the_file_of_frozen_parameters_is_shared_and_all_else_is_written(tmp_pat
         expect_whole(path, kept[path])
 
 
-def test_a_changed_frozen_parameter_is_written_again(tmp_path):
+def test_base_changed_frozen_parameter_is_written_again(tmp_path):
     run = Run()
     base = Snapshot.take(tmp_path / "a", run.state)
     run.frozen[2].weight.data[0, 0] += 1
@@ -61,7 +61,7 @@ def test_a_changed_frozen_parameter_is_written_again(tmp_path):
     expect_whole(tmp_path / "b", run.values())
 
 
-def test_a_change_that_no_version_counter_sees_is_found(tmp_path):
+def test_base_change_without_a_version_counter_is_found(tmp_path):
     run = Run()
     Snapshot.take(tmp_path / "a", run.state)
     weight = run.frozen[0].weight
@@ -72,7 +72,7 @@ def test_a_change_that_no_version_counter_sees_is_found(tmp_path):
     expect_whole(tmp_path / "b", run.values())
 
 
-def test_a_tensor_that_was_equal_last_time_gets_a_file_that_can_be_shared(tmp_path):
+def test_base_tensor_equal_last_time_gets_a_file_that_can_be_shared(tmp_path):
     """It is not frozen: the second take finds it equal, the third one writes its file, the fourth shares it."""
     state = StateDict(still=torch.randn(300, 300), moving=torch.randn(300, 300))
     base, shared = None, []
@@ -83,7 +83,7 @@ def test_a_tensor_that_was_equal_last_time_gets_a_file_that_can_be_shared(tmp_pa
     assert shared == [False, False, False, True, True]
 
 
-def test_a_frozen_parameter_that_changes_leaves_the_others_alone(tmp_path):
+def test_base_changing_frozen_parameter_does_not_affect_the_others(tmp_path):
     """A teacher that is an average does not require gradients, but changes at each step."""
     run = Run()
     teacher = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
@@ -99,18 +99,18 @@ def test_a_frozen_parameter_that_changes_leaves_the_others_alone(tmp_path):
     assert shared == [False, False, False, True, True]
 
 
-def test_few_bytes_have_no_file_of_their_own(tmp_path):
+def test_base_small_tensors_have_no_file_of_their_own(tmp_path):
     model = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8))
     Snapshot.take(tmp_path / "a", {"m": model})
     assert len(files(tmp_path / "a")) == 1
 
 
-def test_what_a_take_without_a_base_writes_is_the_same_for_old_readers(tmp_path):
+def test_take_without_base_writes_the_same_manifest_as_before(tmp_path):
     Snapshot.take(tmp_path / "a", Run().state)
     assert all(each.keys() <= {"size", "header", "header_digest"} for each in entries(tmp_path / "a").values())
 
 
-def test_shared_files_are_read_only_synced_and_can_be_deleted(tmp_path):
+def test_base_shared_files_are_read_only_synced_and_can_be_deleted(tmp_path):
     run = Run()
     base = Snapshot.take(tmp_path / "a", run.state, durable=False)
     synced = []
@@ -127,7 +127,7 @@ def test_shared_files_are_read_only_synced_and_can_be_deleted(tmp_path):
     assert not (tmp_path / "b").exists()
 
 
-def test_overwriting_and_copying_one_snapshot_leaves_the_others_whole(tmp_path):
+def test_base_overwritten_or_copied_snapshots_leave_others_complete(tmp_path):
     run = Run()
     base = Snapshot.take(tmp_path / "a", run.state)
     Snapshot.take(tmp_path / "b", run.state, base=base)
@@ -141,7 +141,7 @@ def test_overwriting_and_copying_one_snapshot_leaves_the_others_whole(tmp_path):
     expect_whole(tmp_path / "a", run.values())
 
 
-def test_a_snapshot_is_its_own_base_when_it_is_overwritten(tmp_path):
+def test_base_is_the_snapshot_itself_when_it_is_overwritten(tmp_path):
     run = Run()
     Snapshot.take(tmp_path / "a", run.state)
     before = inodes(tmp_path / "a")
@@ -154,7 +154,7 @@ def test_a_snapshot_is_its_own_base_when_it_is_overwritten(tmp_path):
 
 
 @pytest.mark.parametrize("what", ["missing", "uncommitted", "foreign", "damaged"])
-def test_a_base_that_cannot_be_used_is_named_and_everything_is_written(tmp_path, what, caplog):
+def test_base_that_cannot_be_used_is_named_and_everything_is_written(tmp_path, what, caplog):
     run = Run()
     base = tmp_path / "base"
     if what == "foreign":
@@ -173,7 +173,7 @@ def test_a_base_that_cannot_be_used_is_named_and_everything_is_written(tmp_path,
 
 
 @pytest.mark.parametrize("when", ["stat", "share"])
-def test_a_base_that_is_deleted_meanwhile_costs_only_the_writing(tmp_path, when):
+def test_base_deleted_during_the_take_is_written_again(tmp_path, when):
     run = Run()
     Snapshot.take(tmp_path / "a", run.state)
 
@@ -191,7 +191,7 @@ def test_a_base_that_is_deleted_meanwhile_costs_only_the_writing(tmp_path, when)
 
 @pytest.mark.parametrize("number", [errno.EXDEV, errno.EMLINK, errno.EPERM, errno.EOPNOTSUPP, errno.EIO, errno.ENOSPC])
 @pytest.mark.parametrize("verb", ["take", "async_take"])
-def test_every_refusal_to_share_falls_back_to_writing(tmp_path, monkeypatch, number, verb):
+def test_base_file_that_cannot_be_linked_is_written(tmp_path, monkeypatch, number, verb):
     run = Run()
     base = Snapshot.take(tmp_path / "a", run.state)
 
@@ -213,7 +213,7 @@ def test_every_refusal_to_share_falls_back_to_writing(tmp_path, monkeypatch, num
     expect_whole(tmp_path / "b", run.values())
 
 
-def test_after_some_takes_a_shared_file_of_one_base_is_written_anew(tmp_path):
+def test_base_shared_file_is_written_anew_after_some_takes(tmp_path):
     run, base, shared = Run(), None, []
     most = reuse.OLDEST
     for number in range(most + 3):
@@ -223,7 +223,7 @@ def test_after_some_takes_a_shared_file_of_one_base_is_written_anew(tmp_path):
     assert not inodes(tmp_path / str(most)) & inodes(tmp_path / str(most + 1))
 
 
-def test_after_some_takes_the_file_of_a_fixed_base_is_written_anew(tmp_path):
+def test_base_that_is_fixed_has_its_file_written_anew_after_some_takes(tmp_path):
     run, shared = Run(), []
     Snapshot.take(tmp_path / "base", run.state)
     for number in range(reuse.OLDEST + 2):
@@ -232,7 +232,7 @@ def test_after_some_takes_the_file_of_a_fixed_base_is_written_anew(tmp_path):
     assert shared == [*[True] * reuse.OLDEST, False, True]
 
 
-def test_with_two_bases_two_physical_copies_remain(tmp_path):
+def test_base_list_of_two_keeps_two_physical_copies(tmp_path):
     run, made = Run(), []
     for number in range(5):
         run.step()
@@ -242,7 +242,7 @@ def test_with_two_bases_two_physical_copies_remain(tmp_path):
         assert not inodes(tmp_path / str(before)) & inodes(tmp_path / str(after))
 
 
-def test_a_rotten_base_is_found_within_its_turns_and_written_anew(tmp_path):
+def test_base_with_damaged_bytes_is_found_after_some_takes_and_written_anew(tmp_path):
     run = Run()
     found = []
 
@@ -277,7 +277,7 @@ def test_a_rotten_base_is_found_within_its_turns_and_written_anew(tmp_path):
     expect_whole(path, run.values())
 
 
-def test_with_verify_writes_a_shared_file_is_read_whole(tmp_path):
+def test_base_with_read_back_reads_a_shared_file_completely(tmp_path):
     run = Run()
     base = Snapshot.take(tmp_path / "a", run.state)
     (frozen,) = (each for each in files(tmp_path / "a").values() if each.stat().st_size > 1 << 20)
@@ -289,7 +289,7 @@ def test_with_verify_writes_a_shared_file_is_read_whole(tmp_path):
     expect_whole(tmp_path / "b", run.values())
 
 
-def test_an_error_after_sharing_leaves_nothing(tmp_path, monkeypatch):
+def test_base_take_failing_after_sharing_leaves_no_files(tmp_path, monkeypatch):
     run = Run()
     base = Snapshot.take(tmp_path / "a", run.state)
     for where in ("plan_writes", "Take"):
@@ -328,7 +328,7 @@ def odd_state():
     )
 
 
-def test_states_of_every_kind_are_shared_when_nothing_changed(tmp_path):
+def test_base_shares_unchanged_values_of_every_kind(tmp_path):
     state = {"s": odd_state()}
     base = None
     for number in range(3):
@@ -341,7 +341,7 @@ def test_states_of_every_kind_are_shared_when_nothing_changed(tmp_path):
     assert other["s"]["tied"]["a"] is other["s"]["tied"]["b"]
 
 
-def test_a_long_tensor_in_several_files_is_shared_in_all_of_them_or_none(tmp_path, monkeypatch):
+def test_base_shares_all_files_of_a_long_tensor_or_none(tmp_path, monkeypatch):
     monkeypatch.setattr("snapshot.plan.layout.CUT", 1 << 18)
     monkeypatch.setattr("snapshot.plan.layout.LARGEST_FILE", 1 << 18)
     state = {"s": StateDict(long=torch.randn(1000, 300), other=torch.randn(200, 300))}
@@ -366,7 +366,7 @@ def test_a_long_tensor_in_several_files_is_shared_in_all_of_them_or_none(tmp_pat
     assert names == set(files(tmp_path / "c")), "what was shared in vain is deleted"
 
 
-def test_wrong_arguments_are_refused(tmp_path):
+def test_base_and_only_refuse_invalid_arguments(tmp_path):
     run = Run()
     with pytest.raises(ValueError, match="only='trainable' must have a base"):
         Snapshot.take(tmp_path / "a", run.state, only="trainable")
@@ -377,7 +377,7 @@ def test_wrong_arguments_are_refused(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
-def test_frozen_parameters_of_every_kind_can_be_taken(tmp_path):
+def test_only_trainable_with_sparse_and_wrapper_frozen_parameters(tmp_path):
     """Sparse ones have no address; those of wrapper tensors are in their inner tensors."""
     model = nn.Module()
     model.sparse = nn.Parameter(torch.eye(400).to_sparse(), requires_grad=False)
@@ -394,7 +394,7 @@ def test_frozen_parameters_of_every_kind_can_be_taken(tmp_path):
     left_out.restore({"m": model})
 
 
-def test_a_base_that_the_storage_cannot_read_costs_only_the_writing(tmp_path):
+def test_base_that_the_storage_cannot_read_is_written_again(tmp_path):
     run = Run()
     Snapshot.take(tmp_path / "a", run.state)
     (tmp_path / "a" / ".snapshot_metadata").unlink()
@@ -405,7 +405,7 @@ def test_a_base_that_the_storage_cannot_read_costs_only_the_writing(tmp_path):
     expect_whole(tmp_path / "b", run.values())
 
 
-def test_a_table_beyond_its_file_is_not_read(tmp_path):
+def test_base_with_a_block_table_beyond_its_file_is_not_read(tmp_path):
     """A manifest may be damaged, or hostile: no memory is allocated for bytes that cannot exist."""
     run = Run()
     Snapshot.take(tmp_path / "a", {"t": StateDict(x=torch.randn(300, 300))} | run.state)
@@ -419,7 +419,7 @@ def test_a_table_beyond_its_file_is_not_read(tmp_path):
     assert made.verify()
 
 
-def test_a_damaged_header_is_found(tmp_path):
+def test_base_with_a_damaged_header_is_found(tmp_path):
     run = Run(layers=1)
     base = Snapshot.take(tmp_path / "a", run.state)
     (frozen,) = (each for each in files(tmp_path / "a").values() if each.stat().st_size > 1 << 18)
@@ -431,7 +431,7 @@ def test_a_damaged_header_is_found(tmp_path):
     assert made.verify()
 
 
-def test_a_new_name_is_not_wider_than_the_umask(tmp_path, monkeypatch):
+def test_base_linked_files_have_permissions_of_the_umask(tmp_path, monkeypatch):
     run = Run()
     base = Snapshot.take(tmp_path / "a", run.state)
     link = os.link
@@ -452,7 +452,7 @@ def test_a_new_name_is_not_wider_than_the_umask(tmp_path, monkeypatch):
     assert made.verify()
 
 
-def test_memory_that_is_trained_or_a_buffer_is_not_frozen(tmp_path):
+def test_base_memory_that_is_trained_or_a_buffer_is_not_frozen(tmp_path):
     model = nn.Module()
     model.flat = nn.Parameter(torch.randn(80_000))
     model.view = nn.Parameter(model.flat.detach()[:40_000], requires_grad=False)

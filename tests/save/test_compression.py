@@ -89,7 +89,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("budget", [None, 16 * MiB, 1 * MiB])
-def test_what_is_saved_comes_back_in_fewer_bytes(tmp_path, way, budget):
+def test_compression_restores_exactly_with_fewer_bytes(tmp_path, way, budget):
     app = state()
     Snapshot.take(tmp_path / "raw", app)
     WAYS[way](tmp_path / "z", app, compression="zstd", memory_budget_bytes=budget)
@@ -102,7 +102,7 @@ def test_what_is_saved_comes_back_in_fewer_bytes(tmp_path, way, budget):
 
 
 @pytest.mark.parametrize("url", ["memory://compressed", "recording+memory://compressed"])
-def test_a_storage_may_wait_in_threads_or_on_the_loop(url):
+def test_compression_on_storages_with_threads_or_on_the_loop(url):
     app = state(200)
     with recording():
         Snapshot.take(url, app, compression="zstd", overwrite=True)
@@ -111,7 +111,7 @@ def test_a_storage_may_wait_in_threads_or_on_the_loop(url):
 
 
 @pytest.mark.parametrize("name", sorted(BY_NAME))
-def test_every_dtype_and_size_is_bit_exact(tmp_path, name):
+def test_compression_of_every_dtype_and_size_is_exact(tmp_path, name):
     dtype = BY_NAME[name]
     counts = [0, 1, *(BLOCK // dtype.itemsize + by for by in (-1, 0, 1)), 2 * BLOCK // dtype.itemsize + 3]
     tensors = {}
@@ -130,7 +130,7 @@ def test_every_dtype_and_size_is_bit_exact(tmp_path, name):
     assert Snapshot(tmp_path / "s").verify()
 
 
-def test_what_does_not_shrink_is_stored_as_without_compression(tmp_path):
+def test_compression_stores_incompressible_tensors_plain(tmp_path):
     app = {"s": StateDict(noise=torch.randint(0, 256, (3 * MiB,), dtype=torch.uint8))}
     Snapshot.take(tmp_path / "s", app, compression="zstd")
     metadata = Snapshot(tmp_path / "s").metadata
@@ -142,7 +142,7 @@ def test_what_does_not_shrink_is_stored_as_without_compression(tmp_path):
 
 
 @pytest.mark.parametrize("zeros", [0, 1, 300, 3500, 4096, 4119, 4200, 4400, 9000])
-def test_a_file_that_gains_less_than_its_table_is_stored_as_without_compression(tmp_path, zeros):
+def test_compression_stores_a_file_plain_if_it_gains_less_than_its_table(tmp_path, zeros):
     noise = torch.randint(0, 256, (600_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     app = {"s": StateDict(noise=noise, zeros=torch.zeros(zeros, dtype=torch.uint8))}
     Snapshot.take(tmp_path / "raw", app)
@@ -157,7 +157,7 @@ def test_a_file_that_gains_less_than_its_table_is_stored_as_without_compression(
     assert torch.equal(held["zeros"], app["s"]["zeros"])
 
 
-def test_no_other_reader_takes_compressed_bytes_for_a_weight(tmp_path):
+def test_compressed_files_are_not_readable_as_plain_safetensors(tmp_path):
     Snapshot.take(tmp_path / "s", state(), compression="zstd")
     seen = 0
     for name in os.listdir(tmp_path / "s" / "data"):
@@ -175,7 +175,7 @@ def test_no_other_reader_takes_compressed_bytes_for_a_weight(tmp_path):
 # Parts
 
 
-def test_a_row_costs_two_blocks_and_the_table(tmp_path):
+def test_compressed_row_reads_two_blocks_and_the_table(tmp_path):
     app = {"s": StateDict(long=weights(40_000, 300))}
     Snapshot.take(tmp_path / "s", app, compression="zstd")
     with recording() as log:
@@ -188,7 +188,7 @@ def test_a_row_costs_two_blocks_and_the_table(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_any_box_is_the_same_as_that_of_the_whole(tmp_path, seed):
+def test_compressed_box_equals_that_of_the_whole_tensor(tmp_path, seed):
     chance = torch.Generator().manual_seed(seed)
     whole = weights(900, 70, 13, seed=seed)
     Snapshot.take(tmp_path / "s", {"s": StateDict(t=whole)}, compression="zstd", memory_budget_bytes=4 * MiB)
@@ -205,7 +205,7 @@ def test_any_box_is_the_same_as_that_of_the_whole(tmp_path, seed):
 # Copies and conversions
 
 
-def test_copies_and_conversions(tmp_path):
+def test_compressed_snapshot_is_copied_and_converted(tmp_path):
     app = state()
     Snapshot.take(tmp_path / "raw", app, metadata={"a": 1})
     Snapshot.take(tmp_path / "z", app, compression="zstd")
@@ -233,7 +233,7 @@ def read_weight(path):
     return snapshot.read_object(name.partition("/")[2])
 
 
-def test_a_damaged_copy_is_not_committed(tmp_path):
+def test_compressed_copy_of_damaged_data_is_not_committed(tmp_path):
     Snapshot.take(tmp_path / "z", state(), compression="zstd")
     (name,) = [name for name in os.listdir(tmp_path / "z" / "data") if name.endswith("safetensors")]
     with open(tmp_path / "z" / "data" / name, "r+b") as file:
@@ -248,7 +248,7 @@ def test_a_damaged_copy_is_not_committed(tmp_path):
 
 
 @pytest.mark.parametrize(("first", "then"), [("zstd", None), (None, "zstd"), ("zstd", "zstd")])
-def test_base_and_take_may_differ_in_codec(tmp_path, first, then):
+def test_base_and_take_may_differ_in_compression(tmp_path, first, then):
     app = {"s": StateDict(frozen=weights(2000, 512), step=weights(600, 512, seed=1))}
     for parameter in ("frozen",):
         app["s"][parameter].requires_grad_(False)
@@ -266,7 +266,7 @@ def test_base_and_take_may_differ_in_codec(tmp_path, first, then):
     assert third.report.written_bytes > 0
 
 
-def test_a_base_with_a_damaged_table_is_not_shared(tmp_path):
+def test_base_with_a_damaged_compression_table_is_not_shared(tmp_path):
     app = {"s": StateDict(frozen=weights(2000, 512))}
     base = Snapshot.take(tmp_path / "a", app, compression="zstd")
     document = base._manifest.open()
@@ -284,7 +284,7 @@ def test_a_base_with_a_damaged_table_is_not_shared(tmp_path):
 
 @pytest.mark.parametrize("way", ["take", "async"])
 @pytest.mark.parametrize("on", ["create", "write", "finish"])
-def test_a_failed_take_leaves_nothing(tmp_path, way, on):
+def test_compressed_take_that_fails_leaves_no_files(tmp_path, way, on):
     app = state()
     for nth in (1, 2):
         full = OSError(errno.ENOSPC, "No space left on device")
@@ -299,7 +299,7 @@ def test_a_failed_take_leaves_nothing(tmp_path, way, on):
         Snapshot.take(tmp_path / "s", app, compression="zstd")
 
 
-def test_written_bytes_are_read_back_as_they_are_stored(tmp_path):
+def test_compressed_take_with_read_back_reads_the_stored_bytes(tmp_path):
     app = state()
     Snapshot.take(tmp_path / "s", app, compression="zstd", read_back=True)
     expect_same(tmp_path / "s", app)
@@ -312,7 +312,7 @@ def test_written_bytes_are_read_back_as_they_are_stored(tmp_path):
         assert not Snapshot(tmp_path / "no").exists()
 
 
-def test_a_read_that_is_damaged_once_is_repeated():
+def test_compressed_read_that_is_damaged_once_is_repeated():
     app = state(300)
     Snapshot.take("memory://once", app, compression="zstd", overwrite=True)
     for path in ("*.safetensors", "*.bin"):
@@ -322,13 +322,13 @@ def test_a_read_that_is_damaged_once_is_repeated():
 
 
 @pytest.mark.parametrize("value", ["lz4", True, 1, ""])
-def test_other_values_are_refused(tmp_path, value):
+def test_compression_refuses_unknown_values(tmp_path, value):
     with pytest.raises(ValueError, match="compression must be None, 'zstd' or 'auto'"):
         Snapshot.take(tmp_path / "s", state(1), compression=value)
     assert not (tmp_path / "s").exists()
 
 
-def test_a_missing_library_is_an_error_of_the_call(tmp_path):
+def test_compression_without_zstandard_raises_missing_extra_error(tmp_path):
     code = f"""
         import sys
         sys.modules["zstandard"] = None
@@ -390,5 +390,5 @@ for work in (
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="only Linux tells the highest resident size")
 @pytest.mark.parametrize("budget", [16, 48])
-def test_memory_stays_within_the_budget(tmp_path, budget):
+def test_compression_memory_stays_within_memory_budget_bytes(tmp_path, budget):
     subprocess.run([sys.executable, "-c", IN_A_BUDGET, str(tmp_path), str(budget)], check=True)

@@ -206,12 +206,12 @@ WITH_UPLOADS = ["sagemaker-python-sdk, issue 3062"]
 
 
 @pytest.mark.parametrize("source", FAULTS)
-def test_a_fault_is_noticed(tmp_path, source, caplog):
+def test_guards_find_faults_of_other_projects_by_default(tmp_path, source, caplog):
     found, expected = FAULTS[source](Training(str(tmp_path / "run")))
     assert any(re.search(expected, each) for each in found), found
 
 
-def test_the_same_training_without_a_fault(tmp_path):
+def test_guards_find_nothing_in_a_training_without_a_fault(tmp_path):
     run = Training(str(tmp_path / "run"))
     assert run.takes(run.app, 12) == []
 
@@ -232,12 +232,12 @@ def _differ(path, how):
 
 
 @pytest.mark.parametrize("how", ["gradients", "load"], ids=WITH_RANKS)
-def test_replicas_that_differ_are_noticed(two, folder, how):
+def test_guards_find_replicas_that_differ(two, folder, how):
     leader, _ = two.run(_differ, f"{folder}/{how}", how)
     assert any("drift: replicas of rank 1 differ from those of rank 0" in each for each in leader[-1])
 
 
-def test_the_guide_lists_all_of_them():
+def test_guards_docs_page_lists_all_field_faults():
     rows = [row.split("|") for row in GUIDE.read_text().partition("## Faults that runs have had")[2].splitlines()]
     sources = [row[2].strip() for row in rows if len(row) > 3][2:]
     assert sources == [*FAULTS, *WITH_RANKS, *WITH_UPLOADS]

@@ -9,7 +9,7 @@ ID = "0123456789ab"
 
 
 @pytest.mark.parametrize("path", [own_part_path(ID, 3), leader_part_path(ID, 3), f"data/{ID}-3-0.safetensors"])
-def test_a_file_of_a_take_is_of_its_rank_and_of_no_other(path):
+def test_take_file_names_belong_to_their_save_id_and_rank(path):
     assert save_id_of(path) == ID
     assert belongs_to(path, ID, 3)
     assert belongs_to(path, ID, None)
@@ -20,5 +20,5 @@ def test_a_file_of_a_take_is_of_its_rank_and_of_no_other(path):
 @pytest.mark.parametrize(
     "path", ["data/notes.txt", ".take-notes", f"data/{ID}-x-0.bin", f"more/data/{ID}-0-0.bin", f"data/{ID}-0-0.bin.bak"]
 )
-def test_files_of_others_belong_to_no_take(path):
+def test_save_id_of_foreign_files_is_none(path):
     assert save_id_of(path) is None

@@ -84,7 +84,7 @@ def takes(folder, app_state, between, times=4, **options):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_numbers_that_are_not_finite_in_a_parameter(folder, value, dtype):
+def test_guard_nonfinite_finds_nan_or_infinity_in_a_parameter(folder, value, dtype):
     model = nn.Linear(700, 9).to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with torch.no_grad():
@@ -97,7 +97,7 @@ def test_numbers_that_are_not_finite_in_a_parameter(folder, value, dtype):
     assert seen == [("nonfinite", report.findings[0].text)]
 
 
-def test_numbers_that_are_not_finite_in_a_moment(folder):
+def test_guard_nonfinite_finds_infinity_in_optimizer_state(folder):
     model = layers()
     optimizer = adam(model.parameters())
     step(model, optimizer)
@@ -107,7 +107,7 @@ def test_numbers_that_are_not_finite_in_a_moment(folder):
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_one_bad_number_is_found_within_some_takes(folder, named):
+def test_guard_nonfinite_finds_one_nan_within_some_takes(folder, named):
     model = nn.Linear(512, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with torch.no_grad():
@@ -117,7 +117,7 @@ def test_one_bad_number_is_found_within_some_takes(folder, named):
     assert ["nonfinite"] in found
 
 
-def test_long_tensors_are_sampled_in_turn():
+def test_guard_nonfinite_samples_long_tensors_in_turn():
     tensor = torch.zeros(3 << 20)
     tensor[(1 << 20) + 5] = math.nan
     model = nn.Module()
@@ -142,12 +142,12 @@ def flattened(app):
         torch.full((3,), math.nan, dtype=torch.complex64),
     ],
 )
-def test_any_layout_is_read(tensor):
+def test_guard_nonfinite_reads_any_layout(tensor):
     leaves = flattened({"s": StateDict(w=tensor)}).leaves
     assert find_nonfinite(leaves, 3) == leaves
 
 
-def test_weights_that_stand_still_while_the_optimizer_moves(folder):
+def test_guard_stale_finds_weights_that_do_not_change_while_the_optimizer_steps(folder):
     model = layers()
     optimizer = adam(model.parameters())
     kept = copy.deepcopy(model.state_dict())
@@ -162,7 +162,7 @@ def test_weights_that_stand_still_while_the_optimizer_moves(folder):
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_momentum_that_moves_nothing(folder, named):
+def test_guard_stale_finds_momentum_that_changes_no_weights(folder, named):
     model = nn.Linear(32, 32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     kept = copy.deepcopy(model.state_dict())
@@ -175,7 +175,7 @@ def test_momentum_that_moves_nothing(folder, named):
     assert takes(folder, app, undo)[-1] == ["stale"]
 
 
-def test_a_copy_of_the_model_is_saved(folder):
+def test_guard_missing_finds_a_saved_copy_of_the_model(folder):
     model = layers()
     optimizer = adam(model.parameters())
     app = {"m": copy.deepcopy(model), "o": optimizer}
@@ -183,7 +183,7 @@ def test_a_copy_of_the_model_is_saved(folder):
     assert found == [["missing"], ["missing"], ["missing", "stale"], ["missing", "stale"]]
 
 
-def test_the_optimizer_was_made_before_the_model_was_replaced(folder):
+def test_guard_finds_an_optimizer_of_a_replaced_model(folder):
     model = layers()
     optimizer = adam(model.parameters())
     model = layers()
@@ -191,7 +191,7 @@ def test_the_optimizer_was_made_before_the_model_was_replaced(folder):
     assert "none of its 6 parameters is of a module" in finding.text
 
 
-def test_a_stateful_is_forgotten(folder):
+def test_guard_finds_a_stateful_missing_in_the_app_state(folder):
     model = layers()
     optimizer = adam(model.parameters())
     Snapshot.take(f"{folder}/step-1", {"m": model, "o": optimizer, "p": StateDict(epoch=1)})
@@ -200,14 +200,14 @@ def test_a_stateful_is_forgotten(folder):
     assert not Snapshot.take(f"{folder}/step-3", {"m": model, "p": StateDict(epoch=2)}).report.findings
 
 
-def test_a_counter_runs_back(folder):
+def test_guard_finds_a_counter_that_decreases(folder):
     Snapshot.take(f"{folder}/step-1", {"p": StateDict(epoch=5, loss=1)})
     [finding] = Snapshot.take(f"{folder}/step-2", {"p": StateDict(epoch=4, loss=0)}, guards="refuse").report.findings
     assert finding.text == "p/epoch is 4, and was 5 in the take before"
     assert not finding.acts
 
 
-def test_a_guard_that_fails_does_not_fail_the_take(folder, caplog, monkeypatch):
+def test_guard_that_fails_does_not_fail_the_take(folder, caplog, monkeypatch):
     monkeypatch.setattr(guards, "find_nonfinite", lambda *arguments: 1 / 0)
     model = layers()
     report = Snapshot.take(folder, {"m": model, "o": adam(model.parameters())}).report
@@ -227,7 +227,7 @@ def broken():
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_refused_and_nothing_is_left(tmp_path, asynchronous):
+def test_guards_refuse_raises_suspect_state_error_and_leaves_no_files(tmp_path, asynchronous):
     take = (lambda *a, **o: Snapshot.async_take(*a, **o).wait()) if asynchronous else Snapshot.take
     with pytest.raises(SuspectStateError, match=r"not committed.*\n.*NaN or infinity in m/0.weight") as raised:
         take(tmp_path / "s", broken(), guards="refuse")
@@ -236,7 +236,7 @@ def test_refused_and_nothing_is_left(tmp_path, asynchronous):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_suspect_snapshot_says_so_and_restores(folder, asynchronous, caplog):
+def test_guards_suspect_marks_the_snapshot_and_it_restores(folder, asynchronous, caplog):
     take = (lambda **o: Snapshot.async_take(folder, broken(), **o).wait()) if asynchronous else None
     snapshot = (take or (lambda **o: Snapshot.take(folder, broken(), **o)))(guards="suspect", metadata={"mine": 1})
     held = Snapshot(folder).metadata.metadata
@@ -248,7 +248,7 @@ def test_a_suspect_snapshot_says_so_and_restores(folder, asynchronous, caplog):
     assert app["m"][0].weight.isnan().all()
 
 
-def test_report_keeps_findings_in_log_and_metadata_without_a_mark(folder, caplog):
+def test_guards_report_keeps_findings_in_log_and_metadata_without_a_mark(folder, caplog):
     report = Snapshot.take(f"{folder}/step-1", broken(), guards="report", metadata={"mine": 1}).report
     held = Snapshot(f"{folder}/step-1").metadata.metadata
     assert held == {"mine": 1, guards.NOTED: [str(report.findings[0])]}
@@ -256,13 +256,13 @@ def test_report_keeps_findings_in_log_and_metadata_without_a_mark(folder, caplog
     assert caplog.text.count("NaN or infinity") == 1
 
 
-def test_off_examines_nothing(folder, caplog):
+def test_guards_off_examines_nothing(folder, caplog):
     assert not Snapshot.take(folder, broken(), guards="off").report.findings
     assert caplog.text == ""
     assert Snapshot(folder).metadata.metadata == {}
 
 
-def test_findings_that_do_not_act_are_in_the_metadata_and_logged_once(folder, caplog):
+def test_guard_findings_without_action_are_in_the_metadata_and_logged_once(folder, caplog):
     model = layers()
     optimizer = adam(model.parameters())
     for number in range(5):
@@ -275,7 +275,7 @@ def test_findings_that_do_not_act_are_in_the_metadata_and_logged_once(folder, ca
     assert caplog.text.count("the app state has no optimizer") == 1
 
 
-def test_a_wrong_choice_is_refused(folder):
+def test_guards_refuses_an_unknown_value(folder):
     with pytest.raises(ValueError, match="guards must be 'suspect', 'report', 'refuse', 'off', got 'no'"):
         Snapshot.take(folder, broken(), guards="no")
 
@@ -300,7 +300,7 @@ def _run(root, keep, suspect=(3, 4)):
         yield manager, app
 
 
-def test_a_suspect_step_is_passed_over_never_best_and_prunes_no_good_one(tmp_path, caplog):
+def test_suspect_step_is_skipped_never_best_and_does_not_prune_good_steps(tmp_path, caplog):
     for manager, app in _run(tmp_path / "r", KeepLatest(1) | KeepBest("loss")):
         assert manager.steps() == [2, 4]
         assert manager.best() == 2
@@ -315,12 +315,12 @@ def test_a_suspect_step_is_passed_over_never_best_and_prunes_no_good_one(tmp_pat
         assert manager.steps() == [2, 4]
 
 
-def test_suspect_steps_obey_the_policy_among_themselves(tmp_path):
+def test_suspect_steps_are_pruned_by_the_policy_among_themselves(tmp_path):
     for manager, _ in _run(tmp_path / "r", 2, suspect=(2, 3, 4)):
         assert manager.steps() == [1, 3, 4]
 
 
-def test_if_all_steps_are_suspect_the_error_says_what_to_do(tmp_path):
+def test_restore_latest_with_only_suspect_steps_names_good_false(tmp_path):
     for manager, app in _run(tmp_path / "r", None, suspect=(1, 2, 3, 4)):
         with pytest.raises(CorruptSnapshotError, match=r"step-4: is suspect .*; good=False restores it"):
             manager.restore_latest(app)
@@ -329,12 +329,12 @@ def test_if_all_steps_are_suspect_the_error_says_what_to_do(tmp_path):
 
 
 @pytest.mark.parametrize("name", TRAININGS)
-def test_an_ordinary_training_is_not_suspect(folder, name):
+def test_guards_find_nothing_in_ordinary_trainings(folder, name):
     assert list(alarms(name, folder, 11)) == []
 
 
 @pytest.mark.parametrize("make", FAULTY)
-def test_a_faulty_training_is_suspect_at_once(folder, make):
+def test_guards_mark_a_faulty_training_as_suspect(folder, make):
     torch.manual_seed(0)
     app, between = make()
     for number in range(FAULTY[make] + 1):
@@ -391,12 +391,12 @@ def _put_back(root, size, kind):
 
 
 @pytest.mark.parametrize("kind", ["adam", "momentum"])
-def test_a_parameter_is_stale_if_another_rank_writes_its_moments(two, tmp_path, kind):
+def test_guard_stale_finds_a_parameter_whose_optimizer_state_is_of_another_rank(two, tmp_path, kind):
     for found in two.run(_put_back, str(tmp_path), 40, kind):
         assert "1 parameter did not change in three takes" in found[0]
 
 
-def test_freed_parameters_of_a_module_that_stores_copies_are_not_read(folder):
+def test_guard_does_not_read_freed_parameters_of_a_module_that_saves_copies(folder):
     """They begin at a low address if they are views into memory that was freed."""
     memory = torch.zeros(200_064)
     model = nn.Module()
@@ -408,13 +408,13 @@ def test_freed_parameters_of_a_module_that_stores_copies_are_not_read(folder):
 
 
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp1 with names", "fsdp2"])
-def test_models_wrapped_by_fsdp_are_good_until_a_shard_has_nan(two, tmp_path, kind):
+def test_guard_nonfinite_of_fsdp_models_finds_nan_in_a_shard(two, tmp_path, kind):
     for found in two.run(_wrapped_by_fsdp, str(tmp_path), kind):
         assert found[:5] == [()] * 5
         assert "NaN or infinity" in found[5][0]
 
 
-def test_all_elements_of_short_tensors_are_examined_within_few_takes(folder):
+def test_guard_nonfinite_examines_all_elements_of_short_tensors_within_few_takes(folder):
     """A row of infinities in each of 1,200 moments of 512 elements, alone, is found within five takes."""
     model = nn.ParameterList([torch.randn(8, 64) for _ in range(1200)])
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
@@ -429,7 +429,7 @@ def test_all_elements_of_short_tensors_are_examined_within_few_takes(folder):
         moment[5] = 0.0
 
 
-def test_a_manager_keeps_the_last_good_step_from_a_model_of_nan_by_default(tmp_path, caplog):
+def test_manager_keeps_the_last_good_step_if_a_model_becomes_nan(tmp_path, caplog):
     model = layers()
     optimizer = adam(model.parameters())
     app = {"m": model, "o": optimizer}
@@ -466,13 +466,13 @@ def clamped():
     return {"m": model, "o": optimizer}, between
 
 
-def test_a_parameter_at_its_bound_is_not_stale(folder):
+def test_guard_stale_ignores_a_parameter_at_its_bound(folder):
     app, between = clamped()
     assert not any(takes(folder, app, between, times=6))
 
 
 @pytest.mark.parametrize("rate", [None, [0.1], "x"])
-def test_a_learning_rate_that_is_no_number(folder, rate):
+def test_guard_ignores_a_learning_rate_that_is_not_a_number(folder, rate):
     model = layers()
     optimizer = adam(model.parameters())
     step(model, optimizer)
@@ -480,13 +480,13 @@ def test_a_learning_rate_that_is_no_number(folder, rate):
     assert takes(folder, {"m": model, "o": optimizer}, lambda number: None) == [[], [], [], []]
 
 
-def test_a_mask_that_is_a_frozen_parameter(folder):
+def test_guard_nonfinite_ignores_a_mask_that_is_a_frozen_parameter(folder):
     model = nn.Linear(8, 8)
     model.mask = nn.Parameter(torch.full((8, 8), -math.inf).triu(1), requires_grad=False)
     assert not Snapshot.take(folder, {"m": model, "o": adam(model.parameters())}, guards="refuse").report.findings
 
 
-def test_masters_of_another_dtype_are_only_reported_if_they_differ(folder):
+def test_guard_reports_float32_masters_only_if_they_differ(folder):
     model = nn.Linear(8, 8).to(torch.bfloat16)
     masters = [nn.Parameter(each.detach().float()) for each in model.parameters()]
     app = {"m": model, "o": adam(masters)}
@@ -497,7 +497,7 @@ def test_masters_of_another_dtype_are_only_reported_if_they_differ(folder):
     assert (finding.guard, finding.acts) == ("elsewhere", False)
 
 
-def test_a_stateful_that_is_left_out_on_purpose_is_refused_once(folder):
+def test_guards_refuse_a_removed_stateful_once(folder):
     a, b = nn.Linear(2, 2), nn.Linear(2, 2)
     Snapshot.take(f"{folder}/step-1", {"a": a, "b": b}, guards="refuse")
     with pytest.raises(SuspectStateError, match="b: was in the app state"):
@@ -519,14 +519,14 @@ class Cached:
         self.held = state
 
 
-def test_a_cached_copy_of_the_weights_is_stale(folder):
+def test_guard_stale_finds_a_cached_copy_of_the_weights(folder):
     model = layers()
     optimizer = adam(model.parameters())
     found = takes(folder, {"m": Cached(model), "o": optimizer}, lambda number: step(model, optimizer))
     assert found == [[], [], ["stale"], ["stale"]]
 
 
-def test_a_run_that_continues_before_suspect_steps_replaces_them(tmp_path):
+def test_suspect_steps_are_replaced_by_a_run_that_continues_before_them(tmp_path):
     for manager, app in _run(tmp_path / "r", None):
         assert manager.restore_latest(app) == 2
         for number in (3, 4):
@@ -538,7 +538,7 @@ def test_a_run_that_continues_before_suspect_steps_replaces_them(tmp_path):
 # Norms, and what is not saved
 
 
-def test_norms_are_those_of_the_middle_of_each_tensor():
+def test_guard_norms_are_those_of_the_middle_of_each_tensor():
     state = StateDict(
         **{str(dtype): torch.randn(5, 9).mul(3).to(dtype) for dtype in FLOATS},
         strided=torch.randn(8, 6).t(), odd=torch.randn(40)[1:], one=torch.tensor([3.0]), none=torch.empty(0),
@@ -557,7 +557,7 @@ def test_norms_are_those_of_the_middle_of_each_tensor():
             assert found[leaf.path] == pytest.approx(float(expected)), leaf.path
 
 
-def test_a_jump_is_told_once_until_the_norm_is_another_again(folder):
+def test_guard_norm_jump_is_reported_once_until_the_norm_changes_again(folder):
     model = layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
@@ -572,7 +572,7 @@ def test_a_jump_is_told_once_until_the_norm_is_another_again(folder):
     assert [number for number, some in enumerate(found) if "jump" in some] == [8, 20]
 
 
-def test_what_is_not_saved_is_reported_unless_another_object_may_save_it(folder):
+def test_guard_unsaved_reports_parameters_unless_another_object_may_save_them(folder):
     class Other:
         def state_dict(self):
             return {"x": torch.ones(3)}
@@ -616,7 +616,7 @@ def tied(kind):
 
 
 @pytest.mark.parametrize("kind", ["plain", "named", "twice", "renamed"])
-def test_parameters_with_several_names_or_other_ones_are_examined(folder, kind):
+def test_guard_nonfinite_examines_parameters_with_several_or_other_names(folder, kind):
     model, app = tied(kind)
     assert Snapshot.take(f"{folder}/step-1", app).report.findings == []
     with torch.no_grad():
@@ -625,7 +625,7 @@ def test_parameters_with_several_names_or_other_ones_are_examined(folder, kind):
         Snapshot.take(f"{folder}/step-2", app, guards="refuse")
 
 
-def test_an_early_step_of_adam_that_is_below_the_resolution_is_no_alarm(folder):
+def test_guard_stale_ignores_an_early_adam_step_below_the_resolution(folder):
     weight = nn.Parameter(torch.linspace(1.02, 1.15, 400).bfloat16())
     model = nn.ParameterDict({"w": weight})
     optimizer = torch.optim.AdamW([weight], lr=3.5e-3, weight_decay=0.0)
@@ -639,7 +639,7 @@ def test_an_early_step_of_adam_that_is_below_the_resolution_is_no_alarm(folder):
 
 
 @pytest.mark.parametrize("bound", [lambda p: p.clamp_(-0.01, 0.01), lambda p: p.copy_(p.sign())])
-def test_weights_at_the_two_bounds_of_a_clamp_are_no_alarm(folder, bound):
+def test_guard_stale_ignores_weights_at_the_bounds_of_a_clamp(folder, bound):
     model = nn.Linear(16, 4, bias=False)
     optimizer = adam(model.parameters())
 
@@ -653,7 +653,7 @@ def test_weights_at_the_two_bounds_of_a_clamp_are_no_alarm(folder, bound):
     assert not [each for some in found for each in some if each == "stale"]
 
 
-def test_takes_of_weights_between_takes_of_all_and_other_trials_miss_nothing(folder):
+def test_guards_work_with_takes_of_weights_between_full_takes(folder):
     model = layers()
     optimizer = adam(model.parameters())
     whole, part = {"m": model, "o": optimizer, "p": StateDict(n=1)}, {"m": model}
@@ -665,7 +665,7 @@ def test_takes_of_weights_between_takes_of_all_and_other_trials_miss_nothing(fol
     assert Snapshot.take(f"{folder}/trial-1/step-0", {"m": model, "o": optimizer}).report.findings == []
 
 
-def test_a_clone_of_the_policy_beside_a_target_network_is_only_reported(folder):
+def test_guard_reports_a_clone_of_the_policy_beside_a_target_network(folder):
     policy = layers()
     optimizer = adam(policy.parameters())
     app = {"policy": StateDict(sd={n: v.clone() for n, v in policy.state_dict().items()}), "target": layers()}
@@ -673,7 +673,7 @@ def test_a_clone_of_the_policy_beside_a_target_network_is_only_reported(folder):
     assert [each.guard for each in report.findings] == ["elsewhere"]
 
 
-def test_scalers_and_loaders_hide_nothing(folder):
+def test_guard_unsaved_works_beside_grad_scalers_and_data_loaders(folder):
     model = layers()
     optimizer = adam(model.parameters())
     app = {"m": model, "scaler": torch.amp.GradScaler("cpu"), "rng": RNGState()}
@@ -682,7 +682,7 @@ def test_scalers_and_loaders_hide_nothing(folder):
     assert takes(f"{folder}/b", other, lambda number: step(model, optimizer), times=1) == [["missing"]]
 
 
-def test_a_parameter_that_is_unfrozen_later_is_examined(folder):
+def test_guard_nonfinite_examines_a_parameter_unfrozen_later(folder):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     model[0].requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -694,14 +694,14 @@ def test_a_parameter_that_is_unfrozen_later_is_examined(folder):
     assert [each.guard for each in Snapshot.take(f"{folder}/step-2", app).report.findings] == ["nonfinite"]
 
 
-def test_the_metadata_of_a_suspect_snapshot_does_not_make_the_next_one_suspect(folder):
+def test_take_drops_the_suspect_mark_of_given_metadata(folder):
     model = layers()
     held = {guards.KEY: ["nonfinite: x"], "mine": 1}
     snapshot = Snapshot.take(f"{folder}/step-1", {"m": model}, metadata=held)
     assert snapshot.metadata.metadata == {"mine": 1}
 
 
-def test_a_refused_take_of_one_rank_writes_nothing(folder):
+def test_guards_refuse_on_one_rank_writes_nothing(folder):
     model = layers()
     optimizer = adam(model.parameters())
     with torch.no_grad():

@@ -33,7 +33,7 @@ print(peak() - before)
 """
 
 
-def test_a_take_and_a_restore_of_many_tensors_need_a_kilobyte_for_each(tmp_path):
+def test_take_and_restore_of_many_tensors_use_a_kilobyte_for_each(tmp_path):
     for verb in ("take", "restore"):
         command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(COUNT), str(tmp_path), verb]
         printed = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout

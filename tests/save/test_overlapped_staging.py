@@ -109,7 +109,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_step_waits_until_all_is_copied(name):
+def test_overlapped_staging_makes_the_optimizer_step_wait_for_the_copies(name):
     model = Net()
     app = trained(model, OPTIMIZERS[name](model.parameters()))
     with held_up(app) as (pending, stall):
@@ -125,7 +125,7 @@ def test_the_step_waits_until_all_is_copied(name):
             app["optim"].step()
 
 
-def test_a_model_and_its_optimizers_as_one_stateful():
+def test_overlapped_staging_of_model_state_with_several_optimizers():
     model = Net()
     halves = [torch.optim.Adam(half.parameters()) for half in (model.one, model.two)]
     backward(model)
@@ -140,7 +140,7 @@ def test_a_model_and_its_optimizers_as_one_stateful():
         halves[0].step()
 
 
-def test_accumulated_gradients_and_clipping_change_nothing_that_is_saved():
+def test_overlapped_staging_ignores_accumulated_and_clipped_gradients():
     model = Net()
     app = trained(model, torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01)))
     with held_up(app) as (pending, stall):
@@ -152,7 +152,7 @@ def test_accumulated_gradients_and_clipping_change_nothing_that_is_saved():
             app["optim"].step()
 
 
-def test_a_scheduler_that_changes_a_tensor_learning_rate():
+def test_overlapped_staging_with_a_scheduler_and_a_tensor_learning_rate():
     model = Net()
     optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1), foreach=False)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)  # which wraps the optimizer's step
@@ -166,7 +166,7 @@ def test_a_scheduler_that_changes_a_tensor_learning_rate():
         scheduler.step()
 
 
-def test_two_optimizers_and_one_that_the_snapshot_does_not_know():
+def test_overlapped_staging_with_an_optimizer_that_is_not_in_the_app_state():
     model, other = Net(), Net()
     known, unknown = torch.optim.Adam(model.parameters()), torch.optim.SGD([model.two.weight], lr=0.1)
     unrelated = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
@@ -181,7 +181,7 @@ def test_two_optimizers_and_one_that_the_snapshot_does_not_know():
         known.step()
 
 
-def test_an_average_that_is_updated_after_each_step():
+def test_overlapped_staging_with_an_averaged_model():
     model = Net()
     optimizer = torch.optim.Adam(model.parameters())
     average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
@@ -199,7 +199,7 @@ def test_an_average_that_is_updated_after_each_step():
 
 
 @pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # LBFGS of torch 2.8
-def test_lbfgs_with_a_closure():
+def test_overlapped_staging_with_lbfgs_and_a_closure():
     model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 1))
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
 
@@ -218,7 +218,7 @@ def test_lbfgs_with_a_closure():
         optimizer.step(closure)
 
 
-def test_a_gradient_scaler():
+def test_overlapped_staging_with_a_grad_scaler():
     model = Net()
     optimizer, scaler = torch.optim.Adam(model.parameters(), fused=True), torch.amp.GradScaler("cpu")
     app = trained(model, optimizer) | {"scaler": scaler}
@@ -231,7 +231,7 @@ def test_a_gradient_scaler():
 
 
 @pytest.mark.parametrize("target", ["model", "inner", "optim", "restore"])
-def test_loading_a_state_waits(target):
+def test_overlapped_staging_makes_load_state_dict_and_restore_wait(target):
     model = Net()
     app = trained(model, torch.optim.Adam(model.parameters()))
     Snapshot.take("memory://other", trained(Net(), torch.optim.SGD(Net().parameters(), lr=0.1)), overwrite=True)
@@ -263,7 +263,7 @@ def all_is_copied_at_once(app, **options):
     return held is None
 
 
-def test_what_is_not_an_optimizers_is_copied_by_the_call():
+def test_overlapped_staging_copies_state_of_no_optimizer_in_the_call():
     model = Net()
     optimizer = torch.optim.Adam(model.parameters())
     app = trained(model, optimizer)
@@ -280,7 +280,7 @@ def test_what_is_not_an_optimizers_is_copied_by_the_call():
     del optimizer.step
 
 
-def test_weights_that_a_forward_pass_renorms_are_copied_by_the_call():
+def test_overlapped_staging_copies_embedding_weights_with_max_norm_in_the_call():
     model = nn.Sequential(nn.Embedding(2000, 64, max_norm=1.0), nn.Linear(64, 2000))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with torch.no_grad():
@@ -298,7 +298,7 @@ def test_weights_that_a_forward_pass_renorms_are_copied_by_the_call():
     assert equal(contents("memory://renormed", {"model": model}), expected)
 
 
-def test_storages_that_hold_something_else_are_copied_by_the_call():
+def test_overlapped_staging_copies_shared_storages_in_the_call():
     flat = torch.arange(4 * 300_000, dtype=torch.float32)
     model = nn.Module()
     model.a, model.b = nn.Parameter(flat[:300_000]), nn.Parameter(flat[300_000:600_000])
@@ -363,7 +363,7 @@ def _part_of_a_buffer(model, app):
 @pytest.mark.parametrize(
     "make", [_data, _data_first, _data_first_clamped, _array, _slice, _from_array, _buffer, _part_of_a_buffer]
 )
-def test_what_has_another_name_is_copied_by_the_call(make):
+def test_overlapped_staging_copies_aliased_memory_in_the_call(make):
     model = Net()
     app = trained(model, torch.optim.Adam(model.parameters()))
     change = make(model, app)
@@ -372,7 +372,7 @@ def test_what_has_another_name_is_copied_by_the_call(make):
         change()
 
 
-def test_parameters_that_no_step_changes_are_copied_by_the_call():
+def test_overlapped_staging_copies_parameters_that_no_step_changes_in_the_call():
     """As those of an averaged copy of a model, that stands in the model and is handed to the optimizer, too."""
     model = Net()
     for parameter in model.two.parameters():
@@ -383,7 +383,7 @@ def test_parameters_that_no_step_changes_are_copied_by_the_call():
         model.two.weight.data.mul_(0.9)
 
 
-def test_a_change_that_torch_counts_late_is_seen(tmp_path):
+def test_overlapped_staging_detects_a_change_that_torch_counts_late(tmp_path):
     """An operation is counted when it has ended: here the copy ends before."""
     model = Net()
     app = trained(model, torch.optim.Adam(model.parameters()))
@@ -398,7 +398,7 @@ def test_a_change_that_torch_counts_late_is_seen(tmp_path):
 
 
 @pytest.mark.parametrize("tell", ["staged", "wait_staged", "step"])
-def test_a_change_after_it_was_said_that_there_may_be_one_is_none(tmp_path, tell):
+def test_overlapped_staging_allows_changes_after_staged_wait_staged_or_step(tmp_path, tell):
     model = Net()
     app = trained(model, torch.optim.Adam(model.parameters()))
     weight = model.two.weight.detach().clone()
@@ -413,7 +413,7 @@ def test_a_change_after_it_was_said_that_there_may_be_one_is_none(tmp_path, tell
 
 
 @pytest.mark.parametrize("end", ["committed", "failed", "cancelled"])
-def test_a_snapshot_that_is_over_holds_no_tensors(end):
+def test_overlapped_staging_holds_no_tensors_after_its_end(end):
     model = Net()
     app = trained(model, torch.optim.Adam(model.parameters()))
     with stalling(on="finish", times=None) as stall:
@@ -429,7 +429,7 @@ def test_a_snapshot_that_is_over_holds_no_tensors(end):
     assert repr(pending)
 
 
-def test_callbacks_that_would_wait_for_themselves_are_refused():
+def test_overlapped_staging_refuses_callbacks_that_would_wait_for_themselves():
     model = Net()
     app = trained(model, torch.optim.Adam(model.parameters()))
     Snapshot.take("memory://mine", app, overwrite=True)
@@ -454,7 +454,7 @@ def test_callbacks_that_would_wait_for_themselves_are_refused():
     assert loaded
 
 
-def test_what_changes_behind_the_hook_fails_the_snapshot_and_nothing_is_left(tmp_path):
+def test_overlapped_staging_fails_if_a_tensor_changes_outside_a_step(tmp_path):
     model = Net()
     app = trained(model, torch.optim.Adam(model.parameters()))
     with stalling(on="write", times=None) as stall:
@@ -473,7 +473,7 @@ def test_what_changes_behind_the_hook_fails_the_snapshot_and_nothing_is_left(tmp
     app["optim"].step()
 
 
-def test_memory_that_is_exchanged_is_the_snapshots_own():
+def test_overlapped_staging_keeps_memory_that_is_replaced():
     model = Net()
     app = trained(model, torch.optim.Adam(model.parameters()))
     with held_up(app):
@@ -481,7 +481,7 @@ def test_memory_that_is_exchanged_is_the_snapshots_own():
         model.one.weight.data.zero_()
 
 
-def test_wait_staged_is_the_answer_to_what_no_hook_sees():
+def test_wait_staged_allows_changes_that_no_hook_sees():
     model = Net()
     app = trained(model, torch.optim.Adam(model.parameters()))
     with held_up(app) as (pending, stall):
@@ -492,7 +492,7 @@ def test_wait_staged_is_the_answer_to_what_no_hook_sees():
         model.one.weight.data.clamp_(-0.01, 0.01)
 
 
-def test_torch_is_as_before_when_no_overlapped_take_is_pending():
+def test_overlapped_staging_removes_its_hooks_when_nothing_is_pending():
     model = Net()
     app = trained(model, torch.optim.Adam(model.parameters()))
     app["optim"].step()  # ends what an earlier test left: the hook goes with the next step
@@ -508,7 +508,7 @@ def test_torch_is_as_before_when_no_overlapped_take_is_pending():
         assert not hooks
 
 
-def test_the_hook_stays_beside_hooks_of_others():
+def test_overlapped_staging_hook_coexists_with_other_optimizer_hooks():
     model = Net()
     app = trained(model, torch.optim.Adam(model.parameters()))
     called = []
@@ -524,7 +524,7 @@ def test_the_hook_stays_beside_hooks_of_others():
     assert not torch_optimizer._global_optimizer_pre_hooks
 
 
-def test_a_failure_while_the_rest_is_copied_does_not_reach_the_step(tmp_path):
+def test_overlapped_staging_failure_is_not_raised_by_the_optimizer_step(tmp_path):
     model = Net()
     app = trained(model, torch.optim.Adam(model.parameters()))
     with faulty(on="write", nth=3, error=StorageError("broken")):
@@ -538,7 +538,7 @@ def test_a_failure_while_the_rest_is_copied_does_not_reach_the_step(tmp_path):
     assert not (tmp_path / "s").exists()
 
 
-def test_a_cancelled_snapshot_holds_up_nobody(tmp_path):
+def test_overlapped_staging_cancelled_does_not_block_the_step(tmp_path):
     model = Net()
     app = trained(model, torch.optim.Adam(model.parameters()))
     with stalling(on="write", times=None):
@@ -554,7 +554,7 @@ def test_a_cancelled_snapshot_holds_up_nobody(tmp_path):
 
 
 @pytest.mark.parametrize("where", ["step", "wait_staged", "wait"])
-def test_an_interrupted_wait_leaves_all_as_it_was(where):
+def test_overlapped_staging_interrupted_wait_changes_nothing(where):
     model = Net()
     app = trained(model, torch.optim.Adam(model.parameters()))
     backward(model)
@@ -576,7 +576,7 @@ def test_an_interrupted_wait_leaves_all_as_it_was(where):
         assert equal(dict(model.state_dict()), before)
 
 
-def test_several_at_once_are_each_of_their_own_moment(tmp_path):
+def test_overlapped_staging_several_at_once_save_their_own_moment(tmp_path):
     model = Net()
     app = trained(model, torch.optim.Adam(model.parameters()))
     pending, expected = [], []
@@ -589,7 +589,7 @@ def test_several_at_once_are_each_of_their_own_moment(tmp_path):
         assert equal(dict(each.wait(60).get_state_dict_for_key("model")), values)
 
 
-def test_several_threads_with_models_of_their_own(tmp_path):
+def test_overlapped_staging_in_several_threads(tmp_path):
     errors = []
 
     def work(name):
@@ -629,14 +629,14 @@ app = {"model": model, "optim": optimizer}
 """
 
 
-def test_one_that_nobody_waits_for_is_finished_at_exit(tmp_path, warm):
+def test_overlapped_staging_without_wait_is_finished_at_exit(tmp_path, warm):
     script = SCRIPT + "Snapshot.async_take(sys.argv[1], app, staging='overlapped', memory_budget_bytes=4 << 20)"
     warm.run(script, tmp_path / "s", tmp_path / "p")
     assert Snapshot(tmp_path / "s").verify()
     assert equal(dict(Snapshot(tmp_path / "s").get_state_dict_for_key("model")), dict(torch.load(tmp_path / "p")))
 
 
-def test_a_forked_child_does_not_wait_for_its_parents_snapshot(tmp_path, warm):
+def test_overlapped_staging_of_the_parent_does_not_block_a_forked_child(tmp_path, warm):
     script = (
         SCRIPT
         + """
@@ -660,7 +660,7 @@ pending.wait()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [64, 16])
-def test_memory_stays_inside_the_budget(tmp_path, warm, budget):
+def test_overlapped_staging_memory_stays_within_memory_budget_bytes(tmp_path, warm, budget):
     """Also where one tensor is larger than it."""
     script = f"""
 import os, sys, threading, torch
@@ -693,7 +693,7 @@ print(most[0] - before)
     assert Snapshot(tmp_path / "s-overlapped").verify()
 
 
-def test_what_is_given_up_has_its_memory_back_when_the_wait_is_over(monkeypatch):
+def test_overlapped_staging_abandoned_releases_its_memory_after_the_wait(monkeypatch):
     """The part that is being copied then is copied to its end."""
     copying, go_on, real = threading.Event(), threading.Event(), Stager.begin
 
@@ -733,13 +733,13 @@ def _moved(tensor):
 
 REPLACED = [
     *itertools.product([_replaced_data, _set, _freed, _moved], ["moment"]),
-    # with new data, a parameter's memory is the snapshot's: test_memory_that_is_exchanged_is_the_snapshots_own
+    # with new data, a parameter's memory is the snapshot's: test_overlapped_staging_keeps_memory_that_is_replaced
     *itertools.product([_set, _freed, _moved], ["parameter"]),
 ]
 
 
 @pytest.mark.parametrize(("replace", "whose"), REPLACED)
-def test_memory_that_is_replaced_before_its_copy_is_not_read(replace, whose):
+def test_overlapped_staging_does_not_read_memory_replaced_before_its_copy(replace, whose):
     model, url = Net(), f"{replace.__name__}-{whose}"
     app = trained(model, torch.optim.Adam(model.parameters()))
     tensors = [
@@ -773,7 +773,7 @@ def while_copied(monkeypatch, act):
     monkeypatch.setattr(staging, "copy_memory", copy_memory)
 
 
-def test_memory_that_is_replaced_during_its_copy_is_kept(monkeypatch):
+def test_overlapped_staging_keeps_memory_replaced_during_its_copy(monkeypatch):
     """Here a moment gets other memory, and new tensors would take the old memory, if that were free."""
     model = Net()
     app = trained(model, torch.optim.Adam(model.parameters()))
@@ -810,7 +810,7 @@ def _shared(tensor):
 
 
 @pytest.mark.parametrize("move", [_freed, _moved, _grown, _grown_by_an_empty_view, _shared])
-def test_memory_is_not_freed_during_its_copy(monkeypatch, move):
+def test_overlapped_staging_memory_is_not_freed_during_its_copy(monkeypatch, move):
     def methods():
         storage = torch.UntypedStorage
         return storage.resize_, storage._share_fd_cpu_, storage._share_filename_cpu_, torch.Tensor.resize_
@@ -847,7 +847,7 @@ def test_memory_is_not_freed_during_its_copy(monkeypatch, move):
     gc.collect()  # shared memory has a descriptor
 
 
-def test_a_change_during_the_copy_of_a_part_is_found_at_its_end(monkeypatch):
+def test_overlapped_staging_detects_a_change_during_a_copy(monkeypatch):
     model = Net()
     app = trained(model, torch.optim.Adam(model.parameters()))
 
@@ -873,7 +873,7 @@ def test_a_change_during_the_copy_of_a_part_is_found_at_its_end(monkeypatch):
     assert len(ends) == 1
 
 
-def test_samples_of_freed_memory_differ():
+def test_spot_bytes_of_freed_memory_differ():
     tensor = torch.ones(1000)
     samples = SpotBytes([tensor, torch.ones(10)])
     assert not samples.differ()
@@ -881,7 +881,7 @@ def test_samples_of_freed_memory_differ():
     assert samples.differ()
 
 
-def test_a_take_in_the_call_reads_the_memory_that_it_began_with():
+def test_take_reads_the_memory_it_began_with_if_tensors_are_replaced():
     state = StateDict(**{f"t{number}": torch.full((1 << 18,), float(number)) for number in range(8)})
     with stalling(on="write") as stall, ThreadPoolExecutor(1) as pool:
         taken = pool.submit(Snapshot.take, "stalling+memory://in-the-call", {"s": state}, overwrite=True)
@@ -896,7 +896,7 @@ def test_a_take_in_the_call_reads_the_memory_that_it_began_with():
         assert Snapshot("memory://in-the-call").read_object(f"0/s/t{number}").eq(number).all()
 
 
-def test_memory_that_another_state_dict_replaces_is_an_error():
+def test_take_raises_if_another_state_dict_replaces_memory():
     class Offloading:
         def __init__(self, tensor):
             self.tensor = tensor

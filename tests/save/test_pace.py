@@ -36,7 +36,7 @@ def numbers():
     return (torch.randn(20 * MiB, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
 
 
-def test_a_place_without_a_measurement_is_not_compressed_to(session, numbers):
+def test_compression_auto_does_not_compress_without_a_measurement(session, numbers):
     assert not pace.compression_pays(session, leaves(numbers))
 
 
@@ -45,7 +45,7 @@ def note(session, seconds, *, packed=False, ratio=1.5):
 
 
 @pytest.mark.parametrize(("seconds", "pays"), [(1000.0, True), (1e-6, False)])
-def test_the_link_decides_first(session, numbers, seconds, pays):
+def test_compression_auto_depends_on_the_link_speed(session, numbers, seconds, pays):
     note(session, seconds)
     assert pace.compression_pays(session, leaves(numbers)) is pays
 
@@ -64,7 +64,7 @@ def simulate(session, numbers, takes, stalls=(), *, raw=1000.0, packed=700.0):
 
 
 @pytest.mark.parametrize("stalls", [(), (0,), (1,), (2,), (3,), (0, 1)])
-def test_the_faster_way_is_used_after_any_stall_and_the_other_one_ever_less_often(session, numbers, stalls):
+def test_compression_auto_uses_the_faster_way_and_tries_the_other_rarely(session, numbers, stalls):
     chosen = simulate(session, numbers, 70, stalls)
     assert chosen[0] is False
     assert chosen[8:].count(False) <= 4
@@ -72,24 +72,24 @@ def test_the_faster_way_is_used_after_any_stall_and_the_other_one_ever_less_ofte
     assert slower[16:].count(True) <= 3
 
 
-def test_a_link_that_becomes_fast_is_noticed(session, numbers):
+def test_compression_auto_notices_a_link_that_becomes_fast(session, numbers):
     simulate(session, numbers, 33)
     assert simulate(session, numbers, 20, raw=0.01, packed=0.05).count(True) <= 2
 
 
-def test_takes_that_are_too_short_to_measure_do_not_go_on_trying(session, numbers):
+def test_compression_auto_stops_trying_if_takes_are_too_short_to_measure(session, numbers):
     note(session, 10.0)
     chosen = [pace.compression_pays(session, leaves(numbers)) for _ in range(20)]
     assert chosen[3:] == [False] * 17
 
 
 @pytest.mark.parametrize("stalls", [(), (0,)])
-def test_a_fast_place_is_never_compressed_to_after_a_stall_was_seen_as_one(session, numbers, stalls):
+def test_compression_auto_does_not_compress_to_a_fast_storage_after_a_stall(session, numbers, stalls):
     chosen = simulate(session, numbers, 40, stalls, raw=0.01, packed=0.05)
     assert chosen.count(True) <= len(stalls)
 
 
-def test_noise_and_small_states_are_not_worth_it(session):
+def test_compression_auto_does_not_compress_noise_or_small_states(session):
     note(session, 1000.0)
     noise = torch.randint(0, 256, (40 * MiB,), dtype=torch.uint8)
     assert not pace.compression_pays(session, leaves(noise))
@@ -98,13 +98,13 @@ def test_noise_and_small_states_are_not_worth_it(session):
     assert not next(iter(pace._places.get().values())).speeds[True]
 
 
-def test_samples_show_the_ratio(numbers):
+def test_compression_auto_sample_shows_the_ratio(numbers):
     assert pace.sample(leaves(numbers)).ratio > 1.4
     assert pace.sample(leaves(torch.zeros(MiB))).ratio > 100
     assert pace.sample(leaves(torch.zeros(512, 512).t(), torch.zeros(0))).speed == 0.0
 
 
-def test_takes_measure_and_then_compress_to_a_slow_place(session, tmp_path, numbers):
+def test_compression_auto_measures_takes_and_compresses_to_a_slow_storage(session, tmp_path, numbers):
     app = {"s": StateDict(x=numbers)}
     Snapshot.take(tmp_path / "a", app, compression="auto")
     assert Snapshot(tmp_path / "a").metadata.format == "snapshot/1"
@@ -119,7 +119,7 @@ def test_takes_measure_and_then_compress_to_a_slow_place(session, tmp_path, numb
     assert not Snapshot.diff(tmp_path / "a", tmp_path / "b")
 
 
-def test_copies_are_not_measured(tmp_path):
+def test_compression_auto_is_refused_by_copy(tmp_path):
     Snapshot.take(tmp_path / "a", {"s": StateDict(x=1)})
     with pytest.raises(ValueError, match="only takes are measured"):
         Snapshot(tmp_path / "a").copy(Target(tmp_path / "b", compression="auto"))

@@ -8,7 +8,7 @@ from snapshot import Snapshot, StateDict
 from snapshot.io import loop
 
 
-def test_a_small_take_and_its_restore_pass_few_times_to_other_threads(tmp_path, monkeypatch):
+def test_small_take_and_restore_switch_threads_few_times(tmp_path, monkeypatch):
     monkeypatch.setenv("SNAPSHOT_DIRECT_IO", "never")  # otherwise it depends on the file system
     state = {"s": StateDict(a=torch.ones(4, 4), b=torch.ones(8), step=3)}
     Snapshot.take(tmp_path / "first", state)
@@ -27,7 +27,7 @@ def test_a_small_take_and_its_restore_pass_few_times_to_other_threads(tmp_path, 
     assert not started
 
 
-def test_a_large_object_in_a_small_take_is_digested_in_another_thread(tmp_path, monkeypatch):
+def test_small_take_digests_a_large_object_in_another_thread(tmp_path, monkeypatch):
     pool, calls = loop._loop.get().pool, []
     submit = pool.submit
     state = {"s": StateDict(text="x" * (1 << 20))}

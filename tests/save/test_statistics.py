@@ -84,7 +84,7 @@ def mixed():
 
 @pytest.mark.parametrize("verb", ["take", "async_take"])
 @pytest.mark.parametrize("options", [{}, {"compression": "zstd"}, {"base": True}], ids=["plain", "packed", "based"])
-def test_what_a_take_measured_is_what_it_stored(tmp_path, verb, options):
+def test_statistics_of_a_take_equal_the_stored_values(tmp_path, verb, options):
     app = mixed()
     if "base" in options:
         options = {"base": Snapshot.take(tmp_path / "base", app)}
@@ -105,7 +105,7 @@ def test_what_a_take_measured_is_what_it_stored(tmp_path, verb, options):
     assert b'"format":"snapshot/3"' in (tmp_path / "s" / METADATA).read_bytes()
 
 
-def test_no_statistics_unless_they_are_asked_for(tmp_path):
+def test_statistics_are_empty_unless_requested(tmp_path):
     snapshot = Snapshot.take(tmp_path / "s", mixed())
     assert snapshot.get_statistics() == {}
     assert not list(tmp_path.rglob("*.stats"))
@@ -114,7 +114,7 @@ def test_no_statistics_unless_they_are_asked_for(tmp_path):
     assert Snapshot(tmp_path / "w.pt").get_statistics() == {}
 
 
-def test_a_prepared_tensor_is_measured_as_it_is_stored(tmp_path):
+def test_statistics_of_a_prepared_tensor_are_those_of_the_stored_one(tmp_path):
     def halve(path, tensor, tracing):
         return tensor.bfloat16() / 2
 
@@ -123,7 +123,7 @@ def test_a_prepared_tensor_is_measured_as_it_is_stored(tmp_path):
     assert snapshot.get_statistics()["0/s/w"].max == 3.0
 
 
-def test_copies_keep_statistics_and_deletes_remove_them(tmp_path):
+def test_statistics_are_kept_by_copy_and_removed_by_delete(tmp_path):
     Snapshot.take(tmp_path / "s", mixed(), statistics=True)
     Snapshot(tmp_path / "s").copy(tmp_path / "c")
     assert Snapshot(tmp_path / "c").get_statistics() == Snapshot(tmp_path / "s").get_statistics() != {}
@@ -152,7 +152,7 @@ def test_statistics_that_were_changed_are_refused(tmp_path, signed):
         Snapshot(tmp_path / "s").get_statistics()
 
 
-def test_one_nan_is_found_at_once_if_all_is_measured(tmp_path):
+def test_statistics_let_the_guard_find_one_nan_at_once(tmp_path):
     model = nn.Linear(512, 40)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with torch.no_grad():
@@ -161,7 +161,7 @@ def test_one_nan_is_found_at_once_if_all_is_measured(tmp_path):
     assert str(finding) == "nonfinite: NaN or infinity in m/weight (1 of 20,480)"
 
 
-def test_a_bisection_reads_statistics_and_no_data(tmp_path):
+def test_bisect_reads_statistics_and_no_data(tmp_path):
     steps = list(range(10, 100, 10))
     for step in steps:
         w = torch.full((40, 30), 1.0)
@@ -186,7 +186,7 @@ def _take_and_measure(path):
     return Snapshot(path).get_statistics()
 
 
-def test_parts_of_several_ranks_count_together(two, tmp_path):
+def test_statistics_of_shards_of_several_ranks_are_combined(two, tmp_path):
     one, other = two.run(_take_and_measure, tmp_path / "s")
     assert one == other
     assert {path: each.max for path, each in one.items()} == {

@@ -65,7 +65,7 @@ def test_data_files_are_plain_safetensors(tmp_path):
     assert 8 + length + ranges[-1][1] == os.path.getsize(tmp_path / location)
 
 
-def test_every_tensor_is_aligned_to_its_dtype(tmp_path):
+def test_data_files_align_every_tensor_to_its_dtype(tmp_path):
     tensors = {f"{name}{i}": torch.zeros(i, dtype=BY_NAME[name]) for name in SAFETENSORS for i in (1, 3)}
     Snapshot.take(tmp_path, {"s": StateDict(**tensors)})
     for entry in Snapshot(tmp_path).get_manifest().values():
@@ -73,7 +73,7 @@ def test_every_tensor_is_aligned_to_its_dtype(tmp_path):
             assert entry.byte_range[0] % BY_NAME[entry.dtype].itemsize == 0
 
 
-def test_the_safetensors_library_reads_a_cut_tensor_s_boxes(tmp_path, monkeypatch):
+def test_data_files_of_a_split_tensor_are_read_by_the_safetensors_library(tmp_path, monkeypatch):
     from snapshot.plan import layout
 
     monkeypatch.setattr(layout, "LARGEST_FILE", 4000)
@@ -113,7 +113,7 @@ hostile = st.text(st.characters(exclude_categories=()), max_size=12) | st.sample
 @pytest.mark.filterwarnings("ignore:app_state is empty")
 @settings(max_examples=40, deadline=None)
 @given(st.dictionaries(hostile, st.dictionaries(hostile, st.just(torch.ones(2)), max_size=3), max_size=3))
-def test_no_file_is_named_after_a_user_s_key(tmp_path_factory, app):
+def test_data_file_names_do_not_depend_on_keys(tmp_path_factory, app):
     path = tmp_path_factory.mktemp("names")
     state = {key: StateDict(value) for key, value in app.items()}
     Snapshot.take(path / "s", state)
@@ -124,13 +124,13 @@ def test_no_file_is_named_after_a_user_s_key(tmp_path_factory, app):
     assert {key: sorted(value) for key, value in live.items()} == {key: sorted(value) for key, value in app.items()}
 
 
-def test_nones_tuples_and_ints_take_no_file_and_few_bytes(tmp_path):
+def test_manifest_stores_none_tuples_and_ints_without_data_files(tmp_path):
     Snapshot.take(tmp_path, {"s": StateDict(**{f"k{i}": (i, None, True) for i in range(1000)})})
     assert files(tmp_path) == [".snapshot_metadata"]
     assert os.path.getsize(tmp_path / ".snapshot_metadata") < 1000 * 4 * 100
 
 
-def test_the_size_of_entries(tmp_path):
+def test_manifest_size_per_entry_is_bounded(tmp_path):
     def size(count, numel):
         path = tmp_path / f"{count}-{numel}"
         name = "layers.{}.attention.weight"
@@ -141,7 +141,7 @@ def test_the_size_of_entries(tmp_path):
     assert (size(30, 70_000) - size(10, 70_000)) / 20 <= 330
 
 
-def test_a_large_manifest_lies_in_parts(tmp_path, monkeypatch):
+def test_manifest_that_is_large_is_stored_in_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "IN_ONE", 50)
     state = {"s": StateDict(**{f"k{i}": torch.full((2,), i) for i in range(100)})}
     snapshot = Snapshot.take(tmp_path, state, replicated=["s/k7"])
@@ -162,7 +162,7 @@ def test_a_large_manifest_lies_in_parts(tmp_path, monkeypatch):
         Snapshot(tmp_path).restore(live)
 
 
-def test_a_torchsnapshot_manifest_is_told_from_damage(tmp_path):
+def test_torchsnapshot_manifest_is_distinguished_from_damage(tmp_path):
     written = json.dumps({"version": "0.1.0", "world_size": 1, "manifest": {}}, indent=2)
     (tmp_path / ".snapshot_metadata").write_text(written)
     assert Snapshot(tmp_path).get_manifest() == {}
@@ -171,7 +171,7 @@ def test_a_torchsnapshot_manifest_is_told_from_damage(tmp_path):
         Snapshot(tmp_path).get_manifest()
 
 
-def test_files_get_the_umask_s_rights(tmp_path):
+def test_take_files_have_permissions_of_the_umask(tmp_path):
     old = os.umask(0o027)
     try:
         Snapshot.take(tmp_path / "s", {"s": StateDict(x=torch.ones(3), t="é" * 20_000)})
@@ -182,7 +182,7 @@ def test_files_get_the_umask_s_rights(tmp_path):
     assert (tmp_path / "s").stat().st_mode & 0o777 == 0o750
 
 
-def test_arrays_of_numpy_are_readable_too(tmp_path):
+def test_data_files_of_numpy_arrays_are_readable_safetensors(tmp_path):
     Snapshot.take(tmp_path, {"s": StateDict(a=np.arange(6.0).reshape(2, 3))})
     (location,) = [name for name in files(tmp_path) if name.endswith(".safetensors")]
     assert torch.equal(load_file(tmp_path / location)["s/a"], torch.arange(6.0, dtype=torch.float64).view(2, 3))

@@ -45,7 +45,7 @@ async def put_and_commit(session, save, path, data=b"data"):
         await save.commit(MANIFEST)
 
 
-def test_a_commit_leaves_the_manifest_and_its_files(tmp_path):
+def test_transaction_commit_leaves_the_manifest_and_its_files(tmp_path):
     session, save = transaction(tmp_path)
 
     async def work():
@@ -65,7 +65,7 @@ def test_a_commit_leaves_the_manifest_and_its_files(tmp_path):
 
 
 @pytest.mark.parametrize("when", ["claimed", "writing", "written"])
-def test_an_error_leaves_nothing(tmp_path, when):
+def test_transaction_error_leaves_no_files(tmp_path, when):
     session, save = transaction(tmp_path)
 
     async def work():
@@ -91,14 +91,14 @@ def test_an_error_leaves_nothing(tmp_path, when):
     assert SAVE not in pending_saves()
 
 
-def test_a_transaction_that_never_began_deletes_nothing(tmp_path):
+def test_transaction_that_never_began_deletes_nothing(tmp_path):
     session, save = transaction(tmp_path)
     run(put(session, DATA))
     assert run(save.abort()) == ""
     assert left(tmp_path) == [DATA]
 
 
-def test_another_snapshot_at_the_path_is_a_conflict_and_stays(tmp_path):
+def test_transaction_conflicts_with_another_snapshot_and_keeps_it(tmp_path):
     session, save = transaction(tmp_path)
     other = b'{"format":"x","save_id":"ffffffffffff"}'
     with pytest.raises(SnapshotExistsError, match="another take committed first"):
@@ -108,7 +108,7 @@ def test_another_snapshot_at_the_path_is_a_conflict_and_stays(tmp_path):
     assert save.state is State.ABORTED
 
 
-def test_a_refused_manifest_leaves_nothing(tmp_path):
+def test_transaction_whose_manifest_is_refused_leaves_no_files(tmp_path):
     with faulty(on="commit", error=StorageError("refused")):
         session, save = transaction(tmp_path, "faulty+file")
         with pytest.raises(StorageError, match="refused"):
@@ -117,7 +117,7 @@ def test_a_refused_manifest_leaves_nothing(tmp_path):
     assert left(tmp_path) == []
 
 
-def test_an_answer_that_was_lost_leaves_everything(tmp_path):
+def test_transaction_whose_commit_response_was_lost_keeps_its_files(tmp_path):
     lost = StorageError("no answer")
     lost.uncertain = True
     with faulty(on="commit", error=lost):
@@ -129,7 +129,7 @@ def test_an_answer_that_was_lost_leaves_everything(tmp_path):
     assert SAVE not in pending_saves()
 
 
-def test_a_claim_that_was_revoked_cannot_be_committed(tmp_path):
+def test_transaction_whose_claim_was_revoked_cannot_commit(tmp_path):
     session, save = transaction(tmp_path)
     _, other = transaction(tmp_path)
 
@@ -145,7 +145,7 @@ def test_a_claim_that_was_revoked_cannot_be_committed(tmp_path):
     assert left(tmp_path) == []
 
 
-def test_an_error_before_the_claim_deletes_nothing(tmp_path):
+def test_transaction_error_before_the_claim_deletes_nothing(tmp_path):
     session, save = transaction(tmp_path)
     run(put(session, DATA))
 
@@ -160,7 +160,7 @@ def test_an_error_before_the_claim_deletes_nothing(tmp_path):
     assert SAVE not in pending_saves()
 
 
-def test_all_writes_that_fail_together_are_one_error_and_no_log(tmp_path, monkeypatch, caplog):
+def test_transaction_writes_that_fail_together_raise_one_error_without_asyncio_logs(tmp_path, monkeypatch, caplog):
     """Two parts of a file fail at once, as on a full disk: asyncio logs each error that no code retrieves."""
     started: list[asyncio.Event] = []
 

@@ -19,7 +19,7 @@ def committed(made):
 @pytest.mark.parametrize("on", ["write", "finish"])
 @pytest.mark.parametrize("place", ["memory", "file"])
 @pytest.mark.parametrize("path", ["*.safetensors", "*.bin"])
-def test_a_bit_that_flips_on_its_way_is_not_committed(tmp_path, verb, on, place, path):
+def test_read_back_does_not_commit_a_flipped_bit(tmp_path, verb, on, place, path):
     url = f"{place}://{tmp_path if place == 'file' else 'flipped'}/s"
     fault = {"on": on, "path": path, "flip": 70_000}
     with faulty(**fault):
@@ -34,7 +34,7 @@ def test_a_bit_that_flips_on_its_way_is_not_committed(tmp_path, verb, on, place,
     Snapshot(f"{url}-2").delete()
 
 
-def test_an_old_snapshot_stays_where_the_new_one_was_damaged(tmp_path):
+def test_read_back_failure_keeps_the_old_snapshot(tmp_path):
     Snapshot.take(tmp_path / "s", state())
     before = Snapshot(tmp_path / "s").metadata.save_id
     with faulty(on="write", path="*.safetensors", flip=9), pytest.raises(CorruptSnapshotError):
@@ -46,7 +46,7 @@ def test_an_old_snapshot_stays_where_the_new_one_was_damaged(tmp_path):
 @pytest.mark.parametrize(
     ("share", "least", "most"), [(True, 1.0, 1.05), (1, 1.0, 1.05), (0.3, 0.1, 0.6), (False, 0, 0)]
 )
-def test_a_share_is_a_share(share, least, most):
+def test_read_back_fraction_reads_that_share(share, least, most):
     app = {"s": StateDict(big=torch.arange(8 << 20))}
     with recording() as log:
         Snapshot.take("recording+memory://share", app, overwrite=True, read_back=share)
@@ -55,7 +55,7 @@ def test_a_share_is_a_share(share, least, most):
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
-def test_what_is_no_share_is_refused_before_anything_is_written(tmp_path, share):
+def test_read_back_refuses_an_invalid_fraction_before_writing(tmp_path, share):
     with pytest.raises(ValueError, match="read_back must be True, False or a fraction from 0 to 1"):
         Snapshot.take(tmp_path / "s", state(), read_back=share)
     assert not (tmp_path / "s").exists()

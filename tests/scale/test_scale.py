@@ -23,7 +23,7 @@ def run(*arguments):
 
 
 @pytest.mark.timeout(300)
-def test_eight_ranks_save_restore_and_lose_one_of_them():
+def test_scale_eight_ranks_take_restore_and_lose_one():
     printed = run("verbs", "faults", "--ranks", "8", "--timeout", "2", "--phase", "finish")
     for name in ("take, same structure", "async_take and wait", "restore on 6 ranks", "restore on 10 ranks"):
         assert name in printed
@@ -32,7 +32,7 @@ def test_eight_ranks_save_restore_and_lose_one_of_them():
     assert all(row.count("7/7") == 2 and "nothing committed" in row for row in rows)
 
 
-def test_a_phase_that_does_not_exist_is_refused():
+def test_scale_phase_that_is_unknown_is_refused():
     command = [sys.executable, "-m", "tests.scale", "faults", "--phase", "nothing"]
     done = subprocess.run(command, cwd=TOP, capture_output=True, text=True, check=False)
     assert done.returncode == 2
@@ -40,7 +40,7 @@ def test_a_phase_that_does_not_exist_is_refused():
 
 
 @pytest.mark.timeout(300)  # fourteen faults, of some seconds each
-def test_dcp_meets_the_same_faults():
+def test_scale_compare_runs_the_same_faults_with_dcp():
     rows = [
         line for line in run("compare", "--ranks", "4", "--timeout", "2").splitlines() if line.split()[:1] == ["DCP"]
     ]
@@ -49,7 +49,7 @@ def test_dcp_meets_the_same_faults():
 
 
 @pytest.mark.parametrize("change", [{"raised": 6}, {"named": 0}, {"slowest": 15.1}])
-def test_a_survivor_that_is_late_or_does_not_know_is_not_good(change):
+def test_scale_report_of_a_late_or_unaware_survivor_is_not_good(change):
     assert GOOD.is_good
     assert not replace(GOOD, **change).is_good
 
@@ -65,6 +65,6 @@ def test_a_survivor_that_is_late_or_does_not_know_is_not_good(change):
         ("Connection closed by peer [127.0.0.1]:4", False),
     ],
 )
-def test_an_error_names_a_rank_by_its_number(text, named):
+def test_scale_names_rank_finds_the_rank_number_in_an_error(text, named):
     assert names_rank(Report(1, "ended", 0.0, error="E", text=text), 4) == named
     assert names_rank(Report(1, "ended", 0.0, error="E", culprit=4), 4)

@@ -54,7 +54,7 @@ def signature_of(path):
 # Restore of the newest signed step
 
 
-def test_nothing_of_an_unsigned_step_is_decoded(tmp_path, secret, public, monkeypatch):
+def test_key_prevents_decoding_of_unsigned_steps(tmp_path, secret, public, monkeypatch):
     take_steps(tmp_path, 1, 2, 3, 4, sign=secret, incremental=True)
     signature_of(tmp_path / "step-4").unlink()
     (tmp_path / "step-5").mkdir()
@@ -74,7 +74,7 @@ def test_nothing_of_an_unsigned_step_is_decoded(tmp_path, secret, public, monkey
     assert set(decoded) == {(tmp_path / "step-2" / ".snapshot_metadata").read_bytes()}
 
 
-def test_other_formats_are_not_parsed_with_a_key(tmp_path, public, monkeypatch):
+def test_key_prevents_parsing_of_other_formats(tmp_path, public, monkeypatch):
     torch.save({"a": torch.zeros(3)}, tmp_path / "foreign.pt")
     monkeypatch.setattr(opening, "find_foreign", None)  # a call would be a TypeError
     snapshot = Snapshot(tmp_path / "foreign.pt", key=public)
@@ -83,7 +83,7 @@ def test_other_formats_are_not_parsed_with_a_key(tmp_path, public, monkeypatch):
     assert not snapshot.exists()
 
 
-def test_a_signed_snapshot_in_the_folder_of_another_step_is_passed_over(tmp_path, secret, public, caplog):
+def test_signed_snapshot_in_the_folder_of_another_step_is_skipped(tmp_path, secret, public, caplog):
     take_steps(tmp_path, 1, 2, sign=secret)
     shutil.copytree(tmp_path / "step-1", tmp_path / "step-9")
     Snapshot.take(tmp_path / "step-8", state(8), sign=secret)  # by no manager, so its step is not signed
@@ -105,7 +105,7 @@ def a_link_to_itself(path):
 
 
 @pytest.mark.parametrize("damage", [a_folder, a_link_to_itself, os.mkfifo])
-def test_a_signature_that_cannot_be_read_is_passed_over(tmp_path, secret, public, damage):
+def test_signature_that_cannot_be_read_is_skipped_by_restore_latest(tmp_path, secret, public, damage):
     take_steps(tmp_path, 1, 2, sign=secret)
     found = signature_of(tmp_path / "step-2")
     if damage is os.mkfifo:
@@ -116,7 +116,7 @@ def test_a_signature_that_cannot_be_read_is_passed_over(tmp_path, secret, public
         Snapshot(tmp_path / "step-2", key=public).verify()
 
 
-def test_a_signature_that_may_not_be_read_is_passed_over(tmp_path, secret, public):
+def test_signature_without_read_permission_is_skipped_by_restore_latest(tmp_path, secret, public):
     take_steps(tmp_path, 1, 2, sign=secret)
     name = signature_of(tmp_path / "step-2").name
     denied = StorageError("Permission denied")
@@ -129,7 +129,7 @@ def test_a_signature_that_may_not_be_read_is_passed_over(tmp_path, secret, publi
 
 
 @pytest.mark.parametrize("damage", [a_folder, a_link_to_itself, os.unlink, lambda path: path.write_bytes(b"")])
-def test_hashes_that_cannot_be_read_are_faults_before_data_is_read(tmp_path, secret, public, damage):
+def test_signed_hashes_that_cannot_be_read_are_faults_before_data_is_read(tmp_path, secret, public, damage):
     root = tmp_path / "root"
     with SnapshotManager(root, signals=()) as manager:
         manager.take(1, state(1, 300_000), options=TakeOptions(sign=secret))
@@ -150,7 +150,7 @@ def test_hashes_that_cannot_be_read_are_faults_before_data_is_read(tmp_path, sec
     assert Snapshot(root / "step-2").verify()
 
 
-def test_damaged_hashes_are_found_before_live_tensors_are_written(tmp_path, secret, public):
+def test_signed_hashes_that_are_damaged_are_found_before_tensors_are_changed(tmp_path, secret, public):
     Snapshot.take(tmp_path / "s", state(2, 300_000), sign=secret)
     (leaves,) = (tmp_path / "s" / "data").glob("*.sha256")
     leaves.write_bytes(bytes(leaves.stat().st_size))
@@ -163,7 +163,7 @@ def test_damaged_hashes_are_found_before_live_tensors_are_written(tmp_path, secr
 # Manifests that change
 
 
-def test_a_manifest_that_differs_at_each_read_ends(tmp_path, secret, public, monkeypatch):
+def test_signed_manifest_that_differs_at_each_read_raises(tmp_path, secret, public, monkeypatch):
     Snapshot.take(tmp_path / "s", state())
     reads = []
     from snapshot.plugins.file.file_storage import FileStorage
@@ -204,7 +204,7 @@ class Service(Ed25519PrivateKey):
     private_bytes = private_bytes_raw = __copy__ = __deepcopy__ = _refuse
 
 
-def test_a_key_service_signs(tmp_path, secret, public):
+def test_sign_with_a_key_service(tmp_path, secret, public):
     Snapshot.take(tmp_path / "s", state(), sign=Service(secret, bytes))
     assert Snapshot(tmp_path / "s", key=public).verify()
 
@@ -213,13 +213,13 @@ def test_a_key_service_signs(tmp_path, secret, public):
     "change",
     [lambda made: made[:-1] + bytes([made[-1] ^ 1]), lambda made: made[:-1], lambda made: made + b"\0", lambda _: None],
 )
-def test_a_wrong_signature_of_a_key_service_is_not_committed(tmp_path, secret, change):
+def test_sign_with_a_wrong_signature_of_a_key_service_does_not_commit(tmp_path, secret, change):
     with pytest.raises(SignatureError, match="does not match its public key"):
         Snapshot.take(tmp_path / "s", state(), sign=Service(secret, change))
     assert not any(path for path in tmp_path.rglob("*") if path.is_file())
 
 
-def test_new_keys_without_cryptography_or_over_others_are_clear_errors(tmp_path, monkeypatch, capsys):
+def test_create_keys_without_cryptography_or_over_existing_files_raises(tmp_path, monkeypatch, capsys):
     from snapshot.cli import main
 
     (tmp_path / "k.pub").write_text("mine")
@@ -237,7 +237,7 @@ def test_new_keys_without_cryptography_or_over_others_are_clear_errors(tmp_path,
     assert stat.S_IMODE((tmp_path / "other").stat().st_mode) == 0o600
 
 
-def test_errors_of_keys_name_the_argument_and_the_way_out(tmp_path, secret, public):
+def test_sign_and_key_errors_name_the_argument_and_a_remedy(tmp_path, secret, public):
     der = secret.private_bytes(s.Encoding.DER, s.PrivateFormat.PKCS8, s.NoEncryption())
     der_public = public.public_bytes(s.Encoding.DER, s.PublicFormat.SubjectPublicKeyInfo)
     ssh = secret.private_bytes(s.Encoding.PEM, s.PrivateFormat.OpenSSH, s.NoEncryption())

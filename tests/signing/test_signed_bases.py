@@ -32,7 +32,7 @@ def shared(path):
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
-def test_shared_files_are_covered(tmp_path, secret, public, compression):
+def test_signature_covers_files_shared_with_a_base(tmp_path, secret, public, compression):
     one, two = tmp_path / "one", tmp_path / "two"
     Snapshot.take(one, state(1), sign=secret, base=[], compression=compression)
     taken = Snapshot.take(two, state(2), base=one, sign=secret, compression=compression)
@@ -46,7 +46,7 @@ def test_shared_files_are_covered(tmp_path, secret, public, compression):
         flip(file, -9)
 
 
-def test_the_hashes_of_a_signed_base_are_used_without_reading_the_file(tmp_path, secret, public):
+def test_signed_base_hashes_are_used_without_reading_the_file(tmp_path, secret, public):
     one = f"watched+file://{tmp_path}/one"
     log = Log()
     with tapped("watched", log):
@@ -67,9 +67,7 @@ def unkeyed(path, key):
 
 
 @pytest.mark.parametrize("base", [unkeyed, keyed])
-def test_bytes_that_were_changed_since_the_base_was_signed_are_not_signed_again(
-    tmp_path, secret, public, monkeypatch, base
-):
+def test_signed_base_bytes_changed_since_are_not_signed_again(tmp_path, secret, public, monkeypatch, base):
     """The signed hashes of the base are used, so a change is found even if the take's sample of the file misses it."""
     monkeypatch.setattr(Comparer, "is_sound", lambda self, match: True)
     one, two = tmp_path / "one", tmp_path / "two"
@@ -79,7 +77,7 @@ def test_bytes_that_were_changed_since_the_base_was_signed_are_not_signed_again(
     assert any("not the signed ones" in fault for fault in Snapshot(two, key=public).verify().faults)
 
 
-def test_a_damaged_sample_of_a_signed_base_is_written_again(tmp_path, secret, public):
+def test_signed_base_with_a_damaged_sample_is_written_again(tmp_path, secret, public):
     one, two = tmp_path / "one", tmp_path / "two"
     Snapshot.take(one, state(1), sign=secret, base=[])
     flip(frozen_file(one), -9)
@@ -90,7 +88,7 @@ def test_a_damaged_sample_of_a_signed_base_is_written_again(tmp_path, secret, pu
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
 @pytest.mark.parametrize("how", ["never signed", "removed", "by another key", "damaged"])
-def test_files_that_no_signature_of_the_key_covers_are_written_again(
+def test_base_files_not_covered_by_a_signature_of_the_key_are_written_again(
     tmp_path, secret, public, stranger, compression, how
 ):
     one, two, three = tmp_path / "one", tmp_path / "two", tmp_path / "three"
@@ -110,7 +108,7 @@ def test_files_that_no_signature_of_the_key_covers_are_written_again(
     assert Snapshot(three, key=public).verify()
 
 
-def test_a_base_by_another_key_is_shared_if_that_key_is_given(tmp_path, secret, public, stranger):
+def test_base_signed_by_another_key_is_shared_if_that_key_is_given(tmp_path, secret, public, stranger):
     one, two = tmp_path / "one", tmp_path / "two"
     Snapshot.take(one, state(1), sign=stranger, base=[])
     theirs = Snapshot(one, key=stranger.public_key())
@@ -118,7 +116,7 @@ def test_a_base_by_another_key_is_shared_if_that_key_is_given(tmp_path, secret, 
     assert Snapshot(two, key=public).verify()
 
 
-def test_a_base_with_a_key_must_be_signed(tmp_path, secret, public):
+def test_base_with_a_key_must_be_signed(tmp_path, secret, public):
     one = tmp_path / "one"
     Snapshot.take(one, state(1), base=[])
     report = Snapshot.take(tmp_path / "two", state(2), base=Snapshot(one, key=public), sign=secret).report
@@ -129,7 +127,7 @@ def test_a_base_with_a_key_must_be_signed(tmp_path, secret, public):
     assert Snapshot(tmp_path / "three", key=public).verify()
 
 
-def test_what_only_the_base_has_must_be_signed_there(tmp_path, secret, public):
+def test_only_trainable_base_must_be_signed_if_a_key_is_given(tmp_path, secret, public):
     one, two = tmp_path / "one", tmp_path / "two"
     Snapshot.take(one, state(1))
     Snapshot.take(two, state(2), base=one, only="trainable", sign=secret)
@@ -148,7 +146,7 @@ def test_what_only_the_base_has_must_be_signed_there(tmp_path, secret, public):
         Snapshot(two, key=public).restore(live, base=one, verify=False)
 
 
-def test_a_manager_signs_each_step_and_restores_signed_ones(tmp_path, secret, public):
+def test_manager_signs_each_step_and_restores_signed_steps(tmp_path, secret, public):
     with SnapshotManager(tmp_path / "run", incremental=True, signals=()) as manager:
         for step in (1, 2, 3):
             manager.take(step, state(step), options=TakeOptions(sign=secret))

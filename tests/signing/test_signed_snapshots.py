@@ -85,7 +85,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_reader_with_the_key_gets_what_was_signed(tmp_path, secret, public, way):
+def test_key_reads_a_signed_snapshot(tmp_path, secret, public, way):
     path = tmp_path / "s"
     WAYS[way](path, state(), secret)
     report = Snapshot(path, key=public).verify()
@@ -99,7 +99,7 @@ def test_a_reader_with_the_key_gets_what_was_signed(tmp_path, secret, public, wa
     assert Snapshot(path, key=public).metadata.world_size == 1
 
 
-def test_signing_while_bytes_flow_and_later_make_the_same_files(tmp_path, secret):
+def test_sign_during_the_take_and_later_make_the_same_files(tmp_path, secret):
     path = tmp_path / "s"
     Snapshot.take(path, state(), sign=secret)
     before = {each.name: each.read_bytes() for each in files_of(path)}
@@ -107,7 +107,7 @@ def test_signing_while_bytes_flow_and_later_make_the_same_files(tmp_path, secret
     assert {each.name: each.read_bytes() for each in files_of(path)} == before
 
 
-def test_a_signature_can_be_replaced_by_that_of_another_key(tmp_path, secret, public, stranger):
+def test_sign_replaces_the_signature_of_another_key(tmp_path, secret, public, stranger):
     path = tmp_path / "s"
     Snapshot.take(path, small(), sign=stranger)
     Snapshot(path).sign(secret)
@@ -115,7 +115,7 @@ def test_a_signature_can_be_replaced_by_that_of_another_key(tmp_path, secret, pu
     assert "another key" in faults(path, stranger.public_key())[0]
 
 
-def test_keys_are_read_from_pem_files(tmp_path, capsys):
+def test_sign_and_key_accept_pem_files(tmp_path, capsys):
     from snapshot.cli import main
 
     assert main(["sign", "--new-key", str(tmp_path / "k")]) == 0
@@ -125,7 +125,7 @@ def test_keys_are_read_from_pem_files(tmp_path, capsys):
     assert Snapshot(tmp_path / "s", key=tmp_path / "k").verify()  # its public half
 
 
-def test_wrong_keys_are_errors_before_anything_is_written(tmp_path, secret, public, caplog):
+def test_sign_refuses_wrong_keys_before_writing(tmp_path, secret, public, caplog):
     from cryptography.hazmat.primitives import serialization as s
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
@@ -153,7 +153,7 @@ def test_wrong_keys_are_errors_before_anything_is_written(tmp_path, secret, publ
         Snapshot(tmp_path / "s").sign(public)
 
 
-def test_without_cryptography_the_error_says_what_to_install(tmp_path, monkeypatch, secret):
+def test_sign_without_cryptography_raises_missing_extra_error(tmp_path, monkeypatch, secret):
     import sys
 
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.asymmetric", None)
@@ -168,7 +168,7 @@ def test_without_cryptography_the_error_says_what_to_install(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("way", ["take", pytest.param("compressed", marks=pytest.mark.slow)])
-def test_every_changed_byte_is_found(tmp_path, secret, public, way):
+def test_key_finds_every_changed_byte(tmp_path, secret, public, way):
     path = tmp_path / "s"
     WAYS[way](path, small(), secret)
     assert not faults(path, public)
@@ -193,7 +193,7 @@ def test_every_changed_byte_is_found(tmp_path, secret, public, way):
     assert not faults(path, public)
 
 
-def test_changed_blocks_and_leaves_of_long_files_are_found_and_named(tmp_path, secret, public):
+def test_key_finds_and_names_changed_blocks_and_hashes_of_long_files(tmp_path, secret, public):
     path = tmp_path / "s"
     Snapshot.take(path, state(), sign=secret)
     (data,) = files_of(path, ".safetensors")
@@ -232,7 +232,7 @@ def forge(path, value):
     return held.save_id
 
 
-def test_forged_values_with_matching_digests_are_refused_before_live_tensors_are_written(tmp_path, secret, public):
+def test_key_refuses_forged_values_before_tensors_are_changed(tmp_path, secret, public):
     path = tmp_path / "s"
     Snapshot.take(path, state(), sign=secret)
     honest = (path / ".snapshot_metadata").read_bytes()
@@ -249,7 +249,7 @@ def test_forged_values_with_matching_digests_are_refused_before_live_tensors_are
     assert not live["s"]["big"].any()
 
 
-def test_the_signature_counts_without_digests_too(tmp_path, secret, public):
+def test_key_verifies_the_signature_with_verify_false(tmp_path, secret, public):
     path = tmp_path / "s"
     Snapshot.take(path, state(), sign=secret)
     (data,) = files_of(path, ".safetensors")
@@ -261,7 +261,7 @@ def test_the_signature_counts_without_digests_too(tmp_path, secret, public):
         loaded(path, public, verify=False)
 
 
-def test_a_missing_signature_is_a_fault(tmp_path, public, secret):
+def test_key_reports_a_missing_signature(tmp_path, public, secret):
     Snapshot.take(tmp_path / "s", small())
     snapshot = Snapshot(tmp_path / "s", key=public)
     for call in (
@@ -285,7 +285,7 @@ def test_a_missing_signature_is_a_fault(tmp_path, public, secret):
         Snapshot(tmp_path / "foreign.pt").sign(secret)
 
 
-def test_another_key_is_a_fault_before_live_tensors_are_written(tmp_path, public, stranger):
+def test_key_reports_a_signature_of_another_key_before_tensors_are_changed(tmp_path, public, stranger):
     Snapshot.take(tmp_path / "s", small(), sign=stranger)
     live = fresh(20)
     with pytest.raises(SignatureError, match="is by another key"):
@@ -298,7 +298,7 @@ def test_another_key_is_a_fault_before_live_tensors_are_written(tmp_path, public
     assert "does not match" in faults(tmp_path / "s", public)[0]
 
 
-def test_files_cannot_be_swapped(tmp_path, secret, public):
+def test_key_finds_swapped_files(tmp_path, secret, public):
     path = tmp_path / "s"
     noise = torch.randint(256, (2, 4 << 20), dtype=torch.uint8)  # stored as it is, in files as short as the budget's
     app = {"s": StateDict(a=noise[0], b=noise[1])}
@@ -315,7 +315,7 @@ def test_files_cannot_be_swapped(tmp_path, secret, public):
         Snapshot(path, key=public).restore(app, verify=False)
 
 
-def test_parts_of_two_signed_snapshots_do_not_mix_and_an_older_whole_one_is_not_found(tmp_path, secret, public):
+def test_key_finds_mixed_parts_of_two_signed_snapshots_but_not_an_old_one(tmp_path, secret, public):
     old, new = tmp_path / "step-1", tmp_path / "step-2"
     Snapshot.take(old, small(1.0), sign=secret, metadata={"step": 1})
     Snapshot.take(new, small(2.0), sign=secret, metadata={"step": 2})
@@ -340,7 +340,7 @@ def test_parts_of_two_signed_snapshots_do_not_mix_and_an_older_whole_one_is_not_
 # Reads
 
 
-def test_a_small_read_reads_its_blocks_and_no_more(tmp_path, secret, public):
+def test_key_small_read_hashes_only_its_blocks(tmp_path, secret, public):
     app = {"s": StateDict(w=torch.arange(4_000_000, dtype=torch.float32).view(4000, 1000))}
     Snapshot.take(tmp_path / "s", app, sign=secret)
     log = Log()
@@ -352,7 +352,7 @@ def test_a_small_read_reads_its_blocks_and_no_more(tmp_path, secret, public):
     assert read < 1_200_000
 
 
-def test_a_copy_says_that_it_is_not_signed(tmp_path, secret, public):
+def test_copy_of_a_signed_snapshot_is_not_signed(tmp_path, secret, public):
     signed = Snapshot.take(tmp_path / "s", small(), sign=secret)
     report = Snapshot(tmp_path / "s", key=public).copy(tmp_path / "c")
     assert report.was_signed
@@ -365,7 +365,7 @@ def test_a_copy_says_that_it_is_not_signed(tmp_path, secret, public):
     assert not Snapshot.take(tmp_path / "p", small()).copy(tmp_path / "q").was_signed
 
 
-def test_a_selection_and_a_conversion_read_signed_bytes_only(tmp_path, secret, public):
+def test_copy_select_and_convert_with_a_key_read_only_signed_bytes(tmp_path, secret, public):
     path = tmp_path / "s"
     Snapshot.take(path, state(), sign=secret)
     snapshot = Snapshot(path, key=public)
@@ -380,7 +380,7 @@ def test_a_selection_and_a_conversion_read_signed_bytes_only(tmp_path, secret, p
     assert not (tmp_path / "d").exists() or not Snapshot(tmp_path / "d").exists()
 
 
-def test_options_of_a_manager_read_a_key_once(tmp_path):
+def test_restore_options_key_file_is_read_once(tmp_path):
     """The file may be gone later in the run: an error in the middle of a take would be one of this rank alone."""
     from snapshot.cli import main
 
@@ -394,7 +394,7 @@ def test_options_of_a_manager_read_a_key_once(tmp_path):
         assert manager.restore_latest(state(0.0), key=f"{path}.pub") == 2
 
 
-def test_load_and_merge_require_the_key(tmp_path, secret, public):
+def test_load_and_merge_with_a_key_require_signatures(tmp_path, secret, public):
     one, two = tmp_path / "one", tmp_path / "two"
     Snapshot.take(one, state(1.0), sign=secret)
     Snapshot.take(two, state(3.0))
@@ -415,7 +415,7 @@ def test_load_and_merge_require_the_key(tmp_path, secret, public):
         merge([Snapshot(each, key=public) for each in (one, two)], tmp_path / "more", verify=False)
 
 
-def test_a_damaged_snapshot_is_not_signed(tmp_path, secret):
+def test_sign_refuses_a_damaged_snapshot(tmp_path, secret):
     path = tmp_path / "s"
     Snapshot.take(path, state())
     (data,) = files_of(path, ".safetensors")
@@ -425,7 +425,7 @@ def test_a_damaged_snapshot_is_not_signed(tmp_path, secret):
     assert len(files_of(path)) == 2
 
 
-def test_a_verification_with_a_key_does_not_continue_one_without(tmp_path, secret, public):
+def test_verify_resume_with_a_key_does_not_continue_one_without(tmp_path, secret, public):
     path, journal = tmp_path / "s", tmp_path / "journal"
     Snapshot.take(path, state(), sign=secret)
     (data,) = files_of(path, ".safetensors")
@@ -440,9 +440,7 @@ def test_a_verification_with_a_key_does_not_continue_one_without(tmp_path, secre
 # Kept and removed
 
 
-def test_a_snapshot_that_is_replaced_while_it_is_signed_is_signed_in_its_new_form(
-    tmp_path, secret, public, monkeypatch
-):
+def test_sign_of_a_snapshot_replaced_meanwhile_signs_the_new_one(tmp_path, secret, public, monkeypatch):
     path = tmp_path / "s"
     Snapshot.take(path, state(1.0))
     run = Verification.run
@@ -457,7 +455,7 @@ def test_a_snapshot_that_is_replaced_while_it_is_signed_is_signed_in_its_new_for
     assert Snapshot(path, key=public).verify().ok
 
 
-def test_an_overwritten_or_deleted_snapshot_leaves_no_signature(tmp_path, secret, public):
+def test_signature_is_removed_when_a_snapshot_is_overwritten_or_deleted(tmp_path, secret, public):
     path = tmp_path / "s"
     Snapshot.take(path, state(), sign=secret)
     Snapshot.take(path, state(2.0), sign=secret, overwrite=True)
@@ -495,13 +493,13 @@ class Unsignable(Ed25519PrivateKey):
         return self
 
 
-def test_a_take_that_cannot_be_signed_is_not_committed(tmp_path, secret):
+def test_take_that_cannot_be_signed_is_not_committed(tmp_path, secret):
     with pytest.raises(RuntimeError, match="does not answer"):
         Snapshot.take(tmp_path / "s", state(), sign=Unsignable(secret))
     assert not any(path for path in (tmp_path / "s").rglob("*") if path.is_file())
 
 
-def test_a_snapshot_is_never_committed_without_the_signature(tmp_path, secret):
+def test_take_stores_the_signature_before_the_manifest(tmp_path, secret):
     """The signature is stored before the manifest; if it cannot be stored, nothing remains."""
     log = Log()
     with tapped("watched", log):
@@ -539,7 +537,7 @@ def signed_by(secret, statement):
         b"\xff\xfe",
     ],
 )
-def test_hostile_statements_are_clear_errors(tmp_path, secret, public, statement):
+def test_signature_with_hostile_statements_raises(tmp_path, secret, public, statement):
     path = tmp_path / "s"
     Snapshot.take(path, small(), sign=secret)
     (signature,) = files_of(path, ".signature")
@@ -551,7 +549,7 @@ def test_hostile_statements_are_clear_errors(tmp_path, secret, public, statement
     assert Snapshot(path).metadata
 
 
-def test_signed_statements_of_another_snapshot_or_without_its_files_are_refused(tmp_path, secret, public):
+def test_signature_of_another_snapshot_or_without_its_files_is_refused(tmp_path, secret, public):
     path = tmp_path / "s"
     Snapshot.take(path, state(), sign=secret)
     (signature,) = files_of(path, ".signature")
@@ -573,7 +571,7 @@ def test_signed_statements_of_another_snapshot_or_without_its_files_are_refused(
     assert faults(path, public)
 
 
-def test_a_huge_signature_is_not_read(tmp_path, secret, public, monkeypatch):
+def test_signature_that_is_huge_is_not_read(tmp_path, secret, public, monkeypatch):
     path = tmp_path / "s"
     Snapshot.take(path, small(), sign=secret)
     (signature,) = files_of(path, ".signature")
@@ -583,7 +581,7 @@ def test_a_huge_signature_is_not_read(tmp_path, secret, public, monkeypatch):
         Snapshot(path, key=public).get_manifest()
 
 
-def test_a_newer_format_says_what_to_do(tmp_path, secret, public):
+def test_signature_of_a_newer_format_says_what_to_do(tmp_path, secret, public):
     path = tmp_path / "s"
     Snapshot.take(path, small(), sign=secret)
     (signature,) = files_of(path, ".signature")
@@ -592,7 +590,7 @@ def test_a_newer_format_says_what_to_do(tmp_path, secret, public):
         Snapshot(path, key=public).get_manifest()
 
 
-def test_the_manifest_is_not_decoded_before_its_signature_is_verified(tmp_path, secret, public):
+def test_manifest_is_not_decoded_before_its_signature_is_verified(tmp_path, secret, public):
     path = tmp_path / "s"
     Snapshot.take(path, small(), sign=secret)
     manifest = path / ".snapshot_metadata"

@@ -26,7 +26,7 @@ def plain_root(data):
 
 
 @given(SIZES, st.lists(st.integers(0, 3 * LEAF + 5), max_size=4))
-def test_pieces_of_any_length_make_the_documented_root(nbytes, cuts):
+def test_hash_tree_of_pieces_of_any_length_has_the_documented_root(nbytes, cuts):
     data = content(nbytes)
     places = [0, *sorted(min(cut, nbytes) for cut in cuts), nbytes]
     running = RunningTree()
@@ -38,7 +38,7 @@ def test_pieces_of_any_length_make_the_documented_root(nbytes, cuts):
 
 
 @given(SIZES.filter(bool), st.data())
-def test_every_changed_byte_and_length_changes_the_root(nbytes, data):
+def test_hash_tree_root_changes_with_every_byte_and_length(nbytes, data):
     whole = bytearray(content(nbytes))
     before = tree_of(whole).root
     at = data.draw(st.integers(0, nbytes - 1))
@@ -49,7 +49,7 @@ def test_every_changed_byte_and_length_changes_the_root(nbytes, data):
     assert tree_of(whole + b"\0").root != before
 
 
-def test_leaves_cannot_pass_for_a_file():
+def test_hash_tree_leaves_cannot_be_taken_for_a_file():
     """A file whose bytes are another one's leaves, with its mark or without, has another root."""
     held = tree_of(content(3 * LEAF))
     marked = b"snapshot file\0" + held.size.to_bytes(8, "little") + held.leaves
@@ -58,7 +58,7 @@ def test_leaves_cannot_pass_for_a_file():
 
 
 @given(st.dictionaries(st.integers(0, 30), SIZES, max_size=8), st.integers(1, 3))
-def test_leaves_are_where_readers_look_for_them(sizes, ranks):
+def test_hash_tree_leaves_are_where_readers_look_for_them(sizes, ranks):
     files = {f"data/0123456789ab-{number % ranks}-{number}.bin": size for number, size in sizes.items()}
     trees = {name: tree_of(content(size)) for name, size in files.items()}
     joined, places = join_leaves(trees), place_leaves(files)

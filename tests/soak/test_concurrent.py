@@ -16,7 +16,7 @@ say = print  # what was done is what this is for
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("where", ["files", "threads", "memory"])
-def test_several_at_one_place(tmp_path, where):
+def test_soak_concurrent_takes_restores_and_deletes_at_one_path(tmp_path, where):
     place = Place("memory://crowd" if where == "memory" else f"file://{tmp_path}/s")
     crowd = [Process() if where == "files" else Threads() for _ in range(4)]
     try:

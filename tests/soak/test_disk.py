@@ -10,7 +10,7 @@ from tests.faults.forked_jobs import Forker
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("verb", ["take", "overwrite", "async_overwrite", "delete", "read"])
-def test_every_call_fails_in_every_way(tmp_path, verb):
+def test_soak_every_system_call_fails_in_every_way(tmp_path, verb):
     library = tmp_path / "shim.so"
     subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, failing_calls.SOURCE, "-ldl"], check=True)
     with Forker(LD_PRELOAD=str(library)) as forker:

@@ -8,7 +8,7 @@ from tests.hostile.damaged_snapshot import flipped, look, take_to_memory
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mask", [None, 0xFF])
-def test_every_byte_by_itself(mask):
+def test_soak_every_flipped_byte_is_found(mask):
     arrays = take_to_memory("flips")
     snapshot = Snapshot("memory://flips")
     count = met = 0

@@ -27,13 +27,13 @@ KILLED = {
 
 @pytest.mark.parametrize("script", NEEDED)
 @pytest.mark.timeout(900)
-def test_an_adapter_passes_all_of_its_tests(script):
+def test_soak_interop_adapter_passes_all_tests(script):
     run_script(script, "slow or not slow")
 
 
 @pytest.mark.parametrize("name", KILLED)
 @pytest.mark.timeout(900)
-def test_a_training_that_is_killed_anywhere_resumes_to_the_same_bits(preloaded, tmp_path, name):  # noqa: F811
+def test_soak_killed_training_resumes_exactly(preloaded, tmp_path, name):  # noqa: F811
     tool("cc", "apt-get install gcc")
     module, folder = NEEDED.get(KILLED[name], ("lightning", None))
     place = CACHE / folder if folder else None

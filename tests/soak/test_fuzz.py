@@ -28,7 +28,7 @@ SECONDS = int(os.environ.get("SNAPSHOT_SOAK_SECONDS", "120"))
         "torchsnapshot_manifest",
     ],
 )  # fmt: skip
-def test_what_a_fuzzer_finds_that_sees_which_lines_run(tmp_path, target):
+def test_soak_atheris_fuzzing(tmp_path, target):
     """Atheris, guided by coverage; manifests are also changed into other manifests."""
     pytest.importorskip("atheris", reason="pip install atheris")
     options = [f"-max_total_time={SECONDS}", "-timeout=30", "-rss_limit_mb=3000", "-print_final_stats=1"]
@@ -45,7 +45,7 @@ def test_what_a_fuzzer_finds_that_sees_which_lines_run(tmp_path, target):
 
 
 @pytest.mark.timeout(SECONDS + 120)
-def test_manifests_that_were_changed_at_random_and_read_by_every_verb():
+def test_soak_manifests_with_random_changes_raise_errors_of_the_library():
     torch.set_num_threads(1)
     first = int(os.environ.get("SNAPSHOT_TEST_SEED", "0"))
     with warnings.catch_warnings():

@@ -11,5 +11,5 @@ TAKES = int(os.environ.get("SOAK_TAKES", "10000")) // len(TRAININGS) + 1
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", TRAININGS)
-def test_no_take_of_an_ordinary_training_is_suspect(name):
+def test_soak_guards_find_nothing_in_ordinary_trainings(name):
     assert list(alarms(name, f"memory://soak-{name.replace(' ', '-')}/run", TAKES, seed=TAKES)) == []

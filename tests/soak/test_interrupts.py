@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 
-def test_interrupts_at_random_moments_leave_one_or_the_other(tmp_path):
+def test_soak_interrupts_at_random_moments_leave_the_old_or_the_new_snapshot(tmp_path):
     script = f"""
 import os, random, signal, threading, torch
 from snapshot import Snapshot, SnapshotError, StateDict

@@ -22,19 +22,19 @@ def forker():
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("foreign", [True, False])
 @pytest.mark.parametrize("verb", VERBS)
-def test_killed_at_every_operation(forker, tmp_path, verb, foreign):
+def test_soak_kill_at_every_storage_operation(forker, tmp_path, verb, foreign):
     kills, new = kill_at_operations(forker, tmp_path, verb, foreign=foreign)
     print(f"{verb}: {kills} kills at operations, the new state stood after {new}")
 
 
 @pytest.mark.timeout(600)
-def test_killed_at_every_operation_of_pruning(forker, tmp_path):
+def test_soak_kill_at_every_operation_of_prune(forker, tmp_path):
     print(f"prune: {kill_while_pruning(forker, tmp_path)} kills at operations")
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("verb", VERBS)
-def test_killed_at_every_system_call(forker, tmp_path, verb):
+def test_soak_kill_at_every_system_call(forker, tmp_path, verb):
     tool("strace", "apt-get install strace")
     kills, calls = kill_at_system_calls(forker, tmp_path / "here", verb, tmp_path / "log")
     print(f"{verb}: {kills} kills at {calls} system calls")
@@ -43,5 +43,5 @@ def test_killed_at_every_system_call(forker, tmp_path, verb):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("who", ["parent", "writer"])
-def test_killed_at_every_operation_of_a_writer_process_and_its_parent(forker, tmp_path, who):
+def test_soak_kill_at_every_operation_of_a_writer_process_and_its_parent(forker, tmp_path, who):
     print(f"{who}: {kill_with_worker(forker, tmp_path, who)} kills with a writer process")

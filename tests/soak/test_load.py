@@ -32,7 +32,7 @@ def started(script, *arguments, log):
 
 @pytest.mark.timeout(SECONDS + 400)
 @pytest.mark.parametrize(("world", "share"), [(1, 0.4), (2, 0.55)])
-def test_a_training_loop_that_saves_and_restores_while_storages_fail(tmp_path, world, share):
+def test_soak_training_loop_takes_and_restores_while_storages_fail(tmp_path, world, share):
     """Each rank looks at what came back, at what is left, and at itself; whoever hangs tells where."""
     logs = [tmp_path / f"log-{rank}" for rank in range(world)]
     seconds = int(SECONDS * share)
@@ -73,19 +73,19 @@ def measured(what, path, count):
 
 
 @pytest.mark.timeout(600)
-def test_a_million_entries_in_one_snapshot(tmp_path):
+def test_soak_take_of_a_million_entries(tmp_path):
     size, memory = measured("entries", tmp_path / "s", 1_000_000)
     assert max(memory.values()) < 16 * size, "memory is no longer a small multiple of the manifest"
 
 
 @pytest.mark.timeout(600)
-def test_a_hundred_thousand_tensors(tmp_path):
+def test_soak_take_of_a_hundred_thousand_tensors(tmp_path):
     size, memory = measured("tensors", tmp_path / "s", 100_000)
     assert max(memory.values()) < 4 * size
 
 
 @pytest.mark.timeout(600)
-def test_a_tensor_of_twenty_gibibytes_of_which_boxes_are_read(tmp_path):
+def test_soak_take_of_a_20_gib_tensor_and_read_object_boxes(tmp_path):
     if shutil.disk_usage(tmp_path).free < 24 << 30:
         pytest.skip("24 GiB of free disk are needed")
     try:
@@ -97,7 +97,7 @@ def test_a_tensor_of_twenty_gibibytes_of_which_boxes_are_read(tmp_path):
 
 
 @pytest.mark.timeout(600)
-def test_ten_million_entries_by_an_enemy(tmp_path):
+def test_soak_hostile_manifest_of_ten_million_entries(tmp_path):
     size, memory = measured("tiny", tmp_path / "s", 10_000_000)  # under a limit of 9 times its size, and a little
     assert max(memory.values()) < 10 * size
 
@@ -131,7 +131,7 @@ def taken_down(value):
 
 @pytest.mark.parametrize("make", [deep_dict, deep_list, deep_mixture])
 @pytest.mark.parametrize("verb", [Snapshot.take, Snapshot.async_take, Snapshot.plan])
-def test_a_path_of_ten_thousand_keys_is_refused_kindly(tmp_path, make, verb):
+def test_soak_take_of_a_deeply_nested_state_is_refused(tmp_path, make, verb):
     for depth in (600, 10_000, 100_000):
         deep = make(depth)
         try:

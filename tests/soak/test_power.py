@@ -11,7 +11,7 @@ VERBS = ["take", "overwrite", "async_take", "async_overwrite", "overlapped", "de
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", KINDS)
-def test_power_lost_at_every_operation(tmp_path, kind):
+def test_soak_power_loss_at_every_operation(tmp_path, kind):
     with Forker() as forker, disk(kind, tmp_path) as made:
         for verb in VERBS:
             for mode in ("auto", "never", "portable"):

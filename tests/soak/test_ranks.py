@@ -17,7 +17,7 @@ say = print  # what was done is what this is for
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_rank_that_falls_silent_at_any_point_is_named_by_all(tmp_path, world):
+def test_soak_silent_rank_at_any_point_is_named_by_all(tmp_path, world):
     template, cases = tmp_path / "template", []
     template.mkdir()
     for verb in ("take", "async_take", "restore", "read_once"):

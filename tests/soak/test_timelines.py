@@ -47,13 +47,13 @@ class Tally:
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("first", range(0, SCHEDULES, CHUNK))
-def test_random_schedules_on_the_model_and_on_the_code(tmp_path, first):
+def test_soak_timelines_random_schedules_on_the_model_and_the_code(tmp_path, first):
     actions = sum(run_schedule(seed, tmp_path / "world") for seed in range(first, first + CHUNK))
     print(f"seeds {first} to {first + CHUNK - 1}: {actions} actions, 0 wrong")
 
 
 @pytest.mark.timeout(3600)
-def test_random_schedules_with_a_bucket_that_loses_answers(tmp_path, moto):
+def test_soak_timelines_random_schedules_with_a_bucket_that_loses_responses(tmp_path, moto):
     """The requests are sent through a proxy, and repeated by the library if an answer is lost."""
     with FaultProxy(moto.url) as proxy:
         region = {"region_name": moto.region}
@@ -71,7 +71,7 @@ def test_random_schedules_with_a_bucket_that_loses_answers(tmp_path, moto):
 
 @pytest.mark.timeout(36000)
 @pytest.mark.parametrize("first", range(0, HOUSES, CHUNK))
-def test_random_schedules_of_a_whole_run(tmp_path, first):
+def test_soak_timelines_random_schedules_of_a_whole_run(tmp_path, first):
     """Managers, uploaders, replicas and files of several hosts in this process, on a clock of their own."""
     tally, last = Tally(), min(first + CHUNK, HOUSES)
     for seed in range(first, last):
@@ -81,7 +81,7 @@ def test_random_schedules_of_a_whole_run(tmp_path, first):
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("rolls", [False, True])
-def test_random_schedules_with_suspect_steps_and_a_root_that_is_put_back(tmp_path, rolls):
+def test_soak_timelines_random_schedules_with_suspect_steps_and_a_restored_root(tmp_path, rolls):
     tally = Tally()
     for seed in range(SPOILED_HOUSES):
         tally.play(SpoiledHouse(seed, tmp_path / "house", rolls=rolls))
@@ -89,7 +89,7 @@ def test_random_schedules_with_suspect_steps_and_a_root_that_is_put_back(tmp_pat
 
 
 @pytest.mark.timeout(36000)
-def test_random_schedules_of_a_whole_run_with_a_bucket(tmp_path, moto):
+def test_soak_timelines_random_schedules_of_a_whole_run_with_a_bucket(tmp_path, moto):
     """Requests fail, and answers are lost."""
     tally = Tally()
     for seed in range(BUCKET_HOUSES):
@@ -99,7 +99,7 @@ def test_random_schedules_of_a_whole_run_with_a_bucket(tmp_path, moto):
 
 
 @pytest.mark.timeout(36000)
-def test_random_schedules_with_real_processes_and_networks():
+def test_soak_timelines_random_schedules_with_real_processes_and_networks():
     """Hosts are network namespaces: `python -m tests.soak.real_runs SEED 1` runs a seed again."""
     if not is_permitted():
         pytest.skip("namespaces need root")

@@ -36,7 +36,7 @@ def places(snapshot, *names):
     return {(each.location, each.byte_range) for each in found}
 
 
-def test_a_bytearray_is_copied_at_once():
+def test_flattened_copies_a_bytearray_at_once():
     held = bytearray(b"before")
     flat = Flattened()
     flat.add("s", {"x": held})
@@ -45,7 +45,7 @@ def test_a_bytearray_is_copied_at_once():
     assert flat.blobs[0].obj_type == "builtins.bytearray"
 
 
-def test_ties_hold_under_a_prepare_function():
+def test_tied_weights_stay_tied_with_a_prepare_function():
     net = torch.nn.Module()
     net.a = net.b = torch.nn.Linear(3, 3, bias=False)
     asked = []
@@ -59,7 +59,7 @@ def test_ties_hold_under_a_prepare_function():
     assert len(places(snapshot, "a.weight", "b.weight")) == 1
 
 
-def test_what_remains_of_three_ties_is_one():
+def test_exclude_of_one_of_three_tied_names_keeps_the_others_tied():
     tensor = torch.ones(4)
     parameter = torch.nn.Parameter(torch.ones(5))
     state = dict.fromkeys("abc", tensor) | dict.fromkeys("xyz", parameter)
@@ -68,7 +68,7 @@ def test_what_remains_of_three_ties_is_one():
     assert list(snapshot.get_state_dict_for_key("s")) == ["b", "c", "y", "z"]
 
 
-def test_what_is_excluded_is_not_looked_at():
+def test_exclude_does_not_examine_excluded_values():
     class Odd:
         pass
 
@@ -81,7 +81,7 @@ def test_what_is_excluded_is_not_looked_at():
         take(state, exclude=["s/lock", "s/deep", "s/none"])
 
 
-def test_one_array_under_two_names_is_stored_once():
+def test_numpy_array_with_two_names_is_stored_once():
     array = np.arange(6.0).reshape(2, 3)
     state = StateDict(a=array, b=array, turned=array.T)
     snapshot = Snapshot.take(URL, {"s": state}, overwrite=True)
@@ -95,7 +95,7 @@ def test_one_array_under_two_names_is_stored_once():
 
 
 @pytest.mark.parametrize("kind", ["plain", "view", "far", "parameter", "turned", "sparse", "quantised"])
-def test_freed_memory_is_an_error(kind):
+def test_take_of_freed_memory_raises(kind):
     tensor = torch.ones(2, 3)
     freed = tensor
     if kind == "view":
@@ -118,7 +118,7 @@ def test_freed_memory_is_an_error(kind):
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 3)])
-def test_a_zero_tensor_without_memory_is_an_error(shape):
+def test_take_of_a_zero_tensor_of_autograd_raises(shape):
     zeros = torch._efficientzerotensor(shape)
     for _ in range(2):  # the second one finds the first one's plan
         with pytest.raises(SnapshotError, match=r"s/t: is a zero tensor of autograd.*clone"):
@@ -135,7 +135,7 @@ class Tagged(torch.Tensor):
     pass
 
 
-def test_attributes_that_are_lost_are_named():
+def test_take_warns_about_lost_tensor_attributes():
     tensor = torch.ones(3).as_subclass(Tagged)
     take({"t": tensor})
     tensor.label = "mine"
@@ -155,7 +155,7 @@ def quantised(tensor, dtype=torch.qint8, axis=None):
     )
 
 
-def test_quantised_tensors_keep_how_they_lie_in_memory():
+def test_quantised_tensors_keep_their_memory_format():
     images = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
     state = {
         "last": quantised(images),
@@ -169,7 +169,7 @@ def test_quantised_tensors_keep_how_they_lie_in_memory():
         assert torch.equal(found.dequantize(), state[name].dequantize())
 
 
-def test_several_quantised_values_in_a_byte_are_pickled():
+def test_quantised_quint4x2_tensors_are_pickled():
     tensor = torch.quantize_per_channel(torch.randn(4, 6), torch.ones(4), torch.zeros(4), 0, torch.quint4x2)
     with pytest.warns(UserWarning, match="stored as pickles"):
         snapshot = take({"t": tensor})
@@ -179,7 +179,7 @@ def test_several_quantised_values_in_a_byte_are_pickled():
 
 
 @pytest.mark.parametrize("name", [f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)])
-def test_dtypes_that_torch_cannot_copy_are_saved_in_c_order_only(name):
+def test_dtypes_that_torch_cannot_copy_are_saved_only_in_c_order(name):
     tensor = torch.arange(6, dtype=torch.uint8).view(2, 3).view(getattr(torch, name))
     assert torch.equal(back(t=tensor)["t"].view(torch.uint8), tensor.view(torch.uint8))
     with pytest.raises(SnapshotError, match=r"s/t: .*C order"):
@@ -187,14 +187,14 @@ def test_dtypes_that_torch_cannot_copy_are_saved_in_c_order_only(name):
 
 
 @pytest.mark.parametrize("name", ["bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"])
-def test_bits_come_back_from_any_order(name):
+def test_bits_dtypes_are_restored_from_any_order(name):
     tensor = torch.arange(12, dtype=torch.uint8).view(2, 6).view(getattr(torch, name))
     found = back(t=tensor.t())["t"]
     assert found.stride() == tensor.t().stride()
     assert torch.equal(found.t().view(torch.uint8), tensor.view(torch.uint8))
 
 
-def test_a_default_device_changes_nothing():
+def test_take_and_restore_ignore_a_default_device():
     state = {
         "t": torch.ones(2),
         "empty": np.zeros((0, 2), "U3"),
@@ -224,25 +224,25 @@ def test_a_default_device_changes_nothing():
         ("<f8", (1,) * 70, False),
     ],
 )
-def test_a_hostile_array_is_corrupt(dtype, shape, scalar):
+def test_rebuild_array_refuses_a_hostile_array(dtype, shape, scalar):
     with pytest.raises(CorruptSnapshotError, match="s/a"):
         leaves.rebuild_array("s/a", torch.zeros(8, dtype=torch.uint8), dtype, shape, order="C", scalar=scalar)
 
 
-def test_elements_without_bytes_take_no_memory():
+def test_rebuild_array_of_elements_without_bytes_uses_no_memory():
     made = leaves.rebuild_array("s/a", torch.zeros(0, dtype=torch.uint8), "|V0", (1 << 40,), order="C", scalar=False)
     assert (made.shape, made.itemsize) == ((1 << 40,), 0)
 
 
 @pytest.mark.parametrize("subclass", [None, "torch.nn.parameter.Parameter"])
-def test_an_integer_that_requires_a_gradient_is_corrupt(subclass):
+def test_restore_class_refuses_an_integer_that_requires_grad(subclass):
     with pytest.raises(CorruptSnapshotError, match="s/t: requires_grad must be False"):
         composite.restore_class("s/t", torch.ones(2, dtype=torch.int64), subclass, True)
 
 
 @pytest.mark.parametrize("name", ["MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"])
 @pytest.mark.parametrize("other", [False, True])
-def test_any_generator_of_numpy_comes_back(name, other):
+def test_rng_state_restores_any_numpy_bit_generator(name, other):
     before = np.random.get_bit_generator()
     try:
         np.random.set_bit_generator(getattr(np.random, name)(7))
@@ -258,7 +258,7 @@ def test_any_generator_of_numpy_comes_back(name, other):
         np.random.set_bit_generator(before)
 
 
-def test_generators_that_were_not_saved_stay_as_they_are():
+def test_rng_state_keeps_generators_that_were_not_saved():
     state = RNGState().state_dict()
     assert RNGState().load_state_dict({}) == []
     assert RNGState().load_state_dict({"numpy": {"bit_generator": "Unknown"}, "python": {}}) == ["numpy", "python"]
@@ -275,7 +275,7 @@ def test_generators_that_were_not_saved_stay_as_they_are():
     snapshot.restore({"rng": RNGState()})
 
 
-def test_few_of_many_boxes_are_compared(monkeypatch):
+def test_boxes_overlap_compares_few_of_many_boxes(monkeypatch):
     compared = []
     intersect = geometry.intersect
     monkeypatch.setattr(geometry, "intersect", lambda *boxes: compared.append(boxes) or intersect(*boxes))
@@ -289,7 +289,7 @@ def test_few_of_many_boxes_are_compared(monkeypatch):
     assert len(compared) < 100, "of millions of pairs"
 
 
-def test_plain_tensors_are_plain_entries():
+def test_tensor_entry_is_used_for_plain_tensors():
     assert type(take({"t": torch.ones(2)}).get_manifest()["0/s/t"]) is TensorEntry
 
 
@@ -304,7 +304,7 @@ def _shrunk(offset, turned):
 
 @pytest.mark.parametrize("offset", [0, 200_000])
 @pytest.mark.parametrize("turned", [False, True])
-def test_a_tensor_whose_storage_was_shrunk_is_neither_read_nor_written(tmp_path, offset, turned):
+def test_take_and_restore_refuse_a_tensor_with_a_shrunk_storage(tmp_path, offset, turned):
     with pytest.raises(SnapshotError, match=r"s/w: its storage was shrunk|s/w: its memory was freed"):
         Snapshot.take(tmp_path / "s", {"s": StateDict(w=_shrunk(offset, turned))})
     whole = torch.randn(8, 8) if turned else torch.randn(64)

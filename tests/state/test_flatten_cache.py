@@ -72,7 +72,7 @@ def follows(state):
     return flatten_cache.replay_state("s", state, flat)
 
 
-def test_the_same_structure_is_followed_with_new_tensors_and_numbers():
+def test_flatten_cache_follows_an_equal_structure_with_new_values():
     state = make()
     first = flattened(state)
     assert follows(state)
@@ -139,7 +139,7 @@ CHANGES = {
 
 @pytest.mark.filterwarnings("ignore:.*(nested tensors|quantize_per_tensor).*:UserWarning")
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_changed_is_seen(name):
+def test_flatten_cache_detects_changes(name):
     flattened(make())
     state = make()
     CHANGES[name](state)
@@ -154,7 +154,7 @@ def test_what_changed_is_seen(name):
     assert repr(flattened(state)) == repr(expected)  # and once more, by what was remembered of this one
 
 
-def test_memory_that_another_key_has_is_seen():
+def test_flatten_cache_detects_memory_shared_with_another_key():
     both = [make(), make()]
     for state in (both, both):
         flat = Flattened()
@@ -168,7 +168,7 @@ def test_memory_that_another_key_has_is_seen():
     assert flat.ties["b/tensors/t8"] == "a/tensors/t8"
 
 
-def test_a_tie_to_another_key_that_is_untied_is_seen():
+def test_flatten_cache_detects_an_untied_tensor_of_another_key():
     other = {"x": torch.ones(20)}
     state = {f"t{i}": torch.full((10,), float(i)) for i in range(COUNT)} | {"w": other["x"]}
     for value in (1.0, 2.0, 3.0):
@@ -178,21 +178,21 @@ def test_a_tie_to_another_key_that_is_untied_is_seen():
 
 
 @pytest.mark.parametrize("kinds", [(list, tuple), (tuple, list), (dict, OrderedDict), (OrderedDict, dict)])
-def test_the_outermost_container_is_seen(kinds):
+def test_flatten_cache_detects_the_outermost_container(kinds):
     tensors = [torch.ones(2) for _ in range(COUNT)]
     for kind in kinds:
         state = kind(tensors) if kind in (list, tuple) else kind((f"t{i}", each) for i, each in enumerate(tensors))
         assert repr(flattened(state)) == repr(anew(state))
 
 
-def test_addresses_may_be_low(monkeypatch):
+def test_flatten_cache_accepts_low_addresses(monkeypatch):
     """As those of the heap are where the interpreter is not built to lie anywhere."""
     monkeypatch.setattr(flatten_cache, "LOW", 1 << 62)
     flattened(make())
     assert follows(make())
 
 
-def test_memory_that_was_freed_is_seen():
+def test_flatten_cache_detects_freed_memory():
     state = make()
     flattened(state)
     state["tensors"]["t5"].untyped_storage().resize_(0)
@@ -200,7 +200,7 @@ def test_memory_that_was_freed_is_seen():
         flattened(state)
 
 
-def test_the_versions_of_modules_are_seen():
+def test_flatten_cache_detects_module_versions():
     model = nn.ModuleList(nn.BatchNorm1d(3) for _ in range(10))
     flattened(model.state_dict())
     assert follows(model.state_dict())
@@ -209,7 +209,7 @@ def test_the_versions_of_modules_are_seen():
     assert flattened(changed) == anew(changed)
 
 
-def test_what_differs_each_time_is_remembered_ever_more_rarely():
+def test_flatten_cache_remembers_changing_structures_more_rarely():
     remembered = []
     for i in range(20):
         flattened({f"t{i}-{k}": torch.ones(2) for k in range(COUNT)})
@@ -218,7 +218,7 @@ def test_what_differs_each_time_is_remembered_ever_more_rarely():
     assert [i for i, was in enumerate(remembered, 1) if was] == [1, 2, 4, 8, 16]
 
 
-def test_repeated_takes_of_a_training_run_are_exact(tmp_path):
+def test_flatten_cache_repeated_takes_of_a_training_are_exact(tmp_path):
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(20)))
     optimizer = torch.optim.Adam(model.parameters())
     app = {"model": model, "optim": optimizer, "progress": StateDict(step=0, loss=0.5)}

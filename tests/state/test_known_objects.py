@@ -69,7 +69,7 @@ def restored(snapshot, **live):
 # Named tuples
 
 
-def test_a_named_tuple_restores_over_one_of_its_class():
+def test_namedtuple_restores_over_one_of_its_class():
     snapshot = saved(pair=Pair(torch.ones(3), 7), nested=Point(1, [Point(2, ("a",))]))
     target = torch.zeros(3)
     app, report = restored(snapshot, pair=Pair(target), nested=Point(None, [Point(None, None)]))
@@ -82,7 +82,7 @@ def test_a_named_tuple_restores_over_one_of_its_class():
     assert not report.replaced
 
 
-def test_a_named_tuple_over_none_is_a_saved_object_and_the_report_says_why():
+def test_namedtuple_without_a_live_one_is_a_saved_object_and_reported():
     snapshot = saved(pair=Pair(torch.ones(3), 7))
     app, report = restored(snapshot, pair=None)
     assert isinstance(app["pair"], SavedObject)
@@ -96,7 +96,7 @@ def test_a_named_tuple_over_none_is_a_saved_object_and_the_report_says_why():
     assert Snapshot.diff(snapshot.path, again.path).same
 
 
-def test_an_allowed_class_is_created():
+def test_namedtuple_of_a_safe_global_class_is_created():
     snapshot = saved(pair=Pair(torch.ones(3), 7))
     with torch.serialization.safe_globals([Pair]):
         app, report = restored(snapshot, pair=None)
@@ -104,7 +104,7 @@ def test_an_allowed_class_is_created():
     assert not report.replaced
 
 
-def test_fields_may_be_added_and_removed():
+def test_namedtuple_fields_may_be_added_and_removed():
     app, report = restored(saved(pair=Pair(torch.ones(3), 7)), pair=Longer(torch.zeros(3), 0, "live"))
     assert app["pair"].count == 7
     assert app["pair"].more == "live"
@@ -114,7 +114,7 @@ def test_fields_may_be_added_and_removed():
     assert [line.path for line in report.unexpected] == ["s/pair/more"]
 
 
-def test_a_field_without_a_default_is_named():
+def test_namedtuple_field_without_a_default_is_named():
     snapshot = saved(pair=Point(1, 2))
     New = collections.namedtuple("New", "x y z")
     New.__module__, New.__qualname__ = Point.__module__, Point.__qualname__
@@ -123,14 +123,14 @@ def test_a_field_without_a_default_is_named():
     assert "has a field 'z' without a default" in report.replaced[0].detail
 
 
-def test_read_object_gives_a_named_tuple_of_the_class_of_obj_out():
+def test_read_object_returns_a_namedtuple_of_the_class_of_obj_out():
     snapshot = saved(pair=Pair(torch.ones(3), 7))
     found = snapshot.read_object("s/pair", Pair(torch.zeros(3)))
     assert type(found) is Pair
     assert found.weight.eq(1).all()
 
 
-def test_a_named_tuple_with_attributes_needs_a_pickle():
+def test_namedtuple_with_attributes_is_pickled():
     value = WithAttributes(1, 2)
     value.note = "more"
     with pytest.warns(UserWarning, match="stored as pickles"):
@@ -138,7 +138,7 @@ def test_a_named_tuple_with_attributes_needs_a_pickle():
     assert snapshot.metadata.format == "snapshot/1"
 
 
-def test_named_tuples_in_sets_and_dataclasses():
+def test_namedtuples_in_sets_and_dataclasses():
     holder = Holder(Pair(torch.ones(2), 1), np.random.default_rng(3))
     snapshot = saved(points={Point(1, 2), Point(3, 4)}, holder=holder)
     expected = holder.rng.random()
@@ -153,7 +153,7 @@ def test_named_tuples_in_sets_and_dataclasses():
 
 
 @pytest.mark.parametrize("kind", [argparse.Namespace, types.SimpleNamespace])
-def test_a_namespace_is_restored(kind):
+def test_namespace_is_restored(kind):
     value = kind(lr=0.1, names=["a"], inner=kind(x=1), weight=torch.ones(2), **{"a/b": 1})
     live = torch.zeros(2)
     for start in (None, kind(weight=live)):
@@ -166,7 +166,7 @@ def test_a_namespace_is_restored(kind):
     assert app["args"].weight is live
 
 
-def test_a_namespace_that_holds_itself_needs_a_pickle():
+def test_namespace_that_contains_itself_is_pickled():
     value = types.SimpleNamespace(x=1)
     value.me = value
     with pytest.warns(UserWarning, match="stored as pickles"):
@@ -190,7 +190,7 @@ def draw(generator):
 
 
 @given(which=st.integers(0, len(MAKERS) - 1), seed=st.integers(0, 2**32 - 2), steps=st.integers(0, 3))
-def test_a_generator_continues_where_it_was(which, seed, steps):
+def test_generator_of_numpy_and_python_continues_after_restore(which, seed, steps):
     generator = MAKERS[which](seed)
     for _ in range(steps):
         draw(generator)
@@ -204,7 +204,7 @@ def test_a_generator_continues_where_it_was(which, seed, steps):
     assert draw(new["rng"]) == expected
 
 
-def test_a_live_generator_with_other_bits_is_filled_in_place():
+def test_generator_with_another_bit_generator_is_filled_in_place():
     live = np.random.Generator(np.random.MT19937(3))
     generator = np.random.Generator(np.random.Philox(5))
     app, _ = restored(saved(rng=generator), rng=live)
@@ -216,7 +216,7 @@ def test_a_live_generator_with_other_bits_is_filled_in_place():
     assert old.rand() == state.rand()
 
 
-def test_a_refused_restore_leaves_a_live_generator_alone():
+def test_generator_is_unchanged_by_a_refused_restore():
     snapshot = saved(rng=np.random.default_rng(1), other=torch.ones(2))
     live = np.random.default_rng(2)
     before = live.bit_generator.state
@@ -255,7 +255,7 @@ POSITIONS = ["1000000000", "-1000000000", "2147483647", "1000", "-5", "625", "99
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("which", range(len(STATES)))
-def test_a_hostile_state_is_refused(which, change):
+def test_generator_hostile_state_of_numpy_is_refused(which, change):
     stored = encode_object(STATES[which]())
     data = edited(stored.data, change)
     with pytest.raises(CorruptSnapshotError, match=r"s/rng: not the state of a numpy\.random\.Generator"):
@@ -263,7 +263,7 @@ def test_a_hostile_state_is_refused(which, change):
 
 
 @pytest.mark.parametrize("position", POSITIONS)
-def test_a_position_outside_of_the_key_is_refused(position):
+def test_generator_position_outside_of_the_key_is_refused(position):
     """NumPy does not check it, and would read memory that is not its own."""
     for generator in (np.random.Generator(np.random.MT19937(1)), np.random.RandomState(1)):
         stored = encode_object(generator)
@@ -284,7 +284,7 @@ def test_a_position_outside_of_the_key_is_refused(position):
         {"normal": 5},
     ],
 )
-def test_a_hostile_state_of_python_is_refused(change):
+def test_generator_hostile_state_of_python_is_refused(change):
     stored = encode_object(random.Random(1))
     data = edited(stored.data, lambda d: d.update(change))
     with pytest.raises(CorruptSnapshotError, match="not the state"):
@@ -295,13 +295,13 @@ KINDS = [("random", "numpy.random.Generator"), ("random", "x"), ("OmegaConf", "o
 
 
 @given(data=st.binary(max_size=60))
-def test_any_bytes_are_refused(data):
+def test_generator_state_of_any_bytes_is_refused(data):
     for serializer, kind in KINDS:
         with pytest.raises(CorruptSnapshotError):
             decode_object("s/rng", serializer, kind, data)
 
 
-def test_a_damaged_state_is_refused_before_anything_is_written(tmp_path):
+def test_generator_damaged_state_is_refused_before_anything_is_changed(tmp_path):
     Snapshot.take(tmp_path, {"s": StateDict(rng=np.random.default_rng(3), a=torch.ones(2), z=random.Random(1))})
     [binary] = (tmp_path / "data").glob("*.bin")
     data = binary.read_bytes()
@@ -316,7 +316,7 @@ def test_a_damaged_state_is_refused_before_anything_is_written(tmp_path):
 
 
 @pytest.mark.parametrize("how", [{"select": ["s/rng"]}, {"exclude": ["s/t"]}, {"select": ["**/rng"]}])
-def test_a_generator_is_a_leaf_for_globs(how):
+def test_generator_is_a_leaf_for_select_and_exclude(how):
     generator = np.random.default_rng(3)
     snapshot = saved(rng=generator, t=torch.ones(2))
     live = StateDict(rng=np.random.default_rng(4), t=torch.zeros(2))
@@ -329,7 +329,7 @@ def test_a_generator_is_a_leaf_for_globs(how):
     assert live["rng"].random() == generator.random()
 
 
-def test_two_saved_generators_do_not_fill_one_live_one():
+def test_generator_live_one_is_not_filled_from_two_saved_ones():
     live = np.random.default_rng(9)
     first, second = np.random.default_rng(1), np.random.default_rng(2)
     app, _ = restored(saved(pair=[first, second]), pair=[live, live])
@@ -337,7 +337,7 @@ def test_two_saved_generators_do_not_fill_one_live_one():
 
 
 @pytest.mark.parametrize("seed", [np.int64(4), np.array([1, 2], dtype=np.uint32), [1, 2, 3], 1 << 100, None])
-def test_seeds_of_all_kinds(seed):
+def test_generator_seeds_of_all_kinds(seed):
     generator = np.random.default_rng(seed)
     app, _ = restored(saved(rng=generator))
     assert draw(app["rng"]) == draw(generator)
@@ -359,7 +359,7 @@ def _own_generators(folder, saving):
     return generator.random()
 
 
-def test_a_generator_of_another_rank_is_refused_before_anything_is_written(two, three, folder):
+def test_generator_of_another_rank_is_refused_before_anything_is_changed(two, three, folder):
     expected = two.run(_own_generators, folder, True)
     assert two.run(_own_generators, folder, False) == expected
     for text, total in three.run(_own_generators, folder, False):
@@ -367,7 +367,7 @@ def test_a_generator_of_another_rank_is_refused_before_anything_is_written(two, 
         assert total == 0
 
 
-def test_a_subclass_of_a_generator_needs_a_pickle():
+def test_generator_subclass_is_pickled():
     with pytest.warns(UserWarning, match=r"random\.SystemRandom|Own"):
         saved(rng=type("Own", (random.Random,), {"__module__": __name__, "__reduce__": lambda self: (list, ())})())
 
@@ -375,7 +375,7 @@ def test_a_subclass_of_a_generator_needs_a_pickle():
 # Configurations
 
 
-def test_a_configuration_is_restored_with_its_interpolations():
+def test_omegaconf_config_is_restored_with_interpolations():
     omegaconf = pytest.importorskip("omegaconf")
     create = omegaconf.OmegaConf.create
     config = create(
@@ -395,7 +395,7 @@ class Schema:
     lr: float = 0.1
 
 
-def test_a_configuration_that_is_more_than_its_container_needs_a_pickle():
+def test_omegaconf_structured_or_flagged_config_is_pickled():
     omegaconf = pytest.importorskip("omegaconf")
     structured = omegaconf.OmegaConf.structured(Schema)
     inner = omegaconf.OmegaConf.create({"lr": 1, "model": {"lr": "${..lr}"}}).model
@@ -406,7 +406,7 @@ def test_a_configuration_that_is_more_than_its_container_needs_a_pickle():
             saved(config=config)
 
 
-def test_a_part_of_a_configuration_and_odd_numbers():
+def test_omegaconf_part_of_a_config_and_special_numbers():
     omegaconf = pytest.importorskip("omegaconf")
     whole = omegaconf.OmegaConf.create({"model": {"lr": 1, "nan": float("nan"), "inf": float("inf"), "big": 1 << 80}})
     app, _ = restored(saved(config=whole.model))
@@ -414,7 +414,7 @@ def test_a_part_of_a_configuration_and_odd_numbers():
     assert app["config"].big == 1 << 80
 
 
-def test_a_configuration_without_omegaconf_is_a_saved_object(monkeypatch):
+def test_omegaconf_config_without_omegaconf_is_a_saved_object(monkeypatch):
     omegaconf = pytest.importorskip("omegaconf")
     config = omegaconf.OmegaConf.create({"lr": 0.1})
     snapshot = saved(config=config)
@@ -430,7 +430,7 @@ def test_a_configuration_without_omegaconf_is_a_saved_object(monkeypatch):
 # The format
 
 
-def test_only_the_new_types_need_the_new_format(tmp_path):
+def test_format_snapshot_3_is_used_only_for_new_types(tmp_path):
     assert saved(a=1, b=Holder(None, None)).metadata.format == "snapshot/1"
     snapshot = Snapshot.take(tmp_path / "s", {"s": StateDict(args=argparse.Namespace(a=1))})
     assert snapshot.metadata.format == "snapshot/3"
@@ -461,7 +461,7 @@ def _take_parts(folder):
     return app["point"] == Point(rank, 2)
 
 
-def test_parts_of_a_manifest_need_the_new_format(two, folder):
+def test_format_snapshot_3_of_manifest_parts(two, folder):
     assert two.run(_take_parts, folder) == [True, True]
     stored = json.loads(Path(folder, ".snapshot_metadata").read_text())
     assert stored["format"] == "snapshot/3"
@@ -476,7 +476,7 @@ class Opaque:
     """An object that only a pickle can hold."""
 
 
-def test_a_take_may_refuse_pickles(tmp_path):
+def test_allow_pickle_error_refuses_pickles_in_take(tmp_path):
     app = {"s": StateDict(fine=1, deep={"odd": Opaque()})}
     with pytest.raises(UnsafeObjectError, match=r"s/deep/odd \(.*Opaque\)") as caught:
         Snapshot.take(tmp_path / "s", app, allow_pickle="error")
@@ -493,7 +493,7 @@ def test_a_take_may_refuse_pickles(tmp_path):
         Snapshot.take(tmp_path / "t", app, allow_pickle=False)
 
 
-def test_a_manager_passes_it_on(tmp_path):
+def test_allow_pickle_error_in_take_options_of_a_manager(tmp_path):
     with SnapshotManager(str(tmp_path), signals=()) as manager:
         with pytest.raises(UnsafeObjectError):
             manager.take(1, {"s": StateDict(odd=Opaque())}, options=TakeOptions(allow_pickle="error"))
@@ -508,7 +508,7 @@ def _refuse(folder):
     Snapshot.take(folder, {"s": StateDict(held=held)}, allow_pickle="error")
 
 
-def test_all_ranks_refuse_the_pickle_of_one(two, folder):
+def test_allow_pickle_error_on_one_rank_is_raised_on_all(two, folder):
     outcomes = two.outcomes(_refuse, folder)
     assert all("s/held" in str(each) for each in outcomes)
     assert not Snapshot(folder).exists()

@@ -90,18 +90,18 @@ def check_round_trip(value):
 
 
 @pytest.mark.parametrize("name", EMPTY)
-def test_values_of_no_width_come_back(name):
+def test_numpy_values_of_zero_width_are_restored(name):
     check_round_trip(EMPTY[name])
 
 
 @pytest.mark.parametrize("name", EMPTY)
-def test_none_of_them_needs_a_pickle(name):
+def test_numpy_values_of_zero_width_need_no_pickle(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Snapshot.take("memory://numpy-exact", {"state": StateDict(value=EMPTY[name])}, overwrite=True)
 
 
-def test_an_empty_text_of_an_earlier_version_is_read():
+def test_numpy_empty_str_of_an_earlier_version_is_read():
     """It was stored as one zero under a dtype of no width."""
     from snapshot.state import leaves
 
@@ -187,5 +187,5 @@ def containers(children):
 
 @given(st.recursive(st.one_of(arrays(), texts), containers, max_leaves=6))
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-def test_whatever_of_numpy_a_take_accepts_comes_back(value):
+def test_numpy_values_are_restored_exactly(value):
     check_round_trip(value)

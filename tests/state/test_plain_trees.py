@@ -55,7 +55,7 @@ def big(value):
 
 @settings(max_examples=400)
 @given(TREES)
-def test_a_tree_comes_back_with_equal_types_and_bits(value):
+def test_plain_tree_is_decoded_with_equal_types_and_bits(value):
     text = encode_tree(big(value))
     if text is not None:  # a string with a lone surrogate
         json.loads(text)
@@ -64,7 +64,7 @@ def test_a_tree_comes_back_with_equal_types_and_bits(value):
 
 @settings(max_examples=300)
 @given(TREES, st.data())
-def test_a_changed_text_is_refused_or_another_tree(value, data):
+def test_plain_tree_changed_text_is_refused_or_another_tree(value, data):
     text = bytearray(encode_tree(big(value)) or b"[]")
     at = data.draw(st.integers(0, min(len(text) - 1, 200)))
     text[at] ^= data.draw(st.integers(1, 255))
@@ -94,7 +94,7 @@ def test_a_changed_text_is_refused_or_another_tree(value, data):
         b"",
     ],
 )
-def test_texts_that_no_take_writes_are_refused(text):
+def test_plain_tree_texts_that_no_take_writes_are_refused(text):
     with pytest.raises(CorruptSnapshotError, match="p"):
         decode_tree("p", text)
 
@@ -121,7 +121,7 @@ def deep(levels):
         deep(DEEPEST_TREE),
     ],
 )
-def test_other_values_keep_an_entry_each(value):
+def test_plain_tree_is_not_used_for_other_values(value):
     assert encode_tree(value) is None
     Snapshot.take("memory://entries", {"s": StateDict(v=value)}, overwrite=True)
     assert len(Snapshot("memory://entries").get_manifest()) > 2
@@ -139,7 +139,7 @@ def taken(tmp_path):
     return take
 
 
-def test_a_tree_is_one_object_and_is_restored_whole(taken):
+def test_plain_tree_is_one_object_and_restored_whole(taken):
     snapshot = taken(ROWS)
     manifest = snapshot.get_manifest()
     assert set(manifest) == {"0/s", "0/s/rows", "0/s/step", "0/s/w"}
@@ -150,7 +150,7 @@ def test_a_tree_is_one_object_and_is_restored_whole(taken):
     assert snapshot.verify().ok
 
 
-def test_values_in_a_tree_are_read_by_their_paths(taken):
+def test_plain_tree_values_are_read_by_their_paths(taken):
     snapshot = taken(ROWS)
     assert snapshot.read_object("0/s/rows/7/name") == "row/7"
     assert snapshot.read_object("s/rows/7") == ROWS[7]
@@ -161,7 +161,7 @@ def test_values_in_a_tree_are_read_by_their_paths(taken):
         snapshot.read_object("s/rowz/7")
 
 
-def test_globs_reach_into_a_tree(taken):
+def test_plain_tree_select_globs_match_values_inside(taken):
     snapshot = taken(dict(enumerate(ROWS)))
     state = StateDict(rows={i: dict(row, name="live") for i, row in enumerate(ROWS)}, step=9, w=torch.zeros(4))
     snapshot.restore({"s": state}, select=["s/rows/7/*", "s/rows/7/**"])
@@ -173,14 +173,14 @@ def test_globs_reach_into_a_tree(taken):
     assert state["rows"][9] == ROWS[9]
 
 
-def test_exclude_leaves_out_values_in_a_tree(tmp_path):
+def test_plain_tree_exclude_leaves_out_values_inside(tmp_path):
     rows = dict(enumerate(ROWS))
     Snapshot.take(tmp_path / "s", {"s": StateDict(rows=rows)}, exclude=["s/rows/*/name"])
     found = Snapshot(tmp_path / "s").read_object("s/rows")
     assert found[5] == {key: value for key, value in ROWS[5].items() if key != "name"}
 
 
-def test_a_difference_names_the_values_that_differ(taken):
+def test_plain_tree_diff_names_the_values_that_differ(taken):
     one, same = taken(ROWS), taken(ROWS, "b")
     assert not Snapshot.diff(one, same).changes
     changed = [dict(row) for row in ROWS]
@@ -190,20 +190,20 @@ def test_a_difference_names_the_values_that_differ(taken):
 
 
 @pytest.mark.parametrize("to", ["snapshot", "torch", "dcp"])
-def test_a_tree_is_converted(taken, tmp_path, to):
+def test_plain_tree_is_converted(taken, tmp_path, to):
     snapshot = taken(ROWS)
     target = tmp_path / ("out.pt" if to == "torch" else "out")
     snapshot.convert(Target(target, to=to))
     assert exact(Snapshot(target).read_object("s/rows" if to != "snapshot" else "0/s/rows")) == exact(ROWS)
 
 
-def test_a_selection_of_a_tree_is_copied(taken, tmp_path):
+def test_plain_tree_select_converts_a_part(taken, tmp_path):
     snapshot = taken(dict(enumerate(ROWS)))
     snapshot.convert(tmp_path / "part", select=["s/rows/7/**"])
     assert Snapshot(tmp_path / "part").read_object("s/rows") == {7: ROWS[7]}
 
 
-def test_a_damaged_tree_is_refused_and_nothing_is_changed(taken, tmp_path):
+def test_plain_tree_that_is_damaged_is_refused_and_nothing_is_changed(taken, tmp_path):
     snapshot = taken(ROWS)
     [file] = (tmp_path / "a" / "data").glob("*.bin")
     data = bytearray(file.read_bytes())
@@ -216,7 +216,7 @@ def test_a_damaged_tree_is_refused_and_nothing_is_changed(taken, tmp_path):
     assert state["w"].eq(0).all()
 
 
-def test_an_optimizers_groups_keep_their_entries(tmp_path):
+def test_plain_tree_is_not_used_for_optimizer_param_groups(tmp_path):
     parameters = [torch.nn.Parameter(torch.ones(1)) for _ in range(FEWEST + 1)]
     optimizer = torch.optim.SGD(parameters, lr=0.5)
     Snapshot.take(tmp_path / "s", {"optim": optimizer})
@@ -227,7 +227,7 @@ def test_an_optimizers_groups_keep_their_entries(tmp_path):
 
 
 @pytest.mark.parametrize("link", ["list", "dict"])
-def test_a_container_that_holds_itself_is_an_error_at_once(tmp_path, link):
+def test_container_that_contains_itself_raises_at_once(tmp_path, link):
     held = [*range(2000)] if link == "list" else {"n": 1, "more": list(range(2000))}
     if link == "list":
         held.append([held, held, held])
@@ -237,7 +237,7 @@ def test_a_container_that_holds_itself_is_an_error_at_once(tmp_path, link):
         Snapshot.take(tmp_path / "s", {"s": StateDict(v=held)})
 
 
-def test_dcp_loads_values_of_a_tree(tmp_path):
+def test_plain_tree_values_are_loaded_by_dcp(tmp_path):
     import torch.distributed.checkpoint as dcp
 
     from snapshot.interop.dcp import SnapshotReader

@@ -198,7 +198,7 @@ def other(value):  # noqa: PLR0911 - a line per kind
 
 
 @pytest.mark.parametrize("name", values())
-def test_a_value_is_restored_as_it_was_without_a_pickle(name):
+def test_typed_value_is_restored_without_a_pickle(name):
     value = values()[name]
     snapshot = plainly_take({"state": StateDict(value=value)})
     live = StateDict(value=other(value))
@@ -211,7 +211,7 @@ def test_a_value_is_restored_as_it_was_without_a_pickle(name):
 
 
 @pytest.mark.parametrize("container", containers())
-def test_every_value_in_every_container(container):
+def test_typed_values_in_every_container(container):
     make = containers()[container]
     held = {name: make(value) for name, value in values().items()}
     snapshot = plainly_take({"state": StateDict(held)})
@@ -230,7 +230,7 @@ def warm(tmp_path_factory):
 
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("worker", ["thread", "process"])
-def test_an_asynchronous_take_holds_them(worker, tmp_path):
+def test_typed_values_in_async_take(worker, tmp_path):
     held = values()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -241,7 +241,7 @@ def test_an_asynchronous_take_holds_them(worker, tmp_path):
         assert same(value, live[name]), name
 
 
-def test_a_tensor_of_a_dataclass_is_restored_in_place():
+def test_dataclass_tensor_is_restored_in_place():
     saved = Frozen(3, torch.arange(5.0))
     snapshot = plainly_take({"state": StateDict(value=[saved])})
     live = StateDict(value=[Frozen(0, torch.zeros(5))])
@@ -251,7 +251,7 @@ def test_a_tensor_of_a_dataclass_is_restored_in_place():
     assert torch.equal(tensor, torch.arange(5.0))
 
 
-def test_a_generator_is_set_and_not_replaced():
+def test_generator_of_torch_is_set_in_place():
     snapshot = plainly_take({"state": StateDict(value=torch.Generator().manual_seed(4))})
     live = torch.Generator()
     snapshot.restore({"state": StateDict(value=live)})
@@ -261,7 +261,7 @@ def test_a_generator_is_set_and_not_replaced():
     assert out.initial_seed() == 4
 
 
-def test_neither_init_nor_post_init_is_called():
+def test_dataclass_restore_calls_no_init_or_post_init():
     called = []
 
     @dataclasses.dataclass
@@ -282,7 +282,7 @@ def test_neither_init_nor_post_init_is_called():
     assert not report.lines
 
 
-def test_what_is_computed_and_kept_is_computed_again():
+def test_dataclass_cached_property_is_computed_again():
     @dataclasses.dataclass
     class Lazy:
         width: int
@@ -311,7 +311,7 @@ def versions():
     return Old, New
 
 
-def test_fields_that_differ_are_reported_and_kept():
+def test_dataclass_fields_that_differ_are_reported_and_kept():
     old, new = versions()
     snapshot = plainly_take({"state": StateDict(value={"c": old(0.7)})})
     live = StateDict(value={"c": new(0.0, torch.ones(3))})
@@ -328,7 +328,7 @@ def test_fields_that_differ_are_reported_and_kept():
     }
 
 
-def test_what_is_in_a_field_that_is_gone_is_no_matter():
+def test_dataclass_field_that_was_removed_is_ignored():
     @dataclasses.dataclass
     class Old:
         lr: float
@@ -347,7 +347,7 @@ def test_what_is_in_a_field_that_is_gone_is_no_matter():
     assert {line.path for line in report.lines} == {"state/value", "state/value/gone", "state/other"}  # which is kept
 
 
-def test_a_subclass_is_what_the_application_holds():
+def test_dataclass_restores_into_a_live_subclass():
     @dataclasses.dataclass
     class More(Config):
         more: int = 8
@@ -359,7 +359,7 @@ def test_a_subclass_is_what_the_application_holds():
     assert ("replaced", "state/value") in {(line.kind, line.path) for line in report.lines}
 
 
-def test_a_class_is_known_from_other_places_of_the_state():
+def test_dataclass_and_enum_classes_are_found_elsewhere_in_the_state():
     snapshot = plainly_take({"state": StateDict(history=[Config(1.0), Config(2.0)], colors={Color.RED, Color.PAIR})})
     live = StateDict(history=[Config()], colors={Color.BLUE})
     snapshot.restore({"state": live})
@@ -367,7 +367,7 @@ def test_a_class_is_known_from_other_places_of_the_state():
     assert live["colors"] == {Color.RED, Color.PAIR}
 
 
-def test_a_class_that_was_allowed_is_known():
+def test_dataclass_of_a_safe_global_class_is_created():
     snapshot = plainly_take({"state": StateDict(history=[Config(1.0)])})
     live = StateDict(history=[])
     with torch.serialization.safe_globals([Config]):
@@ -375,7 +375,7 @@ def test_a_class_that_was_allowed_is_known():
     assert live["history"] == [Config(1.0)]
 
 
-def test_without_a_class_it_is_a_plain_value_that_can_be_saved_again():
+def test_saved_object_stands_for_an_unknown_class_and_can_be_saved_again():
     held = {"c": Config(0.5), "e": Color.BLUE, "f": Right.READ, "s": {Level.HIGH}, "p": Color.PAIR}
     snapshot = plainly_take({"state": StateDict(held)})
     read = snapshot.get_state_dict_for_key("state")
@@ -398,7 +398,7 @@ def members(*names, values=None):
     return enum.Enum("Color", {name: value for value, name in enumerate(names, 1)} if values is None else values)
 
 
-def test_an_enum_without_the_member_is_an_error_before_anything_is_touched():
+def test_enum_without_the_saved_member_raises_before_anything_is_changed():
     snapshot = plainly_take({"state": StateDict(a=torch.ones(3), e=members("RED", "BLUE").BLUE)})
     few, other_values = members("RED"), members(values={"RED": 1, "BLUE": 7, "GREEN": 3})
     swapped = members("BLUE", "RED")
@@ -410,7 +410,7 @@ def test_an_enum_without_the_member_is_an_error_before_anything_is_touched():
         assert live["e"] is kind.RED
 
 
-def test_a_member_under_another_name_is_found_by_its_value_and_reported():
+def test_enum_member_with_another_name_is_found_by_value_and_reported():
     snapshot = plainly_take({"state": StateDict(e=members("RED", "BLUE").BLUE)})
     live = StateDict(e=members("RED", "AZURE").RED)
     report = snapshot.restore({"state": live})
@@ -418,7 +418,7 @@ def test_a_member_under_another_name_is_found_by_its_value_and_reported():
     assert any("AZURE" in line.detail for line in report.replaced)
 
 
-def test_parts_of_a_dataclass_are_included_and_excluded():
+def test_dataclass_fields_are_selected_and_excluded():
     snapshot = plainly_take({"state": StateDict(value=Frozen(3, torch.ones(2)), e=Color.RED)})
     live = StateDict(value=Frozen(1, torch.zeros(2)), e=Color.BLUE)
     snapshot.restore({"state": live}, select=["state/value/weight"])
@@ -449,14 +449,14 @@ class Listed(list):
 
 
 @pytest.mark.parametrize("value", [Reduced(0.5), Listed()], ids=["own pickling", "a list, too"])
-def test_a_dataclass_that_is_more_than_its_attributes_is_still_pickled(value):
+def test_dataclass_with_state_beyond_its_fields_is_pickled(value):
     with pytest.warns(UserWarning, match="stored as pickles"):
         snapshot = Snapshot.take(URL, {"state": StateDict(value=value)}, overwrite=True)
     assert Snapshot(URL, allow_pickle=True).read_object("0/state/value") == value
     assert snapshot.get_manifest()["0/state/value"].serializer == "torch_save"
 
 
-def test_long_decimals_are_pickled_as_before():
+def test_decimal_that_is_very_long_is_pickled():
     value = Decimal("1" * 20_000)
     with pytest.warns(UserWarning, match="stored as pickles"):
         Snapshot.take(URL, {"state": StateDict(value=value)}, overwrite=True)
@@ -494,7 +494,7 @@ def as_before(monkeypatch):
     monkeypatch.setattr(flatten, "find_form", lambda kind: None)
 
 
-def test_snapshots_that_pickled_them_are_restored_as_before(monkeypatch):
+def test_typed_values_pickled_by_earlier_versions_are_restored(monkeypatch):
     state = {name: [value] for name, value in values().items() if name != "BytesIO"}
     with monkeypatch.context() as patched:
         as_before(patched)
@@ -518,7 +518,7 @@ class Node:
     next: object = None
 
 
-def test_a_dataclass_that_holds_itself_is_pickled_as_before():
+def test_dataclass_that_contains_itself_is_pickled():
     node = Node("a", [Node("b")])
     node.next[0].next = node
     with pytest.warns(UserWarning, match="stored as pickles"):
@@ -533,7 +533,7 @@ def test_a_dataclass_that_holds_itself_is_pickled_as_before():
     assert not holds_itself(many)
 
 
-def test_a_time_zone_that_this_machine_lacks_is_no_damage(monkeypatch, capsys, tmp_path):
+def test_zone_info_that_this_machine_lacks_is_not_corrupt(monkeypatch, capsys, tmp_path):
     Snapshot.take(tmp_path / "s", {"state": StateDict(value=zoneinfo.ZoneInfo("Asia/Kolkata"))})
 
     def missing(key):
@@ -549,7 +549,7 @@ def test_a_time_zone_that_this_machine_lacks_is_no_damage(monkeypatch, capsys, t
     assert live["value"] == 1
 
 
-def test_a_generator_of_a_device_that_is_not_here_can_be_saved_again(monkeypatch):
+def test_generator_of_an_absent_device_can_be_saved_again(monkeypatch):
     plainly_take({"state": StateDict(value=torch.Generator().manual_seed(3))})
     real = torch.Generator
 
@@ -578,7 +578,7 @@ class Whole:
 
 
 @pytest.mark.parametrize("name", values())
-def test_a_whole_state_may_be_one(name):
+def test_typed_value_may_be_a_whole_state_dict(name):
     value = values()[name]
     snapshot = plainly_take({"state": Whole(value)})
     live = Whole(other(value))
@@ -586,7 +586,7 @@ def test_a_whole_state_may_be_one(name):
     assert same(value, live.value)
 
 
-def test_a_module_s_extra_state_may_be_one():
+def test_typed_value_may_be_the_extra_state_of_a_module():
     class Extra(torch.nn.Linear):
         extra = None
 
@@ -616,7 +616,7 @@ def changed(value):
 
 
 @pytest.mark.parametrize("name", values())
-def test_a_comparison_sees_what_changed_and_nothing_else(name):
+def test_diff_of_typed_values_finds_only_changes(name):
     for where, value in (("a", values()), ("b", values()), ("c", {**values(), name: changed(values()[name])})):
         plainly_take({"state": StateDict(value)}, f"memory://typed-{where}")
     assert not Snapshot.diff("memory://typed-a", "memory://typed-b")
@@ -626,7 +626,7 @@ def test_a_comparison_sees_what_changed_and_nothing_else(name):
     assert str(found)
 
 
-def test_a_comparison_sees_another_class():
+def test_diff_of_typed_values_finds_another_class():
     @dataclasses.dataclass
     class Other:
         lr: float = 0.1
@@ -640,7 +640,7 @@ def test_a_comparison_sees_another_class():
 
 
 @pytest.mark.parametrize("name", values())
-def test_the_command_lists_and_shows_them(name, capsys, tmp_path):
+def test_cli_ls_and_show_typed_values(name, capsys, tmp_path):
     Snapshot.take(tmp_path / "s", {"state": StateDict(value=values()[name])}, durable=False)
     assert main(["ls", str(tmp_path / "s"), "--flat"]) == 0
     assert "state/value" in capsys.readouterr().out
@@ -651,7 +651,7 @@ def test_the_command_lists_and_shows_them(name, capsys, tmp_path):
         assert "state/value" in capsys.readouterr().out
 
 
-def test_conversions_hold_what_their_formats_can_and_name_the_rest(tmp_path):
+def test_convert_of_typed_values_keeps_or_names_them(tmp_path):
     plainly_take({"state": StateDict(values())})
     snapshot = Snapshot(URL)
     snapshot.convert("memory://typed-again")
@@ -671,7 +671,7 @@ def test_conversions_hold_what_their_formats_can_and_name_the_rest(tmp_path):
     assert any(line.startswith("state/range: a range") for line in report.left_out)
 
 
-def test_ranks_that_differ_in_a_field_of_a_text_do_not_hold_the_same():
+def test_replicated_typed_values_are_compared_with_all_their_fields():
     """What is compared over ranks is all of a value, and not its text alone."""
     texts = [
         make_enum_entry(Level.HIGH),
@@ -697,7 +697,7 @@ def test_ranks_that_differ_in_a_field_of_a_text_do_not_hold_the_same():
     )
 )
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
-def test_any_of_them_in_any_container_comes_back(value):
+def test_typed_values_in_random_containers_are_restored(value):
     snapshot = plainly_take({"state": StateDict(value=value)})
     live = StateDict(value=other(value), classes=[Config(), *Color, *Level, *Mode, *Right, *Bit])
     snapshot.restore({"state": live})

@@ -93,7 +93,7 @@ def without(state):
 
 
 @pytest.mark.parametrize("there", NESTED, ids="-".join)
-def test_every_pair_of_wrappers_nested_twice(there, group):
+def test_wrapped_model_restores_into_every_nested_pair_of_wrappers(there, group):
     saved = wrapped(there, 1)
     Snapshot.take(URL, {"net": saved}, overwrite=True)
     expected = without(saved.state_dict())
@@ -112,13 +112,13 @@ def test_every_pair_of_wrappers_nested_twice(there, group):
             assert len(report.renamed) == (0 if list(saved.state_dict()) == list(live.state_dict()) else 1)
 
 
-def test_the_report_says_what_was_left_out_of_the_names(group):
+def test_wrapped_model_report_names_the_removed_prefixes(group):
     Snapshot.take(URL, {"net": wrapped(["ddp", "compiled"], 1)}, overwrite=True)
     report = Snapshot(URL).restore({"net": wrapped(["plain"], 2)})
     assert [str(line) for line in report] == ["renamed    net: names matched without 'module.' and '_orig_mod.'"]
 
 
-def test_parts_of_a_model_may_be_wrapped():
+def test_wrapped_model_parts_are_matched():
     saved = Block()
     saved.second = torch.compile(saved.second)
     Snapshot.take(URL, {"net": saved}, overwrite=True)
@@ -140,7 +140,7 @@ class Named(nn.Module):
             self.bias = nn.Parameter(torch.randn(2))
 
 
-def test_a_submodule_that_is_called_module_is_no_wrapper():
+def test_wrapped_model_prefix_is_not_a_submodule_named_module():
     saved = Named()
     Snapshot.take(URL, {"net": saved}, overwrite=True)
     plain = nn.Linear(2, 2)
@@ -154,7 +154,7 @@ def test_a_submodule_that_is_called_module_is_no_wrapper():
     assert torch.equal(live.weight, saved.weight)
 
 
-def test_two_candidates_are_an_error():
+def test_wrapped_model_with_two_candidate_names_raises():
     state = {"module.w": torch.ones(2), "_orig_mod.w": torch.zeros(2)}
     Snapshot.take(URL, {"net": StateDict(state)}, overwrite=True)
     live = nn.Module()
@@ -167,7 +167,7 @@ def test_two_candidates_are_an_error():
     assert live.w.eq(1).all()
 
 
-def test_an_explicit_rename_comes_first():
+def test_rename_takes_precedence_over_wrapper_prefixes():
     saved = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     Snapshot.take(URL, {"net": nn.DataParallel(saved)}, overwrite=True)
     live = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -176,7 +176,7 @@ def test_an_explicit_rename_comes_first():
     assert torch.equal(live[1].weight, saved[0].weight)
 
 
-def test_globs_speak_of_the_names_in_the_application():
+def test_select_globs_match_the_names_in_the_application():
     saved = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     Snapshot.take(URL, {"net": nn.DataParallel(saved)}, overwrite=True)
     live = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -188,7 +188,7 @@ def test_globs_speak_of_the_names_in_the_application():
 
 @pytest.mark.parametrize("flatten", [False, True])
 @pytest.mark.parametrize(("there", "here"), list(itertools.permutations(["plain", "averaged", "dp"], 2)))
-def test_the_optimizer_of_a_model_state_has_its_names(there, here, flatten):
+def test_wrapped_model_optimizer_of_model_state_is_renamed(there, here, flatten):
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
     def pair(name, seed):

@@ -41,7 +41,7 @@ class Layer(torch.nn.Module):
 
 @pytest.mark.parametrize("make", [quantised, nested])
 @pytest.mark.parametrize("worker", ["", "thread"])
-def test_it_is_restored_into_the_live_one(make, worker, tmp_path):
+def test_wrapper_tensor_is_restored_into_the_live_one(make, worker, tmp_path):
     state = {"state": StateDict(deep={"list": [make(1)]})}
     if worker:
         with warnings.catch_warnings():
@@ -61,7 +61,7 @@ def test_it_is_restored_into_the_live_one(make, worker, tmp_path):
     assert snapshot.verify().ok
 
 
-def test_modules_are_filled_in_place():
+def test_wrapper_tensor_modules_are_filled_in_place():
     snapshot = plainly_take({"m": Layer(1)})
     live = Layer(2)
     codes = live.weight.codes
@@ -87,7 +87,7 @@ class Momentum(torch.optim.Optimizer):
                 self.state[parameter] = {"m": Quantised(codes, torch.full((8,), scale), 8), "step": torch.tensor(scale)}
 
 
-def test_an_optimizer_s_state_is_filled_in_place():
+def test_wrapper_tensor_optimizer_state_is_filled_in_place():
     def parameters():
         return [torch.nn.Parameter(torch.ones(4, 16))]
 
@@ -101,7 +101,7 @@ def test_an_optimizer_s_state_is_filled_in_place():
     assert state["step"] == 3
 
 
-def test_an_optimizer_that_has_no_state_yet_says_what_to_do():
+def test_wrapper_tensor_optimizer_state_in_a_fresh_optimizer_names_safe_globals():
     snapshot = plainly_take({"o": Momentum([torch.nn.Parameter(torch.ones(4, 16))], 3.0)})
     live = Momentum([torch.nn.Parameter(torch.ones(4, 16))])
     live.state.clear()
@@ -116,7 +116,7 @@ def test_an_optimizer_that_has_no_state_yet_says_what_to_do():
     assert (state["m"].codes == 3).all()
 
 
-def test_another_context_is_a_mismatch_and_nothing_is_touched():
+def test_wrapper_tensor_with_another_context_is_a_mismatch():
     snapshot = plainly_take({"state": StateDict(a=torch.ones(2), w=quantised(1, block=8))})
     others = [
         quantised(2, block=4),
@@ -136,7 +136,7 @@ def test_another_context_is_a_mismatch_and_nothing_is_touched():
         assert not state["a"].any()
 
 
-def test_what_no_snapshot_can_hold_of_a_context_is_that_of_the_live_one():
+def test_wrapper_tensor_context_that_cannot_be_stored_is_kept_from_the_live_one():
     snapshot = plainly_take({"state": StateDict(w=quantised(1, hook=print))})
     hook = object()
     live = StateDict(w=quantised(2, hook=hook))
@@ -146,7 +146,7 @@ def test_what_no_snapshot_can_hold_of_a_context_is_that_of_the_live_one():
     assert [(line.kind, line.path) for line in report.lines] == [("kept", "state/w")]
 
 
-def test_a_plain_tensor_and_a_wrapped_one_do_not_fit_each_other():
+def test_wrapper_tensor_and_plain_tensor_do_not_match():
     class Plain(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -166,7 +166,7 @@ def test_a_plain_tensor_and_a_wrapped_one_do_not_fit_each_other():
         assert torch.equal(before, after)
 
 
-def test_without_a_live_one_the_inner_tensors_are_read():
+def test_wrapper_tensor_without_a_live_one_is_a_saved_object():
     snapshot = plainly_take({"state": StateDict(w=nested(1))})
     read = snapshot.read_object("0/state/w")
     assert isinstance(read, SavedObject)
@@ -186,7 +186,7 @@ def test_without_a_live_one_the_inner_tensors_are_read():
     assert not Snapshot.diff(URL, again)
 
 
-def test_a_class_of_the_same_state_or_one_that_was_allowed_makes_it_anew():
+def test_wrapper_tensor_of_a_known_or_safe_global_class_is_created():
     snapshot = plainly_take({"state": StateDict(many=[quantised(1), quantised(2)])})
     live = StateDict(many=[quantised(5)])
     assert [line.kind for line in snapshot.restore({"state": live}).lines] == []
@@ -200,7 +200,7 @@ def test_a_class_of_the_same_state_or_one_that_was_allowed_makes_it_anew():
     assert isinstance(live["many"][0], SavedObject)
 
 
-def test_inner_tensors_that_are_shared_are_stored_once_and_stay_shared():
+def test_wrapper_tensor_inner_tensors_that_are_shared_are_stored_once():
     scale = torch.ones(8)
     held = StateDict(a=Quantised(torch.ones(4, 16, dtype=torch.int8), scale, 8),
                      b=Quantised(torch.zeros(4, 16, dtype=torch.int8), scale, 8), scale=scale)  # fmt: skip
@@ -213,7 +213,7 @@ def test_inner_tensors_that_are_shared_are_stored_once_and_stay_shared():
     assert (scale == 1).all()
 
 
-def test_parts_can_be_left_out():
+def test_wrapper_tensor_exclude():
     snapshot = plainly_take({"m": Layer(1), "state": StateDict(w=quantised(1), x=3)})
     live, state = Layer(2), StateDict(w=quantised(2), x=0)
     snapshot.restore({"m": live, "state": state}, exclude=["m/weight", "m/weight/**", "state/w/**"])
@@ -226,7 +226,7 @@ def test_parts_can_be_left_out():
     assert not report.replaced
 
 
-def test_a_module_without_some_names_is_restored_as_far_as_it_goes():
+def test_wrapper_tensor_restore_strict_false_restores_what_matches():
     class Less(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -244,7 +244,7 @@ def test_a_module_without_some_names_is_restored_as_far_as_it_goes():
     assert {line.path for line in report.unexpected} == {"m/deep", "m/kept", "m/bias"}
 
 
-def test_a_prepare_function_does_not_see_what_only_the_class_understands():
+def test_wrapper_tensor_is_not_passed_to_a_prepare_function():
     seen = []
 
     def prepare(path, tensor, tracing):
@@ -263,7 +263,7 @@ def test_a_prepare_function_does_not_see_what_only_the_class_understands():
     assert same(live["w"], quantised(1))
 
 
-def test_a_nested_tensor_of_torch_s_is_stored_as_its_parts():
+def test_nested_tensor_is_stored_as_its_parts():
     make = torch.nested.nested_tensor
     saved = make([torch.arange(3.0), torch.arange(5.0)], layout=torch.jagged)
     snapshot = plainly_take({"state": StateDict(n=saved)})
@@ -274,7 +274,7 @@ def test_a_nested_tensor_of_torch_s_is_stored_as_its_parts():
     assert torch.equal(held.values(), saved.values())
 
 
-def test_comparisons_conversions_and_the_command(tmp_path, capsys):
+def test_wrapper_tensor_diff_convert_and_cli(tmp_path, capsys):
     from snapshot.cli import main
 
     snapshot = Snapshot.take(tmp_path / "a", {"m": Layer(1)})
@@ -297,7 +297,7 @@ def test_comparisons_conversions_and_the_command(tmp_path, capsys):
     assert snapshot.convert(Target(tmp_path / "x.safetensors", "safetensors")).tensors == 8
 
 
-def test_a_hostile_context_is_refused():
+def test_wrapper_tensor_hostile_context_is_refused():
     from snapshot import SnapshotError
     from tests.hostile.hostile_snapshots import document_of, encoded, sign, store
 
@@ -325,7 +325,7 @@ def test_a_hostile_context_is_refused():
         assert same(live["w"], quantised(2))
 
 
-def test_the_real_ones_of_torchao():
+def test_wrapper_tensor_torchao_quantised_model():
     pytest.importorskip("torchao")
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
@@ -342,7 +342,7 @@ def test_the_real_ones_of_torchao():
     assert torch.equal(live(given), make(1)(given))
 
 
-def test_torchao_s_optimizers():
+def test_wrapper_tensor_torchao_optimizer():
     pytest.importorskip("torchao")
     from torchao.optim import AdamW8bit
 
@@ -376,7 +376,7 @@ def test_torchao_s_optimizers():
             model.zero_grad()
 
 
-def test_a_wrapped_tensor_of_another_shape_may_be_left_as_it_is():
+def test_mismatched_skip_leaves_a_wrapper_tensor_of_another_shape():
     def held(rows, value):
         net = torch.nn.Module()
         net.other = torch.nn.Parameter(torch.full((3,), float(value)))
@@ -396,7 +396,7 @@ def test_a_wrapped_tensor_of_another_shape_may_be_left_as_it_is():
 
 
 @pytest.mark.parametrize("warm", [False, True])
-def test_a_fresh_optimizer_makes_its_state_of_the_class_of_its_parameters(warm):
+def test_wrapper_tensor_optimizer_state_is_created_from_its_parameters(warm):
     from torch.testing._internal.two_tensor import TwoTensor
 
     def pair(value):

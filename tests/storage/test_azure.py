@@ -79,7 +79,7 @@ def restored(url, options):
     return live
 
 
-def test_a_snapshot_goes_there_and_back(azurite, url):
+def test_azure_take_and_restore(azurite, url):
     given = {"connection_string": azurite.connection_string}
     Snapshot.take(url, state(), storage_options=given)
     assert_same(restored(url, given), state())
@@ -98,7 +98,7 @@ def test_a_snapshot_goes_there_and_back(azurite, url):
     assert use(url, given, lambda storage: storage.list()) == []
 
 
-def test_long_files_go_up_and_come_down_in_parts(url, proxy, given):
+def test_azure_long_files_are_written_and_read_in_parts(url, proxy, given):
     given["part_bytes"] = MiB
     Snapshot.take(url, state(), storage_options=given)
     blocks = [each for each in proxy.requests if "comp=block&" in each.path]
@@ -129,7 +129,7 @@ def test_long_files_go_up_and_come_down_in_parts(url, proxy, given):
     ],
     ids=str,
 )
-def test_what_passes_is_borne(url, proxy, given, method, path, fault):
+def test_azure_retries_transient_faults(url, proxy, given, method, path, fault):
     async def work(storage):
         if fault.get("times", 1) is None:
             with pytest.raises(StorageError, match=r"HTTP 500.*failed after"):
@@ -147,7 +147,7 @@ def test_what_passes_is_borne(url, proxy, given, method, path, fault):
     use(url, given, work)
 
 
-def test_a_read_that_breaks_off_goes_on_where_it_ended(url, proxy, given):
+def test_azure_interrupted_read_continues_where_it_ended(url, proxy, given):
     data = pattern(3 * MiB)
 
     async def work(storage):
@@ -162,7 +162,7 @@ def test_a_read_that_breaks_off_goes_on_where_it_ended(url, proxy, given):
     assert 1000 < begin <= 1000 + 2 * MiB
 
 
-def test_a_bit_that_turns_over_on_the_way_is_seen(url, proxy, given):
+def test_azure_flipped_bit_in_transfer_is_found(url, proxy, given):
     Snapshot.take(url, state(), storage_options=given)
     with proxy.fault("GET", lambda each: "x-ms-range" in each.headers, flip=12_345):
         assert_same(restored(url, given), state())
@@ -173,7 +173,7 @@ def test_a_bit_that_turns_over_on_the_way_is_seen(url, proxy, given):
         restored(url, given)
 
 
-def test_a_put_whose_answer_is_lost_was_ours(url, proxy, given):
+def test_azure_put_whose_response_is_lost_is_recognised(url, proxy, given):
     async def work(storage):
         with proxy.fault("PUT", lose_answer=True):
             token = await storage.put("file", b"ours", expect=ABSENT)
@@ -188,13 +188,13 @@ def test_a_put_whose_answer_is_lost_was_ours(url, proxy, given):
     use(url, given, work)
 
 
-def test_a_commit_whose_answer_is_lost_is_a_commit(url, proxy, given):
+def test_azure_commit_whose_response_is_lost_is_a_commit(url, proxy, given):
     with proxy.fault("PUT", lambda each: "if-none-match" in each.headers, lose_answer=True, times=2):
         Snapshot.take(url, state(), storage_options=given)
     assert_same(restored(url, given), state())
 
 
-def test_an_upload_that_is_abandoned_leaves_nothing(url, proxy, given):
+def test_azure_abandoned_upload_leaves_no_blob(url, proxy, given):
     """Nor do its blocks cost anything; what stands in its place stays, and the retry of a lost answer knows it."""
 
     async def work(storage):
@@ -215,7 +215,7 @@ def test_an_upload_that_is_abandoned_leaves_nothing(url, proxy, given):
     use(url, given, work)
 
 
-def test_a_sweep_drops_what_was_never_committed(url, proxy, given):
+def test_azure_sweep_deletes_uncommitted_blocks(url, proxy, given):
     async def work(storage):
         for path in ["old/1", "old/2"]:
             writer = await storage.create(path, 2 * MiB)
@@ -230,7 +230,7 @@ def test_a_sweep_drops_what_was_never_committed(url, proxy, given):
     use(url, given, work)
 
 
-def test_a_listing_of_many_pages_is_whole(url, given, monkeypatch):
+def test_azure_list_of_many_pages_is_complete(url, given, monkeypatch):
     monkeypatch.setattr(azure, "PAGE", 2)
 
     async def work(storage):
@@ -243,7 +243,7 @@ def test_a_listing_of_many_pages_is_whole(url, given, monkeypatch):
     use(url, given, work)
 
 
-def test_a_listing_leaves_folders_out_and_reads_names_that_xml_cannot_hold(url, proxy, given):
+def test_azure_list_leaves_out_folders_and_reads_names_that_xml_cannot_hold(url, proxy, given):
     folder = "<Metadata><hdi_isfolder>true</hdi_isfolder></Metadata>"
     kind = "<Properties><ResourceType>directory</ResourceType></Properties>"
     listing = (
@@ -256,7 +256,7 @@ def test_a_listing_leaves_folders_out_and_reads_names_that_xml_cannot_hold(url, 
     assert use(url, given, lambda storage: storage.list()) == ["data/1", "\ufffe"]
 
 
-def test_a_copy_is_waited_for(url, proxy, given):
+def test_azure_share_waits_for_a_pending_copy(url, proxy, given):
     async def work(storage):
         proxy.fault("PUT", status=409, headers={"x-ms-error-code": "PendingCopyOperation"})
         for status in ["pending", "pending", "success", "failed"]:
@@ -272,7 +272,7 @@ def test_a_copy_is_waited_for(url, proxy, given):
     use(url, given, work)
 
 
-def test_a_copy_that_fails_later_is_deleted(url, proxy, given):
+def test_azure_share_deletes_a_copy_that_fails_later(url, proxy, given):
     async def work(storage):
         await storage.put("file", b"content")
         proxy.fault("PUT", status=202, headers={"x-ms-copy-status": "pending"})
@@ -285,7 +285,7 @@ def test_a_copy_that_fails_later_is_deleted(url, proxy, given):
     use(url, given, work)
 
 
-def test_the_version_is_checked_by_the_server(url, given):
+def test_azure_share_checks_the_version_on_the_server(url, given):
     """Also when the source is replaced after the check by this library."""
 
     async def work(storage):
@@ -320,7 +320,7 @@ def test_the_version_is_checked_by_the_server(url, given):
         (400, "InvalidQueryParameterValue", StorageError),
     ],
 )
-def test_what_lasts_is_not_tried_again(url, proxy, given, status, code, kind):
+def test_azure_permanent_errors_are_not_retried(url, proxy, given, status, code, kind):
     proxy.fault(status=status, headers={"x-ms-error-code": code})
     with pytest.raises(StorageError if kind is StorageError else kind) as caught:
         use(url, given, lambda storage: storage.stat("file"))
@@ -330,7 +330,7 @@ def test_what_lasts_is_not_tried_again(url, proxy, given, status, code, kind):
     assert proxy.count() == 1
 
 
-def test_a_container_that_is_not_there_is_named_at_once(azurite, given):
+def test_azure_missing_container_is_named_at_once(azurite, given):
     url = "az://no-such-container/run"
     for verb in [Snapshot.take, lambda *given, **more: Snapshot(given[0], **more).restore(given[1])]:
         with pytest.raises(StorageError, match=r"az://no-such-container/run.*ContainerNotFound") as caught:
@@ -344,7 +344,7 @@ def shown(error, caplog):
 
 
 @pytest.mark.parametrize("how", ["key", "no base64", "signature"])
-def test_a_wrong_key_fails_at_once_and_is_not_shown(azurite, url, how, caplog):
+def test_azure_wrong_key_fails_at_once_and_is_not_shown(azurite, url, how, caplog):
     caplog.set_level(logging.DEBUG)
     secret = {
         "key": b64encode(b"guessed" * 8).decode(),
@@ -362,7 +362,7 @@ def test_a_wrong_key_fails_at_once_and_is_not_shown(azurite, url, how, caplog):
     assert "guessed" not in shown(caught.value, caplog)
 
 
-def test_a_shared_access_signature_lets_in_and_is_not_shown(azurite, url, proxy, caplog):
+def test_azure_shared_access_signature_works_and_is_not_shown(azurite, url, proxy, caplog):
     from azure.storage.blob import AccountSasPermissions, ResourceTypes, generate_account_sas
 
     caplog.set_level(logging.DEBUG)
@@ -388,7 +388,7 @@ def test_a_shared_access_signature_lets_in_and_is_not_shown(azurite, url, proxy,
     assert azure.unquote(secret) not in text
 
 
-def test_who_has_no_server_is_named_at_once(monkeypatch):
+def test_azure_unknown_host_is_named_at_once(monkeypatch):
     import socket
 
     def nobody(*_args, **_more):
@@ -409,7 +409,7 @@ def opened(url, **options):
     return open_storage(URL.parse(url), options, Context())
 
 
-def test_a_url_may_name_the_account():
+def test_azure_url_may_name_the_account():
     storage = opened("abfss://container@account.dfs.core.windows.net/run/1")
     assert storage.bucket == "container"
     assert storage.key("x") == "run/1/x"
@@ -423,13 +423,13 @@ def test_a_url_may_name_the_account():
         opened("abfss://container@localhost/run")
 
 
-def test_a_connection_string_of_another_account_is_refused(azurite):
+def test_azure_connection_string_of_another_account_is_refused(azurite):
     url = "abfss://container@account.dfs.core.windows.net/run"
     with pytest.raises(StorageError, match=azurite.account):
         use(url, {"connection_string": azurite.connection_string}, lambda storage: storage.stat("file"))
 
 
-def test_the_environment_says_what_it_says_to_adlfs(azurite, url, monkeypatch):
+def test_azure_environment_variables_of_adlfs_are_used(azurite, url, monkeypatch):
     with pytest.raises(ValueError, match="AZURE_STORAGE_ACCOUNT_NAME"):
         opened("az://container/run")
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", azurite.connection_string)
@@ -444,7 +444,7 @@ def test_the_environment_says_what_it_says_to_adlfs(azurite, url, monkeypatch):
     assert opened("az://container/run")._credential()[0] == {"account_name": "account", "account_key": "key"}
 
 
-def test_azure_identity_is_asked_where_nothing_else_is_said(monkeypatch):
+def test_azure_identity_is_used_without_other_credentials(monkeypatch):
     from azure.identity import aio
 
     for name in ("ACCOUNT_KEY", "CONNECTION_STRING", "SAS_TOKEN", "ANON", "CLIENT_ID"):
@@ -471,7 +471,7 @@ class Tokens:
         self.closed += 1
 
 
-def test_a_token_that_cannot_be_had_lasts():
+def test_azure_token_error_is_not_retried():
     tokens = Tokens()
     given = {"account_name": "account", "credential": tokens}
     with pytest.raises(StorageError, match=r"az://container/run/file.*AADSTS7000215"):

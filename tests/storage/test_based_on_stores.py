@@ -25,7 +25,7 @@ def values_of(snapshot):
 
 @pytest.mark.parametrize("verb", ["take", "async_take"])
 @pytest.mark.parametrize("largest", [256 * MiB, 5 * MiB])
-def test_no_frozen_byte_leaves_the_host(store, verb, largest, monkeypatch):
+def test_base_on_s3_copies_frozen_files_on_the_server(store, verb, largest, monkeypatch):
     proxy, url, given = store
     monkeypatch.setattr(S3Driver, "largest_copy", largest)
     run = Run(layers=24)  # 6 MiB
@@ -44,7 +44,7 @@ def test_no_frozen_byte_leaves_the_host(store, verb, largest, monkeypatch):
     assert made.verify(), "the server's copy is independent"
 
 
-def test_a_server_that_refuses_to_copy_gets_the_bytes(store):
+def test_base_on_s3_writes_the_bytes_if_the_server_refuses_to_copy(store):
     proxy, url, given = store
     run = Run()
     base = Snapshot.take(f"{url}/a", run.state, storage_options=given)
@@ -55,7 +55,7 @@ def test_a_server_that_refuses_to_copy_gets_the_bytes(store):
     assert made.verify()
 
 
-def test_a_base_elsewhere_is_compared_and_everything_is_written(store, tmp_path):
+def test_base_on_another_storage_is_compared_and_everything_is_written(store, tmp_path):
     _, url, given = store
     run = Run()
     base = Snapshot.take(f"{url}/a", run.state, storage_options=given)

@@ -37,7 +37,7 @@ def store(request):
     return f"webdav://{secrets.token_hex(8)}/run", {"base_url": request.getfixturevalue("webdav").url}
 
 
-def test_all_verbs_work_on_a_store(store, tmp_path, capsys, monkeypatch):
+def test_cli_verbs_and_manager_work_on_object_stores(store, tmp_path, capsys, monkeypatch):
     root, options = store
     file = tmp_path / "options.yaml"
     file.write_text(yaml.safe_dump(options))
@@ -80,7 +80,7 @@ def test_all_verbs_work_on_a_store(store, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("store", ["moto"], indirect=True)
-def test_a_doctor_finds_the_settings_of_a_store(store, tmp_path, capsys):
+def test_cli_doctor_finds_the_settings_of_an_object_store(store, tmp_path, capsys):
     root, options = store
     file = tmp_path / "options.json"
     file.write_text(json.dumps(options))

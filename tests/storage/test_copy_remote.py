@@ -9,7 +9,7 @@ MiB = 1 << 20
 
 
 @pytest.mark.parametrize("engine", ["s3fs", pytest.param(None, id="obstore")])
-def test_a_snapshot_passes_through_buckets(tmp_path, moto, engine):
+def test_copy_between_buckets(tmp_path, moto, engine):
     options = {
         "key": moto.key, "secret": moto.secret, "endpoint_url": moto.url, "engine": engine,
         "client_kwargs": {"region_name": moto.region},

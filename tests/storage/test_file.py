@@ -101,7 +101,7 @@ def files_below(folder):
     return sorted(os.path.join(root, name) for root, _, names in os.walk(folder) for name in names)
 
 
-def test_a_file_is_an_ordinary_file(tmp_path):
+def test_file_storage_writes_ordinary_files(tmp_path):
     data = pattern(3 * MiB + 17)
 
     async def use():
@@ -122,7 +122,7 @@ def test_a_file_is_an_ordinary_file(tmp_path):
     st.integers(0, 99),
     st.integers(0, 5),
 )
-def test_the_portable_path_moves_buffers_of_all_lengths(lengths, before, missing):
+def test_file_storage_portable_path_reads_and_writes_buffers_of_all_lengths(lengths, before, missing):
     """Short buffers are joined. The file may end before the last byte that is read."""
     total = sum(lengths)
     data = pattern(before + total)
@@ -145,7 +145,7 @@ def test_the_portable_path_moves_buffers_of_all_lengths(lengths, before, missing
         assert (Path(folder) / "file").read_bytes() == data
 
 
-def test_a_cancelled_read_on_the_portable_path_waits_until_no_thread_fills_its_buffer(tmp_path, monkeypatch):
+def test_file_storage_portable_path_cancelled_read_waits_for_its_thread(tmp_path, monkeypatch):
     (tmp_path / "file").write_bytes(pattern(MiB))
     entered, go_on, ended = threading.Event(), threading.Event(), []
 
@@ -173,7 +173,7 @@ def test_a_cancelled_read_on_the_portable_path_waits_until_no_thread_fills_its_b
     asyncio.run(use())
 
 
-def test_what_fails_leaves_neither_files_nor_folders(tmp_path):
+def test_file_storage_failed_operations_leave_no_files_or_folders(tmp_path):
     async def use():
         storage = opened(tmp_path / "new/root")
         await (await storage.create("data/deep/file", MiB)).abort()
@@ -187,7 +187,7 @@ def test_what_fails_leaves_neither_files_nor_folders(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_root_that_was_there_before_stays(tmp_path):
+def test_file_storage_keeps_an_existing_root(tmp_path):
     async def use():
         storage = opened(tmp_path)
         await storage.put("folder/file", b".")
@@ -198,7 +198,7 @@ def test_a_root_that_was_there_before_stays(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_lost_race_leaves_no_temporary_file(tmp_path):
+def test_file_storage_put_conflict_leaves_no_temporary_file(tmp_path):
     async def use():
         storage = opened(tmp_path)
         first = await storage.put("file", b"first", expect=ABSENT)
@@ -214,7 +214,7 @@ def test_a_lost_race_leaves_no_temporary_file(tmp_path):
     assert files_below(tmp_path) == [str(tmp_path / "file")]
 
 
-def test_threads_that_put_at_once_have_one_winner(tmp_path):
+def test_file_storage_put_in_several_threads_has_one_winner(tmp_path):
     ready = threading.Barrier(8)
     won = []
 
@@ -237,7 +237,7 @@ def test_threads_that_put_at_once_have_one_winner(tmp_path):
     assert files_below(tmp_path) == [str(tmp_path / "file")]
 
 
-def test_a_file_that_was_cut_off_is_corrupt(tmp_path):
+def test_file_storage_truncated_file_is_corrupt(tmp_path):
     (tmp_path / "file").write_bytes(bytes(5 * MiB - 1))
 
     async def use():
@@ -251,7 +251,7 @@ def test_a_file_that_was_cut_off_is_corrupt(tmp_path):
 
 @pytest.mark.parametrize("mode", ["never", "always"])
 @pytest.mark.parametrize("size", [MiB, 2 * MiB + 1, 3 * MiB - 4095])
-def test_a_tail_that_fills_no_page_is_cut_off_again(tmp_path, mode, size):
+def test_file_storage_direct_io_truncates_a_partial_last_page(tmp_path, mode, size):
     if mode == "always":
         require_direct(tmp_path)
     data = pattern(size)
@@ -266,7 +266,7 @@ def test_a_tail_that_fills_no_page_is_cut_off_again(tmp_path, mode, size):
     assert (tmp_path / "file").read_bytes() == data
 
 
-def test_parts_that_are_not_aligned_are_written_all_the_same(tmp_path):
+def test_file_storage_direct_io_writes_unaligned_parts(tmp_path):
     require_direct(tmp_path)
     data = pattern(4 * MiB)
 
@@ -282,7 +282,7 @@ def test_parts_that_are_not_aligned_are_written_all_the_same(tmp_path):
     assert (tmp_path / "file").read_bytes() == data
 
 
-def test_a_place_that_cannot_be_written_names_itself_and_the_reason(tmp_path):
+def test_file_storage_unwritable_path_error_names_path_and_reason(tmp_path):
     (tmp_path / "in the way").write_bytes(b"a file")
 
     async def use():
@@ -294,7 +294,7 @@ def test_a_place_that_cannot_be_written_names_itself_and_the_reason(tmp_path):
     asyncio.run(use())
 
 
-def test_a_link_is_not_followed_out_of_the_root(tmp_path):
+def test_file_storage_does_not_follow_a_link_out_of_the_root(tmp_path):
     (tmp_path / "outside").write_bytes(b"precious")
     (tmp_path / "root").mkdir()
     (tmp_path / "root/file").symlink_to(tmp_path / "outside")
@@ -318,7 +318,7 @@ def test_a_link_is_not_followed_out_of_the_root(tmp_path):
         for kind in ("nfs4", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "fuse", "wekafs", "zfs", "")
     ],
 )
-def test_direct_io_is_for_local_file_systems_unless_it_is_asked_for(tmp_path, monkeypatch, kind, direct):
+def test_file_storage_direct_io_is_for_local_file_systems_unless_always(tmp_path, monkeypatch, kind, direct):
     """Also for the cold reads of files that a local file system wrote."""
     require_direct(tmp_path)
     monkeypatch.setattr(files, "_file_system", lambda device: kind)
@@ -343,7 +343,7 @@ def opened_in(folder):
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="lists open files in /proc")
 @pytest.mark.parametrize("portable_path", [False, True])
-def test_a_file_whose_creation_is_cancelled_is_closed(tmp_path, monkeypatch, portable_path):
+def test_file_storage_cancelled_create_closes_its_file(tmp_path, monkeypatch, portable_path):
     """An interruption cancels the call, whose thread then returns the new file to nobody."""
     created, go_on, real = threading.Event(), threading.Event(), files.Folders.mark_changed
 
@@ -371,7 +371,7 @@ def test_a_file_whose_creation_is_cancelled_is_closed(tmp_path, monkeypatch, por
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="lists open files in /proc")
-def test_files_of_a_storage_that_is_never_closed_are_closed_with_it(tmp_path):
+def test_file_storage_that_is_not_closed_closes_its_files(tmp_path):
     (tmp_path / "a").write_bytes(pattern(100))
 
     async def read():

@@ -33,7 +33,7 @@ def linked(tmp_path):
     return tmp_path
 
 
-def test_a_linked_folder_is_not_written_through(linked):
+def test_file_storage_does_not_write_through_a_linked_folder(linked):
     for attempt in [
         lambda storage: storage.create("data/new", 1),
         lambda storage: storage.put("data/new", b"."),
@@ -45,12 +45,12 @@ def test_a_linked_folder_is_not_written_through(linked):
     assert os.listdir(linked / "outside") == ["file"]
 
 
-def test_a_linked_folder_is_not_listed_through(linked):
+def test_file_storage_does_not_list_through_a_linked_folder(linked):
     assert use(linked / "root", lambda storage: storage.list("data/")) == []
     assert use(linked / "root", lambda storage: storage.list()) == ["data"]
 
 
-def test_a_linked_folder_may_be_read_and_a_linked_root_written(linked):
+def test_file_storage_reads_a_linked_folder_and_writes_a_linked_root(linked):
     assert use(linked / "root", lambda storage: storage.get("data/file")) == b"precious"
     assert use(linked / "root", lambda storage: fetch(storage, "data/file", 0, [8])) == b"precious"
     (linked / "link").symlink_to(linked / "outside")
@@ -61,7 +61,7 @@ def test_a_linked_folder_may_be_read_and_a_linked_root_written(linked):
 
 
 @pytest.mark.timeout(20)
-def test_what_is_no_regular_file_is_not_read(tmp_path):
+def test_file_storage_reads_only_regular_files(tmp_path):
     (tmp_path / "zero").symlink_to("/dev/zero")
     os.mkfifo(tmp_path / "pipe")
     for name in ["zero", "pipe"]:
@@ -74,7 +74,7 @@ def test_what_is_no_regular_file_is_not_read(tmp_path):
 
 
 @pytest.mark.timeout(20)
-def test_a_lock_that_is_never_given_up_is_an_error(tmp_path, monkeypatch):
+def test_file_storage_lock_that_is_never_released_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "LOCK_PATIENCE", 0.1)
     folder = os.open(tmp_path, os.O_RDONLY)
     try:
@@ -87,7 +87,7 @@ def test_a_lock_that_is_never_given_up_is_an_error(tmp_path, monkeypatch):
     use(tmp_path, lambda storage: storage.put("file", b"."))
 
 
-def test_an_empty_claim_never_has_another_name(tmp_path, monkeypatch):
+def test_file_storage_empty_claim_never_has_another_name(tmp_path, monkeypatch):
     def refuse(*_):
         raise AssertionError("an interruption here would leave a file that nobody knows")
 
@@ -100,7 +100,7 @@ def test_an_empty_claim_never_has_another_name(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == [".take-1"]
 
 
-def test_a_file_that_vanishes_while_it_is_asked_for_is_not_found(tmp_path, monkeypatch):
+def test_file_storage_file_that_vanishes_is_not_found(tmp_path, monkeypatch):
     (tmp_path / "file").write_bytes(b".")
     real = os.stat
 

@@ -90,7 +90,7 @@ def real_disk(request, tmp_path):
         yield made
 
 
-def test_a_reflink_is_preferred_to_a_link(real_disk):
+def test_file_share_prefers_a_reflink_to_a_link(real_disk):
     source = real_disk.mount / "step-1"
     source.write_bytes(DATA)
     source.chmod(0o640)
@@ -107,7 +107,7 @@ def test_a_reflink_is_preferred_to_a_link(real_disk):
 
 
 @pytest.mark.parametrize("real_disk", ["ext4", "xfs"], indirect=True)  # btrfs cannot be shut down
-def test_a_shared_file_survives_a_loss_of_power(real_disk):
+def test_file_share_survives_a_power_loss(real_disk):
     """Also if the source was not durable."""
     source = real_disk.mount / "step-1"
     source.write_bytes(DATA)
@@ -117,7 +117,7 @@ def test_a_shared_file_survives_a_loss_of_power(real_disk):
     assert (real_disk.mount / "step-2/data/shared").read_bytes() == DATA
 
 
-def test_the_kernel_copies_if_a_link_is_refused(real_disk, monkeypatch):
+def test_file_share_copies_in_the_kernel_if_a_link_is_refused(real_disk, monkeypatch):
     monkeypatch.setattr(os, "link", refusing(errno.EMLINK))
     source = real_disk.mount / "step-1"
     source.write_bytes(DATA)
@@ -126,7 +126,7 @@ def test_the_kernel_copies_if_a_link_is_refused(real_disk, monkeypatch):
     assert not is_link(shared, source)
 
 
-def test_another_file_system_refuses(tmp_path):
+def test_file_share_across_file_systems_is_refused(tmp_path):
     if not os.path.ismount("/dev/shm") or os.stat("/dev/shm").st_dev == os.stat(tmp_path).st_dev:
         pytest.skip("this machine has one file system only")
     with tempfile.NamedTemporaryFile(dir="/dev/shm") as source:
@@ -142,14 +142,14 @@ def test_another_file_system_refuses(tmp_path):
 
 
 @pytest.mark.parametrize("number", REFUSALS, ids=errno.errorcode.get)
-def test_a_refused_reflink_becomes_a_link(source, tmp_path, monkeypatch, number):
+def test_file_share_links_if_a_reflink_is_refused(source, tmp_path, monkeypatch, number):
     monkeypatch.setattr(fcntl, "ioctl", refusing(number))
     assert is_link(share(source, tmp_path / "step-2"), source)
     assert source.read_bytes() == DATA
 
 
 @pytest.mark.parametrize("number", REFUSALS, ids=errno.errorcode.get)
-def test_a_refused_link_becomes_a_copy(source, tmp_path, monkeypatch, no_reflink, number):
+def test_file_share_copies_if_a_link_is_refused(source, tmp_path, monkeypatch, no_reflink, number):
     monkeypatch.setattr(os, "link", refusing(number))
     shared = share(source, tmp_path / "step-2")
     assert shared.read_bytes() == DATA
@@ -158,7 +158,7 @@ def test_a_refused_link_becomes_a_copy(source, tmp_path, monkeypatch, no_reflink
 
 
 @pytest.mark.parametrize("number", NO_COPY, ids=errno.errorcode.get)
-def test_a_refused_copy_is_an_error_and_leaves_nothing(source, tmp_path, monkeypatch, no_reflink, number):
+def test_file_share_raises_if_a_copy_is_refused_and_leaves_no_file(source, tmp_path, monkeypatch, no_reflink, number):
     monkeypatch.setattr(os, "link", refusing(errno.EXDEV))
     monkeypatch.setattr(os, "copy_file_range", refusing(number))
     with pytest.raises(StorageError, match="cannot share") as caught:
@@ -182,12 +182,12 @@ def refuse_new_files(monkeypatch, number):
 
 
 @pytest.mark.parametrize("number", REFUSALS, ids=errno.errorcode.get)
-def test_a_place_without_new_files_still_takes_a_link(source, tmp_path, monkeypatch, number):
+def test_file_share_links_if_no_new_file_can_be_created(source, tmp_path, monkeypatch, number):
     refuse_new_files(monkeypatch, number)
     assert is_link(share(source, tmp_path / "step-2"), source)
 
 
-def test_a_copy_is_made_in_as_many_steps_as_it_takes(source, tmp_path, monkeypatch, no_reflink):
+def test_file_share_copies_in_several_steps(source, tmp_path, monkeypatch, no_reflink):
     copies, steps = os.copy_file_range, []
 
     def short(origin, target, length, *offsets):
@@ -200,7 +200,7 @@ def test_a_copy_is_made_in_as_many_steps_as_it_takes(source, tmp_path, monkeypat
     assert len(steps) == 4
 
 
-def test_a_copy_that_ends_too_early_is_an_error(source, tmp_path, monkeypatch, no_reflink):
+def test_file_share_short_copy_is_an_error(source, tmp_path, monkeypatch, no_reflink):
     monkeypatch.setattr(os, "link", refusing(errno.EPERM))
     monkeypatch.setattr(os, "copy_file_range", lambda *_: 0)
     with pytest.raises(StorageError, match=f"0 of {len(DATA)} bytes"):
@@ -209,7 +209,7 @@ def test_a_copy_that_ends_too_early_is_an_error(source, tmp_path, monkeypatch, n
 
 
 @pytest.mark.parametrize("copying", [False, True])
-def test_a_failed_sync_is_an_error_and_leaves_nothing(source, tmp_path, monkeypatch, no_reflink, copying):
+def test_file_share_failed_fsync_is_an_error_and_leaves_no_file(source, tmp_path, monkeypatch, no_reflink, copying):
     if copying:
         monkeypatch.setattr(os, "link", refusing(errno.EPERM))
     monkeypatch.setattr(os, "fsync", refusing(errno.EIO))
@@ -221,7 +221,7 @@ def test_a_failed_sync_is_an_error_and_leaves_nothing(source, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("number", [errno.EEXIST, errno.EIO])
-def test_a_link_whose_response_a_network_lost_was_made(source, tmp_path, monkeypatch, no_reflink, number):
+def test_file_share_link_whose_response_is_lost_was_created(source, tmp_path, monkeypatch, no_reflink, number):
     makes = os.link
 
     def lost(*arguments, **more):
@@ -256,7 +256,7 @@ def replaced(path):
     os.replace(path.with_name("other"), path)
 
 
-def test_a_source_that_is_replaced_meanwhile_is_a_conflict(source, tmp_path, before_link):
+def test_file_share_of_a_replaced_source_is_a_conflict(source, tmp_path, before_link):
     before_link(lambda: replaced(source))
     with pytest.raises(StorageConflictError, match="replaced"):
         share(source, tmp_path / "step-2")
@@ -264,26 +264,26 @@ def test_a_source_that_is_replaced_meanwhile_is_a_conflict(source, tmp_path, bef
     assert source.read_bytes() == b"other"
 
 
-def test_a_source_that_is_changed_meanwhile_is_a_conflict(source, tmp_path, before_link):
+def test_file_share_of_a_changed_source_is_a_conflict(source, tmp_path, before_link):
     before_link(lambda: source.write_bytes(b"in place"))
     with pytest.raises(StorageConflictError, match="changed"):
         share(source, tmp_path / "step-2")
     assert not (tmp_path / "step-2").exists()
 
 
-def test_a_source_that_is_deleted_meanwhile_is_not_found(source, tmp_path, before_link):
+def test_file_share_of_a_deleted_source_is_not_found(source, tmp_path, before_link):
     before_link(source.unlink)
     with pytest.raises(StorageNotFoundError, match="step-1"):
         share(source, tmp_path / "step-2")
     assert not (tmp_path / "step-2").exists()
 
 
-def test_a_folder_that_is_removed_meanwhile_is_created_again(source, tmp_path, before_link):
+def test_file_share_creates_a_removed_folder_again(source, tmp_path, before_link):
     before_link(lambda: os.rmdir(tmp_path / "step-2/data"))
     assert is_link(share(source, tmp_path / "step-2"), source)
 
 
-def test_a_cancelled_share_leaves_nothing(source, tmp_path, before_link):
+def test_file_share_cancelled_leaves_no_file(source, tmp_path, before_link):
     reached, go = threading.Event(), threading.Event()
 
     def wait():
@@ -308,7 +308,7 @@ def test_a_cancelled_share_leaves_nothing(source, tmp_path, before_link):
 
 
 @pytest.mark.parametrize("kind", ["link", "folder", "pipe"])
-def test_only_a_regular_file_is_shared(source, tmp_path, kind):
+def test_file_share_accepts_only_regular_files(source, tmp_path, kind):
     other = tmp_path / "other"
     {"link": lambda: other.symlink_to(source), "folder": other.mkdir, "pipe": lambda: os.mkfifo(other)}[kind]()
     with pytest.raises(StorageError) as caught:
@@ -319,7 +319,7 @@ def test_only_a_regular_file_is_shared(source, tmp_path, kind):
 
 
 @pytest.mark.parametrize("way", ["folder", "file"])
-def test_a_name_is_not_added_through_a_link(source, tmp_path, way):
+def test_file_share_does_not_write_through_a_link(source, tmp_path, way):
     (tmp_path / "outside").mkdir()
     (tmp_path / "step-2").mkdir()
     target = tmp_path / "step-2/data"
@@ -334,7 +334,7 @@ def test_a_name_is_not_added_through_a_link(source, tmp_path, way):
 
 
 @pytest.mark.parametrize("failing", [False, True])
-def test_a_file_is_not_shared_under_its_own_name(source, monkeypatch, failing):
+def test_file_share_under_its_own_name_is_refused(source, monkeypatch, failing):
     if failing:  # else the clean-up would remove the source
         refuse_new_files(monkeypatch, errno.EMFILE)
         monkeypatch.setattr(os, "fsync", refusing(errno.EIO))
@@ -348,7 +348,9 @@ def test_a_file_is_not_shared_under_its_own_name(source, monkeypatch, failing):
 
 @pytest.mark.parametrize("mode", [0o666, 0o640, 0o400, 0o755])
 @pytest.mark.parametrize("copying", [False, True])
-def test_a_shared_file_is_read_only_and_its_mode_never_wider(source, tmp_path, monkeypatch, no_reflink, copying, mode):
+def test_file_share_result_is_read_only_and_its_mode_never_wider(
+    source, tmp_path, monkeypatch, no_reflink, copying, mode
+):
     if copying:
         monkeypatch.setattr(os, "link", refusing(errno.EPERM))
     source.chmod(mode)
@@ -357,12 +359,12 @@ def test_a_shared_file_is_read_only_and_its_mode_never_wider(source, tmp_path, m
     assert stat.S_IMODE(source.stat().st_mode) == (mode if copying else mode & 0o555)
 
 
-def test_a_mode_that_cannot_be_changed_is_no_error(source, tmp_path, monkeypatch):
+def test_file_share_ignores_a_mode_that_cannot_be_changed(source, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fchmod", refusing(errno.EPERM))
     assert share(source, tmp_path / "step-2").read_bytes() == DATA
 
 
-def test_a_commit_expects_shared_files_and_syncs_their_folder(source, tmp_path, monkeypatch):
+def test_file_share_files_are_expected_and_synced_by_a_commit(source, tmp_path, monkeypatch):
     synced = []
     syncs = os.fsync
 
@@ -400,7 +402,7 @@ def as_nobody():
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("own", [True, False])
-def test_a_user_without_privileges_shares_reads_and_deletes(own):
+def test_file_share_without_privileges_works(own):
     """The kernel may refuse links to files of others (`fs.protected_hardlinks`)."""
     with tempfile.TemporaryDirectory() as folder:
         os.chown(folder, 65534, 65534)

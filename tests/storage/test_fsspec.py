@@ -123,7 +123,7 @@ async def stored(storage):
 
 
 @pytest.mark.parametrize("text", ["dir::memory://{}/run", "dir://sub::memory://{}/run", "dir::local:///tmp/{}"])
-def test_a_folder_of_another_is_as_that_is(text):
+def test_fsspec_chained_urls_have_the_capabilities_of_the_inner_storage(text):
     storage = open_storage(URL.parse(text.format(secrets.token_hex(8))))
     assert storage.capabilities.atomic_put
     try:
@@ -153,7 +153,7 @@ def place(request, tmp_path):
     return f"fsspec+memory://{name}", {}
 
 
-def test_a_snapshot_is_taken_replaced_restored_and_deleted(place):
+def test_fsspec_take_overwrite_restore_and_delete(place):
     base, options = place
     path, app = f"{base}/step", state()
     snapshot = Snapshot.take(path, app, storage_options=options)
@@ -184,7 +184,7 @@ async def listing(path, options):
         await storage.close()
 
 
-def test_a_take_notices_what_came_while_it_wrote():
+def test_fsspec_take_notices_a_snapshot_committed_meanwhile():
     path = f"fsspec+memory://{secrets.token_hex(8)}/step"
     before = threading.Event()
 
@@ -199,7 +199,7 @@ def test_a_take_notices_what_came_while_it_wrote():
     assert Snapshot(path).verify()
 
 
-def test_a_cache_restores_what_was_saved_without_it(tmp_path):
+def test_fsspec_simplecache_restores_a_snapshot(tmp_path):
     path = f"fsspec+memory://{secrets.token_hex(8)}/step"
     Snapshot.take(path, state())
     options = {"cache_storage": str(tmp_path)}
@@ -223,7 +223,7 @@ def silent():
 
 @pytest.mark.timeout(15, func_only=True)
 @pytest.mark.parametrize("scheme", ["webdav", "sftp"])
-def test_a_server_that_never_answers_ends_within_the_deadline(silent, scheme):
+def test_fsspec_silent_server_fails_within_the_deadline(silent, scheme):
     options = {"deadline": 0.5, "timeout": 0.2}
     text = f"sftp://127.0.0.1:{silent}/run" if scheme == "sftp" else "webdav://run"
     if scheme == "webdav":
@@ -244,7 +244,7 @@ class Stuck(MemoryFileSystem):
         return super().info(path, **kwargs)
 
 
-def test_a_call_that_hangs_does_not_hold_up_the_others():
+def test_fsspec_call_that_hangs_does_not_block_others():
     register_implementation("stuck", Stuck, clobber=True)
 
     async def use():
@@ -263,7 +263,7 @@ def test_a_call_that_hangs_does_not_hold_up_the_others():
 
 
 @pytest.mark.slow
-def test_a_thread_that_hangs_does_not_block_the_exit(warm):
+def test_fsspec_thread_that_hangs_does_not_block_the_exit(warm):
     program = """
 import asyncio, socket, time
 from snapshot.errors import StorageError
@@ -289,7 +289,7 @@ class Careless(MemoryFileSystem):
 
 
 @pytest.mark.parametrize("size", [100, 5000, 9 << 20])
-def test_a_file_system_that_ignores_ranges_gives_the_right_bytes(size):
+def test_fsspec_file_system_that_ignores_ranges_returns_the_right_bytes(size):
     register_implementation("careless", Careless, clobber=True)
     data = pattern(size)
 
@@ -344,7 +344,7 @@ class Answer(Exception):
     ],
     ids=repr,
 )
-def test_what_may_pass_is_tried_again(error, ours):
+def test_fsspec_transient_errors_are_retried(error, ours):
     register_implementation("flaky", Flaky, clobber=True)
 
     async def use():
@@ -365,7 +365,7 @@ def test_what_may_pass_is_tried_again(error, ours):
     Flaky.errors.clear()
 
 
-def test_no_error_shows_a_secret():
+def test_fsspec_errors_show_no_secret():
     register_implementation("flaky", Flaky, clobber=True)
 
     async def use():
@@ -385,7 +385,7 @@ def test_no_error_shows_a_secret():
     assert caught.value.__cause__ is None
 
 
-def test_a_password_in_a_url_is_hidden(silent):
+def test_fsspec_password_in_a_url_is_hidden(silent):
     storage = open_storage(
         URL.parse(f"sftp://user:topsecret@127.0.0.1:{silent}/run"),
         {"timeout": 0.3, "deadline": 0.5, "passphrase": "alsosecret"},
@@ -396,7 +396,7 @@ def test_a_password_in_a_url_is_hidden(silent):
     assert "secret" not in "".join(traceback.format_exception(caught.value))
 
 
-def test_a_forked_child_has_connections_of_its_own(sshd, tmp_path):
+def test_fsspec_forked_child_opens_its_own_connections(sshd, tmp_path):
     options = {"client_keys": [str(sshd.client_key)], "known_hosts": str(sshd.known_hosts)}
     path = f"sftp://{sshd.username}@{sshd.host}:{sshd.port}{tmp_path}/step"
     Snapshot.take(path, state(), storage_options=options)
@@ -409,7 +409,7 @@ def test_a_forked_child_has_connections_of_its_own(sshd, tmp_path):
     assert Snapshot(path, storage_options=options).verify()
 
 
-def test_a_host_that_nobody_knows_is_not_trusted(sshd, tmp_path):
+def test_fsspec_sftp_unknown_host_key_is_refused(sshd, tmp_path):
     path = f"sftp://{sshd.username}@{sshd.host}:{sshd.port}{tmp_path}/step"
     given = {"client_keys": [str(sshd.client_key)], "deadline": 5}
     with pytest.raises(StorageError, match=r"(?i)host key"):
@@ -420,21 +420,21 @@ def test_a_host_that_nobody_knows_is_not_trusted(sshd, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["sftp://h/x", "zip://a::s3://b/c", "simplecache::s3://b/x", "fsspec+s3://b/x"])
-def test_a_scheme_that_fsspec_knows_is_opened_by_it(text):
+def test_fsspec_opens_the_schemes_it_knows(text):
     assert plugin_for(URL.parse(text)) is FsspecStorage
 
 
-def test_a_scheme_that_nobody_knows_is_an_error():
+def test_fsspec_unknown_scheme_is_an_error():
     with pytest.raises(StorageError, match="no storage plugin"):
         plugin_for(URL.parse("zzzzzz://x"))
 
 
-def test_a_file_system_that_is_not_installed_names_the_cure():
+def test_fsspec_missing_package_is_named():
     with pytest.raises(MissingExtraError, match="smbprotocol"):
         open_storage(URL.parse("smb://host/share/run"))
 
 
-def test_sweeping_removes_what_a_killed_process_left():
+def test_fsspec_sweep_removes_files_of_a_killed_process():
     async def use():
         storage = open_storage(URL.parse(f"fsspec+memory://{secrets.token_hex(8)}"))
         writer = await storage.create("data/file", 10)

@@ -71,7 +71,7 @@ def restored(url, options):
     return live["s"]["big"]
 
 
-def test_a_snapshot_goes_there_and_back(url, proxy, given):
+def test_gcs_take_and_restore(url, proxy, given):
     given["part_bytes"] = MiB
     Snapshot.take(url, state(), storage_options=given)
     assert proxy.count("PUT", "*upload_id=*") >= 5  # also the parts go by way of the endpoint that was given
@@ -101,7 +101,7 @@ def test_a_snapshot_goes_there_and_back(url, proxy, given):
     ],
     ids=str,
 )
-def test_what_passes_is_borne(url, proxy, given, method, path, fault):
+def test_gcs_retries_transient_faults(url, proxy, given, method, path, fault):
     async def work(storage):
         await store(storage, "data/file", data, part=MiB)
         assert await fetch(storage, "data/file", 0, [len(data)]) == data
@@ -112,7 +112,7 @@ def test_what_passes_is_borne(url, proxy, given, method, path, fault):
     use(url, given | patience(fault), work)
 
 
-def test_a_put_whose_answer_is_lost_was_ours(url, proxy, given):
+def test_gcs_put_whose_response_is_lost_is_recognised(url, proxy, given):
     async def work(storage):
         with proxy.fault("POST", lose_answer=True):
             token = await storage.put("file", b"ours", expect=ABSENT)
@@ -127,13 +127,13 @@ def test_a_put_whose_answer_is_lost_was_ours(url, proxy, given):
     use(url, given | {"timeout": 1}, work)
 
 
-def test_a_commit_whose_answer_is_lost_is_a_commit(url, proxy, given):
+def test_gcs_commit_whose_response_is_lost_is_a_commit(url, proxy, given):
     with proxy.fault("POST", "*ifGenerationMatch=*", lose_answer=True, times=2):
         Snapshot.take(url, state(), storage_options=given)
     assert torch.equal(restored(url, given), state()["s"]["big"])
 
 
-def test_a_bit_that_turns_over_on_the_way_is_seen(url, proxy, given):
+def test_gcs_flipped_bit_in_transfer_is_found(url, proxy, given):
     Snapshot.take(url, state(), storage_options=given)
     with proxy.fault("GET", lambda each: "range" in each.headers, flip=12_345):
         assert torch.equal(restored(url, given), state()["s"]["big"])
@@ -144,7 +144,7 @@ def test_a_bit_that_turns_over_on_the_way_is_seen(url, proxy, given):
         restored(url, given)
 
 
-def test_a_bucket_that_is_not_there_is_named_at_once(given, proxy):
+def test_gcs_missing_bucket_is_named_at_once(given, proxy):
     url = "gs://no-such-bucket/run"
     body = json.dumps({"error": {"code": 404, "message": "The specified bucket does not exist."}}).encode()
     proxy.fault(times=None, status=404, body=body)
@@ -267,7 +267,7 @@ def upload(gateway, data, **given):
     ],
     ids=str,
 )
-def test_a_part_that_fails_goes_on_where_the_server_stands(gateway, server, fault, nth):
+def test_gcs_resumable_upload_continues_at_the_offset_of_the_server(gateway, server, fault, nth):
     data = pattern(4 * MiB - 5)
     gateway.fault("PUT", nth=nth, **fault)
     upload(gateway, data, **patience(fault))
@@ -275,7 +275,7 @@ def test_a_part_that_fails_goes_on_where_the_server_stands(gateway, server, faul
     assert any(told == "*" for told, _ in server.puts)
 
 
-def test_a_part_is_not_sent_again_as_far_as_the_server_kept_it(gateway, server):
+def test_gcs_resumable_upload_does_not_resend_bytes_that_were_stored(gateway, server):
     server.keep = [MiB, 512 << 10]
     gateway.fault("PUT", nth=2, lose_answer=True)
     upload(gateway, pattern(3 * MiB))
@@ -284,7 +284,7 @@ def test_a_part_is_not_sent_again_as_far_as_the_server_kept_it(gateway, server):
     ]  # fmt: skip
 
 
-def test_what_the_server_did_not_keep_is_sent_at_once(gateway, server):
+def test_gcs_resumable_upload_resends_bytes_that_were_not_stored(gateway, server):
     server.keep = [MiB, 256 << 10, 256 << 10]
     upload(gateway, pattern(3 * MiB))
     assert [told.partition("-")[0] for told, _ in server.puts] == [
@@ -292,7 +292,7 @@ def test_what_the_server_did_not_keep_is_sent_at_once(gateway, server):
     ]  # fmt: skip
 
 
-def test_a_server_that_ends_a_file_too_early_is_an_error(url, given, gcs):
+def test_gcs_upload_ended_too_early_by_the_server_is_an_error(url, given, gcs):
     """As the emulator does, which takes a question for the end."""
     with FaultProxy(gcs.url) as proxy:
         proxy.fault("PUT", nth=2, lose_answer=True)
@@ -304,7 +304,7 @@ def test_a_server_that_ends_a_file_too_early_is_an_error(url, given, gcs):
             )
 
 
-def test_an_upload_that_is_given_up_spares_what_stands_in_its_place(gateway, server):
+def test_gcs_abandoned_upload_keeps_the_existing_object(gateway, server):
     given = {"endpoint_url": gateway.url, "token": "anon"}
 
     async def work(storage):
@@ -319,7 +319,7 @@ def test_an_upload_that_is_given_up_spares_what_stands_in_its_place(gateway, ser
     assert gateway.count("DELETE") == 1
 
 
-def test_a_long_copy_takes_several_requests(url, proxy, given):
+def test_gcs_share_of_a_long_object_takes_several_requests(url, proxy, given):
     async def work(storage):
         await storage.put("file", b"content")
         proxy.fault("POST", "*rewriteTo*", status=200, body=b'{"done": false, "rewriteToken": "more"}')
@@ -332,7 +332,7 @@ def test_a_long_copy_takes_several_requests(url, proxy, given):
 
 
 @pytest.mark.parametrize("fault", [{"status": 503}, {"reset_before": True}, {"lose_answer": True}])
-def test_a_copy_outlives_what_passes(url, proxy, given, fault):
+def test_gcs_share_retries_transient_faults(url, proxy, given, fault):
     """Also if the response was lost, so that the copy exists."""
 
     async def work(storage):
@@ -344,7 +344,7 @@ def test_a_copy_outlives_what_passes(url, proxy, given, fault):
     use(url, given, work)
 
 
-def test_the_version_is_sent_with_a_copy(url, proxy, given):
+def test_gcs_share_sends_the_version_of_the_source(url, proxy, given):
     async def work(storage):
         token = await storage.put("file", b"content")
         await storage.share(storage.url.join("file"), "shared", token=token)

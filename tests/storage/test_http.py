@@ -92,7 +92,7 @@ def published(nginx, folder):
     return f"{nginx.url}/{folder}/step%201"
 
 
-def test_a_snapshot_is_restored(published):
+def test_http_restore(published):
     live = state(fill=0)
     assert not Snapshot(published).restore(live).lines
     for name, value in state()["s"].items():
@@ -100,7 +100,7 @@ def test_a_snapshot_is_restored(published):
     assert Snapshot(published).verify()
 
 
-def test_a_snapshot_is_read_with_few_requests(published):
+def test_http_restore_and_read_object_send_few_requests(published):
     proxy, url = proxied(published)
     with proxy:
         Snapshot(url).restore(state(fill=0))
@@ -114,7 +114,7 @@ def test_a_snapshot_is_read_with_few_requests(published):
         assert sum(each.response_bytes for each in proxy.requests) < MiB
 
 
-def test_what_is_damaged_on_the_way_is_read_again(published):
+def test_http_damaged_response_is_read_again(published):
     proxy, url = proxied(published)
     with proxy:
         proxy.fault("GET", lambda each: "range" in each.headers, flip=1000)
@@ -123,12 +123,12 @@ def test_what_is_damaged_on_the_way_is_read_again(published):
         assert torch.equal(live["s"]["big"], state()["s"]["big"])
 
 
-def test_where_there_is_none_it_is_said(nginx, folder):
+def test_http_missing_snapshot_is_not_found(nginx, folder):
     with pytest.raises(SnapshotNotFoundError, match=folder):
         Snapshot(f"{nginx.url}/{folder}").restore(state())
 
 
-def test_nothing_is_written(nginx, published):
+def test_http_storage_is_read_only(nginx, published):
     proxy, url = proxied(published)
     with proxy:
         for write in [
@@ -147,7 +147,7 @@ def test_nothing_is_written(nginx, published):
 
 
 @pytest.mark.parametrize("how", ["url", "options", "quoted", "headers"])
-def test_basic_authentication_lets_in(nginx, folder, place, how):
+def test_http_basic_authentication(nginx, folder, place, how):
     place(f"{folder}/file", b"content")
     bare, options = nginx.private.removeprefix("http://"), {}
     url = f"http://{bare}/{folder}"
@@ -178,7 +178,7 @@ SECRETS = {
 
 @pytest.mark.parametrize("what", ["refused", "reset", "damaged", "redirected for ever", "no server"])
 @pytest.mark.parametrize("how", SECRETS)
-def test_no_secret_is_shown(nginx, folder, how, what, caplog):
+def test_http_secrets_are_never_shown(nginx, folder, how, what, caplog):
     caplog.set_level(logging.DEBUG)
     proxy, at = proxied(nginx.private)
     text, options, secrets = SECRETS[how]
@@ -210,7 +210,7 @@ def test_no_secret_is_shown(nginx, folder, how, what, caplog):
         assert secret not in text
 
 
-def test_a_query_goes_with_every_request(nginx, folder, place):
+def test_http_url_query_is_sent_with_every_request(nginx, folder, place):
     place(f"{folder}/file", b"content")
     proxy, url = proxied(nginx.url)
     with proxy:
@@ -223,7 +223,7 @@ def test_a_query_goes_with_every_request(nginx, folder, place):
         assert [each.path.partition("?")[2] for each in proxy.requests] == ["sv=1&sig=a%2Bb"] * 2
 
 
-def test_a_password_does_not_follow_to_another_server(nginx, folder, place):
+def test_http_password_is_not_sent_to_another_server_after_a_redirect(nginx, folder, place):
     place(f"{folder}/file", b"content")
     proxy, _ = proxied(nginx.url)
     other, elsewhere = proxied(nginx.url)
@@ -238,7 +238,7 @@ def test_a_password_does_not_follow_to_another_server(nginx, folder, place):
 # What servers do
 
 
-def test_a_server_that_ignores_ranges_gives_no_wrong_bytes(nginx, folder, place):
+def test_http_server_that_ignores_ranges_returns_no_wrong_bytes(nginx, folder, place):
     data = pattern(300_000)
     place(f"{folder}/file", data)
 
@@ -252,7 +252,7 @@ def test_a_server_that_ignores_ranges_gives_no_wrong_bytes(nginx, folder, place)
     use(f"{nginx.whole}/{folder}", work)
 
 
-def test_a_redirect_is_followed(nginx, folder, place):
+def test_http_redirect_is_followed(nginx, folder, place):
     data = pattern(1000)
     place(f"{folder}/file", data)
     proxy, _ = proxied(nginx.url)
@@ -267,13 +267,13 @@ def test_a_redirect_is_followed(nginx, folder, place):
         assert use(f"{proxy.url}/anywhere", work) == data[10:110]
 
 
-def test_a_server_that_fails_is_asked_until_the_deadline(nginx, folder):
+def test_http_failing_server_is_retried_until_the_deadline(nginx, folder):
     with pytest.raises(StorageError, match=r"HTTP 500.*failed after \d+ attempts") as caught:
         use(f"{nginx.broken}/{folder}", lambda storage: storage.get("file"), deadline=0.5)
     assert type(caught.value) is StorageError
 
 
-def test_a_slow_server_is_waited_for_as_long_as_bytes_come(nginx, folder, place):
+def test_http_slow_server_is_waited_for_while_bytes_arrive(nginx, folder, place):
     data = pattern(200_000)
     place(f"{folder}/file", data)
     proxy, url = proxied(nginx.url)
@@ -285,7 +285,7 @@ def test_a_slow_server_is_waited_for_as_long_as_bytes_come(nginx, folder, place)
         assert proxy.count() == 1
 
 
-def test_a_server_without_head_is_asked_otherwise(nginx, folder, place):
+def test_http_server_without_head_works(nginx, folder, place):
     place(f"{folder}/file", b"content")
     place(f"{folder}/empty", b"")
     proxy, url = proxied(nginx.url)
@@ -301,7 +301,7 @@ def test_a_server_without_head_is_asked_otherwise(nginx, folder, place):
 @pytest.mark.parametrize(
     "fault", [{"reset_at": 400_000}, {"close_at": 400_000}, {"hang_at": 400_000}, {"status": 503, "times": 2}], ids=str
 )
-def test_what_breaks_off_goes_on_where_it_ended(nginx, folder, place, fault):
+def test_http_interrupted_read_continues_where_it_ended(nginx, folder, place, fault):
     data = pattern(MiB)
     place(f"{folder}/file", data)
     proxy, url = proxied(nginx.url)
@@ -314,7 +314,7 @@ def test_what_breaks_off_goes_on_where_it_ended(nginx, folder, place, fault):
         assert (begin > 5) == ("status" not in fault)
 
 
-def test_a_file_that_is_replaced_while_it_is_read_is_no_mixture(nginx, folder, place):
+def test_http_file_replaced_during_a_read_is_not_mixed(nginx, folder, place):
     def replace(event):
         if event.name == "retry":
             place(f"{folder}/file", pattern(MiB, seed=1))
@@ -332,7 +332,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_no_mixture(nginx, folder, p
         remove_handler(replace)
 
 
-def test_gone_is_not_found(nginx, folder):
+def test_http_410_is_not_found(nginx, folder):
     proxy, url = proxied(nginx.url)
     with proxy:
         proxy.fault(status=410)

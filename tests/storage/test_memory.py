@@ -42,7 +42,7 @@ def opened(url):
     return open_storage(URL.parse(url), {}, Context())
 
 
-def test_a_place_lies_below_the_place_above_it(name):
+def test_memory_storage_paths_are_nested(name):
     async def use():
         await opened(f"{name}/step-1").put("file", b"here")
         assert await opened(name).list() == ["step-1/file"]
@@ -53,7 +53,7 @@ def test_a_place_lies_below_the_place_above_it(name):
     asyncio.run(use())
 
 
-def test_a_file_is_not_seen_before_it_is_finished(name):
+def test_memory_storage_file_is_invisible_before_finish(name):
     async def use():
         storage = opened(name)
         writer = await storage.create("file", 4)
@@ -65,7 +65,7 @@ def test_a_file_is_not_seen_before_it_is_finished(name):
     asyncio.run(use())
 
 
-def test_a_file_with_a_hole_is_not_finished(name):
+def test_memory_storage_file_with_a_hole_cannot_be_finished(name):
     async def use():
         storage = opened(name)
         writer = await storage.create("file", 10)
@@ -83,7 +83,7 @@ def test_a_file_with_a_hole_is_not_finished(name):
 
 
 @pytest.mark.parametrize("end", ["finish", "abort"])
-def test_a_file_that_ended_takes_no_more(name, end):
+def test_memory_storage_writer_after_finish_or_abort_refuses_writes(name, end):
     async def use():
         writer = await opened(name).create("file", 0)
         await getattr(writer, end)()
@@ -93,7 +93,7 @@ def test_a_file_that_ended_takes_no_more(name, end):
     asyncio.run(use())
 
 
-def test_a_file_that_is_read_while_another_takes_its_place_stays_what_it_was(name):
+def test_memory_storage_read_is_unaffected_by_a_replacement(name):
     async def use():
         storage = opened(name)
         size = 32 << 20
@@ -107,13 +107,13 @@ def test_a_file_that_is_read_while_another_takes_its_place_stays_what_it_was(nam
 
 
 @pytest.mark.parametrize("url", ["memory://", "memory://a/../b", "memory://name?query=1", "memory:///rooted"])
-def test_a_url_that_is_no_name_is_refused(url):
+def test_memory_storage_invalid_url_is_refused(url):
     with pytest.raises(ValueError, match=r"memory|path"):
         opened(url)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_child_goes_on_with_a_copy(name):
+def test_memory_storage_forked_child_has_a_copy(name):
     from snapshot.plugins import memory
 
     asyncio.run(opened(name).put("file", b"before"))

@@ -46,7 +46,7 @@ def on(platform, *command):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("platform", LACKING)
-def test_suites_pass_without_what_a_platform_lacks(platform, tmp_path):
+def test_other_platforms_emulated_pass_the_test_suites(platform, tmp_path):
     suites = [str(TOP / "tests" / name) for name in (SUITES if platform == "win32" else SUITES[:5])]  # macOS has most
     given = "-q", "-p", "no:cacheprovider", "-n0", f"--basetemp={tmp_path}/base", "-k", f"not ({LACKING[platform]})"
     code, printed = on(platform, "-m", "pytest", *given, *suites)
@@ -55,7 +55,7 @@ def test_suites_pass_without_what_a_platform_lacks(platform, tmp_path):
 
 
 @pytest.mark.parametrize("platform", LACKING)
-def test_what_needs_linux_says_so(platform):
+def test_other_platforms_features_that_need_linux_say_so(platform):
     program = """
 import os, signal
 from snapshot import Snapshot, SnapshotError, SnapshotManager, StateDict, Subscriber
@@ -82,7 +82,7 @@ print("refused")
 
 
 @pytest.mark.parametrize("platform", ["linux", *LACKING])
-def test_data_files_go_through_aiofiles_where_vectored_calls_are_missing(platform, tmp_path):
+def test_other_platforms_use_aiofiles_without_vectored_calls(platform, tmp_path):
     program = f"""
 import os, sys, torch
 from snapshot import Snapshot, StateDict

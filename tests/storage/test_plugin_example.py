@@ -20,7 +20,7 @@ raise SystemExit(pytest.main(["-q", "-W", "error", "-p", "no:cacheprovider", "te
 """
 
 
-def test_the_example_passes_the_contract_through_its_entry_point(tmp_path, warm):
+def test_plugin_example_passes_the_conformance_tests_through_its_entry_point(tmp_path, warm):
     source = tmp_path / "source"
     source.mkdir()
     for file in (ROOT / "examples" / "plugin").iterdir():  # building leaves files behind: not in this tree

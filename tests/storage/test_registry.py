@@ -50,13 +50,13 @@ def mine() -> Iterator[type[MemoryStorage]]:
 
 
 @pytest.mark.parametrize(("text", "plugin"), [("/tmp/run", FileStorage), ("memory://run", MemoryStorage)])
-def test_built_in_schemes_are_known(text, plugin):
+def test_plugin_for_built_in_schemes(text, plugin):
     url = URL.parse(text)
     assert plugin_for(url) is plugin
     assert url.scheme in schemes()
 
 
-def test_opening_passes_on_what_was_given(mine):
+def test_open_storage_passes_url_options_and_context(mine):
     register("mine", mine)
     context = Context(durable=False)
     storage = open_storage(URL.parse("mine://run"), {}, context)
@@ -64,18 +64,18 @@ def test_opening_passes_on_what_was_given(mine):
     assert (storage.url, storage.options, storage.context) == (URL.parse("mine://run"), {}, context)
 
 
-def test_an_installed_plugin_is_found_by_its_entry_point(install):
+def test_plugin_for_finds_an_installed_plugin_by_its_entry_point(install):
     install("tiny = tiny_storage:TinyStorage")
     assert plugin_for(URL.parse("tiny://run")).__name__ == "TinyStorage"
     assert "tiny" in schemes()
 
 
-def test_an_installed_package_does_not_replace_a_built_in_plugin(install):
+def test_plugin_for_never_replaces_a_built_in_plugin_by_an_installed_one(install):
     install("memory = tiny_storage:TinyStorage")
     assert plugin_for(URL.parse("memory://run")).__name__ == "MemoryStorage"
 
 
-def test_a_registered_plugin_goes_before_all_others(install, mine):
+def test_register_takes_precedence_over_other_plugins(install, mine):
     install("tiny = tiny_storage:TinyStorage")
     for text in ["tiny://run", "/tmp/run"]:
         before = plugin_for(URL.parse(text))
@@ -85,11 +85,11 @@ def test_a_registered_plugin_goes_before_all_others(install, mine):
         assert plugin_for(URL.parse(text)) is before
 
 
-def test_unregistering_what_was_never_registered_is_harmless():
+def test_unregister_of_an_unknown_scheme_is_harmless():
     unregister("never")
 
 
-def test_a_scheme_that_ends_in_plus_stands_for_all_behind_it(mine):
+def test_register_scheme_ending_in_plus_matches_prefixed_urls(mine):
     register("wrap+", mine)
     for text in ["wrap+file:///tmp/run", "wrap+s3://bucket", "wrap+wrap+memory://run"]:
         assert plugin_for(URL.parse(text)) is mine
@@ -98,7 +98,7 @@ def test_a_scheme_that_ends_in_plus_stands_for_all_behind_it(mine):
         plugin_for(URL.parse("wrap://run"))
 
 
-def test_an_installed_plugin_that_lacks_what_it_needs_says_so(install):
+def test_plugin_for_a_plugin_with_a_missing_package_raises_missing_extra_error(install):
     install("tiny = tiny_storage_that_needs_more:TinyStorage")
     with pytest.raises(MissingExtraError, match="tiny_storage_that_needs_more") as caught:
         plugin_for(URL.parse("tiny://user:secret@run"))
@@ -107,13 +107,13 @@ def test_an_installed_plugin_that_lacks_what_it_needs_says_so(install):
 
 
 @pytest.mark.parametrize("name", ["not_a_storage", "THIRD"])
-def test_an_entry_point_that_names_no_storage_is_refused(install, name):
+def test_plugin_for_an_entry_point_that_is_no_storage_is_refused(install, name):
     install(f"tiny = tiny_storage:{name}")
     with pytest.raises(StorageError, match=f"tiny = tiny_storage:{name}"):
         plugin_for(URL.parse("tiny://run"))
 
 
-def test_a_built_in_plugin_that_lacks_its_extra_names_the_cure(monkeypatch):
+def test_plugin_for_a_built_in_plugin_without_its_extra_names_the_extra(monkeypatch):
     monkeypatch.setitem(registry._BUILT_IN, "cloud", ("snapshot.plugins.no_such_client:CloudStorage", "cloud"))
     with pytest.raises(MissingExtraError, match="install the extra 'cloud'") as caught:
         plugin_for(URL.parse("cloud://bucket"))
@@ -122,12 +122,12 @@ def test_a_built_in_plugin_that_lacks_its_extra_names_the_cure(monkeypatch):
 
 
 @pytest.mark.parametrize(("text", "hint"), [("fil:///tmp/x", "file://"), ("memroy://run", "memory://")])
-def test_an_unknown_scheme_is_an_error_with_the_nearest_one(text, hint):
+def test_plugin_for_an_unknown_scheme_suggests_the_nearest(text, hint):
     with pytest.raises(StorageError, match=f"did you mean {hint}\\?"):
         plugin_for(URL.parse(text))
 
 
-def test_a_scheme_like_no_other_lists_those_that_there_are():
+def test_plugin_for_an_unknown_scheme_lists_the_known_schemes():
     with pytest.raises(StorageError, match="no storage plugin for the scheme 'zzzzzz'") as caught:
         plugin_for(URL.parse("zzzzzz://run"))
     assert "did you mean" not in str(caught.value)
@@ -135,7 +135,7 @@ def test_a_scheme_like_no_other_lists_those_that_there_are():
 
 
 @pytest.mark.parametrize("wrong", ["key=secret", b"x", 3, ["key"], [("key", "secret")]])
-def test_options_that_are_not_a_mapping_are_refused_without_their_value(tmp_path, wrong):
+def test_storage_options_that_are_not_a_mapping_are_refused_without_their_value(tmp_path, wrong):
     kind = type(wrong).__name__
     for call in (
         lambda: Snapshot(tmp_path / "s", storage_options=wrong),

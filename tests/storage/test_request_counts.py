@@ -21,7 +21,7 @@ def documented():
     return {name.replace("`", ""): int(count) for name, count in rows}
 
 
-def test_each_call_sends_the_documented_requests(moto, proxy):
+def test_s3_request_counts_equal_those_in_performance_md(moto, proxy):
     options = {"key": moto.key, "secret": moto.secret, "endpoint_url": proxy.url, **PATIENT}
     options |= {"client_kwargs": {"region_name": moto.region}}
     root = f"s3://{moto.bucket()}/run"
@@ -64,7 +64,7 @@ def test_each_call_sends_the_documented_requests(moto, proxy):
     ("change", "message"),
     [("delete", "is missing"), ("shorten", "must have .* bytes, got"), ("lengthen", "must have .* bytes, got")],
 )
-def test_a_file_that_was_not_looked_at_is_checked_before_a_live_tensor_changes(moto, engine, change, message):
+def test_s3_restore_checks_unseen_files_before_changing_tensors(moto, engine, change, message):
     options = {"key": moto.key, "secret": moto.secret, "endpoint_url": moto.url, "engine": engine, **PATIENT}
     options |= {"client_kwargs": {"region_name": moto.region}}
     url = f"s3://{moto.bucket()}/s"
@@ -90,7 +90,7 @@ def test_a_file_that_was_not_looked_at_is_checked_before_a_live_tensor_changes(m
 
 
 @pytest.mark.parametrize("engine", ["s3fs", None])
-def test_a_long_manifest_is_deleted_and_pruned_by_its_ends(moto, proxy, engine):
+def test_s3_delete_and_prune_read_only_the_ends_of_a_long_manifest(moto, proxy, engine):
     options = {"key": moto.key, "secret": moto.secret, "endpoint_url": proxy.url, "engine": engine, **PATIENT}
     options |= {"client_kwargs": {"region_name": moto.region}}
     root = f"s3://{moto.bucket()}/run"
@@ -120,7 +120,7 @@ def test_a_long_manifest_is_deleted_and_pruned_by_its_ends(moto, proxy, engine):
 
 @pytest.mark.parametrize("engine", ["s3fs", None])
 @pytest.mark.parametrize("length", [0, 1, 199, 5000])
-def test_a_manifest_of_any_length_is_read_at_its_beginning(moto, engine, length):
+def test_s3_head_of_a_manifest_of_any_length_is_read(moto, engine, length):
     options = {"key": moto.key, "secret": moto.secret, "endpoint_url": moto.url, "engine": engine, **PATIENT}
     options |= {"client_kwargs": {"region_name": moto.region}}
 
@@ -131,7 +131,7 @@ def test_a_manifest_of_any_length_is_read_at_its_beginning(moto, engine, length)
     assert use(f"s3://{moto.bucket()}/s", options, work) == b"x" * min(length, 200)
 
 
-def test_what_one_page_of_the_folder_does_not_show_is_looked_for(moto, proxy):
+def test_s3_files_beyond_the_first_listing_page_are_found(moto, proxy):
     options = {"key": moto.key, "secret": moto.secret, "endpoint_url": proxy.url, **PATIENT}
     options |= {"client_kwargs": {"region_name": moto.region}}
     url = f"s3://{moto.bucket()}/s"

@@ -77,7 +77,7 @@ def assert_same(a, b):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_snapshot_goes_there_and_back(moto, engine):
+def test_s3_take_and_restore(moto, engine):
     url, given = f"s3://{moto.bucket()}/run/step-1", options(moto, engine=engine)
     Snapshot.take(url, state(), storage_options=given)
     live = state(fill=0)
@@ -109,7 +109,7 @@ def _on_loop(storage, verb, *arguments):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_row_of_a_large_snapshot_costs_few_requests_and_bytes(moto, engine):
+def test_s3_row_of_a_large_snapshot_costs_few_requests_and_bytes(moto, engine):
     url = f"s3://{moto.bucket()}/s"
     Snapshot.take(url, state(rows=12_000), storage_options=options(moto))
     with FaultProxy(moto.url) as proxy:
@@ -124,7 +124,7 @@ def test_a_row_of_a_large_snapshot_costs_few_requests_and_bytes(moto, engine):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_long_files_go_up_and_come_down_in_parts(moto, engine):
+def test_s3_long_files_are_written_and_read_in_parts(moto, engine):
     url = f"s3://{moto.bucket()}/s"
     with FaultProxy(moto.url) as proxy:
         given = options(moto, engine=engine, part_bytes=5 * MiB, endpoint_url=proxy.url)
@@ -142,7 +142,7 @@ def test_long_files_go_up_and_come_down_in_parts(moto, engine):
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_an_upload_that_is_given_up_leaves_nothing(weed, cancelled):
+def test_s3_abandoned_upload_leaves_no_parts(weed, cancelled):
     bucket = weed.bucket()
     given = options(weed, part_bytes=5 * MiB)
 
@@ -166,7 +166,7 @@ def test_an_upload_that_is_given_up_leaves_nothing(weed, cancelled):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_parts_keep_their_order_though_some_wait_for_memory(moto, engine):
+def test_s3_parts_keep_their_order_if_some_wait_for_memory(moto, engine):
     """Parts of many buffers are joined, where the client wants that, and wait for the memory; others need not."""
     data = pattern(43 * MiB)
 
@@ -190,7 +190,7 @@ def test_parts_keep_their_order_though_some_wait_for_memory(moto, engine):
     asyncio.run(work())
 
 
-def test_the_engine_of_uploads_is_not_chosen_any_more(moto):
+def test_s3_engine_option_for_uploads_is_deprecated(moto):
     url, given = f"s3://{moto.bucket()}/s", options(moto, engine="obstore", part_bytes=5 * MiB)
     with FaultProxy(moto.url) as proxy:
         with pytest.warns(FutureWarning, match="engine='obstore'"):
@@ -203,7 +203,7 @@ def test_the_engine_of_uploads_is_not_chosen_any_more(moto):
     assert_same(live, state())
 
 
-def test_an_endpoint_may_stand_in_the_environment(moto, monkeypatch):
+def test_s3_endpoint_may_be_set_by_the_environment(moto, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", moto.url)
     url, given = f"s3://{moto.bucket()}/s", options(moto, part_bytes=5 * MiB)
     del given["endpoint_url"]
@@ -213,7 +213,7 @@ def test_an_endpoint_may_stand_in_the_environment(moto, monkeypatch):
     assert_same(live, state())
 
 
-def test_a_delete_leaves_the_uploads_of_others_alone(moto):
+def test_s3_delete_keeps_uploads_of_others(moto):
     """moto's uploads look as if they were years old."""
     bucket = moto.bucket()
 
@@ -234,7 +234,7 @@ def _take_and_delete(url, given):
     Snapshot.take(url, {"s": StateDict(x=1)}, storage_options=given).delete()
 
 
-def test_the_uploads_of_a_killed_process_are_swept(weed):
+def test_s3_sweep_aborts_uploads_of_a_killed_process(weed):
     bucket = weed.bucket()
 
     async def work():
@@ -250,7 +250,7 @@ def test_the_uploads_of_a_killed_process_are_swept(weed):
     asyncio.run(work())
 
 
-def test_of_two_takes_at_once_one_wins(moto):
+def test_s3_two_takes_at_once_have_one_winner(moto):
     url = f"s3://{moto.bucket()}/s"
     first = Snapshot.async_take(url, state(fill=1), storage_options=options(moto))
     second = Snapshot.async_take(url, state(fill=2), storage_options=options(moto))
@@ -267,7 +267,7 @@ def test_of_two_takes_at_once_one_wins(moto):
     assert_same(live, state(fill=1.0 if outcomes[0] == "committed" else 2.0))
 
 
-def test_a_checksum_that_does_not_hold_is_refused_by_the_server(weed):
+def test_s3_part_with_a_wrong_checksum_is_refused_by_the_server_and_resent(weed):
     """And the part is sent again."""
     bucket = weed.bucket()
     with FaultProxy(weed.url) as proxy:
@@ -285,7 +285,7 @@ def test_a_checksum_that_does_not_hold_is_refused_by_the_server(weed):
         assert flipped.hits == 1
 
 
-def test_a_forked_child_makes_clients_of_its_own(moto, warm):
+def test_s3_forked_child_creates_its_own_clients(moto, warm):
     url, given = f"s3://{moto.bucket()}/s", options(moto)
     script = f"""
 import os, torch, warnings
@@ -303,7 +303,7 @@ assert torch.equal(Snapshot(url, storage_options=given).read_object("0/s/x"), to
     assert warm.run(script) == ""
 
 
-def test_clients_are_shared_by_operations(weed):
+def test_s3_clients_are_shared_by_operations(weed):
     url = f"s3://{weed.bucket()}/s"
     with FaultProxy(weed.url) as proxy:
         given = options(weed, engine="s3fs", endpoint_url=proxy.url)
@@ -316,7 +316,7 @@ def test_clients_are_shared_by_operations(weed):
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("wrong", ["key", "secret"])
-def test_wrong_keys_are_told_at_once_and_not_shown(weed, engine, wrong):
+def test_s3_wrong_keys_fail_at_once_and_are_not_shown(weed, engine, wrong):
     url = f"s3://{weed.bucket()}/s"
     given = options(weed, engine=engine) | {wrong: "a-very-wrong-value"}
     with pytest.raises(StorageError) as caught:
@@ -331,14 +331,14 @@ def _shown(error):
     return [*traceback.format_exception(error), repr(error)]
 
 
-def test_a_bucket_that_is_not_there_is_told_at_once(weed):
+def test_s3_missing_bucket_is_named_at_once(weed):
     with pytest.raises(StorageError, match="NoSuchBucket") as caught:
         Snapshot.take("s3://no-such-bucket-here/s", state(), storage_options=options(weed))
     assert not isinstance(caught.value, StorageNotFoundError)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_missing_key_may_look_forbidden(moto, engine):
+def test_s3_missing_object_may_look_forbidden(moto, engine):
     url = f"s3://{moto.bucket()}/s"
     with FaultProxy(moto.url) as proxy:
         given = options(moto, engine=engine, endpoint_url=proxy.url)
@@ -347,7 +347,7 @@ def test_a_missing_key_may_look_forbidden(moto, engine):
             Snapshot(url, storage_options=given).exists()
 
 
-def test_keys_may_stand_in_the_url(weed):
+def test_s3_keys_may_be_in_the_url(weed):
     given = options(weed)
     key, secret = given.pop("key"), given.pop("secret")
     url = f"s3://{key}:{secret}@{weed.bucket()}/s"
@@ -356,7 +356,7 @@ def test_keys_may_stand_in_the_url(weed):
     assert snapshot.exists()
 
 
-def test_an_at_sign_in_a_path_is_of_the_path(moto):
+def test_s3_at_sign_in_a_path_belongs_to_the_path(moto):
     bucket = moto.bucket()
     url = f"s3://{bucket}/run@2024/step@1"
     snapshot = Snapshot.take(url, state(), storage_options=options(moto))
@@ -368,7 +368,7 @@ def test_an_at_sign_in_a_path_is_of_the_path(moto):
 @pytest.mark.parametrize(
     "path", ["s3://bucket//x", "s3://bucket/a//b", "s3://bucket/a/../b", "s3://bucket/./a", "s3:///a"]
 )
-def test_a_path_that_clients_read_in_two_ways_is_refused(path):
+def test_s3_ambiguous_paths_are_refused(path):
     with pytest.raises(ValueError, match="s3://"):
         Snapshot.take(path, state())
 
@@ -386,7 +386,7 @@ def test_a_path_that_clients_read_in_two_ways_is_refused(path):
         ({}, "cn-north-1", "https://s3.cn-north-1.amazonaws.com.cn/bucket/"),
     ],
 )
-def test_obstore_goes_where_the_client_goes(given, region, endpoint):
+def test_s3_obstore_uses_the_region_and_endpoint_of_the_client(given, region, endpoint):
     import obstore
 
     async def work():
@@ -400,7 +400,7 @@ def test_obstore_goes_where_the_client_goes(given, region, endpoint):
     assert asyncio.run(work()).startswith(endpoint or f"{given['endpoint_url']}/bucket/")
 
 
-def test_encryption_is_asked_for(moto):
+def test_s3_server_side_encryption_is_requested(moto):
     url = f"s3://{moto.bucket()}/s"
     with FaultProxy(moto.url) as proxy:
         given = options(moto, endpoint_url=proxy.url, s3_additional_kwargs={"ServerSideEncryption": "AES256"})
@@ -411,7 +411,7 @@ def test_encryption_is_asked_for(moto):
         assert {each.headers.get("x-amz-server-side-encryption") for each in made} == {"AES256"}
 
 
-def test_what_is_not_installed_is_told_with_the_cure(monkeypatch):
+def test_s3_missing_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
     monkeypatch.delitem(sys.modules, "snapshot.plugins.objectstore.s3", raising=False)
     with pytest.raises(MissingExtraError, match="install the extra 's3'"):
@@ -432,12 +432,12 @@ def test_what_is_not_installed_is_told_with_the_cure(monkeypatch):
         ({"acces_key": "x"}, "acces_key"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(wrong, match):
+def test_s3_storage_options_that_are_invalid_are_refused(wrong, match):
     with pytest.raises(ValueError, match=match):
         Snapshot.take("s3://bucket/s", state(), storage_options=wrong)
 
 
-def test_a_condition_of_one_job_is_kept_against_another(weed):
+def test_s3_conditional_put_of_another_job_is_a_conflict(weed):
     """What the commit relies on, on a server that checks it."""
 
     async def work():
@@ -455,7 +455,7 @@ def test_a_condition_of_one_job_is_kept_against_another(weed):
 
 
 @pytest.mark.parametrize("days", [-2, 2])
-def test_the_age_of_a_claim_is_by_the_clock_of_the_server(moto, monkeypatch, days):
+def test_s3_age_of_a_claim_uses_the_clock_of_the_server(moto, monkeypatch, days):
     """A host whose clock is two days ahead leaves the files of a running take alone."""
     url, now = URL.parse(f"s3://{moto.bucket()}/s"), time.time
     save_id = "0123456789ab"

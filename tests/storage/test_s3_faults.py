@@ -143,7 +143,7 @@ WRITE_FAULTS = [
 
 @pytest.mark.parametrize(("method", "path", "fault"), WRITE_FAULTS)
 @one_engine
-def test_a_take_outlives_what_passes(moto, proxy, place, retries, method, path, fault):
+def test_s3_take_retries_transient_faults(moto, proxy, place, retries, method, path, fault):
     url, options = place
     with proxy.fault(method=method, path=path, **fault):
         Snapshot.take(url, state(), storage_options=options | patience(fault))
@@ -156,7 +156,7 @@ def test_a_take_outlives_what_passes(moto, proxy, place, retries, method, path, 
 
 @pytest.mark.parametrize("fault", [{"reset_before": True}, {"lose_answer": True}])
 @one_engine
-def test_a_take_outlives_a_fault_at_any_request(moto, proxy, place, fault):
+def test_s3_take_survives_a_fault_at_any_request(moto, proxy, place, fault):
     url, options = place
     Snapshot.take(url, state(), storage_options=options)
     requests = len(proxy.requests)
@@ -169,7 +169,7 @@ def test_a_take_outlives_a_fault_at_any_request(moto, proxy, place, fault):
 
 
 @one_engine
-def test_an_overwrite_outlives_a_lost_answer_to_its_commit(moto, proxy, place):
+def test_s3_overwrite_survives_a_lost_response_to_its_commit(moto, proxy, place):
     url, options = place
     Snapshot.take(url, state(fill=1), storage_options=options)
     with proxy.fault(method="PUT", path=MANIFEST, lose_answer=True):
@@ -179,7 +179,7 @@ def test_an_overwrite_outlives_a_lost_answer_to_its_commit(moto, proxy, place):
 
 
 @one_engine
-def test_a_lost_answer_does_not_hide_that_another_was_faster(moto, proxy, place):
+def test_s3_lost_response_does_not_hide_a_faster_commit(moto, proxy, place):
     """Our own put is recognised by its bytes: somebody else's is not."""
     url, options = place
     direct = clean(moto, options)
@@ -204,7 +204,7 @@ def test_a_lost_answer_does_not_hide_that_another_was_faster(moto, proxy, place)
     [(PARTS, {"status": 503}), (PARTS, {"hang": True}), (PARTS, {"status": 403}), (MANIFEST, {"status": 403})],
 )
 @one_engine
-def test_a_take_that_cannot_be_done_leaves_nothing(moto, proxy, place, path, fault):
+def test_s3_take_that_fails_leaves_no_objects(moto, proxy, place, path, fault):
     url, options = place
     with proxy.fault(path=path, method="P*", times=None, **fault) as made, pytest.raises(StorageError, match="s3://"):
         impatiently(made, lambda patience: Snapshot.take(url, state(), storage_options=options | patience))
@@ -215,7 +215,7 @@ def test_a_take_that_cannot_be_done_leaves_nothing(moto, proxy, place, path, fau
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("fault", [{"status": 503}, {"hang": True}])
 @one_engine
-def test_a_commit_without_an_answer_is_unknown_and_keeps_its_data(moto, proxy, place, fault, overwrite):
+def test_s3_commit_without_a_response_raises_commit_unknown_and_keeps_its_data(moto, proxy, place, fault, overwrite):
     """The manifest may still arrive, held up by some gateway: data that is not there then would be a lost snapshot."""
     url, options = place
     if overwrite:
@@ -239,7 +239,7 @@ def test_a_commit_without_an_answer_is_unknown_and_keeps_its_data(moto, proxy, p
 
 
 @one_engine
-def test_a_refusal_after_a_commit_without_an_answer_makes_it_no_more_certain(moto, proxy, place):
+def test_s3_commit_refused_after_a_lost_response_raises_commit_unknown(moto, proxy, place):
     url, options = place
     with (
         proxy.fault(method="PUT", path=MANIFEST, hang=True),
@@ -252,7 +252,7 @@ def test_a_refusal_after_a_commit_without_an_answer_makes_it_no_more_certain(mot
 
 @pytest.mark.parametrize("look", [{"status": 403}, {"status": 503}, {"hang": True}])
 @one_engine
-def test_a_commit_that_succeeded_is_never_taken_back(moto, proxy, place, look):
+def test_s3_commit_that_succeeded_is_never_undone(moto, proxy, place, look):
     """Its answer is lost, and what stands there cannot be looked at."""
     url, options = place
 
@@ -269,7 +269,7 @@ def test_a_commit_that_succeeded_is_never_taken_back(moto, proxy, place, look):
 
 
 @one_engine
-def test_a_claim_that_may_not_be_deleted_is_left(moto, proxy, place):
+def test_s3_claim_that_cannot_be_deleted_is_left(moto, proxy, place):
     url, options = place
     with proxy.fault(path="*delete*", method="POST", status=403, times=None):
         Snapshot.take(url, state(), storage_options=options)
@@ -277,7 +277,7 @@ def test_a_claim_that_may_not_be_deleted_is_left(moto, proxy, place):
 
 
 @one_engine
-def test_a_take_that_is_cancelled_leaves_nothing(moto, proxy, place):
+def test_s3_take_that_is_cancelled_leaves_no_objects(moto, proxy, place):
     url, options = place
     fault = proxy.fault(path=PARTS, method="PUT", hang=True, times=None)
     pending = Snapshot.async_take(url, state(), storage_options=options)
@@ -290,7 +290,7 @@ def test_a_take_that_is_cancelled_leaves_nothing(moto, proxy, place):
 
 @pytest.mark.timeout(SOON, func_only=True)
 @one_engine
-def test_a_server_that_is_not_there_is_told_when_the_deadline_is_over(place):
+def test_s3_unreachable_server_fails_at_the_deadline(place):
     url, options = place
     with pytest.raises(StorageError, match=r"s3://.*failed after \d+ attempts") as caught:
         Snapshot.take(url, state(), storage_options=options | {"endpoint_url": "http://127.0.0.1:9"} | IMPATIENT)
@@ -299,7 +299,7 @@ def test_a_server_that_is_not_there_is_told_when_the_deadline_is_over(place):
 
 @pytest.mark.timeout(20, func_only=True)
 @one_engine
-def test_a_name_that_no_server_has_is_told_at_once(place):
+def test_s3_unknown_host_fails_at_once(place):
     url, options = place
     given = options | {"endpoint_url": "http://no-such-host.invalid"}
     with pytest.raises(StorageError, match="s3://"):
@@ -326,7 +326,7 @@ echo '{{"Version": 1, "AccessKeyId": "{moto.key}", "SecretAccessKey": "{moto.sec
 
 
 @pytest.mark.parametrize(("method", "path"), [("PUT", "*.take-*"), ("GET", DATA)])
-def test_credentials_that_ran_out_are_renewed(proxy, place, renewing, method, path):
+def test_s3_expired_credentials_are_renewed(proxy, place, renewing, method, path):
     url, options = place
     given = {name: value for name, value in options.items() if name not in ("key", "secret")} | {"profile": "renewing"}
     expired = b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
@@ -340,7 +340,7 @@ def test_credentials_that_ran_out_are_renewed(proxy, place, renewing, method, pa
 
 @pytest.mark.timeout(15, func_only=True)
 @one_engine
-def test_credentials_that_never_come_are_not_waited_for(place, tmp_path, monkeypatch):
+def test_s3_credential_process_that_hangs_is_not_waited_for(place, tmp_path, monkeypatch):
     config = tmp_path / "config"
     config.write_text("[profile silent]\ncredential_process = sleep 60\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
@@ -352,7 +352,7 @@ def test_credentials_that_never_come_are_not_waited_for(place, tmp_path, monkeyp
 
 @pytest.mark.timeout(10, func_only=True)
 @one_engine
-def test_credentials_that_nobody_renews_are_told_at_once(proxy, place):
+def test_s3_expired_credentials_that_cannot_be_renewed_fail_at_once(proxy, place):
     url, options = place
     expired = b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
     with proxy.fault(times=None, status=400, body=expired), pytest.raises(StorageError, match="ExpiredToken"):
@@ -396,7 +396,7 @@ READ_FAULTS = [
 
 
 @pytest.mark.parametrize(("path", "fault"), READ_FAULTS)
-def test_a_restore_outlives_what_passes(in_turn, proxy, taken, retries, path, fault):
+def test_s3_restore_retries_transient_faults(in_turn, proxy, taken, retries, path, fault):
     if taken[1]["engine"] is None and path == MANIFEST:
         pytest.skip("which is read by s3fs's client, whatever the engine")
     with proxy.fault(method="GET", path=path, **fault):
@@ -404,7 +404,7 @@ def test_a_restore_outlives_what_passes(in_turn, proxy, taken, retries, path, fa
     assert retries
 
 
-def test_what_has_arrived_is_not_asked_for_again(proxy, taken):
+def test_s3_restore_does_not_request_received_bytes_again(proxy, taken):
     def long(request):
         begin, _, end = request.headers.get("range", "bytes=0-0").removeprefix("bytes=").partition("-")
         return request.method == "GET" and int(end) - int(begin) > 4_000_000
@@ -414,14 +414,14 @@ def test_what_has_arrived_is_not_asked_for_again(proxy, taken):
     assert sum(each.response_bytes for each in proxy.requests if each.method == "GET") < 7 * MiB
 
 
-def test_a_flipped_bit_that_stays_is_an_error(proxy, taken):
+def test_s3_restore_with_a_permanent_flipped_bit_is_corrupt(proxy, taken):
     with proxy.fault(method="GET", path=DATA, flip=2_345_678, times=None):
         live = state(fill=0)
         with pytest.raises(CorruptSnapshotError, match="s/x"):
             Snapshot(taken[0], storage_options=taken[1]).restore(live)
 
 
-def test_a_server_that_ignores_ranges_gives_no_wrong_tensor(proxy, taken):
+def test_s3_restore_from_a_server_that_ignores_ranges_raises(proxy, taken):
     with (
         proxy.fault(method="GET", path=DATA, ignore_range=True, times=None),
         pytest.raises(StorageError, match="must support range requests"),
@@ -429,14 +429,14 @@ def test_a_server_that_ignores_ranges_gives_no_wrong_tensor(proxy, taken):
         restored(taken)
 
 
-def test_a_throttled_server_is_asked_again(proxy, taken):
+def test_s3_restore_retries_a_throttling_server(proxy, taken):
     proxy.concurrency = 1
     proxy.bandwidth = 10 * MiB  # requests take long enough to overlap, also on a busy machine
     restored(taken)
     assert proxy.refused
 
 
-def test_a_slow_server_is_waited_for(proxy, taken):
+def test_s3_restore_waits_for_a_slow_server(proxy, taken):
     proxy.bandwidth = 3 * MiB
     before = len(proxy.requests)
     restored(taken, timeout=1)
@@ -448,14 +448,14 @@ def test_a_slow_server_is_waited_for(proxy, taken):
 
 @pytest.mark.timeout(SOON, func_only=True)
 @pytest.mark.parametrize("fault", [{"status": 503}, {"hang": True}, {"status": 403}, {"hang_at": 1000}])
-def test_a_restore_that_cannot_be_done_is_an_error(proxy, taken, fault):
+def test_s3_restore_that_fails_raises_storage_error(proxy, taken, fault):
     live = state(fill=0)
     with proxy.fault(path=DATA, method="GET", times=None, **fault) as made, pytest.raises(StorageError, match="s3://"):
         impatiently(made, lambda patience: Snapshot(taken[0], storage_options=taken[1] | patience).restore(live))
 
 
 @one_engine
-def test_a_bit_that_flips_on_the_way_up_is_found_before_the_commit(moto, proxy, place):
+def test_s3_read_back_finds_a_bit_flipped_during_the_upload(moto, proxy, place):
     """moto checks nothing that it is sent; where a part flips, the store holds what nobody has written."""
     url, options = place
     with proxy.fault(method="PUT", path=DATA, flip=2_345_678, side="request") as made:

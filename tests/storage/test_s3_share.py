@@ -43,7 +43,7 @@ def copies(proxy):
     return [each for each in proxy.requests if "x-amz-copy-source" in each.headers]
 
 
-def test_a_short_object_is_copied_at_once_and_no_byte_travels(sharing):
+def test_s3_share_copies_a_short_object_in_one_request(sharing):
     proxy, use_it = sharing
     data = pattern(5 * MiB)
 
@@ -59,7 +59,7 @@ def test_a_short_object_is_copied_at_once_and_no_byte_travels(sharing):
     use_it(work)
 
 
-def test_a_long_object_is_copied_in_parts(sharing):
+def test_s3_share_copies_a_long_object_in_parts(sharing):
     proxy, use_it = sharing
     data = pattern(12 * MiB)
 
@@ -77,7 +77,7 @@ def test_a_long_object_is_copied_in_parts(sharing):
 
 
 @pytest.mark.parametrize("size", [100, 11 * MiB])
-def test_a_source_that_is_replaced_meanwhile_is_a_conflict(weed, size, monkeypatch):
+def test_s3_share_of_a_replaced_source_is_a_conflict(weed, size, monkeypatch):
     """moto ignores the condition."""
     monkeypatch.setattr(S3Driver, "largest_copy", 5 * MiB)
     data = pattern(size)
@@ -109,7 +109,7 @@ def test_a_source_that_is_replaced_meanwhile_is_a_conflict(weed, size, monkeypat
     ids=lambda fault: next(iter(fault)),
 )
 @pytest.mark.parametrize("size", [100, 11 * MiB])
-def test_a_copy_outlives_what_passes(sharing, size, fault):
+def test_s3_share_retries_transient_faults(sharing, size, fault):
     proxy, use_it = sharing
     data = pattern(size)
 
@@ -128,7 +128,7 @@ def test_a_copy_outlives_what_passes(sharing, size, fault):
     ("status", "code"), [(501, "NotImplemented"), (405, "MethodNotAllowed"), (403, "AccessDenied")]
 )
 @pytest.mark.parametrize(("size", "nth"), [(100, 1), (11 * MiB, 2)])
-def test_a_copy_that_is_refused_leaves_nothing(sharing, size, nth, status, code):
+def test_s3_share_that_is_refused_leaves_no_object(sharing, size, nth, status, code):
     proxy, use_it = sharing
 
     async def work(storage):
@@ -144,7 +144,7 @@ def test_a_copy_that_is_refused_leaves_nothing(sharing, size, nth, status, code)
     use_it(work)
 
 
-def test_a_copy_whose_answers_are_lost_leaves_nothing(sharing):
+def test_s3_share_whose_responses_are_lost_leaves_no_object(sharing):
     proxy, use_it = sharing
 
     async def work(storage):
@@ -158,7 +158,7 @@ def test_a_copy_whose_answers_are_lost_leaves_nothing(sharing):
 
 
 @pytest.mark.parametrize("size", [100, 11 * MiB])
-def test_a_copy_that_is_cancelled_leaves_nothing(sharing, size):
+def test_s3_share_that_is_cancelled_leaves_no_object(sharing, size):
     proxy, use_it = sharing
 
     async def work(storage):
@@ -175,7 +175,7 @@ def test_a_copy_that_is_cancelled_leaves_nothing(sharing, size):
     use_it(work)
 
 
-def test_the_copy_of_a_killed_process_is_swept(sharing):
+def test_s3_sweep_aborts_the_copy_of_a_killed_process(sharing):
     _, use_it = sharing
 
     async def work(storage):
@@ -193,7 +193,7 @@ def test_the_copy_of_a_killed_process_is_swept(sharing):
 @pytest.mark.parametrize(
     "other", ["s3://other-bucket/run/file", "gs://{}/run/file", "s3://{}", "s3://key:secret@{}/file"]
 )
-def test_a_source_in_another_bucket_is_refused(moto, other):
+def test_s3_share_from_another_bucket_is_refused(moto, other):
     bucket = moto.bucket()
 
     async def work(storage):

@@ -17,25 +17,25 @@ from tests.helpers import servers
 from tests.helpers.servers import request
 
 
-def test_moto_keeps_objects_and_conditions(moto):
+def test_server_moto_keeps_objects_and_conditions(moto):
     path = f"/{moto.bucket()}/object"
     assert moto.request("PUT", path, b"first", {"If-None-Match": "*"}).status == 200
     assert moto.request("PUT", path, b"other", {"If-None-Match": "*"}).status == 412
     assert moto.request("GET", path, headers={"Range": "bytes=1-3"}).body == b"irs"
 
 
-def test_weed_keeps_objects_and_conditions(weed):
+def test_server_weed_keeps_objects_and_conditions(weed):
     path = f"/{weed.bucket()}/object"
     assert weed.request("PUT", path, b"first", {"If-None-Match": "*"}).status == 200
     assert weed.request("PUT", path, b"other", {"If-None-Match": "*"}).status == 412
     assert weed.request("GET", path, headers={"Range": "bytes=1-3"}).body == b"irs"
 
 
-def test_weed_has_room_for_many_buckets(weed):
+def test_server_weed_has_room_for_many_buckets(weed):
     assert {weed.request("PUT", f"/{weed.bucket()}/object", b"object").status for _ in range(16)} == {200}
 
 
-def test_weed_refuses_what_is_signed_wrong(weed):
+def test_server_weed_refuses_wrong_signatures(weed):
     path = f"/{weed.bucket()}/object"
     weed.request("PUT", path, b"object")
     for wrong in [{"secret": "another"}, {"key": "another"}]:
@@ -43,7 +43,7 @@ def test_weed_refuses_what_is_signed_wrong(weed):
     assert request("GET", weed.url + path).status == 403
 
 
-def test_gcs_keeps_objects_and_conditions(gcs):
+def test_server_gcs_keeps_objects_and_conditions(gcs):
     upload = f"{gcs.url}/upload/storage/v1/b/{gcs.bucket()}/o?uploadType=multipart&ifGenerationMatch=0"
     parts = [b'Content-Type: application/json\r\n\r\n{"name": "object"}', b"Content-Type: text/plain\r\n\r\nfirst"]
     body = b"".join(b"--part\r\n" + part + b"\r\n" for part in parts) + b"--part--\r\n"
@@ -53,7 +53,7 @@ def test_gcs_keeps_objects_and_conditions(gcs):
     assert request("GET", json.loads(first.body)["mediaLink"], None, {"Range": "bytes=1-3"}).body == b"irs"
 
 
-def test_azurite_keeps_blobs(azurite):
+def test_server_azurite_keeps_blobs(azurite):
     blob = pytest.importorskip("azure.storage.blob")
     with (
         blob.BlobServiceClient.from_connection_string(azurite.connection_string) as client,
@@ -64,7 +64,7 @@ def test_azurite_keeps_blobs(azurite):
     assert request("GET", f"{azurite.url}/?comp=list").status == 403
 
 
-def test_nginx_answers_ranges_or_ignores_them(nginx):
+def test_server_nginx_answers_or_ignores_ranges(nginx):
     (nginx.folder / ".file").write_bytes(b"0123456789")
     ranged = {"Range": "bytes=2-4"}
     part, whole = (
@@ -76,7 +76,7 @@ def test_nginx_answers_ranges_or_ignores_them(nginx):
     assert request("GET", f"{nginx.url}/").status == 403  # it lists nothing
 
 
-def test_nginx_fails_is_slow_and_asks_who_it_is(nginx):
+def test_server_nginx_has_failing_slow_and_private_locations(nginx):
     (nginx.folder / "file").write_bytes(bytes(50_000))
     assert request("GET", f"{nginx.broken}/file").status == 500
     assert request("GET", f"{nginx.slow}/file").body == bytes(50_000)
@@ -87,14 +87,14 @@ def test_nginx_fails_is_slow_and_asks_who_it_is(nginx):
     assert request("GET", f"{nginx.private}/file", None, {"Authorization": f"Basic {token}"}).status == 200
 
 
-def test_webdav_keeps_files(webdav):
+def test_server_webdav_keeps_files(webdav):
     assert request("MKCOL", f"{webdav.url}/folder").status == 201
     assert request("PUT", f"{webdav.url}/folder/file", b"first").status == 201
     assert (webdav.folder / "folder/file").read_bytes() == b"first"
     assert request("GET", f"{webdav.url}/folder/file", None, {"Range": "bytes=1-3"}).body == b"irs"
 
 
-def test_sshd_keeps_files_and_wants_the_key(sshd, tmp_path):
+def test_server_sshd_keeps_files_and_requires_the_key(sshd, tmp_path):
     (tmp_path / "file").write_bytes(b"file")
     sshd.sftp(f"put {tmp_path / 'file'} {sshd.folder / 'put'}", f"get {sshd.folder / 'put'} {tmp_path / 'got'}")
     assert (tmp_path / "got").read_bytes() == b"file"
@@ -104,7 +104,7 @@ def test_sshd_keeps_files_and_wants_the_key(sshd, tmp_path):
 
 
 @pytest.mark.parametrize("answer", ["require", ""])
-def test_what_is_missing_skips_or_fails(monkeypatch, answer):
+def test_server_tool_that_is_missing_skips_or_fails(monkeypatch, answer):
     monkeypatch.setenv("SNAPSHOT_TEST_SERVERS", answer)
     with pytest.raises(pytest.fail.Exception if answer else pytest.skip.Exception, match="install the tool"):
         servers.tool("no-such-tool", "install the tool")
@@ -113,7 +113,7 @@ def test_what_is_missing_skips_or_fails(monkeypatch, answer):
 @pytest.mark.parametrize(
     ("script", "told"), [("echo why; exit 3", "status 3.*why"), ("echo why; sleep 60", "no good.*why")]
 )
-def test_what_does_not_start_says_why(monkeypatch, tmp_path, script, told):
+def test_server_that_does_not_start_says_why(monkeypatch, tmp_path, script, told):
     monkeypatch.setenv("SNAPSHOT_TEST_SERVERS", "require")
     monkeypatch.setattr(servers, "START", 0.5)
     folder = tmp_path / "server"
@@ -125,7 +125,7 @@ def test_what_does_not_start_says_why(monkeypatch, tmp_path, script, told):
     assert not folder.exists()
 
 
-def test_a_server_ends_with_the_tests_however_they_do(tmp_path):
+def test_server_ends_with_the_tests(tmp_path):
     tests = (
         "import pathlib, sys, time\n"
         "from tests.helpers import servers\n"

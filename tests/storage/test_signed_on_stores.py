@@ -30,7 +30,7 @@ def place(request):
     return f"s3://{moto.bucket()}", options
 
 
-def test_takes_and_later_signatures_are_verified(place):
+def test_signed_snapshots_on_object_stores_verify(place):
     url, options = place
     Snapshot.take(f"{url}/a", state(), sign=KEY, storage_options=options)
     Snapshot.async_take(f"{url}/b", state(), sign=KEY, storage_options=options, compression="zstd").wait()
@@ -47,7 +47,7 @@ def test_takes_and_later_signatures_are_verified(place):
         snapshot.delete()
 
 
-def test_damage_on_the_way_is_read_again_and_lasting_damage_is_an_error(place):
+def test_signed_snapshot_damaged_in_transfer_is_read_again_or_refused(place):
     url, options = place
     Snapshot.take(f"{url}/a", state(), sign=KEY, storage_options=options)
     for path in ("*.safetensors", "*.sha256", "*.signature", "*metadata"):

@@ -75,14 +75,14 @@ def test_a_storage_with_other_capabilities_than_its_tests_declare_fails():
         made().test_closing_twice_is_harmless(memory())
 
 
-def test_a_tapped_storage_answers_as_the_inner_one_does():
+def test_tapped_storage_has_the_limits_and_capabilities_of_the_inner_one():
     inner = memory()
     tapped = TappedStorage(inner, Log())
     assert (tapped.url, tapped.context) == (inner.url, inner.context)
     assert (tapped.limits, tapped.capabilities) == (inner.limits, inner.capabilities)
 
 
-def test_a_share_can_fail():
+def test_fault_on_share_fails():
     async def use():
         storage = memory()
         await storage.put("file", b"content")
@@ -95,7 +95,7 @@ def test_a_share_can_fail():
     asyncio.run(use())
 
 
-def test_a_log_notes_every_operation_in_its_order():
+def test_log_records_every_operation_in_order():
     log = Log()
 
     async def use():
@@ -143,7 +143,7 @@ def test_a_log_notes_every_operation_in_its_order():
     assert repr(log) == "Log(0 operations)"
 
 
-def test_a_scheme_is_tapped_only_inside_its_block(tmp_path):
+def test_recording_scheme_exists_only_inside_its_block(tmp_path):
     with recording() as log:
         asyncio.run(opened(f"recording+file://{tmp_path}").put("file", b"."))
     assert log.of("put") == [Operation("put", "file", 0, 1)]
@@ -153,7 +153,7 @@ def test_a_scheme_is_tapped_only_inside_its_block(tmp_path):
     assert "recording+" not in schemes()
 
 
-def test_taps_lie_over_each_other():
+def test_tapped_schemes_can_be_nested():
     url = f"memory://tapped-{next(_numbers)}"
     with recording() as log, faulty(on="put", error=OSError(errno.ENOSPC, "No space left on device")):
         with pytest.raises(StorageError):
@@ -162,7 +162,7 @@ def test_taps_lie_over_each_other():
     assert len(log.of("put")) == 2
 
 
-def test_a_fault_hits_the_operations_that_were_chosen():
+def test_fault_hits_the_selected_operations():
     fault = Fault(on="p*", path="data/*", nth=2, times=2, error=OSError(errno.ENOSPC, "No space left on device"))
 
     async def use():
@@ -181,7 +181,7 @@ def test_a_fault_hits_the_operations_that_were_chosen():
     assert (fault.met, fault.hits) == (4, 2)
 
 
-def test_an_error_that_no_plugin_would_translate_comes_as_it_is():
+def test_fault_with_a_base_exception_raises_it_unchanged():
     async def use():
         with pytest.raises(KeyboardInterrupt):
             await TappedStorage(memory(), Fault(on="get", error=KeyboardInterrupt())).get("file")
@@ -189,7 +189,7 @@ def test_an_error_that_no_plugin_would_translate_comes_as_it_is():
     asyncio.run(use())
 
 
-def test_a_fault_that_never_ends_hits_every_time():
+def test_fault_with_times_none_hits_every_time():
     fault = Fault(on="stat", times=None, error=TimeoutError())
 
     async def use():
@@ -203,7 +203,7 @@ def test_a_fault_that_never_ends_hits_every_time():
 
 
 @pytest.mark.parametrize("name", ["write", "finish"])
-def test_a_writer_fails_too_and_what_it_wrote_can_be_aborted(name):
+def test_fault_on_a_writer_leaves_it_abortable(name):
     async def use():
         storage = TappedStorage(memory(), Fault(on=name, error=OSError(errno.EIO, "Input/output error")))
         with pytest.raises(StorageError, match="data/file: Input/output error"):
@@ -213,7 +213,7 @@ def test_a_writer_fails_too_and_what_it_wrote_can_be_aborted(name):
     asyncio.run(use())
 
 
-def test_a_fault_that_never_happens_fails_the_test():
+def test_fault_that_never_happens_fails_the_test():
     with (
         pytest.raises(AssertionError, match="never happened: 1 operations matched"),
         faulty(on="put", nth=2, error=OSError()),
@@ -231,7 +231,7 @@ def test_a_fault_that_never_happens_fails_the_test():
         ({"on": "write", "truncate": 1}, "truncate needs"),
     ],
 )
-def test_a_fault_that_makes_no_sense_is_refused(fault, message):
+def test_fault_with_invalid_arguments_is_refused(fault, message):
     with pytest.raises(ValueError, match=message):
         Fault(**fault)
 
@@ -248,12 +248,12 @@ def test_a_fault_that_makes_no_sense_is_refused(fault, message):
         (Damage(truncate=9), b""),
     ],
 )
-def test_damage_is_what_it_says(damage, spoilt):
+def test_damage_flips_zeroes_and_truncates_bytes(damage, spoilt):
     assert damage.of(b"`bc") == spoilt
     assert Damage(flip=3).of(b"") == b""
 
 
-def test_damage_to_a_write_is_stored_and_the_callers_bytes_are_spared():
+def test_damage_to_a_write_is_stored_and_does_not_change_the_caller_s_bytes():
     async def use():
         inner = memory()
         data = bytearray(b"\0" * 8)
@@ -266,7 +266,7 @@ def test_damage_to_a_write_is_stored_and_the_callers_bytes_are_spared():
     asyncio.run(use())
 
 
-def test_damage_to_a_read_is_seen_by_that_read_alone():
+def test_damage_to_a_read_affects_only_that_read():
     async def use():
         inner = memory()
         await inner.put("file", bytes(8))
@@ -279,7 +279,7 @@ def test_damage_to_a_read_is_seen_by_that_read_alone():
     asyncio.run(use())
 
 
-def test_a_file_is_cut_off_when_it_is_finished():
+def test_damage_truncate_acts_on_finish():
     async def use():
         inner = memory()
         await store(TappedStorage(inner, Fault(on="finish", truncate=3)), "file", b"content")
@@ -290,7 +290,7 @@ def test_a_file_is_cut_off_when_it_is_finished():
     asyncio.run(use())
 
 
-def test_a_fault_while_closing_leaves_nothing_open():
+def test_fault_on_close_closes_the_inner_storage():
     closed = []
 
     class Closing(MemoryStorage):
@@ -303,7 +303,7 @@ def test_a_fault_while_closing_leaves_nothing_open():
     assert closed == [inner]
 
 
-def test_a_stalled_operation_waits_until_it_is_released():
+def test_stall_holds_an_operation_until_release():
     stall = Stall(on="put", nth=2)
     inner = memory()
     done = threading.Event()
@@ -327,14 +327,14 @@ def test_a_stalled_operation_waits_until_it_is_released():
     assert stall.waiting == 0
 
 
-def test_a_stall_that_was_released_holds_nobody():
+def test_stall_that_was_released_holds_nothing():
     stall = Stall(on="put", times=None)
     stall.release()
     asyncio.run(TappedStorage(memory(), stall).put("file", b"."))
     assert not stall.reached.is_set()
 
 
-def test_a_stalled_operation_can_be_cancelled():
+def test_stall_can_be_cancelled():
     stall = Stall(on="put")
     inner = memory()
 
@@ -352,25 +352,25 @@ def test_a_stalled_operation_can_be_cancelled():
     assert stall.waiting == 0
 
 
-def test_a_slow_operation_is_done_in_the_end():
+def test_stall_with_seconds_delays_an_operation():
     with stalling(on="put", times=None, seconds=0.001) as stall:
         asyncio.run(opened(f"stalling+memory://tapped-{next(_numbers)}").put("file", b"."))
     assert stall.hits == 1
 
 
-def test_a_stall_that_nothing_reaches_is_an_error_instead_of_a_hang():
+def test_stall_wait_reached_times_out():
     with pytest.raises(TimeoutError, match="was not reached"):
         Stall(on="put").wait_reached(timeout=0)
 
 
 @pytest.mark.parametrize(("size", "length"), [(0, 5), (1, 5), (5, 5), (12, 5)])
-def test_parts_cover_a_file_once(size, length):
+def test_conformance_cut_covers_a_file_once(size, length):
     parts = cut(size, length)
     assert b"".join(bytes(size)[offset : offset + long] for offset, long in parts) == bytes(size)
     assert all(long == length for _, long in parts[:-1])
 
 
-def test_parts_are_as_the_limits_want_them():
+def test_conformance_part_length_respects_the_limits():
     assert part_length(Limits(), 1000) == 1000
     assert part_length(Limits(multiple=4096), 1000) == 4096
     assert part_length(Limits(smallest_part=5000, multiple=4096), 1) == 8192
@@ -379,6 +379,6 @@ def test_parts_are_as_the_limits_want_them():
         part_length(Limits(smallest_part=5, largest_part=5, multiple=4), 5)
 
 
-def test_what_cannot_be_aligned_is_refused():
+def test_conformance_aligned_refuses_an_invalid_alignment():
     with pytest.raises(ValueError, match="alignment must"):
         aligned(b".", 3)

@@ -17,13 +17,13 @@ SECRET = st.text("abcXYZ019+=%-_.~!:", min_size=8, max_size=40)
 
 
 @given(SCHEMES, LOCATION, QUERY)
-def test_parsing_what_was_revealed_gives_the_same_url(scheme, location, query):
+def test_url_parse_of_reveal_gives_the_same_url(scheme, location, query):
     url = URL(scheme, location, query)
     assert URL.parse(url.reveal()) == url
 
 
 @given(SEGMENT.filter(lambda name: name not in (".", "..")))
-def test_a_file_url_keeps_every_name(name):
+def test_url_of_a_file_keeps_every_name(name):
     url = URL("file", f"/folder/{name}")
     assert URL.parse(url.reveal()) == url
     assert str(url) == f"/folder/{name}"
@@ -31,7 +31,7 @@ def test_a_file_url_keeps_every_name(name):
 
 
 @given(SCHEMES, SEGMENT.filter(lambda name: ":" not in name), SECRET, LOCATION, QUERY)
-def test_the_text_hides_the_password_and_the_query(scheme, user, secret, location, query):
+def test_url_text_hides_the_password_and_the_query(scheme, user, secret, location, query):
     url = URL.parse(f"{scheme}://{user}:{secret}@{location}?{query}")
     shown = f"{scheme}://{user}:***@{location.rstrip('/')}" + ("?***" if query else "")
     assert str(url) == shown
@@ -51,7 +51,7 @@ def test_the_text_hides_the_password_and_the_query(scheme, user, secret, locatio
         ("https://host/run?", "https://host/run"),
     ],
 )
-def test_only_what_is_secret_is_hidden(text, shown):
+def test_url_text_hides_only_secrets(text, shown):
     assert str(URL.parse(text)) == shown
 
 
@@ -70,11 +70,11 @@ def test_only_what_is_secret_is_hidden(text, shown):
         ("recording+file:///a", URL("recording+file", "/a")),
     ],
 )
-def test_a_url_is_read_as_it_is_written(text, url):
+def test_url_parse_keeps_the_written_text(text, url):
     assert URL.parse(text) == url
 
 
-def test_a_path_without_a_scheme_is_a_path_of_the_file_system(tmp_path, monkeypatch):
+def test_url_parse_of_a_path_without_a_scheme_is_a_file_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/somebody")
     assert URL.parse("run/1") == URL("file", os.path.join(os.getcwd(), "run/1"))
@@ -83,7 +83,7 @@ def test_a_path_without_a_scheme_is_a_path_of_the_file_system(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("text", ["file://relative", "file://host/path", "file://"])
-def test_a_file_url_with_a_host_is_refused(text):
+def test_url_parse_refuses_a_file_url_with_a_host(text):
     with pytest.raises(ValueError, match="three slashes"):
         URL.parse(text)
 
@@ -98,19 +98,19 @@ def test_a_file_url_with_a_host_is_refused(text):
         ("/a b", "c%41", "file:///a%20b/c%2541"),
     ],
 )
-def test_a_path_is_joined_before_the_query(text, path, joined):
+def test_url_join_adds_a_path_before_the_query(text, path, joined):
     assert URL.parse(text).join(path).reveal() == joined
 
 
 @given(st.lists(SEGMENT.filter(lambda name: name not in (".", "..")), min_size=1, max_size=4))
-def test_a_checked_path_stays_below_its_root(parts):
+def test_check_path_accepts_paths_below_the_root(parts):
     path = "/".join(parts)
     assert check_path(path) == path
     assert os.path.normpath(os.path.join("/root", path)) == f"/root/{path}"
 
 
 @given(st.lists(st.sampled_from(["", ".", "..", "a", "b"]), min_size=1, max_size=5))
-def test_a_path_that_could_leave_its_root_is_refused(parts):
+def test_check_path_refuses_paths_that_could_leave_the_root(parts):
     path = "/".join(parts)
     if {"", ".", ".."} & set(parts):
         with pytest.raises(ValueError, match="a path in a storage must be relative"):
@@ -119,18 +119,18 @@ def test_a_path_that_could_leave_its_root_is_refused(parts):
         assert check_path(path) == path
 
 
-def test_quoting_is_a_file_urls_own(tmp_path):
+def test_url_parse_decodes_percent_quoting_of_file_urls(tmp_path):
     folder = tmp_path / "ünï #1"
     assert URL.parse(f"file://{quote(str(folder))}").location == str(folder)
     assert URL.parse(folder.as_uri()) == URL.parse(str(folder))
 
 
 @pytest.mark.parametrize("text", ["s3:/bucket/run", "file:/tmp/x", "https:/host", "fsspec+s3:/a", "gs:/"])
-def test_one_slash_too_few_is_no_path_of_the_file_system(text):
+def test_url_parse_refuses_a_scheme_with_one_slash(text):
     with pytest.raises(ValueError, match="two slashes"):
         URL.parse(text)
 
 
 @pytest.mark.parametrize("text", ["./s3:/bucket", "/s3:/bucket", "a:1/b", "c:/b", "run:5", "x/s3:/y"])
-def test_what_is_like_it_is_a_path(text):
+def test_url_parse_accepts_paths_that_resemble_a_scheme(text):
     assert URL.parse(text).scheme == "file"

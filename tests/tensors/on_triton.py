@@ -43,34 +43,34 @@ def check(*arrays):
     assert wrong == []
 
 
-def test_every_residue_of_the_last_stripe():
+def test_device_digest_kernel_every_residue_of_the_last_stripe():
     check(*[DATA[8 * n :][: 241 + n] for n in range(64)])
 
 
-def test_every_number_of_whole_stripes():
+def test_device_digest_kernel_every_number_of_whole_stripes():
     check(*[DATA[: 1024 + 64 * stripes + more] for stripes in range(16) for more in (0, 1)])
 
 
-def test_every_number_of_groups():
+def test_device_digest_kernel_every_number_of_groups():
     check(*[DATA[: 1024 * groups + more] for groups in range(1, 10) for more in (-1, 0, 1)])
 
 
-def test_short_ranges_at_any_address():
+def test_device_digest_kernel_short_ranges_at_any_address():
     check(*[DATA[n:][:n] for n in (0, 1, 3, 8, 9, 16, 17, 128, 129, 239, 240)])
 
 
-def test_words_of_all_ones_and_zeros():
+def test_device_digest_kernel_words_of_all_ones_and_zeros():
     """Sums and products wrap around, and their highest bits are not signs."""
     check(np.full(5000, 255, np.uint8), np.zeros(5000, np.uint8), np.full(5000, 128, np.uint8))
 
 
-def test_blocks_at_their_borders():
+def test_device_digest_kernel_lengths_around_a_block():
     check(DATA[: BLOCK - 1], DATA[8:][:BLOCK], DATA[: BLOCK + 241])
 
 
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 9000), st.integers(0, 500)), max_size=4), st.integers(0, 40), st.data())
-def test_lists_of_ranges(ranges, offset, data):
+def test_device_digest_kernel_lists_of_ranges(ranges, offset, data):
     """Ranges of several blocks are cheap to interpret if blocks are small."""
     block = data.draw(st.sampled_from([256, 1024, 4096]))
     arrays = [DATA[8 * begin :][:length] for length, begin in ranges]
@@ -84,7 +84,7 @@ def test_lists_of_ranges(ranges, offset, data):
     assert set(whole[:offset].tolist()) | set(whole[offset + needed :].tolist()) == {7}
 
 
-def test_no_byte_outside_of_a_range_is_read():
+def test_device_digest_kernel_reads_no_byte_outside_of_a_range():
     """A range may end where its mapping ends: the next page cannot be read."""
     page, size = mmap.PAGESIZE, 2 * mmap.PAGESIZE
     with mmap.mmap(-1, size + page) as memory:
@@ -100,11 +100,11 @@ def test_no_byte_outside_of_a_range_is_read():
             del array
 
 
-def test_the_interpreter_is_usable():
+def test_device_digest_is_usable_in_the_triton_interpreter():
     assert is_usable(CPU)
 
 
-def test_a_wrong_kernel_is_not_usable(monkeypatch, caplog):
+def test_device_digest_is_usable_is_false_for_a_wrong_kernel(monkeypatch, caplog):
     """One warning says so, however often it is asked."""
 
     class Wrong:

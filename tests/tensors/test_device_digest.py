@@ -83,7 +83,7 @@ class HostKernel:
 @pytest.mark.skipif(triton_version() < (3, 7), reason="Triton 3.7 or newer is not installed, to interpret the kernel")
 @pytest.mark.timeout(300)  # on a busy machine
 @pytest.mark.slow
-def test_the_kernel_in_the_interpreter():
+def test_device_digest_kernel_in_the_triton_interpreter():
     tests = Path(__file__).with_name("on_triton.py")
     output = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests), TRITON_INTERPRET="1")
     assert " passed" in output
@@ -106,12 +106,12 @@ assert compiled.asm["cubin"]
 @pytest.mark.skipif(triton_version() < (3, 2), reason="Triton 3.2 or newer is not installed, to compile the kernel")
 @pytest.mark.timeout(300)
 @pytest.mark.slow
-def test_the_kernel_is_compiled_without_a_device(tmp_path):
+def test_device_digest_kernel_compiles_without_a_device(tmp_path):
     """The interpreter accepts what the compiler refuses, such as a name with two types."""
     run_python("-W", "error", "-W", "ignore::DeprecationWarning", "-c", COMPILE, TRITON_CACHE_DIR=str(tmp_path))
 
 
-def test_triton_is_imported_only_if_it_is_needed():
+def test_device_digest_imports_triton_only_if_needed():
     code = """
         import sys, torch
         import snapshot
@@ -124,7 +124,7 @@ def test_triton_is_imported_only_if_it_is_needed():
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 4 * BLOCK), st.integers(0, 100)), max_size=6), st.integers(0, 40))
-def test_ranges_become_rows_and_rows_become_digests(ranges, offset):
+def test_device_digest_ranges_become_rows_and_digests(ranges, offset):
     arrays = [DATA[8 * begin :][:length] for length, begin in ranges]
     lengths = [len(array) for array in arrays]
     scratch = torch.empty(offset + scratch_bytes(lengths), dtype=torch.uint8)[offset:]
@@ -136,37 +136,37 @@ def test_ranges_become_rows_and_rows_become_digests(ranges, offset):
 
 
 @pytest.mark.parametrize(("length", "offset"), [(241, 0), (241, 8), (0, 0), (0, 3), (240, 3), (BLOCK + 1, 8)])
-def test_supported_ranges(length, offset):
+def test_device_digest_supports_ranges(length, offset):
     assert supports(ADDRESS + offset, length)
 
 
 @pytest.mark.parametrize(("length", "offset"), [(241, 4), (BLOCK, 1), (BLOCK + 1, 2)])
-def test_unsupported_ranges(length, offset):
+def test_device_digest_refuses_unsupported_ranges(length, offset):
     assert not supports(ADDRESS + offset, length)
     scratch = torch.empty(scratch_bytes([8, length]), dtype=torch.uint8)
     with pytest.raises(ValueError, match=rf"the address of {length} bytes must be a multiple of 8, got 0x"):
         DeviceDigests([ADDRESS, ADDRESS + offset], [8, length], scratch, CPU)
 
 
-def test_too_little_scratch_memory():
+def test_device_digest_refuses_too_little_scratch_memory():
     needed = scratch_bytes([BLOCK])
     with pytest.raises(ValueError, match=f"scratch memory must have at least {needed} bytes, got {needed - 1}"):
         DeviceDigests([ADDRESS], [BLOCK], torch.empty(needed - 1, dtype=torch.uint8), CPU)
 
 
-def test_digests_that_were_not_computed_are_not_returned():
+def test_device_digest_does_not_return_digests_that_were_not_computed():
     """The memory may contain digests of an earlier launch."""
     scratch = torch.full((scratch_bytes([BLOCK]),), 7, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="cannot read digests: the device has not computed them"):
         DeviceDigests([ADDRESS], [BLOCK], scratch, CPU).finish()
 
 
-def test_scratch_memory_is_small():
+def test_device_digest_scratch_memory_is_small():
     assert scratch_bytes([1 << 30]) < (1 << 30) // 5000
     assert scratch_bytes([]) < SIZE + 1
 
 
-def test_a_device_that_fails_is_not_used(monkeypatch, caplog):
+def test_device_digest_is_not_used_on_a_device_that_fails(monkeypatch, caplog):
     """One warning for each device, however often it is asked."""
 
     def fail(device):
@@ -184,7 +184,7 @@ def test_a_device_that_fails_is_not_used(monkeypatch, caplog):
     device_digest._verdicts.reset()
 
 
-def test_a_slow_device_fails_the_test(monkeypatch):
+def test_device_digest_speed_check_fails_for_a_slow_device(monkeypatch):
     values = DATA[: 1 << 20].copy()
     expected, pause, now = on_host(values), 0.2, 0.0
 
@@ -214,11 +214,11 @@ def test_a_slow_device_fails_the_test(monkeypatch):
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 class TestOnCuda:
-    def test_it_is_usable(self, caplog):
+    def test_device_digest_is_usable_on_cuda(self, caplog):
         device_digest._verdicts.reset()
         assert is_usable(CUDA), caplog.text
 
-    def test_ranges_of_random_lengths(self):
+    def test_device_digest_of_ranges_of_random_lengths_on_cuda(self):
         random = np.random.default_rng(0)
         lengths = [0, 1, 240, 241, BLOCK - 1, BLOCK, BLOCK + 1, BLOCK + 240, BLOCK + 241, 64 << 20]
         lengths += [int(2**exponent) for exponent in random.uniform(0, 26, 100)]
@@ -241,7 +241,7 @@ class TestOnCuda:
         expected = [on_host(values[at : at + length]) for at, length in zip(offsets, lengths, strict=True)]
         return list(zip(digests.finish(), expected, strict=True))
 
-    def test_it_runs_in_stream_order(self):
+    def test_device_digest_runs_in_stream_order_on_cuda(self):
         """The kernel reads what the stream wrote before it, without a synchronisation of the host."""
         data = torch.zeros(16 << 20, dtype=torch.uint8, device=CUDA)
         scratch = torch.empty(scratch_bytes([len(data)]), dtype=torch.uint8, pin_memory=True)
@@ -253,7 +253,7 @@ class TestOnCuda:
             torch.cuda.current_stream(CUDA).synchronize()
         assert digests.finish() == [on_host(np.full(len(data), 3, np.uint8))]
 
-    def test_print_its_speed(self, capsys):
+    def test_device_digest_prints_its_speed_on_cuda(self, capsys):
         stream = torch.cuda.current_stream(CUDA)
         for nbytes, number in ((1 << 20, 1), (32 << 20, 1), (256 << 20, 4), (1 << 10, 4096), (4, 4096)):
             data = torch.zeros(number * max(nbytes, 8), dtype=torch.uint8, device=CUDA)

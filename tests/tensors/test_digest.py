@@ -11,7 +11,7 @@ from snapshot.tensors.digest import BLOCK, SIZE, RunningDigest, count_blocks, di
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 3 * BLOCK + 5), st.lists(st.integers(0, 3 * BLOCK), max_size=6))
-def test_pieces_make_the_digest_of_the_whole(length, cuts):
+def test_running_digest_of_pieces_equals_the_digest_of_the_whole(length, cuts):
     data = memoryview(bytes(range(251)) * (length // 251 + 1))[:length]
     running = RunningDigest()
     borders = sorted({0, length, *(min(cut, length) for cut in cuts)})

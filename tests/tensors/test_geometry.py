@@ -37,7 +37,7 @@ def mask(shape, box):
 
 
 @given(shapes, st.integers(1, 40))
-def test_split_covers_all_in_order_with_flat_ranges(shape, most):
+def test_split_shape_covers_all_in_order_with_flat_ranges(shape, most):
     numbers = torch.arange(math.prod(shape)).view(shape)
     pieces = split_shape(shape, most)
     assert torch.equal(torch.cat([numbers[box.slices()].reshape(-1) for box in pieces]), numbers.reshape(-1))
@@ -46,7 +46,7 @@ def test_split_covers_all_in_order_with_flat_ranges(shape, most):
 
 
 @given(full, st.data())
-def test_boxes_of_a_range_are_that_range(shape, data):
+def test_boxes_of_range_are_that_range(shape, data):
     total = math.prod(shape)
     begin = data.draw(st.integers(0, total))
     end = data.draw(st.integers(begin, total))
@@ -60,7 +60,7 @@ def test_boxes_of_a_range_are_that_range(shape, data):
 
 @settings(max_examples=300)
 @given(boxed(), st.integers(0, 50))
-def test_runs_cover_the_box_and_join_only_small_gaps(case, gap):
+def test_find_flat_ranges_covers_the_box_and_joins_small_gaps(case, gap):
     shape, box = case
     total = math.prod(shape)
     covered = torch.zeros(total, dtype=torch.bool)
@@ -77,7 +77,7 @@ def test_runs_cover_the_box_and_join_only_small_gaps(case, gap):
 
 
 @given(st.data())
-def test_intersections_and_overlaps(data):
+def test_intersect_and_boxes_overlap_equal_a_dense_reference(data):
     shape = data.draw(full)
     a, b = data.draw(boxed(shape))[1], data.draw(boxed(shape))[1]
     both = mask(shape, a) & mask(shape, b)
@@ -88,19 +88,19 @@ def test_intersections_and_overlaps(data):
 
 
 @given(shapes)
-def test_whole_is_inside(shape):
+def test_is_inside_whole_box(shape):
     assert is_inside(whole_box(shape), shape)
     assert not is_inside(Box((0,) * len(shape), tuple(size + 1 for size in shape)), shape) or not shape
 
 
 @given(full.flatmap(boxed))
-def test_a_run_is_one_flat_range(shaped):
+def test_is_flat_range_equals_one_flat_range(shaped):
     shape, box = shaped
     if box.numel:
         assert is_flat_range(shape, box) == (len(find_flat_ranges(shape, box, 0)) == 1)
 
 
-def test_layouts_of_many_parts_are_looked_at_to_the_end():
+def test_boxes_overlap_is_quick_for_many_boxes():
     assert not boxes_overlap([Box((i, 0), (1, 4)) for i in range(100_000)])
     assert not boxes_overlap([Box((i * 2, j * 3), (2, 3)) for i in range(200) for j in range(200)])
     assert not boxes_overlap([Box((i, j, k), (1, 1, 1)) for i in range(20) for j in range(20) for k in range(20)])

@@ -63,7 +63,7 @@ def put_together(dense, held):
 @given(spreads())
 @example(((9,), (4, 2), (Split(0, 2), Split(0))))
 @example(((38, 3), (4, 4), (Split(0, 4), Split(0))))
-def test_every_coordinate_holds_what_torch_would_give_it(spread):
+def test_find_held_shards_equals_torch_for_every_coordinate(spread):
     shape, mesh_shape, placements = spread
     dense = numbered(shape)
     for coordinate, found in iterate_shards(shape, mesh_shape, placements):
@@ -72,7 +72,7 @@ def test_every_coordinate_holds_what_torch_would_give_it(spread):
 
 @settings(max_examples=200, deadline=None)
 @given(spreads(), st.booleans())
-def test_the_boxes_of_all_coordinates_tile_the_tensor_once_for_each_group_of_peers(spread, in_order):
+def test_mesh_boxes_of_all_coordinates_tile_the_tensor(spread, in_order):
     shape, mesh_shape, placements = spread
     order = find_nesting(mesh_shape, placements) if in_order else None
     ranks = range(100, 100 + math.prod(mesh_shape))
@@ -88,7 +88,7 @@ def test_the_boxes_of_all_coordinates_tile_the_tensor_once_for_each_group_of_pee
 
 @settings(max_examples=300, deadline=None)
 @given(spreads(), st.booleans(), st.data())
-def test_the_coordinates_of_a_box_are_those_whose_boxes_meet_it(spread, in_order, data):
+def test_mesh_coordinates_of_a_box_are_those_whose_boxes_meet_it(spread, in_order, data):
     shape, mesh_shape, placements = spread
     assume(all(shape))
     order = find_nesting(mesh_shape, placements) if in_order else None
@@ -108,7 +108,7 @@ def test_the_coordinates_of_a_box_are_those_whose_boxes_meet_it(spread, in_order
 @even_only
 @settings(max_examples=300, deadline=None)
 @given(spreads())
-def test_a_tensor_filled_by_boxes_from_all_local_tensors_is_the_original(spread):
+def test_mesh_boxes_of_all_local_tensors_fill_the_original(spread):
     shape, mesh_shape, placements = spread
     dense, filled = numbered(shape), torch.full(shape, -1)
     for coordinate, found in iterate_shards(shape, mesh_shape, placements):
@@ -120,7 +120,7 @@ def test_a_tensor_filled_by_boxes_from_all_local_tensors_is_the_original(spread)
 
 @settings(deadline=None)
 @given(spreads())
-def test_peers_are_those_that_hold_the_same_boxes(spread):
+def test_mesh_peers_hold_the_same_boxes(spread):
     shape, mesh_shape, placements = spread
     ranks = list(range(math.prod(mesh_shape)))[::-1]
     of_rank = dict(zip(ranks, iterate_shards(shape, mesh_shape, placements), strict=True))
@@ -135,7 +135,7 @@ def test_peers_are_those_that_hold_the_same_boxes(spread):
 
 @settings(deadline=None)
 @given(spreads(), st.randoms())
-def test_strides_tell_the_order_in_which_dimensions_of_the_mesh_cut(spread, random):
+def test_find_nesting_reads_the_shard_order_from_strides(spread, random):
     shape, mesh_shape, placements = spread
     plain = tuple(Split(p.dim) if isinstance(p, Split) else p for p in placements)
     order = list(range(len(mesh_shape)))
@@ -150,7 +150,7 @@ def test_strides_tell_the_order_in_which_dimensions_of_the_mesh_cut(spread, rand
 
 @settings(deadline=None)
 @given(shapes, st.integers(1, 5), st.integers(1, 5))
-def test_nested_cuts_are_what_chunks_of_chunks_are(shape, outer, inner):
+def test_mesh_nested_shards_equal_chunks_of_chunks(shape, outer, inner):
     dense = numbered(shape)
     for i, j in itertools.product(range(outer), range(inner)):
         chunk = cut_by_torch(dense, (inner, outer), (Split(0), Split(0)), (0, 0))
@@ -159,26 +159,26 @@ def test_nested_cuts_are_what_chunks_of_chunks_are(shape, outer, inner):
         assert torch.equal(put_together(dense, found), chunk)
 
 
-def test_strides_without_an_order_have_none():
+def test_find_nesting_of_inconsistent_strides_is_none():
     assert find_nesting((4, 2), (Split(0, 3), Split(0))) is None
     assert find_nesting((4, 2), (Split(0, 2), Split(1))) is None
 
 
-def test_boxes_that_follow_each_other_are_joined():
+def test_find_held_shards_joins_consecutive_boxes():
     found = find_held_shards((8, 3), (2,), (Split(0, 8),), (0,))
     assert [str(box) for box, _ in found.boxes] == ["0:8,0:3"]
 
 
-def test_a_scalar_is_held_by_all():
+def test_find_held_shards_of_a_scalar_is_held_by_all():
     found = find_held_shards((), (2, 2), (Copy(), Copy()), (1, 0))
     assert found.shape == ()
     assert [box.numel for box, _ in found.boxes] == [1]
 
 
-def test_a_placement_that_is_missing_is_refused():
+def test_find_held_shards_refuses_a_missing_placement():
     with pytest.raises(ValueError, match="one placement per dimension"):
         find_held_shards((4,), (2, 2), (Copy(),), (0, 0))
 
 
-def test_placements_have_short_texts():
+def test_placements_have_a_short_str():
     assert [str(placement) for placement in (Copy(), Split(1), Split(0, 4))] == ["R", "S(1)", "_S(0,4)"]

@@ -64,7 +64,7 @@ def contents(size):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [1, 2, 3, 63, 1000, 4097, BLOCK])
-def test_every_block_comes_back_bit_by_bit_and_is_never_longer(kind, count):
+def test_split_zstd_blocks_are_exact_and_never_longer(kind, count):
     size = min(count * (kind % ROTATED), BLOCK)
     for data in contents(size):
         stored = encoded(data, kind)
@@ -74,13 +74,13 @@ def test_every_block_comes_back_bit_by_bit_and_is_never_longer(kind, count):
 
 
 @given(st.sampled_from(KINDS), st.binary(min_size=1, max_size=3000), st.integers(1, 60))
-def test_any_bytes_come_back(kind, piece, times):
+def test_split_zstd_any_bytes_are_exact(kind, piece, times):
     data = (piece * times)[:BLOCK]
     data = data[: len(data) // 8 * 8] or bytes(8)
     assert decoded(encoded(data, kind), kind, len(data)) == data
 
 
-def test_the_codec_does_not_depend_on_the_address_of_its_buffers():
+def test_split_zstd_does_not_depend_on_buffer_addresses():
     data = next(iter(contents(4096)))[:4096] + RANDOM.bytes(4096)
     for shift in range(8):
         source = memoryview(bytearray(shift) + data)[shift:]
@@ -92,14 +92,14 @@ def test_the_codec_does_not_depend_on_the_address_of_its_buffers():
 
 
 @pytest.mark.parametrize(("dtype", "ratio"), [("bfloat16", 1.45), ("float32", 1.18), ("float16", 1.15)])
-def test_weights_shrink_as_much_as_their_exponents_allow(dtype, ratio):
+def test_split_zstd_ratio_of_weights_per_dtype(dtype, ratio):
     weights = (torch.randn(BLOCK // ITEMSIZE[dtype], generator=torch.Generator().manual_seed(0)) * 0.02).to(
         getattr(torch, dtype)
     )
     assert BLOCK / len(encoded(weights.view(torch.uint8).numpy().tobytes(), kind_of(dtype))) >= ratio
 
 
-def test_every_dtype_has_a_kind_that_fits_its_elements():
+def test_split_zstd_kind_of_every_dtype_fits_its_elements():
     for names in (ITEMSIZE, {theirs: ITEMSIZE[name] for name, theirs in SAFETENSORS.items()}):
         for name, itemsize in names.items():
             kind = kind_of(name)
@@ -112,7 +112,7 @@ def test_every_dtype_has_a_kind_that_fits_its_elements():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_damaged_block_is_refused_or_has_its_length(kind):
+def test_split_zstd_damaged_block_is_refused_or_has_its_length(kind):
     chance = random.Random(kind)
     data = (RANDOM.standard_normal(8192) * 0.02).astype("<f4").tobytes()
     stored = encoded(data, kind)
@@ -127,7 +127,7 @@ def test_a_damaged_block_is_refused_or_has_its_length(kind):
             assert len(decoded(bytes(spoilt), kind, len(data))) == len(data)
 
 
-def test_a_frame_that_claims_more_than_its_plane_is_not_decompressed():
+def test_split_zstd_frame_that_claims_too_much_is_not_decompressed():
     bomb = zstandard.ZstdCompressor(level=19).compress(bytes(1 << 28))
     size = 4 * 65536
     planes = [bomb, *[bytes(65536)] * 3]
@@ -155,7 +155,7 @@ def test_a_frame_that_claims_more_than_its_plane_is_not_decompressed():
         st.tuples(st.one_of(st.integers(0, 5000), st.integers(0, 3 * BLOCK // 8)), st.sampled_from(KINDS)), max_size=30
     ),
 )
-def test_blocks_cover_a_file_once_and_long_ranges_have_their_own(header, ranges):
+def test_cut_blocks_covers_a_file_once_with_long_ranges_apart(header, ranges):
     ranges = [(8 * length, kind) for length, kind in ranges]
     blocks = list(cut_blocks(header, ranges))
     assert sum(length for length, _ in blocks) == header + sum(length for length, _ in ranges)
@@ -175,7 +175,7 @@ def test_blocks_cover_a_file_once_and_long_ranges_have_their_own(header, ranges)
     assert RECORD * (len(blocks) + 1) <= longest_table(sum(length for length, _ in blocks))
 
 
-def test_tiny_ranges_of_many_kinds_share_blocks():
+def test_cut_blocks_joins_tiny_ranges_of_many_kinds():
     assert list(cut_blocks(0, [(104, KINDS[n % 7]) for n in range(5000)])) == [(262_080, 1), (257_920, 1)]
     mixed = [(200_000, 2), (104, 4), (200_000, 2), (104, 4), (104, 8), (4096, 4)]
     assert list(cut_blocks(0, mixed)) == [(200_000, 2), (104, 4), (200_000, 2), (208, 1), (4096, 4)]
@@ -185,7 +185,7 @@ RECORDS = [(PAGE, 0, 0, 1), (BLOCK, BLOCK, 1, 2), (300, 4096, 4 + ROTATED, 3), (
 SIZE, STORED = BLOCK + 8192, PAGE + BLOCK + 316
 
 
-def test_a_table_says_where_each_block_is():
+def test_block_table_finds_each_block():
     table = BlockTable(encode_table(RECORDS), SIZE, STORED)
     assert table.find(0, 1) == range(1, 2)
     assert table.find(BLOCK - 1, BLOCK + 1) == range(1, 3)
@@ -211,13 +211,13 @@ def test_a_table_says_where_each_block_is():
         [RECORDS[0], (BLOCK + 316, SIZE, 1, 2)],
     ],
 )
-def test_a_table_that_does_not_describe_the_file_is_refused(wrong):
+def test_block_table_that_does_not_describe_the_file_is_refused(wrong):
     stored = sum(each[0] for each in wrong)
     with pytest.raises(CorruptSnapshotError):
         BlockTable(encode_table(wrong) if wrong else b"", SIZE, stored)
 
 
-def test_a_table_for_a_file_of_another_size_is_refused():
+def test_block_table_for_a_file_of_another_size_is_refused():
     for size, stored in ((SIZE + 1, STORED), (SIZE, STORED - 1)):
         with pytest.raises(CorruptSnapshotError):
             BlockTable(encode_table(RECORDS), size, stored)

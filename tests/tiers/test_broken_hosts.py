@@ -42,7 +42,7 @@ def degraded(told):
     return [each.fields["step"] for each in told if each.name == "degraded"]
 
 
-def test_a_full_near_folder_does_not_stop_the_run(tmp_path, small, told):
+def test_near_root_that_is_full_does_not_stop_the_run(tmp_path, small, told):
     live = state(1, 200_000)  # two tensors of 0.8 MB
     with manager_of(tmp_path / "far", small / "near", upload=None, grace=30) as manager:
         for step in (1, 2):
@@ -65,7 +65,7 @@ def test_a_full_near_folder_does_not_stop_the_run(tmp_path, small, told):
     assert all(Snapshot(str(tmp_path / "far" / name)).verify() for name in far)
 
 
-def test_a_near_folder_that_becomes_read_only_does_not_stop_the_run(tmp_path, small, told):
+def test_near_root_that_becomes_read_only_does_not_stop_the_run(tmp_path, small, told):
     with manager_of(tmp_path / "far", small / "near", grace=1) as manager:
         manager.take(1, state(1))
         until(lambda: manager.where(1)["far"] == "whole")
@@ -88,7 +88,7 @@ def test_a_near_folder_that_becomes_read_only_does_not_stop_the_run(tmp_path, sm
         assert holds(live, step)
 
 
-def test_a_near_folder_that_cannot_be_made_is_replaced_by_far(tmp_path, told):
+def test_near_root_that_cannot_be_created_is_replaced_by_the_far_root(tmp_path, told):
     (tmp_path / "file").write_text("not a folder")
     with manager_of(tmp_path / "far", tmp_path / "file/near") as manager:
         assert manager.restore_latest(state(-1)) is None
@@ -122,7 +122,7 @@ def _one_broken(far, near):
         happening.remove_handler(told.append)
 
 
-def test_one_broken_host_sends_all_to_the_far_root(two, tmp_path, hosts):
+def test_near_root_broken_on_one_host_makes_all_hosts_use_the_far_root(two, tmp_path, hosts):
     near = tmp_path / "hosts"
     assert two.run(_one_broken, tmp_path / "far", near, timeout=60) == [[1], [1]]
     stop_uploaders(near / "a" / "near")
@@ -147,7 +147,7 @@ def replicated(two, tmp_path, hosts):
     return two, tmp_path / "far", hosts("a").parent
 
 
-def test_two_lost_hosts_are_replaced_from_the_far_root(replicated):
+def test_far_root_replaces_two_lost_hosts(replicated):
     two, far, near = replicated
     shutil.rmtree(near / "a"), shutil.rmtree(near / "b")
     found = two.run(_restored, far, near, "cd", timeout=60)
@@ -155,7 +155,7 @@ def test_two_lost_hosts_are_replaced_from_the_far_root(replicated):
     assert found[0][3]["far"] > 0 == found[0][3]["near"]
 
 
-def test_damage_on_one_host_is_healed_from_the_other(replicated):
+def test_replica_heals_damage_on_one_host(replicated):
     two, far, near = replicated
     shutil.rmtree(far / "step-20/data")
     own = [path for path in data_files(near / "a", 20) if "-0-" in path.name and path.suffix == ".safetensors"]
@@ -169,7 +169,7 @@ def test_damage_on_one_host_is_healed_from_the_other(replicated):
     assert [path.read_bytes() for path in own] == good
 
 
-def test_damage_on_all_hosts_is_healed_from_the_far_root(replicated):
+def test_far_root_heals_damage_on_all_hosts(replicated):
     two, far, near = replicated
     for name in "ab":
         for path in data_files(near / name, 20):
@@ -179,7 +179,7 @@ def test_damage_on_all_hosts_is_healed_from_the_far_root(replicated):
     assert found[0][3]["far"] > 0
 
 
-def test_damage_everywhere_leads_to_an_older_step(replicated):
+def test_restore_latest_falls_back_if_near_replicas_and_far_are_damaged(replicated):
     two, far, near = replicated
     for path in (*data_files(near / "a", 20), *data_files(near / "b", 20), *(far / "step-20/data").iterdir()):
         flip_keeping_time(path)
@@ -187,7 +187,7 @@ def test_damage_everywhere_leads_to_an_older_step(replicated):
     assert [each[:3] for each in found] == [(10, True, 10)] * 2
 
 
-def test_files_that_only_the_union_has_make_a_whole_step(replicated):
+def test_near_files_of_several_hosts_together_form_a_complete_step(replicated):
     """Each host lost other files of the step, and the far root lost it all."""
     two, far, near = replicated
     shutil.rmtree(far / "step-20")
@@ -199,7 +199,7 @@ def test_files_that_only_the_union_has_make_a_whole_step(replicated):
     assert [each[:3] for each in found] == [(20, True, 20)] * 2
 
 
-def test_hosts_in_another_order_read_the_same_bits(replicated):
+def test_near_roots_of_hosts_in_another_order_restore_exactly(replicated):
     two, far, near = replicated
     found = two.run(_restored, far, near, "ba", timeout=60)
     assert [each[:3] for each in found] == [(20, True, 20)] * 2
@@ -213,7 +213,7 @@ def _shared_only(far, near, names):
         return step, float(live["same"]["tensor"].sum())
 
 
-def test_other_numbers_of_ranks_and_hosts(replicated, three):
+def test_near_and_far_roots_restore_on_other_numbers_of_ranks_and_hosts(replicated, three):
     _, far, near = replicated
     assert _shared_only(far, near, "a") == (20, 20 * 4000.0)
     stop_uploaders(near / "a")
@@ -233,7 +233,7 @@ def _die_in_the_middle(far, near):
     return ""
 
 
-def test_a_rank_that_dies_in_a_take_leaves_the_step_before(fresh_pool, tmp_path, hosts, two):
+def test_near_take_with_a_dying_rank_leaves_the_step_before(fresh_pool, tmp_path, hosts, two):
     pool = fresh_pool(2)
     hosts("a"), hosts("b")
     pool.start(_die_in_the_middle, tmp_path / "far", tmp_path / "hosts")

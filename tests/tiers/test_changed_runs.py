@@ -43,7 +43,7 @@ def _lone(far, near, names, steps):
         dist.barrier()
 
 
-def test_a_lost_host_without_replicas_is_restored_from_the_far_root(two, tmp_path, hosts):
+def test_far_root_restores_a_lost_host_without_replicas(two, tmp_path, hosts):
     far, near = tmp_path / "far", hosts("a").parent
     hosts("b"), hosts("c")
     two.run(_lone, far, near, "ab", [10, 20], timeout=60)
@@ -53,7 +53,7 @@ def test_a_lost_host_without_replicas_is_restored_from_the_far_root(two, tmp_pat
     assert found[1][3]["far"] > 0
 
 
-def test_a_job_that_another_one_replaced_is_told(tmp_path, hosts):
+def test_near_take_of_a_job_that_was_replaced_raises_snapshot_error(tmp_path, hosts):
     with manager_of(tmp_path / "far", hosts("a"), keep_near=None) as one:
         one.take(10, state(10))
         until(lambda: one.where(10)["far"] == "whole")
@@ -72,7 +72,7 @@ def test_a_job_that_another_one_replaced_is_told(tmp_path, hosts):
             assert "another job has continued this run from step 10" in until(told)
 
 
-def test_restores_in_the_middle_of_a_run_lose_nothing(tmp_path, hosts):
+def test_near_restores_during_a_run_lose_no_steps(tmp_path, hosts):
     with manager_of(tmp_path / "far", hosts("a")) as manager:
         manager.take(10, state(10))
         for turn in range(4):
@@ -84,7 +84,7 @@ def test_restores_in_the_middle_of_a_run_lose_nothing(tmp_path, hosts):
             assert manager.where(15 + turn)["near"] == "whole"
 
 
-def test_another_job_on_the_host_keeps_the_files_of_a_running_take(tmp_path, hosts):
+def test_near_files_of_a_running_take_are_kept_by_another_job(tmp_path, hosts):
     with manager_of(tmp_path / "far", hosts("a")) as one:
         one.take(10, state(10))
         folder = runs_in(hosts("a"))[0] / "step-30"
@@ -103,7 +103,7 @@ def test_another_job_on_the_host_keeps_the_files_of_a_running_take(tmp_path, hos
     assert not folder.exists()  # after some minutes, it is a leftover
 
 
-def test_steps_of_a_plain_manager_belong_to_the_run(tmp_path, hosts):
+def test_near_run_owns_steps_of_a_plain_manager(tmp_path, hosts):
     far = tmp_path / "far"
     with manager_of(far, hosts("a")) as manager:
         manager.take(100, state(100))
@@ -125,7 +125,7 @@ def test_steps_of_a_plain_manager_belong_to_the_run(tmp_path, hosts):
     assert holds(live, 202)
 
 
-def test_an_older_step_that_is_replaced_is_uploaded(tmp_path, hosts):
+def test_upload_of_an_older_step_that_is_overwritten(tmp_path, hosts):
     with manager_of(tmp_path / "far", hosts("a"), upload="latest", keep_near=KeepLatest(1)) as manager:
         for step in (10, 20, 30):
             manager.take(step, state(step))
@@ -139,7 +139,7 @@ def test_an_older_step_that_is_replaced_is_uploaded(tmp_path, hosts):
     assert holds(live, 21)
 
 
-def test_the_run_that_was_used_last_is_chosen_without_the_far_root(tmp_path, hosts):
+def test_near_run_used_last_is_chosen_without_the_far_root(tmp_path, hosts):
     far = tmp_path / "far"
     for value in (50, 10):
         with manager_of(far, hosts("a")) as manager:
@@ -157,7 +157,7 @@ def _is_gone(folder):
     return not folder.exists()
 
 
-def test_a_near_folder_that_vanishes_does_not_stop_the_run(tmp_path, hosts):
+def test_near_root_that_vanishes_does_not_stop_the_run(tmp_path, hosts):
     told = []
     happening.add_handler(told.append)
     try:
@@ -176,7 +176,7 @@ def test_a_near_folder_that_vanishes_does_not_stop_the_run(tmp_path, hosts):
     assert holds(live, 4)
 
 
-def test_an_adopted_uploader_takes_new_options(moto, tmp_path, hosts):
+def test_uploader_adopted_by_a_job_gets_its_new_options(moto, tmp_path, hosts):
     far = f"s3://{moto.bucket()}/run"
     options = {"key": moto.key, "secret": moto.secret, "client_kwargs": {"region_name": moto.region}}
     with socket.create_server(("127.0.0.1", 0)) as closed:
@@ -199,7 +199,7 @@ def _one_waits(far, near):
         return manager.where(10)["far"]
 
 
-def test_one_rank_can_wait_for_the_upload_of_all(two, tmp_path, hosts):
+def test_wait_far_on_one_rank_waits_for_the_uploads_of_all(two, tmp_path, hosts):
     hosts("a"), hosts("b")
     assert two.run(_one_waits, tmp_path / "far", tmp_path / "hosts", timeout=60) == ["whole", "whole"]
 
@@ -211,7 +211,7 @@ def _all_wait(far, near):
         dist.barrier()
 
 
-def test_all_ranks_of_a_host_can_wait(four, tmp_path, hosts):
+def test_wait_far_on_all_ranks_of_a_host(four, tmp_path, hosts):
     hosts("a"), hosts("b")
     four.run(_all_wait, tmp_path / "far", tmp_path / "hosts", timeout=90)
     assert Snapshot(str(tmp_path / "far/step-5")).verify()
@@ -231,7 +231,7 @@ def _again(far, near):
         return step
 
 
-def test_a_host_that_missed_the_manifest_gets_it(two, tmp_path, hosts):
+def test_near_host_that_missed_the_manifest_receives_it(two, tmp_path, hosts):
     far, near = tmp_path / "far", tmp_path / "hosts"
     hosts("a"), hosts("b")
     two.run(_taken, far, near, timeout=60)
@@ -270,7 +270,7 @@ def test_replicas_continue_after_an_uploader_was_killed(two, tmp_path, hosts):
         assert steps <= 6
 
 
-def test_an_uploader_survives_connections_of_strangers(tmp_path, hosts):
+def test_uploader_survives_connections_of_other_processes(tmp_path, hosts):
     with manager_of(tmp_path / "far", hosts("a")) as manager:
         manager.take(1, state(1))
         [folder] = runs_in(hosts("a"))
@@ -289,7 +289,7 @@ def test_an_uploader_survives_connections_of_strangers(tmp_path, hosts):
             each.close()
 
 
-def test_a_folder_of_another_user_is_refused(tmp_path, hosts):
+def test_near_folder_of_another_user_is_not_used(tmp_path, hosts):
     if os.geteuid():
         pytest.skip("only root can make folders of others")
     far = tmp_path / "far"
@@ -310,13 +310,13 @@ def test_a_folder_of_another_user_is_refused(tmp_path, hosts):
 
 
 @pytest.mark.parametrize("run", ["../other/job", "", "a" * 11, "A" * 12, "0123456789ab/x"])
-def test_the_id_of_a_run_is_never_a_path(run):
+def test_run_id_in_a_fact_is_never_a_path(run):
     with pytest.raises(CorruptSnapshotError, match="not a fact"):
         decode_record(b'{"run":"%s","attempts":[[1,"0123456789ab",null]]}' % run.encode(), "far")
     assert decode_record(b'{"run":"0123456789ab","attempts":[]}', "far").pending[0].run == "0123456789ab"
 
 
-def test_a_damaged_fact_is_written_again(tmp_path, hosts):
+def test_fact_that_is_damaged_is_written_again(tmp_path, hosts):
     far = tmp_path / "far"
     with manager_of(far, hosts("a")) as manager:
         manager.take(1, state(1))
@@ -331,7 +331,7 @@ def test_a_damaged_fact_is_written_again(tmp_path, hosts):
 
 
 @pytest.mark.parametrize("name", ["a%41b%20c", "with space", "what?", "ä#;"])
-def test_any_path_can_be_near(tmp_path, name):
+def test_near_root_may_be_any_path(tmp_path, name):
     near = tmp_path / name / "near"
     try:
         with manager_of(tmp_path / "far", near) as manager:
@@ -344,7 +344,7 @@ def test_any_path_can_be_near(tmp_path, name):
         stop_uploaders(near)
 
 
-def test_a_step_that_cannot_be_completed_does_not_hold_up_a_newer_one(tmp_path, hosts):
+def test_upload_of_an_incomplete_step_does_not_delay_a_newer_one(tmp_path, hosts):
     with manager_of(tmp_path / "far", hosts("a"), upload=10, keep_near=None) as manager:
         stopped = tmp_path / "far"
         stopped.mkdir(exist_ok=True)
@@ -355,7 +355,7 @@ def test_a_step_that_cannot_be_completed_does_not_hold_up_a_newer_one(tmp_path, 
         until(lambda: manager.where(40)["far"] == "whole")
 
 
-def test_a_job_with_incremental_takes(tmp_path, hosts):
+def test_near_with_incremental_takes(tmp_path, hosts):
     with manager_of(tmp_path / "far", hosts("a"), incremental=True, upload=1) as manager:
         live = state(1, 200_000)
         for step in range(1, 6):
@@ -373,7 +373,7 @@ def test_a_job_with_incremental_takes(tmp_path, hosts):
         assert live["own"]["value"] == 5
 
 
-def test_time_is_not_compared(tmp_path, hosts, monkeypatch):
+def test_near_steps_are_not_compared_by_time(tmp_path, hosts, monkeypatch):
     """Hosts' clocks may differ by years: steps and attempts decide."""
     real = time.time
     with manager_of(tmp_path / "far", hosts("a")) as manager:
@@ -387,7 +387,7 @@ def test_time_is_not_compared(tmp_path, hosts, monkeypatch):
     assert Path(tmp_path / "far/step-30").exists()
 
 
-def test_a_copied_root_is_another_run(tmp_path, hosts):
+def test_far_root_that_was_copied_is_another_run(tmp_path, hosts):
     with manager_of(tmp_path / "far", hosts("a")) as manager:
         manager.take(10, state(10))
     shutil.copytree(tmp_path / "far", tmp_path / "fork")
@@ -402,7 +402,7 @@ def test_a_copied_root_is_another_run(tmp_path, hosts):
         assert manager.restore_latest(state(-1)) == 30
 
 
-def test_a_root_that_is_written_in_another_way_is_the_same(tmp_path, hosts):
+def test_far_root_spelled_differently_is_the_same_run(tmp_path, hosts):
     """It counted as a copy, so a new run began, and the near steps of the old one were ignored."""
     far = tmp_path / "far"
     with manager_of(far, hosts("a"), upload=None, grace=0, keep_near=None) as manager:
@@ -414,7 +414,7 @@ def test_a_root_that_is_written_in_another_way_is_the_same(tmp_path, hosts):
         assert manager.restore_latest(state(-1)) == 20
 
 
-def test_a_replaced_job_can_restore_and_go_on(tmp_path, hosts):
+def test_near_job_that_was_replaced_can_restore_and_continue(tmp_path, hosts):
     with manager_of(tmp_path / "far", hosts("a"), keep_near=None) as one:
         one.take(10, state(10))
         until(lambda: one.where(10)["far"] == "whole")
@@ -437,7 +437,7 @@ def test_a_replaced_job_can_restore_and_go_on(tmp_path, hosts):
         assert one.where(70)["near"] == "whole"
 
 
-def test_a_slow_bucket_gets_some_steps_whole(tmp_path, hosts):
+def test_upload_to_a_slow_bucket_completes_some_steps(tmp_path, hosts):
     with manager_of(tmp_path / "far", hosts("a"), upload=1, rate=4e6, keep_near=KeepLatest(1)) as manager:
         for step in range(30):
             manager.take(step, state(step, 250_000))  # 2 MB each: as quick as 60 MB/s
@@ -447,7 +447,7 @@ def test_a_slow_bucket_gets_some_steps_whole(tmp_path, hosts):
     assert all(Snapshot(str(path)).verify() for path in whole)
 
 
-def test_all_steps_that_are_waited_for_are_uploaded(tmp_path, hosts):
+def test_upload_of_all_steps_that_are_waited_for(tmp_path, hosts):
     with manager_of(tmp_path / "far", hosts("a"), upload=None, rate=1e6, keep_near=None) as manager:
         pending = [manager.async_take(step, state(step)) for step in range(12)]
         with contextlib.ExitStack() as stack:
@@ -477,7 +477,7 @@ class _Joined(threading.Thread):
         self.join()
 
 
-def test_a_run_that_goes_back_by_itself_is_uploaded(tmp_path, hosts):
+def test_upload_after_a_run_goes_back_to_an_earlier_step(tmp_path, hosts):
     with manager_of(tmp_path / "far", hosts("a"), upload="latest", keep_near=KeepLatest(2)) as manager:
         manager.take(100, state(100))
         until(lambda: manager.where(100)["far"] == "whole")
@@ -486,7 +486,7 @@ def test_a_run_that_goes_back_by_itself_is_uploaded(tmp_path, hosts):
     assert (tmp_path / "far/step-80/.snapshot_metadata").exists()
 
 
-def test_a_removed_step_is_not_restored_from_near(tmp_path, hosts):
+def test_near_step_removed_from_the_far_root_is_not_restored(tmp_path, hosts):
     with manager_of(tmp_path / "far", hosts("a"), upload=1, keep_near=None) as manager:
         for step in (20, 30):
             manager.take(step, state(step))
@@ -499,7 +499,7 @@ def test_a_removed_step_is_not_restored_from_near(tmp_path, hosts):
     assert {path.name for path in (tmp_path / "far").glob("step-*")} == {"step-20", "step-25"}
 
 
-def test_a_take_before_the_end_waits_for_the_bucket(tmp_path, hosts):
+def test_take_after_should_stop_waits_for_the_far_root(tmp_path, hosts):
     with manager_of(tmp_path / "far", hosts("a"), upload=None) as manager:
         manager.async_take(10, state(10))
         manager._stopping = True  # as after SIGTERM
@@ -507,7 +507,7 @@ def test_a_take_before_the_end_waits_for_the_bucket(tmp_path, hosts):
         assert (tmp_path / "far/step-10/.snapshot_metadata").exists()
 
 
-def test_a_full_near_folder_can_still_be_restored(tmp_path):
+def test_near_root_that_is_full_can_be_restored_from(tmp_path):
     near = tmp_path / "small"
     near.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", near], check=False).returncode:
@@ -534,7 +534,7 @@ def test_a_full_near_folder_can_still_be_restored(tmp_path):
         subprocess.run(["umount", "-l", near], check=True)
 
 
-def test_the_exit_does_not_wait_for_steps_that_are_older_than_the_restored_one(tmp_path, hosts, monkeypatch):
+def test_close_does_not_wait_for_steps_older_than_the_restored_one(tmp_path, hosts, monkeypatch):
     """Some of their files may have been lost with another host, so that they never become whole."""
     far = tmp_path / "far"
     with manager_of(far, hosts("a"), upload=None, grace=0) as manager:

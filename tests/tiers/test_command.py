@@ -26,7 +26,7 @@ def steps_of(capsys, far, near):
     return {each["step"]: (each["near"], each["far"]) for each in json.loads(text)["steps"]}
 
 
-def test_upload_and_ls_tell_where_steps_are(tmp_path, hosts, capsys):
+def test_cli_upload_and_ls_near_print_where_steps_are(tmp_path, hosts, capsys):
     far, near = tmp_path / "far", hosts("a")
     with manager_of(far, near, upload=None, grace=0, keep_near=None) as manager:
         for step in (10, 20, 30):
@@ -50,7 +50,7 @@ def test_upload_and_ls_tell_where_steps_are(tmp_path, hosts, capsys):
     ]
 
 
-def test_ls_explains_states_that_do_not_explain_themselves(tmp_path, hosts, capsys):
+def test_cli_ls_near_explains_upload_states(tmp_path, hosts, capsys):
     far, near = tmp_path / "far", hosts("a")
     with manager_of(far, near, upload="latest", grace=30, keep_near=None) as manager:
         for step in (10, 20, 30):
@@ -63,12 +63,12 @@ def test_ls_explains_states_that_do_not_explain_themselves(tmp_path, hosts, caps
     assert "whole: " not in text
 
 
-def test_every_state_that_needs_it_is_explained():
+def test_upload_state_meanings_cover_every_state():
     plain = {UploadState.KEPT, UploadState.UPLOADING, UploadState.WHOLE}
     assert set(MEANINGS) == set(UploadState) - plain
 
 
-def test_the_page_of_a_run_shows_where_steps_are(tmp_path, hosts):
+def test_cli_ui_near_shows_where_steps_are(tmp_path, hosts):
     far, near = tmp_path / "far", hosts("a")
     with manager_of(far, near, upload=None, grace=0, keep_near=None) as manager:
         for step in (10, 20, 30):
@@ -98,14 +98,14 @@ def test_the_page_of_a_run_shows_where_steps_are(tmp_path, hosts):
     assert view.health(30, "own/*", bool)["norm"] == 300.0 * ELEMENTS**0.5  # from the far root
 
 
-def test_what_is_not_there_is_an_error(tmp_path, capsys):
+def test_cli_upload_and_ls_near_of_a_missing_run_are_errors(tmp_path, capsys):
     (tmp_path / "near").mkdir()
     assert run(capsys, "upload", tmp_path / "near")[0] == 2
     assert run(capsys, "upload", tmp_path / "missing")[0] == 2
     assert run(capsys, "ls", tmp_path / "far", "--near", tmp_path / "near")[0] == 2
 
 
-def test_an_upload_that_cannot_finish_says_so(tmp_path, hosts, capsys):
+def test_cli_upload_that_cannot_finish_says_so(tmp_path, hosts, capsys):
     far, near = tmp_path / "far", hosts("a")
     with manager_of(far, near, upload=None, grace=0) as manager:
         manager.take(10, state(10))
@@ -116,7 +116,7 @@ def test_an_upload_that_cannot_finish_says_so(tmp_path, hosts, capsys):
     assert run(capsys, "upload", near, tmp_path / "file/far")[0] == 2
 
 
-def test_doctor_measures_both_tiers(tmp_path, capsys):
+def test_cli_doctor_near_measures_both_roots(tmp_path, capsys):
     status, text = run(
         capsys, "doctor", tmp_path / "far", "--near", tmp_path / "near", "--size", "1MiB", "--seconds", "1"
     )

@@ -58,7 +58,7 @@ def restored(tmp_path, host, **given):
         return manager.report.sources
 
 
-def test_the_far_step_is_compressed_and_the_near_one_is_not(tmp_path, hosts):
+def test_upload_compression_compresses_far_but_not_near(tmp_path, hosts):
     with manager_of(tmp_path / "far", hosts("a"), upload_compression="zstd") as manager:
         manager.async_take(10, state(10)).wait("far", timeout=40)
         (near,) = hosts("a").rglob("step-10")
@@ -80,7 +80,7 @@ def test_the_far_step_is_compressed_and_the_near_one_is_not(tmp_path, hosts):
     assert not list((tmp_path / "far").rglob("data"))
 
 
-def test_restores_read_the_near_files_and_the_far_ones_where_they_lack(tmp_path, hosts):
+def test_upload_compression_restores_from_near_files_and_missing_ones_from_far(tmp_path, hosts):
     with manager_of(tmp_path / "far", hosts("a"), upload_compression="zstd", keep_near=None) as manager:
         manager.take(10, state(10))
     sources = restored(tmp_path, hosts("a"))
@@ -96,7 +96,7 @@ def test_restores_read_the_near_files_and_the_far_ones_where_they_lack(tmp_path,
             assert damaged.read_bytes() == good  # healed from the compressed file
 
 
-def test_a_far_step_stays_readable_without_its_near_manifest(tmp_path, hosts):
+def test_upload_compression_far_step_is_readable_without_its_near_manifest(tmp_path, hosts):
     with manager_of(tmp_path / "far", hosts("a"), upload_compression="zstd", keep_near=None) as manager:
         manager.take(10, state(10))
     (near,) = hosts("a").rglob("step-10")
@@ -105,7 +105,7 @@ def test_a_far_step_stays_readable_without_its_near_manifest(tmp_path, hosts):
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_a_file_that_is_longer_than_the_memory_is_compressed_in_a_temporary_file(tmp_path, monkeypatch, full):
+def test_upload_compression_of_a_large_file_uses_a_temporary_file(tmp_path, monkeypatch, full):
     Snapshot.take(tmp_path / "near", state(10))
     near, target = Session(URL("near", str(tmp_path / "near")), None), Session(URL.parse(str(tmp_path / "far")), None)
     packed = PackedUploads(near, target)
@@ -133,7 +133,7 @@ def test_a_file_that_is_longer_than_the_memory_is_compressed_in_a_temporary_file
     assert sorted(path.name for path in (tmp_path / "near").iterdir()) == [".snapshot_metadata", "data"]
 
 
-def test_a_file_is_sent_as_it_is_if_the_near_folder_has_no_room_to_compress_it(tmp_path, monkeypatch, caplog):
+def test_upload_compression_sends_a_file_plain_without_room_in_the_near_root(tmp_path, monkeypatch, caplog):
     Snapshot.take(tmp_path / "near", state(10))
     near, target = Session(URL("near", str(tmp_path / "near")), None), Session(URL.parse(str(tmp_path / "far")), None)
     packed = PackedUploads(near, target)
@@ -152,7 +152,7 @@ def test_a_file_is_sent_as_it_is_if_the_near_folder_has_no_room_to_compress_it(t
     assert [path.name for path in (tmp_path / "far/data").iterdir()] == [name.partition("/")[2]]
 
 
-def test_a_far_manifest_that_cannot_be_read_once_is_an_error_and_not_a_plain_step(tmp_path):
+def test_upload_compression_unreadable_far_manifest_is_an_error(tmp_path):
     with SnapshotManager(tmp_path / "far", near=Near(tmp_path / "near", compression="zstd"), signals=()) as manager:
         manager.async_take(10, state(10)).wait("far", timeout=40)
     stop_uploaders(tmp_path / "near")
@@ -184,7 +184,7 @@ def test_a_far_manifest_that_cannot_be_read_once_is_an_error_and_not_a_plain_ste
         run(session.close())
 
 
-def test_a_step_that_its_take_compressed_is_sent_as_it_is(tmp_path, hosts):
+def test_upload_compression_sends_a_compressed_take_unchanged(tmp_path, hosts):
     with manager_of(tmp_path / "far", hosts("a"), upload_compression="zstd") as manager:
         manager.async_take(10, state(10), options=TakeOptions(compression="zstd")).wait("far", timeout=40)
         (near,) = hosts("a").rglob("step-10")
@@ -221,7 +221,7 @@ def _restore_on_two_hosts(root, near):
 
 
 @pytest.mark.parametrize("compressing", ["ab", "a", "b"])
-def test_each_host_compresses_its_files_or_not(two, tmp_path, hosts, compressing):
+def test_upload_compression_may_differ_between_hosts(two, tmp_path, hosts, compressing):
     names = two.run(_take_on_two_hosts, tmp_path / "far", hosts("a").parent, compressing, timeout=60)
     hosts("b")
     far = Snapshot(tmp_path / "far" / "step-10")
@@ -241,7 +241,7 @@ def test_each_host_compresses_its_files_or_not(two, tmp_path, hosts, compressing
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_file_that_two_hosts_send_in_two_forms_is_described_as_it_is_stored(tmp_path, monkeypatch, first):
+def test_upload_compression_file_sent_by_two_hosts_is_described_as_stored(tmp_path, monkeypatch, first):
     Snapshot.take(tmp_path / "near/step-10", state(10))
     near = NearFolder(str(tmp_path / "near")).steps()[10]
     facts = Facts()
@@ -281,13 +281,13 @@ def test_a_file_that_two_hosts_send_in_two_forms_is_described_as_it_is_stored(tm
 
 
 @pytest.mark.parametrize("value", ["auto", "lz4", True])
-def test_other_values_are_refused(tmp_path, value):
+def test_upload_compression_refuses_unknown_values(tmp_path, value):
     with pytest.raises(ValueError, match="compression must be None or 'zstd'"):
         SnapshotManager(tmp_path / "far", near=Near(tmp_path / "near", compression=value))
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
-def test_an_uploaded_step_can_be_signed(tmp_path, hosts, compression):
+def test_uploaded_step_can_be_signed(tmp_path, hosts, compression):
     key = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
     with manager_of(tmp_path / "far", hosts("a"), upload_compression=compression) as manager:
         manager.async_take(10, state(10)).wait("far", timeout=40)

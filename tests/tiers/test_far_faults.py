@@ -52,7 +52,7 @@ def is_uploaded(bucket, step, value):
     return holds(live, value)
 
 
-def test_a_killed_uploader_continues_its_parts(bucket, proxy, hosts):
+def test_uploader_killed_continues_its_multipart_upload(bucket, proxy, hosts):
     live = state(10, LARGE)
     with job(bucket, hosts("a"), rate=8 * MiB) as manager:
         manager.take(10, live)
@@ -73,7 +73,7 @@ def test_a_killed_uploader_continues_its_parts(bucket, proxy, hosts):
 
 
 @pytest.mark.parametrize("how", ["before", "after"])
-def test_an_uploader_that_is_killed_around_the_manifest_commits_once(bucket, proxy, hosts, how):
+def test_uploader_killed_around_the_manifest_commits_once(bucket, proxy, hosts, how):
     mishap = {"hang": True} if how == "before" else {"lose_answer": "hang"}
     fault = proxy.fault("PUT", MANIFEST, **mishap)
     with job(bucket, hosts("a")) as manager:
@@ -87,7 +87,7 @@ def test_an_uploader_that_is_killed_around_the_manifest_commits_once(bucket, pro
     assert is_uploaded(bucket, 10, 10)
 
 
-def test_a_lost_answer_of_the_manifest_is_not_a_second_commit(bucket, proxy, hosts):
+def test_upload_with_a_lost_response_to_the_manifest_commits_once(bucket, proxy, hosts):
     proxy.fault("PUT", MANIFEST, lose_answer="reset")
     with job(bucket, hosts("a")) as manager:
         manager.take(10, state(10))
@@ -95,7 +95,7 @@ def test_a_lost_answer_of_the_manifest_is_not_a_second_commit(bucket, proxy, hos
     assert is_uploaded(bucket, 10, 10)
 
 
-def test_a_bucket_that_is_down_holds_up_nothing_and_loses_nothing(bucket, proxy, hosts):
+def test_upload_to_a_bucket_that_is_down_blocks_and_loses_nothing(bucket, proxy, hosts):
     down = proxy.fault(times=None, status=503)
     with job(bucket, hosts("a"), keep_near=KeepLatest(2), grace=0.5) as manager:
         assert manager._steps._set is None
@@ -118,7 +118,7 @@ def test_a_bucket_that_is_down_holds_up_nothing_and_loses_nothing(bucket, proxy,
     assert "step-60" in names
 
 
-def test_a_queue_stays_bounded(bucket, proxy, hosts):
+def test_upload_queue_is_bounded(bucket, proxy, hosts):
     down = proxy.fault(times=None, status=503)
     with job(bucket, hosts("a"), keep_near=KeepLatest(1), grace=0, upload=1) as manager:
         for step in range(1, 21):
@@ -133,7 +133,7 @@ def test_a_queue_stays_bounded(bucket, proxy, hosts):
     assert is_uploaded(bucket, 20, 20)
 
 
-def test_the_uploader_outlives_its_trainer(bucket, proxy, hosts, fresh_pool):
+def test_uploader_continues_after_its_trainer_was_killed(bucket, proxy, hosts, fresh_pool):
     pool = fresh_pool(1)
     pool.start(_take_and_wait, bucket, hosts("a"))
     until(lambda: runs_in(hosts("a")) and (runs_in(hosts("a"))[0] / "step-10/.snapshot_metadata").exists())
@@ -156,7 +156,7 @@ def _take_and_wait(bucket, near):
     signal.pause()
 
 
-def test_a_trainer_killed_at_any_moment_of_its_takes_leaves_whole_steps(tmp_path, hosts, fresh_pool):
+def test_near_take_killed_at_any_moment_leaves_complete_steps(tmp_path, hosts, fresh_pool):
     for round_ in range(4):
         pool = fresh_pool(1)
         pool.start(_take_for_ever, str(tmp_path / "far"), hosts("a"))
@@ -184,7 +184,7 @@ def _take_for_ever(far, near):
         manager.async_take(step, state(step)) if step % 2 else manager.take(step, state(step))
 
 
-def test_nothing_secret_is_in_the_arguments_of_the_uploader(bucket, hosts):
+def test_uploader_arguments_contain_no_secret(bucket, hosts):
     with job(bucket, hosts("a")) as manager:
         manager.take(10, state(10))
         [folder] = runs_in(hosts("a"))
@@ -198,7 +198,7 @@ def test_nothing_secret_is_in_the_arguments_of_the_uploader(bucket, hosts):
         assert folder.stat().st_mode & 0o077 == 0
 
 
-def test_a_second_uploader_does_not_start(tmp_path, hosts):
+def test_uploader_is_not_started_twice(tmp_path, hosts):
     with manager_of(tmp_path / "far", hosts("a")) as manager:
         manager.take(10, state(10))
         with pytest.raises(SnapshotError, match="its uploader runs"):
@@ -206,7 +206,7 @@ def test_a_second_uploader_does_not_start(tmp_path, hosts):
 
 
 @pytest.mark.parametrize("first", ["take", "restore_latest"])
-def test_a_bucket_that_does_not_exist_is_an_error_of_the_first_call(moto, tmp_path, hosts, first):
+def test_far_root_bucket_that_does_not_exist_is_an_error_of_the_first_call(moto, tmp_path, hosts, first):
     options = {"key": moto.key, "secret": moto.secret, "client_kwargs": {"region_name": moto.region}}
     options |= {"endpoint_url": moto.url}
     manager = manager_of("s3://no-such-bucket-here/run", hosts("a"), storage_options=options)
@@ -221,7 +221,7 @@ DENIED = b"<Error><Code>AccessDenied</Code><Message>read-only</Message></Error>"
 
 
 @pytest.mark.slow
-def test_a_root_that_can_be_read_and_not_written_lets_jobs_restore_and_go_on(bucket, proxy, tmp_path, caplog):
+def test_far_root_that_is_read_only_lets_jobs_restore_and_continue(bucket, proxy, tmp_path, caplog):
     near, other = tmp_path / "near", tmp_path / "other"
     with job(bucket, near, upload="latest") as manager:
         manager.take(1, state(1))
@@ -244,7 +244,7 @@ def test_a_root_that_can_be_read_and_not_written_lets_jobs_restore_and_go_on(buc
     assert is_uploaded(bucket, 4, 4)
 
 
-def test_no_step_is_written_directly_to_a_root_where_no_restore_would_find_it(bucket, proxy, tmp_path):
+def test_far_root_is_not_written_directly_if_no_restore_would_find_the_step(bucket, proxy, tmp_path):
     """The near folder cannot be used, and other users' facts cannot be written."""
     near = tmp_path / "near"
     near.touch()
@@ -262,7 +262,7 @@ def test_no_step_is_written_directly_to_a_root_where_no_restore_would_find_it(bu
 
 
 @pytest.mark.slow
-def test_a_new_run_begins_in_a_root_that_cannot_be_written_yet(bucket, proxy, tmp_path):
+def test_far_root_that_is_not_yet_writable_starts_a_new_run(bucket, proxy, tmp_path):
     near = tmp_path / "near"
     with proxy.fault("PUT", "*", status=403, body=DENIED, times=None), job(bucket, near, grace=0.0) as manager:
         assert manager.restore_latest(state(-1)) is None

@@ -14,7 +14,7 @@ from tests.tiers.jobs import (
 )
 
 
-def test_each_host_has_its_files_and_the_same_manifest_and_uploads_become_one_snapshot(two, tmp_path, hosts):
+def test_near_hosts_have_their_files_and_uploads_form_one_snapshot(two, tmp_path, hosts):
     found = two.run(take_steps, tmp_path / "far", hosts("a").parent, [10, 20], timeout=60)
     hosts("b")
     assert found == [{"near": "whole", "replicas": 0, "far": "whole"}] * 2
@@ -37,7 +37,7 @@ def _restored_on(root, near, names):
     return restore(root, near, names, replicas=1)
 
 
-def test_a_lost_host_is_restored_from_its_partner_and_then_the_far_root(two, tmp_path, hosts):
+def test_replica_on_a_partner_and_then_the_far_root_restore_a_lost_host(two, tmp_path, hosts):
     far, near = tmp_path / "far", hosts("a").parent
     hosts("b"), hosts("c"), hosts("d")
     assert two.run(_replicated, far, near, timeout=60) == [{"near": "whole", "replicas": 1, "far": "whole"}] * 2

@@ -70,7 +70,7 @@ class Bad:
         pass
 
 
-def test_operations_are_counted_with_their_bytes_and_seconds(tmp_path, metrics):
+def test_metrics_count_operations_bytes_and_seconds(tmp_path, metrics):
     app = {"s": StateDict(x=torch.ones(1000))}
     Snapshot.take(tmp_path / "a", app)
     Snapshot.async_take(tmp_path / "b", app).wait()
@@ -91,14 +91,14 @@ def test_operations_are_counted_with_their_bytes_and_seconds(tmp_path, metrics):
     assert held.lost > 0
 
 
-def test_gauges_follow_the_time():
+def test_metrics_gauges_follow_the_time():
     readings = Readings(1, 1000.0, {}, [], 25.0, 1050.0)
     gauges = {name: rows[0][1] for name, rows in readings.gauges(1100.0).items()}
     assert gauges == {"goodput_ratio": 0.75, "newest_commit_age_seconds": 50.0}
     assert Readings(1, 1000.0, {}, [], 0.0, None).gauges(999.0) == {"goodput_ratio": [((), 1.0)]}
 
 
-def test_events_that_count_nothing_change_nothing():
+def test_metrics_ignore_events_without_counters():
     assert not list(changes_of(Event("start", "take", "x", {"bytes": 5})))
     (change,) = changes_of(Event("healed", "upload", "x", {}))
     assert change == ("incidents", 1, (("event", "healed"),))
@@ -107,7 +107,7 @@ def test_events_that_count_nothing_change_nothing():
 
 
 @pytest.mark.parametrize(("damaged", "outcome"), [(False, "ok"), (True, "failed")])
-def test_a_verify_that_found_faults_has_failed(tmp_path, damaged, outcome):
+def test_metrics_count_a_verify_with_faults_as_failed(tmp_path, damaged, outcome):
     taken = Snapshot.take(str(tmp_path / "snap"), {"s": StateDict(x=torch.arange(1000))})
     if damaged:
         flip_keeping_time(max((tmp_path / "snap").rglob("*"), key=lambda path: path.stat().st_size))
@@ -121,7 +121,7 @@ def test_a_verify_that_found_faults_has_failed(tmp_path, damaged, outcome):
     assert (labels, 1) in metrics.read().counters["operations"]
 
 
-def test_the_text_is_that_of_prometheus():
+def test_metrics_as_prometheus_is_valid_text():
     metrics = Metrics()
     metrics(Event("committed", 'a"b\\c\nd', "x", {"bytes": 7, "seconds": 0.5}))
     metrics(Event("blocked", "take", "x", {"seconds": 0.25}))
@@ -143,7 +143,7 @@ def scraped(folder):
 
 
 @pytest.mark.slow
-def test_an_uploader_offers_its_metrics_and_those_of_the_trainer(tmp_path, hosts, monkeypatch):
+def test_metrics_of_uploader_and_trainer_are_served(tmp_path, hosts, monkeypatch):
     monkeypatch.setenv("SNAPSHOT_METRICS", "127.0.0.1:0")
     app = {"s": StateDict(x=torch.ones(50_000))}
     began = time.time()
@@ -172,7 +172,7 @@ def test_an_uploader_offers_its_metrics_and_those_of_the_trainer(tmp_path, hosts
         assert {dict(labels).get("rank") for _, labels in scraped(hosts("a"))} == {"0", None}
 
 
-def test_the_age_of_the_far_step_stays_after_its_near_files_are_gone(tmp_path):
+def test_metrics_age_of_the_far_step_remains_after_near_files_are_gone(tmp_path):
     uploader = Uploader(str(tmp_path))
     server = MetricsServer(uploader, "127.0.0.1:0")
     try:
@@ -197,7 +197,7 @@ def test_the_age_of_the_far_step_stays_after_its_near_files_are_gone(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:99999", "256.0.0.1:1"])
-def test_an_address_that_cannot_be_used_stops_no_upload(tmp_path, hosts, monkeypatch, address):
+def test_snapshot_metrics_address_that_cannot_be_used_stops_no_upload(tmp_path, hosts, monkeypatch, address):
     monkeypatch.setenv("SNAPSHOT_METRICS", address)
     with manager_of(tmp_path / "far", hosts("a")) as manager:
         manager.async_take(10, {"s": StateDict(x=1)}).wait("far", timeout=40)
@@ -205,7 +205,7 @@ def test_an_address_that_cannot_be_used_stops_no_upload(tmp_path, hosts, monkeyp
     assert f"SNAPSHOT_METRICS={address}: no metrics are offered" in log.read_text()
 
 
-def test_open_telemetry_gets_the_same_numbers(tmp_path):
+def test_metrics_opentelemetry_handler_reports_the_same_numbers(tmp_path):
     pytest.importorskip("opentelemetry.sdk")
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.metrics.export import InMemoryMetricReader
@@ -234,7 +234,7 @@ def test_open_telemetry_gets_the_same_numbers(tmp_path):
     provider.shutdown()
 
 
-def test_the_dashboard_asks_for_metrics_that_exist():
+def test_metrics_dashboard_uses_existing_metrics():
     dashboard = json.loads(DASHBOARD.read_text())
     known = {f"{PREFIX}{name}_total" for name in COUNTERS} | {f"{PREFIX}{name}" for name in GAUGES}
     known |= {f"{PREFIX}{DURATION}_sum", f"{PREFIX}{DURATION}_count"}

@@ -43,17 +43,17 @@ NEXT_JOB = [("start", 1, 1), ("publish_own", 1), ("take", 1)]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("then", [[], NEXT_JOB, [("look", 0), ("choose", 0)]])
-def test_no_trace_after_a_roll_back_is_wrong(then):
+def test_run_protocol_model_after_a_roll_back_has_no_wrong_trace(then):
     assert explore(Model(faults=3), 6, [*ROLLED_BACK, *then]) > 4_000
 
 
 @pytest.mark.slow
-def test_no_trace_with_two_faults_is_wrong():
+def test_run_protocol_model_with_two_faults_has_no_wrong_trace():
     assert explore(Model(), DEEP) > 60_000
 
 
 @pytest.mark.parametrize("mend", sorted(MENDS))
-def test_each_mend_is_needed(mend):
+def test_run_protocol_model_needs_each_mend(mend):
     first = FIRST.get(mend, [])
     with pytest.raises(Wrong):
         explore(Model(without=mend), DEEP, first)
@@ -61,13 +61,13 @@ def test_each_mend_is_needed(mend):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_code_makes_the_transitions_of_the_model(tmp_path, seed):
+def test_run_protocol_code_makes_the_transitions_of_the_model(tmp_path, seed):
     """Random schedules run on both, and are compared after each action. tests/soak runs thousands."""
     for each in range(seed * 40, seed * 40 + 40):
         assert run_schedule(each, tmp_path / "world")
 
 
 @pytest.mark.parametrize("then", [[], NEXT_JOB, [("look", 0), ("choose", 0)]])
-def test_the_code_makes_the_transitions_of_the_model_after_a_roll_back(tmp_path, then):
+def test_run_protocol_code_makes_the_transitions_of_the_model_after_a_roll_back(tmp_path, then):
     for each in range(30):
         assert run_schedule(each, tmp_path / "world", first=[*ROLLED_BACK, *then])

@@ -28,7 +28,7 @@ def names(told):
     return [each.name for each in told]
 
 
-def test_a_take_is_committed_near_and_then_far(tmp_path, hosts):
+def test_near_take_is_committed_near_and_then_far(tmp_path, hosts):
     live = state(10)
     with manager_of(tmp_path / "far", hosts("a")) as manager:
         pending = manager.async_take(10, live)
@@ -50,7 +50,7 @@ def test_a_take_is_committed_near_and_then_far(tmp_path, hosts):
         assert holds(live, 10)
 
 
-def test_a_restore_reads_the_near_copy(tmp_path, hosts):
+def test_near_restore_reads_the_near_copy(tmp_path, hosts):
     with manager_of(tmp_path / "far", hosts("a")) as manager:
         manager.take(10, state(10))
     with manager_of(tmp_path / "far", hosts("a")) as manager:
@@ -61,7 +61,7 @@ def test_a_restore_reads_the_near_copy(tmp_path, hosts):
         assert manager.report.sources["far"] == 0
 
 
-def test_a_new_host_reads_the_far_step(tmp_path, hosts):
+def test_far_root_is_read_by_a_new_host(tmp_path, hosts):
     with manager_of(tmp_path / "far", hosts("a")) as manager:
         manager.take(10, state(10))
     with manager_of(tmp_path / "far", hosts("b")) as manager:
@@ -72,7 +72,7 @@ def test_a_new_host_reads_the_far_step(tmp_path, hosts):
         assert manager.report.sources["far"] > 0
 
 
-def test_near_steps_go_when_newer_ones_are_there(tmp_path, hosts):
+def test_keep_near_removes_steps_when_newer_ones_exist(tmp_path, hosts):
     with manager_of(tmp_path / "far", hosts("a"), keep_near=KeepLatest(2), upload=20, keep=KeepLatest(2)) as manager:
         for step in range(10, 90, 10):
             manager.take(step, state(step))
@@ -84,7 +84,7 @@ def test_near_steps_go_when_newer_ones_are_there(tmp_path, hosts):
     assert far == {"step-60", "step-80"}
 
 
-def test_only_what_is_asked_for_is_uploaded_with_none(tmp_path, hosts):
+def test_upload_none_uploads_only_what_is_waited_for(tmp_path, hosts):
     with manager_of(tmp_path / "far", hosts("a"), upload=None, keep_near=None) as manager:
         for step in (10, 20, 30, 40):
             pending = manager.async_take(step, state(step))
@@ -99,7 +99,7 @@ def test_only_what_is_asked_for_is_uploaded_with_none(tmp_path, hosts):
     }  # the exit saves the last
 
 
-def test_a_damaged_near_file_is_read_from_far_and_healed(tmp_path, hosts, told):
+def test_near_file_that_is_damaged_is_read_from_far_and_healed(tmp_path, hosts, told):
     with manager_of(tmp_path / "far", hosts("a"), keep_near=None) as manager:
         manager.take(10, state(10))
     damaged = next(path for path in data_files(hosts("a"), 10) if path.suffix == ".safetensors")
@@ -116,7 +116,7 @@ def test_a_damaged_near_file_is_read_from_far_and_healed(tmp_path, hosts, told):
 
 
 @pytest.mark.parametrize("fault", ["flip", "cut", "gone"])
-def test_what_no_tier_has_whole_is_not_restored(tmp_path, hosts, fault):
+def test_near_step_incomplete_on_all_roots_is_not_restored(tmp_path, hosts, fault):
     with manager_of(tmp_path / "far", hosts("a"), keep_near=None, upload=1) as manager:
         for step in (10, 20):
             manager.take(step, state(step)), until(lambda step=step: manager.where(step)["far"] == "whole")
@@ -138,7 +138,7 @@ def test_what_no_tier_has_whole_is_not_restored(tmp_path, hosts, fault):
         assert (manager.restore_latest(live), holds(live, 20)) == (20, True)
 
 
-def test_damage_is_not_uploaded(tmp_path, hosts):
+def test_near_damage_is_not_uploaded(tmp_path, hosts):
     with manager_of(tmp_path / "far", hosts("a"), upload=None, grace=0) as manager:
         pending = manager.async_take(10, state(10))
         pending.wait()
@@ -150,7 +150,7 @@ def test_damage_is_not_uploaded(tmp_path, hosts):
     assert not (tmp_path / "far/step-10/.snapshot_metadata").exists()
 
 
-def test_a_step_that_exists_far_is_not_replaced_by_mistake(tmp_path, hosts):
+def test_near_take_of_a_step_that_exists_far_needs_overwrite(tmp_path, hosts):
     with SnapshotManager(str(tmp_path / "far"), signals=()) as plain:
         plain.take(10, state(1))
     with manager_of(tmp_path / "far", hosts("a")) as manager:
@@ -167,7 +167,7 @@ def test_a_step_that_exists_far_is_not_replaced_by_mistake(tmp_path, hosts):
     assert holds(live, 22)
 
 
-def test_another_run_in_the_near_folder_is_ignored(tmp_path, hosts):
+def test_near_run_of_another_far_root_is_ignored(tmp_path, hosts):
     with manager_of(tmp_path / "far", hosts("a")) as manager:
         manager.take(50, state(50))
     shutil.rmtree(tmp_path / "far")  # the user begins the run again
@@ -178,7 +178,7 @@ def test_another_run_in_the_near_folder_is_ignored(tmp_path, hosts):
     assert len(runs_in(hosts("a"))) == 2
 
 
-def test_two_jobs_share_one_uploader(tmp_path, hosts):
+def test_uploader_is_shared_by_two_jobs(tmp_path, hosts):
     with manager_of(tmp_path / "far", hosts("a")) as one, manager_of(tmp_path / "far", hosts("a")) as other:
         one.take(10, state(10))
         other.take(20, state(20))
@@ -189,7 +189,7 @@ def test_two_jobs_share_one_uploader(tmp_path, hosts):
     assert Snapshot(str(tmp_path / "far/step-20")).verify()
 
 
-def test_an_older_attempt_is_never_published(tmp_path, hosts):
+def test_upload_never_publishes_an_older_attempt(tmp_path, hosts):
     """A host that returns has a step that the run has left behind: neither its uploader nor a restore uses it."""
     with manager_of(tmp_path / "far", hosts("a"), upload=None, grace=0, keep_near=None) as manager:
         for step in (100, 120):
@@ -211,7 +211,7 @@ def test_an_older_attempt_is_never_published(tmp_path, hosts):
         assert plain.steps()[-1] == 115
 
 
-def test_a_restore_passes_over_abandoned_steps(tmp_path, hosts):
+def test_near_restore_skips_abandoned_steps(tmp_path, hosts):
     with manager_of(tmp_path / "far", hosts("a"), upload=1, keep_near=None) as manager:
         for step in (100, 120):
             manager.take(step, state(step))
@@ -232,7 +232,7 @@ def test_a_restore_passes_over_abandoned_steps(tmp_path, hosts):
     assert holds(live, 121)
 
 
-def test_removed_steps_are_not_put_back(tmp_path, hosts):
+def test_upload_does_not_restore_removed_steps(tmp_path, hosts):
     with manager_of(tmp_path / "far", hosts("a"), upload=1, keep_near=None, keep=KeepLatest(1)) as manager:
         manager.take(10, state(10))
         until(lambda: manager.where(10)["far"] == "whole")
@@ -246,7 +246,7 @@ def test_removed_steps_are_not_put_back(tmp_path, hosts):
     assert {path.name for path in (tmp_path / "far").glob("step-*")} == {"step-20"}
 
 
-def test_pins_hold_on_both_tiers(tmp_path, hosts):
+def test_pin_holds_near_and_far(tmp_path, hosts):
     options = {"keep": KeepLatest(1), "keep_near": KeepLatest(1), "upload": 1}
     with manager_of(tmp_path / "far", hosts("a"), **options) as manager:
         manager.take(10, state(10))
@@ -261,7 +261,7 @@ def test_pins_hold_on_both_tiers(tmp_path, hosts):
         manager.pin(40)
 
 
-def test_the_base_of_a_pinned_near_step_stays(tmp_path, hosts):
+def test_keep_near_keeps_the_base_of_a_pinned_step(tmp_path, hosts):
     layers = {"frozen": torch.nn.Linear(9, 9).requires_grad_(False), "trained": torch.nn.Linear(2, 2)}
     app = {"model": torch.nn.ModuleDict(layers)}
     with manager_of(tmp_path / "far", hosts("a"), keep_near=1, upload=1) as manager:
@@ -275,7 +275,7 @@ def test_the_base_of_a_pinned_near_step_stays(tmp_path, hosts):
     assert {path.name for path in run.glob("step-*")} == {"step-10", "step-20", "step-40"}
 
 
-def test_an_exception_saves_what_the_hook_allows_and_flushes(tmp_path, hosts):
+def test_on_exception_saves_and_flushes(tmp_path, hosts):
     manager = manager_of(tmp_path / "far", hosts("a"), on_exception=lambda error: (30, state(30)), upload=None)
 
     def train():
@@ -294,7 +294,7 @@ NEAR = ("upload", "replicas", "rate", "grace", "compression")
 
 
 @pytest.mark.parametrize("on_error", [Tolerate(3), "warn"], ids=["Tolerate", "warn"])
-def test_failed_takes_are_survived_up_to_a_number(tmp_path, told, on_error):
+def test_on_error_tolerate_survives_a_number_of_failed_takes(tmp_path, told, on_error):
     (tmp_path / "blocked").write_text("a file")
     live = state(1)
     with SnapshotManager(str(tmp_path / "blocked/far"), on_error=on_error, signals=()) as manager:
@@ -324,7 +324,7 @@ def test_failed_takes_are_survived_up_to_a_number(tmp_path, told, on_error):
         ("on_error", "ignore"),
     ],
 )
-def test_wrong_arguments_are_refused_at_once(tmp_path, option, value):
+def test_near_and_on_error_refuse_invalid_arguments(tmp_path, option, value):
     given = {"near": str(tmp_path / "near")}
     with pytest.raises(ValueError, match=option):  # noqa: PT012 - the value or the manager refuses it
         if option not in ("near", "on_error"):
@@ -332,19 +332,19 @@ def test_wrong_arguments_are_refused_at_once(tmp_path, option, value):
         SnapshotManager(str(tmp_path / "far"), signals=(), **(given | ({} if option in NEAR else {option: value})))
 
 
-def test_the_failures_to_tolerate_are_a_number():
+def test_tolerate_failures_must_be_a_number():
     for failures in (0, True, "3"):
         with pytest.raises(ValueError, match="failures must be"):
             Tolerate(failures)
 
 
 @pytest.mark.parametrize("name", sorted({*NEAR, "keep_near", "upload_compression", "max_failures"} - {"compression"}))
-def test_an_argument_that_has_moved_names_the_new_spelling(tmp_path, name):
+def test_near_arguments_that_moved_name_the_new_spelling(tmp_path, name):
     with pytest.raises(TypeError, match=rf"{name}= has moved: pass (near=Near|on_error=Tolerate)\("):
         SnapshotManager(tmp_path / "run", **{name: 1})
 
 
-def test_near_must_not_be_the_root(tmp_path):
+def test_near_root_must_not_be_the_far_root(tmp_path):
     with pytest.raises(ValueError, match="another folder"):
         SnapshotManager(str(tmp_path), near=str(tmp_path), signals=())
     with pytest.raises(ValueError, match="memory"):
@@ -353,7 +353,7 @@ def test_near_must_not_be_the_root(tmp_path):
         SnapshotManager("s3://b/x", near=str(tmp_path), storage_options={"a": object()}, signals=())
 
 
-def test_a_closed_manager_that_goes_on_tells_the_uploader(tmp_path, hosts):
+def test_near_manager_used_after_close_informs_the_uploader(tmp_path, hosts):
     """As in an exit handler, before which the library has closed all managers."""
     far = tmp_path / "far"
     manager = manager_of(far, hosts("a"), upload=None, grace=20)

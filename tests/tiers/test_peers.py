@@ -64,19 +64,19 @@ def use(address, work, secret="right", below="/step-1"):
 @pytest.mark.parametrize(
     ("offset", "length"), [(0, 1), (0, len(CONTENT)), (1 << 20, 1 << 20), (len(CONTENT) - 1, 1), (5, 0)]
 )
-def test_ranges_arrive_exactly(server, offset, length):
+def test_peer_server_ranges_arrive_exactly(server, offset, length):
     buffers = [bytearray(length // 3), bytearray(length - length // 3)]
     use(server.address, lambda storage: storage.read_into(NAME, offset, buffers))
     assert b"".join(buffers) == CONTENT[offset : offset + length]
 
 
-def test_small_files_and_the_status_are_signed(server):
+def test_peer_server_signs_small_files_and_the_status(server):
     assert use(server.address, lambda storage: storage.get(".snapshot_metadata")) == b'{"manifest"}'
     assert use(server.address, lambda storage: storage.get(STATUS), below="") == b'{"status": 1}'
     assert use(server.address, lambda storage: storage.stat(NAME)).size == len(CONTENT)
 
 
-def test_several_reads_use_one_connection(server):
+def test_peer_server_reads_use_one_connection(server):
     async def read(storage):
         for at in range(20):
             await storage.read_into(NAME, at, [bytearray(10)])
@@ -85,7 +85,7 @@ def test_several_reads_use_one_connection(server):
     assert use(server.address, read) == 1
 
 
-def test_what_is_not_there_is_told(server):
+def test_peer_server_missing_file_is_not_found(server):
     with pytest.raises(StorageNotFoundError):
         use(server.address, lambda storage: storage.read_into("data/0123456789ab-7-0.safetensors", 0, [bytearray(1)]))
     with pytest.raises((CorruptSnapshotError, StorageError)):
@@ -94,7 +94,7 @@ def test_what_is_not_there_is_told(server):
         use(server.address, lambda storage: storage.read_into(NAME, len(CONTENT), [bytearray(2)]))
 
 
-def test_a_wrong_secret_gets_nothing(server):
+def test_peer_server_refuses_a_wrong_secret(server):
     for work in (
         lambda storage: storage.get(".snapshot_metadata"),
         lambda storage: storage.read_into(NAME, 0, [bytearray(1)]),
@@ -104,7 +104,7 @@ def test_a_wrong_secret_gets_nothing(server):
             use(server.address, work, secret="wrong")
 
 
-def test_an_answer_without_the_secret_is_refused(folder):
+def test_peer_storage_refuses_a_response_without_the_secret(folder):
     other = PeerServer(socket.create_server(("127.0.0.1", 0)), str(folder), lambda: b"{}")
     other.find_secret = lambda *_: "other"  # it answers everyone
     try:
@@ -145,13 +145,13 @@ def ask(server, target, signature, wanted=""):
         "/",
     ],
 )
-def test_only_files_of_steps_are_offered(server, target):
+def test_peer_server_offers_only_files_of_steps(server, target):
     status, text = ask(server, target, sign("right", "GET", target, ""))
     assert status in (403, 404)  # the server shortens "//", so that the signature is wrong
     assert text != b"secret"
 
 
-def test_a_signature_is_for_one_request(server):
+def test_peer_server_signature_is_for_one_request(server):
     good = sign("right", "GET", f"/step-1/{NAME}", "bytes=0-9")
     for wanted, target in (
         ("bytes=0-99", f"/step-1/{NAME}"),
@@ -161,7 +161,7 @@ def test_a_signature_is_for_one_request(server):
         assert ask(server, target, good, wanted)[0] == 403
 
 
-def test_a_host_that_ends_in_the_middle_is_a_storage_error(folder):
+def test_peer_server_that_ends_during_a_response_is_a_storage_error(folder):
     listening = socket.create_server(("127.0.0.1", 0))
     address = "{}:{}".format(*listening.getsockname())
 
@@ -184,7 +184,7 @@ def test_a_host_that_ends_in_the_middle_is_a_storage_error(folder):
     listening.close()
 
 
-def test_nothing_is_written_to_a_host(server):
+def test_peer_storage_is_read_only(server):
     for work in (
         lambda storage: storage.create(NAME, 1),
         lambda storage: storage.put("x", b""),

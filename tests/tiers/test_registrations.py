@@ -15,7 +15,7 @@ SECOND = Attempt("b" * 12, RUN, 2, Parent(FIRST.name, 10))
 
 
 @pytest.mark.parametrize("order", [(FIRST, SECOND), (SECOND, FIRST), (SECOND, FIRST, SECOND, FIRST)])
-def test_a_job_that_another_one_followed_does_not_hold_up_its_uploads(tmp_path, order):
+def test_uploader_with_jobs_registered_in_any_order_uploads_the_latest_attempt(tmp_path, order):
     def take(step, attempt):
         origin = Origin(RUN, attempt.number, attempt.name, 1)._asdict()
         Snapshot.take(tmp_path / f"step-{step}", {"s": StateDict(x=step)}, metadata={KEY: origin})
@@ -35,7 +35,7 @@ def test_a_job_that_another_one_followed_does_not_hold_up_its_uploads(tmp_path, 
     assert set(accepted) == {FIRST.name, SECOND.name}
 
 
-def test_an_uploader_does_not_stay_for_files_that_no_host_sends(tmp_path, monkeypatch):
+def test_uploader_ends_if_files_of_a_lost_host_are_missing(tmp_path, monkeypatch):
     """The host that has them was lost, or has dropped the step: it would ask the far root without an end."""
     monkeypatch.setattr(uploader_module, "VAIN", -1.0)
     origin = Origin(RUN, FIRST.number, FIRST.name, 1)._asdict()
@@ -60,7 +60,7 @@ def test_an_uploader_does_not_stay_for_files_that_no_host_sends(tmp_path, monkey
     uploader.close()
 
 
-def test_a_step_of_two_hosts_is_not_damaged_because_the_next_job_has_one(tmp_path):
+def test_uploader_does_not_treat_a_step_of_two_hosts_as_damaged_for_a_job_on_one(tmp_path):
     """Its other files are on the other host, whose uploader sends them."""
     origin = Origin(RUN, FIRST.number, FIRST.name, 1)._asdict()
     Snapshot.take(tmp_path / "step-10", {"s": StateDict(x=torch.ones(10))}, metadata={KEY: origin})
@@ -87,7 +87,7 @@ def test_a_step_of_two_hosts_is_not_damaged_because_the_next_job_has_one(tmp_pat
     uploader.close()
 
 
-def test_an_attempt_of_a_job_that_is_gone_is_not_published_for_the_next_job(tmp_path):
+def test_uploader_does_not_publish_an_attempt_of_a_job_that_ended(tmp_path):
     """It had no takes. Published after the attempt of the next job, it ended that one: another job had continued."""
     gone, here = SECOND, Attempt("d" * 12, RUN, 2, Parent(FIRST.name, 10))
     uploader = Uploader(str(tmp_path))

@@ -35,7 +35,7 @@ def attempts(far, near, *more):
     return main(["attempts", str(far), "--near", str(near), *more])
 
 
-def test_a_committed_near_step_is_not_passed_over_in_silence(rolled, hosts, capsys):
+def test_rolled_back_root_is_refused_if_a_near_step_was_committed(rolled, hosts, capsys):
     far, lost = rolled
     for _ in range(2):
         with manager_of(far, hosts("a")) as manager, pytest.raises(RunForkedError, match="was rolled back") as caught:
@@ -56,7 +56,7 @@ def test_a_committed_near_step_is_not_passed_over_in_silence(rolled, hosts, caps
     assert restored(far, hosts("b")) == 30
 
 
-def test_a_root_that_was_put_back_on_purpose_is_kept(rolled, hosts):
+def test_rolled_back_root_is_accepted_with_cli_attempts_choose(rolled, hosts):
     far, _ = rolled
     assert attempts(far, hosts("a"), "--choose", facts_in(far).tip.name) == 0
     assert restored(far, hosts("a")) == 10
@@ -64,7 +64,7 @@ def test_a_root_that_was_put_back_on_purpose_is_kept(rolled, hosts):
 
 
 @pytest.mark.parametrize("more", [1, 4])
-def test_a_host_is_told_that_another_one_has_continued_the_older_root(rolled, hosts, more):
+def test_rolled_back_root_continued_by_another_host_is_refused(rolled, hosts, more):
     """With as many facts as it has seen, or with more."""
     far, lost = rolled
     with manager_of(far, hosts("b")) as manager:
@@ -77,7 +77,7 @@ def test_a_host_is_told_that_another_one_has_continued_the_older_root(rolled, ho
     assert restored(far, hosts("a")) == 20
 
 
-def test_a_running_job_is_told(tmp_path, hosts):
+def test_rolled_back_root_is_refused_by_a_running_job(tmp_path, hosts):
     far, backup = tmp_path / "far", tmp_path / "backup"
     with manager_of(far, hosts("a"), upload=None) as manager:
         manager.take(10, state(10))
@@ -96,7 +96,7 @@ def test_a_running_job_is_told(tmp_path, hosts):
     assert restored(far, hosts("a")) == 30
 
 
-def test_facts_that_a_rule_of_the_bucket_deleted_are_missed(tmp_path, hosts):
+def test_facts_deleted_by_a_bucket_rule_are_noticed(tmp_path, hosts):
     far = tmp_path / "far"
     with manager_of(far, hosts("a"), upload=None, grace=0) as manager:
         manager.async_take(10, state(10)).wait("far", timeout=40)
@@ -113,7 +113,7 @@ def test_facts_that_a_rule_of_the_bucket_deleted_are_missed(tmp_path, hosts):
     assert restored(far, hosts("a")) is None
 
 
-def test_the_deletion_of_a_damaged_fact_is_told_to_a_host_that_has_seen_it(tmp_path, hosts):
+def test_fact_that_is_damaged_and_deleted_is_noticed_by_a_host_that_saw_it(tmp_path, hosts):
     far = tmp_path / "far"
     with manager_of(far, hosts("a"), upload=1) as manager:
         take_until_far(manager, 10)
@@ -133,7 +133,7 @@ def test_the_deletion_of_a_damaged_fact_is_told_to_a_host_that_has_seen_it(tmp_p
     assert Snapshot(far / "step-20").exists()
 
 
-def test_a_job_is_told_of_what_a_later_one_on_its_host_has_seen(tmp_path, hosts):
+def test_rolled_back_root_is_refused_after_a_later_job_on_the_host(tmp_path, hosts):
     far, backup = tmp_path / "far", tmp_path / "backup"
     with manager_of(far, hosts("a"), upload=None, keep_near=None, grace=0) as manager:
         manager.async_take(10, state(10)).wait("far", timeout=40)

@@ -15,7 +15,7 @@ steps = some.sets(some.integers(0, 50))
 
 
 @given(some.integers(1, 60), some.integers(0, 5))
-def test_each_host_keeps_the_files_of_others_and_each_is_kept_as_often(count, replicas):
+def test_replica_partners_keep_files_of_others_equally_often(count, replicas):
     kept = [partners(index, count, replicas) for index in range(count)]
     assert all(index not in held and len(set(held)) == len(held) for index, held in enumerate(kept))
     assert all(len(held) == min(replicas, count - 1) for held in kept)
@@ -24,19 +24,19 @@ def test_each_host_keeps_the_files_of_others_and_each_is_kept_as_often(count, re
 
 
 @given(some.integers(4, 60))
-def test_neighbours_do_not_keep_each_others_files(count):
+def test_replica_partners_are_not_neighbours(count):
     assert all(abs(index - held) > 1 for index in range(count) for held in partners(index, count, 1))
 
 
 @given(some.lists(some.sampled_from("abc"), min_size=1))
-def test_hosts_are_in_the_order_of_their_ranks(keys):
+def test_hosts_of_are_in_rank_order(keys):
     found = hosts_of([(key, key) for key in keys])
     assert sorted(rank for host in found for rank in host.ranks) == list(range(len(keys)))
     assert [host.ranks[0] for host in found] == sorted(host.ranks[0] for host in found)
     assert all(keys[rank] == host.key for host in found for rank in host.ranks)
 
 
-def test_an_address_of_all_interfaces_is_refused(monkeypatch):
+def test_snapshot_peer_address_of_all_interfaces_is_refused(monkeypatch):
     for wrong in ("0.0.0.0", "::"):
         monkeypatch.setenv("SNAPSHOT_PEER_ADDRESS", wrong)
         with pytest.raises(ValueError, match="one address"):
@@ -49,7 +49,7 @@ def test_an_address_of_all_interfaces_is_refused(monkeypatch):
 
 
 @given(some.one_of(some.none(), some.just("latest"), some.integers(1, 10)), steps, steps)
-def test_what_is_asked_for_is_uploaded_and_the_newest_with_latest(upload, near, asked):
+def test_upload_wanted_steps_are_requested_ones_and_the_newest(upload, near, asked):
     wanted = wanted_steps(upload, near, asked, max(near, default=-1))
     assert set(asked & near) <= set(wanted) <= near
     if upload == "latest" and near:
@@ -63,7 +63,7 @@ STATES = some.sampled_from(UploadState)
 
 
 @given(some.sampled_from(["latest", 1, None]), some.dictionaries(some.integers(0, 50), STATES), steps)
-def test_only_superseded_steps_are_dropped_and_the_queue_is_bounded(upload, states, asked):
+def test_upload_dropped_steps_are_superseded_and_the_queue_is_bounded(upload, states, asked):
     newest = max(states, default=-1)
     dropped = dropped_steps(upload, states, asked, newest)
     open_ = {step for step, state in states.items() if state.is_open or state == "damaged"}
@@ -74,12 +74,12 @@ def test_only_superseded_steps_are_dropped_and_the_queue_is_bounded(upload, stat
 
 
 @pytest.mark.parametrize("note", [{}, {"run": "r"}, {"run": 1, "number": 1, "attempt": "a", "order": 1}, "text", None])
-def test_metadata_of_others_has_no_origin(note):
+def test_origin_of_foreign_metadata_is_none(note):
     assert origin_of({"snapshot.tiers": note}) == NO_ORIGIN
 
 
 @given(some.lists(some.sets(some.integers(0, 5)), min_size=1, max_size=5), some.integers(1, 6))
-def test_a_step_is_whole_if_the_union_has_every_file(held, count):
+def test_census_step_is_complete_if_the_hosts_together_have_every_file(held, count):
     sizes = {f"f{n}": n for n in range(count)}
     origin = ("r", 1, "a", 1, False)
     views = [
@@ -96,13 +96,13 @@ def test_a_step_is_whole_if_the_union_has_every_file(held, count):
         assert found.replicas == min(sum(n in files for files in held) for n in range(count)) - 1
 
 
-def test_a_file_with_another_size_does_not_count():
+def test_census_ignores_a_file_with_another_size():
     view = HostView("a", [StepView(7, "s", ("r", 1, "a", 1, False), {"x": 9})])
     [found] = take_census([view], Line(Facts(1, (Attempt("a", "r", 1),))), lambda _: {"x": 10})
     assert found.missing == ["x"]
 
 
-def test_steps_that_are_not_on_the_line_are_left_out():
+def test_census_leaves_out_steps_that_are_not_on_the_line():
     line = Line(Facts(2, (Attempt("a", "r", 1), Attempt("b", "r", 2, Parent("a", 5)))))
     views = [
         HostView(
@@ -117,7 +117,7 @@ def test_steps_that_are_not_on_the_line_are_left_out():
 @pytest.mark.parametrize(
     ("suspect", "good", "chosen"), [("b", True, "a"), ("b", False, "b"), ("ab", True, "b"), ("", True, "b")]
 )
-def test_a_good_snapshot_of_a_step_is_chosen_before_a_later_suspect_one(suspect, good, chosen, order):
+def test_census_prefers_a_good_snapshot_of_a_step_to_a_later_suspect_one(suspect, good, chosen, order):
     line = Line(Facts(2, (Attempt("a", "r", 1), Attempt("b", "r", 2, Parent("a", None)))))
     views = [
         HostView(name, [StepView(7, name, ("r", 1, name, 1, False), {"x": 1}, ("NaN",) if name in suspect else ())])
@@ -144,7 +144,7 @@ VIEWS = some.builds(
 
 
 @given(VIEWS, some.floats(0, 100))
-def test_what_an_uploader_does_next_follows_from_facts_and_time(view, now):
+def test_uploader_next_action_follows_from_facts_and_time(view, now):
     begun = {step for step in view.begun if step in view.states and view.states[step].is_open}
     view = replace(view, begun=begun)
     found = next_action(view, now)

@@ -63,7 +63,7 @@ SILENT = StorageError("timed out")
     ("errors", "is_damage"),
     [((ABSENT, ABSENT), True), ((SILENT, ABSENT), False), ((ABSENT, SILENT), False), ((ABSENT,), True)],
 )
-def test_a_place_that_does_not_answer_is_no_damage(tmp_path, read, errors, is_damage):
+def test_silent_host_is_not_damage(tmp_path, read, errors, is_damage):
     """A restore would take an older step for the newest good one, and abandon those after it."""
     storage = open_storage(URL("near", str(tmp_path)), {"sources": Sources(*errors)}, Context())
     works = {
@@ -76,7 +76,7 @@ def test_a_place_that_does_not_answer_is_no_damage(tmp_path, read, errors, is_da
     assert isinstance(caught.value, StorageNotFoundError) == is_damage
 
 
-def test_damage_in_one_place_and_silence_in_another_is_no_damage(tmp_path):
+def test_silent_host_beside_damage_elsewhere_is_not_damage(tmp_path):
     sources = Sources(SILENT, CorruptSnapshotError("its digest is wrong"))
     storage = open_storage(URL("near", str(tmp_path)), {"sources": sources}, Context())
     with pytest.raises(StorageError, match="timed out"):
@@ -84,7 +84,7 @@ def test_damage_in_one_place_and_silence_in_another_is_no_damage(tmp_path):
 
 
 @pytest.mark.parametrize(("error", "is_raised"), [(SILENT, True), (ABSENT, False), (CorruptSnapshotError("x"), False)])
-def test_a_manifest_on_a_host_that_does_not_answer_is_not_missing(tmp_path, monkeypatch, error, is_raised):
+def test_silent_host_manifest_is_not_missing(tmp_path, monkeypatch, error, is_raised):
     def read(*_):
         raise error
 
@@ -120,7 +120,7 @@ def _restore(far, near):
             return str(error)
 
 
-def test_a_restore_does_not_pass_over_a_step_of_a_host_whose_uploader_hangs(two, tmp_path, hosts):
+def test_silent_uploader_does_not_make_restore_skip_a_step(two, tmp_path, hosts):
     far, near = tmp_path / "far", hosts("a").parent
     hosts("b")
     two.run(_take, far, near, timeout=60)
@@ -141,7 +141,7 @@ def _pid_of(folder):
         return None
 
 
-def test_close_waits_for_an_uploader_that_hangs_no_longer_than_the_grace(tmp_path, hosts):
+def test_close_waits_for_a_silent_uploader_no_longer_than_grace(tmp_path, hosts):
     """The flush, the removal of old near steps, and the goodbye each asked it, and waited."""
     manager = manager_of(tmp_path / "far", hosts("a"), upload=None, grace=0)
     manager.take(10, state(10))
@@ -157,7 +157,7 @@ def test_close_waits_for_an_uploader_that_hangs_no_longer_than_the_grace(tmp_pat
 
 
 @pytest.mark.parametrize("is_left", [False, True])
-def test_an_uploader_that_answers_during_close_or_later_hears_the_goodbye(tmp_path, hosts, is_left):
+def test_uploader_that_answers_during_close_or_later_is_told_of_the_end(tmp_path, hosts, is_left):
     """It would stay for an hour, as after a crash."""
     manager = manager_of(tmp_path / "far", hosts("a"), grace=0 if is_left else 30)
     assert manager.restore_latest(state(-1)) is None
@@ -203,7 +203,7 @@ def _lose_a_rank(root, verb):
 
 
 @pytest.mark.parametrize("verb", ["take", "async_take", "restore"])
-def test_the_timeout_of_a_manager_is_that_of_its_takes_and_restores(fresh_pool, tmp_path, verb):
+def test_manager_timeout_applies_to_takes_and_restores(fresh_pool, tmp_path, verb):
     pool = fresh_pool(2)
     pool.start(_lose_a_rank, str(tmp_path / "run"), verb)
     [seconds] = pool.finish(timeout=60, ranks=[0])
@@ -213,7 +213,7 @@ def test_the_timeout_of_a_manager_is_that_of_its_takes_and_restores(fresh_pool, 
 # The address on which a host offers files
 
 
-def test_an_uploader_that_starts_without_a_network_offers_files_at_the_known_address(tmp_path, monkeypatch):
+def test_uploader_started_without_a_network_offers_files_at_the_known_address(tmp_path, monkeypatch):
     given = []
 
     def ensure(folder, address, seconds):
@@ -239,6 +239,6 @@ def test_an_uploader_that_starts_without_a_network_offers_files_at_the_known_add
         ("10.1.2.3:5", "10.1.2.4", True),
     ],
 )
-def test_an_uploader_that_others_cannot_reach_is_not_adopted(offered, address, is_kept):
+def test_uploader_that_others_cannot_reach_is_not_adopted(offered, address, is_kept):
     """It was started for a job on one host, or while the host had no network."""
     assert uploader_process._is_reached_by_others(offered, address) == is_kept

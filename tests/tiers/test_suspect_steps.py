@@ -27,7 +27,7 @@ def spoil(model):
 
 
 @pytest.mark.slow
-def test_the_last_good_step_is_uploaded_also_if_only_suspect_ones_are_newer(tmp_path, hosts):
+def test_upload_of_the_last_good_step_if_only_suspect_ones_are_newer(tmp_path, hosts):
     far = tmp_path / "far"
     model, app = training()
     with manager_of(far, hosts("a"), upload="latest", keep_near=KeepLatest(1)) as manager:
@@ -44,7 +44,7 @@ def test_the_last_good_step_is_uploaded_also_if_only_suspect_ones_are_newer(tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("upload", [None, 1000, "latest"])
-def test_the_end_of_a_job_waits_for_the_newest_good_step_and_for_the_newest(tmp_path, hosts, upload):
+def test_close_waits_for_the_newest_good_and_the_newest_step(tmp_path, hosts, upload):
     far = tmp_path / "far"
     model, app = training()
     with manager_of(far, hosts("a"), upload=upload, keep_near=None) as manager:
@@ -61,7 +61,7 @@ def test_the_end_of_a_job_waits_for_the_newest_good_step_and_for_the_newest(tmp_
 
 
 @pytest.mark.slow
-def test_many_suspect_steps_that_wait_do_not_drop_the_good_one(tmp_path, hosts):
+def test_upload_queue_of_suspect_steps_does_not_drop_the_good_one(tmp_path, hosts):
     far = tmp_path / "far"
     model, app = training()
     with manager_of(far, hosts("a"), upload=1, keep_near=None, grace=0) as manager:
@@ -80,7 +80,7 @@ def test_many_suspect_steps_that_wait_do_not_drop_the_good_one(tmp_path, hosts):
 
 
 @pytest.mark.slow
-def test_a_suspect_step_stays_near_until_a_later_one_is_taken(tmp_path, hosts):
+def test_keep_near_keeps_a_suspect_step_until_a_later_take(tmp_path, hosts):
     far = tmp_path / "far"
     model, app = training()
     with manager_of(far, hosts("a"), upload=1, keep_near=None) as manager:
@@ -101,7 +101,7 @@ def test_a_suspect_step_stays_near_until_a_later_one_is_taken(tmp_path, hosts):
 
 
 @pytest.mark.slow
-def test_a_manager_that_has_not_joined_looks_at_the_near_steps(tmp_path, hosts):
+def test_last_good_and_suspect_before_joining_read_near_steps(tmp_path, hosts):
     far = tmp_path / "far"
     model, app = training()
     with manager_of(far, hosts("a"), upload=None, keep_near=None) as manager:

@@ -52,7 +52,7 @@ def bucket(moto, proxy):
 # A root that cannot be read
 
 
-def test_a_root_that_fails_once_does_not_split_the_run(bucket, proxy, hosts):
+def test_far_root_that_fails_once_does_not_split_the_run(bucket, proxy, hosts):
     """The faulty job joined on a host without near steps. It began a new run, and restored from the old one."""
     far, options = bucket[0], {"storage_options": bucket[1], "upload": 1}
     with manager_of(far, hosts("a"), **options) as manager:
@@ -70,7 +70,7 @@ def test_a_root_that_fails_once_does_not_split_the_run(bucket, proxy, hosts):
     assert restored(far, hosts("c"), **options) == 40
 
 
-def test_a_join_without_the_root_and_takes_is_a_fork_that_a_person_decides(tmp_path, hosts, capsys):
+def test_run_forked_error_after_takes_without_the_far_root(tmp_path, hosts, capsys):
     far = tmp_path / "far"
     with manager_of(far, hosts("a")) as manager:
         take_until_far(manager, 10)
@@ -108,7 +108,7 @@ def test_a_join_without_the_root_and_takes_is_a_fork_that_a_person_decides(tmp_p
     assert restored(far, hosts("a")) == 60
 
 
-def test_the_other_side_of_a_fork_can_be_chosen(tmp_path, hosts):
+def test_cli_attempts_choose_of_the_other_side_of_a_fork(tmp_path, hosts):
     far = tmp_path / "far"
     with manager_of(far, hosts("a")) as manager:
         take_until_far(manager, 10)
@@ -133,7 +133,7 @@ def _raises_fork(work):
     return False
 
 
-def test_steps_without_the_root_are_published_when_it_is_back(tmp_path, hosts):
+def test_far_root_that_is_back_gets_the_steps_taken_without_it(tmp_path, hosts):
     far = tmp_path / "far"
     with manager_of(far, hosts("a")) as manager:
         take_until_far(manager, 10)
@@ -149,7 +149,7 @@ def test_steps_without_the_root_are_published_when_it_is_back(tmp_path, hosts):
     assert restored(far, hosts("c")) == 25
 
 
-def test_a_dead_job_without_the_root_is_continued_by_the_next_one(tmp_path, hosts):
+def test_near_job_that_ended_without_the_far_root_is_continued_by_the_next(tmp_path, hosts):
     """Its uploader ended, too. The join publishes what it had begun."""
     far = tmp_path / "far"
     with manager_of(far, hosts("a")) as manager:
@@ -172,7 +172,7 @@ def test_a_dead_job_without_the_root_is_continued_by_the_next_one(tmp_path, host
     assert len(numbers) == 4
 
 
-def test_an_attempt_without_a_take_is_not_a_fork_for_a_later_job(tmp_path, hosts):
+def test_attempt_without_a_take_is_not_a_fork(tmp_path, hosts):
     """It stayed on the host when another one got its number. Without the root, no job could begin there any more."""
     far = tmp_path / "far"
     with manager_of(far, hosts("a"), grace=0) as manager:
@@ -197,7 +197,7 @@ def test_an_attempt_without_a_take_is_not_a_fork_for_a_later_job(tmp_path, hosts
 
 
 @pytest.mark.parametrize("how", ["step", "far", "lost"])
-def test_a_damaged_attempt_does_not_hide_its_steps(tmp_path, hosts, how):
+def test_attempt_fact_that_is_damaged_does_not_hide_its_steps(tmp_path, hosts, how):
     """One bit in the only copy of it made a restore ignore committed steps, or remove those before them."""
     far = tmp_path / "far"
     with manager_of(far, hosts("a"), upload=1, keep_near=None) as manager:
@@ -223,7 +223,7 @@ def test_a_damaged_attempt_does_not_hide_its_steps(tmp_path, hosts, how):
 
 
 @pytest.mark.parametrize("near", [True, False])
-def test_a_far_root_that_is_a_file_is_an_error(tmp_path, hosts, near):
+def test_far_root_that_is_a_file_is_an_error(tmp_path, hosts, near):
     (tmp_path / "far").write_text("")
     options = {"near": Near(hosts("a"), grace=0)} if near else {}
     with SnapshotManager(tmp_path / "far", signals=(), **options) as manager:
@@ -233,7 +233,7 @@ def test_a_far_root_that_is_a_file_is_an_error(tmp_path, hosts, near):
 
 
 @pytest.mark.parametrize("until", ["Far", "bucket", ""])
-def test_a_wait_for_an_unknown_tier_is_refused(tmp_path, hosts, until):
+def test_wait_until_an_unknown_tier_is_refused(tmp_path, hosts, until):
     """It returned as soon as the step was committed near."""
     with manager_of(tmp_path / "far", hosts("a"), grace=0) as manager:
         pending = manager.async_take(10, state(10))
@@ -245,7 +245,7 @@ def test_a_wait_for_an_unknown_tier_is_refused(tmp_path, hosts, until):
 # Jobs that overlap
 
 
-def test_a_replaced_trainer_cannot_bring_its_facts_back(tmp_path, hosts):
+def test_near_trainer_that_was_replaced_cannot_restore_its_facts(tmp_path, hosts):
     """It starts the uploader again, without the far root, with what it knew before it was replaced."""
     far = tmp_path / "far"
     with (
@@ -276,7 +276,7 @@ def test_a_replaced_trainer_cannot_bring_its_facts_back(tmp_path, hosts):
         assert holds(live, 40)
 
 
-def test_a_step_that_a_replaced_trainer_left_does_not_stop_a_take(tmp_path, hosts):
+def test_near_step_of_a_replaced_trainer_does_not_stop_a_take(tmp_path, hosts):
     far = tmp_path / "far"
     with manager_of(far, hosts("a"), grace=0, upload=None, keep_near=None) as zombie:
         zombie.async_take(10, state(10)).wait("far", timeout=40)
@@ -313,7 +313,7 @@ def left(tmp_path, hosts):
 
 
 @pytest.mark.parametrize("plain", [True, False])
-def test_an_abandoned_step_below_a_good_one_is_not_restored(left, hosts, plain):
+def test_abandoned_step_below_a_good_one_is_not_restored(left, hosts, plain):
     """One rotten bit in the newest step must not lead to a timeline that the run has left."""
     for path in (left / "step-40/data").iterdir():
         flip_keeping_time(path)
@@ -325,7 +325,7 @@ def test_an_abandoned_step_below_a_good_one_is_not_restored(left, hosts, plain):
 
 
 @pytest.mark.parametrize("plain", [True, False])
-def test_an_abandoned_step_does_not_count_for_a_policy(left, hosts, plain):
+def test_abandoned_step_does_not_count_for_keep(left, hosts, plain):
     options = {} if plain else {"near": Near(hosts("c"), upload=1)}
     with SnapshotManager(left, signals=(), keep=KeepLatest(3), **options) as manager:
         assert manager.restore_latest(state(-1)) == 40
@@ -333,14 +333,14 @@ def test_an_abandoned_step_does_not_count_for_a_policy(left, hosts, plain):
     assert {path.name for path in left.glob("step-*")} == {"step-20", "step-40", "step-50"}
 
 
-def test_prune_and_ls_follow_the_line(left, hosts, capsys):
+def test_cli_prune_and_ls_follow_the_line_of_the_run(left, hosts, capsys):
     assert main(["prune", str(left), "--keep-latest", "3", "--json", "--yes"]) == 0
     told = capsys.readouterr().out
     assert {path.name for path in left.glob("step-*")} == {"step-10", "step-20", "step-40"}, told
     assert "off the line" in told
 
 
-def test_a_full_near_folder_and_an_abandoned_far_step_are_a_degraded_take(left, hosts, monkeypatch):
+def test_near_root_that_is_full_beside_an_abandoned_far_step_is_a_degraded_take(left, hosts, monkeypatch):
     with SnapshotManager(left, near=Near(hosts("c"), grace=0), signals=()) as manager:
         assert manager.restore_latest(state(-1)) == 40
         tiers = manager._steps.joined
@@ -356,7 +356,7 @@ def test_a_full_near_folder_and_an_abandoned_far_step_are_a_degraded_take(left, 
 
 
 @pytest.mark.parametrize("begun", [True, False])
-def test_a_deleted_root_is_not_brought_back(tmp_path, hosts, begun):
+def test_far_root_that_was_deleted_is_not_recreated(tmp_path, hosts, begun):
     far = tmp_path / "far"
     with manager_of(far, hosts("a"), upload=1, keep_near=None, grace=0) as manager:
         take_until_far(manager, 10)
@@ -381,7 +381,7 @@ def test_a_deleted_root_is_not_brought_back(tmp_path, hosts, begun):
     assert restored(far, hosts("a")) is None
 
 
-def test_uploads_that_do_not_advance_are_reported(tmp_path, hosts, monkeypatch, caplog):
+def test_upload_that_does_not_advance_is_reported(tmp_path, hosts, monkeypatch, caplog):
     monkeypatch.setattr(tiered_steps, "STALLS", 0.5)
     far, told, steps = tmp_path / "far", [], itertools.count(20)
     happening.add_handler(told.append)
@@ -406,7 +406,7 @@ def test_uploads_that_do_not_advance_are_reported(tmp_path, hosts, monkeypatch, 
         happening.remove_handler(told.append)
 
 
-def test_a_damaged_fact_is_not_replaced_by_one_of_a_deleted_run(tmp_path, hosts):
+def test_fact_that_is_damaged_is_not_replaced_by_one_of_a_deleted_run(tmp_path, hosts):
     """The copy of the deleted run had a higher number. It was written into the root, and its steps were restored."""
     far = tmp_path / "far"
     with manager_of(far, hosts("a"), grace=0) as manager:
@@ -423,7 +423,7 @@ def test_a_damaged_fact_is_not_replaced_by_one_of_a_deleted_run(tmp_path, hosts)
     assert restored(far, hosts("a")) == 5
 
 
-def test_an_uploader_whose_root_has_another_run_ends(tmp_path, hosts):
+def test_uploader_whose_root_has_another_run_ends(tmp_path, hosts):
     far = tmp_path / "far"
     with manager_of(far, hosts("a"), grace=0) as manager:
         take_until_far(manager, 10)
@@ -437,7 +437,7 @@ def test_an_uploader_whose_root_has_another_run_ends(tmp_path, hosts):
     assert {path.name for path in far.glob("step-*")} == {"step-5"}
 
 
-def test_a_near_root_of_another_user_is_not_read(tmp_path, hosts):
+def test_near_root_of_another_user_is_not_read(tmp_path, hosts):
     """A planted fact would reach the bucket, and every restore would return None."""
     if os.geteuid():
         pytest.skip("only root can make folders of others")
@@ -466,7 +466,7 @@ def test_a_near_root_of_another_user_is_not_read(tmp_path, hosts):
     assert not list(far.glob("step-20"))
 
 
-def test_a_near_step_with_a_damaged_manifest_is_removed(tmp_path, hosts):
+def test_near_step_with_a_damaged_manifest_is_removed(tmp_path, hosts):
     far = tmp_path / "far"
     with manager_of(far, hosts("a"), keep_near=KeepLatest(2)) as manager:
         take_until_far(manager, 10)
@@ -477,7 +477,7 @@ def test_a_near_step_with_a_damaged_manifest_is_removed(tmp_path, hosts):
     assert {path.name for path in runs_in(hosts("a"))[0].glob("step-*")} == {"step-30", "step-40"}
 
 
-def test_a_near_step_with_a_damaged_manifest_is_removed_between_steps_that_are_kept(tmp_path, hosts):
+def test_near_step_with_a_damaged_manifest_between_kept_steps_is_removed(tmp_path, hosts):
     policy = KeepLatest(2) | KeepEvery(100)
     with manager_of(tmp_path / "far", hosts("a"), keep_near=policy) as manager:
         take_until_far(manager, 100, 110, 200)
@@ -489,7 +489,7 @@ def test_a_near_step_with_a_damaged_manifest_is_removed_between_steps_that_are_k
 
 
 @pytest.mark.parametrize("at", [30, -40])
-def test_a_near_step_with_a_damaged_manifest_is_taken_again(tmp_path, hosts, at):
+def test_near_step_with_a_damaged_manifest_is_taken_again(tmp_path, hosts, at):
     """Each job restored the step before it, and then failed at this one."""
     far = tmp_path / "far"
     with manager_of(far, hosts("a"), upload=None, grace=0, keep_near=None) as manager:
@@ -507,7 +507,7 @@ def test_a_near_step_with_a_damaged_manifest_is_taken_again(tmp_path, hosts, at)
         assert holds(live, 22)
 
 
-def test_a_record_of_an_earlier_version_is_carried_over(tmp_path, hosts):
+def test_run_record_of_an_earlier_version_is_converted(tmp_path, hosts):
     """Its attempts become facts. The steps that it calls abandoned stay so."""
     far = tmp_path / "far"
     with manager_of(far, hosts("a"), upload=1, keep_near=None) as manager:
@@ -531,7 +531,7 @@ def test_a_record_of_an_earlier_version_is_carried_over(tmp_path, hosts):
     assert restored(far, hosts("c")) == 25
 
 
-def test_a_store_without_conditional_puts_is_said_to_need_one_writer(tmp_path, hosts, monkeypatch, caplog):
+def test_far_root_without_conditional_puts_logs_that_it_needs_one_writer(tmp_path, hosts, monkeypatch, caplog):
     monkeypatch.setattr(FileStorage, "capabilities", replace(FileStorage.capabilities, conditional_put=False))
     with manager_of(tmp_path / "far", hosts("a")) as manager:
         manager.take(10, state(10))
@@ -543,7 +543,7 @@ def test_a_store_without_conditional_puts_is_said_to_need_one_writer(tmp_path, h
 # An uploader that hangs
 
 
-def test_no_wait_is_longer_than_the_caller_said_if_the_uploader_is_stopped(tmp_path, hosts, told):
+def test_wait_is_not_longer_than_its_timeout_if_the_uploader_is_stopped(tmp_path, hosts, told):
     """A stopped uploader is named, and replaced."""
     with manager_of(tmp_path / "far", hosts("a"), upload=None) as manager:
         manager.take(10, state(10))
@@ -562,7 +562,7 @@ def test_no_wait_is_longer_than_the_caller_said_if_the_uploader_is_stopped(tmp_p
         assert ask(folder).pid != pid
 
 
-def test_a_stopped_uploader_does_not_hold_up_the_next_job(tmp_path, hosts):
+def test_uploader_that_is_stopped_does_not_delay_the_next_job(tmp_path, hosts):
     with manager_of(tmp_path / "far", hosts("a"), grace=0) as manager:
         take_until_far(manager, 10)
         pid = ask(runs_in(hosts("a"))[0]).pid
@@ -573,7 +573,7 @@ def test_a_stopped_uploader_does_not_hold_up_the_next_job(tmp_path, hosts):
         assert is_dead(pid)
 
 
-def test_near_steps_without_some_files_are_not_damaged_if_the_root_cannot_be_read(tmp_path, hosts):
+def test_near_steps_with_missing_files_are_not_damaged_if_far_is_unreadable(tmp_path, hosts):
     """They may be whole there. An application that was told that all steps are damaged began again."""
     far = tmp_path / "far"
     with manager_of(far, hosts("a"), keep_near=None) as manager:
@@ -590,7 +590,7 @@ def test_near_steps_without_some_files_are_not_damaged_if_the_root_cannot_be_rea
         assert manager.restore_latest(state(-1), offline=True) == 20
 
 
-def test_a_stopped_uploader_that_offers_nothing_does_not_hold_up_a_job_on_several_hosts(tmp_path):
+def test_uploader_that_is_stopped_does_not_delay_a_job_on_several_hosts(tmp_path):
     """It was started for a job on one host. The join gave it up after 30 seconds, and the steps were not found."""
     folder = tmp_path / "run"
     folder.mkdir(mode=0o700)
@@ -605,7 +605,7 @@ def test_a_stopped_uploader_that_offers_nothing_does_not_hold_up_a_job_on_severa
     until(lambda: is_unlocked(folder))
 
 
-def test_a_take_does_not_wait_longer_for_the_root_than_the_manager_allows(tmp_path, hosts, monkeypatch):
+def test_take_waits_for_the_far_root_no_longer_than_the_manager_timeout(tmp_path, hosts, monkeypatch):
     """It asked for the steps there, for 20 seconds, although the join had found that it does not answer."""
     find = FileStorage.list
 
@@ -621,7 +621,7 @@ def test_a_take_does_not_wait_longer_for_the_root_than_the_manager_allows(tmp_pa
         assert time.monotonic() - began < 15
 
 
-def test_a_root_that_hangs_later_does_not_hold_up_a_wait_or_a_restore(tmp_path, hosts, monkeypatch):
+def test_far_root_that_hangs_later_does_not_delay_a_wait_or_restore(tmp_path, hosts, monkeypatch):
     """A look for a step that is not near any more, and the publication after a restore, waited for 20 seconds."""
     far, hangs = tmp_path / "far", False
 

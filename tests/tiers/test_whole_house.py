@@ -30,14 +30,14 @@ def _quiet():
 SAME = TakeOptions(replicated=["**"])
 
 
-def test_random_schedules_of_a_whole_run(tmp_path):
+def test_near_run_random_schedules(tmp_path):
     """tests/soak plays thousands."""
     for seed in range(QUICK):
         House(seed, tmp_path / "house").play()
 
 
 @pytest.mark.parametrize("rolls", [False, True])
-def test_random_schedules_with_suspect_steps_and_a_root_that_is_put_back(tmp_path, rolls):
+def test_near_run_random_schedules_with_suspect_steps_and_a_restored_root(tmp_path, rolls):
     for seed in range(QUICK // 2):
         SpoiledHouse(seed, tmp_path / "house", rolls=rolls).play()
 
@@ -58,7 +58,7 @@ def is_wrong(folder, theme, seeds):
 
 
 @pytest.mark.slow
-def test_an_upload_of_undecided_steps_is_seen(tmp_path, monkeypatch):
+def test_near_run_oracle_finds_an_upload_of_undecided_steps(tmp_path, monkeypatch):
     real = Line.standing
 
     def standing(self, step, save_id, origin):
@@ -70,13 +70,13 @@ def test_an_upload_of_undecided_steps_is_seen(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_publication_without_a_condition_is_seen(tmp_path, monkeypatch):
+def test_near_run_oracle_finds_a_publication_without_a_condition(tmp_path, monkeypatch):
     monkeypatch.setattr(facts, "ABSENT", ANYTHING)
     assert is_wrong(tmp_path, "races", range(200, 900))
 
 
 @pytest.mark.slow
-def test_a_look_at_the_facts_that_forgets_is_seen(tmp_path, monkeypatch):
+def test_near_run_oracle_finds_that_abandoned_steps_count(tmp_path, monkeypatch):
     """All steps count, also those that the run has left."""
     monkeypatch.setattr(Line, "standing", lambda *_: Standing.ON)
     assert is_wrong(tmp_path, "forks", range(300))
@@ -125,7 +125,7 @@ def process_of(machines, host):
 
 
 @pytest.mark.parametrize("how", ["kill", "hang"])
-def test_a_restore_reads_from_a_host_whose_uploader_is_dead_or_hangs(run, how):
+def test_near_restore_reads_from_a_host_whose_uploader_is_dead_or_hangs(run, how):
     """The other hosts found no place with its files, and passed over the step."""
     machines, begin = run
     job = begin("ab", upload=None, replicas=0)
@@ -134,7 +134,7 @@ def test_a_restore_reads_from_a_host_whose_uploader_is_dead_or_hangs(run, how):
     assert restored(job) == (10, 1)
 
 
-def test_other_hosts_find_an_uploader_that_another_job_has_started_again(run):
+def test_uploader_restarted_by_another_job_is_found_by_other_hosts(run):
     """A job on one host offers nothing, and its uploader forgot the port that the hosts of the first job know."""
     machines, begin = run
     job = begin("ab", upload=None, replicas=0)
@@ -144,7 +144,7 @@ def test_other_hosts_find_an_uploader_that_another_job_has_started_again(run):
     assert restored(job) == (10, 1)
 
 
-def test_a_new_job_reads_from_a_host_whose_uploader_hangs(run):
+def test_near_restore_in_a_new_job_reads_from_a_host_whose_uploader_hangs(run):
     machines, begin = run
     job = begin("b", upload=None)
     take(job, 10, 1)
@@ -153,7 +153,7 @@ def test_a_new_job_reads_from_a_host_whose_uploader_hangs(run):
     assert restored(begin("ab", upload=None, replicas=0)) == (10, 1)
 
 
-def test_a_wait_counts_the_time_of_a_registration_that_hangs(run):
+def test_wait_counts_the_time_of_a_registration_that_hangs(run):
     machines, begin = run
     job = begin("a", upload=None)
     take(job, 10, 1)
@@ -166,7 +166,7 @@ def test_a_wait_counts_the_time_of_a_registration_that_hangs(run):
     assert machines.clock.now - began < 6
 
 
-def test_a_step_of_another_attempt_on_another_host_is_not_replaced(run):
+def test_near_step_of_another_attempt_on_another_host_is_not_replaced(run):
     """Two jobs share the line. The leader of the second one does not have the step that the first one took."""
     _, begin = run
     first, second = begin("b", upload=None), begin("ab", upload=None, replicas=0)
@@ -181,7 +181,7 @@ def test_a_step_of_another_attempt_on_another_host_is_not_replaced(run):
 
 @pytest.mark.parametrize("place", ["near", "far"])
 @pytest.mark.parametrize("later", ["good", "suspect"])
-def test_of_two_jobs_that_took_a_step_the_good_one_is_restored(run, tmp_path, place, later):
+def test_near_restore_prefers_the_good_step_of_two_jobs(run, tmp_path, place, later):
     """They do not see each other's hosts, and the later attempt is of the other one."""
 
     def app(value, weight):
@@ -216,7 +216,7 @@ def test_of_two_jobs_that_took_a_step_the_good_one_is_restored(run, tmp_path, pl
     assert {(step, value_of(live)) for step, live in zip(found, lives, strict=True)} == {(10, 1)}
 
 
-def test_a_dropped_step_is_uploaded_if_the_run_goes_back_to_it(run, tmp_path):
+def test_upload_of_a_dropped_step_if_the_run_goes_back_to_it(run, tmp_path):
     """The newest step on the line stayed near, since a step that was lost with a host had been newer."""
     machines, begin = run
     root = FolderRoot(tmp_path / "far")

@@ -78,7 +78,7 @@ def _states(draw):
 
 @settings(max_examples=40, deadline=None)
 @given(_states())
-def test_torch_may_compute_where_each_tensor_of_a_file_is(state):
+def test_torch_load_calculate_storage_offsets_reads_a_converted_file(state):
     if not hasattr(config.load, "calculate_storage_offsets"):
         pytest.skip("this torch does not compute offsets")
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
@@ -109,7 +109,7 @@ def _tensors(value, path=()):
     return [found for name, each in value.items() for found in _tensors(each, (*path, name))]
 
 
-def test_to_torch_save_and_back(taken, tmp_path):
+def test_convert_to_torch_and_back(taken, tmp_path):
     snapshot, held = taken
     report = snapshot.convert(Target(tmp_path / "out.pt", "torch"))
     assert report.files == ("out.pt",)
@@ -129,7 +129,7 @@ def test_to_torch_save_and_back(taken, tmp_path):
     same(again.read_object("0")["model"], held["model"])
 
 
-def test_a_whole_run_survives_a_round_through_every_format_that_can_hold_it(tmp_path):
+def test_convert_of_a_run_through_every_format(tmp_path):
     torch.manual_seed(0)
     model = nn.Linear(30, 20)
     optimizer = torch.optim.Adam(model.parameters())
@@ -147,7 +147,7 @@ def test_a_whole_run_survives_a_round_through_every_format_that_can_hold_it(tmp_
     same(again.state_dict(), optimizer.state_dict())
 
 
-def test_to_safetensors_and_to_hugging_face_s_layout(taken, tmp_path):
+def test_convert_to_safetensors_and_to_a_hugging_face_folder(taken, tmp_path):
     snapshot, held = taken
     report = snapshot.convert(Target(tmp_path / "m.safetensors", "safetensors"), select=["model/**"])
     same(dict(sorted(load_file(tmp_path / "m.safetensors").items())), dict(sorted(held["model"].items())))
@@ -170,7 +170,7 @@ def test_to_safetensors_and_to_hugging_face_s_layout(taken, tmp_path):
     assert sorted(os.listdir(tmp_path / "one")) == ["model.safetensors"]
 
 
-def test_casts_and_names(taken, tmp_path):
+def test_convert_dtype_and_rename(taken, tmp_path):
     snapshot, held = taken
     snapshot.convert(
         Target(tmp_path / "h.safetensors", "safetensors"),
@@ -187,7 +187,7 @@ def test_casts_and_names(taken, tmp_path):
     assert Snapshot(tmp_path / "half").get_manifest()["0/model/1.num_batches_tracked"].dtype == "int64"
 
 
-def test_what_a_format_cannot_hold_is_an_error_before_anything_is_written(taken, tmp_path):
+def test_convert_refuses_what_the_format_cannot_store_before_writing(taken, tmp_path):
     snapshot, _ = taken
     with pytest.raises(UnsupportedFormatError, match="complex64"):
         snapshot.convert(Target(tmp_path / "x.safetensors", "safetensors"))
@@ -208,7 +208,7 @@ def test_what_a_format_cannot_hold_is_an_error_before_anything_is_written(taken,
 
 
 @pytest.mark.parametrize("to", ["snapshot", "safetensors", "torch", "dcp"])
-def test_nothing_is_replaced_unless_that_was_asked_for(tmp_path, to):
+def test_convert_replaces_nothing_without_overwrite(tmp_path, to):
     Snapshot.take(tmp_path / "a", {"m": StateDict(w=torch.ones(3))})
     Snapshot.take(tmp_path / "b", {"m": StateDict(w=torch.zeros(3))})
     target = tmp_path / {"torch": "t.pt", "safetensors": "t.safetensors"}.get(to, "t")
@@ -233,7 +233,7 @@ ASKED_FOR = {
 
 
 @pytest.mark.parametrize(("operation", "to"), [(name, to) for name, formats in ASKED_FOR.items() for to in formats])
-def test_a_storage_that_fails_leaves_what_stood_there(tmp_path, to, operation):
+def test_convert_to_a_failing_storage_keeps_the_old_file(tmp_path, to, operation):
     Snapshot.take(tmp_path / "a", {"m": StateDict(w=torch.ones(100_000), n=3)})
     folder = tmp_path / "out"
     name = {"torch": "/t.pt", "safetensors": "/t.safetensors"}.get(to, "")
@@ -252,7 +252,7 @@ def test_a_storage_that_fails_leaves_what_stood_there(tmp_path, to, operation):
         assert not Snapshot(f"{folder}{name}").exists()
 
 
-def test_what_is_damaged_is_not_converted(tmp_path):
+def test_convert_refuses_damaged_sources(tmp_path):
     torch.save({"w": torch.zeros(100_000)}, tmp_path / "x.pt")
     content = bytearray((tmp_path / "x.pt").read_bytes())
     content[200_000] ^= 1
@@ -276,7 +276,7 @@ class Custom:
     pass
 
 
-def test_pickles_of_others_are_left_out_or_refused_never_run(tmp_path):
+def test_convert_never_runs_a_pickle(tmp_path):
     torch.save({"w": torch.ones(2), "o": Custom()}, tmp_path / "x.pt")
     with pytest.raises(UnsafeObjectError, match="exclude"):
         Snapshot(tmp_path / "x.pt").convert(tmp_path / "y")
@@ -284,7 +284,7 @@ def test_pickles_of_others_are_left_out_or_refused_never_run(tmp_path):
     assert list(Snapshot(tmp_path / "y").read_object("0")) == ["w"]
 
 
-def test_dcp_reads_what_was_converted_for_it(tmp_path):
+def test_convert_to_dcp_is_read_by_dcp(tmp_path):
     held = {
         "model": {f"l{i}": torch.randn(50, 20 + i) for i in range(5)} | {"bf": torch.ones(3, dtype=torch.bfloat16)},
         "step": 7,
@@ -307,7 +307,7 @@ def test_dcp_reads_what_was_converted_for_it(tmp_path):
     assert Snapshot(tmp_path / "d").verify()
 
 
-def test_the_command_converts(tmp_path, capsys):
+def test_cli_convert(tmp_path, capsys):
     save_file({"w": torch.randn(4, 4)}, tmp_path / "w.safetensors")
     assert main(["convert", str(tmp_path / "w.safetensors"), str(tmp_path / "w.pt"), "--dtype", "bfloat16"]) == 0
     assert "1 tensor, 32 B to torch" in capsys.readouterr().out
@@ -323,7 +323,7 @@ def test_the_command_converts(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["x.bin", "x.ckpt", "x.v2", "deep/er.dcp"])
-def test_the_command_asks_for_a_format_where_the_ending_says_none(tmp_path, capsys, name):
+def test_cli_convert_to_an_unknown_suffix_asks_for_a_format(tmp_path, capsys, name):
     save_file({"w": torch.randn(4, 4)}, tmp_path / "w.safetensors")
     arguments = ["convert", str(tmp_path / "w.safetensors"), str(tmp_path / name)]
     assert main(arguments) == 2
@@ -337,7 +337,7 @@ def test_the_command_asks_for_a_format_where_the_ending_says_none(tmp_path, caps
 
 
 @pytest.mark.parametrize("name", ["x", "step-1.5", ".hidden", "a.b/x"])
-def test_the_command_makes_a_snapshot_where_there_is_no_ending(tmp_path, name):
+def test_cli_convert_to_a_path_without_suffix_writes_a_snapshot(tmp_path, name):
     save_file({"w": torch.randn(4, 4)}, tmp_path / "w.safetensors")
     assert main(["convert", str(tmp_path / "w.safetensors"), str(tmp_path / name)]) == 0
     assert Snapshot(tmp_path / name).metadata.format == "snapshot/1"
@@ -362,7 +362,7 @@ print((resident("VmHWM") - before) // 1024)
 
 
 @pytest.mark.slow
-def test_memory_stays_within_the_budget(tmp_path, warm):
+def test_convert_memory_stays_within_memory_budget_bytes(tmp_path, warm):
     floats = torch.zeros(96 << 18)
     torch.save({"a": floats.view(4096, -1), "b": floats[: 8 << 20].clone().view(1024, -1).t()}, tmp_path / "x.pt")
     for to, name in (("snapshot", "s"), ("torch", "t.pt"), ("dcp", "d"), ("safetensors", "s.safetensors")):
@@ -372,7 +372,7 @@ def test_memory_stays_within_the_budget(tmp_path, warm):
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_source_that_is_replaced_while_it_is_read_is_an_error(tmp_path, in_place):
+def test_convert_raises_if_the_source_is_replaced_during_it(tmp_path, in_place):
     class Swap(Tap):
         long = 0
 

@@ -44,7 +44,7 @@ def emptied(value):
     return [emptied(each) for each in value] if type(value) is list else ()
 
 
-def test_dcp_keeps_tensors_in_tuples_and_deques(tmp_path):
+def test_convert_to_dcp_keeps_tensors_in_tuples_and_deques(tmp_path):
     held = in_containers()
     Snapshot.take(tmp_path / "s", {"m": StateDict(held)})
     report = Snapshot(tmp_path / "s").convert(Target(tmp_path / "d", "dcp"), memory_budget_bytes=16 << 20)
@@ -59,7 +59,7 @@ def test_dcp_keeps_tensors_in_tuples_and_deques(tmp_path):
     same(Snapshot(tmp_path / "again").read_object("0/m"), held)
 
 
-def test_dcp_says_what_it_changes(tmp_path):
+def test_convert_to_dcp_reports_what_it_changes(tmp_path):
     state = StateDict(
         ordered=collections.OrderedDict(a=torch.ones(1)),
         counted=collections.Counter("aab"),
@@ -91,7 +91,7 @@ def test_dcp_says_what_it_changes(tmp_path):
 
 
 @pytest.mark.parametrize("to", ["snapshot", "safetensors", "torch", "dcp"])
-def test_a_short_file_does_not_fill_the_disk(tmp_path, to):
+def test_convert_refuses_expanded_tensors_that_would_fill_the_disk(tmp_path, to):
     torch.save({"a": torch.zeros(1).expand(1 << 20, 1 << 20)}, tmp_path / "one.pt")
     torch.save({f"{n}": torch.zeros(1).expand((64 << 20) + n) for n in range(5)}, tmp_path / "several.pt")
     torch.save({"a": torch.arange(3.0).view(3, 1).expand(3, 1000)}, tmp_path / "honest.pt")
@@ -107,7 +107,7 @@ class Named(torch.Tensor):
     """A tensor whose class is all that is special about it."""
 
 
-def test_torch_and_safetensors_say_what_they_change(tmp_path):
+def test_convert_to_torch_and_safetensors_reports_what_it_changes(tmp_path):
     state = StateDict(
         named=torch.ones(2).as_subclass(Named),
         weight=nn.Parameter(torch.ones(2)),
@@ -137,7 +137,7 @@ def test_torch_and_safetensors_say_what_they_change(tmp_path):
     ]
 
 
-def test_dtypes_that_dcp_cannot_load_are_refused(tmp_path):
+def test_convert_to_dcp_refuses_dtypes_that_dcp_cannot_load(tmp_path):
     Snapshot.take(tmp_path / "s", {"m": StateDict(w=torch.arange(4, dtype=torch.uint8).view(torch.int4), x=1)})
     with pytest.raises(UnsupportedFormatError, match=r"m/w: int4"):
         Snapshot(tmp_path / "s").convert(Target(tmp_path / "d", "dcp"))
@@ -146,7 +146,7 @@ def test_dtypes_that_dcp_cannot_load_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("to", ["snapshot", "safetensors", "torch", "dcp"])
-def test_shapes_that_cannot_be_are_our_errors(tmp_path, to):
+def test_convert_of_impossible_shapes_raises_an_error_of_the_library(tmp_path, to):
     shape = [2**62, 2**62, 0]
     header = json.dumps({"w": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
     (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
@@ -179,7 +179,7 @@ def shared():
     }
 
 
-def test_memory_that_is_shared_and_comes_back_apart_is_a_line(tmp_path):
+def test_convert_reports_shared_memory_that_becomes_separate(tmp_path):
     torch.save(shared(), tmp_path / "x.pt")
     views = {
         "tail: the memory that it shares with all becomes its own",
@@ -198,7 +198,7 @@ def test_memory_that_is_shared_and_comes_back_apart_is_a_line(tmp_path):
     assert found["tail"].untyped_storage().data_ptr() != found["all"].untyped_storage().data_ptr()
 
 
-def test_a_take_logs_memory_that_is_shared_once(tmp_path, caplog):
+def test_take_logs_shared_memory_once(tmp_path, caplog):
     with caplog.at_level("WARNING", logger="snapshot"):
         for step in range(3):
             Snapshot.take(tmp_path / f"{step}", {"logged": StateDict(shared())})

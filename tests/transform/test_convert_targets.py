@@ -66,7 +66,7 @@ def _expected(rank):
     }  # fmt: skip
 
 
-def test_all_ranks_keep_what_was_chosen_and_what_they_share(two, tmp_path):
+def test_convert_of_all_ranks_keeps_selected_and_replicated_values(two, tmp_path):
     two.run(_taken, tmp_path / "s")
     cases = {
         "all": ({}, ["same", "own", "sharded", "only0", "only1", "list"], {}),
@@ -97,7 +97,7 @@ def test_all_ranks_keep_what_was_chosen_and_what_they_share(two, tmp_path):
 
 
 @pytest.mark.parametrize("rename", [{"m/l/0": "m/z"}, {"m/l/2": "m/l/9"}, {"m/a": "m/l/3"}])
-def test_a_sequence_loses_and_gains_nothing_by_a_new_name(tmp_path, rename):
+def test_convert_rename_cannot_change_the_length_of_a_sequence(tmp_path, rename):
     state = StateDict(a=torch.ones(1), l=[torch.ones(1), torch.ones(2), {"q": 3}])
     Snapshot.take(tmp_path / "s", {"m": state})
     with pytest.raises(RestoreError, match="sequence"):
@@ -111,7 +111,7 @@ def cannot_rename(monkeypatch):
 
 
 @pytest.mark.parametrize(("to", "more"), [("dcp", {}), ("safetensors", {"shard_bytes": 40_000_000})])
-def test_without_renames_a_failed_overwrite_leaves_no_mixture(tmp_path, cannot_rename, to, more):
+def test_convert_overwrite_that_fails_without_renames_leaves_no_mixture(tmp_path, cannot_rename, to, more):
     old = {"a": torch.zeros(9_000_000), "b": torch.zeros(9_000_000)}
     new = {name: tensor + 1 for name, tensor in old.items()}
     Snapshot.take(tmp_path / "old", {"m": StateDict(old)})
@@ -131,7 +131,7 @@ def test_without_renames_a_failed_overwrite_leaves_no_mixture(tmp_path, cannot_r
     assert Snapshot(url).read_object(name, box=[slice(0, 9)]).all()
 
 
-def test_fewer_files_leave_no_more_of_the_old_ones(tmp_path):
+def test_convert_overwrite_with_fewer_files_deletes_the_old_ones(tmp_path):
     Snapshot.take(tmp_path / "s", {"m": StateDict({f"w{i}": torch.ones(1000) * i for i in range(6)})})
     Snapshot(tmp_path / "s").convert(Target(tmp_path / "hf", "safetensors", shard_bytes=4000))
     assert len(os.listdir(tmp_path / "hf")) == 7
@@ -146,7 +146,7 @@ def test_fewer_files_leave_no_more_of_the_old_ones(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # DCP of torch 2.10
-def test_one_folder_holds_no_two_checkpoints_of_which_the_wrong_one_is_read(tmp_path):
+def test_convert_never_leaves_two_checkpoints_in_one_folder(tmp_path):
     Snapshot.take(tmp_path / "s", {"m": StateDict(w=torch.ones(3))})
     with pytest.warns(UserWarning, match="single process"):
         dcp.save({"m": {"w": torch.zeros(3)}}, checkpoint_id=tmp_path / "d")
@@ -166,7 +166,7 @@ def test_one_folder_holds_no_two_checkpoints_of_which_the_wrong_one_is_read(tmp_
     assert not Snapshot(tmp_path / "d").read_object("0/m/w").any()
 
 
-def test_what_had_no_names_of_statefuls_has_none_as_a_snapshot(tmp_path):
+def test_convert_of_a_bare_state_dict_adds_no_stateful_names(tmp_path):
     model = nn.Linear(3, 2)
     torch.save(model.state_dict(), tmp_path / "bare.pt")
     save_file(dict(model.state_dict()), tmp_path / "b.safetensors")
@@ -188,7 +188,7 @@ def test_what_had_no_names_of_statefuls_has_none_as_a_snapshot(tmp_path):
     assert Snapshot(tmp_path / "users").read_object("0") == {"s": {"a": 1}}
 
 
-def test_links_out_of_a_folder_are_not_followed(tmp_path):
+def test_convert_does_not_follow_links_out_of_a_folder(tmp_path):
     (tmp_path / "secret").write_bytes(b"do not read me!!")
     folder = tmp_path / "ts"
     (folder / "0").mkdir(parents=True)
@@ -214,7 +214,7 @@ def test_links_out_of_a_folder_are_not_followed(tmp_path):
     assert Snapshot(tmp_path / "model.safetensors").read_object("0/w").all()
 
 
-def test_a_transposed_tensor_is_read_a_few_times_at_most(tmp_path):
+def test_convert_reads_a_transposed_tensor_few_times(tmp_path):
     wide = torch.randn(3000, 2000)
     torch.save({"t": wide.t()}, tmp_path / "t.pt")
     for to, name in (("snapshot", "s"), ("safetensors", "t.safetensors"), ("dcp", "d"), ("torch", "u.pt")):
@@ -237,7 +237,7 @@ def test_a_transposed_tensor_is_read_a_few_times_at_most(tmp_path):
         ({"select": "m/w"}, TypeError),
     ],
 )
-def test_wrong_arguments_are_told_at_once(tmp_path, how, error):
+def test_convert_refuses_invalid_arguments(tmp_path, how, error):
     Snapshot.take(tmp_path / "s", {"m": StateDict(w=torch.ones(3))})
     with pytest.raises(error):
         Snapshot(tmp_path / "s").convert(tmp_path / "t", **how)
@@ -255,7 +255,7 @@ def test_wrong_arguments_are_told_at_once(tmp_path, how, error):
         ({"url": 3}, TypeError, "url must be a path or a URL"),
     ],
 )
-def test_a_target_checks_its_arguments(how, error, text):
+def test_target_refuses_invalid_arguments(how, error, text):
     with pytest.raises(error, match=text):
         Target(**{"url": "t", **how})
 
@@ -270,7 +270,7 @@ def test_a_target_checks_its_arguments(how, error, text):
         ("m.pth", "torch"),
     ],
 )
-def test_the_suffix_of_a_path_tells_the_format(tmp_path, name, expected):
+def test_target_format_follows_from_the_suffix(tmp_path, name, expected):
     assert Target(tmp_path / name).format == expected
     Snapshot.take(tmp_path / "s", {"m": StateDict(w=torch.ones(3))})
     report = Snapshot(tmp_path / "s").convert(tmp_path / name)
@@ -278,7 +278,7 @@ def test_the_suffix_of_a_path_tells_the_format(tmp_path, name, expected):
     assert load(tmp_path / name)["w"].equal(torch.ones(3))
 
 
-def test_an_unknown_suffix_is_an_error_that_names_the_formats(tmp_path):
+def test_target_with_an_unknown_suffix_names_the_formats(tmp_path):
     Snapshot.take(tmp_path / "s", {"m": StateDict(w=torch.ones(3))})
     with pytest.raises(
         ValueError, match=r"the suffix must be .safetensors, .pt, .pth or .gguf, got '.bin'; or pass to="
@@ -288,12 +288,12 @@ def test_an_unknown_suffix_is_an_error_that_names_the_formats(tmp_path):
 
 
 @pytest.mark.parametrize("verb", ["convert", "copy"])
-def test_an_old_spelling_names_the_new_one(tmp_path, verb):
+def test_convert_and_copy_overwrite_argument_names_target(tmp_path, verb):
     with pytest.raises(TypeError, match=r"overwrite= has moved: pass Target\(url, overwrite=...\) as the target"):
         getattr(Snapshot(tmp_path), verb)(tmp_path / "t", overwrite=True)
 
 
-def test_positions_of_old_arguments_name_the_new_spelling(tmp_path):
+def test_convert_and_copy_positional_arguments_name_target(tmp_path):
     with pytest.raises(TypeError, match=r"convert\(\) takes 2 arguments without a name: pass Target\(url, to\)"):
         Snapshot(tmp_path / "s").convert(tmp_path / "t", "dcp")
     with pytest.raises(TypeError, match=r"copy\(\) takes 2 arguments without a name: pass select="):
@@ -304,19 +304,19 @@ def test_positions_of_old_arguments_name_the_new_spelling(tmp_path):
         Snapshot(tmp_path / "s").convert(None)
 
 
-def test_an_unknown_suffix_is_told_before_the_source_is_opened(tmp_path):
+def test_target_with_an_unknown_suffix_raises_before_the_source_is_opened(tmp_path):
     with pytest.raises(ValueError, match="the suffix must be"):
         Snapshot(tmp_path / "absent").convert(tmp_path / "m.bin")
     with pytest.raises(ValueError, match="the suffix must be"):
         merge([tmp_path / "absent", tmp_path / "too"], tmp_path / "m.bin")
 
 
-def test_a_suffix_in_capitals_is_one_file(tmp_path):
+def test_target_with_an_upper_case_suffix_is_one_file(tmp_path):
     Snapshot.take(tmp_path / "s", {"m": StateDict(w=torch.ones(3))}).convert(tmp_path / "M.SAFETENSORS")
     assert (tmp_path / "M.SAFETENSORS").is_file()
 
 
-def test_a_copy_keeps_its_format_and_files(tmp_path):
+def test_copy_refuses_a_target_with_another_format(tmp_path):
     Snapshot.take(tmp_path / "s", {"m": StateDict(w=torch.ones(3))})
     with pytest.raises(ValueError, match="to must be None for a copy"):
         Snapshot(tmp_path / "s").copy(Target(tmp_path / "t", "dcp"))
@@ -325,13 +325,13 @@ def test_a_copy_keeps_its_format_and_files(tmp_path):
     assert os.listdir(tmp_path) == ["s"]
 
 
-def test_names_that_dcp_joins_to_one_are_told(tmp_path):
+def test_convert_to_dcp_refuses_names_that_become_equal(tmp_path):
     Snapshot.take(tmp_path / "s", {"m": StateDict({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}})})
     with pytest.raises(RestoreError, match="rename one of them"):
         Snapshot(tmp_path / "s").convert(Target(tmp_path / "d", "dcp"))
 
 
-def test_whether_something_is_there_is_a_question_that_any_file_answers(tmp_path):
+def test_exists_is_false_for_files_that_are_no_checkpoint(tmp_path):
     (tmp_path / "text").write_text("some text that is no checkpoint")
     (tmp_path / "empty").write_bytes(b"")
     for name in ("text", "empty", "none"):
@@ -343,7 +343,7 @@ def test_whether_something_is_there_is_a_question_that_any_file_answers(tmp_path
     assert Snapshot(tmp_path / "x.pt").exists()
 
 
-def test_many_objects_are_read_together(tmp_path):
+def test_convert_reads_many_objects_together(tmp_path):
     with pytest.warns(UserWarning, match="single process"):
         dcp.save({"s": {f"n{i}": i for i in range(500)}}, checkpoint_id=tmp_path / "d")
     with recording() as log:
@@ -352,7 +352,7 @@ def test_many_objects_are_read_together(tmp_path):
     assert Snapshot(tmp_path / "s").read_object("0/s/n321") == 321
 
 
-def test_weights_of_another_kind_in_the_same_folder_stay(tmp_path):
+def test_convert_keeps_weights_of_another_format_in_the_folder(tmp_path):
     Snapshot.take(tmp_path / "s", {"m": StateDict({f"w{i}": torch.ones(1000) * i for i in range(6)})})
     snapshot = Snapshot(tmp_path / "s")
     snapshot.convert(Target(tmp_path / "hf", "safetensors", shard_bytes=8000))
@@ -363,7 +363,7 @@ def test_weights_of_another_kind_in_the_same_folder_stay(tmp_path):
 
 
 @pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, lr=0.1), torch.optim.AdamW])
-def test_an_optimizer_that_had_no_state_yet_comes_back_from_dcp(tmp_path, make):
+def test_convert_to_dcp_and_back_of_an_optimizer_without_state(tmp_path, make):
     model = nn.Linear(3, 2)
     optimizer = make(model.parameters())
     bare = torch.optim.SGD(model.parameters(), lr=0.3)
@@ -386,7 +386,7 @@ def test_an_optimizer_that_had_no_state_yet_comes_back_from_dcp(tmp_path, make):
     same(dict(third.state_dict()), dict(model.state_dict()))
 
 
-def test_new_names_lead_to_places_that_can_be(tmp_path):
+def test_convert_rename_must_lead_to_containers(tmp_path):
     Snapshot.take(tmp_path / "s", {"p": StateDict(w=torch.ones(1)), "q": StateDict(z=torch.ones(2))})
     for to in ("snapshot", "torch", "dcp"):
         with pytest.raises(RestoreError, match="which is not a container"):
@@ -396,7 +396,7 @@ def test_new_names_lead_to_places_that_can_be(tmp_path):
     assert not (tmp_path / "t").exists()
 
 
-def test_order_and_kind_of_what_has_no_names_of_statefuls_stay(tmp_path):
+def test_convert_of_a_flat_state_keeps_order_and_types(tmp_path):
     with pytest.warns(UserWarning, match="single process"):
         dcp.save({"w": torch.ones(2), "step": 3, "z": torch.zeros(1)}, checkpoint_id=tmp_path / "d")
     Snapshot(tmp_path / "d").convert(tmp_path / "s")
@@ -410,7 +410,7 @@ def test_order_and_kind_of_what_has_no_names_of_statefuls_stay(tmp_path):
     assert found.default_factory is list
 
 
-def test_without_renames_nothing_that_is_read_is_replaced(cannot_rename):
+def test_convert_without_renames_refuses_to_overwrite_its_source(cannot_rename):
     Snapshot.take("memory://here/s", {"m": StateDict(w=torch.ones(3))})
     Snapshot("memory://here/s").convert(Target("memory://here/hf", "safetensors"))
     with pytest.raises(ValueError, match="holds the source file"):
@@ -420,7 +420,7 @@ def test_without_renames_nothing_that_is_read_is_replaced(cannot_rename):
     assert Snapshot("memory://here/hf").read_object("0/w").all()
 
 
-def test_a_folder_with_the_name_of_dcp_s_file_is_nobody_s_checkpoint(tmp_path):
+def test_take_and_convert_ignore_a_folder_named_like_a_dcp_file(tmp_path):
     (tmp_path / "s" / ".metadata").mkdir(parents=True)
     Snapshot.take(tmp_path / "s", {"m": StateDict(w=torch.ones(3))})
     assert Snapshot(tmp_path / "s").verify()

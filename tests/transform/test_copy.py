@@ -79,7 +79,7 @@ def expect_equal(copy, snapshot):
     assert live["m"]["long"] == snapshot.read_object("0/m/long")
 
 
-def test_a_copy_is_the_same_snapshot_in_files_of_its_own(tmp_path):
+def test_copy_is_the_same_snapshot_in_its_own_files(tmp_path):
     snapshot = take(tmp_path / "a")
     report = snapshot.copy(tmp_path / "deep" / "b")
     copy = Snapshot(tmp_path / "deep" / "b")
@@ -92,7 +92,7 @@ def test_a_copy_is_the_same_snapshot_in_files_of_its_own(tmp_path):
 
 
 @pytest.mark.parametrize("budget", [None, 600_000])
-def test_between_storages_of_every_kind(tmp_path, budget):
+def test_copy_between_storages_of_every_kind(tmp_path, budget):
     snapshot = take(tmp_path / "a")
     with recording() as log:
         snapshot.copy(Target("recording+memory://copy/b", overwrite=True), memory_budget_bytes=budget)
@@ -106,7 +106,7 @@ def test_between_storages_of_every_kind(tmp_path, budget):
     expect_equal(Snapshot("memory://copy/c"), snapshot)
 
 
-def test_the_parts_of_a_large_manifest_come_along(tmp_path, monkeypatch):
+def test_copy_includes_the_parts_of_a_large_manifest(tmp_path, monkeypatch):
     monkeypatch.setattr(document, "IN_ONE", 3)
     snapshot = take(tmp_path / "a")
     assert [each for each in names(tmp_path / "a") if each.endswith(".json")]
@@ -115,7 +115,7 @@ def test_the_parts_of_a_large_manifest_come_along(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:app_state is empty")
-def test_an_empty_snapshot_can_be_copied(tmp_path):
+def test_copy_of_an_empty_snapshot(tmp_path):
     Snapshot.take(tmp_path / "a", {}).copy(tmp_path / "b")
     assert Snapshot.diff(tmp_path / "a", tmp_path / "b").same
     assert Snapshot(tmp_path / "b").verify()
@@ -133,7 +133,7 @@ def places(snapshot):
                 yield each.blocks[0], each.blocks[1] + 3, name
 
 
-def test_a_flipped_bit_anywhere_stops_the_copy_and_is_named(tmp_path):
+def test_copy_stops_at_a_flipped_bit_and_names_it(tmp_path):
     snapshot = take(tmp_path / "a")
     met = 0
     for location, at, name in places(snapshot):
@@ -159,7 +159,7 @@ def test_a_flipped_bit_anywhere_stops_the_copy_and_is_named(tmp_path):
     assert not names(tmp_path / "b")
 
 
-def test_what_is_damaged_on_its_way_only_is_read_once_more(tmp_path):
+def test_copy_reads_again_what_was_damaged_in_transfer(tmp_path):
     snapshot = take("memory://copy/way", overwrite=True)
     with faulty(on="read_into", path="data/*", flip=77):
         Snapshot("faulty+memory://copy/way").copy(tmp_path / "b")
@@ -170,7 +170,7 @@ def test_what_is_damaged_on_its_way_only_is_read_once_more(tmp_path):
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_whatever_fails_leaves_what_stood_there_and_nothing_else(tmp_path, scheme):
+def test_copy_that_fails_keeps_the_old_snapshot_and_leaves_no_files(tmp_path, scheme):
     new = take(tmp_path / "new", fill=2.0)
     target = f"file://{tmp_path}/t" if scheme == "file" else "memory://copy/faults"
     old = take(target, overwrite=True)
@@ -198,7 +198,7 @@ def test_whatever_fails_leaves_what_stood_there_and_nothing_else(tmp_path, schem
     expect_equal(Snapshot(target), new)
 
 
-def test_a_source_that_cannot_be_read_leaves_nothing(tmp_path):
+def test_copy_of_an_unreadable_source_leaves_no_files(tmp_path):
     take("memory://copy/unread", overwrite=True)
     for on in ("read_into", "stat", "get"):
         with faulty(on=on, error=OSError(5, "Input/output error"), times=None), pytest.raises(OSError, match="output"):
@@ -223,7 +223,7 @@ with tapped("deadly", Kill()):
 
 
 @pytest.mark.parametrize("at", ["finish", "commit"])
-def test_a_copy_that_was_killed_left_nothing_that_the_next_one_does_not_clean(tmp_path, warm, at):
+def test_copy_cleans_up_after_a_killed_copy(tmp_path, warm, at):
     from tests.helpers.warm_interpreter import Failed
 
     new = take(tmp_path / "new", fill=2.0)
@@ -252,7 +252,7 @@ def meanwhile(work):
     return thread, raised
 
 
-def test_a_source_that_is_replaced_meanwhile_is_never_mixed(tmp_path):
+def test_copy_raises_if_the_source_is_replaced_during_it(tmp_path):
     take(tmp_path / "a")
     stall = Stall(on="read_into", path="data/*", nth=2)
     with tapped("slow", stall):
@@ -265,7 +265,7 @@ def test_a_source_that_is_replaced_meanwhile_is_never_mixed(tmp_path):
     assert not names(tmp_path / "b")
 
 
-def test_of_two_copies_to_one_place_one_is_there(tmp_path):
+def test_copy_twice_at_once_to_one_path_has_one_winner(tmp_path):
     one, two = take(tmp_path / "1"), take(tmp_path / "2", fill=2.0)
     stall = Stall(on="commit")
     with tapped("slow", stall):
@@ -279,7 +279,7 @@ def test_of_two_copies_to_one_place_one_is_there(tmp_path):
     assert len(names(tmp_path / "t")) == len(names(tmp_path / "2"))
 
 
-def test_a_part_is_a_snapshot_of_now_with_the_same_metadata(tmp_path):
+def test_copy_select_is_a_new_snapshot_with_the_same_metadata(tmp_path):
     snapshot = take(tmp_path / "a")
     time.sleep(1.1)  # what `created` resolves
     report = snapshot.copy(tmp_path / "b", select=["m/w", "m/s*"], exclude=["**/sparse"])
@@ -297,7 +297,7 @@ def test_a_part_is_a_snapshot_of_now_with_the_same_metadata(tmp_path):
         snapshot.copy(tmp_path / "c", select="m")
 
 
-def test_what_cannot_be_meant_is_refused(tmp_path):
+def test_copy_refuses_invalid_arguments(tmp_path):
     snapshot = take(tmp_path / "a")
     with pytest.raises(SnapshotExistsError):
         take(tmp_path / "b").copy(tmp_path / "a")
@@ -316,7 +316,7 @@ def test_what_cannot_be_meant_is_refused(tmp_path):
         snapshot.copy(Target(tmp_path / "theirs", overwrite=True))
 
 
-def test_progress_and_the_event_say_what_passed(tmp_path, caplog):
+def test_copy_progress_and_event_have_the_copied_bytes(tmp_path, caplog):
     snapshot, seen, events = take(tmp_path / "a"), [], []
     add_handler(events.append)
     try:
@@ -354,7 +354,7 @@ def theirs(folder, kind):
 
 
 @pytest.mark.parametrize("kind", ["dcp", "torch", "file", "folder"])
-def test_others_checkpoints_are_copied_file_by_file_as_they_are(tmp_path, kind):
+def test_copy_of_other_formats_is_file_by_file(tmp_path, kind):
     source = theirs(tmp_path / "from", kind)
     target = tmp_path / "to" / source.name
     report = Snapshot(source).copy(target)
@@ -387,7 +387,7 @@ def test_others_checkpoints_are_copied_file_by_file_as_they_are(tmp_path, kind):
     assert made[-1] == last, "what makes it one comes last"
 
 
-def test_an_index_may_be_named_itself(tmp_path):
+def test_copy_of_a_safetensors_index(tmp_path):
     source = theirs(tmp_path / "from", "folder")
     index = Snapshot(source / "model.safetensors.index.json")
     index.copy(tmp_path / "folder")
@@ -398,7 +398,7 @@ def test_an_index_may_be_named_itself(tmp_path):
     index.copy(Target(tmp_path / "folder", overwrite=True))
 
 
-def test_a_damaged_archive_is_not_copied(tmp_path):
+def test_copy_refuses_a_damaged_archive(tmp_path):
     source = theirs(tmp_path / "from", "dcp")
     file = next(source.glob("*.distcp"))
     content = bytearray(file.read_bytes())
@@ -413,7 +413,7 @@ def test_a_damaged_archive_is_not_copied(tmp_path):
         Snapshot(source).copy(tmp_path / "other")
 
 
-def test_another_format_is_not_written_over(tmp_path):
+def test_copy_does_not_overwrite_another_format(tmp_path):
     take(tmp_path / "ours")
     for kind in ("dcp", "folder"):
         with pytest.raises(SnapshotExistsError, match="another format"):
@@ -421,7 +421,7 @@ def test_another_format_is_not_written_over(tmp_path):
     assert Snapshot(tmp_path / "ours").verify()
 
 
-def test_a_checkpoint_that_is_replaced_meanwhile_is_never_mixed(tmp_path):
+def test_copy_of_another_format_raises_if_it_is_replaced_during_it(tmp_path):
     source = theirs(tmp_path / "from", "dcp")
     stall = Stall(on="read_into", path="*.distcp", nth=1)
     with tapped("slow", stall):
@@ -437,7 +437,7 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_never_mixed(tmp_path):
     assert not names(tmp_path / "to")
 
 
-def test_a_copy_that_fails_leaves_the_others_checkpoint_that_stood_there(tmp_path):
+def test_copy_that_fails_keeps_the_old_checkpoint_of_another_format(tmp_path):
     source, stands = theirs(tmp_path / "from", "dcp"), theirs(tmp_path / "there", "dcp")
     before = {each: (stands / each).read_bytes() for each in names(stands)}
     with faulty(on="write", error=OSError(28, "No space left on device")), pytest.raises(OSError, match="No space"):
@@ -445,7 +445,7 @@ def test_a_copy_that_fails_leaves_the_others_checkpoint_that_stood_there(tmp_pat
     assert {each: (stands / each).read_bytes() for each in names(stands)} == before
 
 
-def test_torchsnapshot_s_are_copied_too(tmp_path):
+def test_copy_of_a_torchsnapshot_snapshot(tmp_path):
     torchsnapshot = pytest.importorskip("torchsnapshot")
     torchsnapshot.Snapshot.take(str(tmp_path / "a"), {"m": torchsnapshot.StateDict(w=torch.ones(1000), x={"y": 1})})
     report = Snapshot(tmp_path / "a").copy(tmp_path / "b")

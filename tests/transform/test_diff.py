@@ -48,7 +48,7 @@ def base():
     }
 
 
-def test_equal_snapshots_are_the_same_and_no_data_file_is_looked_at():
+def test_diff_of_equal_snapshots_is_same_and_reads_no_data():
     with recording() as log:
         for name in ("a", "b"):
             taken(name, base())
@@ -62,7 +62,7 @@ def test_equal_snapshots_are_the_same_and_no_data_file_is_looked_at():
     assert str(diff) == "the same: 11 entries; by the manifests alone, no data was read"
 
 
-def test_each_kind_of_change_is_told_and_still_nothing_is_read():
+def test_diff_finds_each_kind_of_change_without_reading_data():
     a = taken("a", {**base(), "gone": torch.ones(5), "old": torch.arange(70.0)})
     state = base()
     state["w"][7, 9] += 1
@@ -112,7 +112,7 @@ def test_each_kind_of_change_is_told_and_still_nothing_is_read():
     ],
     ids=str,
 )
-def test_what_a_restore_would_give_otherwise_is_a_difference(before, after, what):
+def test_diff_finds_what_restore_would_restore_differently(before, after, what):
     a, b = taken("a", {"x": before}), taken("b", {"x": after})
     diff = Snapshot.diff(a, b)
     assert what in changes(diff)["m/x"].what
@@ -120,12 +120,12 @@ def test_what_a_restore_would_give_otherwise_is_a_difference(before, after, what
     assert Snapshot.diff(a, taken("c", {"x": before})).same
 
 
-def test_the_payload_of_a_nan_counts():
+def test_diff_finds_nan_payloads():
     odd = float(np.frombuffer(b"\x01\0\0\0\0\0\xf8\x7f", np.float64)[0])
     assert Snapshot.diff(taken("a", {"x": float("nan")}), taken("b", {"x": odd})).changed
 
 
-def test_weights_that_are_no_longer_tied_have_changed_though_their_bytes_have_not():
+def test_diff_finds_weights_that_are_no_longer_tied():
     one, other = torch.ones(50), torch.ones(50)
     a, b = taken("a", {"x": one, "y": one}), taken("b", {"x": one, "y": other})
     diff = Snapshot.diff(a, b)
@@ -134,7 +134,7 @@ def test_weights_that_are_no_longer_tied_have_changed_though_their_bytes_have_no
     assert Snapshot.diff(a, taken("c", {"x": one, "y": one})).same
 
 
-def test_what_has_the_bytes_of_several_is_not_called_renamed():
+def test_diff_does_not_report_a_rename_for_ambiguous_bytes():
     a = taken("a", {"x": torch.ones(3), "y": torch.ones(3), "s": 1})
     b = taken("b", {"z": torch.ones(3), "t": 1})
     diff = Snapshot.diff(a, b)
@@ -143,7 +143,7 @@ def test_what_has_the_bytes_of_several_is_not_called_renamed():
 
 
 @pytest.mark.parametrize("cut", [4000, 10_000])
-def test_tensors_that_are_cut_otherwise_are_read_in_a_small_budget(monkeypatch, cut):
+def test_diff_of_tensors_with_other_chunks_reads_within_a_small_memory_budget(monkeypatch, cut):
     state = {"x": torch.arange(40_000.0).view(200, 200), "same": torch.ones(100)}
     a = taken("a", state)
     state["x"] = state["x"].clone()
@@ -164,7 +164,7 @@ def test_tensors_that_are_cut_otherwise_are_read_in_a_small_budget(monkeypatch, 
 
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_however_two_are_cut_one_element_is_found(monkeypatch, data):
+def test_diff_finds_one_element_with_any_chunks(monkeypatch, data):
     shapes = data.draw(st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3), min_size=1, max_size=3))
     dtypes = data.draw(st.lists(st.sampled_from([torch.float32, torch.int8, torch.float64]), min_size=3, max_size=3))
     state = {
@@ -187,7 +187,7 @@ def test_however_two_are_cut_one_element_is_found(monkeypatch, data):
     assert (change.path, change.what, change.values.differing) == (f"m/{changed}", ("bytes",), 1)
 
 
-def test_values_say_by_how_much():
+def test_diff_values_measures_the_differences():
     state = {
         "f": torch.arange(3000.0).view(30, 100), "h": torch.ones(500, dtype=torch.bfloat16), "i": torch.arange(9),
         "c": torch.ones(4, dtype=torch.complex64), "t": torch.tensor([True, False]), "shape": torch.ones(3),
@@ -225,7 +225,7 @@ REAL = [name for name in ("float64", "float32", "bfloat16", "float16", "float8_e
 
 @settings(max_examples=60)
 @given(st.data())
-def test_values_are_those_of_the_whole_tensors_however_they_come(data):
+def test_diff_values_equals_that_of_whole_tensors(data):
     name = data.draw(st.sampled_from([*REAL, "int64", "uint64", "int8", "uint16", "bool", "complex64"]))
     dtype = BY_NAME[name]
     count = data.draw(st.integers(1, 40))
@@ -259,7 +259,7 @@ def test_values_are_those_of_the_whole_tensors_however_they_come(data):
     assert found.norm == pytest.approx(expected, rel=1e-9, abs=0)
 
 
-def test_every_dtype_of_torch_is_either_subtracted_or_known_not_to_be():
+def test_diff_values_knows_every_dtype_of_torch():
     assert {"float32", "bool", "int64", "uint64", "complex64"} <= {name for name in BY_NAME if are_comparable(name)}
     for name in BY_NAME:
         if are_comparable(name):
@@ -270,7 +270,7 @@ def test_every_dtype_of_torch_is_either_subtracted_or_known_not_to_be():
 
 
 @pytest.mark.parametrize("to", ["dcp", "torch", "safetensors"])
-def test_other_formats_are_compared_by_reading(tmp_path, to):
+def test_diff_of_other_formats_reads(tmp_path, to):
     state = {"w": torch.randn(300, 400), "turned": torch.randn(30, 20).t(), "b": torch.ones(3), "empty": torch.empty(0)}
     values = {} if to == "safetensors" else {"step": 3, "lr": [0.1, 0.2]}
     Snapshot.take(tmp_path / "a", {"m": StateDict(**state, **values)})
@@ -291,7 +291,7 @@ def test_other_formats_are_compared_by_reading(tmp_path, to):
         assert len(Snapshot.diff(tmp_path / "b", tmp_path / "other", rename=rename, memory_budget_bytes=budget)) >= 1
 
 
-def test_a_part_can_be_compared_and_names_can_differ():
+def test_diff_select_exclude_and_rename():
     a = taken("a", {"old": {"w": torch.ones(3), "b": 1}, "rng": 1})
     b = taken("b", {"new": {"w": torch.ones(3), "b": 2}, "rng": 2})
     rename = {"m/old": "m/new"}
@@ -310,7 +310,7 @@ def test_a_part_can_be_compared_and_names_can_differ():
         Snapshot.diff(a, "memory://diff/none")
 
 
-def test_damage_that_is_met_on_the_way_is_an_error_that_names_it():
+def test_diff_that_meets_damage_raises_and_names_it():
     a, b = taken("a", {"x": torch.zeros(100)}), taken("b", {"x": torch.ones(100)})
     damage = faulty(on="read_into", path="data/*", flip=9, times=None)
     with damage, pytest.raises(CorruptSnapshotError, match="m/x"):
@@ -321,7 +321,7 @@ def test_damage_that_is_met_on_the_way_is_an_error_that_names_it():
         Snapshot.diff("faulty+memory://diff/a", b, values=True)
 
 
-def test_thousands_of_changes_print_as_a_screen_of_them():
+def test_diff_with_thousands_of_changes_prints_a_screen():
     a, b = (taken(name, {f"k{i}": value for i in range(1000)}) for name, value in (("a", 1), ("b", 2)))
     lines = str(Snapshot.diff(a, b)).splitlines()
     assert len(lines) == 202
@@ -329,14 +329,14 @@ def test_thousands_of_changes_print_as_a_screen_of_them():
     assert lines[-1] == "  … and 800 more"
 
 
-def test_progress_is_of_what_is_read():
+def test_diff_progress_counts_the_bytes_read():
     seen = []
     a, b = taken("a", {"x": torch.zeros(100_000)}), taken("b", {"x": torch.ones(100_000)})
     Snapshot.diff(a, b, values=True, progress=seen.append)
     assert seen[-1].done == seen[-1].total == 800_000
 
 
-def test_a_rename_that_leaves_a_leaf_no_name_is_an_error_and_no_difference_less():
+def test_diff_rename_to_an_empty_name_raises():
     a, b = taken("a", {"x": torch.ones(3), "y": 1}), taken("b", {"y": 1})
     for rename in ({"m/x": ""}, lambda name: "" if name == "m/x" else name):
         with pytest.raises(RestoreError, match="must not give 'm/x' an empty name"):
@@ -348,7 +348,7 @@ def test_a_rename_that_leaves_a_leaf_no_name_is_an_error_and_no_difference_less(
 
 @settings(max_examples=60)
 @given(st.data())
-def test_integers_of_two_dtypes_are_subtracted_exactly(data):
+def test_diff_values_subtracts_integers_of_two_dtypes_exactly(data):
     kinds = ["int64", "uint64", "int32", "uint32", "int8", "uint8", "bool"]
     first, second = (data.draw(st.sampled_from(kinds)) for _ in range(2))
 
@@ -379,14 +379,14 @@ def test_integers_of_two_dtypes_are_subtracted_exactly(data):
     assert values.relative == pytest.approx(values.norm / norm if norm else math.inf if values.norm else 0)
 
 
-def test_where_only_one_is_of_integers_it_is_said_in_what_they_are_subtracted():
+def test_diff_values_names_the_dtype_in_which_it_subtracts():
     a, b = taken("a", {"x": torch.tensor([2**53 + 1])}), taken("b", {"x": torch.tensor([2.0**53], dtype=torch.float64)})
     values = Snapshot.diff(a, b, values=True).changed[0].values
     assert values.within == "float64"
     assert str(values).endswith(", in float64")
 
 
-def test_where_only_bytes_differ_it_is_said():
+def test_diff_values_says_if_only_bytes_differ():
     odd = torch.tensor([0x7FC00001, 0x3F800000], dtype=torch.int32).view(torch.float32)
     a = taken("a", {"x": torch.tensor([0.0, 1]), "nan": torch.tensor([float("nan"), 1]), "more": torch.zeros(2)})
     b = taken("b", {"x": torch.tensor([-0.0, 1]), "nan": odd, "more": torch.ones(2)})
@@ -396,7 +396,7 @@ def test_where_only_bytes_differ_it_is_said():
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
-def test_values_of_sparse_tensors_are_subtracted_where_the_same_elements_are_stored():
+def test_diff_values_of_sparse_tensors():
     eye = torch.eye(4)
     state = {"coo": eye.to_sparse(), "csr": eye.to_sparse_csr(), "moved": eye.to_sparse(), "more": eye.to_sparse()}
     a = taken("a", state)
@@ -413,7 +413,7 @@ def test_values_of_sparse_tensors_are_subtracted_where_the_same_elements_are_sto
     assert diff.entries_read == 2
 
 
-def test_what_has_no_numbers_says_so_only_where_numbers_were_asked_for():
+def test_diff_values_says_if_a_dtype_has_no_numbers():
     kinds = {
         "date": np.array(["2026-01-01"], "datetime64[D]"), "turned": np.arange(3).astype(">i4"),
         "record": np.zeros(2, [("a", "<i4")]), "text": np.array([b"a", b"b"]),
@@ -431,14 +431,14 @@ def test_what_has_no_numbers_says_so_only_where_numbers_were_asked_for():
     assert not any("no numbers" in each.detail for each in Snapshot.diff(a, b))
 
 
-def test_nothing_is_read_of_what_is_empty():
+def test_diff_values_reads_nothing_of_empty_tensors():
     a = taken("a", {"x": torch.empty(0, 3), "n": np.empty((0, 2), np.float32)})
     b = taken("b", {"x": torch.empty(0, 3, dtype=torch.float64), "n": np.empty((0, 2), np.float32)})
     diff = Snapshot.diff(a, b, values=True)
     assert ([each.what for each in diff], diff.entries_read, diff.bytes_read) == ([("dtype",)], 0, 0)
 
 
-def test_of_long_values_the_part_that_differs_is_shown():
+def test_diff_shows_the_part_of_long_values_that_differs():
     text = "x" * 300
     a = taken("a", {"text": text + "a" + text, "int": 10**100, "more": text})
     b = taken("b", {"text": text + "b" + text, "int": 10**100 + 7, "more": text + "y"})
@@ -453,7 +453,7 @@ def test_of_long_values_the_part_that_differs_is_shown():
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per")
-def test_of_quantised_tensors_only_the_settings_that_differ_are_named():
+def test_diff_of_quantised_tensors_names_the_settings_that_differ():
     scales, zeros = torch.full((50,), 0.1, dtype=torch.float64), torch.zeros(50, dtype=torch.int64)
     made = torch.quantize_per_tensor(torch.ones(3), 0.5, 0, torch.qint8)
     other = torch.quantize_per_tensor(torch.ones(3), 0.25, 0, torch.qint8)

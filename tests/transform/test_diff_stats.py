@@ -21,7 +21,7 @@ def raw(array):
 
 
 @given(st.sampled_from(INTEGERS), st.data())
-def test_integers_are_subtracted_without_wrapping(dtype, data):
+def test_diff_numbers_subtract_integers_without_wrapping(dtype, data):
     info = np.iinfo(dtype)
     values = st.lists(st.integers(int(info.min), int(info.max)), min_size=4, max_size=4)
     a, b = data.draw(values), data.draw(values)
@@ -33,7 +33,7 @@ def test_integers_are_subtracted_without_wrapping(dtype, data):
     assert found.largest == max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
-def test_pieces_add_up_to_the_whole():
+def test_diff_numbers_of_pieces_add_up():
     a, b = (np.random.default_rng(seed).standard_normal(1000).astype("float32") for seed in (1, 2))
     whole, parts = Numbers("float32"), Numbers("float32")
     whole.update(raw(a), raw(b))
@@ -44,7 +44,7 @@ def test_pieces_add_up_to_the_whole():
     assert math.isclose(whole.values().norm, float(np.linalg.norm(a.astype(float) - b.astype(float))))
 
 
-def test_two_that_are_no_numbers_are_the_same_and_one_is_counted():
+def test_diff_numbers_treat_two_nans_as_equal():
     a, b = np.array([np.nan, np.nan, 1.0]), np.array([np.nan, 2.0, 1.0])
     numbers = Numbers("float64")
     numbers.update(raw(a), raw(b))
@@ -61,17 +61,17 @@ def test_two_that_are_no_numbers_are_the_same_and_one_is_counted():
         ("complex64", "float32", "complex128"),
     ],
 )
-def test_two_dtypes_are_compared_in_one_that_holds_both(a, b, expected):
+def test_diff_common_dtype_holds_both(a, b, expected):
     assert common_dtype(a, b) == common_dtype(b, a) == expected
 
 
-def test_what_is_no_number_is_not_subtracted():
+def test_diff_are_comparable_excludes_quantised_dtypes():
     assert are_comparable("bfloat16")
     assert not are_comparable("quint8")
 
 
 @pytest.mark.parametrize("dtype", ["int32", "float32"])
-def test_parts_that_several_threads_add_at_once_all_count(dtype):
+def test_diff_numbers_updated_by_several_threads_all_count(dtype):
     a, b = np.full(64, 1, dtype), np.full(64, 3, dtype)
     numbers, times, threads = Numbers(dtype), 50, 8
     before = sys.getswitchinterval()
@@ -88,7 +88,7 @@ def test_parts_that_several_threads_add_at_once_all_count(dtype):
     assert found.relative == pytest.approx(2.0)
 
 
-def test_the_sums_of_another_rank_are_taken_over():
+def test_diff_numbers_of_another_rank_are_merged():
     for dtype, a, b in (("uint64", [0, 2**64 - 1], [2**64 - 1, 0]), ("float64", [0.0, 1.0], [math.inf, 1.5])):
         numbers, other = Numbers(dtype), Numbers(dtype)
         numbers.update(raw(np.array(a, dtype)), raw(np.array(b, dtype)))

@@ -27,7 +27,7 @@ def lean(tmp_path):
     return base, snapshot
 
 
-def test_a_copy_of_a_snapshot_that_shares_files_has_bytes_of_its_own(tmp_path):
+def test_copy_of_a_snapshot_that_shares_files_has_its_own_bytes(tmp_path):
     (_, _, snapshot), model = take_steps(tmp_path)
     origins = {file.origin for file in document(snapshot).files.values()}
     assert origins > {None}
@@ -44,7 +44,7 @@ def test_a_copy_of_a_snapshot_that_shares_files_has_bytes_of_its_own(tmp_path):
     assert torch.equal(restored, model["frozen"].weight)
 
 
-def test_later_takes_share_with_a_copy(tmp_path):
+def test_base_that_is_a_copy_shares_files_with_later_takes(tmp_path):
     (_, snapshot), model = take_steps(tmp_path, 2)
     snapshot.copy(tmp_path / "copy")
     later = Snapshot.take(tmp_path / "later", {"model": model}, base=tmp_path / "copy")
@@ -54,7 +54,7 @@ def test_later_takes_share_with_a_copy(tmp_path):
     assert max(ages.values()) == 1
 
 
-def test_a_copy_leaves_to_the_base_what_the_snapshot_does(lean, tmp_path):
+def test_copy_of_an_only_trainable_snapshot_leaves_tensors_to_the_base(lean, tmp_path):
     base, snapshot = lean
     report = snapshot.copy(tmp_path / "copy")
     assert (report.nbytes, report.files) == (snapshot.metadata.nbytes, len(snapshot.metadata.files))
@@ -70,7 +70,7 @@ def test_a_copy_leaves_to_the_base_what_the_snapshot_does(lean, tmp_path):
     )
 
 
-def test_a_copy_notices_damage_beside_what_is_left_out(lean, tmp_path):
+def test_copy_of_an_only_trainable_snapshot_finds_damage(lean, tmp_path):
     _, snapshot = lean
     entry = document(snapshot).manifest[TRAINED]
     with open(f"{snapshot.path}/{entry.location}", "r+b") as file:
@@ -81,7 +81,7 @@ def test_a_copy_notices_damage_beside_what_is_left_out(lean, tmp_path):
     assert not Snapshot(tmp_path / "copy").exists()
 
 
-def test_a_part_of_a_snapshot_that_the_base_does_not_have_is_copied_and_converted(lean, tmp_path):
+def test_copy_and_convert_select_of_an_only_trainable_snapshot(lean, tmp_path):
     _, snapshot = lean
     snapshot.copy(tmp_path / "part", select=["model/trained.*"])
     assert Snapshot(tmp_path / "part").verify()
@@ -97,7 +97,7 @@ def test_a_part_of_a_snapshot_that_the_base_does_not_have_is_copied_and_converte
 
 
 @pytest.mark.parametrize("quick", [False, True])
-def test_a_verification_skips_what_only_the_base_has_and_says_so(lean, quick, capsys):
+def test_verify_of_an_only_trainable_snapshot_skips_the_base_and_says_so(lean, quick, capsys):
     base, snapshot = lean
     shutil.rmtree(base.path)  # which is not needed for it
     report = snapshot.verify(quick=quick)
@@ -109,7 +109,7 @@ def test_a_verification_skips_what_only_the_base_has_and_says_so(lean, quick, ca
     assert json.loads(capsys.readouterr().out)["in_base"] == 1
 
 
-def test_a_verification_finds_damage_beside_what_is_left_out(lean, tmp_path):
+def test_verify_of_an_only_trainable_snapshot_finds_damage(lean, tmp_path):
     _, snapshot = lean
     (file,) = {document(snapshot).manifest[TRAINED].location}
     with open(f"{snapshot.path}/{file}", "r+b") as held:
@@ -120,7 +120,7 @@ def test_a_verification_finds_damage_beside_what_is_left_out(lean, tmp_path):
     assert snapshot.verify(resume=tmp_path / "journal").faults == (fault,)
 
 
-def test_entries_of_the_base_are_compared_by_digests(lean):
+def test_diff_of_an_only_trainable_snapshot_compares_digests_of_the_base(lean):
     base, snapshot = lean
     shutil.rmtree(f"{base.path}/data")
     found = Snapshot.diff(base, snapshot)
@@ -128,7 +128,7 @@ def test_entries_of_the_base_are_compared_by_digests(lean):
     assert (found.entries_read, found.equal) == (0, 1)
 
 
-def test_a_comparison_that_must_read_what_only_the_base_has_names_the_base(lean, tmp_path):
+def test_diff_of_an_only_trainable_snapshot_that_must_read_the_base_names_it(lean, tmp_path):
     base, snapshot = lean
     _, model = take_steps(tmp_path / "other", 1)
     torch.nn.init.zeros_(model["frozen"].weight)

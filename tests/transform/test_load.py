@@ -69,12 +69,12 @@ FORMATS = ["alone.safetensors", "several", "torch.pt", "dcp", "taken"]
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_all_formats_load_equal_tensors(sources, name):
+def test_load_returns_equal_tensors_from_all_formats(sources, name):
     same(snapshot.load(sources / name), WEIGHTS)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_parts_of_all_formats(sources, name):
+def test_load_parts_from_all_formats(sources, name):
     plan = {"model.embed.*": (slice(100, 300), slice(7, 11)), "**.w1": 2, "model.norm.weight": [slice(-5, None)]}
     expected = dict(WEIGHTS)
     expected["model.embed.weight"] = WEIGHTS["model.embed.weight"][100:300, 7:11]
@@ -83,7 +83,7 @@ def test_parts_of_all_formats(sources, name):
     same(snapshot.load(sources / name, parts=plan), expected)
 
 
-def test_names_are_those_of_an_export(tmp_path):
+def test_load_names_are_those_of_convert(tmp_path):
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     more = StateDict({"a/b": torch.ones(2), "number": 3, "list": [torch.zeros(1), "text"]})
     for number, app in enumerate([{"model": model}, {"model": model, "more": more}]):
@@ -94,14 +94,14 @@ def test_names_are_those_of_an_export(tmp_path):
     same(got, {"c": torch.ones(2)})
 
 
-def test_a_dtype_casts_floats_alone(sources):
+def test_load_dtype_casts_only_floating_point_tensors(sources):
     got = snapshot.load(sources / "taken", dtype=torch.float16)
     same(got, {name: each.half() if each.is_floating_point() else each for name, each in WEIGHTS.items()})
     with pytest.raises(TypeError, match="dtype must be a floating-point dtype"):
         snapshot.load(sources / "taken", dtype=torch.int8)
 
 
-def test_tied_weights_share_memory_again(tmp_path):
+def test_load_tied_weights_share_memory(tmp_path):
     weight = nn.Parameter(torch.randn(50, 60))
     Snapshot.take(tmp_path / "tied", {"model": StateDict(a=weight, b=weight, c=weight.detach().clone())})
     got = snapshot.load(tmp_path / "tied")
@@ -112,14 +112,14 @@ def test_tied_weights_share_memory_again(tmp_path):
     assert torch.equal(apart["b"], weight)
 
 
-def test_memory_order_is_kept_for_whole_tensors(tmp_path):
+def test_load_keeps_the_memory_format_of_whole_tensors(tmp_path):
     image = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
     Snapshot.take(tmp_path / "image", {"model": StateDict(image=image)})
     assert snapshot.load(tmp_path / "image")["image"].is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(snapshot.load(tmp_path / "image", parts={"image": [1, slice(1, 3)]})["image"], image[1, 1:3])
 
 
-def test_a_device_without_data_reads_none(sources, tmp_path):
+def test_load_to_the_meta_device_reads_no_data(sources, tmp_path):
     (tmp_path / "w.safetensors").write_bytes((sources / "alone.safetensors").read_bytes())
     got = snapshot.load(tmp_path / "w.safetensors", device="meta")
     assert {name: (each.shape, each.dtype) for name, each in got.items()} == {
@@ -128,7 +128,7 @@ def test_a_device_without_data_reads_none(sources, tmp_path):
     assert {each.device.type for each in got.values()} == {"meta"}
 
 
-def test_everything_that_does_not_fit_is_raised_at_once_before_data_is_read(sources):
+def test_load_raises_all_mismatches_before_reading_data(sources):
     seen = []
     add_handler(seen.append)
     try:
@@ -155,7 +155,7 @@ def test_everything_that_does_not_fit_is_raised_at_once_before_data_is_read(sour
         snapshot.load(sources / "absent")
 
 
-def test_an_error_of_the_callers_function_reaches_the_caller(sources):
+def test_load_parts_function_error_is_raised(sources):
     def plan(name, shape):
         raise ZeroDivisionError(name)
 
@@ -163,13 +163,13 @@ def test_an_error_of_the_callers_function_reaches_the_caller(sources):
         snapshot.load(sources / "taken", parts=plan)
 
 
-def test_two_paths_of_one_name_are_refused(tmp_path):
+def test_load_refuses_two_paths_with_one_name(tmp_path):
     Snapshot.take(tmp_path / "twice", {"model": StateDict({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}})})
     with pytest.raises(RestoreError, match=r"would both be named 'a\.b'"):
         snapshot.load(tmp_path / "twice")
 
 
-def test_damage_is_found_unless_verification_is_off(tmp_path):
+def test_load_finds_damage_unless_verify_is_false(tmp_path):
     Snapshot.take(tmp_path / "taken", {"model": StateDict(w=torch.zeros(300_000))})
     (file,) = (tmp_path / "taken" / "data").glob("*.safetensors")
     content = bytearray(file.read_bytes())
@@ -189,13 +189,13 @@ class Odd:
     pass
 
 
-def test_a_tensor_that_only_a_pickle_creates_needs_permission(tmp_path):
+def test_load_of_objects_needs_allow_pickle(tmp_path):
     torch.save({"w": torch.ones(3), "odd": Odd()}, tmp_path / "w.pt")
     same(snapshot.load(tmp_path / "w.pt"), {"w": torch.ones(3)})
     same(snapshot.load(Snapshot(tmp_path / "w.pt", allow_pickle=True)), {"w": torch.ones(3)})
 
 
-def test_progress_counts_all_bytes(sources):
+def test_load_progress_counts_all_bytes(sources):
     seen = []
     snapshot.load(sources / "taken", progress=seen.append)
     assert seen[-1].done == seen[-1].total > 0
@@ -206,7 +206,7 @@ def slices(size):
 
 
 @given(st.data())
-def test_any_box_of_any_format_is_what_indexing_gives(sources, data):
+def test_load_any_box_of_any_format_equals_indexing(sources, data):
     name = data.draw(st.sampled_from(FORMATS))
     plan = {}
     for tensor, held in WEIGHTS.items():
@@ -250,7 +250,7 @@ def world():
         ((4, 2), {"**.embed.*": [_StridedShard(0, split_factor=2), Shard(0)], "**.w1": [Shard(1), Shard(1)]}),
     ],
 )
-def test_each_rank_of_a_mesh_reads_its_own_shards(sources, world, name, shape, placed):
+def test_load_on_a_mesh_reads_the_shards_of_each_rank(sources, world, name, shape, placed):
     weights = {each: WEIGHTS[each] for each in ("model.embed.weight", "model.experts.w1", "model.norm.weight")}
     if isinstance(placed["**.embed.*"], list) and type(placed["**.embed.*"][0]) is _StridedShard:
         plan_rows = slice(0, 696)  # divides evenly
@@ -274,7 +274,7 @@ def test_each_rank_of_a_mesh_reads_its_own_shards(sources, world, name, shape, p
             assert torch.equal(value.to_local(), expected.to_local()), (rank, key)
 
 
-def test_placements_that_do_not_fit(sources, world):
+def test_load_placements_that_do_not_fit_raise(sources, world):
     world(0, 4)
     mesh = init_device_mesh("cpu", (2, 2))
     with pytest.raises(RestoreError) as raised:
@@ -294,7 +294,7 @@ def test_placements_that_do_not_fit(sources, world):
         snapshot.load(sources / "uneven.safetensors", parts=(mesh, {"w": [_StridedShard(0, split_factor=2), Shard(0)]}))
 
 
-def test_a_rank_outside_the_mesh_gets_no_data(sources, world):
+def test_load_on_a_rank_outside_the_mesh_returns_no_data(sources, world):
     world(3, 4)
     mesh = DeviceMesh("cpu", [0, 1])
     got = snapshot.load(sources / "taken", parts=(mesh, {"**.weight": Shard(0)}))

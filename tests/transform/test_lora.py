@@ -116,7 +116,7 @@ def write(kind, state, folder):
 
 @pytest.mark.parametrize("kind", ["safetensors", "torch", "dcp", "snapshot"])
 @pytest.mark.parametrize("to", ["safetensors", "torch", "dcp", "snapshot"])
-def test_a_base_of_any_format_is_merged_to_any_other(tmp_path, files, kind, to):
+def test_merge_lora_with_a_base_of_any_format_to_any_other(tmp_path, files, kind, to):
     state, folder, expected = files
     source = tmp_path / {"safetensors": "base.safetensors", "torch": "base.pt"}.get(kind, "base")
     write(kind, state, source)
@@ -127,7 +127,7 @@ def test_a_base_of_any_format_is_merged_to_any_other(tmp_path, files, kind, to):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_parts_and_budgets_do_not_change_the_bits(tmp_path, dtype):
+def test_merge_lora_does_not_depend_on_parts_and_memory_budget_bytes(tmp_path, dtype):
     state = {"a.weight": draw(3001, 300, dtype=dtype), "b.weight": draw(70, 40_000, dtype=dtype)}
     save_file(state, tmp_path / "base.safetensors")
     tensors = {**factors("a", 3001, 300, rank=16), **factors("b", 70, 40_000)}
@@ -147,7 +147,7 @@ def test_parts_and_budgets_do_not_change_the_bits(tmp_path, dtype):
         assert wrong <= 2 * torch.finfo(dtype).eps * expected.abs().max()
 
 
-def test_a_cast_follows_the_merge(tmp_path, files):
+def test_merge_lora_dtype_casts_after_the_merge(tmp_path, files):
     state, folder, expected = files
     save_file(state, tmp_path / "base.safetensors")
     snapshot.merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out", dtype=torch.bfloat16)
@@ -158,7 +158,7 @@ def test_a_cast_follows_the_merge(tmp_path, files):
         torch.testing.assert_close(each, wanted, rtol=1e-2, atol=0)
 
 
-def test_rslora_divides_by_the_root_of_the_rank(tmp_path):
+def test_merge_lora_rslora_divides_by_the_root_of_the_rank(tmp_path):
     tensors = factors("a", 8, 6, rank=9)
     folder = adapter(tmp_path / "adapter", tensors, use_rslora=True)
     state = {"a.weight": draw(8, 6)}
@@ -170,7 +170,7 @@ def test_rslora_divides_by_the_root_of_the_rank(tmp_path):
 
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("others", [("straight", "turned"), ("turned",), ("straight",)])
-def test_a_square_matrix_is_refused_if_another_contradicts_the_configuration(tmp_path, turned, others):
+def test_merge_lora_square_matrix_is_refused_if_another_contradicts_fan_in_fan_out(tmp_path, turned, others):
     shapes = {"straight": (8, 6), "turned": (6, 8)}
     tensors = {**factors("square", 6, 6), **{key: each for name in others for key, each in factors(name, 8, 6).items()}}
     folder = adapter(tmp_path / "adapter", tensors, fan_in_fan_out=turned)
@@ -189,7 +189,7 @@ def test_a_square_matrix_is_refused_if_another_contradicts_the_configuration(tmp
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["embedding", "linear", "dora"])
-def test_a_saved_base_layer_is_what_the_product_is_added_to(tmp_path, kind, stored):
+def test_merge_lora_adds_to_a_saved_base_layer(tmp_path, kind, stored):
     saved = draw(3000, 40, seed=9).to(stored)
     a, b = (draw(4, 3000), draw(40, 4)) if kind == "embedding" else (draw(4, 40), draw(3000, 4))
     names = ("lora_embedding_A", "lora_embedding_B") if kind == "embedding" else ("lora_A.weight", "lora_B.weight")
@@ -207,7 +207,7 @@ def test_a_saved_base_layer_is_what_the_product_is_added_to(tmp_path, kind, stor
         torch.testing.assert_close(snapshot.load(target)["e.weight"], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_saved_base_layers_that_do_not_fit_are_refused(tmp_path):
+def test_merge_lora_refuses_saved_base_layers_that_do_not_fit(tmp_path):
     save_file({"a.weight": draw(8, 6)}, tmp_path / "base.safetensors")
     folder = adapter(tmp_path / "adapter", {**factors("a", 8, 6), "a.base_layer.weight": draw(9, 6)})
     with pytest.raises(RestoreError, match=r"a\.weight: has shape \[8, 6\], .* the saved base layer float32\[9, 6\]"):
@@ -221,7 +221,7 @@ def test_saved_base_layers_that_do_not_fit_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_a_square_matrix_is_turned_as_the_configuration_says(tmp_path, turned):
+def test_merge_lora_square_matrix_follows_fan_in_fan_out(tmp_path, turned):
     tensors = factors("a", 6, 6)
     folder = adapter(tmp_path / "adapter", tensors, fan_in_fan_out=turned)
     state = {"a.weight": draw(6, 6)}
@@ -233,7 +233,7 @@ def test_a_square_matrix_is_turned_as_the_configuration_says(tmp_path, turned):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("turned", [False, True])
-def test_dora_scales_rows_to_their_magnitudes(tmp_path, dtype, turned):
+def test_merge_lora_dora_scales_rows_to_their_magnitudes(tmp_path, dtype, turned):
     weight = draw(900, 700, dtype=dtype)
     save_file({"a.weight": weight}, tmp_path / "base.safetensors")
     rows, columns = (700, 900) if turned else (900, 700)
@@ -257,7 +257,7 @@ def test_dora_scales_rows_to_their_magnitudes(tmp_path, dtype, turned):
     )
 
 
-def test_dora_that_does_not_fit_is_refused_by_name(tmp_path):
+def test_merge_lora_refuses_dora_that_does_not_fit(tmp_path):
     save_file({"a.weight": draw(8, 6), "e.weight": draw(8, 6)}, tmp_path / "base.safetensors")
     plain, length = factors("a", 8, 6), {"a.lora_magnitude_vector": draw(8)}
     embedding = {"e.lora_embedding_A": draw(4, 8), "e.lora_embedding_B": draw(6, 4), "e.lora_magnitude_vector": draw(6)}
@@ -272,7 +272,7 @@ def test_dora_that_does_not_fit_is_refused_by_name(tmp_path):
             snapshot.merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out")
 
 
-def test_a_tensor_in_another_memory_order_is_changed_in_place(tmp_path):
+def test_merge_lora_of_a_tensor_in_another_memory_format(tmp_path):
     state = {"conv.weight": draw(6, 4, 3, 3).contiguous(memory_format=torch.channels_last), "w.weight": draw(8, 6).t()}
     Snapshot.take(tmp_path / "base", {"model": StateDict(state)})
     tensors = {"conv.lora_A.weight": draw(4, 4, 3, 3, seed=5), "conv.lora_B.weight": draw(6, 4, 1, 1, seed=6)}
@@ -290,7 +290,7 @@ def test_a_tensor_in_another_memory_order_is_changed_in_place(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["nf4-nested", "int8", "gptq-ordered", "awq"])
-def test_a_quantised_base_is_dequantised_first(tmp_path, name, capsys):
+def test_merge_lora_dequantises_a_quantised_base(tmp_path, name, capsys):
     with zipfile.ZipFile(Path(__file__).parents[1] / "formats" / "quantised_files.zip") as archive:
         archive.extractall(tmp_path)
     folder, module = tmp_path / name, "layers.0.q_proj"
@@ -305,7 +305,7 @@ def test_a_quantised_base_is_dequantised_first(tmp_path, name, capsys):
     same(dict(sorted(load_file(to).items())), dict(sorted(expected.items())))
 
 
-def test_a_map_gives_the_base_the_names_of_the_adapter(tmp_path, files):
+def test_merge_lora_with_a_tensor_map_of_the_base(tmp_path, files):
     state, lora = base(), adapter(tmp_path / "lora", factors("layers.0.q", 24, 16))
     save_file(state, tmp_path / "base.safetensors")
     rules = [{"names": "h.0.turned.weight -> layers.0.q.weight", "axes": "a b -> b a"}]
@@ -318,7 +318,7 @@ def test_a_map_gives_the_base_the_names_of_the_adapter(tmp_path, files):
         snapshot.merge([tmp_path / "base.safetensors"] * 2, tmp_path / "y", map=loaded)
 
 
-def test_tied_weights_stay_tied(tmp_path):
+def test_merge_lora_keeps_tied_weights_tied(tmp_path):
     weight = draw(10, 6)
     Snapshot.take(tmp_path / "base", {"model": StateDict({"embed.weight": weight, "head.weight": weight})})
     tensors = factors("head", 10, 6)
@@ -331,7 +331,7 @@ def test_tied_weights_stay_tied(tmp_path):
         snapshot.merge_lora(tmp_path / "base", both, tmp_path / "again")
 
 
-def test_misfits_are_listed_together_before_anything_is_written(tmp_path):
+def test_merge_lora_lists_all_mismatches_before_writing(tmp_path):
     save_file(base(), tmp_path / "base.safetensors")
     tensors = {
         **factors("h.0.q", 24, 15),
@@ -377,7 +377,7 @@ def test_misfits_are_listed_together_before_anything_is_written(tmp_path):
         ({"peft_type": "IA3"}, "peft_type must be LORA for a merge, got 'IA3'"),
     ],
 )
-def test_what_is_not_a_plain_lora_is_refused_by_name(tmp_path, config, expected):
+def test_merge_lora_refuses_unsupported_configurations(tmp_path, config, expected):
     save_file({"a.weight": draw(8, 6)}, tmp_path / "base.safetensors")
     folder = adapter(tmp_path / "adapter", factors("a", 8, 6), **config)
     with pytest.raises(UnsupportedFormatError, match=expected):
@@ -386,7 +386,7 @@ def test_what_is_not_a_plain_lora_is_refused_by_name(tmp_path, config, expected)
 
 
 @pytest.mark.parametrize("start", [True, False, None, "gaussian", "eva", "orthogonal"])
-def test_starts_that_leave_the_base_alone_are_merged(start):
+def test_merge_lora_accepts_init_lora_weights_that_keep_the_base(start):
     config = parse_config(json.dumps({"peft_type": "LORA", "init_lora_weights": start}).encode(), "x")
     assert config.scale_of("a", 2) == 4
 
@@ -394,7 +394,7 @@ def test_starts_that_leave_the_base_alone_are_merged(start):
 @pytest.mark.parametrize(
     "name", ["a.lora_magnitude_vector", "a.lora_B.bias", "a.lora_A.weight", "a.token_adapter.trainable_tokens_delta"]
 )
-def test_tensors_of_other_kinds_are_refused_by_name(tmp_path, name):
+def test_merge_lora_refuses_unknown_tensors(tmp_path, name):
     save_file({"a.weight": draw(8, 6)}, tmp_path / "base.safetensors")
     tensors = {name: draw(8, 6)} | factors("b", 8, 6)
     with pytest.raises(UnsupportedFormatError, match=rf"these tensors cannot be merged:\n  {PREFIX}{name}"):
@@ -405,7 +405,7 @@ def test_tensors_of_other_kinds_are_refused_by_name(tmp_path, name):
     "content", [b"", b"{", b"[]", b'{"peft_type": 1}', b'{"r": 1}', b'{"peft_type": "LORA", "lora_alpha": 1e999}',
                 b'{"peft_type": "LORA", "alpha_pattern": {"a": null}}', b'{"a":' * 2000]
 )  # fmt: skip
-def test_a_damaged_configuration_is_called_corrupt(tmp_path, content):
+def test_merge_lora_damaged_adapter_config_is_corrupt(tmp_path, content):
     save_file({"a.weight": draw(8, 6)}, tmp_path / "base.safetensors")
     folder = adapter(tmp_path / "adapter", factors("a", 8, 6))
     (folder / "adapter_config.json").write_bytes(content)
@@ -414,7 +414,7 @@ def test_a_damaged_configuration_is_called_corrupt(tmp_path, content):
 
 
 @given(st.text("ab.\\d+*^$[]09(|)?{}", max_size=30), st.text("ab.019", max_size=40))
-def test_no_pattern_harms(pattern, name):
+def test_lora_parse_config_accepts_or_refuses_any_pattern(pattern, name):
     data = json.dumps({"peft_type": "LORA", "alpha_pattern": {pattern: 2.0}}).encode()
     try:
         config = parse_config(data, "x")
@@ -431,16 +431,16 @@ TOKENS = ["a", "b", ".", "\\.", "\\d", "[0-9]", "1"]
     st.sampled_from(["", "^"]),
     st.text("ab.12", max_size=8),
 )
-def test_patterns_match_as_regular_expressions_do(tokens, start, name):
+def test_lora_match_pattern_equals_re_fullmatch(tokens, start, name):
     pattern = start + "".join(token + repeat for token, repeat in tokens)
     assert match_pattern(pattern, name) == bool(re.fullmatch(rf"(.*\.)?({pattern})", name) and name)
 
 
-def test_a_long_pattern_takes_little_time():
+def test_lora_match_pattern_is_quick_for_long_patterns():
     assert not match_pattern(".*" * 100 + "x", "a." * 5000)
 
 
-def test_an_adapter_needs_its_configuration(tmp_path):
+def test_merge_lora_needs_adapter_config_json(tmp_path):
     save_file({"a.weight": draw(8, 6)}, tmp_path / "base.safetensors")
     folder = adapter(tmp_path / "adapter", factors("a", 8, 6))
     (folder / "adapter_config.json").unlink()
@@ -448,7 +448,7 @@ def test_an_adapter_needs_its_configuration(tmp_path):
         snapshot.merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out")
 
 
-def test_arguments_that_do_not_fit_are_refused(tmp_path):
+def test_merge_lora_refuses_invalid_arguments(tmp_path):
     folder = adapter(tmp_path / "adapter", factors("a", 8, 6))
     save_file({"a.weight": draw(8, 6)}, tmp_path / "base.safetensors")
     path = tmp_path / "base.safetensors"
@@ -461,7 +461,7 @@ def test_arguments_that_do_not_fit_are_refused(tmp_path):
         snapshot.merge_lora(path, tmp_path / "nothing", tmp_path / "out")
 
 
-def test_the_command_merges(tmp_path, files, capsys):
+def test_cli_merge_lora(tmp_path, files, capsys):
     state, folder, expected = files
     save_file(state, tmp_path / "base.safetensors")
     arguments = [
@@ -494,7 +494,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_dora_is_merged_as_peft_merges_it(tmp_path, dtype):
+def test_merge_lora_dora_equals_peft(tmp_path, dtype):
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     model = Block().to(dtype)
@@ -517,7 +517,7 @@ def test_dora_is_merged_as_peft_merges_it(tmp_path, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rslora", "bias"), [(False, "lora_only"), (True, "all"), (True, "none")])
-def test_the_bits_are_those_of_peft(tmp_path, dtype, stored, rslora, bias):
+def test_merge_lora_equals_peft(tmp_path, dtype, stored, rslora, bias):
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     model = Block().to(dtype)
@@ -556,7 +556,7 @@ def test_the_bits_are_those_of_peft(tmp_path, dtype, stored, rslora, bias):
 # Writing
 
 
-def test_an_adapter_is_written_as_peft_saves_it(tmp_path, files):
+def test_convert_to_peft_writes_an_adapter_like_peft(tmp_path, files):
     _, folder, _ = files
     saved = snapshot.load(folder)
     Snapshot(folder).convert(tmp_path / "snap")
@@ -584,7 +584,7 @@ def test_an_adapter_is_written_as_peft_saves_it(tmp_path, files):
 
 @pytest.mark.parametrize("bias", ["none", "all", "lora_only"])
 @pytest.mark.parametrize("dora", [False, True])
-def test_a_model_of_peft_is_written_as_peft_writes_it(tmp_path, bias, dora):
+def test_convert_to_peft_writes_a_peft_model_like_peft(tmp_path, bias, dora):
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     config = peft.LoraConfig(

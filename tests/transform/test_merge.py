@@ -87,7 +87,7 @@ TARGETS = {"snapshot": "out", "safetensors": "out.safetensors", "torch": "out.pt
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("to", TARGETS)
-def test_an_average_is_that_of_torch(tmp_path, dtype, to):
+def test_merge_average_equals_torch(tmp_path, dtype, to):
     states = [weights(seed, dtype) for seed in range(3)]
     forms = ["snapshot", "torch", "dcp"] if dtype.is_complex else ["snapshot", "several", "torch"]
     sources = [write(state, tmp_path / f"{i}", form) for i, (state, form) in enumerate(zip(states, forms, strict=True))]
@@ -101,7 +101,7 @@ def test_an_average_is_that_of_torch(tmp_path, dtype, to):
     assert Snapshot(tmp_path / TARGETS[to]).verify()
 
 
-def test_the_result_can_be_compressed(tmp_path):
+def test_merge_result_can_be_compressed(tmp_path):
     states = [{"a": torch.randn(1 << 18).bfloat16()} for _ in range(2)]
     sources = [
         write(state, tmp_path / str(i), form) for i, (state, form) in enumerate(zip(states, FORMS, strict=False))
@@ -116,7 +116,7 @@ def test_the_result_can_be_compressed(tmp_path):
         snapshot.merge(sources, Target(tmp_path / "no.pt", "torch", compression="zstd"))
 
 
-def test_weights_are_used_as_given_in_order(tmp_path, caplog):
+def test_merge_weights_are_used_in_order(tmp_path, caplog):
     states = [weights(seed) for seed in range(3)]
     sources = [write(state, tmp_path / f"{i}", "safetensors") for i, state in enumerate(states)]
 
@@ -137,7 +137,7 @@ def test_weights_are_used_as_given_in_order(tmp_path, caplog):
     assert "the weights add up to 1.5, not 1" in caplog.text
 
 
-def test_a_moving_average_begins_with_the_first(tmp_path):
+def test_merge_ema_begins_with_the_first_source(tmp_path):
     states = [weights(seed, torch.bfloat16) for seed in range(4)]
     sources = [write(state, tmp_path / f"{i}", "several") for i, state in enumerate(states)]
 
@@ -151,7 +151,7 @@ def test_a_moving_average_begins_with_the_first(tmp_path):
     same(snapshot.load(tmp_path / "ema"), combined(states, combine))
 
 
-def test_sources_of_other_dtypes_and_a_dtype_for_the_result(tmp_path):
+def test_merge_of_different_dtypes_and_a_dtype_of_the_result(tmp_path):
     states = [weights(0, torch.bfloat16), weights(1, torch.float32), weights(2, torch.float64)]
     sources = [write(state, tmp_path / f"{i}", "snapshot") for i, state in enumerate(states)]
     snapshot.merge(sources, tmp_path / "out")
@@ -162,7 +162,7 @@ def test_sources_of_other_dtypes_and_a_dtype_for_the_result(tmp_path):
     same(snapshot.load(tmp_path / "half"), precise)
 
 
-def test_nan_and_infinity_behave_as_in_arithmetic(tmp_path):
+def test_merge_of_nan_and_infinity_follows_arithmetic(tmp_path):
     special = torch.tensor([float("nan"), float("inf"), float("inf"), 3e38, -0.0])
     other = torch.tensor([1.0, float("-inf"), 1.0, 3e38, -0.0])
     sources = [write({"w": each}, tmp_path / f"{i}", "safetensors") for i, each in enumerate((special, other))]
@@ -171,7 +171,7 @@ def test_nan_and_infinity_behave_as_in_arithmetic(tmp_path):
     assert torch.equal(snapshot.load(tmp_path / "out")["w"].nan_to_num(7), expected.nan_to_num(7))
 
 
-def test_a_whole_run_keeps_everything_else_of_the_first(tmp_path):
+def test_merge_others_first_keeps_other_values_of_the_first_run(tmp_path):
     runs = []
     for seed in range(2):
         torch.manual_seed(seed)
@@ -198,7 +198,7 @@ def test_a_whole_run_keeps_everything_else_of_the_first(tmp_path):
             assert torch.equal(state[name], (pair[0] + pair[1]) / 2)
 
 
-def test_names_match_across_formats(tmp_path):
+def test_merge_matches_names_across_formats(tmp_path):
     states = [weights(seed) for seed in range(2)]
     Snapshot.take(tmp_path / "0", {"model": StateDict({"a": {"weight": states[0]["a.weight"]}})})
     save_file({"a.weight": states[1]["a.weight"]}, tmp_path / "1.safetensors")
@@ -211,7 +211,7 @@ def test_names_match_across_formats(tmp_path):
     same(load_file(tmp_path / "back.safetensors"), expected)
 
 
-def test_a_selection_ignores_the_rest_of_the_others(tmp_path):
+def test_merge_select_ignores_other_values(tmp_path):
     states = [weights(seed) for seed in range(2)]
     Snapshot.take(tmp_path / "0", {"model": StateDict(states[0]), "more": StateDict(x=torch.ones(3))})
     Snapshot.take(tmp_path / "1", {"model": StateDict(states[1]), "less": StateDict(y=torch.ones(3))})
@@ -222,7 +222,7 @@ def test_a_selection_ignores_the_rest_of_the_others(tmp_path):
     same(snapshot.load(tmp_path / "out"), averaged(states))
 
 
-def test_all_misfits_are_raised_at_once_and_nothing_is_written(tmp_path):
+def test_merge_raises_all_mismatches_and_writes_nothing(tmp_path):
     first = {"same": torch.ones(3), "shape": torch.ones(3), "gone": torch.ones(3), "kind": torch.ones(3)}
     second = {
         "same": torch.ones(3),
@@ -237,7 +237,7 @@ def test_all_misfits_are_raised_at_once_and_nothing_is_written(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_integers_must_be_equal_or_come_from_the_first(tmp_path):
+def test_merge_integers_must_be_equal_or_come_from_the_first(tmp_path):
     sources = []
     for number in range(3):
         state = {"w": torch.full((5,), float(number)), "count": torch.tensor(number), "mask": torch.tensor([True])}
@@ -254,7 +254,7 @@ def test_integers_must_be_equal_or_come_from_the_first(tmp_path):
     assert got["w"].eq(1).all()
 
 
-def test_tied_weights_stay_tied_if_they_are_equal_everywhere(tmp_path):
+def test_merge_keeps_tied_weights_tied_if_equal_in_all_sources(tmp_path):
     tied = nn.Parameter(torch.arange(6.0))
     Snapshot.take(tmp_path / "0", {"model": StateDict(a=tied, b=tied)})
     save_file({"a": torch.ones(6), "b": torch.ones(6)}, tmp_path / "1.safetensors")
@@ -269,7 +269,7 @@ def test_tied_weights_stay_tied_if_they_are_equal_everywhere(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.12 warns even of checked ones
-def test_sparse_tensors_must_be_equal(tmp_path):
+def test_merge_sparse_tensors_must_be_equal(tmp_path):
     for number in range(2):
         sparse = torch.sparse_coo_tensor([[0, 2]], [1.0, 2.0 + number], (4,), check_invariants=True)
         Snapshot.take(tmp_path / f"{number}", {"model": StateDict(w=torch.ones(2), s=sparse)})
@@ -279,7 +279,7 @@ def test_sparse_tensors_must_be_equal(tmp_path):
     assert torch.equal(Snapshot(tmp_path / "out").read_object("model/s").to_dense(), torch.tensor([1.0, 0, 2.0, 0]))
 
 
-def test_damage_in_any_source_leaves_an_existing_target_whole(tmp_path):
+def test_merge_with_a_damaged_source_keeps_an_existing_target(tmp_path):
     states = [weights(seed) for seed in range(3)]
     sources = [write(state, tmp_path / f"{i}", "snapshot") for i, state in enumerate(states)]
     targets = {"snapshot": tmp_path / "out", "safetensors": tmp_path / "out.safetensors"}
@@ -317,7 +317,7 @@ snapshot.merge(sys.argv[4:], Target(sys.argv[2], sys.argv[3], overwrite=True), m
 
 
 @pytest.mark.parametrize(("to", "name"), [("snapshot", "out"), ("safetensors", "out.safetensors"), ("torch", "out.pt")])
-def test_a_killed_merge_leaves_an_existing_target_whole(tmp_path, to, name):
+def test_merge_that_is_killed_keeps_an_existing_target(tmp_path, to, name):
     states = [weights(seed) for seed in range(3)]
     sources = [write(state, tmp_path / f"{i}", "safetensors") for i, state in enumerate(states)]
     snapshot.merge(sources[:2], Target(tmp_path / name, to))
@@ -328,7 +328,7 @@ def test_a_killed_merge_leaves_an_existing_target_whole(tmp_path, to, name):
     same(snapshot.load(tmp_path / name), averaged(states))
 
 
-def test_storage_faults_and_objects_in_memory(tmp_path):
+def test_merge_with_storage_faults_and_sources_in_memory(tmp_path):
     states = [weights(seed) for seed in range(2)]
     Snapshot.take("memory://merge/0", {"model": StateDict(states[0])})
     second = write(states[1], tmp_path / "1", "several")
@@ -353,7 +353,7 @@ def test_storage_faults_and_objects_in_memory(tmp_path):
         ({"memory_budget_bytes": 0}, ValueError, "memory_budget_bytes"),
     ],
 )
-def test_bad_arguments(tmp_path, arguments, error, text):
+def test_merge_refuses_invalid_arguments(tmp_path, arguments, error, text):
     sources = [write({"w": torch.ones(1)}, tmp_path / f"{i}", "safetensors") for i in range(2)]
     with pytest.raises(error, match=text):
         snapshot.merge(sources, tmp_path / "out", **arguments)
@@ -365,7 +365,7 @@ def test_bad_arguments(tmp_path, arguments, error, text):
         snapshot.merge(sources, Target(sources[1], "safetensors"))
 
 
-def test_an_event_and_progress(tmp_path):
+def test_merge_event_and_progress(tmp_path):
     sources = [write(weights(seed), tmp_path / f"{seed}", "snapshot") for seed in range(2)]
     events, seen = [], []
     add_handler(events.append)
@@ -379,7 +379,7 @@ def test_an_event_and_progress(tmp_path):
 
 @settings(max_examples=25)
 @given(st.data())
-def test_any_forms_dtypes_and_budgets(tmp_path_factory, data):
+def test_merge_of_any_formats_dtypes_and_memory_budget_bytes(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("merged")
     count = data.draw(st.integers(2, 4))
     dtypes = data.draw(st.lists(st.sampled_from(DTYPES[:4]), min_size=count, max_size=count))
@@ -401,7 +401,7 @@ def test_any_forms_dtypes_and_budgets(tmp_path_factory, data):
     st.integers(0, 100_000),
     st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_the_arithmetic_does_not_depend_on_the_split(factors, count, dtype):
+def test_merge_arithmetic_does_not_depend_on_the_split(factors, count, dtype):
     torch.manual_seed(count)
     sources = [torch.randn(count).to(dtype) for _ in factors]
     for mix in (Mix(tuple(factors)), Mix.average(len(factors)), Mix.moving_average(0.25, len(factors))):
@@ -413,7 +413,7 @@ def test_the_arithmetic_does_not_depend_on_the_split(factors, count, dtype):
         assert torch.equal(whole, parts)
 
 
-def test_names_that_may_mean_several_tensors_are_refused(tmp_path):
+def test_merge_refuses_ambiguous_names(tmp_path):
     whole = Snapshot.take(
         str(tmp_path / "a"), {"model": StateDict(w=torch.zeros(4)), "ema": StateDict(w=torch.full((4,), 10.0))}
     )
@@ -426,7 +426,7 @@ def test_names_that_may_mean_several_tensors_are_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_result_is_not_written_into_a_source(tmp_path):
+def test_merge_refuses_a_destination_inside_a_source(tmp_path):
     for name in ("a", "b"):
         Snapshot.take(str(tmp_path / name), {"model": StateDict(w=torch.zeros(4))})
     sources = [str(tmp_path / name) for name in ("a", "b")]
@@ -435,7 +435,7 @@ def test_the_result_is_not_written_into_a_source(tmp_path):
 
 
 @pytest.mark.parametrize("given", [{"weights": ["a", "b"]}, {"weights": 0.5}, {"weights": [None, 1]}, {"ema": "x"}])
-def test_numbers_must_be_numbers(given, tmp_path):
+def test_merge_weights_and_ema_must_be_numbers(given, tmp_path):
     with pytest.raises(ValueError, match=r"weights must be 2 finite numbers|ema must be a decay between 0 and 1"):
         snapshot.merge([tmp_path / "a", tmp_path / "b"], tmp_path / "c", **given)
     for sources in (None, 3, [tmp_path, 3]):

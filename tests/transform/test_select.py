@@ -19,7 +19,7 @@ def manifest():
     }
 
 
-def test_without_globs_all_is_taken_as_it_is():
+def test_choose_entries_without_globs_takes_all():
     assert choose_entries(manifest(), [], [], None) == manifest()
 
 
@@ -33,7 +33,7 @@ def test_without_globs_all_is_taken_as_it_is():
         (["m/b/*"], [], ["m/b/0", "m/b/1"]),
     ],
 )
-def test_globs_choose_leaves_and_containers_hold_no_others(select, exclude, leaves):
+def test_choose_entries_select_and_exclude_choose_leaves(select, exclude, leaves):
     kept = choose_entries(manifest(), select, exclude, None)
     assert [path for path, entry in kept.items() if isinstance(entry, e.IntEntry)] == leaves
     for path, entry in kept.items():
@@ -41,17 +41,17 @@ def test_globs_choose_leaves_and_containers_hold_no_others(select, exclude, leav
             assert all(f"{path}/{name}" in kept for name in entry.components()), path
 
 
-def test_a_sequence_is_taken_whole_or_not_at_all():
+def test_choose_entries_takes_a_sequence_whole_or_not_at_all():
     with pytest.raises(RestoreError, match="m/b: a sequence can only be selected whole"):
         choose_entries(manifest(), ["m/b/0"], [], None)
 
 
-def test_leaves_go_to_their_new_names_with_their_values():
+def test_choose_entries_rename_moves_leaves():
     made = choose_entries(manifest(), ["m/a/*"], [], {"m/a": "n/deep"})
     assert (made["n/deep/w"], made["n/deep/x"]) == (e.IntEntry("1"), e.IntEntry("2"))
     assert not [path for path in made if path.startswith("m/a")]
 
 
-def test_a_new_name_for_what_is_not_there_is_an_error():
+def test_choose_entries_rename_of_an_unknown_name_raises():
     with pytest.raises(RestoreError, match=r"m/c is not in the checkpoint"):
         choose_entries(manifest(), [], [], {"m/c": "m/d"})

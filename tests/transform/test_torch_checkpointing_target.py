@@ -69,7 +69,7 @@ class OnlyPlain(pickle.Unpickler):
         raise AssertionError(f"{module}.{name} in the metadata")
 
 
-def test_the_folder_has_plain_metadata_and_is_read_back(written, tmp_path):
+def test_convert_to_torch_checkpointing_has_plain_metadata_and_is_read_back(written, tmp_path):
     folder, state, more = written
     metadata = OnlyPlain(io.BytesIO((folder / "metadata.pkl").read_bytes())).load()
     assert metadata["world_size"] == 1
@@ -92,7 +92,7 @@ def _restore(folder):
     return state_of(model, optimizer)
 
 
-def test_it_restores_onto_other_numbers_of_ranks(written, two, three):
+def test_convert_to_torch_checkpointing_restores_on_other_world_sizes(written, two, three):
     for pool in (two, three):
         for got in pool.run(_restore, str(written[0])):
             equal(got, written[1])
@@ -111,7 +111,7 @@ def _manager(*items):
 
 
 @pytest.mark.libraries
-def test_the_manager_loads_it_in_one_process(written):
+def test_convert_to_torch_checkpointing_is_loaded_by_its_manager(written):
     pytest.importorskip("torch_checkpointing")
     folder, (weights, _), more = written
     model, _ = make(5)
@@ -132,14 +132,14 @@ def _load_onto_ranks(folder):
 
 
 @pytest.mark.libraries
-def test_the_manager_loads_it_onto_ranks(written, two, three):
+def test_convert_to_torch_checkpointing_is_loaded_by_its_manager_on_ranks(written, two, three):
     pytest.importorskip("torch_checkpointing")
     for pool in (two, three):
         for got in pool.run(_load_onto_ranks, str(written[0])):
             equal(got, written[1])
 
 
-def test_an_older_conversion_is_replaced_whole(written, tmp_path):
+def test_convert_to_torch_checkpointing_overwrite_replaces_an_older_conversion(written, tmp_path):
     folder = written[0]
     (folder / "notes.txt").write_text("mine")
     Snapshot.take(tmp_path / "other", {"only": StateDict(x=torch.ones(3))})
@@ -154,7 +154,7 @@ def test_an_older_conversion_is_replaced_whole(written, tmp_path):
 
 
 @pytest.mark.parametrize("key", ["a b", "a.b", "é", "a/b"])
-def test_a_key_that_the_package_refuses_is_an_error(tmp_path, key):
+def test_convert_to_torch_checkpointing_refuses_invalid_keys(tmp_path, key):
     Snapshot.take(tmp_path / "s", {key: StateDict(x=torch.ones(3)), "good": StateDict(y=torch.ones(2))})
     with pytest.raises(UnsupportedFormatError, match="letters, digits"):
         Snapshot(tmp_path / "s").convert(Target(tmp_path / "out", TO))
@@ -162,13 +162,13 @@ def test_a_key_that_the_package_refuses_is_an_error(tmp_path, key):
     assert zipfile.ZipFile(tmp_path / "out" / "good_0.pt").testzip() is None
 
 
-def test_a_tensor_without_a_dict_gets_a_key(tmp_path):
+def test_convert_to_torch_checkpointing_of_a_bare_tensor(tmp_path):
     torch.save(torch.arange(5), tmp_path / "x.pt")
     Snapshot(tmp_path / "x.pt").convert(Target(tmp_path / "out", TO))
     assert Snapshot(tmp_path / "out").read_object("0/value").tolist() == [0, 1, 2, 3, 4]
 
 
-def test_the_command_writes_it(written, tmp_path, capsys):
+def test_cli_convert_to_torch_checkpointing(written, tmp_path, capsys):
     arguments = ["convert", str(tmp_path / "taken"), str(tmp_path / "again"), "--to", TO, "--dtype", "float64"]
     assert main(arguments) == 0
     assert Snapshot(tmp_path / "again").read_object("0/train/model/0.weight").dtype == torch.float64

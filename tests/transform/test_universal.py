@@ -66,7 +66,7 @@ def take(path, weights, optimizer, **more):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_state_is_read_back_bit_for_bit(tmp_path, dtype):
+def test_convert_to_deepspeed_universal_of_a_model_state_is_read_back(tmp_path, dtype):
     model, optimizer = trained(dtype)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     app_state = {"train": ModelState(model, optimizer), "lr_scheduler": scheduler, "more": StateDict(epoch=3)}
@@ -99,7 +99,7 @@ def test_a_model_state_is_read_back_bit_for_bit(tmp_path, dtype):
     same(other.state_dict()["state"][3]["exp_avg"], optimizer.state_dict()["state"][3]["exp_avg"])
 
 
-def test_the_files_have_what_deepspeed_s_loader_reads(tmp_path):
+def test_convert_to_deepspeed_universal_writes_what_deepspeed_loads(tmp_path):
     model, optimizer = trained()
     Snapshot.take(tmp_path / "s", {"t": ModelState(model, optimizer)})
     Snapshot(tmp_path / "s").convert(Target(tmp_path / "u", TO))
@@ -125,7 +125,7 @@ def test_the_files_have_what_deepspeed_s_loader_reads(tmp_path):
 
 
 @pytest.mark.parametrize("name", READ)
-def test_a_checkpoint_of_deepspeed_becomes_universal(files, tmp_path, name):
+def test_convert_of_a_deepspeed_checkpoint_to_deepspeed_universal(files, tmp_path, name):
     before, expected = Snapshot(files / name).read_object("0"), expected_of(files, name)
     report = Snapshot(files / name).convert(Target(tmp_path / "u", TO))
     assert "zero: DeepSpeed has its own value of this name" in report.left_out
@@ -140,7 +140,7 @@ def test_a_checkpoint_of_deepspeed_becomes_universal(files, tmp_path, name):
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # DCP of torch 2.10
-def test_a_checkpoint_of_dcp_becomes_universal(tmp_path):
+def test_convert_of_a_dcp_checkpoint_to_deepspeed_universal(tmp_path):
     model, optimizer = trained()
     weights, states = get_state_dict(model, optimizer)
     with pytest.warns(UserWarning, match="single process"):
@@ -164,7 +164,7 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.fl
     data=st.data(),
     parameters=st.dictionaries(st.text("abc.0é ", min_size=1, max_size=6), st.tuples(SHAPES, DTYPES), min_size=1),
 )
-def test_any_parameters_are_read_back(tmp_path_factory, data, parameters):
+def test_convert_to_deepspeed_universal_of_any_parameters_is_read_back(tmp_path_factory, data, parameters):
     names = [name for name in parameters if name not in (".", "..")]
     if not names:
         return
@@ -184,7 +184,7 @@ def test_any_parameters_are_read_back(tmp_path_factory, data, parameters):
     assert found["optim"]["param_groups"] == groups
 
 
-def test_transposed_weights_and_further_states_are_contiguous(tmp_path):
+def test_convert_to_deepspeed_universal_writes_contiguous_tensors(tmp_path):
     weights, optimizer = parts(max_exp_avg_sq=1)
     weights["a"] = torch.arange(6.0).view(3, 2).t()
     take(tmp_path / "s", weights, optimizer).convert(Target(tmp_path / "u", TO))
@@ -197,7 +197,7 @@ def test_transposed_weights_and_further_states_are_contiguous(tmp_path):
     assert found["param_groups"][0] == {"params": [0], "lr": torch.tensor(0.5), "betas": (0.9, 0.99)}
 
 
-def test_other_values_of_the_model_stay_in_its_module(tmp_path):
+def test_convert_to_deepspeed_universal_keeps_other_values_of_the_model(tmp_path):
     weights, optimizer = parts()
     sparse = torch.tensor([[0.0, 2.0]]).to_sparse()
     take(tmp_path / "s", {**weights, "sparse": sparse, "_extra_state": {"x": 1}}, optimizer).convert(
@@ -232,7 +232,7 @@ def _convert(path, target):
     return Snapshot(path).convert(Target(target, TO), ranks=True).files
 
 
-def test_shards_of_two_ranks_are_written_by_two_ranks(two, tmp_path):
+def test_convert_to_deepspeed_universal_of_shards_by_two_ranks(two, tmp_path):
     weights, moments = two.run(_take_sharded, str(tmp_path / "s"))[0]
     first, second = two.run(_convert, str(tmp_path / "s"), str(tmp_path / "u"))
     assert first == second
@@ -287,7 +287,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_what_deepspeed_cannot_resume_from_is_an_error_before_anything_is_written(tmp_path, what):
+def test_convert_to_deepspeed_universal_refuses_what_it_cannot_resume(tmp_path, what):
     change, text = WRONG[what]
     weights, optimizer = parts()
     change(weights, optimizer)
@@ -297,7 +297,7 @@ def test_what_deepspeed_cannot_resume_from_is_an_error_before_anything_is_writte
     assert not (tmp_path / "u").exists()
 
 
-def test_the_model_and_the_optimizer_are_chosen_by_selection(tmp_path):
+def test_convert_to_deepspeed_universal_select_chooses_model_and_optimizer(tmp_path):
     weights, optimizer = parts()
     other = {name: each + 1 for name, each in weights.items()}
     for name in ("gan", "net"):
@@ -323,7 +323,7 @@ def test_the_model_and_the_optimizer_are_chosen_by_selection(tmp_path):
 
 
 @pytest.mark.parametrize("operation", ["create", "write", "finish", "put", "rename"])
-def test_a_storage_that_fails_leaves_nothing_that_looks_complete(tmp_path, operation):
+def test_convert_to_deepspeed_universal_on_a_failing_storage_looks_incomplete(tmp_path, operation):
     snapshot, folder = take(tmp_path / "s", *parts()), tmp_path / "u"
     with (
         faulty(on=operation, error=OSError(28, "No space left on device")),
@@ -337,7 +337,7 @@ def test_a_storage_that_fails_leaves_nothing_that_looks_complete(tmp_path, opera
     assert Snapshot(folder).verify()
 
 
-def test_overwriting_deletes_states_of_the_same_step_only(tmp_path):
+def test_convert_to_deepspeed_universal_overwrite_deletes_only_the_same_step(tmp_path):
     folder = tmp_path / "u"
     take(tmp_path / "s1", *parts(step=1.0)).convert(Target(folder, TO))
     take(tmp_path / "s2", *parts(max_exp_avg_sq=1)).convert(Target(folder, TO, overwrite=True))
@@ -358,7 +358,7 @@ def test_overwriting_deletes_states_of_the_same_step_only(tmp_path):
         new.convert(Target(folder, TO, overwrite=True))
 
 
-def test_without_renames_a_failed_overwrite_cannot_be_opened(tmp_path, monkeypatch):
+def test_convert_to_deepspeed_universal_failed_overwrite_cannot_be_opened(tmp_path, monkeypatch):
     monkeypatch.setattr(MemoryStorage, "capabilities", Plain.capabilities)
     url = f"memory://universal/{tmp_path.name}"
     take(tmp_path / "a", *parts()).convert(Target(url, TO))
@@ -371,7 +371,7 @@ def test_without_renames_a_failed_overwrite_cannot_be_opened(tmp_path, monkeypat
     assert Snapshot(url).read_object("0/model/a").shape == (4,)
 
 
-def test_the_command_writes_it(tmp_path, capsys):
+def test_cli_convert_to_deepspeed_universal(tmp_path, capsys):
     weights, optimizer = parts()
     take(tmp_path / "s", weights, optimizer)
     assert main(["convert", str(tmp_path / "s"), str(tmp_path / "u"), "--to", TO]) == 0
@@ -398,7 +398,7 @@ print((resident("VmHWM") - before) // 1024)
 
 
 @pytest.mark.slow
-def test_memory_stays_within_the_budget(tmp_path, warm):
+def test_convert_to_deepspeed_universal_memory_stays_within_memory_budget_bytes(tmp_path, warm):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         take(tmp_path / "s", *parts(shape=(16 << 20,)))

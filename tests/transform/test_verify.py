@@ -36,7 +36,7 @@ def damage(snapshot, name="0/m/t3"):
     return entry
 
 
-def test_quick_looks_at_files_and_into_none(taken):
+def test_verify_quick_checks_files_without_reading_them(taken):
     with recording() as log:
         report = Snapshot(f"recording+file://{taken.path}").verify(quick=True)
     assert report.ok
@@ -48,7 +48,7 @@ def test_quick_looks_at_files_and_into_none(taken):
     assert "every byte" not in str(report)
 
 
-def test_quick_finds_what_is_missing_or_short_and_says_whose_it_was(taken):
+def test_verify_quick_finds_missing_and_short_files_and_names_the_entry(taken):
     damage(taken)
     assert taken.verify(quick=True), "it does not look at bytes"
     entry = taken.get_manifest()["0/m/t3"]
@@ -62,7 +62,7 @@ def test_quick_finds_what_is_missing_or_short_and_says_whose_it_was(taken):
     assert any("is missing (holds 0/m/" in fault for fault in taken.verify(quick=True).faults)
 
 
-def test_quick_finds_a_manifest_whose_tree_is_none(tmp_path):
+def test_verify_quick_finds_an_inconsistent_manifest(tmp_path):
     from snapshot.manifest import document
 
     Snapshot.take(tmp_path / "s", {"m": StateDict(x=1)})
@@ -79,7 +79,7 @@ def test_quick_finds_a_manifest_whose_tree_is_none(tmp_path):
         Snapshot(tmp_path / "s").verify(quick=True)
 
 
-def test_without_digests_it_is_said_what_that_means(tmp_path, taken):
+def test_verify_without_digests_says_structure_only(tmp_path, taken):
     taken.convert(Target(tmp_path / "m.safetensors", "safetensors"))
     report = Snapshot(tmp_path / "m.safetensors").verify()
     assert report.ok
@@ -97,7 +97,7 @@ def interrupted(path, notes, nth):
         Snapshot(f"faulty+file://{path}").verify(resume=notes)
 
 
-def test_what_was_interrupted_goes_on_where_it_was(taken, tmp_path):
+def test_verify_resume_continues_after_an_interruption(taken, tmp_path):
     notes = tmp_path / "notes" / "file"
     whole = taken.verify().bytes_read
     url = f"faulty+file://{taken.path}"
@@ -112,7 +112,7 @@ def test_what_was_interrupted_goes_on_where_it_was(taken, tmp_path):
     assert not notes.exists(), "all is well"
 
 
-def test_a_tensor_that_is_many_stretches_long_is_not_begun_again(taken, tmp_path):
+def test_verify_resume_continues_inside_a_long_tensor(taken, tmp_path):
     interrupted(taken.path, tmp_path / "n", 6)
     noted = [json.loads(line) for line in (tmp_path / "n").read_text().splitlines()[1:]]
     entry = taken.get_manifest()["0/m/long"]
@@ -122,7 +122,7 @@ def test_a_tensor_that_is_many_stretches_long_is_not_begun_again(taken, tmp_path
     assert inside
 
 
-def test_faults_that_were_found_before_are_found_again(taken, tmp_path):
+def test_verify_resume_finds_known_faults_again(taken, tmp_path):
     whole = taken.verify().bytes_read
     first, last = "0/m/long", "0/m/t9"
     damage(taken, first)
@@ -144,7 +144,7 @@ def test_faults_that_were_found_before_are_found_again(taken, tmp_path):
     assert not notes.exists()
 
 
-def test_notes_are_of_one_snapshot(taken, tmp_path):
+def test_verify_resume_journal_is_of_one_snapshot(taken, tmp_path):
     notes = tmp_path / "n"
     interrupted(taken.path, notes, 8)
     kept = notes.read_bytes()
@@ -158,7 +158,7 @@ def test_notes_are_of_one_snapshot(taken, tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"something", b"{}", b"[1]\n", b'{"snapshot verifyX": 1}\n', b"\0" * 50])
-def test_a_file_that_is_something_else_is_not_written_over(taken, tmp_path, content):
+def test_verify_resume_does_not_overwrite_another_file(taken, tmp_path, content):
     notes = tmp_path / "n"
     notes.write_bytes(content)
     with pytest.raises(ValueError, match="must be the journal of a verification"):
@@ -166,7 +166,7 @@ def test_a_file_that_is_something_else_is_not_written_over(taken, tmp_path, cont
     assert notes.read_bytes() == content
 
 
-def test_notes_that_were_cut_off_anywhere_count_as_far_as_they_are_whole(taken, tmp_path):
+def test_verify_resume_journal_that_was_truncated_counts_as_far_as_it_is_complete(taken, tmp_path):
     interrupted(taken.path, tmp_path / "whole", 12)
     whole = (tmp_path / "whole").read_bytes()
     ends = [at for at in range(len(whole)) if whole[at : at + 1] == b"\n"]
@@ -201,7 +201,7 @@ with tapped("recording", Kill()):
 
 
 @pytest.mark.parametrize("signal", ["SIGKILL", "SIGINT"])
-def test_one_that_was_killed_goes_on_in_another_process(taken, tmp_path, warm, signal):
+def test_verify_resume_continues_after_a_killed_process(taken, tmp_path, warm, signal):
     with pytest.raises(Failed):
         warm.run(KILLED, taken.path, tmp_path / "n", signal)
     with recording():
@@ -210,7 +210,7 @@ def test_one_that_was_killed_goes_on_in_another_process(taken, tmp_path, warm, s
     assert report.bytes_before > 512 * KiB
 
 
-def test_what_cannot_be_read_is_narrowed_down_to_the_entry_that_it_is_of(taken):
+def test_verify_narrows_an_unreadable_range_to_its_entry(taken):
     entry = taken.get_manifest()["0/m/t4"]
     with faulty(on="read_into", path=entry.location, error=OSError(5, "Input/output error"), times=None, nth=2):
         faults = Snapshot(f"faulty+file://{taken.path}").verify().faults
@@ -218,7 +218,7 @@ def test_what_cannot_be_read_is_narrowed_down_to_the_entry_that_it_is_of(taken):
     assert all(": data/" in each or each.startswith("data/") for each in faults)
 
 
-def test_every_format_goes_on_where_it_was(tmp_path, monkeypatch):
+def test_verify_resume_continues_with_every_format(tmp_path, monkeypatch):
     monkeypatch.setattr(verify, "STRETCH", 64 * KiB)
     snapshot = Snapshot.take(tmp_path / "s", {"m": StateDict(**state())})
     for to in ("dcp", "torch", "safetensors"):
@@ -239,7 +239,7 @@ def test_every_format_goes_on_where_it_was(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("line", [0, 1, 2])
-def test_notes_that_were_damaged_and_still_read_are_not_believed(taken, tmp_path, line):
+def test_verify_resume_ignores_a_damaged_journal(taken, tmp_path, line):
     notes = tmp_path / "n"
     interrupted(taken.path, notes, 12)
     lines = notes.read_bytes().splitlines(keepends=True)
@@ -256,7 +256,7 @@ def test_notes_that_were_damaged_and_still_read_are_not_believed(taken, tmp_path
     assert (report.ok, report.bytes_before) == (True, sum(noted[: max(0, line - 1)]))
 
 
-def test_where_a_storage_does_not_say_whether_a_file_was_touched_all_begins_anew(taken, tmp_path, monkeypatch):
+def test_verify_resume_starts_again_if_the_storage_has_no_file_versions(taken, tmp_path, monkeypatch):
     async def bare(storage, locations):
         return {name: (size, None) for name, (size, _) in (await stat_files(storage, locations)).items()}
 

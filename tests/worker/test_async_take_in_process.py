@@ -56,7 +56,7 @@ def all_memory_is_given_back():
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_the_files_are_those_of_the_thread(tmp_path, durable):
+def test_worker_process_writes_the_same_files_as_a_thread(tmp_path, durable):
     live = state(3)
     seen = []
     pending = take(tmp_path / "process", live, durable=durable, progress=seen.append)
@@ -71,7 +71,7 @@ def test_the_files_are_those_of_the_thread(tmp_path, durable):
     assert done.done == done.total == seen[-1].done
 
 
-def test_several_at_once(tmp_path):
+def test_worker_process_several_takes_at_once(tmp_path):
     pending = [take(tmp_path / str(i), state(i)) for i in range(5)]
     for i, each in enumerate(pending):
         snapshot = each.wait(PATIENCE)
@@ -79,7 +79,7 @@ def test_several_at_once(tmp_path):
         assert snapshot.get_state_dict_for_key("s")["big"].equal(state(i)["s"]["big"])
 
 
-def test_a_budget_smaller_than_the_payload(tmp_path):
+def test_worker_process_with_a_memory_budget_bytes_smaller_than_the_state(tmp_path):
     live = {"s": StateDict(**{f"t{i}": torch.full((1 << 20,), float(i)) for i in range(20)})}
     for durable in (True, False):
         snapshot = take(tmp_path / str(durable), live, memory_budget_bytes=16 << 20, durable=durable).wait(PATIENCE)
@@ -88,7 +88,7 @@ def test_a_budget_smaller_than_the_payload(tmp_path):
         assert all(back[f"t{i}"].eq(i).all() for i in range(20))
 
 
-def test_descriptors_stay_the_same(tmp_path):
+def test_worker_process_keeps_the_number_of_file_descriptors(tmp_path):
     def count(pid):
         return len(os.listdir(f"/proc/{pid}/fd"))
 
@@ -104,14 +104,14 @@ def test_descriptors_stay_the_same(tmp_path):
     assert writer_process().pid == pid
 
 
-def test_what_stands_is_not_written_over(tmp_path):
+def test_worker_process_does_not_overwrite_an_existing_snapshot(tmp_path):
     take(tmp_path / "x", state(1)).wait(PATIENCE)
     with pytest.raises(SnapshotExistsError):
         take(tmp_path / "x", state(2)).wait(PATIENCE)
     assert Snapshot(tmp_path / "x").get_state_dict_for_key("s")["n"] == 1
 
 
-def test_what_is_cancelled_leaves_nothing(tmp_path):
+def test_worker_process_cancel_leaves_no_files(tmp_path):
     with held(tmp_path / "x") as folder:
         pending = take(folder.url, state())
         folder.wait_reached()
@@ -122,7 +122,7 @@ def test_what_is_cancelled_leaves_nothing(tmp_path):
         assert left(folder.root) == []
 
 
-def test_an_interrupted_staging_leaves_nothing(tmp_path):
+def test_worker_process_interrupted_staging_leaves_no_files(tmp_path):
     with held(tmp_path / "x") as folder:
         live = {"s": StateDict(**{f"t{i}": torch.full((1 << 20,), float(i)) for i in range(12)})}
 
@@ -140,7 +140,7 @@ def test_an_interrupted_staging_leaves_nothing(tmp_path):
         assert left(folder.root) == []
 
 
-def test_a_process_that_is_killed_is_told_of_and_replaced(tmp_path):
+def test_worker_process_that_is_killed_is_reported_and_replaced(tmp_path):
     with held(tmp_path / "x") as folder:
         pid = writer_process().pid
         pending = take(folder.url, state())
@@ -155,7 +155,7 @@ def test_a_process_that_is_killed_is_told_of_and_replaced(tmp_path):
         assert writer_process().pid != pid
 
 
-def test_a_storage_fails_as_for_the_thread(tmp_path):
+def test_worker_process_raises_the_storage_errors_of_a_thread(tmp_path):
     errors = []
     for worker in ("process", "thread"):
         (tmp_path / worker).mkdir()
@@ -170,7 +170,7 @@ def test_a_storage_fails_as_for_the_thread(tmp_path):
     assert "in the writer process" in str(errors[0].__cause__)
 
 
-def test_what_is_tried_again_is_told_here(tmp_path):
+def test_worker_process_retries_are_reported_as_events(tmp_path):
     events = []
     add_handler(events.append)
     try:
@@ -183,7 +183,7 @@ def test_what_is_tried_again_is_told_here(tmp_path):
     assert {event.name for event in events if event.verb == "async_take"} == {"start", "staged", "blocked", "committed"}
 
 
-def test_what_a_process_cannot_do_is_refused_at_once(tmp_path):
+def test_worker_process_refuses_storages_it_cannot_open(tmp_path):
     with pytest.raises(ValueError, match="memory"):
         take("memory://process", state())
     assert not Snapshot("memory://process").exists()
@@ -223,7 +223,7 @@ def script(tmp_path, url, what):
 
 
 @pytest.mark.slow
-def test_a_script_that_ends_has_its_snapshot_and_leaves_no_process(tmp_path):
+def test_worker_process_finishes_the_take_when_a_script_ends(tmp_path):
     with script(tmp_path, str(tmp_path / "x"), "end") as parent:
         assert parent.stdout.readline() == "main\n"
         pid = int(parent.stdout.readline())
@@ -234,7 +234,7 @@ def test_a_script_that_ends_has_its_snapshot_and_leaves_no_process(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_parent_that_is_killed_leaves_no_process_and_no_data(tmp_path):
+def test_worker_process_ends_and_leaves_no_data_if_its_parent_is_killed(tmp_path):
     with held(tmp_path / "x") as folder, script(tmp_path, folder.url, "stay") as parent:
         parent.stdout.readline()
         pid = int(parent.stdout.readline())

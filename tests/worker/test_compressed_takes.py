@@ -17,7 +17,7 @@ def state():
 
 
 @pytest.mark.parametrize("budget", [None, 16 * MiB])
-def test_a_writer_process_compresses(tmp_path, budget):
+def test_worker_process_compression(tmp_path, budget):
     app = state()
     pending = Snapshot.async_take(
         tmp_path / "s", app, worker="process", compression="zstd", memory_budget_bytes=budget, read_back=True
@@ -36,7 +36,7 @@ def test_a_writer_process_compresses(tmp_path, budget):
     assert not Snapshot.diff(tmp_path / "s", tmp_path / "here")
 
 
-def test_a_writer_process_that_cannot_write_leaves_nothing(tmp_path):
+def test_worker_process_compression_that_cannot_write_leaves_no_files(tmp_path):
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "data").write_bytes(b"in the way")
     with pytest.raises(StorageError):

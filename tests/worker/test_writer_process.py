@@ -125,7 +125,7 @@ def all_memory_is_given_back():
 # What it writes
 
 
-def test_files_and_digests_are_those_of_the_thread(tmp_path):
+def test_writer_process_files_and_digests_equal_those_of_a_thread(tmp_path):
     there, here = Take(tmp_path / "process", odd()), Take(tmp_path / "thread", odd())
     by_process, by_thread = run(there.by_process()), run(here.by_thread())
     assert content(tmp_path / "process") == content(tmp_path / "thread")
@@ -136,7 +136,7 @@ def test_files_and_digests_are_those_of_the_thread(tmp_path):
     assert there.moved == here.moved == there.size
 
 
-def test_several_takes_at_once(tmp_path):
+def test_writer_process_several_takes_at_once(tmp_path):
     tensors = [[torch.full((9_000_000,), float(i)), *odd(i)] for i in range(3)]
     takes = [Take(tmp_path / str(i), each, lanes=2) for i, each in enumerate(tensors)]
     assert len(takes[0].files) > 1
@@ -150,7 +150,7 @@ def test_several_takes_at_once(tmp_path):
         assert content(tmp_path / str(i)) == content(tmp_path / f"thread{i}")
 
 
-def test_nothing_to_write_and_nothing_but_a_header(tmp_path):
+def test_writer_process_with_nothing_to_write_or_only_a_header(tmp_path):
     assert run(Take(tmp_path / "none", []).by_process()) == []
     (written,) = run(Take(tmp_path / "empty", [torch.empty(0)]).by_process())
     (expected,) = run(Take(tmp_path / "thread", [torch.empty(0)]).by_thread())
@@ -159,7 +159,7 @@ def test_nothing_to_write_and_nothing_but_a_header(tmp_path):
 
 
 @pytest.mark.slow
-def test_descriptors_and_segments_stay_few(tmp_path):
+def test_writer_process_descriptors_and_segments_stay_few(tmp_path):
     def take(number):
         run(Take(tmp_path / str(number), odd(number)).by_process())
 
@@ -175,14 +175,14 @@ def test_descriptors_and_segments_stay_few(tmp_path):
     assert "1 segment" in segments
 
 
-def test_memory_that_went_back_is_shown_anew(tmp_path):
+def test_writer_process_maps_released_memory_again(tmp_path):
     run(Take(tmp_path / "a", odd()).by_process())
     assert arena().release() > 0
     run(Take(tmp_path / "b", odd()).by_process())
     assert content(tmp_path / "a") == content(tmp_path / "b")
 
 
-def test_it_goes_behind_training_and_hears_no_interruption(tmp_path):
+def test_writer_process_has_a_lower_priority_and_ignores_sigint(tmp_path):
     run(Take(tmp_path / "a", odd()).by_process())
     pid = writer_process().pid
     assert os.getpriority(os.PRIO_PROCESS, pid) == max(10, os.getpriority(os.PRIO_PROCESS, 0))
@@ -192,7 +192,7 @@ def test_it_goes_behind_training_and_hears_no_interruption(tmp_path):
     assert writer_process().pid == pid
 
 
-def test_settings_and_the_timeline_are_those_of_now(tmp_path, monkeypatch):
+def test_writer_process_uses_the_current_settings_and_trace(tmp_path, monkeypatch):
     monkeypatch.setenv("SNAPSHOT_TRACE", str(tmp_path / "trace"))
     run(Take(tmp_path / "a", odd()).by_process())
     monkeypatch.delenv("SNAPSHOT_TRACE")
@@ -206,7 +206,7 @@ def test_settings_and_the_timeline_are_those_of_now(tmp_path, monkeypatch):
 # What goes wrong
 
 
-def test_an_error_is_the_one_that_the_thread_meets(tmp_path):
+def test_writer_process_errors_equal_those_of_a_thread(tmp_path):
     for name in ("process", "thread"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "data").write_text("in the way")
@@ -224,14 +224,14 @@ def test_an_error_is_the_one_that_the_thread_meets(tmp_path):
     run(Take(tmp_path / "next", odd()).by_process())
 
 
-def test_what_cannot_be_staged_ends_the_take(tmp_path):
+def test_writer_process_staging_error_ends_the_take(tmp_path):
     take = Take(tmp_path / "a", odd())
     with pytest.raises(MemoryError, match="no more"):
         run(take.by_process(Ahead(take, fails_at=(0, 2))))
     assert content(tmp_path) == {}
 
 
-def test_what_is_cancelled_leaves_nothing(tmp_path):
+def test_writer_process_cancel_leaves_no_files(tmp_path):
     with held(tmp_path / "a") as folder:
         take = Take(folder.root, odd(), scheme="held")
         events = []
@@ -250,7 +250,7 @@ def test_what_is_cancelled_leaves_nothing(tmp_path):
     assert event.fields == {"attempt": 1, "error": "held", "pause": 0.5}
 
 
-def test_what_dies_is_told_of_and_replaced(tmp_path):
+def test_writer_process_that_dies_is_reported_and_replaced(tmp_path):
     with held(tmp_path / "a") as folder:
         takes = [Take(folder.root, odd(), scheme="held"), Take(tmp_path / "a" / "b", odd(), scheme="held")]
         pid = writer_process().pid
@@ -266,7 +266,7 @@ def test_what_dies_is_told_of_and_replaced(tmp_path):
     assert writer_process().pid != pid
 
 
-def test_what_died_in_between_is_replaced(tmp_path):
+def test_writer_process_that_died_between_takes_is_replaced(tmp_path):
     process = writer_process()
     os.kill(process.pid, signal.SIGTERM)
     until(lambda: not process.alive)
@@ -277,7 +277,7 @@ def test_what_died_in_between_is_replaced(tmp_path):
     run(Take(tmp_path / "b", odd()).by_process())
 
 
-def test_what_cannot_start_is_told_of(tmp_path, monkeypatch):
+def test_writer_process_that_cannot_start_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(client._place.get(), "current", None)
     monkeypatch.setattr(spawn, "get_executable", lambda: "/bin/false")
     with pytest.raises(SnapshotError, match="exit code 1"):
@@ -285,7 +285,7 @@ def test_what_cannot_start_is_told_of(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_fork_has_none_and_holds_nothing_of_the_parents(tmp_path):
+def test_writer_process_does_not_exist_in_a_forked_child(tmp_path):
     run(Take(tmp_path / "a", odd()).by_process())
     slot = arena().take(100, shared=True)
     end = client._place.get().current._channel._socket.fileno()
@@ -305,7 +305,7 @@ def test_a_fork_has_none_and_holds_nothing_of_the_parents(tmp_path):
     run(Take(tmp_path / "b", odd()).by_process())
 
 
-def test_errors_cross_with_what_they_say():
+def test_writer_process_failed_keeps_class_faults_and_notes_of_an_error():
     error = CorruptSnapshotError("it is torn", faults=["a", "b"])
     error.add_note("look here")
     back = Failed.of(1, error).error()
@@ -323,7 +323,7 @@ def test_errors_cross_with_what_they_say():
     assert (type(back), str(back)) == (SnapshotError, "KeyError: 'x'")
 
 
-def test_a_file_is_described_by_its_ends(tmp_path):
+def test_writer_process_file_lane_describes_a_file(tmp_path):
     take = Take(tmp_path, odd())
     for file, parts in zip(take.files, take.parts, strict=True):
         lane = FileLane.of(file, "x", parts)
@@ -336,7 +336,7 @@ def test_a_file_is_described_by_its_ends(tmp_path):
 # What it cannot do
 
 
-def test_what_another_process_cannot_write_to_is_refused():
+def test_expect_reachable_refuses_storages_of_this_process_only():
     expect_reachable(URL.parse("/tmp/x"), None)
     expect_reachable(URL.parse("s3://bucket/x"), {"endpoint": "http://localhost"})
     for url in ("memory://x", "stalling+memory://x", "simplecache::memory://x"):
@@ -348,7 +348,7 @@ def test_what_another_process_cannot_write_to_is_refused():
         expect_reachable(URL.parse("s3://bucket/x"), {"lock": threading.Lock()})
 
 
-def test_plugins_are_refused_that_cannot_be_imported(monkeypatch):
+def test_expect_reachable_refuses_plugins_that_cannot_be_imported(monkeypatch):
     class Local(FileStorage):
         pass
 
@@ -368,7 +368,7 @@ def test_plugins_are_refused_that_cannot_be_imported(monkeypatch):
             expect_reachable(URL.parse(folder.url), None)
 
 
-def test_options_of_the_main_module_are_refused(monkeypatch):
+def test_expect_reachable_refuses_storage_options_of_the_main_module(monkeypatch):
     class Credentials:
         pass
 
@@ -385,7 +385,7 @@ def resident(segment: Segment) -> int:
     return os.fstat(segment.descriptor).st_blocks * 512
 
 
-def test_shared_slots_are_reused_and_apart():
+def test_arena_shared_slots_are_reused_and_do_not_overlap():
     own = Arena(keep=64 * GRAIN)
     slots = [own.take(GRAIN + 1, shared=True) for _ in range(5)]
     (segment,) = {slot.segment for slot in slots}
@@ -405,7 +405,7 @@ def test_shared_slots_are_reused_and_apart():
     assert segment.closed
 
 
-def test_what_is_over_the_bound_goes_back_at_once():
+def test_arena_shared_memory_beyond_its_limit_is_released_at_once():
     own = Arena(keep=2 * GRAIN)
     slots = [own.take(2 * GRAIN, shared=True) for _ in range(3)]
     segment = slots[0].segment
@@ -423,7 +423,7 @@ def test_what_is_over_the_bound_goes_back_at_once():
     assert slot.segment.closed
 
 
-def test_segments_grow_so_that_they_stay_few(monkeypatch):
+def test_arena_shared_segments_grow_so_that_they_stay_few(monkeypatch):
     monkeypatch.setattr("snapshot.io.arena.SEGMENT", 4 * GRAIN)
     own = Arena(keep=0)
     slots = [own.take(GRAIN, shared=True) for _ in range(64)]
