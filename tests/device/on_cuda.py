@@ -43,7 +43,7 @@ def full(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def bits(state):
+def cpu_tensors(state):
     """Return copies of all tensors of a state dict, on the host."""
     return {name: full(value).detach().cpu().clone() for name, value in state.items() if torch.is_tensor(value)}
 
@@ -92,8 +92,8 @@ def test_async_take_does_not_include_an_optimizer_step_after_the_call(tmp_path, 
 
     step()
     for number in range(8):
-        expected, moments = bits(model.state_dict()), optimizer.state_dict()["state"]
-        moments = {i: bits(each) for i, each in moments.items()}
+        expected, moments = cpu_tensors(model.state_dict()), optimizer.state_dict()["state"]
+        moments = {i: cpu_tensors(each) for i, each in moments.items()}
         where = str(tmp_path / str(number))
         app = {"model": model, "optim": optimizer}
         pending = Snapshot.async_take(where, app, staging=staging, durable=False)
@@ -103,10 +103,10 @@ def test_async_take_does_not_include_an_optimizer_step_after_the_call(tmp_path, 
         fresh = layers()
         again = OPTIMIZERS[kind](fresh.parameters())
         Snapshot(where).restore({"model": fresh, "optim": again})
-        assert_same(bits(fresh.state_dict()), expected)
+        assert_same(cpu_tensors(fresh.state_dict()), expected)
         found = again.state_dict()["state"]
         for index, each in moments.items():
-            assert_same(bits(found[index]), each)
+            assert_same(cpu_tensors(found[index]), each)
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -261,7 +261,7 @@ def test_restore_in_place_of_every_dtype_on_a_gpu(path, dtype):
     raw = torch.randint(0, 2 if dtype is torch.bool else 256, (4096 * 64,), generator=generator, device="cuda")
     base = raw.to(torch.uint8).view(dtype).view(64, -1)
     state = {"whole": base, "row": base[3], "scalar": base[0, 0], "empty": base[:0], "columns": base[:, ::5]}
-    expected = bits({name: value.contiguous() for name, value in state.items()})
+    expected = cpu_tensors({name: value.contiguous() for name, value in state.items()})
     Snapshot.take(path, {"state": StateDict({name: value.clone() for name, value in state.items()})})
     live = {name: torch.empty_like(value) for name, value in state.items()}
     wide = torch.zeros(64, base.shape[1] * 2, dtype=dtype, device="cuda")

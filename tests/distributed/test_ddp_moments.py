@@ -14,6 +14,7 @@ from snapshot.distributed import known_replication
 from snapshot.manifest import document
 from snapshot.plan import layout
 from tests.distributed.written_bytes import written
+from tests.helpers.states import equal
 
 
 def _train(form, steps=1, seed=0):
@@ -70,26 +71,22 @@ def _entries(path, step=1):
     return Snapshot(f"{path}/step-{step}").get_manifest()
 
 
-def _same(left, right):
-    return len(left) == len(right) and all(torch.equal(*pair) for pair in zip(left, right, strict=True))
-
-
 @pytest.mark.parametrize("form", ["keys", "state", "flat"])
 def test_ddp_optimizer_state_that_is_equal_is_stored_once_and_fits_any_world_size(two, four, folder, form):
     first, second = two.run(_save, folder, form)
-    assert _same(first, second)
+    assert equal(first, second)
     assert [path for path in _entries(folder) if path.startswith("1/")] == []
     assert written(f"{folder}/step-1") < 1.3 * sum(each.nbytes for each in first)
     for strict in (True, False):
-        assert all(_same(each, first) for each in four.run(_load, folder, form, strict))
-    assert all(_same(each, first) for each in two.run(_load, folder, form))
+        assert all(equal(each, first) for each in four.run(_load, folder, form, strict))
+    assert all(equal(each, first) for each in two.run(_load, folder, form))
 
 
 @pytest.mark.parametrize("how", ["blocking", "overlapped", "process"])
 def test_ddp_optimizer_state_that_is_equal_is_stored_once_by_async_take(two, folder, how):
     first, _ = two.run(_save, folder, "keys", how)
     assert [path for path in _entries(folder) if path.startswith("1/")] == []
-    assert all(_same(each, first) for each in two.run(_load, folder, "keys"))
+    assert all(equal(each, first) for each in two.run(_load, folder, "keys"))
 
 
 class _Lines(logging.Handler):
@@ -129,7 +126,7 @@ def _flap(path, incremental):
         again, *restored = _train("keys", seed=9)
         again["a"] = StateDict()
         Snapshot(f"{path}/step-{step}").restore(again)
-        assert _same(_bits(*restored), expected), step
+        assert equal(_bits(*restored), expected), step
     return [line for line in handler.lines if "differs between the ranks" in line]
 
 
@@ -222,10 +219,10 @@ def test_ddp_optimizer_state_stored_per_rank_restores_on_more_and_fewer_ranks(tw
     first, _ = two.run(_save, folder, "inner")
     assert {"1/model/0.weight", "1/first/state/0/exp_avg"} <= _entries(folder).keys()
     for strict in (True, False):
-        assert all(_same(each, first) for each in four.run(_load, folder, "inner", strict))
+        assert all(equal(each, first) for each in four.run(_load, folder, "inner", strict))
     app, *live = _train_alone()
     Snapshot(f"{folder}/step-1").restore(app)
-    assert _same(_bits(*live), first)
+    assert equal(_bits(*live), first)
 
 
 def _train_alone():
@@ -254,7 +251,7 @@ def test_ddp_optimizer_state_copies_that_differ_raise_and_the_error_names_a_reme
             assert "options=TakeOptions(replicated=['first'])" in str(error)
             assert "exclude=['first']" in str(error)
     fresh = four.run(_load, folder, "inner", True, ["first"])
-    assert all(_same(each, fresh[0]) for each in fresh)
+    assert all(equal(each, fresh[0]) for each in fresh)
 
 
 def _split(path, take):
@@ -292,7 +289,7 @@ def _in_parts(path, take):
 def test_ddp_optimizer_state_copies_in_a_manifest_of_several_parts(two, four, folder):
     first, _ = two.run(_in_parts, folder, True)
     assert list(Path(folder, "step-1", "data").glob("*-1.json"))
-    assert all(_same(each, first) for each in four.run(_in_parts, folder, False))
+    assert all(equal(each, first) for each in four.run(_in_parts, folder, False))
 
 
 def _damaged(path):
@@ -311,7 +308,7 @@ def test_ddp_optimizer_state_with_a_damaged_copy_is_not_restored_on_any_rank(two
     file.write_bytes(data)
     for step, bits in four.run(_damaged, folder):
         assert step == 1
-        assert _same(bits, first)
+        assert equal(bits, first)
 
 
 def _second(path):

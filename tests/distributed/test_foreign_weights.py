@@ -12,7 +12,7 @@ from tests.distributed import foreign_weights as ranks
 from tests.formats.gguf_files import file_of, rounded
 from tests.formats.orbax_items import ARCHIVE, tree
 from tests.formats.quantised_archive import ARCHIVE as QUANTISED_FILES
-from tests.helpers.foreign_states import same
+from tests.helpers.states import expect_equal
 from tests.transform.adapters import adapter, draw, factors
 
 
@@ -20,7 +20,7 @@ def test_gguf_restores_into_a_sharded_module(two, folder):
     weight, bias = draw(40, 64), draw(40)
     Path(folder, "m.gguf").write_bytes(file_of({"weight": (weight, "Q8_0"), "bias": bias}))
     for found in two.run(ranks.restore, f"{folder}/m.gguf"):
-        same(found, {"weight": rounded(weight), "bias": bias})
+        expect_equal(found, {"weight": rounded(weight), "bias": bias})
     assert two.run(ranks.verify, f"{folder}/m.gguf") == [True, True]
 
 
@@ -29,7 +29,7 @@ def test_orbax_restores_into_a_sharded_module(two, folder):
     dense = tree()["params"]["dense"]
     for name in ("ocdbt", "plain3"):
         for found in two.run(ranks.restore_mapped, f"{folder}/{name}"):
-            same(found, {"weight": dense["kernel"].float().T.contiguous(), "bias": dense["bias"]})
+            expect_equal(found, {"weight": dense["kernel"].float().T.contiguous(), "bias": dense["bias"]})
 
 
 QUANTISED = {"nf4-nested": "bitsandbytes", "int8": "bitsandbytes", "gptq-ordered": "gptq", "awq": "awq"}
@@ -42,10 +42,10 @@ def test_quantised_weights_restore_into_a_sharded_module(two, folder, name):
     weight, bias = (expected[f"layers.0.q_proj.{part}"].float() for part in ("weight", "bias"))
     file = f"{folder}/{name}/model.safetensors"
     for found in two.run(ranks.restore_quantised, file, QUANTISED[name], *weight.shape):
-        same(found, {"weight": weight, "bias": bias})
+        expect_equal(found, {"weight": weight, "bias": bias})
     for kind in ("snapshot", "safetensors"):
         two.run(ranks.convert, file, f"{folder}/{kind}", kind, QUANTISED[name])
-        same(dict(sorted(snapshot.load(f"{folder}/{kind}").items())), dict(sorted(expected.items())))
+        expect_equal(dict(sorted(snapshot.load(f"{folder}/{kind}").items())), dict(sorted(expected.items())))
 
 
 @pytest.mark.parametrize("kind", ["snapshot", "safetensors", "dcp", "torch"])
@@ -54,7 +54,7 @@ def test_gguf_convert_is_shared_by_ranks(two, folder, kind):
     Path(folder, "m.gguf").write_bytes(file_of(tensors))
     two.run(ranks.convert, f"{folder}/m.gguf", f"{folder}/{'out.pt' if kind == 'torch' else 'out'}", kind)
     found = snapshot.load(f"{folder}/{'out.pt' if kind == 'torch' else 'out'}")
-    same(dict(sorted(found.items())), {name: rounded(each) for name, (each, _) in tensors.items()})
+    expect_equal(dict(sorted(found.items())), {name: rounded(each) for name, (each, _) in tensors.items()})
 
 
 @pytest.mark.parametrize("target", ["out", "out.safetensors"])
@@ -64,5 +64,5 @@ def test_merge_lora_is_shared_by_ranks(two, folder, target):
     lora = adapter(Path(folder, "adapter"), {**factors("a", 3000, 700, rank=16), **factors("b", 500, 700)})
     two.run(ranks.merge, f"{folder}/base.safetensors", str(lora), f"{folder}/{target}")
     snapshot.merge_lora(f"{folder}/base.safetensors", lora, f"{folder}/alone")
-    same(snapshot.load(f"{folder}/{target}"), snapshot.load(f"{folder}/alone"))
+    expect_equal(snapshot.load(f"{folder}/{target}"), snapshot.load(f"{folder}/alone"))
     assert not Snapshot.diff(f"{folder}/{target}", f"{folder}/alone")

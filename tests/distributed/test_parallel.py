@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from snapshot import ModelState, Sharded, Snapshot, SnapshotError, StateDict
+from tests.helpers.states import expect_equal
 
 FSDP_ON_CPU = hasattr(torch.cpu.Stream, "record_event")
 needs_fsdp = pytest.mark.skipif(not FSDP_ON_CPU, reason="FSDP2 of this torch needs an accelerator")
@@ -84,12 +85,6 @@ def _load(path, kind):
     return flat(model, optimizer)
 
 
-def same(a, b):
-    assert a.keys() == b.keys()
-    for name, value in a.items():
-        assert value.equal(b[name]), name
-
-
 @needs_fsdp
 @pytest.mark.parametrize(
     ("was", "to"), [("fsdp", "tp+fsdp"), ("tp+fsdp", "fsdp"), ("hsdp", "ddp"), ("ddp", "hsdp"), ("tp+fsdp", "tp+fsdp")]
@@ -97,8 +92,8 @@ def same(a, b):
 def test_model_state_restores_into_another_parallelism(four, two, folder, was, to):
     saved = four.run(_save, f"{folder}/s", was)
     for restored in [*four.run(_load, f"{folder}/s", to), *two.run(_load, f"{folder}/s", "fsdp")]:
-        same(saved[0], restored)
-    same(saved[0], _load(f"{folder}/s", "plain"))
+        expect_equal(saved[0], restored, ordered=False)
+    expect_equal(saved[0], _load(f"{folder}/s", "plain"), ordered=False)
 
 
 def _save_apart(path):
@@ -117,7 +112,7 @@ def _load_apart(path):
 def test_fsdp2_with_its_optimizer_restores_into_another_number_of_ranks(four, two, folder):
     saved = four.run(_save_apart, f"{folder}/s")
     for restored in [*two.run(_load_apart, f"{folder}/s"), *four.run(_load_apart, f"{folder}/s")]:
-        same(saved[0], restored)
+        expect_equal(saved[0], restored, ordered=False)
 
 
 def _pipeline(path, layers, restore):
@@ -298,7 +293,7 @@ def _fsdp1(path, restore):
 def test_fsdp1_sharded_state_dict_is_restored(two, folder):
     saved = two.run(_fsdp1, f"{folder}/s", False)[0]
     for restored in two.run(_fsdp1, f"{folder}/s", True):
-        same(saved, restored)
+        expect_equal(saved, restored, ordered=False)
 
 
 def _async(path):
@@ -311,7 +306,7 @@ def _async(path):
             parameter.zero_()
     pending.wait().restore({"state": ModelState(model, optimizer)})
     second.wait()
-    same(before, flat(model, optimizer))
+    expect_equal(before, flat(model, optimizer), ordered=False)
 
 
 @needs_fsdp

@@ -31,7 +31,8 @@ from snapshot import (
 )
 from snapshot.formats.dcp import archive_object
 from snapshot.testing import recording
-from tests.helpers.foreign_states import DTYPES, bits, of_dtype, same
+from tests.helpers.foreign_states import DTYPES, of_dtype
+from tests.helpers.states import bits, expect_equal
 from tests.helpers.versions import ALONE
 
 
@@ -109,14 +110,14 @@ def test_dcp_tensors_of_every_dtype_and_layout_are_read(saved):
     snapshot = Snapshot(saved)
     expected = plain(tensors())
     found = snapshot.read_object("0/t")
-    same(found, expected)
+    expect_equal(found, expected)
     assert snapshot.metadata.format == "dcp"
     other = load({"t": {"views": {name: torch.zeros(each.shape) for name, each in expected["views"].items()}}}, saved)
     for name, view in other["t"]["views"].items():
         assert torch.equal(view, found["views"][name]), name
     live = StateDict(load_like(expected))
     snapshot.restore({"t": live, "o": StateDict(), "l": StateDict()}, select=["t/**"])
-    same(dict(live), expected)
+    expect_equal(dict(live), expected)
     assert snapshot.verify()
 
 
@@ -132,16 +133,16 @@ def test_dcp_read_object_box_reads_a_part(saved):
         box = [slice(size // 3, size - size // 4) for size in view.shape]
         assert bits(snapshot.read_object(f"0/t/views/{name}", box=box)) == bits(view[tuple(box)]), name
     out = torch.zeros(1024, 1100).t()
-    same(snapshot.read_object("0/t/long/torch.float32", out), tensors()["long"]["torch.float32"])
+    expect_equal(snapshot.read_object("0/t/long/torch.float32", out), tensors()["long"]["torch.float32"])
 
 
 def test_dcp_objects_are_read_without_running_a_pickle(saved):
     snapshot = Snapshot(saved)
-    same(snapshot.read_object("0/o"), OBJECTS)
+    expect_equal(snapshot.read_object("0/o"), OBJECTS)
     live = StateDict(dict.fromkeys(OBJECTS) | {"set": OBJECTS["set"]})
     snapshot.restore({"o": live})
-    same(dict(live), OBJECTS)
-    same(snapshot.read_object("0/l"), [1, {"x": torch.ones(2)}, [3]])
+    expect_equal(dict(live), OBJECTS)
+    expect_equal(snapshot.read_object("0/l"), [1, {"x": torch.ones(2)}, [3]])
 
 
 class Odd:
@@ -161,7 +162,7 @@ def test_dcp_objects_that_need_a_pickle_are_refused_before_restore_changes_anyth
 def test_dcp_names_with_dots_slashes_and_empty_keys(tmp_path):
     state = {"a": {"x.y": torch.ones(1), "p/q": torch.zeros(1), "%": 3, "é": 4, "": 5}, "b.c": torch.full((2,), 7.0)}
     save(state, tmp_path / "c", **ALONE)
-    same(Snapshot(tmp_path / "c").read_object("0"), state)
+    expect_equal(Snapshot(tmp_path / "c").read_object("0"), state)
 
 
 @pytest.mark.parametrize("planner", [{}, None], ids=["empty", "none"])
@@ -173,7 +174,7 @@ def test_dcp_without_planner_data_has_flat_names(tmp_path, planner):
     file.write_bytes(pickle.dumps(metadata))
     snapshot = Snapshot(tmp_path / "c")
     flat = {"model.w": torch.ones(2), "step": 3, "l.0": 4, "l.1": torch.zeros(1)}
-    same(snapshot.read_object("0"), {name: flat[name] for name in metadata.state_dict_metadata})
+    expect_equal(snapshot.read_object("0"), {name: flat[name] for name in metadata.state_dict_metadata})
     live = StateDict({"model.w": torch.zeros(2), "step": 0, "l.0": 0, "l.1": torch.ones(1)})
     snapshot.restore({"all": live})
     assert live["model.w"].all()
@@ -193,14 +194,14 @@ def test_dcp_restores_into_modules_and_model_state(tmp_path):
     save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "plain", **ALONE)
     fresh, again = trained(1)
     Snapshot(tmp_path / "plain").restore({"model": fresh, "optimizer": again})
-    same(dict(fresh.state_dict()), dict(model.state_dict()))
-    same(again.state_dict(), optimizer.state_dict())
+    expect_equal(dict(fresh.state_dict()), dict(model.state_dict()))
+    expect_equal(again.state_dict(), optimizer.state_dict())
     states = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
     save({"train": states}, tmp_path / "names", **ALONE)
     fresh, again = trained(1)
     Snapshot(tmp_path / "names").restore({"train": ModelState(fresh, again)})
-    same(dict(fresh.state_dict()), dict(model.state_dict()))
-    same(again.state_dict()["state"], optimizer.state_dict()["state"])
+    expect_equal(dict(fresh.state_dict()), dict(model.state_dict()))
+    expect_equal(again.state_dict()["state"], optimizer.state_dict()["state"])
 
 
 def compressed(state, folder):
@@ -226,11 +227,11 @@ def test_dcp_compressed_items_are_read(tmp_path):
     compressed(state, tmp_path / "c")
     snapshot = Snapshot(tmp_path / "c")
     assert "zstd" in snapshot.get_manifest()["0/m/long"].serializer
-    same(snapshot.read_object("0/m"), state["m"])
+    expect_equal(snapshot.read_object("0/m"), state["m"])
     assert torch.equal(snapshot.read_object("0/m/turned", box=[slice(3, 9), 599]), state["m"]["turned"][3:9, 599])
     live = StateDict(load_like({name: each for name, each in state["m"].items() if isinstance(each, torch.Tensor)}))
     snapshot.restore({"m": live}, strict=False, memory_budget_bytes=4 << 20)
-    same(dict(live), {name: state["m"][name] for name in live})
+    expect_equal(dict(live), {name: state["m"][name] for name in live})
     assert snapshot.verify()
 
 
@@ -255,7 +256,7 @@ def test_dcp_compressed_without_zstandard_names_what_to_install(tmp_path, warm):
 def test_dcp_common_pt_of_older_megatron_is_read(tmp_path):
     save({"model.w": torch.ones(4)}, tmp_path / "c", **ALONE)
     torch.save({"iteration": 7, "args": {"lr": 0.5}, "rng": torch.arange(3)}, tmp_path / "c" / "common.pt")
-    same(
+    expect_equal(
         Snapshot(tmp_path / "c").read_object("0"),
         {"model.w": torch.ones(4), "iteration": 7, "args": {"lr": 0.5}, "rng": torch.arange(3)},
     )
@@ -334,19 +335,19 @@ def test_dcp_shards_of_two_ranks_restore_into_another_placement(two, tmp_path):
     expected, _ = two.run(_write, folder)[0]
     assert any(name.startswith("__1_") for name in os.listdir(folder))
     for found in two.run(_read, folder):
-        same(found, expected)
+        expect_equal(found, expected)
     snapshot = Snapshot(folder)
     assert len(snapshot.get_manifest()["0/s/rows"].pieces()) == 2
-    same(dict(sorted(snapshot.read_object("0/s").items())), dict(sorted(wholes().items())))
+    expect_equal(dict(sorted(snapshot.read_object("0/s").items())), dict(sorted(wholes().items())))
     assert torch.equal(snapshot.read_object("0/s/both", box=[slice(2, 5), slice(3, 6)]), wholes()["both"][2:5, 3:6])
     assert torch.equal(snapshot.read_object("0/s/long", box=[slice(440, 460)]), wholes()["long"][440:460])
     assert snapshot.read_object("0/own") == {"rank0": 0, "rank1": 1}
     model, optimizer = trained(1)
     snapshot.restore({"train": ModelState(model, optimizer)})
-    same({name: each.detach() for name, each in model.state_dict().items()}, expected)
+    expect_equal({name: each.detach() for name, each in model.state_dict().items()}, expected)
     live = StateDict({name: torch.zeros_like(each) for name, each in wholes().items()})
     snapshot.restore({"s": live})
-    same(dict(sorted(live.items())), dict(sorted(wholes().items())))
+    expect_equal(dict(sorted(live.items())), dict(sorted(wholes().items())))
     assert snapshot.verify()
 
 
@@ -382,7 +383,7 @@ def test_dcp_archive_of_an_older_torch_without_alignment_is_read(tmp_path):
         made.write(archive.getvalue())
     file.write_bytes(pickle.dumps(metadata))
     (tmp_path / "c" / "__0_0.distcp").write_bytes(made.getvalue())
-    same(Snapshot(tmp_path / "c").read_object("0/m"), {"w": torch.arange(400_000.0), "v": torch.arange(5.0)})
+    expect_equal(Snapshot(tmp_path / "c").read_object("0/m"), {"w": torch.arange(400_000.0), "v": torch.arange(5.0)})
 
 
 def _write_flat_ranges(folder, tensors, transform=lambda data: data, descriptors=None):

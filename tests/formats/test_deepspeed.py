@@ -139,7 +139,7 @@ def _whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def _expect_equal(got, expected):
+def _expect_state(got, expected):
     state, moments = got
     for key, weight in expected["weights"].items():
         assert torch.equal(state[key].float(), weight.float())
@@ -151,7 +151,7 @@ def _expect_equal(got, expected):
 @pytest.mark.parametrize("by", ["objects", "ModelState"])
 @pytest.mark.parametrize("name", READ)
 def test_deepspeed_restores_in_one_process(files, name, by):
-    _expect_equal(_restore(files / name, "plain", by), expected_of(files, name))
+    _expect_state(_restore(files / name, "plain", by), expected_of(files, name))
 
 
 @pytest.mark.parametrize("name", ["stage2", "stage3", "stage3-universal"])
@@ -159,7 +159,7 @@ def test_deepspeed_restores_in_one_process(files, name, by):
 def test_deepspeed_restores_on_any_world_size(files, two, three, name, kind, by):
     for pool in (two, three):
         for got in pool.run(_restore, str(files / name), kind, by):
-            _expect_equal(got, expected_of(files, name))
+            _expect_state(got, expected_of(files, name))
 
 
 @pytest.mark.parametrize("name", ["stage2", "stage3", "stage3-universal"])

@@ -31,7 +31,7 @@ from snapshot.formats.gguf import (
     quantise,
 )
 from tests.formats.gguf_files import blocks_of, file_of, rounded
-from tests.helpers.foreign_states import same
+from tests.helpers.states import expect_equal
 
 TEXT, ARRAY, UINT32, FLOAT32 = 8, 9, 4, 6
 
@@ -67,15 +67,15 @@ def test_gguf_is_listed_read_restored_and_verified(written):
     assert opened.metadata.metadata["general.name"] == "mine"
     assert opened.metadata.files == {"m.gguf": path.stat().st_size}
     assert opened.metadata.nbytes == path.stat().st_size
-    same(dict(opened.read_object("0")), {name: state[name] for name in opened.read_object("0")})
+    expect_equal(dict(opened.read_object("0")), {name: state[name] for name in opened.read_object("0")})
     for box in ([slice(3, 17), slice(5, 45)], [7], [slice(0, 40), slice(63, 64)], [slice(0, 0)]):
         assert torch.equal(opened.read_object("0/0.weight", box=box), state["0.weight"][tuple(box)])
     live = model().to(torch.bfloat16)
     opened.restore({"net": live}, cast="same_kind")
-    same(dict(live.state_dict()), {name: each.to(torch.bfloat16) for name, each in state.items()})
+    expect_equal(dict(live.state_dict()), {name: each.to(torch.bfloat16) for name, each in state.items()})
     live = model()
     opened.restore({"net": live}, cast="same_kind")
-    same(dict(live.state_dict()), {name: each.float() for name, each in state.items()})
+    expect_equal(dict(live.state_dict()), {name: each.float() for name, each in state.items()})
     report = opened.verify()
     assert report
     assert report.unverifiable == 4
@@ -86,10 +86,10 @@ def test_gguf_folder_is_converted_compared_merged_and_copied(written, tmp_path):
     folder = path.parent
     for target, kind in (("a.safetensors", "safetensors"), ("b.pt", "torch"), ("c", "dcp"), ("d", "snapshot")):
         Snapshot(folder).convert(Target(tmp_path / "to" / target, kind))
-        same(dict(sorted(snapshot.load(tmp_path / "to" / target).items())), dict(sorted(state.items())))
+        expect_equal(dict(sorted(snapshot.load(tmp_path / "to" / target).items())), dict(sorted(state.items())))
         assert not Snapshot.diff(folder, tmp_path / "to" / target)
     snapshot.merge([path, path], tmp_path / "mean")
-    same(dict(sorted(snapshot.load(tmp_path / "mean").items())), dict(sorted(state.items())))
+    expect_equal(dict(sorted(snapshot.load(tmp_path / "mean").items())), dict(sorted(state.items())))
     Snapshot(path).copy(tmp_path / "copy.gguf")
     assert (tmp_path / "copy.gguf").read_bytes() == path.read_bytes()
     assert not Snapshot.diff(path, tmp_path / "copy.gguf")
@@ -137,7 +137,7 @@ def test_gguf_split_files_are_one_checkpoint(tmp_path):
     for number, tensors in enumerate(parts, 1):
         (tmp_path / f"m-{number:05d}-of-00002.gguf").write_bytes(file_of(tensors, count))
     for path in (tmp_path, tmp_path / "m-00001-of-00002.gguf", tmp_path / "m-00002-of-00002.gguf"):
-        same(snapshot.load(path), parts[0] | parts[1])
+        expect_equal(snapshot.load(path), parts[0] | parts[1])
     (tmp_path / "x.gguf").write_bytes(file_of({"c": torch.ones(1)}))
     with pytest.raises(
         UnsupportedFormatError, match=r"has 2 checkpoints of GGUF; open one of them:\n  m-00001-of-0000"
@@ -370,7 +370,7 @@ def test_gguf_convert_of_a_model_and_back(tmp_path, kind, experts, named):
     report = Snapshot(tmp_path / "model.safetensors").convert(target)
     assert report.format == "gguf"
     expected = expected_of(state, kind)
-    same(dict(sorted(snapshot.load(tmp_path / "m.gguf").items())), dict(sorted(expected.items())))
+    expect_equal(dict(sorted(snapshot.load(tmp_path / "m.gguf").items())), dict(sorted(expected.items())))
     kept = Snapshot(tmp_path / "m.gguf").metadata.metadata
     assert kept["general.architecture"] == named
     assert kept["general.file_type"] == 0
@@ -378,7 +378,7 @@ def test_gguf_convert_of_a_model_and_back(tmp_path, kind, experts, named):
     model_type = {"llama": "mixtral" if experts else "mistral", "qwen3moe": "qwen3_moe"}.get(named, named)
     config = {"model_type": model_type, "num_experts": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
     back = snapshot.load(tmp_path / "m.gguf", map=TensorMap.load("gguf-hf", config))
-    same(dict(sorted(back.items())), dict(sorted(state.items())))
+    expect_equal(dict(sorted(back.items())), dict(sorted(state.items())))
 
 
 @pytest.mark.parametrize("budget", [None, 1 << 20])
@@ -394,7 +394,7 @@ def test_gguf_convert_rounds_matrices_to_q8_0_blocks(tmp_path, budget):
         name: each if each.dim() == 1 else rounded(each) if each.shape[-1] % 32 == 0 else each.to(torch.float16)
         for name, each in expected_of(state, "llama").items()
     }
-    same(dict(sorted(snapshot.load(tmp_path / "m.gguf").items())), dict(sorted(expected.items())))
+    expect_equal(dict(sorted(snapshot.load(tmp_path / "m.gguf").items())), dict(sorted(expected.items())))
     kept = Snapshot(tmp_path / "m.gguf").metadata.metadata
     assert (kept["general.file_type"], kept["general.quantization_version"]) == (7, 2)
 
@@ -407,7 +407,7 @@ def test_gguf_convert_copies_tables_of_kv_from_and_expects_its_names(tmp_path):
     save_file(state, tmp_path / "model.safetensors")
     target = Target(tmp_path / "m.gguf", kv_from=tmp_path / "kv.gguf")
     Snapshot(tmp_path / "model.safetensors").convert(target)
-    same(dict(sorted(snapshot.load(tmp_path / "m.gguf").items())), dict(sorted(expected.items())))
+    expect_equal(dict(sorted(snapshot.load(tmp_path / "m.gguf").items())), dict(sorted(expected.items())))
     again = Target(tmp_path / "again.gguf", kv_from=tmp_path / "m.gguf")
     Snapshot(tmp_path / "m.gguf").convert(again)
     assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "m.gguf").read_bytes()
@@ -535,7 +535,7 @@ def test_gguf_and_transformers_read_converted_files(tmp_path, dtype):
         if quantisation and each.dim() > 1:
             assert (fresh.state_dict()[name] - each).abs().max() <= each.abs().max() / 127
         else:
-            same(fresh.state_dict()[name], each if each.dim() == 1 or dtype is None else each.to(dtype).float())
+            expect_equal(fresh.state_dict()[name], each if each.dim() == 1 or dtype is None else each.to(dtype).float())
 
 
 def test_gguf_vectors_stay_float32():

@@ -16,11 +16,11 @@ from snapshot.io.loop import run as run_soon
 from snapshot.io.registry import open_storage
 from snapshot.io.storage import URL, Context
 from tests.formats.hugging_face_folders import INDEX, model, write
-from tests.helpers.foreign_states import same
+from tests.helpers.states import expect_equal
 
 
-def equal(got, expected):
-    same(dict(sorted(got.items())), dict(sorted(expected.items())))
+def expect_equal_in_any_order(got, expected):
+    expect_equal(dict(sorted(got.items())), dict(sorted(expected.items())))
 
 
 @pytest.fixture(params=[1, 2, 3], ids=["one file", "two files", "three files"])
@@ -37,25 +37,25 @@ def test_pytorch_model_bin_is_listed_read_restored_and_verified(folder):
     assert opened.exists()
     assert opened.metadata.format == "torch.save"
     assert {path for path in opened.get_manifest() if path != "0"} == {f"0/{name}" for name in state}
-    same(dict(opened.read_object("0")), dict(state))
+    expect_equal(dict(opened.read_object("0")), dict(state))
     assert torch.equal(opened.read_object("0/2.weight", box=[1]), state["2.weight"][1])
     other = model()
     for each in other.state_dict().values():
         each.zero_()
     opened.restore({"net": other})
-    same(dict(other.state_dict()), dict(state))
+    expect_equal(dict(other.state_dict()), dict(state))
     assert opened.verify()
-    equal(snapshot.load(folder), state)
+    expect_equal_in_any_order(snapshot.load(folder), state)
 
 
 def test_pytorch_model_bin_is_converted_compared_merged_and_copied(folder, tmp_path):
     state = dict(model().state_dict())
     for target, kind in (("a.safetensors", "safetensors"), ("b.pt", "torch"), ("c", "dcp"), ("d", "snapshot")):
         Snapshot(folder).convert(Target(tmp_path / target, kind))
-        equal(snapshot.load(tmp_path / target), state)
+        expect_equal_in_any_order(snapshot.load(tmp_path / target), state)
     floats = {name: each for name, each in state.items() if each.is_floating_point()}
     snapshot.merge([folder, folder], tmp_path / "mean")
-    equal({name: snapshot.load(tmp_path / "mean")[name] for name in floats}, floats)
+    expect_equal_in_any_order({name: snapshot.load(tmp_path / "mean")[name] for name in floats}, floats)
     Snapshot(folder).copy(tmp_path / "copy")
     assert {each.name for each in (tmp_path / "copy").iterdir()} == {
         each.name for each in folder.iterdir() if each.name.startswith("pytorch_model")
@@ -70,14 +70,14 @@ def test_pytorch_model_bin_copy_replaces_files_that_would_be_opened_first(folder
     with pytest.raises(snapshot.SnapshotExistsError, match=r"model\.safetensors: exists already"):
         Snapshot(folder).copy(tmp_path / "old")
     Snapshot(folder).copy(Target(tmp_path / "old", overwrite=True))
-    equal(snapshot.load(tmp_path / "old"), model().state_dict())
+    expect_equal_in_any_order(snapshot.load(tmp_path / "old"), model().state_dict())
 
 
 def test_pytorch_model_bin_index_can_be_opened(tmp_path):
     state = write(tmp_path)
-    same(dict(Snapshot(tmp_path / INDEX).read_object("0")), dict(state))
+    expect_equal(dict(Snapshot(tmp_path / INDEX).read_object("0")), dict(state))
     Snapshot(tmp_path / INDEX).copy(tmp_path / "to" / "x.bin.index.json")
-    same(dict(Snapshot(tmp_path / "to").read_object("0")), dict(state))
+    expect_equal(dict(Snapshot(tmp_path / "to").read_object("0")), dict(state))
 
 
 def test_pytorch_model_bin_is_ignored_beside_safetensors(tmp_path):
@@ -105,7 +105,7 @@ def test_hugging_face_model_saved_by_transformers_is_restored(tmp_path, monkeypa
     torch.manual_seed(1)
     fresh = transformers.LlamaForCausalLM(config)
     Snapshot(tmp_path).restore({"model": fresh})
-    same(dict(fresh.state_dict()), dict(saved.state_dict()))
+    expect_equal(dict(fresh.state_dict()), dict(saved.state_dict()))
     assert fresh.lm_head.weight is fresh.model.embed_tokens.weight
     config.tie_word_embeddings = False
     apart = transformers.LlamaForCausalLM(config)
@@ -218,15 +218,15 @@ def test_safetensors_files_without_an_index_are_one_checkpoint(tmp_path):
     for name, tensors in parts.items():
         save_file(tensors, tmp_path / name, {"format": "pt"} if name.startswith("b") else None)
     opened, state = Snapshot(tmp_path), parts["a.safetensors"] | parts["b.safetensors"]
-    equal(dict(opened.read_object("0")), state)
+    expect_equal_in_any_order(dict(opened.read_object("0")), state)
     assert opened.metadata.metadata == {"format": "pt"}
     assert opened.verify()
     live = snapshot.StateDict({name: torch.empty_like(each) for name, each in state.items()})
     opened.restore({"s": live})
-    same(dict(live), state)
+    expect_equal(dict(live), state)
     opened.copy("memory://several")
     assert not Snapshot.diff(tmp_path, "memory://several")
-    same(snapshot.load(tmp_path / "a.safetensors"), parts["a.safetensors"])
+    expect_equal(snapshot.load(tmp_path / "a.safetensors"), parts["a.safetensors"])
     save_file({"y": torch.ones(3)}, tmp_path / "c.safetensors")
     with pytest.raises(
         Unsupported,
@@ -283,7 +283,7 @@ def test_dcp_hugging_face_writer_shards_are_joined(two, tmp_path):
     whole = two.run(_write_parts, str(tmp_path))[0]
     floats = {name: each for name, each in whole.items() if each.is_floating_point()}
     for name, expected in {"one": whole, "two": whole, "merged": floats, "merged/sharded": floats}.items():
-        equal(snapshot.load(tmp_path / name), expected)
+        expect_equal_in_any_order(snapshot.load(tmp_path / name), expected)
     parts = sorted((tmp_path / "one").iterdir())
     assert len(parts) == 2
     for part in parts:
@@ -342,8 +342,8 @@ def test_hugging_face_variant_is_opened_by_its_index(tmp_path, part):
     with pytest.raises(Unsupported, match="no index for them"):
         Snapshot(tmp_path).get_manifest()
     (tmp_path / "model.safetensors.index.fp16.json").write_text(json.dumps({"weight_map": located}))
-    equal(snapshot.load(tmp_path), state)
-    equal(snapshot.load(tmp_path / "model.safetensors.index.fp16.json"), state)
+    expect_equal_in_any_order(snapshot.load(tmp_path), state)
+    expect_equal_in_any_order(snapshot.load(tmp_path / "model.safetensors.index.fp16.json"), state)
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
@@ -354,7 +354,7 @@ def test_hugging_face_tensor_missing_in_the_index_is_read_and_reported(tmp_path,
     stem = "model" if suffix == "safetensors" else "pytorch_model"
     index = tmp_path / f"{stem}.{suffix}.index.json"
     index.write_text(json.dumps({"weight_map": {"a": f"part.{suffix}"}}))
-    equal(snapshot.load(tmp_path), state)
+    expect_equal_in_any_order(snapshot.load(tmp_path), state)
     assert f"does not list 1 tensor, which its files have; they are read, too:\n  b in part.{suffix}" in caplog.text
     state = {"b": torch.randn(2), "c": torch.randn(1)}
     store(state, tmp_path / f"more.{suffix}")

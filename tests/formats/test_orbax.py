@@ -40,7 +40,7 @@ from snapshot.io.loop import run
 from snapshot.io.registry import open_storage
 from snapshot.io.storage import URL, Context
 from tests.formats.orbax_items import ARCHIVE, item, tree
-from tests.helpers.foreign_states import same
+from tests.helpers.states import expect_equal
 
 TREES = ["ocdbt", "plain", "zarr3", "plain3"]
 zstandard = pytest.importorskip("zstandard")
@@ -74,7 +74,7 @@ def test_orbax_tree_is_read_and_verified(files, name):
     opened = Snapshot(files / name)
     assert opened.exists()
     assert opened.metadata.format == "orbax"
-    same(in_order(read(files / name)), in_order(tree()))
+    expect_equal(in_order(read(files / name)), in_order(tree()))
     for box in ([slice(3, 7), slice(1, 3)], [5], [slice(0, 8), slice(3, 4)]):
         kernel = tree()["params"]["dense"]["kernel"]
         assert torch.equal(opened.read_object("0/params/dense/kernel", box=box), kernel[tuple(box)])
@@ -87,7 +87,7 @@ def test_orbax_tree_is_restored_converted_compared_and_copied(files, name, tmp_p
     params = StateDict(dense={"kernel": torch.empty(8, 4, dtype=torch.bfloat16), "bias": torch.empty(4)})
     Snapshot(files / name).restore({"params": params}, select=["params/**"])
     dense = tree()["params"]["dense"]
-    same(in_order(dict(params["dense"])), {"bias": dense["bias"], "kernel": dense["kernel"]})
+    expect_equal(in_order(dict(params["dense"])), {"bias": dense["bias"], "kernel": dense["kernel"]})
     tensors = {key: each for key, each in snapshot.load(files / name).items() if key != "narrow"}
     for target, kind in (("a.pt", "torch"), ("b", "dcp"), ("c", "snapshot"), ("d.safetensors", "safetensors")):
         more = {"exclude": ["complex"]} if kind == "safetensors" else {}
@@ -119,10 +119,10 @@ def test_orbax_restores_into_a_torch_module_with_a_tensor_map(files):
 
 def test_orbax_steps_and_items_are_opened(files, tmp_path):
     three = torch.arange(3.0)
-    same(read(files / "manager" / "3"), {"w": three})
-    same(read(files / "manager" / "3" / "default"), {"w": three})
-    same(read(files / "items" / "4"), {"state": {"w": three}})
-    same(in_order(read(files / "v1")), {"deep": {"b": torch.ones(2, 2)}, "w": three})
+    expect_equal(read(files / "manager" / "3"), {"w": three})
+    expect_equal(read(files / "manager" / "3" / "default"), {"w": three})
+    expect_equal(read(files / "items" / "4"), {"state": {"w": three}})
+    expect_equal(in_order(read(files / "v1")), {"deep": {"b": torch.ones(2, 2)}, "w": three})
     with pytest.raises(SnapshotNotFoundError, match=r"of a run, with the steps 3; open .*/manager/3$"):
         Snapshot(files / "manager").get_manifest()
     with pytest.raises(SnapshotError):
@@ -132,12 +132,12 @@ def test_orbax_steps_and_items_are_opened(files, tmp_path):
     with pytest.raises(UnsupportedFormatError, match="is a save of Orbax that was not finished"):
         Snapshot(tmp_path / "5.orbax-checkpoint-tmp").get_manifest()
     Snapshot(files / "manager" / "3").copy(tmp_path / "3")
-    same(read(tmp_path / "3"), {"w": three})
+    expect_equal(read(tmp_path / "3"), {"w": three})
 
 
 @pytest.mark.parametrize("name", ["chunks", "chunks3"])
 def test_orbax_arrays_of_several_chunks_are_read(files, name):
-    same(read(files / name), {"w": torch.arange(35.0).view(5, 7)})
+    expect_equal(read(files / name), {"w": torch.arange(35.0).view(5, 7)})
 
 
 @pytest.mark.parametrize("name", ["odd2", "odd3", "deep2", "deep3"])
@@ -150,9 +150,9 @@ def test_orbax_arrays_written_by_tensorstore_are_read(files, name, budget, tmp_p
             for each in made if key.startswith(("edge", "shards")) else ():
                 each[:2, :3] = 0
             expected[key] = made
-    same(in_order(read(files / name)), in_order(expected))
+    expect_equal(in_order(read(files / name)), in_order(expected))
     Snapshot(files / name).convert(tmp_path / "out", memory_budget_bytes=budget)
-    same(in_order(read(tmp_path / "out")), in_order(expected))
+    expect_equal(in_order(read(tmp_path / "out")), in_order(expected))
     first = next(iter(expected))
     for row in range(5):
         for box in ([row, slice(2, 7)], [slice(row, 5), slice(1, 5)]):
@@ -188,7 +188,7 @@ def test_orbax_codecs_of_tensorstore_are_read(files, version, tmp_path):
         opened.read_object(f"0/{kinds[0]}/smooth", box=[slice(120, 200)]), found[kinds[0]]["smooth"][120:200]
     )
     opened.convert(tmp_path / "out", memory_budget_bytes=1 << 20)
-    same(in_order(read(tmp_path / "out")), in_order(found))
+    expect_equal(in_order(read(tmp_path / "out")), in_order(found))
 
 
 BLOSC_KINDS = ["lz4", "zstd", "zlib", "blosclz"]
@@ -335,7 +335,7 @@ def test_orbax_is_read_from_any_storage(files):
     for name in ("ocdbt", "plain3"):
         url = f"memory://orbax/{name}"
         Snapshot(files / name).copy(url)
-        same(in_order(read(url)), in_order(tree()))
+        expect_equal(in_order(read(url)), in_order(tree()))
 
 
 def test_orbax_links_out_of_the_folder_are_not_followed(files, tmp_path):

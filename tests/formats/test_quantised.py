@@ -20,7 +20,7 @@ from snapshot import CorruptSnapshotError, RestoreError, Snapshot, StateDict, Ta
 from snapshot.cli import main
 from tests.formats.quantised_archive import ARCHIVE
 from tests.formats.remote_copies import on_s3
-from tests.helpers.foreign_states import same
+from tests.helpers.states import expect_equal
 
 with zipfile.ZipFile(ARCHIVE) as _archive:
     SAMPLES = sorted({name.partition("/")[0] for name in _archive.namelist()})
@@ -42,7 +42,7 @@ def test_dequantise_gives_the_bits_of_the_package_with_every_verb(samples, tmp_p
     folder, file = samples / name, samples / name / "model.safetensors"
     expected = by_name(load_file(folder / "expected.safetensors"))
     loaded = TensorMap.load("quantised-hf", folder)
-    same(by_name(snapshot.load(file, map=loaded)), expected)
+    expect_equal(by_name(snapshot.load(file, map=loaded)), expected)
     opened, path = Snapshot(file), "layers.0.q_proj.weight"
     weight = expected[path]
     rows, columns = weight.shape
@@ -51,20 +51,20 @@ def test_dequantise_gives_the_bits_of_the_package_with_every_verb(samples, tmp_p
             found = opened.read_object(f"0/{path}", box=box, map=loaded, memory_budget_bytes=budget)
             assert torch.equal(found, weight[tuple(box)])
     opened.convert(tmp_path / "whole", map=loaded, memory_budget_bytes=1 << 20)
-    same(by_name(snapshot.load(tmp_path / "whole")), expected)
+    expect_equal(by_name(snapshot.load(tmp_path / "whole")), expected)
     assert main(["convert", str(file), str(tmp_path / "x.safetensors"), "--map", "quantised-hf"]) != 0
     assert "pass config=" in capsys.readouterr().err
     arguments = ["convert", str(file), str(tmp_path / "x.safetensors"), "--map", "quantised-hf", "--map-config"]
     assert main([*arguments, str(folder)]) == 0
-    same(by_name(load_file(tmp_path / "x.safetensors")), expected)
+    expect_equal(by_name(load_file(tmp_path / "x.safetensors")), expected)
     live = nn.Linear(columns, rows)
     rules = TensorMap(["layers.0.q_proj.{rest...} -> {rest...}"], dequantise=loaded.dequantise)
     opened.restore({"net": live}, map=rules, cast="same_kind")
-    same(live.weight.data, weight.float())
-    same(live.bias.data, expected["layers.0.q_proj.bias"].float())
+    expect_equal(live.weight.data, weight.float())
+    expect_equal(live.bias.data, expected["layers.0.q_proj.bias"].float())
     state = StateDict(weight=torch.zeros_like(weight), bias=torch.zeros_like(expected["layers.0.q_proj.bias"]))
     opened.restore({"net": state}, map=rules, atomic=True)
-    same(state["weight"], weight)
+    expect_equal(state["weight"], weight)
 
 
 def test_dequantise_then_tensor_map_rules_apply_to_the_weights(samples):
@@ -77,7 +77,7 @@ def test_dequantise_then_tensor_map_rules_apply_to_the_weights(samples):
     rules = [json.loads(json.dumps(each).replace("{i}", "layers.{i}.q_proj")) for each in rules]
     made = snapshot.load(folder / "model.safetensors", map=TensorMap(rules, dequantise="gptq"))
     first, second = (made[f"layers.0.q_proj.{name}"] for name in ("first", "second"))
-    same(torch.cat([first, second], 1), weight.T.contiguous())
+    expect_equal(torch.cat([first, second], 1), weight.T.contiguous())
     assert "gptq" in repr(TensorMap(rules, dequantise="gptq"))
     assert "dequantise" not in repr(TensorMap(rules, dequantise="gptq").reversed())
 
@@ -104,7 +104,7 @@ def test_dequantise_with_the_reverse_of_a_shipped_tensor_map(samples, tmp_path):
     assert found_map.dequantise == "awq"
     assert TensorMap.load("gguf-hf", tmp_path).dequantise is None
     save_file({name: each.contiguous() for name, each in expected.items()}, tmp_path / "plain.safetensors")
-    same(
+    expect_equal(
         by_name(snapshot.load(tmp_path / "model.safetensors", map=found_map)),
         by_name(snapshot.load(tmp_path / "plain.safetensors", map=expected_map)),
     )
@@ -117,7 +117,7 @@ def test_dequantise_from_a_bucket(samples, name, moto):
     loaded = TensorMap.load("quantised-hf", samples / name)
     with on_s3(samples / name, moto) as (_, url, options):
         opened = Snapshot(url, storage_options=options)
-        same(by_name(snapshot.load(opened, map=loaded)), expected)
+        expect_equal(by_name(snapshot.load(opened, map=loaded)), expected)
         row = opened.read_object("0/layers.0.q_proj.weight", box=[5], map=loaded)
         assert torch.equal(row, expected["layers.0.q_proj.weight"][5])
 
@@ -137,7 +137,7 @@ def test_dequantise_reads_parts_of_a_weight_from_several_files(samples, tmp_path
         save_file({name: state[name] for name in state if files[name] == file}, tmp_path / file)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     expected = by_name(load_file(samples / "nf4-nested" / "expected.safetensors"))
-    same(by_name(snapshot.load(tmp_path, map=TensorMap([], dequantise="bitsandbytes"))), expected)
+    expect_equal(by_name(snapshot.load(tmp_path, map=TensorMap([], dequantise="bitsandbytes"))), expected)
     largest = max(tmp_path.glob("*-of-*"), key=lambda file: file.stat().st_size)
     largest.write_bytes(largest.read_bytes() + b"\0")
     with pytest.raises(CorruptSnapshotError, match="of-00003"):
@@ -327,7 +327,7 @@ def test_dequantise_reads_only_safetensors_files(tmp_path):
             snapshot.load(tmp_path / name, map=loaded)
         Snapshot(tmp_path / name).convert(Target(tmp_path / f"{name}.safetensors", "safetensors"))
         made = snapshot.load(tmp_path / f"{name}.safetensors", map=loaded)
-        same(made, {"m.weight": torch.full((32, 64), -1.0, dtype=torch.float16)})
+        expect_equal(made, {"m.weight": torch.full((32, 64), -1.0, dtype=torch.float16)})
 
 
 def test_dequantise_refuses_too_many_tables(tmp_path, monkeypatch):

@@ -91,7 +91,7 @@ def _restore(path, kind, by):
     return found, moments
 
 
-def _expect_equal(got, expected):
+def _expect_state(got, expected):
     for mine, theirs in zip(got, expected, strict=True):
         if isinstance(theirs, list):
             assert len(mine) == len(theirs)
@@ -105,10 +105,10 @@ def _expect_equal(got, expected):
 @pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
 def test_rank_files_of_verl_restore_on_any_world_size(two, three, folder, kind, by):
     expected = two.run(_write_verl, folder)[0]
-    _expect_equal(_restore(folder, "plain", by), expected)
+    _expect_state(_restore(folder, "plain", by), expected)
     for pool in (two, three):
         for got in pool.run(_restore, folder, kind, by):
-            _expect_equal(got, expected)
+            _expect_state(got, expected)
 
 
 def test_rank_files_are_all_read_by_every_verb(two, folder, tmp_path):
@@ -231,7 +231,7 @@ def test_rank_files_of_other_torch_versions_are_read(versions, version, tmp_path
     optimizer = torch.optim.AdamW(model.parameters(), lr=7.0)
     Snapshot(path).restore({"train": ModelState(_other(model), optimizer)})
     moments = list(optimizer.state_dict()["state"].values())
-    _expect_equal((dict(model.state_dict()), moments), (expected["model"], expected["moments"]))
+    _expect_state((dict(model.state_dict()), moments), (expected["model"], expected["moments"]))
     assert optimizer.param_groups[0]["lr"] == 0.25
     assert Snapshot(path).verify()
 

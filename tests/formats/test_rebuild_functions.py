@@ -11,7 +11,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from snapshot import Snapshot, StateDict, Target, UnsafeObjectError, UnsupportedFormatError
-from tests.helpers.foreign_states import bits, repacked, same
+from tests.helpers.foreign_states import repacked
+from tests.helpers.states import bits, expect_equal
 
 LONG = 300_000
 
@@ -38,27 +39,21 @@ def with_bits():
     }
 
 
-def equal(found, expected):
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert bits(found[name]) == bits(tensor), name
-
-
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 def test_torch_file_conj_and_neg_views_are_read(tmp_path, method):
     held = with_bits()
     torch.save(held, tmp_path / "a.pt")
     repacked(tmp_path / "a.pt", tmp_path / "b.pt", method)
     snapshot = Snapshot(tmp_path / "b.pt")
-    equal(snapshot.read_object("0"), held)
+    expect_equal(snapshot.read_object("0"), held)
     live = StateDict({name: torch.zeros_like(each) for name, each in held.items()})
     snapshot.restore({"all": live})
-    equal(live, held)
+    expect_equal(live, held)
     for name, tensor in held.items():
         assert bits(snapshot.read_object(f"0/{name}", box=[slice(1, 3)])) == bits(tensor[1:3]), name
     for to in ("snapshot", "torch", "dcp"):
         snapshot.convert(Target(tmp_path / to, to))
-        equal(Snapshot(tmp_path / to).read_object("0"), held)
+        expect_equal(Snapshot(tmp_path / to).read_object("0"), held)
     assert not Snapshot.diff(tmp_path / "snapshot", tmp_path / "b.pt").changed
 
 
@@ -68,7 +63,7 @@ def test_torch_file_of_the_other_byte_order_is_read(tmp_path, method):
     held["neg"] = torch.rand(40, dtype=torch.cfloat).conj().imag
     torch.save(held, tmp_path / "a.pt")
     repacked(tmp_path / "a.pt", tmp_path / "b.pt", method, swap=True)
-    equal(Snapshot(tmp_path / "b.pt").read_object("0"), held)
+    expect_equal(Snapshot(tmp_path / "b.pt").read_object("0"), held)
 
 
 def test_dcp_conj_and_neg_views_are_read(tmp_path):
@@ -77,8 +72,8 @@ def test_dcp_conj_and_neg_views_are_read(tmp_path):
     with pytest.warns(UserWarning, match="single process"):
         dcp.save(held | objects, checkpoint_id=tmp_path / "d")
     found = Snapshot(tmp_path / "d").read_object("0")
-    same([bits(each) for each in found.pop("objects")[:2]], [bits(held["conj"]), bits(held["neg"])])
-    equal(found, held)
+    expect_equal([bits(each) for each in found.pop("objects")[:2]], [bits(held["conj"]), bits(held["neg"])])
+    expect_equal(found, held)
 
 
 class Rebuilds:

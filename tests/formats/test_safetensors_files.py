@@ -10,7 +10,8 @@ from torch import nn
 
 from snapshot import CorruptSnapshotError, RestoreError, Snapshot, StateDict, UnsupportedFormatError
 from snapshot.tensors.memory import SAFETENSORS
-from tests.helpers.foreign_states import DTYPES, of_dtype, same
+from tests.helpers.foreign_states import DTYPES, of_dtype
+from tests.helpers.states import expect_equal
 
 KNOWN = [dtype for dtype in DTYPES if str(dtype).removeprefix("torch.") in SAFETENSORS]
 
@@ -28,7 +29,7 @@ def tensors():
 def test_safetensors_file_is_recognised_by_its_content(tmp_path):
     save_file(tensors(), tmp_path / "weights.bin", metadata={"format": "pt", "note": "x"})
     snapshot = Snapshot(tmp_path / "weights.bin")
-    same(dict(sorted(snapshot.read_object("0").items())), dict(sorted(tensors().items())))
+    expect_equal(dict(sorted(snapshot.read_object("0").items())), dict(sorted(tensors().items())))
     assert snapshot.metadata.metadata == {"format": "pt", "note": "x"}
     assert snapshot.get_manifest()["0/a%2Fb%25[0]"].shape == (2,)
     report = snapshot.verify()
@@ -54,7 +55,7 @@ def test_safetensors_files_with_an_index_are_one_checkpoint(tmp_path):
         for each in other.parameters():
             each.data.zero_()
         Snapshot(place).restore({"model": other})
-        same(dict(other.state_dict()), dict(state))
+        expect_equal(dict(other.state_dict()), dict(state))
     with pytest.raises(RestoreError, match="is in the snapshot, not in the application"):
         Snapshot(tmp_path).restore({"model": nn.Sequential(nn.Linear(6, 5))})
     assert Snapshot(tmp_path).restore({"model": nn.Sequential(nn.Linear(6, 5))}, strict=False).unexpected

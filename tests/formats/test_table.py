@@ -133,7 +133,7 @@ def tensors_of(path):
     }
 
 
-def expect_equal(found, expected):
+def expect_tensors(found, expected):
     assert found.keys() == expected.keys()
     assert all(equal(found[name], expected[name]) for name in expected)
 
@@ -165,7 +165,7 @@ def converts(path, folder):
         exclude = beyond if to == "safetensors" else []  # which has no complex numbers
         target = folder / f"to-{to}{end}"
         Snapshot(path).convert(Target(target, to), exclude=exclude)
-        expect_equal(load(target), load(path, exclude=exclude))
+        expect_tensors(load(target), load(path, exclude=exclude))
 
 
 def moments(path, folder):
@@ -182,7 +182,7 @@ def remote(path, folder):
             await storage.put(each.relative_to(root).as_posix(), each.read_bytes())
 
     use(url, {}, upload)
-    expect_equal(load(f"{url}/{path.name}" if path.is_file() else url), load(path))
+    expect_tensors(load(f"{url}/{path.name}" if path.is_file() else url), load(path))
 
 
 def verifies(path, folder):

@@ -60,7 +60,7 @@ def _whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def _expect_equal(got, expected):
+def _expect_state(got, expected):
     state, moments = got
     assert all(torch.equal(state[name], each) for name, each in expected["model"].items())
     for mine, theirs in zip(moments, expected["moments"], strict=True):
@@ -69,14 +69,14 @@ def _expect_equal(got, expected):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_torch_checkpointing_restores_in_one_process(files, layout):
-    _expect_equal(_restore(files / layout, "plain"), torch.load(files / "expected.pt"))
+    _expect_state(_restore(files / layout, "plain"), torch.load(files / "expected.pt"))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_torch_checkpointing_restores_on_any_world_size(files, two, three, layout):
     for pool in (two, three):
         for got in pool.run(_restore, str(files / layout), "fsdp2"):
-            _expect_equal(got, torch.load(files / "expected.pt"))
+            _expect_state(got, torch.load(files / "expected.pt"))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

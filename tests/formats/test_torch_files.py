@@ -18,7 +18,8 @@ from snapshot import (
     UnsupportedFormatError,
 )
 from snapshot.testing import recording
-from tests.helpers.foreign_states import bits, repacked, same, state, with_numpy
+from tests.helpers.foreign_states import repacked, state, with_numpy
+from tests.helpers.states import bits, expect_equal
 
 
 @pytest.fixture
@@ -31,17 +32,19 @@ def test_torch_file_is_read_like_torch_load(saved):
     expected = torch.load(saved, weights_only=False)
     snapshot = Snapshot(saved)
     assert snapshot.exists()
-    same(snapshot.read_object("0"), expected)
+    expect_equal(snapshot.read_object("0"), expected)
     live = StateDict()
     snapshot.restore({"everything": live})
-    same(dict(live), expected)
+    expect_equal(dict(live), expected)
     assert snapshot.metadata.format == "torch.save"
 
 
 def test_torch_file_numpy_arrays_and_scalars_are_read_without_a_pickle(tmp_path):
     held = with_numpy()
     torch.save(held | {"big": np.arange(3, dtype=">i4")}, tmp_path / "n.pt")
-    same(Snapshot(tmp_path / "n.pt").read_object("0"), held | {"big": np.arange(3, dtype="i4")})  # as torch.load has it
+    expect_equal(
+        Snapshot(tmp_path / "n.pt").read_object("0"), held | {"big": np.arange(3, dtype="i4")}
+    )  # as torch.load has it
 
 
 def test_torch_file_box_of_a_view_equals_that_of_torch_load(saved):
@@ -81,7 +84,7 @@ def test_torch_file_restores_whole_into_one_stateful_only(tmp_path):
     torch.save(model.state_dict(), tmp_path / "m.pt")
     other = nn.Linear(3, 2)
     Snapshot(tmp_path / "m.pt").restore({"net": other})
-    same(dict(other.state_dict()), dict(model.state_dict()))
+    expect_equal(dict(other.state_dict()), dict(model.state_dict()))
     with pytest.raises(RestoreError, match="has no such key"):
         Snapshot(tmp_path / "m.pt").restore({"net": other, "more": StateDict()})
     with pytest.raises(RestoreError, match=r"net/weight: the snapshot has \[2, 3\], the application \[2, 2\]"):
@@ -92,7 +95,7 @@ def test_torch_file_restores_whole_into_one_stateful_only(tmp_path):
 def test_torch_file_that_holds_no_dict_is_read(tmp_path, value):
     torch.save(value, tmp_path / "v.pt")
     found = Snapshot(tmp_path / "v.pt").read_object("0" if isinstance(value, (list, tuple)) else "0/value")
-    same(found, value)
+    expect_equal(found, value)
 
 
 def test_torch_file_restores_an_optimizer(tmp_path):
@@ -110,7 +113,7 @@ def test_torch_file_restores_an_optimizer(tmp_path):
     fresh = nn.Linear(5, 5)
     again = torch.optim.AdamW(fresh.parameters(), lr=0.5)
     Snapshot(tmp_path / "o.pt").restore({"model": fresh, "optimizer": again})
-    same(again.state_dict(), optimizer.state_dict())
+    expect_equal(again.state_dict(), optimizer.state_dict())
 
 
 class Custom:
@@ -148,14 +151,14 @@ def test_torch_file_compressed_or_big_endian_is_read(tmp_path, swap):
     method = zipfile.ZIP_STORED if swap else zipfile.ZIP_DEFLATED
     repacked(tmp_path / "plain.pt", tmp_path / "x.pt", method, swap=swap)
     if swap:
-        same(torch.load(tmp_path / "x.pt"), tensors)
+        expect_equal(torch.load(tmp_path / "x.pt"), tensors)
     snapshot = Snapshot(tmp_path / "x.pt")
-    same(snapshot.read_object("0"), tensors)
+    expect_equal(snapshot.read_object("0"), tensors)
     assert torch.equal(snapshot.read_object("0/a", box=[slice(250_000, 250_003)]), tensors["a"][250_000:250_003])
     assert torch.equal(snapshot.read_object("0/b", box=[5]), tensors["b"][5])
     live = {name: torch.zeros_like(each) for name, each in tensors.items()}
     snapshot.restore({"s": StateDict(live)}, memory_budget_bytes=4 << 20)
-    same(live, tensors)
+    expect_equal(live, tensors)
     assert snapshot.verify()
 
 
@@ -224,7 +227,9 @@ def test_torch_file_containers_keep_their_type(tmp_path):
     }
     torch.save(value, tmp_path / "k.pt")
     found = Snapshot(tmp_path / "k.pt").read_object("0")
-    same({name: found[name] for name in value if name != "module"}, {n: v for n, v in value.items() if n != "module"})
+    expect_equal(
+        {name: found[name] for name in value if name != "module"}, {n: v for n, v in value.items() if n != "module"}
+    )
     assert found["default"].default_factory is list
     assert found["deque"].maxlen == 5
     assert found["module"]._metadata == value["module"]._metadata
@@ -247,7 +252,7 @@ def test_torch_file_numbered_optimizer_state_restores_into_model_state(tmp_path)
     report = Snapshot(tmp_path / "x.pt").restore({"t": ModelState(live, other)})
     assert [(line.kind, line.path) for line in report] == [("unused", "epoch")]
     for mine, saved in zip(live.parameters(), model.parameters(), strict=True):
-        same(other.state[mine], optimizer.state[saved])
+        expect_equal(other.state[mine], optimizer.state[saved])
     assert [group["lr"] for group in other.param_groups] == [0.001, 0.5]
 
 

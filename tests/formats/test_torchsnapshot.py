@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from snapshot import CorruptSnapshotError, RNGState, Snapshot, StateDict, UnsafeObjectError
 from tests.formats.torchsnapshot_states import everything
-from tests.helpers.foreign_states import bits, same
+from tests.helpers.states import bits, expect_equal
 
 NIGHTLY = Path(os.environ.get("SNAPSHOT_TEST_NIGHTLY", Path.home() / ".cache/snapshot-tests/nightly"))
 
@@ -49,10 +49,10 @@ def test_torchsnapshot_every_entry_type_is_read(taken):
     assert kinds == {
         "list", "dict", "OrderedDict", "int", "str", "bool", "bytes", "float", "Tensor", "ChunkedTensor", "object",
     }  # fmt: skip
-    same(snapshot.read_object("0/m"), state)
+    expect_equal(snapshot.read_object("0/m"), state)
     live = StateDict({name: each if name == "set" else None for name, each in state.items()})
     snapshot.restore({"m": live})
-    same(dict(live), state)
+    expect_equal(dict(live), state)
     assert snapshot.metadata.format == "torchsnapshot"
     assert snapshot.verify()
     assert (path / "batched").exists() == any("batched" in e for e in map(str, path.rglob("*")))
@@ -69,7 +69,7 @@ def test_torchsnapshot_restore_equals_that_of_torchsnapshot(taken):
         library.Snapshot(str(path)).restore({"m": other})
     live = StateDict(everything())
     Snapshot(path).restore({"m": live})
-    same(dict(live), dict(other))
+    expect_equal(dict(live), dict(other))
 
 
 def test_torchsnapshot_box_of_a_chunked_tensor_and_of_a_slab(taken):
@@ -107,7 +107,7 @@ def test_torchsnapshot_yaml_manifest_is_read(taken):
     text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
     (path / ".snapshot_metadata").write_text(text)
     assert SnapshotMetadata.from_yaml(text).manifest.keys() == document["manifest"].keys()
-    same(Snapshot(path).read_object("0/m"), state)
+    expect_equal(Snapshot(path).read_object("0/m"), state)
 
 
 def test_torchsnapshot_quantised_tensors_need_allow_pickle(tmp_path):
@@ -153,7 +153,7 @@ class Leaf:
 @pytest.mark.parametrize("value", [torch.arange(3), (1, 2)], ids=["tensor", "tuple"])
 def test_torchsnapshot_state_dict_that_is_a_leaf_is_read(tmp_path, value):
     take(tmp_path / "s", {"x": Leaf(value)})
-    same(Snapshot(tmp_path / "s").read_object("0/x"), value)
+    expect_equal(Snapshot(tmp_path / "s").read_object("0/x"), value)
 
 
 def test_torchsnapshot_missing_or_short_file_is_named(taken):
@@ -243,7 +243,7 @@ def test_torchsnapshot_shards_of_two_ranks_restore_into_other_shards(two, tmp_pa
     assert snapshot.read_object("1/m/rank") == 1
     live = StateDict(sharded=torch.zeros(10, 3), shared=torch.zeros(4, 4), own=torch.ones(2), rank=None)
     snapshot.restore({"m": live})
-    same(dict(live), {"sharded": whole, "shared": shared, "own": torch.zeros(2), "rank": 0})
+    expect_equal(dict(live), {"sharded": whole, "shared": shared, "own": torch.zeros(2), "rank": 0})
     assert snapshot.verify()
 
 
@@ -297,7 +297,7 @@ def test_torchsnapshot_nightly_snapshots_are_read(tmp_path, warm):
     if not (NIGHTLY / "torchsnapshot").is_dir():
         pytest.skip(f"there is no torchsnapshot-nightly in {NIGHTLY}: pip install --no-deps --target it")
     printed = warm.run(ON_NIGHTLY, tmp_path / "s", NIGHTLY, Path(__file__).parents[2])
-    same(Snapshot(tmp_path / "s").read_object("0/m"), everything())
+    expect_equal(Snapshot(tmp_path / "s").read_object("0/m"), everything())
     assert Snapshot(tmp_path / "s").verify()
     print(printed)
     if "with DTensor" in printed:

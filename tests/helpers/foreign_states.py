@@ -23,32 +23,6 @@ def of_dtype(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return raw.view(dtype).view(shape)
 
 
-def same(a: Any, b: Any, path: str = "") -> None:
-    """Raise unless two values are equal in type, order and bits."""
-    assert type(a) is type(b), (path, type(a), type(b))
-    if isinstance(a, torch.Tensor):
-        assert (a.dtype, a.shape, a.requires_grad) == (b.dtype, b.shape, b.requires_grad), path
-        assert bits(a) == bits(b), path
-    elif isinstance(a, np.ndarray):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape), path
-        assert a.tobytes() == b.tobytes(), path
-    elif isinstance(a, dict):
-        assert list(a) == list(b), (path, list(a), list(b))
-        for key in a:
-            same(a[key], b[key], f"{path}/{key}")
-    elif isinstance(a, (list, tuple, collections.deque)):
-        assert len(a) == len(b), path
-        for number, pair in enumerate(zip(a, b, strict=True)):
-            same(*pair, f"{path}/{number}")
-    else:
-        assert a == b or (a != a and b != b), (path, a, b)  # noqa: PLR0124 - NaN
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return bytes(plain.view(-1).view(torch.uint8).numpy().tobytes()) if plain.numel() else b""
-
-
 def state() -> dict[str, Any]:
     """Everything that a checkpoint of somebody's may hold, and torch's careful reader takes."""
     base = torch.arange(600 * 700, dtype=torch.float32).view(600, 700)

@@ -8,34 +8,64 @@ import numpy as np
 import torch
 
 
-def equal(a, b):  # noqa: PLR0911 - a line per kind
+def equal(a, b):
     """Return whether two values are equal in type and in every bit.
 
     Tensors also have the same dtype, shape, layout, device and `requires_grad`. A NaN is equal to a NaN of the
     same bits, and 0.0 is not equal to -0.0. Dictionaries have the same keys, of the same types and in the same order.
     """
+    return not find_difference(a, b)
+
+
+def expect_equal(a, b, path="", *, ordered=True):
+    """Raise AssertionError unless two values are equal in type and in every bit, with the place where they differ.
+
+    If not `ordered`, dictionaries may have their keys in different orders.
+    """
+    difference = find_difference(a, b, path, ordered)
+    assert not difference, difference
+
+
+def find_difference(a, b, path="", ordered=True):  # noqa: PLR0911, PLR0912 - a line per kind
+    """Return the place where two values differ, with what differs there. It is empty if they are equal."""
     if type(a) is not type(b):
-        return False
+        return f"{path}: {type(a)} and {type(b)}"
     if isinstance(a, torch.Tensor):
-        return (
-            a.dtype == b.dtype
-            and a.shape == b.shape
-            and a.layout == b.layout
-            and a.device == b.device
-            and a.requires_grad == b.requires_grad
-            and bits(a) == bits(b)
-        )
+        if hasattr(a, "__tensor_flatten__"):
+            names, _ = a.__tensor_flatten__()
+            return _first(
+                find_difference(getattr(a, name), getattr(b, name), f"{path}.{name}", ordered) for name in names
+            )
+        for what in ("dtype", "shape", "layout", "device", "requires_grad"):
+            if getattr(a, what) != getattr(b, what):
+                return f"{path}: {what} {getattr(a, what)} and {getattr(b, what)}"
+        return "" if bits(a) == bits(b) else f"{path}: {a} and {b}"
     if isinstance(a, (np.ndarray, np.generic)):
-        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-    if isinstance(a, dict):
-        return list(map(typed, a)) == list(map(typed, b)) and all(map(equal, a.values(), b.values()))
-    if isinstance(a, (list, tuple, collections.deque)):
-        return len(a) == len(b) and all(map(equal, a, b))
-    if isinstance(a, float):
-        return struct.pack("d", a) == struct.pack("d", b)
-    if isinstance(a, complex):
-        return equal(a.real, b.real) and equal(a.imag, b.imag)
-    return a == b
+        same = a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    elif isinstance(a, dict):
+        order = list if ordered else set
+        if order(map(typed, a)) != order(map(typed, b)):
+            return f"{path}: keys {list(a)} and {list(b)}"
+        return _first(find_difference(a[key], b[key], f"{path}/{key}", ordered) for key in a)
+    elif isinstance(a, (list, tuple, collections.deque)):
+        if len(a) != len(b):
+            return f"{path}: {len(a)} and {len(b)} elements"
+        return _first(
+            find_difference(x, y, f"{path}/{at}", ordered) for at, (x, y) in enumerate(zip(a, b, strict=True))
+        )
+    elif isinstance(a, float):
+        same = struct.pack("d", a) == struct.pack("d", b)
+    elif isinstance(a, complex):
+        return find_difference((a.real, a.imag), (b.real, b.imag), path, ordered)
+    elif type(a).__eq__ is object.__eq__ and hasattr(a, "__dict__"):
+        return find_difference(vars(a), vars(b), path, ordered)
+    else:
+        same = a == b
+    return "" if same else f"{path}: {a!r} and {b!r}"
+
+
+def _first(differences):
+    return next(filter(None, differences), "")
 
 
 def typed(key):
@@ -55,7 +85,8 @@ def bits(tensor):
     if tensor.is_quantized:
         return tensor.int_repr().numpy().tobytes()
     plain = tensor
-    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+    # one element is contiguous with any stride
+    if not tensor.is_contiguous() or tensor.numel() < 2 or tensor.is_conj() or tensor.is_neg():
         plain = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
     return plain.view(-1).view(torch.uint8).numpy().tobytes()
 

@@ -60,7 +60,7 @@ def written(live):
     }
 
 
-def same(live):
+def is_as_saved(live):
     """Whether it is exactly what was saved."""
     ours, saved = live["s"], state()["s"]
     if ours.keys() != saved.keys():
@@ -116,7 +116,7 @@ def look(snapshot):
         live = blank()
         error = caught(snapshot.restore, live, atomic=atomic)
         if error is None:
-            assert same(live), "a wrong value came back"
+            assert is_as_saved(live), "a wrong value came back"
             continue
         met = True
         assert not live["s"].given, "load_state_dict was called"

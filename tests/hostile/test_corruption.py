@@ -9,7 +9,17 @@ import torch
 from snapshot import CorruptSnapshotError, Snapshot, SnapshotError, StateDict, StorageError
 from snapshot.manifest.document import METADATA, decode_document
 from snapshot.testing import faulty
-from tests.hostile.damaged_snapshot import blank, files_of, flipped, look, ranges, same, state, take_to_memory, written
+from tests.hostile.damaged_snapshot import (
+    blank,
+    files_of,
+    flipped,
+    is_as_saved,
+    look,
+    ranges,
+    state,
+    take_to_memory,
+    written,
+)
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +34,7 @@ def test_corruption_test_snapshot_is_small_and_verifies(small):
     assert snapshot.verify()
     live = blank()
     snapshot.restore(live)
-    assert same(live)
+    assert is_as_saved(live)
     covered = sum(end - begin for _, begin, end, _ in ranges(snapshot))
     assert covered == sum(len(array) for path, array in arrays.items() if path != METADATA)
 
@@ -295,4 +305,4 @@ def test_verify_and_restore_succeed_after_damage_is_repaired(taken):
     assert snapshot.verify()
     live = blank()
     snapshot.restore(live)
-    assert same(live)
+    assert is_as_saved(live)

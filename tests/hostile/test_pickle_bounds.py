@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from snapshot import CorruptSnapshotError, Snapshot, SnapshotError
 from snapshot.formats.pickled_objects import load_object
-from tests.helpers.foreign_states import same
+from tests.helpers.states import expect_equal
 from tests.hostile.hostile_snapshots import bounded
 from tests.hostile.pickle_opcodes import archive
 
@@ -108,4 +108,4 @@ def test_torch_file_with_a_real_optimizer_state_is_read(tmp_path, method):
         for member in old.infolist():
             new.writestr(member.filename, old.read(member))
     with warnings.catch_warnings(action="ignore"):
-        same(Snapshot(tmp_path / "b.pt").read_object("0"), held)
+        expect_equal(Snapshot(tmp_path / "b.pt").read_object("0"), held)

@@ -37,6 +37,7 @@ from snapshot import (
     UnsafeObjectError,
 )
 from snapshot.interop.lightning import SnapshotCallback, SnapshotCheckpointIO
+from tests.helpers.states import expect_equal
 from tests.interop.forked_ranks import die_at, fork_ranks, kill_fork, kill_ranks
 
 pytestmark = [pytest.mark.filterwarnings("ignore:" + text) for text in (
@@ -59,23 +60,6 @@ QUIET = {
     "enable_progress_bar": False,
     "enable_model_summary": False,
 }
-
-
-def same(one, other, path=""):
-    assert type(one) is type(other), f"{path}: {type(one)} and {type(other)}"
-    if isinstance(one, dict):
-        assert list(one) == list(other), path
-        for key in one:
-            same(one[key], other[key], f"{path}/{key}")
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other), path
-        for i, (a, b) in enumerate(zip(one, other, strict=True)):
-            same(a, b, f"{path}/{i}")
-    elif isinstance(one, (torch.Tensor, np.ndarray)):
-        assert one.dtype == other.dtype, path
-        assert bool((one == other).all()), path
-    else:
-        assert one == other, path
 
 
 def _rank(rank, folder, answers):
@@ -106,9 +90,9 @@ def _rank(rank, folder, answers):
         for steps in (12, 20):  # the group stays, as it would not in a job
             resumed = example.train(folder / "broken", steps, **options)
         assert resumed.losses == whole.losses[-10:]
-        same(dict(whole.state_dict()), dict(resumed.state_dict()))
+        expect_equal(dict(whole.state_dict()), dict(resumed.state_dict()))
         checkpoint = SnapshotCheckpointIO().load_checkpoint(folder / "broken" / "step-20")  # each for itself
-        same(dict(checkpoint["state_dict"]), dict(resumed.state_dict()))
+        expect_equal(dict(checkpoint["state_dict"]), dict(resumed.state_dict()))
         if rank == 0:  # as Lightning has it
             SnapshotCheckpointIO().save_checkpoint({"epoch": 1}, folder / "alone")
         answers.put((rank, None, resumed.losses))
@@ -253,7 +237,7 @@ def test_lightning_resume_at_the_end_of_an_epoch_uses_the_next_order(tmp_path):
     run(tmp_path / "broken", 8)
     resumed = run(tmp_path / "broken", 12)
     assert resumed.losses == whole.losses[-4:]
-    same(dict(whole.state_dict()), dict(resumed.state_dict()))
+    expect_equal(dict(whole.state_dict()), dict(resumed.state_dict()))
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -269,14 +253,14 @@ def test_lightning_checkpoint_io_saves_model_checkpoints_as_snapshots(tmp_path, 
         tmp_path / "ours", SnapshotCheckpointIO(asynchronous=asynchronous, options=TakeOptions(durable=False))
     )
     theirs, file = run(tmp_path / "theirs", TorchCheckpointIO())
-    same(dict(ours.state_dict()), dict(theirs.state_dict()))
+    expect_equal(dict(ours.state_dict()), dict(theirs.state_dict()))
     assert ours.losses == theirs.losses
     assert Snapshot(path).verify()
     one = SnapshotCheckpointIO().load_checkpoint(path)
     other = SnapshotCheckpointIO().load_checkpoint(file)  # which is no snapshot: read as before
     for checkpoint in (one, other):
         checkpoint["callbacks"] = str(checkpoint["callbacks"]).replace("ours", "").replace("theirs", "")
-    same(one, other)
+    expect_equal(one, other)
     SnapshotCheckpointIO().remove_checkpoint(file)
     SnapshotCheckpointIO().remove_checkpoint(path)
     assert not file.exists()
@@ -301,7 +285,7 @@ def everything():
 def test_lightning_checkpoint_io_keeps_the_types_of_a_checkpoint(tmp_path):
     plugin = SnapshotCheckpointIO()
     plugin.save_checkpoint(everything(), tmp_path / "c")
-    same(plugin.load_checkpoint(tmp_path / "c"), everything())
+    expect_equal(plugin.load_checkpoint(tmp_path / "c"), everything())
     plugin.save_checkpoint({"epoch": 4}, tmp_path / "c")
     assert plugin.load_checkpoint(tmp_path / "c", map_location="cpu") == {"epoch": 4}
     plugin.remove_checkpoint(tmp_path / "c")
@@ -452,7 +436,7 @@ def test_lightning_callback_does_not_save_during_gradient_accumulation(tmp_path)
     run(tmp_path / "broken", 3)
     resumed = run(tmp_path / "broken", 6)
     assert resumed.losses == whole.losses[-6:]
-    same(dict(whole.state_dict()), dict(resumed.state_dict()))
+    expect_equal(dict(whole.state_dict()), dict(resumed.state_dict()))
 
 
 def test_lightning_callback_saves_the_rng_state(tmp_path):

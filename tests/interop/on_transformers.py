@@ -43,6 +43,7 @@ from snapshot.interop.trainer_folders import MARK, delete_old, find_last, put_ba
 from snapshot.interop.transformers import SnapshotTrainerMixin
 from snapshot.interop.weight_digests import FOLDER, KEY, STATE, STATE_DIGEST, STATE_KEY, compare_weights, digest_weights
 from snapshot.io.url import URL
+from tests.helpers.states import expect_equal
 from tests.interop.forked_ranks import fork_ranks
 
 pytestmark = [
@@ -64,18 +65,12 @@ example = _example("huggingface_trainer")
 loop = _example("accelerate_loop")
 
 
-def same(one, other):
-    assert one.keys() == other.keys()
-    for name in one:
-        assert torch.equal(one[name], other[name]), name
-
-
 def _trainer(folder):
     whole, weights = example.train(folder / "whole")
     example.train(folder / "broken", stop_at=3)
     resumed, others = example.train(folder / "broken", resume=True)
     assert resumed[-4:] == whole[-4:]
-    same(weights, others)
+    expect_equal(weights, others, ordered=False)
 
 
 class Background(example.SnapshotTrainer):
@@ -195,7 +190,7 @@ def test_trainer_own_checkpoint_is_resumed(tmp_path, whole):
     assert (tmp_path / "broken" / "checkpoint-2" / "optimizer.pt").exists()
     resumed, others = example.train(tmp_path / "broken", resume=True)
     assert resumed[-4:] == losses[-4:]
-    same(weights, others)
+    expect_equal(weights, others, ordered=False)
     assert Snapshot(tmp_path / "broken" / "checkpoint-6" / FOLDER).exists()
 
 
@@ -243,7 +238,7 @@ def test_trainer_damaged_weights_are_found_and_the_checkpoint_before_is_resumed(
     resumed, others = example.train(tmp_path, resume=True, kind=kind)
     assert "checkpoint-4: is damaged, and is passed over" in caplog.text
     assert resumed[-4:] == losses[-4:]
-    same(weights, others)
+    expect_equal(weights, others, ordered=False)
     assert main(["verify", str(tmp_path / "checkpoint-6")]) == 0
 
 
@@ -424,7 +419,7 @@ def test_trainer_uncommitted_checkpoint_is_skipped(tmp_path, whole, caplog):
     (tmp_path / "checkpoint-4" / FOLDER / ".snapshot_metadata").unlink()
     resumed, weights = example.train(tmp_path, resume=True)
     assert resumed[-4:] == whole[0][-4:]
-    same(weights, whole[1])
+    expect_equal(weights, whole[1], ordered=False)
     assert "checkpoint-4: is not complete, and is passed over" in caplog.text
 
 
@@ -720,8 +715,12 @@ def test_trainer_background_weights_are_those_of_the_step(tmp_path):
         assert {path.name for path in late.iterdir()} >= {
             path.name for path in plain.iterdir() if not path.name.startswith(("optimizer", "scheduler", "rng_state"))
         }
-        same(read_weights(plain), read_weights(late))
-        same(GPT2LMHeadModel.from_pretrained(plain).state_dict(), GPT2LMHeadModel.from_pretrained(late).state_dict())
+        expect_equal(read_weights(plain), read_weights(late), ordered=False)
+        expect_equal(
+            GPT2LMHeadModel.from_pretrained(plain).state_dict(),
+            GPT2LMHeadModel.from_pretrained(late).state_dict(),
+            ordered=False,
+        )
 
 
 @pytest.mark.parametrize("kind", [example.SnapshotTrainer, Background])
@@ -745,7 +744,7 @@ def test_trainer_model_with_other_file_names_resumes_exactly(tmp_path, kind, rea
 
     whole = train(tmp_path / "whole", 4)
     train(tmp_path / "broken", 2)
-    same(train(tmp_path / "broken", 4, resume=True), whole)
+    expect_equal(train(tmp_path / "broken", 4, resume=True), whole, ordered=False)
     assert read_weights(tmp_path / "broken" / "checkpoint-4").keys() != whole.keys()
     Snapshot(tmp_path / "broken" / "checkpoint-4" / FOLDER).delete()  # as without the mixin
     with pytest.raises(SnapshotError, match="checkpoint-4: its weights have other names than those of the model"):
@@ -771,7 +770,7 @@ def test_trainer_adapters_of_a_model_with_other_file_names_are_loaded(tmp_path):
 
     first = train(0, 2)
     assert first
-    same(train(1, 4, resume=True), first)
+    expect_equal(train(1, 4, resume=True), first, ordered=False)
     assert "0/model" not in Snapshot(tmp_path / "run" / "checkpoint-4" / FOLDER).get_manifest()
 
 
@@ -795,7 +794,7 @@ def test_trainer_background_writes_adapters(tmp_path, adapters):
     assert len(written[0]) == adapters
     assert written[0].keys() == written[1].keys()
     for name, tensors in written[0].items():
-        same(tensors, written[1][name])
+        expect_equal(tensors, written[1][name], ordered=False)
 
 
 def test_trainer_background_writes_models_without_save_pretrained_or_optimizer(tmp_path):
@@ -814,7 +813,7 @@ def test_trainer_background_writes_models_without_save_pretrained_or_optimizer(t
     model = Plain()
     Background(model, arguments, train_dataset=[{"x": torch.ones(2)}] * 8).train()
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
-    same(read_weights(tmp_path / "checkpoint-2"), model.state_dict())
+    expect_equal(read_weights(tmp_path / "checkpoint-2"), model.state_dict(), ordered=False)
     assert not (tmp_path / "checkpoint-2" / MARK).exists()
 
 
@@ -903,7 +902,7 @@ def test_trainer_grad_scaler_is_restored(tmp_path, background):
     example.train(tmp_path / "broken", stop_at=5, kind=Noted)
     resumed, others = example.train(tmp_path / "broken", resume=True, kind=Noted)
     assert resumed[-2:] == whole[-2:]
-    same(weights, others)
+    expect_equal(weights, others, ordered=False)
     assert seen[0] == [(0, 16.0, 0), (1, 16.0, 1), (2, 32.0, 0), (3, 32.0, 1), (4, 64.0, 0), (5, 64.0, 1)]
     assert seen[2] == seen[0][4:]
     assert Snapshot(tmp_path / "broken" / "checkpoint-4" / FOLDER).read_object("0/scaler/scale") == 64.0

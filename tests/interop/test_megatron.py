@@ -11,6 +11,7 @@ import torch.distributed as dist
 from snapshot import RankError, RestoreError, Snapshot, SnapshotError, Target
 from snapshot.interop.megatron import MegatronState
 from tests.helpers.rank_pool import Pool
+from tests.helpers.states import expect_equal
 from tests.interop.megatron_dirs import LAYERS, Split, load, megatron, save, sharded, write_directory
 
 pytestmark = pytest.mark.libraries
@@ -37,24 +38,6 @@ def alone(rank):
     return groups[rank]
 
 
-def same(one, other, path=""):
-    """Raise unless two state dicts are equal in every bit, type and key."""
-    assert type(one) is type(other), f"{path}: {type(one)} and {type(other)}"
-    if isinstance(one, dict):
-        assert one.keys() == other.keys(), f"{path}: {one.keys()} and {other.keys()}"
-        for key in one:
-            same(one[key], other[key], f"{path}/{key}")
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other), path
-        for i, (a, b) in enumerate(zip(one, other, strict=True)):
-            same(a, b, f"{path}/{i}")
-    elif isinstance(one, torch.Tensor):
-        assert one.dtype == other.dtype, path
-        assert torch.equal(one, other), f"{path}: {one} and {other}"
-    else:
-        assert one == other, path
-
-
 def unwrapped(value):
     """A state dict with what its wrappers hold in their places: what a restore is to give."""
     if isinstance(value, dict):
@@ -70,7 +53,7 @@ def restored(path, split, pg=None):
     state, live = sharded(split, blank=True)
     stateful = MegatronState(state, pg=pg)
     Snapshot(path, pg).restore({"megatron": stateful})
-    same(stateful.loaded, unwrapped(sharded(split)[0]))
+    expect_equal(stateful.loaded, unwrapped(sharded(split)[0]), ordered=False)
     return stateful.loaded, live
 
 
@@ -128,7 +111,7 @@ def _in_place(path):
     Snapshot.take(f"{path}-again", {"megatron": MegatronState(again)})  # goes by what the restored one had agreed on
     stateful = MegatronState(sharded(split, blank=True)[0])
     Snapshot(f"{path}-again").restore({"megatron": stateful})
-    same(stateful.loaded, unwrapped({**sharded(split)[0], "iteration": 8}))
+    expect_equal(stateful.loaded, unwrapped({**sharded(split)[0], "iteration": 8}), ordered=False)
 
 
 def test_megatron_state_restores_tensors_in_place(two, tmp_path):
@@ -144,7 +127,7 @@ def _against_megatron(folder, saved, wanted):
     one = load(sharded(split, blank=True)[0], theirs)
     stateful = MegatronState(lambda: sharded(split, blank=True)[0])
     Snapshot(ours).restore({"megatron": stateful})
-    same(stateful.loaded, one)
+    expect_equal(stateful.loaded, one, ordered=False)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +151,7 @@ def _from_megatrons(folder, wanted):
     split = Split(**wanted, rank=dist.get_rank())
     stateful = MegatronState(lambda: sharded(split, blank=True)[0])
     Snapshot(folder).restore({"megatron": stateful})
-    same(stateful.loaded, load(sharded(split, blank=True)[0], folder))
+    expect_equal(stateful.loaded, load(sharded(split, blank=True)[0], folder), ordered=False)
 
 
 @pytest.mark.parametrize("wanted", [{"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "padded": 20}])
@@ -229,7 +212,7 @@ def _planned(path):
         pending.wait()
     found = MegatronState(sharded(split, blank=True)[0])
     Snapshot(f"{path}-1").restore({"megatron": found})
-    same(found.loaded["model"]["final_norm.weight"], state["model"]["final_norm.weight"].data - 1)
+    expect_equal(found.loaded["model"]["final_norm.weight"], state["model"]["final_norm.weight"].data - 1)
     return plan.bytes_per_rank
 
 
@@ -342,7 +325,7 @@ def _odd_structures(path):
     stateful = MegatronState(state(0.0), found.append)
     Snapshot(path).restore({"m": stateful})
     assert found == [stateful.loaded]
-    same(stateful.loaded, unwrapped({**state(1.0), 5: {"deep": [{"x": [0.0]}]}}))
+    expect_equal(stateful.loaded, unwrapped({**state(1.0), 5: {"deep": [{"x": [0.0]}]}}), ordered=False)
     shorter = state(0.0)
     del shorter["mixed"][2]
     with pytest.raises(RestoreError, match="common_state/mixed: the snapshot has a list of 3 here"):
@@ -370,7 +353,9 @@ def _parts_of_it(path):
         Snapshot(path).restore({"m": MegatronState(weights)})
     stateful = MegatronState(weights)
     Snapshot(path).restore({"m": stateful}, strict=False)
-    same(stateful.loaded["model"]["layers.1.out.weight"], unwrapped(sharded(split)[0])["model"]["layers.1.out.weight"])
+    expect_equal(
+        stateful.loaded["model"]["layers.1.out.weight"], unwrapped(sharded(split)[0])["model"]["layers.1.out.weight"]
+    )
 
 
 def test_megatron_state_select_restores_a_part_and_keeps_content_metadata(two, tmp_path):
@@ -389,7 +374,7 @@ def _without_data(path):
         Snapshot.take(f"{path}-2", {"m": MegatronState(empty)}, alone(dist.get_rank()))
     stateful = MegatronState(empty)
     Snapshot(path).restore({"m": stateful})
-    same(stateful.loaded, unwrapped(state))
+    expect_equal(stateful.loaded, unwrapped(state), ordered=False)
 
 
 def test_megatron_state_tensors_without_data_are_allocated_by_restore(two, tmp_path):

@@ -1,6 +1,5 @@
 """Optimizers of torch and of other libraries: what a take accepts restores into itself, bit for bit."""
 
-import collections
 import contextlib
 import copy
 import inspect
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from snapshot import RestoreError, Snapshot, StateDict, UnsafeObjectError
-from tests.helpers.foreign_states import bits
+from tests.helpers.states import expect_equal
 
 pytestmark = pytest.mark.libraries
 
@@ -83,29 +82,6 @@ def step(model, optimizer, seed):
         optimizer.step(closure)
 
 
-def equal(a, b, path=""):
-    """Raise unless two values are equal in type and bits."""
-    assert type(a) is type(b), path
-    if isinstance(a, torch.Tensor) and hasattr(a, "__tensor_flatten__"):
-        for name in a.__tensor_flatten__()[0]:
-            equal(getattr(a, name), getattr(b, name), f"{path}.{name}")
-    elif isinstance(a, torch.Tensor):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape), path
-        assert bits(a) == bits(b), path
-    elif isinstance(a, dict):
-        assert list(map(str, a)) == list(map(str, b)), path
-        for key in a:
-            equal(a[key], b[key], f"{path}/{key}")
-    elif isinstance(a, (list, tuple, collections.deque)):
-        assert len(a) == len(b), path
-        for at, (x, y) in enumerate(zip(a, b, strict=True)):
-            equal(x, y, f"{path}/{at}")
-    elif type(a).__eq__ is object.__eq__ and hasattr(a, "__dict__"):
-        equal(vars(a), vars(b), path)
-    else:
-        assert a == b or (a != a and b != b), path  # noqa: PLR0124 - NaN
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("name", "kind"), [pytest.param(name, kind, id=name) for name, kind in classes() if name not in NOT_BUILT]
@@ -127,8 +103,8 @@ def test_optimizers_of_torch_and_other_libraries_restore_exactly(name, kind):
     fresh = model_of()
     for live, target in ((fresh, optimizer_of(kind, fresh)), (used, stepped), (model, optimizer)):
         opened.restore({"model": live, "optimizer": target})
-        equal(saved, target.state_dict())
-        equal(weights, live.state_dict())
+        expect_equal(saved, target.state_dict())
+        expect_equal(weights, live.state_dict())
 
 
 class Around(torch.optim.Optimizer):
@@ -173,9 +149,9 @@ def test_optimizer_without_param_groups_is_restored_unchanged(kind, staging):
     other = model_of()
     target = kind(torch.optim.AdamW(other.parameters()))
     snapshot.restore({"model": other, "optimizer": target})
-    equal(expected, target.state_dict())
+    expect_equal(expected, target.state_dict())
     snapshot.restore({"optimizer": target}, strict=False)
-    equal(expected, target.state_dict())
+    expect_equal(expected, target.state_dict())
 
 
 def test_optimizer_restore_from_another_kind_of_state_is_refused():

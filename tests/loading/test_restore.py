@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from snapshot import RestoreError, RNGState, Snapshot, SnapshotNotFoundError, StateDict
+from tests.helpers.states import equal
 
 URL = "memory://restore"
 
@@ -22,10 +23,6 @@ def model(hidden=4, dtype=torch.float32):
 
 def weights(module):
     return {name: value.clone() for name, value in module.state_dict().items()}
-
-
-def equal(a, b):
-    return list(a) == list(b) and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_restore_fills_a_module_in_place():

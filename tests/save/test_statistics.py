@@ -31,7 +31,7 @@ def expected(tensor):
     )  # fmt: skip
 
 
-def same(found, tensor):
+def expect_statistics(found, tensor):
     wanted = expected(tensor)
     assert (found.count, found.nan, found.infinite, found.zero) == wanted[:4]
     assert found.norm == pytest.approx(wanted[4], rel=1e-5)
@@ -42,9 +42,9 @@ def same(found, tensor):
 @given(st.lists(NUMBERS, max_size=40), st.integers(0, 40))
 def test_statistics_of_any_numbers_whole_and_in_parts(numbers, cut):
     tensor = torch.tensor(numbers, dtype=torch.float32)
-    assert same(measure_tensor(tensor), tensor)
+    assert expect_statistics(measure_tensor(tensor), tensor)
     parts = [measure_tensor(tensor[:cut]), measure_tensor(tensor[cut:])]
-    assert same(combine_statistics(parts), tensor)
+    assert expect_statistics(combine_statistics(parts), tensor)
 
 
 @pytest.mark.parametrize(
@@ -57,15 +57,15 @@ def test_statistics_of_any_numbers_whole_and_in_parts(numbers, cut):
 )  # fmt: skip
 def test_statistics_of_each_dtype(dtype):
     tensor = torch.randn(7, 11).mul(3).to(dtype)
-    assert same(measure_tensor(tensor), tensor)
-    assert same(measure_tensor(tensor.t()), tensor)
+    assert expect_statistics(measure_tensor(tensor), tensor)
+    assert expect_statistics(measure_tensor(tensor.t()), tensor)
 
 
 def test_statistics_of_long_strided_huge_and_odd_tensors():
     long = torch.randn(3, PIECE + 5)
     long[1, 7] = math.inf
-    assert same(measure_tensor(long), long)
-    assert same(measure_tensor(long.t()), long)
+    assert expect_statistics(measure_tensor(long), long)
+    assert expect_statistics(measure_tensor(long.t()), long)
     assert measure_tensor(torch.full((9,), 1e300, dtype=torch.float64)).norm == pytest.approx(3e300)
     assert measure_tensor(torch.full((9,), 1e-300, dtype=torch.float64)).norm == pytest.approx(3e-300)
     assert math.isfinite(measure_tensor(torch.full((900,), 1e308, dtype=torch.float64)).norm)
@@ -99,7 +99,7 @@ def test_statistics_of_a_take_equal_the_stored_values(tmp_path, verb, options):
     snapshot = Snapshot(tmp_path / "s")
     found = snapshot.get_statistics()
     assert set(found) == {"0/m/weight", "0/m/bias", "0/s/big", "0/s/ints", "0/s/none"}
-    assert all(same(each, snapshot.read_object(path)) for path, each in found.items())
+    assert all(expect_statistics(each, snapshot.read_object(path)) for path, each in found.items())
     assert found["0/m/weight"].max < 1
     assert snapshot.verify().ok
     assert b'"format":"snapshot/3"' in (tmp_path / "s" / METADATA).read_bytes()
@@ -195,6 +195,6 @@ def test_statistics_of_shards_of_several_ranks_are_combined(two, tmp_path):
         "0/s/same": 8.0,
         "0/s/cut": 59.0,
     }
-    assert same(one["0/s/cut"], torch.arange(60.0))
+    assert expect_statistics(one["0/s/cut"], torch.arange(60.0))
     for name in one:
         assert Snapshot(tmp_path / "s").read_object(name) is not None

@@ -34,7 +34,7 @@ EMPTY = {
 }
 
 
-def same(a, b):
+def equal_numpy(a, b):
     """Equal in type, dtype, byte order, shape and bytes."""
     if isinstance(a, (np.str_, np.bytes_)):
         return type(a) is type(b) and list(a) == list(b)
@@ -50,8 +50,8 @@ def same(a, b):
     if type(a) is not type(b) or len(a) != len(b):
         return False
     if isinstance(a, dict):
-        return list(a) == list(b) and all(map(same, a.values(), b.values()))
-    return all(map(same, a, b))
+        return list(a) == list(b) and all(map(equal_numpy, a.values(), b.values()))
+    return all(map(equal_numpy, a, b))
 
 
 def _bytes_of(value):
@@ -80,12 +80,12 @@ def check_round_trip(value):
         warnings.filterwarnings("ignore", message="stored as pickles")
         snapshot = Snapshot.take(url, {"state": StateDict(value=value)}, overwrite=True)
     snapshot = Snapshot(url, allow_pickle=True)
-    assert same(value, snapshot.read_object("0/state/value"))
-    assert same(value, snapshot.get_state_dict_for_key("state")["value"])
+    assert equal_numpy(value, snapshot.read_object("0/state/value"))
+    assert equal_numpy(value, snapshot.get_state_dict_for_key("state")["value"])
     for live in (emptied(value), None):
         state = StateDict(value=live)
         snapshot.restore({"state": state})
-        assert same(value, state["value"])
+        assert equal_numpy(value, state["value"])
     assert snapshot.verify().ok
 
 
@@ -105,11 +105,11 @@ def test_numpy_empty_str_of_an_earlier_version_is_read():
     """It was stored as one zero under a dtype of no width."""
     from snapshot.state import leaves
 
-    assert same(
+    assert equal_numpy(
         np.str_(""),
         leaves.rebuild_array("p", leaves.wrap_array(np.zeros(4, np.uint8)), "<U0", (), order="C", scalar=True),
     )
-    assert same(
+    assert equal_numpy(
         np.bytes_(b""),
         leaves.rebuild_array("p", leaves.wrap_array(np.zeros(1, np.uint8)), "|S0", (), order="C", scalar=True),
     )

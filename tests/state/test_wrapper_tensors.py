@@ -26,7 +26,7 @@ def inner(tensor):
         yield from inner(each) if hasattr(each, "__tensor_flatten__") else [each]
 
 
-def same(a, b):
+def equal_wrapped(a, b):
     return type(a) is type(b) and all(torch.equal(x, y) for x, y in zip(inner(a), inner(b), strict=True))
 
 
@@ -56,7 +56,7 @@ def test_wrapper_tensor_is_restored_into_the_live_one(make, worker, tmp_path):
     report = snapshot.restore({"state": live})
     assert live["deep"]["list"][0] is tensor
     assert [each.data_ptr() for each in inner(tensor)] == places
-    assert same(tensor, make(1))
+    assert equal_wrapped(tensor, make(1))
     assert not report.replaced
     assert snapshot.verify().ok
 
@@ -70,7 +70,7 @@ def test_wrapper_tensor_modules_are_filled_in_place():
     assert live.weight is weight
     assert live.weight.codes is codes
     for name in ("weight", "deep", "kept"):
-        assert same(getattr(live, name), getattr(Layer(1), name)), name
+        assert equal_wrapped(getattr(live, name), getattr(Layer(1), name)), name
     assert live.bias[0] == 1
     assert not report.replaced
     assert {entry.dtype for path, entry in snapshot.get_manifest().items() if path.endswith("codes")} == {"int8"}
@@ -141,7 +141,7 @@ def test_wrapper_tensor_context_that_cannot_be_stored_is_kept_from_the_live_one(
     hook = object()
     live = StateDict(w=quantised(2, hook=hook))
     report = snapshot.restore({"state": live})
-    assert same(live["w"], quantised(1))
+    assert equal_wrapped(live["w"], quantised(1))
     assert live["w"].hook is hook
     assert [(line.kind, line.path) for line in report.lines] == [("kept", "state/w")]
 
@@ -179,7 +179,7 @@ def test_wrapper_tensor_without_a_live_one_is_a_saved_object():
     assert torch.equal(snapshot.read_object("0/state/w/low/codes"), quantised(1).codes)
     live = nested(2)
     assert snapshot.read_object("0/state/w", obj_out=live) is live
-    assert same(live, nested(1))
+    assert equal_wrapped(live, nested(1))
     with pytest.raises(RestoreError, match="0/state/w"):
         snapshot.read_object("0/state/w", obj_out=quantised(2))
     again = plainly_take({"state": StateDict(w=read)}, "memory://wrapped-again")
@@ -190,11 +190,11 @@ def test_wrapper_tensor_of_a_known_or_safe_global_class_is_created():
     snapshot = plainly_take({"state": StateDict(many=[quantised(1), quantised(2)])})
     live = StateDict(many=[quantised(5)])
     assert [line.kind for line in snapshot.restore({"state": live}).lines] == []
-    assert same(live["many"][1], quantised(2))
+    assert equal_wrapped(live["many"][1], quantised(2))
     live = StateDict(many=[])
     with torch.serialization.safe_globals([Quantised, Layout, Rounding]):
         snapshot.restore({"state": live})
-    assert same(live["many"][0], quantised(1))
+    assert equal_wrapped(live["many"][0], quantised(1))
     live = StateDict(many=[])
     snapshot.restore({"state": live})
     assert isinstance(live["many"][0], SavedObject)
@@ -217,12 +217,12 @@ def test_wrapper_tensor_exclude():
     snapshot = plainly_take({"m": Layer(1), "state": StateDict(w=quantised(1), x=3)})
     live, state = Layer(2), StateDict(w=quantised(2), x=0)
     snapshot.restore({"m": live, "state": state}, exclude=["m/weight", "m/weight/**", "state/w/**"])
-    assert same(live.weight, Layer(2).weight)
-    assert same(live.deep, Layer(1).deep)
-    assert same(state["w"], quantised(2))
+    assert equal_wrapped(live.weight, Layer(2).weight)
+    assert equal_wrapped(live.deep, Layer(1).deep)
+    assert equal_wrapped(state["w"], quantised(2))
     assert state["x"] == 3
     report = snapshot.restore({"m": live}, select=["m/weight/**"])
-    assert same(live.weight, Layer(1).weight)
+    assert equal_wrapped(live.weight, Layer(1).weight)
     assert not report.replaced
 
 
@@ -238,8 +238,8 @@ def test_wrapper_tensor_restore_strict_false_restores_what_matches():
     with pytest.raises(RestoreError, match="m/deep"):
         snapshot.restore({"m": live})
     report = snapshot.restore({"m": live}, strict=False)
-    assert same(live.weight, Layer(1).weight)
-    assert same(live.extra, nested(7))
+    assert equal_wrapped(live.weight, Layer(1).weight)
+    assert equal_wrapped(live.extra, nested(7))
     assert {line.path for line in report.missing} == {"m/extra"}
     assert {line.path for line in report.unexpected} == {"m/deep", "m/kept", "m/bias"}
 
@@ -260,7 +260,7 @@ def test_wrapper_tensor_is_not_passed_to_a_prepare_function():
     assert seen == ["state/x"]
     live = StateDict(w=quantised(2), x=torch.zeros(2, dtype=torch.bfloat16))
     snapshot.restore({"state": live})
-    assert same(live["w"], quantised(1))
+    assert equal_wrapped(live["w"], quantised(1))
 
 
 def test_nested_tensor_is_stored_as_its_parts():
@@ -322,7 +322,7 @@ def test_wrapper_tensor_hostile_context_is_refused():
         ):
             with pytest.raises(SnapshotError):
                 verb()
-        assert same(live["w"], quantised(2))
+        assert equal_wrapped(live["w"], quantised(2))
 
 
 def test_wrapper_tensor_torchao_quantised_model():

@@ -38,7 +38,7 @@ def state(step):
     }
 
 
-def same(live, step):
+def holds_step(live, step):
     wanted = state(step)["s"]
     return all(
         torch.equal(live["s"][name], value) if isinstance(value, torch.Tensor) else live["s"][name] == value
@@ -54,7 +54,7 @@ def restored(tmp_path, host, **given):
     with manager_of(tmp_path / "far", host, upload_compression="zstd", **given) as manager:
         live = state(-1)
         assert manager.restore_latest(live) == 10
-        assert same(live, 10)
+        assert holds_step(live, 10)
         return manager.report.sources
 
 
@@ -71,11 +71,11 @@ def test_upload_compression_compresses_far_but_not_near(tmp_path, hosts):
     assert sorted(f"data/{path.name}" for path in (far / "data").iterdir()) == sorted(Snapshot(far).metadata.files)
     live = state(-1)
     Snapshot(far).restore(live)
-    assert same(live, 10)
+    assert holds_step(live, 10)
     with SnapshotManager(str(tmp_path / "far"), signals=()) as plain:
         live = state(-1)
         assert plain.restore_latest(live) == 10
-        assert same(live, 10)
+        assert holds_step(live, 10)
     Snapshot(far).delete()
     assert not list((tmp_path / "far").rglob("data"))
 
@@ -274,7 +274,7 @@ def test_upload_compression_file_sent_by_two_hosts_is_described_as_stored(tmp_pa
     assert far.verify()
     live = state(-1)
     far.restore(live)
-    assert same(live, 10)
+    assert holds_step(live, 10)
     kept = {f"data/{path.name}" for path in (tmp_path / "far/step-10/data").iterdir()}
     assert kept >= set(far.metadata.files)
     assert not [name for name in kept if name.endswith(".json")]
@@ -295,10 +295,10 @@ def test_uploaded_step_can_be_signed(tmp_path, hosts, compression):
         assert Snapshot(tmp_path / "far" / "step-10").sign(key)
         live = state(-1)
         assert manager.restore_latest(live) == 20  # from near, without a key
-        assert same(live, 20)
+        assert holds_step(live, 20)
     with SnapshotManager(str(tmp_path / "far"), signals=()) as plain:
         live = state(-1)
         assert plain.restore_latest(live, key=key.public_key()) == 10
-        assert same(live, 10)
+        assert holds_step(live, 10)
         Snapshot(tmp_path / "far" / "step-10").delete()
     assert not any(path for path in (tmp_path / "far" / "step-10").rglob("*") if path.is_file())

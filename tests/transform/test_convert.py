@@ -31,7 +31,8 @@ from snapshot import (
 )
 from snapshot.cli import main
 from snapshot.testing import Tap, faulty, tapped
-from tests.helpers.foreign_states import same, state, with_numpy
+from tests.helpers.foreign_states import state, with_numpy
+from tests.helpers.states import expect_equal
 from tests.helpers.versions import ALONE
 
 
@@ -88,7 +89,7 @@ def test_torch_load_calculate_storage_offsets_reads_a_converted_file(state):
         patch.setenv("TORCH_SERIALIZATION_DEBUG", "1")
         with config.patch({"load.calculate_storage_offsets": True}):
             for options in ({}, {"mmap": True}):
-                same(_dense(torch.load(f"{folder}/s.pt", weights_only=False, **options)), _dense(expected))
+                expect_equal(_dense(torch.load(f"{folder}/s.pt", weights_only=False, **options)), _dense(expected))
         meta = torch.load(f"{folder}/s.pt", weights_only=False, map_location="meta")
         data = Path(folder, "s.pt").read_bytes()
         for name, each in _tensors(meta):
@@ -116,7 +117,7 @@ def test_convert_to_torch_and_back(taken, tmp_path):
     assert not report.left_out
     expected = snapshot.read_object("0")
     for options in ({}, {"mmap": True}):
-        same(torch.load(tmp_path / "out.pt", weights_only=False, **options), expected)
+        expect_equal(torch.load(tmp_path / "out.pt", weights_only=False, **options), expected)
     assert zipfile.ZipFile(tmp_path / "out.pt").testzip() is None
     loaded = torch.load(tmp_path / "out.pt", weights_only=False)
     assert loaded["more"]["tied"]["a"].data_ptr() == loaded["more"]["tied"]["b"].data_ptr()
@@ -125,8 +126,8 @@ def test_convert_to_torch_and_back(taken, tmp_path):
     Snapshot(tmp_path / "out.pt").convert(tmp_path / "again")
     again = Snapshot(tmp_path / "again")
     assert again.verify()
-    same(again.read_object("0"), expected)
-    same(again.read_object("0")["model"], held["model"])
+    expect_equal(again.read_object("0"), expected)
+    expect_equal(again.read_object("0")["model"], held["model"])
 
 
 def test_convert_of_a_run_through_every_format(tmp_path):
@@ -143,14 +144,14 @@ def test_convert_of_a_run_through_every_format(tmp_path):
     fresh = nn.Linear(30, 20)
     again = torch.optim.Adam(fresh.parameters(), lr=0.7)
     Snapshot(tmp_path / str(last)).restore({"model": fresh, "optimizer": again})
-    same(dict(fresh.state_dict()), dict(model.state_dict()))
-    same(again.state_dict(), optimizer.state_dict())
+    expect_equal(dict(fresh.state_dict()), dict(model.state_dict()))
+    expect_equal(again.state_dict(), optimizer.state_dict())
 
 
 def test_convert_to_safetensors_and_to_a_hugging_face_folder(taken, tmp_path):
     snapshot, held = taken
     report = snapshot.convert(Target(tmp_path / "m.safetensors", "safetensors"), select=["model/**"])
-    same(dict(sorted(load_file(tmp_path / "m.safetensors").items())), dict(sorted(held["model"].items())))
+    expect_equal(dict(sorted(load_file(tmp_path / "m.safetensors").items())), dict(sorted(held["model"].items())))
     assert report.tensors == len(held["model"])
     with safe_open(tmp_path / "m.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
@@ -165,7 +166,7 @@ def test_convert_to_safetensors_and_to_a_hugging_face_folder(taken, tmp_path):
     for name, file in index["weight_map"].items():
         loaded = load_file(tmp_path / "hf" / file)[name]
         key, _, rest = name.partition(".")
-        same(loaded, snapshot.read_object(f"0/{key}/{rest if key == 'model' else rest.replace('.', '/')}"))
+        expect_equal(loaded, snapshot.read_object(f"0/{key}/{rest if key == 'model' else rest.replace('.', '/')}"))
     snapshot.convert(Target(tmp_path / "one", "safetensors"), select=["model"])
     assert sorted(os.listdir(tmp_path / "one")) == ["model.safetensors"]
 
@@ -247,7 +248,7 @@ def test_convert_to_a_failing_storage_keeps_the_old_file(tmp_path, to, operation
     left = [each for each in os.listdir(folder) if each.startswith((".convert", ".take"))]
     assert not left
     if (to, operation) not in (("dcp", "put"), ("dcp", "rename")):  # its marker is gone before its files are replaced
-        same(Snapshot(f"{folder}{name}").read_object("0"), before)
+        expect_equal(Snapshot(f"{folder}{name}").read_object("0"), before)
     else:
         assert not Snapshot(f"{folder}{name}").exists()
 
@@ -303,7 +304,7 @@ def test_convert_to_dcp_is_read_by_dcp(tmp_path):
     }
     with pytest.warns(UserWarning, match="single process"):
         dcp.load(wanted, checkpoint_id=tmp_path / "d", **ALONE)
-    same({key: each["v"] for key, each in wanted.items()}, held)
+    expect_equal({key: each["v"] for key, each in wanted.items()}, held)
     assert Snapshot(tmp_path / "d").verify()
 
 
@@ -368,7 +369,7 @@ def test_convert_memory_stays_within_memory_budget_bytes(tmp_path, warm):
     for to, name in (("snapshot", "s"), ("torch", "t.pt"), ("dcp", "d"), ("safetensors", "s.safetensors")):
         extra = int(warm.run(MEASURE, tmp_path / "x.pt", tmp_path / name, to, 32 << 20))
         assert extra < 32 + 64, to
-        same(Snapshot(tmp_path / name).read_object("0/a", box=[5]), floats.view(4096, -1)[5])
+        expect_equal(Snapshot(tmp_path / name).read_object("0/a", box=[5]), floats.view(4096, -1)[5])
 
 
 @pytest.mark.parametrize("in_place", [False, True])

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint import metadata as m
 
 from snapshot import CorruptSnapshotError, Snapshot, StateDict, Target, UnsupportedFormatError
-from tests.helpers.foreign_states import same
+from tests.helpers.states import expect_equal
 from tests.helpers.versions import ALONE
 
 
@@ -52,11 +52,11 @@ def test_convert_to_dcp_keeps_tensors_in_tuples_and_deques(tmp_path):
     assert not report.changed
     assert report.tensors == 12  # those that are tied are one
     wanted = {"m": {name: emptied(each) for name, each in held.items()}}
-    same(load_dcp(tmp_path / "d", wanted)["m"], in_containers())
+    expect_equal(load_dcp(tmp_path / "d", wanted)["m"], in_containers())
     assert wanted["m"]["tied"][0].data_ptr() == wanted["m"]["tied"][1].data_ptr()
     assert Snapshot(tmp_path / "d").verify()
     Snapshot(tmp_path / "d").convert(tmp_path / "again")
-    same(Snapshot(tmp_path / "again").read_object("0/m"), held)
+    expect_equal(Snapshot(tmp_path / "again").read_object("0/m"), held)
 
 
 def test_convert_to_dcp_reports_what_it_changes(tmp_path):
@@ -87,7 +87,7 @@ def test_convert_to_dcp_reports_what_it_changes(tmp_path):
     torch.save((torch.ones(2), 3), tmp_path / "t.pt")
     report = Snapshot(tmp_path / "t.pt").convert(Target(tmp_path / "e", "dcp"))
     assert report.changed == ("the state: the tuple becomes the value of a dict, under 'value'",)
-    same(Snapshot(tmp_path / "e").read_object("0/value"), (torch.ones(2), 3))
+    expect_equal(Snapshot(tmp_path / "e").read_object("0/value"), (torch.ones(2), 3))
 
 
 @pytest.mark.parametrize("to", ["snapshot", "safetensors", "torch", "dcp"])

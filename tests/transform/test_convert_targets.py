@@ -28,7 +28,7 @@ from snapshot import (
 )
 from snapshot.plugins.memory import MemoryStorage
 from snapshot.testing import faulty, recording
-from tests.helpers.foreign_states import same
+from tests.helpers.states import expect_equal
 from tests.transform.plain_storage import Plain
 
 
@@ -88,7 +88,9 @@ def test_convert_of_all_ranks_keeps_selected_and_replicated_values(two, tmp_path
         assert Snapshot(tmp_path / name).verify(), name
         for rank, found in enumerate(two.run(_back, tmp_path / name, names, new)):
             expected = {new.get(k, k): v for k, v in _expected(rank).items() if k in names}
-            same({key: found[key] for key in sorted(found)}, {key: expected[key] for key in sorted(expected)}, name)
+            expect_equal(
+                {key: found[key] for key in sorted(found)}, {key: expected[key] for key in sorted(expected)}, name
+            )
     report = Snapshot(tmp_path / "s").convert(Target(tmp_path / "one.pt", "torch"))
     assert any("1/m/own" in line for line in report.left_out)
     assert torch.load(tmp_path / "one.pt")["m"]["sharded"].equal(torch.arange(30.0).view(10, 3))
@@ -174,13 +176,13 @@ def test_convert_of_a_bare_state_dict_adds_no_stateful_names(tmp_path):
         Snapshot(tmp_path / source).convert(Target(tmp_path / "s", overwrite=True))
         fresh = nn.Linear(3, 2)
         Snapshot(tmp_path / "s").restore({"net": fresh})
-        same(dict(fresh.state_dict()), dict(model.state_dict()))
+        expect_equal(dict(fresh.state_dict()), dict(model.state_dict()))
     for number, value in enumerate([[torch.ones(2), 3], {1: torch.ones(2), "1": 2}, (1, 2)]):
         torch.save(value, tmp_path / f"{number}.pt")
         Snapshot(tmp_path / f"{number}.pt").convert(tmp_path / f"s{number}")
-        same(Snapshot(tmp_path / f"s{number}").read_object("0"), value)
+        expect_equal(Snapshot(tmp_path / f"s{number}").read_object("0"), value)
         Snapshot(tmp_path / f"s{number}").convert(Target(tmp_path / f"again{number}.pt", "torch"))
-        same(torch.load(tmp_path / f"again{number}.pt"), value)
+        expect_equal(torch.load(tmp_path / f"again{number}.pt"), value)
     torch.save(torch.arange(3), tmp_path / "t.pt")
     Snapshot(tmp_path / "t.pt").convert(Target(tmp_path / "u.pt", "torch"))
     assert torch.load(tmp_path / "u.pt").equal(torch.arange(3))
@@ -383,7 +385,7 @@ def test_convert_to_dcp_and_back_of_an_optimizer_without_state(tmp_path, make):
     plain = torch.optim.SGD(third.parameters(), lr=0.9)
     Snapshot(tmp_path / "e").restore({"train": ModelState(third, plain)})
     assert plain.param_groups[0]["lr"] == 0.3
-    same(dict(third.state_dict()), dict(model.state_dict()))
+    expect_equal(dict(third.state_dict()), dict(model.state_dict()))
 
 
 def test_convert_rename_must_lead_to_containers(tmp_path):

@@ -65,7 +65,7 @@ def names(folder):
     )
 
 
-def expect_equal(copy, snapshot):
+def expect_copy(copy, snapshot):
     """The same in all but the names of files."""
     assert copy.verify()
     ours, theirs = copy.metadata, snapshot.metadata
@@ -83,7 +83,7 @@ def test_copy_is_the_same_snapshot_in_its_own_files(tmp_path):
     snapshot = take(tmp_path / "a")
     report = snapshot.copy(tmp_path / "deep" / "b")
     copy = Snapshot(tmp_path / "deep" / "b")
-    expect_equal(copy, snapshot)
+    expect_copy(copy, snapshot)
     assert len(names(tmp_path / "deep" / "b")) == len(names(tmp_path / "a")) == report.files + 1
     assert not set(names(tmp_path / "deep" / "b/data")) & set(names(tmp_path / "a/data"))
     assert (report.format, report.checked, report.entries) == ("snapshot", "digests", copy.metadata.entries)
@@ -99,11 +99,11 @@ def test_copy_between_storages_of_every_kind(tmp_path, budget):
     if budget:
         assert max(each.nbytes for each in log.of("write")) <= 1 << 18, "the shortest part"
     assert [each.name for each in log.operations if each.name in ("put", "write", "commit")][-1] == "commit"
-    expect_equal(Snapshot("memory://copy/b"), snapshot)
+    expect_copy(Snapshot("memory://copy/b"), snapshot)
     Snapshot("memory://copy/b").copy(Target(f"file://{tmp_path}/c", durable=False), memory_budget_bytes=budget)
-    expect_equal(Snapshot(tmp_path / "c"), snapshot)
+    expect_copy(Snapshot(tmp_path / "c"), snapshot)
     Snapshot("memory://copy/b").copy(Target("memory://copy/c", overwrite=True), memory_budget_bytes=budget)
-    expect_equal(Snapshot("memory://copy/c"), snapshot)
+    expect_copy(Snapshot("memory://copy/c"), snapshot)
 
 
 def test_copy_includes_the_parts_of_a_large_manifest(tmp_path, monkeypatch):
@@ -111,7 +111,7 @@ def test_copy_includes_the_parts_of_a_large_manifest(tmp_path, monkeypatch):
     snapshot = take(tmp_path / "a")
     assert [each for each in names(tmp_path / "a") if each.endswith(".json")]
     Snapshot(tmp_path / "a").copy(tmp_path / "b")
-    expect_equal(Snapshot(tmp_path / "b"), snapshot)
+    expect_copy(Snapshot(tmp_path / "b"), snapshot)
 
 
 @pytest.mark.filterwarnings("ignore:app_state is empty")
@@ -163,7 +163,7 @@ def test_copy_reads_again_what_was_damaged_in_transfer(tmp_path):
     snapshot = take("memory://copy/way", overwrite=True)
     with faulty(on="read_into", path="data/*", flip=77):
         Snapshot("faulty+memory://copy/way").copy(tmp_path / "b")
-    expect_equal(Snapshot(tmp_path / "b"), snapshot)
+    expect_copy(Snapshot(tmp_path / "b"), snapshot)
     with faulty(on="read_into", path="data/*", flip=77, times=None), pytest.raises(CorruptSnapshotError, match="xxh3"):
         Snapshot("faulty+memory://copy/way").copy(tmp_path / "c")
     assert not names(tmp_path / "c")
@@ -195,7 +195,7 @@ def test_copy_that_fails_keeps_the_old_snapshot_and_leaves_no_files(tmp_path, sc
             assert files() == before, (name, nth)
     assert Snapshot(target).verify()
     new.copy(Target(target, overwrite=True))
-    expect_equal(Snapshot(target), new)
+    expect_copy(Snapshot(target), new)
 
 
 def test_copy_of_an_unreadable_source_leaves_no_files(tmp_path):
@@ -235,7 +235,7 @@ def test_copy_cleans_up_after_a_killed_copy(tmp_path, warm, at):
     assert Snapshot(tmp_path / "t").verify()
     new.copy(Target(tmp_path / "t", overwrite=True))
     assert len(names(tmp_path / "t")) == len(names(tmp_path / "new"))
-    expect_equal(Snapshot(tmp_path / "t"), new)
+    expect_copy(Snapshot(tmp_path / "t"), new)
 
 
 def meanwhile(work):
@@ -275,7 +275,7 @@ def test_copy_twice_at_once_to_one_path_has_one_winner(tmp_path):
         stall.release()
         thread.join()
     assert isinstance(raised[0], SnapshotExistsError)
-    expect_equal(Snapshot(tmp_path / "t"), two)
+    expect_copy(Snapshot(tmp_path / "t"), two)
     assert len(names(tmp_path / "t")) == len(names(tmp_path / "2"))
 
 

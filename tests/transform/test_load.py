@@ -19,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import snapshot
 from snapshot import CorruptSnapshotError, RestoreError, Snapshot, SnapshotNotFoundError, StateDict, Target
 from snapshot.events import add_handler, remove_handler
+from tests.helpers.states import expect_equal
 from tests.helpers.versions import ALONE, clear_sharding_cache, distribute
 
 WEIGHTS = {
@@ -29,15 +30,6 @@ WEIGHTS = {
     "model.mask": torch.tensor([True, False, True]),
     "model.empty": torch.empty(0, 4),
 }
-
-
-def same(got, expected):
-    assert got.keys() == expected.keys()
-    for name, tensor in got.items():
-        assert type(tensor) is torch.Tensor
-        assert not tensor.requires_grad
-        assert tensor.dtype == expected[name].dtype
-        assert torch.equal(tensor, expected[name]), name
 
 
 def nested():
@@ -70,7 +62,7 @@ FORMATS = ["alone.safetensors", "several", "torch.pt", "dcp", "taken"]
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_load_returns_equal_tensors_from_all_formats(sources, name):
-    same(snapshot.load(sources / name), WEIGHTS)
+    expect_equal(snapshot.load(sources / name), WEIGHTS, ordered=False)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -80,7 +72,7 @@ def test_load_parts_from_all_formats(sources, name):
     expected["model.embed.weight"] = WEIGHTS["model.embed.weight"][100:300, 7:11]
     expected["model.experts.w1"] = WEIGHTS["model.experts.w1"][2]
     expected["model.norm.weight"] = WEIGHTS["model.norm.weight"][-5:]
-    same(snapshot.load(sources / name, parts=plan), expected)
+    expect_equal(snapshot.load(sources / name, parts=plan), expected, ordered=False)
 
 
 def test_load_names_are_those_of_convert(tmp_path):
@@ -89,14 +81,18 @@ def test_load_names_are_those_of_convert(tmp_path):
     for number, app in enumerate([{"model": model}, {"model": model, "more": more}]):
         Snapshot.take(tmp_path / f"{number}", app)
         Snapshot(tmp_path / f"{number}").convert(Target(tmp_path / f"{number}.safetensors", "safetensors"))
-        same(snapshot.load(tmp_path / f"{number}"), load_file(tmp_path / f"{number}.safetensors"))
+        expect_equal(
+            snapshot.load(tmp_path / f"{number}"), load_file(tmp_path / f"{number}.safetensors"), ordered=False
+        )
     got = snapshot.load(tmp_path / "1", select=["more/**"], exclude=["more/list/**"], rename={"more/a%2Fb": "more/c"})
-    same(got, {"c": torch.ones(2)})
+    expect_equal(got, {"c": torch.ones(2)}, ordered=False)
 
 
 def test_load_dtype_casts_only_floating_point_tensors(sources):
     got = snapshot.load(sources / "taken", dtype=torch.float16)
-    same(got, {name: each.half() if each.is_floating_point() else each for name, each in WEIGHTS.items()})
+    expect_equal(
+        got, {name: each.half() if each.is_floating_point() else each for name, each in WEIGHTS.items()}, ordered=False
+    )
     with pytest.raises(TypeError, match="dtype must be a floating-point dtype"):
         snapshot.load(sources / "taken", dtype=torch.int8)
 
@@ -191,8 +187,8 @@ class Odd:
 
 def test_load_of_objects_needs_allow_pickle(tmp_path):
     torch.save({"w": torch.ones(3), "odd": Odd()}, tmp_path / "w.pt")
-    same(snapshot.load(tmp_path / "w.pt"), {"w": torch.ones(3)})
-    same(snapshot.load(Snapshot(tmp_path / "w.pt", allow_pickle=True)), {"w": torch.ones(3)})
+    expect_equal(snapshot.load(tmp_path / "w.pt"), {"w": torch.ones(3)}, ordered=False)
+    expect_equal(snapshot.load(Snapshot(tmp_path / "w.pt", allow_pickle=True)), {"w": torch.ones(3)}, ordered=False)
 
 
 def test_load_progress_counts_all_bytes(sources):
@@ -221,7 +217,9 @@ def test_load_any_box_of_any_format_equals_indexing(sources, data):
         for tensor, held in WEIGHTS.items()
     }
     given = plan if data.draw(st.booleans()) else lambda tensor, shape: plan[tensor]
-    same(snapshot.load(sources / name, parts=given, dtype=dtype, memory_budget_bytes=1 << 20), expected)
+    expect_equal(
+        snapshot.load(sources / name, parts=given, dtype=dtype, memory_budget_bytes=1 << 20), expected, ordered=False
+    )
 
 
 # Meshes

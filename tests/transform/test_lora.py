@@ -28,7 +28,7 @@ from snapshot import (
 )
 from snapshot.cli import main
 from snapshot.formats.peft import match_pattern, parse_config
-from tests.helpers.foreign_states import same
+from tests.helpers.states import expect_equal
 from tests.helpers.versions import ALONE
 from tests.transform.adapters import PREFIX, adapter, draw, factors
 
@@ -137,8 +137,8 @@ def test_merge_lora_does_not_depend_on_parts_and_memory_budget_bytes(tmp_path, d
         path = tmp_path / f"{number}.safetensors"
         snapshot.merge_lora(tmp_path / "base.safetensors", folder, path, memory_budget_bytes=budget)
         found.append(snapshot.load(path))
-    same(found[1], found[0])
-    same(found[2], found[0])
+    expect_equal(found[1], found[0])
+    expect_equal(found[2], found[0])
     wide = torch.promote_types(dtype, torch.float32)
     for name, scale in (("a", 6 / 16), ("b", 6 / 4)):
         product = tensors[f"{name}.lora_B.weight"].to(wide) @ tensors[f"{name}.lora_A.weight"].to(wide) * scale
@@ -247,7 +247,7 @@ def test_merge_lora_dora_scales_rows_to_their_magnitudes(tmp_path, dtype, turned
         path = tmp_path / f"{number}.safetensors"
         snapshot.merge_lora(tmp_path / "base.safetensors", folder, path, memory_budget_bytes=budget)
         found.append(snapshot.load(path))
-    same(found[0], found[1])
+    expect_equal(found[0], found[1])
     product = tensors["a.lora_B.weight"] @ tensors["a.lora_A.weight"] * 1.5
     total = (weight.float().T if turned else weight.float()) + product
     expected = total * (magnitude / total.norm(dim=1))[:, None]
@@ -302,7 +302,7 @@ def test_merge_lora_dequantises_a_quantised_base(tmp_path, name, capsys):
     given, to = ["merge", str(folder / "model.safetensors"), "-o"], tmp_path / "merged.safetensors"
     given += [str(to), "--lora", str(lora), "--map", "quantised-hf", "--map-config", str(folder), "--memory", "1MiB"]
     assert main(given) == 0, capsys.readouterr().err
-    same(dict(sorted(load_file(to).items())), dict(sorted(expected.items())))
+    expect_equal(dict(sorted(load_file(to).items())), dict(sorted(expected.items())))
 
 
 def test_merge_lora_with_a_tensor_map_of_the_base(tmp_path, files):
@@ -313,7 +313,7 @@ def test_merge_lora_with_a_tensor_map_of_the_base(tmp_path, files):
     made = snapshot.merge_lora(tmp_path / "base.safetensors", lora, tmp_path / "x.safetensors", map=loaded)
     assert made.tensors == len(state)
     expected = summed(state["h.0.turned.weight"].T.contiguous(), *factors("layers.0.q", 24, 16).values(), 6 / 4)
-    same(load_file(tmp_path / "x.safetensors")["layers.0.q.weight"], expected)
+    expect_equal(load_file(tmp_path / "x.safetensors")["layers.0.q.weight"], expected)
     with pytest.raises(TypeError, match=r"map= has moved: pass it to merge_lora\(base, adapter, target\)"):
         snapshot.merge([tmp_path / "base.safetensors"] * 2, tmp_path / "y", map=loaded)
 
@@ -511,7 +511,7 @@ def test_merge_lora_dora_equals_peft(tmp_path, dtype):
         fresh.load_state_dict(snapshot.load(tmp_path / "base.safetensors"))
         merged = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter").merge_and_unload().state_dict()
     snapshot.merge_lora(tmp_path / "base.safetensors", tmp_path / "adapter", tmp_path / "out.safetensors")
-    same(dict(sorted(snapshot.load(tmp_path / "out.safetensors").items())), dict(sorted(merged.items())))
+    expect_equal(dict(sorted(snapshot.load(tmp_path / "out.safetensors").items())), dict(sorted(merged.items())))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -549,7 +549,7 @@ def test_merge_lora_equals_peft(tmp_path, dtype, stored, rslora, bias):
                 dtype
             ).eps * each.float().abs().max()
         else:
-            same(found[name], each)
+            expect_equal(found[name], each)
     assert not math.isclose(found["q.weight"].float().sum().item(), model.q.base_layer.weight.float().sum().item())
 
 
@@ -568,7 +568,7 @@ def test_convert_to_peft_writes_an_adapter_like_peft(tmp_path, files):
         report = Snapshot(source).convert(target)
         assert report.files == ("adapter_model.safetensors", "adapter_config.json")
         assert sorted(each.name for each in (tmp_path / "again").iterdir()) == sorted(report.files)
-        same(dict(sorted(snapshot.load(tmp_path / "again").items())), dict(sorted(saved.items())))
+        expect_equal(dict(sorted(snapshot.load(tmp_path / "again").items())), dict(sorted(saved.items())))
         assert (tmp_path / "again" / "adapter_config.json").read_bytes() == config.read_bytes()
     save_file({"w": draw(2)}, tmp_path / "w.safetensors")
     with pytest.raises(UnsupportedFormatError, match="has no tensors of an adapter"):
@@ -600,8 +600,8 @@ def test_convert_to_peft_writes_a_peft_model_like_peft(tmp_path, bias, dora):
     expected = snapshot.load(tmp_path / "adapter")
     for name in ("modules_to_save", "original_module"):  # with bias="all", PEFT writes names that it does not load
         expected.pop(f"{PREFIX}norm.{name}.bias", None)
-    same(dict(sorted(snapshot.load(tmp_path / "out").items())), dict(sorted(expected.items())))
+    expect_equal(dict(sorted(snapshot.load(tmp_path / "out").items())), dict(sorted(expected.items())))
     assert any("q.base_layer.weight: is not of the adapter" in line for line in report.left_out)
     fresh = peft.PeftModel.from_pretrained(Block(), tmp_path / "out")
     found = {k: v for k, v in fresh.state_dict().items() if "lora_" in k or "modules_to_save" in k}
-    same(found, {k: v for k, v in adapted.state_dict().items() if k in found})
+    expect_equal(found, {k: v for k, v in adapted.state_dict().items() if k in found})

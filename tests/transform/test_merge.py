@@ -19,6 +19,7 @@ from snapshot import CorruptSnapshotError, RestoreError, RNGState, Snapshot, Sna
 from snapshot.events import add_handler, remove_handler
 from snapshot.testing import faulty
 from snapshot.transform.merge import Mix
+from tests.helpers.states import expect_equal
 from tests.helpers.versions import ALONE
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.float8_e4m3fn]
@@ -48,17 +49,6 @@ def combined(states, combine):
         tensors = [state[name] for state in states]
         made[name] = combine([each.to(wide(tensors)) for each in tensors]).to(first.dtype)
     return made
-
-
-def same(got, expected):
-    assert got.keys() == expected.keys()
-    for name, tensor in got.items():
-        assert tensor.dtype == expected[name].dtype
-        assert torch.equal(bits(tensor), bits(expected[name])), name
-
-
-def bits(tensor):
-    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def write(state, path, form):
@@ -97,7 +87,7 @@ def test_merge_average_equals_torch(tmp_path, dtype, to):
         return
     report = snapshot.merge(sources, Target(tmp_path / TARGETS[to], to))
     assert report.tensors == len(SIZES)
-    same(snapshot.load(tmp_path / TARGETS[to]), averaged(states))
+    expect_equal(snapshot.load(tmp_path / TARGETS[to]), averaged(states), ordered=False)
     assert Snapshot(tmp_path / TARGETS[to]).verify()
 
 
@@ -109,9 +99,9 @@ def test_merge_result_can_be_compressed(tmp_path):
     snapshot.merge(sources, tmp_path / "plain")
     snapshot.merge([tmp_path / "plain", sources[1]], Target(tmp_path / "packed", compression="zstd"), ema=0.0)
     assert Snapshot(tmp_path / "packed").metadata.nbytes < 0.8 * Snapshot(tmp_path / "plain").metadata.nbytes
-    same(snapshot.load(tmp_path / "packed"), states[1])
+    expect_equal(snapshot.load(tmp_path / "packed"), states[1], ordered=False)
     snapshot.merge([tmp_path / "packed", sources[0]], tmp_path / "again", ema=1.0)
-    same(snapshot.load(tmp_path / "again"), states[1])
+    expect_equal(snapshot.load(tmp_path / "again"), states[1], ordered=False)
     with pytest.raises(ValueError, match="compression must be None for to='torch'"):
         snapshot.merge(sources, Target(tmp_path / "no.pt", "torch", compression="zstd"))
 
@@ -130,10 +120,10 @@ def test_merge_weights_are_used_in_order(tmp_path, caplog):
         return combined(states, combine)
 
     snapshot.merge(sources, tmp_path / "right", weights=[0.5, 0.3, 0.2])
-    same(snapshot.load(tmp_path / "right"), weighted([0.5, 0.3, 0.2]))
+    expect_equal(snapshot.load(tmp_path / "right"), weighted([0.5, 0.3, 0.2]), ordered=False)
     assert "add up" not in caplog.text
     snapshot.merge(sources, tmp_path / "vector", weights=[1, 2, -1.5])
-    same(snapshot.load(tmp_path / "vector"), weighted([1, 2, -1.5]))
+    expect_equal(snapshot.load(tmp_path / "vector"), weighted([1, 2, -1.5]), ordered=False)
     assert "the weights add up to 1.5, not 1" in caplog.text
 
 
@@ -148,18 +138,18 @@ def test_merge_ema_begins_with_the_first_source(tmp_path):
         return mean
 
     snapshot.merge(sources, tmp_path / "ema", ema=0.9)
-    same(snapshot.load(tmp_path / "ema"), combined(states, combine))
+    expect_equal(snapshot.load(tmp_path / "ema"), combined(states, combine), ordered=False)
 
 
 def test_merge_of_different_dtypes_and_a_dtype_of_the_result(tmp_path):
     states = [weights(0, torch.bfloat16), weights(1, torch.float32), weights(2, torch.float64)]
     sources = [write(state, tmp_path / f"{i}", "snapshot") for i, state in enumerate(states)]
     snapshot.merge(sources, tmp_path / "out")
-    same(snapshot.load(tmp_path / "out"), averaged(states))
+    expect_equal(snapshot.load(tmp_path / "out"), averaged(states), ordered=False)
     snapshot.merge(sources, tmp_path / "half", dtype=torch.float16)
     expected = combined(states, lambda tensors: sum(tensors[1:], tensors[0]) / 3)
     precise = {n: (sum(s[n].double() for s in states) / 3).half() for n in expected}
-    same(snapshot.load(tmp_path / "half"), precise)
+    expect_equal(snapshot.load(tmp_path / "half"), precise, ordered=False)
 
 
 def test_merge_of_nan_and_infinity_follows_arithmetic(tmp_path):
@@ -206,9 +196,9 @@ def test_merge_matches_names_across_formats(tmp_path):
     expected = {"a.weight": (states[0]["a.weight"] + states[1]["a.weight"]) / 2}
     for other in ("1.safetensors", "2.safetensors"):
         snapshot.merge([tmp_path / "0", tmp_path / other], Target(tmp_path / "out", overwrite=True))
-        same(snapshot.load(tmp_path / "out"), expected)
+        expect_equal(snapshot.load(tmp_path / "out"), expected, ordered=False)
     snapshot.merge([tmp_path / "1.safetensors", tmp_path / "0"], Target(tmp_path / "back.safetensors", "safetensors"))
-    same(load_file(tmp_path / "back.safetensors"), expected)
+    expect_equal(load_file(tmp_path / "back.safetensors"), expected, ordered=False)
 
 
 def test_merge_select_ignores_other_values(tmp_path):
@@ -219,7 +209,7 @@ def test_merge_select_ignores_other_values(tmp_path):
         snapshot.merge([tmp_path / "0", tmp_path / "1"], tmp_path / "out")
     assert [line.split(":")[0] for line in raised.value.mismatches] == ["more/x", "less/y"]
     snapshot.merge([tmp_path / "0", tmp_path / "1"], tmp_path / "out", select=["model/**"])
-    same(snapshot.load(tmp_path / "out"), averaged(states))
+    expect_equal(snapshot.load(tmp_path / "out"), averaged(states), ordered=False)
 
 
 def test_merge_raises_all_mismatches_and_writes_nothing(tmp_path):
@@ -293,7 +283,7 @@ def test_merge_with_a_damaged_source_keeps_an_existing_target(tmp_path):
     for to, target in targets.items():
         with pytest.raises(CorruptSnapshotError, match="digest"):
             snapshot.merge(sources, Target(target, to, overwrite=True))
-        same(snapshot.load(target), averaged(states[:2]))
+        expect_equal(snapshot.load(target), averaged(states[:2]), ordered=False)
         assert not [name for name in os.listdir(tmp_path) if name.startswith(".convert-")]
         snapshot.merge(sources, Target(target, to, overwrite=True), verify=False)
     with pytest.raises(SnapshotExistsError):
@@ -323,9 +313,9 @@ def test_merge_that_is_killed_keeps_an_existing_target(tmp_path, to, name):
     snapshot.merge(sources[:2], Target(tmp_path / name, to))
     command = [sys.executable, "-c", _KILLED, "2", str(tmp_path / name), to, *sources]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
-    same(snapshot.load(tmp_path / name), averaged(states[:2]))
+    expect_equal(snapshot.load(tmp_path / name), averaged(states[:2]), ordered=False)
     snapshot.merge(sources, Target(tmp_path / name, to, overwrite=True))
-    same(snapshot.load(tmp_path / name), averaged(states))
+    expect_equal(snapshot.load(tmp_path / name), averaged(states), ordered=False)
 
 
 def test_merge_with_storage_faults_and_sources_in_memory(tmp_path):
@@ -333,7 +323,7 @@ def test_merge_with_storage_faults_and_sources_in_memory(tmp_path):
     Snapshot.take("memory://merge/0", {"model": StateDict(states[0])})
     second = write(states[1], tmp_path / "1", "several")
     snapshot.merge(["memory://merge/0", Snapshot(second, storage_options={})], "memory://merge/out")
-    same(snapshot.load("memory://merge/out"), averaged(states))
+    expect_equal(snapshot.load("memory://merge/out"), averaged(states), ordered=False)
     with faulty(on="read_into", nth=3, error=OSError(5, "bad disk")), pytest.raises(snapshot.SnapshotError):
         snapshot.merge([f"faulty+file://{second}", second], tmp_path / "out")
     assert not (tmp_path / "out" / ".snapshot_metadata").exists()
@@ -393,7 +383,7 @@ def test_merge_of_any_formats_dtypes_and_memory_budget_bytes(tmp_path_factory, d
     snapshot.merge(
         sources, Target(target, to, shard_bytes=data.draw(st.integers(1000, 10**6))), memory_budget_bytes=budget
     )
-    same(snapshot.load(target), averaged(states))
+    expect_equal(snapshot.load(target), averaged(states), ordered=False)
 
 
 @given(

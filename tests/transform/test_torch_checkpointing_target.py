@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from snapshot import ModelState, Snapshot, SnapshotExistsError, StateDict, Target, UnsupportedFormatError
 from snapshot.cli import main
-from tests.helpers.foreign_states import same
+from tests.helpers.states import expect_equal
 
 TO = "torch_checkpointing"
 
@@ -45,8 +45,8 @@ def state_of(model, optimizer):
     return found, moments
 
 
-def equal(got, expected):
-    same(list(got), list(expected))
+def expect_equal_in_any_order(got, expected):
+    expect_equal(list(got), list(expected))
 
 
 @pytest.fixture
@@ -77,10 +77,10 @@ def test_convert_to_torch_checkpointing_has_plain_metadata_and_is_read_back(writ
     assert '["model","0.weight"]' in metadata["metadata"]["train"]["nested_path_to_metadata"]
     snapshot = Snapshot(folder)
     assert snapshot.verify()
-    same(snapshot.read_object("0/more"), more)
+    expect_equal(snapshot.read_object("0/more"), more)
     model, optimizer = make(5)
     snapshot.restore({"train": ModelState(model, optimizer)}, select=["train/**"])
-    equal(state_of(model, optimizer), state)
+    expect_equal_in_any_order(state_of(model, optimizer), state)
     assert not Snapshot.diff(folder, tmp_path / "taken", values=True, exclude=["**/channels"])
 
 
@@ -95,7 +95,7 @@ def _restore(folder):
 def test_convert_to_torch_checkpointing_restores_on_other_world_sizes(written, two, three):
     for pool in (two, three):
         for got in pool.run(_restore, str(written[0])):
-            equal(got, written[1])
+            expect_equal_in_any_order(got, written[1])
 
 
 def _manager(*items):
@@ -116,9 +116,9 @@ def test_convert_to_torch_checkpointing_is_loaded_by_its_manager(written):
     folder, (weights, _), more = written
     model, _ = make(5)
     got = _manager("train").load(folder, into={"train": {"model": model.state_dict()}, "more": None})
-    same(dict(got["train"]["model"]), weights)
-    same(dict(model.state_dict()), weights)
-    same(got["more"], more)
+    expect_equal(dict(got["train"]["model"]), weights)
+    expect_equal(dict(model.state_dict()), weights)
+    expect_equal(got["more"], more)
 
 
 def _load_onto_ranks(folder):
@@ -136,7 +136,7 @@ def test_convert_to_torch_checkpointing_is_loaded_by_its_manager_on_ranks(writte
     pytest.importorskip("torch_checkpointing")
     for pool in (two, three):
         for got in pool.run(_load_onto_ranks, str(written[0])):
-            equal(got, written[1])
+            expect_equal_in_any_order(got, written[1])
 
 
 def test_convert_to_torch_checkpointing_overwrite_replaces_an_older_conversion(written, tmp_path):

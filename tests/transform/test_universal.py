@@ -19,7 +19,7 @@ from snapshot.plugins.memory import MemoryStorage
 from snapshot.testing import faulty
 from tests.formats.deepspeed_archive import ARCHIVE, READ, expected_of
 from tests.formats.write_deepspeed_files import Model, make_groups
-from tests.helpers.foreign_states import same
+from tests.helpers.states import expect_equal
 from tests.transform.plain_storage import Plain
 
 TO = "deepspeed-universal"
@@ -78,14 +78,14 @@ def test_convert_to_deepspeed_universal_of_a_model_state_is_read_back(tmp_path, 
     again = Snapshot(tmp_path / "u")
     assert again.verify()
     found = again.read_object("0")
-    same(dict(found["module"]), {name: each.detach() for name, each in model.state_dict().items()})
+    expect_equal(dict(found["module"]), {name: each.detach() for name, each in model.state_dict().items()})
     assert found["module"]["head.weight"] is found["module"]["embed.weight"]
     names = {each: name for name, each in model.named_parameters()}
     for each, state in optimizer.state.items():
         held = found["optim"]["state"][names[each]]
         assert held.keys() == state.keys()
-        same(held, {key: state[key] for key in held})
-        same(found["model"][names[each]], each.detach().float())
+        expect_equal(held, {key: state[key] for key in held})
+        expect_equal(found["model"][names[each]], each.detach().float())
     groups = optimizer.state_dict()["param_groups"]
     for group, held in zip(groups, found["optim"]["param_groups"], strict=True):
         assert {**held, "params": None} == {**group, "params": None}
@@ -95,8 +95,8 @@ def test_convert_to_deepspeed_universal_of_a_model_state_is_read_back(tmp_path, 
     fresh = Model().to(dtype)
     other = torch.optim.AdamW(make_groups(fresh), lr=7.0)
     again.restore({"t": ModelState(fresh, other)}, unused="ignore", cast="same_kind")
-    same(dict(fresh.state_dict()), dict(model.state_dict()))
-    same(other.state_dict()["state"][3]["exp_avg"], optimizer.state_dict()["state"][3]["exp_avg"])
+    expect_equal(dict(fresh.state_dict()), dict(model.state_dict()))
+    expect_equal(other.state_dict()["state"][3]["exp_avg"], optimizer.state_dict()["state"][3]["exp_avg"])
 
 
 def test_convert_to_deepspeed_universal_writes_what_deepspeed_loads(tmp_path):
@@ -108,15 +108,15 @@ def test_convert_to_deepspeed_universal_writes_what_deepspeed_loads(tmp_path):
     parameter = {each.stem: torch.load(each) for each in (folder / "zero" / "out.weight").iterdir()}
     assert sorted(parameter) == ["exp_avg", "exp_avg_sq", "fp32", "step"]
     assert parameter["step"] == states["step"]
-    same(parameter["fp32"], {"param": model.out.weight.detach(), "cat_dim": 0})
-    same(parameter["exp_avg"], {"param": states["exp_avg"], "cat_dim": 0})
+    expect_equal(parameter["fp32"], {"param": model.out.weight.detach(), "cat_dim": 0})
+    expect_equal(parameter["exp_avg"], {"param": states["exp_avg"], "cat_dim": 0})
     shared = torch.load(folder / "zero" / "optimizer_state.pt")
     assert [group["weight_decay"] for group in shared["param_groups"]] == [0.01, 0.0]
     assert shared["ds_version"]
     assert shared["optimizer_state_dict"]["state"][0]["step"] == 2
     assert shared["optimizer_state_dict"]["param_groups"] == shared["param_groups"]
     heads = [torch.load(folder / f"{prefix}mp_rank_00_model_states.pt") for prefix in ("", "zero_pp_rank_0_")]
-    same(dict(heads[0].pop("module")), dict(model.state_dict()))
+    expect_equal(dict(heads[0].pop("module")), dict(model.state_dict()))
     assert heads[0] == heads[1]
     assert heads[0]["param_shapes"][1] == {"norm.weight": torch.Size([7]), "norm.bias": torch.Size([7])}
     assert heads[0]["shared_params"] == {"head.weight": "embed.weight"}
@@ -131,10 +131,10 @@ def test_convert_of_a_deepspeed_checkpoint_to_deepspeed_universal(files, tmp_pat
     assert "zero: DeepSpeed has its own value of this name" in report.left_out
     found = Snapshot(tmp_path / "u").read_object("0")
     for key, state in {key: each for key, each in expected["states"].items() if "exp_avg" in each}.items():
-        same(found["model"][key], state["fp32"].detach().view_as(found["model"][key]))
+        expect_equal(found["model"][key], state["fp32"].detach().view_as(found["model"][key]))
         assert all(torch.equal(found["optim"]["state"][key][each].flatten(), state[each].flatten()) for each in MOMENTS)
     assert found["optim"]["param_groups"] == before["optim"]["param_groups"]
-    same(dict(found["module"]), dict(before.get("module", before["model"])))
+    expect_equal(dict(found["module"]), dict(before.get("module", before["model"])))
     for key in ("epoch", "note", "lr_scheduler", "global_steps", "global_samples"):
         assert found[key] == before[key]
 
@@ -149,8 +149,8 @@ def test_convert_of_a_dcp_checkpoint_to_deepspeed_universal(tmp_path):
     found = Snapshot(tmp_path / "u").read_object("0")
     assert len(states["state"]) == 4
     for name, state in states["state"].items():
-        same(found["model"][name], weights[name].detach())
-        same(found["optim"]["state"][name], {key: state[key] for key in found["optim"]["state"][name]})
+        expect_equal(found["model"][name], weights[name].detach())
+        expect_equal(found["optim"]["state"][name], {key: state[key] for key in found["optim"]["state"][name]})
     assert found["optim"]["param_groups"] == states["param_groups"]
     assert found["epoch"] == 3
 
@@ -178,9 +178,9 @@ def test_convert_to_deepspeed_universal_of_any_parameters_is_read_back(tmp_path_
     found = Snapshot(f"{url}/u").read_object("0")
     for name, weight in weights.items():
         wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        same(found["model"][name], weight.to(wide))
-        same(found["optim"]["state"][name], {key: state[name][key] for key in found["optim"]["state"][name]})
-        same(found["module"][name], weight)
+        expect_equal(found["model"][name], weight.to(wide))
+        expect_equal(found["optim"]["state"][name], {key: state[name][key] for key in found["optim"]["state"][name]})
+        expect_equal(found["module"][name], weight)
     assert found["optim"]["param_groups"] == groups
 
 
@@ -206,7 +206,7 @@ def test_convert_to_deepspeed_universal_keeps_other_values_of_the_model(tmp_path
     module = torch.load(tmp_path / "u" / "global_step2_universal" / "mp_rank_00_model_states.pt")["module"]
     assert torch.equal(module["sparse"].to_dense(), sparse.to_dense())
     assert module["_extra_state"] == {"x": 1}
-    same(module["a"], weights["a"])
+    expect_equal(module["a"], weights["a"])
 
 
 # Several ranks
@@ -239,9 +239,9 @@ def test_convert_to_deepspeed_universal_of_shards_by_two_ranks(two, tmp_path):
     found = Snapshot(tmp_path / "u").read_object("0")
     assert len(moments) == 4
     for name, moment in moments.items():
-        same(found["optim"]["state"][name]["exp_avg"], moment)
+        expect_equal(found["optim"]["state"][name]["exp_avg"], moment)
     for name, weight in weights.items():
-        same(found["model"][name], weight)
+        expect_equal(found["model"][name], weight)
 
 
 # Errors
@@ -313,8 +313,8 @@ def test_convert_to_deepspeed_universal_select_chooses_model_and_optimizer(tmp_p
         snapshot.convert(Target(tmp_path / "u", TO), exclude=["two/**"])
     snapshot.convert(Target(tmp_path / "u", TO), exclude=["two/**"], rename={"one/net": "one/model"})
     found = Snapshot(tmp_path / "u").read_object("0")
-    same(found["model"]["a"], weights["a"])
-    same(found["one"]["ema"]["a"], other["a"])
+    expect_equal(found["model"]["a"], weights["a"])
+    expect_equal(found["one"]["ema"]["a"], other["a"])
     with pytest.raises(ValueError, match="dtype must be None for to='deepspeed-universal'"):
         snapshot.convert(Target(tmp_path / "v", TO), dtype=torch.bfloat16, exclude=["two/**"])
 
@@ -376,7 +376,7 @@ def test_cli_convert_to_deepspeed_universal(tmp_path, capsys):
     take(tmp_path / "s", weights, optimizer)
     assert main(["convert", str(tmp_path / "s"), str(tmp_path / "u"), "--to", TO]) == 0
     assert "to deepspeed-universal in" in capsys.readouterr().out
-    same(Snapshot(tmp_path / "u").read_object("0/model/b"), weights["b"])
+    expect_equal(Snapshot(tmp_path / "u").read_object("0/model/b"), weights["b"])
 
 
 MEASURE = """
