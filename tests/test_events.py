@@ -86,7 +86,7 @@ def test_event_handlers_of_installed_packages_are_called_and_cannot_fail_a_take(
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "SITE": str(package)}
     shown = subprocess.run(  # handlers are looked for when the library is imported
-        [sys.executable, script], env=environment, check=True, capture_output=True, text=True, timeout=100
+        [sys.executable, script], env=environment, check=True, capture_output=True, text=True, timeout=300
     ).stdout
     assert shown.splitlines()[-4:] == ["heard start", "heard committed", "heard blocked", "there"], shown
     assert sys.modules.get("listens") is None

@@ -78,7 +78,7 @@ def test_ranks_benchmark_ends_if_a_rank_ends(tmp_path: Path) -> None:
                 children = psutil.Process(running.pid).children()
                 ranks = [child for child in children if "spawn_main" in command_line(child)]
             ranks[1].kill()
-            _, errors = running.communicate(timeout=60)
+            _, errors = running.communicate(timeout=300)
         finally:
             running.kill()
     assert running.returncode == 2, errors

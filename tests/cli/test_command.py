@@ -77,7 +77,7 @@ def test_cli_help_and_version_do_not_import_torch(words):
         check=True,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert found.stderr.split() == ["0"]
@@ -118,7 +118,7 @@ def test_cli_completion_scripts_are_valid_for_each_shell(shell, capsys):
     assert all(name in script for name in NAMES)
     assert "allow-pickle" in script
     if found := shutil.which(shell):
-        subprocess.run([found, "-n"], input=script, text=True, check=True, timeout=60)
+        subprocess.run([found, "-n"], input=script, text=True, check=True, timeout=300)
 
 
 def test_cli_completion_in_bash_completes_verbs_options_and_files(capsys, tmp_path):
@@ -135,7 +135,7 @@ def test_cli_completion_in_bash_completes_verbs_options_and_files(capsys, tmp_pa
             + f'_shtab_snapshot snapshot {word} {before}; echo "${{COMPREPLY[@]}}"\n'
         )
     shown = subprocess.run(
-        ["bash", script], check=True, capture_output=True, text=True, timeout=60, cwd=tmp_path
+        ["bash", script], check=True, capture_output=True, text=True, timeout=300, cwd=tmp_path
     ).stdout.split()
     assert shown == ["show", "run", "--quick"]
 
@@ -232,7 +232,7 @@ def test_cli_output_pipe_closed_early_is_not_an_error(tmp_path, words, reader):
         check=True,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert found.stderr == ""

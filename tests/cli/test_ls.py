@@ -200,7 +200,7 @@ def test_ls_folded_names_expand_to_the_names_in_the_snapshot(root):
     found = list(items(snapshot.get_manifest(), 1))
     folds = folded(found)
     script = "\n".join(f"printf '%s\\n' {fold.name}" for fold in folds)
-    made = subprocess.run(["bash", "-c", script], check=True, capture_output=True, text=True, timeout=60).stdout
+    made = subprocess.run(["bash", "-c", script], check=True, capture_output=True, text=True, timeout=300).stdout
     assert sorted(made.splitlines()) == sorted(item.path for item in found)
     assert len(folds) < len(found) / 3
 

@@ -71,7 +71,7 @@ def test_cli_ranks_under_torchrun_copy_and_verify_with_one_report(source, tmp_pa
         (("verify", "--ranks", source / "one"), "every byte matches its digest"),
     ):
         started = launch("-m", "snapshot", *arguments)
-        out, err = started.communicate(timeout=100)
+        out, err = started.communicate(timeout=300)
         assert started.returncode == 0, err
         assert len(out.splitlines()) == 1, out
         assert said in out
@@ -105,7 +105,7 @@ def test_cli_ranks_under_torchrun_all_end_if_one_is_killed(source, tmp_path):
         pid = int(found[0].read_text()) if found else None
         time.sleep(0.01)
     psutil.Process(pid).send_signal(signal.SIGKILL)
-    _, err = started.communicate(timeout=100)
+    _, err = started.communicate(timeout=300)
     assert started.returncode != 0
     assert "SIGKILL" in err or "-9" in err
     assert not (tmp_path / "t" / METADATA).exists()

@@ -460,7 +460,7 @@ def test_cli_ui_ends_silently_on_a_signal(root, number, status):
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+/\?token=[\w-]{43}", address)
         assert request("GET", address).status == 200
         process.send_signal(number)
-        assert process.communicate(timeout=30) == ("", "")
+        assert process.communicate(timeout=300) == ("", "")
         assert process.returncode == status
 
 

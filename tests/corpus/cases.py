@@ -141,7 +141,7 @@ def near(folder, pool):
             for step in (10, 20):
                 app_state = {"progress": StateDict(step=step, weight=states.numbers(3, start=step))}
                 found[f"step-{step}"] = {"0": described(app_state)}
-                manager.async_take(step, app_state).wait("far", timeout=60)
+                manager.async_take(step, app_state).wait("far", timeout=300)
             manager.snapshot(10).delete()
         del found["step-10"]
         shutil.copytree(work / "near", folder / "near")

@@ -372,7 +372,7 @@ def test_async_take_pending_at_exit_is_finished(tmp_path):
         subprocess.Popen([*command, str(rank), tmp_path / "store", tmp_path / "s"], stderr=subprocess.PIPE)
         for rank in range(2)
     ]
-    told = [job.communicate(timeout=50)[1].decode() for job in jobs]
+    told = [job.communicate(timeout=300)[1].decode() for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0], told
     assert Snapshot(tmp_path / "s").verify().ok
     assert Snapshot(tmp_path / "s").read_object("1/s/x").eq(1).all()

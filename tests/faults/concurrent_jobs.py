@@ -21,7 +21,7 @@ from snapshot import Snapshot, SnapshotError, StateDict
 from snapshot.testing import Stall, Tap, tapped
 from tests.helpers.rank_pool import ENVIRONMENT, PRELOAD
 
-PATIENCE = 60
+PATIENCE = 300
 _numbers = itertools.count()
 
 

@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-PATIENCE = 100  # seconds that a job may take on a machine that is busy with something else
+PATIENCE = 300  # seconds that a job may take on a machine that is busy with something else
 
 
 @dataclass

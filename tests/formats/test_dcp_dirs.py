@@ -355,7 +355,7 @@ def test_dcp_directory_of_megatron_is_read(two, tmp_path):
     pytest.importorskip("megatron")
     from tests.interop.megatron_dirs import write_directory
 
-    assert ".metadata" in two.run(write_directory, str(tmp_path / "m"), timeout=100)[0]
+    assert ".metadata" in two.run(write_directory, str(tmp_path / "m"), timeout=300)[0]
     snapshot = Snapshot(tmp_path / "m")
     found = snapshot.get_manifest()
     assert snapshot.metadata.format == "dcp"

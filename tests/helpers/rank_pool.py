@@ -149,7 +149,7 @@ class Pool:
             return self.outcomes(_probe, nonce, timeout=5) == [True] * self.world
         return False
 
-    def run(self, function, *args, timeout=60):
+    def run(self, function, *args, timeout=300):
         """What `function(*args)` returned on each rank; an exception of any rank is raised here.
 
         Where several failed, it is the lowest rank's; its `__cause__` is the text of all their tracebacks.
@@ -157,7 +157,7 @@ class Pool:
         __tracebackhide__ = True
         return self._values(self.outcomes(function, *args, timeout=timeout))
 
-    def outcomes(self, function, *args, timeout=60):
+    def outcomes(self, function, *args, timeout=300):
         """Each rank's value, or the exception that it raised, or `Died`. Raises nothing but `Hang`."""
         __tracebackhide__ = True
         self.start(function, *args)
@@ -187,7 +187,7 @@ class Pool:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died, as will be seen
                 self._pipes[rank].send_bytes(request)
 
-    def finish(self, timeout=60, ranks=None, until_death=False):
+    def finish(self, timeout=300, ranks=None, until_death=False):
         """Wait for the run that was started, on all ranks or on some; their outcomes.
 
         The others' can be had later: of a rank that was stopped, say. With `until_death`, the others of a rank that

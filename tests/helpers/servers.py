@@ -357,7 +357,7 @@ class Sshd:
         """What the sftp command prints for these commands of its own; OSError if one of them fails."""
         options = f"-F none -b - -P {self.port} -i {self.client_key} -oIdentitiesOnly=yes"
         line = f"sftp {options} -oUserKnownHostsFile={self.known_hosts} {self.username}@{self.host}".split()
-        done = subprocess.run(line, input="\n".join(commands), capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(line, input="\n".join(commands), capture_output=True, text=True, timeout=300, check=False)
         if done.returncode:
             raise OSError(done.stderr)
         return done.stdout

@@ -17,7 +17,7 @@ import sys
 import tempfile
 from multiprocessing.connection import Connection
 
-PATIENCE = 100  # seconds that a script may take on a machine that is busy with something else
+PATIENCE = 300  # seconds that a script may take on a machine that is busy with something else
 PR_SET_PDEATHSIG = 1
 
 

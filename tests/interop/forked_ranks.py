@@ -73,7 +73,7 @@ def fork_ranks(world, folder, run, *arguments):
     """Run a function on each rank, and return what each returned, in order. `folder` holds the store."""
     ranks, answers = _start(world, folder, run, arguments)
     try:
-        got = sorted(answers.get(timeout=250) for _ in ranks)
+        got = sorted(answers.get(timeout=300) for _ in ranks)
         for each in ranks:
             each.join(20)
     finally:

@@ -23,7 +23,7 @@ from snapshot import MissingExtraError, Snapshot, SnapshotError
 from snapshot.interop.automodel import use_snapshots
 from tests.interop.forked_ranks import fork_ranks
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 

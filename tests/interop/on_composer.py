@@ -28,7 +28,7 @@ from snapshot.interop import composer as adapter
 from snapshot.interop.composer import SnapshotSaver
 from tests.interop.forked_ranks import fork_ranks
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
 
 
 def _example():

@@ -44,7 +44,7 @@ from snapshot.interop.deepspeed import FOLDER, SnapshotCheckpointEngine, write_f
 from tests.formats.write_deepspeed_files import Model, config, make_experts, make_groups
 from tests.interop.forked_ranks import die_at, fork_ranks, kill_ranks
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
 SLOW = pytest.mark.slow
 """Only `tests/soak/test_frameworks.py` runs them."""
 

@@ -108,7 +108,7 @@ def test_lightning_ddp_resumes_exactly_with_random_numbers_per_rank(tmp_path):
     ranks = [context.Process(target=_rank, args=(rank, tmp_path, answers)) for rank in range(2)]
     for each in ranks:
         each.start()
-    (_, first, one), (_, second, other) = sorted(answers.get(timeout=90) for _ in ranks)
+    (_, first, one), (_, second, other) = sorted(answers.get(timeout=300) for _ in ranks)
     for each in ranks:
         each.join(20)
     assert first is None

@@ -76,7 +76,7 @@ from tests.interop import megatron_dirs
 from tests.interop.forked_ranks import fork_ranks
 from tests.interop.megatron_dirs import Split, sharded
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
 register_allowed_target_prefix("snapshot.interop.")  # which versions since 0.5 require
 
 

@@ -22,7 +22,7 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from snapshot import MissingExtraError, Snapshot, SnapshotError, StateDict, TakeOptions
 from snapshot.interop import ray as adapter
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module", autouse=True)

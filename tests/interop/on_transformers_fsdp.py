@@ -139,7 +139,7 @@ def train_on(world, folder, **options):
     queue = context.Queue()
     process = context.Process(target=_alone, args=(folder, options, queue))
     process.start()
-    result = queue.get(timeout=90)
+    result = queue.get(timeout=300)
     process.join(20)
     return result
 

@@ -141,7 +141,7 @@ def test_vllm_trainer_ranks_publish_their_pieces(tmp_path):
         )
         for rank in range(2)
     ]
-    errors = [each.communicate(timeout=100)[1] for each in ranks]
+    errors = [each.communicate(timeout=300)[1] for each in ranks]
     assert [each.returncode for each in ranks] == [0, 0], errors
 
 

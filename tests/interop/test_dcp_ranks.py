@@ -239,7 +239,7 @@ def work(number, folder):
 
 @pytest.mark.parametrize("number", range(len(USAGES)), ids=lambda number: USAGES[number].__name__)
 def test_dcp_on_two_ranks_equals_torch_s_own_storage(number, two, folder):
-    for theirs, ours in two.run(work, number, folder, timeout=100):
+    for theirs, ours in two.run(work, number, folder, timeout=300):
         assert ours == theirs
         if USAGES[number] is a_missing_key:
             assert ours == ("raised", [(1, "RuntimeError")])
@@ -343,7 +343,7 @@ def in_process(folder):
 
 @pytest.mark.skipif(not hasattr(dcp.state_dict_saver, "AsyncCheckpointerType"), reason="this torch has no such type")
 def test_dcp_async_save_in_a_process(two, folder):
-    assert two.run(in_process, folder, timeout=110) == [2, 2]
+    assert two.run(in_process, folder, timeout=300) == [2, 2]
     assert Snapshot(folder).verify()
     two.restart()  # each has a process of its own now
 

@@ -23,7 +23,7 @@ if importlib.util.find_spec("megatron") is None:
 @pytest.fixture(scope="module")
 def two():
     with Pool(2) as pool:
-        pool.run(_import, timeout=100)
+        pool.run(_import, timeout=300)
         yield pool
 
 

@@ -24,7 +24,7 @@ def run(trainer, script, *arguments):
     path = os.pathsep.join([*filter(None, sys.path), str(place)])
     return subprocess.run(
         [sys.executable, HERE / script, *map(str, arguments)], env={**os.environ, "PYTHONPATH": path},
-        capture_output=True, text=True, timeout=110, check=False,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
 
 
@@ -62,7 +62,7 @@ def test_skyrl_strategy_saves_and_resumes_snapshots(version):
     assert ended.returncode == 0, ended.stderr[-4000:]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_trl_trainers_save_and_resume_snapshots():
     ended = run("trl-1.16.0/site-packages", "on_trl.py")
     assert ended.returncode == 0, ended.stderr[-4000:]
@@ -81,7 +81,7 @@ def test_torchtune_checkpointer_finds_and_loads_snapshots(tmp_path):
     assert ended.returncode == 0, ended.stderr[-4000:]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_torchtune_recipe_resumes_as_documented(tmp_path):
     losses = []
     for changes in ([], ["resume_from_checkpoint=True"]):

@@ -24,9 +24,9 @@ def flat(lists):
 @pytest.mark.parametrize("stateful", [True, False])
 def test_loader_state_on_any_number_of_replicas_yields_each_sample_once(four, two, folder, workers, then, stateful):
     options = {"stateful": stateful, "dataset": loaders.Counted}
-    seen = four.run(loaders.begin_map, f"{folder}/s", 2, 96, 4, workers, options, timeout=60)[0]
+    seen = four.run(loaders.begin_map, f"{folder}/s", 2, 96, 4, workers, options, timeout=300)[0]
     assert len(flat(seen)) == 32
-    rest, epoch, x = two.run(loaders.continue_map, f"{folder}/s", 96, 3, then, "raise", options, timeout=60)[0]
+    rest, epoch, x = two.run(loaders.continue_map, f"{folder}/s", 96, 3, then, "raise", options, timeout=300)[0]
     assert (epoch, x) == (3, 2)
     assert sorted(flat(seen) + flat(rest)) == list(range(96))
     # the order is that of the epoch on the new number of replicas
@@ -111,8 +111,8 @@ def test_loader_state_with_another_length_or_seed_is_refused(two, four, folder, 
     [(0, 0), pytest.param(2, 0, marks=pytest.mark.slow), pytest.param(0, 2, marks=pytest.mark.slow)],
 )
 def test_loader_state_of_an_iterable_dataset_redistributes_its_shards(four, two, folder, workers, then):
-    seen = four.run(loaders.begin_stripes, f"{folder}/s", 2, 16, 5, 2, workers, timeout=60)[0]
-    rest = two.run(loaders.continue_stripes, f"{folder}/s", 16, 5, 3, then, timeout=60)[0]
+    seen = four.run(loaders.begin_stripes, f"{folder}/s", 2, 16, 5, 2, workers, timeout=300)[0]
+    rest = two.run(loaders.continue_stripes, f"{folder}/s", 16, 5, 3, then, timeout=300)[0]
     assert sorted(flat(seen) + flat(rest)) == sorted(1000 * s + n for s in range(16) for n in range(5))
 
 

@@ -25,7 +25,7 @@ def started(warm):
 
 
 @pytest.mark.parametrize("script", NEEDED)
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_lightning_and_transformers_save_and_resume_with_snapshots(warm, started, script):
     if missing(script):
         pytest.skip(f"{', '.join(missing(script))} is not installed")

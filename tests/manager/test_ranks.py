@@ -179,7 +179,7 @@ def test_should_stop_after_a_signal_to_one_rank_stops_all_at_the_same_step(three
         for rank in signalled:
             appears(f"{folder}/{run}-{rank}")
             os.kill(three.pids[rank], signal.SIGTERM)
-        found = three._values(three.finish(timeout=60))
+        found = three._values(three.finish(timeout=300))
         resumed, step, total, *_ = found[0]
         for rank, each in enumerate(found):
             assert each == (resumed, step, total, True, [signal.SIGTERM] if rank in signalled else [])
@@ -228,5 +228,5 @@ def test_second_signal_ends_a_rank_at_once(three, folder):
         if mark == "told":
             time.sleep(1.1)  # what comes within a second is the same request
         os.kill(three.pids[1], signal.SIGTERM)
-    [died] = three.finish(ranks=[1], timeout=30)
+    [died] = three.finish(ranks=[1], timeout=300)
     assert died.signal == signal.SIGTERM

@@ -113,7 +113,7 @@ def required(without: Iterable[str]) -> list[str]:
 def probe(path: str) -> Interpreter | None:
     """Return the interpreter at a path; None if it does not start."""
     try:
-        run = subprocess.run([path, "-c", PROBE], capture_output=True, text=True, timeout=60, check=True)
+        run = subprocess.run([path, "-c", PROBE], capture_output=True, text=True, timeout=300, check=True)
         return Interpreter(path, *json.loads(run.stdout))
     except (OSError, subprocess.SubprocessError, ValueError):
         return None

@@ -258,7 +258,7 @@ def test_pull_by_several_processes_of_a_host_downloads_once(tmp_path):
     processes = [context.Process(target=_pull, args=(run.store, tmp_path / "local", ready, found)) for _ in range(4)]
     for each in processes:
         each.start()
-    assert {found.get(timeout=60) for _ in processes} == {str(tmp_path / "local" / "weight_v000003")}
+    assert {found.get(timeout=300) for _ in processes} == {str(tmp_path / "local" / "weight_v000003")}
     for each in processes:
         each.join()
     expect_loaded(tmp_path / "local" / "current", run.states[3])

@@ -17,7 +17,7 @@ GOOD = Outcome(Fault("take", "write", "kill"), 7, 7, 7, 2.5, "RankError: rank 4"
 
 def run(*arguments):
     command = [sys.executable, "-m", "tests.scale", *arguments]
-    done = subprocess.run(command, cwd=TOP, capture_output=True, text=True, check=False, timeout=280)
+    done = subprocess.run(command, cwd=TOP, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -23,7 +23,7 @@ def take_steps(root, near, steps, value=None, **options):
             )
             pending.wait()
         if options.get("upload", "latest") is not None:
-            pending.wait("far", timeout=40)
+            pending.wait("far", timeout=300)
         wanted = options.get("replicas", 0)
         until(lambda: manager.where(steps[-1])["replicas"] >= wanted)
         found = manager.where(steps[-1])

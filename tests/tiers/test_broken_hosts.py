@@ -124,7 +124,7 @@ def _one_broken(far, near):
 
 def test_near_root_broken_on_one_host_makes_all_hosts_use_the_far_root(two, tmp_path, hosts):
     near = tmp_path / "hosts"
-    assert two.run(_one_broken, tmp_path / "far", near, timeout=60) == [[1], [1]]
+    assert two.run(_one_broken, tmp_path / "far", near, timeout=300) == [[1], [1]]
     stop_uploaders(near / "a" / "near")
     assert Snapshot(str(tmp_path / "far/step-1")).verify()
 
@@ -142,7 +142,7 @@ def replicated(two, tmp_path, hosts):
     """A run of two hosts with steps 10 and 20 on both, and 20 in the far root."""
     for name in "abcd":
         hosts(name)
-    two.run(_replicated, tmp_path / "far", hosts("a").parent, timeout=60)
+    two.run(_replicated, tmp_path / "far", hosts("a").parent, timeout=300)
     stop_uploaders(hosts("a"), hosts("b"))
     return two, tmp_path / "far", hosts("a").parent
 
@@ -150,7 +150,7 @@ def replicated(two, tmp_path, hosts):
 def test_far_root_replaces_two_lost_hosts(replicated):
     two, far, near = replicated
     shutil.rmtree(near / "a"), shutil.rmtree(near / "b")
-    found = two.run(_restored, far, near, "cd", timeout=60)
+    found = two.run(_restored, far, near, "cd", timeout=300)
     assert [each[:3] for each in found] == [(20, True, 20)] * 2
     assert found[0][3]["far"] > 0 == found[0][3]["near"]
 
@@ -162,7 +162,7 @@ def test_replica_heals_damage_on_one_host(replicated):
     good = [path.read_bytes() for path in own]
     for path in own:
         flip_keeping_time(path)
-    found = two.run(_restored, far, near, "ab", timeout=60)
+    found = two.run(_restored, far, near, "ab", timeout=300)
     assert [each[:3] for each in found] == [(20, True, 20)] * 2
     assert found[0][3]["peer"] > 0
     assert found[0][4]
@@ -174,7 +174,7 @@ def test_far_root_heals_damage_on_all_hosts(replicated):
     for name in "ab":
         for path in data_files(near / name, 20):
             flip_keeping_time(path)
-    found = two.run(_restored, far, near, "ab", timeout=60)
+    found = two.run(_restored, far, near, "ab", timeout=300)
     assert [each[:3] for each in found] == [(20, True, 20)] * 2
     assert found[0][3]["far"] > 0
 
@@ -183,7 +183,7 @@ def test_restore_latest_falls_back_if_near_replicas_and_far_are_damaged(replicat
     two, far, near = replicated
     for path in (*data_files(near / "a", 20), *data_files(near / "b", 20), *(far / "step-20/data").iterdir()):
         flip_keeping_time(path)
-    found = two.run(_restored, far, near, "ab", timeout=60)
+    found = two.run(_restored, far, near, "ab", timeout=300)
     assert [each[:3] for each in found] == [(10, True, 10)] * 2
 
 
@@ -195,13 +195,13 @@ def test_near_files_of_several_hosts_together_form_a_complete_step(replicated):
         for path in data_files(near / name, 20)[part::2]:
             path.unlink()
     os.unlink(runs_in(near / "a")[0] / "step-20/.snapshot_metadata")
-    found = two.run(_restored, far, near, "ab", timeout=60)
+    found = two.run(_restored, far, near, "ab", timeout=300)
     assert [each[:3] for each in found] == [(20, True, 20)] * 2
 
 
 def test_near_roots_of_hosts_in_another_order_restore_exactly(replicated):
     two, far, near = replicated
-    found = two.run(_restored, far, near, "ba", timeout=60)
+    found = two.run(_restored, far, near, "ba", timeout=300)
     assert [each[:3] for each in found] == [(20, True, 20)] * 2
 
 
@@ -217,7 +217,7 @@ def test_near_and_far_roots_restore_on_other_numbers_of_ranks_and_hosts(replicat
     _, far, near = replicated
     assert _shared_only(far, near, "a") == (20, 20 * 4000.0)
     stop_uploaders(near / "a")
-    found = three.run(_shared_only, far, near, "abc", timeout=60)
+    found = three.run(_shared_only, far, near, "abc", timeout=300)
     assert found == [(20, 20 * 4000.0)] * 3
 
 
@@ -238,9 +238,9 @@ def test_near_take_with_a_dying_rank_leaves_the_step_before(fresh_pool, tmp_path
     hosts("a"), hosts("b")
     pool.start(_die_in_the_middle, tmp_path / "far", tmp_path / "hosts")
     with contextlib.suppress(Exception):
-        pool.finish(timeout=60)
+        pool.finish(timeout=300)
     pool.close()
-    found = two.run(_restored, tmp_path / "far", tmp_path / "hosts", "ab", timeout=60)
+    found = two.run(_restored, tmp_path / "far", tmp_path / "hosts", "ab", timeout=300)
     assert [each[:3] for each in found] == [(1, True, 1)] * 2
     for name in "ab":
         assert {path.name for path in runs_in(hosts(name))[0].glob("step-*")} == {"step-1"}

@@ -46,9 +46,9 @@ def _lone(far, near, names, steps):
 def test_far_root_restores_a_lost_host_without_replicas(two, tmp_path, hosts):
     far, near = tmp_path / "far", hosts("a").parent
     hosts("b"), hosts("c")
-    two.run(_lone, far, near, "ab", [10, 20], timeout=60)
+    two.run(_lone, far, near, "ab", [10, 20], timeout=300)
     stop_uploaders(hosts("a"), hosts("b"))
-    found = two.run(restore, far, near, "ac", timeout=60)
+    found = two.run(restore, far, near, "ac", timeout=300)
     assert [each[:3] for each in found] == [(20, True, 20)] * 2
     assert found[1][3]["far"] > 0
 
@@ -194,26 +194,26 @@ def _one_waits(far, near):
         pending = manager.async_take(10, state(10))
         pending.wait()
         if rank() == 1:
-            pending.wait("far", timeout=40)
+            pending.wait("far", timeout=300)
         dist.barrier()
         return manager.where(10)["far"]
 
 
 def test_wait_far_on_one_rank_waits_for_the_uploads_of_all(two, tmp_path, hosts):
     hosts("a"), hosts("b")
-    assert two.run(_one_waits, tmp_path / "far", tmp_path / "hosts", timeout=60) == ["whole", "whole"]
+    assert two.run(_one_waits, tmp_path / "far", tmp_path / "hosts", timeout=300) == ["whole", "whole"]
 
 
 def _all_wait(far, near):
     with manager_of(far, f"{near}/{'aabb'[rank()]}") as manager:
         for step in range(6):
-            manager.async_take(step, state(step)).wait("far", timeout=40)
+            manager.async_take(step, state(step)).wait("far", timeout=300)
         dist.barrier()
 
 
 def test_wait_far_on_all_ranks_of_a_host(four, tmp_path, hosts):
     hosts("a"), hosts("b")
-    four.run(_all_wait, tmp_path / "far", tmp_path / "hosts", timeout=90)
+    four.run(_all_wait, tmp_path / "far", tmp_path / "hosts", timeout=300)
     assert Snapshot(str(tmp_path / "far/step-5")).verify()
 
 
@@ -234,11 +234,11 @@ def _again(far, near):
 def test_near_host_that_missed_the_manifest_receives_it(two, tmp_path, hosts):
     far, near = tmp_path / "far", tmp_path / "hosts"
     hosts("a"), hosts("b")
-    two.run(_taken, far, near, timeout=60)
+    two.run(_taken, far, near, timeout=300)
     stop_uploaders(hosts("a"), hosts("b"))
     shutil.rmtree(far / "step-10", ignore_errors=True)
     (runs_in(hosts("b"))[0] / "step-10/.snapshot_metadata").unlink()
-    assert two.run(_again, far, near, timeout=60) == [10, 10]
+    assert two.run(_again, far, near, timeout=300) == [10, 10]
     assert Snapshot(str(far / "step-10")).verify()
 
 
@@ -265,7 +265,7 @@ def _killed_uploader(far, near):
 
 def test_replicas_continue_after_an_uploader_was_killed(two, tmp_path, hosts):
     hosts("a"), hosts("b")
-    for same, steps in two.run(_killed_uploader, tmp_path / "far", tmp_path / "hosts", timeout=90):
+    for same, steps in two.run(_killed_uploader, tmp_path / "far", tmp_path / "hosts", timeout=300):
         assert same
         assert steps <= 6
 
@@ -406,7 +406,7 @@ def test_far_root_spelled_differently_is_the_same_run(tmp_path, hosts):
     """It counted as a copy, so a new run began, and the near steps of the old one were ignored."""
     far = tmp_path / "far"
     with manager_of(far, hosts("a"), upload=None, grace=0, keep_near=None) as manager:
-        manager.async_take(10, state(10)).wait("far", timeout=60)
+        manager.async_take(10, state(10)).wait("far", timeout=300)
         manager.take(20, state(20))
         stop_uploaders(hosts("a"))
     stop_uploaders(hosts("a"))
@@ -451,7 +451,9 @@ def test_upload_of_all_steps_that_are_waited_for(tmp_path, hosts):
     with manager_of(tmp_path / "far", hosts("a"), upload=None, rate=1e6, keep_near=None) as manager:
         pending = [manager.async_take(step, state(step)) for step in range(12)]
         with contextlib.ExitStack() as stack:
-            threads = [stack.enter_context(_Joined(lambda each=each: each.wait("far", timeout=60))) for each in pending]
+            threads = [
+                stack.enter_context(_Joined(lambda each=each: each.wait("far", timeout=300))) for each in pending
+            ]
         assert [each.error for each in threads] == [None] * 12
     assert len(list((tmp_path / "far").glob("step-*/.snapshot_metadata"))) == 12
 

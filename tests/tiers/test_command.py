@@ -55,7 +55,7 @@ def test_cli_ls_near_explains_upload_states(tmp_path, hosts, capsys):
     with manager_of(far, near, upload="latest", grace=30, keep_near=None) as manager:
         for step in (10, 20, 30):
             manager.take(step, state(step))
-        manager.async_take(40, state(40)).wait("far", timeout=40)
+        manager.async_take(40, state(40)).wait("far", timeout=300)
         status, text = run(capsys, "ls", far, "--near", near)
     assert status == 0
     shown = {line.split()[-1] for line in text.splitlines()[2:6]}

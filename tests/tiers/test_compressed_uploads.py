@@ -60,7 +60,7 @@ def restored(tmp_path, host, **given):
 
 def test_upload_compression_compresses_far_but_not_near(tmp_path, hosts):
     with manager_of(tmp_path / "far", hosts("a"), upload_compression="zstd") as manager:
-        manager.async_take(10, state(10)).wait("far", timeout=40)
+        manager.async_take(10, state(10)).wait("far", timeout=300)
         (near,) = hosts("a").rglob("step-10")
         assert Snapshot(near).metadata.format == "snapshot/1"
     far = tmp_path / "far" / "step-10"
@@ -154,7 +154,7 @@ def test_upload_compression_sends_a_file_plain_without_room_in_the_near_root(tmp
 
 def test_upload_compression_unreadable_far_manifest_is_an_error(tmp_path):
     with SnapshotManager(tmp_path / "far", near=Near(tmp_path / "near", compression="zstd"), signals=()) as manager:
-        manager.async_take(10, state(10)).wait("far", timeout=40)
+        manager.async_take(10, state(10)).wait("far", timeout=300)
     stop_uploaders(tmp_path / "near")
     far = Snapshot(tmp_path / "far/step-10")
     session = Session(URL.parse(str(tmp_path / "far/step-10")), None)
@@ -186,7 +186,7 @@ def test_upload_compression_unreadable_far_manifest_is_an_error(tmp_path):
 
 def test_upload_compression_sends_a_compressed_take_unchanged(tmp_path, hosts):
     with manager_of(tmp_path / "far", hosts("a"), upload_compression="zstd") as manager:
-        manager.async_take(10, state(10), options=TakeOptions(compression="zstd")).wait("far", timeout=40)
+        manager.async_take(10, state(10), options=TakeOptions(compression="zstd")).wait("far", timeout=300)
         (near,) = hosts("a").rglob("step-10")
         assert nbytes(near) == nbytes(tmp_path / "far" / "step-10")
     restored(tmp_path, hosts("a"))
@@ -207,7 +207,7 @@ def _take_on_two_hosts(root, near, compressing):
     name = "ab"[rank()]
     with manager_of(root, f"{near}/{name}", upload_compression="zstd" if name in compressing else None) as manager:
         pending = manager.async_take(10, job_state(10, 60_000))
-        pending.wait("far", timeout=40)
+        pending.wait("far", timeout=300)
         dist.barrier()
     return [path.name for path in data_files(f"{near}/{name}", 10) if path.suffix == ".safetensors"]
 
@@ -222,7 +222,7 @@ def _restore_on_two_hosts(root, near):
 
 @pytest.mark.parametrize("compressing", ["ab", "a", "b"])
 def test_upload_compression_may_differ_between_hosts(two, tmp_path, hosts, compressing):
-    names = two.run(_take_on_two_hosts, tmp_path / "far", hosts("a").parent, compressing, timeout=60)
+    names = two.run(_take_on_two_hosts, tmp_path / "far", hosts("a").parent, compressing, timeout=300)
     hosts("b")
     far = Snapshot(tmp_path / "far" / "step-10")
     packed = {
@@ -290,8 +290,8 @@ def test_upload_compression_refuses_unknown_values(tmp_path, value):
 def test_uploaded_step_can_be_signed(tmp_path, hosts, compression):
     key = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
     with manager_of(tmp_path / "far", hosts("a"), upload_compression=compression) as manager:
-        manager.async_take(10, state(10)).wait("far", timeout=40)
-        manager.async_take(20, state(20)).wait("far", timeout=40)
+        manager.async_take(10, state(10)).wait("far", timeout=300)
+        manager.async_take(20, state(20)).wait("far", timeout=300)
         assert Snapshot(tmp_path / "far" / "step-10").sign(key)
         live = state(-1)
         assert manager.restore_latest(live) == 20  # from near, without a key

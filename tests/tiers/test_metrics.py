@@ -148,7 +148,7 @@ def test_metrics_of_uploader_and_trainer_are_served(tmp_path, hosts, monkeypatch
     app = {"s": StateDict(x=torch.ones(50_000))}
     began = time.time()
     with manager_of(tmp_path / "far", hosts("a"), keep_near=None) as manager:
-        manager.async_take(10, app).wait("far", timeout=40)
+        manager.async_take(10, app).wait("far", timeout=300)
         samples = scraped(hosts("a"))
         trainer, uploader = (("process", "trainer"), ("rank", "0")), (("process", "uploader"),)
         assert samples["snapshot_operations_total", (*trainer, ("outcome", "ok"), ("verb", "async_take"))] == 1
@@ -200,7 +200,7 @@ def test_metrics_age_of_the_far_step_remains_after_near_files_are_gone(tmp_path)
 def test_snapshot_metrics_address_that_cannot_be_used_stops_no_upload(tmp_path, hosts, monkeypatch, address):
     monkeypatch.setenv("SNAPSHOT_METRICS", address)
     with manager_of(tmp_path / "far", hosts("a")) as manager:
-        manager.async_take(10, {"s": StateDict(x=1)}).wait("far", timeout=40)
+        manager.async_take(10, {"s": StateDict(x=1)}).wait("far", timeout=300)
     (log,) = hosts("a").rglob(".uploader.log")
     assert f"SNAPSHOT_METRICS={address}: no metrics are offered" in log.read_text()
 

@@ -35,7 +35,7 @@ def test_near_take_is_committed_near_and_then_far(tmp_path, hosts):
         assert pending.wait().read_object("0/same/tensor").sum() == 10 * 4000
         near = manager.where(10)
         assert (near["near"], near["replicas"]) == ("whole", 0)
-        pending.wait("far", timeout=40)
+        pending.wait("far", timeout=300)
         assert manager.where(10)["far"] == "whole"
         assert manager.steps() == [10]
         assert manager.where(20) == {"near": "absent", "replicas": 0, "far": "absent"}
@@ -89,7 +89,7 @@ def test_upload_none_uploads_only_what_is_waited_for(tmp_path, hosts):
         for step in (10, 20, 30, 40):
             pending = manager.async_take(step, state(step))
             if step == 20:
-                pending.wait("far", timeout=40)
+                pending.wait("far", timeout=300)
         pending.wait()
         assert manager.where(10)["far"] == "kept near"
         assert manager.where(20)["far"] == "whole"
@@ -145,7 +145,7 @@ def test_near_damage_is_not_uploaded(tmp_path, hosts):
         for path in data_files(hosts("a"), 10):
             flip_keeping_time(path)
         with pytest.raises(SnapshotError, match="damaged"):
-            pending.wait("far", timeout=40)
+            pending.wait("far", timeout=300)
         assert manager.where(10)["far"] == "damaged"
     assert not (tmp_path / "far/step-10/.snapshot_metadata").exists()
 
@@ -194,7 +194,7 @@ def test_upload_never_publishes_an_older_attempt(tmp_path, hosts):
     with manager_of(tmp_path / "far", hosts("a"), upload=None, grace=0, keep_near=None) as manager:
         for step in (100, 120):
             manager.async_take(step, state(step)).wait()
-        manager.async_take(110, state(110)).wait("far", timeout=40)
+        manager.async_take(110, state(110)).wait("far", timeout=300)
     stop_uploaders(hosts("a"))
     shutil.copytree(hosts("a"), hosts("old"), ignore=shutil.ignore_patterns(".uploader*"))
     shutil.rmtree(runs_in(hosts("a"))[0] / "step-120")

@@ -89,7 +89,7 @@ def test_rolled_back_root_is_refused_by_a_running_job(tmp_path, hosts):
         delete(far)
         backup.rename(far)
         with pytest.raises(RunForkedError, match="was rolled back"):
-            manager.async_take(30, state(30)).wait("far", timeout=40)
+            manager.async_take(30, state(30)).wait("far", timeout=300)
         assert manager.where(30)["far"] == "forked"
         name = manager._steps.joined.member.attempt.name
     assert attempts(far, hosts("a"), "--choose", name) == 0
@@ -99,7 +99,7 @@ def test_rolled_back_root_is_refused_by_a_running_job(tmp_path, hosts):
 def test_facts_deleted_by_a_bucket_rule_are_noticed(tmp_path, hosts):
     far = tmp_path / "far"
     with manager_of(far, hosts("a"), upload=None, grace=0) as manager:
-        manager.async_take(10, state(10)).wait("far", timeout=40)
+        manager.async_take(10, state(10)).wait("far", timeout=300)
         manager.take(20, state(20))
     stop_uploaders(hosts("a"))
     name = facts_in(far).tip.name
@@ -136,7 +136,7 @@ def test_fact_that_is_damaged_and_deleted_is_noticed_by_a_host_that_saw_it(tmp_p
 def test_rolled_back_root_is_refused_after_a_later_job_on_the_host(tmp_path, hosts):
     far, backup = tmp_path / "far", tmp_path / "backup"
     with manager_of(far, hosts("a"), upload=None, keep_near=None, grace=0) as manager:
-        manager.async_take(10, state(10)).wait("far", timeout=40)
+        manager.async_take(10, state(10)).wait("far", timeout=300)
         shutil.copytree(far, backup)
         with manager_of(far, hosts("a"), upload=None, keep_near=None, grace=0) as later:
             assert later.restore_latest(state(-1)) == 10

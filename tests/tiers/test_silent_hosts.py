@@ -123,12 +123,12 @@ def _restore(far, near):
 def test_silent_uploader_does_not_make_restore_skip_a_step(two, tmp_path, hosts):
     far, near = tmp_path / "far", hosts("a").parent
     hosts("b")
-    two.run(_take, far, near, timeout=60)
+    two.run(_take, far, near, timeout=300)
     [folder] = runs_in(hosts("a"))
     pid = until(lambda: _pid_of(folder))
     os.kill(pid, signal.SIGSTOP)
     try:
-        assert two.run(_restore, far, near, timeout=90) == [(20, 20.0)] * 2
+        assert two.run(_restore, far, near, timeout=300) == [(20, 20.0)] * 2
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
@@ -206,7 +206,7 @@ def _lose_a_rank(root, verb):
 def test_manager_timeout_applies_to_takes_and_restores(fresh_pool, tmp_path, verb):
     pool = fresh_pool(2)
     pool.start(_lose_a_rank, str(tmp_path / "run"), verb)
-    [seconds] = pool.finish(timeout=60, ranks=[0])
+    [seconds] = pool.finish(timeout=300, ranks=[0])
     assert seconds < 40  # the default is 600
 
 

@@ -81,7 +81,7 @@ def test_run_forked_error_after_takes_without_the_far_root(tmp_path, hosts, caps
         pending.wait()
         up()
         with pytest.raises(RunForkedError, match="the run has forked: attempt") as caught:
-            pending.wait("far", timeout=40)
+            pending.wait("far", timeout=300)
         assert manager.where(40)["far"] == "forked"
         until(lambda: _raises_fork(lambda: manager.take(50, state(50))))
     alone = runs_in(hosts("b"))[0]
@@ -269,7 +269,7 @@ def test_near_trainer_that_was_replaced_cannot_restore_its_facts(tmp_path, hosts
         pending = main_job.async_take(40, state(40))
         pending.wait()
         up()
-        pending.wait("far", timeout=60)
+        pending.wait("far", timeout=300)
     live = state(-1)
     with manager_of(far, hosts("a")) as manager:
         assert manager.restore_latest(live) == 40
@@ -279,7 +279,7 @@ def test_near_trainer_that_was_replaced_cannot_restore_its_facts(tmp_path, hosts
 def test_near_step_of_a_replaced_trainer_does_not_stop_a_take(tmp_path, hosts):
     far = tmp_path / "far"
     with manager_of(far, hosts("a"), grace=0, upload=None, keep_near=None) as zombie:
-        zombie.async_take(10, state(10)).wait("far", timeout=40)
+        zombie.async_take(10, state(10)).wait("far", timeout=300)
         with manager_of(far, hosts("a"), grace=0, upload=None, keep_near=None) as main_job:
             shutil.copytree(runs_in(hosts("a"))[0] / "step-10", tmp_path / "ten")
             zombie.take(30, state(31))
@@ -373,7 +373,7 @@ def test_far_root_that_was_deleted_is_not_recreated(tmp_path, hosts, begun):
         delete(far)
         until(lambda: manager.where(20)["far"] == "deleted")
         with pytest.raises(RunDeletedError, match="the run was deleted there"):
-            manager.async_take(30, state(30)).wait("far", timeout=40)
+            manager.async_take(30, state(30)).wait("far", timeout=300)
         [folder] = runs_in(hosts("a"))
         pid = ask(folder).pid
     until(lambda: is_dead(pid))
@@ -493,7 +493,7 @@ def test_near_step_with_a_damaged_manifest_is_taken_again(tmp_path, hosts, at):
     """Each job restored the step before it, and then failed at this one."""
     far = tmp_path / "far"
     with manager_of(far, hosts("a"), upload=None, grace=0, keep_near=None) as manager:
-        manager.async_take(10, state(10)).wait("far", timeout=60)
+        manager.async_take(10, state(10)).wait("far", timeout=300)
         manager.take(20, state(20))
         stop_uploaders(hosts("a"))
     stop_uploaders(hosts("a"))
@@ -556,7 +556,7 @@ def test_wait_is_not_longer_than_its_timeout_if_the_uploader_is_stopped(tmp_path
             pending.wait("far", timeout=1)
         found = manager.where(10)  # without the uploader: what is in the folder, and in the root
         assert (found["near"], found["far"]) == ("whole", "absent")
-        pending.wait("far", timeout=90)
+        pending.wait("far", timeout=300)
         assert [each.fields["pid"] for each in told if each.name == "replaced"] == [pid]
         assert is_dead(pid)
         assert ask(folder).pid != pid
@@ -649,7 +649,7 @@ def test_far_root_that_hangs_later_does_not_delay_a_wait_or_restore(tmp_path, ho
         return begun
 
     with manager_of(far, hosts("a"), grace=0, upload=None, timeout=2) as manager:
-        manager.async_take(10, state(10)).wait("far", timeout=60)
+        manager.async_take(10, state(10)).wait("far", timeout=300)
         pending = manager.async_take(20, state(20))
         pending.wait()
         [folder] = runs_in(hosts("a"))

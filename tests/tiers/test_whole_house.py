@@ -203,7 +203,7 @@ def test_near_restore_prefers_the_good_step_of_two_jobs(run, tmp_path, place, la
         assert errors == [None]
         pendings[host].wait()
     if place == "far":
-        pendings["a"].wait("far", timeout=60)
+        pendings["a"].wait("far", timeout=300)
     for job in jobs.values():
         job.kill()
     if place == "far":

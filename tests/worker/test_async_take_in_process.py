@@ -18,7 +18,7 @@ from snapshot.worker.client import writer_process
 from tests.helpers.held_storage import held, is_running, until
 
 ROOT = Path(__file__).parents[2]
-PATIENCE = 60
+PATIENCE = 300
 
 
 def state(value=0.0):
