@@ -85,10 +85,10 @@ def bits(tensor):
     if tensor.is_quantized:
         return tensor.int_repr().numpy().tobytes()
     plain = tensor
-    # one element is contiguous with any stride
-    if not tensor.is_contiguous() or tensor.numel() < 2 or tensor.is_conj() or tensor.is_neg():
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         plain = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
-    return plain.view(-1).view(torch.uint8).numpy().tobytes()
+    # a single element is contiguous with any stride
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().tobytes()
 
 
 def flip(path, at=-1):
