@@ -36,6 +36,11 @@ def test_near_run_random_schedules(tmp_path):
         House(seed, tmp_path / "house").play()
 
 
+@pytest.mark.parametrize("seed", [1, 16, 30])
+def test_near_run_schedules_that_reach_most_of_the_code(tmp_path, seed):
+    House(seed, tmp_path / "house").play()
+
+
 @pytest.mark.parametrize("rolls", [False, True])
 def test_near_run_random_schedules_with_suspect_steps_and_a_restored_root(tmp_path, rolls):
     for seed in range(QUICK // 2):
