@@ -38,7 +38,7 @@ from snapshot.tiers.far_upload import (
     remove_notes,
     table_of,
 )
-from snapshot.tiers.near_steps import PINNED, NearFolder
+from snapshot.tiers.near_steps import PINNED, NearFolder, copy_verified
 from snapshot.tiers.timeline import Attempt, Facts, Parent, encode_facts
 from snapshot.tiers.timeline import note_of as metadata_of
 
@@ -348,6 +348,25 @@ def test_far_upload_compresses_long_files_and_describes_them(house):
     read = bytearray(len(near) - 7)
     run(opened.read_into(name, 7, [read]))
     assert read == near[7:]
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_far_upload_describes_a_file_that_two_hosts_sent_in_different_forms(house, monkeypatch, compress):
+    take(house.near, order=2, compression=None)
+    one, other, names = house.upload(compress=compress), house.upload(compress=not compress), house.names
+
+    async def copy_after_the_other(*given, **options):
+        monkeypatch.undo()
+        assert await other.advance(KNOWN, names, names=(), commits=True)
+        await copy_verified(*given, **options)
+
+    monkeypatch.setattr(module, "copy_verified", copy_after_the_other)
+    assert house.advance(one, commits=False)
+    far = Snapshot(house.there)
+    assert far.metadata.format == ("snapshot/2" if compress else "snapshot/1")
+    assert far.verify().ok
+    assert not list((house.there / "data").glob("*.json"))
+    assert not (house.there / claim_path(house.step.save_id)).exists()
 
 
 def test_far_upload_with_a_short_table_is_sent_again(house):
