@@ -30,7 +30,7 @@ from snapshot.io.storage import ABSENT, ANYTHING, Storage
 from snapshot.io.system import store_file
 from snapshot.io.url import URL
 from snapshot.loading.open import is_foreign
-from snapshot.manifest.document import METADATA, decode_head
+from snapshot.manifest.document import METADATA, NotOurs, decode_head
 from snapshot.save import transaction
 from snapshot.save.transaction import committed_save_id
 from snapshot.tiers.near_steps import STEP, NearFolder
@@ -199,7 +199,7 @@ async def find_left(storage: Storage, root: Facts, copies: Sequence[Copy]) -> li
     steps = sorted((int(found[1]) for name in names if (found := STEP.fullmatch(name.rstrip("/")))), reverse=True)
     runs = set[str]()
     for step in steps:
-        with suppress(StorageNotFoundError, CorruptSnapshotError):
+        with suppress(StorageNotFoundError, CorruptSnapshotError, NotOurs):
             path = f"step-{step}/{METADATA}"
             head = decode_head(await storage.get(path), storage.url.join(path))
             runs.add(origin_of(head.metadata).run)

@@ -48,6 +48,7 @@ from snapshot.transform import target
 from snapshot.transform.call import (
     Objects,
     clean_extra,
+    digest_plan,
     expect_checksums,
     expect_common_place,
     expect_sound,
@@ -137,6 +138,12 @@ class Plan(msgspec.Struct):
         self.leaves.append(Leaf(name, self.nothing, dtype, shape, nbytes))
         self.origins.append(origin)
         return len(self.leaves) - 1
+
+    def digest(self) -> str:
+        """Return a digest of the files' headers, and of the name, type and place of each leaf in them."""
+        places = [(name, extent.leaf, extent.begin, extent.end) for name, file in self.files for extent in file.extents]
+        leaves = [(leaf.path, leaf.dtype, leaf.shape) for leaf in self.leaves]
+        return digest_plan([*(file.header for _, file in self.files), *leaves, *places])
 
 
 class _Nested(msgspec.Struct):
@@ -551,6 +558,7 @@ class Export:
             plan.others,
             plan.more,
             exchange=exchange,
+            contents="" if exchange.alone else plan.digest(),
         )
         read = self._document.files.keys() & {*outputs.names, *plan.markers}
         if read and not target.storage.capabilities.renames and self._source.storage.url == target.storage.url:

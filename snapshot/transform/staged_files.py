@@ -82,8 +82,12 @@ class StagedFiles:
         more: str,
         *,
         exchange: Exchange,
+        contents: str = "",
     ) -> None:
-        """`files`: names and sizes. `more`: a pattern for further files that a replaced checkpoint may have."""
+        """`files`: names and sizes. `more`: a pattern for further files that a replaced checkpoint may have.
+
+        `contents`: a digest of what the files will contain, which must be equal on all ranks.
+        """
         self._storage = storage
         self._more = re.compile(more)
         self.names = [name for name, _ in files]
@@ -91,6 +95,7 @@ class StagedFiles:
         self._markers = markers
         self._others = others
         self._exchange = exchange
+        self._contents = contents
         self._standing: dict[str, str] = {}
         self._identity = ""
         self._shares = share_whole(exchange, range(len(files)), self._sizes)
@@ -117,7 +122,7 @@ class StagedFiles:
             await self._expect(overwrite=overwrite)
             self._identity = secrets.token_hex(6)
         else:
-            mine = digest_plan([*self.names, *self._sizes])
+            mine = digest_plan([*self.names, *self._sizes, self._contents])
             begun: _Begun = await in_own_thread(self._exchange.agree, mine, lead, str, _Begun)
             self._identity, self._standing = begun.identity, begun.standing
 

@@ -1,13 +1,26 @@
 """What two ranks promise, in short: the smoke tests of the room."""
 
+import dataclasses
+import re
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from snapshot import Sharded, Snapshot, SnapshotError, StateDict
+from snapshot import (
+    RankError,
+    Sharded,
+    Snapshot,
+    SnapshotError,
+    SnapshotExistsError,
+    StateDict,
+    Target,
+    load,
+    merge,
+)
 from snapshot.plugins.file import files
+from snapshot.plugins.file.file_storage import FileStorage
 from snapshot.plugins.file.files import drop_cache, open_direct
 
 
@@ -89,3 +102,150 @@ def test_restore_on_ranks_of_a_host_reads_shared_files_through_the_page_cache(tw
     assert two.run(_restore_cold, f"{folder}/shared", False, False) == [0, 0]
     assert two.run(_restore_cold, f"{folder}/gathered", True, False) == [0, 0], "both ranks read all shards"
     assert sum(two.run(_restore_cold, f"{folder}/scattered", False, True)) > 0, "each rank reads another half"
+
+
+ROWS = 3000
+
+
+def _app(value):
+    """Return a state with a tensor of both ranks, one of each rank, and some that they share."""
+    rank = dist.get_rank()
+    sharded = Sharded(torch.full((ROWS, 4), float(value + rank)), global_shape=(2 * ROWS, 4), offsets=(rank * ROWS, 0))
+    same = {f"same{at}": torch.full((500 + at,), float(value * at)) for at in range(4)}
+    return {"s": StateDict(sharded=sharded, **same, **{f"own{rank}": torch.full((700,), float(value * rank))})}
+
+
+def _save(path, value):
+    Snapshot.take(path, _app(value), replicated=["s/same*"])
+
+
+WEIGHTS = {"select": ["s/sharded", "s/same*"]}
+
+
+def _share_work(folder):
+    """Let the ranks share all verbs. Return what each says."""
+    one, other = f"{folder}/one", f"{folder}/other"
+    _save(one, 1)
+    _save(other, 3)
+    hf = Target(f"{folder}/hf", "safetensors", durable=False, shard_bytes=40_000)
+    return [
+        Snapshot(one).verify(ranks=True),
+        Snapshot(one).copy(f"{folder}/copy", ranks=True),
+        Snapshot(one).copy(Target(f"{folder}/some", durable=False), select=["s/own*"], ranks=True),
+        Snapshot(one).convert(hf, ranks=True, **WEIGHTS),
+        Snapshot(f"{folder}/hf").copy(f"{folder}/hf copy", ranks=True),
+        Snapshot(f"{folder}/hf").verify(ranks=True),
+        merge([one, other], Target(f"{folder}/mean", "snapshot", durable=False), ranks=True, **WEIGHTS),
+        Snapshot.diff(one, other, values=True, ranks=True),
+        Snapshot.diff(one, f"{folder}/copy", ranks=True),
+    ]
+
+
+def _texts(report):
+    """Return a report as text, without its times."""
+    return re.sub(r" in [0-9.]+ s(, [0-9.]+ [KMG]?i?B/s)?", "", str(report))
+
+
+def test_copy_verify_convert_merge_and_diff_are_shared_by_two_ranks(two, folder):
+    found = two.run(_share_work, folder)
+    assert [list(map(_texts, each)) for each in found[1:]] == [list(map(_texts, found[0]))]
+    whole, copied, some, converted, copied_hf, whole_hf, merged, differing, same = found[0]
+    assert whole.ok
+    assert whole_hf.ok
+    alone = Snapshot(f"{folder}/one").verify()
+    assert (whole.bytes_read, whole.entries) == (alone.bytes_read, alone.entries)
+    again = Snapshot(f"{folder}/one").copy(f"{folder}/alone")
+    assert (copied.files, copied.nbytes, copied.entries) == (again.files, again.nbytes, again.entries)
+    assert Snapshot.diff(f"{folder}/one", f"{folder}/copy").same
+    assert Snapshot(f"{folder}/copy").verify().ok
+    assert [each for each in Snapshot(f"{folder}/some").get_manifest() if "own" in each] == ["0/s/own0", "1/s/own1"]
+    assert some.entries == 2
+    sharded = torch.cat([torch.full((ROWS, 4), 1.0), torch.full((ROWS, 4), 2.0)])
+    for place, more in (("hf", 0), ("hf copy", 0), ("mean", 1)):
+        held = load(f"{folder}/{place}")
+        held = {str(name).replace("/", ".").removeprefix("0.").removeprefix("s."): each for name, each in held.items()}
+        assert torch.equal(held["sharded"], sharded + more), place
+        for at in range(4):
+            assert torch.equal(held[f"same{at}"], torch.full((500 + at,), float(at * (1 + more)))), place
+    assert len(converted.files) == copied_hf.files == len(list(Path(folder, "hf").glob("*")))
+    assert merged.tensors == converted.tensors == 5
+    assert same.same
+    assert not differing.same
+    text = str(differing)
+    assert text == str(Snapshot.diff(f"{folder}/one", f"{folder}/other", values=True))
+    for name in ("sharded", "same1", "same3", "own1"):
+        assert f"s/{name}" in text
+    assert "s/own0" not in text
+    assert "s/same0" not in text
+
+
+def _share_badly(folder, what):
+    rank, one = dist.get_rank(), f"{folder}/one"
+    hf = Target(f"{folder}/bad", "safetensors", durable=False)
+    if what == "resume":
+        Snapshot(one).verify(ranks=True, resume=f"{folder}/notes")
+    elif what == "arguments":
+        Snapshot(one).copy(f"{folder}/bad{rank}", ranks=True)
+    elif what == "rename":
+        Snapshot(one).convert(hf, ranks=True, rename=lambda name: f"{name}{rank}", **WEIGHTS)
+    elif what == "host":
+        Snapshot(one).copy(f"near://{folder}/bad", ranks=True)
+    elif what == "memory":
+        Snapshot(one).copy("memory://bad", ranks=True)
+    elif what == "exists":
+        Snapshot(one).copy(f"{folder}/copy", ranks=True)
+    elif what == "exists hf":
+        Snapshot(one).convert(Target(f"{folder}/hf", "safetensors", durable=False), ranks=True, **WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "message"),
+    [
+        ("resume", ValueError, "resume must be None if ranks share the work"),
+        ("arguments", SnapshotError, "same arguments"),
+        ("rename", SnapshotError, "another plan on rank 1"),
+        ("host", SnapshotError, "must be a storage that all ranks share"),
+        ("memory", SnapshotError, "all ranks must share one storage"),
+        ("exists", SnapshotExistsError, "copy"),
+        ("exists hf", SnapshotExistsError, "hf"),
+    ],
+)
+def test_copy_verify_and_convert_refuse_what_two_ranks_cannot_share(two, folder, what, error, message):
+    two.run(_save, f"{folder}/one", 1)
+    if what == "exists":
+        Snapshot(f"{folder}/one").copy(f"{folder}/copy")
+    if what == "exists hf":
+        Snapshot(f"{folder}/one").convert(Target(f"{folder}/hf", "safetensors", durable=False), **WEIGHTS)
+    for each in two.outcomes(_share_badly, folder, what):
+        assert isinstance(each, error), each
+        assert message in str(each)
+    assert not list(Path(folder).glob("bad*"))
+
+
+def _replace_without_renames(folder, fails):
+    """Convert again into a folder of a storage that cannot rename. With `fails`, rank 1 fails to write."""
+    capabilities = dataclasses.replace(FileStorage.capabilities, renames=False)
+
+    async def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileStorage, "capabilities", capabilities)
+        if fails and dist.get_rank() == 1:
+            patch.setattr("snapshot.transform.convert.Writer.write", fail)
+        there = Target(f"{folder}/hf", "safetensors", overwrite=True, durable=False, shard_bytes=40_000)
+        Snapshot(f"{folder}/one").convert(there, ranks=True, **WEIGHTS)
+
+
+def test_convert_without_renames_deletes_the_old_index_first(two, folder):
+    two.run(_save, f"{folder}/one", 1)
+    two.run(_replace_without_renames, folder, False)
+    names = {each.name for each in Path(folder, "hf").iterdir()}
+    assert len(names) == 3
+    errors = two.outcomes(_replace_without_renames, folder, True)
+    assert isinstance(errors[1], OSError)
+    assert isinstance(errors[0], RankError)
+    assert not Path(folder, "hf", "model.safetensors.index.json").exists()
+    two.run(_replace_without_renames, folder, False)
+    assert {each.name for each in Path(folder, "hf").iterdir()} == names
+    assert len(load(f"{folder}/hf")) == 5

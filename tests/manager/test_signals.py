@@ -7,11 +7,13 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
 
 from snapshot import SnapshotManager, StateDict
+from snapshot.manager.schedule import Signals
 from snapshot.testing import stalling
 
 
@@ -118,6 +120,45 @@ def test_manager_closed_but_called_by_another_handler_does_not_end_the_process(t
         os.kill(os.getpid(), signal.SIGTERM)
         assert second.should_stop()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _pass_on(handler, number, frame):
+    handler(number, frame)
+
+
+def test_manager_closed_before_a_signal_leaves_it_to_the_default_handler():
+    """It was saved by another handler, which calls it later. The default action of this signal is none."""
+    number = signal.SIGURG
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        first = Signals([number])
+        ours = signal.getsignal(number)
+        signal.signal(number, partial(_pass_on, ours))
+        first.close()
+        assert signal.getsignal(number) != signal.SIG_DFL  # it was set later
+        os.kill(os.getpid(), number)
+        assert signal.getsignal(number) == signal.SIG_DFL
+        assert first.number is None
+    finally:
+        signal.signal(number, before)
+
+
+@pytest.mark.parametrize("later", [0.5, 1.5])
+def test_second_signal_after_a_second_is_left_to_the_earlier_handler(monkeypatch, later):
+    number, now, seen = signal.SIGURG, [100.0], []
+    before = signal.signal(number, lambda got, _: seen.append(got))
+    monkeypatch.setattr("snapshot.manager.schedule.time.monotonic", lambda: now[0])
+    try:
+        signals = Signals([number])
+        os.kill(os.getpid(), number)
+        assert (signals.number, seen) == (number, [number])
+        now[0] += later
+        os.kill(os.getpid(), number)
+        assert seen == [number] * (1 if later < 1 else 2)
+        assert (signal.getsignal(number) == signal.SIG_DFL) == (later > 1)
+        signals.close()
+    finally:
+        signal.signal(number, before)
 
 
 def test_manager_close_finishes_the_last_snapshot_if_a_signal_arrives(tmp_path):

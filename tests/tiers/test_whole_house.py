@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from snapshot import SnapshotExistsError, TakeOptions
+from snapshot import SnapshotError, SnapshotExistsError, SnapshotNotFoundError, StorageError, TakeOptions
 from snapshot.io.storage import ANYTHING
 from snapshot.tiers import facts
 from snapshot.tiers.control import Request, UploadState
@@ -34,6 +34,11 @@ def test_near_run_random_schedules(tmp_path):
     """tests/soak plays thousands."""
     for seed in range(QUICK):
         House(seed, tmp_path / "house").play()
+
+
+@pytest.mark.parametrize("seed", [1, 16, 30])
+def test_near_run_schedules_that_reach_most_of_the_code(tmp_path, seed):
+    House(seed, tmp_path / "house").play()
 
 
 @pytest.mark.parametrize("rolls", [False, True])
@@ -237,3 +242,112 @@ def test_upload_of_a_dropped_step_if_the_run_goes_back_to_it(run, tmp_path):
     assert restored(last) == (10, 1)
     machines.clock.sleep(30)
     assert (tmp_path / "far/step-10/.snapshot_metadata").exists()
+
+
+# What a manager says about steps with near folders
+
+
+def test_manager_where_pin_and_snapshot_know_near_and_far_steps(run, tmp_path):
+    _, begin = run
+    job = begin("ab", upload=None, replicas=0)
+    first = job.managers[0]
+    with pytest.raises(SnapshotError, match="the ranks join in the first take"):
+        first.where(10)
+    assert first.steps() == []
+    take(job, 10, 1)
+    pendings = take(job, 20, 2)
+    assert first.where(10) == {"near": "whole", "replicas": 0, "far": "kept near"}
+    assert first.where(99) == {"near": "absent", "replicas": 0, "far": "absent"}
+    assert first.steps() == [10, 20]
+    for pending in pendings:
+        pending.wait("far", timeout=300)
+    assert first.where(20) == {"near": "whole", "replicas": 0, "far": "whole"}
+    assert (first.pinned(), first.latest()) == ([], 20)
+    for step in (10, 20):
+        first.pin(step)
+    with pytest.raises(SnapshotNotFoundError):
+        first.pin(99)
+    assert first.pinned() == [10, 20]
+    assert (tmp_path / "far/step-20/.pinned").exists()
+    for step in (10, 20):
+        first.unpin(step)
+    assert first.pinned() == []
+    assert not (tmp_path / "far/step-20/.pinned").exists()
+    near = job.tiers.folder.step_path(20)
+    shutil.rmtree(f"{near}/data")
+    assert first.snapshot(20).path == str(tmp_path / "far/step-20")
+    assert first.where(20)["near"] in ("partial", "absent")
+    assert restored(job) == (20, 2)
+
+
+def test_manager_replicas_let_where_and_restore_survive_a_lost_host(run, tmp_path):
+    machines, begin = run
+    job = begin("ab", upload=None, replicas=1)
+    take(job, 10, 1)
+    machines.clock.sleep(30)
+    assert [job.managers[rank].where(10)["replicas"] for rank in (0, 1)] == [1, 1]
+    job.kill()
+    process_of(machines, "b").kill()
+    shutil.rmtree(tmp_path / "b")
+    assert restored(begin("ab", upload=None, replicas=0)) == (10, 1)
+
+
+def test_manager_without_far_root_lists_near_steps_and_restores_offline(run, tmp_path):
+    machines, begin = run
+    root = FolderRoot(tmp_path / "far")
+    job = begin("a", upload=1)
+    take(job, 10, 1)
+    machines.clock.sleep(5)
+    assert (tmp_path / "far/step-10/.snapshot_metadata").exists()
+    root.go_down()
+    take(job, 20, 2)
+    machines.clock.sleep(5)
+    assert job.managers[0].steps() == [10, 20]
+    job.kill()
+    again = begin("a", upload=1)
+    _, errors = again.together(lambda _, each: each.restore_latest(state(-1)))
+    assert isinstance(errors[0], StorageError)
+    assert "offline=True" in "".join(getattr(errors[0], "__notes__", [])) or "far" in str(errors[0])
+    again.kill()
+    again = begin("a", upload=1)
+    assert restored(again, offline=True) == (20, 2)
+    take(again, 30, 3)
+    root.come_back()
+    machines.clock.sleep(60)
+    assert again.managers[0].where(30)["far"] == "whole"
+    assert restored(begin("a")) == (30, 3)
+
+
+def test_manager_take_of_a_step_that_only_the_far_root_has_needs_overwrite(run, tmp_path):
+    machines, begin = run
+    job = begin("a", upload=1)
+    take(job, 10, 1)
+    machines.clock.sleep(5)
+    job.kill()
+    process_of(machines, "a").kill()
+    shutil.rmtree(tmp_path / "a")
+    job = begin("a", upload=1)
+    _, errors = job.together(lambda _, each: each.take(10, state(2), options=SAME))
+    assert isinstance(errors[0], SnapshotExistsError)
+    assert "overwrite=True" in str(errors[0])
+    _, errors = job.together(lambda _, each: each.async_take(10, state(2), options=SAME, overwrite=True))
+    assert errors == [None]
+    job.settle()
+    machines.clock.sleep(5)
+    assert restored(begin("a")) == (10, 2)
+
+
+def test_manager_keep_near_removes_older_steps_but_not_pinned_ones(run, tmp_path):
+    machines, begin = run
+    job = begin("a", upload=1, keep_near=2)
+
+    def near_after(step):
+        take(job, step, step)
+        machines.clock.sleep(5)
+        job.clean()
+        return list(job.tiers.folder.steps())
+
+    assert [near_after(step) for step in (10, 20, 30)] == [[10], [10, 20], [20, 30]]
+    job.managers[0].pin(20)
+    assert [near_after(step) for step in (40, 50)] == [[20, 30, 40], [20, 40, 50]]
+    assert sorted(path.name for path in (tmp_path / "far").glob("step-*")) == [f"step-{n}0" for n in range(1, 6)]

@@ -391,3 +391,12 @@ def test_convert_raises_if_the_source_is_replaced_during_it(tmp_path, in_place):
         source.convert(Target(tmp_path / "made", durable=False))
     assert not Snapshot(tmp_path / "made").exists()
     assert not list(tmp_path.glob("made/data/*"))
+
+
+def test_convert_of_one_value_keeps_whether_it_was_in_a_dict(tmp_path):
+    for name, saved in {"dict": {"value": torch.ones(3)}, "bare": torch.ones(3), "list": [torch.ones(3)]}.items():
+        torch.save(saved, tmp_path / f"{name}.pt")
+        Snapshot(tmp_path / f"{name}.pt").convert(tmp_path / f"{name}-2.pt")
+        found = torch.load(tmp_path / f"{name}-2.pt", weights_only=True)
+        assert type(found) is type(saved)
+        assert repr(found) == repr(saved)

@@ -4,7 +4,7 @@ import pytest
 
 from snapshot import RestoreError
 from snapshot.manifest import entries as e
-from snapshot.transform.call import choose_entries
+from snapshot.transform.call import choose_entries, chosen_of_ranks
 
 
 def manifest():
@@ -55,3 +55,53 @@ def test_choose_entries_rename_moves_leaves():
 def test_choose_entries_rename_of_an_unknown_name_raises():
     with pytest.raises(RestoreError, match=r"m/c is not in the checkpoint"):
         choose_entries(manifest(), [], [], {"m/c": "m/d"})
+
+
+@pytest.mark.parametrize("name", ["", "n//x", "/n", "n/"])
+def test_choose_entries_rename_to_an_invalid_path_raises(name):
+    with pytest.raises(RestoreError, match="m/a/w: rename must give it a valid path"):
+        choose_entries(manifest(), [], [], lambda path: name if path == "m/a/w" else path)
+
+
+def of_ranks():
+    """Return a manifest in which rank 1 has the shared entries, and rank 0 only its own."""
+    return {
+        "0/m": e.DictEntry(["a", "b", "own"]),
+        "0/m/own": e.IntEntry("0"),
+        "1/m": e.DictEntry(["a", "b", "own"]),
+        "1/m/a": e.DictEntry(["w", "x"]),
+        "1/m/a/w": e.IntEntry("1"),
+        "1/m/a/x": e.IntEntry("2"),
+        "1/m/b": e.ListEntry(1),
+        "1/m/b/0": e.IntEntry("3"),
+        "1/m/own": e.IntEntry("1"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("select", "exclude", "kept"),
+    [
+        ([], [], list(of_ranks())),
+        (["m/a/w"], [], ["0/m", "1/m", "1/m/a", "1/m/a/w"]),
+        (["m/own"], [], ["0/m", "0/m/own", "1/m", "1/m/own"]),
+        ([], ["m/a/*", "m/own"], ["0/m", "1/m", "1/m/b", "1/m/b/0"]),
+        (["other"], [], []),
+    ],
+)
+def test_chosen_of_ranks_keeps_each_entry_under_its_rank(select, exclude, kept):
+    made = chosen_of_ranks(of_ranks(), select, exclude, None)
+    assert list(made) == kept
+    for path, entry in made.items():
+        if not isinstance(entry, e.Container):
+            assert entry == of_ranks()[path]
+    if kept:  # the containers of both ranks name the same
+        assert made["0/m"].components() == made["1/m"].components()
+
+
+def test_chosen_of_ranks_rename_moves_shared_and_own_entries():
+    made = chosen_of_ranks(of_ranks(), [], [], {"m/a/w": "n/w"})
+    assert made["1/n/w"] == e.IntEntry("1")
+    assert made["1/n"].components() == ["w"]
+    assert made["1/m/a"].components() == ["x"]
+    assert made["0/m/own"] == e.IntEntry("0")
+    assert "0/n/w" not in made

@@ -17,6 +17,7 @@ from snapshot import ModelState, Snapshot, SnapshotExistsError, StateDict, Targe
 from snapshot.cli import main
 from snapshot.plugins.memory import MemoryStorage
 from snapshot.testing import faulty
+from snapshot.transform.universal_target import _is_optimizer
 from tests.formats.deepspeed_archive import ARCHIVE, READ, expected_of
 from tests.formats.write_deepspeed_files import Model, make_groups
 from tests.helpers.states import expect_equal
@@ -406,3 +407,20 @@ def test_convert_to_deepspeed_universal_memory_stays_within_memory_budget_bytes(
     assert Snapshot(tmp_path / "u").read_object("0/model/a", box=[5]) == Snapshot(tmp_path / "s").read_object(
         "0/model/a", box=[5]
     )
+
+
+@pytest.mark.parametrize(
+    ("value", "is_one"),
+    [
+        ({"state": {}, "param_groups": [{"params": [0]}]}, True),
+        ({"state": {}, "param_groups": [{"params": [0]}, {"params": []}]}, False),
+        ({"state": {}, "param_groups": [{"params": []}, {"params": [0]}]}, False),
+        ({"state": {}, "param_groups": [{"params": [0]}, {"lr": 1}]}, False),
+        ({"state": {}, "param_groups": [{"params": [0]}, 3]}, False),
+        ({"state": {}, "param_groups": {}}, False),
+        ({"state": [], "param_groups": [{"params": [0]}]}, False),
+        ([], False),
+    ],
+)
+def test_is_optimizer_needs_parameters_in_each_group(value, is_one):
+    assert _is_optimizer(value) == is_one
