@@ -1,7 +1,6 @@
 """Files pass the contract: through the page cache and around it, synced and not; and leave nothing lying about."""
 
 import asyncio
-import errno
 import gc
 import itertools
 import os
@@ -14,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from snapshot.errors import CorruptSnapshotError, StorageConflictError, StorageError
-from snapshot.io import system
 from snapshot.io.registry import open_storage
 from snapshot.io.storage import ABSENT, URL, Context
 from snapshot.plugins.file import files, portable
@@ -373,46 +371,3 @@ def test_files_of_a_storage_that_is_never_closed_are_closed_with_it(tmp_path):
 
     asyncio.run(read())
     assert opened_in(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("windows", "failures", "calls", "raised"),
-    [(True, 2, 3, False), (True, 10**6, None, True), (False, 1, 1, True), (False, 0, 1, False)],
-)
-def test_calls_that_windows_refuses_while_a_file_is_open_are_repeated(windows, failures, calls, raised, monkeypatch):
-    monkeypatch.setattr(system, "WINDOWS", windows)
-    monkeypatch.setattr(system, "_POLL", 0)
-    made = []
-
-    def call():
-        made.append(1)
-        if len(made) <= failures:
-            raise PermissionError
-
-    if raised:
-        with pytest.raises(PermissionError):
-            system._patiently(call)
-    else:
-        system._patiently(call)
-    assert len(made) == (system.TRIES if calls is None else calls)
-
-
-def test_store_file_replaces_a_file_whole_or_leaves_nothing(tmp_path, monkeypatch):
-    path, synced = tmp_path / "x", []
-    monkeypatch.setattr(system, "sync_file", synced.append)
-    system.store_file(str(path), b"first")
-    assert (path.read_bytes(), synced) == (b"first", [])
-    system.store_file(str(path), b"second", durable=True)
-    assert path.read_bytes() == b"second"
-    assert len(synced) == 1
-
-    def fail(*_):
-        raise OSError(errno.ENOSPC, "no space")
-
-    monkeypatch.setattr(system, "replace_file", fail)
-    with pytest.raises(OSError, match="no space"):
-        system.store_file(str(path), b"third")
-    assert [each.name for each in tmp_path.iterdir()] == ["x"]
-    assert path.read_bytes() == b"second"
-    system.remove_file(str(path))
-    assert not path.exists()
