@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -21,6 +22,7 @@ from snapshot import (
     Target,
 )
 from snapshot.io.arena import arena
+from snapshot.io.url import URL
 from snapshot.manifest.document import FORMAT, PACKED_FORMAT
 from snapshot.plan.layout import Extent, FilePlan, cut_file
 from snapshot.save import compression
@@ -531,3 +533,28 @@ def test_file_digests_are_those_of_whole_extents(part):
         assert found.finish_tree() is None
         found._compared = 0
         assert not found.agree_with(wrong)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "seconds", "link"),
+    [
+        (compression.SHORTEST, 2.0, compression.SHORTEST / 4),
+        (compression.SHORTEST - 1, 2.0, None),
+        (compression.SHORTEST, 0.0, None),
+    ],
+)
+def test_note_speed_remembers_long_takes(nbytes, seconds, link, tmp_path, monkeypatch):
+    places = {}
+    monkeypatch.setattr(compression, "_places", SimpleNamespace(get=lambda: places))
+    session = SimpleNamespace(url=URL.parse("s3://bucket/run/step-1"))
+    compression.note_speed(session, nbytes, seconds, stored=nbytes // 2, packed=True)
+    if link is None:
+        assert places == {}
+        return
+    [place] = places.values()
+    assert place.link() == link
+    assert list(place.speeds[True]) == [nbytes / seconds]
+    other = SimpleNamespace(url=URL.parse("s3://bucket/another"))
+    compression.note_speed(other, nbytes, seconds, stored=nbytes, packed=False)
+    assert list(places.values()) == [place], "one place for a bucket"
+    assert place.link() == 2 * link

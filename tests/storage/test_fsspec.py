@@ -16,7 +16,7 @@ import fsspec
 import pytest
 import torch
 from fsspec import register_implementation
-from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from snapshot import Snapshot, StateDict
 from snapshot.errors import (
@@ -24,6 +24,7 @@ from snapshot.errors import (
     MissingExtraError,
     SnapshotError,
     SnapshotExistsError,
+    StorageConflictError,
     StorageError,
     StorageNotFoundError,
 )
@@ -31,6 +32,7 @@ from snapshot.io.registry import open_storage, plugin_for
 from snapshot.io.storage import URL
 from snapshot.plugins.fsspec import client
 from snapshot.plugins.fsspec.fsspec_storage import FsspecStorage
+from snapshot.plugins.network import retry
 from snapshot.plugins.network.retry import RetryPolicy, TransientError
 from snapshot.testing import StorageTests, Tap, conformance, tapped
 from snapshot.testing.conformance import fetch, pattern, store
@@ -633,3 +635,128 @@ def test_lane_is_retired_by_a_call_that_is_cancelled_while_it_runs():
         over.set()
 
     on_lane(work, threads=1)
+
+
+# Files in short chunks
+
+
+def in_memory(work, chunk=4, **options):
+    """Run work on a storage that reads and writes four bytes at once."""
+
+    async def body():
+        storage = open_storage(URL.parse(f"fsspec+memory://chunks-{secrets.token_hex(4)}/run"), options)
+        storage._client.chunk = chunk
+        try:
+            return await work(storage)
+        finally:
+            await storage.close()
+
+    return asyncio.run(body())
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 4, 5, 8, 11])
+def test_files_of_any_length_are_written_and_read_in_chunks(size):
+    data = pattern(size)
+
+    async def work(storage):
+        writer = await storage.create("a/file", size)
+        half = size // 2
+        await writer.write(0, [data[:half]])
+        await writer.write(half, [data[half:]])
+        assert "a/file" not in await storage.list()
+        await writer.finish()
+        assert await storage.list() == ["a/file"]
+        for call in (writer.finish, lambda: writer.write(0, [b"x"])):
+            with pytest.raises(ValueError, match="a/file"):
+                await call()
+        await writer.abort()
+        assert await storage.get("a/file", limit=size) == data
+        if size:
+            with pytest.raises(StorageError, match=f"{size:,} bytes.* {size - 1:,} "):
+                await storage.get("a/file", limit=size - 1)
+        token = (await storage.stat("a/file")).token
+        for begin in range(size + 1):
+            for end in range(begin, size + 1):
+                held = [bytearray(end - begin - (end - begin) // 2), bytearray((end - begin) // 2)]
+                await storage.read_into("a/file", begin, held, token=token if begin % 2 else None)
+                assert b"".join(held) == data[begin:end]
+        with pytest.raises(CorruptSnapshotError, match=rf"a/file: ends at byte {size}, but"):
+            await storage.read_into("a/file", 0, [bytearray(size + 1)])
+        await storage.put("a/file", data + b"!")
+        for held in ([bytearray(size)], []):
+            with pytest.raises(StorageConflictError, match="a/file"):
+                await storage.read_into("a/file", 0, held, token=token)
+        with pytest.raises(StorageNotFoundError):
+            await storage.stat("a")
+        await storage.delete(["a/file", "none"])
+        assert await storage.list("", recursive=False) == []
+
+    in_memory(work)
+
+
+def test_writer_takes_its_parts_in_order_and_leaves_nothing_when_aborted():
+    async def work(storage):
+        writer = await storage.create("file", 10)
+        for offset, length in ((-1, 2), (8, 3), (10, 1)):
+            with pytest.raises(StorageError, match=rf"bytes {offset}-{offset + length} .* 10"):
+                await writer.write(offset, [bytes(length)])
+        with pytest.raises(StorageError, match="expected offset 0, got 4"):
+            await writer.write(4, [b"4567"])
+        await writer.write(0, [b"0123", b"45"])
+        with pytest.raises(StorageError, match="expected offset 6, got 0"):
+            await writer.write(0, [b"0123"])
+        with pytest.raises(StorageError, match="byte 6 of 10"):
+            await writer.finish()
+        await writer.abort()
+        await writer.abort()
+        assert await storage.list() == []
+        assert storage._client.url.join("file")
+        writer = await storage.create("file", 3)
+        await writer.write(0, [b"012"])
+        await writer.abort()
+        assert await storage.list() == []
+        with pytest.raises(StorageNotFoundError):
+            await storage.get("file")
+
+    in_memory(work)
+
+
+class TooShort(MemoryFileSystem):
+    """Gives half of what is asked for, now and then."""
+
+    protocol = "tooshort"
+    store: ClassVar = {}
+    pseudo_dirs: ClassVar = [""]
+    times = 0
+
+    def cat_file(self, path, start=None, end=None, **kwargs):
+        found = super().cat_file(path, start, end, **kwargs)
+        if type(self).times > 0 and start is not None:
+            type(self).times -= 1
+            return found[:1]
+        return found
+
+
+def test_reads_that_get_too_few_bytes_are_repeated(told, monkeypatch):
+    monkeypatch.setattr(retry, "FIRST_PAUSE", 0.001)
+    register_implementation("tooshort", TooShort, clobber=True)
+    data = pattern(11)
+
+    async def body(times, **options):
+        TooShort.times = 0
+        TooShort.store["tooshort://run/file"] = MemoryFile(TooShort(), "/run/file", data)
+        storage = open_storage(URL.parse("fsspec+tooshort://run"), options)
+        storage._client.chunk = 4
+        try:
+            TooShort.times = times
+            held = bytearray(9)
+            await storage.read_into("file", 1, [held])
+            return held
+        finally:
+            TooShort.times = 0
+            await storage.close()
+
+    assert asyncio.run(body(2)) == data[1:10]
+    assert [each.name for each in told] == ["retry"] * 2
+    with pytest.raises(StorageError, match="got 1 bytes of 4 from byte 1 on"):
+        asyncio.run(body(10**9, deadline=0.05))
