@@ -15,8 +15,8 @@ from numpy.lib.stride_tricks import as_strided
 from snapshot import RestoreError, Snapshot, SnapshotError, StateDict
 from snapshot.loading import read_requests
 from snapshot.loading.read_requests import SharedRanges, add_requests, copy_into
-from snapshot.manifest.document import FileEntry, check_tensor
-from snapshot.manifest.entries import ChunkedTensorEntry, Shard, TensorEntry
+from snapshot.manifest.document import FileEntry, check_shape, check_tensor
+from snapshot.manifest.entries import ChunkedTensorEntry, MappedTensorEntry, Shard, TensorEntry
 from snapshot.plan import layout
 from snapshot.tensors.digest import BLOCK
 from snapshot.tensors.geometry import Box
@@ -481,3 +481,33 @@ def test_check_tensor_of_a_part_needs_not_the_whole():
     check_tensor("x", half, FILES, partial=True)
     with pytest.raises(SnapshotError, match="do not fill"):
         check_tensor("x", half, FILES, boxes=[Box((0, 0), (2, 2))])
+
+
+@pytest.mark.parametrize(
+    ("shape", "fine"),
+    [
+        ((), True),
+        ((0,), True),
+        ((2, 3), True),
+        ((2, -1), False),
+        ((-1, 2), False),
+        ((-1, -2), False),
+        ((-1, 0), False),
+        ((1 << 30, (1 << 30) - 1), True),
+        ((1 << 30, 1 << 30), False),
+        ((0, (1 << 60) - 1), True),
+        ((0, 1 << 60), False),
+    ],
+)
+def test_check_shape_refuses_what_torch_does_not_have(shape, fine):
+    entry = TensorEntry("f", (0, 0), "float32", shape)
+    if fine:
+        check_shape("x", entry)
+        return
+    with pytest.raises(SnapshotError, match="x: invalid shape"):
+        check_shape("x", entry)
+
+
+def test_mapped_tensor_has_the_bytes_of_its_shape():
+    assert MappedTensorEntry("float32", (3, 5), []).nbytes == 60
+    assert MappedTensorEntry("int8", (), []).nbytes == 1
