@@ -45,7 +45,7 @@ class OwnCopies:
             pieces, more = ([(box, stored.digest) for box, stored in each.pieces()] for each in (one, another))
             if all(digest is not None for _, digest in pieces) and pieces == more:
                 continue
-            if [box for box, _ in pieces] == [box for box, _ in more] and None not in dict(pieces + more).values():
+            if [box for box, _ in pieces] == [box for box, _ in more] and all(digest for _, digest in pieces + more):
                 return False
             if one.dtype not in BY_NAME:
                 return False

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,12 @@ from snapshot import (
     load,
     merge,
 )
+from snapshot.errors import StorageError
+from snapshot.loading import shared_reads
 from snapshot.plugins.file import files
 from snapshot.plugins.file.file_storage import FileStorage
 from snapshot.plugins.file.files import drop_cache, open_direct
+from snapshot.testing import Fault, tapped
 
 
 def _state(value, own):
@@ -249,3 +253,98 @@ def test_convert_without_renames_deletes_the_old_index_first(two, folder):
     two.run(_replace_without_renames, folder, False)
     assert {each.name for each in Path(folder, "hf").iterdir()} == names
     assert len(load(f"{folder}/hf")) == 5
+
+
+# One rank reads what both want, and sends it to the other
+
+NAMES = ("a", "b", "c", "odd")
+
+
+def _values():
+    found = {name: torch.arange(float(90_000)) + at for at, name in enumerate("abc")}
+    return found | {"odd": torch.arange(6000.0).reshape(60, 100).t(), "own": torch.full((9,), float(dist.get_rank()))}
+
+
+def _module(values):
+    made = torch.nn.Module()
+    for name, value in values.items():
+        made.register_buffer(name, value)
+    return made
+
+
+def _save_values(path):
+    Snapshot.take(path, {"s": _module(_values())}, replicated=["s/?", "s/odd"])
+
+
+def _read_once(path, only=((), ()), faults=((), ()), **options):
+    """Restore with short parts; return what was read, or the error, and how much of the values changed."""
+    names = only[dist.get_rank()] or (*NAMES, "own")
+    live = _module({name: torch.zeros_like(value) for name, value in _values().items() if name in names})
+    taps = [Fault(on="read_into", path="*.safetensors", **each) for each in faults[dist.get_rank()]]
+    with pytest.MonkeyPatch.context() as patch, tapped("shaky", *taps):
+        patch.setattr(shared_reads, "PART", 1)
+        patch.setattr(shared_reads, "WORTH", options.pop("worth", 1))
+        try:
+            report = Snapshot(f"shaky+file://{path}").restore({"s": live}, **{"read_once": True, **options})
+        except SnapshotError as error:
+            return str(error), [name for name, value in live.named_buffers() if value.any()]
+    assert [name for name, value in live.named_buffers() if not torch.equal(value, _values()[name])] == []
+    return report.bytes_read, report.requests
+
+
+ONE = 3 * 360_000 + 24_000
+
+
+def test_read_once_reads_each_byte_on_one_rank(two, folder):
+    path = f"{folder}/s"
+    two.run(_save_values, path)
+    for options in ({}, {"verify": False}, {"memory_budget_bytes": 3 << 20}, {"atomic": True}):
+        first, second = two.run(partial(_read_once, path, **options))
+        times = 3 if "atomic" in options else 1  # each rank has then looked at all bytes before
+        assert times * ONE <= first[0] + second[0] <= times * ONE + 20_000, options
+        assert min(first[0], second[0]) > 400_000, "the ranks take turns"
+    for options in ({"read_once": False}, {"worth": 2 * ONE}):
+        assert all(read >= ONE for read, _ in two.run(partial(_read_once, path, **options)))
+
+
+def test_read_once_of_ranks_that_want_different_entries(two, folder):
+    path = f"{folder}/s"
+    two.run(_save_values, path)
+    both = partial(_read_once, path, (("a", "b", "own"), ("b", "c", "odd", "own")))
+    (first, _), (second, _) = two.run(both)
+    assert ONE <= first + second <= ONE + 20_000
+    assert 360_000 <= first <= 720_000 + 10_000
+    (first, _), (second, _) = two.run(partial(_read_once, path, (("a", "own"), ("c", "own")), strict=False))
+    assert 360_000 <= first <= 362_000
+    assert 360_000 <= second <= 362_000
+
+
+def test_read_once_names_what_no_rank_uses(two, folder):
+    path = f"{folder}/s"
+    two.run(_save_values, path)
+    for once in (True, False):
+        outcomes = two.run(partial(_read_once, path, (("a", "b", "own"), ("b", "c", "own")), read_once=once))
+        for text, changed in outcomes:
+            assert "s/odd" in text
+            assert "s/a" not in text
+            assert changed == []
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("nth", [1, 2])
+def test_read_once_of_a_rank_that_cannot_read_is_an_error_of_all(two, folder, failing, nth):
+    path, faults = f"{folder}/s", [(), ()]
+    two.run(_save_values, path)
+    faults[failing] = [{"nth": nth, "times": None, "error": StorageError("the disk failed")}]
+    for text, _ in two.run(partial(_read_once, path, faults=faults)):
+        assert "the disk failed" in text
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_read_once_of_damaged_bytes_is_repeated_or_an_error_of_all(two, folder, failing):
+    path, faults = f"{folder}/s", [(), ()]
+    two.run(_save_values, path)
+    faults[failing] = [{"times": None, "flip": 100}]
+    for text, changed in two.run(partial(_read_once, path, faults=faults, atomic=True)):
+        assert "s/" in text
+        assert changed == []

@@ -9,8 +9,13 @@ import tempfile
 
 import pytest
 
+from snapshot.errors import CorruptSnapshotError, StorageError
 from snapshot.io import host_share
 from snapshot.io.host_share import PREFIX, HostShare
+from snapshot.io.loop import run
+from snapshot.io.session import Session
+from snapshot.io.storage import Capabilities, StorageWrapper
+from snapshot.io.url import URL
 
 
 @pytest.fixture(autouse=True)
@@ -168,3 +173,63 @@ def test_host_share_leaves_no_files_after_many_processes(temporary):
         children.append(child)
     assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
     assert not list(temporary.iterdir())
+
+
+class Read:
+    """Reads that fail or give bytes, in their order."""
+
+    def __init__(self, *outcomes):
+        self.outcomes, self.count = list(outcomes), 0
+
+    async def __call__(self):
+        self.count += 1
+        found = self.outcomes.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+@pytest.mark.parametrize(
+    ("local", "places", "outcomes", "count"),
+    [
+        (True, 0, ["x"], 1),
+        (True, 0, [CorruptSnapshotError("bad")], 1),
+        (True, 1, [CorruptSnapshotError("bad"), "x"], 2),
+        (True, 1, [CorruptSnapshotError("bad")] * 2, 2),
+        (False, 0, [CorruptSnapshotError("bad"), "x"], 2),
+        (False, 0, [CorruptSnapshotError("bad")] * 2, 2),
+        (False, 2, [CorruptSnapshotError("bad")] * 3, 3),
+        (False, 0, [StorageError("gone")], 1),
+    ],
+)
+def test_read_twice_looks_in_other_places_and_once_more_over_a_network(local, places, outcomes, count, told):
+    session, read, left = Session(URL.parse("memory://read-twice"), None), Read(*outcomes), [True] * places
+
+    class Place(StorageWrapper):
+        def switch_source(self, path):
+            assert path == "file"
+            return bool(left) and left.pop()
+
+    session.storage = Place(session.storage)
+    session.storage.capabilities = Capabilities(local=local)
+    if isinstance(outcomes[-1], Exception):
+        with pytest.raises(type(outcomes[-1]), match=str(outcomes[-1])):
+            run(session.read_twice("file", read))
+    else:
+        assert run(session.read_twice("file", read)) == "x"
+    assert read.count == count
+    assert [(each.name, each.verb) for each in told] == [("retry", "read")] * (count - 1)
+
+
+def test_read_once_on_host_reads_itself_or_takes_what_another_has_read(temporary):
+    session, other = (Session(URL.parse("memory://read-once"), None) for _ in range(2))
+    assert run(session.read_once_on_host("x", Read(b"own"))) == b"own"
+    assert session.choose_first(5) == 0
+    session._share, other._share = HostShare("once"), HostShare("once")
+    assert run(session.read_once_on_host("x", Read(b"first"))) == b"first"
+    assert run(other.read_once_on_host("x", Read(b"second"))) == b"first"
+    assert run(other.read_once_on_host("x", Read(b"again"))) == b"again"
+    assert {session.choose_first(3) for _ in range(200)} == {0, 1, 2}
+    assert session.choose_first(0) == 0
+    for each in (session, other):
+        each._share.close()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from snapshot import RestoreError, Snapshot, StateDict
+from snapshot import RestoreError, Sharded, Snapshot, StateDict
 
 URL = "memory://partial"
 
@@ -191,3 +191,39 @@ def test_restore_ignores_a_default_device():
         assert snapshot.read_object("0/s/t", box=[0]).tolist() == [0, 1, 2]
         assert snapshot.get_state_dict_for_key("s")["a"].shape == (0, 2)
         assert snapshot.read_object("0/s/t").tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def box_of(rows, begin=0, dtype=torch.float32, shape=(4, 3)):
+    tensor = torch.full((rows, shape[1]), -1.0).to(dtype)
+    return Sharded(tensor, global_shape=shape, offsets=(begin, 0))
+
+
+def test_sharded_tensor_of_another_shape_is_an_error_or_left_unchanged():
+    url, saved = "memory://sharded-misfit", torch.arange(12.0).view(4, 3)
+    Snapshot.take(url, {"s": StateDict(x=saved, y=saved + 1)}, overwrite=True)
+    for live, text in (
+        (box_of(5, shape=(5, 3)), r"the snapshot has \[4, 3\], the application \[5, 3\]"),
+        (box_of(4, dtype=torch.float64), "float64"),
+        (Sharded(torch.empty(2, 3, device="meta"), global_shape=(4, 3), offsets=(0, 0)), "meta device"),
+        (Sharded(torch.zeros(1, 3).expand(2, 3), global_shape=(4, 3), offsets=(0, 0)), "overlapping"),
+    ):
+        other = torch.zeros(4, 3)
+        with pytest.raises(RestoreError, match=rf"s/x: .*{text}"):
+            Snapshot(url).restore({"s": StateDict(x=live, y=other)})
+        assert not other.any()
+    live, other = box_of(5, shape=(5, 3)), torch.zeros(4, 3)
+    report = Snapshot(url).restore({"s": StateDict(x=live, y=other)}, mismatched="skip", strict=False)
+    assert live.tensor.eq(-1).all()
+    assert torch.equal(other, saved + 1)
+    assert [each.path for each in report.skipped] == ["s/x"]
+    assert report.restored == 1
+
+
+@pytest.mark.parametrize(("rows", "begin"), [(4, 0), (2, 0), (2, 2), (1, 3)])
+def test_sharded_tensor_takes_its_box_of_a_whole_one(rows, begin):
+    url, saved = "memory://sharded-box", torch.arange(12.0).view(4, 3)
+    Snapshot.take(url, {"s": StateDict(x=saved)}, overwrite=True)
+    live = box_of(rows, begin)
+    report = Snapshot(url).restore({"s": StateDict(x=live)})
+    assert torch.equal(live.tensor, saved[begin : begin + rows])
+    assert [str(each).partition(":")[2] for each in report.resharded] == ([] if rows == 4 else [" from one tensor"])

@@ -1,7 +1,9 @@
 """read_object, boxes, state dicts and manifests: reading without a live application."""
 
 import datetime
+import itertools
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,8 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
-from snapshot import RestoreError, Snapshot, StateDict
+from snapshot import RestoreError, Snapshot, SnapshotError, StateDict
+from snapshot.loading import read_requests
+from snapshot.loading.read_requests import SharedRanges, add_requests, copy_into
+from snapshot.manifest.document import FileEntry, check_shape, check_tensor
+from snapshot.manifest.entries import ChunkedTensorEntry, MappedTensorEntry, Shard, TensorEntry
 from snapshot.plan import layout
+from snapshot.tensors.digest import BLOCK
+from snapshot.tensors.geometry import Box
+from snapshot.tensors.memory import view_memory
 from snapshot.testing import recording
 
 URL = "memory://read"
@@ -300,3 +309,205 @@ def test_pickled_key_keeps_the_fold_of_a_time():
         snapshot = take(x=dict.fromkeys(keys, 1))
     found = Snapshot(snapshot.path, allow_pickle=True).read_object("0/s/x")
     assert [(each, each.fold) for each in found] == [(each, each.fold) for each in keys]
+
+
+# Requests for boxes of stored pieces
+
+
+def received(stored, requests, data):
+    """Do what requests ask for, with the bytes of a file."""
+    for request in requests:
+        part = data[request.begin : request.end]
+        if request.address:
+            assert request.place is None
+            view_memory(request.address, len(part))[:] = part
+            continue
+        start = request.begin - stored.byte_range[0]
+        for copy in request.place(start, torch.frombuffer(bytearray(part), dtype=torch.uint8)):
+            copy_into(*copy)
+
+
+@pytest.mark.parametrize("digest", [None, "xxh3:0"])
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("block", [8, 64, 1 << 18])
+def test_add_requests_fill_every_box_from_every_piece(digest, strided, block, monkeypatch):
+    monkeypatch.setattr(read_requests, "BLOCK", block)
+    monkeypatch.setattr(read_requests, "_GAP", 8)
+    whole = torch.arange(1.0, 1 + 6 * 5).view(6, 5)
+    starts = [(0, 6), (1, 2), (2, 5)]
+    for (top, bottom), (left, right), (low, high), (first, last) in itertools.product(
+        starts, [(0, 5), (1, 3)], [(0, 6), (2, 4)], [(0, 5), (2, 5)]
+    ):
+        piece = Box((top, left), (bottom - top, right - left))
+        box = Box((low, first), (high - low, last - first))
+        part = whole[top:bottom, left:right].contiguous()
+        data = b"before.." + part.numpy().tobytes() + b"after"
+        stored = TensorEntry("f", (8, 8 + part.nbytes), "float32", tuple(part.shape), digest)
+        target = torch.zeros(box.sizes).t().contiguous().t() if strided else torch.zeros(box.sizes)
+        requests = []
+        count = add_requests(requests, "x", stored, piece, target=target, box=box, live=True)
+        received(stored, requests, data)
+        expected = torch.zeros(6, 5)
+        expected[top:bottom, left:right] = part
+        assert torch.equal(target, expected[low:high, first:last])
+        assert count == int((target != 0).sum())
+        for request in requests:
+            assert (request.name, request.location, request.live, request.device) == ("x", "f", True, None)
+            assert stored.byte_range[0] <= request.begin < request.end <= stored.byte_range[1]
+            if digest:
+                assert (request.begin - 8) % block == 0
+                assert request.end == stored.byte_range[1] or (request.end - 8) % block == 0
+        if count == 0:
+            assert requests == []
+
+
+def test_add_requests_of_a_whole_piece_go_straight_to_its_memory():
+    target = torch.zeros(4, 3)
+    stored = TensorEntry("f", (0, 24), "float32", (2, 3), "xxh3:0")
+    for box, address in ((Box((0, 0), (4, 3)), 24), (Box((2, 0), (2, 3)), 0)):
+        requests, held = [], target if address else target[:2]
+        assert add_requests(requests, "x", stored, Box((2, 0), (2, 3)), target=held, box=box, live=False) == 6
+        [request] = requests
+        assert (request.begin, request.end, request.place) == (0, 24, None)
+        assert request.address == target.data_ptr() + address
+    for other, shape in ((torch.zeros(4, 3, dtype=torch.float64), (4, 3)), (torch.zeros(3, 4).t(), (4, 3))):
+        requests = []
+        add_requests(requests, "x", stored, Box((2, 0), (2, 3)), target=other, box=Box((0, 0), shape), live=False)
+        assert [(each.address, each.place is None) for each in requests] == [(0, False)]
+
+
+def test_shared_ranges_become_one_request():
+    stored = TensorEntry("f", (0, 16), "float32", (4,), "xxh3:0")
+    targets = [torch.zeros(2, 2).t() for _ in range(4)]
+    shared, requests = SharedRanges(), []
+    square = TensorEntry("f", (0, 16), "float32", (2, 2), "xxh3:0")
+    for number, (target, live) in enumerate(zip(targets, (True, True, True, False), strict=True)):
+        first = len(requests)
+        whole = Box((0, 0), (2, 2))
+        add_requests(requests, f"t{number}", square, whole, target=target, box=whole, live=live)
+        shared.join(requests, first)
+    assert [(each.name, each.also, each.live) for each in requests] == [("t0", ("t1", "t2"), True), ("t3", (), False)]
+    data = torch.arange(4.0)
+    received(square, requests, data.numpy().tobytes())
+    assert all(torch.equal(each, data.view(2, 2)) for each in targets)
+    direct = torch.zeros(4)
+    for _ in range(2):
+        first = len(requests)
+        add_requests(requests, "d", stored, Box((0,), (4,)), target=direct, box=Box((0,), (4,)), live=True)
+        shared.join(requests, first)
+    assert len(requests) == 4, "what goes straight to memory is not joined"
+
+
+def test_block_check_names_the_first_block_that_differs():
+    digests = [bytes([number]) * 16 for number in range(4)]
+    check = read_requests.BlockCheck(3 * BLOCK + 1, b"".join(digests))
+    check.update(0, digests[0])
+    check.update(2 * BLOCK, digests[2] + digests[3])
+    assert check.bad is None
+    check.update(BLOCK, digests[1] + digests[3])
+    assert check.bad.startswith(f"block 2 (bytes {2 * BLOCK} on)")
+    assert digests[2].hex() in check.bad.partition("got")[0]
+    assert digests[3].hex() in check.bad.partition("got")[2]
+    made = read_requests.BlockCheck(3 * BLOCK + 1, None)
+    made.update(2 * BLOCK, digests[2] + digests[3])
+    made.update(0, digests[0] + digests[1])
+    assert made.digests == b"".join(digests)
+    assert len(read_requests.BlockCheck(3 * BLOCK, None).digests) == 3 * 16
+
+
+@pytest.mark.parametrize(
+    ("segments", "addresses", "nbytes"),
+    [
+        ([(0, 5)], [0], 5),
+        ([(0, 5)], [9], 0),
+        ([(0, 5), (5, 8)], [0, 0], 16 + 3),
+        ([(2, 5), (9, 20)], [0, 0], 32 + 11),
+        ([(2, 5), (9, 20)], [1, 1], 2 + 4),
+        ([(0, 16), (16, 17)], [0, 0], 17),
+    ],
+)
+def test_slot_bytes_are_those_of_places_and_gaps(segments, addresses, nbytes):
+    made = [SimpleNamespace(begin=begin, end=end, request=number) for number, (begin, end) in enumerate(segments)]
+    part = SimpleNamespace(begin=0, end=segments[-1][1], segments=made)
+    assert read_requests.slot_bytes(part, [SimpleNamespace(address=each) for each in addresses]) == nbytes
+
+
+# What a manifest must be before its tensors are read
+
+
+def boxed(*boxes, dtype="float32", shape=(4, 2), kind=ChunkedTensorEntry, **more):
+    shards = []
+    for number, (offsets, sizes) in enumerate(boxes):
+        nbytes = 4 * sizes[0] * sizes[1]
+        inner = TensorEntry(
+            "f", (8 * number, 8 * number + nbytes), more.get("inner", "float32"), more.get("size", sizes)
+        )
+        shards.append(Shard(offsets, sizes, inner))
+    return kind(dtype, shape, shards)
+
+
+FILES = {"f": FileEntry(64)}
+
+
+@pytest.mark.parametrize(
+    ("entry", "error"),
+    [
+        (boxed(((0, 0), (2, 2)), ((2, 0), (2, 2))), None),
+        (boxed(((0, 0), (4, 2))), None),
+        (boxed(((0, 0), (2, 2)), ((2, 0), (2, 2)), dtype="int32"), "does not fit int32"),
+        (boxed(((0, 0), (4, 2)), size=(2, 4)), "does not fit"),
+        (boxed(((0, 0), (2, 2)), ((3, 0), (2, 2))), "does not fit"),
+        (boxed(((0, 0), (2, 2))), "do not fill"),
+        (boxed(((0, 0), (2, 2)), ((1, 0), (2, 2))), "overlap"),
+        (TensorEntry("f", (0, 32), "float32", (4, 2)), None),
+        (TensorEntry("f", (0, 31), "float32", (4, 2)), "does not match its range of 31 bytes"),
+        (TensorEntry("f", (40, 72), "float32", (4, 2)), "x"),
+        (TensorEntry("g", (0, 32), "float32", (4, 2)), "x"),
+        (TensorEntry("f", (0, 32), "float33", (4, 2)), "unknown dtype 'float33'"),
+        (TensorEntry("f", (0, 32), "float32", (4, 2), serializer="new"), "unknown serializer"),
+    ],
+)
+def test_check_tensor_refuses_what_cannot_be_read(entry, error):
+    if error is None:
+        check_tensor("x", entry, FILES)
+        return
+    with pytest.raises(SnapshotError, match=error) as caught:
+        check_tensor("x", entry, FILES)
+    assert str(caught.value).startswith("x: ") or "x" in str(caught.value)
+
+
+def test_check_tensor_of_a_part_needs_not_the_whole():
+    half = boxed(((0, 0), (2, 2)))
+    check_tensor("x", half, FILES, partial=True)
+    with pytest.raises(SnapshotError, match="do not fill"):
+        check_tensor("x", half, FILES, boxes=[Box((0, 0), (2, 2))])
+
+
+@pytest.mark.parametrize(
+    ("shape", "fine"),
+    [
+        ((), True),
+        ((0,), True),
+        ((2, 3), True),
+        ((2, -1), False),
+        ((-1, 2), False),
+        ((-1, -2), False),
+        ((-1, 0), False),
+        ((1 << 30, (1 << 30) - 1), True),
+        ((1 << 30, 1 << 30), False),
+        ((0, (1 << 60) - 1), True),
+        ((0, 1 << 60), False),
+    ],
+)
+def test_check_shape_refuses_what_torch_does_not_have(shape, fine):
+    entry = TensorEntry("f", (0, 0), "float32", shape)
+    if fine:
+        check_shape("x", entry)
+        return
+    with pytest.raises(SnapshotError, match="x: invalid shape"):
+        check_shape("x", entry)
+
+
+def test_mapped_tensor_has_the_bytes_of_its_shape():
+    assert MappedTensorEntry("float32", (3, 5), []).nbytes == 60
+    assert MappedTensorEntry("int8", (), []).nbytes == 1

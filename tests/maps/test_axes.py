@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from snapshot import TensorMap
-from snapshot.maps.recipe import AxesPattern, Spec, make_grid
+from snapshot.maps.recipe import AxesPattern, Spec, Sum, TensorAxes, make_grid, solve_sizes
 from snapshot.tensors.geometry import Box, Grid
 
 NAMES = "abcdef"
@@ -154,3 +154,38 @@ def test_tensor_map_axes_of_scalars_and_empty_tensors():
 def test_tensor_map_axes_that_are_wrong_are_refused(axes, error):
     with pytest.raises(ValueError, match=error):
         TensorMap([{"names": "x -> y", "axes": axes}])
+
+
+QKV = Sum((("q",), ("k",), ("k",)))
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape", "known", "found"),
+    [
+        ((("a",), ("b",)), (2, 3), {}, {"a": 2, "b": 3}),
+        ((("a",), ("b",)), (0, 3), {}, {"a": 0, "b": 3}),
+        ((("a", "b"),), (6,), {"a": 2}, {"a": 2, "b": 3}),
+        ((("a", "b"), ("a",)), (6, 2), {}, {"a": 2, "b": 3}),
+        (((QKV,), ("k",)), (10, 2), {}, {"q": 6, "k": 2}),
+        (((QKV, "h"), ("h",)), (20, 2), {"q": 6}, {"q": 6, "k": 2, "h": 2}),
+        (((QKV,),), (6,), {"q": 6}, {"q": 6, "k": 0}),
+        (((QKV,),), (5,), {"q": 6}, "no size of k makes an axis of 5"),
+        (((QKV,),), (9,), {"q": 6}, "no size of k makes an axis of 9"),
+        ((("a", "b"),), (6,), {"a": 4}, "no size of b makes an axis of 6"),
+        ((("a", "b"),), (0,), {"a": 0}, "no size of b"),
+        ((("a", "b"),), (6,), {}, "sizes of a, b do not follow"),
+        ((("a", "b"), ("b", "c"), ("d",)), (6, 6, 1), {}, "sizes of a, b, c do not follow"),
+        ((("a",), ("b",)), (2, 2, 2), {}, "must have 2 axes"),
+        ((("a",),), (2,), {"a": 3}, "an axis must be 3, got 2"),
+        ((("a",), ("a",)), (2, 3), {}, "an axis must be 2, got 3"),
+    ],
+)
+def test_solve_sizes_finds_what_follows_from_a_shape(axes, shape, known, found):
+    sizes = dict(known)
+    if isinstance(found, str):
+        with pytest.raises(ValueError, match=found):
+            solve_sizes(TensorAxes(axes), shape, sizes)
+        return
+    solve_sizes(TensorAxes(axes), shape, sizes)
+    assert sizes == found
+    assert TensorAxes(axes).shape(sizes) == shape

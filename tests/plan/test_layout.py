@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from snapshot.io.storage import Limits
-from snapshot.plan import layout
-from snapshot.plan.layout import choose_part_size, cut_file, make_plan
+from snapshot.plan import layout, plan_cache
+from snapshot.plan.layout import Extent, FilePlan, choose_part_size, cut_file, make_plan
 from snapshot.state.leaves import Leaf
 from snapshot.tensors.memory import ITEMSIZE
 
@@ -130,3 +130,23 @@ def test_layout_part_size_respects_limits_and_budget(budget, file_size, multiple
     assert size % multiple == 0
     assert size >= smallest
     assert -(-file_size // size) <= most
+
+
+def test_cut_file_cached_cuts_each_file_and_length_once():
+    extents = tuple(Extent(number, 10 * number, 10 * number + 10) for number in range(4))
+    file, other = FilePlan(b"", extents, 40), FilePlan(b"", extents[:2], 20)
+    first = plan_cache.cut_file_cached(file, 16)
+    assert first == cut_file(file, 16)
+    assert [(each.begin, each.end, each.first, each.last) for each in first] == [
+        (0, 16, 0, 2),
+        (16, 32, 1, 4),
+        (32, 40, 3, 4),
+    ]
+    assert plan_cache.cut_file_cached(file, 16) is first
+    assert plan_cache.cut_file_cached(file, 40) == cut_file(file, 40) != first
+    plan_cache._cuts.get()[id(other), 16] = file, first  # of a file that had this id before
+    assert plan_cache.cut_file_cached(other, 16) == cut_file(other, 16)
+    for number in range(3 * plan_cache.KEPT):
+        plan_cache.cut_file_cached(file, 17 + number)
+    assert len(plan_cache._cuts.get()) == 2 * plan_cache.KEPT
+    assert plan_cache.cut_file_cached(file, 16) is not first

@@ -5,7 +5,9 @@ import os
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 import safetensors
 import torch
@@ -20,8 +22,13 @@ from snapshot import (
     Target,
 )
 from snapshot.io.arena import arena
+from snapshot.io.url import URL
 from snapshot.manifest.document import FORMAT, PACKED_FORMAT
-from snapshot.tensors.digest import BLOCK
+from snapshot.plan.layout import Extent, FilePlan, cut_file
+from snapshot.save import compression
+from snapshot.save.digests import FileDigests
+from snapshot.state.flatten import Flattened
+from snapshot.tensors.digest import BLOCK, RunningDigest, digest_range
 from snapshot.tensors.memory import BY_NAME
 from snapshot.testing import faulty, recording
 from tests.helpers.states import bits, equal
@@ -392,3 +399,151 @@ for work in (
 @pytest.mark.parametrize("budget", [16, 48])
 def test_compression_memory_stays_within_memory_budget_bytes(tmp_path, budget):
     subprocess.run([sys.executable, "-c", IN_A_BUDGET, str(tmp_path), str(budget)], check=True)
+
+
+# How fast takes are, and which way is chosen
+
+
+def test_pace_measures_each_way_twice_and_then_keeps_the_faster():
+    place = compression._Place()
+    assert place.link() == 0
+    assert [place.choose() for _ in range(3)] == [True, False, True]
+    place.note(100.0, 50.0, packed=False)
+    place.note(90.0, 30.0, packed=True)
+    assert place.link() == 50
+    chosen = [place.choose() for _ in range(4, 70)]
+    assert [number for number, each in enumerate(chosen, 4) if each] == [8, 16, 32, 64]
+    for _ in range(3):
+        place.note(300.0, 30.0, packed=True)
+    chosen = [place.choose() for _ in range(70, 140)]
+    assert [number for number, each in enumerate(chosen, 70) if not each] == [128]
+    for _ in range(3):
+        place.note(40.0, 5.0, packed=True)
+    assert not place.choose(), "only the last three count"
+
+
+def test_pace_tries_again_without_compression_if_a_compressed_take_was_much_faster():
+    for speed, again in ((151.0, True), (150.0, False), (100.0, False)):
+        place = compression._Place()
+        place.takes = 20
+        place.note(10.0, 5.0, packed=False)
+        place.note(100.0, 50.0, packed=True)
+        place.note(speed, 50.0, packed=True)
+        assert place.choose() is not again
+        assert place.choose()
+    place = compression._Place()
+    place.takes = 20
+    assert not place.choose(), "no compressed take was measured"
+    place.note(10.0, 5.0, packed=False)
+    assert not place.choose()
+
+
+class Encoder:
+    """A codec that halves what it gets."""
+
+    def __init__(self):
+        self.encoded = []
+
+    def encode(self, data, kind, out):
+        self.encoded.append(bytes(data))
+        return len(data) // 2
+
+
+def leaf_of(tensor):
+    flat = Flattened()
+    flat.add("s", {"x": tensor})
+    return flat.leaves[0]
+
+
+def test_sample_takes_blocks_evenly_over_all_bytes(monkeypatch):
+    codec = Encoder()
+    monkeypatch.setattr(compression, "thread_codec", lambda: codec)
+    monkeypatch.setattr(compression, "BLOCK", 8)
+    monkeypatch.setattr(compression, "kind_of", lambda dtype: dtype)
+    values = torch.arange(32, dtype=torch.int32)
+    found = compression.sample([leaf_of(values[:8].clone()), leaf_of(values[8:].clone())])
+    firsts = [int.from_bytes(each[:4], "little") for each in codec.encoded]
+    assert firsts == [2, 2, 6, 10, 14, 18, 22, 26, 30]
+    assert {len(each) for each in codec.encoded} == {8}
+    assert found.ratio == 2.0
+    assert found.speed > 0
+    codec.encoded.clear()
+    found = compression.sample([leaf_of(values[:1].clone())])
+    assert [len(each) for each in codec.encoded] == [4] * 9
+    assert compression.sample([]) == compression.SampledSpeed(1.0, 0.0)
+
+
+@pytest.mark.parametrize(("offset", "begin"), [(0, 0), (3, 0), (4, 4), (9, 8), (31, 24), (100, 24)])
+@pytest.mark.parametrize("plain", [True, False])
+def test_block_of_a_tensor_is_whole_elements(offset, begin, plain, monkeypatch):
+    monkeypatch.setattr(compression, "BLOCK", 8)
+    values = torch.arange(8, dtype=torch.int32)
+    leaf = leaf_of(values)
+    assert leaf.plain
+    if not plain:
+        leaf = msgspec.structs.replace(leaf, plain=False)
+    assert bytes(compression._block_of(leaf, offset)) == values.numpy().tobytes()[begin : begin + 8]
+    if not plain:
+        leaf = msgspec.structs.replace(leaf, tensor=torch.arange(16, dtype=torch.int32)[::2])
+        assert compression._block_of(leaf, 0) is None
+
+
+# Digests of files whose parts arrive in order
+
+
+@pytest.mark.parametrize("part", [1000, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK])
+def test_file_digests_are_those_of_whole_extents(part):
+    lengths = [0, 10, BLOCK, 5, BLOCK + 1, 0, 2 * BLOCK + 7, 1]
+    header, data = b"h" * 24, os.urandom(sum(lengths))
+    extents, at = [], len(header)
+    for number, length in enumerate(lengths):
+        extents.append(Extent(number, at, at + length))
+        at += length
+    file, whole = FilePlan(header, tuple(extents), at), header + data
+    known = {3: ("known", b""), 4: ("other", b"table")}
+    for given in (None, known):
+        found, expected = FileDigests(file, given), []
+        for extent in extents:
+            running = RunningDigest()
+            running.update(memoryview(whole)[extent.begin : extent.end])
+            digest, table = running.finish()
+            short = extent.end - extent.begin <= BLOCK
+            expected.append((digest_range(whole[extent.begin : extent.end]) if short else digest, table))
+        expected = [(given or {}).get(number, each) for number, each in enumerate(expected)]
+        wrong = [(f"{digest}x", table) for digest, table in expected]
+        for each in cut_file(file, part):
+            inside = [(max(x.begin, each.begin), min(x.end, each.end)) for x in extents[each.first : each.last]]
+            found.digest_part(each, [whole[begin:end] for begin, end in inside])
+            assert found.agree_with(expected)
+            done = [x.end <= each.end or (given and number in given) for number, x in enumerate(extents)]
+            assert found.has(each) is all(done[each.first : each.last])
+        assert found.digests == [digest for digest, _ in expected]
+        assert found.tables == {number: table for number, (_, table) in enumerate(expected) if table}
+        assert found.finish_tree() is None
+        found._compared = 0
+        assert not found.agree_with(wrong)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "seconds", "link"),
+    [
+        (compression.SHORTEST, 2.0, compression.SHORTEST / 4),
+        (compression.SHORTEST - 1, 2.0, None),
+        (compression.SHORTEST, 0.0, None),
+    ],
+)
+def test_note_speed_remembers_long_takes(nbytes, seconds, link, tmp_path, monkeypatch):
+    places = {}
+    monkeypatch.setattr(compression, "_places", SimpleNamespace(get=lambda: places))
+    session = SimpleNamespace(url=URL.parse("s3://bucket/run/step-1"))
+    compression.note_speed(session, nbytes, seconds, stored=nbytes // 2, packed=True)
+    if link is None:
+        assert places == {}
+        return
+    [place] = places.values()
+    assert place.link() == link
+    assert list(place.speeds[True]) == [nbytes / seconds]
+    other = SimpleNamespace(url=URL.parse("s3://bucket/another"))
+    compression.note_speed(other, nbytes, seconds, stored=nbytes, packed=False)
+    assert list(places.values()) == [place], "one place for a bucket"
+    assert place.link() == 2 * link

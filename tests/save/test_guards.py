@@ -709,3 +709,74 @@ def test_guards_refuse_on_one_rank_writes_nothing(folder):
     with recording() as log, pytest.raises(SuspectStateError):
         Snapshot.take(f"recording+{folder}/s", {"m": model, "o": optimizer}, guards="refuse")
     assert log.nbytes("write") == 0
+
+
+def moments(**more):
+    return {"exp_avg": torch.tensor([2.0, -4.0]), "exp_avg_sq": torch.tensor([4.0, 16.0]), **more}
+
+
+ADAM = {"lr": 0.5, "betas": (0.5, 0.75), "eps": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "state", "expected"),
+    [
+        (ADAM, moments(step=1), [0.5 * 4 / 4, 0.5 * 8 / 8]),
+        (ADAM, moments(step=torch.tensor(2.0)), [0.5 * (2 / 0.75) / (2 / 0.4375**0.5)] * 2),
+        ({**ADAM, "step": 1}, moments(), [0.5, 0.5]),
+        ({**ADAM, "eps": 4.0}, moments(step=1), [0.5 * 4 / 8, 0.5 * 8 / 12]),
+        (ADAM, moments(step=1, max_exp_avg_sq=torch.tensor([16.0, 64.0])), [0.25, 0.25]),
+        (ADAM, moments(step=0), None),
+        (ADAM, moments(), None),
+        ({**ADAM, "betas": (0.5,)}, moments(step=1), None),
+        ({**ADAM, "betas": 0.5}, moments(step=1), None),
+        ({**ADAM, "betas": (1.0, 0.75)}, moments(step=1), None),
+        ({"lr": 0.5}, moments(step=1), None),
+        ({"lr": 0.5}, {"momentum_buffer": torch.tensor([2.0, -4.0])}, [1.0, 2.0]),
+        ({"lr": 0.5}, {"momentum_buffer": torch.tensor([2.0]), "square_avg": torch.tensor([1.0])}, None),
+        ({"lr": 0.5}, {"exp_avg": torch.tensor([2.0])}, None),
+        ({"lr": 0.5}, {}, None),
+    ],
+)
+def test_guards_expect_the_next_update_of_known_optimizers(settings, state, expected):
+    found = guards._expect_update(settings, state)
+    if expected is None:
+        assert found is None
+    else:
+        torch.testing.assert_close(found, torch.tensor(expected))
+
+
+class Wrapped(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("tensor", "found"),
+    [
+        (torch.ones(2), True),
+        (torch.ones(1), False),
+        (torch.ones(2, device="meta"), False),
+        (torch.eye(2).to_sparse(), False),
+        (torch.ones(2).as_subclass(Wrapped), False),
+    ],
+)
+def test_guards_look_at_parameters_with_plain_memory(tensor, found):
+    leaf = guards._leaf_of("s/x", tensor)
+    assert (leaf is not None) is found
+    if leaf is not None:
+        assert (leaf.path, leaf.dtype, leaf.shape, leaf.nbytes) == ("s/x", "float32", (2,), 8)
+        assert (leaf.address, leaf.plain) == (tensor.data_ptr(), True)
+
+
+@pytest.mark.parametrize(
+    ("count", "total", "most", "text"),
+    [
+        (2, 0, 3, "t0, t1"),
+        (3, 0, 3, "t0, t1, t2"),
+        (4, 0, 3, "t0, t1, t2 and 1 more"),
+        (2, 1500, 3, "t0, t1 and 1,498 more"),
+        (3, 2, 1, "t0 and 2 more"),
+    ],
+)
+def test_guards_name_some_of_many(count, total, most, text):
+    assert guards._some_of([f"t{number}" for number in range(count)], total, most) == text

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from snapshot import Snapshot, StateDict
-from snapshot.distributed.exchange import Exchange
+from snapshot.distributed.exchange import Exchange, OutcomeUnknown
 from snapshot.distributed.group import SOLO
-from snapshot.errors import CommitUnknown, SnapshotExistsError, StorageError
+from snapshot.errors import CommitUnknown, RankError, SnapshotExistsError, StorageError
 from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.io.storage import Limits
@@ -17,6 +17,7 @@ from snapshot.io.url import URL
 from snapshot.manifest.document import METADATA
 from snapshot.plugins.file.file_storage import FileStorage
 from snapshot.plugins.file.files import LocalFileWriter
+from snapshot.save.commit import commit_together
 from snapshot.save.transaction import State, Transaction, claim_path, pending_saves
 from snapshot.testing import faulty
 
@@ -181,3 +182,69 @@ def test_transaction_writes_that_fail_together_raise_one_error_without_asyncio_l
     assert len(started) == 2
     gc.collect()
     assert "never retrieved" not in caplog.text
+
+
+class Seen:
+    """The result of a commit, as a storage shows it: answers in their order."""
+
+    def __init__(self, *answers):
+        self.answers, self.asked = list(answers), []
+
+    async def is_committed(self):
+        self.asked.append("committed")
+        return self.answers.pop(0)
+
+    async def revoke(self):
+        self.asked.append("revoke")
+        return self.answers.pop(0)
+
+
+@pytest.mark.parametrize(
+    ("answers", "kind"),
+    [
+        ((True,), None),
+        ((False, True), RankError),
+        ((False, False, True), None),
+        ((False, False, False), CommitUnknown),
+    ],
+)
+def test_commit_of_a_lost_leader_is_decided_by_the_storage(answers, kind, caplog):
+    outcome = Seen(*answers)
+
+    class Lost:
+        rank = 1
+
+        def note_done(self):
+            self.noted = True
+
+        def agree(self, *_):
+            raise OutcomeUnknown("rank 0 is lost")
+
+    async def commit(_):
+        raise AssertionError
+
+    exchange, url = Lost(), URL.parse("/run/s")
+    work = commit_together(url, exchange, outcome, done=1, commit=commit, answer=int)
+    if kind is None:
+        assert run(work) is None
+        assert "/run/s: rank 0 is lost, but the snapshot is committed" in caplog.text
+    else:
+        with pytest.raises(kind, match=r"/run/s: rank 0 is lost") as caught:
+            run(work)
+        assert type(caught.value) is kind
+        assert isinstance(caught.value.__cause__, OutcomeUnknown)
+    assert outcome.asked == ["committed", "revoke", "committed"][: len(answers)]
+    assert exchange.noted
+
+
+def test_commit_together_gives_the_result_of_the_leader():
+    async def commit(reports):
+        return [*reports, "made"]
+
+    async def work():
+        with Exchange(SOLO, "take") as exchange:
+            return await commit_together(
+                URL.parse("/s"), exchange, Seen(), done="part", commit=commit, answer=list[str]
+            ), exchange.posted
+
+    assert run(work()) == (["part", "made"], True)

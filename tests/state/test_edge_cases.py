@@ -1,6 +1,7 @@
 """Corners of what a state may hold: ties, exclusions, freed memory, odd dtypes and layouts, other generators."""
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from snapshot import CorruptSnapshotError, RestoreError, RNGState, Snapshot, Sna
 from snapshot.manifest.entries import TensorEntry
 from snapshot.state import leaves
 from snapshot.state.flatten import Flattened
+from snapshot.state.model_state import count_changes
+from snapshot.state.sharded import LocalPiece, Shards
 from snapshot.tensors import composite, geometry
 from snapshot.tensors.geometry import Box, boxes_overlap
 
@@ -317,3 +320,55 @@ def test_take_and_restore_refuse_a_tensor_with_a_shrunk_storage(tmp_path, offset
     module.w = torch.nn.Parameter(_shrunk(offset, turned))
     with pytest.raises(RestoreError, match="less memory than elements"):
         Snapshot(tmp_path / "t").restore({"s": module})
+
+
+@pytest.mark.parametrize(("version", "local", "count"), [(3, 2, 5), (0, 2, 2), (3, 0, 3)])
+def test_count_changes_counts_those_of_a_dtensor_and_of_its_memory(version, local, count):
+    assert count_changes(SimpleNamespace(_version=version, _local_tensor=SimpleNamespace(_version=local))) == count
+    tensor = torch.zeros(3)
+    assert count_changes(tensor) == 0
+    tensor.add_(1)
+    assert count_changes(tensor) == 1
+
+
+def shards_of(*tensors, shape=(4, 3), dtype=torch.float32, layout="rows"):
+    pieces = [LocalPiece(Box((number, 0), tuple(tensor.shape)), tensor, (0,)) for number, tensor in enumerate(tensors)]
+    return Shards("ShardedTensor", dtype, shape, pieces, (0,), None, None, layout, False)
+
+
+def test_prepare_shards_gives_the_dtype_of_all_pieces():
+    seen = []
+
+    def halve(path, tensor, tracing):
+        seen.append((path, tuple(tensor.shape), tensor.dtype, tracing))
+        return tensor.half()
+
+    made = leaves.prepare_shards(halve, "s/x", shards_of(torch.ones(1, 3), torch.ones(2, 3)))
+    assert seen == [("s/x", (1, 3), torch.float32, False), ("s/x", (2, 3), torch.float32, False)]
+    assert made.dtype == torch.float16
+    assert [(piece.tensor.dtype, tuple(piece.tensor.shape)) for piece in made.pieces] == [
+        (torch.float16, (1, 3)), (torch.float16, (2, 3))
+    ]  # fmt: skip
+    assert made.layout == "rows, stored as torch.float16"
+    assert leaves.prepare_shards(halve, "s/x", shards_of(torch.ones(1, 3), layout="")).layout == ""
+    seen.clear()
+    empty = leaves.prepare_shards(halve, "s/x", shards_of(dtype=torch.bfloat16))
+    assert seen == [("s/x", (0, 0), torch.bfloat16, True)], "a rank without pieces must store the same dtype"
+    assert (empty.dtype, empty.pieces) == (torch.float16, [])
+
+
+@pytest.mark.parametrize(
+    ("function", "match"),
+    [
+        (lambda path, tensor, tracing: tensor[:0], r"s/x: .*returned \[0, 3\] for a tensor of shape \[1, 3\]"),
+        (lambda path, tensor, tracing: None, "s/x: .*returned NoneType"),
+        (lambda path, tensor, tracing: tensor.to_sparse(), "s/x.*plain"),
+        (
+            lambda path, tensor, tracing: tensor.half() if tensor[0, 0] else tensor,
+            "s/x: .*several dtypes.*: torch.float16, torch.float32",
+        ),
+    ],
+)
+def test_prepare_shards_refuses_what_cannot_be_one_tensor(function, match):
+    with pytest.raises((ValueError, TypeError, SnapshotError), match=match):
+        leaves.prepare_shards(function, "s/x", shards_of(torch.zeros(1, 3), torch.ones(1, 3)))

@@ -6,6 +6,7 @@ import enum
 import functools
 import io
 import pathlib
+import random
 import uuid
 import warnings
 import zoneinfo
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 
 from snapshot import RestoreError, SavedObject, Snapshot, StateDict, Target, UnsafeObjectError, UnsupportedFormatError
 from snapshot.cli import main
+from snapshot.manifest import compounds
 from snapshot.manifest.values import make_enum_entry, make_scalar_entry
 from snapshot.state import flatten
 
@@ -703,3 +705,15 @@ def test_typed_values_in_random_containers_are_restored(value):
     snapshot.restore({"state": live})
     assert equal_typed(value, live["value"])
     assert equal_typed(value, snapshot.read_object("0/state/value", obj_out=value))
+
+
+@pytest.mark.parametrize("at", [0, 300, 624])
+@pytest.mark.parametrize("word", [-1, 1 << 32, 1.0, True])
+def test_state_of_random_has_words_of_32_bits(at, word):
+    value = random.Random(5)
+    value.gauss(0, 1)
+    found = compounds._read_python_random(value)
+    assert compounds._make_python_random(found).getstate() == value.getstate()
+    found["words"][at] = word
+    with pytest.raises(ValueError, match="32 bits"):
+        compounds._make_python_random(found)

@@ -1,6 +1,7 @@
 """What fsspec knows passes the contract, as far as it can keep it, and nothing of it can hang a take."""
 
 import asyncio
+import errno
 import os
 import secrets
 import socket
@@ -8,13 +9,14 @@ import threading
 import traceback
 import warnings
 import zipfile
+from types import SimpleNamespace
 from typing import ClassVar
 
 import fsspec
 import pytest
 import torch
 from fsspec import register_implementation
-from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from snapshot import Snapshot, StateDict
 from snapshot.errors import (
@@ -22,12 +24,16 @@ from snapshot.errors import (
     MissingExtraError,
     SnapshotError,
     SnapshotExistsError,
+    StorageConflictError,
     StorageError,
     StorageNotFoundError,
 )
 from snapshot.io.registry import open_storage, plugin_for
 from snapshot.io.storage import URL, Capabilities
+from snapshot.plugins.fsspec import client
 from snapshot.plugins.fsspec.fsspec_storage import FsspecStorage
+from snapshot.plugins.network import retry
+from snapshot.plugins.network.retry import RetryPolicy, TransientError
 from snapshot.testing import StorageTests, Tap, conformance, tapped
 from snapshot.testing.conformance import fetch, pattern, store
 
@@ -268,7 +274,6 @@ def test_fsspec_thread_that_hangs_does_not_block_the_exit(warm):
 import asyncio, socket, time
 from snapshot.errors import StorageError
 from snapshot.io.registry import open_storage
-from snapshot.io.storage import URL
 with socket.create_server(("127.0.0.1", 0)) as server:
     options = {"base_url": f"http://127.0.0.1:{server.getsockname()[1]}", "timeout": 0.2, "deadline": 0.5}
     options["webdav"] = {"timeout": 3600}
@@ -446,3 +451,322 @@ def test_fsspec_sweep_removes_files_of_a_killed_process():
         await storage.close()
 
     asyncio.run(use())
+
+
+# Calls that replace those of a client
+
+
+class WebDavServer:
+    """Files, as webdav4's file system has them, and its client: both with the calls that are used."""
+
+    def __init__(self, ranges=True, **files):
+        self.files, self.ranges, self.calls, self.late = dict(files), ranges, [], {}
+        self.client = self.http = self
+
+    def join_url(self, path):
+        return f"https://host/{path}"
+
+    def stream(self, method, url, headers, follow_redirects):
+        self.calls.append((method, url, headers.get("Range"), headers["Accept-Encoding"], follow_redirects))
+        data = self.files[url.removeprefix("https://host/")]
+        found = headers.get("Range") if self.ranges else None
+        if found:
+            begin, _, end = found.removeprefix("bytes=").partition("-")
+            data = data[int(begin) : int(end) + 1]
+        return SentBytes(206 if found else 200, data)
+
+    def move(self, source, path, overwrite=False):
+        self.calls.append(("move", source, path, overwrite))
+        for name in list(self.files):
+            if f"{name}/".startswith(f"{source}/"):
+                self.files[path + name[len(source) :]] = self.files.pop(name)
+        self.files.update({f"{path}/{name}": data for name, data in self.late.items()})
+        self.late = {}
+
+    def ls(self, path, detail):
+        assert not detail
+        return [name for name in self.files if name.startswith(f"{path}/")]
+
+    def info(self, path):
+        return {"type": "directory" if self.ls(path, detail=False) or path not in self.files else "file"}
+
+    def makedirs(self, path, exist_ok):
+        self.calls.append(("makedirs", path, exist_ok))
+
+    def rm_file(self, path):
+        self.calls.append(("rm_file", path))
+        for name in list(self.files):
+            if f"{name}/".startswith(f"{path}/"):
+                del self.files[name]
+
+
+class SentBytes:
+    def __init__(self, status, data):
+        self.status_code, self.data = status, data
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def raise_for_status(self):
+        pass
+
+    def iter_bytes(self):
+        for at in range(0, len(self.data), 3):
+            yield self.data[at : at + 3]
+            self.read = at + 3
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+@pytest.mark.parametrize(("start", "end"), [(None, None), (0, 10), (0, 1), (4, 5), (4, 9), (3, 6), (9, 10), (7, 12)])
+def test_read_range_takes_one_request_also_without_ranges(ranges, start, end):
+    data = b"0123456789"
+    server = WebDavServer(ranges, **{"a b": data})
+    assert client.read_range(server, "a b", start, end) == data[start:end]
+    wanted = None if start is None else f"bytes={start}-{end - 1}"
+    assert server.calls == [("GET", "https://host/a b", wanted, "identity", True)]
+
+
+def test_remove_file_refuses_a_folder():
+    server = WebDavServer(**{"a": b"", "b/c": b""})
+    client.remove_file(server, "a")
+    with pytest.raises(IsADirectoryError):
+        client.remove_file(server, "b")
+    assert server.files == {"b/c": b""}
+
+
+@pytest.mark.parametrize("path", ["folder", "run/folder"])
+def test_remove_folder_keeps_files_that_come_meanwhile(path):
+    server = WebDavServer(**{"other": b""})
+    client.remove_folder(server, path)
+    (_, source, aside, _), removed = server.calls
+    assert (source, removed) == (path, ("rm_file", aside))
+    assert aside.startswith(f"{path.rpartition('folder')[0]}.folder.")
+    assert aside.endswith(".tmp")
+    server.calls.clear()
+    server.late = {"late": b"1"}
+    client.remove_folder(server, path)
+    assert server.files == {"other": b"", f"{path}/late": b"1"}
+    assert server.calls[1] == ("makedirs", path, True)
+    with pytest.raises(OSError, match="not empty") as caught:
+        client.remove_folder(server, path)
+    assert caught.value.errno == errno.ENOTEMPTY
+    assert server.files == {"other": b"", f"{path}/late": b"1"}
+
+
+def test_move_file_replaces_in_one_step():
+    server = WebDavServer(a=b"new", b=b"old")
+    client.move_file(server, "a", "b")
+    assert server.files == {"b": b"new"}
+    assert server.calls == [("move", "a", "b", True)]
+
+
+def test_defaults_of_ssh_end_calls_that_were_given_up():
+    found = client._ssh_defaults(RetryPolicy(timeout=8.0))
+    assert found == {"connect_timeout": 8.0, "login_timeout": 8.0, "keepalive_interval": 4.0, "known_hosts": ()}
+    assert client._ssh_defaults(RetryPolicy(timeout=1.0))["keepalive_interval"] == 1
+
+
+def test_close_of_an_archive_and_of_ssh_closes_what_they_hold(monkeypatch):
+    closed = []
+    held = SimpleNamespace(close=lambda: closed.append("file"))
+    client._close_zip(SimpleNamespace(close=lambda: closed.append("archive"), of=held))
+    assert closed == ["archive", "file"]
+    monkeypatch.setattr(
+        client, "sync", lambda loop, function, *args, **more: closed.append((loop, function, args, more))
+    )
+    fs = SimpleNamespace(
+        loop="loop", _pool=SimpleNamespace(close="pool"), _stack=SimpleNamespace(aclose="stack"), _rmdir="rmdir"
+    )
+    client._close_ssh(fs)
+    client._remove_folder_by_ssh(fs, "path")
+    assert closed[2:] == [
+        ("loop", "pool", (), {"timeout": 2}), ("loop", "stack", (), {"timeout": 2}), ("loop", "rmdir", ("path",), {})
+    ]  # fmt: skip
+
+
+# Threads that call a file system
+
+
+def on_lane(work, threads=2):
+    made, closed = [], []
+
+    def make():
+        made.append(threading.current_thread().name)
+        return f"system {len(made)}"
+
+    async def body():
+        return await work(client.Lane(make, closed.append, threads))
+
+    return asyncio.run(body()), made, closed
+
+
+def test_lane_makes_one_file_system_and_calls_it_in_its_threads():
+    async def work(lane):
+        calls = [lane.call(lambda system, n=n: (system, n, threading.current_thread().name)) for n in range(5)]
+        found = await asyncio.gather(*calls)
+        with pytest.raises(KeyError):
+            await lane.call(lambda _: {}["x"])
+        assert lane.usable
+        assert lane._started == 2
+        assert not lane._jobs
+        lane.retire()
+        assert not lane.usable
+        with pytest.raises(TransientError, match="abandoned") as caught:
+            await lane.call(lambda _: 1)
+        assert caught.value.refused
+        return found
+
+    found, made, _ = on_lane(work)
+    assert found == [("system 1", n, "snapshot-fsspec") for n in range(5)]
+    assert made == ["snapshot-fsspec"]
+
+
+def test_lane_is_retired_by_a_call_that_is_cancelled_while_it_runs():
+    begun, over = threading.Event(), threading.Event()
+
+    def hang(_):
+        begun.set()
+        over.wait(60)
+
+    async def work(lane):
+        running = asyncio.ensure_future(lane.call(hang))
+        await asyncio.to_thread(begun.wait, 60)
+        waiting = asyncio.ensure_future(lane.call(lambda _: 1))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert lane.usable, "the call had not begun"
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert not lane.usable
+        over.set()
+
+    on_lane(work, threads=1)
+
+
+# Files in short chunks
+
+
+def in_memory(work, chunk=4, **options):
+    """Run work on a storage that reads and writes four bytes at once."""
+
+    async def body():
+        storage = open_storage(URL.parse(f"fsspec+memory://chunks-{secrets.token_hex(4)}/run"), options)
+        storage._client.chunk = chunk
+        try:
+            return await work(storage)
+        finally:
+            await storage.close()
+
+    return asyncio.run(body())
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 4, 5, 8, 11])
+def test_files_of_any_length_are_written_and_read_in_chunks(size):
+    data = pattern(size)
+
+    async def work(storage):
+        writer = await storage.create("a/file", size)
+        half = size // 2
+        await writer.write(0, [data[:half]])
+        await writer.write(half, [data[half:]])
+        assert "a/file" not in await storage.list()
+        await writer.finish()
+        assert await storage.list() == ["a/file"]
+        for call in (writer.finish, lambda: writer.write(0, [b"x"])):
+            with pytest.raises(ValueError, match="a/file"):
+                await call()
+        await writer.abort()
+        assert await storage.get("a/file", limit=size) == data
+        if size:
+            with pytest.raises(StorageError, match=f"{size:,} bytes.* {size - 1:,} "):
+                await storage.get("a/file", limit=size - 1)
+        token = (await storage.stat("a/file")).token
+        for begin in range(size + 1):
+            for end in range(begin, size + 1):
+                held = [bytearray(end - begin - (end - begin) // 2), bytearray((end - begin) // 2)]
+                await storage.read_into("a/file", begin, held, token=token if begin % 2 else None)
+                assert b"".join(held) == data[begin:end]
+        with pytest.raises(CorruptSnapshotError, match=rf"a/file: ends at byte {size}, but"):
+            await storage.read_into("a/file", 0, [bytearray(size + 1)])
+        await storage.put("a/file", data + b"!")
+        for held in ([bytearray(size)], []):
+            with pytest.raises(StorageConflictError, match="a/file"):
+                await storage.read_into("a/file", 0, held, token=token)
+        with pytest.raises(StorageNotFoundError):
+            await storage.stat("a")
+        await storage.delete(["a/file", "none"])
+        assert await storage.list("", recursive=False) == []
+
+    in_memory(work)
+
+
+def test_writer_takes_its_parts_in_order_and_leaves_nothing_when_aborted():
+    async def work(storage):
+        writer = await storage.create("file", 10)
+        for offset, length in ((-1, 2), (8, 3), (10, 1)):
+            with pytest.raises(StorageError, match=rf"bytes {offset}-{offset + length} .* 10"):
+                await writer.write(offset, [bytes(length)])
+        with pytest.raises(StorageError, match="expected offset 0, got 4"):
+            await writer.write(4, [b"4567"])
+        await writer.write(0, [b"0123", b"45"])
+        with pytest.raises(StorageError, match="expected offset 6, got 0"):
+            await writer.write(0, [b"0123"])
+        with pytest.raises(StorageError, match="byte 6 of 10"):
+            await writer.finish()
+        await writer.abort()
+        await writer.abort()
+        assert await storage.list() == []
+        assert storage._client.url.join("file")
+        writer = await storage.create("file", 3)
+        await writer.write(0, [b"012"])
+        await writer.abort()
+        assert await storage.list() == []
+        with pytest.raises(StorageNotFoundError):
+            await storage.get("file")
+
+    in_memory(work)
+
+
+class TooShort(MemoryFileSystem):
+    """Gives half of what is asked for, now and then."""
+
+    protocol = "tooshort"
+    store: ClassVar = {}
+    pseudo_dirs: ClassVar = [""]
+    times = 0
+
+    def cat_file(self, path, start=None, end=None, **kwargs):
+        found = super().cat_file(path, start, end, **kwargs)
+        if type(self).times > 0 and start is not None:
+            type(self).times -= 1
+            return found[:1]
+        return found
+
+
+def test_reads_that_get_too_few_bytes_are_repeated(told, monkeypatch):
+    monkeypatch.setattr(retry, "FIRST_PAUSE", 0.001)
+    register_implementation("tooshort", TooShort, clobber=True)
+    data = pattern(11)
+
+    async def body(times, **options):
+        TooShort.times = 0
+        TooShort.store["tooshort://run/file"] = MemoryFile(TooShort(), "/run/file", data)
+        storage = open_storage(URL.parse("fsspec+tooshort://run"), options)
+        storage._client.chunk = 4
+        try:
+            TooShort.times = times
+            held = bytearray(9)
+            await storage.read_into("file", 1, [held])
+            return held
+        finally:
+            TooShort.times = 0
+            await storage.close()
+
+    assert asyncio.run(body(2)) == data[1:10]
+    assert [each.name for each in told] == ["retry"] * 2
+    with pytest.raises(StorageError, match="got 1 bytes of 4 from byte 1 on"):
+        asyncio.run(body(10**9, deadline=0.05))

@@ -1,19 +1,25 @@
 """Snapshots that a web server shows are read by few requests, and nothing is ever written; against nginx."""
 
+import asyncio
+import errno
 import logging
 import os
+import socket
 import traceback
+from types import SimpleNamespace
 from urllib.parse import quote, urlsplit
 
+import aiohttp
 import pytest
 import torch
 
 from snapshot import Snapshot, SnapshotError, SnapshotNotFoundError, StateDict, StorageError
-from snapshot.errors import StorageConflictError, StorageNotFoundError
+from snapshot.errors import CorruptSnapshotError, StorageConflictError, StorageNotFoundError
 from snapshot.events import add_handler, remove_handler
 from snapshot.io.registry import open_storage
 from snapshot.io.storage import URL
-from snapshot.plugins.network import retry
+from snapshot.plugins import web
+from snapshot.plugins.network import http, retry
 from snapshot.plugins.web import HttpStorage
 from snapshot.testing import StorageTests
 from snapshot.testing.conformance import fetch, pattern
@@ -338,3 +344,547 @@ def test_http_410_is_not_found(nginx, folder):
         proxy.fault(status=410)
         with pytest.raises(StorageNotFoundError):
             use(f"{url}/{folder}", lambda storage: storage.stat("file"))
+
+
+# Responses, bodies and statuses, without a server
+
+WHERE = URL.parse("https://host/run/file")
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "header", "full"),
+    [
+        (0, None, None, False),
+        (5, None, "bytes=5-", False),
+        (0, 4, "bytes=0-3", False),
+        (3, 4, "bytes=3-3", False),
+        (4, 4, "bytes=4-3", True),
+    ],
+)
+def test_sink_range_is_what_has_not_arrived(begin, end, header, full):
+    sink = http.ResponseSink(WHERE, begin, end, None)
+    assert sink.range == header
+    assert sink.full is full
+    with pytest.raises(NotImplementedError):
+        sink.take(b"")
+
+
+@pytest.mark.parametrize(
+    ("at", "total", "token", "size", "kind"),
+    [
+        (4, 10, "t", None, None),
+        (4, 8, "t", None, None),
+        (4, None, None, 9, None),
+        (4, 9, "t", 9, None),
+        (3, 10, "t", None, StorageError),
+        (5, 10, "t", None, StorageError),
+        (4, 10, "u", None, StorageConflictError),
+        (4, 10, "t", 9, CorruptSnapshotError),
+        (4, 10, "t", 11, CorruptSnapshotError),
+        (4, 7, "t", None, CorruptSnapshotError),
+    ],
+)
+def test_sink_starts_checks_offset_version_and_size(at, total, token, size, kind):
+    sink = http.ResponseSink(WHERE, 4, 8, "t")
+    sink.size = size
+    if kind is None:
+        sink.starts(at, total, token)
+        assert sink.token == "t"
+        return
+    with pytest.raises(kind, match="https://host/run/file") as caught:
+        sink.starts(at, total, token)
+    assert type(caught.value) is kind
+
+
+def test_sink_keeps_the_version_of_the_first_response():
+    sink = http.ResponseSink(WHERE, 0, None, None)
+    sink.starts(0, None, None)
+    assert sink.token is None
+    sink.starts(0, None, "t")
+    sink.starts(0, None, None)
+    assert sink.token == "t"
+
+
+class Told:
+    def __init__(self):
+        self.gained = self.moved = 0
+
+    def gain(self):
+        self.gained += 1
+
+    def progress(self):
+        self.moved += 1
+
+
+def test_sink_counts_only_new_bytes_as_a_gain():
+    sink = http.BytesSink(WHERE, None)
+    sink.attempt = told = Told()
+    sink.starts(0, None, "t")
+    sink.take(b"abc")
+    sink.take(b"de")
+    assert (told.gained, told.moved, sink.position) == (2, 0, 5)
+    sink.starts(0, None, "t")  # a server without ranges
+    assert (sink.position, sink.data) == (0, b"")
+    sink.take(b"abcd")
+    assert (told.gained, told.moved) == (2, 1)
+    sink.take(b"e")
+    assert (told.gained, told.moved) == (2, 2)
+    sink.take(b"f")
+    assert (told.gained, told.moved, sink.data) == (3, 2, b"abcdef")
+
+
+def test_sink_of_a_file_without_a_length_ends_with_the_response():
+    sink = http.BytesSink(WHERE, None)
+    sink.starts(0, None, None)
+    sink.take(b"abc")
+    assert not sink.full
+    sink.ended()
+    assert sink.full
+    assert sink.end == 3
+    sink = http.BytesSink(WHERE, None)
+    sink.starts(0, 4, None)
+    sink.take(b"abc")
+    with pytest.raises(retry.TransientError, match="byte 3 of 4"):
+        sink.ended()
+    sink.take(b"d")
+    sink.ended()
+    assert sink.full
+
+
+@pytest.mark.parametrize(("total", "limit", "fits"), [(5, 5, True), (6, 5, False), (None, 5, True), (6, None, True)])
+def test_sink_limit_is_checked_before_and_while_bytes_arrive(total, limit, fits):
+    sink = http.BytesSink(WHERE, limit)
+    if fits:
+        sink.starts(0, total, None)
+    else:
+        with pytest.raises(StorageError, match=r"6 bytes.* 5 "):
+            sink.starts(0, total, None)
+    sink.take(b"abc")
+    sink.take(b"de")
+    if limit is None:
+        sink.take(b"f")
+        return
+    with pytest.raises(StorageError, match=r"6 bytes.* 5 "):
+        sink.take(b"f")
+    assert sink.data == b"abcde"
+
+
+@pytest.mark.parametrize("cuts", [(9,), (1,) * 9, (2, 3, 4), (3, 3, 3), (5, 4), (12,)])
+def test_sink_fills_buffers_in_order(cuts):
+    held = [bytearray(3), bytearray(0), bytearray(1), bytearray(5)]
+    sink, data, at = http.BufferSink(WHERE, 7, held, None), b"abcdefghixyz", 0
+    assert (sink.position, sink.end) == (7, 16)
+    for cut in cuts:
+        sink.take(data[at : at + cut])
+        at += cut
+        assert sink.position == 7 + min(at, 9)
+    assert held == [b"abc", b"", b"d", b"efghi"]
+    assert sink.full
+
+
+def test_request_body_is_read_like_a_file():
+    body = http.RequestBody([b"abc", b"", memoryview(b"defg"), bytearray(b"h")])
+    assert (len(body), body.nbytes, bool(body)) == (8, 8, True)
+    assert body.seekable()
+    assert [body.read(2), body.read(3), body.tell(), body.read(), body.read(), body.tell()] == [
+        b"ab",
+        b"cde",
+        5,
+        b"fgh",
+        b"",
+        8,
+    ]
+    assert [body.seek(1), body.read(1), body.seek(2, 1), body.read(None)] == [1, b"b", 4, b"efgh"]
+    assert [body.seek(-2, 2), body.read(1), body.read(9)] == [6, b"g", b"h"]
+    assert body.read(0) == b""
+    body.seek(0)
+    assert body.read() == b"abcdefgh"
+    empty = http.RequestBody([b""])
+    assert (len(empty), empty.read(), bool(empty)) == (0, b"", False)
+
+
+def test_request_body_after_some_bytes_is_the_rest():
+    body = http.RequestBody([b"abc", b"defg"])
+    body.attempt = told = Told()
+    assert [body.after(n).read() for n in range(8)] == [b"abcdefg"[n:] for n in range(8)]
+    body.after(3).progress()
+    assert told.moved == 1
+    http.RequestBody([b"x"]).progress()
+
+
+def test_request_body_is_sent_in_pieces(monkeypatch):
+    monkeypatch.setattr(http, "PIECE", 3)
+    body = http.RequestBody([b"abc", b"defg", b"h"])
+    assert [bytes(each) for each in body.pieces()] == [b"abc", b"def", b"g", b"h"]
+    body.attempt, sent = Told(), []
+
+    class Writer:
+        transport = None
+
+        async def write(self, piece):
+            if self.transport is not None and len(sent) > 5:
+                raise OSError
+            sent.append(bytes(piece))
+
+        async def drain(self):
+            sent.append("drained")
+
+    class Transport:
+        high, aborted = None, 0
+
+        def set_write_buffer_limits(self, high):
+            self.high = high
+
+        def abort(self):
+            self.aborted += 1
+
+    payload = http.BodyPayload(body)
+    assert payload.size == 8
+    asyncio.run(payload.write(Writer()))
+    assert sent == [b"abc", "drained", b"def", "drained", b"g", "drained", b"h", "drained"]
+    assert body.attempt.moved == 4
+    sent.clear()
+    writer = Writer()
+    writer.transport = Transport()
+    with pytest.raises(OSError):  # noqa: PT011 - the one above
+        asyncio.run(payload.write(writer))
+    assert (writer.transport.high, writer.transport.aborted, len(sent)) == (0, 1, 6)
+    with pytest.raises(TypeError):
+        payload.decode()
+    asyncio.run(payload.close())
+
+
+@pytest.mark.parametrize(
+    ("header", "length", "found"),
+    [
+        ("bytes 4-9/10", 6, (4, 10)),
+        (" bytes 4-9/* ", 6, (4, None)),
+        (None, 6, (0, 6)),
+        ("", None, (0, None)),
+        ("items 4-9/10", 6, (0, 6)),
+        ("bytes */10", 6, (0, 6)),
+    ],
+)
+def test_parse_content_range(header, length, found):
+    assert http.parse_content_range(header, length) == found
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "refused", "denied"),
+    [
+        (404, StorageNotFoundError, None, False),
+        (410, StorageNotFoundError, None, False),
+        (416, CorruptSnapshotError, None, False),
+        (408, retry.TransientError, False, False),
+        (425, retry.TransientError, True, False),
+        (429, retry.TransientError, True, False),
+        (499, StorageError, None, False),
+        (500, retry.TransientError, False, False),
+        (501, StorageError, None, False),
+        (503, retry.TransientError, False, False),
+        (505, StorageError, None, False),
+        (400, StorageError, None, True),
+        (401, StorageError, None, True),
+        (403, StorageError, None, True),
+        (402, StorageError, None, False),
+        (405, StorageError, None, False),
+    ],
+)
+def test_status_fault_translates_a_status(status, kind, refused, denied):
+    fault = http.status_fault(http.StatusError(status, "Reason", "8", "why"), WHERE)
+    assert type(fault) is kind
+    assert "https://host/run/file" in str(fault)
+    assert status == 416 or f"HTTP {status} Reason: why" in str(fault)
+    assert getattr(fault, "refused", None) is refused
+    assert getattr(fault, "after", 8.0) == 8.0
+    assert (getattr(fault, "errno", None) == errno.EACCES) is denied
+
+
+def test_status_error_reads_only_seconds_to_wait():
+    assert [http.StatusError(503, "R", after).after for after in ("12", "", "soon", "1.5", "-1")] == [
+        12.0,
+        None,
+        None,
+        None,
+        None,
+    ]
+    assert str(http.StatusError(503, "")) == "HTTP 503"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (ConnectionResetError(104, "reset"), retry.TransientError, "ConnectionResetError: reset"),
+        (EOFError(), retry.TransientError, "EOFError"),
+        (aiohttp.ClientPayloadError("https://secret"), retry.TransientError, "ClientPayloadError"),
+        (aiohttp.ServerDisconnectedError(), retry.TransientError, "ServerDisconnectedError"),
+        (OSError(28, "no space"), StorageError, "OSError: no space"),
+        (aiohttp.InvalidURL("https://secret"), StorageError, "InvalidURL"),
+        (socket.gaierror(socket.EAI_NONAME, "unknown"), StorageError, "gaierror: unknown"),
+    ],
+)
+def test_connection_fault_shows_no_text_of_the_client(error, kind, text):
+    fault = http.connection_fault(error, WHERE)
+    assert type(fault) is kind
+    assert str(fault) == f"https://host/run/file: {text}"
+
+
+def test_is_unknown_host_looks_at_causes():
+    unknown, later = socket.gaierror(socket.EAI_NONAME, "x"), socket.gaierror(socket.EAI_AGAIN, "x")
+    assert http.is_unknown_host(unknown)
+    assert not http.is_unknown_host(later)
+    assert not http.is_unknown_host(None)
+    for name in ("os_error", "__cause__", "__context__"):
+        for inner, known in ((unknown, True), (later, False)):
+            outer = ValueError()
+            setattr(outer, name, inner)
+            assert http.is_unknown_host(outer) is known
+    odd = ValueError()
+    odd.os_error = "text"
+    assert not http.is_unknown_host(odd)
+
+
+# Attempts
+
+
+def attempts(outcomes, *, within=None, timeout=20.0, deadline=60.0, monkeypatch):
+    """Run a request with these outcomes; return the result or the error, the pauses, and the attempts."""
+    pauses, seen, now = [], [], [100.0]
+
+    async def sleep(seconds):
+        pauses.append(seconds)
+        now[0] += seconds
+
+    async def request(attempt):
+        seen.append((attempt.number, attempt.uncertain))
+        now[0] += 1
+        outcome = outcomes.pop(0) if len(outcomes) > 1 else outcomes[0]
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(retry, "FIRST_PAUSE", 0.1)
+    monkeypatch.setattr(retry.asyncio, "sleep", sleep)
+    monkeypatch.setattr(retry.random, "uniform", lambda low, high: high)
+    monkeypatch.setattr(retry, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    policy = retry.RetryPolicy(timeout, deadline)
+    try:
+        found = asyncio.run(retry.retry_request("get", WHERE, policy, request, within))
+    except StorageError as error:
+        found = error
+    return found, pauses, seen
+
+
+def busy(**more):
+    return retry.TransientError("https://host/x: busy", **more)
+
+
+def test_retry_doubles_the_pauses_up_to_the_longest(monkeypatch, told):
+    found, pauses, seen = attempts([*(busy() for _ in range(10)), 7], deadline=500, monkeypatch=monkeypatch)
+    assert found == 7
+    assert pauses == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 20, 20, 20])
+    assert seen == [(1, False), *[(number, True) for number in range(2, 12)]]
+    assert [each.name for each in told] == ["retry"] * 10
+
+
+@pytest.mark.parametrize(("after", "first"), [(None, 0.2), (0.0, 0.2), (0.1, 0.2), (5.0, 5.0)])
+def test_retry_waits_as_long_as_the_server_asks(after, first, monkeypatch):
+    found, pauses, _ = attempts([busy(after=after), 7], monkeypatch=monkeypatch)
+    assert (found, pauses) == (7, pytest.approx([first]))
+
+
+def test_retry_of_a_refused_request_is_not_uncertain(monkeypatch):
+    _, _, seen = attempts([busy(refused=True), busy(), busy(refused=True), 7], monkeypatch=monkeypatch)
+    assert seen == [(1, False), (2, False), (3, True), (4, True)]
+
+
+@pytest.mark.parametrize(
+    ("within", "deadline", "count", "spent"),
+    [
+        (None, 10, 5, 8.0),
+        (10, 60, 5, 8.0),
+        (60, 10, 5, 8.0),
+        (None, 7.1, 5, 8.0),
+        (None, 6.9, 4, 5.4),
+        (None, 1.1, 1, 1.0),
+    ],
+)
+def test_retry_ends_at_the_deadline(within, deadline, count, spent, monkeypatch):
+    """An attempt takes a second here. The last pause would end after the deadline."""
+    found, pauses, seen = attempts([busy()], within=within, deadline=deadline, monkeypatch=monkeypatch)
+    assert len(seen) == count == len(pauses) + 1
+    assert type(found) is StorageError
+    times = f"{count} attempts" if count > 1 else "1 attempt"
+    assert str(found) == f"https://host/x: busy (failed after {times} in {spent:.1f} seconds)"
+    assert found.uncertain
+
+
+def test_retry_passes_other_errors_at_once(monkeypatch):
+    for error, uncertain in ((StorageConflictError("x"), False), (StorageError("x"), False)):
+        found, _, seen = attempts([error], monkeypatch=monkeypatch)
+        assert found is error
+        assert len(seen) == 1
+        assert found.uncertain is uncertain
+    found, _, _ = attempts([busy(), StorageError("x")], monkeypatch=monkeypatch)
+    assert found.uncertain
+    found, _, _ = attempts([busy(), StorageConflictError("x")], monkeypatch=monkeypatch)
+    assert not found.uncertain, "the outcome of a condition is certain"
+
+
+def test_retry_of_an_attempt_that_times_out_names_the_seconds(monkeypatch):
+    found, _, seen = attempts([TimeoutError(), 7], monkeypatch=monkeypatch)
+    assert (found, seen) == (7, [(1, False), (2, True)])
+    found, _, _ = attempts([TimeoutError()], deadline=1.0, monkeypatch=monkeypatch)
+    assert "https://host/run/file: no response to get in 1 seconds" in str(found)
+    assert isinstance(found.__cause__, TimeoutError)
+    found, _, _ = attempts([TimeoutError()], timeout=3.0, deadline=3.5, monkeypatch=monkeypatch)
+    assert "no response to get in" in str(found)
+
+
+def test_retry_gains_time_with_bytes(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(retry, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    attempt = retry.Attempt(retry.RetryPolicy(5.0, 60.0))
+    now[0] = 3.0
+    attempt.progress()
+    assert (attempt.began, attempt.heard) == (0.0, 3.0)
+    now[0] = 4.0
+    attempt.gain()
+    assert (attempt.began, attempt.heard) == (4.0, 4.0)
+
+    async def clock():
+        timer = attempt.time_out_after(100)
+        async with timer:
+            attempt.progress()
+            left = timer.when() - asyncio.get_running_loop().time()
+        return 0 < left <= 5.0
+
+    assert asyncio.run(clock())
+
+
+# The driver of web servers
+
+
+class Answer:
+    def __init__(self, status=200, length=None, body=b"", **headers):
+        self.status, self.content_length, self.reason, self.closed = status, length, "Reason", 0
+        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
+        self.body, self.content = body, self
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        return None
+
+    def __await__(self):
+        yield from ()
+        return self
+
+    async def readany(self):
+        found, self.body = self.body, b""
+        return found
+
+    def at_eof(self):
+        return not self.body
+
+    def close(self):
+        self.closed += 1
+
+    release = close
+
+
+class Session:
+    def __init__(self, **answers):
+        self.answers, self.calls = answers, []
+
+    def head(self, url, **more):
+        self.calls.append(("head", url, more))
+        return self.answers["head"]
+
+    def get(self, url, **more):
+        self.calls.append(("get", url, more))
+        return self.answers["get"]
+
+
+TIME = "Thu, 01 Jan 2026 00:00:00 GMT"
+AT = 1767225600.0
+
+
+@pytest.mark.parametrize(
+    ("head", "get", "expected"),
+    [
+        (Answer(length=7, ETag="t", Last_Modified=TIME), None, (7, AT, "t")),
+        (Answer(length=0, Last_Modified=TIME), None, (0, AT, f"{TIME} 0")),
+        (Answer(length=7, Date=TIME), None, (7, AT, " 7")),
+        (Answer(length=7), None, (7, 0.0, " 7")),
+        (Answer(404), None, StorageNotFoundError),
+        (Answer(410), None, StorageNotFoundError),
+        (Answer(500), None, retry.TransientError),
+        (Answer(405), Answer(206, 1, Content_Range="bytes 0-0/9", ETag="t"), (9, 0.0, "t")),
+        (Answer(499), Answer(200, 9, ETag="t"), (9, 0.0, "t")),
+        (Answer(200), Answer(416, 5, ETag="t", Content_Range="bytes */0"), (5, 0.0, "t")),
+        (Answer(300, 7), Answer(404), StorageNotFoundError),
+        (Answer(405), Answer(300), StorageError),
+        (Answer(405), Answer(206, 1, Content_Range="bytes 0-0/*"), StorageError),
+        (Answer(405), Answer(416), (0, 0.0, " 0")),
+    ],
+)
+def test_driver_head_asks_for_one_byte_if_the_server_knows_no_head(head, get, expected):
+    session = Session(head=head, get=get)
+    driver = web.HttpDriver(session, "https://host", "q=1")
+    if isinstance(expected, tuple):
+        found = asyncio.run(driver.head("run/a b"))
+        assert (found.size, found.mtime, found.token) == expected
+    else:
+        with pytest.raises((http.StatusError, StorageError)) as caught:
+            asyncio.run(driver.head("run/a b"))
+        fault = caught.value if isinstance(caught.value, StorageError) else driver.fault(caught.value, WHERE)
+        assert type(fault) is expected
+    calls = [("head", "https://host/run/a%20b?q=1", {"allow_redirects": True})]
+    calls += [("get", "https://host/run/a%20b?q=1", {"headers": {"Range": "bytes=0-0"}})] if get else []
+    assert session.calls == calls
+
+
+def test_driver_read_checks_the_version_of_a_server_without_etags():
+    for answer, outcome in (
+        (Answer(206, 4, b"4567", Content_Range="bytes 4-7/10", Last_Modified=TIME), None),
+        (Answer(206, 4, b"4567", Content_Range="bytes 4-7/11", Last_Modified=TIME), StorageConflictError),
+        (Answer(300), http.StatusError),
+    ):
+        session, held = Session(get=answer), bytearray(4)
+        driver = web.HttpDriver(session, "https://host", "")
+        sink = http.BufferSink(WHERE, 4, [held], f"{TIME} 10")
+        if outcome is None:
+            asyncio.run(driver.read("k", sink))
+            assert held == b"4567"
+        else:
+            with pytest.raises(outcome):
+                asyncio.run(driver.read("k", sink))
+        assert answer.closed == 1
+        assert session.calls == [("get", "https://host/k", {"headers": {"Range": "bytes=4-7"}})]
+    session = Session(get=Answer(200, 0))
+    asyncio.run(web.HttpDriver(session, "https://host", "").read("k", http.BytesSink(WHERE, None)))
+    assert session.calls[0][2] == {"headers": {}}
+    with pytest.raises(NotImplementedError):
+        asyncio.run(driver.list("", True, None))
+    assert type(driver.fault(EOFError(), WHERE)) is retry.TransientError
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "header"),
+    [
+        ("https://host/run", {}, None),
+        ("https://host/run", {"token": "word"}, "Bearer word"),
+        ("https://me:p%20w@host/run", {}, "Basic bWU6cCB3"),
+        ("https://me:other@host/run", {"username": "you", "password": "p w"}, "Basic eW91OnAgdw=="),
+        ("https://me:other@host/run", {"token": "word"}, "Bearer word"),
+        ("https://host/run", {"headers": {"Authorization": "own"}}, "own"),
+    ],
+)
+def test_headers_say_who_asks(url, options, header):
+    storage = open_storage(URL.parse(url), options)
+    assert storage._headers.get("Authorization") == header
+    assert storage._headers["Accept-Encoding"] == "identity"
+    assert header is None or header in storage.secrets()
+    assert "identity" not in storage.secrets()

@@ -1,19 +1,33 @@
 """S3 passes the contract: by both engines, against a server that is quick and one that checks everything."""
 
 import asyncio
+import base64
 import datetime
+import socket
 import sys
 import time
 import traceback
+import zlib
+from types import SimpleNamespace
 
 import pytest
 import torch
+from botocore import exceptions as failures
+from botocore.exceptions import ClientError
 
 from snapshot import Snapshot, SnapshotExistsError, StateDict, StorageError
-from snapshot.errors import MissingExtraError, StorageConflictError, StorageNotFoundError
+from snapshot.errors import (
+    BucketNotFoundError,
+    CorruptSnapshotError,
+    MissingExtraError,
+    StorageConflictError,
+    StorageNotFoundError,
+)
 from snapshot.io.budget import MemoryBudget
 from snapshot.io.registry import open_storage
-from snapshot.io.storage import ABSENT, URL, Context
+from snapshot.io.storage import ABSENT, ANYTHING, URL, Context
+from snapshot.plugins.network.http import BufferSink, BytesSink, RequestBody
+from snapshot.plugins.network.retry import TransientError
 from snapshot.plugins.objectstore.s3 import S3Storage
 from snapshot.save import transaction
 from snapshot.testing import StorageTests
@@ -474,3 +488,471 @@ def test_s3_age_of_a_claim_uses_the_clock_of_the_server(moto, monkeypatch, days)
         await storage.close()
 
     asyncio.run(work())
+
+
+# Requests of the driver, with a client in memory
+
+
+class Answer:
+    """The body of a response, in chunks."""
+
+    def __init__(self, *chunks):
+        self.chunks, self.ended, self.content = list(chunks), "", self
+        self.raw_stream = self
+
+    async def readany(self):
+        return self.chunks.pop(0) if self.chunks else b""
+
+    def at_eof(self):
+        return not self.chunks
+
+    def release(self):
+        self.ended += "released"
+
+    def close(self):
+        self.ended += "closed"
+
+
+class Client:
+    """A client whose calls are recorded and get the next answer of their name."""
+
+    def __init__(self, **answers):
+        self.answers, self.calls = {name: list(each) for name, each in answers.items()}, []
+        self._request_signer = self
+
+    def __getattr__(self, name):
+        async def call(**arguments):
+            self.calls.append((name, arguments))
+            found = self.answers[name].pop(0)
+            if isinstance(found, Exception):
+                raise found
+            return {"ResponseMetadata": {}} | found
+
+        return call
+
+
+class Creator:
+    """What s3fs has of a client."""
+
+    _s3 = "client"
+
+    def __init__(self):
+        self._s3creator, self.ended = self, 0
+
+    def _get_s3_method_kwargs(self, method, **arguments):
+        return arguments | {"RequestPayer": "me"}
+
+    async def __aexit__(self, *_):
+        self.ended += 1
+
+
+def driver_of(client, checksum=True):
+    from snapshot.plugins.objectstore.s3 import S3Driver
+
+    return S3Driver(Creator(), client, "bucket", checksum)
+
+
+def asked(client):
+    """Return the calls without what all have."""
+    assert all(given.pop("Bucket") == "bucket" and given.pop("RequestPayer") == "me" for _, given in client.calls)
+    calls, client.calls = client.calls, []
+    return calls
+
+
+def refusal(code, status=400, operation="GetObject", message="why", **headers):
+    meta = {"HTTPStatusCode": status, "HTTPHeaders": headers}
+    return ClientError({"Error": {"Code": code, "Message": message}, "ResponseMetadata": meta}, operation)
+
+
+WHEN = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+WHERE = URL.parse("s3://bucket/run/file")
+
+
+def test_driver_head_gives_size_time_and_token():
+    told = {"HTTPHeaders": {"date": "Thu, 01 Jan 2026 00:01:40 GMT"}}
+    head = {"ContentLength": 7, "LastModified": WHEN, "ETag": '"t"', "ResponseMetadata": told}
+    client = Client(head_object=[head])
+    driver = driver_of(client)
+    found = asyncio.run(driver.head("run/file"))
+    assert (found.size, found.mtime, found.token) == (7, WHEN.timestamp(), '"t"')
+    assert 100 <= found.age < 3700, "by the clock of the server"
+    assert asked(client) == [("head_object", {"Key": "run/file"})]
+    asyncio.run(driver.close())
+    assert (driver._fs.ended, driver._fs._s3) == (1, None)
+
+
+@pytest.mark.parametrize(
+    ("status", "seen", "reason"),
+    [
+        (404, False, True),
+        (404, True, False),
+        (403, False, True),
+        (403, True, True),
+        (400, True, True),
+        (500, False, False),
+    ],
+)
+def test_driver_head_asks_for_the_reason_of_an_error(status, seen, reason):
+    """A missing bucket must not look like a missing key."""
+    client = Client(
+        head_object=[refusal(str(status), status, "HeadObject")],
+        get_object=[refusal("NoSuchBucket", 404)],
+        list_objects_v2=[{}],
+    )
+    driver = driver_of(client)
+
+    async def work():
+        if seen:
+            await driver.list("run/", True, None)
+        await driver.head("run/file")
+
+    with pytest.raises(ClientError, match="NoSuchBucket" if reason else str(status)):
+        asyncio.run(work())
+    more = [("get_object", {"Key": "run/file", "Range": "bytes=0-0"})] if reason else []
+    assert asked(client)[seen:] == [("head_object", {"Key": "run/file"}), *more]
+
+
+def test_driver_head_raises_its_own_error_if_the_object_can_be_read():
+    """And a missing key shows that there is a bucket."""
+    answer = Answer()
+    client = Client(
+        head_object=[
+            refusal("403", 403, "HeadObject"),
+            refusal("404", 404, "HeadObject"),
+            refusal("404", 404, "HeadObject"),
+        ],
+        get_object=[{"Body": answer}, refusal("NoSuchKey", 404)],
+    )
+    driver = driver_of(client)
+    with pytest.raises(ClientError, match="403"):
+        asyncio.run(driver.head("run/file"))
+    assert answer.ended == "closed"
+    driver._bucket_seen = -float("inf")
+    with pytest.raises(ClientError, match="NoSuchKey"):
+        asyncio.run(driver.head("run/file"))
+    with pytest.raises(ClientError, match="404"):
+        asyncio.run(driver.head("run/file"))
+    assert [name for name, _ in client.calls] == ["head_object", "get_object"] * 2 + ["head_object"]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_driver_read_asks_for_a_range_in_a_version(wrapped):
+    first, second, third = Answer(b"45", b"678"), Answer(b"0123", b"45"), Answer(b"45")
+    bodies = [SimpleNamespace(__wrapped__=each) if wrapped else each for each in (first, second, third)]
+    client = Client(
+        get_object=[
+            {"Body": bodies[0], "ContentRange": "bytes 4-8/10", "ContentLength": 5, "ETag": "t"},
+            {"Body": bodies[1], "ContentLength": 6, "ETag": "t"},
+            {"Body": bodies[2], "ContentRange": "bytes 4-5/10", "ContentLength": 5, "ETag": "new"},
+        ]
+    )
+    driver, held = driver_of(client), bytearray(4)
+    asyncio.run(driver.read("k", BufferSink(WHERE, 4, [held], "t")))
+    assert held == b"4567"
+    sink = BytesSink(WHERE, None)
+    asyncio.run(driver.read("k", sink))
+    assert (sink.data, sink.token, sink.end) == (b"012345", "t", 6)
+    with pytest.raises(StorageConflictError):
+        asyncio.run(driver.read("k", BufferSink(WHERE, 4, [held], "t")))
+    assert [first.ended, second.ended, third.ended] == ["released", "released", "closed"]
+    assert asked(client) == [
+        ("get_object", {"Key": "k", "Range": "bytes=4-7", "IfMatch": "t"}),
+        ("get_object", {"Key": "k"}),
+        ("get_object", {"Key": "k", "Range": "bytes=4-7", "IfMatch": "t"}),
+    ]
+
+
+def test_driver_list_gives_keys_folders_and_the_next_page():
+    page = {
+        "Contents": [{"Key": "a"}, {"Key": "b"}],
+        "CommonPrefixes": [{"Prefix": "c/"}],
+        "NextContinuationToken": "n",
+    }
+    client = Client(list_objects_v2=[page, {}])
+    driver = driver_of(client)
+    found = asyncio.run(driver.list("p", False, None))
+    assert (found.keys, found.folders, found.following) == (["a", "b"], ["c/"], "n")
+    found = asyncio.run(driver.list("p", True, "n"))
+    assert (found.keys, found.folders, found.following) == ([], [], None)
+    assert asked(client) == [
+        ("list_objects_v2", {"Prefix": "p", "Delimiter": "/"}),
+        ("list_objects_v2", {"Prefix": "p", "ContinuationToken": "n"}),
+    ]
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+def test_driver_uploads_send_conditions_and_checksums(checksum):
+    sent = {"ChecksumCRC32": base64.b64encode(zlib.crc32(b"abc").to_bytes(4, "big")).decode()} if checksum else {}
+    client = Client(
+        put_object=[{"ETag": "t"}] * 3,
+        create_multipart_upload=[{"UploadId": "u"}],
+        upload_part=[{"ETag": "p"}],
+        complete_multipart_upload=[{}],
+        copy_object=[{}],
+        upload_part_copy=[{"CopyPartResult": {"ETag": "p", **sent}}],
+    )
+    driver, body = driver_of(client, checksum), RequestBody([b"ab", b"c"])
+
+    async def work():
+        assert [await driver.put("k", body, expect) for expect in (ANYTHING, ABSENT, "old")] == ["t"] * 3
+        assert await driver.begin("k", 9) == "u"
+        tag = await driver.part("k", "u", 2, 3, body, last=False)
+        assert tag == " ".join(["p", *sent.values()])
+        await driver.complete("k", "u", {1: "q", 2: tag})
+        await driver.copy("s", "v", "k", None)
+        assert await driver.copy_part("k", "u", 2, "s", "v", begin=5, end=9) == tag
+
+    asyncio.run(work())
+    version = {"CopySource": {"Bucket": "bucket", "Key": "s"}, "CopySourceIfMatch": "v"}
+    assert asked(client) == [
+        ("put_object", {"Key": "k", "Body": body, **sent}),
+        ("put_object", {"Key": "k", "Body": body, "IfNoneMatch": "*", **sent}),
+        ("put_object", {"Key": "k", "Body": body, "IfMatch": "old", **sent}),
+        ("create_multipart_upload", {"Key": "k"} | ({"ChecksumAlgorithm": "CRC32"} if checksum else {})),
+        ("upload_part", {"Key": "k", "UploadId": "u", "PartNumber": 2, "Body": body, **sent}),
+        ("complete_multipart_upload", {"Key": "k", "UploadId": "u", "MultipartUpload": {
+            "Parts": [{"PartNumber": 1, "ETag": "q"}, {"PartNumber": 2, "ETag": "p", **sent}]}}),
+        ("copy_object", {"Key": "k", **version}),
+        ("upload_part_copy", {
+            "Key": "k", "UploadId": "u", "PartNumber": 2, "CopySourceRange": "bytes=5-8", **version}),
+    ]  # fmt: skip
+
+
+def test_driver_lists_unfinished_uploads_and_parts_of_all_pages():
+    def upload(key, name):
+        return {"Key": key, "UploadId": name, "Initiated": WHEN}
+
+    client = Client(
+        list_multipart_uploads=[
+            {"Uploads": [upload("run/a", "1"), upload("ru", "2")], "IsTruncated": True, "NextKeyMarker": "k"},
+            {"IsTruncated": True, "NextKeyMarker": "l", "NextUploadIdMarker": "m"},
+            {"Uploads": [upload("run/b", "3")]},
+        ],
+        list_parts=[
+            {
+                "Parts": [{"PartNumber": 1, "ETag": "a", "ChecksumCRC32": "x"}],
+                "IsTruncated": True,
+                "NextPartNumberMarker": 1,
+            },
+            {"Parts": [{"PartNumber": 3, "ETag": "b"}]},
+        ]
+        * 2,
+    )
+    found = asyncio.run(driver_of(client).uploads("run"))
+    assert found == [("run/a", "1", WHEN.timestamp()), ("run/b", "3", WHEN.timestamp())]
+    assert asked(client) == [
+        ("list_multipart_uploads", {"Prefix": "run"}),
+        ("list_multipart_uploads", {"Prefix": "run", "KeyMarker": "k", "UploadIdMarker": ""}),
+        ("list_multipart_uploads", {"Prefix": "run", "KeyMarker": "l", "UploadIdMarker": "m"}),
+    ]
+    assert asyncio.run(driver_of(client).parts("k", "u")) == {1: "a x", 3: "b"}
+    assert asked(client) == [
+        ("list_parts", {"Key": "k", "UploadId": "u"}),
+        ("list_parts", {"Key": "k", "UploadId": "u", "PartNumberMarker": 1}),
+    ]
+    assert asyncio.run(driver_of(client, checksum=False).parts("k", "u")) == {1: "a", 3: "b"}
+
+
+@pytest.mark.parametrize(
+    ("tag", "checksum", "same"),
+    [
+        ('"900150983cd24fb0d6963f7d28e17f72" crc', True, True),
+        ('"900150983cd24fb0d6963f7d28e17f72"', True, False),
+        ('"900150983cd24fb0d6963f7d28e17f72"', False, True),
+        ('"900150983cd24fb0d6963f7d28e17f73" crc', True, False),
+    ],
+)
+def test_driver_is_part_compares_the_md5(tag, checksum, same):
+    assert driver_of(Client(), checksum).is_part(tag, RequestBody([b"ab", b"c"])) is same
+
+
+def test_driver_delete_raises_errors_but_for_missing_keys():
+    def failed(code):
+        return {"Errors": [{"Code": "NoSuchKey", "Key": "a"}, {"Code": code, "Key": "run/b", "Message": "why"}]}
+
+    client = Client(delete_objects=[{}, failed("NoSuchKey"), failed("AccessDenied"), failed("SlowDown")])
+    driver = driver_of(client)
+    for _ in range(2):
+        asyncio.run(driver.delete(["a", "run/b"]))
+    assert asked(client) == [
+        ("delete_objects", {"Delete": {"Objects": [{"Key": "a"}, {"Key": "run/b"}], "Quiet": True}})
+    ] * 2  # fmt: skip
+    for kind in (StorageError, TransientError):
+        with pytest.raises(StorageError, match=r"s3://bucket/run/b: \w+: why") as caught:
+            asyncio.run(driver.delete(["a", "run/b"]))
+        assert type(caught.value) is kind
+
+
+def test_driver_abandon_minds_no_missing_upload():
+    client = Client(abort_multipart_upload=[{}, refusal("NoSuchUpload", 404), refusal("AccessDenied", 403)])
+    driver = driver_of(client)
+    for _ in range(2):
+        asyncio.run(driver.abandon("k", "u"))
+    assert asked(client) == [("abort_multipart_upload", {"Key": "k", "UploadId": "u"})] * 2
+    with pytest.raises(ClientError, match="AccessDenied"):
+        asyncio.run(driver.abandon("k", "u"))
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "kind", "refused", "text"),
+    [
+        ("NoSuchBucket", 404, BucketNotFoundError, None, "NoSuchBucket: why (HTTP 404)"),
+        ("NotImplemented", 501, StorageError, None, "NotImplemented"),
+        ("SlowDown", 503, TransientError, True, "SlowDown"),
+        ("InternalError", 500, TransientError, False, "InternalError"),
+        ("Whatever", 500, TransientError, False, "HTTP 500"),
+        ("Whatever", 499, StorageError, None, "HTTP 499"),
+        ("Whatever", 429, TransientError, True, "HTTP 429"),
+        ("BadDigest", 400, TransientError, True, "BadDigest"),
+        ("ConditionalRequestConflict", 409, TransientError, True, "Conditional"),
+        ("NoSuchKey", 404, StorageNotFoundError, None, "NoSuchKey"),
+        ("Whatever", 404, StorageNotFoundError, None, "HTTP 404"),
+        ("NoSuchUpload", 400, StorageNotFoundError, None, "NoSuchUpload"),
+        ("PreconditionFailed", 412, StorageConflictError, None, "PreconditionFailed"),
+        ("Whatever", 409, StorageConflictError, None, "HTTP 409"),
+        ("InvalidRange", 416, CorruptSnapshotError, None, "s3://bucket/run/file"),
+        ("AccessDenied", 403, StorageError, None, "s3:ListBucket"),
+        ("403", 403, StorageError, None, "s3:ListBucket"),
+        ("InvalidAccessKeyId", 403, StorageError, None, "HTTP 403)"),
+        ("PermanentRedirect", 301, StorageError, None, "region_name"),
+        ("Redirect", 307, StorageError, None, "region_name"),
+        ("Moved", 302, StorageError, None, "HTTP 302)"),
+        ("ExpiredToken", 400, StorageError, None, "ExpiredToken"),
+    ],
+)
+def test_driver_fault_translates_a_response(code, status, kind, refused, text):
+    fault = driver_of(SimpleNamespace(_request_signer=None)).fault(refusal(code, status), WHERE)
+    assert type(fault) is kind
+    assert text in str(fault)
+    assert str(fault).endswith(text) or text[-1] != ")"
+    assert "s3://bucket/run/file" in str(fault)
+    assert getattr(fault, "refused", None) is refused
+    if refused is not None:
+        assert fault.after is None
+        headers = {"retry-after": "7"}
+        assert driver_of(None).fault(refusal(code, status, **headers), WHERE).after == 7.0
+        headers = {"retry-after": "soon"}
+        assert driver_of(None).fault(refusal(code, status, **headers), WHERE).after is None
+
+
+def test_driver_fault_speaks_of_the_permission_to_list_only_for_reads():
+    assert "ListBucket" in str(driver_of(None).fault(refusal("AccessDenied", 403, "HeadObject"), WHERE))
+    assert "ListBucket" not in str(driver_of(None).fault(refusal("AccessDenied", 403, "PutObject"), WHERE))
+    bare = ClientError({}, "PutObject")
+    assert type(driver_of(None).fault(bare, WHERE)) is StorageError
+
+
+def test_driver_fault_renews_credentials_that_expired():
+    held = SimpleNamespace(_expiry_time=None)
+    fault = driver_of(SimpleNamespace(_request_signer=SimpleNamespace(_credentials=held))).fault(
+        refusal("ExpiredToken", 400), WHERE
+    )
+    assert type(fault) is TransientError
+    assert fault.refused
+    assert held._expiry_time.tzinfo is datetime.UTC
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (failures.ConnectionClosedError(endpoint_url="x"), TransientError),
+        (failures.ReadTimeoutError(endpoint_url="x"), TransientError),
+        (failures.ConnectTimeoutError(endpoint_url="x"), TransientError),
+        (failures.SSLError(endpoint_url="x", error="y"), StorageError),
+        (failures.ProxyConnectionError(proxy_url="x"), StorageError),
+        (failures.HTTPClientError(error=ConnectionResetError()), TransientError),
+        (failures.HTTPClientError(error=ValueError()), StorageError),
+        (
+            failures.EndpointConnectionError(endpoint_url="x", error=socket.gaierror(socket.EAI_NONAME, "x")),
+            TransientError,
+        ),
+        (ConnectionResetError(), TransientError),
+        (EOFError(), TransientError),
+        (RecursionError(), StorageError),
+        (KeyError("x"), StorageError),
+        (failures.NoCredentialsError(), StorageError),
+    ],
+    ids=lambda each: getattr(each, "__name__", None) or type(each).__name__,
+)
+def test_driver_fault_translates_the_state_of_the_connection(error, kind):
+    fault = driver_of(None).fault(error, WHERE)
+    assert type(fault) is kind
+    assert str(fault).startswith("s3://bucket/run/file: ")
+    assert isinstance(error, RecursionError) == ("redirects" in str(fault))
+
+
+def test_driver_fault_of_a_host_that_does_not_exist_is_final():
+    error = failures.EndpointConnectionError(endpoint_url="x")
+    error.__cause__ = socket.gaierror(socket.EAI_NONAME, "unknown")
+    assert type(driver_of(None).fault(error, WHERE)) is StorageError
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, True),
+        ({"engine": "s3fs"}, False),
+        ({"s3_additional_kwargs": {"StorageClass": "x"}}, False),
+        ({"client_kwargs": {"verify": False}}, False),
+        ({"config_kwargs": {"proxies": {}}}, False),
+        ({"config_kwargs": {"client_cert": "x"}, "client_kwargs": {"region_name": "x"}}, False),
+        ({"client_kwargs": {"region_name": "x"}}, True),
+        ({"engine": "obstore"}, True),
+    ],
+)
+def test_engine_is_obstore_unless_an_option_needs_the_client(options, expected):
+    assert open_storage(URL.parse("s3://bucket/s"), options).reads_by_obstore is expected
+
+
+def test_options_of_a_client_must_be_dicts():
+    for name in ("client_kwargs", "config_kwargs", "s3_additional_kwargs"):
+        with pytest.raises(ValueError, match=f"{name} must be a dict"):
+            open_storage(URL.parse("s3://bucket/s"), {name: "x"})
+        open_storage(URL.parse("s3://bucket/s"), {name: None})
+
+
+def test_secrets_are_those_of_keys_and_proxies():
+    options = {
+        "secret": "the secret", "token": "the token", "key": "shown", "config_kwargs": {"proxies": {"http": "http://u:word@p"}},
+        "s3_additional_kwargs": {"SSECustomerKey": "sse", "SSECustomerKeyMD5": "md5", "StorageClass": "class"},
+    }  # fmt: skip
+    found = open_storage(URL.parse("s3://me:pass@bucket/s"), options).secrets()
+    assert set(found) - {""} == {"the secret", "the token", "word", "sse", "md5", "pass"}
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "error"),
+    [
+        ("not found: NoSuchKey", StorageNotFoundError, "NotFoundError"),
+        ("not found: NoSuchBucket", StorageError, "NotFoundError"),
+        ("precondition", StorageConflictError, "PreconditionError"),
+        ("returned non-partial response", StorageError, "GenericError"),
+        ("status 416 Range Not Satisfiable", CorruptSnapshotError, "GenericError"),
+        ("status 403 Forbidden", StorageError, "GenericError"),
+        ("status 503 Slow", TransientError, "GenericError"),
+        ("denied", StorageError, "PermissionDeniedError"),
+    ],
+)
+def test_obstore_faults_are_translated_by_their_texts(text, kind, error):
+    from obstore import exceptions
+
+    from snapshot.plugins.objectstore.s3 import ObstoreDriver
+
+    made = []
+    held = SimpleNamespace(_expiry_time=None)
+    client = SimpleNamespace(_request_signer=SimpleNamespace(_credentials=held))
+    driver = ObstoreDriver(Creator(), client, "bucket", True, lambda: made.append("store") or len(made))
+    raised = getattr(exceptions, error)(f"{text}\nmore <Token-1>hidden</Token-1>\n\nDebug source: x")
+    fault = driver.fault(raised, WHERE)
+    assert type(fault) is kind
+    assert "hidden" not in str(fault)
+    assert "Debug" not in str(fault)
+    assert driver.store == 1
+    fault = driver.fault(exceptions.GenericError("ExpiredToken: x"), WHERE)
+    assert type(fault) is TransientError
+    assert fault.refused
+    assert driver.store == 2, "obstore keeps the credentials that it has"
+    assert type(driver.fault(EOFError(), WHERE)) is TransientError
+    del held._expiry_time
+    assert not getattr(driver.fault(exceptions.GenericError("ExpiredToken: x"), WHERE), "refused", False)
+    assert driver.store == 2
