@@ -528,3 +528,23 @@ def test_in_own_thread_gives_the_result_of_another_thread():
             await loop_module.in_own_thread(int, "x")
 
     asyncio.run(main())
+
+
+def test_loop_whose_thread_cannot_start_leaves_no_threads(monkeypatch):
+    pools, begin = [], threading.Thread.start
+    make = loop_module._Pool
+
+    def refuse(thread):
+        if thread.name == "snapshot-loop":
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    monkeypatch.setattr(loop_module, "_Pool", lambda count: pools.append(make(count)) or pools[0])
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises((RuntimeError, SnapshotError), match="thread"):
+        loop_module._Loop()
+    [pool] = pools
+    assert pool._workers
+    for worker in pool._workers:
+        worker.join(60)
+        assert not worker.is_alive()

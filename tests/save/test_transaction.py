@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from snapshot.manifest.document import METADATA
 from snapshot.plugins.file.file_storage import FileStorage
 from snapshot.plugins.file.files import LocalFileWriter
 from snapshot.save.commit import commit_together
+from snapshot.save.take_slots import TakeSlot
 from snapshot.save.transaction import State, Transaction, claim_path, pending_saves
 from snapshot.testing import faulty
 
@@ -248,3 +250,11 @@ def test_commit_together_gives_the_result_of_the_leader():
             ), exchange.posted
 
     assert run(work()) == (["part", "made"], True)
+
+
+def test_slot_of_a_take_gives_the_pool_of_all_takes():
+    pool = object()
+    limits = []
+    slot = TakeSlot(SimpleNamespace(pool=lambda limit: (limits.append(limit), pool)[1]))
+    assert slot.pool(5) is pool
+    assert limits == [5]

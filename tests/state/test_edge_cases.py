@@ -9,9 +9,9 @@ import torch
 
 from snapshot import CorruptSnapshotError, RestoreError, RNGState, Snapshot, SnapshotError, StateDict
 from snapshot.manifest.entries import TensorEntry
-from snapshot.state import leaves
+from snapshot.state import flatten_cache, leaves
 from snapshot.state.flatten import Flattened
-from snapshot.state.model_state import count_changes
+from snapshot.state.model_state import ModelState, OverlapEligible, count_changes
 from snapshot.state.sharded import LocalPiece, Shards
 from snapshot.tensors import composite, geometry
 from snapshot.tensors.geometry import Box, boxes_overlap
@@ -372,3 +372,28 @@ def test_prepare_shards_gives_the_dtype_of_all_pieces():
 def test_prepare_shards_refuses_what_cannot_be_one_tensor(function, match):
     with pytest.raises((ValueError, TypeError, SnapshotError), match=match):
         leaves.prepare_shards(function, "s/x", shards_of(torch.zeros(1, 3), torch.ones(1, 3)))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "packed"),
+    [
+        ([], False), ([5], True), ([3, 4, 5], True), ([0, 2, 9], False), ([0, 2, 1, 3], False), ([0, 1, 3], False),
+        ([2, 1, 0], False), ([4, 4], False), ([0, 0, 2], False),
+    ],
+)  # fmt: skip
+def test_pack_numbers_keeps_them_in_little_memory(numbers, packed):
+    found = flatten_cache._pack_numbers(numbers)
+    assert list(found) == numbers
+    assert isinstance(found, range) is packed
+
+
+def test_overlap_knows_the_parameters_that_optimizers_step_by_their_paths():
+    net, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    net.bias.requires_grad_(False)
+    optimizer = torch.optim.SGD([*net.parameters()])
+    plain = OverlapEligible({"n/t": net, "other": other, "optim": optimizer})
+    assert {path: id(each) for path, each in plain._parameters.items()} == {"n%2Ft/weight": id(net.weight)}
+    assert plain.optimizers == [optimizer]
+    named = OverlapEligible({"m": ModelState(net, optimizer), "other": other})
+    assert {path: id(each) for path, each in named._parameters.items()} == {"m/model/weight": id(net.weight)}
+    assert not OverlapEligible({"net": net})

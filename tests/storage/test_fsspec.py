@@ -31,8 +31,9 @@ from snapshot.errors import (
 from snapshot.io.registry import open_storage, plugin_for
 from snapshot.io.storage import URL, Capabilities
 from snapshot.plugins.fsspec import client
-from snapshot.plugins.fsspec.fsspec_storage import FsspecStorage
+from snapshot.plugins.fsspec.fsspec_storage import FsspecReader, FsspecStorage
 from snapshot.plugins.network import retry
+from snapshot.plugins.network.http import BufferSink
 from snapshot.plugins.network.retry import RetryPolicy, TransientError
 from snapshot.testing import StorageTests, Tap, conformance, tapped
 from snapshot.testing.conformance import fetch, pattern, store
@@ -770,3 +771,18 @@ def test_reads_that_get_too_few_bytes_are_repeated(told, monkeypatch):
     assert [each.name for each in told] == ["retry"] * 2
     with pytest.raises(StorageError, match="got 1 bytes of 4 from byte 1 on"):
         asyncio.run(body(10**9, deadline=0.05))
+
+
+def test_reader_counts_its_bytes_as_progress_of_the_attempt():
+    async def work(storage):
+        await storage.put("file", b"0123456789")
+        held = bytearray(9)
+        sink = BufferSink(storage.url.join("file"), 1, [held], None)
+        attempt = retry.Attempt(RetryPolicy())
+        attempt.began = attempt.heard = 0.0
+        mounted = await storage._client.mount()
+        await FsspecReader(storage._client, mounted.lane(), "file", sink).fill(attempt)
+        assert held == b"123456789"
+        assert attempt.began > 0
+
+    in_memory(work)
