@@ -275,6 +275,7 @@ def test_fsspec_thread_that_hangs_does_not_block_the_exit(warm):
 import asyncio, socket, time
 from snapshot.errors import StorageError
 from snapshot.io.registry import open_storage
+from snapshot.io.storage import URL
 with socket.create_server(("127.0.0.1", 0)) as server:
     options = {"base_url": f"http://127.0.0.1:{server.getsockname()[1]}", "timeout": 0.2, "deadline": 0.5}
     options["webdav"] = {"timeout": 3600}
