@@ -326,7 +326,7 @@ def test_reader_py_refuses_a_small_file_that_claims_a_large_tensor(tmp_path):
     entry["shape"] = [4 << 20, 3]
     entry["shards"] = [{**box, "offsets": [4 * number, 0]} for number in range(1 << 10)]
     (folder / METADATA).write_bytes(sealed(document))
-    with pytest.raises(reader.FormatError, match="must be of at most 8540 bytes, those of all files"):
+    with pytest.raises(reader.FormatError, match="at most 8540 bytes"):
         reader.Snapshot(folder).read("0/model/even")
 
 
@@ -382,7 +382,7 @@ def test_reader_py_does_not_read_a_file_outside_of_the_folder(tmp_path):
     for name in ("../outside.bin", str(tmp_path / "outside.bin"), "data/../../outside.bin"):
         changed = json.loads(json.dumps(document).replace(location, name))
         (folder / METADATA).write_bytes(sealed(changed))
-        with pytest.raises(reader.FormatError, match="a location must be the name of a data file"):
+        with pytest.raises(reader.FormatError, match="a location must be"):
             reader.Snapshot(folder).read("0/shapes/one")
 
 

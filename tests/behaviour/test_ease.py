@@ -24,7 +24,7 @@ METHODS += ["copy", "delete"]
 def test_calling_a_snapshot_method_on_the_class_raises_type_error(name):
     with pytest.raises(TypeError, match=rf"{name}\(\) must be called on a snapshot.*Snapshot\('run/step-1'\)\.{name}"):
         getattr(Snapshot, name)("run/step-1", {"model": torch.nn.Linear(1, 1)})
-    with pytest.raises(TypeError, match="must be called on a snapshot, not on the class"):
+    with pytest.raises(TypeError, match="on the class"):
         getattr(Snapshot, name)({"model": torch.nn.Linear(1, 1)})
 
 

@@ -440,9 +440,9 @@ def test_gguf_convert_refuses_tensors_it_cannot_store(tmp_path):
 def test_gguf_convert_refuses_invalid_arguments(tmp_path):
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     opened = Snapshot(tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="kv_from must be a file of GGUF for to='gguf'"):
+    with pytest.raises(ValueError, match="kv_from must be"):
         opened.convert(tmp_path / "m.gguf")
-    with pytest.raises(ValueError, match="kv_from must be a file of GGUF for to='gguf', and only for that"):
+    with pytest.raises(ValueError, match="kv_from must be"):
         opened.convert(Target(tmp_path / "m.pt", kv_from="x.gguf"))
     with pytest.raises(ValueError, match="quantisation must be None for to='torch'"):
         opened.convert(Target(tmp_path / "m.pt", quantisation="Q8_0"))

@@ -153,7 +153,7 @@ def test_pytorch_model_bin_index_cannot_name_files_outside_the_folder(tmp_path, 
     write(tmp_path / "m")
     torch.save({"w": torch.ones(2)}, tmp_path / "out.bin")
     change(tmp_path / "m", w=name)
-    with pytest.raises(CorruptSnapshotError, match="a location must be a file name inside the folder"):
+    with pytest.raises(CorruptSnapshotError, match="a location must be"):
         Snapshot(tmp_path / "m").get_manifest()
 
 
@@ -238,9 +238,7 @@ def test_safetensors_files_without_an_index_are_one_checkpoint(tmp_path):
 def test_safetensors_numbered_parts_need_their_index(tmp_path):
     for number in (1, 2):
         save_file({f"x{number}": torch.ones(2)}, tmp_path / f"model-{number:05d}-of-00002.safetensors")
-    with pytest.raises(
-        Unsupported, match="2 safetensors files but no index for them, so these parts may be of different"
-    ):
+    with pytest.raises(Unsupported, match="2 safetensors files but no index"):
         Snapshot(tmp_path).get_manifest()
 
 
@@ -287,7 +285,7 @@ def test_dcp_hugging_face_writer_shards_are_joined(two, tmp_path):
     parts = sorted((tmp_path / "one").iterdir())
     assert len(parts) == 2
     for part in parts:
-        with pytest.raises(Unsupported, match="a part of a checkpoint of DCP; open its folder"):
+        with pytest.raises(Unsupported, match="DCP; open its folder"):
             Snapshot(part).get_manifest()
     (tmp_path / "two" / "shard-00001-model-00002-of-00002.safetensors").unlink()
     with pytest.raises(CorruptSnapshotError, match="leave gaps, so a file is missing"):
@@ -297,7 +295,7 @@ def test_dcp_hugging_face_writer_shards_are_joined(two, tmp_path):
         Snapshot(tmp_path / "two").get_manifest()
     for part in parts:
         part.rename(part.with_name(f"{part.name[6:11]}.safetensors"))
-    with pytest.raises(Unsupported, match="is a part of a checkpoint of DCP, and other files are not"):
+    with pytest.raises(Unsupported, match="part of a checkpoint of DCP"):
         Snapshot(tmp_path / "one").get_manifest()
 
 

@@ -129,7 +129,7 @@ def test_orbax_steps_and_items_are_opened(files, tmp_path):
         Snapshot(files / "items" / "4" / "extra").get_manifest()
     (tmp_path / "5.orbax-checkpoint-tmp").mkdir()
     (tmp_path / "5.orbax-checkpoint-tmp" / "_CHECKPOINT_METADATA").write_text("{}")
-    with pytest.raises(UnsupportedFormatError, match="is a save of Orbax that was not finished"):
+    with pytest.raises(UnsupportedFormatError, match="not finished"):
         Snapshot(tmp_path / "5.orbax-checkpoint-tmp").get_manifest()
     Snapshot(files / "manager" / "3").copy(tmp_path / "3")
     expect_equal(read(tmp_path / "3"), {"w": three})
@@ -343,7 +343,7 @@ def test_orbax_links_out_of_the_folder_are_not_followed(files, tmp_path):
     Snapshot(files / "plain").copy(tmp_path / "plain")
     (tmp_path / "plain" / "zero" / "0.0").unlink()
     (tmp_path / "plain" / "zero" / "0.0").symlink_to(tmp_path / "secret")
-    with pytest.raises(UnsafeObjectError, match="refusing to follow a link out of the folder"):
+    with pytest.raises(UnsafeObjectError, match="link out of the folder"):
         Snapshot(tmp_path / "plain").read_object("0/zero")
 
 
@@ -546,7 +546,7 @@ def test_ocdbt_varints_are_read(numbers, rest):
 
 @pytest.mark.parametrize("data", [b"\x80" * 3, b"\1\x80\x80", b"\x80" * 9 + b"\1" * 5])
 def test_ocdbt_damaged_varints_are_refused(data):
-    with pytest.raises(ValueError, match="a number is too long, or a node ends too early"):
+    with pytest.raises(ValueError, match="node ends too early"):
         _Body(data, _Room(0)).varints(3)
 
 
@@ -619,7 +619,7 @@ def test_zarr_chunk_that_is_not_stored_has_the_fill_value(tmp_path):
     assert read(tmp_path)["w"].tolist() == [0, 0, 1, 2]
     for number, fill in enumerate((1.5, -0.0, "NaN", [0.0, -0.0])):
         folder = item(tmp_path / f"{number}", {"w": (PLAIN | {"fill_value": fill}, {"1": HALF})})
-        with pytest.raises(UnsupportedFormatError, match="whose fill value is not zero, or is -0"):
+        with pytest.raises(UnsupportedFormatError, match="fill value"):
             Snapshot(folder).get_manifest()
         item(folder / "full", {"w": (PLAIN | {"fill_value": fill}, {"0": HALF, "1": HALF})})
         assert read(folder / "full")["w"].tolist() == [1, 2, 1, 2]
@@ -631,7 +631,7 @@ def test_zarr_scalar_that_is_not_stored_is_zero(tmp_path):
     item(tmp_path / "yes", {"n": (number, {})}, leaves)
     assert read(tmp_path / "yes") == {"n": 0.0}
     item(tmp_path / "no", {"n": (number | {"fill_value": 7.0}, {})}, leaves)
-    with pytest.raises(UnsupportedFormatError, match="has missing chunks, whose fill value is not zero"):
+    with pytest.raises(UnsupportedFormatError, match="missing chunks"):
         Snapshot(tmp_path / "no").get_manifest()
 
 
@@ -668,14 +668,14 @@ def test_zarr_shard_index_is_checked_once(tmp_path, monkeypatch):
     opened = Snapshot(sharded(tmp_path / "good", array, 1000))
     assert torch.equal(opened.read_object("0/w"), array)
     assert lengths == [16_000] * 2
-    with pytest.raises(CorruptSnapshotError, match="the index of 'w/c/0' does not match its checksum"):
+    with pytest.raises(CorruptSnapshotError, match="'w/c/0' does not match"):
         Snapshot(sharded(tmp_path / "bad", array, 1000, damage=1)).get_manifest()
 
 
 def test_zarr_shard_indices_have_a_size_limit(tmp_path, monkeypatch):
     monkeypatch.setattr("snapshot.formats.orbax._MOST_INDICES", 40_000)
     assert Snapshot(sharded(tmp_path / "two", torch.arange(2000.0), 1000)).get_manifest()
-    with pytest.raises(UnsupportedFormatError, match="an index of a shard with 16,004 bytes, or too many of them"):
+    with pytest.raises(UnsupportedFormatError, match="16,004 bytes"):
         Snapshot(sharded(tmp_path / "three", torch.arange(3000.0), 1000)).get_manifest()
 
 
@@ -723,7 +723,7 @@ def read_only(path, key):
 
 def test_zarr_chunk_that_is_too_short_is_corrupt(tmp_path):
     item(tmp_path, {"w": (PLAIN, {"0": HALF[:4], "1": HALF})})
-    with pytest.raises(CorruptSnapshotError, match="a chunk has 4 bytes, not those of its shape"):
+    with pytest.raises(CorruptSnapshotError, match="a chunk has 4 bytes"):
         Snapshot(tmp_path).get_manifest()
 
 
@@ -732,7 +732,7 @@ def test_zarr_compressed_array_uses_no_more_memory_than_allowed(tmp_path):
     metadata = PLAIN | {"shape": [size], "chunks": [size], "dtype": "|u1", "compressor": {"id": "zstd"}}
     item(tmp_path, {"w": (metadata, {"0": zstandard.ZstdCompressor().compress(bytes(1000))})})
     assert tuple(Snapshot(tmp_path).get_manifest()["0/w"].shape) == (size,)
-    with pytest.raises(CorruptSnapshotError, match="would take far more memory than its files have bytes"):
+    with pytest.raises(CorruptSnapshotError, match="far more memory"):
         Snapshot(tmp_path).read_object("0/w")
 
 

@@ -232,7 +232,7 @@ def test_torch_checkpointing_link_out_of_the_folder_is_not_followed(files, tmp_p
     shutil.copytree(files / layout, tmp_path / "c")
     (tmp_path / "c" / name).rename(tmp_path / name)
     (tmp_path / "c" / name).symlink_to(tmp_path / name)
-    with pytest.raises(UnsafeObjectError, match="refusing to follow a link out of the folder"):
+    with pytest.raises(UnsafeObjectError, match="link out of the folder"):
         Snapshot(tmp_path / "c").read_object(read)
 
 
@@ -241,5 +241,5 @@ def test_rank_files_that_are_links_are_refused(tmp_path):
     torch.save({"w": torch.arange(3)}, tmp_path / "elsewhere.pt")
     for rank in range(2):
         (tmp_path / f"c/rank{rank}.pt").symlink_to(tmp_path / "elsewhere.pt")
-    with pytest.raises(UnsafeObjectError, match="refusing to follow a link out of the folder"):
+    with pytest.raises(UnsafeObjectError, match="link out of the folder"):
         Snapshot(tmp_path / "c").get_manifest()

@@ -392,7 +392,7 @@ def test_trainer_with_fsdp1_or_other_own_formats_is_refused(tmp_path):
             self.is_fsdp_enabled = True
             super()._save_optimizer_and_scheduler(output_dir)
 
-    with pytest.raises(SnapshotError, match="training uses FSDP1, which has its own checkpoint format"):
+    with pytest.raises(SnapshotError, match="FSDP1"):
         example.train(tmp_path, stop_at=3, kind=Sharded)
 
 
@@ -410,7 +410,7 @@ def test_trainer_mixin_wrong_base_order_and_unknown_versions_are_refused(tmp_pat
     class OfOld(SnapshotTrainerMixin, Old):
         pass
 
-    with pytest.raises(SnapshotError, match="no base class has a method _save_checkpoint with 2 arguments"):
+    with pytest.raises(SnapshotError, match="_save_checkpoint with 2 arguments"):
         OfOld()
 
 
@@ -641,7 +641,7 @@ def test_trainer_without_the_mixin_refuses_to_resume_with_a_new_optimizer(tmp_pa
         pass
 
     example.train(tmp_path, stop_at=2)
-    with pytest.raises(Exception, match="SnapshotTrainerMixin of the library snapshot has saved this checkpoint"):
+    with pytest.raises(Exception, match="SnapshotTrainerMixin"):
         example.train(tmp_path, resume=True, kind=Plain)
     shutil.rmtree(tmp_path / "checkpoint-2" / FOLDER)  # then nothing is left to resume with
     assert find_last(str(tmp_path)) is None
@@ -747,7 +747,7 @@ def test_trainer_model_with_other_file_names_resumes_exactly(tmp_path, kind, rea
     expect_equal(train(tmp_path / "broken", 4, resume=True), whole, ordered=False)
     assert read_weights(tmp_path / "broken" / "checkpoint-4").keys() != whole.keys()
     Snapshot(tmp_path / "broken" / "checkpoint-4" / FOLDER).delete()  # as without the mixin
-    with pytest.raises(SnapshotError, match="checkpoint-4: its weights have other names than those of the model"):
+    with pytest.raises(SnapshotError, match="checkpoint-4: its weights have other names"):
         train(tmp_path / "broken", 4, resume=str(tmp_path / "broken" / "checkpoint-4"))
 
 
@@ -828,7 +828,7 @@ def test_trainer_background_unwritten_weights_make_the_checkpoint_incomplete(tmp
         example.train(tmp_path, kind=Failing)
     assert not Snapshot(tmp_path / "checkpoint-4" / FOLDER).exists()
     assert find_last(str(tmp_path)) == str(tmp_path / "checkpoint-2")
-    with pytest.raises(SnapshotNotFoundError, match="checkpoint-4: its weights were not written to the end"):
+    with pytest.raises(SnapshotNotFoundError, match="checkpoint-4: its weights were not written"):
         example.train(tmp_path, resume=str(tmp_path / "checkpoint-4"))
 
 
@@ -967,7 +967,7 @@ def test_trainer_changed_callback_states_are_found(tmp_path, kind):
 def test_trainer_optimizer_without_a_scheduler_is_not_resumed(tmp_path):
     example.train(tmp_path, stop_at=3, kind=Trainer)
     (tmp_path / "checkpoint-2" / "scheduler.pt").unlink()
-    with pytest.raises(SnapshotNotFoundError, match="nor the state of an optimizer and a scheduler"):
+    with pytest.raises(SnapshotNotFoundError, match="optimizer and a scheduler"):
         example.train(tmp_path, resume=True)
 
 

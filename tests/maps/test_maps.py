@@ -178,7 +178,7 @@ def test_tensor_map_that_does_not_fit_is_refused_with_all_reasons(tmp_path):
         "layers.{i}.e.{e}.w1, layers.{i}.e.{e}.w3 -> m.{i}.w13: layers.0.e.1.w3 is missing",
     ]
     assert all(not each.any() for each in live.values())
-    with pytest.raises(RestoreError, match="no rule of the tensor map names a tensor"):
+    with pytest.raises(RestoreError, match="no rule of the tensor map"):
         snapshot.convert(str(tmp_path / "made"), map=TensorMap(["nothing -> x"]))
     assert not (tmp_path / "made").exists()
     with pytest.raises(TypeError, match="map must be a TensorMap, got dict"):
@@ -198,7 +198,7 @@ def test_tensor_map_flattens_nested_states(tmp_path):
     got = snapshot.get_state_dict_for_key("model", map=TensorMap(["layers.{i}.w -> h.{i}"]))
     assert got.keys() == {"h.0", "h.1", "step"}
     lists = Snapshot.take(str(tmp_path / "lists"), {"model": StateDict(all=[torch.ones(2), 1])})
-    with pytest.raises(RestoreError, match="elements of a sequence cannot be mapped one by one"):
+    with pytest.raises(RestoreError, match="elements of a sequence"):
         lists.get_state_dict_for_key("model", map=TensorMap(["all.0 -> x"]))
 
 
@@ -318,7 +318,7 @@ def save_own(folder):
 def test_tensor_map_refuses_rank_specific_tensors_of_one_name(two, tmp_path):
     folder = str(tmp_path / "own")
     two.run(save_own, folder)
-    with pytest.raises(RestoreError, match="model/a: several ranks have a tensor of this name"):
+    with pytest.raises(RestoreError, match="model/a: several ranks"):
         Snapshot(folder).convert(Target(str(tmp_path / "made"), "safetensors"), map=TensorMap(["a -> b"]))
 
 
@@ -374,7 +374,7 @@ def test_tensor_map_load_refuses_an_invalid_file(content, error, tmp_path):
 
 def test_tensor_map_refuses_two_rules_for_one_tensor(tmp_path):
     snapshot = Snapshot.take(str(tmp_path / "taken"), {"model": StateDict(a=torch.ones(2), b=torch.zeros(2))})
-    with pytest.raises(RestoreError, match="x: two rules make a tensor of this name"):
+    with pytest.raises(RestoreError, match="x: two rules"):
         snapshot.get_state_dict_for_key("model", map=TensorMap(["a -> x", "b -> x"]))
 
 

@@ -235,9 +235,7 @@ def test_pull_on_a_full_disk_raises_and_keeps_the_last_version(tmp_path, monkeyp
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwrite", full)
-        with pytest.raises(
-            StorageError, match="No space left on device; the last pulled version is unchanged"
-        ) as caught:
+        with pytest.raises(StorageError, match="No space left on device") as caught:
             Subscriber(run.store, local).pull()
         assert caught.value.errno == errno.ENOSPC
     assert sorted(each.name for each in local.iterdir()) == [".snapshot-pull.lock", "current", "weight_v000001"]

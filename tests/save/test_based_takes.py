@@ -372,7 +372,7 @@ def test_base_and_only_refuse_invalid_arguments(tmp_path):
         Snapshot.take(tmp_path / "a", run.state, only="trainable")
     with pytest.raises(ValueError, match="only must be 'trainable' or None, got 'frozen'"):
         Snapshot.take(tmp_path / "a", run.state, base=tmp_path, only="frozen")
-    with pytest.raises(TypeError, match="base must be a path, a URL or a Snapshot"):
+    with pytest.raises(TypeError, match="base must be"):
         Snapshot.take(tmp_path / "a", run.state, base=3)
     assert not (tmp_path / "a").exists()
 

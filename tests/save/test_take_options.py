@@ -40,5 +40,5 @@ def test_take_metadata_is_encoded_at_once_or_refused():
 
 
 def test_take_options_base_is_a_path_or_a_snapshot():
-    with pytest.raises(TypeError, match="base must be a path, a URL or a Snapshot, or a list of them, got URL"):
+    with pytest.raises(TypeError, match=r"base must be .* got URL"):
         TakeOptions(base=URL.parse("memory://base"))

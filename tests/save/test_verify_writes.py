@@ -56,6 +56,6 @@ def test_read_back_fraction_reads_that_share(share, least, most):
 
 @pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
 def test_read_back_refuses_an_invalid_fraction_before_writing(tmp_path, share):
-    with pytest.raises(ValueError, match="read_back must be True, False or a fraction from 0 to 1"):
+    with pytest.raises(ValueError, match="read_back must be"):
         Snapshot.take(tmp_path / "s", state(), read_back=share)
     assert not (tmp_path / "s").exists()

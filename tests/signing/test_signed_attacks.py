@@ -252,7 +252,7 @@ def test_sign_and_key_errors_name_the_argument_and_a_remedy(tmp_path, secret, pu
         (tmp_path / "k").chmod(0o600)
         with pytest.raises(ValueError, match=text):
             load_key(tmp_path / "k")
-    with pytest.raises(ValueError, match="key must be an Ed25519 key or the path of a PEM file, got an empty path"):
+    with pytest.raises(ValueError, match=r"key must be .* got an empty path"):
         Snapshot(tmp_path, key="")
     with pytest.raises(FileNotFoundError, match=r"key: .*/none: the key file cannot be read"):
         Snapshot(tmp_path, key=tmp_path / "none")

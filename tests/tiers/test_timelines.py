@@ -263,7 +263,7 @@ def test_near_trainer_that_was_replaced_cannot_restore_its_facts(tmp_path, hosts
             zombie.where(10)  # starts the uploader
         [folder] = runs_in(hosts("a"))
         assert read_copy(str(folder)).has(attempt)
-        with pytest.raises(SnapshotError, match="another job has continued this run from step 10"):
+        with pytest.raises(SnapshotError, match="from step 10"):
             zombie.take(30, state(31))
         main_job.take(30, state(30))
         pending = main_job.async_take(40, state(40))
@@ -584,7 +584,7 @@ def test_near_steps_with_missing_files_are_not_damaged_if_far_is_unreadable(tmp_
             path.unlink()
     up = down(far)
     with manager_of(far, hosts("a"), grace=0) as manager:
-        with pytest.raises(StorageError, match="no host has a whole one of the steps 10, 20"):
+        with pytest.raises(StorageError, match="steps 10, 20"):
             manager.restore_latest(state(-1), offline=True)
         up()
         assert manager.restore_latest(state(-1), offline=True) == 20

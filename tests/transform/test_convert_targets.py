@@ -302,7 +302,7 @@ def test_convert_and_copy_positional_arguments_name_target(tmp_path):
         Snapshot(tmp_path / "s").copy(tmp_path / "t", ["m/**"])
     with pytest.raises(TypeError, match=r"merge\(\) takes 2 arguments without a name: pass Target\(url, to\)"):
         merge(["a", "b"], tmp_path / "t", "dcp")
-    with pytest.raises(TypeError, match="target must be a path, a URL or a Target, got None"):
+    with pytest.raises(TypeError, match=r"target must be .* got None"):
         Snapshot(tmp_path / "s").convert(None)
 
 

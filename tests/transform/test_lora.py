@@ -455,7 +455,7 @@ def test_merge_lora_refuses_invalid_arguments(tmp_path):
     with pytest.raises(TypeError, match=r"lora= has moved: pass it to merge_lora\(base, adapter, target\)"):
         snapshot.merge([path], tmp_path / "out", lora=folder)
     for base_model, lora in (([path], folder), (path, None)):
-        with pytest.raises(TypeError, match="a checkpoint must be a path, a URL or a Snapshot, got"):
+        with pytest.raises(TypeError, match="a checkpoint must be"):
             snapshot.merge_lora(base_model, lora, tmp_path / "out")
     with pytest.raises(SnapshotNotFoundError):
         snapshot.merge_lora(path, tmp_path / "nothing", tmp_path / "out")

@@ -253,7 +253,7 @@ def test_merge_keeps_tied_weights_tied_if_equal_in_all_sources(tmp_path):
     got = snapshot.load(tmp_path / "out")
     assert got["a"] is got["b"]
     assert torch.equal(got["a"], (torch.arange(6.0) + 1) / 2)
-    with pytest.raises(RestoreError, match="are one tensor in the first source, but differ"):
+    with pytest.raises(RestoreError, match="one tensor in the first source"):
         snapshot.merge([tmp_path / "0", tmp_path / "2.safetensors"], tmp_path / "no", others="first")
     assert not (tmp_path / "no").exists()
 
@@ -426,8 +426,8 @@ def test_merge_refuses_a_destination_inside_a_source(tmp_path):
 
 @pytest.mark.parametrize("given", [{"weights": ["a", "b"]}, {"weights": 0.5}, {"weights": [None, 1]}, {"ema": "x"}])
 def test_merge_weights_and_ema_must_be_numbers(given, tmp_path):
-    with pytest.raises(ValueError, match=r"weights must be 2 finite numbers|ema must be a decay between 0 and 1"):
+    with pytest.raises(ValueError, match=r"weights must be 2 finite|ema must be a decay"):
         snapshot.merge([tmp_path / "a", tmp_path / "b"], tmp_path / "c", **given)
     for sources in (None, 3, [tmp_path, 3]):
-        with pytest.raises(ValueError, match="sources must be paths of at least 2 checkpoints"):
+        with pytest.raises(ValueError, match="sources must be"):
             snapshot.merge(sources, tmp_path / "c")
