@@ -120,6 +120,22 @@ class Unneeded:
         return True if OTHER_TIER.search(text) else None
 
 
+CRASHED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    """Note that a process of pytest-xdist has crashed, which it takes for a failure only within a test."""
+    if error:
+        node.config.stash[CRASHED] = True
+
+
+def pytest_sessionfinish(session):
+    """Let a run with a crashed process fail."""
+    if session.config.stash.get(CRASHED, False):
+        session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
     """Collect without the garbage collector, which would look at thousands of tests again and again, here and later."""
@@ -163,7 +179,8 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("smoke")
         if whole & NIGHTLY or name.startswith(CASES):
             item.add_marker("nightly")
-        if item.config.option.markexpr == FAST and getattr(item.obj, "is_hypothesis_test", False):
+        few = item.config.option.markexpr == FAST or os.environ.get("SNAPSHOT_TEST_FEW")
+        if few and getattr(item.obj, "is_hypothesis_test", False):
             limit_examples(item.obj)
 
     def place(item):

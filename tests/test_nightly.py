@@ -1,6 +1,9 @@
 """The lists of tests: those of `.ci/run --all` alone, those that the fast tier leaves out or adds, and flaky ones."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,7 +28,9 @@ def test_each_line_of_nightly_slow_and_smoke_txt_names_tests(lines, request):
         indent = "    " * len(classes)
         assert not name or re.search(rf"^{indent}(async )?def {re.escape(name)}\(", source, re.MULTILINE), line
         # one case is there, too, if all modules were collected
-        assert not names or any(each.startswith(line) for each in names), line
+        whole = lines is not NIGHTLY  # whose lines may be the beginnings of cases
+        starts = (line + "[", line + "::") if whole else (line,)
+        assert not names or any(each == line or each.startswith(starts) for each in names), line
 
 
 def test_flaky_tests_have_a_date_and_a_cause(tmp_path, monkeypatch):
@@ -43,13 +48,40 @@ def test_flaky_list_decides_if_a_run_with_a_failed_test_passes(listed, status, t
     name = "tests/test_nightly.py::test_flaky_tests_have_a_date_and_a_cause"
     monkeypatch.setattr(flaky, "LIST", tmp_path / "flaky.txt")
     flaky.LIST.write_text(f"{name.removeprefix('tests/')}  2026-01-31  chance\n" if listed else "")
-    (tmp_path / "log").write_text("1 failed")
     (tmp_path / "lastfailed").write_text(f'{{"{name}": true}}')
-    assert flaky.main(tmp_path / "log", tmp_path / "lastfailed") == status
+    assert flaky.main("1", tmp_path / "lastfailed") == status
     assert "passes alone" in capsys.readouterr().out
 
 
-def test_flaky_main_fails_if_a_worker_crashed(tmp_path):
-    (tmp_path / "log").write_text("worker 'gw0' crashed while running ...")
-    (tmp_path / "lastfailed").write_text("{}")
-    assert flaky.main(tmp_path / "log", tmp_path / "lastfailed") == 1
+@pytest.mark.parametrize("status", ["2", "3", "4", "5", "139"])
+def test_flaky_excuses_no_run_that_did_not_end(status, tmp_path, monkeypatch):
+    monkeypatch.setattr(flaky, "LIST", tmp_path / "flaky.txt")
+    flaky.LIST.write_text("test_nightly.py::test_a  2026-01-31  chance\n")
+    (tmp_path / "lastfailed").write_text('{"tests/test_nightly.py::test_a": true}')
+    assert flaky.main(status, tmp_path / "lastfailed") == 1
+
+
+@pytest.mark.slow
+def test_pytest_fails_if_one_of_its_processes_crashes_between_tests(tmp_path):
+    (tmp_path / "conftest.py").write_text(CRASHES.format(conftest=str(HERE / "conftest.py")))
+    (tmp_path / "test_a.py").write_text("def test_a(): pass\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-c", os.devnull, "--rootdir", tmp_path, "test_a.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "1 passed" in done.stdout
+    assert done.returncode == pytest.ExitCode.INTERNAL_ERROR, done.stdout
+
+
+CRASHES = """
+import ast, os, signal, pytest
+tree = ast.parse(open({conftest!r}).read())
+wanted = ("CRASHED", "pytest_testnodedown", "pytest_sessionfinish")
+found = [each for each in tree.body if getattr(each, "name", None) in wanted or "CRASHED" in ast.unparse(each)[:7]]
+exec(compile(ast.Module(found, []), "conftest", "exec"))
+
+fail = pytest_sessionfinish
+
+def pytest_sessionfinish(session):
+    if os.environ.get("PYTEST_XDIST_WORKER") == "gw0":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    fail(session)
+"""

@@ -36,7 +36,7 @@ def test_take_and_restore_in_processes_started_separately(tmp_path, size):
     ranks = [
         subprocess.Popen([*command, str(rank), str(size), tmp_path / "store", tmp_path / "s"]) for rank in range(size)
     ]
-    assert [rank.wait(90) for rank in ranks] == [0] * size
+    assert [rank.wait(300) for rank in ranks] == [0] * size
 
 
 def _apart(path):

@@ -32,7 +32,10 @@ def find_difference(a, b, path="", ordered=True):  # noqa: PLR0911, PLR0912 - a 
         return f"{path}: {type(a)} and {type(b)}"
     if isinstance(a, torch.Tensor):
         if hasattr(a, "__tensor_flatten__"):
-            names, _ = a.__tensor_flatten__()
+            names, context = a.__tensor_flatten__()
+            others, other = b.__tensor_flatten__()
+            if list(names) != list(others) or find_difference(context, other):
+                return f"{path}: {names}, {context} and {others}, {other}"
             return _first(
                 find_difference(getattr(a, name), getattr(b, name), f"{path}.{name}", ordered) for name in names
             )
@@ -83,7 +86,14 @@ def bits(tensor):
         return bits(tensor.ccol_indices()), bits(tensor.row_indices()), bits(tensor.values())
     assert tensor.layout is torch.strided, tensor.layout
     if tensor.is_quantized:
-        return tensor.int_repr().numpy().tobytes()
+        if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+            scales = tensor.q_scale(), tensor.q_zero_point()
+        else:
+            scales = (
+                tensor.q_per_channel_axis(),
+                *map(bits, (tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points())),
+            )
+        return tensor.qscheme(), scales, tensor.int_repr().numpy().tobytes()
     plain = tensor
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         plain = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)

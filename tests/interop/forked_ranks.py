@@ -44,7 +44,7 @@ def kill_ranks(world, folder, run, *arguments):
     """Run a function on each rank, and return how each ended: a negative signal, or 1 after an error."""
     ranks, _ = _start(world, folder, run, arguments)
     for each in ranks:
-        each.join(100)
+        each.join(300)
         each.kill()
     return [each.exitcode for each in ranks]
 
@@ -53,7 +53,7 @@ def kill_fork(run, *arguments):
     """Call a function in a fork that is killed."""
     process = multiprocessing.get_context("fork").Process(target=run, args=arguments)
     process.start()
-    process.join(100)
+    process.join(300)
     process.kill()
     assert process.exitcode == -signal.SIGKILL
 

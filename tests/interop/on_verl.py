@@ -108,7 +108,7 @@ async def test_verl_engine_times_out_if_no_version_is_published(folder):
 
 async def test_verl_engine_ranks_of_the_actor_publish_a_part_each(folder):
     ranks = [subprocess.Popen([sys.executable, __file__, str(folder), str(rank)]) for rank in range(2)]
-    assert [each.wait(100) for each in ranks] == [0, 0]
+    assert [each.wait(300) for each in ranks] == [0, 0]
     rollout = new_engine(folder)
     rollout.init_process_group(after=0)
     assert_step(await receive(rollout, 4), 4)

@@ -174,4 +174,4 @@ if __name__ == "__main__":
                     subprocess.Popen([sys.executable, __file__, place, str(rank), str(world)], env=os.environ)
                     for rank in range(world)
                 ]
-                assert [each.wait(100) for each in ranks] == [0] * world
+                assert [each.wait(300) for each in ranks] == [0] * world

@@ -1,4 +1,4 @@
-"""Frameworks that are installed apart from the other packages, since they need many others: `.ci/run` installs them.
+"""Frameworks that need many other packages: `.ci/install --all` installs them apart.
 
 Each `on_*.py` runs in a process of its own. `tests/soak/test_frameworks.py` runs its slow tests, too.
 """

@@ -1,5 +1,7 @@
-"""Trainers that `.ci/run` installs without their dependencies: their own checkpointing over snapshots, each in a
-process of its own."""
+"""Trainers that `.ci/install --all` installs without their dependencies.
+
+Their own checkpointing runs over snapshots, each in a process of its own.
+"""
 
 import os
 import re

@@ -461,8 +461,8 @@ FILES = {"f": FileEntry(64)}
         (boxed(((0, 0), (2, 2)), ((1, 0), (2, 2))), "overlap"),
         (TensorEntry("f", (0, 32), "float32", (4, 2)), None),
         (TensorEntry("f", (0, 31), "float32", (4, 2)), "does not match its range of 31 bytes"),
-        (TensorEntry("f", (40, 72), "float32", (4, 2)), "x"),
-        (TensorEntry("g", (0, 32), "float32", (4, 2)), "x"),
+        (TensorEntry("f", (40, 72), "float32", (4, 2)), "outside the data of f"),
+        (TensorEntry("g", (0, 32), "float32", (4, 2)), "outside the data of g"),
         (TensorEntry("f", (0, 32), "float33", (4, 2)), "unknown dtype 'float33'"),
         (TensorEntry("f", (0, 32), "float32", (4, 2), serializer="new"), "unknown serializer"),
     ],
@@ -473,7 +473,7 @@ def test_check_tensor_refuses_what_cannot_be_read(entry, error):
         return
     with pytest.raises(SnapshotError, match=error) as caught:
         check_tensor("x", entry, FILES)
-    assert str(caught.value).startswith("x: ") or "x" in str(caught.value)
+    assert str(caught.value).startswith("x: ")
 
 
 def test_check_tensor_of_a_part_needs_not_the_whole():

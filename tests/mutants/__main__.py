@@ -18,6 +18,7 @@ import ast
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -38,7 +39,11 @@ LEFT_OUT = (
 MOST_COST, MOST_SECONDS = 60, 240
 """The most seconds that the tests of a mutant take without it, and that they may take with it."""
 EQUIVALENT = Path(__file__).with_name("equivalent.txt")
+STATUSES = (1, 2, 4)
+"""Statuses of pytest with which a mutant is found: failed tests, or modules that cannot be imported."""
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+FAST = "fast"
+"""File in a folder of `reach` that says that its tests are those of the fast tier."""
 FOUND, MISSED, SLOW = "found", "not found", "not found in time"
 
 
@@ -55,6 +60,7 @@ def reach(folder: Path, marks: str | None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.mutants.reach"]
     command += ["-m", marks, "tests", "snapshot"] if marks is not None else []
+    (folder / FAST).touch() if marks is None else (folder / FAST).unlink(missing_ok=True)
     environment = {**os.environ, "SNAPSHOT_TEST_REACH": str(folder.resolve())}
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
@@ -76,8 +82,9 @@ def read_reach(folder: Path) -> tuple[dict[str, float], dict[tuple[str, int], li
 class Trees:
     """Copies of the checkout, one for each worker."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
         self._folder = folder
+        self.environment = environment
         self._free: list[Path] = []
         self._lock = Lock()
 
@@ -117,16 +124,28 @@ def choose_tests(mutant: Mutant, seconds: dict[str, float], reached: dict[tuple[
 
 
 def judge(mutant: Mutant, tests: Sequence[str], trees: Trees) -> str:
-    """Run tests against a mutant, and say whether one of them finds it. A time-out finds nothing."""
-    if not tests:
-        return MISSED
+    """Run tests against a mutant, and say whether one of them finds it. A time-out finds nothing.
+
+    A test that fails without the mutant, too, finds nothing: the others are asked then.
+    """
+    tests = list(tests)
+    while tests:
+        verdict, failed = run_tests(mutant, tests, trees)
+        if verdict != FOUND or not failed or run_tests(None, [failed], trees)[0] == MISSED:
+            return verdict
+        tests.remove(failed)
+    return MISSED
+
+
+def run_tests(mutant: Mutant | None, tests: Sequence[str], trees: Trees) -> tuple[str, str]:
+    """Run tests until one fails. Return what became of them, and the one that failed."""
     tree = trees.take()
-    path = tree / mutant.path
+    path = tree / (mutant.path if mutant else "setup.cfg")
     source = path.read_text()
     try:
-        path.write_text(mutant.apply(source))
+        path.write_text(mutant.apply(source) if mutant else source)
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-o", "timeout=100"]
-        environment = {**os.environ, "PYTHONPATH": str(tree)}
+        environment = {**os.environ, "PYTHONPATH": str(tree), **trees.environment}
         (tree.parent / "tests").write_text("\n".join(tests))  # they may be too many for a command
         command += [f"@{tree.parent / 'tests'}"]
         ended = subprocess.run(
@@ -141,10 +160,14 @@ def judge(mutant: Mutant, tests: Sequence[str], trees: Trees) -> str:
         if "ERROR: not found" in ended.stdout + ended.stderr:
             raise RuntimeError(f"tests of {mutant} were not found: {ended.stderr[-2000:]}")
         if ended.returncode == 0:
-            return MISSED
-        return SLOW if "Timeout" in ended.stdout else FOUND
+            return MISSED, ""
+        if ended.returncode not in STATUSES:
+            raise RuntimeError(f"pytest ended with {ended.returncode} for {mutant}: {ended.stdout[-2000:]}")
+        failed = re.search(r"^(?:FAILED|ERROR) (tests/.*?::.*?)(?: - |$)", ended.stdout, re.MULTILINE)
+        late = "Failed: Timeout" in ended.stdout
+        return (SLOW if late else FOUND), (failed[1] if failed and failed[1] in tests else "")
     except subprocess.TimeoutExpired:
-        return SLOW
+        return SLOW, ""
     finally:
         path.write_text(source)
         trees.give_back(tree)
@@ -166,12 +189,18 @@ def interval(found: int, count: int) -> tuple[float, float]:
 
 def draw(folder: Path, count: int, seed: int, workers: int) -> int:
     """Judge random mutants, and print those that were not found."""
+    changed = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=True)
+    if changed.stdout:
+        raise SystemExit(
+            f"the checkout must have no changes, since copies of its commit are run, got:\n{changed.stdout}"
+        )
     seconds, reached = read_reach(folder)
     equivalent = {line.partition("  ")[0] for line in EQUIVALENT.read_text().splitlines() if line and line[0] != "#"}
     drawn = [each for each in draw_mutants(ROOT, modules(), count, seed) if str(each) not in equivalent]
     tally: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(workers) as pool:
-        trees = Trees(Path(scratch))
+        # as many examples of random searches as in the tier
+        trees = Trees(Path(scratch), {"SNAPSHOT_TEST_FEW": "1"} if (folder / FAST).exists() else {})
 
         def one(mutant: Mutant) -> tuple[Mutant, str, int]:
             tests = choose_tests(mutant, seconds, reached)

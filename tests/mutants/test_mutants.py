@@ -3,14 +3,20 @@
 import doctest
 from pathlib import Path
 
-from tests.mutants import drawing
+import pytest
+
+from tests import costs
+from tests.mutants import __main__, drawing
 
 ROOT = Path(__file__).parents[2]
 MODULES = ["snapshot/plan/layout.py", "snapshot/text.py"]
 
 
-def test_mutants_doctests_pass():
-    assert doctest.testmod(drawing).failed == 0
+@pytest.mark.parametrize("module", [drawing, __main__, costs])
+def test_mutants_doctests_pass(module):
+    found = doctest.testmod(module)
+    assert found.attempted > 0
+    assert found.failed == 0
 
 
 def test_mutants_drawn_change_one_place_and_compile():

@@ -65,7 +65,7 @@ def pull(store, local, nth):
 def died(function, *args):
     process = CONTEXT.Process(target=function, args=args)
     process.start()
-    process.join(60)
+    process.join(300)
     assert process.exitcode in (0, -signal.SIGKILL)
     return process.exitcode != 0
 

@@ -18,9 +18,12 @@ from tests.hostile.hostile_snapshots import bounded, changed, document_of, encod
 
 ROOT = Path(__file__).parents[2]
 SECONDS = int(os.environ.get("SNAPSHOT_SOAK_SECONDS", "120"))
+RUNS = int(os.environ.get("SNAPSHOT_SOAK_RUNS", "0"))
+"""Inputs after which a test ends, in place of seconds, if not 0."""
+SEED = int(os.environ.get("SNAPSHOT_TEST_SEED", "1"))
 
 
-@pytest.mark.timeout(SECONDS + 120)
+@pytest.mark.timeout(SECONDS + 300)
 @pytest.mark.parametrize(
     "target",
     [
@@ -30,31 +33,33 @@ SECONDS = int(os.environ.get("SNAPSHOT_SOAK_SECONDS", "120"))
 )  # fmt: skip
 def test_soak_atheris_fuzzing(tmp_path, target):
     """Atheris, guided by coverage; manifests are also changed into other manifests."""
-    pytest.importorskip("atheris", reason="pip install atheris")
-    options = [f"-max_total_time={SECONDS}", "-timeout=30", "-rss_limit_mb=3000", "-print_final_stats=1"]
+    if os.environ.get("SNAPSHOT_TEST_SERVERS") != "require":
+        pytest.importorskip("atheris", reason="pip install atheris")
+    end = f"-runs={RUNS}" if RUNS else f"-max_total_time={SECONDS}"
+    options = [end, f"-seed={SEED}", "-timeout=30", "-rss_limit_mb=3000", "-print_final_stats=1"]
     done = subprocess.run(
         [sys.executable, "-m", "tests.hostile.fuzz_targets", target, tmp_path / "corpus", *options],
         check=False, cwd=tmp_path, capture_output=True, text=True, errors="replace",
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     runs = re.search(r"number_of_executed_units: (\d+)", done.stderr)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, f"with -seed={SEED}: {done.stderr[-3000:]}"
     assert runs, done.stderr[-3000:]
     assert int(runs[1]) > 10
-    print(f"{target}: {int(runs[1]):,} inputs in {SECONDS} s")
+    print(f"{target}: {int(runs[1]):,} inputs with -seed={SEED}")
 
 
-@pytest.mark.timeout(SECONDS + 120)
+@pytest.mark.timeout(SECONDS + 300)
 def test_soak_manifests_with_random_changes_raise_errors_of_the_library():
     torch.set_num_threads(1)
-    first = int(os.environ.get("SNAPSHOT_TEST_SEED", "0"))
+    first = SEED
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         Snapshot.take("memory://rich/s", rich(), overwrite=True)
         base = document_of("rich/s")
         end = time.monotonic() + SECONDS
         count = read = 0
-        while time.monotonic() < end:
+        while count < RUNS if RUNS else time.monotonic() < end:
             document = spoil(base, random.Random(first + count))
             with contextlib.suppress(RecursionError):  # too deep for this side
                 store("rich/s/.snapshot_metadata", sign(encoded(document)))

@@ -60,7 +60,6 @@ def test_file_storage_reads_a_linked_folder_and_writes_a_linked_root(linked):
     assert os.listdir(linked / "outside") == ["file"]
 
 
-@pytest.mark.timeout(20)
 def test_file_storage_reads_only_regular_files(tmp_path):
     (tmp_path / "zero").symlink_to("/dev/zero")
     os.mkfifo(tmp_path / "pipe")
@@ -73,7 +72,6 @@ def test_file_storage_reads_only_regular_files(tmp_path):
             use(tmp_path, lambda storage, name=name: storage.stat(name))
 
 
-@pytest.mark.timeout(20)
 def test_file_storage_lock_that_is_never_released_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "LOCK_PATIENCE", 0.1)
     folder = os.open(tmp_path, os.O_RDONLY)

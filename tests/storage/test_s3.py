@@ -824,7 +824,6 @@ def test_driver_fault_translates_a_response(code, status, kind, refused, text):
     fault = driver_of(SimpleNamespace(_request_signer=None)).fault(refusal(code, status), WHERE)
     assert type(fault) is kind
     assert text in str(fault)
-    assert str(fault).endswith(text) or text[-1] != ")"
     assert "s3://bucket/run/file" in str(fault)
     assert getattr(fault, "refused", None) is refused
     if refused is not None:

@@ -1,7 +1,6 @@
 """Faults on the way to S3 and back: what may pass is waited for, what will not is told, and no wrong byte passes."""
 
 import asyncio
-import os
 import re
 
 import pytest
@@ -48,15 +47,6 @@ def engine(request):
 
 one_engine = pytest.mark.parametrize("engine", ["s3fs"], indirect=True)
 """For what is done by s3fs's client, whatever the engine."""
-
-
-@pytest.fixture
-def in_turn(engine, request):
-    """Faults that both engines meet are shared out between them, to be quick; SNAPSHOT_TEST_EVERY=1 has all."""
-    called = request.node.callspec
-    turn = "s3fs" if called.params["path"] == MANIFEST else ENGINES[called.indices["fault"] % 2]
-    if engine != turn and not os.environ.get("SNAPSHOT_TEST_EVERY"):
-        pytest.skip("the other engine meets it")
 
 
 @pytest.fixture
@@ -396,9 +386,7 @@ READ_FAULTS = [
 
 
 @pytest.mark.parametrize(("path", "fault"), READ_FAULTS)
-def test_s3_restore_retries_transient_faults(in_turn, proxy, taken, retries, path, fault):
-    if taken[1]["engine"] is None and path == MANIFEST:
-        pytest.skip("which is read by s3fs's client, whatever the engine")
+def test_s3_restore_retries_transient_faults(proxy, taken, retries, path, fault):
     with proxy.fault(method="GET", path=path, **fault):
         restored(taken, **patience(fault))
     assert retries
