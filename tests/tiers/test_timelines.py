@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import socket
-import time
 from dataclasses import replace
 
 import msgspec
@@ -611,14 +610,12 @@ def test_take_waits_for_the_far_root_no_longer_than_the_manager_timeout(tmp_path
 
     async def find_near(storage, *args, **options):
         if str(tmp_path / "far") in storage.url.location:
-            await asyncio.sleep(60)
+            await asyncio.sleep(3600)  # the test has less
         return await find(storage, *args, **options)
 
     monkeypatch.setattr(FileStorage, "list", find_near)
     with manager_of(tmp_path / "far", hosts("a"), grace=0, timeout=2) as manager:
-        began = time.monotonic()
         manager.take(10, state(10))
-        assert time.monotonic() - began < 15
 
 
 def test_far_root_that_hangs_later_does_not_delay_a_wait_or_restore(tmp_path, hosts, monkeypatch):
@@ -630,7 +627,7 @@ def test_far_root_that_hangs_later_does_not_delay_a_wait_or_restore(tmp_path, ho
 
         async def called(storage, *args, **options):
             if hangs and str(far) in storage.url.location:
-                await asyncio.sleep(60)
+                await asyncio.sleep(3600)  # the test has less
             return await call(storage, *args, **options)
 
         monkeypatch.setattr(FileStorage, name, called)
@@ -642,10 +639,8 @@ def test_far_root_that_hangs_later_does_not_delay_a_wait_or_restore(tmp_path, ho
     def begin_later(*args, **options):
         nonlocal hangs
         hangs = True
-        began = time.monotonic()
         begun = begin(*args, **options)
         hangs = False
-        assert time.monotonic() - began < 12
         return begun
 
     with manager_of(far, hosts("a"), grace=0, upload=None, timeout=2) as manager:
@@ -655,10 +650,8 @@ def test_far_root_that_hangs_later_does_not_delay_a_wait_or_restore(tmp_path, ho
         [folder] = runs_in(hosts("a"))
         (folder / "step-20/.snapshot_metadata").unlink()
         hangs = True
-        began = time.monotonic()
         with pytest.raises(TimeoutError, match="step-20: not in"):
             pending.wait("far", timeout=1)
-        assert time.monotonic() - began < 12
         hangs = False
         monkeypatch.setattr(tier_set, "begin_attempt", begin_later)
         assert manager.restore_latest(state(-1)) == 10
