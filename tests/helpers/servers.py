@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import pytest
 
 HOST = "127.0.0.1"
-START = 60.0  # seconds that a server may take until it answers its first request
+START = 300.0  # seconds that a server may take until it answers its first request
 Response = collections.namedtuple("Response", ["status", "headers", "body"])
 
 # What npm installs lies outside of the tree, and is kept from one clone to the next.
@@ -109,7 +109,8 @@ def _wait(process, ready, log):
     code = process.poll()
     state = f"no good answer in {START:.0f} s: {last!r}" if code is None else f"it ended with exit status {code}"
     log.seek(0)
-    unavailable(f"a server did not start: {state}\n{' '.join(process.args[6:])}\n{log.read()[-4000:]}")
+    text = f"a server did not start: {state}\n{' '.join(process.args[6:])}\n{log.read()[-4000:]}"
+    pytest.fail(text, pytrace=False)
 
 
 def request(method, url, body=None, headers=None, timeout=10.0):

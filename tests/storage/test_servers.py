@@ -114,7 +114,6 @@ def test_server_tool_that_is_missing_skips_or_fails(monkeypatch, answer):
     ("script", "told"), [("echo why; exit 3", "status 3.*why"), ("echo why; sleep 60", "no good.*why")]
 )
 def test_server_that_does_not_start_says_why(monkeypatch, tmp_path, script, told):
-    monkeypatch.setenv("SNAPSHOT_TEST_SERVERS", "require")
     monkeypatch.setattr(servers, "START", 0.5)
     folder = tmp_path / "server"
     folder.mkdir()
