@@ -26,15 +26,13 @@ def no_leak():
     Snapshot.take("memory://warm", {"s": StateDict(x=1)}, overwrite=True)
     release_memory()  # what is kept depends on the tests before; memory in use stays
     before = _descriptors()
-    threads = {thread.name for thread in threading.enumerate()}
+    threads = set(threading.enumerate())
     yield
-    for thread in threading.enumerate():
-        if thread.name in {"snapshot-callback", "snapshot-fsspec"} and thread.name not in threads:  # about to end
-            thread.join(10)
-    left = {thread.name for thread in threading.enumerate()} - threads
-    assert not {
-        name for name in left if not name.startswith(("snapshot-io", "tqdm", "Thread-", "ThreadPoolExecutor-"))
-    }, left
+    left = set(threading.enumerate()) - threads
+    left = {each for each in left if not each.name.startswith(("snapshot-io", "tqdm"))}  # these are kept
+    for thread in left:
+        thread.join(10)  # it may be about to end
+    assert not {each for each in left if each.is_alive()}
     release_memory()
     after = _descriptors()
     for _ in range(100):  # a thread of an earlier test may start a process at this moment

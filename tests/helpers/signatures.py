@@ -4,6 +4,7 @@ import inspect
 from pathlib import Path
 
 import snapshot
+from snapshot import options
 from snapshot.io import storage
 
 FILE = Path(__file__).parents[1] / "signatures.txt"
@@ -13,6 +14,7 @@ def find_signatures():
     """Yield a line for each public function, class and method: parameters and defaults, without types."""
     places = {f"snapshot.{name}": getattr(snapshot, name) for name in snapshot.__all__}
     places |= {f"storage.{name}": getattr(storage, name) for name in ("Storage", "Capabilities")}
+    places["options.Settings"] = options.Settings
     for place, value in sorted(places.items()):
         if not inspect.isclass(value):
             yield _line(place, value)
