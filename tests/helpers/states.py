@@ -1,7 +1,12 @@
 """Values of states: when they are equal, and how a byte of a stored one is damaged."""
 
 import collections
+import dataclasses
+import io
 import struct
+import uuid
+from datetime import datetime, time, timezone
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -26,45 +31,72 @@ def expect_equal(a, b, path="", *, ordered=True):
     assert not difference, difference
 
 
-def find_difference(a, b, path="", ordered=True):  # noqa: PLR0911, PLR0912 - a line per kind
+def find_difference(a, b, path="", ordered=True):  # noqa: PLR0911 - a line per kind
     """Return the place where two values differ, with what differs there. It is empty if they are equal."""
     if type(a) is not type(b):
         return f"{path}: {type(a)} and {type(b)}"
-    if isinstance(a, torch.Tensor):
-        if hasattr(a, "__tensor_flatten__"):
-            names, context = a.__tensor_flatten__()
-            others, other = b.__tensor_flatten__()
-            if list(names) != list(others) or find_difference(context, other):
-                return f"{path}: {names}, {context} and {others}, {other}"
-            return _first(
-                find_difference(getattr(a, name), getattr(b, name), f"{path}.{name}", ordered) for name in names
-            )
+    if isinstance(a, torch.Tensor) and not hasattr(a, "__tensor_flatten__"):
         for what in ("dtype", "shape", "layout", "device", "requires_grad"):
             if getattr(a, what) != getattr(b, what):
                 return f"{path}: {what} {getattr(a, what)} and {getattr(b, what)}"
         return "" if bits(a) == bits(b) else f"{path}: {a} and {b}"
-    if isinstance(a, (np.ndarray, np.generic)):
-        same = a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-    elif isinstance(a, dict):
+    parts = parts_of(a)
+    if parts is not a:
+        return find_difference(parts, parts_of(b), path, ordered)
+    if isinstance(a, dict):
         order = list if ordered else set
         if order(map(typed, a)) != order(map(typed, b)):
             return f"{path}: keys {list(a)} and {list(b)}"
         return _first(find_difference(a[key], b[key], f"{path}/{key}", ordered) for key in a)
-    elif isinstance(a, (list, tuple, collections.deque)):
+    if isinstance(a, (list, tuple, collections.deque)):
         if len(a) != len(b):
             return f"{path}: {len(a)} and {len(b)} elements"
         return _first(
             find_difference(x, y, f"{path}/{at}", ordered) for at, (x, y) in enumerate(zip(a, b, strict=True))
         )
-    elif isinstance(a, float):
-        same = struct.pack("d", a) == struct.pack("d", b)
-    elif isinstance(a, complex):
-        return find_difference((a.real, a.imag), (b.real, b.imag), path, ordered)
-    elif type(a).__eq__ is object.__eq__ and hasattr(a, "__dict__"):
-        return find_difference(vars(a), vars(b), path, ordered)
-    else:
-        same = a == b
-    return "" if same else f"{path}: {a!r} and {b!r}"
+    return "" if a == b else f"{path}: {a!r} and {b!r}"
+
+
+def parts_of(value):  # noqa: PLR0911, PLR0912 - a line per kind
+    """Return what a value is compared by, of plain kinds, or the value itself if `==` sees all of it."""
+    if isinstance(value, torch.Tensor):
+        names, context = value.__tensor_flatten__()
+        return [context, {name: getattr(value, name) for name in names}]
+    if isinstance(value, (np.str_, np.bytes_)):
+        return list(value)
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.dtype, value.dtype.type, value.dtype.str, value.shape, _bytes_of_array(value)
+    if isinstance(value, float):
+        return struct.pack("d", value)
+    if isinstance(value, complex):
+        return value.real, value.imag
+    if isinstance(value, torch.Generator):
+        return value.device, value.get_state()
+    if isinstance(value, io.BytesIO):
+        return value.getvalue(), value.tell()
+    if isinstance(value, slice):
+        return value.start, value.stop, value.step
+    if isinstance(value, Decimal):
+        return str(value)
+    if isinstance(value, (datetime, time)):
+        return repr(value)
+    if isinstance(value, uuid.UUID):
+        return value.int, value.is_safe
+    if isinstance(value, timezone):
+        return value.__getinitargs__()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+    if type(value).__eq__ is object.__eq__ and hasattr(value, "__dict__"):
+        return vars(value)
+    return value
+
+
+def _bytes_of_array(value):
+    """Return the bytes of a value. Those of a scalar long double that are not part of its number are arbitrary."""
+    data = np.asarray(value).tobytes()
+    if isinstance(value, np.generic) and value.dtype.type in (np.longdouble, np.clongdouble):
+        return [data[at : at + 10] for at in range(0, len(data), np.dtype(np.longdouble).itemsize)]
+    return data
 
 
 def _first(differences):

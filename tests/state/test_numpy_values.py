@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from snapshot import Snapshot, StateDict
+from tests.helpers.states import equal
 
 EMPTY = {
     "str": np.str_(""),
@@ -34,34 +35,6 @@ EMPTY = {
 }
 
 
-def equal_numpy(a, b):
-    """Equal in type, dtype, byte order, shape and bytes."""
-    if isinstance(a, (np.str_, np.bytes_)):
-        return type(a) is type(b) and list(a) == list(b)
-    if isinstance(a, (np.ndarray, np.generic)):
-        return (
-            type(a) is type(b)
-            and a.dtype == b.dtype
-            and a.dtype.type is b.dtype.type
-            and a.dtype.str == b.dtype.str
-            and a.shape == b.shape
-            and _bytes_of(a) == _bytes_of(b)
-        )
-    if type(a) is not type(b) or len(a) != len(b):
-        return False
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(map(equal_numpy, a.values(), b.values()))
-    return all(map(equal_numpy, a, b))
-
-
-def _bytes_of(value):
-    """Return the bytes of a value. Those of a scalar long double that are not part of its number are arbitrary."""
-    data = np.asarray(value).tobytes()
-    if isinstance(value, np.generic) and value.dtype.type in (np.longdouble, np.clongdouble):
-        return [data[at : at + 10] for at in range(0, len(data), np.dtype(np.longdouble).itemsize)]
-    return data
-
-
 def emptied(value):
     """The same containers, with arrays of the same kind and other content."""
     if isinstance(value, np.ndarray):
@@ -80,12 +53,12 @@ def check_round_trip(value):
         warnings.filterwarnings("ignore", message="stored as pickles")
         snapshot = Snapshot.take(url, {"state": StateDict(value=value)}, overwrite=True)
     snapshot = Snapshot(url, allow_pickle=True)
-    assert equal_numpy(value, snapshot.read_object("0/state/value"))
-    assert equal_numpy(value, snapshot.get_state_dict_for_key("state")["value"])
+    assert equal(value, snapshot.read_object("0/state/value"))
+    assert equal(value, snapshot.get_state_dict_for_key("state")["value"])
     for live in (emptied(value), None):
         state = StateDict(value=live)
         snapshot.restore({"state": state})
-        assert equal_numpy(value, state["value"])
+        assert equal(value, state["value"])
     assert snapshot.verify().ok
 
 
@@ -105,11 +78,11 @@ def test_numpy_empty_str_of_an_earlier_version_is_read():
     """It was stored as one zero under a dtype of no width."""
     from snapshot.state import leaves
 
-    assert equal_numpy(
+    assert equal(
         np.str_(""),
         leaves.rebuild_array("p", leaves.wrap_array(np.zeros(4, np.uint8)), "<U0", (), order="C", scalar=True),
     )
-    assert equal_numpy(
+    assert equal(
         np.bytes_(b""),
         leaves.rebuild_array("p", leaves.wrap_array(np.zeros(1, np.uint8)), "|S0", (), order="C", scalar=True),
     )

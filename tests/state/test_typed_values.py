@@ -24,6 +24,7 @@ from snapshot.cli import main
 from snapshot.manifest import compounds
 from snapshot.manifest.values import make_enum_entry, make_scalar_entry
 from snapshot.state import flatten
+from tests.helpers.states import equal
 
 URL = "memory://typed"
 
@@ -140,35 +141,6 @@ def containers():
     }
 
 
-def equal_typed(a, b):  # noqa: PLR0911 - a line per kind
-    """Equal in type, and in all that there is to it."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, torch.Generator):
-        return a.device == b.device and torch.equal(a.get_state(), b.get_state())
-    if isinstance(a, io.BytesIO):
-        return (a.getvalue(), a.tell()) == (b.getvalue(), b.tell())
-    if dataclasses.is_dataclass(a):
-        return all(equal_typed(getattr(a, each.name), getattr(b, each.name)) for each in dataclasses.fields(a))
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(map(equal_typed, a.values(), b.values()))
-    if isinstance(a, (list, tuple, collections.deque)):
-        return len(a) == len(b) and all(map(equal_typed, a, b))
-    if isinstance(a, slice):
-        return all(map(equal_typed, (a.start, a.stop, a.step), (b.start, b.stop, b.step)))
-    if isinstance(a, Decimal):
-        return str(a) == str(b)
-    if isinstance(a, (datetime, time)):
-        return repr(a) == repr(b)
-    if isinstance(a, uuid.UUID):
-        return (a, a.is_safe) == (b, b.is_safe)
-    if isinstance(a, timezone):
-        return a.__getinitargs__() == b.__getinitargs__()
-    return a == b
-
-
 def plainly_take(state, url=URL, **options):
     """A take that warns of nothing."""
     with warnings.catch_warnings():
@@ -205,9 +177,9 @@ def test_typed_value_is_restored_without_a_pickle(name):
     snapshot = plainly_take({"state": StateDict(value=value)})
     live = StateDict(value=other(value))
     report = snapshot.restore({"state": live})
-    assert equal_typed(value, live["value"])
+    assert equal(value, live["value"])
     assert not report.lines
-    assert equal_typed(value, snapshot.read_object("0/state/value", obj_out=other(value)))
+    assert equal(value, snapshot.read_object("0/state/value", obj_out=other(value)))
     assert snapshot.verify().ok
     assert "torch_save" not in {getattr(entry, "serializer", "") for entry in snapshot.get_manifest().values()}
 
@@ -220,7 +192,7 @@ def test_typed_values_in_every_container(container):
     live = StateDict({name: make(other(value)) for name, value in values().items()})
     report = snapshot.restore({"state": live})
     for name, value in held.items():
-        assert equal_typed(value, live[name]), name
+        assert equal(value, live[name]), name
     assert not report.lines
 
 
@@ -240,7 +212,7 @@ def test_typed_values_in_async_take(worker, tmp_path):
     live = StateDict({name: other(value) for name, value in values().items()})
     Snapshot(str(tmp_path / "s")).restore({"state": live})
     for name, value in held.items():
-        assert equal_typed(value, live[name]), name
+        assert equal(value, live[name]), name
 
 
 def test_dataclass_tensor_is_restored_in_place():
@@ -509,7 +481,7 @@ def test_typed_values_pickled_by_earlier_versions_are_restored(monkeypatch):
     Snapshot(URL, allow_pickle=True).restore({"state": live})
     for name, (value,) in state.items():
         if "zone" not in name and not isinstance(value, time):  # torch's pickles lose the fold
-            assert equal_typed(value, live[name][0]), name
+            assert equal(value, live[name][0]), name
     with pytest.raises(UnsafeObjectError):
         Snapshot(URL).restore({"state": live})
 
@@ -585,7 +557,7 @@ def test_typed_value_may_be_a_whole_state_dict(name):
     snapshot = plainly_take({"state": Whole(value)})
     live = Whole(other(value))
     assert not snapshot.restore({"state": live}).lines
-    assert equal_typed(value, live.value)
+    assert equal(value, live.value)
 
 
 def test_typed_value_may_be_the_extra_state_of_a_module():
@@ -602,7 +574,7 @@ def test_typed_value_may_be_the_extra_state_of_a_module():
         saved, live = Extra(2, 2), Extra(2, 2)
         saved.extra, live.extra = value, other(value) if not isinstance(value, set) else {Color.BLUE}
         report = plainly_take({"m": saved}).restore({"m": live})
-        assert equal_typed(value, live.extra)
+        assert equal(value, live.extra)
         assert not report.lines
 
 
@@ -703,8 +675,8 @@ def test_typed_values_in_random_containers_are_restored(value):
     snapshot = plainly_take({"state": StateDict(value=value)})
     live = StateDict(value=other(value), classes=[Config(), *Color, *Level, *Mode, *Right, *Bit])
     snapshot.restore({"state": live})
-    assert equal_typed(value, live["value"])
-    assert equal_typed(value, snapshot.read_object("0/state/value", obj_out=value))
+    assert equal(value, live["value"])
+    assert equal(value, snapshot.read_object("0/state/value", obj_out=value))
 
 
 @pytest.mark.parametrize("at", [0, 300, 624])
