@@ -109,9 +109,11 @@ class Unneeded:
     """A plugin that does not import modules without a test: some import a whole framework."""
 
     def pytest_ignore_collect(self, collection_path, config):
-        """Ignore modules of the library without a doctest, and in the fast tier modules that are of another tier."""
+        """Ignore helpers, modules of the library without a doctest, and in the fast tier those of another tier."""
         if collection_path.suffix != ".py":
             return None
+        if HERE in collection_path.parents and not collection_path.name.startswith("test_"):
+            return True
         text = collection_path.read_text()
         if HERE not in collection_path.parents:
             return True if ">>>" not in text else None
@@ -151,13 +153,6 @@ def pytest_xdist_auto_num_workers(config):
     if all("::" in each or each.endswith(".py") for each in config.args):
         return 0
     return max(WORKERS, min(len(os.sched_getaffinity(0)), 8))
-
-
-def pytest_ignore_collect(collection_path):
-    """Look for tests, and for doctests, in no helper module."""
-    if collection_path.suffix == ".py" and not collection_path.name.startswith("test_"):
-        return True
-    return None
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import json
 import math
 import os
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
@@ -88,17 +89,32 @@ class Trees:
         self._free: list[Path] = []
         self._lock = Lock()
 
-    def take(self) -> Path:
+    @contextlib.contextmanager
+    def with_change(self, mutant: Mutant | None) -> Iterator[Path]:
+        """Lend a copy with a mutant, or one without a change if it is None."""
+        tree = self._take()
+        try:
+            if mutant is None:
+                yield tree
+                return
+            path = tree / mutant.path
+            source = path.read_text()
+            path.write_text(mutant.apply(source))
+            try:
+                yield tree
+            finally:
+                path.write_text(source)
+        finally:
+            with self._lock:
+                self._free.append(tree)
+
+    def _take(self) -> Path:
         with self._lock:
             if self._free:
                 return self._free.pop()
             made = Path(tempfile.mkdtemp(dir=self._folder)) / "tree"
         subprocess.run(["git", "clone", "-q", str(ROOT), str(made)], check=True)
         return made
-
-    def give_back(self, tree: Path) -> None:
-        with self._lock:
-            self._free.append(tree)
 
 
 def is_in_function(path: str, line: int) -> bool:
@@ -113,7 +129,7 @@ def choose_tests(mutant: Mutant, seconds: dict[str, float], reached: dict[tuple[
         tests = set(reached.get((mutant.path, mutant.line), ()))
     else:
         tests = {test for (path, _), tests in reached.items() if path == mutant.path for test in tests}
-    package = f"tests/{Path(mutant.path).parent.name.replace('file', 'storage').replace('objectstore', 'storage')}/"
+    package = "tests/storage/" if mutant.path.startswith("plugins/") else f"tests/{Path(mutant.path).parent.name}/"
     chosen, total = [], 0.0
     for test in sorted(tests, key=lambda each: (not each.startswith(package), seconds.get(each, 0.0), each)):
         total += seconds.get(test, 0.0)
@@ -139,38 +155,32 @@ def judge(mutant: Mutant, tests: Sequence[str], trees: Trees) -> str:
 
 def run_tests(mutant: Mutant | None, tests: Sequence[str], trees: Trees) -> tuple[str, str]:
     """Run tests until one fails. Return what became of them, and the one that failed."""
-    tree = trees.take()
-    path = tree / (mutant.path if mutant else "setup.cfg")
-    source = path.read_text()
-    try:
-        path.write_text(mutant.apply(source) if mutant else source)
+    with trees.with_change(mutant) as tree:
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-o", "timeout=100"]
         environment = {**os.environ, "PYTHONPATH": str(tree), **trees.environment}
         (tree.parent / "tests").write_text("\n".join(tests))  # they may be too many for a command
         command += [f"@{tree.parent / 'tests'}"]
-        ended = subprocess.run(
-            command,
-            cwd=tree,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=MOST_SECONDS,
-            check=False,
-        )
-        if "ERROR: not found" in ended.stdout + ended.stderr:
-            raise RuntimeError(f"tests of {mutant} were not found: {ended.stderr[-2000:]}")
-        if ended.returncode == 0:
-            return MISSED, ""
-        if ended.returncode not in STATUSES:
-            raise RuntimeError(f"pytest ended with {ended.returncode} for {mutant}: {ended.stdout[-2000:]}")
-        failed = re.search(r"^(?:FAILED|ERROR) (tests/.*?::.*?)(?: - |$)", ended.stdout, re.MULTILINE)
-        late = "Failed: Timeout" in ended.stdout
-        return (SLOW if late else FOUND), (failed[1] if failed and failed[1] in tests else "")
-    except subprocess.TimeoutExpired:
-        return SLOW, ""
-    finally:
-        path.write_text(source)
-        trees.give_back(tree)
+        try:
+            ended = subprocess.run(
+                command,
+                cwd=tree,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=MOST_SECONDS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return SLOW, ""
+    if "ERROR: not found" in ended.stdout + ended.stderr:
+        raise RuntimeError(f"tests of {mutant} were not found: {ended.stderr[-2000:]}")
+    if ended.returncode == 0:
+        return MISSED, ""
+    if ended.returncode not in STATUSES:
+        raise RuntimeError(f"pytest ended with {ended.returncode} for {mutant}: {ended.stdout[-2000:]}")
+    failed = re.search(r"^(?:FAILED|ERROR) (tests/.*?::.*?)(?: - |$)", ended.stdout, re.MULTILINE)
+    late = "Failed: Timeout" in ended.stdout
+    return (SLOW if late else FOUND), (failed[1] if failed and failed[1] in tests else "")
 
 
 def interval(found: int, count: int) -> tuple[float, float]:
