@@ -3,9 +3,8 @@
 import os
 
 import pytest
-import torch
 
-from snapshot import Snapshot, StateDict
+from snapshot import Snapshot
 from snapshot.errors import CorruptSnapshotError, StorageNotFoundError
 from snapshot.io.loop import run
 from snapshot.io.session import Session
@@ -27,17 +26,10 @@ from snapshot.tiers.near_steps import (
     remove_asides,
     view_of,
 )
-from snapshot.tiers.timeline import NO_ORIGIN, Attempt, Origin, note_of
+from snapshot.tiers.timeline import NO_ORIGIN, Attempt, Origin
+from tests.tiers.noted_steps import RUN, A, take
 
-RUN = "c" * 12
-A = Attempt("a" * 12, RUN, 1)
 OTHER = Attempt("b" * 12, "d" * 12, 1)
-
-
-def take(folder, *steps, of=A, value=0, **options):
-    for step in steps:
-        app = {"s": StateDict(x=torch.full((50,), float(step + value)))}
-        Snapshot.take(folder / f"step-{step}", app, metadata=note_of(of, step, replaces=False), **options)
 
 
 def files_in(path):
@@ -51,7 +43,8 @@ def near(tmp_path):
 
 def test_near_folder_lists_committed_steps_of_a_run(near, tmp_path):
     assert NearFolder(f"{tmp_path}/missing").steps() == {}
-    take(tmp_path, 20, 3)
+    take(tmp_path, 20, order=20)
+    take(tmp_path, 3, order=3)
     take(tmp_path, 4, of=OTHER)
     (tmp_path / "step-5").mkdir()
     (tmp_path / "step-06").mkdir()

@@ -9,9 +9,8 @@ import time
 from types import SimpleNamespace
 
 import pytest
-import torch
 
-from snapshot import Snapshot, SnapshotError, StateDict
+from snapshot import Snapshot, SnapshotError
 from snapshot.io.url import URL
 from snapshot.manifest.document import METADATA
 from snapshot.tiers import control, uploader_process
@@ -37,7 +36,7 @@ from snapshot.tiers.control import (
 from snapshot.tiers.facts import path_of, store_copy, tombstone
 from snapshot.tiers.near_steps import PULLED, CensusStep, NearFolder
 from snapshot.tiers.peers import FAR, NEAR, PEER, PeerServer, Place, Replicas, StepSources, heal_step, place_of
-from snapshot.tiers.timeline import NO_ORIGIN, Attempt, Facts, Parent, encode_facts, note_of
+from snapshot.tiers.timeline import NO_ORIGIN, Attempt, Facts, Parent, encode_facts
 from snapshot.tiers.uploader import Act, Uploader
 from snapshot.tiers.uploader_process import (
     ensure_uploader,
@@ -47,21 +46,12 @@ from snapshot.tiers.uploader_process import (
     run_until_done,
     upload_by_hand,
 )
+from tests.tiers.noted_steps import RUN, A, take
 
-RUN = "c" * 12
-A = Attempt("a" * 12, RUN, 1)
 B = Attempt("b" * 12, RUN, 2, Parent(A.name, 10))
 SECRET = "of the job"
 ALONE = [Host("a", "a", [0])]
 PAIR = [Host("a", "a", [0]), Host("b", "b", [1])]
-
-
-def take(folder, *steps, of=A, order=1, value=0):
-    for at, step in enumerate(steps):
-        note = note_of(of, order + at, replaces=False)
-        Snapshot.take(
-            folder / f"step-{step}", {"s": StateDict(x=torch.full((50,), float(step + value)))}, metadata=note
-        )
 
 
 UNPUBLISHED = Facts(0, (), (A,))
