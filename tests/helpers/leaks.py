@@ -48,7 +48,8 @@ def no_leak():
 def _compiler_threads():
     """Return the threads that torch's compiler keeps as long as the process lives."""
     module = sys.modules.get("torch._inductor.async_compile")
-    return module.AsyncCompile.pool()._threads if module else set()
+    pool = module and module.AsyncCompile.pool
+    return pool()._threads if pool and pool.cache_info().currsize else set()
 
 
 def _descriptors():
