@@ -115,8 +115,8 @@ def seconds_of(given: Duration, what: str) -> float:
 def duration_text(seconds: float) -> str:
     """Format a duration for people.
 
-    >>> [duration_text(value) for value in (0.0123, 4.5, 90, 5400, 200000)]
-    ['12.3 ms', '4.50 s', '90 s', '1.5 h', '2.3 d']
+    >>> [duration_text(value) for value in (0.0123, 4.5, 10, 90, 5400, 200000)]
+    ['12.3 ms', '4.50 s', '10 s', '90 s', '1.5 h', '2.3 d']
     """
     if seconds < 0.00095:
         return f"{seconds * 1e6:.0f} µs"

@@ -163,7 +163,7 @@ def _block_of(leaf: Leaf, offset: int) -> memoryview | None:
     """Return up to a block of a tensor from about an offset on, or None if its bytes are not contiguous."""
     itemsize = leaf.tensor.itemsize
     begin = max(0, min(offset, leaf.nbytes - BLOCK)) // itemsize * itemsize
-    length = min(BLOCK, leaf.nbytes - begin)
+    length = min(BLOCK, leaf.nbytes)
     if leaf.plain:
         return memoryview(bytes(view_memory(leaf.address + begin, length)))
     if not leaf.tensor.is_contiguous():

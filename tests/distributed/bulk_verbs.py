@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import dataclasses
 import os
-import shutil
 import signal
 import threading
 from pathlib import Path
@@ -187,7 +186,8 @@ class Swap(Tap):
             while self._changes:
                 path, (other, in_place) = self._changes.popitem()
                 if in_place:
-                    shutil.copyfile(other, path)
+                    with open(path, "r+b") as file:  # never shorter: another rank may read it meanwhile
+                        file.write(Path(other).read_bytes())
                 else:
                     os.replace(other, path)
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from snapshot import (
     RankError,
@@ -34,17 +36,26 @@ def _state(value, own):
 
 def _take_and_restore(path):
     rank = dist.get_rank()
-    Snapshot.take(path, _state(7.0, rank), replicated=["s/shared", "s/step"])
+    mesh = init_device_mesh("cpu", (2,))
+    saved = _state(7.0, rank)
+    saved["s"]["sharded"] = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
+    Snapshot.take(path, saved, replicated=["s/shared", "s/step"])
     live = _state(0.0, -1)
+    live["s"]["sharded"] = distribute_tensor(torch.zeros(6), mesh, [Shard(0)])
     report = Snapshot(path).restore(live)
     state = live["s"]
-    return bool((state["shared"] == 7).all()), state["own"][0].item(), state["step"], list(map(str, report))
+    sharded = state["sharded"].to_local().tolist()
+    return bool((state["shared"] == 7).all()), state["own"][0].item(), sharded, state["step"], list(map(str, report))
 
 
 def test_take_and_restore_of_shared_and_own_values_on_two_ranks(two, folder):
     path = f"{folder}/s"
-    assert two.run(_take_and_restore, path) == [(True, 0.0, 7, []), (True, 1.0, 7, [])]
+    assert two.run(_take_and_restore, path) == [(True, 0.0, [0, 1, 2], 7, []), (True, 1.0, [3, 4, 5], 7, [])]
     snapshot = Snapshot(path)
+    names = set(snapshot.get_manifest())
+    assert {name for name in names if "/s/" in name} == {
+        "0/s/shared", "0/s/step", "0/s/own", "1/s/own", "0/s/sharded"
+    }  # fmt: skip
     assert snapshot.metadata.world_size == 2
     assert snapshot.verify()
     assert snapshot.read_object("1/s/own")[0] == 1.0

@@ -29,27 +29,26 @@ class Counted:
         return call
 
 
-def wait(seconds, *, failing=-1, look=60.0):
-    """Wait for a slow leader, or for a rank that fails. Return the requests, and how late the end was noticed."""
+def wait(seconds, *, failing=-1, look=10_000.0):
+    """Wait for a slow leader, or for a rank that fails. Return the requests to the store meanwhile."""
     module.LOOK = look  # a wake-up that is lost would take as long
     rank, store = dist.get_rank(), None
-    began = time.time()
     try:
-        with Exchange(ranks_of(None), "take", 600) as exchange:
+        with Exchange(ranks_of(None), "take", 100_000) as exchange:
             store = exchange._store = Counted(exchange._store)
-            exchange.agree(0.0, lambda _: 0.0, float, float)
+            exchange.agree(0, lambda _: 0, int, int)
             store.count = 0
             if rank == failing:
                 time.sleep(seconds)
-                raise ValueError(str(time.time()))
-            ended = exchange.agree(0.0, lambda _: (time.sleep(seconds), time.time())[1], float, float)
-            requests, late = store.count, time.time() - ended
+                raise ValueError
+            exchange.agree(0, lambda _: (time.sleep(seconds), 0)[1], int, int)
+            requests = store.count
             exchange.close()
-            return requests, late, time.time() - began
-    except RankError as error:
-        return store.count, time.time() - float(str(error).split()[-1]), time.time() - began
+            return requests
+    except RankError:
+        return store.count
     except ValueError:
-        return 0, 0.0, time.time() - began
+        return 0
 
 
 @pytest.mark.parametrize("failing", [-1, 0, 2])
@@ -57,10 +56,7 @@ def test_store_wakes_waiting_ranks(fresh_pool, failing):
     pool = fresh_pool(3, store="tcp")
     for _ in range(3):
         found = pool.run(partial(wait, 1.0, failing=failing))
-        for rank, (requests, late, seconds) in enumerate(found):
-            if rank != failing:
-                assert late < 30  # else it only looked again
-                assert seconds < 50
+        for rank, requests in enumerate(found):
             if rank not in (failing, 0):
                 assert requests < 60  # each of 1,000 milliseconds is not asked about
 
@@ -91,5 +87,4 @@ def test_store_waits_at_once_use_few_threads(fresh_pool):
 
 
 def test_file_store_is_polled_by_waiting_ranks(two):
-    found = two.run(partial(wait, 0.2, look=0.5))
-    assert all(late < 30 for _, late, _ in found)
+    assert min(two.run(partial(wait, 0.2, look=0.5))) > 0

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import OrderedDict
 from datetime import timedelta
 from pathlib import Path
@@ -173,10 +172,8 @@ def test_torchft_killed_sender_is_an_error_and_leaves_no_memory(transport, tmp_p
         metadata = sender.stdout.readline().strip()
         assert transport.recv_checkpoint(0, metadata, 4, SECONDS)["weight"].equal(torch.arange(1 << 20))
         os.kill(sender.pid, signal.SIGKILL)
-    began = time.monotonic()
     with pytest.raises(StorageError):
-        transport.recv_checkpoint(0, metadata, 4, SECONDS)
-    assert time.monotonic() - began < 10
+        transport.recv_checkpoint(0, metadata, 4, timedelta(hours=1))  # it does not wait for that
     assert len([*tmp_path.glob("snapshot-torchft-*")]) == 2
     SnapshotTransport(tmp_path, host="127.0.0.1").shutdown()
     assert len([*tmp_path.glob("snapshot-torchft-*")]) == 1

@@ -239,6 +239,25 @@ def test_root_copies_are_the_files_that_a_step_relies_on(root, tmp_path):
     assert run(root.copies(1)) == set()
 
 
+def test_root_copies_with_a_seal_are_those_of_a_manifest_that_passes_it(root, tmp_path):
+    class Passing:
+        signer = ""
+
+        async def check_manifest(self, storage, save_id, manifest, limit):
+            if b"unsigned" in manifest:
+                raise CorruptSnapshotError("not signed")
+
+        def wrap(self, storage, save_id, sizes):
+            return None
+
+    take(tmp_path, 1)
+    take(tmp_path, 2, value=-1, base=str(tmp_path / "step-1"))
+    take(tmp_path, 3, value=-2, base=str(tmp_path / "step-1"), metadata={"note": "unsigned"})
+    assert len(run(root.copies(2))) == len(run(root.copies(3))) == 1
+    assert run(root.copies(2, Passing())) == run(root.copies(2))
+    assert run(root.copies(1, Passing())) == run(root.copies(3, Passing())) == run(root.copies(9, Passing())) == set()
+
+
 def test_root_line_and_counts_follow_the_facts(root, tmp_path):
     first = Attempt("a" * 12, "c" * 12, 1)
     later = Attempt("b" * 12, "c" * 12, 2, Parent(first.name, 1))

@@ -72,6 +72,8 @@ def test_layout_cut_file_covers_a_file_and_names_its_extents(found, length):
             position = part.end
             for index in range(part.first, part.last):
                 extent = file.extents[index]
+                assert extent.begin < part.end
+                assert extent.end > part.begin
                 seen[index] = seen.get(index, 0) + max(0, min(extent.end, part.end) - max(extent.begin, part.begin))
         assert position == file.size
         for index, extent in enumerate(file.extents):

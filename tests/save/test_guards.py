@@ -4,6 +4,7 @@ import contextlib
 import copy
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from snapshot import (
 )
 from snapshot.events import add_handler, remove_handler
 from snapshot.save import guards, samples
+from snapshot.save.parameter_roles import stores_live_steps
 from snapshot.save.samples import SHARE, find_nonfinite
 from snapshot.state.model_state import find_local_tensor
 from snapshot.testing import recording
@@ -780,3 +782,26 @@ def test_guards_look_at_parameters_with_plain_memory(tensor, found):
 )
 def test_guards_name_some_of_many(count, total, most, text):
     assert guards._some_of([f"t{number}" for number in range(count)], total, most) == text
+
+
+def test_stores_live_steps_compares_stored_numbers_of_steps_with_those_of_optimizers():
+    def stores(*held):
+        leaves = [SimpleNamespace(path=path, tensor=torch.tensor(value)) for path, value in held]
+        return stores_live_steps({"optimizer": optimizer}, SimpleNamespace(leaves=leaves))
+
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(3):
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+    assert not stores()
+    assert not stores(("a/weight", 3.0), ("a/step", [3.0, 3.0]), ("a/step", 2.0))
+    assert stores(("a/step", 2.0), ("b/step", 3))
+
+
+def test_rotation_reads_short_tensors_up_to_a_share_of_all_bytes_in_a_take(monkeypatch):
+    monkeypatch.setattr(samples, "WHOLE_BYTES", 100)
+    monkeypatch.setattr(samples, "SHARE", 2)
+    leaves = [guards._leaf_of(f"s/{number}", torch.zeros(10)) for number in range(10)]
+    rotation = samples.Rotation(leaves, range(10))
+    assert [len(rotation.choose_whole(leaves)) for _ in range(3)] == [7, 3, 7], "at most 100 + 400 / 2 bytes"

@@ -10,14 +10,16 @@ import torch
 from snapshot import Snapshot, StateDict
 from snapshot.distributed.exchange import Exchange, OutcomeUnknown
 from snapshot.distributed.group import SOLO
-from snapshot.errors import CommitUnknown, RankError, SnapshotExistsError, StorageError
+from snapshot.errors import CommitUnknown, CorruptSnapshotError, RankError, SnapshotExistsError, StorageError
 from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.io.storage import Limits
 from snapshot.io.url import URL
+from snapshot.manifest import document
 from snapshot.manifest.document import METADATA
 from snapshot.plugins.file.file_storage import FileStorage
 from snapshot.plugins.file.files import LocalFileWriter
+from snapshot.save import planned_take
 from snapshot.save.commit import commit_together
 from snapshot.save.take_slots import TakeSlot
 from snapshot.save.transaction import State, Transaction, claim_path, pending_saves
@@ -130,6 +132,28 @@ def test_transaction_whose_commit_response_was_lost_keeps_its_files(tmp_path):
     assert save.state is State.UNKNOWN
     assert left(tmp_path) == [claim_path(SAVE), DATA]
     assert SAVE not in pending_saves()
+
+
+def test_transaction_whose_commit_is_found_after_a_lost_response_is_settled(tmp_path, monkeypatch):
+    committed, right, settled = FileStorage.commit, FileStorage.settle, []
+
+    async def commit(self, *arguments, **options):
+        await committed(self, *arguments, **options)
+        error = StorageError("no answer")
+        error.uncertain = True
+        raise error
+
+    async def settle(self):
+        await right(self)
+        settled.append(await self.list())
+
+    monkeypatch.setattr(FileStorage, "commit", commit)
+    monkeypatch.setattr(FileStorage, "settle", settle)
+    session, save = transaction(tmp_path)
+    run(put_and_commit(session, save, DATA))
+    assert save.state is State.COMMITTED
+    assert METADATA in settled[-1]
+    run(session.close())
 
 
 def test_transaction_whose_claim_was_revoked_cannot_commit(tmp_path):
@@ -258,3 +282,13 @@ def test_slot_of_a_take_gives_the_pool_of_all_takes():
     slot = TakeSlot(SimpleNamespace(pool=lambda limit: (limits.append(limit), pool)[1]))
     assert slot.pool(5) is pool
     assert limits == [5]
+
+
+def test_take_with_shards_that_do_not_add_up_is_not_committed(tmp_path, monkeypatch):
+    monkeypatch.setattr(document, "IN_ONE", 3)
+    right = planned_take.shard_checksums
+    monkeypatch.setattr(planned_take, "shard_checksums", lambda manifest: (right(manifest)[0], b"another"))
+    state = StateDict({f"t{number}": torch.ones(2) for number in range(9)})
+    with pytest.raises(CorruptSnapshotError, match="written twice or not at all"):
+        Snapshot.take(tmp_path / "s", {"s": state})
+    assert not (tmp_path / "s").exists()

@@ -397,3 +397,15 @@ def test_overlap_knows_the_parameters_that_optimizers_step_by_their_paths():
     named = OverlapEligible({"m": ModelState(net, optimizer), "other": other})
     assert {path: id(each) for path, each in named._parameters.items()} == {"m/model/weight": id(net.weight)}
     assert not OverlapEligible({"net": net})
+
+
+def test_overlap_watches_no_local_tensor_with_gaps():
+    """The version of a `DTensor` does not count what changes a copy of its local tensor."""
+    net = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters())
+    dense, strided = torch.zeros(2, 2), torch.zeros(2, 2)
+    dense._local_tensor, strided._local_tensor = torch.zeros(2, 2), torch.zeros(2, 2).t()
+    optimizer.state[net.weight] = {"first": dense, "second": strided}
+    found = OverlapEligible({"net": net, "optim": optimizer})
+    assert list(map(id, found._changing)) == [id(strided._local_tensor)]
+    assert [*map(id, found._wrappers.values())] == [id(dense), id(strided)]

@@ -1,7 +1,9 @@
 """What others may have put into a snapshot's folder: links, pipes, devices and locks neither lead nor hold us."""
 
 import asyncio
+import errno
 import fcntl
+import mmap
 import os
 
 import pytest
@@ -112,3 +114,63 @@ def test_file_storage_file_that_vanishes_is_not_found(tmp_path, monkeypatch):
     assert use(tmp_path, lambda storage: storage.stat("file")).size == 1
     with pytest.raises(StorageNotFoundError):
         use(tmp_path, lambda storage: storage.stat("file"))
+
+
+@pytest.mark.parametrize(("done", "answers"), [(0, [22]), (4096, [4096, 22]), (4096, [4096, 0]), (5000, [5000])])
+def test_write_aligned_that_is_refused_midway_writes_nothing(tmp_path, monkeypatch, done, answers):
+    written = iter(answers)
+
+    def write(descriptor, buffers, offset):
+        answer = next(written)
+        if answer == errno.EINVAL:
+            raise OSError(errno.EINVAL, "not aligned")
+        return answer
+
+    monkeypatch.setattr(files.os, "pwritev", write)
+    with mmap.mmap(-1, 3 * 4096) as memory:
+        assert not files.write_aligned(0, 0, [memory], 3 * 4096)
+    assert next(written, None) is None
+
+
+def test_write_aligned_raises_an_error_that_is_not_about_alignment(monkeypatch):
+    def write(descriptor, buffers, offset):
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(files.os, "pwritev", write)
+    with mmap.mmap(-1, 4096) as memory, pytest.raises(OSError, match="full"):
+        files.write_aligned(0, 0, [memory], 4096)
+
+
+@pytest.mark.parametrize("count", [0, 1, files.SHORT, files.SHORT + 1])
+def test_list_short_folder_never_lists_a_part(tmp_path, count):
+    (tmp_path / "many").mkdir()
+    for number in range(count):
+        os.mknod(tmp_path / "many" / str(number))
+    found = files.list_short_folder(str(tmp_path / "many"))
+    if count > files.SHORT:
+        assert found is None
+    else:
+        assert sorted(found) == sorted(map(str, range(count)))
+
+
+def test_list_short_folder_of_no_folder_and_of_a_file(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    assert sorted(files.list_short_folder(str(tmp_path))) == ["file", "folder/"]
+    assert files.list_short_folder(str(tmp_path / "none")) == []
+    assert files.list_short_folder(str(tmp_path / "file")) is None
+
+
+def test_deletion_may_not_be_synced_above_the_root_but_must_be_below(tmp_path, monkeypatch):
+    root = tmp_path / "root"
+    (root / "kept").mkdir(parents=True)
+    (root / "kept" / "file").touch()
+
+    def refuse(folder):
+        raise PermissionError(errno.EACCES, "unreadable", folder)
+
+    monkeypatch.setattr(files, "sync_folder", refuse)
+    synced = files.Folders(str(root), durable=True)
+    synced.sync_removed({str(tmp_path / "gone")})  # the nearest existing folder is above the root
+    with pytest.raises(PermissionError):
+        synced.sync_removed({str(root / "kept" / "gone")})

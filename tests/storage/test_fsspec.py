@@ -589,6 +589,17 @@ def test_close_of_an_archive_and_of_ssh_closes_what_they_hold(monkeypatch):
     ]  # fmt: skip
 
 
+def test_disconnect_closes_each_file_system_of_a_chain(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("name", b"content")
+    links = client.parse_chain(f"zip://::file://{tmp_path}/a.zip", {}, RetryPolicy())
+    chain = client.connect(links, client.chain_traits(links))
+    assert chain.outer.cat_file("name") == b"content"
+    client.disconnect(chain)
+    with pytest.raises(ValueError, match="closed"):
+        chain.outer.cat_file("name")
+
+
 # Threads that call a file system
 
 
@@ -647,6 +658,33 @@ def test_lane_is_retired_by_a_call_that_is_cancelled_while_it_runs():
         over.set()
 
     on_lane(work, threads=1)
+
+
+def test_lane_restarts_the_clocks_of_a_starting_call_but_not_of_running_ones():
+    class Clock:
+        started = 0
+
+        def progress(self):
+            self.started += 1
+
+    begun, over, errors = threading.Event(), threading.Event(), []
+    first, second = Clock(), Clock()
+
+    def hang(_):
+        begun.set()
+        over.wait(60)
+
+    async def work(lane):
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+        running = asyncio.ensure_future(lane.call(hang, first))
+        await asyncio.to_thread(begun.wait, 60)
+        await lane.call(lambda _: 1)
+        await lane.call(lambda _: 1, second)
+        over.set()
+        await running
+
+    on_lane(work)
+    assert (first.started, second.started, errors) == (1, 1, [])
 
 
 # Files in short chunks

@@ -1,6 +1,7 @@
 """The upload of one step to the far root, by one or two hosts: what is sent, committed, withdrawn and deleted."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,9 +18,12 @@ from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.io.storage import ANYTHING
 from snapshot.io.url import URL
+from snapshot.manager.steps import TakePlace
+from snapshot.manager.tiered_steps import TieredSteps
 from snapshot.manifest.document import METADATA, FileEntry, PackedFile
 from snapshot.save.transaction import claim_path
 from snapshot.tiers import far_upload as module
+from snapshot.tiers import tier_set
 from snapshot.tiers.control import Host, Registration, StepStatus
 from snapshot.tiers.facts import path_of, read_facts, tombstone
 from snapshot.tiers.far_upload import (
@@ -556,3 +560,29 @@ def test_far_manifest_names_no_file_of_another_step(house):
     files = json.loads((house.far / "step-20" / METADATA).read_bytes().splitlines()[0])
     assert '"origin"' not in json.dumps(files)
     assert Snapshot(house.far / "step-20").verify().ok
+
+
+@pytest.mark.parametrize(("patience", "waits"), [(60, True), (0, False)])
+def test_wait_far_gives_other_ranks_of_the_host_time_to_store_the_manifest(monkeypatch, patience, waits):
+    asked = []
+
+    def state_of(status, step, save_id, *, wait, patience):
+        asked.append(wait)
+
+    tiers = SimpleNamespace(link=SimpleNamespace(ask=lambda *_: None), _far_state=state_of, patience=1.0)
+    monkeypatch.setattr(tier_set, "APPEARS", patience)
+    tier_set.TierSet.wait_far(tiers, 10, "save id", None)
+    assert asked == [waits]
+
+
+def test_step_that_is_written_directly_does_not_replace_one_that_cannot_be_looked_at(tmp_path):
+    class Root:
+        def step_url(self, step):
+            return URL.parse(str(tmp_path / f"step-{step}"))
+
+        async def folders(self):
+            raise StorageError("the far root does not answer")
+
+    steps = SimpleNamespace(root=Root(), options=SimpleNamespace(far="far", options={}), _patience=1.0)
+    place = TieredSteps.place_of(steps, 3, "no space", "take")
+    assert place == TakePlace(f"file://{tmp_path}/step-3", {}, near=False, replaces=False)

@@ -91,6 +91,13 @@ def test_metrics_count_operations_bytes_and_seconds(tmp_path, metrics):
     assert held.lost > 0
 
 
+def test_metrics_newest_commit_is_as_old_as_its_take():
+    metrics = Metrics()
+    for verb, seconds in [("take", 1000.0), ("publish", 5.0)]:
+        metrics(Event("committed", verb, "", {"seconds": seconds}))
+    assert 1000 <= metrics.read().gauges(time.time())["newest_commit_age_seconds"][0][1] < 2000
+
+
 def test_metrics_gauges_follow_the_time():
     readings = Readings(1, 1000.0, {}, [], 25.0, 1050.0)
     gauges = {name: rows[0][1] for name, rows in readings.gauges(1100.0).items()}

@@ -233,6 +233,14 @@ def test_uploader_pauses_longer_after_each_failure(tmp_path, folder, uploader):
     assert uploader.status().error == ""
 
 
+@pytest.mark.parametrize("other", [{}, {"rate": 1e6}, {"compression": "zstd"}])
+def test_uploader_opens_the_far_root_again_for_a_trainer_with_other_options(tmp_path, folder, uploader, other):
+    uploader.handle(Request("register", registration(tmp_path)))
+    assert not uploader._open.reset
+    uploader.handle(Request("register", registration(tmp_path, **other)))
+    assert uploader._open.reset == bool(other)
+
+
 def test_uploader_survives_an_unexpected_error_of_a_turn(tmp_path, folder, uploader, monkeypatch):
     take(folder, 10)
     uploader.handle(Request("register", registration(tmp_path)))

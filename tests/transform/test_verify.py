@@ -268,3 +268,10 @@ def test_verify_resume_starts_again_if_the_storage_has_no_file_versions(taken, t
     with recording("faulty"):
         report = Snapshot(f"faulty+file://{taken.path}").verify(resume=notes)
     assert (len(report.faults), report.bytes_before) == (1, 0)
+
+
+def test_stretches_are_cut_by_the_bytes_of_ranges_and_of_checksums(monkeypatch):
+    monkeypatch.setattr(verify, "STRETCH", 10)
+    everything = verify.Stretch(sums=[("a", 0, 6), ("a", 6, 12), ("b", 100, 104), ("b", 104, 110)])
+    found = [(each.sums, each.nbytes) for each in verify.cut_stretches(everything, {("sum", "b", 100, 104)})]
+    assert found == [([("a", 0, 6), ("a", 6, 12)], 12), ([("b", 104, 110)], 6)]
