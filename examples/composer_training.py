@@ -15,7 +15,7 @@ from composer.utils import dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from snapshot.interop.composer import SnapshotSaver
+from snapshot_trainers.composer import SnapshotSaver
 
 
 class Model(ComposerModel):

@@ -14,7 +14,7 @@ import deepspeed
 import torch
 from torch import nn
 
-from snapshot.interop.deepspeed import SnapshotCheckpointEngine
+from snapshot_deepspeed.adapter import SnapshotCheckpointEngine
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 8,

@@ -14,7 +14,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
-from snapshot.interop.transformers import SnapshotTrainerMixin
+from snapshot_trainers.transformers import SnapshotTrainerMixin
 
 
 class SnapshotTrainer(SnapshotTrainerMixin, Trainer):

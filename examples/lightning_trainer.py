@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
-from snapshot.interop.lightning import SnapshotCallback, SnapshotCheckpointIO
+from snapshot_trainers.lightning import SnapshotCallback, SnapshotCheckpointIO
 
 
 class RandomBatches(torch.utils.data.Dataset):

@@ -15,7 +15,7 @@ from ray.train.torch import TorchTrainer, prepare_model
 from torch import nn
 
 from snapshot import ModelState, StateDict, TakeOptions
-from snapshot.interop.ray import open_checkpoint, report, restore
+from snapshot_trainers.ray import open_checkpoint, report, restore
 
 GLOBAL_BATCH = 8
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torchft import Manager, Optimizer, ProcessGroupGloo
 
-from snapshot.interop.torchft import SnapshotTransport
+from snapshot_trainers.torchft import SnapshotTransport
 
 
 def main(replica: int, steps: int = 1000, address: str | None = None) -> None:

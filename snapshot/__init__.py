@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from snapshot.manager.takes import Near, Tolerate
     from snapshot.maps.tensor_map import TensorMap
     from snapshot.progress import Progress
-    from snapshot.publish.publisher import PendingPublish, Published, Publisher
-    from snapshot.publish.subscriber import Subscriber
+    from snapshot_publish.publisher import PendingPublish, Published, Publisher
+    from snapshot_publish.subscriber import Subscriber
     from snapshot.reports import ConvertReport, CopyReport, Diff, RestoreReport, TakeReport, VerifyReport
     from snapshot.save.take_request import TakeOptions
     from snapshot.saved import SavedObject
@@ -145,8 +145,8 @@ _MODULES = {
     ),
     "snapshot.maps.tensor_map": ("TensorMap",),
     "snapshot.progress": ("Progress",),
-    "snapshot.publish.publisher": ("PendingPublish", "Published", "Publisher"),
-    "snapshot.publish.subscriber": ("Subscriber",),
+    "snapshot_publish.publisher": ("PendingPublish", "Published", "Publisher"),
+    "snapshot_publish.subscriber": ("Subscriber",),
     "snapshot.save.take_request": ("TakeOptions",),
     "snapshot.saved": ("SavedObject",),
     "snapshot.snapshot": ("PendingSnapshot", "Snapshot"),

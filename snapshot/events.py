@@ -13,12 +13,13 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from typing import Any, NamedTuple
 
 import msgspec
 
+from snapshot import extensions
 from snapshot.io.system import PerProcess
+from snapshot.text import is_own
 
 # Events: one log line per operation, and handlers that are called with each event.
 
@@ -67,13 +68,13 @@ class Event:
 
 
 Handler = Callable[[Event], None]
-GROUP = "snapshot.events"
+GROUP: extensions.Group = "snapshot.events"
 """The entry-point group for handlers of installed packages: `name = "package.module:function"`.
 
 They are loaded with the first event of a process.
 """
 _handlers: list[Handler] = []
-_points = list(entry_points(group=GROUP))
+_points = extensions.points(GROUP)
 """Entry points are listed at once, which takes 20 ms, but loaded later, since they import this library."""
 _brought: list[Handler] = []
 _loading = PerProcess(threading.RLock)
@@ -127,7 +128,7 @@ def _installed() -> list[Handler]:
 def warn(message: str) -> None:
     """Warn with the location of the caller's code."""
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "snapshot":
+    while frame.f_back is not None and is_own(frame.f_globals.get("__name__", "")):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
 

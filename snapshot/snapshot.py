@@ -20,7 +20,7 @@ from snapshot.loading.mapping import map_checkpoint
 from snapshot.loading.open import KnownManifest, checkpoint_exists, open_restore
 from snapshot.loading.read_object import read_object, read_state_dict
 from snapshot.loading.restore import Restore
-from snapshot.loading.statistics import read_statistics
+from snapshot_health.stored_statistics import read_statistics
 from snapshot.manifest.document import SnapshotMetadata, copy_manifest
 from snapshot.manifest.values import Entry
 from snapshot.options import moved_names
@@ -29,7 +29,7 @@ from snapshot.plan.layout import SavePlan
 from snapshot.plan.names import Rename
 from snapshot.progress import ProgressArgument
 from snapshot.reports import ConvertReport, CopyReport, Diff, RestoreReport, TakeReport, VerifyReport
-from snapshot.save.guards import Guards
+from snapshot_health.guards import Guards
 from snapshot.save.step_barrier import wait_for_copies
 from snapshot.save.take import AppState, StartedTake, plan_take, run_take, shown_once, start_take
 from snapshot.save.take_request import (
@@ -42,11 +42,11 @@ from snapshot.save.take_request import (
     WhenBusy,
     Worker,
 )
-from snapshot.signing.keys import Key, load_signer
-from snapshot.signing.seal import seal_with
+from snapshot_signing.keys import Key, load_signer
+from snapshot_signing.seal import seal_with
 from snapshot.state.leaves import Prepare
 from snapshot.state.stateful import check_app_state
-from snapshot.tensors.statistics import TensorStatistics
+from snapshot_health.statistics import TensorStatistics
 
 if TYPE_CHECKING:
     import torch
@@ -562,7 +562,7 @@ class Snapshot:
                 if base is not None:
                     opened, _ = run(attach_base(opened, base))
                 if getattr(options.map, "dequantise", None) is not None:
-                    from snapshot.loading.dequantising import dequantise_checkpoint  # few maps need it
+                    from snapshot_quantised.dequantising import dequantise_checkpoint  # few maps need it
 
                     opened = dequantise_checkpoint(opened, options.map)
                 seconds = op.seconds - began
@@ -889,7 +889,7 @@ class Snapshot:
 
         The manifest is deleted first, so an interrupted deletion leaves no partial snapshot.
         """
-        from snapshot.tiers.facts import delete_checkpoint
+        from snapshot_tiers.facts import delete_checkpoint
 
         self._use(delete_checkpoint)
         self._manifest.forget()

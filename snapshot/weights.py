@@ -155,7 +155,7 @@ def merge(
     >>> snapshot.load("memory://docs/soup")
     {'weight': tensor([1.5000, 1.5000, 1.5000])}
     """
-    from snapshot.transform.merge import Mix, merge_checkpoints
+    from snapshot_merge.merge import Mix, merge_checkpoints
     from snapshot.transform.target import Selection, Target  # training jobs do not pay for these imports
 
     paths = [] if isinstance(sources, (str, os.PathLike)) or not isinstance(sources, Iterable) else list(sources)
@@ -214,7 +214,7 @@ def merge_lora(
         UnsupportedFormatError: The format cannot hold a tensor, or the adapter is of a kind that cannot be merged;
             nothing was written.
     """
-    from snapshot.transform.lora import add_adapter
+    from snapshot_merge.lora import add_adapter
     from snapshot.transform.target import Selection, Target  # training jobs do not pay for these imports
 
     model, made = Snapshot.of(base), Target.of(target)

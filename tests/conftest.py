@@ -69,10 +69,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 FIRST = (
     "distributed/test_silent_ranks.py",
-    "storage/test_s3_faults.py",
+    "plugins/snapshot_objectstore/test_s3_faults.py",
     "interop/",
     "device/",
-    "storage/test_s3.py",
+    "plugins/snapshot_objectstore/test_s3.py",
     "faults/",
     "distributed/",
     "test_examples.py",

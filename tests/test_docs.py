@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import snapshot
-from snapshot.bench.results import draw_case
+from snapshot_bench.results import draw_case
 from tests.helpers.links import broken_links
 from tests.helpers.servers import S3
 

@@ -2,7 +2,7 @@
 
 Each verb is a module with `DESCRIPTION`, `EXAMPLES`, `add(parser)` for its arguments, and `run(arguments)`. That makes
 values of the flags, calls the library once, prints the result with `emit`, and returns the exit status. A verb is added
-by one line in `VERBS`. Only the module of the verb that runs is imported: most verbs need torch, and the command's help
+by one line: in `arguments.py`, or, in a plugin, an entry point. Only the module of the verb that runs is imported: most verbs need torch, and the command's help
 and version do not.
 """
 
@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from snapshot.cli.arguments import VERBS, Run, add_verb
+from snapshot.cli.arguments import Run, add_verb, list_verbs
 from snapshot.cli.screen import ExitStatus, complain, printable
 from snapshot.errors import SnapshotError
 from snapshot.io.system import unwind_on_signals
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from snapshot.events import Event
 
 
-def parser(described: Collection[str] = VERBS) -> argparse.ArgumentParser:
-    """Return the command's parser. Arguments of verbs that are not in `described` are left out."""
+def parser(described: Collection[str] | None = None) -> argparse.ArgumentParser:
+    """Return the command's parser. Arguments of verbs that are not in `described` are left out; None has all."""
     made = argparse.ArgumentParser(
         prog="snapshot",
         description="Exact, verified, fast checkpoints of PyTorch applications.",
@@ -41,11 +41,11 @@ def parser(described: Collection[str] = VERBS) -> argparse.ArgumentParser:
     )
     made.add_argument("--version", action="store_true", help="print the library's version")
     verbs = made.add_subparsers(metavar="VERB")
-    for name, short in VERBS.items():
-        if name in described:
+    for name, verb in list_verbs().items():
+        if described is None or name in described:
             add_verb(verbs, name)
         else:
-            verbs.add_parser(name, help=short)
+            verbs.add_parser(name, help=verb.summary)
     return made
 
 

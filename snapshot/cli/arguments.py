@@ -4,47 +4,64 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import re
 import shutil
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from importlib import import_module
 from typing import Any
 
+from snapshot import extensions
+from snapshot.cli.verb import Verb
+from snapshot.errors import SnapshotError
 from snapshot.io.url import VARIABLE, options_from_environment, read_options
 from snapshot.text import parse_duration
 
-VERBS = {
+_BUILT_IN = {
     "ls": "list the contents of a snapshot, or the snapshots in a folder",
     "show": "show one object: its description, statistics and some of its values",
     "verify": "read every byte of a snapshot, and compare it with its digest",
-    "sign": "sign a snapshot, or create a key for that",
     "diff": "show the differences between two snapshots",
     "cp": "copy a snapshot from one storage to another",
     "convert": "write a checkpoint in another format: snapshot, safetensors, torch, dcp",
-    "merge": "average checkpoints, or add them with weights",
-    "report": "draw a snapshot as an HTML page",
-    "ui": "show the steps of a run in a browser: metrics, differences, health of tensors",
-    "bisect": "find the first step of a run with a bad state, such as NaN",
     "rm": "remove a snapshot, and leftovers of interrupted takes",
     "prune": "remove the steps of a folder that a policy does not keep",
-    "upload": "upload near steps of a run, as its trainer's uploader does",
-    "attempts": "show the attempts of a run with near folders, and choose one after a fork",
-    "publish": "publish a checkpoint as the next version of weights for inference engines",
-    "pull": "bring a published version of weights into a local folder",
-    "bench": "measure saving and restoring, compared with raw I/O and other libraries",
     "doctor": "test which operations work at a URL, how fast, and what would help",
     "completion": "print a script that completes the command's words in a shell",
 }
 
+GROUP: extensions.Group = "snapshot.verbs"
+"""The entry-point group for verbs of plugins: `name = "package.verbs:VERB"`, which is a `Verb`."""
 Run = Callable[[argparse.Namespace], int]
+
+
+@cache
+def list_verbs() -> dict[str, Verb]:
+    """Return all verbs, the built-in ones first. Only the declarations of plugins are imported.
+
+    A declaration of another package that cannot be loaded is logged and left out.
+    """
+    found = {name: Verb(summary, f"snapshot.cli.{name}") for name, summary in _BUILT_IN.items()}
+    for point in extensions.points(GROUP):
+        try:
+            made = extensions.load(point, f"snapshot {point.name}")
+            if not isinstance(made, Verb):
+                raise SnapshotError(f"snapshot {point.name}: {point.value} must be a Verb, got {type(made).__name__}")
+        except SnapshotError as error:
+            logging.getLogger("snapshot").warning("%s", error)
+            continue
+        found.setdefault(point.name, made)
+    return found
 
 
 def add_verb(verbs: Any, name: str) -> None:
     """Add a verb, as its module describes it. Its help ends with the module's examples."""
-    module = import_module(f"snapshot.cli.{name}")
+    verb = list_verbs()[name]
+    module = import_module(verb.module)
     widest = max(len(command) for command, _ in module.EXAMPLES)
     beside = widest < 50
     lines = [
@@ -53,7 +70,7 @@ def add_verb(verbs: Any, name: str) -> None:
     ]
     parser = verbs.add_parser(
         name,
-        help=VERBS[name],
+        help=verb.summary,
         description=_filled(module.DESCRIPTION),
         epilog="\n".join(["examples:", *lines]),
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from snapshot.bench.rounds import file_system, without_new_folders
+from snapshot_bench.rounds import file_system, without_new_folders
 from snapshot.cli.arguments import add_json, add_storage, count, environment, options_of, size
 from snapshot.cli.screen import Column, ExitStatus, ScreenTable, emit, paint, printable, say
 from snapshot.errors import SnapshotError, StorageConflictError, StorageNotFoundError

@@ -22,7 +22,7 @@ from snapshot.manifest.document import METADATA
 from snapshot.save import transaction
 from snapshot.snapshot import Snapshot
 from snapshot.text import counted, size_text
-from snapshot.tiers.near_steps import PINNED
+from snapshot_tiers.near_steps import PINNED
 
 DATA = (".safetensors", ".bin", ".stats")
 """Suffixes of data files."""

@@ -90,7 +90,7 @@ Decompressor = Callable[[bytes], bytes]
 
 
 def _make_blosc(path: str) -> Decompressor:
-    from snapshot.formats.blosc import Blosc  # few files need it
+    from snapshot_orbax.blosc import Blosc  # few files need it
 
     return Blosc(path)
 

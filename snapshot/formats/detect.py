@@ -6,18 +6,12 @@ import errno
 from collections.abc import Callable, Sequence
 
 from snapshot.errors import StorageError, StorageNotFoundError
-from snapshot.formats import (
-    dcp,
-    deepspeed,
-    deepspeed_universal,
-    gguf,
-    hugging_face,
-    megatron_legacy,
-    orbax,
-    rank_files,
-    torch_checkpointing,
-    torch_save,
-)
+from snapshot.formats import dcp, hugging_face, rank_files, torch_save
+from snapshot_deepspeed import checkpoint as deepspeed, universal as deepspeed_universal
+from snapshot_gguf import reader as gguf
+from snapshot_megatron import legacy as megatron_legacy
+from snapshot_orbax import checkpoint as orbax
+from snapshot_torch_checkpointing import checkpoint as torch_checkpointing
 from snapshot.formats.dcp import NOTICE
 from snapshot.formats.foreign import HEAD, ForeignDocument, ForeignStorage, is_absence, is_part, refuse_file
 from snapshot.formats.zip_archive import SIGNATURE

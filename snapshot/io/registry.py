@@ -6,36 +6,24 @@ import asyncio
 import difflib
 import importlib
 from collections.abc import Awaitable, Callable, Hashable, Mapping
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint
 from typing import Any
 
-from snapshot.errors import MissingExtraError, SnapshotError, StorageError
+from snapshot import extensions
+from snapshot.errors import StorageError
 from snapshot.events import log
 from snapshot.io.storage import Context, Storage
 from snapshot.io.url import URL, expect_mapping
 
-# Storage plugins by URL scheme: a table of built-in plugins, and an entry point for others.
-
-GROUP = "snapshot.storage"
-"""The entry-point group for plugins of other packages: `scheme = "package.module:Class"`."""
+# Storage plugins by URL scheme: those of every installation, and entry points for others.
 
 _BUILT_IN = {
-    "file": ("snapshot.plugins.file.file_storage:FileStorage", None),
-    "near": ("snapshot.plugins.near:NearStorage", None),
-    "peer": ("snapshot.plugins.near:PeerStorage", None),
-    "memory": ("snapshot.plugins.memory:MemoryStorage", None),
-    "s3": ("snapshot.plugins.objectstore.s3:S3Storage", "s3"),
-    "gs": ("snapshot.plugins.objectstore.gcs:GcsStorage", "gcs"),
-    "gcs": ("snapshot.plugins.objectstore.gcs:GcsStorage", "gcs"),
-    "az": ("snapshot.plugins.objectstore.azure:AzureStorage", "azure"),
-    "abfs": ("snapshot.plugins.objectstore.azure:AzureStorage", "azure"),
-    "abfss": ("snapshot.plugins.objectstore.azure:AzureStorage", "azure"),
-    "http": ("snapshot.plugins.web:HttpStorage", "http"),
-    "https": ("snapshot.plugins.web:HttpStorage", "http"),
-    "fsspec+": ("snapshot.plugins.fsspec.fsspec_storage:FsspecStorage", None),
+    "file": "snapshot.storages.file.file_storage:FileStorage",
+    "memory": "snapshot.storages.memory:MemoryStorage",
 }
-"""Scheme -> (class, the extra that provides its dependencies, or None if every installation has them)."""
 
+FSSPEC = "fsspec+"
+"""The plugin that is asked whether it knows any other scheme."""
 _registered: dict[str, type[Storage]] = {}
 
 
@@ -60,7 +48,7 @@ def unregister(scheme: str) -> None:
 
 def schemes() -> list[str]:
     """Return every scheme with a plugin, except those of fsspec."""
-    every = {*_BUILT_IN, *_registered, *(point.name for point in entry_points(group=GROUP))}
+    every = {*_BUILT_IN, *_registered, *extensions.names("snapshot.storages")}
     return sorted(scheme for scheme in every if not scheme.endswith("+"))
 
 
@@ -72,7 +60,7 @@ def open_storage(url: URL, options: Mapping[str, Any] | None = None, context: Co
 def plugin_for(url: URL) -> type[Storage]:
     """Return the plugin class for a URL: registered, built-in, from an entry point, or fsspec's.
 
-    Entry points are searched last, since that reads the metadata of every installed package.
+    Entry points of other packages are searched last, since that reads the metadata of every installed package.
     """
     outermost, plus, _ = url.scheme.partition("+")
     for scheme in (url.scheme, outermost + plus):
@@ -80,19 +68,14 @@ def plugin_for(url: URL) -> type[Storage]:
             return plugin
     for scheme in (url.scheme, outermost + plus):
         if scheme in _BUILT_IN:
-            return _built_in(scheme, url)
-    for point in entry_points(group=GROUP, name=url.scheme):
-        try:
-            loaded = point.load()
-        except ImportError as error:
-            raise MissingExtraError(f"{url}: cannot import the plugin {point.value}: {error}") from error
-        except AttributeError as error:
-            raise StorageError(f"{url}: the entry point {point.name} = {point.value}: {error}") from error
-        if not (isinstance(loaded, type) and issubclass(loaded, Storage)):
-            raise StorageError(f"{url}: the entry point {point.name} = {point.value} must name a subclass of Storage")
-        return loaded
-    if (found := _by_fsspec(url)) is not None:
-        return found
+            module, _, name = _BUILT_IN[scheme].partition(":")
+            found: type[Storage] = getattr(importlib.import_module(module), name)
+            return found
+        if (point := extensions.find("snapshot.storages", scheme)) is not None:
+            return _load(point, url)
+    point = extensions.find("snapshot.storages", FSSPEC)
+    if point is not None and (plugin := _load(point, url)).knows_scheme(url.scheme):
+        return plugin
     near = difflib.get_close_matches(url.scheme, schemes(), n=1, cutoff=0.5)  # such as s4 for s3
     hint = f"; did you mean {near[0]}://?" if near else ""
     raise StorageError(
@@ -100,26 +83,11 @@ def plugin_for(url: URL) -> type[Storage]:
     )
 
 
-def _built_in(scheme: str, url: URL) -> type[Storage]:
-    target, extra = _BUILT_IN[scheme]
-    module, _, name = target.partition(":")
-    try:
-        found: type[Storage] = getattr(importlib.import_module(module), name)
-    except OSError as error:
-        raise SnapshotError(f"{url}: cannot load its storage plugin: {error}") from error
-    except ImportError as error:
-        if extra is None:
-            raise
-        raise MissingExtraError(
-            f"{url}: {error}; install the extra '{extra}', which has what {url.scheme}:// needs"
-        ) from error
-    return found
-
-
-def _by_fsspec(url: URL) -> type[Storage] | None:
-    """Return fsspec's plugin if fsspec knows the scheme. fsspec is imported only now."""
-    knows_scheme = importlib.import_module("snapshot.plugins.fsspec.fsspec_storage").knows_scheme
-    return _built_in("fsspec+", url) if knows_scheme(url.scheme) else None
+def _load(point: EntryPoint, url: URL) -> type[Storage]:
+    loaded = extensions.load(point, url)
+    if not (isinstance(loaded, type) and issubclass(loaded, Storage)):
+        raise StorageError(f"{url}: the entry point {point.name} = {point.value} must name a subclass of Storage")
+    return loaded
 
 
 # A cache of storage clients: connecting and finding credentials costs more than a small take.

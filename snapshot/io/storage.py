@@ -247,6 +247,11 @@ class Storage(ABC):
         self.options = dict(options)
         self.context = context
 
+    @staticmethod
+    def knows_scheme(scheme: str) -> bool:
+        """Return True if this class opens URLs of any scheme, and of this one. Only the plugin `fsspec+` is asked."""
+        return False
+
     @abstractmethod
     async def create(self, path: str, size: int) -> FileWriter:
         """Create a file of exactly `size` bytes. It may be visible before `finish`."""

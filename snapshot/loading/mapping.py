@@ -69,7 +69,7 @@ def map_checkpoint(opened: Opened, tensor_map: TensorMap | None) -> Opened:
     if tensor_map is None:
         return opened
     if isinstance(tensor_map, TensorMap) and tensor_map.dequantise is not None:
-        from snapshot.loading.dequantising import dequantise_checkpoint  # few maps need it
+        from snapshot_quantised.dequantising import dequantise_checkpoint  # few maps need it
 
         opened = dequantise_checkpoint(opened, tensor_map)
     document = opened.document

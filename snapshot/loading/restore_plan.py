@@ -372,7 +372,7 @@ def reshard_states(
         if not isinstance(stateful, Reshardable):
             raise RestoreError(
                 f"{opened.url}: {key}: is the state of a data loader on each of {saved} ranks, and now there are "
-                f"{now}; save it with snapshot.interop.torchdata.LoaderState, or give it a method "
+                f"{now}; save it with snapshot_trainers.torchdata.LoaderState, or give it a method "
                 "reshard_state_dict(states, rank, world), or exclude it from the restore",
                 [key],
             )

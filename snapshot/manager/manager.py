@@ -45,14 +45,14 @@ from snapshot.manager.takes import (
     failed_take,
     save_after,
 )
-from snapshot.manager.tiered_steps import TieredSteps
+from snapshot_tiers.tiered_steps import TieredSteps
 from snapshot.manifest.document import ManifestHead
 from snapshot.options import moved_names
 from snapshot.reports import RestoreReport, TakeReport
-from snapshot.save.guards import suspicions
+from snapshot_health.guards import suspicions
 from snapshot.save.take import AppState
 from snapshot.save.take_request import TAKE_OPTIONS, TakeOptions
-from snapshot.signing.keys import Key
+from snapshot_signing.keys import Key
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.text import Duration
 

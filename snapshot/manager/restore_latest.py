@@ -28,12 +28,12 @@ from snapshot.manager.takes import expect_options
 from snapshot.manifest.document import Document, SnapshotMetadata
 from snapshot.reports import RestoreReport
 from snapshot.save.take import AppState
-from snapshot.signing.keys import Key
-from snapshot.signing.seal import seal_with
+from snapshot_signing.keys import Key
+from snapshot_signing.seal import seal_with
 from snapshot.snapshot import Snapshot
-from snapshot.tiers.join import Begun, Keepers
-from snapshot.tiers.near_steps import HostView
-from snapshot.tiers.peers import Place
+from snapshot_tiers.join import Begun, Keepers
+from snapshot_tiers.near_steps import HostView
+from snapshot_tiers.peers import Place
 
 DAMAGE = (CorruptSnapshotError, SnapshotNotFoundError, StorageNotFoundError, UnknownFormatError)
 """Errors that mean that a snapshot is damaged. (One that is removed during a read loses its files.)"""

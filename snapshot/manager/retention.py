@@ -23,8 +23,8 @@ from snapshot.manager.root import UNREADABLE as CANNOT_READ
 from snapshot.manager.root import Root, StepFolders, taken_of
 from snapshot.manifest.document import ManifestHead, NotOurs
 from snapshot.save import transaction
-from snapshot.tiers.facts import bury
-from snapshot.tiers.timeline import Standing, origin_of
+from snapshot_tiers.facts import bury
+from snapshot.runs.timeline import Standing, origin_of
 
 Inspect = Callable[[Mapping[int, FileStat], Mapping[int, ManifestHead | SnapshotError]], None]
 PINNED, BUSY, IN_USE = "pinned", "a take may be running there", "in use"

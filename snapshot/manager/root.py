@@ -37,10 +37,10 @@ from snapshot.manifest.document import (
     decode_head_of_ends,
 )
 from snapshot.save import transaction
-from snapshot.save.guards import suspicions
-from snapshot.tiers.facts import read_facts
-from snapshot.tiers.near_steps import PINNED, STEP
-from snapshot.tiers.timeline import Line, origin_of
+from snapshot_health.guards import suspicions
+from snapshot_tiers.facts import read_facts
+from snapshot_tiers.near_steps import PINNED, STEP
+from snapshot.runs.timeline import Line, origin_of
 
 T = TypeVar("T")
 Item = TypeVar("Item")

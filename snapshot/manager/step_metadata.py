@@ -20,7 +20,7 @@ from snapshot.manifest.document import ManifestHead
 from snapshot.reports import RestoreReport
 from snapshot.snapshot import Snapshot
 from snapshot.text import with_article
-from snapshot.tiers.timeline import KEY
+from snapshot.runs.timeline import KEY
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -25,8 +25,8 @@ from snapshot.progress import Meter
 from snapshot.save.compression import expect_compression
 from snapshot.save.take import AppState
 from snapshot.snapshot import PendingSnapshot, Snapshot
-from snapshot.tiers.control import Upload
-from snapshot.tiers.join import TierOptions
+from snapshot_tiers.control import Upload
+from snapshot_tiers.join import TierOptions
 
 
 def checked_root(root: Any) -> str:

@@ -41,7 +41,7 @@ from snapshot.tensors.digest import SIZE, count_blocks, digest_range
 from snapshot.tensors.geometry import Box, boxes_overlap, intersect, is_inside
 from snapshot.tensors.memory import ITEMSIZE
 from snapshot.tensors.split_zstd import CODEC, MOST_TIMES, RECORD, longest_table
-from snapshot.tensors.statistics import SUFFIX as STATISTICS
+from snapshot_health.statistics import SUFFIX as STATISTICS
 from snapshot.text import counted, listed
 
 # Merging of the ranks' parts into one manifest.

@@ -33,7 +33,7 @@ from snapshot.manifest.document import METADATA, PartEntry, encode
 from snapshot.manifest.parts import ManifestPart, decode_part, encode_own_part
 from snapshot.plan.consensus import add_sums
 from snapshot.save.describe import RankManifest, build_document
-from snapshot.save.guards import Finding, SampledReplicas
+from snapshot_health.guards import Finding, SampledReplicas
 from snapshot.save.rank_share import FEW
 from snapshot.save.take_request import TakeSigner
 from snapshot.save.transaction import Transaction, clean_after_commit

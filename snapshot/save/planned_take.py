@@ -39,7 +39,7 @@ from snapshot.save.commit import (
 )
 from snapshot.save.compression import Packing, layout_of_leaves, longest_file, note_speed
 from snapshot.save.describe import RankManifest, build_entries, describe_alone, encode_for_leader, shard_checksums
-from snapshot.save.guards import GuardedTake
+from snapshot_health.guards import GuardedTake
 from snapshot.save.rank_share import RankShare
 from snapshot.save.reuse import Unchanged, remember_unchanged
 from snapshot.save.staging import PartSource
@@ -47,7 +47,7 @@ from snapshot.save.take_request import TakeSigner, encode_metadata
 from snapshot.save.transaction import State, Transaction
 from snapshot.save.writer import Writer, WrittenFile, write_small
 from snapshot.tensors.digest import SIZE, FileTree, Root, count_blocks, digest_range, root_of, tree_of
-from snapshot.tensors.statistics import SUFFIX, ByPath, encode_statistics
+from snapshot_health.statistics import SUFFIX, ByPath, encode_statistics
 
 Verify = Callable[[Session, RankManifest], Coroutine[Any, Any, None]]
 """Reads the written bytes back, and raises if they differ."""

@@ -29,7 +29,7 @@ from snapshot.manifest.plain_tree import PLAIN_TREE
 from snapshot.manifest.values import Scalar
 from snapshot.plan import consensus
 from snapshot.plan.names import matcher
-from snapshot.save.parameter_roles import optimizers_of
+from snapshot_health.parameter_roles import optimizers_of
 from snapshot.state.flatten import Flattened
 from snapshot.state.foreign_parts import find_marked_names, is_split
 from snapshot.state.leaves import Leaf

@@ -22,7 +22,7 @@ from snapshot.plan.layout import SavePlan
 from snapshot.plan.names import matcher
 from snapshot.progress import ProgressArgument
 from snapshot.save.compression import expect_compression
-from snapshot.save.guards import Guards, expect_guards
+from snapshot_health.guards import Guards, expect_guards
 from snapshot.state.leaves import Prepare
 from snapshot.tensors.digest import FileTree, Root
 

@@ -145,7 +145,7 @@ def refuse_empty(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         if hasattr(parameter, "ds_id") and not parameter.numel() and getattr(parameter, "ds_numel", True):
             raise SnapshotError(
                 f"{path}: is a parameter of DeepSpeed's ZeRO-3, which is empty between its uses; save with "
-                "snapshot.interop.deepspeed, or within deepspeed.zero.GatheredParameters"
+                "snapshot_deepspeed.adapter, or within deepspeed.zero.GatheredParameters"
             )
 
 

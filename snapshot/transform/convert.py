@@ -21,10 +21,13 @@ from snapshot.errors import (
     StorageNotFoundError,
     UnsupportedFormatError,
 )
-from snapshot.formats import dcp, deepspeed_universal, hugging_face, peft, torch_checkpointing, torch_save
+from snapshot.formats import dcp, hugging_face, torch_save
+from snapshot_deepspeed import universal as deepspeed_universal
+from snapshot_merge import peft
+from snapshot_torch_checkpointing import checkpoint as torch_checkpointing
 from snapshot.formats.dcp import archive_object, encode_metadata, flatten_state
 from snapshot.formats.foreign import find_root, narrow_root
-from snapshot.formats.gguf import NewTensor, choose_kind
+from snapshot_gguf.reader import NewTensor, choose_kind
 from snapshot.formats.torch_save import VALUE
 from snapshot.io.loop import run
 from snapshot.io.session import Session
@@ -59,7 +62,7 @@ from snapshot.transform.call import (
     select_entries,
     selected_locations,
 )
-from snapshot.transform.gguf_target import QuantisingSource, Template, lay_out, read_template
+from snapshot_gguf.target import QuantisingSource, Template, lay_out, read_template
 from snapshot.transform.sources import CheckpointSource, expect_room, reads_ranges
 from snapshot.transform.staged_files import StagedFiles
 from snapshot.transform.target import (
@@ -70,7 +73,7 @@ from snapshot.transform.target import (
     without_classes,
     write_as_snapshot,
 )
-from snapshot.transform.universal_target import LATEST, StandIns, plan_universal
+from snapshot_deepspeed.universal_target import LATEST, StandIns, plan_universal
 
 # Names of tensors in files that hold only tensors: safetensors, and the dict that `snapshot.load` returns.
 

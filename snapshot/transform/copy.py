@@ -20,7 +20,8 @@ from snapshot.errors import (
     UnsupportedFormatError,
 )
 from snapshot.events import emit
-from snapshot.formats import dcp, hugging_face, orbax, torch_save, zip_archive
+from snapshot.formats import dcp, hugging_face, torch_save, zip_archive
+from snapshot_orbax import checkpoint as orbax
 from snapshot.formats.foreign import ForeignDocument
 from snapshot.formats.hugging_face import SHARD
 from snapshot.formats.pickled_objects import INLINE
@@ -48,7 +49,7 @@ from snapshot.save.begin import TakeOpening, open_take
 from snapshot.save.commit import commit_together, expect_written, raise_fault_of_another_rank, while_all_go_on
 from snapshot.save.transaction import committed_save_id
 from snapshot.save.writer import write_small
-from snapshot.signing.keys import signature_path
+from snapshot_signing.keys import signature_path
 from snapshot.tensors.digest import digest_range
 from snapshot.transform.call import (
     expect_checksums,

@@ -43,8 +43,8 @@ from snapshot.reports import VerifyReport
 from snapshot.save.commit import while_all_go_on
 from snapshot.save.describe import RankManifest
 from snapshot.save.transaction import committed_save_id
-from snapshot.signing.keys import Signer, join_leaves, signature_path
-from snapshot.signing.seal import Recorder
+from snapshot_signing.keys import Signer, join_leaves, signature_path
+from snapshot_signing.seal import Recorder
 from snapshot.tensors.digest import BLOCK, digest_range, root_of
 from snapshot.text import counted, listed
 from snapshot.transform.call import open_sources, share_runs, tokens_of

@@ -75,7 +75,7 @@ def test_retry_logs_a_silent_server_once_for_all_requests(caplog, monkeypatch):
     import asyncio
 
     from snapshot.io.storage import URL
-    from snapshot.plugins.network import retry
+    from snapshot.io import retry
 
     monkeypatch.setattr(retry, "SILENT", 0.05)
     monkeypatch.setattr(retry, "STILL_SILENT", 1000.0)
@@ -113,7 +113,7 @@ def test_retry_does_not_log_a_server_that_answers(caplog, monkeypatch):
     import asyncio
 
     from snapshot.io.storage import URL
-    from snapshot.plugins.network import retry
+    from snapshot.io import retry
 
     monkeypatch.setattr(retry, "SILENT", 0.3)
     retry._logged.reset()

@@ -11,7 +11,7 @@ import pytest
 from snapshot.cli import doctor as doctor_speed
 from snapshot.cli import main
 from snapshot.io.registry import register, unregister
-from snapshot.plugins.memory import MemoryStorage
+from snapshot.storages.memory import MemoryStorage
 from snapshot.testing import faulty
 
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from tests.cli import pages
+from tests.plugins.snapshot_health import pages
 from tests.helpers.versions import newer_adamw
 
 

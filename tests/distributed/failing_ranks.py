@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from snapshot import Snapshot, StateDict, StorageError
-from snapshot.plugins.file.files import Folders
+from snapshot.storages.file.files import Folders
 from snapshot.testing import Fault, Log, Stall, Tap, tapped
 
 SHARED = ["s/shared"]

@@ -24,9 +24,9 @@ from snapshot import (
 )
 from snapshot.errors import StorageError
 from snapshot.loading import shared_reads
-from snapshot.plugins.file import files
-from snapshot.plugins.file.file_storage import FileStorage
-from snapshot.plugins.file.files import drop_cache, open_direct
+from snapshot.storages.file import files
+from snapshot.storages.file.file_storage import FileStorage
+from snapshot.storages.file.files import drop_cache, open_direct
 from snapshot.testing import Fault, tapped
 
 

@@ -87,7 +87,7 @@ def serve(descriptor, parent):
     import torch
 
     torch.set_num_threads(1)
-    import snapshot.plugins.file
+    import snapshot.storages.file
     import snapshot.save.planned_take
     import snapshot.testing  # noqa: F401
     from tests.faults.shared_folder import state

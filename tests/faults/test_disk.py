@@ -8,7 +8,7 @@ import torch
 
 from snapshot import Snapshot, SnapshotExistsError, StateDict
 from snapshot.manifest.document import METADATA
-from snapshot.plugins.file.file_storage import FileStorage
+from snapshot.storages.file.file_storage import FileStorage
 from snapshot.save.transaction import Transaction
 from tests.faults import failing_calls
 from tests.faults.failing_calls import AFTER, FAIL, INTERRUPTIBLE, NOTHING, PART, calls_of, fail_at, fail_everywhere

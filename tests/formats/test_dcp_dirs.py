@@ -353,7 +353,7 @@ def test_dcp_shards_of_two_ranks_restore_into_another_placement(two, tmp_path):
 
 def test_dcp_directory_of_megatron_is_read(two, tmp_path):
     pytest.importorskip("megatron")
-    from tests.interop.megatron_dirs import write_directory
+    from tests.helpers.megatron_dirs import write_directory
 
     assert ".metadata" in two.run(write_directory, str(tmp_path / "m"), timeout=300)[0]
     snapshot = Snapshot(tmp_path / "m")

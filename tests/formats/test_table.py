@@ -14,8 +14,8 @@ from torch import nn
 
 from snapshot import Snapshot, Target, load
 from snapshot.manifest.entries import TENSORS
-from tests.formats.gguf_files import file_of
-from tests.formats.megatron_legacy_folders import _write_trained
+from tests.plugins.snapshot_gguf.gguf_files import file_of
+from tests.plugins.snapshot_megatron.megatron_legacy_folders import _write_trained
 from tests.helpers.states import equal
 from tests.helpers.storage_calls import use
 

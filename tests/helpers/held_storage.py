@@ -12,7 +12,7 @@ from pathlib import Path
 from snapshot.events import emit
 from snapshot.io import registry
 from snapshot.io.storage import Capabilities, FileWriter
-from snapshot.plugins.file.file_storage import FileStorage
+from snapshot.storages.file.file_storage import FileStorage
 
 
 class HeldStorage(FileStorage):

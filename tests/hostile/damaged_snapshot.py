@@ -7,7 +7,7 @@ import torch
 
 from snapshot import Snapshot, SnapshotError, StateDict
 from snapshot.manifest.document import METADATA
-from snapshot.plugins import memory
+from snapshot.storages import memory
 
 
 class Spy(StateDict):

@@ -24,7 +24,7 @@ import torch
 from snapshot import Sharded, Snapshot, SnapshotError, StateDict
 from snapshot.manifest.document import METADATA
 from snapshot.manifest.entries import AnyEntry
-from snapshot.plugins import memory
+from snapshot.storages import memory
 from snapshot.tensors.digest import digest_range
 from tests.helpers import wrapper_tensors
 

@@ -7,7 +7,7 @@ import torch
 
 from snapshot import CorruptSnapshotError, Snapshot, SnapshotError, StateDict, UnsupportedFormatError
 from snapshot.manifest.document import METADATA, decode_document
-from snapshot.plugins import memory
+from snapshot.storages import memory
 from snapshot.tensors.digest import digest_range
 from snapshot.tensors.split_zstd import encode_table
 from tests.hostile.damaged_snapshot import flipped

@@ -126,7 +126,7 @@ def test_restore_error_after_a_disk_fault_names_what_was_written_to(tmp_path):
 def test_long_tensor_digests_are_verified_block_by_block_and_so_is_their_table(where):
     long = torch.arange(300_000, dtype=torch.int32)  # five blocks of 256 KiB
     Snapshot.take("memory://long", {"s": StateDict(x=long)}, overwrite=True)
-    from snapshot.plugins import memory
+    from snapshot.storages import memory
 
     snapshot = Snapshot("memory://long")
     entry = snapshot.get_manifest()["0/s/x"]

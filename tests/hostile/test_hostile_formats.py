@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 
 from snapshot import CorruptSnapshotError, Snapshot, SnapshotError, StateDict, UnsafeObjectError, UnsupportedFormatError
 from snapshot.tensors.geometry import Split
-from tests.formats.deepspeed_archive import write_stand_in
-from tests.formats.torch_checkpointing_metadata import write_metadata
+from tests.plugins.snapshot_deepspeed.deepspeed_archive import write_stand_in
+from tests.plugins.snapshot_torch_checkpointing.torch_checkpointing_metadata import write_metadata
 from tests.helpers.stand_in_pickles import dtensor, placement, save, tensor_mesh
 from tests.helpers.states import equal
 from tests.helpers.versions import ALONE
@@ -160,7 +160,7 @@ def test_foreign_format_flipped_bytes_are_found_or_change_nothing(tmp_path, writ
                     assert not good, f"{file}: byte {at} was flipped, and nobody noticed"
             store(file, data)
     finally:
-        from snapshot.plugins import memory
+        from snapshot.storages import memory
 
         for file in files:
             memory._tree.get().files.pop(file, None)

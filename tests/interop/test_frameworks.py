@@ -5,7 +5,7 @@ Each `on_*.py` runs in a process of its own. `tests/soak/test_frameworks.py` run
 
 import pytest
 
-from tests.interop.framework_scripts import NEEDED, run_script
+from tests.helpers.framework_scripts import NEEDED, run_script
 
 pytestmark = pytest.mark.libraries
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from snapshot import Snapshot
-from tests.tiers.jobs import stop_uploaders
+from tests.plugins.snapshot_tiers.jobs import stop_uploaders
 
 VERBS = ["take", "async", "unawaited", "overlapped", "small", "verify", "nested", "manager", "near"]
 KEPT = {"manager": "manager/step-3", "near": "near/far/step-1"}

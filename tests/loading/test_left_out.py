@@ -14,7 +14,7 @@ from snapshot.io.url import URL
 from snapshot.manifest.document import METADATA
 from snapshot.testing import Log, tapped
 from tests.save.frozen_training import WIDTH, Run, expect_whole, files
-from tests.tiers.jobs import flip_keeping_time
+from tests.plugins.snapshot_tiers.jobs import flip_keeping_time
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ from snapshot.manager import root as module
 from snapshot.manager.retention import remove_steps, remove_unkept, survey_steps
 from snapshot.manager.root import SUSPECT, Root, steps_of, why_suspect
 from snapshot.manifest.document import METADATA, ManifestHead, NotOurs
-from snapshot.plugins.file.file_storage import FileStorage
-from snapshot.tiers.facts import path_of
-from snapshot.tiers.near_steps import PINNED
-from snapshot.tiers.timeline import Attempt, Facts, Parent, encode_facts, note_of
+from snapshot.storages.file.file_storage import FileStorage
+from snapshot_tiers.facts import path_of
+from snapshot_tiers.near_steps import PINNED
+from snapshot.runs.timeline import Attempt, Facts, Parent, encode_facts, note_of
 
 
 @pytest.fixture

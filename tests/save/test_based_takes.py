@@ -203,7 +203,7 @@ def test_base_file_that_cannot_be_linked_is_written(tmp_path, monkeypatch, numbe
         link(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr("snapshot.plugins.file.files.fcntl.ioctl", refuse)
+        patch.setattr("snapshot.storages.file.files.fcntl.ioctl", refuse)
         patch.setattr("os.copy_file_range", refuse)
         patch.setattr("os.link", refuse)
         made = getattr(Snapshot, verb)(tmp_path / "b", run.state, base=base)

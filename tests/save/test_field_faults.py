@@ -202,7 +202,7 @@ FAULTS = {
 }
 WITH_RANKS = ["pytorch, issue 109191", "Megatron-LM, pull request 6920"]
 WITH_UPLOADS = ["sagemaker-python-sdk, issue 3062"]
-"""Shown in tests/tiers/test_timelines.py, in the test of uploads that do not advance."""
+"""Shown in tests/plugins/snapshot_tiers/test_timelines.py, in the test of uploads that do not advance."""
 
 
 @pytest.mark.parametrize("source", FAULTS)

@@ -17,8 +17,8 @@ from snapshot.io.storage import Limits
 from snapshot.io.url import URL
 from snapshot.manifest import document
 from snapshot.manifest.document import METADATA
-from snapshot.plugins.file.file_storage import FileStorage
-from snapshot.plugins.file.files import LocalFileWriter
+from snapshot.storages.file.file_storage import FileStorage
+from snapshot.storages.file.files import LocalFileWriter
 from snapshot.save import planned_take
 from snapshot.save.commit import commit_together
 from snapshot.save.take_slots import TakeSlot

@@ -14,8 +14,8 @@ from typing import Any
 from unittest import mock
 
 from snapshot import Snapshot, SnapshotError, StateDict
-from snapshot.plugins.file.file_storage import FileStorage
-from snapshot.plugins.file.files import LocalFileWriter
+from snapshot.storages.file.file_storage import FileStorage
+from snapshot.storages.file.files import LocalFileWriter
 from tests.scale.job import Job, Rank, Report
 from tests.scale.verbs import BACKEND, PATIENCE, make_own, make_state
 

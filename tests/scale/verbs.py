@@ -14,7 +14,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from snapshot import RNGState, Snapshot, StateDict
-from snapshot.bench.rounds import available_memory
+from snapshot_bench.rounds import available_memory
 from snapshot.text import size_text
 from tests.scale.job import Job, Rank, Report
 

@@ -95,7 +95,7 @@ class Job:
 
 class Lightning(Job):
     def __init__(self, kind):
-        from tests.interop import on_lightning
+        from tests.plugins.snapshot_trainers import on_lightning
 
         self.on, self.kind = on_lightning, kind
 
@@ -142,7 +142,7 @@ class Lightning(Job):
 
 class Composer(Job):
     def __init__(self, kind):
-        from tests.interop import on_composer
+        from tests.plugins.snapshot_trainers import on_composer
 
         self.on, self.kind = on_composer, kind
 
@@ -157,7 +157,7 @@ class Composer(Job):
 
 class DeepSpeed(Job):
     def __init__(self, kind):
-        from tests.interop import on_deepspeed
+        from tests.plugins.snapshot_deepspeed import on_deepspeed
 
         self.on, self.kind = on_deepspeed, kind
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from snapshot import CommitUnknown, Snapshot, SnapshotError
 from snapshot.testing import Fault, tapped
-from snapshot.worker.client import writer_process
+from snapshot_worker.client import writer_process
 from tests.soak.load_app import App, differs, frozen, target
 from tests.soak.load_checks import came_back, expected, foreign, look, notes, tensors, told_committed, untouched
 from tests.soak.load_faults import READS, WRITES, Switch, drawn, of_deletes

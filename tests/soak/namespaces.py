@@ -230,10 +230,10 @@ class _Self:
 
 def _raise_hosts(control):
     """Fork the first processes of hosts, as they are asked for."""
-    import snapshot.cli.upload
+    import snapshot_tiers.upload_verb
     import snapshot.manager.manager
-    import snapshot.plugins.file.file_storage
-    import snapshot.plugins.near  # noqa: F401
+    import snapshot.storages.file.file_storage
+    import snapshot_tiers.storage  # noqa: F401
     import tests.soak.real_jobs  # noqa: F401
 
     _warm_client()
@@ -400,8 +400,8 @@ def uploaders():
     """Return the uploaders of this host, each with its folder."""
     found = {}
     for pid, words in processes().items():
-        if "upload" in words and "--inherited" in words:
-            found[pid] = words[words.index("upload") + 1]
+        if "snapshot_tiers" in words:
+            found[pid] = words[words.index("snapshot_tiers") + 1]
     return found
 
 
@@ -463,7 +463,7 @@ def _leave_agent(log):
 def _serve(calls, path, log):
     stacks = open(f"{log}.stacks", "w")  # noqa: SIM115 - as long as the process lives
     faulthandler.register(signal.SIGUSR1, stacks)
-    from snapshot.tiers import uploader_process
+    from snapshot_tiers import uploader_process
 
     def start(words, **options):
         return Forked(path, words, **options)

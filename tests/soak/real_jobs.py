@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from snapshot import SnapshotManager, SnapshotNotFoundError, StateDict, TakeOptions
-from tests.tiers.jobs import with_near
+from tests.plugins.snapshot_tiers.jobs import with_near
 
 TENSORS, ELEMENTS = 6, 400
 

@@ -17,7 +17,7 @@ from snapshot.errors import SnapshotError
 from tests.soak import namespaces, real_jobs
 from tests.soak.namespaces import Network
 from tests.soak.real_world import HEALS, Job, Taken, World, Wrong, is_on, line_of, read_copies, was_left
-from tests.tiers.jobs import ask
+from tests.plugins.snapshot_tiers.jobs import ask
 
 
 class Schedule(World):

@@ -9,10 +9,10 @@ import pytest
 from tests.helpers.fault_proxy import FaultProxy
 from tests.soak.namespaces import is_permitted
 from tests.soak.real_runs import describe, run_schedules
-from tests.tiers.oracle import BucketRoot, Wrong
-from tests.tiers.schedules import run_schedule
-from tests.tiers.spoiled_house import SpoiledHouse
-from tests.tiers.whole_house import House
+from tests.plugins.snapshot_tiers.oracle import BucketRoot, Wrong
+from tests.plugins.snapshot_tiers.schedules import run_schedule
+from tests.plugins.snapshot_tiers.spoiled_house import SpoiledHouse
+from tests.plugins.snapshot_tiers.whole_house import House
 
 SCHEDULES, CHUNK = int(os.environ.get("SOAK_SCHEDULES", "10000")), 500
 REAL = int(os.environ.get("SOAK_REAL", "500"))

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from snapshot.errors import CorruptSnapshotError, StorageConflictError, StorageError
 from snapshot.io.registry import open_storage
 from snapshot.io.storage import ABSENT, URL, Context
-from snapshot.plugins.file import files, portable
-from snapshot.plugins.file.file_storage import FileStorage
-from snapshot.plugins.file.files import OpenFile
-from snapshot.plugins.file.portable import JOINED
+from snapshot.storages.file import files, portable
+from snapshot.storages.file.file_storage import FileStorage
+from snapshot.storages.file.files import OpenFile
+from snapshot.storages.file.portable import JOINED
 from snapshot.testing import StorageTests
 from snapshot.testing.conformance import aligned, fetch, pattern, store
 

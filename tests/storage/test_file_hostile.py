@@ -11,7 +11,7 @@ import pytest
 from snapshot.errors import StorageConflictError, StorageError, StorageNotFoundError
 from snapshot.io.registry import open_storage
 from snapshot.io.storage import ABSENT, URL, Context
-from snapshot.plugins.file import files
+from snapshot.storages.file import files
 from snapshot.testing.conformance import fetch
 
 

@@ -16,8 +16,8 @@ import pytest
 from snapshot.errors import StorageConflictError, StorageError, StorageNotFoundError
 from snapshot.io.registry import open_storage
 from snapshot.io.storage import URL, Context
-from snapshot.plugins.file import files as links
-from snapshot.plugins.file.file_storage import FileStorage
+from snapshot.storages.file import files as links
+from snapshot.storages.file.file_storage import FileStorage
 from snapshot.testing import StorageTests
 from snapshot.testing.conformance import pattern
 from tests.faults.mounted_disks import disk, lose_power

@@ -9,7 +9,7 @@ import pytest
 from snapshot.errors import StorageError, StorageNotFoundError
 from snapshot.io.registry import open_storage
 from snapshot.io.storage import URL, Context
-from snapshot.plugins.memory import MemoryStorage
+from snapshot.storages.memory import MemoryStorage
 from snapshot.testing import StorageTests
 from snapshot.testing.conformance import fetch, store
 
@@ -114,7 +114,7 @@ def test_memory_storage_invalid_url_is_refused(url):
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_memory_storage_forked_child_has_a_copy(name):
-    from snapshot.plugins import memory
+    from snapshot.storages import memory
 
     asyncio.run(opened(name).put("file", b"before"))
     with memory._tree.get().lock:  # as if another thread held it at the moment of the fork

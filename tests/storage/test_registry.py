@@ -10,11 +10,11 @@ from snapshot.errors import MissingExtraError, StorageError
 from snapshot.io import registry
 from snapshot.io.registry import open_storage, plugin_for, register, schemes, unregister
 from snapshot.io.storage import URL, Context
-from snapshot.plugins.file.file_storage import FileStorage
-from snapshot.plugins.memory import MemoryStorage
+from snapshot.storages.file.file_storage import FileStorage
+from snapshot.storages.memory import MemoryStorage
 
 THIRD_PARTY = """
-from snapshot.plugins.memory import MemoryStorage
+from snapshot.storages.memory import MemoryStorage
 
 class TinyStorage(MemoryStorage):
     pass

@@ -10,8 +10,8 @@ import pytest
 from snapshot.errors import CorruptSnapshotError, StorageError, StorageNotFoundError
 from snapshot.io.registry import open_storage, schemes
 from snapshot.io.storage import URL, Capabilities, Context, Limits
-from snapshot.plugins.file.file_storage import FileStorage
-from snapshot.plugins.memory import MemoryStorage
+from snapshot.storages.file.file_storage import FileStorage
+from snapshot.storages.memory import MemoryStorage
 from snapshot.testing import (
     Damage,
     Fault,

@@ -1,7 +1,7 @@
 """A storage without renames."""
 
 from snapshot.io.storage import Capabilities
-from snapshot.plugins.memory import MemoryStorage
+from snapshot.storages.memory import MemoryStorage
 
 
 class Plain(MemoryStorage):

@@ -26,7 +26,7 @@ from snapshot import (
     load,
     merge,
 )
-from snapshot.plugins.memory import MemoryStorage
+from snapshot.storages.memory import MemoryStorage
 from snapshot.testing import faulty, recording
 from tests.helpers.states import expect_equal
 from tests.transform.plain_storage import Plain

@@ -1,0 +1,1 @@
+"""Storages of fsspec: every URL that it knows."""

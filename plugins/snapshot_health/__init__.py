@@ -1,0 +1,1 @@
+"""The health of a run: guards of a take, statistics of tensors, reports, and OpenTelemetry."""

@@ -1,0 +1,1 @@
+"""Megatron: its checkpoints from before `torch_dist`, Megatron-core's and Megatron-Bridge's savers."""

@@ -1,0 +1,450 @@
+"""Megatron-core's sharded state dicts as one stateful."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from msgspec.structs import replace
+
+from snapshot.distributed.group import ranks_of
+from snapshot.errors import RestoreError, SnapshotError
+from snapshot.manifest.compounds import DictEntry
+from snapshot.manifest.entries import TENSORS, ObjectEntry
+from snapshot.manifest.paths import decode_component, encode_component
+from snapshot.state.flatten import MISSING
+from snapshot.state.leaves import FromOneRank
+from snapshot.state.sharded import LocalPiece, Shards
+from snapshot.state.stateful import RestoreAdapter
+from snapshot.tensors import composite
+from snapshot.tensors.geometry import Box, Shape, is_inside
+from snapshot.text import with_article
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+# Decomposition of Megatron-core's sharded state dicts into tensor boxes, objects and common state, and the reverse.
+#
+# Reassembly returns what Megatron's own `load` would return. Nothing here imports Megatron: an application that has
+# its objects has already imported it.
+
+MAPPING = "megatron.core.dist_checkpointing.mapping"
+COMMON = "common_state"
+"""Key of the state that is not sharded, next to the tensors and objects, as in Megatron's own directories."""
+NOTHING: Any = object()
+"""Placeholder if there is no common state."""
+
+
+def is_of(value: Any, name: str) -> bool:
+    """Return True if a value is an instance of this class of Megatron's mapping module."""
+    kind = getattr(sys.modules.get(MAPPING), name, None)
+    return isinstance(kind, type) and isinstance(value, kind)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Built:
+    """Output of a factory, in place of its tensor."""
+
+    merge: Callable[[Any], Any]
+    tree: Any
+
+
+class MegatronBoxes:
+    """All boxes of one tensor on this rank: the `ShardedTensor`s with one key."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        self.parts: list[Any] = []
+        self.shape: Shape = ()
+        self.flexible = False
+        """True if the stored tensor may be longer or shorter, such as a padded vocabulary."""
+
+    def add(self, part: Any) -> None:
+        """Add a `ShardedTensor`, which must describe the same global tensor as the previous ones."""
+        if getattr(part, "flattened_range", None) is not None:
+            raise SnapshotError(f"{self.key}: flattened ranges are not supported, as in current Megatron-core")
+        shape = tuple(map(int, part.global_shape))
+        if self.parts and (shape, part.dtype) != (self.shape, self.parts[0].dtype):
+            raise SnapshotError(
+                f"{self.key}: all parts must have one dtype and shape, got {self.parts[0].dtype}{list(self.shape)} "
+                f"and {part.dtype}{list(shape)}"
+            )
+        if not is_inside(box_of(part), shape):
+            raise SnapshotError(f"{self.key}: part [{box_of(part)}] is not within shape {list(shape)}")
+        self.shape = shape
+        self.flexible = self.flexible or bool(part.allow_shape_mismatch)
+        self.parts.append(part)
+
+    def within(self, shape: Shape) -> MegatronBoxes:
+        """Return the same boxes, limited to a stored tensor of another shape."""
+        made = MegatronBoxes(self.key)
+        made.parts, made.shape = self.parts, shape
+        return made
+
+    def clear_outside(self, shape: Shape) -> None:
+        """Set elements beyond the stored shape to zero, as Megatron does."""
+        for part in self.parts:
+            box, held = box_of(part), data_of(part)
+            common = _common(box, shape)
+            if common is None:
+                held.zero_()
+                continue
+            for dim, (size, full) in enumerate(zip(common.sizes, box.sizes, strict=True)):
+                if size < full:
+                    held.narrow(dim, size, full - size).zero_()
+
+    def __snapshot_shards__(self, path: str) -> Shards:
+        pieces = []
+        for part in self.parts:
+            box = _common(box_of(part), self.shape)
+            if box is None:
+                continue
+            held = data_of(part)
+            if composite.plain_subclass_name(held) is None or held.layout is not torch.strided:
+                raise SnapshotError(
+                    f"{path} must be plain, got {with_article(type(held).__qualname__)} of layout {held.layout}"
+                )
+            view = held.as_subclass(torch.Tensor)[tuple(slice(0, size) for size in box.sizes)]
+            pieces.append(LocalPiece(box, view, None, 0 if is_main(part.replica_id) else 1))
+        dtype = self.parts[0].dtype
+        return Shards("ShardedTensor", dtype, self.shape, pieces, None, None, None, "", False)
+
+    def __repr__(self) -> str:
+        return f"Boxes({self.key!r}, {len(self.parts)} of {list(self.shape)})"
+
+
+def box_of(part: Any) -> Box:
+    """Return the box of a `ShardedTensor` in the global tensor. Prepended axes have length 1."""
+    sizes = (1,) * part.prepend_axis_num + tuple(map(int, part.local_shape))
+    return Box(tuple(map(int, part.global_offset)), sizes)
+
+
+def data_of(part: Any) -> torch.Tensor:
+    """Return the part's memory, with as many dimensions as the global tensor."""
+    if part.data is None:
+        raise SnapshotError(f"{part.key}: cannot save a ShardedTensor without data")
+    held: torch.Tensor = part.data.detach()
+    return held[(None,) * part.prepend_axis_num]
+
+
+def is_main(replica: Any) -> bool:
+    """Return True for the replica that is stored."""
+    return replica == 0 if isinstance(replica, int) else all(number == 0 for number in replica)
+
+
+def _common(box: Box, shape: Shape) -> Box | None:
+    sizes = tuple(min(size, whole - begin) for begin, size, whole in zip(box.offsets, box.sizes, shape, strict=True))
+    return Box(box.offsets, sizes) if all(size > 0 for size in sizes) else None
+
+
+def built(value: Any) -> Any:
+    """Return a copy of the containers in which factories have built their values. Only dicts and lists are searched."""
+    if isinstance(value, dict):
+        return {key: built(child) for key, child in value.items()}
+    if isinstance(value, list):
+        return [built(child) for child in value]
+    if is_of(value, "ShardedTensorFactory"):
+        return Built(value.merge_fn, built(value.build()))
+    return value
+
+
+class Parts:
+    """Contents of a state dict, by kind, in order."""
+
+    def __init__(self, tree: Any) -> None:
+        self.tensors: dict[str, MegatronBoxes] = {}
+        self.objects: dict[str, Any] = {}
+        """Objects by unique key. Objects of several ranks share a key, but not the unique key."""
+        self._add(tree)
+        common = _common_of(tree)
+        self.common: Any = {} if common is NOTHING else common
+        taken = self.tensors.keys() & (self.objects.keys() | {COMMON}) or self.objects.keys() & {COMMON}
+        if taken:
+            raise SnapshotError(f"{sorted(taken)[0]}: several values have this name in one sharded state dict")
+
+    def _add(self, tree: Any) -> None:
+        if isinstance(tree, dict):
+            for child in tree.values():
+                self._add(child)
+        elif isinstance(tree, list):
+            for child in tree:
+                self._add(child)
+        elif isinstance(tree, Built):
+            self._add(tree.tree)
+        elif is_of(tree, "ShardedTensor"):
+            self.tensors.setdefault(tree.key, MegatronBoxes(tree.key)).add(tree)
+        elif is_of(tree, "ShardedObject"):
+            held = self.objects.setdefault(tree.unique_key, tree)
+            if not is_main(held.replica_id):
+                self.objects[tree.unique_key] = tree
+        elif is_of(tree, "ShardedBase"):
+            raise SnapshotError(f"unknown kind of sharded value: {with_article(type(tree).__qualname__)}")
+
+
+def _common_of(tree: Any) -> Any:
+    """Return the state that is neither sharded nor local, without containers that become empty by that."""
+    if isinstance(tree, dict):
+        held = {key: _common_of(child) for key, child in tree.items()}
+        kept = {key: child for key, child in held.items() if child is not NOTHING}
+        return kept if kept or not tree else NOTHING
+    if isinstance(tree, list):
+        items = [_common_of(child) for child in tree]
+        if tree and all(item is NOTHING for item in items):
+            return NOTHING
+        return [None if item is NOTHING else item for item in items]  # a placeholder for sharded values
+    if isinstance(tree, Built) or is_of(tree, "ShardedBase") or is_of(tree, "LocalNonpersistentObject"):
+        return NOTHING
+    return tree
+
+
+def filled(tree: Any, common: Any, objects: dict[str, Any], path: str = "") -> Any:
+    """Return the state dict that Megatron's `load` would return.
+
+    It has the snapshot's common state, and this rank's tensors, objects and local values in their places. Common state
+    that only the application has is left out.
+    """
+    if not _has_places(tree):
+        return common
+    if isinstance(tree, dict):
+        held = {} if common is NOTHING else common
+        if not isinstance(held, dict):
+            raise _no_place(path, tree, held)
+        children = {key: filled(child, held.get(key, NOTHING), objects, f"{path}/{key}") for key, child in tree.items()}
+        return {**held, **{key: child for key, child in children.items() if child is not NOTHING}}
+    if isinstance(tree, list):
+        held = [NOTHING] * len(tree) if common is NOTHING else common
+        if not isinstance(held, list) or len(held) != len(tree):
+            raise _no_place(path, tree, held)
+        items = [filled(child, held[i], objects, f"{path}/{i}") for i, child in enumerate(tree)]
+        if any(item is NOTHING for item in items):
+            raise _no_place(path, tree, [])
+        return items
+    if isinstance(tree, Built):
+        return tree.merge(filled(tree.tree, NOTHING, objects, path))
+    return objects[tree.unique_key] if is_of(tree, "ShardedObject") else _held(tree)
+
+
+def _held(leaf: Any) -> Any:
+    return leaf.data if is_of(leaf, "ShardedTensor") else leaf.unwrap()
+
+
+def _has_places(tree: Any) -> bool:
+    """Return True if the tree contains a sharded or local value."""
+    if isinstance(tree, dict):
+        return any(map(_has_places, tree.values()))
+    if isinstance(tree, list):
+        return any(map(_has_places, tree))
+    return isinstance(tree, Built) or is_of(tree, "ShardedBase") or is_of(tree, "LocalNonpersistentObject")
+
+
+def _no_place(path: str, tree: Any, held: Any) -> RestoreError:
+    length = f" of {len(held)}" if isinstance(held, list) else ""
+    wanted = f"{type(tree).__name__} of {len(tree)}"
+    return RestoreError(
+        f"{COMMON}{path}: the snapshot has {with_article(type(held).__name__)}{length} here, but the sharded state "
+        f"dict {with_article(wanted)} with tensors or objects in it",
+        [f"{COMMON}{path}"],
+    )
+
+
+# Megatron-core's sharded state dicts as one stateful.
+#
+# Megatron describes each tensor's place in a global tensor and each object's position, and leaves the rest to rank 0.
+# A snapshot needs no more than that. Nothing of Megatron is imported here, or called to plan or write.
+
+ShardedStateDict = dict[str, Any]
+_SHARD = "%2Fshard_"
+"""Substring that only the paths of objects have."""
+
+
+class _MegatronAdapter(RestoreAdapter):
+    """Restore of a `MegatronState`.
+
+    Tensors are filled in place, box by box, and must exist. Objects are those of the requested positions, from any
+    rank. The common state is restored as stored.
+    """
+
+    exact = True
+    unfolds = False
+
+    def __init__(self, key: str, stateful: MegatronState) -> None:
+        self.key = key
+        self.stateful = stateful
+        self.state = stateful.find_places()
+        names = {f"{key}/{encode_component(name)}": held for name, held in self.state.items()}
+        self.compounds = {}
+        self.live = {path: held if isinstance(held, MegatronBoxes) else MISSING for path, held in names.items()}
+        self._stored: dict[str, tuple[int, ...]] = {}
+        self._left: list[str] = []
+        self._theirs = False
+        """True for the layout of Megatron's own directories: in one of them, or converted from one."""
+        self._listed: set[str] = set()
+        """Names of objects that Megatron stored, each in a list of one."""
+
+    def find_adopted(self, entries: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> list[str]:
+        """Return the paths of missing names that other ranks have; for an object, all of its paths."""
+        if f"{self.key}/{COMMON}" not in entries and f"{self.key}/{COMMON}" not in elsewhere:
+            self._gather_common(entries)
+        missing = {path for path in self.live if path not in entries}
+        if not missing:
+            return []
+        return sorted(path for path in elsewhere if "/".join(path.split("/", 2)[:2]) in missing)
+
+    def _gather_common(self, entries: Mapping[str, Any]) -> None:
+        """Move the common state into one container.
+
+        In Megatron's own directories it is stored next to the tensors and objects.
+        """
+        assert isinstance(entries, dict)
+        top = entries[self.key]
+        names = top.components() if isinstance(top, DictEntry) else []
+        paths = [f"{self.key}/{name}" for name in names]
+        common = [
+            path not in self.live and not isinstance(entries[path], TENSORS) and _SHARD not in path for path in paths
+        ]
+        if not any(common):
+            return
+        self._theirs = True
+        new = f"{self.key}/{COMMON}"
+        moved = {path for path, is_common in zip(paths, common, strict=True) if is_common}
+        for path in [path for path in entries if "/".join(path.split("/", 2)[:2]) in moved]:
+            entries[new + path[len(self.key) :]] = entries.pop(path)
+        entries[new] = top.without_children(not is_common for is_common in common)
+        rest = top.without_children(common)
+        entries[self.key] = replace(rest, keys=[*rest.keys, COMMON])
+
+    def find_mismatches(self, entries: Mapping[str, Any]) -> list[str]:
+        """Return the mismatches. Tensors whose length may differ are cut to the stored length."""
+        common = f"{self.key}/{COMMON}"
+        found = [
+            f"{path}: in the application, but not in the snapshot"
+            for path in self.live
+            if path not in entries and (path != common or self.state[COMMON])
+        ]
+        for path, held in self.live.items():
+            entry = entries.get(path)
+            if isinstance(entry, ObjectEntry) or (
+                self._theirs and path != common
+            ):  # this library stores no list as a pickle
+                self._listed.add(decode_component(path.partition("/")[2]))
+            if not isinstance(held, MegatronBoxes) or entry is None:
+                continue
+            if not isinstance(entry, TENSORS):
+                found.append(f"{path}: not a tensor in the snapshot")
+            elif held.flexible and tuple(entry.shape) != held.shape and len(entry.shape) == len(held.shape):
+                self._stored[path] = tuple(entry.shape)
+                self.live[path] = held.within(self._stored[path])
+        return found
+
+    def find_unexpected(self, entries: Mapping[str, Any]) -> list[str]:
+        """Return the tensors that the application lacks. Objects of other positions are skipped without an error."""
+        assert isinstance(entries, dict)
+        top = entries[self.key]
+        names = {f"{self.key}/{name}" for name in top.components()} if isinstance(top, DictEntry) else set()
+        unknown = {path for path in names if path not in self.live}
+        objects = {path for path in unknown if not isinstance(entries.get(path), TENSORS)}
+        if objects:
+            for path in [path for path in entries if "/".join(path.split("/", 2)[:2]) in objects]:
+                del entries[path]
+            entries[self.key] = top.without_children(f"{self.key}/{name}" in objects for name in top.components())
+            self._left = sorted(objects)
+        return sorted(unknown - objects)
+
+    def load_state(self, state: Any, strict: bool) -> list[str]:
+        """Load the state. Elements of live tensors beyond a shorter stored tensor are set to zero."""
+        with torch.no_grad():
+            for path, shape in self._stored.items():
+                self.live[path].clear_outside(shape)
+        for name in self._listed & state.keys():
+            if state[name] is not self.state[name]:  # else it was not requested, and is the live object
+                state[name] = _only(state[name])
+        self.stateful.load_state_dict(state)
+        return self._left
+
+
+def _only(held: Any) -> Any:
+    """Return an object without the list of equal objects that Megatron stores it in."""
+    return held[0] if type(held) is list and held else held
+
+
+class MegatronState:
+    """Stateful for a sharded state dict of Megatron-core.
+
+    Each `ShardedTensor` is stored under its key, as part of its global tensor, and can be restored into any other
+    split. Each `ShardedObject` is stored under its unique key, by the rank with its main replica. Values that are not
+    wrapped are stored as `common_state`, from rank 0. `ShardedTensorFactory` objects build the stored tensors and merge
+    the restored ones. A `LocalNonpersistentObject` is not stored; a restore returns the live one.
+
+    Args:
+        sharded_state_dict: The state dict, or a function that creates it, called for each take and each restore.
+        load: Function that a restore calls with the state dict that Megatron's own `load` would return. `loaded` has
+            the same state dict.
+        pg: Process group of the participating ranks, if not all.
+
+    Tensors are restored in place, into the `data` of each `ShardedTensor`; those without data get new host memory. Keys
+    that are missing in the snapshot are an error, regardless of `strict`.
+
+    >>> from snapshot import Snapshot
+    >>> from snapshot_megatron.adapter import MegatronState
+    >>> state = MegatronState({"iteration": 7})
+    >>> snapshot = Snapshot.take("memory://docs/megatron", {"megatron": state})
+    >>> report = snapshot.restore({"megatron": state})
+    >>> state.loaded
+    {'iteration': 7}
+    """
+
+    __snapshot_kind__ = _MegatronAdapter
+
+    def __init__(
+        self,
+        sharded_state_dict: ShardedStateDict | Callable[[], ShardedStateDict],
+        load: Callable[[dict[str, Any]], object] | None = None,
+        *,
+        pg: ProcessGroup | None = None,
+    ) -> None:
+        self.loaded: dict[str, Any] | None = None
+        """State dict of the last restore."""
+        self._given = sharded_state_dict
+        self._load = load
+        self._pg = pg
+        self._tree: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state to store: tensors and objects by key, and on rank 0 the common state."""
+        parts = Parts(self._made())
+        state: dict[str, Any] = dict(parts.tensors)
+        state |= {name: FromOneRank(each.data) for name, each in parts.objects.items() if is_main(each.replica_id)}
+        if ranks_of(self._pg).rank == 0:
+            state[COMMON] = FromOneRank(parts.common)
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Insert the common state and the objects into this rank's state dict, next to the restored tensors."""
+        tree = self._made() if self._tree is None else self._tree
+        self._tree = None
+        loaded = filled(tree, state_dict.get(COMMON, NOTHING), dict(state_dict))
+        self.loaded = {} if loaded is NOTHING else loaded
+        if self._load is not None:
+            self._load(self.loaded)
+
+    def _made(self) -> Any:
+        given = self._given() if callable(self._given) else self._given
+        if not isinstance(given, dict):
+            raise SnapshotError(
+                f"MegatronState: sharded_state_dict must be a dict, got {with_article(type(given).__qualname__)}"
+            )
+        return built(given)
+
+    def find_places(self) -> dict[str, Any]:
+        """Return the targets of a restore, with the live values."""
+        self._tree = self._made()
+        parts = Parts(self._tree)
+        for boxes in parts.tensors.values():
+            for part in boxes.parts:
+                part.init_data("cpu")
+        objects = {name: each.data for name, each in parts.objects.items()}
+        return {**parts.tensors, **objects, COMMON: parts.common}

@@ -1,0 +1,1 @@
+"""Merged weights: averages, weighted sums, and LoRA adapters."""

@@ -1,0 +1,1 @@
+"""Orbax checkpoints, with OCDBT and Zarr, read."""

@@ -1,0 +1,1 @@
+"""Published weights: versions for inference engines, with vLLM and verl."""

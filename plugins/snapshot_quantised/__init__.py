@@ -1,0 +1,1 @@
+"""Quantised weights of bitsandbytes, GPTQ and AWQ, read as full ones."""

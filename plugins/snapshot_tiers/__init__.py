@@ -1,0 +1,1 @@
+"""Near folders: steps on each host, replicated and uploaded."""

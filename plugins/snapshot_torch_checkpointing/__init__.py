@@ -1,0 +1,1 @@
+"""Checkpoints of torch_checkpointing, read and written."""

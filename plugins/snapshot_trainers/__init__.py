@@ -1,0 +1,1 @@
+"""Trainers: Lightning, transformers, accelerate, torchtitan, torchtune, Ray and others."""

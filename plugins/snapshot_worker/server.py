@@ -1,0 +1,244 @@
+"""The writer process's side: writes from shared memory on request, until the parent exits.
+
+It uses the writer of every other take; only its parts come from elsewhere. When its parent exits, it deletes incomplete
+files and ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import mmap
+import os
+import pickle
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from functools import partial, reduce
+from typing import TYPE_CHECKING
+
+import torch
+
+from snapshot.events import Event, add_handler
+from snapshot.io import registry
+from snapshot.io.aio import shielded
+from snapshot.io.budget import MemoryBudget, Pool
+from snapshot.io.loop import cancel_all, run
+from snapshot.io.session import Session
+from snapshot.io.system import lower_priority
+from snapshot.io.url import URL
+from snapshot.plan.layout import FilePart, FilePlan, cut_file
+from snapshot.save.compression import Packing
+from snapshot.save.staging import PartSource, StagedPart
+from snapshot.save.writer import Writer, WrittenFile
+from snapshot_worker.client import (
+    Begin,
+    Cancel,
+    Failed,
+    FileResult,
+    Finished,
+    Free,
+    Give,
+    Happened,
+    Map,
+    MessageChannel,
+    Moved,
+    Received,
+    Unmap,
+)
+
+if TYPE_CHECKING:
+    from snapshot.io.storage import Storage
+    from snapshot.save.writer import Progress
+
+NICE = 10
+PATIENCE = 60.0
+"""Seconds for clean-up after the parent has exited."""
+_LOWEST_BEST_EFFORT = 2 << 13 | 7
+
+
+class Lent(StagedPart):
+    """A part in the parent's memory."""
+
+    __slots__ = ("_give_back",)
+
+    def __init__(self, view: memoryview, give_back: Free, channel: MessageChannel) -> None:
+        super().__init__([view], None, None)
+        self._give_back: tuple[MessageChannel, Free] | None = (channel, give_back)
+
+    def release(self) -> None:
+        """Release the memory to the parent."""
+        back, self._give_back = self._give_back, None
+        super().release()
+        if back is not None:
+            back[0].send(back[1])
+
+
+class RemoteParts:
+    """The parts of one take, as they arrive: they replace staging for the writer."""
+
+    def __init__(self) -> None:
+        self._parts: dict[tuple[int, int], asyncio.Future[StagedPart]] = {}
+        self._error: BaseException | None = None
+
+    def _part(self, number: int, position: int) -> asyncio.Future[StagedPart]:
+        if (number, position) not in self._parts:
+            self._parts[number, position] = asyncio.get_running_loop().create_future()
+        return self._parts[number, position]
+
+    def arrived(self, number: int, position: int, part: StagedPart) -> None:
+        """Deliver a part."""
+        if self._error is None:
+            waited = self._part(number, position)
+            if not waited.done():  # otherwise the waiting task was cancelled
+                waited.set_result(part)
+
+    async def get(self, number: int, position: int) -> StagedPart:
+        """Return the part as soon as it arrives."""
+        if self._error is not None:
+            raise self._error
+        part = await self._part(number, position)
+        del self._parts[number, position]
+        return part
+
+    def stop(self, error: BaseException) -> None:
+        """Stop: waiting tasks are cancelled, and later parts are ignored."""
+        self._error = self._error or error
+        for waited in self._parts.values():
+            waited.cancel()  # does nothing if the part has arrived
+
+    def release(self) -> None:
+        """Forget the parts: unwritten ones belong to the parent."""
+        self._parts.clear()
+
+
+class RemoteWriter(Writer):
+    """A writer that splits files as the parent did."""
+
+    def __init__(
+        self, storage: Storage, budget: MemoryBudget, progress: Progress, part_bytes: Sequence[tuple[FilePlan, int]]
+    ) -> None:
+        super().__init__(storage, PartSource(), budget, progress)  # all parts are already staged
+        self._part_bytes = {id(file): nbytes for file, nbytes in part_bytes}
+
+    def parts(self, file: FilePlan) -> list[FilePart]:
+        return cut_file(file, self._part_bytes[id(file)])
+
+
+class Server:
+    """Serves all concurrent takes of one parent."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._ended = asyncio.Event()
+        self._channel = MessageChannel(end, self._received, self._ended.set)
+        self._segments: dict[int, mmap.mmap] = {}
+        self._takes: dict[int, tuple[asyncio.Task[list[WrittenFile]], RemoteParts]] = {}
+
+    async def serve(self) -> None:
+        """Serve until the parent exits; then cancel all takes."""
+        loop = asyncio.get_running_loop()
+
+        def happened(event: Event) -> None:
+            message = Happened(event.name, event.verb, event.path, event.fields)
+            loop.call_soon_threadsafe(self._channel.send, message)
+
+        add_handler(happened)
+        self._channel.open()
+        await self._ended.wait()
+        async with asyncio.timeout(PATIENCE):
+            await cancel_all([task for task, _ in self._takes.values()])
+
+    def _received(self, message: Received) -> None:
+        match message:
+            case Begin():
+                arrivals = RemoteParts()
+                task = asyncio.create_task(self._write(message, arrivals))
+                self._takes[message.take] = (task, arrivals)
+                task.add_done_callback(partial(self._answer, message.take))
+            case Map():
+                descriptor = self._channel.descriptors.popleft()
+                self._segments[message.segment] = mmap.mmap(descriptor, message.size)
+                os.close(descriptor)
+            case Unmap():
+                self._segments.pop(message.segment, None)
+            case Give() if message.take in self._takes:
+                view = memoryview(self._segments[message.segment])[message.offset : message.offset + message.nbytes]
+                part = Lent(view, Free(message.take, message.file, message.position), self._channel)
+                self._takes[message.take][1].arrived(message.file, message.position, part)
+            case Cancel() if message.take in self._takes:
+                task, arrivals = self._takes[message.take]
+                arrivals.stop(asyncio.CancelledError())  # also stops a task that could not be cancelled just now
+                task.cancel()
+
+    def _answer(self, take: int, task: asyncio.Task[list[WrittenFile]]) -> None:
+        del self._takes[take]
+        error = asyncio.CancelledError("the take was cancelled") if task.cancelled() else task.exception()
+        if error is None:
+            self._channel.send(Finished(take, [_result(each) for each in task.result()]))
+        else:
+            self._channel.send(Failed.of(take, error))
+
+    async def _write(self, begin: Begin, arrivals: RemoteParts) -> list[WrittenFile]:
+        _imitate_parent(begin)
+        options = pickle.loads(begin.options)  # noqa: S301 - the parent's own
+        session = Session(URL.parse(begin.url), options, durable=begin.durable, budget=begin.budget)
+        try:
+            files = [lane.file() for lane in begin.lanes]
+            part_bytes = [(file, lane.part_bytes) for file, lane in zip(files, begin.lanes, strict=True)]
+
+            def progress(nbytes: int) -> None:
+                self._channel.send(Moved(begin.take, nbytes))
+
+            writer = RemoteWriter(session.storage, session.budget, progress, part_bytes)
+            writer.signed = begin.signed
+            if begin.packing:
+                layouts = {id(file): (lane.begin, lane.ranges()) for file, lane in zip(files, begin.lanes, strict=True)}
+                memory = MemoryBudget(begin.packing, Pool(begin.packing, reserve=False))
+                writer.packing = Packing(memory, lambda file: layouts[id(file)])
+            locations = [lane.location for lane in begin.lanes]
+            written = await writer.write(files, locations, arrivals)
+            await session.storage.settle()
+            return written
+        finally:
+            await shielded(session.close())
+
+
+def _result(written: WrittenFile) -> FileResult:
+    packed = written.packed
+    stored = None if packed is None else (packed.size, packed.table, packed.digest)
+    tree = None if written.tree is None else (written.tree.size, written.tree.leaves)
+    return written.digests, written.tables, stored, tree
+
+
+def _imitate_parent(begin: Begin) -> None:
+    """Use the parent's current environment and plugins."""
+    theirs = dict(begin.environment)
+    for name in os.environb.keys() - theirs.keys():
+        del os.environb[name]
+    for name, value in theirs.items():
+        if os.environb.get(name) != value:
+            os.environb[name] = value
+    if begin.umask >= 0:
+        os.umask(begin.umask)
+    sys.path[:] = map(os.fsdecode, begin.path)
+    for scheme in list(registry.registered()):
+        registry.unregister(scheme)
+    for scheme, module, qualified in begin.plugins:
+        registry.register(scheme, reduce(getattr, qualified.split("."), importlib.import_module(module)))  # type: ignore[arg-type]
+
+
+def main(descriptor: int) -> None:
+    """Run a writer process until its parent ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    lower_priority(NICE, _LOWEST_BEST_EFFORT)
+    torch.set_num_threads(1)
+
+    async def serve() -> None:
+        await Server(socket.socket(fileno=descriptor)).serve()
+
+    with contextlib.suppress(TimeoutError):
+        run(serve())
+        return
+    os._exit(1)  # a task hangs, and no process waits for it

@@ -1,0 +1,5 @@
+"""Local and mounted file systems."""
+
+from snapshot.storages.file.file_storage import FileStorage
+
+__all__ = ["FileStorage"]

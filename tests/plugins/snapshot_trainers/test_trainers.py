@@ -1,0 +1,42 @@
+"""Lightning, and Hugging Face's Trainer and accelerate, resumed to the same bits: `on_lightning.py` and
+`on_transformers.py`, each in a process of its own, since the libraries change what they are imported into, and side by
+side, since importing them is most of the work."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.libraries
+
+HERE = Path(__file__).parent
+NEEDED = {"on_lightning.py": ("lightning",), "on_transformers.py": ("transformers", "accelerate", "peft")}
+
+
+def missing(script):
+    return [name for name in NEEDED[script] if importlib.util.find_spec(name) is None]
+
+
+@pytest.fixture(scope="module")
+def started(warm):
+    """Both, on their way."""
+    text = "import pytest, sys\nsys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', {!r}]))\n"
+    return {script: warm.start(text.format(str(HERE / script))) for script in NEEDED if not missing(script)}
+
+
+@pytest.mark.parametrize("script", NEEDED)
+@pytest.mark.timeout(900)
+def test_lightning_and_transformers_save_and_resume_with_snapshots(warm, started, script):
+    if missing(script):
+        pytest.skip(f"{', '.join(missing(script))} is not installed")
+    assert " passed" in warm.finish(started[script])
+
+
+def test_transformers_is_not_imported_with_its_adapter(warm):
+    shown = warm.run("""
+import sys
+import snapshot_trainers.transformers
+trainers = ("lightning", "pytorch_lightning", "transformers", "accelerate")
+print([name for name in sys.modules if name.partition(".")[0] in trainers])
+""")
+    assert shown == "[]\n"
