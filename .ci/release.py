@@ -361,12 +361,15 @@ SAY = "import sys, torch; print('Python', sys.version.split()[0], 'with torch', 
 PROBE = """
 import importlib.metadata, pathlib, subprocess, sys
 import snapshot
-from snapshot.plugins import memory
+from snapshot.storages import memory
 folder = pathlib.Path(snapshot.__file__).parent
 assert folder.parent.name == "site-packages", folder
 assert pathlib.Path(memory.__file__).resolve().is_relative_to(folder), memory.__file__
-assert not [path for path in folder.rglob("*") if path.is_symlink()]
-assert (folder / "py.typed").is_file()
+packages = [folder, *folder.parent.glob("snapshot_*/")]
+packages = [each for each in packages if (each / "__init__.py").is_file()]
+assert len(packages) > 10, packages
+assert not [path for each in packages for path in each.rglob("*") if path.is_symlink()]
+assert all((each / "py.typed").is_file() for each in packages)
 assert importlib.metadata.version("snapshot-torch") == sys.argv[1]
 command = pathlib.Path(sys.executable).parent / "snapshot"
 assert sys.argv[1] in subprocess.run([command, "--version"], capture_output=True, text=True, check=True).stdout

@@ -30,11 +30,9 @@ if TYPE_CHECKING:
     from snapshot.manager.manager import SnapshotManager
     from snapshot.manager.policies import KeepBest, KeepEvery, KeepFor, KeepLatest
     from snapshot.manager.schedule import ignore_stop_signals
-    from snapshot.manager.takes import Near, Tolerate
+    from snapshot.manager.takes import Tolerate
     from snapshot.maps.tensor_map import TensorMap
     from snapshot.progress import Progress
-    from snapshot_publish.publisher import PendingPublish, Published, Publisher
-    from snapshot_publish.subscriber import Subscriber
     from snapshot.reports import ConvertReport, CopyReport, Diff, RestoreReport, TakeReport, VerifyReport
     from snapshot.save.take_request import TakeOptions
     from snapshot.saved import SavedObject
@@ -44,7 +42,12 @@ if TYPE_CHECKING:
     from snapshot.state.sharded import Sharded
     from snapshot.state.stateful import Reshardable, StateDict, Stateful
     from snapshot.transform.target import Target
-    from snapshot.weights import load, merge, merge_lora
+    from snapshot.weights import load
+    from snapshot_merge.lora import merge_lora
+    from snapshot_merge.merge import merge
+    from snapshot_publish.publisher import PendingPublish, Published, Publisher
+    from snapshot_publish.subscriber import Subscriber
+    from snapshot_tiers.near import Near
 
 __all__ = [
     "Snapshot",
@@ -127,7 +130,8 @@ _MODULES = {
     ),
     "snapshot.loading.choose": ("RestoreOptions",),
     "snapshot.manager.manager": ("SnapshotManager",),
-    "snapshot.manager.takes": ("Near", "Tolerate"),
+    "snapshot.manager.takes": ("Tolerate",),
+    "snapshot_tiers.near": ("Near",),
     "snapshot.manager.policies": (
         "KeepBest",
         "KeepEvery",
@@ -159,11 +163,9 @@ _MODULES = {
         "Stateful",
     ),
     "snapshot.transform.target": ("Target",),
-    "snapshot.weights": (
-        "load",
-        "merge",
-        "merge_lora",
-    ),
+    "snapshot.weights": ("load",),
+    "snapshot_merge.merge": ("merge",),
+    "snapshot_merge.lora": ("merge_lora",),
 }
 """The module that each public name is imported from on first use, so that the command's help does not import torch."""
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

@@ -26,7 +26,7 @@ def own_points() -> dict[tuple[str, str], EntryPoint]:
 
 @cache
 def other_points() -> dict[tuple[str, str], EntryPoint]:
-    """Return the entry points of all other packages. One scan for all groups: 3 ms for 130 packages, 57 ms for 2,100."""
+    """Return the entry points of all other packages: one scan for all groups, 3 ms for 130 packages."""
     every = entry_points()
     return {
         (each.group, each.name): each
@@ -60,7 +60,7 @@ def load(point: EntryPoint, what: object) -> Any:
     except ImportError as error:
         extra = f"; install the extra '{point.extras[0]}'" if point.extras else ""
         raise MissingExtraError(f"{what}: {point.value} of {owner} cannot be imported: {error}{extra}") from error
-    except Exception as error:  # noqa: BLE001 - a plugin may raise anything while it is imported
+    except Exception as error:
         raise SnapshotError(
             f"{what}: {point.group} has {point.name} = {point.value} of {owner}, which raised "
             f"{type(error).__name__}: {error}; repair or uninstall {point.dist.name if point.dist else 'it'}"

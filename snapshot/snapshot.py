@@ -12,7 +12,7 @@ from snapshot.distributed.group import ranks_of
 from snapshot.distributed.operation import operation
 from snapshot.events import emit
 from snapshot.io.loop import run
-from snapshot.io.session import Seal, Session, signer_of
+from snapshot.io.session import Key, Seal, Session, signer_of
 from snapshot.io.url import URL, Location, expect_mapping, locate_source
 from snapshot.loading.choose import Accept, Cast, Mismatched, RestoreOptions, Unused
 from snapshot.loading.left_out import attach_base
@@ -20,7 +20,6 @@ from snapshot.loading.mapping import map_checkpoint
 from snapshot.loading.open import KnownManifest, checkpoint_exists, open_restore
 from snapshot.loading.read_object import read_object, read_state_dict
 from snapshot.loading.restore import Restore
-from snapshot_health.stored_statistics import read_statistics
 from snapshot.manifest.document import SnapshotMetadata, copy_manifest
 from snapshot.manifest.values import Entry
 from snapshot.options import moved_names
@@ -29,7 +28,6 @@ from snapshot.plan.layout import SavePlan
 from snapshot.plan.names import Rename
 from snapshot.progress import ProgressArgument
 from snapshot.reports import ConvertReport, CopyReport, Diff, RestoreReport, TakeReport, VerifyReport
-from snapshot_health.guards import Guards
 from snapshot.save.step_barrier import wait_for_copies
 from snapshot.save.take import AppState, StartedTake, plan_take, run_take, shown_once, start_take
 from snapshot.save.take_request import (
@@ -42,11 +40,13 @@ from snapshot.save.take_request import (
     WhenBusy,
     Worker,
 )
-from snapshot_signing.keys import Key, load_signer
-from snapshot_signing.seal import seal_with
 from snapshot.state.leaves import Prepare
 from snapshot.state.stateful import check_app_state
+from snapshot_health.guards import Guards
 from snapshot_health.statistics import TensorStatistics
+from snapshot_health.stored_statistics import read_statistics
+from snapshot_signing.keys import load_signer
+from snapshot_signing.seal import seal_with
 
 if TYPE_CHECKING:
     import torch
@@ -718,7 +718,7 @@ class Snapshot:
             CorruptSnapshotError: A byte does not match its digest; nothing was signed.
             MissingExtraError: cryptography is not installed.
         """
-        from snapshot.transform.verify import sign_files
+        from snapshot_signing.sign import sign_files
 
         signer = load_signer(key, "key", private=True)
         with operation("sign", self._url, budget=memory_budget_bytes, progress=progress) as op:
@@ -889,7 +889,7 @@ class Snapshot:
 
         The manifest is deleted first, so an interrupted deletion leaves no partial snapshot.
         """
-        from snapshot_tiers.facts import delete_checkpoint
+        from snapshot.runs.facts import delete_checkpoint
 
         self._use(delete_checkpoint)
         self._manifest.forget()

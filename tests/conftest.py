@@ -70,13 +70,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 FIRST = (
     "distributed/test_silent_ranks.py",
     "plugins/snapshot_objectstore/test_s3_faults.py",
+    "plugins/snapshot_trainers/",
     "interop/",
     "device/",
     "plugins/snapshot_objectstore/test_s3.py",
     "faults/",
     "distributed/",
     "test_examples.py",
-    "benchmarks/",
+    "plugins/snapshot_bench/",
     "hostile/",
 )
 """Modules that take long begin first, so that no process ends alone with one: beginnings of their paths."""
@@ -96,11 +97,12 @@ def pytest_configure(config):
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if hasattr(config, "workerinput"):
-        folders = sorted(str(each) for each in HERE.iterdir() if each.is_dir() and (each / "__init__.py").exists())
+        rooms = (each for each in (*HERE.iterdir(), *(HERE / "plugins").iterdir()) if (each / "__init__.py").exists())
+        folders = sorted(str(each) for each in rooms if each.name != "plugins")
         folders = [each for each in folders if Path(each).name not in config.getini("norecursedirs")]
         modules = sorted(str(each) for each in HERE.glob("test_*.py"))
         number, count = int(config.workerinput["workerid"].removeprefix("gw")), config.workerinput["workercount"]
-        paths = [*folders, *modules, str(HERE.parent / "snapshot")]
+        paths = [*folders, *modules, str(HERE.parent / "snapshot"), str(HERE.parent / "plugins")]
         first = len(paths) * number // count
         config.args = paths[first:] + paths[:first]
 

@@ -24,9 +24,9 @@ from snapshot.errors import SnapshotError
 from snapshot.manifest.entries import AnyEntry, DictEntry
 from snapshot.manifest.paths import decode_component, encode_component, encode_key, find_tagged_keys, quote_path
 from snapshot.manifest.values import Scalar, make_plain_entry
-from snapshot_signing.keys import decode_signature, encode_signature, load_key, load_signer
 from snapshot.tensors.digest import BLOCK, RunningDigest, digest_bytes, digest_range, root_of, tree_of
 from snapshot.tensors.split_zstd import BlockCodec, BlockTable
+from snapshot_signing.keys import decode_signature, encode_signature, load_key, load_signer
 from tests.corpus.__main__ import SNAPSHOTS
 from tests.corpus.cases import SECRET
 from tests.helpers.format_reader import reader

@@ -17,9 +17,9 @@ from snapshot.errors import SnapshotError
 from snapshot.io.url import read_options
 from snapshot.manifest import document
 from snapshot.manifest.document import decode_head
+from snapshot.transform import verify
 from snapshot_publish.store import Claim, decode_index
 from snapshot_publish.subscriber import Marker
-from snapshot.transform import verify
 
 # One function for each format
 
@@ -84,7 +84,13 @@ def test_decode_of_a_flipped_bit_raises_snapshot_error(name, small_files):
             read(bytes(flipped))
 
 
-USERS_OF_JSON = {"bench", "cli/arguments.py", "plugins/snapshot_health/report_verb.py", "io/url.py", "plugins/snapshot_worker/client.py"}
+USERS_OF_JSON = {
+    "bench",
+    "cli/arguments.py",
+    "plugins/snapshot_health/report_verb.py",
+    "io/url.py",
+    "plugins/snapshot_worker/client.py",
+}
 """Modules that decode what a user or this process itself has just written, with errors of their own."""
 
 

@@ -15,6 +15,11 @@ from typing import Any
 
 import torch
 
+from snapshot.cli.arguments import add_json, add_storage, count, handed_on, options_of
+from snapshot.cli.screen import ExitStatus, say
+from snapshot.io.system import unwind_on_signals
+from snapshot.save.reuse import OLDEST
+from snapshot.text import parse_duration
 from snapshot_bench.results import (
     OPERATIONS,
     READING,
@@ -28,11 +33,6 @@ from snapshot_bench.results import (
 from snapshot_bench.rounds import Step, Workspace, describe, find_devices, measure, measure_device, place
 from snapshot_bench.systems import PEERS, SYSTEMS, installed
 from snapshot_bench.workloads import BULK, CASES, DEFAULT, INCREMENTAL, Case
-from snapshot.cli.arguments import add_json, add_storage, count, handed_on, options_of
-from snapshot.cli.screen import ExitStatus, say
-from snapshot.io.system import unwind_on_signals
-from snapshot.save.reuse import OLDEST
-from snapshot.text import parse_duration
 
 CYCLE = OLDEST + 1
 """Takes with one base, until one of them writes again what the others share."""

@@ -25,10 +25,10 @@ from typing import Any
 import torch
 
 from snapshot import Snapshot
+from snapshot.io.url import URL, options_from_environment
 from snapshot_bench.raw_io import StaysCached, drop
 from snapshot_bench.systems import OVERLAPPED, build_system
 from snapshot_bench.workloads import CASES, CPU, INCREMENTAL, Case
-from snapshot.io.url import URL, options_from_environment
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from html import escape
 from statistics import mean, median
 from typing import Any
 
-from snapshot_bench.workloads import INCREMENTAL
 from snapshot.manager.schedule import lost_share, young_interval
 from snapshot.text import counted, duration_text, size_text
+from snapshot_bench.workloads import INCREMENTAL
 
 # Results of `snapshot bench`, as values and as text.
 

@@ -12,7 +12,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -21,21 +21,21 @@ from typing import Any, TypeVar
 
 import torch
 
-from snapshot_bench.child import Task
-from snapshot_bench.raw_io import measure_link
-from snapshot_bench.results import ResultTable, Row
-from snapshot_bench.systems import SYSTEMS
-from snapshot_bench.workloads import INCREMENTAL, Case
 from snapshot.errors import StorageError
 from snapshot.io.arena import available_memory
 from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.io.storage import map_exceptions
-from snapshot.io.system import hold_signals
+from snapshot.io.system import file_system, hold_signals, without_new_folders
 from snapshot.io.url import URL, options_from_environment
 from snapshot.options import Settings
 from snapshot.save.reuse import OLDEST
 from snapshot.text import counted
+from snapshot_bench.child import Task
+from snapshot_bench.raw_io import measure_link
+from snapshot_bench.results import ResultTable, Row
+from snapshot_bench.systems import SYSTEMS
+from snapshot_bench.workloads import INCREMENTAL, Case
 
 # Working place of `snapshot bench` below the URL, removed at the end, and a description of the machine.
 
@@ -104,18 +104,6 @@ def _folder(parsed: URL) -> Iterator[Path]:
                 shutil.rmtree(made, ignore_errors=True)
 
 
-@contextmanager
-def without_new_folders(folder: Path) -> Iterator[None]:
-    """Remove a folder and its parents afterwards, as far as they did not exist before."""
-    missing = [each for each in (folder, *folder.parents) if not each.exists()]
-    try:
-        yield
-    finally:
-        with suppress(OSError):  # another process has written to it meanwhile
-            for made in missing:
-                made.rmdir()
-
-
 def _probe(url: URL) -> None:
     with Session(url, options_from_environment()) as session:
         run(session.storage.put("probe", b"probe"))
@@ -163,13 +151,6 @@ def available_device_memory(device: str) -> int | None:
     """Return the free memory of an accelerator in bytes; None if the device is the CPU, or does not report it."""
     read = None if device == "cpu" else getattr(torch.get_device_module(device), "mem_get_info", None)
     return read(device)[0] if read else None
-
-
-def file_system(path: Path) -> str:
-    """Return the type of the file system at a path: that of the deepest mount point above it."""
-    mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
-    above = [(point, kind) for point, kind in mounts if path.is_relative_to(point.encode().decode("unicode_escape"))]
-    return max(above, key=lambda mount: len(mount[0]), default=("", "unknown"))[1]
 
 
 def _version(name: str) -> str | None:

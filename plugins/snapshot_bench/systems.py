@@ -16,6 +16,8 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 
 from snapshot import Snapshot, StateDict
+from snapshot.io.url import options_from_environment
+from snapshot.options import Settings
 from snapshot_bench.raw_io import (
     LINK_PIECE,
     StagedLane,
@@ -36,8 +38,6 @@ from snapshot_bench.raw_io import (
     write_streams,
 )
 from snapshot_bench.workloads import CPU, Payload
-from snapshot.io.url import options_from_environment
-from snapshot.options import Settings
 
 # Takes that are based on the takes before them, as an incremental run makes them.
 

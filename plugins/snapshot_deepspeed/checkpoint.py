@@ -23,8 +23,6 @@ import msgspec
 
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.formats import pickle_nodes as p
-from snapshot_deepspeed.groups import AT_ONCE, WEIGHTS, Group, Part, Tensors, plain_value, read_inner
-from snapshot_deepspeed.parts import JoinRules, join_stages
 from snapshot.formats.foreign import ForeignDocument, make_dict, make_document
 from snapshot.formats.pickle_nodes import expect_dict, expect_name
 from snapshot.formats.pickled_objects import INLINE
@@ -39,6 +37,8 @@ from snapshot.manifest.document import ForeignFile
 from snapshot.manifest.entries import TENSORS, ShardedTensorEntry, TensorEntry
 from snapshot.manifest.paths import decode_component, encode_component
 from snapshot.tensors.digest import digest_range
+from snapshot_deepspeed.groups import AT_ONCE, WEIGHTS, Group, Part, Tensors, plain_value, read_inner
+from snapshot_deepspeed.parts import JoinRules, join_stages
 
 FORMAT = "deepspeed"
 _MODEL = re.compile(r"(zero_pp_rank_(?P<rank>[0-9]{1,6})_)?mp_rank_(?P<part>[0-9]{1,6})_model_states\.pt")

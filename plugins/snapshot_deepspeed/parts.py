@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from snapshot.errors import UnsupportedFormatError
-from snapshot_deepspeed.groups import Tensors
 from snapshot.formats.flat_ranges import cut_run
 from snapshot.formats.pickle_nodes import expect_dict, expect_list, expect_name
 from snapshot.manifest.entries import AnyTensor, Shard, ShardedTensorEntry, TensorEntry
 from snapshot.tensors.geometry import Box, Shape, intersect, position_of, whole_box
+from snapshot_deepspeed.groups import Tensors
 
 _SIMPLE = re.compile(r"(\\[.\-_]|\\d\+?|\.[*+]?|\[0-9\]\+?|[\w\-/:$^])*", re.ASCII)
 """Patterns that can be matched in little time."""

@@ -9,9 +9,6 @@ from typing import Any
 import msgspec
 
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
-from snapshot_deepspeed.checkpoint import Checkpoint, list_models, read_checkpoint
-from snapshot_deepspeed.groups import WEIGHTS, Group, read_inner
-from snapshot_deepspeed.parts import JoinRules
 from snapshot.formats.flat_ranges import cut_run
 from snapshot.formats.foreign import ForeignDocument
 from snapshot.formats.pickle_nodes import expect_dict
@@ -21,6 +18,9 @@ from snapshot.io.storage import Storage
 from snapshot.manifest.entries import TensorEntry
 from snapshot.tensors.geometry import Shape
 from snapshot.tensors.memory import contiguous_strides
+from snapshot_deepspeed.checkpoint import Checkpoint, list_models, read_checkpoint
+from snapshot_deepspeed.groups import WEIGHTS, Group, read_inner
+from snapshot_deepspeed.parts import JoinRules
 
 FOLDER = "zero/"
 OPTIMIZER = "zero/optimizer_state.pt"

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from snapshot.errors import UnsupportedFormatError
-from snapshot_deepspeed.groups import WEIGHTS
-from snapshot_deepspeed.universal import MODEL, MODEL_OF_STAGE_3, OPTIMIZER
 from snapshot.manifest import entries as e
 from snapshot.text import listed
 from snapshot.transform.call import places_of
+from snapshot_deepspeed.groups import WEIGHTS
+from snapshot_deepspeed.universal import MODEL, MODEL_OF_STAGE_3, OPTIMIZER
 
 LATEST = "latest_universal"
 VERSION = "0.19.8"

@@ -33,9 +33,9 @@ from fsspec.registry import get_filesystem_class
 from fsspec.spec import AbstractFileSystem
 
 from snapshot.errors import MissingExtraError, SnapshotError, StorageError, StorageNotFoundError
+from snapshot.io.retry import Attempt, RetryPolicy, TransientError, retry_request
 from snapshot.io.storage import Context
 from snapshot.io.url import URL
-from snapshot.io.retry import Attempt, RetryPolicy, TransientError, retry_request
 
 # Blocking calls in threads that can be abandoned, since a client may hang forever.
 #

@@ -17,6 +17,8 @@ from fsspec.registry import known_implementations, registry
 from fsspec.spec import AbstractBufferedFile
 
 from snapshot.errors import CorruptSnapshotError, StorageConflictError, StorageError, StorageNotFoundError
+from snapshot.io.bodies import BufferSink, RequestBody
+from snapshot.io.retry import Attempt, TransientError, retry_request
 from snapshot.io.storage import (
     ANYTHING,
     Buffer,
@@ -42,8 +44,6 @@ from snapshot_fsspec.client import (
     translate,
     version_token,
 )
-from snapshot_objectstore.http import BufferSink, RequestBody
-from snapshot.io.retry import Attempt, TransientError, retry_request
 
 # Atomic writes: under a temporary name and renamed, if the file system renames in one step.
 

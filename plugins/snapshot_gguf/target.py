@@ -13,8 +13,6 @@ import torch
 
 from snapshot.distributed.operation import Operation
 from snapshot.errors import CorruptSnapshotError, RestoreError, UnsupportedFormatError
-from snapshot_gguf import reader as gguf
-from snapshot_gguf.reader import BLOCK, BLOCK_BYTES, Header, NewTensor
 from snapshot.io.aio import in_thread
 from snapshot.io.arena import Slot
 from snapshot.io.budget import MemoryBudget
@@ -28,6 +26,8 @@ from snapshot.save.staging import PartSource
 from snapshot.text import listed
 from snapshot.transform.sources import CheckpointSource
 from snapshot.transform.target import Target
+from snapshot_gguf import reader as gguf
+from snapshot_gguf.reader import BLOCK, BLOCK_BYTES, Header, NewTensor
 
 # The template: a file of GGUF whose key-values the new file gets, such as those of the tokenizer.
 

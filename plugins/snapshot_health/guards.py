@@ -26,6 +26,12 @@ from snapshot.io.system import PerProcess
 from snapshot.io.url import URL
 from snapshot.manifest import entries as e
 from snapshot.manifest.values import IntEntry
+from snapshot.save.findings import KEY, NOTED, Finding
+from snapshot.state.leaves import FlatState, Leaf
+from snapshot.state.model_state import find_local_tensor, optimizers_of
+from snapshot.tensors.composite import is_freed
+from snapshot.tensors.memory import BY_NAME, NAMES, is_plain, wrap_memory
+from snapshot.text import counted, listed
 from snapshot_health.parameter_roles import (
     Group,
     Member,
@@ -36,7 +42,6 @@ from snapshot_health.parameter_roles import (
     has_masters,
     is_twin,
     key_of,
-    optimizers_of,
     stores_live_steps,
 )
 from snapshot_health.samples import (
@@ -50,56 +55,15 @@ from snapshot_health.samples import (
     measure_squares,
     take_some,
 )
-from snapshot.state.leaves import FlatState, Leaf
-from snapshot.state.model_state import find_local_tensor
-from snapshot.tensors.composite import is_freed
-from snapshot.tensors.memory import BY_NAME, NAMES, is_plain, wrap_memory
 from snapshot_health.statistics import ByPath, combine_statistics
-from snapshot.text import counted, listed
 
 Guards = Literal["suspect", "report", "refuse", "off"]
-KEY = "snapshot.guards"
-"""Key in a snapshot's metadata, with the findings that make it suspect."""
-NOTED = "snapshot.findings"
-"""Key in a snapshot's metadata, with all other findings."""
-ACTING = ("nonfinite", "stale", "missing")
-"""Guards from which a policy follows. All others only report."""
-
-
-class Finding(msgspec.Struct, frozen=True, array_like=True):
-    """A sign that something is wrong."""
-
-    guard: str
-    text: str
-
-    @property
-    def acts(self) -> bool:
-        """True if the option `guards` acts on it."""
-        return self.guard in ACTING
-
-    def __str__(self) -> str:
-        return f"{self.guard}: {self.text}"
 
 
 def expect_guards(guards: Any) -> None:
     """Raise `ValueError` for an unknown choice."""
     if guards not in get_args(Guards):
         raise ValueError(f"guards must be {', '.join(map(repr, get_args(Guards)))}, got {guards!r}")
-
-
-def suspicions(metadata: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the findings in a snapshot's metadata that make it suspect: empty unless it is."""
-    return _texts_of(metadata, KEY)
-
-
-def noted_findings(metadata: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the findings in a snapshot's metadata that do not make it suspect."""
-    return _texts_of(metadata, NOTED)
-
-
-def _texts_of(metadata: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    found = metadata.get(key)
-    return tuple(map(str, found)) if isinstance(found, list) else ()
 
 
 def expect_good(guards: Guards, found: Sequence[Finding], url: URL) -> None:

@@ -15,11 +15,11 @@ import torch
 
 from snapshot.manifest.paths import encode_component
 from snapshot.manifest.values import IntEntry
-from snapshot_health.samples import Rotation
 from snapshot.state.leaves import FlatState, Leaf
-from snapshot.state.model_state import ModelState, find_local_tensor, list_parameters
+from snapshot.state.model_state import ModelState, _only_optimizers, find_local_tensor, list_parameters, optimizers_of
 from snapshot.state.rng import RNGState
 from snapshot.text import is_own
+from snapshot_health.samples import Rotation
 
 MOST_NORMS = 64
 """Parameters whose norms a take measures."""
@@ -55,15 +55,6 @@ class Stranger(NamedTuple):
     """The place of its first group."""
     below: str
     """The beginning of the paths of its state."""
-
-
-def optimizers_of(stateful: Any) -> list[torch.optim.Optimizer]:
-    """Return the optimizers of a stateful: itself, or those of a `ModelState`."""
-    return _only_optimizers(stateful.optimizers if isinstance(stateful, ModelState) else [stateful])
-
-
-def _only_optimizers(found: Any) -> list[torch.optim.Optimizer]:
-    return [each for each in found if isinstance(each, torch.optim.Optimizer) and hasattr(each, "param_groups")]
 
 
 def count_steps(app_state: Mapping[str, Any]) -> tuple[float, bool]:

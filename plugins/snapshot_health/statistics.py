@@ -11,8 +11,6 @@ import torch
 
 from snapshot.decoding import decode_json
 
-SUFFIX = ".stats"
-"""The end of the names of files with statistics."""
 PIECE = 1 << 15
 """Elements that are examined at once on the host: they stay in a CPU cache, and one thread examines them."""
 LONG_PIECE = 1 << 26

@@ -7,9 +7,9 @@ from snapshot.io.aio import gather_limited
 from snapshot.io.loop import run
 from snapshot.loading.open import Opened
 from snapshot.manifest import entries as e
-from snapshot.manifest.document import Document, ForeignFile
+from snapshot.manifest.document import STATISTICS, Document, ForeignFile
 from snapshot.tensors.digest import digest_range
-from snapshot_health.statistics import SUFFIX, ByPath, TensorStatistics, combine_statistics, decode_statistics
+from snapshot_health.statistics import ByPath, TensorStatistics, combine_statistics, decode_statistics
 
 AT_ONCE = 16
 """Files that are read at once."""
@@ -22,7 +22,7 @@ def read_statistics(opened: Opened) -> dict[str, TensorStatistics]:
     """
     document = opened.document
     own = (location for location, file in document.files.items() if not isinstance(file, ForeignFile))
-    locations = sorted(location for location in own if location.endswith(SUFFIX))
+    locations = sorted(location for location in own if location.endswith(STATISTICS))
     parts: dict[str, list[TensorStatistics]] = {}
 
     async def read(location: str) -> tuple[int, ByPath]:

@@ -47,13 +47,13 @@ from snapshot.manifest import entries as e
 from snapshot.manifest.document import METADATA, Document, ManifestHead, check_tensor, find_locations
 from snapshot.manifest.rank_view import is_shared
 from snapshot.plan.names import WILDCARDS, compile_glob, matcher
-from snapshot_health.guards import noted_findings, suspicions
+from snapshot.save.findings import noted_findings, suspicions
 from snapshot.snapshot import Snapshot
 from snapshot.tensors.geometry import Box, split_shape
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE
 from snapshot.text import VERSION
-from snapshot_tiers.near_steps import NearFolder, NearStep
 from snapshot.transform.diff_bytes import STEP, l2_norm
+from snapshot_tiers.near_steps import NearFolder, NearStep
 
 # Health of tensors: norms, and numbers of values that are not finite, read part by part.
 

@@ -1,6 +1,6 @@
 """Megatron-Bridge's checkpoints as snapshots: a manager for its `custom_manager_class`.
 
-    register_allowed_target_prefix("snapshot.interop.")  # of megatron.bridge.utils.instantiate_utils
+    register_allowed_target_prefix("snapshot_megatron.")  # of megatron.bridge.utils.instantiate_utils
     config.checkpoint.custom_manager_class = "snapshot_megatron.bridge.SnapshotCheckpointManager"
 
 Bridge decides what a checkpoint contains, and keeps its trackers and its retention. Only its calls of Megatron-core's
@@ -22,10 +22,10 @@ import torch.distributed as dist
 
 from snapshot.errors import MissingExtraError, SnapshotError
 from snapshot.interop.handover import is_snapshot
-from snapshot_megatron.adapter import COMMON, MegatronState
 from snapshot.interop.objects import build_objects
 from snapshot.save.take_request import TAKE_OPTIONS, TakeOptions
 from snapshot.snapshot import PendingSnapshot, Snapshot
+from snapshot_megatron.adapter import COMMON, MegatronState
 
 KEY = "megatron"
 """Key of the state in a snapshot."""

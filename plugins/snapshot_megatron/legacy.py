@@ -26,9 +26,7 @@ import msgspec
 
 from snapshot.errors import CorruptSnapshotError, StorageError, UnsupportedFormatError
 from snapshot.formats import pickle_nodes as p
-from snapshot_deepspeed.parts import JoinRules
 from snapshot.formats.foreign import ForeignDocument, is_absence, make_dict, make_document
-from snapshot_megatron.legacy_optimizer import MAIN, MOMENTS, OWN_OPTIONS, NotJoinedError, PartState, read_state
 from snapshot.formats.pickle_nodes import expect_dict
 from snapshot.formats.pickled_objects import INLINE
 from snapshot.formats.rank_files import RankFile, RankMerge
@@ -42,6 +40,8 @@ from snapshot.manifest.entries import PLAIN, ShardedTensorEntry, TensorEntry
 from snapshot.manifest.paths import decode_component, encode_component
 from snapshot.tensors.digest import digest_range
 from snapshot.tensors.memory import ITEMSIZE, contiguous_strides
+from snapshot_deepspeed.parts import JoinRules
+from snapshot_megatron.legacy_optimizer import MAIN, MOMENTS, OWN_OPTIONS, NotJoinedError, PartState, read_state
 
 FORMAT = "megatron"
 FILE = "model_optim_rng.pt"

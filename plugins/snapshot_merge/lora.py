@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,11 +13,9 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from snapshot.distributed.operation import Operation
+from snapshot.distributed.operation import Operation, operation
 from snapshot.errors import RestoreError, SnapshotError, StorageError
-from snapshot_merge import peft
 from snapshot.formats.foreign import is_absence
-from snapshot_merge.peft import LoraConfig, Pair
 from snapshot.io.arena import Slot
 from snapshot.io.budget import MemoryBudget
 from snapshot.io.loop import run
@@ -27,18 +26,23 @@ from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document, find_locations
 from snapshot.manifest.entries import AnyTensor
 from snapshot.manifest.rank_view import make_rank_view, suggest_names
+from snapshot.maps.tensor_map import TensorMap
 from snapshot.plan.layout import FilePart, FilePlan
+from snapshot.progress import ProgressArgument
 from snapshot.reports import ConvertReport
+from snapshot.snapshot import Snapshot
 from snapshot.state.leaves import Leaf
 from snapshot.tensors.geometry import Factor, Grid, position_of
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE
 from snapshot.text import listed
 from snapshot.transform.call import expect_checksums, expect_sound, open_sources, selected_locations
 from snapshot.transform.convert import write_checkpoint
-from snapshot_merge.merge import expect_mergeable, key_of, open_origins, spellings
-from snapshot_merge.mixing import MixedSource, Piece, Run
 from snapshot.transform.sources import CheckpointSource, reads_ranges
 from snapshot.transform.target import Selection, Target
+from snapshot_merge import peft
+from snapshot_merge.merge import expect_mergeable, key_of, open_origins, spellings
+from snapshot_merge.mixing import MixedSource, Piece, Run
+from snapshot_merge.peft import LoraConfig, Pair
 
 # The plan: the change of each tensor of the base.
 
@@ -460,3 +464,48 @@ async def _read_config(adapter: Opened) -> LoraConfig:
             raise
         raise SnapshotError(f"{where}: is missing, so {adapter.url} is not an adapter of PEFT") from error
     return peft.parse_config(data, where)
+
+
+def merge_lora(
+    base: str | os.PathLike[str] | Snapshot,
+    adapter: str | os.PathLike[str] | Snapshot,
+    target: str | os.PathLike[str] | Target,
+    *,
+    map: TensorMap | None = None,
+    select: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    dtype: torch.dtype | None = None,
+    verify: bool = True,
+    memory_budget_bytes: int | None = None,
+    progress: ProgressArgument = None,
+    ranks: bool = False,
+) -> ConvertReport:
+    """Add a LoRA of PEFT to the weights of its base model, within the memory budget.
+
+    The result has the structure of the base model. docs/weights.md describes the arithmetic, and what is refused.
+
+    Args:
+        base: The base model: the path of anything that `Snapshot` opens, or a `Snapshot`.
+        adapter: The folder of the adapter, or a `Snapshot` of it.
+        target: The destination: a path whose suffix tells the format, or a `Target` with its format and options.
+        map: A map for the base model, such as one that dequantises its weights. The adapter has the new names.
+        select: Globs over `<key>/<logical path>` of the base model to keep; all by default.
+        exclude: Globs to leave out.
+        dtype: Cast floating-point tensors of the result to this dtype, instead of the base model's dtype.
+        verify: Verify every digest, and the checksums of other libraries' formats.
+        memory_budget_bytes: Host memory: a quarter for reading, a quarter for mixing, and half for writing.
+        progress: True for a progress bar, or a function that is called with `Progress`.
+        ranks: Share the work with all ranks of the base's `pg`, or of the default process group; every rank calls.
+
+    Raises:
+        RestoreError: The adapter does not fit. `mismatches` lists every reason; nothing was written.
+        SnapshotExistsError: The destination exists; nothing was written.
+        CorruptSnapshotError: A source is damaged; nothing was committed.
+        UnsupportedFormatError: The format cannot hold a tensor, or the adapter is of a kind that cannot be merged;
+            nothing was written.
+    """
+    model, made = Snapshot.of(base), Target.of(target)
+    choice = Selection(select, exclude, None, dtype, verify, model.allow_pickle, map)
+    url = made.place.url
+    with operation("merge", url, pg=model.pg, ranks=ranks, budget=memory_budget_bytes, progress=progress) as op:
+        return add_adapter(op, (model.location, Snapshot.of(adapter).location), made, choice)

@@ -23,11 +23,11 @@ from azure.storage.blob.aio import BlobServiceClient
 
 from snapshot.errors import BucketNotFoundError, SnapshotError, StorageConflictError, StorageError
 from snapshot.io.aio import in_thread
+from snapshot.io.bodies import RequestBody, ResponseSink
+from snapshot.io.retry import Attempt, TransientError
 from snapshot.io.storage import ABSENT, ANYTHING, Context, Expect, FileStat, Limits
 from snapshot.io.url import URL
 from snapshot_objectstore.http import (
-    RequestBody,
-    ResponseSink,
     StatusError,
     connection_fault,
     drain_into,
@@ -36,7 +36,6 @@ from snapshot_objectstore.http import (
     released_response,
     status_fault,
 )
-from snapshot.io.retry import Attempt, TransientError
 from snapshot_objectstore.object_storage import Driver, ObjectStorage, Page
 
 # Parsing of Azure's XML responses.

@@ -20,10 +20,10 @@ import aiohttp
 from gcsfs.core import GCSFileSystem
 
 from snapshot.errors import BucketNotFoundError, SnapshotError, StorageConflictError, StorageError
+from snapshot.io.bodies import RequestBody, ResponseSink
+from snapshot.io.retry import Attempt, TransientError
 from snapshot.io.storage import ABSENT, ANYTHING, URL, Expect, FileStat, Limits
 from snapshot_objectstore.http import (
-    RequestBody,
-    ResponseSink,
     StatusError,
     connection_fault,
     drain_into,
@@ -32,7 +32,6 @@ from snapshot_objectstore.http import (
     released_response,
     status_fault,
 )
-from snapshot.io.retry import Attempt, TransientError
 from snapshot_objectstore.object_storage import Driver, ObjectStorage, Page
 
 MiB = 1 << 20

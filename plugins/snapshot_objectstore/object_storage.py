@@ -25,6 +25,8 @@ from snapshot.errors import (
     StorageNotFoundError,
 )
 from snapshot.io.aio import gather_limited, in_thread
+from snapshot.io.bodies import BufferSink, BytesSink, RequestBody, ResponseSink
+from snapshot.io.retry import Attempt, RetryPolicy, TransientError, retry_request
 from snapshot.io.storage import (
     ANYTHING,
     Buffer,
@@ -38,8 +40,6 @@ from snapshot.io.storage import (
     check_path,
 )
 from snapshot.io.url import URL
-from snapshot_objectstore.http import BufferSink, BytesSink, RequestBody, ResponseSink
-from snapshot.io.retry import Attempt, RetryPolicy, TransientError, retry_request
 
 # Requests to one kind of object store: the interface of a new store.
 

@@ -29,19 +29,17 @@ from obstore.store import S3Store
 
 from snapshot.errors import BucketNotFoundError, SnapshotError, StorageConflictError, StorageError, StorageNotFoundError
 from snapshot.io.aio import in_thread
+from snapshot.io.bodies import RequestBody, ResponseSink, past_end_error
+from snapshot.io.retry import Attempt, RetryPolicy, TransientError
 from snapshot.io.storage import ABSENT, ANYTHING, Expect, FileStat, FileWriter, Limits
 from snapshot.io.url import URL
 from snapshot_objectstore.http import (
-    RequestBody,
-    ResponseSink,
     drain_into,
     is_unknown_host,
     parse_content_range,
-    past_end_error,
     released_response,
     without_resending,
 )
-from snapshot.io.retry import Attempt, RetryPolicy, TransientError
 from snapshot_objectstore.object_storage import Driver, ObjectStorage, Page
 
 # Requests to S3 by aiobotocore's client, which supports parts, conditions and streamed bodies.

@@ -12,9 +12,9 @@ import aiohttp
 import yarl
 
 from snapshot.errors import SnapshotError, StorageError
+from snapshot.io.bodies import ResponseSink
 from snapshot.io.storage import URL, Capabilities, Context, FileStat, Limits
 from snapshot_objectstore.http import (
-    ResponseSink,
     StatusError,
     connection_fault,
     drain_into,

@@ -13,11 +13,9 @@ import torch
 from snapshot.decoding import decode_json
 from snapshot.errors import CorruptSnapshotError, StorageError, StorageNotFoundError, UnsupportedFormatError
 from snapshot.events import log
-from snapshot_orbax import ocdbt, zarr
 from snapshot.formats.decompressors import DECOMPRESSORS
 from snapshot.formats.foreign import ForeignDocument, check_location, extend_file, is_absence, make_dict, make_document
 from snapshot.formats.hugging_face import AT_ONCE
-from snapshot_orbax.ocdbt import Stored
 from snapshot.formats.pickled_objects import INLINE
 from snapshot.io.aio import gather_limited, in_thread
 from snapshot.io.storage import Storage
@@ -30,6 +28,8 @@ from snapshot.manifest.values import make_scalar_entry
 from snapshot.tensors.geometry import whole_box
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE, contiguous_strides
 from snapshot.tensors.split_zstd import load_zstd
+from snapshot_orbax import ocdbt, zarr
+from snapshot_orbax.ocdbt import Stored
 
 FORMAT = "orbax"
 TREE = "_METADATA"

@@ -13,9 +13,9 @@ import numpy as np
 
 from snapshot.decoding import decode_json
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
-from snapshot_orbax.ocdbt import Stored, crc32c
 from snapshot.tensors.geometry import Box, Shape
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE, contiguous_strides
+from snapshot_orbax.ocdbt import Stored, crc32c
 
 V2 = ".zarray"
 V3 = "zarr.json"

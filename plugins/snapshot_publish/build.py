@@ -29,6 +29,8 @@ from snapshot.io.url import URL
 from snapshot.manifest.document import LONGEST_HEADER
 from snapshot.manifest.entries import TensorEntry
 from snapshot.plan.layout import group_in_order
+from snapshot.tensors.digest import BLOCK, SIZE, block_digest, digest_bytes, digest_range, digest_table
+from snapshot.tensors.split_zstd import load_zstd, new_compressor
 from snapshot_publish.store import (
     LONGEST_FILE,
     LONGEST_INDEX,
@@ -40,8 +42,6 @@ from snapshot_publish.store import (
     encode_index,
     version_name,
 )
-from snapshot.tensors.digest import BLOCK, SIZE, block_digest, digest_bytes, digest_range, digest_table
-from snapshot.tensors.split_zstd import load_zstd, new_compressor
 
 # Deltas of tensors: zstd of the XOR of two versions' bytes, with the checksum and the digest of the new bytes.
 #

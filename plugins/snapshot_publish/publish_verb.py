@@ -22,11 +22,11 @@ from snapshot.cli.screen import ExitStatus, bar, emit, printable
 from snapshot.errors import CorruptSnapshotError, SnapshotNotFoundError
 from snapshot.events import log
 from snapshot.io.url import URL
+from snapshot.snapshot import Snapshot
+from snapshot.weights import load
 from snapshot_publish.publisher import Publisher
 from snapshot_publish.store import version_name
 from snapshot_publish.subscriber import Subscriber
-from snapshot.snapshot import Snapshot
-from snapshot.weights import load
 
 DESCRIPTION = (
     "Publish the tensors of a checkpoint as the next version in a folder of versions, from which `snapshot pull` "

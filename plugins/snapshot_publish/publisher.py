@@ -28,6 +28,9 @@ from snapshot.manifest.document import LONGEST_HEADER
 from snapshot.maps.recipe import Target
 from snapshot.options import Settings, expect_positive, moved_names
 from snapshot.pending import PendingWork
+from snapshot.tensors.digest import digest_bytes, digest_range
+from snapshot.tensors.split_zstd import load_zstd
+from snapshot.text import size_text
 from snapshot_publish.build import TensorSums, sum_bytes
 from snapshot_publish.shares import (
     HostImage,
@@ -56,9 +59,6 @@ from snapshot_publish.store import (
     version_of,
 )
 from snapshot_publish.subscriber import LocalFolder, check_hooks, start_hooks
-from snapshot.tensors.digest import digest_bytes, digest_range
-from snapshot.tensors.split_zstd import load_zstd
-from snapshot.text import size_text
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -25,8 +25,6 @@ from snapshot.maps.recipe import Spec, Target
 from snapshot.maps.tensor_map import TensorMap
 from snapshot.plan.layout import FilePlan, group_in_order, plan_exact_file
 from snapshot.plan.names import strip_wrappers
-from snapshot_publish.build import DeltaEncoder, EncodedDelta, TensorSums, checksum_text
-from snapshot_publish.store import version_name
 from snapshot.save.staging import Stager
 from snapshot.save.writer import Writer, WrittenFile
 from snapshot.state.leaves import Leaf
@@ -35,6 +33,8 @@ from snapshot.tensors.digest import digest_bytes
 from snapshot.tensors.geometry import Box, Grid, Shape, boxes_overlap, whole_box
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE, NAMES, SAFETENSORS
 from snapshot.text import listed
+from snapshot_publish.build import DeltaEncoder, EncodedDelta, TensorSums, checksum_text
+from snapshot_publish.store import version_name
 
 # The tensors of a publication: which pieces each rank holds, which rank owns each tensor, and who sends what.
 #

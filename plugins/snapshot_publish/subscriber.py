@@ -36,9 +36,9 @@ from snapshot.io.session import Session
 from snapshot.io.system import CLOEXEC, expect_linux, fcntl, libc
 from snapshot.io.url import URL, Location
 from snapshot.manager.policies import Policy, Taken, checked_policy, plan_retention
+from snapshot.text import listed
 from snapshot_publish.build import VersionBuilder
 from snapshot_publish.store import Index, VersionStore, version_name, version_of
-from snapshot.text import listed
 
 # Hooks: a JSON message by HTTP POST after a version was published or pulled.
 

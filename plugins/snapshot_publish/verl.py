@@ -23,8 +23,8 @@ from verl.checkpoint_engine.base import CheckpointEngineRegistry, CheckpointEngi
 from snapshot.distributed.group import ranks_of
 from snapshot.errors import SnapshotError
 from snapshot.interop.framework_checks import expect_parameters
-from snapshot_publish.weight_sync import Shares, WeightReader
 from snapshot_publish.publisher import Publisher
+from snapshot_publish.weight_sync import Shares, WeightReader
 
 KNOWN = "verl 0.9"
 METHODS = {

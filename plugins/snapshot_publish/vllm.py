@@ -32,8 +32,8 @@ from vllm.distributed.weight_transfer.base import (
 from snapshot.distributed.exchange import call_of
 from snapshot.errors import SnapshotError
 from snapshot.interop.framework_checks import expect_parameters
-from snapshot_publish.weight_sync import WeightReader, state_of
 from snapshot_publish.publisher import Publisher
+from snapshot_publish.weight_sync import WeightReader, state_of
 
 KNOWN = "vLLM 0.33"
 # vLLM's methods, and their parameters

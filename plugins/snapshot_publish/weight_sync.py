@@ -27,10 +27,10 @@ from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.io.shared_folder import SharedFolder, delete_abandoned
 from snapshot.io.url import URL
-from snapshot_publish.store import VersionStore
-from snapshot_publish.subscriber import Subscriber
 from snapshot.state.sharded import Sharded
 from snapshot.tensors.geometry import Box
+from snapshot_publish.store import VersionStore
+from snapshot_publish.subscriber import Subscriber
 
 MEMORY = "/dev/shm"  # noqa: S108 - a folder in it is refused unless this user owns it
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0

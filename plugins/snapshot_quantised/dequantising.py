@@ -12,7 +12,6 @@ import torch
 
 from snapshot.errors import CorruptSnapshotError, RestoreError
 from snapshot.formats.derived import Derivation, DerivingStorage
-from snapshot_quantised.layouts import Layout, Quantised, describe_weight, find_layouts, small_parts
 from snapshot.io.aio import gather_limited
 from snapshot.io.loop import run
 from snapshot.loading.open import AT_ONCE, Opened
@@ -22,6 +21,7 @@ from snapshot.manifest.paths import decode_component, encode_component
 from snapshot.maps.tensor_map import TensorMap
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE, contiguous_strides
 from snapshot.text import listed
+from snapshot_quantised.layouts import Layout, Quantised, describe_weight, find_layouts, small_parts
 
 _MOST_TABLES = 4096
 """Maximum number of different tables of a checkpoint, which are in memory. The known ones have two."""

@@ -15,15 +15,15 @@ from snapshot.decoding import decode_json
 from snapshot.errors import CorruptSnapshotError, MissingExtraError, SignatureError
 from snapshot.events import log
 from snapshot.io.aio import in_thread
+from snapshot.io.session import Key
 from snapshot.io.storage import Storage
 from snapshot.io.system import WINDOWS
+from snapshot.manifest.paths import signature_path
 from snapshot.tensors.digest import HASH_SIZE, FileTree, Root, count_leaves, root_of, tree_of
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-Key = Any
-"""A path of a PEM file, or an `Ed25519PrivateKey` or `Ed25519PublicKey` of `cryptography`."""
 LONGEST = 64 << 10
 """Maximum bytes of a key file."""
 LENGTH = 64
@@ -202,11 +202,6 @@ def create_keys(path: str | os.PathLike[str]) -> tuple[Path, Path]:
 
 
 # Files of a signature: the leaves of a rank's files, and the statement.
-
-
-def signature_path(save_id: str) -> str:
-    """Return the path of a snapshot's signature."""
-    return f"data/{save_id}.signature"
 
 
 def leaves_path(location: str) -> str:

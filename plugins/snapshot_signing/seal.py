@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from snapshot.errors import CorruptSnapshotError, SignatureError, StorageError, StorageNotFoundError
 from snapshot.events import emit
 from snapshot.io.aio import in_thread
-from snapshot.io.session import Seal
+from snapshot.io.session import Key, Seal
 from snapshot.io.storage import Buffer, FileStat, Storage, StorageWrapper
 from snapshot.io.system import drop_oldest
-from snapshot_signing.keys import Key, Statement, VerifyingKey, decode_signature, load_key, place_leaves, signature_path
+from snapshot.manifest.paths import signature_path
 from snapshot.tensors.digest import HASH_SIZE, LEAF, FileTree, Root, count_leaves, hash_root, root_of, tree_of
+from snapshot_signing.keys import Statement, VerifyingKey, decode_signature, load_key, place_leaves
 
 # Reads of whole blocks: each is compared with a signed leaf, or its leaf is recorded to be signed.
 

@@ -7,8 +7,8 @@ import argparse
 from snapshot.cli.arguments import add_json, add_memory, add_storage, options_of
 from snapshot.cli.locate import explain_missing
 from snapshot.cli.screen import ExitStatus, bar, emit_report, printable
-from snapshot_signing.keys import create_keys
 from snapshot.snapshot import Snapshot
+from snapshot_signing.keys import create_keys
 
 DESCRIPTION = (
     "Sign snapshots with an Ed25519 key. Every byte is read once, compared with its digest, and hashed with "

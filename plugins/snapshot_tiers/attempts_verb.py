@@ -13,8 +13,9 @@ from snapshot.errors import SnapshotNotFoundError
 from snapshot.io.loop import run as on_loop
 from snapshot.io.session import Session
 from snapshot.io.url import URL
-from snapshot_tiers.facts import choose_attempt, find_left, read_facts
+from snapshot.runs.facts import read_facts
 from snapshot.runs.timeline import Attempt, Facts, Line
+from snapshot_tiers.facts import choose_attempt, find_left
 from snapshot_tiers.uploader_process import find_runs
 
 DESCRIPTION = (

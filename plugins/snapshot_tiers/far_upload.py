@@ -45,17 +45,18 @@ from snapshot.manifest.document import (
     encode,
     format_of,
 )
+from snapshot.runs.facts import PINNED, is_buried
+from snapshot.runs.timeline import Facts, Line, Standing, origin_of
 from snapshot.save import transaction
 from snapshot.save.compression import PackedResult, Packing
 from snapshot.save.transaction import claim_path
 from snapshot.tensors.digest import digest_range
 from snapshot.tensors.split_zstd import CODEC, PAGE, kind_of
 from snapshot.text import size_text
-from snapshot_tiers.control import Registration, StepStatus
-from snapshot_tiers.facts import is_buried, sync_facts
-from snapshot_tiers.near_steps import PINNED, NearFolder, NearStep, copy_verified, describe_files, remove_asides
-from snapshot.runs.timeline import Facts, Line, Standing, origin_of
 from snapshot.transform.sources import CopiedFile
+from snapshot_tiers.control import Registration, StepStatus
+from snapshot_tiers.facts import sync_facts
+from snapshot_tiers.near_steps import NearFolder, NearStep, copy_verified, describe_files, remove_asides
 
 
 class Throttled(ReadOnlyStorage):

@@ -15,14 +15,14 @@ from snapshot.distributed.exchange import Exchange
 from snapshot.errors import BucketNotFoundError, RunDeletedError, RunForkedError, SnapshotError, StorageError
 from snapshot.events import log
 from snapshot.io.loop import run
-from snapshot_tiers.requests import host_of
 from snapshot.io.session import Session
 from snapshot.io.storage import ANYTHING, Storage
 from snapshot.io.url import URL
 from snapshot.manifest.document import METADATA, decode_head
+from snapshot.runs.facts import TRIES, read_facts
+from snapshot.runs.timeline import Attempt, Copy, Facts, Line, Parent, RolledBackError, Settled, new_name, settle_run
 from snapshot_tiers.control import Host, Registration, Upload, UploaderError, hosts_of, job_address
 from snapshot_tiers.facts import (
-    TRIES,
     find_left,
     limited,
     mark_used,
@@ -31,12 +31,11 @@ from snapshot_tiers.facts import (
     publish_if_writable,
     publish_pending,
     read_copies,
-    read_facts,
     store_copy,
 )
 from snapshot_tiers.near_steps import NearFolder
 from snapshot_tiers.peers import open_peer
-from snapshot.runs.timeline import Attempt, Copy, Facts, Line, Parent, RolledBackError, Settled, new_name, settle_run
+from snapshot_tiers.requests import host_of
 from snapshot_tiers.uploader_process import ensure_uploader, expect_own_folder
 
 FAR_PATIENCE = 20.0

@@ -30,12 +30,13 @@ from snapshot.manifest.document import (
 from snapshot.manifest.parts import ManifestPart
 from snapshot.plan.layout import FilePlan
 from snapshot.progress import unmetered
+from snapshot.runs.facts import PINNED, STEP
+from snapshot.runs.timeline import NO_ORIGIN, Line, Origin, Standing, origin_of
 from snapshot.save.compression import Packing
-from snapshot_health.guards import suspicions
+from snapshot.save.findings import suspicions
 from snapshot.save.transaction import belongs_to, save_id_of
 from snapshot.save.writer import Writer
 from snapshot.tensors.digest import RunningDigest
-from snapshot.runs.timeline import NO_ORIGIN, Line, Origin, Standing, origin_of
 from snapshot.transform.sources import (
     CheckedRange,
     CopiedFile,
@@ -45,13 +46,10 @@ from snapshot.transform.sources import (
     copy_files_through,
 )
 
-PINNED = ".pinned"
-"""File in a step's folder that protects it from removal. It belongs to no snapshot, so clean-up leaves it."""
 PULLED = ".pulled"
 """File in a step's folder that names the replicas in it. Only a hint: without it, more is replicated or uploaded."""
 FRESH = 300.0
 """Seconds after which files without a manifest count as left behind."""
-STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 _FORMAT = re.compile(rb'\{"format":"snapshot/([1-9][0-9]{0,3})"')
 
 

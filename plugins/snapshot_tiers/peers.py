@@ -18,7 +18,6 @@ from snapshot.errors import SnapshotError
 from snapshot.events import emit, log
 from snapshot.io.aio import in_thread
 from snapshot.io.loop import run, shared_clients
-from snapshot_tiers.requests import SIGNATURE, STATUS, is_signed, parse_target, sign
 from snapshot.io.registry import open_storage
 from snapshot.io.session import Session
 from snapshot.io.storage import ABSENT, Buffer, Capabilities, Context, ReadOnlyStorage, Storage
@@ -27,6 +26,7 @@ from snapshot.manifest.document import METADATA, Document, decode_document, deco
 from snapshot_tiers.control import Host, Registration, Status, decode_status, partners
 from snapshot_tiers.far_upload import FarStorage
 from snapshot_tiers.near_steps import PULLED, CensusStep, NearFolder, NearStep, copy_verified, describe_files, is_intact
+from snapshot_tiers.requests import SIGNATURE, STATUS, is_signed, parse_target, sign
 
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})")
 PATIENCE = 120.0

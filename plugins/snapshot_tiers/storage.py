@@ -14,7 +14,6 @@ from typing import Any, Protocol, TypeVar
 
 from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageError, StorageNotFoundError
 from snapshot.io.aio import in_thread
-from snapshot_tiers.requests import SIGNATURE, host_of, is_signed, sign
 from snapshot.io.storage import (
     Buffer,
     Capabilities,
@@ -29,6 +28,7 @@ from snapshot.io.storage import (
 )
 from snapshot.io.url import URL
 from snapshot.storages.file.file_storage import FileStorage
+from snapshot_tiers.requests import SIGNATURE, host_of, is_signed, sign
 
 # Finished files of another host of the job: ranges over HTTP, signed with the run's secret.
 

@@ -20,10 +20,11 @@ from snapshot.errors import (
 from snapshot.events import log
 from snapshot.io.aio import gather_limited
 from snapshot.io.loop import can_start_threads, run
-from snapshot_tiers.requests import STATUS
 from snapshot.io.session import Session
 from snapshot.io.url import URL
 from snapshot.manifest.document import METADATA, decode_head
+from snapshot.runs.facts import read_facts
+from snapshot.runs.timeline import Copy, Facts, Line, Origin, Parent, Standing, forked_error, note_of
 from snapshot.save.transaction import committed_save_id
 from snapshot_tiers.control import (
     ANSWERS,
@@ -39,11 +40,11 @@ from snapshot_tiers.control import (
     far_text,
     job_address,
 )
-from snapshot_tiers.facts import limited, publish_if_writable, read_copy, read_facts, store_copy
+from snapshot_tiers.facts import limited, publish_if_writable, read_copy, store_copy
 from snapshot_tiers.join import Begun, Keepers, Membership, TierOptions, begin_attempt, fetch_manifests, read_manifest
 from snapshot_tiers.near_steps import CensusStep, HostView, NearFolder, NearStep, take_census, view_of
 from snapshot_tiers.peers import Place, StepSources, heal_step
-from snapshot.runs.timeline import Copy, Facts, Line, Origin, Parent, Standing, forked_error, note_of
+from snapshot_tiers.requests import STATUS
 from snapshot_tiers.uploader_process import ensure_uploader
 
 FAULTS = {

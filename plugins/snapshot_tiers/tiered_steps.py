@@ -34,21 +34,22 @@ from snapshot.manager.restore_latest import Candidates, Ended
 from snapshot.manager.retention import IN_USE, PINNED, Cleaner, find_needed
 from snapshot.manager.root import Root, StepFolders, taken_of, why_suspect
 from snapshot.manager.steps import Begun, RunOptions, Steps, TakePlace
-from snapshot.manager.takes import Near
 from snapshot.manifest.document import ManifestHead
 from snapshot.reports import RestoreReport
-from snapshot_health.guards import suspicions
+from snapshot.runs.facts import is_buried
+from snapshot.runs.timeline import NO_ORIGIN, Facts, Line, Origin, Parent, Standing, origin_of
+from snapshot.save.findings import suspicions
 from snapshot.save.take import AppState
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot_tiers.control import ANSWERS, Request, Status, StepStatus, UploadState
-from snapshot_tiers.facts import is_buried, limited
+from snapshot_tiers.facts import limited
 from snapshot_tiers.far_upload import FarStorage
 from snapshot_tiers.join import FAR_PATIENCE, join
 from snapshot_tiers.join import Begun as BegunAttempt
+from snapshot_tiers.near import Near
 from snapshot_tiers.near_steps import CensusStep, HostView, NearFolder, NearStep
 from snapshot_tiers.peers import FAR, MOST_KEEPERS, NEAR, PEER, Place, StepSources, place_of
 from snapshot_tiers.tier_set import TierSet
-from snapshot.runs.timeline import NO_ORIGIN, Facts, Line, Origin, Parent, Standing, origin_of
 from snapshot_tiers.uploader_process import find_runs, leave_metrics
 
 MOST_HELD = 4

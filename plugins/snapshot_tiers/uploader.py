@@ -19,12 +19,12 @@ import msgspec
 from snapshot.errors import CorruptSnapshotError, RunDeletedError, RunForkedError, SnapshotError
 from snapshot.events import emit, log
 from snapshot.io.loop import run
+from snapshot.runs.timeline import Attempt, Facts, Line, RolledBackError, Standing
 from snapshot_tiers.control import Registration, Request, Status, StepStatus, Upload, UploadState
 from snapshot_tiers.facts import read_copy, store_copy, sync_facts
 from snapshot_tiers.far_upload import FarUpload, OpenUploads, Outdated, Undecided, is_begun
 from snapshot_tiers.near_steps import NearFolder, NearStep
 from snapshot_tiers.peers import Replicas, heal_step
-from snapshot.runs.timeline import Attempt, Facts, Line, RolledBackError, Standing
 
 # What an uploader does next, as pure functions of facts and time.
 

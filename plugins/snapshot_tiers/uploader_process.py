@@ -35,6 +35,7 @@ from snapshot.errors import CorruptSnapshotError, SnapshotError
 from snapshot.events import Event, Labels, Metrics, Readings, add_handler, as_prometheus, log, remove_handler
 from snapshot.io.system import PerProcess, fcntl, lower_priority, resource, store_file
 from snapshot.options import Settings
+from snapshot.runs.timeline import Copy, Facts
 from snapshot_tiers.control import (
     LOCK,
     LOG,
@@ -56,7 +57,6 @@ from snapshot_tiers.control import (
 from snapshot_tiers.facts import copy_in, read_copies
 from snapshot_tiers.near_steps import NearStep
 from snapshot_tiers.peers import PeerServer
-from snapshot.runs.timeline import Copy, Facts
 from snapshot_tiers.uploader import Act, Uploader
 
 ADDRESS = ".metrics.address"

@@ -3,4 +3,6 @@
 from snapshot.cli.verb import Verb
 
 UPLOAD = Verb("upload near steps of a run, as its trainer's uploader does", "snapshot_tiers.upload_verb")
-ATTEMPTS = Verb("show the attempts of a run with near folders, and choose one after a fork", "snapshot_tiers.attempts_verb")
+ATTEMPTS = Verb(
+    "show the attempts of a run with near folders, and choose one after a fork", "snapshot_tiers.attempts_verb"
+)

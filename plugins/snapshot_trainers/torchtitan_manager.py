@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from snapshot.errors import CorruptSnapshotError, MissingExtraError, SnapshotError
 from snapshot.events import log
 from snapshot.interop.framework_checks import expect_parameters
-from snapshot_trainers.torchtitan import KNOWN, METHODS, finding_snapshots, loading_snapshots, saving_snapshots
 from snapshot.io.loop import LoopFuture, finish_before_exit, run, start
 from snapshot.io.url import URL
 from snapshot.manager.policies import KeepLatest
@@ -28,6 +27,7 @@ from snapshot.manager.retention import remove_unkept
 from snapshot.manager.root import Root
 from snapshot.snapshot import Snapshot
 from snapshot.state.rng import RNGState
+from snapshot_trainers.torchtitan import KNOWN, METHODS, finding_snapshots, loading_snapshots, saving_snapshots
 
 try:
     from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager

@@ -19,9 +19,13 @@ from typing import Any, ClassVar
 from snapshot.distributed.exchange import call_of
 from snapshot.errors import SnapshotError, SnapshotNotFoundError
 from snapshot.events import log
-from snapshot_merge.peft import saved_name
 from snapshot.interop.framework_checks import expect_overridden
 from snapshot.interop.handover import TrainableState
+from snapshot.interop.weight_digests import FOLDER, KEY, STATE_KEY, digest_state, digest_weights, put_state_digest
+from snapshot.io.loop import is_exiting, start_in_thread
+from snapshot.snapshot import PendingSnapshot, Snapshot
+from snapshot.state.rng import RNGState
+from snapshot_merge.peft import saved_name
 from snapshot_trainers.staged_weights import StagedWeights
 from snapshot_trainers.trainer_folders import (
     check_weights,
@@ -38,10 +42,6 @@ from snapshot_trainers.trainer_folders import (
     sync_files,
     unmark_weights,
 )
-from snapshot.interop.weight_digests import FOLDER, KEY, STATE_KEY, digest_state, digest_weights, put_state_digest
-from snapshot.io.loop import is_exiting, start_in_thread
-from snapshot.snapshot import PendingSnapshot, Snapshot
-from snapshot.state.rng import RNGState
 
 _HOOKS = {
     "_save_checkpoint": 2,

@@ -22,7 +22,6 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import spawn
-from pathlib import Path
 from typing import Any
 
 import msgspec

@@ -2,8 +2,8 @@
 
 Each verb is a module with `DESCRIPTION`, `EXAMPLES`, `add(parser)` for its arguments, and `run(arguments)`. That makes
 values of the flags, calls the library once, prints the result with `emit`, and returns the exit status. A verb is added
-by one line: in `arguments.py`, or, in a plugin, an entry point. Only the module of the verb that runs is imported: most verbs need torch, and the command's help
-and version do not.
+by one line: in `arguments.py`, or, in a plugin, an entry point. Only the module of the verb that runs is imported: most
+verbs need torch, and the command's help and version do not.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from snapshot_bench.rounds import file_system, without_new_folders
 from snapshot.cli.arguments import add_json, add_storage, count, environment, options_of, size
 from snapshot.cli.screen import Column, ExitStatus, ScreenTable, emit, paint, printable, say
 from snapshot.errors import SnapshotError, StorageConflictError, StorageNotFoundError
@@ -24,7 +23,7 @@ from snapshot.io.arena import available_memory
 from snapshot.io.loop import run as wait
 from snapshot.io.registry import open_storage
 from snapshot.io.storage import ABSENT, Storage
-from snapshot.io.system import count_cores, resource
+from snapshot.io.system import count_cores, file_system, resource, without_new_folders
 from snapshot.io.url import URL
 from snapshot.snapshot import Snapshot
 from snapshot.state.stateful import StateDict

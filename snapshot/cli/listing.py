@@ -19,7 +19,7 @@ from snapshot.manifest.document import OWN_FORMATS, SnapshotMetadata
 from snapshot.manifest.entries import is_leaf
 from snapshot.manifest.rank_view import is_rank
 from snapshot.manifest.values import Entry, Scalar
-from snapshot_health.guards import noted_findings, suspicions
+from snapshot.save.findings import noted_findings, suspicions
 from snapshot.snapshot import Snapshot
 from snapshot.tensors.composite import KIND as GENERATOR
 from snapshot.tensors.memory import ITEMSIZE

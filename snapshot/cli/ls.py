@@ -35,13 +35,13 @@ from snapshot.manager.root import Root
 from snapshot.manager.step_metadata import NOTE, WRITER
 from snapshot.manifest.document import ManifestHead, SnapshotMetadata
 from snapshot.plan.names import matcher
-from snapshot_health.guards import KEY as GUARDS
-from snapshot_health.guards import NOTED, noted_findings, suspicions
+from snapshot.runs.timeline import KEY, Line, Standing, origin_of
+from snapshot.save.findings import KEY as GUARDS
+from snapshot.save.findings import NOTED, noted_findings, suspicions
 from snapshot.snapshot import Snapshot
 from snapshot.text import counted, entries_text, size_text
 from snapshot_tiers.control import ANSWERS, MEANINGS, ControlClient, Request, StepStatus, UploaderError, far_text
 from snapshot_tiers.near_steps import NearFolder, NearStep
-from snapshot.runs.timeline import KEY, Line, Standing, origin_of
 from snapshot_tiers.uploader_process import find_runs
 
 # Steps of a run with near folders: where each of them is, as this host sees it.

@@ -19,10 +19,10 @@ from snapshot.io.session import Session
 from snapshot.io.url import URL
 from snapshot.loading.open import is_foreign
 from snapshot.manifest.document import METADATA
+from snapshot.runs.facts import PINNED
 from snapshot.save import transaction
 from snapshot.snapshot import Snapshot
 from snapshot.text import counted, size_text
-from snapshot_tiers.near_steps import PINNED
 
 DATA = (".safetensors", ".bin", ".stats")
 """Suffixes of data files."""

@@ -23,7 +23,7 @@ from snapshot.manifest import entries as e
 from snapshot.manifest.rank_view import resolve_path
 from snapshot.manifest.values import Entry, Scalar
 from snapshot.progress import Progress
-from snapshot_health.guards import noted_findings, suspicions
+from snapshot.save.findings import noted_findings, suspicions
 from snapshot.snapshot import Snapshot
 from snapshot.tensors.geometry import split_shape, whole_box
 from snapshot.tensors.memory import ITEMSIZE

@@ -7,16 +7,17 @@ from collections.abc import Callable, Sequence
 
 from snapshot.errors import StorageError, StorageNotFoundError
 from snapshot.formats import dcp, hugging_face, rank_files, torch_save
-from snapshot_deepspeed import checkpoint as deepspeed, universal as deepspeed_universal
-from snapshot_gguf import reader as gguf
-from snapshot_megatron import legacy as megatron_legacy
-from snapshot_orbax import checkpoint as orbax
-from snapshot_torch_checkpointing import checkpoint as torch_checkpointing
 from snapshot.formats.dcp import NOTICE
 from snapshot.formats.foreign import HEAD, ForeignDocument, ForeignStorage, is_absence, is_part, refuse_file
 from snapshot.formats.zip_archive import SIGNATURE
 from snapshot.io.storage import Storage
 from snapshot.io.url import URL
+from snapshot_deepspeed import checkpoint as deepspeed
+from snapshot_deepspeed import universal as deepspeed_universal
+from snapshot_gguf import reader as gguf
+from snapshot_megatron import legacy as megatron_legacy
+from snapshot_orbax import checkpoint as orbax
+from snapshot_torch_checkpointing import checkpoint as torch_checkpointing
 
 
 async def find_checkpoint(

@@ -10,7 +10,7 @@ from importlib.metadata import EntryPoint
 from typing import Any
 
 from snapshot import extensions
-from snapshot.errors import StorageError
+from snapshot.errors import MissingExtraError, SnapshotError, StorageError
 from snapshot.events import log
 from snapshot.io.storage import Context, Storage
 from snapshot.io.url import URL, expect_mapping
@@ -73,9 +73,9 @@ def plugin_for(url: URL) -> type[Storage]:
             return found
         if (point := extensions.find("snapshot.storages", scheme)) is not None:
             return _load(point, url)
-    point = extensions.find("snapshot.storages", FSSPEC)
-    if point is not None and (plugin := _load(point, url)).knows_scheme(url.scheme):
-        return plugin
+    other = extensions.find("snapshot.storages", FSSPEC)
+    if other is not None and (last := _load(other, url)).knows_scheme(url.scheme):
+        return last
     near = difflib.get_close_matches(url.scheme, schemes(), n=1, cutoff=0.5)  # such as s4 for s3
     hint = f"; did you mean {near[0]}://?" if near else ""
     raise StorageError(
@@ -84,7 +84,12 @@ def plugin_for(url: URL) -> type[Storage]:
 
 
 def _load(point: EntryPoint, url: URL) -> type[Storage]:
-    loaded = extensions.load(point, url)
+    try:
+        loaded = extensions.load(point, url)
+    except MissingExtraError:
+        raise
+    except SnapshotError as error:
+        raise StorageError(str(error)) from error.__cause__
     if not (isinstance(loaded, type) and issubclass(loaded, Storage)):
         raise StorageError(f"{url}: the entry point {point.name} = {point.value} must name a subclass of Storage")
     return loaded

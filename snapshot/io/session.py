@@ -24,6 +24,8 @@ from snapshot.io.url import URL
 from snapshot.options import MiB, Settings, expect_positive
 
 T = TypeVar("T")
+Key = Any
+"""A path of a PEM file, or an `Ed25519PrivateKey` or `Ed25519PublicKey` of `cryptography`."""
 
 
 class Seal(Protocol):

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from snapshot.errors import SnapshotError
@@ -437,3 +438,22 @@ def gc_paused() -> Iterator[None]:
         yield
     finally:
         _pauses.get().leave()  # a forked child has its own
+
+
+@contextmanager
+def without_new_folders(folder: Path) -> Iterator[None]:
+    """Remove a folder and its parents afterwards, as far as they did not exist before."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # another process has written to it meanwhile
+            for made in missing:
+                made.rmdir()
+
+
+def file_system(path: Path) -> str:
+    """Return the type of the file system at a path: that of the deepest mount point above it."""
+    mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
+    above = [(point, kind) for point, kind in mounts if path.is_relative_to(point.encode().decode("unicode_escape"))]
+    return max(above, key=lambda mount: len(mount[0]), default=("", "unknown"))[1]

@@ -17,6 +17,7 @@ from snapshot.distributed.group import ranks_of
 from snapshot.errors import CorruptSnapshotError, SnapshotError, SnapshotNotFoundError
 from snapshot.events import emit, log
 from snapshot.io.loop import LoopFuture, before_exit, run
+from snapshot.io.session import Key
 from snapshot.io.url import URL
 from snapshot.loading.choose import RESTORE_OPTIONS, RestoreOptions
 from snapshot.manager.agreement import Channels, StepBegin, agree_on, may_be_committed
@@ -32,7 +33,6 @@ from snapshot.manager.step_metadata import (
 )
 from snapshot.manager.steps import Begun, PlainSteps, RunOptions, Steps
 from snapshot.manager.takes import (
-    Near,
     OnError,
     OnException,
     PendingTakes,
@@ -45,16 +45,16 @@ from snapshot.manager.takes import (
     failed_take,
     save_after,
 )
-from snapshot_tiers.tiered_steps import TieredSteps
 from snapshot.manifest.document import ManifestHead
 from snapshot.options import moved_names
 from snapshot.reports import RestoreReport, TakeReport
-from snapshot_health.guards import suspicions
+from snapshot.save.findings import suspicions
 from snapshot.save.take import AppState
 from snapshot.save.take_request import TAKE_OPTIONS, TakeOptions
-from snapshot_signing.keys import Key
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.text import Duration
+from snapshot_tiers.near import Near
+from snapshot_tiers.tiered_steps import TieredSteps
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -19,7 +19,7 @@ from snapshot.errors import (
 from snapshot.events import emit, log
 from snapshot.formats.foreign import UnknownFormatError
 from snapshot.io.loop import run
-from snapshot.io.session import Seal, signer_of
+from snapshot.io.session import Key, Seal, signer_of
 from snapshot.loading.choose import RestoreOptions
 from snapshot.loading.reader import TOUCHED
 from snapshot.manager.root import SUSPECT, Root, StepFolders
@@ -28,9 +28,8 @@ from snapshot.manager.takes import expect_options
 from snapshot.manifest.document import Document, SnapshotMetadata
 from snapshot.reports import RestoreReport
 from snapshot.save.take import AppState
-from snapshot_signing.keys import Key
-from snapshot_signing.seal import seal_with
 from snapshot.snapshot import Snapshot
+from snapshot_signing.seal import seal_with
 from snapshot_tiers.join import Begun, Keepers
 from snapshot_tiers.near_steps import HostView
 from snapshot_tiers.peers import Place

@@ -22,9 +22,9 @@ from snapshot.manager.policies import KeepBest, Policy, Taken, choose_kept, plan
 from snapshot.manager.root import UNREADABLE as CANNOT_READ
 from snapshot.manager.root import Root, StepFolders, taken_of
 from snapshot.manifest.document import ManifestHead, NotOurs
-from snapshot.save import transaction
-from snapshot_tiers.facts import bury
+from snapshot.runs.facts import bury
 from snapshot.runs.timeline import Standing, origin_of
+from snapshot.save import transaction
 
 Inspect = Callable[[Mapping[int, FileStat], Mapping[int, ManifestHead | SnapshotError]], None]
 PINNED, BUSY, IN_USE = "pinned", "a take may be running there", "in use"

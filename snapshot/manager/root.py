@@ -36,11 +36,10 @@ from snapshot.manifest.document import (
     decode_head,
     decode_head_of_ends,
 )
-from snapshot.save import transaction
-from snapshot_health.guards import suspicions
-from snapshot_tiers.facts import read_facts
-from snapshot_tiers.near_steps import PINNED, STEP
+from snapshot.runs.facts import PINNED, STEP, read_facts
 from snapshot.runs.timeline import Line, origin_of
+from snapshot.save import transaction
+from snapshot.save.findings import suspicions
 
 T = TypeVar("T")
 Item = TypeVar("Item")

@@ -18,9 +18,9 @@ from snapshot.errors import OtherWriterError, SnapshotError
 from snapshot.io.storage import FileStat
 from snapshot.manifest.document import ManifestHead
 from snapshot.reports import RestoreReport
+from snapshot.runs.timeline import KEY
 from snapshot.snapshot import Snapshot
 from snapshot.text import with_article
-from snapshot.runs.timeline import KEY
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

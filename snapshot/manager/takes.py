@@ -8,25 +8,18 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
-
-import msgspec
 
 from snapshot.errors import SnapshotError, SnapshotExistsError
 from snapshot.events import emit, log
 from snapshot.io.loop import start
-from snapshot.io.system import expect_linux, find_signals
-from snapshot.io.url import URL
-from snapshot.manager.policies import KeepLatest, Policy, checked_policy
+from snapshot.io.system import find_signals
 from snapshot.progress import Meter
-from snapshot.save.compression import expect_compression
 from snapshot.save.take import AppState
 from snapshot.snapshot import PendingSnapshot, Snapshot
-from snapshot_tiers.control import Upload
-from snapshot_tiers.join import TierOptions
 
 
 def checked_root(root: Any) -> str:
@@ -79,9 +72,6 @@ def expect_options(options: Any, kind: type) -> None:
         raise TypeError(f"options must be {kind.__name__}(...), got {options!r}")
 
 
-_KEEP = KeepLatest(2)
-
-
 @dataclass(frozen=True)
 class Tolerate:
     """For `SnapshotManager(on_error=...)`: failed takes are logged, and training continues.
@@ -95,80 +85,6 @@ class Tolerate:
     def __post_init__(self) -> None:
         if isinstance(self.failures, bool) or not isinstance(self.failures, int) or self.failures < 1:
             raise ValueError(f"failures must be a number of takes, at least 1, got {self.failures!r}")
-
-
-@dataclass(frozen=True)
-class Near:
-    """For `SnapshotManager(near=...)`: takes are committed in a folder of each host, and uploaded in the background.
-
-    See docs/tiers.md.
-
-    Args:
-        folder: A folder of each host, on a local disk or in memory (`/dev/shm/run`).
-        keep: Policy of the near steps to keep, or a number of the latest. Those that are still wanted far are kept,
-            too. None keeps all.
-        upload: Steps that are uploaded: `"latest"` (the newest one, again and again), each multiple of a number, or
-            None for those that `wait("far")` or `close` ask for.
-        replicas: Number of other hosts that keep a copy of each near file.
-        rate: Maximum bytes per second of a host's uploads.
-        compression: `"zstd"`: the uploader compresses files on their way to the root.
-        grace: Seconds that `close`, and a take after `should_stop` returned True, wait for the upload.
-
-    >>> from snapshot import Near
-    >>> Near("/dev/shm/run", replicas=2).keep
-    KeepLatest(n=2)
-    """
-
-    folder: str | os.PathLike[str]
-    _: KW_ONLY
-    keep: Policy | int | None = _KEEP
-    upload: Upload = "latest"
-    replicas: int = 1
-    rate: float | None = None
-    compression: Literal["zstd"] | None = None
-    grace: float = 300.0
-
-    def __post_init__(self) -> None:
-        folder = os.fspath(self.folder) if isinstance(self.folder, (str, os.PathLike)) else None
-        if not isinstance(folder, str) or not folder or "://" in folder:
-            raise ValueError(f"near must be a folder of this host, such as '/dev/shm/run', got {self.folder!r}")
-        checked_policy(self.keep)
-        whole = isinstance(self.upload, int) and not isinstance(self.upload, bool) and self.upload >= 1
-        if self.upload not in ("latest", None) and not whole:
-            raise ValueError(f"upload must be 'latest', a number of steps, or None, got {self.upload!r}")
-        if isinstance(self.replicas, bool) or not isinstance(self.replicas, int) or self.replicas < 0:
-            raise ValueError(f"replicas must be a number of hosts, at least 0, got {self.replicas!r}")
-        rate, grace = self.rate, self.grace
-        if rate is not None and (isinstance(rate, bool) or not isinstance(rate, (int, float)) or not rate > 0):
-            raise ValueError(f"rate must be a number of bytes per second above 0, got {rate!r}")
-        if self.compression not in (None, "zstd"):
-            raise ValueError(f"compression must be None or 'zstd', got {self.compression!r}")
-        expect_compression(self.compression)
-        if isinstance(grace, bool) or not isinstance(grace, (int, float)) or not grace >= 0:
-            raise ValueError(f"grace must be a number of seconds, at least 0, got {grace!r}")
-
-    def below(self, far: URL, options: Mapping[str, Any] | None) -> TierOptions:
-        """Return the options of the tiers of a run whose root is `far`; raise TypeError or ValueError if invalid."""
-        expect_linux("near")
-        if far.scheme == "memory":
-            raise ValueError("root must be a storage that the uploader can reach, not the memory of this process")
-        given = dict(options or {})
-        try:
-            msgspec.json.encode(given)
-        except TypeError as error:
-            raise TypeError(f"storage_options must be JSON values for a manager with near: {error}") from error
-        path = os.path.abspath(os.path.expanduser(self.folder))
-        if far.scheme == "file" and os.path.realpath(far.location) == os.path.realpath(path):
-            raise ValueError(f"near must be another folder than root, got {self.folder!r} for both")
-        return TierOptions(
-            near=str(path),
-            far=far,
-            options=given,
-            upload=self.upload,
-            replicas=self.replicas,
-            rate=self.rate,
-            compression=self.compression,
-        )
 
 
 REMEMBERED = 8

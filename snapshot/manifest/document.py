@@ -41,7 +41,6 @@ from snapshot.tensors.digest import SIZE, count_blocks, digest_range
 from snapshot.tensors.geometry import Box, boxes_overlap, intersect, is_inside
 from snapshot.tensors.memory import ITEMSIZE
 from snapshot.tensors.split_zstd import CODEC, MOST_TIMES, RECORD, longest_table
-from snapshot_health.statistics import SUFFIX as STATISTICS
 from snapshot.text import counted, listed
 
 # Merging of the ranks' parts into one manifest.
@@ -85,6 +84,8 @@ def _tensor_header(entry: AnyTensor) -> tuple[Any, ...]:
 # A document is refused if it does not encode to the bytes that it was decoded from. So duplicate keys, unknown fields
 # and numbers out of range are detected without separate checks.
 
+STATISTICS = ".stats"
+"""The end of the names of files with statistics."""
 METADATA = ".snapshot_metadata"
 FORMAT = "snapshot/1"
 PACKED_FORMAT = "snapshot/2"

@@ -124,3 +124,8 @@ def add_parents(paths: Iterable[str]) -> set[str]:
             found.add(above)
             above = above.rpartition("/")[0]
     return found
+
+
+def signature_path(save_id: str) -> str:
+    """Return the path of a snapshot's signature."""
+    return f"data/{save_id}.signature"

@@ -33,12 +33,13 @@ from snapshot.manifest.document import METADATA, PartEntry, encode
 from snapshot.manifest.parts import ManifestPart, decode_part, encode_own_part
 from snapshot.plan.consensus import add_sums
 from snapshot.save.describe import RankManifest, build_document
-from snapshot_health.guards import Finding, SampledReplicas
+from snapshot.save.findings import Finding
 from snapshot.save.rank_share import FEW
 from snapshot.save.take_request import TakeSigner
 from snapshot.save.transaction import Transaction, clean_after_commit
 from snapshot.save.writer import write_small
 from snapshot.tensors.digest import Root
+from snapshot_health.guards import SampledReplicas
 
 # Work that each rank does by itself: it stops if another rank fails, whose error is raised here.
 

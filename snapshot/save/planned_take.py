@@ -20,6 +20,7 @@ from snapshot.io.budget import MemoryBudget
 from snapshot.io.loop import LoopFuture, work_on
 from snapshot.io.session import Session
 from snapshot.io.system import PerProcess
+from snapshot.manifest.document import STATISTICS
 from snapshot.manifest.entries import needs_third_format
 from snapshot.plan.layout import LEFT_OUT, SavePlan, name_data_file
 from snapshot.plan.plan_cache import PlanCache
@@ -39,7 +40,6 @@ from snapshot.save.commit import (
 )
 from snapshot.save.compression import Packing, layout_of_leaves, longest_file, note_speed
 from snapshot.save.describe import RankManifest, build_entries, describe_alone, encode_for_leader, shard_checksums
-from snapshot_health.guards import GuardedTake
 from snapshot.save.rank_share import RankShare
 from snapshot.save.reuse import Unchanged, remember_unchanged
 from snapshot.save.staging import PartSource
@@ -47,7 +47,8 @@ from snapshot.save.take_request import TakeSigner, encode_metadata
 from snapshot.save.transaction import State, Transaction
 from snapshot.save.writer import Writer, WrittenFile, write_small
 from snapshot.tensors.digest import SIZE, FileTree, Root, count_blocks, digest_range, root_of, tree_of
-from snapshot_health.statistics import SUFFIX, ByPath, encode_statistics
+from snapshot_health.guards import GuardedTake
+from snapshot_health.statistics import ByPath, encode_statistics
 
 Verify = Callable[[Session, RankManifest], Coroutine[Any, Any, None]]
 """Reads the written bytes back, and raises if they differ."""
@@ -267,7 +268,7 @@ class Take:
         locations = [name_data_file(save_id, rank, first + n, "safetensors") for n in range(len(files))]
         binary = name_data_file(save_id, rank, first + len(files), "bin")
         shared = [each.location for each in kept.files]
-        statistics = name_data_file(save_id, rank, first + len(files), SUFFIX.removeprefix("."))
+        statistics = name_data_file(save_id, rank, first + len(files), STATISTICS.removeprefix("."))
         own = [binary, statistics, own_part_path(save_id, rank), leader_part_path(save_id, rank)]
         if self._signer is not None:
             own += self._signer.files_of(save_id, binary)

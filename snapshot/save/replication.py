@@ -29,11 +29,10 @@ from snapshot.manifest.plain_tree import PLAIN_TREE
 from snapshot.manifest.values import Scalar
 from snapshot.plan import consensus
 from snapshot.plan.names import matcher
-from snapshot_health.parameter_roles import optimizers_of
 from snapshot.state.flatten import Flattened
 from snapshot.state.foreign_parts import find_marked_names, is_split
 from snapshot.state.leaves import Leaf
-from snapshot.state.model_state import ModelState, list_parameters
+from snapshot.state.model_state import ModelState, list_parameters, optimizers_of
 from snapshot.state.rng import RNGState
 from snapshot.state.sharded import LocalPiece, Shards
 from snapshot.tensors.digest import digest_range, split_digests

@@ -24,7 +24,6 @@ from snapshot.reports import TakeReport
 from snapshot.save.background_take import LateCopies, StagingAhead
 from snapshot.save.begin import TakeOpening, begin_take, open_dry_run, session_for_take
 from snapshot.save.compression import choose_packing
-from snapshot_health.guards import GuardedTake, expect_good
 from snapshot.save.planned_take import PartStaging, Take, Verify, plan_writes
 from snapshot.save.rank_share import RankShare, collect_rank_share
 from snapshot.save.reuse import find_unchanged, group_leaves
@@ -35,6 +34,7 @@ from snapshot.save.take_slots import take_slots
 from snapshot.save.writer import PartSink
 from snapshot.state.model_state import find_frozen
 from snapshot.state.stateful import Stateful, check_app_state
+from snapshot_health.guards import GuardedTake, expect_good
 from snapshot_health.statistics import ByPath, measure_tensor
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ from snapshot.plan.layout import SavePlan
 from snapshot.plan.names import matcher
 from snapshot.progress import ProgressArgument
 from snapshot.save.compression import expect_compression
-from snapshot_health.guards import Guards, expect_guards
 from snapshot.state.leaves import Prepare
 from snapshot.tensors.digest import FileTree, Root
+from snapshot_health.guards import Guards, expect_guards
 
 Staging = Literal["blocking", "overlapped"]
 Worker = Literal["thread", "process"]
@@ -35,7 +35,7 @@ AllowPickle = Literal["warn", "error", True]
 
 Compression = Literal["zstd", "auto"]
 BaseArgument = Source | Sequence[Source] | None
-SIGNING = "snapshot.signing"
+SIGNING = "snapshot_signing"
 """The package of keys. Like a plugin, it is imported by its name, and only for a take that is signed."""
 
 

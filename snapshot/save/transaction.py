@@ -252,7 +252,7 @@ def _expect_own(storage: Storage, beginning: bytes) -> None:
 async def delete_snapshot(storage: Storage) -> None:
     """Delete a snapshot, the manifest first, and the leftovers of interrupted takes.
 
-    `Snapshot.delete` calls `delete_checkpoint` of `plugins/snapshot_tiers/facts.py`, which leaves a tombstone of a step first.
+    `Snapshot.delete` calls `delete_checkpoint` of `snapshot.runs.facts`, which leaves a tombstone of a step first.
     """
     found = await list_save_files(storage)
     try:

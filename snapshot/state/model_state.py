@@ -627,3 +627,12 @@ def _find_modules(statefuls: Iterable[Any]) -> list[torch.nn.Module]:
             if children := module._modules:
                 left += children.values()
     return found
+
+
+def optimizers_of(stateful: Any) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of a stateful: itself, or those of a `ModelState`."""
+    return _only_optimizers(stateful.optimizers if isinstance(stateful, ModelState) else [stateful])
+
+
+def _only_optimizers(found: Any) -> list[torch.optim.Optimizer]:
+    return [each for each in found if isinstance(each, torch.optim.Optimizer) and hasattr(each, "param_groups")]

@@ -22,12 +22,8 @@ from snapshot.errors import (
     UnsupportedFormatError,
 )
 from snapshot.formats import dcp, hugging_face, torch_save
-from snapshot_deepspeed import universal as deepspeed_universal
-from snapshot_merge import peft
-from snapshot_torch_checkpointing import checkpoint as torch_checkpointing
 from snapshot.formats.dcp import archive_object, encode_metadata, flatten_state
 from snapshot.formats.foreign import find_root, narrow_root
-from snapshot_gguf.reader import NewTensor, choose_kind
 from snapshot.formats.torch_save import VALUE
 from snapshot.io.loop import run
 from snapshot.io.session import Session
@@ -62,7 +58,6 @@ from snapshot.transform.call import (
     select_entries,
     selected_locations,
 )
-from snapshot_gguf.target import QuantisingSource, Template, lay_out, read_template
 from snapshot.transform.sources import CheckpointSource, expect_room, reads_ranges
 from snapshot.transform.staged_files import StagedFiles
 from snapshot.transform.target import (
@@ -73,7 +68,12 @@ from snapshot.transform.target import (
     without_classes,
     write_as_snapshot,
 )
+from snapshot_deepspeed import universal as deepspeed_universal
 from snapshot_deepspeed.universal_target import LATEST, StandIns, plan_universal
+from snapshot_gguf.reader import NewTensor, choose_kind
+from snapshot_gguf.target import QuantisingSource, Template, lay_out, read_template
+from snapshot_merge import peft
+from snapshot_torch_checkpointing import checkpoint as torch_checkpointing
 
 # Names of tensors in files that hold only tensors: safetensors, and the dict that `snapshot.load` returns.
 

@@ -21,7 +21,6 @@ from snapshot.errors import (
 )
 from snapshot.events import emit
 from snapshot.formats import dcp, hugging_face, torch_save, zip_archive
-from snapshot_orbax import checkpoint as orbax
 from snapshot.formats.foreign import ForeignDocument
 from snapshot.formats.hugging_face import SHARD
 from snapshot.formats.pickled_objects import INLINE
@@ -43,13 +42,13 @@ from snapshot.loading.open import (
 from snapshot.manifest.document import METADATA, NEWEST_FORMAT, Document, PackedFile, PartEntry, encode
 from snapshot.manifest.entries import count_entries
 from snapshot.manifest.parts import EncodedPart, ManifestPart, encode_own_part
+from snapshot.manifest.paths import signature_path
 from snapshot.progress import Meter
 from snapshot.reports import CopyReport
 from snapshot.save.begin import TakeOpening, open_take
 from snapshot.save.commit import commit_together, expect_written, raise_fault_of_another_rank, while_all_go_on
 from snapshot.save.transaction import committed_save_id
 from snapshot.save.writer import write_small
-from snapshot_signing.keys import signature_path
 from snapshot.tensors.digest import digest_range
 from snapshot.transform.call import (
     expect_checksums,
@@ -61,6 +60,7 @@ from snapshot.transform.call import (
 from snapshot.transform.sources import CopiedFile, checked_files, copy_files_through, stat_files
 from snapshot.transform.staged_files import StagedFiles
 from snapshot.transform.target import Selection, Target, expand_chosen_trees, write_as_snapshot
+from snapshot_orbax import checkpoint as orbax
 
 # Copies of other libraries' checkpoints: their own files, unchanged, with the index file last.
 

@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,14 +20,13 @@ import msgspec
 from snapshot.decoding import decode_json
 from snapshot.distributed.exchange import Exchange, solo_exchange
 from snapshot.distributed.operation import Operation
-from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageError
+from snapshot.errors import CorruptSnapshotError, StorageError
 from snapshot.events import emit
 from snapshot.formats import zip_archive
 from snapshot.formats.pickled_objects import INLINE
 from snapshot.io.aio import in_thread
 from snapshot.io.loop import in_own_thread, run
 from snapshot.io.session import Session, signer_of
-from snapshot.io.storage import Storage
 from snapshot.io.system import sync_file
 from snapshot.io.url import Location
 from snapshot.loading.left_out import TABLE, Place, find_uncovered, requests_of, stored_of
@@ -42,10 +41,7 @@ from snapshot.progress import Meter, unmetered
 from snapshot.reports import VerifyReport
 from snapshot.save.commit import while_all_go_on
 from snapshot.save.describe import RankManifest
-from snapshot.save.transaction import committed_save_id
-from snapshot_signing.keys import Signer, join_leaves, signature_path
-from snapshot_signing.seal import Recorder
-from snapshot.tensors.digest import BLOCK, digest_range, root_of
+from snapshot.tensors.digest import BLOCK, digest_range
 from snapshot.text import counted, listed
 from snapshot.transform.call import open_sources, share_runs, tokens_of
 from snapshot.transform.sources import stat_files
@@ -592,38 +588,6 @@ def _damage_text(error: CorruptSnapshotError | StorageError) -> list[str]:
 
 
 # Signing of a committed snapshot: every byte is read once, compared with its digest, and hashed.
-
-
-def sign_files(operation: Operation, place: Location, signer: Signer) -> VerifyReport:
-    """Sign what is stored at a place.
-
-    Raise `CorruptSnapshotError` if a byte does not match its digest: nothing is signed then.
-    """
-    recorder = Recorder()
-    session = operation.open(replace(place, seal=recorder))
-    storage = session.storage
-    if not (storage.capabilities.write and storage.capabilities.atomic_put):
-        raise SnapshotError(f"{session.url}: this storage is read-only")
-    signer.expect_signable(storage, leads=True)
-    report = verify_newest(session, operation.meter, exchange=operation.exchange)
-    if not report.ok:
-        raise CorruptSnapshotError(
-            f"{session.url}: is damaged, so it was not signed: {'; '.join(report.faults)}", faults=report.faults
-        )
-    run(_put(session, storage, recorder, signer))
-    operation.emit("signed", key=str(signer), bytes=report.bytes_read)
-    return replace(report, signer=str(signer))
-
-
-async def _put(session: Session, storage: Storage, recorder: Recorder, signer: Signer) -> None:
-    """Store the hashes and the signature. Raise if the snapshot was replaced meanwhile."""
-    save_id, manifest, trees = recorder.recorded()
-    await signer.put_leaves(storage, trees)
-    roots = {location: root_of(tree) for location, tree in trees.items()}
-    await signer.put_signature(storage, save_id, manifest, roots)
-    if await committed_save_id(storage) != save_id:
-        await storage.delete([signature_path(save_id), *join_leaves(trees)])
-        raise SnapshotError(f"{session.url}: was replaced or deleted while it was signed; sign it again")
 
 
 # Read-back verification of written bytes before the commit, to detect bits that flipped on the way to storage.

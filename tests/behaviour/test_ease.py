@@ -74,8 +74,8 @@ def test_retry_logs_a_silent_server_once_for_all_requests(caplog, monkeypatch):
     """The pauses are shortened, so that the test need not wait."""
     import asyncio
 
-    from snapshot.io.storage import URL
     from snapshot.io import retry
+    from snapshot.io.storage import URL
 
     monkeypatch.setattr(retry, "SILENT", 0.05)
     monkeypatch.setattr(retry, "STILL_SILENT", 1000.0)
@@ -112,8 +112,8 @@ def test_retry_logs_a_silent_server_once_for_all_requests(caplog, monkeypatch):
 def test_retry_does_not_log_a_server_that_answers(caplog, monkeypatch):
     import asyncio
 
-    from snapshot.io.storage import URL
     from snapshot.io import retry
+    from snapshot.io.storage import URL
 
     monkeypatch.setattr(retry, "SILENT", 0.3)
     retry._logged.reset()

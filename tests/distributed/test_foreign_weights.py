@@ -9,11 +9,11 @@ from safetensors.torch import load_file, save_file
 import snapshot
 from snapshot import Snapshot
 from tests.distributed import foreign_weights as ranks
+from tests.helpers.states import expect_equal
 from tests.plugins.snapshot_gguf.gguf_files import file_of, rounded
+from tests.plugins.snapshot_merge.adapters import adapter, draw, factors
 from tests.plugins.snapshot_orbax.orbax_items import ARCHIVE, tree
 from tests.plugins.snapshot_quantised.quantised_archive import ARCHIVE as QUANTISED_FILES
-from tests.helpers.states import expect_equal
-from tests.plugins.snapshot_merge.adapters import adapter, draw, factors
 
 
 def test_gguf_restores_into_a_sharded_module(two, folder):

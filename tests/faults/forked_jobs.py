@@ -87,8 +87,8 @@ def serve(descriptor, parent):
     import torch
 
     torch.set_num_threads(1)
-    import snapshot.storages.file
     import snapshot.save.planned_take
+    import snapshot.storages.file
     import snapshot.testing  # noqa: F401
     from tests.faults.shared_folder import state
 

@@ -8,8 +8,8 @@ import torch
 
 from snapshot import Snapshot, SnapshotExistsError, StateDict
 from snapshot.manifest.document import METADATA
-from snapshot.storages.file.file_storage import FileStorage
 from snapshot.save.transaction import Transaction
+from snapshot.storages.file.file_storage import FileStorage
 from tests.faults import failing_calls
 from tests.faults.failing_calls import AFTER, FAIL, INTERRUPTIBLE, NOTHING, PART, calls_of, fail_at, fail_everywhere
 from tests.faults.killed_jobs import check, logged, outcome, prepare

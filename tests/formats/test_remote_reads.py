@@ -12,11 +12,11 @@ from safetensors.torch import save_file
 from zstandard import ZstdCompressor
 
 from snapshot import Snapshot, StateDict
-from tests.plugins.snapshot_gguf.gguf_files import file_of, rounded
-from tests.plugins.snapshot_orbax.orbax_items import item
 from tests.formats.remote_copies import on_s3
 from tests.helpers.fault_proxy import FaultProxy
 from tests.helpers.versions import ALONE
+from tests.plugins.snapshot_gguf.gguf_files import file_of, rounded
+from tests.plugins.snapshot_orbax.orbax_items import item
 
 MiB = 1 << 20
 BIG = torch.arange(1 << 20, dtype=torch.float32).view(1024, 1024)

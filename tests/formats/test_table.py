@@ -14,10 +14,10 @@ from torch import nn
 
 from snapshot import Snapshot, Target, load
 from snapshot.manifest.entries import TENSORS
-from tests.plugins.snapshot_gguf.gguf_files import file_of
-from tests.plugins.snapshot_megatron.megatron_legacy_folders import _write_trained
 from tests.helpers.states import equal
 from tests.helpers.storage_calls import use
+from tests.plugins.snapshot_gguf.gguf_files import file_of
+from tests.plugins.snapshot_megatron.megatron_legacy_folders import _write_trained
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "interop.md"

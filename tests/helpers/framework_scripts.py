@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
+PLUGINS = Path(__file__).parents[1] / "plugins"
 CACHE = Path.home() / ".cache" / "snapshot-tests"
 NEEDED = {
     "on_deepspeed.py": ("deepspeed", "deepspeed-0.19.8"),
@@ -30,6 +30,12 @@ def is_installed(module):
         return False
 
 
+def find_script(script):
+    """Return where a script is: in the tests of the plugin with the framework's adapter."""
+    (found,) = PLUGINS.glob(f"*/{script}")
+    return found
+
+
 def run_script(script, marks):
     """Run the tests of a script that have these marks. Skip it if its framework is not there."""
     module, folder = NEEDED[script]
@@ -38,7 +44,7 @@ def run_script(script, marks):
         pytest.skip(f"{module} is neither installed nor in {place}")
     path = os.pathsep.join(map(str, filter(None, [*sys.path, place])))
     ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", "-m", marks, HERE / script],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", "-m", marks, find_script(script)],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=880, check=False,
     )  # fmt: skip

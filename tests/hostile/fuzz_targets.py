@@ -31,8 +31,8 @@ with atheris.instrument_imports(include=["snapshot"]):
     from snapshot.manifest.document import SnapshotMetadata, check_tree, copy_manifest, decode_document, find_locations
     from snapshot.manifest.entries import Container, TensorEntry
     from snapshot.manifest.rank_view import group_by_key, make_rank_view
-    from snapshot.storages import memory
     from snapshot.state.flatten import inflate_tree
+    from snapshot.storages import memory
 
 import torch
 

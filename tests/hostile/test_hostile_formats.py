@@ -18,13 +18,13 @@ from safetensors.torch import save_file
 
 from snapshot import CorruptSnapshotError, Snapshot, SnapshotError, StateDict, UnsafeObjectError, UnsupportedFormatError
 from snapshot.tensors.geometry import Split
-from tests.plugins.snapshot_deepspeed.deepspeed_archive import write_stand_in
-from tests.plugins.snapshot_torch_checkpointing.torch_checkpointing_metadata import write_metadata
 from tests.helpers.stand_in_pickles import dtensor, placement, save, tensor_mesh
 from tests.helpers.states import equal
 from tests.helpers.versions import ALONE
 from tests.hostile.hostile_snapshots import Live, bounded, contents, shown, store
 from tests.hostile.pickle_opcodes import FLOATS, PROTO, archive, doubling, get, name_of, put, text
+from tests.plugins.snapshot_deepspeed.deepspeed_archive import write_stand_in
+from tests.plugins.snapshot_torch_checkpointing.torch_checkpointing_metadata import write_metadata
 
 STRIDE = int(os.environ.get("SNAPSHOT_TEST_STRIDE", "67"))
 """Of how many bytes one is flipped; 1 in a soak."""

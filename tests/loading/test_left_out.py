@@ -13,8 +13,8 @@ from snapshot.io.registry import open_storage
 from snapshot.io.url import URL
 from snapshot.manifest.document import METADATA
 from snapshot.testing import Log, tapped
-from tests.save.frozen_training import WIDTH, Run, expect_whole, files
 from tests.plugins.snapshot_tiers.jobs import flip_keeping_time
+from tests.save.frozen_training import WIDTH, Run, expect_whole, files
 
 
 @pytest.fixture

@@ -39,8 +39,8 @@ from snapshot.manager import retention
 from snapshot.manager.root import Root
 from snapshot.manager.schedule import Measured, daly_interval, lost_share
 from snapshot.manager.takes import wait_for_pending
-from snapshot.storages.file.file_storage import FileStorage
 from snapshot.save import transaction
+from snapshot.storages.file.file_storage import FileStorage
 from snapshot.testing import Fault, Tap, recording, stalling, tapped
 from tests.helpers.storage_calls import use
 

@@ -15,10 +15,9 @@ from snapshot.manager import root as module
 from snapshot.manager.retention import remove_steps, remove_unkept, survey_steps
 from snapshot.manager.root import SUSPECT, Root, steps_of, why_suspect
 from snapshot.manifest.document import METADATA, ManifestHead, NotOurs
-from snapshot.storages.file.file_storage import FileStorage
-from snapshot_tiers.facts import path_of
-from snapshot_tiers.near_steps import PINNED
+from snapshot.runs.facts import PINNED, path_of
 from snapshot.runs.timeline import Attempt, Facts, Parent, encode_facts, note_of
+from snapshot.storages.file.file_storage import FileStorage
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """The plug points of frameworks in their newest releases: `python -m tests.matrix.plug_points`, from a checkout.
 
-Each adapter in `snapshot/interop` replaces or calls some functions of its framework. This reads those functions in the
+Each adapter in `plugins/` replaces or calls some functions of its framework. This reads those functions in the
 source of the framework's newest release, and says in a sentence what moved. Nothing is installed, imported or run, so
 neither an accelerator nor the framework's dependencies are needed. The status is 1 if something moved.
 """
@@ -18,12 +18,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ADAPTERS = Path(__file__).parents[2] / "snapshot" / "interop"
+PLUGINS = Path(__file__).parents[2] / "plugins"
+HOMES = {
+    "deepspeed": "snapshot_deepspeed.adapter", "megatron_bridge": "snapshot_megatron.bridge",
+    "verl": "snapshot_publish.verl", "vllm": "snapshot_publish.vllm",
+}  # fmt: skip
+"""Adapter -> its module, if that is not one of `snapshot_trainers`."""
+
+
+def home_of(adapter: str) -> str:
+    """Return the module of an adapter."""
+    return HOMES.get(adapter, f"snapshot_trainers.{adapter}")
 
 
 def known(adapter: str, table: str = "METHODS", without: Sequence[str] = ()) -> dict[str, Sequence[str] | int | None]:
     """Return what an adapter itself checks: a table in its source, so that its framework need not be here."""
-    for each in ast.parse((ADAPTERS / f"{adapter}.py").read_text()).body:
+    path = PLUGINS.joinpath(*home_of(adapter).split(".")).with_suffix(".py")
+    for each in ast.parse(path.read_text()).body:
         if isinstance(each, ast.Assign) and [getattr(target, "id", "") for target in each.targets] == [table]:
             found = ast.literal_eval(each.value).items()
             return {
@@ -31,7 +42,7 @@ def known(adapter: str, table: str = "METHODS", without: Sequence[str] = ()) -> 
                 for name, taken in found
                 if name not in without
             }
-    raise LookupError(f"{adapter}.py has no table {table}")
+    raise LookupError(f"{path} has no table {table}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +57,7 @@ class PlugPoint:
     functions: Mapping[str, Sequence[str] | int | None]
     """Function -> its first parameters, their number, or None if only its name counts. Without `self`."""
     adapter: str
-    """The module of this library that uses it."""
+    """The adapter that uses it: see `home_of`."""
 
 
 TITAN = "torchtitan/components/checkpointer"
@@ -195,7 +206,7 @@ def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[tuple[s
 def moved(release: Release, point: PlugPoint) -> list[str]:
     """Return a sentence for each function that is not as the adapter knows it."""
     where = f"{point.package} {release.version}: {point.file}"
-    adapter = f"snapshot.interop.{point.adapter}"
+    adapter = home_of(point.adapter)
     text = release.source(point.file)
     name = point.owner or next(iter(point.functions))
     found = _find(text, name) if text is not None else None

@@ -51,25 +51,25 @@ def test_plug_points_of_a_known_release_have_not_moved(release, kind):
     [
         (
             {"framework/engine.py": AS_KNOWN.replace("path, step, *", "folder, step, *")},
-            "framework 9.1.0: framework/engine.py: Engine.save takes (folder, step, extra) now, and snapshot.interop.x "
-            "knows (path, step).",
+            "framework 9.1.0: framework/engine.py: Engine.save takes (folder, step, extra) now, and "
+            "snapshot_trainers.x knows (path, step).",
         ),
         (
             {"framework/engine.py": AS_KNOWN.replace("wait(self)", "wait(self, timeout)")},
-            "framework 9.1.0: framework/engine.py: Engine.wait takes (timeout) now, and snapshot.interop.x knows ().",
+            "framework 9.1.0: framework/engine.py: Engine.wait takes (timeout) now, and snapshot_trainers.x knows ().",
         ),
         (
             {"framework/engine.py": AS_KNOWN.replace("load", "read")},
-            "framework 9.1.0: framework/engine.py has no Engine.load, which snapshot.interop.x uses.",
+            "framework 9.1.0: framework/engine.py has no Engine.load, which snapshot_trainers.x uses.",
         ),
         (
             {"framework/engine.py": "", "framework/new/engines.py": AS_KNOWN},
-            "framework 9.1.0: framework/engine.py has no Engine, which snapshot.interop.x uses: it is in "
+            "framework 9.1.0: framework/engine.py has no Engine, which snapshot_trainers.x uses: it is in "
             "framework/new/engines.py now.",
         ),
         (
             {"framework/other.py": ""},
-            "framework 9.1.0: framework/engine.py does not exist, which had Engine, which snapshot.interop.x uses: no "
+            "framework 9.1.0: framework/engine.py does not exist, which had Engine, which snapshot_trainers.x uses: no "
             "file of the release has it.",
         ),
     ],
@@ -82,7 +82,7 @@ def test_plug_points_of_module_functions_and_parameter_counts(release):
     found = release({"framework/engine.py": "def save(path, step=None): ...\n"})
     assert moved(found, PlugPoint("framework", "framework/engine.py", "", {"save": 2}, "x")) == []
     (sentence,) = moved(found, PlugPoint("framework", "framework/engine.py", "", {"save": 3}, "x"))
-    assert sentence.endswith("save takes (path, step) now, and snapshot.interop.x knows 3 parameters.")
+    assert sentence.endswith("save takes (path, step) now, and snapshot_trainers.x knows 3 parameters.")
 
 
 def test_plug_points_exit_status_reports_a_move(monkeypatch, release, tmp_path, capsys):

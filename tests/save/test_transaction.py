@@ -17,12 +17,12 @@ from snapshot.io.storage import Limits
 from snapshot.io.url import URL
 from snapshot.manifest import document
 from snapshot.manifest.document import METADATA
-from snapshot.storages.file.file_storage import FileStorage
-from snapshot.storages.file.files import LocalFileWriter
 from snapshot.save import planned_take
 from snapshot.save.commit import commit_together
 from snapshot.save.take_slots import TakeSlot
 from snapshot.save.transaction import State, Transaction, claim_path, pending_saves
+from snapshot.storages.file.file_storage import FileStorage
+from snapshot.storages.file.files import LocalFileWriter
 from snapshot.testing import faulty
 
 SAVE = "0123456789ab"

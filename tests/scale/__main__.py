@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from snapshot_bench.results import align_columns
 from snapshot.cli.screen import say
+from snapshot_bench.results import align_columns
 from tests.scale import faults, peers, verbs
 from tests.scale.job import name_loopback
 

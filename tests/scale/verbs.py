@@ -14,8 +14,8 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from snapshot import RNGState, Snapshot, StateDict
-from snapshot_bench.rounds import available_memory
 from snapshot.text import size_text
+from snapshot_bench.rounds import available_memory
 from tests.scale.job import Job, Rank, Report
 
 ROWS, COLUMNS = 1000, 33

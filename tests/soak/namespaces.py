@@ -230,10 +230,9 @@ class _Self:
 
 def _raise_hosts(control):
     """Fork the first processes of hosts, as they are asked for."""
-    import snapshot_tiers.upload_verb
-    import snapshot.manager.manager
-    import snapshot.storages.file.file_storage
-    import snapshot_tiers.storage  # noqa: F401
+    import snapshot_tiers.__main__
+    import snapshot_tiers.storage
+    import snapshot_tiers.upload_verb  # noqa: F401
     import tests.soak.real_jobs  # noqa: F401
 
     _warm_client()

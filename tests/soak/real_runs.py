@@ -14,10 +14,10 @@ from collections import Counter
 from pathlib import Path
 
 from snapshot.errors import SnapshotError
+from tests.plugins.snapshot_tiers.jobs import ask
 from tests.soak import namespaces, real_jobs
 from tests.soak.namespaces import Network
 from tests.soak.real_world import HEALS, Job, Taken, World, Wrong, is_on, line_of, read_copies, was_left
-from tests.plugins.snapshot_tiers.jobs import ask
 
 
 class Schedule(World):

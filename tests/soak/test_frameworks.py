@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from tests.faults.conftest import preloaded  # noqa: F401 - a fixture
-from tests.helpers.servers import tool
 from tests.helpers.framework_scripts import CACHE, NEEDED, is_installed, run_script
+from tests.helpers.servers import tool
 
 SECONDS = 300
 """Time for the kills of one training."""

@@ -7,12 +7,12 @@ from collections import Counter
 import pytest
 
 from tests.helpers.fault_proxy import FaultProxy
-from tests.soak.namespaces import is_permitted
-from tests.soak.real_runs import describe, run_schedules
 from tests.plugins.snapshot_tiers.oracle import BucketRoot, Wrong
 from tests.plugins.snapshot_tiers.schedules import run_schedule
 from tests.plugins.snapshot_tiers.spoiled_house import SpoiledHouse
 from tests.plugins.snapshot_tiers.whole_house import House
+from tests.soak.namespaces import is_permitted
+from tests.soak.real_runs import describe, run_schedules
 
 SCHEDULES, CHUNK = int(os.environ.get("SOAK_SCHEDULES", "10000")), 500
 REAL = int(os.environ.get("SOAK_REAL", "500"))

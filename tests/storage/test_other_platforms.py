@@ -59,7 +59,7 @@ def test_other_platforms_features_that_need_linux_say_so(platform):
     program = """
 import os, signal
 from snapshot import Snapshot, SnapshotError, SnapshotManager, StateDict, Subscriber
-import snapshot.bench, snapshot.cli.doctor, snapshot_publish.subscriber, snapshot_tiers.join, snapshot_worker.client
+import snapshot.cli.doctor, snapshot_publish.subscriber, snapshot_tiers.join, snapshot_worker.client
 for what, call in {
     "near": lambda: SnapshotManager("run", near="near"),
     "worker": lambda: Snapshot.async_take("step", {"s": StateDict(a=1)}, worker="process"),

@@ -5,9 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from snapshot import Snapshot, SnapshotManager, StateDict
+from snapshot import Snapshot, SnapshotManager, StateDict, extensions
 from snapshot.errors import MissingExtraError, StorageError
-from snapshot.io import registry
 from snapshot.io.registry import open_storage, plugin_for, register, schemes, unregister
 from snapshot.io.storage import URL, Context
 from snapshot.storages.file.file_storage import FileStorage
@@ -32,11 +31,14 @@ def install(tmp_path, monkeypatch):
         info = tmp_path / "tiny_storage-1.0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny-storage\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text("\n".join(["[snapshot.storage]", *lines]) + "\n")
+        (info / "entry_points.txt").write_text("\n".join(["[snapshot.storages]", *lines]) + "\n")
         monkeypatch.syspath_prepend(str(tmp_path))
+        extensions.forget()
 
     yield install
     sys.modules.pop("tiny_storage", None)
+    monkeypatch.undo()
+    extensions.forget()
 
 
 @pytest.fixture
@@ -109,12 +111,12 @@ def test_plugin_for_a_plugin_with_a_missing_package_raises_missing_extra_error(i
 @pytest.mark.parametrize("name", ["not_a_storage", "THIRD"])
 def test_plugin_for_an_entry_point_that_is_no_storage_is_refused(install, name):
     install(f"tiny = tiny_storage:{name}")
-    with pytest.raises(StorageError, match=f"tiny = tiny_storage:{name}"):
+    with pytest.raises(StorageError, match=f"tiny = tiny_storage:{name} "):
         plugin_for(URL.parse("tiny://run"))
 
 
-def test_plugin_for_a_built_in_plugin_without_its_extra_names_the_extra(monkeypatch):
-    monkeypatch.setitem(registry._BUILT_IN, "cloud", ("snapshot.plugins.no_such_client:CloudStorage", "cloud"))
+def test_plugin_for_a_plugin_without_its_extra_names_the_extra(install):
+    install("cloud = no_such_client:CloudStorage [cloud]")
     with pytest.raises(MissingExtraError, match="install the extra 'cloud'") as caught:
         plugin_for(URL.parse("cloud://bucket"))
     assert isinstance(caught.value, ImportError)

@@ -10,12 +10,12 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from snapshot_bench.rounds import Workspace, describe, place
-from snapshot_bench.systems import PEERS
 from snapshot.cli.arguments import add_storage, handed_on, options_of
-from snapshot_bench.bench_verb import NameList, count, device_name, header, positive
 from snapshot.errors import SnapshotError
 from snapshot.io.system import unwind_on_signals
+from snapshot_bench.bench_verb import NameList, count, device_name, header, positive
+from snapshot_bench.rounds import Workspace, describe, place
+from snapshot_bench.systems import PEERS
 from tests.plugins.snapshot_bench import (
     background,
     codecs,
@@ -72,7 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tests.plugins.snapshot_bench", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.plugins.snapshot_bench", description=__doc__, allow_abbrev=False
+    )
     verbs = parser.add_subparsers(metavar="NAME", required=True)
 
     def add(name: str, what: str, lines: Callable[..., Lines], url: bool = True) -> argparse.ArgumentParser:

@@ -18,12 +18,12 @@ from signal import SIGKILL
 from statistics import median
 from typing import Any
 
+from snapshot.cli.screen import say
+from snapshot.text import counted, size_text
 from snapshot_bench.child import Task
 from snapshot_bench.results import align_columns, draw_svg
 from snapshot_bench.rounds import Child, ChildFailed, Workspace, alternate, group_systems, start_children
 from snapshot_bench.systems import installed
-from snapshot.cli.screen import say
-from snapshot.text import counted, size_text
 from tests.plugins.snapshot_bench.background_child import BARS, HELD, WAYS, family
 
 BUDGETED = ("train", "single")

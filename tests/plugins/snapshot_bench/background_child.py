@@ -1,4 +1,4 @@
-"""Child process of `python -m tests.plugins.snapshot_bench background`: one system, which saves alone, or while a model is trained.
+"""Child of `python -m tests.plugins.snapshot_bench background`: a system that saves alone, or while a model is trained.
 
 Peers are used as their documentation shows, with their default syncs.
 """

@@ -20,13 +20,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import nn
 
 from snapshot import Publisher, Snapshot, StateDict, Subscriber
+from snapshot.tensors.digest import BLOCK, LEAF, block_digest, tree_of
+from snapshot.tensors.split_zstd import BlockCodec, kind_of, load_zstd, sum_stored
+from snapshot.testing import tapped
 from snapshot_bench.raw_io import read_streams, write_streams
 from snapshot_bench.rounds import Workspace
 from snapshot_bench.workloads import random_tensors
 from snapshot_publish.build import DeltaDecoder, DeltaEncoder, checksum_text, sum_bytes
-from snapshot.tensors.digest import BLOCK, LEAF, block_digest, tree_of
-from snapshot.tensors.split_zstd import BlockCodec, kind_of, load_zstd, sum_stored
-from snapshot.testing import tapped
 from tests.plugins.snapshot_bench.harness import GB, Link, Seconds, Work, draw_rows, folder_of, time_rows, transfer
 
 MEMORY = Path("/dev/shm")
@@ -47,7 +47,7 @@ def _time_stages(rows: dict[str, Work], rounds: int) -> dict[str, list[float]]:
 LINK = 100e6
 STEPS, WIDTH, LAYERS = 60, 192, 4
 LENGTH, BATCH = 64, 8
-SOURCE = Path(__file__).parents[2] / "snapshot"
+SOURCE = Path(__file__).parents[3] / "snapshot"
 WAYS: dict[str, Any] = {"not compressed": None, "zstd": "zstd", "auto": "auto"}
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.warm_interpreter import Warm
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 IN_A_FORK = """
 import os, sys
 from importlib import import_module

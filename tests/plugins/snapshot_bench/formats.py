@@ -26,16 +26,16 @@ from torch.futures import Future
 
 import snapshot
 from snapshot import Snapshot, StateDict, Target
-from snapshot_bench.raw_io import StaysCached, drop, read_streams
-from snapshot_bench.rounds import Workspace
-from snapshot_bench.systems import DCP, TorchSave
-from snapshot_bench.workloads import CASES, Payload, plain_payload
 from snapshot.interop.dcp import SnapshotReader, SnapshotWriter
 from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.io.url import URL, options_from_environment
 from snapshot.testing import recording
 from snapshot.text import size_text
+from snapshot_bench.raw_io import StaysCached, drop, read_streams
+from snapshot_bench.rounds import Workspace
+from snapshot_bench.systems import DCP, TorchSave
+from snapshot_bench.workloads import CASES, Payload, plain_payload
 from tests.plugins.snapshot_bench.harness import (
     BUFFER,
     Work,

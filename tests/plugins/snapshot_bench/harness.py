@@ -18,11 +18,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from snapshot_bench.results import align_columns
-from snapshot_bench.rounds import Workspace, alternate
 from snapshot.cli.arguments import environment
 from snapshot.errors import SnapshotError
 from snapshot.testing import Operation, Tap
+from snapshot_bench.results import align_columns
+from snapshot_bench.rounds import Workspace, alternate
 from tests.helpers.rank_pool import Died, Pool
 
 GB = 10**9

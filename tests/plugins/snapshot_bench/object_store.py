@@ -17,11 +17,11 @@ from functools import partial
 from typing import Any
 
 from snapshot import Snapshot, StateDict
+from snapshot.io.registry import open_storage
+from snapshot.io.url import URL
 from snapshot_bench.child import reset_peak, status
 from snapshot_bench.results import align_columns
 from snapshot_bench.workloads import random_tensors
-from snapshot.io.registry import open_storage
-from snapshot.io.url import URL
 from tests.plugins.snapshot_bench.harness import draw_rows, time_rows
 
 MiB = 1 << 20
@@ -46,7 +46,7 @@ def _loopback(*arguments: str) -> Iterator[dict[str, Any]]:
 
 
 async def _upload(driver: Any, key: str, parts: list[memoryview]) -> None:
-    from snapshot_objectstore.http import RequestBody  # a plugin's, and those are imported by who needs them
+    from snapshot.io.bodies import RequestBody
 
     upload, at_once, done = await driver.begin(key, 0), asyncio.Semaphore(AT_ONCE), {}
 

@@ -7,12 +7,12 @@ from tests.device import fakedev
 
 extension = fakedev.load()
 
+from snapshot.cli import main  # noqa: E402
 from snapshot_bench import raw_io, rounds  # noqa: E402 - the device is registered before the library is imported
 from snapshot_bench.child import Task, Worker  # noqa: E402
 from snapshot_bench.rounds import group_systems  # noqa: E402
 from snapshot_bench.systems import OVERLAPPED  # noqa: E402
 from snapshot_bench.workloads import CASES  # noqa: E402
-from snapshot.cli import main  # noqa: E402
 
 # A child of the benchmark ignores all warnings; these are of DCP:
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Ignoring pin_memory flag")

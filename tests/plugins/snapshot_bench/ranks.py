@@ -18,10 +18,6 @@ from typing import Any
 import torch.distributed as dist
 
 from snapshot import Snapshot, StateDict, Target, merge
-from snapshot_bench.results import align_columns
-from snapshot_bench.rounds import Workspace, alternate
-from snapshot_bench.systems import Ours
-from snapshot_bench.workloads import CASES, random_tensors
 from snapshot.cli.screen import say
 from snapshot.distributed.exchange import solo_exchange
 from snapshot.errors import SnapshotError
@@ -30,6 +26,10 @@ from snapshot.io.url import options_from_environment
 from snapshot.testing import tapped
 from snapshot.text import size_text
 from snapshot.transform.call import share_whole
+from snapshot_bench.results import align_columns
+from snapshot_bench.rounds import Workspace, alternate
+from snapshot_bench.systems import Ours
+from snapshot_bench.workloads import CASES, random_tensors
 from tests.plugins.snapshot_bench.harness import Link, folder_of, start_ranks, time_rows, transfer
 
 # One replica. The ranks hold the same model, as in data parallelism. It must be written once, with the work shared by

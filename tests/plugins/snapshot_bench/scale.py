@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 
 from snapshot import Snapshot, StateDict, Target
-from snapshot_bench.rounds import Workspace
 from snapshot.manifest import document
 from snapshot.manifest.entries import DTensorEntry, Mesh
 from snapshot.plan.layout import choose_part_size
-from snapshot_objectstore.s3 import LIMITS
 from snapshot.tensors.geometry import Box
 from snapshot.testing import recording
+from snapshot_bench.rounds import Workspace
+from snapshot_objectstore.s3 import LIMITS
 from tests.plugins.snapshot_bench.harness import folder_of, start_ranks
 from tests.plugins.snapshot_bench.planning_scale import ENTRIES
 

@@ -16,16 +16,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from snapshot.io.url import URL
 from snapshot_bench.rounds import ChildFailed, Workspace
 from snapshot_bench.systems import installed
 from snapshot_bench.workloads import CASES
-from snapshot.io.url import URL
+from tests.helpers.warm_interpreter import Failed, Warm
 from tests.plugins.snapshot_bench import background
 from tests.plugins.snapshot_bench.__main__ import main
 from tests.plugins.snapshot_bench.background import Panel, Row, Table, draw, said, saving, training
 from tests.plugins.snapshot_bench.background_child import HELD, WAYS, RawCopy, Training, family
 from tests.plugins.snapshot_bench.conftest import Begin
-from tests.helpers.warm_interpreter import Failed, Warm
 
 pytestmark = pytest.mark.bench
 

@@ -14,14 +14,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from snapshot.cli import main
 from snapshot_bench import raw_io
+from snapshot_bench.bench_verb import header
 from snapshot_bench.results import compute_goodput, draw_page, draw_result, goodput_title
 from snapshot_bench.workloads import CASES
-from snapshot.cli import main
-from snapshot_bench.bench_verb import header
-from tests.plugins.snapshot_bench.conftest import ROOT, Begin
 from tests.helpers.processes import command_line
 from tests.helpers.warm_interpreter import Failed, Warm
+from tests.plugins.snapshot_bench.conftest import ROOT, Begin
 
 TINY = ["--case", "small", "--scale", "0.001", "--rounds", "1"]
 

@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.timeout(600),  # a compiler may have to read all of torch's headers first
 ]
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:

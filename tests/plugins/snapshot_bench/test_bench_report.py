@@ -6,10 +6,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from snapshot_bench.results import DAY, Goodput, compute_goodput, draw_case, draw_page, draw_result, find_bars
 from snapshot.cli import main
+from snapshot_bench.results import DAY, Goodput, compute_goodput, draw_case, draw_page, draw_result, find_bars
 
-RESULT = json.loads((Path(__file__).parents[2] / "docs/_static/benchmark.json").read_text())
+RESULT = json.loads((Path(__file__).parents[3] / "docs/_static/benchmark.json").read_text())
 SVG = "{http://www.w3.org/2000/svg}"
 
 

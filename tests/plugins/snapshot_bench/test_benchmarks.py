@@ -12,10 +12,10 @@ import psutil
 import pytest
 
 from snapshot_bench.workloads import CASES
+from tests.helpers.processes import command_line
 from tests.plugins.snapshot_bench import planning_scale
 from tests.plugins.snapshot_bench.__main__ import main
 from tests.plugins.snapshot_bench.conftest import ROOT
-from tests.helpers.processes import command_line
 
 pytestmark = pytest.mark.bench
 

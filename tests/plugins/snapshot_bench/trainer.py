@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from snapshot.errors import SnapshotError
+from snapshot.text import size_text
 from snapshot_bench.results import align_columns
 from snapshot_bench.rounds import Workspace
-from snapshot.errors import SnapshotError
 from snapshot_trainers.transformers import SnapshotTrainerMixin
-from snapshot.text import size_text
 from tests.plugins.snapshot_bench.harness import folder_of
 
 WAYS = ("plain", "take", "background")

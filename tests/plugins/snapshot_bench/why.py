@@ -1,7 +1,7 @@
 """What other libraries do about a flipped bit, a kill, a loss of power and a hostile pickle: the table in docs/why.md.
 
-Each library saves and loads in a process of its own, with its defaults. `python -m tests.plugins.snapshot_bench.why SYSTEM VERB
-PATH` is that process.
+Each library saves and loads in a process of its own, with its defaults. That process is
+`python -m tests.plugins.snapshot_bench.why SYSTEM VERB PATH`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from snapshot.cli.screen import say
 from snapshot_bench.results import align_columns
 from snapshot_bench.rounds import Workspace
-from snapshot.cli.screen import say
 
 ROWS = 4 << 20
 """Rows of each of the two tensors, of 8 floats each: 128 MiB."""
@@ -164,7 +164,15 @@ class Trial:
         self.path = folder / "checkpoint"
 
     def start(self, verb: str, version: float = 0.0) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "tests.plugins.snapshot_bench.why", self.system, verb, str(self.path), str(version)]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.plugins.snapshot_bench.why",
+            self.system,
+            verb,
+            str(self.path),
+            str(version),
+        ]
         environment = {**os.environ, MARK: str(self.folder / "mark"), "JAX_PLATFORMS": "cpu"}
         return subprocess.Popen(
             [*command, str(self.rows)], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment

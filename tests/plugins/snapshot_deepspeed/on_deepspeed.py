@@ -41,8 +41,8 @@ from snapshot import (
 )
 from snapshot_deepspeed import adapter
 from snapshot_deepspeed.adapter import FOLDER, SnapshotCheckpointEngine, write_files
-from tests.plugins.snapshot_deepspeed.write_deepspeed_files import Model, config, make_experts, make_groups
 from tests.helpers.forked_ranks import die_at, fork_ranks, kill_ranks
+from tests.plugins.snapshot_deepspeed.write_deepspeed_files import Model, config, make_experts, make_groups
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
 SLOW = pytest.mark.slow
@@ -501,7 +501,7 @@ def test_deepspeed_snapshot_cannot_name_classes_to_import(tmp_path):
 
 
 def _run_example(folder):
-    path = Path(__file__).parents[2] / "examples" / "deepspeed_training.py"
+    path = Path(__file__).parents[3] / "examples" / "deepspeed_training.py"
     spec = importlib.util.spec_from_file_location("example", path)
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)

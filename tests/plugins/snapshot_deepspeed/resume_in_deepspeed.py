@@ -2,7 +2,7 @@
 
 Two ranks train with DeepSpeed and save. Any number of ranks resume from the universal checkpoint of DeepSpeed's own
 tool, from a conversion of the same files, and from a conversion of a snapshot of a `ModelState`. The losses, weights
-and moments after further steps must be equal. Run it as `python -m tests.plugins.snapshot_deepspeed.resume_in_deepspeed`. It needs
+and moments after further steps must be equal. `python -m tests.plugins.snapshot_deepspeed.resume_in_deepspeed` needs
 deepspeed (0.19.8), and neither a compiler nor an accelerator.
 """
 

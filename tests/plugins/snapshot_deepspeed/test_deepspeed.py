@@ -19,15 +19,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from snapshot import CorruptSnapshotError, ModelState, Snapshot, SnapshotError, UnsupportedFormatError
 from snapshot import load as load_weights
-from snapshot_deepspeed.groups import Group, cut_parameter
-from snapshot_deepspeed.parts import JoinRules
 from snapshot.formats.flat_ranges import join_runs
 from snapshot.manifest.entries import ShardedTensorEntry, TensorEntry
-from tests.plugins.snapshot_deepspeed.deepspeed_archive import ARCHIVE, READ, expected_of, write_stand_in
+from snapshot_deepspeed.groups import Group, cut_parameter
+from snapshot_deepspeed.parts import JoinRules
 from tests.formats.remote_copies import on_s3
-from tests.plugins.snapshot_deepspeed.write_deepspeed_files import Model, make_groups
 from tests.helpers.stand_in_pickles import New, save
 from tests.hostile.hostile_snapshots import store
+from tests.plugins.snapshot_deepspeed.deepspeed_archive import ARCHIVE, READ, expected_of, write_stand_in
+from tests.plugins.snapshot_deepspeed.write_deepspeed_files import Model, make_groups
 
 
 @pytest.fixture(scope="module")

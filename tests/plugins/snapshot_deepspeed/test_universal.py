@@ -1,4 +1,4 @@
-"""DeepSpeed's universal format as a target. `tests/plugins/snapshot_deepspeed/resume_in_deepspeed.py` resumes from it in DeepSpeed."""
+"""DeepSpeed's universal format as a target. `resume_in_deepspeed.py` resumes from it in DeepSpeed."""
 
 import os
 import warnings
@@ -18,9 +18,9 @@ from snapshot.cli import main
 from snapshot.storages.memory import MemoryStorage
 from snapshot.testing import faulty
 from snapshot_deepspeed.universal_target import _is_optimizer
+from tests.helpers.states import expect_equal
 from tests.plugins.snapshot_deepspeed.deepspeed_archive import ARCHIVE, READ, expected_of
 from tests.plugins.snapshot_deepspeed.write_deepspeed_files import Model, make_groups
-from tests.helpers.states import expect_equal
 from tests.transform.plain_storage import Plain
 
 TO = "deepspeed-universal"

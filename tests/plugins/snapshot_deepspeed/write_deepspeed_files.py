@@ -1,4 +1,6 @@
-"""Writes small checkpoints with DeepSpeed on two ranks: `python tests/plugins/snapshot_deepspeed/write_deepspeed_files.py DIR [NAME ...]`.
+"""Writes small checkpoints with DeepSpeed on two ranks.
+
+    python tests/plugins/snapshot_deepspeed/write_deepspeed_files.py DIR [NAME ...]
 
 `deepspeed_files.zip` has its output: the checkpoints, and for each a file of what DeepSpeed's own tools make of it. Run
 it only to add files. Those that exist are never written again, since later versions must read them, too. It needs

@@ -28,15 +28,15 @@ from snapshot.errors import (
     StorageError,
     StorageNotFoundError,
 )
-from snapshot.io.registry import open_storage, plugin_for
-from snapshot.io.storage import URL, Capabilities
-from snapshot_fsspec import client
-from snapshot_fsspec.storage import FsspecReader, FsspecStorage
 from snapshot.io import retry
-from snapshot_objectstore.http import BufferSink
+from snapshot.io.bodies import BufferSink
+from snapshot.io.registry import open_storage, plugin_for
 from snapshot.io.retry import RetryPolicy, TransientError
+from snapshot.io.storage import URL, Capabilities
 from snapshot.testing import StorageTests, Tap, conformance, tapped
 from snapshot.testing.conformance import fetch, pattern, store
+from snapshot_fsspec import client
+from snapshot_fsspec.storage import FsspecReader, FsspecStorage
 
 WRITES = Capabilities(conditional_put=False)
 READS = Capabilities(write=False, delete=False, conditional_put=False)

@@ -24,8 +24,8 @@ from snapshot import (
 )
 from snapshot.cli import main
 from snapshot_gguf.reader import BLOCK_BYTES, choose_kind, dequantise, parse_header, quantise
-from tests.plugins.snapshot_gguf.gguf_files import blocks_of, file_of, rounded
 from tests.helpers.states import expect_equal
+from tests.plugins.snapshot_gguf.gguf_files import blocks_of, file_of, rounded
 
 TEXT, ARRAY, UINT32, FLOAT32 = 8, 9, 4, 6
 

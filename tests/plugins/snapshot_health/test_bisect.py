@@ -8,9 +8,9 @@ import torch
 
 from snapshot import Snapshot, SnapshotError, StateDict
 from snapshot.cli import main
+from snapshot.testing import recording
 from snapshot_health.bisect_verb import find_first_bad
 from snapshot_health.ui_verb import RunView
-from snapshot.testing import recording
 
 
 def make(root, bad_from, steps=range(10, 170, 10), value=math.nan):
@@ -59,7 +59,12 @@ def test_cli_bisect_prints_the_first_bad_and_last_good_step(tmp_path, capsys):
     assert "step-90 is the first bad one, step-80 is good" in capsys.readouterr().out
     assert main(["bisect", str(tmp_path), "--last", "80", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step"] is None
-    assert main(["bisect", str(tmp_path), "--check", "tests.plugins.snapshot_health.test_bisect:is_early", "--first", "20"]) == 1
+    assert (
+        main(
+            ["bisect", str(tmp_path), "--check", "tests.plugins.snapshot_health.test_bisect:is_early", "--first", "20"]
+        )
+        == 1
+    )
     assert "step-50 is the first bad one" in capsys.readouterr().out
     assert main(["bisect", str(tmp_path), "--first", "11"]) == 2
     assert main(["bisect", str(tmp_path / "nothing")]) == 2

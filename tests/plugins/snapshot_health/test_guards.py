@@ -24,11 +24,11 @@ from snapshot import (
     TakeOptions,
 )
 from snapshot.events import add_handler, remove_handler
+from snapshot.state.model_state import find_local_tensor
+from snapshot.testing import recording
 from snapshot_health import guards, samples
 from snapshot_health.parameter_roles import stores_live_steps
 from snapshot_health.samples import SHARE, find_nonfinite
-from snapshot.state.model_state import find_local_tensor
-from snapshot.testing import recording
 from tests.helpers.faulty import FAULTY
 from tests.helpers.trainings import TRAININGS, alarms
 

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from snapshot import CorruptSnapshotError, Snapshot, StateDict
-from snapshot_health.bisect_verb import find_first_bad
 from snapshot.manifest.document import METADATA
-from snapshot_health.statistics import PIECE, combine_statistics, measure_tensor
 from snapshot.testing import recording
+from snapshot_health.bisect_verb import find_first_bad
+from snapshot_health.statistics import PIECE, combine_statistics, measure_tensor
 
 NUMBERS = st.floats(width=32) | st.sampled_from([0.0, -0.0, math.nan, math.inf, -math.inf, 3e38, 1e-40])
 

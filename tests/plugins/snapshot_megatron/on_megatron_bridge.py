@@ -77,7 +77,7 @@ from tests.helpers.forked_ranks import fork_ranks
 from tests.helpers.megatron_dirs import Split, sharded
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
-register_allowed_target_prefix("snapshot.interop.")  # which versions since 0.5 require
+register_allowed_target_prefix("snapshot_megatron.")  # which versions since 0.5 require
 
 
 class One:

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from snapshot import RankError, RestoreError, Snapshot, SnapshotError, Target
 from snapshot_megatron.adapter import MegatronState
+from tests.helpers.megatron_dirs import LAYERS, Split, load, megatron, save, sharded, write_directory
 from tests.helpers.rank_pool import Pool
 from tests.helpers.states import expect_equal
-from tests.helpers.megatron_dirs import LAYERS, Split, load, megatron, save, sharded, write_directory
 
 pytestmark = pytest.mark.libraries
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from snapshot import CorruptSnapshotError, ModelState, Snapshot, SnapshotError, TensorMap, UnsupportedFormatError
 from snapshot import load as load_weights
+from tests.formats.remote_copies import on_s3
 from tests.plugins.snapshot_megatron.megatron_legacy_folders import (
     HIDDEN,
     INNER,
@@ -26,7 +27,6 @@ from tests.plugins.snapshot_megatron.megatron_legacy_folders import (
     _write,
     _write_trained,
 )
-from tests.formats.remote_copies import on_s3
 
 
 @pytest.mark.parametrize(("width", "stages", "virtual"), [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (2, 2, 2)])

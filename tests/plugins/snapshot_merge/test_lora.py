@@ -291,7 +291,7 @@ def test_merge_lora_of_a_tensor_in_another_memory_format(tmp_path):
 
 @pytest.mark.parametrize("name", ["nf4-nested", "int8", "gptq-ordered", "awq"])
 def test_merge_lora_dequantises_a_quantised_base(tmp_path, name, capsys):
-    with zipfile.ZipFile(Path(__file__).parents[1] / "formats" / "quantised_files.zip") as archive:
+    with zipfile.ZipFile(Path(__file__).parents[1] / "snapshot_quantised" / "quantised_files.zip") as archive:
         archive.extractall(tmp_path)
     folder, module = tmp_path / name, "layers.0.q_proj"
     expected = load_file(folder / "expected.safetensors")

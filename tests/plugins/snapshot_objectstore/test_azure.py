@@ -12,15 +12,15 @@ import torch
 
 from snapshot import CorruptSnapshotError, Snapshot, SnapshotExistsError, StateDict, StorageError
 from snapshot.errors import BucketNotFoundError, StorageConflictError, StorageNotFoundError
-from snapshot.io.registry import open_storage
-from snapshot.io.storage import ABSENT, ANYTHING, URL, Context
 from snapshot.io import retry
-from snapshot_objectstore.http import BufferSink, BytesSink, RequestBody
+from snapshot.io.bodies import BufferSink, BytesSink, RequestBody
+from snapshot.io.registry import open_storage
 from snapshot.io.retry import TransientError
-from snapshot_objectstore import azure
-from snapshot_objectstore.azure import AzureStorage
+from snapshot.io.storage import ABSENT, ANYTHING, URL, Context
 from snapshot.testing import StorageTests
 from snapshot.testing.conformance import fetch, pattern, store
+from snapshot_objectstore import azure
+from snapshot_objectstore.azure import AzureStorage
 from tests.helpers.fault_proxy import FaultProxy
 from tests.helpers.storage_calls import PATIENT, patience, use
 

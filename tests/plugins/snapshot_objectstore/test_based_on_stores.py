@@ -5,8 +5,8 @@ import pytest
 from snapshot import Snapshot
 from snapshot_objectstore.s3 import S3Driver
 from tests.helpers.fault_proxy import FaultProxy
-from tests.save.frozen_training import Run, expect_whole
 from tests.plugins.snapshot_objectstore.s3_options import options
+from tests.save.frozen_training import Run, expect_whole
 
 MiB = 1 << 20
 

@@ -13,11 +13,11 @@ import torch
 
 from snapshot import CorruptSnapshotError, Snapshot, SnapshotExistsError, StateDict, StorageError
 from snapshot.errors import StorageConflictError
-from snapshot.io.storage import ABSENT
 from snapshot.io import retry
-from snapshot_objectstore.object_storage import ObjectStorage
+from snapshot.io.storage import ABSENT
 from snapshot.testing import StorageTests
 from snapshot.testing.conformance import fetch, pattern, store
+from snapshot_objectstore.object_storage import ObjectStorage
 from tests.helpers.fault_proxy import FaultProxy
 from tests.helpers.storage_calls import PATIENT, patience, use
 

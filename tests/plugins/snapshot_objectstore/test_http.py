@@ -16,14 +16,13 @@ import torch
 from snapshot import Snapshot, SnapshotError, SnapshotNotFoundError, StateDict, StorageError
 from snapshot.errors import CorruptSnapshotError, StorageConflictError, StorageNotFoundError
 from snapshot.events import add_handler, remove_handler
+from snapshot.io import retry
 from snapshot.io.registry import open_storage
 from snapshot.io.storage import URL
-from snapshot_objectstore import web
-from snapshot_objectstore import http
-from snapshot.io import retry
-from snapshot_objectstore.web import HttpStorage
 from snapshot.testing import StorageTests
 from snapshot.testing.conformance import fetch, pattern
+from snapshot_objectstore import http, web
+from snapshot_objectstore.web import HttpStorage
 from tests.helpers import storage_calls
 from tests.helpers.fault_proxy import FaultProxy
 from tests.helpers.storage_calls import patience

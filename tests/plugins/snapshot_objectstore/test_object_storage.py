@@ -14,8 +14,8 @@ from snapshot.errors import (
     StorageError,
     StorageNotFoundError,
 )
-from snapshot.io.storage import ABSENT, ANYTHING, URL, Capabilities, Context, Limits
 from snapshot.io import retry
+from snapshot.io.storage import ABSENT, ANYTHING, URL, Capabilities, Context, Limits
 from snapshot_objectstore.http import StatusError, status_fault
 from snapshot_objectstore.object_storage import ConnectedStorage, Driver, ObjectStorage, Page
 

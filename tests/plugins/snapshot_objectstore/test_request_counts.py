@@ -12,7 +12,7 @@ from tests.helpers.storage_calls import PATIENT, use
 
 pytestmark = pytest.mark.servers
 
-PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
+PAGE = Path(__file__).parents[3] / "docs" / "performance.md"
 
 
 def documented():

@@ -23,15 +23,15 @@ from snapshot.errors import (
     StorageConflictError,
     StorageNotFoundError,
 )
+from snapshot.io.bodies import BufferSink, BytesSink, RequestBody
 from snapshot.io.budget import MemoryBudget
 from snapshot.io.registry import open_storage
-from snapshot.io.storage import ABSENT, ANYTHING, URL, Context
-from snapshot_objectstore.http import BufferSink, BytesSink, RequestBody
 from snapshot.io.retry import TransientError
-from snapshot_objectstore.s3 import S3Storage
+from snapshot.io.storage import ABSENT, ANYTHING, URL, Context
 from snapshot.save import transaction
 from snapshot.testing import StorageTests
 from snapshot.testing.conformance import BulkFileTests, fetch, pattern, store
+from snapshot_objectstore.s3 import S3Storage
 from tests.helpers.fault_proxy import FaultProxy
 from tests.plugins.snapshot_objectstore.s3_options import options
 

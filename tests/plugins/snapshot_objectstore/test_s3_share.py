@@ -5,10 +5,10 @@ import asyncio
 import pytest
 
 from snapshot.errors import StorageConflictError, StorageError, StorageNotFoundError
-from snapshot.io.storage import URL
 from snapshot.io.retry import RetryPolicy
-from snapshot_objectstore.s3 import S3Driver, S3Storage
+from snapshot.io.storage import URL
 from snapshot.testing.conformance import SharedFileTests, fetch, pattern, store
+from snapshot_objectstore.s3 import S3Driver, S3Storage
 from tests.helpers.fault_proxy import FaultProxy
 from tests.helpers.storage_calls import use
 from tests.plugins.snapshot_objectstore.s3_options import options

@@ -33,14 +33,14 @@ from snapshot import (
     UnsupportedFormatError,
 )
 from snapshot.cli import main
-from snapshot_orbax.blosc import Blosc
-from snapshot_orbax.ocdbt import MANIFEST, _Body, _Room, crc32c, read_database
-from snapshot_orbax.zarr import V2, V3, parse_array
 from snapshot.io.loop import run
 from snapshot.io.registry import open_storage
 from snapshot.io.storage import URL, Context
-from tests.plugins.snapshot_orbax.orbax_items import ARCHIVE, item, tree
+from snapshot_orbax.blosc import Blosc
+from snapshot_orbax.ocdbt import MANIFEST, _Body, _Room, crc32c, read_database
+from snapshot_orbax.zarr import V2, V3, parse_array
 from tests.helpers.states import expect_equal
+from tests.plugins.snapshot_orbax.orbax_items import ARCHIVE, item, tree
 
 TREES = ["ocdbt", "plain", "zarr3", "plain3"]
 zstandard = pytest.importorskip("zstandard")

@@ -20,7 +20,8 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from verl.checkpoint_engine.base import CheckpointEngineRegistry  # noqa: E402
 
-import snapshot_publish.verl  # noqa: E402 - verl imports it as `custom_backend_module`
+import snapshot_publish.verl  # noqa: E402, F401 - verl imports it as `custom_backend_module`
+from snapshot import SnapshotError  # noqa: E402
 
 
 def new_engine(folder, **more):
@@ -93,7 +94,7 @@ async def test_verl_engine_finds_damage_before_the_first_tensor(folder):
     data = bytearray(file.read_bytes())
     data[-5] ^= 1
     file.write_bytes(data)
-    with pytest.raises(snapshot.SnapshotError):
+    with pytest.raises(SnapshotError):
         await anext(rollout.receive_weights(global_steps=1))
 
 

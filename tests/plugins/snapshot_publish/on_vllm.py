@@ -135,7 +135,7 @@ def test_vllm_trainer_ranks_publish_their_pieces(tmp_path):
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.plugins.snapshot_publish.on_vllm", str(tmp_path), str(rank)],
-            cwd=Path(__file__).parents[2],
+            cwd=Path(__file__).parents[3],
             stderr=subprocess.PIPE,
             text=True,
         )

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from snapshot.errors import CorruptSnapshotError
-from snapshot_publish.build import WINDOWS, DeltaDecoder, DeltaEncoder, TensorSums, checksum_text, group_by_windows
 from snapshot.tensors.digest import BLOCK, digest_bytes
+from snapshot_publish.build import WINDOWS, DeltaDecoder, DeltaEncoder, TensorSums, checksum_text, group_by_windows
 
 NOTHING = TensorSums("", b"")
 

@@ -16,12 +16,12 @@ from safetensors.torch import save_file
 
 from snapshot import CorruptSnapshotError, Publisher, Snapshot, SnapshotError, StateDict, Subscriber
 from snapshot.io.loop import _unfinished
+from snapshot.testing.storages import recording
 from snapshot_publish import build
 from snapshot_publish import subscriber as local
 from snapshot_publish import subscriber as notify
 from snapshot_publish.store import VersionStore
 from snapshot_publish.subscriber import MARKER
-from snapshot.testing.storages import recording
 from tests.helpers.states import flip
 from tests.plugins.snapshot_publish import engine
 from tests.plugins.snapshot_publish.published_runs import Run, expect_loaded, names_of

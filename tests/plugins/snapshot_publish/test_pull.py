@@ -13,9 +13,9 @@ import torch
 
 from snapshot import CorruptSnapshotError, Publisher, SnapshotError, SnapshotNotFoundError, StorageError, Subscriber
 from snapshot.io.loop import _unfinished, in_own_thread
+from snapshot.testing.storages import faulty
 from snapshot_publish.store import VersionStore
 from snapshot_publish.subscriber import MARKER
-from snapshot.testing.storages import faulty
 from tests.helpers.states import flip
 from tests.plugins.snapshot_publish.models import model
 from tests.plugins.snapshot_publish.published_runs import Run, expect_loaded, loaded, names_of

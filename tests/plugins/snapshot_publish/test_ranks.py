@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from snapshot import Publisher, RankError, Sharded, SnapshotError, StorageError, Subscriber, TensorMap
-from snapshot_publish import shares
 from snapshot.testing.storages import faulty
+from snapshot_publish import shares
 from tests.helpers.rank_pool import Died
 from tests.plugins.snapshot_publish import engine
 

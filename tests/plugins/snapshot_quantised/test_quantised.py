@@ -18,9 +18,9 @@ from torch import nn
 import snapshot
 from snapshot import CorruptSnapshotError, RestoreError, Snapshot, StateDict, Target, TensorMap
 from snapshot.cli import main
-from tests.plugins.snapshot_quantised.quantised_archive import ARCHIVE
 from tests.formats.remote_copies import on_s3
 from tests.helpers.states import expect_equal
+from tests.plugins.snapshot_quantised.quantised_archive import ARCHIVE
 
 with zipfile.ZipFile(ARCHIVE) as _archive:
     SAMPLES = sorted({name.partition("/")[0] for name in _archive.namelist()})

@@ -24,8 +24,8 @@ from snapshot import (
 from snapshot.formats import torchsnapshot
 from snapshot.loading import open as opening
 from snapshot.manager import root as manager_root
-from snapshot_signing.keys import create_keys, load_key
 from snapshot.testing import Log, faulty, tapped
+from snapshot_signing.keys import create_keys, load_key
 
 
 def state(value=1.0, elements=20):

@@ -24,9 +24,9 @@ from snapshot import (
 )
 from snapshot.io.aio import in_thread
 from snapshot.manifest.document import decode_document, encode
-from snapshot_signing.keys import Signer, Statement
 from snapshot.testing import Log, faulty, tapped
 from snapshot.transform.verify import Verification
+from snapshot_signing.keys import Signer, Statement
 from tests.helpers.states import flip
 
 BIG = 600_000

@@ -6,8 +6,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapshot_signing.keys import join_leaves, leaves_path, place_leaves
 from snapshot.tensors.digest import HASH_SIZE, LEAF, FileTree, RunningTree, tree_of
+from snapshot_signing.keys import join_leaves, leaves_path, place_leaves
 
 SIZES = st.sampled_from([0, 1, 31, LEAF - 1, LEAF, LEAF + 1, 2 * LEAF, 3 * LEAF + 5])
 SHORT = bytes(range(256)) * 5

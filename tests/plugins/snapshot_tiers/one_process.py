@@ -21,9 +21,10 @@ from snapshot.distributed import exchange, group
 from snapshot.distributed.group import Ranks
 from snapshot.manager.manager import open_managers
 from snapshot.manager.retention import Cleaner
-from snapshot.storages.file.file_storage import FileStorage
 from snapshot.save import take
 from snapshot.save.take_slots import TakeSlots
+from snapshot.storages.file.file_storage import FileStorage
+from snapshot.text import is_own
 from snapshot_tiers import control, join, tier_set
 from snapshot_tiers.control import SILENT, Request, UploaderError, UploaderHungError, decode_status
 from snapshot_tiers.peers import PeerServer
@@ -37,6 +38,9 @@ IDLE = 20.0
 """Seconds between two turns of an uploader that waits for nothing but a request."""
 REPLACED = 14.0
 """Seconds after which the watch of a trainer replaces an uploader that hangs."""
+
+TIMED = ("snapshot_tiers", "snapshot.manager", "snapshot.runs", "snapshot.pending")
+"""Modules whose time is the clock of the machines."""
 
 
 class Killed(BaseException):
@@ -455,11 +459,10 @@ class Machines:
 
         real, real_run = group.ranks_of, FileStorage._run
         for name, module in list(sys.modules.items()):
-            if name.startswith("snapshot."):
+            if is_own(name):
                 if getattr(module, "ranks_of", None) is real:
                     self._patch(module, "ranks_of", ranks_of)
-                parts = name.split(".")
-                if parts[1] in ("tiers", "manager", "pending") and getattr(module, "time", None) is time:
+                if name.startswith(TIMED) and getattr(module, "time", None) is time:
                     self._patch(module, "time", self.clock)
         for module in (join, tier_set):
             self._patch(module, "ensure_uploader", self.ensure)

@@ -13,20 +13,12 @@ from snapshot.errors import RunDeletedError, RunForkedError, StorageConflictErro
 from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.io.url import URL
-from snapshot_tiers import facts as stored
 from snapshot.runs import timeline
-from snapshot_tiers.facts import (
-    FOLDER,
-    choose_attempt,
-    mend_facts,
-    publish_pending,
-    read_copy,
-    read_facts,
-    store_copy,
-    sync_facts,
-)
-from snapshot_tiers.tier_set import TierSet
+from snapshot.runs.facts import FOLDER, read_facts
 from snapshot.runs.timeline import Copy, Facts, Line, Origin, Parent, RolledBackError, Standing, settle_run
+from snapshot_tiers import facts as stored
+from snapshot_tiers.facts import choose_attempt, mend_facts, publish_pending, read_copy, store_copy, sync_facts
+from snapshot_tiers.tier_set import TierSet
 from tests.plugins.snapshot_tiers.model import Model, State, Wrong, ids
 
 RUN, FAR = "0123456789ab", "far"

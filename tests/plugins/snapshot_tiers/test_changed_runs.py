@@ -15,8 +15,8 @@ import torch.distributed as dist
 from snapshot import KeepLatest, Snapshot, SnapshotError, SnapshotExistsError, SnapshotManager, TakeOptions
 from snapshot import events as happening
 from snapshot.errors import CorruptSnapshotError
-from snapshot_tiers.tier_set import TierSet
 from snapshot.runs.timeline import decode_record
+from snapshot_tiers.tier_set import TierSet
 from tests.plugins.snapshot_tiers.host_steps import restore
 from tests.plugins.snapshot_tiers.jobs import (
     ask,

@@ -17,10 +17,10 @@ from snapshot.io.session import Session
 from snapshot.io.url import URL
 from snapshot.loading.decompression import DecompressingStorage
 from snapshot.loading.open import open_checkpoint
+from snapshot.runs.timeline import Facts
 from snapshot.tensors.digest import digest_range
 from snapshot_tiers.far_upload import FarStorage, FarUpload, PackedUploads, read_notes
 from snapshot_tiers.near_steps import NearFolder, copy_verified, describe_files
-from snapshot.runs.timeline import Facts
 from tests.plugins.snapshot_tiers.jobs import data_files, flip_keeping_time, holds, manager_of, rank, stop_uploaders
 from tests.plugins.snapshot_tiers.jobs import state as job_state
 

@@ -21,31 +21,7 @@ from snapshot.io.registry import open_storage
 from snapshot.io.session import Session
 from snapshot.io.storage import Context
 from snapshot.io.url import URL
-from snapshot_tiers import facts as module
-from snapshot_tiers.facts import (
-    KEPT,
-    RECORD,
-    bury,
-    bury_step,
-    choose_attempt,
-    copy_in,
-    delete_checkpoint,
-    find_left,
-    is_buried,
-    limited,
-    mark_used,
-    mend_facts,
-    path_of,
-    publish,
-    publish_if_writable,
-    publish_pending,
-    read_copies,
-    read_copy,
-    read_facts,
-    store_copy,
-    sync_facts,
-    tombstone,
-)
+from snapshot.runs.facts import RECORD, bury, bury_step, delete_checkpoint, is_buried, path_of, read_facts, tombstone
 from snapshot.runs.timeline import (
     KEY,
     NO_ORIGIN,
@@ -67,6 +43,23 @@ from snapshot.runs.timeline import (
     note_of,
     origin_of,
     settle_run,
+)
+from snapshot_tiers import facts as module
+from snapshot_tiers.facts import (
+    KEPT,
+    choose_attempt,
+    copy_in,
+    find_left,
+    limited,
+    mark_used,
+    mend_facts,
+    publish,
+    publish_if_writable,
+    publish_pending,
+    read_copies,
+    read_copy,
+    store_copy,
+    sync_facts,
 )
 
 RUN = "c" * 12

@@ -19,13 +19,14 @@ from snapshot.io.session import Session
 from snapshot.io.storage import ANYTHING
 from snapshot.io.url import URL
 from snapshot.manager.steps import TakePlace
-from snapshot_tiers.tiered_steps import TieredSteps
 from snapshot.manifest.document import METADATA, FileEntry, PackedFile
+from snapshot.runs.facts import PINNED, path_of, read_facts, tombstone
+from snapshot.runs.timeline import Attempt, Facts, Parent, encode_facts
+from snapshot.runs.timeline import note_of as metadata_of
 from snapshot.save.transaction import claim_path
 from snapshot_tiers import far_upload as module
 from snapshot_tiers import tier_set
 from snapshot_tiers.control import Host, Registration, StepStatus
-from snapshot_tiers.facts import path_of, read_facts, tombstone
 from snapshot_tiers.far_upload import (
     SHORTEST,
     FarStorage,
@@ -42,9 +43,8 @@ from snapshot_tiers.far_upload import (
     remove_notes,
     table_of,
 )
-from snapshot_tiers.near_steps import PINNED, NearFolder, copy_verified
-from snapshot.runs.timeline import Attempt, Facts, Parent, encode_facts
-from snapshot.runs.timeline import note_of as metadata_of
+from snapshot_tiers.near_steps import NearFolder, copy_verified
+from snapshot_tiers.tiered_steps import TieredSteps
 
 RUN = "c" * 12
 A = Attempt("a" * 12, RUN, 1)

@@ -33,7 +33,7 @@ from snapshot_tiers.uploader_process import MetricsServer
 from tests.plugins.snapshot_tiers.jobs import flip_keeping_time, manager_of, stop_uploaders
 
 SAMPLE = re.compile(r'([a-z_]+)(?:\{((?:[a-z]+="(?:[^"\\\n]|\\.)*",?)*)\})? (\S+)')
-DASHBOARD = Path(__file__).parents[2] / "docs/_static/grafana.json"
+DASHBOARD = Path(__file__).parents[3] / "docs/_static/grafana.json"
 
 
 def parsed(text):

@@ -9,12 +9,12 @@ from snapshot.errors import CorruptSnapshotError, StorageNotFoundError
 from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.io.url import URL
-from snapshot_tiers.tiered_steps import STALLS, UploadWatch
 from snapshot.manifest.document import METADATA, decode_document
+from snapshot.runs.facts import PINNED
+from snapshot.runs.timeline import NO_ORIGIN, Attempt, Origin
 from snapshot_tiers.control import StepStatus, UploadState
 from snapshot_tiers.near_steps import (
     FRESH,
-    PINNED,
     PULLED,
     NearFolder,
     StepView,
@@ -26,7 +26,7 @@ from snapshot_tiers.near_steps import (
     remove_asides,
     view_of,
 )
-from snapshot.runs.timeline import NO_ORIGIN, Attempt, Origin
+from snapshot_tiers.tiered_steps import STALLS, UploadWatch
 from tests.plugins.snapshot_tiers.noted_steps import RUN, A, take
 
 OTHER = Attempt("b" * 12, "d" * 12, 1)

@@ -9,13 +9,13 @@ import socket
 import pytest
 
 from snapshot.errors import CorruptSnapshotError, StorageError, StorageNotFoundError
-from snapshot_tiers.requests import SIGNATURE, STATUS, sign
 from snapshot.io.registry import open_storage
 from snapshot.io.storage import Context
 from snapshot.io.url import URL
 from snapshot.storages.file.file_storage import FileStorage
 from snapshot.testing import StorageTests
 from snapshot_tiers.peers import PeerServer
+from snapshot_tiers.requests import SIGNATURE, STATUS, sign
 
 NAME = "data/0123456789ab-0-0.safetensors"
 CONTENT = os.urandom(3 << 20)

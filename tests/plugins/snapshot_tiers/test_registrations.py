@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from snapshot import Snapshot, StateDict
+from snapshot.runs.timeline import KEY, Attempt, Facts, Origin, Parent
 from snapshot_tiers import uploader as uploader_module
 from snapshot_tiers.control import Host, Registration, Request, UploadState
-from snapshot.runs.timeline import KEY, Attempt, Facts, Origin, Parent
 from snapshot_tiers.uploader import Act, Uploader
 
 RUN = "c" * 12

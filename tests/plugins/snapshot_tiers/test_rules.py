@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
+from snapshot.runs.timeline import NO_ORIGIN, Attempt, Facts, Line, Parent, origin_of
 from snapshot_tiers.control import UploadState, hosts_of, job_address, partners
 from snapshot_tiers.near_steps import HostView, StepView, take_census
-from snapshot.runs.timeline import NO_ORIGIN, Attempt, Facts, Line, Parent, origin_of
 from snapshot_tiers.uploader import MOST_QUEUED, Act, QueueView, choose_next, dropped_steps, next_action, wanted_steps
 
 steps = some.sets(some.integers(0, 50))

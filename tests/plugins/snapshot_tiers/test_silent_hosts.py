@@ -16,11 +16,11 @@ from snapshot.io.loop import run
 from snapshot.io.registry import open_storage
 from snapshot.io.storage import Context
 from snapshot.io.url import URL
+from snapshot.runs.timeline import NO_ORIGIN
 from snapshot_tiers import control, tier_set, uploader_process
 from snapshot_tiers.control import ControlClient, Host, pid_in
 from snapshot_tiers.near_steps import CensusStep, NearFolder
 from snapshot_tiers.tier_set import TierSet
-from snapshot.runs.timeline import NO_ORIGIN
 from tests.plugins.snapshot_tiers.jobs import ask, manager_of, rank, runs_in, state, until
 
 NAME = "data/0123456789ab-0-0.safetensors"

@@ -13,6 +13,8 @@ import pytest
 from snapshot import Snapshot, SnapshotError
 from snapshot.io.url import URL
 from snapshot.manifest.document import METADATA
+from snapshot.runs.facts import path_of, tombstone
+from snapshot.runs.timeline import NO_ORIGIN, Attempt, Facts, Parent, encode_facts
 from snapshot_tiers import control, uploader_process
 from snapshot_tiers.control import (
     SERVES,
@@ -33,10 +35,9 @@ from snapshot_tiers.control import (
     partners,
     pid_in,
 )
-from snapshot_tiers.facts import path_of, store_copy, tombstone
+from snapshot_tiers.facts import store_copy
 from snapshot_tiers.near_steps import PULLED, CensusStep, NearFolder
 from snapshot_tiers.peers import FAR, NEAR, PEER, PeerServer, Place, Replicas, StepSources, heal_step, place_of
-from snapshot.runs.timeline import NO_ORIGIN, Attempt, Facts, Parent, encode_facts
 from snapshot_tiers.uploader import Act, Uploader
 from snapshot_tiers.uploader_process import (
     ensure_uploader,

@@ -8,9 +8,9 @@ import torch
 
 from snapshot import SnapshotError, SnapshotExistsError, SnapshotNotFoundError, StorageError, TakeOptions
 from snapshot.io.storage import ANYTHING
+from snapshot.runs.timeline import Line, Standing
 from snapshot_tiers import facts
 from snapshot_tiers.control import Request, UploadState
-from snapshot.runs.timeline import Line, Standing
 from tests.plugins.snapshot_tiers.one_process import Job, Machines
 from tests.plugins.snapshot_tiers.oracle import FolderRoot, Wrong
 from tests.plugins.snapshot_tiers.spoiled_house import SpoiledHouse

@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
 
 
 def _example():
-    path = Path(__file__).parents[2] / "examples" / "composer_training.py"
+    path = Path(__file__).parents[3] / "examples" / "composer_training.py"
     spec = importlib.util.spec_from_file_location("composer_training", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

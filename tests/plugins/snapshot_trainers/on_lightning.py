@@ -37,8 +37,8 @@ from snapshot import (
     UnsafeObjectError,
 )
 from snapshot_trainers.lightning import SnapshotCallback, SnapshotCheckpointIO
-from tests.helpers.states import expect_equal
 from tests.helpers.forked_ranks import die_at, fork_ranks, kill_fork, kill_ranks
+from tests.helpers.states import expect_equal
 
 pytestmark = [pytest.mark.filterwarnings("ignore:" + text) for text in (
     "The 'train_dataloader' does not have many workers",
@@ -50,7 +50,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore:" + text) for text in (
     "Be aware that when using `ckpt_path`",
     ".*there is no last checkpoint available",
 )]  # fmt: skip
-EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning_trainer.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "lightning_trainer.py"
 spec = importlib.util.spec_from_file_location("lightning_trainer", EXAMPLE)
 example = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(example)

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, sys.path), str(EXAMPLES)])  # for the workers
 sys.path.append(str(EXAMPLES))

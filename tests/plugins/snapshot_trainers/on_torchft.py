@@ -88,7 +88,7 @@ class Contract(unittest.TestCase):
 
 
 def train(number, address):
-    path = Path(__file__).parents[2] / "examples" / "torchft_training.py"
+    path = Path(__file__).parents[3] / "examples" / "torchft_training.py"
     spec = importlib.util.spec_from_file_location("torchft_training", path)
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)

@@ -37,14 +37,14 @@ with warnings.catch_warnings():
 from snapshot import Snapshot, SnapshotError, SnapshotNotFoundError
 from snapshot.__main__ import main
 from snapshot.distributed.group import ranks_of
+from snapshot.interop.weight_digests import FOLDER, KEY, STATE, STATE_DIGEST, STATE_KEY, compare_weights, digest_weights
+from snapshot.io.url import URL
 from snapshot_trainers import trainer_folders
 from snapshot_trainers import transformers as transformers_mixin
 from snapshot_trainers.trainer_folders import MARK, delete_old, find_last, put_back, sync_files
 from snapshot_trainers.transformers import SnapshotTrainerMixin
-from snapshot.interop.weight_digests import FOLDER, KEY, STATE, STATE_DIGEST, STATE_KEY, compare_weights, digest_weights
-from snapshot.io.url import URL
-from tests.helpers.states import expect_equal
 from tests.helpers.forked_ranks import fork_ranks
+from tests.helpers.states import expect_equal
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
@@ -55,7 +55,7 @@ logging.set_verbosity_error()
 
 
 def _example(name):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "examples" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[3] / "examples" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

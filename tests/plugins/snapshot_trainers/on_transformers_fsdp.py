@@ -16,10 +16,10 @@ with warnings.catch_warnings():
     from transformers.utils import logging
 
 from snapshot import Snapshot
-from snapshot_trainers.transformers import SnapshotTrainerMixin
 from snapshot.interop.weight_digests import FOLDER
-from tests.helpers.states import expect_equal
+from snapshot_trainers.transformers import SnapshotTrainerMixin
 from tests.helpers.forked_ranks import fork_ranks
+from tests.helpers.states import expect_equal
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),

@@ -16,8 +16,8 @@ from transformers.utils import logging  # noqa: E402
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer  # noqa: E402
 
 from snapshot import Snapshot  # noqa: E402
-from snapshot_trainers.transformers import SnapshotTrainerMixin  # noqa: E402
 from snapshot.interop.weight_digests import FOLDER  # noqa: E402
+from snapshot_trainers.transformers import SnapshotTrainerMixin  # noqa: E402
 
 logging.disable_progress_bar()
 logging.set_verbosity_error()

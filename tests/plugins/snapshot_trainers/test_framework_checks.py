@@ -23,13 +23,13 @@ from snapshot import (
     SnapshotError,
     SnapshotNotFoundError,
 )
-from snapshot_trainers import automodel, torchtune
-from snapshot_publish import weight_sync
 from snapshot.interop.framework_checks import expect_parameters
 from snapshot.interop.handover import TrainableState
 from snapshot.interop.objects import build_objects
-from snapshot_publish.weight_sync import Shares, WeightReader, box_of
 from snapshot.saved import SavedObject
+from snapshot_publish import weight_sync
+from snapshot_publish.weight_sync import Shares, WeightReader, box_of
+from snapshot_trainers import automodel, torchtune
 
 
 class Engine:
@@ -169,7 +169,7 @@ def test_weight_reader_tensors_outlive_their_version(tmp_path):
 
 
 def test_vllm_plugin_is_registered_as_an_entry_point():
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     module, _, function = project["entry-points"]["vllm.general_plugins"]["snapshot"].partition(":")
     register = getattr(__import__(module, fromlist=[function]), function)
     register()  # without vLLM, it does nothing

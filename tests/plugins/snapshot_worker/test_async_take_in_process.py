@@ -17,7 +17,7 @@ from snapshot.testing import stalling
 from snapshot_worker.client import writer_process
 from tests.helpers.held_storage import held, is_running, until
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PATIENCE = 300
 
 

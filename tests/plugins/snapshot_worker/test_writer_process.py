@@ -24,10 +24,10 @@ from snapshot.io.loop import run, start
 from snapshot.io.session import Session
 from snapshot.io.storage import URL
 from snapshot.plan.layout import cut_file, make_plan
-from snapshot.storages.file.file_storage import FileStorage
 from snapshot.save.staging import Stager
 from snapshot.save.writer import Writer
 from snapshot.state.leaves import Leaf
+from snapshot.storages.file.file_storage import FileStorage
 from snapshot.tensors.memory import NAMES, is_plain
 from snapshot.testing import stalling
 from snapshot_worker import client

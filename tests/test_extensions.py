@@ -1,0 +1,98 @@
+"""Entry points: those of this library are found first, and what others declare wrongly is named, or left out."""
+
+import logging
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from snapshot import extensions
+from snapshot.cli.arguments import list_verbs
+from snapshot.errors import MissingExtraError, SnapshotError, StorageError
+from snapshot.io.registry import plugin_for
+from snapshot.io.storage import URL
+
+ROOT = Path(__file__).parents[1]
+MODULE = """
+from snapshot.cli.verb import Verb
+
+GREET = Verb("greet", "tiny.greet_verb")
+number = 7
+"""
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Installs a distribution with these entry points of one group, as pip would lay it out."""
+
+    def install(group, *lines, module=MODULE):
+        (tmp_path / "tiny.py").write_text(module)
+        info = tmp_path / "tiny-1.2.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny\nVersion: 1.2\n")
+        (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines]) + "\n")
+        monkeypatch.syspath_prepend(str(tmp_path))
+        extensions.forget()
+        list_verbs.cache_clear()
+
+    yield install
+    sys.modules.pop("tiny", None)
+    monkeypatch.undo()
+    extensions.forget()
+    list_verbs.cache_clear()
+
+
+def declared():
+    found = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    return {
+        (group, name): value
+        for group, points in found.items()
+        if group.startswith("snapshot.")
+        for name, value in points.items()
+    }
+
+
+def test_entry_points_of_the_installation_are_those_of_pyproject_toml():
+    installed = {key: point.value for key, point in extensions.own_points().items()}
+    assert installed == declared(), "run `pip install -e .` again: the installation has other entry points"
+
+
+def test_entry_points_of_this_library_name_modules_of_its_plugins():
+    for point in extensions.own_points().values():
+        assert (ROOT / "plugins" / point.module.replace(".", "/")).with_suffix(".py").is_file(), point
+
+
+def test_entry_points_of_this_library_are_found_first(install):
+    install("snapshot.storages", "s3 = tiny:number", "tiny = tiny:number")
+    point = extensions.find("snapshot.storages", "s3")
+    assert point is not None
+    assert point.module == "snapshot_objectstore.s3"
+    assert extensions.names("snapshot.storages").count("s3") == 1
+    assert extensions.names("snapshot.storages")[-1] == "tiny"
+
+
+def test_entry_points_of_another_distribution_that_cannot_be_loaded_are_named(install):
+    install("snapshot.storages", "tiny = tiny:number", "lost = tiny:lost", "broken = tiny.no:Storage [extra]")
+    with pytest.raises(StorageError, match="tiny = tiny:number must name a subclass of Storage"):
+        plugin_for(URL.parse("tiny://a"))
+    with pytest.raises(SnapshotError, match=r"lost = tiny:lost of tiny 1\.2, which raised AttributeError"):
+        plugin_for(URL.parse("lost://a"))
+    with pytest.raises(MissingExtraError, match=r"tiny\.no:Storage .*of tiny 1\.2.*; install the extra 'extra'"):
+        plugin_for(URL.parse("broken://a"))
+
+
+def test_entry_point_whose_module_raises_is_named(install):
+    install("snapshot.storages", "tiny = tiny:Storage", module="raise OSError('no device')")
+    with pytest.raises(SnapshotError, match=r"of tiny 1\.2, which raised OSError: no device; repair or uninstall tiny"):
+        plugin_for(URL.parse("tiny://a"))
+
+
+def test_verbs_of_other_distributions_are_listed_and_broken_ones_left_out(install, caplog):
+    install("snapshot.verbs", "greet = tiny:GREET", "bad = tiny:number", "gone = tiny:gone", "ls = tiny:GREET")
+    with caplog.at_level(logging.WARNING, "snapshot"):
+        verbs = list_verbs()
+    assert verbs["greet"].module == "tiny.greet_verb"
+    assert verbs["ls"].module == "snapshot.cli.ls"
+    assert not {"bad", "gone"} & set(verbs)
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["snapshot bad", "snapshot gone"]
