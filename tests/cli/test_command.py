@@ -89,7 +89,7 @@ def test_cli_help_lists_all_verbs_with_descriptions(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["--help"]) == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert " ".join(f"{name} {short}" for name, short in list_verbs().items()) in told
+    assert " ".join(f"{name} {verb.summary}" for name, verb in list_verbs().items()) in told
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from tests.helpers.storage_calls import use
 from tests.plugins.snapshot_gguf.gguf_files import file_of
 from tests.plugins.snapshot_megatron.megatron_legacy_folders import _write_trained
 
-HERE = Path(__file__).parent
-PAGE = HERE.parents[1] / "docs" / "interop.md"
+TESTS = Path(__file__).parents[1]
+PAGE = TESTS.parent / "docs" / "interop.md"
 COUNT = itertools.count()
 
 
@@ -35,7 +35,8 @@ def trained():
 
 def unzipped(archive, name):
     def make(folder):
-        zipfile.ZipFile(HERE / archive).extractall(folder)
+        (path,) = TESTS.glob(f"plugins/*/{archive}")
+        zipfile.ZipFile(path).extractall(folder)
         return folder / name
 
     return make

@@ -24,6 +24,7 @@ from snapshot import (
     TakeOptions,
 )
 from snapshot.events import add_handler, remove_handler
+from snapshot.save import findings
 from snapshot.state.model_state import find_local_tensor
 from snapshot.testing import recording
 from snapshot_health import guards, samples
@@ -243,7 +244,7 @@ def test_guards_suspect_marks_the_snapshot_and_it_restores(folder, asynchronous,
     snapshot = (take or (lambda **o: Snapshot.take(folder, broken(), **o)))(guards="suspect", metadata={"mine": 1})
     held = Snapshot(folder).metadata.metadata
     assert held["mine"] == 1
-    assert guards.suspicions(held) == tuple(map(str, snapshot.report.findings))
+    assert findings.suspicions(held) == tuple(map(str, snapshot.report.findings))
     assert "NaN or infinity" in caplog.text
     app = broken()
     Snapshot(folder).restore(app)
@@ -253,8 +254,8 @@ def test_guards_suspect_marks_the_snapshot_and_it_restores(folder, asynchronous,
 def test_guards_report_keeps_findings_in_log_and_metadata_without_a_mark(folder, caplog):
     report = Snapshot.take(f"{folder}/step-1", broken(), guards="report", metadata={"mine": 1}).report
     held = Snapshot(f"{folder}/step-1").metadata.metadata
-    assert held == {"mine": 1, guards.NOTED: [str(report.findings[0])]}
-    assert guards.suspicions(held) == ()
+    assert held == {"mine": 1, findings.NOTED: [str(report.findings[0])]}
+    assert findings.suspicions(held) == ()
     assert caplog.text.count("NaN or infinity") == 1
 
 
@@ -272,8 +273,8 @@ def test_guard_findings_without_action_are_in_the_metadata_and_logged_once(folde
         Snapshot.take(f"{folder}/step-{number}", {"m": model})
     for number in (2, 3, 4):
         held = Snapshot(f"{folder}/step-{number}").metadata.metadata
-        assert [each.partition(":")[0] for each in held[guards.NOTED]] == ["unsaved"]
-        assert guards.KEY not in held
+        assert [each.partition(":")[0] for each in held[findings.NOTED]] == ["unsaved"]
+        assert findings.KEY not in held
     assert caplog.text.count("the app state has no optimizer") == 1
 
 
@@ -342,7 +343,7 @@ def test_guards_mark_a_faulty_training_as_suspect(folder, make):
     for number in range(FAULTY[make] + 1):
         between(number)
         Snapshot.take(f"{folder}/step-{number}", app)
-        assert bool(guards.suspicions(Snapshot(f"{folder}/step-{number}").metadata.metadata)) == (
+        assert bool(findings.suspicions(Snapshot(f"{folder}/step-{number}").metadata.metadata)) == (
             number == FAULTY[make]
         )
 
@@ -372,7 +373,7 @@ def _wrapped_by_fsdp(root, kind):
             with torch.no_grad():
                 next(each for each in map(find_local_tensor, model.parameters()) if each.numel()).fill_(math.nan)
         Snapshot.take(f"{root}/step-{number}", app)
-        found.append(guards.suspicions(Snapshot(f"{root}/step-{number}").metadata.metadata))
+        found.append(findings.suspicions(Snapshot(f"{root}/step-{number}").metadata.metadata))
     return found
 
 
@@ -389,7 +390,7 @@ def _put_back(root, size, kind):
         optimizer.zero_grad()
         model.load_state_dict(kept)
         Snapshot.take(f"{root}/step-{number}", {"m": ddp, "o": optimizer})
-    return guards.suspicions(Snapshot(f"{root}/step-2").metadata.metadata)
+    return findings.suspicions(Snapshot(f"{root}/step-2").metadata.metadata)
 
 
 @pytest.mark.parametrize("kind", ["adam", "momentum"])
@@ -698,7 +699,7 @@ def test_guard_nonfinite_examines_a_parameter_unfrozen_later(folder):
 
 def test_take_drops_the_suspect_mark_of_given_metadata(folder):
     model = layers()
-    held = {guards.KEY: ["nonfinite: x"], "mine": 1}
+    held = {findings.KEY: ["nonfinite: x"], "mine": 1}
     snapshot = Snapshot.take(f"{folder}/step-1", {"m": model}, metadata=held)
     assert snapshot.metadata.metadata == {"mine": 1}
 

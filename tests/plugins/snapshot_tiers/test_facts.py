@@ -21,6 +21,7 @@ from snapshot.io.registry import open_storage
 from snapshot.io.session import Session
 from snapshot.io.storage import Context
 from snapshot.io.url import URL
+from snapshot.runs import facts as module
 from snapshot.runs.facts import RECORD, bury, bury_step, delete_checkpoint, is_buried, path_of, read_facts, tombstone
 from snapshot.runs.timeline import (
     KEY,
@@ -44,7 +45,6 @@ from snapshot.runs.timeline import (
     origin_of,
     settle_run,
 )
-from snapshot_tiers import facts as module
 from snapshot_tiers.facts import (
     KEPT,
     choose_attempt,
