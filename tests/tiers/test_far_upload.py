@@ -19,7 +19,7 @@ from snapshot.io.session import Session
 from snapshot.io.storage import ANYTHING
 from snapshot.io.url import URL
 from snapshot.manager.steps import TakePlace
-from snapshot.manager.tiered_steps import TieredSteps
+from snapshot.manager.tiered_steps import TieredRoot, TieredSteps
 from snapshot.manifest.document import METADATA, FileEntry, PackedFile
 from snapshot.save.transaction import claim_path
 from snapshot.tiers import far_upload as module
@@ -586,3 +586,13 @@ def test_step_that_is_written_directly_does_not_replace_one_that_cannot_be_looke
     steps = SimpleNamespace(root=Root(), options=SimpleNamespace(far="far", options={}), _patience=1.0)
     place = TieredSteps.place_of(steps, 3, "no space", "take")
     assert place == TakePlace(f"file://{tmp_path}/step-3", {}, near=False, replaces=False)
+
+
+def test_restore_that_cannot_read_the_far_root_names_the_option_offline():
+    def read_far(steps, patience):
+        raise StorageError("the far root does not answer")
+
+    root = SimpleNamespace(views=[], _tiers=SimpleNamespace(read_far=read_far), _patience=1.0, _offline=False)
+    with pytest.raises(StorageError, match="does not answer") as caught:
+        TieredRoot.read_facts(root)
+    assert "offline=True" in caught.value.__notes__[0]
