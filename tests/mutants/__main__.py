@@ -177,6 +177,8 @@ def run_tests(mutant: Mutant | None, tests: Sequence[str], trees: Trees) -> tupl
         raise RuntimeError(f"tests of {mutant} were not found: {ended.stderr[-2000:]}")
     if ended.returncode == 0:
         return MISSED, ""
+    if ended.returncode < 0 and mutant is not None:  # the change crashed the interpreter
+        return FOUND, ""
     if ended.returncode not in STATUSES:
         raise RuntimeError(f"pytest ended with {ended.returncode} for {mutant}: {ended.stdout[-2000:]}")
     failed = re.search(r"^(?:FAILED|ERROR) (tests/.*?::.*?)(?: - |$)", ended.stdout, re.MULTILINE)
