@@ -169,6 +169,8 @@ def daly_interval(cost: float, mtbf: float) -> float:
 
     >>> round(daly_interval(60, 86400)), round(math.sqrt(2 * 60 * 86400))
     (3180, 3220)
+    >>> daly_interval(2.5, 1)  # a take costs more than the time between failures
+    1
     """
     if cost >= 2 * mtbf:
         return mtbf

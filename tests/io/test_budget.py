@@ -167,3 +167,21 @@ def test_arena_slot_tensor_and_view_share_memory():
 
 def test_available_memory_is_at_most_total_memory():
     assert 0 < available_memory() <= total_memory()
+
+
+def test_budget_close_releases_what_an_interrupted_call_holds_also_of_the_reserve():
+    pool = Pool(100)
+    budget = MemoryBudget(40, pool)
+    assert pool.reserve is not None
+
+    async def interrupted():
+        assert budget.try_acquire(10)
+        held = budget.count(1)
+        await held.__aenter__()
+        assert (pool.used, pool.reserve.used) == (10, 1)
+        budget.close()
+        assert (pool.used, pool.reserve.used) == (0, 0)
+        await held.__aexit__(None, None, None)
+        assert (pool.used, pool.reserve.used) == (0, 0), "later releases do nothing"
+
+    asyncio.run(interrupted())

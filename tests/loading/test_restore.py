@@ -434,3 +434,18 @@ def test_take_and_restore_of_a_module_do_not_warn():
         warnings.simplefilter("error")
         take({"net": net})
         Snapshot(URL).restore({"net": net})
+
+
+@pytest.mark.parametrize("read_once", ["auto", True, False])
+def test_restore_read_once_accepts_each_of_its_values(tmp_path, read_once):
+    Snapshot.take(tmp_path / "s", {"s": StateDict(x=torch.ones(3))})
+    live = StateDict(x=torch.zeros(3))
+    Snapshot(tmp_path / "s").restore({"s": live}, read_once=read_once)
+    assert live["x"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("read_once", ["always", None, 2])
+def test_restore_read_once_refuses_another_value(tmp_path, read_once):
+    Snapshot.take(tmp_path / "s", {"s": StateDict(x=1)})
+    with pytest.raises(ValueError, match="read_once must be"):
+        Snapshot(tmp_path / "s").restore({"s": StateDict(x=2)}, read_once=read_once)

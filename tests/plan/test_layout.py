@@ -118,6 +118,8 @@ def test_layout_part_size_grows_with_the_file():
     sizes = [choose_part_size(limits, 4096 * MiB, size * MiB) // MiB for size in (1, 512, 1024, 4096, 1 << 20)]
     assert sizes == [16, 16, 32, 128, 128]
     assert choose_part_size(limits, 256 * MiB, 4096 * MiB) == 32 * MiB  # an eighth of the budget
+    few = Limits(preferred_part=16 * MiB, grown_part=128 * MiB, parallel_parts=2)
+    assert choose_part_size(few, 256 * MiB, 1 << 40) == 32 * MiB
     assert choose_part_size(limits, 4096 * MiB, 4096 * MiB, 8 * MiB) == 8 * MiB  # as the setting says
     assert choose_part_size(Limits(), 4096 * MiB, 1 << 40) == Limits().preferred_part
 

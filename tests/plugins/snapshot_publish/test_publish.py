@@ -20,6 +20,7 @@ from snapshot import (
     Subscriber,
 )
 from snapshot.testing.storages import faulty
+from snapshot_publish import publisher as publisher_module
 from tests.plugins.snapshot_publish import engine
 from tests.plugins.snapshot_publish.models import model, train
 
@@ -295,3 +296,13 @@ def test_publish_resumed_continues_with_deltas_only_for_equal_tensors_and_files(
     assert got.keys() == state.keys()
     assert all(torch.equal(got[name], state[name]) for name in state)
     assert json.loads((folder / "config.json").read_bytes()) == files
+
+
+def test_publish_of_a_file_that_is_too_large_for_one_beside_the_weights_names_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(publisher_module, "LONGEST_FILE", 10)
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "beside" / "config.json").write_bytes(b"{}" + 8 * b" ")
+    assert Publisher(tmp_path / "a", files=tmp_path / "beside").publish(1, {"a": torch.ones(2)}).wait().version == 1
+    (tmp_path / "beside" / "vocab.txt").write_bytes(11 * b"x")
+    with pytest.raises(SnapshotError, match=r"vocab\.txt: is too large"):
+        Publisher(tmp_path / "b", files=tmp_path / "beside").publish(1, {"a": torch.ones(2)}).wait()

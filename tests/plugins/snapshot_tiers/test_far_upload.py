@@ -44,7 +44,7 @@ from snapshot_tiers.far_upload import (
     table_of,
 )
 from snapshot_tiers.near_steps import NearFolder, copy_verified
-from snapshot_tiers.tiered_steps import TieredSteps
+from snapshot_tiers.tiered_steps import TieredRoot, TieredSteps
 
 RUN = "c" * 12
 A = Attempt("a" * 12, RUN, 1)
@@ -586,3 +586,13 @@ def test_step_that_is_written_directly_does_not_replace_one_that_cannot_be_looke
     steps = SimpleNamespace(root=Root(), options=SimpleNamespace(far="far", options={}), _patience=1.0)
     place = TieredSteps.place_of(steps, 3, "no space", "take")
     assert place == TakePlace(f"file://{tmp_path}/step-3", {}, near=False, replaces=False)
+
+
+def test_restore_that_cannot_read_the_far_root_names_the_option_offline():
+    def read_far(steps, patience):
+        raise StorageError("the far root does not answer")
+
+    root = SimpleNamespace(views=[], _tiers=SimpleNamespace(read_far=read_far), _patience=1.0, _offline=False)
+    with pytest.raises(StorageError, match="does not answer") as caught:
+        TieredRoot.read_facts(root)
+    assert "offline=True" in caught.value.__notes__[0]
