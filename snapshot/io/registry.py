@@ -78,6 +78,8 @@ def plugin_for(url: URL) -> type[Storage]:
         return last
     near = difflib.get_close_matches(url.scheme, schemes(), n=1, cutoff=0.5)  # such as s4 for s3
     hint = f"; did you mean {near[0]}://?" if near else ""
+    if not extensions.own_points():
+        hint += f"; {extensions.OWN} is not installed here, so its plugins are not known: pip install it"
     raise StorageError(
         f"{url}: no storage plugin for the scheme {url.scheme!r}; known schemes: {', '.join(schemes())}{hint}"
     )

@@ -129,6 +129,13 @@ def test_plugin_for_an_unknown_scheme_suggests_the_nearest(text, hint):
         plugin_for(URL.parse(text))
 
 
+def test_plugin_for_a_scheme_of_a_plugin_without_an_installation_names_the_cure(monkeypatch):
+    monkeypatch.setattr(extensions, "own_points", dict)
+    monkeypatch.setattr(extensions, "other_points", dict)
+    with pytest.raises(StorageError, match="snapshot-torch is not installed here, so its plugins are not known"):
+        plugin_for(URL.parse("s3://bucket"))
+
+
 def test_plugin_for_an_unknown_scheme_lists_the_known_schemes():
     with pytest.raises(StorageError, match="no storage plugin for the scheme 'zzzzzz'") as caught:
         plugin_for(URL.parse("zzzzzz://run"))
