@@ -13,7 +13,11 @@ import pytest
 import torch
 
 import snapshot
+from snapshot.manifest import document
+from snapshot.plan import layout
 from snapshot_bench.results import draw_case
+from snapshot_publish import shares
+from snapshot_tiers import control
 from tests.helpers.links import broken_links
 from tests.helpers.servers import S3
 
@@ -218,3 +222,22 @@ def test_docs_broken_links_finds_missing_pages_and_anchors(tmp_path: Path) -> No
     )
     (tmp_path / "b.html").write_text('<a href="https://example.com/x">elsewhere</a>')
     assert broken_links(tmp_path) == ["a.html: b.html#there has no such anchor", "a.html: c.svg does not exist"]
+
+
+@pytest.mark.parametrize(
+    ("page", "text", "is_true"),
+    [
+        ("format.md", "A file is closed at 4 GiB of data", lambda: layout.LARGEST_FILE == 4 << 30),
+        ("distributed.md", "Data files have at most 4 GiB", lambda: layout.LARGEST_FILE == 4 << 30),
+        ("format.md", "at most 100,000 entries", lambda: document.IN_ONE == 100_000),
+        ("publish.md", "256 MiB of others", lambda: shares.GROUP == shares.DELTA_SHARD == 256 << 20),
+        (
+            "troubleshooting.md",
+            "replaced after 15 seconds",
+            lambda: control.SILENT * (control.PERIOD + control.PING) == 15,
+        ),
+    ],
+)
+def test_limits_in_the_docs_are_those_of_the_code(page, text, is_true):
+    assert text in (DOCS / page).read_text()
+    assert is_true()

@@ -45,6 +45,7 @@ from snapshot_publish.shares import (
     plan_shares,
 )
 from snapshot_publish.store import (
+    LONGEST_CHAIN,
     LONGEST_FILE,
     LONGEST_INDEX,
     WEIGHTS,
@@ -384,8 +385,9 @@ class Publisher:
             MissingExtraError: zstandard is not installed, and `full_every` is above 1.
             ValueError: An argument is invalid.
         """
-        if not isinstance(full_every, int) or isinstance(full_every, bool) or full_every < 1:
-            raise ValueError(f"full_every must be a positive int, got {full_every!r}")
+        whole = isinstance(full_every, int) and not isinstance(full_every, bool)
+        if not whole or not 1 <= full_every <= LONGEST_CHAIN:
+            raise ValueError(f"full_every must be an int from 1 to {LONGEST_CHAIN}, got {full_every!r}")
         if memory_budget_bytes is not None:
             expect_positive("memory_budget_bytes", memory_budget_bytes)
         if names is not None and names.dequantise is not None:

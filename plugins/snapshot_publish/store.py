@@ -178,7 +178,7 @@ def check_file_name(name: str, where: object) -> str:
 # The index of a version is written last and only if it is absent. It is deleted first.
 
 LONGEST_CHAIN = 10_000
-"""The maximum number of deltas that a reader follows."""
+"""The maximum number of deltas that a reader follows, and a publisher writes after a full version."""
 
 
 class Claim(msgspec.Struct):

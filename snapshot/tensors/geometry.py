@@ -48,7 +48,8 @@ class Box(NamedTuple):
         return Box(tuple(a + b for a, b in zip(self.offsets, origin, strict=True)), self.sizes)
 
     def __str__(self) -> str:
-        return ",".join(f"{offset}:{offset + size}" for offset, size in zip(self.offsets, self.sizes, strict=True))
+        # An error may show a box that was refused since it has more sizes than offsets.
+        return ",".join(f"{offset}:{offset + size}" for offset, size in zip(self.offsets, self.sizes, strict=False))
 
 
 @functools.lru_cache(maxsize=4096)  # a checkpoint has few shapes, and asks for each many times

@@ -512,3 +512,9 @@ def test_allow_pickle_error_on_one_rank_is_raised_on_all(two, folder):
     outcomes = two.outcomes(_refuse, folder)
     assert all("s/held" in str(each) for each in outcomes)
     assert not Snapshot(folder).exists()
+
+
+def test_changed_configuration_that_json_cannot_hold_is_an_error_and_not_lost():
+    changed = SavedObject("OmegaConf", "omegaconf.OmegaConf", {"content": {"x": b"1"}, "flags": {}})
+    with pytest.raises(TypeError, match="a configuration with a bytes"):
+        encode_object(changed)

@@ -107,3 +107,8 @@ def test_boxes_overlap_is_quick_for_many_boxes():
     uneven = [Box((i * 3 + i % 2, 0), (3 - i % 2 + (i + 1) % 2, 7)) for i in range(0, 5000, 2)]
     assert not boxes_overlap(uneven)
     assert boxes_overlap([Box((i, 0), (1, 4)) for i in range(100_000)] + [Box((77, 3), (1, 1))])
+
+
+def test_box_with_more_sizes_than_offsets_is_shown_in_the_error_that_refuses_it():
+    assert str(Box((0,), (2, 3))) == "0:2"
+    assert str(Box((1, 2), (3, 4))) == "1:4,2:6"

@@ -209,8 +209,9 @@ def test_publish_that_fails_leaves_no_files_and_the_next_is_complete(tmp_path, o
 
 
 def test_publish_refuses_invalid_arguments(tmp_path):
-    with pytest.raises(ValueError, match="full_every must be a positive int, got 0"):
-        Publisher(tmp_path, full_every=0)
+    for wrong in (0, 10_001, 1.5, True):
+        with pytest.raises(ValueError, match=f"full_every must be an int from 1 to 10000, got {wrong}"):
+            Publisher(tmp_path, full_every=wrong)
     with pytest.raises(ValueError, match="notify must be http"):
         Publisher(tmp_path, notify=["file:///etc/passwd"])
     with pytest.raises(ValueError, match="must not have weights"):
