@@ -11,7 +11,12 @@ from snapshot.errors import MissingExtraError, SnapshotError
 
 OWN = "snapshot-torch"
 """The distribution of this library, which has plugins of its own."""
-Group = Literal["snapshot.storages", "snapshot.verbs", "snapshot.events"]
+Group = Literal["snapshot.storages", "snapshot.verbs", "snapshot.events", "snapshot.seals", "snapshot.sinks"]
+RESERVED: dict[tuple[Group, str], str] = {
+    ("snapshot.seals", "ed25519"): "snapshot_signing",
+    ("snapshot.sinks", "process"): "snapshot_worker",
+}
+"""Names that are values of public arguments -> the package of this library that has them, and no other may."""
 
 
 @cache
@@ -39,7 +44,19 @@ def other_points() -> dict[tuple[str, str], EntryPoint]:
 
 def find(group: Group, name: str) -> EntryPoint | None:
     """Return the entry point with this name: the library's own first, so that its names cost no scan."""
-    return own_points().get((group, name)) or other_points().get((group, name))
+    found = own_points().get((group, name))
+    if found is None and (group, name) not in RESERVED:
+        found = other_points().get((group, name))
+    return found
+
+
+def require(group: Group, name: str, what: object) -> Any:
+    """Return what an entry point names. Raise `MissingExtraError` if there is none. `what`: a message's start."""
+    point = find(group, name)
+    if point is None:
+        package = RESERVED.get((group, name), f"{group}: {name}")
+        raise MissingExtraError(f"{what}: {package} of {OWN} is not installed")
+    return load(point, what)
 
 
 def points(group: Group) -> list[EntryPoint]:

@@ -39,14 +39,14 @@ from snapshot.save.take_request import (
     TakeRequest,
     WhenBusy,
     Worker,
+    find_keys,
+    seal_with,
 )
 from snapshot.state.leaves import Prepare
 from snapshot.state.stateful import check_app_state
 from snapshot_health.guards import Guards
 from snapshot_health.statistics import TensorStatistics
 from snapshot_health.stored_statistics import read_statistics
-from snapshot_signing.keys import load_signer
-from snapshot_signing.seal import seal_with
 
 if TYPE_CHECKING:
     import torch
@@ -718,11 +718,10 @@ class Snapshot:
             CorruptSnapshotError: A byte does not match its digest; nothing was signed.
             MissingExtraError: cryptography is not installed.
         """
-        from snapshot_signing.sign import sign_files
-
-        signer = load_signer(key, "key", private=True)
+        keys = find_keys("key")
+        signer = keys.load_signer(key, "key", private=True)
         with operation("sign", self._url, budget=memory_budget_bytes, progress=progress) as op:
-            return sign_files(op, self.location, signer)
+            return keys.sign(op, self.location, signer)
 
     @staticmethod
     def diff(

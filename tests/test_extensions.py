@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from snapshot import extensions
+from snapshot import Snapshot, TakeOptions, extensions
 from snapshot.cli.arguments import list_verbs
 from snapshot.errors import MissingExtraError, SnapshotError, StorageError
 from snapshot.io.registry import plugin_for
@@ -61,6 +61,28 @@ def test_entry_points_of_the_installation_are_those_of_pyproject_toml():
 def test_entry_points_of_this_library_name_modules_of_its_plugins():
     for point in extensions.own_points().values():
         assert (ROOT / "plugins" / point.module.replace(".", "/")).with_suffix(".py").is_file(), point
+
+
+def test_reserved_names_are_those_of_our_packages_and_of_no_other(install):
+    for (group, name), package in extensions.RESERVED.items():
+        point = extensions.find(group, name)
+        assert point is not None
+        assert point.module.partition(".")[0] == package
+    install("snapshot.seals", "ed25519 = tiny:number", "other = tiny:number")
+    assert extensions.find("snapshot.seals", "other") is not None
+
+
+def test_reserved_name_without_its_package_is_an_error_and_never_that_of_another(install, monkeypatch):
+    install("snapshot.seals", "ed25519 = tiny:number")
+    monkeypatch.setattr(extensions, "own_points", dict)
+    assert extensions.find("snapshot.seals", "ed25519") is None
+    with pytest.raises(MissingExtraError, match="^sign: snapshot_signing of snapshot-torch is not installed$"):
+        extensions.require("snapshot.seals", "ed25519", "sign")
+    for options in ({"sign": "key.pem"}, {"worker": "process"}):
+        with pytest.raises(MissingExtraError, match="is not installed"):
+            TakeOptions(**options)
+    with pytest.raises(MissingExtraError, match="^key: snapshot_signing"):
+        Snapshot("memory://anywhere", key="key.pem")
 
 
 def test_entry_points_of_this_library_are_found_first(install):

@@ -9,12 +9,11 @@ from collections.abc import Mapping, Sequence
 from snapshot.errors import CorruptSnapshotError, SignatureError, StorageError, StorageNotFoundError
 from snapshot.events import emit
 from snapshot.io.aio import in_thread
-from snapshot.io.session import Key, Seal
 from snapshot.io.storage import Buffer, FileStat, Storage, StorageWrapper
 from snapshot.io.system import drop_oldest
 from snapshot.manifest.paths import signature_path
 from snapshot.tensors.digest import HASH_SIZE, LEAF, FileTree, Root, count_leaves, hash_root, root_of, tree_of
-from snapshot_signing.keys import Statement, VerifyingKey, decode_signature, load_key, place_leaves
+from snapshot_signing.keys import Statement, VerifyingKey, decode_signature, place_leaves
 
 # Reads of whole blocks: each is compared with a signed leaf, or its leaf is recorded to be signed.
 
@@ -268,8 +267,3 @@ class Recorder:
         """Return the save id, the manifest, and the trees of all files."""
         assert self._storage is not None
         return self._save_id, self._manifest, self._storage.trees()
-
-
-def seal_with(key: Key | None) -> Seal | None:
-    """Return the check that everything that is read has the signature of a key; None without a key."""
-    return None if key is None else KeySeal(load_key(key))

@@ -38,7 +38,7 @@ from snapshot.io.arena import Segment
 from snapshot.io.loop import cancel_all, in_own_thread
 from snapshot.io.session import Session
 from snapshot.io.storage import Storage
-from snapshot.io.system import PerProcess
+from snapshot.io.system import PerProcess, expect_linux
 from snapshot.io.url import URL
 from snapshot.plan.layout import Extent, FilePart, FilePlan
 from snapshot.save.compression import PackedResult, Packing
@@ -632,10 +632,20 @@ def writer_process() -> WriterProcess:
     return _place.get().running()
 
 
-def start_writer(url: URL, options: Mapping[str, Any] | None) -> WriterProcess:
-    """Return this process's writer process for a take. Raise `ValueError` if it cannot write there."""
-    expect_reachable(url, options)
-    return writer_process()
+class Process:
+    """For `worker="process"`: this process's writer process."""
+
+    def check(self) -> None:
+        """Raise on another system than Linux."""
+        expect_linux("worker='process'")
+
+    def start(self, url: URL, options: Mapping[str, Any] | None) -> WriterProcess:
+        """Return the writer process for a take. Raise `ValueError` if it cannot write there."""
+        expect_reachable(url, options)
+        return writer_process()
+
+
+PROCESS = Process()
 
 
 def _at_exit() -> None:

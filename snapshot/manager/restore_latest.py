@@ -28,8 +28,8 @@ from snapshot.manager.takes import expect_options
 from snapshot.manifest.document import Document, SnapshotMetadata
 from snapshot.reports import RestoreReport
 from snapshot.save.take import AppState
+from snapshot.save.take_request import seal_with
 from snapshot.snapshot import Snapshot
-from snapshot_signing.seal import seal_with
 from snapshot_tiers.join import Begun, Keepers
 from snapshot_tiers.near_steps import HostView
 from snapshot_tiers.peers import Place

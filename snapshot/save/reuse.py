@@ -47,7 +47,7 @@ from snapshot.save.begin import TakeOpening
 from snapshot.save.compression import PackedResult
 from snapshot.save.rank_share import RankShare
 from snapshot.save.staging import Stager
-from snapshot.save.take_request import TakeRequest, make_optional_seal
+from snapshot.save.take_request import TakeRequest, find_keys
 from snapshot.save.transaction import committed_save_id
 from snapshot.save.writer import WrittenFile
 from snapshot.state.leaves import Leaf
@@ -470,7 +470,7 @@ def _open_bases(opening: TakeOpening, options: TakeRequest, notes: list[str], op
         base = locate_source(source, Location(session.url, options.storage_options))
         url, theirs = base.url, base.options
         same = url.scheme == session.url.scheme and select_server(theirs) == select_server(options.storage_options)
-        optional = make_optional_seal(options.signer) if options.signer is not None else None
+        optional = find_keys("sign").optional_seal(options.signer) if options.signer is not None else None
         place = Session(url, theirs, seal=base.seal or optional)
         opened.callback(_close, place)
         try:

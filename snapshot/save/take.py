@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import ranks_of
-from snapshot.errors import SnapshotError
 from snapshot.events import emit
 from snapshot.io.loop import LoopFuture, at_work, is_exiting, run, works_here
 from snapshot.io.system import gc_paused
@@ -29,7 +28,7 @@ from snapshot.save.rank_share import RankShare, collect_rank_share
 from snapshot.save.reuse import find_unchanged, group_leaves
 from snapshot.save.staging import Stager
 from snapshot.save.step_barrier import PendingCopy
-from snapshot.save.take_request import TakeRequest
+from snapshot.save.take_request import TakeRequest, find_sink
 from snapshot.save.take_slots import take_slots
 from snapshot.save.writer import PartSink
 from snapshot.state.model_state import find_frozen
@@ -42,10 +41,8 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-WORKER = "snapshot_worker.client"
 VERIFY = "snapshot.transform.verify"
-"""Like plugins, these are imported by their names, and only for a take with a writer process, or one that is read back.
-"""
+"""It is imported by its name, and only for a take that is read back."""
 Path = str | os.PathLike[str]
 AppState = Mapping[str, Stateful]
 
@@ -122,13 +119,9 @@ def start_take(
     ):
         options = make_options()
         check_app_state(app_state)
-        sink = None
-        if options.worker == "process" and not is_exiting():
-            try:
-                worker = import_module(WORKER)
-            except OSError as error:  # there are no more descriptors, for example
-                raise SnapshotError(f"worker='process': the writer cannot be started: {error}") from error
-            sink = worker.start_writer(URL.parse(os.fspath(path)), options.storage_options)
+        sink: PartSink | None = None
+        if options.worker != "thread" and not is_exiting():
+            sink = find_sink(options.worker).start(URL.parse(os.fspath(path)), options.storage_options)
         meter = Meter("async_take", shown_once(options.progress, pg))
         with (
             take_slots().take(options.when_busy) as slot,

@@ -7,15 +7,15 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields
-from importlib import import_module
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, runtime_checkable
 
 import msgspec
 
-from snapshot.io.session import Seal, signer_of
+from snapshot import extensions
+from snapshot.errors import SnapshotError
+from snapshot.io.session import Key, Seal, signer_of
 from snapshot.io.storage import Storage
-from snapshot.io.system import expect_linux
-from snapshot.io.url import Location, Source, locate_source
+from snapshot.io.url import URL, Location, Source, locate_source
 from snapshot.manifest.document import measure_nesting
 from snapshot.manifest.rank_view import DEEPEST
 from snapshot.plan.layout import SavePlan
@@ -26,8 +26,13 @@ from snapshot.state.leaves import Prepare
 from snapshot.tensors.digest import FileTree, Root
 from snapshot_health.guards import Guards, expect_guards
 
+if TYPE_CHECKING:
+    from snapshot.distributed.operation import Operation
+    from snapshot.reports import VerifyReport
+
 Staging = Literal["blocking", "overlapped"]
-Worker = Literal["thread", "process"]
+Worker = Literal["thread", "process"] | str
+"""Who writes the files of an asynchronous take: this process, another one, or a plugin."""
 WhenBusy = Literal["wait", "raise"]
 Only = Literal["trainable"]
 AllowPickle = Literal["warn", "error", True]
@@ -35,8 +40,6 @@ AllowPickle = Literal["warn", "error", True]
 
 Compression = Literal["zstd", "auto"]
 BaseArgument = Source | Sequence[Source] | None
-SIGNING = "snapshot_signing"
-"""The package of keys. Like a plugin, it is imported by its name, and only for a take that is signed."""
 
 
 @runtime_checkable
@@ -60,12 +63,6 @@ class TakeSigner(Protocol):
         ...
 
 
-def load_signer(key: Any) -> TakeSigner:
-    """Return what signs with a key. Raise `ValueError` or `TypeError` for a wrong one."""
-    made: TakeSigner = import_module(f"{SIGNING}.keys").load_signer(key)
-    return made
-
-
 class OptionalSeal(Seal, Protocol):
     """A seal of a base. It accepts a snapshot without a signature, and verifies one that has it."""
 
@@ -73,10 +70,58 @@ class OptionalSeal(Seal, Protocol):
     """Why the snapshot that was opened last is not signed; empty if it is."""
 
 
-def make_optional_seal(signer: TakeSigner) -> OptionalSeal:
-    """Return the seal with which a signed take opens its base."""
-    made: OptionalSeal = import_module(f"{SIGNING}.seal").OptionalSeal(signer)
-    return made
+class Keys(Protocol):
+    """The plugin that knows the keys of `sign=` and `key=`."""
+
+    def load_signer(self, key: Key, argument: str = "sign", *, private: bool = False) -> TakeSigner:
+        """Return what signs with a key. Raise `ValueError` or `TypeError` for a wrong one, or a public one."""
+        ...
+
+    def seal(self, key: Key) -> Seal:
+        """Return the check that everything that is read has the signature of a key."""
+        ...
+
+    def optional_seal(self, signer: TakeSigner) -> OptionalSeal:
+        """Return the seal with which a signed take opens its base."""
+        ...
+
+    def sign(self, operation: Operation, place: Location, signer: TakeSigner) -> VerifyReport:
+        """Verify what is stored at a place, and sign it."""
+        ...
+
+
+def find_keys(argument: str) -> Keys:
+    """Return the plugin that knows keys. Without it, a key that an argument names is an error, and never ignored."""
+    found: Keys = extensions.require("snapshot.seals", "ed25519", argument)
+    return found
+
+
+def seal_with(key: Key | None) -> Seal | None:
+    """Return the check that everything that is read has the signature of a key; None without a key."""
+    return None if key is None else find_keys("key").seal(key)
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """A plugin that writes the files of asynchronous takes in place of this process: a value of `worker=`."""
+
+    def check(self) -> None:
+        """Raise if it cannot be used on this machine."""
+        ...
+
+    def start(self, url: URL, options: Mapping[str, Any] | None) -> Any:
+        """Return what writes a take: a `PartSink`. Raise `ValueError` if it cannot write there."""
+        ...
+
+
+def find_sink(worker: str) -> Sink:
+    """Return a plugin that writes the files of takes."""
+    if worker != "process" and worker not in extensions.names("snapshot.sinks"):
+        raise ValueError(f"worker must be 'thread', 'process' or a plugin's name, got {worker!r}")
+    found = extensions.require("snapshot.sinks", worker, f"worker={worker!r}")
+    if not isinstance(found, Sink):
+        raise SnapshotError(f"worker={worker!r}: its entry point must name a Sink, got {type(found).__name__}")
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,20 +160,24 @@ class TakeOptions:
     """The key that `sign` names."""
 
     def __post_init__(self) -> None:
-        for name, allowed in (("staging", Staging), ("worker", Worker), ("when_busy", WhenBusy)):
+        for name, allowed in (("staging", Staging), ("when_busy", WhenBusy)):
             if getattr(self, name) not in get_args(allowed):
                 choices = " or ".join(map(repr, get_args(allowed)))
                 raise ValueError(f"{name} must be {choices}, got {getattr(self, name)!r}")
         if self.allow_pickle not in ("warn", "error") and self.allow_pickle is not True:
             raise ValueError(f"allow_pickle must be 'warn', 'error' or True, got {self.allow_pickle!r}")
         expect_guards(self.guards)
-        if self.worker == "process":
-            expect_linux("worker='process'")
+        if self.worker != "thread":
+            find_sink(self.worker).check()
         if self.only not in (None, "trainable"):
             raise ValueError(f"only must be 'trainable' or None, got {self.only!r}")
         _ = self.bases  # raises for a wrong one
         expect_compression(self.compression)
-        signer = self.sign if self.sign is None or isinstance(self.sign, TakeSigner) else load_signer(self.sign)
+        signer = (
+            self.sign
+            if self.sign is None or isinstance(self.sign, TakeSigner)
+            else find_keys("sign").load_signer(self.sign)
+        )
         object.__setattr__(self, "signer", signer)
         matcher(self.replicated or ())
         if not 0.0 <= self.read_back_share <= 1.0:

@@ -189,7 +189,7 @@ def test_worker_process_refuses_storages_it_cannot_open(tmp_path):
     assert not Snapshot("memory://process").exists()
     with stalling(), pytest.raises(ValueError, match="cannot import"):
         take(f"stalling+file://{tmp_path}/x", state())
-    with pytest.raises(ValueError, match="worker must be 'thread' or 'process', got 'fork'"):
+    with pytest.raises(ValueError, match="worker must be 'thread', 'process' or a plugin's name, got 'fork'"):
         Snapshot.async_take(tmp_path / "x", state(), worker="fork")
     assert left(tmp_path) == []
 
