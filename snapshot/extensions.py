@@ -11,7 +11,14 @@ from snapshot.errors import MissingExtraError, SnapshotError
 
 OWN = "snapshot-torch"
 """The distribution of this library, which has plugins of its own."""
-Group = Literal["snapshot.storages", "snapshot.verbs", "snapshot.events", "snapshot.seals", "snapshot.sinks"]
+Group = Literal[
+    "snapshot.storages",
+    "snapshot.formats",
+    "snapshot.verbs",
+    "snapshot.seals",
+    "snapshot.sinks",
+    "snapshot.events",
+]
 RESERVED: dict[tuple[Group, str], str] = {
     ("snapshot.seals", "ed25519"): "snapshot_signing",
     ("snapshot.sinks", "process"): "snapshot_worker",

@@ -76,12 +76,12 @@ def test_reserved_name_without_its_package_is_an_error_and_never_that_of_another
     install("snapshot.seals", "ed25519 = tiny:number")
     monkeypatch.setattr(extensions, "own_points", dict)
     assert extensions.find("snapshot.seals", "ed25519") is None
-    with pytest.raises(MissingExtraError, match="^sign: snapshot_signing of snapshot-torch is not installed$"):
+    with pytest.raises(MissingExtraError, match=r"^sign: snapshot_signing of snapshot-torch is not installed$"):
         extensions.require("snapshot.seals", "ed25519", "sign")
     for options in ({"sign": "key.pem"}, {"worker": "process"}):
         with pytest.raises(MissingExtraError, match="is not installed"):
             TakeOptions(**options)
-    with pytest.raises(MissingExtraError, match="^key: snapshot_signing"):
+    with pytest.raises(MissingExtraError, match=r"^key: snapshot_signing"):
         Snapshot("memory://anywhere", key="key.pem")
 
 

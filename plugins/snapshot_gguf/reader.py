@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from snapshot.errors import CorruptSnapshotError, StorageNotFoundError, Unsuppor
 from snapshot.formats.derived import place_bytes
 from snapshot.formats.foreign import HEAD, ForeignDocument, make_dict, make_document, refuse_file
 from snapshot.formats.hugging_face import AT_ONCE
+from snapshot.formats.registry import SearchedFolder
 from snapshot.io.aio import gather_limited, in_thread
 from snapshot.io.arena import arena_bytes
 from snapshot.io.budget import MemoryBudget
@@ -305,8 +306,9 @@ async def describe_file(storage: Storage, name: str, size: int, limit: int) -> F
     return await _describe_parts(storage, names, known, limit)
 
 
-async def describe_folder(storage: Storage, names: Iterable[str], limit: int) -> ForeignDocument | None:
+async def describe_folder(folder: SearchedFolder) -> ForeignDocument | None:
     """Return the checkpoint in the files of a folder; None if there is none. Raise if there are several."""
+    storage, names, limit = folder.storage, await folder.names(), folder.limit
     groups: dict[tuple[str, ...], str] = {}
     for name in sorted(name for name in names if name.endswith(SUFFIX)):
         found = _PART.fullmatch(name)

@@ -30,6 +30,7 @@ from snapshot.formats.foreign import ForeignDocument, is_absence, make_dict, mak
 from snapshot.formats.pickle_nodes import expect_dict
 from snapshot.formats.pickled_objects import INLINE
 from snapshot.formats.rank_files import RankFile, RankMerge
+from snapshot.formats.registry import SearchedFolder
 from snapshot.formats.torch_save import TorchFile, TorchFiles, find_raw_range
 from snapshot.formats.zip_archive import read_range
 from snapshot.io.aio import gather_limited
@@ -118,8 +119,11 @@ def is_checkpoint(names: Iterable[str]) -> bool:
     return any(_FOLDER.fullmatch(name) for name in names)
 
 
-async def describe_folder(storage: Storage, names: Sequence[str], limit: int) -> ForeignDocument:
-    """Return the checkpoint in the folder of an iteration, which has these names."""
+async def describe_folder(folder: SearchedFolder) -> ForeignDocument | None:
+    """Return the checkpoint in the folder of an iteration; None if it is none."""
+    storage, names, limit = folder.linkless, await folder.names(), folder.limit
+    if not is_checkpoint(names):
+        return None
     where = storage.url
     folders = sorted(
         (found["tensor"], found["second"] or "", found["third"] or "", found[0])

@@ -17,6 +17,7 @@ from snapshot.formats.decompressors import DECOMPRESSORS
 from snapshot.formats.foreign import ForeignDocument, check_location, extend_file, is_absence, make_dict, make_document
 from snapshot.formats.hugging_face import AT_ONCE
 from snapshot.formats.pickled_objects import INLINE
+from snapshot.formats.registry import SearchedFolder
 from snapshot.io.aio import gather_limited, in_thread
 from snapshot.io.storage import Storage
 from snapshot.io.url import URL
@@ -100,10 +101,9 @@ class _StepTimes(msgspec.Struct):
         return self.init_timestamp_nsecs is not None
 
 
-async def describe_folder(
-    storage: Storage, names: Sequence[str], beside: Callable[[URL], Storage], limit: int
-) -> ForeignDocument | None:
-    """Return the checkpoint of a folder with these names: an item, or a step with items. None if it is neither."""
+async def describe_folder(folder: SearchedFolder) -> ForeignDocument | None:
+    """Return the checkpoint of a folder: an item, or a step with items. None if it is neither."""
+    storage, names, beside, limit = folder.storage, await folder.names(), folder.beside, folder.limit
     if not {TREE, STEP, V1}.intersection(names):
         return None
     if _UNFINISHED in storage.url.location.rpartition("/")[2] or not await _is_finished(storage, names, beside):

@@ -27,6 +27,7 @@ from snapshot.formats.pickle_nodes import expect_dict, expect_list, expect_name
 from snapshot.formats.pickled_objects import is_refused, locate_object
 from snapshot.formats.pickled_shards import MOST_STRIDES
 from snapshot.formats.rank_files import AT_ONCE, LACKS, RankFile, RankMerge
+from snapshot.formats.registry import SearchedFolder
 from snapshot.formats.safe_pickle import evaluate_pickle
 from snapshot.formats.to_entries import limit_nodes, make_entries
 from snapshot.formats.torch_save import TorchFiles
@@ -90,8 +91,9 @@ class Sharding(NamedTuple):
     placements: Placements
 
 
-async def describe_folder(storage: Storage, names: Sequence[str], limit: int) -> ForeignDocument:
-    """Return the checkpoint in a folder with `metadata.pkl` and these names."""
+async def describe_folder(folder: SearchedFolder) -> ForeignDocument:
+    """Return the checkpoint in a folder with `metadata.pkl`."""
+    storage, names, limit = folder.linkless, await folder.names(), folder.limit
     where = storage.url.join(METADATA)
     data = await storage.get(METADATA, limit=limit)
     try:

@@ -25,7 +25,8 @@ from snapshot.errors import (
 from snapshot.events import log
 from snapshot.formats import pickle_nodes, torch_save
 from snapshot.formats.flat_ranges import cut_boxes
-from snapshot.formats.foreign import ForeignDocument, check_location, extend_file, make_document
+from snapshot.formats.foreign import ForeignDocument, check_location, extend_file, is_absence, make_document
+from snapshot.formats.registry import SearchedFolder
 from snapshot.formats.safe_pickle import evaluate_pickle
 from snapshot.formats.to_entries import limit_nodes, make_container
 from snapshot.io.storage import ANYTHING, Storage
@@ -48,6 +49,17 @@ _CLASSES = "torch.distributed.checkpoint.metadata."
 _TRANSFORMS = {"stream.zstd": "zstd"}
 GAP = 1000
 """Maximum number of missing list positions, which become None: DCP does not save empty values."""
+
+
+async def describe_folder(folder: SearchedFolder) -> ForeignDocument | None:
+    """Return the checkpoint of a folder with a `.metadata`; None for a notice that it is a snapshot, or without it."""
+    try:
+        data = await folder.storage.get(METADATA, limit=folder.limit)
+    except StorageError as error:
+        if not is_absence(folder.storage, error):
+            raise
+        return None
+    return None if data == NOTICE else await describe_checkpoint(folder.storage, data)
 
 
 async def describe_checkpoint(storage: Storage, data: bytes) -> ForeignDocument:

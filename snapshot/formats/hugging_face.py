@@ -23,6 +23,7 @@ from snapshot.formats.foreign import (
     make_document,
     refuse_file,
 )
+from snapshot.formats.registry import SearchedFolder
 from snapshot.formats.zip_archive import SIGNATURE
 from snapshot.io.aio import gather_limited
 from snapshot.io.storage import Storage
@@ -148,11 +149,12 @@ class _Index(msgspec.Struct):
     metadata: Any = None
 
 
-async def describe_folder(storage: Storage, limit: int) -> ForeignDocument | None:
+async def describe_folder(folder: SearchedFolder) -> ForeignDocument | None:
     """Return the checkpoint in a folder: an index with its files, or one single file.
 
     If the storage cannot list files, look for their usual names.
     """
+    storage, limit = folder.storage, folder.limit
     if found := await _describe_first(storage, NAMES, limit):
         return found
     try:

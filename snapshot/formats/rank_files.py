@@ -16,6 +16,7 @@ import msgspec
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.formats.foreign import ForeignDocument, make_dict, make_document
 from snapshot.formats.pickled_objects import INLINE, is_refused, locate_object
+from snapshot.formats.registry import SearchedFolder
 from snapshot.formats.to_entries import make_container
 from snapshot.formats.torch_save import FORMAT, VALUE, TorchFiles
 from snapshot.io.aio import gather_limited
@@ -46,8 +47,9 @@ class RankFiles(NamedTuple):
     """File of each rank."""
 
 
-async def describe_folder(storage: Storage, names: Iterable[str], limit: int) -> ForeignDocument | None:
-    """Return the checkpoint of all ranks' files among the names in a folder; None if there are none."""
+async def describe_folder(folder: SearchedFolder) -> ForeignDocument | None:
+    """Return the checkpoint of all ranks' files in a folder; None if there are none."""
+    storage, names, limit = folder.linkless, await folder.names(), folder.limit
     items = find_items(storage.url, names)
     if not items:
         return None

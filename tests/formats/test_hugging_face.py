@@ -12,6 +12,7 @@ import snapshot
 from snapshot import CorruptSnapshotError, RestoreError, Snapshot, SnapshotNotFoundError, Target, UnsafeObjectError
 from snapshot import UnsupportedFormatError as Unsupported
 from snapshot.formats.hugging_face import describe_folder
+from snapshot.formats.registry import SearchedFolder
 from snapshot.io.loop import run as run_soon
 from snapshot.io.registry import open_storage
 from snapshot.io.storage import URL, Context
@@ -196,7 +197,7 @@ def test_pytorch_model_bin_pickles_of_all_files_share_one_limit(tmp_path):
     limit = max(index, longest) + 100
     assert limit < 3 * longest
     with pytest.raises(CorruptSnapshotError, match="the pickles of its files exceed the limit"):
-        run_soon(describe_folder(storage, limit))
+        run_soon(describe_folder(SearchedFolder(storage.url, storage, open_storage, limit)))
 
 
 def test_pytorch_model_bin_truncated_file_is_corrupt(tmp_path):

@@ -1,0 +1,107 @@
+"""The formats of other libraries: what each is recognised by, and the module that reads it, imported on first use."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pkgutil import resolve_name
+from typing import Any
+
+from snapshot import extensions
+from snapshot.errors import SnapshotError, StorageError
+from snapshot.events import log
+from snapshot.formats.foreign import ForeignDocument, ForeignStorage
+from snapshot.io.storage import Storage
+from snapshot.io.url import URL
+
+GROUP: extensions.Group = "snapshot.formats"
+"""The entry-point group of formats: `name = "package.module:FORMAT"`, which is a `Format`."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """What a format is recognised by, and where its functions are: `"package.module:function"`."""
+
+    name: str
+    order: int = 90
+    """Formats with lower numbers are asked first."""
+    folder: str = ""
+    """`async def describe(folder: SearchedFolder) -> ForeignDocument | None`, for the checkpoint in a folder."""
+    names: str = ""
+    """A pattern. `folder` is asked about a folder that has a name like that, or about each if it is empty."""
+    file: str = ""
+    """`async def describe(storage, name, size, limit) -> ForeignDocument`, for a file that begins with one of `heads`.
+    """
+    heads: tuple[bytes, ...] = ()
+
+
+class SearchedFolder:
+    """A folder in which a checkpoint is looked for."""
+
+    def __init__(self, url: URL, storage: Storage, beside: Callable[[URL], Storage], limit: int) -> None:
+        """`beside` opens another storage. `limit`: the maximum length of a description to read."""
+        self.url, self.storage, self.beside, self.limit = url, storage, beside, limit
+        self._names: list[str] | None = None
+
+    @property
+    def linkless(self) -> Storage:
+        """A view of the folder that follows no link out of it: what a pickle holds has no digest."""
+        return ForeignStorage(self.storage, b"", links=False)
+
+    async def names(self) -> Sequence[str]:
+        """Return the names in the folder, those of folders with a trailing `/`; empty if they cannot be listed."""
+        if self._names is None:
+            try:
+                listed = self.storage.capabilities.list
+                self._names = await self.storage.list(recursive=False) if listed else []
+            except StorageError:
+                self._names = []
+        return self._names
+
+
+_BUILT_IN = (
+    Format("dcp", 10, "snapshot.formats.dcp:describe_folder"),
+    Format("hugging_face", 30, "snapshot.formats.hugging_face:describe_folder"),
+    Format("rank_files", 60, "snapshot.formats.rank_files:describe_folder"),
+)
+
+
+@cache
+def formats() -> tuple[Format, ...]:
+    """Return all formats, in the order in which they are asked. Only the declarations of plugins are imported.
+
+    A declaration of another package that cannot be loaded is logged and left out.
+    """
+    found = {each.name: each for each in _BUILT_IN}
+    for point in extensions.points(GROUP):
+        what = f"the format {point.name}"
+        try:
+            made = extensions.load(point, what)
+            if not isinstance(made, Format):
+                raise SnapshotError(f"{what}: {point.value} must be a Format, got {type(made).__name__}")
+        except SnapshotError as error:
+            log.warning("%s", error)
+            continue
+        found.setdefault(made.name, made)
+    return tuple(sorted(found.values(), key=lambda each: each.order))
+
+
+async def describe_folder(folder: SearchedFolder, first: int = 0) -> ForeignDocument | None:
+    """Return the checkpoint in a folder; None if no format knows it. `first`: the first order to ask."""
+    for each in formats():
+        if each.order < first or not each.folder:
+            continue
+        if each.names and not any(re.fullmatch(each.names, name) for name in await folder.names()):
+            continue
+        found: ForeignDocument | None = await resolve_name(each.folder)(folder)
+        if found is not None:
+            return found
+    return None
+
+
+def find_by_head(head: bytes) -> Any:
+    """Return the function that describes a file that begins so, or None."""
+    each = next((each for each in formats() if head.startswith(each.heads)), None)
+    return None if each is None else resolve_name(each.file)
