@@ -78,12 +78,14 @@ def names(group: Group) -> list[str]:
 
 def load(point: EntryPoint, what: object) -> Any:
     """Import what an entry point names. Errors name the distribution. `what`: the start of their message."""
-    owner = f"{point.dist.name} {point.dist.version}" if point.dist is not None else "an unknown distribution"
+    owner = f"{point.dist.name} {point.dist.version}" if point.dist is not None else OWN
     try:
         return point.load()
     except ImportError as error:
         extra = f"; install the extra '{point.extras[0]}'" if point.extras else ""
         raise MissingExtraError(f"{what}: {point.value} of {owner} cannot be imported: {error}{extra}") from error
+    except OSError as error:  # there are no more descriptors, for example
+        raise SnapshotError(f"{what}: cannot read {point.value} of {owner}: {error}") from error
     except Exception as error:
         raise SnapshotError(
             f"{what}: {point.group} has {point.name} = {point.value} of {owner}, which raised "

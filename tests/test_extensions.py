@@ -105,8 +105,16 @@ def test_entry_points_of_another_distribution_that_cannot_be_loaded_are_named(in
 
 
 def test_entry_point_whose_module_raises_is_named(install):
-    install("snapshot.storages", "tiny = tiny:Storage", module="raise OSError('no device')")
-    with pytest.raises(SnapshotError, match=r"of tiny 1\.2, which raised OSError: no device; repair or uninstall tiny"):
+    install("snapshot.storages", "tiny = tiny:Storage", module="raise RuntimeError('no device')")
+    with pytest.raises(
+        SnapshotError, match=r"tiny 1\.2, which raised RuntimeError: no device; repair or uninstall tiny"
+    ):
+        plugin_for(URL.parse("tiny://a"))
+
+
+def test_entry_point_whose_module_cannot_be_read_is_an_error_of_the_library(install):
+    install("snapshot.storages", "tiny = tiny:Storage", module="raise OSError('too many open files')")
+    with pytest.raises(StorageError, match=r"cannot read tiny:Storage of tiny 1\.2: too many open files"):
         plugin_for(URL.parse("tiny://a"))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-import importlib
 from collections.abc import Awaitable, Callable, Hashable, Mapping
 from importlib.metadata import EntryPoint
 from typing import Any
@@ -17,10 +16,11 @@ from snapshot.io.url import URL, expect_mapping
 
 # Storage plugins by URL scheme: those of every installation, and entry points for others.
 
-_BUILT_IN = {
+_PLACES = {
     "file": "snapshot.storages.file.file_storage:FileStorage",
     "memory": "snapshot.storages.memory:MemoryStorage",
 }
+_BUILT_IN = {scheme: EntryPoint(scheme, place, "snapshot.storages") for scheme, place in _PLACES.items()}
 
 FSSPEC = "fsspec+"
 """The plugin that is asked whether it knows any other scheme."""
@@ -67,11 +67,8 @@ def plugin_for(url: URL) -> type[Storage]:
         if (plugin := _registered.get(scheme)) is not None:
             return plugin
     for scheme in (url.scheme, outermost + plus):
-        if scheme in _BUILT_IN:
-            module, _, name = _BUILT_IN[scheme].partition(":")
-            found: type[Storage] = getattr(importlib.import_module(module), name)
-            return found
-        if (point := extensions.find("snapshot.storages", scheme)) is not None:
+        point = _BUILT_IN.get(scheme) or extensions.find("snapshot.storages", scheme)
+        if point is not None:
             return _load(point, url)
     other = extensions.find("snapshot.storages", FSSPEC)
     if other is not None and (last := _load(other, url)).knows_scheme(url.scheme):

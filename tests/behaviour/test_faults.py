@@ -148,7 +148,7 @@ def test_take_and_restore_without_file_permission_raise_an_error(tmp_path, warm)
 import os, sys
 from snapshot import Snapshot, StateDict, StorageError
 Snapshot.take("memory://imports", {{"s": StateDict(x=1)}})
-from snapshot.plugins import file
+from snapshot.storages import file
 os.setegid(65534); os.seteuid(65534)
 try: Snapshot.take({str(folder / "s")!r}, {{"s": StateDict(x=1)}})
 except StorageError as error: assert {str(folder)!r} in str(error) and "ermission" in str(error), error
