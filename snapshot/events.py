@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from snapshot import extensions
+from snapshot.errors import SnapshotError
 from snapshot.io.system import PerProcess
-from snapshot.text import is_own
 
 # Events: one log line per operation, and handlers that are called with each event.
 
@@ -119,8 +119,8 @@ def _installed() -> list[Handler]:
         while _points:
             point = _points.pop()
             try:
-                _brought.append(point.load())
-            except Exception:
+                _brought.append(extensions.load(point, f"the event handler {point.name}"))
+            except SnapshotError:
                 log.exception("cannot load the event handler %s = %s", point.name, point.value)
     return _brought
 
@@ -128,7 +128,7 @@ def _installed() -> list[Handler]:
 def warn(message: str) -> None:
     """Warn with the location of the caller's code."""
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and is_own(frame.f_globals.get("__name__", "")):
+    while frame.f_back is not None and extensions.is_own(frame.f_globals.get("__name__", "")):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
 

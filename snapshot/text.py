@@ -8,22 +8,12 @@ from collections.abc import Sequence
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 
-# The library itself: its version, and which modules are its own.
+# The version of the installed library.
 
 try:
     VERSION = version("snapshot-torch")
 except PackageNotFoundError:  # imported from a checkout that is not installed
     VERSION = "0+unknown"
-
-
-def is_own(module: str) -> bool:
-    """Return True if a module is one of this library or of its plugins.
-
-    >>> [is_own(name) for name in ("snapshot.text", "snapshot_tiers.near", "snapshots", "my.snapshot")]
-    [True, True, False, False]
-    """
-    top = module.partition(".")[0]
-    return top == "snapshot" or top.startswith("snapshot_")
 
 
 def size_text(nbytes: float) -> str:

@@ -20,6 +20,7 @@ from snapshot_publish import shares
 from snapshot_tiers import control
 from tests.helpers.links import broken_links
 from tests.helpers.servers import S3
+from tests.helpers.trees import PYTHONPATH
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -74,7 +75,7 @@ def run_page(
     "..." in the page matches any text.
     """
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for processes that the page starts
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)  # for processes that the page starts
     found, expected = blocks(page), outputs(page)
     assert found
     state = torch.get_rng_state()

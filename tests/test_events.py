@@ -13,6 +13,7 @@ import torch
 
 from snapshot import Snapshot, SnapshotExistsError, StateDict, StorageError
 from snapshot.testing import faulty
+from tests.helpers.trees import PYTHONPATH
 
 ROOT = Path(__file__).parents[1]
 STATE = {"s": StateDict(x=torch.arange(1000.0))}
@@ -84,7 +85,7 @@ def test_event_handlers_of_installed_packages_are_called_and_cannot_fail_a_take(
             print("there" if snapshot.exists() else "not there")
         """)
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "SITE": str(package)}
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "SITE": str(package)}
     shown = subprocess.run(  # handlers are looked for when the library is imported
         [sys.executable, script], env=environment, check=True, capture_output=True, text=True, timeout=300
     ).stdout

@@ -13,6 +13,7 @@ import torch
 
 from snapshot import Snapshot, StateDict
 from tests.helpers.torchrun import rank_environments
+from tests.helpers.trees import PYTHONPATH
 from tests.helpers.warm_interpreter import Warm
 
 pytestmark = pytest.mark.examples
@@ -32,7 +33,7 @@ def quickstart() -> ModuleType:
 
 
 def test_quickstart_example_resumes_exactly(tmp_path: Path, warm: Warm) -> None:
-    shown = warm.run(QUICKSTART, PYTHONPATH=str(ROOT), TMPDIR=str(tmp_path))
+    shown = warm.run(QUICKSTART, PYTHONPATH=PYTHONPATH, TMPDIR=str(tmp_path))
     assert "resumed from step-30" in shown
     assert "bit for bit the same" in shown
     left = [path.name for path in tmp_path.iterdir() if not path.name.startswith("torchinductor")]  # torch's own cache
@@ -80,7 +81,7 @@ def test_quickstart_example_without_rng_state_differs(quickstart: ModuleType, tm
 def torchrun(world: int, example: str, *arguments: object) -> list[str]:
     """What an example prints on so many ranks, in lines. The port is any that is free."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = os.environ | {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [*launch, str(ROOT / "examples" / example), *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -127,7 +128,7 @@ def test_reshard_example_of_three_ranks_restores_on_two_and_in_one_process(tmp_p
 
 
 def test_bare_loop_example_resumes_in_the_middle_of_an_epoch(tmp_path: Path, warm: Warm) -> None:
-    shown = warm.run(ROOT / "examples" / "bare_loop.py", tmp_path, PYTHONPATH=str(ROOT))
+    shown = warm.run(ROOT / "examples" / "bare_loop.py", tmp_path, PYTHONPATH=PYTHONPATH)
     assert "bit for bit" in shown
     assert Snapshot(tmp_path / "broken" / "step-20").verify()
     assert Snapshot(tmp_path / "broken" / "step-20").read_object("0/progress/epoch") == 2

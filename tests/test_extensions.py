@@ -1,5 +1,6 @@
 """Entry points: those of this library are found first, and what others declare wrongly is named, or left out."""
 
+import importlib.util
 import logging
 import sys
 import tomllib
@@ -7,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+import snapshot
 from snapshot import Snapshot, TakeOptions, extensions
+from snapshot.cli import main
 from snapshot.cli.arguments import list_verbs
 from snapshot.errors import MissingExtraError, SnapshotError, StorageError
 from snapshot.io.registry import plugin_for
@@ -126,3 +129,74 @@ def test_verbs_of_other_distributions_are_listed_and_broken_ones_left_out(instal
     assert verbs["ls"].module == "snapshot.cli.ls"
     assert not {"bad", "gone"} & set(verbs)
     assert [record.getMessage().split(":")[0] for record in caplog.records] == ["snapshot bad", "snapshot gone"]
+
+
+def test_both_trees_are_those_of_this_checkout():
+    for package in sorted(extensions.own_packages()):
+        found = importlib.util.find_spec(package)
+        assert found is not None, package
+        assert Path(found.origin).is_relative_to(ROOT), f"{package} is imported from another checkout"
+
+
+def test_own_packages_are_those_of_the_trees():
+    folders = {path.parent.name for path in (ROOT / "plugins").glob("*/__init__.py")}
+    assert extensions.own_packages() == {"snapshot", *folders}, "run `pip install -e .` again"
+
+
+def test_entry_point_of_two_distributions_is_that_of_the_first_on_the_path(install, tmp_path):
+    install("snapshot.storages", "tiny = tiny:first")
+    second = tmp_path / "second" / "other-1.0.dist-info"
+    second.mkdir(parents=True)
+    (second / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    (second / "entry_points.txt").write_text("[snapshot.storages]\ntiny = tiny:second\n")
+    sys.path.append(str(second.parent))
+    extensions.forget()
+    try:
+        assert extensions.find("snapshot.storages", "tiny").value == "tiny:first"
+    finally:
+        sys.path.remove(str(second.parent))
+
+
+def test_storage_that_was_installed_after_the_first_look_is_found(install):
+    with pytest.raises(StorageError, match="no storage plugin"):
+        plugin_for(URL.parse("tiny://a"))
+    forget, extensions.forget = extensions.forget, lambda: None
+    try:
+        install("snapshot.storages", "tiny = tiny:number")
+    finally:
+        extensions.forget = forget
+    with pytest.raises(StorageError, match="must name a subclass of Storage"):
+        plugin_for(URL.parse("tiny://a"))
+
+
+def test_verb_whose_module_cannot_be_imported_names_it_and_others_work(install, capsys):
+    install("snapshot.verbs", "greet = tiny:GREET")
+    assert main(["--help"]) == 0
+    assert "greet" in capsys.readouterr().out
+    assert main(["greet", "me", "--loudly"]) == 2
+    assert "error: snapshot greet: tiny.greet_verb cannot be imported" in capsys.readouterr().err
+    assert main(["--version"]) == 0
+
+
+def test_declaration_that_exits_is_left_out(install, capsys):
+    install("snapshot.verbs", "greet = tiny:GREET", module="raise SystemExit(3)")
+    assert main(["--version"]) == 0
+
+
+def test_command_without_an_installation_names_the_cure(monkeypatch, capsys):
+    monkeypatch.setattr(extensions, "own_points", dict)
+    monkeypatch.setattr(extensions, "other_points", dict)
+    list_verbs.cache_clear()
+    try:
+        assert main(["publish", "--help"]) == 2
+    finally:
+        list_verbs.cache_clear()
+    assert "snapshot-torch is not installed here, so the verbs of its plugins are not known" in capsys.readouterr().err
+
+
+def test_public_name_of_a_package_that_the_installation_lacks_has_a_note(monkeypatch):
+    monkeypatch.setitem(snapshot._HOMES, "Near", "snapshot_lacking.near")
+    monkeypatch.delitem(vars(snapshot), "Near", raising=False)
+    with pytest.raises(ModuleNotFoundError) as caught:
+        snapshot.Near  # noqa: B018
+    assert "pip install -e ." in caught.value.__notes__[0]

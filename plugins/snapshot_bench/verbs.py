@@ -2,4 +2,8 @@
 
 from snapshot.cli.verb import Verb
 
-BENCH = Verb("measure saving and restoring, compared with raw I/O and other libraries", "snapshot_bench.bench_verb")
+BENCH = Verb(
+    "measure saving and restoring, compared with raw I/O and other libraries",
+    "snapshot_bench.bench_verb",
+    order=180,
+)

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from snapshot.extensions import is_own
 from snapshot.manifest.paths import encode_component
 from snapshot.manifest.values import IntEntry
 from snapshot.state.leaves import FlatState, Leaf
 from snapshot.state.model_state import ModelState, _only_optimizers, find_local_tensor, list_parameters, optimizers_of
 from snapshot.state.rng import RNGState
-from snapshot.text import is_own
 from snapshot_health.samples import Rotation
 
 MOST_NORMS = 64

@@ -2,4 +2,8 @@
 
 from snapshot.cli.verb import Verb
 
-MERGE = Verb("average checkpoints, or add them with weights", "snapshot_merge.merge_verb")
+MERGE = Verb(
+    "average checkpoints, or add them with weights",
+    "snapshot_merge.merge_verb",
+    order=80,
+)

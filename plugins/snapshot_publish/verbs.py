@@ -3,6 +3,12 @@
 from snapshot.cli.verb import Verb
 
 PUBLISH = Verb(
-    "publish a checkpoint as the next version of weights for inference engines", "snapshot_publish.publish_verb"
+    "publish a checkpoint as the next version of weights for inference engines",
+    "snapshot_publish.publish_verb",
+    order=160,
 )
-PULL = Verb("bring a published version of weights into a local folder", "snapshot_publish.pull_verb")
+PULL = Verb(
+    "bring a published version of weights into a local folder",
+    "snapshot_publish.pull_verb",
+    order=170,
+)

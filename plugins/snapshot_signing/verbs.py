@@ -2,4 +2,8 @@
 
 from snapshot.cli.verb import Verb
 
-SIGN = Verb("sign a snapshot, or create a key for that", "snapshot_signing.sign_verb")
+SIGN = Verb(
+    "sign a snapshot, or create a key for that",
+    "snapshot_signing.sign_verb",
+    order=40,
+)

@@ -2,7 +2,13 @@
 
 from snapshot.cli.verb import Verb
 
-UPLOAD = Verb("upload near steps of a run, as its trainer's uploader does", "snapshot_tiers.upload_verb")
+UPLOAD = Verb(
+    "upload near steps of a run, as its trainer's uploader does",
+    "snapshot_tiers.upload_verb",
+    order=140,
+)
 ATTEMPTS = Verb(
-    "show the attempts of a run with near folders, and choose one after a fork", "snapshot_tiers.attempts_verb"
+    "show the attempts of a run with near folders, and choose one after a fork",
+    "snapshot_tiers.attempts_verb",
+    order=150,
 )

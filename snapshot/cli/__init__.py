@@ -17,10 +17,11 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
+from snapshot import extensions
 from snapshot.cli.arguments import Run, add_verb, list_verbs
 from snapshot.cli.screen import ExitStatus, complain, printable
 from snapshot.errors import SnapshotError
@@ -30,9 +31,16 @@ if TYPE_CHECKING:
     from snapshot.events import Event
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        if "invalid choice" in message and not extensions.own_points():
+            message += f"; {extensions.OWN} is not installed here, so the verbs of its plugins are not known"
+        super().error(message)
+
+
 def parser(described: Collection[str] | None = None) -> argparse.ArgumentParser:
     """Return the command's parser. Arguments of verbs that are not in `described` are left out; None has all."""
-    made = argparse.ArgumentParser(
+    made = _Parser(
         prog="snapshot",
         description="Exact, verified, fast checkpoints of PyTorch applications.",
         epilog="snapshot VERB --help shows the arguments of a verb, with examples. Exit status: 0; 1 if it found a "
@@ -52,8 +60,13 @@ def parser(described: Collection[str] | None = None) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Return the exit status: 0, 1 (it found a difference or a fault) or 2 (it could not run)."""
     given = sys.argv[1:] if argv is None else argv
+    return report_errors(lambda: _flushed(given))
+
+
+def report_errors(work: Callable[[], int]) -> int:
+    """Do the work of a command, and return the exit status. Errors are printed as lines on standard error."""
     try:
-        return _flushed(given)
+        return work()
     except BrokenPipeError:  # the reader of the output, such as `head`, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13  # as shells return after SIGPIPE, which Windows does not have
@@ -98,8 +111,15 @@ def _run(whole: argparse.ArgumentParser, argv: Sequence[str]) -> int:
     if run is None:
         whole.print_help(sys.stderr)
         return ExitStatus.FAILED
-    with unwind_on_signals(), _spoken(), _rare_collections():
+    with as_command():
         return run(arguments)
+
+
+@contextmanager
+def as_command() -> Iterator[None]:
+    """Let signals unwind the stack, print warnings as lines, and collect garbage rarely."""
+    with unwind_on_signals(), _spoken(), _rare_collections():
+        yield
 
 
 @contextmanager

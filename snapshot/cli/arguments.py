@@ -11,27 +11,27 @@ import shutil
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
 from snapshot import extensions
 from snapshot.cli.verb import Verb
-from snapshot.errors import SnapshotError
+from snapshot.errors import MissingExtraError, SnapshotError
 from snapshot.io.url import VARIABLE, options_from_environment, read_options
 from snapshot.text import parse_duration
 
 _BUILT_IN = {
-    "ls": "list the contents of a snapshot, or the snapshots in a folder",
-    "show": "show one object: its description, statistics and some of its values",
-    "verify": "read every byte of a snapshot, and compare it with its digest",
-    "diff": "show the differences between two snapshots",
-    "cp": "copy a snapshot from one storage to another",
-    "convert": "write a checkpoint in another format: snapshot, safetensors, torch, dcp",
-    "rm": "remove a snapshot, and leftovers of interrupted takes",
-    "prune": "remove the steps of a folder that a policy does not keep",
-    "doctor": "test which operations work at a URL, how fast, and what would help",
-    "completion": "print a script that completes the command's words in a shell",
+    "ls": (10, "list the contents of a snapshot, or the snapshots in a folder"),
+    "show": (20, "show one object: its description, statistics and some of its values"),
+    "verify": (30, "read every byte of a snapshot, and compare it with its digest"),
+    "diff": (50, "show the differences between two snapshots"),
+    "cp": (60, "copy a snapshot from one storage to another"),
+    "convert": (70, "write a checkpoint in another format: snapshot, safetensors, torch, dcp"),
+    "rm": (120, "remove a snapshot, and leftovers of interrupted takes"),
+    "prune": (130, "remove the steps of a folder that a policy does not keep"),
+    "doctor": (190, "test which operations work at a URL, how fast, and what would help"),
+    "completion": (200, "print a script that completes the command's words in a shell"),
 }
 
 GROUP: extensions.Group = "snapshot.verbs"
@@ -41,11 +41,11 @@ Run = Callable[[argparse.Namespace], int]
 
 @cache
 def list_verbs() -> dict[str, Verb]:
-    """Return all verbs, the built-in ones first. Only the declarations of plugins are imported.
+    """Return all verbs, in the order of the help. Only the declarations of plugins are imported.
 
     A declaration of another package that cannot be loaded is logged and left out.
     """
-    found = {name: Verb(summary, f"snapshot.cli.{name}") for name, summary in _BUILT_IN.items()}
+    found = {name: Verb(summary, f"snapshot.cli.{name}", order) for name, (order, summary) in _BUILT_IN.items()}
     for point in extensions.points(GROUP):
         try:
             made = extensions.load(point, f"snapshot {point.name}")
@@ -55,13 +55,22 @@ def list_verbs() -> dict[str, Verb]:
             logging.getLogger("snapshot").warning("%s", error)
             continue
         found.setdefault(point.name, made)
-    return found
+    return dict(sorted(found.items(), key=lambda each: each[1].order))
 
 
 def add_verb(verbs: Any, name: str) -> None:
-    """Add a verb, as its module describes it. Its help ends with the module's examples."""
+    """Add a verb, as its module describes it. Its help ends with the module's examples.
+
+    A verb whose module cannot be imported raises when it runs, so that all others work.
+    """
     verb = list_verbs()[name]
-    module = import_module(verb.module)
+    try:
+        module = import_module(verb.module)
+    except ImportError as error:
+        broken = verbs.add_parser(name, help=verb.summary, add_help=False)
+        broken.add_argument("rest", nargs=argparse.REMAINDER)
+        broken.set_defaults(run=partial(_raise_missing, f"snapshot {name}: {verb.module} cannot be imported: {error}"))
+        return
     widest = max(len(command) for command, _ in module.EXAMPLES)
     beside = widest < 50
     lines = [
@@ -78,6 +87,10 @@ def add_verb(verbs: Any, name: str) -> None:
     )
     module.add(parser)
     parser.set_defaults(run=module.run)
+
+
+def _raise_missing(message: str, given: argparse.Namespace) -> int:
+    raise MissingExtraError(message)
 
 
 def _filled(text: str) -> str:

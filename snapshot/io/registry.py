@@ -73,6 +73,9 @@ def plugin_for(url: URL) -> type[Storage]:
     other = extensions.find("snapshot.storages", FSSPEC)
     if other is not None and (last := _load(other, url)).knows_scheme(url.scheme):
         return last
+    extensions.forget()  # it may have been installed since, as in a notebook
+    if (late := extensions.find("snapshot.storages", url.scheme)) is not None:
+        return _load(late, url)
     near = difflib.get_close_matches(url.scheme, schemes(), n=1, cutoff=0.5)  # such as s4 for s3
     hint = f"; did you mean {near[0]}://?" if near else ""
     if not extensions.own_points():

@@ -29,7 +29,7 @@ PLATFORM = sys.platform
 WINDOWS = PLATFORM == "win32"
 """Without syncs of folders, deletion of open files, and positional reads."""
 VECTORED = all(hasattr(os, name) for name in ("preadv", "pwritev", "RWF_NOWAIT"))
-"""True if this platform has the vectored calls for bulk data. Other platforms use aiofiles: see plugins/file."""
+"""True if this platform has the vectored calls for bulk data. Others use aiofiles: see storages/file."""
 
 
 def find_module(name: str) -> Any:

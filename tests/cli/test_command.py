@@ -12,6 +12,7 @@ import torch
 from snapshot import Snapshot, StateDict
 from snapshot.cli import main, parser
 from snapshot.cli.arguments import list_verbs
+from tests.helpers.trees import PYTHONPATH
 
 ROOT = Path(__file__).parents[2]
 NAMES = list(list_verbs())
@@ -79,7 +80,7 @@ def test_cli_help_and_version_do_not_import_torch(words):
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
     )
     assert found.stderr.split() == ["0"]
     assert "snapshot" in found.stdout
@@ -234,7 +235,7 @@ def test_cli_output_pipe_closed_early_is_not_an_error(tmp_path, words, reader):
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
     )
     assert found.stderr == ""
     *shown, status = found.stdout.splitlines()

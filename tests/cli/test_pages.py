@@ -4,8 +4,8 @@ import os
 
 import pytest
 
+from tests.cli import pages
 from tests.helpers.versions import newer_adamw
-from tests.plugins.snapshot_health import pages
 
 
 @pytest.fixture(scope="module")

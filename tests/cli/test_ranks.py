@@ -18,6 +18,7 @@ from snapshot import Snapshot, StateDict, Target
 from snapshot.cli import main
 from snapshot.manifest.document import METADATA
 from tests.helpers.torchrun import rank_environments
+from tests.helpers.trees import PYTHONPATH
 from tests.helpers.warm_interpreter import Failed
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +39,7 @@ def source(tmp_path_factory):
 def launch(*command):
     """Start a program with torchrun: two ranks, on any free port."""
     started = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = os.environ | {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     return subprocess.Popen(
         [*started, *map(str, command)],
         env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

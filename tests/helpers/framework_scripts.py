@@ -50,3 +50,15 @@ def run_script(script, marks):
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout[-8000:]
     assert re.search(r"\d+ passed", ended.stdout)
+
+
+def run_in(package, script, *arguments):
+    """Run a script with a package that `.ci/install --all` installs without its dependencies. Skip it if it lacks."""
+    place = CACHE / package
+    if not place.is_dir():
+        pytest.skip(f"{package} is not installed in {CACHE}")
+    path = os.pathsep.join([*filter(None, sys.path), str(place)])
+    return subprocess.run(
+        [sys.executable, find_script(script), *map(str, arguments)], env={**os.environ, "PYTHONPATH": path},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip

@@ -20,6 +20,7 @@ from snapshot.events import add_handler, remove_handler
 from snapshot.io.storage import check_path
 from snapshot.manifest.document import METADATA, decode_document
 from snapshot.testing import Tap, tapped
+from tests.helpers.trees import PYTHONPATH
 from tests.hostile.hostile_snapshots import document_of, sign, store
 
 
@@ -191,7 +192,7 @@ def test_take_and_restore_start_no_program_and_write_only_in_the_folder(tmp_path
     script = Path(__file__).with_name("audited_process.py")
     done = subprocess.run(
         [sys.executable, script, tmp_path], check=False, cwd=script.parents[2], capture_output=True, text=True,
-        env=os.environ | {"PYTHONPATH": str(script.parents[2])},
+        env=os.environ | {"PYTHONPATH": PYTHONPATH},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
 

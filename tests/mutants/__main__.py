@@ -158,7 +158,11 @@ def run_tests(mutant: Mutant | None, tests: Sequence[str], trees: Trees) -> tupl
     """Run tests until one fails. Return what became of them, and the one that failed."""
     with trees.with_change(mutant) as tree:
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-o", "timeout=100"]
-        environment = {**os.environ, "PYTHONPATH": str(tree), **trees.environment}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(tree), str(tree / "plugins")]),
+            **trees.environment,
+        }
         (tree.parent / "tests").write_text("\n".join(tests))  # they may be too many for a command
         command += [f"@{tree.parent / 'tests'}"]
         try:

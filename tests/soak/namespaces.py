@@ -29,6 +29,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from tests.helpers.rank_pool import ENVIRONMENT
+from tests.helpers.trees import PYTHONPATH
 
 ROOT = Path(__file__).parents[2]
 NET = "10.77.0"
@@ -94,7 +95,7 @@ class Nursery:
     def __init__(self, folder):
         self._control, theirs = socket.socketpair()
         words = [sys.executable, "-m", "tests.soak.namespaces", str(theirs.fileno()), "x" * PADDING]
-        environment = os.environ | ENVIRONMENT | {"GLOO_SOCKET_IFNAME": DEVICE, "PYTHONPATH": str(ROOT)}
+        environment = os.environ | ENVIRONMENT | {"GLOO_SOCKET_IFNAME": DEVICE, "PYTHONPATH": PYTHONPATH}
         with open(f"{folder}/nursery.log", "ab") as log:
             self._process = subprocess.Popen(
                 words,

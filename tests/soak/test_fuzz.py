@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from snapshot import Snapshot
+from tests.helpers.trees import PYTHONPATH
 from tests.hostile.hostile_snapshots import bounded, changed, document_of, encoded, exercise, rich, sign, spoil, store
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +41,7 @@ def test_soak_atheris_fuzzing(tmp_path, target):
     done = subprocess.run(
         [sys.executable, "-m", "tests.hostile.fuzz_targets", target, tmp_path / "corpus", *options],
         check=False, cwd=tmp_path, capture_output=True, text=True, errors="replace",
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": PYTHONPATH},
     )  # fmt: skip
     runs = re.search(r"number_of_executed_units: (\d+)", done.stderr)
     assert done.returncode == 0, f"with -seed={SEED}: {done.stderr[-3000:]}"

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from snapshot import Snapshot, SnapshotError, StateDict
+from tests.helpers.trees import PYTHONPATH
 
 ROOT = Path(__file__).parents[2]
 SECONDS = int(os.environ.get("SNAPSHOT_SOAK_SECONDS", "600"))
@@ -24,7 +25,7 @@ say = print  # what was done is what this is for
 
 
 def started(script, *arguments, log):
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH}
     with open(log, "w") as file:
         command = [sys.executable, "-m", f"tests.soak.{script}", *map(str, arguments)]
         return subprocess.Popen(command, stdout=file, stderr=file, env=environment)

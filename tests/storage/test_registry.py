@@ -132,6 +132,7 @@ def test_plugin_for_an_unknown_scheme_suggests_the_nearest(text, hint):
 def test_plugin_for_a_scheme_of_a_plugin_without_an_installation_names_the_cure(monkeypatch):
     monkeypatch.setattr(extensions, "own_points", dict)
     monkeypatch.setattr(extensions, "other_points", dict)
+    monkeypatch.setattr(extensions, "forget", list)
     with pytest.raises(StorageError, match="snapshot-torch is not installed here, so its plugins are not known"):
         plugin_for(URL.parse("s3://bucket"))
 

@@ -15,6 +15,7 @@ import pytest
 
 from tests.helpers import servers
 from tests.helpers.servers import request
+from tests.helpers.trees import PYTHONPATH
 
 
 def test_server_moto_keeps_objects_and_conditions(moto):
@@ -132,7 +133,7 @@ def test_server_ends_with_the_tests(tmp_path):
         "    print(process.pid, flush=True)\n"
         "    time.sleep(60)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(servers.__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
     command = [sys.executable, "-c", tests, str(tmp_path)]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         server = int(process.stdout.readline())

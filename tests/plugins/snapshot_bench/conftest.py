@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.trees import PYTHONPATH
 from tests.helpers.warm_interpreter import Warm
 
 ROOT = Path(__file__).parents[3]
@@ -26,7 +27,7 @@ Begin = Callable[..., tuple[int, str]]
 @pytest.fixture
 def begin(tmp_path: Path, warm: Warm) -> Begin:
     """Begin a command in the test's folder, from which nothing is imported by chance."""
-    return lambda module, *arguments: warm.start(IN_A_FORK, module, tmp_path, *arguments, PYTHONPATH=str(ROOT))
+    return lambda module, *arguments: warm.start(IN_A_FORK, module, tmp_path, *arguments, PYTHONPATH=PYTHONPATH)
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ import pytest
 
 from snapshot_bench.workloads import CASES
 from tests.helpers.processes import command_line
+from tests.helpers.trees import PYTHONPATH
 from tests.plugins.snapshot_bench import planning_scale
 from tests.plugins.snapshot_bench.__main__ import main
-from tests.plugins.snapshot_bench.conftest import ROOT
 
 pytestmark = pytest.mark.bench
 
@@ -65,7 +65,7 @@ def test_ranks_benchmark_writes_a_replica_together_and_reads_it_once(
 def test_ranks_benchmark_ends_if_a_rank_ends(tmp_path: Path) -> None:
     arguments = ["ranks", "--world", "2", "--scale", "0.001", "--rounds", "100000"]
     command = [sys.executable, "-m", "tests.plugins.snapshot_bench", *arguments]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": PYTHONPATH}
     with subprocess.Popen(
         command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as running:

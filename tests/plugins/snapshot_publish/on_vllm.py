@@ -147,7 +147,7 @@ def test_vllm_trainer_ranks_publish_their_pieces(tmp_path):
 
 def test_vllm_unknown_version_is_refused():
     script = (
-        "from tests.interop import vllm_contract as vllm\n"
+        "from tests.plugins.snapshot_publish import vllm_contract as vllm\n"
         "vllm.WeightTransferEngine.receive_weights = lambda self, info, stream: None\n"
         "vllm.install()\n"
         "import snapshot_publish.vllm"

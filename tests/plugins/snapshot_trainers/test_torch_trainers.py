@@ -3,83 +3,53 @@
 Their own checkpointing runs over snapshots, each in a process of its own.
 """
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from snapshot import Snapshot
+from tests.helpers.framework_scripts import run_in
 
 pytestmark = pytest.mark.libraries
-
-HERE = Path(__file__).parent
-CACHE = Path.home() / ".cache" / "snapshot-tests"
-
-
-def run(trainer, script, *arguments):
-    place = CACHE / trainer
-    if not place.is_dir():
-        pytest.skip(f"{trainer} is not installed in {CACHE}")
-    path = os.pathsep.join([*filter(None, sys.path), str(place)])
-    return subprocess.run(
-        [sys.executable, HERE / script, *map(str, arguments)], env={**os.environ, "PYTHONPATH": path},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem", "dcp"])
 @pytest.mark.parametrize("version", ["0.2.0", "0.3.0"])
 def test_torchtitan_checkpoint_manager_finds_and_resumes_snapshots(tmp_path, version, mode):
-    ended = run(f"torchtitan-{version}", "on_torchtitan.py", tmp_path, mode)
+    ended = run_in(f"torchtitan-{version}", "on_torchtitan.py", tmp_path, mode)
     assert ended.returncode == 0, ended.stderr[-4000:]
 
 
 @pytest.mark.parametrize("mode", ["manager-disabled", "manager-async", "manager-async_with_pinned_mem"])
 def test_torchtitan_configuration_accepts_the_manager(tmp_path, mode):
-    ended = run("torchtitan-0.3.0", "on_torchtitan.py", tmp_path, mode)
+    ended = run_in("torchtitan-0.3.0", "on_torchtitan.py", tmp_path, mode)
     assert ended.returncode == 0, ended.stderr[-4000:]
 
 
 def test_torchft_s_own_test_of_transports_passes():
-    ended = run("torchft-0.2.0", "on_torchft.py")
-    assert ended.returncode == 0, ended.stderr[-4000:]
-
-
-def test_verl_workers_receive_published_weights():
-    ended = run("verl-0.9.1", "on_verl.py")
+    ended = run_in("torchft-0.2.0", "on_torchft.py")
     assert ended.returncode == 0, ended.stderr[-4000:]
 
 
 def test_verl_checkpoint_manager_saves_and_resumes_snapshots():
-    ended = run("verl-0.9.1", "on_verl_manager.py")
+    ended = run_in("verl-0.9.1", "on_verl_manager.py")
     assert ended.returncode == 0, ended.stderr[-4000:]
 
 
 @pytest.mark.parametrize("version", ["0.3.0", "0.4.0"])
 def test_skyrl_strategy_saves_and_resumes_snapshots(version):
-    ended = run(f"skyrl-{version}", "on_skyrl.py")
+    ended = run_in(f"skyrl-{version}", "on_skyrl.py")
     assert ended.returncode == 0, ended.stderr[-4000:]
 
 
 @pytest.mark.timeout(900)
 def test_trl_trainers_save_and_resume_snapshots():
-    ended = run("trl-1.16.0/site-packages", "on_trl.py")
+    ended = run_in("trl-1.16.0/site-packages", "on_trl.py")
     assert ended.returncode == 0, ended.stderr[-4000:]
 
 
-def test_vllm_workers_load_published_weights(warm):
-    """With the contract that `vllm_contract` has: vLLM itself needs an accelerator."""
-    script = (
-        f"import pytest, sys\nsys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', {str(HERE / 'on_vllm.py')!r}]))"
-    )
-    assert " passed" in warm.run(script)
-
-
 def test_torchtune_checkpointer_finds_and_loads_snapshots(tmp_path):
-    ended = run("torchtune-0.6.1", "on_torchtune.py", tmp_path)
+    ended = run_in("torchtune-0.6.1", "on_torchtune.py", tmp_path)
     assert ended.returncode == 0, ended.stderr[-4000:]
 
 
@@ -87,7 +57,7 @@ def test_torchtune_checkpointer_finds_and_loads_snapshots(tmp_path):
 def test_torchtune_recipe_resumes_as_documented(tmp_path):
     losses = []
     for changes in ([], ["resume_from_checkpoint=True"]):
-        ended = run("torchtune-0.6.1", "on_torchtune_recipe.py", tmp_path, *changes)
+        ended = run_in("torchtune-0.6.1", "on_torchtune_recipe.py", tmp_path, *changes)
         assert ended.returncode == 0, ended.stderr[-4000:]
         newest = max((tmp_path / "out" / "logs").iterdir(), key=lambda path: path.stat().st_mtime_ns)
         losses.append(dict(re.findall(r"Step (\d+) \| loss:(\S+)", newest.read_text())))

@@ -1,6 +1,6 @@
 """The commands on the pages of the command's chapter, and what they print: run, compared, or written anew.
 
-    python tests/plugins/snapshot_health/pages.py [NAME...]
+    python tests/cli/pages.py [NAME...]
 
 It runs the commands of all pages, or of some, and writes what they print into them.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from snapshot.cli import main
 
-PAGES = Path(__file__).parents[3] / "docs" / "cli"
+PAGES = Path(__file__).parents[2] / "docs" / "cli"
 HOME = "/home/me"
 """Where the pages say that they are."""
 MACHINES = {"attempts", "bench", "doctor", "ui", "upload"}
