@@ -20,10 +20,13 @@ Group = Literal[
     "snapshot.events",
 ]
 RESERVED: dict[tuple[Group, str], str] = {
+    ("snapshot.formats", "quantised"): "snapshot_quantised",
     ("snapshot.seals", "ed25519"): "snapshot_signing",
     ("snapshot.sinks", "process"): "snapshot_worker",
 }
 """Names that are values of public arguments -> the package of this library that has them, and no other may."""
+ADVICE = {"loader": "snapshot_trainers.torchdata.LoaderState", "zero": "snapshot_deepspeed.adapter"}
+"""What error messages of the core recommend."""
 
 
 @cache

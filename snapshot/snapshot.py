@@ -16,7 +16,7 @@ from snapshot.io.session import Key, Seal, Session, signer_of
 from snapshot.io.url import URL, Location, expect_mapping, locate_source
 from snapshot.loading.choose import Accept, Cast, Mismatched, RestoreOptions, Unused
 from snapshot.loading.left_out import attach_base
-from snapshot.loading.mapping import map_checkpoint
+from snapshot.loading.mapping import dequantise_weights, map_checkpoint
 from snapshot.loading.open import KnownManifest, checkpoint_exists, open_restore
 from snapshot.loading.read_object import read_object, read_state_dict
 from snapshot.loading.restore import Restore
@@ -561,10 +561,7 @@ class Snapshot:
                     accept(opened.document)
                 if base is not None:
                     opened, _ = run(attach_base(opened, base))
-                if getattr(options.map, "dequantise", None) is not None:
-                    from snapshot_quantised.dequantising import dequantise_checkpoint  # few maps need it
-
-                    opened = dequantise_checkpoint(opened, options.map)
+                opened = dequantise_weights(opened, options.map)
                 seconds = op.seconds - began
                 restore = Restore(op, opened, options, seconds=seconds, allow_pickle=self.allow_pickle, touched=touched)
                 report = restore.run(app_state)

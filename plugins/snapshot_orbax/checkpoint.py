@@ -13,7 +13,7 @@ import torch
 from snapshot.decoding import decode_json
 from snapshot.errors import CorruptSnapshotError, StorageError, StorageNotFoundError, UnsupportedFormatError
 from snapshot.events import log
-from snapshot.formats.decompressors import DECOMPRESSORS
+from snapshot.formats.decompressors import find_decompressor
 from snapshot.formats.foreign import ForeignDocument, check_location, extend_file, is_absence, make_dict, make_document
 from snapshot.formats.hugging_face import AT_ONCE
 from snapshot.formats.pickled_objects import INLINE
@@ -378,7 +378,9 @@ class _Builder:
             _check_blank(array, where)
             data = bytes(itemsize)
         elif array.codec:
-            decompress, packed = DECOMPRESSORS[array.codec](str(where)), data[:_LONGEST_SCALAR]
+            make = find_decompressor(array.codec)
+            assert make is not None, array.codec  # one of `CODECS`
+            decompress, packed = make(str(where)), data[:_LONGEST_SCALAR]
             data = b"".join(decompress(packed[at : at + 1]) for at in range(len(packed)))
         if len(data) != itemsize:
             raise CorruptSnapshotError(f"{where}: a number must have {itemsize} bytes, got {len(data)}")

@@ -3,5 +3,10 @@
 from snapshot.formats.registry import Format
 
 ORBAX = Format(
-    "orbax", 70, "snapshot_orbax.checkpoint:describe_folder", r"_METADATA|_CHECKPOINT_METADATA|orbax\.checkpoint"
+    "orbax",
+    70,
+    "snapshot_orbax.checkpoint:describe_folder",
+    r"_METADATA|_CHECKPOINT_METADATA|orbax\.checkpoint",
+    codec="snapshot_orbax.blosc:Blosc",
+    codecs=("blosc",),
 )

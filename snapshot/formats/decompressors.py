@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from snapshot.errors import CorruptSnapshotError, MissingExtraError
-from snapshot.formats import zip_archive
+from snapshot.formats import registry, zip_archive
 
 
 class _Deflate:
@@ -89,16 +89,15 @@ Decompressor = Callable[[bytes], bytes]
 """A function that returns the next bytes, given the next stored ones."""
 
 
-def _make_blosc(path: str) -> Decompressor:
-    from snapshot_orbax.blosc import Blosc  # few files need it
-
-    return Blosc(path)
-
-
-DECOMPRESSORS: dict[str, Callable[[str], Decompressor]] = {
+_BUILT_IN: dict[str, Callable[[str], Decompressor]] = {
     "deflate": _Deflate,
     "zstd": _Zstd,
     "gzip": partial(_Inflate, form=16 + zlib.MAX_WBITS),
     "zlib": partial(_Inflate, form=zlib.MAX_WBITS),
-    "blosc": _make_blosc,
 }
+
+
+@cache
+def find_decompressor(codec: str) -> Callable[[str], Decompressor] | None:
+    """Return what makes a decompressor for a file, given its path; None if nothing unpacks this codec."""
+    return _BUILT_IN.get(codec) or (registry.find_codec(codec) if codec else None)

@@ -35,6 +35,13 @@ class Format:
     """`async def describe(storage, name, size, limit) -> ForeignDocument`, for a file that begins with one of `heads`.
     """
     heads: tuple[bytes, ...] = ()
+    view: str = ""
+    """`def view(opened: Opened, tensor_map: TensorMap) -> Opened`, for maps with one of the `methods`."""
+    methods: tuple[str, ...] = ()
+    """Values of `TensorMap(dequantise=...)`."""
+    codec: str = ""
+    """`def make(path: str) -> Decompressor`, for files that are packed with one of the `codecs`."""
+    codecs: tuple[str, ...] = ()
 
 
 class SearchedFolder:
@@ -105,3 +112,18 @@ def find_by_head(head: bytes) -> Any:
     """Return the function that describes a file that begins so, or None."""
     each = next((each for each in formats() if head.startswith(each.heads)), None)
     return None if each is None else resolve_name(each.file)
+
+
+def find_view(method: str) -> Any:
+    """Return the function that gives a checkpoint plain weights in place of those of a method."""
+    each = next((each for each in formats() if method in each.methods), None)
+    if each is None:
+        extensions.require(GROUP, "quantised", f"dequantise={method!r}")  # raises
+        raise SnapshotError(f"dequantise={method!r}: no format has this method")
+    return resolve_name(each.view)
+
+
+def find_codec(codec: str) -> Any:
+    """Return the function that makes a decompressor of a plugin's codec, or None."""
+    each = next((each for each in formats() if codec in each.codecs), None)
+    return None if each is None else resolve_name(each.codec)

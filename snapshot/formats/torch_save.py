@@ -17,7 +17,7 @@ import torch
 
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.formats import zip_archive
-from snapshot.formats.decompressors import DECOMPRESSORS
+from snapshot.formats.decompressors import find_decompressor
 from snapshot.formats.foreign import HEAD as HEAD_OF_FILE
 from snapshot.formats.foreign import ForeignDocument, make_document, refuse_file, refuse_zip
 from snapshot.formats.pickled_objects import INLINE, is_refused, locate_object
@@ -69,7 +69,7 @@ class EmbeddedLayout(msgspec.Struct, gc=False, frozen=True):
 
 def is_streamed(stored: TensorEntry | ObjectEntry) -> bool:
     """Return True if the bytes can be read only in order from the first one."""
-    return _transform_of(stored) in DECOMPRESSORS
+    return find_decompressor(_transform_of(stored)) is not None
 
 
 def _transform_of(stored: TensorEntry | ObjectEntry) -> str:
@@ -202,7 +202,11 @@ def decode_object(path: str, stored: ObjectEntry, data: bytearray, most: int) ->
 
 def make_decoder(path: str, stored: TensorEntry | ObjectEntry) -> Callable[[bytes], bytes]:
     """Return a function that unpacks a range's bytes, given in short pieces from the first one."""
-    return DECOMPRESSORS[_transform_of(stored)](path)
+    codec = _transform_of(stored)
+    make = find_decompressor(codec)
+    if make is None:
+        raise UnsupportedFormatError(f"{path}: is packed by {codec!r}, which no installed format unpacks")
+    return make(path)
 
 
 # Archives in the format of torch.save, laid out before their bytes are known.

@@ -9,6 +9,7 @@ import msgspec
 import torch
 
 from snapshot.errors import RestoreError
+from snapshot.formats import registry
 from snapshot.io.loop import run
 from snapshot.loading.open import Opened, expect_files
 from snapshot.loading.read_plan import ReadPlan
@@ -61,6 +62,15 @@ def map_view(opened: Opened, view: RankView, tensor_map: TensorMap | None) -> Ra
     return RankView(_with_containers(kept, view.entries, gone), elsewhere, view.withheld, view.gone, view.unknown)
 
 
+def dequantise_weights(opened: Opened, tensor_map: Any) -> Opened:
+    """Return a checkpoint with plain weights in place of quantised ones, if a map says so."""
+    method = getattr(tensor_map, "dequantise", None)
+    if method is None:
+        return opened
+    found: Opened = registry.find_view(method)(opened, tensor_map)
+    return found
+
+
 def map_checkpoint(opened: Opened, tensor_map: TensorMap | None) -> Opened:
     """Return a checkpoint with mapped tensors, as the state of a single rank.
 
@@ -68,10 +78,7 @@ def map_checkpoint(opened: Opened, tensor_map: TensorMap | None) -> Opened:
     """
     if tensor_map is None:
         return opened
-    if isinstance(tensor_map, TensorMap) and tensor_map.dequantise is not None:
-        from snapshot_quantised.dequantising import dequantise_checkpoint  # few maps need it
-
-        opened = dequantise_checkpoint(opened, tensor_map)
+    opened = dequantise_weights(opened, tensor_map)
     document = opened.document
     view = make_rank_view(document.manifest, 0, document.world_size, document.world_size)
     several = _adopt_from_ranks(document, view)

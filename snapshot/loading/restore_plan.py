@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 
+from snapshot import extensions
 from snapshot.distributed.exchange import Exchange
 from snapshot.errors import RestoreError, noting
 from snapshot.formats.pickled_objects import expect_no_module
@@ -372,7 +373,7 @@ def reshard_states(
         if not isinstance(stateful, Reshardable):
             raise RestoreError(
                 f"{opened.url}: {key}: is the state of a data loader on each of {saved} ranks, and now there are "
-                f"{now}; save it with snapshot_trainers.torchdata.LoaderState, or give it a method "
+                f"{now}; save it with {extensions.ADVICE['loader']}, or give it a method "
                 "reshard_state_dict(states, rank, world), or exclude it from the restore",
                 [key],
             )

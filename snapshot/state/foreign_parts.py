@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from snapshot import extensions
 from snapshot.errors import SnapshotError
 from snapshot.state.sharded import copy_description, describes_parts, mark_parts
 from snapshot.tensors.memory import address_of_tensor
@@ -145,7 +146,7 @@ def refuse_empty(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         if hasattr(parameter, "ds_id") and not parameter.numel() and getattr(parameter, "ds_numel", True):
             raise SnapshotError(
                 f"{path}: is a parameter of DeepSpeed's ZeRO-3, which is empty between its uses; save with "
-                "snapshot_deepspeed.adapter, or within deepspeed.zero.GatheredParameters"
+                f"{extensions.ADVICE['zero']}, or within deepspeed.zero.GatheredParameters"
             )
 
 
