@@ -15,12 +15,14 @@ Group = Literal[
     "snapshot.storages",
     "snapshot.formats",
     "snapshot.verbs",
+    "snapshot.steps",
     "snapshot.seals",
     "snapshot.sinks",
     "snapshot.events",
 ]
 RESERVED: dict[tuple[Group, str], str] = {
     ("snapshot.formats", "quantised"): "snapshot_quantised",
+    ("snapshot.steps", "near"): "snapshot_tiers",
     ("snapshot.seals", "ed25519"): "snapshot_signing",
     ("snapshot.sinks", "process"): "snapshot_worker",
 }

@@ -30,7 +30,6 @@ import torch
 from snapshot.cli.arguments import add_storage, options_of
 from snapshot.cli.listing import stored_place
 from snapshot.cli.locate import list_names, suggest
-from snapshot.cli.ls import runs_in, tier_rows
 from snapshot.cli.screen import ExitStatus, as_json, complain, mute_torch_warnings
 from snapshot.cli.show import countable, widened
 from snapshot.errors import CorruptSnapshotError, SnapshotError, SnapshotNotFoundError, StorageNotFoundError
@@ -53,6 +52,7 @@ from snapshot.tensors.geometry import Box, split_shape
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE
 from snapshot.text import VERSION
 from snapshot.transform.diff_bytes import STEP, l2_norm
+from snapshot_tiers.kind import runs_in, tier_rows
 from snapshot_tiers.near_steps import NearFolder, NearStep
 
 # Health of tensors: norms, and numbers of values that are not finite, read part by part.

@@ -14,7 +14,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from snapshot.distributed.exchange import Exchange
+import msgspec
+
+from snapshot.decoding import decode_msgpack
+from snapshot.distributed.exchange import OTHER_VERSION, Exchange
 from snapshot.errors import (
     RankError,
     SnapshotError,
@@ -30,7 +33,7 @@ from snapshot.io.session import Seal
 from snapshot.io.storage import FileStat
 from snapshot.io.url import URL
 from snapshot.manager.policies import Plan, Policy, Taken, checked_policy, plan_retention
-from snapshot.manager.restore_latest import Candidates, Ended
+from snapshot.manager.restore_latest import Candidates
 from snapshot.manager.retention import IN_USE, PINNED, Cleaner, find_needed
 from snapshot.manager.root import Root, StepFolders, taken_of, why_suspect
 from snapshot.manager.steps import Begun, RunOptions, Steps, TakePlace
@@ -44,7 +47,7 @@ from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot_tiers.control import ANSWERS, Request, Status, StepStatus, UploadState
 from snapshot_tiers.facts import limited
 from snapshot_tiers.far_upload import FarStorage
-from snapshot_tiers.join import FAR_PATIENCE, join
+from snapshot_tiers.join import FAR_PATIENCE, Keepers, join
 from snapshot_tiers.join import Begun as BegunAttempt
 from snapshot_tiers.near import Near
 from snapshot_tiers.near_steps import CensusStep, HostView, NearFolder, NearStep
@@ -547,6 +550,14 @@ class NearCleaner(Cleaner):
         return True
 
 
+class Ended(msgspec.Struct, array_like=True):
+    """The end of a restore, as the leader tells all ranks."""
+
+    begun: BegunAttempt
+    manifests: dict[int, Keepers]
+    """The hosts that have the manifest of each near step."""
+
+
 class TieredCandidates(Candidates):
     """The steps on all tiers, as a restore chooses from them."""
 
@@ -561,20 +572,22 @@ class TieredCandidates(Candidates):
         """The places that the step was read from, which was restored last on this rank."""
         self._step = -1
 
-    def view(self) -> HostView | None:
+    def view(self) -> bytes:
         """Return what this host has: only the lowest rank of a host looks."""
-        return self._tiers.view() if self._tiers.member.leads else None
+        return msgspec.msgpack.encode(self._tiers.view()) if self._tiers.member.leads else b""
 
-    def see(self, views: Sequence[HostView | None]) -> None:
+    def see(self, views: Sequence[bytes]) -> None:
         """Read the facts, and take the census. Later rounds have no views."""
         if any(views):
-            self._all.views = [view or HostView("") for view in views]
+            self._all.views = [
+                decode_msgpack(view, HostView, OTHER_VERSION) if view else HostView("") for view in views
+            ]
             self._all.read_facts()
 
-    def place(self, step: int) -> Place | None:
+    def place(self, step: int) -> bytes:
         """Return where the files of a near step are."""
         found = self._all.census.get(step)
-        return None if found is None else place_of(found, far=self._all.far_answers)
+        return b"" if found is None else msgspec.msgpack.encode(place_of(found, far=self._all.far_answers))
 
     def expect_all_known(self) -> None:
         """Raise StorageError if the far root was not read: it may have the files that no host has."""
@@ -583,19 +596,20 @@ class TieredCandidates(Candidates):
             some = f"a whole one of the steps {', '.join(map(str, census))}" if census else "a near step"
             raise StorageError(f"{self.root.url}: cannot be read, and no host has {some}; try again later")
 
-    def snapshot(self, step: int, place: Place | None) -> Snapshot:
+    def snapshot(self, step: int, place: bytes) -> Snapshot:
         """Return a step, from the nearest places of its files."""
         steps = self._steps
         self._release()
-        if place is None:
+        if not place:
             return Snapshot(
                 self.root.step_url(step).reveal(), steps.pg, self.root.options, allow_pickle=steps.allow_pickle
             )
-        self._sources, self._step = self._tiers.sources(step, place), step
+        where = decode_msgpack(place, Place, OTHER_VERSION)
+        self._sources, self._step = self._tiers.sources(step, where), step
         options = {"sources": self._sources}
         return Snapshot(self._tiers.url_of(step), steps.pg, options, allow_pickle=steps.allow_pickle)
 
-    def end(self, step: int) -> Ended | None:
+    def end(self, step: int) -> bytes | None:
         """Begin the attempt that continues with a step. None if the line has changed: the steps are chosen again."""
 
         def parent_of(facts: Facts) -> Parent | None:
@@ -609,12 +623,13 @@ class TieredCandidates(Candidates):
             self._all.read_facts()
             return None
         census = self._all.census.items()
-        return Ended(begun, {step: (each.save_id, sorted(each.keepers)[:MOST_KEEPERS]) for step, each in census})
+        manifests = {step: (each.save_id, sorted(each.keepers)[:MOST_KEEPERS]) for step, each in census}
+        return msgspec.msgpack.encode(Ended(begun, manifests))
 
-    def ended(self, step: int, end: Ended) -> None:
+    def ended(self, step: int, end: bytes) -> None:
         """Go on with the attempt that the leader has begun."""
-        assert end.begun is not None
-        self._tiers.began(end.begun, end.manifests)
+        told: Ended = decode_msgpack(end, Ended, OTHER_VERSION)
+        self._tiers.began(told.begun, told.manifests)
 
     def close(self, report: RestoreReport | None) -> RestoreReport | None:
         """Add the bytes of each tier to a report, and close the places."""

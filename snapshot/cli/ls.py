@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
 from typing import Any
 
 from snapshot.cli.arguments import add_json, add_storage, count, options_of
@@ -33,16 +32,14 @@ from snapshot.io.loop import run as on_loop
 from snapshot.io.url import URL
 from snapshot.manager.root import Root
 from snapshot.manager.step_metadata import NOTE, WRITER
-from snapshot.manifest.document import ManifestHead, SnapshotMetadata
+from snapshot.manager.steps import find_kind
+from snapshot.manifest.document import SnapshotMetadata
 from snapshot.plan.names import matcher
-from snapshot.runs.timeline import KEY, Line, Standing, origin_of
+from snapshot.runs.timeline import KEY
 from snapshot.save.findings import KEY as GUARDS
 from snapshot.save.findings import NOTED, noted_findings, suspicions
 from snapshot.snapshot import Snapshot
 from snapshot.text import counted, entries_text, size_text
-from snapshot_tiers.control import ANSWERS, MEANINGS, ControlClient, Request, StepStatus, UploaderError, far_text
-from snapshot_tiers.near_steps import NearFolder, NearStep
-from snapshot_tiers.uploader_process import find_runs
 
 # Steps of a run with near folders: where each of them is, as this host sees it.
 
@@ -50,67 +47,16 @@ from snapshot_tiers.uploader_process import find_runs
 def list_tiers(arguments: argparse.Namespace, options: Mapping[str, Any] | None) -> ExitStatus:
     """Print a line for each step that is near or far."""
     url, near = URL.parse(arguments.url), arguments.near
-    runs = runs_in(near, url)
     root = Root(url, options)
     heads = on_loop(root.heads(on_loop(root.folders()).committed))
-    line = on_loop(root.line())
-    rows = [row for folder in runs for row in tier_rows(folder, heads, line)]
+    rows, states = find_kind("--near").list_steps(near, url, heads, on_loop(root.line()))
     size = Column("size", lambda row: size_text(row["bytes"]) if row["bytes"] else "", right=True)
     table = ScreenTable([Column("step", right=True), size, Column("near"), Column("far")]).fill(rows)
     words = {word for row in rows for word in row["far"].split(", ")}
-    meanings = (wrapped(f"{state}: {meaning}") for state, meaning in MEANINGS.items() if state.value in words)
+    meanings = (wrapped(f"{state}: {meaning}") for state, meaning in states.items() if state in words)
     title = printable(f"{url}, with near steps in {near}")
     emit(arguments, {"url": str(url), "near": near, "steps": rows}, [title, table, *meanings])
     return ExitStatus.OK
-
-
-def runs_in(near: str, far: URL) -> list[NearFolder]:
-    """Return the folders of the runs in a near folder that are uploaded to a far root."""
-    runs = find_runs(near, str(far))
-    if not runs:
-        raise SnapshotNotFoundError(f"{near}: has no run that is uploaded to {far}")
-    return [NearFolder(folder) for folder in runs]
-
-
-def tier_rows(folder: NearFolder, heads: Mapping[int, object], line: Line) -> Iterator[dict[str, Any]]:
-    """Yield where each step of a run is, ascending. `heads` are the manifests in the far root, or their errors."""
-    states = _states(folder.path)
-    steps = folder.steps()
-    for step in sorted(steps.keys() | heads.keys()):
-        head = heads.get(step)
-        far_id = head.save_id if isinstance(head, ManifestHead) else ""
-        row = _tiered_row(folder, step, steps.get(step), states.get(step), far_id)
-        shown = steps[step].head if step in steps else head
-        if isinstance(shown, ManifestHead):
-            standing = line.standing(step, shown.save_id, origin_of(shown.metadata))
-            if standing in (Standing.OFF, Standing.UNDECIDED):
-                row["far"] = f"{row['far']}, {'off the line' if standing == Standing.OFF else standing}"
-        yield row
-
-
-def _states(folder: str) -> dict[int, StepStatus]:
-    """Return what the uploader of a folder says, if it runs."""
-    try:
-        with closing(ControlClient(folder, ANSWERS)) as client:
-            return client.ask(Request("status"), ANSWERS).steps
-    except UploaderError:
-        return {}
-
-
-def _tiered_row(
-    folder: NearFolder, step: int, near: NearStep | None, state: StepStatus | None, far_id: str
-) -> dict[str, Any]:
-    text, nbytes = "absent", 0
-    if near is not None:
-        files, sizes = folder.files(step), near.head.sizes()
-        held = sum(files.get(name) == size for name, size in sizes.items())
-        text = "whole" if held == len(sizes) else f"{held} of {len(sizes)} files"
-        nbytes = near.head.nbytes
-    if far_id and (near is None or near.save_id == far_id):
-        far = "whole"
-    else:
-        far = far_text(state.far, state.sent, state.total) if state is not None else "absent"
-    return {"step": step, "bytes": nbytes, "near": text, "far": far}
 
 
 # `snapshot ls`

@@ -31,7 +31,7 @@ from snapshot.manager.step_metadata import (
     checked_step,
     noted_metrics,
 )
-from snapshot.manager.steps import Begun, PlainSteps, RunOptions, Steps
+from snapshot.manager.steps import Begun, PlainSteps, RunOptions, Steps, find_kind
 from snapshot.manager.takes import (
     OnError,
     OnException,
@@ -53,8 +53,6 @@ from snapshot.save.take import AppState
 from snapshot.save.take_request import TAKE_OPTIONS, TakeOptions
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.text import Duration
-from snapshot_tiers.near import Near
-from snapshot_tiers.tiered_steps import TieredSteps
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -120,7 +118,7 @@ class SnapshotManager:
         keep: Policy | int | None = None,
         every: Every | None = None,
         incremental: bool = False,
-        near: Near | str | os.PathLike[str] | None = None,
+        near: Any = None,
         on_error: OnError = "raise",
         on_exception: OnException | None = None,
         pg: ProcessGroup | None = None,
@@ -140,9 +138,7 @@ class SnapshotManager:
         self._measured = Measured()
         self._pendings = PendingTakes()
         given = RunOptions(Root(self._url, storage_options), self._keep, self._pendings, pg, allow_pickle)
-        self._steps: Steps = (
-            PlainSteps(given) if near is None else TieredSteps(near if isinstance(near, Near) else Near(near), given)
-        )
+        self._steps: Steps = PlainSteps(given) if near is None else find_kind("near").open_steps(near, given)
         self._channels = Channels(pg, timeout)
         self._stopping = False
         self._report: RestoreReport | None = None

@@ -30,9 +30,6 @@ from snapshot.reports import RestoreReport
 from snapshot.save.take import AppState
 from snapshot.save.take_request import seal_with
 from snapshot.snapshot import Snapshot
-from snapshot_tiers.join import Begun, Keepers
-from snapshot_tiers.near_steps import HostView
-from snapshot_tiers.peers import Place
 
 DAMAGE = (CorruptSnapshotError, SnapshotNotFoundError, StorageNotFoundError, UnknownFormatError)
 """Errors that mean that a snapshot is damaged. (One that is removed during a read loses its files.)"""
@@ -43,18 +40,10 @@ class Tried(msgspec.Struct, array_like=True):
     """Result of a rank for the step that was tried; empty in the first round."""
 
     fault: str = ""
-    view: HostView | None = None
-    """The steps of this rank's host, if each host has its own."""
+    view: bytes = b""
+    """The steps of this rank's host, if each host has its own, as `Candidates.view` encodes them."""
     key: str = ""
     """The public key that must have signed the step."""
-
-
-class Ended(msgspec.Struct, array_like=True):
-    """The end of a restore, as the leader tells all ranks. Without near folders it is empty."""
-
-    begun: Begun | None = None
-    manifests: dict[int, Keepers] = {}
-    """The hosts that have the manifest of each near step."""
 
 
 class ChosenStep(msgspec.Struct, array_like=True):
@@ -66,10 +55,10 @@ class ChosenStep(msgspec.Struct, array_like=True):
     """Damaged steps: number, fault, and True if this library wrote the step and may replace it."""
     shares: int | None = None
     """A damaged step with which the step to try shares physical bytes, which are verified in any case."""
-    place: Place | None = None
-    """The places of the step's files, if they are not only in the root."""
-    end: Ended | None = None
-    """The end of the restore, on all ranks."""
+    place: bytes = b""
+    """The places of the step's files, if they are not only in the root, as `Candidates.place` encodes them."""
+    end: bytes | None = None
+    """The end of the restore, on all ranks, as `Candidates.end` encodes it."""
 
 
 def expect_step(step: int, document: Document) -> None:
@@ -94,29 +83,35 @@ class Candidates:
         self._snapshot = snapshot
         self._restored = restored
 
-    def view(self) -> HostView | None:
-        """Return what this host has, if each host has steps of its own."""
-        return None
+    def view(self) -> bytes:
+        """Return what this host has, if each host has steps of its own, encoded for the leader."""
+        return b""
 
-    def see(self, views: Sequence[HostView | None]) -> None:
+    def see(self, views: Sequence[bytes]) -> None:
         """Take in what the hosts of all ranks have. Called on the leader, in each round."""
 
-    def place(self, step: int) -> Place | None:
-        """Return where the files of a step are, if they are not only in the root. Called on the leader."""
-        return None
+    def place(self, step: int) -> bytes:
+        """Return where the files of a step are, if they are not only in the root, encoded for all ranks.
+
+        Called on the leader.
+        """
+        return b""
 
     def expect_all_known(self) -> None:
         """Raise StorageError if there may be steps that could not be listed. Called if no step can be restored."""
 
-    def snapshot(self, step: int, place: Place | None) -> Snapshot:
+    def snapshot(self, step: int, place: bytes) -> Snapshot:
         """Return a step as this rank reads it."""
         return self._snapshot(step)
 
-    def end(self, step: int) -> Ended | None:
-        """Return the end of a restore of a step; None if another one must be chosen. Called on the leader."""
-        return Ended()
+    def end(self, step: int) -> bytes | None:
+        """Return the end of a restore of a step, encoded for all ranks; None if another one must be chosen.
 
-    def ended(self, step: int, end: Ended) -> None:
+        Called on the leader.
+        """
+        return b""
+
+    def ended(self, step: int, end: bytes) -> None:
         """Record that a step was restored on all ranks."""
         self._restored(step)
 
@@ -278,7 +273,7 @@ class Fallback:
             self._using.add(step)
 
     def _try(
-        self, step: int, place: Place | None, app_state: AppState, options: RestoreOptions
+        self, step: int, place: bytes, app_state: AppState, options: RestoreOptions
     ) -> tuple[Tried, BaseException | None]:
         """Restore a step. Return this rank's result, and an error to raise if it does not concern the snapshot."""
         try:

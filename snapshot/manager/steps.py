@@ -1,6 +1,6 @@
 """The steps of a run, as a manager takes, restores and names them: under a plain root, or with near folders.
 
-`SnapshotManager` chooses one of the two when it is created: `PlainSteps` here, or `TieredSteps` in `tiered_steps.py`.
+`SnapshotManager` chooses when it is created: `PlainSteps` here, or those of a plugin that knows `near=`.
 """
 
 from __future__ import annotations
@@ -9,19 +9,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from snapshot import extensions
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import ranks_of
 from snapshot.errors import SnapshotError, StorageError
 from snapshot.events import log
 from snapshot.io.loop import run
+from snapshot.io.url import URL
 from snapshot.manager.policies import KeepLatest, Policy, split_policy
 from snapshot.manager.restore_latest import Candidates
 from snapshot.manager.retention import Cleaner, Inspect
 from snapshot.manager.root import Root
 from snapshot.manager.step_metadata import ManagedSnapshot, Writers, add_writer
 from snapshot.manager.takes import PendingTakes
+from snapshot.runs.timeline import Line
 from snapshot.save.take import AppState
 from snapshot.save.take_request import BaseArgument, TakeOptions, TakeRequest
 from snapshot.snapshot import PendingSnapshot, Snapshot
@@ -214,6 +217,29 @@ class Steps(ABC):
     def close(self) -> None:
         if self.cleaner is not None:
             self.cleaner.close()
+
+
+class RunKind(Protocol):
+    """A plugin that keeps the steps of a run also elsewhere than in its root: the entry point `near`."""
+
+    def open_steps(self, near: Any, given: RunOptions) -> Steps:
+        """Return the steps of a manager, whose argument `near` has this value."""
+        ...
+
+    def list_steps(
+        self, near: str, far: URL, heads: Mapping[int, object], line: Line
+    ) -> tuple[list[dict[str, Any]], dict[str, str]]:
+        """Return where each step is, as rows for `snapshot ls`, and what the states in the rows mean.
+
+        `heads`: the manifests in the root, or their errors.
+        """
+        ...
+
+
+def find_kind(argument: str) -> RunKind:
+    """Return the plugin that knows near folders. Raise `MissingExtraError` if it is not installed."""
+    found: RunKind = extensions.require("snapshot.steps", "near", argument)
+    return found
 
 
 class PlainSteps(Steps):
