@@ -19,12 +19,12 @@ import msgspec
 from snapshot import SnapshotManager
 from snapshot.distributed import exchange, group
 from snapshot.distributed.group import Ranks
+from snapshot.extensions import is_own
 from snapshot.manager.manager import open_managers
 from snapshot.manager.retention import Cleaner
 from snapshot.save import take
 from snapshot.save.take_slots import TakeSlots
 from snapshot.storages.file.file_storage import FileStorage
-from snapshot.text import is_own
 from snapshot_tiers import control, join, tier_set
 from snapshot_tiers.control import SILENT, Request, UploaderError, UploaderHungError, decode_status
 from snapshot_tiers.peers import PeerServer
