@@ -15,6 +15,7 @@ Group = Literal[
     "snapshot.storages",
     "snapshot.formats",
     "snapshot.verbs",
+    "snapshot.takes",
     "snapshot.steps",
     "snapshot.seals",
     "snapshot.sinks",
@@ -22,6 +23,7 @@ Group = Literal[
 ]
 RESERVED: dict[tuple[Group, str], str] = {
     ("snapshot.formats", "quantised"): "snapshot_quantised",
+    ("snapshot.takes", "health"): "snapshot_health",
     ("snapshot.steps", "near"): "snapshot_tiers",
     ("snapshot.seals", "ed25519"): "snapshot_signing",
     ("snapshot.sinks", "process"): "snapshot_worker",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
 
+from snapshot import extensions
 from snapshot.distributed.group import ranks_of
 from snapshot.distributed.operation import operation
 from snapshot.events import emit
@@ -28,6 +29,8 @@ from snapshot.plan.layout import SavePlan
 from snapshot.plan.names import Rename
 from snapshot.progress import ProgressArgument
 from snapshot.reports import ConvertReport, CopyReport, Diff, RestoreReport, TakeReport, VerifyReport
+from snapshot.save.findings import Guards
+from snapshot.save.observers import GROUP, HEALTH
 from snapshot.save.step_barrier import wait_for_copies
 from snapshot.save.take import AppState, StartedTake, plan_take, run_take, shown_once, start_take
 from snapshot.save.take_request import (
@@ -44,9 +47,6 @@ from snapshot.save.take_request import (
 )
 from snapshot.state.leaves import Prepare
 from snapshot.state.stateful import check_app_state
-from snapshot_health.guards import Guards
-from snapshot_health.statistics import TensorStatistics
-from snapshot_health.stored_statistics import read_statistics
 
 if TYPE_CHECKING:
     import torch
@@ -637,7 +637,7 @@ class Snapshot:
         return copy_manifest(self._manifest.open().manifest)
 
     @of_object
-    def get_statistics(self) -> dict[str, TensorStatistics]:
+    def get_statistics(self) -> dict[str, Any]:
         """Return what a take with `statistics=True` measured, by name in the manifest; empty without it.
 
         >>> import snapshot, torch
@@ -645,7 +645,9 @@ class Snapshot:
         >>> Snapshot.take("memory://docs/measured", state, statistics=True).get_statistics()["0/s/w"]
         TensorStatistics(count=3, nan=0, infinite=0, zero=1, norm=5.0, min=-4.0, max=3.0)
         """
-        return self._manifest.read(None, read_statistics)
+        health = extensions.require(GROUP, HEALTH, "get_statistics")
+        found: dict[str, Any] = self._manifest.read(None, health.read_statistics)
+        return found
 
     @property
     def metadata(self) -> SnapshotMetadata:

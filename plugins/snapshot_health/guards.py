@@ -13,20 +13,22 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
 from statistics import median
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 import xxhash
 
-from snapshot.decoding import decode_json
+from snapshot.decoding import decode_json, decode_msgpack
+from snapshot.distributed.exchange import OTHER_VERSION
 from snapshot.errors import SuspectStateError
 from snapshot.events import emit, log
 from snapshot.io.system import PerProcess
 from snapshot.io.url import URL
 from snapshot.manifest import entries as e
+from snapshot.manifest.document import STATISTICS
 from snapshot.manifest.values import IntEntry
-from snapshot.save.findings import KEY, NOTED, Finding
+from snapshot.save.findings import KEY, NOTED, Finding, Guards
 from snapshot.state.leaves import FlatState, Leaf
 from snapshot.state.model_state import find_local_tensor, optimizers_of
 from snapshot.tensors.composite import is_freed
@@ -55,15 +57,7 @@ from snapshot_health.samples import (
     measure_squares,
     take_some,
 )
-from snapshot_health.statistics import ByPath, combine_statistics
-
-Guards = Literal["suspect", "report", "refuse", "off"]
-
-
-def expect_guards(guards: Any) -> None:
-    """Raise `ValueError` for an unknown choice."""
-    if guards not in get_args(Guards):
-        raise ValueError(f"guards must be {', '.join(map(repr, get_args(Guards)))}, got {guards!r}")
+from snapshot_health.statistics import ByPath, combine_statistics, encode_statistics
 
 
 def expect_good(guards: Guards, found: Sequence[Finding], url: URL) -> None:
@@ -183,8 +177,8 @@ class SampledReplicas(msgspec.Struct, array_like=True):
     """A digest for each bucket of replicas."""
 
 
-class RankFindings(Protocol):
-    """The report of a rank on its take."""
+class RankFindings(msgspec.Struct, array_like=True):
+    """What a rank tells the leader of its take."""
 
     findings: list[Finding]
     replicas: SampledReplicas | None
@@ -224,6 +218,8 @@ class GuardedTake:
         self._mastered: set[str] = set()
         """Keys of optimizers that have masters of parameters in the app state."""
         self.sampled: SampledReplicas | None = None
+        self.measured: ByPath | None = None
+        """The statistics of the tensors that this rank writes, if they are wanted."""
         self._safely(self._examine, app_state, flat, leaves)
         self._safely(self._sample_replicas, flat, replicas)
 
@@ -311,7 +307,8 @@ class GuardedTake:
             self._add([Finding("nonfinite", f"NaN or infinity in {_some_of(counts, len(bad))}")])
 
     def examine_statistics(self, measured: ByPath) -> None:
-        """Look for NaN and infinity in all elements, where they were measured."""
+        """Keep statistics. Look for NaN and infinity in all elements, where they were measured."""
+        self.measured = measured
         self._safely(self._examine_measured, measured)
 
     def _examine_measured(self, measured: ByPath) -> None:
@@ -373,11 +370,25 @@ class GuardedTake:
         self._replicas = [leaf.path for leaf in held]
         self.sampled = SampledReplicas(self._turn, [each.digest() for each in digests])
 
-    def judge(self, reports: Sequence[RankFindings], metadata: msgspec.Raw) -> msgspec.Raw:
+    @property
+    def suffixes(self) -> list[str]:
+        """The file with statistics, if they are wanted."""
+        return [] if self.measured is None else [STATISTICS]
+
+    def files(self) -> dict[str, bytes]:
+        """Return the file with the statistics of this rank's tensors."""
+        return {STATISTICS: encode_statistics(self.measured)} if self.measured else {}
+
+    def tell(self) -> bytes:
+        """Return the findings of this rank, and samples of its replicas."""
+        return msgspec.msgpack.encode(RankFindings(self.findings, self.sampled))
+
+    def judge(self, told: Sequence[bytes], metadata: msgspec.Raw) -> msgspec.Raw:
         """Return the metadata to commit, on the leader. Raise `SuspectStateError` to refuse.
 
         Replicas that differ are a finding of the leader.
         """
+        reports = [decode_msgpack(each, RankFindings, OTHER_VERSION) for each in told]
         self._safely(self._compare_replicas, reports)
         found = list(dict.fromkeys([*self.findings, *(each for report in reports for each in report.findings)]))
         expect_good(self.policy, found, self._url)
@@ -406,7 +417,7 @@ class GuardedTake:
                 text = f"replicas of rank {rank} differ from those of rank 0, among {_some_of(paths, most=3)}"
                 self._add([Finding("drift", text)])
 
-    def compare(self, entries: Mapping[str, Any]) -> None:
+    def described(self, entries: Mapping[str, Any]) -> None:
         """Compare the digests of this take with those of the takes before. `entries`: this rank's, by path."""
         self._safely(self._compare, entries)
 

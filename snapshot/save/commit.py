@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
@@ -33,13 +33,11 @@ from snapshot.manifest.document import METADATA, PartEntry, encode
 from snapshot.manifest.parts import ManifestPart, decode_part, encode_own_part
 from snapshot.plan.consensus import add_sums
 from snapshot.save.describe import RankManifest, build_document
-from snapshot.save.findings import Finding
 from snapshot.save.rank_share import FEW
 from snapshot.save.take_request import TakeSigner
 from snapshot.save.transaction import Transaction, clean_after_commit
 from snapshot.save.writer import write_small
 from snapshot.tensors.digest import Root
-from snapshot_health.guards import SampledReplicas
 
 # Work that each rank does by itself: it stops if another rank fails, whose error is raised here.
 
@@ -129,14 +127,12 @@ class RankDone(msgspec.Struct, array_like=True):
     """Bytes of the tensors that it wrote."""
     newest: bool = False
     """True if its own entries need the newest format."""
-    findings: list[Finding] = []
-    """The findings of its guards."""
-    replicas: SampledReplicas | None = None
-    """Samples of values that are equal on all ranks."""
+    told: dict[str, bytes] = {}
+    """What its observers tell the leader, by their names."""
 
 
-Judge = Callable[[Sequence[RankDone], msgspec.Raw], msgspec.Raw]
-"""Returns the metadata to commit, from the reports of all ranks. It raises if nothing may be committed."""
+Judge = Callable[[Sequence[Mapping[str, bytes]], msgspec.Raw], msgspec.Raw]
+"""Returns the metadata to commit, from what the observers of all ranks tell. It raises if nothing may be committed."""
 
 
 class Committed(msgspec.Struct, array_like=True):
@@ -290,7 +286,7 @@ async def _commit(
         raise CorruptSnapshotError("some shards were written twice or not at all; the take was aborted")
     save_id = transaction.save_id
     if judge is not None:
-        manifest = replace(manifest, metadata=judge(done, manifest.metadata))
+        manifest = replace(manifest, metadata=judge([each.told for each in done], manifest.metadata))
     parts = [each.own_part for each in done if each.own_part is not None and each.own_part.count]
 
     async def read(rank: int) -> ManifestPart:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
+Guards = Literal["suspect", "report", "refuse", "off"]
 KEY = "snapshot.guards"
 """Key in a snapshot's metadata, with the findings that make it suspect."""
 NOTED = "snapshot.findings"

@@ -20,7 +20,6 @@ from snapshot.io.budget import MemoryBudget
 from snapshot.io.loop import LoopFuture, work_on
 from snapshot.io.session import Session
 from snapshot.io.system import PerProcess
-from snapshot.manifest.document import STATISTICS
 from snapshot.manifest.entries import needs_third_format
 from snapshot.plan.layout import LEFT_OUT, SavePlan, name_data_file
 from snapshot.plan.plan_cache import PlanCache
@@ -40,6 +39,7 @@ from snapshot.save.commit import (
 )
 from snapshot.save.compression import Packing, layout_of_leaves, longest_file, note_speed
 from snapshot.save.describe import RankManifest, build_entries, describe_alone, encode_for_leader, shard_checksums
+from snapshot.save.observers import Observers
 from snapshot.save.rank_share import RankShare
 from snapshot.save.reuse import Unchanged, remember_unchanged
 from snapshot.save.staging import PartSource
@@ -47,8 +47,6 @@ from snapshot.save.take_request import TakeSigner, encode_metadata
 from snapshot.save.transaction import State, Transaction
 from snapshot.save.writer import Writer, WrittenFile, write_small
 from snapshot.tensors.digest import SIZE, FileTree, Root, count_blocks, digest_range, root_of, tree_of
-from snapshot_health.guards import GuardedTake
-from snapshot_health.statistics import ByPath, encode_statistics
 
 Verify = Callable[[Session, RankManifest], Coroutine[Any, Any, None]]
 """Reads the written bytes back, and raises if they differ."""
@@ -139,8 +137,7 @@ class Take:
         verify: Verify | None = None,
         packing: MemoryBudget | None = None,
         signer: TakeSigner | None = None,
-        guarded: GuardedTake | None = None,
-        measured: ByPath | None = None,
+        observers: Observers | None = None,
     ) -> None:
         if signer is not None:
             signer.expect_signable(opening.session.storage, leads=opening.exchange.rank == 0)
@@ -157,8 +154,7 @@ class Take:
         """Metadata that is known before the commit."""
         self.unchanged = unchanged
         self._verify = verify
-        self._guarded = guarded
-        self._measured = measured
+        self._observers = observers or Observers()
         self.committed_bytes = 0
         """Bytes of the tensors that all ranks wrote, after the commit."""
         self._began = time.perf_counter()
@@ -185,7 +181,7 @@ class Take:
         base = "" if made.reference is None else made.reference.save_id
         omitted = sum(stored.nbytes for _, stored in made.omitted)
         tables = sum(len(table) for each in made.files for table in each.tables.values())
-        found = () if self._guarded is None else self._guarded.findings  # of a pending take, some come later
+        found = self._observers.findings
         return TakeReport(
             self.plan.total_bytes + tables, made.nbytes, len(made.files), omitted, base, tuple(made.notes), found
         )
@@ -220,12 +216,16 @@ class Take:
                         manifest = replace(manifest, metadata=known)
                     await self.staging.check()
                     await self.unchanged.expect_base()
-                    judge = None if self._guarded is None else self._guarded.judge
                     self.committed_bytes = await commit_with_ranks(
-                        self.session, self._exchange, transaction, manifest, done, signer=self._signer, judge=judge
+                        self.session,
+                        self._exchange,
+                        transaction,
+                        manifest,
+                        done,
+                        signer=self._signer,
+                        judge=self._observers.judge,
                     )
-                    if self._guarded is not None:
-                        self._guarded.committed()
+                    self._observers.committed()
                     remember_replication(
                         self._exchange.ranks, self._share.replication.own, self._share.replication.known_plan()
                     )
@@ -256,8 +256,7 @@ class Take:
         """Release the application's tensors: an error or the pending snapshot must not keep them alive."""
         self.staging.forget()
         self.staging.source.forget()
-        if self._guarded is not None:
-            self._guarded.forget()
+        self._observers.forget()
         del self._share, self.writer, self.staging
 
     async def _write_files(self, transaction: Transaction) -> tuple[RankManifest, RankDone]:
@@ -268,8 +267,11 @@ class Take:
         locations = [name_data_file(save_id, rank, first + n, "safetensors") for n in range(len(files))]
         binary = name_data_file(save_id, rank, first + len(files), "bin")
         shared = [each.location for each in kept.files]
-        statistics = name_data_file(save_id, rank, first + len(files), STATISTICS.removeprefix("."))
-        own = [binary, statistics, own_part_path(save_id, rank), leader_part_path(save_id, rank)]
+        beside = {
+            suffix: name_data_file(save_id, rank, first + len(files), suffix.removeprefix("."))
+            for suffix in self._observers.suffixes
+        }
+        own = [binary, *beside.values(), own_part_path(save_id, rank), leader_part_path(save_id, rank)]
         if self._signer is not None:
             own += self._signer.files_of(save_id, binary)
         if len(self._share.leaves) * LONG > self.session.settings.manifest_bytes:
@@ -296,10 +298,11 @@ class Take:
         if manifest.chunks:
             await write_small(storage, binary, manifest.chunks, count)
         small = {binary: manifest.chunks} if manifest.chunks else {}
-        if self._measured:
-            small[statistics] = [await in_thread(encode_statistics, self._measured)]
-            manifest.files[statistics] = describe_alone(small[statistics][0])
-            await write_small(storage, statistics, small[statistics], count)
+        for suffix, content in (await in_thread(self._observers.files)).items() if beside else ():
+            path = beside[suffix]
+            small[path] = [content]
+            manifest.files[path] = describe_alone(content)
+            await write_small(storage, path, small[path], count)
         own_part, described = await write_own_part(self.session, save_id, rank, manifest)
         leader_part = await in_thread(encode_for_leader, manifest) if rank else b""
         expect_readable(self.session, len(leader_part), "a part of the manifest")
@@ -322,8 +325,7 @@ class Take:
             signed,
             nbytes,
             needs_third_format(manifest.own.values()) or (described is not None and described.index is not None),
-            [] if self._guarded is None else list(self._guarded.findings),
-            None if self._guarded is None else self._guarded.sampled,
+            self._observers.tell(),
         )
         return manifest, done
 
@@ -335,8 +337,7 @@ class Take:
         made = build_entries(
             share, written, self.unchanged, binary, structure=self.plan.structure, metadata=self._metadata
         )
-        if self._guarded is not None:
-            self._guarded.compare(share.flat.entries)
+        self._observers.described(share.flat.entries)
         return made
 
     def _may_send(self, leader_part: bytes) -> bool:

@@ -23,6 +23,7 @@ from snapshot.reports import TakeReport
 from snapshot.save.background_take import LateCopies, StagingAhead
 from snapshot.save.begin import TakeOpening, begin_take, open_dry_run, session_for_take
 from snapshot.save.compression import choose_packing
+from snapshot.save.observers import Observers, TakeView
 from snapshot.save.planned_take import PartStaging, Take, Verify, plan_writes
 from snapshot.save.rank_share import RankShare, collect_rank_share
 from snapshot.save.reuse import find_unchanged, group_leaves
@@ -33,8 +34,6 @@ from snapshot.save.take_slots import take_slots
 from snapshot.save.writer import PartSink
 from snapshot.state.model_state import find_frozen
 from snapshot.state.stateful import Stateful, check_app_state
-from snapshot_health.guards import GuardedTake, expect_good
-from snapshot_health.statistics import ByPath, measure_tensor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -157,8 +156,7 @@ def _assemble(
     overlapped = background and options.staging == "overlapped" and options.prepare is None and not is_exiting()
     late = opened.enter_context(LateCopies(opening, share, app_state if overlapped else None))
     unchanged = find_unchanged(opening, share, app_state, options)
-    guarded = _guard(opening, share, app_state, options)
-    measured = _measure(share, guarded, options)
+    observers = _observe(opening, share, app_state, options)
     groups = unchanged.groups_with(late.marks)
     plan = plan_writes(share, session, staged=background, groups=groups, expected=options.plan, packing=packing)
     staging: PartStaging
@@ -179,40 +177,23 @@ def _assemble(
         verify=verify_written(options.read_back_share, verb),
         packing=packing,
         signer=options.signer,
-        guarded=guarded,
-        measured=measured,
+        observers=observers,
     )
 
 
-def _guard(opening: TakeOpening, share: RankShare, app_state: AppState, options: TakeRequest) -> GuardedTake:
-    """Examine the state that is taken."""
-    url = opening.session.url
-    made = GuardedTake(
-        options.guards,
+def _observe(opening: TakeOpening, share: RankShare, app_state: AppState, options: TakeRequest) -> Observers:
+    """Show the state that is taken to the observers."""
+    view = TakeView(
         app_state,
         share.flat,
         share.leaves,
-        replicas=share.replicas,
-        url=url,
-        verb=opening.meter.verb,
-        turn=int(opening.save_id, 16),
+        share.replicas,
+        opening.session.url,
+        opening.meter.verb,
+        int(opening.save_id, 16),
+        opening.exchange.world == 1,
     )
-    if opening.exchange.world == 1:  # of several ranks, the leader knows all findings at the commit
-        expect_good(options.guards, made.findings, url)
-    return made
-
-
-def _measure(share: RankShare, guarded: GuardedTake, options: TakeRequest) -> ByPath | None:
-    """Measure the tensors that this rank writes, if statistics are wanted."""
-    if not options.statistics:
-        return None
-    measured: ByPath = {}
-    for leaf in share.leaves:
-        found = measure_tensor(leaf.tensor) if leaf.wrap is None else None
-        if found is not None:
-            measured.setdefault(leaf.entry, []).append(found)
-    guarded.examine_statistics(measured)
-    return measured
+    return Observers(view, options.observed)
 
 
 def plan_take(

@@ -22,9 +22,10 @@ from snapshot.plan.layout import SavePlan
 from snapshot.plan.names import matcher
 from snapshot.progress import ProgressArgument
 from snapshot.save.compression import expect_compression
+from snapshot.save.findings import Guards
+from snapshot.save.observers import expect_observed
 from snapshot.state.leaves import Prepare
 from snapshot.tensors.digest import FileTree, Root
-from snapshot_health.guards import Guards, expect_guards
 
 if TYPE_CHECKING:
     from snapshot.distributed.operation import Operation
@@ -159,6 +160,11 @@ class TakeOptions:
     signer: TakeSigner | None = field(init=False)
     """The key that `sign` names."""
 
+    @property
+    def observed(self) -> dict[str, Any]:
+        """The options that observers of a take read."""
+        return {"guards": self.guards, "statistics": self.statistics}
+
     def __post_init__(self) -> None:
         for name, allowed in (("staging", Staging), ("when_busy", WhenBusy)):
             if getattr(self, name) not in get_args(allowed):
@@ -166,7 +172,9 @@ class TakeOptions:
                 raise ValueError(f"{name} must be {choices}, got {getattr(self, name)!r}")
         if self.allow_pickle not in ("warn", "error") and self.allow_pickle is not True:
             raise ValueError(f"allow_pickle must be 'warn', 'error' or True, got {self.allow_pickle!r}")
-        expect_guards(self.guards)
+        if self.guards not in get_args(Guards):
+            raise ValueError(f"guards must be {', '.join(map(repr, get_args(Guards)))}, got {self.guards!r}")
+        expect_observed(self.observed, {"guards": "suspect", "statistics": False})
         if self.worker != "thread":
             find_sink(self.worker).check()
         if self.only not in (None, "trainable"):

@@ -1,0 +1,171 @@
+"""Observers of a take: plugins that look at the state, store files beside it, and judge it before the commit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from snapshot import extensions
+from snapshot.errors import MissingExtraError, SnapshotError
+from snapshot.events import log
+from snapshot.io.url import URL
+from snapshot.save.findings import Finding
+from snapshot.state.leaves import FlatState, Leaf
+
+GROUP: extensions.Group = "snapshot.takes"
+"""The entry-point group of observers: `name = "package.module:OBSERVER"`."""
+HEALTH = "health"
+"""The observer of this library, which guards takes and measures tensors."""
+
+
+class TakeView(NamedTuple):
+    """What an observer sees of a take on this rank, before the first byte is written."""
+
+    app_state: Mapping[str, Any]
+    flat: FlatState
+    leaves: Sequence[Leaf]
+    """The leaves that this rank writes."""
+    replicas: frozenset[str]
+    """Paths of values that all ranks have."""
+    url: URL
+    verb: str
+    turn: int
+    """A number that all ranks share, and that differs from take to take."""
+    alone: bool
+    """True if there is no other rank."""
+
+
+class TakeObserver(Protocol):
+    """An observer during one take, on one rank."""
+
+    findings: list[Finding]
+    """What it has found, for the report."""
+    suffixes: Sequence[str]
+    """The ends of the names of the files that it stores, such as `.stats`."""
+
+    def files(self) -> Mapping[str, bytes]:
+        """Return the files to store beside the data, by suffix."""
+        ...
+
+    def described(self, entries: Mapping[str, Any]) -> None:
+        """See the entries of this rank, whose digests are known now."""
+        ...
+
+    def tell(self) -> bytes:
+        """Return what the leader's observer must know of this rank."""
+        ...
+
+    def judge(self, told: Sequence[bytes], metadata: msgspec.Raw) -> msgspec.Raw:
+        """Return the metadata to commit, on the leader. Raise to refuse. `told`: what each rank's observer tells."""
+        ...
+
+    def committed(self) -> None:
+        """See that the take is committed."""
+        ...
+
+    def forget(self) -> None:
+        """Release the application's objects."""
+        ...
+
+
+class Observer(Protocol):
+    """A plugin that observes takes."""
+
+    def observe(self, view: TakeView, options: Mapping[str, Any]) -> TakeObserver | None:
+        """Begin to observe a take; None if there is nothing to do. `options`: `guards` and `statistics` of the take."""
+        ...
+
+
+@cache
+def _installed() -> tuple[tuple[str, Observer], ...]:
+    """Return all observers by name. One of another distribution that cannot be loaded is logged and left out."""
+    found = []
+    for point in extensions.points(GROUP):
+        try:
+            found.append((point.name, extensions.load(point, f"the observer {point.name}")))
+        except SnapshotError as error:
+            if (GROUP, point.name) in extensions.RESERVED:
+                raise
+            log.warning("%s", error)
+    if HEALTH not in dict(found):
+        log.warning("%s is not installed: takes are not guarded", extensions.RESERVED[GROUP, HEALTH])
+    return tuple(found)
+
+
+def expect_observed(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Raise `MissingExtraError` if options other than the defaults need an observer that is not installed."""
+    asked = [name for name, value in options.items() if value != defaults[name] and value != "off"]
+    if asked and extensions.find(GROUP, HEALTH) is None:
+        what = f"{asked[0]}={options[asked[0]]!r}"
+        raise MissingExtraError(f"{what}: {extensions.RESERVED[GROUP, HEALTH]} of {extensions.OWN} is not installed")
+
+
+class Observers:
+    """All observers of one take on this rank. Those of other distributions cannot fail it."""
+
+    def __init__(self, view: TakeView | None = None, options: Mapping[str, Any] | None = None) -> None:
+        self._all: dict[str, TakeObserver] = {}
+        for name, each in _installed() if view is not None else ():
+            made = self._call(name, None, each.observe, view, options or {})
+            if made is not None:
+                self._all[name] = made
+
+    def _call(self, name: str, default: Any, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Call an observer. An error of another distribution's is logged, and its observer dropped."""
+        if name == HEALTH:
+            return work(*arguments)
+        try:
+            return work(*arguments)
+        except Exception:  # noqa: BLE001 - a take of weeks must not fail by what another package looks at
+            log.exception("the observer %s failed, and the take continues without it", name)
+            self._all.pop(name, None)
+            return default
+
+    @property
+    def findings(self) -> Sequence[Finding]:
+        """What the observers have found. Of a pending take, some come later."""
+        if len(self._all) == 1:
+            return next(iter(self._all.values())).findings
+        return [each for observer in self._all.values() for each in observer.findings]
+
+    @property
+    def suffixes(self) -> list[str]:
+        """The ends of the names of the files that may be stored."""
+        return [suffix for each in self._all.values() for suffix in each.suffixes]
+
+    def files(self) -> dict[str, bytes]:
+        """Return the files to store beside the data, by suffix."""
+        found: dict[str, bytes] = {}
+        for name, each in list(self._all.items()):
+            made: Mapping[str, bytes] = self._call(name, {}, each.files)
+            found |= made
+        return found
+
+    def described(self, entries: Mapping[str, Any]) -> None:
+        """Show the entries of this rank."""
+        for name, each in list(self._all.items()):
+            self._call(name, None, each.described, entries)
+
+    def tell(self) -> dict[str, bytes]:
+        """Return what the leader must know of this rank, by observer."""
+        return {name: self._call(name, b"", each.tell) for name, each in list(self._all.items())}
+
+    def judge(self, told: Sequence[Mapping[str, bytes]], metadata: msgspec.Raw) -> msgspec.Raw:
+        """Return the metadata to commit, on the leader."""
+        for name, each in list(self._all.items()):
+            if all(name in rank for rank in told):  # else it was dropped there, or another rank does not have it
+                metadata = self._call(name, metadata, each.judge, [rank[name] for rank in told], metadata)
+        return metadata
+
+    def committed(self) -> None:
+        """Tell that the take is committed."""
+        for name, each in list(self._all.items()):
+            self._call(name, None, each.committed)
+
+    def forget(self) -> None:
+        """Release the application's objects."""
+        for name, each in list(self._all.items()):
+            self._call(name, None, each.forget)
