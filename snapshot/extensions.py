@@ -23,6 +23,10 @@ Group = Literal[
 ]
 RESERVED: dict[tuple[Group, str], str] = {
     ("snapshot.formats", "quantised"): "snapshot_quantised",
+    ("snapshot.formats", "gguf"): "snapshot_gguf",
+    ("snapshot.formats", "peft"): "snapshot_merge",
+    ("snapshot.formats", "deepspeed-universal"): "snapshot_deepspeed",
+    ("snapshot.formats", "torch_checkpointing"): "snapshot_torch_checkpointing",
     ("snapshot.takes", "health"): "snapshot_health",
     ("snapshot.steps", "near"): "snapshot_tiers",
     ("snapshot.seals", "ed25519"): "snapshot_signing",

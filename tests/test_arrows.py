@@ -106,13 +106,6 @@ WRONG = {
     "snapshot -> snapshot_publish.publisher",
     "snapshot -> snapshot_publish.subscriber",
     "snapshot -> snapshot_tiers.near",
-    "snapshot.transform.convert -> snapshot_deepspeed.universal",
-    "snapshot.transform.convert -> snapshot_deepspeed.universal_target",
-    "snapshot.transform.convert -> snapshot_gguf.reader",
-    "snapshot.transform.convert -> snapshot_gguf.target",
-    "snapshot.transform.convert -> snapshot_merge.peft",
-    "snapshot.transform.convert -> snapshot_torch_checkpointing.checkpoint",
-    "snapshot.transform.copy -> snapshot_orbax.checkpoint",
 }
 """Imports of plugins by the core, and names of their modules in its strings. It may only shrink."""
 DECLARED = {

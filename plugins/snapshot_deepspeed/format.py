@@ -6,3 +6,4 @@ RUN = Format("deepspeed_run", 40, "snapshot_deepspeed.folders:describe_run", "la
 TAG = Format(
     "deepspeed", 55, "snapshot_deepspeed.folders:describe_tag", r"(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt"
 )
+UNIVERSAL = Format("deepspeed-universal", writes="deepspeed-universal", plan="snapshot_deepspeed.export:plan")

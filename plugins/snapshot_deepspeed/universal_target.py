@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from snapshot.errors import UnsupportedFormatError
-from snapshot.manifest import entries as e
 from snapshot.text import listed
 from snapshot.transform.call import places_of
+from snapshot.transform.convert import StandIns
 from snapshot_deepspeed.groups import WEIGHTS
 from snapshot_deepspeed.universal import MODEL, MODEL_OF_STAGE_3, OPTIMIZER
 
@@ -34,8 +34,6 @@ _OWN = frozenset(
 )
 """Keys of DeepSpeed that describe its own tensors."""
 
-StandIns = dict[int, tuple[torch.Tensor, str, e.AnyTensor]]
-"""Tensors without bytes in a state, with their paths and entries, by the ids of these tensors."""
 Read = Callable[[Sequence[str]], Mapping[str, torch.Tensor]]
 
 

@@ -9,4 +9,9 @@ GGUF = Format(
     r".*\.gguf",
     "snapshot_gguf.reader:describe_file",
     (b"GGUF",),
+    writes="gguf",
+    plan="snapshot_gguf.export:plan",
+    one_file=True,
+    prepare="snapshot_gguf.export:prepare",
+    choose_map="snapshot_gguf.export:choose_map",
 )

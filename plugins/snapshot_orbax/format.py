@@ -9,4 +9,5 @@ ORBAX = Format(
     r"_METADATA|_CHECKPOINT_METADATA|orbax\.checkpoint",
     codec="snapshot_orbax.blosc:Blosc",
     codecs=("blosc",),
+    whole_folder=True,
 )

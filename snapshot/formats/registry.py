@@ -42,6 +42,18 @@ class Format:
     codec: str = ""
     """`def make(path: str) -> Decompressor`, for files that are packed with one of the `codecs`."""
     codecs: tuple[str, ...] = ()
+    writes: str = ""
+    """The value of `Target(to=...)` for this format."""
+    plan: str = ""
+    """`def plan(export: Export, request: Request) -> Plan`, for what it writes."""
+    one_file: bool = False
+    """True if it writes one file."""
+    prepare: str = ""
+    """`def prepare(operation, target)`, which returns what `Request.prepared` is."""
+    choose_map: str = ""
+    """`def choose_map(prepared, manifest) -> TensorMap | None`, for a conversion without a map; beside `prepare`."""
+    whole_folder: bool = False
+    """True if a copy takes all files of the folder: the index does not name them."""
 
 
 class SearchedFolder:
@@ -127,3 +139,22 @@ def find_codec(codec: str) -> Any:
     """Return the function that makes a decompressor of a plugin's codec, or None."""
     each = next((each for each in formats() if codec in each.codecs), None)
     return None if each is None else resolve_name(each.codec)
+
+
+def find_writer(to: str) -> Format:
+    """Return the format that writes a value of `Target(to=...)`."""
+    found = next((each for each in formats() if each.writes == to), None)
+    if found is None:
+        extensions.require(GROUP, to, f"to={to!r}")  # raises
+        raise SnapshotError(f"to={to!r}: no format writes this")
+    return found
+
+
+def written_formats() -> list[str]:
+    """Return what plugins' formats write: values of `Target(to=...)`."""
+    return [each.writes for each in formats() if each.writes]
+
+
+def find_format(name: str) -> Format | None:
+    """Return the format of this name, if there is one."""
+    return next((each for each in formats() if each.name == name), None)

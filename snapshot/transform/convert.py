@@ -8,7 +8,8 @@ import re
 import secrets
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from pkgutil import resolve_name
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -17,14 +18,13 @@ from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.operation import Operation
 from snapshot.errors import (
     RestoreError,
-    SnapshotError,
-    StorageNotFoundError,
     UnsupportedFormatError,
 )
-from snapshot.formats import dcp, hugging_face, torch_save
+from snapshot.formats import dcp, hugging_face, registry, torch_save
 from snapshot.formats.dcp import archive_object, encode_metadata, flatten_state
 from snapshot.formats.foreign import find_root, narrow_root
 from snapshot.formats.torch_save import VALUE
+from snapshot.io.budget import MemoryBudget
 from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.io.url import URL, Location
@@ -61,6 +61,7 @@ from snapshot.transform.call import (
 from snapshot.transform.sources import CheckpointSource, expect_room, reads_ranges
 from snapshot.transform.staged_files import StagedFiles
 from snapshot.transform.target import (
+    OWN,
     Selection,
     Target,
     expand_chosen_trees,
@@ -68,12 +69,6 @@ from snapshot.transform.target import (
     without_classes,
     write_as_snapshot,
 )
-from snapshot_deepspeed import universal as deepspeed_universal
-from snapshot_deepspeed.universal_target import LATEST, StandIns, plan_universal
-from snapshot_gguf.reader import NewTensor, choose_kind
-from snapshot_gguf.target import QuantisingSource, Template, lay_out, read_template
-from snapshot_merge import peft
-from snapshot_torch_checkpointing import checkpoint as torch_checkpointing
 
 # Names of tensors in files that hold only tensors: safetensors, and the dict that `snapshot.load` returns.
 
@@ -130,8 +125,8 @@ class Plan(msgspec.Struct):
     changed: list[str] = []
     sums: dict[int, int] | None = None
     """The checksum of each leaf's bytes, if the format has any."""
-    quantised: set[int] = set()
-    """Leaves that are written as blocks of Q8_0."""
+    wrap: Callable[[CheckpointSource, MemoryBudget], PartSource] | None = None
+    """Changes the bytes that are read, within some memory."""
     nothing: torch.Tensor = msgspec.field(default_factory=lambda: torch.empty(0, device="meta"))
     """The tensor of each leaf, whose bytes are read."""
 
@@ -149,6 +144,22 @@ class Plan(msgspec.Struct):
         return digest_plan([*(file.header for _, file in self.files), *leaves, *places])
 
 
+StandIns = dict[int, tuple[torch.Tensor, str, e.AnyTensor]]
+"""Tensors without bytes in a state, with their paths and entries, by the ids of these tensors."""
+
+
+class Request(NamedTuple):
+    """What a plugin's format needs to plan an export, beside the checkpoint."""
+
+    operation: Operation
+    opened: Opened
+    target: Target
+    name: str | None
+    """The name of the file, if the format is one file."""
+    prepared: Any
+    """What the format has read before, such as a template."""
+
+
 class _Nested(msgspec.Struct):
     """An object with tensors as one archive in DCP: its pickle, and the numbers of its leaves."""
 
@@ -162,17 +173,17 @@ class Export:
 
     def __init__(self, opened: Opened, choice: Selection) -> None:
         document = opened.document
-        self._source = opened
+        self.source = opened
         self._document = document
-        self._choice = choice
+        self.choice = choice
         self._tied: dict[str, torch_save.AbsentTensor] = {}
         """The placeholders of tensors that were seen in the present archive."""
         self._first = 0
         """The number of the first leaf in the present archive."""
-        self._objects = Objects(opened, allow_pickle=choice.allow_pickle, verify=choice.verify)
+        self.objects = Objects(opened, allow_pickle=choice.allow_pickle, verify=choice.verify)
         view = seen_by_rank(document, choice.select, choice.exclude, choice.rename)
-        self._entries = view.entries
-        expect_sound(self._entries, document)
+        self.entries = view.entries
+        expect_sound(self.entries, document)
         self._gone = [f"{path}: of a rank other than 0" for path in view.gone]
 
     # Safetensors
@@ -180,7 +191,7 @@ class Export:
     def safetensors(self, name: str | None, shard: int) -> Plan:
         """Plan one file of this name, or a folder in Hugging Face's layout."""
         plan = Plan("safetensors")
-        self._add_named(plan, list(self._named_tensors(plan)))
+        self.add_named(plan, list(self.named_tensors(plan)))
         sizes = [leaf.nbytes for leaf in plan.leaves]
         if name is not None:
             plan.files.append((name, plan_exact_file(plan.leaves, range(len(sizes)))))
@@ -201,81 +212,50 @@ class Export:
         plan.last = lambda: [(hugging_face.INDEX, json.dumps(index, indent=2).encode())]
         return plan
 
-    def _add_named(self, plan: Plan, tensors: Sequence[tuple[str, str, e.AnyTensor, str]]) -> None:
+    def add_named(self, plan: Plan, tensors: Sequence[tuple[str, str, e.AnyTensor, str]]) -> None:
         """Add the leaves of a file of safetensors: name, path, entry and dtype."""
         refused = [f"{path}: {dtype}" for _, path, _, dtype in tensors if dtype not in SAFETENSORS]
         if refused:
             raise UnsupportedFormatError(
-                f"{self._source.url}: safetensors does not support these dtypes; cast or exclude them:{listed(refused)}"
+                f"{self.source.url}: safetensors does not support these dtypes; cast or exclude them:{listed(refused)}"
             )
         for name, _, entry, dtype in tensors:
             plan.leaf(name, dtype, tuple(entry.shape), entry)
 
-    def _named_tensors(self, plan: Plan) -> Iterator[tuple[str, str, e.AnyTensor, str]]:
+    def named_tensors(self, plan: Plan) -> Iterator[tuple[str, str, e.AnyTensor, str]]:
         """Yield name, path, entry and new dtype of each tensor, for a format that has only tensors."""
         names = name_tensors(
-            self._entries, (path for path, entry in self._entries.items() if isinstance(entry, e.TENSORS))
+            self.entries, (path for path, entry in self.entries.items() if isinstance(entry, e.TENSORS))
         )
-        for path, entry in self._entries.items():
+        for path, entry in self.entries.items():
             if isinstance(entry, e.TENSORS):
                 plan.changed += target.tensor_changes(path, entry)
-                yield names[path], path, entry, self._choice.cast_dtype(entry.dtype)
+                yield names[path], path, entry, self.choice.cast_dtype(entry.dtype)
             elif isinstance(entry, (e.TensorPartsEntry, e.NDArrayEntry)) or self._is_odd(entry):
                 plan.left_out.append(f"{path}: {with_article(entry.type)}")
-        plan.changed += target.memory_changes(self._entries, lambda *_: False)
+        plan.changed += target.memory_changes(self.entries, lambda *_: False)
 
     def _is_odd(self, entry: e.Entry) -> bool:
         return not isinstance(entry, e.Container) or entry.width == 0
-
-    # GGUF
-
-    def gguf(self, name: str, template: Template, quantisation: str | None) -> Plan:
-        """Plan one file for llama.cpp, with the key-values of a template."""
-        plan = Plan("gguf")
-        tensors = []
-        for name_of, _, entry, dtype in self._named_tensors(plan):
-            shape = tuple(entry.shape)
-            kind = choose_kind(dtype, shape, quantisation)
-            number = plan.leaf(name_of, "float32" if kind == quantisation else kind, shape, entry)
-            if kind == quantisation:
-                plan.quantised.add(number)
-            tensors.append(NewTensor(name_of, kind, shape))
-        template.expect_tensors(each.name for each in tensors)
-        plan.files.append((name, lay_out(template, tensors, plan.leaf)))
-        return plan
-
-    # PEFT
-
-    def peft(self, config: bytes) -> Plan:
-        """Plan the folder of an adapter, with its configuration."""
-        plan = Plan("peft", markers=(peft.CONFIG,), others=(document.METADATA, dcp.METADATA, *hugging_face.NAMES))
-        tensors = list(self._named_tensors(plan))
-        saved = peft.choose_saved([name for name, *_ in tensors], config, self._source.url)
-        plan.left_out += [f"{path}: is not of the adapter" for name, path, *_ in tensors if name not in saved]
-        own = [(saved[name], path, entry, dtype) for name, path, entry, dtype in tensors if name in saved]
-        self._add_named(plan, own)
-        plan.files.append((peft.WEIGHTS, plan_exact_file(plan.leaves, range(len(plan.leaves)))))
-        plan.last = lambda: [(peft.CONFIG, config)]
-        return plan
 
     # torch.save
 
     def torch_file(self, name: str) -> Plan:
         """Plan one file in the format of torch.save."""
         plan = Plan("torch", sums={})
-        plan.changed += self._changes_in_torch()
-        plan.left_out += self._lose_classes()
-        self._add_state(plan, name, self._state(torch_save.LaterTensor), {})
+        plan.changed += self.changes_in_torch()
+        plan.left_out += self.lose_classes()
+        self.add_state(plan, name, self._state(torch_save.LaterTensor), {})
         return plan
 
-    def _changes_in_torch(self) -> Iterator[str]:
-        for path, entry in self._entries.items():
+    def changes_in_torch(self) -> Iterator[str]:
+        for path, entry in self.entries.items():
             yield from target.array_changes(path, entry)
             if isinstance(entry, e.TENSORS):
                 yield from target.tensor_changes(path, entry, _KEPT_BY_TORCH)
-        yield from target.memory_changes(self._entries, lambda *_: True)
+        yield from target.memory_changes(self.entries, lambda *_: True)
 
-    def _add_state(self, plan: Plan, name: str, value: Any, stands: StandIns, dtype: str | None = None) -> None:
+    def add_state(self, plan: Plan, name: str, value: Any, stands: StandIns, dtype: str | None = None) -> None:
         """Add a file of torch.save with a part of a state. `dtype`: of its tensors, which are then plain."""
         self._begin_archive(plan)
 
@@ -298,54 +278,6 @@ class Export:
     def _begin_archive(self, plan: Plan) -> None:
         self._tied = {}
         self._first = len(plan.leaves)
-
-    # DeepSpeed
-
-    def universal(self) -> Plan:
-        """Plan a folder that DeepSpeed resumes from."""
-        if self._choice.dtype is not None:
-            raise ValueError("dtype must be None for to='deepspeed-universal': the optimizer's weights are float32")
-        plan = Plan("deepspeed-universal", sums={}, others=(document.METADATA, dcp.METADATA, "latest"))
-        plan.left_out += self._lose_classes()
-        plan.changed += self._changes_in_torch()
-        state, stands = self._stand_in_state()
-
-        def read(paths: Sequence[str]) -> dict[str, Any]:
-            return self._objects.read({path: self._entries[path] for path in paths})
-
-        made = plan_universal(state, self._source.url, stands, read)
-        plan.left_out += made.left_out
-        for name, value, dtype in made.files:
-            self._add_state(plan, name, value, stands, dtype)
-        plan.last = lambda: made.last
-        plan.markers = (
-            LATEST,
-            f"{made.tag}/{deepspeed_universal.OPTIMIZER}",
-            f"{made.tag}/{deepspeed_universal.MODEL}",
-        )
-        plan.more = rf"{re.escape(made.tag)}/.+"
-        return plan
-
-    # torch_checkpointing
-
-    def items(self) -> Plan:
-        """Plan a folder of torch_checkpointing: a file of torch.save for each key, and the metadata."""
-        plan = Plan("torch_checkpointing", sums={}, markers=(torch_checkpointing.METADATA,))
-        plan.others = (document.METADATA, dcp.METADATA)
-        plan.more = rf"{torch_checkpointing.KEY.pattern}_\d+\.(pt|safetensors|json|bin)"
-        plan.left_out += self._lose_classes()
-        plan.changed += self._changes_in_torch()
-        state, stands = self._stand_in_dict(plan)
-        odd = [repr(key) for key in state if not (isinstance(key, str) and torch_checkpointing.KEY.fullmatch(key))]
-        if odd:
-            raise UnsupportedFormatError(
-                f"{self._source.url}: keys of torch_checkpointing must have only letters, digits, '-' and '_'; rename "
-                f"or exclude:{listed(odd)}"
-            )
-        for key, value in state.items():
-            self._add_state(plan, f"{key}_0.pt", value, stands)
-        plan.last = lambda: [(torch_checkpointing.METADATA, torch_checkpointing.encode_metadata(state))]
-        return plan
 
     def _archive(
         self,
@@ -371,7 +303,7 @@ class Export:
         """Return the placeholder of a tensor. `plain`: the dtype of a plain and contiguous one."""
         extra = clean_extra(entry) or e.PLAIN if plain is None else e.PLAIN
         key = repr(places_of(entry))
-        dtype, shape, order = plain or self._choice.cast_dtype(entry.dtype), tuple(entry.shape), extra.stride_order
+        dtype, shape, order = plain or self.choice.cast_dtype(entry.dtype), tuple(entry.shape), extra.stride_order
         tied = f"{key} {dtype} {shape} {extra}" if math.prod(shape) else path
         known = self._tied.get(tied)
         if known is None:
@@ -384,36 +316,36 @@ class Export:
             )
         return known
 
-    def _lose_classes(self) -> list[str]:
+    def lose_classes(self) -> list[str]:
         """Replace objects of other classes by plain values. Return a line for each lost class."""
-        self._entries, lines = without_classes(self._entries)
+        self.entries, lines = without_classes(self.entries)
         return lines
 
     def _state(self, tensor: Callable[[str, Any], Any]) -> Any:
         """Return the nested state, with placeholders for its tensors."""
-        values = self._objects.read({path: entry for path, entry in self._entries.items() if is_leaf_value(entry)})
-        values |= {path: tensor(path, entry) for path, entry in self._entries.items() if isinstance(entry, e.TENSORS)}
+        values = self.objects.read({path: entry for path, entry in self.entries.items() if is_leaf_value(entry)})
+        values |= {path: tensor(path, entry) for path, entry in self.entries.items() if isinstance(entry, e.TENSORS)}
         bare = find_root(self._document) is None and self._document.format == "torch.save"
-        if bare and self._entries.keys() == {VALUE}:
+        if bare and self.entries.keys() == {VALUE}:
             return values[VALUE]  # it was saved without a dict around it
-        root = narrow_root(self._document, dict.fromkeys(path.partition("/")[0] for path in self._entries))
-        below = {f"0/{path}": entry for path, entry in self._entries.items()}
+        root = narrow_root(self._document, dict.fromkeys(path.partition("/")[0] for path in self.entries))
+        below = {f"0/{path}": entry for path, entry in self.entries.items()}
         return inflate_tree("0", {"0": root, **below}, {f"0/{path}": value for path, value in values.items()})
 
-    def _stand_in_state(self) -> tuple[Any, StandIns]:
+    def stand_in_state(self) -> tuple[Any, StandIns]:
         """Return the nested state, with tensors that have no bytes."""
         stands: StandIns = {}
 
         def stand(path: str, entry: e.AnyTensor) -> torch.Tensor:
-            made = torch.empty(entry.shape, dtype=BY_NAME[self._choice.cast_dtype(entry.dtype)], device="meta")
+            made = torch.empty(entry.shape, dtype=BY_NAME[self.choice.cast_dtype(entry.dtype)], device="meta")
             stands[id(made)] = made, path, entry
             return made
 
         return self._state(stand), stands
 
-    def _stand_in_dict(self, plan: Plan) -> tuple[dict[Any, Any], StandIns]:
+    def stand_in_dict(self, plan: Plan) -> tuple[dict[Any, Any], StandIns]:
         """Return the same for a format that has only dicts."""
-        state, stands = self._stand_in_state()
+        state, stands = self.stand_in_state()
         if isinstance(state, dict):
             return state, stands
         plan.changed.append(f"the state: the {type(state).__name__} becomes the value of a dict, under {VALUE!r}")
@@ -439,27 +371,27 @@ class Export:
     def dcp(self, lanes: int) -> Plan:
         """Plan a folder in the format of torch.distributed.checkpoint."""
         plan = Plan("dcp", sums={}, markers=(dcp.METADATA,), others=(document.METADATA,), more=r"__\d+_\d+\.distcp")
-        plan.left_out += self._lose_classes()
-        parts = [path for path, entry in self._entries.items() if isinstance(entry, e.TensorPartsEntry)]
+        plan.left_out += self.lose_classes()
+        parts = [path for path, entry in self.entries.items() if isinstance(entry, e.TensorPartsEntry)]
         if parts:
             raise UnsupportedFormatError(
-                f"{self._source.url}: DCP does not support tensors of several parts; exclude them:{listed(parts)}"
+                f"{self.source.url}: DCP does not support tensors of several parts; exclude them:{listed(parts)}"
             )
         narrow = [
             f"{path}: {entry.dtype}"
-            for path, entry in self._entries.items()
+            for path, entry in self.entries.items()
             if isinstance(entry, e.TENSORS) and _NARROW.fullmatch(entry.dtype)
         ]
         if narrow:
             raise UnsupportedFormatError(
-                f"{self._source.url}: DCP cannot load these dtypes; exclude them:{listed(narrow)}"
+                f"{self.source.url}: DCP cannot load these dtypes; exclude them:{listed(narrow)}"
             )
-        state, entries = self._stand_in_dict(plan)
+        state, entries = self.stand_in_dict(plan)
         flat, paths = flatten_state(state)
         left_out, changed = target.container_changes(state, paths)
         plan.left_out += left_out
         plan.changed += changed
-        for path, entry in self._entries.items():
+        for path, entry in self.entries.items():
             plan.changed += target.array_changes(path, entry)
         items: list[tuple[str, int, Any]] = []
         objects: dict[str, str] = {}
@@ -472,7 +404,7 @@ class Export:
                 items.append((name, *self._nested(plan, value, entries)))
                 objects.update(dict.fromkeys(self._within, name))
         plan.changed += target.memory_changes(
-            self._entries, lambda path, other: path in objects and objects[path] == objects.get(other)
+            self.entries, lambda path, other: path in objects and objects[path] == objects.get(other)
         )
         lanes = max(1, min(lanes, sum(size for _, size, _ in items) // (16 << 20)))
         loads = [0] * lanes
@@ -529,7 +461,7 @@ class Export:
                     plan, "archive", what.content, what.held, numbers=what.numbers, base=position, extents=extents
                 )
             else:
-                dtype, shape = self._choice.cast_dtype(what.dtype), tuple(what.shape)
+                dtype, shape = self.choice.cast_dtype(what.dtype), tuple(what.shape)
                 number = plan.leaf(name, dtype, shape, what)
                 member = _member_header(plan, "0", plan.leaves[number].nbytes, number)
                 content = torch_save.pickle_tensor(dtype, shape)
@@ -564,24 +496,23 @@ class Export:
             contents="" if exchange.alone else plan.digest(),
         )
         read = self._document.files.keys() & {*outputs.names, *plan.markers}
-        if read and not target.storage.capabilities.renames and self._source.storage.url == target.storage.url:
+        if read and not target.storage.capabilities.renames and self.source.storage.url == target.storage.url:
             raise ValueError(f"{target.url}: holds the source file {min(read)}; convert to another path")
         expect_room(self._document, plan.leaves, plan.origins)
         await outputs.begin(overwrite=overwrite)
         files = [plan.files[number][1] for number in outputs.share]
         own = {extent.leaf for file in files for extent in file.extents}
         reader = make_source(
-            self._source,
+            self.source,
             plan.leaves,
             [origin if number in own else b"" for number, origin in enumerate(plan.origins)],
-            verify=self._choice.verify,
+            verify=self.choice.verify,
             orders=plan.orders,
             sums=plan.sums,
         )
         source: PartSource = reader
-        if plan.quantised:
-            memory = self._source.budget.set_aside(self._source.budget.total // 4)
-            source = QuantisingSource(reader, frozenset(plan.quantised), memory)
+        if plan.wrap is not None:
+            source = plan.wrap(reader, self.source.budget.set_aside(self.source.budget.total // 4))
         meter.begin(sum(file.size for file in files))
         writer = Writer(target.storage, source, target.budget, meter.wrote, wanted_part=target.settings.part_bytes)
         await outputs.write(writer, files, plan.last)
@@ -629,11 +560,11 @@ def write_checkpoint(
     *,
     make_source: Callable[..., CheckpointSource] = CheckpointSource,
     splits: Callable[[AnyTensor], bool] = reads_ranges,
-    template: Template | None = None,
+    prepared: Any = None,
 ) -> ConvertReport:
     """Write a checkpoint. Each rank writes a share. See `write_as_snapshot` for the functions.
 
-    `template`: the file whose key-values a file of GGUF gets.
+    `prepared`: what a plugin's format has read before.
     """
     url, exchange = target.place.url, operation.exchange
     expect_common_place(exchange, url)
@@ -641,26 +572,20 @@ def write_checkpoint(
         return write_as_snapshot(opened, choice, target, operation, make_source=make_source, splits=splits)
     export = Export(opened, choice)
     name: str | None = None
-    if target.format in ("torch", "gguf") or (target.format == "safetensors" and suffix_of(url) == ".safetensors"):
+    written = None if target.format in OWN else registry.find_writer(target.format)
+    one = target.format == "torch" if written is None else written.one_file
+    if one or (target.format == "safetensors" and suffix_of(url) == ".safetensors"):
         above, _, name = url.location.rpartition("/")
         if not name or (not above and url.scheme != "file"):
             raise ValueError(f"{url}: must be the name of a file")
         url = URL(url.scheme, above or "/", url.query)
     with target.open(operation, url, default_budget=opened.budget.limit) as made:
         plan: Plan
-        if target.format == "torch":
+        if written is not None:
+            plan = resolve_name(written.plan)(export, Request(operation, opened, target, name, prepared))
+        elif target.format == "torch":
             assert name is not None
             plan = export.torch_file(name)
-        elif target.format == "gguf":
-            assert name is not None
-            assert template is not None
-            plan = export.gguf(name, template, target.quantisation)
-        elif target.format == "peft":
-            plan = export.peft(_read_adapter_config(operation, opened, target))
-        elif target.format == "deepspeed-universal":
-            plan = export.universal()
-        elif target.format == "torch_checkpointing":
-            plan = export.items()
         elif target.format == "safetensors":
             plan = export.safetensors(name, target.shard_bytes)
         else:
@@ -673,19 +598,6 @@ def write_checkpoint(
         return run(work)
 
 
-def _read_adapter_config(operation: Operation, source: Opened, target: Target) -> bytes:
-    """Return the configuration that a target names, or the one beside the source."""
-    storage, name = source.storage, peft.CONFIG
-    if target.adapter_config is not None:
-        session, name = target.open_file(operation, target.adapter_config)
-        storage = session.storage
-    try:
-        return run(storage.get(name, limit=source.settings.manifest_bytes))
-    except StorageNotFoundError as error:
-        where = storage.url.join(name)
-        raise SnapshotError(f"{where}: is missing; pass adapter_config= with that of the adapter") from error
-
-
 def convert_checkpoint(operation: Operation, origin: Location, target: Target, choice: Selection) -> ConvertReport:
     """Convert a checkpoint. Half of the memory is for reading it, and half for writing."""
     expect_writable(target, [origin.url])
@@ -693,14 +605,16 @@ def convert_checkpoint(operation: Operation, origin: Location, target: Target, c
     arguments = {"source": origin.url, **target.agreed(), **choice.arguments()}
     [found] = open_sources(operation.exchange, "convert", arguments, [source])
     expand_chosen_trees(found, choice)
-    template = None if target.kv_from is None else read_template(operation, target)
-    tensor_map = choice.map
-    if template is not None and tensor_map is None:
-        tensor_map = template.find_map(found.document.manifest)
+    prepared, tensor_map = None, choice.map
+    written = None if target.format in OWN else registry.find_writer(target.format)
+    if written is not None and written.prepare:
+        prepared = resolve_name(written.prepare)(operation, target)
+        if tensor_map is None:
+            tensor_map = resolve_name(written.choose_map)(prepared, found.document.manifest)
     opened = map_checkpoint(found, tensor_map)
     document = opened.document
     run(expect_files(opened, selected_locations(document, choice.select, choice.exclude)))
     if choice.verify:
         expect_checksums(operation.exchange, opened, select_entries(document, choice.select, choice.exclude))
-    report = write_checkpoint(operation, opened, choice, target, template=template)
+    report = write_checkpoint(operation, opened, choice, target, prepared=prepared)
     return operation.done(report, "converted", bytes=report.nbytes)

@@ -20,7 +20,7 @@ from snapshot.errors import (
     UnsupportedFormatError,
 )
 from snapshot.events import emit
-from snapshot.formats import dcp, hugging_face, torch_save, zip_archive
+from snapshot.formats import dcp, hugging_face, registry, torch_save, zip_archive
 from snapshot.formats.foreign import ForeignDocument
 from snapshot.formats.hugging_face import SHARD
 from snapshot.formats.pickled_objects import INLINE
@@ -60,7 +60,6 @@ from snapshot.transform.call import (
 from snapshot.transform.sources import CopiedFile, checked_files, copy_files_through, stat_files
 from snapshot.transform.staged_files import StagedFiles
 from snapshot.transform.target import Selection, Target, expand_chosen_trees, write_as_snapshot
-from snapshot_orbax import checkpoint as orbax
 
 # Copies of other libraries' checkpoints: their own files, unchanged, with the index file last.
 
@@ -207,7 +206,7 @@ async def _find_layout(opened: Opened, document: ForeignDocument, url: URL) -> _
             (METADATA,),
             r"__\d+_\d+\.distcp",
         )
-    elif document.format == orbax.FORMAT:
+    elif (known := registry.find_format(document.format)) is not None and known.whole_folder:
         index = found = document.index
         every = [each for each in await storage.list() if each != index]
         made = _Layout(url, {each: each for each in every}, {index: b""}, (index,), (METADATA, dcp.METADATA))

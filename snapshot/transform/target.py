@@ -20,6 +20,7 @@ from snapshot.distributed.exchange import LEADER, Exchange
 from snapshot.distributed.operation import Operation
 from snapshot.errors import UnsafeObjectError
 from snapshot.events import log
+from snapshot.formats import registry
 from snapshot.formats.foreign import add_root
 from snapshot.formats.hugging_face import SHARD
 from snapshot.io.loop import run
@@ -63,6 +64,8 @@ Format = Literal[
     "snapshot", "safetensors", "torch", "dcp", "gguf", "peft", "deepspeed-universal", "torch_checkpointing"
 ]
 FORMATS: tuple[str, ...] = get_args(Format)
+OWN = frozenset({"snapshot", "safetensors", "torch", "dcp"})
+"""The formats that every installation writes."""
 _FORMAT_OF = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".gguf": "gguf", "": "snapshot"}
 _SUFFIX = re.compile(r"[^/]\.[A-Za-z][A-Za-z0-9_-]*$")
 """Suffix of a file name: `step-1.5` and `.hidden` have none."""
@@ -127,7 +130,7 @@ class Target:
     def __post_init__(self) -> None:
         if not isinstance(self.url, (str, os.PathLike)):
             raise TypeError(f"url must be a path or a URL, got {self.url!r}")
-        if self.to is not None and self.to not in FORMATS:
+        if self.to is not None and self.to not in FORMATS and self.to not in registry.written_formats():
             raise ValueError(f"to must be one of {', '.join(map(repr, FORMATS))}, got {self.to!r}")
         expect_positive("shard_bytes", self.shard_bytes)
         expect_mapping(self.storage_options)
