@@ -43,11 +43,6 @@ if TYPE_CHECKING:
     from snapshot.state.stateful import Reshardable, StateDict, Stateful
     from snapshot.transform.target import Target
     from snapshot.weights import load
-    from snapshot_merge.lora import merge_lora
-    from snapshot_merge.merge import merge
-    from snapshot_publish.publisher import PendingPublish, Published, Publisher
-    from snapshot_publish.subscriber import Subscriber
-    from snapshot_tiers.near import Near
 
 __all__ = [
     "Snapshot",
@@ -56,17 +51,12 @@ __all__ = [
     "SnapshotManager",
     "TakeOptions",
     "RestoreOptions",
-    "Near",
     "Tolerate",
     "KeepLatest",
     "KeepBest",
     "KeepEvery",
     "KeepFor",
     "ignore_stop_signals",
-    "Publisher",
-    "PendingPublish",
-    "Published",
-    "Subscriber",
     "Stateful",
     "Reshardable",
     "StateDict",
@@ -102,8 +92,6 @@ __all__ = [
     "MissingExtraError",
     "release_memory",
     "load",
-    "merge",
-    "merge_lora",
 ]
 
 _MODULES = {
@@ -131,7 +119,6 @@ _MODULES = {
     "snapshot.loading.choose": ("RestoreOptions",),
     "snapshot.manager.manager": ("SnapshotManager",),
     "snapshot.manager.takes": ("Tolerate",),
-    "snapshot_tiers.near": ("Near",),
     "snapshot.manager.policies": (
         "KeepBest",
         "KeepEvery",
@@ -149,8 +136,6 @@ _MODULES = {
     ),
     "snapshot.maps.tensor_map": ("TensorMap",),
     "snapshot.progress": ("Progress",),
-    "snapshot_publish.publisher": ("PendingPublish", "Published", "Publisher"),
-    "snapshot_publish.subscriber": ("Subscriber",),
     "snapshot.save.take_request": ("TakeOptions",),
     "snapshot.saved": ("SavedObject",),
     "snapshot.snapshot": ("PendingSnapshot", "Snapshot"),
@@ -164,8 +149,6 @@ _MODULES = {
     ),
     "snapshot.transform.target": ("Target",),
     "snapshot.weights": ("load",),
-    "snapshot_merge.merge": ("merge",),
-    "snapshot_merge.lora": ("merge_lora",),
 }
 """The module that each public name is imported from on first use, so that the command's help does not import torch."""
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
@@ -176,7 +159,10 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         return import_module("snapshot.text").VERSION
     if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from snapshot.extensions import NAMES
+
+        where = f"; import it from {NAMES[name]}" if name in NAMES else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{where}")
     from snapshot.io.system import gc_paused
 
     with gc_paused():  # torch's objects are many: one collection takes longer than all imports, and finds nothing

@@ -33,6 +33,16 @@ RESERVED: dict[tuple[Group, str], str] = {
     ("snapshot.sinks", "process"): "snapshot_worker",
 }
 """Names that are values of public arguments -> the package of this library that has them, and no other may."""
+NAMES = {
+    "Near": "snapshot_tiers",
+    "PendingPublish": "snapshot_publish",
+    "Published": "snapshot_publish",
+    "Publisher": "snapshot_publish",
+    "Subscriber": "snapshot_publish",
+    "merge": "snapshot_merge",
+    "merge_lora": "snapshot_merge",
+}
+"""Names that users import from plugins, which the core had before."""
 ADVICE = {"loader": "snapshot_trainers.torchdata.LoaderState", "zero": "snapshot_deepspeed.adapter"}
 """What error messages of the core recommend."""
 

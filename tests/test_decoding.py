@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapshot import CorruptSnapshotError, Publisher, RestoreError, Snapshot, StateDict, TensorMap
+from snapshot import CorruptSnapshotError, RestoreError, Snapshot, StateDict, TensorMap
 from snapshot.cli import main
 from snapshot.decoding import decode_json, decode_json_of_python, decode_msgpack, decode_yaml
 from snapshot.errors import SnapshotError
@@ -18,6 +18,7 @@ from snapshot.io.url import read_options
 from snapshot.manifest import document
 from snapshot.manifest.document import decode_head
 from snapshot.transform import verify
+from snapshot_publish import Publisher
 from snapshot_publish.store import Claim, decode_index
 from snapshot_publish.subscriber import Marker
 
@@ -63,7 +64,7 @@ def small_files(tmp_path_factory):
     """The bytes of a small file of each kind."""
     folder = tmp_path_factory.mktemp("small")
     Publisher(folder / "store").publish(1, {"é weight": torch.zeros(10)}).wait()
-    from snapshot import Subscriber
+    from snapshot_publish import Subscriber
 
     pulled = Subscriber(folder / "store", folder / "local").pull()
     Snapshot.take(folder / "s", {"s": StateDict(**{"é": 1})}, metadata={"note": "ü"})

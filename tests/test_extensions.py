@@ -195,8 +195,7 @@ def test_command_without_an_installation_names_the_cure(monkeypatch, capsys):
 
 
 def test_public_name_of_a_package_that_the_installation_lacks_has_a_note(monkeypatch):
-    monkeypatch.setitem(snapshot._HOMES, "Near", "snapshot_lacking.near")
-    monkeypatch.delitem(vars(snapshot), "Near", raising=False)
+    monkeypatch.setitem(snapshot._HOMES, "Lacking", "snapshot_lacking.module")
     with pytest.raises(ModuleNotFoundError) as caught:
-        snapshot.Near  # noqa: B018
+        snapshot.Lacking  # noqa: B018
     assert "pip install -e ." in caught.value.__notes__[0]

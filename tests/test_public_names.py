@@ -5,7 +5,10 @@ import re
 import types
 from pathlib import Path
 
+import pytest
+
 import snapshot
+from snapshot import extensions
 from tests.helpers import signatures
 
 ROOT = Path(__file__).parents[1]
@@ -16,17 +19,12 @@ NAMES = [
     "SnapshotManager",
     "TakeOptions",
     "RestoreOptions",
-    "Near",
     "Tolerate",
     "KeepLatest",
     "KeepBest",
     "KeepEvery",
     "KeepFor",
     "ignore_stop_signals",
-    "Publisher",
-    "PendingPublish",
-    "Published",
-    "Subscriber",
     "Reshardable",
     "Stateful",
     "StateDict",
@@ -62,14 +60,20 @@ NAMES = [
     "MissingExtraError",
     "release_memory",
     "load",
-    "merge",
-    "merge_lora",
 ]
 
 
 def test_public_names_of_the_package_are_these():
     assert sorted(snapshot.__all__) == sorted(NAMES)
     assert all(getattr(snapshot, name) is not None for name in NAMES)
+
+
+@pytest.mark.parametrize("name", extensions.NAMES)
+def test_public_names_of_plugins_are_found_in_their_packages_and_named_by_the_core(name):
+    home = extensions.NAMES[name]
+    assert getattr(importlib.import_module(home), name).__name__ == name
+    with pytest.raises(AttributeError, match=f"has no attribute '{name}'; import it from {home}"):
+        getattr(snapshot, name)
 
 
 def test_parameters_and_defaults_of_public_names_are_those_of_signatures_txt():

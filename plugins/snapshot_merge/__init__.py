@@ -1,1 +1,18 @@
 """Merged weights: averages, weighted sums, and LoRA adapters."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from snapshot_merge.lora import merge_lora
+    from snapshot_merge.merging import merge
+
+__all__ = ["merge", "merge_lora"]
+_HOMES = {"merge": "snapshot_merge.merging", "merge_lora": "snapshot_merge.lora"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use (PEP 562)."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -40,7 +40,7 @@ from snapshot.transform.convert import write_checkpoint
 from snapshot.transform.sources import CheckpointSource, reads_ranges
 from snapshot.transform.target import Selection, Target
 from snapshot_merge import peft
-from snapshot_merge.merge import expect_mergeable, key_of, open_origins, spellings
+from snapshot_merge.merging import expect_mergeable, key_of, open_origins, spellings
 from snapshot_merge.mixing import MixedSource, Piece, Run
 from snapshot_merge.peft import LoraConfig, Pair
 

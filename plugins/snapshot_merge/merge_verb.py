@@ -13,7 +13,7 @@ from snapshot.errors import SnapshotNotFoundError
 from snapshot.io.url import URL
 from snapshot.snapshot import Snapshot
 from snapshot_merge.lora import merge_lora
-from snapshot_merge.merge import OTHERS, merge
+from snapshot_merge.merging import OTHERS, merge
 
 DESCRIPTION = (
     "Write the average, a weighted sum, or an exponential moving average of checkpoints. They may have different "

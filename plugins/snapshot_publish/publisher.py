@@ -338,7 +338,7 @@ class Publisher:
     complete, or holds the changes since the version before. All ranks create a publisher and call `publish`.
 
     >>> import torch
-    >>> from snapshot import Publisher
+    >>> from snapshot_publish import Publisher
     >>> model = torch.nn.Linear(4, 2)
     >>> publisher = Publisher("memory://docs/policy")
     >>> publisher.publish(100, model).wait()

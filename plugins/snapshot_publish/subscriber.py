@@ -335,7 +335,7 @@ class Subscriber:
     processes of a host can share the folder: one pulls, and the others wait for it.
 
     >>> import tempfile, torch
-    >>> from snapshot import Publisher, Subscriber
+    >>> from snapshot_publish import Publisher, Subscriber
     >>> publisher = Publisher("memory://docs/weights")
     >>> publisher.publish(100, torch.nn.Linear(4, 2)).wait()
     Published(version=1, step=100, base=None)

@@ -36,7 +36,7 @@ class Near:
         compression: `"zstd"`: the uploader compresses files on their way to the root.
         grace: Seconds that `close`, and a take after `should_stop` returned True, wait for the upload.
 
-    >>> from snapshot import Near
+    >>> from snapshot_tiers import Near
     >>> Near("/dev/shm/run", replicas=2).keep
     KeepLatest(n=2)
     """

@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from snapshot import Snapshot, StateDict, Target, TensorMap, merge
+from snapshot import Snapshot, StateDict, Target, TensorMap
 from snapshot.manifest import document
 from snapshot.testing import Fault, Log, Tap, tapped
 from snapshot.transform import verify
+from snapshot_merge import merge
 
 SEED = 5
 

@@ -4,7 +4,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-import snapshot
+import snapshot_merge
 from snapshot import Snapshot, Target, TensorMap
 
 DENSE = [{"names": "dense.kernel -> weight", "axes": "i o -> o i"}, "dense.bias -> bias"]
@@ -43,7 +43,7 @@ def convert(path, target, kind, method=None):
 
 
 def merge(path, adapter, target):
-    snapshot.merge_lora(path, adapter, target, ranks=True)
+    snapshot_merge.merge_lora(path, adapter, target, ranks=True)
     dist.barrier()
 
 

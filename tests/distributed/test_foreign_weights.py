@@ -7,6 +7,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import snapshot
+import snapshot_merge
 from snapshot import Snapshot
 from tests.distributed import foreign_weights as ranks
 from tests.helpers.states import expect_equal
@@ -63,6 +64,6 @@ def test_merge_lora_is_shared_by_ranks(two, folder, target):
     save_file(state, f"{folder}/base.safetensors")
     lora = adapter(Path(folder, "adapter"), {**factors("a", 3000, 700, rank=16), **factors("b", 500, 700)})
     two.run(ranks.merge, f"{folder}/base.safetensors", str(lora), f"{folder}/{target}")
-    snapshot.merge_lora(f"{folder}/base.safetensors", lora, f"{folder}/alone")
+    snapshot_merge.merge_lora(f"{folder}/base.safetensors", lora, f"{folder}/alone")
     expect_equal(snapshot.load(f"{folder}/{target}"), snapshot.load(f"{folder}/alone"))
     assert not Snapshot.diff(f"{folder}/{target}", f"{folder}/alone")

@@ -20,7 +20,6 @@ from snapshot import (
     StateDict,
     Target,
     load,
-    merge,
 )
 from snapshot.errors import StorageError
 from snapshot.loading import shared_reads
@@ -28,6 +27,7 @@ from snapshot.storages.file import files
 from snapshot.storages.file.file_storage import FileStorage
 from snapshot.storages.file.files import drop_cache, open_direct
 from snapshot.testing import Fault, tapped
+from snapshot_merge import merge
 
 
 def _state(value, own):

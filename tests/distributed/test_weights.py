@@ -6,6 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import snapshot
+import snapshot_merge
 from snapshot import Snapshot, StateDict, Target
 from tests.helpers.versions import distribute
 
@@ -31,7 +32,7 @@ def test_merge_and_load_of_sharded_checkpoints_on_other_ranks(two, four, folder)
     for seed in range(3):
         two.run(_save, f"{folder}/{seed}", seed)
     sources = [f"{folder}/{seed}" for seed in range(3)]
-    snapshot.merge(sources, f"{folder}/out")
+    snapshot_merge.merge(sources, f"{folder}/out")
     expected = (_whole(0) + _whole(1) + _whole(2)) / 3
     merged = Snapshot(f"{folder}/out")
     assert torch.equal(merged.read_object("0/model/w"), expected)
@@ -41,5 +42,5 @@ def test_merge_and_load_of_sharded_checkpoints_on_other_ranks(two, four, folder)
     for rank, (local, whole) in enumerate(four.run(_load, f"{folder}/out")):
         assert torch.equal(local, expected[rank * 18 : (rank + 1) * 18])
         assert torch.equal(whole, expected)
-    snapshot.merge(sources, Target(f"{folder}/out.safetensors", "safetensors"), select=["model/**"])
+    snapshot_merge.merge(sources, Target(f"{folder}/out.safetensors", "safetensors"), select=["model/**"])
     assert torch.equal(snapshot.load(f"{folder}/out.safetensors")["w"], expected)

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 import snapshot
+import snapshot_merge
 from snapshot import CorruptSnapshotError, RestoreError, Snapshot, SnapshotNotFoundError, Target, UnsafeObjectError
 from snapshot import UnsupportedFormatError as Unsupported
 from snapshot.formats.hugging_face import describe_folder
@@ -55,7 +56,7 @@ def test_pytorch_model_bin_is_converted_compared_merged_and_copied(folder, tmp_p
         Snapshot(folder).convert(Target(tmp_path / target, kind))
         expect_equal_in_any_order(snapshot.load(tmp_path / target), state)
     floats = {name: each for name, each in state.items() if each.is_floating_point()}
-    snapshot.merge([folder, folder], tmp_path / "mean")
+    snapshot_merge.merge([folder, folder], tmp_path / "mean")
     expect_equal_in_any_order({name: snapshot.load(tmp_path / "mean")[name] for name in floats}, floats)
     Snapshot(folder).copy(tmp_path / "copy")
     assert {each.name for each in (tmp_path / "copy").iterdir()} == {

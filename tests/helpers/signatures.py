@@ -1,10 +1,11 @@
 """The parameters and defaults of all public names: `python -m tests.helpers.signatures` writes tests/signatures.txt."""
 
+import importlib
 import inspect
 from pathlib import Path
 
 import snapshot
-from snapshot import options
+from snapshot import extensions, options
 from snapshot.io import storage
 
 FILE = Path(__file__).parents[1] / "signatures.txt"
@@ -13,6 +14,9 @@ FILE = Path(__file__).parents[1] / "signatures.txt"
 def find_signatures():
     """Yield a line for each public function, class and method: parameters and defaults, without types."""
     places = {f"snapshot.{name}": getattr(snapshot, name) for name in snapshot.__all__}
+    places |= {
+        f"{home}.{name}": getattr(importlib.import_module(home), name) for name, home in extensions.NAMES.items()
+    }
     places |= {f"storage.{name}": getattr(storage, name) for name in ("Storage", "Capabilities")}
     places["options.Settings"] = options.Settings
     for place, value in sorted(places.items()):

@@ -58,7 +58,8 @@ def test_other_platforms_emulated_pass_the_test_suites(platform, tmp_path):
 def test_other_platforms_features_that_need_linux_say_so(platform):
     program = """
 import os, signal
-from snapshot import Snapshot, SnapshotError, SnapshotManager, StateDict, Subscriber
+from snapshot import Snapshot, SnapshotError, SnapshotManager, StateDict
+from snapshot_publish import Subscriber
 import snapshot.cli.doctor, snapshot_publish.subscriber, snapshot_tiers.join, snapshot_worker.client
 for what, call in {
     "near": lambda: SnapshotManager("run", near="near"),

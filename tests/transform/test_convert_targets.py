@@ -24,10 +24,10 @@ from snapshot import (
     UnsafeObjectError,
     UnsupportedFormatError,
     load,
-    merge,
 )
 from snapshot.storages.memory import MemoryStorage
 from snapshot.testing import faulty, recording
+from snapshot_merge import merge
 from tests.helpers.states import expect_equal
 from tests.transform.plain_storage import Plain
 

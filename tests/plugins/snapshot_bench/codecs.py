@@ -19,13 +19,14 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import nn
 
-from snapshot import Publisher, Snapshot, StateDict, Subscriber
+from snapshot import Snapshot, StateDict
 from snapshot.tensors.digest import BLOCK, LEAF, block_digest, tree_of
 from snapshot.tensors.split_zstd import BlockCodec, kind_of, load_zstd, sum_stored
 from snapshot.testing import tapped
 from snapshot_bench.raw_io import read_streams, write_streams
 from snapshot_bench.rounds import Workspace
 from snapshot_bench.workloads import random_tensors
+from snapshot_publish import Publisher, Subscriber
 from snapshot_publish.build import DeltaDecoder, DeltaEncoder, checksum_text, sum_bytes
 from tests.plugins.snapshot_bench.harness import GB, Link, Seconds, Work, draw_rows, folder_of, time_rows, transfer
 

@@ -153,7 +153,8 @@ class Link(Tap):
 PROGRAM = """
 import json, sys, time
 from pathlib import Path
-from snapshot import Snapshot, Target, TensorMap, merge
+from snapshot import Snapshot, Target, TensorMap
+from snapshot_merge import merge
 from snapshot_bench.child import reset_peak, status
 from snapshot.transform import merge as _
 from tests.plugins.snapshot_bench.harness import transfer

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from snapshot import Snapshot, StateDict, Target, merge
+from snapshot import Snapshot, StateDict, Target
 from snapshot.cli.screen import say
 from snapshot.distributed.exchange import solo_exchange
 from snapshot.errors import SnapshotError
@@ -30,6 +30,7 @@ from snapshot_bench.results import align_columns
 from snapshot_bench.rounds import Workspace, alternate
 from snapshot_bench.systems import Ours
 from snapshot_bench.workloads import CASES, random_tensors
+from snapshot_merge import merge
 from tests.plugins.snapshot_bench.harness import Link, folder_of, start_ranks, time_rows, transfer
 
 # One replica. The ranks hold the same model, as in data parallelism. It must be written once, with the work shared by

@@ -23,11 +23,12 @@ import msgspec
 import torch
 import xxhash
 
-from snapshot import Near, Snapshot, SnapshotManager, StateDict
+from snapshot import Snapshot, SnapshotManager, StateDict
 from snapshot.io.url import URL
 from snapshot.runs.timeline import Attempt, Facts, Line
 from snapshot_bench.rounds import Workspace
 from snapshot_bench.workloads import random_tensors
+from snapshot_tiers import Near
 from snapshot_tiers.control import Host
 from snapshot_tiers.near_steps import HostView, NearFolder, StepView, take_census
 from snapshot_tiers.peers import PeerServer, Place, StepSources

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import snapshot
+import snapshot_merge
 from snapshot import (
     CorruptSnapshotError,
     RestoreError,
@@ -82,7 +83,7 @@ def test_gguf_folder_is_converted_compared_merged_and_copied(written, tmp_path):
         Snapshot(folder).convert(Target(tmp_path / "to" / target, kind))
         expect_equal(dict(sorted(snapshot.load(tmp_path / "to" / target).items())), dict(sorted(state.items())))
         assert not Snapshot.diff(folder, tmp_path / "to" / target)
-    snapshot.merge([path, path], tmp_path / "mean")
+    snapshot_merge.merge([path, path], tmp_path / "mean")
     expect_equal(dict(sorted(snapshot.load(tmp_path / "mean").items())), dict(sorted(state.items())))
     Snapshot(path).copy(tmp_path / "copy.gguf")
     assert (tmp_path / "copy.gguf").read_bytes() == path.read_bytes()

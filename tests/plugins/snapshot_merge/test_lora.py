@@ -27,6 +27,7 @@ from snapshot import (
     UnsupportedFormatError,
 )
 from snapshot.cli import main
+from snapshot_merge import merge, merge_lora
 from snapshot_merge.peft import match_pattern, parse_config
 from tests.helpers.states import expect_equal
 from tests.helpers.versions import ALONE
@@ -121,7 +122,7 @@ def test_merge_lora_with_a_base_of_any_format_to_any_other(tmp_path, files, kind
     source = tmp_path / {"safetensors": "base.safetensors", "torch": "base.pt"}.get(kind, "base")
     write(kind, state, source)
     target = Target(tmp_path / {"safetensors": "out.safetensors", "torch": "out.pt"}.get(to, "out"), to)
-    report = snapshot.merge_lora(source, folder, target, select=["model/**"] if kind == "torch" else ())
+    report = merge_lora(source, folder, target, select=["model/**"] if kind == "torch" else ())
     assert report.tensors == len(state)
     close(snapshot.load(target.url), expected)
 
@@ -135,7 +136,7 @@ def test_merge_lora_does_not_depend_on_parts_and_memory_budget_bytes(tmp_path, d
     found = []
     for number, budget in enumerate((None, 1 << 20, 7 << 20)):
         path = tmp_path / f"{number}.safetensors"
-        snapshot.merge_lora(tmp_path / "base.safetensors", folder, path, memory_budget_bytes=budget)
+        merge_lora(tmp_path / "base.safetensors", folder, path, memory_budget_bytes=budget)
         found.append(snapshot.load(path))
     expect_equal(found[1], found[0])
     expect_equal(found[2], found[0])
@@ -150,7 +151,7 @@ def test_merge_lora_does_not_depend_on_parts_and_memory_budget_bytes(tmp_path, d
 def test_merge_lora_dtype_casts_after_the_merge(tmp_path, files):
     state, folder, expected = files
     save_file(state, tmp_path / "base.safetensors")
-    snapshot.merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out", dtype=torch.bfloat16)
+    merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out", dtype=torch.bfloat16)
     found = snapshot.load(tmp_path / "out")
     for name, each in found.items():
         wanted = expected[name].to(torch.bfloat16) if expected[name].is_floating_point() else expected[name]
@@ -163,7 +164,7 @@ def test_merge_lora_rslora_divides_by_the_root_of_the_rank(tmp_path):
     folder = adapter(tmp_path / "adapter", tensors, use_rslora=True)
     state = {"a.weight": draw(8, 6)}
     save_file(state, tmp_path / "base.safetensors")
-    snapshot.merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out")
+    merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out")
     expected = summed(state["a.weight"], *tensors.values(), 6 / 3)
     torch.testing.assert_close(snapshot.load(tmp_path / "out")["a.weight"], expected)
 
@@ -177,13 +178,13 @@ def test_merge_lora_square_matrix_is_refused_if_another_contradicts_fan_in_fan_o
     state = {"square.weight": draw(6, 6), **{f"{name}.weight": draw(*shapes[name]) for name in others}}
     save_file(state, tmp_path / "base.safetensors")
     if others == (("turned",) if turned else ("straight",)):
-        snapshot.merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out")
+        merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out")
         pair = tensors["square.lora_A.weight"], tensors["square.lora_B.weight"]
         expected = summed(state["square.weight"], *pair, 6 / 4, turned=turned)
         torch.testing.assert_close(snapshot.load(tmp_path / "out")["square.weight"], expected)
         return
     with pytest.raises(RestoreError, match=r"square\.weight: is square, .*Split the adapter in two"):
-        snapshot.merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out")
+        merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -203,7 +204,7 @@ def test_merge_lora_adds_to_a_saved_base_layer(tmp_path, kind, stored):
         expected *= (tensors["e.lora_magnitude_vector"] / expected.norm(dim=1))[:, None]
     for budget in (None, 1 << 20):
         target = tmp_path / f"out{budget}"
-        snapshot.merge_lora(tmp_path / "base.safetensors", folder, target, memory_budget_bytes=budget)
+        merge_lora(tmp_path / "base.safetensors", folder, target, memory_budget_bytes=budget)
         torch.testing.assert_close(snapshot.load(target)["e.weight"], expected, rtol=1e-4, atol=1e-5)
 
 
@@ -211,13 +212,13 @@ def test_merge_lora_refuses_saved_base_layers_that_do_not_fit(tmp_path):
     save_file({"a.weight": draw(8, 6)}, tmp_path / "base.safetensors")
     folder = adapter(tmp_path / "adapter", {**factors("a", 8, 6), "a.base_layer.weight": draw(9, 6)})
     with pytest.raises(RestoreError, match=r"a\.weight: has shape \[8, 6\], .* the saved base layer float32\[9, 6\]"):
-        snapshot.merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out")
+        merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out")
     adapter(folder, {**factors("a", 8, 6), "a.weight": draw(8, 6)})
     with pytest.raises(UnsupportedFormatError, match=r"cannot be merged:\n.*\.a\.weight"):
-        snapshot.merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out")
+        merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out")
     adapter(folder, {**factors("a", 8, 6), "a.base_layer.weight": draw(8, 6), "a.weight": draw(8, 6)})
     with pytest.raises(UnsupportedFormatError, match=r"cannot be merged:\n.*\.a\.weight"):
-        snapshot.merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out")
+        merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out")
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -226,7 +227,7 @@ def test_merge_lora_square_matrix_follows_fan_in_fan_out(tmp_path, turned):
     folder = adapter(tmp_path / "adapter", tensors, fan_in_fan_out=turned)
     state = {"a.weight": draw(6, 6)}
     save_file(state, tmp_path / "base.safetensors")
-    snapshot.merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out")
+    merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out")
     expected = summed(state["a.weight"], *tensors.values(), 6 / 4, turned=turned)
     torch.testing.assert_close(snapshot.load(tmp_path / "out")["a.weight"], expected)
 
@@ -245,7 +246,7 @@ def test_merge_lora_dora_scales_rows_to_their_magnitudes(tmp_path, dtype, turned
     found = []
     for number, budget in enumerate((None, 1 << 20)):
         path = tmp_path / f"{number}.safetensors"
-        snapshot.merge_lora(tmp_path / "base.safetensors", folder, path, memory_budget_bytes=budget)
+        merge_lora(tmp_path / "base.safetensors", folder, path, memory_budget_bytes=budget)
         found.append(snapshot.load(path))
     expect_equal(found[0], found[1])
     product = tensors["a.lora_B.weight"] @ tensors["a.lora_A.weight"] * 1.5
@@ -269,7 +270,7 @@ def test_merge_lora_refuses_dora_that_does_not_fit(tmp_path):
     )):  # fmt: skip
         folder = adapter(tmp_path / str(number), tensors, use_dora=use)
         with pytest.raises(RestoreError, match=expected):
-            snapshot.merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out")
+            merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out")
 
 
 def test_merge_lora_of_a_tensor_in_another_memory_format(tmp_path):
@@ -278,7 +279,7 @@ def test_merge_lora_of_a_tensor_in_another_memory_format(tmp_path):
     tensors = {"conv.lora_A.weight": draw(4, 4, 3, 3, seed=5), "conv.lora_B.weight": draw(6, 4, 1, 1, seed=6)}
     tensors |= factors("w", 6, 8)
     folder = adapter(tmp_path / "adapter", tensors)
-    report = snapshot.merge_lora(tmp_path / "base", folder, tmp_path / "out.pt")
+    report = merge_lora(tmp_path / "base", folder, tmp_path / "out.pt")
     assert "model/conv.weight: the memory layout becomes contiguous" in report.changed
     found = torch.load(tmp_path / "out.pt")["model"]
     expected = summed(
@@ -310,25 +311,25 @@ def test_merge_lora_with_a_tensor_map_of_the_base(tmp_path, files):
     save_file(state, tmp_path / "base.safetensors")
     rules = [{"names": "h.0.turned.weight -> layers.0.q.weight", "axes": "a b -> b a"}]
     loaded = snapshot.TensorMap(rules, others="keep")
-    made = snapshot.merge_lora(tmp_path / "base.safetensors", lora, tmp_path / "x.safetensors", map=loaded)
+    made = merge_lora(tmp_path / "base.safetensors", lora, tmp_path / "x.safetensors", map=loaded)
     assert made.tensors == len(state)
     expected = summed(state["h.0.turned.weight"].T.contiguous(), *factors("layers.0.q", 24, 16).values(), 6 / 4)
     expect_equal(load_file(tmp_path / "x.safetensors")["layers.0.q.weight"], expected)
     with pytest.raises(TypeError, match=r"map= has moved: pass it to merge_lora\(base, adapter, target\)"):
-        snapshot.merge([tmp_path / "base.safetensors"] * 2, tmp_path / "y", map=loaded)
+        merge([tmp_path / "base.safetensors"] * 2, tmp_path / "y", map=loaded)
 
 
 def test_merge_lora_keeps_tied_weights_tied(tmp_path):
     weight = draw(10, 6)
     Snapshot.take(tmp_path / "base", {"model": StateDict({"embed.weight": weight, "head.weight": weight})})
     tensors = factors("head", 10, 6)
-    snapshot.merge_lora(tmp_path / "base", adapter(tmp_path / "adapter", tensors), tmp_path / "out")
+    merge_lora(tmp_path / "base", adapter(tmp_path / "adapter", tensors), tmp_path / "out")
     found = snapshot.load(tmp_path / "out")
     assert found["embed.weight"].data_ptr() == found["head.weight"].data_ptr()
     torch.testing.assert_close(found["head.weight"], summed(weight, *tensors.values(), 6 / 4))
     both = adapter(tmp_path / "both", {**tensors, "embed.weight": draw(10, 6)})
     with pytest.raises(RestoreError, match=r"embed\.weight: is the same tensor as head\.weight, which is changed, too"):
-        snapshot.merge_lora(tmp_path / "base", both, tmp_path / "again")
+        merge_lora(tmp_path / "base", both, tmp_path / "again")
 
 
 def test_merge_lora_lists_all_mismatches_before_writing(tmp_path):
@@ -344,7 +345,7 @@ def test_merge_lora_lists_all_mismatches_before_writing(tmp_path):
         "embed.lora_B.weight": draw(50, 4),
     }
     with pytest.raises(RestoreError) as caught:
-        snapshot.merge_lora(tmp_path / "base.safetensors", adapter(tmp_path / "adapter", tensors), tmp_path / "out")
+        merge_lora(tmp_path / "base.safetensors", adapter(tmp_path / "adapter", tensors), tmp_path / "out")
     found = "\n".join(caught.value.mismatches)
     for line in (
         r"h.0.q.weight: has shape [24, 16], but the factors have [4, 15] and [24, 4]",
@@ -381,7 +382,7 @@ def test_merge_lora_refuses_unsupported_configurations(tmp_path, config, expecte
     save_file({"a.weight": draw(8, 6)}, tmp_path / "base.safetensors")
     folder = adapter(tmp_path / "adapter", factors("a", 8, 6), **config)
     with pytest.raises(UnsupportedFormatError, match=expected):
-        snapshot.merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out")
+        merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -398,7 +399,7 @@ def test_merge_lora_refuses_unknown_tensors(tmp_path, name):
     save_file({"a.weight": draw(8, 6)}, tmp_path / "base.safetensors")
     tensors = {name: draw(8, 6)} | factors("b", 8, 6)
     with pytest.raises(UnsupportedFormatError, match=rf"these tensors cannot be merged:\n  {PREFIX}{name}"):
-        snapshot.merge_lora(tmp_path / "base.safetensors", adapter(tmp_path / "adapter", tensors), tmp_path / "out")
+        merge_lora(tmp_path / "base.safetensors", adapter(tmp_path / "adapter", tensors), tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -410,7 +411,7 @@ def test_merge_lora_damaged_adapter_config_is_corrupt(tmp_path, content):
     folder = adapter(tmp_path / "adapter", factors("a", 8, 6))
     (folder / "adapter_config.json").write_bytes(content)
     with pytest.raises(CorruptSnapshotError, match=r"adapter_config\.json"):
-        snapshot.merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out")
+        merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out")
 
 
 @given(st.text("ab.\\d+*^$[]09(|)?{}", max_size=30), st.text("ab.019", max_size=40))
@@ -445,7 +446,7 @@ def test_merge_lora_needs_adapter_config_json(tmp_path):
     folder = adapter(tmp_path / "adapter", factors("a", 8, 6))
     (folder / "adapter_config.json").unlink()
     with pytest.raises(SnapshotError, match=r"adapter_config\.json: is missing, so .* is not an adapter of PEFT"):
-        snapshot.merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out")
+        merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out")
 
 
 def test_merge_lora_refuses_invalid_arguments(tmp_path):
@@ -453,12 +454,12 @@ def test_merge_lora_refuses_invalid_arguments(tmp_path):
     save_file({"a.weight": draw(8, 6)}, tmp_path / "base.safetensors")
     path = tmp_path / "base.safetensors"
     with pytest.raises(TypeError, match=r"lora= has moved: pass it to merge_lora\(base, adapter, target\)"):
-        snapshot.merge([path], tmp_path / "out", lora=folder)
+        merge([path], tmp_path / "out", lora=folder)
     for base_model, lora in (([path], folder), (path, None)):
         with pytest.raises(TypeError, match="a checkpoint must be"):
-            snapshot.merge_lora(base_model, lora, tmp_path / "out")
+            merge_lora(base_model, lora, tmp_path / "out")
     with pytest.raises(SnapshotNotFoundError):
-        snapshot.merge_lora(path, tmp_path / "nothing", tmp_path / "out")
+        merge_lora(path, tmp_path / "nothing", tmp_path / "out")
 
 
 def test_cli_merge_lora(tmp_path, files, capsys):
@@ -510,7 +511,7 @@ def test_merge_lora_dora_equals_peft(tmp_path, dtype):
         fresh = Block().to(dtype)
         fresh.load_state_dict(snapshot.load(tmp_path / "base.safetensors"))
         merged = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter").merge_and_unload().state_dict()
-    snapshot.merge_lora(tmp_path / "base.safetensors", tmp_path / "adapter", tmp_path / "out.safetensors")
+    merge_lora(tmp_path / "base.safetensors", tmp_path / "adapter", tmp_path / "out.safetensors")
     expect_equal(dict(sorted(snapshot.load(tmp_path / "out.safetensors").items())), dict(sorted(merged.items())))
 
 
@@ -538,7 +539,7 @@ def test_merge_lora_equals_peft(tmp_path, dtype, stored, rslora, bias):
         fresh = Block().to(dtype)
         fresh.load_state_dict(snapshot.load(tmp_path / "base.safetensors"))
         merged = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter").merge_and_unload().state_dict()
-    snapshot.merge_lora(tmp_path / "base.safetensors", tmp_path / "adapter", tmp_path / "out.safetensors")
+    merge_lora(tmp_path / "base.safetensors", tmp_path / "adapter", tmp_path / "out.safetensors")
     found = snapshot.load(tmp_path / "out.safetensors")
     assert found.keys() == merged.keys()
     for name, each in merged.items():

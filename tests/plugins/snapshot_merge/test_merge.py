@@ -18,7 +18,8 @@ import snapshot
 from snapshot import CorruptSnapshotError, RestoreError, RNGState, Snapshot, SnapshotExistsError, StateDict, Target
 from snapshot.events import add_handler, remove_handler
 from snapshot.testing import faulty
-from snapshot_merge.merge import Mix
+from snapshot_merge import merge
+from snapshot_merge.merging import Mix
 from tests.helpers.states import expect_equal
 from tests.helpers.versions import ALONE
 
@@ -83,9 +84,9 @@ def test_merge_average_equals_torch(tmp_path, dtype, to):
     sources = [write(state, tmp_path / f"{i}", form) for i, (state, form) in enumerate(zip(states, forms, strict=True))]
     if dtype.is_complex and to == "safetensors":
         with pytest.raises(snapshot.UnsupportedFormatError):
-            snapshot.merge(sources, Target(tmp_path / TARGETS[to], to))
+            merge(sources, Target(tmp_path / TARGETS[to], to))
         return
-    report = snapshot.merge(sources, Target(tmp_path / TARGETS[to], to))
+    report = merge(sources, Target(tmp_path / TARGETS[to], to))
     assert report.tensors == len(SIZES)
     expect_equal(snapshot.load(tmp_path / TARGETS[to]), averaged(states), ordered=False)
     assert Snapshot(tmp_path / TARGETS[to]).verify()
@@ -96,14 +97,14 @@ def test_merge_result_can_be_compressed(tmp_path):
     sources = [
         write(state, tmp_path / str(i), form) for i, (state, form) in enumerate(zip(states, FORMS, strict=False))
     ]
-    snapshot.merge(sources, tmp_path / "plain")
-    snapshot.merge([tmp_path / "plain", sources[1]], Target(tmp_path / "packed", compression="zstd"), ema=0.0)
+    merge(sources, tmp_path / "plain")
+    merge([tmp_path / "plain", sources[1]], Target(tmp_path / "packed", compression="zstd"), ema=0.0)
     assert Snapshot(tmp_path / "packed").metadata.nbytes < 0.8 * Snapshot(tmp_path / "plain").metadata.nbytes
     expect_equal(snapshot.load(tmp_path / "packed"), states[1], ordered=False)
-    snapshot.merge([tmp_path / "packed", sources[0]], tmp_path / "again", ema=1.0)
+    merge([tmp_path / "packed", sources[0]], tmp_path / "again", ema=1.0)
     expect_equal(snapshot.load(tmp_path / "again"), states[1], ordered=False)
     with pytest.raises(ValueError, match="compression must be None for to='torch'"):
-        snapshot.merge(sources, Target(tmp_path / "no.pt", "torch", compression="zstd"))
+        merge(sources, Target(tmp_path / "no.pt", "torch", compression="zstd"))
 
 
 def test_merge_weights_are_used_in_order(tmp_path, caplog):
@@ -119,10 +120,10 @@ def test_merge_weights_are_used_in_order(tmp_path, caplog):
 
         return combined(states, combine)
 
-    snapshot.merge(sources, tmp_path / "right", weights=[0.5, 0.3, 0.2])
+    merge(sources, tmp_path / "right", weights=[0.5, 0.3, 0.2])
     expect_equal(snapshot.load(tmp_path / "right"), weighted([0.5, 0.3, 0.2]), ordered=False)
     assert "add up" not in caplog.text
-    snapshot.merge(sources, tmp_path / "vector", weights=[1, 2, -1.5])
+    merge(sources, tmp_path / "vector", weights=[1, 2, -1.5])
     expect_equal(snapshot.load(tmp_path / "vector"), weighted([1, 2, -1.5]), ordered=False)
     assert "the weights add up to 1.5, not 1" in caplog.text
 
@@ -137,16 +138,16 @@ def test_merge_ema_begins_with_the_first_source(tmp_path):
             mean = mean * 0.9 + each * (1 - 0.9)
         return mean
 
-    snapshot.merge(sources, tmp_path / "ema", ema=0.9)
+    merge(sources, tmp_path / "ema", ema=0.9)
     expect_equal(snapshot.load(tmp_path / "ema"), combined(states, combine), ordered=False)
 
 
 def test_merge_of_different_dtypes_and_a_dtype_of_the_result(tmp_path):
     states = [weights(0, torch.bfloat16), weights(1, torch.float32), weights(2, torch.float64)]
     sources = [write(state, tmp_path / f"{i}", "snapshot") for i, state in enumerate(states)]
-    snapshot.merge(sources, tmp_path / "out")
+    merge(sources, tmp_path / "out")
     expect_equal(snapshot.load(tmp_path / "out"), averaged(states), ordered=False)
-    snapshot.merge(sources, tmp_path / "half", dtype=torch.float16)
+    merge(sources, tmp_path / "half", dtype=torch.float16)
     expected = combined(states, lambda tensors: sum(tensors[1:], tensors[0]) / 3)
     precise = {n: (sum(s[n].double() for s in states) / 3).half() for n in expected}
     expect_equal(snapshot.load(tmp_path / "half"), precise, ordered=False)
@@ -156,7 +157,7 @@ def test_merge_of_nan_and_infinity_follows_arithmetic(tmp_path):
     special = torch.tensor([float("nan"), float("inf"), float("inf"), 3e38, -0.0])
     other = torch.tensor([1.0, float("-inf"), 1.0, 3e38, -0.0])
     sources = [write({"w": each}, tmp_path / f"{i}", "safetensors") for i, each in enumerate((special, other))]
-    snapshot.merge(sources, tmp_path / "out")
+    merge(sources, tmp_path / "out")
     expected = (special + other) / 2
     assert torch.equal(snapshot.load(tmp_path / "out")["w"].nan_to_num(7), expected.nan_to_num(7))
 
@@ -174,8 +175,8 @@ def test_merge_others_first_keeps_other_values_of_the_first_run(tmp_path):
         Snapshot.take(tmp_path / f"{seed}", app)
         runs.append((model, optimizer))
     with pytest.raises(RestoreError, match="rng/torch: differs"):
-        snapshot.merge([tmp_path / "0", tmp_path / "1"], tmp_path / "out")
-    snapshot.merge([tmp_path / "0", tmp_path / "1"], tmp_path / "out", others="first")
+        merge([tmp_path / "0", tmp_path / "1"], tmp_path / "out")
+    merge([tmp_path / "0", tmp_path / "1"], tmp_path / "out", others="first")
     model = nn.Sequential(nn.Linear(30, 40), nn.Linear(40, 30))
     optimizer, loop = torch.optim.AdamW(model.parameters()), StateDict(step=0)
     Snapshot(tmp_path / "out").restore({"model": model, "optimizer": optimizer, "rng": RNGState(), "loop": loop})
@@ -195,9 +196,9 @@ def test_merge_matches_names_across_formats(tmp_path):
     save_file({"model.a.weight": states[1]["a.weight"]}, tmp_path / "2.safetensors")
     expected = {"a.weight": (states[0]["a.weight"] + states[1]["a.weight"]) / 2}
     for other in ("1.safetensors", "2.safetensors"):
-        snapshot.merge([tmp_path / "0", tmp_path / other], Target(tmp_path / "out", overwrite=True))
+        merge([tmp_path / "0", tmp_path / other], Target(tmp_path / "out", overwrite=True))
         expect_equal(snapshot.load(tmp_path / "out"), expected, ordered=False)
-    snapshot.merge([tmp_path / "1.safetensors", tmp_path / "0"], Target(tmp_path / "back.safetensors", "safetensors"))
+    merge([tmp_path / "1.safetensors", tmp_path / "0"], Target(tmp_path / "back.safetensors", "safetensors"))
     expect_equal(load_file(tmp_path / "back.safetensors"), expected, ordered=False)
 
 
@@ -206,9 +207,9 @@ def test_merge_select_ignores_other_values(tmp_path):
     Snapshot.take(tmp_path / "0", {"model": StateDict(states[0]), "more": StateDict(x=torch.ones(3))})
     Snapshot.take(tmp_path / "1", {"model": StateDict(states[1]), "less": StateDict(y=torch.ones(3))})
     with pytest.raises(RestoreError) as raised:
-        snapshot.merge([tmp_path / "0", tmp_path / "1"], tmp_path / "out")
+        merge([tmp_path / "0", tmp_path / "1"], tmp_path / "out")
     assert [line.split(":")[0] for line in raised.value.mismatches] == ["more/x", "less/y"]
-    snapshot.merge([tmp_path / "0", tmp_path / "1"], tmp_path / "out", select=["model/**"])
+    merge([tmp_path / "0", tmp_path / "1"], tmp_path / "out", select=["model/**"])
     expect_equal(snapshot.load(tmp_path / "out"), averaged(states), ordered=False)
 
 
@@ -222,7 +223,7 @@ def test_merge_raises_all_mismatches_and_writes_nothing(tmp_path):
     }
     sources = [write(each, tmp_path / f"{i}", "safetensors") for i, each in enumerate((first, second))]
     with pytest.raises(RestoreError) as raised:
-        snapshot.merge(sources, tmp_path / "out")
+        merge(sources, tmp_path / "out")
     assert sorted(line.split(":")[0] for line in raised.value.mismatches) == ["gone", "kind", "new", "shape"]
     assert not (tmp_path / "out").exists()
 
@@ -233,11 +234,11 @@ def test_merge_integers_must_be_equal_or_come_from_the_first(tmp_path):
         state = {"w": torch.full((5,), float(number)), "count": torch.tensor(number), "mask": torch.tensor([True])}
         sources.append(write(state, tmp_path / f"{number}", "snapshot"))
     with pytest.raises(RestoreError, match="others='first'") as raised:
-        snapshot.merge(sources, tmp_path / "out")
+        merge(sources, tmp_path / "out")
     assert len(raised.value.mismatches) == 1
     assert "count" in raised.value.mismatches[0]
     assert not (tmp_path / "out").exists()
-    report = snapshot.merge(sources, tmp_path / "out", others="first")
+    report = merge(sources, tmp_path / "out", others="first")
     assert [line.split(":")[0] for line in report.changed] == ["model/count"]
     got = snapshot.load(tmp_path / "out")
     assert got["count"] == 0
@@ -249,12 +250,12 @@ def test_merge_keeps_tied_weights_tied_if_equal_in_all_sources(tmp_path):
     Snapshot.take(tmp_path / "0", {"model": StateDict(a=tied, b=tied)})
     save_file({"a": torch.ones(6), "b": torch.ones(6)}, tmp_path / "1.safetensors")
     save_file({"a": torch.ones(6), "b": torch.zeros(6)}, tmp_path / "2.safetensors")
-    snapshot.merge([tmp_path / "0", tmp_path / "1.safetensors"], tmp_path / "out")
+    merge([tmp_path / "0", tmp_path / "1.safetensors"], tmp_path / "out")
     got = snapshot.load(tmp_path / "out")
     assert got["a"] is got["b"]
     assert torch.equal(got["a"], (torch.arange(6.0) + 1) / 2)
     with pytest.raises(RestoreError, match="one tensor in the first source"):
-        snapshot.merge([tmp_path / "0", tmp_path / "2.safetensors"], tmp_path / "no", others="first")
+        merge([tmp_path / "0", tmp_path / "2.safetensors"], tmp_path / "no", others="first")
     assert not (tmp_path / "no").exists()
 
 
@@ -264,8 +265,8 @@ def test_merge_sparse_tensors_must_be_equal(tmp_path):
         sparse = torch.sparse_coo_tensor([[0, 2]], [1.0, 2.0 + number], (4,), check_invariants=True)
         Snapshot.take(tmp_path / f"{number}", {"model": StateDict(w=torch.ones(2), s=sparse)})
     with pytest.raises(RestoreError, match="cannot be averaged"):
-        snapshot.merge([tmp_path / "0", tmp_path / "1"], tmp_path / "out")
-    snapshot.merge([tmp_path / "0", tmp_path / "0"], tmp_path / "out")
+        merge([tmp_path / "0", tmp_path / "1"], tmp_path / "out")
+    merge([tmp_path / "0", tmp_path / "0"], tmp_path / "out")
     assert torch.equal(Snapshot(tmp_path / "out").read_object("model/s").to_dense(), torch.tensor([1.0, 0, 2.0, 0]))
 
 
@@ -274,7 +275,7 @@ def test_merge_with_a_damaged_source_keeps_an_existing_target(tmp_path):
     sources = [write(state, tmp_path / f"{i}", "snapshot") for i, state in enumerate(states)]
     targets = {"snapshot": tmp_path / "out", "safetensors": tmp_path / "out.safetensors"}
     for to, target in targets.items():
-        snapshot.merge(sources[:2], Target(target, to))
+        merge(sources[:2], Target(target, to))
     (file,) = (tmp_path / "2" / "data").glob("*.safetensors")
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
@@ -282,19 +283,19 @@ def test_merge_with_a_damaged_source_keeps_an_existing_target(tmp_path):
     file.write_bytes(content)
     for to, target in targets.items():
         with pytest.raises(CorruptSnapshotError, match="digest"):
-            snapshot.merge(sources, Target(target, to, overwrite=True))
+            merge(sources, Target(target, to, overwrite=True))
         expect_equal(snapshot.load(target), averaged(states[:2]), ordered=False)
         assert not [name for name in os.listdir(tmp_path) if name.startswith(".convert-")]
-        snapshot.merge(sources, Target(target, to, overwrite=True), verify=False)
+        merge(sources, Target(target, to, overwrite=True), verify=False)
     with pytest.raises(SnapshotExistsError):
-        snapshot.merge(sources[:2], tmp_path / "out")
+        merge(sources[:2], tmp_path / "out")
 
 
 _KILLED = """
 import os, signal, sys
 from snapshot import Target
 import snapshot
-from snapshot_merge.merge import Mix
+from snapshot_merge.merging import Mix
 apply, calls = Mix.apply, []
 def dying(self, *arguments):
     calls.append(1)
@@ -302,7 +303,7 @@ def dying(self, *arguments):
         os.kill(os.getpid(), signal.SIGKILL)
     apply(self, *arguments)
 Mix.apply = dying
-snapshot.merge(sys.argv[4:], Target(sys.argv[2], sys.argv[3], overwrite=True), memory_budget_bytes=4 << 20)
+merge(sys.argv[4:], Target(sys.argv[2], sys.argv[3], overwrite=True), memory_budget_bytes=4 << 20)
 """
 
 
@@ -310,11 +311,11 @@ snapshot.merge(sys.argv[4:], Target(sys.argv[2], sys.argv[3], overwrite=True), m
 def test_merge_that_is_killed_keeps_an_existing_target(tmp_path, to, name):
     states = [weights(seed) for seed in range(3)]
     sources = [write(state, tmp_path / f"{i}", "safetensors") for i, state in enumerate(states)]
-    snapshot.merge(sources[:2], Target(tmp_path / name, to))
+    merge(sources[:2], Target(tmp_path / name, to))
     command = [sys.executable, "-c", _KILLED, "2", str(tmp_path / name), to, *sources]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
     expect_equal(snapshot.load(tmp_path / name), averaged(states[:2]), ordered=False)
-    snapshot.merge(sources, Target(tmp_path / name, to, overwrite=True))
+    merge(sources, Target(tmp_path / name, to, overwrite=True))
     expect_equal(snapshot.load(tmp_path / name), averaged(states), ordered=False)
 
 
@@ -322,10 +323,10 @@ def test_merge_with_storage_faults_and_sources_in_memory(tmp_path):
     states = [weights(seed) for seed in range(2)]
     Snapshot.take("memory://merge/0", {"model": StateDict(states[0])})
     second = write(states[1], tmp_path / "1", "several")
-    snapshot.merge(["memory://merge/0", Snapshot(second, storage_options={})], "memory://merge/out")
+    merge(["memory://merge/0", Snapshot(second, storage_options={})], "memory://merge/out")
     expect_equal(snapshot.load("memory://merge/out"), averaged(states), ordered=False)
     with faulty(on="read_into", nth=3, error=OSError(5, "bad disk")), pytest.raises(snapshot.SnapshotError):
-        snapshot.merge([f"faulty+file://{second}", second], tmp_path / "out")
+        merge([f"faulty+file://{second}", second], tmp_path / "out")
     assert not (tmp_path / "out" / ".snapshot_metadata").exists()
 
 
@@ -346,13 +347,13 @@ def test_merge_with_storage_faults_and_sources_in_memory(tmp_path):
 def test_merge_refuses_invalid_arguments(tmp_path, arguments, error, text):
     sources = [write({"w": torch.ones(1)}, tmp_path / f"{i}", "safetensors") for i in range(2)]
     with pytest.raises(error, match=text):
-        snapshot.merge(sources, tmp_path / "out", **arguments)
+        merge(sources, tmp_path / "out", **arguments)
     assert not (tmp_path / "out").exists()
     for wrong in ([sources[0]], sources[0]):
         with pytest.raises(ValueError, match="at least 2 checkpoints"):
-            snapshot.merge(wrong, tmp_path / "out")
+            merge(wrong, tmp_path / "out")
     with pytest.raises(ValueError, match="the destination is the source"):
-        snapshot.merge(sources, Target(sources[1], "safetensors"))
+        merge(sources, Target(sources[1], "safetensors"))
 
 
 def test_merge_event_and_progress(tmp_path):
@@ -360,7 +361,7 @@ def test_merge_event_and_progress(tmp_path):
     events, seen = [], []
     add_handler(events.append)
     try:
-        snapshot.merge(sources, tmp_path / "out", progress=seen.append)
+        merge(sources, tmp_path / "out", progress=seen.append)
     finally:
         remove_handler(events.append)
     assert [(each.name, each.verb) for each in events if each.name == "merged"] == [("merged", "merge")]
@@ -380,9 +381,7 @@ def test_merge_of_any_formats_dtypes_and_memory_budget_bytes(tmp_path_factory, d
     to = data.draw(st.sampled_from(sorted(TARGETS)))
     target = folder / TARGETS[to]
     budget = data.draw(st.sampled_from([None, 1 << 20, 3 << 20, 64 << 20]))
-    snapshot.merge(
-        sources, Target(target, to, shard_bytes=data.draw(st.integers(1000, 10**6))), memory_budget_bytes=budget
-    )
+    merge(sources, Target(target, to, shard_bytes=data.draw(st.integers(1000, 10**6))), memory_budget_bytes=budget)
     expect_equal(snapshot.load(target), averaged(states), ordered=False)
 
 
@@ -410,9 +409,9 @@ def test_merge_refuses_ambiguous_names(tmp_path):
     save_file({"w": torch.full((4,), 4.0)}, tmp_path / "b.safetensors")
     sources = [whole.path, str(tmp_path / "b.safetensors")]
     with pytest.raises(RestoreError, match=r"/w: w in .* is matched with (ema|model)/w already"):
-        snapshot.merge(sources, tmp_path / "out")
+        merge(sources, tmp_path / "out")
     with pytest.raises(RestoreError, match="w: may be ema/w or model/w in"):
-        snapshot.merge(sources[::-1], tmp_path / "out", select=["**"])
+        merge(sources[::-1], tmp_path / "out", select=["**"])
     assert not (tmp_path / "out").exists()
 
 
@@ -421,13 +420,13 @@ def test_merge_refuses_a_destination_inside_a_source(tmp_path):
         Snapshot.take(str(tmp_path / name), {"model": StateDict(w=torch.zeros(4))})
     sources = [str(tmp_path / name) for name in ("a", "b")]
     with pytest.raises(ValueError, match="the destination is inside the source"):
-        snapshot.merge(sources, Target(tmp_path / "a/x.safetensors", "safetensors"))
+        merge(sources, Target(tmp_path / "a/x.safetensors", "safetensors"))
 
 
 @pytest.mark.parametrize("given", [{"weights": ["a", "b"]}, {"weights": 0.5}, {"weights": [None, 1]}, {"ema": "x"}])
 def test_merge_weights_and_ema_must_be_numbers(given, tmp_path):
     with pytest.raises(ValueError, match=r"weights must be 2 finite|ema must be a decay"):
-        snapshot.merge([tmp_path / "a", tmp_path / "b"], tmp_path / "c", **given)
+        merge([tmp_path / "a", tmp_path / "b"], tmp_path / "c", **given)
     for sources in (None, 3, [tmp_path, 3]):
         with pytest.raises(ValueError, match="sources must be"):
-            snapshot.merge(sources, tmp_path / "c")
+            merge(sources, tmp_path / "c")

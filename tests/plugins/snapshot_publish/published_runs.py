@@ -5,7 +5,7 @@ import json
 import torch
 from safetensors.torch import load_file
 
-from snapshot import Publisher
+from snapshot_publish import Publisher
 from tests.plugins.snapshot_publish.models import model, train
 
 

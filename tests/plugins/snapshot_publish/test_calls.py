@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from snapshot import Publisher, RankError, RestoreError, Sharded, SnapshotError, Subscriber, TensorMap
-from snapshot_publish import shares
+from snapshot import RankError, RestoreError, Sharded, SnapshotError, TensorMap
+from snapshot_publish import Publisher, Subscriber, shares
 from tests.plugins.snapshot_publish import engine
 
 pytestmark = pytest.mark.ranks

@@ -10,7 +10,8 @@ import torch
 import zstandard
 from safetensors.torch import load_file
 
-from snapshot import CorruptSnapshotError, Publisher, StorageError, Subscriber, UnsupportedFormatError
+from snapshot import CorruptSnapshotError, StorageError, UnsupportedFormatError
+from snapshot_publish import Publisher, Subscriber
 from snapshot_publish.build import DeltaDecoder
 from snapshot_publish.store import decode_index
 

@@ -7,10 +7,10 @@ import signal
 import pytest
 import torch
 
-from snapshot import Publisher, Subscriber
 from snapshot.io.registry import open_storage, register
 from snapshot.io.storage import URL
 from snapshot.testing.storages import TappedStorage
+from snapshot_publish import Publisher, Subscriber
 from tests.faults.killed_jobs import Kill
 from tests.plugins.snapshot_publish import engine
 from tests.plugins.snapshot_publish.published_runs import expect_loaded

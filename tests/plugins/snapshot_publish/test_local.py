@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from snapshot import CorruptSnapshotError, Publisher, Snapshot, SnapshotError, StateDict, Subscriber
+from snapshot import CorruptSnapshotError, Snapshot, SnapshotError, StateDict
 from snapshot.io.loop import _unfinished
 from snapshot.testing.storages import recording
-from snapshot_publish import build
+from snapshot_publish import Publisher, Subscriber, build
 from snapshot_publish import subscriber as local
 from snapshot_publish import subscriber as notify
 from snapshot_publish.store import VersionStore

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from snapshot import Publisher, SnapshotError, SnapshotNotFoundError, Subscriber
+from snapshot import SnapshotError, SnapshotNotFoundError
+from snapshot_publish import Publisher, Subscriber
 from snapshot_publish.store import CLAIM, VersionStore, version_name
 from tests.plugins.snapshot_objectstore.s3_options import options
 from tests.plugins.snapshot_publish.published_runs import expect_loaded

@@ -14,12 +14,11 @@ from snapshot import (
     KeepEvery,
     KeepFor,
     KeepLatest,
-    Publisher,
     SnapshotError,
     StorageError,
-    Subscriber,
 )
 from snapshot.testing.storages import faulty
+from snapshot_publish import Publisher, Subscriber
 from snapshot_publish import publisher as publisher_module
 from tests.plugins.snapshot_publish import engine
 from tests.plugins.snapshot_publish.models import model, train

@@ -11,9 +11,10 @@ from typing import ClassVar
 import pytest
 import torch
 
-from snapshot import CorruptSnapshotError, Publisher, SnapshotError, SnapshotNotFoundError, StorageError, Subscriber
+from snapshot import CorruptSnapshotError, SnapshotError, SnapshotNotFoundError, StorageError
 from snapshot.io.loop import _unfinished, in_own_thread
 from snapshot.testing.storages import faulty
+from snapshot_publish import Publisher, Subscriber
 from snapshot_publish.store import VersionStore
 from snapshot_publish.subscriber import MARKER
 from tests.helpers.states import flip

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
-from snapshot import Publisher, RankError, Sharded, SnapshotError, StorageError, Subscriber, TensorMap
+from snapshot import RankError, Sharded, SnapshotError, StorageError, TensorMap
 from snapshot.testing.storages import faulty
-from snapshot_publish import shares
+from snapshot_publish import Publisher, Subscriber, shares
 from tests.helpers.rank_pool import Died
 from tests.plugins.snapshot_publish import engine
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from snapshot import Publisher, Subscriber
+from snapshot_publish import Publisher, Subscriber
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.libraries

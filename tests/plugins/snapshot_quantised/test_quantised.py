@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import snapshot
+import snapshot_publish
 from snapshot import CorruptSnapshotError, RestoreError, Snapshot, StateDict, Target, TensorMap
 from snapshot.cli import main
 from tests.formats.remote_copies import on_s3
@@ -376,4 +377,4 @@ def test_dequantise_refuses_invalid_arguments(tmp_path):
     with pytest.raises(ValueError, match="dequantise must be"):
         TensorMap.load(tmp_path / "own.json")
     with pytest.raises(ValueError, match="names must not dequantise"):
-        snapshot.Publisher(tmp_path / "weights", names=TensorMap([], dequantise="awq"))
+        snapshot_publish.Publisher(tmp_path / "weights", names=TensorMap([], dequantise="awq"))

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from snapshot import CorruptSnapshotError, Near, SignatureError, Snapshot, SnapshotManager, StateDict, TakeOptions
+from snapshot import CorruptSnapshotError, SignatureError, Snapshot, SnapshotManager, StateDict, TakeOptions
 from snapshot.save.base_files import Comparer
 from snapshot.testing import Log, tapped
+from snapshot_tiers import Near
 from tests.helpers.states import flip
 
 

@@ -20,12 +20,12 @@ from snapshot import (
     TakeOptions,
     Target,
     load,
-    merge,
 )
 from snapshot.io.aio import in_thread
 from snapshot.manifest.document import decode_document, encode
 from snapshot.testing import Log, faulty, tapped
 from snapshot.transform.verify import Verification
+from snapshot_merge import merge
 from snapshot_signing.keys import Signer, Statement
 from tests.helpers.states import flip
 

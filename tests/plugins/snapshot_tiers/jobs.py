@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from snapshot import Near, SnapshotManager, StateDict
+from snapshot import SnapshotManager, StateDict
+from snapshot_tiers import Near
 from snapshot_tiers.control import ControlClient, Request, UploaderError
 from snapshot_tiers.uploader_process import find_runs, lock_folder, upload_by_hand
 

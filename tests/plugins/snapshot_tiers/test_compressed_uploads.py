@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from snapshot import Near, Snapshot, SnapshotManager, StateDict, StorageError, TakeOptions
+from snapshot import Snapshot, SnapshotManager, StateDict, StorageError, TakeOptions
 from snapshot.errors import StorageNotFoundError
 from snapshot.io.budget import MemoryBudget
 from snapshot.io.loop import run
@@ -19,6 +19,7 @@ from snapshot.loading.decompression import DecompressingStorage
 from snapshot.loading.open import open_checkpoint
 from snapshot.runs.timeline import Facts
 from snapshot.tensors.digest import digest_range
+from snapshot_tiers import Near
 from snapshot_tiers.far_upload import FarStorage, FarUpload, PackedUploads, read_notes
 from snapshot_tiers.near_steps import NearFolder, copy_verified, describe_files
 from tests.plugins.snapshot_tiers.jobs import data_files, flip_keeping_time, holds, manager_of, rank, stop_uploaders

@@ -6,8 +6,9 @@ import shutil
 import pytest
 import torch
 
-from snapshot import KeepLatest, Near, Snapshot, SnapshotExistsError, SnapshotManager, TakeOptions, Tolerate
+from snapshot import KeepLatest, Snapshot, SnapshotExistsError, SnapshotManager, TakeOptions, Tolerate
 from snapshot.errors import SnapshotError, StorageError
+from snapshot_tiers import Near
 from snapshot_tiers.control import Request
 from tests.plugins.snapshot_tiers.jobs import (
     data_files,

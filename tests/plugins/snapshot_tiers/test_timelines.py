@@ -12,12 +12,12 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from snapshot import KeepEvery, KeepLatest, Near, Snapshot, SnapshotError, SnapshotManager, StorageError
+from snapshot import KeepEvery, KeepLatest, Snapshot, SnapshotError, SnapshotManager, StorageError
 from snapshot import events as happening
 from snapshot.cli import main
 from snapshot.errors import RunDeletedError, RunForkedError
 from snapshot.storages.file.file_storage import FileStorage
-from snapshot_tiers import tier_set, tiered_steps
+from snapshot_tiers import Near, tier_set, tiered_steps
 from snapshot_tiers.control import Request
 from snapshot_tiers.facts import read_copy
 from snapshot_tiers.uploader_process import ensure_uploader

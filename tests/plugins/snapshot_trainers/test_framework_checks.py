@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from snapshot import (
     CorruptSnapshotError,
-    Publisher,
     RestoreError,
     Snapshot,
     SnapshotError,
@@ -27,7 +26,7 @@ from snapshot.interop.framework_checks import expect_parameters
 from snapshot.interop.handover import TrainableState
 from snapshot.interop.objects import build_objects
 from snapshot.saved import SavedObject
-from snapshot_publish import weight_sync
+from snapshot_publish import Publisher, weight_sync
 from snapshot_publish.weight_sync import Shares, WeightReader, box_of
 from snapshot_trainers import automodel, torchtune
 

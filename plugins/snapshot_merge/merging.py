@@ -554,7 +554,7 @@ def merge(
     >>> for number in (1, 2):
     ...     state = snapshot.StateDict(weight=torch.full((3,), float(number)))
     ...     taken = snapshot.Snapshot.take(f"memory://docs/run-{number}", {"model": state})
-    >>> snapshot.merge(["memory://docs/run-1", "memory://docs/run-2"], "memory://docs/soup").tensors
+    >>> snapshot_merge.merge(["memory://docs/run-1", "memory://docs/run-2"], "memory://docs/soup").tensors
     1
     >>> snapshot.load("memory://docs/soup")
     {'weight': tensor([1.5000, 1.5000, 1.5000])}
