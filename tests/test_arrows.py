@@ -101,8 +101,6 @@ def is_plugin(module):
 
 
 DECLARED = {
-    "snapshot_health.ui_verb -> snapshot_tiers.kind",
-    "snapshot_health.ui_verb -> snapshot_tiers.near_steps",
     "snapshot_megatron.legacy -> snapshot_deepspeed.parts",
     "snapshot_trainers.torchft -> snapshot_tiers.peers",
     "snapshot_trainers.transformers -> snapshot_merge.peft",

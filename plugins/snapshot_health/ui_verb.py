@@ -42,6 +42,7 @@ from snapshot.loading.open import Opened, expect_files, open_checkpoint
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manager.root import Root
 from snapshot.manager.step_metadata import noted_metrics
+from snapshot.manager.steps import HeldStep, find_kind
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import METADATA, Document, ManifestHead, check_tensor, find_locations
 from snapshot.manifest.rank_view import is_shared
@@ -52,8 +53,6 @@ from snapshot.tensors.geometry import Box, split_shape
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE
 from snapshot.text import VERSION
 from snapshot.transform.diff_bytes import STEP, l2_norm
-from snapshot_tiers.kind import runs_in, tier_rows
-from snapshot_tiers.near_steps import NearFolder, NearStep
 
 # Health of tensors: norms, and numbers of values that are not finite, read part by part.
 
@@ -229,18 +228,17 @@ class RunView:
                 step: (folders.committed[step], head) for step, head in heads.items() if isinstance(head, ManifestHead)
             }
         described: dict[int, object] = dict.fromkeys(chosen, TORN) | dict(folders.unreadable)
-        described |= {step: near[step][1].head for step in chosen & near.keys()}
+        described |= {step: near[step].head for step in chosen & near.keys()}
         described |= heads
         places: dict[int, dict[str, str]] = {}
         line = on_loop(self._root.line())
-        for folder in self._runs():
-            for row in tier_rows(folder, heads, line):
-                if places.get(row["step"], {"near": "absent"})["near"] == "absent":
-                    places[row["step"]] = {"near": row["near"], "far": row["far"]}
+        for row in [] if self._near is None else find_kind("near").list_steps(self._near, self.url, heads, line)[0]:
+            if places.get(row["step"], {"near": "absent"})["near"] == "absent":
+                places[row["step"]] = {"near": row["near"], "far": row["far"]}
         rows = [
             _row(step, described[step])
             | places.get(step, {})
-            | {"pinned": step in pinned or (step in near and near[step][0].is_pinned(step))}
+            | {"pinned": step in pinned or (step in near and near[step].is_pinned())}
             for step in sorted(chosen, reverse=True)
         ]
         return {"url": str(self.url), "near": self._near, "version": VERSION, "total": len(every), "steps": rows}
@@ -298,22 +296,14 @@ class RunView:
         with self._checkpoint(step).new_session(BUDGET) as session:
             yield on_loop(open_checkpoint(session))
 
-    def _runs(self) -> list[NearFolder]:
-        return [] if self._near is None else runs_in(self._near, self.url)
-
-    def _near_steps(self) -> dict[int, tuple[NearFolder, NearStep]]:
-        return {step: (folder, near) for folder in self._runs() for step, near in folder.steps().items()}
+    def _near_steps(self) -> Mapping[int, HeldStep]:
+        return {} if self._near is None else find_kind("near").held_steps(self._near, self.url)
 
     def _checkpoint(self, step: int) -> Snapshot:
         """Return a step: from the near folder if it has all files of the same save, otherwise from the root."""
-        folder, near = self._near_steps().get(step, (None, None))
-        if (
-            folder is not None
-            and near is not None
-            and self._root.save_id(step) in ("", near.save_id)
-            and folder.is_whole(near)
-        ):
-            return Snapshot(folder.step_path(step))
+        near = self._near_steps().get(step)
+        if near is not None and self._root.save_id(step) in ("", near.save_id) and (path := near.whole_path()):
+            return Snapshot(path)
         return Snapshot(self._root.step_url(step).reveal(), storage_options=self._options)
 
 

@@ -41,7 +41,6 @@ from snapshot.manifest.entries import PLAIN, ShardedTensorEntry, TensorEntry
 from snapshot.manifest.paths import decode_component, encode_component
 from snapshot.tensors.digest import digest_range
 from snapshot.tensors.memory import ITEMSIZE, contiguous_strides
-from snapshot_deepspeed.parts import JoinRules
 from snapshot_megatron.legacy_optimizer import MAIN, MOMENTS, OWN_OPTIONS, NotJoinedError, PartState, read_state
 
 FORMAT = "megatron"
@@ -190,6 +189,8 @@ class Checkpoint:
             raise CorruptSnapshotError(
                 f"{self._where}: the folder of a part is missing, got {[part.file.name for part in self._parts][:8]}"
             )
+        from snapshot_deepspeed.parts import JoinRules  # of another plugin, which this format needs
+
         self._rules = JoinRules(self._where, _RULES, self._width)
         self._gates: dict[str, bool] = {}
         """True for tensors of the model that have two halves, by their names."""

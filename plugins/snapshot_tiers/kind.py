@@ -18,6 +18,22 @@ from snapshot_tiers.near_steps import NearFolder, NearStep
 from snapshot_tiers.uploader_process import find_runs
 
 
+class HeldNearStep:
+    """A near step of this host."""
+
+    def __init__(self, folder: NearFolder, step: NearStep) -> None:
+        self._folder, self._step = folder, step
+        self.head, self.save_id = step.head, step.save_id
+
+    def is_pinned(self) -> bool:
+        """Return True if the step is protected from removal."""
+        return self._folder.is_pinned(self._step.step)
+
+    def whole_path(self) -> str:
+        """Return the path of the step if all of its files are here, else ''."""
+        return self._folder.step_path(self._step.step) if self._folder.is_whole(self._step) else ""
+
+
 class NearRuns:
     """Runs whose steps are in a folder of each host, and are uploaded to a root."""
 
@@ -33,6 +49,12 @@ class NearRuns:
         """Return a row for each step that is near or far, and what the states in the rows mean."""
         rows = [row for folder in runs_in(near, far) for row in tier_rows(folder, heads, line)]
         return rows, {state.value: meaning for state, meaning in MEANINGS.items()}
+
+    def held_steps(self, near: str, far: URL) -> dict[int, HeldNearStep]:
+        """Return the near steps of this host."""
+        return {
+            step: HeldNearStep(folder, found) for folder in runs_in(near, far) for step, found in folder.steps().items()
+        }
 
 
 NEAR = NearRuns()

@@ -36,7 +36,6 @@ from snapshot.interop.framework_checks import expect_parameters
 from snapshot.interop.handover import Given
 from snapshot.io.shared_folder import SharedFolder, delete_abandoned
 from snapshot.snapshot import Snapshot
-from snapshot_tiers.peers import PeerServer
 
 # DTensors as plain values: the local tensor, and the layout. Other ranks have no part in it.
 
@@ -142,6 +141,8 @@ class SnapshotTransport:
         delete_abandoned(Path(parent), PREFIX)  # nothing else frees the memory of processes that were killed
         held = SharedFolder(Path(parent, PREFIX + secrets.token_hex(8)))
         self._folder = held.path
+        from snapshot_tiers.peers import PeerServer  # of another plugin, which this adapter needs
+
         self._server = PeerServer(socket.create_server(("", 0)), str(self._folder), lambda: b"{}")
         secret = secrets.token_hex(16)
         self._server.accept_secret(secret)
@@ -204,6 +205,6 @@ class SnapshotTransport:
         self._close()
 
 
-def _close(server: PeerServer, held: SharedFolder) -> None:
+def _close(server: Any, held: SharedFolder) -> None:
     server.close()
     held.close()

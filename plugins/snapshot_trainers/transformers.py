@@ -25,7 +25,6 @@ from snapshot.interop.weight_digests import FOLDER, KEY, STATE_KEY, digest_state
 from snapshot.io.loop import is_exiting, start_in_thread
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.state.rng import RNGState
-from snapshot_merge.peft import saved_name
 from snapshot_trainers.staged_weights import StagedWeights
 from snapshot_trainers.trainer_folders import (
     check_weights,
@@ -329,6 +328,8 @@ class SnapshotTrainerMixin:
         """Return the names of a PEFT model's adapter in its file -> those in the model."""
         adapters = getattr(self.model, "active_adapters", ())
         names = self._model_state().state_dict() if hasattr(self.model, "peft_config") else ()
+        from snapshot_merge.peft import saved_name  # of another plugin, for adapters only
+
         saved = {name: saved_name(name, each) for name in names for each in adapters[:1]}
         return {f"model/{there}": f"model/{name}" for name, there in saved.items() if there is not None}
 

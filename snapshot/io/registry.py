@@ -20,7 +20,8 @@ _PLACES = {
     "file": "snapshot.storages.file.file_storage:FileStorage",
     "memory": "snapshot.storages.memory:MemoryStorage",
 }
-_BUILT_IN = {scheme: EntryPoint(scheme, place, "snapshot.storages") for scheme, place in _PLACES.items()}
+_GROUP: extensions.Group = "snapshot.storages"
+_BUILT_IN = {scheme: EntryPoint(scheme, place, _GROUP) for scheme, place in _PLACES.items()}
 
 FSSPEC = "fsspec+"
 """The plugin that is asked whether it knows any other scheme."""
@@ -33,11 +34,14 @@ def registered() -> Mapping[str, type[Storage]]:
 
 
 def register(scheme: str, plugin: type[Storage]) -> None:
-    """Open `scheme://` URLs with `plugin` in this process. It takes precedence over built-in plugins and entry points.
+    """Open `scheme://` URLs with `plugin` in this process. It takes precedence over entry points of other packages.
 
-    A scheme that ends in `+` matches all schemes with that prefix. A plugin that wraps other storages is registered as
-    `wrap+`, and opens both `wrap+file://...` and `wrap+s3://...`.
+    Raise `ValueError` for a scheme of this library, which nothing replaces. A scheme that ends in `+` matches all
+    schemes with that prefix. A plugin that wraps other storages is registered as `wrap+`, and opens both
+    `wrap+file://...` and `wrap+s3://...`.
     """
+    if scheme in _BUILT_IN or (_GROUP, scheme) in extensions.own_points():
+        raise ValueError(f"scheme must be one that this library does not open itself, got {scheme!r}")
     _registered[scheme] = plugin
 
 
@@ -48,7 +52,7 @@ def unregister(scheme: str) -> None:
 
 def schemes() -> list[str]:
     """Return every scheme with a plugin, except those of fsspec."""
-    every = {*_BUILT_IN, *_registered, *extensions.names("snapshot.storages")}
+    every = {*_BUILT_IN, *_registered, *extensions.names(_GROUP)}
     return sorted(scheme for scheme in every if not scheme.endswith("+"))
 
 
@@ -67,14 +71,14 @@ def plugin_for(url: URL) -> type[Storage]:
         if (plugin := _registered.get(scheme)) is not None:
             return plugin
     for scheme in (url.scheme, outermost + plus):
-        point = _BUILT_IN.get(scheme) or extensions.find("snapshot.storages", scheme)
+        point = _BUILT_IN.get(scheme) or extensions.find(_GROUP, scheme)
         if point is not None:
             return _load(point, url)
-    other = extensions.find("snapshot.storages", FSSPEC)
+    other = extensions.find(_GROUP, FSSPEC)
     if other is not None and (last := _load(other, url)).knows_scheme(url.scheme):
         return last
     extensions.forget()  # it may have been installed since, as in a notebook
-    if (late := extensions.find("snapshot.storages", url.scheme)) is not None:
+    if (late := extensions.find(_GROUP, url.scheme)) is not None:
         return _load(late, url)
     near = difflib.get_close_matches(url.scheme, schemes(), n=1, cutoff=0.5)  # such as s4 for s3
     hint = f"; did you mean {near[0]}://?" if near else ""

@@ -24,6 +24,7 @@ from snapshot.manager.retention import Cleaner, Inspect
 from snapshot.manager.root import Root
 from snapshot.manager.step_metadata import ManagedSnapshot, Writers, add_writer
 from snapshot.manager.takes import PendingTakes
+from snapshot.manifest.document import ManifestHead
 from snapshot.runs.timeline import Line
 from snapshot.save.take import AppState
 from snapshot.save.take_request import BaseArgument, TakeOptions, TakeRequest
@@ -219,6 +220,21 @@ class Steps(ABC):
             self.cleaner.close()
 
 
+class HeldStep(Protocol):
+    """A step as a host has it."""
+
+    head: ManifestHead
+    save_id: str
+
+    def is_pinned(self) -> bool:
+        """Return True if the step is protected from removal."""
+        ...
+
+    def whole_path(self) -> str:
+        """Return the path of the step if all of its files are here, else ''."""
+        ...
+
+
 class RunKind(Protocol):
     """A plugin that keeps the steps of a run also elsewhere than in its root: the entry point `near`."""
 
@@ -233,6 +249,10 @@ class RunKind(Protocol):
 
         `heads`: the manifests in the root, or their errors.
         """
+        ...
+
+    def held_steps(self, near: str, far: URL) -> Mapping[int, HeldStep]:
+        """Return the steps that this host has of a run."""
         ...
 
 
