@@ -20,6 +20,7 @@ from hypothesis.internal.conjecture import providers
 
 from snapshot import events
 from tests.helpers.browser import browser  # noqa: F401 - a fixture
+from tests.helpers.installed import install  # noqa: F401 - a fixture
 from tests.helpers.rank_pool import Pool
 from tests.helpers.servers import azurite, gcs, moto, nginx, proxy, sshd, webdav, weed  # noqa: F401 - fixtures
 from tests.helpers.warm_interpreter import Warm

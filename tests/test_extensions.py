@@ -17,33 +17,6 @@ from snapshot.io.registry import plugin_for
 from snapshot.io.storage import URL
 
 ROOT = Path(__file__).parents[1]
-MODULE = """
-from snapshot.cli.verb import Verb
-
-GREET = Verb("greet", "tiny.greet_verb")
-number = 7
-"""
-
-
-@pytest.fixture
-def install(tmp_path, monkeypatch):
-    """Installs a distribution with these entry points of one group, as pip would lay it out."""
-
-    def install(group, *lines, module=MODULE):
-        (tmp_path / "tiny.py").write_text(module)
-        info = tmp_path / "tiny-1.2.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny\nVersion: 1.2\n")
-        (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines]) + "\n")
-        monkeypatch.syspath_prepend(str(tmp_path))
-        extensions.forget()
-        list_verbs.cache_clear()
-
-    yield install
-    sys.modules.pop("tiny", None)
-    monkeypatch.undo()
-    extensions.forget()
-    list_verbs.cache_clear()
 
 
 def declared():

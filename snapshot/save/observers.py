@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
+from operator import methodcaller
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -44,7 +45,7 @@ class TakeObserver(Protocol):
     findings: list[Finding]
     """What it has found, for the report."""
     suffixes: Sequence[str]
-    """The ends of the names of the files that it stores, such as `.stats`."""
+    """The ends of the names of the files that it stores. They are part of the format, which has `.stats` alone."""
 
     def files(self) -> Mapping[str, bytes]:
         """Return the files to store beside the data, by suffix."""
@@ -87,7 +88,7 @@ def _installed() -> tuple[tuple[str, Observer], ...]:
         try:
             found.append((point.name, extensions.load(point, f"the observer {point.name}")))
         except SnapshotError as error:
-            if (GROUP, point.name) in extensions.RESERVED:
+            if _is_own(point.name):
                 raise
             log.warning("%s", error)
     if HEALTH not in dict(found):
@@ -109,63 +110,86 @@ class Observers:
     def __init__(self, view: TakeView | None = None, options: Mapping[str, Any] | None = None) -> None:
         self._all: dict[str, TakeObserver] = {}
         for name, each in _installed() if view is not None else ():
-            made = self._call(name, None, each.observe, view, options or {})
+            made = self._call(name, None, partial(methodcaller("observe", view, options or {}), each))
             if made is not None:
                 self._all[name] = made
 
-    def _call(self, name: str, default: Any, work: Callable[..., Any], *arguments: Any) -> Any:
+    def _call(self, name: str, default: Any, work: Callable[[], Any]) -> Any:
         """Call an observer. An error of another distribution's is logged, and its observer dropped."""
-        if name == HEALTH:
-            return work(*arguments)
         try:
-            return work(*arguments)
-        except Exception:  # noqa: BLE001 - a take of weeks must not fail by what another package looks at
+            return work()
+        except Exception:
+            if _is_own(name):
+                raise
+            # A take of weeks must not fail by what another package looks at.
             log.exception("the observer %s failed, and the take continues without it", name)
             self._all.pop(name, None)
             return default
 
+    def _each(self, default: Any, work: Callable[[TakeObserver], Any]) -> list[tuple[str, Any]]:
+        """Call all observers. Return what those that did not fail return, by name."""
+        made = [(name, self._call(name, default, partial(work, each))) for name, each in list(self._all.items())]
+        return [(name, value) for name, value in made if name in self._all]
+
     @property
     def findings(self) -> Sequence[Finding]:
         """What the observers have found. Of a pending take, some come later."""
-        if len(self._all) == 1:
-            return next(iter(self._all.values())).findings
-        return [each for observer in self._all.values() for each in observer.findings]
+        if list(self._all) == [HEALTH]:
+            return self._all[HEALTH].findings
+        return [
+            each for _, found in self._each([], lambda observer: _only(Finding, observer.findings)) for each in found
+        ]
 
     @property
     def suffixes(self) -> list[str]:
         """The ends of the names of the files that may be stored."""
-        return [suffix for each in self._all.values() for suffix in each.suffixes]
+        return [suffix for name, each in self._all.items() if _is_own(name) for suffix in each.suffixes]
 
     def files(self) -> dict[str, bytes]:
-        """Return the files to store beside the data, by suffix."""
-        found: dict[str, bytes] = {}
-        for name, each in list(self._all.items()):
-            made: Mapping[str, bytes] = self._call(name, {}, each.files)
-            found |= made
-        return found
+        """Return the files to store beside the data, by suffix. Readers refuse names that the format does not have."""
+        own = [each for name, each in self._all.items() if _is_own(name)]
+        return {suffix: content for each in own for suffix, content in each.files().items()}
 
     def described(self, entries: Mapping[str, Any]) -> None:
         """Show the entries of this rank."""
-        for name, each in list(self._all.items()):
-            self._call(name, None, each.described, entries)
+        self._each(None, lambda observer: observer.described(entries))
 
     def tell(self) -> dict[str, bytes]:
         """Return what the leader must know of this rank, by observer."""
-        return {name: self._call(name, b"", each.tell) for name, each in list(self._all.items())}
+        return dict(self._each(b"", lambda observer: _only(bytes, [observer.tell()])[0]))
 
     def judge(self, told: Sequence[Mapping[str, bytes]], metadata: msgspec.Raw) -> msgspec.Raw:
         """Return the metadata to commit, on the leader."""
         for name, each in list(self._all.items()):
             if all(name in rank for rank in told):  # else it was dropped there, or another rank does not have it
-                metadata = self._call(name, metadata, each.judge, [rank[name] for rank in told], metadata)
+                work = partial(_judge, each, [rank[name] for rank in told], metadata)
+                metadata = self._call(name, metadata, work)
         return metadata
 
     def committed(self) -> None:
         """Tell that the take is committed."""
-        for name, each in list(self._all.items()):
-            self._call(name, None, each.committed)
+        self._each(None, lambda observer: observer.committed())
 
     def forget(self) -> None:
         """Release the application's objects."""
-        for name, each in list(self._all.items()):
-            self._call(name, None, each.forget)
+        self._each(None, lambda observer: observer.forget())
+
+
+def _only(kind: type, values: Sequence[Any]) -> list[Any]:
+    """Return the values, all of which must be of a type."""
+    for each in values:
+        if not isinstance(each, kind):
+            raise TypeError(f"an observer must return {kind.__name__}, got {type(each).__name__}")
+    return list(values)
+
+
+def _is_own(name: str) -> bool:
+    return (GROUP, name) in extensions.RESERVED
+
+
+def _judge(observer: TakeObserver, told: Sequence[bytes], metadata: msgspec.Raw) -> msgspec.Raw:
+    """Return the metadata to commit, which must be a JSON object."""
+    judged = observer.judge(told, metadata)
+    if judged is not metadata:
+        msgspec.json.decode(judged, type=dict[str, msgspec.Raw])
+    return judged

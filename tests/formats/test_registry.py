@@ -1,0 +1,116 @@
+"""Formats of other packages: recognised, read, written, and found after those of this library."""
+
+import logging
+
+import pytest
+import torch
+
+import snapshot
+from snapshot import Snapshot, StateDict, Target, extensions
+from snapshot.errors import MissingExtraError
+from snapshot.formats import registry
+from snapshot.formats.registry import Format
+
+MODULE = """
+import struct
+from snapshot.formats.foreign import make_document
+from snapshot.formats.registry import Format
+from snapshot.manifest.document import ForeignFile
+from snapshot.manifest.entries import TensorEntry
+
+async def describe_file(storage, name, size, limit):
+    count = (size - 4) // 4
+    entry = TensorEntry(name, (4, size), "float32", (count,))
+    files = {name: ForeignFile(size)}
+    return make_document("mine", "1", storage.url, b"MINE", manifest={"0/x": entry}, files=files)
+
+async def describe_folder(folder):
+    names = [name for name in await folder.names() if name.endswith(".mine")]
+    size = (await folder.storage.stat(names[0])).size
+    return await describe_file(folder.storage, names[0], size, folder.limit)
+
+MINE = Format("mine", 85, "tiny:describe_folder", r".*\\.mine", "tiny:describe_file", (b"MINE",))
+DCP = Format("dcp", 1, "tiny:describe_folder")
+NUMBER = 7
+"""
+
+
+def test_formats_are_asked_in_one_order():
+    assert [(each.name, each.order) for each in registry.formats() if each.folder] == [
+        ("dcp", 10), ("torch_checkpointing", 20), ("hugging_face", 30), ("deepspeed_run", 40), ("megatron", 50),
+        ("deepspeed", 55), ("rank_files", 60), ("orbax", 70), ("gguf", 80),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("names", "asked"),
+    [
+        ([], ["dcp", "hugging_face", "rank_files"]),
+        (["metadata.pkl"], ["dcp", "torch_checkpointing", "hugging_face", "rank_files"]),
+        (["latest", "global_step1/"], ["dcp", "hugging_face", "deepspeed_run", "rank_files"]),
+        (["mp_rank_00/"], ["dcp", "hugging_face", "megatron", "rank_files"]),
+        (["mp_rank_00_model_states.pt"], ["dcp", "hugging_face", "deepspeed", "rank_files"]),
+        (["zero_pp_rank_0_mp_rank_00_model_states.pt"], ["dcp", "hugging_face", "deepspeed", "rank_files"]),
+        (["_CHECKPOINT_METADATA"], ["dcp", "hugging_face", "rank_files", "orbax"]),
+        (["a.gguf", "b.txt"], ["dcp", "hugging_face", "rank_files", "gguf"]),
+    ],
+)
+def test_formats_of_a_folder_are_asked_by_its_names(monkeypatch, names, asked):
+    told = []
+
+    def resolve(place):
+        async def describe(folder):
+            told.append(next(each.name for each in registry.formats() if each.folder == place))
+
+        return describe
+
+    class Storage:
+        capabilities = type("Listing", (), {"list": True})
+
+        async def list(self, recursive):
+            return names
+
+    monkeypatch.setattr(registry, "resolve_name", resolve)
+    from snapshot.io.loop import run
+
+    assert run(registry.describe_folder(registry.SearchedFolder(None, Storage(), None, 100))) is None
+    assert told == asked
+
+
+def test_format_of_another_package_is_read(install, tmp_path):
+    install("snapshot.formats", "mine = tiny:MINE", module=MODULE)
+    (tmp_path / "f").mkdir()
+    (tmp_path / "f" / "a.mine").write_bytes(b"MINE" + torch.arange(3.0).numpy().tobytes())
+    for path in (tmp_path / "f", tmp_path / "f" / "a.mine"):
+        assert snapshot.load(path)["x"].tolist() == [0, 1, 2]
+
+
+def test_format_of_another_package_cannot_replace_one_of_this_library(install, tmp_path, caplog):
+    install("snapshot.formats", "dcp = tiny:DCP", "number = tiny:NUMBER", "gone = tiny:GONE", module=MODULE)
+    with caplog.at_level(logging.WARNING, "snapshot"):
+        found = registry.find_format("dcp")
+    assert found is not None
+    assert found.folder == "snapshot.formats.dcp:describe_folder"
+    assert "the format number: tiny:NUMBER must be a Format, got int" in caplog.text
+    assert "the format gone" in caplog.text
+
+
+def test_what_no_installed_format_writes_or_takes_back_names_the_package(monkeypatch, tmp_path):
+    own = tuple(each for each in registry.formats() if not (each.writes or each.view))
+    points = extensions.own_points()
+    monkeypatch.setattr(registry, "formats", lambda: own)
+    monkeypatch.setattr(
+        extensions, "own_points", lambda: {k: v for k, v in points.items() if k[0] != "snapshot.formats"}
+    )
+    Snapshot.take(tmp_path / "s", {"s": StateDict(x=torch.ones(3))})
+    for to, package in [("peft", "snapshot_merge"), ("torch_checkpointing", "snapshot_torch_checkpointing")]:
+        with pytest.raises(MissingExtraError, match=f"to='{to}': {package} of snapshot-torch is not installed"):
+            Snapshot(tmp_path / "s").convert(Target(tmp_path / "out", to))
+    with pytest.raises(MissingExtraError, match="dequantise='gptq': snapshot_quantised"):
+        registry.find_view("gptq")
+    with pytest.raises(ValueError, match="to must be one of"):
+        Target("x", "unknown")
+
+
+def test_format_is_a_value():
+    assert Format("a") == Format("a", 90)

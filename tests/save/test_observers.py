@@ -1,0 +1,127 @@
+"""Observers of other packages: what they may do to a take, and that they cannot fail it."""
+
+import json
+import logging
+
+import pytest
+import torch
+
+from snapshot import Snapshot, StateDict, TakeOptions, extensions
+from snapshot.errors import MissingExtraError
+from snapshot.save import observers
+
+OBSERVER = """
+import json
+import msgspec
+from snapshot.save.findings import Finding
+
+class Mine:
+    suffixes = [".mine"]
+
+    def __init__(self, view):
+        self.findings = [Finding("mine", f"{len(view.leaves)} leaves")]
+        self.calls = []
+
+    def files(self):
+        return {".mine": b"stored"}
+
+    def described(self, entries):
+        self.calls.append(sorted(entries))
+
+    def tell(self):
+        return b"of this rank"
+
+    def judge(self, told, metadata):
+        noted = {**json.loads(bytes(metadata)), "told": [each.decode() for each in told]}
+        return msgspec.Raw(json.dumps(noted).encode())
+
+    def committed(self):
+        self.calls.append("committed")
+
+    def forget(self):
+        self.calls.append("forgotten")
+
+class Observer:
+    made = []
+
+    def observe(self, view, options):
+        self.made.append(Mine(view))
+        return self.made[-1]
+
+class Broken(Mine):
+    fails = ""
+
+    def __getattribute__(self, name):
+        if name == Broken.fails:
+            raise OSError(f"no {name}")
+        return super().__getattribute__(name)
+
+class Fragile:
+    def observe(self, view, options):
+        if Broken.fails == "observe":
+            raise OSError("no observe")
+        return Broken(view)
+
+MINE, FRAGILE, NUMBER = Observer(), Fragile(), 7
+"""
+
+
+def state():
+    return {"s": StateDict(a=torch.ones(3), b=torch.zeros(2))}
+
+
+def test_observer_of_another_package_notes_and_judges_but_stores_no_file(install, tmp_path):
+    install("snapshot.takes", "mine = tiny:MINE", module=OBSERVER)
+    snapshot = Snapshot.take(tmp_path / "s", state(), metadata={"note": 1}, sign=None)
+    assert "mine: 2 leaves" in list(map(str, snapshot.report.findings))
+    assert not list((tmp_path / "s" / "data").glob("*.mine")), "readers refuse a name that the format does not have"
+    opened = Snapshot(tmp_path / "s")
+    assert opened.metadata.metadata == {"note": 1, "told": ["of this rank"]}
+    assert opened.verify().ok
+    from tiny import Observer
+
+    entries, *later = Observer.made[0].calls
+    assert {"s/a", "s/b"} <= set(entries)
+    assert later == ["committed", "forgotten"]
+
+
+@pytest.mark.parametrize("name", ["observe", "findings", "described", "tell", "judge", "committed", "forget"])
+def test_observer_of_another_package_that_fails_is_dropped(install, tmp_path, caplog, name):
+    install("snapshot.takes", "fragile = tiny:FRAGILE", module=OBSERVER)
+    from tiny import Broken
+
+    Broken.fails = name
+    with caplog.at_level(logging.ERROR, "snapshot"):
+        Snapshot.take(tmp_path / "s", state())
+        Snapshot.async_take(tmp_path / "t", state()).wait()
+    assert caplog.text.count("the observer fragile failed") == 2
+    live = state()
+    Snapshot(tmp_path / "t").restore(live)
+
+
+def test_observer_of_another_package_that_cannot_be_loaded_is_logged_once(install, tmp_path, caplog):
+    install("snapshot.takes", "gone = tiny:GONE", module=OBSERVER)
+    with caplog.at_level(logging.WARNING, "snapshot"):
+        Snapshot.take(tmp_path / "s", state())
+        Snapshot.take(tmp_path / "t", state())
+    assert caplog.text.count("the observer gone") == 1
+    assert "of tiny 1.2" in caplog.text
+
+
+def test_take_without_the_health_package_is_not_guarded_and_options_name_it(tmp_path, monkeypatch, caplog):
+    points = extensions.own_points()
+    monkeypatch.setattr(extensions, "own_points", lambda: {k: v for k, v in points.items() if k[0] != "snapshot.takes"})
+    observers._installed.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING, "snapshot"):
+            Snapshot.take(tmp_path / "s", {"s": StateDict(a=torch.tensor([float("nan")] * 4))})
+            Snapshot.take(tmp_path / "t", state(), guards="off")
+        assert caplog.text.count("snapshot_health is not installed: takes are not guarded") == 1
+        for wanted in ({"guards": "refuse"}, {"guards": "report"}, {"statistics": True}):
+            with pytest.raises(MissingExtraError, match="snapshot_health of snapshot-torch is not installed"):
+                TakeOptions(**wanted)
+        with pytest.raises(MissingExtraError, match=r"^get_statistics: snapshot_health"):
+            Snapshot(tmp_path / "s").get_statistics()
+    finally:
+        observers._installed.cache_clear()
+    assert json.loads((tmp_path / "s" / ".snapshot_metadata").read_bytes())["world_size"] == 1
