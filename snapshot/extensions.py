@@ -70,8 +70,8 @@ def own_packages() -> frozenset[str]:
 def is_own(module: str) -> bool:
     """Return True if a module is one of this library or of its plugins.
 
-    >>> [is_own(name) for name in ("snapshot.text", "snapshot_tiers.near", "snapshot_mine", "my.snapshot")]
-    [True, True, False, False]
+    >>> [is_own(name) for name in ("snapshot.text", "snapshot_mine", "my.snapshot")]
+    [True, False, False]
     """
     return module.partition(".")[0] in own_packages()
 

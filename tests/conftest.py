@@ -12,6 +12,7 @@ import re
 import signal
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -37,13 +38,16 @@ def read_names(file):
     return frozenset(line for line in (HERE / file).read_text().splitlines() if line and line[0] != "#")
 
 
-NIGHTLY, SLOW, SMOKE = read_names("nightly.txt"), read_names("slow.txt"), read_names("smoke.txt")
+NIGHTLY, SLOW, SMOKE, COMBINED = map(read_names, ("nightly.txt", "slow.txt", "smoke.txt", "combined.txt"))
 CASES = tuple(line for line in NIGHTLY if "[" in line)
 SMOKING = {line.partition("::")[0] for line in SMOKE}
 COLLECTED = pytest.StashKey[list[str]]()
 """Names of all tests, if all modules were collected."""
 EXAMPLES = 25
 """Most examples of a random search in the fast tier."""
+WITHOUT = frozenset(filter(None, os.environ.get("SNAPSHOT_TEST_WITHOUT", "").split(",")))
+"""Plugins that are not there, whose tests are not collected: see deletable.py."""
+TOP_IMPORT = re.compile(r"^(?:from|import) ([\w.]+)(?: import ([\w, ]+))?", re.MULTILINE)
 SERVERS = {"browser", "moto", "weed", "gcs", "azurite", "nginx", "webdav", "sshd"}
 
 # Random searches try the same examples in each run, unless SNAPSHOT_TEST_RANDOM is set, as in nightly runs. There, a
@@ -104,6 +108,7 @@ def pytest_configure(config):
         modules = sorted(str(each) for each in HERE.glob("test_*.py"))
         number, count = int(config.workerinput["workerid"].removeprefix("gw")), config.workerinput["workercount"]
         paths = [*folders, *modules, str(HERE.parent / "snapshot"), str(HERE.parent / "plugins")]
+        paths = [each for each in paths if not needs_any(Path(each), WITHOUT)]
         first = len(paths) * number // count
         config.args = paths[first:] + paths[:first]
 
@@ -118,11 +123,34 @@ class Unneeded:
         if HERE in collection_path.parents and not collection_path.name.startswith("test_"):
             return True
         text = collection_path.read_text()
+        if needs_any(collection_path, WITHOUT):
+            return True
         if HERE not in collection_path.parents:
             return True if ">>>" not in text else None
         if config.option.markexpr != FAST or collection_path.relative_to(HERE).as_posix() in SMOKING:
             return None
         return True if OTHER_TIER.search(text) else None
+
+
+@cache
+def needs_any(path, plugins):
+    """Tell whether a module is in the folder of one of the plugins, imports one when it is imported, or is listed."""
+    if not plugins:
+        return False
+    if plugins & set(path.parts) or path.relative_to(HERE.parent).as_posix().removeprefix("tests/") in COMBINED:
+        return True
+    for module, names in TOP_IMPORT.findall(path.read_text()) if path.suffix else ():
+        parts = module.split(".")
+        if plugins & set(parts):
+            return True
+        place = HERE.parent.joinpath(*parts)
+        below = [
+            place.with_suffix(".py"),
+            *(place / f"{each.split()[0]}.py" for each in names.split(",") if each.strip()),
+        ]
+        if parts[0] == "tests" and any(each.exists() and needs_any(each, plugins) for each in below):
+            return True
+    return False
 
 
 CRASHED = pytest.StashKey[bool]()
@@ -163,14 +191,15 @@ def pytest_collection_modifyitems(config, items):
     """Mark the tests that use servers or ranks, and put long modules in front. The order is that of the paths."""
     if config.option.markexpr != FAST and any(Path(each).resolve() == HERE for each in config.args):
         config.stash[COLLECTED] = [name_below(item) for item in items]
+    if WITHOUT:
+        items[:] = [each for each in items if not names_of(each) & COMBINED]
     for item in items:
         used = {*getattr(item, "fixturenames", ()), *_texts_in_parameters(item)}
         if used & SERVERS:
             item.add_marker("servers")
         if used & {*POOLS, "fresh_pool"}:
             item.add_marker("ranks")
-        name = name_below(item)
-        whole = {name, name.partition("[")[0], name.partition("::")[0]}
+        name, whole = name_below(item), names_of(item)
         if whole & SLOW:
             item.add_marker("slow")
         if whole & SMOKE:
@@ -199,6 +228,12 @@ def name_below(item):
     """Return the name of a test below this folder, with its module; empty if it is elsewhere."""
     below = HERE in item.path.parents
     return item.path.relative_to(HERE).as_posix() + item.nodeid[item.nodeid.index("::") :] if below else ""
+
+
+def names_of(item):
+    """Return the names that a list may have for a test: its own, that of its function, and that of its module."""
+    name = name_below(item)
+    return {item.nodeid, name, name.partition("[")[0], name.partition("::")[0]}
 
 
 def pytest_terminal_summary(terminalreporter):

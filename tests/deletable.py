@@ -3,7 +3,8 @@
 A copy of the library is made without a plugin and its entry points, in the place of the installed one, also for child
 processes. There, all other modules are imported, and the verbs of the core run.
 
-`python -m tests.deletable --pytest [ARGUMENT...]` runs the tests of the core with a copy that has no plugin at all.
+`python -m tests.deletable --pytest [NAME...]` runs the fast tier with a copy that lacks these plugins, by default all,
+and without the tests that are theirs or that combined.txt names.
 """
 
 from __future__ import annotations
@@ -65,23 +66,26 @@ def try_without(names: set[str]) -> str:
     return "" if ended.returncode == 0 else ended.stdout + ended.stderr
 
 
-def run_tests(arguments: list[str]) -> int:
-    """Run tests with the core alone."""
+def run_tests(names: set[str]) -> int:
+    """Run the tests of all that is left without some plugins."""
     with tempfile.TemporaryDirectory() as work:
         target = Path(work, "site")
         target.mkdir()
-        copy_without(set(PLUGINS), target)
-        command = [sys.executable, "-m", "pytest", "-o", "pythonpath=", "--ignore=tests/plugins", *arguments]
-        return subprocess.run(command, cwd=ROOT, env=environment_of(target, ROOT), check=False).returncode
+        copy_without(names, target)
+        environment = environment_of(target, ROOT) | {"SNAPSHOT_TEST_WITHOUT": ",".join(sorted(names))}
+        command = [sys.executable, "-m", "pytest", "-q", "-o", "pythonpath=.", "-o", f"cache_dir={work}/cache"]
+        return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
 
 def main(arguments: list[str]) -> int:
-    if arguments[:1] == ["--pytest"]:
-        return run_tests(arguments[1:])
+    tests = arguments[:1] == ["--pytest"]
+    arguments = arguments[tests:]
     wrong = sorted(set(arguments) - set(PLUGINS))
     if wrong:
         print(f"names must be of {', '.join(PLUGINS)}, got {wrong[0]}")
         return 2
+    if tests:
+        return run_tests(set(arguments or PLUGINS))
     rounds = [{each} for each in arguments or PLUGINS] + ([] if arguments else [set(PLUGINS)])
     failed = 0
     with ThreadPoolExecutor(2) as pool:

@@ -10,15 +10,21 @@ import pytest
 
 from snapshot.testing import conformance
 from tests import flaky
-from tests.conftest import COLLECTED, NIGHTLY, SLOW, SMOKE
+from tests.conftest import COLLECTED, COMBINED, NIGHTLY, SLOW, SMOKE
 
 HERE = Path(__file__).parent
 
 
 @pytest.mark.parametrize(
-    "lines", [pytest.param(NIGHTLY, id="nightly"), pytest.param(SLOW, id="slow"), pytest.param(SMOKE, id="smoke")]
+    "lines",
+    [
+        pytest.param(NIGHTLY, id="nightly"),
+        pytest.param(SLOW, id="slow"),
+        pytest.param(SMOKE, id="smoke"),
+        pytest.param({each for each in COMBINED if not each.startswith("snapshot/")}, id="combined"),
+    ],
 )
-def test_each_line_of_nightly_slow_and_smoke_txt_names_tests(lines, request):
+def test_each_line_of_a_list_names_tests(lines, request):
     names = request.config.stash.get(COLLECTED, ())
     for line in lines:
         module, *classes, name = line.partition("[")[0].split("::") if "::" in line else (line, "")

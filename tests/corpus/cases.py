@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from snapshot import Near, Snapshot, SnapshotManager, StateDict
+from snapshot import Snapshot, SnapshotManager, StateDict
 from snapshot.manifest import document, parts
 from snapshot.plan import layout
 from snapshot.save import commit
@@ -137,6 +137,8 @@ def near(folder, pool):
     found = {}
     work = Path(tempfile.mkdtemp())
     try:
+        from snapshot_tiers import Near
+
         with SnapshotManager(str(work / "near"), near=Near(str(work / "host"), grace=30), signals=()) as manager:
             for step in (10, 20):
                 app_state = {"progress": StateDict(step=step, weight=states.numbers(3, start=step))}
