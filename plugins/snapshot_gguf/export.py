@@ -11,7 +11,7 @@ from snapshot.maps.tensor_map import TensorMap
 from snapshot.transform.convert import Export, Plan, Request
 from snapshot.transform.target import Target
 from snapshot_gguf.reader import NewTensor, choose_kind
-from snapshot_gguf.target import QuantisingSource, Template, lay_out, read_template
+from snapshot_gguf.target import QuantisingSource, Template, lay_out, options_of, read_template
 
 
 def prepare(operation: Operation, target: Target) -> Template:
@@ -26,7 +26,7 @@ def choose_map(template: Template, manifest: Mapping[str, Any]) -> TensorMap | N
 
 def plan(export: Export, request: Request) -> Plan:
     """Plan one file for llama.cpp, with the key-values of a template."""
-    template, quantisation = request.prepared, request.target.quantisation
+    template, quantisation = request.prepared, options_of(request.target).quantisation
     assert isinstance(template, Template)
     assert request.name is not None
     made, tensors, quantised = Plan("gguf"), [], set[int]()

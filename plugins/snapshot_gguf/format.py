@@ -14,4 +14,6 @@ GGUF = Format(
     one_file=True,
     prepare="snapshot_gguf.export:prepare",
     choose_map="snapshot_gguf.export:choose_map",
+    options="snapshot_gguf.options:GGUFOptions",
+    needs_options=True,
 )

@@ -27,6 +27,7 @@ from snapshot.text import listed
 from snapshot.transform.sources import CheckpointSource
 from snapshot.transform.target import Target
 from snapshot_gguf import reader as gguf
+from snapshot_gguf.options import GGUFOptions
 from snapshot_gguf.reader import BLOCK, BLOCK_BYTES, Header, NewTensor
 
 # The template: a file of GGUF whose key-values the new file gets, such as those of the tokenizer.
@@ -95,11 +96,18 @@ class Template:
             raise RestoreError(f"the tensors must have the names of those in kv_from:{listed(missing, 20)}", missing)
 
 
+def options_of(target: Target) -> GGUFOptions:
+    """Return the options of a target; raise TypeError if they are of another class."""
+    if not isinstance(target.format_options, GGUFOptions):
+        raise TypeError(f"format_options must be GGUFOptions, got {target.format_options!r}")
+    return target.format_options
+
+
 def read_template(operation: Operation, target: Target) -> Template:
     """Read the header of the file that a target names, and its small tables."""
-    assert target.kv_from is not None
-    kv_from = URL.parse(os.fspath(target.kv_from))
-    session, name = target.open_file(operation, target.kv_from)
+    options = options_of(target)
+    kv_from = URL.parse(os.fspath(options.kv_from))
+    session, name = target.open_file(operation, options.kv_from)
     storage, limit = session.storage, session.settings.manifest_bytes
 
     async def read() -> Template:

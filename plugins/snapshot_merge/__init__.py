@@ -6,9 +6,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from snapshot_merge.lora import merge_lora
     from snapshot_merge.merging import merge
+    from snapshot_merge.options import PEFTOptions
 
-__all__ = ["merge", "merge_lora"]
-_HOMES = {"merge": "snapshot_merge.merging", "merge_lora": "snapshot_merge.lora"}
+__all__ = ["PEFTOptions", "merge", "merge_lora"]
+_HOMES = {
+    "PEFTOptions": "snapshot_merge.options",
+    "merge": "snapshot_merge.merging",
+    "merge_lora": "snapshot_merge.lora",
+}
 
 
 def __getattr__(name: str) -> Any:

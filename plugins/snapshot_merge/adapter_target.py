@@ -9,6 +9,7 @@ from snapshot.manifest import document
 from snapshot.plan.layout import plan_exact_file
 from snapshot.transform.convert import Export, Plan, Request
 from snapshot_merge import peft
+from snapshot_merge.options import PEFTOptions
 
 
 def plan(export: Export, request: Request) -> Plan:
@@ -29,11 +30,13 @@ def _read_config(request: Request) -> bytes:
     """Return the configuration that a target names, or the one beside the source."""
     source, target, name = request.opened, request.target, peft.CONFIG
     storage = source.storage
-    if target.adapter_config is not None:
-        session, name = target.open_file(request.operation, target.adapter_config)
+    if target.format_options is not None:
+        if not isinstance(target.format_options, PEFTOptions):
+            raise TypeError(f"format_options must be PEFTOptions, got {target.format_options!r}")
+        session, name = target.open_file(request.operation, target.format_options.adapter_config)
         storage = session.storage
     try:
         return run(storage.get(name, limit=source.settings.manifest_bytes))
     except StorageNotFoundError as error:
         where = storage.url.join(name)
-        raise SnapshotError(f"{where}: is missing; pass adapter_config= with that of the adapter") from error
+        raise SnapshotError(f"{where}: is missing; pass format_options=PEFTOptions(adapter_config)") from error

@@ -2,4 +2,6 @@
 
 from snapshot.formats.registry import Format
 
-PEFT = Format("peft", writes="peft", plan="snapshot_merge.adapter_target:plan")
+PEFT = Format(
+    "peft", writes="peft", plan="snapshot_merge.adapter_target:plan", options="snapshot_merge.options:PEFTOptions"
+)

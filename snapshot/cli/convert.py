@@ -23,6 +23,7 @@ from snapshot.cli.locate import explain_missing
 from snapshot.cli.ranks import on_ranks
 from snapshot.cli.screen import ExitStatus, bar, emit_report
 from snapshot.formats.hugging_face import SHARD
+from snapshot.formats.registry import FormatOptions, option_classes
 from snapshot.io.url import URL
 from snapshot.maps.tensor_map import TensorMap
 from snapshot.snapshot import Snapshot
@@ -105,13 +106,8 @@ def add_target(parser: argparse.ArgumentParser, *, converts: bool) -> None:
         parser.add_argument(
             "--shard", type=size, default=SHARD, metavar="SIZE", help="maximum size of each of several files: 5GB"
         )
-        parser.add_argument(
-            "--kv-from", metavar="FILE", help="for gguf: a file of GGUF whose key-values the new file gets"
-        )
-        parser.add_argument(
-            "--adapter-config", metavar="FILE", help="for peft: the adapter_config.json, if not beside the source"
-        )
-        parser.add_argument("--quantisation", choices=("Q8_0",), help="for gguf: round matrices to 8 bits")
+        for each in option_classes():
+            each.add_flags(parser)
     parser.add_argument(
         "--compression", choices=("zstd",), help="compress the data files; only this library reads them"
     )
@@ -122,17 +118,19 @@ def add_target(parser: argparse.ArgumentParser, *, converts: bool) -> None:
 def target_of(arguments: argparse.Namespace, url: str) -> Target:
     """Return the checkpoint to write; raise ValueError if its format is unknown."""
     to: Any = None
+    options: list[FormatOptions] = []
     if "to" in arguments:
         to = arguments.to or format_by_name(URL.parse(url), f"--to {{{','.join(FORMATS)}}}")
+        options = [made for each in option_classes() if (made := each.of_flags(arguments)) is not None]
+    if len(options) > 1:
+        raise ValueError(f"flags must be those of one format, got those of {', '.join(each.to for each in options)}")
     return Target(
         url,
         to,
         overwrite=arguments.overwrite,
         compression=arguments.compression,
         shard_bytes=getattr(arguments, "shard", SHARD),
-        kv_from=getattr(arguments, "kv_from", None),
-        quantisation=getattr(arguments, "quantisation", None),
-        adapter_config=getattr(arguments, "adapter_config", None),
+        format_options=options[0] if options else None,
         storage_options=options_of(arguments, "dst"),
     )
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pkgutil import resolve_name
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from snapshot import extensions
 from snapshot.errors import SnapshotError, StorageError
@@ -16,8 +16,32 @@ from snapshot.formats.foreign import ForeignDocument, ForeignStorage
 from snapshot.io.storage import Storage
 from snapshot.io.url import URL
 
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+
 GROUP: extensions.Group = "snapshot.formats"
 """The entry-point group of formats: `name = "package.module:FORMAT"`, which is a `Format`."""
+
+
+class FormatOptions(Protocol):
+    """Options of one format: a frozen dataclass of its package."""
+
+    to: ClassVar[str]
+    """The value of `Target(to=...)`."""
+
+    def agreed(self) -> Mapping[str, object]:
+        """Return what must be the same on all ranks, by the names of the arguments."""
+        ...
+
+    @classmethod
+    def add_flags(cls, parser: ArgumentParser) -> None:
+        """Add the flags of the command that stand for them."""
+        ...
+
+    @classmethod
+    def of_flags(cls, arguments: Namespace) -> FormatOptions | None:
+        """Return what the flags stand for; None if there are none."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -52,6 +76,10 @@ class Format:
     """`def prepare(operation, target)`, which returns what `Request.prepared` is."""
     choose_map: str = ""
     """`def choose_map(prepared, manifest) -> TensorMap | None`, for a conversion without a map; beside `prepare`."""
+    options: str = ""
+    """A class of `FormatOptions`: that of `Target(format_options=...)` for what it writes."""
+    needs_options: bool = False
+    """True if it cannot be written without them."""
     whole_folder: bool = False
     """True if a copy takes all files of the folder: the index does not name them."""
 
@@ -147,6 +175,19 @@ def find_writer(to: str) -> Format:
     if found is None:
         extensions.require(GROUP, to, f"to={to!r}")  # raises
         raise SnapshotError(f"to={to!r}: no format writes this")
+    return found
+
+
+def option_classes() -> list[type[FormatOptions]]:
+    """Return the classes of all formats' options. One of another package that cannot be loaded is logged."""
+    found = []
+    for each in formats():
+        try:
+            found += [resolve_name(each.options)] if each.options else []
+        except Exception as error:
+            if extensions.is_own(each.options.partition(":")[0]):
+                raise
+            log.warning("the format %s: cannot import its options: %r", each.name, error)
     return found
 
 

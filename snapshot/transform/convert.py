@@ -542,12 +542,9 @@ def expect_writable(target: Target, sources: Sequence[URL]) -> None:
     url, form = target.place.url, target.format
     if target.compression is not None and form != "snapshot":
         raise ValueError(f"compression must be None for to={form!r}: no other library reads such files")
-    if (target.kv_from is None) == (form == "gguf"):
-        raise ValueError(f"kv_from must be a file of GGUF for to='gguf', and only for that, got {target.kv_from!r}")
-    if target.adapter_config is not None and form != "peft":
-        raise ValueError(f"adapter_config must be None for to={form!r}")
-    if target.quantisation is not None and form != "gguf":
-        raise ValueError(f"quantisation must be None for to={form!r}")
+    written = None if form in OWN else registry.find_writer(form)
+    if written is not None and written.needs_options and target.format_options is None:
+        raise ValueError(f"format_options must be {written.options.replace(':', '.')} for to={form!r}, got None")
     if url in sources:
         raise ValueError(f"{url}: the destination is the source; convert to another path")
 

@@ -246,9 +246,10 @@ def copy_checkpoint(operation: Operation, origin: Location, target: Target, choi
     exchange, url = operation.exchange, target.place.url
     if target.to is not None:
         raise ValueError(f"to must be None for a copy, which keeps its format, got {target.to!r}; or convert it")
-    for name in ("kv_from", "quantisation", "adapter_config"):
-        if getattr(target, name) is not None:
-            raise ValueError(f"{name} must be None for a copy, which keeps its format")
+    if target.format_options is not None:
+        raise ValueError(
+            f"format_options must be None for a copy, which keeps its format, got {target.format_options!r}"
+        )
     if target.shard_bytes != SHARD:
         raise ValueError(f"shard_bytes cannot be set for a copy, which keeps its files, got {target.shard_bytes}")
     expect_common_place(exchange, url)

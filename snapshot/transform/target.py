@@ -23,6 +23,7 @@ from snapshot.events import log
 from snapshot.formats import registry
 from snapshot.formats.foreign import add_root
 from snapshot.formats.hugging_face import SHARD
+from snapshot.formats.registry import FormatOptions
 from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.io.url import URL, Location, expect_mapping
@@ -103,12 +104,10 @@ class Target:
         compression: `"zstd"`: compress the data files of a snapshot. See docs/compression.md.
         durable: Return only when the result survives a loss of power.
         shard_bytes: The maximum size of each file if there are several.
-        kv_from: For `"gguf"`: a file of GGUF of the same model family. Its key-values, such as those of the tokenizer,
-            are copied to the new file. They also tell how names become those of GGUF.
-        quantisation: `"Q8_0"`, for `"gguf"`: round matrices to blocks of eight-bit numbers.
-        adapter_config: For `"peft"`: the adapter_config.json to copy. The default is the one beside the source.
-        storage_options: Options for the storage plugin of `url`, and of `kv_from` and `adapter_config` if their scheme
-            is the same.
+        format_options: Options of one format, which choose `to`: `snapshot_gguf.GGUFOptions`,
+            `snapshot_merge.PEFTOptions`, or those of another package.
+        storage_options: Options for the storage plugin of `url`, and of files that `format_options` name if their
+            scheme is the same.
 
     >>> from snapshot import Target
     >>> Target("model.safetensors").format
@@ -122,9 +121,7 @@ class Target:
     compression: Literal["zstd"] | None = None
     durable: bool = True
     shard_bytes: int = SHARD
-    kv_from: str | os.PathLike[str] | None = None
-    quantisation: Literal["Q8_0"] | None = None
-    adapter_config: str | os.PathLike[str] | None = None
+    format_options: FormatOptions | None = None
     storage_options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -138,8 +135,13 @@ class Target:
         if compression == "auto":
             raise ValueError("compression must be None or 'zstd' here, got 'auto': only takes are measured")
         expect_compression(compression)
-        if self.quantisation not in (None, "Q8_0"):
-            raise ValueError(f"quantisation must be None or 'Q8_0', got {self.quantisation!r}")
+        if self.format_options is not None:
+            written = getattr(self.format_options, "to", None)
+            if not isinstance(written, str) or isinstance(self.format_options, type):
+                raise TypeError(f"format_options must be options of a format, got {self.format_options!r}")
+            if self.to not in (None, written):
+                raise ValueError(f"format_options must be those of to={self.to!r}, got {self.format_options!r}")
+            registry.find_writer(written)
 
     @classmethod
     def of(cls, target: str | os.PathLike[str] | Target) -> Target:
@@ -158,6 +160,8 @@ class Target:
     @property
     def format(self) -> str:
         """The format to write, also if the suffix of the name decides; raise ValueError if it does not."""
+        if self.format_options is not None:
+            return self.format_options.to
         return self.to or format_by_name(self.place.url, f"to=, one of {', '.join(map(repr, FORMATS))}")
 
     def open(self, operation: Operation, folder: URL, *, default_budget: int | None = None) -> Session:
@@ -183,12 +187,11 @@ class Target:
         return {
             "destination": self.place.url,
             "to": self.to,
+            "format": None if self.format_options is None else self.format_options.to,
             "shard_bytes": self.shard_bytes,
             "overwrite": self.overwrite,
             "compression": self.compression,
-            "kv_from": None if self.kv_from is None else URL.parse(os.fspath(self.kv_from)),
-            "quantisation": self.quantisation,
-            "adapter_config": None if self.adapter_config is None else URL.parse(os.fspath(self.adapter_config)),
+            **({} if self.format_options is None else self.format_options.agreed()),
         }
 
 

@@ -24,6 +24,7 @@ from snapshot import (
     UnsupportedFormatError,
 )
 from snapshot.cli import main
+from snapshot_gguf import GGUFOptions
 from snapshot_gguf.reader import BLOCK_BYTES, choose_kind, dequantise, parse_header, quantise
 from tests.helpers.states import expect_equal
 from tests.plugins.snapshot_gguf.gguf_files import blocks_of, file_of, rounded
@@ -361,7 +362,7 @@ def test_gguf_convert_of_a_model_and_back(tmp_path, kind, experts, named):
     state = hugging_face(kind, experts)
     (tmp_path / "kv.gguf").write_bytes(file_of({}, values_of(named, 3 if experts else 0)))
     save_file(state, tmp_path / "model.safetensors")
-    target = Target(tmp_path / "m.gguf", kv_from=tmp_path / "kv.gguf")
+    target = Target(tmp_path / "m.gguf", format_options=GGUFOptions(tmp_path / "kv.gguf"))
     report = Snapshot(tmp_path / "model.safetensors").convert(target)
     assert report.format == "gguf"
     expected = expected_of(state, kind)
@@ -383,7 +384,7 @@ def test_gguf_convert_rounds_matrices_to_q8_0_blocks(tmp_path, budget):
     state["lm_head.weight"] = torch.randn(50, 50)
     save_file(state, tmp_path / "model.safetensors")
     (tmp_path / "kv.gguf").write_bytes(file_of({}, values_of("llama")))
-    target = Target(tmp_path / "m.gguf", kv_from=tmp_path / "kv.gguf", quantisation="Q8_0")
+    target = Target(tmp_path / "m.gguf", format_options=GGUFOptions(tmp_path / "kv.gguf", quantisation="Q8_0"))
     Snapshot(tmp_path / "model.safetensors").convert(target, dtype=torch.float16, memory_budget_bytes=budget)
     expected = {
         name: each if each.dim() == 1 else rounded(each) if each.shape[-1] % 32 == 0 else each.to(torch.float16)
@@ -400,15 +401,16 @@ def test_gguf_convert_copies_tables_of_kv_from_and_expects_its_names(tmp_path):
     del expected["output.weight"]
     (tmp_path / "kv.gguf").write_bytes(file_of(expected, values_of("llama")))
     save_file(state, tmp_path / "model.safetensors")
-    target = Target(tmp_path / "m.gguf", kv_from=tmp_path / "kv.gguf")
+    target = Target(tmp_path / "m.gguf", format_options=GGUFOptions(tmp_path / "kv.gguf"))
     Snapshot(tmp_path / "model.safetensors").convert(target)
     expect_equal(dict(sorted(snapshot.load(tmp_path / "m.gguf").items())), dict(sorted(expected.items())))
-    again = Target(tmp_path / "again.gguf", kv_from=tmp_path / "m.gguf")
+    again = Target(tmp_path / "again.gguf", format_options=GGUFOptions(tmp_path / "m.gguf"))
     Snapshot(tmp_path / "m.gguf").convert(again)
     assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "m.gguf").read_bytes()
     with pytest.raises(RestoreError, match=r"blk\.0\.ffn_up\.weight: is in .*kv\.gguf, and missing") as caught:
         Snapshot(tmp_path / "model.safetensors").convert(
-            Target(tmp_path / "n.gguf", kv_from=tmp_path / "kv.gguf"), exclude=["blk.0.ffn_up.weight"]
+            Target(tmp_path / "n.gguf", format_options=GGUFOptions(tmp_path / "kv.gguf")),
+            exclude=["blk.0.ffn_up.weight"],
         )
     assert len(caught.value.mismatches) == 1
     assert not (tmp_path / "n.gguf").exists()
@@ -423,11 +425,13 @@ def test_gguf_convert_refuses_tensors_it_cannot_store(tmp_path):
     ):
         save_file(tensors, tmp_path / "model.safetensors")
         with pytest.raises(UnsupportedFormatError, match=expected):
-            Snapshot(tmp_path / "model.safetensors").convert(Target(tmp_path / "m.gguf", kv_from=tmp_path / "kv.gguf"))
+            Snapshot(tmp_path / "model.safetensors").convert(
+                Target(tmp_path / "m.gguf", format_options=GGUFOptions(tmp_path / "kv.gguf"))
+            )
     save_file({"blk.0.w.weight": torch.full((2, 32), math.nan)}, tmp_path / "model.safetensors")
     with pytest.raises(UnsupportedFormatError, match=r"blk\.0\.w\.weight: has values that are too large for Q8_0"):
         Snapshot(tmp_path / "model.safetensors").convert(
-            Target(tmp_path / "m.gguf", kv_from=tmp_path / "kv.gguf", quantisation="Q8_0")
+            Target(tmp_path / "m.gguf", format_options=GGUFOptions(tmp_path / "kv.gguf", quantisation="Q8_0"))
         )
     assert not (tmp_path / "m.gguf").exists()
 
@@ -435,21 +439,24 @@ def test_gguf_convert_refuses_tensors_it_cannot_store(tmp_path):
 def test_gguf_convert_refuses_invalid_arguments(tmp_path):
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     opened = Snapshot(tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="kv_from must be"):
+    with pytest.raises(ValueError, match=r"format_options must be .*GGUFOptions for to='gguf', got None"):
         opened.convert(tmp_path / "m.gguf")
-    with pytest.raises(ValueError, match="kv_from must be"):
-        opened.convert(Target(tmp_path / "m.pt", kv_from="x.gguf"))
-    with pytest.raises(ValueError, match="quantisation must be None for to='torch'"):
-        opened.convert(Target(tmp_path / "m.pt", quantisation="Q8_0"))
-    with pytest.raises(ValueError, match="kv_from must be None for a copy"):
-        opened.copy(Target(tmp_path / "m.gguf", kv_from="x.gguf"))
+    with pytest.raises(ValueError, match="format_options must be those of to='torch', got GGUFOptions"):
+        Target(tmp_path / "m.pt", "torch", format_options=GGUFOptions("x.gguf"))
+    for wrong in (GGUFOptions, "Q8_0", {"kv_from": "x.gguf"}):
+        with pytest.raises(TypeError, match="format_options must be options of a format"):
+            Target(tmp_path / "m.gguf", format_options=wrong)
+    with pytest.raises(TypeError, match="kv_from must be a path"):
+        GGUFOptions(None)
+    with pytest.raises(ValueError, match="format_options must be None for a copy"):
+        opened.copy(Target(tmp_path / "m.gguf", format_options=GGUFOptions("x.gguf")))
     with pytest.raises(ValueError, match="quantisation must be None or 'Q8_0'"):
-        Target("m.gguf", quantisation="Q4_0")
+        GGUFOptions("x.gguf", quantisation="Q4_0")
     (tmp_path / "kv.gguf").write_bytes(file_of({}, pair("general.architecture", TEXT, text("t5"))))
     with pytest.raises(UnsupportedFormatError, match=r"kv\.gguf: the architecture must be one of llama, .* got 't5'"):
-        opened.convert(Target(tmp_path / "m.gguf", kv_from=tmp_path / "kv.gguf"))
+        opened.convert(Target(tmp_path / "m.gguf", format_options=GGUFOptions(tmp_path / "kv.gguf")))
     with pytest.raises(UnsupportedFormatError, match="not a checkpoint of any known format"):
-        opened.convert(Target(tmp_path / "m.gguf", kv_from=tmp_path / "model.safetensors"))
+        opened.convert(Target(tmp_path / "m.gguf", format_options=GGUFOptions(tmp_path / "model.safetensors")))
 
 
 def test_gguf_cli_convert(tmp_path, capsys):
@@ -459,6 +466,14 @@ def test_gguf_cli_convert(tmp_path, capsys):
     assert main(["convert", str(tmp_path / "model.safetensors"), str(tmp_path / "m.gguf"), *arguments]) == 0
     assert json.loads(capsys.readouterr().out)["format"] == "gguf"
     assert Snapshot(tmp_path / "m.gguf").verify()
+    words = ["convert", str(tmp_path / "model.safetensors"), str(tmp_path / "n.gguf")]
+    assert main([*words, "--quantisation", "Q8_0"]) == 2
+    assert "--quantisation needs --kv-from" in capsys.readouterr().err
+    assert main([*words, *arguments, "--adapter-config", "x.json"]) == 2
+    assert "must be those of one format, got those of gguf, peft" in capsys.readouterr().err
+    assert main([*words, *arguments, "--to", "torch"]) == 2
+    assert "must be those of to='torch'" in capsys.readouterr().err
+    assert not (tmp_path / "n.gguf").exists()
 
 
 # The package gguf, and transformers
@@ -514,7 +529,7 @@ def test_gguf_and_transformers_read_converted_files(tmp_path, dtype):
     writer.write_tensors_to_file()
     writer.close()
     quantisation = dtype if isinstance(dtype, str) else None
-    target = Target(tmp_path / "m.gguf", kv_from=tmp_path / "kv.gguf", quantisation=quantisation)
+    target = Target(tmp_path / "m.gguf", format_options=GGUFOptions(tmp_path / "kv.gguf", quantisation=quantisation))
     Snapshot(tmp_path / "hf").convert(target, dtype=None if quantisation else dtype)
     kinds = gguf.GGMLQuantizationType
     chosen = {None: kinds.F32, torch.float16: kinds.F16, torch.bfloat16: kinds.BF16, "Q8_0": kinds.Q8_0}[dtype]

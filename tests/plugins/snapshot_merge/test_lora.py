@@ -27,7 +27,7 @@ from snapshot import (
     UnsupportedFormatError,
 )
 from snapshot.cli import main
-from snapshot_merge import merge, merge_lora
+from snapshot_merge import PEFTOptions, merge, merge_lora
 from snapshot_merge.peft import match_pattern, parse_config
 from tests.helpers.states import expect_equal
 from tests.helpers.versions import ALONE
@@ -561,11 +561,13 @@ def test_convert_to_peft_writes_an_adapter_like_peft(tmp_path, files):
     _, folder, _ = files
     saved = snapshot.load(folder)
     Snapshot(folder).convert(tmp_path / "snap")
-    with pytest.raises(SnapshotError, match=r"adapter_config\.json: is missing; pass adapter_config="):
+    with pytest.raises(SnapshotError, match=r"adapter_config\.json: is missing; pass format_options="):
         Snapshot(tmp_path / "snap").convert(Target(tmp_path / "again", "peft"))
     config = folder / "adapter_config.json"
     for source, beside in ((tmp_path / "snap", False), (folder, True)):
-        target = Target(tmp_path / "again", "peft", adapter_config=None if beside else config, overwrite=beside)
+        target = Target(
+            tmp_path / "again", "peft", format_options=None if beside else PEFTOptions(config), overwrite=beside
+        )
         report = Snapshot(source).convert(target)
         assert report.files == ("adapter_model.safetensors", "adapter_config.json")
         assert sorted(each.name for each in (tmp_path / "again").iterdir()) == sorted(report.files)
@@ -573,14 +575,18 @@ def test_convert_to_peft_writes_an_adapter_like_peft(tmp_path, files):
         assert (tmp_path / "again" / "adapter_config.json").read_bytes() == config.read_bytes()
     save_file({"w": draw(2)}, tmp_path / "w.safetensors")
     with pytest.raises(UnsupportedFormatError, match="has no tensors of an adapter"):
-        Snapshot(tmp_path / "w.safetensors").convert(Target(tmp_path / "no", "peft", adapter_config=config))
-    with pytest.raises(ValueError, match="adapter_config must be None for to='torch'"):
-        Snapshot(folder).convert(Target(tmp_path / "no.pt", adapter_config=config))
+        Snapshot(tmp_path / "w.safetensors").convert(
+            Target(tmp_path / "no", "peft", format_options=PEFTOptions(config))
+        )
+    with pytest.raises(ValueError, match="format_options must be those of to='torch'"):
+        Target(tmp_path / "no.pt", "torch", format_options=PEFTOptions(config))
+    with pytest.raises(TypeError, match="adapter_config must be a path"):
+        PEFTOptions({"r": 4})
     arguments = ["--to", "peft", "--adapter-config", str(config)]
     assert main(["convert", str(tmp_path / "snap"), str(tmp_path / "cli"), *arguments]) == 0
     (tmp_path / "bad.json").write_text('{"r": 4}')
     with pytest.raises(CorruptSnapshotError, match=r"adapter_config\.json: must have a peft_type"):
-        Snapshot(folder).convert(Target(tmp_path / "no", "peft", adapter_config=tmp_path / "bad.json"))
+        Snapshot(folder).convert(Target(tmp_path / "no", "peft", format_options=PEFTOptions(tmp_path / "bad.json")))
 
 
 @pytest.mark.parametrize("bias", ["none", "all", "lora_only"])
@@ -596,7 +602,7 @@ def test_convert_to_peft_writes_a_peft_model_like_peft(tmp_path, bias, dora):
         warnings.simplefilter("ignore")
         adapted.save_pretrained(tmp_path / "adapter")
     Snapshot.take(tmp_path / "run", {"model": adapted})
-    target = Target(tmp_path / "out", "peft", adapter_config=tmp_path / "adapter" / "adapter_config.json")
+    target = Target(tmp_path / "out", "peft", format_options=PEFTOptions(tmp_path / "adapter" / "adapter_config.json"))
     report = Snapshot(tmp_path / "run").convert(target)
     expected = snapshot.load(tmp_path / "adapter")
     for name in ("modules_to_save", "original_module"):  # with bias="all", PEFT writes names that it does not load
