@@ -185,6 +185,48 @@ def test_classes_that_users_have_pickled_stay_where_they_are(place):
     assert (found.__module__, found.__qualname__) == (module, name)
 
 
+SIZES = {
+    ("snapshot.snapshot", False): 36_800,
+    ("snapshot.snapshot", True): 42_700,
+    ("snapshot.manager.manager", False): 40_800,
+    ("snapshot.manager.manager", True): 46_200,
+}
+"""The most lines that a module imports, by its name, and by whether imports in functions count: a budget that may only
+shrink."""
+
+
+def imported_at_once(node, inside):
+    """The statements of a module that run when it is imported, and those in functions if they count."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        if inside or not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield child
+            yield from imported_at_once(child, inside)
+
+
+@cache
+def imported_by(module, inside):
+    """What a module imports, and the packages in which it is."""
+    parts = module.split(".")
+    found = {".".join(parts[:count]) for count in range(1, len(parts))}
+    for node in imported_at_once(ast.parse(KNOWN[module].read_text()), inside):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{each.name}" for each in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {each.name for each in node.names}
+    return found & KNOWN.keys()
+
+
+@pytest.mark.parametrize(("module", "inside"), SIZES)
+def test_imports_of_the_main_modules_do_not_grow(module, inside):
+    seen, left = set(), {module}
+    while left:
+        seen |= left
+        left = set().union(*(imported_by(each, inside) for each in left)) - seen
+    assert sum(len(KNOWN[each].read_text().splitlines()) for each in seen) <= SIZES[module, inside]
+
+
 def test_modules_have_at_most_900_lines():
     """No module of the library, or of its plugins, is longer than 900 lines."""
     files = [*KNOWN.values(), *PLUGINS.values()]

@@ -31,6 +31,7 @@ from snapshot_bench.results import (
     goodput_text,
 )
 from snapshot_bench.rounds import Step, Workspace, describe, find_devices, measure, measure_device, place
+from snapshot_bench.startup import measure_startup, startup_text
 from snapshot_bench.systems import PEERS, SYSTEMS, installed
 from snapshot_bench.workloads import BULK, CASES, DEFAULT, INCREMENTAL, Case
 
@@ -48,6 +49,7 @@ EXAMPLES = [
     ("bench s3://bucket/x --case large --only take,restore", "one case on an object store"),
     ("bench /scratch --device cuda", "the same bytes on an accelerator, compared with plain pinned copies"),
     ("bench /scratch --incremental lora,full", "takes that share what did not change with earlier ones"),
+    ("bench /scratch --startup", "the first use and the first take of new processes"),
     ("bench --report bench.html --goodput mtbf=3h", "a page with plots, and the training time lost per day"),
 ]
 
@@ -71,6 +73,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         default=(),
         metavar="LIST",
         help=f"instead, takes that are based on earlier ones: all, or some of {', '.join(INCREMENTAL)}",
+    )
+    chosen.add_argument(
+        "--startup", action="store_true", help="instead, what a new process pays for its first use and its first take"
     )
     parser.add_argument(
         "--only",
@@ -122,7 +127,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure the requested cases, and print the results."""
     arguments.rounds = arguments.rounds or (CYCLE if arguments.incremental else 5)
     with handed_on(options_of(arguments)):
-        return _run(arguments)
+        return _run_startup(arguments) if arguments.startup else _run(arguments)
+
+
+def _run_startup(arguments: argparse.Namespace) -> int:
+    with unwind_on_signals(), place(arguments.url) as where:
+        if not where.local:
+            raise ValueError(f"{arguments.url}: --startup needs a folder")
+        found = measure_startup(Path(where.url.location), arguments.rounds)
+    print(json.dumps(found, indent=2) if arguments.json else startup_text(found))
+    return ExitStatus.OK
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -1,5 +1,6 @@
 """The benchmark must not lie, must not leave anything behind, and must say plainly when it cannot run."""
 
+import importlib.metadata
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from snapshot.cli import main
 from snapshot_bench import raw_io
 from snapshot_bench.bench_verb import header
 from snapshot_bench.results import compute_goodput, draw_page, draw_result, goodput_title
+from snapshot_bench.startup import install_others, startup_text
 from snapshot_bench.workloads import CASES
 from tests.helpers.processes import command_line
 from tests.helpers.warm_interpreter import Failed, Warm
@@ -110,6 +112,24 @@ def test_cli_bench_incremental_has_one_full_take_per_cycle(tmp_path: Path, bench
     assert "<th>written mean</th>" in (tmp_path / "r.html").read_text()
     assert sum(written["snapshot, one base"]) == 1
     assert sum(written["snapshot, two bases"]) == 0
+
+
+@pytest.mark.bench
+def test_cli_bench_startup_measures_new_processes(tmp_path: Path, bench: Callable[..., str]) -> None:
+    found = json.loads(bench(str(tmp_path), "--startup", "--rounds", "1", "--json"))
+    assert set(found) == {"first_use", "first_take", "first_take_beside_others", "others"}
+    assert all(value > 0 for value in found.values())
+    assert not any(tmp_path.iterdir())
+    found |= {"first_use": 0.0751, "first_take": 0.01, "first_take_beside_others": 0.0125}
+    assert "Snapshot takes 75 ms" in startup_text(found)
+    assert "10.0 ms, and +2.5 ms with 600 more distributions" in startup_text(found)
+
+
+def test_bench_startup_others_are_distributions(tmp_path: Path) -> None:
+    install_others(tmp_path, 3)
+    found = list(importlib.metadata.distributions(path=[str(tmp_path)]))
+    assert sorted(each.name for each in found) == ["other-0", "other-1", "other-2"]
+    assert {point.group for each in found for point in each.entry_points} == {"console_scripts"}
 
 
 @pytest.mark.bench
