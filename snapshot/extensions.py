@@ -118,19 +118,28 @@ def names(group: Group) -> list[str]:
 
 def load(point: EntryPoint, what: object) -> Any:
     """Import what an entry point names. Errors name the distribution. `what`: the start of their message."""
-    owner = f"{point.dist.name} {point.dist.version}" if point.dist is not None else OWN
     try:
         return point.load()
     except ImportError as error:
         extra = f"; install the extra '{point.extras[0]}'" if point.extras else ""
+        owner = _owner_of(point)
         raise MissingExtraError(f"{what}: {point.value} of {owner} cannot be imported: {error}{extra}") from error
     except OSError as error:  # there are no more descriptors, for example
-        raise SnapshotError(f"{what}: cannot read {point.value} of {owner}: {error}") from error
+        raise SnapshotError(f"{what}: cannot read {point.value} of {_owner_of(point)}: {error}") from error
     except (Exception, SystemExit) as error:
+        owner = _owner_of(point)
         raise SnapshotError(
             f"{what}: {point.group} has {point.name} = {point.value} of {owner}, which raised "
-            f"{type(error).__name__}: {error}; repair or uninstall {point.dist.name if point.dist else 'it'}"
+            f"{type(error).__name__}: {error}; repair or uninstall {owner.partition(' ')[0]}"
         ) from error
+
+
+def _owner_of(point: EntryPoint) -> str:
+    """Return the distribution and version of an entry point, which are in a file."""
+    try:
+        return f"{point.dist.name} {point.dist.version}" if point.dist is not None else OWN
+    except OSError:
+        return "a distribution"
 
 
 def forget() -> None:

@@ -550,7 +550,7 @@ def merge(
         UnsupportedFormatError: The format cannot hold a tensor; nothing was written.
 
     >>> import torch
-    >>> import snapshot
+    >>> import snapshot, snapshot_merge
     >>> for number in (1, 2):
     ...     state = snapshot.StateDict(weight=torch.full((3,), float(number)))
     ...     taken = snapshot.Snapshot.take(f"memory://docs/run-{number}", {"model": state})

@@ -272,7 +272,7 @@ def pid_in(folder: str) -> int | None:
     with suppress(OSError, ValueError, IndexError):
         pid = int(Path(f"{folder}/{LOCK}").read_text("ascii").split()[0])
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        return pid if b"upload" in words and os.fsencode(folder) in words else None
+        return pid if {b"snapshot_tiers", b"upload"} & {*words} and os.fsencode(folder) in words else None
     return None
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from snapshot import extensions
+from snapshot.decoding import decode_json
 from snapshot.errors import MissingExtraError, SnapshotError
 from snapshot.events import log
 from snapshot.io.url import URL
@@ -191,5 +192,5 @@ def _judge(observer: TakeObserver, told: Sequence[bytes], metadata: msgspec.Raw)
     """Return the metadata to commit, which must be a JSON object."""
     judged = observer.judge(told, metadata)
     if judged is not metadata:
-        msgspec.json.decode(judged, type=dict[str, msgspec.Raw])
+        decode_json(judged, dict[str, msgspec.Raw], "the metadata of an observer")
     return judged

@@ -294,7 +294,7 @@ def test_merge_with_a_damaged_source_keeps_an_existing_target(tmp_path):
 _KILLED = """
 import os, signal, sys
 from snapshot import Target
-import snapshot
+from snapshot_merge import merge
 from snapshot_merge.merging import Mix
 apply, calls = Mix.apply, []
 def dying(self, *arguments):
