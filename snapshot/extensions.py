@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import logging
+from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from snapshot.errors import MissingExtraError, SnapshotError
 
+T = TypeVar("T")
 OWN = "snapshot-torch"
 """The distribution of this library, which has plugins of its own."""
 Group = Literal[
@@ -132,6 +135,23 @@ def load(point: EntryPoint, what: object) -> Any:
             f"{what}: {point.group} has {point.name} = {point.value} of {owner}, which raised "
             f"{type(error).__name__}: {error}; repair or uninstall {owner.partition(' ')[0]}"
         ) from error
+
+
+def load_declared(group: Group, kind: type[T], prefix: str) -> Iterator[tuple[str, T]]:
+    """Yield what the entry points of a group name, which must be of a type. One that cannot be loaded is logged.
+
+    `prefix`: what stands before the name in messages.
+    """
+    for point in points(group):
+        what = f"{prefix} {point.name}"
+        try:
+            made = load(point, what)
+            if not isinstance(made, kind):
+                raise SnapshotError(f"{what}: {point.value} must be a {kind.__name__}, got {type(made).__name__}")
+        except SnapshotError as error:
+            logging.getLogger("snapshot").warning("%s", error)
+            continue
+        yield point.name, made
 
 
 def _owner_of(point: EntryPoint) -> str:

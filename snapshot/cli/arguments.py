@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import re
 import shutil
@@ -17,7 +16,7 @@ from typing import Any
 
 from snapshot import extensions
 from snapshot.cli.verb import Verb
-from snapshot.errors import MissingExtraError, SnapshotError
+from snapshot.errors import MissingExtraError
 from snapshot.io.url import VARIABLE, options_from_environment, read_options
 from snapshot.text import parse_duration
 
@@ -46,15 +45,8 @@ def list_verbs() -> dict[str, Verb]:
     A declaration of another package that cannot be loaded is logged and left out.
     """
     found = {name: Verb(summary, f"snapshot.cli.{name}", order) for name, (order, summary) in _BUILT_IN.items()}
-    for point in extensions.points(GROUP):
-        try:
-            made = extensions.load(point, f"snapshot {point.name}")
-            if not isinstance(made, Verb):
-                raise SnapshotError(f"snapshot {point.name}: {point.value} must be a Verb, got {type(made).__name__}")
-        except SnapshotError as error:
-            logging.getLogger("snapshot").warning("%s", error)
-            continue
-        found.setdefault(point.name, made)
+    for name, made in extensions.load_declared(GROUP, Verb, "snapshot"):
+        found.setdefault(name, made)
     return dict(sorted(found.items(), key=lambda each: each[1].order))
 
 

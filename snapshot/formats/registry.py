@@ -122,15 +122,7 @@ def formats() -> tuple[Format, ...]:
     A declaration of another package that cannot be loaded is logged and left out.
     """
     found = {each.name: each for each in _BUILT_IN}
-    for point in extensions.points(GROUP):
-        what = f"the format {point.name}"
-        try:
-            made = extensions.load(point, what)
-            if not isinstance(made, Format):
-                raise SnapshotError(f"{what}: {point.value} must be a Format, got {type(made).__name__}")
-        except SnapshotError as error:
-            log.warning("%s", error)
-            continue
+    for _, made in extensions.load_declared(GROUP, Format, "the format"):
         found.setdefault(made.name, made)
     return tuple(sorted(found.values(), key=lambda each: each.order))
 
