@@ -138,10 +138,7 @@ def load(point: EntryPoint, what: object) -> Any:
 
 
 def load_declared(group: Group, kind: type[T], prefix: str) -> Iterator[tuple[str, T]]:
-    """Yield what the entry points of a group name, which must be of a type. One that cannot be loaded is logged.
-
-    `prefix`: what stands before the name in messages.
-    """
+    """Yield what a group's entry points name if it is of a type, and log why others are not. `prefix`: of messages."""
     for point in points(group):
         what = f"{prefix} {point.name}"
         try:
