@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import traceback
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import spawn
@@ -416,7 +417,8 @@ class WriterProcess:
         self._channel = MessageChannel(ours, self._received, self._closed)
         self._numbers = itertools.count(1)
         self._takes: dict[int, _Take] = {}
-        self._shown: dict[int, Segment] = {}
+        self._shown: dict[int, weakref.ref[Segment]] = {}
+        """The segments that it maps. A mapping here holds a descriptor, so `release_memory` must find no reference."""
         self._end: SnapshotError | None = None
         self._burial: asyncio.Task[None] | None = None
 
@@ -515,11 +517,11 @@ class WriterProcess:
 
     def _show(self, segment: Segment) -> None:
         """Map a segment in the writer process, and unmap closed segments."""
-        for number in [number for number, each in self._shown.items() if each.closed]:
+        for number in [number for number, each in self._shown.items() if (held := each()) is None or held.closed]:
             del self._shown[number]
             self._channel.send(Unmap(number))
         if segment.number not in self._shown:
-            self._shown[segment.number] = segment
+            self._shown[segment.number] = weakref.ref(segment)
             self._channel.send(Map(segment.number, segment.size), segment.descriptor)
 
     async def _give_up(self, take: _Take, pumps: Sequence[asyncio.Task[None]]) -> None:

@@ -26,7 +26,7 @@ def no_leak():
 
     Snapshot.take("memory://warm", {"s": StateDict(x=1)}, overwrite=True)
     release_memory()  # what is kept depends on the tests before; memory in use stays
-    before = _descriptors()
+    before = open_files()
     threads = set(threading.enumerate())
     yield
     left = set(threading.enumerate()) - threads - _compiler_threads()
@@ -36,12 +36,12 @@ def no_leak():
     left = {each for each in left if each.is_alive()}
     assert not left, left
     release_memory()
-    after = _descriptors()
+    after = open_files()
     for _ in range(100):  # a thread of an earlier test may start a process at this moment
         if len(after) <= len(before):
             break
         time.sleep(0.02)
-        after = _descriptors()
+        after = open_files()
     assert len(after) <= len(before), set(after.items()) - set(before.items())
 
 
@@ -52,7 +52,8 @@ def _compiler_threads():
     return pool()._threads if pool and pool.cache_info().currsize else set()
 
 
-def _descriptors():
+def open_files():
+    """Return what each descriptor of this process refers to."""
     found = {}
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

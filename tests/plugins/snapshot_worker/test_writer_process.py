@@ -33,6 +33,7 @@ from snapshot.testing import stalling
 from snapshot_worker import client
 from snapshot_worker.client import Failed, FileLane, expect_reachable, writer_process
 from tests.helpers.held_storage import HeldStorage, held, until
+from tests.helpers.leaks import open_files
 
 PART = 1 << 20
 
@@ -173,6 +174,12 @@ def test_writer_process_descriptors_and_segments_stay_few(tmp_path):
     assert descriptors(writer_process().pid) == there
     assert repr(arena()) == segments
     assert "1 segment" in segments
+
+
+def test_released_memory_leaves_no_descriptor_of_the_parts_that_were_sent(tmp_path):
+    run(Take(tmp_path / "a", odd()).by_process())
+    assert arena().release() > 0
+    assert not [each for each in open_files().values() if each.startswith("/memfd:snapshot")]
 
 
 def test_writer_process_maps_released_memory_again(tmp_path):
