@@ -6,7 +6,15 @@ import importlib
 import logging
 from collections.abc import Iterator
 from functools import cache
-from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
+from importlib.metadata import (
+    Distribution,
+    EntryPoint,
+    EntryPoints,
+    PackageNotFoundError,
+    distribution,
+    distributions,
+    entry_points,
+)
 from typing import Any, Literal, TypeVar
 
 from snapshot.errors import MissingExtraError, SnapshotError
@@ -79,25 +87,43 @@ def is_own(module: str) -> bool:
     return module.partition(".")[0] in own_packages()
 
 
+def is_reserved(group: Group, name: str) -> bool:
+    """Return True if only a plugin of this library may have the name, also if it is not installed."""
+    return (group, name) in RESERVED
+
+
 @cache
 def other_points() -> dict[tuple[str, str], EntryPoint]:
     """Return the entry points of all other packages: one scan for all groups, 3 ms for 130 packages."""
     found: dict[tuple[str, str], EntryPoint] = {}
-    every = entry_points()
+    try:
+        every: Any = entry_points()
+    except Exception:  # noqa: BLE001 - a file is damaged
+        every = EntryPoints(_readable_points())
     for group in every.groups:
-        if group.startswith("snapshot."):
-            for each in every.select(group=group):
-                if (group, each.name) not in own_points():
-                    found.setdefault((group, each.name), each)  # the first one on the path, as for modules
+        for each in every.select(group=group) if group.startswith("snapshot.") else ():
+            key = group, each.name
+            if key not in own_points() and key not in RESERVED:
+                found.setdefault(key, each)  # the first one on the path, as for modules
     return found
+
+
+def _readable_points() -> Iterator[EntryPoint]:
+    for each in distributions():
+        try:
+            yield from each.entry_points
+        except Exception as error:  # noqa: BLE001
+            logging.getLogger("snapshot").warning("%s: cannot read the entry points: %r", _file_of(each), error)
+
+
+def _file_of(damaged: Distribution) -> str:
+    return str(getattr(damaged, "_path", "a distribution"))
 
 
 def find(group: Group, name: str) -> EntryPoint | None:
     """Return the entry point with this name: the library's own first, so that its names cost no scan."""
-    found = own_points().get((group, name))
-    if found is None and (group, name) not in RESERVED:
-        found = other_points().get((group, name))
-    return found
+    key = group, name
+    return own_points().get(key) or (None if key in RESERVED else other_points().get(key))
 
 
 def require(group: Group, name: str, what: object) -> Any:
@@ -125,12 +151,12 @@ def load(point: EntryPoint, what: object) -> Any:
         return point.load()
     except ImportError as error:
         extra = f"; install the extra '{point.extras[0]}'" if point.extras else ""
-        owner = _owner_of(point)
+        owner = owner_of(point)
         raise MissingExtraError(f"{what}: {point.value} of {owner} cannot be imported: {error}{extra}") from error
     except OSError as error:  # there are no more descriptors, for example
-        raise SnapshotError(f"{what}: cannot read {point.value} of {_owner_of(point)}: {error}") from error
+        raise SnapshotError(f"{what}: cannot read {point.value} of {owner_of(point)}: {error}") from error
     except (Exception, SystemExit) as error:
-        owner = _owner_of(point)
+        owner = owner_of(point)
         raise SnapshotError(
             f"{what}: {point.group} has {point.name} = {point.value} of {owner}, which raised "
             f"{type(error).__name__}: {error}; repair or uninstall {owner.partition(' ')[0]}"
@@ -151,7 +177,7 @@ def load_declared(group: Group, kind: type[T], prefix: str) -> Iterator[tuple[st
         yield point.name, made
 
 
-def _owner_of(point: EntryPoint) -> str:
+def owner_of(point: EntryPoint) -> str:
     """Return the distribution and version of an entry point, which are in a file."""
     try:
         return f"{point.dist.name} {point.dist.version}" if point.dist is not None else OWN

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import snapshot
-from snapshot import Snapshot, TakeOptions, extensions
+from snapshot import Snapshot, StateDict, TakeOptions, extensions
 from snapshot.cli import main
 from snapshot.cli.arguments import list_verbs
 from snapshot.errors import MissingExtraError, SnapshotError, StorageError
@@ -140,6 +140,19 @@ def test_storage_that_was_installed_after_the_first_look_is_found(install):
         extensions.forget = forget
     with pytest.raises(StorageError, match="must name a subclass of Storage"):
         plugin_for(URL.parse("tiny://a"))
+
+
+def test_damaged_entry_points_of_a_package_are_logged_once_and_those_of_others_found(install, tmp_path, caplog):
+    damaged = tmp_path / "bad-1.0.dist-info"
+    damaged.mkdir()
+    (damaged / "METADATA").write_text("Metadata-Version: 2.1\nName: bad\nVersion: 1.0\n")
+    (damaged / "entry_points.txt").write_bytes(b"[snapshot.takes]\n\xff\xfe = 1\n")
+    install("snapshot.storages", "tiny = tiny:number")
+    with caplog.at_level(logging.WARNING, "snapshot"):
+        for name in ("a", "b"):
+            Snapshot.take(f"memory://damaged/{name}", {"s": StateDict(x=1)})
+        assert extensions.find("snapshot.storages", "tiny").value == "tiny:number"
+    assert caplog.text.count("bad-1.0.dist-info: cannot read the entry points: UnicodeDecodeError") == 1
 
 
 def test_verb_whose_module_cannot_be_imported_names_it_and_others_work(install, capsys):

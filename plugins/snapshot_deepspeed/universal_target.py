@@ -12,7 +12,7 @@ import torch
 from snapshot.errors import UnsupportedFormatError
 from snapshot.text import listed
 from snapshot.transform.call import places_of
-from snapshot.transform.convert import StandIns
+from snapshot.transform.export import StandIns
 from snapshot_deepspeed.groups import WEIGHTS
 from snapshot_deepspeed.universal import MODEL, MODEL_OF_STAGE_3, OPTIMIZER
 

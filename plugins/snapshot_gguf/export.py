@@ -8,7 +8,7 @@ from typing import Any
 
 from snapshot.distributed.operation import Operation
 from snapshot.maps.tensor_map import TensorMap
-from snapshot.transform.convert import Export, Plan, Request
+from snapshot.transform.export import Export, Plan, Request
 from snapshot.transform.target import Target
 from snapshot_gguf.reader import NewTensor, choose_kind
 from snapshot_gguf.target import QuantisingSource, Template, lay_out, options_of, read_template

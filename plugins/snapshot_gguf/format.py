@@ -12,6 +12,7 @@ GGUF = Format(
     writes="gguf",
     plan="snapshot_gguf.export:plan",
     one_file=True,
+    suffixes=(".gguf",),
     prepare="snapshot_gguf.export:prepare",
     choose_map="snapshot_gguf.export:choose_map",
     options="snapshot_gguf.options:GGUFOptions",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from snapshot.errors import SnapshotError, StorageNotFoundError
-from snapshot.formats import dcp, hugging_face
+from snapshot.formats import dcp_notice, hugging_face
 from snapshot.io.loop import run
 from snapshot.manifest import document
 from snapshot.plan.layout import plan_exact_file
-from snapshot.transform.convert import Export, Plan, Request
+from snapshot.transform.export import Export, Plan, Request
 from snapshot_merge import peft
 from snapshot_merge.options import PEFTOptions
 
@@ -15,7 +15,7 @@ from snapshot_merge.options import PEFTOptions
 def plan(export: Export, request: Request) -> Plan:
     """Plan the folder of an adapter, with its configuration."""
     config = _read_config(request)
-    made = Plan("peft", markers=(peft.CONFIG,), others=(document.METADATA, dcp.METADATA, *hugging_face.NAMES))
+    made = Plan("peft", markers=(peft.CONFIG,), others=(document.METADATA, dcp_notice.METADATA, *hugging_face.NAMES))
     tensors = list(export.named_tensors(made))
     saved = peft.choose_saved([name for name, *_ in tensors], config, export.source.url)
     made.left_out += [f"{path}: is not of the adapter" for name, path, *_ in tensors if name not in saved]

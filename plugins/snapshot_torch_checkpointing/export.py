@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from snapshot.errors import UnsupportedFormatError
-from snapshot.formats import dcp
+from snapshot.formats import dcp_notice
 from snapshot.manifest import document
 from snapshot.text import listed
-from snapshot.transform.convert import Export, Plan, Request
+from snapshot.transform.export import Export, Plan, Request
 from snapshot_torch_checkpointing.checkpoint import KEY, METADATA, encode_metadata
 
 
 def plan(export: Export, request: Request) -> Plan:
     """Plan a folder: a file of torch.save for each key, and the metadata."""
     made = Plan("torch_checkpointing", sums={}, markers=(METADATA,))
-    made.others = (document.METADATA, dcp.METADATA)
+    made.others = (document.METADATA, dcp_notice.METADATA)
     made.more = rf"{KEY.pattern}_\d+\.(pt|safetensors|json|bin)"
     made.left_out += export.lose_classes()
     made.changed += export.changes_in_torch()

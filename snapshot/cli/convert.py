@@ -23,12 +23,12 @@ from snapshot.cli.locate import explain_missing
 from snapshot.cli.ranks import on_ranks
 from snapshot.cli.screen import ExitStatus, bar, emit_report
 from snapshot.formats.hugging_face import SHARD
-from snapshot.formats.registry import FormatOptions, option_classes
+from snapshot.formats.registry import FormatOptions, option_classes, written_formats
 from snapshot.io.url import URL
 from snapshot.maps.tensor_map import TensorMap
 from snapshot.snapshot import Snapshot
 from snapshot.tensors.memory import BY_NAME, is_castable
-from snapshot.transform.target import FORMATS, Target, format_by_name
+from snapshot.transform.target import Target, format_by_name
 
 DESCRIPTION = (
     "Write a snapshot, or a checkpoint of another library, in another format. It is read and written part by part, "
@@ -99,9 +99,8 @@ def add_target(parser: argparse.ArgumentParser, *, converts: bool) -> None:
     if converts:
         parser.add_argument(
             "--to",
-            choices=FORMATS,
             metavar="FORMAT",
-            help=f"{', '.join(FORMATS)}; default: by the suffix of the name; without one, a snapshot",
+            help=f"{', '.join(written_formats())}; default: by the suffix of the name; without one, a snapshot",
         )
         parser.add_argument(
             "--shard", type=size, default=SHARD, metavar="SIZE", help="maximum size of each of several files: 5GB"
@@ -120,7 +119,7 @@ def target_of(arguments: argparse.Namespace, url: str) -> Target:
     to: Any = None
     options: list[FormatOptions] = []
     if "to" in arguments:
-        to = arguments.to or format_by_name(URL.parse(url), f"--to {{{','.join(FORMATS)}}}")
+        to = arguments.to or format_by_name(URL.parse(url), f"--to {{{','.join(written_formats())}}}")
         options = [made for each in option_classes() if (made := each.of_flags(arguments)) is not None]
     if len(options) > 1:
         raise ValueError(f"flags must be those of one format, got those of {', '.join(each.to for each in options)}")

@@ -1,35 +1,27 @@
-"""Checkpoints of torch.distributed.checkpoint (DCP): read, written, and noticed by its tools."""
+"""Checkpoints of torch.distributed.checkpoint (DCP), read."""
 
 from __future__ import annotations
 
-import copyreg
-import io
 import math
-import pickle
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import msgspec
-import torch
 
 from snapshot.errors import (
     CorruptSnapshotError,
-    RestoreError,
-    SnapshotError,
     StorageError,
-    StorageNotFoundError,
     UnsupportedFormatError,
 )
-from snapshot.events import log
 from snapshot.formats import pickle_nodes, torch_save
+from snapshot.formats.dcp_notice import METADATA, NOTICE
 from snapshot.formats.flat_ranges import cut_boxes
 from snapshot.formats.foreign import ForeignDocument, check_location, extend_file, is_absence, make_document
 from snapshot.formats.registry import SearchedFolder
 from snapshot.formats.safe_pickle import evaluate_pickle
 from snapshot.formats.to_entries import limit_nodes, make_container
-from snapshot.io.storage import ANYTHING, Storage
+from snapshot.io.storage import Storage
 from snapshot.manifest.document import ForeignFile
 from snapshot.manifest.entries import ObjectEntry, Shard, ShardedTensorEntry, TensorEntry
 from snapshot.manifest.paths import decode_component, encode_component
@@ -42,7 +34,6 @@ from snapshot.tensors.memory import ITEMSIZE
 # The `.metadata` file lists the boxes of each tensor, and each box is a separate archive. Megatron-core's directories
 # have the same layout.
 
-METADATA = ".metadata"
 COMMON = "common.pt"
 """File of Megatron-core's unsharded state."""
 _CLASSES = "torch.distributed.checkpoint.metadata."
@@ -330,105 +321,3 @@ def _read_dtype(properties: Any) -> str:
     if not isinstance(found, pickle_nodes.Dtype):
         raise ValueError(f"expected a dtype, got {pickle_nodes.show_value(found)}")
     return found.name
-
-
-# Notice for tools that only know DCP's checkpoints: a `.metadata` file next to a snapshot of DCP's API.
-#
-# Trainers look for `.metadata` to find their newest checkpoint, and start from scratch without it. With the notice
-# they find the step, and DCP's own reader fails with an error that names this library.
-
-NOTICE = (
-    b"\x80\x02cthis is a snapshot and not a checkpoint of DCP: read it with SnapshotReader of snapshot-torch, "
-    b"or with Snapshot(path)\nNotice\n."
-)
-"""A pickle of a class that does not exist. Loading it raises an error with this text; no code runs."""
-
-
-async def is_notice(storage: Storage) -> bool:
-    """Return True if the existing `.metadata` is a notice."""
-    try:
-        if (await storage.stat(METADATA)).size != len(NOTICE):
-            return False
-        return await storage.get(METADATA) == NOTICE
-    except StorageNotFoundError:
-        return False
-
-
-async def put_notice(storage: Storage) -> None:
-    """Write the notice. A failure is only logged, since the snapshot is complete without it."""
-    try:
-        await storage.put(METADATA, NOTICE, expect=ANYTHING)
-    except SnapshotError as error:
-        log.warning("%s: failed to write the notice for tools that look for %s: %s", storage.url, METADATA, error)
-
-
-async def remove_notice(storage: Storage) -> None:
-    """Delete the notice, if it is one."""
-    with suppress(StorageError):
-        if await is_notice(storage):
-            await storage.delete([METADATA])
-
-
-# Metadata of a torch.distributed.checkpoint directory, created with torch's own classes.
-
-
-def flatten_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a state by DCP's flat names, and the path of each name.
-
-    DCP flattens the state to be loaded in the same way.
-    """
-    from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # slow import, rarely needed
-
-    try:
-        flat, paths = flatten_state_dict(dict(state))
-    except ValueError as error:  # names that are equal when joined
-        raise RestoreError(f"DCP joins names with dots: {error}; rename one of them") from error
-    return dict(flat), dict(paths)
-
-
-def archive_object(value: Any) -> bytes:
-    """Return an object as DCP stores it."""
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()
-
-
-def encode_metadata(
-    flat: Mapping[str, Any], paths: Mapping[str, Any], placed: Mapping[str, tuple[str, int, int]]
-) -> bytes:
-    """Return the content of `.metadata`: each name with its location and its path in the nested state."""
-    from torch.distributed.checkpoint import metadata as m
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-
-    described: dict[str, Any] = {}
-    stored = {}
-    for name, value in flat.items():
-        where = _StorageInfo(*placed[name])
-        if isinstance(value, torch.Tensor) and value.is_meta:
-            offsets = torch.Size([0] * value.dim())
-            described[name] = m.TensorStorageMetadata(
-                properties=m.TensorProperties(dtype=value.dtype),
-                size=value.size(),
-                chunks=[m.ChunkStorageMetadata(offsets=offsets, sizes=value.size())],
-            )
-            stored[m.MetadataIndex(name, offsets)] = where
-        else:
-            described[name] = m.BytesStorageMetadata()
-            stored[m.MetadataIndex(name)] = where
-    file = io.BytesIO()
-    _MetadataPickler(file).dump(m.Metadata(described, planner_data=dict(paths), storage_data=stored))
-    return file.getvalue()
-
-
-class _MetadataPickler(pickle.Pickler):
-    """Pickles the properties of a tensor with the five fields that every version of torch reads.
-
-    Torch 2.15 has a sixth field, the strides, and earlier versions cannot read its pickles.
-    """
-
-    def reducer_override(self, value: Any) -> Any:
-        from torch.distributed.checkpoint.metadata import TensorProperties
-
-        if type(value) is not TensorProperties:
-            return NotImplemented
-        return copyreg.__newobj__, (TensorProperties,), value.__getstate__()[:5]  # type: ignore[attr-defined,no-untyped-call]

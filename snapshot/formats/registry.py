@@ -71,7 +71,9 @@ class Format:
     plan: str = ""
     """`def plan(export: Export, request: Request) -> Plan`, for what it writes."""
     one_file: bool = False
-    """True if it writes one file."""
+    """True if it always writes one file."""
+    suffixes: tuple[str, ...] = ()
+    """Suffixes such as `".pt"`. A name with one of them stands for this format, and for one file."""
     prepare: str = ""
     """`def prepare(operation, target)`, which returns what `Request.prepared` is."""
     choose_map: str = ""
@@ -108,10 +110,23 @@ class SearchedFolder:
         return self._names
 
 
+SNAPSHOT = "snapshot"
+"""The value of `Target(to=...)` for a snapshot, which is written by a take, and recognised before all formats."""
 _BUILT_IN = (
-    Format("dcp", 10, "snapshot.formats.dcp:describe_folder"),
-    Format("hugging_face", 30, "snapshot.formats.hugging_face:describe_folder"),
+    Format("dcp", 10, "snapshot.formats.dcp:describe_folder", writes="dcp", plan="snapshot.transform.to_dcp:plan"),
+    Format(
+        "hugging_face",
+        30,
+        "snapshot.formats.hugging_face:describe_folder",
+        writes="safetensors",
+        plan="snapshot.transform.to_safetensors:plan",
+        suffixes=(".safetensors",),
+    ),
     Format("rank_files", 60, "snapshot.formats.rank_files:describe_folder"),
+    Format(
+        "torch_save", writes="torch", plan="snapshot.transform.to_torch:plan", one_file=True, suffixes=(".pt", ".pth")
+    ),
+    Format(SNAPSHOT, writes=SNAPSHOT),
 )
 
 
@@ -119,12 +134,33 @@ _BUILT_IN = (
 def formats() -> tuple[Format, ...]:
     """Return all formats, in the order in which they are asked. Only the declarations of plugins are imported.
 
-    A declaration of another package that cannot be loaded is logged and left out.
+    A declaration of another package that cannot be loaded, or has what another format has, is logged and left out.
     """
-    found = {each.name: each for each in _BUILT_IN}
-    for _, made in extensions.load_declared(GROUP, Format, "the format"):
-        found.setdefault(made.name, made)
-    return tuple(sorted(found.values(), key=lambda each: each.order))
+    found: list[Format] = []
+    owners: dict[str, str] = {}
+    declared = [*extensions.load_declared(GROUP, Format, "the format")]
+    for point, made in [*((each.name, each) for each in _BUILT_IN), *declared]:
+        claims = _claims_of(made)
+        taken = [f"{claim}, as {owners[claim]} does" for claim in claims if claim in owners]
+        if extensions.is_reserved(GROUP, made.writes) and not extensions.is_own(made.plan):
+            taken.append(f"to={made.writes!r}, which is of a plugin of this library")
+        if taken:
+            log.warning("the format %s is left out: it declares %s", point, taken[0])
+            continue
+        owners |= dict.fromkeys(claims, made.name)
+        found.append(made)
+    return tuple(sorted(found, key=lambda each: each.order))
+
+
+def _claims_of(made: Format) -> list[str]:
+    """Return what only one format may have, as in a message."""
+    return [
+        f"the name {made.name!r}",
+        *([f"to={made.writes!r}"] if made.writes else []),
+        *(f"the suffix {each!r}" for each in made.suffixes),
+        *(f"the method {each!r}" for each in made.methods),
+        *(f"the codec {each!r}" for each in made.codecs),
+    ]
 
 
 async def describe_folder(folder: SearchedFolder, first: int = 0) -> ForeignDocument | None:
@@ -183,9 +219,22 @@ def option_classes() -> list[type[FormatOptions]]:
     return found
 
 
+def find_suffix(suffix: str) -> Format | None:
+    """Return the format of files whose names end so, or None. Raise if the package that has it is not installed."""
+    found = next((each for each in formats() if suffix in each.suffixes), None)
+    if found is None and extensions.is_reserved(GROUP, suffix[1:]):
+        return find_writer(suffix[1:])  # raises
+    return found
+
+
+def is_writable(to: str) -> bool:
+    """Return True if this is a value of `Target(to=...)`, also if its package is not installed."""
+    return to in written_formats() or extensions.is_reserved(GROUP, to)
+
+
 def written_formats() -> list[str]:
-    """Return what plugins' formats write: values of `Target(to=...)`."""
-    return [each.writes for each in formats() if each.writes]
+    """Return what all formats write: values of `Target(to=...)`."""
+    return sorted(each.writes for each in formats() if each.writes)
 
 
 def find_format(name: str) -> Format | None:

@@ -15,8 +15,8 @@ import msgspec
 from snapshot.distributed.exchange import Exchange, Hello, agreed_url, expect_same_keys, expect_same_verb
 from snapshot.errors import SnapshotError, SnapshotExistsError, StorageError, StorageNotFoundError
 from snapshot.events import emit, warn
-from snapshot.formats import dcp
-from snapshot.formats.dcp import is_notice
+from snapshot.formats.dcp_notice import METADATA as DCP_METADATA
+from snapshot.formats.dcp_notice import is_notice
 from snapshot.io.loop import LoopFuture, run, start
 from snapshot.io.session import Session
 from snapshot.io.storage import FileStat
@@ -196,9 +196,9 @@ async def expect_at_path(session: Session, *, overwrite: bool) -> PathState:
     if not (capabilities.write and capabilities.atomic_put):
         raise SnapshotError(f"{session.url}: this storage is read-only")
     names = await session.storage.list_root()
-    known = {METADATA, dcp.METADATA} if names is None else {name.rstrip("/") for name in names}
+    known = {METADATA, DCP_METADATA} if names is None else {name.rstrip("/") for name in names}
     manifest = await _stat(session, METADATA) if METADATA in known else None
-    other = await _stat(session, dcp.METADATA, errno.EISDIR, errno.ENOTDIR) if dcp.METADATA in known else None
+    other = await _stat(session, DCP_METADATA, errno.EISDIR, errno.ENOTDIR) if DCP_METADATA in known else None
     if other is not None and not await is_notice(session.storage):
         raise SnapshotExistsError(
             f"{session.url}: holds a checkpoint of torch.distributed.checkpoint, which other tools would read instead "

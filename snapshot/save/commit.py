@@ -131,8 +131,9 @@ class RankDone(msgspec.Struct, array_like=True):
     """What its observers tell the leader, by their names."""
 
 
-Judge = Callable[[Sequence[Mapping[str, bytes]], msgspec.Raw], msgspec.Raw]
-"""Returns the metadata to commit, from what the observers of all ranks tell. It raises if nothing may be committed."""
+Judge = Callable[[Sequence[Mapping[str, bytes]], msgspec.Raw], tuple[msgspec.Raw, list[str]]]
+"""Returns the metadata to commit, from what the observers of all ranks tell, and the observers that are left. It raises
+if nothing may be committed."""
 
 
 class Committed(msgspec.Struct, array_like=True):
@@ -144,6 +145,8 @@ class Committed(msgspec.Struct, array_like=True):
     """Ranks that store the manifest on their host."""
     nbytes: int = 0
     """Bytes of the tensors that all ranks wrote."""
+    observers: list[str] = []
+    """The observers that no rank has dropped."""
 
 
 async def commit_with_ranks(
@@ -155,24 +158,25 @@ async def commit_with_ranks(
     *,
     signer: TakeSigner | None = None,
     judge: Judge | None = None,
-) -> int:
-    """Report that this rank has finished writing, and wait for the leader's commit. Return the bytes of all ranks."""
-    if exchange.alone:
-        await shielded(_commit(session, transaction, manifest, [done], signer=signer, judge=judge))
-        return done.nbytes
+) -> Committed:
+    """Report that this rank has finished writing, and wait for the leader's commit."""
 
     async def commit(reports: list[RankDone]) -> Committed:
-        data = await _commit(session, transaction, manifest, reports, signer=signer, judge=judge)
+        data, observers = await _commit(session, transaction, manifest, reports, signer=signer, judge=judge)
         first: dict[str, int] = {}
         for rank, each in enumerate(reports):
             first.setdefault(each.host, rank)
         keepers = [rank for rank in first.values() if rank != LEADER]
-        return Committed(data if keepers else b"", keepers, sum(each.nbytes for each in reports))
+        return Committed(data if keepers else b"", keepers, sum(each.nbytes for each in reports), observers)
 
+    if exchange.alone:
+        return await shielded(commit([done]))
     committed = await commit_together(session.url, exchange, transaction, done=done, commit=commit, answer=Committed)
-    if committed is not None and exchange.rank in committed.keepers:
+    if committed is None:  # the leader is lost
+        return Committed(nbytes=done.nbytes, observers=list(done.told))
+    if exchange.rank in committed.keepers:
         await shielded(_keep_manifest(session, transaction, committed.manifest))
-    return committed.nbytes if committed is not None else done.nbytes
+    return committed
 
 
 class Outcome(Protocol):
@@ -277,16 +281,18 @@ async def _commit(
     *,
     signer: TakeSigner | None,
     judge: Judge | None,
-) -> bytes:
-    """Merge all parts into one manifest, commit it, and return it.
+) -> tuple[bytes, list[str]]:
+    """Merge all parts into one manifest, and commit it. Return it, and the observers that are left.
 
     Its signature is stored first, so a committed snapshot always has it.
     """
     if add_sums(each.shard_sums[0] for each in done) != add_sums(each.shard_sums[1] for each in done):
         raise CorruptSnapshotError("some shards were written twice or not at all; the take was aborted")
     save_id = transaction.save_id
+    observers: list[str] = []
     if judge is not None:
-        manifest = replace(manifest, metadata=judge([each.told for each in done], manifest.metadata))
+        metadata, observers = judge([each.told for each in done], manifest.metadata)
+        manifest = replace(manifest, metadata=metadata)
     parts = [each.own_part for each in done if each.own_part is not None and each.own_part.count]
 
     async def read(rank: int) -> ManifestPart:
@@ -310,7 +316,7 @@ async def _commit(
         await signer.put_signature(session.storage, save_id, data, roots)
     stored = [rank for rank in range(1, len(done)) if not done[rank].sent_part]
     await transaction.commit(data, [leader_part_path(save_id, rank) for rank in stored])
-    return data
+    return data, observers
 
 
 async def expect_written(storage: Storage, shares: Sequence[Sequence[tuple[str, int]]]) -> None:

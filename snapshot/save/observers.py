@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from operator import methodcaller
 from typing import Any, NamedTuple, Protocol
@@ -105,6 +106,10 @@ def expect_observed(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> 
         raise MissingExtraError(f"{what}: {extensions.RESERVED[GROUP, HEALTH]} of {extensions.OWN} is not installed")
 
 
+_failed: set[str] = set()
+"""The observers whose failure was logged."""
+
+
 class Observers:
     """All observers of one take on this rank. Those of other distributions cannot fail it."""
 
@@ -116,16 +121,26 @@ class Observers:
                 self._all[name] = made
 
     def _call(self, name: str, default: Any, work: Callable[[], Any]) -> Any:
-        """Call an observer. An error of another distribution's is logged, and its observer dropped."""
+        """Call an observer. One of another distribution that raises is dropped. That is logged for its first take."""
         try:
             return work()
         except Exception:
             if _is_own(name):
                 raise
             # A take of weeks must not fail by what another package looks at.
-            log.exception("the observer %s failed, and the take continues without it", name)
-            self._all.pop(name, None)
+            self._drop(name, "failed", with_trace=True)
             return default
+
+    def _drop(self, name: str, why: str, *, with_trace: bool = False) -> None:
+        dropped = self._all.pop(name, None)
+        if dropped is not None:
+            with suppress(Exception):
+                dropped.forget()
+        if name not in _failed:
+            _failed.add(name)
+            point = extensions.find(GROUP, name)
+            owner = "" if point is None else f" of {extensions.owner_of(point)}"
+            log.error("the observer %s%s %s, and the take continues without it", name, owner, why, exc_info=with_trace)
 
     def _each(self, default: Any, work: Callable[[TakeObserver], Any]) -> list[tuple[str, Any]]:
         """Call all observers. Return what those that did not fail return, by name."""
@@ -159,13 +174,20 @@ class Observers:
         """Return what the leader must know of this rank, by observer."""
         return dict(self._each(b"", lambda observer: _only(bytes, [observer.tell()])[0]))
 
-    def judge(self, told: Sequence[Mapping[str, bytes]], metadata: msgspec.Raw) -> msgspec.Raw:
-        """Return the metadata to commit, on the leader."""
+    def judge(self, told: Sequence[Mapping[str, bytes]], metadata: msgspec.Raw) -> tuple[msgspec.Raw, list[str]]:
+        """Return the metadata to commit, on the leader, and the observers that no rank has dropped."""
         for name, each in list(self._all.items()):
-            if all(name in rank for rank in told):  # else it was dropped there, or another rank does not have it
+            if all(name in rank for rank in told):
                 work = partial(_judge, each, [rank[name] for rank in told], metadata)
                 metadata = self._call(name, metadata, work)
-        return metadata
+            elif not _is_own(name):
+                self._drop(name, "failed on another rank, or is not installed there")
+        return metadata, list(self._all)
+
+    def keep(self, names: Sequence[str]) -> None:
+        """Drop the observers that the leader, or another rank, does not have any more."""
+        for name in [each for each in self._all if each not in names and not _is_own(each)]:
+            self._drop(name, "failed on another rank, or is not installed there")
 
     def committed(self) -> None:
         """Tell that the take is committed."""

@@ -216,7 +216,7 @@ class Take:
                         manifest = replace(manifest, metadata=known)
                     await self.staging.check()
                     await self.unchanged.expect_base()
-                    self.committed_bytes = await commit_with_ranks(
+                    committed = await commit_with_ranks(
                         self.session,
                         self._exchange,
                         transaction,
@@ -225,6 +225,8 @@ class Take:
                         signer=self._signer,
                         judge=self._observers.judge,
                     )
+                    self.committed_bytes = committed.nbytes
+                    self._observers.keep(committed.observers)
                     self._observers.committed()
                     remember_replication(
                         self._exchange.ranks, self._share.replication.own, self._share.replication.known_plan()

@@ -22,7 +22,7 @@ from snapshot.errors import (
     StorageNotFoundError,
 )
 from snapshot.events import emit, log, span
-from snapshot.formats.dcp import remove_notice
+from snapshot.formats.dcp_notice import remove_notice
 from snapshot.io.aio import shielded
 from snapshot.io.session import Session
 from snapshot.io.storage import ABSENT, ANYTHING, Expect, Storage

@@ -20,7 +20,7 @@ from snapshot.errors import (
     UnsupportedFormatError,
 )
 from snapshot.events import emit
-from snapshot.formats import dcp, hugging_face, registry, torch_save, zip_archive
+from snapshot.formats import dcp_notice, hugging_face, registry, torch_save, zip_archive
 from snapshot.formats.foreign import ForeignDocument
 from snapshot.formats.hugging_face import SHARD
 from snapshot.formats.pickled_objects import INLINE
@@ -201,17 +201,17 @@ async def _find_layout(opened: Opened, document: ForeignDocument, url: URL) -> _
         made = _Layout(
             url,
             {each: each for each in locations},
-            {dcp.METADATA: b""},
-            (dcp.METADATA,),
+            {dcp_notice.METADATA: b""},
+            (dcp_notice.METADATA,),
             (METADATA,),
             r"__\d+_\d+\.distcp",
         )
     elif (known := registry.find_format(document.format)) is not None and known.whole_folder:
         index = found = document.index
         every = [each for each in await storage.list() if each != index]
-        made = _Layout(url, {each: each for each in every}, {index: b""}, (index,), (METADATA, dcp.METADATA))
+        made = _Layout(url, {each: each for each in every}, {index: b""}, (index,), (METADATA, dcp_notice.METADATA))
     elif document.format == "torchsnapshot":
-        made = _Layout(url, {each: each for each in locations}, {METADATA: b""}, (), (METADATA, dcp.METADATA))
+        made = _Layout(url, {each: each for each in locations}, {METADATA: b""}, (), (METADATA, dcp_notice.METADATA))
     else:
         index = found = document.index
         if index and not folder and name.endswith(".json"):  # an index by its own name, to an index
@@ -222,7 +222,7 @@ async def _find_layout(opened: Opened, document: ForeignDocument, url: URL) -> _
             {each: each for each in locations},
             {index: b""} if index else {},
             tuple(dict.fromkeys((*([index] if index else []), *hiding))),
-            (METADATA, dcp.METADATA),
+            (METADATA, dcp_notice.METADATA),
             more,
         )
     await expect_files(opened, document.files.keys() & made.names.keys())

@@ -29,7 +29,7 @@ from snapshot.tensors.geometry import Box, Shape, whole_box
 from snapshot.tensors.memory import BY_NAME
 from snapshot.text import listed
 from snapshot.transform.call import expect_sound, places_of, seen_by_rank
-from snapshot.transform.convert import name_tensors
+from snapshot.transform.export import name_tensors
 from snapshot.transform.target import Selection
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import partial
 from itertools import islice
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -23,7 +23,7 @@ from snapshot.events import log
 from snapshot.formats import registry
 from snapshot.formats.foreign import add_root
 from snapshot.formats.hugging_face import SHARD
-from snapshot.formats.registry import FormatOptions
+from snapshot.formats.registry import SNAPSHOT, FormatOptions
 from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.io.url import URL, Location, expect_mapping
@@ -61,13 +61,6 @@ from snapshot.transform.call import (
 )
 from snapshot.transform.sources import CheckpointSource, expect_room, reads_ranges
 
-Format = Literal[
-    "snapshot", "safetensors", "torch", "dcp", "gguf", "peft", "deepspeed-universal", "torch_checkpointing"
-]
-FORMATS: tuple[str, ...] = get_args(Format)
-OWN = frozenset({"snapshot", "safetensors", "torch", "dcp"})
-"""The formats that every installation writes."""
-_FORMAT_OF = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".gguf": "gguf", "": "snapshot"}
 _SUFFIX = re.compile(r"[^/]\.[A-Za-z][A-Za-z0-9_-]*$")
 """Suffix of a file name: `step-1.5` and `.hidden` have none."""
 
@@ -81,11 +74,17 @@ def suffix_of(url: URL) -> str:
 def format_by_name(url: URL, choice: str) -> str:
     """Return the format for the suffix of a name. If it is unknown, raise ValueError that names another `choice`."""
     suffix = suffix_of(url)
-    if suffix not in _FORMAT_OF:
-        raise ValueError(
-            f"{url}: the suffix must be .safetensors, .pt, .pth or .gguf, got {suffix!r}; or pass {choice}"
-        )
-    return _FORMAT_OF[suffix]
+    if not suffix:
+        return SNAPSHOT
+    found = registry.find_suffix(suffix)
+    if found is None:
+        known = ", ".join(sorted(each for form in registry.formats() for each in form.suffixes))
+        raise ValueError(f"{url}: the suffix must be one of {known}, got {suffix!r}; or pass {choice}")
+    return found.writes
+
+
+def _choices() -> str:
+    return f"one of {', '.join(map(repr, registry.written_formats()))}"
 
 
 @dataclass(frozen=True)
@@ -93,13 +92,13 @@ class Target:
     """The checkpoint that `Snapshot.convert`, `Snapshot.copy` or `merge` writes. A path stands for `Target(path)`.
 
     Args:
-        url: The destination: a folder. For `"torch"` and `"gguf"`, and for a name ending in `.safetensors`, a file.
-        to: `"snapshot"`; `"safetensors"`: one file, or a folder as Hugging Face has it; `"torch"`: a file as
-            torch.save writes it; `"dcp"`: a folder that `torch.distributed.checkpoint.load` reads; `"gguf"`: a file for
-            llama.cpp; `"peft"`: the folder of an adapter; `"deepspeed-universal"`: a folder that DeepSpeed resumes from
-            on any number of ranks; `"torch_checkpointing"`: a folder that its manager loads on any number of ranks. By
-            default, the suffix of `url` decides: `.safetensors`, `.pt`, `.pth` or `.gguf`;
-            without a suffix, a snapshot is written.
+        url: The destination: a folder, or a file for formats that are one file.
+        to: `"snapshot"`; `"safetensors"`: one file for a name with that suffix, or a folder as Hugging Face has it;
+            `"torch"`: a file as torch.save writes it; `"dcp"`: a folder that `torch.distributed.checkpoint.load` reads.
+            Plugins of the library have `"gguf"`: a file for llama.cpp; `"peft"`: the folder of an adapter;
+            `"deepspeed-universal"`: a folder that DeepSpeed resumes from on any number of ranks;
+            `"torch_checkpointing"`: a folder that its manager loads on any number of ranks. By default, the suffix
+            decides: `.safetensors`, `.pt`, `.pth` or `.gguf`; without a suffix, a snapshot is written.
         overwrite: Replace an existing checkpoint. An existing snapshot stays whole until the new one is committed.
         compression: `"zstd"`: compress the data files of a snapshot. See docs/compression.md.
         durable: Return only when the result survives a loss of power.
@@ -115,7 +114,7 @@ class Target:
     """
 
     url: str | os.PathLike[str]
-    to: Format | None = None
+    to: str | None = None
     _: KW_ONLY
     overwrite: bool = False
     compression: Literal["zstd"] | None = None
@@ -127,8 +126,8 @@ class Target:
     def __post_init__(self) -> None:
         if not isinstance(self.url, (str, os.PathLike)):
             raise TypeError(f"url must be a path or a URL, got {self.url!r}")
-        if self.to is not None and self.to not in FORMATS and self.to not in registry.written_formats():
-            raise ValueError(f"to must be one of {', '.join(map(repr, FORMATS))}, got {self.to!r}")
+        if self.to is not None and not registry.is_writable(self.to):
+            raise ValueError(f"to must be {_choices()}, got {self.to!r}")
         expect_positive("shard_bytes", self.shard_bytes)
         expect_mapping(self.storage_options)
         compression: object = self.compression
@@ -162,7 +161,7 @@ class Target:
         """The format to write, also if the suffix of the name decides; raise ValueError if it does not."""
         if self.format_options is not None:
             return self.format_options.to
-        return self.to or format_by_name(self.place.url, f"to=, one of {', '.join(map(repr, FORMATS))}")
+        return self.to or format_by_name(self.place.url, f"to=, {_choices()}")
 
     def open(self, operation: Operation, folder: URL, *, default_budget: int | None = None) -> Session:
         """Open the storage of a folder. The caller closes it. Half of the memory is for writing."""

@@ -247,7 +247,7 @@ def _replace_without_renames(folder, fails):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FileStorage, "capabilities", capabilities)
         if fails and dist.get_rank() == 1:
-            patch.setattr("snapshot.transform.convert.Writer.write", fail)
+            patch.setattr("snapshot.transform.export.Writer.write", fail)
         there = Target(f"{folder}/hf", "safetensors", overwrite=True, durable=False, shard_bytes=40_000)
         Snapshot(f"{folder}/one").convert(there, ranks=True, **WEIGHTS)
 

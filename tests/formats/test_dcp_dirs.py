@@ -29,8 +29,8 @@ from snapshot import (
     UnsafeObjectError,
     UnsupportedFormatError,
 )
-from snapshot.formats.dcp import archive_object
 from snapshot.testing import recording
+from snapshot.transform.to_dcp import archive_object
 from tests.helpers.foreign_states import DTYPES, of_dtype
 from tests.helpers.states import bits, expect_equal
 from tests.helpers.versions import ALONE

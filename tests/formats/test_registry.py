@@ -7,6 +7,7 @@ import torch
 
 import snapshot
 from snapshot import Snapshot, StateDict, Target, extensions
+from snapshot.cli import main
 from snapshot.errors import MissingExtraError
 from snapshot.formats import registry
 from snapshot.formats.registry import Format
@@ -17,6 +18,8 @@ from snapshot.formats.foreign import make_document
 from snapshot.formats.registry import Format
 from snapshot.manifest.document import ForeignFile
 from snapshot.manifest.entries import TensorEntry
+from snapshot.plan.layout import Extent, FilePlan
+from snapshot.transform.export import Plan
 
 async def describe_file(storage, name, size, limit):
     count = (size - 4) // 4
@@ -32,6 +35,27 @@ async def describe_folder(folder):
 MINE = Format("mine", 85, "tiny:describe_folder", r".*\\.mine", "tiny:describe_file", (b"MINE",))
 DCP = Format("dcp", 1, "tiny:describe_folder")
 NUMBER = 7
+
+def plan(export, request):
+    made = Plan("mine")
+    tensors = list(export.named_tensors(made))
+    export.add_named(made, tensors)
+    end = 4
+    extents = []
+    for number, leaf in enumerate(made.leaves):
+        extents.append(Extent(number, end, end + leaf.nbytes))
+        end += leaf.nbytes
+    made.files.append((request.name, FilePlan(b"MINE", tuple(extents), end)))
+    return made
+
+WRITTEN = Format(
+    "mine", 85, "tiny:describe_folder", r".*\\.mine", "tiny:describe_file", (b"MINE",),
+    writes="mine", plan="tiny:plan", one_file=True, suffixes=(".mine",),
+)
+TORCH = Format("first", 0, writes="torch", plan="tiny:plan")
+SUFFIX = Format("second", 0, writes="second", plan="tiny:plan", suffixes=(".pth",))
+METHOD = Format("third", 0, view="tiny:view", methods=("gptq",))
+GGUF = Format("fourth", 0, writes="gguf", plan="tiny:plan")
 """
 
 
@@ -95,8 +119,47 @@ def test_format_of_another_package_cannot_replace_one_of_this_library(install, t
     assert "the format gone" in caplog.text
 
 
+def test_format_of_another_package_is_written_by_its_name_and_its_suffix(install, tmp_path):
+    install("snapshot.formats", "mine = tiny:WRITTEN", module=MODULE)
+    taken = Snapshot.take(tmp_path / "s", {"s": StateDict(x=torch.arange(3.0))})
+    taken.convert(tmp_path / "a.mine")
+    taken.convert(Target(tmp_path / "b", "mine"))
+    assert main(["convert", str(tmp_path / "s"), str(tmp_path / "c"), "--to", "mine"]) == 0
+    for name in ("a.mine", "b", "c"):
+        assert (tmp_path / name).read_bytes() == b"MINE" + torch.arange(3.0).numpy().tobytes()
+        assert snapshot.load(tmp_path / name)["x"].tolist() == [0, 1, 2]
+    with pytest.raises(ValueError, match=r"the suffix must be one of .*\.mine, \.pt, .*, got '\.yours'"):
+        taken.convert(tmp_path / "d.yours")
+
+
+def test_format_of_another_package_has_nothing_that_a_format_of_this_library_has(install, tmp_path, caplog):
+    points = ("first = tiny:TORCH", "second = tiny:SUFFIX", "third = tiny:METHOD", "fourth = tiny:GGUF")
+    install("snapshot.formats", *points, module=MODULE)
+    with caplog.at_level(logging.WARNING, "snapshot"):
+        assert registry.find_writer("torch").name == "torch_save"
+    for what in ("to='torch', as torch_save", "suffix '.pth', as torch_save", "method 'gptq', as quantised"):
+        assert f"it declares the {what} does" in caplog.text or f"it declares {what} does" in caplog.text
+    assert registry.find_suffix(".pth").name == "torch_save"
+    assert registry.find_writer("gguf").name == "gguf"
+
+
+def test_format_of_another_package_never_replaces_one_that_is_not_installed(install, monkeypatch, caplog):
+    install("snapshot.formats", "fourth = tiny:GGUF", "peft = tiny:MINE", module=MODULE)
+    monkeypatch.setattr(extensions, "own_points", dict)
+    with caplog.at_level(logging.WARNING, "snapshot"):
+        assert registry.find_format("mine") is None
+    assert "the format fourth is left out: it declares to='gguf', which is of a plugin of this library" in caplog.text
+    for to in ("gguf", "peft"):
+        with pytest.raises(MissingExtraError, match=f"to='{to}': snapshot_.* of snapshot-torch is not installed"):
+            registry.find_writer(to)
+    with pytest.raises(MissingExtraError, match="to='gguf': snapshot_gguf of snapshot-torch is not installed"):
+        registry.find_suffix(".gguf")
+    with pytest.raises(MissingExtraError, match="snapshot_gguf"):
+        Snapshot("memory://nothing").convert("x.gguf")
+
+
 def test_what_no_installed_format_writes_or_takes_back_names_the_package(monkeypatch, tmp_path):
-    own = tuple(each for each in registry.formats() if not (each.writes or each.view))
+    own = tuple(each for each in registry.formats() if not (each.writes or each.view) or each in registry._BUILT_IN)
     points = extensions.own_points()
     monkeypatch.setattr(registry, "formats", lambda: own)
     monkeypatch.setattr(

@@ -1,5 +1,6 @@
 """A fixture that installs a distribution with entry points."""
 
+import contextlib
 import sys
 
 import pytest
@@ -22,22 +23,33 @@ def forget():
     extensions.forget()
     for each in (list_verbs, registry.formats, decompressors.find_decompressor, observers._installed):
         each.cache_clear()
+    observers._failed.clear()
 
 
-@pytest.fixture
-def install(tmp_path, monkeypatch):
-    """Installs a distribution with these entry points of one group, as pip would lay it out."""
+@contextlib.contextmanager
+def installing(folder):
+    """Yield a function that installs a distribution with some entry points of a group, as pip would lay it out."""
+    folder.mkdir(exist_ok=True)
 
     def install(group, *lines, module=MODULE):
-        (tmp_path / "tiny.py").write_text(module)
-        info = tmp_path / "tiny-1.2.dist-info"
+        (folder / "tiny.py").write_text(module)
+        info = folder / "tiny-1.2.dist-info"
         info.mkdir()
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny\nVersion: 1.2\n")
         (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines]) + "\n")
-        monkeypatch.syspath_prepend(str(tmp_path))
+        sys.path.insert(0, str(folder))
         forget()
 
     yield install
     sys.modules.pop("tiny", None)
-    monkeypatch.undo()
+    if str(folder) in sys.path:
+        sys.path.remove(str(folder))
     forget()
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Installs a distribution with these entry points of one group, until the test ends."""
+    with installing(tmp_path) as made:
+        yield made
+        monkeypatch.undo()

@@ -5,10 +5,12 @@ import logging
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from snapshot import Snapshot, StateDict, TakeOptions, extensions
 from snapshot.errors import MissingExtraError
 from snapshot.save import observers
+from tests.helpers.installed import installing
 
 OBSERVER = """
 import json
@@ -94,9 +96,58 @@ def test_observer_of_another_package_that_fails_is_dropped(install, tmp_path, ca
     with caplog.at_level(logging.ERROR, "snapshot"):
         Snapshot.take(tmp_path / "s", state())
         Snapshot.async_take(tmp_path / "t", state()).wait()
-    assert caplog.text.count("the observer fragile failed") == 2
+    assert caplog.text.count("the observer fragile of tiny 1.2 failed, and the take continues without it") == 1
     live = state()
     Snapshot(tmp_path / "t").restore(live)
+
+
+def _take_with_observers(folder, names, fails):
+    """Take on this rank with the observers that it has, one of which may fail. Return what was logged, and called."""
+    rank = dist.get_rank()
+    heard = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    logger = logging.getLogger("snapshot")
+    logger.addHandler(handler)
+    try:
+        with installing(folder / f"packages-{rank}") as install:
+            install("snapshot.takes", *(f"{each} = tiny:{each.upper()}" for each in names[rank]), module=OBSERVER)
+            if names[rank]:
+                from tiny import Broken, Observer
+
+                Broken.fails = fails[rank]
+            for take in ("s", "t"):
+                Snapshot.take(folder / take, {"s": StateDict(own=torch.full((3,), float(rank)))})
+            made = [each.calls for each in Observer.made] if names[rank] else []
+    finally:
+        logger.removeHandler(handler)
+    return heard, made
+
+
+OTHER = "and the take continues without it"
+
+
+@pytest.mark.parametrize("name", ["observe", "described", "tell"])
+def test_observer_that_fails_on_one_rank_is_dropped_on_all(two, tmp_path, name):
+    heard = [each for each, _ in two.run(_take_with_observers, tmp_path, [["fragile"]] * 2, ["", name])]
+    assert heard[1] == [f"the observer fragile of tiny 1.2 failed, {OTHER}"]
+    assert heard[0] == [f"the observer fragile of tiny 1.2 failed on another rank, or is not installed there, {OTHER}"]
+    assert Snapshot(tmp_path / "t").verify()
+
+
+def test_observer_that_fails_on_the_leader_is_dropped_on_all(two, tmp_path):
+    heard = [each for each, _ in two.run(_take_with_observers, tmp_path, [["mine", "fragile"]] * 2, ["judge", ""])]
+    assert heard[0] == [f"the observer fragile of tiny 1.2 failed, {OTHER}"]
+    assert heard[1] == [f"the observer fragile of tiny 1.2 failed on another rank, or is not installed there, {OTHER}"]
+    assert Snapshot(tmp_path / "s").metadata.metadata == {"told": ["of this rank", "of this rank"]}
+
+
+@pytest.mark.parametrize("names", [[["mine"], []], [[], ["mine"]]])
+def test_ranks_with_different_observers_take_the_same_steps(two, tmp_path, names):
+    answers = two.run(_take_with_observers, tmp_path, names, ["", ""])
+    [own] = [calls for (_, calls), each in zip(answers, names, strict=True) if each]
+    assert all(calls[-1] == "forgotten" and "committed" not in calls for calls in own), "it was dropped before"
+    assert Snapshot(tmp_path / "t").read_object("1/s/own").tolist() == [1, 1, 1]
 
 
 def test_observer_of_another_package_that_cannot_be_loaded_is_logged_once(install, tmp_path, caplog):

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import tempfile
 import zipfile
 from pathlib import Path
@@ -328,10 +329,7 @@ def test_cli_convert_to_an_unknown_suffix_asks_for_a_format(tmp_path, capsys, na
     save_file({"w": torch.randn(4, 4)}, tmp_path / "w.safetensors")
     arguments = ["convert", str(tmp_path / "w.safetensors"), str(tmp_path / name)]
     assert main(arguments) == 2
-    assert (
-        "--to {snapshot,safetensors,torch,dcp,gguf,peft,deepspeed-universal,torch_checkpointing}"
-        in capsys.readouterr().err
-    )
+    assert re.search(r"or pass --to \{(\S+,)?dcp,(\S+,)?safetensors,snapshot,torch(,\S+)?\}$", capsys.readouterr().err)
     assert os.listdir(tmp_path) == ["w.safetensors"]
     assert main([*arguments, "--to", "torch"]) == 0
     assert torch.load(tmp_path / name)["w"].shape == (4, 4)

@@ -28,7 +28,7 @@ from torch.futures import Future
 from snapshot.distributed.exchange import solo_exchange
 from snapshot.errors import SnapshotError, SnapshotExistsError
 from snapshot.events import emit, log
-from snapshot.formats.dcp import put_notice
+from snapshot.formats.dcp_notice import put_notice
 from snapshot.interop.dcp.names import VERB, Keys, WrittenItems, flat_paths, join_and_commit, nested_paths
 from snapshot.io.aio import in_thread, shielded
 from snapshot.io.loop import finish_before_exit, run, start
