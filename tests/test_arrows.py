@@ -38,9 +38,19 @@ def modules(folder, *above):
         yield ".".join(parts).removesuffix(".__init__"), path
 
 
+@cache
+def parse(path):
+    return ast.parse(path.read_text())
+
+
+@cache
+def nodes(path):
+    return list(ast.walk(parse(path)))
+
+
 def imports(path, known):
     """The modules of both trees that a file imports: anywhere in it, also for types alone."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.ImportFrom) and node.module and is_own(node.module):
             for name in node.names:
                 below = f"{node.module}.{name.name}"
@@ -70,9 +80,8 @@ NAMED = re.compile(r"\bsnapshot_\w+(?:\.\w+)*")
 
 def strings(path):
     """The modules of plugins that a file names in strings, such as `"snapshot_x.y:Z"` or a part of an f-string."""
-    tree = ast.parse(path.read_text())
-    comments = {id(each.value) for each in ast.walk(tree) if isinstance(each, ast.Expr)}
-    for node in ast.walk(tree):
+    comments = {id(each.value) for each in nodes(path) if isinstance(each, ast.Expr)}
+    for node in nodes(path):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in comments:
             yield from (name for name in NAMED.findall(node.value) if name.partition(".")[0] in PACKAGES)
 
@@ -160,8 +169,9 @@ def test_imports_of_the_core_are_not_optional():
 
 
 def test_imports_have_no_cycles():
-    known = {name: path for name, path in (KNOWN | PLUGINS).items() if name not in FACE}
-    assert circles({name: {*imports(path, KNOWN | PLUGINS)} - {name} for name, path in known.items()}) == {}
+    every = KNOWN | PLUGINS
+    known = {name: path for name, path in every.items() if name not in FACE}
+    assert circles({name: {*imports(path, every)} - {name} for name, path in known.items()}) == {}
 
 
 def test_imports_of_storages_are_limited():
@@ -204,7 +214,7 @@ shrink."""
 def imported_at_once(node, inside):
     """The statements of a module that run when it is imported, and those in functions if they count."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
             continue
         if inside or not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             yield child
@@ -216,7 +226,7 @@ def imported_by(module, inside):
     """What a module imports, and the packages in which it is."""
     parts = module.split(".")
     found = {".".join(parts[:count]) for count in range(1, len(parts))}
-    for node in imported_at_once(ast.parse(KNOWN[module].read_text()), inside):
+    for node in imported_at_once(parse(KNOWN[module]), inside):
         if isinstance(node, ast.ImportFrom) and node.module:
             found |= {node.module, *(f"{node.module}.{each.name}" for each in node.names)}
         elif isinstance(node, ast.Import):
