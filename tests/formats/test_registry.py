@@ -60,10 +60,13 @@ GGUF = Format("fourth", 0, writes="gguf", plan="tiny:plan")
 
 
 def test_formats_are_asked_in_one_order():
-    assert [(each.name, each.order) for each in registry.formats() if each.folder] == [
+    order = [
         ("dcp", 10), ("torch_checkpointing", 20), ("hugging_face", 30), ("deepspeed_run", 40), ("megatron", 50),
         ("deepspeed", 55), ("rank_files", 60), ("orbax", 70), ("gguf", 80),
     ]  # fmt: skip
+    found = [(each.name, each.order) for each in registry.formats() if each.folder]
+    assert [each for each in found if each in order] == order
+    assert len({number for _, number in found}) == len(found), "two formats have one number"
 
 
 @pytest.mark.parametrize(
