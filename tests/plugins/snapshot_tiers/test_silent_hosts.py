@@ -17,8 +17,8 @@ from snapshot.io.registry import open_storage
 from snapshot.io.storage import Context
 from snapshot.io.url import URL
 from snapshot.runs.timeline import NO_ORIGIN
-from snapshot_tiers import control, tier_set, uploader_process
-from snapshot_tiers.control import ControlClient, Host, pid_in
+from snapshot_tiers import tier_set, uploader_process
+from snapshot_tiers.control import Host, UploaderLink, pid_in
 from snapshot_tiers.near_steps import CensusStep, NearFolder
 from snapshot_tiers.tier_set import TierSet
 from tests.plugins.snapshot_tiers.jobs import ask, manager_of, rank, runs_in, state, until
@@ -149,13 +149,13 @@ def test_close_waits_for_a_silent_uploader_no_longer_than_grace(tmp_path, hosts,
     pid = until(lambda: _pid_of(folder))
     os.kill(pid, signal.SIGSTOP)
     patience = []
-    right = ControlClient.ask
+    right = UploaderLink._ask
 
-    def ask(self, request, seconds=control.PATIENCE):
-        patience.append(seconds)
-        return right(self, request, seconds)
+    def ask(self, request, seconds, end):
+        patience.append(seconds)  # also while another thread asks
+        return right(self, request, seconds, end)
 
-    monkeypatch.setattr(ControlClient, "ask", ask)
+    monkeypatch.setattr(UploaderLink, "_ask", ask)
     try:
         manager.close()
         assert 0 < sum(patience) < 8
