@@ -166,12 +166,7 @@ def __getattr__(name: str) -> Any:
     from snapshot.io.system import gc_paused
 
     with gc_paused():  # torch's objects are many: one collection takes longer than all imports, and finds nothing
-        try:
-            value = getattr(import_module(_HOMES[name]), name)
-        except ModuleNotFoundError as error:
-            if (error.name or "").startswith("snapshot_"):
-                error.add_note("The installation lacks this package: run `pip install -e .` again, or install it anew.")
-            raise
+        value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 

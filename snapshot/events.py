@@ -109,7 +109,9 @@ def emit(name: str, verb: str, path: str, **fields: Any) -> None:
     for handler in (*_installed(), *_handlers):
         try:
             handler(Event(name, verb, path, fields))
-        except Exception:
+        except BaseException as error:
+            if extensions.is_interrupt(error):
+                raise
             log.exception("an event handler failed on %s of %s", name, path)
 
 

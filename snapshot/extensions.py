@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import logging
+import threading
 from collections.abc import Iterator
+from dataclasses import MISSING, fields
 from functools import cache
 from importlib.metadata import (
     Distribution,
@@ -33,17 +35,25 @@ Group = Literal[
     "snapshot.events",
 ]
 RESERVED: dict[tuple[Group, str], str] = {
-    ("snapshot.formats", "quantised"): "snapshot_quantised",
-    ("snapshot.formats", "gguf"): "snapshot_gguf",
-    ("snapshot.formats", "peft"): "snapshot_merge",
-    ("snapshot.formats", "deepspeed-universal"): "snapshot_deepspeed",
-    ("snapshot.formats", "torch_checkpointing"): "snapshot_torch_checkpointing",
     ("snapshot.takes", "health"): "snapshot_health",
     ("snapshot.steps", "near"): "snapshot_tiers",
     ("snapshot.seals", "ed25519"): "snapshot_signing",
     ("snapshot.sinks", "process"): "snapshot_worker",
 }
 """Names that are values of public arguments -> the package of this library that has them, and no other may."""
+CLAIMS = {
+    "to='gguf'": "snapshot_gguf",
+    "the suffix '.gguf'": "snapshot_gguf",
+    "to='peft'": "snapshot_merge",
+    "to='deepspeed-universal'": "snapshot_deepspeed",
+    "to='torch_checkpointing'": "snapshot_torch_checkpointing",
+    "dequantise='awq'": "snapshot_quantised",
+    "dequantise='bitsandbytes'": "snapshot_quantised",
+    "dequantise='gptq'": "snapshot_quantised",
+    "dequantise='gptq_v2'": "snapshot_quantised",
+    "the codec 'blosc'": "snapshot_orbax",
+}
+"""What formats of this library's plugins declare -> the package, beside which no other may declare it."""
 NAMES = {
     "Near": "snapshot_tiers",
     "PendingPublish": "snapshot_publish",
@@ -87,11 +97,6 @@ def is_own(module: str) -> bool:
     return module.partition(".")[0] in own_packages()
 
 
-def is_reserved(group: Group, name: str) -> bool:
-    """Return True if only a plugin of this library may have the name, also if it is not installed."""
-    return (group, name) in RESERVED
-
-
 @cache
 def other_points() -> dict[tuple[str, str], EntryPoint]:
     """Return the entry points of all other packages: one scan for all groups, 3 ms for 130 packages."""
@@ -130,8 +135,9 @@ def require(group: Group, name: str, what: object) -> Any:
     """Return what an entry point names. Raise `MissingExtraError` if there is none. `what`: a message's start."""
     point = find(group, name)
     if point is None:
-        package = RESERVED.get((group, name), f"{group}: {name}")
-        raise MissingExtraError(f"{what}: {package} of {OWN} is not installed")
+        package = RESERVED.get((group, name))
+        missing = f"{package} of {OWN} is" if package else f"no package with {group}: {name} is"
+        raise MissingExtraError(f"{what}: {missing} not installed")
     return load(point, what)
 
 
@@ -155,7 +161,9 @@ def load(point: EntryPoint, what: object) -> Any:
         raise MissingExtraError(f"{what}: {point.value} of {owner} cannot be imported: {error}{extra}") from error
     except OSError as error:  # there are no more descriptors, for example
         raise SnapshotError(f"{what}: cannot read {point.value} of {owner_of(point)}: {error}") from error
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
         owner = owner_of(point)
         raise SnapshotError(
             f"{what}: {point.group} has {point.name} = {point.value} of {owner}, which raised "
@@ -163,8 +171,13 @@ def load(point: EntryPoint, what: object) -> Any:
         ) from error
 
 
-def load_declared(group: Group, kind: type[T], prefix: str) -> Iterator[tuple[str, T]]:
-    """Yield what a group's entry points name if it is of a type, and log why others are not. `prefix`: of messages."""
+def is_interrupt(error: BaseException) -> bool:
+    """Return True for Ctrl-C, which reaches the main thread alone. What else a plugin raises is an error of it."""
+    return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
+
+
+def load_declared(group: Group, kind: type[T], prefix: str) -> Iterator[tuple[str, T | SnapshotError]]:
+    """Yield what a group's entry points name, or why that is not of a type, which is logged. `prefix`: of messages."""
     for point in points(group):
         what = f"{prefix} {point.name}"
         try:
@@ -173,15 +186,28 @@ def load_declared(group: Group, kind: type[T], prefix: str) -> Iterator[tuple[st
                 raise SnapshotError(f"{what}: {point.value} must be a {kind.__name__}, got {type(made).__name__}")
         except SnapshotError as error:
             logging.getLogger("snapshot").warning("%s", error)
-            continue
-        yield point.name, made
+            yield point.name, error
+        else:
+            yield point.name, made
+
+
+def expect_types(declared: Any) -> None:
+    """Raise `TypeError` if a field of a declaration has another type than its default, or is no text without one."""
+    for each in fields(declared):
+        kind = str if each.default is MISSING else type(each.default)
+        value = getattr(declared, each.name)
+        if type(value) is not kind:
+            raise TypeError(f"{each.name} must be {kind.__name__}, got {value!r}")
+        if kind is tuple and not all(isinstance(item, (str, bytes)) and item for item in value):
+            raise TypeError(f"{each.name} must be texts or bytes that are not empty, got {value!r}")
 
 
 def owner_of(point: EntryPoint) -> str:
     """Return the distribution and version of an entry point, which are in a file."""
     try:
-        return f"{point.dist.name} {point.dist.version}" if point.dist is not None else OWN
-    except OSError:
+        dist = point.dist
+        return OWN if dist is None else f"{dist.name or 'a distribution'} {dist.version or ''}".rstrip()
+    except Exception:  # noqa: BLE001 - its files are damaged
         return "a distribution"
 
 

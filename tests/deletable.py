@@ -73,7 +73,16 @@ def run_tests(names: set[str]) -> int:
         target.mkdir()
         copy_without(names, target)
         environment = environment_of(target, ROOT) | {"SNAPSHOT_TEST_WITHOUT": ",".join(sorted(names))}
-        command = [sys.executable, "-m", "pytest", "-q", "-o", "pythonpath=.", "-o", f"cache_dir={work}/cache"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-o",
+            f"pythonpath={target} .",
+            "-o",
+            f"cache_dir={work}/cache",
+        ]
         return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-import snapshot
 from snapshot import Snapshot, StateDict, TakeOptions, extensions
 from snapshot.cli import main
 from snapshot.cli.arguments import list_verbs
 from snapshot.errors import MissingExtraError, SnapshotError, StorageError
+from snapshot.formats import registry
 from snapshot.io.registry import plugin_for
 from snapshot.io.storage import URL
 
@@ -46,6 +46,15 @@ def test_reserved_names_are_those_of_our_packages_and_of_no_other(install):
         assert point.module.partition(".")[0] == package
     install("snapshot.seals", "ed25519 = tiny:number", "other = tiny:number")
     assert extensions.find("snapshot.seals", "other") is not None
+
+
+def test_claims_are_what_formats_of_our_plugins_declare():
+    own = [each for each in registry.formats() if each not in registry._BUILT_IN]
+    declared = {claim: each for each in own for claim in registry._claims_of(each) if not claim.startswith("the name")}
+    assert declared.keys() == extensions.CLAIMS.keys()
+    for claim, each in declared.items():
+        place = each.plan or each.view or each.codec
+        assert place.partition(".")[0] == extensions.CLAIMS[claim]
 
 
 def test_reserved_name_without_its_package_is_an_error_and_never_that_of_another(install, monkeypatch):
@@ -94,13 +103,15 @@ def test_entry_point_whose_module_cannot_be_read_is_an_error_of_the_library(inst
         plugin_for(URL.parse("tiny://a"))
 
 
-def test_verbs_of_other_distributions_are_listed_and_broken_ones_left_out(install, caplog):
+def test_verbs_of_other_distributions_are_listed_and_broken_ones_raise_when_they_run(install, caplog, capsys):
     install("snapshot.verbs", "greet = tiny:GREET", "bad = tiny:number", "gone = tiny:gone", "ls = tiny:GREET")
     with caplog.at_level(logging.WARNING, "snapshot"):
         verbs = list_verbs()
     assert verbs["greet"].module == "tiny.greet_verb"
     assert verbs["ls"].module == "snapshot.cli.ls"
-    assert not {"bad", "gone"} & set(verbs)
+    assert "must be a Verb, got int" in verbs["bad"].fault
+    assert main(["gone", "here"]) == 2
+    assert "snapshot gone: snapshot.verbs has gone = tiny:gone of tiny 1.2" in capsys.readouterr().err
     assert [record.getMessage().split(":")[0] for record in caplog.records] == ["snapshot bad", "snapshot gone"]
 
 
@@ -160,8 +171,22 @@ def test_verb_whose_module_cannot_be_imported_names_it_and_others_work(install, 
     assert main(["--help"]) == 0
     assert "greet" in capsys.readouterr().out
     assert main(["greet", "me", "--loudly"]) == 2
-    assert "error: snapshot greet: tiny.greet_verb cannot be imported" in capsys.readouterr().err
+    assert "error: snapshot greet: tiny.greet_verb of tiny 1.2 cannot be imported" in capsys.readouterr().err
     assert main(["--version"]) == 0
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["Verb('greet', 'tiny.verb', 'a')", "Verb(5, 'tiny.verb')", "Verb('100 %(x)s', 'tiny')", "Verb('greet', 'json')"],
+)
+def test_verb_that_is_declared_wrongly_leaves_all_others_usable(install, capsys, line):
+    module = f"from snapshot.cli.verb import Verb\nGREET = {line}\nEXAMPLES = [('a', 'b')]\nDESCRIPTION = ''\n"
+    install("snapshot.verbs", "greet = tiny:GREET", module=module + "def add(parser): raise ValueError('no')\n")
+    assert main(["ls", "--help"]) == 0
+    assert main(["--help"]) == 0
+    assert "greet" in capsys.readouterr().out
+    assert main(["greet"]) == 2
+    assert "of tiny 1.2" in capsys.readouterr().err
 
 
 def test_declaration_that_exits_is_left_out(install, capsys):
@@ -178,10 +203,3 @@ def test_command_without_an_installation_names_the_cure(monkeypatch, capsys):
     finally:
         list_verbs.cache_clear()
     assert "snapshot-torch is not installed here, so the verbs of its plugins are not known" in capsys.readouterr().err
-
-
-def test_public_name_of_a_package_that_the_installation_lacks_has_a_note(monkeypatch):
-    monkeypatch.setitem(snapshot._HOMES, "Lacking", "snapshot_lacking.module")
-    with pytest.raises(ModuleNotFoundError) as caught:
-        snapshot.Lacking  # noqa: B018
-    assert "pip install -e ." in caught.value.__notes__[0]

@@ -53,7 +53,7 @@ def parser(described: Collection[str] | None = None) -> argparse.ArgumentParser:
         if described is None or name in described:
             add_verb(verbs, name)
         else:
-            verbs.add_parser(name, help=verb.summary)
+            verbs.add_parser(name, help=verb.help)
     return made
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from snapshot import extensions
 from snapshot.cli.verb import Verb
-from snapshot.errors import MissingExtraError
+from snapshot.errors import MissingExtraError, SnapshotError
 from snapshot.io.url import VARIABLE, options_from_environment, read_options
 from snapshot.text import parse_duration
 
@@ -46,39 +46,59 @@ def list_verbs() -> dict[str, Verb]:
     """
     found = {name: Verb(summary, f"snapshot.cli.{name}", order) for name, (order, summary) in _BUILT_IN.items()}
     for name, made in extensions.load_declared(GROUP, Verb, "snapshot"):
-        found.setdefault(name, made)
+        broken = Verb("is not usable", "", fault=str(made))
+        found.setdefault(name, broken if isinstance(made, SnapshotError) else made)
     return dict(sorted(found.items(), key=lambda each: each[1].order))
 
 
 def add_verb(verbs: Any, name: str) -> None:
     """Add a verb, as its module describes it. Its help ends with the module's examples.
 
-    A verb whose module cannot be imported raises when it runs, so that all others work.
+    A verb of a plugin that fails here raises when it runs, so that all others work.
     """
     verb = list_verbs()[name]
     try:
+        if verb.fault:
+            raise SnapshotError(verb.fault)
         module = import_module(verb.module)
-    except ImportError as error:
-        broken = verbs.add_parser(name, help=verb.summary, add_help=False)
+        examples = [(str(command), str(what)) for command, what in module.EXAMPLES]
+        description, add, run = _filled(module.DESCRIPTION), module.add, module.run
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - raised when the verb runs
+        broken = verbs.add_parser(name, help=verb.help, add_help=False)
         broken.add_argument("rest", nargs=argparse.REMAINDER)
-        broken.set_defaults(run=partial(_raise_missing, f"snapshot {name}: {verb.module} cannot be imported: {error}"))
+        broken.set_defaults(run=partial(_raise_missing, _blame(name, verb, error)))
         return
-    widest = max(len(command) for command, _ in module.EXAMPLES)
+    widest = max(len(command) for command, _ in examples)
     beside = widest < 50
     lines = [
         f"  snapshot {command:<{widest}}  {what}" if beside else f"  snapshot {command}\n      {what}"
-        for command, what in module.EXAMPLES
+        for command, what in examples
     ]
     parser = verbs.add_parser(
         name,
-        help=verb.summary,
-        description=_filled(module.DESCRIPTION),
+        help=verb.help,
+        description=description,
         epilog="\n".join(["examples:", *lines]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    module.add(parser)
-    parser.set_defaults(run=module.run)
+    try:
+        add(parser)
+        parser.set_defaults(run=run)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - raised when the verb runs
+        parser.set_defaults(run=partial(_raise_missing, _blame(name, verb, error)))
+
+
+def _blame(name: str, verb: Verb, error: BaseException) -> str:
+    """Return why a verb's module is not usable. An error of this library's own is raised, but a missing package."""
+    if extensions.is_own(verb.module) and not isinstance(error, ImportError):
+        raise error
+    if verb.fault:
+        return verb.fault
+    point = extensions.find(GROUP, name)
+    owner = f" of {extensions.owner_of(point)}" if point is not None else ""
+    why = error if isinstance(error, ImportError) else repr(error)
+    return f"snapshot {name}: {verb.module}{owner} cannot be {'imported' if why is error else 'used'}: {why}"
 
 
 def _raise_missing(message: str, given: argparse.Namespace) -> int:

@@ -23,7 +23,7 @@ from snapshot.cli.locate import explain_missing
 from snapshot.cli.ranks import on_ranks
 from snapshot.cli.screen import ExitStatus, bar, emit_report
 from snapshot.formats.hugging_face import SHARD
-from snapshot.formats.registry import FormatOptions, option_classes, written_formats
+from snapshot.formats.registry import FormatOptions, add_options, written_formats
 from snapshot.io.url import URL
 from snapshot.maps.tensor_map import TensorMap
 from snapshot.snapshot import Snapshot
@@ -105,8 +105,7 @@ def add_target(parser: argparse.ArgumentParser, *, converts: bool) -> None:
         parser.add_argument(
             "--shard", type=size, default=SHARD, metavar="SIZE", help="maximum size of each of several files: 5GB"
         )
-        for each in option_classes():
-            each.add_flags(parser)
+        parser.set_defaults(format_options=add_options(parser))
     parser.add_argument(
         "--compression", choices=("zstd",), help="compress the data files; only this library reads them"
     )
@@ -120,7 +119,7 @@ def target_of(arguments: argparse.Namespace, url: str) -> Target:
     options: list[FormatOptions] = []
     if "to" in arguments:
         to = arguments.to or format_by_name(URL.parse(url), f"--to {{{','.join(written_formats())}}}")
-        options = [made for each in option_classes() if (made := each.of_flags(arguments)) is not None]
+        options = [made for each in arguments.format_options if (made := each.of_flags(arguments)) is not None]
     if len(options) > 1:
         raise ValueError(f"flags must be those of one format, got those of {', '.join(each.to for each in options)}")
     return Target(

@@ -6,10 +6,9 @@ import errno
 from collections.abc import Callable
 
 from snapshot.errors import StorageError, StorageNotFoundError
-from snapshot.formats import hugging_face, torch_save
+from snapshot.formats import hugging_face
 from snapshot.formats.foreign import HEAD, ForeignDocument, is_part, refuse_file
 from snapshot.formats.registry import SearchedFolder, describe_folder, find_by_head
-from snapshot.formats.zip_archive import SIGNATURE
 from snapshot.io.storage import Storage
 from snapshot.io.url import URL
 
@@ -57,13 +56,15 @@ async def _describe_file(url: URL, beside: Callable[[URL], Storage], limit: int)
 async def _describe_by_head(folder: Storage, name: str, size: int, head: bytes, limit: int) -> ForeignDocument:
     if is_part(name):
         raise refuse_file(folder.url, name, head)
-    if (describe := find_by_head(head)) is not None:
-        found: ForeignDocument = await describe(folder, name, size, limit)
+    found: ForeignDocument
+    if (describe := find_by_head(head, own=True)) is not None:
+        found = await describe(folder, name, size, limit)
         return found
-    if head.startswith(SIGNATURE):
-        return await torch_save.describe_file(folder, name, size, limit)
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= size - 8:  # before pickles: any byte may be a length
         return await hugging_face.describe_file(folder, name, size, limit)
     if head[:1] == b"{" and (index := await hugging_face.describe_index(folder, name, limit)) is not None:
         return index
+    if (describe := find_by_head(head, own=False)) is not None:
+        found = await describe(folder, name, size, limit)
+        return found
     raise refuse_file(folder.url, name, head)

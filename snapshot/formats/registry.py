@@ -6,13 +6,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from snapshot import extensions
-from snapshot.errors import SnapshotError, StorageError
+from snapshot.errors import MissingExtraError, SnapshotError, StorageError
 from snapshot.events import log
 from snapshot.formats.foreign import ForeignDocument, ForeignStorage
+from snapshot.formats.zip_archive import SIGNATURE
 from snapshot.io.storage import Storage
 from snapshot.io.url import URL
 
@@ -85,6 +87,9 @@ class Format:
     whole_folder: bool = False
     """True if a copy takes all files of the folder: the index does not name them."""
 
+    def __post_init__(self) -> None:
+        extensions.expect_types(self)
+
 
 class SearchedFolder:
     """A folder in which a checkpoint is looked for."""
@@ -124,32 +129,50 @@ _BUILT_IN = (
     ),
     Format("rank_files", 60, "snapshot.formats.rank_files:describe_folder"),
     Format(
-        "torch_save", writes="torch", plan="snapshot.transform.to_torch:plan", one_file=True, suffixes=(".pt", ".pth")
+        "torch_save",
+        file="snapshot.formats.torch_save:describe_file",
+        heads=(SIGNATURE,),
+        writes="torch",
+        plan="snapshot.transform.to_torch:plan",
+        one_file=True,
+        suffixes=(".pt", ".pth"),
     ),
     Format(SNAPSHOT, writes=SNAPSHOT),
 )
 
 
 @cache
-def formats() -> tuple[Format, ...]:
-    """Return all formats, in the order in which they are asked. Only the declarations of plugins are imported.
-
-    A declaration of another package that cannot be loaded, or has what another format has, is logged and left out.
-    """
-    found: list[Format] = []
-    owners: dict[str, str] = {}
-    declared = [*extensions.load_declared(GROUP, Format, "the format")]
-    for point, made in [*((each.name, each) for each in _BUILT_IN), *declared]:
-        claims = _claims_of(made)
-        taken = [f"{claim}, as {owners[claim]} does" for claim in claims if claim in owners]
-        if extensions.is_reserved(GROUP, made.writes) and not extensions.is_own(made.plan):
-            taken.append(f"to={made.writes!r}, which is of a plugin of this library")
-        if taken:
-            log.warning("the format %s is left out: it declares %s", point, taken[0])
+def _listed() -> tuple[tuple[Format, ...], tuple[Format, ...], dict[str, SnapshotError]]:
+    """Return the formats of this library, those of others, and why a declaration of another package is left out."""
+    own, others = list(_BUILT_IN), list[Format]()
+    owners = {claim: each.name for each in _BUILT_IN for claim in _claims_of(each)}
+    left_out: dict[str, SnapshotError] = {}
+    for point, made in extensions.load_declared(GROUP, Format, "the format"):
+        if isinstance(made, SnapshotError):
+            left_out[point] = made
+            continue
+        is_own, claims = (GROUP, point) in extensions.own_points(), _claims_of(made)
+        known = owners if is_own else extensions.CLAIMS | owners
+        taken = next((f"{claim}, as {known[claim]} does" for claim in claims if claim in known), None)
+        if taken is not None:
+            what = f"the format {point} of {_owner(made, point)} is left out"
+            left_out[point] = SnapshotError(f"{what}: it declares {taken}")
+            log.warning("%s", left_out[point])
             continue
         owners |= dict.fromkeys(claims, made.name)
-        found.append(made)
-    return tuple(sorted(found, key=lambda each: each.order))
+        (own if is_own else others).append(made)
+    in_order = attrgetter("order")
+    return tuple(sorted(own, key=in_order)), tuple(sorted(others, key=in_order)), left_out
+
+
+def formats() -> tuple[Format, ...]:
+    """Return all formats, in the order in which they are asked: those of this library first.
+
+    Only the declarations of plugins are imported. One of another package that cannot be loaded, or has what another
+    format has, is logged and left out.
+    """
+    own, others, _ = _listed()
+    return own + others
 
 
 def _claims_of(made: Format) -> list[str]:
@@ -158,78 +181,123 @@ def _claims_of(made: Format) -> list[str]:
         f"the name {made.name!r}",
         *([f"to={made.writes!r}"] if made.writes else []),
         *(f"the suffix {each!r}" for each in made.suffixes),
-        *(f"the method {each!r}" for each in made.methods),
+        *(f"dequantise={each!r}" for each in made.methods),
         *(f"the codec {each!r}" for each in made.codecs),
     ]
 
 
+def _owner(made: Format, point: str = "") -> str:
+    found = extensions.find(GROUP, point or made.name)
+    return extensions.OWN if found is None else extensions.owner_of(found)
+
+
+def resolve(made: Format, place: str) -> Any:
+    """Return what a format names. An error of another package names it."""
+    try:
+        return resolve_name(place)
+    except BaseException as error:
+        if extensions.is_own(place.partition(":")[0]) or extensions.is_interrupt(error):
+            raise
+        raise SnapshotError(f"the format {made.name} of {_owner(made)} cannot import {place}: {error!r}") from error
+
+
 async def describe_folder(folder: SearchedFolder, first: int = 0) -> ForeignDocument | None:
     """Return the checkpoint in a folder; None if no format knows it. `first`: the first order to ask."""
-    for each in formats():
+    own, others, _ = _listed()
+    for each in own + others:
         if each.order < first or not each.folder:
             continue
         if each.names and not any(re.fullmatch(each.names, name) for name in await folder.names()):
             continue
-        found: ForeignDocument | None = await resolve_name(each.folder)(folder)
+        try:
+            found: ForeignDocument | None = await resolve(each, each.folder)(folder)
+        except Exception as error:
+            if each in own:
+                raise
+            log.warning("%s: the format %s of %s failed: %r", folder.url, each.name, _owner(each), error)
+            continue
         if found is not None:
             return found
     return None
 
 
-def find_by_head(head: bytes) -> Any:
-    """Return the function that describes a file that begins so, or None."""
-    each = next((each for each in formats() if head.startswith(each.heads)), None)
-    return None if each is None else resolve_name(each.file)
+def find_by_head(head: bytes, *, own: bool) -> Any:
+    """Return the function that describes a file that begins so, or None. `own`: of this library's formats."""
+    ours, others, _ = _listed()
+    each = next((each for each in (ours if own else others) if head.startswith(each.heads)), None)
+    return None if each is None else resolve(each, each.file)
 
 
 def find_view(method: str) -> Any:
     """Return the function that gives a checkpoint plain weights in place of those of a method."""
     each = next((each for each in formats() if method in each.methods), None)
     if each is None:
-        extensions.require(GROUP, "quantised", f"dequantise={method!r}")  # raises
-        raise SnapshotError(f"dequantise={method!r}: no format has this method")
-    return resolve_name(each.view)
+        raise _missing(f"dequantise={method!r}", f"dequantise={method!r}")
+    return resolve(each, each.view)
+
+
+def _missing(claim: str, what: str, name: str = "") -> SnapshotError:
+    """Return the error for something that no format has: its package is missing, or was left out."""
+    package = extensions.CLAIMS.get(claim)
+    if package is not None:
+        return MissingExtraError(f"{what}: {package} of {extensions.OWN} is not installed")
+    return _listed()[2].get(name) or SnapshotError(f"{what}: no installed format has it")
 
 
 def find_codec(codec: str) -> Any:
     """Return the function that makes a decompressor of a plugin's codec, or None."""
     each = next((each for each in formats() if codec in each.codecs), None)
-    return None if each is None else resolve_name(each.codec)
+    return None if each is None else resolve(each, each.codec)
 
 
 def find_writer(to: str) -> Format:
     """Return the format that writes a value of `Target(to=...)`."""
     found = next((each for each in formats() if each.writes == to), None)
     if found is None:
-        extensions.require(GROUP, to, f"to={to!r}")  # raises
-        raise SnapshotError(f"to={to!r}: no format writes this")
+        raise _missing(f"to={to!r}", f"to={to!r}", to)
     return found
 
 
-def option_classes() -> list[type[FormatOptions]]:
-    """Return the classes of all formats' options. One of another package that cannot be loaded is logged."""
-    found = []
+def add_options(parser: ArgumentParser) -> list[type[FormatOptions]]:
+    """Add the flags of all formats' options, and return their classes. One of another package that fails is logged."""
+    added = []
     for each in formats():
+        if not each.options:
+            continue
         try:
-            found += [resolve_name(each.options)] if each.options else []
+            made = resolve(each, each.options)
+            made.add_flags(parser)
         except Exception as error:
             if extensions.is_own(each.options.partition(":")[0]):
                 raise
-            log.warning("the format %s: cannot import its options: %r", each.name, error)
-    return found
+            log.warning("the format %s of %s: cannot add its options: %r", each.name, _owner(each), error)
+        else:
+            added.append(made)
+    return added
+
+
+def expect_options(options: FormatOptions) -> None:
+    """Raise `TypeError` if these are not the options of the format that they name."""
+    written = getattr(options, "to", None)
+    if not isinstance(written, str) or isinstance(options, type):
+        raise TypeError(f"format_options must be options of a format, got {options!r}")
+    found = find_writer(written)
+    if not found.options or not isinstance(options, resolve(found, found.options)):
+        known = found.options.replace(":", ".") or f"None, since to={written!r} has no options"
+        raise TypeError(f"format_options must be {known}, got {options!r}")
 
 
 def find_suffix(suffix: str) -> Format | None:
     """Return the format of files whose names end so, or None. Raise if the package that has it is not installed."""
     found = next((each for each in formats() if suffix in each.suffixes), None)
-    if found is None and extensions.is_reserved(GROUP, suffix[1:]):
-        return find_writer(suffix[1:])  # raises
+    if found is None and (claim := f"the suffix {suffix!r}") in extensions.CLAIMS:
+        raise _missing(claim, claim)
     return found
 
 
 def is_writable(to: str) -> bool:
-    """Return True if this is a value of `Target(to=...)`, also if its package is not installed."""
-    return to in written_formats() or extensions.is_reserved(GROUP, to)
+    """Return True for a value of `Target(to=...)`, also if its package is missing or its declaration left out."""
+    return to in written_formats() or f"to={to!r}" in extensions.CLAIMS or to in _listed()[2]
 
 
 def written_formats() -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import re
 from collections.abc import Awaitable, Callable, Hashable, Mapping
 from importlib.metadata import EntryPoint
 from typing import Any
@@ -23,6 +24,8 @@ _PLACES = {
 _GROUP: extensions.Group = "snapshot.storages"
 _BUILT_IN = {scheme: EntryPoint(scheme, place, _GROUP) for scheme, place in _PLACES.items()}
 
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
+
 FSSPEC = "fsspec+"
 """The plugin that is asked whether it knows any other scheme."""
 _registered: dict[str, type[Storage]] = {}
@@ -40,8 +43,12 @@ def register(scheme: str, plugin: type[Storage]) -> None:
     schemes with that prefix. A plugin that wraps other storages is registered as `wrap+`, and opens both
     `wrap+file://...` and `wrap+s3://...`.
     """
-    if scheme in _BUILT_IN or (_GROUP, scheme) in extensions.own_points():
+    if not (isinstance(scheme, str) and _SCHEME.fullmatch(scheme)):
+        raise ValueError(f"scheme must be letters, digits, '+', '-' and '.', and begin with a letter, got {scheme!r}")
+    if any(_own(each) for each in _keys(scheme)):
         raise ValueError(f"scheme must be one that this library does not open itself, got {scheme!r}")
+    if not (isinstance(plugin, type) and issubclass(plugin, Storage)):
+        raise TypeError(f"plugin must be a subclass of Storage, got {plugin!r}")
     _registered[scheme] = plugin
 
 
@@ -62,17 +69,19 @@ def open_storage(url: URL, options: Mapping[str, Any] | None = None, context: Co
 
 
 def plugin_for(url: URL) -> type[Storage]:
-    """Return the plugin class for a URL: registered, built-in, from an entry point, or fsspec's.
+    """Return the plugin class for a URL: of this library, registered, from an entry point, or fsspec's.
 
     Entry points of other packages are searched last, since that reads the metadata of every installed package.
     """
-    outermost, plus, _ = url.scheme.partition("+")
-    for scheme in (url.scheme, outermost + plus):
+    keys = _keys(url.scheme)
+    for scheme in keys:
+        if (point := _own(scheme)) is not None:
+            return _load(point, url)
+    for scheme in keys:
         if (plugin := _registered.get(scheme)) is not None:
             return plugin
-    for scheme in (url.scheme, outermost + plus):
-        point = _BUILT_IN.get(scheme) or extensions.find(_GROUP, scheme)
-        if point is not None:
+    for scheme in keys:
+        if (point := extensions.find(_GROUP, scheme)) is not None:
             return _load(point, url)
     other = extensions.find(_GROUP, FSSPEC)
     if other is not None and (last := _load(other, url)).knows_scheme(url.scheme):
@@ -87,6 +96,16 @@ def plugin_for(url: URL) -> type[Storage]:
     raise StorageError(
         f"{url}: no storage plugin for the scheme {url.scheme!r}; known schemes: {', '.join(schemes())}{hint}"
     )
+
+
+def _keys(scheme: str) -> tuple[str, str]:
+    """Return the names that a plugin for a scheme may have: `wrap+file` and `wrap+`."""
+    outermost, plus, _ = scheme.partition("+")
+    return scheme, outermost + plus
+
+
+def _own(scheme: str) -> EntryPoint | None:
+    return _BUILT_IN.get(scheme) or extensions.own_points().get((_GROUP, scheme))
 
 
 def _load(point: EntryPoint, url: URL) -> type[Storage]:

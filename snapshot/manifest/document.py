@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -331,6 +332,20 @@ def decode_canonical(data: bytes, kind: type[Any], where: object) -> Any:
 
 _SHAPE = b'[]{}"'
 _NO_SHAPE = bytes(set(range(256)) - set(_SHAPE))
+
+
+def encode_metadata(metadata: Mapping[str, Any] | None) -> msgspec.Raw:
+    """Encode the user's metadata for the manifest; raise `TypeError` if it is not a mapping that JSON can hold."""
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise TypeError(f"metadata must be a mapping, got {type(metadata).__name__}")
+    try:
+        json.dumps(dict(metadata or {}), allow_nan=False)  # JSON has no NaN, and msgspec would make it null
+        encoded = msgspec.json.encode(dict(metadata or {}))
+        if measure_nesting(encoded) > DEEPEST:
+            raise ValueError(f"it must nest at most {DEEPEST} levels")
+        return msgspec.Raw(encoded)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise TypeError(f"metadata must be a mapping of JSON values: {error}") from error
 
 
 def measure_nesting(document: bytes | memoryview) -> int:

@@ -6,20 +6,24 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from operator import methodcaller
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from snapshot import extensions
 from snapshot.decoding import decode_json
-from snapshot.errors import MissingExtraError, SnapshotError
+from snapshot.errors import SnapshotError
 from snapshot.events import log
 from snapshot.io.url import URL
+from snapshot.manifest.document import encode_metadata
 from snapshot.save.findings import Finding
 from snapshot.state.leaves import FlatState, Leaf
 
 GROUP: extensions.Group = "snapshot.takes"
 """The entry-point group of observers: `name = "package.module:OBSERVER"`."""
+MOST_ADDED = 1 << 20
+"""Bytes that an observer of another distribution may add to the metadata, which each reader loads."""
 HEALTH = "health"
 """The observer of this library, which guards takes and measures tensors."""
 
@@ -89,9 +93,7 @@ def _installed() -> tuple[tuple[str, Observer], ...]:
     for point in extensions.points(GROUP):
         try:
             found.append((point.name, extensions.load(point, f"the observer {point.name}")))
-        except SnapshotError as error:
-            if _is_own(point.name):
-                raise
+        except SnapshotError as error:  # of ours, `expect_observed` raises it if a caller asks for it
             log.warning("%s", error)
     if HEALTH not in dict(found):
         log.warning("%s is not installed: takes are not guarded", extensions.RESERVED[GROUP, HEALTH])
@@ -101,9 +103,8 @@ def _installed() -> tuple[tuple[str, Observer], ...]:
 def expect_observed(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     """Raise `MissingExtraError` if options other than the defaults need an observer that is not installed."""
     asked = [name for name, value in options.items() if value != defaults[name] and value != "off"]
-    if asked and extensions.find(GROUP, HEALTH) is None:
-        what = f"{asked[0]}={options[asked[0]]!r}"
-        raise MissingExtraError(f"{what}: {extensions.RESERVED[GROUP, HEALTH]} of {extensions.OWN} is not installed")
+    if asked:
+        extensions.require(GROUP, HEALTH, f"{asked[0]}={options[asked[0]]!r}")
 
 
 _failed: set[str] = set()
@@ -115,17 +116,23 @@ class Observers:
 
     def __init__(self, view: TakeView | None = None, options: Mapping[str, Any] | None = None) -> None:
         self._all: dict[str, TakeObserver] = {}
+        options = options or {}
+        self._asked = options.get("guards") == "refuse" or bool(options.get("statistics"))
+        """True if the caller asked for what only the observer of this library has."""
+        off = options.get("guards") == "off" and not self._asked
         for name, each in _installed() if view is not None else ():
-            made = self._call(name, None, partial(methodcaller("observe", view, options or {}), each))
+            if off and _is_own(name):
+                continue
+            made = self._call(name, None, partial(methodcaller("observe", view, options), each))
             if made is not None:
                 self._all[name] = made
 
     def _call(self, name: str, default: Any, work: Callable[[], Any]) -> Any:
-        """Call an observer. One of another distribution that raises is dropped. That is logged for its first take."""
+        """Call an observer. One that fails is dropped, but for ours if the caller asked for it. That is logged once."""
         try:
             return work()
-        except Exception:
-            if _is_own(name):
+        except BaseException as error:
+            if extensions.is_interrupt(error) or (_is_own(name) and (self._asked or isinstance(error, SnapshotError))):
                 raise
             # A take of weeks must not fail by what another package looks at.
             self._drop(name, "failed", with_trace=True)
@@ -134,7 +141,7 @@ class Observers:
     def _drop(self, name: str, why: str, *, with_trace: bool = False) -> None:
         dropped = self._all.pop(name, None)
         if dropped is not None:
-            with suppress(Exception):
+            with suppress(BaseException):  # it has failed before
                 dropped.forget()
         if name not in _failed:
             _failed.add(name)
@@ -168,7 +175,8 @@ class Observers:
 
     def described(self, entries: Mapping[str, Any]) -> None:
         """Show the entries of this rank."""
-        self._each(None, lambda observer: observer.described(entries))
+        seen = MappingProxyType(entries)
+        self._each(None, lambda observer: observer.described(seen))
 
     def tell(self) -> dict[str, bytes]:
         """Return what the leader must know of this rank, by observer."""
@@ -177,10 +185,14 @@ class Observers:
     def judge(self, told: Sequence[Mapping[str, bytes]], metadata: msgspec.Raw) -> tuple[msgspec.Raw, list[str]]:
         """Return the metadata to commit, on the leader, and the observers that no rank has dropped."""
         for name, each in list(self._all.items()):
-            if all(name in rank for rank in told):
-                work = partial(_judge, each, [rank[name] for rank in told], metadata)
-                metadata = self._call(name, metadata, work)
-            elif not _is_own(name):
+            without = [number for number, rank in enumerate(told) if name not in rank]
+            own = _is_own(name)
+            if not without or own:
+                known = [rank[name] for rank in told if name in rank]
+                metadata = self._call(name, metadata, partial(_judge if own else _extend, each, known, metadata))
+                if without:
+                    log.warning("ranks without %s are not guarded: %s", extensions.RESERVED[GROUP, name], without[:20])
+            else:
                 self._drop(name, "failed on another rank, or is not installed there")
         return metadata, list(self._all)
 
@@ -211,8 +223,22 @@ def _is_own(name: str) -> bool:
 
 
 def _judge(observer: TakeObserver, told: Sequence[bytes], metadata: msgspec.Raw) -> msgspec.Raw:
-    """Return the metadata to commit, which must be a JSON object."""
+    return observer.judge(told, metadata)
+
+
+def _extend(observer: TakeObserver, told: Sequence[bytes], metadata: msgspec.Raw) -> msgspec.Raw:
+    """Return the metadata with what an observer of another distribution adds. It may not change what is there."""
     judged = observer.judge(told, metadata)
-    if judged is not metadata:
-        decode_json(judged, dict[str, msgspec.Raw], "the metadata of an observer")
-    return judged
+    if judged is metadata:
+        return metadata
+    if not isinstance(judged, msgspec.Raw):
+        raise TypeError(f"judge must return msgspec.Raw, got {type(judged).__name__}")
+    before: dict[str, Any] = decode_json(bytes(metadata), dict[str, Any], "the metadata")
+    after: dict[str, Any] = decode_json(bytes(judged), dict[str, Any], "the metadata of an observer")
+    changed = [key for key, value in before.items() if key not in after or after[key] != value]
+    if changed:
+        raise ValueError(f"judge must keep what the metadata has, got another {changed[0]!r}")
+    encoded = encode_metadata(before | after)
+    if len(encoded) > len(metadata) + MOST_ADDED:
+        raise ValueError(f"judge must add at most {MOST_ADDED:,} bytes, got {len(encoded) - len(metadata):,}")
+    return encoded

@@ -20,6 +20,7 @@ from snapshot.io.budget import MemoryBudget
 from snapshot.io.loop import LoopFuture, work_on
 from snapshot.io.session import Session
 from snapshot.io.system import PerProcess
+from snapshot.manifest.document import encode_metadata
 from snapshot.manifest.entries import needs_third_format
 from snapshot.plan.layout import LEFT_OUT, SavePlan, name_data_file
 from snapshot.plan.plan_cache import PlanCache
@@ -43,7 +44,7 @@ from snapshot.save.observers import Observers
 from snapshot.save.rank_share import RankShare
 from snapshot.save.reuse import Unchanged, remember_unchanged
 from snapshot.save.staging import PartSource
-from snapshot.save.take_request import TakeSigner, encode_metadata
+from snapshot.save.take_request import TakeSigner
 from snapshot.save.transaction import State, Transaction
 from snapshot.save.writer import Writer, WrittenFile, write_small
 from snapshot.tensors.digest import SIZE, FileTree, Root, count_blocks, digest_range, root_of, tree_of

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -16,8 +15,7 @@ from snapshot.errors import SnapshotError
 from snapshot.io.session import Key, Seal, signer_of
 from snapshot.io.storage import Storage
 from snapshot.io.url import URL, Location, Source, locate_source
-from snapshot.manifest.document import measure_nesting
-from snapshot.manifest.rank_view import DEEPEST
+from snapshot.manifest.document import encode_metadata
 from snapshot.plan.layout import SavePlan
 from snapshot.plan.names import matcher
 from snapshot.progress import ProgressArgument
@@ -174,6 +172,8 @@ class TakeOptions:
             raise ValueError(f"allow_pickle must be 'warn', 'error' or True, got {self.allow_pickle!r}")
         if self.guards not in get_args(Guards):
             raise ValueError(f"guards must be {', '.join(map(repr, get_args(Guards)))}, got {self.guards!r}")
+        if not isinstance(self.statistics, bool):
+            raise TypeError(f"statistics must be True or False, got {self.statistics!r}")
         expect_observed(self.observed, {"guards": "suspect", "statistics": False})
         if self.worker != "thread":
             find_sink(self.worker).check()
@@ -254,17 +254,3 @@ class TakeRequest(TakeOptions):
             raise ValueError("only='trainable' must have a base: the snapshot that has what is left out")
         known = None if isinstance(self.metadata, Future) else self.metadata
         object.__setattr__(self, "metadata_json", encode_metadata(known))
-
-
-def encode_metadata(metadata: Mapping[str, Any] | None) -> msgspec.Raw:
-    """Encode the user's metadata for the manifest; raise `TypeError` if it is not a mapping that JSON can hold."""
-    if metadata is not None and not isinstance(metadata, Mapping):
-        raise TypeError(f"metadata must be a mapping, got {type(metadata).__name__}")
-    try:
-        json.dumps(dict(metadata or {}), allow_nan=False)  # JSON has no NaN, and msgspec would make it null
-        encoded = msgspec.json.encode(dict(metadata or {}))
-        if measure_nesting(encoded) > DEEPEST:
-            raise ValueError(f"it must nest at most {DEEPEST} levels")
-        return msgspec.Raw(encoded)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise TypeError(f"metadata must be a mapping of JSON values: {error}") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pkgutil import resolve_name
 from typing import Any
 
 from snapshot.distributed.operation import Operation
@@ -72,7 +71,9 @@ def write_checkpoint(
         url = URL(url.scheme, above or "/", url.query)
     export = Export(opened, choice)
     with target.open(operation, url, default_budget=opened.budget.limit) as made:
-        plan: Plan = resolve_name(written.plan)(export, Request(operation, opened, target, name, prepared, made))
+        plan: Plan = registry.resolve(written, written.plan)(
+            export, Request(operation, opened, target, name, prepared, made)
+        )
         overwrite = target.overwrite
         work = export.write(
             plan, made, operation.meter, overwrite=overwrite, exchange=exchange, make_source=make_source
@@ -90,9 +91,9 @@ def convert_checkpoint(operation: Operation, origin: Location, target: Target, c
     prepared, tensor_map = None, choice.map
     written = registry.find_writer(target.format)
     if written.prepare:
-        prepared = resolve_name(written.prepare)(operation, target)
+        prepared = registry.resolve(written, written.prepare)(operation, target)
         if tensor_map is None:
-            tensor_map = resolve_name(written.choose_map)(prepared, found.document.manifest)
+            tensor_map = registry.resolve(written, written.choose_map)(prepared, found.document.manifest)
     opened = map_checkpoint(found, tensor_map)
     document = opened.document
     run(expect_files(opened, selected_locations(document, choice.select, choice.exclude)))

@@ -103,8 +103,7 @@ class Target:
         compression: `"zstd"`: compress the data files of a snapshot. See docs/compression.md.
         durable: Return only when the result survives a loss of power.
         shard_bytes: The maximum size of each file if there are several.
-        format_options: Options of one format, which choose `to`: `snapshot_gguf.GGUFOptions`,
-            `snapshot_merge.PEFTOptions`, or those of another package.
+        format_options: Options of one format, which choose `to`, such as those of GGUF and PEFT.
         storage_options: Options for the storage plugin of `url`, and of files that `format_options` name if their
             scheme is the same.
 
@@ -126,7 +125,7 @@ class Target:
     def __post_init__(self) -> None:
         if not isinstance(self.url, (str, os.PathLike)):
             raise TypeError(f"url must be a path or a URL, got {self.url!r}")
-        if self.to is not None and not registry.is_writable(self.to):
+        if self.to is not None and not (isinstance(self.to, str) and registry.is_writable(self.to)):
             raise ValueError(f"to must be {_choices()}, got {self.to!r}")
         expect_positive("shard_bytes", self.shard_bytes)
         expect_mapping(self.storage_options)
@@ -135,12 +134,12 @@ class Target:
             raise ValueError("compression must be None or 'zstd' here, got 'auto': only takes are measured")
         expect_compression(compression)
         if self.format_options is not None:
-            written = getattr(self.format_options, "to", None)
-            if not isinstance(written, str) or isinstance(self.format_options, type):
-                raise TypeError(f"format_options must be options of a format, got {self.format_options!r}")
-            if self.to not in (None, written):
+            registry.expect_options(self.format_options)
+            if self.to not in (None, self.format_options.to):
                 raise ValueError(f"format_options must be those of to={self.to!r}, got {self.format_options!r}")
-            registry.find_writer(written)
+            suffix = registry.find_suffix(suffix_of(self.place.url))
+            if suffix is not None and suffix.writes != self.format_options.to:
+                raise ValueError(f"format_options must be those of a {suffix.writes} file, got {self.format_options!r}")
 
     @classmethod
     def of(cls, target: str | os.PathLike[str] | Target) -> Target:
@@ -190,7 +189,7 @@ class Target:
             "shard_bytes": self.shard_bytes,
             "overwrite": self.overwrite,
             "compression": self.compression,
-            **({} if self.format_options is None else self.format_options.agreed()),
+            "format_options": None if self.format_options is None else dict(self.format_options.agreed()),
         }
 
 

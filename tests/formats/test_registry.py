@@ -8,7 +8,7 @@ import torch
 import snapshot
 from snapshot import Snapshot, StateDict, Target, extensions
 from snapshot.cli import main
-from snapshot.errors import MissingExtraError
+from snapshot.errors import MissingExtraError, SnapshotError, SnapshotNotFoundError
 from snapshot.formats import registry
 from snapshot.formats.registry import Format
 
@@ -140,8 +140,8 @@ def test_format_of_another_package_has_nothing_that_a_format_of_this_library_has
     install("snapshot.formats", *points, module=MODULE)
     with caplog.at_level(logging.WARNING, "snapshot"):
         assert registry.find_writer("torch").name == "torch_save"
-    for what in ("to='torch', as torch_save", "suffix '.pth', as torch_save", "method 'gptq', as quantised"):
-        assert f"it declares the {what} does" in caplog.text or f"it declares {what} does" in caplog.text
+    for what in ("to='torch', as torch_save", "the suffix '.pth', as torch_save", "dequantise='gptq', as quantised"):
+        assert f"it declares {what} does" in caplog.text
     assert registry.find_suffix(".pth").name == "torch_save"
     assert registry.find_writer("gguf").name == "gguf"
 
@@ -150,15 +150,74 @@ def test_format_of_another_package_never_replaces_one_that_is_not_installed(inst
     install("snapshot.formats", "fourth = tiny:GGUF", "peft = tiny:MINE", module=MODULE)
     monkeypatch.setattr(extensions, "own_points", dict)
     with caplog.at_level(logging.WARNING, "snapshot"):
-        assert registry.find_format("mine") is None
-    assert "the format fourth is left out: it declares to='gguf', which is of a plugin of this library" in caplog.text
+        assert registry.find_format("mine") is not None, "only what it declares counts"
+    assert "the format fourth of tiny 1.2 is left out: it declares to='gguf', as snapshot_gguf does" in caplog.text
     for to in ("gguf", "peft"):
         with pytest.raises(MissingExtraError, match=f"to='{to}': snapshot_.* of snapshot-torch is not installed"):
             registry.find_writer(to)
-    with pytest.raises(MissingExtraError, match="to='gguf': snapshot_gguf of snapshot-torch is not installed"):
+    with pytest.raises(MissingExtraError, match=r"the suffix '\.gguf': snapshot_gguf of snapshot-torch"):
         registry.find_suffix(".gguf")
+    with pytest.raises(MissingExtraError, match="dequantise='gptq': snapshot_quantised"):
+        registry.find_view("gptq")
+    for suffix in (".peft", ".torch_checkpointing", ".quantised"):
+        assert registry.find_suffix(suffix) is None
     with pytest.raises(MissingExtraError, match="snapshot_gguf"):
         Snapshot("memory://nothing").convert("x.gguf")
+
+
+WRONG = """
+from snapshot.formats.registry import Format
+
+class Options:
+    to = "mine"
+
+    @classmethod
+    def add_flags(cls, parser):
+        parser.add_argument("--dtype")
+
+LOST = Format("lost", folder="no_module_x:describe")
+RAISING = Format("raising", folder="tiny:describe", heads=(b"PK", b"MINE"), file="tiny:describe")
+OPTIONS = Format("options", writes="mine", plan="tiny:plan", options="tiny:Options")
+
+async def describe(*given):
+    raise RuntimeError("no device")
+"""
+
+
+@pytest.mark.parametrize(
+    "field", ["order='x'", "suffixes=None", "writes=['x']", "heads='GGUF'", "heads=(b'',)", "writes=5"]
+)
+def test_format_with_a_field_of_another_type_is_left_out_and_named(install, tmp_path, caplog, field):
+    install("snapshot.formats", "wrong = tiny:WRONG", module=f"{WRONG}\nWRONG = Format('wrong', {field})")
+    Snapshot.take(tmp_path / "s", {"s": StateDict(x=torch.ones(3))}).convert(tmp_path / "t.pt")
+    assert snapshot.load(tmp_path / "t.pt")["x"].tolist() == [1, 1, 1]
+    assert "wrong = tiny:WRONG of tiny 1.2, which raised TypeError" in caplog.text
+    with pytest.raises(SnapshotError, match=r"of tiny 1\.2"):
+        Target("x", "wrong").format and registry.find_writer("wrong")
+
+
+def test_formats_of_another_package_that_fail_leave_ours_usable_and_are_named(install, tmp_path, caplog, capsys):
+    install("snapshot.formats", "lost = tiny:LOST", "raising = tiny:RAISING", "options = tiny:OPTIONS", module=WRONG)
+    torch.save({"x": torch.ones(3)}, tmp_path / "t.pt")
+    assert snapshot.load(tmp_path / "t.pt")["x"].tolist() == [1, 1, 1], "torch.save's files are ours"
+    with pytest.raises(SnapshotNotFoundError):
+        Snapshot(tmp_path / "none").get_manifest()
+    assert "the format lost of tiny 1.2 cannot import no_module_x:describe" in caplog.text
+    assert "the format raising of tiny 1.2 failed: RuntimeError('no device')" in caplog.text
+    assert main(["convert", str(tmp_path / "t.pt"), str(tmp_path / "s"), "--dtype", "float32"]) == 0
+    assert "the format options of tiny 1.2: cannot add its options" in caplog.text
+
+
+def test_options_of_a_format_that_has_others_are_refused(tmp_path):
+    class Options:
+        to = "torch"
+
+    for to in ("torch", "safetensors", "snapshot"):
+        Options.to = to
+        with pytest.raises(TypeError, match=f"format_options must be None, since to='{to}' has no options, got"):
+            Target(tmp_path / "x", format_options=Options())
+    with pytest.raises(ValueError, match=r"to must be one of .*, got \[\]"):
+        Target("x", to=[])
 
 
 def test_what_no_installed_format_writes_or_takes_back_names_the_package(monkeypatch, tmp_path):

@@ -21,7 +21,7 @@ number = 7
 def forget():
     """List entry points again, and what was made of them."""
     extensions.forget()
-    for each in (list_verbs, registry.formats, decompressors.find_decompressor, observers._installed):
+    for each in (list_verbs, registry._listed, decompressors.find_decompressor, observers._installed):
         each.cache_clear()
     observers._failed.clear()
 

@@ -1,8 +1,10 @@
 """Observers of other packages: what they may do to a take, and that they cannot fail it."""
 
+import asyncio
 import json
 import logging
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -65,6 +67,22 @@ class Fragile:
         return Broken(view)
 
 MINE, FRAGILE, NUMBER = Observer(), Fragile(), 7
+
+class Judged(Mine):
+    work = None
+
+    def judge(self, told, metadata):
+        return Judged.work(metadata)
+
+    def described(self, entries):
+        entries.clear()
+
+class Judging:
+    def observe(self, view, options):
+        Judged.described = Mine.described if Judged.work else Judged.described
+        return Judged(view)
+
+JUDGING = Judging()
 """
 
 
@@ -99,6 +117,93 @@ def test_observer_of_another_package_that_fails_is_dropped(install, tmp_path, ca
     assert caplog.text.count("the observer fragile of tiny 1.2 failed, and the take continues without it") == 1
     live = state()
     Snapshot(tmp_path / "t").restore(live)
+
+
+@pytest.mark.parametrize("error", [SystemExit(4), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError()])
+@pytest.mark.parametrize("name", ["observe", "described", "tell", "judge", "forget"])
+def test_observer_of_another_package_that_raises_no_exception_is_dropped(install, tmp_path, caplog, name, error):
+    if name == "observe" and isinstance(error, KeyboardInterrupt):
+        pytest.skip("in the main thread it is Ctrl-C")
+    install(
+        "snapshot.takes",
+        "fragile = tiny:FRAGILE",
+        module=OBSERVER.replace('OSError(f"no {name}")', "Broken.error").replace(
+            'OSError("no observe")', "Broken.error"
+        ),
+    )
+    from tiny import Broken
+
+    Broken.fails, Broken.error = name, error
+    Snapshot.async_take(tmp_path / "t", state()).wait(60)
+    assert "the observer fragile of tiny 1.2 failed" in caplog.text
+    assert Snapshot(tmp_path / "t").verify().ok
+
+
+@pytest.mark.parametrize(
+    "judged",
+    [
+        b'{"note":1,"a":2}', "text", msgspec.Raw(b"{}"), msgspec.Raw(b'{"note":2}'),
+        msgspec.Raw(b'{"note":1,"a":"\xff"}'),
+        msgspec.Raw(b'{"note":1,"a":1e99999}'), msgspec.Raw(b'{"note":1,"a":' + b"[" * 900 + b"]" * 900 + b"}"),
+        msgspec.Raw(b'{"note":1,"a":"' + b"x" * (2 << 20) + b'"}'),
+    ],
+)  # fmt: skip
+def test_observer_of_another_package_cannot_spoil_the_metadata(install, tmp_path, caplog, judged):
+    install("snapshot.takes", "judging = tiny:JUDGING", module=OBSERVER)
+    from tiny import Judged
+
+    Judged.work = lambda metadata: judged
+    Snapshot.take(tmp_path / "s", state(), metadata={"note": 1})
+    assert Snapshot(tmp_path / "s").metadata.metadata == {"note": 1}
+    assert "the observer judging of tiny 1.2 failed" in caplog.text
+
+
+def test_observer_of_another_package_cannot_change_the_entries(install, tmp_path, caplog):
+    install("snapshot.takes", "judging = tiny:JUDGING", module=OBSERVER)
+    Snapshot.take(tmp_path / "s", state())
+    assert {"0/s/a", "0/s/b"} <= set(Snapshot(tmp_path / "s").get_manifest())
+    assert "the observer judging of tiny 1.2 failed" in caplog.text
+
+
+def test_metadata_of_an_observer_is_stored_in_the_canonical_form(install, tmp_path):
+    install("snapshot.takes", "judging = tiny:JUDGING", module=OBSERVER)
+    from tiny import Judged
+
+    Judged.work = lambda metadata: msgspec.Raw(b' {"a": [1,  2], "note": 1}\n')
+    Snapshot.take(tmp_path / "s", state(), metadata={"note": 1})
+    assert Snapshot(tmp_path / "s").metadata.metadata == {"note": 1, "a": [1, 2]}
+
+
+def _take_with_nan(folder, without):
+    if dist.get_rank() in without:
+        points = extensions.own_points()
+        extensions.own_points = lambda: {k: v for k, v in points.items() if k[0] != "snapshot.takes"}
+        observers._installed.cache_clear()
+    model = torch.nn.Linear(4, 4)
+    model.weight.data.fill_(float("nan"))
+    try:
+        Snapshot.take(folder / "s", {"model": model})
+    finally:
+        if dist.get_rank() in without:
+            extensions.own_points = original_points
+            observers._installed.cache_clear()
+
+
+original_points = extensions.own_points
+
+
+def test_guards_of_ranks_that_have_them_count_if_another_lacks_the_package(two, tmp_path):
+    two.run(_take_with_nan, tmp_path, [1])
+    assert "snapshot.guards" in Snapshot(tmp_path / "s").metadata.metadata
+
+
+def test_broken_health_package_fails_no_take_by_default_and_one_that_asks_for_it(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("snapshot_health.observe.GuardedTake", None)
+    Snapshot.take(tmp_path / "s", state())
+    Snapshot.take(tmp_path / "t", state(), guards="off")
+    assert caplog.text.count("the observer health of snapshot-torch") == 1
+    with pytest.raises(TypeError):
+        Snapshot.take(tmp_path / "u", state(), guards="refuse")
 
 
 def _take_with_observers(folder, names, fails):

@@ -19,14 +19,13 @@ from snapshot.io.session import Session
 from snapshot.io.system import gc_paused
 from snapshot.manifest import document as d
 from snapshot.manifest import entries as e
-from snapshot.manifest.document import FileEntry, merge
+from snapshot.manifest.document import FileEntry, encode_metadata, merge
 from snapshot.manifest.parts import ManifestPart
 from snapshot.manifest.paths import decode_component, decode_key, encode_component, encode_key, find_tagged_keys
 from snapshot.manifest.rank_view import DEEPEST
 from snapshot.manifest.values import Entry, Scalar
 from snapshot.save.commit import RankDone, commit_with_ranks, expect_written, write_own_part
 from snapshot.save.describe import RankManifest, shard_checksums
-from snapshot.save.take_request import encode_metadata
 from snapshot.save.transaction import Transaction
 from snapshot.state.flatten import Flattened, inflate_tree
 from snapshot.tensors.digest import digest_range
